@@ -1,4 +1,6 @@
-"""Packaging of Megatron-DCPO. Tested versions are pinned in constraints.txt; here stand the ranges that must hold."""
+"""Packaging of Megatron-DCPO. Tested versions are pinned in constraints.txt; here stand the ranges
+that must hold.
+"""
 
 import re
 from pathlib import Path
@@ -7,7 +9,9 @@ from setuptools import find_packages, setup
 from setuptools.command.build_py import build_py
 
 HERE = Path(__file__).parent
-VERSION = re.search(r'__version__ = "([^"]+)"', (HERE / "megatron_dcpo" / "__init__.py").read_text()).group(1)
+VERSION = re.search(
+    r'__version__ = "([^"]+)"', (HERE / "megatron_dcpo" / "__init__.py").read_text()
+).group(1)
 
 
 class BuildWithPins(build_py):
@@ -17,7 +21,8 @@ class BuildWithPins(build_py):
         super().run()
         if not self.editable_mode:  # there the checkout's own file is read
             self.copy_file(
-                str(HERE / "constraints.txt"), str(Path(self.build_lib) / "megatron_dcpo" / "constraints.txt")
+                str(HERE / "constraints.txt"),
+                str(Path(self.build_lib) / "megatron_dcpo" / "constraints.txt"),
             )
 
 
@@ -25,14 +30,20 @@ setup(
     cmdclass={"build_py": BuildWithPins},
     name="megatron-dcpo",
     version=VERSION,
-    description="RL from verifiable rewards on Megatron-core that leaves language models accurate and calibrated",
+    description="RL from verifiable rewards on Megatron-core that leaves language models accurate "
+    "and calibrated",
     long_description=(HERE / "README.md").read_text(),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["megatron_dcpo", "megatron_dcpo.*"]),
     package_data={
-        "megatron_dcpo.evaluation": ["report.html.j2", "live.html.j2", "style.css", "published.csv"],
+        "megatron_dcpo.evaluation": [
+            "report.html.j2",
+            "live.html.j2",
+            "style.css",
+            "published.csv",
+        ],
         "megatron_dcpo.planning": ["models/*/*/config.json"],
     },
     install_requires=[
@@ -60,7 +71,8 @@ setup(
         "psutil",
     ],
     extras_require={
-        # without a GPU: nothing beyond the base; the name is there so that `.[cpu,dev]` says what is meant
+        # without a GPU: nothing beyond the base; the name is there so that `.[cpu,dev]` says what
+        # is meant
         "cpu": [],
         "gpu": [  # below 2.12 as Megatron-core 0.16 declares, which is all that Python 3.11 has
             "transformer-engine[pytorch]>=2.9,<2.12; python_version<'3.12'",

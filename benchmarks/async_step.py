@@ -1,10 +1,12 @@
-"""Generation beside training (``rollout.async_steps: 1``) against one after the other, a core for each.
+"""Generation beside training (``rollout.async_steps: 1``) against one after the other, a core for
+each.
 
     python benchmarks/run.py async_step        # ASYNC_STEPS=2: that many steps
 
-Each alternative is a training of the 28M policy on one core and a server of its own on another, whose responses are ragged;
-both take their steps in turns, so that one works while the other waits. The learning rate is 0: both sample the same
-tokens, whatever the age of the weights. The bound is what a step would take whose shorter half costs nothing.
+Each alternative is a training of the 28M policy on one core and a server of its own on another,
+whose responses are ragged; both take their steps in turns, so that one works while the other waits.
+The learning rate is 0: both sample the same tokens, whatever the age of the weights. The bound is
+what a step would take whose shorter half costs nothing.
 """
 
 from __future__ import annotations
@@ -32,7 +34,10 @@ SERVER = f"{sys.executable} {policies.QUICKSTART / 'engine_server.py'}"
 
 
 def measurements() -> Iterator[Measurement]:
-    rows = {name: taken[PROMPTS] for name, taken in in_turns({name: [PROMPTS] for name in ALTERNATIVES}).items()}
+    rows = {
+        name: taken[PROMPTS]
+        for name, taken in in_turns({name: [PROMPTS] for name in ALTERNATIVES}).items()
+    }
     if not rows:
         yield absent("async step, 28M", "s", OTHER, "two cores are needed, one for each")
         return
@@ -43,33 +48,54 @@ def measurements() -> Iterator[Measurement]:
     tokens = [sum(row["tokens"] for row in taken) for taken in kept.values()]
     same = prompts[0] == prompts[1] and abs(tokens[0] - tokens[1]) <= 0.02 * tokens[1]
     median = {
-        name: {key: statistics.median(row[key] for row in taken) for key in taken[0]} for name, taken in kept.items()
+        name: {key: statistics.median(row[key] for row in taken) for key in taken[0]}
+        for name, taken in kept.items()
     }
     beside_, after_ = median["beside"], median["after"]
     parts = after_["rollout"], after_["wall"] - after_["rollout"]
     facts = {
         "same": same,
-        "raw": {name: [{k: round(v, 4) for k, v in row.items()} for row in taken] for name, taken in kept.items()},
-        "reason": f"equal prompts in every step, {tokens[0]} and {tokens[1]} tokens; one after the other a step is "
+        "raw": {
+            name: [{k: round(v, 4) for k, v in row.items()} for row in taken]
+            for name, taken in kept.items()
+        },
+        "reason": f"equal prompts in every step, {tokens[0]} and {tokens[1]} tokens; one after "
+        "the other a step is "
         f"{parts[0]:.2f} s of generation and {parts[1]:.2f} s of the rest",
     }
-    bound = {"bound": max(parts) / sum(parts), "bound_is": "the longer of generation and the rest alone"}
+    bound = {
+        "bound": max(parts) / sum(parts),
+        "bound_is": "the longer of generation and the rest alone",
+    }
     unit = f"s (wall time, median of {STEPS})"
     yield Measurement(
-        "async step, 28M: a whole step", beside_["wall"], after_["wall"], unit, OTHER, 0.62, **bound, **facts
+        "async step, 28M: a whole step",
+        beside_["wall"],
+        after_["wall"],
+        unit,
+        OTHER,
+        0.62,
+        **bound,
+        **facts,
     )
     for who in ("trainer", "engine"):
         share = [one[f"{who}_waits"] for one in (beside_, after_)]
-        yield Measurement(f"async step, 28M: the {who} waits", *share, "share of a step", OTHER, **facts)
+        yield Measurement(
+            f"async step, 28M: the {who} waits", *share, "share of a step", OTHER, **facts
+        )
 
 
 def in_turns(sizes: dict[str, list[int]]) -> dict[str, dict[int, list[dict[str, Any]]]]:
-    """The steps of each alternative by its prompts per step, which take turns; none where there is one core."""
+    """The steps of each alternative by its prompts per step, which take turns; none where there is
+    one core.
+    """
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
         return {}
     os.sched_setaffinity(0, cores[:2])  # the children inherit it, and take one each
-    rows: dict[str, dict[int, list[dict[str, Any]]]] = {name: {n: [] for n in sizes[name]} for name in ALTERNATIVES}
+    rows: dict[str, dict[int, list[dict[str, Any]]]] = {
+        name: {n: [] for n in sizes[name]} for name in ALTERNATIVES
+    }
     with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
         model = policies.write_policy(Path(scratch) / "policy", "28M", stop=STOP)
         workers = {
@@ -87,8 +113,9 @@ def in_turns(sizes: dict[str, list[int]]) -> dict[str, dict[int, list[dict[str, 
 
 
 def _train(name: str, scratch: Path, model: Path, *sizes: int) -> None:
-    """A training that takes a step when told to, and its server. ``sizes``: prompts of a step, in turns; of one size where
-    a step generates the next one's."""
+    """A training that takes a step when told to, and its server. ``sizes``: prompts of a step, in
+    turns; of one size where a step generates the next one's.
+    """
     from megatron_dcpo.config import load_config
     from megatron_dcpo.rollout.serving import EngineServer, server_command
     from megatron_dcpo.training.loop import train_step
@@ -96,12 +123,25 @@ def _train(name: str, scratch: Path, model: Path, *sizes: int) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         endpoint = f"http://127.0.0.1:{probe.getsockname()[1]}/v1"
-    more = ["rollout.engine=server", f"rollout.endpoint={endpoint}", "objective.tis_level=token", "optimizer.lr=0"]
+    more = [
+        "rollout.engine=server",
+        f"rollout.endpoint={endpoint}",
+        "objective.tis_level=token",
+        "optimizer.lr=0",
+    ]
     more += ["parallel.sequence_packing=true"]  # ragged, and nothing computed for padding
-    more += ["objective.entropy_coef=1e-6"]  # else a group that is all wrong, as here, is not computed
-    more += [f"rollout.async_steps={ALTERNATIVES[name]}", "training.micro_batch_size=16", "logging.samples_interval=0"]
+    more += [
+        "objective.entropy_coef=1e-6"
+    ]  # else a group that is all wrong, as here, is not computed
+    more += [
+        f"rollout.async_steps={ALTERNATIVES[name]}",
+        "training.micro_batch_size=16",
+        "logging.samples_interval=0",
+    ]
     options = policies.overrides(model, scratch / name, max(sizes), GROUP, TOKENS, *more)
-    command = server_command(load_config(str(policies.QUICKSTART / "grpo.yaml"), options), 1, SERVER)
+    command = server_command(
+        load_config(str(policies.QUICKSTART / "grpo.yaml"), options), 1, SERVER
+    )
     trained: list[Any] = []
     with (
         EngineServer(command, endpoint, 1, 1, scratch / f"{name}.log"),
@@ -109,7 +149,10 @@ def _train(name: str, scratch: Path, model: Path, *sizes: int) -> None:
         run.recorder.from_step(1),
     ):
         log = run.recorder.log
-        run.recorder.log = lambda step, samples, *rest: (trained.append(samples), log(step, samples, *rest))
+        run.recorder.log = lambda step, samples, *rest: (
+            trained.append(samples),
+            log(step, samples, *rest),
+        )
         for number, report in enumerate(steps(), 1):
             run.timers.step, run.sampler.prompts_per_step = number, sizes[(number - 1) % len(sizes)]
             train_step(run, number)

@@ -1,10 +1,12 @@
-"""How long a checkpoint keeps the loop waiting, against a copy of the state in memory; who writes what; what is read.
+"""How long a checkpoint keeps the loop waiting, against a copy of the state in memory; who writes
+what; what is read.
 
     python benchmarks/run.py checkpoint
 
-Policies of 28 and 105 million parameters with AdamW's state, 1 and 2 data-parallel ranks, distributed optimizer, written in
-the background: blocked is the time until ``Saver.begin`` returns, state gathered and planned, and that of ``Saver.finish``
-once all ranks have written. The alternative copies what the rank writes into memory that it has, in turns.
+Policies of 28 and 105 million parameters with AdamW's state, 1 and 2 data-parallel ranks,
+distributed optimizer, written in the background: blocked is the time until ``Saver.begin`` returns,
+state gathered and planned, and that of ``Saver.finish`` once all ranks have written. The
+alternative copies what the rank writes into memory that it has, in turns.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ def measurements() -> Iterator[Measurement]:
             for processes in (1, 2):
                 out = Path(scratch, f"run{processes}")
                 torchrun(processes, __file__, json.dumps({"model": str(model), "out": str(out)}))
-                ranks = [json.loads((out / f"rank{rank}.json").read_text()) for rank in range(processes)]
+                ranks = [
+                    json.loads((out / f"rank{rank}.json").read_text()) for rank in range(processes)
+                ]
                 yield from _compared(f"checkpoint/{shape}, {processes} rank(s)", ranks)
                 shutil.rmtree(out)
 
@@ -44,19 +48,42 @@ def _compared(name: str, ranks: list[dict[str, Any]]) -> Iterator[Measurement]:
     other = "a copy of what the rank writes, into memory that is there"
     described = min(slowest["planned"])
     facts = {"same": same, "bound": 1 + described / seconds[1]}
-    facts["bound_is"] = f"Megatron-core's description of the state takes {1e3 * described:.1f} ms, whatever its size"
-    yield Measurement(f"{name}, blocked", *seconds, unit, other, 1.2, reason=reason, raw=raw, **facts)
+    facts["bound_is"] = (
+        f"Megatron-core's description of the state takes {1e3 * described:.1f} ms, whatever its "
+        "size"
+    )
+    yield Measurement(
+        f"{name}, blocked", *seconds, unit, other, 1.2, reason=reason, raw=raw, **facts
+    )
     seconds = [max(min(rank[key]) for rank in ranks) for key in ("busy", "busy_cloning")]
     unit = f"s (processor time of the loop's thread, of the slowest rank, min of {ROUNDS})"
-    reason = f"the difference, {1e3 * (seconds[0] - seconds[1]):.0f} ms, does not grow with the bytes"
+    reason = (
+        f"the difference, {1e3 * (seconds[0] - seconds[1]):.0f} ms, does not grow with the bytes"
+    )
     facts["bound"] = 1 + described / seconds[1]
-    yield Measurement(f"{name}, blocked, processor time", *seconds, unit, other, 1.2, reason=reason, **facts)
+    yield Measurement(
+        f"{name}, blocked, processor time", *seconds, unit, other, 1.2, reason=reason, **facts
+    )
     most = max(rank["written"] for rank in ranks)
     share, fair = f"{name}, largest share", total / len(ranks)
-    yield Measurement(share, most, fair, "bytes written by the rank that writes most", "an even share", 1.1, same=same)
+    yield Measurement(
+        share,
+        most,
+        fair,
+        "bytes written by the rank that writes most",
+        "an even share",
+        1.1,
+        same=same,
+    )
     read = sum(rank["read"] for rank in ranks)
     yield Measurement(
-        f"{name}, read to resume", read, total, "bytes (read calls)", "bytes of the checkpoint", 1.01, same=same
+        f"{name}, read to resume",
+        read,
+        total,
+        "bytes (read calls)",
+        "bytes of the checkpoint",
+        1.01,
+        same=same,
     )
 
 
@@ -68,7 +95,12 @@ def worker(options: dict[str, Any]) -> None:
 
     from megatron_dcpo.checkpoints.manifest import iteration_dir
     from megatron_dcpo.checkpoints.saver import Saver
-    from megatron_dcpo.checkpoints.state import RUN_PARTS, checkpoint_state, load_checkpoint, newest_intact
+    from megatron_dcpo.checkpoints.state import (
+        RUN_PARTS,
+        checkpoint_state,
+        load_checkpoint,
+        newest_intact,
+    )
     from megatron_dcpo.runtime.distributed import barrier, destroy
 
     out = Path(options["out"])
@@ -76,7 +108,11 @@ def worker(options: dict[str, Any]) -> None:
     topology = policy.topology
     saver = Saver(out / "checkpoints", topology.rank, 1, True, topology.replica_group)
     numbers = iter(range(1, 100))
-    run = {part: {} for part in RUN_PARTS if part not in ("iteration", "rng_state", "distributed_optimizer")}
+    run = {
+        part: {}
+        for part in RUN_PARTS
+        if part not in ("iteration", "rng_state", "distributed_optimizer")
+    }
     own: list[Any] = []
     kept: list[Any] = []
     blocked, planned, cloned, busy, busy_cloning = ([] for _ in range(5))  # type: list[list[float]]
@@ -127,9 +163,14 @@ def worker(options: dict[str, Any]) -> None:
     files = iteration_dir(out / "checkpoints", latest).glob(f"__{topology.rank}_*")
     result = {
         "same": all(torch.equal(a, b) for a, b in zip(before, after, strict=True)),
-        "blocked": blocked, "planned": planned, "clone": cloned, "read": read, "busy": busy, "busy_cloning": busy_cloning,
+        "blocked": blocked,
+        "planned": planned,
+        "clone": cloned,
+        "read": read,
+        "busy": busy,
+        "busy_cloning": busy_cloning,
         "written": sum(file.stat().st_size for file in files),
-    }  # fmt: skip
+    }
     (out / f"rank{os.environ['RANK']}.json").write_text(json.dumps(result))
     destroy()
 
@@ -159,7 +200,11 @@ def trained(policy: Any, optimizer: Any) -> list[Any]:
     """Parameters and moments."""
     from megatron_dcpo.policy.optimizer import optimizer_parts
 
-    states = [state for part in optimizer_parts(optimizer.megatron) for state in part.optimizer.state.values()]
+    states = [
+        state
+        for part in optimizer_parts(optimizer.megatron)
+        for state in part.optimizer.state.values()
+    ]
     moments = [state[name] for state in states for name in ("exp_avg", "exp_avg_sq")]
     return [*(p for gpt in policy.gpt for p in gpt.parameters()), *moments]
 

@@ -1,11 +1,14 @@
-"""How much faster are programs judged than with an interpreter per test? Both in one run, on the same programs.
+"""How much faster are programs judged than with an interpreter per test? Both in one run, on the
+same programs.
 
-    python benchmarks/code_judge.py [--data ../shared/data] [--programs 500] [--tests 10] [--sandbox auto]
+    python benchmarks/code_judge.py [--data ../shared/data] [--programs 500] [--tests 10] [--sandbox
+    auto]
 
-Programs: HumanEval+'s canonical solutions, and the same with a changed return value. Tests: the first ``--tests`` inputs of
-each problem, with what the canonical solution gives. The naive way writes program and test to a file and calls
-``subprocess.run([python, file])`` for every test until one fails, without any isolation, as many at a time as the pool has
-workers. Verdicts must be the same. ``--numpy`` gives the naive way evalplus's own comparison, which imports NumPy.
+Programs: HumanEval+'s canonical solutions, and the same with a changed return value. Tests: the
+first ``--tests`` inputs of each problem, with what the canonical solution gives. The naive way
+writes program and test to a file and calls ``subprocess.run([python, file])`` for every test until
+one fails, without any isolation, as many at a time as the pool has workers. Verdicts must be the
+same. ``--numpy`` gives the naive way evalplus's own comparison, which imports NumPy.
 """
 
 from __future__ import annotations
@@ -44,7 +47,9 @@ def _same(out, exp):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--data", type=Path, default=DATA)
     parser.add_argument("--programs", type=int, default=500)
     parser.add_argument("--tests", type=int, default=10)
@@ -53,10 +58,16 @@ def main() -> None:
     parser.add_argument("--numpy", action="store_true")
     args = parser.parse_args()
     file = args.data / "humanevalplus" / "HumanEvalPlus.jsonl.gz"
-    sys.exit(0 if compare(file, args.programs, args.tests, args.workers, args.sandbox, args.numpy).same else 1)
+    sys.exit(
+        0
+        if compare(file, args.programs, args.tests, args.workers, args.sandbox, args.numpy).same
+        else 1
+    )
 
 
-def compare(file: Path, programs: int, tests: int, workers: int, sandbox: str, numpy: bool) -> Measurement:
+def compare(
+    file: Path, programs: int, tests: int, workers: int, sandbox: str, numpy: bool
+) -> Measurement:
     """Both on the same programs, one after the other."""
     items = _items(file, programs, tests)
     count = sum(len(cases) for _, _, cases in items)
@@ -66,14 +77,26 @@ def compare(file: Path, programs: int, tests: int, workers: int, sandbox: str, n
         start = time.perf_counter()
         ours = _judged(pool, items)
         seconds = time.perf_counter() - start
-        print(f"{pool.level}: {seconds:.2f} s with the start of the servers, {len(items) / seconds:.1f} programs/s")
+        print(
+            f"{pool.level}: {seconds:.2f} s with the start of the servers, "
+            f"{len(items) / seconds:.1f} programs/s"
+        )
     start = time.perf_counter()
     with ThreadPoolExecutor(workers) as threads:
         naive = list(threads.map(lambda item: _naive(item, numpy), items))
     slow = time.perf_counter() - start
-    print(f"subprocess per test: {slow:.2f} s, {len(items) / slow:.1f} programs/s, load {os.getloadavg()[0]:.1f}")
-    print(f"same verdicts: {ours == naive} ({sum(ours)} of {len(ours)} right); ratio {slow / seconds:.1f}")
-    unit, other = f"s (wall time of {len(items)} programs, {count} tests)", "an interpreter per test, not isolated"
+    print(
+        f"subprocess per test: {slow:.2f} s, {len(items) / slow:.1f} programs/s, load "
+        f"{os.getloadavg()[0]:.1f}"
+    )
+    print(
+        f"same verdicts: {ours == naive} ({sum(ours)} of {len(ours)} right); ratio "
+        f"{slow / seconds:.1f}"
+    )
+    unit, other = (
+        f"s (wall time of {len(items)} programs, {count} tests)",
+        "an interpreter per test, not isolated",
+    )
     return Measurement("code_judge", seconds, slow, unit, other, goal=0.5, same=ours == naive)
 
 
@@ -86,7 +109,9 @@ def measurements() -> Iterator[Measurement]:
 
 
 def _items(path: Path, programs: int, tests: int) -> list[tuple[str, str, list[dict[str, Any]]]]:
-    """Program, entry point and cases. Problems whose answer is not unique are compared by the canonical one."""
+    """Program, entry point and cases. Problems whose answer is not unique are compared by the
+    canonical one.
+    """
     found = []
     with gzip.open(path, "rt") as stream:
         for line in stream:
@@ -96,10 +121,16 @@ def _items(path: Path, programs: int, tests: int) -> list[tuple[str, str, list[d
             exec(right, names)
             inputs = [*row["base_input"], *(row["plus_input"] or [])][:tests]
             function = names[row["entry_point"]]
-            cases = [{"args": given, "expected": function(*json.loads(json.dumps(given)))} for given in inputs]
+            cases = [
+                {"args": given, "expected": function(*json.loads(json.dumps(given)))}
+                for given in inputs
+            ]
             changed = right + _CHANGED.format(entry=row["entry_point"])
             found += [(right, row["entry_point"], cases), (right + "\n", row["entry_point"], cases)]
-            found += [(changed, row["entry_point"], cases), (right + "\n\n", row["entry_point"], cases)]
+            found += [
+                (changed, row["entry_point"], cases),
+                (right + "\n\n", row["entry_point"], cases),
+            ]
     return found[:programs]
 
 
@@ -118,9 +149,14 @@ def _naive(item: tuple[str, str, list[dict[str, Any]]], numpy: bool) -> int:
         for case in cases:
             file.seek(0)
             file.truncate()
-            file.write(f"{program}\n{same}\nassert _same({entry}(*{case['args']!r}), {case['expected']!r})\n")
+            file.write(
+                f"{program}\n{same}\nassert _same({entry}(*{case['args']!r}), "
+                f"{case['expected']!r})\n"
+            )
             file.flush()
-            if subprocess.run([sys.executable, file.name], capture_output=True, check=False).returncode:
+            if subprocess.run(
+                [sys.executable, file.name], capture_output=True, check=False
+            ).returncode:
                 return 0
     return 1
 

@@ -1,13 +1,17 @@
-"""How fast is a conversion, and how much memory does it take, next to ``cp`` of the same bytes on the same disk?
+"""How fast is a conversion, and how much memory does it take, next to ``cp`` of the same bytes on
+the same disk?
 
-    python benchmarks/convert.py --shape qwen3_0.6b --dir /path/on/the/disk [--repeats 3] [--warm] [--naive]
+    python benchmarks/convert.py --shape qwen3_0.6b --dir /path/on/the/disk [--repeats 3] [--warm]
+    [--naive]
 
-Writes a random bf16 checkpoint of the shape, then in turn: cp, import, cp, export, each in its own process, the input
-evicted from the page cache before each (``--warm``: read into it instead) and the disk idle (``sync``). Times exclude the
-start of the interpreter and imports. ``--naive`` adds the usual way (load everything, rearrange, save) for comparison; it
-needs room for the whole model twice. ``--peer PYTHON`` adds Megatron-Bridge, run by an interpreter made as
-``megatron_bridge.py`` says. ``--once`` takes twice the checkpoint on the disk instead of three times: one round without the
-second cp, the source removed after the import and compared with the result by hash. Everything is removed at the end.
+Writes a random bf16 checkpoint of the shape, then in turn: cp, import, cp, export, each in its own
+process, the input evicted from the page cache before each (``--warm``: read into it instead) and
+the disk idle (``sync``). Times exclude the start of the interpreter and imports. ``--naive`` adds
+the usual way (load everything, rearrange, save) for comparison; it needs room for the whole model
+twice. ``--peer PYTHON`` adds Megatron-Bridge, run by an interpreter made as ``megatron_bridge.py``
+says. ``--once`` takes twice the checkpoint on the disk instead of three times: one round without
+the second cp, the source removed after the import and compared with the result by hash. Everything
+is removed at the end.
 """
 
 from __future__ import annotations
@@ -75,10 +79,14 @@ Results = dict[str, list[dict[str, float]]]  # of every step, its rounds
 
 
 def generate(config: dict[str, Any], out: Path) -> int:
-    """Write a checkpoint of random bits with the shapes of ``config``; returns its bytes. Holds one block at a time."""
+    """Write a checkpoint of random bits with the shapes of ``config``; returns its bytes. Holds one
+    block at a time.
+    """
     out.mkdir(parents=True)
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    specs = {name: (shape, "bfloat16") for name, shape in hf_shapes(parse_architecture(config)).items()}
+    specs = {
+        name: (shape, "bfloat16") for name, shape in hf_shapes(parse_architecture(config)).items()
+    }
     shards = plan_shards(specs, assign_files(specs))
     rng = np.random.default_rng(0)
     for shard in shards:
@@ -105,8 +113,14 @@ def naive_import(source: Path, target: Path) -> None:
     state: dict[str, list[Any]] = {}
     for copy in plan(read_architecture(source), Layout(transformer_engine=True), Coordinates()):
         tensor = model[copy.hf]
-        state.setdefault(copy.megatron, []).append(tensor.narrow(copy.dim, copy.hf_start, copy.length))
-    dcp.save({name: torch.cat(parts) for name, parts in state.items()}, checkpoint_id=target, no_dist=True)
+        state.setdefault(copy.megatron, []).append(
+            tensor.narrow(copy.dim, copy.hf_start, copy.length)
+        )
+    dcp.save(
+        {name: torch.cat(parts) for name, parts in state.items()},
+        checkpoint_id=target,
+        no_dist=True,
+    )
 
 
 def naive_export(source: Path, target: Path) -> None:
@@ -118,13 +132,21 @@ def naive_export(source: Path, target: Path) -> None:
     arch = read_architecture(source / "hf")
     metadata = dcp.FileSystemReader(source).read_metadata().state_dict_metadata
     state = {
-        key: torch.empty(entry.size, dtype=torch.bfloat16) for key, entry in metadata.items() if hasattr(entry, "size")
+        key: torch.empty(entry.size, dtype=torch.bfloat16)
+        for key, entry in metadata.items()
+        if hasattr(entry, "size")
     }
     dcp.load(state, checkpoint_id=source, no_dist=True)
-    tensors = {name: torch.empty(shape, dtype=torch.bfloat16) for name, shape in hf_shapes(arch).items()}
+    tensors = {
+        name: torch.empty(shape, dtype=torch.bfloat16) for name, shape in hf_shapes(arch).items()
+    }
     for copy in plan(arch, Layout(transformer_engine=True), Coordinates()):
         stacked = re.fullmatch(r"decoder\.layers\.(\d+)\.(.*)", copy.megatron)
-        tensor = state[f"decoder.layers.{stacked[2]}"][int(stacked[1])] if stacked else state[copy.megatron]
+        tensor = (
+            state[f"decoder.layers.{stacked[2]}"][int(stacked[1])]
+            if stacked
+            else state[copy.megatron]
+        )
         values = tensor.narrow(copy.dim, copy.start, copy.length)
         tensors[copy.hf].narrow(copy.dim, copy.hf_start, copy.length).copy_(values)
     target.mkdir()
@@ -155,12 +177,19 @@ def worker(step: str, source: Path, target: Path) -> None:
     with memory:
         STEPS[step](source, target)
     seconds = time.perf_counter() - clock
-    peaks = {"peak_anonymous_bytes": memory.anonymous_bytes, "peak_resident_bytes": memory.resident_bytes}
+    peaks = {
+        "peak_anonymous_bytes": memory.anonymous_bytes,
+        "peak_resident_bytes": memory.resident_bytes,
+    }
     print(json.dumps({"seconds": seconds} | peaks))
 
 
-def measure(step: str, source: Path, target: Path, warm: bool, peer: str | None = None) -> dict[str, float]:
-    """One step from a quiet disk and a defined page cache. Removes the target it has written, unless it is needed."""
+def measure(
+    step: str, source: Path, target: Path, warm: bool, peer: str | None = None
+) -> dict[str, float]:
+    """One step from a quiet disk and a defined page cache. Removes the target it has written,
+    unless it is needed.
+    """
     shutil.rmtree(target, ignore_errors=True)
     os.sync()
     for path in source.rglob("*"):
@@ -191,14 +220,22 @@ def _cache(path: Path, warm: bool) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shape", choices=SHAPES, default="qwen3_0.6b")
     parser.add_argument("--dir", type=Path, help="where to work; removed at the end")
     parser.add_argument("--repeats", type=int, default=1)
-    parser.add_argument("--warm", action="store_true", help="input in the page cache instead of evicted from it")
+    parser.add_argument(
+        "--warm", action="store_true", help="input in the page cache instead of evicted from it"
+    )
     parser.add_argument("--naive", action="store_true", help="also load everything, then save")
-    parser.add_argument("--peer", metavar="PYTHON", help="interpreter of an environment with Megatron-Bridge")
-    parser.add_argument("--tokenizer", type=Path, help="directory of a tokenizer: the peer does not do without")
+    parser.add_argument(
+        "--peer", metavar="PYTHON", help="interpreter of an environment with Megatron-Bridge"
+    )
+    parser.add_argument(
+        "--tokenizer", type=Path, help="directory of a tokenizer: the peer does not do without"
+    )
     parser.add_argument("--once", action="store_true", help="for small disks: see above")
     parser.add_argument("--worker", nargs=3, metavar=("STEP", "FROM", "TO"), help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -219,7 +256,11 @@ def main() -> None:
 
 def run(args: argparse.Namespace, work: Path) -> None:
     nbytes = generate(SHAPES[args.shape], work / "hf")
-    print(f"{args.shape}: {nbytes / 1e9:.2f} GB, input {'in' if args.warm else 'not in'} the page cache", flush=True)
+    print(
+        f"{args.shape}: {nbytes / 1e9:.2f} GB, input {'in' if args.warm else 'not in'} the page "
+        "cache",
+        flush=True,
+    )
     steps = list(STEPS_OF_A_ROUND)
     if args.naive:
         steps += [("naive_import", "hf", "naive"), ("naive_export", "megatron", "naive")]
@@ -233,7 +274,9 @@ def run(args: argparse.Namespace, work: Path) -> None:
 def in_turns(
     work: Path, steps: Sequence[tuple[str, str, str]], repeats: int, warm: bool, peer: str | None
 ) -> tuple[Results, bool]:
-    """All steps in turn, ``repeats`` times; their results, and whether every round trip gave the same files."""
+    """All steps in turn, ``repeats`` times; their results, and whether every round trip gave the
+    same files.
+    """
     results: Results = {}
     all_same = True
     for _ in range(repeats):
@@ -247,7 +290,9 @@ def in_turns(
             subprocess.run(["cmp", path, work / "back" / path.name]).returncode == 0
             for path in (work / "hf").glob("*.safetensors")
         )
-        print(f"  files after the round trip are {'identical' if same else 'DIFFERENT'}", flush=True)
+        print(
+            f"  files after the round trip are {'identical' if same else 'DIFFERENT'}", flush=True
+        )
         shutil.rmtree(work / "back")
         all_same &= same
     return results, all_same
@@ -269,10 +314,14 @@ def warm_rounds(shape: str, repeats: int, peer: str | None = None) -> tuple[Resu
         generate(SHAPES[shape], work / "hf")
         for path in (DATA / "qwen_tokenizer").glob("tokenizer*") if peer else ():
             shutil.copy(path, work / "hf")
-        return in_turns(work, STEPS_OF_A_ROUND + PEER_STEPS * (peer is not None), repeats, True, peer)
+        return in_turns(
+            work, STEPS_OF_A_ROUND + PEER_STEPS * (peer is not None), repeats, True, peer
+        )
 
 
-def compared(name: str, results: Results, ours: str, other: str, other_is: str, **fields: Any) -> Measurement:
+def compared(
+    name: str, results: Results, ours: str, other: str, other_is: str, **fields: Any
+) -> Measurement:
     """Medians of two steps."""
     raw = {step: [round(r["seconds"], 3) for r in results[step]] for step in (ours, other)}
     a, b = (statistics.median(raw[step]) for step in (ours, other))
@@ -281,16 +330,24 @@ def compared(name: str, results: Results, ours: str, other: str, other_is: str, 
 
 
 def measurements() -> Iterator[Measurement]:
-    """1.2 GB there and back. There is no goal: half of a conversion's time is SHA-256 of every tensor."""
+    """1.2 GB there and back. There is no goal: half of a conversion's time is SHA-256 of every
+    tensor.
+    """
     results, same = warm_rounds("qwen3_0.6b", 3)
     for step in ("import", "export"):
         yield compared(f"convert/{step}", results, step, "cp", "cp of the same bytes", same=same)
 
 
 def run_once(args: argparse.Namespace, work: Path) -> None:
-    """cp, import, export with two copies on the disk; the tensors are compared by the hashes that both steps record."""
+    """cp, import, export with two copies on the disk; the tensors are compared by the hashes that
+    both steps record.
+    """
     nbytes = generate(SHAPES[args.shape], work / "hf")
-    print(f"{args.shape}: {nbytes / 1e9:.2f} GB, input {'in' if args.warm else 'not in'} the page cache", flush=True)
+    print(
+        f"{args.shape}: {nbytes / 1e9:.2f} GB, input {'in' if args.warm else 'not in'} the page "
+        "cache",
+        flush=True,
+    )
     results: Results = {}
     for step, source, target, done in (
         ("cp", "hf", "copy", "copy"),
@@ -303,19 +360,28 @@ def run_once(args: argparse.Namespace, work: Path) -> None:
             imported = json.loads((work / target / "conversion.json").read_text())["tensors"]
         shutil.rmtree(work / done)
     exported = json.loads((work / "back" / "conversion.json").read_text())["tensors"]
-    print(f"  tensors after the round trip are {'identical' if imported == exported else 'DIFFERENT'}", flush=True)
+    print(
+        "  tensors after the round trip are "
+        f"{'identical' if imported == exported else 'DIFFERENT'}",
+        flush=True,
+    )
     summarise(args.shape, results)
 
 
 def summarise(shape: str, results: Results) -> None:
     """One JSON line per step: the median time, its ratio to that of cp, the largest memory."""
-    seconds = {step: statistics.median(result["seconds"] for result in runs) for step, runs in results.items()}
+    seconds = {
+        step: statistics.median(result["seconds"] for result in runs)
+        for step, runs in results.items()
+    }
     for step, runs in results.items():
         line = {"step": step, "shape": shape, "seconds": round(seconds[step], 2)}
         line["ratio_to_cp"] = round(seconds[step] / seconds["cp"], 2)
         for what in ("anonymous", "resident"):
             if f"peak_{what}_bytes" in runs[0]:
-                line[f"peak_{what}_mib"] = round(max(result[f"peak_{what}_bytes"] for result in runs) / 2**20)
+                line[f"peak_{what}_mib"] = round(
+                    max(result[f"peak_{what}_bytes"] for result in runs) / 2**20
+                )
         if f"peer_{step}" in seconds:
             line["ratio_to_peer"] = round(seconds[step] / seconds[f"peer_{step}"], 2)
         print(json.dumps(line))

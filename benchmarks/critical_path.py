@@ -1,15 +1,18 @@
-"""Which share of a training step is neither generation, training nor weight transfer, with the real judges.
+"""Which share of a training step is neither generation, training nor weight transfer, with the real
+judges.
 
     python benchmarks/critical_path.py
 
-The quickstart (48 x 8 responses, the math verifier), and a tiny policy that writes 24 x 8 programs (the sandbox). Each run
-takes its steps in turns with one whose judge costs nothing: it repeats the judgements of the first, so that both generate
-and train on the same. Of a step, what counts is the time outside the three phases, and by how much the rollout is longer
-than beside the judge that costs nothing. Medians of the wall time.
+The quickstart (48 x 8 responses, the math verifier), and a tiny policy that writes 24 x 8 programs
+(the sandbox). Each run takes its steps in turns with one whose judge costs nothing: it repeats the
+judgements of the first, so that both generate and train on the same. Of a step, what counts is the
+time outside the three phases, and by how much the rollout is longer than beside the judge that
+costs nothing. Medians of the wall time.
 
-A tiny policy writes 192 programs in less time than two cores need to run them. ``programs, paced`` has the same policy
-and judge, but hands each response over when a slower engine on a device of its own would: after a time drawn from a
-log-normal distribution (median a quarter of the longest, PACE seconds).
+A tiny policy writes 192 programs in less time than two cores need to run them. ``programs, paced``
+has the same policy and judge, but hands each response over when a slower engine on a device of its
+own would: after a time drawn from a log-normal distribution (median a quarter of the longest, PACE
+seconds).
 """
 
 from __future__ import annotations
@@ -42,7 +45,10 @@ CODE = (
 
 def main() -> None:
     for measurement in measurements():
-        print(f"{measurement.name}: {100 * (measurement.ratio or 0):.1f} % of a step; ms: {measurement.raw}")
+        print(
+            f"{measurement.name}: {100 * (measurement.ratio or 0):.1f} % of a step; ms: "
+            f"{measurement.raw}"
+        )
 
 
 def measurements() -> Iterator[Measurement]:
@@ -63,7 +69,15 @@ def _measure(name: str, directory: Path, overrides: tuple[str, ...], pace: float
     directory.mkdir()
     rows: dict[str, list[dict[str, Any]]] = {"real": [], "free": []}
     workers = {
-        kind: Stepper(sys.executable, __file__, kind, str(directory), str(pace), f"training.steps={STEPS}", *overrides)
+        kind: Stepper(
+            sys.executable,
+            __file__,
+            kind,
+            str(directory),
+            str(pace),
+            f"training.steps={STEPS}",
+            *overrides,
+        )
         for kind in rows
     }
     with workers["real"] as real, workers["free"] as free:
@@ -75,7 +89,8 @@ def _measure(name: str, directory: Path, overrides: tuple[str, ...], pace: float
         row["outside"] = row["whole"] - sum(row[phase] for phase in PHASES)
     medians = {
         kind: {
-            key: statistics.median(row[key] for row in rows[kind][WARM_UP:]) for key in ("whole", "outside", *PHASES)
+            key: statistics.median(row[key] for row in rows[kind][WARM_UP:])
+            for key in ("whole", "outside", *PHASES)
         }
         for kind in rows
     }
@@ -88,14 +103,19 @@ def _measure(name: str, directory: Path, overrides: tuple[str, ...], pace: float
         "a whole step",
         goal=0.05,
         same=same,
-        raw={kind: {key: round(1000 * value, 2) for key, value in medians[kind].items()} for kind in rows},
+        raw={
+            kind: {key: round(1000 * value, 2) for key, value in medians[kind].items()}
+            for kind in rows
+        },
     )
 
 
 def _paced(stream: Any, seconds: float) -> Any:
     """``Engine.stream`` whose responses are finished at times of their own, whatever they took."""
 
-    def paced(engine: Any, samples: Any, sampling: Any, step: int = 0, **_: Any) -> Iterator[list[Any]]:
+    def paced(
+        engine: Any, samples: Any, sampling: Any, step: int = 0, **_: Any
+    ) -> Iterator[list[Any]]:
         began, due = time.perf_counter(), []
         for responses in stream(engine, samples, sampling, step):
             for response in responses:
@@ -109,7 +129,9 @@ def _paced(stream: Any, seconds: float) -> Any:
 
 
 def _train(kind: str, directory: Path, pace: float, overrides: list[str]) -> None:
-    """A training that takes a step when told to. ``real`` writes its judgements, ``free`` reads them."""
+    """A training that takes a step when told to. ``real`` writes its judgements, ``free`` reads
+    them.
+    """
     from megatron_dcpo.config import load_config
     from megatron_dcpo.rollout import TransformersEngine
     from megatron_dcpo.training import loop

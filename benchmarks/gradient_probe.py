@@ -24,7 +24,11 @@ def measurements() -> Iterator[Measurement]:
 
     seconds: tuple[list[float], list[float]] = ([], [])  # of plain and of probed steps
     with tempfile.TemporaryDirectory() as folder:
-        options = [f"run_dir={folder}/run", f"training.steps={STEPS}", "training.gradient_probe_interval=2"]
+        options = [
+            f"run_dir={folder}/run",
+            f"training.steps={STEPS}",
+            "training.gradient_probe_interval=2",
+        ]
         data = Path(policies.QUICKSTART, "data", "train.jsonl")
         options += [f"model.path={policies.QUICKSTART / 'policy'}", f"data.path={data}"]
         with policies.training_run(options, "dcpo.yaml") as run:
@@ -39,7 +43,9 @@ def measurements() -> Iterator[Measurement]:
     unit = f"s per step (processor time, medians of {len(seconds[1])}) where one in {interval} is probed"
     reason = f"a probed step takes {probed / plain:.2f} times as long"
     raw = {"probed": seconds[1], "plain": seconds[0]}
-    yield Measurement("gradient_probe", ours, plain, unit, "steps without a probe", 1.03, reason=reason, raw=raw)
+    yield Measurement(
+        "gradient_probe", ours, plain, unit, "steps without a probe", 1.03, reason=reason, raw=raw
+    )
 
 
 if __name__ == "__main__":

@@ -1,9 +1,12 @@
-"""How the cost of an update grows with group size, prompts, response length, vocabulary; with ranks.
+"""How the cost of an update grows with group size, prompts, response length, vocabulary; with
+ranks.
 
-    python benchmarks/growth.py [--plot growth.png]      # tables; python benchmarks/run.py growth: how well the fits fit
+    python benchmarks/growth.py [--plot growth.png]      # tables; python benchmarks/run.py growth:
+    how well the fits fit
 
-Processor time of ``Updater.update`` on made-up responses, minima of rounds in turns. Linear in everything but the length,
-where attention is quadratic: there the fit has a square. Ranks: the training time of a step on 1 and 2 processes.
+Processor time of ``Updater.update`` on made-up responses, minima of rounds in turns. Linear in
+everything but the length, where attention is quadratic: there the fit has a square. Ranks: the
+training time of a step on 1 and 2 processes.
 """
 
 from __future__ import annotations
@@ -17,8 +20,15 @@ from typing import Any
 import numpy as np
 from measurement import Measurement, in_turns, train
 
-SHAPE = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 2, "num_attention_heads": 4,
-         "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 2048}  # fmt: skip
+SHAPE = {
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": 2048,
+}
 PROMPTS, GROUP, LENGTH = 4, 8, 64
 AXES: dict[str, tuple[tuple[int, ...], int]] = {  # values, degree of the fit
     "group size": ((2, 4, 8, 16, 24, 32), 1),
@@ -81,7 +91,9 @@ def ranks() -> dict[int, float]:
     """Median seconds of the update of a step, by number of data-parallel processes."""
     with tempfile.TemporaryDirectory() as scratch:
         rows = {n: train(Path(scratch, f"run{n}"), "training.steps=8", processes=n) for n in (1, 2)}
-    return {n: float(np.median([row["time/train"] for row in found[2:]])) for n, found in rows.items()}
+    return {
+        n: float(np.median([row["time/train"] for row in found[2:]])) for n, found in rows.items()
+    }
 
 
 def measurements() -> Iterator[Measurement]:
@@ -91,7 +103,14 @@ def measurements() -> Iterator[Measurement]:
         raw = {"values": values, "cpu_s": seconds}
         how = "linear" if degree == 1 else "quadratic"
         yield Measurement(
-            f"growth/{axis}", r2, 1.0, f"R2 of a {how} fit", "a perfect fit", 0.99, at_least=True, raw=raw
+            f"growth/{axis}",
+            r2,
+            1.0,
+            f"R2 of a {how} fit",
+            "a perfect fit",
+            0.99,
+            at_least=True,
+            raw=raw,
         )
     one, two = ranks().values()
     unit = "s of training per step on 2 processes (wall time)"
@@ -99,7 +118,9 @@ def measurements() -> Iterator[Measurement]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--plot", metavar="FILE")
     args = parser.parse_args()
     found = {axis: costs(axis) for axis in AXES}
@@ -109,7 +130,9 @@ def main() -> None:
         print(f"\n{axis:>16} {'s':>9}")
         for value, second in zip(values, seconds, strict=True):
             print(f"{value:16} {second:9.4f}")
-        print(f"fit, highest power first: {', '.join(f'{c:.3g}' for c in coefficients)}; R2 {r2:.4f}")
+        print(
+            f"fit, highest power first: {', '.join(f'{c:.3g}' for c in coefficients)}; R2 {r2:.4f}"
+        )
     if args.plot:
         plot(found, args.plot)
 
@@ -118,10 +141,16 @@ def plot(found: dict[str, list[float]], path: str) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 3), layout="constrained")
-    for axes, (axis, seconds) in zip(np.atleast_1d(figure.subplots(1, len(found))), found.items(), strict=True):
+    for axes, (axis, seconds) in zip(
+        np.atleast_1d(figure.subplots(1, len(found))), found.items(), strict=True
+    ):
         values, degree = AXES[axis]
         x = np.linspace(0, max(values), 50)
-        axes.plot(x, np.polyval(fit(np.array(values, float), np.array(seconds), degree)[0], x), color="0.7")
+        axes.plot(
+            x,
+            np.polyval(fit(np.array(values, float), np.array(seconds), degree)[0], x),
+            color="0.7",
+        )
         axes.plot(values, seconds, "o")
         axes.set(xlabel=axis, ylabel="s of processor time", ylim=(0, None))
     figure.savefig(path, dpi=100)

@@ -1,9 +1,10 @@
-"""How fast state leaves a GPU for its host and comes back: what off-loading the optimizer costs a step.
+"""How fast state leaves a GPU for its host and comes back: what off-loading the optimizer costs a
+step.
 
     python benchmarks/host_copies.py [--gib 8] [--pretend]
 
-GB/s each way, from pinned memory, which ``runtime/host_memory.py`` uses, and from memory that is not; on each NUMA
-node. ``--pretend``: between two places of the host, 64 MiB.
+GB/s each way, from pinned memory, which ``runtime/host_memory.py`` uses, and from memory that is
+not; on each NUMA node. ``--pretend``: between two places of the host, 64 MiB.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ def rate(copy: Callable[[], object], wait: Callable[[], object], size: int) -> f
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--gib", type=float, default=8)
     parser.add_argument("--pretend", action="store_true")
     args = parser.parse_args()
@@ -58,7 +61,16 @@ def main() -> None:
             here.zero_()  # its pages come from the node of these CPUs
             away = rate(lambda here=here: here.copy_(there, non_blocking=True), wait, size)
             back = rate(lambda here=here: there.copy_(here, non_blocking=True), wait, size)
-            print(json.dumps({"node": node, "pinned": pinned, "to_host": round(away, 2), "to_device": round(back, 2)}))
+            print(
+                json.dumps(
+                    {
+                        "node": node,
+                        "pinned": pinned,
+                        "to_host": round(away, 2),
+                        "to_device": round(back, 2),
+                    }
+                )
+            )
             del here
 
 

@@ -1,11 +1,13 @@
-"""Partial rollouts (``rollout.max_staleness``) against rollouts that wait for their longest response.
+"""Partial rollouts (``rollout.max_staleness``) against rollouts that wait for their longest
+response.
 
     python benchmarks/run.py long_tails        # DCPO_DATA: where math500/ and qwen_tokenizer/ are
 
-Lengths are those of MATH-500's solutions in Qwen's tokens. *Simulated*: ``dcpo plan --simulate`` of the 8B example, whose
-partial rollouts carry whatever is unfinished. *Measured*: trainings of a small policy on the embedded engine, whose
-responses end at lengths drawn from the same distribution, shortened by SHORTEN; both take their steps in turns. Their
-learning rate is 0, so that what began in the first step has the same tokens in both, however often it was interrupted.
+Lengths are those of MATH-500's solutions in Qwen's tokens. *Simulated*: ``dcpo plan --simulate`` of
+the 8B example, whose partial rollouts carry whatever is unfinished. *Measured*: trainings of a
+small policy on the embedded engine, whose responses end at lengths drawn from the same
+distribution, shortened by SHORTEN; both take their steps in turns. Their learning rate is 0, so
+that what began in the first step has the same tokens in both, however often it was interrupted.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ ALTERNATIVES = {
     "after": ("rollout.max_staleness=2", "rollout.oversample=2"),
 }
 CONFIG = REPOSITORY / "examples" / "qwen3_8b" / "math" / "dcpo.yaml"
-MODEL = REPOSITORY / "megatron_dcpo" / "planning" / "models" / "Qwen" / "Qwen3-8B"  # its config.json
+MODEL = (
+    REPOSITORY / "megatron_dcpo" / "planning" / "models" / "Qwen" / "Qwen3-8B"
+)  # its config.json
 
 
 def solution_lengths(data: Path) -> list[int]:
@@ -46,8 +50,12 @@ def measurements() -> Iterator[Measurement]:
     try:
         lengths = solution_lengths(DATA)
     except Exception as error:  # the tokenizers library raises plain Exception
-        reason = f"not here: math500/test.jsonl and qwen_tokenizer/ below {DATA} (DCPO_DATA): {error}"
-        yield absent("long tails", "share of slot-steps in use", "waiting for the longest response", reason)
+        reason = (
+            f"not here: math500/test.jsonl and qwen_tokenizer/ below {DATA} (DCPO_DATA): {error}"
+        )
+        yield absent(
+            "long tails", "share of slot-steps in use", "waiting for the longest response", reason
+        )
         return
     yield from simulated(lengths)
     with tempfile.TemporaryDirectory() as scratch:
@@ -61,7 +69,11 @@ def simulated(lengths: list[int]) -> Iterator[Measurement]:
     from megatron_dcpo.planning.traffic import Rates
 
     before, after = scenarios(
-        load_config(CONFIG, [f"model.path={MODEL}"]), Machine(gpus=8), Rates(), Environment(), lengths
+        load_config(CONFIG, [f"model.path={MODEL}"]),
+        Machine(gpus=8),
+        Rates(),
+        Environment(),
+        lengths,
     )[:2]
     raw = {
         one.name: {"rollout_s": one.mean("rollout"), "step_s": one.mean("seconds"), **one.shares}
@@ -70,7 +82,13 @@ def simulated(lengths: list[int]) -> Iterator[Measurement]:
     facts = {"waiting for the longest response": raw}
     slots = [one.shares["slots"] for one in (after, before)]
     yield Measurement(
-        "long tails, simulated 8B: utilization", *slots, "share of slot-steps", *facts, 1.0, True, raw=raw
+        "long tails, simulated 8B: utilization",
+        *slots,
+        "share of slot-steps",
+        *facts,
+        1.0,
+        True,
+        raw=raw,
     )
     step = [one.mean("seconds") for one in (after, before)]
     yield Measurement("long tails, simulated 8B: step", *step, "s", *facts, 1.0, raw=raw)
@@ -80,25 +98,47 @@ def measured(scratch: Path, lengths: list[int]) -> Iterator[Measurement]:
     model = policies.write_policy(scratch / "policy", "131k")
     (scratch / "lengths.json").write_text(json.dumps(lengths))
     rows: dict[str, list[dict[str, Any]]] = {name: [] for name in ALTERNATIVES}
-    workers = {name: Stepper(sys.executable, __file__, name, str(scratch), str(model)) for name in rows}
+    workers = {
+        name: Stepper(sys.executable, __file__, name, str(scratch), str(model)) for name in rows
+    }
     with workers["before"] as before, workers["after"] as after:
         for _ in range(STEPS):
             rows["before"].append(before.step())
             rows["after"].append(after.step())
-    began = {name: {k: v for row in taken for k, v in row.pop("began").items()} for name, taken in rows.items()}
+    began = {
+        name: {k: v for row in taken for k, v in row.pop("began").items()}
+        for name, taken in rows.items()
+    }
     shared = began["before"].keys() & began["after"].keys()
-    same = len(shared) >= PROMPTS * GROUP and all(began["before"][name] == began["after"][name] for name in shared)
-    sums = {name: {key: sum(row[key] for row in taken[WARM_UP:]) for key in taken[0]} for name, taken in rows.items()}
+    same = len(shared) >= PROMPTS * GROUP and all(
+        began["before"][name] == began["after"][name] for name in shared
+    )
+    sums = {
+        name: {key: sum(row[key] for row in taken[WARM_UP:]) for key in taken[0]}
+        for name, taken in rows.items()
+    }
     raw = {name: {"steps": taken, "sums of the last": sums[name]} for name, taken in rows.items()}
-    kept = {"same": same, "raw": raw, "reason": f"{len(shared)} responses that began in the first step are compared"}
+    kept = {
+        "same": same,
+        "raw": raw,
+        "reason": f"{len(shared)} responses that began in the first step are compared",
+    }
     other = "waiting for the longest response"
     used = [sums[name]["used"] / sums[name]["total"] for name in ("after", "before")]
     yield Measurement(
-        "long tails, embedded engine: utilization", *used, "share of slot-steps", other, 2.0, True, **kept
+        "long tails, embedded engine: utilization",
+        *used,
+        "share of slot-steps",
+        other,
+        2.0,
+        True,
+        **kept,
     )
     for part in ("rollout", "whole"):
         per = [1000 * sums[name][part] / sums[name]["tokens"] for name in ("after", "before")]
-        yield Measurement(f"long tails, embedded engine: {part}", *per, "ms per trained token", other, 1.0, **kept)
+        yield Measurement(
+            f"long tails, embedded engine: {part}", *per, "ms per trained token", other, 1.0, **kept
+        )
 
 
 def _train(name: str, scratch: Path, model: str) -> None:
@@ -112,13 +152,20 @@ def _train(name: str, scratch: Path, model: str) -> None:
     class Forced(transformers_engine._Batch):
         def __init__(self, samples: Any, *rest: Any) -> None:
             super().__init__(samples, *rest)
-            self.due = torch.tensor([random.Random(f"{p.prompt_id}/{i}").choice(lengths) for p, i in samples])
+            self.due = torch.tensor(
+                [random.Random(f"{p.prompt_id}/{i}").choice(lengths) for p, i in samples]
+            )
 
         def record(self, rows: Any, token: Any, logprob: Any, ends: Any) -> Any:
             return super().record(rows, token, logprob, self.count[rows] + 1 >= self.due[rows])
 
     transformers_engine._Batch = Forced  # type: ignore[misc]
-    more = [f"rollout.max_num_seqs={SLOTS}", "objective.tis_level=token", "optimizer.lr=0", *ALTERNATIVES[name]]
+    more = [
+        f"rollout.max_num_seqs={SLOTS}",
+        "objective.tis_level=token",
+        "optimizer.lr=0",
+        *ALTERNATIVES[name],
+    ]
     longest = max(lengths) + 1
     options = policies.overrides(Path(model), scratch / name, PROMPTS, GROUP, longest, *more)
     with policies.training_run([*options, "training.micro_batch_size=64"]) as run:
@@ -136,7 +183,10 @@ def _train(name: str, scratch: Path, model: str) -> None:
         for number, report in enumerate(steps(), 1):
             before = (run.engine.slot_steps.total, run.engine.slot_steps.used)
             row = policies.training_step(run, number)
-            total, used = run.engine.slot_steps.total - before[0], run.engine.slot_steps.used - before[1]
+            total, used = (
+                run.engine.slot_steps.total - before[0],
+                run.engine.slot_steps.used - before[1],
+            )
             whole = row["rollout"] + row["judge"] + row["train"] + row["reshard"]
             stale = run.sampler.metrics.get("rollout/staleness_max", 0)
             report(

@@ -1,7 +1,8 @@
 """What every benchmark hands to ``run.py``: our number, the alternative's, the goal of their ratio.
 
-A benchmark is a file here with ``measurements() -> Iterator[Measurement]``; nothing else has to be registered. Beside
-it: timing in turns, workers that take one step when told to, and where the data, peers and scratch space are.
+A benchmark is a file here with ``measurements() -> Iterator[Measurement]``; nothing else has to be
+registered. Beside it: timing in turns, workers that take one step when told to, and where the data,
+peers and scratch space are.
 """
 
 from __future__ import annotations
@@ -24,22 +25,30 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 DATA = Path(os.environ.get("DCPO_DATA") or REPOSITORY.parent / "shared" / "data")
 # another interpreter, for packages that are not to be installed beside ours
 PEERS = os.environ.get("DCPO_PEERS") or sys.executable
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY), "HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "PYTHONPATH": str(REPOSITORY),
+    "HF_HUB_OFFLINE": "1",
+    "TQDM_DISABLE": "1",
+}
 
 
 def environment() -> dict[str, str]:
-    """For a child: one thread, this checkout, and nothing of a process group that this process may be in."""
+    """For a child: one thread, this checkout, and nothing of a process group that this process may
+    be in.
+    """
     own = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"}
     return {name: value for name, value in os.environ.items() if name not in own} | ENVIRONMENT
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """``ours`` and ``other`` in ``unit``; ``goal`` bounds ``ours / other`` from above, or from below if ``at_least``.
+    """``ours`` and ``other`` in ``unit``; ``goal`` bounds ``ours / other`` from above, or from
+    below if ``at_least``.
 
-    ``same``: both computed the same thing. ``reason``: why there is no number, or how "the same" is meant.
-    ``bound``: the ratio that what cannot be left out has alone, ``bound_is``, where the goal may be out of reach.
-    ``raw``: the single measurements.
+    ``same``: both computed the same thing. ``reason``: why there is no number, or how "the same" is
+    meant. ``bound``: the ratio that what cannot be left out has alone, ``bound_is``, where the goal
+    may be out of reach. ``raw``: the single measurements.
     """
 
     name: str
@@ -61,7 +70,9 @@ class Measurement:
 
     @property
     def met(self) -> bool | None:
-        """None where nothing can be said: a number is missing, or there is no goal. Never True of unequal results."""
+        """None where nothing can be said: a number is missing, or there is no goal. Never True of
+        unequal results.
+        """
         if not self.same:
             return False
         if self.ratio is None or self.goal is None:
@@ -70,7 +81,11 @@ class Measurement:
 
     def line(self, command: str) -> dict[str, Any]:
         """The JSON line."""
-        reason = self.reason if self.same or self.ours is None else f"the results differ. {self.reason}".strip()
+        reason = (
+            self.reason
+            if self.same or self.ours is None
+            else f"the results differ. {self.reason}".strip()
+        )
         keys = ("name", "ours", "other", "ratio", "goal", "met", "unit", "other_is")
         values = {key: _rounded(getattr(self, key)) for key in keys}
         if self.goal is not None:
@@ -123,11 +138,16 @@ class Turns:
 
     @property
     def seconds(self) -> dict[str, list[float]]:
-        return {"wall_s": [round(x, 6) for x in self.wall], "cpu_s": [round(x, 6) for x in self.cpu]}
+        return {
+            "wall_s": [round(x, 6) for x in self.wall],
+            "cpu_s": [round(x, 6) for x in self.cpu],
+        }
 
 
 def in_turns(rounds: int, warm_up: int = 1, **alternatives: Callable[[], Any]) -> dict[str, Turns]:
-    """A B A B ...: other load on the machine meets all of them. The first ``warm_up`` rounds are not counted."""
+    """A B A B ...: other load on the machine meets all of them. The first ``warm_up`` rounds are
+    not counted.
+    """
     turns = {name: Turns() for name in alternatives}
     for number in range(warm_up + rounds):
         for name, call in alternatives.items():
@@ -136,17 +156,30 @@ def in_turns(rounds: int, warm_up: int = 1, **alternatives: Callable[[], Any]) -
 
 
 def timed(
-    name: str, ours: Turns, other: Turns, other_is: str, clock: str = "cpu", how: Any = statistics.median, **fields: Any
+    name: str,
+    ours: Turns,
+    other: Turns,
+    other_is: str,
+    clock: str = "cpu",
+    how: Any = statistics.median,
+    **fields: Any,
 ) -> Measurement:
-    """Medians (or minima) of ``clock``: ``cpu`` where the machine is shared, ``wall`` where waiting is what counts."""
+    """Medians (or minima) of ``clock``: ``cpu`` where the machine is shared, ``wall`` where waiting
+    is what counts.
+    """
     a, b = (how(getattr(turns, clock)) for turns in (ours, other))
-    unit = f"s ({'processor' if clock == 'cpu' else 'wall'} time, {how.__name__} of {len(ours.wall)})"
-    return Measurement(name, a, b, unit, other_is, raw={"ours": ours.seconds, "other": other.seconds}, **fields)
+    unit = (
+        f"s ({'processor' if clock == 'cpu' else 'wall'} time, {how.__name__} of {len(ours.wall)})"
+    )
+    return Measurement(
+        name, a, b, unit, other_is, raw={"ours": ours.seconds, "other": other.seconds}, **fields
+    )
 
 
 class Stepper:
-    """A process that takes one step whenever :meth:`step` says so and waits meanwhile: for alternatives that cannot
-    share an interpreter. Its program calls :func:`steps`."""
+    """A process that takes one step whenever :meth:`step` says so and waits meanwhile: for
+    alternatives that cannot share an interpreter. Its program calls :func:`steps`.
+    """
 
     def __init__(self, python: str, script: str, *arguments: str) -> None:
         self.process = subprocess.Popen(
@@ -177,20 +210,30 @@ class Stepper:
 
 
 def steps() -> Iterator[Callable[..., None]]:
-    """In a stepper's program: yields once per step asked for a function that reports it; keywords travel along."""
+    """In a stepper's program: yields once per step asked for a function that reports it; keywords
+    travel along.
+    """
     for _ in sys.stdin:
         begin = time.perf_counter(), cpu_seconds()
 
         def report(begin: tuple[float, float] = begin, **facts: Any) -> None:
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-            spent = {"wall": time.perf_counter() - begin[0], "cpu": cpu_seconds() - begin[1], "peak_bytes": peak}
+            spent = {
+                "wall": time.perf_counter() - begin[0],
+                "cpu": cpu_seconds() - begin[1],
+                "peak_bytes": peak,
+            }
             print(json.dumps({"step": spent | facts}), flush=True)
 
         yield report
 
 
-def alone(name: str, measurements: Callable[[], Iterator[Measurement]], worker: Callable[[Any], None]) -> None:
-    """A benchmark as a program: a rank that :func:`torchrun` started with its options as JSON, or all measurements."""
+def alone(
+    name: str, measurements: Callable[[], Iterator[Measurement]], worker: Callable[[Any], None]
+) -> None:
+    """A benchmark as a program: a rank that :func:`torchrun` started with its options as JSON, or
+    all measurements.
+    """
     if sys.argv[1:]:
         worker(json.loads(sys.argv[1]))
         return
@@ -200,20 +243,48 @@ def alone(name: str, measurements: Callable[[], Iterator[Measurement]], worker: 
 
 def torchrun(processes: int, script: str, *arguments: str) -> None:
     """``script`` in ``processes`` ranks. Raises RuntimeError with the end of their output."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(processes),
+    ]
     done = subprocess.run(
-        [*launcher, script, *arguments], env=environment(), capture_output=True, text=True, check=False
+        [*launcher, script, *arguments],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
     )
     if done.returncode:
         raise RuntimeError(f"{script} failed in {processes} ranks:\n{done.stderr[-4000:]}")
 
 
-def train(run_dir: Path, *overrides: str, processes: int = 1, config: str = "dcpo") -> list[dict[str, Any]]:
+def train(
+    run_dir: Path, *overrides: str, processes: int = 1, config: str = "dcpo"
+) -> list[dict[str, Any]]:
     """The rows of metrics.jsonl of a training of the quickstart's model."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)] * (processes > 1)
-    arguments = ["-m", "megatron_dcpo", "train", "--config", f"examples/quickstart/{config}.yaml", f"run_dir={run_dir}"]
+    launcher = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(processes),
+    ] * (processes > 1)
+    arguments = [
+        "-m",
+        "megatron_dcpo",
+        "train",
+        "--config",
+        f"examples/quickstart/{config}.yaml",
+        f"run_dir={run_dir}",
+    ]
     command = [sys.executable, *launcher, *arguments, "logging.to=[]", *overrides]
-    done = subprocess.run(command, cwd=REPOSITORY, env=environment(), capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, cwd=REPOSITORY, env=environment(), capture_output=True, text=True, check=False
+    )
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-4000:]}")
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]

@@ -1,11 +1,14 @@
-"""Import and export with Megatron-Bridge, run by its own interpreter: the peer of ``benchmarks/convert.py --peer PYTHON``.
+"""Import and export with Megatron-Bridge, run by its own interpreter: the peer of
+``benchmarks/convert.py --peer PYTHON``.
 
     python -m venv peer && peer/bin/pip install torch==2.13.0
-    peer/bin/pip install megatron-core==0.16.1 transformers==5.19.0 accelerate datasets omegaconf hydra-core rich six
+    peer/bin/pip install megatron-core==0.16.1 transformers==5.19.0 accelerate datasets omegaconf
+    hydra-core rich six
     peer/bin/pip install --no-deps megatron-bridge==0.3.1
 
-Transformer Engine and other packages with CUDA kernels are not installable without a GPU; conversion on the CPU calls
-nothing of them. They are replaced by modules whose every attribute exists.
+Transformer Engine and other packages with CUDA kernels are not installable without a GPU;
+conversion on the CPU calls nothing of them. They are replaced by modules whose every attribute
+exists.
 """
 
 from __future__ import annotations
@@ -74,7 +77,9 @@ class _StubFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def _transformer_engine_layers() -> dict[str, Any]:
-    """Modules with the parameters that Transformer Engine's have; nothing is ever computed with them."""
+    """Modules with the parameters that Transformer Engine's have; nothing is ever computed with
+    them.
+    """
     import torch
 
     def parameter(*shape: int, dtype: Any) -> Any:
@@ -91,19 +96,27 @@ def _transformer_engine_layers() -> dict[str, Any]:
             pass
 
     class Linear(_Base):
-        def __init__(self, in_features: int, out_features: int, *, params_dtype: Any = None, **_: Any) -> None:
+        def __init__(
+            self, in_features: int, out_features: int, *, params_dtype: Any = None, **_: Any
+        ) -> None:
             super().__init__()
             self.weight = parameter(out_features, in_features, dtype=params_dtype)
 
     class LayerNormLinear(Linear):
-        def __init__(self, in_features: int, out_features: int, *, params_dtype: Any = None, **_: Any) -> None:
+        def __init__(
+            self, in_features: int, out_features: int, *, params_dtype: Any = None, **_: Any
+        ) -> None:
             super().__init__(in_features, out_features, params_dtype=params_dtype)
             self.layer_norm_weight = parameter(in_features, dtype=params_dtype)
 
     class RMSNorm(_Base):
-        def __init__(self, hidden_size: int, *_: Any, params_dtype: Any = None, dtype: Any = None, **__: Any) -> None:
+        def __init__(
+            self, hidden_size: int, *_: Any, params_dtype: Any = None, dtype: Any = None, **__: Any
+        ) -> None:
             super().__init__()
-            self.weight = parameter(hidden_size, dtype=params_dtype or dtype or torch.get_default_dtype())
+            self.weight = parameter(
+                hidden_size, dtype=params_dtype or dtype or torch.get_default_dtype()
+            )
 
     class DotProductAttention(_Base):
         def __init__(self, *_: Any, **__: Any) -> None:
@@ -112,9 +125,10 @@ def _transformer_engine_layers() -> dict[str, Any]:
     class GroupedLinear(_Base):
         pass
 
-    return {cls.__name__: cls for cls in (Linear, LayerNormLinear, RMSNorm, DotProductAttention, GroupedLinear)} | {
-        "LayerNorm": RMSNorm
-    }
+    return {
+        cls.__name__: cls
+        for cls in (Linear, LayerNormLinear, RMSNorm, DotProductAttention, GroupedLinear)
+    } | {"LayerNorm": RMSNorm}
 
 
 def measurements() -> Iterator[Measurement]:
@@ -124,17 +138,32 @@ def measurements() -> Iterator[Measurement]:
     if not reason and not (DATA / "qwen_tokenizer").is_dir():
         reason = f"no tokenizer in {DATA}/qwen_tokenizer, which Megatron-Bridge does not do without"
     if reason:
-        for name, unit, goal in (("import", "s", 1.0), ("export", "s", 1.0), ("memory", "bytes", 0.1)):
-            yield absent(f"megatron_bridge/{name}", unit, "Megatron-Bridge 0.3.1", reason, goal=goal)
+        for name, unit, goal in (
+            ("import", "s", 1.0),
+            ("export", "s", 1.0),
+            ("memory", "bytes", 0.1),
+        ):
+            yield absent(
+                f"megatron_bridge/{name}", unit, "Megatron-Bridge 0.3.1", reason, goal=goal
+            )
         return
     import convert
 
     results, same = convert.warm_rounds("qwen3_0.6b", 3, PEERS)
     for step in ("import", "export"):
         yield convert.compared(
-            f"megatron_bridge/{step}", results, step, f"peer_{step}", "Megatron-Bridge 0.3.1", goal=1.0, same=same
+            f"megatron_bridge/{step}",
+            results,
+            step,
+            f"peer_{step}",
+            "Megatron-Bridge 0.3.1",
+            goal=1.0,
+            same=same,
         )
-    resident = {step: max(r["peak_resident_bytes"] for r in results[step]) for step in ("import", "peer_import")}
+    resident = {
+        step: max(r["peak_resident_bytes"] for r in results[step])
+        for step in ("import", "peer_import")
+    }
     yield Measurement(
         "megatron_bridge/memory",
         max(r["peak_anonymous_bytes"] for r in results["import"]),

@@ -1,10 +1,13 @@
-"""Engine against trainer in bf16, with logits in the model's type and in fp32 (``model.head_dtype``).
+"""Engine against trainer in bf16, with logits in the model's type and in fp32
+(``model.head_dtype``).
 
-    python benchmarks/mismatch.py [--engine transformers|vllm] [--megatron apply_rope_fusion=false] [--tokens 32]
+    python benchmarks/mismatch.py [--engine transformers|vllm] [--megatron apply_rope_fusion=false]
+    [--tokens 32]
 
-A random Qwen3 with 151,936 tokens whose sampled tokens have logits of about 18, as a trained model's: there numbers of bf16
-are 0.125 apart. What is measured is ``engine/logprob_diff_mean`` of one step, by all parts of a training run. On a GPU the
-same with vLLM, Transformer Engine, and its rotary kernel fused or not.
+A random Qwen3 with 151,936 tokens whose sampled tokens have logits of about 18, as a trained
+model's: there numbers of bf16 are 0.125 apart. What is measured is ``engine/logprob_diff_mean`` of
+one step, by all parts of a training run. On a GPU the same with vLLM, Transformer Engine, and its
+rotary kernel fused or not.
 """
 
 from __future__ import annotations
@@ -21,8 +24,15 @@ from typing import Any
 
 from measurement import Measurement, environment
 
-SHAPE = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "num_attention_heads": 4,
-         "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 151936}  # fmt: skip
+SHAPE = {
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": 151936,
+}
 LOGIT = 18.0  # of a sampled token: the square of the logits' standard deviation
 PROMPTS, GROUP = 8, 8
 
@@ -31,7 +41,9 @@ def measurements() -> Iterator[Measurement]:
     found = {}
     for head in ("model", "fp32"):
         command = [sys.executable, __file__, "--head", head]
-        done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            command, env=environment(), capture_output=True, text=True, check=True
+        )
         found[head] = json.loads(done.stdout.splitlines()[-1])
     after, before = (found[head]["engine/logprob_diff_mean"] for head in ("fp32", "model"))
     yield Measurement(
@@ -54,7 +66,10 @@ def write_policy(path: Path, vocabulary: int) -> Path:
     torch.manual_seed(0)
     model = Qwen3ForCausalLM(
         Qwen3Config(
-            **SHAPE | {"vocab_size": vocabulary}, tie_word_embeddings=False, eos_token_id=policies.EOS, pad_token_id=281
+            **SHAPE | {"vocab_size": vocabulary},
+            tie_word_embeddings=False,
+            eos_token_id=policies.EOS,
+            pad_token_id=281,
         )
     )
     with torch.no_grad():  # the last norm makes hidden states of mean square 1
@@ -66,7 +81,11 @@ def write_policy(path: Path, vocabulary: int) -> Path:
 
 
 def measure(
-    head: str, engine: str, tokens: int, megatron: Sequence[str], vocabulary: int = SHAPE["vocab_size"]
+    head: str,
+    engine: str,
+    tokens: int,
+    megatron: Sequence[str],
+    vocabulary: int = SHAPE["vocab_size"],
 ) -> dict[str, Any]:
     """Return the mismatch metrics of one step."""
     import policies
@@ -75,7 +94,11 @@ def measure(
 
     with tempfile.TemporaryDirectory() as scratch:
         model = write_policy(Path(scratch, "model"), vocabulary)
-        options = ["model.params_dtype=bf16", f"model.head_dtype={head}", f"rollout.engine={engine}"]
+        options = [
+            "model.params_dtype=bf16",
+            f"model.head_dtype={head}",
+            f"rollout.engine={engine}",
+        ]
         options += [f"parallel.megatron.{option}" for option in megatron]
         options = policies.overrides(model, Path(scratch, "run"), PROMPTS, GROUP, tokens, *options)
         with policies.training_run(options) as run:
@@ -83,9 +106,12 @@ def measure(
             run.engine.sleep()
             _, statistics = run.updater.update(samples, 1)
     found = mismatch_metrics(statistics["sums"])
-    return {"head": head, "engine": engine, "tokens": int(statistics["sums"]["engine/tokens"]), **found} | {
-        LARGEST: statistics["maxima"][LARGEST]
-    }
+    return {
+        "head": head,
+        "engine": engine,
+        "tokens": int(statistics["sums"]["engine/tokens"]),
+        **found,
+    } | {LARGEST: statistics["maxima"][LARGEST]}
 
 
 def main() -> None:
@@ -97,7 +123,10 @@ def main() -> None:
     parser.add_argument("--megatron", nargs="*", default=[], metavar="NAME=VALUE")
     args = parser.parse_args()
     for head in [args.head] if args.head else ["model", "fp32"]:
-        print(json.dumps(measure(head, args.engine, args.tokens, args.megatron, args.vocabulary)), flush=True)
+        print(
+            json.dumps(measure(head, args.engine, args.tokens, args.megatron, args.vocabulary)),
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

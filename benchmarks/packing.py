@@ -2,10 +2,11 @@
 
     python benchmarks/packing.py [--tokenizer DIR --solutions FILE.jsonl]
 
-Lengths: the lengths of real worked solutions (column ``solution``) in the tokens of a real tokenizer where both are
-given, and three synthetic distributions of response lengths under the paper's limits (1024 + 3000 tokens, 512 responses
-per update). Counts tokens only; nothing is timed. Columns: share of the computed token positions that is padding
-(``padding``), and how much longer the busiest rank computes than the mean (``imbalance``).
+Lengths: the lengths of real worked solutions (column ``solution``) in the tokens of a real
+tokenizer where both are given, and three synthetic distributions of response lengths under the
+paper's limits (1024 + 3000 tokens, 512 responses per update). Counts tokens only; nothing is timed.
+Columns: share of the computed token positions that is padding (``padding``), and how much longer
+the busiest rank computes than the mean (``imbalance``).
 """
 
 from __future__ import annotations
@@ -47,7 +48,9 @@ def synthetic(rng: np.random.Generator) -> dict[str, np.ndarray]:
             rng.random(RESPONSES) < 1 / 3, MOST, rng.lognormal(np.log(900), 0.5, RESPONSES)
         ),
     }
-    return {name: prompts + np.clip(lengths, 1, MOST).astype(int) for name, lengths in responses.items()}
+    return {
+        name: prompts + np.clip(lengths, 1, MOST).astype(int) for name, lengths in responses.items()
+    }
 
 
 def real(tokenizer_dir: str, path: str, rng: np.random.Generator) -> np.ndarray:
@@ -56,13 +59,16 @@ def real(tokenizer_dir: str, path: str, rng: np.random.Generator) -> np.ndarray:
     tokenizer = Tokenizer.from_file(str(Path(tokenizer_dir) / "tokenizer.json"))
     rows = [json.loads(line) for line in Path(path).read_text().splitlines()]
     lengths = [
-        len(tokenizer.encode(row["problem"]).ids) + min(MOST, len(tokenizer.encode(row["solution"]).ids))
+        len(tokenizer.encode(row["problem"]).ids)
+        + min(MOST, len(tokenizer.encode(row["solution"]).ids))
         for row in rows
     ]
     return rng.choice(lengths, RESPONSES)
 
 
-def measure(lengths: np.ndarray, packing: bool, multiple_of: int, uniform: bool, stages: int) -> tuple[float, float]:
+def measure(
+    lengths: np.ndarray, packing: bool, multiple_of: int, uniform: bool, stages: int
+) -> tuple[float, float]:
     shares = assign_to_ranks(lengths.tolist(), RANKS)
     of_rank = [[int(lengths[i]) for i in share] for share in shares]
     computed = []
@@ -71,7 +77,9 @@ def measure(lengths: np.ndarray, packing: bool, multiple_of: int, uniform: bool,
         splits = split_micro_batches(
             of_rank, rank, micro_batch_size=8, max_tokens=16384, packing=packing, multiple_of=stages
         )
-        batches = collate(samples, splits, packing=packing, multiple_of=multiple_of, uniform=uniform)
+        batches = collate(
+            samples, splits, packing=packing, multiple_of=multiple_of, uniform=uniform
+        )
         computed.append(sum(batch.tokens.numel() for batch in batches))
     return float(1 - lengths.sum() / sum(computed)), float(max(computed) / np.mean(computed) - 1)
 
@@ -81,13 +89,18 @@ def measurements() -> Iterator[Measurement]:
     rng = np.random.default_rng(0)
     distributions, solutions = synthetic(rng), DATA / "math500" / "test.jsonl"
     if solutions.exists() and (DATA / "qwen_tokenizer").is_dir():
-        distributions["MATH-500 solutions"] = real(str(DATA / "qwen_tokenizer"), str(solutions), rng)
+        distributions["MATH-500 solutions"] = real(
+            str(DATA / "qwen_tokenizer"), str(solutions), rng
+        )
     for name, lengths in distributions.items():
         packed, padded = (
-            1 / (1 - measure(lengths, *SETTINGS[key])[0]) for key in ("packed", "padded, 8 per micro-batch")
+            1 / (1 - measure(lengths, *SETTINGS[key])[0])
+            for key in ("packed", "padded, 8 per micro-batch")
         )
         unit = "computed token positions per token"
-        yield Measurement(f"packing/{name}", packed, padded, unit, "padded, 8 responses per micro-batch", goal=1.0)
+        yield Measurement(
+            f"packing/{name}", packed, padded, unit, "padded, 8 responses per micro-batch", goal=1.0
+        )
 
 
 def main() -> None:
@@ -98,8 +111,13 @@ def main() -> None:
     rng = np.random.default_rng(0)
     distributions = synthetic(rng)
     if args.tokenizer and args.solutions:
-        distributions[f"solutions of {Path(args.solutions).parent.name}"] = real(args.tokenizer, args.solutions, rng)
-    print(f"{RESPONSES} responses over {RANKS} data-parallel ranks, 16,384 tokens per packed micro-batch")
+        distributions[f"solutions of {Path(args.solutions).parent.name}"] = real(
+            args.tokenizer, args.solutions, rng
+        )
+    print(
+        f"{RESPONSES} responses over {RANKS} data-parallel ranks, 16,384 tokens per packed "
+        "micro-batch"
+    )
     print(f"{'lengths':36} {'mean':>6}  {'layout':32} {'padding':>8} {'imbalance':>10}")
     for name, lengths in distributions.items():
         for layout, options in SETTINGS.items():

@@ -1,9 +1,11 @@
-"""What ``dcpo plan`` predicts against what a rank really holds, on the CPU: ``python benchmarks/plan_memory.py``.
+"""What ``dcpo plan`` predicts against what a rank really holds, on the CPU: ``python
+benchmarks/plan_memory.py``.
 
-Random checkpoints of 4 layers, hidden 512, vocabulary 8,000; micro-batches of 2,048 tokens. Prints predicted and measured
-bytes and their ratio for every rank: exact for weights, gradients and optimizer state; ``activations`` are the tensors kept
-when the first backward pass begins, ``peak`` the most that torch's allocator had given out in a forward-backward. A peak is
-followed by the part of it that may have been free (gloo's threads release unseen) and the ratio without that part.
+Random checkpoints of 4 layers, hidden 512, vocabulary 8,000; micro-batches of 2,048 tokens. Prints
+predicted and measured bytes and their ratio for every rank: exact for weights, gradients and
+optimizer state; ``activations`` are the tensors kept when the first backward pass begins, ``peak``
+the most that torch's allocator had given out in a forward-backward. A peak is followed by the part
+of it that may have been free (gloo's threads release unseen) and the ratio without that part.
 """
 
 from __future__ import annotations
@@ -21,7 +23,12 @@ RUNS = (
     ("qwen3", "one process", 1, {}),
     ("llama", "one process", 1, {}),
     ("qwen3", "TP 2", 2, {"tensor_model_parallel_size": 2}),
-    ("qwen3", "TP 2, sequence parallel", 2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
+    (
+        "qwen3",
+        "TP 2, sequence parallel",
+        2,
+        {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    ),
     ("qwen3", "PP 2", 2, PP2),
     ("qwen3", "PP 2, virtual 2", 2, PP2 | {"virtual_pipeline_model_parallel_size": 2}),
 )
@@ -38,7 +45,10 @@ SETTINGS = (
 def make_checkpoint(path: Path, family: str) -> Path:
     from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-    config, model = {"qwen3": (Qwen3Config, Qwen3ForCausalLM), "llama": (LlamaConfig, LlamaForCausalLM)}[family]
+    config, model = {
+        "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+        "llama": (LlamaConfig, LlamaForCausalLM),
+    }[family]
     model(
         config(
             vocab_size=8000,
@@ -59,23 +69,40 @@ def make_checkpoint(path: Path, family: str) -> Path:
 def ranks_of(processes: int, out: Path, options: dict[str, Any]) -> list[Any]:
     """What ``rank_memory.py`` measures in every rank of a torchrun."""
     out.mkdir(parents=True, exist_ok=True)
-    torchrun(processes, str(Path(__file__).with_name("rank_memory.py")), json.dumps(options | {"out": str(out)}))
+    torchrun(
+        processes,
+        str(Path(__file__).with_name("rank_memory.py")),
+        json.dumps(options | {"out": str(out)}),
+    )
     return [json.loads((out / f"rank{rank}.json").read_text()) for rank in range(processes)]
 
 
 def results() -> Iterator[tuple[str, dict[str, Any]]]:
     """Of every rank and setting: its name, bytes predicted and measured."""
     settings = [
-        {"dtype": dtype, "parallel": {"recompute_granularity": recompute, "sequence_packing": packing}}
+        {
+            "dtype": dtype,
+            "parallel": {"recompute_granularity": recompute, "sequence_packing": packing},
+        }
         for dtype, recompute, packing in SETTINGS
     ]
-    lengths = {"prompt_tokens": 88, "response_tokens": 936, "samples": 2, "activations": True, "peak": True}
+    lengths = {
+        "prompt_tokens": 88,
+        "response_tokens": 936,
+        "samples": 2,
+        "activations": True,
+        "peak": True,
+    }
     with tempfile.TemporaryDirectory() as scratch:
         for family, name, processes, parallel in RUNS:
             checkpoint = Path(scratch, family)
             if not checkpoint.exists():
                 make_checkpoint(checkpoint, family)
-            options = {"model": str(checkpoint), "parallel": parallel, "settings": settings} | lengths
+            options = {
+                "model": str(checkpoint),
+                "parallel": parallel,
+                "settings": settings,
+            } | lengths
             for rank, of_rank in enumerate(ranks_of(processes, Path(scratch, "out"), options)):
                 for (dtype, recompute, packing), result in zip(SETTINGS, of_rank, strict=True):
                     how = f"{dtype}, recompute {recompute}, {'packed' if packing else 'padded'}"
@@ -85,10 +112,18 @@ def results() -> Iterator[tuple[str, dict[str, Any]]]:
 def measurements() -> Iterator[Measurement]:
     """The worst of all ranks and settings: state must be predicted to the byte, peaks within 5 %."""
     found = list(results())
-    state = [(sum(result["predicted"][k] for k in ("weights", "gradients", "main_params", "moments")),
-              sum(result["measured"].values()), name) for name, result in found]  # fmt: skip
-    peaks = [(result["peak"]["predicted"], result["peak"]["measured"] - result["peak"]["unseen"], name)
-             for name, result in found]  # fmt: skip
+    state = [
+        (
+            sum(result["predicted"][k] for k in ("weights", "gradients", "main_params", "moments")),
+            sum(result["measured"].values()),
+            name,
+        )
+        for name, result in found
+    ]
+    peaks = [
+        (result["peak"]["predicted"], result["peak"]["measured"] - result["peak"]["unseen"], name)
+        for name, result in found
+    ]
     for what, rows, least, most in (("state", state, 1.0, 1.0), ("peak", peaks, 0.95, 1.05)):
         ratios = {name: round(predicted / measured, 4) for predicted, measured, name in rows}
         for bound, how, goal in ((max, "largest", most), (min, "smallest", least)):
@@ -100,7 +135,9 @@ def measurements() -> Iterator[Measurement]:
                 "raw": ratios if bound is max else {},
             }
             label = f"plan_memory/{what}, {how} ratio"
-            yield Measurement(label, predicted, measured, "bytes predicted by dcpo plan", "bytes held", **fields)
+            yield Measurement(
+                label, predicted, measured, "bytes predicted by dcpo plan", "bytes held", **fields
+            )
 
 
 def main() -> None:

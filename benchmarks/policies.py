@@ -1,4 +1,6 @@
-"""Random Qwen3 policies for measurements, with the quickstart's tokenizer, and a training run on one of them."""
+"""Random Qwen3 policies for measurements, with the quickstart's tokenizer, and a training run on
+one of them.
+"""
 
 from __future__ import annotations
 
@@ -15,30 +17,67 @@ from measurement import REPOSITORY, cpu_seconds
 QUICKSTART = REPOSITORY / "examples" / "quickstart"
 EOS = 280
 SHAPES: dict[str, dict[str, int]] = {
-    "131k": {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 2,
-             "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 282},
+    "131k": {
+        "hidden_size": 64,
+        "intermediate_size": 192,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "vocab_size": 282,
+    },
     # 26 of 28 million parameters in layers
-    "28M": {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, "num_attention_heads": 8,
-            "num_key_value_heads": 4, "head_dim": 64, "vocab_size": 4096},
-    "105M": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 8, "num_attention_heads": 16,
-             "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 4096},
+    "28M": {
+        "hidden_size": 512,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "vocab_size": 4096,
+    },
+    "105M": {
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "vocab_size": 4096,
+    },
     # 24 of 28 million parameters in the vocabulary
-    "28M, large vocabulary": {"hidden_size": 160, "intermediate_size": 768, "num_hidden_layers": 8,
-                              "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 151936},
-}  # fmt: skip
+    "28M, large vocabulary": {
+        "hidden_size": 160,
+        "intermediate_size": 768,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "vocab_size": 151936,
+    },
+}
 
 
-def write_policy(path: Path, shape: dict[str, int] | str, stop: float = 0.0, dtype: str = "float32") -> Path:
-    """A random policy that ends a response with probability ``stop`` at every token: lengths are geometric, or all the
-    longest. Every hidden state has one large equal component that no layer reads or writes, but the end's row of the tied
-    output does."""
+def write_policy(
+    path: Path, shape: dict[str, int] | str, stop: float = 0.0, dtype: str = "float32"
+) -> Path:
+    """A random policy that ends a response with probability ``stop`` at every token: lengths are
+    geometric, or all the longest. Every hidden state has one large equal component that no layer
+    reads or writes, but the end's row of the tied output does.
+    """
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     sizes = SHAPES[shape] if isinstance(shape, str) else shape
     torch.manual_seed(0)
     model = Qwen3ForCausalLM(
-        Qwen3Config(**sizes, max_position_embeddings=8192, tie_word_embeddings=True, eos_token_id=EOS, pad_token_id=281)
+        Qwen3Config(
+            **sizes,
+            max_position_embeddings=8192,
+            tie_word_embeddings=True,
+            eos_token_id=EOS,
+            pad_token_id=281,
+        )
     )
     with torch.no_grad():
         rows, vocabulary = model.get_input_embeddings().weight, sizes["vocab_size"]
@@ -49,7 +88,9 @@ def write_policy(path: Path, shape: dict[str, int] | str, stop: float = 0.0, dty
             elif name.endswith("_proj.weight"):
                 weight[:, 0] = 0.0
         constant = (
-            model.model(torch.randint(282, vocabulary + 282, (4, 32)) % vocabulary).last_hidden_state[..., 0].mean()
+            model.model(torch.randint(282, vocabulary + 282, (4, 32)) % vocabulary)
+            .last_hidden_state[..., 0]
+            .mean()
         )
         rows[EOS, 0] += (math.log(stop * vocabulary / (1 - stop)) if stop else -100.0) / constant
     model.to(getattr(torch, dtype)).save_pretrained(path)
@@ -58,14 +99,27 @@ def write_policy(path: Path, shape: dict[str, int] | str, stop: float = 0.0, dty
     return path
 
 
-def overrides(model: Path, run_dir: Path, prompts: int, group: int, tokens: int, *more: str) -> list[str]:
+def overrides(
+    model: Path, run_dir: Path, prompts: int, group: int, tokens: int, *more: str
+) -> list[str]:
     """Options of a training on ``model``: GRPO, no probe, nothing logged or saved."""
     return [
-        f"run_dir={run_dir}", f"model.path={model}", f"data.path={QUICKSTART}/data/train.jsonl",
-        f"data.prompts_per_step={prompts}", f"rollout.group_size={group}", f"rollout.max_response_length={tokens}",
-        "data.max_prompt_length=16", "objective.name=grpo", "training.gradient_probe_interval=0", "training.steps=1000",
-        "training.save_interval=0", "training.export_hf=false", "logging.to=[]", "optimizer.lr=1e-6", *more,
-    ]  # fmt: skip
+        f"run_dir={run_dir}",
+        f"model.path={model}",
+        f"data.path={QUICKSTART}/data/train.jsonl",
+        f"data.prompts_per_step={prompts}",
+        f"rollout.group_size={group}",
+        f"rollout.max_response_length={tokens}",
+        "data.max_prompt_length=16",
+        "objective.name=grpo",
+        "training.gradient_probe_interval=0",
+        "training.steps=1000",
+        "training.save_interval=0",
+        "training.export_hf=false",
+        "logging.to=[]",
+        "optimizer.lr=1e-6",
+        *more,
+    ]
 
 
 @contextmanager
@@ -80,7 +134,9 @@ def training_run(options: list[str], file: str = "grpo.yaml") -> Iterator[Any]:
 
 
 def training_step(run: Any, step: int) -> dict[str, float]:
-    """One step as the loop takes it; wall seconds of its parts, ``train_cpu``, and its response tokens."""
+    """One step as the loop takes it; wall seconds of its parts, ``train_cpu``, and its response
+    tokens.
+    """
     run.timers.clear()
     samples = run.sampler.sample(step)
     cpu = cpu_seconds()
@@ -93,9 +149,17 @@ def training_step(run: Any, step: int) -> dict[str, float]:
         run.offload.offload()
         run.weight_sync.push(version=step)
     tokens = sum(len(sample.response_ids) for sample in samples)
-    return {**run.timers.seconds, "train_cpu": cpu, "tokens": tokens, "grad_norm": statistics["grad_norms"][-1]}
+    return {
+        **run.timers.seconds,
+        "train_cpu": cpu,
+        "tokens": tokens,
+        "grad_norm": statistics["grad_norms"][-1],
+    }
 
 
 def problems(count: int) -> list[str]:
     """The first prompts of the quickstart's training data."""
-    return [json.loads(x)["problem"] for x in (QUICKSTART / "data" / "train.jsonl").read_text().splitlines()[:count]]
+    return [
+        json.loads(x)["problem"]
+        for x in (QUICKSTART / "data" / "train.jsonl").read_text().splitlines()[:count]
+    ]

@@ -1,10 +1,11 @@
-"""Counts what starting a job costs in process groups: calls of ``new_group``, and the connections of rank 0 over gloo.
+"""Counts what starting a job costs in process groups: calls of ``new_group``, and the connections
+of rank 0 over gloo.
 
     python benchmarks/process_groups.py [--tp 2]
 
-No rank but this one exists: torch's fake backend takes the place of all others. Every group has gloo for what travels from
-the host, which connects each pair of its ranks. With a device for ``init_process_group`` each call would also be an
-``ncclCommSplit`` of the whole world.
+No rank but this one exists: torch's fake backend takes the place of all others. Every group has
+gloo for what travels from the host, which connects each pair of its ranks. With a device for
+``init_process_group`` each call would also be an ``ncclCommSplit`` of the whole world.
 """
 
 from __future__ import annotations
@@ -53,7 +54,10 @@ def main() -> None:
         return
     for size in SIZES:
         command = [sys.executable, __file__, "--tp", str(args.tp), "--ranks", str(size)]
-        print(subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip(), flush=True)
+        print(
+            subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip(),
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 
     python benchmarks/random_model.py Qwen/Qwen3-4B OUT [--pretend]
 
-Made on the device, where it takes seconds. ``--pretend``: of two layers and a hidden size of 64, on the CPU.
+Made on the device, where it takes seconds. ``--pretend``: of two layers and a hidden size of 64, on
+the CPU.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ OTHERS = {"Qwen/Qwen3-4B": ("Qwen/Qwen3-8B", QWEN3_4B)}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model")
     parser.add_argument("out", type=Path)
     parser.add_argument("--pretend", action="store_true")
@@ -31,11 +34,26 @@ def main() -> None:
 
     name, changes = OTHERS.get(args.model, (args.model, {}))
     values = (
-        json.loads((REPOSITORY / "megatron_dcpo" / "planning" / "models" / name / "config.json").read_text()) | changes
+        json.loads(
+            (
+                REPOSITORY / "megatron_dcpo" / "planning" / "models" / name / "config.json"
+            ).read_text()
+        )
+        | changes
     )
     if args.pretend:
-        values |= {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 64, "vocab_size": 512}
-        values |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "layer_types": None}
+        values |= {
+            "num_hidden_layers": 2,
+            "hidden_size": 64,
+            "intermediate_size": 64,
+            "vocab_size": 512,
+        }
+        values |= {
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "layer_types": None,
+        }
     values |= {"eos_token_id": policies.EOS, "torch_dtype": "bfloat16"}
     torch.manual_seed(0)
     config = AutoConfig.for_model(**{"model_type": values.pop("model_type"), **values})

@@ -1,5 +1,7 @@
-"""One rank: what it really holds (weights, gradients, optimizer state, tensors saved for the backward pass), and what
-the plan says about it. Started under torchrun by ``plan_memory.py``, and by the tests of the plan."""
+"""One rank: what it really holds (weights, gradients, optimizer state, tensors saved for the
+backward pass), and what the plan says about it. Started under torchrun by ``plan_memory.py``, and
+by the tests of the plan.
+"""
 
 from __future__ import annotations
 
@@ -39,10 +41,19 @@ from tests.helpers.samples import bare
 
 def measured_state(policy, optimizer) -> dict[str, int]:
     """Bytes of weights, gradient buffers, fp32 main parameters and moments, each storage once."""
-    buffers = [buffer for chunk in policy.chunks for buffer in chunk.buffers + chunk.expert_parallel_buffers]
+    buffers = [
+        buffer
+        for chunk in policy.chunks
+        for buffer in chunk.buffers + chunk.expert_parallel_buffers
+    ]
     weights = storages(p.data for gpt in policy.gpt for p in gpt.parameters())
     inner = [part.optimizer for part in getattr(optimizer, "chained_optimizers", [optimizer])]
-    moments = [state[key] for one in inner for state in one.state.values() for key in ("exp_avg", "exp_avg_sq")]
+    moments = [
+        state[key]
+        for one in inner
+        for state in one.state.values()
+        for key in ("exp_avg", "exp_avg_sq")
+    ]
     main = storages(p.data for one in inner for group in one.param_groups for p in group["params"])
     return {
         "weights": sum(weights.values()),
@@ -53,13 +64,27 @@ def measured_state(policy, optimizer) -> dict[str, int]:
 
 
 def saved_bytes(
-    arch: Architecture, layout: Layout, config: Config, stage: int, tokens: int, responses: int, micro_batches: int
+    arch: Architecture,
+    layout: Layout,
+    config: Config,
+    stage: int,
+    tokens: int,
+    responses: int,
+    micro_batches: int,
 ) -> int:
-    """What a measurement sees on a rank of ``stage`` when its first backward pass begins: saved tensors, tensors between
-    the stages, the gradient of one micro-batch's response rows. ``responses``: its response tokens."""
+    """What a measurement sees on a rank of ``stage`` when its first backward pass begins: saved
+    tensors, tensors between the stages, the gradient of one micro-batch's response rows.
+    ``responses``: its response tokens.
+    """
     w, flying = widths(arch, layout, config), in_flight(layout, stage, micro_batches)
-    per_token = kept_per_token(arch, layout, config, stage, flying) + 8 + 4 * w.head_dim  # ids, angles
-    scored = responses * (w.bytes * arch.hidden_size + 8) if stage == layout.pipeline_model_parallel_size - 1 else 0
+    per_token = (
+        kept_per_token(arch, layout, config, stage, flying) + 8 + 4 * w.head_dim
+    )  # ids, angles
+    scored = (
+        responses * (w.bytes * arch.hidden_size + 8)
+        if stage == layout.pipeline_model_parallel_size - 1
+        else 0
+    )
     return int(tokens * per_token) + scored
 
 
@@ -69,8 +94,9 @@ def storages(tensors) -> dict[int, int]:
 
 
 def measured_activations(policy, samples, splits, packing: bool) -> int:
-    """Bytes of the storages that this rank keeps when its first backward pass begins: saved tensors and what travels
-    between the stages. Parameters and buffers are not counted."""
+    """Bytes of the storages that this rank keeps when its first backward pass begins: saved tensors
+    and what travels between the stages. Parameters and buffers are not counted.
+    """
     owned = storages([p.data for gpt in policy.gpt for p in gpt.parameters()])
     owned |= storages([b for gpt in policy.gpt for b in gpt.buffers()])
     kept, saved = {}, {}
@@ -96,18 +122,34 @@ def measured_activations(policy, samples, splits, packing: bool) -> int:
         return whole_backward(*args, **kwargs)
 
     hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
-    with patch.object(schedules, "forward_step", forward), patch.object(schedules, "backward_step", backward), hooks:
-        accumulate_gradients(policy, samples, splits, loss, temperature=1.0, packing=packing, separable=True)
+    with (
+        patch.object(schedules, "forward_step", forward),
+        patch.object(schedules, "backward_step", backward),
+        hooks,
+    ):
+        accumulate_gradients(
+            policy, samples, splits, loss, temperature=1.0, packing=packing, separable=True
+        )
     return saved["bytes"]
 
 
 def measured_peak(policy, samples, splits, packing: bool) -> tuple[int, int]:
-    """Most bytes that one forward-backward has allocated at a time, as torch's CPU allocator counts them, and how many of
-    them may have been free already: gloo's threads release what they sent, and the profiler does not see it."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
-        accumulate_gradients(policy, samples, splits, loss, temperature=1.0, packing=packing, separable=True)
-    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
-    live = list(itertools.accumulate(e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())))
+    """Most bytes that one forward-backward has allocated at a time, as torch's CPU allocator counts
+    them, and how many of them may have been free already: gloo's threads release what they sent,
+    and the profiler does not see it.
+    """
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profiler:
+        accumulate_gradients(
+            policy, samples, splits, loss, temperature=1.0, packing=packing, separable=True
+        )
+    events = [
+        event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"
+    ]
+    live = list(
+        itertools.accumulate(e.nbytes() for e in sorted(events, key=lambda e: e.start_ns()))
+    )
     return max(live), max(0, live[-1])
 
 
@@ -119,21 +161,37 @@ def measure(options: dict[str, Any]) -> list[dict[str, Any]]:
     """Of every one of ``options["settings"]``: bytes measured and predicted."""
     parallel = parallel_config(options.get("parallel", {}))
     topology = initialize(*parallel.sizes)
-    output_layer.CHUNK_ROWS = LOGITS_AT_ONCE  # the plan is of a GPU, which takes as many rows as fit
+    output_layer.CHUNK_ROWS = (
+        LOGITS_AT_ONCE  # the plan is of a GPU, which takes as many rows as fit
+    )
     results = []
     for setting in options["settings"]:
         config = Config(
             run_dir="unused",
             model=ModelConfig(
-                path=options["model"], params_dtype=setting.get("dtype", "bf16"), transformer_impl="local"
+                path=options["model"],
+                params_dtype=setting.get("dtype", "bf16"),
+                transformer_impl="local",
             ),
             data=DataConfig(path="unused"),
-            parallel=parallel_config({**options.get("parallel", {}), **setting.get("parallel", {})}),
+            parallel=parallel_config(
+                {**options.get("parallel", {}), **setting.get("parallel", {})}
+            ),
         )
         policy = build_policy(config.model, config.parallel, topology)
         optimizer = build_optimizer(config, policy)
-        state = stage_state(policy.arch, policy.layout, config, topology.pp_rank, topology.dp_size * topology.cp_size)
-        result = {"predicted": {k: getattr(state, k) for k in ("weights", "gradients", "main_params", "moments")}}
+        state = stage_state(
+            policy.arch,
+            policy.layout,
+            config,
+            topology.pp_rank,
+            topology.dp_size * topology.cp_size,
+        )
+        result = {
+            "predicted": {
+                k: getattr(state, k) for k in ("weights", "gradients", "main_params", "moments")
+            }
+        }
         prompt, response = options["prompt_tokens"], options["response_tokens"]
         rng = np.random.default_rng(0)
         ids = lambda n: rng.integers(1, policy.arch.vocab_size, n)  # noqa: E731, B023
@@ -143,17 +201,28 @@ def measure(options: dict[str, Any]) -> list[dict[str, Any]]:
         micro_batches = stages * parallel.virtual_pipeline_model_parallel_size
         splits = [list(range(len(samples)))] * micro_batches
         zero_gradients(policy, optimizer)
-        parts = len(samples) * (prompt + response), len(samples) * response  # of which a CP rank has its share
+        parts = (
+            len(samples) * (prompt + response),
+            len(samples) * response,
+        )  # of which a CP rank has its share
         batch = *(n // topology.cp_size for n in parts), micro_batches
         at = policy.arch, policy.layout, config, topology.pp_rank, *batch
-        if options.get("peak"):  # only where the model is large enough for the formula's terms to be all there is
+        if options.get(
+            "peak"
+        ):  # only where the model is large enough for the formula's terms to be all there is
             measured, unseen = measured_peak(policy, samples, splits, packing)
-            result["peak"] = {"predicted": stage_activations(*at).total, "measured": measured, "unseen": unseen}
+            result["peak"] = {
+                "predicted": stage_activations(*at).total,
+                "measured": measured,
+                "unseen": unseen,
+            }
         if options.get("activations"):
             measured = measured_activations(policy, samples, splits, packing)
             result["activations"] = {"predicted": saved_bytes(*at), "measured": measured}
         else:
-            accumulate_gradients(policy, samples, splits, loss, temperature=1.0, packing=packing, separable=True)
+            accumulate_gradients(
+                policy, samples, splits, loss, temperature=1.0, packing=packing, separable=True
+            )
         optimizer.step()
         result["measured"] = measured_state(policy, optimizer)
         results.append(result)

@@ -1,9 +1,10 @@
-"""Which programming problems can be solved: every reference solution of a data set through the judge.
+"""Which programming problems can be solved: every reference solution of a data set through the
+judge.
 
     python benchmarks/reference_solutions.py FILE... [--workers 2] [--every 1] [--sandbox auto]
 
-Printed per file: problems, solutions that pass, seconds, and every solution that does not, with its reason. The exit
-status is 1 when less than 99 % of a file pass.
+Printed per file: problems, solutions that pass, seconds, and every solution that does not, with its
+reason. The exit status is 1 when less than 99 % of a file pass.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ from tests.helpers.data import reference_solution
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("files", nargs="+")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--every", type=int, default=1, help="only every n-th problem")
@@ -47,7 +50,9 @@ def main() -> int:
     return 0 if enough else 1
 
 
-def judged(file: str, every: int, limits: CodeLimits, sandbox: str, workers: int) -> list[tuple[str, Any]]:
+def judged(
+    file: str, every: int, limits: CodeLimits, sandbox: str, workers: int
+) -> list[tuple[str, Any]]:
     """Row and verdict of every reference solution that the file has."""
     names, items = [], []
     for index, row in enumerate(read_rows(file)):
@@ -57,7 +62,13 @@ def judged(file: str, every: int, limits: CodeLimits, sandbox: str, workers: int
             continue
         names.append(f"{index + 1} ({row.get('task_id', 'no id')})")
         items.append((solution, problem.tests))
-    return list(zip(names, judge_programs(items, limits=limits, sandbox=sandbox, workers=workers), strict=True))
+    return list(
+        zip(
+            names,
+            judge_programs(items, limits=limits, sandbox=sandbox, workers=workers),
+            strict=True,
+        )
+    )
 
 
 def measurements() -> Iterator[Measurement]:
@@ -65,11 +76,24 @@ def measurements() -> Iterator[Measurement]:
     file = DATA / "leetcodedataset" / "LeetCodeDataset-v0.3.1-test.jsonl.gz"
     at = {"goal": 0.99, "at_least": True}
     if not file.exists():
-        yield absent("reference_solutions", "solutions", "solutions judged", f"no {file.name} in {file.parent}", **at)
+        yield absent(
+            "reference_solutions",
+            "solutions",
+            "solutions judged",
+            f"no {file.name} in {file.parent}",
+            **at,
+        )
         return
     verdicts = judged(str(file), 10, CodeLimits(), "auto", 2)
     passed = sum(verdict.correct == 1 for _, verdict in verdicts)
-    yield Measurement("reference_solutions", passed, len(verdicts), "solutions that pass", "solutions judged", **at)
+    yield Measurement(
+        "reference_solutions",
+        passed,
+        len(verdicts),
+        "solutions that pass",
+        "solutions judged",
+        **at,
+    )
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
-"""A weight synchronization against a copy of the same bytes: what is received, how long it takes, what planning costs.
+"""A weight synchronization against a copy of the same bytes: what is received, how long it takes,
+what planning costs.
 
     python benchmarks/run.py reshard
 
-A 28-million-parameter policy in 1, 2 and 4 ranks hands its weights to engines of one rank each. The alternative copies
-the whole weights in the memory of every rank, in turns. Every rank's engine must hold the checkpoint's bits.
+A 28-million-parameter policy in 1, 2 and 4 ranks hands its weights to engines of one rank each. The
+alternative copies the whole weights in the memory of every rank, in turns. Every rank's engine must
+hold the checkpoint's bits.
 """
 
 from __future__ import annotations
@@ -32,7 +34,10 @@ def measurements() -> Iterator[Measurement]:
             for name, (tp, pp) in LAYOUTS.items():
                 options = {"model": str(model), "dtype": dtype, "tp": tp, "pp": pp, "out": scratch}
                 torchrun(tp * pp, __file__, json.dumps(options))
-                ranks = [json.loads(Path(scratch, f"rank{rank}.json").read_text()) for rank in range(tp * pp)]
+                ranks = [
+                    json.loads(Path(scratch, f"rank{rank}.json").read_text())
+                    for rank in range(tp * pp)
+                ]
                 yield from _compared(f"reshard/{name}, {dtype}", ranks)
 
 
@@ -41,7 +46,9 @@ def _compared(name: str, ranks: list[dict[str, Any]]) -> Iterator[Measurement]:
     most = max(ranks, key=lambda rank: rank["received"])
     if most["least"]:
         unit, other = "bytes received by the busiest rank", "the least possible"
-        yield Measurement(f"{name}, bytes", most["received"], most["least"], unit, other, 1.0, same=same)
+        yield Measurement(
+            f"{name}, bytes", most["received"], most["least"], unit, other, 1.0, same=same
+        )
     seconds = [max(min(rank[side]) for rank in ranks) for side in ("ours", "copy")]
     unit = f"s (wall time of the slowest rank, min of {ROUNDS})"
     reason = f"{ranks[0]['bytes'] / 1e6:.0f} MB into every engine, {most['received'] / 1e6:.0f} MB of them received"
@@ -52,7 +59,9 @@ def _compared(name: str, ranks: list[dict[str, Any]]) -> Iterator[Measurement]:
         facts |= {"bound": wired / seconds[1], "bound_is": other}
     yield Measurement(f"{name}, time", *seconds, unit, "a copy of the same bytes", 2.0, **facts)
     if most["received"]:
-        yield Measurement(f"{name}, time with the wire", seconds[0], wired, unit, other, 2.0, same=same)
+        yield Measurement(
+            f"{name}, time with the wire", seconds[0], wired, unit, other, 2.0, same=same
+        )
     planned, again = (max(rank[key] for rank in ranks) for key in ("planned_s", "planned_again_s"))
     unit = "s to have the plan of the second synchronization"
     yield Measurement(f"{name}, planning", again, planned, unit, "the first", 0.1, same=same)
@@ -72,12 +81,18 @@ def worker(options: dict[str, Any]) -> None:
     from megatron_dcpo.weights.reshard import Traffic, export_buckets, plan_for
     from megatron_dcpo.weights.table import hf_shapes
 
-    parallel = ParallelConfig(tensor_model_parallel_size=options["tp"], pipeline_model_parallel_size=options["pp"])
+    parallel = ParallelConfig(
+        tensor_model_parallel_size=options["tp"], pipeline_model_parallel_size=options["pp"]
+    )
     topology = initialize(options["tp"], options["pp"])
-    settings = ModelConfig(path=options["model"], params_dtype=options["dtype"], transformer_impl="local")
+    settings = ModelConfig(
+        path=options["model"], params_dtype=options["dtype"], transformer_impl="local"
+    )
     policy = build_policy(settings, parallel, topology, training=False)
     dtype = next(iter(policy.parameters(0).values())).dtype
-    engine = {name: torch.zeros(shape, dtype=dtype) for name, shape in hf_shapes(policy.arch).items()}
+    engine = {
+        name: torch.zeros(shape, dtype=dtype) for name, shape in hf_shapes(policy.arch).items()
+    }
     reader = HFReader(options["model"])
     source = {name: reader.tensor(name).to(dtype).clone() for name in engine}
     planning = []
@@ -105,7 +120,9 @@ def worker(options: dict[str, Any]) -> None:
     synchronize()
     same = all(torch.equal(tensor, source[name]) for name, tensor in engine.items())
     group, rank = topology.model_group, topology.pp_rank * topology.tp_size + topology.tp_rank
-    flat = torch.empty(max((m.numel for bucket in plan.buckets for m in bucket.messages), default=0), dtype=dtype)
+    flat = torch.empty(
+        max((m.numel for bucket in plan.buckets for m in bucket.messages), default=0), dtype=dtype
+    )
 
     def wire() -> None:
         """The same messages, of no tensor in particular."""
@@ -122,8 +139,14 @@ def worker(options: dict[str, Any]) -> None:
 
     turns = in_turns(ROUNDS, ours=synchronize, copy=copy, wire=wire)
     result = {"same": same, "received": traffic.received, "least": plan.least[topology.rank]}
-    result |= {"bytes": sum(t.nbytes for t in engine.values()), "ours": turns["ours"].wall, "copy": turns["copy"].wall}
-    result["copy and wire"] = [a + b for a, b in zip(turns["copy"].wall, turns["wire"].wall, strict=True)]
+    result |= {
+        "bytes": sum(t.nbytes for t in engine.values()),
+        "ours": turns["ours"].wall,
+        "copy": turns["copy"].wall,
+    }
+    result["copy and wire"] = [
+        a + b for a, b in zip(turns["copy"].wall, turns["wire"].wall, strict=True)
+    ]
     result |= {"planned_s": planning[0], "planned_again_s": planning[1]}
     Path(options["out"], f"rank{os.environ['RANK']}.json").write_text(json.dumps(result))
     destroy()

@@ -1,9 +1,9 @@
 """Every benchmark against its alternative: ``python benchmarks/run.py [NAME ...] --json``.
 
-NAME: a file of this directory with ``measurements()`` (default: all). Each runs in a process of its own. One line per
-measurement; ``--json``: one JSON object. ``RESULTS.md`` is written anew: what was not measured now is kept from before.
-The exit status is 1 when a benchmark failed or two alternatives computed different things; a goal that is not met is a
-result.
+NAME: a file of this directory with ``measurements()`` (default: all). Each runs in a process of its
+own. One line per measurement; ``--json``: one JSON object. ``RESULTS.md`` is written anew: what was
+not measured now is kept from before. The exit status is 1 when a benchmark failed or two
+alternatives computed different things; a goal that is not met is a result.
 """
 
 from __future__ import annotations
@@ -28,15 +28,22 @@ _RAW = "```json"
 
 
 def main(argv: Sequence[str] | None = None, folder: Path = FOLDER) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", metavar="NAME", help="benchmarks (default: all of them)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help="benchmarks (default: all of them)"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object per measurement")
     parser.add_argument("--list", action="store_true", help="only the names")
     args = parser.parse_args(argv)
     known = benchmarks(folder)
     unknown = [name for name in args.names if name not in known]
     if unknown:
-        print(f"run.py: error: no benchmark is called {unknown[0]}; there are {', '.join(known)}", file=sys.stderr)
+        print(
+            f"run.py: error: no benchmark is called {unknown[0]}; there are {', '.join(known)}",
+            file=sys.stderr,
+        )
         return 2
     if args.list:
         print("\n".join(known))
@@ -48,7 +55,12 @@ def main(argv: Sequence[str] | None = None, folder: Path = FOLDER) -> int:
             failed |= not line["same"]
             line |= {"benchmark": name, "commit": _commit(), "load": round(os.getloadavg()[0], 1)}
             lines.append(line)
-            print(json.dumps({k: v for k, v in line.items() if k != "raw"}) if args.json else _text(line), flush=True)
+            print(
+                json.dumps({k: v for k, v in line.items() if k != "raw"})
+                if args.json
+                else _text(line),
+                flush=True,
+            )
         write_results(folder / "RESULTS.md", lines)
     return int(failed)
 
@@ -60,11 +72,16 @@ def benchmarks(folder: Path) -> dict[str, Path]:
 
 
 def measure(script: Path) -> Iterator[dict[str, Any]]:
-    """The lines of one benchmark, run in its own process; one that fails ends with a line that says so."""
+    """The lines of one benchmark, run in its own process; one that fails ends with a line that says
+    so.
+    """
     command = f"python benchmarks/run.py {script.stem}"
     helper = Path(__file__).with_name("measurement.py")
     process = subprocess.Popen(
-        [sys.executable, str(helper), str(script)], stdout=subprocess.PIPE, text=True, env=os.environ | ENVIRONMENT
+        [sys.executable, str(helper), str(script)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | ENVIRONMENT,
     )
     assert process.stdout is not None
     with process:
@@ -77,8 +94,17 @@ def measure(script: Path) -> Iterator[dict[str, Any]]:
 
 def _commit() -> str:
     git = ["git", "-C", str(REPOSITORY)]
-    done = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=False)
-    status = [*git, "status", "--porcelain", "-uno", "--", ":!benchmarks/RESULTS.md"]  # which this program writes
+    done = subprocess.run(
+        [*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=False
+    )
+    status = [
+        *git,
+        "status",
+        "--porcelain",
+        "-uno",
+        "--",
+        ":!benchmarks/RESULTS.md",
+    ]  # which this program writes
     changed = subprocess.run(status, capture_output=True, text=True, check=False)
     return (done.stdout.strip() or "unknown") + ("+" if changed.stdout.strip() else "")
 
@@ -89,19 +115,27 @@ def _text(line: dict[str, Any]) -> str:
     if line["ratio"] is None:
         return f"{line['name']}: {line['reason']} ({met})"
     return (
-        f"{line['name']}: {line['ours']:g} against {line['other']:g} {line['unit']} of {line['other_is']}, "
-        f"ratio {line['ratio']:g}, {goal}: {met}" + "".join(f"; {remark}" for remark in _remarks(line))
+        f"{line['name']}: {line['ours']:g} against {line['other']:g} {line['unit']} of "
+        f"{line['other_is']}, "
+        f"ratio {line['ratio']:g}, {goal}: {met}"
+        + "".join(f"; {remark}" for remark in _remarks(line))
     )
 
 
 def _remarks(line: dict[str, Any]) -> list[str]:
     """The reason, and of a goal that is not met the least ratio that is possible."""
-    bound = f"not below {line['bound']:g}: {line['bound_is']}" if "bound" in line and not line["met"] else ""
+    bound = (
+        f"not below {line['bound']:g}: {line['bound_is']}"
+        if "bound" in line and not line["met"]
+        else ""
+    )
     return [remark for remark in (line["reason"], bound) if remark]
 
 
 def write_results(path: Path, lines: Sequence[dict[str, Any]]) -> None:
-    """The new lines and those of other benchmarks that were there before, as a table and as raw numbers."""
+    """The new lines and those of other benchmarks that were there before, as a table and as raw
+    numbers.
+    """
     measured = {line["benchmark"] for line in lines}
     kept = [line for line in read_results(path) if line["benchmark"] not in measured]
     rows = sorted([*kept, *lines], key=lambda line: line["benchmark"])
@@ -142,12 +176,24 @@ def _row(line: dict[str, Any]) -> str:
     met = {True: "yes", False: "**no**", None: "-"}[line["met"]]
     if remarks := _remarks(line):
         met += f": {'; '.join(remarks)}"
-    numbers = [shown(line["ours"]), shown(line["other"]), line["unit"], line["other_is"], shown(line["ratio"])]
-    return "| " + " | ".join([line["name"], *numbers, goal, met.replace("|", "/"), line["commit"]]) + " |"
+    numbers = [
+        shown(line["ours"]),
+        shown(line["other"]),
+        line["unit"],
+        line["other_is"],
+        shown(line["ratio"]),
+    ]
+    return (
+        "| "
+        + " | ".join([line["name"], *numbers, goal, met.replace("|", "/"), line["commit"]])
+        + " |"
+    )
 
 
 def _machine() -> str:
-    cpus = re.findall(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text()) or [platform.machine()]
+    cpus = re.findall(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text()) or [
+        platform.machine()
+    ]
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     cores, python = len(os.sched_getaffinity(0)), platform.python_version()
     return f"{cores} cores of {cpus[0]}, {memory:.0f} GiB, Python {python}"

@@ -1,10 +1,11 @@
-"""``dcpo plan --simulate`` against measured steps: the quickstart's model on the CPU in four layouts, and generation beside
-training as in ``async_step``.
+"""``dcpo plan --simulate`` against measured steps: the quickstart's model on the CPU in four
+layouts, and generation beside training as in ``async_step``.
 
-For each layout two batch sizes calibrate the costs (a decoding step, a trained token, the rest), and the simulation says
-how long a step of a third batch size between them takes. The quickest third of the steps counts, on both sides: other
-work on the machine is not part of the model. *One step off* the two sizes are of steps one after the other, and what is
-predicted are the steps beside the generation of the next one, with the lengths that their responses had; medians.
+For each layout two batch sizes calibrate the costs (a decoding step, a trained token, the rest),
+and the simulation says how long a step of a third batch size between them takes. The quickest third
+of the steps counts, on both sides: other work on the machine is not part of the model. *One step
+off* the two sizes are of steps one after the other, and what is predicted are the steps beside the
+generation of the next one, with the lengths that their responses had; medians.
 """
 
 from __future__ import annotations
@@ -33,8 +34,9 @@ GROUP, LONGEST, ROUNDS = 8, 32, 12
 
 @dataclass(frozen=True)
 class Measured:
-    """Seconds of a step's parts, and the mean and the largest length of its responses. ``ragged``: a response that has
-    ended is not decoded on."""
+    """Seconds of a step's parts, and the mean and the largest length of its responses. ``ragged``:
+    a response that has ended is not decoded on.
+    """
 
     rollout: float
     training: float
@@ -49,7 +51,9 @@ class Measured:
 
 
 def measure(folder: Path, processes: int, options: tuple[str, ...]) -> dict[int, Measured]:
-    """By prompts per step; the sizes take turns in one run, so that other work on the machine meets all of them."""
+    """By prompts per step; the sizes take turns in one run, so that other work on the machine meets
+    all of them.
+    """
     torchrun(processes, __file__, json.dumps([str(folder), *options]))
     rows = json.loads((folder / "steps.json").read_text())[1:]
     found = {}
@@ -57,10 +61,14 @@ def measure(folder: Path, processes: int, options: tuple[str, ...]) -> dict[int,
         mine = [row[position] for row in rows]
 
         def low(*keys: str, mine: list[dict[str, float]] = mine) -> float:
-            return float(np.mean(sorted(sum(row[key] for key in keys) for row in mine)[: len(rows) // 3]))
+            return float(
+                np.mean(sorted(sum(row[key] for key in keys) for row in mine)[: len(rows) // 3])
+            )
 
         mean = float(np.mean([row["tokens"] for row in mine])) / (prompts * GROUP)
-        found[prompts] = Measured(low("rollout"), low("train"), low("judge", "reshard"), mean, LONGEST)
+        found[prompts] = Measured(
+            low("rollout"), low("train"), low("judge", "reshard"), mean, LONGEST
+        )
     return found
 
 
@@ -71,7 +79,9 @@ def worker(folder: Path, *options: str) -> None:
 
     more = [f"model.path={policies.QUICKSTART}/policy", "training.micro_batch_size=32", *options]
     rows = []
-    with policies.training_run(policies.overrides(folder, folder / "run", LARGE, GROUP, LONGEST, *more)) as run:
+    with policies.training_run(
+        policies.overrides(folder, folder / "run", LARGE, GROUP, LONGEST, *more)
+    ) as run:
         for turn in range(ROUNDS + 1):
             row = []
             for position, prompts in enumerate((SMALL, TESTED, LARGE)):
@@ -83,7 +93,9 @@ def worker(folder: Path, *options: str) -> None:
     destroy()
 
 
-def calibrated(small: Measured, large: Measured, responses: tuple[int, int], processes: int = 1) -> Any:
+def calibrated(
+    small: Measured, large: Measured, responses: tuple[int, int], processes: int = 1
+) -> Any:
     """The simulation's costs, from two steps of so many ``responses``."""
     from megatron_dcpo.planning.simulate import Costs
 
@@ -95,10 +107,20 @@ def calibrated(small: Measured, large: Measured, responses: tuple[int, int], pro
     trained = [run.mean * n for run, n in runs]
     train_token = (large.training - small.training) / (trained[1] - trained[0])
     return Costs(
-        engines=processes, slots=512, read=per_step[0] - token * at_once[0], token=token, kv=0.0, prompt=0.0,
-        prompt_tokens=0, judge=0.0, judges=1, train=small.training - train_token * trained[0], train_token=train_token,
-        transfer=(small.rest + large.rest) / 2, save=0.0,
-    )  # fmt: skip
+        engines=processes,
+        slots=512,
+        read=per_step[0] - token * at_once[0],
+        token=token,
+        kv=0.0,
+        prompt=0.0,
+        prompt_tokens=0,
+        judge=0.0,
+        judges=1,
+        train=small.training - train_token * trained[0],
+        train_token=train_token,
+        transfer=(small.rest + large.rest) / 2,
+        save=0.0,
+    )
 
 
 def predicted(runs: dict[int, Measured], processes: int) -> float:
@@ -107,7 +129,11 @@ def predicted(runs: dict[int, Measured], processes: int) -> float:
 
     small, large = runs[SMALL], runs[LARGE]
     costs = calibrated(small, large, (SMALL * GROUP, LARGE * GROUP), processes)
-    n, longest, mean = TESTED * GROUP, int(max(small.longest, large.longest)), (small.mean + large.mean) / 2
+    n, longest, mean = (
+        TESTED * GROUP,
+        int(max(small.longest, large.longest)),
+        (small.mean + large.mean) / 2,
+    )
     (step,) = simulate(costs, iter([longest] * n), n, 1)
     return step.rollout + costs.train + costs.train_token * n * mean + costs.transfer
 
@@ -126,22 +152,41 @@ def one_step_off() -> Iterator[Measurement]:
     runs = {}
     for n, steps in rows.items():
         rest = [row["wall"] - row["rollout"] - row["train"] for row in steps]
-        parts = [float(np.median(part)) for part in ([r["rollout"] for r in steps], [r["train"] for r in steps], rest)]
+        parts = [
+            float(np.median(part))
+            for part in ([r["rollout"] for r in steps], [r["train"] for r in steps], rest)
+        ]
         mean = float(np.mean([length for row in steps for length in row["lengths"]]))
-        runs[n] = Measured(*parts, mean, float(np.mean([max(row["lengths"]) for row in steps])), ragged=True)
+        runs[n] = Measured(
+            *parts, mean, float(np.mean([max(row["lengths"]) for row in steps])), ragged=True
+        )
     costs = calibrated(runs[small], runs[large], (small * BESIDE_GROUP, large * BESIDE_GROUP))
     beside = taken["beside"][PROMPTS][WARM_UP:]
     lengths = (length for row in beside for length in row["lengths"])
-    steps_off = simulate.one_step_off(simulate.simulate(costs, lengths, PROMPTS * BESIDE_GROUP, len(beside)))
-    measured = [row["wall"] for row in beside[:-1]]  # the last one generated a batch that nobody took
-    raw = {"one after the other": {str(n): vars(run) for n, run in runs.items()}, "beside": measured}
-    yield _apart(name, float(np.median([step.seconds for step in steps_off])), float(np.median(measured)), raw)
+    steps_off = simulate.one_step_off(
+        simulate.simulate(costs, lengths, PROMPTS * BESIDE_GROUP, len(beside))
+    )
+    measured = [
+        row["wall"] for row in beside[:-1]
+    ]  # the last one generated a batch that nobody took
+    raw = {
+        "one after the other": {str(n): vars(run) for n, run in runs.items()},
+        "beside": measured,
+    }
+    yield _apart(
+        name,
+        float(np.median([step.seconds for step in steps_off])),
+        float(np.median(measured)),
+        raw,
+    )
 
 
 def _apart(name: str, ours: float, other: float, raw: Any) -> Measurement:
     reason = f"off by {abs(ours / other - 1):.0%}, at most 15 %"
     unit = f"s apart, predicted {ours:.3f}"
-    return Measurement(name, abs(ours - other), other, unit, "a measured step", 0.15, reason=reason, raw=raw)
+    return Measurement(
+        name, abs(ours - other), other, unit, "a measured step", 0.15, reason=reason, raw=raw
+    )
 
 
 def measurements() -> Iterator[Measurement]:

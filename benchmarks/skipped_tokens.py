@@ -1,10 +1,11 @@
-"""What it saves that responses without a gradient are not computed: updates of one batch with and without them, in turns.
+"""What it saves that responses without a gradient are not computed: updates of one batch with and
+without them, in turns.
 
     python benchmarks/run.py skipped_tokens
 
-The 28M policy with GRPO; in 4 of 8 groups every answer is right. The bound is the share of the tokens that are computed:
-the groups with a gradient, and 2 of the 32 other responses for their mismatch. The learning rate is 0, so that both
-gradients are the same in every round.
+The 28M policy with GRPO; in 4 of 8 groups every answer is right. The bound is the share of the
+tokens that are computed: the groups with a gradient, and 2 of the 32 other responses for their
+mismatch. The learning rate is 0, so that both gradients are the same in every round.
 """
 
 from __future__ import annotations
@@ -43,7 +44,12 @@ def measurements() -> Iterator[Measurement]:
             drawn = sorted(run.sampler.sample(1), key=lambda sample: sample.response.key)
             even = {s.prompt.prompt_id for s in drawn[:: 2 * GROUP]}  # right throughout
             samples = [
-                replace(s, judgement=replace(s.judgement, correct=1.0 if s.prompt.prompt_id in even else float(i % 2)))
+                replace(
+                    s,
+                    judgement=replace(
+                        s.judgement, correct=1.0 if s.prompt.prompt_id in even else float(i % 2)
+                    ),
+                )
                 for i, s in enumerate(drawn)
             ]
             turns = in_turns(
@@ -54,10 +60,18 @@ def measurements() -> Iterator[Measurement]:
     (norm, some), (other_norm, tokens) = turns["ours"].result, turns["other"].result
     apart = abs(norm / other_norm - 1)
     yield timed(
-        "skipped_tokens/28M", turns["ours"], turns["other"], "every response computed", goal=some / tokens + 0.05,
-        how=min, same=apart <= 1e-5, bound=some / tokens, bound_is="the share of the tokens that are computed",
-        reason=f"{some} of {tokens} tokens are computed; the gradients' norms differ by {apart:.1g} of one (at most 1e-5)",
-    )  # fmt: skip
+        "skipped_tokens/28M",
+        turns["ours"],
+        turns["other"],
+        "every response computed",
+        goal=some / tokens + 0.05,
+        how=min,
+        same=apart <= 1e-5,
+        bound=some / tokens,
+        bound_is="the share of the tokens that are computed",
+        reason=f"{some} of {tokens} tokens are computed; the gradients' norms differ by "
+        f"{apart:.1g} of one (at most 1e-5)",
+    )
 
 
 if __name__ == "__main__":

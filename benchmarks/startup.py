@@ -1,4 +1,5 @@
-"""Start-up: a training's first step against the imports it cannot do without, light verbs against argparse and yaml.
+"""Start-up: a training's first step against the imports it cannot do without, light verbs against
+argparse and yaml.
 
     python benchmarks/run.py startup
 
@@ -26,9 +27,7 @@ CLOCK = f"import json, os, time; print(json.dumps({NOW}), flush=True)"
 IMPORTS = "import torch, megatron.core, transformers"
 LIGHT = "import argparse, yaml"
 # what reading a configuration imports even so: pydantic loads most of itself with these names
-SCHEMA = (
-    "import argparse, yaml, numpy, omegaconf; from pydantic import BaseModel, TypeAdapter; import pydantic.dataclasses"
-)
+SCHEMA = "import argparse, yaml, numpy, omegaconf; from pydantic import BaseModel, TypeAdapter; import pydantic.dataclasses"
 FIRST_STEP = f"""
 from megatron_dcpo.training import recorder
 def log(*_):
@@ -36,7 +35,8 @@ def log(*_):
     os._exit(0)
 recorder.Recorder.log = log
 """
-# an installed package has its bytecode, as the libraries have; the first round writes that of a checkout
+# an installed package has its bytecode, as the libraries have; the first round writes that of a
+# checkout
 COMPILED = {"PYTHONDONTWRITEBYTECODE": ""}
 DCPO = "import sys\nfrom megatron_dcpo.cli import main\n"
 VERBS = {
@@ -51,7 +51,9 @@ NEEDED = {"plan": f"{SCHEMA}; import rich.console, rich.table", "train, refused 
 
 
 def seconds(code: str, arguments: list[str]) -> tuple[float, float]:
-    """Processor and wall time of ``code`` from the start of its process to where it prints :data:`CLOCK`."""
+    """Processor and wall time of ``code`` from the start of its process to where it prints
+    :data:`CLOCK`.
+    """
     done = subprocess.run(
         [sys.executable, "-c", code, *arguments],
         cwd=REPOSITORY,
@@ -70,22 +72,34 @@ def seconds(code: str, arguments: list[str]) -> tuple[float, float]:
 def compared(
     name: str, goal: float, ours: tuple[str, list[str]], other: str, rounds: int, needed: str = ""
 ) -> Iterator[Measurement]:
-    """In turns; the first round fills the page cache. ``needed``: the imports that ours cannot do without, as a bound of
-    the ratio and as another alternative."""
+    """In turns; the first round fills the page cache. ``needed``: the imports that ours cannot do
+    without, as a bound of the ratio and as another alternative.
+    """
     codes = [other, *([needed] if needed else [])]
-    rows = [(seconds(*ours), *(seconds(f"{code}\n{CLOCK}", []) for code in codes)) for _ in range(rounds + 1)][1:]
+    rows = [
+        (seconds(*ours), *(seconds(f"{code}\n{CLOCK}", []) for code in codes))
+        for _ in range(rounds + 1)
+    ][1:]
     cpu = [min(row[i][0] for row in rows) for i in range(len(codes) + 1)]
     unit = f"s (processor time, min of {rounds})"
     for place, code in enumerate(codes, 1):
         sides = {"ours (cpu, wall)": 0, "other (cpu, wall)": place}
         raw = {side: [list(row[i]) for row in rows] for side, i in sides.items()}
-        wall = statistics.median(row[0][1] for row in rows) / statistics.median(row[place][1] for row in rows)
-        facts: dict[str, Any] = {"goal": goal, "reason": f"wall time, medians: ratio {wall:.2f}", "raw": raw}
+        wall = statistics.median(row[0][1] for row in rows) / statistics.median(
+            row[place][1] for row in rows
+        )
+        facts: dict[str, Any] = {
+            "goal": goal,
+            "reason": f"wall time, medians: ratio {wall:.2f}",
+            "raw": raw,
+        }
         if place == 2:
             name, facts["goal"] = f"{name}, against its libraries", 1.3
         elif needed:
             facts |= {"bound": cpu[2] / cpu[1], "bound_is": "the imports of its libraries alone"}
-        yield Measurement(f"startup/{name}", cpu[0], cpu[place], unit, f'python -c "{code}"', **facts)
+        yield Measurement(
+            f"startup/{name}", cpu[0], cpu[place], unit, f'python -c "{code}"', **facts
+        )
 
 
 def measurements() -> Iterator[Measurement]:
@@ -93,9 +107,22 @@ def measurements() -> Iterator[Measurement]:
     for name, arguments in VERBS.items():
         yield from compared(name, 3.0, (verb, arguments), LIGHT, 9, NEEDED.get(name, ""))
     with tempfile.TemporaryDirectory() as scratch:
-        small = ["data.prompts_per_step=4", "rollout.group_size=4", "training.steps=2", "logging.to=[]"]
-        training = ["train", "--config", f"{QUICKSTART}/dcpo.yaml", f"run_dir={Path(scratch, 'run')}", *small]
-        yield from compared("first step", 1.3, (FIRST_STEP + DCPO + "main(sys.argv[1:])", training), IMPORTS, 5)
+        small = [
+            "data.prompts_per_step=4",
+            "rollout.group_size=4",
+            "training.steps=2",
+            "logging.to=[]",
+        ]
+        training = [
+            "train",
+            "--config",
+            f"{QUICKSTART}/dcpo.yaml",
+            f"run_dir={Path(scratch, 'run')}",
+            *small,
+        ]
+        yield from compared(
+            "first step", 1.3, (FIRST_STEP + DCPO + "main(sys.argv[1:])", training), IMPORTS, 5
+        )
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
-"""Our training step against Megatron-core's bare one: the same tokens, micro-batches, model, optimizer and gradient.
+"""Our training step against Megatron-core's bare one: the same tokens, micro-batches, model,
+optimizer and gradient.
 
-Ours is ``Updater.update``: micro-batches, scores, log-probs, entropies, loss, engine against trainer, statistics, the
-checks for numbers that are not finite, optimizer. Bare is ``forward_backward_func`` with Megatron's own cross-entropy
-(``labels=...``) on micro-batches that are ready, weighted so that its gradient is the same, and the optimizer.
+Ours is ``Updater.update``: micro-batches, scores, log-probs, entropies, loss, engine against
+trainer, statistics, the checks for numbers that are not finite, optimizer. Bare is
+``forward_backward_func`` with Megatron's own cross-entropy (``labels=...``) on micro-batches that
+are ready, weighted so that its gradient is the same, and the optimizer.
 """
 
 from __future__ import annotations
@@ -19,9 +21,15 @@ CASES = {  # policy, prompts, responses to each, tokens, probability of an end, 
     "131k": ("131k", 32, 8, 16, 0.0, ("training.micro_batch_size=256",), 20),
     "28M": ("28M", 8, 8, 48, 0.0, ("training.micro_batch_size=64",), 4),
     "28M, ragged, packed": (
-        "28M", 4, 8, 256, 0.01, ("parallel.sequence_packing=true", "training.max_tokens_per_micro_batch=2048"), 4
+        "28M",
+        4,
+        8,
+        256,
+        0.01,
+        ("parallel.sequence_packing=true", "training.max_tokens_per_micro_batch=2048"),
+        4,
     ),
-}  # fmt: skip
+}
 
 
 def measurements() -> Iterator[Measurement]:
@@ -36,7 +44,10 @@ def measurements() -> Iterator[Measurement]:
             with policies.training_run(options) as run:
                 drawn = run.sampler.sample(1)
                 # half of a group is right: a random policy's groups would have no gradient
-                samples = [replace(s, judgement=replace(s.judgement, correct=i % 2)) for i, s in enumerate(drawn)]
+                samples = [
+                    replace(s, judgement=replace(s.judgement, correct=i % 2))
+                    for i, s in enumerate(drawn)
+                ]
                 yield compared(name, run, samples, rounds)
         destroy()
 
@@ -49,7 +60,9 @@ def compared(name: str, run: Any, samples: list[Any], rounds: int) -> Measuremen
     for once in (lambda: run.updater.accumulate(scored), bare.accumulate):
         bare.zero()
         once()
-        gradients.append([buffer.grad_data.clone() for chunk in run.policy.chunks for buffer in chunk.buffers])
+        gradients.append(
+            [buffer.grad_data.clone() for chunk in run.policy.chunks for buffer in chunk.buffers]
+        )
     apart = max(float((a - b).norm() / b.norm()) for a, b in zip(*gradients, strict=True))
     turns = in_turns(rounds, ours=lambda: run.updater.update(samples, 1), bare=bare.step)
     tokens = sum(len(sample.response_ids) for sample in samples)
@@ -79,7 +92,9 @@ class Bare:
             labels, weights = torch.zeros_like(batch.tokens), torch.zeros(batch.tokens.shape)
             labels.view(-1)[batch.rows] = batch.targets
             parts = [s.weights * s.advantages for s in batch.samples]
-            weights.view(-1)[batch.rows] = torch.as_tensor(np.concatenate(parts), dtype=torch.float32)
+            weights.view(-1)[batch.rows] = torch.as_tensor(
+                np.concatenate(parts), dtype=torch.float32
+            )
             self.batches.append((batch, labels, weights))
 
     def zero(self) -> None:
@@ -91,12 +106,16 @@ class Bare:
         def forward(batches: Any, model: Any) -> Any:
             batch, labels, weights = next(batches)
             packed = batch.packed_seq_params
-            losses = model(batch.tokens, batch.position_ids, None, labels=labels, packed_seq_params=packed)
+            losses = model(
+                batch.tokens, batch.position_ids, None, labels=labels, packed_seq_params=packed
+            )
             one = torch.ones((), dtype=torch.int)
             return losses, lambda output: ((output * weights).sum() * len(self.batches), one, {})
 
         layers = [gpt.output_layer for gpt in self.run.policy.gpt if gpt.post_process]
-        ours = [layer.__dict__.pop("forward") for layer in layers]  # the policy's own; Megatron's is the class's
+        ours = [
+            layer.__dict__.pop("forward") for layer in layers
+        ]  # the policy's own; Megatron's is the class's
         self.forward_backward(
             forward_step_func=forward,
             data_iterator=iter(self.batches),

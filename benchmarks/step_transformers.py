@@ -1,11 +1,14 @@
-"""Our training step against plain transformers + PyTorch on a real language model: the same micro-batches in turns.
+"""Our training step against plain transformers + PyTorch on a real language model: the same
+micro-batches in turns.
 
-    python benchmarks/run.py step_transformers        # needs runs/smollm2/policy (examples/smollm2/prepare.sh)
+    python benchmarks/run.py step_transformers        # needs runs/smollm2/policy
+    (examples/smollm2/prepare.sh)
 
-Each trains in a process of its own and takes a step when it is its turn. Ours is ``Updater.update``. Plain is what one
-writes by hand: a padded batch, ``model(...).logits`` at the response's positions, the policy gradient with the same
-advantages and divisors, ``AdamW``. The gradient norms must agree. Peaks are resident memory; ours holds the engine's copy of
-the weights and its cache as well, which plain training does not have.
+Each trains in a process of its own and takes a step when it is its turn. Ours is
+``Updater.update``. Plain is what one writes by hand: a padded batch, ``model(...).logits`` at the
+response's positions, the policy gradient with the same advantages and divisors, ``AdamW``. The
+gradient norms must agree. Peaks are resident memory; ours holds the engine's copy of the weights
+and its cache as well, which plain training does not have.
 """
 
 from __future__ import annotations
@@ -28,7 +31,12 @@ OTHER = "transformers + PyTorch"
 
 def measurements() -> Iterator[Measurement]:
     if not MODEL.is_dir():
-        yield absent("step_transformers/SmolLM2-135M", "s", OTHER, f"{MODEL} is missing: examples/smollm2/prepare.sh")
+        yield absent(
+            "step_transformers/SmolLM2-135M",
+            "s",
+            OTHER,
+            f"{MODEL} is missing: examples/smollm2/prepare.sh",
+        )
         return
     with tempfile.TemporaryDirectory() as scratch:
         batch = Path(scratch, "batch.json")
@@ -43,21 +51,36 @@ def measurements() -> Iterator[Measurement]:
     seconds = [statistics.median(row["cpu"] for row in rows) for rows in zip(*found, strict=True)]
     unit = f"s of a processor, median of {ROUNDS} steps"
     yield Measurement(
-        "step_transformers/SmolLM2-135M", *seconds, unit, OTHER, goal=1.0, same=same, reason=reason, raw=raw
+        "step_transformers/SmolLM2-135M",
+        *seconds,
+        unit,
+        OTHER,
+        goal=1.0,
+        same=same,
+        reason=reason,
+        raw=raw,
     )
     peaks = [max(row["peak_bytes"] for row in rows) for rows in zip(*found, strict=True)]
-    yield Measurement("step_transformers/SmolLM2-135M, memory", *peaks, "bytes resident at most", OTHER, same=same)
+    yield Measurement(
+        "step_transformers/SmolLM2-135M, memory", *peaks, "bytes resident at most", OTHER, same=same
+    )
 
 
 def ours(batch: Path, scratch: Path) -> None:
     import policies
 
-    more = (f"training.micro_batch_size={MICRO_BATCH}", "data.template=chat", "data.max_prompt_length=96")
+    more = (
+        f"training.micro_batch_size={MICRO_BATCH}",
+        "data.template=chat",
+        "data.max_prompt_length=96",
+    )
     options = policies.overrides(MODEL, scratch / "run", PROMPTS, GROUP, TOKENS, *more)
     options = [*options, f"data.path={MODEL.parent / 'data' / 'train.jsonl'}", "optimizer.lr=1e-9"]
     with policies.training_run(options) as run:
         drawn = run.sampler.sample(1)
-        samples = [replace(s, judgement=replace(s.judgement, correct=i % 2)) for i, s in enumerate(drawn)]
+        samples = [
+            replace(s, judgement=replace(s.judgement, correct=i % 2)) for i, s in enumerate(drawn)
+        ]
         scored = run.updater.method.score(samples)
         local, micro_batches = run.updater.deal(scored)
         rows = [
@@ -68,10 +91,15 @@ def ours(batch: Path, scratch: Path) -> None:
             }
             for s in (scored[i] for i in local)
         ]
-        batch.write_text(json.dumps([[rows[i] for i in micro_batch] for micro_batch in micro_batches]))
+        batch.write_text(
+            json.dumps([[rows[i] for i in micro_batch] for micro_batch in micro_batches])
+        )
         for report in steps():
             _, done = run.updater.update(samples, 2)
-            report(grad_norm=done["grad_norms"][0], tokens=sum(len(r["prompt"]) + len(r["response"]) for r in rows))
+            report(
+                grad_norm=done["grad_norms"][0],
+                tokens=sum(len(r["prompt"]) + len(r["response"]) for r in rows),
+            )
 
 
 def plain(batch: Path, scratch: Path) -> None:
@@ -88,12 +116,19 @@ def plain(batch: Path, scratch: Path) -> None:
         ids = [row["prompt"] + row["response"] for row in rows]
         tokens = torch.tensor([one + [0] * (width - len(one)) for one in ids])
         mask = torch.tensor([[1] * len(one) + [0] * (width - len(one)) for one in ids])
-        places = [(i, len(r["prompt"]) - 1 + k) for i, r in enumerate(rows) for k in range(len(r["response"]))]
+        places = [
+            (i, len(r["prompt"]) - 1 + k)
+            for i, r in enumerate(rows)
+            for k in range(len(r["response"]))
+        ]
         row, column = torch.tensor(places).T
         hidden = model.model(tokens, attention_mask=mask).last_hidden_state
         gains = torch.tensor([gain for r in rows for gain in r["gains"]])
         return (
-            gains * cross_entropy(model.lm_head(hidden[row, column]), tokens[row, column + 1], reduction="none")
+            gains
+            * cross_entropy(
+                model.lm_head(hidden[row, column]), tokens[row, column + 1], reduction="none"
+            )
         ).sum()
 
     def step() -> float:

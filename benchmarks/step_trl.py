@@ -1,12 +1,14 @@
-"""A whole training step against TRL's GRPOTrainer: the same policy, prompts, group size and lengths, one thread each.
+"""A whole training step against TRL's GRPOTrainer: the same policy, prompts, group size and
+lengths, one thread each.
 
     DCPO_PEERS=peers/bin/python python benchmarks/run.py step_trl
 
-Each trains in a process of its own and takes a step when it is its turn: rollout with transformers, judging, log-probs,
-loss, AdamW. Rewards are constant in neither: ours judges (nothing of a random policy is right), TRL's reward is the
-length modulo 7, because GRPO's arithmetic does not depend on their values. Times are per response token where lengths
-differ; peaks are resident memory with the interpreter and all imports. The least step has what none can leave out: the
-model's passes over every prompt and token, and Megatron-core's bare update.
+Each trains in a process of its own and takes a step when it is its turn: rollout with transformers,
+judging, log-probs, loss, AdamW. Rewards are constant in neither: ours judges (nothing of a random
+policy is right), TRL's reward is the length modulo 7, because GRPO's arithmetic does not depend on
+their values. Times are per response token where lengths differ; peaks are resident memory with the
+interpreter and all imports. The least step has what none can leave out: the model's passes over
+every prompt and token, and Megatron-core's bare update.
 """
 
 from __future__ import annotations
@@ -19,14 +21,26 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from measurement import PEERS, Measurement, Stepper, Turns, absent, cpu_seconds, not_installed, peer_has, steps
+from measurement import (
+    PEERS,
+    Measurement,
+    Stepper,
+    Turns,
+    absent,
+    cpu_seconds,
+    not_installed,
+    peer_has,
+    steps,
+)
 
 OTHER = "TRL 1.16 GRPOTrainer"
 
 
 @dataclass(frozen=True)
 class Case:
-    """``stop``: the probability that a token ends its response; ``rounds`` are measured. ``bounded``: the least step too."""
+    """``stop``: the probability that a token ends its response; ``rounds`` are measured.
+    ``bounded``: the least step too.
+    """
 
     shape: str
     prompts: int
@@ -52,7 +66,9 @@ def measurements() -> Iterator[Measurement]:
 
     if not peer_has("trl"):
         for name, case in CASES.items():
-            yield absent(f"step_trl/{name}", "s", OTHER, not_installed("trl==1.16.0"), goal=case.goal)
+            yield absent(
+                f"step_trl/{name}", "s", OTHER, not_installed("trl==1.16.0"), goal=case.goal
+            )
         return
     for name, case in CASES.items():
         with tempfile.TemporaryDirectory() as scratch:
@@ -65,24 +81,46 @@ def measurements() -> Iterator[Measurement]:
         yield from _compared(name, case, found)
 
 
-def _compared(name: str, case: Case, found: list[tuple[dict[str, Any], dict[str, Any]]]) -> Iterator[Measurement]:
+def _compared(
+    name: str, case: Case, found: list[tuple[dict[str, Any], dict[str, Any]]]
+) -> Iterator[Measurement]:
     raw = {"ours": [a for a, _ in found], "trl": [b for _, b in found]}
     tokens = [sum(row["tokens"] for row in rows) for rows in raw.values()]
-    # the same draws are not possible: lengths are equal in distribution, and exactly where none ends early
+    # the same draws are not possible: lengths are equal in distribution, and exactly where none
+    # ends early
     same = abs(tokens[0] / tokens[1] - 1) <= (0.2 if case.stop else 0.0)
-    facts: dict[str, Any] = {"goal": case.goal, "same": same, "reason": f"{tokens[0]} and {tokens[1]} response tokens"}
+    facts: dict[str, Any] = {
+        "goal": case.goal,
+        "same": same,
+        "reason": f"{tokens[0]} and {tokens[1]} response tokens",
+    }
     for what, clock in (("", "cpu"), (", wall", "wall")):
-        a, b = (statistics.median(1e3 * row[clock] / row["tokens"] for row in rows) for rows in raw.values())
+        a, b = (
+            statistics.median(1e3 * row[clock] / row["tokens"] for row in rows)
+            for rows in raw.values()
+        )
         unit = f"ms per response token ({'processor' if clock == 'cpu' else clock} time, median of {len(found)} steps)"
         if case.bounded:
-            least = statistics.median(1e3 * row[f"least_{clock}"] / row["tokens"] for row in raw["ours"])
-            facts |= {"bound": least / b, "bound_is": "the passes of the model and Megatron-core's bare update"}
-        yield Measurement(f"step_trl/{name}{what}", a, b, unit, OTHER, **facts, raw={} if what else raw)
-    parts = [statistics.median(1e3 * row["train_cpu"] / row["tokens"] for row in rows) for rows in raw.values()]
+            least = statistics.median(
+                1e3 * row[f"least_{clock}"] / row["tokens"] for row in raw["ours"]
+            )
+            facts |= {
+                "bound": least / b,
+                "bound_is": "the passes of the model and Megatron-core's bare update",
+            }
+        yield Measurement(
+            f"step_trl/{name}{what}", a, b, unit, OTHER, **facts, raw={} if what else raw
+        )
+    parts = [
+        statistics.median(1e3 * row["train_cpu"] / row["tokens"] for row in rows)
+        for rows in raw.values()
+    ]
     unit = "ms per response token (processor time without rollout, judging and weight transfer)"
     yield Measurement(f"step_trl/{name}, training alone", *parts, unit, OTHER, same=same)
     peaks = [max(row["peak_bytes"] for row in rows) for rows in raw.values()]
-    yield Measurement(f"step_trl/{name}, memory", *peaks, "bytes resident at most", OTHER, goal=1.0, same=same)
+    yield Measurement(
+        f"step_trl/{name}, memory", *peaks, "bytes resident at most", OTHER, goal=1.0, same=same
+    )
 
 
 def ours(case: Case, model: Path, scratch: Path) -> None:
@@ -91,7 +129,9 @@ def ours(case: Case, model: Path, scratch: Path) -> None:
     more = [f"training.micro_batch_size={case.micro_batch}"]
     if case.stop:
         more = ["parallel.sequence_packing=true", "training.max_tokens_per_micro_batch=2048"]
-    options = policies.overrides(model, scratch / "run", case.prompts, case.group, case.tokens, *more)
+    options = policies.overrides(
+        model, scratch / "run", case.prompts, case.group, case.tokens, *more
+    )
     with policies.training_run(options) as run:
         least = least_step(run, case) if case.bounded else None
         for number, report in enumerate(steps(), 1):
@@ -105,7 +145,9 @@ def ours(case: Case, model: Path, scratch: Path) -> None:
 
 
 def least_step(run: Any, case: Case) -> Callable[[], None]:
-    """The passes of the model over a rollout's prompts, each once, and tokens, and the bare update of Megatron-core."""
+    """The passes of the model over a rollout's prompts, each once, and tokens, and the bare update
+    of Megatron-core.
+    """
     import torch
     from step_megatron import Bare
 
@@ -113,7 +155,9 @@ def least_step(run: Any, case: Case) -> Callable[[], None]:
 
     drawn = run.sampler.sample(1)
     # half of a group is right: a random policy's groups would have no gradient
-    samples = [replace(s, judgement=replace(s.judgement, correct=i % 2)) for i, s in enumerate(drawn)]
+    samples = [
+        replace(s, judgement=replace(s.judgement, correct=i % 2)) for i, s in enumerate(drawn)
+    ]
     bare = Bare(run, run.updater.method.score(samples))
     prompts = [list(s.prompt.ids) for s in samples[:: case.group]]
     tokens = torch.tensor([list(s.response_ids) for s in samples])
@@ -169,12 +213,26 @@ def trl(case: Case, model: Path, scratch: Path) -> None:
         return [float(len(ids) % 7) + index % 3 for index, ids in enumerate(completion_ids)]
 
     options = GRPOConfig(
-        output_dir=str(scratch / "trl"), use_cpu=True, bf16=False, gradient_checkpointing=False, report_to=[],
-        per_device_train_batch_size=case.micro_batch, max_steps=1000, save_strategy="no", logging_strategy="no",
-        gradient_accumulation_steps=case.prompts * case.group // case.micro_batch, num_generations=case.group,
-        max_completion_length=case.tokens, temperature=1.0, learning_rate=1e-6, lr_scheduler_type="constant",
-        disable_tqdm=True, beta=0.0, max_grad_norm=1.0, dataloader_num_workers=0,
-    )  # fmt: skip
+        output_dir=str(scratch / "trl"),
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        report_to=[],
+        per_device_train_batch_size=case.micro_batch,
+        max_steps=1000,
+        save_strategy="no",
+        logging_strategy="no",
+        gradient_accumulation_steps=case.prompts * case.group // case.micro_batch,
+        num_generations=case.group,
+        max_completion_length=case.tokens,
+        temperature=1.0,
+        learning_rate=1e-6,
+        lr_scheduler_type="constant",
+        disable_tqdm=True,
+        beta=0.0,
+        max_grad_norm=1.0,
+        dataloader_num_workers=0,
+    )
     Timed(
         model=AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32),
         reward_funcs=length,

@@ -1,12 +1,15 @@
 # ruff: noqa: E501
-"""Which programming problems does an answer pass that knows nothing of them? 66 universal answers, every task.
+"""Which programming problems does an answer pass that knows nothing of them? 66 universal answers,
+every task.
 
-    python benchmarks/universal_answers.py [FILE...] [--data ../shared/data] [--workers 2] [--json OUT]
+    python benchmarks/universal_answers.py [FILE...] [--data ../shared/data] [--workers 2] [--json
+    OUT]
 
-An answer is a program that returns (for whole programs: prints) the same whatever the task: ``[]``, ``0``, ``None``, nan,
-an object that equals everything, its own argument, the zero of every type. Printed per file: tasks, passes, and every
-pass with its answer and whether the data set's own tests, as released, pass it too in a plain interpreter. The exit
-status is 1 when one passes here that does not pass there.
+An answer is a program that returns (for whole programs: prints) the same whatever the task: ``[]``,
+``0``, ``None``, nan, an object that equals everything, its own argument, the zero of every type.
+Printed per file: tasks, passes, and every pass with its answer and whether the data set's own
+tests, as released, pass it too in a plain interpreter. The exit status is 1 when one passes here
+that does not pass there.
 """
 
 from __future__ import annotations
@@ -77,18 +80,79 @@ def _array(*a, **k):
     return numpy.array(*a, **k)
 """
 ANSWERS = (
-    "[]", "0", "None", "float('nan')", "Equal()", "EqualInt()", "EqualText()", "EqualList()", "EqualFloat()", "EqualType",
-    "EqualType()", "Proxy()", "_first(a)", "a", "list(a)", "a[-1]", "sorted(_first(a))", "len(_first(a))", "str(_first(a))",
-    "1", "-1", "2", "True", "False", "''", "'0'", "'YES'", "'No'", "0.0", "-0.0", "1.0", "float('inf')", "-float('inf')", "()", "{}",
-    "set()", "frozenset()", "b''", "[[]]", "[0]", "[None]", "['']", "[True]", "(0,)", "[float('nan')]", "{0: 0}", "0j", "range(0)",
-    "iter([])", "(x for x in ())", "_yes", "object()", "bool", "NotImplemented", "...", "decimal.Decimal(0)",
-    "decimal.Decimal('nan')", "fractions.Fraction(0)", "collections.Counter()", "collections.deque()", "collections.defaultdict(int)",
-    "_array([])", "_array(0)", "_array([[]])", "_array(float('nan'))", "_array(True)",
-)  # fmt: skip
+    "[]",
+    "0",
+    "None",
+    "float('nan')",
+    "Equal()",
+    "EqualInt()",
+    "EqualText()",
+    "EqualList()",
+    "EqualFloat()",
+    "EqualType",
+    "EqualType()",
+    "Proxy()",
+    "_first(a)",
+    "a",
+    "list(a)",
+    "a[-1]",
+    "sorted(_first(a))",
+    "len(_first(a))",
+    "str(_first(a))",
+    "1",
+    "-1",
+    "2",
+    "True",
+    "False",
+    "''",
+    "'0'",
+    "'YES'",
+    "'No'",
+    "0.0",
+    "-0.0",
+    "1.0",
+    "float('inf')",
+    "-float('inf')",
+    "()",
+    "{}",
+    "set()",
+    "frozenset()",
+    "b''",
+    "[[]]",
+    "[0]",
+    "[None]",
+    "['']",
+    "[True]",
+    "(0,)",
+    "[float('nan')]",
+    "{0: 0}",
+    "0j",
+    "range(0)",
+    "iter([])",
+    "(x for x in ())",
+    "_yes",
+    "object()",
+    "bool",
+    "NotImplemented",
+    "...",
+    "decimal.Decimal(0)",
+    "decimal.Decimal('nan')",
+    "fractions.Fraction(0)",
+    "collections.Counter()",
+    "collections.deque()",
+    "collections.defaultdict(int)",
+    "_array([])",
+    "_array(0)",
+    "_array([[]])",
+    "_array(float('nan'))",
+    "_array(True)",
+)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("files", nargs="*", type=Path)
     parser.add_argument("--data", type=Path, default=DATA)
     parser.add_argument("--workers", type=int, default=2)
@@ -99,7 +163,9 @@ def main() -> int:
         parser.error(f"no data set below {args.data}; name files or --data")
     print(f"{len(ANSWERS)} answers")
     record, alone = {}, 0
-    with multiprocessing.get_context("fork").Pool(args.workers, _limit, maxtasksperchild=20) as workers:
+    with multiprocessing.get_context("fork").Pool(
+        args.workers, _limit, maxtasksperchild=20
+    ) as workers:
         for file in files:
             record[file.name] = passes = _passes(workers, file)
             alone += sum(not found["in_plain_python"] for found in passes)
@@ -110,8 +176,13 @@ def main() -> int:
 
 
 def measurements() -> Iterator[Measurement]:
-    """The two formats of HumanEval+ and MBPP+, minutes; all files: ``python benchmarks/universal_answers.py``."""
-    files = [DATA / name for name in ("humanevalplus/HumanEvalPlus.jsonl.gz", "mbppplus/MbppPlus-OriginFmt.jsonl.gz")]
+    """The two formats of HumanEval+ and MBPP+, minutes; all files: ``python
+    benchmarks/universal_answers.py``.
+    """
+    files = [
+        DATA / name
+        for name in ("humanevalplus/HumanEvalPlus.jsonl.gz", "mbppplus/MbppPlus-OriginFmt.jsonl.gz")
+    ]
     what = "universal_answers", "passes that plain Python does not give", "tasks x answers"
     if lacking := [str(path) for path in files if not path.exists()]:
         yield absent(*what, f"no {lacking[0]}", goal=0.0)
@@ -119,9 +190,13 @@ def measurements() -> Iterator[Measurement]:
     with multiprocessing.get_context("fork").Pool(2, _limit, maxtasksperchild=20) as workers:
         passes = [_passes(workers, file) for file in files]
     alone = [entry for found in passes for entry in found if not entry["in_plain_python"]]
-    tasks = sum(code_problem(row, str(file)) is not None for file in files for row in read_rows(str(file)))
+    tasks = sum(
+        code_problem(row, str(file)) is not None for file in files for row in read_rows(str(file))
+    )
     name, unit, other = what
-    yield Measurement(name, len(alone), tasks * len(ANSWERS), unit, other, goal=0.0, raw={"passes": passes})
+    yield Measurement(
+        name, len(alone), tasks * len(ANSWERS), unit, other, goal=0.0, raw={"passes": passes}
+    )
 
 
 def _passes(workers: Any, file: Path) -> list[dict[str, Any]]:
@@ -142,9 +217,17 @@ def _passes(workers: Any, file: Path) -> list[dict[str, Any]]:
     for (name, row, tests), answers in zip(tasks, accepted, strict=True):
         programs = {answer: _program(tests, answer) for answer in answers}
         # once more as any other program, in the sandbox
-        for answer, verdict in zip(answers, judge_programs([(p, tests) for p in programs.values()]), strict=True):
+        for answer, verdict in zip(
+            answers, judge_programs([(p, tests) for p in programs.values()]), strict=True
+        ):
             if verdict.correct:
-                found.append({"task": name, "answer": answer, "in_plain_python": _plain(row, programs[answer])})
+                found.append(
+                    {
+                        "task": name,
+                        "answer": answer,
+                        "in_plain_python": _plain(row, programs[answer]),
+                    }
+                )
     print(
         f"{file.name}: {len(tasks)} tasks, {len(found)} passes of {len(tasks) * len(ANSWERS)}, in "
         f"{len({entry['task'] for entry in found})} tasks, "
@@ -153,7 +236,10 @@ def _passes(workers: Any, file: Path) -> list[dict[str, Any]]:
         flush=True,
     )
     for entry in found:
-        print(f"  {entry['task']}: {entry['answer']}{'' if entry['in_plain_python'] else '  NOT IN PLAIN PYTHON'}")
+        print(
+            f"  {entry['task']}: "
+            f"{entry['answer']}{'' if entry['in_plain_python'] else '  NOT IN PLAIN PYTHON'}"
+        )
     return found
 
 
@@ -163,7 +249,9 @@ def _limit() -> None:
 
 
 def _accepted(tests: dict[str, Any]) -> list[str]:
-    """The answers that pass ``tests``. The two ends of the sandbox's pipe are in this process: nothing here is hostile."""
+    """The answers that pass ``tests``. The two ends of the sandbox's pipe are in this process:
+    nothing here is hostile.
+    """
 
     def late(*_: object) -> None:
         raise TimeoutError
@@ -195,8 +283,13 @@ def _accepts(tests: dict[str, Any], answer: str, client: _Here, names: dict[str,
         exec(CLASSES, made)
         outputs = [f"{eval(answer, made | {'a': (given,)})}\n" for given, _ in tests["cases"]]
         pairs = zip(outputs, tests["cases"], strict=True)
-        return all(same_output(text.encode(errors="replace"), expected, tests["atol"]) for text, (_, expected) in pairs)
-    module, shared = define({"program": _program(tests, answer), "setup": tests["setup"]}, "solution")
+        return all(
+            same_output(text.encode(errors="replace"), expected, tests["atol"])
+            for text, (_, expected) in pairs
+        )
+    module, shared = define(
+        {"program": _program(tests, answer), "setup": tests["setup"]}, "solution"
+    )
     client.answer_with(Answers(module, shared, -1, 16 << 20))
     if tests["kind"] == "check":
         names["check"](test_runner.RemoteObject(client, {"name": tests["entry_point"]}, "function"))
@@ -238,29 +331,43 @@ def _program(tests: Mapping[str, Any], answer: str) -> str:
 
 def _called(tests: Mapping[str, Any]) -> str:
     """The function of an assert list: the first name that is called and is not Python's."""
-    calls = [node.func.id for node in ast.walk(ast.parse(str(tests["code"]))) if isinstance(node, ast.Call)
-             and isinstance(node.func, ast.Name)]  # fmt: skip
+    calls = [
+        node.func.id
+        for node in ast.walk(ast.parse(str(tests["code"])))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+    ]
     return next((name for name in calls if not hasattr(builtins, name)), calls[0] if calls else "f")
 
 
 def _plain(row: Mapping[str, Any], program: str) -> bool:
-    """Whether the tests as the data set releases them pass ``program`` in one interpreter, without a sandbox. For
-    formats whose tests are data (inputs and outputs), the comparison is ours and the answer is right."""
+    """Whether the tests as the data set releases them pass ``program`` in one interpreter, without
+    a sandbox. For formats whose tests are data (inputs and outputs), the comparison is ours and the
+    answer is right.
+    """
     if "test_list" in row and "test" not in row:
-        tests = "\n".join([str(row.get("test_setup_code") or ""), *row.get("test_imports", []), *row["test_list"]])
+        tests = "\n".join(
+            [str(row.get("test_setup_code") or ""), *row.get("test_imports", []), *row["test_list"]]
+        )
     elif "test_list" in row:
         tests = str(row["test"])
     elif "test" in row and "entry_point" in row:
         tests = f"{row['test']}\ncheck({row['entry_point']})"
         before = (
-            str(row["prompt"]) if "completion" in row else str(row["prompt"]).partition(f"def {row['entry_point']}")[0]
+            str(row["prompt"])
+            if "completion" in row
+            else str(row["prompt"]).partition(f"def {row['entry_point']}")[0]
         )
         program = f"{before}\n{program}"
     else:
         return True
     text = f"{program}\n{tests}".encode(errors="surrogatepass")
     try:
-        return subprocess.run([sys.executable, "-"], input=text, capture_output=True, timeout=60).returncode == 0
+        return (
+            subprocess.run(
+                [sys.executable, "-"], input=text, capture_output=True, timeout=60
+            ).returncode
+            == 0
+        )
     except subprocess.TimeoutExpired:
         return False
 

@@ -1,13 +1,15 @@
-r"""Verification throughput: the pool against math-verify in one process, on the same pairs in the same run.
+r"""Verification throughput: the pool against math-verify in one process, on the same pairs in the
+same run.
 
     python benchmarks/verify.py --keys FILE [--pairs 5000] [--pathological 20] [--workers 2]
 
-The pairs are made from real keys (``.parquet``, ``.json`` or ``.jsonl`` with an answer): the key itself, the key spelt
-in another way, and the key of another problem, a third each. Each pathological pair keeps sympy busy for ever. The
-baseline is ``parse`` and ``verify`` of math-verify as published, one pair after another, with its own timeouts (5 s
-each): without them it would not end. Where its alarm cannot interrupt, its process is ended after ``--patience`` seconds
-and started again. Printed: seconds and pairs per second of both, their ratio, the ratio on the ordinary pairs alone,
-and how the verdicts differ.
+The pairs are made from real keys (``.parquet``, ``.json`` or ``.jsonl`` with an answer): the key
+itself, the key spelt in another way, and the key of another problem, a third each. Each
+pathological pair keeps sympy busy for ever. The baseline is ``parse`` and ``verify`` of math-verify
+as published, one pair after another, with its own timeouts (5 s each): without them it would not
+end. Where its alarm cannot interrupt, its process is ended after ``--patience`` seconds and started
+again. Printed: seconds and pairs per second of both, their ratio, the ratio on the ordinary pairs
+alone, and how the verdicts differ.
 """
 
 from __future__ import annotations
@@ -39,14 +41,18 @@ CHUNKS = 5
 Pair = tuple[str, str]
 
 
-def make_pairs(keys: list[str], count: int, pathological: int, seed: int) -> tuple[list[Pair], list[Pair]]:
+def make_pairs(
+    keys: list[str], count: int, pathological: int, seed: int
+) -> tuple[list[Pair], list[Pair]]:
     generator = random.Random(seed)
     ordinary = []
     for i in range(count - pathological):
         key = generator.choice(keys)
         answer = key if i % 3 == 0 else respelt(key) if i % 3 == 1 else generator.choice(keys)
         ordinary.append((answer, key))
-    hanging = [(PATHOLOGICAL[i % len(PATHOLOGICAL)].format(7 + i), "5x") for i in range(pathological)]
+    hanging = [
+        (PATHOLOGICAL[i % len(PATHOLOGICAL)].format(7 + i), "5x") for i in range(pathological)
+    ]
     return ordinary, hanging
 
 
@@ -54,7 +60,12 @@ def respelt(key: str) -> str:
     """The same answer as a model might write it."""
     if re.fullmatch(r"-?\d+", key):
         return f"{int(key):,}" if len(key) > 3 else f"x = {key}"
-    return key.replace("\\frac", "\\dfrac").replace("\\left", "").replace("\\right", "").replace(" ", "")
+    return (
+        key.replace("\\frac", "\\dfrac")
+        .replace("\\left", "")
+        .replace("\\right", "")
+        .replace(" ", "")
+    )
 
 
 def naive(answer: str, key: str) -> bool:
@@ -99,7 +110,9 @@ def baseline(pairs: list[Pair], patience: float) -> tuple[list[bool], float, int
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--keys", required=True, help="data set whose answers are the keys")
     parser.add_argument("--pairs", type=int, default=5000)
     parser.add_argument("--pathological", type=int, default=20)
@@ -107,7 +120,9 @@ def main() -> None:
     parser.add_argument("--patience", type=float, default=20.0)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    result, differ = compare(args.keys, args.pairs, args.pathological, args.workers, args.patience, args.seed)
+    result, differ = compare(
+        args.keys, args.pairs, args.pathological, args.workers, args.patience, args.seed
+    )
     print(json.dumps(result, indent=1))
     for (answer, key), a, b in differ[:20]:
         print(f"  pool {a}, math-verify {b}: {answer!r} against {key!r}")
@@ -121,7 +136,9 @@ def compare(
     ordinary, hanging = make_pairs(keys, count, pathological, seed)
 
     pool = VerifierPool(workers)
-    pool.verify([(f"x+{i}", f"{i}+x") for i in range(64)])  # both sides are timed with their processes started
+    pool.verify(
+        [(f"x+{i}", f"{i}+x") for i in range(64)]
+    )  # both sides are timed with their processes started
     ours: list[bool] = []
     theirs: list[bool] = []
     our_ordinary = their_ordinary = 0.0
@@ -141,14 +158,24 @@ def compare(
     their_seconds = their_ordinary + their_hanging
     pool.close()
 
-    differ = [(pair, a, b) for pair, a, b in zip(ordinary + hanging, ours, theirs, strict=True) if a != b]
+    differ = [
+        (pair, a, b) for pair, a, b in zip(ordinary + hanging, ours, theirs, strict=True) if a != b
+    ]
     result = {
         "pairs": count,
         "pathological": pathological,
         "workers": workers,
         "load_average": os.getloadavg(),
-        "pool": {"seconds": our_seconds, "pairs_per_second": count / our_seconds, **vars(pool.statistics)},
-        "math_verify": {"seconds": their_seconds, "pairs_per_second": count / their_seconds, "ended": ended},
+        "pool": {
+            "seconds": our_seconds,
+            "pairs_per_second": count / our_seconds,
+            **vars(pool.statistics),
+        },
+        "math_verify": {
+            "seconds": their_seconds,
+            "pairs_per_second": count / their_seconds,
+            "ended": ended,
+        },
         "ratio": their_seconds / our_seconds,
         "ratio_without_pathological": their_ordinary / our_ordinary,
         "differing_verdicts": len(differ),
@@ -159,7 +186,11 @@ def compare(
 
 def measurements() -> Iterator[Measurement]:
     """2,000 pairs from MATH-500's keys, 4 of which hang."""
-    what = "verify", "s (wall time of 2,000 pairs, 4 hanging)", "math-verify 0.9.0 in one process, its own timeouts"
+    what = (
+        "verify",
+        "s (wall time of 2,000 pairs, 4 hanging)",
+        "math-verify 0.9.0 in one process, its own timeouts",
+    )
     file = DATA / "math500" / "test.jsonl"
     if importlib.util.find_spec("math_verify") is None:
         yield absent(*what, not_installed("math-verify==0.9.0"), goal=1.0)
@@ -171,7 +202,9 @@ def measurements() -> Iterator[Measurement]:
         ours, theirs = (result[side]["seconds"] for side in ("pool", "math_verify"))
         reason = f"{len(differ)} verdicts differ (at most 2 % may: the pool knows more forms)"
         same = len(differ) <= 0.02 * 2000
-        yield Measurement(name, ours, theirs, unit, other_is, goal=1.0, same=same, reason=reason, raw=result)
+        yield Measurement(
+            name, ours, theirs, unit, other_is, goal=1.0, same=same, reason=reason, raw=result
+        )
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
 """Train several methods from one policy, evaluate all on the same problems, draw one picture.
 
-Used by ``examples/quickstart/run.py`` and ``examples/smollm2/run.py``. Everything is done by the same commands a user types
-(they are printed); trainings run two at a time, one core each.
+Used by ``examples/quickstart/run.py`` and ``examples/smollm2/run.py``. Everything is done by the
+same commands a user types (they are printed); trainings run two at a time, one core each.
 
-Leaves in ``out``: reliability.png, report.html, summary.json, and for every row a directory with evaluation.json,
-samples.jsonl, metrics.jsonl, checkpoints and the trained policy in Hugging Face format. An interrupted comparison continues
-where it was killed.
+Leaves in ``out``: reliability.png, report.html, summary.json, and for every row a directory with
+evaluation.json, samples.jsonl, metrics.jsonl, checkpoints and the trained policy in Hugging Face
+format. An interrupted comparison continues where it was killed.
 """
 
 from __future__ import annotations
@@ -39,10 +39,13 @@ console = Console(stderr=True)
 
 @dataclass(frozen=True)
 class Comparison:
-    """What is compared: ``METHOD.yaml`` in ``folder`` for each of ``methods``, from ``policy``, on ``heldout`` (JSON lines).
+    """What is compared: ``METHOD.yaml`` in ``folder`` for each of ``methods``, from ``policy``, on
+    ``heldout`` (JSON lines).
 
-    ``train``: problems of the training, of which the first ``fitted`` give the responses that the recalibration is fitted
-    on. ``sampling``: options of ``dcpo evaluate``. ``overrides``: options for every training."""
+    ``train``: problems of the training, of which the first ``fitted`` give the responses that the
+    recalibration is fitted on. ``sampling``: options of ``dcpo evaluate``. ``overrides``: options
+    for every training.
+    """
 
     folder: Path
     out: Path
@@ -61,7 +64,9 @@ class Comparison:
 
     def train_method(self, method: str) -> None:
         run = self.out / method
-        if (run / "policy").is_dir():  # finished: written anew it would be another model to the evaluation
+        if (
+            run / "policy"
+        ).is_dir():  # finished: written anew it would be another model to the evaluation
             return
         self._call(
             run,
@@ -79,16 +84,27 @@ class Comparison:
     def evaluate(self, name: str) -> None:
         run = self.out / name
         model = self.policy if name == "base" else run / "policy"
-        self._sample(model, f"heldout={self.heldout}", run, "--confidence", "verbal,token,consistency")
+        self._sample(
+            model, f"heldout={self.heldout}", run, "--confidence", "verbal,token,consistency"
+        )
 
     def recalibrate(self) -> None:
-        """Fit a confidence on GRPO's responses to training problems and put it in the place of the stated one."""
+        """Fit a confidence on GRPO's responses to training problems and put it in the place of the
+        stated one.
+        """
         run, fitted = self.out / RECALIBRATED, self.out / RECALIBRATED / "fitted"
-        self._sample(self.out / "grpo" / "policy", f"train={self.train}", fitted, "--limit", str(self.fitted))
+        self._sample(
+            self.out / "grpo" / "policy", f"train={self.train}", fitted, "--limit", str(self.fitted)
+        )
         calibrator = str(run / "calibrator.npz")
         samples = ("--samples", str(fitted / "samples.jsonl"), "--held-out", "0")
         self._call(run, "calibrate", "--kind", "logistic", *samples, "--out", calibrator)
-        samples = ("--samples", str(self.out / "grpo" / "samples.jsonl"), "--calibrator", calibrator)
+        samples = (
+            "--samples",
+            str(self.out / "grpo" / "samples.jsonl"),
+            "--calibrator",
+            calibrator,
+        )
         self._call(run, "evaluate", *samples, "--confidence", "posthoc", "--out", str(run))
 
     def _sample(self, model: Path, benchmark: str, out: Path, *options: str) -> None:
@@ -102,7 +118,11 @@ class Comparison:
     def _call(self, run: Path, *arguments: str) -> None:
         """``python -m megatron_dcpo ...`` in a process of its own, its output in ``run/log.txt``."""
         run.mkdir(parents=True, exist_ok=True)
-        console.print(f"[dim]dcpo {' '.join(_short(a) for a in arguments)}[/dim]", soft_wrap=True, highlight=False)
+        console.print(
+            f"[dim]dcpo {' '.join(_short(a) for a in arguments)}[/dim]",
+            soft_wrap=True,
+            highlight=False,
+        )
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
         with (run / "log.txt").open("a") as log:
             process = subprocess.run(
@@ -113,7 +133,9 @@ class Comparison:
             )
         if process.returncode:
             tail = "\n".join((run / "log.txt").read_text().splitlines()[-5:])
-            raise SystemExit(f"dcpo {arguments[0]} failed for {run.name} (status {process.returncode}):\n{tail}")
+            raise SystemExit(
+                f"dcpo {arguments[0]} failed for {run.name} (status {process.returncode}):\n{tail}"
+            )
 
 
 def compare(comparison: Comparison, workers: int) -> None:
@@ -128,12 +150,17 @@ def compare(comparison: Comparison, workers: int) -> None:
     draw(out, summary)
     (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     show(summary)
-    console.print(f"\n{time.monotonic() - started:.0f} s.  The picture: [bold]{out / 'reliability.png'}[/bold]")
+    console.print(
+        f"\n{time.monotonic() - started:.0f} s.  The picture: "
+        f"[bold]{out / 'reliability.png'}[/bold]"
+    )
     console.print(f"The whole page: {out / 'report.html'}")
 
 
 def start_over_unless_interrupted(comparison: Comparison) -> None:
-    """Keep what an interrupted comparison of the same seed has; remove what a finished or different one left."""
+    """Keep what an interrupted comparison of the same seed has; remove what a finished or different
+    one left.
+    """
     out, seed = comparison.out, comparison.seed
     marker = out / "seed.txt"
     if marker.is_file() and (marker.read_text() != str(seed) or (out / "summary.json").is_file()):
@@ -171,14 +198,17 @@ def wait(jobs: list[Future[None]], out: Path, methods: tuple[str, ...]) -> None:
 
 
 def summarize(comparison: Comparison) -> dict[str, dict[str, float]]:
-    """Return the held-out numbers of every row, read from its evaluation.json: of the stated (verbal) confidence, or of the
-    one that stands in its place."""
+    """Return the held-out numbers of every row, read from its evaluation.json: of the stated
+    (verbal) confidence, or of the one that stands in its place.
+    """
     summary, kinds = {}, dict.fromkeys(comparison.rows, "verbal")
     if "grpo" in comparison.methods:
         kinds |= {RECALIBRATED: "posthoc", "lookup": "lookup"}
     for name, kind in kinds.items():
         source = "grpo" if name == "lookup" else name
-        result = json.loads((comparison.out / source / "evaluation.json").read_text())["benchmarks"]["heldout"]
+        result = json.loads((comparison.out / source / "evaluation.json").read_text())[
+            "benchmarks"
+        ]["heldout"]
         scores = result[kind]
         summary[name] = {
             "accuracy": result["accuracy"],
@@ -196,7 +226,13 @@ def draw(out: Path, summary: dict[str, dict[str, float]]) -> None:
     from megatron_dcpo.calibration.diagrams import comparison_grid, save
     from megatron_dcpo.evaluation.scoring import bins_from_json
 
-    titles = {"base": "before RL", "grpo": "GRPO", "dcpo": "DCPO", "dcpo_proper": "DCPO, proper score", "rlcr": "RLCR"}
+    titles = {
+        "base": "before RL",
+        "grpo": "GRPO",
+        "dcpo": "DCPO",
+        "dcpo_proper": "DCPO, proper score",
+        "rlcr": "RLCR",
+    }
     titles[RECALIBRATED] = "GRPO, recalibrated"
     bins, notes = {}, {}
     for name, title in titles.items():
@@ -211,11 +247,16 @@ def draw(out: Path, summary: dict[str, dict[str, float]]) -> None:
 
 def show(summary: dict[str, dict[str, float]]) -> None:
     caption = (
-        "acc.: accuracy; skill: 1 - Brier / Brier of the lookup; conf.: mean confidence; viol.: share without a valid one. "
-        "lookup: GRPO's accuracy on other problems of the same kind, what a calibrated confidence has to beat"
+        "acc.: accuracy; skill: 1 - Brier / Brier of the lookup; conf.: mean confidence; viol.: "
+        "share without a valid one. "
+        "lookup: GRPO's accuracy on other problems of the same kind, what a calibrated confidence "
+        "has to beat"
     )
     table = Table(
-        title=f"Held-out problems, {summary['base']['n']} responses", caption=caption, box=None, pad_edge=False
+        title=f"Held-out problems, {summary['base']['n']} responses",
+        caption=caption,
+        box=None,
+        pad_edge=False,
     )
     table.add_column("", no_wrap=True)
     for heading in COLUMNS.values():

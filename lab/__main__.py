@@ -1,4 +1,6 @@
-"""``python -m lab test|test-tables|world2|theory``: run the lab; the results are in `docs/lab/README.md`."""
+"""``python -m lab test|test-tables|world2|theory``: run the lab; the results are in
+`docs/lab/README.md`.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from megatron_dcpo.errors import UserError
 def main() -> int:
     """Run one verb; return the exit status."""
     args = _parser().parse_args()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr)
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr
+    )
     try:
         args.run(args)
     except UserError as error:
@@ -28,30 +32,72 @@ def main() -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m lab", description=__doc__)
     verbs = parser.add_subparsers(required=True)
-    test = verbs.add_parser("test", help="train the cells of the test and sample them; finished cells are kept")
-    test.add_argument("--methods", default=",".join(testgrid.METHODS_OF_THE_TEST), help="default: %(default)s")
-    tables = verbs.add_parser("test-tables", help="the tables of the test, from the published responses")
-    tables.add_argument("--grid", type=Path, help="the --grid of a test whose cells to publish first")
+    test = verbs.add_parser(
+        "test", help="train the cells of the test and sample them; finished cells are kept"
+    )
+    test.add_argument(
+        "--methods", default=",".join(testgrid.METHODS_OF_THE_TEST), help="default: %(default)s"
+    )
+    tables = verbs.add_parser(
+        "test-tables", help="the tables of the test, from the published responses"
+    )
+    tables.add_argument(
+        "--grid", type=Path, help="the --grid of a test whose cells to publish first"
+    )
     for verb in (test, tables):
-        verb.add_argument("--final", action="store_true", help="the last test: every method in every draw")
-    second = verbs.add_parser("world2", help="the second world: its tables from the published responses")
-    second.add_argument("--train", action="store_true", help="first train, sample and publish; finished cells are kept")
-    theory = verbs.add_parser("theory", help="the exact small cases and the drift of the second world's run")
+        verb.add_argument(
+            "--final", action="store_true", help="the last test: every method in every draw"
+        )
+    second = verbs.add_parser(
+        "world2", help="the second world: its tables from the published responses"
+    )
+    second.add_argument(
+        "--train",
+        action="store_true",
+        help="first train, sample and publish; finished cells are kept",
+    )
+    theory = verbs.add_parser(
+        "theory", help="the exact small cases and the drift of the second world's run"
+    )
     of_test = ",".join(f"large.{n}" for n in range(1, 6))
-    for verb, cells, policies in ((test, "runs/lab_test", of_test), (second, "runs/world2", "graphs.1")):
-        verb.add_argument("--policies", default=policies, help="pretrainings (default: %(default)s)")
-        verb.add_argument("--seeds", type=int, default=1, help="of every method on every pretraining")
+    for verb, cells, policies in (
+        (test, "runs/lab_test", of_test),
+        (second, "runs/world2", "graphs.1"),
+    ):
+        verb.add_argument(
+            "--policies", default=policies, help="pretrainings (default: %(default)s)"
+        )
+        verb.add_argument(
+            "--seeds", type=int, default=1, help="of every method on every pretraining"
+        )
         verb.add_argument("--jobs", type=int, default=2, help="processes at a time, one core each")
-        verb.add_argument("--grid", type=Path, default=Path(cells), help="where the cells are (default: %(default)s)")
-    for verb, run in ((test, _test), (tables, _tables), (second, _world2), (theory, lambda a: write_theory(a.out))):
+        verb.add_argument(
+            "--grid",
+            type=Path,
+            default=Path(cells),
+            help="where the cells are (default: %(default)s)",
+        )
+    for verb, run in (
+        (test, _test),
+        (tables, _tables),
+        (second, _world2),
+        (theory, lambda a: write_theory(a.out)),
+    ):
         verb.set_defaults(run=run)
         if verb is not test:
-            verb.add_argument("--out", type=Path, default=Path("docs/lab"), help="where they go (default: %(default)s)")
+            verb.add_argument(
+                "--out",
+                type=Path,
+                default=Path("docs/lab"),
+                help="where they go (default: %(default)s)",
+            )
     return parser
 
 
 def _test(args: argparse.Namespace) -> None:
-    chosen = testgrid.cells(args.policies.split(","), args.methods.split(","), range(1, args.seeds + 1))
+    chosen = testgrid.cells(
+        args.policies.split(","), args.methods.split(","), range(1, args.seeds + 1)
+    )
     lab = testgrid.Lab(args.grid.resolve(), args.jobs)
     (replace(lab, draws=testgrid.FINAL, all_methods=True) if args.final else lab).run(chosen)
 
@@ -60,7 +106,9 @@ def _tables(args: argparse.Namespace) -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     test = "final" if args.final else "test"
     if args.grid:
-        logging.info("%d cells packed", testgrid.pack(args.grid, args.out / f"{test}_records.tar.xz"))
+        logging.info(
+            "%d cells packed", testgrid.pack(args.grid, args.out / f"{test}_records.tar.xz")
+        )
     found = testtables.tables(args.out, test)
     print(f"best on the validation problems: {found['best']}")
 

@@ -1,4 +1,6 @@
-"""Judged responses of the test, and rows fitted on them: on the validation problems, never on the test's."""
+"""Judged responses of the test, and rows fitted on them: on the validation problems, never on the
+test's.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ LEAST_LOGPROB = -20.0  # of a response whose reasoning was not found
 
 @dataclass(frozen=True)
 class Records:
-    """Hold judged responses [N] to one part, in the order of the problems; NaN where there is no number."""
+    """Hold judged responses [N] to one part, in the order of the problems; NaN where there is no
+    number.
+    """
 
     problem: np.ndarray
     kind: np.ndarray
@@ -64,8 +68,9 @@ def isotonic_per_type(fit: Records) -> Stated:
 
 
 def logistic(fit: Records) -> Stated:
-    """Fit a logistic regression on log(-log-prob), the number of tokens and the type: of seven forms the one with the least
-    Brier score on the validation problems."""
+    """Fit a logistic regression on log(-log-prob), the number of tokens and the type: of seven
+    forms the one with the least Brier score on the validation problems.
+    """
     from sklearn.linear_model import LogisticRegression
     from sklearn.pipeline import make_pipeline
     from sklearn.preprocessing import StandardScaler
@@ -76,7 +81,9 @@ def logistic(fit: Records) -> Stated:
         surprise = np.log(np.maximum(-np.nan_to_num(r.logprob, nan=LEAST_LOGPROB), 1e-4))
         return np.column_stack([surprise, r.tokens, r.kind[:, None] == kinds])
 
-    model = make_pipeline(StandardScaler(), LogisticRegression(max_iter=1000)).fit(features(fit), fit.correct)
+    model = make_pipeline(StandardScaler(), LogisticRegression(max_iter=1000)).fit(
+        features(fit), fit.correct
+    )
     return lambda r: model.predict_proba(features(r))[:, 1]
 
 
@@ -103,12 +110,16 @@ FITTED: Mapping[str, tuple[str, Fit]] = MappingProxyType(
 
 
 def with_fitted(runs: dict[str, Run]) -> dict[str, Run]:
-    """Return the trained rows and those made of them; on the validation problems each half is fitted on the other one."""
+    """Return the trained rows and those made of them; on the validation problems each half is
+    fitted on the other one.
+    """
     found = dict(runs)
     for name, (start, fit) in FITTED.items():
         if fitted := runs.get(start, {}).get("heldout"):
             stated = fit(fitted)
-            parts = {part: records.stating(stated(records)) for part, records in runs[start].items()}
+            parts = {
+                part: records.stating(stated(records)) for part, records in runs[start].items()
+            }
             found[name] = parts | {"heldout": fitted_by_halves(fitted, fit)}
     return found
 

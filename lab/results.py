@@ -1,4 +1,6 @@
-"""Read and write archives of published records; compute means and intervals over training runs and problems."""
+"""Read and write archives of published records; compute means and intervals over training runs and
+problems.
+"""
 
 from __future__ import annotations
 
@@ -80,8 +82,9 @@ def _students(mean: float, variance: float, freedom: float) -> Interval:
 def crossed(differences: np.ndarray) -> Interval:
     """Return the mean of [runs, problems] with its 95 % interval for other runs and other problems.
 
-    Both effects are crossed: the variance of the mean is V(run means)/S + V(problem means)/P - V(residual)/(S P), since each
-    of the first two holds the residual's share. Student's t with Satterthwaite's degrees of freedom.
+    Both effects are crossed: the variance of the mean is V(run means)/S + V(problem means)/P -
+    V(residual)/(S P), since each of the first two holds the residual's share. Student's t with
+    Satterthwaite's degrees of freedom.
     """
     x = np.asarray(differences, dtype=np.float64)
     runs, problems = x.shape
@@ -93,5 +96,9 @@ def crossed(differences: np.ndarray) -> Interval:
     of_problems = x.mean(axis=0).var(ddof=1) / problems
     of_both = (residual**2).sum() / ((runs - 1) * (problems - 1)) / (runs * problems)
     variance = max(of_runs + of_problems - of_both, of_runs, of_problems)
-    freedom = variance**2 / (of_runs**2 / (runs - 1) + of_problems**2 / (problems - 1)) if variance else math.inf
+    freedom = (
+        variance**2 / (of_runs**2 / (runs - 1) + of_problems**2 / (problems - 1))
+        if variance
+        else math.inf
+    )
     return _students(mean, float(variance), float(freedom))

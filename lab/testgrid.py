@@ -1,8 +1,10 @@
-"""The cells of the test: every method on several pretrainings of a policy, sampled on problems that chose no setting.
+"""The cells of the test: every method on several pretrainings of a policy, sampled on problems that
+chose no setting.
 
-What a method changes stands in ``METHODS`` as overrides of one recipe. A cell is trained by the commands a user types and
-leaves the judged responses of its draws; ``pack`` puts them into one archive, from which `testtables.py` computes
-everything. A finished cell has a ``cell.json`` and is kept, also if the recipe changes later; an interrupted one continues.
+What a method changes stands in ``METHODS`` as overrides of one recipe. A cell is trained by the
+commands a user types and leaves the judged responses of its draws; ``pack`` puts them into one
+archive, from which `testtables.py` computes everything. A finished cell has a ``cell.json`` and is
+kept, also if the recipe changes later; an interrupted one continues.
 """
 
 from __future__ import annotations
@@ -41,7 +43,9 @@ COUPLED, MEAN = "objective.name=coupled", "objective.advantage_normalization=mea
 
 @dataclass(frozen=True)
 class Method:
-    """Describe a row of the tables; ``confidence`` is the kind it is scored on. ``trained``: False for the base policy."""
+    """Describe a row of the tables; ``confidence`` is the kind it is scored on. ``trained``: False
+    for the base policy.
+    """
 
     title: str
     overrides: tuple[str, ...] = ()
@@ -55,18 +59,27 @@ METHODS: Mapping[str, Method] = MappingProxyType(
         "grpo": Method("GRPO", ("objective.name=grpo",)),
         "dcpo": Method("DCPO"),
         "dcpo_proper": Method("DCPO-proper", PROPER),
-        "dcpo_reasoning": Method("DCPO, confidence not trained", ("objective.weight_confidence=0",)),
-        "rlcr_authors": Method("RLCR, authors' settings", ("objective.name=rlcr", "objective.variant=original")),
-        "ccgspg_unclipped": Method(
-            "CCGSPG, gradients not clipped", ("objective.name=ccgspg", "optimizer.clip_grad=0"), "token"
+        "dcpo_reasoning": Method(
+            "DCPO, confidence not trained", ("objective.weight_confidence=0",)
         ),
-        # from coupled to decoupled with everything else equal: L1 or Brier, divided by the group's std or not
+        "rlcr_authors": Method(
+            "RLCR, authors' settings", ("objective.name=rlcr", "objective.variant=original")
+        ),
+        "ccgspg_unclipped": Method(
+            "CCGSPG, gradients not clipped",
+            ("objective.name=ccgspg", "optimizer.clip_grad=0"),
+            "token",
+        ),
+        # from coupled to decoupled with everything else equal: L1 or Brier, divided by the group's
+        # std or not
         "coupled": Method("coupled", (COUPLED,)),
         "coupled_mean": Method("coupled, mean only", (COUPLED, MEAN)),
         "dcpo_mean": Method("DCPO, mean only", (MEAN,)),
         "coupled_brier": Method("coupled, Brier, lambda 0", (COUPLED, *BRIER_LAM0)),
         "dcpo_brier": Method("DCPO, Brier, lambda 0", BRIER_LAM0),
-        "coupled_brier_mean": Method("coupled, Brier, lambda 0, mean only", (COUPLED, *BRIER_LAM0, MEAN)),
+        "coupled_brier_mean": Method(
+            "coupled, Brier, lambda 0, mean only", (COUPLED, *BRIER_LAM0, MEAN)
+        ),
         "dcpo_brier_mean": Method("DCPO, Brier, lambda 0, mean only", (*BRIER_LAM0, MEAN)),
     }
 )
@@ -87,23 +100,37 @@ class Cell:
 
 
 def cells(policies: Sequence[str], methods: Sequence[str], seeds: Sequence[int]) -> list[Cell]:
-    """Return all cells: the first method on every policy, then the next one. Raises :class:`UserError`."""
+    """Return all cells: the first method on every policy, then the next one. Raises
+    :class:`UserError`.
+    """
     for name in methods:
         if name not in METHODS:
             raise UserError(f"unknown method {name!r}{did_you_mean(name, METHODS)}")
-    return [Cell(policy, method, seed) for seed in seeds for method in methods for policy in policies]
+    return [
+        Cell(policy, method, seed) for seed in seeds for method in methods for policy in policies
+    ]
 
 
 @dataclass(frozen=True)
 class Draw:
-    """Describe which problems are sampled: the first ones of ``file``, with ``repeats`` responses each."""
+    """Describe which problems are sampled: the first ones of ``file``, with ``repeats`` responses
+    each.
+    """
 
     file: str
     repeats: int
-    sampling: tuple[str, ...] = ("--temperature", "1", "--top-p", "1", "--top-k", "0")  # as it was trained
+    sampling: tuple[str, ...] = (
+        "--temperature",
+        "1",
+        "--top-p",
+        "1",
+        "--top-k",
+        "0",
+    )  # as it was trained
 
 
-# choosing: the validation problems, for every choice of a setting and for what is fitted. FINAL: problems no choice saw
+# choosing: the validation problems, for every choice of a setting and for what is fitted. FINAL:
+# problems no choice saw
 DRAWS: Mapping[str, Draw] = MappingProxyType(
     {
         "test": Draw("test", 8),
@@ -111,12 +138,16 @@ DRAWS: Mapping[str, Draw] = MappingProxyType(
         "decoding": Draw("test", 4, ("--temperature", "0.7", "--top-p", "0.8", "--top-k", "20")),
     }
 )
-FINAL = MappingProxyType({name: replace(d, file=d.file.replace("test", "final")) for name, d in DRAWS.items()})
+FINAL = MappingProxyType(
+    {name: replace(d, file=d.file.replace("test", "final")) for name, d in DRAWS.items()}
+)
 
 
 @dataclass(frozen=True)
 class Lab:
-    """Train and sample cells below ``out``, ``jobs`` at a time; GRPO, or ``all_methods``, in every draw."""
+    """Train and sample cells below ``out``, ``jobs`` at a time; GRPO, or ``all_methods``, in every
+    draw.
+    """
 
     out: Path
     jobs: int = 2
@@ -134,17 +165,26 @@ class Lab:
         return self.out / "cells" / cell.name
 
     def policy(self, cell: Cell) -> Path:
-        """Return the starting policy of a cell. Raises :class:`UserError` where it has not been built."""
+        """Return the starting policy of a cell. Raises :class:`UserError` where it has not been
+        built.
+        """
         policy = EXAMPLES / cell.policy / "policy"
         if not (policy / "model.safetensors").is_file():
-            raise UserError(f"{policy} is missing; build it with: sh examples/lab/make_policies.sh {cell.policy}")
+            raise UserError(
+                f"{policy} is missing; build it with: sh examples/lab/make_policies.sh "
+                f"{cell.policy}"
+            )
         return policy
 
     def train_command(self, cell: Cell) -> list[str]:
         """Return ``dcpo train`` of a cell: the recipe, where it starts, what the method changes."""
         return [
             *("train", "--config", str(self.recipe), "--resume", "auto"),
-            *(f"run_dir={self.directory(cell)}", f"seed={cell.seed}", f"training.steps={self.steps}"),
+            *(
+                f"run_dir={self.directory(cell)}",
+                f"seed={cell.seed}",
+                f"training.steps={self.steps}",
+            ),
             *(f"model.path={self.policy(cell)}", f"data.path={self.data / 'train.jsonl'}"),
             "model.transformer_impl=local",  # also on a GPU, with and without Transformer Engine
             *METHODS[cell.method].overrides,
@@ -153,17 +193,35 @@ class Lab:
 
     def sample_command(self, cell: Cell, out: Path, draw: Draw) -> list[str]:
         """Return ``dcpo evaluate`` of a cell; every cell of a seed samples with the same seed."""
-        model = self.directory(cell) / "policy" if METHODS[cell.method].trained else self.policy(cell)
+        model = (
+            self.directory(cell) / "policy" if METHODS[cell.method].trained else self.policy(cell)
+        )
         return [
             *("evaluate", "--model", str(model)),
             *("--benchmarks", f"{draw.file}={self.data / draw.file}.jsonl", "--out", str(out)),
-            *("--limit", str(self.problems), "--repeats", str(draw.repeats), "--confidence", "verbal,token"),
-            *("--max-tokens", str(self.max_tokens), "--batch-size", "1200", "--seed", str(cell.seed)),
+            *(
+                "--limit",
+                str(self.problems),
+                "--repeats",
+                str(draw.repeats),
+                "--confidence",
+                "verbal,token",
+            ),
+            *(
+                "--max-tokens",
+                str(self.max_tokens),
+                "--batch-size",
+                "1200",
+                "--seed",
+                str(cell.seed),
+            ),
             *("--resamples", "0", "--engine", "transformers", "--template", "raw", *draw.sampling),
         ]
 
     def run(self, cells: Sequence[Cell]) -> None:
-        """Run the cells that are not finished, in order. A cell that fails stops no other. Raises :class:`UserError`."""
+        """Run the cells that are not finished, in order. A cell that fails stops no other. Raises
+        :class:`UserError`.
+        """
         missing = [cell for cell in cells if not (self.directory(cell) / "cell.json").is_file()]
         logger.info("%d of %d cells to run", len(missing), len(cells))
 
@@ -185,7 +243,9 @@ class Lab:
             raise UserError(f"{len(failed)} cells failed, the first {failed[0]}")
 
     def run_cell(self, cell: Cell) -> dict[str, Any]:
-        """Train and sample one cell, what is there already left out; write and return its ``cell.json``."""
+        """Train and sample one cell, what is there already left out; write and return its
+        ``cell.json``.
+        """
         run, began = self.directory(cell), time.monotonic()
         run.mkdir(parents=True, exist_ok=True)
         if METHODS[cell.method].trained and not (run / "policy" / "model.safetensors").is_file():
@@ -202,7 +262,10 @@ class Lab:
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
         with (run / "log.txt").open("a") as log:
             status = subprocess.run(
-                [sys.executable, "-m", "megatron_dcpo", *command], stdout=log, stderr=subprocess.STDOUT, env=environment
+                [sys.executable, "-m", "megatron_dcpo", *command],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=environment,
             ).returncode
         if status:
             tail = " | ".join((run / "log.txt").read_text().splitlines()[-3:])
@@ -210,18 +273,28 @@ class Lab:
 
 
 def commit() -> str:
-    """Return the commit of the code, with ``+`` where files differ from it; "" outside a git checkout."""
+    """Return the commit of the code, with ``+`` where files differ from it; "" outside a git
+    checkout.
+    """
     command = ["git", "describe", "--always", "--abbrev=12", "--dirty=+", "--exclude=*"]
     return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True).stdout.strip()
 
 
 COLUMNS = ("problem", "correct", "confidence", "answer", "logprob", "token", "tokens")
-CURVES = ("reward/accuracy", "calibration/ece", "calibration/brier", "calibration/auroc", "length/mean")
+CURVES = (
+    "reward/accuracy",
+    "calibration/ece",
+    "calibration/brier",
+    "calibration/auroc",
+    "length/mean",
+)
 STEPS_PER_POINT = 10  # of a published curve
 
 
 def pack(grid: Path, archive: Path) -> int:
-    """Put every sampled cell of ``grid`` into ``archive``, in the place of what it has of them; return how many."""
+    """Put every sampled cell of ``grid`` into ``archive``, in the place of what it has of them;
+    return how many.
+    """
     files = read_archive(archive) if archive.is_file() else {}
     runs = sorted(path.parent for path in grid.glob("cells/*/*/*/cell.json"))
     for run in runs:
@@ -237,8 +310,10 @@ def pack(grid: Path, archive: Path) -> int:
 
 
 def responses(samples: Path) -> bytes:
-    """Return CSV with ``COLUMNS``: number of the problem in its file, right (0/1), confidence (empty: malformed), answer,
-    log-prob of the reasoning in nats, geometric mean of the tokens' probabilities, number of tokens."""
+    """Return CSV with ``COLUMNS``: number of the problem in its file, right (0/1), confidence
+    (empty: malformed), answer, log-prob of the reasoning in nats, geometric mean of the tokens'
+    probabilities, number of tokens.
+    """
     writer = csv.writer(table := io.StringIO(), lineterminator="\n")
     writer.writerow(COLUMNS)
     for _, s in read_json_lines(samples):
@@ -247,7 +322,9 @@ def responses(samples: Path) -> bytes:
             for key in ("confidence", "reasoning_logprob", "token_confidence")
         )
         problem = int(s["prompt_id"].rsplit("/", 1)[1])
-        writer.writerow((problem, int(s["correct"]), stated, s["answer"], logprob, token, s["num_tokens"]))
+        writer.writerow(
+            (problem, int(s["correct"]), stated, s["answer"], logprob, token, s["num_tokens"])
+        )
     return table.getvalue().encode()
 
 
@@ -257,6 +334,8 @@ def curve(metrics: Path) -> bytes:
     lines = [",".join(("step", *CURVES))]
     for start in range(0, len(rows) - STEPS_PER_POINT + 1, STEPS_PER_POINT):
         block = rows[start : start + STEPS_PER_POINT]
-        values = [np.mean([np.nan if r.get(key) is None else r[key] for r in block]) for key in CURVES]
+        values = [
+            np.mean([np.nan if r.get(key) is None else r[key] for r in block]) for key in CURVES
+        ]
         lines.append(",".join((str(block[-1]["step"]), *(f"{value:.4g}" for value in values))))
     return ("\n".join(lines) + "\n").encode()

@@ -1,4 +1,6 @@
-"""The second world: the lab's test on graphs (``examples/lab/graphs``), whose difficulty the prompt does not show."""
+"""The second world: the lab's test on graphs (``examples/lab/graphs``), whose difficulty the prompt
+does not show.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,18 @@ from typing import Any
 from lab.fitted import Run, with_fitted
 from lab.results import interval, write_json
 from lab.testgrid import EXAMPLES, Draw, Lab
-from lab.testtables import METRICS, TITLES, VALUES, bands, difference, load, recalibrated, scores, shown, table
+from lab.testtables import (
+    METRICS,
+    TITLES,
+    VALUES,
+    bands,
+    difference,
+    load,
+    recalibrated,
+    scores,
+    shown,
+    table,
+)
 
 RECORDS = "world2_records.tar.xz"
 GRAPHS = EXAMPLES / "graphs"
@@ -18,16 +31,24 @@ METHODS = ("grpo", "dcpo_proper", "dcpo", "base")
 DRAWS = MappingProxyType({"choosing": Draw("heldout", 8), "test": Draw("test", 8)})
 SHOWN = tuple(name for name in METRICS if not name.endswith("2x2"))
 ROWS = MappingProxyType(
-    {name: TITLES[name] for name in ("base", "grpo", "dcpo", "dcpo_proper", "dcpo_proper_digits", "adapter_tokens")}
+    {
+        name: TITLES[name]
+        for name in ("base", "grpo", "dcpo", "dcpo_proper", "dcpo_proper_digits", "adapter_tokens")
+    }
     | {"lookup": "lookup, one number per number of targets"}
-    | {name: TITLES[name] for name in ("logprob", "logprob_type", "logistic", "adapter_tokens_isotonic")}
+    | {
+        name: TITLES[name]
+        for name in ("logprob", "logprob_type", "logistic", "adapter_tokens_isotonic")
+    }
 )
 
 
 def world(out: Path, jobs: int) -> Lab:
     """Return the second world's cells below ``out``."""
     recipe = GRAPHS / "recipe.yaml"
-    return Lab(out.resolve(), jobs, steps=300, recipe=recipe, data=GRAPHS, max_tokens=40, draws=DRAWS)
+    return Lab(
+        out.resolve(), jobs, steps=300, recipe=recipe, data=GRAPHS, max_tokens=40, draws=DRAWS
+    )
 
 
 def rows(archive: Path) -> list[dict[str, Run]]:
@@ -37,10 +58,16 @@ def rows(archive: Path) -> list[dict[str, Run]]:
 
 
 def tables(archive: Path, out: Path) -> dict[str, Any]:
-    """Write ``world2.json`` and ``world2_tables.md``; return the former: {row: {metric: [per run]}}."""
+    """Write ``world2.json`` and ``world2_tables.md``; return the former: {row: {metric: [per
+    run]}}.
+    """
     of = rows(archive)
     result = {name: [scores(r[name]) for r in of if name in r] for name in ROWS}
-    result = {name: {key: [v[key] for v in values] for key in SHOWN} for name, values in result.items() if values}
+    result = {
+        name: {key: [v[key] for v in values] for key in SHOWN}
+        for name, values in result.items()
+        if values
+    }
     write_json(out / "world2.json", result)
     (out / "world2_tables.md").write_text(_markdown(of))
     return result
@@ -58,7 +85,11 @@ def _markdown(of: Sequence[Mapping[str, Run]]) -> str:
     lines = ["# Tables of the second world", ""]
     lines += table(text, ("run", *SHOWN, "ECE, independent", "within problems"), main)
     gaps = [
-        (ROWS[name], str(run), *(shown(v, interval(difference(r[name], r["logprob"], v))) for v in VALUES))
+        (
+            ROWS[name],
+            str(run),
+            *(shown(v, interval(difference(r[name], r["logprob"], v))) for v in VALUES),
+        )
         for name, run, r in cells
         if name != "logprob"
     ]

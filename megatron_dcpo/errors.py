@@ -6,17 +6,22 @@ import difflib
 from collections.abc import Iterable
 from typing import Any
 
-# Exit statuses of every verb besides 0 and Python's own 1 for an unforeseen exception (docs/scaling.md#exit-statuses).
+# Exit statuses of every verb besides 0 and Python's own 1 for an unforeseen exception
+# (docs/scaling.md#exit-statuses).
 EXIT_USER_ERROR = 2
 EXIT_DOES_NOT_FIT = 3  # of dcpo plan
-EXIT_PEER_LOST = 98  # another process of the job died or hung: start the job again with --resume auto
+EXIT_PEER_LOST = (
+    98  # another process of the job died or hung: start the job again with --resume auto
+)
 EXIT_REQUEUE = 99  # stopped by SIGTERM or SIGUSR1 and saved: Slurm's RequeueExit
 EXIT_INTERRUPTED = 130
 LONGEST_LIST = 60  # names in an error message
 
 
 class UserError(Exception):
-    """Bad input: one clear line naming the thing and the fix. The command line prints it and exits with status 2."""
+    """Bad input: one clear line naming the thing and the fix. The command line prints it and exits
+    with status 2.
+    """
 
 
 class Stopped(Exception):
@@ -33,13 +38,16 @@ def one_line(message: object, longest: int | None = None) -> str:
 
 
 def nearest(word: object, known: Iterable[str], cutoff: float = 0.4) -> str | None:
-    """Return the one of ``known`` that is most like ``word``; None when none is at least ``cutoff`` (0 to 1) like it."""
+    """Return the one of ``known`` that is most like ``word``; None when none is at least ``cutoff``
+    (0 to 1) like it.
+    """
     return next(iter(difflib.get_close_matches(str(word), list(known), n=1, cutoff=cutoff)), None)
 
 
 def did_you_mean(word: object, known: Iterable[str]) -> str:
-    """Return the end of an error message: ``; did you mean 'x'?`` with the nearest of ``known``, or the list of them where
-    it is at most ``LONGEST_LIST``; else nothing."""
+    """Return the end of an error message: ``; did you mean 'x'?`` with the nearest of ``known``, or
+    the list of them where it is at most ``LONGEST_LIST``; else nothing.
+    """
     known = list(known)
     near = nearest(word, known)
     if near:
@@ -48,8 +56,9 @@ def did_you_mean(word: object, known: Iterable[str]) -> str:
 
 
 def validation_message(error: Any) -> str:
-    """Return the first thing wrong in a pydantic ``ValidationError``, one line: ``section.key: what is wrong (found
-    value)``."""
+    """Return the first thing wrong in a pydantic ``ValidationError``, one line: ``section.key: what
+    is wrong (found value)``.
+    """
     first = error.errors()[0]
     message = one_line(first["msg"]).removeprefix("Value error, ")
     if not isinstance(first["input"], str | int | float | bool | list | type(None)):
@@ -58,7 +67,9 @@ def validation_message(error: Any) -> str:
 
 
 def pip_install(extra: str) -> str:
-    """Return the line that installs the packages of an ``extra`` of setup.py, wherever this package came from."""
+    """Return the line that installs the packages of an ``extra`` of setup.py, wherever this package
+    came from.
+    """
     from importlib.metadata import PackageNotFoundError, requires
 
     from packaging.requirements import Requirement
@@ -72,12 +83,16 @@ def pip_install(extra: str) -> str:
         marker, wanted.marker = wanted.marker, None
         if marker and marker.evaluate({"extra": extra}) and not marker.evaluate({"extra": ""}):
             packages.append(f"'{wanted}'")
-    isolation = "--no-build-isolation " * (extra == "gpu")  # it is built against the torch that is installed
+    isolation = "--no-build-isolation " * (
+        extra == "gpu"
+    )  # it is built against the torch that is installed
     return f"pip install {isolation}" + (" ".join(packages) or f"'.[{extra}]'")
 
 
 def port_in_use(error: BaseException, where: str) -> str | None:
-    """Return what to say of an error of torch's store whose port another process has; None of other errors."""
+    """Return what to say of an error of torch's store whose port another process has; None of other
+    errors.
+    """
     if "EADDRINUSE" not in str(error):
         return None
     port = str(error).partition("port: ")[2].partition(",")[0]
@@ -91,18 +106,27 @@ def check_world_size(
     processes: int,
     experts: int = 1,
 ) -> None:
-    """Raise :class:`UserError` when the model-parallel size does not divide the number of ``processes``. ``experts``: the
-    ranks of a pipeline stage that have all experts."""
-    model_parallel = tensor_model_parallel_size * pipeline_model_parallel_size * context_parallel_size
-    context = f" x context_parallel_size={context_parallel_size}" if context_parallel_size > 1 else ""
+    """Raise :class:`UserError` when the model-parallel size does not divide the number of
+    ``processes``. ``experts``: the ranks of a pipeline stage that have all experts.
+    """
+    model_parallel = (
+        tensor_model_parallel_size * pipeline_model_parallel_size * context_parallel_size
+    )
+    context = (
+        f" x context_parallel_size={context_parallel_size}" if context_parallel_size > 1 else ""
+    )
     if processes % model_parallel:
         raise UserError(
-            f"parallel: tensor_model_parallel_size={tensor_model_parallel_size} x pipeline_model_parallel_size="
-            f"{pipeline_model_parallel_size}{context} = {model_parallel} does not divide the {processes} process(es) "
+            f"parallel: tensor_model_parallel_size={tensor_model_parallel_size} x "
+            "pipeline_model_parallel_size="
+            f"{pipeline_model_parallel_size}{context} = {model_parallel} does not divide the "
+            f"{processes} process(es) "
             f"started; launch with torchrun --nproc-per-node a multiple of {model_parallel}"
         )
     if processes % (experts * pipeline_model_parallel_size):
         raise UserError(
-            f"parallel: expert_model_parallel_size x expert_tensor_parallel_size = {experts}, x pipeline_model_parallel_size"
-            f"={pipeline_model_parallel_size}, does not divide the {processes} process(es) started; launch a multiple of it"
+            f"parallel: expert_model_parallel_size x expert_tensor_parallel_size = {experts}, x "
+            "pipeline_model_parallel_size"
+            f"={pipeline_model_parallel_size}, does not divide the {processes} process(es) "
+            "started; launch a multiple of it"
         )

@@ -2,9 +2,9 @@
 
     Prompt -> Response -> Judgement -> TrainingSample -> MicroBatch -> TokenOutputs -> loss
 
-Correctness ``R``, confidence ``c`` and the block boundary are separate fields all the way. They are never folded into
-one reward tensor: that is how the public reference code came to train each block with the other's advantage.
-Grouping is by ``prompt_id``, never by position in a batch.
+Correctness ``R``, confidence ``c`` and the block boundary are separate fields all the way. They are
+never folded into one reward tensor: that is how the public reference code came to train each block
+with the other's advantage. Grouping is by ``prompt_id``, never by position in a batch.
 """
 
 from __future__ import annotations
@@ -38,15 +38,19 @@ ConfidenceStatus = Literal[
     "before_box",  # the answer is boxed after the confidence
     "truncated",  # the response hit the length limit before its confidence was complete
 ]
-MALFORMED: tuple[ConfidenceStatus, ...] = tuple(status for status in get_args(ConfidenceStatus) if status != "ok")
+MALFORMED: tuple[ConfidenceStatus, ...] = tuple(
+    status for status in get_args(ConfidenceStatus) if status != "ok"
+)
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One problem, rendered and tokenized. ``prompt_id`` is unique within a rollout and names the group.
+    """One problem, rendered and tokenized. ``prompt_id`` is unique within a rollout and names the
+    group.
 
-    A programming problem has packed ``tests`` (``data/code_problems.py``); its ``ground_truth`` is their key. ``row``: the
-    columns of the data that a verifier or the order of the prompts reads. ``form``: of the answer (``prompts.ASKS``).
+    A programming problem has packed ``tests`` (``data/code_problems.py``); its ``ground_truth`` is
+    their key. ``row``: the columns of the data that a verifier or the order of the prompts reads.
+    ``form``: of the answer (``prompts.ASKS``).
     """
 
     prompt_id: str
@@ -68,16 +72,19 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Response:
-    """One sampled response: exactly the ids the engine sampled (EOS included) and its log-probs of them.
+    """One sampled response: exactly the ids the engine sampled (EOS included) and its log-probs of
+    them.
 
-    ``token_ids``: int64 [T]; ``logprobs``: float32 [T], natural log, at the sampling temperature (or of the raw logits
-    where the sampling asked for it), by the weights ``weights_version``. ``finish_reason`` is ``length`` when the
-    response was cut off before EOS, ``abort`` when its rollout ended before it did; one that was continued has
-    ``segments``: the weights version and the number of tokens of each part, oldest first. ``step``: whose random numbers
-    it has. ``top_logprobs``: float32 [T, K], falling, of the raw logits, where asked for.
-    ``text``: the response without its end token, where it is judged by its text; a server gives no ``token_ids``.
+    ``token_ids``: int64 [T]; ``logprobs``: float32 [T], natural log, at the sampling temperature
+    (or of the raw logits where the sampling asked for it), by the weights ``weights_version``.
+    ``finish_reason`` is ``length`` when the response was cut off before EOS, ``abort`` when its
+    rollout ended before it did; one that was continued has ``segments``: the weights version and
+    the number of tokens of each part, oldest first. ``step``: whose random numbers it has.
+    ``top_logprobs``: float32 [T, K], falling, of the raw logits, where asked for. ``text``: the
+    response without its end token, where it is judged by its text; a server gives no ``token_ids``.
     ``token_ends``: int64 [T], the byte of the text behind each token, where that is known.
-    ``experts``: [P + T - 1, layers, k], the experts chosen for prompt and response, where they are to be replayed.
+    ``experts``: [P + T - 1, layers, k], the experts chosen for prompt and response, where they are
+    to be replayed.
     """
 
     prompt_id: str
@@ -106,16 +113,18 @@ class Response:
 
 @dataclass(frozen=True)
 class Judgement:
-    """What a response is worth: correctness in {0, 1}, the stated confidence or why there is none, the boundary.
+    """What a response is worth: correctness in {0, 1}, the stated confidence or why there is none,
+    the boundary.
 
-    Tokens ``[0, boundary)`` of the response are the reasoning block, ``[boundary, length)`` the confidence block;
-    ``boundary`` is None where text was judged whose tokens are not known.
-    ``confidence`` is ``None`` exactly when ``status`` is not ``ok``. ``stated`` is the number as written when it is no
-    valid confidence (``1.2``): the released code of the paper used it raw, so the preset ``verl_compat`` asks for it.
-    ``answered``: an answer begins in the reasoning block, behind the thinking. ``marker_end`` is the first token that
-    begins behind the marker; None where that is not known.
-    ``answer`` is what was judged: the content of the box, or the program; ``category``: how the program ended, or
-    ``verifier_error``. Of a user's verifier: ``logged``; ``score``, R in [0, 1] where ``judging.graded`` asks for it.
+    Tokens ``[0, boundary)`` of the response are the reasoning block, ``[boundary, length)`` the
+    confidence block; ``boundary`` is None where text was judged whose tokens are not known.
+    ``confidence`` is ``None`` exactly when ``status`` is not ``ok``. ``stated`` is the number as
+    written when it is no valid confidence (``1.2``): the released code of the paper used it raw, so
+    the preset ``verl_compat`` asks for it. ``answered``: an answer begins in the reasoning block,
+    behind the thinking. ``marker_end`` is the first token that begins behind the marker; None where
+    that is not known. ``answer`` is what was judged: the content of the box, or the program;
+    ``category``: how the program ended, or ``verifier_error``. Of a user's verifier: ``logged``;
+    ``score``, R in [0, 1] where ``judging.graded`` asks for it.
     """
 
     prompt_id: str
@@ -143,11 +152,13 @@ class Judgement:
 
 @dataclass(frozen=True)
 class TrainingSample:
-    """One judged response on its way to the loss. Each stage returns a copy with its own fields filled.
+    """One judged response on its way to the loss. Each stage returns a copy with its own fields
+    filled.
 
-    By the policy: ``old_logprobs`` (where the update is not the rollout's only one) and ``ref_logprobs`` (where there is a
-    KL loss), float32 [T]. By the objective: the rewards ``R`` and ``R_c``, and for each response token its ``advantages``
-    float64 [T], its block ``block_ids`` int8 [T] (``BLOCK_*``), and its share of the loss ``weights`` float64 [T].
+    By the policy: ``old_logprobs`` (where the update is not the rollout's only one) and
+    ``ref_logprobs`` (where there is a KL loss), float32 [T]. By the objective: the rewards ``R``
+    and ``R_c``, and for each response token its ``advantages`` float64 [T], its block ``block_ids``
+    int8 [T] (``BLOCK_*``), and its share of the loss ``weights`` float64 [T].
     """
 
     prompt: Prompt
@@ -176,16 +187,18 @@ class TrainingSample:
 class MicroBatch:
     """What one forward pass reads, and what the loss reads beside it.
 
-    ``tokens``, ``position_ids``: int64 [b, s], or [1, t] when packed (``packed_seq_params`` is Megatron's).
-    ``rows``: int64 [N], flat index of the logits that score each response token; ``targets``: int64 [N], those tokens;
-    ``sequence_ids``: int64 [N], 0-based sample of each. ``samples``: in that order; ``R``: [S], their rewards.
-    ``columns``: what the loss reads of each response token, [N] each: ``advantages``, ``block_ids``, ``weights``,
-    ``engine_logprobs``, and where samples have them ``old_logprobs`` and ``ref_logprobs``.
-    ``is_part``: some response tokens of a micro-batch, of which no statistics are taken.
-    ``experts``: int16 [*tokens.shape, layers, k], the experts that routers take for each token; -1 leaves it to them.
+    ``tokens``, ``position_ids``: int64 [b, s], or [1, t] when packed (``packed_seq_params`` is
+    Megatron's). ``rows``: int64 [N], flat index of the logits that score each response token;
+    ``targets``: int64 [N], those tokens; ``sequence_ids``: int64 [N], 0-based sample of each.
+    ``samples``: in that order; ``R``: [S], their rewards. ``columns``: what the loss reads of each
+    response token, [N] each: ``advantages``, ``block_ids``, ``weights``, ``engine_logprobs``, and
+    where samples have them ``old_logprobs`` and ``ref_logprobs``. ``is_part``: some response tokens
+    of a micro-batch, of which no statistics are taken. ``experts``: int16 [*tokens.shape, layers,
+    k], the experts that routers take for each token; -1 leaves it to them.
 
-    Under context parallelism ``tokens`` and ``position_ids`` are this rank's, [b, s / CP]. ``here`` int64 [n], ascending:
-    the response tokens whose logits this rank has; ``rows`` of the others is -1.
+    Under context parallelism ``tokens`` and ``position_ids`` are this rank's, [b, s / CP]. ``here``
+    int64 [n], ascending: the response tokens whose logits this rank has; ``rows`` of the others is
+    -1.
     """
 
     tokens: Tensor
@@ -203,8 +216,9 @@ class MicroBatch:
 
     @cached_property
     def block_rows(self) -> dict[str, Tensor]:
-        """Return the places of each block's tokens among the response tokens, found once: each search waits for the
-        device."""
+        """Return the places of each block's tokens among the response tokens, found once: each
+        search waits for the device.
+        """
         blocks = self.columns["block_ids"]
         return {block: (blocks == index).nonzero()[:, 0] for block, index in BLOCKS.items()}
 
@@ -233,8 +247,9 @@ class TokenOutputs:
 
 
 def replaced(value: Copied, **fields: Any) -> Copied:
-    """Return ``value`` with other ``fields``: ``dataclasses.replace`` without a look at each field, of which a step would
-    take thousands; for what has no ``__post_init__``."""
+    """Return ``value`` with other ``fields``: ``dataclasses.replace`` without a look at each field,
+    of which a step would take thousands; for what has no ``__post_init__``.
+    """
     copied = object.__new__(type(value))
     vars(copied).update(vars(value), **fields)
     return copied

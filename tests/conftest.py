@@ -21,7 +21,10 @@ hypothesis.settings.load_profile("shared machine")
 def shared_data() -> Path:
     """Real benchmark and training files; tests that need them say so when they are absent."""
     if not DATA.is_dir():
-        pytest.skip(f"the real data sets are not here ({DATA}); set DCPO_DATA to the directory that has them")
+        pytest.skip(
+            f"the real data sets are not here ({DATA}); set DCPO_DATA to the directory that has "
+            "them"
+        )
     return DATA
 
 
@@ -59,11 +62,14 @@ def _save_tiny_model(path: Path, family: str, tied: bool, layers: int) -> Path:
             "factor": 8.0,
             "low_freq_factor": 1.0,
             "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 64,  # scaled down: the sequences of the tests go beyond a quarter of it
+            # scaled down: the sequences of the tests go beyond a quarter of it
+            "original_max_position_embeddings": 64,
         }
         model = LlamaForCausalLM(LlamaConfig(**common, rope_parameters=rope))
     elif family == "qwen2":
-        model = Qwen2ForCausalLM(Qwen2Config(**{k: v for k, v in common.items() if k != "head_dim"}, hidden_act="silu"))
+        model = Qwen2ForCausalLM(
+            Qwen2Config(**{k: v for k, v in common.items() if k != "head_dim"}, hidden_act="silu")
+        )
     elif family.startswith("qwen3_moe"):
         normalized = family != "qwen3_moe_unnormalized"
         # vLLM's kernels pad the one's experts to 64, and change nothing of the shape of the other's
@@ -81,7 +87,9 @@ def _save_tiny_model(path: Path, family: str, tied: bool, layers: int) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_models(tmp_path_factory: pytest.TempPathFactory):
-    """``tiny_models("qwen3", tied=True)`` -> directory of a random checkpoint of the family, of four layers."""
+    """``tiny_models("qwen3", tied=True)`` -> directory of a random checkpoint of the family, of
+    four layers.
+    """
     made: dict[tuple[str, bool, int], Path] = {}
 
     def get(family: str, tied: bool = False, layers: int = 4) -> Path:

@@ -1,7 +1,8 @@
 """Every link resolves, and no line of prose is longer than 100 columns. ``make lint`` runs it.
 
-Checked: links and anchors of Markdown files; a page of ``docs`` and its anchor wherever Python, shell or YAML names
-one; test names in backquotes (``test_...``) exist. Tables, code blocks and lines of one long word may be longer.
+Checked: links and anchors of Markdown files; a page of ``docs`` and its anchor wherever Python,
+shell or YAML names one; test names in backquotes (``test_...``) exist. Tables, code blocks and
+lines of one long word may be longer.
 """
 
 from __future__ import annotations
@@ -19,9 +20,13 @@ CITED = re.compile(r"\bdocs/([\w/]+\.md)(?:#([\w-]+))?")
 
 
 def main() -> int:
-    listed = subprocess.check_output(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, text=True)
+    listed = subprocess.check_output(
+        ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, text=True
+    )
     files = [ROOT / name for name in listed.splitlines() if (ROOT / name).is_file()]
-    sources = "\n".join(file.read_text() for file in files if file.name.startswith("test_") and file.suffix == ".py")
+    sources = "\n".join(
+        file.read_text() for file in files if file.name.startswith("test_") and file.suffix == ".py"
+    )
     tests = set(re.findall(r"def (test_\w+)", sources))
     problems = []
     for file in files:
@@ -42,7 +47,11 @@ def check_markdown(file: Path, tests: set[str]) -> list[str]:
             in_code = not in_code
         if in_code:
             continue
-        if len(line) > COLUMNS and not line.startswith(("|", "#", "<")) and " " in line.strip("-* "):
+        if (
+            len(line) > COLUMNS
+            and not line.startswith(("|", "#", "<"))
+            and " " in line.strip("-* ")
+        ):
             problems.append(f"{where}: {len(line)} columns, at most {COLUMNS}")
         for target in LINK.findall(line):
             if "://" not in target and not resolves(file.parent, target, file):
@@ -59,7 +68,9 @@ def check_citations(file: Path) -> list[str]:
     for number, line in enumerate(file.read_text(errors="replace").splitlines(), 1):
         for page, anchor in CITED.findall(line):
             if not resolves(ROOT, f"docs/{page}" + (f"#{anchor}" if anchor else ""), file):
-                problems.append(f"{file.relative_to(ROOT)}:{number}: docs/{page}#{anchor} leads nowhere")
+                problems.append(
+                    f"{file.relative_to(ROOT)}:{number}: docs/{page}#{anchor} leads nowhere"
+                )
     return problems
 
 

@@ -1,9 +1,11 @@
-"""Compare every number of ``docs/lab/README.md`` and of the README's quickstart table with the records (``make lint``).
+"""Compare every number of ``docs/lab/README.md`` and of the README's quickstart table with the
+records (``make lint``).
 
-``tools/numbers.txt`` quotes the pages: ``page PATH``, then entries ``quote`` or ``quote => source + source``. In a quote
-with sources every ``#`` stands for a number of the page, in order. A source is a path in a JSON file, as in ``theory.json
-drift/stable/0``, or cells of a table, ``test_tables.md HEADING / BEGIN OF THE TEXT ABOVE | ROW | COLUMN; COLUMN``, with all
-their numbers; behind ``abs`` without their sign. A quote without sources stands for itself: settings, and under ``from the
+``tools/numbers.txt`` quotes the pages: ``page PATH``, then entries ``quote`` or ``quote => source +
+source``. In a quote with sources every ``#`` stands for a number of the page, in order. A source is
+a path in a JSON file, as in ``theory.json drift/stable/0``, or cells of a table, ``test_tables.md
+HEADING / BEGIN OF THE TEXT ABOVE | ROW | COLUMN; COLUMN``, with all their numbers; behind ``abs``
+without their sign. A quote without sources stands for itself: settings, and under ``from the
 referee`` or ``not recorded`` what no record has. No number of a page may be left over.
 """
 
@@ -25,7 +27,9 @@ Table = tuple[str, dict[str, dict[str, str]]]  # "heading / text above", {row: {
 def main() -> int:
     """Check every page; return 1 where something differs."""
     problems = []
-    for part in re.split(r"^page ", (ROOT / "tools" / "numbers.txt").read_text(), flags=re.MULTILINE)[1:]:
+    for part in re.split(
+        r"^page ", (ROOT / "tools" / "numbers.txt").read_text(), flags=re.MULTILINE
+    )[1:]:
         name, _, entries = part.partition("\n")
         problems += check_page(name, (ROOT / name).read_text(), entries.splitlines(), ROOT / "docs")
     print("\n".join(problems), end="\n" if problems else "")
@@ -33,11 +37,15 @@ def main() -> int:
 
 
 def check_page(name: str, text: str, entries: list[str], records: Path) -> list[str]:
-    """Return what is wrong on one page: quotes that are not there, numbers that differ, numbers that no quote covers."""
+    """Return what is wrong on one page: quotes that are not there, numbers that differ, numbers
+    that no quote covers.
+    """
     if "<!-- quickstart table -->" in text:
         text = text.partition("<!-- quickstart table -->")[2].partition("\n\n")[0]
     text = re.sub(r"```.*?```", " ", text, flags=re.DOTALL)
-    text = " ".join(re.sub(r"`[^`]*`|\]\([^)]*\)|^#.*$|^\d\.|\(\d\)", " ", text, flags=re.MULTILINE).split())
+    text = " ".join(
+        re.sub(r"`[^`]*`|\]\([^)]*\)|^#.*$|^\d\.|\(\d\)", " ", text, flags=re.MULTILINE).split()
+    )
     problems = []
     for entry in entries:
         quote, _, sources = (piece.strip() for piece in entry.partition(" => "))
@@ -50,12 +58,19 @@ def check_page(name: str, text: str, entries: list[str], records: Path) -> list[
         for match in reversed(found):
             if sources:
                 shown = list(match.groups())
-                expected = [number for source in sources.split(" + ") for number in values(source.strip(), records)]
+                expected = [
+                    number
+                    for source in sources.split(" + ")
+                    for number in values(source.strip(), records)
+                ]
                 if len(shown) != len(expected) or not all(map(same, shown, expected)):
                     problems.append(f"{name}: {match.group()!r}: the records have {expected}")
             text = text[: match.start()] + re.sub(r"\d", "", quote) + text[match.end() :]
     left = [text[max(match.start() - 30, 0) : match.end() + 10] for match in LOOSE.finditer(text)]
-    return problems + [f"{name}: a number that no quote of tools/numbers.txt covers: ...{around}..." for around in left]
+    return problems + [
+        f"{name}: a number that no quote of tools/numbers.txt covers: ...{around}..."
+        for around in left
+    ]
 
 
 def same(shown: str, expected: float) -> bool:
@@ -75,14 +90,22 @@ def values(source: str, records: Path) -> list[float]:
         numbers = [float(value)]
     else:
         above, row, columns = (piece.strip() for piece in where.split(" | "))
-        cells = next(rows for title, rows in tables(path.read_text()) if title.startswith(above) and row in rows)[row]
-        numbers = [float(n) for column in columns.split("; ") for n in re.findall(NUMBER, cells[column])]
+        cells = next(
+            rows
+            for title, rows in tables(path.read_text())
+            if title.startswith(above) and row in rows
+        )[row]
+        numbers = [
+            float(n) for column in columns.split("; ") for n in re.findall(NUMBER, cells[column])
+        ]
     return [abs(number) for number in numbers] if source.startswith("abs ") else numbers
 
 
 @functools.cache
 def tables(text: str) -> list[Table]:
-    """Return the tables of a page; a row whose title was there before has its first cell behind it (``GRPO 2``)."""
+    """Return the tables of a page; a row whose title was there before has its first cell behind it
+    (``GRPO 2``).
+    """
     found: list[Table] = []
     heading, above = "", ""
     for block in text.split("\n\n"):

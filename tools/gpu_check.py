@@ -25,8 +25,12 @@ def installed(name: str) -> str | None:
         return None
 
 
-def missing(wheels: Iterable[str], pins_always: Iterable[str], version_of: Callable[[str], str | None]) -> list[str]:
-    """File names of the wheels to install: packages that are absent, and those of ``pins_always`` at another version."""
+def missing(
+    wheels: Iterable[str], pins_always: Iterable[str], version_of: Callable[[str], str | None]
+) -> list[str]:
+    """File names of the wheels to install: packages that are absent, and those of ``pins_always``
+    at another version.
+    """
     chosen = []
     for wheel in sorted(wheels):
         name, version = wheel.split("-")[:2]
@@ -40,14 +44,31 @@ def canonical(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-# one needs the exact version of another, or is read at one version: taken from the archive unless they are the same
-TOGETHER = ("megatron-core", "pydantic", "pydantic-core", "typing-extensions", "typing-inspection", "omegaconf")
-TOGETHER += ("antlr4-python3-runtime", "math-verify", "latex2sympy2-extended", "pytest", "pytest-timeout", "pluggy")
+# one needs the exact version of another, or is read at one version: taken from the archive unless
+# they are the same
+TOGETHER = (
+    "megatron-core",
+    "pydantic",
+    "pydantic-core",
+    "typing-extensions",
+    "typing-inspection",
+    "omegaconf",
+)
+TOGETHER += (
+    "antlr4-python3-runtime",
+    "math-verify",
+    "latex2sympy2-extended",
+    "pytest",
+    "pytest-timeout",
+    "pluggy",
+)
 
 
 def machine() -> dict[str, str]:
     """The card, and versions of what the tests stand on."""
-    facts = {"python": sys.version.split()[0]} | {name: installed(name) or "not installed" for name in VERSIONS}
+    facts = {"python": sys.version.split()[0]} | {
+        name: installed(name) or "not installed" for name in VERSIONS
+    }
     try:
         import torch
     except ImportError:
@@ -61,7 +82,9 @@ def machine() -> dict[str, str]:
 
 
 def summary(junit: str, facts: Mapping[str, str], commit: str) -> str:
-    """Passed, failed, skipped with reasons, the machine, memory against the plan. ``junit``: pytest's XML."""
+    """Passed, failed, skipped with reasons, the machine, memory against the plan. ``junit``:
+    pytest's XML.
+    """
     passed, failed, reasons, memory = 0, [], Counter[str](), []
     for case in ElementTree.fromstring(junit).iter("testcase"):
         problem, skipped = case.find("failure"), case.find("skipped")
@@ -73,8 +96,15 @@ def summary(junit: str, facts: Mapping[str, str], commit: str) -> str:
             reasons[skipped.get("message") or "no reason"] += 1
         else:
             passed += 1
-        memory += [p.get("value", "") for p in case.iter("property") if p.get("name") == "memory against the plan"]
-    lines = [f"gpu_check: {passed} passed, {len(failed)} failed, {sum(reasons.values())} skipped", f"commit: {commit}"]
+        memory += [
+            p.get("value", "")
+            for p in case.iter("property")
+            if p.get("name") == "memory against the plan"
+        ]
+    lines = [
+        f"gpu_check: {passed} passed, {len(failed)} failed, {sum(reasons.values())} skipped",
+        f"commit: {commit}",
+    ]
     lines += [f"{name}: {value}" for name, value in facts.items()]
     lines += [f"failed: {one}" for one in failed]
     lines += [f"skipped: {number} x {reason}" for reason, number in sorted(reasons.items())]

@@ -1,9 +1,11 @@
-"""The ten runs that a GPU lent for half an hour is for, most telling first: ``tools/gpu_check.sh runs`` and ``dry``.
+"""The ten runs that a GPU lent for half an hour is for, most telling first: ``tools/gpu_check.sh
+runs`` and ``dry``.
 
     gpu_runs.py OUT [--pretend] [--only 1,3] [--seconds 1680]
 
-Each has a time limit, a log ``OUT/NN_name.log`` and a line in ``OUT/summary.json``. What needs a package that is absent is
-skipped by its name, or does without where it can. ``--pretend``: here, without a GPU: every command is looked up, not run.
+Each has a time limit, a log ``OUT/NN_name.log`` and a line in ``OUT/summary.json``. What needs a
+package that is absent is skipped by its name, or does without where it can. ``--pretend``: here,
+without a GPU: every command is looked up, not run.
 """
 
 from __future__ import annotations
@@ -29,8 +31,9 @@ DCPO = (sys.executable, "-m", "megatron_dcpo")
 
 @dataclass(frozen=True)
 class Run:
-    """``commands``: one after the other. ``pretended``: what is run in their place without a GPU. ``after``: a run whose
-    result it needs."""
+    """``commands``: one after the other. ``pretended``: what is run in their place without a GPU.
+    ``after``: a run whose result it needs.
+    """
 
     name: str
     limit: int  # seconds
@@ -42,12 +45,38 @@ class Run:
 
 
 def suite(
-    name: str, limit: int, file: str, select: str, *needs: str, first: Sequence[str] = (), **environment: str
+    name: str,
+    limit: int,
+    file: str,
+    select: str,
+    *needs: str,
+    first: Sequence[str] = (),
+    **environment: str,
 ) -> Run:
-    """Return the run of the tests of ``tests/gpu`` that ``select`` names; pretended, they are only collected."""
-    command = (sys.executable, "-m", "pytest", "-s", "-rs", "-p", "no:cacheprovider", f"tests/gpu/{file}", "-k", select)
+    """Return the run of the tests of ``tests/gpu`` that ``select`` names; pretended, they are only
+    collected.
+    """
+    command = (
+        sys.executable,
+        "-m",
+        "pytest",
+        "-s",
+        "-rs",
+        "-p",
+        "no:cacheprovider",
+        f"tests/gpu/{file}",
+        "-k",
+        select,
+    )
     before = (tuple(first),) if first else ()
-    return Run(name, limit, (*before, command), (*before, (*command, "--collect-only")), needs, environment=environment)
+    return Run(
+        name,
+        limit,
+        (*before, command),
+        (*before, (*command, "--collect-only")),
+        needs,
+        environment=environment,
+    )
 
 
 def training(out: Path, installed: Installed) -> list[str]:
@@ -80,13 +109,22 @@ def runs(out: Path, installed: Installed) -> list[Run]:
         "training.save_interval=0",
         "training.export_hf=false",
     )
-    traced = (*(option for option in large if not option.startswith("run_dir")), f"run_dir={out / 'traced'}")
+    traced = (
+        *(option for option in large if not option.startswith("run_dir")),
+        f"run_dir={out / 'traced'}",
+    )
     dry = ("--dry-run",)
     state, engine = "test_state_on_gpu.py", "test_engine_on_gpu.py"
-    pretended_large = (*large, f"model.path={REPOSITORY / 'examples/quickstart/policy'}", "data.prompts_per_step=8")
+    pretended_large = (
+        *large,
+        f"model.path={REPOSITORY / 'examples/quickstart/policy'}",
+        "data.prompts_per_step=8",
+    )
     dry_large = ((*write, "--pretend"), (*pretended_large, "rollout.max_response_length=32", *dry))
     resume = (*short, "training.steps=5", "--resume", "auto")
-    mismatch, copies = ((sys.executable, f"benchmarks/{name}.py") for name in ("mismatch_gpu", "host_copies"))
+    mismatch, copies = (
+        (sys.executable, f"benchmarks/{name}.py") for name in ("mismatch_gpu", "host_copies")
+    )
     debug = {"NVTE_DEBUG": "1", "NVTE_DEBUG_LEVEL": "2"}
     doctor = (*DCPO, "doctor")
     return [
@@ -102,7 +140,14 @@ def runs(out: Path, installed: Installed) -> list[Run]:
             "traced",
             120,
             ((*traced, "training.steps=2", "training.profile_steps=[2]"),),
-            ((*pretended_large, "rollout.max_response_length=32", "training.profile_steps=[2]", *dry),),
+            (
+                (
+                    *pretended_large,
+                    "rollout.max_response_length=32",
+                    "training.profile_steps=[2]",
+                    *dry,
+                ),
+            ),
             after="large",
         ),
         Run("host_copies", 40, (copies,), ((*copies, "--pretend"),)),
@@ -119,7 +164,12 @@ def carry_out(run: Run, number: int, out: Path, pretend: bool, limit: float) -> 
             file.flush()
             left = limit - (time.monotonic() - began)
             process = subprocess.Popen(
-                command, cwd=REPOSITORY, env=environment, stdout=file, stderr=file, start_new_session=True
+                command,
+                cwd=REPOSITORY,
+                env=environment,
+                stdout=file,
+                stderr=file,
+                start_new_session=True,
             )
             try:
                 ended = process.wait(timeout=max(left, 0.1))
@@ -140,12 +190,16 @@ def carry_out(run: Run, number: int, out: Path, pretend: bool, limit: float) -> 
 
 
 def _paths() -> list[str]:
-    """Return this checkout, and what stands in the environment besides: packages that were installed beside torch."""
+    """Return this checkout, and what stands in the environment besides: packages that were
+    installed beside torch.
+    """
     return [str(REPOSITORY), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End what a command of its own session has left: ranks hold the memory that the next run needs."""
+    """End what a command of its own session has left: ranks hold the memory that the next run
+    needs.
+    """
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:
@@ -154,7 +208,9 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def main(installed: Installed = lambda name: find_spec(name) is not None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("out", type=Path)
     parser.add_argument("--pretend", action="store_true")
     parser.add_argument("--only", default="", help="numbers of runs, comma separated")
@@ -182,7 +238,11 @@ def main(installed: Installed = lambda name: find_spec(name) is not None) -> int
         lines.append(line)
         print(f"{number:2} {run.name:26} {line['seconds']:6} s  {line['status']}", flush=True)
         (out / "summary.json").write_text("[\n" + ",\n".join(map(json.dumps, lines)) + "\n]\n")
-    return 0 if all(status == "passed" or status.startswith("skipped") for status in done.values()) else 1
+    return (
+        0
+        if all(status == "passed" or status.startswith("skipped") for status in done.values())
+        else 1
+    )
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Hugging Face directory -> Megatron torch_dist checkpoint, for any TP/PP/VPP. The same as ``dcpo convert import``.
+"""Hugging Face directory -> Megatron torch_dist checkpoint, for any TP/PP/VPP. The same as ``dcpo
+convert import``.
 
 python tools/hf_to_megatron.py --hf-path Qwen3-8B --megatron-path ckpt/qwen3-8b --verify
 """

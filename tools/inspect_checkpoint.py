@@ -33,7 +33,9 @@ from megatron_dcpo.weights.hf_checkpoint import INDEX, SINGLE_FILE, HFReader, Sp
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("dir", metavar="DIR", type=Path)
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     parser.add_argument("--no-hash", action="store_true", help="do not read the tensors")
@@ -47,7 +49,9 @@ def main() -> int:
         print(json.dumps(report, indent=1))
         return 0
     for name, facts in report["tensors"].items():
-        print(f"{facts.get('sha256', '')[:16]:16s}  {facts['dtype']:9s} {facts['shape']!s:20s} {name}")
+        print(
+            f"{facts.get('sha256', '')[:16]:16s}  {facts['dtype']:9s} {facts['shape']!s:20s} {name}"
+        )
     print(f"{report['format']}: {len(report['tensors'])} tensors, {report['bytes'] / 1e9:.3f} GB")
     return 0
 
@@ -55,15 +59,20 @@ def main() -> int:
 def inspect_checkpoint(
     path: Path, hashes: bool = True, progress: Callable[[int], None] = lambda nbytes: None
 ) -> dict[str, Any]:
-    """``{"format", "bytes", "tensors": {name: {"shape", "dtype", "bytes", "sha256"}}}``; one tensor in memory at a time.
+    """``{"format", "bytes", "tensors": {name: {"shape", "dtype", "bytes", "sha256"}}}``; one tensor
+    in memory at a time.
 
-    ``sha256`` is over the little-endian bytes of the whole tensor in row-major order, so it does not depend on files or
-    layout. Raises :class:`UserError` for what is not a checkpoint or a damaged one.
+    ``sha256`` is over the little-endian bytes of the whole tensor in row-major order, so it does
+    not depend on files or layout. Raises :class:`UserError` for what is not a checkpoint or a
+    damaged one.
     """
     specs: Specs
     if (path / METADATA).is_file() or (path / LATEST).is_file():
         checkpoint = MegatronCheckpoint(find_checkpoint(path))
-        kind, specs = "torch_dist", {key: (t.shape, t.dtype) for key, t in checkpoint.tensors.items()}
+        kind, specs = (
+            "torch_dist",
+            {key: (t.shape, t.dtype) for key, t in checkpoint.tensors.items()},
+        )
         digest: Callable[[str], str] = lambda name: _sha256(checkpoint, checkpoint.tensors[name])  # noqa: E731
     elif (path / INDEX).is_file() or (path / SINGLE_FILE).is_file():
         reader = HFReader(path)
@@ -78,7 +87,11 @@ def inspect_checkpoint(
         for name, facts in tensors.items():
             facts["sha256"] = digest(name)
             progress(facts["bytes"])
-    return {"format": kind, "bytes": sum(facts["bytes"] for facts in tensors.values()), "tensors": tensors}
+    return {
+        "format": kind,
+        "bytes": sum(facts["bytes"] for facts in tensors.values()),
+        "tensors": tensors,
+    }
 
 
 def _describe(shape: tuple[int, ...], dtype: str) -> dict[str, Any]:
@@ -86,7 +99,9 @@ def _describe(shape: tuple[int, ...], dtype: str) -> dict[str, Any]:
 
 
 def _sha256(checkpoint: MegatronCheckpoint, tensor: StoredTensor) -> str:
-    """Of the whole tensor; layer by layer and expert by expert where they are stacked along its leading axes."""
+    """Of the whole tensor; layer by layer and expert by expert where they are stacked along its
+    leading axes.
+    """
     digest = hashlib.sha256()
     for matrix in _matrices(tensor):
         for _, block in checkpoint.blocks(matrix):

@@ -1,9 +1,10 @@
 """What ``tools/install_beside.sh`` asks of an image's environment.
 
-install_beside.py kept                      its packages, as constraints
-install_beside.py check SETUP.PY            whether those that this package needs suit it
-install_beside.py missing CONSTRAINTS.TXT KEPT   requirements that are not there, those of what was added too
-install_beside.py same KEPT                 whether every package of KEPT is still there at its version
+install_beside.py kept                      its packages, as constraints install_beside.py check
+SETUP.PY            whether those that this package needs suit it install_beside.py missing
+CONSTRAINTS.TXT KEPT   requirements that are not there, those of what was added too
+install_beside.py same KEPT                 whether every package of KEPT is still there at its
+version
 """
 
 from __future__ import annotations
@@ -24,16 +25,26 @@ ROOT = "megatron-dcpo"
 def environment(path: str | None) -> dict[str, metadata.Distribution]:
     """Return the distributions by their canonical names."""
     found = metadata.distributions(path=[path]) if path else metadata.distributions()
-    return {canonicalize_name(one.metadata["Name"]): one for one in reversed(list(found)) if one.metadata["Name"]}
+    return {
+        canonicalize_name(one.metadata["Name"]): one
+        for one in reversed(list(found))
+        if one.metadata["Name"]
+    }
 
 
 def suits(requirement: Requirement, version: str) -> bool:
-    """Return whether a version is in range; an image's torch is an alpha with a local part (2.10.0a0+b558c986e8.nv25.11)."""
+    """Return whether a version is in range; an image's torch is an alpha with a local part
+    (2.10.0a0+b558c986e8.nv25.11).
+    """
     return requirement.specifier.contains(version, prereleases=True)
 
 
-def wanted(name: str, there: dict[str, metadata.Distribution], seen: set[str]) -> Iterator[Requirement]:
-    """Yield the requirements of a distribution and of what they name in turn. ``seen``: which are not asked."""
+def wanted(
+    name: str, there: dict[str, metadata.Distribution], seen: set[str]
+) -> Iterator[Requirement]:
+    """Yield the requirements of a distribution and of what they name in turn. ``seen``: which are
+    not asked.
+    """
     seen.add(name)
     for text in there[name].requires or []:
         requirement = Requirement(text)
@@ -46,38 +57,54 @@ def wanted(name: str, there: dict[str, metadata.Distribution], seen: set[str]) -
 
 
 def missing(there: dict[str, metadata.Distribution], constraints: str, kept: str) -> list[str]:
-    """Return what to add, at the version that this release is tested with where it has one. What an image brings (``kept``)
-    is complete, or meant to be without what its metadata names."""
-    pins = {canonicalize_name(name): version for name, version in re.findall(r"^([\w.-]+)==(\S+)$", constraints, re.M)}
+    """Return what to add, at the version that this release is tested with where it has one. What an
+    image brings (``kept``) is complete, or meant to be without what its metadata names.
+    """
+    pins = {
+        canonicalize_name(name): version
+        for name, version in re.findall(r"^([\w.-]+)==(\S+)$", constraints, re.M)
+    }
     lacking = {}
     for requirement in wanted(ROOT, there, {line.partition("==")[0] for line in kept.split()}):
         name = canonicalize_name(requirement.name)
         if name not in there:
             lacking[name] = (
-                f"{requirement.name}=={pins[name]}" if name in pins else f"{requirement.name}{requirement.specifier}"
+                f"{requirement.name}=={pins[name]}"
+                if name in pins
+                else f"{requirement.name}{requirement.specifier}"
             )
     return sorted(lacking.values())
 
 
 def unsuitable(there: dict[str, metadata.Distribution], setup: str) -> list[str]:
-    """Return what is there and out of the range of ``install_requires``, of the extra ``gpu``, or, of Transformer Engine,
-    of the image's own Megatron-core."""
+    """Return what is there and out of the range of ``install_requires``, of the extra ``gpu``, or,
+    of Transformer Engine, of the image's own Megatron-core.
+    """
     text = setup[setup.index("install_requires") : setup.index('"vllm"')]
     ours = map(Requirement, re.findall(r'"([A-Za-z][^"]*[<>=][^"]*)"', text))
     asked = [("this release", one) for one in ours if one.marker is None or one.marker.evaluate()]
     if megatron := there.get("megatron-core"):
-        theirs = [one for one in map(Requirement, megatron.requires or []) if one.name == "transformer-engine"]
+        theirs = [
+            one
+            for one in map(Requirement, megatron.requires or [])
+            if one.name == "transformer-engine"
+        ]
         asked += [(f"its Megatron-core {megatron.version}", one) for one in theirs]
     problems = []
     for who, requirement in asked:
         found = there.get(canonicalize_name(requirement.name))
         if found is not None and not suits(requirement, found.version):
-            problems.append(f"the image has {requirement.name} {found.version}, {who} needs {requirement.specifier}")
+            problems.append(
+                f"the image has {requirement.name} {found.version}, {who} needs "
+                f"{requirement.specifier}"
+            )
     return problems
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("verb", choices=("kept", "check", "missing", "same"))
     parser.add_argument("file", nargs="?", type=Path)
     parser.add_argument("kept", nargs="?", type=Path)
@@ -92,10 +119,15 @@ def main() -> None:
         print("\n".join(missing(there, text, args.kept.read_text())))
     else:
         problems = (
-            unsuitable(there, text) if args.verb == "check" else [f"{p} is gone" for p in set(text.split()) - pins]
+            unsuitable(there, text)
+            if args.verb == "check"
+            else [f"{p} is gone" for p in set(text.split()) - pins]
         )
         if problems:
-            print(f"install_beside.sh: {'; '.join(sorted(problems))}; take another image", file=sys.stderr)
+            print(
+                f"install_beside.sh: {'; '.join(sorted(problems))}; take another image",
+                file=sys.stderr,
+            )
             sys.exit(2)
 
 

@@ -2,9 +2,10 @@
 
     python tools/one_step.py [--out docs/one_step.md]
 
-The step is the quickstart's DCPO on its starting policy, cut to two prompts and four responses each. Every value on the page
-comes from the functions that ``training/loop.py`` calls, in its order; nothing is computed here. The page ends with the
-classes of which a step builds objects, counted in a run of one step.
+The step is the quickstart's DCPO on its starting policy, cut to two prompts and four responses
+each. Every value on the page comes from the functions that ``training/loop.py`` calls, in its
+order; nothing is computed here. The page ends with the classes of which a step builds objects,
+counted in a run of one step.
 """
 
 from __future__ import annotations
@@ -28,19 +29,30 @@ from megatron_dcpo.training.loop import train  # noqa: E402
 from megatron_dcpo.training.run import Run, build  # noqa: E402
 from megatron_dcpo.types import BLOCKS, TrainingSample, replaced  # noqa: E402
 
-RECORDS = ("megatron_dcpo.types", "megatron_dcpo.training", "megatron_dcpo.objectives", "megatron_dcpo.policy.batching")
+RECORDS = (
+    "megatron_dcpo.types",
+    "megatron_dcpo.training",
+    "megatron_dcpo.objectives",
+    "megatron_dcpo.policy.batching",
+)
 JUDGED_COLUMNS = ("prompt_id", "#", "response", "R", "c", "status", "boundary / tokens")
 STEP = 5  # of the quickstart: both of its first two prompts have right and wrong answers
 QUICKSTART = REPOSITORY / "examples" / "quickstart"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, default=REPOSITORY / "docs" / "one_step.md")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         with counted_objects() as built:
-            train(configuration(directory, "training.steps=1", "training.export_hf=false", "logging.to=[]"))
+            train(
+                configuration(
+                    directory, "training.steps=1", "training.export_hf=false", "logging.to=[]"
+                )
+            )
         with build(configuration(directory)) as run:
             args.out.write_text(page(run, built))
         destroy()
@@ -49,22 +61,36 @@ def main() -> None:
 def configuration(directory: str, *more: str) -> Config:
     """The quickstart's, cut to two prompts."""
     overrides = {
-        "model.path": QUICKSTART / "policy", "data.path": QUICKSTART / "data" / "train.jsonl", "run_dir": directory,
-        "data.prompts_per_step": 2, "rollout.group_size": 4, "training.updates_per_rollout": 1,
+        "model.path": QUICKSTART / "policy",
+        "data.path": QUICKSTART / "data" / "train.jsonl",
+        "run_dir": directory,
+        "data.prompts_per_step": 2,
+        "rollout.group_size": 4,
+        "training.updates_per_rollout": 1,
         "rollout.engine": "transformers",
-    }  # fmt: skip
-    return load_config(QUICKSTART / "dcpo.yaml", [*(f"{key}={value}" for key, value in overrides.items()), *more])
+    }
+    return load_config(
+        QUICKSTART / "dcpo.yaml", [*(f"{key}={value}" for key, value in overrides.items()), *more]
+    )
 
 
 @contextmanager
 def counted_objects() -> Iterator[dict[str, set[str]]]:
-    """The classes of :data:`RECORDS` of which objects are built inside the block, on any thread, by module."""
+    """The classes of :data:`RECORDS` of which objects are built inside the block, on any thread, by
+    module.
+    """
     built: dict[str, set[str]] = {}
 
     def note(frame: Any, event: str, _: Any) -> None:
         code = frame.f_code
-        named_tuple = code.co_name == "<lambda>" and code.co_varnames[:1] == ("_cls",)  # its __new__
-        if event != "call" or not code.co_argcount or not (code.co_name == "__init__" or named_tuple):
+        named_tuple = code.co_name == "<lambda>" and code.co_varnames[:1] == (
+            "_cls",
+        )  # its __new__
+        if (
+            event != "call"
+            or not code.co_argcount
+            or not (code.co_name == "__init__" or named_tuple)
+        ):
             return
         first = frame.f_locals[code.co_varnames[0]]
         cls = first if named_tuple else type(first)
@@ -98,22 +124,34 @@ def page(run: Run, built: dict[str, set[str]]) -> str:
     followed = next(s for s in shown if s.judgement.status == "ok" and not s.judgement.correct)
     sections = (
         HEAD,
-        "## 1. Prompts", table(("prompt_id", "last message", "tokens", "ground truth"), map(prompt_row, prompts)),
-        "## 2. Responses and judgements", JUDGED,
+        "## 1. Prompts",
+        table(("prompt_id", "last message", "tokens", "ground truth"), map(prompt_row, prompts)),
+        "## 2. Responses and judgements",
+        JUDGED,
         table(JUDGED_COLUMNS, map(partial(judged_row, run), samples)),
-        "## 3. Rewards and advantages", SCORED,
+        "## 3. Rewards and advantages",
+        SCORED,
         table(("prompt_id", "#", "R", "R_c", "A_r", "A_c"), map(reward_row, scored)),
         "## 4. One response, token by token",
         f"Response {followed.response.sample_index} to `{followed.prompt.prompt_id}`.\n{TOKENS}",
-        table(("token", "piece", "block", "advantage", "weight", "log-prob"), token_rows(run, followed)),
-        "## 5. Loss and gradient", loss_text(parts, norm),
-        "## 6. New weights", SYNCED,
+        table(
+            ("token", "piece", "block", "advantage", "weight", "log-prob"),
+            token_rows(run, followed),
+        ),
+        "## 5. Loss and gradient",
+        loss_text(parts, norm),
+        "## 6. New weights",
+        SYNCED,
         f"* `decoder.final_layernorm.weight[0]`: {before:.6f} → {one_weight(run):.6f}\n"
-        f"* bytes that travelled between ranks: {traffic['reshard/bytes']:,} (one process: everything is copied in place)\n"
+        f"* bytes that travelled between ranks: {traffic['reshard/bytes']:,} (one process: "
+        "everything is copied in place)\n"
         f"* version of the engine's weights: {run.engine.weights_version}",
-        "## 7. The classes of a step", CLASSES,
-        "\n".join(f"* `{module}`: {', '.join(sorted(names))}" for module, names in sorted(built.items())),
-    )  # fmt: skip
+        "## 7. The classes of a step",
+        CLASSES,
+        "\n".join(
+            f"* `{module}`: {', '.join(sorted(names))}" for module, names in sorted(built.items())
+        ),
+    )
     return "\n\n".join(sections) + "\n"
 
 
@@ -151,7 +189,12 @@ def table(header: Sequence[str], rows: Any) -> str:
 
 
 def prompt_row(prompt: Any) -> tuple[Any, ...]:
-    return f"`{prompt.prompt_id}`", code(prompt.messages[-1]["content"]), len(prompt.token_ids), prompt.ground_truth
+    return (
+        f"`{prompt.prompt_id}`",
+        code(prompt.messages[-1]["content"]),
+        len(prompt.token_ids),
+        prompt.ground_truth,
+    )
 
 
 def judged_row(run: Run, sample: TrainingSample) -> tuple[Any, ...]:
@@ -179,7 +222,14 @@ def token_rows(run: Run, sample: TrainingSample) -> list[tuple[Any, ...]]:
     names = {number: name for name, number in BLOCKS.items()}
     columns: Any = (sample.block_ids, sample.advantages, sample.weights, sample.old_logprobs)
     return [
-        (i, code(run.tokenizer.decode([int(t)])), names[int(b)], f"{a:+.4f}", f"{w:.5f}", f"{lp:+.3f}")
+        (
+            i,
+            code(run.tokenizer.decode([int(t)])),
+            names[int(b)],
+            f"{a:+.4f}",
+            f"{w:.5f}",
+            f"{lp:+.3f}",
+        )
         for i, (t, b, a, w, lp) in enumerate(zip(sample.response_ids, *columns, strict=True))
     ]
 
@@ -187,9 +237,11 @@ def token_rows(run: Run, sample: TrainingSample) -> list[tuple[Any, ...]]:
 def loss_text(parts: Sequence[dict[str, float]], norm: float) -> str:
     tokens = {block: sum(part[f"tokens/{block}"] for part in parts) for block in BLOCKS}
     return (
-        f"{len(parts)} micro-batch(es) with {tokens['reasoning']:.0f} reasoning and {tokens['confidence']:.0f} confidence "
+        f"{len(parts)} micro-batch(es) with {tokens['reasoning']:.0f} reasoning and "
+        f"{tokens['confidence']:.0f} confidence "
         "tokens.\n\n"
-        f"* loss: {sum(part['loss'] for part in parts):+.5f} (the ratio is 1: minus the weighted sum of the advantages)\n"
+        f"* loss: {sum(part['loss'] for part in parts):+.5f} (the ratio is 1: minus the weighted "
+        "sum of the advantages)\n"
         f"* gradient norm: {norm:.4f}"
     )
 
@@ -204,7 +256,13 @@ def one_weight(run: Run) -> float:
 
 def code(text: str) -> str:
     """``text`` inside a table cell."""
-    return "`" + text.replace("\n", "⏎").replace("|", "¦") + "`" if text.strip() else "`⏎`" if "\n" in text else "` `"
+    return (
+        "`" + text.replace("\n", "⏎").replace("|", "¦") + "`"
+        if text.strip()
+        else "`⏎`"
+        if "\n" in text
+        else "` `"
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""docs/options.md from the declarations of the options: ``options_page.py`` writes it, ``--check`` compares it."""
+"""docs/options.md from the declarations of the options: ``options_page.py`` writes it, ``--check``
+compares it.
+"""
 
 from __future__ import annotations
 
@@ -32,9 +34,12 @@ Reasoning Gym).
 """
 OF_SECTION = {
     "": "At the top of the file, beside the sections.",
-    "objective": "The method, and what its formulas read ([algorithms](algorithms.md)). Each `X_reasoning` and\n"
-    "`X_confidence` may be written as `X`, for both. An option that the method does not read is refused.",
-    "data.path[]": "Where `data.path` is a list, each source has these ([mixtures](bring_your_own.md#data)).",
+    "objective": "The method, and what its formulas read ([algorithms](algorithms.md)). Each "
+    "`X_reasoning` and\n"
+    "`X_confidence` may be written as `X`, for both. An option that the method does not read is "
+    "refused.",
+    "data.path[]": "Where `data.path` is a list, each source has these "
+    "([mixtures](bring_your_own.md#data)).",
 }
 
 
@@ -42,7 +47,10 @@ def main() -> int:
     text = page()
     if sys.argv[1:] == ["--check"]:
         if not PAGE.is_file() or PAGE.read_text() != text:
-            print("docs/options.md is not what the options are declared as; run python tools/options_page.py")
+            print(
+                "docs/options.md is not what the options are declared as; run python "
+                "tools/options_page.py"
+            )
             return 1
         return 0
     PAGE.write_text(text)
@@ -55,15 +63,30 @@ def page() -> str:
     parts = [HEAD]
     for section, about in sections().items():
         title = f"`{section}`" if section else "Outside of sections"
-        parts.append(f"## {title}\n\n{OF_SECTION.get(section) or wrapped(about.replace('``', '`') + '.')}\n")
+        parts.append(
+            f"## {title}\n\n{OF_SECTION.get(section) or wrapped(about.replace('``', '`') + '.')}\n"
+        )
         readers = section == "objective"
-        parts.append("| option | type | default | meaning |" + (" read by |" if readers else "") + " set by |")
+        parts.append(
+            "| option | type | default | meaning |"
+            + (" read by |" if readers else "")
+            + " set by |"
+        )
         parts.append("|---|---|---|---|" + ("---|" if readers else "") + "---|")
         for option in options(section):
-            cells = [f"`{option.name.removeprefix(section + '.')}`", option.kind, shown(option), linked(option.meaning)]
+            cells = [
+                f"`{option.name.removeprefix(section + '.')}`",
+                option.kind,
+                shown(option),
+                linked(option.meaning),
+            ]
             cells += [", ".join(option.methods) or "all"] if readers else []
             parts.append(
-                "| " + " | ".join(cell.replace("|", "\\|") for cell in [*cells, where(option.name, examples)]) + " |"
+                "| "
+                + " | ".join(
+                    cell.replace("|", "\\|") for cell in [*cells, where(option.name, examples)]
+                )
+                + " |"
             )
         parts.append("")
     return "\n".join(parts).rstrip() + "\n"
@@ -76,7 +99,11 @@ def wrapped(text: str) -> str:
 
 def shown(option: Option) -> str:
     """The default; what is no word of ours as code."""
-    return option.default if option.default in ("required", "not set", "empty") else f"`{option.default}`"
+    return (
+        option.default
+        if option.default in ("required", "not set", "empty")
+        else f"`{option.default}`"
+    )
 
 
 def linked(meaning: str) -> str:
@@ -85,7 +112,9 @@ def linked(meaning: str) -> str:
 
 
 def set_by_examples() -> dict[str, list[str]]:
-    """The examples, by their names below ``examples``, in which an option is set: not by their bases."""
+    """The examples, by their names below ``examples``, in which an option is set: not by their
+    bases.
+    """
     found: dict[str, list[str]] = {}
     for file in sorted((ROOT / "examples").rglob("*.yaml")):
         for name in names(OmegaConf.to_container(OmegaConf.load(file))):
@@ -94,10 +123,15 @@ def set_by_examples() -> dict[str, list[str]]:
 
 
 def names(value: object, prefix: str = "") -> Iterator[str]:
-    """The dotted names of everything set; of the elements of a list with ``[]``. A short name stands for both blocks."""
+    """The dotted names of everything set; of the elements of a list with ``[]``. A short name
+    stands for both blocks.
+    """
     if isinstance(value, list):
         value = {
-            f"{prefix}[].{key}": one for source in value if isinstance(source, dict) for key, one in source.items()
+            f"{prefix}[].{key}": one
+            for source in value
+            if isinstance(source, dict)
+            for key, one in source.items()
         }
         yield from (*value, prefix)
     elif isinstance(value, dict):
@@ -117,7 +151,10 @@ def names(value: object, prefix: str = "") -> Iterator[str]:
 
 def where(name: str, examples: dict[str, list[str]]) -> str:
     """An example that sets an option, of the quickstart or Qwen3-8B where one of these does."""
-    setting = sorted(examples.get(name, ()), key=lambda file: (not file.startswith(("quickstart/", "qwen3_8b/")), file))
+    setting = sorted(
+        examples.get(name, ()),
+        key=lambda file: (not file.startswith(("quickstart/", "qwen3_8b/")), file),
+    )
     return f"[{setting[0].removesuffix('.yaml')}](../examples/{setting[0]})" if setting else "–"
 
 

@@ -1,9 +1,10 @@
-"""Take the pictures of the documentation, docs/report.png and docs/live.png, from the runs of the quickstart.
+"""Take the pictures of the documentation, docs/report.png and docs/live.png, from the runs of the
+quickstart.
 
     python tools/pictures.py runs/quickstart [--out docs] [--narrow build/pictures]
 
-Headless Chromium (``apt-get install chromium``), 1,280 wide; the same pages 420 wide go to --narrow, to be looked at.
-The live page is shown as it was in the middle of the training.
+Headless Chromium (``apt-get install chromium``), 1,280 wide; the same pages 420 wide go to
+--narrow, to be looked at. The live page is shown as it was in the middle of the training.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ from megatron_dcpo.evaluation.live import live_server  # noqa: E402
 from megatron_dcpo.evaluation.report import write_report  # noqa: E402
 from megatron_dcpo.evaluation.runs import find_runs  # noqa: E402
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+CHROMIUM = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+)
 MOST_BYTES = 250_000
 NARROWEST = 500  # of a window of Chromium; a narrower page is shown in a frame
 SIZES = {"report": {1280: 1530, 420: 3600}, "live": {1280: 1540, 420: 3400}}  # width: height
@@ -40,7 +43,11 @@ def until_the_middle(run: Path, copy: Path) -> int:
     last = (total_steps(run) or 0) // 2
     copy.mkdir(parents=True)
     shutil.copy(run / "config.yaml", copy)
-    rows = [row for row in (run / "metrics.jsonl").read_text().splitlines() if json.loads(row)["step"] <= last]
+    rows = [
+        row
+        for row in (run / "metrics.jsonl").read_text().splitlines()
+        if json.loads(row)["step"] <= last
+    ]
     (copy / "metrics.jsonl").write_text("\n".join(rows) + "\n")
     (copy / "samples").mkdir()
     for file in (run / "samples").glob("step_*.jsonl"):
@@ -52,9 +59,21 @@ def until_the_middle(run: Path, copy: Path) -> int:
 def chromium(place: str, width: int, height: int, url: str, what: str) -> str:
     """Let the browser load a page and do ``what``; return what it prints."""
     assert CHROMIUM is not None
-    options = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--virtual-time-budget=5000"]
-    options += [f"--user-data-dir={place}/profile", f"--window-size={max(width, NARROWEST)},{height}", what]
-    return subprocess.run([CHROMIUM, *options, url], check=True, capture_output=True, text=True, timeout=180).stdout
+    options = [
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--hide-scrollbars",
+        "--virtual-time-budget=5000",
+    ]
+    options += [
+        f"--user-data-dir={place}/profile",
+        f"--window-size={max(width, NARROWEST)},{height}",
+        what,
+    ]
+    return subprocess.run(
+        [CHROMIUM, *options, url], check=True, capture_output=True, text=True, timeout=180
+    ).stdout
 
 
 def take(url: str, width: int, height: int, target: Path) -> None:
@@ -62,7 +81,10 @@ def take(url: str, width: int, height: int, target: Path) -> None:
     with tempfile.TemporaryDirectory() as place:
         if width < NARROWEST:  # the page as its scripts have left it, in a frame
             drawn = re.sub(
-                r"<script>.*?</script>", "", chromium(place, width, height, url, "--dump-dom"), flags=re.DOTALL
+                r"<script>.*?</script>",
+                "",
+                chromium(place, width, height, url, "--dump-dom"),
+                flags=re.DOTALL,
             )
             style = f"border:0; width:{width}px; height:{height}px"
             frame = f'<body style="margin:0"><iframe srcdoc="{html.escape(drawn)}" style="{style}"></iframe>'
@@ -71,7 +93,11 @@ def take(url: str, width: int, height: int, target: Path) -> None:
             url = page.as_uri()
         chromium(place, width, height, url, f"--screenshot={place}/taken.png")
         with Image.open(f"{place}/taken.png") as picture:
-            small = picture.convert("RGB").crop((0, 0, width, height)).quantize(128, dither=Image.Dither.NONE)
+            small = (
+                picture.convert("RGB")
+                .crop((0, 0, width, height))
+                .quantize(128, dither=Image.Dither.NONE)
+            )
     target.parent.mkdir(parents=True, exist_ok=True)
     small.save(target, optimize=True)
     if target.stat().st_size > MOST_BYTES:
@@ -90,12 +116,22 @@ def main() -> None:
         until_the_middle(arguments.quickstart / "dcpo", Path(place) / "dcpo")
         with live_server(Path(place) / "dcpo", 0) as server:
             threading.Thread(target=server.serve_forever, daemon=True).start()
-            runs = find_runs([arguments.quickstart / name for name in ("base", "grpo", "dcpo", "dcpo_proper")])
+            runs = find_runs(
+                [arguments.quickstart / name for name in ("base", "grpo", "dcpo", "dcpo_proper")]
+            )
             report = write_report(runs, Path(place) / "report.html").as_uri()
-            for name, url in (("report", report), ("live", f"http://127.0.0.1:{server.server_port}/")):
+            for name, url in (
+                ("report", report),
+                ("live", f"http://127.0.0.1:{server.server_port}/"),
+            ):
                 for width, height in SIZES[name].items():
                     folder = arguments.out if width >= NARROWEST else arguments.narrow
-                    take(url, width, height, folder / f"{name}{'' if width >= NARROWEST else f'_{width}'}.png")
+                    take(
+                        url,
+                        width,
+                        height,
+                        folder / f"{name}{'' if width >= NARROWEST else f'_{width}'}.png",
+                    )
             server.shutdown()
 
 

@@ -1,6 +1,7 @@
 """Check what must be true of a release, and say which tag to make. ``make release`` runs it.
 
-Tree, version, changelog, documentation, digests of the long suites, a wheel in an empty environment. Uses git and pip.
+Tree, version, changelog, documentation, digests of the long suites, a wheel in an empty
+environment. Uses git and pip.
 """
 
 from __future__ import annotations
@@ -14,11 +15,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-CHECKS = (["check_docs.py"], ["options_page.py", "--check"], ["tested.py", "sandbox"], ["tested.py", "fuzz"])
+CHECKS = (
+    ["check_docs.py"],
+    ["options_page.py", "--check"],
+    ["tested.py", "sandbox"],
+    ["tested.py", "fuzz"],
+)
 
 
 def version_of(root: Path) -> str:
-    (found,) = re.findall(r'^__version__ = "([^"]+)"$', (root / "megatron_dcpo/__init__.py").read_text(), re.MULTILINE)
+    (found,) = re.findall(
+        r'^__version__ = "([^"]+)"$', (root / "megatron_dcpo/__init__.py").read_text(), re.MULTILINE
+    )
     return found
 
 
@@ -35,12 +43,16 @@ def changelog_problems(text: str, version: str) -> Iterator[str]:
     sections = re.split(r"^## ", text, flags=re.MULTILINE)[1:]
     if not sections or sections[0].strip() != "Unreleased":
         yield "CHANGELOG.md: the first section must be an empty Unreleased; move its lines into the release"
-    of_version = [section for section in sections if re.match(rf"{re.escape(version)}\b(?!\.)", section)]
+    of_version = [
+        section for section in sections if re.match(rf"{re.escape(version)}\b(?!\.)", section)
+    ]
     if len(of_version) != 1 or sections[1:2] != of_version:
         yield f"CHANGELOG.md: {version} must be the one section below Unreleased"
     for section in of_version:
         heading, _, entries = section.partition("\n")
-        if not re.fullmatch(rf"{re.escape(version)} - 20\d\d-(0[1-9]|1[0-2])-(0[1-9]|[12]\d|3[01])", heading):
+        if not re.fullmatch(
+            rf"{re.escape(version)} - 20\d\d-(0[1-9]|1[0-2])-(0[1-9]|[12]\d|3[01])", heading
+        ):
             yield f"CHANGELOG.md: write the heading as ## {version} - YYYY-MM-DD, not {heading!r}"
         if not re.search(r"^\* ", entries, flags=re.MULTILINE):
             yield f"CHANGELOG.md: the section of {version} has no entries"
@@ -55,13 +67,22 @@ def git_problems(version: str) -> Iterator[str]:
 
 def wheel_problems(version: str) -> Iterator[str]:
     with tempfile.TemporaryDirectory() as place:
-        pip, venv = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"], f"{place}/venv"
-        _output("git", "archive", "--output", f"{place}/source.zip", "HEAD")  # not the checkout: build/ may be old
+        pip, venv = (
+            [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"],
+            f"{place}/venv",
+        )
+        _output(
+            "git", "archive", "--output", f"{place}/source.zip", "HEAD"
+        )  # not the checkout: build/ may be old
         shutil.unpack_archive(f"{place}/source.zip", f"{place}/source")
-        subprocess.run([*pip, "wheel", "--no-deps", "--wheel-dir", place, f"{place}/source"], check=True)
+        subprocess.run(
+            [*pip, "wheel", "--no-deps", "--wheel-dir", place, f"{place}/source"], check=True
+        )
         subprocess.run([sys.executable, "-m", "venv", venv], check=True)
         (wheel,), pins = Path(place).glob("*.whl"), f"{place}/source/constraints.txt"
-        subprocess.run([*pip, "--python", f"{venv}/bin/python", "install", "-c", pins, str(wheel)], check=True)
+        subprocess.run(
+            [*pip, "--python", f"{venv}/bin/python", "install", "-c", pins, str(wheel)], check=True
+        )
         for verb, expected in (("--version", version), ("doctor", "")):
             command = [f"{venv}/bin/python", "-I", f"{venv}/bin/dcpo", verb]
             done = subprocess.run(command, cwd=place, capture_output=True, text=True)
@@ -81,7 +102,10 @@ def main() -> int:
         if subprocess.run([sys.executable, f"tools/{script}", *arguments], cwd=ROOT).returncode:
             problems.append(f"tools/{script} {' '.join(arguments)} fails")
     problems += [] if problems else wheel_problems(version)  # minutes
-    print("\n".join(problems) or f"ready: git tag -a v{version} -m 'Megatron-DCPO {version}'", file=sys.stderr)
+    print(
+        "\n".join(problems) or f"ready: git tag -a v{version} -m 'Megatron-DCPO {version}'",
+        file=sys.stderr,
+    )
     return int(bool(problems))
 
 

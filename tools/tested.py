@@ -2,9 +2,11 @@
 """Tell whether a long suite last passed with the sources as they are.
 
     python tools/tested.py SUITE            status 0 if it did, else 1 and the files that differ
-    python tools/tested.py SUITE --record   write the digests of the sources to tests/SUITE/tested.sha256
+    python tools/tested.py SUITE --record   write the digests of the sources to
+    tests/SUITE/tested.sha256
 
-The sources are the suite's tests, the modules of the package that they import, and the subpackage of the suite's name.
+The sources are the suite's tests, the modules of the package that they import, and the subpackage
+of the suite's name.
 """
 
 from __future__ import annotations
@@ -29,13 +31,20 @@ def sources(suite: str) -> list[Path]:
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("megatron_dcpo"):
                 module = ROOT / node.module.replace(".", "/")
                 places = [module, *(module / alias.name for alias in node.names)]
-                found |= {path for place in places for path in (place.with_suffix(".py"), place / "__init__.py")}
+                found |= {
+                    path
+                    for place in places
+                    for path in (place.with_suffix(".py"), place / "__init__.py")
+                }
     return sorted(path for path in found if path.is_file())
 
 
 def digests(suite: str) -> dict[str, str]:
     """Return the SHA-256 of each source by its path in the checkout."""
-    return {path.relative_to(ROOT).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest() for path in sources(suite)}
+    return {
+        path.relative_to(ROOT).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sources(suite)
+    }
 
 
 def recorded(suite: str) -> dict[str, str]:
@@ -56,9 +65,14 @@ def main() -> int:
         (ROOT / "tests" / arguments.suite / "tested.sha256").write_text(lines)
         return 0
     before = recorded(arguments.suite)
-    changed = sorted(path for path in now.keys() | before.keys() if now.get(path) != before.get(path))
+    changed = sorted(
+        path for path in now.keys() | before.keys() if now.get(path) != before.get(path)
+    )
     if changed:
-        print(f"changed since the whole {arguments.suite} suite passed: {', '.join(changed)}", file=sys.stderr)
+        print(
+            f"changed since the whole {arguments.suite} suite passed: {', '.join(changed)}",
+            file=sys.stderr,
+        )
     return int(bool(changed))
 
 

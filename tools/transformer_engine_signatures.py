@@ -3,8 +3,8 @@
     pip download --no-deps transformer_engine==2.11.0 && unzip transformer_engine-*.whl -d DIR
     python tools/transformer_engine_signatures.py DIR/transformer_engine [--check]
 
-Reads the source (no GPU, nothing is imported) and writes ``signatures.json`` of the stand-in in ``tests/stand_in``;
-``--check`` compares and exits with 1 where the file says something else.
+Reads the source (no GPU, nothing is imported) and writes ``signatures.json`` of the stand-in in
+``tests/stand_in``; ``--check`` compares and exits with 1 where the file says something else.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ PASSED_ON = {"RMSNorm.__init__": ("pytorch/ops/basic/rmsnorm.py", "RMSNorm.__ini
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("package", type=Path)
     parser.add_argument("--check", action="store_true")
     args = parser.parse_args()
@@ -63,7 +65,9 @@ def arguments(file: Path, where: str) -> list[str]:
     """Names of the arguments, without ``self``, of a function or of a class's method."""
     nodes: list[ast.AST] = list(ast.parse(file.read_text()).body)
     for part in where.split("."):
-        [node] = [n for n in nodes if isinstance(n, ast.ClassDef | ast.FunctionDef) and n.name == part]
+        [node] = [
+            n for n in nodes if isinstance(n, ast.ClassDef | ast.FunctionDef) and n.name == part
+        ]
         nodes = list(node.body)
     assert isinstance(node, ast.FunctionDef)
     names = [a.arg for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]

@@ -1,9 +1,11 @@
-"""The transformers engine in a process of its own, for ``rollout.engine=server`` on a machine without a GPU:
+"""The transformers engine in a process of its own, for ``rollout.engine=server`` on a machine
+without a GPU:
 
     python examples/quickstart/engine_server.py --model examples/quickstart/policy --port 8011
 
-``dcpo launch`` starts it with ``--engine-command`` (async.yaml). It answers what training asks of a vLLM server, and nothing
-else. Requests that come together are sampled together, to their end. For this machine alone.
+``dcpo launch`` starts it with ``--engine-command`` (async.yaml). It answers what training asks of a
+vLLM server, and nothing else. Requests that come together are sampled together, to their end. For
+this machine alone.
 """
 
 from __future__ import annotations
@@ -34,8 +36,9 @@ Job = tuple[SamplingConfig, Prompt, int, "Future[Response]"]  # the seed is the 
 
 
 class TransformersServer(ThreadingHTTPServer):
-    """Serves ``engine``. :meth:`work` samples, on the thread that calls it; ``version``: what the trainer calls the
-    weights."""
+    """Serves ``engine``. :meth:`work` samples, on the thread that calls it; ``version``: what the
+    trainer calls the weights.
+    """
 
     daemon_threads, request_queue_size = True, 1024
 
@@ -65,7 +68,9 @@ class TransformersServer(ThreadingHTTPServer):
             asked[prompt.prompt_id, seed].append(answer)
         prompts = {prompt.prompt_id: prompt for _, prompt, _, _ in jobs}
         try:
-            for responses in self.engine.stream([(prompts[name], seed) for name, seed in asked], sampling):
+            for responses in self.engine.stream(
+                [(prompts[name], seed) for name, seed in asked], sampling
+            ):
                 for response in responses:
                     for answer in asked.pop(response.key):
                         answer.set_result(response)
@@ -127,7 +132,9 @@ class _Handler(BaseHTTPRequestHandler):
         body = self.rfile.read(int(self.headers["Content-Length"]))
         try:
             self._send(200, known[self.path](parse_json(body)))
-        except Exception as error:  # whatever the engine raises, or a body that is not the trainer's
+        except (
+            Exception
+        ) as error:  # whatever the engine raises, or a body that is not the trainer's
             self._send(500, {"error": f"{type(error).__name__}: {error}"})
 
     def _send(self, status: int, answer: Any) -> None:
@@ -140,7 +147,9 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", required=True, help="directory of a Hugging Face checkpoint")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)

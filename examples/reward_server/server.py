@@ -1,9 +1,11 @@
-"""A reward server in the standard library: python server.py [PORT]. Its reply is what judging.verifier expects.
+"""A reward server in the standard library: python server.py [PORT]. Its reply is what
+judging.verifier expects.
 
-It gets {"items": [{"response", "answer", "problem", "columns"}, ...]} and returns {"results": [...]}, one per item: true
-or false, a number from 0 to 1, an object with such a "score" and anything to log, or {"error": "why"}. The response is the
-reasoning, without the stated confidence. An empty batch asks whether the server is there. Put TLS and more processes
-before it where it leaves this machine; DCPO_VERIFIER_KEY, where it is set on both sides, is the key that it demands.
+It gets {"items": [{"response", "answer", "problem", "columns"}, ...]} and returns {"results":
+[...]}, one per item: true or false, a number from 0 to 1, an object with such a "score" and
+anything to log, or {"error": "why"}. The response is the reasoning, without the stated confidence.
+An empty batch asks whether the server is there. Put TLS and more processes before it where it
+leaves this machine; DCPO_VERIFIER_KEY, where it is set on both sides, is the key that it demands.
 """
 
 import hmac
@@ -18,7 +20,9 @@ MAX_BYTES = 64 << 20
 
 
 def score(response, answer, problem, columns):
-    """Right where the last number in the response is the answer; put your own rule or reward model here."""
+    """Right where the last number in the response is the answer; put your own rule or reward model
+    here.
+    """
     numbers = re.findall(r"-?\d+", response)
     return {"score": float(bool(numbers) and numbers[-1] == str(answer)), "numbers": len(numbers)}
 
@@ -39,6 +43,8 @@ class Handler(BaseHTTPRequestHandler):
 
 
 if __name__ == "__main__":
-    server = ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1]) if len(sys.argv) > 1 else 8008), Handler)
+    server = ThreadingHTTPServer(
+        ("127.0.0.1", int(sys.argv[1]) if len(sys.argv) > 1 else 8008), Handler
+    )
     print(f"listening on http://127.0.0.1:{server.server_port}", flush=True)
     server.serve_forever()

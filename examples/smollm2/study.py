@@ -1,9 +1,10 @@
-"""``real_model_tables.md``: a real language model before RL and after each method, from ``real_model_records.tar.xz`` alone.
+"""``real_model_tables.md``: a real language model before RL and after each method, from
+``real_model_records.tar.xz`` alone.
 
-``python examples/smollm2/study.py --runs runs/smollm2`` publishes evaluated runs first; without ``--runs`` it makes the
-tables of the published records. These are the judged samples of ``dcpo evaluate``
-(``runs/smollm2/METHOD/PART/samples.jsonl``) and the metrics of the trainings. Whatever is fitted is fitted on the
-validation problems of the same policy, never on the test's.
+``python examples/smollm2/study.py --runs runs/smollm2`` publishes evaluated runs first; without
+``--runs`` it makes the tables of the published records. These are the judged samples of ``dcpo
+evaluate`` (``runs/smollm2/METHOD/PART/samples.jsonl``) and the metrics of the trainings. Whatever
+is fitted is fitted on the validation problems of the same policy, never on the test's.
 """
 
 from __future__ import annotations
@@ -36,15 +37,34 @@ from megatron_dcpo.evaluation.scoring import lookup_confidence  # noqa: E402
 
 RECORDS = "real_model_records.tar.xz"
 METHODS = MappingProxyType(
-    {"base": "before RL", "grpo": "GRPO", "dcpo": "DCPO", "dcpo_proper": "DCPO-proper", "rlcr": "RLCR"}
+    {
+        "base": "before RL",
+        "grpo": "GRPO",
+        "dcpo": "DCPO",
+        "dcpo_proper": "DCPO-proper",
+        "rlcr": "RLCR",
+    }
 )
 PARTS = MappingProxyType(
-    {"test": "Test", "ood": "Out of distribution", "validation": "Validation, on which all choices are made"}
+    {
+        "test": "Test",
+        "ood": "Out of distribution",
+        "validation": "Validation, on which all choices are made",
+    }
 )
-STEPS = ("reward/accuracy", "confidence/mean", "calibration/ece", "calibration/auroc", "entropy", "length/mean")
+STEPS = (
+    "reward/accuracy",
+    "confidence/mean",
+    "calibration/ece",
+    "calibration/auroc",
+    "entropy",
+    "length/mean",
+)
 
 Samples = Mapping[str, Sequence[Sample]]  # part -> judged samples of one policy
-Controls = Mapping[str, Mapping[str, Mapping[str, list[float]]]]  # method -> part -> name -> a number per sample
+Controls = Mapping[
+    str, Mapping[str, Mapping[str, list[float]]]
+]  # method -> part -> name -> a number per sample
 Values = Callable[[np.ndarray, np.ndarray], float]
 
 
@@ -53,13 +73,19 @@ def pack(runs: Path, out: Path) -> int:
     kept: dict[str, bytes] = {}
     for method in METHODS:
         for part in PARTS:
-            for name, file in {f"{part}.jsonl": "samples.jsonl", f"{part}.controls.json": "controls.json"}.items():
+            for name, file in {
+                f"{part}.jsonl": "samples.jsonl",
+                f"{part}.controls.json": "controls.json",
+            }.items():
                 if (path := runs / method / part / file).is_file():
                     kept[f"{method}/{name}"] = path.read_bytes()
         if (metrics := runs / method / "metrics.jsonl").is_file():
             kept[f"{method}/metrics.jsonl"] = metrics.read_bytes()
     if not kept:
-        raise UserError(f"{runs}: no METHOD/PART/samples.jsonl there; docs/lab/real_model.md says how they are made")
+        raise UserError(
+            f"{runs}: no METHOD/PART/samples.jsonl there; docs/lab/real_model.md says how they "
+            "are made"
+        )
     write_archive(out, kept)
     return len(kept)
 
@@ -67,7 +93,10 @@ def pack(runs: Path, out: Path) -> int:
 def unpack(archive: Path) -> dict[str, bytes]:
     """Return what :func:`pack` wrote: content by name."""
     if not archive.is_file():
-        raise UserError(f"{archive}: no records; make them with: python examples/smollm2/study.py --runs runs/smollm2")
+        raise UserError(
+            f"{archive}: no records; make them with: python examples/smollm2/study.py --runs "
+            "runs/smollm2"
+        )
     return read_archive(archive)
 
 
@@ -78,7 +107,9 @@ def load(files: Mapping[str, bytes], scratch: Path) -> dict[str, dict[str, list[
         method, _, file = name.partition("/")
         if file.count(".") == 1 and file != "metrics.jsonl":
             (scratch / "samples.jsonl").write_bytes(content)
-            found.setdefault(method, {})[file.removesuffix(".jsonl")] = list(read_samples(scratch / "samples.jsonl"))
+            found.setdefault(method, {})[file.removesuffix(".jsonl")] = list(
+                read_samples(scratch / "samples.jsonl")
+            )
     return found
 
 
@@ -98,16 +129,22 @@ def draw(runs: Mapping[str, Samples], path: Path) -> None:
     for name, title in METHODS.items():
         if "test" in runs.get(name, {}):
             samples = runs[name]["test"]
-            stated, right = as_confidences([s.confidence for s in samples]), [s.correct for s in samples]
+            stated, right = (
+                as_confidences([s.confidence for s in samples]),
+                [s.correct for s in samples],
+            )
             bins[title] = bin_rows(stated, right)
             notes[title] = f"accuracy {np.mean(right):.2f}\nECE {ece(stated, right):.3f}"
     if bins:
         comparison_grid(bins, notes, columns=len(bins)).savefig(path, dpi=150, facecolor="white")
 
 
-def confidences(of: Samples, part: str, controls: Mapping[str, Mapping[str, list[float]]]) -> dict[str, np.ndarray]:
-    """Return every confidence of one policy on ``part``: stated, made from it or from log-probs, and controls (of
-    ``controls.py``, by part, where they were made)."""
+def confidences(
+    of: Samples, part: str, controls: Mapping[str, Mapping[str, list[float]]]
+) -> dict[str, np.ndarray]:
+    """Return every confidence of one policy on ``part``: stated, made from it or from log-probs,
+    and controls (of ``controls.py``, by part, where they were made).
+    """
     samples, validation = of[part], of.get("validation") if part != "validation" else None
     found = {"stated": as_confidences([s.confidence for s in samples])}
     if validation:
@@ -121,7 +158,9 @@ def confidences(of: Samples, part: str, controls: Mapping[str, Mapping[str, list
     found |= {name: np.array(values) for name, values in controls.get(part, {}).items()}
     if validation and "P(true)" in found:
         known = np.array(controls["validation"]["P(true)"])
-        found["P(true), isotonic"] = isotonic(known, np.array([float(s.correct) for s in validation]))(found["P(true)"])
+        found["P(true), isotonic"] = isotonic(
+            known, np.array([float(s.correct) for s in validation])
+        )(found["P(true)"])
     if any(s.repeat for s in samples):
         found["agreement with the other responses"] = agreement(samples)
     found["lookup, one number per task and size"] = as_confidences(lookup_confidence(samples))
@@ -129,7 +168,9 @@ def confidences(of: Samples, part: str, controls: Mapping[str, Mapping[str, list
 
 
 def agreement(samples: Sequence[Sample]) -> np.ndarray:
-    """Return, for each response, the share of the problem's other responses with the same answer; NaN without one."""
+    """Return, for each response, the share of the problem's other responses with the same answer;
+    NaN without one.
+    """
     by_problem: dict[str, list[str | None]] = {}
     for s in samples:
         by_problem.setdefault(s.prompt_id, []).append(s.answer)
@@ -153,12 +194,20 @@ def records(samples: Sequence[Sample], confidence: np.ndarray) -> Records:
 
 
 def auroc_within(r: Records) -> float:
-    """Return the mean AUROC within the kinds of problem: what a confidence knows beyond task and size."""
-    return float(np.nanmean([auroc(r.confidence[r.kind == k], r.correct[r.kind == k]) for k in np.unique(r.kind)]))
+    """Return the mean AUROC within the kinds of problem: what a confidence knows beyond task and
+    size.
+    """
+    return float(
+        np.nanmean(
+            [auroc(r.confidence[r.kind == k], r.correct[r.kind == k]) for k in np.unique(r.kind)]
+        )
+    )
 
 
 def resampled(r: Records, value: Values) -> tuple[float, float, float]:
-    """Return ``value`` and the ends of its 95 % interval over problems (bootstrap). Not for ECE: ``binned_error``."""
+    """Return ``value`` and the ends of its 95 % interval over problems (bootstrap). Not for ECE:
+    ``binned_error``.
+    """
     return value(r.confidence, r.correct), *bootstrap_ci(value, r.confidence, r.correct, r.problem)
 
 
@@ -199,7 +248,11 @@ def _policies(runs: Mapping[str, Samples], part: str) -> list[str]:
             length = np.mean([s.num_tokens for s in samples])
             malformed = np.mean([s.status != "ok" for s in samples])
             accuracy = shown(resampled(r, lambda c, y: float(y.mean())))
-            solved = f"{np.mean(np.bincount(r.problem, weights=r.correct) > 0):.3f}" if repeats > 1 else "–"
+            solved = (
+                f"{np.mean(np.bincount(r.problem, weights=r.correct) > 0):.3f}"
+                if repeats > 1
+                else "–"
+            )
             mean, spread = np.nanmean(r.confidence), np.nanstd(r.confidence)
             cells = (f"{mean:.3f}", f"{spread:.3f}", f"{length:.1f}", f"{malformed:.4f}")
             rows.append((title, f"{problems} x {repeats}", accuracy, solved, *cells))
@@ -215,7 +268,8 @@ def _confidences(runs: Mapping[str, Samples], part: str, controls: Controls) -> 
             continue
         found = confidences(runs[name], part, controls.get(name, {}))
         base = brier(
-            found["lookup, one number per task and size"], np.array([float(s.correct) for s in runs[name][part]])
+            found["lookup, one number per task and size"],
+            np.array([float(s.correct) for s in runs[name][part]]),
         )
         for kind, confidence in found.items():
             r = records(runs[name][part], confidence)
@@ -224,15 +278,25 @@ def _confidences(runs: Mapping[str, Samples], part: str, controls: Controls) -> 
             scores = (f"{ece(r.confidence, r.correct):.3f}", corrected, f"{band:.3f}")
             scores += (f"{pce(r.confidence, r.correct):.3f}",)
             skill = 1 - brier(r.confidence, r.correct) / base
-            within = "–" if kind.startswith("lookup") else f"{auroc_within(r):.3f}"  # it leaves out the problem itself
+            within = (
+                "–" if kind.startswith("lookup") else f"{auroc_within(r):.3f}"
+            )  # it leaves out the problem itself
             ranks = (shown(resampled(r, auroc)), within)
-            rows.append((f"{title}: {kind}", *scores, shown(resampled(r, brier)), f"{skill:+.3f}", *ranks))
+            rows.append(
+                (f"{title}: {kind}", *scores, shown(resampled(r, brier)), f"{skill:+.3f}", *ranks)
+            )
     text = (
-        "Confidences. ECE: plug-in, and corrected for its bias. Band: what 95 % of calibrated models with responses as "
-        "alike within a problem stay below in the plug-in. Skill: 1 - Brier / Brier of the lookup. Fitted rows: on the "
+        "Confidences. ECE: plug-in, and corrected for its bias. Band: what 95 % of calibrated "
+        "models with responses as "
+        "alike within a problem stay below in the plug-in. Skill: 1 - Brier / Brier of the "
+        "lookup. Fitted rows: on the "
         "policy's own validation responses."
     )
-    return table(text, ("ECE", "corrected", "band", "PCE", "Brier", "skill", "AUROC", "AUROC within kinds"), rows)
+    return table(
+        text,
+        ("ECE", "corrected", "band", "PCE", "Brier", "skill", "AUROC", "AUROC within kinds"),
+        rows,
+    )
 
 
 def _by_task(runs: Mapping[str, Samples], part: str) -> list[str]:
@@ -255,21 +319,43 @@ def _steps(files: Mapping[str, bytes]) -> list[str]:
     for name, content in sorted(files.items()):
         method, _, file = name.partition("/")
         if file == "metrics.jsonl":
-            steps = [row for row in map(json.loads, content.decode().splitlines()) if STEPS[0] in row]  # not step 0's
+            steps = [
+                row for row in map(json.loads, content.decode().splitlines()) if STEPS[0] in row
+            ]  # not step 0's
             middle = len(steps) // 2 - 2
-            for label, part in (("first", steps[:5]), ("middle", steps[middle : middle + 5]), ("last", steps[-5:])):
-                means = [np.nanmean([np.nan if s.get(key) is None else s[key] for s in part]) for key in STEPS]
-                rows.append((f"{METHODS[method]}, {label} 5 of {len(steps)}", *(f"{mean:.3f}" for mean in means)))
+            for label, part in (
+                ("first", steps[:5]),
+                ("middle", steps[middle : middle + 5]),
+                ("last", steps[-5:]),
+            ):
+                means = [
+                    np.nanmean([np.nan if s.get(key) is None else s[key] for s in part])
+                    for key in STEPS
+                ]
+                rows.append(
+                    (
+                        f"{METHODS[method]}, {label} 5 of {len(steps)}",
+                        *(f"{mean:.3f}" for mean in means),
+                    )
+                )
     return table("Means over five steps of training, of the groups trained on:", STEPS, rows)
 
 
 def main() -> int:
     """Write the tables; return the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=Path, help="the evaluated runs to publish first, for instance runs/smollm2")
-    parser.add_argument("--out", type=Path, default=Path("docs/lab"), help="where they go (default: %(default)s)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--runs", type=Path, help="the evaluated runs to publish first, for instance runs/smollm2"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("docs/lab"), help="where they go (default: %(default)s)"
+    )
     args = parser.parse_args()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr)
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr
+    )
     try:
         if args.runs:
             logging.info("%d files packed", pack(args.runs, args.out / RECORDS))

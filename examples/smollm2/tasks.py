@@ -1,9 +1,11 @@
-"""The tasks: four of Reasoning Gym, a fifth out of distribution, and the splits. ``python tasks.py --out DIR`` writes them.
+"""The tasks: four of Reasoning Gym, a fifth out of distribution, and the splits. ``python tasks.py
+--out DIR`` writes them.
 
-Questions and answers are Reasoning Gym's, generated from the seeds below; only the worked solutions of the warm start are
-written here, one function per task. Splits are drawn in the order of :data:`SPLITS`; a question that an earlier split has
-is skipped, so that the splits are disjoint. A row is ``{"id", "problem", "answer", "kind"}``: the kind is the task and how
-many numbers it combines (of gcd: divides), which the lookup goes by.
+Questions and answers are Reasoning Gym's, generated from the seeds below; only the worked solutions
+of the warm start are written here, one function per task. Splits are drawn in the order of
+:data:`SPLITS`; a question that an earlier split has is skipped, so that the splits are disjoint. A
+row is ``{"id", "problem", "answer", "kind"}``: the kind is the task and how many numbers it
+combines (of gcd: divides), which the lookup goes by.
 """
 
 from __future__ import annotations
@@ -40,7 +42,10 @@ def left_to_right(expression: str) -> list[str]:
 def leg_counting(item: Item) -> list[str]:
     """``9*10+6*6=90+36=126``: a product per animal, then the sum."""
     legs = [(n, ANIMALS[animal]) for animal, n in item["metadata"]["animals"].items()]
-    factors, products = "+".join(f"{n}*{each}" for n, each in legs), "+".join(str(n * each) for n, each in legs)
+    factors, products = (
+        "+".join(f"{n}*{each}" for n, each in legs),
+        "+".join(str(n * each) for n, each in legs),
+    )
     return [f"{factors}={products}={sum(n * each for n, each in legs)}"]
 
 
@@ -76,8 +81,9 @@ def basic_arithmetic(item: Item) -> list[str]:
 
 @dataclass(frozen=True)
 class Task:
-    """A Reasoning Gym data set: its options, the worked solution of an item as equations, and how many numbers it
-    combines, of the item and its solution."""
+    """A Reasoning Gym data set: its options, the worked solution of an item as equations, and how
+    many numbers it combines, of the item and its solution.
+    """
 
     name: str
     options: dict[str, Any]
@@ -86,8 +92,15 @@ class Task:
 
 
 TASKS = (
-    Task("chain_sum", {"min_terms": 2, "max_terms": 4, "min_digits": 1, "max_digits": 2}, chain_sum),
-    Task("leg_counting", {"min_animals": 2, "max_animals": 3, "max_instances": 9}, leg_counting, animals),
+    Task(
+        "chain_sum", {"min_terms": 2, "max_terms": 4, "min_digits": 1, "max_digits": 2}, chain_sum
+    ),
+    Task(
+        "leg_counting",
+        {"min_animals": 2, "max_animals": 3, "max_instances": 9},
+        leg_counting,
+        animals,
+    ),
     Task("gcd", {"min_value": 2, "max_value": 72}, gcd),
     Task("letter_counting", {"min_words": 3, "max_words": 6}, letter_counting, words),
 )
@@ -117,7 +130,8 @@ SPLITS = {
 
 def generate(task: Task, seed: int) -> Iterator[tuple[Item, list[str]]]:
     """Yield items and their worked solutions without end."""
-    # By index: iter() starts a Reasoning Gym data set over. Item i of seed s is item i - 1 of seed s + 1.
+    # By index: iter() starts a Reasoning Gym data set over. Item i of seed s is item i - 1 of seed
+    # s + 1.
     dataset = reasoning_gym.create_dataset(task.name, size=1, seed=seed * 1_000_000, **task.options)
     for index in itertools.count():
         item = dataset[index]
@@ -125,12 +139,16 @@ def generate(task: Task, seed: int) -> Iterator[tuple[Item, list[str]]]:
 
 
 def rows(split: str, taken: set[str]) -> Iterator[tuple[dict[str, Any], list[str]]]:
-    """Yield the split's rows and their worked solutions, the tasks in turns; add their questions to ``taken``."""
+    """Yield the split's rows and their worked solutions, the tasks in turns; add their questions to
+    ``taken``.
+    """
     tasks, size, seed = SPLITS[split]
     sources = [generate(task, seed) for task in tasks]
     for index in range(size):
         for task, items in zip(tasks, sources, strict=True):
-            item, steps = next((item, steps) for item, steps in items if item["question"] not in taken)
+            item, steps = next(
+                (item, steps) for item, steps in items if item["question"] not in taken
+            )
             taken.add(item["question"])
             row = {
                 "id": f"{split}-{task.name}-{index}",
@@ -142,7 +160,9 @@ def rows(split: str, taken: set[str]) -> Iterator[tuple[dict[str, Any], list[str
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)

@@ -1,9 +1,13 @@
-"""Compute exactly which confidence a score asks for, and what a group tells about a prompt's accuracy p.
+"""Compute exactly which confidence a score asks for, and what a group tells about a prompt's
+accuracy p.
 
-* The optimum of the expected score when labels are Bernoulli(p): a median of the target for the absolute error.
+* The optimum of the expected score when labels are Bernoulli(p): a median of the target for the
+absolute error.
 * The accuracy of a group of G is unbiased with variance p(1 - p)/G; a single label has p(1 - p).
-* Descending |c - t|, the step is sign(c - t). With single labels its variance is 4p(1 - p); with the exact accuracy, 0;
-  with the accuracy of G responses 4q(1 - q), q = P(it < c), which falls exponentially in G except around c = p: there it
+* Descending |c - t|, the step is sign(c - t). With single labels its variance is 4p(1 - p); with
+the exact accuracy, 0;
+  with the accuracy of G responses 4q(1 - q), q = P(it < c), which falls exponentially in G except
+  around c = p: there it
   can exceed the single label's (p = 0.2, G = 8, c just above p: 1.00 against 0.64).
 """
 
@@ -20,7 +24,9 @@ LEVELS = np.linspace(0, 1, 101)
 
 
 def confidence_advantages(R: np.ndarray, c: np.ndarray, options: ObjectiveConfig) -> np.ndarray:
-    """Return the trainer's own A_c [G] of a group with labels ``R`` and confidences ``c`` (NaN: malformed)."""
+    """Return the trainer's own A_c [G] of a group with labels ``R`` and confidences ``c`` (NaN:
+    malformed).
+    """
     *_, A_c = score_group(R, c, np.full_like(c, np.nan), options)
     return A_c
 
@@ -28,14 +34,17 @@ def confidence_advantages(R: np.ndarray, c: np.ndarray, options: ObjectiveConfig
 def optimum(score: str, lam: float, p: float, group_size: int = 0, q: float | None = None) -> float:
     """Return the confidence with the best expected score, on the grid of two decimals.
 
-    t = lam * Rt + (1 - lam) * R_i with R_i ~ Bernoulli(``q``; default ``p``), the others Bernoulli(``p``). ``group_size`` 0:
-    Rt is p exactly. ``q`` is the probability that this response is right, which the confidence may depend on.
+    t = lam * Rt + (1 - lam) * R_i with R_i ~ Bernoulli(``q``; default ``p``), the others
+    Bernoulli(``p``). ``group_size`` 0: Rt is p exactly. ``q`` is the probability that this response
+    is right, which the confidence may depend on.
     """
     q = p if q is None else q
     expected = np.zeros(len(LEVELS))
     for R, weight in ((1.0, q), (0.0, 1 - q)):
         if group_size == 0:
-            expected += weight * SCORING_RULES[score](LEVELS, np.full(len(LEVELS), lam * p + (1 - lam) * R))
+            expected += weight * SCORING_RULES[score](
+                LEVELS, np.full(len(LEVELS), lam * p + (1 - lam) * R)
+            )
             continue
         for k in range(group_size):
             t = lam * (k + R) / group_size + (1 - lam) * R
@@ -45,14 +54,18 @@ def optimum(score: str, lam: float, p: float, group_size: int = 0, q: float | No
 
 
 def saturated_push(objective: ObjectiveConfig, confidences: np.ndarray) -> float:
-    """Return the largest |A_c| times the block's weight in a group that is all right and states ``confidences`` [G].
+    """Return the largest |A_c| times the block's weight in a group that is all right and states
+    ``confidences`` [G].
 
-    Divided by the standard deviation it is the same however close the confidences are to each other and to 1: the push to
-    exactly 1 never ends. Centred only, it fades with the differences themselves.
+    Divided by the standard deviation it is the same however close the confidences are to each other
+    and to 1: the push to exactly 1 never ends. Centred only, it fades with the differences
+    themselves.
     """
     options = resolve(objective)
     c = np.asarray(confidences, np.float64)
-    return float(np.abs(confidence_advantages(np.ones(len(c)), c, options)).max() * options.weight_confidence)
+    return float(
+        np.abs(confidence_advantages(np.ones(len(c)), c, options)).max() * options.weight_confidence
+    )
 
 
 def target_variance(p: float, group_size: int) -> float:
@@ -61,7 +74,9 @@ def target_variance(p: float, group_size: int) -> float:
 
 
 def subgradient_variance(c: float, p: float, group_size: int) -> float:
-    """Return the variance of sign(c - t) for t the accuracy of ``group_size`` responses; 4p(1 - p) for one."""
+    """Return the variance of sign(c - t) for t the accuracy of ``group_size`` responses; 4p(1 - p)
+    for one.
+    """
     return _variance(np.sign(c - np.arange(group_size + 1) / group_size), p)
 
 

@@ -1,5 +1,6 @@
-"""Calibration as a first-class result. These functions need NumPy only, so users of any other trainer can
-``from megatron_dcpo.calibration import ece, pce, brier, auroc, summarize`` without torch.
+"""Calibration as a first-class result. These functions need NumPy only, so users of any other
+trainer can ``from megatron_dcpo.calibration import ece, pce, brier, auroc, summarize`` without
+torch.
 """
 
 from megatron_dcpo.calibration.binned import BinnedError, binned_error, null_ece
@@ -23,7 +24,12 @@ from megatron_dcpo.calibration.metrics import (
     pce,
     pessimistic,
 )
-from megatron_dcpo.calibration.selective import abstention_rates, accuracy_at_coverage, accuracy_coverage, aurc
+from megatron_dcpo.calibration.selective import (
+    abstention_rates,
+    accuracy_at_coverage,
+    accuracy_coverage,
+    aurc,
+)
 from megatron_dcpo.calibration.summary import json_ready, summarize, violation_rates
 
 __all__ = [

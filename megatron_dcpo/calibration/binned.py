@@ -1,9 +1,11 @@
-"""Intervals of the binned errors. The plug-in ECE of a finite sample is too large, and the percentile bootstrap, whose
-resamples are larger still, does not contain the true value of a calibrated model at all.
+"""Intervals of the binned errors. The plug-in ECE of a finite sample is too large, and the
+percentile bootstrap, whose resamples are larger still, does not contain the true value of a
+calibrated model at all.
 
-With x_b = n_b / N (conf_b - acc_b), ECE = sum |x_b| and PCE = sum max(x_b, 0); x_b is about normal around its true value m
-with the standard deviation s_b of a bootstrap over problems, so that E max(x_b, 0) = h(m, s_b) with
-h(m, s) = m Phi(m/s) + s phi(m/s). Corrected for that: 2 max(x, 0) - h(x, s) for max(x, 0); |x| = 2 max(x, 0) - x.
+With x_b = n_b / N (conf_b - acc_b), ECE = sum |x_b| and PCE = sum max(x_b, 0); x_b is about normal
+around its true value m with the standard deviation s_b of a bootstrap over problems, so that E
+max(x_b, 0) = h(m, s_b) with h(m, s) = m Phi(m/s) + s phi(m/s). Corrected for that: 2 max(x, 0) -
+h(x, s) for max(x, 0); |x| = 2 max(x, 0) - x.
 """
 
 from __future__ import annotations
@@ -37,11 +39,13 @@ def binned_error(
     seed: int = 0,
     over_only: bool = False,
 ) -> BinnedError:
-    """Return ECE (``over_only``: PCE) corrected for its bias, with a 95 % interval; whole problems are resampled.
+    """Return ECE (``over_only``: PCE) corrected for its bias, with a 95 % interval; whole problems
+    are resampled.
 
-    The interval is estimate ± 1.96 standard deviations of the corrected estimate, cut at 0. It begins at 0 where the plug-in
-    error is not above what 97.5 % of calibrated models with the same noise stay below. Simulated coverage: 92 to 97 %
-    (tests/unit/calibration/test_binned.py). No valid row: NaN.
+    The interval is estimate ± 1.96 standard deviations of the corrected estimate, cut at 0. It
+    begins at 0 where the plug-in error is not above what 97.5 % of calibrated models with the same
+    noise stay below. Simulated coverage: 92 to 97 % (tests/unit/calibration/test_binned.py). No
+    valid row: NaN.
     """
     c = metrics.as_confidences(confidences)
     valid = np.flatnonzero(metrics.is_valid(c))
@@ -69,11 +73,14 @@ def binned_error(
     return BinnedError(max(estimate, 0.0), max(low, 0.0), max(estimate + half, 0.0))
 
 
-def null_ece(confidences: Confidences, bins: int = DEFAULT_BINS, resamples: int = 1000, seed: int = 0) -> float:
-    """Return what the plug-in ECE of a perfectly calibrated model with these confidences stays below in 95 % of all cases.
+def null_ece(
+    confidences: Confidences, bins: int = DEFAULT_BINS, resamples: int = 1000, seed: int = 0
+) -> float:
+    """Return what the plug-in ECE of a perfectly calibrated model with these confidences stays
+    below in 95 % of all cases.
 
-    Its labels are y ~ Bernoulli(c), independent of each other: repeats of a problem that share what c leaves open have
-    a wider band, so this one is strict.
+    Its labels are y ~ Bernoulli(c), independent of each other: repeats of a problem that share what
+    c leaves open have a wider band, so this one is strict.
     """
     c = metrics.as_confidences(confidences)
     c = c[metrics.is_valid(c)].astype(np.float64)

@@ -1,9 +1,12 @@
-"""Pictures of calibration: reliability diagrams, confidence histograms, training curves; one run or several.
+"""Pictures of calibration: reliability diagrams, confidence histograms, training curves; one run or
+several.
 
-Figures are drawn without a display and without global state (no pyplot), so they are safe in a training process.
-``save`` writes PNG and SVG; ``inline_svg`` gives an SVG whose ink is ``currentColor``, for pages with a dark mode.
+Figures are drawn without a display and without global state (no pyplot), so they are safe in a
+training process. ``save`` writes PNG and SVG; ``inline_svg`` gives an SVG whose ink is
+``currentColor``, for pages with a dark mode.
 
-A run is drawn from ``Bins`` (``metrics.bin_rows``), training curves from the rows of ``metrics.jsonl``.
+A run is drawn from ``Bins`` (``metrics.bin_rows``), training curves from the rows of
+``metrics.jsonl``.
 """
 
 from __future__ import annotations
@@ -35,7 +38,12 @@ PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#7
 _INK = "#1c1d1f"  # replaced by currentColor in inline SVG
 _OVER, _UNDER = "#D55E00", "#0072B2"
 _SHADES = LinearSegmentedColormap.from_list("share", ["#cfe3f1", "#3d8ec2", "#08476f"])
-_PLAIN_STYLE: Any = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False}
+_PLAIN_STYLE: Any = {
+    "font.size": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "legend.frameon": False,
+}
 _STYLE: Any = {
     "font.family": "sans-serif",
     "font.sans-serif": ["Inter", "Helvetica Neue", "Arial", "DejaVu Sans"],
@@ -61,7 +69,9 @@ _STYLE: Any = {
 
 @dataclass(frozen=True)
 class Curve:
-    """One panel of the training curves: the keys of ``metrics.jsonl`` drawn in it, one line style each."""
+    """One panel of the training curves: the keys of ``metrics.jsonl`` drawn in it, one line style
+    each.
+    """
 
     title: str
     keys: tuple[str, ...]
@@ -74,7 +84,11 @@ TRAINING_CURVES = (
     Curve("Mean confidence", ("confidence/mean",), percent=True),
     Curve("ECE (solid), PCE (dashed)", ("calibration/ece", "calibration/pce")),
     Curve("AUROC", ("calibration/auroc",)),
-    Curve("Gradient norm: reasoning, confidence (dashed)", ("grad_norm/reasoning", "grad_norm/confidence"), log=True),
+    Curve(
+        "Gradient norm: reasoning, confidence (dashed)",
+        ("grad_norm/reasoning", "grad_norm/confidence"),
+        log=True,
+    ),
     Curve("Response length (tokens)", ("length/mean",)),
     Curve("Violation rate", ("format/violation_rate",), percent=True),
     Curve("Brier score", ("calibration/brier",)),
@@ -84,12 +98,14 @@ TRAINING_CURVES = (
 )
 
 
-# ------------------------------------------------------------------------------------------------ figures
+# ------------------------------------------------------------------------------------------ figures
 
 
 @rc_context(_STYLE)
 def reliability_diagram(bins: Bins, title: str = "", note: str = "") -> Figure:
-    """Draw accuracy against confidence; bars shaded by their share of the samples, 95 % intervals, the diagonal."""
+    """Draw accuracy against confidence; bars shaded by their share of the samples, 95 % intervals,
+    the diagonal.
+    """
     figure = _figure(4.6, 4.4)
     axes = figure.add_subplot()
     draw_reliability(axes, bins, title, note)
@@ -110,12 +126,16 @@ def confidence_histogram(bins: Bins, title: str = "") -> Figure:
 
 
 @rc_context(_STYLE)
-def comparison_grid(runs: Mapping[str, Bins], notes: Mapping[str, str] | None = None, columns: int = 4) -> Figure:
+def comparison_grid(
+    runs: Mapping[str, Bins], notes: Mapping[str, str] | None = None, columns: int = 4
+) -> Figure:
     """Draw the reliability diagram over histogram for every run, all on the same axes."""
     columns = max(1, min(columns, len(runs)))
     blocks = math.ceil(len(runs) / columns)
     figure = _figure(2.9 * columns + 0.9, 4.7 * blocks)
-    grid = figure.subplots(2 * blocks, columns, squeeze=False, height_ratios=[3, 1.25] * blocks, sharex=True)
+    grid = figure.subplots(
+        2 * blocks, columns, squeeze=False, height_ratios=[3, 1.25] * blocks, sharex=True
+    )
     most = max((int(bins.count.max(initial=0)) for bins in runs.values()), default=1)
     for position, (name, bins) in enumerate(runs.items()):
         row, column = 2 * (position // columns), position % columns
@@ -142,7 +162,9 @@ def comparison_grid(runs: Mapping[str, Bins], notes: Mapping[str, str] | None = 
 
 @rc_context(_STYLE)
 def run_panel(bins: Bins, title: str = "", note: str = "", most: int | None = None) -> Figure:
-    """Draw one run of ``comparison_grid`` alone, for pages that flow. ``most``: the largest bin of all runs shown."""
+    """Draw one run of ``comparison_grid`` alone, for pages that flow. ``most``: the largest bin of
+    all runs shown.
+    """
     figure = _figure(3.5, 4.6)
     upper, lower = figure.subplots(2, 1, height_ratios=[3, 1.15], sharex=True)
     draw_reliability(upper, bins, title, note)
@@ -169,8 +191,15 @@ def coverage_figure(curves: Mapping[str, Mapping[str, Sequence[float]]], title: 
     axes = figure.add_subplot()
     for position, (name, curve) in enumerate(curves.items()):
         color = PALETTE[position % len(PALETTE)]
-        axes.plot(curve["coverage"], curve["accuracy"], color=color, linewidth=1.7, label=_literal(name))
-    axes.set(xlim=(0, 1), ylim=(0, 1.02), xlabel="Share answered, most confident first", ylabel="Accuracy")
+        axes.plot(
+            curve["coverage"], curve["accuracy"], color=color, linewidth=1.7, label=_literal(name)
+        )
+    axes.set(
+        xlim=(0, 1),
+        ylim=(0, 1.02),
+        xlabel="Share answered, most confident first",
+        ylabel="Accuracy",
+    )
     axes.xaxis.set_major_formatter(FuncFormatter(_percent))
     axes.yaxis.set_major_formatter(FuncFormatter(_percent))
     axes.set_title(_literal(title), loc="left")
@@ -182,12 +211,22 @@ def logged_curves(
     runs: Mapping[str, Sequence[Mapping[str, Any]]], curves: Sequence[Curve] = TRAINING_CURVES
 ) -> list[Curve]:
     """Return the curves for which at least one run has logged a defined value."""
-    return [c for c in curves if any(len(series(rows, key)[0]) for rows in runs.values() for key in c.keys)]
+    return [
+        c
+        for c in curves
+        if any(len(series(rows, key)[0]) for rows in runs.values() for key in c.keys)
+    ]
 
 
 def validation_curves(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Curve]:
     """Return the curves of the held-out problems on which any of the runs was validated."""
-    keys = (key.split("/") for rows in runs.values() for row in rows for key in row if key.startswith("evaluation/"))
+    keys = (
+        key.split("/")
+        for rows in runs.values()
+        for row in rows
+        for key in row
+        if key.startswith("evaluation/")
+    )
     return [
         curve
         for name in dict.fromkeys(parts[1] for parts in keys)
@@ -201,11 +240,13 @@ def validation_curves(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[C
     ]
 
 
-# ------------------------------------------------------------------------------------------------ panels
+# ------------------------------------------------------------------------------------------- panels
 
 
 def draw_reliability(axes: Axes, bins: Bins, title: str = "", note: str = "") -> None:
-    """Draw bars of accuracy per bin, a tick at the bin's mean confidence, Wilson intervals, the diagonal."""
+    """Draw bars of accuracy per bin, a tick at the bin's mean confidence, Wilson intervals, the
+    diagonal.
+    """
     filled = bins.count > 0
     width = np.diff(bins.edges)[filled]
     center = bins.edges[:-1][filled] + width / 2
@@ -214,11 +255,20 @@ def draw_reliability(axes: Axes, bins: Bins, title: str = "", note: str = "") ->
     axes.bar(center, accuracy, 0.94 * width, color=_SHADES(np.sqrt(share)))
     low, high = wilson_interval(bins.correct_sum[filled], bins.count[filled])
     errors = np.clip([accuracy - low, high - accuracy], 0.0, None)
-    axes.errorbar(center, accuracy, errors, fmt="none", ecolor=_INK, elinewidth=0.9, capsize=1.8, alpha=0.75)
+    axes.errorbar(
+        center, accuracy, errors, fmt="none", ecolor=_INK, elinewidth=0.9, capsize=1.8, alpha=0.75
+    )
     over = confidence > accuracy
     for mask, color in ((over, _OVER), (~over, _UNDER)):
         axes.scatter(confidence[mask], confidence[mask], s=11, color=color, zorder=3, linewidths=0)
-        axes.vlines(confidence[mask], accuracy[mask], confidence[mask], color=color, linewidth=1.1, alpha=0.55)
+        axes.vlines(
+            confidence[mask],
+            accuracy[mask],
+            confidence[mask],
+            color=color,
+            linewidth=1.1,
+            alpha=0.55,
+        )
     axes.plot([0, 1], [0, 1], linestyle=(0, (4, 3)), linewidth=1.0, color=_INK, alpha=0.65)
     axes.set(xlim=(0, 1), ylim=(0, 1.0), xlabel="Confidence")
     axes.set_aspect("equal")
@@ -237,7 +287,15 @@ def draw_reliability(axes: Axes, bins: Bins, title: str = "", note: str = "") ->
             bbox=paper,
         )
     if not filled.any():
-        axes.text(0.5, 0.5, "no parsed confidence", transform=axes.transAxes, ha="center", va="center", alpha=0.6)
+        axes.text(
+            0.5,
+            0.5,
+            "no parsed confidence",
+            transform=axes.transAxes,
+            ha="center",
+            va="center",
+            alpha=0.6,
+        )
 
 
 def draw_histogram(axes: Axes, bins: Bins, title: str = "") -> None:
@@ -247,7 +305,9 @@ def draw_histogram(axes: Axes, bins: Bins, title: str = "") -> None:
     axes.bar(center, bins.count, 0.94 * width, color="#b4bac2", label="all")
     axes.bar(center, bins.correct_sum, 0.94 * width, color=PALETTE[2], label="correct")
     axes.set(xlim=(0, 1), ylim=_count_range(int(bins.count.max(initial=1))), xlabel="Confidence")
-    axes.set_yscale("log", nonpositive="clip")  # after the limits: autoscaling would warn about empty histograms
+    axes.set_yscale(
+        "log", nonpositive="clip"
+    )  # after the limits: autoscaling would warn about empty histograms
     axes.yaxis.set_major_locator(LogLocator(numticks=5))
     axes.yaxis.set_minor_formatter(NullFormatter())
     axes.set_title(_literal(title), loc="left")
@@ -261,7 +321,14 @@ def draw_curve(axes: Axes, runs: Mapping[str, Sequence[Mapping[str, Any]]], curv
             steps, values = series(rows, key)
             axes.plot(steps, values, linestyle=style, color=color, linewidth=0.7, alpha=0.28)
             label = _literal(name) if key == curve.keys[0] else None
-            axes.plot(steps, _running_mean(values), linestyle=style, color=color, linewidth=1.7, label=label)
+            axes.plot(
+                steps,
+                _running_mean(values),
+                linestyle=style,
+                color=color,
+                linewidth=1.7,
+                label=label,
+            )
     axes.set_title(_literal(curve.title), loc="left", fontsize=9.5)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
     axes.set_xlabel("Step")
@@ -271,7 +338,7 @@ def draw_curve(axes: Axes, runs: Mapping[str, Sequence[Mapping[str, Any]]], curv
         axes.set_yscale("log")
 
 
-# ------------------------------------------------------------------------------------------------ output
+# ------------------------------------------------------------------------------------------- output
 
 
 def save(figure: Figure, path: str | Path) -> list[Path]:
@@ -286,15 +353,20 @@ def save(figure: Figure, path: str | Path) -> list[Path]:
 
 
 def inline_svg(figure: Figure, label: str) -> str:
-    """Return the figure as an ``<svg>`` element for HTML: transparent, ink in ``currentColor``, scales to its container.
+    """Return the figure as an ``<svg>`` element for HTML: transparent, ink in ``currentColor``,
+    scales to its container.
 
     ``label`` becomes the accessible name and keeps the ids of several figures on one page apart.
     """
     buffer = io.StringIO()
     with rc_context(_STYLE | {"svg.hashsalt": label}):
-        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+        figure.savefig(
+            buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None}
+        )
     svg = buffer.getvalue()[buffer.getvalue().index("<svg") :]
-    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL).replace(_INK, "currentColor")
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL).replace(
+        _INK, "currentColor"
+    )
     svg = re.sub(r' (?:width|height)="[\d.]+pt"', "", svg, count=2)
     safe = html.escape(label)
     prefix = re.sub(r"\W+", "-", label)
@@ -303,12 +375,13 @@ def inline_svg(figure: Figure, label: str) -> str:
     return svg.replace("<svg", f'<svg role="img" aria-label="{safe}"', 1)
 
 
-# ------------------------------------------------------------------------------------------------ small parts
+# -------------------------------------------------------------------------------------- small parts
 
 
 def _literal(text: str) -> str:
-    """Return a name as matplotlib must show it: no mathematics, whatever dollar signs it holds, and no control
-    characters."""
+    """Return a name as matplotlib must show it: no mathematics, whatever dollar signs it holds, and
+    no control characters.
+    """
     return printable(text, lines=True).replace("$", r"\$")
 
 
@@ -330,7 +403,9 @@ def _share_colorbar(figure: Figure, axes: list[Axes]) -> None:
 
 
 def _count_range(most: int) -> tuple[float, float]:
-    """Return the limits of the log axis: one sample is visible, and so is the top of the largest bin."""
+    """Return the limits of the log axis: one sample is visible, and so is the top of the largest
+    bin.
+    """
     return 0.7, max(10.0, 1.6 * most)
 
 
@@ -346,7 +421,9 @@ def series(rows: Sequence[Mapping[str, Any]], key: str) -> tuple[np.ndarray, np.
 
 
 def _running_mean(values: np.ndarray) -> np.ndarray:
-    """Return the centered mean over about a twentieth of the run, shorter at the ends so that nothing is invented there."""
+    """Return the centered mean over about a twentieth of the run, shorter at the ends so that
+    nothing is invented there.
+    """
     half = max(0, len(values) // 40)
     total = np.concatenate([[0.0], np.cumsum(values)])
     index = np.arange(len(values))

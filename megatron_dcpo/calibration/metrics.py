@@ -1,28 +1,39 @@
-"""Is a model as right as it says it is? Calibration metrics over (confidence, correct) pairs. NumPy only.
+"""Is a model as right as it says it is? Calibration metrics over (confidence, correct) pairs. NumPy
+only.
 
-Every function takes ``confidences`` [N] and ``correct`` [N] (0/1 or bool). A confidence is *valid* when it lies in
-[0, 1]; ``None``, NaN, infinities and numbers outside (a model that says 85, or the reference code's sentinels -0.1 and
--0.2 for "not found") are *invalid*. Invalid rows never fall into a bin. Whether they still count in the denominator is
+Every function takes ``confidences`` [N] and ``correct`` [N] (0/1 or bool). A confidence is *valid*
+when it lies in
+[0, 1]; ``None``, NaN, infinities and numbers outside (a model that says 85, or the reference code's
+sentinels -0.1 and
+-0.2 for "not found") are *invalid*. Invalid rows never fall into a bin. Whether they still count in
+the denominator is
 the argument ``denominator``:
 
-- ``"valid"`` (default): N is the number of valid rows, so an unparsable response cannot improve the score;
-- ``"all"``: N is every row, as the reference evaluation does it (an invalid row then contributes zero error).
+- ``"valid"`` (default): N is the number of valid rows, so an unparsable response cannot improve the
+score;
+- ``"all"``: N is every row, as the reference evaluation does it (an invalid row then contributes
+zero error).
 
-Bins are equal-width on [0, 1], closed on the right, the first one also on the left: [0, .05], (.05, .10], ... (.95, 1].
-Verbal confidences sit on the edges (.85, .9, .95), so the rule matters. ``M`` of the papers is ``bins``, 20 by default.
+Bins are equal-width on [0, 1], closed on the right, the first one also on the left: [0, .05], (.05,
+.10], ... (.95, 1]. Verbal confidences sit on the edges (.85, .9, .95), so the rule matters. ``M``
+of the papers is ``bins``, 20 by default.
 
 With M bins, n_b rows in bin b, N rows, acc_b and conf_b the means of the bin:
 
     ECE = sum_b n_b / N |acc_b - conf_b|                  (Naeini 2015; Guo 2017)
-    PCE = the same sum over bins with conf_b > acc_b      (DCPO: the over-confident part, so PCE <= ECE always)
+    PCE = the same sum over bins with conf_b > acc_b      (DCPO: the over-confident part, so PCE <=
+    ECE always)
     MCE = max_b |acc_b - conf_b|
-    Brier = mean (c - y)^2 = reliability - resolution + uncertainty + within-bin   (Murphy 1973; Stephenson 2008)
+    Brier = mean (c - y)^2 = reliability - resolution + uncertainty + within-bin   (Murphy 1973;
+    Stephenson 2008)
 
-No rows, or no valid ones: every metric is NaN. One class only: AUROC is NaN; no correct row: AUPRC is NaN.
+No rows, or no valid ones: every metric is NaN. One class only: AUROC is NaN; no correct row: AUPRC
+is NaN.
 
-Why not scikit-learn and SciPy (the test suite compares with them, to 1e-12): their import takes a second, a training
-step logs these numbers; they raise or warn where there is one class or no row, which happens; ``binomtest`` takes one
-share at a time; and ``scipy.stats.bootstrap`` does not resample problems with all their repeats.
+Why not scikit-learn and SciPy (the test suite compares with them, to 1e-12): their import takes a
+second, a training step logs these numbers; they raise or warn where there is one class or no row,
+which happens; ``binomtest`` takes one share at a time; and ``scipy.stats.bootstrap`` does not
+resample problems with all their repeats.
 """
 
 from __future__ import annotations
@@ -43,7 +54,9 @@ DEFAULT_BINS = 20
 
 @dataclass(frozen=True)
 class Bins:
-    """The valid rows sorted into bins. ``edges`` [M+1]; the others [M]. Empty bins have NaN means, zero sums."""
+    """The valid rows sorted into bins. ``edges`` [M+1]; the others [M]. Empty bins have NaN means,
+    zero sums.
+    """
 
     edges: np.ndarray
     count: np.ndarray
@@ -70,8 +83,9 @@ class Bins:
 class BrierParts:
     """Brier = reliability - resolution + uncertainty + within_bin.
 
-    ``within_bin`` (variance of c minus twice its covariance with y inside the bins) is 0 when the confidences of each
-    bin are equal; leaving it out is the usual reason why published parts do not add up to the score.
+    ``within_bin`` (variance of c minus twice its covariance with y inside the bins) is 0 when the
+    confidences of each bin are equal; leaving it out is the usual reason why published parts do not
+    add up to the score.
     """
 
     reliability: float
@@ -80,7 +94,7 @@ class BrierParts:
     within_bin: float
 
 
-# ------------------------------------------------------------------------------------------------ rows and bins
+# ------------------------------------------------------------------------------------ rows and bins
 
 
 def accuracy(correct: Correct) -> float:
@@ -88,23 +102,30 @@ def accuracy(correct: Correct) -> float:
     return _mean(as_correct(correct))
 
 
-def bin_rows(confidences: Confidences, correct: Correct, bins: int = DEFAULT_BINS, mass: bool = False) -> Bins:
-    """Sort the valid rows into ``bins`` equal-width bins, or (``mass``) into bins of about equal counts.
+def bin_rows(
+    confidences: Confidences, correct: Correct, bins: int = DEFAULT_BINS, mass: bool = False
+) -> Bins:
+    """Sort the valid rows into ``bins`` equal-width bins, or (``mass``) into bins of about equal
+    counts.
 
-    Equal-mass bins end on observed values, so ties share a bin and there may be fewer than ``bins`` of them.
+    Equal-mass bins end on observed values, so ties share a bin and there may be fewer than ``bins``
+    of them.
     """
     c, y = valid_rows(confidences, correct)
     if bins < 1:
         raise ValueError(f"bins must be at least 1, got {bins}")
     if not mass:
-        edges = np.arange(bins + 1) / bins  # i / bins is the double nearest to the edge: 0.15 is exactly its own edge
+        edges = (
+            np.arange(bins + 1) / bins
+        )  # i / bins is the double nearest to the edge: 0.15 is exactly its own edge
     elif len(c):
         upper = np.quantile(c, np.arange(1, bins + 1) / bins, method="inverted_cdf")
         edges = np.concatenate([[0.0], np.unique(upper)])
     else:
         edges = np.array([0.0, 1.0])
     count = len(edges) - 1
-    # A float32 confidence is compared with float32 edges, otherwise float32(0.15) > 0.15 would leave its bin.
+    # A float32 confidence is compared with float32 edges, otherwise float32(0.15) > 0.15 would
+    # leave its bin.
     index = np.searchsorted(edges[1:].astype(c.dtype), c, side="left")
     weights = c.astype(np.float64)
     return Bins(
@@ -115,24 +136,39 @@ def bin_rows(confidences: Confidences, correct: Correct, bins: int = DEFAULT_BIN
     )
 
 
-# ------------------------------------------------------------------------------------------------ binned errors
+# ------------------------------------------------------------------------------------ binned errors
 
 
 def ece(
-    confidences: Confidences, correct: Correct, bins: int = DEFAULT_BINS, denominator: Denominator = "valid"
+    confidences: Confidences,
+    correct: Correct,
+    bins: int = DEFAULT_BINS,
+    denominator: Denominator = "valid",
 ) -> float:
     """Return the expected calibration error, in [0, 1]."""
     total = _denominator(confidences, correct, denominator)
-    return float(np.abs(bin_rows(confidences, correct, bins).excess).sum() / total) if total else float("nan")
+    return (
+        float(np.abs(bin_rows(confidences, correct, bins).excess).sum() / total)
+        if total
+        else float("nan")
+    )
 
 
 def pce(
-    confidences: Confidences, correct: Correct, bins: int = DEFAULT_BINS, denominator: Denominator = "valid"
+    confidences: Confidences,
+    correct: Correct,
+    bins: int = DEFAULT_BINS,
+    denominator: Denominator = "valid",
 ) -> float:
-    """Return the positive calibration error: ECE restricted to the over-confident bins. Never above ``ece`` of the same
-    bins."""
+    """Return the positive calibration error: ECE restricted to the over-confident bins. Never above
+    ``ece`` of the same bins.
+    """
     total = _denominator(confidences, correct, denominator)
-    return float(np.maximum(bin_rows(confidences, correct, bins).excess, 0.0).sum() / total) if total else float("nan")
+    return (
+        float(np.maximum(bin_rows(confidences, correct, bins).excess, 0.0).sum() / total)
+        if total
+        else float("nan")
+    )
 
 
 def mce(confidences: Confidences, correct: Correct, bins: int = DEFAULT_BINS) -> float:
@@ -143,13 +179,15 @@ def mce(confidences: Confidences, correct: Correct, bins: int = DEFAULT_BINS) ->
 
 
 def ece_equal_mass(confidences: Confidences, correct: Correct, bins: int = DEFAULT_BINS) -> float:
-    """Return ECE over bins of about equal counts (Nixon 2019): does not hang on where the confidences crowd."""
+    """Return ECE over bins of about equal counts (Nixon 2019): does not hang on where the
+    confidences crowd.
+    """
     rows = bin_rows(confidences, correct, bins, mass=True)
     total = int(rows.count.sum())
     return float(np.abs(rows.excess).sum() / total) if total else float("nan")
 
 
-# ------------------------------------------------------------------------------------------------ proper scores
+# ------------------------------------------------------------------------------------ proper scores
 
 
 def brier(confidences: Confidences, correct: Correct) -> float:
@@ -158,8 +196,12 @@ def brier(confidences: Confidences, correct: Correct) -> float:
     return _mean((c.astype(np.float64) - y) ** 2)
 
 
-def brier_decomposition(confidences: Confidences, correct: Correct, bins: int = DEFAULT_BINS) -> BrierParts:
-    """Return what the Brier score is made of: miscalibration, discrimination, difficulty, and what the bins blur."""
+def brier_decomposition(
+    confidences: Confidences, correct: Correct, bins: int = DEFAULT_BINS
+) -> BrierParts:
+    """Return what the Brier score is made of: miscalibration, discrimination, difficulty, and what
+    the bins blur.
+    """
     rows = bin_rows(confidences, correct, bins)
     n = float(rows.count.sum())
     if n == 0:
@@ -175,22 +217,24 @@ def brier_decomposition(confidences: Confidences, correct: Correct, bins: int = 
 
 
 def nll(confidences: Confidences, correct: Correct) -> float:
-    """Return the negative log-likelihood in nats; confidences stay one double epsilon away from 0 and 1, as in
-    scikit-learn."""
+    """Return the negative log-likelihood in nats; confidences stay one double epsilon away from 0
+    and 1, as in scikit-learn.
+    """
     c, y = valid_rows(confidences, correct)
     eps = np.finfo(np.float64).eps
     p = np.clip(c.astype(np.float64), eps, 1.0 - eps)
     return _mean(-np.where(y == 1.0, np.log(p), np.log1p(-p)))
 
 
-# ------------------------------------------------------------------------------------------------ ranking
+# ------------------------------------------------------------------------------------------ ranking
 
 
 def auroc(confidences: Confidences, correct: Correct) -> float:
-    """Return the probability that a correct row states more confidence than a wrong one, ties one half (Mann-Whitney).
+    """Return the probability that a correct row states more confidence than a wrong one, ties one
+    half (Mann-Whitney).
 
-    Any score ranks, also outside [0, 1], so token log-probs and the reference's sentinels work. NaN rows are left out.
-    One class only: NaN (scikit-learn raises or warns there).
+    Any score ranks, also outside [0, 1], so token log-probs and the reference's sentinels work. NaN
+    rows are left out. One class only: NaN (scikit-learn raises or warns there).
     """
     s, y = ranked_rows(confidences, correct)
     positives, negatives = float((y == 1).sum()), float((y == 0).sum())
@@ -203,7 +247,9 @@ def auroc(confidences: Confidences, correct: Correct) -> float:
 
 
 def auprc(confidences: Confidences, correct: Correct) -> float:
-    """Average precision: sum over falling thresholds of (recall step) x precision. No correct row: NaN."""
+    """Average precision: sum over falling thresholds of (recall step) x precision. No correct row:
+    NaN.
+    """
     s, y = ranked_rows(confidences, correct)
     if not (y == 1).any():
         return float("nan")
@@ -213,11 +259,13 @@ def auprc(confidences: Confidences, correct: Correct) -> float:
     return float((hits * precision).sum() / hits.sum())
 
 
-# ------------------------------------------------------------------------------------------------ plain shares
+# ------------------------------------------------------------------------------------- plain shares
 
 
 def overconfidence(confidences: Confidences, correct: Correct) -> float:
-    """Return the mean confidence minus accuracy over the valid rows: positive when the model says more than it holds."""
+    """Return the mean confidence minus accuracy over the valid rows: positive when the model says
+    more than it holds.
+    """
     c, y = valid_rows(confidences, correct)
     return _mean(c.astype(np.float64)) - _mean(y)
 
@@ -230,7 +278,8 @@ def parse_rate(confidences: Confidences) -> float:
 def pessimistic(
     confidences: Confidences, correct: Correct, fill: Literal["farthest", "half"] = "farthest"
 ) -> np.ndarray:
-    """Return the confidences [N] with every invalid one replaced: by the wrong end of the scale (1 - y), or by one half.
+    """Return the confidences [N] with every invalid one replaced: by the wrong end of the scale (1
+    - y), or by one half.
 
     Metrics of the result bound what a model could gain by not answering.
     """
@@ -242,11 +291,15 @@ def pessimistic(
     return filled
 
 
-# ------------------------------------------------------------------------------------------------ intervals
+# ---------------------------------------------------------------------------------------- intervals
 
 
-def wilson_interval(successes: np.ndarray, count: np.ndarray, z: float = 1.959963984540054) -> tuple[np.ndarray, ...]:
-    """Return the Wilson score interval (low [M], high [M]) of shares; 95 % by default. Takes the samples as independent."""
+def wilson_interval(
+    successes: np.ndarray, count: np.ndarray, z: float = 1.959963984540054
+) -> tuple[np.ndarray, ...]:
+    """Return the Wilson score interval (low [M], high [M]) of shares; 95 % by default. Takes the
+    samples as independent.
+    """
     share = successes / count
     center = (share + z**2 / (2 * count)) / (1 + z**2 / count)
     half = z / (1 + z**2 / count) * np.sqrt(share * (1 - share) / count + z**2 / (4 * count**2))
@@ -262,11 +315,13 @@ def bootstrap_ci(
     level: float = 0.95,
     seed: int = 0,
 ) -> tuple[float, float]:
-    """Return the percentile bootstrap interval of ``metric(confidences, correct)``, resampling whole problems.
+    """Return the percentile bootstrap interval of ``metric(confidences, correct)``, resampling
+    whole problems.
 
-    Repeats of one problem are not independent, hence the clusters; without ``problem_ids`` every row is its own.
-    Resamples where the metric is NaN (one class only) are left out. Not for ECE and PCE, whose resamples are biased
-    upwards: ``binned.binned_error``. Costs ``resamples`` evaluations.
+    Repeats of one problem are not independent, hence the clusters; without ``problem_ids`` every
+    row is its own. Resamples where the metric is NaN (one class only) are left out. Not for ECE and
+    PCE, whose resamples are biased upwards: ``binned.binned_error``. Costs ``resamples``
+    evaluations.
     """
     c, y = as_confidences(confidences), as_correct(correct)
     _same_length(c, y)
@@ -298,7 +353,7 @@ def _clusters(problem_ids: Sequence[Any] | np.ndarray | None, n: int) -> list[np
     return [np.array(group) for group in rows.values()]
 
 
-# ------------------------------------------------------------------------------------------------ checks
+# ------------------------------------------------------------------------------------------- checks
 
 
 def as_confidences(confidences: Confidences) -> np.ndarray:
@@ -363,10 +418,11 @@ def _ratio(numerator: np.ndarray, count: np.ndarray) -> np.ndarray:
 
 
 def ece_adaptive(confidences: Confidences, correct: Correct, bins: int = DEFAULT_BINS) -> float:
-    """Return the adaptive calibration error (Nixon 2019): the plain mean of the gaps of ``bins`` groups of equal size.
+    """Return the adaptive calibration error (Nixon 2019): the plain mean of the gaps of ``bins``
+    groups of equal size.
 
-    The sorted rows are cut into groups whose sizes differ by at most one, ties by row order, so a crowded value may be
-    cut, unlike in ``ece_equal_mass``. Fewer rows than bins: one group per row.
+    The sorted rows are cut into groups whose sizes differ by at most one, ties by row order, so a
+    crowded value may be cut, unlike in ``ece_equal_mass``. Fewer rows than bins: one group per row.
     """
     c, y = valid_rows(confidences, correct)
     if not len(c):
@@ -377,10 +433,12 @@ def ece_adaptive(confidences: Confidences, correct: Correct, bins: int = DEFAULT
 
 
 def ece_debiased(confidences: Confidences, correct: Correct, bins: int = DEFAULT_BINS) -> float:
-    """Return the debiased root-mean-square calibration error (Kumar 2019, equation of the debiased estimator).
+    """Return the debiased root-mean-square calibration error (Kumar 2019, equation of the debiased
+    estimator).
 
-    sqrt(max(0, sum_b n_b/N [(acc_b - conf_b)^2 - acc_b (1 - acc_b) / (n_b - 1)])). The plain ECE of a perfectly
-    calibrated model is positive for every finite sample; this one is near zero. A bin of one row is not corrected.
+    sqrt(max(0, sum_b n_b/N [(acc_b - conf_b)^2 - acc_b (1 - acc_b) / (n_b - 1)])). The plain ECE of
+    a perfectly calibrated model is positive for every finite sample; this one is near zero. A bin
+    of one row is not corrected.
     """
     rows = bin_rows(confidences, correct, bins)
     filled = rows.count > 0

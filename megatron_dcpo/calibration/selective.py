@@ -1,8 +1,9 @@
-"""Answering only when sure: accuracy among the most confident rows, and the area under the risk-coverage curve. NumPy only.
+"""Answering only when sure: accuracy among the most confident rows, and the area under the
+risk-coverage curve. NumPy only.
 
-Rows are taken from the most to the least confident. Rows of equal confidence cannot be told apart, so each counts as
-the mean of its ties: the result does not depend on the order of the rows. Any score ranks; NaN rows (unparsed) are left
-out, as in ``auroc``.
+Rows are taken from the most to the least confident. Rows of equal confidence cannot be told apart,
+so each counts as the mean of its ties: the result does not depend on the order of the rows. Any
+score ranks; NaN rows (unparsed) are left out, as in ``auroc``.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ def accuracy_coverage(confidences: Confidences, correct: Correct) -> tuple[np.nd
 
 
 def aurc(confidences: Confidences, correct: Correct) -> float:
-    """Return the area under the risk-coverage curve: the mean over k of the error rate among the k most confident
-    (Geifman 2017)."""
+    """Return the area under the risk-coverage curve: the mean over k of the error rate among the k
+    most confident (Geifman 2017).
+    """
     _, accuracy = accuracy_coverage(confidences, correct)
     return float(np.mean(1.0 - accuracy)) if len(accuracy) else float("nan")
 
@@ -42,7 +44,9 @@ def accuracy_at_coverage(confidences: Confidences, correct: Correct, coverage: f
 
 
 def _expected_hits(confidences: Confidences, correct: Correct) -> np.ndarray:
-    """Return the correctness [N] from the most confident row on, each replaced by the mean of its ties."""
+    """Return the correctness [N] from the most confident row on, each replaced by the mean of its
+    ties.
+    """
     s, y = ranked_rows(confidences, correct)
     _, group, count = np.unique(-s, return_inverse=True, return_counts=True)
     mean = np.bincount(group, weights=y, minlength=len(count)) / np.maximum(count, 1)
@@ -51,14 +55,18 @@ def _expected_hits(confidences: Confidences, correct: Correct) -> np.ndarray:
 
 def selective_summary(confidences: Confidences, correct: Correct) -> dict[str, float]:
     """Return AURC and the accuracies at ``COVERAGES``."""
-    at = {f"accuracy_at_{100 * c:.0f}": accuracy_at_coverage(confidences, correct, c) for c in COVERAGES}
+    at = {
+        f"accuracy_at_{100 * c:.0f}": accuracy_at_coverage(confidences, correct, c)
+        for c in COVERAGES
+    }
     return {"aurc": aurc(confidences, correct), **at}
 
 
 def abstention_rates(correct: Correct, abstained: Sequence[bool]) -> dict[str, float]:
-    """Return what becomes of the rows when some of them are not answered: ``rate``, the share that abstains; ``coverage``,
-    the share that is answered; ``selective_accuracy``, of what is answered; ``hallucination_rate``, the share of all rows
-    that is answered wrong (TruthRL)."""
+    """Return what becomes of the rows when some of them are not answered: ``rate``, the share that
+    abstains; ``coverage``, the share that is answered; ``selective_accuracy``, of what is answered;
+    ``hallucination_rate``, the share of all rows that is answered wrong (TruthRL).
+    """
     y, silent = np.asarray(correct, float), np.asarray(abstained, bool)
     answered = y[~silent]
     return {
@@ -69,8 +77,12 @@ def abstention_rates(correct: Correct, abstained: Sequence[bool]) -> dict[str, f
     }
 
 
-def coverage_to_json(confidences: Confidences, correct: Correct, points: int = 101) -> dict[str, Sequence[Any]]:
+def coverage_to_json(
+    confidences: Confidences, correct: Correct, points: int = 101
+) -> dict[str, Sequence[Any]]:
     """Return the curve thinned to at most ``points`` equally spaced coverages, for pictures."""
     coverage, accuracy = accuracy_coverage(confidences, correct)
-    chosen = np.unique(np.linspace(0, len(coverage) - 1, min(points, len(coverage))).round().astype(int))
+    chosen = np.unique(
+        np.linspace(0, len(coverage) - 1, min(points, len(coverage))).round().astype(int)
+    )
     return {"coverage": coverage[chosen].tolist(), "accuracy": accuracy[chosen].tolist()}

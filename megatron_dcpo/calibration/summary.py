@@ -1,4 +1,6 @@
-"""One dictionary of numbers for a set of judged samples: the same for a training step and for an evaluation."""
+"""One dictionary of numbers for a set of judged samples: the same for a training step and for an
+evaluation.
+"""
 
 from __future__ import annotations
 
@@ -37,13 +39,20 @@ def summarize(
 ) -> dict[str, Any]:
     """Return all metrics of N judged samples. ``None``/NaN/out-of-range confidences are unparsed.
 
-    ``accuracy`` is over all N samples, calibration metrics are over the parsed ones (``accuracy_parsed`` is theirs),
-    ``*_worst`` over all N with every unparsed confidence at the wrong end. ``violation_rate`` is the share of
-    ``statuses`` that are not ``ok`` (``violations``: per kind), or 1 - parse_rate without statuses. With ``resamples``
-    > 0 there are ``ci95``: {name: [low, high]}, bootstrapped over ``problem_ids``, ``ece_corrected``, the ECE that its
-    interval is around, and ``ece_null95``, the largest of 95 % of calibrated models. Undefined values are NaN; see
-    ``json_ready`` for writing them. ``ranking_only``: the confidences are scores of any size (a mean log-prob);
-    AUROC, AUPRC and AURC are of all of them, everything else treats what lies outside [0, 1] as unparsed.
+    ``accuracy`` is over all N samples, calibration metrics are over the parsed ones
+    (``accuracy_parsed`` is theirs),
+    ``*_worst`` over all N with every unparsed confidence at the wrong end. ``violation_rate`` is
+    the share of
+    ``statuses`` that are not ``ok`` (``violations``: per kind), or 1 - parse_rate without statuses.
+    With ``resamples``
+    > 0 there are ``ci95``: {name: [low, high]}, bootstrapped over ``problem_ids``,
+    ``ece_corrected``, the ECE that its
+    interval is around, and ``ece_null95``, the largest of 95 % of calibrated models. Undefined
+    values are NaN; see
+    ``json_ready`` for writing them. ``ranking_only``: the confidences are scores of any size (a
+    mean log-prob);
+    AUROC, AUPRC and AURC are of all of them, everything else treats what lies outside [0, 1] as
+    unparsed.
     """
     c, y = metrics.as_confidences(confidences), metrics.as_correct(correct)
     valid, valid_correct = metrics.valid_rows(c, y)
@@ -89,10 +98,15 @@ def summarize(
 
 
 def violation_rates(statuses: Sequence[str]) -> dict[str, Any]:
-    """Return ``violation_rate`` and ``violations``: {kind: share of all samples}, with every kind there is."""
+    """Return ``violation_rate`` and ``violations``: {kind: share of all samples}, with every kind
+    there is.
+    """
     n = len(statuses)
     share = {kind: sum(s == kind for s in statuses) / n if n else math.nan for kind in MALFORMED}
-    return {"violation_rate": sum(s != "ok" for s in statuses) / n if n else math.nan, "violations": share}
+    return {
+        "violation_rate": sum(s != "ok" for s in statuses) / n if n else math.nan,
+        "violations": share,
+    }
 
 
 def intervals(
@@ -104,8 +118,9 @@ def intervals(
     resamples: int = 1000,
     seed: int = 0,
 ) -> dict[str, list[float]]:
-    """Return 95 % intervals [low, high] of ``INTERVALS``, clustered by problem: bootstrap percentiles, and of the
-    binned errors those of ``binned_error``."""
+    """Return 95 % intervals [low, high] of ``INTERVALS``, clustered by problem: bootstrap
+    percentiles, and of the binned errors those of ``binned_error``.
+    """
 
     def auroc_of_valid(c: np.ndarray, y: np.ndarray) -> float:
         return metrics.auroc(*metrics.valid_rows(c, y))
@@ -116,18 +131,23 @@ def intervals(
         "auroc": auroc_of_valid,
     }
     found = {
-        name: list(metrics.bootstrap_ci(function, confidences, correct, problem_ids, resamples, seed=seed))
+        name: list(
+            metrics.bootstrap_ci(function, confidences, correct, problem_ids, resamples, seed=seed)
+        )
         for name, function in functions.items()
     }
     for name in ("ece", "pce"):
-        error = binned_error(confidences, correct, problem_ids, bins, resamples, seed, over_only=name == "pce")
+        error = binned_error(
+            confidences, correct, problem_ids, bins, resamples, seed, over_only=name == "pce"
+        )
         found[name] = [error.low, error.high]
     return {name: found[name] for name in INTERVALS}
 
 
 def json_ready(value: Any) -> Any:
-    """Return the same structure with NaN and infinities as ``None``, NumPy values as Python's and lone surrogates as
-    U+FFFD, for strict JSON in UTF-8."""
+    """Return the same structure with NaN and infinities as ``None``, NumPy values as Python's and
+    lone surrogates as U+FFFD, for strict JSON in UTF-8.
+    """
     if isinstance(value, dict):
         return {encodable(str(key)): json_ready(item) for key, item in value.items()}
     if isinstance(value, str):

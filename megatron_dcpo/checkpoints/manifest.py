@@ -1,7 +1,8 @@
-"""What makes a checkpoint complete and intact: a manifest with the size and SHA-256 of each of its files.
+"""What makes a checkpoint complete and intact: a manifest with the size and SHA-256 of each of its
+files.
 
-The manifest ``integrity.json`` is written last, into a directory that is renamed to ``iter_0000120`` only then. A
-directory of that name without a valid manifest was damaged later.
+The manifest ``integrity.json`` is written last, into a directory that is renamed to
+``iter_0000120`` only then. A directory of that name without a valid manifest was damaged later.
 """
 
 from __future__ import annotations
@@ -33,8 +34,9 @@ def iterations(directory: Path) -> list[int]:
 
 
 def latest_iteration(directory: Path) -> int | None:
-    """Return what ``latest_checkpointed_iteration.txt`` names; without a usable file the newest there is, ``None`` for
-    none."""
+    """Return what ``latest_checkpointed_iteration.txt`` names; without a usable file the newest
+    there is, ``None`` for none.
+    """
     try:
         text = (directory / LATEST).read_text().strip()
     except (OSError, UnicodeDecodeError):
@@ -46,7 +48,10 @@ def latest_iteration(directory: Path) -> int | None:
 def digest(path: Path) -> dict[str, Any]:
     """Return ``{"bytes": size, "sha256": hexadecimal}`` of a file."""
     with path.open("rb") as file:
-        return {"bytes": os.fstat(file.fileno()).st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+        return {
+            "bytes": os.fstat(file.fileno()).st_size,
+            "sha256": hashlib.file_digest(file, "sha256").hexdigest(),
+        }
 
 
 def write_manifest(directory: Path, iteration: int, files: dict[str, dict[str, Any]]) -> None:
@@ -69,13 +74,16 @@ def sync_directory(directory: Path) -> None:
 
 
 def listed_files(directory: Path, iteration: int) -> dict[str, dict[str, Any]]:
-    """Return the manifest's files. Raises :class:`ValueError` saying what is wrong with the manifest."""
+    """Return the manifest's files. Raises :class:`ValueError` saying what is wrong with the
+    manifest.
+    """
     path = directory / MANIFEST
     try:
         manifest = parse_json(path.read_bytes())
         files: dict[str, dict[str, Any]] = dict(manifest["files"])
         wrong = manifest["iteration"] != iteration or not all(
-            type(entry["bytes"]) is int and isinstance(entry["sha256"], str) for entry in files.values()
+            type(entry["bytes"]) is int and isinstance(entry["sha256"], str)
+            for entry in files.values()
         )
     except FileNotFoundError:
         raise ValueError(f"{MANIFEST} is missing") from None
@@ -90,9 +98,13 @@ def listed_files(directory: Path, iteration: int) -> dict[str, dict[str, Any]]:
 
 
 def damage(
-    directory: Path, files: Iterable[tuple[str, dict[str, Any]]], kept: dict[Path, bytes] | None = None
+    directory: Path,
+    files: Iterable[tuple[str, dict[str, Any]]],
+    kept: dict[Path, bytes] | None = None,
 ) -> str | None:
-    """Return the first of ``files`` that is not as the manifest says, or ``None``. What was read is added to ``kept``."""
+    """Return the first of ``files`` that is not as the manifest says, or ``None``. What was read is
+    added to ``kept``.
+    """
     for name, expected in files:
         path = directory / name
         try:

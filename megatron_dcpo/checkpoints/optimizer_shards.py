@@ -1,11 +1,13 @@
 """A rank's own part of the distributed optimizer's state, saved and loaded where it is.
 
-Megatron's ``fully_reshardable`` format gathers the state of all data-parallel ranks on each of them; its ``dp_reshardable``
-format gathers nothing, but ties a checkpoint to its tensor and pipeline sizes. Here a rank's flat range of a parameter is
-cut into boxes of that parameter (the end of a row, whole rows, the beginning of a row), and each box is a shard of the
-same tensor that ``fully_reshardable`` writes. So no rank holds another's state, a rank reads what it owns, and a
-checkpoint resumes at any layout; those that Megatron's own code wrote are read as well. Experts on several ranks have an
-optimizer of their own behind the first; their tensors stand beside the others', and they share its groups' options.
+Megatron's ``fully_reshardable`` format gathers the state of all data-parallel ranks on each of
+them; its ``dp_reshardable`` format gathers nothing, but ties a checkpoint to its tensor and
+pipeline sizes. Here a rank's flat range of a parameter is cut into boxes of that parameter (the end
+of a row, whole rows, the beginning of a row), and each box is a shard of the same tensor that
+``fully_reshardable`` writes. So no rank holds another's state, a rank reads what it owns, and a
+checkpoint resumes at any layout; those that Megatron's own code wrote are read as well. Experts on
+several ranks have an optimizer of their own behind the first; their tensors stand beside the
+others', and they share its groups' options.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import param_group_identifier_keys
 
 _EXPERTS = "is_expert_parallel"
-METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}  # what is in the checkpoint, as Megatron names it
+METADATA = {
+    "distrib_optim_sharding_type": "fully_reshardable"
+}  # what is in the checkpoint, as Megatron names it
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # offset, shape
 
@@ -37,8 +41,9 @@ def is_distributed(optimizer: Any) -> bool:
 
 
 def optimizer_state(optimizer: Any, model: dict[str, Any], is_loading: bool) -> dict[str, Any]:
-    """Return the sharded state of ``optimizer``; ``model``: the sharded state of the model. Loading fills the tensors
-    in place."""
+    """Return the sharded state of ``optimizer``; ``model``: the sharded state of the model. Loading
+    fills the tensors in place.
+    """
     if optimizer is None:
         return {}
     if not is_distributed(optimizer):
@@ -47,13 +52,17 @@ def optimizer_state(optimizer: Any, model: dict[str, Any], is_loading: bool) -> 
     state = dict(parts[0].state_dict())
     for part in parts if is_loading else ():
         part.load_state_dict(part.state_dict())  # allocates the moments
-    state["param_state"] = dict(enumerate(shards for part in parts for shards in _own_shards(part, model)))
+    state["param_state"] = dict(
+        enumerate(shards for part in parts for shards in _own_shards(part, model))
+    )
     state["param_state_sharding_type"] = METADATA["distrib_optim_sharding_type"]
     return state
 
 
 def restore(optimizer: Any, loaded: dict[str, Any]) -> None:
-    """Set step counts and options of the groups, and without the distributed optimizer the tensors too."""
+    """Set step counts and options of the groups, and without the distributed optimizer the tensors
+    too.
+    """
     if optimizer is None:
         return
     if not is_distributed(optimizer):
@@ -65,18 +74,23 @@ def restore(optimizer: Any, loaded: dict[str, Any]) -> None:
         own = part.state_dict()["optimizer"]["param_groups"]
         keys = _identifying(*saved, *own)
         found = {tuple(group[key] for key in keys): group for group in saved}
-        groups = [found[tuple(group[key] for key in keys)] | {_EXPERTS: group[_EXPERTS]} for group in own]
+        groups = [
+            found[tuple(group[key] for key in keys)] | {_EXPERTS: group[_EXPERTS]} for group in own
+        ]
         part.load_state_dict(loaded | {"optimizer": loaded["optimizer"] | {"param_groups": groups}})
 
 
 def _identifying(*groups: dict[str, Any]) -> list[str]:
-    """Return by which options a group is found again, at other sizes as well (an expert's parameter is in a group like any
-    other's), and by another release of Megatron, which has more of them."""
+    """Return by which options a group is found again, at other sizes as well (an expert's parameter
+    is in a group like any other's), and by another release of Megatron, which has more of them.
+    """
     keys = [key for key in param_group_identifier_keys if key != _EXPERTS]
     return [key for key in keys if all(key in group for group in groups)]
 
 
-def _own_shards(part: DistributedOptimizer, model: dict[str, Any]) -> Iterator[dict[str, list[ShardedTensor]]]:
+def _own_shards(
+    part: DistributedOptimizer, model: dict[str, Any]
+) -> Iterator[dict[str, list[ShardedTensor]]]:
     sharded, _ = extract_sharded_tensors_and_factories(model)
     bases = {id(base.data): base for base in nested_values(sharded)}
     for parameter, start, stop in _owned_ranges(part):
@@ -100,15 +114,20 @@ def _owned_ranges(part: DistributedOptimizer) -> Iterator[tuple[Tensor, int, int
 def _shards(
     base: ShardedTensor | ShardedTensorFactory, name: str, own: Tensor, start: int, stop: int
 ) -> Iterator[ShardedTensor]:
-    """Return the sharded tensors of ``own``: the flat values [``start``, ``stop``) of the parameter that ``base``
-    describes. A factory cuts it in two."""
+    """Return the sharded tensors of ``own``: the flat values [``start``, ``stop``) of the parameter
+    that ``base`` describes. A factory cuts it in two.
+    """
     pieces = base.build() if isinstance(base, ShardedTensorFactory) else [base]
     for piece in pieces:
-        first = piece.data.storage_offset() - base.data.storage_offset()  # of the piece in the flat parameter
+        first = (
+            piece.data.storage_offset() - base.data.storage_offset()
+        )  # of the piece in the flat parameter
         a, b = max(start, first), min(stop, first + piece.data.numel())
         at = a - start
         for offset, shape in boxes(piece.local_shape, a - first, b - first):
-            ones = (1,) * piece.prepend_axis_num  # written out: Megatron's uneven shards know no prepended axes
+            ones = (
+                (1,) * piece.prepend_axis_num
+            )  # written out: Megatron's uneven shards know no prepended axes
             inside = ((0,) * len(ones) + offset, piece.global_offset)
             size = math.prod(shape)
             yield ShardedTensor(
@@ -126,7 +145,9 @@ def _shards(
 
 
 def boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
-    """Return the flat range [``start``, ``stop``) of a tensor of ``shape`` as boxes, in order; none if it is empty."""
+    """Return the flat range [``start``, ``stop``) of a tensor of ``shape`` as boxes, in order; none
+    if it is empty.
+    """
     if start >= stop:
         return []
     if len(shape) == 1:
@@ -135,7 +156,10 @@ def boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
     first, last = -(-start // row), stop // row  # the whole rows
 
     def within(index: int, a: int, b: int) -> list[Box]:
-        return [((index, *offset), (1, *size)) for offset, size in boxes(shape[1:], a - index * row, b - index * row)]
+        return [
+            ((index, *offset), (1, *size))
+            for offset, size in boxes(shape[1:], a - index * row, b - index * row)
+        ]
 
     if first > last:
         return within(last, start, stop)

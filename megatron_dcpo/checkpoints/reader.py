@@ -1,11 +1,14 @@
-"""Megatron's loader of checkpoints: without what would run code of those who wrote them, and without reading twice.
+"""Megatron's loader of checkpoints: without what would run code of those who wrote them, and
+without reading twice.
 
-torch reads ``.metadata`` with the full unpickler, and the objects that lie beside the tensors as well. Importing this
-replaces both for every load of this process: the metadata by ``conversion/checkpoint_metadata.py``, the objects by torch's
-restricted unpickler. Tensors and ``common.pt`` are read by the latter anyway.
+torch reads ``.metadata`` with the full unpickler, and the objects that lie beside the tensors as
+well. Importing this replaces both for every load of this process: the metadata by
+``conversion/checkpoint_metadata.py``, the objects by torch's restricted unpickler. Tensors and
+``common.pt`` are read by the latter anyway.
 
-Files whose digest was checked are loaded from what was read for it (``CHECKED``); of weights that several ranks hold, each
-reads a share, the one that it wrote where the layout is the same, and sends it to the others.
+Files whose digest was checked are loaded from what was read for it (``CHECKED``); of weights that
+several ranks hold, each reads a share, the one that it wrote where the layout is the same, and
+sends it to the others.
 """
 
 from __future__ import annotations
@@ -30,11 +33,16 @@ from megatron_dcpo.runtime.megatron_private import replace_checkpoint_reader, se
 
 from megatron.core.dist_checkpointing import ShardedTensor  # isort: skip
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, nested_values
-from megatron.core.dist_checkpointing.exchange_utils import determine_main_replica_uniform_distribution
+from megatron.core.dist_checkpointing.exchange_utils import (
+    determine_main_replica_uniform_distribution,
+)
 from megatron.core.dist_checkpointing.strategies import torch as strategy
-from megatron.core.dist_checkpointing.strategies.cached_metadata_filesystem_reader import CachedMetadataFileSystemReader
+from megatron.core.dist_checkpointing.strategies.cached_metadata_filesystem_reader import (
+    CachedMetadataFileSystemReader,
+)
 
-# Read before the load, whose error would come with tracebacks, and not again by it: many chunks take seconds.
+# Read before the load, whose error would come with tracebacks, and not again by it: many chunks
+# take seconds.
 metadata_of = lru_cache(maxsize=1)(read_metadata)
 
 
@@ -46,7 +54,9 @@ class _CheckedFiles(FileSystem):
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
         content = CHECKED.get(Path(path))
-        with super().create_stream(path, mode) if content is None else io.BytesIO(content) as stream:
+        with (
+            super().create_stream(path, mode) if content is None else io.BytesIO(content) as stream
+        ):
             yield stream
 
 
@@ -76,15 +86,21 @@ replace_checkpoint_reader(_get_reader, _LoadPlanner)
 
 
 class SharedRead(strategy.TorchDistLoadShardedStrategy):
-    """Ranks of ``replicas`` read a share each of what all of them hold, and receive the others' shares in place."""
+    """Ranks of ``replicas`` read a share each of what all of them hold, and receive the others'
+    shares in place.
+    """
 
     def __init__(self, replicas: dist.ProcessGroup) -> None:
         super().__init__()
         self.replicas = replicas
 
     @torch.no_grad()
-    def load(self, sharded: Any, directory: Path, *more: Any) -> Any:  # from 0.17 on: async_strategy
-        shares = determine_main_replica_uniform_distribution(sharded, self.replicas, ignore_groups=True)
+    def load(
+        self, sharded: Any, directory: Path, *more: Any
+    ) -> Any:  # from 0.17 on: async_strategy
+        shares = determine_main_replica_uniform_distribution(
+            sharded, self.replicas, ignore_groups=True
+        )
         if shares is None:
             return super().load(sharded, directory, *more)
         parts = {_identity(part): part for part in nested_values(sharded)}
@@ -98,7 +114,9 @@ class SharedRead(strategy.TorchDistLoadShardedStrategy):
                 parts[name].init_data(current_device())
                 values[name] = parts[name].data
             form = shares.shard_to_metadata[name]
-            held = values[name] if name in values else torch.empty(form.local_shape, dtype=form.dtype)
+            held = (
+                values[name] if name in values else torch.empty(form.local_shape, dtype=form.dtype)
+            )
             moved = held.to(current_device()).contiguous()
             dist.broadcast(moved, dist.get_global_rank(self.replicas, rank), self.replicas)
             if moved is not held:

@@ -1,9 +1,11 @@
-"""Writing a checkpoint: planned together, written by every rank for itself, in the background if asked, announced last.
+"""Writing a checkpoint: planned together, written by every rank for itself, in the background if
+asked, announced last.
 
-Megatron plans which rank writes what (``torch_dist`` format). The writing itself is one function per rank that
-communicates with no other rank, so it can run in a thread on a snapshot of the state while training goes on. Only when all
-ranks have written does the first one complete the directory, rename it and name it in
-``latest_checkpointed_iteration.txt``: whenever a process ends, the previous checkpoint is unchanged.
+Megatron plans which rank writes what (``torch_dist`` format). The writing itself is one function
+per rank that communicates with no other rank, so it can run in a thread on a snapshot of the state
+while training goes on. Only when all ranks have written does the first one complete the directory,
+rename it and name it in ``latest_checkpointed_iteration.txt``: whenever a process ends, the
+previous checkpoint is unchanged.
 """
 
 from __future__ import annotations
@@ -35,14 +37,21 @@ from megatron_dcpo.checkpoints.manifest import (
 )
 from megatron_dcpo.conversion.megatron_checkpoint import BEST
 from megatron_dcpo.errors import UserError, one_line
-from megatron_dcpo.runtime.distributed import all_gather_objects, barrier, broadcast_object, max_over_ranks
+from megatron_dcpo.runtime.distributed import (
+    all_gather_objects,
+    barrier,
+    broadcast_object,
+    max_over_ranks,
+)
 from megatron_dcpo.runtime.files import write_atomically
 from megatron_dcpo.runtime.megatron_private import plan_checkpoint, use_queue_of_this_process
 
 from megatron.core.dist_checkpointing import ShardedTensor  # isort: skip
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.exchange_utils import determine_main_replica_uniform_distribution
+from megatron.core.dist_checkpointing.exchange_utils import (
+    determine_main_replica_uniform_distribution,
+)
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
@@ -55,8 +64,10 @@ _NOTHING_FREE = 1 << 20  # bytes
 
 @dataclass
 class Pending:
-    """A checkpoint on its way. ``results``: what this rank wrote; ``error``: why it could not, or later why none could be
-    completed. ``work``: the thread that writes, then the first rank's that completes, once all have written."""
+    """A checkpoint on its way. ``results``: what this rank wrote; ``error``: why it could not, or
+    later why none could be completed. ``work``: the thread that writes, then the first rank's that
+    completes, once all have written.
+    """
 
     iteration: int
     temporary: Path
@@ -73,8 +84,10 @@ class Pending:
 
 @dataclass(frozen=True)
 class _Plan:
-    """What the next save can take over while the state has the same ``form``: Megatron's plan, and the host's copies.
-    ``files``: (name, objects, tensors), of each: what is written, which part of the state it is, its copy."""
+    """What the next save can take over while the state has the same ``form``: Megatron's plan, and
+    the host's copies. ``files``: (name, objects, tensors), of each: what is written, which part of
+    the state it is, its copy.
+    """
 
     form: list[Any]
     metadata: Any
@@ -84,14 +97,19 @@ class _Plan:
 class Saver:
     """Saves into ``directory``, keeps the newest ``keep`` checkpoints. All methods are collective.
 
-    ``background``: :meth:`begin` returns as soon as the state is copied, into memory that is kept for the next save.
-    ``replicas``: the ranks that hold the same weights share the writing of them. ``damaged``: iterations that failed
-    their check; they do not count among those to keep. ``best``: what ``best.json`` is to say of the best one, which is
-    kept.
+    ``background``: :meth:`begin` returns as soon as the state is copied, into memory that is kept
+    for the next save. ``replicas``: the ranks that hold the same weights share the writing of them.
+    ``damaged``: iterations that failed their check; they do not count among those to keep.
+    ``best``: what ``best.json`` is to say of the best one, which is kept.
     """
 
     def __init__(
-        self, directory: Path, rank: int, keep: int, background: bool, replicas: dist.ProcessGroup | None = None
+        self,
+        directory: Path,
+        rank: int,
+        keep: int,
+        background: bool,
+        replicas: dist.ProcessGroup | None = None,
     ) -> None:
         self.directory, self.rank, self.keep, self.background = directory, rank, keep, background
         self.replicas = replicas
@@ -101,19 +119,24 @@ class Saver:
         self._known: _Plan | None = None
 
     def begin(self, iteration: int, state: dict[str, Any]) -> None:
-        """Write the sharded ``state``, in the background if so; it is announced by :meth:`finish`, :meth:`wait` or the
-        next :meth:`begin`. Afterwards ``state`` may change.
+        """Write the sharded ``state``, in the background if so; it is announced by :meth:`finish`,
+        :meth:`wait` or the next :meth:`begin`. Afterwards ``state`` may change.
 
-        Raises :class:`UserError` when the disk cannot be written; the previous checkpoint stays the latest.
+        Raises :class:`UserError` when the disk cannot be written; the previous checkpoint stays the
+        latest.
         """
         self.wait()
         self._pending = pending = self._prepare(iteration, state)
         self._run(_write, pending)
 
     def finish(self) -> None:
-        """Make the pending checkpoint the latest, if every rank has written its part. Raises as :meth:`begin` does."""
+        """Make the pending checkpoint the latest, if every rank has written its part. Raises as
+        :meth:`begin` does.
+        """
         pending = self._pending
-        if pending is None or max_over_ranks(int(pending.work is not None and pending.work.is_alive())):
+        if pending is None or max_over_ranks(
+            int(pending.work is not None and pending.work.is_alive())
+        ):
             return
         if not pending.completing:
             self._announce(pending)
@@ -144,7 +167,8 @@ class Saver:
             pending.work.join()
         written = all_gather_objects((pending.error, pending.results, pending.files))
         pending.error = next(
-            (f"rank {rank}: {part[0]}" for rank, part in enumerate(written) if part[0] is not None), None
+            (f"rank {rank}: {part[0]}" for rank, part in enumerate(written) if part[0] is not None),
+            None,
         )
         pending.completing = True
         if pending.error is None and self.rank == 0:
@@ -172,23 +196,34 @@ class Saver:
                 self._known = _Plan(form, metadata, _files_of_buckets(writer.write_buckets, parts))
         else:
             assert self._known is not None
-            writer, metadata = filesystem_async.FileSystemWriterAsync(temporary), self._known.metadata
+            writer, metadata = (
+                filesystem_async.FileSystemWriterAsync(temporary),
+                self._known.metadata,
+            )
             writer.write_buckets = _refreshed(self._known, temporary, parts)
         return Pending(iteration, temporary, self.rank, writer, metadata, copy.deepcopy(common))
 
     def _plan(self, state: dict[str, Any], temporary: Path) -> tuple[Any, Any]:
-        """Return Megatron's writer with this rank's part of the state, and on the first rank the metadata."""
+        """Return Megatron's writer with this rank's part of the state, and on the first rank the
+        metadata.
+        """
         use_queue_of_this_process()  # the thread that writes is in it
         sharded, _ = save_preprocess(state)
         if self.replicas is not None:
             shares = determine_main_replica_uniform_distribution(sharded, self.replicas)
             distribute_main_replicas_with_precomputed_distribution(sharded, self.replicas, shares)
         writer, metadata = plan_checkpoint(sharded, temporary)
-        writer.write_buckets = _snapshot(writer.write_buckets, _storages(sharded) if self.background else set())
+        writer.write_buckets = _snapshot(
+            writer.write_buckets, _storages(sharded) if self.background else set()
+        )
         return writer, metadata
 
-    def _complete(self, pending: Pending, written: list[tuple[Any, list[Any], dict[str, Any]]]) -> None:
-        """Write, on rank 0, metadata, manifest, the final name and the announcement; then remove what is too old."""
+    def _complete(
+        self, pending: Pending, written: list[tuple[Any, list[Any], dict[str, Any]]]
+    ) -> None:
+        """Write, on rank 0, metadata, manifest, the final name and the announcement; then remove
+        what is too old.
+        """
         try:
             self._rename(pending, written)
             if self.best and iteration_dir(self.directory, self.best["iteration"]).is_dir():
@@ -197,7 +232,9 @@ class Saver:
         except Exception as refused:  # nothing may be lost in the thread
             pending.error = _line(refused)
 
-    def _rename(self, pending: Pending, written: list[tuple[Any, list[Any], dict[str, Any]]]) -> None:
+    def _rename(
+        self, pending: Pending, written: list[tuple[Any, list[Any], dict[str, Any]]]
+    ) -> None:
         temporary, final = pending.temporary, iteration_dir(self.directory, pending.iteration)
         pending.writer.finish(pending.metadata, [results for _, results, _ in written])
         save_config(CheckpointingConfig("torch_dist", 1), str(temporary))
@@ -214,7 +251,9 @@ class Saver:
         self.damaged.discard(pending.iteration)
 
     def _prune(self) -> None:
-        kept = [iteration for iteration in iterations(self.directory) if iteration not in self.damaged][-self.keep :]
+        kept = [
+            iteration for iteration in iterations(self.directory) if iteration not in self.damaged
+        ][-self.keep :]
         if self.best:
             kept.append(self.best["iteration"])
         for iteration in iterations(self.directory):
@@ -230,7 +269,8 @@ class Saver:
         barrier()
         raise UserError(
             f"cannot write checkpoint {iteration_dir(self.directory, iteration)} ({error}); "
-            f"{last_complete(self.directory)}. Free space or change run_dir, and continue with --resume auto"
+            f"{last_complete(self.directory)}. Free space or change run_dir, and continue with "
+            "--resume auto"
         )
 
 
@@ -238,7 +278,9 @@ def last_complete(directory: Path) -> str:
     """Return what the first rank finds there, in words. Collective."""
     last = broadcast_object(latest_iteration(directory))
     return (
-        f"the last complete checkpoint is iteration {last}" if last is not None else "there is no complete checkpoint"
+        f"the last complete checkpoint is iteration {last}"
+        if last is not None
+        else "there is no complete checkpoint"
     )
 
 
@@ -251,7 +293,9 @@ def remove_leftovers(directory: Path) -> None:
 def _storages(sharded: Any) -> set[int]:
     """Return where the values of a sharded state lie."""
     tensors = (
-        part.data for part in nested_values(sharded) if isinstance(part, ShardedTensor) and part.data is not None
+        part.data
+        for part in nested_values(sharded)
+        if isinstance(part, ShardedTensor) and part.data is not None
     )
     return {tensor.untyped_storage().data_ptr() for tensor in tensors}
 
@@ -265,13 +309,20 @@ def _form(part: Any) -> tuple[Any, ...]:
 
 def _files_of_buckets(buckets: list[Any], parts: list[Any]) -> list[Any]:
     """Return :attr:`_Plan.files` of Megatron's buckets."""
-    tensors = {(p.key, *p.global_offset): n for n, p in enumerate(parts) if isinstance(p, ShardedTensor)}
-    numbers = tensors | {(p.unique_key,): n for n, p in enumerate(parts) if not isinstance(p, ShardedTensor)}
+    tensors = {
+        (p.key, *p.global_offset): n for n, p in enumerate(parts) if isinstance(p, ShardedTensor)
+    }
+    numbers = tensors | {
+        (p.unique_key,): n for n, p in enumerate(parts) if not isinstance(p, ShardedTensor)
+    }
     return [
         (
             key,
             *(
-                [(item, numbers[item.index.fqn, *(item.index.offset or ())], copied) for item, copied in kind]
+                [
+                    (item, numbers[item.index.fqn, *(item.index.offset or ())], copied)
+                    for item, copied in kind
+                ]
                 for kind in data
             ),
         )
@@ -290,23 +341,30 @@ def _refreshed(plan: _Plan, directory: Path, parts: list[Any]) -> list[Any]:
             if parts[number].data is not None:  # as before otherwise
                 torch.save([parts[number].data], before := io.BytesIO())
             saved.append((item, before))
-        buckets.append((str(directory / name), name, (saved, [(item, host) for item, _, host in tensors])))
+        buckets.append(
+            (str(directory / name), name, (saved, [(item, host) for item, _, host in tensors]))
+        )
     return buckets
 
 
 def _snapshot(buckets: list[Any] | None, shared: set[int]) -> list[Any]:
-    """Return the tensors to write, on the CPU, none of them in a ``shared`` storage. Megatron has copied views of one
-    already."""
+    """Return the tensors to write, on the CPU, none of them in a ``shared`` storage. Megatron has
+    copied views of one already.
+    """
     staged = []
     for path, key, (data, tensors) in buckets or []:
-        on_host = [(item, t.clone() if t.untyped_storage().data_ptr() in shared else t) for item, t in
-                   ((item, t.cpu()) for item, t in tensors)]  # fmt: skip
+        on_host = [
+            (item, t.clone() if t.untyped_storage().data_ptr() in shared else t)
+            for item, t in ((item, t.cpu()) for item, t in tensors)
+        ]
         staged.append((path, key, (data, on_host)))
     return staged
 
 
 def _write(pending: Pending) -> None:
-    """Write this rank's files, force them to the disk and take their digests. Whatever goes wrong is kept in ``error``."""
+    """Write this rank's files, force them to the disk and take their digests. Whatever goes wrong
+    is kept in ``error``.
+    """
     try:
         if pending.rank == 0:
             with (pending.temporary / COMMON).open("wb") as file:
@@ -319,13 +377,17 @@ def _write(pending: Pending) -> None:
             outcome: queue.Queue[Any] = queue.Queue()
             waiting: queue.Queue[int] = queue.Queue()
             waiting.put(index)
-            pending.writer.write_preloaded_data(transforms, index, bucket, outcome, waiting, use_fsync=True)
+            pending.writer.write_preloaded_data(
+                transforms, index, bucket, outcome, waiting, use_fsync=True
+            )
             _, results = outcome.get_nowait()
             if isinstance(results, BaseException):
                 raise results
             pending.results += results
             pending.files[bucket[1]] = digest(pending.temporary / bucket[1])
-    except Exception as refused:  # nothing may be lost in the thread: a checkpoint with holes would be announced
+    except (
+        Exception
+    ) as refused:  # nothing may be lost in the thread: a checkpoint with holes would be announced
         # torch's writer turns a full disk into something about file positions
         full = shutil.disk_usage(pending.temporary).free < _NOTHING_FREE
         pending.error = "No space left on device" if full else _line(refused)

@@ -1,4 +1,5 @@
-"""The command line: one module per verb, each with ``add_parser(subparsers)`` and ``run(args) -> exit status``.
+"""The command line: one module per verb, each with ``add_parser(subparsers)`` and ``run(args) ->
+exit status``.
 
 At the end: options and types of arguments that several verbs share.
 """
@@ -50,23 +51,33 @@ _DISK_REFUSES = (  # full or read-only; then paths that cannot be what they are 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one verb. Bad input is one line on stderr and status 2; results go to stdout, logs to stderr."""
+    """Run one verb. Bad input is one line on stderr and status 2; results go to stdout, logs to
+    stderr.
+    """
     parser = argparse.ArgumentParser(
-        prog="dcpo", description="Reinforcement learning from verifiable rewards, accurate and calibrated."
+        prog="dcpo",
+        description="Reinforcement learning from verifiable rewards, accurate and calibrated.",
     )
     parser.add_argument("--version", action="version", version=f"megatron-dcpo {__version__}")
     subparsers = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     words = [word for word in (sys.argv[1:] if argv is None else argv) if not word.startswith("-")]
-    for verb, text in VERBS.items():  # only the verb that is called is imported: help answers at once
+    for (
+        verb,
+        text,
+    ) in VERBS.items():  # only the verb that is called is imported: help answers at once
         if words[:1] == [verb]:
             importlib.import_module(f"megatron_dcpo.cli.{verb}").add_parser(subparsers)
         else:
             subparsers.add_parser(verb, help=text)
     for subparser in subparsers.choices.values():
-        subparser.add_argument("--debug", action="store_true", help="show tracebacks and debug logs")
+        subparser.add_argument(
+            "--debug", action="store_true", help="show tracebacks and debug logs"
+        )
     args, rest = parser.parse_known_args(as_options(sys.argv[1:] if argv is None else argv))
     # argparse takes overrides in one piece only; those after a later option arrive here.
-    if rest and not (hasattr(args, "overrides") and all("=" in word and word[0] != "-" for word in rest)):
+    if rest and not (
+        hasattr(args, "overrides") and all("=" in word and word[0] != "-" for word in rest)
+    ):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if rest:
         args.overrides += rest
@@ -82,7 +93,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(printable(f"dcpo {args.verb}: {stopped}"), file=sys.stderr)
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(stopped.exit_status)  # everything is saved; a judge may still be busy with the abandoned rollout
+        os._exit(
+            stopped.exit_status
+        )  # everything is saved; a judge may still be busy with the abandoned rollout
     except BrokenPipeError:  # the reader of stdout has enough: dcpo config | head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
@@ -108,8 +121,10 @@ def _refusal(error: UserError | OSError | ModuleNotFoundError) -> str | None:
 
 
 def as_options(words: Sequence[str]) -> list[str]:
-    """Return the words of a verb that takes overrides as its parser has them: ``train x.yaml`` names the configuration,
-    ``--section.key value`` is an override, a bare ``--resume`` means ``auto``."""
+    """Return the words of a verb that takes overrides as its parser has them: ``train x.yaml``
+    names the configuration, ``--section.key value`` is an override, a bare ``--resume`` means
+    ``auto``.
+    """
     if not words or words[0] not in ("train", "plan", "probe"):
         return list(words)
     verb, *rest = words
@@ -122,7 +137,11 @@ def as_options(words: Sequence[str]) -> list[str]:
             found.append(f"{name}={value}")
         elif word == "--resume" and rest[:1] not in (["auto"], ["none"]):
             found += [word, "auto"]
-        elif word.endswith((".yaml", ".yml")) and "--config" not in (*words, *found) and "=" not in word:
+        elif (
+            word.endswith((".yaml", ".yml"))
+            and "--config" not in (*words, *found)
+            and "=" not in word
+        ):
             found += ["--config", word]
         else:
             found.append(word)
@@ -130,10 +149,13 @@ def as_options(words: Sequence[str]) -> list[str]:
 
 
 def _write_safely(debug: bool) -> None:
-    """Write logs and tracebacks, which quote what others wrote: nothing of it may steer the terminal, and no character
-    end a run."""
+    """Write logs and tracebacks, which quote what others wrote: nothing of it may steer the
+    terminal, and no character end a run.
+    """
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_Formatter("%(asctime)s %(name)s: %(message)s" if debug else "%(message)s"))
+    handler.setFormatter(
+        _Formatter("%(asctime)s %(name)s: %(message)s" if debug else "%(message)s")
+    )
     logging.basicConfig(level=logging.DEBUG if debug else logging.INFO, handlers=[handler])
     logging.captureWarnings(True)
     sys.excepthook = _print_traceback
@@ -147,7 +169,9 @@ class _Formatter(logging.Formatter):
         return printable(super().format(record), lines=True)
 
 
-def _print_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+def _print_traceback(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
     sys.stderr.write(printable("".join(traceback.format_exception(kind, error, trace)), lines=True))
     _tell_launcher(f"{kind.__name__}: {error}")
 
@@ -158,18 +182,24 @@ def _tell_launcher(message: str) -> None:
         from megatron_dcpo.runtime.files import write_atomically
 
         with contextlib.suppress(OSError):
-            write_atomically(Path(file), json.dumps({"message": one_line(message, 500), "timestamp": int(time.time())}))
+            write_atomically(
+                Path(file),
+                json.dumps({"message": one_line(message, 500), "timestamp": int(time.time())}),
+            )
 
 
 def _ranks_differ() -> bool:
-    """Return whether ranks may have errors of their own: before the process groups exist all meet the same one, and one
-    line is enough."""
+    """Return whether ranks may have errors of their own: before the process groups exist all meet
+    the same one, and one line is enough.
+    """
     torch = sys.modules.get("torch")
     return torch is not None and torch.distributed.is_initialized()
 
 
 def load_config(path: str, overrides: Sequence[str] = ()) -> Config:
-    """Call ``config.load_config``; a file that is not there is reported before the schema and its libraries are imported."""
+    """Call ``config.load_config``; a file that is not there is reported before the schema and its
+    libraries are imported.
+    """
     if all("=" in override for override in overrides) and not Path(path).is_file():
         raise UserError(f"config file {Path(path)} does not exist")
     from megatron_dcpo.config import load_config
@@ -182,9 +212,12 @@ def add_judging_arguments(parser: Any) -> None:
     parser.add_argument(
         "--verifier",
         metavar="NAME",
-        help="exact, f1, choice, or your own, file.py:function or https://host (docs/bring_your_own.md#a-verifier)",
+        help="exact, f1, choice, or your own, file.py:function or https://host "
+        "(docs/bring_your_own.md#a-verifier)",
     )
-    parser.add_argument("--threshold", type=float, metavar="S", help="least score of a right response (default 1)")
+    parser.add_argument(
+        "--threshold", type=float, metavar="S", help="least score of a right response (default 1)"
+    )
     parser.add_argument(
         "--sandbox",
         default="auto",
@@ -198,17 +231,26 @@ def add_judging_arguments(parser: Any) -> None:
         help="wall time of one test, or one call of --verifier (default 6)",
     )
     parser.add_argument(
-        "--program-seconds", type=float, metavar="S", help="wall time of all tests of a program (default 60)"
+        "--program-seconds",
+        type=float,
+        metavar="S",
+        help="wall time of all tests of a program (default 60)",
     )
-    parser.add_argument("--memory-mb", type=positive_int, metavar="MB", help="memory of either (default 1024)")
+    parser.add_argument(
+        "--memory-mb", type=positive_int, metavar="MB", help="memory of either (default 1024)"
+    )
 
 
 def program_limits(args: argparse.Namespace) -> CodeLimits:
-    """Return the limits as given, the defaults of ``CodeLimits`` otherwise. Raises :class:`UserError`."""
+    """Return the limits as given, the defaults of ``CodeLimits`` otherwise. Raises
+    :class:`UserError`.
+    """
     from megatron_dcpo.sandbox.local import CodeLimits
 
     names = ("test_seconds", "program_seconds", "memory_mb")
-    return CodeLimits(**{name: vars(args)[name] for name in names if vars(args).get(name) is not None})
+    return CodeLimits(
+        **{name: vars(args)[name] for name in names if vars(args).get(name) is not None}
+    )
 
 
 def positive_int(text: str) -> int:

@@ -1,4 +1,6 @@
-"""``dcpo convert``: Hugging Face directories to Megatron checkpoints and back, streaming and bit-exact."""
+"""``dcpo convert``: Hugging Face directories to Megatron checkpoints and back, streaming and
+bit-exact.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,10 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "convert",
         help=VERBS["convert"],
-        description="Move weights between a Hugging Face directory and a Megatron torch_dist checkpoint, which any "
-        "tensor, pipeline and virtual pipeline layout can load. Streams: memory does not grow with the model.",
+        description="Move weights between a Hugging Face directory and a Megatron torch_dist "
+        "checkpoint, which any "
+        "tensor, pipeline and virtual pipeline layout can load. Streams: memory does not grow "
+        "with the model.",
     )
     directions = parser.add_subparsers(dest="direction", required=True, metavar="DIRECTION")
     imports = directions.add_parser("import", help="Hugging Face directory -> Megatron checkpoint")
@@ -34,64 +38,116 @@ def add_parser(subparsers: Any) -> None:
     add_import_arguments(imports)
     add_export_arguments(exports)
     for direction in (imports, exports):
-        direction.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+        direction.add_argument(
+            "--debug", action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS
+        )
     parser.set_defaults(run=run)
 
 
 def add_import_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--from", "--hf-path", "--load-dir", dest="source", type=Path, required=True, metavar="DIR",
+        "--from",
+        "--hf-path",
+        "--load-dir",
+        dest="source",
+        type=Path,
+        required=True,
+        metavar="DIR",
         help="Hugging Face directory: config.json and *.safetensors",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--to", "--megatron-path", "--save-dir", dest="target", type=Path, required=True, metavar="DIR",
+        "--to",
+        "--megatron-path",
+        "--save-dir",
+        dest="target",
+        type=Path,
+        required=True,
+        metavar="DIR",
         help="checkpoint to write",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--make-vocab-size-divisible-by", type=positive_int, default=128, metavar="N",
-        help="Megatron's option; the vocabulary is padded to a multiple of this x tensor parallel size (default 128)",
-    )  # fmt: skip
+        "--make-vocab-size-divisible-by",
+        type=positive_int,
+        default=128,
+        metavar="N",
+        help="Megatron's option; the vocabulary is padded to a multiple of this x tensor parallel "
+        "size (default 128)",
+    )
     parser.add_argument(
-        "--tensor-model-parallel-size", "--target-tensor-parallel-size", type=positive_int, default=1, metavar="TP",
+        "--tensor-model-parallel-size",
+        "--target-tensor-parallel-size",
+        type=positive_int,
+        default=1,
+        metavar="TP",
         help="for the padding only: the checkpoint loads at any size (default 1)",
-    )  # fmt: skip
+    )
     _add_common(parser)
 
 
 def add_export_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--from", "--megatron-path", "--load-dir", dest="source", type=Path, required=True, metavar="DIR",
-        help="Megatron checkpoint, or the directory whose latest_checkpointed_iteration.txt names one",
-    )  # fmt: skip
+        "--from",
+        "--megatron-path",
+        "--load-dir",
+        dest="source",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="Megatron checkpoint, or the directory whose latest_checkpointed_iteration.txt names "
+        "one",
+    )
     parser.add_argument(
-        "--checkpoint", choices=("latest", "best"), default="latest",
-        help="which of a training's checkpoints: the newest, or the one that training.keep_best kept",
-    )  # fmt: skip
+        "--checkpoint",
+        choices=("latest", "best"),
+        default="latest",
+        help="which of a training's checkpoints: the newest, or the one that training.keep_best "
+        "kept",
+    )
     parser.add_argument(
-        "--to", "--hf-path", "--save-dir", dest="target", type=Path, required=True, metavar="DIR",
+        "--to",
+        "--hf-path",
+        "--save-dir",
+        dest="target",
+        type=Path,
+        required=True,
+        metavar="DIR",
         help="Hugging Face directory to write",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--hf-config", "--hf-model", type=Path, metavar="DIR",
-        help="directory with config.json and tokenizer files (default: those that import left in the checkpoint, "
+        "--hf-config",
+        "--hf-model",
+        type=Path,
+        metavar="DIR",
+        help="directory with config.json and tokenizer files (default: those that import left in "
+        "the checkpoint, "
         "else model.path of the training that left it)",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--max-shard-size", type=_size, metavar="SIZE",
+        "--max-shard-size",
+        type=_size,
+        metavar="SIZE",
         help="largest file, for instance 5GB (default: the files of the imported model, else 5GiB)",
-    )  # fmt: skip
+    )
     _add_common(parser)
 
 
 def _add_common(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--verify", action="store_true", help="read the result again and compare every tensor by hash")
+    parser.add_argument(
+        "--verify",
+        action="store_true",
+        help="read the result again and compare every tensor by hash",
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace the target if it exists")
-    parser.add_argument("--json", action="store_true", help="print conversion.json instead of a line")
+    parser.add_argument(
+        "--json", action="store_true", help="print conversion.json instead of a line"
+    )
 
 
 def main(direction: str, description: str | None) -> int:
     """Run the whole program of ``tools/hf_to_megatron.py`` and ``tools/megatron_to_hf.py``."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     (add_import_arguments if direction == "import" else add_export_arguments)(parser)
     args = parser.parse_args(namespace=argparse.Namespace(direction=direction))
     try:
@@ -131,9 +187,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _line(result: Conversion) -> str:
-    verified = "" if result.verify_seconds is None else f", verified in {result.verify_seconds:.1f} s"
+    verified = (
+        "" if result.verify_seconds is None else f", verified in {result.verify_seconds:.1f} s"
+    )
     return (
-        f"wrote {result.target}: {len(result.tensors)} tensors, {result.bytes_moved / 1e9:.2f} GB in "
+        f"wrote {result.target}: {len(result.tensors)} tensors, {result.bytes_moved / 1e9:.2f} GB "
+        "in "
         f"{result.seconds:.1f} s, peak {result.peak_anonymous_bytes / 2**20:.0f} MiB{verified}"
     )
 
@@ -145,9 +204,21 @@ def _progress(what: str) -> Iterator[Progress]:
         yield lambda done, total: None
         return
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
 
-    columns = ("{task.description}", BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    columns = (
+        "{task.description}",
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns, console=Console(stderr=True)) as bars:
         task = bars.add_task(what, total=None)
 
@@ -160,5 +231,7 @@ def _progress(what: str) -> Iterator[Progress]:
 def _size(text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
     if not match or match[2].upper() not in _UNITS or float(match[1]) <= 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size; write for instance 5GB or 500MiB")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a size; write for instance 5GB or 500MiB"
+        )
     return max(1, int(float(match[1]) * _UNITS[match[2].upper()]))

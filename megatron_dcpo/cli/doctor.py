@@ -16,11 +16,23 @@ from typing import Any
 from megatron_dcpo.cli import VERBS
 from megatron_dcpo.errors import pip_install
 
-REQUIRED = ("torch", "megatron-core", "transformers", "safetensors", "numpy", "math-verify", "pydantic", "omegaconf")
+REQUIRED = (
+    "torch",
+    "megatron-core",
+    "transformers",
+    "safetensors",
+    "numpy",
+    "math-verify",
+    "pydantic",
+    "omegaconf",
+)
 OPTIONAL = {
-    "transformer-engine": "the layers on a GPU (without: model.transformer_impl=local, several times slower)",
-    "flash-attn": "a second backend of Transformer Engine's packed attention; pip install flash-attn==2.8.3",
-    "apex": "weight gradients added in place and, without Transformer Engine, a fused Adam; without it: the same numbers, "
+    "transformer-engine": "the layers on a GPU (without: model.transformer_impl=local, several "
+    "times slower)",
+    "flash-attn": "a second backend of Transformer Engine's packed attention; pip install "
+    "flash-attn==2.8.3",
+    "apex": "weight gradients added in place and, without Transformer Engine, a fused Adam; "
+    "without it: the same numbers, "
     "slower",
     "sentencepiece": "slow tokenizers; pip install sentencepiece",
     "vllm": "rollouts at scale",
@@ -30,10 +42,17 @@ OPTIONAL = {
     "wandb": "Weights & Biases logging",
 }
 
-# Python -> releases of Megatron-core whose numbers were tested there (docs/status.md says which, and when)
+# Python -> releases of Megatron-core whose numbers were tested there (docs/status.md says which,
+# and when)
 TESTED = {(3, 11): ("0.16.1",), (3, 12): ("0.17.1", "0.18.2", "0.19.2"), (3, 13): ("0.19.2",)}
 
-EXTRAS = {"transformer-engine": "gpu", "vllm": "vllm", "datasets": "hub", "reasoning-gym": "gym", "wandb": "wandb"}
+EXTRAS = {
+    "transformer-engine": "gpu",
+    "vllm": "vllm",
+    "datasets": "hub",
+    "reasoning-gym": "gym",
+    "wandb": "wandb",
+}
 
 
 @dataclass(frozen=True)
@@ -77,14 +96,22 @@ def examine() -> list[Finding]:
         pin = pins.get(name)
         tested = (pin, *here) if name == "megatron-core" else (pin,)
         wrong = version is not None and pin is not None and version.split("+")[0] not in tested
-        advice = f"pip install {name}{'==' + pin if pin else ''}" if version is None or wrong else ""
-        findings.append(Finding(name, version or "missing", version is not None and not wrong, advice))
+        advice = (
+            f"pip install {name}{'==' + pin if pin else ''}" if version is None or wrong else ""
+        )
+        findings.append(
+            Finding(name, version or "missing", version is not None and not wrong, advice)
+        )
     for name, what in OPTIONAL.items():
         version = _version(name)
         how = f"; {pip_install(EXTRAS[name])}" if name in EXTRAS else ""
-        findings.append(Finding(name, version or "not installed", None, "" if version else what + how))
+        findings.append(
+            Finding(name, version or "not installed", None, "" if version else what + how)
+        )
     findings.append(Finding("tested with", matrix, None))
-    findings.append(Finding("device", f"{current_device()} over {backend()}, {os.cpu_count()} CPU cores", True))
+    findings.append(
+        Finding("device", f"{current_device()} over {backend()}, {os.cpu_count()} CPU cores", True)
+    )
     return [*findings, _sandbox()]
 
 
@@ -106,7 +133,11 @@ def _version(name: str) -> str | None:
 
 
 def _constraints() -> dict[str, str]:
-    """Return the versions this release was tested with: of the installed package, or of the checkout it is run from."""
+    """Return the versions this release was tested with: of the installed package, or of the
+    checkout it is run from.
+    """
     package = Path(__file__).parents[1]
-    path = next(p for p in (package / "constraints.txt", package.parent / "constraints.txt") if p.is_file())
+    path = next(
+        p for p in (package / "constraints.txt", package.parent / "constraints.txt") if p.is_file()
+    )
     return dict(re.findall(r"^([A-Za-z0-9_.-]+)==([^\s;]+)", path.read_text(), flags=re.MULTILINE))

@@ -1,6 +1,7 @@
 """``dcpo judge``: is each prediction its reference, does each program pass its tests?
 
-Of pairs, it also prints where the verifier and plain string equality disagree: these pairs are worth reading.
+Of pairs, it also prints where the verifier and plain string equality disagree: these pairs are
+worth reading.
 """
 
 from __future__ import annotations
@@ -24,19 +25,35 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "judge",
         help=VERBS["judge"],
-        description="Judge every line of a file as training and evaluation do. A prediction is a whole response, whose "
-        "last complete \\boxed{...} before the confidence line is read, or a bare answer. A program is the last complete "
+        description="Judge every line of a file as training and evaluation do. A prediction is a "
+        "whole response, whose "
+        "last complete \\boxed{...} before the confidence line is read, or a bare answer. A "
+        "program is the last complete "
         "fenced block before the confidence line; it runs in a sandbox (docs/programs.md).",
     )
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--pairs", metavar="FILE", help="JSON lines with prediction and reference ('-': standard input)")
-    what.add_argument("--programs", metavar="FILE", help="JSON lines with response and tests ('-': standard input)")
-    parser.add_argument("--json", action="store_true", help="one JSON line per line, in order, with correct")
+    what.add_argument(
+        "--pairs",
+        metavar="FILE",
+        help="JSON lines with prediction and reference ('-': standard input)",
+    )
+    what.add_argument(
+        "--programs",
+        metavar="FILE",
+        help="JSON lines with response and tests ('-': standard input)",
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="one JSON line per line, in order, with correct"
+    )
     add_judging_arguments(parser)
     for name, old_name in (("test_seconds", "--timeout"), ("program_seconds", "--total-timeout")):
         parser.add_argument(old_name, dest=name, type=float, help=argparse.SUPPRESS)
-    parser.add_argument("--workers", type=positive_int, metavar="N", help="programs at a time (default: the cores)")
-    parser.add_argument("--show", type=int, default=20, help="disagreements with string equality shown (default 20)")
+    parser.add_argument(
+        "--workers", type=positive_int, metavar="N", help="programs at a time (default: the cores)"
+    )
+    parser.add_argument(
+        "--show", type=int, default=20, help="disagreements with string equality shown (default 20)"
+    )
     parser.set_defaults(run=run)
 
 
@@ -48,10 +65,21 @@ def run(args: argparse.Namespace) -> int:
     judged = judge_pairs(_read_pairs(args.pairs))
     if args.json:
         for pair in judged:
-            print(json.dumps({"correct": pair.correct, "answer": pair.answer, "string_equal": pair.string_equal}))
+            print(
+                json.dumps(
+                    {
+                        "correct": pair.correct,
+                        "answer": pair.answer,
+                        "string_equal": pair.string_equal,
+                    }
+                )
+            )
         return 0
     numbers = report(judged)
-    print(f"{numbers['pairs']} pairs, {numbers['correct']} correct, {numbers['string_equal']} equal as strings")
+    print(
+        f"{numbers['pairs']} pairs, {numbers['correct']} correct, {numbers['string_equal']} equal "
+        "as strings"
+    )
     for row in numbers["disagreements"][: args.show]:
         verdict = "accepted" if row["correct"] else "rejected"
         print(f"  {verdict} {row['count']}x  {row['answer']!r}  against  {row['reference']!r}")
@@ -62,8 +90,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _judge_by_function(args: argparse.Namespace) -> int:
-    """Judge each prediction by a verifier of questions or the user's: its text before the confidence line, with the other
-    columns."""
+    """Judge each prediction by a verifier of questions or the user's: its text before the
+    confidence line, with the other columns.
+    """
     from megatron_dcpo.data.files import read_json_lines
     from megatron_dcpo.evaluation.run import EvaluationConfig
     from megatron_dcpo.judging.answers import Attempt
@@ -71,7 +100,9 @@ def _judge_by_function(args: argparse.Namespace) -> int:
     from megatron_dcpo.judging.users import check_error_rate
     from megatron_dcpo.judging.verifiers import verifiers
 
-    options = EvaluationConfig("", verifier=args.verifier, threshold=args.threshold or 1.0, limits=program_limits(args))
+    options = EvaluationConfig(
+        "", verifier=args.verifier, threshold=args.threshold or 1.0, limits=program_limits(args)
+    )
     verifier, form = verifiers(options.judging, {})(args.verifier)
     attempts = []
     for where, row in read_json_lines(args.pairs):
@@ -82,9 +113,15 @@ def _judge_by_function(args: argparse.Namespace) -> int:
         attempts.append(Attempt(form.extract(reasoning), str(row["reference"]), reasoning, columns))
     outcomes = verifier(attempts)
     for outcome in outcomes if args.json else ():
-        print(json.dumps({"correct": outcome.correct, "category": outcome.category, **(outcome.logged or {})}))
+        print(
+            json.dumps(
+                {"correct": outcome.correct, "category": outcome.category, **(outcome.logged or {})}
+            )
+        )
     if not args.json:
-        right, failed = (sum(map(bool, column)) for column in list(zip(*outcomes, strict=True))[:2] or ((), ()))
+        right, failed = (
+            sum(map(bool, column)) for column in list(zip(*outcomes, strict=True))[:2] or ((), ())
+        )
         print(f"{len(outcomes)} predictions, {right} correct, {failed} not judged (verifier_error)")
     check_error_rate(outcomes, options.judging.max_error_rate, args.pairs)
     return 0
@@ -106,16 +143,25 @@ def _judge_programs(args: argparse.Namespace) -> int:
     counts: Counter[str] = Counter()
     with CodePool(limits=limits, sandbox=args.sandbox, workers=workers) as pool:
         print(f"sandbox: {pool.level}", file=sys.stderr)
-        futures = [(where, pool.submit(extract_program(response), tests, where)) for where, response, tests in rows]
+        futures = [
+            (where, pool.submit(extract_program(response), tests, where))
+            for where, response, tests in rows
+        ]
         for where, future in futures:
             verdict = future.result()
             counts[verdict.category] += 1
             if args.json:
-                print(json.dumps({"correct": verdict.correct, "category": verdict.category}), flush=True)
+                print(
+                    json.dumps({"correct": verdict.correct, "category": verdict.category}),
+                    flush=True,
+                )
             elif not verdict.correct:
                 print(printable(f"  {where}: {verdict.category}: {verdict.detail}"))
     if not args.json:
-        print(f"{len(rows)} programs: " + ", ".join(f"{count} {name}" for name, count in counts.most_common()))
+        print(
+            f"{len(rows)} programs: "
+            + ", ".join(f"{count} {name}" for name, count in counts.most_common())
+        )
     return 0
 
 
@@ -140,7 +186,8 @@ def _read_pairs(path: str) -> list[tuple[str, str]]:
             pairs.append((_text(row["prediction"]), _text(row["reference"])))
         except (KeyError, TypeError) as error:
             raise UserError(
-                f"{where}: expected an object with prediction and reference ({type(error).__name__}: {error})"
+                f"{where}: expected an object with prediction and reference "
+                f"({type(error).__name__}: {error})"
             ) from None
     return pairs
 
@@ -158,7 +205,9 @@ def _text(value: Any) -> str:
 
 @dataclass(frozen=True)
 class JudgedPair:
-    """``answer`` is what was read in the prediction; ``string_equal``: it is the reference, blanks aside."""
+    """``answer`` is what was read in the prediction; ``string_equal``: it is the reference, blanks
+    aside.
+    """
 
     answer: str
     reference: str
@@ -167,10 +216,11 @@ class JudgedPair:
 
 
 def read_answer(prediction: str) -> str:
-    """Return the last complete box before the confidence line; a prediction without any box is a bare answer itself.
+    """Return the last complete box before the confidence line; a prediction without any box is a
+    bare answer itself.
 
-    In training and evaluation a response without a box is wrong. Here pairs of bare answers are judged as well, so
-    only a text that has begun a box and not closed it has no answer.
+    In training and evaluation a response without a box is wrong. Here pairs of bare answers are
+    judged as well, so only a text that has begun a box and not closed it has no answer.
     """
     from megatron_dcpo.judging.answers import extract_boxed
 
@@ -189,14 +239,18 @@ def judge_pairs(pairs: Sequence[tuple[str, str]]) -> list[JudgedPair]:
     references = [reference.strip() for _, reference in pairs]
     verdicts = equivalent_many(list(zip(answers, references, strict=True)))
     return [
-        JudgedPair(answer, reference, correct, "".join(answer.split()) == "".join(reference.split()))
+        JudgedPair(
+            answer, reference, correct, "".join(answer.split()) == "".join(reference.split())
+        )
         for answer, reference, correct in zip(answers, references, verdicts, strict=True)
     ]
 
 
 def report(judged: Sequence[JudgedPair]) -> dict[str, Any]:
     """Return counts, and the distinct pairs on which the two disagree, the most frequent first."""
-    differing = Counter((p.answer, p.reference, p.correct) for p in judged if p.correct != p.string_equal)
+    differing = Counter(
+        (p.answer, p.reference, p.correct) for p in judged if p.correct != p.string_equal
+    )
     return {
         "pairs": len(judged),
         "correct": sum(pair.correct for pair in judged),

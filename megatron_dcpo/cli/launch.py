@@ -1,7 +1,9 @@
-"""``dcpo launch N [torchrun options] -- train ...``: torchrun that passes signals on and keeps the exit status.
+"""``dcpo launch N [torchrun options] -- train ...``: torchrun that passes signals on and keeps the
+exit status.
 
-torchrun itself answers SIGTERM by killing its workers after a grace period, is ended by SIGUSR1, and exits with 1
-whatever its workers' status. Here the workers get the signal and act on it, and their status is that of the launcher.
+torchrun itself answers SIGTERM by killing its workers after a grace period, is ended by SIGUSR1,
+and exits with 1 whatever its workers' status. Here the workers get the signal and act on it, and
+their status is that of the launcher.
 """
 
 from __future__ import annotations
@@ -41,13 +43,18 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "launch",
         help=VERBS["launch"],
-        description="Start a verb in N processes on this node: dcpo launch 8 -- train --config F.yaml. "
-        "Options between N and -- are torchrun's, and --engines M: on as many further GPUs (or cores) the server of "
-        "rollout.engine=server is started, and again when it ends; with N = 0 it alone. It is vLLM's, or that of "
+        description="Start a verb in N processes on this node: dcpo launch 8 -- train --config "
+        "F.yaml. "
+        "Options between N and -- are torchrun's, and --engines M: on as many further GPUs (or "
+        "cores) the server of "
+        "rollout.engine=server is started, and again when it ends; with N = 0 it alone. It is "
+        "vLLM's, or that of "
         "--engine-command. Signals reach the workers; the exit status is theirs.",
         usage="dcpo launch N [torchrun options] -- VERB ...",
     )
-    parser.add_argument("processes", metavar="N", help="processes on this node, or torchrun's auto, gpu, cpu")
+    parser.add_argument(
+        "processes", metavar="N", help="processes on this node, or torchrun's auto, gpu, cpu"
+    )
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     parser.set_defaults(run=run)
 
@@ -62,7 +69,8 @@ def run(args: argparse.Namespace) -> int:
         return _launch(args.processes, options, verb)
     if not args.processes.isdecimal() or mine.engines < 1:
         raise UserError(
-            "--engines M, and the number of processes before it, have to be numbers: the engines come behind"
+            "--engines M, and the number of processes before it, have to be numbers: the engines "
+            "come behind"
         )
     with _engines(int(args.processes), mine.engines, mine.engine_command, verb) as server:
         return _launch(args.processes, options, verb) if int(args.processes) else server.serve()
@@ -76,11 +84,15 @@ def _engines(processes: int, engines: int, other: str, verb: list[str]) -> Engin
     train.add_parser(parser.add_subparsers(dest="verb"))
     words = as_options(verb)
     if words[0] != "train":
-        raise UserError(f"--engines is for train, not {words[0]}: only a training has a server of its own")
+        raise UserError(
+            f"--engines is for train, not {words[0]}: only a training has a server of its own"
+        )
     known, rest = parser.parse_known_args(words)
     config = load_config(known.config, [*known.overrides, *rest])
     command = server_command(config, engines, other)
-    return EngineServer(command, config.rollout.endpoint, processes, engines, Path(config.run_dir) / "engines.log")
+    return EngineServer(
+        command, config.rollout.endpoint, processes, engines, Path(config.run_dir) / "engines.log"
+    )
 
 
 def _launch(processes: str, options: list[str], verb: list[str]) -> int:
@@ -94,13 +106,24 @@ def _launch(processes: str, options: list[str], verb: list[str]) -> int:
     from megatron_dcpo.runtime.files import allow_open_files
 
     allow_open_files()
-    if not any(option.startswith(("--nnodes", "--rdzv", "--master", "--standalone")) for option in options):
+    if not any(
+        option.startswith(("--nnodes", "--rdzv", "--master", "--standalone")) for option in options
+    ):
         options = ["--standalone", *options]
     os.environ[signals.LAUNCHER_PID] = str(os.getpid())
-    # torchrun keeps the signals that only mean an end; the three that mean "stop in good order" are passed on.
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron's overlap needs the order of its launches
+    # torchrun keeps the signals that only mean an end; the three that mean "stop in good order" are
+    # passed on.
+    os.environ.setdefault(
+        "CUDA_DEVICE_MAX_CONNECTIONS", "1"
+    )  # Megatron's overlap needs the order of its launches
     options += ["--nproc-per-node", processes, *_numa_binding(options)]
-    options = ["--signals-to-handle", "SIGHUP,SIGQUIT", "--shutdown-timeout", str(_GRACE_SECONDS), *options]
+    options = [
+        "--signals-to-handle",
+        "SIGHUP,SIGQUIT",
+        "--shutdown-timeout",
+        str(_GRACE_SECONDS),
+        *options,
+    ]
     for number in signals.STOP_SIGNALS:
         signal.signal(number, _pass_on)
     parsed = parse_args([*options, "-m", "megatron_dcpo", *verb])
@@ -111,13 +134,20 @@ def _launch(processes: str, options: list[str], verb: list[str]) -> int:
     except ChildFailedError as error:
         status = exit_status([failure.exitcode for failure in error.failures.values()])
         if status not in (EXIT_REQUEUE, EXIT_INTERRUPTED):
-            print(printable(f"dcpo launch: {_describe(*first_failure(error.failures))}"), file=sys.stderr)
+            print(
+                printable(f"dcpo launch: {_describe(*first_failure(error.failures))}"),
+                file=sys.stderr,
+            )
         return status
-    except (RendezvousError, DistError) as error:  # found out by the launcher before its workers' status came
+    except (
+        RendezvousError,
+        DistError,
+    ) as error:  # found out by the launcher before its workers' status came
         if used := port_in_use(error, "--master-port"):
             raise UserError(used) from None
         print(
-            f"dcpo launch: no rendezvous at {parsed.rdzv_endpoint}: another node did not come, has ended, or the link to it "
+            f"dcpo launch: no rendezvous at {parsed.rdzv_endpoint}: another node did not come, "
+            "has ended, or the link to it "
             f"is gone ({one_line(error, 200)}); --resume auto continues after the last checkpoint",
             file=sys.stderr,
         )
@@ -126,7 +156,8 @@ def _launch(processes: str, options: list[str], verb: list[str]) -> int:
 
 
 def exit_status(exit_codes: list[int]) -> int:
-    """Return one status for several failed workers: first what a user has to correct, then what a requeue continues.
+    """Return one status for several failed workers: first what a user has to correct, then what a
+    requeue continues.
 
     Bad input (2) > a worker's own failure > stopped and saved (99, 130) > lost or killed (98).
     """
@@ -138,34 +169,53 @@ def exit_status(exit_codes: list[int]) -> int:
 
 
 def first_failure(failures: dict[int, Any]) -> tuple[int, Any]:
-    """Return the rank and failure that came first; those of ranks that were ended because of it come last."""
+    """Return the rank and failure that came first; those of ranks that were ended because of it
+    come last.
+    """
     ended = (-signal.SIGTERM, EXIT_PEER_LOST)
-    return min(failures.items(), key=lambda item: (item[1].exitcode in ended, item[1].timestamp, item[0]))
+    return min(
+        failures.items(), key=lambda item: (item[1].exitcode in ended, item[1].timestamp, item[0])
+    )
 
 
 def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """Return torchrun's options and the verb's arguments. argparse drops a ``--`` that follows N at once."""
+    """Return torchrun's options and the verb's arguments. argparse drops a ``--`` that follows N at
+    once.
+    """
     at = arguments.index("--") if "--" in arguments else 0
-    options, verb = arguments[:at], [word for word in arguments[at : at + 1] if word != "--"] + arguments[at + 1 :]
+    options, verb = (
+        arguments[:at],
+        [word for word in arguments[at : at + 1] if word != "--"] + arguments[at + 1 :],
+    )
     if not verb or verb[0].startswith("-"):
-        raise UserError("name a verb after --, as in dcpo launch 8 [torchrun options] -- train --config F.yaml")
+        raise UserError(
+            "name a verb after --, as in dcpo launch 8 [torchrun options] -- train --config F.yaml"
+        )
     return options, verb
 
 
 def _numa_binding(options: list[str]) -> list[str]:
-    """Return torchrun's option that keeps each rank on the CPUs beside its GPU, and so its memory; nothing where that is
-    chosen by the user, or cannot be done here."""
+    """Return torchrun's option that keeps each rank on the CPUs beside its GPU, and so its memory;
+    nothing where that is chosen by the user, or cannot be done here.
+    """
     from megatron_dcpo.runtime.device import capabilities
 
     chosen = any(option.startswith(("--numa-binding", "--numa_binding")) for option in options)
     several = len(glob.glob("/sys/devices/system/node/node[0-9]*")) > 1
-    if chosen or not several or not capabilities().separate_memory or shutil.which("numactl") is None:
+    if (
+        chosen
+        or not several
+        or not capabilities().separate_memory
+        or shutil.which("numactl") is None
+    ):
         return []
     return ["--numa-binding", "node"]
 
 
 def _end_when_alone() -> None:
-    """End the launcher when its own workers have ended: torchrun waits minutes for that of a node that has failed."""
+    """End the launcher when its own workers have ended: torchrun waits minutes for that of a node
+    that has failed.
+    """
     begun, since = False, time.monotonic()
     while True:
         time.sleep(1)
@@ -173,7 +223,8 @@ def _end_when_alone() -> None:
             begun, since = True, time.monotonic()
         elif begun and time.monotonic() - since > _ALONE_SECONDS:
             print(
-                "dcpo launch: all workers of this node have ended, torchrun waits for another node: leaving; "
+                "dcpo launch: all workers of this node have ended, torchrun waits for another "
+                "node: leaving; "
                 "--resume auto continues after the last checkpoint",
                 file=sys.stderr,
                 flush=True,

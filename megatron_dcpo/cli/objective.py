@@ -1,7 +1,8 @@
-"""``dcpo objective --input group.json``: rewards, advantages and loss of a few responses, without a model.
+"""``dcpo objective --input group.json``: rewards, advantages and loss of a few responses, without a
+model.
 
-The numbers a training step would use, computed by the same code in float64. For checking a method by hand, for
-comparing with another implementation, and for the golden tests.
+The numbers a training step would use, computed by the same code in float64. For checking a method
+by hand, for comparing with another implementation, and for the golden tests.
 """
 
 from __future__ import annotations
@@ -60,8 +61,16 @@ def table(result: Mapping[str, Any]) -> str:
     """Return one line per response for people."""
     names = ("target", "R", "R_c", "A reasoning", "A confidence")
     advantages = result["advantages"]
-    columns = (result["targets"], result["R"], result["R_c"], advantages["reasoning"], advantages["confidence"])
+    columns = (
+        result["targets"],
+        result["R"],
+        result["R_c"],
+        advantages["reasoning"],
+        advantages["confidence"],
+    )
     lines = ["  i " + "".join(f"{name:>14}" for name in names)]
     for i, row in enumerate(zip(*columns, strict=True)):
-        lines.append(f"{i:>3} " + "".join(f"{'-' if x is None else format(x, '+.6f'):>14}" for x in row))
+        lines.append(
+            f"{i:>3} " + "".join(f"{'-' if x is None else format(x, '+.6f'):>14}" for x in row)
+        )
     return "\n".join([*lines, f"loss {result['loss']:+.9f}"])

@@ -1,4 +1,6 @@
-"""``dcpo plan --config F.yaml --gpus N``: memory, traffic and step time of a run, before it is started."""
+"""``dcpo plan --config F.yaml --gpus N``: memory, traffic and step time of a run, before it is
+started.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +15,28 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "plan",
         help=VERBS["plan"],
-        description="Plan a run from its configuration alone: nothing is started, and model.path needs only config.json, "
+        description="Plan a run from its configuration alone: nothing is started, and model.path "
+        "needs only config.json, "
         "or is a name of the hub.",
     )
-    parser.add_argument("--config", required=True, metavar="FILE", help="YAML file with the run's options")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="options that override the file")
     parser.add_argument(
-        "--gpus", type=positive_int, metavar="N", help="GPUs in all, at most 4096 (default: this machine as it is)"
+        "--config", required=True, metavar="FILE", help="YAML file with the run's options"
     )
     parser.add_argument(
-        "--engine-gpus", type=positive_int, default=0, metavar="M", help="those of rollout.engine=server, beside the N"
+        "overrides", nargs="*", metavar="section.key=value", help="options that override the file"
+    )
+    parser.add_argument(
+        "--gpus",
+        type=positive_int,
+        metavar="N",
+        help="GPUs in all, at most 4096 (default: this machine as it is)",
+    )
+    parser.add_argument(
+        "--engine-gpus",
+        type=positive_int,
+        default=0,
+        metavar="M",
+        help="those of rollout.engine=server, beside the N",
     )
     for name, default, what in (
         ("gpu-memory-gb", 80.0, "memory of a GPU, GB (1e9 bytes)"),
@@ -33,11 +47,21 @@ def add_parser(subparsers: Any) -> None:
         ("link-gbps", 50.0, "bandwidth of a GPU to other nodes, GB/s each way"),
     ):
         parser.add_argument(
-            f"--{name}", type=_positive, default=default, metavar="X", help=f"{what} (default {default:g})"
+            f"--{name}",
+            type=_positive,
+            default=default,
+            metavar="X",
+            help=f"{what} (default {default:g})",
         )
-    parser.add_argument("--gpus-per-node", type=positive_int, default=8, metavar="N", help="default 8")
     parser.add_argument(
-        "--reserve-gb", type=float, default=5.0, metavar="X", help="context, NCCL, fragmentation, GB (default 5)"
+        "--gpus-per-node", type=positive_int, default=8, metavar="N", help="default 8"
+    )
+    parser.add_argument(
+        "--reserve-gb",
+        type=float,
+        default=5.0,
+        metavar="X",
+        help="context, NCCL, fragmentation, GB (default 5)",
     )
     parser.add_argument(
         "--response-tokens",
@@ -46,17 +70,31 @@ def add_parser(subparsers: Any) -> None:
         metavar="N",
         help="mean response length (default: the longest)",
     )
-    parser.add_argument("--simulate", action="store_true", help="a step event by event: what waits for what")
     parser.add_argument(
-        "--lengths", metavar="FILE", help="response lengths to draw from, with --simulate (default: log-normal)"
+        "--simulate", action="store_true", help="a step event by event: what waits for what"
     )
     parser.add_argument(
-        "--judge-seconds", type=_positive, default=0.05, metavar="X", help="to judge a response (default 0.05)"
+        "--lengths",
+        metavar="FILE",
+        help="response lengths to draw from, with --simulate (default: log-normal)",
     )
     parser.add_argument(
-        "--judges-per-node", type=positive_int, default=16, metavar="N", help="responses judged at a time (default 16)"
+        "--judge-seconds",
+        type=_positive,
+        default=0.05,
+        metavar="X",
+        help="to judge a response (default 0.05)",
     )
-    parser.add_argument("--reshard", action="store_true", help="only the copy plan of a weight synchronization")
+    parser.add_argument(
+        "--judges-per-node",
+        type=positive_int,
+        default=16,
+        metavar="N",
+        help="responses judged at a time (default 16)",
+    )
+    parser.add_argument(
+        "--reshard", action="store_true", help="only the copy plan of a weight synchronization"
+    )
     parser.add_argument("--json", action="store_true", help="machine-readable output")
     parser.set_defaults(run=run)
 
@@ -81,7 +119,10 @@ def run(args: argparse.Namespace) -> int:
     if args.mfu > 1:
         raise UserError(f"--mfu {args.mfu:g} is above 1; it is a share of --peak-tflops")
     if not 0 <= args.reserve_gb < args.gpu_memory_gb:
-        raise UserError(f"--reserve-gb {args.reserve_gb:g} is outside 0 ... --gpu-memory-gb {args.gpu_memory_gb:g}")
+        raise UserError(
+            f"--reserve-gb {args.reserve_gb:g} is outside 0 ... --gpu-memory-gb "
+            f"{args.gpu_memory_gb:g}"
+        )
     config = load_config(args.config, args.overrides)
     from megatron_dcpo.planning.advice import as_dict
     from megatron_dcpo.planning.plan import Machine, make_plan
@@ -93,14 +134,33 @@ def run(args: argparse.Namespace) -> int:
         machine, rates = this_machine(config, args.response_tokens)
     else:
         machine = Machine(
-            args.gpus, args.gpu_memory_gb, args.reserve_gb, args.response_tokens, engine_gpus=args.engine_gpus
+            args.gpus,
+            args.gpu_memory_gb,
+            args.reserve_gb,
+            args.response_tokens,
+            engine_gpus=args.engine_gpus,
         )
-        rates = Rates(args.peak_tflops, args.mfu, args.hbm_gbps, args.nvlink_gbps, args.link_gbps, args.gpus_per_node)
+        rates = Rates(
+            args.peak_tflops,
+            args.mfu,
+            args.hbm_gbps,
+            args.nvlink_gbps,
+            args.link_gbps,
+            args.gpus_per_node,
+        )
     if args.simulate:
-        from megatron_dcpo.planning.simulate import Environment, read_lengths, scenario_facts, scenario_lines, scenarios
+        from megatron_dcpo.planning.simulate import (
+            Environment,
+            read_lengths,
+            scenario_facts,
+            scenario_lines,
+            scenarios,
+        )
 
         environment = Environment(args.judge_seconds, args.judges_per_node)
-        found = scenarios(config, machine, rates, environment, read_lengths(args.lengths) if args.lengths else ())
+        found = scenarios(
+            config, machine, rates, environment, read_lengths(args.lengths) if args.lengths else ()
+        )
         print(
             json.dumps(scenario_facts(found))
             if args.json

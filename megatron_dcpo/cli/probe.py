@@ -1,4 +1,6 @@
-"""``dcpo probe --config F.yaml``: the gradient-conflict and variance probes on a policy, without training it."""
+"""``dcpo probe --config F.yaml``: the gradient-conflict and variance probes on a policy, without
+training it.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +16,26 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "probe",
         help=VERBS["probe"],
-        description="Sample a policy with a training configuration and compare, on the same responses, the accuracy and "
-        "the calibration gradient of the coupled objective and of DCPO, per group of layers, under the plain and the "
-        "Fisher metric; and the noise of the confidence gradient under both baselines. Nothing is trained. "
+        description="Sample a policy with a training configuration and compare, on the same "
+        "responses, the accuracy and "
+        "the calibration gradient of the coupled objective and of DCPO, per group of layers, "
+        "under the plain and the "
+        "Fisher metric; and the noise of the confidence gradient under both baselines. Nothing is "
+        "trained. "
         "Under torchrun it uses the configuration's parallel layout.",
     )
-    parser.add_argument("--config", required=True, metavar="FILE", help="YAML file of a training run")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="options that override the file")
-    parser.add_argument("--batches", type=int, default=8, help="steps' worth of responses to sample (default 8)")
-    parser.add_argument("--out", metavar="DIR", help="where probe.json and probe.png go (default: the run_dir)")
+    parser.add_argument(
+        "--config", required=True, metavar="FILE", help="YAML file of a training run"
+    )
+    parser.add_argument(
+        "overrides", nargs="*", metavar="section.key=value", help="options that override the file"
+    )
+    parser.add_argument(
+        "--batches", type=int, default=8, help="steps' worth of responses to sample (default 8)"
+    )
+    parser.add_argument(
+        "--out", metavar="DIR", help="where probe.json and probe.png go (default: the run_dir)"
+    )
     parser.add_argument("--json", action="store_true", help="print probe.json to stdout")
     parser.set_defaults(run=run)
 
@@ -40,7 +53,11 @@ def run(args: argparse.Namespace) -> int:
         if distributed.topology().rank == 0:
             out = Path(args.out or config.run_dir)
             write_probe(result, out)
-            print(json.dumps(result, indent=1) if args.json else "\n".join([*summary_lines(result), f"wrote {out}"]))
+            print(
+                json.dumps(result, indent=1)
+                if args.json
+                else "\n".join([*summary_lines(result), f"wrote {out}"])
+            )
     finally:
         distributed.destroy()
     return 0

@@ -1,4 +1,6 @@
-"""``dcpo report RUN...``: one self-contained HTML page comparing runs, and the table on the terminal."""
+"""``dcpo report RUN...``: one self-contained HTML page comparing runs, and the table on the
+terminal.
+"""
 
 from __future__ import annotations
 
@@ -18,24 +20,43 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "report",
         help=VERBS["report"],
-        description="Compare runs: accuracy and calibration, reliability diagrams, training curves, sample responses. "
-        "A RUN is a directory with evaluation.json and/or metrics.jsonl, or one that contains such directories.",
+        description="Compare runs: accuracy and calibration, reliability diagrams, training "
+        "curves, sample responses. "
+        "A RUN is a directory with evaluation.json and/or metrics.jsonl, or one that contains "
+        "such directories.",
     )
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run directory")
-    parser.add_argument("--out", metavar="FILE", help="where to write the page (default: report.html in the first RUN)")
-    parser.add_argument("--title", default="Accuracy and calibration", help="heading of the page")
-    parser.add_argument("--against", metavar="paper|FILE", help="published numbers to set beside: paper, or a CSV file")
-    parser.add_argument("--json", action="store_true", help="print the comparison as JSON instead of a table")
     parser.add_argument(
-        "--serve", action="store_true", help="follow one RUN in a browser of this machine while it trains"
+        "--out",
+        metavar="FILE",
+        help="where to write the page (default: report.html in the first RUN)",
     )
-    parser.add_argument("--port", type=int, default=8765, help="of --serve (default 8765; 0: any free one)")
+    parser.add_argument("--title", default="Accuracy and calibration", help="heading of the page")
+    parser.add_argument(
+        "--against",
+        metavar="paper|FILE",
+        help="published numbers to set beside: paper, or a CSV file",
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print the comparison as JSON instead of a table"
+    )
+    parser.add_argument(
+        "--serve",
+        action="store_true",
+        help="follow one RUN in a browser of this machine while it trains",
+    )
+    parser.add_argument(
+        "--port", type=int, default=8765, help="of --serve (default 8765; 0: any free one)"
+    )
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     from megatron_dcpo.calibration.summary import json_ready
-    from megatron_dcpo.evaluation import published, report  # matplotlib is slow to import; other verbs do not need it
+    from megatron_dcpo.evaluation import (
+        published,
+        report,
+    )  # matplotlib is slow to import; other verbs do not need it
     from megatron_dcpo.evaluation.runs import find_runs
 
     if args.serve:
@@ -43,7 +64,9 @@ def run(args: argparse.Namespace) -> int:
     runs = find_runs(args.runs)
     against = published.load_published(args.against) if args.against else []
     try:
-        page = report.write_report(runs, args.out or Path(args.runs[0]) / "report.html", args.title, against)
+        page = report.write_report(
+            runs, args.out or Path(args.runs[0]) / "report.html", args.title, against
+        )
         numbers = report.comparison(runs)
         beside = published.compare({one.name: one.evaluation for one in runs}, against)
     except (LookupError, TypeError, ValueError, AttributeError) as error:
@@ -53,7 +76,9 @@ def run(args: argparse.Namespace) -> int:
         ) from error
     if args.json:
         beside_runs = {"against": beside} if args.against else {}
-        print(json.dumps(json_ready({"report": str(page), "runs": numbers, **beside_runs}), indent=1))
+        print(
+            json.dumps(json_ready({"report": str(page), "runs": numbers, **beside_runs}), indent=1)
+        )
     else:
         print_table(numbers)
         _print_published(beside)
@@ -66,9 +91,14 @@ def serve(runs: Sequence[str], port: int) -> int:
     from megatron_dcpo.evaluation.live import ADDRESS, live_server
 
     if len(runs) > 1:
-        raise UserError(f"--serve shows one run, not {len(runs)}; start one for each, with a --port of its own")
+        raise UserError(
+            f"--serve shows one run, not {len(runs)}; start one for each, with a --port of its own"
+        )
     with live_server(runs[0], port) as server:
-        print(printable(f"http://{ADDRESS}:{server.server_port}/ shows {runs[0]}; Ctrl-C ends it"), flush=True)
+        print(
+            printable(f"http://{ADDRESS}:{server.server_port}/ shows {runs[0]}; Ctrl-C ends it"),
+            flush=True,
+        )
         with suppress(KeyboardInterrupt):
             server.serve_forever()
     return 0
@@ -76,7 +106,9 @@ def serve(runs: Sequence[str], port: int) -> int:
 
 def _print_published(rows: Sequence[Mapping[str, Any]]) -> None:
     for row in rows:
-        ours = ", ".join(f"{name} {value:.4g}" for name, value in row["ours"].items() if value is not None)
+        ours = ", ".join(
+            f"{name} {value:.4g}" for name, value in row["ours"].items() if value is not None
+        )
         mark = f"  ! {row['mark']}" if row["mark"] else ""
         name = f"{row['method']}, {row['benchmark']}, {row['confidence'] or '?'} {row['metric']}"
         print(printable(f"{name}: printed {row['printed']:.4g}, ours {ours or '–'}{mark}"))
@@ -95,5 +127,9 @@ def print_table(numbers: Mapping[str, Mapping[str, Any]], first: str = "run") ->
     for label in LABELS.values():
         table.add_column(label, justify="right", no_wrap=True)
     for name, values in numbers.items():
-        table.add_row(Text(printable(name)), *[format_value(key, values.get(key)) for key in LABELS])
-    Console(width=None if Console().is_terminal else 140).print(table)  # in a file nothing has to fit a window
+        table.add_row(
+            Text(printable(name)), *[format_value(key, values.get(key)) for key in LABELS]
+        )
+    Console(width=None if Console().is_terminal else 140).print(
+        table
+    )  # in a file nothing has to fit a window

@@ -14,16 +14,33 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "train",
         help=VERBS["train"],
-        description="Train a policy by RL. Start several processes with torchrun -m megatron_dcpo train ...",
+        description="Train a policy by RL. Start several processes with torchrun -m megatron_dcpo "
+        "train ...",
     )
-    parser.add_argument("--config", required=True, metavar="FILE", help="YAML file with the run's options")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="options that override the file")
-    parser.add_argument("--resume", choices=("none", "auto"), help="auto: continue from the newest complete checkpoint")
     parser.add_argument(
-        "--dry-run", action="store_true", help="check options, model, tokenizer and data; train nothing"
+        "--config", required=True, metavar="FILE", help="YAML file with the run's options"
     )
-    parser.add_argument("--allow-missing", action="store_true", help="with --dry-run: model and data may be elsewhere")
-    parser.add_argument("--json", action="store_true", help="print the last step's metrics to stdout as JSON")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="section.key=value", help="options that override the file"
+    )
+    parser.add_argument(
+        "--resume",
+        choices=("none", "auto"),
+        help="auto: continue from the newest complete checkpoint",
+    )
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="check options, model, tokenizer and data; train nothing",
+    )
+    parser.add_argument(
+        "--allow-missing",
+        action="store_true",
+        help="with --dry-run: model and data may be elsewhere",
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print the last step's metrics to stdout as JSON"
+    )
     parser.set_defaults(run=run)
 
 
@@ -41,7 +58,11 @@ def run(args: argparse.Namespace) -> int:
         from megatron_dcpo.training.dry_run import describe
 
         facts = describe(config, args.allow_missing)
-        print(json.dumps(facts) if args.json else "\n".join(f"{key:24} {value}" for key, value in facts.items()))
+        print(
+            json.dumps(facts)
+            if args.json
+            else "\n".join(f"{key:24} {value}" for key, value in facts.items())
+        )
         return 0
     from megatron_dcpo.runtime import distributed
     from megatron_dcpo.training.loop import train

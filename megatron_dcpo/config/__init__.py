@@ -1,7 +1,9 @@
-"""What a run is: frozen dataclasses, filled from a YAML file and dotted overrides (``objective.lam=1``), validated.
+"""What a run is: frozen dataclasses, filled from a YAML file and dotted overrides
+(``objective.lam=1``), validated.
 
-OmegaConf reads YAML and dotted overrides, pydantic checks types and ranges. Parallelism and optimizer options carry
-Megatron's names, method options the paper's. Unknown keys are errors that name the nearest valid key.
+OmegaConf reads YAML and dotted overrides, pydantic checks types and ranges. Parallelism and
+optimizer options carry Megatron's names, method options the paper's. Unknown keys are errors that
+name the nearest valid key.
 """
 
 from __future__ import annotations
@@ -64,9 +66,11 @@ __all__ = [
 
 
 def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Config:
-    """Read ``path``, apply dotted ``overrides`` in order, validate. Raises :class:`UserError`, one line per call.
+    """Read ``path``, apply dotted ``overrides`` in order, validate. Raises :class:`UserError`, one
+    line per call.
 
-    A file may name another as ``base``: it then holds only what differs. Paths in a file: ``config/paths.py``.
+    A file may name another as ``base``: it then holds only what differs. Paths in a file:
+    ``config/paths.py``.
     """
     for override in overrides:
         if "=" not in override:
@@ -74,7 +78,14 @@ def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -
     try:
         merged = OmegaConf.merge(_read(Path(path)), OmegaConf.from_dotlist(list(overrides)))
         values = OmegaConf.to_container(merged, resolve=True)
-    except (OmegaConfBaseException, YAMLError, ValueError, TypeError, AttributeError, OSError) as error:
+    except (
+        OmegaConfBaseException,
+        YAMLError,
+        ValueError,
+        TypeError,
+        AttributeError,
+        OSError,
+    ) as error:
         raise UserError(f"{path}: {one_line(error, 500)}") from None
     except RecursionError:
         raise UserError(f"{path}: nested too deeply") from None
@@ -103,13 +114,17 @@ def _read(path: Path, including: tuple[Path, ...] = ()) -> DictConfig:
         return values
     if not isinstance(base, str):
         raise UserError(f"{path}: base must be the name of a file")
-    merged = OmegaConf.merge(_read(Path(beside(base, path.parent)), (*including, path.resolve())), values)
+    merged = OmegaConf.merge(
+        _read(Path(beside(base, path.parent)), (*including, path.resolve())), values
+    )
     assert isinstance(merged, DictConfig)
     return merged
 
 
 def validate(values: Any, source: str = "config") -> Config:
-    """Turn plain dictionaries into a :class:`Config`. Raises :class:`UserError` for the first thing wrong."""
+    """Turn plain dictionaries into a :class:`Config`. Raises :class:`UserError` for the first thing
+    wrong.
+    """
     if not isinstance(values, dict):
         raise UserError(f"{source}: expected a mapping of sections, found {type(values).__name__}")
     refuse_removed(values, source)
@@ -121,7 +136,9 @@ def validate(values: Any, source: str = "config") -> Config:
         first = error.errors()[0]
         if first["type"] == "missing":
             where = ".".join(map(str, first["loc"]))
-            raise UserError(f"{source}: {where} is required; add it to the file or pass {where}=...") from None
+            raise UserError(
+                f"{source}: {where} is required; add it to the file or pass {where}=..."
+            ) from None
         raise UserError(f"{source}: {validation_message(error)}") from None
     except ValueError as error:
         raise UserError(f"{source}: {one_line(error)}") from None
@@ -134,13 +151,19 @@ def validate(values: Any, source: str = "config") -> Config:
 
 
 def to_yaml(config: Config) -> str:
-    """Return the whole configuration, defaults included, as ``config.yaml`` of a run directory has it."""
+    """Return the whole configuration, defaults included, as ``config.yaml`` of a run directory has
+    it.
+    """
     return OmegaConf.to_yaml(OmegaConf.create(as_dict(config)))
 
 
 def as_dict(config: Config) -> dict[str, Any]:
-    """Return the configuration as plain dictionaries, the objective's options resolved, without what is not set."""
-    return without_none(dataclasses.asdict(config)) | {"objective": objectives.written(config.objective)}
+    """Return the configuration as plain dictionaries, the objective's options resolved, without
+    what is not set.
+    """
+    return without_none(dataclasses.asdict(config)) | {
+        "objective": objectives.written(config.objective)
+    }
 
 
 def flat(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -154,17 +177,23 @@ def flat(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 def without_none(values: dict[str, Any]) -> dict[str, Any]:
     """Return nested dictionaries without the keys whose value is None."""
-    return {k: without_none(v) if isinstance(v, dict) else v for k, v in values.items() if v is not None}
+    return {
+        k: without_none(v) if isinstance(v, dict) else v for k, v in values.items() if v is not None
+    }
 
 
 def _check_keys(values: dict[Any, Any], kind: type, source: str, prefix: tuple[str, ...]) -> None:
-    """Refuse unknown keys first: pydantic would report them last, and without the nearest valid name."""
+    """Refuse unknown keys first: pydantic would report them last, and without the nearest valid
+    name.
+    """
     known = _fields(kind)
     for key, value in values.items():
         name = ".".join((*prefix, str(key)))
         if key not in known:
             near = nearest(key, known, cutoff=0.7)
-            place = ELSEWHERE.get(str(key)) or (".".join((*prefix, near)) if near else _elsewhere(str(key)))
+            place = ELSEWHERE.get(str(key)) or (
+                ".".join((*prefix, near)) if near else _elsewhere(str(key))
+            )
             hint = f"did you mean {place}?" if place else f"valid keys: {', '.join(sorted(known))}"
             raise UserError(f"{source}: unknown key {name}; {hint}")
         section = next((t for t in (known[key], *get_args(known[key])) if _fields(t)), None)
@@ -176,7 +205,9 @@ def _fields(kind: Any) -> dict[str, Any]:
     """Return the keys of a section with their types; nothing for what is not a section."""
     if kind is ObjectiveConfig:
         return dict.fromkeys(option_names())
-    return {name: field.annotation for name, field in getattr(kind, "__pydantic_fields__", {}).items()}
+    return {
+        name: field.annotation for name, field in getattr(kind, "__pydantic_fields__", {}).items()
+    }
 
 
 def _elsewhere(key: str) -> str | None:

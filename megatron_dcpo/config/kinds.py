@@ -22,10 +22,17 @@ LOCAL = ("localhost", "127.0.0.1", "::1")
 def _verifier(name: str) -> str:
     if "://" in name:
         address = urlsplit(name)
-        if address.scheme != "https" and (address.scheme != "http" or address.hostname not in LOCAL):
-            raise ValueError("expected an https:// address; http:// is for this machine (http://localhost:PORT) alone")
+        if address.scheme != "https" and (
+            address.scheme != "http" or address.hostname not in LOCAL
+        ):
+            raise ValueError(
+                "expected an https:// address; http:// is for this machine "
+                "(http://localhost:PORT) alone"
+            )
         if address.username or address.password or address.query:
-            raise ValueError("the address is shown in logs; leave the key out, and set DCPO_VERIFIER_KEY")
+            raise ValueError(
+                "the address is shown in logs; leave the key out, and set DCPO_VERIFIER_KEY"
+            )
     elif name not in BUILT_IN and not is_import_path(name):
         expected = "math, code, exact, f1, choice, an import path as my_reward.py:verify, or an https:// address"
         raise ValueError(f"expected {expected}{did_you_mean(name, BUILT_IN)}")

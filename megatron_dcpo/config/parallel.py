@@ -1,4 +1,6 @@
-"""The section ``parallel``: Megatron's parallelism by Megatron's names, and whatever else Megatron knows by its own."""
+"""The section ``parallel``: Megatron's parallelism by Megatron's names, and whatever else Megatron
+knows by its own.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,9 @@ from megatron_dcpo.errors import one_line
 
 @dataclass(frozen=True, config=STRICT)
 class ParallelConfig:
-    """Megatron's parallelism options. Data parallelism is what is left of the world size. Options of :data:`PLANNED` are
-    attributes, too."""
+    """Megatron's parallelism options. Data parallelism is what is left of the world size. Options
+    of :data:`PLANNED` are attributes, too.
+    """
 
     tensor_model_parallel_size: Positive = 1
     """Ranks that share the matrices of each layer."""
@@ -32,14 +35,19 @@ class ParallelConfig:
     use_distributed_optimizer: bool = False
     """Data-parallel ranks divide the state of the optimizer instead of holding it whole."""
     recompute_granularity: Literal["none", "full", "selective"] = "none"
-    """Activations that the backward pass computes again: none, of whole layers (full), or of recompute_modules."""
+    """Activations that the backward pass computes again: none, of whole layers (full), or of
+    recompute_modules.
+    """
     sequence_packing: bool = False
-    """Micro-batches are sequences one behind the other without padding (training.max_tokens_per_micro_batch)."""
+    """Micro-batches are sequences one behind the other without padding
+    (training.max_tokens_per_micro_batch).
+    """
     distributed_timeout_minutes: Positive = 30
     """Minutes that a collective waits for the other ranks before the job ends."""
     megatron: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """Fields of Megatron's TransformerConfig, DistributedDataParallelConfig and OptimizerConfig, passed on by name
-    (docs/scaling.md#options-of-megatron)."""
+    """Fields of Megatron's TransformerConfig, DistributedDataParallelConfig and OptimizerConfig,
+    passed on by name (docs/scaling.md#options-of-megatron).
+    """
 
     def __post_init__(self) -> None:
         for name, value in self.megatron.items():
@@ -55,23 +63,70 @@ class ParallelConfig:
     @property
     def sizes(self) -> tuple[Any, ...]:
         """Return the sizes as ``runtime.distributed.initialize`` takes them."""
-        names = "tensor_model pipeline_model virtual_pipeline_model context expert_model expert_tensor"
+        names = (
+            "tensor_model pipeline_model virtual_pipeline_model context expert_model expert_tensor"
+        )
         return tuple(getattr(self, f"{name}_parallel_size") for name in names.split())
 
 
-# Options of Megatron that decide which rank holds what, or how much memory it takes: type, default, meaning.
+# Options of Megatron that decide which rank holds what, or how much memory it takes: type, default,
+# meaning.
 PLANNED: dict[str, tuple[Any, Any, str]] = {
-    "virtual_pipeline_model_parallel_size": (Positive, 1, "Model chunks that each pipeline rank has (interleaved)."),
-    "num_layers_in_first_pipeline_stage": (Positive, None, "Layers of the first stage; the others share what is left."),
-    "num_layers_in_last_pipeline_stage": (Positive, None, "Layers of the last stage; the others share what is left."),
-    "account_for_embedding_in_pipeline_split": (bool, False, "The embedding counts as a layer of the first stage."),
-    "account_for_loss_in_pipeline_split": (bool, False, "The output layer counts as a layer of the last stage."),
-    "pipeline_model_parallel_layout": (str, None, "All stages, virtual ones too, written out in Megatron's notation."),
-    "cp_comm_type": (Literal["p2p", "all_gather"], "p2p", "How context-parallel ranks exchange keys and values."),
-    "overlap_grad_reduce": (bool, False, "Gradients are reduced while the last backward pass runs."),
-    "overlap_param_gather": (bool, False, "Updated parameters are gathered while the next forward pass runs."),
-    "recompute_method": (Literal["uniform", "block"], "uniform", "Which layers recompute_granularity=full is about."),
-    "recompute_num_layers": (Positive, 1, "Layers of a unit (uniform), or recomputed layers of a stage (block)."),
+    "virtual_pipeline_model_parallel_size": (
+        Positive,
+        1,
+        "Model chunks that each pipeline rank has (interleaved).",
+    ),
+    "num_layers_in_first_pipeline_stage": (
+        Positive,
+        None,
+        "Layers of the first stage; the others share what is left.",
+    ),
+    "num_layers_in_last_pipeline_stage": (
+        Positive,
+        None,
+        "Layers of the last stage; the others share what is left.",
+    ),
+    "account_for_embedding_in_pipeline_split": (
+        bool,
+        False,
+        "The embedding counts as a layer of the first stage.",
+    ),
+    "account_for_loss_in_pipeline_split": (
+        bool,
+        False,
+        "The output layer counts as a layer of the last stage.",
+    ),
+    "pipeline_model_parallel_layout": (
+        str,
+        None,
+        "All stages, virtual ones too, written out in Megatron's notation.",
+    ),
+    "cp_comm_type": (
+        Literal["p2p", "all_gather"],
+        "p2p",
+        "How context-parallel ranks exchange keys and values.",
+    ),
+    "overlap_grad_reduce": (
+        bool,
+        False,
+        "Gradients are reduced while the last backward pass runs.",
+    ),
+    "overlap_param_gather": (
+        bool,
+        False,
+        "Updated parameters are gathered while the next forward pass runs.",
+    ),
+    "recompute_method": (
+        Literal["uniform", "block"],
+        "uniform",
+        "Which layers recompute_granularity=full is about.",
+    ),
+    "recompute_num_layers": (
+        Positive,
+        1,
+        "Layers of a unit (uniform), or recomputed layers of a stage (block).",
+    ),
     "recompute_modules": (
         tuple[Literal["core_attn", "mlp"], ...],
         ("core_attn",),
@@ -84,4 +139,6 @@ def _checked(name: str, kind: Any, value: Any) -> Any:
     try:
         return TypeAdapter(kind).validate_python(value)
     except ValidationError as error:
-        raise ValueError(f"{name}: {one_line(error.errors()[0]['msg'])} (found {value!r})") from None
+        raise ValueError(
+            f"{name}: {one_line(error.errors()[0]['msg'])} (found {value!r})"
+        ) from None

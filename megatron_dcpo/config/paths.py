@@ -1,4 +1,6 @@
-"""The paths in a configuration, seen from the file that names them (``runtime/paths.py`` has the rule)."""
+"""The paths in a configuration, seen from the file that names them (``runtime/paths.py`` has the
+rule).
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,9 @@ from megatron_dcpo.runtime.run_records import CONFIG, RUN
 
 
 def seen_from(values: dict[str, Any], file: Path) -> dict[str, Any]:
-    """Return the values of ``file`` with every path that is found beside it made absolute. A run directory's ``config.yaml``
-    has them as the run's working directory had them."""
+    """Return the values of ``file`` with every path that is found beside it made absolute. A run
+    directory's ``config.yaml`` has them as the run's working directory had them.
+    """
     if file.name == CONFIG and file.with_name(RUN).exists():
         return values
     for (section, key), find in _PATHS.items():
@@ -23,7 +26,9 @@ def seen_from(values: dict[str, Any], file: Path) -> dict[str, Any]:
 
 
 def _each(find: Callable[[str, Path], str]) -> Callable[[Any, Path], Any]:
-    """Return ``find`` for a text, or each one of a list; other values are left for the checks of their type."""
+    """Return ``find`` for a text, or each one of a list; other values are left for the checks of
+    their type.
+    """
 
     def found(value: Any, folder: Path) -> Any:
         if isinstance(value, list):

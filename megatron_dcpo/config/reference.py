@@ -1,4 +1,6 @@
-"""Every option with type, default and meaning, read off the declarations: for ``docs/options.md`` and ``dcpo config``."""
+"""Every option with type, default and meaning, read off the declarations: for ``docs/options.md``
+and ``dcpo config``.
+"""
 
 from __future__ import annotations
 
@@ -66,8 +68,13 @@ class Option:
 
 def sections() -> dict[str, str]:
     """Return every section with what it holds, one line each."""
-    about = {name: one_line(kind.__doc__).partition(". ")[0].rstrip(".") for name, kind in SECTIONS.items()}
-    planned = "Options of Megatron that dcpo plan reads as well; every other one is passed on by its name"
+    about = {
+        name: one_line(kind.__doc__).partition(". ")[0].rstrip(".")
+        for name, kind in SECTIONS.items()
+    }
+    planned = (
+        "Options of Megatron that dcpo plan reads as well; every other one is passed on by its name"
+    )
     return about | {MEGATRON: planned}
 
 
@@ -96,7 +103,9 @@ def _own_options() -> Iterator[Option]:
         default = method.own_options[name]
         kind = Literal[default] if isinstance(default, tuple) else type(default)
         first = default[0] if isinstance(default, tuple) else default
-        yield _option(f"objective.{name}", kind, first, method.meanings.get(name, ""), tuple(owners))
+        yield _option(
+            f"objective.{name}", kind, first, method.meanings.get(name, ""), tuple(owners)
+        )
 
 
 def _methods(name: str) -> tuple[str, ...]:
@@ -105,7 +114,9 @@ def _methods(name: str) -> tuple[str, ...]:
     return readers if len(readers) < len(METHODS) else ()
 
 
-def _option(name: str, kind: Any, default: Any, meaning: str, methods: tuple[str, ...] = ()) -> Option:
+def _option(
+    name: str, kind: Any, default: Any, meaning: str, methods: tuple[str, ...] = ()
+) -> Option:
     return Option(name, _kind(kind), _shown(default), one_line(meaning), methods)
 
 
@@ -137,7 +148,9 @@ def _kind(annotation: Any, limits: Sequence[Any] = ()) -> str:
         return f"list of {_kind(inner[0])}"
     if origin is dict:
         return "mapping"
-    bounds = [limit for one in limits for limit in (one.metadata if isinstance(one, FieldInfo) else [one])]
+    bounds = [
+        limit for one in limits for limit in (one.metadata if isinstance(one, FieldInfo) else [one])
+    ]
     words = [f"{sign} {value}" for name, sign in _BOUNDS for value in _values(bounds, name)]
     return " ".join([_KINDS.get(annotation, "mapping"), " and ".join(words)]).strip()
 

@@ -12,14 +12,25 @@ from megatron_dcpo.errors import UserError
 logger = logging.getLogger(__name__)
 
 _MEGATRON = (
-    "virtual_pipeline_model_parallel_size", "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage",
-    "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split", "pipeline_model_parallel_layout",
-    "cp_comm_type", "overlap_grad_reduce", "overlap_param_gather",
-    "recompute_method", "recompute_num_layers", "recompute_modules",
-)  # fmt: skip
+    "virtual_pipeline_model_parallel_size",
+    "num_layers_in_first_pipeline_stage",
+    "num_layers_in_last_pipeline_stage",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+    "pipeline_model_parallel_layout",
+    "cp_comm_type",
+    "overlap_grad_reduce",
+    "overlap_param_gather",
+    "recompute_method",
+    "recompute_num_layers",
+    "recompute_modules",
+)
 RENAMED = {
     **{f"parallel.{name}": f"parallel.megatron.{name}" for name in _MEGATRON},
-    **{f"optimizer.{name}": f"parallel.megatron.{name}" for name in ("adam_beta1", "adam_beta2", "adam_eps")},
+    **{
+        f"optimizer.{name}": f"parallel.megatron.{name}"
+        for name in ("adam_beta1", "adam_beta2", "adam_eps")
+    },
     **{
         f"rollout.{name}": f"rollout.vllm.{name}"
         for name in ("max_model_len", "enforce_eager", "kv_cache_memory_bytes", "dtype")
@@ -27,7 +38,8 @@ RENAMED = {
     "rollout.sleep": "rollout.vllm.enable_sleep_mode",
     "training.early_stop.patience": "training.early_stop",
 }
-# Values by which the old option asked for the default: there the new one is left out. Of all others None.
+# Values by which the old option asked for the default: there the new one is left out. Of all others
+# None.
 _UNSET: dict[str, tuple[Any, ...]] = {
     "rollout.dtype": (None, "same"),
     "rollout.max_model_len": (None, 0),
@@ -38,13 +50,15 @@ _ADAPTER = "the confidence adapter is gone (its code is in commit 80ba0e8); see 
 _DIGITS = "the gradient over all digits is gone (its code is in commit 80ba0e8)"
 _CONSTANT = "it is a constant now"
 REMOVED = {
-    "rollout.chunks": "each response is judged as soon as it is there; rollout.max_num_seqs bounds how many come at once",
+    "rollout.chunks": "each response is judged as soon as it is there; rollout.max_num_seqs "
+    "bounds how many come at once",
     "training.train": "model.adapter alone says that an adapter is trained",
     "training.early_stop.metric": "training.early_stop watches the metric of training.keep_best",
     "training.phase_warning_seconds": _CONSTANT,
     "optimizer.adapter_lr": "optimizer.lr is the adapter's where model.adapter is set",
     "model.adapter.activated": _ADAPTER,
-    "model.make_vocab_size_divisible_by": "it is 128, as Megatron's; dcpo convert has an option for other checkpoints",
+    "model.make_vocab_size_divisible_by": "it is 128, as Megatron's; dcpo convert has an option "
+    "for other checkpoints",
     "judging.confidence_tokens": _ADAPTER,
     "objective.confidence_parameters": _ADAPTER,
     "objective.confidence_sees": _ADAPTER,
@@ -53,14 +67,18 @@ REMOVED = {
     "objective.leave_one_out": "the group accuracy is that of all responses, as in the paper",
     "objective.score_clamp": _CONSTANT,
     "objective.one_minus_c_clamp": _CONSTANT,
-    **{f"objective.clip_{side}_{block}": f"objective.clip_{side} is that of both blocks"
-       for side in ("low", "high") for block in ("reasoning", "confidence")},
+    **{
+        f"objective.clip_{side}_{block}": f"objective.clip_{side} is that of both blocks"
+        for side in ("low", "high")
+        for block in ("reasoning", "confidence")
+    },
     "evaluation.at_start": "a validation before the first step is always made",
     "evaluation.seed": _CONSTANT,
     "logging.samples_per_step": _CONSTANT,
     "logging.tensorboard": "write logging.to=[tensorboard], the default, or logging.to=[]",
-    "logging.wandb_project": "write logging.to=[tensorboard,wandb], and logging.project for its project",
-}  # fmt: skip
+    "logging.wandb_project": "write logging.to=[tensorboard,wandb], and logging.project for its "
+    "project",
+}
 
 
 def refuse_removed(values: dict[str, Any], source: str) -> None:
@@ -72,8 +90,9 @@ def refuse_removed(values: dict[str, Any], source: str) -> None:
 
 
 def move_renamed(values: dict[str, Any]) -> dict[str, Any]:
-    """Return ``values`` of a configuration with renamed options in their new places, and say so in the log. A file that has
-    both names keeps the new one."""
+    """Return ``values`` of a configuration with renamed options in their new places, and say so in
+    the log. A file that has both names keeps the new one.
+    """
     values = copy.deepcopy(values)
     for old, new in RENAMED.items():
         *place, key = old.split(".")
@@ -89,7 +108,9 @@ def move_renamed(values: dict[str, Any]) -> dict[str, Any]:
             holder = values
             for part in place:
                 holder[part] = holder.get(part) or {}
-                holder = holder[part] if isinstance(holder[part], dict) else {}  # refused as the section that it is not
+                holder = (
+                    holder[part] if isinstance(holder[part], dict) else {}
+                )  # refused as the section that it is not
             holder.setdefault(key, value)
     return values
 

@@ -1,6 +1,8 @@
-"""The sections of a configuration: frozen dataclasses whose types, ranges and defaults pydantic checks.
+"""The sections of a configuration: frozen dataclasses whose types, ranges and defaults pydantic
+checks.
 
-The text below an option is its meaning, in ``docs/options.md`` and for ``dcpo config`` (``config/reference.py``).
+The text below an option is its meaning, in ``docs/options.md`` and for ``dcpo config``
+(``config/reference.py``).
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_pr
 
 @dataclass(frozen=True, config=STRICT)
 class AdapterConfig:
-    """A low-rank adapter: (alpha / rank) B A x is added to the projections ``targets`` of every layer."""
+    """A low-rank adapter: (alpha / rank) B A x is added to the projections ``targets`` of every
+    layer.
+    """
 
     rank: Positive = 16
     """Rank of the factors A and B."""
@@ -39,13 +43,17 @@ class ModelConfig:
     path: str
     """Directory of a Hugging Face checkpoint: Qwen3, Qwen3-MoE, Llama-3.x, Qwen2.5."""
     adapter: AdapterConfig | None = None
-    """Train low-rank factors (LoRA) and keep the model's own parameters as they are; not set: train all parameters."""
+    """Train low-rank factors (LoRA) and keep the model's own parameters as they are; not set: train
+    all parameters.
+    """
     params_dtype: Literal["fp32", "bf16"] = "bf16"
     """Element type of the parameters and activations; the optimizer has fp32 copies."""
     transformer_impl: Literal["auto", "local", "transformer_engine"] = "auto"
     """Whose layers: Transformer Engine's, Megatron's own (local), or the former on a GPU (auto)."""
     head_dtype: Literal["auto", "fp32", "model"] = "auto"
-    """What trainer and engine compute logits in: fp32, params_dtype (model), or fp32 on a GPU (auto)."""
+    """What trainer and engine compute logits in: fp32, params_dtype (model), or fp32 on a GPU
+    (auto).
+    """
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -83,7 +91,8 @@ def _as_sources(value: Any) -> Any:
 
 
 Sources = Annotated[
-    Annotated[str, Tag("path")] | Annotated[tuple[SourceConfig, ...], Field(min_length=1), Tag("sources")],
+    Annotated[str, Tag("path")]
+    | Annotated[tuple[SourceConfig, ...], Field(min_length=1), Tag("sources")],
     Discriminator(lambda value: "sources" if isinstance(value, list | tuple) else "path"),
     BeforeValidator(_as_sources),
 ]
@@ -94,13 +103,18 @@ class DataConfig:
     """The problems, and how they become prompts."""
 
     path: Sources
-    """A jsonl, json or parquet file, a hub data set, reasoning_gym:TASK, or a list of sources that are mixed by weight
-    (docs/bring_your_own.md#data)."""
+    """A jsonl, json or parquet file, a hub data set, reasoning_gym:TASK, or a list of sources that
+    are mixed by weight (docs/bring_your_own.md#data).
+    """
     template: str = "paper"
-    """How a problem becomes a prompt: paper, abstain, grpo, chat, raw, or a function of yours, my_prompt.py:render."""
+    """How a problem becomes a prompt: paper, abstain, grpo, chat, raw, or a function of yours,
+    my_prompt.py:render.
+    """
     thinking: Thinking = "off"
-    """Whether the chat template asks for thinking, where it has that switch: off, on, or as the template has it (auto);
-    answer and confidence are read behind the end-of-thinking token (docs/rollout.md#thinking-models)."""
+    """Whether the chat template asks for thinking, where it has that switch: off, on, or as the
+    template has it (auto); answer and confidence are read behind the end-of-thinking token
+    (docs/rollout.md#thinking-models).
+    """
     prompts_per_step: Positive = 256
     """Prompts of a step; each gets rollout.group_size responses."""
     max_prompt_length: Positive = 1024
@@ -110,7 +124,9 @@ class DataConfig:
     shuffle: bool = True
     """Each epoch has an order of its own; else that of the file."""
     order: str = ""
-    """Column that each source is sorted by, the least first (a curriculum); shuffle is then about equal ones."""
+    """Column that each source is sorted by, the least first (a curriculum); shuffle is then about
+    equal ones.
+    """
     untested: bool = False
     """Keep programming problems whose tests assert nothing, which any program passes."""
 
@@ -125,25 +141,33 @@ class RolloutConfig:
     """How responses are sampled, and how the engine gets the weights."""
 
     engine: Literal["auto", "vllm", "transformers", "server"] = "auto"
-    """What samples: vLLM where it can run the model on a GPU, else transformers (auto); server is vLLM at endpoint."""
+    """What samples: vLLM where it can run the model on a GPU, else transformers (auto); server is
+    vLLM at endpoint.
+    """
     tensor_model_parallel_size: Positive = 1
     """Ranks of one vLLM engine, whatever the training has."""
     gpu_memory_utilization: Share = 0.6
     """Share of the GPU's memory that vLLM may take."""
     bucket_bytes: Annotated[int, Field(ge=1024)] = 512 * 2**20
-    """Bytes of a bucket of weights on the way to the engine: the extra memory of a synchronization."""
+    """Bytes of a bucket of weights on the way to the engine: the extra memory of a synchronization.
+    """
     top_p: Share = 1.0
-    """Sample from the fewest tokens whose probabilities add up to this; below 1 needs objective.tis_level."""
+    """Sample from the fewest tokens whose probabilities add up to this; below 1 needs
+    objective.tis_level.
+    """
     top_k: NonNegative = 0
     """Sample from that many most probable tokens (0: from all); needs objective.tis_level."""
     logprob_diff_alarm: Annotated[float, Field(ge=0)] = 0.0
-    """Largest difference of a token's log-prob between engine and trainer, in nats, before it alarms (0: never)."""
+    """Largest difference of a token's log-prob between engine and trainer, in nats, before it
+    alarms (0: never).
+    """
     logprob_diff_action: Literal["warn", "stop"] = "warn"
     """What logprob_diff_alarm does: a line in the log, or the end of the run."""
     endpoint: str = ""
     """Address of the vLLM server of engine=server, as http://host:8000/v1."""
     weight_transfer: Literal["files", "nccl"] = "files"
-    """How the server gets the weights: by a directory on a disk that both see, or from GPU to GPU."""
+    """How the server gets the weights: by a directory on a disk that both see, or from GPU to GPU.
+    """
     group_size: Annotated[int, Field(ge=2)] = 8
     """Responses per prompt: the group G that an advantage is relative to."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
@@ -153,24 +177,31 @@ class RolloutConfig:
     max_num_seqs: Positive = 512
     """Responses that an engine samples at once, at most."""
     routing_replay: bool = False
-    """The training's forward pass takes the experts that the engine chose for each token (R3); of models with experts."""
+    """The training's forward pass takes the experts that the engine chose for each token (R3); of
+    models with experts.
+    """
     vllm: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Engine arguments of vLLM, passed on by name (docs/rollout.md#options-of-vllm)."""
     filter_groups: bool = False
     """Replace groups that would train neither block by the next prompts."""
     oversample: Annotated[float, Field(ge=1, le=16)] = 1.0
-    """Prompts drawn for each one that is missing, by filter_groups; for each of a step, by max_staleness."""
+    """Prompts drawn for each one that is missing, by filter_groups; for each of a step, by
+    max_staleness.
+    """
     max_refills: NonNegative = 4
     """Rounds of drawing again, at most, where filter_groups leaves too few."""
     max_staleness: NonNegative = 0
-    """End a rollout when the batch is full, and go on with the rest later: most steps between a response's first token and
-    its training (0: wait for all)."""
+    """End a rollout when the batch is full, and go on with the rest later: most steps between a
+    response's first token and its training (0: wait for all).
+    """
     async_steps: Annotated[int, Field(ge=0, le=1)] = 0
-    """Generate the next batch while this one trains, with weights that are that many updates older (0: one after the
-    other); needs engine=server."""
+    """Generate the next batch while this one trains, with weights that are that many updates older
+    (0: one after the other); needs engine=server.
+    """
     async_update: Literal["batch", "immediate"] = "batch"
-    """When the server gets new weights, with async_steps: as soon as its batch is complete, or between two requests of it
-    (immediate)."""
+    """When the server gets new weights, with async_steps: as soon as its batch is complete, or
+    between two requests of it (immediate).
+    """
 
     @property
     def most_versions_behind(self) -> int:
@@ -185,8 +216,10 @@ class JudgingConfig:
     marker: Annotated[str, Field(min_length=1)] = CONFIDENCE_TAG
     """The confidence tag: the text that opens the confidence block."""
     verifier: VerifierName = "math"
-    """What decides correctness: math, code, of questions exact, f1 or choice (docs/bring_your_own.md#questions), a
-    function of yours (my_reward.py:verify), or a server (https://host/path; docs/bring_your_own.md#a-verifier)."""
+    """What decides correctness: math, code, of questions exact, f1 or choice
+    (docs/bring_your_own.md#questions), a function of yours (my_reward.py:verify), or a server
+    (https://host/path; docs/bring_your_own.md#a-verifier).
+    """
     threshold: Share = 1.0
     """Least score of a right response, by f1 or a verifier of yours."""
     graded: bool = False
@@ -209,7 +242,9 @@ class JudgingConfig:
 
 @dataclass(frozen=True, config=STRICT)
 class OptimizerConfig:
-    """AdamW as the paper and Megatron name it; its betas are options of Megatron (``parallel.megatron``)."""
+    """AdamW as the paper and Megatron name it; its betas are options of Megatron
+    (``parallel.megatron``).
+    """
 
     lr: Annotated[float, Field(ge=0)] = 1e-6
     """Learning rate after the warmup."""
@@ -227,7 +262,9 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, config=STRICT)
 class ValidationConfig:
-    """Validation by the run's own engine, before the first and after the last step too. Sampling: the paper's."""
+    """Validation by the run's own engine, before the first and after the last step too. Sampling:
+    the paper's.
+    """
 
     interval: NonNegative = 0
     """Validate every that many steps (0: never)."""
@@ -258,7 +295,9 @@ class TrainingConfig:
     micro_batch_size: Positive = 8
     """Sequences of a forward and backward pass on a rank; without parallel.sequence_packing."""
     max_tokens_per_micro_batch: Positive = 16384
-    """Tokens of a forward and backward pass on a rank, with parallel.sequence_packing; a longer sequence is alone."""
+    """Tokens of a forward and backward pass on a rank, with parallel.sequence_packing; a longer
+    sequence is alone.
+    """
     save_interval: NonNegative = 20
     """Save a checkpoint every that many steps (0: only at the end)."""
     keep_checkpoints: Positive = 2
@@ -268,15 +307,20 @@ class TrainingConfig:
     early_stop: NonNegative = 0
     """End when that many validations in a row have not improved on keep_best (0: never)."""
     resume: Literal["none", "auto"] = "none"
-    """auto: go on after the newest complete checkpoint of run_dir; none: refuse a run_dir that has one."""
+    """auto: go on after the newest complete checkpoint of run_dir; none: refuse a run_dir that has
+    one.
+    """
     export_hf: bool = True
     """Leave the trained policy as a Hugging Face directory, policy/."""
     gradient_probe_interval: NonNegative = 50
-    """Compare the gradients of accuracy and calibration in the first step and every that many (0: never)."""
+    """Compare the gradients of accuracy and calibration in the first step and every that many (0:
+    never).
+    """
     async_save: bool | Literal["auto"] = "auto"
     """Write checkpoints beside the training, from a copy on the host; auto: on a GPU."""
     max_nonfinite_steps: Positive = 3
-    """End after that many updates in a row whose loss or gradient was not finite; each is skipped."""
+    """End after that many updates in a row whose loss or gradient was not finite; each is skipped.
+    """
     profile_steps: tuple[Positive, ...] = ()
     """Steps of which the first rank leaves a trace in profile/."""
     offload_optimizer_during_rollout: bool = False
@@ -320,5 +364,7 @@ class Config:
 
     @property
     def frozen(self) -> bool:
-        """Return whether the model's own parameters stay as they are, because ``model.adapter`` is trained."""
+        """Return whether the model's own parameters stay as they are, because ``model.adapter`` is
+        trained.
+        """
         return self.model.adapter is not None

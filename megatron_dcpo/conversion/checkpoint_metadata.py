@@ -1,8 +1,10 @@
-"""``.metadata`` of a ``torch.distributed.checkpoint``, read without running what it says: for conversion and resumption.
+"""``.metadata`` of a ``torch.distributed.checkpoint``, read without running what it says: for
+conversion and resumption.
 
-The file is a pickle, and unpickling calls whatever the file names. Here it may name the classes of the metadata, which
-are built, and other classes of torch's and Megatron's checkpoints, in whose place stands an empty object; any other name
-is an error. What is read is then held against the directory, so that no tensor lies outside its file or its shape.
+The file is a pickle, and unpickling calls whatever the file names. Here it may name the classes of
+the metadata, which are built, and other classes of torch's and Megatron's checkpoints, in whose
+place stands an empty object; any other name is an error. What is read is then held against the
+directory, so that no tensor lies outside its file or its shape.
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ _PLAIN_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")  # of a file in the di
 
 
 def read_metadata(directory: Path) -> Metadata:
-    """Return the metadata of the checkpoint in ``directory``, checked. Raises :class:`UserError` naming the file."""
+    """Return the metadata of the checkpoint in ``directory``, checked. Raises :class:`UserError`
+    naming the file.
+    """
     path = directory / METADATA
     try:
         if path.stat().st_size > _MOST_BYTES:
@@ -44,10 +48,18 @@ def read_metadata(directory: Path) -> Metadata:
         metadata = _MetadataUnpickler(io.BytesIO(path.read_bytes())).load()
         _check(metadata)
     except OSError as error:
-        raise UserError(f"cannot read {error.filename or path}: {error.strerror or error}") from None
-    except (MemoryError, RecursionError, Exception) as error:  # a pickle can make its reader raise anything
+        raise UserError(
+            f"cannot read {error.filename or path}: {error.strerror or error}"
+        ) from None
+    except (
+        MemoryError,
+        RecursionError,
+        Exception,
+    ) as error:  # a pickle can make its reader raise anything
         reason = f"{type(error).__name__}: {one_line(error, 200)}"
-        raise UserError(f"{path} is damaged ({reason}); restore the file or take another checkpoint") from None
+        raise UserError(
+            f"{path} is damaged ({reason}); restore the file or take another checkpoint"
+        ) from None
     _check_files(directory, metadata)
     return metadata  # type: ignore[no-any-return]
 
@@ -63,7 +75,9 @@ def _check(metadata: Any) -> None:
         _require(isinstance(key, str), "a tensor without a name")
         if isinstance(entry, BytesStorageMetadata):
             continue
-        _require(isinstance(entry, TensorStorageMetadata), f"{key:.80} is neither a tensor nor an object")
+        _require(
+            isinstance(entry, TensorStorageMetadata), f"{key:.80} is neither a tensor nor an object"
+        )
         _require(isinstance(entry.properties.dtype, torch.dtype), f"{key:.80} has no element type")
         size = _whole(entry.size, key)
         _require(math.prod(size) < 1 << 60, f"{key:.80} has an impossible shape")
@@ -71,18 +85,25 @@ def _check(metadata: Any) -> None:
             _require(isinstance(chunk, ChunkStorageMetadata), f"{key:.80} has an odd chunk")
             offsets, sizes = _whole(chunk.offsets, key), _whole(chunk.sizes, key)
             inside = len(offsets) == len(sizes) == len(size) and all(
-                start + length <= whole for start, length, whole in zip(offsets, sizes, size, strict=True)
+                start + length <= whole
+                for start, length, whole in zip(offsets, sizes, size, strict=True)
             )
             _require(inside, f"{key:.80} has a chunk outside its shape")
     for index, info in metadata.storage_data.items():
-        _require(isinstance(index, MetadataIndex) and isinstance(info, StorageInfo), "an odd entry of a file")
+        _require(
+            isinstance(index, MetadataIndex) and isinstance(info, StorageInfo),
+            "an odd entry of a file",
+        )
         _require(isinstance(index.fqn, str), "a tensor without a name")
         _whole(index.offset or (), index.fqn)
         name = info.relative_path
         plain = isinstance(name, str) and _PLAIN_NAME.fullmatch(name)
         _require(bool(plain), f"it names the file {name!r:.80}, which is not one of this directory")
         _whole((info.offset, info.length), name)
-        _require(not getattr(info, "transform_descriptors", None), f"{name:.80} is transformed, which is not supported")
+        _require(
+            not getattr(info, "transform_descriptors", None),
+            f"{name:.80} is transformed, which is not supported",
+        )
 
 
 def _check_files(directory: Path, metadata: Metadata) -> None:
@@ -99,7 +120,10 @@ def _check_files(directory: Path, metadata: Metadata) -> None:
 
 def _whole(numbers: Iterable[Any], name: Any) -> tuple[int, ...]:
     values = tuple(numbers)
-    _require(all(type(n) is int and 0 <= n < 1 << 62 for n in values), f"{name:.80} has a size that is not a count")
+    _require(
+        all(type(n) is int and 0 <= n < 1 << 62 for n in values),
+        f"{name:.80} has a size that is not a count",
+    )
     return values
 
 
@@ -109,7 +133,9 @@ def _require(good: bool, problem: str) -> None:
 
 
 class _Opaque:
-    """Stands for what a checkpoint may carry besides its metadata (save plans), which is not needed."""
+    """Stands for what a checkpoint may carry besides its metadata (save plans), which is not
+    needed.
+    """
 
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
@@ -119,7 +145,9 @@ class _Opaque:
 
 
 def _memory_format(owner: Any, name: str) -> Any:
-    """Return ``getattr`` as Python 3.11.0 to 3.11.3 pickles a member of an enumeration, for the one that metadata has."""
+    """Return ``getattr`` as Python 3.11.0 to 3.11.3 pickles a member of an enumeration, for the one
+    that metadata has.
+    """
     return MemoryFormat[name] if owner is MemoryFormat else _Opaque()
 
 
@@ -147,8 +175,8 @@ _KNOWN: dict[tuple[str, str], Any] = {
 class _MetadataUnpickler(pickle._Unpickler):  # type: ignore[name-defined, misc]
     """Builds the known classes and nothing else.
 
-    Python's own unpickler, not the one in C: that one makes room for whatever number a file gives to an object, and sets
-    attributes of classes.
+    Python's own unpickler, not the one in C: that one makes room for whatever number a file gives
+    to an object, and sets attributes of classes.
     """
 
     dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)  # type: ignore[attr-defined]
@@ -158,7 +186,11 @@ class _MetadataUnpickler(pickle._Unpickler):  # type: ignore[name-defined, misc]
             return _KNOWN[module, name]
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
-        if module.partition(".")[0] in ("torch", "megatron", "pathlib"):  # the last: where it was written
+        if module.partition(".")[0] in (
+            "torch",
+            "megatron",
+            "pathlib",
+        ):  # the last: where it was written
             return _Opaque
         raise pickle.UnpicklingError(f"it names {module}.{name}, which metadata have no use for")
 

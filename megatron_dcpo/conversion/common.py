@@ -49,7 +49,8 @@ _T = TypeVar("_T")
 class Conversion:
     """What a conversion did; written as ``conversion.json`` into its result.
 
-    ``tensors``: SHA-256 of every Hugging Face tensor that was moved. ``seconds`` without verification.
+    ``tensors``: SHA-256 of every Hugging Face tensor that was moved. ``seconds`` without
+    verification.
     """
 
     direction: str
@@ -71,8 +72,8 @@ class Conversion:
 class PeakMemory:
     """Samples resident and anonymous memory of this process while the block runs.
 
-    Anonymous memory (heap, buffers) is what a machine must have; resident memory counts mapped files as well, which the
-    kernel can drop.
+    Anonymous memory (heap, buffers) is what a machine must have; resident memory counts mapped
+    files as well, which the kernel can drop.
     """
 
     def __init__(self) -> None:
@@ -93,12 +94,16 @@ class PeakMemory:
         while not stopped:
             sample = self._process.memory_info()
             self.resident_bytes = max(self.resident_bytes, sample.rss)
-            self.anonymous_bytes = max(self.anonymous_bytes, sample.rss - getattr(sample, "shared", 0))
+            self.anonymous_bytes = max(
+                self.anonymous_bytes, sample.rss - getattr(sample, "shared", 0)
+            )
             stopped = self._stop.wait(0.02)
 
 
 def one_dtype(where: Path, specs: Specs) -> str:
-    """Return the common element type. Raises :class:`UserError` naming the first tensor that differs."""
+    """Return the common element type. Raises :class:`UserError` naming the first tensor that
+    differs.
+    """
     expected = float_dtype(where, specs)
     for name, (_, dtype) in specs.items():
         if dtype != expected:
@@ -107,24 +112,38 @@ def one_dtype(where: Path, specs: Specs) -> str:
 
 
 def float_dtype(where: Path, specs: Specs) -> str:
-    """Return the element type of the embedding. Megatron's local RMSNorm is fp32 in a bf16 model that was never
-    wrapped, so in a checkpoint other tensors may differ from it; they keep their bits."""
+    """Return the element type of the embedding. Megatron's local RMSNorm is fp32 in a bf16 model
+    that was never wrapped, so in a checkpoint other tensors may differ from it; they keep their
+    bits.
+    """
     for name, (_, dtype) in specs.items():
         if dtype not in FLOATS:
-            raise UserError(f"{where}: {name} has dtype {dtype}; known: {', '.join(sorted(FLOATS))}")
+            raise UserError(
+                f"{where}: {name} has dtype {dtype}; known: {', '.join(sorted(FLOATS))}"
+            )
     return specs[EMBEDDING][1]
 
 
-def verify_bytes(arch: Architecture, checkpoint: MegatronCheckpoint, reader: HFReader, progress: Progress) -> float:
+def verify_bytes(
+    arch: Architecture, checkpoint: MegatronCheckpoint, reader: HFReader, progress: Progress
+) -> float:
     """Compare source and result, both read again, byte for byte; returns the seconds."""
     clock, located = time.perf_counter(), locate(arch, checkpoint)
-    count = byte_counter(progress, sum(math.prod(shape) * dtype_bytes(dtype) for shape, dtype in reader.specs.values()))
+    count = byte_counter(
+        progress,
+        sum(math.prod(shape) * dtype_bytes(dtype) for shape, dtype in reader.specs.values()),
+    )
 
     def compare(parameter: list[Slice]) -> int:
         for part in parameter:
-            expected = as_bytes(reader.tensor(part.name)).view(-1)[part.start : part.start + part.values.numel()]
+            expected = as_bytes(reader.tensor(part.name)).view(-1)[
+                part.start : part.start + part.values.numel()
+            ]
             if not torch.equal(expected, part.values.reshape(-1)):
-                raise UserError(f"verification failed: {part.name} reads back differently; is the disk in order?")
+                raise UserError(
+                    f"verification failed: {part.name} reads back differently; is the disk in "
+                    "order?"
+                )
         return sum(part.values.numel() for part in parameter)
 
     for nbytes in in_threads(compare, slices(arch, checkpoint, located)):
@@ -144,8 +163,12 @@ def few_threads() -> Iterator[ThreadPoolExecutor]:
         torch.set_num_threads(inner)
 
 
-def in_threads(function: Callable[[list[Slice]], _T], parameters: Iterable[list[Slice]]) -> Iterator[_T]:
-    """Yield ``function`` of each parameter, few of which exist at a time: a parameter of joined chunks takes memory."""
+def in_threads(
+    function: Callable[[list[Slice]], _T], parameters: Iterable[list[Slice]]
+) -> Iterator[_T]:
+    """Yield ``function`` of each parameter, few of which exist at a time: a parameter of joined
+    chunks takes memory.
+    """
     with few_threads() as pool:
         pending: deque[Future[_T]] = deque()
         for parameter in parameters:

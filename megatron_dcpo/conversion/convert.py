@@ -1,8 +1,10 @@
-"""Conversion between Hugging Face directories and Megatron ``torch_dist`` checkpoints, by views of memory-mapped files.
+"""Conversion between Hugging Face directories and Megatron ``torch_dist`` checkpoints, by views of
+memory-mapped files.
 
-A checkpoint holds every tensor whole, whatever layout wrote it and whatever layout will read it; so both directions follow
-the plan of a single rank. Import concatenates slices of Hugging Face tensors to Megatron tensors, export copies slices of
-Megatron tensors into Hugging Face tensors, and nothing is computed on the way but hashes.
+A checkpoint holds every tensor whole, whatever layout wrote it and whatever layout will read it; so
+both directions follow the plan of a single rank. Import concatenates slices of Hugging Face tensors
+to Megatron tensors, export copies slices of Megatron tensors into Hugging Face tensors, and nothing
+is computed on the way but hashes.
 """
 
 from __future__ import annotations
@@ -76,13 +78,14 @@ from megatron_dcpo.weights.layout import Coordinates, Layout
 from megatron_dcpo.weights.planner import Copy, interleavings, padded_vocab_size
 from megatron_dcpo.weights.table import Interleaving, hf_shapes
 
-# What the model is besides its weights (config, tokenizer, the split into files), kept in an imported checkpoint.
+# What the model is besides its weights (config, tokenizer, the split into files), kept in an
+# imported checkpoint.
 HF_SUBDIRECTORY = "hf"
 _CHUNK_BYTES = 2**28  # a reader loads chunks whole, also when it wants a slice
 _OUTPUT = "lm_head.weight"
 
 
-# ------------------------------------------------------------------------------------------- Hugging Face -> Megatron
+# ------------------------------------------------------------------------- Hugging Face -> Megatron
 
 
 def import_checkpoint(
@@ -97,14 +100,17 @@ def import_checkpoint(
 ) -> Conversion:
     """Write the Hugging Face directory ``source`` as the Megatron checkpoint ``target``.
 
-    The vocabulary is padded with zeros as Megatron pads it for the two sizes given; a model of another padding loads
-    it all the same. Raises :class:`UserError`, and leaves no ``target``, for every kind of bad input.
+    The vocabulary is padded with zeros as Megatron pads it for the two sizes given; a model of
+    another padding loads it all the same. Raises :class:`UserError`, and leaves no ``target``, for
+    every kind of bad input.
     """
     clock = time.perf_counter()
     with PeakMemory() as memory:
         check_no_overlap(target, source)
         arch = read_architecture(source)
-        padded = padded_vocab_size(arch, Layout(tensor_model_parallel_size, 1, 1, make_vocab_size_divisible_by))
+        padded = padded_vocab_size(
+            arch, Layout(tensor_model_parallel_size, 1, 1, make_vocab_size_divisible_by)
+        )
         reader = HFReader(source)
         reader.check(arch)
         dtype = one_dtype(source, {name: reader.specs[name] for name in hf_shapes(arch)})
@@ -121,7 +127,11 @@ def import_checkpoint(
             copy_side_files(source, side)
             _record_files(source, side, arch)
             seconds = time.perf_counter() - clock
-            checked = verify_bytes(arch, MegatronCheckpoint(temporary), reader, progress) if verify else None
+            checked = (
+                verify_bytes(arch, MegatronCheckpoint(temporary), reader, progress)
+                if verify
+                else None
+            )
             padding = {"vocab_size": arch.vocab_size, "padded_vocab_size": padded}
             names = "import", str(source), str(target), arch.name, dtype
             peaks = memory.resident_bytes, memory.anonymous_bytes
@@ -131,7 +141,9 @@ def import_checkpoint(
 
 
 def _new_chunks(arch: Architecture, reader: HFReader, padded: int) -> Iterator[NewChunk]:
-    """Yield the checkpoint's tensors as chunks that are made of views of the source when they are written."""
+    """Yield the checkpoint's tensors as chunks that are made of views of the source when they are
+    written.
+    """
     kinds = interleavings(arch, WHOLE_MODEL, Coordinates())
     for megatron, copies in row_copies(arch).items():
         rows, *columns = megatron_shape(arch, copies)
@@ -147,9 +159,12 @@ def _new_chunks(arch: Architecture, reader: HFReader, padded: int) -> Iterator[N
             yield NewChunk(key, (*stacked, rows, *columns), offsets, sizes, dtype, make)
 
 
-def _rows(reader: HFReader, copies: Sequence[Copy], start: int, stop: int, sizes: tuple[int, ...]) -> Tensor:
-    """Return rows ``start:stop`` of the Megatron tensor made of ``copies``, as a tensor of ``sizes``; zeros after the
-    last."""
+def _rows(
+    reader: HFReader, copies: Sequence[Copy], start: int, stop: int, sizes: tuple[int, ...]
+) -> Tensor:
+    """Return rows ``start:stop`` of the Megatron tensor made of ``copies``, as a tensor of
+    ``sizes``; zeros after the last.
+    """
     parts = []
     for copy in copies:
         low, high = max(start, copy.start), min(stop, copy.start + copy.length)
@@ -164,16 +179,18 @@ def _rows(reader: HFReader, copies: Sequence[Copy], start: int, stop: int, sizes
 
 
 def _chunk_bounds(kind: Interleaving, rows: int, row_bytes: int) -> list[int]:
-    """Return where chunks begin and end: Megatron reads the halves of gate and up apart; otherwise whole tensors up to
-    a size."""
+    """Return where chunks begin and end: Megatron reads the halves of gate and up apart; otherwise
+    whole tensors up to a size.
+    """
     step = max(1, _CHUNK_BYTES // row_bytes)
     halves = [(0, rows // 2), (rows // 2, rows)] if kind == "gate_up" else [(0, rows)]
     return [start for low, high in halves for start in range(low, high, step)] + [rows]
 
 
 def _ignored(reader: HFReader, arch: Architecture) -> tuple[str, ...]:
-    """Return the names of superfluous tensors. Raises :class:`UserError` for one that means something ``config.json``
-    denies."""
+    """Return the names of superfluous tensors. Raises :class:`UserError` for one that means
+    something ``config.json`` denies.
+    """
     source, extra = reader.model_dir, sorted(set(reader.specs) - set(hf_shapes(arch)))
     for name in extra:
         if name.endswith("rotary_emb.inv_freq"):
@@ -181,20 +198,28 @@ def _ignored(reader: HFReader, arch: Architecture) -> tuple[str, ...]:
         if name != _OUTPUT or not arch.tied_embeddings:
             raise UserError(f"{source}: config.json has no place for the tensor {name}")
         same = reader.specs[_OUTPUT] == reader.specs[EMBEDDING]
-        if not same or not torch.equal(as_bytes(reader.tensor(_OUTPUT)), as_bytes(reader.tensor(EMBEDDING))):
-            raise UserError(f"{source}: config.json ties the embeddings, but {_OUTPUT} differs from {EMBEDDING}")
+        if not same or not torch.equal(
+            as_bytes(reader.tensor(_OUTPUT)), as_bytes(reader.tensor(EMBEDDING))
+        ):
+            raise UserError(
+                f"{source}: config.json ties the embeddings, but {_OUTPUT} differs from {EMBEDDING}"
+            )
     return tuple(extra)
 
 
 def _record_files(source: Path, side: Path, arch: Architecture) -> None:
-    """Keep the index as it is, and write one for a single file too: export makes the same files again."""
+    """Keep the index as it is, and write one for a single file too: export makes the same files
+    again.
+    """
     if (source / INDEX).is_file():
         shutil.copyfile(source / INDEX, side / INDEX)
     else:
-        (side / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(hf_shapes(arch), SINGLE_FILE)}))
+        (side / INDEX).write_text(
+            json.dumps({"weight_map": dict.fromkeys(hf_shapes(arch), SINGLE_FILE)})
+        )
 
 
-# ------------------------------------------------------------------------------------------- Megatron -> Hugging Face
+# ------------------------------------------------------------------------- Megatron -> Hugging Face
 
 
 def export_checkpoint(
@@ -208,11 +233,13 @@ def export_checkpoint(
     overwrite: bool = False,
     progress: Progress = lambda done, total: None,
 ) -> Conversion:
-    """Write the model of the Megatron checkpoint ``source`` as the Hugging Face directory ``target``.
+    """Write the model of the Megatron checkpoint ``source`` as the Hugging Face directory
+    ``target``.
 
-    ``which``: of a training's checkpoints, ``latest`` or ``best``. ``hf_config``: the directory with config and tokenizer,
-    unless import left them in the checkpoint. The weights are split into files as they were before import, or into files
-    of at most ``max_shard_bytes``. Raises :class:`UserError`, and leaves no ``target``, for every kind of bad input.
+    ``which``: of a training's checkpoints, ``latest`` or ``best``. ``hf_config``: the directory
+    with config and tokenizer, unless import left them in the checkpoint. The weights are split into
+    files as they were before import, or into files of at most ``max_shard_bytes``. Raises
+    :class:`UserError`, and leaves no ``target``, for every kind of bad input.
     """
     clock = time.perf_counter()
     with PeakMemory() as memory:
@@ -221,11 +248,16 @@ def export_checkpoint(
         check_no_overlap(target, source, side)
         if not (side / "config.json").is_file():
             raise UserError(
-                f"{side / 'config.json'} is missing; name the model's Hugging Face directory with --hf-config"
+                f"{side / 'config.json'} is missing; name the model's Hugging Face directory with "
+                "--hf-config"
             )
         arch, checkpoint = read_architecture(side), MegatronCheckpoint(source)
         located = locate(arch, checkpoint)
-        dtypes = {copy.hf: located[name].dtype for name, copies in row_copies(arch).items() for copy in copies}
+        dtypes = {
+            copy.hf: located[name].dtype
+            for name, copies in row_copies(arch).items()
+            for copy in copies
+        }
         specs = {name: (shape, dtypes[name]) for name, shape in hf_shapes(arch).items()}
         dtype = float_dtype(source, specs)
         recorded = None if max_shard_bytes or hf_config else _recorded_files(side, specs)
@@ -233,14 +265,18 @@ def export_checkpoint(
         total = sum(math.prod(shape) * dtype_bytes(name) for shape, name in specs.values())
         check_free_space(target, sum(shard.nbytes for shard in shards))
         with new_directory(target, overwrite) as temporary:
-            hashes = _write_shards(temporary, shards, slices(arch, checkpoint, located), byte_counter(progress, total))
+            hashes = _write_shards(
+                temporary, shards, slices(arch, checkpoint, located), byte_counter(progress, total)
+            )
             if recorded and len(shards) > 1:
                 shutil.copyfile(side / INDEX, temporary / INDEX)
             else:
                 write_index(temporary, shards)
             copy_side_files(side, temporary, dtype)
             seconds = time.perf_counter() - clock
-            checked = verify_bytes(arch, checkpoint, HFReader(temporary), progress) if verify else None
+            checked = (
+                verify_bytes(arch, checkpoint, HFReader(temporary), progress) if verify else None
+            )
             names = "export", str(source), str(target), arch.name, dtype
             peaks = memory.resident_bytes, memory.anonymous_bytes
             tensors = dict(sorted(hashes.items()))
@@ -251,9 +287,13 @@ def export_checkpoint(
 
 
 def _hf_directory(checkpoint: Path) -> Path:
-    """Return where the model's config and tokenizer are: in the checkpoint, else ``model.path`` of the training that left
-    it (``RUN/checkpoints/iter_N`` beside ``RUN/config.yaml``)."""
-    inside, config = checkpoint / HF_SUBDIRECTORY, checkpoint.absolute().parent.parent / "config.yaml"
+    """Return where the model's config and tokenizer are: in the checkpoint, else ``model.path`` of
+    the training that left it (``RUN/checkpoints/iter_N`` beside ``RUN/config.yaml``).
+    """
+    inside, config = (
+        checkpoint / HF_SUBDIRECTORY,
+        checkpoint.absolute().parent.parent / "config.yaml",
+    )
     if inside.is_dir() or not config.is_file():
         return inside
     with suppress(UserError):
@@ -262,7 +302,10 @@ def _hf_directory(checkpoint: Path) -> Path:
 
 
 def _write_shards(
-    out: Path, shards: Sequence[Shard], parameters: Iterable[list[Slice]], count: Callable[[int], None]
+    out: Path,
+    shards: Sequence[Shard],
+    parameters: Iterable[list[Slice]],
+    count: Callable[[int], None],
 ) -> dict[str, str]:
     """Write every slice to its place in the files; returns the SHA-256 of each tensor."""
     places: dict[str, tuple[int, int]] = {}  # tensor -> (file descriptor, offset)
@@ -274,7 +317,9 @@ def _write_shards(
             digests[part.name].update(part.values.numpy().data)
             descriptor, offset = places[part.name]
             _write_at(descriptor, part.values.view(-1).numpy().data, offset + part.start)
-        return {name: digest.hexdigest() for name, digest in digests.items()}, sum(p.values.numel() for p in parameter)
+        return {name: digest.hexdigest() for name, digest in digests.items()}, sum(
+            p.values.numel() for p in parameter
+        )
 
     with ExitStack() as stack:
         for shard in shards:

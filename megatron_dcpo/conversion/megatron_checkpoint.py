@@ -1,8 +1,10 @@
-"""Megatron's ``torch_dist`` checkpoints without Megatron: read as memory maps, written one tensor at a time.
+"""Megatron's ``torch_dist`` checkpoints without Megatron: read as memory maps, written one tensor
+at a time.
 
-The format is that of ``torch.distributed.checkpoint``: ``.metadata`` (a pickle: shape and type of every tensor, its chunks,
-and where each chunk lies), ``*.distcp`` (the chunks, each an archive of ``torch.save``), and from Megatron ``common.pt`` and
-``metadata.json``. Tensors are read as bytes: ``uint8`` of shape [*shape, bytes per element], at whatever offset they lie.
+The format is that of ``torch.distributed.checkpoint``: ``.metadata`` (a pickle: shape and type of
+every tensor, its chunks, and where each chunk lies), ``*.distcp`` (the chunks, each an archive of
+``torch.save``), and from Megatron ``common.pt`` and ``metadata.json``. Tensors are read as bytes:
+``uint8`` of shape [*shape, bytes per element], at whatever offset they lie.
 """
 
 from __future__ import annotations
@@ -52,12 +54,14 @@ def as_bytes(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1).view(torch.uint8).view(*tensor.shape, tensor.element_size())
 
 
-# ---------------------------------------------------------------------------------------------------------- reading
+# ------------------------------------------------------------------------------------------ reading
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """A box of a tensor at ``offsets`` with ``sizes``, stored as an archive of ``length`` bytes at ``start``."""
+    """A box of a tensor at ``offsets`` with ``sizes``, stored as an archive of ``length`` bytes at
+    ``start``.
+    """
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -84,21 +88,30 @@ class StoredTensor:
         return math.prod(self.shape) * dtype_bytes(self.dtype)
 
     def entry(self, number: int) -> StoredTensor:
-        """Return the entry ``number`` along the leading axis, on which Megatron stacks the layers, and the experts on
-        the next."""
+        """Return the entry ``number`` along the leading axis, on which Megatron stacks the layers,
+        and the experts on the next.
+        """
         axis = len(self.place)
-        chunks = tuple(c for c in self.chunks if c.offsets[axis] <= number < c.offsets[axis] + c.sizes[axis])
+        chunks = tuple(
+            c for c in self.chunks if c.offsets[axis] <= number < c.offsets[axis] + c.sizes[axis]
+        )
         return StoredTensor(self.key, self.shape[1:], self.dtype, chunks, (*self.place, number))
 
     def append(self, below: StoredTensor) -> StoredTensor:
         """Return this tensor and the rows of ``below`` after its own."""
         rows = self.shape[0]
-        shifted = tuple(replace(c, offsets=(c.offsets[0] + rows, *c.offsets[1:])) for c in below.chunks)
-        return replace(self, shape=(rows + below.shape[0], *self.shape[1:]), chunks=self.chunks + shifted)
+        shifted = tuple(
+            replace(c, offsets=(c.offsets[0] + rows, *c.offsets[1:])) for c in below.chunks
+        )
+        return replace(
+            self, shape=(rows + below.shape[0], *self.shape[1:]), chunks=self.chunks + shifted
+        )
 
 
 class MegatronCheckpoint:
-    """The tensors of the checkpoint at ``path`` by their key. Raises :class:`UserError` when it is damaged."""
+    """The tensors of the checkpoint at ``path`` by their key. Raises :class:`UserError` when it is
+    damaged.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -106,7 +119,10 @@ class MegatronCheckpoint:
         self.tensors = dict(self._tensors(read_metadata(path)))
 
     def _tensors(self, metadata: Metadata) -> Iterator[tuple[str, StoredTensor]]:
-        storage = {(index.fqn, tuple(index.offset or ())): info for index, info in metadata.storage_data.items()}
+        storage = {
+            (index.fqn, tuple(index.offset or ())): info
+            for index, info in metadata.storage_data.items()
+        }
         for key, entry in metadata.state_dict_metadata.items():
             if not isinstance(entry, TensorStorageMetadata):
                 continue
@@ -114,17 +130,26 @@ class MegatronCheckpoint:
             for chunk in entry.chunks:
                 info = storage.get((key, tuple(chunk.offsets)))
                 if info is None:
-                    raise UserError(f"{self.path / METADATA} is damaged: a chunk of {key} lies in no file")
+                    raise UserError(
+                        f"{self.path / METADATA} is damaged: a chunk of {key} lies in no file"
+                    )
                 path = self.path / info.relative_path
-                chunks.append(Chunk(tuple(chunk.offsets), tuple(chunk.sizes), path, info.offset, info.length))
-            yield key, StoredTensor(key, tuple(entry.size), name_of(entry.properties.dtype), tuple(chunks))
+                chunks.append(
+                    Chunk(tuple(chunk.offsets), tuple(chunk.sizes), path, info.offset, info.length)
+                )
+            yield (
+                key,
+                StoredTensor(
+                    key, tuple(entry.size), name_of(entry.properties.dtype), tuple(chunks)
+                ),
+            )
 
     def blocks(self, tensor: StoredTensor) -> list[tuple[int, Tensor]]:
-        """Yield (first row, bytes [rows, ..., bytes per element]) of ``tensor`` in order of rows, none of them in two
-        blocks.
+        """Yield (first row, bytes [rows, ..., bytes per element]) of ``tensor`` in order of rows,
+        none of them in two blocks.
 
-        Chunks of whole rows are views of the files' maps; chunks of columns are joined. Raises :class:`UserError` for
-        a chunk that is damaged or not what the metadata says.
+        Chunks of whole rows are views of the files' maps; chunks of columns are joined. Raises
+        :class:`UserError` for a chunk that is damaged or not what the metadata says.
         """
         boxes = []
         for chunk in tensor.chunks:
@@ -139,7 +164,10 @@ class MegatronCheckpoint:
         rows: dict[int, list[Tensor]] = {}
         for offsets, block in sorted(boxes, key=lambda box: box[0]):
             rows.setdefault(offsets[0], []).append(block)
-        return [(start, parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)) for start, parts in rows.items()]
+        return [
+            (start, parts[0] if len(parts) == 1 else torch.cat(parts, dim=1))
+            for start, parts in rows.items()
+        ]
 
     def _map(self, tensor: StoredTensor, chunk: Chunk) -> Tensor:
         nbytes = math.prod(chunk.sizes) * dtype_bytes(tensor.dtype)
@@ -156,26 +184,37 @@ class MegatronCheckpoint:
             start += stored.storage_offset() * stored.element_size()
         except OSError as error:
             raise UserError(f"cannot read {chunk.path}: {error.strerror or error}") from None
-        except Exception as error:  # the unpickler, the archive's reader or the file's view may raise anything
+        except (
+            Exception
+        ) as error:  # the unpickler, the archive's reader or the file's view may raise anything
             reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-            raise UserError(f"{chunk.path} is truncated or damaged at byte {chunk.start} ({reason})") from None
+            raise UserError(
+                f"{chunk.path} is truncated or damaged at byte {chunk.start} ({reason})"
+            ) from None
         if stored.dtype != torch_dtype(tensor.dtype) or stored.numel() != math.prod(chunk.sizes):
             raise UserError(f"{chunk.path}: a chunk of {tensor.key} is not what {METADATA} says")
         if not stored.is_contiguous():
-            raise UserError(f"{chunk.path}: a chunk of {tensor.key} is stored transposed, which is not supported")
+            raise UserError(
+                f"{chunk.path}: a chunk of {tensor.key} is stored transposed, which is not "
+                "supported"
+            )
         if start + nbytes > chunk.length:
-            raise UserError(f"{chunk.path}: the tensor at byte {chunk.start} is larger than its storage")
+            raise UserError(
+                f"{chunk.path}: the tensor at byte {chunk.start} is larger than its storage"
+            )
         flat = self._maps[chunk.path][chunk.start + start : chunk.start + start + nbytes]
         return flat.view(*chunk.sizes, dtype_bytes(tensor.dtype))
 
 
 def find_checkpoint(path: Path, which: str = "latest") -> Path:
-    """Return ``path`` itself, or the checkpoint that its ``latest_checkpointed_iteration.txt`` or, ``best``, its
-    ``best.json`` names."""
+    """Return ``path`` itself, or the checkpoint that its ``latest_checkpointed_iteration.txt`` or,
+    ``best``, its ``best.json`` names.
+    """
     if which == "best":
         if not (path / BEST).is_file():
             raise UserError(
-                f"{path} has no {BEST}, which names the best checkpoint of a training with training.keep_best"
+                f"{path} has no {BEST}, which names the best checkpoint of a training with "
+                "training.keep_best"
             )
         best = read_json_object(path / BEST).get("iteration")
         if type(best) is not int:
@@ -194,12 +233,14 @@ def find_checkpoint(path: Path, which: str = "latest") -> Path:
     return path
 
 
-# ---------------------------------------------------------------------------------------------------------- writing
+# ------------------------------------------------------------------------------------------ writing
 
 
 @dataclass(frozen=True)
 class NewChunk:
-    """A box of the tensor ``key`` of ``shape``, at ``offsets`` with ``sizes``; ``make`` returns it when its turn comes."""
+    """A box of the tensor ``key`` of ``shape``, at ``offsets`` with ``sizes``; ``make`` returns it
+    when its turn comes.
+    """
 
     key: str
     shape: tuple[int, ...]
@@ -210,14 +251,20 @@ class NewChunk:
 
     def item(self) -> WriteItem:
         box = ChunkStorageMetadata(torch.Size(self.offsets), torch.Size(self.sizes))
-        data = TensorWriteData(box, TensorProperties(dtype=torch_dtype(self.dtype)), torch.Size(self.shape))
-        return WriteItem(MetadataIndex(self.key, self.offsets), WriteItemType.SHARD, tensor_data=data)
+        data = TensorWriteData(
+            box, TensorProperties(dtype=torch_dtype(self.dtype)), torch.Size(self.shape)
+        )
+        return WriteItem(
+            MetadataIndex(self.key, self.offsets), WriteItemType.SHARD, tensor_data=data
+        )
 
 
 class _ChunkPlanner(DefaultSavePlanner):
     """Makes each tensor only when it is written, so that one chunk is in memory at a time."""
 
-    def __init__(self, chunks: Sequence[NewChunk], objects: Mapping[str, Any], count: Callable[[int], None]) -> None:
+    def __init__(
+        self, chunks: Sequence[NewChunk], objects: Mapping[str, Any], count: Callable[[int], None]
+    ) -> None:
         super().__init__()
         self._chunks = {(chunk.key, chunk.offsets): chunk for chunk in chunks}
         self._objects, self._count = objects, count
@@ -235,16 +282,22 @@ class _ChunkPlanner(DefaultSavePlanner):
 
 class _Writer(FileSystemWriter):
     def storage_meta(self) -> StorageMeta:
-        return StorageMeta()  # without the directory's temporary name and a random number: equal inputs, equal files
+        return (
+            StorageMeta()
+        )  # without the directory's temporary name and a random number: equal inputs, equal files
 
 
 def write_checkpoint(
-    directory: Path, chunks: Sequence[NewChunk], objects: Mapping[str, Any], count: Callable[[int], None]
+    directory: Path,
+    chunks: Sequence[NewChunk],
+    objects: Mapping[str, Any],
+    count: Callable[[int], None],
 ) -> None:
-    """Write a checkpoint of ``chunks`` and of the small ``objects`` that Megatron keeps beside the tensors.
+    """Write a checkpoint of ``chunks`` and of the small ``objects`` that Megatron keeps beside the
+    tensors.
 
-    ``count`` is called with the bytes of each chunk. One thread: a failure in another thread of torch's writer is lost.
-    Raises :class:`OSError` when the disk refuses.
+    ``count`` is called with the bytes of each chunk. One thread: a failure in another thread of
+    torch's writer is lost. Raises :class:`OSError` when the disk refuses.
     """
     items = [chunk.item() for chunk in chunks]
     items += [WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO) for key in objects]
@@ -253,8 +306,12 @@ def write_checkpoint(
     plans, metadata = create_default_global_save_plan([SavePlan(items)])
     checksums = torch.serialization.get_crc32_options()
     try:
-        torch.serialization.set_crc32_options(False)  # half of the time of torch.save, and no reader compares them
-        results = writer.write_data(writer.prepare_global_plan(plans)[0], _ChunkPlanner(chunks, objects, count)).value()
+        torch.serialization.set_crc32_options(
+            False
+        )  # half of the time of torch.save, and no reader compares them
+        results = writer.write_data(
+            writer.prepare_global_plan(plans)[0], _ChunkPlanner(chunks, objects, count)
+        ).value()
     except RuntimeError as error:
         cause: BaseException | None = error
         while cause is not None and not isinstance(cause, OSError):

@@ -1,7 +1,8 @@
-"""The benchmarks, one entry each: where the data is, how many problems there should be, what is known to be wrong.
+"""The benchmarks, one entry each: where the data is, how many problems there should be, what is
+known to be wrong.
 
-A benchmark is looked for as a file below the data directory (argument, else ``DCPO_DATA``, else ``data/``), then on the
-hub. Any other data file is a benchmark, too: ``NAME=PATH``.
+A benchmark is looked for as a file below the data directory (argument, else ``DCPO_DATA``, else
+``data/``), then on the hub. Any other data file is a benchmark, too: ``NAME=PATH``.
 """
 
 from __future__ import annotations
@@ -25,11 +26,13 @@ NO_FIXES: Mapping[str, Mapping[str, str]] = MappingProxyType({})
 
 @dataclass(frozen=True)
 class Benchmark:
-    """One entry. ``files`` are tried in order below the data directory; ``hub`` is ``owner/name[:config]@split``.
+    """One entry. ``files`` are tried in order below the data directory; ``hub`` is
+    ``owner/name[:config]@split``.
 
-    ``count`` is the official number of problems; ``notes`` are warnings about a public copy (by file name, or "" for
-    every source); ``corrections`` (row id -> columns) are applied on request only. ``parts``: files that make the set
-    together, as many of them as there are; ``window``: first day and the day after the last of the contests.
+    ``count`` is the official number of problems; ``notes`` are warnings about a public copy (by
+    file name, or "" for every source); ``corrections`` (row id -> columns) are applied on request
+    only. ``parts``: files that make the set together, as many of them as there are; ``window``:
+    first day and the day after the last of the contests.
     """
 
     name: str
@@ -45,7 +48,9 @@ class Benchmark:
 
 @dataclass(frozen=True)
 class LoadedBenchmark:
-    """The problems of a benchmark, the place they came from, and what differs from the official set."""
+    """The problems of a benchmark, the place they came from, and what differs from the official
+    set.
+    """
 
     name: str
     source: str
@@ -58,29 +63,38 @@ class LoadedBenchmark:
         return is_gym(self.source)
 
 
-# Recomputed keys and restored statements of the public AMC 2024 copy (a text extraction): see ``notes`` of the entry.
+# Recomputed keys and restored statements of the public AMC 2024 copy (a text extraction): see
+# ``notes`` of the entry.
 _AMC24_CORRECTIONS: Mapping[str, Mapping[str, str]] = {
     "2024-amc12b-14": {"answer": "2"},
     "2024-amc12b-15": {"answer": r"\log_2 \frac{3}{\sqrt{7}}"},
     "2024-amc12b-18": {"answer": "319"},
     "2024-amc12b-25": {"answer": "243"},
     "2024-amc12b-10": {
-        "question": "A list of $9$ real numbers consists of $1$, $2.2$, $3.2$, $5.2$, $6.2$, and $7$, as well as "
-        r"$x, y, z$ with $x \leq y \leq z$. The range of the list is $7$, and the mean and median are both positive "
+        "question": "A list of $9$ real numbers consists of $1$, $2.2$, $3.2$, $5.2$, $6.2$, and "
+        "$7$, as well as "
+        r"$x, y, z$ with $x \leq y \leq z$. The range of the list is $7$, and the mean and median "
+        r"are both positive "
         "integers. How many ordered triples $(x, y, z)$ are possible?"
     },
     "2024-amc12b-11": {
-        "question": r"Let $x_n = \sin^2 (n^{\circ})$. What is the mean of $x_1, x_2, x_3, \cdots, x_{90}$?"
+        "question": r"Let $x_n = \sin^2 (n^{\circ})$. What is the mean of $x_1, x_2, x_3, \cdots, "
+        r"x_{90}$?"
     },
     "2024-amc12b-20": {
-        "question": "Suppose $A, B$, and $C$ are points in the plane with $AB = 40$ and $AC = 42$, and let $x$ be "
-        r"the length of the line segment from $A$ to the midpoint of $\overline{BC}$. Define a function $f$ by letting "
-        r"$f(x)$ be the area of $\triangle ABC$. Then the domain of $f$ is an open interval $(p, q)$, and the maximum "
+        "question": "Suppose $A, B$, and $C$ are points in the plane with $AB = 40$ and $AC = "
+        "42$, and let $x$ be "
+        r"the length of the line segment from $A$ to the midpoint of $\overline{BC}$. Define a "
+        r"function $f$ by letting "
+        r"$f(x)$ be the area of $\triangle ABC$. Then the domain of $f$ is an open interval $(p, "
+        r"q)$, and the maximum "
         "value $r$ of $f(x)$ occurs at $x = s$. What is $p + q + r + s$?"
     },
 }
 
-_FIND_ZERO = "problem 32: the published test swaps two arguments and rejects every program; put right"
+_FIND_ZERO = (
+    "problem 32: the published test swaps two arguments and rejects every program; put right"
+)
 
 _ENTRIES = (
     Benchmark(
@@ -116,7 +130,10 @@ _ENTRIES = (
         files=("amc23/test.jsonl", "amc23.jsonl", "amc23/test.parquet"),
         hub="math-ai/amc23@test",
         count=40,
-        notes={"": "the usual 40 problems with integer answers; the DCPO paper's own copy has 46, not publicly stored"},
+        notes={
+            "": "the usual 40 problems with integer answers; the DCPO paper's own copy has 46, "
+            "not publicly stored"
+        },
     ),
     Benchmark(
         name="amc24",
@@ -125,8 +142,10 @@ _ENTRIES = (
         hub="rawsh/2024_AMC12@train",
         count=45,
         notes={
-            "amc24/amc24.json": "wrong keys in 12B-14, 12B-15, 12B-18, 12B-25 and garbled statements in 12B-10, "
-            "12B-11, 12B-20 (the corrections option repairs these seven); 12B-4 has a letter as its key; 12A lacks 14, "
+            "amc24/amc24.json": "wrong keys in 12B-14, 12B-15, 12B-18, 12B-25 and garbled "
+            "statements in 12B-10, "
+            "12B-11, 12B-20 (the corrections option repairs these seven); 12B-4 has a letter as "
+            "its key; 12A lacks 14, "
             "18, 20, 22 and 12B lacks 7, 19; the DCPO paper uses 45 problems"
         },
         corrections=_AMC24_CORRECTIONS,
@@ -153,8 +172,10 @@ _ENTRIES = (
         notes={
             "HumanEvalPlus-OriginFmt.jsonl.gz": _FIND_ZERO,
             "evalplus/humanevalplus@test": _FIND_ZERO,
-            "HumanEvalPlus.jsonl.gz": "inputs only: expected values are what the reference solution returns",
-            "HumanEvalPlus-Mini.jsonl.gz": "the reduced set of inputs, easier than HumanEval+; expected values are what "
+            "HumanEvalPlus.jsonl.gz": "inputs only: expected values are what the reference "
+            "solution returns",
+            "HumanEvalPlus-Mini.jsonl.gz": "the reduced set of inputs, easier than HumanEval+; "
+            "expected values are what "
             "the reference solution returns",
         },
     ),
@@ -193,7 +214,12 @@ _ENTRIES = (
     Benchmark(
         name="gpqa",
         title="GPQA Diamond",
-        files=("gpqa/gpqa_diamond.csv", "gpqa_diamond.csv", "gpqa/gpqa_diamond.parquet", "gpqa/train.parquet"),
+        files=(
+            "gpqa/gpqa_diamond.csv",
+            "gpqa_diamond.csv",
+            "gpqa/gpqa_diamond.parquet",
+            "gpqa/train.parquet",
+        ),
         hub="Idavidrein/gpqa:gpqa_diamond@train",
         count=198,
     ),
@@ -207,14 +233,23 @@ _ENTRIES = (
     Benchmark(
         name="triviaqa",
         title="TriviaQA (unfiltered)",
-        files=("triviaqa/unfiltered-web-dev.json", "triviaqa/validation.parquet", "triviaqa.jsonl", "triviaqa.parquet"),
+        files=(
+            "triviaqa/unfiltered-web-dev.json",
+            "triviaqa/validation.parquet",
+            "triviaqa.jsonl",
+            "triviaqa.parquet",
+        ),
         hub="mandarjoshi/trivia_qa:unfiltered.nocontext@validation",
         count=11313,
     ),
     Benchmark(
         name="hotpotqa",
         title="HotpotQA (closed book)",
-        files=("hotpotqa/hotpot_dev_fullwiki_v1.json", "hotpotqa/hotpot_dev_distractor_v1.json", "hotpotqa.jsonl"),
+        files=(
+            "hotpotqa/hotpot_dev_fullwiki_v1.json",
+            "hotpotqa/hotpot_dev_distractor_v1.json",
+            "hotpotqa.jsonl",
+        ),
         hub="hotpotqa/hotpot_qa:fullwiki@validation",
         count=7405,
     ),
@@ -239,7 +274,10 @@ def find_benchmark(name: str) -> Benchmark:
     key = re.sub(r"[^a-z0-9]", "", name.lower().replace("+", "plus"))
     key = _ALIASES.get(key, key)
     if key not in BENCHMARKS:
-        raise UserError(f"unknown benchmark {name!r}; known: {', '.join(BENCHMARKS)}; or give NAME=PATH of a data file")
+        raise UserError(
+            f"unknown benchmark {name!r}; known: {', '.join(BENCHMARKS)}; or give NAME=PATH of a "
+            "data file"
+        )
     return BENCHMARKS[key]
 
 
@@ -252,9 +290,11 @@ def load_benchmark(
 ) -> LoadedBenchmark:
     """Return a registered benchmark by name, ``NAME=PATH``, or ``reasoning_gym:TASK``.
 
-    ``corrections`` repairs documented defects of the data; ``untested`` and ``keep_columns`` as in :func:`load_records`.
+    ``corrections`` repairs documented defects of the data; ``untested`` and ``keep_columns`` as in
+    :func:`load_records`.
 
-    A name may be followed by another window of contest dates: ``lcbv5:2024-10-01..2025-02-01``, the last day left out.
+    A name may be followed by another window of contest dates: ``lcbv5:2024-10-01..2025-02-01``, the
+    last day left out.
     """
     if is_gym(spec):
         spec = f"{parse_gym(spec).name}={spec}"
@@ -262,49 +302,69 @@ def load_benchmark(
     name, _, dates = name.strip().partition(":")
     if has_path:
         if not re.fullmatch(r"[\w.-]+", name) or dates or not path:
-            raise UserError(f"bad benchmark {spec!r}; write NAME=PATH, NAME of letters, digits and . _ -")
+            raise UserError(
+                f"bad benchmark {spec!r}; write NAME=PATH, NAME of letters, digits and . _ -"
+            )
         path = gym_path(path, {}, None, HELD_OUT_SEED) if is_gym(path) else path
-        return LoadedBenchmark(name, path, tuple(load_records(path, name, untested, keep_columns)), ())
+        return LoadedBenchmark(
+            name, path, tuple(load_records(path, name, untested, keep_columns)), ()
+        )
     entry = find_benchmark(name)
     if dates:
         entry = replace(entry, window=_parse_window(spec, dates, entry), count=0)
     sources = _find_sources(entry, data_dir)
     rows = _rows_of(entry, sources, corrections)
     try:
-        records, left_out, _ = split_usable_rows(rows, entry.name, True, sources[0], untested, keep_columns)
+        records, left_out, _ = split_usable_rows(
+            rows, entry.name, True, sources[0], untested, keep_columns
+        )
     except UserError as error:
         if sources != [entry.hub]:
             raise
-        raise UserError(f"{entry.name}: no file below {_data_root(data_dir)} (set DCPO_DATA), and {error}") from None
+        raise UserError(
+            f"{entry.name}: no file below {_data_root(data_dir)} (set DCPO_DATA), and {error}"
+        ) from None
     if not records:
-        raise UserError(f"{entry.name}: no problem of {' to '.join(entry.window or ())} in {', '.join(sources)}")
+        raise UserError(
+            f"{entry.name}: no problem of {' to '.join(entry.window or ())} in {', '.join(sources)}"
+        )
     source = ", ".join(sources)
     differences = _differences(entry, source, len(records) + len(left_out), corrections)
     notes = (f"{entry.name}: {untested_note(left_out)}",) if left_out else ()
     return LoadedBenchmark(entry.name, source, tuple(records), (*differences, *notes))
 
 
-def _rows_of(entry: Benchmark, sources: Sequence[str], corrections: bool) -> Iterator[tuple[int, Row]]:
+def _rows_of(
+    entry: Benchmark, sources: Sequence[str], corrections: bool
+) -> Iterator[tuple[int, Row]]:
     """Yield the rows of the window with their numbers, each question once, corrected on request."""
     first, end = entry.window or ("", "")
     seen = set()
     # decided before anything of a row is decoded
     rows = (
-        row for source in sources for row in read_rows(source) if not entry.window or first <= contest_date(row) < end
+        row
+        for source in sources
+        for row in read_rows(source)
+        if not entry.window or first <= contest_date(row) < end
     )
     for index, row in enumerate(rows):
         if row.get("question_id") is not None and entry.window:
             if row["question_id"] in seen:
                 continue
             seen.add(row["question_id"])
-        yield index, {**row, **entry.corrections.get(str(row.get("id")), {})} if corrections else row
+        yield (
+            index,
+            {**row, **entry.corrections.get(str(row.get("id")), {})} if corrections else row,
+        )
 
 
 def _parse_window(spec: str, dates: str, entry: Benchmark) -> tuple[str, str]:
     match = _WINDOW.fullmatch(dates.strip())
     if match is None or entry.window is None:
         dated = ", ".join(name for name, known in BENCHMARKS.items() if known.window)
-        raise UserError(f"bad benchmark {spec!r}; a window is FROM..TO as 2024-08-01..2025-02-01, for {dated}")
+        raise UserError(
+            f"bad benchmark {spec!r}; a window is FROM..TO as 2024-08-01..2025-02-01, for {dated}"
+        )
     try:
         first, end = (date.fromisoformat(day) for day in match.groups())
     except ValueError as error:
@@ -330,7 +390,11 @@ def name_of(spec: str) -> str:
     """Return the name of a benchmark as :func:`load_benchmark` gives it. Reads no data."""
     if is_gym(spec):
         return parse_gym(spec).name
-    return spec.partition("=")[0].strip() if "=" in spec else find_benchmark(spec.partition(":")[0]).name
+    return (
+        spec.partition("=")[0].strip()
+        if "=" in spec
+        else find_benchmark(spec.partition(":")[0]).name
+    )
 
 
 def _find_sources(entry: Benchmark, data_dir: str | Path | None) -> list[str]:
@@ -342,7 +406,10 @@ def _find_sources(entry: Benchmark, data_dir: str | Path | None) -> list[str]:
     if parts:
         return parts
     if data_dir and not root.is_dir():
-        raise UserError(f"data directory {root} does not exist; correct it, set DCPO_DATA or give {entry.name}=PATH")
+        raise UserError(
+            f"data directory {root} does not exist; correct it, set DCPO_DATA or give "
+            f"{entry.name}=PATH"
+        )
     return [entry.hub]
 
 
@@ -353,9 +420,13 @@ def _data_root(data_dir: str | Path | None) -> Path:
 def _differences(entry: Benchmark, source: str, count: int, corrected: bool) -> tuple[str, ...]:
     warnings = []
     if entry.window:
-        warnings.append(f"{entry.name}: contests from {entry.window[0]} until before {entry.window[1]}")
+        warnings.append(
+            f"{entry.name}: contests from {entry.window[0]} until before {entry.window[1]}"
+        )
     if entry.count and count != entry.count:
-        warnings.append(f"{entry.name}: {count} problems where {entry.count} are expected ({source})")
+        warnings.append(
+            f"{entry.name}: {count} problems where {entry.count} are expected ({source})"
+        )
     for file, note in entry.notes.items():
         if source.endswith(file):
             state = "; corrections applied" if corrected and entry.corrections else ""

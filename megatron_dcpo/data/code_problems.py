@@ -2,13 +2,16 @@
 
 | kind | tests | from |
 |---|---|---|
-| ``stdin`` | input and expected output of a whole program | contest sets, LiveCodeBench, PrimeIntellect |
-| ``function`` | arguments and expected value of ``entry_point`` | LiveCodeBench, PrimeIntellect, DeepCoder |
+| ``stdin`` | input and expected output of a whole program | contest sets, LiveCodeBench,
+PrimeIntellect |
+| ``function`` | arguments and expected value of ``entry_point`` | LiveCodeBench, PrimeIntellect,
+DeepCoder |
 | ``check`` | code with ``check(candidate)`` | HumanEval(+), MBPP+, LeetCodeDataset, rllm |
 | ``asserts`` | a list of assertions | MBPP |
 
-``sandbox/`` runs them. Tests are kept packed (``pack_tests``), because a set of them may be megabytes; a response
-is judged against the key ``tests_key`` of its problem, which is what ``ground_truth`` holds.
+``sandbox/`` runs them. Tests are kept packed (``pack_tests``), because a set of them may be
+megabytes; a response is judged against the key ``tests_key`` of its problem, which is what
+``ground_truth`` holds.
 """
 
 from __future__ import annotations
@@ -29,7 +32,9 @@ from megatron_dcpo.sandbox.tests import checked_tests
 Row = Mapping[str, Any]
 Tests = Mapping[str, Any]
 
-READS_STDIN = "The program reads its input from standard input and writes its output to standard output."
+READS_STDIN = (
+    "The program reads its input from standard input and writes its output to standard output."
+)
 _ENTRY_OF_CHECK = re.compile(r"^check\(\s*(.+?)\s*\)\s*$", re.MULTILINE)
 _ENTRY_OF_MBPP = re.compile(r"\bassertion\((\w+)\(\*inp\)")
 _ASSERTS = re.compile(r"\b(?:assert|raise)\b|\.assert[_A-Z]|\bfail\(")
@@ -54,22 +59,34 @@ def unpack_tests(packed: bytes) -> Tests:
 
 
 def tests_key(packed: bytes) -> str:
-    """Return the name of a set of tests, the same in every run: ``tests:`` and 16 hex digits of a hash of their JSON."""
+    """Return the name of a set of tests, the same in every run: ``tests:`` and 16 hex digits of a
+    hash of their JSON.
+    """
     return "tests:" + hashlib.sha256(zlib.decompress(packed)).hexdigest()[:16]
 
 
 def code_problem(row: Row, where: str = "row", untested: bool = False) -> CodeProblem | None:
-    """Return the problem of a row in any of the known formats, None for a row that is not a programming problem.
+    """Return the problem of a row in any of the known formats, None for a row that is not a
+    programming problem.
 
-    Raises :class:`UserError` for a row that looks like one of them and cannot be read as one, and :class:`Untested`,
-    unless ``untested`` ones are wanted, for tests that any program passes.
+    Raises :class:`UserError` for a row that looks like one of them and cannot be read as one, and
+    :class:`Untested`, unless ``untested`` ones are wanted, for tests that any program passes.
     """
     for applies, read in _FORMATS:
         if applies(row):
             try:
                 problem = read(row)
-            except (LookupError, ValueError, TypeError, AttributeError, SyntaxError, RecursionError) as error:
-                raise UserError(f"{where}: unreadable tests ({type(error).__name__}: {str(error)[:200]})") from None
+            except (
+                LookupError,
+                ValueError,
+                TypeError,
+                AttributeError,
+                SyntaxError,
+                RecursionError,
+            ) as error:
+                raise UserError(
+                    f"{where}: unreadable tests ({type(error).__name__}: {str(error)[:200]})"
+                ) from None
             checked_tests(problem.tests, where)
             if not untested and not _can_fail(problem.tests):
                 raise Untested(str(row.get("task_id") or where))
@@ -78,17 +95,21 @@ def code_problem(row: Row, where: str = "row", untested: bool = False) -> CodePr
 
 
 def _can_fail(tests: Tests) -> bool:
-    """Return whether the tests assert anything. Three tasks of MBPP+ compute whether the output is right, and drop it."""
+    """Return whether the tests assert anything. Three tasks of MBPP+ compute whether the output is
+    right, and drop it.
+    """
     return tests["kind"] in ("stdin", "function") or any(
         _ASSERTS.search(text) for text in [str(tests.get("code", "")), *tests.get("asserts", ())]
     )
 
 
-# ------------------------------------------------------------------------------------------------ tests as columns
+# --------------------------------------------------------------------------------- tests as columns
 
 
 def tests_of(value: Any) -> Tests:
-    """Return the tests of a ``tests`` column: ours (with ``kind``), rllm's, DeepCoder's, PRIME's, as JSON text or parsed."""
+    """Return the tests of a ``tests`` column: ours (with ``kind``), rllm's, DeepCoder's, PRIME's,
+    as JSON text or parsed.
+    """
     value = _parsed(value)
     if isinstance(value, Mapping):
         if "kind" in value:
@@ -100,7 +121,9 @@ def tests_of(value: Any) -> Tests:
         names = ("inputs", "outputs") if "inputs" in value else ("input", "output")
         inputs, outputs = (_parsed(value[name]) for name in names)
         name = value.get("fn_name")
-        return _cases([{"input": i, "output": o} for i, o in zip(inputs, outputs, strict=True)], name)
+        return _cases(
+            [{"input": i, "output": o} for i, o in zip(inputs, outputs, strict=True)], name
+        )
     if isinstance(value, Sequence) and not isinstance(value, str):
         cases = [_parsed(case) for case in value]
         if all(isinstance(case, str) for case in cases):
@@ -112,29 +135,45 @@ def tests_of(value: Any) -> Tests:
 def _cases(cases: Sequence[Mapping[str, Any]], name: str | None) -> Tests:
     """Return inputs with outputs: a function's when it has a name, a whole program's otherwise."""
     if name is None:
-        return {"kind": "stdin", "cases": [{"input": _lines(c["input"]), "output": _lines(c["output"])} for c in cases]}
+        return {
+            "kind": "stdin",
+            "cases": [{"input": _lines(c["input"]), "output": _lines(c["output"])} for c in cases],
+        }
     arguments, expected = [], []
     for case in cases:
         given = _parsed(case["input"]) if isinstance(case["input"], str) else case["input"]
         arguments.append(list(given) if isinstance(given, list | tuple) else [given])
-        expected.append(_parsed(case["output"]) if isinstance(case["output"], str) else case["output"])
+        expected.append(
+            _parsed(case["output"]) if isinstance(case["output"], str) else case["output"]
+        )
     # APPS and its descendants wrap every value of a set in a list of one.
     if all(isinstance(value, list) and len(value) == 1 for value in expected):
         expected = [value[0] for value in expected]
     return {
         "kind": "function",
         "entry_point": name,
-        "cases": [{"args": a, "kwargs": {}, "expected": e} for a, e in zip(arguments, expected, strict=True)],
+        "cases": [
+            {"args": a, "kwargs": {}, "expected": e}
+            for a, e in zip(arguments, expected, strict=True)
+        ],
     }
 
 
 def _lines(value: Any) -> str:
     """Return text; some sets give lines as a list."""
-    return value if isinstance(value, str) else "\n".join(map(str, value)) if isinstance(value, list) else str(value)
+    return (
+        value
+        if isinstance(value, str)
+        else "\n".join(map(str, value))
+        if isinstance(value, list)
+        else str(value)
+    )
 
 
 def _parsed(value: Any) -> Any:
-    """Parse JSON, or a literal of Python's (PrimeIntellect writes both); text that is neither stays text."""
+    """Parse JSON, or a literal of Python's (PrimeIntellect writes both); text that is neither stays
+    text.
+    """
     if not isinstance(value, str):
         return value
     try:
@@ -147,26 +186,39 @@ def _parsed(value: Any) -> Any:
 
 
 def _functional(code: str) -> Tests:
-    """Return rllm's tests: the definition of ``check`` and, in the last line, its call with what is to be tested."""
+    """Return rllm's tests: the definition of ``check`` and, in the last line, its call with what is
+    to be tested.
+    """
     calls = list(_ENTRY_OF_CHECK.finditer(code))
     if not calls:
         raise ValueError("functional tests without a call of check(...)")
     entry = calls[-1][1]
-    return {"kind": "check", "entry_point": entry, "code": code[: calls[-1].start()], "setup": LEETCODE_SETUP}
+    return {
+        "kind": "check",
+        "entry_point": entry,
+        "code": code[: calls[-1].start()],
+        "setup": LEETCODE_SETUP,
+    }
 
 
-# ------------------------------------------------------------------------------------------------ formats
+# ------------------------------------------------------------------------------------------ formats
 
 
 def _native(row: Row) -> CodeProblem:
     """Return a statement column and a ``tests`` column."""
     tests = tests_of(row["tests"])
-    statement = str(next(row[name] for name in ("problem", "question", "prompt") if name in row)).strip()
+    statement = str(
+        next(row[name] for name in ("problem", "question", "prompt") if name in row)
+    ).strip()
     return _stated(statement, tests)
 
 
 def _stated(statement: str, tests: Tests) -> CodeProblem:
-    if tests.get("kind") == "stdin" and "standard input" not in statement and "stdin" not in statement:
+    if (
+        tests.get("kind") == "stdin"
+        and "standard input" not in statement
+        and "stdin" not in statement
+    ):
         statement = f"{statement}\n\n{READS_STDIN}"
     if tests.get("kind") == "function" and str(tests["entry_point"]) not in statement:
         statement = f"{statement}\n\nWrite a function `{tests['entry_point']}`."
@@ -174,20 +226,27 @@ def _stated(statement: str, tests: Tests) -> CodeProblem:
 
 
 def _verification_info(row: Row) -> CodeProblem | None:
-    """Return the problem of a PrimeIntellect or open-r1 row. Tests in other languages than Python are not used."""
+    """Return the problem of a PrimeIntellect or open-r1 row. Tests in other languages than Python
+    are not used.
+    """
     info = _parsed(row["verification_info"])
     language = str(info.get("language") or "python")
     if not _PYTHON.fullmatch(language.strip()):
         raise OtherLanguage(language)
-    statement = next(row[name] for name in ("prompt", "problem", "problem_statement", "question") if row.get(name))
+    statement = next(
+        row[name]
+        for name in ("prompt", "problem", "problem_statement", "question")
+        if row.get(name)
+    )
     return _stated(str(statement).strip(), tests_of(info))
 
 
 def _human_eval(row: Row) -> CodeProblem:
-    """Return the problem of a HumanEval row, or HumanEval+ in the same format. What stands before the function belongs
-    to the program.
+    """Return the problem of a HumanEval row, or HumanEval+ in the same format. What stands before
+    the function belongs to the program.
 
-    The published HumanEval+ in this format cannot be solved in problem 32: its test swaps two arguments.
+    The published HumanEval+ in this format cannot be solved in problem 32: its test swaps two
+    arguments.
     """
     before = _before_function(row["prompt"], row["entry_point"])
     code = row["test"].replace("_poly(*candidate(*inp), inp)", "abs(_poly(*inp, candidate(*inp)))")
@@ -197,9 +256,13 @@ def _human_eval(row: Row) -> CodeProblem:
 
 
 def _evalplus(row: Row) -> CodeProblem:
-    """Read evalplus' own format: inputs only; the expected values are what the reference solution returns on them."""
+    """Read evalplus' own format: inputs only; the expected values are what the reference solution
+    returns on them.
+    """
     if str(row["task_id"]).startswith("Mbpp"):
-        raise ValueError("MbppPlus.jsonl leaves tuples and sets as lists; use MbppPlus-OriginFmt.jsonl")
+        raise ValueError(
+            "MbppPlus.jsonl leaves tuples and sets as lists; use MbppPlus-OriginFmt.jsonl"
+        )
     before = _before_function(row["prompt"], row["entry_point"])
     names = {
         "SOURCE": row["prompt"] + row["canonical_solution"],
@@ -223,30 +286,35 @@ def _before_function(prompt: str, name: str) -> str:
 
 
 def _mbpp_plus(row: Row) -> CodeProblem:
-    """Return the problem of an MBPP+ row in MBPP's format: ``test`` runs at the top level and calls the function by its
-    name.
+    """Return the problem of an MBPP+ row in MBPP's format: ``test`` runs at the top level and calls
+    the function by its name.
 
-    One input of problem 255 has 1.7 million combinations of 77 words as its result, gigabytes to compare: left out.
+    One input of problem 255 has 1.7 million combinations of 77 words as its result, gigabytes to
+    compare: left out.
     """
     entry = _ENTRY_OF_MBPP.findall(row["test"])[-1]
     test = _alike_first(row["test"])
     if row["task_id"] == 255:
-        test = test.replace("\nfor i, ", "\ninputs = [inp for inp in inputs if inp[1] < 70]\nfor i, ")
+        test = test.replace(
+            "\nfor i, ", "\ninputs = [inp for inp in inputs if inp[1] < 70]\nfor i, "
+        )
     code = (
         f"SOURCE = {test!r}\n\n\ndef check(candidate):\n"
-        f"    exec(compile(SOURCE, 'tests', 'exec'), {{'__name__': 'tests', {entry!r}: candidate}})\n"
+        "    exec(compile(SOURCE, 'tests', 'exec'), "
+        f"{{'__name__': 'tests', {entry!r}: candidate}})\n"
     )
-    statement = (
-        f"{str(row['prompt']).strip()}\n\nYour program must satisfy this:\n```python\n{row['test_list'][0]}\n```"
-    )
+    statement = f"{str(row['prompt']).strip()}\n\nYour program must satisfy this:\n```python\n{row['test_list'][0]}\n```"
     return CodeProblem(statement, {"kind": "check", "entry_point": entry, "code": code})
 
 
 def _alike_first(test: str) -> str:
-    """Return tests that compare the form first. NumPy finds an empty list close to every number, and a number close to
-    a list of it, by broadcasting: with the released tests ``return []`` passes 30 tasks. Shapes and kinds are compared
-    first."""
-    strict = test.replace("assert np.allclose(out, exp", "assert _alike(out, exp) and np.allclose(out, exp")
+    """Return tests that compare the form first. NumPy finds an empty list close to every number,
+    and a number close to a list of it, by broadcasting: with the released tests ``return []``
+    passes 30 tasks. Shapes and kinds are compared first.
+    """
+    strict = test.replace(
+        "assert np.allclose(out, exp", "assert _alike(out, exp) and np.allclose(out, exp"
+    )
     return test if strict == test else _ALIKE + strict
 
 
@@ -267,16 +335,26 @@ def _mbpp(row: Row) -> CodeProblem:
     shown = "\n".join(asserts)
     statement = str(row.get("text") or row["prompt"]).strip()
     tests = {"kind": "asserts", "asserts": asserts} | ({"setup": setup} if setup else {})
-    return CodeProblem(f"{statement}\n\nYour program must satisfy these:\n```python\n{shown}\n```", tests)
+    return CodeProblem(
+        f"{statement}\n\nYour program must satisfy these:\n```python\n{shown}\n```", tests
+    )
 
 
 def _leetcode(row: Row) -> CodeProblem:
-    """Return the problem of a LeetCodeDataset row: ``prompt`` holds the imports and node classes that solutions and
-    tests rely on."""
+    """Return the problem of a LeetCodeDataset row: ``prompt`` holds the imports and node classes
+    that solutions and tests rely on.
+    """
     statement = row.get("problem_description")
     if statement and row.get("starter_code"):
-        statement = f"{statement.strip()}\n\nComplete this:\n```python\n{row['starter_code'].rstrip()}\n```"
-    tests = {"kind": "check", "entry_point": row["entry_point"], "code": row["test"], "setup": row["prompt"]}
+        statement = (
+            f"{statement.strip()}\n\nComplete this:\n```python\n{row['starter_code'].rstrip()}\n```"
+        )
+    tests = {
+        "kind": "check",
+        "entry_point": row["entry_point"],
+        "code": row["test"],
+        "setup": row["prompt"],
+    }
     return CodeProblem(str(statement or row["query"]).strip(), tests)
 
 
@@ -296,7 +374,11 @@ def _verl_ground_truth(row: Row) -> Any:
     truth = _parsed(raw) if isinstance(raw, str) and raw.lstrip()[:1] in ("{", "[") else raw
     if isinstance(truth, Mapping) and {"kind", "inputs", "functional", "test_cases"} & set(truth):
         return truth
-    is_cases = isinstance(truth, list) and truth and all(isinstance(c, Mapping) and "output" in c for c in truth)
+    is_cases = (
+        isinstance(truth, list)
+        and truth
+        and all(isinstance(c, Mapping) and "output" in c for c in truth)
+    )
     return truth if is_cases else None
 
 
@@ -322,11 +404,18 @@ _FORMATS: tuple[tuple[Callable[[Row], bool], Callable[[Row], Any]], ...] = (
     (lambda row: {"test", "entry_point", "canonical_solution"} <= set(row), _human_eval),
     (lambda row: {"test", "entry_point", "completion"} <= set(row), _leetcode),
     (lambda row: "verification_info" in row, _verification_info),
-    (lambda row: bool(row.get("tests")) and any(name in row for name in ("problem", "question", "prompt")), _native),
+    (
+        lambda row: (
+            bool(row.get("tests"))
+            and any(name in row for name in ("problem", "question", "prompt"))
+        ),
+        _native,
+    ),
     (lambda row: "prompt" in row and _verl_ground_truth(row) is not None, _verl),
 )
 
-# evalplus' rule: equal, or both floats (or lists of them) within the tolerance; find_zero is judged by its residue.
+# evalplus' rule: equal, or both floats (or lists of them) within the tolerance; find_zero is judged
+# by its residue.
 _AGAINST_REFERENCE = """
 
 import copy

@@ -1,12 +1,14 @@
-"""From a file or a hub name to prompts: JSON, JSON lines, CSV, parquet; verl-style rows or plain problem/answer columns.
+"""From a file or a hub name to prompts: JSON, JSON lines, CSV, parquet; verl-style rows or plain
+problem/answer columns.
 
-    file --read_rows--> rows --to_record--> Record (problem, answer) --load_prompts--> Prompt (tokens, unique id)
+    file --read_rows--> rows --to_record--> Record (problem, answer) --load_prompts--> Prompt
+    (tokens, unique id)
 
-A row with tests instead of an answer is a programming problem (``code_problems.py`` has the formats), one with options or
-with aliases of its answer a question (``questions.py``).
+A row with tests instead of an answer is a programming problem (``code_problems.py`` has the
+formats), one with options or with aliases of its answer a question (``questions.py``).
 
-Whatever is dropped on the way (no answer, too long) is counted and logged, and what cannot be read is a ``UserError``
-that names the line or the column.
+Whatever is dropped on the way (no answer, too long) is counted and logged, and what cannot be read
+is a ``UserError`` that names the line or the column.
 """
 
 from __future__ import annotations
@@ -24,7 +26,13 @@ from typing import Any
 import numpy as np
 
 from megatron_dcpo.data import prompts
-from megatron_dcpo.data.code_problems import OtherLanguage, Untested, code_problem, pack_tests, tests_key
+from megatron_dcpo.data.code_problems import (
+    OtherLanguage,
+    Untested,
+    code_problem,
+    pack_tests,
+    tests_key,
+)
 from megatron_dcpo.data.files import ROW_SUFFIXES, Row, read_rows
 from megatron_dcpo.data.gym import gym_rows, is_gym, parse_gym
 from megatron_dcpo.data.questions import question_of
@@ -42,11 +50,13 @@ _THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 
 @dataclass(frozen=True)
 class Record:
-    """One problem of a data set. ``index`` is its row in the file, counted before anything was dropped.
+    """One problem of a data set. ``index`` is its row in the file, counted before anything was
+    dropped.
 
-    A programming problem has packed ``tests``, and ``answer`` is their key (``code_problems.tests_key``). ``kind``: what the
-    row says of its problem in one of ``KIND_COLUMNS``. ``row``: :func:`columns`, where they are asked for; else what the
-    verifiers of a question read. ``form`` of the answer: a key of ``prompts.ASKS``.
+    A programming problem has packed ``tests``, and ``answer`` is their key
+    (``code_problems.tests_key``). ``kind``: what the row says of its problem in one of
+    ``KIND_COLUMNS``. ``row``: :func:`columns`, where they are asked for; else what the verifiers of
+    a question read. ``form`` of the answer: a key of ``prompts.ASKS``.
     """
 
     task: str
@@ -68,7 +78,7 @@ class Record:
         return f"{self.task}/{self.index}"
 
 
-# ------------------------------------------------------------------------------------------------ prompts
+# ------------------------------------------------------------------------------------------ prompts
 
 
 def load_prompts(
@@ -83,14 +93,14 @@ def load_prompts(
     keep_columns: bool = False,
     thinking: str = "off",
 ) -> list[Prompt]:
-    """Return the prompts of a data set: rendered, tokenized, each with an id of its own (equal problems stay separate
-    groups).
+    """Return the prompts of a data set: rendered, tokenized, each with an id of its own (equal
+    problems stay separate groups).
 
-    ``path_or_name``: a file, a directory with one data file, a hub name ``owner/name[:config][@split]``, or
-    ``reasoning_gym:TASK``.
-    Prompts of more than ``max_prompt_length`` tokens are dropped, ``limit`` keeps the first ones that are left
-    (``None`` or 0: all). ``marker`` is what the ``paper`` template asks the confidence line to begin with; ``thinking``:
-    off, on or auto.
+    ``path_or_name``: a file, a directory with one data file, a hub name
+    ``owner/name[:config][@split]``, or ``reasoning_gym:TASK``. Prompts of more than
+    ``max_prompt_length`` tokens are dropped, ``limit`` keeps the first ones that are left (``None``
+    or 0: all). ``marker`` is what the ``paper`` template asks the confidence line to begin with;
+    ``thinking``: off, on or auto.
     """
     records = load_records(path_or_name, task, untested, keep_columns)
     options = template, max_prompt_length, limit, marker, str(path_or_name), thinking
@@ -113,49 +123,79 @@ def render_prompts(
     for record in records:
         if limit and len(kept) >= limit:
             break
-        messages, ids = prompts.render(tokenizer, record.messages, template, marker, record.form, thinking)
+        messages, ids = prompts.render(
+            tokenizer, record.messages, template, marker, record.form, thinking
+        )
         if max_prompt_length is not None and len(ids) > max_prompt_length:
             too_long += 1
             continue
         kept.append(_prompt(record, messages, tuple(ids)))
     if too_long:
-        logger.warning("%s: dropped %d prompts longer than %d tokens", source, too_long, max_prompt_length)
+        logger.warning(
+            "%s: dropped %d prompts longer than %d tokens", source, too_long, max_prompt_length
+        )
     if records and not kept:
-        raise UserError(f"{source}: every prompt is longer than {max_prompt_length} tokens; raise the limit")
+        raise UserError(
+            f"{source}: every prompt is longer than {max_prompt_length} tokens; raise the limit"
+        )
     return kept
 
 
 def message_prompts(
-    records: Sequence[Record], template: str = "paper", limit: int | None = None, marker: str = CONFIDENCE_TAG
+    records: Sequence[Record],
+    template: str = "paper",
+    limit: int | None = None,
+    marker: str = CONFIDENCE_TAG,
 ) -> list[Prompt]:
-    """Return the same prompts for a server, which has its own tokenizer and chat template: messages, no token ids."""
+    """Return the same prompts for a server, which has its own tokenizer and chat template:
+    messages, no token ids.
+    """
     return [
         _prompt(record, prompts.ask(record.messages, template, marker, record.form), ())
         for record in records[: limit or None]
     ]
 
 
-def _prompt(record: Record, messages: tuple[dict[str, str], ...], token_ids: tuple[int, ...]) -> Prompt:
+def _prompt(
+    record: Record, messages: tuple[dict[str, str], ...], token_ids: tuple[int, ...]
+) -> Prompt:
     return Prompt(
-        record.prompt_id, messages, token_ids, record.answer, record.task, record.tests, record.row, record.form
+        record.prompt_id,
+        messages,
+        token_ids,
+        record.answer,
+        record.task,
+        record.tests,
+        record.row,
+        record.form,
     )
 
 
 def draw_prompts(
-    prompts: Sequence[Prompt], first: int, count: int, *, seed: int, shuffle: bool, ranks: np.ndarray | None = None
+    prompts: Sequence[Prompt],
+    first: int,
+    count: int,
+    *,
+    seed: int,
+    shuffle: bool,
+    ranks: np.ndarray | None = None,
 ) -> list[Prompt]:
-    """Return ``count`` prompts from the ``first`` (0-based) on: epoch after epoch, each in its own order when ``shuffle``;
-    sorted by ``ranks`` where there are any, then only equal ones are shuffled.
+    """Return ``count`` prompts from the ``first`` (0-based) on: epoch after epoch, each in its own
+    order when ``shuffle``; sorted by ``ranks`` where there are any, then only equal ones are
+    shuffled.
 
-    A function of seed and position alone, so that resuming needs no generator. The epoch is appended to ``prompt_id``, so
-    that a prompt met twice in one step forms two groups.
+    A function of seed and position alone, so that resuming needs no generator. The epoch is
+    appended to ``prompt_id``, so that a prompt met twice in one step forms two groups.
     """
     chosen = []
     order, ordered = np.arange(0), -1
     for position in range(first, first + count):
         epoch, index = divmod(position, len(prompts))
         if epoch != ordered:
-            order, ordered = _order(len(prompts), epoch, seed) if shuffle else np.arange(len(prompts)), epoch
+            order, ordered = (
+                _order(len(prompts), epoch, seed) if shuffle else np.arange(len(prompts)),
+                epoch,
+            )
             order = order if ranks is None else order[np.argsort(ranks[order], kind="stable")]
         prompt = prompts[int(order[index])]
         chosen.append(replace(prompt, prompt_id=f"{prompt.prompt_id}@{epoch}"))
@@ -163,10 +203,14 @@ def draw_prompts(
 
 
 def fingerprint(prompts: Sequence[Prompt]) -> str:
-    """Return a short name for these prompts in this order: equal when a resumed run would train on the same."""
+    """Return a short name for these prompts in this order: equal when a resumed run would train on
+    the same.
+    """
     digest = hashlib.sha256()
     for prompt in prompts:
-        digest.update(repr((prompt.prompt_id, list(map(int, prompt.token_ids)), prompt.ground_truth)).encode())
+        digest.update(
+            repr((prompt.prompt_id, list(map(int, prompt.token_ids)), prompt.ground_truth)).encode()
+        )
     return digest.hexdigest()[:16]
 
 
@@ -175,15 +219,20 @@ def _order(n: int, epoch: int, seed: int) -> np.ndarray:
     return np.random.default_rng([seed, epoch]).permutation(n)
 
 
-# ------------------------------------------------------------------------------------------------ records
+# ------------------------------------------------------------------------------------------ records
 
 
 def load_records(
-    path_or_name: str | Path, task: str | None = None, untested: bool = False, keep_columns: bool = False
+    path_or_name: str | Path,
+    task: str | None = None,
+    untested: bool = False,
+    keep_columns: bool = False,
 ) -> list[Record]:
-    """Return all problems with an answer. ``task`` names them, by default the row's ``data_source`` or the file's name.
-    ``untested`` keeps programming problems whose tests assert nothing, ``keep_columns`` the :func:`columns` of each row
-    for a user's verifier, which may do without an answer."""
+    """Return all problems with an answer. ``task`` names them, by default the row's ``data_source``
+    or the file's name. ``untested`` keeps programming problems whose tests assert nothing,
+    ``keep_columns`` the :func:`columns` of each row for a user's verifier, which may do without an
+    answer.
+    """
     gym = is_gym(path_or_name)
     keep_columns = keep_columns or gym
     rows = enumerate(gym_rows(str(path_or_name)) if gym else read_rows(path_or_name))
@@ -200,10 +249,16 @@ def load_records(
 
 
 def split_usable_rows(
-    rows: Iterable[tuple[int, Row]], task: str, forced: bool, source: str, untested: bool, keep_columns: bool = False
+    rows: Iterable[tuple[int, Row]],
+    task: str,
+    forced: bool,
+    source: str,
+    untested: bool,
+    keep_columns: bool = False,
 ) -> tuple[list[Record], list[str], Counter[str]]:
-    """Return the problems among the numbered ``rows``, the names of those whose tests assert nothing, and how many were
-    dropped for which other reason."""
+    """Return the problems among the numbered ``rows``, the names of those whose tests assert
+    nothing, and how many were dropped for which other reason.
+    """
     records: list[Record] = []
     left_out: list[str] = []
     dropped: Counter[str] = Counter()
@@ -223,9 +278,7 @@ def split_usable_rows(
 
 
 def untested_note(names: Sequence[str]) -> str:
-    return (
-        f"left out {len(names)} tasks whose tests assert nothing: {', '.join(names)} (the untested option keeps them)"
-    )
+    return f"left out {len(names)} tasks whose tests assert nothing: {', '.join(names)} (the untested option keeps them)"
 
 
 def to_record(
@@ -237,10 +290,11 @@ def to_record(
     untested: bool = False,
     keep_columns: bool = False,
 ) -> Record | None:
-    """Return one row as a problem with its answer; ``None`` when the answer is null or empty, unless its columns are kept.
+    """Return one row as a problem with its answer; ``None`` when the answer is null or empty,
+    unless its columns are kept.
 
-    Raises :class:`UserError` for unreadable rows, ``OtherLanguage`` for programs that are not to be Python's, and, unless
-    ``untested`` ones are wanted, ``Untested`` for tests that assert nothing.
+    Raises :class:`UserError` for unreadable rows, ``OtherLanguage`` for programs that are not to be
+    Python's, and, unless ``untested`` ones are wanted, ``Untested`` for tests that assert nothing.
     """
     name = task if forced else str(row.get("data_source") or task)
     where = f"{source}: row {index + 1}"
@@ -255,7 +309,13 @@ def to_record(
         messages, own = _as_messages(question.text, where), question.columns
         kept = {**columns(row, name, messages, None), **own} if keep_columns else own
         return Record(
-            name, index, messages, question.answer, kind=question.kind or _kind(row), row=kept, form=question.form
+            name,
+            index,
+            messages,
+            question.answer,
+            kind=question.kind or _kind(row),
+            row=kept,
+            form=question.form,
         )
     problem = _first_column(row, PROBLEM_COLUMNS)
     reward_model = row.get("reward_model")
@@ -263,7 +323,9 @@ def to_record(
     answer_column = _first_column(row, ANSWER_COLUMNS)
     if problem is None or (answer_column is None and not has_ground_truth and not keep_columns):
         missing = "problem" if problem is None else "answer"
-        expected = PROBLEM_COLUMNS if problem is None else (*ANSWER_COLUMNS, "reward_model.ground_truth")
+        expected = (
+            PROBLEM_COLUMNS if problem is None else (*ANSWER_COLUMNS, "reward_model.ground_truth")
+        )
         raise UserError(
             f"{where} has no {missing} column; found {', '.join(map(str, row)) or 'nothing'}; "
             f"expected one of {', '.join(expected)}"
@@ -279,21 +341,34 @@ def to_record(
 
 
 def columns(row: Row, name: str, messages: tuple[dict[str, str], ...], answer: Any) -> Row:
-    """Return all columns of a row, and under fixed names the ``problem`` as text and its ``answer``: a text as
-    :func:`final_answer`, anything else as it is. ``data_source``: the row's, else the ``name`` of the data."""
-    return {"data_source": name, **row, "problem": prompts.bare_problem(messages[-1]["content"]), "answer": answer}
+    """Return all columns of a row, and under fixed names the ``problem`` as text and its
+    ``answer``: a text as :func:`final_answer`, anything else as it is. ``data_source``: the row's,
+    else the ``name`` of the data.
+    """
+    return {
+        "data_source": name,
+        **row,
+        "problem": prompts.bare_problem(messages[-1]["content"]),
+        "answer": answer,
+    }
 
 
 def _kind(row: Row) -> str | None:
-    """Return what the first of ``KIND_COLUMNS`` says; None where there is none, or it is no text or whole number."""
+    """Return what the first of ``KIND_COLUMNS`` says; None where there is none, or it is no text or
+    whole number.
+    """
     value = next((row[name] for name in KIND_COLUMNS if name in row), None)
-    return str(value)[:100] if isinstance(value, str | int) and not isinstance(value, bool) else None
+    return (
+        str(value)[:100] if isinstance(value, str | int) and not isinstance(value, bool) else None
+    )
 
 
 def final_answer(raw: Any, integer: bool = False) -> str:
-    r"""Return the answer key as text: GSM8K's part behind ``####`` without thousands commas, whole floats as integers.
+    r"""Return the answer key as text: GSM8K's part behind ``####`` without thousands commas, whole
+    floats as integers.
 
-    ``integer`` (AIME keys): leading zeros and a degree sign are notation: 025 -> 25, 336^\circ -> 336.
+    ``integer`` (AIME keys): leading zeros and a degree sign are notation: 025 -> 25, 336^\circ ->
+    336.
     """
     if raw is None:
         return ""
@@ -307,7 +382,7 @@ def final_answer(raw: Any, integer: bool = False) -> str:
     return text
 
 
-# ------------------------------------------------------------------------------------------------ small parts
+# -------------------------------------------------------------------------------------- small parts
 
 
 def _first_column(row: Row, names: Sequence[str]) -> str | None:
@@ -319,15 +394,21 @@ def _as_messages(problem: Any, where: str) -> tuple[dict[str, str], ...]:
     if isinstance(problem, str) and problem.strip():
         return ({"role": "user", "content": problem},)
     if isinstance(problem, list | tuple) and problem:
-        well_formed = all(isinstance(m, Mapping) and isinstance(m.get("content"), str) and "role" in m for m in problem)
+        well_formed = all(
+            isinstance(m, Mapping) and isinstance(m.get("content"), str) and "role" in m
+            for m in problem
+        )
         if well_formed and problem[-1]["role"] == "user":
             return tuple({"role": str(m["role"]), "content": m["content"]} for m in problem)
-    raise UserError(f"{where}: the problem is neither text nor a list of messages that ends with the user's")
+    raise UserError(
+        f"{where}: the problem is neither text nor a list of messages that ends with the user's"
+    )
 
 
 def task_name(path_or_name: str | Path) -> str:
-    """Return a task's name: ``.../math500/test.jsonl`` -> math500; ``.../aime24.parquet`` -> aime24;
-    ``owner/name@test`` -> name; ``reasoning_gym:chain_sum`` -> chain_sum."""
+    """Return a task's name: ``.../math500/test.jsonl`` -> math500; ``.../aime24.parquet`` ->
+    aime24; ``owner/name@test`` -> name; ``reasoning_gym:chain_sum`` -> chain_sum.
+    """
     if is_gym(path_or_name):
         return parse_gym(str(path_or_name)).name
     path = Path(str(path_or_name).partition("@")[0].partition(":")[0])

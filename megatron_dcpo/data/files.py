@@ -1,5 +1,6 @@
-"""Rows of data files: JSON, JSON lines, CSV (also gzip-compressed), parquet, and hub data sets. What cannot be read is a
-``UserError`` that names the line."""
+"""Rows of data files: JSON, JSON lines, CSV (also gzip-compressed), parquet, and hub data sets.
+What cannot be read is a ``UserError`` that names the line.
+"""
 
 from __future__ import annotations
 
@@ -48,16 +49,25 @@ def read_rows(path_or_name: str | Path) -> Iterator[Row]:
         raise UserError(f"{path}: unknown kind of data file; expected one of {', '.join(SUFFIXES)}")
 
 
-def read_json_lines(path: str | Path, allow_truncated: bool = False) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (FILE:LINE, object) of every line that is not blank, as it is read; NaN and Infinity are numbers.
+def read_json_lines(
+    path: str | Path, allow_truncated: bool = False
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (FILE:LINE, object) of every line that is not blank, as it is read; NaN and Infinity
+    are numbers.
 
-    ``path`` may be gzip-compressed, or ``-`` for standard input. ``allow_truncated``: a broken last line without its
-    newline, as a killed process leaves it, is left out. Raises :class:`UserError`, naming the line.
+    ``path`` may be gzip-compressed, or ``-`` for standard input. ``allow_truncated``: a broken last
+    line without its newline, as a killed process leaves it, is left out. Raises :class:`UserError`,
+    naming the line.
     """
     with _open_text(path) as file:
-        for number, line in enumerate(iter(lambda: file.readline(LONGEST), ""), start=1):  # a test set may be gigabytes
+        for number, line in enumerate(
+            iter(lambda: file.readline(LONGEST), ""), start=1
+        ):  # a test set may be gigabytes
             if len(line) == LONGEST:
-                raise UserError(f"{path}:{number}: a line of more than {LONGEST >> 20} M characters; split the file")
+                raise UserError(
+                    f"{path}:{number}: a line of more than {LONGEST >> 20} M characters; split "
+                    "the file"
+                )
             if line.strip():
                 try:
                     yield f"{path}:{number}", _parse_object(line, f"{path}:{number}")
@@ -88,8 +98,9 @@ def _open_text(path: str | Path) -> Iterator[TextIO]:
 
 
 def _read_json(path: Path) -> Iterator[Row]:
-    """Yield a JSON array of objects, or one object per line (also under a plain .json name). One object that has such an
-    array as ``Data`` is TriviaQA's file."""
+    """Yield a JSON array of objects, or one object per line (also under a plain .json name). One
+    object that has such an array as ``Data`` is TriviaQA's file.
+    """
     with _open_text(path) as file:
         head = next((line for line in iter(lambda: file.readline(LONGEST), "") if line.strip()), "")
         if head.startswith("version https://git-lfs"):
@@ -101,7 +112,9 @@ def _read_json(path: Path) -> Iterator[Row]:
     with _open_text(path) as file:
         text = file.read(LONGEST)
         if len(text) == LONGEST:
-            raise UserError(f"{path}: more than {LONGEST >> 20} M characters; write one object per line")
+            raise UserError(
+                f"{path}: more than {LONGEST >> 20} M characters; write one object per line"
+            )
         yield from _parse_array(path, text)
 
 
@@ -110,17 +123,24 @@ def _parse_array(path: Path, text: str) -> list[Row]:
         rows = parse_json(text)
     except ValueError as error:
         line = f":{error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
-        raise UserError(f"{path}{line}: not valid JSON ({getattr(error, 'msg', error)}); fix the file") from None
+        raise UserError(
+            f"{path}{line}: not valid JSON ({getattr(error, 'msg', error)}); fix the file"
+        ) from None
     rows = rows.get("Data") if isinstance(rows, dict) else rows
     if not isinstance(rows, list):
-        raise UserError(f"{path}: one object without a list Data; write one object per line, or a list of objects")
+        raise UserError(
+            f"{path}: one object without a list Data; write one object per line, or a list of "
+            "objects"
+        )
     return _objects(str(path), rows)
 
 
 def _objects(where: str, rows: list[Any]) -> list[Row]:
     for index, row in enumerate(rows):
         if not isinstance(row, dict):
-            raise UserError(f"{where}: element {index + 1} must be an object, got {type(row).__name__}")
+            raise UserError(
+                f"{where}: element {index + 1} must be an object, got {type(row).__name__}"
+            )
     return rows
 
 
@@ -128,9 +148,13 @@ def _parse_object(line: str, where: str) -> dict[str, Any]:
     try:
         row = parse_json(line)
     except ValueError as error:
-        raise UserError(f"{where}: not valid JSON ({getattr(error, 'msg', error)}); fix or remove the line") from None
+        raise UserError(
+            f"{where}: not valid JSON ({getattr(error, 'msg', error)}); fix or remove the line"
+        ) from None
     if not isinstance(row, dict):
-        raise UserError(f"{where}: not a JSON object but {type(row).__name__}; fix or remove the line")
+        raise UserError(
+            f"{where}: not a JSON object but {type(row).__name__}; fix or remove the line"
+        )
     return row
 
 
@@ -143,7 +167,10 @@ def _read_csv(path: Path) -> Iterator[Row]:
             for values in lines:
                 if values and len(values) != len(names):
                     columns = f"{len(values)} values for {len(names)} columns"
-                    raise UserError(f"{path}:{lines.line_num}: {columns}; quote values that hold commas or line ends")
+                    raise UserError(
+                        f"{path}:{lines.line_num}: {columns}; quote values that hold commas or "
+                        "line ends"
+                    )
                 if values:
                     yield dict(zip(names, values, strict=True))
         except csv.Error as error:
@@ -170,14 +197,16 @@ def _read_hub(name: str) -> Iterator[Row]:
         from datasets import load_dataset
     except ImportError:
         raise UserError(
-            f"{name}: no such file, and reading it from the hub needs the datasets library; `pip install datasets`, "
+            f"{name}: no such file, and reading it from the hub needs the datasets library; `pip "
+            "install datasets`, "
             "or give the path of a local copy"
         ) from None
     repository, _, split = name.partition("@")
     repository, _, config = repository.partition(":")
     try:
         rows = load_dataset(repository, config or None, split=split or "train")
-    except Exception as error:  # the library raises anything from OSError to its own classes; all mean "not available"
+    # the library raises anything from OSError to its own classes; all mean "not available"
+    except Exception as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UserError(f"{name}: cannot load it from the hub ({reason})") from None
     yield from rows
@@ -188,9 +217,16 @@ def _only_data_file(directory: Path) -> Path:
     if len(files) == 1:
         return files[0]
     names = ", ".join(file.name for file in files) or "none"
-    raise UserError(f"{directory}: expected exactly one data file in this directory, found {names}; name the file")
+    raise UserError(
+        f"{directory}: expected exactly one data file in this directory, found {names}; name the "
+        "file"
+    )
 
 
 def is_hub_name(name: str) -> bool:
     """Return whether ``name`` may be a data set of the hub, ``owner/name[:config][@split]``."""
-    return bool(_HUB_NAME.match(name)) and not name.startswith(".") and not name.partition("@")[0].endswith(SUFFIXES)
+    return (
+        bool(_HUB_NAME.match(name))
+        and not name.startswith(".")
+        and not name.partition("@")[0].endswith(SUFFIXES)
+    )

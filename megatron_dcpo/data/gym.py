@@ -1,8 +1,10 @@
-"""Reasoning Gym's procedural tasks as data: ``reasoning_gym:TASK``, or ``reasoning_gym:TASK?min_terms=3&size=100&seed=7``.
+"""Reasoning Gym's procedural tasks as data: ``reasoning_gym:TASK``, or
+``reasoning_gym:TASK?min_terms=3&size=100&seed=7``.
 
-Problem i of a task is a function of its options and of seed + i. They are made in a process of their own: some tasks
-depend on the order of Python's sets, which ``PYTHONHASHSEED`` fixes, and what they draw or print is no affair of a run.
-``judging/gym.py`` makes the same problem again to score an answer.
+Problem i of a task is a function of its options and of seed + i. They are made in a process of
+their own: some tasks depend on the order of Python's sets, which ``PYTHONHASHSEED`` fixes, and what
+they draw or print is no affair of a run. ``judging/gym.py`` makes the same problem again to score
+an answer.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ from megatron_dcpo.runtime.text import parse_json
 from megatron_dcpo.types import REASONING_GYM
 
 VERIFIER = "megatron_dcpo.judging.gym:score"  # what scores the answers
-HELD_OUT_SEED = 10**9  # of a benchmark: training counts from its seed, 0 unless it is named, and does not come here
+HELD_OUT_SEED = (
+    10**9
+)  # of a benchmark: training counts from its seed, 0 unless it is named, and does not come here
 HASH_SEED = "0"
 _SCALARS = str | int | float | bool
 
@@ -56,7 +60,9 @@ def _query(path: str) -> dict[str, str]:
 
 
 def parse_gym(path: str) -> GymTask:
-    """Return the task that ``path`` names. Raises :class:`UserError` for a size or seed that is none."""
+    """Return the task that ``path`` names. Raises :class:`UserError` for a size or seed that is
+    none.
+    """
     options: dict[str, Any] = {}
     for name, text in _query(path).items():
         try:
@@ -66,13 +72,17 @@ def parse_gym(path: str) -> GymTask:
     numbers = {name: options.pop(name) for name in ("size", "seed") if name in options}
     for name, value in numbers.items():
         if type(value) is not int or value < (name == "size"):
-            raise UserError(f"{path}: {name} must be a whole number of at least {int(name == 'size')}")
+            raise UserError(
+                f"{path}: {name} must be a whole number of at least {int(name == 'size')}"
+            )
     return GymTask(path.removeprefix(REASONING_GYM).partition("?")[0], options, **numbers)
 
 
 def gym_rows(path: str) -> list[dict[str, Any]]:
-    """Return the problems of a task as rows: ``problem``, ``answer`` (empty where many are right), the numbers and texts of
-    its metadata, and in ``reasoning_gym`` what makes it again. Raises :class:`UserError`."""
+    """Return the problems of a task as rows: ``problem``, ``answer`` (empty where many are right),
+    the numbers and texts of its metadata, and in ``reasoning_gym`` what makes it again. Raises
+    :class:`UserError`.
+    """
     task = parse_gym(path)
     if importlib.util.find_spec("reasoning_gym") is None:
         raise UserError(f"{path}: the package reasoning-gym is not installed; {pip_install('gym')}")
@@ -92,7 +102,9 @@ def dataset_of(task: str) -> Any:
     import reasoning_gym
 
     values = json.loads(task)
-    return reasoning_gym.create_dataset(values["name"], **values["options"], size=values["size"], seed=values["seed"])
+    return reasoning_gym.create_dataset(
+        values["name"], **values["options"], size=values["size"], seed=values["seed"]
+    )
 
 
 def _rows(task: str) -> Iterator[dict[str, Any]]:

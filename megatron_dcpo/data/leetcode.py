@@ -1,6 +1,7 @@
 """The environment that solutions of LeetCode problems expect."""
 
-# What LeetCode's own environment gives: names that solutions use without importing them, and linked nodes.
+# What LeetCode's own environment gives: names that solutions use without importing them, and linked
+# nodes.
 LEETCODE_SETUP = """\
 import bisect, collections, datetime, functools, heapq, itertools, math, operator, random, re, string
 from bisect import *

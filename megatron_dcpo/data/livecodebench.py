@@ -1,7 +1,9 @@
-"""LiveCodeBench's official rows: public and private tests, standard input or a method of ``Solution``.
+"""LiveCodeBench's official rows: public and private tests, standard input or a method of
+``Solution``.
 
-The private tests of the official files are base64 of zlib of a pickle of a JSON text. A pickle may run any code on
-loading; the one here holds a single ``str``, so the unpickler below accepts neither classes nor functions.
+The private tests of the official files are base64 of zlib of a pickle of a JSON text. A pickle may
+run any code on loading; the one here holds a single ``str``, so the unpickler below accepts neither
+classes nor functions.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ LARGEST = 1 << 30  # bytes of one problem's decoded tests
 
 
 class _TextOnly(pickle._Unpickler):  # type: ignore[name-defined, misc]
-    """Reads pickles of built-in values. A pickle that names a global (a class, a function) is refused.
+    """Reads pickles of built-in values. A pickle that names a global (a class, a function) is
+    refused.
 
     Python's own unpickler: the one in C makes room for whatever number a pickle gives to an object.
     """
@@ -34,7 +37,9 @@ class _TextOnly(pickle._Unpickler):  # type: ignore[name-defined, misc]
 
 
 def decode_private(encoded: str) -> list[Mapping[str, Any]]:
-    """Return the private tests: JSON as in the public column, or the packed form. Raises ValueError for anything else."""
+    """Return the private tests: JSON as in the public column, or the packed form. Raises ValueError
+    for anything else.
+    """
     try:
         return _case_list(parse_json(encoded))
     except json.JSONDecodeError:
@@ -44,22 +49,32 @@ def decode_private(encoded: str) -> list[Mapping[str, Any]]:
         unpacked = zlib.decompressobj().decompress(packed, LARGEST)
         text = _TextOnly(io.BytesIO(unpacked)).load()
     except Exception as error:  # a pickle can make its reader raise anything
-        raise ValueError(f"private tests are not base64 of zlib of a pickle ({one_line(error, 200)})") from None
+        raise ValueError(
+            f"private tests are not base64 of zlib of a pickle ({one_line(error, 200)})"
+        ) from None
     if not isinstance(text, str):
         raise ValueError(f"private tests unpickle to {type(text).__name__}, expected str")
     return _case_list(parse_json(text))
 
 
 def tests_of(row: Mapping[str, Any], setup: str) -> Mapping[str, Any]:
-    """Return the public and private tests of a row, in this order. ``setup``: what method solutions may rely on."""
+    """Return the public and private tests of a row, in this order. ``setup``: what method solutions
+    may rely on.
+    """
     public = row["public_test_cases"]
     cases = _case_list(parse_json(public) if isinstance(public, str) else public)
     private = row.get("private_test_cases")
     if private:
-        cases = [*cases, *(decode_private(private) if isinstance(private, str) else _case_list(private))]
+        cases = [
+            *cases,
+            *(decode_private(private) if isinstance(private, str) else _case_list(private)),
+        ]
     kinds = {str(case.get("testtype", "stdin")) for case in cases}
     if kinds == {"stdin"}:
-        return {"kind": "stdin", "cases": [{"input": c["input"], "output": c["output"]} for c in cases]}
+        return {
+            "kind": "stdin",
+            "cases": [{"input": c["input"], "output": c["output"]} for c in cases],
+        }
     if kinds != {"functional"}:
         raise ValueError(f"test types {sorted(kinds)}; expected stdin or functional")
     metadata = row.get("metadata") or "{}"
@@ -70,7 +85,9 @@ def tests_of(row: Mapping[str, Any], setup: str) -> Mapping[str, Any]:
         "entry_point": f"Solution().{name}" if in_class else name,
         "cases": [
             {
-                "args": [parse_json(line) for line in str(case["input"]).split("\n") if line.strip()],
+                "args": [
+                    parse_json(line) for line in str(case["input"]).split("\n") if line.strip()
+                ],
                 "kwargs": {},
                 "expected": parse_json(case["output"]),
             }
@@ -81,12 +98,16 @@ def tests_of(row: Mapping[str, Any], setup: str) -> Mapping[str, Any]:
 
 
 def contest_date(row: Mapping[str, Any]) -> str:
-    """Return ``2024-08-03``; the empty string for a row without one. The hub gives a datetime, the files ISO text."""
+    """Return ``2024-08-03``; the empty string for a row without one. The hub gives a datetime, the
+    files ISO text.
+    """
     value = row.get("contest_date")
     return "" if value is None else str(value)[:10]
 
 
 def _case_list(value: Any) -> list[Mapping[str, Any]]:
-    if not isinstance(value, list) or not all(isinstance(c, Mapping) and {"input", "output"} <= set(c) for c in value):
+    if not isinstance(value, list) or not all(
+        isinstance(c, Mapping) and {"input", "output"} <= set(c) for c in value
+    ):
         raise ValueError("tests are no list of objects with input and output")
     return value

@@ -1,18 +1,20 @@
-r"""From a problem to the tokens a policy continues: one template function for training and for evaluation.
+r"""From a problem to the tokens a policy continues: one template function for training and for
+evaluation.
 
-``paper``  problem + box the answer + one last line ``<conf> Confidence: 0.83`` (the confidence prompt of DCPO)
-``abstain``  the same, with the leave to box ``I don't know`` instead of an answer (for ``objective.name: ternary``)
-``grpo``   problem + box the answer (the prompt of the GRPO baseline)
-``chat``   the problem text alone, through the chat template: for a model that was taught the format
-``raw``    the problem text alone, without chat template: for base models and for tasks that bring their own format
-``my_prompt.py:render``  a user's function: ``render(problem, marker)`` gives the user turn, or all messages
-(CONTRIBUTING.md)
+``paper``  problem + box the answer + one last line ``<conf> Confidence: 0.83`` (the confidence
+prompt of DCPO) ``abstain``  the same, with the leave to box ``I don't know`` instead of an answer
+(for ``objective.name: ternary``) ``grpo``   problem + box the answer (the prompt of the GRPO
+baseline) ``chat``   the problem text alone, through the chat template: for a model that was taught
+the format ``raw``    the problem text alone, without chat template: for base models and for tasks
+that bring their own format ``my_prompt.py:render``  a user's function: ``render(problem, marker)``
+gives the user turn, or all messages (CONTRIBUTING.md)
 
-What the first three ask for depends on the form of the answer (:data:`ASKS`): an answer in a box, the letter of an
-option, a short answer, or one fenced program.
+What the first three ask for depends on the form of the answer (:data:`ASKS`): an answer in a box,
+the letter of an option, a short answer, or one fenced program.
 
-All but ``raw`` go through the tokenizer's chat template with its generation prompt, without a system message of
-ours, and with thinking switched off, or on, where the template has that switch (Qwen3).
+All but ``raw`` go through the tokenizer's chat template with its generation prompt, without a
+system message of ours, and with thinking switched off, or on, where the template has that switch
+(Qwen3).
 """
 
 from __future__ import annotations
@@ -27,29 +29,40 @@ from megatron_dcpo.errors import UserError
 from megatron_dcpo.runtime.plugins import check_signature, is_import_path, load_object
 from megatron_dcpo.types import CONFIDENCE_TAG
 
-# The newline before the marker matters: without it byte-level BPE merges the end of the answer with the marker ("}<").
+# The newline before the marker matters: without it byte-level BPE merges the end of the answer with
+# the marker ("}<").
 _CONFIDENCE = (
-    "After the boxed answer, start a new line and say how sure you are that this answer is correct: the marker "
-    "{marker} and a decimal number between 0 and 1, where 0 means that you have no idea and 1 means that you are "
-    "certain. That line must have exactly this form:\n{marker} Confidence: 0.83\nWrite nothing after it."
+    "After the boxed answer, start a new line and say how sure you are that this answer is "
+    "correct: the marker "
+    "{marker} and a decimal number between 0 and 1, where 0 means that you have no idea and 1 "
+    "means that you are "
+    "certain. That line must have exactly this form:\n{marker} Confidence: 0.83\nWrite nothing "
+    "after it."
 )
 _PROGRAM_CONFIDENCE = (
-    "After the closing ```, start a new line and say how sure you are that the program passes every test: the marker "
-    "{marker} and a decimal number between 0 and 1, where 0 means that you have no idea and 1 means that you are "
-    "certain. That line must have exactly this form:\n{marker} Confidence: 0.83\nWrite nothing after it."
+    "After the closing ```, start a new line and say how sure you are that the program passes "
+    "every test: the marker "
+    "{marker} and a decimal number between 0 and 1, where 0 means that you have no idea and 1 "
+    "means that you are "
+    "certain. That line must have exactly this form:\n{marker} Confidence: 0.83\nWrite nothing "
+    "after it."
 )
 ASKS: Mapping[str, str] = MappingProxyType(
     {
         "math": r"Please reason step by step, and put your final answer within \boxed{}.",
-        "choice": r"Please reason step by step, and put the letter of the right option within \boxed{}.",
-        "short": r"Please reason step by step, and put your final answer, a name or a few words, within \boxed{}.",
-        "code": "Please reason step by step, and then give your whole program in Python in one block that begins with "
+        "choice": r"Please reason step by step, and put the letter of the right option within "
+        r"\boxed{}.",
+        "short": r"Please reason step by step, and put your final answer, a name or a few words, "
+        r"within \boxed{}.",
+        "code": "Please reason step by step, and then give your whole program in Python in one "
+        "block that begins with "
         "```python and ends with ```.",
     }
 )
 _ABSTAIN = r"If you do not know the answer, do not guess: put \boxed{I don't know}."
 _ASKS_FOR_BOX = re.compile(r"\\boxed\{\s*\}[^\n]{0,40}\Z")
-# The suffix of the reference's ``..._with_confidence`` files asks for another marker; both would contradict each other.
+# The suffix of the reference's ``..._with_confidence`` files asks for another marker; both would
+# contradict each other.
 _REFERENCE_LINE = re.compile(r"Also output a sing\w+ line")
 _REFERENCE_BOX = r"Please put your final answer within \boxed{}."
 
@@ -58,8 +71,9 @@ Message = dict[str, str]
 
 @dataclass(frozen=True)
 class Template:
-    """How a problem is put: ``instruct(problem, marker, form)`` writes the user turn, or all messages, for an answer of a
-    ``form`` of :data:`ASKS`; ``chat`` applies the chat template."""
+    """How a problem is put: ``instruct(problem, marker, form)`` writes the user turn, or all
+    messages, for an answer of a ``form`` of :data:`ASKS`; ``chat`` applies the chat template.
+    """
 
     name: str
     instruct: Callable[[str, str, str], str | Sequence[Message]]
@@ -73,14 +87,18 @@ def box_instruction(problem: str, marker: str = CONFIDENCE_TAG, form: str = "mat
     return problem if asked else f"{problem}\n\n{ASKS[form]}"
 
 
-def confidence_instruction(problem: str, marker: str = CONFIDENCE_TAG, form: str = "math", more: str = "") -> str:
+def confidence_instruction(
+    problem: str, marker: str = CONFIDENCE_TAG, form: str = "math", more: str = ""
+) -> str:
     """Ask for the answer, for ``more``, and for the confidence line behind it."""
     confidence = _PROGRAM_CONFIDENCE if form == "code" else _CONFIDENCE
     return f"{box_instruction(problem, form=form)}{more}\n\n{confidence.format(marker=marker)}"
 
 
 def abstention_instruction(problem: str, marker: str = CONFIDENCE_TAG, form: str = "math") -> str:
-    """Ask for the same, and allow to say in the box that the answer is not known; a program has no box."""
+    """Ask for the same, and allow to say in the box that the answer is not known; a program has no
+    box.
+    """
     return confidence_instruction(problem, marker, form, "" if form == "code" else f"\n{_ABSTAIN}")
 
 
@@ -100,8 +118,10 @@ TEMPLATES: Mapping[str, Template] = MappingProxyType(
 
 
 def find_template(name: str) -> Template:
-    """Return the template ``name``: a key of :data:`TEMPLATES`, or an import path (``my_prompt.py:render``) of a function
-    whose attribute ``chat`` may be False. Raises :class:`UserError` where there is none."""
+    """Return the template ``name``: a key of :data:`TEMPLATES`, or an import path
+    (``my_prompt.py:render``) of a function whose attribute ``chat`` may be False. Raises
+    :class:`UserError` where there is none.
+    """
     if is_import_path(name):
         function = load_object(name, "data.template")
         check_signature(function, name, "data.template", "problem", "marker")
@@ -109,7 +129,8 @@ def find_template(name: str) -> Template:
         return Template(name, lambda problem, marker, form: function(problem, marker), chat)
     if name not in TEMPLATES:
         raise UserError(
-            f"unknown prompt template {name!r}; known: {', '.join(TEMPLATES)}, or file.py:function of your own"
+            f"unknown prompt template {name!r}; known: {', '.join(TEMPLATES)}, or "
+            "file.py:function of your own"
         )
     return TEMPLATES[name]
 
@@ -117,14 +138,19 @@ def find_template(name: str) -> Template:
 def bare_problem(text: str) -> str:
     """Return the problem without the confidence request of the reference's own data files."""
     line = _REFERENCE_LINE.search(text, 0, max(0, text.rfind("CONFIDENCE")))
-    return text if line is None else text[: line.start()].rstrip().removesuffix(_REFERENCE_BOX).rstrip()
+    return (
+        text
+        if line is None
+        else text[: line.start()].rstrip().removesuffix(_REFERENCE_BOX).rstrip()
+    )
 
 
 def ask(
     messages: tuple[Message, ...], template: str, marker: str = CONFIDENCE_TAG, form: str = "math"
 ) -> tuple[Message, ...]:
-    """Return the messages as sent. ``messages``: what the data set holds, the problem being the last user turn. ``form`` of
-    the answer: a key of :data:`ASKS`."""
+    """Return the messages as sent. ``messages``: what the data set holds, the problem being the
+    last user turn. ``form`` of the answer: a key of :data:`ASKS`.
+    """
     if not messages or messages[-1]["role"] != "user":
         raise UserError("a prompt must end with a user message")
     asked = find_template(template).instruct(bare_problem(messages[-1]["content"]), marker, form)
@@ -132,7 +158,8 @@ def ask(
         return (*messages[:-1], {**messages[-1], "content": asked})
     if not _are_messages(asked):
         raise UserError(
-            f"data.template={template}: expected a text or messages with role and content, got {asked!r:.60}"
+            f"data.template={template}: expected a text or messages with role and content, got "
+            f"{asked!r:.60}"
         )
     return tuple(dict(message) for message in asked)
 
@@ -142,7 +169,10 @@ def _are_messages(value: Any) -> bool:
     return (
         isinstance(value, list | tuple)
         and len(value) > 0
-        and all(isinstance(m, Mapping) and all(isinstance(m.get(k), str) for k in ("role", "content")) for m in value)
+        and all(
+            isinstance(m, Mapping) and all(isinstance(m.get(k), str) for k in ("role", "content"))
+            for m in value
+        )
         and value[-1]["role"] == "user"
     )
 
@@ -160,7 +190,9 @@ def render(
     form: str = "math",
     thinking: str = "off",
 ) -> tuple[tuple[Message, ...], list[int]]:
-    """Return the messages as sent and their token ids, ready to be continued. ``thinking``: ``data.thinking``."""
+    """Return the messages as sent and their token ids, ready to be continued. ``thinking``:
+    ``data.thinking``.
+    """
     asked = ask(messages, template, marker, form)
     if not find_template(template).chat:
         return asked, list(tokenizer.encode(plain_text(asked)))
@@ -168,14 +200,21 @@ def render(
 
 
 def encode_chat(tokenizer: Any, messages: tuple[Message, ...], thinking: str = "off") -> list[int]:
-    """Return the token ids of a chat up to and including the generation prompt, ``thinking`` off or on where the template
-    has that switch, auto: as the template has it."""
+    """Return the token ids of a chat up to and including the generation prompt, ``thinking`` off or
+    on where the template has that switch, auto: as the template has it.
+    """
     chat_template = getattr(tokenizer, "chat_template", None)
     if not chat_template:
-        raise UserError("the tokenizer has no chat template; use the prompt template 'raw' or add chat_template.jinja")
+        raise UserError(
+            "the tokenizer has no chat template; use the prompt template 'raw' or add "
+            "chat_template.jinja"
+        )
     # A switch that the template does not have is ignored silently; a later release may refuse it.
     switched = thinking != "auto" and "enable_thinking" in str(chat_template)
     options = {"enable_thinking": thinking == "on"} if switched else {}
-    text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True, **options)
-    # The template writes the special tokens itself; adding them again would double Llama's <|begin_of_text|>.
+    text = tokenizer.apply_chat_template(
+        list(messages), tokenize=False, add_generation_prompt=True, **options
+    )
+    # The template writes the special tokens itself; adding them again would double Llama's
+    # <|begin_of_text|>.
     return list(tokenizer.encode(text, add_special_tokens=False))

@@ -2,9 +2,12 @@
 
 | set | columns | answer |
 |---|---|---|
-| GPQA | ``Question``, ``Correct Answer``, ``Incorrect Answer 1`` to ``3`` | a letter; the options are shuffled |
-| MMLU-Pro | ``question``, ``options``, ``answer`` (a letter), ``answer_index``, ``category`` | a letter |
-| TriviaQA | ``question``, ``answer`` with ``value`` and ``aliases`` (or capitalized) | any of these texts |
+| GPQA | ``Question``, ``Correct Answer``, ``Incorrect Answer 1`` to ``3`` | a letter; the options
+are shuffled |
+| MMLU-Pro | ``question``, ``options``, ``answer`` (a letter), ``answer_index``, ``category`` | a
+letter |
+| TriviaQA | ``question``, ``answer`` with ``value`` and ``aliases`` (or capitalized) | any of these
+texts |
 | HotpotQA | ``question``, ``answer``, ``supporting_facts``; ``context`` is left out | the text |
 """
 
@@ -21,12 +24,17 @@ from megatron_dcpo.errors import UserError
 
 SHUFFLE_SEED = 0  # of the order of GPQA's options, which have the right one first
 CORRECT, INCORRECT = "Correct Answer", tuple(f"Incorrect Answer {number}" for number in (1, 2, 3))
-_ALIASES = ("value", "aliases", "normalizedaliases")  # of an answer of TriviaQA, without underscores
+_ALIASES = (
+    "value",
+    "aliases",
+    "normalizedaliases",
+)  # of an answer of TriviaQA, without underscores
 
 
 class Question(NamedTuple):
-    """A question as a policy reads it, with its options; the ``answer`` to show; its ``form`` (``prompts.ASKS``); the
-    ``columns`` that a verifier reads; its ``kind``."""
+    """A question as a policy reads it, with its options; the ``answer`` to show; its ``form``
+    (``prompts.ASKS``); the ``columns`` that a verifier reads; its ``kind``.
+    """
 
     text: str
     answer: str
@@ -36,16 +44,29 @@ class Question(NamedTuple):
 
 
 def question_of(row: Row, index: int, where: str) -> Question | None:
-    """Return the question of a row in one of the formats, None for any other row. ``index`` of the row decides the order of
-    the options that are shuffled. Raises :class:`UserError` for a row of a format that cannot be read as one."""
+    """Return the question of a row in one of the formats, None for any other row. ``index`` of the
+    row decides the order of the options that are shuffled. Raises :class:`UserError` for a row of a
+    format that cannot be read as one.
+    """
     if CORRECT in row or INCORRECT[0] in row:
         return _gpqa(row, index, where)
     options, answer = row.get("options"), row.get("answer", row.get("Answer"))
     asked = next(
-        (column for column in ("question", "problem", "Question") if isinstance(row.get(column), str)), "question"
+        (
+            column
+            for column in ("question", "problem", "Question")
+            if isinstance(row.get(column), str)
+        ),
+        "question",
     )
-    if isinstance(options, list) and options and ("answer_index" in row or letter_index(answer) is not None):
-        return _choice(_text(row, asked, where), options, _right_option(row, len(options), where), row, where)
+    if (
+        isinstance(options, list)
+        and options
+        and ("answer_index" in row or letter_index(answer) is not None)
+    ):
+        return _choice(
+            _text(row, asked, where), options, _right_option(row, len(options), where), row, where
+        )
     if isinstance(answer, Mapping) and any(_plain(name) in _ALIASES for name in answer):
         return _short(_text(row, asked, where), answer, where)
     if "supporting_facts" in row and "answer" in row:
@@ -54,8 +75,9 @@ def question_of(row: Row, index: int, where: str) -> Question | None:
 
 
 def accepted_texts(answer: Any) -> list[str]:
-    """Return the texts that answer a question: a text, the texts of a list, the value and aliases of an object of
-    TriviaQA; each once, none of them empty."""
+    """Return the texts that answer a question: a text, the texts of a list, the value and aliases
+    of an object of TriviaQA; each once, none of them empty.
+    """
     if isinstance(answer, Mapping):
         fields = {_plain(str(name)): value for name, value in answer.items()}
         answer = [text for name in _ALIASES for text in _listed(fields.get(name))]
@@ -65,7 +87,11 @@ def accepted_texts(answer: Any) -> list[str]:
 
 def letter_index(letter: Any) -> int | None:
     """Return 0 for A, 1 for B, ...; None for what is no capital letter."""
-    found = string.ascii_uppercase.find(letter.strip()) if isinstance(letter, str) and len(letter.strip()) == 1 else -1
+    found = (
+        string.ascii_uppercase.find(letter.strip())
+        if isinstance(letter, str) and len(letter.strip()) == 1
+        else -1
+    )
     return found if found >= 0 else None
 
 
@@ -78,15 +104,25 @@ def _gpqa(row: Row, index: int, where: str) -> Question:
 
 def _choice(question: str, options: Sequence[Any], right: int, row: Row, where: str) -> Question:
     if len(options) > len(string.ascii_uppercase):
-        raise UserError(f"{where}: {len(options)} options; expected at most {len(string.ascii_uppercase)}")
+        raise UserError(
+            f"{where}: {len(options)} options; expected at most {len(string.ascii_uppercase)}"
+        )
     if odd := [option for option in options if not isinstance(option, str | int | float)]:
         raise UserError(f"{where}: an option must be a text, got {odd[0]!r:.60}")
     texts = [str(option).strip() for option in options]
     letter = string.ascii_uppercase[right]
-    listed = "\n".join(f"{name}. {text}" for name, text in zip(string.ascii_uppercase, texts, strict=False))
+    listed = "\n".join(
+        f"{name}. {text}" for name, text in zip(string.ascii_uppercase, texts, strict=False)
+    )
     kind = row.get("category", row.get("Subdomain"))
     columns = {"answer": letter, "options": texts}
-    return Question(f"{question}\n\n{listed}", letter, "choice", columns, kind if isinstance(kind, str) else None)
+    return Question(
+        f"{question}\n\n{listed}",
+        letter,
+        "choice",
+        columns,
+        kind if isinstance(kind, str) else None,
+    )
 
 
 def _right_option(row: Row, count: int, where: str) -> int:
@@ -94,10 +130,14 @@ def _right_option(row: Row, count: int, where: str) -> int:
     index, letter = row.get("answer_index"), letter_index(row.get("answer"))
     found = letter if index is None else index
     if type(found) is not int or not 0 <= found < count:
-        given = f"answer {row.get('answer')!r:.40}" if index is None else f"answer_index {index!r:.40}"
+        given = (
+            f"answer {row.get('answer')!r:.40}" if index is None else f"answer_index {index!r:.40}"
+        )
         raise UserError(f"{where}: {given} is none of its {count} options")
     if letter not in (None, found):
-        raise UserError(f"{where}: answer {row['answer']!r:.40} and answer_index {index} are two options")
+        raise UserError(
+            f"{where}: answer {row['answer']!r:.40} and answer_index {index} are two options"
+        )
     return found
 
 
@@ -112,7 +152,9 @@ def _text(row: Row, column: str, where: str) -> str:
     value = row.get(column)
     if not isinstance(value, str) or not value.strip():
         what = "no text in" if column in row and value is not None else "no"
-        raise UserError(f"{where} has {what} column {column!r}; found {', '.join(map(str, row)) or 'nothing'}")
+        raise UserError(
+            f"{where} has {what} column {column!r}; found {', '.join(map(str, row)) or 'nothing'}"
+        )
     return value.strip()
 
 

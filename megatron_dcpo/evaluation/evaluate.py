@@ -1,6 +1,8 @@
-"""Accuracy and calibration of a model: sample, judge, score, write. The engine is a function, so none is known here.
+"""Accuracy and calibration of a model: sample, judge, score, write. The engine is a function, so
+none is known here.
 
-benchmarks --render--> prompts --complete--> responses --judge--> samples.jsonl --score--> evaluation.json, pictures
+benchmarks --render--> prompts --complete--> responses --judge--> samples.jsonl --score-->
+evaluation.json, pictures
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ from megatron_dcpo.judging.math.pool import equivalent_many
 from megatron_dcpo.judging.token_bytes import TokenBytes
 from megatron_dcpo.types import Judgement, Prompt, Response
 
-Stream = Callable[[Sequence[tuple[Prompt, int]]], Iterable[Sequence[Response]]]  # of an engine in this process
+Stream = Callable[
+    [Sequence[tuple[Prompt, int]]], Iterable[Sequence[Response]]
+]  # of an engine in this process
 Progress = Callable[[str, int, int], None]
 
 
@@ -48,7 +52,9 @@ class Request:
     repeats: tuple[int, ...]
 
 
-Complete = Callable[[Sequence[Request]], Iterable[Sequence[Response]]]  # with their text, in any order, a few at a time
+Complete = Callable[
+    [Sequence[Request]], Iterable[Sequence[Response]]
+]  # with their text, in any order, a few at a time
 Equivalent = Callable[[str, str], bool]
 
 
@@ -69,18 +75,23 @@ def evaluate_benchmark(
     keep_features: bool = False,
     progress: Progress | None = None,
 ) -> list[Sample]:
-    """Sample every prompt of a benchmark ``repeats`` times and judge the responses while others are sampled.
+    """Sample every prompt of a benchmark ``repeats`` times and judge the responses while others are
+    sampled.
 
-    Responses are matched by prompt id and repeat, never by position, so that the samples do not depend on the order
-    in which an engine finishes. What ``log`` holds already is not asked for; what is new is written to it as soon as it
-    is judged, also where the rest does not come.
+    Responses are matched by prompt id and repeat, never by position, so that the samples do not
+    depend on the order in which an engine finishes. What ``log`` holds already is not asked for;
+    what is new is written to it as soon as it is judged, also where the rest does not come.
     """
     records = {record.prompt_id: record for record in benchmark.records}
     by_id = {prompt.prompt_id: prompt for prompt in prompts}
     total = len(by_id) * repeats
     logged = log.finished(benchmark.name) if log else {}
-    samples = {key: sample for key, sample in logged.items() if key[0] in by_id and key[1] < repeats}
-    missing = [(p, tuple(r for r in range(repeats) if (p.prompt_id, r) not in samples)) for p in prompts]
+    samples = {
+        key: sample for key, sample in logged.items() if key[0] in by_id and key[1] < repeats
+    }
+    missing = [
+        (p, tuple(r for r in range(repeats) if (p.prompt_id, r) not in samples)) for p in prompts
+    ]
     requests = [Request(prompt, left) for prompt, left in missing if left]
     if progress is not None:
         progress(benchmark.name, len(samples), total)
@@ -90,7 +101,9 @@ def evaluate_benchmark(
         for response, judgement in zip(responses, judgements.result(), strict=True):
             name = response.prompt_id
             truth = by_id[name].ground_truth
-            sample = _sample(benchmark.name, records[name], truth, response, judgement, keep_features)
+            sample = _sample(
+                benchmark.name, records[name], truth, response, judgement, keep_features
+            )
             samples[name, response.sample_index] = sample
             if log is not None:
                 log.add(sample)
@@ -111,14 +124,16 @@ def evaluate_benchmark(
 
 
 def complete_at_once(stream: Stream, tokens: TokenBytes, eos_ids: Collection[int]) -> Complete:
-    """Return an engine in this process as ``Complete``: it gets all requests together, and how many run at once is its
-    affair.
+    """Return an engine in this process as ``Complete``: it gets all requests together, and how many
+    run at once is its affair.
 
     ``eos_ids``: the tokens that end a response, no part of its text.
     """
 
     def complete(requests: Sequence[Request]) -> Iterator[list[Response]]:
-        for responses in stream([(request.prompt, repeat) for request in requests for repeat in request.repeats]):
+        for responses in stream(
+            [(request.prompt, repeat) for request in requests for repeat in request.repeats]
+        ):
             yield [r if r.text is not None else with_text(r, tokens, eos_ids) for r in responses]
 
     return complete
@@ -127,13 +142,26 @@ def complete_at_once(stream: Stream, tokens: TokenBytes, eos_ids: Collection[int
 def rejudge(
     samples: Sequence[Sample], judge: Judge = judge_many, equivalent: Equivalent = equivalent_math
 ) -> list[Sample]:
-    """Return the same responses judged anew behind their thinking, for instance by a better verifier."""
+    """Return the same responses judged anew behind their thinking, for instance by a better
+    verifier.
+    """
     rows = [s.row or {"problem": s.problem, "answer": s.ground_truth} for s in samples]
-    prompts = {str(i): Prompt(str(i), (), (), s.ground_truth, "", row=rows[i]) for i, s in enumerate(samples)}
+    prompts = {
+        str(i): Prompt(str(i), (), (), s.ground_truth, "", row=rows[i])
+        for i, s in enumerate(samples)
+    }
     none = np.empty(0)
     texts = [s.response[s.thinking_characters or 0 :] for s in samples]
     responses = [
-        Response(str(i), s.repeat, none, none, "stop" if s.finish_reason == "stop" else "length", 0, text=texts[i])
+        Response(
+            str(i),
+            s.repeat,
+            none,
+            none,
+            "stop" if s.finish_reason == "stop" else "length",
+            0,
+            text=texts[i],
+        )
         for i, s in enumerate(samples)
     ]
     judged = [
@@ -146,8 +174,9 @@ def rejudge(
 def write_evaluation(
     directory: str | Path, evaluation: Mapping[str, Any], samples: Sequence[Sample], title: str = ""
 ) -> None:
-    """Write ``evaluation.json``, ``samples.jsonl``, ``report.html``, and ``diagrams/`` per benchmark and kind of
-    confidence."""
+    """Write ``evaluation.json``, ``samples.jsonl``, ``report.html``, and ``diagrams/`` per
+    benchmark and kind of confidence.
+    """
     root = Path(directory)
     pictures = root / "diagrams"
     root.mkdir(parents=True, exist_ok=True)
@@ -157,33 +186,60 @@ def write_evaluation(
     run = read_run(root)
     names: list[str | None] = [*evaluation["benchmarks"]]
     for benchmark in names if len(names) == 1 else [None, *names]:
-        _draw(evaluation["benchmarks"][benchmark] if benchmark else evaluation["overall"], run, benchmark, pictures)
+        _draw(
+            evaluation["benchmarks"][benchmark] if benchmark else evaluation["overall"],
+            run,
+            benchmark,
+            pictures,
+        )
     if len(names) > 1:
         _draw_grids(evaluation["benchmarks"], pictures)
-    write_report([run], root / "report.html", title or f"Evaluation of {evaluation['model'] or run.name}")
+    write_report(
+        [run], root / "report.html", title or f"Evaluation of {evaluation['model'] or run.name}"
+    )
 
 
-def _draw(scores: Mapping[str, Any], run: EvaluatedRun, benchmark: str | None, pictures: Path) -> None:
-    """Draw the reliability diagram and histogram of every kind of confidence, and the accuracy-coverage curves of all
-    kinds."""
+def _draw(
+    scores: Mapping[str, Any], run: EvaluatedRun, benchmark: str | None, pictures: Path
+) -> None:
+    """Draw the reliability diagram and histogram of every kind of confidence, and the
+    accuracy-coverage curves of all kinds.
+    """
     kinds, name = scored_kinds(scores), benchmark or "overall"
     file = re.sub(r"[^\w.-]", "_", name)[:100]  # a name of a samples.jsonl may be anything
     for kind in kinds:
         values = summary_of(run, kind, benchmark)
         bins = bins_from_json(scores[kind]["bins"])
-        note = "\n".join(f"{key.upper()} {values[key]:.3f}" for key in ("ece", "pce") if values[key] is not None)
+        note = "\n".join(
+            f"{key.upper()} {values[key]:.3f}" for key in ("ece", "pce") if values[key] is not None
+        )
         heading = f"{name}, {kind} confidence"
-        diagrams.save(diagrams.reliability_diagram(bins, heading, note), pictures / f"reliability_{file}_{kind}")
-        diagrams.save(diagrams.confidence_histogram(bins, heading), pictures / f"confidence_{file}_{kind}")
-    curves = {kind: scores[kind]["curve"] for kind in kinds if scores[kind].get("curve", {}).get("coverage")}
+        diagrams.save(
+            diagrams.reliability_diagram(bins, heading, note),
+            pictures / f"reliability_{file}_{kind}",
+        )
+        diagrams.save(
+            diagrams.confidence_histogram(bins, heading), pictures / f"confidence_{file}_{kind}"
+        )
+    curves = {
+        kind: scores[kind]["curve"]
+        for kind in kinds
+        if scores[kind].get("curve", {}).get("coverage")
+    }
     if curves:
         diagrams.save(diagrams.coverage_figure(curves, name), pictures / f"coverage_{file}")
 
 
 def _draw_grids(benchmarks: Mapping[str, Mapping[str, Any]], pictures: Path) -> None:
     """Draw one picture per kind of confidence: all benchmarks side by side, on the same axes."""
-    for kind in dict.fromkeys(kind for scores in benchmarks.values() for kind in scored_kinds(scores)):
-        bins = {name: bins_from_json(scores[kind]["bins"]) for name, scores in benchmarks.items() if kind in scores}
+    for kind in dict.fromkeys(
+        kind for scores in benchmarks.values() for kind in scored_kinds(scores)
+    ):
+        bins = {
+            name: bins_from_json(scores[kind]["bins"])
+            for name, scores in benchmarks.items()
+            if kind in scores
+        }
         diagrams.save(diagrams.comparison_grid(bins), pictures / f"grid_{kind}")
 
 
@@ -206,7 +262,12 @@ def _verdict(judgement: Judgement) -> dict[str, Any]:
 
 
 def _sample(
-    benchmark: str, record: Record, truth: str, response: Response, judgement: Judgement, keep_features: bool
+    benchmark: str,
+    record: Record,
+    truth: str,
+    response: Response,
+    judgement: Judgement,
+    keep_features: bool,
 ) -> Sample:
     logprobs = [float(value) for value in response.logprobs]
     assert response.text is not None
@@ -223,7 +284,9 @@ def _sample(
         finish_reason=response.finish_reason,
         mean_entropy=mean_entropy(response.top_logprobs),
         features=features(response.top_logprobs) if keep_features else None,
-        reasoning_logprob=min(0.0, sum(logprobs[: judgement.boundary])) if judgement.boundary is not None else None,
+        reasoning_logprob=min(0.0, sum(logprobs[: judgement.boundary]))
+        if judgement.boundary is not None
+        else None,
         reasoning_tokens=judgement.boundary,
         kind=record.kind,
         row=None if record.row is None else dict(record.row),

@@ -1,4 +1,6 @@
-"""Held-out problems and what judges them: for an evaluation, and for the validation of a run that trains."""
+"""Held-out problems and what judges them: for an evaluation, and for the validation of a run that
+trains.
+"""
 
 from __future__ import annotations
 
@@ -37,19 +39,28 @@ class Problems:
 
     benchmark: LoadedBenchmark
     tests: PackedTests
-    judge: Callable[..., Sequence[Judgement]]  # a ``Judge``, which takes the ``tokens`` of the tokenizer as well
+    judge: Callable[
+        ..., Sequence[Judgement]
+    ]  # a ``Judge``, which takes the ``tokens`` of the tokenizer as well
     equivalent: Equivalent
 
 
 def load_problems(
-    benchmarks: str, judging: JudgingConfig, *options: Any, own: Mapping[str, str] | None = None, **more: Any
+    benchmarks: str,
+    judging: JudgingConfig,
+    *options: Any,
+    own: Mapping[str, str] | None = None,
+    **more: Any,
 ) -> list[Problems]:
-    """Load the ``benchmarks`` of a list of names and files; ``options`` are those of ``load_benchmark``.
+    """Load the ``benchmarks`` of a list of names and files; ``options`` are those of
+    ``load_benchmark``.
 
-    Programs are judged by their tests, problems of Reasoning Gym by its scorers; everything else by the verifier that
-    ``own`` has under the benchmark's name, or else by that of ``judging``, where it is for this form of answer.
+    Programs are judged by their tests, problems of Reasoning Gym by its scorers; everything else by
+    the verifier that ``own`` has under the benchmark's name, or else by that of ``judging``, where
+    it is for this form of answer.
 
-    Raises :class:`UserError` for everything that can be wrong with the data, or with running programs here.
+    Raises :class:`UserError` for everything that can be wrong with the data, or with running
+    programs here.
     """
     otherwise = "math" if judging.verifier == "code" else judging.verifier
     named = {name_of(spec): spec for spec in parse_specs(benchmarks)}
@@ -69,27 +80,41 @@ def load_problems(
         asked = verifier_for(form, wanted[benchmark.name], benchmark.name in BENCHMARKS)
         name = "code" if its_tests else VERIFIER if benchmark.is_gym else asked
         check_questions(name, benchmark.records, benchmark.source)
-        problems.append(Problems(benchmark, its_tests, judge_of(judging, find, name), equivalence(name)))
+        problems.append(
+            Problems(benchmark, its_tests, judge_of(judging, find, name), equivalence(name))
+        )
     return problems
 
 
 def equivalence(verifier: str) -> Equivalent:
     """Return what decides whether two answers that ``verifier`` judges are the same."""
-    return same_program if verifier == "code" else same_answer if verifier in QUESTIONS else equivalent_math
+    return (
+        same_program
+        if verifier == "code"
+        else same_answer
+        if verifier in QUESTIONS
+        else equivalent_math
+    )
 
 
 def verifier_of(source: SourceConfig, judging: JudgingConfig) -> str:
-    """Return the name of the verifier of a source of problems: its own, Reasoning Gym's, or ``judging.verifier``."""
+    """Return the name of the verifier of a source of problems: its own, Reasoning Gym's, or
+    ``judging.verifier``.
+    """
     return source.verifier or (VERIFIER if is_gym(source.path) else judging.verifier)
 
 
 def named_sources(config: Config) -> dict[str, SourceConfig]:
-    """Return the sources of ``data.path`` by their names. Raises :class:`UserError` for two of one name."""
+    """Return the sources of ``data.path`` by their names. Raises :class:`UserError` for two of one
+    name.
+    """
     named: dict[str, SourceConfig] = {}
     for source in config.data.sources:
         name = source.name or task_name(source.path)
         if name in named:
-            raise UserError(f"data.path: two sources are called {name}; give one of them another name")
+            raise UserError(
+                f"data.path: two sources are called {name}; give one of them another name"
+            )
         named[name] = source
     return named
 
@@ -100,12 +125,14 @@ def judge_of(judging: JudgingConfig, find: FindVerifier, name: str) -> Judge:
     return partial(judge_many, marker=judging.marker, verifier=verifier, form=form)
 
 
-# ------------------------------------------------------------------------------------------------ of a run
+# ----------------------------------------------------------------------------------------- of a run
 
 
 @dataclass(frozen=True)
 class HeldOut:
-    """The held-out problems of a training run. ``prompts``: of all benchmarks, in order, by their id."""
+    """The held-out problems of a training run. ``prompts``: of all benchmarks, in order, by their
+    id.
+    """
 
     problems: Sequence[Problems]
     prompts: Mapping[str, Prompt]
@@ -120,7 +147,8 @@ class HeldOut:
     def judged(self, responses: Sequence[Response], eos_ids: Sequence[int]) -> list[Sample]:
         """Return the responses to any of the prompts, judged by their text as in an evaluation.
 
-        The samples have no log-probs: an engine that trains gives those of the distribution that was sampled.
+        The samples have no log-probs: an engine that trains gives those of the distribution that
+        was sampled.
         """
         samples: list[Sample] = []
         own: dict[str, list[Response]] = {problems.benchmark.name: [] for problems in self.problems}
@@ -132,17 +160,23 @@ class HeldOut:
             found = own[problems.benchmark.name]
             samples += evaluate_benchmark(
                 problems.benchmark,
-                [self.prompts[prompt_id] for prompt_id in dict.fromkeys(r.prompt_id for r in found)],
+                [
+                    self.prompts[prompt_id]
+                    for prompt_id in dict.fromkeys(r.prompt_id for r in found)
+                ],
                 lambda _, found=found: [found],  # type: ignore[misc]
                 repeats=self.repeats,
                 judge=partial(problems.judge, tokens=self.tokens),
                 equivalent=problems.equivalent,
             )
-        return [replace(s, token_confidence=None, min_logprob=None, reasoning_logprob=None) for s in samples]
+        return [
+            replace(s, token_confidence=None, min_logprob=None, reasoning_logprob=None)
+            for s in samples
+        ]
 
     def metrics(self, samples: Sequence[Sample]) -> dict[str, float]:
-        """Return ``evaluation/BENCHMARK/METRIC``, as ``dcpo evaluate`` has them of the stated confidence; undefined
-        ones NaN.
+        """Return ``evaluation/BENCHMARK/METRIC``, as ``dcpo evaluate`` has them of the stated
+        confidence; undefined ones NaN.
 
         ``samples`` may come in any order.
         """
@@ -152,8 +186,12 @@ class HeldOut:
         values: dict[str, float] = {}
         for name, scores in scored["benchmarks"].items():
             lengths = ("mean_length", "mean_thinking", "truncated_rate")
-            shown = headline(scored, "verbal", name) | {key: scores[key] for key in lengths if key in scores}
-            shown |= {f"abstention_{key}": value for key, value in scores.get("abstention", {}).items()}
+            shown = headline(scored, "verbal", name) | {
+                key: scores[key] for key in lengths if key in scores
+            }
+            shown |= {
+                f"abstention_{key}": value for key, value in scores.get("abstention", {}).items()
+            }
             values |= {
                 f"evaluation/{name}/{key}": math.nan if value is None else float(value)
                 for key, value in shown.items()
@@ -163,14 +201,18 @@ class HeldOut:
 
 
 def load_held_out(config: Config, tokenizer: Any, tokens: TokenBytes) -> HeldOut | None:
-    """Return what ``evaluation`` of a run asks for; None where it is off. Raises :class:`UserError`."""
+    """Return what ``evaluation`` of a run asks for; None where it is off. Raises
+    :class:`UserError`.
+    """
     options, judging = config.evaluation, config.judging
     if not options.interval:
         return None
     check_validation(config)
     sources = {} if isinstance(config.data.path, str) else named_sources(config)
     own = {name: verifier_of(source, judging) for name, source in sources.items()}
-    problems = load_problems(benchmark_list(options), judging, own=own, untested=config.data.untested)
+    problems = load_problems(
+        benchmark_list(options), judging, own=own, untested=config.data.untested
+    )
     prompts: dict[str, Prompt] = {}
     for one in problems:
         name = one.benchmark.name
@@ -189,7 +231,9 @@ def load_held_out(config: Config, tokenizer: Any, tokens: TokenBytes) -> HeldOut
 
 def benchmark_list(options: ValidationConfig) -> str:
     """Return ``evaluation.benchmarks`` as ``dcpo evaluate --benchmarks`` takes it."""
-    return options.benchmarks if isinstance(options.benchmarks, str) else ",".join(options.benchmarks)
+    return (
+        options.benchmarks if isinstance(options.benchmarks, str) else ",".join(options.benchmarks)
+    )
 
 
 def benchmark_names(options: ValidationConfig) -> list[str]:
@@ -206,16 +250,22 @@ def check_validation(config: Config) -> None:
     benchmark, _, metric = word.removeprefix("evaluation/").rpartition("/")
     if metric not in BETTER:
         hint = did_you_mean(metric, BETTER)
-        raise UserError(f"training.keep_best={word}: no benchmark gives a metric {metric!r} with a direction{hint}")
+        raise UserError(
+            f"training.keep_best={word}: no benchmark gives a metric {metric!r} with a "
+            f"direction{hint}"
+        )
     if benchmark and benchmark not in names:
         raise UserError(
-            f"training.keep_best={word}: evaluation.benchmarks has no {benchmark!r}; write {names[0]}/{metric}, or "
+            f"training.keep_best={word}: evaluation.benchmarks has no {benchmark!r}; write "
+            f"{names[0]}/{metric}, or "
             f"{metric} for the mean of {', '.join(names)}"
         )
 
 
 def value_of(metrics: Mapping[str, float], word: str) -> float:
-    """Return what ``training.keep_best`` names: ``BENCHMARK/METRIC``, or ``METRIC``, its mean over the benchmarks."""
+    """Return what ``training.keep_best`` names: ``BENCHMARK/METRIC``, or ``METRIC``, its mean over
+    the benchmarks.
+    """
     benchmark, _, metric = word.removeprefix("evaluation/").rpartition("/")
     wanted = f"evaluation/{benchmark}/{metric}" if benchmark else f"/{metric}"
     found = [value for key, value in metrics.items() if key.endswith(wanted)]

@@ -1,7 +1,8 @@
 """``dcpo report RUN --serve``: a page on this machine that follows a run while it trains.
 
-The page asks for JSON every two seconds and draws what is new; it loads nothing else. Only addresses of this machine are
-answered, and only when they were asked for by a name of it, so that no page of the internet can read a run (DNS rebinding).
+The page asks for JSON every two seconds and draws what is new; it loads nothing else. Only
+addresses of this machine are answered, and only when they were asked for by a name of it, so that
+no page of the internet can read a run (DNS rebinding).
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ _POINTS = 1000  # of a curve: what a screen shows
 
 
 def live_server(run: str | Path, port: int) -> ThreadingHTTPServer:
-    """Return a server that listens on this machine alone; ``port`` 0: any free one. Raises :class:`UserError`."""
+    """Return a server that listens on this machine alone; ``port`` 0: any free one. Raises
+    :class:`UserError`.
+    """
     root = Path(run)
     if not root.is_dir():
         raise UserError(f"{root}: no such run directory; start the training first")
@@ -35,21 +38,30 @@ def live_server(run: str | Path, port: int) -> ThreadingHTTPServer:
         return ThreadingHTTPServer((ADDRESS, port), partial(_Handler, root))
     except (OSError, OverflowError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise UserError(f"cannot listen on {ADDRESS}:{port} ({reason}); give another --port") from None
+        raise UserError(
+            f"cannot listen on {ADDRESS}:{port} ({reason}); give another --port"
+        ) from None
 
 
 def state(root: Path) -> dict[str, Any]:
-    """Return what the page shows of the run: ``step`` of ``steps``, ``tokens_per_second``, ``seconds_left``, ``curves``
-    (title, percent, lines of [step, value] points), ``samples``."""
+    """Return what the page shows of the run: ``step`` of ``steps``, ``tokens_per_second``,
+    ``seconds_left``, ``curves`` (title, percent, lines of [step, value] points), ``samples``.
+    """
     run = read_run(root)
     trained = {run.name: run.metrics}
-    curves = diagrams.logged_curves(trained, (*diagrams.TRAINING_CURVES, *diagrams.validation_curves(trained)))
+    curves = diagrams.logged_curves(
+        trained, (*diagrams.TRAINING_CURVES, *diagrams.validation_curves(trained))
+    )
     return json_ready(  # type: ignore[no-any-return]
         {
             "name": root.resolve().name,
             **_progress(root, run.metrics),
             "curves": [
-                {"title": c.title, "percent": c.percent, "lines": [_line(run.metrics, key) for key in c.keys]}
+                {
+                    "title": c.title,
+                    "percent": c.percent,
+                    "lines": [_line(run.metrics, key) for key in c.keys],
+                }
                 for c in curves
             ],
             "samples": [_shown(row) for row in choose_samples(run.samples)],
@@ -72,7 +84,9 @@ def _line(rows: Sequence[Mapping[str, Any]], key: str) -> list[list[float]]:
 
 
 def _shown(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a sample; ``pieces``: [text, block, advantage or None] of tokens that follow one another."""
+    """Return a sample; ``pieces``: [text, block, advantage or None] of tokens that follow one
+    another.
+    """
     blocks = (("reasoning", "reasoning"), ("confidence", "confidence_block"))
     pieces = row.get("pieces") or [[row.get(key, ""), block, None] for block, key in blocks]
     kept = ("step", "problem", "ground_truth", "correct", "confidence", "status")
@@ -86,7 +100,9 @@ def _tag(root: Path) -> str:
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """``/``: the page; ``/data?have=TAG``: the state, or 204 where it is still the one that the page has."""
+    """``/``: the page; ``/data?have=TAG``: the state, or 204 where it is still the one that the
+    page has.
+    """
 
     def __init__(self, root: Path, *args: Any) -> None:
         self.root = root
@@ -98,7 +114,11 @@ class _Handler(BaseHTTPRequestHandler):
         if host not in (ADDRESS, "localhost"):
             self._reply(403, "text/plain", "ask for 127.0.0.1 or localhost")
         elif asked.path == "/":
-            page = pages().get_template("live.html.j2").render(title=printable(self.root.resolve().name))
+            page = (
+                pages()
+                .get_template("live.html.j2")
+                .render(title=printable(self.root.resolve().name))
+            )
             self._reply(200, "text/html", page)
         elif asked.path == "/data":
             tag = _tag(self.root)
@@ -106,7 +126,11 @@ class _Handler(BaseHTTPRequestHandler):
                 self._reply(204, "application/json", "")
                 return
             try:
-                self._reply(200, "application/json", json.dumps({"tag": tag} | state(self.root), allow_nan=False))
+                self._reply(
+                    200,
+                    "application/json",
+                    json.dumps({"tag": tag} | state(self.root), allow_nan=False),
+                )
             except UserError as error:  # a file that is being written anew
                 self._reply(503, "text/plain", str(error))
         else:
@@ -118,8 +142,12 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Type", f"{kind}; charset=utf-8")
         self.send_header("Content-Length", str(len(body)))
         self.send_header("Cache-Control", "no-store")
-        self.send_header("Content-Security-Policy", "default-src 'none'; style-src 'unsafe-inline'; "
-                         "script-src 'unsafe-inline'; connect-src 'self'")  # fmt: skip
+        self.send_header(
+            "Content-Security-Policy",
+            "default-src 'none'; style-src "
+            "'unsafe-inline'; "
+            "script-src 'unsafe-inline'; connect-src 'self'",
+        )
         self.end_headers()
         self.wfile.write(body)
 

@@ -2,24 +2,30 @@ r"""Confidence after the fact: predictors trained on judged samples, the policy 
 
 | method | predicts | from |
 |---|---|---|
-| ``confclass`` | the share of correct repeats of the problem (soft target) | the 20 largest log-probs of every token |
-| ``logistic`` | a logistic regression | stated confidence, sum and mean of the reasoning's log-probs, length |
+| ``confclass`` | the share of correct repeats of the problem (soft target) | the 20 largest
+log-probs of every token |
+| ``logistic`` | a logistic regression | stated confidence, sum and mean of the reasoning's
+log-probs, length |
 | ``temperature`` | :math:`\sigma(\mathrm{logit}(c)/T)` | one kind of confidence c |
 | ``platt`` | :math:`\sigma(a\,\mathrm{logit}(c)+b)` | one kind of confidence c |
 | ``isotonic`` | the best non-decreasing step function of c | one kind of confidence c |
 
-``logistic`` reads whether a confidence is stated, its logit, the sum s of the reasoning block's log-probs, log(1 - s), their
-mean and the number of tokens, standardized, with an L2 penalty. It is the row to beat: a confidence that a policy states is
-worth its training where it knows more than that (docs/lab/README.md).
+``logistic`` reads whether a confidence is stated, its logit, the sum s of the reasoning block's
+log-probs, log(1 - s), their mean and the number of tokens, standardized, with an L2 penalty. It is
+the row to beat: a confidence that a policy states is worth its training where it knows more than
+that (docs/lab/README.md).
 
-Of a kind in nats (``logprob``: the sum of the reasoning block's log-probs) there is no logit: ``platt`` scales the value.
+Of a kind in nats (``logprob``: the sum of the reasoning block's log-probs) there is no logit:
+``platt`` scales the value.
 
-ConfClass has the settings of the DCPO paper (docs/evaluation.md#post-hoc-confidence): 20 runs, top-20 log-probs, a
-three-layer perceptron of width 2048, cross-entropy with soft targets, lr 1e-4. Where the paper is silent: the mean over
-the tokens of the 20 sorted log-probs is the input (``full`` adds their standard deviation and the last token's),
-standardized; Adam, batches of 256, early stopping on a tenth of the fitted problems. The scalings are controls: if one of
-them does as well, the classifier has learned nothing but the scale. Fitting, stopping and reporting never share a problem:
-the split is by problem, by a hash, so that it is the same in every run and for every method.
+ConfClass has the settings of the DCPO paper (docs/evaluation.md#post-hoc-confidence): 20 runs,
+top-20 log-probs, a three-layer perceptron of width 2048, cross-entropy with soft targets, lr 1e-4.
+Where the paper is silent: the mean over the tokens of the 20 sorted log-probs is the input
+(``full`` adds their standard deviation and the last token's), standardized; Adam, batches of 256,
+early stopping on a tenth of the fitted problems. The scalings are controls: if one of them does as
+well, the classifier has learned nothing but the scale. Fitting, stopping and reporting never share
+a problem: the split is by problem, by a hash, so that it is the same in every run and for every
+method.
 """
 
 from __future__ import annotations
@@ -55,30 +61,41 @@ Weights = Mapping[str, np.ndarray]
 
 @dataclass(frozen=True)
 class Posthoc:
-    """A fitted predictor. ``source``: ``mean`` or ``full`` features, ``response``, or the kind of confidence scaled."""
+    """A fitted predictor. ``source``: ``mean`` or ``full`` features, ``response``, or the kind of
+    confidence scaled.
+    """
 
     method: str
     source: str
     weights: Weights
 
     def predict(self, samples: Sequence[Sample]) -> list[float | None]:
-        """Return the confidence in [0, 1] per sample, None where the sample lacks what it is made from."""
+        """Return the confidence in [0, 1] per sample, None where the sample lacks what it is made
+        from.
+        """
         predictions: list[float | None] = [None] * len(samples)
         try:
             inputs, known = inputs_of(samples, self.source)
             values = (
-                _PREDICT[self.method](self.weights, _on_scale(self.method, self.source, inputs)) if len(known) else ()
+                _PREDICT[self.method](self.weights, _on_scale(self.method, self.source, inputs))
+                if len(known)
+                else ()
             )
             for index, value in zip(known, values, strict=True):
                 predictions[index] = float(value)
         except (LookupError, TypeError, ValueError) as error:
             why = f"{type(error).__name__}: {one_line(error, 200)}"
-            raise UserError(f"the post-hoc predictor cannot be applied to these samples ({why})") from None
+            raise UserError(
+                f"the post-hoc predictor cannot be applied to these samples ({why})"
+            ) from None
         return predictions
 
     def apply(self, samples: Sequence[Sample]) -> list[Sample]:
         """Return the samples with ``posthoc_confidence``."""
-        return [replace(s, posthoc_confidence=c) for s, c in zip(samples, self.predict(samples), strict=True)]
+        return [
+            replace(s, posthoc_confidence=c)
+            for s, c in zip(samples, self.predict(samples), strict=True)
+        ]
 
     def save(self, path: str | Path) -> None:
         header = json.dumps({"method": self.method, "source": self.source})
@@ -96,7 +113,15 @@ class Posthoc:
                 method, source = header["method"], header["source"]
         except FileNotFoundError:
             raise UserError(f"{path}: no such file") from None
-        except (OSError, ValueError, LookupError, TypeError, zipfile.BadZipFile, zlib.error, MemoryError) as error:
+        except (
+            OSError,
+            ValueError,
+            LookupError,
+            TypeError,
+            zipfile.BadZipFile,
+            zlib.error,
+            MemoryError,
+        ) as error:
             why = f"{type(error).__name__}: {one_line(error, 200)}"
             raise UserError(f"{path}: not a file of dcpo calibrate ({why})") from None
         if not isinstance(method, str) or method not in METHODS:
@@ -104,17 +129,21 @@ class Posthoc:
         return cls(method, source, MappingProxyType(weights))
 
 
-# ------------------------------------------------------------------------------------------------ inputs
+# ------------------------------------------------------------------------------------------- inputs
 
 
 def features(top_logprobs: np.ndarray | None) -> list[float] | None:
-    """Return [3 * 20]: mean, standard deviation over the tokens, and last token, of the falling log-probs [T, K]."""
+    """Return [3 * 20]: mean, standard deviation over the tokens, and last token, of the falling
+    log-probs [T, K].
+    """
     if top_logprobs is None or top_logprobs.size == 0:
         return None
     rows = np.full((len(top_logprobs), TOP_LOGPROBS), LOWEST_LOGPROB)
     width = min(TOP_LOGPROBS, top_logprobs.shape[1])
     rows[:, :width] = np.maximum(top_logprobs[:, :width], LOWEST_LOGPROB)
-    return [round(float(value), 6) for value in np.concatenate([rows.mean(0), rows.std(0), rows[-1]])]
+    return [
+        round(float(value), 6) for value in np.concatenate([rows.mean(0), rows.std(0), rows[-1]])
+    ]
 
 
 def inputs_of(samples: Sequence[Sample], source: str) -> tuple[np.ndarray, np.ndarray]:
@@ -134,8 +163,9 @@ def inputs_of(samples: Sequence[Sample], source: str) -> tuple[np.ndarray, np.nd
 
 
 def response_features(sample: Sample) -> list[float] | None:
-    """Return [6]: whether a confidence is stated and its logit, sum s of the reasoning's log-probs, log(1 - s), their mean,
-    the number of tokens; None where the log-probs are not known."""
+    """Return [6]: whether a confidence is stated and its logit, sum s of the reasoning's log-probs,
+    log(1 - s), their mean, the number of tokens; None where the log-probs are not known.
+    """
     s, length = sample.reasoning_logprob, sample.reasoning_tokens
     if s is None or length is None:
         return None
@@ -145,8 +175,14 @@ def response_features(sample: Sample) -> list[float] | None:
 
 
 def _on_scale(method: str, source: str, inputs: np.ndarray) -> np.ndarray:
-    """Return what a scaling is linear in: logits of a probability, nats as they are. The other methods read their inputs."""
-    return _logit(inputs) if method in ("temperature", "platt") and source not in RANKING_ONLY else inputs
+    """Return what a scaling is linear in: logits of a probability, nats as they are. The other
+    methods read their inputs.
+    """
+    return (
+        _logit(inputs)
+        if method in ("temperature", "platt") and source not in RANKING_ONLY
+        else inputs
+    )
 
 
 def is_held_out(problem: str, share: float, seed: int) -> bool:
@@ -167,11 +203,12 @@ def soft_targets(samples: Sequence[Sample]) -> np.ndarray:
     return np.array([np.mean(groups[problem_of(sample)]) for sample in samples])
 
 
-# ------------------------------------------------------------------------------------------------ fitting
+# ------------------------------------------------------------------------------------------ fitting
 
 _FEATURES = "features (sample with dcpo evaluate --repeats 20 --features)"
 _NEEDS = {
-    "response": "log-probs of its reasoning (sample with dcpo evaluate --model, or from an endpoint that returns log-probs)",
+    "response": "log-probs of its reasoning (sample with dcpo evaluate --model, or from an "
+    "endpoint that returns log-probs)",
     "mean": _FEATURES,
     "full": _FEATURES,
 }
@@ -191,18 +228,27 @@ def fit(
 
     Returns the predictor and the held-out samples with its predictions.
 
-    Raises :class:`UserError` when there is nothing to learn from: no inputs, one class only, no problem on one side.
+    Raises :class:`UserError` when there is nothing to learn from: no inputs, one class only, no
+    problem on one side.
     """
     if method not in METHODS:
         raise UserError(f"unknown method {method!r}; known: {', '.join(METHODS)}")
     source = source or {"confclass": "mean", "logistic": "response"}.get(method, "token")
-    reads = {"confclass": ("mean", "full"), "logistic": ("response",)}.get(method, tuple(CONFIDENCE_KINDS))
+    reads = {"confclass": ("mean", "full"), "logistic": ("response",)}.get(
+        method, tuple(CONFIDENCE_KINDS)
+    )
     if source not in reads:
         raise UserError(f"{method} does not read {source!r}; it reads {', '.join(reads)}")
     if method == "temperature" and source in RANKING_ONLY:
-        raise UserError(f"temperature does not read {source}, which is no probability; take platt or isotonic")
+        raise UserError(
+            f"temperature does not read {source}, which is no probability; take platt or isotonic"
+        )
     outside = [is_held_out(problem_of(sample), held_out, seed) for sample in samples]
-    targets = soft_targets(samples) if method == "confclass" else np.array([float(s.correct) for s in samples])
+    targets = (
+        soft_targets(samples)
+        if method == "confclass"
+        else np.array([float(s.correct) for s in samples])
+    )
 
     def side(name: str, chosen: Sequence[bool]) -> tuple[np.ndarray, np.ndarray]:
         index = [i for i, taken in enumerate(chosen) if taken]
@@ -211,22 +257,34 @@ def fit(
             if not index:
                 raise UserError(f"no problem is {name}; give more problems, or another --held-out")
             needs = _NEEDS.get(source, f"a confidence of the kind {source}")
-            raise UserError(f"--kind {method}: none of the {len(index)} responses that are {name} has {needs}")
+            raise UserError(
+                f"--kind {method}: none of the {len(index)} responses that are {name} has {needs}"
+            )
         return inputs, targets[np.array(index)[known]]
 
     if held_out:
         side("held out", outside)
     inputs, goals = side("fitted", [not out for out in outside])
     if goals.min() == goals.max():
-        raise UserError("every response is " + ("correct" if goals.min() else "wrong") + ": nothing to learn from")
+        raise UserError(
+            "every response is "
+            + ("correct" if goals.min() else "wrong")
+            + ": nothing to learn from"
+        )
     if method == "confclass":
-        # What decides when to stop is neither fitted nor reported on; with very few problems it is fitted on as well.
-        stops = [is_held_out(f"stop/{problem_of(sample)}", STOPPING_SHARE, seed) for sample in samples]
+        # What decides when to stop is neither fitted nor reported on; with very few problems it is
+        # fitted on as well.
+        stops = [
+            is_held_out(f"stop/{problem_of(sample)}", STOPPING_SHARE, seed) for sample in samples
+        ]
         sides = [
-            [not out and stop is chosen for out, stop in zip(outside, stops, strict=True)] for chosen in (False, True)
+            [not out and stop is chosen for out, stop in zip(outside, stops, strict=True)]
+            for chosen in (False, True)
         ]
         both = all(any(chosen) for chosen in sides)
-        fitted, stopping = (side("fitted", c) for c in sides) if both else ((inputs, goals), (inputs, goals))
+        fitted, stopping = (
+            (side("fitted", c) for c in sides) if both else ((inputs, goals), (inputs, goals))
+        )
         weights: Weights = _fit_perceptron(*fitted, *stopping, seed, epochs, width)
     elif method == "logistic":
         weights = _fit_logistic(inputs, goals)
@@ -262,7 +320,9 @@ def _standardized(scale: Weights, x: np.ndarray) -> np.ndarray:
 def _fit_temperature(z: np.ndarray, y: np.ndarray) -> Weights:
     from scipy.optimize import minimize_scalar
 
-    optimum = minimize_scalar(lambda t: _log_loss(z / np.exp(t), y), bounds=(-7.0, 7.0), method="bounded")
+    optimum = minimize_scalar(
+        lambda t: _log_loss(z / np.exp(t), y), bounds=(-7.0, 7.0), method="bounded"
+    )
     return {"temperature": np.exp(np.array(optimum.x))}
 
 
@@ -293,19 +353,32 @@ def _fit_isotonic(c: np.ndarray, y: np.ndarray) -> Weights:
 
 
 def _fit_perceptron(
-    x: np.ndarray, y: np.ndarray, x_stop: np.ndarray, y_stop: np.ndarray, seed: int, epochs: int, width: int
+    x: np.ndarray,
+    y: np.ndarray,
+    x_stop: np.ndarray,
+    y_stop: np.ndarray,
+    seed: int,
+    epochs: int,
+    width: int,
 ) -> Weights:
-    """Fit three layers, standardized inputs; the weights of the epoch with the least cross-entropy on the stopping
-    problems."""
+    """Fit three layers, standardized inputs; the weights of the epoch with the least cross-entropy
+    on the stopping problems.
+    """
     import torch
 
     scale = _scale_of(x)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        layers = [torch.nn.Linear(a, b) for a, b in ((x.shape[1], width), (width, width), (width, 1))]
-        model = torch.nn.Sequential(layers[0], torch.nn.ReLU(), layers[1], torch.nn.ReLU(), layers[2])
+        layers = [
+            torch.nn.Linear(a, b) for a, b in ((x.shape[1], width), (width, width), (width, 1))
+        ]
+        model = torch.nn.Sequential(
+            layers[0], torch.nn.ReLU(), layers[1], torch.nn.ReLU(), layers[2]
+        )
         optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
-        inside, outside = (torch.tensor(_standardized(scale, part), dtype=torch.float32) for part in (x, x_stop))
+        inside, outside = (
+            torch.tensor(_standardized(scale, part), dtype=torch.float32) for part in (x, x_stop)
+        )
         target, target_out = (torch.tensor(part, dtype=torch.float32) for part in (y, y_stop))
         loss = torch.nn.BCEWithLogitsLoss()
         best, waited, state = float("inf"), 0, model.state_dict()
@@ -317,15 +390,23 @@ def _fit_perceptron(
             with torch.no_grad():
                 now = float(loss(model(outside).squeeze(-1), target_out))
             if now < best - 1e-6:
-                best, waited, state = now, 0, {name: value.clone() for name, value in model.state_dict().items()}
+                best, waited, state = (
+                    now,
+                    0,
+                    {name: value.clone() for name, value in model.state_dict().items()},
+                )
             elif (waited := waited + 1) >= 10:
                 break
     names = {"0": "1", "2": "2", "4": "3"}
-    layer = {f"{kind}{names[at]}": state[f"{at}.{kind}"].numpy() for at in names for kind in ("weight", "bias")}
+    layer = {
+        f"{kind}{names[at]}": state[f"{at}.{kind}"].numpy()
+        for at in names
+        for kind in ("weight", "bias")
+    }
     return {**scale, **layer}
 
 
-# ------------------------------------------------------------------------------------------------ predicting
+# --------------------------------------------------------------------------------------- predicting
 
 
 def _predict_perceptron(weights: Weights, x: np.ndarray) -> np.ndarray:
@@ -354,4 +435,7 @@ def scores(samples: Sequence[Sample], kind: str = "posthoc") -> dict[str, Any]:
     """Return ECE, Brier score, AUROC and mean of one kind of confidence."""
     values = [CONFIDENCE_KINDS[kind](sample) for sample in samples]
     summary = summarize(values, [float(sample.correct) for sample in samples])
-    return {name: summary[name] for name in ("n", "accuracy", "mean_confidence", "ece", "pce", "brier", "auroc")}
+    return {
+        name: summary[name]
+        for name in ("n", "accuracy", "mean_confidence", "ece", "pce", "brier", "auroc")
+    }

@@ -1,8 +1,10 @@
-"""Programs in an evaluation: the tests beside ``samples.jsonl``, and whether two programs are the same text.
+"""Programs in an evaluation: the tests beside ``samples.jsonl``, and whether two programs are the
+same text.
 
-Layout, comments, docstrings, annotations and names of local variables do not count. This is what agreement among
-sampled programs means (the consistency confidence). It reads no test and runs nothing, so it cannot know what is right;
-programs that do the same by other means count as different.
+Layout, comments, docstrings, annotations and names of local variables do not count. This is what
+agreement among sampled programs means (the consistency confidence). It reads no test and runs
+nothing, so it cannot know what is right; programs that do the same by other means count as
+different.
 """
 
 from __future__ import annotations
@@ -27,27 +29,39 @@ def is_code(sample: Sample) -> bool:
 
 
 def write_tests(tests: PackedTests, path: Path) -> None:
-    """Write one line per set of tests, so that the samples beside it can be judged again without the benchmark's files."""
-    lines = (json.dumps({"key": key, "tests": unpack_tests(packed)}) + "\n" for key, packed in sorted(tests.items()))
+    """Write one line per set of tests, so that the samples beside it can be judged again without
+    the benchmark's files.
+    """
+    lines = (
+        json.dumps({"key": key, "tests": unpack_tests(packed)}) + "\n"
+        for key, packed in sorted(tests.items())
+    )
     with open(path, "wb") as file, gzip.GzipFile("", "wb", mtime=0, fileobj=file) as packed_file:
         for line in lines:
             packed_file.write(line.encode())
 
 
 def read_tests(path: Path, keys: Iterable[str]) -> dict[str, bytes]:
-    """Return the tests of ``keys``. Raises :class:`UserError` for missing ones and for tests that are not the key's."""
+    """Return the tests of ``keys``. Raises :class:`UserError` for missing ones and for tests that
+    are not the key's.
+    """
     missing, tests = set(keys), {}
     if path.exists():
         for where, row in read_json_lines(path):
             checked_tests(row.get("tests"), where)
             packed = pack_tests(row["tests"])
             if row.get("key") != tests_key(packed):
-                raise UserError(f"{where}: the tests are not those of {row.get('key')}; evaluate again")
+                raise UserError(
+                    f"{where}: the tests are not those of {row.get('key')}; evaluate again"
+                )
             if row["key"] in missing:
                 tests[row["key"]] = packed
     missing -= set(tests)
     if missing:
-        raise UserError(f"{path}: no tests for {len(missing)} problems; it must lie beside the samples to judge them")
+        raise UserError(
+            f"{path}: no tests for {len(missing)} problems; it must lie beside the samples to "
+            "judge them"
+        )
     return tests
 
 
@@ -55,11 +69,12 @@ MAX_PROGRAM = 20_000  # characters; beyond it programs are compared as they are
 
 
 def normal_form(program: str) -> str:
-    """Return the same text for programs that differ in layout and names only; the program itself where Python cannot
-    read it.
+    """Return the same text for programs that differ in layout and names only; the program itself
+    where Python cannot read it.
 
-    Renamed are names that the program assigns. Parameters, functions, classes, imported names, and whatever is also
-    used as an attribute or a keyword, keep theirs: tests and other parts of the program refer to them.
+    Renamed are names that the program assigns. Parameters, functions, classes, imported names, and
+    whatever is also used as an attribute or a keyword, keep theirs: tests and other parts of the
+    program refer to them.
     """
     if len(program) > MAX_PROGRAM:
         return program
@@ -83,7 +98,11 @@ def _local_names(tree: ast.AST) -> set[str]:
                 assigned.add(name)
             case ast.arg(arg=name) | ast.keyword(arg=name) | ast.Attribute(attr=name):
                 kept.add(name)
-            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+            case (
+                ast.FunctionDef(name=name)
+                | ast.AsyncFunctionDef(name=name)
+                | ast.ClassDef(name=name)
+            ):
                 kept.add(name)
             case ast.ExceptHandler(name=name) | ast.MatchAs(name=name) | ast.MatchStar(name=name):
                 kept.add(name)
@@ -95,7 +114,9 @@ def _local_names(tree: ast.AST) -> set[str]:
 
 
 class _Renamed(ast.NodeTransformer):
-    """Assigned names become ``_0``, ``_1`` ... in the order in which they are met; docstrings and annotations go."""
+    """Assigned names become ``_0``, ``_1`` ... in the order in which they are met; docstrings and
+    annotations go.
+    """
 
     def __init__(self, names: set[str]) -> None:
         self.names = names
@@ -123,6 +144,8 @@ class _Renamed(ast.NodeTransformer):
 def _without_docstring(body: list[ast.stmt]) -> list[ast.stmt]:
     first = body[0]
     is_text = (
-        isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str)
+        isinstance(first, ast.Expr)
+        and isinstance(first.value, ast.Constant)
+        and isinstance(first.value.value, str)
     )
     return body[1:] or [ast.Pass()] if is_text else body

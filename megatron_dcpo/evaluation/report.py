@@ -1,8 +1,9 @@
-"""One self-contained HTML page that compares runs: table, reliability diagrams, training curves, sample responses.
+"""One self-contained HTML page that compares runs: table, reliability diagrams, training curves,
+sample responses.
 
-A run is a directory with ``evaluation.json`` (and ``samples.jsonl``) and/or ``metrics.jsonl`` (and ``samples/``), or
-one that contains such directories. The page needs no network: styles and SVG pictures are inside, it follows the
-reader's light or dark mode and folds to one column on a phone.
+A run is a directory with ``evaluation.json`` (and ``samples.jsonl``) and/or ``metrics.jsonl`` (and
+``samples/``), or one that contains such directories. The page needs no network: styles and SVG
+pictures are inside, it follows the reader's light or dark mode and folds to one column on a phone.
 """
 
 from __future__ import annotations
@@ -24,7 +25,13 @@ from megatron_dcpo.calibration.summary import json_ready
 from megatron_dcpo.evaluation import facts, published
 from megatron_dcpo.evaluation.published import Published
 from megatron_dcpo.evaluation.runs import EvaluatedRun
-from megatron_dcpo.evaluation.scoring import BETTER, CONFIDENCE_KINDS, HEADLINE, bins_from_json, headline
+from megatron_dcpo.evaluation.scoring import (
+    BETTER,
+    CONFIDENCE_KINDS,
+    HEADLINE,
+    bins_from_json,
+    headline,
+)
 from megatron_dcpo.runtime.run_records import read_warnings
 from megatron_dcpo.runtime.text import encodable
 from megatron_dcpo.types import CONFIDENCE_TAG
@@ -45,15 +52,19 @@ _NOTED = ("accuracy", "ece", "pce", "auroc")
 _SAMPLES_SHOWN = 6
 
 
-# ------------------------------------------------------------------------------------------------ the numbers
+# -------------------------------------------------------------------------------------- the numbers
 
 
 def comparison(runs: Sequence[EvaluatedRun]) -> dict[str, dict[str, Any]]:
-    """Return ``HEADLINE`` per run: of the evaluation, or of the last logged training step where there is none."""
+    """Return ``HEADLINE`` per run: of the evaluation, or of the last logged training step where
+    there is none.
+    """
     return {run.name: summary_of(run) for run in runs}
 
 
-def summary_of(run: EvaluatedRun, kind: str = "verbal", benchmark: str | None = None) -> dict[str, Any]:
+def summary_of(
+    run: EvaluatedRun, kind: str = "verbal", benchmark: str | None = None
+) -> dict[str, Any]:
     if run.evaluation is not None:
         return headline(run.evaluation, kind, benchmark)
     last = run.metrics[-1] if run.metrics else {}
@@ -72,10 +83,14 @@ def kinds_of(runs: Sequence[EvaluatedRun]) -> list[str]:
 
 
 def benchmarks_of(runs: Sequence[EvaluatedRun]) -> list[str]:
-    return list(dict.fromkeys(name for run in runs if run.evaluation for name in run.evaluation["benchmarks"]))
+    return list(
+        dict.fromkeys(
+            name for run in runs if run.evaluation for name in run.evaluation["benchmarks"]
+        )
+    )
 
 
-# ------------------------------------------------------------------------------------------------ the page
+# ----------------------------------------------------------------------------------------- the page
 
 
 def write_report(
@@ -91,14 +106,21 @@ def write_report(
 
 
 def render_report(
-    runs: Sequence[EvaluatedRun], title: str = "Accuracy and calibration", against: Sequence[Published] = ()
+    runs: Sequence[EvaluatedRun],
+    title: str = "Accuracy and calibration",
+    against: Sequence[Published] = (),
 ) -> str:
-    """Return the page as one string (``report.html.j2``). ``against``: published numbers to set beside."""
+    """Return the page as one string (``report.html.j2``). ``against``: published numbers to set
+    beside.
+    """
     environment = pages()
     environment.filters["breakable"] = lambda name: re.split(r"(?<=[_/-])", name)
     environment.filters["four_digits"] = lambda value: "–" if value is None else f"{value:.4g}"
     kinds, benchmarks = kinds_of(runs), benchmarks_of(runs)
-    trained, paths = {run.name: run.metrics for run in runs if run.metrics}, {run.name: run.path for run in runs}
+    trained, paths = (
+        {run.name: run.metrics for run in runs if run.metrics},
+        {run.name: run.path for run in runs},
+    )
     colors = (diagrams.PALETTE[i % len(diagrams.PALETTE)] for i in range(len(trained)))
     return environment.get_template("report.html.j2").render(
         title=title,
@@ -142,8 +164,9 @@ def _svg(figure: Any, name: str) -> Markup:
 
 
 def _tables(runs: Sequence[EvaluatedRun]) -> list[dict[str, Any]]:
-    """Return the tables of results: runs evaluated alike together, a headline and one per benchmark and kind of confidence
-    where there are several; at last those that were only trained."""
+    """Return the tables of results: runs evaluated alike together, a headline and one per benchmark
+    and kind of confidence where there are several; at last those that were only trained.
+    """
     tables: list[dict[str, Any]] = []
     for alike in dict.fromkeys(run.alike for run in runs if run.evaluation is not None):
         group = [run for run in runs if run.alike == alike]
@@ -155,9 +178,13 @@ def _tables(runs: Sequence[EvaluatedRun]) -> list[dict[str, Any]]:
             for kind in kinds:
                 having = [run for run in group if _has(run, kind, benchmark)]
                 if having and (benchmark is not None or kind != first):
-                    place = benchmark or ("All benchmarks" if len(benchmarks) > 1 else benchmarks[0])
+                    place = benchmark or (
+                        "All benchmarks" if len(benchmarks) > 1 else benchmarks[0]
+                    )
                     name = f"{place}, {kind} confidence"
-                    tables.append({"name": name, "open": False, "rows": _cells(having, kind, benchmark)})
+                    tables.append(
+                        {"name": name, "open": False, "rows": _cells(having, kind, benchmark)}
+                    )
     if trained := [run for run in runs if run.evaluation is None]:
         title = "Not evaluated: last training step, as training samples"
         tables.append({"name": title, "open": True, "rows": _cells(trained, "verbal", None)})
@@ -171,15 +198,22 @@ def _has(run: EvaluatedRun, kind: str, benchmark: str | None) -> bool:
     return scores is not None and kind in scores
 
 
-def _cells(runs: Sequence[EvaluatedRun], kind: str, benchmark: str | None) -> dict[str, list[dict[str, Any]]]:
-    """Return, per run, the text of each headline value with the half width of its 95 % interval, and whether it is the best
-    of its column: better than every other one by more than their intervals."""
+def _cells(
+    runs: Sequence[EvaluatedRun], kind: str, benchmark: str | None
+) -> dict[str, list[dict[str, Any]]]:
+    """Return, per run, the text of each headline value with the half width of its 95 % interval,
+    and whether it is the best of its column: better than every other one by more than their
+    intervals.
+    """
     rows = {run.name: summary_of(run, kind, benchmark) for run in runs}
     intervals = {run.name: intervals_of(run, kind, benchmark) for run in runs}
     best = {key: separable_best(key, rows, intervals) for key in HEADLINE}
     return {
         name: [
-            {"text": format_value(key, row.get(key), intervals[name].get(key)), "best": best[key] == name}
+            {
+                "text": format_value(key, row.get(key), intervals[name].get(key)),
+                "best": best[key] == name,
+            }
             for key in HEADLINE
         ]
         for name, row in rows.items()
@@ -202,8 +236,14 @@ def intervals_of(run: EvaluatedRun, kind: str, benchmark: str | None) -> dict[st
 def separable_best(
     key: str, rows: Mapping[str, Mapping[str, Any]], intervals: Mapping[str, Mapping[str, Ends]]
 ) -> str | None:
-    """Return the run whose value is better than every other one's with intervals that do not overlap; None without one."""
-    if key not in BETTER or len(rows) < 2 or any(key not in of_run for of_run in intervals.values()):
+    """Return the run whose value is better than every other one's with intervals that do not
+    overlap; None without one.
+    """
+    if (
+        key not in BETTER
+        or len(rows) < 2
+        or any(key not in of_run for of_run in intervals.values())
+    ):
         return None
     best = BETTER[key](rows[name][key] for name in rows)
     (name, *equal) = [name for name in rows if rows[name][key] == best]
@@ -214,8 +254,9 @@ def separable_best(
 
 
 def format_value(key: str, value: Any, ends: Ends | None = None) -> str:
-    """Return a table cell: percentages with one decimal, errors with three, a dash for undefined; ``ends`` as ± half their
-    distance."""
+    """Return a table cell: percentages with one decimal, errors with three, a dash for undefined;
+    ``ends`` as ± half their distance.
+    """
     if not _is_number(value):
         return "–"
     half = 0.0 if ends is None else (ends[1] - ends[0]) / 2
@@ -228,8 +269,12 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _panels(runs: Sequence[EvaluatedRun], kinds: Sequence[str], benchmarks: Sequence[str]) -> list[dict[str, Any]]:
-    """Return the reliability diagrams of all runs: per kind of confidence overall, then of the first kind per benchmark."""
+def _panels(
+    runs: Sequence[EvaluatedRun], kinds: Sequence[str], benchmarks: Sequence[str]
+) -> list[dict[str, Any]]:
+    """Return the reliability diagrams of all runs: per kind of confidence overall, then of the
+    first kind per benchmark.
+    """
     shown: list[tuple[str, str | None]] = [(kind, None) for kind in kinds]
     if len(benchmarks) > 1:
         shown += [(kinds[0], name) for name in benchmarks]
@@ -240,7 +285,9 @@ def _panels(runs: Sequence[EvaluatedRun], kinds: Sequence[str], benchmarks: Sequ
 
 
 def _reliability(runs: Sequence[EvaluatedRun], kind: str, benchmark: str | None) -> list[_Picture]:
-    """Return the reliability diagram over histogram of every run that has this kind of confidence, on shared axes."""
+    """Return the reliability diagram over histogram of every run that has this kind of confidence,
+    on shared axes.
+    """
     bins: dict[str, Bins] = {}
     notes: dict[str, str] = {}
     for run in runs:
@@ -249,12 +296,15 @@ def _reliability(runs: Sequence[EvaluatedRun], kind: str, benchmark: str | None)
         scores = run.evaluation["benchmarks"][benchmark] if benchmark else run.evaluation["overall"]
         bins[run.name] = bins_from_json(scores[kind]["bins"])
         values = summary_of(run, kind, benchmark)
-        notes[run.name] = ", ".join(f"{LABELS[key]} {format_value(key, values[key])}" for key in _NOTED)
+        notes[run.name] = ", ".join(
+            f"{LABELS[key]} {format_value(key, values[key])}" for key in _NOTED
+        )
     most = max((int(b.count.max(initial=1)) for b in bins.values()), default=1)
     return [
         _Picture(
             _svg(
-                diagrams.run_panel(rows, _short(name), most=most), f"{name} {benchmark or 'overall'} {kind} reliability"
+                diagrams.run_panel(rows, _short(name), most=most),
+                f"{name} {benchmark or 'overall'} {kind} reliability",
             ),
             notes[name],
         )
@@ -268,14 +318,25 @@ def _short(name: str, width: int = 30) -> str:
 
 
 def _coverage(runs: Sequence[EvaluatedRun], kinds: Sequence[str]) -> list[_Picture]:
-    """Return the accuracy of the most confident share of the samples, one picture per kind of confidence, all runs
-    overlaid."""
+    """Return the accuracy of the most confident share of the samples, one picture per kind of
+    confidence, all runs overlaid.
+    """
     pictures = []
     for kind in kinds:
-        scored = {run.name: run.evaluation["overall"].get(kind, {}) for run in runs if run.evaluation is not None}
-        curves = {name: scores["curve"] for name, scores in scored.items() if scores.get("curve", {}).get("coverage")}
+        scored = {
+            run.name: run.evaluation["overall"].get(kind, {})
+            for run in runs
+            if run.evaluation is not None
+        }
+        curves = {
+            name: scores["curve"]
+            for name, scores in scored.items()
+            if scores.get("curve", {}).get("coverage")
+        }
         if curves:
-            aurc = ", ".join(f"{name} {format_value('aurc', scored[name].get('aurc'))}" for name in curves)
+            aurc = ", ".join(
+                f"{name} {format_value('aurc', scored[name].get('aurc'))}" for name in curves
+            )
             figure = diagrams.coverage_figure(curves, f"{kind} confidence")
             pictures.append(_Picture(_svg(figure, f"coverage {kind}"), f"AURC: {aurc}"))
     return pictures
@@ -288,7 +349,9 @@ def _samples(run: EvaluatedRun) -> list[dict[str, str]]:
     for row in choose_samples(run.samples):
         reasoning, confidence = _two_blocks(row, marker)
         stated = (
-            f"says {row['confidence']:.2f}" if _is_number(row.get("confidence")) else row.get("status", "no confidence")
+            f"says {row['confidence']:.2f}"
+            if _is_number(row.get("confidence"))
+            else row.get("status", "no confidence")
         )
         shown.append(
             {
@@ -303,8 +366,12 @@ def _samples(run: EvaluatedRun) -> list[dict[str, str]]:
     return shown
 
 
-def choose_samples(samples: Sequence[Mapping[str, Any]], count: int = _SAMPLES_SHOWN) -> list[Mapping[str, Any]]:
-    """Return over-confident mistakes, doubted and sure correct answers, malformed ones, in turns; no problem twice."""
+def choose_samples(
+    samples: Sequence[Mapping[str, Any]], count: int = _SAMPLES_SHOWN
+) -> list[Mapping[str, Any]]:
+    """Return over-confident mistakes, doubted and sure correct answers, malformed ones, in turns;
+    no problem twice.
+    """
     stated = [row for row in samples if _is_number(row.get("confidence"))]
     by_confidence = sorted(stated, key=lambda row: -row["confidence"])
     wrong = [row for row in by_confidence if not row.get("correct")]
@@ -326,7 +393,9 @@ def choose_samples(samples: Sequence[Mapping[str, Any]], count: int = _SAMPLES_S
 
 
 def _two_blocks(row: Mapping[str, Any], marker: str) -> tuple[str, str]:
-    """Return the reasoning and confidence block of a response: as split by the trainer, else from the last marker on."""
+    """Return the reasoning and confidence block of a response: as split by the trainer, else from
+    the last marker on.
+    """
     if "reasoning" in row:
         return str(row["reasoning"]), str(row.get("confidence_block") or "")
     text = str(row.get("response") or "")

@@ -1,4 +1,6 @@
-"""A whole evaluation from one configuration: where the responses come from, how they are judged, what is scored."""
+"""A whole evaluation from one configuration: where the responses come from, how they are judged,
+what is scored.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,13 @@ from megatron_dcpo.evaluation.evaluate import (
 from megatron_dcpo.evaluation.heldout import equivalence, judge_of, load_problems
 from megatron_dcpo.evaluation.posthoc import TOP_LOGPROBS, Posthoc
 from megatron_dcpo.evaluation.programs import is_code, read_tests, write_tests
-from megatron_dcpo.evaluation.samples import SETTINGS, Sample, SampleLog, check_samples, read_samples
+from megatron_dcpo.evaluation.samples import (
+    SETTINGS,
+    Sample,
+    SampleLog,
+    check_samples,
+    read_samples,
+)
 from megatron_dcpo.evaluation.scoring import parse_kinds, score_samples
 from megatron_dcpo.judging.programs import PackedTests
 from megatron_dcpo.judging.thinking import KNOWN, check_thinking, keep_thinking
@@ -50,8 +58,9 @@ TESTS_FILE = "tests.jsonl.gz"  # beside samples.jsonl: what judging programs aga
 
 
 def _saved(default: Any) -> Any:
-    """Declare an option that samples depend on: an evaluation is continued with the same value only. The address of a
-    server, its load and the number of repeats may change between two runs."""
+    """Declare an option that samples depend on: an evaluation is continued with the same value
+    only. The address of a server, its load and the number of repeats may change between two runs.
+    """
     return field(default=default, metadata={"saved": True})
 
 
@@ -59,12 +68,13 @@ def _saved(default: Any) -> Any:
 class EvaluationConfig:
     """What ``dcpo evaluate`` is told; the options of the command line have the same names.
 
-    Exactly one of ``model`` (a Hugging Face directory), ``endpoint`` (the URL of an OpenAI-compatible server) and
-    ``samples`` (a ``samples.jsonl``) is given. ``benchmarks`` and ``confidence`` are comma-separated names. ``marker``
-    None: the confidence tag of ``samples``, else ``<conf>``. ``timeout`` is in seconds, for one sample. ``tokenizer``:
-    a directory whose tokenizer renders the prompts for ``endpoint``, as training does; their token ids are sent instead
-    of messages. ``thinking``: as ``data.thinking``. ``dtype`` auto: bf16 on a GPU, else fp32. ``batch_size``: responses of
-    ``model`` sampled at once; 0: 512 by vLLM on a GPU, else 64.
+    Exactly one of ``model`` (a Hugging Face directory), ``endpoint`` (the URL of an
+    OpenAI-compatible server) and ``samples`` (a ``samples.jsonl``) is given. ``benchmarks`` and
+    ``confidence`` are comma-separated names. ``marker`` None: the confidence tag of ``samples``,
+    else ``<conf>``. ``timeout`` is in seconds, for one sample. ``tokenizer``: a directory whose
+    tokenizer renders the prompts for ``endpoint``, as training does; their token ids are sent
+    instead of messages. ``thinking``: as ``data.thinking``. ``dtype`` auto: bf16 on a GPU, else
+    fp32. ``batch_size``: responses of ``model`` sampled at once; 0: 512 by vLLM on a GPU, else 64.
     """
 
     out: str | Path
@@ -112,12 +122,17 @@ class EvaluationConfig:
 
     @property
     def top_logprobs(self) -> int:
-        return TOP_LOGPROBS if self.features or "token_entropy" in parse_kinds(self.confidence) else 0
+        return (
+            TOP_LOGPROBS if self.features or "token_entropy" in parse_kinds(self.confidence) else 0
+        )
 
     @property
     def judging(self) -> JudgingConfig:
         """Return how responses are judged. Raises :class:`UserError`."""
-        limits, own = self.limits, {"marker": self.marker or CONFIDENCE_TAG, "verifier": self.verifier}
+        limits, own = (
+            self.limits,
+            {"marker": self.marker or CONFIDENCE_TAG, "verifier": self.verifier},
+        )
         values: dict[str, Any] = own | {"threshold": self.threshold, "sandbox": self.sandbox}
         for name in ("test_seconds", "program_seconds", "memory_mb"):
             values[name] = getattr(limits, name)
@@ -141,26 +156,36 @@ class EvaluationConfig:
 
     def settings(self, model: str) -> dict[str, Any]:
         """Return what ``settings.json`` holds of the samples of ``model``."""
-        saved = {option.name: getattr(self, option.name) for option in fields(self) if option.metadata.get("saved")}
+        saved = {
+            option.name: getattr(self, option.name)
+            for option in fields(self)
+            if option.metadata.get("saved")
+        }
         saved |= {"top_logprobs": self.top_logprobs, "model": model}
         # not in the settings of evaluations that know no other
         saved |= {} if self.marker == CONFIDENCE_TAG else {"marker": self.marker}
         saved |= {} if self.thinking == "off" else {"thinking": self.thinking}
-        saved |= {"verifier": self.verifier, "threshold": self.threshold} if reads_rows(self.verifier) else {}
+        saved |= (
+            {"verifier": self.verifier, "threshold": self.threshold}
+            if reads_rows(self.verifier)
+            else {}
+        )
         return saved | ({"tokenizer": self.tokenizer} if self.tokenizer else {})
 
 
 def run_evaluation(config: EvaluationConfig, progress: Progress | None = None) -> dict[str, Any]:
-    """Sample (or read), judge, score, and write everything to ``config.out``; returns what ``evaluation.json`` holds.
+    """Sample (or read), judge, score, and write everything to ``config.out``; returns what
+    ``evaluation.json`` holds.
 
-    Under ``dcpo launch N`` every rank is an engine that samples and judges its share of the prompts of ``model``; the first
-    one scores and writes, and the others return nothing. Raises :class:`UserError` on bad input, as early as it can be
-    known.
+    Under ``dcpo launch N`` every rank is an engine that samples and judges its share of the prompts
+    of ``model``; the first one scores and writes, and the others return nothing. Raises
+    :class:`UserError` on bad input, as early as it can be known.
     """
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     if ranks > 1 and not config.model:
         raise UserError(
-            f"{ranks} processes were started, but only --model is sampled by several; leave out dcpo launch"
+            f"{ranks} processes were started, but only --model is sampled by several; leave out "
+            "dcpo launch"
         )
     kinds = parse_kinds(config.confidence)
     predictor = Posthoc.load(config.posthoc) if config.posthoc else None
@@ -184,7 +209,9 @@ def run_evaluation(config: EvaluationConfig, progress: Progress | None = None) -
         evaluation["marker"] = config.marker
     write_evaluation(config.out, evaluation, samples)
     if config.rejudge or not config.samples:
-        check_error_rate(samples, config.judging.max_error_rate, f"{len(samples)} written to {config.out}")
+        check_error_rate(
+            samples, config.judging.max_error_rate, f"{len(samples)} written to {config.out}"
+        )
     return evaluation
 
 
@@ -194,7 +221,7 @@ def _evaluation_beside(samples: str) -> dict[str, Any]:
     return read_json_object(path) if path.exists() else {}
 
 
-# ------------------------------------------------------------------------------------------------ samples of before
+# -------------------------------------------------------------------------------- samples of before
 
 
 def _old_samples(config: EvaluationConfig) -> list[Sample]:
@@ -205,7 +232,10 @@ def _old_samples(config: EvaluationConfig) -> list[Sample]:
         raise UserError(f"{config.samples}: no samples in it")
     sampled = Path(config.out, SETTINGS).is_file() and not config.fresh
     if sampled and Path(config.out).resolve() != Path(config.samples).resolve().parent:
-        raise UserError(f"--out {config.out} holds the samples of another evaluation; name another one, or --fresh")
+        raise UserError(
+            f"--out {config.out} holds the samples of another evaluation; name another one, or "
+            "--fresh"
+        )
     keys = {sample.ground_truth for sample in samples if is_code(sample)}
     tests_file = Path(config.samples).with_name(TESTS_FILE)
     tests = read_tests(tests_file, keys) if keys and (config.rejudge or tests_file.exists()) else {}
@@ -215,9 +245,14 @@ def _old_samples(config: EvaluationConfig) -> list[Sample]:
     return _judge_again(samples, tests, config) if config.rejudge else samples
 
 
-def _judge_again(samples: list[Sample], tests: PackedTests, config: EvaluationConfig) -> list[Sample]:
+def _judge_again(
+    samples: list[Sample], tests: PackedTests, config: EvaluationConfig
+) -> list[Sample]:
     """Judge programs and everything else again, each by their judge, in the order given."""
-    find, otherwise = verifiers(config.judging, tests), "math" if config.verifier == "code" else config.verifier
+    find, otherwise = (
+        verifiers(config.judging, tests),
+        "math" if config.verifier == "code" else config.verifier,
+    )
     names = [
         "code"
         if is_code(sample)
@@ -231,20 +266,32 @@ def _judge_again(samples: list[Sample], tests: PackedTests, config: EvaluationCo
         places = [place for place, own in enumerate(names) if own == name]
         if places:
             judge = judge_of(config.judging, find, name)
-            judged |= dict(zip(places, rejudge([samples[p] for p in places], judge, equivalence(name)), strict=True))
+            judged |= dict(
+                zip(
+                    places,
+                    rejudge([samples[p] for p in places], judge, equivalence(name)),
+                    strict=True,
+                )
+            )
     return [judged[place] for place in range(len(samples))]
 
 
-# ------------------------------------------------------------------------------------------------ new samples
+# -------------------------------------------------------------------------------------- new samples
 
 
-def _new_samples(config: EvaluationConfig, progress: Progress | None, ranks: int) -> tuple[list[Sample], str]:
-    """Sample the model or the server on every benchmark and judge; and the name of the model. Of several
-    ``ranks`` each samples its share, and gets what all have."""
+def _new_samples(
+    config: EvaluationConfig, progress: Progress | None, ranks: int
+) -> tuple[list[Sample], str]:
+    """Sample the model or the server on every benchmark and judge; and the name of the model. Of
+    several ``ranks`` each samples its share, and gets what all have.
+    """
     if not config.benchmarks:
-        raise UserError("--benchmarks is missing; name at least one, for instance --benchmarks math500")
+        raise UserError(
+            "--benchmarks is missing; name at least one, for instance --benchmarks math500"
+        )
     find_template(config.template)
-    # Everything that can be wrong with the data, or with running programs here, is known before the model is loaded.
+    # Everything that can be wrong with the data, or with running programs here, is known before the
+    # model is loaded.
     options = config.data_dir, config.corrections, config.untested
     loaded = load_problems(config.benchmarks, config.judging, *options)
     tests = {key: packed for problems in loaded for key, packed in problems.tests.items()}
@@ -254,15 +301,25 @@ def _new_samples(config: EvaluationConfig, progress: Progress | None, ranks: int
 
         distributed.initialize(timeout_minutes=_LONGEST_MINUTES)
     rank = int(os.environ.get("RANK", "0"))
-    wanted = {(b.name, record.prompt_id) for b in benchmarks for record in b.records[: config.limit]}
+    wanted = {
+        (b.name, record.prompt_id) for b in benchmarks for record in b.records[: config.limit]
+    }
     weights = {"weights": _weights(Path(config.model))} if config.model else {}
     if config.model and rank == 0 and not config.fresh:  # before it is loaded
-        check_samples(Path(config.out), config.settings(config.model) | weights, wanted, config.repeats)
-    model, tokens, render, complete = _server(config) if config.endpoint else _local_model(config, benchmarks)
+        check_samples(
+            Path(config.out), config.settings(config.model) | weights, wanted, config.repeats
+        )
+    model, tokens, render, complete = (
+        _server(config) if config.endpoint else _local_model(config, benchmarks)
+    )
     if config.endpoint and not config.fresh:
         check_samples(Path(config.out), config.settings(model), wanted, config.repeats)
     samples: list[Sample] = []
-    with SampleLog(config.out, config.settings(model) | weights, config.fresh) if rank == 0 else nullcontext() as log:
+    with (
+        SampleLog(config.out, config.settings(model) | weights, config.fresh)
+        if rank == 0
+        else nullcontext() as log
+    ):
         if tests and rank == 0:
             write_tests(tests, Path(config.out) / TESTS_FILE)
         for problems in loaded:
@@ -278,31 +335,45 @@ def _new_samples(config: EvaluationConfig, progress: Progress | None, ranks: int
                 progress=progress,
             )
     if ranks > 1:
-        order = {(b.name, record.prompt_id): n for b in benchmarks for n, record in enumerate(b.records)}
+        order = {
+            (b.name, record.prompt_id): n for b in benchmarks for n, record in enumerate(b.records)
+        }
         place = {benchmark.name: number for number, benchmark in enumerate(benchmarks)}
         samples = [sample for part in distributed.all_gather_objects(samples) for sample in part]
-        samples.sort(key=lambda s: (place[s.benchmark], order[s.benchmark, s.prompt_id], s.repeat))  # as of one process
+        samples.sort(
+            key=lambda s: (place[s.benchmark], order[s.benchmark, s.prompt_id], s.repeat)
+        )  # as of one process
         distributed.destroy()
     return samples, model
 
 
 def _weights(model: Path) -> dict[str, list[int]]:
-    """Return size and time (ns) of a model's files: a directory may hold other weights under the same name later."""
-    files = sorted(path for path in model.glob("*") if path.suffix in (".safetensors", ".bin", ".json"))
+    """Return size and time (ns) of a model's files: a directory may hold other weights under the
+    same name later.
+    """
+    files = sorted(
+        path for path in model.glob("*") if path.suffix in (".safetensors", ".bin", ".json")
+    )
     return {path.name: [path.stat().st_size, path.stat().st_mtime_ns] for path in files}
 
 
 def _server(config: EvaluationConfig) -> tuple[str, TokenBytes, Render, Complete]:
-    """Name of the model, its tokens, the prompts of a benchmark (messages, or with ``tokenizer`` ids), the samples of
-    ``endpoint``. Without ``tokenizer`` nothing is known of the tokens but that ``<think>`` opens a thinking."""
+    """Name of the model, its tokens, the prompts of a benchmark (messages, or with ``tokenizer``
+    ids), the samples of ``endpoint``. Without ``tokenizer`` nothing is known of the tokens but that
+    ``<think>`` opens a thinking.
+    """
     from megatron_dcpo.rollout import load_tokenizer
 
     assert config.endpoint is not None
     if config.tokenizer and config.api == "chat":
-        raise UserError("--tokenizer sends token ids, which only --api completions takes; leave one of the two out")
+        raise UserError(
+            "--tokenizer sends token ids, which only --api completions takes; leave one of the "
+            "two out"
+        )
     if config.thinking == "on" and not config.tokenizer:
         raise UserError(
-            "--thinking on needs --tokenizer DIR, which renders the prompts here; or leave it out, and switch the server "
+            "--thinking on needs --tokenizer DIR, which renders the prompts here; or leave it "
+            "out, and switch the server "
             """with --extra-body '{"chat_template_kwargs": {"enable_thinking": true}}'"""
         )
     tokenizer = load_tokenizer(config.tokenizer) if config.tokenizer else None
@@ -314,7 +385,12 @@ def _server(config: EvaluationConfig) -> tuple[str, TokenBytes, Render, Complete
         config.endpoint,
         model,
         config.sampling,
-        api=config.api or ("chat" if find_template(config.template).chat and not config.tokenizer else "completions"),
+        api=config.api
+        or (
+            "chat"
+            if find_template(config.template).chat and not config.tokenizer
+            else "completions"
+        ),
         api_key=api_key,
         concurrency=config.concurrency,
         timeout=config.timeout,
@@ -323,13 +399,22 @@ def _server(config: EvaluationConfig) -> tuple[str, TokenBytes, Render, Complete
     )
 
     def as_messages(benchmark: LoadedBenchmark) -> list[Prompt]:
-        return message_prompts(benchmark.records, config.template, config.limit, config.marker or CONFIDENCE_TAG)
+        return message_prompts(
+            benchmark.records, config.template, config.limit, config.marker or CONFIDENCE_TAG
+        )
 
-    return model, tokens, partial(as_ids, config, tokenizer) if config.tokenizer else as_messages, endpoint.complete
+    return (
+        model,
+        tokens,
+        partial(as_ids, config, tokenizer) if config.tokenizer else as_messages,
+        endpoint.complete,
+    )
 
 
 def as_ids(config: EvaluationConfig, tokenizer: Any, benchmark: LoadedBenchmark) -> list[Prompt]:
-    """Return the prompts of a benchmark as training has them: through its template and the tokenizer."""
+    """Return the prompts of a benchmark as training has them: through its template and the
+    tokenizer.
+    """
     return render_prompts(
         benchmark.records,
         tokenizer,

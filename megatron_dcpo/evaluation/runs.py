@@ -16,7 +16,9 @@ from megatron_dcpo.runtime.text import read_json_object
 
 @dataclass(frozen=True)
 class EvaluatedRun:
-    """The files of one run. ``evaluation``: evaluation.json; ``metrics``: rows; ``samples``: judged responses."""
+    """The files of one run. ``evaluation``: evaluation.json; ``metrics``: rows; ``samples``: judged
+    responses.
+    """
 
     name: str
     path: Path
@@ -30,13 +32,17 @@ class EvaluatedRun:
         """Return what runs must have in common to stand in one table: benchmarks and sampling."""
         if self.evaluation is None:
             return ()
-        return (*sorted(self.evaluation["benchmarks"]), facts.sampling_text(self.settings, self.evaluation))
+        return (
+            *sorted(self.evaluation["benchmarks"]),
+            facts.sampling_text(self.settings, self.evaluation),
+        )
 
 
 def find_runs(paths: Sequence[str | Path]) -> list[EvaluatedRun]:
     """Return the runs at or below ``paths``, in the order given, subdirectories by name.
 
-    A training run without an evaluation of its own takes the one evaluation below it, if there is exactly one.
+    A training run without an evaluation of its own takes the one evaluation below it, if there is
+    exactly one.
     """
     runs: list[EvaluatedRun] = []
     for given in paths:
@@ -44,7 +50,11 @@ def find_runs(paths: Sequence[str | Path]) -> list[EvaluatedRun]:
         if not root.is_dir():
             raise UserError(f"{root}: no such run directory")
         directories = (root, *sorted(d for d in root.rglob("*") if d.is_dir()))
-        below = [d for d in directories if (d / "evaluation.json").exists() or (d / "metrics.jsonl").exists()]
+        below = [
+            d
+            for d in directories
+            if (d / "evaluation.json").exists() or (d / "metrics.jsonl").exists()
+        ]
         if not below:
             raise UserError(f"{root}: neither evaluation.json nor metrics.jsonl in it or below")
         adopted = _adopted(below)
@@ -60,15 +70,26 @@ def find_runs(paths: Sequence[str | Path]) -> list[EvaluatedRun]:
     return _distinct(runs)
 
 
-def read_run(path: Path, evaluation_path: Path | None = None, name: str | None = None) -> EvaluatedRun:
+def read_run(
+    path: Path, evaluation_path: Path | None = None, name: str | None = None
+) -> EvaluatedRun:
     """Read a run; its evaluation may lie in a directory of its own."""
     evaluated = evaluation_path or path
     evaluation_file, metrics_file = evaluated / "evaluation.json", path / "metrics.jsonl"
     evaluation = _read_json(evaluation_file) if evaluation_file.exists() else None
-    rows = [row for _, row in read_json_lines(metrics_file, allow_truncated=True)] if metrics_file.exists() else []
+    rows = (
+        [row for _, row in read_json_lines(metrics_file, allow_truncated=True)]
+        if metrics_file.exists()
+        else []
+    )
     files = [evaluated / "samples.jsonl", *sorted((path / "samples").glob("*.jsonl"))[-1:]]
     samples = next(
-        ([row for _, row in read_json_lines(file, allow_truncated=True)] for file in files if file.exists()), []
+        (
+            [row for _, row in read_json_lines(file, allow_truncated=True)]
+            for file in files
+            if file.exists()
+        ),
+        [],
     )
     settings = read_json_object(evaluated / SETTINGS) if (evaluated / SETTINGS).is_file() else {}
     return EvaluatedRun(name or path.name, path, evaluation, rows, samples, settings)
@@ -87,10 +108,14 @@ def _adopted(directories: Sequence[Path]) -> dict[Path, Path]:
 
 
 def _distinct(runs: Sequence[EvaluatedRun]) -> list[EvaluatedRun]:
-    """Return the runs under distinct names: those that occur twice get their parent directory in front."""
+    """Return the runs under distinct names: those that occur twice get their parent directory in
+    front.
+    """
     names = [run.name for run in runs]
     return [
-        replace(run, name=f"{run.path.resolve().parent.name}/{run.name}") if names.count(run.name) > 1 else run
+        replace(run, name=f"{run.path.resolve().parent.name}/{run.name}")
+        if names.count(run.name) > 1
+        else run
         for run in runs
     ]
 
@@ -98,5 +123,8 @@ def _distinct(runs: Sequence[EvaluatedRun]) -> list[EvaluatedRun]:
 def _read_json(path: Path) -> dict[str, Any]:
     value = read_json_object(path)
     if not all(isinstance(value.get(part), dict) for part in ("overall", "benchmarks")):
-        raise UserError(f"{path}: not an evaluation (no 'overall' and 'benchmarks'); write it with dcpo evaluate")
+        raise UserError(
+            f"{path}: not an evaluation (no 'overall' and 'benchmarks'); write it with dcpo "
+            "evaluate"
+        )
     return value

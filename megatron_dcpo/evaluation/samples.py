@@ -1,7 +1,8 @@
-"""The judged sample: one line of ``samples.jsonl``, all that scoring needs and all that judging again needs.
+"""The judged sample: one line of ``samples.jsonl``, all that scoring needs and all that judging
+again needs.
 
-``SampleLog`` holds the samples of an evaluation in progress: each is on disk as soon as it is judged, and none is
-sampled twice.
+``SampleLog`` holds the samples of an evaluation in progress: each is on disk as soon as it is
+judged, and none is sampled twice.
 """
 
 from __future__ import annotations
@@ -28,18 +29,20 @@ from megatron_dcpo.runtime.text import read_json_object
 class Sample:
     """One response to one problem of a benchmark, judged.
 
-    ``confidence`` (verbal) is ``None`` exactly when ``status`` is not ``ok``. ``token_confidence`` is exp(mean log p),
-    the geometric mean over the ``num_tokens`` sampled tokens, EOS included, of the raw logits (no temperature);
-    ``reasoning_logprob`` (nats) is the sum over the ``reasoning_tokens`` of the reasoning block alone, where an engine tells
-    which those are; ``kind`` of the problem, where the data says it;
-    ``min_logprob`` (nats) is the least likely of them, ``mean_entropy`` (nats) the mean over tokens of the entropy of
-    the engine's largest log-probs, what is left of the mass counting as one more token, hence a lower bound.
-    ``consistency_confidence`` is the share of the problem's repeats whose answer is equivalent to this one; ``None``
-    without an answer. ``features``: what post-hoc predictors read (``posthoc.features``), where asked for. For programs
-    ``answer`` is the program, ``ground_truth`` the key of its tests and ``category`` how it ended.
-    ``row``: the columns that a verifier reads, ``logged`` what it gave; ``form`` of the answer to a question (``choice``,
-    ``short``); ``abstained``: the box says that the answer is not known. ``thinking_characters`` of ``response``, and
-    ``thinking_tokens``, are before the answer, where there is a thinking.
+    ``confidence`` (verbal) is ``None`` exactly when ``status`` is not ``ok``. ``token_confidence``
+    is exp(mean log p), the geometric mean over the ``num_tokens`` sampled tokens, EOS included, of
+    the raw logits (no temperature); ``reasoning_logprob`` (nats) is the sum over the
+    ``reasoning_tokens`` of the reasoning block alone, where an engine tells which those are;
+    ``kind`` of the problem, where the data says it; ``min_logprob`` (nats) is the least likely of
+    them, ``mean_entropy`` (nats) the mean over tokens of the entropy of the engine's largest
+    log-probs, what is left of the mass counting as one more token, hence a lower bound.
+    ``consistency_confidence`` is the share of the problem's repeats whose answer is equivalent to
+    this one; ``None`` without an answer. ``features``: what post-hoc predictors read
+    (``posthoc.features``), where asked for. For programs ``answer`` is the program,
+    ``ground_truth`` the key of its tests and ``category`` how it ended. ``row``: the columns that a
+    verifier reads, ``logged`` what it gave; ``form`` of the answer to a question (``choice``,
+    ``short``); ``abstained``: the box says that the answer is not known. ``thinking_characters`` of
+    ``response``, and ``thinking_tokens``, are before the answer, where there is a thinking.
     """
 
     benchmark: str
@@ -74,7 +77,15 @@ class Sample:
 
 # left out of the file where there is none
 _OPTIONAL = frozenset(
-    {"mean_entropy", "features", "posthoc_confidence", "category", "reasoning_logprob", "reasoning_tokens", "kind"}
+    {
+        "mean_entropy",
+        "features",
+        "posthoc_confidence",
+        "category",
+        "reasoning_logprob",
+        "reasoning_tokens",
+        "kind",
+    }
     | {"row", "logged", "form", "abstained", "thinking_characters", "thinking_tokens"}
 )
 
@@ -93,11 +104,14 @@ _RANGES = {
 }
 
 
-def with_consistency(samples: Sequence[Sample], equivalent: Callable[[str, str], bool]) -> list[Sample]:
-    """Fill in ``consistency_confidence``: agreement among the repeats of a problem, itself included.
+def with_consistency(
+    samples: Sequence[Sample], equivalent: Callable[[str, str], bool]
+) -> list[Sample]:
+    """Fill in ``consistency_confidence``: agreement among the repeats of a problem, itself
+    included.
 
-    ``equivalent(a, b)`` decides whether two answers are the same; equal strings are never asked about. A new answer
-    joins the first class whose representative it is equivalent to.
+    ``equivalent(a, b)`` decides whether two answers are the same; equal strings are never asked
+    about. A new answer joins the first class whose representative it is equivalent to.
     """
     groups: dict[tuple[str, str], list[int]] = {}
     for index, sample in enumerate(samples):
@@ -111,14 +125,18 @@ def with_consistency(samples: Sequence[Sample], equivalent: Callable[[str, str],
     return result
 
 
-def answer_classes(answers: Sequence[str | None], equivalent: Callable[[str, str], bool]) -> list[str | None]:
+def answer_classes(
+    answers: Sequence[str | None], equivalent: Callable[[str, str], bool]
+) -> list[str | None]:
     """Return, for every answer, the representative of its class, ``None`` for no answer."""
     representative: dict[str, str] = {}
     for answer in answers:
         if answer is None or answer in representative:
             continue
         known = dict.fromkeys(representative.values())
-        representative[answer] = next((other for other in known if equivalent(answer, other)), answer)
+        representative[answer] = next(
+            (other for other in known if equivalent(answer, other)), answer
+        )
     return [None if answer is None else representative[answer] for answer in answers]
 
 
@@ -128,12 +146,17 @@ def write_samples(samples: Iterable[Sample], path: str | Path) -> None:
 
 
 def sample_line(sample: Sample) -> str:
-    row = {key: value for key, value in asdict(sample).items() if key not in _OPTIONAL or value is not None}
+    row = {
+        key: value
+        for key, value in asdict(sample).items()
+        if key not in _OPTIONAL or value is not None
+    }
     return json.dumps(json_ready(row), ensure_ascii=False) + "\n"
 
 
 def read_samples(path: str | Path, allow_truncated: bool = False) -> list[Sample]:
-    """Return samples as written; unknown keys are ignored, a broken or incomplete line is a ``UserError``.
+    """Return samples as written; unknown keys are ignored, a broken or incomplete line is a
+    ``UserError``.
 
     ``allow_truncated``: a broken last line, as a killed evaluation leaves it, is left out.
     """
@@ -149,8 +172,12 @@ def read_samples(path: str | Path, allow_truncated: bool = False) -> list[Sample
         for name, hint in hints.items():
             value = getattr(sample, name)
             low, high = _RANGES.get(name, (-math.inf, math.inf))
-            if not _fits(value, hint) or (name in _RANGES and value is not None and not low <= value <= high):
-                raise UserError(f"{where}: not a sample of dcpo evaluate ({name} is {repr(value)[:40]})")
+            if not _fits(value, hint) or (
+                name in _RANGES and value is not None and not low <= value <= high
+            ):
+                raise UserError(
+                    f"{where}: not a sample of dcpo evaluate ({name} is {repr(value)[:40]})"
+                )
         samples.append(sample)
     return samples
 
@@ -161,14 +188,19 @@ def _fits(value: Any, hint: Any) -> bool:
         return type(None) in get_args(hint)
     kinds = [kind for kind in get_args(hint) or (hint,) if kind is not type(None)]
     if isinstance(value, list):
-        return any(get_origin(kind) is list and all(_fits(item, get_args(kind)[0]) for item in value) for kind in kinds)
+        return any(
+            get_origin(kind) is list and all(_fits(item, get_args(kind)[0]) for item in value)
+            for kind in kinds
+        )
     if isinstance(value, int | float) and not isinstance(value, bool) and float in kinds:
         return abs(value) < 1e300
     return type(value) in [get_origin(kind) or kind for kind in kinds]
 
 
 def mean_entropy(top_logprobs: np.ndarray | None) -> float | None:
-    """Return the mean over tokens of -sum p log p of the K largest [T, K] and of the remaining mass, in nats."""
+    """Return the mean over tokens of -sum p log p of the K largest [T, K] and of the remaining
+    mass, in nats.
+    """
     if top_logprobs is None or top_logprobs.size == 0:
         return None
     logp = top_logprobs.astype(np.float64)
@@ -187,13 +219,16 @@ FILE, SETTINGS = "samples.jsonl", "settings.json"
 
 
 class SampleLog:
-    """``samples.jsonl`` of a run directory, appended to line by line, with ``settings.json`` beside it.
+    """``samples.jsonl`` of a run directory, appended to line by line, with ``settings.json`` beside
+    it.
 
-    A directory that holds samples drawn with other settings is refused: they must not be mixed. A last line that a
-    killed process left unfinished is cut off; its sample is drawn again.
+    A directory that holds samples drawn with other settings is refused: they must not be mixed. A
+    last line that a killed process left unfinished is cut off; its sample is drawn again.
     """
 
-    def __init__(self, directory: str | Path, settings: Mapping[str, Any], fresh: bool = False) -> None:
+    def __init__(
+        self, directory: str | Path, settings: Mapping[str, Any], fresh: bool = False
+    ) -> None:
         root = Path(directory)
         root.mkdir(parents=True, exist_ok=True)
         self.path, settings_path = root / FILE, root / SETTINGS
@@ -204,7 +239,9 @@ class SampleLog:
             _check_settings(settings_path, settings)
             _cut_truncated_line(self.path)
         self._on_disk = read_samples(self.path) if self.path.exists() else []
-        settings_path.write_text(json.dumps(dict(settings), indent=1, sort_keys=True) + "\n", encoding="utf-8")
+        settings_path.write_text(
+            json.dumps(dict(settings), indent=1, sort_keys=True) + "\n", encoding="utf-8"
+        )
         self._file: IO[str] = open(self.path, "a", encoding="utf-8")  # noqa: SIM115
 
     def finished(self, benchmark: str) -> dict[tuple[str, int], Sample]:
@@ -219,7 +256,10 @@ class SampleLog:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._file.close()
 
@@ -227,15 +267,19 @@ class SampleLog:
 def check_samples(
     directory: Path, settings: Mapping[str, Any], wanted: Collection[tuple[str, str]], repeats: int
 ) -> None:
-    """Raise :class:`UserError` where ``directory`` has samples of other settings, or such as this evaluation, of the
-    (benchmark, prompt id) in ``wanted``, does not ask for and would drop."""
+    """Raise :class:`UserError` where ``directory`` has samples of other settings, or such as this
+    evaluation, of the (benchmark, prompt id) in ``wanted``, does not ask for and would drop.
+    """
     if not (directory / FILE).exists():
         return
     _check_settings(directory / SETTINGS, settings)
     before = read_samples(directory / FILE, allow_truncated=True)
-    if dropped := sum((s.benchmark, s.prompt_id) not in wanted or s.repeat >= repeats for s in before):
+    if dropped := sum(
+        (s.benchmark, s.prompt_id) not in wanted or s.repeat >= repeats for s in before
+    ):
         raise UserError(
-            f"{directory} holds {len(before)} samples, {dropped} of which this evaluation does not ask for; give another "
+            f"{directory} holds {len(before)} samples, {dropped} of which this evaluation does "
+            "not ask for; give another "
             "--out, or --fresh to drop them"
         )
 
@@ -244,11 +288,14 @@ def _check_settings(path: Path, settings: Mapping[str, Any]) -> None:
     try:
         before = read_json_object(path)
     except UserError:
-        raise UserError(f"{path.parent} holds samples of unknown settings; give another --out, or --fresh") from None
+        raise UserError(
+            f"{path.parent} holds samples of unknown settings; give another --out, or --fresh"
+        ) from None
     for name in sorted({*before, *settings}):
         if before.get(name) != settings.get(name):
             raise UserError(
-                f"{path.parent} was begun with {name} = {before.get(name)!r}, now it is {settings.get(name)!r}; "
+                f"{path.parent} was begun with {name} = {before.get(name)!r}, now it is "
+                f"{settings.get(name)!r}; "
                 "give another --out, or --fresh to drop its samples"
             )
 

@@ -1,4 +1,6 @@
-"""From judged samples to ``evaluation.json``. Needs no model: old ``samples.jsonl`` files can be scored again."""
+"""From judged samples to ``evaluation.json``. Needs no model: old ``samples.jsonl`` files can be
+scored again.
+"""
 
 from __future__ import annotations
 
@@ -22,19 +24,43 @@ CONFIDENCE_KINDS: Mapping[str, Callable[[Sample], float | None]] = MappingProxyT
         "verbal": lambda sample: sample.confidence,
         "token": lambda sample: sample.token_confidence,
         "token_product": lambda sample: _power(sample.token_confidence, sample.num_tokens),
-        "token_min": lambda sample: None if sample.min_logprob is None else math.exp(sample.min_logprob),
+        "token_min": lambda sample: (
+            None if sample.min_logprob is None else math.exp(sample.min_logprob)
+        ),
         "token_mean_logprob": lambda sample: _log(sample.token_confidence),
         "logprob": lambda sample: sample.reasoning_logprob,
-        "token_entropy": lambda sample: None if sample.mean_entropy is None else math.exp(-sample.mean_entropy),
+        "token_entropy": lambda sample: (
+            None if sample.mean_entropy is None else math.exp(-sample.mean_entropy)
+        ),
         "consistency": lambda sample: sample.consistency_confidence,
         "posthoc": lambda sample: sample.posthoc_confidence,
     }
 )
-RANKING_ONLY = frozenset({"token_mean_logprob", "logprob"})  # in nats, no probability: they rank, nothing else
+RANKING_ONLY = frozenset(
+    {"token_mean_logprob", "logprob"}
+)  # in nats, no probability: they rank, nothing else
 BETTER: Mapping[str, Callable[..., float]] = MappingProxyType(
-    {"accuracy": max, "ece": min, "pce": min, "brier": min, "auroc": max, "skill": max, "violation_rate": min}
+    {
+        "accuracy": max,
+        "ece": min,
+        "pce": min,
+        "brier": min,
+        "auroc": max,
+        "skill": max,
+        "violation_rate": min,
+    }
 )
-HEADLINE = ("accuracy", "ece", "pce", "brier", "auroc", "skill", "mean_confidence", "violation_rate", "n")
+HEADLINE = (
+    "accuracy",
+    "ece",
+    "pce",
+    "brier",
+    "auroc",
+    "skill",
+    "mean_confidence",
+    "violation_rate",
+    "n",
+)
 
 
 def _power(base: float | None, exponent: int) -> float | None:
@@ -50,7 +76,9 @@ def parse_kinds(text: str) -> tuple[str, ...]:
     kinds = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
     unknown = [kind for kind in kinds if kind not in CONFIDENCE_KINDS]
     if unknown or not kinds:
-        raise UserError(f"unknown confidence {(unknown or [text])[0]!r}; known: {', '.join(CONFIDENCE_KINDS)}")
+        raise UserError(
+            f"unknown confidence {(unknown or [text])[0]!r}; known: {', '.join(CONFIDENCE_KINDS)}"
+        )
     return kinds
 
 
@@ -62,10 +90,11 @@ def score_samples(
     resamples: int = 1000,
     seed: int = 0,
 ) -> dict[str, Any]:
-    """Return ``{"model", "benchmarks": {NAME: scores}, "overall": scores}``, strict JSON (undefined values are ``None``).
+    """Return ``{"model", "benchmarks": {NAME: scores}, "overall": scores}``, strict JSON (undefined
+    values are ``None``).
 
-    ``overall`` pools the samples of all benchmarks; its ``macro`` is the plain mean over benchmarks, which is what the
-    papers of the field print as "Overall".
+    ``overall`` pools the samples of all benchmarks; its ``macro`` is the plain mean over
+    benchmarks, which is what the papers of the field print as "Overall".
     """
     by_benchmark: dict[str, list[Sample]] = {}
     for sample in samples:
@@ -73,19 +102,27 @@ def score_samples(
     options = {"bins": bins, "resamples": resamples, "seed": seed}
     benchmarks = {name: _score(group, kinds, **options) for name, group in by_benchmark.items()}
     # The intervals are the slow part, and one benchmark alone is its own pool.
-    overall = dict(*benchmarks.values()) if len(benchmarks) == 1 else _score(samples, kinds, **options)
+    overall = (
+        dict(*benchmarks.values()) if len(benchmarks) == 1 else _score(samples, kinds, **options)
+    )
     overall["macro"] = _macro(benchmarks, kinds)
     return json_ready({"model": model, "benchmarks": benchmarks, "overall": overall})
 
 
-def headline(evaluation: Mapping[str, Any], kind: str = "verbal", benchmark: str | None = None) -> dict[str, Any]:
-    """Return the one-line summary of an evaluation: ``HEADLINE`` of one kind of confidence, overall or of one benchmark."""
+def headline(
+    evaluation: Mapping[str, Any], kind: str = "verbal", benchmark: str | None = None
+) -> dict[str, Any]:
+    """Return the one-line summary of an evaluation: ``HEADLINE`` of one kind of confidence, overall
+    or of one benchmark.
+    """
     scores = evaluation["benchmarks"][benchmark] if benchmark else evaluation["overall"]
     flat = {**scores.get(kind, {}), "accuracy": scores["accuracy"], "n": scores["n"]}
     return {key: flat.get(key) for key in HEADLINE}
 
 
-def _score(samples: Sequence[Sample], kinds: Sequence[str], bins: int, resamples: int, seed: int) -> dict[str, Any]:
+def _score(
+    samples: Sequence[Sample], kinds: Sequence[str], bins: int, resamples: int, seed: int
+) -> dict[str, Any]:
     """Score one benchmark (or all of them pooled): accuracy, then one block per kind of confidence."""
     correct = [float(sample.correct) for sample in samples]
     problems = [f"{sample.benchmark}/{sample.prompt_id}" for sample in samples]
@@ -101,15 +138,22 @@ def _score(samples: Sequence[Sample], kinds: Sequence[str], bins: int, resamples
         "parse_rate": metrics.parse_rate([sample.confidence for sample in samples]),
         **violation_rates([sample.status for sample in samples]),
     }
-    if thinking := [sample.thinking_tokens for sample in samples if sample.thinking_tokens is not None]:
+    if thinking := [
+        sample.thinking_tokens for sample in samples if sample.thinking_tokens is not None
+    ]:
         scores["mean_thinking"] = _mean(thinking)
     if any(sample.category is not None for sample in samples):
         categories = Counter(sample.category for sample in samples if sample.category is not None)
-        scores["categories"] = {name: count / len(samples) for name, count in sorted(categories.items())}
+        scores["categories"] = {
+            name: count / len(samples) for name, count in sorted(categories.items())
+        }
     if any(abstained := [bool(sample.abstained) for sample in samples]):
         scores["abstention"] = abstention_rates(correct, abstained)
     lookup = lookup_confidence(samples)
-    scores["lookup"] = {"kinds": len({(s.benchmark, s.kind) for s in samples}), **summarize(lookup, correct)}
+    scores["lookup"] = {
+        "kinds": len({(s.benchmark, s.kind) for s in samples}),
+        **summarize(lookup, correct),
+    }
     intervals: dict[str, Any] = {}
     for kind in kinds:
         confidences = [CONFIDENCE_KINDS[kind](sample) for sample in samples]
@@ -135,15 +179,19 @@ def _score(samples: Sequence[Sample], kinds: Sequence[str], bins: int, resamples
         block["curve"] = coverage_to_json(*rows(confidences, correct))
         block["runs"] = _per_run(samples, kind, repeats, bins)
         scores[kind] = block
-    scores["runs"] = _spread([metrics.accuracy([float(s.correct) for s in samples if s.repeat == r]) for r in repeats])
+    scores["runs"] = _spread(
+        [metrics.accuracy([float(s.correct) for s in samples if s.repeat == r]) for r in repeats]
+    )
     if resamples:
         scores["ci95"] = intervals
     return scores
 
 
 def lookup_confidence(samples: Sequence[Sample]) -> list[float | None]:
-    """Return for each sample the accuracy of the other problems of its benchmark and kind; of its benchmark where there is
-    no other of the kind, None where there is none at all. What every calibrated method has to beat."""
+    """Return for each sample the accuracy of the other problems of its benchmark and kind; of its
+    benchmark where there is no other of the kind, None where there is none at all. What every
+    calibrated method has to beat.
+    """
     groups: dict[tuple[str, ...], list[Sample]] = {}
     for sample in samples:
         for group in (
@@ -152,7 +200,9 @@ def lookup_confidence(samples: Sequence[Sample]) -> list[float | None]:
             (sample.benchmark, "", sample.prompt_id),
         ):
             groups.setdefault(group, []).append(sample)
-    right = {group: (sum(s.correct for s in members), len(members)) for group, members in groups.items()}
+    right = {
+        group: (sum(s.correct for s in members), len(members)) for group, members in groups.items()
+    }
 
     def others(sample: Sample) -> float | None:
         own = right[sample.benchmark, "", sample.prompt_id]
@@ -164,9 +214,17 @@ def lookup_confidence(samples: Sequence[Sample]) -> list[float | None]:
     return [others(sample) for sample in samples]
 
 
-def skill(confidences: Sequence[float | None], lookup: Sequence[float | None], correct: Sequence[float]) -> float:
-    """Return 1 - Brier / Brier of the lookup, on the samples that have both; not a number where the lookup is perfect."""
-    rows = [row for row in zip(confidences, lookup, correct, strict=True) if row[0] is not None and row[1] is not None]
+def skill(
+    confidences: Sequence[float | None], lookup: Sequence[float | None], correct: Sequence[float]
+) -> float:
+    """Return 1 - Brier / Brier of the lookup, on the samples that have both; not a number where the
+    lookup is perfect.
+    """
+    rows = [
+        row
+        for row in zip(confidences, lookup, correct, strict=True)
+        if row[0] is not None and row[1] is not None
+    ]
     if not rows:
         return math.nan
     c, guess, y = (np.array(column, float) for column in zip(*rows, strict=True))
@@ -174,8 +232,12 @@ def skill(confidences: Sequence[float | None], lookup: Sequence[float | None], c
     return 1.0 - float(np.mean((c - y) ** 2)) / reference if reference else math.nan
 
 
-def _per_run(samples: Sequence[Sample], kind: str, repeats: Sequence[int], bins: int) -> dict[str, Any]:
-    """Return the calibration metrics of every repeat on its own: mean and sample standard deviation over the repeats."""
+def _per_run(
+    samples: Sequence[Sample], kind: str, repeats: Sequence[int], bins: int
+) -> dict[str, Any]:
+    """Return the calibration metrics of every repeat on its own: mean and sample standard deviation
+    over the repeats.
+    """
     values: dict[str, list[float]] = {name: [] for name in INTERVALS if name != "accuracy"}
     for repeat in repeats:
         rows = [sample for sample in samples if sample.repeat == repeat]
@@ -189,14 +251,21 @@ def _per_run(samples: Sequence[Sample], kind: str, repeats: Sequence[int], bins:
 
 def _spread(values: Sequence[float]) -> dict[str, float]:
     defined = [value for value in values if not math.isnan(value)]
-    return {"mean": _mean(defined), "sd": float(np.std(defined, ddof=1)) if len(defined) > 1 else math.nan}
+    return {
+        "mean": _mean(defined),
+        "sd": float(np.std(defined, ddof=1)) if len(defined) > 1 else math.nan,
+    }
 
 
 def _macro(benchmarks: Mapping[str, Mapping[str, Any]], kinds: Sequence[str]) -> dict[str, Any]:
     names = [name for name in INTERVALS if name != "accuracy"]
-    macro: dict[str, Any] = {"accuracy": _mean([scores["accuracy"] for scores in benchmarks.values()])}
+    macro: dict[str, Any] = {
+        "accuracy": _mean([scores["accuracy"] for scores in benchmarks.values()])
+    }
     for kind in kinds:
-        macro[kind] = {name: _spread([s[kind][name] for s in benchmarks.values()])["mean"] for name in names}
+        macro[kind] = {
+            name: _spread([s[kind][name] for s in benchmarks.values()])["mean"] for name in names
+        }
     return macro
 
 
@@ -211,7 +280,9 @@ def bins_to_json(bins: Bins) -> dict[str, list[float]]:
 
 def bins_from_json(value: Mapping[str, Sequence[float]]) -> Bins:
     names = ("edges", "count", "confidence_sum", "correct_sum")
-    return Bins(*(np.asarray(value[name], dtype=int if name == "count" else float) for name in names))
+    return Bins(
+        *(np.asarray(value[name], dtype=int if name == "count" else float) for name in names)
+    )
 
 
 def _mean(values: Sequence[float]) -> float:

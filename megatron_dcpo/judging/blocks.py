@@ -1,8 +1,10 @@
-"""Reasoning block and confidence block of a response, on its sampled token ids by cumulative byte offsets.
+"""Reasoning block and confidence block of a response, on its sampled token ids by cumulative byte
+offsets.
 
-The confidence block is every token whose first byte lies at or after the first byte of the marker, EOS included. A
-token that straddles the marker (``}<`` of ``\boxed{5}<conf>``) stays with the reasoning: it carries answer text.
-The two blocks always partition the response (docs/algorithms.md#1-judging-from-sampled-ids-to-r-c-boundary).
+The confidence block is every token whose first byte lies at or after the first byte of the marker,
+EOS included. A token that straddles the marker (``}<`` of ``\boxed{5}<conf>``) stays with the
+reasoning: it carries answer text. The two blocks always partition the response
+(docs/algorithms.md#1-judging-from-sampled-ids-to-r-c-boundary).
 """
 
 from __future__ import annotations
@@ -20,12 +22,14 @@ FindStart = Callable[[bytes], int | None]  # where the answer begins (``thinking
 
 @dataclass(frozen=True)
 class Split:
-    """Tokens ``[0, boundary)`` reason, ``[boundary, T)`` state the confidence; None of a text whose tokens are not known.
+    """Tokens ``[0, boundary)`` reason, ``[boundary, T)`` state the confidence; None of a text whose
+    tokens are not known.
 
-    ``content`` are the bytes of the response without its final EOS; ``marker`` is the byte offset of the marker in
-    it, None when there is none. ``ended`` says whether the response closes with an EOS. ``marker_end`` is the first token
-    that begins behind the marker. ``start`` is the byte at which the answer begins, behind the thinking, None when there is
-    no answer; ``thinking`` counts the tokens before it.
+    ``content`` are the bytes of the response without its final EOS; ``marker`` is the byte offset
+    of the marker in it, None when there is none. ``ended`` says whether the response closes with an
+    EOS. ``marker_end`` is the first token that begins behind the marker. ``start`` is the byte at
+    which the answer begins, behind the thinking, None when there is no answer; ``thinking`` counts
+    the tokens before it.
     """
 
     boundary: int | None
@@ -57,8 +61,8 @@ def split_blocks(
 ) -> Split:
     """Split a response of T tokens, whose answer begins where ``find_start`` says.
 
-    Without a marker the block is the EOS alone: ending there was the wrong decision, and so it carries the penalty.
-    A truncated response without a marker has an empty confidence block.
+    Without a marker the block is the EOS alone: ending there was the wrong decision, and so it
+    carries the penalty. A truncated response without a marker has an empty confidence block.
     """
     ended = len(token_ids) > 0 and int(token_ids[-1]) in eos_ids
     pieces = tokens.pieces(token_ids[: len(token_ids) - ended])
@@ -81,8 +85,9 @@ def split_text(
     token_ends: np.ndarray | None = None,
     find_start: FindStart = lambda content: 0,
 ) -> Split:
-    """Split a response by its text, without its end token; ``token_ends`` as in ``Response``. Whether it ended is not known
-    here."""
+    """Split a response by its text, without its end token; ``token_ends`` as in ``Response``.
+    Whether it ended is not known here.
+    """
     content, tag = text.encode(errors="surrogatepass"), marker.encode()
     start, at = _start_and_marker(content, tag, form, find_start)
     if token_ends is None:
@@ -119,7 +124,8 @@ def _tokens_before(ends: np.ndarray, *places: int) -> list[int]:
 
 
 def ends_of_tokens(lengths: Sequence[int], text: str) -> np.ndarray | None:
-    """Return the byte behind each token, from their ``lengths`` in bytes; None where they do not make up ``text``, or
-    characters were replaced in it. One end token may stand behind the text."""
+    """Return the byte behind each token, from their ``lengths`` in bytes; None where they do not
+    make up ``text``, or characters were replaced in it. One end token may stand behind the text.
+    """
     ends, size = np.cumsum([0, *lengths]), len(text.encode(errors="surrogatepass"))
     return ends[1:] if size in ends[-2:] and "\ufffd" not in text else None

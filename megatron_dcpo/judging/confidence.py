@@ -1,9 +1,11 @@
-"""The strict parser of the stated confidence: ``<conf> Confidence: 0.83`` at the very end of a finished response.
+"""The strict parser of the stated confidence: ``<conf> Confidence: 0.83`` at the very end of a
+finished response.
 
-Exactly one marker, after the last ``\\boxed`` (or the last fenced program); the word ``Confidence:`` is optional and
-case-insensitive; one plain decimal in [0, 1]; only white space behind it. Everything else is malformed, each kind under
-its own name (docs/algorithms.md#1-judging-from-sampled-ids-to-r-c-boundary). Linear in the length of the text, and
-total: no input raises.
+Exactly one marker, after the last ``\\boxed`` (or the last fenced program); the word
+``Confidence:`` is optional and case-insensitive; one plain decimal in [0, 1]; only white space
+behind it. Everything else is malformed, each kind under its own name
+(docs/algorithms.md#1-judging-from-sampled-ids-to-r-c-boundary). Linear in the length of the text,
+and total: no input raises.
 """
 
 from __future__ import annotations
@@ -17,13 +19,17 @@ from megatron_dcpo.types import CONFIDENCE_TAG, ConfidenceStatus
 _SPACE = r"[ \t\r\n\f\v]*"
 _DECIMAL = r"(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)"
 # ASCII classes on purpose: \d and \s also match digits and spaces of other scripts.
-_LINE = re.compile(rf"{_SPACE}(?:[Cc][Oo][Nn][Ff][Ii][Dd][Ee][Nn][Cc][Ee]{_SPACE}:{_SPACE})?(-?{_DECIMAL})")
+_LINE = re.compile(
+    rf"{_SPACE}(?:[Cc][Oo][Nn][Ff][Ii][Dd][Ee][Nn][Cc][Ee]{_SPACE}:{_SPACE})?(-?{_DECIMAL})"
+)
 _BLANK = re.compile(_SPACE)
 
 
 @dataclass(frozen=True)
 class ParsedConfidence:
-    """``confidence`` in [0, 1] exactly when ``status`` is ``ok``; ``stated`` is a finite number outside [0, 1]."""
+    """``confidence`` in [0, 1] exactly when ``status`` is ``ok``; ``stated`` is a finite number
+    outside [0, 1].
+    """
 
     confidence: float | None
     status: ConfidenceStatus
@@ -36,13 +42,16 @@ def parse_confidence(
     """Read the confidence of a response, or why there is none.
 
     Args:
-        text: the response without its EOS; bytes that are not UTF-8 may have been decoded with ``errors="replace"``.
-        finished: the model ended the response itself. An unfinished one is ``truncated`` whatever it holds: its
+        text: the response without its EOS; bytes that are not UTF-8 may have been decoded with
+        ``errors="replace"``.
+        finished: the model ended the response itself. An unfinished one is ``truncated`` whatever
+        it holds: its
             number may be cut (``0.8`` of ``0.83``).
         opener: what an answer begins with; one behind the marker is ``before_box``. "": nothing is.
 
-    The kinds are tried in the order truncated, missing, multiple, before_box, unparsable, trailing_text,
-    out_of_range; the first that applies is the status. A negative number is out of range, even ``-0``.
+    The kinds are tried in the order truncated, missing, multiple, before_box, unparsable,
+    trailing_text, out_of_range; the first that applies is the status. A negative number is out of
+    range, even ``-0``.
     """
     if not finished:
         return ParsedConfidence(None, "truncated")

@@ -1,7 +1,9 @@
-"""A user's verifier behind an address: responses are posted in batches as JSON (docs/bring_your_own.md#a-reward-server).
+"""A user's verifier behind an address: responses are posted in batches as JSON
+(docs/bring_your_own.md#a-reward-server).
 
-request  {"items": [{"response": ..., "answer": ..., "problem": ..., "columns": {...}}, ...]}
-reply    {"results": [...]}, one per item: a bool, a number in [0, 1], a mapping with such a score, or {"error": why}
+request  {"items": [{"response": ..., "answer": ..., "problem": ..., "columns": {...}}, ...]} reply
+{"results": [...]}, one per item: a bool, a number in [0, 1], a mapping with such a score, or
+{"error": why}
 """
 
 from __future__ import annotations
@@ -24,8 +26,10 @@ MAX_REPLY_BYTES = 8 << 20
 
 
 class EndpointVerifier:
-    """The verifier (``judge.Verifier``) at ``url``. What it does not answer within ``judging.program_seconds`` and
-    ``ATTEMPTS`` tries is an error of each response. Raises :class:`UserError` where nothing answers at once."""
+    """The verifier (``judge.Verifier``) at ``url``. What it does not answer within
+    ``judging.program_seconds`` and ``ATTEMPTS`` tries is an error of each response. Raises
+    :class:`UserError` where nothing answers at once.
+    """
 
     def __init__(self, url: str, options: JudgingConfig) -> None:
         self.options, self.warn = options, warn_once(url)
@@ -40,7 +44,9 @@ class EndpointVerifier:
             )
             self._post([])
         except HttpError as error:
-            raise UserError(f"{OPTION}={url}: {error}; start the server, or correct the address") from None
+            raise UserError(
+                f"{OPTION}={url}: {error}; start the server, or correct the address"
+            ) from None
 
     def __call__(self, attempts: Sequence[Attempt]) -> list[Outcome]:
         """Return the outcome of each reasoning block."""
@@ -57,7 +63,11 @@ class EndpointVerifier:
         items = []
         for attempt in batch:
             own = {"problem": "", "answer": attempt.truth, **(attempt.row or {})}
-            named = {"response": attempt.reasoning, "answer": own.pop("answer"), "problem": own.pop("problem")}
+            named = {
+                "response": attempt.reasoning,
+                "answer": own.pop("answer"),
+                "problem": own.pop("problem"),
+            }
             items.append({**named, "columns": own})
         body = json.loads(json.dumps({"items": items}, default=str))
         reply = self.client.call("", body, problem=lambda reply: _problem(reply, len(items)))

@@ -1,4 +1,6 @@
-"""Score an answer to a problem of Reasoning Gym by its task's own rule: a user's verifier that the package brings."""
+"""Score an answer to a problem of Reasoning Gym by its task's own rule: a user's verifier that the
+package brings.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ def score(response: str, *, problem: str, reasoning_gym: dict[str, Any]) -> floa
     task, index = reasoning_gym["task"], reasoning_gym["index"]
     entry, answer = _entry(task, index), extract_boxed(response)
     if entry["question"] != problem:
-        raise ValueError(f"problem {index} of {task} is another one here: not the same release of reasoning-gym")
+        raise ValueError(
+            f"problem {index} of {task} is another one here: not the same release of reasoning-gym"
+        )
     return 0.0 if answer is None else float(dataset_of(task).score_answer(answer.strip(), entry))
 
 

@@ -1,6 +1,8 @@
-"""A response becomes a judgement: where its blocks meet, whether its answer is right, which confidence it states.
+"""A response becomes a judgement: where its blocks meet, whether its answer is right, which
+confidence it states.
 
-One judge for training (sampled token ids) and for evaluation (text: a server's, or a file's of an earlier evaluation).
+One judge for training (sampled token ids) and for evaluation (text: a server's, or a file's of an
+earlier evaluation).
 """
 
 from __future__ import annotations
@@ -20,12 +22,15 @@ from megatron_dcpo.judging.thinking import PROMPT_TOKENS, answer_start
 from megatron_dcpo.judging.token_bytes import TokenBytes
 from megatron_dcpo.types import CONFIDENCE_TAG, Judgement, Prompt, Response
 
-# Threads that wait for the judge's processes: a slow response keeps the processes from no other. They live as long as
-# this process: sandboxes that die with their parent die with the thread that began them.
+# Threads that wait for the judge's processes: a slow response keeps the processes from no other.
+# They live as long as this process: sandboxes that die with their parent die with the thread that
+# began them.
 JUDGES = ThreadPoolExecutor(max_workers=32, thread_name_prefix="judge")
 
 Verifier = Callable[[Sequence[Attempt]], Sequence[Outcome]]  # the outcomes in order
-Judge = Callable[[Sequence[Response], Mapping[str, Prompt]], Sequence[Judgement]]  # the prompts by their id
+Judge = Callable[
+    [Sequence[Response], Mapping[str, Prompt]], Sequence[Judgement]
+]  # the prompts by their id
 
 
 def judge_many(
@@ -38,20 +43,25 @@ def judge_many(
     verifier: Verifier = verify_answers,
     form: AnswerForm = BOXED,
 ) -> list[Judgement]:
-    """Judge responses, each to its prompt in ``prompts`` (by id), side by side where answers need algebra.
+    """Judge responses, each to its prompt in ``prompts`` (by id), side by side where answers need
+    algebra.
 
-    A response with ``text`` is judged by its text, every other one by its token ids, which needs ``tokens`` and
-    ``eos_ids``. The answer is read in the reasoning block only, so that no confidence token can change R, and behind the
-    thinking, where the tokenizer of ``tokens`` has a token that ends it. A response that closes with an EOS is finished
-    whatever the engine reports.
+    A response with ``text`` is judged by its text, every other one by its token ids, which needs
+    ``tokens`` and ``eos_ids``. The answer is read in the reasoning block only, so that no
+    confidence token can change R, and behind the thinking, where the tokenizer of ``tokens`` has a
+    token that ends it. A response that closes with an EOS is finished whatever the engine reports.
     """
     splits = [_split(r, prompts[r.prompt_id], tokens, eos_ids, marker, form) for r in responses]
     attempts = []
     for response, split in zip(responses, splits, strict=True):
         prompt, reasoning = prompts[response.prompt_id], split.reasoning.decode(errors="replace")
-        attempts.append(Attempt(form.extract(reasoning), prompt.ground_truth, reasoning, prompt.row))
+        attempts.append(
+            Attempt(form.extract(reasoning), prompt.ground_truth, reasoning, prompt.row)
+        )
     judgements = []
-    for response, split, attempt, outcome in zip(responses, splits, attempts, verifier(attempts), strict=True):
+    for response, split, attempt, outcome in zip(
+        responses, splits, attempts, verifier(attempts), strict=True
+    ):
         finished = split.ended or response.finish_reason == "stop"
         text = split.answer.decode(errors="replace")
         parsed = parse_confidence(text, marker=marker, finished=finished, opener=form.opener)
@@ -84,27 +94,40 @@ def judge_by_task(
     judges: Mapping[str, Callable[..., Any]],
     **options: Any,
 ) -> list[Judgement]:
-    """Judge responses to problems of several sources, each by the judge of its task, with ``options``; in order."""
+    """Judge responses to problems of several sources, each by the judge of its task, with
+    ``options``; in order.
+    """
     own: dict[str, list[int]] = {}
     for place, response in enumerate(responses):
         own.setdefault(prompts[response.prompt_id].task, []).append(place)
     judged: dict[int, Judgement] = {}
     for task, places in own.items():
-        judged |= zip(places, judges[task]([responses[place] for place in places], prompts, **options), strict=True)
+        judged |= zip(
+            places,
+            judges[task]([responses[place] for place in places], prompts, **options),
+            strict=True,
+        )
     return [judged[place] for place in range(len(responses))]
 
 
 def with_text(response: Response, tokens: TokenBytes, eos_ids: Collection[int]) -> Response:
-    """Return the same response with its ``text``: byte by byte, without its end token; other special tokens stay.
+    """Return the same response with its ``text``: byte by byte, without its end token; other
+    special tokens stay.
 
-    ``finish_reason`` becomes ``stop`` where an EOS closes the response, so that the text is judged as the ids are.
+    ``finish_reason`` becomes ``stop`` where an EOS closes the response, so that the text is judged
+    as the ids are.
     """
     ids = response.token_ids
     ended = len(ids) > 0 and int(ids[-1]) in eos_ids
     pieces = tokens.pieces(ids[: len(ids) - ended])
     text = b"".join(pieces).decode(errors="replace")
     ends = ends_of_tokens([*map(len, pieces), *[1] * ended], text)
-    return replace(response, text=text, token_ends=ends, finish_reason="stop" if ended else response.finish_reason)
+    return replace(
+        response,
+        text=text,
+        token_ends=ends,
+        finish_reason="stop" if ended else response.finish_reason,
+    )
 
 
 def _split(
@@ -121,7 +144,10 @@ def _split(
     if response.text is not None:
         return split_text(response.text, marker, form, response.token_ends, find_start)
     if tokens is None:
-        raise ValueError(f"response to prompt {response.prompt_id!r}: token ids are judged with a vocabulary only")
+        raise ValueError(
+            f"response to prompt {response.prompt_id!r}: token ids are judged with a vocabulary "
+            "only"
+        )
     return split_blocks(response.token_ids, tokens, eos_ids, marker, form, find_start)
 
 
@@ -129,4 +155,8 @@ def _characters(response: Response, split: Split) -> int:
     """Return the length of the thinking in the response's text."""
     if split.start == 0:
         return 0
-    return len(split.content[: split.start].decode(errors="replace" if response.text is None else "surrogatepass"))
+    return len(
+        split.content[: split.start].decode(
+            errors="replace" if response.text is None else "surrogatepass"
+        )
+    )

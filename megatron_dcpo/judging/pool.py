@@ -1,14 +1,16 @@
-"""Judge in processes with hard limits of time and memory: neither a hanging sympy nor a user's function stops a run.
+"""Judge in processes with hard limits of time and memory: neither a hanging sympy nor a user's
+function stops a run.
 
-What needs no process is decided here at once (``PoolWork.quick``). The rest is cached where it may be and judged by workers,
-which are started when the first such pair comes, one more for every ``PoolWork.pairs_per_worker`` that wait.
-One thread serves the workers while there is a pair to judge; callers in any thread wait for their own pairs only.
-A worker that overruns its wall time or dies is replaced; its pair is lost (``PoolWork.lost``). Memory is bounded:
-``PoolWork.memory_bytes`` for each worker, and for the verdicts kept here ``CACHE_SIZE`` pairs of ``CACHE_CHARACTERS``
+What needs no process is decided here at once (``PoolWork.quick``). The rest is cached where it may
+be and judged by workers, which are started when the first such pair comes, one more for every
+``PoolWork.pairs_per_worker`` that wait. One thread serves the workers while there is a pair to
+judge; callers in any thread wait for their own pairs only. A worker that overruns its wall time or
+dies is replaced; its pair is lost (``PoolWork.lost``). Memory is bounded: ``PoolWork.memory_bytes``
+for each worker, and for the verdicts kept here ``CACHE_SIZE`` pairs of ``CACHE_CHARACTERS``
 characters together.
 
-The workers are plain subprocesses: they inherit no torch threads, no gloo sockets and no lock of the trainer, and need
-no ``__main__`` guard in a user's script.
+The workers are plain subprocesses: they inherit no torch threads, no gloo sockets and no lock of
+the trainer, and need no ``__main__`` guard in a user's script.
 """
 
 from __future__ import annotations
@@ -43,13 +45,13 @@ Pair = tuple[str, ...]  # what is judged: an answer and its key, or one JSON tex
 
 @dataclass(frozen=True)
 class PoolWork:
-    """What the workers of a pool do. ``load``: import path of a function that a worker calls once, with ``arguments``; what
-    it returns is called with each pair, and its verdict travels as JSON.
+    """What the workers of a pool do. ``load``: import path of a function that a worker calls once,
+    with ``arguments``; what it returns is called with each pair, and its verdict travels as JSON.
 
-    ``lost(why)``: the verdict on a pair that ran out of time, raised, or ended its worker. ``quick``: the verdict on a
-    pair that needs no worker, else None. ``remember``: equal pairs have equal verdicts. ``beyond_imports``:
-    ``memory_bytes`` do not count what imports take. ``hash_seed``: Python's, of sets and dictionaries ("": another one in
-    each worker).
+    ``lost(why)``: the verdict on a pair that ran out of time, raised, or ended its worker.
+    ``quick``: the verdict on a pair that needs no worker, else None. ``remember``: equal pairs have
+    equal verdicts. ``beyond_imports``: ``memory_bytes`` do not count what imports take.
+    ``hash_seed``: Python's, of sets and dictionaries ("": another one in each worker).
     """
 
     load: str
@@ -103,7 +105,9 @@ class WorkerPool:
         self._cached_characters = 0
         self._died_on: set[Pair] = set()
         self._waiting: deque[Pair] = deque()
-        self._asked: dict[Pair, Future[Any]] = {}  # the pairs that wait and those that workers are at
+        self._asked: dict[
+            Pair, Future[Any]
+        ] = {}  # the pairs that wait and those that workers are at
         self._thread: threading.Thread | None = None
         self._ears, self._bell = socket.socketpair()  # new pairs wake the thread
         self._bell.setblocking(False)
@@ -117,15 +121,22 @@ class WorkerPool:
             self._reset()
         quick = {pair: self.work.quick(pair) for pair in dict.fromkeys(pairs)}
         with self._lock:
-            verdicts = {pair: self._ask(pair) if verdict is None else verdict for pair, verdict in quick.items()}
+            verdicts = {
+                pair: self._ask(pair) if verdict is None else verdict
+                for pair, verdict in quick.items()
+            }
             self.statistics.quick += sum(verdict is not None for verdict in quick.values())
             if self._waiting:
                 self._wake()
-        found = {pair: one.result() if isinstance(one, Future) else one for pair, one in verdicts.items()}
+        found = {
+            pair: one.result() if isinstance(one, Future) else one for pair, one in verdicts.items()
+        }
         return [found[pair] for pair in pairs]
 
     def close(self) -> None:
-        """End the workers; pairs that still wait are cancelled. The pool can be used again afterwards."""
+        """End the workers; pairs that still wait are cancelled. The pool can be used again
+        afterwards.
+        """
         if self._owner != os.getpid():
             self._reset()
             return
@@ -159,8 +170,9 @@ class WorkerPool:
             self._bell.send(b"!")
 
     def _serve(self) -> None:
-        """Run the thread, which lives while there is something to judge. An error of the installation goes to all who
-        wait."""
+        """Run the thread, which lives while there is something to judge. An error of the
+        installation goes to all who wait.
+        """
         try:
             self._judge()
         except BaseException as error:
@@ -168,7 +180,13 @@ class WorkerPool:
 
     def _forget(self, error: BaseException | None) -> None:
         with self._lock:
-            left, self._asked, self._waiting, self._thread, self._closed = self._asked, {}, deque(), None, False
+            left, self._asked, self._waiting, self._thread, self._closed = (
+                self._asked,
+                {},
+                deque(),
+                None,
+                False,
+            )
         for future in left.values():
             if error is None:
                 future.cancel()
@@ -207,7 +225,8 @@ class WorkerPool:
                 self._send(worker, waiting.popleft())
         busy = sum(1 for worker in self._workers if worker.pair is None)  # about to be ready
         target = min(
-            self.max_workers, len(self._workers) + max(0, -(-len(waiting) // self.work.pairs_per_worker) - busy)
+            self.max_workers,
+            len(self._workers) + max(0, -(-len(waiting) // self.work.pairs_per_worker) - busy),
         )
         while waiting and len(self._workers) < max(1, target):
             worker = self._start()
@@ -216,12 +235,33 @@ class WorkerPool:
 
     def _start(self) -> Worker:
         work = self.work
-        limits = ["--cpu", work.cpu_seconds, "--wall", work.wall_seconds, "--memory", work.memory_bytes]
-        command = [*limits, *["--beyond-imports"] * work.beyond_imports, "--parent", os.getpid(), work.load]
-        root = str(Path(__file__).resolve().parents[2])  # the package, wherever the trainer was started
+        limits = [
+            "--cpu",
+            work.cpu_seconds,
+            "--wall",
+            work.wall_seconds,
+            "--memory",
+            work.memory_bytes,
+        ]
+        command = [
+            *limits,
+            *["--beyond-imports"] * work.beyond_imports,
+            "--parent",
+            os.getpid(),
+            work.load,
+        ]
+        root = str(
+            Path(__file__).resolve().parents[2]
+        )  # the package, wherever the trainer was started
         path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
         process = subprocess.Popen(
-            [sys.executable, "-m", "megatron_dcpo.judging.worker", *map(str, command), *work.arguments],
+            [
+                sys.executable,
+                "-m",
+                "megatron_dcpo.judging.worker",
+                *map(str, command),
+                *work.arguments,
+            ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -235,8 +275,12 @@ class WorkerPool:
         worker.pair = pair
         worker.deadline = time.monotonic() + self.work.wall_seconds + _GRACE_SECONDS
         assert worker.process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # its stdout is closed as well, and read as the end of the worker
-            worker.process.stdin.write(json.dumps(pair).encode() + b"\n")  # ASCII: lone surrogates survive escaped
+        with contextlib.suppress(
+            BrokenPipeError
+        ):  # its stdout is closed as well, and read as the end of the worker
+            worker.process.stdin.write(
+                json.dumps(pair).encode() + b"\n"
+            )  # ASCII: lone surrogates survive escaped
             worker.process.stdin.flush()
 
     def _on_readable(self, worker: Worker, selector: selectors.BaseSelector) -> None:
@@ -254,7 +298,9 @@ class WorkerPool:
                 worker.ready = True
             elif worker.pair is not None:
                 self.statistics.late += word == b"late"
-                verdict = self._lost(word.decode()) if word in (b"late", b"raised") else json.loads(word)
+                verdict = (
+                    self._lost(word.decode()) if word in (b"late", b"raised") else json.loads(word)
+                )
                 pair, worker.pair = worker.pair, None
                 if last:  # it has used up its memory
                     self._retire(worker, selector)
@@ -263,15 +309,17 @@ class WorkerPool:
                     return
 
     def _retire(self, worker: Worker, selector: selectors.BaseSelector) -> None:
-        """Give up a worker that is late or gone. Its pair is lost, at the latest when a second worker dies on it; one
-        that never became ready is an error of the installation."""
+        """Give up a worker that is late or gone. Its pair is lost, at the latest when a second
+        worker dies on it; one that never became ready is an error of the installation.
+        """
         selector.unregister(worker.process.stdout)  # type: ignore[arg-type]
         self._workers.remove(worker)
         _end(worker)
         if not worker.ready:
             raise RuntimeError(
                 f"a verifier process did not start (exit status {worker.process.returncode}); try: "
-                f"{sys.executable} -m megatron_dcpo.judging.worker --cpu 1 --wall 1 --memory {self.work.memory_bytes} "
+                f"{sys.executable} -m megatron_dcpo.judging.worker --cpu 1 --wall 1 --memory "
+                f"{self.work.memory_bytes} "
                 f"--parent {os.getpid()} {' '.join([self.work.load, *self.work.arguments])}"
             )
         self.statistics.replaced += 1
@@ -286,7 +334,9 @@ class WorkerPool:
         self._record(worker.pair, self._lost("late" if not in_time else "its process ended"))
 
     def _lost(self, word: str) -> Any:
-        return self.work.lost(f"no verdict in {self.work.wall_seconds:g} s" if word == "late" else word)
+        return self.work.lost(
+            f"no verdict in {self.work.wall_seconds:g} s" if word == "late" else word
+        )
 
     def _record(self, pair: Pair, verdict: Any) -> None:
         self.statistics.judged += 1
@@ -302,8 +352,9 @@ class WorkerPool:
         asked.set_result(verdict)
 
     def _alive(self, worker: Worker) -> bool:
-        """Return the workers that live. Some may have been killed meanwhile, by the kernel for instance; those of a
-        thread that failed still owe an answer that nobody waits for."""
+        """Return the workers that live. Some may have been killed meanwhile, by the kernel for
+        instance; those of a thread that failed still owe an answer that nobody waits for.
+        """
         if worker.process.poll() is None and worker.pair is None:
             return True
         _end(worker)

@@ -13,14 +13,17 @@ from megatron_dcpo.runtime import cores_per_rank
 from megatron_dcpo.sandbox.judge import CodeLimits, CodePool
 
 KEPT = 32  # problems whose tests stay unpacked: the responses to one finish at different times
-PackedTests = Mapping[str, bytes]  # by their key, which is the ground truth of a programming problem
+PackedTests = Mapping[
+    str, bytes
+]  # by their key, which is the ground truth of a programming problem
 
 
 class ProgramVerifier:
     """The verifier (``judge.Verifier``) of programming problems whose packed tests are ``tests``.
 
-    All batches share the same warm sandboxes, which start with the first program and end with the process. Raises
-    :class:`UserError` at once where no sandbox works, and when called with a ground truth that is not the key of tests.
+    All batches share the same warm sandboxes, which start with the first program and end with the
+    process. Raises :class:`UserError` at once where no sandbox works, and when called with a ground
+    truth that is not the key of tests.
     """
 
     def __init__(
@@ -36,9 +39,19 @@ class ProgramVerifier:
         atexit.register(self.pool.close)
 
     def __call__(self, attempts: Sequence[Attempt]) -> list[Outcome]:
-        """Return the outcome of each program (``answer``) by the tests whose key is its ground truth."""
+        """Return the outcome of each program (``answer``) by the tests whose key is its ground
+        truth.
+        """
         for attempt in attempts:
             if attempt.truth not in self.tests:
-                raise UserError(f"no tests for {attempt.truth!r}: the data of a code run must be programming problems")
-        verdicts = [self.pool.submit(a.answer, self._unpacked(a.truth), where=a.truth) for a in attempts]
-        return [Outcome(verdict.correct == 1, verdict.category) for verdict in (v.result() for v in verdicts)]
+                raise UserError(
+                    f"no tests for {attempt.truth!r}: the data of a code run must be programming "
+                    "problems"
+                )
+        verdicts = [
+            self.pool.submit(a.answer, self._unpacked(a.truth), where=a.truth) for a in attempts
+        ]
+        return [
+            Outcome(verdict.correct == 1, verdict.category)
+            for verdict in (v.result() for v in verdicts)
+        ]

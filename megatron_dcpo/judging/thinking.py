@@ -1,7 +1,8 @@
 """Where the thinking part of a response ends: behind the first end-of-thinking token.
 
-Its text is looked for in the bytes of the response, as the confidence tag's is: sampled ids and text have one answer.
-Boxes, programs and confidence tags of the thinking are no answer (docs/rollout.md#thinking-models).
+Its text is looked for in the bytes of the response, as the confidence tag's is: sampled ids and
+text have one answer. Boxes, programs and confidence tags of the thinking are no answer
+(docs/rollout.md#thinking-models).
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ from typing import Any, NamedTuple
 
 from megatron_dcpo.errors import UserError
 
-PROMPT_TOKENS = 32  # at the end of a prompt that may open or end the thinking, which Qwen3's "off" does
+PROMPT_TOKENS = (
+    32  # at the end of a prompt that may open or end the thinking, which Qwen3's "off" does
+)
 
 
 class ThinkingTags(NamedTuple):
@@ -29,7 +32,9 @@ KNOWN = (
 
 
 def find_tags(added: Collection[str]) -> ThinkingTags | None:
-    """Return the tags of a tokenizer with these ``added`` tokens, None where it has no end-of-thinking token."""
+    """Return the tags of a tokenizer with these ``added`` tokens, None where it has no
+    end-of-thinking token.
+    """
     return next((tags for tags in KNOWN if tags.end.decode() in added), None)
 
 
@@ -38,24 +43,28 @@ def check_thinking(wanted: str, tags: ThinkingTags | None, tokenizer: str) -> No
     if wanted == "on" and tags is None:
         known = ", ".join(tags.end.decode() for tags in KNOWN)
         raise UserError(
-            f"thinking=on: the tokenizer of {tokenizer} has no end-of-thinking token ({known}); set it to off, or take a "
+            f"thinking=on: the tokenizer of {tokenizer} has no end-of-thinking token ({known}); "
+            "set it to off, or take a "
             "model that thinks"
         )
 
 
 def keep_thinking(tokenizer: Any, tags: ThinkingTags | None) -> dict[str, Any]:
-    """Return what a server is asked for so that the end-of-thinking token stays in its text, where that is a special
-    token; nothing where there is no tokenizer."""
+    """Return what a server is asked for so that the end-of-thinking token stays in its text, where
+    that is a special token; nothing where there is no tokenizer.
+    """
     tokens = tokenizer.added_tokens_decoder.values() if tokenizer is not None and tags else ()
     special = any(token.special and token.content.encode() in tags for token in tokens if tags)
     return {"skip_special_tokens": False} if special else {}
 
 
 def answer_start(content: bytes, tags: ThinkingTags | None, prompt: bytes = b"") -> int | None:
-    """Return the byte of a response at which its answer begins; None where all of it is thinking, which has not ended.
+    """Return the byte of a response at which its answer begins; None where all of it is thinking,
+    which has not ended.
 
-    ``prompt``: the end of what it continues. One that ends the thinking itself leaves none to the response; one that ends
-    with the opening token leaves it open, as does a response that begins with that token.
+    ``prompt``: the end of what it continues. One that ends the thinking itself leaves none to the
+    response; one that ends with the opening token leaves it open, as does a response that begins
+    with that token.
     """
     before = prompt.rstrip()
     if tags is None or before.endswith(tags.end):

@@ -1,7 +1,9 @@
-"""Token id -> the bytes it stands for, so that offsets are counted on the sampled ids and nothing is re-encoded.
+"""Token id -> the bytes it stands for, so that offsets are counted on the sampled ids and nothing
+is re-encoded.
 
-Two kinds of tokenizer cover the models of the field: byte-level BPE (Qwen, Llama-3: every byte has a printable
-stand-in of the GPT-2 alphabet) and sentencepiece with byte fallback (a space is U+2581, a lone byte ``<0x0A>``).
+Two kinds of tokenizer cover the models of the field: byte-level BPE (Qwen, Llama-3: every byte has
+a printable stand-in of the GPT-2 alphabet) and sentencepiece with byte fallback (a space is U+2581,
+a lone byte ``<0x0A>``).
 """
 
 from __future__ import annotations
@@ -24,8 +26,10 @@ _WORD_START = "\u2581"
 
 @dataclass(frozen=True)
 class TokenBytes:
-    """``table[id]`` are the bytes of token ``id``; ids beyond the table (padding of the vocabulary) stand for none.
-    ``thinking``: what opens and ends the thinking, where the tokenizer has an end-of-thinking token."""
+    """``table[id]`` are the bytes of token ``id``; ids beyond the table (padding of the vocabulary)
+    stand for none. ``thinking``: what opens and ends the thinking, where the tokenizer has an
+    end-of-thinking token.
+    """
 
     table: tuple[bytes, ...]
     thinking: ThinkingTags | None = None
@@ -41,13 +45,15 @@ class TokenBytes:
 def token_bytes(tokenizer: Any) -> TokenBytes:
     """Return the table of a Hugging Face tokenizer (fast), read once from its JSON.
 
-    A special or added token stands for its own content. The first token of a sentencepiece response keeps its
-    leading space: a response continues a prompt. Raises :class:`UserError` for another kind of tokenizer.
+    A special or added token stands for its own content. The first token of a sentencepiece response
+    keeps its leading space: a response continues a prompt. Raises :class:`UserError` for another
+    kind of tokenizer.
     """
     backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
     if not hasattr(backend, "to_str"):
         raise UserError(
-            f"tokenizer {type(tokenizer).__name__} has no fast backend; save the model with its tokenizer.json"
+            f"tokenizer {type(tokenizer).__name__} has no fast backend; save the model with its "
+            "tokenizer.json"
         )
     spec = json.loads(backend.to_str())
     check_ids(spec, "the tokenizer")
@@ -64,7 +70,10 @@ def check_ids(spec: dict[str, Any], source: str) -> None:
     vocabulary = model.get("vocab") if isinstance(model, dict) else None
     for index in vocabulary.values() if isinstance(vocabulary, dict) else ():
         if not isinstance(index, int) or index >= MOST_IDS:
-            raise UserError(f"{source} has a token with the id {repr(index)[:40]}; ids are numbers below {MOST_IDS}")
+            raise UserError(
+                f"{source} has a token with the id {repr(index)[:40]}; ids are numbers below "
+                f"{MOST_IDS}"
+            )
 
 
 def _kind(spec: dict[str, Any]) -> str:
@@ -74,7 +83,10 @@ def _kind(spec: dict[str, Any]) -> str:
     if "ByteFallback" in decoders or "Metaspace" in decoders:
         return "sentencepiece"
     names = ", ".join(decoders) or "none"
-    raise UserError(f"tokenizer decoder ({names}) is neither byte-level BPE nor sentencepiece; other kinds are unknown")
+    raise UserError(
+        f"tokenizer decoder ({names}) is neither byte-level BPE nor sentencepiece; other kinds "
+        "are unknown"
+    )
 
 
 def _steps(node: dict[str, Any] | None, children: str) -> Sequence[dict[str, Any]]:
@@ -86,7 +98,9 @@ def _steps(node: dict[str, Any] | None, children: str) -> Sequence[dict[str, Any
 def _vocabulary(model: dict[str, Any]) -> Iterable[tuple[str, int]]:
     if isinstance(model["vocab"], dict):
         return model["vocab"].items()
-    return ((piece, index) for index, (piece, _) in enumerate(model["vocab"]))  # unigram: [piece, score]
+    return (
+        (piece, index) for index, (piece, _) in enumerate(model["vocab"])
+    )  # unigram: [piece, score]
 
 
 def _byte_level(piece: str) -> bytes:
@@ -102,7 +116,9 @@ def _sentencepiece(piece: str) -> bytes:
 
 
 def _gpt2_alphabet() -> dict[int, int]:
-    """Return GPT-2's stand-in of each byte: printable Latin-1 bytes are themselves, the others follow from U+0100."""
+    """Return GPT-2's stand-in of each byte: printable Latin-1 bytes are themselves, the others
+    follow from U+0100.
+    """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {byte: byte for byte in printable} | {0x100 + i: byte for i, byte in enumerate(others)}

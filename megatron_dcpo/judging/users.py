@@ -2,12 +2,15 @@
 
 Its signature is told by its parameter names:
 
-* ``verify(response, answer, *, problem, **columns)``: of the row of the data what it has parameters for;
+* ``verify(response, answer, *, problem, **columns)``: of the row of the data what it has parameters
+for;
 * verl's ``compute_score(data_source, solution_str, ground_truth, extra_info=None)``;
-* TRL's ``reward(prompts, completions, **columns)``: lists of one, texts, or messages where the row's ``prompt`` is.
+* TRL's ``reward(prompts, completions, **columns)``: lists of one, texts, or messages where the
+row's ``prompt`` is.
 
-It sees the reasoning block only, and returns a bool, a number in [0, 1], or a mapping with such a ``score`` and what is to
-be logged; it may be ``async``. Whatever else it does is a ``verifier_error``: the response is wrong, and the run goes on.
+It sees the reasoning block only, and returns a bool, a number in [0, 1], or a mapping with such a
+``score`` and what is to be logged; it may be ``async``. Whatever else it does is a
+``verifier_error``: the response is wrong, and the run goes on.
 """
 
 from __future__ import annotations
@@ -34,7 +37,8 @@ logger = logging.getLogger(__name__)
 OPTION = "judging.verifier"
 LOGGED_KEYS, LOGGED_CHARACTERS = 32, 200  # of what a function may add to the records of a response
 _SIGNATURES = (
-    "verify(response, answer, *, problem, **columns), compute_score(data_source, solution_str, ground_truth, "
+    "verify(response, answer, *, problem, **columns), compute_score(data_source, solution_str, "
+    "ground_truth, "
     "extra_info=None) or reward(prompts, completions, **columns)"
 )
 
@@ -44,14 +48,23 @@ class VerifierFailed(UserError):
 
 
 class FunctionVerifier:
-    """The verifier (``judge.Verifier``) that calls the function at ``path``. Raises :class:`UserError` where there is none
-    with a known signature."""
+    """The verifier (``judge.Verifier``) that calls the function at ``path``. Raises
+    :class:`UserError` where there is none with a known signature.
+    """
 
     def __init__(self, path: str, options: JudgingConfig) -> None:
         load_function(path)
         self.options, self.warn = options, warn_once(path)
         limits = options.test_seconds, options.test_seconds, options.memory_mb << 20
-        work = PoolWork(f"{__name__}:load", _lost, *limits, (path,), remember=False, beyond_imports=True, hash_seed="0")
+        work = PoolWork(
+            f"{__name__}:load",
+            _lost,
+            *limits,
+            (path,),
+            remember=False,
+            beyond_imports=True,
+            hash_seed="0",
+        )
         self.pool = WorkerPool(replace(work, pairs_per_worker=4))
 
     def __call__(self, attempts: Sequence[Attempt]) -> list[Outcome]:
@@ -87,13 +100,23 @@ def outcome_of(result: Any, options: JudgingConfig, warn: Callable[[str], None])
 
 
 def _checked(result: Any) -> tuple[str | None, dict[str, Any]]:
-    """Return what is wrong with a result, None where nothing is, and the result as a mapping with a finite ``score``."""
+    """Return what is wrong with a result, None where nothing is, and the result as a mapping with a
+    finite ``score``.
+    """
     found = dict(result) if isinstance(result, Mapping) else {"score": result}
     score: Any = found.get("score")
     score = score.item() if hasattr(score, "item") else score  # of NumPy or torch
     if not isinstance(score, bool | int | float) or not 0 <= score <= 1:  # NaN is neither
-        return f"returned {result!r:.80}; expected a bool, a number in [0, 1], or a mapping with such a score", {}
-    logged = {str(k)[:LOGGED_CHARACTERS]: _plain(v) for k, v in list(found.items())[: LOGGED_KEYS + 1] if k != "score"}
+        return (
+            f"returned {result!r:.80}; expected a bool, a number in [0, 1], or a mapping with "
+            "such a score",
+            {},
+        )
+    logged = {
+        str(k)[:LOGGED_CHARACTERS]: _plain(v)
+        for k, v in list(found.items())[: LOGGED_KEYS + 1]
+        if k != "score"
+    }
     return None, {"score": float(score), **logged}
 
 
@@ -109,8 +132,9 @@ def _lost(why: str) -> dict[str, str]:
 
 
 def check_error_rate(judgements: Sequence[Any], largest: float, what: str) -> None:
-    """Raise :class:`VerifierFailed` where more than ``largest`` of what users' verifiers judged are errors; the judgements
-    may be samples of an evaluation."""
+    """Raise :class:`VerifierFailed` where more than ``largest`` of what users' verifiers judged are
+    errors; the judgements may be samples of an evaluation.
+    """
     own = [j.category == VERIFIER_ERROR for j in judgements if j.logged is not None]
     if own and sum(own) > largest * len(own):
         raise VerifierFailed(
@@ -119,11 +143,13 @@ def check_error_rate(judgements: Sequence[Any], largest: float, what: str) -> No
         )
 
 
-# --------------------------------------------------------------------------------------- in the worker's process
+# -------------------------------------------------------------------------- in the worker's process
 
 
 def load(path: str) -> Callable[[str], Any]:
-    """Return what a worker calls for each response: it gives the result as plain values, or ``{"error": why}``."""
+    """Return what a worker calls for each response: it gives the result as plain values, or
+    ``{"error": why}``.
+    """
     call = load_function(path)
 
     def judge(text: str) -> Any:
@@ -147,12 +173,16 @@ async def _awaited(result: Any) -> Any:
 
 
 def load_function(path: str) -> Callable[[str, str, Mapping[str, Any]], Any]:
-    """Return the function at ``path`` as one of reasoning block, ground truth and row. Raises :class:`UserError`."""
+    """Return the function at ``path`` as one of reasoning block, ground truth and row. Raises
+    :class:`UserError`.
+    """
     function = load_object(path, OPTION)
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):  # no function, or a builtin without a signature
-        raise UserError(f"{OPTION}={path}: expected {_SIGNATURES}; got {type(function).__name__}") from None
+        raise UserError(
+            f"{OPTION}={path}: expected {_SIGNATURES}; got {type(function).__name__}"
+        ) from None
     everything = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
     def call(**values: Any) -> Any:
@@ -168,7 +198,9 @@ def load_function(path: str) -> Callable[[str, str, Mapping[str, Any]], Any]:
     if "completions" in parameters:
         return lambda text, truth, row: call(**_as_in_trl(text, {"answer": truth, **row}))
     if "response" in parameters:
-        return lambda text, truth, row: call(**{"problem": "", "answer": truth, **row, "response": text})
+        return lambda text, truth, row: call(
+            **{"problem": "", "answer": truth, **row, "response": text}
+        )
     raise UserError(f"{OPTION}={path}: expected {_SIGNATURES}; got ({', '.join(parameters)})")
 
 

@@ -30,8 +30,10 @@ def reads_rows(name: str) -> bool:
 
 
 def verifier_for(form: str, named: str, registered: bool = False) -> str:
-    """Return the verifier of problems whose answer is of a ``form`` (``data.prompts.ASKS``), where the user ``named`` one; a
-    verifier of questions is not for the mathematics of a ``registered`` benchmark."""
+    """Return the verifier of problems whose answer is of a ``form`` (``data.prompts.ASKS``), where
+    the user ``named`` one; a verifier of questions is not for the mathematics of a ``registered``
+    benchmark.
+    """
     if is_users(named):
         return named
     if form in ("choice", "short"):
@@ -40,13 +42,16 @@ def verifier_for(form: str, named: str, registered: bool = False) -> str:
 
 
 def check_verifier(name: str) -> None:
-    """Raise :class:`UserError` where the user's function is not there, or has another signature. Asks no server."""
+    """Raise :class:`UserError` where the user's function is not there, or has another signature.
+    Asks no server.
+    """
     if is_users(name) and "://" not in name:
         load_function(name)
 
 
 def verifiers(options: JudgingConfig, tests: PackedTests) -> FindVerifier:
-    """Return what gives the verifier of a name, each built once; ``tests``: of programs, by their key.
+    """Return what gives the verifier of a name, each built once; ``tests``: of programs, by their
+    key.
 
     It raises :class:`UserError` where there is none, or where programs cannot be run safely here.
     """

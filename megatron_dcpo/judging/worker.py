@@ -1,11 +1,12 @@
-"""One worker process: a JSON list per line on stdin, a verdict as JSON per line on stdout. Started by ``pool.py``, never by
-hand.
+"""One worker process: a JSON list per line on stdin, a verdict as JSON per line on stdout. Started
+by ``pool.py``, never by hand.
 
-It imports what its work names and nothing else of weight. Three limits bound every pair: processor time (``--cpu``, an
-exception that sympy cannot swallow for ever, so that a busy machine does not change verdicts), wall time (``--wall``, a
-watchdog that ends the process even inside a big-integer operation), and memory (``--memory``, bytes of address space; a
-worker that holds half of it after a pair says so and ends, so that no pair is judged in what others have left over).
-It ends when its parent does.
+It imports what its work names and nothing else of weight. Three limits bound every pair: processor
+time (``--cpu``, an exception that sympy cannot swallow for ever, so that a busy machine does not
+change verdicts), wall time (``--wall``, a watchdog that ends the process even inside a big-integer
+operation), and memory (``--memory``, bytes of address space; a worker that holds half of it after a
+pair says so and ends, so that no pair is judged in what others have left over). It ends when its
+parent does.
 """
 
 from __future__ import annotations
@@ -30,15 +31,23 @@ class OutOfTime(BaseException):
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--cpu", type=float, required=True, help="processor seconds per pair")
-    parser.add_argument("--wall", type=float, required=True, help="seconds per pair until the process ends")
+    parser.add_argument(
+        "--wall", type=float, required=True, help="seconds per pair until the process ends"
+    )
     parser.add_argument("--memory", type=int, required=True, help="bytes of address space")
-    parser.add_argument("--beyond-imports", action="store_true", help="--memory does not count what imports take")
+    parser.add_argument(
+        "--beyond-imports", action="store_true", help="--memory does not count what imports take"
+    )
     parser.add_argument("--parent", type=int, required=True)
     parser.add_argument("load", help="module:function of what judges")
     parser.add_argument("arguments", nargs="*")
     limits = parser.parse_args()
-    # whatever a library prints must not be read as a verdict, and no pair be read by a user's function
-    pairs, answers = os.fdopen(os.dup(0), encoding="utf-8"), os.fdopen(os.dup(1), "w", encoding="utf-8")
+    # whatever a library prints must not be read as a verdict, and no pair be read by a user's
+    # function
+    pairs, answers = (
+        os.fdopen(os.dup(0), encoding="utf-8"),
+        os.fdopen(os.dup(1), "w", encoding="utf-8"),
+    )
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
     threading.Thread(target=_end_with, args=(limits.parent,), daemon=True).start()
@@ -68,8 +77,9 @@ def main() -> None:
 
 
 def _judged(judge: Any, pair: list[str], cpu_seconds: float) -> str:
-    """Return the verdict as JSON, ``late``, or ``raised``: sampled text makes sympy and the LaTeX grammar raise nearly
-    anything."""
+    """Return the verdict as JSON, ``late``, or ``raised``: sampled text makes sympy and the LaTeX
+    grammar raise nearly anything.
+    """
     try:
         # Repeated: a bare ``except`` somewhere in between may swallow the first one.
         signal.setitimer(signal.ITIMER_PROF, cpu_seconds, 0.2)
@@ -100,7 +110,9 @@ def _say(stream: Any, word: str) -> None:
 
 
 def _end_with(parent: int) -> None:
-    """End with the parent: killed, it closes no pipe that a sibling has inherited, but its process id is gone."""
+    """End with the parent: killed, it closes no pipe that a sibling has inherited, but its process
+    id is gone.
+    """
     while os.getppid() == parent:
         time.sleep(1.0)
     if os.getpgrp() == os.getpid():  # with all that it has forked

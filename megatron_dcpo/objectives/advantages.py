@@ -1,7 +1,8 @@
-"""A group of G responses to the same prompt: the target of the confidence, the rewards, the normalized advantages.
+"""A group of G responses to the same prompt: the target of the confidence, the rewards, the
+normalized advantages.
 
-Every score of a stated confidence is scaled to [-1, 0], 0 the best, so that the default penalty of -1 for a malformed
-confidence is never better than an honest answer, whichever score is chosen.
+Every score of a stated confidence is scaled to [-1, 0], 0 the best, so that the default penalty of
+-1 for a malformed confidence is never better than an honest answer, whichever score is chosen.
 """
 
 from __future__ import annotations
@@ -14,26 +15,35 @@ from megatron_dcpo.objectives.options import ConfidenceNormalization, ObjectiveC
 from megatron_dcpo.types import BLOCK_CONFIDENCE, BLOCK_REASONING, Judgement
 
 MIN_BATCH_RMS = 0.01  # of the confidence's advantages: what is smaller is not blown up further
-REWARD_TOLERANCE = 1e-6  # rewards closer than this are the same reward: rounding must not become an advantage
+REWARD_TOLERANCE = (
+    1e-6  # rewards closer than this are the same reward: rounding must not become an advantage
+)
 SCORE_CLAMP = 0.01  # of the confidence in the logarithmic score
 MAX_STATED = 1e6  # a raw number has no bound; its square must stay finite
 SENTINEL = -1.0  # the released code's confidence of a response that states none
 
-Scores = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]  # target, R, R_c, A_r, A_c: float64 [G] each
+Scores = tuple[
+    np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray
+]  # target, R, R_c, A_r, A_c: float64 [G] each
 
 
 def hybrid_target(R: np.ndarray, options: ObjectiveConfig) -> np.ndarray:
-    """Return t_i = lam * Rt + (1 - lam) * R_i, float64 [G]; Rt the group accuracy over all responses, malformed ones too
-    (docs/algorithms.md#3-rewards)."""
+    """Return t_i = lam * Rt + (1 - lam) * R_i, float64 [G]; Rt the group accuracy over all
+    responses, malformed ones too (docs/algorithms.md#3-rewards).
+    """
     return options.lam * R.mean() + (1 - options.lam) * R
 
 
-def normalize(rewards: np.ndarray, how: ConfidenceNormalization, options: ObjectiveConfig) -> np.ndarray:
+def normalize(
+    rewards: np.ndarray, how: ConfidenceNormalization, options: ObjectiveConfig
+) -> np.ndarray:
     """Return A_i = (x_i - mean x) / (std x + eps), float64 [G] (docs/algorithms.md#4-advantages).
 
-    ``mean``: not divided; ``none``: x itself; ``batch_std``: not divided yet, see :func:`batch_scale`.
+    ``mean``: not divided; ``none``: x itself; ``batch_std``: not divided yet, see
+    :func:`batch_scale`.
 
-    A group of identical rewards gives exactly 0: in float32 eight equal rewards can have a std of 3e-8.
+    A group of identical rewards gives exactly 0: in float32 eight equal rewards can have a std of
+    3e-8.
     """
     x = np.asarray(rewards, dtype=np.float64)
     if how == "none":
@@ -47,21 +57,28 @@ def normalize(rewards: np.ndarray, how: ConfidenceNormalization, options: Object
 def batch_scale(A_c: np.ndarray) -> float:
     """Return the divisor of the advantages of a whole mini-batch, ``A_c`` [N], with ``batch_std``.
 
-    Their root mean square, at least ``MIN_BATCH_RMS``. One number for all groups changes the length of the expected
-    gradient and not its direction, so a proper score stays proper, which a group's own std does not allow.
+    Their root mean square, at least ``MIN_BATCH_RMS``. One number for all groups changes the length
+    of the expected gradient and not its direction, so a proper score stays proper, which a group's
+    own std does not allow.
     """
     return max(float(np.sqrt(np.mean(np.square(A_c)))), MIN_BATCH_RMS)
 
 
-def shared_advantage(target: np.ndarray, rewards: np.ndarray, R_c: np.ndarray, options: ObjectiveConfig) -> Scores:
-    """Return the scores of one scalar reward, one advantage on all tokens: GRPO and everything built on it."""
+def shared_advantage(
+    target: np.ndarray, rewards: np.ndarray, R_c: np.ndarray, options: ObjectiveConfig
+) -> Scores:
+    """Return the scores of one scalar reward, one advantage on all tokens: GRPO and everything
+    built on it.
+    """
     advantage = normalize(rewards, options.advantage_normalization_reasoning, options)
     return target, rewards, R_c, advantage, advantage
 
 
 def l1(c: np.ndarray, target: np.ndarray) -> np.ndarray:
-    """Return -|c - t| (paper, hybrid reward). Not proper: its optimum is a median of t, which at lam = 1, where t is the
-    accuracy of G responses, lies within 1/G of E[t], and at lam = 0 is 0 or 1."""
+    """Return -|c - t| (paper, hybrid reward). Not proper: its optimum is a median of t, which at
+    lam = 1, where t is the accuracy of G responses, lies within 1/G of E[t], and at lam = 0 is 0 or
+    1.
+    """
     return -np.abs(c - target)
 
 
@@ -71,7 +88,9 @@ def brier(c: np.ndarray, target: np.ndarray) -> np.ndarray:
 
 
 def log(c: np.ndarray, target: np.ndarray, clamp: float = SCORE_CLAMP) -> np.ndarray:
-    """Return t log c + (1 - t) log(1 - c) with c in [clamp, 1 - clamp], divided by -log(clamp) so that the worst is -1."""
+    """Return t log c + (1 - t) log(1 - c) with c in [clamp, 1 - clamp], divided by -log(clamp) so
+    that the worst is -1.
+    """
     c = np.clip(c, clamp, 1 - clamp)
     return (target * np.log(c) + (1 - target) * np.log1p(-c)) / -np.log(clamp)
 
@@ -90,11 +109,12 @@ SCORING_RULES: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
 
 
 def calibration_reward(c: np.ndarray, target: np.ndarray, options: ObjectiveConfig) -> np.ndarray:
-    """Return R_c, float64 [G]: the score of the confidence, and for a malformed one what ``malformed_placement`` says.
+    """Return R_c, float64 [G]: the score of the confidence, and for a malformed one what
+    ``malformed_placement`` says.
 
     ``confidence`` and ``both``: the constant ``malformed_penalty`` (right and wrong answers alike).
-    ``reasoning``: the mean of the well-formed R_c, hence no confidence advantage; the penalty is in R instead.
-    ``sentinel``: the score of the number that stands for it, which ``c`` has already.
+    ``reasoning``: the mean of the well-formed R_c, hence no confidence advantage; the penalty is in
+    R instead. ``sentinel``: the score of the number that stands for it, which ``c`` has already.
     """
     well_formed = ~np.isnan(c)
     score = SCORING_RULES[options.calibration_loss]
@@ -106,17 +126,25 @@ def calibration_reward(c: np.ndarray, target: np.ndarray, options: ObjectiveConf
 
 
 def scored_confidence(judgement: Judgement, options: ObjectiveConfig) -> float:
-    """Return the confidence that is scored: NaN where it is malformed, unless ``malformed_placement`` is ``sentinel``, the
-    released code's: then the number as written, or -1 when there is none."""
+    """Return the confidence that is scored: NaN where it is malformed, unless
+    ``malformed_placement`` is ``sentinel``, the released code's: then the number as written, or -1
+    when there is none.
+    """
     if judgement.confidence is not None:
         return judgement.confidence
     if options.malformed_placement != "sentinel":
         return np.nan
-    return SENTINEL if judgement.stated is None else float(np.clip(judgement.stated, -MAX_STATED, MAX_STATED))
+    return (
+        SENTINEL
+        if judgement.stated is None
+        else float(np.clip(judgement.stated, -MAX_STATED, MAX_STATED))
+    )
 
 
 def correctness_reward(R: np.ndarray, c: np.ndarray, options: ObjectiveConfig) -> np.ndarray:
-    """Return R, float64 [G]: 1 for a right answer, else 0; plus the format penalty where it is placed on the reasoning."""
+    """Return R, float64 [G]: 1 for a right answer, else 0; plus the format penalty where it is
+    placed on the reasoning.
+    """
     if options.malformed_placement in ("reasoning", "both"):
         return R + np.where(np.isnan(c), options.malformed_penalty, 0.0)
     return R.copy()
@@ -130,10 +158,12 @@ def block_ids(judgement: Judgement, options: ObjectiveConfig) -> np.ndarray:
 
 
 def confidence_start(judgement: Judgement, options: ObjectiveConfig) -> int:
-    """Return the first token of the confidence block. Only a response without a marker depends on ``fallback``.
+    """Return the first token of the confidence block. Only a response without a marker depends on
+    ``fallback``.
 
-    The splitter gives such a response its EOS as block (``eos``), and nothing when it was truncated. With
-    ``marker_block: reasoning`` the block begins behind the marker: to write it is to stop reasoning.
+    The splitter gives such a response its EOS as block (``eos``), and nothing when it was
+    truncated. With ``marker_block: reasoning`` the block begins behind the marker: to write it is
+    to stop reasoning.
     """
     no_marker = judgement.status == "missing" or judgement.boundary == judgement.length
     if no_marker and options.fallback == "last_two":

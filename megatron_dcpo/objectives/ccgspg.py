@@ -1,6 +1,8 @@
-"""CCGSPG: sequence-level policy gradient with the sequence's own probability as confidence (docs/algorithms.md#2-methods).
+"""CCGSPG: sequence-level policy gradient with the sequence's own probability as confidence
+(docs/algorithms.md#2-methods).
 
-No importance ratio and no clipping. The stated confidence is not used; the blocks share one advantage.
+No importance ratio and no clipping. The stated confidence is not used; the blocks share one
+advantage.
 """
 
 from __future__ import annotations
@@ -13,7 +15,13 @@ import numpy as np
 from megatron_dcpo.objectives.advantages import REWARD_TOLERANCE, Scores
 from megatron_dcpo.objectives.method import Method
 from megatron_dcpo.objectives.options import COMMON, ObjectiveConfig
-from megatron_dcpo.objectives.policy_loss import Stats, by_block, masked, regularizers, sequence_sums
+from megatron_dcpo.objectives.policy_loss import (
+    Stats,
+    by_block,
+    masked,
+    regularizers,
+    sequence_sums,
+)
 from megatron_dcpo.types import BLOCK_NONE, MicroBatch, TokenOutputs
 
 if TYPE_CHECKING:
@@ -22,10 +30,14 @@ if TYPE_CHECKING:
 ONE_MINUS_C_CLAMP = 1e-4
 
 
-def score_group(R: np.ndarray, c: np.ndarray, logprob: np.ndarray, options: ObjectiveConfig) -> Scores:
-    """Return A_i = (R_i - mean R) / (1 - c_i + eps), c_i = exp(mean_t logp_old) in float64, not divided by a std.
+def score_group(
+    R: np.ndarray, c: np.ndarray, logprob: np.ndarray, options: ObjectiveConfig
+) -> Scores:
+    """Return A_i = (R_i - mean R) / (1 - c_i + eps), c_i = exp(mean_t logp_old) in float64, not
+    divided by a std.
 
-    1 - c_i is held above ``ONE_MINUS_C_CLAMP``: the division would grow without bound as the model grows sure.
+    1 - c_i is held above ``ONE_MINUS_C_CLAMP``: the division would grow without bound as the model
+    grows sure.
     """
     one_minus_c = np.maximum(-np.expm1(logprob), ONE_MINUS_C_CLAMP)
     centered = R - R.mean() if np.ptp(R) >= REWARD_TOLERANCE else 0 * R
@@ -33,8 +45,11 @@ def score_group(R: np.ndarray, c: np.ndarray, logprob: np.ndarray, options: Obje
     return R.copy(), R.copy(), np.full_like(A, np.nan), A, A
 
 
-def token_loss(batch: MicroBatch, outputs: TokenOutputs, options: ObjectiveConfig) -> tuple[Tensor, Stats]:
-    """Return -w_t (A_i log c_i + beta (R_i log c_i + (1 - R_i) log(1 - c_i))) on each token of sequence i, [n].
+def token_loss(
+    batch: MicroBatch, outputs: TokenOutputs, options: ObjectiveConfig
+) -> tuple[Tensor, Stats]:
+    """Return -w_t (A_i log c_i + beta (R_i log c_i + (1 - R_i) log(1 - c_i))) on each token of
+    sequence i, [n].
 
     With sequence-mean weights 1 / (N |o_i|) the tokens of a sequence sum to 1/N of its loss.
     """
@@ -49,7 +64,9 @@ def token_loss(batch: MicroBatch, outputs: TokenOutputs, options: ObjectiveConfi
     A = masked(batch.columns["advantages"].to(logprobs), batch)
     weights = masked(batch.columns["weights"].to(logprobs), batch)
     losses = weights * (extra - A * log_c[batch.sequence_ids] - regularizer[batch.sequence_ids])
-    return losses, stats | by_block("loss", losses, batch) | by_block("tokens", losses.new_ones(losses.shape), batch)
+    return losses, stats | by_block("loss", losses, batch) | by_block(
+        "tokens", losses.new_ones(losses.shape), batch
+    )
 
 
 def defaults(config: ObjectiveConfig) -> Mapping[str, Any]:

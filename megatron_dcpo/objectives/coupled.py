@@ -1,4 +1,6 @@
-"""DCPO without decoupling (the paper's ablation "w/o decoupled optimization"; docs/algorithms.md#2-methods)."""
+"""DCPO without decoupling (the paper's ablation "w/o decoupled optimization";
+docs/algorithms.md#2-methods).
+"""
 
 from __future__ import annotations
 
@@ -24,11 +26,17 @@ from megatron_dcpo.objectives.options import (
 )
 
 
-def score_group(R: np.ndarray, c: np.ndarray, logprob: np.ndarray, options: ObjectiveConfig) -> Scores:
-    """Return the scores of r_i = R_i + w * R_c,i with DCPO's target: one GRPO advantage of r for all tokens."""
+def score_group(
+    R: np.ndarray, c: np.ndarray, logprob: np.ndarray, options: ObjectiveConfig
+) -> Scores:
+    """Return the scores of r_i = R_i + w * R_c,i with DCPO's target: one GRPO advantage of r for
+    all tokens.
+    """
     target = hybrid_target(R, options)
     R_c = calibration_reward(c, target, options)
-    return shared_advantage(target, correctness_reward(R, c, options) + options.options["w"] * R_c, R_c, options)
+    return shared_advantage(
+        target, correctness_reward(R, c, options) + options.options["w"] * R_c, R_c, options
+    )
 
 
 def defaults(config: ObjectiveConfig) -> Mapping[str, Any]:
@@ -37,5 +45,10 @@ def defaults(config: ObjectiveConfig) -> Mapping[str, Any]:
 
 
 READS = COMMON | CLIPPED_LOSS | CALIBRATION_REWARD | REASONING_ADVANTAGE
-OWN_OPTIONS, MEANINGS = {"w": 1.0}, {"w": "Factor of the calibration reward in the sum of both rewards."}
-METHOD = Method(score_group, reads=READS, own_options=OWN_OPTIONS, meanings=MEANINGS, defaults=defaults)
+OWN_OPTIONS, MEANINGS = (
+    {"w": 1.0},
+    {"w": "Factor of the calibration reward in the sum of both rewards."},
+)
+METHOD = Method(
+    score_group, reads=READS, own_options=OWN_OPTIONS, meanings=MEANINGS, defaults=defaults
+)

@@ -1,6 +1,8 @@
-"""DCPO: decoupled calibration policy optimization (the paper's method; docs/algorithms.md#2-methods).
+"""DCPO: decoupled calibration policy optimization (the paper's method;
+docs/algorithms.md#2-methods).
 
-DCPO-I is ``lam: 0`` (each response its own label), DCPO-G is ``lam: 1`` (the group accuracy for all).
+DCPO-I is ``lam: 0`` (each response its own label), DCPO-G is ``lam: 1`` (the group accuracy for
+all).
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ from megatron_dcpo.objectives.options import (
 )
 
 
-def score_group(R: np.ndarray, c: np.ndarray, logprob: np.ndarray, options: ObjectiveConfig) -> Scores:
+def score_group(
+    R: np.ndarray, c: np.ndarray, logprob: np.ndarray, options: ObjectiveConfig
+) -> Scores:
     """Return two rewards and two advantages, each with the statistics of its own.
 
     t_i = lam * Rt + (1 - lam) * R_i;  R_c,i = -|c_i - t_i|;
@@ -45,15 +49,20 @@ def score_group(R: np.ndarray, c: np.ndarray, logprob: np.ndarray, options: Obje
     return target, reward, R_c, A_r, A_c
 
 
-def counterfactual_advantage(c: np.ndarray, target: np.ndarray, options: ObjectiveConfig) -> np.ndarray:
+def counterfactual_advantage(
+    c: np.ndarray, target: np.ndarray, options: ObjectiveConfig
+) -> np.ndarray:
     """Return A_c,i = S(c_i, t_i) - 1/(G-1) sum_{j != i} S(c_j, t_i), float64 [G].
 
-    The score is a known function of confidence and target, so what the other responses' confidences would have earned
-    on *this* response's target can be computed. They were sampled independently of c_i, so the expected gradient is the
-    group baseline's; but the part of R_c that comes from t_i and not from the choice of c_i cancels.
+    The score is a known function of confidence and target, so what the other responses' confidences
+    would have earned on *this* response's target can be computed. They were sampled independently
+    of c_i, so the expected gradient is the group baseline's; but the part of R_c that comes from
+    t_i and not from the choice of c_i cancels.
     """
     G = len(target)
-    scores = np.stack([calibration_reward(c, np.full(G, t), options) for t in target])  # [i, j]: c_j on t_i
+    scores = np.stack(
+        [calibration_reward(c, np.full(G, t), options) for t in target]
+    )  # [i, j]: c_j on t_i
     own = np.diagonal(scores)
     A_c = own - (scores.sum(axis=1) - own) / (G - 1)
     if options.advantage_normalization_confidence == "std":
@@ -71,7 +80,8 @@ METHOD = Method(
     reads=COMMON | CLIPPED_LOSS | CALIBRATION_REWARD | REASONING_ADVANTAGE | CONFIDENCE_ADVANTAGE,
     own_options={"confidence_baseline": ("group", "counterfactual")},
     meanings={
-        "confidence_baseline": "What R_c is compared with: the R_c of the group, or the scores that the group's confidences "
+        "confidence_baseline": "What R_c is compared with: the R_c of the group, or the scores "
+        "that the group's confidences "
         "would have had on its target."
     },
     defaults=defaults,

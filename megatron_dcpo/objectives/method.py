@@ -1,7 +1,8 @@
 """A method: how a group of responses is scored, and the loss of a token.
 
-samples = method.score(samples)                         # rewards, advantages, blocks and weights of every sample
-contributions, statistics = method.loss(batch, outputs) # per token of a micro-batch; their plain sum is the loss
+samples = method.score(samples)                         # rewards, advantages, blocks and weights of
+every sample contributions, statistics = method.loss(batch, outputs) # per token of a micro-batch;
+their plain sum is the loss
 """
 
 from __future__ import annotations
@@ -32,9 +33,10 @@ if TYPE_CHECKING:
 
 SCORES = ("target", "R", "R_c", "A_r", "A_c")
 
-# A group's correctness R, confidence c (NaN where it is malformed) and mean log-prob, float64 [G] each, and the options
-# -> ``SCORES``, float64 [G] each: what the confidence is compared with, the reward behind A_r, the calibration reward (NaN
-# where the method has none), the advantages of the reasoning and of the confidence tokens.
+# A group's correctness R, confidence c (NaN where it is malformed) and mean log-prob, float64 [G]
+# each, and the options -> ``SCORES``, float64 [G] each: what the confidence is compared with, the
+# reward behind A_r, the calibration reward (NaN where the method has none), the advantages of the
+# reasoning and of the confidence tokens.
 ScoreGroup = Callable[[np.ndarray, np.ndarray, np.ndarray, ObjectiveConfig], Sequence[np.ndarray]]
 TokenLoss = Callable[[MicroBatch, TokenOutputs, ObjectiveConfig], "tuple[Tensor, Stats]"]
 
@@ -46,14 +48,17 @@ def no_defaults(config: ObjectiveConfig) -> Mapping[str, Any]:
 
 @dataclass(frozen=True)
 class Method:
-    """What a file of this package (or a user's) declares; ``objectives.build_method`` adds the ``options``. Holds no state.
+    """What a file of this package (or a user's) declares; ``objectives.build_method`` adds the
+    ``options``. Holds no state.
 
-    ``score_group``: see :data:`ScoreGroup`. ``token_loss``: contributions [n] of a micro-batch's tokens, and sums over
-    them. ``reads``: names of the options that it reads; another one is refused when it is set. ``own_options``: options
-    of its own with their defaults (of a tuple of choices the first), set under ``objective.options``; ``meanings``: a
-    sentence on each. ``defaults``: its own values of options, which win over the preset's. ``needs_old_logprobs``: the
-    score reads the mean log-prob of each response under the policy that sampled. ``separable``: a token's loss depends
-    on the policy's outputs at that token alone. ``batch_scaled``: the advantages that ``batch_std`` brings to one scale.
+    ``score_group``: see :data:`ScoreGroup`. ``token_loss``: contributions [n] of a micro-batch's
+    tokens, and sums over them. ``reads``: names of the options that it reads; another one is
+    refused when it is set. ``own_options``: options of its own with their defaults (of a tuple of
+    choices the first), set under ``objective.options``; ``meanings``: a sentence on each.
+    ``defaults``: its own values of options, which win over the preset's. ``needs_old_logprobs``:
+    the score reads the mean log-prob of each response under the policy that sampled. ``separable``:
+    a token's loss depends on the policy's outputs at that token alone. ``batch_scaled``: the
+    advantages that ``batch_std`` brings to one scale.
     """
 
     score_group: ScoreGroup
@@ -70,22 +75,35 @@ class Method:
 
     @property
     def loss_is_separable(self) -> bool:
-        """Return whether :meth:`loss` may be called on some of a micro-batch's tokens: the loss is a plain sum over them."""
-        return self.separable and self.options.ratio == "token" and self.options.tis_level in ("none", "token")
+        """Return whether :meth:`loss` may be called on some of a micro-batch's tokens: the loss is
+        a plain sum over them.
+        """
+        return (
+            self.separable
+            and self.options.ratio == "token"
+            and self.options.tis_level in ("none", "token")
+        )
 
     def loss(self, batch: MicroBatch, outputs: TokenOutputs) -> tuple[Tensor, Stats]:
-        """Return per-token contributions [n] of a micro-batch, and statistics that add up over micro-batches and ranks."""
+        """Return per-token contributions [n] of a micro-batch, and statistics that add up over
+        micro-batches and ranks.
+        """
         return self.token_loss(batch, outputs, self.options)
 
     def with_entropy_coef(self, coef: float) -> Method:
-        """Return the method with another coefficient of the reasoning's entropy (``entropy_target``)."""
-        return replace(self, options=self.options.model_copy(update={"entropy_coef_reasoning": coef}))
+        """Return the method with another coefficient of the reasoning's entropy
+        (``entropy_target``).
+        """
+        return replace(
+            self, options=self.options.model_copy(update={"entropy_coef_reasoning": coef})
+        )
 
     def score(self, samples: Sequence[TrainingSample]) -> list[TrainingSample]:
         """Return the samples of a mini-batch with rewards, advantages, blocks and token weights.
 
-        Groups are collected by prompt id, in any order; the denominators of the weights are those of all ``samples``.
-        Raises :class:`UserError` for a group of one, ValueError where log-probs are missing.
+        Groups are collected by prompt id, in any order; the denominators of the weights are those
+        of all ``samples``. Raises :class:`UserError` for a group of one, ValueError where log-probs
+        are missing.
         """
         scores = self.group_scores(samples)
         blocks = [block_ids(sample.judgement, self.options) for sample in samples]
@@ -99,7 +117,9 @@ class Method:
                 block_ids=block,
                 weights=weight,
             )
-            for sample, block, weight, (_, R, R_c, A_r, A_c) in zip(samples, blocks, weights, scores.T, strict=True)
+            for sample, block, weight, (_, R, R_c, A_r, A_c) in zip(
+                samples, blocks, weights, scores.T, strict=True
+            )
         ]
 
     def group_scores(self, samples: Sequence[TrainingSample]) -> np.ndarray:
@@ -110,14 +130,18 @@ class Method:
         judgements = [sample.judgement for sample in samples]
         for rows in groups.values():
             _check_group([judgements[row] for row in rows])
-        R = np.array([np.nan if self.abstention and j.abstained else j.R for j in judgements], np.float64)
+        R = np.array(
+            [np.nan if self.abstention and j.abstained else j.R for j in judgements], np.float64
+        )
         c = np.array([scored_confidence(j, self.options) for j in judgements], np.float64)
         logprob = np.array([self._mean_logprob(sample) for sample in samples], np.float64)
         scores = np.full((len(SCORES), len(samples)), np.nan)
         for rows in groups.values():
             scored = self.score_group(R[rows], c[rows], logprob[rows], self.options)
             if self.options.overlong_buffer:
-                scored = with_length_penalty(scored, np.array([judgements[row].length for row in rows]), self.options)
+                scored = with_length_penalty(
+                    scored, np.array([judgements[row].length for row in rows]), self.options
+                )
             scores[:, rows] = scored
         if self.options.advantage_normalization_confidence == "batch_std" and not np.isnan(R).all():
             order = np.concatenate(list(groups.values()))
@@ -126,22 +150,32 @@ class Method:
                 scores[SCORES.index(name)] /= scale
         return scores
 
-    def token_weights(self, samples: Sequence[TrainingSample], blocks: Sequence[np.ndarray]) -> list[np.ndarray]:
+    def token_weights(
+        self, samples: Sequence[TrainingSample], blocks: Sequence[np.ndarray]
+    ) -> list[np.ndarray]:
         """Return each token's share of the loss, float64 [T_i] per response.
 
-        weight_b / (N_sequences |o_i|), weight_b / N_tokens, weight_b / N_b or weight_b / (N_sequences L) by
-        ``loss_aggregation``, where N counts what is trained of all ``samples`` and L is ``max_response_length``; 0 on
-        responses that are not trained (``mask_truncated``).
+        weight_b / (N_sequences |o_i|), weight_b / N_tokens, weight_b / N_b or weight_b /
+        (N_sequences L) by ``loss_aggregation``, where N counts what is trained of all ``samples``
+        and L is ``max_response_length``; 0 on responses that are not trained (``mask_truncated``).
         """
         masked = self.options.mask_truncated
-        trained = np.array([not (masked and sample.judgement.status == "truncated") for sample in samples], np.float64)
+        trained = np.array(
+            [not (masked and sample.judgement.status == "truncated") for sample in samples],
+            np.float64,
+        )
         lengths = np.array([len(block) for block in blocks], np.int64)
         block = np.concatenate([np.empty(0, np.int8), *blocks])
         trained_tokens = np.repeat(trained, lengths)
-        counts = [float(np.count_nonzero((block == b) * trained_tokens)) for b in (BLOCK_REASONING, BLOCK_CONFIDENCE)]
+        counts = [
+            float(np.count_nonzero((block == b) * trained_tokens))
+            for b in (BLOCK_REASONING, BLOCK_CONFIDENCE)
+        ]
         denominators = {
             "sequence_mean": np.repeat(max(trained.sum(), 1.0) * np.maximum(lengths, 1), lengths),
-            "constant": np.full(len(block), max(trained.sum(), 1.0) * self.options.max_response_length),
+            "constant": np.full(
+                len(block), max(trained.sum(), 1.0) * self.options.max_response_length
+            ),
             "token_mean": np.full(len(block), max(sum(counts), 1.0)),
             "block_mean": np.array([1.0, *(max(count, 1.0) for count in counts)])[block],
         }
@@ -150,14 +184,16 @@ class Method:
         return np.split(weights, np.cumsum(lengths)[:-1])[: len(lengths)]
 
     def trains(self, samples: Sequence[TrainingSample]) -> bool:
-        """Return whether a group has a gradient in either block: an advantage other than 0 on a token with a weight. KL
-        and entropy terms do not count: they would be in every group. Raises ValueError where the score needs old
-        log-probs."""
+        """Return whether a group has a gradient in either block: an advantage other than 0 on a
+        token with a weight. KL and entropy terms do not count: they would be in every group. Raises
+        ValueError where the score needs old log-probs.
+        """
         return any(_has_gradient(sample, sample.weights) for sample in self.score(samples))
 
     def has_gradient(self, sample: TrainingSample, block: int | None = None) -> bool:
-        """Return whether a scored sample can have a gradient, in ``block`` where one is named, KL and entropy terms
-        included."""
+        """Return whether a scored sample can have a gradient, in ``block`` where one is named, KL
+        and entropy terms included.
+        """
         regularized = any(self.options.blocks("kl_coef") + self.options.blocks("entropy_coef"))
         if self.token_loss is not clipped_policy_loss or regularized or self.options.entropy_target:
             return True
@@ -171,7 +207,10 @@ class Method:
         old, length = sample.old_logprobs, sample.judgement.length
         if old is None or len(old) != length:
             found = "none" if old is None else len(old)
-            raise ValueError(f"objective {self.options.name} needs old_logprobs of all {length} tokens, got {found}")
+            raise ValueError(
+                f"objective {self.options.name} needs old_logprobs of all {length} tokens, got "
+                f"{found}"
+            )
         return float(np.asarray(old, np.float64).mean()) if length else 0.0
 
 
@@ -182,7 +221,8 @@ def _has_gradient(sample: TrainingSample, weights: Any) -> bool:
 def _check_group(judgements: Sequence[Judgement]) -> None:
     if len(judgements) < 2:
         raise UserError(
-            f"prompt {judgements[0].prompt_id!r} has one response; a group needs at least 2 (rollout.group_size)"
+            f"prompt {judgements[0].prompt_id!r} has one response; a group needs at least 2 "
+            "(rollout.group_size)"
         )
     for judgement in judgements:
         c = judgement.confidence

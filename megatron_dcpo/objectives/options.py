@@ -1,8 +1,10 @@
-"""The options of every objective, declared once: :class:`ObjectiveConfig`, whose defaults are the paper's settings.
+"""The options of every objective, declared once: :class:`ObjectiveConfig`, whose defaults are the
+paper's settings.
 
-The presets (``presets.py``) and the methods' own defaults are overrides of these. A block option ``X`` (``weight``,
-``kl_coef``, ...) is short for ``X_reasoning`` and ``X_confidence``; a specific name wins over the short one.
-``docs/algorithms.md`` lists every option with its formula and the test that proves it.
+The presets (``presets.py``) and the methods' own defaults are overrides of these. A block option
+``X`` (``weight``, ``kl_coef``, ...) is short for ``X_reasoning`` and ``X_confidence``; a specific
+name wins over the short one. ``docs/algorithms.md`` lists every option with its formula and the
+test that proves it.
 """
 
 from __future__ import annotations
@@ -31,45 +33,64 @@ OWN_OPTIONS = ("w", "variant", "tokens", "beta", "confidence_baseline", "abstain
 
 
 class ObjectiveConfig(BaseModel):
-    """The method, and what its formulas read. The text below an option is its meaning (``config/reference.py``)."""
+    """The method, and what its formulas read. The text below an option is its meaning
+    (``config/reference.py``).
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str = "dcpo"
-    """The method: grpo, dcpo, coupled, rlcr, ccgspg, posthoc, or one of yours, my_method.py:METHOD."""
+    """The method: grpo, dcpo, coupled, rlcr, ccgspg, posthoc, or one of yours, my_method.py:METHOD.
+    """
     preset: Preset = "paper"
     """Other defaults for all options of the section (docs/algorithms.md#6-presets)."""
     options: dict[str, Any] = Field(default_factory=dict)
     """The method's own options; those of the package's methods may stand beside it as well."""
     lam: Unit = 0.5
-    """Share of the group's accuracy in the target of the confidence, beside the response's own label [lambda]."""
+    """Share of the group's accuracy in the target of the confidence, beside the response's own
+    label [lambda].
+    """
     calibration_loss: Literal["l1", "brier", "log", "spherical"] = "l1"
     """Score of the confidence against its target; all but l1 are proper."""
     malformed_penalty: Finite = -1.0
     """Reward of a response without a valid confidence, where malformed_placement puts it."""
     malformed_placement: Literal["confidence", "reasoning", "both", "sentinel"] = "confidence"
-    """Reward that malformed_penalty is for: it replaces R_c, is added to R, or both; sentinel scores c = -1."""
+    """Reward that malformed_penalty is for: it replaces R_c, is added to R, or both; sentinel
+    scores c = -1.
+    """
     fallback: Literal["eos", "none", "last_two"] = "eos"
-    """Confidence block of a response without a confidence tag: its EOS, no token, or its last two."""
+    """Confidence block of a response without a confidence tag: its EOS, no token, or its last two.
+    """
     marker_block: Literal["confidence", "reasoning"] = "confidence"
     """Block that the tokens of the confidence tag belong to."""
     advantage_normalization_reasoning: Normalization = "std"
-    """Advantage of x in its group: (x - mean) / (std + eps), x - mean, or x (none); reasoning block."""
+    """Advantage of x in its group: (x - mean) / (std + eps), x - mean, or x (none); reasoning
+    block.
+    """
     advantage_normalization_confidence: ConfidenceNormalization = "std"
-    """The same of the confidence block; batch_std (dcpo, posthoc): x - mean over its root mean square in the mini-batch."""
+    """The same of the confidence block; batch_std (dcpo, posthoc): x - mean over its root mean
+    square in the mini-batch.
+    """
     ddof: Literal[0, 1] = 0
     """What is subtracted from G in the standard deviation of a group: 0 population, 1 sample."""
     eps: NonNegative = 1e-6
     """Added to the standard deviation that an advantage is divided by."""
     overlong_buffer: Annotated[int, Field(ge=0)] = 0
-    """Tokens before max_response_length over which R falls by up to overlong_penalty (0: off; DAPO)."""
+    """Tokens before max_response_length over which R falls by up to overlong_penalty (0: off;
+    DAPO).
+    """
     overlong_penalty: NonNegative = 1.0
     """What a response of max_response_length loses of its R, with overlong_buffer."""
-    loss_aggregation: Literal["sequence_mean", "token_mean", "block_mean", "constant"] = "sequence_mean"
-    """Weight of a token: 1/(N_sequences |o_i|), 1/N_tokens, 1/N_block, or 1/(N_sequences max_response_length) (constant,
-    Dr.GRPO); N counts the whole mini-batch."""
+    loss_aggregation: Literal["sequence_mean", "token_mean", "block_mean", "constant"] = (
+        "sequence_mean"
+    )
+    """Weight of a token: 1/(N_sequences |o_i|), 1/N_tokens, 1/N_block, or 1/(N_sequences
+    max_response_length) (constant, Dr.GRPO); N counts the whole mini-batch.
+    """
     max_response_length: Annotated[int, Field(ge=0)] = 0
-    """Tokens that overlong_buffer and loss_aggregation=constant are relative to (0: rollout.max_response_length)."""
+    """Tokens that overlong_buffer and loss_aggregation=constant are relative to (0:
+    rollout.max_response_length).
+    """
     mask_truncated: bool = False
     """Truncated responses train nothing; they still count in the statistics of their group."""
     weight_reasoning: NonNegative = 1.0
@@ -77,9 +98,12 @@ class ObjectiveConfig(BaseModel):
     weight_confidence: NonNegative = 1.0
     """Factor of all terms of the loss on confidence tokens."""
     ratio: Literal["token", "sequence"] = "token"
-    """Ratio of new to old probability: of a token, or its geometric mean over the response (GSPO)."""
+    """Ratio of new to old probability: of a token, or its geometric mean over the response (GSPO).
+    """
     clip: Literal["ppo", "cispo"] = "ppo"
-    """A clipped ratio stops the gradient (ppo), or is the weight of the gradient of the log-prob (cispo)."""
+    """A clipped ratio stops the gradient (ppo), or is the weight of the gradient of the log-prob
+    (cispo).
+    """
     clip_low: ClipLow = 0.2
     """The ratio is clipped at 1 - clip_low."""
     clip_high: NonNegative = 0.28
@@ -91,19 +115,27 @@ class ObjectiveConfig(BaseModel):
     kl_coef_confidence: NonNegative = 0.0
     """Factor of the KL loss against the starting policy on confidence tokens."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """Gradient of the KL loss where the policy sampled: none, of KL(policy || reference), of KL(reference || policy)."""
+    """Gradient of the KL loss where the policy sampled: none, of KL(policy || reference), of
+    KL(reference || policy).
+    """
     entropy_coef_reasoning: Finite = 0.0
     """Factor of the entropy bonus on reasoning tokens."""
     entropy_coef_confidence: Finite = 0.0
     """Factor of the entropy bonus on confidence tokens."""
     entropy_target: NonNegative = 0.0
-    """Entropy of the reasoning in nats, up to which an entropy_coef_reasoning acts that adapts to it (0: off)."""
+    """Entropy of the reasoning in nats, up to which an entropy_coef_reasoning acts that adapts to
+    it (0: off).
+    """
     entropy_delta: NonNegative = 0.005
-    """Change of the entropy_coef_reasoning after each step, up below entropy_target and down above."""
+    """Change of the entropy_coef_reasoning after each step, up below entropy_target and down above.
+    """
     old_logprobs: Literal["trainer", "engine"] = "trainer"
-    """Whose log-probs of the sampled tokens the ratio divides by; engine saves the forward pass before several updates."""
+    """Whose log-probs of the sampled tokens the ratio divides by; engine saves the forward pass
+    before several updates.
+    """
     tis_level: Literal["none", "token", "sequence", "geometric"] = "none"
-    """Importance weights between engine and trainer: of a token, a sequence, or its geometric mean."""
+    """Importance weights between engine and trainer: of a token, a sequence, or its geometric mean.
+    """
     tis_mode: Literal["truncate", "mask"] = "truncate"
     """Importance weights outside [tis_floor, tis_cap] are brought there, or train nothing."""
     tis_floor: NonNegative = 0.0
@@ -119,7 +151,11 @@ class ObjectiveConfig(BaseModel):
             return values
         values = expand_blocks(values)
         own = {name: values.pop(name) for name in OWN_OPTIONS if name in values}
-        return defaults | values | ({"options": {**(values.get("options") or {}), **own}} if own else {})
+        return (
+            defaults
+            | values
+            | ({"options": {**(values.get("options") or {}), **own}} if own else {})
+        )
 
     @model_validator(mode="after")
     def _check(self) -> ObjectiveConfig:
@@ -128,23 +164,37 @@ class ObjectiveConfig(BaseModel):
         if self.dual_clip and self.clip == "cispo":
             raise ValueError("dual_clip goes with clip=ppo: cispo has no unclipped term to bound")
         if self.entropy_target and self.entropy_coef_reasoning < 0:
-            raise ValueError("entropy_target needs entropy_coef_reasoning >= 0, the coefficient that it begins with")
+            raise ValueError(
+                "entropy_target needs entropy_coef_reasoning >= 0, the coefficient that it begins "
+                "with"
+            )
         if self.old_logprobs == "engine" and self.tis_level != "none":
-            raise ValueError("old_logprobs=engine goes with tis_level=none: its ratio is against the engine already")
+            raise ValueError(
+                "old_logprobs=engine goes with tis_level=none: its ratio is against the engine "
+                "already"
+            )
         if self.tis_floor >= self.tis_cap:
             raise ValueError(f"tis_floor={self.tis_floor:g} must be below tis_cap={self.tis_cap:g}")
         return self
 
     @property
     def explicit(self) -> dict[str, Any]:
-        """Return the options that were set, by the user or by :func:`megatron_dcpo.objectives.resolve`."""
-        return {name: getattr(self, name) for name in type(self).model_fields if name in self.model_fields_set}
+        """Return the options that were set, by the user or by
+        :func:`megatron_dcpo.objectives.resolve`.
+        """
+        return {
+            name: getattr(self, name)
+            for name in type(self).model_fields
+            if name in self.model_fields_set
+        }
 
     def changed(self, **options: Any) -> ObjectiveConfig:
         """Return this configuration with other ``options``, checked; ``None`` unsets one."""
         own = self.options | {name: options.pop(name) for name in OWN_OPTIONS if name in options}
         own = {name: value for name, value in own.items() if value is not None}
-        return ObjectiveConfig(**self.explicit | expand_blocks(options, keep_unset=True) | {"options": own})
+        return ObjectiveConfig(
+            **self.explicit | expand_blocks(options, keep_unset=True) | {"options": own}
+        )
 
     def blocks(self, option: str) -> tuple[Any, ...]:
         """Return the values of a block option, in the order of :data:`BLOCKS`."""
@@ -152,13 +202,16 @@ class ObjectiveConfig(BaseModel):
 
 
 def option_names() -> tuple[str, ...]:
-    """Return every name a user may write in the section: short names of the block options and own options of the package's
-    methods included."""
+    """Return every name a user may write in the section: short names of the block options and own
+    options of the package's methods included.
+    """
     return (*ObjectiveConfig.model_fields, *BLOCK_OPTIONS, *OWN_OPTIONS)
 
 
 def expand_blocks(values: Mapping[str, Any], keep_unset: bool = False) -> dict[str, Any]:
-    """Replace ``X`` by ``X_reasoning`` and ``X_confidence`` where these are not given; ``None`` means not set."""
+    """Replace ``X`` by ``X_reasoning`` and ``X_confidence`` where these are not given; ``None``
+    means not set.
+    """
     given = {name: value for name, value in values.items() if keep_unset or value is not None}
     for option in BLOCK_OPTIONS:
         if option in given:
@@ -173,20 +226,32 @@ def _both(*options: str) -> set[str]:
 
 
 COMMON = frozenset(
-    {"name", "preset", "fallback", "marker_block", "loss_aggregation", "mask_truncated", "kl_estimator"}
+    {
+        "name",
+        "preset",
+        "fallback",
+        "marker_block",
+        "loss_aggregation",
+        "mask_truncated",
+        "kl_estimator",
+    }
     | {"max_response_length", "entropy_target", "entropy_delta"}
     | _both("weight", "kl_coef", "entropy_coef")
 )
 CLIPPED_LOSS = frozenset(("ratio", "clip", "clip_low", "clip_high", "dual_clip"))
 CLIPPED_LOSS |= {"old_logprobs", "tis_level", "tis_mode", "tis_floor", "tis_cap"}
-CALIBRATION_REWARD = frozenset(("lam", "calibration_loss", "malformed_penalty", "malformed_placement"))
+CALIBRATION_REWARD = frozenset(
+    ("lam", "calibration_loss", "malformed_penalty", "malformed_placement")
+)
 REASONING_ADVANTAGE = frozenset(("advantage_normalization_reasoning", "ddof", "eps"))
 REASONING_ADVANTAGE |= {"overlong_buffer", "overlong_penalty"}
 CONFIDENCE_ADVANTAGE = frozenset(("advantage_normalization_confidence", "ddof", "eps"))
 
 
 def ignored_options(explicit: Mapping[str, Any], read: Iterable[str]) -> list[str]:
-    """Return the options of ``explicit`` that are not in ``read``. A short name counts where one of its blocks is read."""
+    """Return the options of ``explicit`` that are not in ``read``. A short name counts where one of
+    its blocks is read.
+    """
     read = set(read)
     ignored = []
     for name, value in explicit.items():

@@ -1,7 +1,8 @@
-"""Per-token loss contributions of one micro-batch. Their plain sum over micro-batches and ranks is the loss.
+"""Per-token loss contributions of one micro-batch. Their plain sum over micro-batches and ranks is
+the loss.
 
-Every denominator is already folded into the tokens' weights, so nothing here depends on how the responses were
-split, packed or accumulated.
+Every denominator is already folded into the tokens' weights, so nothing here depends on how the
+responses were split, packed or accumulated.
 """
 
 from __future__ import annotations
@@ -21,12 +22,16 @@ MAX_KL = 10.0  # the released code's bound on one token's k3
 Stats = dict[str, "Tensor"]
 
 
-def clipped_policy_loss(batch: MicroBatch, outputs: TokenOutputs, options: ObjectiveConfig) -> tuple[Tensor, Stats]:
-    """Return w_t * (-min(rho A, clip(rho, 1 - low, 1 + high) A) + kl_coef KL - entropy_coef H), [n].
+def clipped_policy_loss(
+    batch: MicroBatch, outputs: TokenOutputs, options: ObjectiveConfig
+) -> tuple[Tensor, Stats]:
+    """Return w_t * (-min(rho A, clip(rho, 1 - low, 1 + high) A) + kl_coef KL - entropy_coef H),
+    [n].
 
-    rho: :func:`importance_ratio`; each block has its own coefficients; dual clip bounds the loss of negative advantages by
-    dual_clip * |A|; with ``clip: cispo`` the first term is -clip(rho) A logp, where clip(rho) has no gradient (MiniMax-M1,
-    2025); importance weights of the engine multiply it.
+    rho: :func:`importance_ratio`; each block has its own coefficients; dual clip bounds the loss of
+    negative advantages by dual_clip * |A|; with ``clip: cispo`` the first term is -clip(rho) A
+    logp, where clip(rho) has no gradient (MiniMax-M1, 2025); importance weights of the engine
+    multiply it.
     """
     rho = importance_ratio(batch, outputs, options)
     A = masked(batch.columns["advantages"].to(rho), batch)
@@ -46,24 +51,39 @@ def clipped_policy_loss(batch: MicroBatch, outputs: TokenOutputs, options: Objec
         stats |= by_block("tis_weight", tis, batch)
         if options.tis_mode == "mask":
             stats |= by_block("tis_masked", (tis == 0).to(tis), batch)
-    return losses, stats | by_block("loss", losses, batch) | by_block("tokens", rho.new_ones(rho.shape), batch)
+    return losses, stats | by_block("loss", losses, batch) | by_block(
+        "tokens", rho.new_ones(rho.shape), batch
+    )
 
 
 def importance_ratio(batch: MicroBatch, outputs: TokenOutputs, options: ObjectiveConfig) -> Tensor:
-    """Return rho of each token [n]: pi / pi_old of the token (with ``old_logprobs: engine`` pi / pi_engine), or with
-    ``ratio: sequence`` the geometric mean over its response, whose gradient is that of the token's own log-prob, so that the
-    blocks keep their own advantages (GSPO-token, Zheng et al. 2025)."""
+    """Return rho of each token [n]: pi / pi_old of the token (with ``old_logprobs: engine`` pi /
+    pi_engine), or with ``ratio: sequence`` the geometric mean over its response, whose gradient is
+    that of the token's own log-prob, so that the blocks keep their own advantages (GSPO-token,
+    Zheng et al. 2025).
+    """
     logprobs = masked(outputs.logprobs, batch)
     of_engine = options.old_logprobs == "engine"
-    old = column(batch, "engine_logprobs", "old_logprobs") if of_engine else old_logprobs(batch, outputs)
+    old = (
+        column(batch, "engine_logprobs", "old_logprobs")
+        if of_engine
+        else old_logprobs(batch, outputs)
+    )
     log_ratio = logprobs - masked(old.to(logprobs), batch)
     if options.ratio == "sequence":
-        log_ratio = sequence_means(log_ratio.detach(), batch)[batch.sequence_ids] + logprobs - logprobs.detach()
+        log_ratio = (
+            sequence_means(log_ratio.detach(), batch)[batch.sequence_ids]
+            + logprobs
+            - logprobs.detach()
+        )
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
-def regularizers(batch: MicroBatch, outputs: TokenOutputs, options: ObjectiveConfig) -> tuple[Tensor, Stats]:
-    """Return kl_coef * KL - entropy_coef * H per token [n], each block with its own coefficients; the KL by ``kl_estimate``.
+def regularizers(
+    batch: MicroBatch, outputs: TokenOutputs, options: ObjectiveConfig
+) -> tuple[Tensor, Stats]:
+    """Return kl_coef * KL - entropy_coef * H per token [n], each block with its own coefficients;
+    the KL by ``kl_estimate``.
 
     Raises ValueError when a coefficient asks for log-probs that the batch does not carry.
     """
@@ -71,7 +91,10 @@ def regularizers(batch: MicroBatch, outputs: TokenOutputs, options: ObjectiveCon
     if any(options.blocks("kl_coef")):
         d = masked(column(batch, "ref_logprobs", "kl_coef").to(extra) - outputs.logprobs, batch)
         kl = kl_estimate(d, options.kl_estimator)
-        extra, stats = extra + per_block(options.blocks("kl_coef"), batch, extra) * kl, by_block("kl", kl, batch)
+        extra, stats = (
+            extra + per_block(options.blocks("kl_coef"), batch, extra) * kl,
+            by_block("kl", kl, batch),
+        )
     entropy = masked(outputs.entropy.to(extra), batch)
     if any(options.blocks("entropy_coef")):
         extra = extra - per_block(options.blocks("entropy_coef"), batch, extra) * entropy
@@ -79,10 +102,12 @@ def regularizers(batch: MicroBatch, outputs: TokenOutputs, options: ObjectiveCon
 
 
 def kl_estimate(d: Tensor, estimator: str) -> Tensor:
-    """Return k1 = -d, k2 = d^2 / 2 or k3 = exp(d) - d - 1, at most ``MAX_KL``, of one token; d = logp_ref - logp.
+    """Return k1 = -d, k2 = d^2 / 2 or k3 = exp(d) - d - 1, at most ``MAX_KL``, of one token; d =
+    logp_ref - logp.
 
-    The mean of k1 and of k3 over the policy's samples is KL(policy || reference), but as a loss they have other gradients,
-    in expectation: k1 none, k2 that of KL(policy || reference), k3 that of KL(reference || policy).
+    The mean of k1 and of k3 over the policy's samples is KL(policy || reference), but as a loss
+    they have other gradients, in expectation: k1 none, k2 that of KL(policy || reference), k3 that
+    of KL(reference || policy).
     """
     if estimator == "k1":
         return -d
@@ -92,11 +117,14 @@ def kl_estimate(d: Tensor, estimator: str) -> Tensor:
     return (d.exp() - d - 1).clamp(max=MAX_KL)
 
 
-def importance_weights(batch: MicroBatch, outputs: TokenOutputs, options: ObjectiveConfig) -> Tensor:
-    """Return pi_old / pi_engine of each token, or on each token that of its sequence or its geometric mean, [n], held in
-    [tis_floor, tis_cap], or 0 outside (``mask``); no gradient.
+def importance_weights(
+    batch: MicroBatch, outputs: TokenOutputs, options: ObjectiveConfig
+) -> Tensor:
+    """Return pi_old / pi_engine of each token, or on each token that of its sequence or its
+    geometric mean, [n], held in [tis_floor, tis_cap], or 0 outside (``mask``); no gradient.
 
-    token, truncate: TIS (Yao et al. 2025); token, mask: IcePop (Ling team 2025); sequence, mask: MIS (Liu et al. 2025).
+    token, truncate: TIS (Yao et al. 2025); token, mask: IcePop (Ling team 2025); sequence, mask:
+    MIS (Liu et al. 2025).
     """
     if options.tis_level == "none":
         return outputs.logprobs.new_ones(())
@@ -111,7 +139,9 @@ def importance_weights(batch: MicroBatch, outputs: TokenOutputs, options: Object
 
 
 def old_logprobs(batch: MicroBatch, outputs: TokenOutputs) -> Tensor:
-    """Return the log-probs [n] of the policy that sampled: on the only update of a rollout the current one."""
+    """Return the log-probs [n] of the policy that sampled: on the only update of a rollout the
+    current one.
+    """
     return batch.columns.get("old_logprobs", outputs.logprobs).to(outputs.logprobs).detach()
 
 
@@ -121,7 +151,9 @@ def sequence_sums(values: Tensor, batch: MicroBatch) -> Tensor:
 
 
 def sequence_means(values: Tensor, batch: MicroBatch) -> Tensor:
-    """Return the mean of ``values`` [n], which are 0 on padding, over the response tokens of each sequence, [S]."""
+    """Return the mean of ``values`` [n], which are 0 on padding, over the response tokens of each
+    sequence, [S].
+    """
     counts = sequence_sums(masked(values.new_ones(values.shape), batch), batch)
     return sequence_sums(values, batch) / counts.clamp(min=1)
 
@@ -135,19 +167,29 @@ def per_block(values: Sequence[float], batch: MicroBatch, like: Tensor) -> Tenso
 
 
 def by_block(name: str, values: Tensor, batch: MicroBatch) -> Stats:
-    """Return the sum of ``values`` over each block as ``name/block``, detached; nothing for a part of a micro-batch."""
+    """Return the sum of ``values`` over each block as ``name/block``, detached; nothing for a part
+    of a micro-batch.
+    """
     if batch.is_part:
         return {}
-    return {f"{name}/{block}": values.detach()[rows].sum() for block, rows in batch.block_rows.items()}
+    return {
+        f"{name}/{block}": values.detach()[rows].sum() for block, rows in batch.block_rows.items()
+    }
 
 
 def masked(values: Tensor, batch: MicroBatch) -> Tensor:
-    """Return ``values`` [n] with 0 on padding, so that neither value nor gradient of padding survives (not even NaN)."""
+    """Return ``values`` [n] with 0 on padding, so that neither value nor gradient of padding
+    survives (not even NaN).
+    """
     return values.where(batch.columns["block_ids"] != BLOCK_NONE, values.new_zeros(()))
 
 
 def column(batch: MicroBatch, name: str, option: str) -> Tensor:
-    """Return a column of the batch; raise ValueError where ``option`` needs it and samples have none."""
+    """Return a column of the batch; raise ValueError where ``option`` needs it and samples have
+    none.
+    """
     if name not in batch.columns:
-        raise ValueError(f"objective.{option} needs {name} for every response, and the batch has none")
+        raise ValueError(
+            f"objective.{option} needs {name} for every response, and the batch has none"
+        )
     return batch.columns[name]

@@ -1,4 +1,5 @@
-"""Post-hoc calibration of a GRPO checkpoint (the paper's ablation "w/o on-policy training"; docs/algorithms.md#2-methods).
+"""Post-hoc calibration of a GRPO checkpoint (the paper's ablation "w/o on-policy training";
+docs/algorithms.md#2-methods).
 
 Start from a GRPO checkpoint and train on the Brier reward alone, without an accuracy reward.
 """
@@ -21,8 +22,12 @@ from megatron_dcpo.objectives.options import (
 )
 
 
-def score_group(R: np.ndarray, c: np.ndarray, logprob: np.ndarray, options: ObjectiveConfig) -> Scores:
-    """Return normalized R_c,i = -(c_i - R_i)^2, on all tokens (``tokens: all``) or on the confidence tokens alone."""
+def score_group(
+    R: np.ndarray, c: np.ndarray, logprob: np.ndarray, options: ObjectiveConfig
+) -> Scores:
+    """Return normalized R_c,i = -(c_i - R_i)^2, on all tokens (``tokens: all``) or on the
+    confidence tokens alone.
+    """
     target = hybrid_target(R, options)
     R_c = calibration_reward(c, target, options)
     A_c = normalize(R_c, options.advantage_normalization_confidence, options)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 PRESETS: dict[str, dict[str, Any]] = {
-    # The paper where it is explicit; the intent of the released code where it is silent: the defaults.
+    # The paper where it is explicit; the intent of the released code where it is silent: the
+    # defaults.
     "paper": {},
-    # The intent of the released code with its four defects repaired. Its KL loss needs a reference policy, so it
-    # stays an explicit choice (kl_coef: 0.001).
+    # The intent of the released code with its four defects repaired. Its KL loss needs a reference
+    # policy, so it stays an explicit choice (kl_coef: 0.001).
     "verl_compat": {
         "calibration_loss": "brier",
         "malformed_placement": "sentinel",
@@ -17,8 +18,8 @@ PRESETS: dict[str, dict[str, Any]] = {
         "loss_aggregation": "token_mean",
         "dual_clip": 3.0,
     },
-    # A strictly proper score of the response's own label, with less noise and one scale for all groups; why each option
-    # is there: docs/algorithms.md#6-presets.
+    # A strictly proper score of the response's own label, with less noise and one scale for all
+    # groups; why each option is there: docs/algorithms.md#6-presets.
     "dcpo_proper": {
         "lam": 0.0,
         "calibration_loss": "brier",

@@ -1,4 +1,6 @@
-"""RLCR: the Brier score added to the answer's reward (Damani et al. 2025; docs/algorithms.md#2-methods)."""
+"""RLCR: the Brier score added to the answer's reward (Damani et al. 2025;
+docs/algorithms.md#2-methods).
+"""
 
 from __future__ import annotations
 
@@ -17,9 +19,12 @@ from megatron_dcpo.objectives.options import CALIBRATION_REWARD, ObjectiveConfig
 FORMAT, ACCURACY, BRIER = 0.5, 0.5, 0.5
 
 
-def score_group(R: np.ndarray, c: np.ndarray, logprob: np.ndarray, options: ObjectiveConfig) -> Scores:
-    """Return the scores of r_i = R_i - w (R_i - c_i)^2, malformed r_i = R_i - w (``canonical``), or of the published code's
-    sum (``original``)."""
+def score_group(
+    R: np.ndarray, c: np.ndarray, logprob: np.ndarray, options: ObjectiveConfig
+) -> Scores:
+    """Return the scores of r_i = R_i - w (R_i - c_i)^2, malformed r_i = R_i - w (``canonical``), or
+    of the published code's sum (``original``).
+    """
     return (
         original(R, c, options)
         if options.options["variant"] == "original"
@@ -28,9 +33,11 @@ def score_group(R: np.ndarray, c: np.ndarray, logprob: np.ndarray, options: Obje
 
 
 def original(R: np.ndarray, c: np.ndarray, options: ObjectiveConfig) -> Scores:
-    """Return the scores of r = 0.5 f + 0.5 acc + 0.5 (1 - (acc - c)^2) where the format holds (f = 1), else of 0.
+    """Return the scores of r = 0.5 f + 0.5 acc + 0.5 (1 - (acc - c)^2) where the format holds (f =
+    1), else of 0.
 
-    A wrong format voids the accuracy too; reported ``R_c`` is the part of r that is not the accuracy's.
+    A wrong format voids the accuracy too; reported ``R_c`` is the part of r that is not the
+    accuracy's.
     """
     f = (~np.isnan(c)).astype(np.float64)
     accuracy = f * R
@@ -39,23 +46,43 @@ def original(R: np.ndarray, c: np.ndarray, options: ObjectiveConfig) -> Scores:
 
 
 def defaults(config: ObjectiveConfig) -> Mapping[str, Any]:
-    """Return the response's own label (lam 0) as target and Brier as score; ``original`` brings its trainer's settings, and
-    its reward has no options: raises :class:`UserError` where one is set."""
+    """Return the response's own label (lam 0) as target and Brier as score; ``original`` brings its
+    trainer's settings, and its reward has no options: raises :class:`UserError` where one is set.
+    """
     is_original = config.options.get("variant") == "original"
-    if is_original and (unread := sorted((CALIBRATION_REWARD & set(config.explicit)) | ({"w"} & set(config.options)))):
+    if is_original and (
+        unread := sorted(
+            (CALIBRATION_REWARD & set(config.explicit)) | ({"w"} & set(config.options))
+        )
+    ):
         raise UserError(
-            f"objective.{unread[0]} has no effect with objective.variant=original, whose reward is fixed; remove it (or "
+            f"objective.{unread[0]} has no effect with objective.variant=original, whose reward "
+            "is fixed; remove it (or "
             "set it to null)"
         )
     values: dict[str, Any] = {"lam": 0.0, "calibration_loss": "brier"}
     if config.preset == "verl_compat":
         values["w"] = 0.3
     if is_original:
-        values |= {"advantage_normalization": "mean", "clip_low": 0.2, "clip_high": 0.2, "dual_clip": 0.0}
-        values |= {"loss_aggregation": "token_mean", "mask_truncated": True, "malformed_placement": "confidence"}
+        values |= {
+            "advantage_normalization": "mean",
+            "clip_low": 0.2,
+            "clip_high": 0.2,
+            "dual_clip": 0.0,
+        }
+        values |= {
+            "loss_aggregation": "token_mean",
+            "mask_truncated": True,
+            "malformed_placement": "confidence",
+        }
     return values
 
 
 OWN_OPTIONS = {**coupled.OWN_OPTIONS, "variant": ("canonical", "original")}
-MEANINGS = {**coupled.MEANINGS, "variant": "The reward of the equation, or that of its authors' code."}
-METHOD = Method(score_group, reads=coupled.READS, own_options=OWN_OPTIONS, meanings=MEANINGS, defaults=defaults)
+MEANINGS = {
+    **coupled.MEANINGS,
+    "variant": "The reward of the equation, or that of its authors' code.",
+}
+METHOD = Method(
+    score_group, reads=coupled.READS, own_options=OWN_OPTIONS, meanings=MEANINGS, defaults=defaults
+)

@@ -1,4 +1,6 @@
-"""What shapes length and entropy beside a method: DAPO's soft length penalty, Skywork-OR1's adaptive entropy coefficient."""
+"""What shapes length and entropy beside a method: DAPO's soft length penalty, Skywork-OR1's
+adaptive entropy coefficient.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +12,15 @@ from megatron_dcpo.objectives.advantages import Scores, normalize
 from megatron_dcpo.objectives.options import ObjectiveConfig
 
 
-def with_length_penalty(scores: Sequence[np.ndarray], lengths: np.ndarray, options: ObjectiveConfig) -> Scores:
-    """Return the scores of the reward R + P, and of A_r its normalization; of A_c too, where it is the same array.
+def with_length_penalty(
+    scores: Sequence[np.ndarray], lengths: np.ndarray, options: ObjectiveConfig
+) -> Scores:
+    """Return the scores of the reward R + P, and of A_r its normalization; of A_c too, where it is
+    the same array.
 
-    P = 0 up to max_response_length - overlong_buffer tokens, then falls linearly to -overlong_penalty at
-    max_response_length (DAPO, Yu et al. 2025, equation 13). Target and R_c do not change.
+    P = 0 up to max_response_length - overlong_buffer tokens, then falls linearly to
+    -overlong_penalty at max_response_length (DAPO, Yu et al. 2025, equation 13). Target and R_c do
+    not change.
     """
     target, R, R_c, A_r, A_c = scores
     over = lengths - (options.max_response_length - options.overlong_buffer)
@@ -23,11 +29,14 @@ def with_length_penalty(scores: Sequence[np.ndarray], lengths: np.ndarray, optio
     return target, R, R_c, shaped, shaped if A_c is A_r else A_c
 
 
-def adapted_entropy_coef(coef: float, entropy: float, options: ObjectiveConfig) -> tuple[float, float]:
-    """Return the next coefficient of the reasoning's entropy after a step with mean ``entropy`` [nats], and what of it acts.
+def adapted_entropy_coef(
+    coef: float, entropy: float, options: ObjectiveConfig
+) -> tuple[float, float]:
+    """Return the next coefficient of the reasoning's entropy after a step with mean ``entropy``
+    [nats], and what of it acts.
 
-    c' = max(c + delta, 0) below the target and max(c - delta, 0) above; c' acts while entropy <= target
-    (Skywork-OR1, He et al. 2025, section 4).
+    c' = max(c + delta, 0) below the target and max(c - delta, 0) above; c' acts while entropy <=
+    target (Skywork-OR1, He et al. 2025, section 4).
     """
     below = entropy <= options.entropy_target
     coef = max(coef + (options.entropy_delta if below else -options.entropy_delta), 0.0)

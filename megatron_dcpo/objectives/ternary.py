@@ -1,4 +1,5 @@
-"""The ternary reward of TruthRL, beside DCPO's confidence (arXiv 2509.25760; docs/algorithms.md#2-methods).
+"""The ternary reward of TruthRL, beside DCPO's confidence (arXiv 2509.25760;
+docs/algorithms.md#2-methods).
 
 To say that the answer is not known is worth more than a wrong answer and less than a right one.
 """
@@ -13,16 +14,26 @@ from megatron_dcpo.objectives.method import Method
 from megatron_dcpo.objectives.options import ObjectiveConfig
 
 
-def score_group(R: np.ndarray, c: np.ndarray, logprob: np.ndarray, options: ObjectiveConfig) -> Scores:
-    """Return DCPO's scores with r_i = 1 right, 0 abstained (R_i is NaN), -``abstain_penalty`` wrong as reward.
+def score_group(
+    R: np.ndarray, c: np.ndarray, logprob: np.ndarray, options: ObjectiveConfig
+) -> Scores:
+    """Return DCPO's scores with r_i = 1 right, 0 abstained (R_i is NaN), -``abstain_penalty`` wrong
+    as reward.
 
-    Target, R_c and A_c are those of the answered responses alone, where there are two or more; an abstained one, or a single
-    answered one, has neither target nor R_c, and A_c = 0.
+    Target, R_c and A_c are those of the answered responses alone, where there are two or more; an
+    abstained one, or a single answered one, has neither target nor R_c, and A_c = 0.
     """
     answered = ~np.isnan(R)
     R_a, c_a = R[answered], c[answered]
-    reward, target, R_c, A_c = np.zeros_like(R), np.full_like(R, np.nan), np.full_like(R, np.nan), np.zeros_like(R)
-    reward[answered] = correctness_reward(R_a - options.options["abstain_penalty"] * (1 - R_a), c_a, options)
+    reward, target, R_c, A_c = (
+        np.zeros_like(R),
+        np.full_like(R, np.nan),
+        np.full_like(R, np.nan),
+        np.zeros_like(R),
+    )
+    reward[answered] = correctness_reward(
+        R_a - options.options["abstain_penalty"] * (1 - R_a), c_a, options
+    )
     if len(R_a) > 1:
         of_dcpo = dcpo.score_group(R_a, c_a, logprob[answered], options)
         target[answered], _, R_c[answered], _, A_c[answered] = of_dcpo
@@ -34,7 +45,10 @@ METHOD = Method(
     score_group,
     reads=dcpo.METHOD.reads,
     own_options={**dcpo.METHOD.own_options, "abstain_penalty": 1.0},
-    meanings={**dcpo.METHOD.meanings, "abstain_penalty": "What a wrong answer loses against an abstention."},
+    meanings={
+        **dcpo.METHOD.meanings,
+        "abstain_penalty": "What a wrong answer loses against an abstention.",
+    },
     defaults=dcpo.defaults,
     abstention=True,
 )

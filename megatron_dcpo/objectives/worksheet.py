@@ -1,4 +1,6 @@
-"""Rewards, advantages and loss of a few responses written down as JSON, in float64, without a model: ``dcpo objective``."""
+"""Rewards, advantages and loss of a few responses written down as JSON, in float64, without a
+model: ``dcpo objective``.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,15 @@ from megatron_dcpo.errors import UserError, did_you_mean, validation_message
 from megatron_dcpo.objectives import METHODS, Method, ObjectiveConfig, build_method
 from megatron_dcpo.objectives.options import option_names
 from megatron_dcpo.runtime.text import parse_json
-from megatron_dcpo.types import ConfidenceStatus, Judgement, MicroBatch, Prompt, Response, TokenOutputs, TrainingSample
+from megatron_dcpo.types import (
+    ConfidenceStatus,
+    Judgement,
+    MicroBatch,
+    Prompt,
+    Response,
+    TokenOutputs,
+    TrainingSample,
+)
 
 STATUSES: tuple[str, ...] = get_args(ConfidenceStatus)
 ALIASES = {
@@ -27,7 +37,15 @@ ALIASES = {
     "multiple_markers": "multiple",
     "length": "truncated",
 }
-REQUIRED = ("prompt_id", "correct", "status", "n_reasoning", "n_confidence", "old_logprobs", "logprobs")
+REQUIRED = (
+    "prompt_id",
+    "correct",
+    "status",
+    "n_reasoning",
+    "n_confidence",
+    "old_logprobs",
+    "logprobs",
+)
 PER_TOKEN = ("logprobs", "old_logprobs", "engine_logprobs", "ref_logprobs", "entropy")
 _SEE_HELP = "; dcpo objective --help shows an input"
 COLUMNS = ("old_logprobs", "engine_logprobs", "ref_logprobs")
@@ -36,15 +54,21 @@ COLUMNS = ("old_logprobs", "engine_logprobs", "ref_logprobs")
 def evaluate(group: Mapping[str, Any]) -> dict[str, Any]:
     """Score ``{"method", "options", "responses"}``; every list of the result is in response order.
 
-    Values a method does not have (the target of ``grpo``) are null. Raises :class:`UserError` for bad input.
+    Values a method does not have (the target of ``grpo``) are null. Raises :class:`UserError` for
+    bad input.
     """
     _known(group, ("method", "options", "responses"), "input")
     method = build_method(parse_options(group.get("method", "dcpo"), group.get("options") or {}))
     responses = group.get("responses")
-    if not isinstance(responses, list) or not responses or not all(isinstance(r, dict) for r in responses):
+    if (
+        not isinstance(responses, list)
+        or not responses
+        or not all(isinstance(r, dict) for r in responses)
+    ):
         raise UserError(f"input: responses must be a non-empty list of objects{_SEE_HELP}")
     samples = [
-        sample(parse_judgement(response, i), response["old_logprobs"], i) for i, response in enumerate(responses)
+        sample(parse_judgement(response, i), response["old_logprobs"], i)
+        for i, response in enumerate(responses)
     ]
     targets, R, R_c, A_r, A_c = map(_list, method.group_scores(samples))
     scored = method.score(samples)
@@ -62,16 +86,30 @@ def sample(judgement: Judgement, old_logprobs: Any, index: int) -> TrainingSampl
     """Return a sample of which only the judgement and the old log-probs are known."""
     ids, old = np.zeros(judgement.length, np.int64), np.asarray(old_logprobs, np.float64)
     response = Response(judgement.prompt_id, index, ids, old, "stop", 0)
-    return TrainingSample(Prompt(judgement.prompt_id, (), (), "", ""), response, judgement, old_logprobs=old)
+    return TrainingSample(
+        Prompt(judgement.prompt_id, (), (), "", ""), response, judgement, old_logprobs=old
+    )
 
 
-def loss(method: Method, samples: Sequence[TrainingSample], responses: Sequence[Mapping[str, Any]]) -> float:
-    """Return the loss of all scored responses as one micro-batch, float64. Raises :class:`UserError`."""
-    given = {name: _flat(r[name] for r in responses) for name in PER_TOKEN if all(name in r for r in responses)}
+def loss(
+    method: Method, samples: Sequence[TrainingSample], responses: Sequence[Mapping[str, Any]]
+) -> float:
+    """Return the loss of all scored responses as one micro-batch, float64. Raises
+    :class:`UserError`.
+    """
+    given = {
+        name: _flat(r[name] for r in responses)
+        for name in PER_TOKEN
+        if all(name in r for r in responses)
+    }
     if any(method.options.blocks("entropy_coef")) and "entropy" not in given:
-        raise UserError("objective.entropy_coef needs entropy for every response, and the input has none")
+        raise UserError(
+            "objective.entropy_coef needs entropy for every response, and the input has none"
+        )
     batch = loss_batch(samples, {name: given[name] for name in COLUMNS if name in given})
-    outputs = TokenOutputs(given["logprobs"], given.get("entropy", torch.zeros_like(given["logprobs"])))
+    outputs = TokenOutputs(
+        given["logprobs"], given.get("entropy", torch.zeros_like(given["logprobs"]))
+    )
     try:
         losses, _ = method.loss(batch, outputs)
     except ValueError as error:
@@ -79,8 +117,12 @@ def loss(method: Method, samples: Sequence[TrainingSample], responses: Sequence[
     return float(losses.sum())
 
 
-def loss_batch(samples: Sequence[TrainingSample], columns: Mapping[str, torch.Tensor]) -> MicroBatch:
-    """Return scored samples as one micro-batch in float64 that a loss can read, with more ``columns``; no model could."""
+def loss_batch(
+    samples: Sequence[TrainingSample], columns: Mapping[str, torch.Tensor]
+) -> MicroBatch:
+    """Return scored samples as one micro-batch in float64 that a loss can read, with more
+    ``columns``; no model could.
+    """
     lengths = [len(s.response_ids) for s in samples]
     nothing = torch.zeros(0, dtype=torch.int64)
     return MicroBatch(
@@ -89,7 +131,9 @@ def loss_batch(samples: Sequence[TrainingSample], columns: Mapping[str, torch.Te
         packed_seq_params=None,
         rows=nothing,
         targets=nothing,
-        sequence_ids=torch.arange(len(samples)).repeat_interleave(torch.tensor(lengths, dtype=torch.int64)),
+        sequence_ids=torch.arange(len(samples)).repeat_interleave(
+            torch.tensor(lengths, dtype=torch.int64)
+        ),
         samples=tuple(samples),
         R=torch.tensor([s.judgement.R for s in samples], dtype=torch.float64),
         columns={
@@ -102,7 +146,9 @@ def loss_batch(samples: Sequence[TrainingSample], columns: Mapping[str, torch.Te
 
 
 def parse_options(method: Any, options: Any) -> ObjectiveConfig:
-    """Return ``options`` of ``method``, checked. Raises :class:`UserError` naming the nearest valid name."""
+    """Return ``options`` of ``method``, checked. Raises :class:`UserError` naming the nearest valid
+    name.
+    """
     if not isinstance(options, dict):
         raise UserError(f"options must be an object, got {type(options).__name__}")
     if not isinstance(method, str) or method not in METHODS:
@@ -115,23 +161,33 @@ def parse_options(method: Any, options: Any) -> ObjectiveConfig:
 
 
 def parse_judgement(response: Mapping[str, Any], index: int) -> Judgement:
-    """Return one response of the input. Without a marker the EOS, last of the reasoning tokens, is the confidence block."""
+    """Return one response of the input. Without a marker the EOS, last of the reasoning tokens, is
+    the confidence block.
+    """
     where = f"responses[{index}]"
     for name in REQUIRED:
         if name not in response:
             raise UserError(f"{where}: {name} is missing{_SEE_HELP}")
     status = _status(response["status"], where)
-    n_reasoning, n_confidence = (_count(response[name], name, where) for name in ("n_reasoning", "n_confidence"))
+    n_reasoning, n_confidence = (
+        _count(response[name], name, where) for name in ("n_reasoning", "n_confidence")
+    )
     length = n_reasoning + n_confidence
     for name in PER_TOKEN:
         if name in response:
             _check_numbers(response[name], length, f"{where}: {name}")
-    confidence = None if response.get("confidence") is None else _number(response["confidence"], "confidence", where)
+    confidence = (
+        None
+        if response.get("confidence") is None
+        else _number(response["confidence"], "confidence", where)
+    )
     correct = _number(response["correct"], "correct", where)
     if not 0 <= correct <= 1:
         raise UserError(f"{where}: correct must lie in [0, 1], got {correct}")
     if not isinstance(response.get("abstained", False), bool):
-        raise UserError(f"{where}: abstained must be true or false, got {response['abstained']!r:.40}")
+        raise UserError(
+            f"{where}: abstained must be true or false, got {response['abstained']!r:.40}"
+        )
     eos_alone = status == "missing" and n_confidence == 0 and length > 0
     return Judgement(
         prompt_id=str(response["prompt_id"]),
@@ -153,7 +209,9 @@ def read(path: str) -> Mapping[str, Any]:
     except (OSError, ValueError) as error:
         raise UserError(f"--input {path}: {' '.join(str(error).split())}") from None
     if not isinstance(group, dict):
-        raise UserError(f"--input {path}: expected an object with method, options and responses{_SEE_HELP}")
+        raise UserError(
+            f"--input {path}: expected an object with method, options and responses{_SEE_HELP}"
+        )
     return group
 
 
@@ -181,7 +239,9 @@ def _count(value: Any, name: str, where: str) -> int:
 def _check_numbers(values: Any, length: int, where: str) -> None:
     if not isinstance(values, list) or len(values) != length:
         found = f"{len(values)} values" if isinstance(values, list) else type(values).__name__
-        raise UserError(f"{where} must have n_reasoning + n_confidence = {length} values, got {found}")
+        raise UserError(
+            f"{where} must have n_reasoning + n_confidence = {length} values, got {found}"
+        )
     for value in values:
         _number(value, "each value", where)
 

@@ -1,1 +1,3 @@
-"""What a run will need, computed from its configuration alone: no process group, no weights, no GPU."""
+"""What a run will need, computed from its configuration alone: no process group, no weights, no
+GPU.
+"""

@@ -34,16 +34,25 @@ def advice(plan: Plan) -> list[str]:
             key = "max_tokens_per_micro_batch" if parallel.sequence_packing else "micro_batch_size"
             changes.append(f"a smaller training.{key}, or a larger parallel.context_parallel_size")
         if largest.engine:
-            changes.append("an engine that does not stay on the GPU while the policy trains (rollout.engine)")
+            changes.append(
+                "an engine that does not stay on the GPU while the policy trains (rollout.engine)"
+            )
         changes.append("more tensor or pipeline parallelism, or more GPUs")
     return changes
 
 
 def less_recomputation(plan: Plan) -> tuple[str, Plan] | None:
-    """Return the first of the faster ways to recompute that fits as well: its name, and the plan with it."""
+    """Return the first of the faster ways to recompute that fits as well: its name, and the plan
+    with it.
+    """
     parallel = plan.config.parallel
-    ways = (replace(parallel, recompute_granularity="none"), replace(parallel, recompute_granularity="selective"))
-    for way in ways[: {"full": 2, "selective": 1, "none": 0}[parallel.recompute_granularity] if plan.fits else 0]:
+    ways = (
+        replace(parallel, recompute_granularity="none"),
+        replace(parallel, recompute_granularity="selective"),
+    )
+    for way in ways[
+        : {"full": 2, "selective": 1, "none": 0}[parallel.recompute_granularity] if plan.fits else 0
+    ]:
         changed = make_plan(replace(plan.config, parallel=way), plan.machine, plan.rates)
         if changed.fits:
             return way.recompute_granularity, changed
@@ -62,16 +71,22 @@ def _engine_advice(plan: Plan, limit: float) -> list[str]:
         one = (engine.kv_cache + engine.sampling) / engine.concurrent
         rows = int(room // one) // rollout.group_size * rollout.group_size
         if rows:
-            return [f"rollout.max_num_seqs={rows} (the embedded engine's keys and values), or the vLLM engine"]
+            return [
+                f"rollout.max_num_seqs={rows} (the embedded engine's keys and values), or the "
+                "vLLM engine"
+            ]
     return [
-        "the engine's weights do not fit beside the policy's state: a larger rollout.tensor_model_parallel_size (vLLM)"
+        "the engine's weights do not fit beside the policy's state: a larger "
+        "rollout.tensor_model_parallel_size (vLLM)"
     ]
 
 
 def as_dict(plan: Plan) -> dict[str, Any]:
     """Return the plan as plain data; sizes in bytes, times in seconds."""
     stages = []
-    for stage, layers in zip(plan.stages, layers_per_stage(plan.arch.num_layers, plan.layout), strict=True):
+    for stage, layers in zip(
+        plan.stages, layers_per_stage(plan.arch.num_layers, plan.layout), strict=True
+    ):
         acts = stage.activations
         stages.append(
             {
@@ -113,7 +128,8 @@ def as_dict(plan: Plan) -> dict[str, Any]:
         "change": advice(plan),
         "bytes_sent_per_step": asdict(plan.traffic),
         "resharding_bytes": plan.resharding,
-        "step_seconds": asdict(plan.seconds) | {"total": plan.seconds.total, "beside_training": plan.seconds.beside},
+        "step_seconds": asdict(plan.seconds)
+        | {"total": plan.seconds.total, "beside_training": plan.seconds.beside},
         "assumptions": asdict(plan.rates)
         | {
             "reserve_gb": plan.machine.reserve_gb,

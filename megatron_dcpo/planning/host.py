@@ -16,13 +16,15 @@ from megatron_dcpo.runtime.device import device_count, host_memory_total, peak_t
 from megatron_dcpo.runtime.dtypes import torch_dtype
 from megatron_dcpo.weights.layout import Layout
 
-LIBRARIES_GB = 1.0  # of a process on the CPU: torch, Megatron, transformers, as measured (benchmarks/RESULTS.md)
+# of a process on the CPU: torch, Megatron, transformers, as measured (benchmarks/RESULTS.md)
+LIBRARIES_GB = 1.0
 _MEASURED_SECONDS = 0.2
 
 
 def this_machine(config: Config, response_tokens: int = 0) -> tuple[Machine, Rates]:
-    """Return this machine and its rates: its GPUs, or without one as many processes on the CPU as the layout needs, which
-    share the memory and the speed measured here."""
+    """Return this machine and its rates: its GPUs, or without one as many processes on the CPU as
+    the layout needs, which share the memory and the speed measured here.
+    """
     if gpus := device_count():
         machine = Machine(gpus, total_memory() / GB, response_tokens=response_tokens)
         return machine, Rates(peak_tflops() or Rates.peak_tflops, gpus_per_node=gpus)
@@ -32,11 +34,15 @@ def this_machine(config: Config, response_tokens: int = 0) -> tuple[Machine, Rat
     memory = host_memory_total() / GB / processes
     machine = Machine(processes, memory, LIBRARIES_GB, response_tokens, processor="cpu")
     tflops, gbps = _measure(config)
-    return machine, Rates(tflops / processes, 1.0, gbps / processes, gbps / processes, gbps / processes, processes)
+    return machine, Rates(
+        tflops / processes, 1.0, gbps / processes, gbps / processes, gbps / processes, processes
+    )
 
 
 def _measure(config: Config) -> tuple[float, float]:
-    """Return the TFLOP/s of a product as wide as the model's MLP on 512 tokens, and the GB/s of a copy."""
+    """Return the TFLOP/s of a product as wide as the model's MLP on 512 tokens, and the GB/s of a
+    copy.
+    """
     arch, dtype = architecture_of(config.model.path), torch_dtype(config.model.params_dtype)
     hidden, ffn = arch.hidden_size, arch.ffn_hidden_size
     tokens, weight = torch.ones(512, hidden, dtype=dtype), torch.ones(hidden, ffn, dtype=dtype)

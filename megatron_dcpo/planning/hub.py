@@ -1,4 +1,6 @@
-"""The sizes of a model that is not on this machine: the public ``config.json`` files in ``models/``, or the hub's."""
+"""The sizes of a model that is not on this machine: the public ``config.json`` files in
+``models/``, or the hub's.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ _HUB_NAME = re.compile(r"(?!\.)[\w.-]+/(?!\.)[\w.-]+")
 
 
 def architecture_of(path: str) -> Architecture:
-    """Return the architecture of a model directory, else of the public model of that name. Raises :class:`UserError`."""
+    """Return the architecture of a model directory, else of the public model of that name. Raises
+    :class:`UserError`.
+    """
     if Path(path).is_dir() or not _HUB_NAME.fullmatch(path) or Path(path).parent.is_dir():
         return read_architecture(path)
     return read_architecture(MODELS / path if (MODELS / path).is_dir() else _fetched(path))
@@ -27,8 +31,11 @@ def _fetched(name: str) -> Path:
     try:
         return Path(hf_hub_download(name, "config.json")).parent
     except (OSError, ValueError) as error:  # of the network, the hub, or its name rules
-        known = sorted(file.parent.relative_to(MODELS).as_posix() for file in MODELS.glob("*/*/config.json"))
+        known = sorted(
+            file.parent.relative_to(MODELS).as_posix() for file in MODELS.glob("*/*/config.json")
+        )
         raise UserError(
-            f"model.path={name} is no directory, and the hub does not give its config.json ({one_line(error, 150)}); "
+            f"model.path={name} is no directory, and the hub does not give its config.json "
+            f"({one_line(error, 150)}); "
             f"put that file into {name}/, or take one that is known here: {', '.join(known)}"
         ) from None

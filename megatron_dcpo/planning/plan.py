@@ -10,8 +10,21 @@ from megatron_dcpo.config import Config
 from megatron_dcpo.errors import UserError, check_world_size
 from megatron_dcpo.objectives import build_method
 from megatron_dcpo.planning.hub import architecture_of
-from megatron_dcpo.planning.memory import Activations, State, expert_replicas, stage_activations, stage_state
-from megatron_dcpo.planning.traffic import BytesSent, Rates, Seconds, Work, step_seconds, step_traffic
+from megatron_dcpo.planning.memory import (
+    Activations,
+    State,
+    expert_replicas,
+    stage_activations,
+    stage_state,
+)
+from megatron_dcpo.planning.traffic import (
+    BytesSent,
+    Rates,
+    Seconds,
+    Work,
+    step_seconds,
+    step_traffic,
+)
 from megatron_dcpo.runtime.dtypes import dtype_bytes
 from megatron_dcpo.weights.architecture import Architecture
 from megatron_dcpo.weights.layout import Layout
@@ -25,10 +38,11 @@ GB = 1e9
 
 @dataclass(frozen=True)
 class Machine:
-    """What is not in the configuration. ``gpus``: in all, or processes where the ``processor`` is a CPU;
-    ``gpu_memory_gb``: of each. ``reserve_gb``: CUDA context, NCCL buffers, fragmentation, what a sleeping engine keeps;
-    ``response_tokens``: mean length of a response (0: the longest allowed); ``engine_gpus``: those of
-    ``rollout.engine=server``, beside ``gpus`` (0: not planned)."""
+    """What is not in the configuration. ``gpus``: in all, or processes where the ``processor`` is a
+    CPU; ``gpu_memory_gb``: of each. ``reserve_gb``: CUDA context, NCCL buffers, fragmentation, what
+    a sleeping engine keeps; ``response_tokens``: mean length of a response (0: the longest
+    allowed); ``engine_gpus``: those of ``rollout.engine=server``, beside ``gpus`` (0: not planned).
+    """
 
     gpus: int
     gpu_memory_gb: float = 80.0
@@ -40,7 +54,9 @@ class Machine:
 
 @dataclass(frozen=True)
 class EngineMemory:
-    """Rollout engine of one rank, bytes: ``kind`` ``transformers``, ``vllm`` or ``server`` (on other devices)."""
+    """Rollout engine of one rank, bytes: ``kind`` ``transformers``, ``vllm`` or ``server`` (on
+    other devices).
+    """
 
     kind: str
     tensor_model_parallel_size: int
@@ -55,10 +71,11 @@ class EngineMemory:
 
 @dataclass(frozen=True)
 class Stage:
-    """A pipeline stage's rank, bytes. On the device: in the training phase ``state``, the larger of ``activations`` and
-    the ``reference`` policy's forward pass, and what the ``engine`` keeps; ``resting`` in a rollout. On the host:
-    ``host_copies`` (the probe's gradients, the reference policy, what is offloaded) and ``saved``, the copy that a
-    checkpoint is written from."""
+    """A pipeline stage's rank, bytes. On the device: in the training phase ``state``, the larger of
+    ``activations`` and the ``reference`` policy's forward pass, and what the ``engine`` keeps;
+    ``resting`` in a rollout. On the host: ``host_copies`` (the probe's gradients, the reference
+    policy, what is offloaded) and ``saved``, the copy that a checkpoint is written from.
+    """
 
     stage: int
     state: State
@@ -81,8 +98,9 @@ class Stage:
 
 @dataclass(frozen=True)
 class Plan:
-    """The whole plan of a run. ``stages`` in pipeline order; ``peak``: bytes of the largest rank in its worse phase,
-    reserve included."""
+    """The whole plan of a run. ``stages`` in pipeline order; ``peak``: bytes of the largest rank in
+    its worse phase, reserve included.
+    """
 
     arch: Architecture
     layout: Layout
@@ -132,7 +150,9 @@ class Plan:
     @property
     def peak(self) -> int:
         copies = self.host_copies
-        phases = max(self.largest.total, self.rollout_bytes, self.saving_bytes) + (copies if self.on_cpu else 0)
+        phases = max(self.largest.total, self.rollout_bytes, self.saving_bytes) + (
+            copies if self.on_cpu else 0
+        )
         return int(phases + self.machine.reserve_gb * GB)
 
     @property
@@ -141,12 +161,16 @@ class Plan:
 
 
 def make_plan(config: Config, machine: Machine, rates: Rates | None = None) -> Plan:
-    """Plan ``config`` on ``machine``. Raises :class:`UserError` when the layout does not divide the model or the GPUs."""
+    """Plan ``config`` on ``machine``. Raises :class:`UserError` when the layout does not divide the
+    model or the GPUs.
+    """
     rates = rates or Rates()
     arch = architecture_of(config.model.path)
     _check_positions(arch, config)
     # on GPUs ``auto`` means Transformer Engine, whatever this machine has
-    layout = Layout.of(config.parallel, machine.processor == "gpu" and config.model.transformer_impl != "local")
+    layout = Layout.of(
+        config.parallel, machine.processor == "gpu" and config.model.transformer_impl != "local"
+    )
     check_layout(arch, layout)
     check_options(arch, layout, config.model, config.parallel)
     context = config.parallel.context_parallel_size
@@ -167,8 +191,16 @@ def make_plan(config: Config, machine: Machine, rates: Rates | None = None) -> P
     largest = max(stages, key=lambda stage: stage.state.buffer_numel)
     traffic = step_traffic(arch, layout, config, replicas, largest.state, work)
     resharding = _resharding(arch, layout, config, engine, replicas)
-    decoding = (engine.weights, engine.kv_per_token, engine.concurrent, engine.responses, machine.engine_gpus)
-    seconds = step_seconds(arch, layout, config, machine.gpus, work, traffic, resharding, *decoding, rates)
+    decoding = (
+        engine.weights,
+        engine.kv_per_token,
+        engine.concurrent,
+        engine.responses,
+        machine.engine_gpus,
+    )
+    seconds = step_seconds(
+        arch, layout, config, machine.gpus, work, traffic, resharding, *decoding, rates
+    )
     return Plan(
         arch=arch,
         layout=layout,
@@ -191,8 +223,10 @@ def _check_positions(arch: Architecture, config: Config) -> None:
     prompt, response = config.data.max_prompt_length, config.rollout.max_response_length
     if prompt + response > arch.max_position_embeddings:
         raise UserError(
-            f"data.max_prompt_length={prompt} and rollout.max_response_length={response} are more than {config.model.path} "
-            f"has positions (max_position_embeddings={arch.max_position_embeddings}); lower one of them"
+            f"data.max_prompt_length={prompt} and rollout.max_response_length={response} are more "
+            f"than {config.model.path} "
+            f"has positions (max_position_embeddings={arch.max_position_embeddings}); lower one "
+            "of them"
         )
 
 
@@ -201,17 +235,29 @@ def _check_gpus(layout: Layout, context_parallel_size: int, gpus: int) -> int:
     if not 1 <= gpus <= MOST_GPUS:
         raise UserError(f"--gpus {gpus} is outside 1 ... {MOST_GPUS}")
     tp, pp = layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size
-    check_world_size(tp, pp, context_parallel_size, gpus, layout.expert_model_parallel_size * layout.expert_tensor)
+    check_world_size(
+        tp,
+        pp,
+        context_parallel_size,
+        gpus,
+        layout.expert_model_parallel_size * layout.expert_tensor,
+    )
     return gpus // (tp * pp)
 
 
-def _work(config: Config, layout: Layout, machine: Machine, data_parallel: int) -> tuple[Work, int, int, int]:
-    """Return a step's work; tokens of the largest micro-batch, those of them that are scored, micro-batches of an update."""
+def _work(
+    config: Config, layout: Layout, machine: Machine, data_parallel: int
+) -> tuple[Work, int, int, int]:
+    """Return a step's work; tokens of the largest micro-batch, those of them that are scored,
+    micro-batches of an update.
+    """
     training, parallel = config.training, config.parallel
     prompt, longest = config.data.max_prompt_length, config.rollout.max_response_length
     mean = machine.response_tokens or longest
     if not 0 < mean <= longest:
-        raise UserError(f"--response-tokens {mean} is outside 1 ... rollout.max_response_length={longest}")
+        raise UserError(
+            f"--response-tokens {mean} is outside 1 ... rollout.max_response_length={longest}"
+        )
     responses = config.data.prompts_per_step * config.rollout.group_size
     per_rank = -(-responses // training.updates_per_rollout // data_parallel) or 1
     sequence = prompt + longest
@@ -226,7 +272,11 @@ def _work(config: Config, layout: Layout, machine: Machine, data_parallel: int) 
         multiple = parallel.context_parallel_size * math.lcm(2, multiple)
     tokens = -(-tokens // multiple) * multiple
     scored = math.ceil(tokens * longest / sequence)
-    rounds = layout.pipeline_model_parallel_size if layout.virtual_pipeline_model_parallel_size > 1 else 1
+    rounds = (
+        layout.pipeline_model_parallel_size
+        if layout.virtual_pipeline_model_parallel_size > 1
+        else 1
+    )
     micro_batches = -(-per_rank // (together * rounds)) * rounds
     work = Work(
         tokens=responses * (prompt + mean),
@@ -253,14 +303,20 @@ def _stage(
     training, weights = config.training, state.numel * dtype_bytes(config.model.params_dtype)
     # The probe keeps one block's gradient, as it enters the norm, through the step's backward pass.
     probe = 4 * state.shard_numel if training.gradient_probe_interval else 0
-    offloaded = state.main_params + state.moments if training.offload_optimizer_during_rollout else 0
-    resting = state.total - (offloaded + state.gradients if training.offload_optimizer_during_rollout else 0)
+    offloaded = (
+        state.main_params + state.moments if training.offload_optimizer_during_rollout else 0
+    )
+    resting = state.total - (
+        offloaded + state.gradients if training.offload_optimizer_during_rollout else 0
+    )
     own = (
         12 * state.shard_numel
         if config.parallel.use_distributed_optimizer
         else (state.main_params + state.moments) // replicas
     )
-    reference_copy = weights if reference and not config.frozen else 0  # a frozen policy is its own reference
+    reference_copy = (
+        weights if reference and not config.frozen else 0
+    )  # a frozen policy is its own reference
     return Stage(
         stage=stage,
         state=state,
@@ -270,7 +326,9 @@ def _stage(
         resting=resting,
         host_copies=probe + offloaded + reference_copy,
         # an adapter without gradients
-        saved=own + _of_each(state, weights, replicas, expert_replicas(layout, replicas)) + state.adapter * 3 // 4,
+        saved=own
+        + _of_each(state, weights, replicas, expert_replicas(layout, replicas))
+        + state.adapter * 3 // 4,
     )
 
 
@@ -288,7 +346,9 @@ def _engine(arch: Architecture, config: Config, machine: Machine) -> EngineMemor
     kind: str = by_default if rollout.engine == "auto" else rollout.engine
     size = rollout.tensor_model_parallel_size if kind == "vllm" else 1
     if machine.gpus % size:
-        raise UserError(f"rollout.tensor_model_parallel_size={size} does not divide the {machine.gpus} GPUs")
+        raise UserError(
+            f"rollout.tensor_model_parallel_size={size} does not divide the {machine.gpus} GPUs"
+        )
     check_engine(arch, size)
     itemsize = dtype_bytes(rollout.vllm.get("dtype", config.model.params_dtype))
     weights = number_of_parameters(arch) * itemsize // size
@@ -302,11 +362,15 @@ def _engine(arch: Architecture, config: Config, machine: Machine) -> EngineMemor
         at_once = min(responses, max(1, rollout.max_num_seqs // group) * group)
         # sample_token: logits, scaled in fp32, log-probs, probabilities and their sums in fp64
         sampling = at_once * arch.vocab_size * (itemsize + 4 + 4 + 8 + 8)
-        one_layer = at_once * longest * kv // arch.num_layers  # growing the cache copies a layer at a time
+        one_layer = (
+            at_once * longest * kv // arch.num_layers
+        )  # growing the cache copies a layer at a time
         cache = at_once * longest * kv + one_layer
         return EngineMemory(kind, 1, weights, cache, kv, sampling, at_once, responses, weights)
     share = int(rollout.gpu_memory_utilization * machine.gpu_memory_gb * GB)
-    if kind == "server":  # the fewest GPUs per engine that leave a third of its memory to keys and values
+    if (
+        kind == "server"
+    ):  # the fewest GPUs per engine that leave a third of its memory to keys and values
         sizes = [size for size in (1, 2, 4, 8) if machine.engine_gpus % size == 0]
         size = next((size for size in sizes if weights / size < share * 2 / 3), sizes[-1])
         weights, kv = weights // size, kv_bytes_per_token(arch, itemsize, size)
@@ -327,9 +391,12 @@ def _engine(arch: Architecture, config: Config, machine: Machine) -> EngineMemor
     )
 
 
-def _resharding(arch: Architecture, layout: Layout, config: Config, engine: EngineMemory, replicas: int) -> int:
-    """Return the bytes that the rank receiving most gets in a weight synchronization: its engine's part less what it
-    holds of it, or from a server's broadcast all of the model."""
+def _resharding(
+    arch: Architecture, layout: Layout, config: Config, engine: EngineMemory, replicas: int
+) -> int:
+    """Return the bytes that the rank receiving most gets in a weight synchronization: its engine's
+    part less what it holds of it, or from a server's broadcast all of the model.
+    """
     itemsize = dtype_bytes(config.model.params_dtype)
     if engine.kind == "server":
         return number_of_parameters(arch) * itemsize if engine.weights else 0

@@ -1,4 +1,6 @@
-"""Bytes that one rank sends in a step, the arithmetic of a step, and a step time from stated peak rates."""
+"""Bytes that one rank sends in a step, the arithmetic of a step, and a step time from stated peak
+rates.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,10 @@ from megatron_dcpo.weights.planner import padded_vocab_size
 
 @dataclass(frozen=True)
 class Rates:
-    """What the estimate assumes of the machine: dense bf16 TFLOP/s and the share of it reached (``mfu``), GB/s of memory,
-    of a GPU's link within its node and to other nodes. The defaults are an H100's."""
+    """What the estimate assumes of the machine: dense bf16 TFLOP/s and the share of it reached
+    (``mfu``), GB/s of memory, of a GPU's link within its node and to other nodes. The defaults are
+    an H100's.
+    """
 
     peak_tflops: float = 989.0
     mfu: float = 0.4
@@ -29,7 +33,9 @@ class Rates:
 @dataclass(frozen=True)
 class Work:
     """One step's work. ``tokens``: prompt and response tokens of all responses; ``length``: of one;
-    ``micro_batches``: per rank and pass over the whole rollout; ``forward_passes``: without gradient, over all tokens."""
+    ``micro_batches``: per rank and pass over the whole rollout; ``forward_passes``: without
+    gradient, over all tokens.
+    """
 
     tokens: int
     length: int
@@ -70,16 +76,20 @@ class Seconds:
 
     @property
     def beside(self) -> float:
-        """Return the seconds of a step whose generation runs beside the training (``rollout.async_steps``)."""
+        """Return the seconds of a step whose generation runs beside the training
+        (``rollout.async_steps``).
+        """
         return max(self.rollout, self.total - self.rollout - self.resharding) + self.resharding
 
 
 def step_traffic(
     arch: Architecture, layout: Layout, config: Config, replicas: int, state: State, work: Work
 ) -> BytesSent:
-    """Return the bytes that a rank sends in a step. Ring collectives: an all-gather or reduce-scatter of n bytes over r
-    ranks sends (r - 1) / r * n, an all-reduce twice that. ``state``: of the rank with most gradients, which are sent in
-    fp32. ``replicas``: data- times context-parallel size."""
+    """Return the bytes that a rank sends in a step. Ring collectives: an all-gather or
+    reduce-scatter of n bytes over r ranks sends (r - 1) / r * n, an all-reduce twice that.
+    ``state``: of the rank with most gradients, which are sent in fp32. ``replicas``: data- times
+    context-parallel size.
+    """
     tp, pp = layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size
     parallel, b = config.parallel, dtype_bytes(config.model.params_dtype)
     numel, of_experts = state.buffer_numel - state.expert_numel, expert_replicas(layout, replicas)
@@ -89,28 +99,46 @@ def step_traffic(
     hidden = tokens * arch.hidden_size * b
     ring = (tp - 1) / tp * hidden
     layers = max(layers_per_stage(arch.num_layers, layout))
-    # Two linear pairs per layer, one beside experts. Each way an all-reduce, or an all-gather and a reduce-scatter: the same
-    # bytes; sequence parallelism gathers the pairs' inputs once more for the gradient of the weights.
+    # Two linear pairs per layer, one beside experts. Each way an all-reduce, or an all-gather and a
+    # reduce-scatter: the same bytes; sequence parallelism gathers the pairs' inputs once more for
+    # the gradient of the weights.
     pairs = layers * (1 if arch.num_experts else 2)
     forward, backward = 2 * ring * pairs, (3 if parallel.sequence_parallel else 2) * ring * pairs
     repeated = recomputed_share(arch, layout, config) * (parallel.recompute_granularity == "full")
     ends = 2 * ring  # the embedding's output and the output layer's input gradient
     passes = work.forward_passes
     tensor = passes * (forward + ends) + forward * (1 + repeated) + backward + 2 * ends
-    boundary = hidden / (tp if parallel.sequence_parallel else 1) * layout.virtual_pipeline_model_parallel_size
+    boundary = (
+        hidden
+        / (tp if parallel.sequence_parallel else 1)
+        * layout.virtual_pipeline_model_parallel_size
+    )
     pipeline = boundary * (passes + 2) if pp > 1 else 0.0
-    # Keys and values go once around the context-parallel ranks, on the way back with their gradients.
-    around = (parallel.context_parallel_size - 1) * tokens * 2 * arch.num_query_groups // tp * arch.kv_channels * b
+    # Keys and values go once around the context-parallel ranks, on the way back with their
+    # gradients.
+    around = (
+        (parallel.context_parallel_size - 1)
+        * tokens
+        * 2
+        * arch.num_query_groups
+        // tp
+        * arch.kv_channels
+        * b
+    )
     context = around * layers * (passes + 3 + repeated)
     # A token goes to its experts and back, there to all ranks of an expert.
     ep, etp = layout.expert_model_parallel_size, layout.expert_tensor
     away = arch.experts_per_token * hidden / tp * ((ep - 1) / ep + etp - 1)
     experts = 2 * away * layers * (passes + 2 + repeated)
-    return BytesSent(int(work.updates * per_update), int(tensor), int(context), int(experts), int(pipeline))
+    return BytesSent(
+        int(work.updates * per_update), int(tensor), int(context), int(experts), int(pipeline)
+    )
 
 
 def forward_flops(arch: Architecture, layout: Layout, work: Work) -> float:
-    """Return the multiply-adds, counted twice, of one forward pass over all tokens of a step; attention is causal."""
+    """Return the multiply-adds, counted twice, of one forward pass over all tokens of a step;
+    attention is causal.
+    """
     return sequence_flops(arch, layout, work.tokens, work.length)
 
 
@@ -121,7 +149,9 @@ def sequence_flops(arch: Architecture, layout: Layout, tokens: int, length: floa
 
 
 def slowest_stage(arch: Architecture, layout: Layout, length: float) -> float:
-    """Work of the pipeline stage that has most, the output layer counted, over the mean of the stages."""
+    """Work of the pipeline stage that has most, the output layer counted, over the mean of the
+    stages.
+    """
     per_layer, output = _flops_per_token(arch, layout, length)
     work = [layers * per_layer for layers in layers_per_stage(arch.num_layers, layout)]
     work[-1] += output
@@ -134,7 +164,9 @@ def _flops_per_token(arch: Architecture, layout: Layout, length: float) -> tuple
     q, k = arch.num_attention_heads * d, arch.num_query_groups * d
     h, f = arch.hidden_size, arch.ffn_hidden_size
     # the last term: scores and values over half the length
-    mlp = 3 * h * f * arch.experts_per_token + h * arch.num_experts if arch.num_experts else 3 * h * f
+    mlp = (
+        3 * h * f * arch.experts_per_token + h * arch.num_experts if arch.num_experts else 3 * h * f
+    )
     per_layer = 2 * (h * (q + 2 * k) + q * h + mlp) + 2 * q * length
     return per_layer, 2 * h * padded_vocab_size(arch, layout)
 
@@ -154,19 +186,27 @@ def step_seconds(
     engine_gpus: int,
     rates: Rates,
 ) -> Seconds:
-    """Estimate the seconds of a step. ``engine_weights``: bytes per engine rank; ``engine_kv``: bytes per token and rank;
-    ``concurrent``: sequences an engine decodes at once; ``engine_gpus``: of engines beside the ``gpus``.
+    """Estimate the seconds of a step. ``engine_weights``: bytes per engine rank; ``engine_kv``:
+    bytes per token and rank; ``concurrent``: sequences an engine decodes at once; ``engine_gpus``:
+    of engines beside the ``gpus``.
 
-    A rollout reads the engine's weights and the running sequences' keys and values once per token position; a training
-    pass computes at ``mfu`` of the peak and waits for the slowest stage and for the pipeline to fill, (PP - 1) /
-    (micro-batches x VPP) of its time.
+    A rollout reads the engine's weights and the running sequences' keys and values once per token
+    position; a training pass computes at ``mfu`` of the peak and waits for the slowest stage and
+    for the pipeline to fill, (PP - 1) / (micro-batches x VPP) of its time.
     """
     tp, pp = layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size
     cp = config.parallel.context_parallel_size
     per_second = gpus * rates.peak_tflops * 1e12 * rates.mfu
     # micro_batches covers all updates of a step; the pipeline fills once for each.
-    bubble = 1 + (pp - 1) * work.updates / (work.micro_batches * layout.virtual_pipeline_model_parallel_size)
-    forward = forward_flops(arch, layout, work) / per_second * bubble * slowest_stage(arch, layout, work.length)
+    bubble = 1 + (pp - 1) * work.updates / (
+        work.micro_batches * layout.virtual_pipeline_model_parallel_size
+    )
+    forward = (
+        forward_flops(arch, layout, work)
+        / per_second
+        * bubble
+        * slowest_stage(arch, layout, work.length)
+    )
     # forward, gradients of activations, gradients of weights (not of frozen ones)
     factor = 3 - config.frozen + recomputed_share(arch, layout, config)
     rounds = -(-responses_per_engine // max(1, concurrent))
@@ -182,8 +222,10 @@ def step_seconds(
         forward=work.forward_passes * forward,
         update=factor * forward,
         tensor_parallel=traffic.tensor_parallel / (within if tp <= rates.gpus_per_node else across),
-        context_parallel=traffic.context_parallel / (within if tp * cp <= rates.gpus_per_node else across),
-        expert_parallel=traffic.expert_parallel / (within if layout.width <= rates.gpus_per_node else across),
+        context_parallel=traffic.context_parallel
+        / (within if tp * cp <= rates.gpus_per_node else across),
+        expert_parallel=traffic.expert_parallel
+        / (within if layout.width <= rates.gpus_per_node else across),
         data_parallel=traffic.data_parallel / across,
         pipeline=traffic.pipeline / across,
         resharding=resharding / (within if reshards <= rates.gpus_per_node else link),

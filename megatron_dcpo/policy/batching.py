@@ -1,7 +1,9 @@
-"""From judged responses to micro-batches: balanced over data-parallel ranks, equal in number, padded or packed.
+"""From judged responses to micro-batches: balanced over data-parallel ranks, equal in number,
+padded or packed.
 
-Logits at position p score the token at p + 1; ``MicroBatch.rows`` therefore points at the position *before* each
-response token, and every per-token array (advantage, block id, weight) is laid out like the *labels*.
+Logits at position p score the token at p + 1; ``MicroBatch.rows`` therefore points at the position
+*before* each response token, and every per-token array (advantage, block id, weight) is laid out
+like the *labels*.
 """
 
 from __future__ import annotations
@@ -40,7 +42,9 @@ def sequence_length(sample: TrainingSample) -> int:
 
 
 def assign_to_ranks(lengths: Sequence[int], ranks: int) -> list[list[int]]:
-    """Deal samples over data-parallel ranks, longest first, there and back: equal counts (+-1), near-equal tokens."""
+    """Deal samples over data-parallel ranks, longest first, there and back: equal counts (+-1),
+    near-equal tokens.
+    """
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     shares: list[list[int]] = [[] for _ in range(ranks)]
     for position, index in enumerate(order):
@@ -58,13 +62,17 @@ def split_micro_batches(
     packing: bool,
     multiple_of: int = 1,
 ) -> list[list[int]]:
-    """Return micro-batches (lists of indices into this rank's samples); their number is the same on every rank.
+    """Return micro-batches (lists of indices into this rank's samples); their number is the same on
+    every rank.
 
-    Computed from the lengths of all ranks, so that no collective can disagree inside the schedule. Without packing a
-    micro-batch has ``micro_batch_size`` samples of similar length, with packing at most ``max_tokens`` tokens, as equal
-    as possible. A rank with too few samples gets empty micro-batches. ``multiple_of``: what interleaved pipelines demand.
+    Computed from the lengths of all ranks, so that no collective can disagree inside the schedule.
+    Without packing a micro-batch has ``micro_batch_size`` samples of similar length, with packing
+    at most ``max_tokens`` tokens, as equal as possible. A rank with too few samples gets empty
+    micro-batches. ``multiple_of``: what interleaved pipelines demand.
     """
-    splits = [_pack(ls, max_tokens) if packing else _chunk(ls, micro_batch_size) for ls in lengths_of_rank]
+    splits = [
+        _pack(ls, max_tokens) if packing else _chunk(ls, micro_batch_size) for ls in lengths_of_rank
+    ]
     count = -(-max(1, *(len(split) for split in splits)) // multiple_of) * multiple_of
     even = _spread(lengths_of_rank[rank], count, max_tokens) if packing else None
     if even is not None:
@@ -86,7 +94,9 @@ def _chunk(lengths: Sequence[int], size: int) -> list[list[int]]:
 
 
 def _pack(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Pack by first fit decreasing. A sample longer than ``max_tokens`` gets a micro-batch of its own."""
+    """Pack by first fit decreasing. A sample longer than ``max_tokens`` gets a micro-batch of its
+    own.
+    """
     bins: list[list[int]] = []
     room: list[int] = []
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
@@ -102,7 +112,8 @@ def _pack(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
 
 
 def _spread(lengths: Sequence[int], count: int, max_tokens: int) -> list[list[int]] | None:
-    """Return ``count`` packs of nearly equal size, longest sample first into the emptiest; None if one would be too large.
+    """Return ``count`` packs of nearly equal size, longest sample first into the emptiest; None if
+    one would be too large.
 
     First fit leaves a nearly empty last pack, which costs most where all packs must have one shape.
     """
@@ -126,11 +137,13 @@ def collate(
     for_loss: bool = True,
     context_parallel: tuple[int, int] = (0, 1),
 ) -> Iterator[MicroBatch]:
-    """Build the micro-batches one at a time. ``multiple_of``: row length multiple (TP size under sequence parallel).
-    ``context_parallel``: rank and size; every sequence is then a multiple of 2 x size long.
+    """Build the micro-batches one at a time. ``multiple_of``: row length multiple (TP size under
+    sequence parallel). ``context_parallel``: rank and size; every sequence is then a multiple of 2
+    x size long.
 
-    ``uniform`` gives all of them one shape: Megatron's interleaved schedule mixes up shapes that differ. A micro-batch
-    without samples has one token, of which nothing is asked. ``for_loss``: with the columns that the loss reads.
+    ``uniform`` gives all of them one shape: Megatron's interleaved schedule mixes up shapes that
+    differ. A micro-batch without samples has one token, of which nothing is asked. ``for_loss``:
+    with the columns that the loss reads.
     """
     chosen = [tuple(samples[i] for i in split) for split in splits]
     cp = context_parallel[1]
@@ -142,24 +155,34 @@ def collate(
         rows, width = largest if uniform else size
         width = -(-width // multiple_of) * multiple_of
         offsets = _offsets(batch, None if packing else width, chunks)
-        micro_batch = _packed(batch, offsets, width, chunks) if packing else _padded(batch, offsets, rows, width)
+        micro_batch = (
+            _packed(batch, offsets, width, chunks)
+            if packing
+            else _padded(batch, offsets, rows, width)
+        )
         if cp > 1:
             micro_batch = slice_for_rank(micro_batch, context_parallel)
         yield dataclasses.replace(micro_batch, columns=_columns(batch)) if for_loss else micro_batch
 
 
 def _columns(samples: Sequence[TrainingSample]) -> dict[str, Tensor]:
-    """Return the per-token arrays of a micro-batch's samples, in the order of its rows; those that all samples have."""
+    """Return the per-token arrays of a micro-batch's samples, in the order of its rows; those that
+    all samples have.
+    """
     columns = {}
     for name, dtype in PER_TOKEN.items():
-        rows = [s.response.logprobs if name == "engine_logprobs" else getattr(s, name) for s in samples]
+        rows = [
+            s.response.logprobs if name == "engine_logprobs" else getattr(s, name) for s in samples
+        ]
         if not any(row is None for row in rows):
             columns[name] = to_device(np.concatenate([np.zeros(0), *rows]), dtype)
     return columns
 
 
 def _offsets(samples: Sequence[TrainingSample], width: int | None, chunks: int) -> list[int]:
-    """Return where each sample begins: every ``width`` tokens, or with the padding between them that ``chunks`` ask for."""
+    """Return where each sample begins: every ``width`` tokens, or with the padding between them
+    that ``chunks`` ask for.
+    """
     if width is not None:
         return [row * width for row in range(len(samples))]
     return [0, *itertools.accumulate(_padded_length(sample, chunks) for sample in samples)][:-1]
@@ -177,20 +200,28 @@ def _packed_size(samples: Sequence[TrainingSample], chunks: int) -> tuple[int, i
     return 1, max(chunks, sum(_padded_length(sample, chunks) for sample in samples))
 
 
-def _padded(samples: Sequence[TrainingSample], offsets: Sequence[int], rows: int, width: int) -> MicroBatch:
+def _padded(
+    samples: Sequence[TrainingSample], offsets: Sequence[int], rows: int, width: int
+) -> MicroBatch:
     tokens = np.zeros((rows, width), np.int64)
     for row, sample in enumerate(samples):
-        tokens[row, : sequence_length(sample)] = np.concatenate([sample.prompt_ids, sample.response_ids])
+        tokens[row, : sequence_length(sample)] = np.concatenate(
+            [sample.prompt_ids, sample.response_ids]
+        )
     positions = np.broadcast_to(np.arange(width), tokens.shape)
     return _micro_batch(samples, tokens, positions, offsets, None)
 
 
-def _packed(samples: Sequence[TrainingSample], offsets: Sequence[int], total: int, chunks: int) -> MicroBatch:
+def _packed(
+    samples: Sequence[TrainingSample], offsets: Sequence[int], total: int, chunks: int
+) -> MicroBatch:
     bounds = [*offsets, offsets[-1] + _padded_length(samples[-1], chunks)] if samples else [0]
     tokens = np.zeros((1, total), np.int64)
     positions = np.zeros((1, total), np.int64)
     for sample, (start, stop) in zip(samples, itertools.pairwise(bounds), strict=True):
-        tokens[0, start : start + sequence_length(sample)] = np.concatenate([sample.prompt_ids, sample.response_ids])
+        tokens[0, start : start + sequence_length(sample)] = np.concatenate(
+            [sample.prompt_ids, sample.response_ids]
+        )
         positions[0, start:stop] = np.arange(stop - start)
     if total > bounds[-1]:
         bounds = [*bounds, total]  # the filling is a sequence of its own, which nothing attends to
@@ -208,7 +239,10 @@ def _micro_batch(
     packed: PackedSeqParams | None,
 ) -> MicroBatch:
     lengths = np.array([len(sample.response_ids) for sample in samples], np.int64)
-    first = np.array([offset + len(s.prompt_ids) - 1 for s, offset in zip(samples, offsets, strict=True)], np.int64)
+    first = np.array(
+        [offset + len(s.prompt_ids) - 1 for s, offset in zip(samples, offsets, strict=True)],
+        np.int64,
+    )
     rows = np.arange(lengths.sum()) + np.repeat(first + lengths - np.cumsum(lengths), lengths)
     owners = np.repeat(np.arange(len(samples)), lengths)
     targets = np.concatenate([np.zeros(0, np.int64), *(sample.response_ids for sample in samples)])

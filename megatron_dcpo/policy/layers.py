@@ -1,7 +1,8 @@
 """The transformer layer: Transformer Engine's on GPU, a local one everywhere else.
 
-The local spec is Megatron's own with two parts replaced: an RMSNorm that takes part in sequence parallelism, and a core
-attention that takes padded batches and packed sequences alike and never materializes the score matrix.
+The local spec is Megatron's own with two parts replaced: an RMSNorm that takes part in sequence
+parallelism, and a core attention that takes padded batches and packed sequences alike and never
+materializes the score matrix.
 """
 
 from __future__ import annotations
@@ -31,10 +32,11 @@ from megatron_dcpo.runtime.device import capabilities
 
 
 def use_transformer_engine(choice: str) -> bool:
-    """Return whether ``model.transformer_impl`` means Transformer Engine's layers here, or the local ones.
+    """Return whether ``model.transformer_impl`` means Transformer Engine's layers here, or the
+    local ones.
 
-    Raises :class:`UserError` where they cannot be used: on a GPU nothing falls back to the local layers, which are several
-    times slower there, unless they are asked for.
+    Raises :class:`UserError` where they cannot be used: on a GPU nothing falls back to the local
+    layers, which are several times slower there, unless they are asked for.
     """
     if choice == "local":
         return False
@@ -42,14 +44,17 @@ def use_transformer_engine(choice: str) -> bool:
         if choice == "auto":
             return False
         raise UserError(
-            "model.transformer_impl=transformer_engine, but Transformer Engine needs a GPU and its package; "
+            "model.transformer_impl=transformer_engine, but Transformer Engine needs a GPU and "
+            "its package; "
             "use auto or local"
         )
     problem = _transformer_engine_problem()
     if problem:
         raise UserError(
-            f"model.transformer_impl={choice}: on a GPU the layers are Transformer Engine's, which cannot be used "
-            f"({problem}); install it ({pip_install('gpu')}), or set model.transformer_impl=local, which "
+            f"model.transformer_impl={choice}: on a GPU the layers are Transformer Engine's, "
+            "which cannot be used "
+            f"({problem}); install it ({pip_install('gpu')}), or set "
+            "model.transformer_impl=local, which "
             "is several times slower"
         )
     return True
@@ -69,29 +74,37 @@ def _transformer_engine_problem() -> str:
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """Root-mean-square norm in fp32, whose weight gradient is summed over TP under sequence parallelism.
+    """Root-mean-square norm in fp32, whose weight gradient is summed over TP under sequence
+    parallelism.
 
-    Megatron's wrapper around torch's norm refuses sequence parallelism; ``finalize_model_grads`` only needs the
-    ``sequence_parallel`` mark on the weight.
+    Megatron's wrapper around torch's norm refuses sequence parallelism; ``finalize_model_grads``
+    only needs the ``sequence_parallel`` mark on the weight.
     """
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any
+    ) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
         # Hugging Face's order: normalize in fp32, round to the activation type, then scale.
-        normalized = F.rms_norm(x.float(), self.normalized_shape, None, cast(float, self.eps)).to(x.dtype)
+        normalized = F.rms_norm(x.float(), self.normalized_shape, None, cast(float, self.eps)).to(
+            x.dtype
+        )
         return normalized * self.weight
 
 
 class CausalAttention(MegatronModule):
-    """Causal softmax attention with grouped queries, for [s, b, heads, d] batches and [t, heads, d] packed sequences.
+    """Causal softmax attention with grouped queries, for [s, b, heads, d] batches and [t, heads, d]
+    packed sequences.
 
     Padding needs no mask: it stands at the end of a row, where no real token looks.
     """
 
-    def __init__(self, config: TransformerConfig, layer_number: int, *args: Any, **kwargs: Any) -> None:
+    def __init__(
+        self, config: TransformerConfig, layer_number: int, *args: Any, **kwargs: Any
+    ) -> None:
         super().__init__(config=config)
         self.softmax_scale = kwargs.get("softmax_scale")
 
@@ -105,7 +118,9 @@ class CausalAttention(MegatronModule):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """Return [s, b, heads * d], or [t, heads * d] for packed sequences (cu_seqlens: int32 [sequences + 1])."""
+        """Return [s, b, heads * d], or [t, heads * d] for packed sequences (cu_seqlens: int32
+        [sequences + 1]).
+        """
         bounds = [0, len(query) * self.config.context_parallel_size]
         if packed_seq_params is not None:
             bounds = packed_seq_params.cu_seqlens_q.tolist()
@@ -118,7 +133,10 @@ class CausalAttention(MegatronModule):
             return out.reshape(*out.shape[:2], -1)
         pieces = []
         for start, stop in itertools.pairwise(bounds):
-            own = slice(start // self.config.context_parallel_size, stop // self.config.context_parallel_size)
+            own = slice(
+                start // self.config.context_parallel_size,
+                stop // self.config.context_parallel_size,
+            )
             parts = query[own], key[start:stop], value[start:stop]
             q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in parts)  # [1, heads, t_i, d]
             pieces.append(self._attend(q, k, v).squeeze(0).transpose(0, 1))
@@ -126,7 +144,11 @@ class CausalAttention(MegatronModule):
         return out.reshape(out.shape[0], -1)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        attend = partial(F.scaled_dot_product_attention, scale=self.softmax_scale, enable_gqa=q.shape[1] != k.shape[1])
+        attend = partial(
+            F.scaled_dot_product_attention,
+            scale=self.softmax_scale,
+            enable_gqa=q.shape[1] != k.shape[1],
+        )
         size = self.config.context_parallel_size
         if size == 1:
             return attend(q, k, v, is_causal=True)
@@ -139,13 +161,19 @@ class CausalAttention(MegatronModule):
         return torch.cat(parts, 2)
 
 
-def layer_spec(config: TransformerConfig, transformer_engine: bool) -> ModuleSpec | TransformerBlockSubmodules:
+def layer_spec(
+    config: TransformerConfig, transformer_engine: bool
+) -> ModuleSpec | TransformerBlockSubmodules:
     """Return the layer spec for ``config``. ``qk_layernorm`` and RMSNorm are read from it."""
     if transformer_engine:
         return get_gpt_layer_with_transformer_engine_spec(
-            config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm, qk_layernorm=config.qk_layernorm
+            config.num_moe_experts,
+            moe_grouped_gemm=config.moe_grouped_gemm,
+            qk_layernorm=config.qk_layernorm,
         )
-    spec = get_gpt_layer_local_spec(config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
+    spec = get_gpt_layer_local_spec(
+        config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
+    )
     layer: Any = spec.submodules
     layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
     if (
@@ -159,8 +187,12 @@ def layer_spec(config: TransformerConfig, transformer_engine: bool) -> ModuleSpe
     return spec
 
 
-def block_spec(spec: ModuleSpec, layers: int, transformer_engine: bool) -> ModuleSpec | TransformerBlockSubmodules:
-    """Return a pipeline stage of ``layers`` layers and its final norm (Transformer Engine brings its own)."""
+def block_spec(
+    spec: ModuleSpec, layers: int, transformer_engine: bool
+) -> ModuleSpec | TransformerBlockSubmodules:
+    """Return a pipeline stage of ``layers`` layers and its final norm (Transformer Engine brings
+    its own).
+    """
     if transformer_engine:
         return spec
     return TransformerBlockSubmodules(layer_specs=[spec] * layers, layer_norm=RMSNorm)

@@ -29,14 +29,33 @@ _DECIDED = {
     "pipeline_dtype": "model.params_dtype",
     **{name: f"optimizer.{name}" for name in ("lr", "min_lr", "weight_decay", "clip_grad")},
     **dict.fromkeys(
-        ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
+        (
+            "num_layers",
+            "hidden_size",
+            "ffn_hidden_size",
+            "num_attention_heads",
+            "num_query_groups",
+            "kv_channels",
+        ),
         "model.path",
     ),
-    **dict.fromkeys(("normalization", "layernorm_epsilon", "qk_layernorm", "gated_linear_unit"), "model.path"),
-    **dict.fromkeys(("activation_func", "add_bias_linear", "add_qkv_bias", "num_moe_experts"), "model.path"),
-    **dict.fromkeys(("moe_ffn_hidden_size", "moe_router_topk", "moe_router_pre_softmax"), "model.path"),
-    **dict.fromkeys(("no_sync_func", "grad_scale_func", "finalize_model_grads_func", "param_sync_func"), "the trainer"),
-    **dict.fromkeys(("variable_seq_lengths", "perform_initialization", "calculate_per_token_loss"), "the trainer"),
+    **dict.fromkeys(
+        ("normalization", "layernorm_epsilon", "qk_layernorm", "gated_linear_unit"), "model.path"
+    ),
+    **dict.fromkeys(
+        ("activation_func", "add_bias_linear", "add_qkv_bias", "num_moe_experts"), "model.path"
+    ),
+    **dict.fromkeys(
+        ("moe_ffn_hidden_size", "moe_router_topk", "moe_router_pre_softmax"), "model.path"
+    ),
+    **dict.fromkeys(
+        ("no_sync_func", "grad_scale_func", "finalize_model_grads_func", "param_sync_func"),
+        "the trainer",
+    ),
+    **dict.fromkeys(
+        ("variable_seq_lengths", "perform_initialization", "calculate_per_token_loss"),
+        "the trainer",
+    ),
     **dict.fromkeys(("grad_reduce_in_fp32", "average_in_collective", "optimizer"), "the trainer"),
 }
 
@@ -48,7 +67,9 @@ def options_of(kind: type, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_megatron_options(options: Mapping[str, Any]) -> None:
-    """Raise :class:`UserError` for an option that no class of the installed Megatron has, or that something else decides."""
+    """Raise :class:`UserError` for an option that no class of the installed Megatron has, or that
+    something else decides.
+    """
     known = {field.name for kind in CLASSES for field in fields(kind)}
     where = f"{', '.join(kind.__name__ for kind in CLASSES)} of the installed megatron-core"
     check_passed_on("parallel.megatron", options, _DECIDED, known, where)

@@ -1,4 +1,6 @@
-"""The policy: a Megatron ``GPTModel`` built from a Hugging Face ``config.json`` and filled through the weight table."""
+"""The policy: a Megatron ``GPTModel`` built from a Hugging Face ``config.json`` and filled through
+the weight table.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +25,21 @@ from megatron_dcpo.runtime.megatron_private import APEX_KERNEL, without_asking_f
 from megatron_dcpo.weights.architecture import Architecture, read_architecture
 from megatron_dcpo.weights.hf_checkpoint import HFReader, load_into
 from megatron_dcpo.weights.layout import UNEVEN_PIPELINE, Coordinates, Layout
-from megatron_dcpo.weights.planner import Copy, check_layout, check_options, padded_vocab_size, plan, sharded_dimensions
+from megatron_dcpo.weights.planner import (
+    Copy,
+    check_layout,
+    check_options,
+    padded_vocab_size,
+    plan,
+    sharded_dimensions,
+)
 
 from megatron.core import tensor_parallel  # isort: skip
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.enums import ModelType
 from megatron.core.transformer.module import Float16Module
@@ -38,10 +51,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Policy:
-    """The model chunks of this rank (one, or several with virtual pipeline stages), wrapped for training.
+    """The model chunks of this rank (one, or several with virtual pipeline stages), wrapped for
+    training.
 
-    ``copies[i]`` maps chunk i to Hugging Face tensors. ``frozen``: it has no gradients, and chunks are not wrapped in
-    DDP. ``fp32_head``: logits are computed in fp32, whatever the parameters are.
+    ``copies[i]`` maps chunk i to Hugging Face tensors. ``frozen``: it has no gradients, and chunks
+    are not wrapped in DDP. ``fp32_head``: logits are computed in fp32, whatever the parameters are.
     """
 
     arch: Architecture
@@ -68,7 +82,9 @@ class Policy:
         """Return this rank's rows of the output layer, on the last stage."""
         gpt = self.gpt[-1]
         weight: Tensor = (
-            gpt.shared_embedding_or_output_weight() if self.arch.tied_embeddings else gpt.output_layer.weight
+            gpt.shared_embedding_or_output_weight()
+            if self.arch.tied_embeddings
+            else gpt.output_layer.weight
         )
         return weight
 
@@ -78,10 +94,15 @@ class Policy:
 
 
 def transformer_config(
-    arch: Architecture, parallel: ParallelConfig, dtype: torch.dtype, transformer_engine: bool = False
+    arch: Architecture,
+    parallel: ParallelConfig,
+    dtype: torch.dtype,
+    transformer_engine: bool = False,
 ) -> TransformerConfig:
-    """Return Megatron's configuration of ``arch`` (RMSNorm, SwiGLU, rotary embeddings, grouped queries),
-    with the options of ``parallel.megatron``. Raises :class:`UserError` where Megatron refuses them."""
+    """Return Megatron's configuration of ``arch`` (RMSNorm, SwiGLU, rotary embeddings, grouped
+    queries), with the options of ``parallel.megatron``. Raises :class:`UserError` where Megatron
+    refuses them.
+    """
     on_cpu = capabilities().cpu_initialization
     interleaved = parallel.virtual_pipeline_model_parallel_size > 1
     options: dict[str, Any] = {
@@ -102,7 +123,8 @@ def transformer_config(
         "attention_dropout": 0.0,
         "tensor_model_parallel_size": parallel.tensor_model_parallel_size,
         "pipeline_model_parallel_size": parallel.pipeline_model_parallel_size,
-        # Of two interleaved stages each is the other's next and previous; only the overlapped transfers keep them apart.
+        # Of two interleaved stages each is the other's next and previous; only the overlapped
+        # transfers keep them apart.
         "overlap_p2p_comm": interleaved,
         "batch_p2p_comm": not interleaved,
         "context_parallel_size": parallel.context_parallel_size,
@@ -112,15 +134,18 @@ def transformer_config(
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "variable_seq_lengths": True,
-        "moe_token_dispatcher_type": "alltoall",  # required with variable_seq_lengths, also without experts
+        # required with variable_seq_lengths, also without experts
+        "moe_token_dispatcher_type": "alltoall",
         "perform_initialization": False,  # the weights come from a checkpoint
         "use_cpu_initialization": on_cpu,
         # Transformer Engine's layers add it by their own product, Megatron's by a kernel of Apex's
-        "gradient_accumulation_fusion": not on_cpu and (transformer_engine or find_spec(APEX_KERNEL) is not None),
+        "gradient_accumulation_fusion": not on_cpu
+        and (transformer_engine or find_spec(APEX_KERNEL) is not None),
         "bias_activation_fusion": not on_cpu,
         "masked_softmax_fusion": False,
         "bias_dropout_fusion": not on_cpu,
-        "apply_rope_fusion": transformer_engine,  # unfused, packed sequences wait for the host four times a layer
+        # unfused, packed sequences wait for the host four times a layer
+        "apply_rope_fusion": transformer_engine,
         "persist_layer_norm": False,
         "deterministic_mode": on_cpu,
         **_recomputation(parallel),
@@ -131,7 +156,9 @@ def transformer_config(
     try:
         return TransformerConfig(**options)
     except (ValueError, AssertionError, TypeError) as error:
-        raise UserError(f"parallel: Megatron refuses these options ({one_line(error, 300)})") from None
+        raise UserError(
+            f"parallel: Megatron refuses these options ({one_line(error, 300)})"
+        ) from None
 
 
 def _recomputation(parallel: ParallelConfig) -> dict[str, Any]:
@@ -142,11 +169,16 @@ def _recomputation(parallel: ParallelConfig) -> dict[str, Any]:
             "recompute_num_layers": parallel.recompute_num_layers,
         }
     if parallel.recompute_granularity == "selective":
-        return {"recompute_granularity": "selective", "recompute_modules": list(parallel.recompute_modules)}
+        return {
+            "recompute_granularity": "selective",
+            "recompute_modules": list(parallel.recompute_modules),
+        }
     return {}
 
 
-def _experts(arch: Architecture, parallel: ParallelConfig, transformer_engine: bool) -> dict[str, Any]:
+def _experts(
+    arch: Architecture, parallel: ParallelConfig, transformer_engine: bool
+) -> dict[str, Any]:
     if not arch.num_experts:
         return {}
     return {
@@ -165,22 +197,28 @@ def _experts(arch: Architecture, parallel: ParallelConfig, transformer_engine: b
 def _pipeline(parallel: ParallelConfig) -> dict[str, Any]:
     options = {option: getattr(parallel, option) for option in UNEVEN_PIPELINE}
     if parallel.pipeline_model_parallel_size == 2 and options["num_layers_in_first_pipeline_stage"]:
-        # The last stage has the rest anyway; told of both, Megatron divides by its number of stages in between.
+        # The last stage has the rest anyway; told of both, Megatron divides by its number of stages
+        # in between.
         options["num_layers_in_last_pipeline_stage"] = None
     virtual = parallel.virtual_pipeline_model_parallel_size
     return {**options, "virtual_pipeline_model_parallel_size": virtual if virtual > 1 else None}
 
 
-def build_policy(model: ModelConfig, parallel: ParallelConfig, topology: Topology, training: bool = True) -> Policy:
-    """Build this rank's chunks and load their slices of ``model.path``, wrapped in Megatron's DDP when ``training`` and
-    frozen otherwise.
+def build_policy(
+    model: ModelConfig, parallel: ParallelConfig, topology: Topology, training: bool = True
+) -> Policy:
+    """Build this rank's chunks and load their slices of ``model.path``, wrapped in Megatron's DDP
+    when ``training`` and frozen otherwise.
 
-    Raises :class:`UserError` when the checkpoint is missing or broken or the layout does not divide the model.
+    Raises :class:`UserError` when the checkpoint is missing or broken or the layout does not divide
+    the model.
     """
     arch = read_architecture(model.path)
     engine = use_transformer_engine(model.transformer_impl)
     if training and topology.rank == 0 and capabilities().transformer_engine:
-        logger.info("layers: %s", "Transformer Engine" if engine else "local (model.transformer_impl=local)")
+        logger.info(
+            "layers: %s", "Transformer Engine" if engine else "local (model.transformer_impl=local)"
+        )
     layout = Layout.of(parallel, engine)
     check_layout(arch, layout)
     check_options(arch, layout, model, parallel)
@@ -202,7 +240,9 @@ def build_policy(model: ModelConfig, parallel: ParallelConfig, topology: Topolog
     return Policy(arch, layout, config, *parts, topology, not training, fp32_head(model.head_dtype))
 
 
-def _build_chunk(arch: Architecture, layout: Layout, config: TransformerConfig, at: Coordinates) -> GPTModel:
+def _build_chunk(
+    arch: Architecture, layout: Layout, config: TransformerConfig, at: Coordinates
+) -> GPTModel:
     pp, vp = layout.pipeline_model_parallel_size, layout.virtual_pipeline_model_parallel_size
     spec = layer_spec(config, layout.transformer_engine)
     layers = get_num_layers_to_build(config, at.virtual if vp > 1 else None, at.pipeline)
@@ -220,7 +260,8 @@ def _build_chunk(arch: Architecture, layout: Layout, config: TransformerConfig, 
             parallel_output=True,
             vp_stage=at.virtual if vp > 1 else None,
         ).to(current_device())
-    # Megatron knows Llama-3.1's scaling by its factor alone; the checkpoint's other numbers matter as much.
+    # Megatron knows Llama-3.1's scaling by its factor alone; the checkpoint's other numbers matter
+    # as much.
     gpt.rotary_pos_emb.inv_freq = rotary_inverse_frequencies(arch).to(current_device())
     gpt.model_type = ModelType.encoder_or_decoder
     if gpt.post_process:  # logits are made of the response rows alone: policy/output_layer.py
@@ -235,9 +276,11 @@ def _hidden_states(hidden: Tensor, **_: Any) -> tuple[Tensor, None]:
 
 
 def _mark_tensor_parallel(gpt: GPTModel, dimensions: dict[str, int | None]) -> None:
-    """Mark the sharded parameters. Megatron does so while it draws random weights, which is skipped here; without the
-    mark its gradient norm counts a sharded parameter on the first tensor-parallel rank only. That holds for experts as
-    well, which another tensor-parallel rank does not have, also where an expert is on one rank."""
+    """Mark the sharded parameters. Megatron does so while it draws random weights, which is skipped
+    here; without the mark its gradient norm counts a sharded parameter on the first tensor-parallel
+    rank only. That holds for experts as well, which another tensor-parallel rank does not have,
+    also where an expert is on one rank.
+    """
     for name, parameter in gpt.named_parameters():
         dim = dimensions[name]
         if dim is not None and not hasattr(parameter, "tensor_model_parallel"):
@@ -245,10 +288,11 @@ def _mark_tensor_parallel(gpt: GPTModel, dimensions: dict[str, int | None]) -> N
 
 
 def rotary_inverse_frequencies(arch: Architecture) -> Tensor:
-    """Return [kv_channels / 2] fp32 angular frequencies, with Llama-3.1's scaling where the checkpoint asks for it.
+    """Return [kv_channels / 2] fp32 angular frequencies, with Llama-3.1's scaling where the
+    checkpoint asks for it.
 
-    Wavelengths above ``original / low`` are stretched by ``factor``, those below ``original / high`` are kept, the ones
-    between are interpolated linearly in the frequency.
+    Wavelengths above ``original / low`` are stretched by ``factor``, those below ``original /
+    high`` are kept, the ones between are interpolated linearly in the frequency.
     """
     exponent = torch.arange(0, arch.kv_channels, 2, dtype=torch.int64).float() / arch.kv_channels
     inv_freq = 1.0 / (arch.rotary_base**exponent)
@@ -262,9 +306,12 @@ def rotary_inverse_frequencies(arch: Architecture) -> Tensor:
     return (1 - keep) * inv_freq / scaling.factor + keep * inv_freq
 
 
-def _wrap(gpt: GPTModel, config: TransformerConfig, parallel: ParallelConfig, index: int, training: bool) -> Any:
-    """Wrap the model for mixed precision, and for training by DDP with fp32 gradients. The schedules read the hooks
-    from ``config``."""
+def _wrap(
+    gpt: GPTModel, config: TransformerConfig, parallel: ParallelConfig, index: int, training: bool
+) -> Any:
+    """Wrap the model for mixed precision, and for training by DDP with fp32 gradients. The
+    schedules read the hooks from ``config``.
+    """
     module = Float16Module(config, gpt) if config.bf16 else gpt
     if not training:
         return module.requires_grad_(False)

@@ -30,8 +30,9 @@ logger = logging.getLogger(__name__)
 class PolicyOptimizer:
     """Megatron's optimizer on a policy's own parameters, with its learning-rate schedule.
 
-    ``megatron``, ``scheduler``: their state stands in checkpoints. :class:`megatron_dcpo.policy.adapter.AdapterOptimizer`
-    has the same methods for the parameters of an adapter.
+    ``megatron``, ``scheduler``: their state stands in checkpoints.
+    :class:`megatron_dcpo.policy.adapter.AdapterOptimizer` has the same methods for the parameters
+    of an adapter.
     """
 
     def __init__(self, policy: Policy, config: Config) -> None:
@@ -73,7 +74,9 @@ class PolicyOptimizer:
 
 
 def build_optimizer(config: Config, policy: Policy) -> Any:
-    """Return Megatron's AdamW on this rank's parameters (with the distributed optimizer, its shard of them)."""
+    """Return Megatron's AdamW on this rank's parameters (with the distributed optimizer, its shard
+    of them).
+    """
     options = config.optimizer
     dtype = torch_dtype(config.model.params_dtype)
     optimizer = get_megatron_optimizer(
@@ -109,7 +112,8 @@ def build_scheduler(optimizer: Any, config: Config) -> OptimizerParamScheduler:
         end_wd=options.weight_decay,
         wd_incr_steps=0,
         wd_incr_style="constant",
-        # A resumed run takes the count of steps from its checkpoint and everything else from its configuration.
+        # A resumed run takes the count of steps from its checkpoint and everything else from its
+        # configuration.
         use_checkpoint_opt_param_scheduler=False,
         override_opt_param_scheduler=True,
     )
@@ -123,22 +127,28 @@ def zero_gradients(policy: Policy, optimizer: Any) -> None:
 
 
 def gather_parameters(policy: Policy) -> None:
-    """Gather the parameters after an optimizer step that leaves it to the next forward pass, for whoever reads them without
-    one. Collective; nothing to do without ``parallel.megatron.overlap_param_gather``."""
+    """Gather the parameters after an optimizer step that leaves it to the next forward pass, for
+    whoever reads them without one. Collective; nothing to do without
+    ``parallel.megatron.overlap_param_gather``.
+    """
     for chunk in policy.chunks:
         if chunk.ddp_config.overlap_param_gather:
             chunk.start_param_sync(force_sync=True)
 
 
 def gradient_norm(optimizer: Any) -> float:
-    """Return the norm of the whole gradient, as every rank agrees on it; not a number when any element is not finite."""
+    """Return the norm of the whole gradient, as every rank agrees on it; not a number when any
+    element is not finite.
+    """
     optimizer.prepare_grads()
     return float(optimizer.get_grad_norm())
 
 
 def optimizer_group(optimizer: Any) -> dist.ProcessGroup:
-    """Return the ranks over which gradient statistics are summed: model parallel, or all with the distributed optimizer,
-    which experts on several ranks need: the parts of its chain share that group."""
+    """Return the ranks over which gradient statistics are summed: model parallel, or all with the
+    distributed optimizer, which experts on several ranks need: the parts of its chain share that
+    group.
+    """
     return optimizer.get_grad_stats_parallel_group()
 
 
@@ -150,8 +160,9 @@ def optimizer_parts(optimizer: Any) -> list[Any]:
 
 
 class Offload:
-    """Takes what only an update needs off the device during rollouts, where ``wanted``: gradients (they start at zero
-    anyway), moments, and fp32 main parameters. In fp32 the optimizer works on the policy's own parameters, which stay.
+    """Takes what only an update needs off the device during rollouts, where ``wanted``: gradients
+    (they start at zero anyway), moments, and fp32 main parameters. In fp32 the optimizer works on
+    the policy's own parameters, which stay.
     """
 
     def __init__(self, policy: Policy, optimizer: Any, wanted: bool) -> None:
@@ -159,7 +170,10 @@ class Offload:
         self.state = Movable("optimizer", self._state_tensors)
         self.active = wanted and capabilities().separate_memory and not policy.frozen
         if wanted and not capabilities().separate_memory:
-            logger.info("training.offload_optimizer_during_rollout: there is no device to offload from, nothing to do")
+            logger.info(
+                "training.offload_optimizer_during_rollout: there is no device to offload from, "
+                "nothing to do"
+            )
         self._gradients_are_here()
 
     def offload(self) -> None:
@@ -195,17 +209,23 @@ class Offload:
                 for parameter in group["params"]:
                     if self.policy.config.bf16:
                         yield parameter
-                    yield from (v for v in part.optimizer.state.get(parameter, {}).values() if v.numel() > 1)
+                    yield from (
+                        v for v in part.optimizer.state.get(parameter, {}).values() if v.numel() > 1
+                    )
 
     def _gradients_are_here(self) -> None:
         if self.policy.frozen:
             return
-        buffers = [b for chunk in self.policy.chunks for b in chunk.buffers + chunk.expert_parallel_buffers]
+        buffers = [
+            b for chunk in self.policy.chunks for b in chunk.buffers + chunk.expert_parallel_buffers
+        ]
         ledger.put("gradients", sum(buffer.grad_data.nbytes for buffer in buffers))
 
 
 def on_host(reference: Policy) -> Movable:
     """Return the parameters of a frozen policy, on the host between its uses."""
-    parked = Movable("reference", lambda: (p for gpt in reference.gpt for p in gpt.parameters()), constant=True)
+    parked = Movable(
+        "reference", lambda: (p for gpt in reference.gpt for p in gpt.parameters()), constant=True
+    )
     parked.offload()
     return parked

@@ -1,4 +1,5 @@
-"""The output layer: from hidden states to log-probs, entropies and the loss's gradient. [tokens, vocabulary] never exists.
+"""The output layer: from hidden states to log-probs, entropies and the loss's gradient. [tokens,
+vocabulary] never exists.
 
 With z the temperature-scaled logits, split over tensor-parallel ranks along the vocabulary:
 
@@ -6,10 +7,11 @@ With z the temperature-scaled logits, split over tensor-parallel ranks along the
     log p(y)     = z_y - logsumexp(z)
     H            = logsumexp(z) - sum_v p_v z_v
 
-The rows come in chunks, whose logits share one fp32 buffer; two all-reduces of a few numbers per row. A loss that is a sum
-over tokens gets its gradient while the chunk's exp(z - m) is in the buffer (:func:`fused_loss`: three products with the
-weight); any other needs all log-probs first, and its backward pass makes the logits anew (:func:`token_outputs`: four). The
-weight's gradient is added to Megatron's fp32 buffer where there is one.
+The rows come in chunks, whose logits share one fp32 buffer; two all-reduces of a few numbers per
+row. A loss that is a sum over tokens gets its gradient while the chunk's exp(z - m) is in the
+buffer (:func:`fused_loss`: three products with the weight); any other needs all log-probs first,
+and its backward pass makes the logits anew (:func:`token_outputs`: four). The weight's gradient is
+added to Megatron's fp32 buffer where there is one.
 """
 
 from __future__ import annotations
@@ -26,20 +28,28 @@ from torch import Tensor
 from megatron_dcpo.runtime.device import capabilities, fp32_product
 from megatron_dcpo.types import TokenOutputs
 
-LOGITS_AT_ONCE = 1 << 26  # of a chunk on a GPU; fewer, and the weight's gradient is read and written too often
+LOGITS_AT_ONCE = (
+    1 << 26
+)  # of a chunk on a GPU; fewer, and the weight's gradient is read and written too often
 CHUNK_ROWS = 112  # at least, on a CPU, for the same reason; more where the vocabulary is small
-BLOCK_ELEMENTS = 1 << 19  # of which a CPU works on so many at a time, which stay in its cache; a GPU on an eighth
-PRODUCT_ELEMENTS = 1 << 23  # of the weight's gradient, where a product has another type than the sum
+BLOCK_ELEMENTS = (
+    1 << 19
+)  # of which a CPU works on so many at a time, which stay in its cache; a GPU on an eighth
+PRODUCT_ELEMENTS = (
+    1 << 23
+)  # of the weight's gradient, where a product has another type than the sum
 
 PartLoss = Callable[[slice, "TokenOutputs"], Tensor]
 
 
 @dataclass(frozen=True)
 class OutputLayer:
-    """This rank's rows of the output layer. ``weight`` [padded_vocab / tp, h]; the first ``width`` rows are tokens, from id
-    ``start``; padding never enters the partition function. ``group``: the tensor-parallel ranks, ``None`` for one.
-    ``overlapped``: DDP reduces gradients while the backward pass goes on, and its hook wants to see one. ``fp32``: the
-    product with hidden states in bf16 is not rounded to bf16 before it becomes logits."""
+    """This rank's rows of the output layer. ``weight`` [padded_vocab / tp, h]; the first ``width``
+    rows are tokens, from id ``start``; padding never enters the partition function. ``group``: the
+    tensor-parallel ranks, ``None`` for one. ``overlapped``: DDP reduces gradients while the
+    backward pass goes on, and its hook wants to see one. ``fp32``: the product with hidden states
+    in bf16 is not rounded to bf16 before it becomes logits.
+    """
 
     weight: Tensor
     start: int
@@ -65,11 +75,15 @@ class OutputLayer:
 
     @property
     def tokens(self) -> Tensor:
-        """Return [width, h] without padding; a rank of padding alone has one row, of which nothing is asked."""
+        """Return [width, h] without padding; a rank of padding alone has one row, of which nothing
+        is asked.
+        """
         return self.weight.detach()[: max(self.width, 1)]
 
     def columns(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Return where ``ids`` stand among this rank's tokens, and whether they do (0 and False elsewhere)."""
+        """Return where ``ids`` stand among this rank's tokens, and whether they do (0 and False
+        elsewhere).
+        """
         local = ids - self.start
         here = (local >= 0) & (local < self.width)
         return torch.where(here, local, 0), here
@@ -81,8 +95,9 @@ class OutputLayer:
 
 @dataclass(frozen=True)
 class _Chunk:
-    """Rows ``rows`` of the hidden states. ``p`` [n, width]: the shared buffer, of logits at first. ``target``: the column of
-    each row's token, and whether it is this rank's."""
+    """Rows ``rows`` of the hidden states. ``p`` [n, width]: the shared buffer, of logits at first.
+    ``target``: the column of each row's token, and whether it is this rank's.
+    """
 
     rows: slice
     p: Tensor
@@ -102,7 +117,11 @@ class _Chunk:
     def blocks(self) -> Iterator[tuple[slice, Tensor]]:
         """Yield a few rows of the buffer at a time, and as much to write to."""
         count, width = self.p.shape
-        size = -(-count // 8) if capabilities().separate_memory else min(count, max(1, BLOCK_ELEMENTS // width))
+        size = (
+            -(-count // 8)
+            if capabilities().separate_memory
+            else min(count, max(1, BLOCK_ELEMENTS // width))
+        )
         scratch = torch.empty_like(self.p[:size])
         for start in range(0, count, size):
             stop = min(start + size, count)
@@ -110,19 +129,21 @@ class _Chunk:
 
 
 def token_outputs(layer: OutputLayer, hidden: Tensor, targets: Tensor) -> TokenOutputs:
-    """Return the outputs of the rows ``hidden`` [N, h] at the tokens ``targets`` int64 [N]; differentiable in the rows and
-    in the layer's weight. Collective."""
+    """Return the outputs of the rows ``hidden`` [N, h] at the tokens ``targets`` int64 [N];
+    differentiable in the rows and in the layer's weight. Collective.
+    """
     return TokenOutputs(*_TokenOutputs.apply(hidden, layer.weight, layer, targets))
 
 
 def fused_loss(
     layer: OutputLayer, hidden: Tensor, targets: Tensor, loss: PartLoss, upstream: float = 1.0
 ) -> tuple[Tensor, TokenOutputs]:
-    """Return the sum of ``loss(rows, outputs)`` over the chunks of rows, and all outputs. Collective.
+    """Return the sum of ``loss(rows, outputs)`` over the chunks of rows, and all outputs.
+    Collective.
 
     The sum is differentiable in ``hidden`` [N, h] and the layer's weight; the outputs are not.
-    ``upstream``: the gradient that the backward pass will bring for the sum. A weight with a ``main_grad`` gets its gradient
-    added there at once, with that factor.
+    ``upstream``: the gradient that the backward pass will bring for the sum. A weight with a
+    ``main_grad`` gets its gradient added there at once, with that factor.
     """
     total, *outputs = _FusedLoss.apply(hidden, layer.weight, layer, targets, loss, upstream)
     return total, TokenOutputs(*outputs)
@@ -130,7 +151,9 @@ def fused_loss(
 
 class _TokenOutputs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, layer: OutputLayer, targets: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, layer: OutputLayer, targets: Tensor
+    ) -> tuple[Tensor, Tensor]:
         buffers = _OutputBuffers.empty(targets)
         for chunk in _chunks(layer, hidden, targets):
             outputs, _, logsumexp = _forward(layer, chunk)
@@ -150,7 +173,9 @@ class _TokenOutputs(torch.autograd.Function):
             for block, _ in chunk.blocks():
                 chunk.p[block].sub_(logsumexp[rows][block, None]).exp_()
             parts = [g if g is None else g[rows] for g in grads]
-            _to_logit_gradient(layer, chunk, torch.ones_like(logprobs[rows]), logprobs[rows], entropy[rows], parts)
+            _to_logit_gradient(
+                layer, chunk, torch.ones_like(logprobs[rows]), logprobs[rows], entropy[rows], parts
+            )
             gradient.add(layer, chunk, hidden[rows])
         return gradient.hidden, gradient.for_weight(layer), None, None
 
@@ -176,7 +201,9 @@ class _FusedLoss(torch.autograd.Function):
                 part = loss(chunk.rows, outputs)
                 grads = torch.autograd.grad(part * upstream, leaves, allow_unused=True)
             total += part.detach()
-            _to_logit_gradient(layer, chunk, sums, outputs.logprobs.detach(), outputs.entropy.detach(), grads)
+            _to_logit_gradient(
+                layer, chunk, sums, outputs.logprobs.detach(), outputs.entropy.detach(), grads
+            )
             gradient.add(layer, chunk, hidden[chunk.rows])
         ctx.weight, ctx.weight_gradient, ctx.upstream = weight, gradient.for_weight(layer), upstream
         ctx.save_for_backward(gradient.hidden)
@@ -187,7 +214,10 @@ class _FusedLoss(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
         factor = grad / ctx.upstream
         (hidden,) = ctx.saved_tensors
-        weight, ctx.weight_gradient = ctx.weight_gradient, None  # autograd copies what somebody else holds
+        weight, ctx.weight_gradient = (
+            ctx.weight_gradient,
+            None,
+        )  # autograd copies what somebody else holds
         if weight is not None and getattr(ctx.weight, "main_grad", None) is None:
             weight = weight.mul_(factor)
         return (hidden * factor).to(hidden.dtype), weight, None, None, None, None
@@ -220,8 +250,8 @@ def _chunks(layer: OutputLayer, hidden: Tensor, targets: Tensor) -> Iterator[_Ch
 def _forward(layer: OutputLayer, chunk: _Chunk) -> tuple[TokenOutputs, Tensor, Tensor]:
     """Return the outputs of a chunk, the sum of its exp(z - maximum) and its logsumexp [n].
 
-    Leaves exp(z - maximum) in the buffer, but at the targets: without them the sum tells how much a sure token lacks, which
-    1 - p would round away.
+    Leaves exp(z - maximum) in the buffer, but at the targets: without them the sum tells how much a
+    sure token lacks, which 1 - p would round away.
     """
     z = chunk.p
     maximum = z.amax(-1)
@@ -246,10 +276,11 @@ def _forward(layer: OutputLayer, chunk: _Chunk) -> tuple[TokenOutputs, Tensor, T
 def _to_logit_gradient(
     layer: OutputLayer, chunk: _Chunk, total: Tensor, logprobs: Tensor, entropy: Tensor, grads: Any
 ) -> None:
-    """Turn the buffer, ``total`` [n] times the probabilities, into the loss's gradient in the unscaled logits.
+    """Turn the buffer, ``total`` [n] times the probabilities, into the loss's gradient in the
+    unscaled logits.
 
-    ``grads``: in log-probs and entropies; None where the loss does not depend on them. What the buffer has at the targets
-    does not matter.
+    ``grads``: in log-probs and entropies; None where the loss does not depend on them. What the
+    buffer has at the targets does not matter.
 
     d log p(y) / dz_v = [v = y] - p_v ;  d H / dz_v = -p_v (log p_v + H)
     """
@@ -266,7 +297,9 @@ def _to_logit_gradient(
         shift = entropy - total.log()
         for block, scratch in chunk.blocks():
             torch.log(p[block], out=scratch).clamp_(min=-1e30)  # where p is 0 the product is
-            scratch.add_(shift[block, None]).mul_(by_entropy[block, None]).add_(by_logprob[block, None])
+            scratch.add_(shift[block, None]).mul_(by_entropy[block, None]).add_(
+                by_logprob[block, None]
+            )
             p[block].mul_(scratch).div_(-total[block, None])
     chunk.scatter_targets(at_target)
 
@@ -281,7 +314,12 @@ class _OutputBuffers:
 
     @classmethod
     def empty(cls, targets: Tensor) -> _OutputBuffers:
-        return cls(*(torch.empty(len(targets), dtype=torch.float32, device=targets.device) for _ in range(3)))
+        return cls(
+            *(
+                torch.empty(len(targets), dtype=torch.float32, device=targets.device)
+                for _ in range(3)
+            )
+        )
 
     def fill(self, chunk: _Chunk, outputs: TokenOutputs, logsumexp: Tensor) -> None:
         self.logprobs[chunk.rows], self.entropy[chunk.rows] = outputs.logprobs, outputs.entropy
@@ -290,7 +328,9 @@ class _OutputBuffers:
 
 @dataclass(frozen=True)
 class _Gradient:
-    """Of the hidden states [N, h], and of the weight: ``sums`` is Megatron's buffer, or one of our own."""
+    """Of the hidden states [N, h], and of the weight: ``sums`` is Megatron's buffer, or one of our
+    own.
+    """
 
     hidden: Tensor
     sums: Tensor | None
@@ -317,11 +357,17 @@ class _Gradient:
             sums[start : start + size] += dz[:, start : start + size].t() @ hidden
 
     def for_weight(self, layer: OutputLayer) -> Tensor | None:
-        """Return what autograd is told. Where the gradient is in Megatron's buffer already it is nothing, or for DDP's
-        hook, which drops it, one of any value; a tied weight's hook sees the embedding's."""
+        """Return what autograd is told. Where the gradient is in Megatron's buffer already it is
+        nothing, or for DDP's hook, which drops it, one of any value; a tied weight's hook sees the
+        embedding's.
+        """
         if self.sums is not None and getattr(layer.weight, "main_grad", None) is None:
             return self.sums.to(layer.weight.dtype)
-        if self.sums is None or not layer.overlapped or getattr(layer.weight, "zero_out_wgrad", False):
+        if (
+            self.sums is None
+            or not layer.overlapped
+            or getattr(layer.weight, "zero_out_wgrad", False)
+        ):
             return None
         layer.weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
         return torch.empty_like(layer.weight)

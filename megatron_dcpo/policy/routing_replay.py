@@ -1,7 +1,9 @@
-"""Routing replay: a forward pass whose routers choose the experts that the engine chose for the same tokens.
+"""Routing replay: a forward pass whose routers choose the experts that the engine chose for the
+same tokens.
 
 Megatron's router asks an object of its own for its choices where it has one (``router_replay`` in
-``megatron/core/transformer/moe/router.py``); the one here knows which tokens have none, and what is computed again.
+``megatron/core/transformer/moe/router.py``); the one here knows which tokens have none, and what is
+computed again.
 """
 
 from __future__ import annotations
@@ -20,10 +22,13 @@ from torch import Tensor
 from megatron_dcpo.types import TrainingSample
 
 
-def collate_experts(samples: Sequence[TrainingSample], offsets: Sequence[int], shape: tuple[int, int]) -> Any:
-    """Return the choices of a micro-batch's samples, int16 [*shape, layers, k], sample i from place ``offsets[i]`` of the
-    flattened tokens on; -1 where there are none: filling, and the last token of a response, behind which the engine stops.
-    None where the rollout recorded none."""
+def collate_experts(
+    samples: Sequence[TrainingSample], offsets: Sequence[int], shape: tuple[int, int]
+) -> Any:
+    """Return the choices of a micro-batch's samples, int16 [*shape, layers, k], sample i from place
+    ``offsets[i]`` of the flattened tokens on; -1 where there are none: filling, and the last token
+    of a response, behind which the engine stops. None where the rollout recorded none.
+    """
     recorded = [sample.response.experts for sample in samples]
     known = [each for each in recorded if each is not None]
     if not known:
@@ -35,15 +40,21 @@ def collate_experts(samples: Sequence[TrainingSample], offsets: Sequence[int], s
 
 
 class _Replay:
-    """What a router takes its choices from. ``target``: int16 [tokens, k]; None while nothing is run forward: then it is a
-    recomputation, of the forward passes in their order."""
+    """What a router takes its choices from. ``target``: int16 [tokens, k]; None while nothing is
+    run forward: then it is a recomputation, of the forward passes in their order.
+    """
 
     def __init__(self) -> None:
         self.target: Tensor | None = None
         self.again: deque[Tensor] = deque()
 
     def get_replay_topk(
-        self, scores: Tensor, topk: int, num_groups: Any, group_topk: Any, default: Callable[..., tuple[Tensor, Tensor]]
+        self,
+        scores: Tensor,
+        topk: int,
+        num_groups: Any,
+        group_topk: Any,
+        default: Callable[..., tuple[Tensor, Tensor]],
     ) -> tuple[Tensor, Tensor]:
         """Return the scores [tokens, k] of the experts to take, and their numbers."""
         target = self.target
@@ -60,7 +71,9 @@ class _Replay:
 
 @contextmanager
 def replayed(model: Any, experts: Tensor | None) -> Iterator[None]:
-    """Let the routers of ``model`` take ``experts`` [b, s, layers, k] of this rank's tokens in the forward pass inside."""
+    """Let the routers of ``model`` take ``experts`` [b, s, layers, k] of this rank's tokens in the
+    forward pass inside.
+    """
     if experts is None:
         yield
         return
@@ -81,10 +94,14 @@ def replayed(model: Any, experts: Tensor | None) -> Iterator[None]:
 
 
 def end_replay(models: Iterable[Any]) -> None:
-    """Leave the routers to themselves. What is only run forward leaves choices that nothing computes again."""
+    """Leave the routers to themselves. What is only run forward leaves choices that nothing
+    computes again.
+    """
     for router in _routers(models):
         router.router_replay = None
 
 
 def _routers(models: Iterable[Any]) -> Iterator[TopKRouter]:
-    return (module for model in models for module in model.modules() if isinstance(module, TopKRouter))
+    return (
+        module for model in models for module in model.modules() if isinstance(module, TopKRouter)
+    )

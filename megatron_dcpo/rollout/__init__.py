@@ -1,4 +1,6 @@
-"""Engines: what samples responses. The only subpackage that knows transformers' and vLLM's generation."""
+"""Engines: what samples responses. The only subpackage that knows transformers' and vLLM's
+generation.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,11 @@ from typing import Any
 from megatron_dcpo.errors import UserError, one_line
 from megatron_dcpo.judging.token_bytes import check_ids
 from megatron_dcpo.rollout.engine import Engine, EngineError, SamplingConfig, choose_engine
-from megatron_dcpo.rollout.transformers_engine import TransformersEngine, auto_class, redirect_transformers_logging
+from megatron_dcpo.rollout.transformers_engine import (
+    TransformersEngine,
+    auto_class,
+    redirect_transformers_logging,
+)
 from megatron_dcpo.rollout.vllm_engine import VllmEngine
 from megatron_dcpo.rollout.vllm_host import VllmOptions
 from megatron_dcpo.runtime.text import read_json_object
@@ -30,30 +36,42 @@ _OTHER_TOKENIZERS = ("tokenizer.model", "vocab.json", "tokenizer_config.json")
 def build_local_engine(choice: str, model_dir: str | Path, options: VllmOptions) -> Engine:
     """Return an engine in this process. ``choice``: ``auto``, ``vllm`` or ``transformers``.
 
-    The transformers engine takes ``dtype``, ``max_num_seqs``, ``head_dtype`` and ``record_experts`` of the options and
-    samples on one rank.
-    Raises :class:`UserError` when the model or what is chosen cannot be used.
+    The transformers engine takes ``dtype``, ``max_num_seqs``, ``head_dtype`` and ``record_experts``
+    of the options and samples on one rank. Raises :class:`UserError` when the model or what is
+    chosen cannot be used.
     """
     if choose_engine(choice, model_dir) == "vllm":
         return VllmEngine(model_dir, options)
     size = options.tensor_model_parallel_size
     if size > 1:
-        raise UserError(f"rollout.tensor_model_parallel_size={size} needs vLLM, which cannot be used here")
+        raise UserError(
+            f"rollout.tensor_model_parallel_size={size} needs vLLM, which cannot be used here"
+        )
     ours = options.dtype, options.max_num_seqs, options.head_dtype, options.record_experts
     return TransformersEngine.from_pretrained(model_dir, *ours)
 
 
 def load_tokenizer(model_dir: str | Path) -> Any:
-    """Load the tokenizer of a checkpoint directory. Raises :class:`UserError` when there is none, or an unusable one."""
+    """Load the tokenizer of a checkpoint directory. Raises :class:`UserError` when there is none,
+    or an unusable one.
+    """
     redirect_transformers_logging()
     spec = Path(model_dir) / "tokenizer.json"
     if spec.is_file():
-        check_ids(read_json_object(spec), str(spec))  # the library would make room for the largest id
+        check_ids(
+            read_json_object(spec), str(spec)
+        )  # the library would make room for the largest id
     elif not any(
         (Path(model_dir) / name).is_file() for name in _OTHER_TOKENIZERS
     ):  # it would make one of a single token
-        raise UserError(f"{model_dir} has no tokenizer.json; put the files of the model's tokenizer there")
+        raise UserError(
+            f"{model_dir} has no tokenizer.json; put the files of the model's tokenizer there"
+        )
     try:
-        return auto_class("AutoTokenizer").from_pretrained(model_dir, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # the tokenizers library raises plain Exception, others whatever their readers meet
+        return auto_class("AutoTokenizer").from_pretrained(
+            model_dir, local_files_only=True, trust_remote_code=False
+        )
+    except (
+        Exception
+    ) as error:  # the tokenizers library raises plain Exception, others whatever their readers meet
         raise UserError(f"no usable tokenizer in {model_dir} ({one_line(error, 200)})") from None

@@ -1,5 +1,6 @@
-"""What an engine is: it samples responses, and it takes new weights piece by piece. Which one ``auto``
-means here; and random numbers of one sample, the same for any batching, resumption or split over ranks.
+"""What an engine is: it samples responses, and it takes new weights piece by piece. Which one
+``auto`` means here; and random numbers of one sample, the same for any batching, resumption or
+split over ranks.
 """
 
 from __future__ import annotations
@@ -26,9 +27,10 @@ from megatron_dcpo.weights.planner import WeightSlice
 class SamplingConfig:
     """``n`` responses per prompt. ``top_k`` 0 and ``top_p`` 1 are off; ``max_tokens`` counts EOS.
 
-    ``raw_logprobs``: report log-probs of the raw logits instead of the distribution that was sampled (temperature,
-    top-k, top-p). Training needs the latter; evaluation the former, which the temperature of an evaluation does not
-    change (vLLM's ``raw_logprobs``). ``top_logprobs``: also the K largest of every position, always of the raw logits.
+    ``raw_logprobs``: report log-probs of the raw logits instead of the distribution that was
+    sampled (temperature, top-k, top-p). Training needs the latter; evaluation the former, which the
+    temperature of an evaluation does not change (vLLM's ``raw_logprobs``). ``top_logprobs``: also
+    the K largest of every position, always of the raw logits.
     """
 
     n: int = 1
@@ -46,8 +48,10 @@ Samples = Sequence[tuple[Prompt, int]]  # prompt and index of each response
 
 @dataclass(frozen=True)
 class PartialRollout:
-    """A rollout that ends before its last response. ``should_stop``: asked between two steps of the engine whether it does
-    now. ``unfinished``: what an earlier one left, by prompt id and index: continued behind its tokens."""
+    """A rollout that ends before its last response. ``should_stop``: asked between two steps of the
+    engine whether it does now. ``unfinished``: what an earlier one left, by prompt id and index:
+    continued behind its tokens.
+    """
 
     should_stop: Callable[[], bool]
     unfinished: Mapping[ResponseKey, Response]
@@ -58,8 +62,10 @@ class PartialRollout:
 
 @dataclass
 class SlotSteps:
-    """Decoding positions of an engine, added up over its steps: those there were, and those that gave a token.
-    ``preemptions``: how often a response lost its place in the cache to another and was computed anew."""
+    """Decoding positions of an engine, added up over its steps: those there were, and those that
+    gave a token. ``preemptions``: how often a response lost its place in the cache to another and
+    was computed anew.
+    """
 
     total: int = 0
     used: int = 0
@@ -71,9 +77,11 @@ class EngineError(RuntimeError):
 
 
 class Engine(Protocol):
-    """A rollout engine. ``weights_version`` counts the updates received and is stamped on every response.
+    """A rollout engine. ``weights_version`` counts the updates received and is stamped on every
+    response.
 
-    An engine of several ranks (``tensor_model_parallel_size``) is called alike on each of them and answers alike.
+    An engine of several ranks (``tensor_model_parallel_size``) is called alike on each of them and
+    answers alike.
     """
 
     weights_version: int
@@ -82,21 +90,30 @@ class Engine(Protocol):
     slot_steps: SlotSteps | None = None  # where the engine knows them
 
     def stream(
-        self, samples: Samples, sampling: SamplingConfig, step: int = 0, partial: PartialRollout | None = None
+        self,
+        samples: Samples,
+        sampling: SamplingConfig,
+        step: int = 0,
+        partial: PartialRollout | None = None,
     ) -> Generator[list[Response], None, None]:
-        """Yield the response of every (prompt, sample index), handed over when it is finished, with those that finish
-        together.
+        """Yield the response of every (prompt, sample index), handed over when it is finished, with
+        those that finish together.
 
-        A response depends on its prompt, the weights, the seed, the step and its index only, not on what else is sampled.
-        How many run at once is the engine's affair. With ``partial``, as soon as that is full, everything else comes as
-        it is, with ``finish_reason`` ``abort`` and perhaps no token; what is continued keeps the random numbers of the
-        step it began in, so that with the same weights it is what it would have been.
+        A response depends on its prompt, the weights, the seed, the step and its index only, not on
+        what else is sampled. How many run at once is the engine's affair. With ``partial``, as soon
+        as that is full, everything else comes as it is, with ``finish_reason`` ``abort`` and
+        perhaps no token; what is continued keeps the random numbers of the step it began in, so
+        that with the same weights it is what it would have been.
 
-        Raises :class:`megatron_dcpo.runtime.signals.RolloutAbandoned` soon after ``signals.stop_requested()`` turns true,
-        and :class:`EngineError`; what was handed over before stands."""
+        Raises :class:`megatron_dcpo.runtime.signals.RolloutAbandoned` soon after
+        ``signals.stop_requested()`` turns true, and :class:`EngineError`; what was handed over
+        before stands.
+        """
         ...
 
-    def generate(self, prompts: Sequence[Prompt], sampling: SamplingConfig, step: int = 0) -> list[Response]:
+    def generate(
+        self, prompts: Sequence[Prompt], sampling: SamplingConfig, step: int = 0
+    ) -> list[Response]:
         """Run :meth:`stream` to its end: ``sampling.n`` responses per prompt, prompt-major."""
         samples = [(prompt, index) for prompt in prompts for index in range(sampling.n)]
         finished = {
@@ -107,33 +124,45 @@ class Engine(Protocol):
         return [finished[prompt.prompt_id, index] for prompt, index in samples]
 
     def update_weights(self, buckets: Iterable[Sequence[WeightSlice]], version: int) -> None:
-        """Overwrite the engine's weights, bucket by bucket; complete when it returns. Wakes a sleeping engine.
+        """Overwrite the engine's weights, bucket by bucket; complete when it returns. Wakes a
+        sleeping engine.
 
         The values of a bucket are the caller's and valid until the next one is asked for.
         """
         ...
 
     def forget_prompts(self) -> None:
-        """Drop what is kept of earlier prompts, so that what comes next is computed as if they had not been."""
+        """Drop what is kept of earlier prompts, so that what comes next is computed as if they had
+        not been.
+        """
         return
 
     def sleep(self) -> None:
-        """Give back the memory that the next weights and prompts will need anew, where the engine can."""
+        """Give back the memory that the next weights and prompts will need anew, where the engine
+        can.
+        """
         ...
 
     def restart(self) -> None:
-        """Start anew after an :class:`EngineError`. The weights have to be updated before the next ``generate``."""
+        """Start anew after an :class:`EngineError`. The weights have to be updated before the next
+        ``generate``.
+        """
         ...
 
 
 def check_model_dir(model_dir: str | Path) -> None:
     """Raise :class:`UserError` where there is no model at all."""
     if not (Path(model_dir) / "config.json").is_file():
-        raise UserError(f"model directory {model_dir} has no config.json; pass a Hugging Face checkpoint directory")
+        raise UserError(
+            f"model directory {model_dir} has no config.json; pass a Hugging Face checkpoint "
+            "directory"
+        )
 
 
 def read_eos_token_ids(model_dir: Path) -> tuple[int, ...]:
-    """Return the ids that end a response: those of ``generation_config.json``, else of ``config.json``."""
+    """Return the ids that end a response: those of ``generation_config.json``, else of
+    ``config.json``.
+    """
     for file in ("generation_config.json", "config.json"):
         path = model_dir / file
         ids = read_json_object(path).get("eos_token_id") if path.is_file() else None
@@ -142,21 +171,26 @@ def read_eos_token_ids(model_dir: Path) -> tuple[int, ...]:
             if not ids or not all(type(one) is int for one in ids):
                 raise UserError(f"{path}: eos_token_id must be a token id or a list of them")
             return tuple(ids)
-    raise UserError(f"{model_dir}: neither generation_config.json nor config.json names eos_token_id")
+    raise UserError(
+        f"{model_dir}: neither generation_config.json nor config.json names eos_token_id"
+    )
 
 
 logger = logging.getLogger(__name__)
 
 
 def choose_engine(choice: str, model_dir: str | Path) -> Literal["vllm", "transformers"]:
-    """Return the engine's name: ``auto`` takes vLLM on a GPU where it is installed and can run the model, and says so when
-    it cannot. Without a GPU transformers samples as fast, starts sooner and takes less memory (docs/rollout.md).
+    """Return the engine's name: ``auto`` takes vLLM on a GPU where it is installed and can run the
+    model, and says so when it cannot. Without a GPU transformers samples as fast, starts sooner and
+    takes less memory (docs/rollout.md).
 
     Raises :class:`UserError` when vLLM is asked for and cannot be used.
     """
     if choice == "transformers" or (choice == "auto" and not capabilities().separate_memory):
         return "transformers"
-    reason = f"vLLM is not installed (on a GPU: {pip_install('vllm')}; without one: make setup-engine)"
+    reason = (
+        f"vLLM is not installed (on a GPU: {pip_install('vllm')}; without one: make setup-engine)"
+    )
     if find_spec("vllm") is not None:
         try:
             reason = unsupported(read_architecture(model_dir))
@@ -167,13 +201,17 @@ def choose_engine(choice: str, model_dir: str | Path) -> Literal["vllm", "transf
     if not reason:
         return "vllm"
     if choice == "vllm":
-        raise UserError(f"the vLLM engine cannot be used: {reason}; take the transformers engine instead")
+        raise UserError(
+            f"the vLLM engine cannot be used: {reason}; take the transformers engine instead"
+        )
     logger.info("engine auto: transformers, because %s", reason)
     return "transformers"
 
 
 def unsupported(arch: Architecture) -> str:
-    """Return why vLLM, installed, cannot run ``arch`` here; empty if it can. Does not import vLLM, which takes seconds."""
+    """Return why vLLM, installed, cannot run ``arch`` here; empty if it can. Does not import vLLM,
+    which takes seconds.
+    """
     multiple = capabilities().expert_hidden_multiple
     if arch.num_experts and arch.hidden_size % multiple:
         return f"vLLM's experts need a hidden_size that is a multiple of {multiple} (it is {arch.hidden_size})"
@@ -193,24 +231,32 @@ def append_segment(begun: Response | None, new: Response) -> Response:
         token_ids=np.concatenate([begun.token_ids, new.token_ids]),
         logprobs=np.concatenate([begun.logprobs, new.logprobs]),
         step=begun.step,
-        segments=tuple(part for part in (*before, (new.weights_version, len(new.token_ids))) if part[1]),
+        segments=tuple(
+            part for part in (*before, (new.weights_version, len(new.token_ids))) if part[1]
+        ),
     )
 
 
 def uniforms(seed: int, step: int, prompt_id: str, sample_index: int, count: int) -> np.ndarray:
-    """Return float64 [count] uniform numbers in [0, 1), counted (Philox): a longer ``count`` begins with the same ones."""
+    """Return float64 [count] uniform numbers in [0, 1), counted (Philox): a longer ``count`` begins
+    with the same ones.
+    """
     key = np.frombuffer(_digest(16, seed, step, prompt_id, sample_index), np.uint64)
     return np.random.Generator(np.random.Philox(key=key)).random(count)
 
 
 def request_seed(seed: int, step: int, prompt_id: str, index: int, begun: int = 0) -> int:
-    """Return a seed of 62 bits, for an engine that draws its numbers itself: other ones behind ``begun`` tokens."""
+    """Return a seed of 62 bits, for an engine that draws its numbers itself: other ones behind
+    ``begun`` tokens.
+    """
     names = (seed, step, prompt_id, index, *((begun,) if begun else ()))
     return int.from_bytes(_digest(8, *names), "little") >> 2
 
 
 def sample_seed(seed: int, prompt_id: str, repeat: int) -> int:
-    """Return a seed of 31 bits, for a server that is evaluated: servers differ in how wide a seed they take."""
+    """Return a seed of 31 bits, for a server that is evaluated: servers differ in how wide a seed
+    they take.
+    """
     return int.from_bytes(_digest(4, seed, prompt_id, repeat), "little") >> 1
 
 

@@ -1,8 +1,8 @@
 """Samples from an OpenAI-compatible server: concurrent, with retries, one request per sample.
 
-A request that fails in a way that may pass is repeated (``runtime/http_json.py``); any other answer is an error at once,
-with the server's own words. Finished samples are handed over as soon as they are there, so that an interrupted evaluation
-loses none.
+A request that fails in a way that may pass is repeated (``runtime/http_json.py``); any other answer
+is an error at once, with the server's own words. Finished samples are handed over as soon as they
+are there, so that an interrupted evaluation loses none.
 """
 
 from __future__ import annotations
@@ -23,9 +23,14 @@ from megatron_dcpo.rollout.engine import SamplingConfig, sample_seed
 from megatron_dcpo.runtime.http_json import HttpError, JsonClient
 from megatron_dcpo.types import Prompt, Response
 
-_LIKELIEST, _UNLIKELY = 20, -30.0  # tokens that servers name at most; the log-prob of one that they do not name
+_LIKELIEST, _UNLIKELY = (
+    20,
+    -30.0,
+)  # tokens that servers name at most; the log-prob of one that they do not name
 _LOWEST_LOGPROB = -9999.0  # what servers write for minus infinity, which JSON does not have
-_ROUNDED = 1e-3  # servers that compute in half precision report probabilities of slightly more than 1
+_ROUNDED = (
+    1e-3  # servers that compute in half precision report probabilities of slightly more than 1
+)
 # A reply is refused beyond so many bytes of each log-prob, and of everything else.
 _TOKEN_BYTES, _OTHER_BYTES = 1000, 1 << 20
 
@@ -42,10 +47,10 @@ class _Request(Protocol):
 class Endpoint:
     """Where to ask and how. ``url`` ends before ``/chat/completions``, usually in ``/v1``.
 
-    ``api``: ``chat`` sends messages, which the server puts through its chat template; ``completions`` sends the prompt's
-    token ids, or plain text where it has none.
-    ``extra_body`` goes into every request as it is, for instance
-    ``{"chat_template_kwargs": {"enable_thinking": false}}`` for Qwen3 behind vLLM.
+    ``api``: ``chat`` sends messages, which the server puts through its chat template;
+    ``completions`` sends the prompt's token ids, or plain text where it has none. ``extra_body``
+    goes into every request as it is, for instance ``{"chat_template_kwargs": {"enable_thinking":
+    false}}`` for Qwen3 behind vLLM.
     """
 
     url: str
@@ -61,7 +66,9 @@ class Endpoint:
     extra_body: Mapping[str, Any] = field(default_factory=dict)
 
     def complete(self, requests: Sequence[_Request]) -> Iterator[list[Response]]:
-        """Yield every repeat of every request, in the order they finish, as many at a time as have finished."""
+        """Yield every repeat of every request, in the order they finish, as many at a time as have
+        finished.
+        """
         todo: queue.SimpleQueue[tuple[Prompt, int]] = queue.SimpleQueue()
         for request in requests:
             for repeat in request.repeats:
@@ -82,13 +89,22 @@ class Endpoint:
             stop.set()
 
     def ask(self, prompt: Prompt, repeat: int, stop: threading.Event | None = None) -> Response:
-        """Return one sample. Raises :class:`UserError` when the server refuses, or cannot be reached ``attempts`` times."""
+        """Return one sample. Raises :class:`UserError` when the server refuses, or cannot be
+        reached ``attempts`` times.
+        """
         path = "/chat/completions" if self.api == "chat" else "/completions"
         tokens = self.sampling.max_tokens * (1 + self.sampling.top_logprobs)
         read = lambda reply: _response(prompt.prompt_id, repeat, reply["choices"][0], self.api)  # noqa: E731
         return self._call(path, self._body(prompt, repeat), tokens, read, stop)
 
-    def _call(self, path: str, body: dict[str, Any], tokens: int, read: Callable[[Any], Any], stop: Any = None) -> Any:
+    def _call(
+        self,
+        path: str,
+        body: dict[str, Any],
+        tokens: int,
+        read: Callable[[Any], Any],
+        stop: Any = None,
+    ) -> Any:
         """Return what ``read`` makes of the reply, of at most that many log-probs."""
         pauses = self.first_pause, self.longest_pause
         size = _OTHER_BYTES + tokens * _TOKEN_BYTES
@@ -99,12 +115,15 @@ class Endpoint:
             if error.status is not None:
                 raise UserError(f"{self.url}: {error}") from None
             raise UserError(
-                f"{self.url}: no answer after {self.attempts} attempts ({error}); the same command continues"
+                f"{self.url}: no answer after {self.attempts} attempts ({error}); the same "
+                "command continues"
             ) from None
         try:
             return read(reply)
         except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
-            why = client.without_key(f"{type(error).__name__}: {one_line(error, 200)}): {str(reply)[:200]}")
+            why = client.without_key(
+                f"{type(error).__name__}: {one_line(error, 200)}): {str(reply)[:200]}"
+            )
             raise UserError(f"{self.url}: unexpected reply ({why}") from None
 
     def _work(
@@ -134,29 +153,44 @@ class Endpoint:
             "seed": sample_seed(sampling.seed, prompt.prompt_id, repeat),
         }
         if sampling.top_k:
-            body["top_k"] = sampling.top_k  # not OpenAI's own, but vLLM, SGLang and llama.cpp know it
+            body["top_k"] = (
+                sampling.top_k
+            )  # not OpenAI's own, but vLLM, SGLang and llama.cpp know it
         if self.api == "chat":
             body |= {"messages": list(prompt.messages), "logprobs": True}
             if sampling.top_logprobs:
                 body["top_logprobs"] = sampling.top_logprobs
         else:
             ids = list(prompt.token_ids)
-            body |= {"prompt": ids or plain_text(prompt.messages), "logprobs": sampling.top_logprobs}
+            body |= {
+                "prompt": ids or plain_text(prompt.messages),
+                "logprobs": sampling.top_logprobs,
+            }
         return body | dict(self.extra_body)
 
 
 def served_model(url: str, api_key: str | None = None, timeout: float = 30.0) -> str:
-    """Return the one model a server offers. Raises :class:`UserError` when there are several or none can be asked for."""
+    """Return the one model a server offers. Raises :class:`UserError` when there are several or
+    none can be asked for.
+    """
     try:
-        names = [str(row["id"]) for row in JsonClient(url, api_key, timeout).call("/models")["data"]]
+        names = [
+            str(row["id"]) for row in JsonClient(url, api_key, timeout).call("/models")["data"]
+        ]
     except (HttpError, LookupError, TypeError) as error:
-        raise UserError(f"{url}: cannot list its models ({one_line(error)}); name one with --model-name") from None
+        raise UserError(
+            f"{url}: cannot list its models ({one_line(error)}); name one with --model-name"
+        ) from None
     if len(names) != 1:
-        raise UserError(f"{url} offers {', '.join(names)[:1000] or 'no model'}; name one with --model-name")
+        raise UserError(
+            f"{url} offers {', '.join(names)[:1000] or 'no model'}; name one with --model-name"
+        )
     return names[0]
 
 
-def _drain(done: queue.SimpleQueue[Response | BaseException]) -> tuple[list[Response], BaseException | None]:
+def _drain(
+    done: queue.SimpleQueue[Response | BaseException],
+) -> tuple[list[Response], BaseException | None]:
     """Wait for one result, and take what else is there. Waits in slices, so that Ctrl-C is noticed."""
     batch: list[Response] = []
     while True:
@@ -172,13 +206,18 @@ def _drain(done: queue.SimpleQueue[Response | BaseException]) -> tuple[list[Resp
 
 
 def _response(prompt_id: str, repeat: int, choice: Mapping[str, Any], api: str) -> Response:
-    """Return what a server says of one sample. Raises anything but a crash for what it should not say."""
+    """Return what a server says of one sample. Raises anything but a crash for what it should not
+    say.
+    """
     logged = choice.get("logprobs") or {}
     if api == "chat":
         text = _with_reasoning(choice["message"])
         tokens = logged.get("content") or []
         logprobs = [row["logprob"] for row in tokens]
-        lengths = [len(row.get("bytes") or str(row.get("token", "")).encode(errors="replace")) for row in tokens]
+        lengths = [
+            len(row.get("bytes") or str(row.get("token", "")).encode(errors="replace"))
+            for row in tokens
+        ]
         tops = [[top["logprob"] for top in row.get("top_logprobs") or []] for row in tokens]
     else:
         text = choice["text"] or ""
@@ -187,24 +226,34 @@ def _response(prompt_id: str, repeat: int, choice: Mapping[str, Any], api: str) 
         tops = [list((row or {}).values()) for row in logged.get("top_logprobs") or []]
     if not isinstance(text, str):
         raise ValueError(f"a response that is not text but {type(text).__name__}")
-    width = min(map(len, tops), default=0)  # servers add the sampled token where it is not among the largest
+    width = min(
+        map(len, tops), default=0
+    )  # servers add the sampled token where it is not among the largest
     return Response(
         prompt_id,
         repeat,
         token_ids=np.empty(0, np.int64),
-        logprobs=_checked_logprobs([_LOWEST_LOGPROB if value is None else value for value in logprobs], 1),
+        logprobs=_checked_logprobs(
+            [_LOWEST_LOGPROB if value is None else value for value in logprobs], 1
+        ),
         finish_reason="length" if choice.get("finish_reason") == "length" else "stop",
         weights_version=0,
-        top_logprobs=_checked_logprobs([sorted(row, reverse=True)[:width] for row in tops], 2) if width else None,
+        top_logprobs=_checked_logprobs([sorted(row, reverse=True)[:width] for row in tops], 2)
+        if width
+        else None,
         text=text,
         token_ends=ends_of_tokens(lengths, text) if len(lengths) == len(logprobs) else None,
     )
 
 
 def _with_reasoning(message: Mapping[str, Any]) -> Any:
-    """Return the text of a message, with the thinking that a server's reasoning parser took out of it between the tags that
-    the judge knows it by; without an answer it has not ended."""
-    text, thinking = message.get("content") or "", message.get("reasoning_content") or message.get("reasoning")
+    """Return the text of a message, with the thinking that a server's reasoning parser took out of
+    it between the tags that the judge knows it by; without an answer it has not ended.
+    """
+    text, thinking = (
+        message.get("content") or "",
+        message.get("reasoning_content") or message.get("reasoning"),
+    )
     if not isinstance(thinking, str) or not isinstance(text, str):
         return text
     opening, end = (tag.decode() for tag in KNOWN[0])

@@ -21,9 +21,13 @@ class ExpertRecorder:
 
     def __init__(self, model: Any) -> None:
         self._layers: list[torch.Tensor] = []
-        routers = [module for module in model.modules() if type(module).__name__.endswith("TopKRouter")]
+        routers = [
+            module for module in model.modules() if type(module).__name__.endswith("TopKRouter")
+        ]
         if not routers:
-            raise UserError("rollout.routing_replay=true: no router is found in this model; remove it")
+            raise UserError(
+                "rollout.routing_replay=true: no router is found in this model; remove it"
+            )
         for router in routers:  # its output: logits, weights of the chosen, the chosen [tokens, k]
             router.register_forward_hook(lambda _, __, output: self._layers.append(output[2]))
 
@@ -35,7 +39,9 @@ class ExpertRecorder:
 
 
 class RecordedExperts:
-    """The choices for the samples of a rollout: of each one's prompt, and of its tokens [max_tokens, layers, k]."""
+    """The choices for the samples of a rollout: of each one's prompt, and of its tokens
+    [max_tokens, layers, k].
+    """
 
     def __init__(self, samples: int, max_tokens: int) -> None:
         self._prompts: list[Any] = [None] * samples
@@ -53,14 +59,18 @@ class RecordedExperts:
         self._tokens[rows.cpu().numpy(), counts.cpu().numpy() - 1] = choices[:, 0]
 
     def of(self, row: int, tokens: int) -> np.ndarray:
-        """Return the choices for a prompt and ``tokens`` - 1 sampled tokens: the last one is not run."""
+        """Return the choices for a prompt and ``tokens`` - 1 sampled tokens: the last one is not
+        run.
+        """
         return np.concatenate([self._prompts[row], self._tokens[row, : max(tokens - 1, 0)]])
 
 
 @contextlib.contextmanager
 def every_rank_returns_experts() -> Iterator[None]:
-    """Let every rank of an engine keep the choices. vLLM keeps them on the first one, which has its only scheduler; here
-    each rank has one, which asks for them (``take_output`` in ``vllm/distributed/aux_output_connector/connector.py``)."""
+    """Let every rank of an engine keep the choices. vLLM keeps them on the first one, which has its
+    only scheduler; here each rank has one, which asks for them (``take_output`` in
+    ``vllm/distributed/aux_output_connector/connector.py``).
+    """
     from vllm.distributed.aux_output_connector import worker
 
     with patch.object(worker, "get_tp_group", lambda: SimpleNamespace(is_first_rank=True)):
@@ -68,10 +78,13 @@ def every_rank_returns_experts() -> Iterator[None]:
 
 
 def completed_experts(prompt: Prompt, tokens: int, experts: Any) -> np.ndarray:
-    """Return the ``routed_experts`` of a completion of vLLM, [P + T - 1, layers, k]. Raises :class:`EngineError` where they
-    are of another number of tokens."""
+    """Return the ``routed_experts`` of a completion of vLLM, [P + T - 1, layers, k]. Raises
+    :class:`EngineError` where they are of another number of tokens.
+    """
     length = len(prompt.token_ids) + tokens - 1
     if experts is None or len(experts) != length:
         found = "none" if experts is None else len(experts)
-        raise EngineError(f"{prompt.prompt_id}: vLLM returned the experts of {found} tokens, not of {length}")
+        raise EngineError(
+            f"{prompt.prompt_id}: vLLM returned the experts of {found} tokens, not of {length}"
+        )
     return np.asarray(experts)

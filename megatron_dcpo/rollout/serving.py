@@ -1,5 +1,6 @@
-"""The server of ``rollout.engine=server`` as a child of ``dcpo launch``: started again when it ends; the run waits for it,
-hands it the weights, and goes on."""
+"""The server of ``rollout.engine=server`` as a child of ``dcpo launch``: started again when it
+ends; the run waits for it, hands it the weights, and goes on.
+"""
 
 from __future__ import annotations
 
@@ -27,14 +28,31 @@ _PAUSE_SECONDS, _END_SECONDS = 5.0, 20.0
 
 
 def server_command(config: Config, engines: int, other: str = "") -> list[str]:
-    """Return the command that serves ``config``'s model: vLLM's with an engine on each of ``engines`` GPUs, or the ``other``
-    one with what every server needs to know. Raises :class:`UserError`."""
+    """Return the command that serves ``config``'s model: vLLM's with an engine on each of
+    ``engines`` GPUs, or the ``other`` one with what every server needs to know. Raises
+    :class:`UserError`.
+    """
     rollout, model = config.rollout, config.model
     if rollout.engine != "server":
-        raise UserError(f"--engines is for rollout.engine=server, not {rollout.engine}; set it, and rollout.endpoint")
+        raise UserError(
+            f"--engines is for rollout.engine=server, not {rollout.engine}; set it, and "
+            "rollout.endpoint"
+        )
     address = urlsplit(rollout.endpoint)
-    common = ["--model", model.path, "--host", address.hostname or "127.0.0.1", "--port", str(address.port or 8000)]
-    common += ["--max-num-seqs", str(rollout.max_num_seqs), "--dtype", dtype_name(model.params_dtype)]
+    common = [
+        "--model",
+        model.path,
+        "--host",
+        address.hostname or "127.0.0.1",
+        "--port",
+        str(address.port or 8000),
+    ]
+    common += [
+        "--max-num-seqs",
+        str(rollout.max_num_seqs),
+        "--dtype",
+        dtype_name(model.params_dtype),
+    ]
     if other:
         return [*shlex.split(other), *common]
     options: dict[str, Any] = {"logprobs-mode": "processed_logprobs", "data-parallel-size": engines}
@@ -49,34 +67,48 @@ def server_command(config: Config, engines: int, other: str = "") -> list[str]:
 
 
 class EngineServer:
-    """A server, as a context: started and waited for, ended at the end. ``first``: how many GPUs or cores of this node
-    come before the ``engines`` of the server; ``log``: where it writes."""
+    """A server, as a context: started and waited for, ended at the end. ``first``: how many GPUs or
+    cores of this node come before the ``engines`` of the server; ``log``: where it writes.
+    """
 
-    def __init__(self, command: list[str], endpoint: str, first: int, engines: int, log: Path) -> None:
+    def __init__(
+        self, command: list[str], endpoint: str, first: int, engines: int, log: Path
+    ) -> None:
         self.command, self.url, self.log = command, endpoint.rstrip("/").removesuffix("/v1"), log
         self.client = JsonClient(self.url, timeout=5.0)
         self.environment = {**os.environ, "VLLM_SERVER_DEV_MODE": "1"}
         self.cores: list[int] = []
         if capabilities().separate_memory:
-            visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(first + engines)))).split(",")
+            visible = os.environ.get(
+                "CUDA_VISIBLE_DEVICES", ",".join(map(str, range(first + engines)))
+            ).split(",")
             self.environment["CUDA_VISIBLE_DEVICES"] = ",".join(visible[first : first + engines])
         elif len(cores := sorted(os.sched_getaffinity(0))) >= max(first, 1) + engines:
             self.cores = cores[-engines:]
-            os.sched_setaffinity(0, cores[:-engines])  # of this process, and of the ranks that it starts
+            os.sched_setaffinity(
+                0, cores[:-engines]
+            )  # of this process, and of the ranks that it starts
         self.process: subprocess.Popen[bytes] | None = None
         self.answers, self.over = threading.Event(), threading.Event()
 
     def __enter__(self) -> EngineServer:
-        """Wait until the server answers. Raises :class:`UserError` where it ends before, or another one is there."""
+        """Wait until the server answers. Raises :class:`UserError` where it ends before, or another
+        one is there.
+        """
         if self._healthy():
-            raise UserError(f"a server answers at {self.url} already; end it, or change rollout.endpoint")
+            raise UserError(
+                f"a server answers at {self.url} already; end it, or change rollout.endpoint"
+            )
         self.log.parent.mkdir(parents=True, exist_ok=True)
         keeper = threading.Thread(target=self._keep, name="engines", daemon=True)
         keeper.start()
         while not self._healthy():
             if not keeper.is_alive():
                 status = self.process.returncode if self.process else None
-                raise UserError(f"the engines' server ended with status {status} before it answered; see {self.log}")
+                raise UserError(
+                    f"the engines' server ended with status {status} before it answered; see "
+                    f"{self.log}"
+                )
             time.sleep(0.5)
         self.answers.set()
         return self
@@ -105,13 +137,22 @@ class EngineServer:
             os.sched_setaffinity(0, self.cores)
         while not self.over.is_set():
             with self.log.open("ab") as log:
-                how: dict[str, Any] = {"env": self.environment, "stdout": log, "stderr": subprocess.STDOUT}
-                how |= {"start_new_session": True, "preexec_fn": signals.as_child()}  # ^C is for the ranks
+                how: dict[str, Any] = {
+                    "env": self.environment,
+                    "stdout": log,
+                    "stderr": subprocess.STDOUT,
+                }
+                how |= {
+                    "start_new_session": True,
+                    "preexec_fn": signals.as_child(),
+                }  # ^C is for the ranks
                 self.process = subprocess.Popen(self.command, **how)
             status = self.process.wait()
             if self.over.is_set() or not self.answers.is_set():
                 return
-            signals.announce(f"the engines' server ended with status {status} ({self.log}); it is started again")
+            signals.announce(
+                f"the engines' server ended with status {status} ({self.log}); it is started again"
+            )
             self.over.wait(_PAUSE_SECONDS)
 
     def _healthy(self) -> bool:

@@ -1,7 +1,7 @@
 """The embedded engine: a transformers model in this process, sampled in batches with a KV cache.
 
-It is the default without a GPU and the reference for the vLLM engine. It holds a full copy of the model in Hugging Face
-layout and receives every update of the policy through the weight table.
+It is the default without a GPU and the reference for the vLLM engine. It holds a full copy of the
+model in Hugging Face layout and receives every update of the policy through the weight table.
 """
 
 from __future__ import annotations
@@ -39,12 +39,16 @@ from megatron_dcpo.types import Response
 from megatron_dcpo.weights.planner import WeightSlice
 from megatron_dcpo.weights.table import expert_places
 
-_COMPACT_BELOW = 0.75  # drop finished rows from the KV cache when less than this share is still running
+_COMPACT_BELOW = (
+    0.75  # drop finished rows from the KV cache when less than this share is still running
+)
 _REFILL_BELOW = 0.9  # where others wait for their place
 
 
 def redirect_transformers_logging() -> None:
-    """Send the warnings of transformers, which quote what a model directory says, the way of all logs, and draw no bar."""
+    """Send the warnings of transformers, which quote what a model directory says, the way of all
+    logs, and draw no bar.
+    """
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_default_handler()
@@ -53,8 +57,10 @@ def redirect_transformers_logging() -> None:
 
 
 def auto_class(name: str) -> Any:
-    """Return ``AutoTokenizer`` or ``AutoModelForCausalLM``. Their import brings in scikit-learn and pandas (1 s) where it
-    finds them, and that of a model SciPy (0.4 s), for a kind of generation and for losses that are not used here."""
+    """Return ``AutoTokenizer`` or ``AutoModelForCausalLM``. Their import brings in scikit-learn and
+    pandas (1 s) where it finds them, and that of a model SciPy (0.4 s), for a kind of generation
+    and for losses that are not used here.
+    """
     import transformers
 
     without = partial(patch.object, transformers.utils, new=bool)
@@ -70,7 +76,11 @@ class TransformersEngine(Engine):
     tensor_model_parallel_size = 1
 
     def __init__(
-        self, model: Any, eos_token_ids: Sequence[int], max_num_seqs: int = 512, record_experts: bool = False
+        self,
+        model: Any,
+        eos_token_ids: Sequence[int],
+        max_num_seqs: int = 512,
+        record_experts: bool = False,
     ) -> None:
         self._recorder = ExpertRecorder(model) if record_experts else None
         self.model = model.eval().requires_grad_(False)
@@ -81,7 +91,10 @@ class TransformersEngine(Engine):
         self._parameters: dict[str, Tensor] = {}
         for name, parameter in self.model.named_parameters():
             places = expert_places(name, parameter.shape)
-            views = {own: parameter.data[e, first : first + rows] for own, (e, first, rows) in places.items()}
+            views = {
+                own: parameter.data[e, first : first + rows]
+                for own, (e, first, rows) in places.items()
+            }
             self._parameters |= views or {name: parameter}
 
     @classmethod
@@ -93,8 +106,10 @@ class TransformersEngine(Engine):
         head_dtype: str = "auto",
         record_experts: bool = False,
     ) -> TransformersEngine:
-        """Load a Hugging Face checkpoint directory. ``head_dtype``: as ``model.head_dtype``. ``record_experts``: responses
-        have ``experts``. Raises :class:`UserError` when it is missing or unreadable."""
+        """Load a Hugging Face checkpoint directory. ``head_dtype``: as ``model.head_dtype``.
+        ``record_experts``: responses have ``experts``. Raises :class:`UserError` when it is missing
+        or unreadable.
+        """
         check_model_dir(model_dir)
         redirect_transformers_logging()
         try:
@@ -106,11 +121,18 @@ class TransformersEngine(Engine):
                 use_safetensors=True,
             )
         except Exception as error:  # transformers raises anything for a damaged directory
-            raise UserError(f"cannot load a model from {model_dir}: {one_line(error, 500)}") from None
+            raise UserError(
+                f"cannot load a model from {model_dir}: {one_line(error, 500)}"
+            ) from None
         head = model.get_output_embeddings()
         if fp32_head(head_dtype) and head.weight.dtype != torch.float32:
             head.forward = partial(_fp32_logits, head)
-        return cls(model.to(current_device()), read_eos_token_ids(Path(model_dir)), max_num_seqs, record_experts)
+        return cls(
+            model.to(current_device()),
+            read_eos_token_ids(Path(model_dir)),
+            max_num_seqs,
+            record_experts,
+        )
 
     def update_weights(self, buckets: Iterable[Sequence[WeightSlice]], version: int) -> None:
         for bucket in buckets:
@@ -119,16 +141,24 @@ class TransformersEngine(Engine):
         self.weights_version = version
 
     def sleep(self) -> None:
-        """Do nothing: there is no KV cache between two calls, and the weights are overwritten in place."""
+        """Do nothing: there is no KV cache between two calls, and the weights are overwritten in
+        place.
+        """
 
     def restart(self) -> None:
         """Do nothing: the model is an object of this process."""
 
     def stream(
-        self, samples: Samples, sampling: SamplingConfig, step: int = 0, partial: PartialRollout | None = None
+        self,
+        samples: Samples,
+        sampling: SamplingConfig,
+        step: int = 0,
+        partial: PartialRollout | None = None,
     ) -> Generator[list[Response], None, None]:
-        """Yield responses as :class:`megatron_dcpo.rollout.engine.Engine` says. ``max_num_seqs`` at a time to their
-        end; with ``partial`` the next sample takes the place of one that is finished, in the order given."""
+        """Yield responses as :class:`megatron_dcpo.rollout.engine.Engine` says. ``max_num_seqs`` at
+        a time to their end; with ``partial`` the next sample takes the place of one that is
+        finished, in the order given.
+        """
         if partial is not None:
             yield from self._generate(samples, sampling, step, partial)
             return
@@ -139,7 +169,11 @@ class TransformersEngine(Engine):
 
     @torch.no_grad()
     def _generate(
-        self, samples: Samples, sampling: SamplingConfig, step: int, partial: PartialRollout | None = None
+        self,
+        samples: Samples,
+        sampling: SamplingConfig,
+        step: int,
+        partial: PartialRollout | None = None,
     ) -> Iterator[list[Response]]:
         width = min(sampling.top_logprobs, self.model.config.get_text_config().vocab_size)
         experts = RecordedExperts(len(samples), sampling.max_tokens) if self._recorder else None
@@ -155,7 +189,9 @@ class TransformersEngine(Engine):
             token, logprob = sample_token(running.logits, batch.random_of(rows), sampling)
             if sampling.raw_logprobs or sampling.top_logprobs:
                 raw = torch.log_softmax(running.logits.float(), dim=-1)
-                batch.tops[rows.cpu(), batch.place(rows).cpu()] = raw.topk(width, dim=-1).values.cpu()
+                batch.tops[rows.cpu(), batch.place(rows).cpu()] = raw.topk(
+                    width, dim=-1
+                ).values.cpu()
                 if sampling.raw_logprobs:
                     logprob = raw.gather(-1, token[:, None]).squeeze(-1)
             live = ~batch.over[rows]
@@ -177,10 +213,14 @@ class TransformersEngine(Engine):
                 token = token[keep]
             running.step(self.model, token)
             if self._recorder and experts:
-                experts.note_tokens(running.rows, batch.count[running.rows], self._recorder.take(len(running.rows)))
+                experts.note_tokens(
+                    running.rows, batch.count[running.rows], self._recorder.take(len(running.rows))
+                )
 
     def _admit(self, running: _Running, waiting: deque[int], batch: _Batch, slots: int) -> _Running:
-        """Give the free slots to samples that wait: those that continue, and those that begin, in a pass of their own."""
+        """Give the free slots to samples that wait: those that continue, and those that begin, in a
+        pass of their own.
+        """
         if len(running.rows) and not running.can_grow:
             return running
         places = [waiting.popleft() for _ in range(min(len(waiting), slots - len(running.rows)))]
@@ -190,8 +230,9 @@ class TransformersEngine(Engine):
         return running
 
     def _prefill(self, places: Sequence[int], batch: _Batch) -> _Running:
-        """Run what is there of every sample once, left-padded, and repeat its cache for each of the rows [B] that begin
-        with it."""
+        """Run what is there of every sample once, left-padded, and repeat its cache for each of the
+        rows [B] that begin with it.
+        """
         names = [batch.name(place) for place in places]
         distinct = {name: batch.ids(place) for name, place in zip(names, places, strict=True)}
         order = {name: row for row, name in enumerate(distinct)}
@@ -199,7 +240,9 @@ class TransformersEngine(Engine):
         logits, cache, mask, position = prefill(self.model, list(distinct.values()))
         if self._recorder and batch.experts:
             taken = self._recorder.take(len(distinct))
-            batch.experts.note_prompts(places, [taken[order[name], -len(distinct[name]) :] for name in names])
+            batch.experts.note_prompts(
+                places, [taken[order[name], -len(distinct[name]) :] for name in names]
+            )
         cache.batch_select_indices(rows)
         which = torch.tensor(places, device=current_device())
         return _Running(which, logits[rows], cache, mask[rows], position[rows])
@@ -213,7 +256,9 @@ def _fp32_logits(head: Any, hidden: Tensor) -> Tensor:
 
 
 def prefill(model: Any, sequences: Sequence[Sequence[int]]) -> tuple[Tensor, Any, Tensor, Tensor]:
-    """Run B sequences once, left-padded: logits [B, V] of the next token, the cache, its mask [B, W], last positions [B]."""
+    """Run B sequences once, left-padded: logits [B, V] of the next token, the cache, its mask [B,
+    W], last positions [B].
+    """
     from transformers import DynamicCache
 
     width = max(map(len, sequences))
@@ -226,13 +271,20 @@ def prefill(model: Any, sequences: Sequence[Sequence[int]]) -> tuple[Tensor, Any
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     cache = DynamicCache(config=model.config)
     out = model(
-        ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True, logits_to_keep=1
+        ids,
+        attention_mask=mask,
+        position_ids=positions,
+        past_key_values=cache,
+        use_cache=True,
+        logits_to_keep=1,
     )
     return out.logits[:, -1], cache, mask, positions[:, -1]
 
 
 class _Batch:
-    """The samples of one rollout [N], running or not: their random numbers, tokens and log-probs [N, max_tokens]."""
+    """The samples of one rollout [N], running or not: their random numbers, tokens and log-probs
+    [N, max_tokens].
+    """
 
     def __init__(
         self,
@@ -244,15 +296,24 @@ class _Batch:
         tops: int,
         experts: RecordedExperts | None,
     ) -> None:
-        device, longest, total, self.experts = current_device(), sampling.max_tokens, len(samples), experts
+        device, longest, total, self.experts = (
+            current_device(),
+            sampling.max_tokens,
+            len(samples),
+            experts,
+        )
         self.samples, self.sampling, self.step, self.version = samples, sampling, step, version
         self.begun = [partial.so_far(*sample) if partial else None for sample in samples]
         draws = np.zeros((total, longest))
         for row, ((prompt, index), begun) in enumerate(zip(samples, self.begun, strict=True)):
-            draws[row] = uniforms(sampling.seed, begun.step if begun else step, prompt.prompt_id, index, longest)
+            draws[row] = uniforms(
+                sampling.seed, begun.step if begun else step, prompt.prompt_id, index, longest
+            )
         self._random = torch.from_numpy(draws).to(device)
         self._before = [len(begun.token_ids) if begun else 0 for begun in self.begun]
-        self.count = torch.tensor(self._before, dtype=torch.int64, device=device)  # of tokens, with those from before
+        self.count = torch.tensor(
+            self._before, dtype=torch.int64, device=device
+        )  # of tokens, with those from before
         self.tokens = torch.zeros(total, longest, dtype=torch.int64, device=device)
         self.logprobs = torch.zeros(total, longest, dtype=torch.float32, device=device)
         self.tops = torch.zeros(total, longest, tops)
@@ -287,7 +348,9 @@ class _Batch:
 
     def responses(self, rows: Tensor) -> list[Response]:
         """Build responses from the rows' current state."""
-        lengths, over, stopped = (each[rows].tolist() for each in (self.count, self.over, self.stopped))
+        lengths, over, stopped = (
+            each[rows].tolist() for each in (self.count, self.over, self.stopped)
+        )
         longest = max(lengths, default=0)
         ids, lps = (each[rows, :longest].cpu().numpy() for each in (self.tokens, self.logprobs))
         tops = self.tops[rows.cpu(), :longest].numpy()
@@ -311,8 +374,9 @@ class _Batch:
 
 @dataclass
 class _Running:
-    """What is decoded: the sample of each row [B], logits of its next token [B, V], the cache, its mask [B, W] and the last
-    position [B]."""
+    """What is decoded: the sample of each row [B], logits of its next token [B, V], the cache, its
+    mask [B, W] and the last position [B].
+    """
 
     rows: Tensor
     logits: Tensor
@@ -327,14 +391,20 @@ class _Running:
 
     @property
     def can_grow(self) -> bool:
-        """Return whether every layer keeps the keys of all positions, so that rows of another length can stand beside."""
+        """Return whether every layer keeps the keys of all positions, so that rows of another
+        length can stand beside.
+        """
         from transformers.cache_utils import DynamicLayer
 
         return all(type(layer) is DynamicLayer for layer in self.cache.layers)
 
     def keep(self, places: Tensor) -> None:
         self.cache.batch_select_indices(places)
-        self.rows, self.mask, self.position = self.rows[places], self.mask[places], self.position[places]
+        self.rows, self.mask, self.position = (
+            self.rows[places],
+            self.mask[places],
+            self.position[places],
+        )
 
     def step(self, model: Any, token: Tensor) -> None:
         """Sample one more token for every row."""
@@ -365,9 +435,13 @@ class _Running:
             return torch.cat(padded)
 
         for layer, more in zip(self.cache.layers, other.cache.layers, strict=True):
-            layer.keys, layer.values = both(layer.keys, more.keys, -2), both(layer.values, more.values, -2)
+            layer.keys, layer.values = (
+                both(layer.keys, more.keys, -2),
+                both(layer.values, more.values, -2),
+            )
         rows, logits, position = (
-            torch.cat([getattr(self, name), getattr(other, name)]) for name in ("rows", "logits", "position")
+            torch.cat([getattr(self, name), getattr(other, name)])
+            for name in ("rows", "logits", "position")
         )
         return _Running(rows, logits, self.cache, both(self.mask, other.mask, 1), position)
 
@@ -375,8 +449,8 @@ class _Running:
 def sample_token(logits: Tensor, random: Tensor, sampling: SamplingConfig) -> tuple[Tensor, Tensor]:
     """Draw one token per row by inverting the cumulative distribution at ``random`` (float64 [B]).
 
-    ``logits``: [B, V]. Returns token ids [B] and their log-probs (fp32 [B]) under the distribution that was sampled:
-    temperature, then top-k, then top-p applied, and renormalized.
+    ``logits``: [B, V]. Returns token ids [B] and their log-probs (fp32 [B]) under the distribution
+    that was sampled: temperature, then top-k, then top-p applied, and renormalized.
     """
     z = logits.float() / sampling.temperature
     if sampling.top_k or sampling.top_p < 1.0:
@@ -384,12 +458,18 @@ def sample_token(logits: Tensor, random: Tensor, sampling: SamplingConfig) -> tu
     logp = torch.log_softmax(z, dim=-1)
     cumulative = logp.exp().double().cumsum(-1)
     target = random[:, None] * cumulative[:, -1:]
-    token = torch.searchsorted(cumulative, target, right=True).squeeze(-1).clamp(max=logits.shape[-1] - 1)
+    token = (
+        torch.searchsorted(cumulative, target, right=True)
+        .squeeze(-1)
+        .clamp(max=logits.shape[-1] - 1)
+    )
     return token, logp.gather(-1, token[:, None]).squeeze(-1)
 
 
 def _truncate(z: Tensor, top_k: int, top_p: float) -> Tensor:
-    """Set logits outside the ``top_k`` largest, and outside the smallest set of mass ``top_p``, to minus infinity."""
+    """Set logits outside the ``top_k`` largest, and outside the smallest set of mass ``top_p``, to
+    minus infinity.
+    """
     ordered, order = z.sort(dim=-1, descending=True)
     keep = torch.ones_like(ordered, dtype=torch.bool)
     if top_k:

@@ -1,7 +1,8 @@
-"""The vLLM engine, in this process: one per GPU, or one over several consecutive ranks of ``torchrun``.
+"""The vLLM engine, in this process: one per GPU, or one over several consecutive ranks of
+``torchrun``.
 
-What vLLM does to its host process is put back: random number generators, thread count, environment. The default process
-group must exist before the engine and is kept when the engine is dropped.
+What vLLM does to its host process is put back: random number generators, thread count, environment.
+The default process group must exist before the engine and is kept when the engine is dropped.
 """
 
 from __future__ import annotations
@@ -86,19 +87,28 @@ class VllmEngine(Engine):
             self._close_at_exit
         )  # before vLLM's own finalizer, which would tear down groups that are not its own
 
-    # ------------------------------------------------------------------------------------------------- sampling
+    # ------------------------------------------------------------------------------------- sampling
     def stream(
-        self, samples: Samples, sampling: SamplingConfig, step: int = 0, partial: PartialRollout | None = None
+        self,
+        samples: Samples,
+        sampling: SamplingConfig,
+        step: int = 0,
+        partial: PartialRollout | None = None,
     ) -> Generator[list[Response], None, None]:
-        """Yield responses as :class:`megatron_dcpo.rollout.engine.Engine` says. Every sample is a request of its own
-        with its own seed; one that is continued has another seed than before, so that its tokens are not those that it
-        would have had. The ranks of one engine sample each for themselves: at the end they compare what they handed
-        over."""
+        """Yield responses as :class:`megatron_dcpo.rollout.engine.Engine` says. Every sample is a
+        request of its own with its own seed; one that is continued has another seed than before, so
+        that its tokens are not those that it would have had. The ranks of one engine sample each
+        for themselves: at the end they compare what they handed over.
+        """
         if (sampling.raw_logprobs or sampling.top_logprobs) and not self.options.raw_logprobs:
-            raise ValueError("this engine reports log-probs of the sampled distribution; build it with raw_logprobs")
+            raise ValueError(
+                "this engine reports log-probs of the sampled distribution; build it with "
+                "raw_logprobs"
+            )
         if self.llm.get_weight_version() != str(self.weights_version):
             raise EngineError(
-                f"the engine holds weights version {self.llm.get_weight_version()}, not {self.weights_version}"
+                f"the engine holds weights version {self.llm.get_weight_version()}, not "
+                f"{self.weights_version}"
             )
         digests = [b""] * len(samples)
         try:
@@ -106,8 +116,14 @@ class VllmEngine(Engine):
                 for outputs in self._steps(samples, sampling, step, partial):
                     responses = []
                     for number, completion in outputs:
-                        new = self._response(*samples[number], completion, sampling.top_logprobs, step)
-                        responses.append(append_segment(partial.so_far(*samples[number]) if partial else None, new))
+                        new = self._response(
+                            *samples[number], completion, sampling.top_logprobs, step
+                        )
+                        responses.append(
+                            append_segment(
+                                partial.so_far(*samples[number]) if partial else None, new
+                            )
+                        )
                         digests[number] = hashlib.sha256(responses[-1].token_ids.tobytes()).digest()
                     yield responses
         except (RolloutAbandoned, EngineError):
@@ -117,20 +133,33 @@ class VllmEngine(Engine):
         except Exception as error:
             if device_failed(error):
                 raise
-            raise EngineError(f"vLLM failed in generation: {type(error).__name__}: {error}") from error
+            raise EngineError(
+                f"vLLM failed in generation: {type(error).__name__}: {error}"
+            ) from error
         self._check_ranks_agree(b"".join(digests))
 
     def _steps(
         self, samples: Samples, sampling: SamplingConfig, step: int, partial: PartialRollout | None
     ) -> Iterator[list[tuple[int, Any]]]:
-        """Yield what each step of the engine finishes: the number of the sample, its completion (None: no token yet). A
-        signal ends it early, but not between the ranks of one engine: they would no longer step together."""
+        """Yield what each step of the engine finishes: the number of the sample, its completion
+        (None: no token yet). A signal ends it early, but not between the ranks of one engine: they
+        would no longer step together.
+        """
         engine, slots = self.llm.llm_engine, min(self.options.at_once, len(samples))
         unfinished: dict[int, Any] = dict.fromkeys(range(len(samples)))
         for number, (prompt, i) in enumerate(samples):
             begun = partial.so_far(prompt, i) if partial else None
-            tokens = {"prompt_token_ids": [*prompt.token_ids, *(begun.token_ids.tolist() if begun else ())]}
-            engine.add_request(str(number), tokens, self._params(sampling, step, prompt, i, begun, partial is not None))
+            tokens = {
+                "prompt_token_ids": [
+                    *prompt.token_ids,
+                    *(begun.token_ids.tolist() if begun else ()),
+                ]
+            }
+            engine.add_request(
+                str(number),
+                tokens,
+                self._params(sampling, step, prompt, i, begun, partial is not None),
+            )
         try:
             while engine.has_unfinished_requests():
                 if self.tensor_model_parallel_size == 1 and stop_requested():
@@ -140,7 +169,9 @@ class VllmEngine(Engine):
                 finished = [int(output.request_id) for output in outputs if output.finished]
                 completions = [(number, unfinished.pop(number)) for number in finished]
                 self.slot_steps.total += slots
-                self.slot_steps.used += len(outputs) if partial else sum(len(c.token_ids) for _, c in completions)
+                self.slot_steps.used += (
+                    len(outputs) if partial else sum(len(c.token_ids) for _, c in completions)
+                )
                 if completions:
                     yield completions
                 if partial is not None and partial.should_stop():
@@ -152,7 +183,13 @@ class VllmEngine(Engine):
             raise
 
     def _params(
-        self, sampling: SamplingConfig, step: int, prompt: Prompt, index: int, begun: Response | None, partial: bool
+        self,
+        sampling: SamplingConfig,
+        step: int,
+        prompt: Prompt,
+        index: int,
+        begun: Response | None,
+        partial: bool,
     ) -> Any:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
@@ -163,7 +200,9 @@ class VllmEngine(Engine):
             top_p=sampling.top_p,
             top_k=sampling.top_k or -1,
             max_tokens=sampling.max_tokens - before,
-            seed=request_seed(sampling.seed, begun.step if begun else step, prompt.prompt_id, index, before),
+            seed=request_seed(
+                sampling.seed, begun.step if begun else step, prompt.prompt_id, index, before
+            ),
             logprobs=sampling.top_logprobs,
             flat_logprobs=True,  # lists of numbers, not an object for each token
             stop_token_ids=list(self.eos_token_ids),
@@ -173,16 +212,24 @@ class VllmEngine(Engine):
             output_kind=RequestOutputKind.CUMULATIVE if partial else RequestOutputKind.FINAL_ONLY,
         )
 
-    def _response(self, prompt: Prompt, index: int, completion: Any, top_logprobs: int, step: int) -> Response:
+    def _response(
+        self, prompt: Prompt, index: int, completion: Any, top_logprobs: int, step: int
+    ) -> Response:
         if completion is None:
             nothing = np.zeros(0, np.int64), np.zeros(0, np.float32)
-            return Response(prompt.prompt_id, index, *nothing, "abort", self.weights_version, step=step)
+            return Response(
+                prompt.prompt_id, index, *nothing, "abort", self.weights_version, step=step
+            )
         versions = {span.version for span in completion.weight_versions or ()}
         if versions - {str(self.weights_version)}:
-            raise EngineError(f"{prompt.prompt_id} was sampled by weights {versions}, not {self.weights_version}")
+            raise EngineError(
+                f"{prompt.prompt_id} was sampled by weights {versions}, not {self.weights_version}"
+            )
         ids, why = np.array(completion.token_ids, np.int64), completion.finish_reason
         # of every position the token that was sampled, then the most probable ones, in order
-        logprobs = np.array(completion.logprobs.logprobs, np.float32).reshape(len(ids), 1 + top_logprobs)
+        logprobs = np.array(completion.logprobs.logprobs, np.float32).reshape(
+            len(ids), 1 + top_logprobs
+        )
         return Response(
             prompt_id=prompt.prompt_id,
             sample_index=index,
@@ -208,10 +255,11 @@ class VllmEngine(Engine):
         if len(set(digests)) > 1:
             raise EngineError("the ranks of one engine sampled different tokens")
 
-    # -------------------------------------------------------------------------------------------------- weights
+    # -------------------------------------------------------------------------------------- weights
     def update_weights(self, buckets: Iterable[Sequence[WeightSlice]], version: int) -> None:
-        """Overwrite the weights through vLLM's weight-transfer API; a sleeping engine gets its weights' memory back
-        first, its KV cache last."""
+        """Overwrite the weights through vLLM's weight-transfer API; a sleeping engine gets its
+        weights' memory back first, its KV cache last.
+        """
         self._wake("weights")
         with _restart_may_mend("vLLM could not begin the weight update"):
             self.llm.start_weight_update()
@@ -246,7 +294,11 @@ class VllmEngine(Engine):
 
     def _enter_in_ledger(self, tag: str) -> None:
         options = self.options
-        weights = number_of_parameters(self.arch) * dtype_bytes(options.dtype) // options.tensor_model_parallel_size
+        weights = (
+            number_of_parameters(self.arch)
+            * dtype_bytes(options.dtype)
+            // options.tensor_model_parallel_size
+        )
         share = int(options.gpu_memory_utilization * total_memory())
         cache = options.arguments.get("kv_cache_memory_bytes") or max(0, share - weights)
         ledger.put(*((_WEIGHTS, weights) if tag == "weights" else (_CACHE, cache)))
@@ -254,7 +306,7 @@ class VllmEngine(Engine):
     def _can_sleep(self) -> bool:
         return self.options.sleep and capabilities().separate_memory
 
-    # ------------------------------------------------------------------------------------------- start and stop
+    # ------------------------------------------------------------------------------- start and stop
     def restart(self) -> None:
         self.close()
         with _ends_the_process("vLLM, which had started before, does not start again"):
@@ -264,8 +316,9 @@ class VllmEngine(Engine):
     def close(self) -> None:
         """Drop the engine, keep the process group it would tear down with it.
 
-        What sleeps is woken up first: vLLM's allocator unmaps whatever is freed, also what ``sleep`` has unmapped, and
-        after that error gives nothing back. Raises :class:`DeviceLost` where the memory for it is not there.
+        What sleeps is woken up first: vLLM's allocator unmaps whatever is freed, also what
+        ``sleep`` has unmapped, and after that error gives nothing back. Raises :class:`DeviceLost`
+        where the memory for it is not there.
         """
         if self.llm is not None and self._asleep:
             with _ends_the_process("vLLM could not wake up to be closed"):
@@ -303,14 +356,20 @@ class VllmEngine(Engine):
         check_release()
         prepare_environment()
         self._unlink_shared_memory()
-        arguments = {name: value for name, value in options.arguments.items() if name != "enforce_eager"}
+        arguments = {
+            name: value for name, value in options.arguments.items() if name != "enforce_eager"
+        }
         if options.max_model_len:
-            arguments["max_model_len"] = min(options.max_model_len, self.arch.max_position_embeddings)
+            arguments["max_model_len"] = min(
+                options.max_model_len, self.arch.max_position_embeddings
+            )
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         if cache := cache_bytes(self.arch, options, host_memory_available(), ranks):
             arguments["kv_cache_memory_bytes"] = cache
         if fp32_head(options.head_dtype):
-            arguments["hf_overrides"] = {"head_dtype": "float32"} | dict(arguments.get("hf_overrides") or {})
+            arguments["hf_overrides"] = {"head_dtype": "float32"} | dict(
+                arguments.get("hf_overrides") or {}
+            )
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             arguments["distributed_executor_backend"] = "external_launcher"
         if options.record_experts:
@@ -330,7 +389,8 @@ class VllmEngine(Engine):
                     tensor_parallel_size=options.tensor_model_parallel_size,
                     gpu_memory_utilization=options.gpu_memory_utilization,
                     max_num_seqs=options.at_once,
-                    enforce_eager=options.arguments.get("enforce_eager", False) or not capabilities().cuda_graphs,
+                    enforce_eager=options.arguments.get("enforce_eager", False)
+                    or not capabilities().cuda_graphs,
                     logprobs_mode="raw_logprobs" if options.raw_logprobs else "processed_logprobs",
                     load_format="dummy" if options.dummy_weights else "auto",
                     weight_transfer_config={"backend": register()},
@@ -342,11 +402,17 @@ class VllmEngine(Engine):
                     **arguments,
                 )
         except ImportError as error:
-            raise UserError(f"rollout.engine=vllm: vLLM is installed but cannot be imported ({error})") from None
-        except (ValueError, torch.OutOfMemoryError) as error:  # what it says when the memory does not suffice
+            raise UserError(
+                f"rollout.engine=vllm: vLLM is installed but cannot be imported ({error})"
+            ) from None
+        except (
+            ValueError,
+            torch.OutOfMemoryError,
+        ) as error:  # what it says when the memory does not suffice
             raise UserError(
                 f"vLLM does not start: {one_line(error, 400)} (rollout.gpu_memory_utilization="
-                f"{options.gpu_memory_utilization:g}, max_num_seqs={options.at_once}, max_model_len="
+                f"{options.gpu_memory_utilization:g}, max_num_seqs={options.at_once}, "
+                "max_model_len="
                 f"{options.max_model_len})"
             ) from None
         self._unlink_shared_memory()
@@ -357,8 +423,9 @@ class VllmEngine(Engine):
         return llm
 
     def _count_preemptions(self, llm: Any) -> None:
-        """Count preemptions in the scheduler, which stands in this process: its own statistics would cost time in every
-        step."""
+        """Count preemptions in the scheduler, which stands in this process: its own statistics
+        would cost time in every step.
+        """
         scheduler = llm.llm_engine.engine_core.engine_core.scheduler
         preempt = scheduler._preempt_request
 
@@ -369,9 +436,10 @@ class VllmEngine(Engine):
         scheduler._preempt_request = counted
 
     def _unlink_shared_memory(self) -> None:
-        """Unlink shared memory. On the CPU the ranks of an engine talk through shared memory whose name is the same in
-        every job of a machine, and stays behind when a job is killed. Without its name it works on, and stands in no
-        one's way."""
+        """Unlink shared memory. On the CPU the ranks of an engine talk through shared memory whose
+        name is the same in every job of a machine, and stays behind when a job is killed. Without
+        its name it works on, and stands in no one's way.
+        """
         size, rank = self.tensor_model_parallel_size, int(os.environ.get("RANK", "0"))
         first = rank - rank % size
         name = f"[{'-'.join(str(r) for r in range(first, first + size))}]-cpushm_{rank % size}"
@@ -381,7 +449,9 @@ class VllmEngine(Engine):
 
 @contextlib.contextmanager
 def _restart_may_mend(what: str) -> Iterator[None]:
-    """Raise an error in the block as :class:`EngineError`, but as it is where the device has failed."""
+    """Raise an error in the block as :class:`EngineError`, but as it is where the device has
+    failed.
+    """
     try:
         yield
     except Exception as error:
@@ -392,7 +462,9 @@ def _restart_may_mend(what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _ends_the_process(what: str) -> Iterator[None]:
-    """Raise an error in the block as :class:`DeviceLost`: a new process has the memory that this one lacks."""
+    """Raise an error in the block as :class:`DeviceLost`: a new process has the memory that this
+    one lacks.
+    """
     try:
         yield
     except Exception as error:

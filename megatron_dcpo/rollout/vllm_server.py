@@ -1,10 +1,11 @@
-"""An engine in processes of its own: a vLLM server, which gets new weights as files or over NCCL. For clusters that split
-devices.
+"""An engine in processes of its own: a vLLM server, which gets new weights as files or over NCCL.
+For clusters that split devices.
 
-The server is started beside the run with ``VLLM_SERVER_DEV_MODE=1`` (vLLM serves the routes that replace weights only
-then) and ``--logprobs-mode processed_logprobs``; all ranks send their prompts to the one server. An update is a Hugging
-Face directory that appears complete or not at all, on a disk that both see; or, with ``rollout.weight_transfer=nccl``, the
-tensors themselves, which rank 0 broadcasts to the server's workers.
+The server is started beside the run with ``VLLM_SERVER_DEV_MODE=1`` (vLLM serves the routes that
+replace weights only then) and ``--logprobs-mode processed_logprobs``; all ranks send their prompts
+to the one server. An update is a Hugging Face directory that appears complete or not at all, on a
+disk that both see; or, with ``rollout.weight_transfer=nccl``, the tensors themselves, which rank 0
+broadcasts to the server's workers.
 """
 
 from __future__ import annotations
@@ -59,16 +60,19 @@ _EMBEDDING, _OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 
 
 class ServerEngine(Engine):
-    """Implements :class:`megatron_dcpo.rollout.engine.Engine`. Updates are collective: rank 0 writes and tells the server.
+    """Implements :class:`megatron_dcpo.rollout.engine.Engine`. Updates are collective: rank 0
+    writes and tells the server.
 
-    ``endpoint``: the server's address (with or without ``/v1``). ``exchange``: the directory the weights are put in;
-    None: they travel over NCCL. Raises :class:`UserError` when the server does not answer, or was started without what
-    this needs.
+    ``endpoint``: the server's address (with or without ``/v1``). ``exchange``: the directory the
+    weights are put in; None: they travel over NCCL. Raises :class:`UserError` when the server does
+    not answer, or was started without what this needs.
     """
 
     tensor_model_parallel_size = 1  # each rank is a client of its own, whatever the server has
 
-    def __init__(self, endpoint: str, model_dir: str | Path, exchange: Path | None, concurrency: int = 512) -> None:
+    def __init__(
+        self, endpoint: str, model_dir: str | Path, exchange: Path | None, concurrency: int = 512
+    ) -> None:
         self.url = endpoint.rstrip("/").removesuffix("/v1")
         self.client = JsonClient(self.url)
         self.model_dir, self.exchange, self.concurrency = Path(model_dir), exchange, concurrency
@@ -82,16 +86,24 @@ class ServerEngine(Engine):
         self.model = self._check()
 
     def stream(
-        self, samples: Samples, sampling: SamplingConfig, step: int = 0, partial: PartialRollout | None = None
+        self,
+        samples: Samples,
+        sampling: SamplingConfig,
+        step: int = 0,
+        partial: PartialRollout | None = None,
     ) -> Generator[list[Response], None, None]:
-        """Yield responses as :class:`megatron_dcpo.rollout.engine.Engine` says. One request per sample, ``concurrency``
-        at a time. Where new weights come meanwhile, in another thread, what is under way is answered, the rest is sent
-        behind them, and each response has the version that the server had from its request to its reply. Not ``partial``:
-        a request that is taken back gives no tokens, and taking back one rank's takes all ranks'."""
+        """Yield responses as :class:`megatron_dcpo.rollout.engine.Engine` says. One request per
+        sample, ``concurrency`` at a time. Where new weights come meanwhile, in another thread, what
+        is under way is answered, the rest is sent behind them, and each response has the version
+        that the server had from its request to its reply. Not ``partial``: a request that is taken
+        back gives no tokens, and taking back one rank's takes all ranks'.
+        """
         if partial is not None:
             raise ValueError("rollout.max_staleness is not for rollout.engine=server")
         if sampling.raw_logprobs or sampling.top_logprobs:
-            raise ValueError("this engine trains; to evaluate a server, use dcpo evaluate --endpoint")
+            raise ValueError(
+                "this engine trains; to evaluate a server, use dcpo evaluate --endpoint"
+            )
         while samples:
             self.may_send.wait()
             with self.turn:
@@ -99,8 +111,9 @@ class ServerEngine(Engine):
                     samples = yield from self._send(samples, sampling, step)
 
     def update_weights(self, buckets: Iterable[Sequence[WeightSlice]], version: int) -> None:
-        """Hand the weights to the server when no rank has a request under way; every rank waits until it has them. Nothing
-        is sent before that has succeeded."""
+        """Hand the weights to the server when no rank has a request under way; every rank waits
+        until it has them. Nothing is sent before that has succeeded.
+        """
         self.may_send.clear()
         with self.turn:
             distributed.barrier()
@@ -131,7 +144,10 @@ class ServerEngine(Engine):
         directory = self.exchange.absolute() / f"version_{version}"
         self._write(buckets, directory)
         try:
-            self._call("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(directory)}})
+            self._call(
+                "/collective_rpc",
+                {"method": "reload_weights", "kwargs": {"weights_path": str(directory)}},
+            )
         finally:
             for older in set(directory.parent.glob("version_*")) - {directory}:
                 shutil.rmtree(older, ignore_errors=True)
@@ -140,7 +156,9 @@ class ServerEngine(Engine):
         """Do nothing: the server has devices of its own."""
 
     def restart(self) -> None:
-        """Wait until whoever started the server has started it again. It comes back with the weights it began with."""
+        """Wait until whoever started the server has started it again. It comes back with the
+        weights it began with.
+        """
         deadline = time.monotonic() + _RETURN_SECONDS
         while True:
             try:
@@ -149,15 +167,18 @@ class ServerEngine(Engine):
                 return
             except EngineError as error:
                 if time.monotonic() > deadline:
-                    raise UserError(f"{self.url} has not come back in {_RETURN_SECONDS:.0f} s: {error}") from None
+                    raise UserError(
+                        f"{self.url} has not come back in {_RETURN_SECONDS:.0f} s: {error}"
+                    ) from None
             time.sleep(1.0)
 
-    # ---------------------------------------------------------------------------------------------------- parts
+    # ---------------------------------------------------------------------------------------- parts
     def _send(
         self, samples: Samples, sampling: SamplingConfig, step: int
     ) -> Generator[list[Response], None, list[tuple[Prompt, int]]]:
-        """Yield responses to ``samples`` until all have come, or those that were sent before new weights wait; return the
-        rest."""
+        """Yield responses to ``samples`` until all have come, or those that were sent before new
+        weights wait; return the rest.
+        """
         self._check_version()
         held_back: list[tuple[Prompt, int]] = []
         with ThreadPoolExecutor(max(1, min(self.concurrency, len(samples)))) as pool:
@@ -173,14 +194,17 @@ class ServerEngine(Engine):
                         raise RolloutAbandoned
                     held_back += [result for result in results if isinstance(result, tuple)]
                     if responses := [result for result in results if isinstance(result, Response)]:
-                        self._check_version()  # a server that came back in between has other weights
+                        # a server that came back in between has other weights
+                        self._check_version()
                         yield responses
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
         return held_back
 
-    def _sample(self, prompt: Prompt, index: int, sampling: SamplingConfig, step: int) -> Response | tuple[Prompt, int]:
+    def _sample(
+        self, prompt: Prompt, index: int, sampling: SamplingConfig, step: int
+    ) -> Response | tuple[Prompt, int]:
         """Return the response, or what was to be sampled where new weights wait."""
         if not self.may_send.is_set():
             return prompt, index
@@ -203,8 +227,13 @@ class ServerEngine(Engine):
             token_ids = np.array(choice["token_ids"], np.int64)
             logprobs = np.array(choice["logprobs"]["token_logprobs"], np.float32)
             cut_off = choice["finish_reason"] != "stop"
-            good = token_ids.shape == logprobs.shape == (token_ids.size,) and 0 < token_ids.size <= sampling.max_tokens
-            good = good and bool((token_ids >= 0).all() and (token_ids < self.arch.vocab_size).all())
+            good = (
+                token_ids.shape == logprobs.shape == (token_ids.size,)
+                and 0 < token_ids.size <= sampling.max_tokens
+            )
+            good = good and bool(
+                (token_ids >= 0).all() and (token_ids < self.arch.vocab_size).all()
+            )
             if not (good and (logprobs <= _ROUNDED).all()):
                 raise ValueError("token ids or log-probs that cannot be")
         except (LookupError, TypeError, ValueError, OverflowError) as error:
@@ -228,7 +257,8 @@ class ServerEngine(Engine):
             dtype = name_of(first.values.dtype)
             specs = {name: (shape, dtype) for name, shape in hf_shapes(self.arch).items()}
             if self.arch.tied_embeddings:
-                # vLLM's output layer may keep a packed copy, which the embedding alone does not refresh.
+                # vLLM's output layer may keep a packed copy, which the embedding alone does not
+                # refresh.
                 specs[_OUTPUT] = specs[_EMBEDDING]
             with tensors_on_disk(temporary, specs) as tensors:
                 for piece in itertools.chain([first], pieces):
@@ -238,7 +268,9 @@ class ServerEngine(Engine):
             copy_side_files(self.model_dir, temporary)
 
     def _check(self) -> str:
-        """Return the name of the model served. Raises :class:`UserError` when the server lacks something."""
+        """Return the name of the model served. Raises :class:`UserError` when the server lacks
+        something.
+        """
         needed = "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --logprobs-mode processed_logprobs"
         try:
             models = [str(row["id"]) for row in self._call("/v1/models")["data"]]
@@ -247,9 +279,13 @@ class ServerEngine(Engine):
         except (EngineError, LookupError, TypeError) as error:
             raise UserError(f"rollout.endpoint: {error}; start the server with: {needed}") from None
         if "processed_logprobs" not in info:
-            raise UserError(f"{self.url} reports log-probs of the raw logits; start it with: {needed}")
+            raise UserError(
+                f"{self.url} reports log-probs of the raw logits; start it with: {needed}"
+            )
         if len(models) != 1:
-            raise UserError(f"{self.url} serves {len(models)} models; training needs a server of its own")
+            raise UserError(
+                f"{self.url} serves {len(models)} models; training needs a server of its own"
+            )
         return models[0]
 
     def _check_version(self) -> None:
@@ -257,7 +293,8 @@ class ServerEngine(Engine):
         served = info.get("weight_version") if isinstance(info, dict) else None
         if served != str(self.weights_version):
             raise EngineError(
-                f"{self.url} holds weights version {served}, not {self.weights_version}: it was started anew"
+                f"{self.url} holds weights version {served}, not {self.weights_version}: it was "
+                "started anew"
             )
 
     def _call(self, path: str, body: dict[str, Any] | None = None) -> Any:
@@ -269,37 +306,51 @@ class ServerEngine(Engine):
 
 
 class _Nccl:
-    """vLLM's dense NCCL backend (``vllm serve --weight-transfer-config '{"backend": "nccl"}'``), its trainer's side.
+    """vLLM's dense NCCL backend (``vllm serve --weight-transfer-config '{"backend": "nccl"}'``),
+    its trainer's side.
 
-    Rank 0 of the run and the server's workers are one group. A tensor is put together from its slices, the server is told
-    its name, element type and shape (``/update_weights``), and both enter its broadcast. Beside a bucket the tensors that
-    are not complete yet are in memory: one or two. vLLM keeps a second copy of the layer that it is loading.
+    Rank 0 of the run and the server's workers are one group. A tensor is put together from its
+    slices, the server is told its name, element type and shape (``/update_weights``), and both
+    enter its broadcast. Beside a bucket the tensors that are not complete yet are in memory: one or
+    two. vLLM keeps a second copy of the layer that it is loading.
     """
 
     def __init__(self, url: str, call: Callable[..., Any]) -> None:
         if not capabilities().separate_memory:
-            raise UserError("rollout.weight_transfer=nccl needs a GPU for the training; set it to files")
+            raise UserError(
+                "rollout.weight_transfer=nccl needs a GPU for the training; set it to files"
+            )
         if find_spec("vllm") is None:
             raise UserError(
-                f"rollout.weight_transfer=nccl needs vLLM beside the trainer as well ({pip_install('vllm')})"
+                "rollout.weight_transfer=nccl needs vLLM beside the trainer as well "
+                f"({pip_install('vllm')})"
             )
         self.url, self.call = url, call
         self.group: Any = None
 
-    def send(self, buckets: Iterable[Sequence[WeightSlice]], shapes: Mapping[str, Sequence[int]], tied: bool) -> None:
-        """Send all tensors of ``shapes``. Raises :class:`EngineError`; the group is then given up, and the next call makes
-        another."""
+    def send(
+        self,
+        buckets: Iterable[Sequence[WeightSlice]],
+        shapes: Mapping[str, Sequence[int]],
+        tied: bool,
+    ) -> None:
+        """Send all tensors of ``shapes``. Raises :class:`EngineError`; the group is then given up,
+        and the next call makes another.
+        """
         try:
             group = self.group = self.group or self._connected()
             self.call("/start_weight_update", {})
             with ThreadPoolExecutor(1) as pool:
                 for tensors in whole_tensors(buckets, shapes, tied):
-                    told = pool.submit(self.call, "/update_weights", {"update_info": described(tensors)})
+                    told = pool.submit(
+                        self.call, "/update_weights", {"update_info": described(tensors)}
+                    )
                     self._check(told)
                     for tensor in tensors.values():
                         group.broadcast(tensor, src=0)
                     told.result()
-                    synchronize()  # the bucket may be overwritten as soon as the next one is asked for
+                    # the bucket may be overwritten as soon as the next one is asked for
+                    synchronize()
             self.call("/finish_weight_update", {})
         except EngineError:
             if self.group is not None:
@@ -316,7 +367,9 @@ class _Nccl:
             "world_size": 1 + int(self.call("/get_world_size")["world_size"]),
         }
         with ThreadPoolExecutor(1) as pool:
-            told = pool.submit(self.call, "/init_weight_transfer_engine", {"init_info": connection(info)})
+            told = pool.submit(
+                self.call, "/init_weight_transfer_engine", {"init_info": connection(info)}
+            )
             self._check(told)
             group = trainer_init(info)
             told.result()
@@ -331,8 +384,10 @@ class _Nccl:
 def whole_tensors(
     buckets: Iterable[Sequence[WeightSlice]], shapes: Mapping[str, Sequence[int]], tied: bool
 ) -> Iterator[dict[str, Tensor]]:
-    """Yield the tensors that each bucket completes, by name; those that no slice completed are missing at the end:
-    :class:`EngineError`. A tied output layer is a tensor of its own: vLLM may keep a copy of it."""
+    """Yield the tensors that each bucket completes, by name; those that no slice completed are
+    missing at the end: :class:`EngineError`. A tied output layer is a tensor of its own: vLLM may
+    keep a copy of it.
+    """
     begun: dict[str, tuple[Tensor, int]] = {}
     left = set(shapes)
     for bucket in buckets:
@@ -340,14 +395,18 @@ def whole_tensors(
         for piece in bucket:
             tensor, filled = begun.pop(piece.name, (None, 0))
             if tensor is None:
-                tensor = torch.empty(tuple(shapes[piece.name]), dtype=piece.values.dtype, device=piece.values.device)
+                tensor = torch.empty(
+                    tuple(shapes[piece.name]), dtype=piece.values.dtype, device=piece.values.device
+                )
             piece.write_into(tensor)
             filled += piece.values.numel()
             if filled < tensor.numel():
                 begun[piece.name] = tensor, filled
                 continue
             left.remove(piece.name)
-            done |= {piece.name: tensor} | ({_OUTPUT: tensor} if tied and piece.name == _EMBEDDING else {})
+            done |= {piece.name: tensor} | (
+                {_OUTPUT: tensor} if tied and piece.name == _EMBEDDING else {}
+            )
         if done:
             yield done
     if left:
@@ -355,7 +414,9 @@ def whole_tensors(
 
 
 def connection(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the server's workers are told of the group that rank 0 opens; a tensor is a broadcast of its own."""
+    """Return what the server's workers are told of the group that rank 0 opens; a tensor is a
+    broadcast of its own.
+    """
     return {**group, "rank_offset": 1, "packed": False}
 
 

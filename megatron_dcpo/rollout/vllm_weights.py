@@ -1,9 +1,11 @@
-"""How weights enter a vLLM engine of this process: a backend of vLLM's own weight-transfer API. Imports vLLM.
+"""How weights enter a vLLM engine of this process: a backend of vLLM's own weight-transfer API.
+Imports vLLM.
 
-The trainer's ranks run the engine in their own process, so nothing is left to transport here: the slices of a bucket are
-given to the model's loaders, which write them to their place in the live parameters. On a GPU these are what the kernels
-read, and no second copy of anything is made. The CPU build packs most layers for its kernels and drops what the loader
-filled: such a layer gets its plain parameters back while its slices arrive, then vLLM packs it anew.
+The trainer's ranks run the engine in their own process, so nothing is left to transport here: the
+slices of a bucket are given to the model's loaders, which write them to their place in the live
+parameters. On a GPU these are what the kernels read, and no second copy of anything is made. The
+CPU build packs most layers for its kernels and drops what the loader filled: such a layer gets its
+plain parameters back while its slices arrive, then vLLM packs it anew.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
-from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
+    UnquantizedFusedMoEMethod,
+)
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
@@ -43,10 +47,11 @@ _UNQUANTIZED = UnquantizedLinearMethod | UnquantizedEmbeddingMethod | Unquantize
 class SliceOfWhole(Tensor):
     """What a loader is given: a tensor in the shape of the whole, of which only ``piece`` is here.
 
-    vLLM's loaders take whole tensors, narrow them to the slice that their rank keeps, and copy that to its place. From this
-    one they copy what ``piece`` has of it; the rest comes with other pieces. The loader of experts gives a tensor a first
-    dimension, its expert, and takes that away again. Anything else a loader does with it, a slice other than ``keeps``
-    (dimension, start, stop) too, raises RuntimeError, so that no number is ever made up.
+    vLLM's loaders take whole tensors, narrow them to the slice that their rank keeps, and copy that
+    to its place. From this one they copy what ``piece`` has of it; the rest comes with other
+    pieces. The loader of experts gives a tensor a first dimension, its expert, and takes that away
+    again. Anything else a loader does with it, a slice other than ``keeps`` (dimension, start,
+    stop) too, raises RuntimeError, so that no number is ever made up.
     """
 
     piece: WeightSlice
@@ -55,7 +60,9 @@ class SliceOfWhole(Tensor):
     copied: list[int]  # numbers copied so far; shared with the tensors narrowed from this one
 
     @staticmethod
-    def __new__(cls, piece: WeightSlice, shape: Sequence[int], keeps: tuple[int, int, int]) -> SliceOfWhole:
+    def __new__(
+        cls, piece: WeightSlice, shape: Sequence[int], keeps: tuple[int, int, int]
+    ) -> SliceOfWhole:
         made: SliceOfWhole = wrapper_tensor(cls, shape, piece.values)
         made.piece, made.keeps, made.window, made.copied = piece, keeps, (0, shape[piece.dim]), [0]
         return made
@@ -81,7 +88,9 @@ class SliceOfWhole(Tensor):
         made.window, made.copied = self.window, self.copied
         return made
 
-    def _narrowed(self, dim: int = 0, start: int | None = None, stop: int | None = None, step: int = 1) -> SliceOfWhole:
+    def _narrowed(
+        self, dim: int = 0, start: int | None = None, stop: int | None = None, step: int = 1
+    ) -> SliceOfWhole:
         start, stop = start or 0, min(self.shape[dim] if stop is None else stop, self.shape[dim])
         if (start, stop) != (0, self.shape[dim]) and (dim != self.piece.dim or step != 1):
             raise self._misread(f"narrowed dimension {dim}")
@@ -101,7 +110,8 @@ class SliceOfWhole(Tensor):
 
     def _misread(self, what: str) -> RuntimeError:
         return RuntimeError(
-            f"vLLM's loader {what} of {self.piece.name}, of which this rank keeps {self.keeps}; this version of vLLM cuts "
+            f"vLLM's loader {what} of {self.piece.name}, of which this rank keeps {self.keeps}; "
+            "this version of vLLM cuts "
             "the model in another way than megatron_dcpo/weights/reshard_plan.py says"
         )
 
@@ -116,18 +126,23 @@ class _Layer:
     opened: bool = False
 
     def open(self) -> None:
-        """Have its parameters as the loaders fill them. Only the CPU build packs them in another form, which is dropped."""
+        """Have its parameters as the loaders fill them. Only the CPU build packs them in another
+        form, which is dropped.
+        """
         if self.opened:
             return
         self.opened = True
         info = get_layerwise_info(self.module)
         packed = self.module.__dict__.pop("cpu_linear", None) is not None or self._packs_experts
         live = dict(self.module.named_parameters(recurse=False))
-        if all(live[name].shape == loaded.shape for name, loaded in info.restore_metadata[0].items()):
+        if all(
+            live[name].shape == loaded.shape for name, loaded in info.restore_metadata[0].items()
+        ):
             return
         if not packed:
             raise RuntimeError(
-                f"vLLM keeps {self.name} in another form than its loaders fill; this version is not supported"
+                f"vLLM keeps {self.name} in another form than its loaders fill; this version is "
+                "not supported"
             )
         restore_layer_on_meta(self.module, info)
         materialize_layer(self.module, info)
@@ -138,7 +153,8 @@ class _Layer:
         if method is None:
             return
         if self._packs_experts:
-            method.moe_kernel = None  # or vLLM takes this for an update on a GPU, and the kernel gets the plain weights
+            # or vLLM takes this for an update on a GPU, and the kernel gets the plain weights
+            method.moe_kernel = None
         method.process_weights_after_loading(self.module)
 
     @property
@@ -162,7 +178,9 @@ class _Update(WeightTransferUpdateInfo):
 
 @dataclass
 class _Expected:
-    """Of every tensor the slice this rank keeps, and the layers it goes to: two for a tied embedding."""
+    """Of every tensor the slice this rank keeps, and the layers it goes to: two for a tied
+    embedding.
+    """
 
     slices: dict[str, tuple[int, int, int]] = field(default_factory=dict)
     layers: dict[str, list[_Layer]] = field(default_factory=dict)
@@ -190,10 +208,17 @@ class InProcessTransfer(WeightTransferEngine[_Init, _Update]):
         self.model.load_weights(self._one_by_one(update_info, self._expected))
 
     def finish_weight_update(self) -> None:
-        layers = [layer for layers in self._expected.layers.values() for layer in layers] if self._expected else []
+        layers = (
+            [layer for layers in self._expected.layers.values() for layer in layers]
+            if self._expected
+            else []
+        )
         incomplete = sorted({layer.name for layer in layers if layer.missing})
         if incomplete or not layers:
-            raise RuntimeError(f"the weights of {', '.join(incomplete[:4]) or 'all layers'} did not come completely")
+            raise RuntimeError(
+                f"the weights of {', '.join(incomplete[:4]) or 'all layers'} did not come "
+                "completely"
+            )
         self._expected = None
 
     def shutdown(self) -> None:
@@ -215,15 +240,18 @@ class InProcessTransfer(WeightTransferEngine[_Init, _Update]):
         return expected
 
     def _parameter_name(self, name: str) -> str:
-        """Return the name of the parameter that a Hugging Face tensor goes to; of experts one that all of the layer's
-        have in common."""
+        """Return the name of the parameter that a Hugging Face tensor goes to; of experts one that
+        all of the layer's have in common.
+        """
         layer, of_expert, _ = name.partition(".mlp.experts.")
         if of_expert:
             return f"{layer}.mlp.experts.routed_experts.w13_weight"
         return str(self.model.hf_to_vllm_mapper.map_name(name))
 
     def _one_by_one(self, update: _Update, expected: _Expected) -> Iterator[tuple[str, Tensor]]:
-        """Yield tensors to the loader, which asks for the next one when it has copied the one before."""
+        """Yield tensors to the loader, which asks for the next one when it has copied the one
+        before.
+        """
         shapes = hf_shapes(update.arch)
         for piece in update.pieces:
             layers = expected.layers[piece.name]
@@ -232,7 +260,10 @@ class InProcessTransfer(WeightTransferEngine[_Init, _Update]):
             tensor = SliceOfWhole(piece, shapes[piece.name], expected.slices[piece.name])
             yield piece.name, tensor
             if tensor.copied != [piece.values.numel()]:
-                raise RuntimeError(f"vLLM's loader copied {tensor.copied[0]} of {piece.values.numel()} of {piece.name}")
+                raise RuntimeError(
+                    f"vLLM's loader copied {tensor.copied[0]} of {piece.values.numel()} of "
+                    f"{piece.name}"
+                )
             for layer in layers:
                 layer.missing -= piece.values.numel()
                 if not layer.missing:
@@ -243,7 +274,8 @@ def _check_unquantized(layer: _Layer) -> None:
     method = getattr(layer.module, "quant_method", None)
     if method is not None and not isinstance(method, _UNQUANTIZED):
         raise RuntimeError(
-            f"{layer.name} is quantized ({type(method).__name__}); training wants the weights as they are"
+            f"{layer.name} is quantized ({type(method).__name__}); training wants the weights as "
+            "they are"
         )
 
 

@@ -20,11 +20,12 @@ def has_cuda() -> bool:
 class Capabilities:
     """What the other subpackages need to know of the device, instead of whether CUDA exists.
 
-    ``separate_memory``: memory of the device is not the host's, so that moving data there and back makes room, and a
-    sleeping engine gives some back. ``cpu_initialization``: Megatron creates parameters on the host.
-    ``transformer_engine``: its kernels can run. ``cuda_graphs``: engines may capture them. ``attention_head_sizes``: what
-    vLLM's attention has kernels for; None is any. ``expert_hidden_multiple``: of which its kernels of experts want the
-    hidden size to be a multiple. ``fp32_products``: a product of bf16 matrices can be had as it is summed up, in fp32.
+    ``separate_memory``: memory of the device is not the host's, so that moving data there and back
+    makes room, and a sleeping engine gives some back. ``cpu_initialization``: Megatron creates
+    parameters on the host. ``transformer_engine``: its kernels can run. ``cuda_graphs``: engines
+    may capture them. ``attention_head_sizes``: what vLLM's attention has kernels for; None is any.
+    ``expert_hidden_multiple``: of which its kernels of experts want the hidden size to be a
+    multiple. ``fp32_products``: a product of bf16 matrices can be had as it is summed up, in fp32.
     """
 
     separate_memory: bool
@@ -40,8 +41,9 @@ class DeviceLost(RuntimeError):
     """What this process holds on the device, or needs there, cannot be had back before it ends."""
 
 
-# As torch, vLLM's allocator, Transformer Engine, cuBLAS, cuDNN and NCCL report what a new process may be spared, in lower
-# case; torch.AcceleratorError is a RuntimeError that says so. Not an argument that is wrong, which would come again.
+# As torch, vLLM's allocator, Transformer Engine, cuBLAS, cuDNN and NCCL report what a new process
+# may be spared, in lower case; torch.AcceleratorError is a RuntimeError that says so. Not an
+# argument that is wrong, which would come again.
 _DEVICE_FAILURES = (
     "cuda error",
     "cuda driver error",
@@ -51,14 +53,19 @@ _DEVICE_FAILURES = (
     "an internal operation failed",
     "an access to gpu memory space failed",
     *(f"cudnn_status_{what}" for what in ("execution_failed", "internal_error", "mapping_error")),
-    *(f"nccl{what}" for what in ("unhandledcudaerror", "systemerror", "internalerror", "remoteerror")),
+    *(
+        f"nccl{what}"
+        for what in ("unhandledcudaerror", "systemerror", "internalerror", "remoteerror")
+    ),
     "unhandled system error",  # ncclGetErrorString of the same four; the first is above
     "internal error - please report this issue to the nccl developers",
     "remote process exited or there was a network error",
 )
 _NO_MEMORY = ("out of memory", "status_alloc_failed", "the resource allocation failed")
 
-_CPU = Capabilities(False, True, False, False, (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512), 32)
+_CPU = Capabilities(
+    False, True, False, False, (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512), 32
+)
 _GPU = Capabilities(True, False, True, True, None, fp32_products=True)
 
 
@@ -68,13 +75,16 @@ def capabilities() -> Capabilities:
 
 
 def fp32_head(head_dtype: str) -> bool:
-    """Return whether logits are computed in fp32, as ``model.head_dtype`` says: ``fp32``, ``model`` or ``auto``."""
+    """Return whether logits are computed in fp32, as ``model.head_dtype`` says: ``fp32``, ``model``
+    or ``auto``.
+    """
     return head_dtype == "fp32" or (head_dtype == "auto" and capabilities().fp32_products)
 
 
 def fp32_product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """Write ``a @ b`` of two matrices in bf16 to ``out`` in fp32, not rounded to bf16 in between. On the CPU by copies in
-    fp32: for comparisons."""
+    """Write ``a @ b`` of two matrices in bf16 to ``out`` in fp32, not rounded to bf16 in between.
+    On the CPU by copies in fp32: for comparisons.
+    """
     if a.is_cuda:
         return torch.mm(a, b, out_dtype=torch.float32, out=out)
     return torch.mm(a.float(), b.float(), out=out)
@@ -82,19 +92,29 @@ def fp32_product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> torch.T
 
 def current_device() -> torch.device:
     """Return the device of this process: its own GPU (by ``LOCAL_RANK``), or the CPU."""
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if has_cuda() else torch.device("cpu")
+    return (
+        torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        if has_cuda()
+        else torch.device("cpu")
+    )
 
 
 def backend() -> str:
-    """Return the backend of the default process group: objects travel over gloo, from the host, also where tensors do
-    over NCCL."""
+    """Return the backend of the default process group: objects travel over gloo, from the host,
+    also where tensors do over NCCL.
+    """
     return "cpu:gloo,cuda:nccl" if has_cuda() else "gloo"
 
 
 @contextlib.contextmanager
 def profile(path: Path) -> Iterator[None]:
-    """Write what torch and the device did inside the block as a trace, ``path`` (.json.gz; chrome://tracing, Perfetto)."""
-    activities = [torch.profiler.ProfilerActivity.CPU, *[torch.profiler.ProfilerActivity.CUDA] * has_cuda()]
+    """Write what torch and the device did inside the block as a trace, ``path`` (.json.gz;
+    chrome://tracing, Perfetto).
+    """
+    activities = [
+        torch.profiler.ProfilerActivity.CPU,
+        *[torch.profiler.ProfilerActivity.CUDA] * has_cuda(),
+    ]
     with torch.profiler.profile(activities=activities) as trace:
         yield
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -102,18 +122,24 @@ def profile(path: Path) -> Iterator[None]:
 
 
 def synchronize() -> None:
-    """Wait for the device, so that a phase timer measures the phase. Nothing to wait for on the CPU."""
+    """Wait for the device, so that a phase timer measures the phase. Nothing to wait for on the
+    CPU.
+    """
     if has_cuda():
         torch.cuda.synchronize()
 
 
 def pinned(numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return ``numel`` numbers in the host's memory, from and to which the device copies at full speed."""
+    """Return ``numel`` numbers in the host's memory, from and to which the device copies at full
+    speed.
+    """
     return torch.empty(numel, dtype=dtype, pin_memory=has_cuda())
 
 
 def to_device(values: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Return ``values`` of the host as a tensor on the device, which neither has to wait for the other."""
+    """Return ``values`` of the host as a tensor on the device, which neither has to wait for the
+    other.
+    """
     tensor = torch.tensor(values, dtype=dtype)
     return tensor.pin_memory().to(current_device(), non_blocking=True) if has_cuda() else tensor
 
@@ -160,8 +186,9 @@ _PEAK_TFLOPS = {
 
 
 def peak_tflops() -> float | None:
-    """Return the dense bf16 TFLOP/s of this process's GPU by its name; None on the CPU and for cards that are not in
-    the table."""
+    """Return the dense bf16 TFLOP/s of this process's GPU by its name; None on the CPU and for
+    cards that are not in the table.
+    """
     name = device_name()
     return next((peak for card, peak in _PEAK_TFLOPS.items() if card in name), None)
 
@@ -173,8 +200,10 @@ def empty_cache() -> None:
 
 
 def expandable_segments(on: bool) -> None:
-    """Let torch's allocator grow the segments that it has (training, whose sizes change), or not (around an engine, whose
-    pools cannot), with nothing kept from before. Nothing to do on the CPU, and where the environment says how."""
+    """Let torch's allocator grow the segments that it has (training, whose sizes change), or not
+    (around an engine, whose pools cannot), with nothing kept from before. Nothing to do on the CPU,
+    and where the environment says how.
+    """
     setting = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
     if not has_cuda() or "expandable_segments" in setting:
         return
@@ -187,9 +216,10 @@ def expandable_segments(on: bool) -> None:
 
 
 def device_failed(error: BaseException | None) -> bool:
-    """Return whether ``error``, or what caused it, is a failure of the device itself (an illegal address, a lost card) or
-    of the way to the others, and not memory that ran out: nothing in this process can use the device any more, neither
-    the policy nor an engine."""
+    """Return whether ``error``, or what caused it, is a failure of the device itself (an illegal
+    address, a lost card) or of the way to the others, and not memory that ran out: nothing in this
+    process can use the device any more, neither the policy nor an engine.
+    """
     causes = []
     while error is not None and error not in causes:
         causes.append(error)
@@ -206,14 +236,19 @@ def device_failed(error: BaseException | None) -> bool:
 
 
 def memory_gb() -> dict[str, float]:
-    """Return the memory of this process in GB: ``rss`` resident on the host; with CUDA ``cuda`` allocated by torch now,
-    ``cuda_peak`` at most since the last call, and ``device`` in use on the GPU by anyone (a sleeping engine's too)."""
+    """Return the memory of this process in GB: ``rss`` resident on the host; with CUDA ``cuda``
+    allocated by torch now, ``cuda_peak`` at most since the last call, and ``device`` in use on the
+    GPU by anyone (a sleeping engine's too).
+    """
     with open("/proc/self/statm") as file:
         resident = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     ledger = {"rss": resident / 1e9}
     if has_cuda():
         free, total = torch.cuda.mem_get_info()
-        ledger |= {"cuda": torch.cuda.memory_allocated() / 1e9, "cuda_peak": torch.cuda.max_memory_allocated() / 1e9}
+        ledger |= {
+            "cuda": torch.cuda.memory_allocated() / 1e9,
+            "cuda_peak": torch.cuda.max_memory_allocated() / 1e9,
+        }
         ledger["device"] = (total - free) / 1e9
         torch.cuda.reset_peak_memory_stats()
     return ledger
@@ -235,8 +270,8 @@ def set_rng_state(state: torch.Tensor) -> None:
 def set_threads() -> None:
     """Set one intra-op thread per process on the CPU, unless ``OMP_NUM_THREADS`` says otherwise.
 
-    With several ranks on a few cores, or with matrices of a few hundred rows, the barriers of a thread pool cost more
-    than the second thread brings: measured 3-8 times on 64-128 wide models.
+    With several ranks on a few cores, or with matrices of a few hundred rows, the barriers of a
+    thread pool cost more than the second thread brings: measured 3-8 times on 64-128 wide models.
     """
     if not has_cuda() and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)

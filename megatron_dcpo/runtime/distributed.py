@@ -24,9 +24,10 @@ from megatron.core import parallel_state, tensor_parallel  # noqa: E402 - after 
 
 @dataclass(frozen=True)
 class Topology:
-    """Where this rank stands in the grid. ``model_group`` spans the ranks that have the model once, a replica: ``width``
-    consecutive ones of each pipeline stage, TP or the EP x ETP of all experts. The CP replicas of a data-parallel rank
-    share its samples."""
+    """Where this rank stands in the grid. ``model_group`` spans the ranks that have the model once,
+    a replica: ``width`` consecutive ones of each pipeline stage, TP or the EP x ETP of all experts.
+    The CP replicas of a data-parallel rank share its samples.
+    """
 
     rank: int
     world_size: int
@@ -52,8 +53,9 @@ class Topology:
 
     @property
     def replica(self) -> int:
-        """Return the number of the replica: Megatron counts tensor before context (or expert) before data before
-        pipeline ranks."""
+        """Return the number of the replica: Megatron counts tensor before context (or expert)
+        before data before pipeline ranks.
+        """
         return self.rank % (self.world_size // self.pp_size) // self.width
 
     @property
@@ -104,12 +106,16 @@ def initialize(
     seed: int = 1,
     timeout_minutes: int = 30,
 ) -> Topology:
-    """Set up the default group and Megatron's groups; one process without ``torchrun`` is a world of one.
+    """Set up the default group and Megatron's groups; one process without ``torchrun`` is a world
+    of one.
 
-    Raises :class:`UserError` when the parallel sizes do not divide the world size, or the port of the job is in use.
+    Raises :class:`UserError` when the parallel sizes do not divide the world size, or the port of
+    the job is in use.
     """
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    experts = expert_model_parallel_size * (expert_tensor_parallel_size or tensor_model_parallel_size)
+    experts = expert_model_parallel_size * (
+        expert_tensor_parallel_size or tensor_model_parallel_size
+    )
     sizes = tensor_model_parallel_size, pipeline_model_parallel_size, context_parallel_size
     check_world_size(*sizes, world_size, experts)
     set_threads()
@@ -117,9 +123,14 @@ def initialize(
         if has_cuda():
             torch.cuda.set_device(current_device())
         if "RANK" not in os.environ:
-            os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-        # no device_id: with one every new group, of which Megatron makes several per rank, is an ncclCommSplit of the whole
-        # world. Barriers of this group run over gloo.
+            os.environ |= {
+                "RANK": "0",
+                "WORLD_SIZE": "1",
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": "0",
+            }
+        # no device_id: with one every new group, of which Megatron makes several per rank, is an
+        # ncclCommSplit of the whole world. Barriers of this group run over gloo.
         try:
             dist.init_process_group(backend(), timeout=timedelta(minutes=timeout_minutes))
         except dist.DistNetworkError as error:
@@ -130,13 +141,16 @@ def initialize(
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size,
             pipeline_model_parallel_size,
-            virtual_pipeline_model_parallel_size if virtual_pipeline_model_parallel_size > 1 else None,
+            virtual_pipeline_model_parallel_size
+            if virtual_pipeline_model_parallel_size > 1
+            else None,
             context_parallel_size=context_parallel_size,
             expert_model_parallel_size=expert_model_parallel_size,
             expert_tensor_parallel_size=expert_tensor_parallel_size,
             distributed_timeout_minutes=timeout_minutes,
         )
-    # Dropout is off in RL and sampling has counted random numbers of its own; Megatron still needs its tracker.
+    # Dropout is off in RL and sampling has counted random numbers of its own; Megatron still needs
+    # its tracker.
     random.seed(seed)
     np.random.seed(seed % 2**32)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
@@ -176,13 +190,15 @@ def barrier() -> None:
         dist.barrier()
 
 
-# What max_over_ranks and all_gather_objects communicate through in this thread; None: the default group.
+# What max_over_ranks and all_gather_objects communicate through in this thread; None: the default
+# group.
 GROUP: ContextVar[dist.ProcessGroup | None] = ContextVar("group", default=None)
 
 
 def group_beside(timeout_minutes: int) -> dist.ProcessGroup | None:
-    """Return a second group of all ranks, on the host, for a thread beside the main one: two threads may not share one.
-    None for a single rank. Collective."""
+    """Return a second group of all ranks, on the host, for a thread beside the main one: two
+    threads may not share one. None for a single rank. Collective.
+    """
     if dist.get_world_size() == 1:
         return None
     return dist.new_group(backend="gloo", timeout=timedelta(minutes=timeout_minutes))
@@ -219,8 +235,9 @@ def broadcast_object(value: Any, src: int = 0) -> Any:
 class BucketBarrier:
     """How far every rank of ``group`` has come in a sequence of numbered steps, and which did not.
 
-    :meth:`acknowledge` waits for all ranks. Each also leaves its number in the store of the process groups, which outlives
-    a rank (torchrun's agent keeps it), so that the others can name the one that has ended.
+    :meth:`acknowledge` waits for all ranks. Each also leaves its number in the store of the process
+    groups, which outlives a rank (torchrun's agent keeps it), so that the others can name the one
+    that has ended.
     """
 
     def __init__(self, name: str, group: dist.ProcessGroup) -> None:
@@ -230,21 +247,32 @@ class BucketBarrier:
         self._say(0)
 
     def acknowledge(self, number: int, accepted: bool) -> str:
-        """Tell the group that this rank is done with step ``number``; returns which ranks refused it, empty if none did.
+        """Tell the group that this rank is done with step ``number``; returns which ranks refused
+        it, empty if none did.
 
         A rank that does not answer is refused by name, too.
         """
         if len(self.ranks) == 1:
             return "" if accepted else "this rank's engine did not take it"
         self._say(number)
-        own_answer = torch.tensor([number, int(accepted)], dtype=torch.int64, device=current_device())
+        own_answer = torch.tensor(
+            [number, int(accepted)], dtype=torch.int64, device=current_device()
+        )
         answers = [torch.zeros_like(own_answer) for _ in self.ranks]
         try:
             dist.all_gather(answers, own_answer, group=self.group)
         except RuntimeError as error:
             return f"{self.who_is_behind(number)} ({one_line(error, 200)})"
-        refused = [r for r, answer in zip(self.ranks, answers, strict=True) if answer.tolist() != [number, 1]]
-        return f"the engine of rank(s) {', '.join(map(str, refused))} did not take it" if refused else ""
+        refused = [
+            r
+            for r, answer in zip(self.ranks, answers, strict=True)
+            if answer.tolist() != [number, 1]
+        ]
+        return (
+            f"the engine of rank(s) {', '.join(map(str, refused))} did not take it"
+            if refused
+            else ""
+        )
 
     def who_is_behind(self, number: int) -> str:
         """Return the ranks that have not reached ``number``, by what they left in the store."""

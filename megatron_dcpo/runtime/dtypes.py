@@ -1,4 +1,5 @@
-"""The one table of element types: torch's and Hugging Face's name, safetensors' code, bytes per element, our option.
+"""The one table of element types: torch's and Hugging Face's name, safetensors' code, bytes per
+element, our option.
 
 Importable without torch: planning and the command line ask for names and sizes only.
 """
@@ -43,7 +44,9 @@ def dtype_name(option: str) -> str:
 
 
 def dtype_bytes(name: str) -> int:
-    """Return the bytes per element of a type by its name, ours or torch's. Raises :class:`KeyError` for an unknown one."""
+    """Return the bytes per element of a type by its name, ours or torch's. Raises :class:`KeyError`
+    for an unknown one.
+    """
     return _TABLE[dtype_name(name)][1]
 
 

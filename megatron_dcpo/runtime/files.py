@@ -20,7 +20,9 @@ _MARKER = ".being-written"  # locked by the process that writes the directory
 
 
 def write_atomically(path: Path, data: str | bytes) -> None:
-    """Write ``path`` (text as UTF-8); an older file stays until the new one is complete. Raises :class:`OSError`."""
+    """Write ``path`` (text as UTF-8); an older file stays until the new one is complete. Raises
+    :class:`OSError`.
+    """
     temporary = path.with_name(f"{path.name}.{threading.get_ident()}.tmp")
     try:
         temporary.write_bytes(data.encode() if isinstance(data, str) else data)
@@ -32,16 +34,22 @@ def write_atomically(path: Path, data: str | bytes) -> None:
 
 @contextmanager
 def new_directory(out: Path, overwrite: bool = False) -> Iterator[Path]:
-    """Yield ``out`` under a temporary name; rename it when the block ends, remove it when the block fails.
+    """Yield ``out`` under a temporary name; rename it when the block ends, remove it when the block
+    fails.
 
-    SIGTERM fails the block like Ctrl-C does. What a killed process left under the temporary name is removed by the next
-    one, and nothing else is. Raises :class:`UserError` when ``out`` exists (unless ``overwrite``; an empty directory is
-    fine), when another process is writing it, or when the disk cannot be written.
+    SIGTERM fails the block like Ctrl-C does. What a killed process left under the temporary name is
+    removed by the next one, and nothing else is. Raises :class:`UserError` when ``out`` exists
+    (unless ``overwrite``; an empty directory is fine), when another process is writing it, or when
+    the disk cannot be written.
     """
-    if out.is_symlink() or (not overwrite and out.exists() and not (out.is_dir() and not any(out.iterdir()))):
+    if out.is_symlink() or (
+        not overwrite and out.exists() and not (out.is_dir() and not any(out.iterdir()))
+    ):
         raise UserError(f"{out} exists; remove it, choose another name, or pass --overwrite")
     temporary = _temporary(out)
-    created = [parent for parent in temporary.absolute().parents if not parent.exists()]  # innermost first
+    created = [
+        parent for parent in temporary.absolute().parents if not parent.exists()
+    ]  # innermost first
     try:
         lock = _claim(temporary, out)
         try:
@@ -63,16 +71,22 @@ def new_directory(out: Path, overwrite: bool = False) -> Iterator[Path]:
             with suppress(OSError):
                 parent.rmdir()
         if isinstance(error, OSError):
-            raise UserError(f"cannot write {out}: {error.strerror or error}; nothing was left behind") from None
+            raise UserError(
+                f"cannot write {out}: {error.strerror or error}; nothing was left behind"
+            ) from None
         raise
 
 
 def _claim(temporary: Path, out: Path) -> int:
-    """Make ``temporary`` anew with the lock of this process in it; returns the descriptor that holds the lock."""
+    """Make ``temporary`` anew with the lock of this process in it; returns the descriptor that
+    holds the lock.
+    """
     marker = temporary / _MARKER
     if temporary.exists() or temporary.is_symlink():
         if not marker.is_file() or temporary.is_symlink():
-            raise UserError(f"{temporary} is in the way of writing {out}; remove it or choose another name")
+            raise UserError(
+                f"{temporary} is in the way of writing {out}; remove it or choose another name"
+            )
         stale = _lock(marker, out)
         shutil.rmtree(temporary)
         os.close(stale)
@@ -88,19 +102,26 @@ def _lock(marker: Path, out: Path) -> int:
     except OSError as error:
         if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
             os.close(descriptor)
-            raise UserError(f"another process is writing {out}; wait for it or choose another name") from None
+            raise UserError(
+                f"another process is writing {out}; wait for it or choose another name"
+            ) from None
         # A file system without locks: only the name protects the directory.
     return descriptor
 
 
 @contextmanager
 def _termination_raises() -> Iterator[None]:
-    """Let SIGTERM end the program by an exception within the block, so that what is unfinished is removed."""
+    """Let SIGTERM end the program by an exception within the block, so that what is unfinished is
+    removed.
+    """
 
     def stop(*_: Any) -> None:
         raise SystemExit(128 + signal.SIGTERM)
 
-    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+    if (
+        threading.current_thread() is not threading.main_thread()
+        or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL
+    ):
         yield
         return
     signal.signal(signal.SIGTERM, stop)
@@ -111,12 +132,16 @@ def _termination_raises() -> Iterator[None]:
 
 
 def check_no_overlap(target: Path, *sources: Path) -> None:
-    """Raise :class:`UserError` when writing ``target``, or its temporary name, would replace one of the ``sources``."""
+    """Raise :class:`UserError` when writing ``target``, or its temporary name, would replace one of
+    the ``sources``.
+    """
     for source in sources:
         resolved = source.resolve()
         for place in (target, _temporary(target)):
             if place.resolve() in (resolved, *resolved.parents):
-                raise UserError(f"cannot write {place}: it holds the input {source}; choose another name")
+                raise UserError(
+                    f"cannot write {place}: it holds the input {source}; choose another name"
+                )
 
 
 def _temporary(out: Path) -> Path:
@@ -128,12 +153,17 @@ def check_free_space(out: Path, nbytes: int) -> None:
     parent = next(path for path in out.absolute().parents if path.exists())
     free = shutil.disk_usage(parent).free
     if free < nbytes:
-        raise UserError(f"cannot write {out}: needs {nbytes / 1e9:.2f} GB, {parent} has {free / 1e9:.2f} GB free")
+        raise UserError(
+            f"cannot write {out}: needs {nbytes / 1e9:.2f} GB, {parent} has {free / 1e9:.2f} GB "
+            "free"
+        )
 
 
 def allow_open_files() -> None:
-    """Raise this process's limit of open files to what it may have, for itself and those it starts: every process group is
-    connected to each of its ranks over gloo, and Slurm passes on the limit of the shell that submitted (often 1,024)."""
+    """Raise this process's limit of open files to what it may have, for itself and those it starts:
+    every process group is connected to each of its ranks over gloo, and Slurm passes on the limit
+    of the shell that submitted (often 1,024).
+    """
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(ValueError, OSError):  # a system that knows of no limit
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

@@ -1,4 +1,5 @@
-"""Values that leave the device for the host while something else needs the room, and the ledger of what is on the device.
+"""Values that leave the device for the host while something else needs the room, and the ledger of
+what is on the device.
 
 Where the device's memory is the host's (``capabilities().separate_memory``) nothing moves.
 """
@@ -16,11 +17,11 @@ _PIECE = 2**28  # bytes: torch rounds each pinned allocation up to a power of tw
 
 
 class Ledger:
-    """What this process holds on the device, in bytes: ``weights``, ``gradients``, ``optimizer``, ``reference``,
-    ``engine weights``, ``engine cache``, ``buckets``.
+    """What this process holds on the device, in bytes: ``weights``, ``gradients``, ``optimizer``,
+    ``reference``, ``engine weights``, ``engine cache``, ``buckets``.
 
-    Whoever takes or gives back memory of the device says so. ``watchers`` are called after each change with the name and
-    what is held now: a test asserts what may be awake together.
+    Whoever takes or gives back memory of the device says so. ``watchers`` are called after each
+    change with the name and what is held now: a test asserts what may be awake together.
     """
 
     def __init__(self) -> None:
@@ -53,7 +54,9 @@ ledger = Ledger()
 
 
 class HostCopy:
-    """The values of a contiguous tensor in the host's memory, pinned for the sake of the transfers' speed."""
+    """The values of a contiguous tensor in the host's memory, pinned for the sake of the transfers'
+    speed.
+    """
 
     def __init__(self, like: Tensor) -> None:
         self.numel, self.dtype = like.numel(), like.dtype
@@ -78,14 +81,17 @@ class HostCopy:
 
 
 class Movable:
-    """Tensors that are on the device or, between :meth:`offload` and :meth:`reload`, on the host. Objects and views stay
-    what they are: only the storage is given back.
+    """Tensors that are on the device or, between :meth:`offload` and :meth:`reload`, on the host.
+    Objects and views stay what they are: only the storage is given back.
 
-    ``tensors`` is asked at every :meth:`leave` (an optimizer makes its moments late); each has a storage of its own.
-    ``constant``: the values never change and are copied once. ``name``: in the ledger.
+    ``tensors`` is asked at every :meth:`leave` (an optimizer makes its moments late); each has a
+    storage of its own. ``constant``: the values never change and are copied once. ``name``: in the
+    ledger.
     """
 
-    def __init__(self, name: str, tensors: Callable[[], Iterable[Tensor]], constant: bool = False) -> None:
+    def __init__(
+        self, name: str, tensors: Callable[[], Iterable[Tensor]], constant: bool = False
+    ) -> None:
         self.name, self.constant, self._tensors = name, constant, tensors
         self.away = False
         self._moved: list[tuple[Tensor, int, HostCopy]] = []
@@ -133,4 +139,6 @@ class Movable:
 
     def _own(self) -> list[Tensor]:
         """Return each storage once: tied weights are one."""
-        return list({t.untyped_storage().data_ptr(): t for t in self._tensors() if t.numel()}.values())
+        return list(
+            {t.untyped_storage().data_ptr(): t for t in self._tensors() if t.numel()}.values()
+        )

@@ -28,14 +28,18 @@ for _name in (
 ):  # a line for each request; at DEBUG the headers of replies, which may repeat a key
     logging.getLogger(_name).setLevel(logging.WARNING)
 
-PASSING = frozenset({408, 409, 425, 429, 500, 502, 503, 504})  # statuses after which a request is repeated
+PASSING = frozenset(
+    {408, 409, 425, 429, 500, 502, 503, 504}
+)  # statuses after which a request is repeated
 _REDIRECTS = range(300, 400)
 _WORDS = 500  # bytes of an error's body that are reported
 _PIECE = 16 << 10  # bytes of a request between two looks at the clock
 
 
 class HttpError(Exception):
-    """No usable answer. ``status``: the HTTP status that refused the request; None when no attempt was answered."""
+    """No usable answer. ``status``: the HTTP status that refused the request; None when no attempt
+    was answered.
+    """
 
     def __init__(self, message: str, status: int | None = None) -> None:
         super().__init__(message)
@@ -46,11 +50,12 @@ class HttpError(Exception):
 class JsonClient:
     """Requests to the server at ``url``. Thread-safe.
 
-    A request that fails in a way that may pass (no connection, time-out, a status of ``PASSING``, a reply that is not
-    JSON) is repeated, ``attempts`` times in all, after pauses that double from ``first_pause`` to ``longest_pause``
-    seconds, or as long as ``Retry-After`` demands. ``timeout``: seconds of one attempt, to the last byte of the reply. A
-    reply of more than ``max_reply_bytes`` is refused, and so is a redirect: ``api_key`` and the request are for ``url``
-    alone. No ``repr`` and no error shows the key.
+    A request that fails in a way that may pass (no connection, time-out, a status of ``PASSING``, a
+    reply that is not JSON) is repeated, ``attempts`` times in all, after pauses that double from
+    ``first_pause`` to ``longest_pause`` seconds, or as long as ``Retry-After`` demands.
+    ``timeout``: seconds of one attempt, to the last byte of the reply. A reply of more than
+    ``max_reply_bytes`` is refused, and so is a redirect: ``api_key`` and the request are for
+    ``url`` alone. No ``repr`` and no error shows the key.
     """
 
     url: str
@@ -63,7 +68,9 @@ class JsonClient:
 
     def __post_init__(self) -> None:
         if self.api_key and not (self.api_key.isascii() and self.api_key.isprintable()):
-            raise HttpError("the API key holds a line break or another character that a header cannot hold")
+            raise HttpError(
+                "the API key holds a line break or another character that a header cannot hold"
+            )
 
     def call(
         self,
@@ -74,15 +81,18 @@ class JsonClient:
         stop: threading.Event | None = None,
         problem: Callable[[Any], str] = lambda reply: "",
     ) -> Any:
-        """Return the parsed reply to a POST of ``body``, or to a GET without one; an empty reply is ``{}``.
+        """Return the parsed reply to a POST of ``body``, or to a GET without one; an empty reply is
+        ``{}``.
 
-        ``stop`` ends the pauses when it is set. ``problem``: why a reply has to be asked for again, "" when it is good.
-        Raises :class:`HttpError`.
+        ``stop`` ends the pauses when it is set. ``problem``: why a reply has to be asked for again,
+        "" when it is good. Raises :class:`HttpError`.
         """
         stop = stop or threading.Event()
         reason = ""
         for attempt in range(self.attempts):
-            pause = min(self.longest_pause, self.first_pause * 2.0**attempt) * random.uniform(0.5, 1.0)
+            pause = min(self.longest_pause, self.first_pause * 2.0**attempt) * random.uniform(
+                0.5, 1.0
+            )
             try:
                 reply = self._once(path, body, timeout or self.timeout)
                 reason = problem(reply)
@@ -104,22 +114,31 @@ class JsonClient:
         raise HttpError(reason)
 
     def without_key(self, text: str) -> str:
-        """Return printable ``text`` of the server, which knows the key and may repeat it, without the key."""
+        """Return printable ``text`` of the server, which knows the key and may repeat it, without
+        the key.
+        """
         return printable(text.replace(self.api_key, "***") if self.api_key else text)
 
     def _once(self, path: str, body: Any, timeout: float) -> Any:
-        """Return the parsed reply to one request. Raises HTTPStatusError, whose text is ours, for any status but 2xx."""
+        """Return the parsed reply to one request. Raises HTTPStatusError, whose text is ours, for
+        any status but 2xx.
+        """
         headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
         if self.api_key:
             headers["Authorization"] = f"Bearer {self.api_key}"
         method, data = ("GET", None) if body is None else ("POST", json.dumps(body).encode())
-        options: dict[str, Any] = {"content": data, "extensions": {"trace": _end_all_io_at(time.monotonic() + timeout)}}
+        options: dict[str, Any] = {
+            "content": data,
+            "extensions": {"trace": _end_all_io_at(time.monotonic() + timeout)},
+        }
         with (
             httpx2.Client(verify=_trusted(), timeout=timeout, headers=headers) as client,
             client.stream(method, self.url.rstrip("/") + path, **options) as reply,
         ):
             if not reply.is_success:
-                raise httpx2.HTTPStatusError(self._refusal(path, reply), request=reply.request, response=reply)
+                raise httpx2.HTTPStatusError(
+                    self._refusal(path, reply), request=reply.request, response=reply
+                )
             text = _read(reply, self.max_reply_bytes + 1)
         if len(text) > self.max_reply_bytes:
             raise HttpError(f"a reply of more than {self.max_reply_bytes >> 20} MB")
@@ -138,7 +157,9 @@ class JsonClient:
 
 
 def _read(reply: httpx2.Response, most: int) -> bytes:
-    """Return the first ``most`` bytes of the body as they were sent: decompressed they could be any number."""
+    """Return the first ``most`` bytes of the body as they were sent: decompressed they could be any
+    number.
+    """
     text = bytearray()
     for piece in reply.iter_raw():
         text += piece
@@ -148,8 +169,10 @@ def _read(reply: httpx2.Response, most: int) -> bytes:
 
 
 def _end_all_io_at(deadline: float) -> Callable[[str, dict[str, Any]], None]:
-    """Return a trace hook that ends a connection's reads and writes at ``deadline`` (of the monotonic clock): httpx2's own
-    time-out is that of each read, which a server that sends a byte now and then never reaches."""
+    """Return a trace hook that ends a connection's reads and writes at ``deadline`` (of the
+    monotonic clock): httpx2's own time-out is that of each read, which a server that sends a byte
+    now and then never reaches.
+    """
 
     def left() -> float:
         seconds = deadline - time.monotonic()

@@ -3,16 +3,19 @@
 What is covered, and why nothing more is needed:
 
 1. ``torch.cuda`` queries (current device, streams, synchronization, RNG state) answer for the CPU.
-2. Factory calls with a literal ``device="cuda"`` sit in a handful of Megatron modules. Those modules get a ``torch`` whose
-   factories put "cuda" tensors on the CPU. (A ``TorchFunctionMode`` would do it too, at a cost on *every* torch call.)
-3. The optimizers compare ``Tensor.type()`` with ``torch.cuda.*Tensor``; within those calls, and only there, the CPU types
+2. Factory calls with a literal ``device="cuda"`` sit in a handful of Megatron modules. Those
+modules get a ``torch`` whose
+   factories put "cuda" tensors on the CPU. (A ``TorchFunctionMode`` would do it too, at a cost on
+   *every* torch call.)
+3. The optimizers compare ``Tensor.type()`` with ``torch.cuda.*Tensor``; within those calls, and
+only there, the CPU types
    carry that name.
 4. Experts: the dispatcher takes its counts from the device, and gloo gathers equal parts only.
 5. Apex's ``FusedAdam`` is replaced by the one at the end of this file.
 
-On a machine with CUDA, :func:`ensure` does the last only, and only where Megatron finds neither Transformer Engine's Adam
-nor Apex's: with torch's a run cannot be resumed. Besides, the router asks for a function of Transformer Engine's by a name
-that Megatron leaves undefined without it.
+On a machine with CUDA, :func:`ensure` does the last only, and only where Megatron finds neither
+Transformer Engine's Adam nor Apex's: with torch's a run cannot be resumed. Besides, the router asks
+for a function of Transformer Engine's by a name that Megatron leaves undefined without it.
 
 A release of Megatron that has a name no more is run without the replacement, and one line says so.
 """
@@ -47,7 +50,18 @@ _LITERAL_CUDA_MODULES = (
     "dist_checkpointing.exchange_utils",
     "dist_checkpointing.strategies.state_dict_saver",
 )
-_FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange", "rand", "randn", "empty_like", "zeros_like")
+_FACTORIES = (
+    "tensor",
+    "zeros",
+    "ones",
+    "empty",
+    "full",
+    "arange",
+    "rand",
+    "randn",
+    "empty_like",
+    "zeros_like",
+)
 _installed = False
 _missing: list[str] = []
 
@@ -58,7 +72,8 @@ def ensure() -> None:
     if _installed:
         return
     _installed = True
-    # Megatron and torch warn at import of what is missing on a machine without CUDA; `dcpo doctor` reports it.
+    # Megatron and torch warn at import of what is missing on a machine without CUDA; `dcpo doctor`
+    # reports it.
     warnings.filterwarnings("ignore", module=r"megatron\.core.*")
     warnings.filterwarnings("ignore", message=r".*(Transformer Engine|Apex|apex|modelopt).*")
     logging.getLogger("megatron.core").setLevel(logging.ERROR)
@@ -69,9 +84,7 @@ def ensure() -> None:
     experts: Any = importlib.import_module("megatron.core.transformer.moe.moe_utils")
     experts.te_general_gemm = getattr(experts, "te_general_gemm", None)
     if _missing:
-        what = (
-            "%s: not in the installed megatron-core, so not replaced for the CPU; dcpo doctor names the tested releases"
-        )
+        what = "%s: not in the installed megatron-core, so not replaced for the CPU; dcpo doctor names the tested releases"
         logger.warning(what, ", ".join(_missing))
 
 
@@ -81,7 +94,11 @@ def _replace_torchs_adam() -> None:
         return  # a fused one, which runs on CUDA only
     optimizer.Adam, optimizer.USING_PYTORCH_OPTIMIZER = FusedAdam, False
     distributed: Any = importlib.import_module("megatron.core.optimizer.distrib_optimizer")
-    distributed.Adam, distributed.HAVE_APEX_OR_TE, distributed.USING_APEX_OPTIMIZER = FusedAdam, True, True
+    distributed.Adam, distributed.HAVE_APEX_OR_TE, distributed.USING_APEX_OPTIMIZER = (
+        FusedAdam,
+        True,
+        True,
+    )
 
 
 class _InertStream:
@@ -102,7 +119,8 @@ class _InertStream:
 def _patch_torch_cuda() -> None:
     cuda: Any = torch.cuda
     cuda.current_device = lambda: torch.device("cpu")
-    # One function object per name: torch's compiler refuses an object that it finds under two of its names.
+    # One function object per name: torch's compiler refuses an object that it finds under two of
+    # its names.
     for owner, name in ((cuda, "synchronize"), (cuda, "empty_cache"), (cuda, "set_device")):
         setattr(owner, name, lambda *args, **kwargs: None)
     for name in ("range_push", "range_pop"):
@@ -120,7 +138,9 @@ def _patch_torch_cuda() -> None:
 
 
 def _replace(place: str, name: str, how: Callable[[Any], Any]) -> None:
-    """Put ``how(what is there)`` in the place of ``name`` of a module of Megatron, or of a class in one."""
+    """Put ``how(what is there)`` in the place of ``name`` of a module of Megatron, or of a class in
+    one.
+    """
     module, _, kind = place.partition(":")
     try:
         owner: Any = importlib.import_module(f"megatron.core.{module}")
@@ -131,7 +151,8 @@ def _replace(place: str, name: str, how: Callable[[Any], Any]) -> None:
 
 
 def _patch_megatron() -> None:
-    # Megatron wraps small fused operators in torch.compile at import; eager is faster to start and exact on the CPU.
+    # Megatron wraps small fused operators in torch.compile at import; eager is faster to start and
+    # exact on the CPU.
     compile_, torch.compile = torch.compile, _eager  # type: ignore[assignment]
     try:
         for name in (*_LITERAL_CUDA_MODULES, "models.gpt", "optimizer", "tensor_parallel.random"):
@@ -142,10 +163,20 @@ def _patch_megatron() -> None:
     torch_on_cpu = _TorchOnCpu()
     for name in _LITERAL_CUDA_MODULES:
         _replace(name, "torch", lambda _: torch_on_cpu)
-    _replace("tensor_parallel.random", "_get_cuda_rng_state", lambda _: lambda *a, **k: torch.get_rng_state())
-    _replace("tensor_parallel.random", "_set_cuda_rng_state", lambda _: lambda s, *a, **k: torch.set_rng_state(s))
+    _replace(
+        "tensor_parallel.random",
+        "_get_cuda_rng_state",
+        lambda _: lambda *a, **k: torch.get_rng_state(),
+    )
+    _replace(
+        "tensor_parallel.random",
+        "_set_cuda_rng_state",
+        lambda _: lambda s, *a, **k: torch.set_rng_state(s),
+    )
     _replace("optimizer.distrib_optimizer:DistributedOptimizer", "__init__", _with_cuda_type_names)
-    _replace("optimizer.optimizer:Float16OptimizerWithFloat16Params", "__init__", _with_cuda_type_names)
+    _replace(
+        "optimizer.optimizer:Float16OptimizerWithFloat16Params", "__init__", _with_cuda_type_names
+    )
     _replace("optimizer.optimizer", "clip_grad_by_total_norm_fp32", _with_cuda_type_names)
     _replace("transformer.moe.token_dispatcher", "maybe_move_tensor_to_cpu", lambda _: _to_numpy)
     _replace("tensor_parallel.mappings", "_gather_along_first_dim", _gather_unequal)
@@ -158,20 +189,26 @@ def _to_numpy(tensor: Any, as_numpy: bool = False, record_stream: bool = False) 
 
 
 def _gather_unequal(gather: Callable[..., Any]) -> Callable[..., Any]:
-    def call(own: torch.Tensor, group: Any, output_split_sizes: list[int] | None = None, *args: Any) -> torch.Tensor:
+    def call(
+        own: torch.Tensor, group: Any, output_split_sizes: list[int] | None = None, *args: Any
+    ) -> torch.Tensor:
         if output_split_sizes is None or group.size() == 1:
             return gather(own, group, output_split_sizes, *args)
         padded = own.new_zeros(max(output_split_sizes), *own.shape[1:])
         padded[: len(own)] = own
         parts = [torch.empty_like(padded) for _ in output_split_sizes]
         torch.distributed.all_gather(parts, padded, group=group)
-        return torch.cat([part[:size] for part, size in zip(parts, output_split_sizes, strict=True)])
+        return torch.cat(
+            [part[:size] for part, size in zip(parts, output_split_sizes, strict=True)]
+        )
 
     return call
 
 
 def _reduce_scatter_unequal(reduce_scatter: Callable[..., Any]) -> Callable[..., Any]:
-    def call(parts: torch.Tensor, group: Any, input_split_sizes: list[int] | None = None, *args: Any) -> torch.Tensor:
+    def call(
+        parts: torch.Tensor, group: Any, input_split_sizes: list[int] | None = None, *args: Any
+    ) -> torch.Tensor:
         if input_split_sizes is None or group.size() == 1:
             return reduce_scatter(parts, group, input_split_sizes, *args)
         summed = parts.clone()
@@ -186,7 +223,9 @@ def _eager(function: Callable[..., Any] | None = None, **_: Any) -> Any:
 
 
 class _TorchOnCpu(types.ModuleType):
-    """The ``torch`` that Megatron modules with literal ``device="cuda"`` see: the same, but "cuda" means the CPU."""
+    """The ``torch`` that Megatron modules with literal ``device="cuda"`` see: the same, but "cuda"
+    means the CPU.
+    """
 
     def __init__(self) -> None:
         super().__init__("torch")
@@ -236,12 +275,14 @@ def _with_cuda_type_names(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class FusedAdam(torch.optim.Optimizer):
-    """Adam with decoupled weight decay (Loshchilov & Hutter 2019, Algorithm 2), with the interface and state of Apex's.
+    """Adam with decoupled weight decay (Loshchilov & Hutter 2019, Algorithm 2), with the interface
+    and state of Apex's.
 
-    torch's own ``AdamW`` counts ``step`` per parameter, Apex and Transformer Engine count it per parameter group. Megatron's
-    checkpoints follow the latter; with torch's optimizer they either fail to load (``fully_reshardable``) or load without
-    the step count, so that the bias correction of a resumed run silently starts anew. Counting per group removes both.
-    ``adam_w_mode=False`` adds the decay to the gradient instead (L2 regularization), as Apex does.
+    torch's own ``AdamW`` counts ``step`` per parameter, Apex and Transformer Engine count it per
+    parameter group. Megatron's checkpoints follow the latter; with torch's optimizer they either
+    fail to load (``fully_reshardable``) or load without the step count, so that the bias correction
+    of a resumed run silently starts anew. Counting per group removes both. ``adam_w_mode=False``
+    adds the decay to the gradient instead (L2 regularization), as Apex does.
     """
 
     def __init__(
@@ -252,14 +293,19 @@ class FusedAdam(torch.optim.Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         adam_w_mode: bool = True,
-        capturable: bool = False,  # by CUDA graphs, which are not there; Megatron-core passes it from 0.17 on
+        # by CUDA graphs, which are not there; Megatron-core passes it from 0.17 on
+        capturable: bool = False,
     ) -> None:
         self.adam_w_mode = adam_w_mode
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        super().__init__(
+            params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        )
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        """Make one update of every parameter that has a gradient. ``closure`` is not supported (Megatron passes none)."""
+        """Make one update of every parameter that has a gradient. ``closure`` is not supported
+        (Megatron passes none).
+        """
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
             group["step"] = group.get("step", 0) + 1

@@ -1,9 +1,9 @@
-"""Every name that Megatron-core and torch keep private and the package uses, in one place; those that are replaced to run
-Megatron on a CPU stand in ``megatron_on_cpu.py``.
+"""Every name that Megatron-core and torch keep private and the package uses, in one place; those
+that are replaced to run Megatron on a CPU stand in ``megatron_on_cpu.py``.
 
-A new release is checked here first: a name of torch's that moved fails when this module is imported; Megatron, which not
-every command needs, is imported by the functions that use it, and ``tests/unit/runtime/test_megatron_private.py`` asks for
-its names.
+A new release is checked here first: a name of torch's that moved fails when this module is
+imported; Megatron, which not every command needs, is imported by the functions that use it, and
+``tests/unit/runtime/test_megatron_private.py`` asks for its names.
 """
 
 from __future__ import annotations
@@ -55,12 +55,18 @@ def default_store() -> dist.Store:
 
 
 def wrapper_tensor(cls: type, shape: Sequence[int], like: Tensor) -> Any:
-    """Return a tensor of a subclass ``cls`` that has a shape and no storage, with type and device of ``like``."""
-    return torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=like.dtype, device=like.device)  # type: ignore
+    """Return a tensor of a subclass ``cls`` that has a shape and no storage, with type and device
+    of ``like``.
+    """
+    return torch.Tensor._make_wrapper_subclass(
+        cls, tuple(shape), dtype=like.dtype, device=like.device
+    )  # type: ignore
 
 
 def replace_checkpoint_reader(reader: Callable[..., Any], planner: type) -> None:
-    """Make Megatron's loader read files by what ``reader(directory, cache_metadata)`` returns, planned by ``planner``."""
+    """Make Megatron's loader read files by what ``reader(directory, cache_metadata)`` returns,
+    planned by ``planner``.
+    """
     from megatron.core.dist_checkpointing.strategies import torch as strategy
 
     strategy._get_filesystem_reader = reader
@@ -68,8 +74,9 @@ def replace_checkpoint_reader(reader: Callable[..., Any], planner: type) -> None
 
 
 def plan_checkpoint(sharded: Any, directory: Path) -> tuple[Any, Any]:
-    """Return Megatron's plan of a save: its writer with this rank's part, and on the first rank the metadata; not its way of
-    carrying it out (processes, and collectives amid the writing)."""
+    """Return Megatron's plan of a save: its writer with this rank's part, and on the first rank the
+    metadata; not its way of carrying it out (processes, and collectives amid the writing).
+    """
     from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
     class Planner(TorchDistSaveShardedStrategy):
@@ -78,14 +85,20 @@ def plan_checkpoint(sharded: Any, directory: Path) -> tuple[Any, Any]:
 
     planner = Planner("torch_dist", 1, thread_count=2)  # the default up to 0.16
     # from 0.17 on there are two; the default one is of nvidia-resiliency-ext
-    own = {"async_strategy": "mcore"} if "async_strategy" in signature(planner.async_save).parameters else {}
+    own = (
+        {"async_strategy": "mcore"}
+        if "async_strategy" in signature(planner.async_save).parameters
+        else {}
+    )
     return planner.async_save(sharded, directory, **own)
 
 
 @contextmanager
 def without_asking_for_apex() -> Iterator[None]:
-    """Let a model be built whose weight gradients are fused, where there is no Apex: Transformer Engine's layers do without,
-    but the output layer's constructor demands it, whose product is computed elsewhere (``policy/output_layer.py``)."""
+    """Let a model be built whose weight gradients are fused, where there is no Apex: Transformer
+    Engine's layers do without, but the output layer's constructor demands it, whose product is
+    computed elsewhere (``policy/output_layer.py``).
+    """
     from megatron.core.tensor_parallel import layers
 
     with patch.object(layers, "_grad_accum_fusion_available", True):
@@ -100,13 +113,17 @@ def shard_id(part: Any) -> Any:
 
 
 def use_queue_of_this_process() -> None:
-    """Give Megatron's writer of checkpoints a queue for its results; it would start a process to hold one."""
+    """Give Megatron's writer of checkpoints a queue for its results; it would start a process to
+    hold one.
+    """
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     filesystem_async._results_queue = queue.Queue()  # type: ignore[assignment]
 
 
 def main_param_and_states(part: Any, parameter: Tensor) -> dict[str, Tensor]:
-    """Return what Megatron's distributed optimizer ``part`` keeps on this rank of a parameter: main values and moments."""
+    """Return what Megatron's distributed optimizer ``part`` keeps on this rank of a parameter: main
+    values and moments.
+    """
     states: dict[str, Tensor] = part._get_main_param_and_optimizer_states(parameter)
     return states

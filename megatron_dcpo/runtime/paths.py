@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-_BESIDE: dict[str, Path] = {}  # a path that is not beside the file that names it -> that file's directory
+_BESIDE: dict[
+    str, Path
+] = {}  # a path that is not beside the file that names it -> that file's directory
 
 
 def beside(path: str, folder: Path) -> str:
-    """Return ``path``, which a file in ``folder`` names, made absolute where something is there, else as it is: it is seen
-    from the working directory then."""
+    """Return ``path``, which a file in ``folder`` names, made absolute where something is there,
+    else as it is: it is seen from the working directory then.
+    """
     if not path or os.path.isabs(os.path.expanduser(path)) or folder.resolve() == Path.cwd():
         return path
     found = folder.absolute() / path
@@ -21,7 +24,9 @@ def beside(path: str, folder: Path) -> str:
 
 
 def places(path: str | Path) -> str:
-    """Return, as the end of an error message, where ``path`` was looked for; nothing for an absolute one."""
+    """Return, as the end of an error message, where ``path`` was looked for; nothing for an
+    absolute one.
+    """
     if os.path.isabs(os.path.expanduser(path)):
         return ""
     folder = _BESIDE.get(os.path.normpath(path))

@@ -16,28 +16,37 @@ from megatron_dcpo.runtime.paths import places
 
 
 def is_import_path(text: str) -> bool:
-    """Return whether ``text`` names an object by import path; names of the package's own parts have no colon."""
+    """Return whether ``text`` names an object by import path; names of the package's own parts have
+    no colon.
+    """
     return ":" in text
 
 
 def load_object(path: str, option: str) -> Any:
     """Return the object that ``path`` names, for the configuration's ``option``.
 
-    A file is seen from the working directory; its own directory is not put on ``sys.path``. Raises :class:`UserError`
-    when there is no such file, module or name, or when importing it fails.
+    A file is seen from the working directory; its own directory is not put on ``sys.path``. Raises
+    :class:`UserError` when there is no such file, module or name, or when importing it fails.
     """
     place, _, name = path.rpartition(":")
     if not place or not name.isidentifier():
         raise UserError(f"{option}={path}: expected file.py:name or package.module:name")
     try:
-        module = _load_file(Path(place), path, option) if place.endswith(".py") else importlib.import_module(place)
+        module = (
+            _load_file(Path(place), path, option)
+            if place.endswith(".py")
+            else importlib.import_module(place)
+        )
     except UserError:
         raise
     except ModuleNotFoundError as error:
-        raise UserError(f"{option}={path}: no module named {error.name!r}; install it or set PYTHONPATH") from None
+        raise UserError(
+            f"{option}={path}: no module named {error.name!r}; install it or set PYTHONPATH"
+        ) from None
     except Exception as error:
         raise UserError(
-            f"{option}={path}: importing it failed with {type(error).__name__}: {one_line(error, 200)}"
+            f"{option}={path}: importing it failed with {type(error).__name__}: "
+            f"{one_line(error, 200)}"
         ) from error
     if not hasattr(module, name):
         known = [known for known in vars(module) if not known.startswith("_")]
@@ -46,7 +55,9 @@ def load_object(path: str, option: str) -> Any:
 
 
 def check_signature(function: Any, path: str, option: str, *arguments: str) -> None:
-    """Raise :class:`UserError` unless ``function`` can be called with that many positional ``arguments``."""
+    """Raise :class:`UserError` unless ``function`` can be called with that many positional
+    ``arguments``.
+    """
     expected = f"expected a function ({', '.join(arguments)})"
     if not callable(function):
         raise UserError(f"{option}={path}: {expected}, got {type(function).__name__}")

@@ -1,4 +1,6 @@
-"""One training per run directory: two at once would mix their records and overwrite each other's checkpoints."""
+"""One training per run directory: two at once would mix their records and overwrite each other's
+checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +21,11 @@ PATIENCE_SECONDS = 15.0  # a killed job's processes may be a little behind the j
 
 @contextmanager
 def lock_run_dir(directory: Path, rank: int) -> Iterator[None]:
-    """Hold ``directory`` for this training, until the block or the process ends. Collective; rank 0 has the lock.
+    """Hold ``directory`` for this training, until the block or the process ends. Collective; rank 0
+    has the lock.
 
-    Raises :class:`UserError` on every rank when another training holds it, or when it cannot be written. On a file system
-    without locks nothing is checked.
+    Raises :class:`UserError` on every rank when another training holds it, or when it cannot be
+    written. On a file system without locks nothing is checked.
     """
     descriptor, refused = None, None
     if rank == 0:
@@ -32,7 +35,9 @@ def lock_run_dir(directory: Path, rank: int) -> Iterator[None]:
             refused = str(error)
         except OSError as error:
             reason = error.strerror or error
-            refused = f"cannot write in run_dir {directory} ({reason}); free space or change run_dir"
+            refused = (
+                f"cannot write in run_dir {directory} ({reason}); free space or change run_dir"
+            )
     if (refused := broadcast_object(refused)) is not None:
         raise UserError(refused)
     try:
@@ -43,7 +48,9 @@ def lock_run_dir(directory: Path, rank: int) -> Iterator[None]:
 
 
 def _lock(path: Path) -> int:
-    """Return the descriptor that holds the lock. A POSIX lock: it ends with this process, also where its children go on."""
+    """Return the descriptor that holds the lock. A POSIX lock: it ends with this process, also
+    where its children go on.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     until = time.monotonic() + PATIENCE_SECONDS
@@ -58,7 +65,8 @@ def _lock(path: Path) -> int:
                 holder = os.read(descriptor, 200).decode(errors="replace").strip()
                 os.close(descriptor)
                 raise UserError(
-                    f"another training is running in {path.parent} ({holder}); stop it first, or choose another run_dir"
+                    f"another training is running in {path.parent} ({holder}); stop it first, or "
+                    "choose another run_dir"
                 ) from None
         time.sleep(0.5)
     os.ftruncate(descriptor, 0)

@@ -1,4 +1,6 @@
-"""Files of a run directory that several subpackages read: ``run.json``, an entry for every start, and ``warnings.jsonl``."""
+"""Files of a run directory that several subpackages read: ``run.json``, an entry for every start,
+and ``warnings.jsonl``.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ def read_launches(directory: Path) -> list[dict[str, Any]]:
 
 
 def read_warnings(directory: Path) -> list[dict[str, Any]]:
-    """Return the warnings of a run: ``step``, ``watcher``, ``text``; a line that a kill cut off is left out."""
+    """Return the warnings of a run: ``step``, ``watcher``, ``text``; a line that a kill cut off is
+    left out.
+    """
     path, found = directory / WARNINGS, []
     for line in path.read_text().splitlines() if path.is_file() else ():
         try:

@@ -1,7 +1,9 @@
-"""Signals that end a run in good order, and ending with the launcher. No heavy imports: a process imports this first.
+"""Signals that end a run in good order, and ending with the launcher. No heavy imports: a process
+imports this first.
 
-The signals are noted by a thread that reads Python's wake-up descriptor: a plain handler runs between two bytecodes of
-the main thread, and a main thread that waits in a collective executes none.
+The signals are noted by a thread that reads Python's wake-up descriptor: a plain handler runs
+between two bytecodes of the main thread, and a main thread that waits in a collective executes
+none.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 LAUNCHER_PID = "DCPO_LAUNCHER_PID"
 _PR_SET_PDEATHSIG = 1
 _LAUNCHER_DIED = signal.SIGUSR2
-# A scheduler signals every process of a job, and the launcher passes on to its workers what it got itself.
+# A scheduler signals every process of a job, and the launcher passes on to its workers what it got
+# itself.
 _SAME_SIGNAL_SECONDS = 1.0
 
 _stopping: int | None = None
@@ -36,7 +39,8 @@ class RolloutAbandoned(Exception):
 
 
 def install_handlers() -> None:
-    """Let SIGTERM, SIGUSR1 and SIGINT ask the run to stop from now on; a second one ends the process at once. Idempotent.
+    """Let SIGTERM, SIGUSR1 and SIGINT ask the run to stop from now on; a second one ends the
+    process at once. Idempotent.
 
     Main thread only. Under a launcher a repetition within a second counts as the same signal.
     """
@@ -49,11 +53,15 @@ def install_handlers() -> None:
     signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
     for number in (*STOP_SIGNALS, _LAUNCHER_DIED):
         signal.signal(number, lambda *_: None)
-    threading.Thread(target=_note_signals, args=(reader, writer), name="signals", daemon=True).start()
+    threading.Thread(
+        target=_note_signals, args=(reader, writer), name="signals", daemon=True
+    ).start()
 
 
 def stop_requested() -> int | None:
-    """Return the signal that asks this run to stop, if any; cheap enough to ask once per sampled token."""
+    """Return the signal that asks this run to stop, if any; cheap enough to ask once per sampled
+    token.
+    """
     return _stopping
 
 
@@ -81,10 +89,12 @@ def under_launcher() -> bool:
 
 
 def exit_with_launcher() -> None:
-    """Have the kernel end this worker when its launcher ends, so that it does not train without it. Linux; else a no-op.
+    """Have the kernel end this worker when its launcher ends, so that it does not train without it.
+    Linux; else a no-op.
 
-    Only under a launcher: a process started from a shell must survive the shell. After :func:`install_handlers`: the
-    first worker of a node reports what happened, the others are killed without a message.
+    Only under a launcher: a process started from a shell must survive the shell. After
+    :func:`install_handlers`: the first worker of a node reports what happened, the others are
+    killed without a message.
     """
     if not under_launcher() or not sys.platform.startswith("linux"):
         return
@@ -92,13 +102,17 @@ def exit_with_launcher() -> None:
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, _LAUNCHER_DIED if farewell else signal.SIGKILL)
     launcher = os.environ.get(LAUNCHER_PID)
-    if launcher is not None and os.getppid() != int(launcher):  # it died before the kernel was asked
+    if launcher is not None and os.getppid() != int(
+        launcher
+    ):  # it died before the kernel was asked
         _launcher_died()
 
 
 def as_child() -> Callable[[], None]:
-    """Return what a child that is not of this package runs before its program: it ends with the thread that starts it, and
-    ignores the warning of a scheduler, which would end it before the run is saved."""
+    """Return what a child that is not of this package runs before its program: it ends with the
+    thread that starts it, and ignores the warning of a scheduler, which would end it before the run
+    is saved.
+    """
     library = ctypes.CDLL(None)
 
     def prepare() -> None:
@@ -116,7 +130,10 @@ def announce(message: str) -> None:
 
 def _launcher_died() -> None:
     host = socket.gethostname()
-    announce(f"the launcher of {host} is gone: its workers end; --resume auto continues after the last checkpoint")
+    announce(
+        f"the launcher of {host} is gone: its workers end; --resume auto continues after the last "
+        "checkpoint"
+    )
     os._exit(EXIT_PEER_LOST)
 
 
@@ -135,7 +152,10 @@ def _note(number: int) -> None:
     if _stopping is None:
         request_stop(number)
         if os.environ.get("LOCAL_RANK", "0") == "0":
-            announce(f"{name_of(number)}: saving at the next boundary, then leaving; once more leaves at once")
+            announce(
+                f"{name_of(number)}: saving at the next boundary, then leaving; once more leaves "
+                "at once"
+            )
     elif not under_launcher() or time.monotonic() - _first_at > _SAME_SIGNAL_SECONDS:
         announce(f"second signal ({name_of(number)}): leaving at once, nothing more is saved")
         os._exit(128 + number)

@@ -1,4 +1,6 @@
-"""Text that others wrote (models, data sets, servers, checkpoints): read as JSON, and shown on a terminal. No torch."""
+"""Text that others wrote (models, data sets, servers, checkpoints): read as JSON, and shown on a
+terminal. No torch.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +11,22 @@ from typing import Any
 
 from megatron_dcpo.errors import UserError
 
-DEEPEST = 100  # levels of a JSON value; Python's own limit would be met later, wherever a value is walked through
+# levels of a JSON value; Python's own limit would be met later, wherever a value is walked through
+DEEPEST = 100
 
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 _SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]"), re.compile(rb"\\u[dD][89a-fA-F]")
-# C0, delete and C1 move the cursor and name windows; the others reorder or break lines, or cannot be encoded.
-_UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+# C0, delete and C1 move the cursor and name windows; the others reorder or break lines, or cannot
+# be encoded.
+_UNSAFE = re.compile(
+    "[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
+)
 _UNSAFE_IN_LINES = re.compile(_UNSAFE.pattern.replace("\x00-\x1f", "\x00-\x08\x0b-\x1f"))
 
 
 def printable(text: object, lines: bool = False) -> str:
-    r"""Return ``text`` as a terminal may show it: control characters, reordering marks and lone surrogates as ``\x1b``.
+    r"""Return ``text`` as a terminal may show it: control characters, reordering marks and lone
+    surrogates as ``\x1b``.
 
     ``lines``: newlines and tabs stay, for text of several lines that is ours.
     """
@@ -41,10 +48,11 @@ def counted(number: int) -> str:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Return the JSON value in ``text``, its strings :func:`encodable`. NaN and Infinity are numbers.
+    """Return the JSON value in ``text``, its strings :func:`encodable`. NaN and Infinity are
+    numbers.
 
-    Raises :class:`ValueError` for text that is not JSON or not UTF-8, for a value of more than ``DEEPEST`` levels, and
-    for a whole number of more digits than Python converts.
+    Raises :class:`ValueError` for text that is not JSON or not UTF-8, for a value of more than
+    ``DEEPEST`` levels, and for a whole number of more digits than Python converts.
     """
     try:
         value = json.loads(text)
@@ -76,7 +84,11 @@ def read_json_object(path: Path) -> dict[str, Any]:
 def _is_shallow(value: Any) -> bool:
     level = [value]
     for _ in range(DEEPEST):
-        inner = (c for v in level for c in (v.values() if isinstance(v, dict) else v if isinstance(v, list) else ()))
+        inner = (
+            c
+            for v in level
+            for c in (v.values() if isinstance(v, dict) else v if isinstance(v, list) else ())
+        )
         level = [child for child in inner if isinstance(child, dict | list)]
         if not level:
             return True

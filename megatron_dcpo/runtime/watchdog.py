@@ -1,11 +1,16 @@
 """A heartbeat of every rank, in a thread beside the main thread, which may wait in a collective.
 
-Every rank notes each second in the job's store what its main thread does: step, phase, line of code. From these notes
+Every rank notes each second in the job's store what its main thread does: step, phase, line of
+code. From these notes
 
-* a signal that reached one rank reaches all of them within a second or two (:mod:`megatron_dcpo.runtime.signals`),
-* a rank without a heartbeat for :data:`LOST_AFTER_SECONDS` ends the job with a line that names it. Collectives alone
-  would wait for ``parallel.distributed_timeout_minutes`` when a node or a link fails without closing its connections,
-* a phase that exceeds its budget is reported with the place where every rank waits, and with the Python stacks in
+* a signal that reached one rank reaches all of them within a second or two
+(:mod:`megatron_dcpo.runtime.signals`),
+* a rank without a heartbeat for :data:`LOST_AFTER_SECONDS` ends the job with a line that names it.
+Collectives alone
+  would wait for ``parallel.distributed_timeout_minutes`` when a node or a link fails without
+  closing its connections,
+* a phase that exceeds its budget is reported with the place where every rank waits, and with the
+Python stacks in
   ``run_dir/heartbeat/``.
 """
 
@@ -46,7 +51,9 @@ _SHOWN = 8  # ranks or places named in one line
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """The last note of a rank. ``since``: Unix time at which the phase began; ``count`` grows with every beat."""
+    """The last note of a rank. ``since``: Unix time at which the phase began; ``count`` grows with
+    every beat.
+    """
 
     rank: int
     host: str
@@ -64,11 +71,13 @@ class Heartbeat:
 class Watchdog:
     """Watches from :meth:`start` on; used as a context around everything that communicates.
 
-    Leaving it by an exception that a lost rank has caused ends the process with a line that names the rank: any clean-up
-    would wait for it. So does an error of this rank's device, on every rank.
+    Leaving it by an exception that a lost rank has caused ends the process with a line that names
+    the rank: any clean-up would wait for it. So does an error of this rank's device, on every rank.
     """
 
-    def __init__(self, directory: Path, rank: int, world_size: int, budget: float = PHASE_WARNING_SECONDS) -> None:
+    def __init__(
+        self, directory: Path, rank: int, world_size: int, budget: float = PHASE_WARNING_SECONDS
+    ) -> None:
         self.directory, self.rank, self.world_size = directory, rank, world_size
         self.budget = budget
         self._main = threading.get_ident()
@@ -84,7 +93,9 @@ class Watchdog:
         """Begin to beat. Collective."""
         if self.world_size > 1:
             store: Any = default_store()
-            self._store = store.clone()  # a connection of its own: the main thread may wait on the other one
+            self._store = (
+                store.clone()
+            )  # a connection of its own: the main thread may wait on the other one
             self._store.set_timeout(timedelta(seconds=LOST_AFTER_SECONDS))
             self._store.set(f"beat/{self.rank}", self._note())
             if self.rank == 0:
@@ -102,8 +113,9 @@ class Watchdog:
         self._write()
 
     def finish(self, clean_exit: bool = True) -> None:
-        """Stop watching. ``clean_exit``: this rank ends as planned and the others do not miss it; ranks end at different
-        moments."""
+        """Stop watching. ``clean_exit``: this rank ends as planned and the others do not miss it;
+        ranks end at different moments.
+        """
         self._over.set()
         self.enter(_DONE if clean_exit else "failed", self._step)
         if clean_exit and self._store is not None:
@@ -120,7 +132,10 @@ class Watchdog:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if isinstance(error, RuntimeError) and self.world_size > 1:
             lost = self._who_is_lost()
@@ -128,25 +143,34 @@ class Watchdog:
                 self._end_process(f"{lost} ({one_line(error, 200)})")
         if device_failed(error):
             self.abort(
-                f"the device of rank {self.rank} failed ({one_line(error or '', 200)}); no process can use it again "
+                f"the device of rank {self.rank} failed ({one_line(error or '', 200)}); no "
+                "process can use it again "
                 "before it ends. --resume auto continues after the last checkpoint"
             )
         self.finish(clean_exit=error is None or isinstance(error, Stopped))
 
     def _who_is_lost(self) -> str:
-        """Return, after a failed collective, the ranks that beat no more, or nothing when all of them do."""
+        """Return, after a failed collective, the ranks that beat no more, or nothing when all of
+        them do.
+        """
         signals.ignore_signals()  # the launcher is about to end all ranks
         try:
             before = self._read()
             time.sleep(3 * _INTERVAL)
             after = self._read()
             message = str(self._store.get("lost").decode())
-            gone = [after[rank] for rank in after if after[rank].count == before[rank].count and rank != self.rank]
+            gone = [
+                after[rank]
+                for rank in after
+                if after[rank].count == before[rank].count and rank != self.rank
+            ]
             if gone and not message:
                 message = _lost(gone)
                 self._store.set("lost", message)
             if not message:
-                signals.announce(f"rank {self.rank} fails while all ranks are alive: {_places(before.values())}")
+                signals.announce(
+                    f"rank {self.rank} fails while all ranks are alive: {_places(before.values())}"
+                )
             return message
         except RuntimeError:
             return self._out_of_contact()
@@ -155,11 +179,14 @@ class Watchdog:
         while not self._over.wait(_INTERVAL):
             try:
                 if time.monotonic() - self._contact > LOST_AFTER_SECONDS / 2:
-                    self._heard.clear()  # this process was frozen itself, and so perhaps were the others
+                    # this process was frozen itself, and so perhaps were the others
+                    self._heard.clear()
                 self._beat()
                 self._contact = time.monotonic()
             except RuntimeError:  # torch's store errors
-                self._over.wait(3 * _INTERVAL)  # the main thread may be about to end, or to raise a better message
+                self._over.wait(
+                    3 * _INTERVAL
+                )  # the main thread may be about to end, or to raise a better message
                 if not self._over.is_set():
                     self._end_process(self._out_of_contact())
 
@@ -194,24 +221,35 @@ class Watchdog:
         while not self._over.wait(_INTERVAL):
             now = time.time()
             if now - before > LOST_AFTER_SECONDS / 2:
-                self._contact = time.monotonic()  # frozen and woken again, as a scheduler that suspends jobs does
+                self._contact = (
+                    time.monotonic()
+                )  # frozen and woken again, as a scheduler that suspends jobs does
             before = now
             if now - written > _FILE_INTERVAL:
                 self._write()
                 written = now
-            if self._store is not None and time.monotonic() - self._contact > 1.5 * LOST_AFTER_SECONDS:
-                self._end_process(self._out_of_contact())  # the heartbeat itself hangs in a dead connection
+            if (
+                self._store is not None
+                and time.monotonic() - self._contact > 1.5 * LOST_AFTER_SECONDS
+            ):
+                self._end_process(
+                    self._out_of_contact()
+                )  # the heartbeat itself hangs in a dead connection
             if now - max(self._since, self._warned_at) > self.budget:
                 self._warned_at = now
                 self._warn(now - self._since)
 
     def _warn(self, seconds: float) -> None:
-        with contextlib.suppress(OSError), (self.directory / f"stacks_rank{self.rank:05d}.txt").open("w") as file:
+        with (
+            contextlib.suppress(OSError),
+            (self.directory / f"stacks_rank{self.rank:05d}.txt").open("w") as file,
+        ):
             faulthandler.dump_traceback(file)
         if self.rank == 0:
             beats = self._beats or {0: Heartbeat(**json.loads(self._note()))}
             signals.announce(
-                f"{self._phase} of step {self._step} has taken {seconds:.0f} s (more than {self.budget:g}). "
+                f"{self._phase} of step {self._step} has taken {seconds:.0f} s (more than "
+                f"{self.budget:g}). "
                 f"{_places(beats.values())}. Stacks of all ranks: {self.directory}"
             )
 
@@ -219,14 +257,23 @@ class Watchdog:
         self._count += 1
         where = _place_in_code(self._main)
         beat = Heartbeat(
-            self.rank, socket.gethostname(), os.getpid(), self._step, self._phase, self._since, where, self._count
+            self.rank,
+            socket.gethostname(),
+            os.getpid(),
+            self._step,
+            self._phase,
+            self._since,
+            where,
+            self._count,
         )
         return json.dumps(asdict(beat))
 
     def _read(self, ranks: Iterable[int] | None = None) -> dict[int, Heartbeat]:
         ranks = list(range(self.world_size) if ranks is None else ranks)
         notes = self._store.multi_get([f"beat/{rank}" for rank in ranks])
-        return {rank: Heartbeat(**json.loads(note)) for rank, note in zip(ranks, notes, strict=True)}
+        return {
+            rank: Heartbeat(**json.loads(note)) for rank, note in zip(ranks, notes, strict=True)
+        }
 
     def _write(self) -> None:
         path = self.directory / f"rank{self.rank:05d}.json"
@@ -237,7 +284,8 @@ class Watchdog:
     def _out_of_contact(self) -> str:
         last = f"; the first rank was {self._beats[0]}" if 0 in self._beats else ""
         return (
-            f"the job's store at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')} does not answer: its "
+            f"the job's store at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')} "
+            "does not answer: its "
             f"launcher, its node or the link to it is gone{last}"
         )
 
@@ -249,11 +297,12 @@ class Watchdog:
 
 
 class Timers:
-    """``with timers("rollout"): ...`` adds to ``seconds["rollout"]``, measured after the device is done, and notes
-    ``memory["rollout/rss"]`` in GB.
+    """``with timers("rollout"): ...`` adds to ``seconds["rollout"]``, measured after the device is
+    done, and notes ``memory["rollout/rss"]`` in GB.
 
-    The watchdog is told which phase of ``step`` this rank is in; without one, in a thread beside the main one, only the
-    seconds are taken. ``clear`` after a step is recorded: its checkpoint comes later, and is found in the next record.
+    The watchdog is told which phase of ``step`` this rank is in; without one, in a thread beside
+    the main one, only the seconds are taken. ``clear`` after a step is recorded: its checkpoint
+    comes later, and is found in the next record.
     """
 
     def __init__(self, watch: Watchdog | None) -> None:
@@ -283,7 +332,9 @@ class Timers:
 
 
 def _lost(beats: list[Heartbeat]) -> str:
-    named = "; ".join(map(str, beats[:_SHOWN])) + (f"; and {len(beats) - _SHOWN} more" if len(beats) > _SHOWN else "")
+    named = "; ".join(map(str, beats[:_SHOWN])) + (
+        f"; and {len(beats) - _SHOWN} more" if len(beats) > _SHOWN else ""
+    )
     return f"lost {named}. --resume auto continues after the last checkpoint"
 
 
@@ -300,7 +351,9 @@ def _places(beats: Iterable[Heartbeat]) -> str:
 
 
 def _place_in_code(thread: int) -> str:
-    """Return ``file.py:line function`` of ``thread``: the innermost frame outside the libraries it waits in."""
+    """Return ``file.py:line function`` of ``thread``: the innermost frame outside the libraries it
+    waits in.
+    """
     frame = sys._current_frames().get(thread)
     while frame is not None:
         if frame.f_globals.get("__name__", "").split(".")[0] not in _LIBRARIES:

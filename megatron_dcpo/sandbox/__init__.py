@@ -1,1 +1,3 @@
-"""A program and its tests become a verdict, in isolation. Knows nothing of responses (docs/programs.md)."""
+"""A program and its tests become a verdict, in isolation. Knows nothing of responses
+(docs/programs.md).
+"""

@@ -1,4 +1,6 @@
-"""The command line of bubblewrap: the namespaces and the read-only files that an untrusted program sees."""
+"""The command line of bubblewrap: the namespaces and the read-only files that an untrusted program
+sees.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +10,26 @@ import sysconfig
 from importlib import util
 from pathlib import Path
 
-PACKAGES = ("numpy", "numpy.libs", "sortedcontainers")  # besides the standard library, where installed
+PACKAGES = (
+    "numpy",
+    "numpy.libs",
+    "sortedcontainers",
+)  # besides the standard library, where installed
 
 
 def command_line(bwrap: str, python: str, interpreter: list[str], role: str) -> list[str]:
     """Return bubblewrap's command line around ``interpreter``.
 
-    pid 1 inside is bubblewrap itself, whose environment is readable: it gets an empty one. /proc is for the server of
-    programs alone, which makes namespaces through it and hides it from them.
+    pid 1 inside is bubblewrap itself, whose environment is readable: it gets an empty one. /proc is
+    for the server of programs alone, which makes namespaces through it and hides it from them.
     """
-    command = [os.path.realpath(bwrap), "--unshare-all", "--unshare-user", "--die-with-parent", "--new-session"]
+    command = [
+        os.path.realpath(bwrap),
+        "--unshare-all",
+        "--unshare-user",
+        "--die-with-parent",
+        "--new-session",
+    ]
     command += ["--uid", "65534", "--gid", "65534", "--cap-drop", "ALL", "--hostname", "sandbox"]
     sources: dict[str, str] = {}
 
@@ -38,8 +50,14 @@ def command_line(bwrap: str, python: str, interpreter: list[str], role: str) -> 
     for name in dict.fromkeys([python, stdlib(), *_extra_libraries()]):
         if not name.startswith(("/usr/lib/", "/usr/bin/")):
             bind(name, name)
-    for name in (f"{stdlib()}/site-packages", f"{stdlib()}/dist-packages", "/usr/lib/python3/dist-packages"):
-        if os.path.isdir(name):  # below what is bound: what else is installed is not the program's business
+    for name in (
+        f"{stdlib()}/site-packages",
+        f"{stdlib()}/dist-packages",
+        "/usr/lib/python3/dist-packages",
+    ):
+        if os.path.isdir(
+            name
+        ):  # below what is bound: what else is installed is not the program's business
             command += ["--tmpfs", name, "--remount-ro", name]
     for name in PACKAGES:
         if os.path.isdir(f"{site_packages()}/{name}"):
@@ -50,7 +68,14 @@ def command_line(bwrap: str, python: str, interpreter: list[str], role: str) -> 
     if os.geteuid() != 0:
         return command
     launcher = (Path(__file__).parent / "guest" / "become_user.py").read_text(encoding="utf-8")
-    return [python, "-I", "-S", "-c", launcher, json.dumps({"command": command, "sources": sources})]
+    return [
+        python,
+        "-I",
+        "-S",
+        "-c",
+        launcher,
+        json.dumps({"command": command, "sources": sources}),
+    ]
 
 
 def stdlib() -> str:
@@ -60,16 +85,26 @@ def stdlib() -> str:
 def site_packages() -> str:
     """Return where NumPy is installed; programs see ``PACKAGES`` of it only."""
     spec = util.find_spec("numpy")
-    return str(Path(spec.origin).parents[1]) if spec and spec.origin else sysconfig.get_path("purelib")
+    return (
+        str(Path(spec.origin).parents[1]) if spec and spec.origin else sysconfig.get_path("purelib")
+    )
 
 
 def _extra_libraries() -> list[str]:
-    """Return Python's own shared library and its neighbors, when it lies outside the system's directories."""
-    name = os.path.join(sysconfig.get_config_var("LIBDIR") or "", sysconfig.get_config_var("LDLIBRARY") or "-")
+    """Return Python's own shared library and its neighbors, when it lies outside the system's
+    directories.
+    """
+    name = os.path.join(
+        sysconfig.get_config_var("LIBDIR") or "", sysconfig.get_config_var("LDLIBRARY") or "-"
+    )
     return [os.path.realpath(name)] if name.endswith(".so") and os.path.isfile(name) else []
 
 
 def _reachable(path: str) -> bool:
-    """Return whether any user may walk to ``path``, and root's launcher, which mounts its own /tmp, does not cover it."""
+    """Return whether any user may walk to ``path``, and root's launcher, which mounts its own /tmp,
+    does not cover it.
+    """
     place = Path(os.path.realpath(path))
-    return Path("/tmp") not in place.parents and all(os.stat(part).st_mode & 0o005 for part in [place, *place.parents])
+    return Path("/tmp") not in place.parents and all(
+        os.stat(part).st_mode & 0o005 for part in [place, *place.parents]
+    )

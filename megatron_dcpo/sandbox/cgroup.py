@@ -1,10 +1,11 @@
 """Control groups (version 2) around programs, where the kernel lets us make them.
 
-A program's group limits the memory and the number of all its processes together, with what they share counted once and
-without a moment of overshoot. It needs a directory below ``/sys/fs/cgroup`` whose ``cgroup.subtree_control`` has
-``memory`` and ``pids`` (or in which they can be switched on) and which this user may write: delegated by systemd
-(``Delegate=yes`` with ``DelegateSubgroup=``), by Slurm's prolog, or root's own. ``DCPO_CGROUP`` names it; otherwise this
-process's own group and the one above are tried. Where there is none, the limits in ``local.py`` stand alone.
+A program's group limits the memory and the number of all its processes together, with what they
+share counted once and without a moment of overshoot. It needs a directory below ``/sys/fs/cgroup``
+whose ``cgroup.subtree_control`` has ``memory`` and ``pids`` (or in which they can be switched on)
+and which this user may write: delegated by systemd (``Delegate=yes`` with ``DelegateSubgroup=``),
+by Slurm's prolog, or root's own. ``DCPO_CGROUP`` names it; otherwise this process's own group and
+the one above are tried. Where there is none, the limits in ``local.py`` stand alone.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ _count = itertools.count()
 
 @dataclass(frozen=True)
 class Group:
-    """``entry``: an open descriptor; a process that writes 0 there is in the group, with what it starts."""
+    """``entry``: an open descriptor; a process that writes 0 there is in the group, with what it
+    starts.
+    """
 
     folder: Path | None
     entry: int | None
@@ -39,21 +42,26 @@ class Group:
         if self.folder is None:
             return False
         with contextlib.suppress(OSError):
-            events = dict(line.split() for line in (self.folder / "memory.events").read_text().splitlines())
+            events = dict(
+                line.split() for line in (self.folder / "memory.events").read_text().splitlines()
+            )
             return int(events.get("oom_kill", 0)) > 0
         return False
 
 
 class ControlGroups:
-    """Makes the groups of one worker's programs, each with ``limits`` (file: text). ``folder``: where."""
+    """Makes the groups of one worker's programs, each with ``limits`` (file: text). ``folder``:
+    where.
+    """
 
     def __init__(self, limits: Mapping[str, str], folder: Path | None) -> None:
         self.limits, self.folder = dict(limits), folder
 
     @contextlib.contextmanager
     def group(self) -> Iterator[Group]:
-        """Open a group for one program; at the end everything in it is killed and it is removed. Without a place for
-        groups one that limits nothing."""
+        """Open a group for one program; at the end everything in it is killed and it is removed.
+        Without a place for groups one that limits nothing.
+        """
         if self.folder is None:
             yield Group(None, None)
             return
@@ -61,7 +69,9 @@ class ControlGroups:
         folder.mkdir()
         try:
             for name, value in self.limits.items():
-                if (folder / name).exists():  # memory.swap.max is missing where the kernel has no swap
+                if (
+                    folder / name
+                ).exists():  # memory.swap.max is missing where the kernel has no swap
                     (folder / name).write_text(value)
             entry = os.open(folder / "cgroup.procs", os.O_WRONLY | os.O_CLOEXEC)
             try:
@@ -83,7 +93,9 @@ def limits_of(memory_bytes: int, processes: int) -> dict[str, str]:
 
 @functools.cache
 def place() -> Path | None:
-    """Return where groups with limits can be made. Raises UserError where ``DCPO_CGROUP`` names a place that does not do."""
+    """Return where groups with limits can be made. Raises UserError where ``DCPO_CGROUP`` names a
+    place that does not do.
+    """
     if named := os.environ.get(VARIABLE):
         if problem := _problem(Path(named)):
             raise UserError(f"{VARIABLE}={named}: {problem}")
@@ -111,7 +123,9 @@ def _problem(folder: Path) -> str:
         _sweep(folder)
         with ControlGroups({}, folder).group() as group:
             assert group.folder is not None
-            absent = [name for name in ("memory.max", "pids.max") if not (group.folder / name).exists()]
+            absent = [
+                name for name in ("memory.max", "pids.max") if not (group.folder / name).exists()
+            ]
             return f"its groups have no {absent[0]}" if absent else ""
     except OSError as error:
         return f"{error.strerror} ({error.filename})"

@@ -1,8 +1,8 @@
 """A program against the tests of its task, in a sandbox: correct iff every test passes.
 
-The program's process never holds an expected value: its output is compared here, and tests
-that call it (``check(candidate)``, assert lists, argument lists) run in another sandboxed process, which reaches the
-program through a pipe.
+The program's process never holds an expected value: its output is compared here, and tests that
+call it (``check(candidate)``, assert lists, argument lists) run in another sandboxed process, which
+reaches the program through a pipe.
 """
 
 from __future__ import annotations
@@ -36,7 +36,14 @@ from megatron_dcpo.sandbox.local import (
     running_tests,
     start_run,
 )
-from megatron_dcpo.sandbox.tests import CATEGORIES, EXITS, Category, CodeVerdict, checked_tests, same_output
+from megatron_dcpo.sandbox.tests import (
+    CATEGORIES,
+    EXITS,
+    Category,
+    CodeVerdict,
+    checked_tests,
+    same_output,
+)
 
 __all__ = ["CATEGORIES", "CodeLimits", "CodePool", "CodeVerdict", "judge_programs"]
 
@@ -51,7 +58,8 @@ def judge_programs(
     sandbox: str = "auto",
     workers: int = 2,
 ) -> list[CodeVerdict]:
-    """Return the verdicts in the order of ``items``: (program, tests as ``tests.checked_tests`` has them).
+    """Return the verdicts in the order of ``items``: (program, tests as ``tests.checked_tests`` has
+    them).
 
     Raises UserError on malformed tests and where no sandbox works.
     """
@@ -61,10 +69,14 @@ def judge_programs(
 
 
 class CodePool:
-    """Judges programs side by side in ``workers`` sandboxes. ``submit`` returns at once, so that judging overlaps
-    whatever the caller does next. Servers start with the first program and stay warm until ``close``."""
+    """Judges programs side by side in ``workers`` sandboxes. ``submit`` returns at once, so that
+    judging overlaps whatever the caller does next. Servers start with the first program and stay
+    warm until ``close``.
+    """
 
-    def __init__(self, *, limits: CodeLimits | None = None, sandbox: str = "auto", workers: int = 2) -> None:
+    def __init__(
+        self, *, limits: CodeLimits | None = None, sandbox: str = "auto", workers: int = 2
+    ) -> None:
         if workers < 1:
             raise UserError(f"workers is {workers}: it must be at least 1")
         self.limits = limits or CodeLimits()
@@ -83,15 +95,20 @@ class CodePool:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def submit(self, program: str | None, tests: Mapping[str, Any], where: str = "tests") -> Future[CodeVerdict]:
-        """Return the verdict to come; None or a blank program is ``no_program``. Raises UserError, naming ``where``, on
-        malformed tests."""
+    def submit(
+        self, program: str | None, tests: Mapping[str, Any], where: str = "tests"
+    ) -> Future[CodeVerdict]:
+        """Return the verdict to come; None or a blank program is ``no_program``. Raises UserError,
+        naming ``where``, on malformed tests.
+        """
         if self._owner != os.getpid():
             raise RuntimeError("this pool belongs to the process that made it")
         checked = checked_tests(tests, where)
         future: Future[CodeVerdict] = Future()
         if program is None or not program.strip():
-            future.set_result(CodeVerdict(0, "no_program", "no complete fenced program before the confidence"))
+            future.set_result(
+                CodeVerdict(0, "no_program", "no complete fenced program before the confidence")
+            )
             return future
         with self._lock:
             if not self._started:
@@ -161,8 +178,9 @@ class SandboxSession:
         self.servers = {}
 
     def judge(self, program: str, tests: dict[str, Any]) -> CodeVerdict:
-        """Return the verdict on ``program``; judged again, in a new sandbox, when the sandbox died, within the program's
-        whole time."""
+        """Return the verdict on ``program``; judged again, in a new sandbox, when the sandbox died,
+        within the program's whole time.
+        """
         judge = self._by_output if tests["kind"] == "stdin" else self._by_calls
         deadline = time.monotonic() + self.limits.program_seconds
         for attempt in range(1, ATTEMPTS + 1):
@@ -172,7 +190,9 @@ class SandboxSession:
                 self.replaced += 1
                 self.discard()
                 if attempt == ATTEMPTS or not remaining(deadline):
-                    return CodeVerdict(0, "runtime_error", f"the sandbox died, attempt {attempt}: {error}")
+                    return CodeVerdict(
+                        0, "runtime_error", f"the sandbox died, attempt {attempt}: {error}"
+                    )
         raise AssertionError("unreachable")
 
     def server(self, role: Role) -> Server:
@@ -181,13 +201,22 @@ class SandboxSession:
         return self.servers[role]
 
     def _by_output(self, program: str, tests: dict[str, Any], deadline: float) -> CodeVerdict:
-        with in_memory(_job(program, tests)) as task, self.server("program").spawn(self.limits, task) as channel:
+        with (
+            in_memory(_job(program, tests)) as task,
+            self.server("program").spawn(self.limits, task) as channel,
+        ):
             for place, (given, expected) in enumerate(tests["cases"], start=1):
                 wall = min(self.limits.test_seconds, remaining(deadline))
-                with in_memory(given.encode(errors="surrogatepass")) as stdin, in_memory() as out, in_memory() as err:
+                with (
+                    in_memory(given.encode(errors="surrogatepass")) as stdin,
+                    in_memory() as out,
+                    in_memory() as err,
+                ):
                     with self.groups.group() as group:
                         start_run(channel, wall, stdin, out, err, group=group.entry)
-                        category, detail = self._category(end_of_run(channel, wall), out, err, group.exceeded())
+                        category, detail = self._category(
+                            end_of_run(channel, wall), out, err, group.exceeded()
+                        )
                     if category == "passed":
                         output = os.pread(out, self.limits.output_mb << 20, 0)
                         if not same_output(output, expected, tests["atol"]):
@@ -206,14 +235,26 @@ class SandboxSession:
             empty, out, err = (stack.enter_context(in_memory()) for _ in range(3))
             group = stack.enter_context(self.groups.group())
             channel = stack.enter_context(self.server("program").spawn(limits, task))
-            start_run(channel, limits.program_seconds, empty, out, err, program_end.fileno(), group=group.entry)
+            start_run(
+                channel,
+                limits.program_seconds,
+                empty,
+                out,
+                err,
+                program_end.fileno(),
+                group=group.entry,
+            )
             checker = self.server("checker")
-            verdict = stack.enter_context(running_tests(checker, limits, tests, checker_end.fileno()))
+            verdict = stack.enter_context(
+                running_tests(checker, limits, tests, checker_end.fileno())
+            )
             program_end.close()
             checker_end.close()
             report = verdict()
             if report["category"] != "gone":
-                return CodeVerdict(int(report["category"] == "passed"), report["category"], report["detail"])
+                return CodeVerdict(
+                    int(report["category"] == "passed"), report["category"], report["detail"]
+                )
             try:
                 ending = end_of_run(channel, 2.0, grace=0.0)
             except TimeoutError:
@@ -224,8 +265,9 @@ class SandboxSession:
             return CodeVerdict(0, category, detail)
 
     def _category(self, ending: Ending, out: int, err: int, exceeded: bool) -> tuple[Category, str]:
-        """Return the category of an ended process; ``passed`` when it ended by itself, with status 0 and within its limits.
-        ``exceeded``: its control group ran out of memory."""
+        """Return the category of an ended process; ``passed`` when it ended by itself, with status
+        0 and within its limits. ``exceeded``: its control group ran out of memory.
+        """
         complaint = last_line(err)
         if ending.reason == "wall":
             return "timeout", "out of time"
@@ -235,7 +277,9 @@ class SandboxSession:
             return "output_limit", f"over {self.limits.output_mb} MB of output"
         if ending.code in EXITS:
             return EXITS[ending.code], complaint
-        if ending.code == _SIGXCPU or (ending.code == _SIGKILL and ending.cpu >= self.limits.program_seconds):
+        if ending.code == _SIGXCPU or (
+            ending.code == _SIGKILL and ending.cpu >= self.limits.program_seconds
+        ):
             return "timeout", "out of processor time"
         if ending.code:
             return "runtime_error", complaint or f"exit status {ending.code}"

@@ -1,9 +1,11 @@
-"""Where untrusted programs run: one interface, and behind it the strongest isolation that the machine offers.
+"""Where untrusted programs run: one interface, and behind it the strongest isolation that the
+machine offers.
 
-``bubblewrap``: user, pid, mount, network and IPC namespaces. ``landlock``: Landlock, seccomp and limits, where user
-namespaces are switched off. ``unsafe``: limits only; it must be asked for.
+``bubblewrap``: user, pid, mount, network and IPC namespaces. ``landlock``: Landlock, seccomp and
+limits, where user namespaces are switched off. ``unsafe``: limits only; it must be asked for.
 
-A ``Server`` is a warm interpreter inside the sandbox; ``Server.spawn`` forks a supervised process from it.
+A ``Server`` is a warm interpreter inside the sandbox; ``Server.spawn`` forks a supervised process
+from it.
 """
 
 from __future__ import annotations
@@ -33,8 +35,10 @@ Role = Literal["program", "checker"]
 LEVELS: tuple[Level, ...] = ("bubblewrap", "landlock", "unsafe")
 # Loaded before the fork: what programs import most, so that each does not load it anew.
 _MODULES = (
-    "abc argparse array ast atexit bisect calendar cmath collections contextlib copy dataclasses datetime decimal enum "
-    "fractions functools hashlib heapq io itertools json math numbers operator os pprint queue random re statistics "
+    "abc argparse array ast atexit bisect calendar cmath collections contextlib copy dataclasses "
+    "datetime decimal enum "
+    "fractions functools hashlib heapq io itertools json math numbers operator os pprint queue "
+    "random re statistics "
     "string struct sys textwrap threading time traceback types typing"
 )
 _SOURCES = ("rpc", "isolation", "seccomp", "program", "test_runner", "fork_server")
@@ -81,9 +85,11 @@ sys.modules["megatron_dcpo.sandbox.guest.fork_server"].serve(settings)
 
 @dataclass(frozen=True)
 class CodeLimits:
-    """What one program may use. ``test_seconds`` and ``program_seconds`` are the wall time of one test and
-    of all tests of a program. ``memory_mb`` is address space per process and resident memory of all its processes together;
-    ``output_mb`` bounds stdout, a file, and a returned value; ``scratch_mb`` its /tmp; ``processes`` includes threads."""
+    """What one program may use. ``test_seconds`` and ``program_seconds`` are the wall time of one
+    test and of all tests of a program. ``memory_mb`` is address space per process and resident
+    memory of all its processes together; ``output_mb`` bounds stdout, a file, and a returned value;
+    ``scratch_mb`` its /tmp; ``processes`` includes threads.
+    """
 
     test_seconds: float = 6.0
     program_seconds: float = 60.0
@@ -114,13 +120,16 @@ class CodeLimits:
 
 
 class SandboxDied(Exception):
-    """The sandbox, not the program, has ended: killed from outside, or out of memory. The program may be tried again."""
+    """The sandbox, not the program, has ended: killed from outside, or out of memory. The program
+    may be tried again.
+    """
 
 
 @dataclass(frozen=True)
 class Ending:
-    """How one run of a program ended: its exit code (negative: the signal), and ``wall`` or ``memory`` where it was
-    ended for that."""
+    """How one run of a program ended: its exit code (negative: the signal), and ``wall`` or
+    ``memory`` where it was ended for that.
+    """
 
     code: int
     reason: str
@@ -128,8 +137,9 @@ class Ending:
 
 
 class Server:
-    """A warm interpreter in a sandbox. Not thread-safe; start it and use it in one thread, which must outlive it:
-    bubblewrap ends with the thread that started it."""
+    """A warm interpreter in a sandbox. Not thread-safe; start it and use it in one thread, which
+    must outlive it: bubblewrap ends with the thread that started it.
+    """
 
     def __init__(self, level: Level, role: Role = "program") -> None:
         self.level, self.role = level, role
@@ -156,7 +166,9 @@ class Server:
         """Fork a process that owns ``pipes``; the channel to it."""
         channel, child_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
-            socket.send_fds(self.control, [json.dumps(limits.message()).encode()], [child_end.fileno(), *pipes])
+            socket.send_fds(
+                self.control, [json.dumps(limits.message()).encode()], [child_end.fileno(), *pipes]
+            )
         except OSError as error:
             channel.close()
             raise SandboxDied(str(error)) from None
@@ -191,7 +203,9 @@ def in_memory(data: bytes = b"") -> Any:
 
 
 def receive(channel: socket.socket, seconds: float) -> Any:
-    """Receive one message. Raises SandboxDied when the other side is gone, TimeoutError when nothing comes."""
+    """Receive one message. Raises SandboxDied when the other side is gone, TimeoutError when
+    nothing comes.
+    """
     if not select.select([channel], [], [], max(0.0, seconds))[0]:
         raise TimeoutError
     try:
@@ -204,21 +218,28 @@ def receive(channel: socket.socket, seconds: float) -> Any:
 
 
 def start_run(channel: socket.socket, wall: float, *pipes: int, group: int | None = None) -> None:
-    """Start the task of a channel once, with stdin, stdout, stderr and perhaps the pipe between program and tests.
-    ``group``: the open ``cgroup.procs`` of the control group that it enters."""
+    """Start the task of a channel once, with stdin, stdout, stderr and perhaps the pipe between
+    program and tests. ``group``: the open ``cgroup.procs`` of the control group that it enters.
+    """
     message = {"wall": wall, "group": group is not None}
     try:
-        socket.send_fds(channel, [json.dumps(message).encode()], [*pipes, *([] if group is None else [group])])
+        socket.send_fds(
+            channel, [json.dumps(message).encode()], [*pipes, *([] if group is None else [group])]
+        )
     except OSError as error:
         raise SandboxDied(str(error)) from None
 
 
 def end_of_run(channel: socket.socket, seconds: float, grace: float = _GRACE_SECONDS) -> Ending:
-    """Wait for the end of the run that was started. Raises SandboxDied; without ``grace``, TimeoutError."""
+    """Wait for the end of the run that was started. Raises SandboxDied; without ``grace``,
+    TimeoutError.
+    """
     return Ending(**message_of_run(channel, seconds, grace))
 
 
-def message_of_run(channel: socket.socket, seconds: float, grace: float = _GRACE_SECONDS) -> dict[str, Any]:
+def message_of_run(
+    channel: socket.socket, seconds: float, grace: float = _GRACE_SECONDS
+) -> dict[str, Any]:
     """Yield the same as it comes: how the run ended or, from tests, their verdict."""
     try:
         message: dict[str, Any] = receive(channel, seconds + grace)
@@ -235,8 +256,10 @@ def message_of_run(channel: socket.socket, seconds: float, grace: float = _GRACE
 def running_tests(
     server: Server, limits: CodeLimits, tests: dict[str, Any], pipe: int
 ) -> Iterator[Callable[[], dict[str, Any]]]:
-    """Start the tests of a program that answers on ``pipe``, in a process of ``server``, whose role is ``checker``.
-    The function that waits for their verdict: ``category``, ``detail``; it raises SandboxDied."""
+    """Start the tests of a program that answers on ``pipe``, in a process of ``server``, whose role
+    is ``checker``. The function that waits for their verdict: ``category``, ``detail``; it raises
+    SandboxDied.
+    """
     with contextlib.ExitStack() as stack:
         task = stack.enter_context(in_memory(json.dumps(tests).encode()))
         empty, complaints = (stack.enter_context(in_memory()) for _ in range(2))
@@ -249,13 +272,19 @@ def running_tests(
                 return message
             ending = Ending(**message)
             if ending.reason == "wall":
-                return {"category": "timeout", "detail": f"the tests took more than {limits.program_seconds:g} s"}
+                return {
+                    "category": "timeout",
+                    "detail": f"the tests took more than {limits.program_seconds:g} s",
+                }
             if ending.code in (-signal.SIGPROF, -signal.SIGXCPU):
                 detail = f"the tests worked more than {limits.test_seconds:g} s on what the program returned"
                 return {"category": "timeout", "detail": detail}
             if ending.code == -signal.SIGKILL:
                 raise SandboxDied("the process of the tests was killed")
-            return {"category": "wrong", "detail": f"the tests ended with {ending.code}: {last_line(complaints)}"}
+            return {
+                "category": "wrong",
+                "detail": f"the tests ended with {ending.code}: {last_line(complaints)}",
+            }
 
         yield wait
 
@@ -263,12 +292,19 @@ def running_tests(
 def last_line(descriptor: int) -> str:
     """Return the last line of a file, at most 300 characters."""
     size = os.fstat(descriptor).st_size
-    lines = os.pread(descriptor, 2000, max(0, size - 2000)).decode(errors="replace").strip().splitlines()
+    lines = (
+        os.pread(descriptor, 2000, max(0, size - 2000))
+        .decode(errors="replace")
+        .strip()
+        .splitlines()
+    )
     return lines[-1][:300] if lines else ""
 
 
 def choose(sandbox: str) -> Level:
-    """Return the level for ``auto`` or a level's name, after a start-up test. Raises UserError where it does not work."""
+    """Return the level for ``auto`` or a level's name, after a start-up test. Raises UserError
+    where it does not work.
+    """
     if sandbox == "unsafe":
         return "unsafe"
     if sandbox in ("bubblewrap", "landlock"):
@@ -294,7 +330,9 @@ def choose(sandbox: str) -> Level:
 
 @functools.cache
 def problem_of(level: Level) -> str:
-    """Return why ``level`` does not work on this machine; empty when it does: a program was run and confined."""
+    """Return why ``level`` does not work on this machine; empty when it does: a program was run and
+    confined.
+    """
     if level == "bubblewrap" and shutil.which("bwrap") is None:
         return "bwrap is not installed (apt-get install bubblewrap)"
     try:
@@ -342,7 +380,9 @@ def _order(level: Level, role: Role) -> dict[str, Any]:
     }
 
 
-def _popen(level: Level, role: Role, control: socket.socket, boot: socket.socket) -> subprocess.Popen[bytes]:
+def _popen(
+    level: Level, role: Role, control: socket.socket, boot: socket.socket
+) -> subprocess.Popen[bytes]:
     """Start the interpreter with the two sockets as 3 and 4."""
     python = os.path.realpath(sys.executable)
     interpreter = [python, "-I", "-S", "-B", "-X", "utf8", "-c", _BOOT]

@@ -1,8 +1,9 @@
-"""The tests of a programming task (four kinds, checked once), the rule for its output, and the verdict's categories.
+"""The tests of a programming task (four kinds, checked once), the rule for its output, and the
+verdict's categories.
 
-Numbers are compared by the rule of the data they come from, hence in two places: outputs here, as LiveCodeBench does
-(line by line, first as text, then as exact decimals); values of function calls in ``guest/test_runner.py``, as evalplus
-does.
+Numbers are compared by the rule of the data they come from, hence in two places: outputs here, as
+LiveCodeBench does (line by line, first as text, then as exact decimals); values of function calls
+in ``guest/test_runner.py``, as evalplus does.
 """
 
 from __future__ import annotations
@@ -22,28 +23,35 @@ KINDS = ("stdin", "check", "asserts", "function")
 
 
 def checked_tests(tests: Any, where: str = "tests") -> dict[str, Any]:
-    """Return the tests as the judge uses them. Raises UserError, naming ``where``, for anything else.
+    """Return the tests as the judge uses them. Raises UserError, naming ``where``, for anything
+    else.
 
     * ``{"kind": "stdin", "cases": [{"input": str, "output": str}, ...]}``, perhaps ``atol``
     * ``{"kind": "check", "entry_point": str, "code": "def check(candidate): ..."}``
     * ``{"kind": "asserts", "asserts": [str, ...]}`` or ``"code": str``, perhaps ``entry_point``
-    * ``{"kind": "function", "entry_point": str, "cases": [{"args": [...], "kwargs": {...}, "expected": ...}, ...]}``,
+    * ``{"kind": "function", "entry_point": str, "cases": [{"args": [...], "kwargs": {...},
+    "expected": ...}, ...]}``,
       perhaps ``atol``
 
-    ``setup`` (or ``prompt_prefix``): the task's own code, such as imports and ``class ListNode``, which is run before
-    the program and before the tests, each in their process.
+    ``setup`` (or ``prompt_prefix``): the task's own code, such as imports and ``class ListNode``,
+    which is run before the program and before the tests, each in their process.
     """
     if not isinstance(tests, Mapping):
         raise UserError(f"{where}: tests must be an object, got {type(tests).__name__}")
     kind = tests.get("kind")
     if kind not in KINDS:
-        raise UserError(f"{where}: kind of tests {kind!r} is unknown; it must be one of {', '.join(KINDS)}")
+        raise UserError(
+            f"{where}: kind of tests {kind!r} is unknown; it must be one of {', '.join(KINDS)}"
+        )
     setup = _text(tests, "setup", where, "") or _text(tests, "prompt_prefix", where, "")
     known: dict[str, Any] = {"kind": kind, "setup": setup}
     if kind == "stdin":
         cases = _cases(tests, where)
         known["cases"] = [
-            (_text(case, "input", f"{where}, case {place}"), _text(case, "output", f"{where}, case {place}"))
+            (
+                _text(case, "input", f"{where}, case {place}"),
+                _text(case, "output", f"{where}, case {place}"),
+            )
             for place, case in enumerate(cases, start=1)
         ]
         known["atol"] = _atol(tests, where)
@@ -55,9 +63,15 @@ def checked_tests(tests: Any, where: str = "tests") -> dict[str, Any]:
         return known
     asserts = tests.get("asserts")
     if kind == "asserts" and asserts is not None:
-        if not isinstance(asserts, list) or not asserts or not all(isinstance(line, str) for line in asserts):
+        if (
+            not isinstance(asserts, list)
+            or not asserts
+            or not all(isinstance(line, str) for line in asserts)
+        ):
             raise UserError(f"{where}: asserts must be a list of at least one string")
-        known["code"] = "\n".join([*([_text(tests, "code", where)] if "code" in tests else []), *asserts])
+        known["code"] = "\n".join(
+            [*([_text(tests, "code", where)] if "code" in tests else []), *asserts]
+        )
     else:
         known["code"] = _filled(tests, "code", where)
     if not known["code"].strip():
@@ -66,12 +80,16 @@ def checked_tests(tests: Any, where: str = "tests") -> dict[str, Any]:
 
 
 def check_syntax(tests: Mapping[str, Any], where: str = "tests") -> None:
-    """Raise UserError when the code of checked tests is not Python. For loaders: it takes as long as the code is."""
+    """Raise UserError when the code of checked tests is not Python. For loaders: it takes as long
+    as the code is.
+    """
     for name in ("setup", "code"):
         try:
             compile(tests.get(name) or "", f"<{name}>", "exec")
         except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
-            raise UserError(f"{where}: {name} is not Python: {error or type(error).__name__}") from None
+            raise UserError(
+                f"{where}: {name} is not Python: {error or type(error).__name__}"
+            ) from None
 
 
 def _function_cases(cases: list[Mapping[str, Any]], where: str) -> dict[str, Any]:
@@ -79,8 +97,15 @@ def _function_cases(cases: list[Mapping[str, Any]], where: str) -> dict[str, Any
     encoded = []
     for place, case in enumerate(cases, start=1):
         args, kwargs = case.get("args", []), case.get("kwargs") or {}
-        if not isinstance(args, list | tuple) or not isinstance(kwargs, Mapping) or "expected" not in case:
-            raise UserError(f"{where}, case {place}: must have args (a list) and expected, perhaps kwargs (an object)")
+        if (
+            not isinstance(args, list | tuple)
+            or not isinstance(kwargs, Mapping)
+            or "expected" not in case
+        ):
+            raise UserError(
+                f"{where}, case {place}: must have args (a list) and expected, perhaps kwargs (an "
+                "object)"
+            )
         try:
             parts = {"args": list(args), "kwargs": dict(kwargs), "expected": case["expected"]}
             encoded.append({name: encoder.encode(value) for name, value in parts.items()})
@@ -118,7 +143,11 @@ def _filled(row: Mapping[str, Any], name: str, where: str) -> str:
 
 def _atol(tests: Mapping[str, Any], where: str) -> float:
     value = tests.get("atol") or 0.0
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or not 0 <= value < float("inf")
+    ):
         raise UserError(f"{where}: atol {value!r} must be a number, 0 or more")
     try:
         return float(value)
@@ -127,13 +156,13 @@ def _atol(tests: Mapping[str, Any], where: str) -> float:
 
 
 def same_output(output: bytes, expected: str, atol: float = 0.0) -> bool:
-    """Return whether two outputs are the same. Lines are compared without white space at their ends, and without empty
-    lines at the end of the text.
+    """Return whether two outputs are the same. Lines are compared without white space at their
+    ends, and without empty lines at the end of the text.
 
-    A line that differs as text is right when both split into the same number of numerals that are pairwise equal as
-    exact decimals (``1.50`` is ``1.5``, ``1e3`` is ``1000``), or within ``atol``, absolute or relative, where the
-    tests state one. Reads line by line and numeral by numeral, until the first that differs: beside ``output`` itself
-    it needs the memory of its longest line.
+    A line that differs as text is right when both split into the same number of numerals that are
+    pairwise equal as exact decimals (``1.50`` is ``1.5``, ``1e3`` is ``1000``), or within ``atol``,
+    absolute or relative, where the tests state one. Reads line by line and numeral by numeral,
+    until the first that differs: beside ``output`` itself it needs the memory of its longest line.
     """
     lines = _lines(output)
     for goal in expected.rstrip().split("\n"):
@@ -156,7 +185,9 @@ def _same_numbers(line: str, expected: str, atol: float) -> bool:
     pairs = zip_longest(_WORD.finditer(line), _WORD.finditer(expected))
     try:
         return bool(expected.strip()) and all(
-            word is not None and goal is not None and _close(_number(word[0]), _number(goal[0]), atol)
+            word is not None
+            and goal is not None
+            and _close(_number(word[0]), _number(goal[0]), atol)
             for word, goal in pairs
         )
     except (InvalidOperation, ValueError, OverflowError):
@@ -164,8 +195,9 @@ def _same_numbers(line: str, expected: str, atol: float) -> bool:
 
 
 def _number(word: str) -> Decimal:
-    """Parse a number. Raises InvalidOperation for anything but a numeral. ``1_000`` is Python's way to write one, not
-    an output's."""
+    """Parse a number. Raises InvalidOperation for anything but a numeral. ``1_000`` is Python's way
+    to write one, not an output's.
+    """
     return Decimal("" if "_" in word else word)
 
 

@@ -1,4 +1,6 @@
-"""``dcpo train --dry-run``: a configuration against model, tokenizer and data. Loads no weights and starts no ranks."""
+"""``dcpo train --dry-run``: a configuration against model, tokenizer and data. Loads no weights and
+starts no ranks.
+"""
 
 from __future__ import annotations
 
@@ -30,18 +32,30 @@ from megatron_dcpo.weights.table import hf_shapes, number_of_parameters
 
 
 def describe(config: Config, allow_missing: bool = False) -> dict[str, Any]:
-    """Return the facts of a run, of its data, tokenizer and checkpoint as well; no weights are loaded. Raises
-    :class:`UserError` for what contradicts, and for what is not on this machine unless ``allow_missing``."""
-    options, plain = (_flat(one) for one in (config.objective, ObjectiveConfig(name=config.objective.name)))
+    """Return the facts of a run, of its data, tokenizer and checkpoint as well; no weights are
+    loaded. Raises :class:`UserError` for what contradicts, and for what is not on this machine
+    unless ``allow_missing``.
+    """
+    options, plain = (
+        _flat(one) for one in (config.objective, ObjectiveConfig(name=config.objective.name))
+    )
     check_processes(config, int(os.environ["WORLD_SIZE"]) if "WORLD_SIZE" in os.environ else None)
     check_loggers(config)
     check_pass_through(config)
     parallel, training, evaluation = config.parallel, config.training, config.evaluation
     if evaluation.interval:
         check_validation(config)
-    sizes = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size, parallel.context_parallel_size
+    sizes = (
+        parallel.tensor_model_parallel_size,
+        parallel.pipeline_model_parallel_size,
+        parallel.context_parallel_size,
+    )
     responses = config.data.prompts_per_step * config.rollout.group_size
-    changed = [f"{name}={value}" for name, value in options.items() if value != plain[name] and name != "preset"]
+    changed = [
+        f"{name}={value}"
+        for name, value in options.items()
+        if value != plain[name] and name != "preset"
+    ]
     return {
         "objective": f"{config.objective.name}, preset {config.objective.preset}",
         "unlike the paper": ", ".join(changed) or "nothing",
@@ -51,7 +65,10 @@ def describe(config: Config, allow_missing: bool = False) -> dict[str, Any]:
         "responses per update": responses // training.updates_per_rollout,
         "steps": training.steps,
         **(
-            {"validation": f"every {evaluation.interval} steps on {', '.join(benchmark_names(evaluation))}"}
+            {
+                "validation": f"every {evaluation.interval} steps on "
+                f"{', '.join(benchmark_names(evaluation))}"
+            }
             if evaluation.interval
             else {}
         ),
@@ -69,7 +86,10 @@ def _describe_inputs(config: Config, allow_missing: bool) -> dict[str, Any]:
     """Return the facts of model, tokenizer and data."""
     path, sources = config.model.path, config.data.sources
     unread = [source.path for source in sources if _is_unread(source.path, allow_missing)]
-    facts = {"model": path, "data": ", ".join(s.path + " (not here)" * (s.path in unread) for s in sources)}
+    facts = {
+        "model": path,
+        "data": ", ".join(s.path + " (not here)" * (s.path in unread) for s in sources),
+    }
     absent = allow_missing and not any(Path(path).glob("*.safetensors"))
     if absent and not Path(path).is_dir():
         return facts | {"model": f"{path} (not here)"}
@@ -78,7 +98,9 @@ def _describe_inputs(config: Config, allow_missing: bool) -> dict[str, Any]:
     if absent:
         return facts
     HFReader(path).check(arch)
-    facts["model"] += f"; its {len(hf_shapes(arch)):,} tensors have the shapes that config.json implies"
+    facts["model"] += (
+        f"; its {len(hf_shapes(arch)):,} tensors have the shapes that config.json implies"
+    )
     tokenizer = load_tokenizer(path)
     vocabulary = token_bytes(tokenizer)
     check_vocabulary(config, arch, vocabulary)
@@ -88,17 +110,23 @@ def _describe_inputs(config: Config, allow_missing: bool) -> dict[str, Any]:
     loaded = load_sources(config, tokenizer)
     held_out = None if allow_missing else load_held_out(config, tokenizer, vocabulary)
     longest, first = check_lengths(config, arch, loaded, held_out), loaded[0].prompts[0].token_ids
-    facts["data"] = ", ".join(f"{source.path}: {len(source.prompts):,} problems" for source in loaded)
+    facts["data"] = ", ".join(
+        f"{source.path}: {len(source.prompts):,} problems" for source in loaded
+    )
     facts["longest prompt"] = f"{longest} tokens, at most {config.data.max_prompt_length}"
     whole = longest + config.rollout.max_response_length
     facts["longest sequence"] = f"{whole} tokens, at most {arch.max_position_embeddings}"
     facts["first prompt"] = f"{len(first)} tokens: {tokenizer.decode(first)[:500]!r}"
-    warning = too_few_problems(sum(len(source.prompts) for source in loaded), config.data.prompts_per_step)
+    warning = too_few_problems(
+        sum(len(source.prompts) for source in loaded), config.data.prompts_per_step
+    )
     return facts | ({"warning": warning} if warning else {})
 
 
 def _is_unread(path: str, allow_missing: bool) -> bool:
-    """Return whether the data is not on this machine and need not be: it is allowed to, or a run fetches it from the hub."""
+    """Return whether the data is not on this machine and need not be: it is allowed to, or a run
+    fetches it from the hub.
+    """
     if is_gym(path) or Path(path).expanduser().exists():
         return False
     return allow_missing or (is_hub_name(path) and importlib.util.find_spec("datasets") is not None)

@@ -22,7 +22,9 @@ def saved_groups(groups: Sequence[PromptGroup]) -> list[dict[str, Any]]:
             "responses": {
                 index: (
                     {name: _plain(getattr(response, name)) for name in _FIELDS},
-                    None if judgement is None else {k: _plain(v) for k, v in dataclasses.asdict(judgement).items()},
+                    None
+                    if judgement is None
+                    else {k: _plain(v) for k, v in dataclasses.asdict(judgement).items()},
                 )
                 for index, (response, judgement) in group.responses.items()
             },
@@ -37,7 +39,13 @@ _FIELDS = ("token_ids", "logprobs", "finish_reason", "weights_version", "step", 
 def _plain(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         return torch.tensor(value)
-    return value.item() if isinstance(value, np.generic) else dict(value) if isinstance(value, Mapping) else value
+    return (
+        value.item()
+        if isinstance(value, np.generic)
+        else dict(value)
+        if isinstance(value, Mapping)
+        else value
+    )
 
 
 def restored_groups(saved: Sequence[Any], draw: Draw, size: int) -> list[PromptGroup]:
@@ -48,8 +56,14 @@ def restored_groups(saved: Sequence[Any], draw: Draw, size: int) -> list[PromptG
         for index, (values, judgement) in entry["responses"].items():
             ids, logprobs = (values[name].numpy() for name in ("token_ids", "logprobs"))
             if ids.ndim != 1 or ids.shape != logprobs.shape:
-                raise ValueError(f"{len(ids)} tokens of {prompt.prompt_id} with {logprobs.shape} log-probs")
-            response = Response(prompt.prompt_id, index, **(values | {"token_ids": ids, "logprobs": logprobs}))
+                raise ValueError(
+                    f"{len(ids)} tokens of {prompt.prompt_id} with {logprobs.shape} log-probs"
+                )
+            response = Response(
+                prompt.prompt_id, index, **(values | {"token_ids": ids, "logprobs": logprobs})
+            )
             responses[index] = response, None if judgement is None else Judgement(**judgement)
-        groups.append(PromptGroup(prompt, int(entry["position"]), int(entry["step"]), size, responses))
+        groups.append(
+            PromptGroup(prompt, int(entry["position"]), int(entry["step"]), size, responses)
+        )
     return groups

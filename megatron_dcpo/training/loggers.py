@@ -1,7 +1,9 @@
-"""Where metrics go beside ``metrics.jsonl``: TensorBoard, Weights & Biases, MLflow, SwanLab, or a logger by import path.
+"""Where metrics go beside ``metrics.jsonl``: TensorBoard, Weights & Biases, MLflow, SwanLab, or a
+logger by import path.
 
-Each package is imported only where ``logging.to`` names it, and reads its own environment variables (``WANDB_MODE=offline``,
-``MLFLOW_TRACKING_URI``, ``SWANLAB_MODE``). A logger that fails while a run trains is left out from there on.
+Each package is imported only where ``logging.to`` names it, and reads its own environment variables
+(``WANDB_MODE=offline``, ``MLFLOW_TRACKING_URI``, ``SWANLAB_MODE``). A logger that fails while a run
+trains is left out from there on.
 """
 
 from __future__ import annotations
@@ -51,23 +53,39 @@ class RunLogger(Protocol):
         """Take the finite metrics of a step."""
 
     def finish(self, artifacts: Sequence[Path]) -> None:
-        """End the run, however it ended, and keep ``artifacts``: its configuration, and its report where there is one."""
+        """End the run, however it ended, and keep ``artifacts``: its configuration, and its report
+        where there is one.
+        """
 
 
-Open = Callable[[Path, Config, int], RunLogger]  # run directory, configuration, first step that will be logged
+Open = Callable[
+    [Path, Config, int], RunLogger
+]  # run directory, configuration, first step that will be logged
 
 
 def check_loggers(config: Config) -> None:
-    """Raise :class:`UserError` for a logger of ``logging.to`` that is unknown, cannot be loaded, or is not installed."""
+    """Raise :class:`UserError` for a logger of ``logging.to`` that is unknown, cannot be loaded, or
+    is not installed.
+    """
     for name in config.logging.to:
         if is_import_path(name):
-            check_signature(load_object(name, "logging.to"), name, "logging.to", "directory", "config", "first_step")
+            check_signature(
+                load_object(name, "logging.to"),
+                name,
+                "logging.to",
+                "directory",
+                "config",
+                "first_step",
+            )
         elif name not in OPENERS:
             hint = did_you_mean(name, OPENERS)
-            raise UserError(f"logging.to={name}: unknown logger{hint}, or write file.py:function of your own")
+            raise UserError(
+                f"logging.to={name}: unknown logger{hint}, or write file.py:function of your own"
+            )
         elif importlib.util.find_spec(name) is None:
             raise UserError(
-                f"logging.to={name}, but the package {name} is not installed; pip install {name}, or take it out of "
+                f"logging.to={name}, but the package {name} is not installed; pip install {name}, "
+                "or take it out of "
                 "logging.to"
             )
 
@@ -76,8 +94,9 @@ def check_loggers(config: Config) -> None:
 def open_loggers(
     directory: Path, config: Config, first_step: int
 ) -> Iterator[Callable[[int, Mapping[str, Any]], None]]:
-    """Open the loggers of ``logging.to``, which are checked, and yield what hands them the numbers of a step; finish them at
-    the end."""
+    """Open the loggers of ``logging.to``, which are checked, and yield what hands them the numbers
+    of a step; finish them at the end.
+    """
     opened: dict[str, RunLogger] = {}
 
     def each(what: str, call: Callable[[RunLogger], None]) -> None:
@@ -87,29 +106,39 @@ def open_loggers(
             except Exception as error:
                 del opened[name]
                 why = f"{type(error).__name__}: {one_line(error, 200)}"
-                logger.warning("logging.to=%s failed to %s (%s); the run goes on without it", name, what, why)
+                logger.warning(
+                    "logging.to=%s failed to %s (%s); the run goes on without it", name, what, why
+                )
 
     def log(step: int, metrics: Mapping[str, Any]) -> None:
-        finite = {k: v for k, v in metrics.items() if isinstance(v, int | float) and math.isfinite(v)}
+        finite = {
+            k: v for k, v in metrics.items() if isinstance(v, int | float) and math.isfinite(v)
+        }
         if config.logging.verl_names:
             finite |= {verl: finite[ours] for ours, verl in VERL_NAMES.items() if ours in finite}
         each("log", lambda target: target.log(step, finite))
 
     try:
         for name in config.logging.to:
-            opener: Open = load_object(name, "logging.to") if is_import_path(name) else OPENERS[name]
+            opener: Open = (
+                load_object(name, "logging.to") if is_import_path(name) else OPENERS[name]
+            )
             try:
                 opened[name] = opener(directory, config, first_step)
             except Exception as error:
                 why = f"{type(error).__name__}: {one_line(error, 300)}"
                 raise UserError(
-                    f"logging.to={name} cannot be opened ({why}); mend it, or take it out of logging.to"
+                    f"logging.to={name} cannot be opened ({why}); mend it, or take it out of "
+                    "logging.to"
                 ) from None
         yield log
     finally:
         if opened.keys() - {"tensorboard"}:
             _write_report(directory)
-        each("finish", lambda target: target.finish([p for a in ARTIFACTS if (p := directory / a).is_file()]))
+        each(
+            "finish",
+            lambda target: target.finish([p for a in ARTIFACTS if (p := directory / a).is_file()]),
+        )
 
 
 def _write_report(directory: Path) -> None:
@@ -118,9 +147,13 @@ def _write_report(directory: Path) -> None:
     from megatron_dcpo.evaluation.runs import find_runs
 
     try:
-        write_report(find_runs([str(directory)]), directory / "report.html", directory.absolute().name, [])
+        write_report(
+            find_runs([str(directory)]), directory / "report.html", directory.absolute().name, []
+        )
     except Exception as error:
-        logger.warning("no report for logging.to (%s: %s)", type(error).__name__, one_line(error, 200))
+        logger.warning(
+            "no report for logging.to (%s: %s)", type(error).__name__, one_line(error, 200)
+        )
 
 
 def project_of(config: Config) -> str:
@@ -202,7 +235,9 @@ class MLflow:
 
 
 class SwanLab:
-    """Continues the SwanLab run of this run directory. SwanLab keeps no files: the configuration goes along as values."""
+    """Continues the SwanLab run of this run directory. SwanLab keeps no files: the configuration
+    goes along as values.
+    """
 
     def __init__(self, directory: Path, config: Config, first_step: int) -> None:
         import swanlab

@@ -1,4 +1,6 @@
-"""The training loop, which reads as the method: generate and judge, score and update, hand the new weights to the engine."""
+"""The training loop, which reads as the method: generate and judge, score and update, hand the new
+weights to the engine.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +25,10 @@ logger = logging.getLogger(__name__)
 def train(config: Config) -> None:
     """Train as ``config`` says; collective over all processes of ``torchrun``.
 
-    Leaves ``config.yaml``, ``metrics.jsonl``, ``checkpoints/``, ``samples/``, ``evaluation/``, TensorBoard events and the
-    trained policy as a Hugging Face directory ``policy/`` in ``run_dir``. Raises :class:`UserError` on bad input, and
-    :class:`Stopped` after a signal, when everything done is saved.
+    Leaves ``config.yaml``, ``metrics.jsonl``, ``checkpoints/``, ``samples/``, ``evaluation/``,
+    TensorBoard events and the trained policy as a Hugging Face directory ``policy/`` in
+    ``run_dir``. Raises :class:`UserError` on bad input, and :class:`Stopped` after a signal, when
+    everything done is saved.
     """
     with build(config) as run, lock_run_dir(run.directory, run.policy.topology.rank):
         provenance.prepare(run.directory, config, run.policy.topology.rank)
@@ -77,12 +80,15 @@ def train_step(run: Run, step: int) -> None:
 
 
 def _start(run: Run, done: int) -> None:
-    """Give the engines the policy after ``done`` steps, and validate it. The first rank says so: a large model takes
-    minutes before its first step is logged."""
+    """Give the engines the policy after ``done`` steps, and validate it. The first rank says so: a
+    large model takes minutes before its first step is logged.
+    """
     first, rollout = run.policy.topology.rank == 0, run.config.rollout
     if first:
         parameters, engine = number_of_parameters(run.policy.arch), type(run.engine).__name__
-        logger.info("%s parameters, sampled by %s; handing over the weights", counted(parameters), engine)
+        logger.info(
+            "%s parameters, sampled by %s; handing over the weights", counted(parameters), engine
+        )
     run.weight_sync.check_plan()
     run.weight_sync.push(version=done)
     run.recorder.log_evaluation(done, run.validator.validate(done) if run.validator else {})

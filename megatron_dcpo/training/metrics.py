@@ -19,14 +19,23 @@ from megatron_dcpo.training.updater import UpdateStatistics
 from megatron_dcpo.types import BLOCKS, MALFORMED, VERIFIER_ERROR, Judgement, TrainingSample
 
 COSINES = ("grad_cosine/reasoning_confidence", "grad_cosine_fisher/reasoning_confidence")
-LOSS_METRICS = {"clipped": "loss/clip_fraction", "ratio": "loss/ratio", "entropy": "entropy", "kl": "loss/kl"}
+LOSS_METRICS = {
+    "clipped": "loss/clip_fraction",
+    "ratio": "loss/ratio",
+    "entropy": "entropy",
+    "kl": "loss/kl",
+}
 
 
-def step_metrics(samples: Sequence[TrainingSample], statistics: UpdateStatistics, timers: Timers) -> dict[str, Any]:
+def step_metrics(
+    samples: Sequence[TrainingSample], statistics: UpdateStatistics, timers: Timers
+) -> dict[str, Any]:
     """Return the record of one step. Undefined values are NaN here and null in the file."""
     judgements = [sample.judgement for sample in samples]
     summary = summarize(
-        [j.confidence for j in judgements], [j.correct for j in judgements], statuses=[j.status for j in judgements]
+        [j.confidence for j in judgements],
+        [j.correct for j in judgements],
+        statuses=[j.status for j in judgements],
     )
     lengths = [len(sample.response_ids) for sample in samples]
     r_c = np.array([sample.R_c for sample in samples])
@@ -59,27 +68,38 @@ def step_metrics(samples: Sequence[TrainingSample], statistics: UpdateStatistics
         **statistics["maxima"],
         "learning_rate": statistics["learning_rate"],
         "updates/skipped": statistics["skipped"],
-        "train/skipped_tokens": sum(map(sequence_length, samples)) - sum(map(sequence_length, statistics["computed"])),
-        **{f"tokens/s/{phase}": sum(lengths) / seconds[phase] for phase in ("rollout", "train") if seconds.get(phase)},
+        "train/skipped_tokens": sum(map(sequence_length, samples))
+        - sum(map(sequence_length, statistics["computed"])),
+        **{
+            f"tokens/s/{phase}": sum(lengths) / seconds[phase]
+            for phase in ("rollout", "train")
+            if seconds.get(phase)
+        },
         **{f"time/{phase}": value for phase, value in seconds.items()},
         **{f"memory/{name}": value for name, value in timers.memory.items()},
     }
 
 
 def thinking_metrics(judgements: Sequence[Judgement]) -> dict[str, float]:
-    """Return the mean number of tokens of a thinking, its end-of-thinking token included, where a response has one."""
+    """Return the mean number of tokens of a thinking, its end-of-thinking token included, where a
+    response has one.
+    """
     lengths = [j.thinking_tokens for j in judgements if j.thinking_tokens]
     return {"length/thinking": float(np.mean(lengths))} if lengths else {}
 
 
 def group_metrics(samples: Sequence[TrainingSample]) -> dict[str, float]:
-    """Return the standard deviation of R within a group, as a mean over groups, and the share of groups in which it is 0:
-    they have no gradient in the reasoning (TRL's names)."""
+    """Return the standard deviation of R within a group, as a mean over groups, and the share of
+    groups in which it is 0: they have no gradient in the reasoning (TRL's names).
+    """
     groups: dict[str, list[float]] = {}
     for sample in samples:
         groups.setdefault(sample.prompt.prompt_id, []).append(sample.R)
     stds = [float(np.std(rewards)) for rewards in groups.values()]
-    return {"reward/std": float(np.mean(stds)), "frac_reward_zero_std": float(np.mean([std < 1e-6 for std in stds]))}
+    return {
+        "reward/std": float(np.mean(stds)),
+        "frac_reward_zero_std": float(np.mean([std < 1e-6 for std in stds])),
+    }
 
 
 def source_metrics(samples: Sequence[TrainingSample], names: Sequence[str]) -> dict[str, float]:
@@ -94,8 +114,9 @@ def source_metrics(samples: Sequence[TrainingSample], names: Sequence[str]) -> d
 
 
 def verifier_metrics(judgements: Sequence[Judgement]) -> dict[str, float]:
-    """Return of the responses that users' verifiers judged, where there are any, the share of errors, and the means of the
-    numbers that they gave, ``verifier/score`` first of all."""
+    """Return of the responses that users' verifiers judged, where there are any, the share of
+    errors, and the means of the numbers that they gave, ``verifier/score`` first of all.
+    """
     own = [j for j in judgements if j.logged is not None]
     if not own:
         return {}
@@ -104,7 +125,10 @@ def verifier_metrics(judgements: Sequence[Judgement]) -> dict[str, float]:
         if isinstance(value, bool | int | float):
             numbers.setdefault(f"verifier/{name}", []).append(float(value))
     errors = float(np.mean([j.category == VERIFIER_ERROR for j in own]))
-    return {"format/verifier_error": errors, **{name: float(np.mean(values)) for name, values in numbers.items()}}
+    return {
+        "format/verifier_error": errors,
+        **{name: float(np.mean(values)) for name, values in numbers.items()},
+    }
 
 
 def abstention_metrics(samples: Sequence[TrainingSample], always: bool) -> dict[str, float]:
@@ -122,17 +146,26 @@ def loss_metrics(sums: dict[str, float]) -> dict[str, float]:
 
     def mean(name: str) -> dict[str, float]:
         total = sum(sums.get(f"{name}/{block}", 0.0) for block in tokens) / sum(tokens.values())
-        return {"": total} | {f"_{block}": sums.get(f"{name}/{block}", 0.0) / count for block, count in tokens.items()}
+        return {"": total} | {
+            f"_{block}": sums.get(f"{name}/{block}", 0.0) / count for block, count in tokens.items()
+        }
 
     known = (*LOSS_METRICS, "tis_weight", "tis_masked")
     present = [name for name in known if any(f"{name}/{block}" in sums for block in tokens)]
-    return {LOSS_METRICS.get(name, name) + suffix: value for name in present for suffix, value in mean(name).items()}
+    return {
+        LOSS_METRICS.get(name, name) + suffix: value
+        for name in present
+        for suffix, value in mean(name).items()
+    }
 
 
-def utilization(policy: Policy, samples: Sequence[TrainingSample], timers: Timers) -> dict[str, float]:
-    """Return the MFU of the training phase on a GPU of known speed: ``mfu/train``, model arithmetic (forward and backward of
-    every token of ``samples`` once, without recomputation) per second and GPU over the card's dense bf16 peak, and
-    ``tflops/train``."""
+def utilization(
+    policy: Policy, samples: Sequence[TrainingSample], timers: Timers
+) -> dict[str, float]:
+    """Return the MFU of the training phase on a GPU of known speed: ``mfu/train``, model arithmetic
+    (forward and backward of every token of ``samples`` once, without recomputation) per second and
+    GPU over the card's dense bf16 peak, and ``tflops/train``.
+    """
     peak, seconds = peak_tflops(), timers.seconds.get("train")
     if peak is None or not seconds:
         return {}

@@ -1,4 +1,6 @@
-"""What can be refused before anything is allocated: processes, packages, layout, vocabulary, lengths."""
+"""What can be refused before anything is allocated: processes, packages, layout, vocabulary,
+lengths.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,9 @@ from megatron_dcpo.weights.planner import check_layout, check_options
 
 
 def check_processes(config: Config, processes: int | None) -> None:
-    """Check the number of processes, where it is known, and Transformer Engine, where it is needed. Raises
-    :class:`UserError`."""
+    """Check the number of processes, where it is known, and Transformer Engine, where it is needed.
+    Raises :class:`UserError`.
+    """
     parallel = config.parallel
     if processes is not None:
         check_world_size(
@@ -38,8 +41,9 @@ def check_processes(config: Config, processes: int | None) -> None:
 
 
 def check_pass_through(config: Config) -> None:
-    """Check the names of what is handed on to Megatron and vLLM, where they are installed, the prompt template and the
-    verifier. Raises :class:`UserError`."""
+    """Check the names of what is handed on to Megatron and vLLM, where they are installed, the
+    prompt template and the verifier. Raises :class:`UserError`.
+    """
     find_template(config.data.template)
     for source in named_sources(config).values():
         find_template(source.template or config.data.template)
@@ -63,33 +67,45 @@ def check_model(config: Config) -> Architecture:
     check_options(arch, layout, config.model, config.parallel)
     if arch.num_experts and config.rollout.engine == "server":
         raise UserError(
-            "with a mixture of experts rollout.engine=server does not get the policy's weights in this version; "
+            "with a mixture of experts rollout.engine=server does not get the policy's weights in "
+            "this version; "
             "take vllm or transformers"
         )
     if config.rollout.routing_replay and not arch.num_experts:
-        raise UserError(f"rollout.routing_replay=true: {config.model.path} has no experts; remove it")
+        raise UserError(
+            f"rollout.routing_replay=true: {config.model.path} has no experts; remove it"
+        )
     if config.rollout.routing_replay and config.parallel.megatron.get("moe_router_fusion"):
         raise UserError(
-            "rollout.routing_replay does not go with parallel.megatron.moe_router_fusion; remove one of them"
+            "rollout.routing_replay does not go with parallel.megatron.moe_router_fusion; remove "
+            "one of them"
         )
     return arch
 
 
 def check_vocabulary(config: Config, arch: Architecture, vocabulary: TokenBytes) -> None:
-    """Raise :class:`UserError` when the tokenizer has ids that the model has no embedding of, or cannot end a thinking that
-    is on."""
+    """Raise :class:`UserError` when the tokenizer has ids that the model has no embedding of, or
+    cannot end a thinking that is on.
+    """
     check_thinking(config.data.thinking, vocabulary.thinking, config.model.path)
     if len(vocabulary.table) > arch.vocab_size:
         raise UserError(
-            f"the tokenizer of {config.model.path} has {len(vocabulary.table)} tokens, its config.json a vocab_size of "
+            f"the tokenizer of {config.model.path} has {len(vocabulary.table)} tokens, its "
+            "config.json a vocab_size of "
             f"{arch.vocab_size}; give the model its own tokenizer"
         )
 
 
-def check_lengths(config: Config, arch: Architecture, sources: Sequence[LoadedSource], held_out: HeldOut | None) -> int:
-    """Return the length of the longest prompt. Raise :class:`UserError` when it and a response are more than the model has
-    positions, in training or in the validation."""
-    longest, response = max(len(p.token_ids) for s in sources for p in s.prompts), config.rollout.max_response_length
+def check_lengths(
+    config: Config, arch: Architecture, sources: Sequence[LoadedSource], held_out: HeldOut | None
+) -> int:
+    """Return the length of the longest prompt. Raise :class:`UserError` when it and a response are
+    more than the model has positions, in training or in the validation.
+    """
+    longest, response = (
+        max(len(p.token_ids) for s in sources for p in s.prompts),
+        config.rollout.max_response_length,
+    )
     lengths = [(longest, response, "rollout.max_response_length")]
     if held_out:
         limit = config.evaluation.max_tokens
@@ -98,7 +114,9 @@ def check_lengths(config: Config, arch: Architecture, sources: Sequence[LoadedSo
     for prompt, tokens, name in lengths:
         if prompt + tokens > arch.max_position_embeddings:
             raise UserError(
-                f"{name}={tokens} and a prompt of {prompt} tokens are more than {config.model.path} has positions "
-                f"(max_position_embeddings={arch.max_position_embeddings}); lower it, or data.max_prompt_length"
+                f"{name}={tokens} and a prompt of {prompt} tokens are more than "
+                f"{config.model.path} has positions "
+                f"(max_position_embeddings={arch.max_position_embeddings}); lower it, or "
+                "data.max_prompt_length"
             )
     return longest

@@ -1,23 +1,27 @@
-"""Probes of a policy as it is: which gradients would the objectives take on the same responses, and how they agree.
+"""Probes of a policy as it is: which gradients would the objectives take on the same responses, and
+how they agree.
 
-Nothing is trained. For every batch the responses are sampled and judged as in training, and each of ``PARTS`` is taken by
-a backward pass of its own, under the configuration's parallel layout:
+Nothing is trained. For every batch the responses are sampled and judged as in training, and each of
+``PARTS`` is taken by a backward pass of its own, under the configuration's parallel layout:
 
 | part | advantage | on |
 |---|---|---|
 | ``accuracy`` | R - mean R | all tokens |
-| ``mean_calibration`` | -l'(C) (c - mean c), l(C) = (C - accuracy)^2, C the mean confidence of the batch | all tokens |
+| ``mean_calibration`` | -l'(C) (c - mean c), l(C) = (C - accuracy)^2, C the mean confidence of the
+batch | all tokens |
 | ``coupled_accuracy`` | (R - mean R) / std(R + w R_c) | all tokens |
 | ``coupled_calibration`` | w (R_c - mean R_c) / std(R + w R_c) | all tokens |
 | ``dcpo_accuracy`` | A_r | reasoning tokens |
 | ``dcpo_calibration`` | A_c | confidence tokens |
 | ``group_baseline`` | R_c - mean of the group's R_c | confidence tokens |
-| ``counterfactual`` | R_c - mean of the others' score on this response's target | confidence tokens |
+| ``counterfactual`` | R_c - mean of the others' score on this response's target | confidence tokens
+|
 
-Options of the objective are the configuration's, whatever method it names. The first two are the directions of the paper's
-proposition: one raises the accuracy, the other moves the mean confidence towards it. The next two add up to the coupled
-objective's gradient, the next two to DCPO's. The last two have the same expectation, and noise is what differs. The Fisher
-metric is the mean square of the coupled objective's two parts over the batches. Memory: ten fp32 copies of what this rank's
+Options of the objective are the configuration's, whatever method it names. The first two are the
+directions of the paper's proposition: one raises the accuracy, the other moves the mean confidence
+towards it. The next two add up to the coupled objective's gradient, the next two to DCPO's. The
+last two have the same expectation, and noise is what differs. The Fisher metric is the mean square
+of the coupled objective's two parts over the batches. Memory: ten fp32 copies of what this rank's
 optimizer holds, so use the distributed optimizer for a large model.
 """
 
@@ -79,9 +83,13 @@ SHOWN = {"proposition": "accuracy, mean confidence", "coupled": "coupled objecti
 
 
 def probe_policy(config: Config, batches: int) -> dict[str, Any]:
-    """Sample ``batches`` steps' worth of responses and compare the parts' gradients. Collective; equal on all ranks."""
+    """Sample ``batches`` steps' worth of responses and compare the parts' gradients. Collective;
+    equal on all ranks.
+    """
     if config.frozen:
-        raise UserError("dcpo probe compares gradients of the policy's own parameters; leave out model.adapter")
+        raise UserError(
+            "dcpo probe compares gradients of the policy's own parameters; leave out model.adapter"
+        )
     config = dataclasses.replace(config, objective=without_regularizers(config.objective))
     with build(config) as run:
         return _probe(run, batches)
@@ -94,12 +102,16 @@ def _probe(run: Run, batches: int) -> dict[str, Any]:
     seen: list[TrainingSample] = []
     for step in range(1, batches + 1):
         run.offload.offload()
-        run.weight_sync.push(version=step - 1)  # the same weights each time, counted as training counts
+        run.weight_sync.push(
+            version=step - 1
+        )  # the same weights each time, counted as training counts
         samples = run.sampler.sample(step)
         run.engine.sleep()
         run.offload.reload()
         for part, scored in parts_of(samples, run.config.objective).items():
-            _, gradients = part_gradient(policy, optimizer, partial(run.updater.accumulate, scored), copy=False)
+            _, gradients = part_gradient(
+                policy, optimizer, partial(run.updater.accumulate, scored), copy=False
+            )
             totals[part].add(gradients)
             if part.startswith("coupled"):
                 squares = squares or [torch.zeros_like(g.gradient) for g in gradients]
@@ -116,19 +128,27 @@ def _probe(run: Run, batches: int) -> dict[str, Any]:
 
 
 def without_regularizers(objective: ObjectiveConfig) -> ObjectiveConfig:
-    """Return DCPO with these options, but for KL and entropy terms: they would be part of every gradient alike."""
+    """Return DCPO with these options, but for KL and entropy terms: they would be part of every
+    gradient alike.
+    """
     return as_method(objective, "dcpo", kl_coef=0.0, entropy_coef=0.0)
 
 
-def parts_of(samples: Sequence[TrainingSample], objective: ObjectiveConfig) -> dict[str, list[TrainingSample]]:
-    """Return the samples with each part's advantages on their tokens; block weights are left to the method."""
+def parts_of(
+    samples: Sequence[TrainingSample], objective: ObjectiveConfig
+) -> dict[str, list[TrainingSample]]:
+    """Return the samples with each part's advantages on their tokens; block weights are left to the
+    method.
+    """
 
     def scores(method: str, **options: Any) -> dict[str, np.ndarray]:
         found = build_method(as_method(objective, method, **options)).group_scores(samples)
         return dict(zip(SCORES, found, strict=True))
 
     def confidence(baseline: str) -> np.ndarray:
-        return scores("dcpo", confidence_baseline=baseline, advantage_normalization_confidence="mean")["A_c"]
+        return scores(
+            "dcpo", confidence_baseline=baseline, advantage_normalization_confidence="mean"
+        )["A_c"]
 
     options = resolve(as_method(objective, "coupled"))
     scored = build_method(as_method(objective, "dcpo")).score(samples)
@@ -141,7 +161,9 @@ def parts_of(samples: Sequence[TrainingSample], objective: ObjectiveConfig) -> d
     well_formed = ~np.isnan(c)
     slope = 2 * (c[well_formed].mean() - dcpo["R"].mean()) if well_formed.any() else 0.0
 
-    columns = {part: np.zeros((2, len(samples))) for part in PARTS}  # on reasoning tokens, on confidence tokens
+    columns = {
+        part: np.zeros((2, len(samples))) for part in PARTS
+    }  # on reasoning tokens, on confidence tokens
     for rows in groups.values():
         stated = np.array(rows)[well_formed[rows]]
         if len(stated):
@@ -160,17 +182,23 @@ def parts_of(samples: Sequence[TrainingSample], objective: ObjectiveConfig) -> d
     return {part: _with_advantages(scored, columns[part]) for part in PARTS}
 
 
-def _with_advantages(samples: Sequence[TrainingSample], advantages: np.ndarray) -> list[TrainingSample]:
+def _with_advantages(
+    samples: Sequence[TrainingSample], advantages: np.ndarray
+) -> list[TrainingSample]:
     """Return scored samples with other advantages [2, N], of the two blocks."""
     return [
-        replaced(sample, advantages=np.where(sample.block_ids == BLOCK_REASONING, reasoning, confidence))
+        replaced(
+            sample, advantages=np.where(sample.block_ids == BLOCK_REASONING, reasoning, confidence)
+        )
         for sample, reasoning, confidence in zip(samples, *advantages, strict=True)
     ]
 
 
 @dataclass
 class Moments:
-    """Running sum of a part's gradients over batches [fp32], and the squared norm of each batch's (of this rank's share)."""
+    """Running sum of a part's gradients over batches [fp32], and the squared norm of each batch's
+    (of this rank's share).
+    """
 
     sums: list[Tensor] = field(default_factory=list)
     groups: list[str] = field(default_factory=list)
@@ -187,7 +215,9 @@ class Moments:
     def mean(self, fisher: list[Tensor]) -> list[OwnedGradient]:
         """Return the mean gradient, with ``fisher`` as its metric."""
         parts = zip(self.groups, self.sums, fisher, strict=True)
-        return [OwnedGradient(group, total / len(self.norms), square) for group, total, square in parts]
+        return [
+            OwnedGradient(group, total / len(self.norms), square) for group, total, square in parts
+        ]
 
 
 def _squared_norm(x: Tensor) -> float:
@@ -197,7 +227,9 @@ def _squared_norm(x: Tensor) -> float:
 def _measure(run: Run, totals: dict[str, Moments], fisher: list[Tensor]) -> dict[str, Any]:
     groups = layer_groups(run.policy)
     conflicts = {
-        name: compare(run.policy, run.optimizer.megatron, totals[a].mean(fisher), totals[b].mean(fisher))
+        name: compare(
+            run.policy, run.optimizer.megatron, totals[a].mean(fisher), totals[b].mean(fisher)
+        )
         for name, (a, b) in PAIRS.items()
     }
     noise = {part: _noise(run, totals[part]) for part in PARTS}
@@ -225,12 +257,15 @@ def _as_json(found: PairComparison) -> dict[str, Any]:
 
 
 def _noise(run: Run, moments: Moments) -> dict[str, float | None]:
-    """Return the squared norm of the mean gradient and variance of a batch's gradient (trace of the covariance), unbiased.
+    """Return the squared norm of the mean gradient and variance of a batch's gradient (trace of the
+    covariance), unbiased.
 
     ``signal_to_noise`` = |E g|^2 / tr Cov g of one batch. One batch has no variance.
     """
     n = len(moments.norms)
-    values = torch.tensor([sum(moments.norms), sum(map(_squared_norm, moments.sums)) / n**2], dtype=torch.float64)
+    values = torch.tensor(
+        [sum(moments.norms), sum(map(_squared_norm, moments.sums)) / n**2], dtype=torch.float64
+    )
     values = values.to(current_device())
     dist.all_reduce(values, group=optimizer_group(run.optimizer.megatron))
     squared, mean_squared = values.tolist()
@@ -251,7 +286,9 @@ def _facts(samples: Sequence[TrainingSample]) -> dict[str, float | None]:
     if not judged:
         return dict.fromkeys(("accuracy", "confidence", "covariance", "covariance_within_prompts"))
     R, c = np.array([j.correct for j in judged]), np.array([j.confidence for j in judged], float)
-    _, prompt, count = np.unique([j.prompt_id for j in judged], return_inverse=True, return_counts=True)
+    _, prompt, count = np.unique(
+        [j.prompt_id for j in judged], return_inverse=True, return_counts=True
+    )
     within_R, within_c = (x - (np.bincount(prompt, x) / count)[prompt] for x in (R, c))
     return {
         "accuracy": float(R.mean()),
@@ -275,12 +312,15 @@ def summary_lines(found: dict[str, Any]) -> list[str]:
         plain, fisher = conflict["plain"][ALL], conflict["fisher"][ALL]
         lines.append(
             f"{SHOWN[name]:25} accuracy against calibration: cosine {plain['cosine']:+.3f} "
-            f"(Fisher {fisher['cosine']:+.3f}), norms {plain['accuracy_norm']:.2e} and {plain['calibration_norm']:.2e}"
+            f"(Fisher {fisher['cosine']:+.3f}), norms {plain['accuracy_norm']:.2e} and "
+            f"{plain['calibration_norm']:.2e}"
         )
     for part in BASELINES:
         ratio = found["gradients"][part]["signal_to_noise"]
         shown = "needs at least two batches (--batches)" if ratio is None else f"{ratio:.2f}"
-        lines.append(f"{part.replace('_', ' '):25} signal to noise of the confidence gradient: {shown}")
+        lines.append(
+            f"{part.replace('_', ' '):25} signal to noise of the confidence gradient: {shown}"
+        )
     return lines
 
 
@@ -290,15 +330,21 @@ def draw_probe(found: dict[str, Any], path: Path) -> None:
     groups = found["layer_groups"]
     with saved_figure(path, columns=3) as (plain, fisher, noise):
         for axes, metric in ((plain, "plain"), (fisher, "fisher")):
-            for shift, (name, color) in zip((-0.27, 0.0, 0.27), zip(PAIRS, PALETTE, strict=False), strict=True):
+            for shift, (name, color) in zip(
+                (-0.27, 0.0, 0.27), zip(PAIRS, PALETTE, strict=False), strict=True
+            ):
                 values = [found["conflict"][name][metric][group]["cosine"] for group in groups]
-                axes.bar(np.arange(len(groups)) + shift, values, 0.25, color=color, label=SHOWN[name])
+                axes.bar(
+                    np.arange(len(groups)) + shift, values, 0.25, color=color, label=SHOWN[name]
+                )
             axes.axhline(0, color="#777777", lw=0.8)
             axes.set(ylim=(-1, 1), title=f"cosine, accuracy against calibration ({metric})")
             axes.set_xticks(np.arange(len(groups)), groups, rotation=45, ha="right")
         plain.legend()
         noise.bar(
-            range(2), [found["gradients"][part]["signal_to_noise"] or 0.0 for part in BASELINES], color=PALETTE[2:4]
+            range(2),
+            [found["gradients"][part]["signal_to_noise"] or 0.0 for part in BASELINES],
+            color=PALETTE[2:4],
         )
         noise.set_xticks(range(2), ["group baseline", "counterfactual"])
         noise.set_title("signal to noise of the confidence gradient")

@@ -1,7 +1,9 @@
-"""Where a run comes from: ``run.json`` and ``config.yaml`` in its directory, what a resume changes, an earlier run there.
+"""Where a run comes from: ``run.json`` and ``config.yaml`` in its directory, what a resume changes,
+an earlier run there.
 
-``run.json`` has an entry for every start and resume: time, command line, version and commit, host, libraries, device,
-model and tokenizer by their digests. A configuration that differs from ``config.yaml`` gets a dated copy beside it.
+``run.json`` has an entry for every start and resume: time, command line, version and commit, host,
+libraries, device, model and tokenizer by their digests. A configuration that differs from
+``config.yaml`` gets a dated copy beside it.
 """
 
 from __future__ import annotations
@@ -35,16 +37,39 @@ logger = logging.getLogger(__name__)
 LIBRARIES = ("torch", "megatron-core", "transformers", "vllm", "transformer-engine", "numpy")
 # What a training leaves in its directory.
 WRITTEN = (
-    *(CONFIG, RUN, "config.until-*.yaml", "metrics.jsonl", "mismatch.jsonl", WARNINGS, "samples", "evaluation"),
-    *("tensorboard", "wandb", "swanlab", "mlflow_run_id", "profile", "policy", "adapter", "checkpoints", "report.html"),
+    *(
+        CONFIG,
+        RUN,
+        "config.until-*.yaml",
+        "metrics.jsonl",
+        "mismatch.jsonl",
+        WARNINGS,
+        "samples",
+        "evaluation",
+    ),
+    *(
+        "tensorboard",
+        "wandb",
+        "swanlab",
+        "mlflow_run_id",
+        "profile",
+        "policy",
+        "adapter",
+        "checkpoints",
+        "report.html",
+    ),
 )
-METHOD = "objective.name"  # makes another run of it; what else the checkpoint belongs to, it says itself
+METHOD = (
+    "objective.name"  # makes another run of it; what else the checkpoint belongs to, it says itself
+)
 # Options that say how a run is carried out, not what it computes.
 FREE = ("run_dir", "training.resume", "training.steps", "logging.")
 
 
 def launch(config: Config, processes: int, done: int) -> dict[str, Any]:
-    """Return the entry of ``run.json`` for this start: after ``done`` steps, by as many ``processes``."""
+    """Return the entry of ``run.json`` for this start: after ``done`` steps, by as many
+    ``processes``.
+    """
     commit, dirty = source()
     return {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -63,15 +88,21 @@ def launch(config: Config, processes: int, done: int) -> dict[str, Any]:
 
 
 def source() -> tuple[str | None, bool | None]:
-    """Return the commit of the checkout that this package is in, and whether files differ from it; None outside one."""
+    """Return the commit of the checkout that this package is in, and whether files differ from it;
+    None outside one.
+    """
     package = Path(__file__).resolve().parents[1]
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(package), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+        return subprocess.run(
+            command, capture_output=True, text=True, check=True, timeout=10
+        ).stdout.strip()
 
     try:
-        if not (package.parent / ".git").exists():  # an installed package may lie in somebody else's checkout
+        if not (
+            package.parent / ".git"
+        ).exists():  # an installed package may lie in somebody else's checkout
             return None, None
         return git("rev-parse", "HEAD"), bool(git("status", "--porcelain", "--untracked-files=no"))
     except (OSError, subprocess.SubprocessError):
@@ -79,15 +110,22 @@ def source() -> tuple[str | None, bool | None]:
 
 
 def digests(model: Path) -> dict[str, str]:
-    """Return the SHA-256 of what defines the architecture and of what defines the tokenizer, as far as there are files."""
+    """Return the SHA-256 of what defines the architecture and of what defines the tokenizer, as far
+    as there are files.
+    """
     files = {"config_sha256": "config.json", "tokenizer_sha256": "tokenizer.json"}
     paths = {key: model / name for key, name in files.items()}
-    return {key: hashlib.sha256(path.read_bytes()).hexdigest() for key, path in paths.items() if path.is_file()}
+    return {
+        key: hashlib.sha256(path.read_bytes()).hexdigest()
+        for key, path in paths.items()
+        if path.is_file()
+    }
 
 
 def prepare(directory: Path, config: Config, rank: int) -> None:
-    """Check what ``directory`` holds before anything is written there: a run to continue, or one to move aside. Collective;
-    raises :class:`UserError` on every rank."""
+    """Check what ``directory`` holds before anything is written there: a run to continue, or one to
+    move aside. Collective; raises :class:`UserError` on every rank.
+    """
     refused = None
     if rank == 0:
         try:
@@ -95,7 +133,9 @@ def prepare(directory: Path, config: Config, rank: int) -> None:
                 if config.training.resume == "auto":
                     check_resume(directory, config)
             elif aside := move_aside(directory):
-                logger.warning("%s held a run without a checkpoint: it is in %s now", directory, aside)
+                logger.warning(
+                    "%s held a run without a checkpoint: it is in %s now", directory, aside
+                )
         except (UserError, OSError) as error:
             refused = str(error)
     if (refused := broadcast_object(refused)) is not None:
@@ -103,19 +143,26 @@ def prepare(directory: Path, config: Config, rank: int) -> None:
 
 
 def check_resume(directory: Path, config: Config) -> None:
-    """Raise :class:`UserError` for what the run in ``directory`` cannot change: the method, the model, its tokenizer."""
+    """Raise :class:`UserError` for what the run in ``directory`` cannot change: the method, the
+    model, its tokenizer.
+    """
     now = digests(Path(config.model.path))
     before = (read_launches(directory) or [{}])[-1].get("model", {})
-    for key, what in (("config_sha256", "another model"), ("tokenizer_sha256", "another tokenizer")):
+    for key, what in (
+        ("config_sha256", "another model"),
+        ("tokenizer_sha256", "another tokenizer"),
+    ):
         if before.get(key, now.get(key)) != now.get(key):
             raise UserError(
-                f"{directory} was started with {what}, {before.get('path')}, than model.path={config.model.path}; "
+                f"{directory} was started with {what}, {before.get('path')}, than "
+                f"model.path={config.model.path}; "
                 "name that one to resume, or another run_dir to start anew"
             )
     for name, old, new in differences(directory, config):
         if name == METHOD:
             raise UserError(
-                f"{directory} was started with {name}={old}, not {new}; keep it to resume, or change run_dir"
+                f"{directory} was started with {name}={old}, not {new}; keep it to resume, or "
+                "change run_dir"
             )
 
 
@@ -127,7 +174,9 @@ def differences(directory: Path, config: Config) -> Iterator[tuple[str, Any, Any
     try:
         old = dict(flat(OmegaConf.to_container(OmegaConf.load(path))))
     except Exception as error:  # whatever YAML's readers raise
-        raise UserError(f"{path} cannot be read ({type(error).__name__}); restore it, or remove it to resume") from None
+        raise UserError(
+            f"{path} cannot be read ({type(error).__name__}); restore it, or remove it to resume"
+        ) from None
     new = dict(flat(OmegaConf.to_container(OmegaConf.create(to_yaml(config)))))
     for name in sorted(old.keys() | new.keys()):
         if old.get(name) != new.get(name):
@@ -135,8 +184,9 @@ def differences(directory: Path, config: Config) -> Iterator[tuple[str, Any, Any
 
 
 def record_start(directory: Path, config: Config, processes: int, done: int) -> None:
-    """Write ``config.yaml`` and add to ``run.json``. Of a resumed run say what differs from before, and keep a dated copy of
-    the configuration that is replaced."""
+    """Write ``config.yaml`` and add to ``run.json``. Of a resumed run say what differs from before,
+    and keep a dated copy of the configuration that is replaced.
+    """
     entry, path = launch(config, processes, done), directory / CONFIG
     changed = list(differences(directory, config)) if done else []
     for name, old, new in changed:
@@ -146,15 +196,21 @@ def record_start(directory: Path, config: Config, processes: int, done: int) -> 
         stamp = entry["time"].replace(":", "").removesuffix("+0000")
         path.replace(directory / f"config.until-{stamp}.yaml")
     write_atomically(path, to_yaml(config))
-    write_atomically(directory / RUN, json.dumps({"launches": [*read_launches(directory), entry]}, indent=1) + "\n")
+    write_atomically(
+        directory / RUN,
+        json.dumps({"launches": [*read_launches(directory), entry]}, indent=1) + "\n",
+    )
 
 
 def move_aside(directory: Path) -> Path | None:
-    """Move what an earlier training without a checkpoint left in ``directory`` into ``directory.N``; return where, or None
-    where it has logged nothing."""
+    """Move what an earlier training without a checkpoint left in ``directory`` into
+    ``directory.N``; return where, or None where it has logged nothing.
+    """
     if not any((directory / name).exists() for name in ("metrics.jsonl", "samples", "policy")):
         return None
-    number = next(n for n in range(1, 10_000) if not directory.with_name(f"{directory.name}.{n}").exists())
+    number = next(
+        n for n in range(1, 10_000) if not directory.with_name(f"{directory.name}.{n}").exists()
+    )
     aside = directory.with_name(f"{directory.name}.{number}")
     aside.mkdir()
     for path in [path for pattern in WRITTEN for path in directory.glob(pattern)]:

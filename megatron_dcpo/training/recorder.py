@@ -1,4 +1,6 @@
-"""What a run leaves behind while it trains: ``metrics.jsonl``, samples, loggers, progress on a terminal."""
+"""What a run leaves behind while it trains: ``metrics.jsonl``, samples, loggers, progress on a
+terminal.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,12 @@ from megatron_dcpo.runtime.files import write_atomically
 from megatron_dcpo.runtime.text import parse_json
 from megatron_dcpo.runtime.watchdog import Timers
 from megatron_dcpo.training.loggers import open_loggers
-from megatron_dcpo.training.metrics import abstention_metrics, source_metrics, step_metrics, utilization
+from megatron_dcpo.training.metrics import (
+    abstention_metrics,
+    source_metrics,
+    step_metrics,
+    utilization,
+)
 from megatron_dcpo.training.mismatch import MISMATCH_EDGES, mismatch_histogram, routing_mismatch
 from megatron_dcpo.training.provenance import record_start
 from megatron_dcpo.training.updater import UpdateStatistics
@@ -43,7 +50,8 @@ SAMPLES_PER_STEP = 32  # judged responses written
 
 
 class Recorder:
-    """Writes on rank 0 only; on the other ranks every call is a no-op. Files are open inside ``with recorder.from_step(n)``.
+    """Writes on rank 0 only; on the other ranks every call is a no-op. Files are open inside ``with
+    recorder.from_step(n)``.
 
     ``decode``: token ids -> text. ``saver``: waited for before a full disk ends the run.
     """
@@ -61,7 +69,10 @@ class Recorder:
         self.directory, self.config, self.policy, self.decode = directory, config, policy, decode
         self.timers, self.saver = timers, saver
         self.writes, self.processes = topology.rank == 0, topology.world_size
-        self.metrics_path, self.mismatch_path = directory / "metrics.jsonl", directory / "mismatch.jsonl"
+        self.metrics_path, self.mismatch_path = (
+            directory / "metrics.jsonl",
+            directory / "mismatch.jsonl",
+        )
         self.sources = list(named_sources(config)) if len(config.data.sources) > 1 else []
         self.planned = planned_memory(config, topology.world_size) if self.writes else {}
         self.rows: list[dict[str, Any]] = []  # what the watchers see
@@ -71,7 +82,9 @@ class Recorder:
 
     @contextmanager
     def from_step(self, first_step: int) -> Iterator[None]:
-        """Open the records, without those of steps that will be done again. Raises :class:`UserError`."""
+        """Open the records, without those of steps that will be done again. Raises
+        :class:`UserError`.
+        """
         if not self.writes:
             yield
             return
@@ -83,10 +96,13 @@ class Recorder:
             self.rows = logged_rows(self.metrics_path)
         except OSError as refused:
             raise UserError(
-                f"cannot write in run_dir {self.directory} ({_why(refused)}); free space or change run_dir"
+                f"cannot write in run_dir {self.directory} ({_why(refused)}); free space or "
+                "change run_dir"
             ) from None
         with ExitStack() as stack:
-            self.to_loggers = stack.enter_context(open_loggers(self.directory, self.config, first_step))
+            self.to_loggers = stack.enter_context(
+                open_loggers(self.directory, self.config, first_step)
+            )
             if sys.stderr.isatty():
                 self.progress = _progress_bar(self.config.training.steps, first_step - 1)
                 stack.callback(self.progress.stop)
@@ -99,9 +115,11 @@ class Recorder:
         statistics: UpdateStatistics,
         measured: Mapping[str, float],
     ) -> None:
-        """Record one step and clear the timers. Collective. ``measured``: what the other parts counted.
+        """Record one step and clear the timers. Collective. ``measured``: what the other parts
+        counted.
 
-        Raises :class:`UserError` on every rank when the disk refuses, after the checkpoint on its way is complete.
+        Raises :class:`UserError` on every rank when the disk refuses, after the checkpoint on its
+        way is complete.
         """
         refused: str | None = None
         if self.writes:
@@ -109,10 +127,14 @@ class Recorder:
             metrics = {"step": step, **step_metrics(samples, statistics, timers), **measured}
             metrics |= utilization(self.policy, statistics["computed"], timers) | self.planned
             metrics |= source_metrics(samples, self.sources)
-            metrics |= abstention_metrics(samples, find_method(self.config.objective.name).abstention)
+            metrics |= abstention_metrics(
+                samples, find_method(self.config.objective.name).abstention
+            )
             metrics |= routing_mismatch(self.policy.arch, self.config.model.params_dtype, sums)
             # what is busy runs beside a phase
-            seconds = sum(value for phase, value in timers.seconds.items() if not phase.endswith("_busy"))
+            seconds = sum(
+                value for phase, value in timers.seconds.items() if not phase.endswith("_busy")
+            )
             metrics["time/step"] = seconds
             metrics["tokens/s/step"] = metrics["length/mean"] * len(samples) / max(seconds, 1e-9)
             try:
@@ -128,16 +150,20 @@ class Recorder:
             self.saver.wait()  # says so itself if that one was refused too
             raise UserError(
                 f"cannot write the records of step {step} in {self.directory} ({refused}); "
-                f"{last_complete(self.saver.directory)}. Free space, and continue with --resume auto"
+                f"{last_complete(self.saver.directory)}. Free space, and continue with --resume "
+                "auto"
             )
 
     def log_evaluation(self, step: int, measured: Mapping[str, float]) -> None:
-        """Record the validation of a step whose training is not recorded now: before the first one, or cut short by a
-        signal. Collective; raises as :meth:`log` does."""
+        """Record the validation of a step whose training is not recorded now: before the first one,
+        or cut short by a signal. Collective; raises as :meth:`log` does.
+        """
         refused: str | None = None
         if self.writes and measured:
             rows = logged_rows(self.metrics_path)
-            row: dict[str, Any] = rows.pop() if rows and rows[-1]["step"] == step else {"step": step}
+            row: dict[str, Any] = (
+                rows.pop() if rows and rows[-1]["step"] == step else {"step": step}
+            )
             lines = [json.dumps(json_ready(each)) + "\n" for each in (*rows, {**row, **measured})]
             try:
                 write_atomically(self.metrics_path, "".join(lines))
@@ -151,7 +177,9 @@ class Recorder:
         if held_out := evaluation_line(metrics):
             logger.info("step %d  held out: %s", step, held_out)
 
-    def _log(self, step: int, samples: Sequence[TrainingSample], metrics: Mapping[str, Any]) -> None:
+    def _log(
+        self, step: int, samples: Sequence[TrainingSample], metrics: Mapping[str, Any]
+    ) -> None:
         with self.metrics_path.open("a") as file:
             file.write(json.dumps(json_ready(metrics)) + "\n")
         self._scalars(step, metrics)
@@ -172,11 +200,23 @@ class Recorder:
             self.progress.update(self.progress.task_ids[0], completed=step, line=f"{line}  {speed}")
             return
         total, seconds = self.config.training.steps, metrics["time/step"]
-        probed = ", the gradient probe's pass included" if metrics["grad_norm/reasoning"] >= 0 else ""
+        probed = (
+            ", the gradient probe's pass included" if metrics["grad_norm/reasoning"] >= 0 else ""
+        )
         rest = seconds_left(self.rows, total - step)
         left = f"  {timedelta(seconds=round(rest))} left" if rest else ""
         loss = metrics["loss/policy"]
-        logger.info("step %d/%d  %s  loss %+.4f  %.2f s  %s%s%s", step, total, line, loss, seconds, speed, left, probed)
+        logger.info(
+            "step %d/%d  %s  loss %+.4f  %.2f s  %s%s%s",
+            step,
+            total,
+            line,
+            loss,
+            seconds,
+            speed,
+            left,
+            probed,
+        )
 
     def _write_mismatch(self, step: int, counts: Mapping[str, list[int]]) -> None:
         """Write the histogram of |engine - trainer| log-probs of the sampled tokens, per block."""
@@ -207,15 +247,21 @@ class Recorder:
                 file.write(json.dumps(json_ready(record), ensure_ascii=False) + "\n")
 
 
-def token_pieces(sample: TrainingSample, decode: Callable[[Sequence[int]], str]) -> list[tuple[str, str, float]]:
-    """Return (text, block, advantage) of the tokens of a response that follow one another and have both in common."""
+def token_pieces(
+    sample: TrainingSample, decode: Callable[[Sequence[int]], str]
+) -> list[tuple[str, str, float]]:
+    """Return (text, block, advantage) of the tokens of a response that follow one another and have
+    both in common.
+    """
     if sample.block_ids is None or sample.advantages is None:
         return []
     names = {index: block for block, index in BLOCKS.items()}
     marks = zip(sample.block_ids.tolist(), np.round(sample.advantages, 4).tolist(), strict=True)
     return [
         (decode([token for token, _ in run]), names.get(block, "other"), advantage)
-        for (block, advantage), run in groupby(zip(sample.response_ids.tolist(), marks, strict=True), key=itemgetter(1))
+        for (block, advantage), run in groupby(
+            zip(sample.response_ids.tolist(), marks, strict=True), key=itemgetter(1)
+        )
     ]
 
 
@@ -224,8 +270,9 @@ def _why(error: OSError) -> str:
 
 
 def planned_memory(config: Config, gpus: int) -> dict[str, float]:
-    """Return ``memory/planned/PHASE`` in GB on a GPU: what ``dcpo plan`` says of the fullest, beside the measured
-    ``memory/PHASE/device``."""
+    """Return ``memory/planned/PHASE`` in GB on a GPU: what ``dcpo plan`` says of the fullest,
+    beside the measured ``memory/PHASE/device``.
+    """
     if not capabilities().separate_memory:
         return {}
     plan = make_plan(config, Machine(gpus=gpus))
@@ -234,14 +281,18 @@ def planned_memory(config: Config, gpus: int) -> dict[str, float]:
 
 
 def _keep_steps_before(path: Path, first_step: int) -> None:
-    """Drop the records of steps that will be done again: a killed run has usually logged past its last checkpoint."""
+    """Drop the records of steps that will be done again: a killed run has usually logged past its
+    last checkpoint.
+    """
     if path.exists():
         kept = [row for row in logged_rows(path) if row["step"] < first_step]
         write_atomically(path, "".join(json.dumps(row) + "\n" for row in kept))
 
 
 def logged_rows(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of ``metrics.jsonl`` or ``mismatch.jsonl`` that have a step; without the line that a kill cut off."""
+    """Return the rows of ``metrics.jsonl`` or ``mismatch.jsonl`` that have a step; without the line
+    that a kill cut off.
+    """
     rows = []
     for line in path.read_text().splitlines() if path.exists() else ():
         with suppress(ValueError, KeyError, TypeError, OverflowError):
@@ -252,17 +303,28 @@ def logged_rows(path: Path) -> list[dict[str, Any]]:
 
 def evaluation_line(metrics: Mapping[str, Any]) -> str:
     """Return the accuracy and ECE of every benchmark that was validated, in words."""
-    names = [key.split("/")[1] for key in metrics if key.startswith("evaluation/") and key.endswith("/accuracy")]
+    names = [
+        key.split("/")[1]
+        for key in metrics
+        if key.startswith("evaluation/") and key.endswith("/accuracy")
+    ]
     shown = (("acc", "accuracy"), ("ECE", "ece"))
     return "; ".join(
-        f"{name} " + "  ".join(f"{label} {metrics[f'evaluation/{name}/{key}']:.3f}" for label, key in shown)
+        f"{name} "
+        + "  ".join(f"{label} {metrics[f'evaluation/{name}/{key}']:.3f}" for label, key in shown)
         for name in names
     )
 
 
 def _progress_bar(total: int, completed: int) -> Any:
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
 
     columns = (
         BarColumn(12),

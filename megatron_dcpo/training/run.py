@@ -1,4 +1,6 @@
-"""Everything a run is made of, built once and wired: the parts of ``training/loop.py`` and what they need."""
+"""Everything a run is made of, built once and wired: the parts of ``training/loop.py`` and what
+they need.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,12 @@ from megatron_dcpo.runtime.watchdog import Timers, Watchdog
 from megatron_dcpo.training.ahead import ahead_of
 from megatron_dcpo.training.checkpointer import Checkpointer
 from megatron_dcpo.training.loggers import check_loggers
-from megatron_dcpo.training.preflight import check_lengths, check_model, check_processes, check_vocabulary
+from megatron_dcpo.training.preflight import (
+    check_lengths,
+    check_model,
+    check_processes,
+    check_vocabulary,
+)
 from megatron_dcpo.training.recorder import Recorder
 from megatron_dcpo.training.sampler import Sampler
 from megatron_dcpo.training.sources import build_draw, build_judge, fingerprint_of, load_sources
@@ -48,7 +55,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Run:
-    """The parts of a training run on this rank. ``validator``: None where ``evaluation.interval`` is 0."""
+    """The parts of a training run on this rank. ``validator``: None where ``evaluation.interval``
+    is 0.
+    """
 
     config: Config
     directory: Path
@@ -96,30 +105,60 @@ def build(config: Config) -> Iterator[Run]:
     policy = build_policy(config.model, parallel, topology, training=not config.frozen)
     ledger.put("weights", sum(p.nbytes for gpt in policy.gpt for p in gpt.parameters()))
     optimizer = build_policy_optimizer(config, policy)
-    reference = build_reference(config, optimizer) if any(method.options.blocks("kl_coef")) else None
-    # The engine measures what is left of the device: what a rollout does without leaves before it starts.
+    reference = (
+        build_reference(config, optimizer) if any(method.options.blocks("kl_coef")) else None
+    )
+    # The engine measures what is left of the device: what a rollout does without leaves before it
+    # starts.
     offload = Offload(policy, optimizer.megatron, config.training.offload_optimizer_during_rollout)
     offload.offload()
     engine = build_engine(config, topology, held_out)
     saver = build_saver(config, topology)
-    weight_sync = WeightSync(policy, optimizer, engine, topology, watch, config.rollout.bucket_bytes)
+    weight_sync = WeightSync(
+        policy, optimizer, engine, topology, watch, config.rollout.bucket_bytes
+    )
     judge, draw = partial(judge, eos_ids=engine.eos_token_ids), build_draw(config, sources)
-    parts = draw, engine, judge, JUDGES, method, weight_sync.recover, topology, timers, config.rollout
-    sampler = Sampler(*parts, config.data.prompts_per_step, config.seed, config.judging.max_error_rate)
+    parts = (
+        draw,
+        engine,
+        judge,
+        JUDGES,
+        method,
+        weight_sync.recover,
+        topology,
+        timers,
+        config.rollout,
+    )
+    sampler = Sampler(
+        *parts, config.data.prompts_per_step, config.seed, config.judging.max_error_rate
+    )
     ahead = ahead_of(sampler, config.training.steps, parallel.distributed_timeout_minutes)
     probe = None
     if isinstance(optimizer, PolicyOptimizer):
         probe = partial(probe_block_gradients, policy, optimizer.megatron)
-    updater = Updater(policy, optimizer, method, reference, probe, parallel, config.rollout, config.training)
+    updater = Updater(
+        policy, optimizer, method, reference, probe, parallel, config.rollout, config.training
+    )
     data = {"prompts_per_step": config.data.prompts_per_step, "shuffle": config.data.shuffle}
     identity = {"seed": config.seed, "data": {**data, "fingerprint": fingerprint_of(sources)}}
     checkpointer = Checkpointer(
-        directory, saver, policy, optimizer, offload, engine, sampler, updater, config.training, identity
+        directory,
+        saver,
+        policy,
+        optimizer,
+        offload,
+        engine,
+        sampler,
+        updater,
+        config.training,
+        identity,
     )
     validator = None
     if held_out is not None:
         idle = ahead.complete
-        validator = Validator(held_out, sampler, idle, weight_sync, checkpointer, topology, timers, directory, config)
+        validator = Validator(
+            held_out, sampler, idle, weight_sync, checkpointer, topology, timers, directory, config
+        )
     recorder = Recorder(directory, config, policy, tokenizer.decode, topology, timers, saver)
     run = Run(
         *(config, directory, tokenizer, policy, optimizer, offload, engine, timers),
@@ -133,13 +172,19 @@ def build(config: Config) -> Iterator[Run]:
 def build_saver(config: Config, topology: Topology) -> Saver:
     """Return the writer of this rank's checkpoints."""
     training = config.training
-    asynchronous = capabilities().separate_memory if training.async_save == "auto" else training.async_save
+    asynchronous = (
+        capabilities().separate_memory if training.async_save == "auto" else training.async_save
+    )
     directory = Path(config.run_dir) / "checkpoints"
-    return Saver(directory, topology.rank, training.keep_checkpoints, asynchronous, topology.replica_group)
+    return Saver(
+        directory, topology.rank, training.keep_checkpoints, asynchronous, topology.replica_group
+    )
 
 
 def build_policy_optimizer(config: Config, policy: Policy) -> Optimizer:
-    """Return the optimizer of the policy's parameters, or of the adapter of ``model.adapter``, which is added to it."""
+    """Return the optimizer of the policy's parameters, or of the adapter of ``model.adapter``,
+    which is added to it.
+    """
     if config.model.adapter is None:
         return PolicyOptimizer(policy, config)
     optimizer = AdapterOptimizer(Adapter(policy, config.model.adapter), config)
@@ -148,8 +193,9 @@ def build_policy_optimizer(config: Config, policy: Policy) -> Optimizer:
 
 
 def build_reference(config: Config, optimizer: Optimizer) -> Reference:
-    """Return what opens the starting policy: a frozen one without its adapter, or else a second one whose parameters wait on
-    the host."""
+    """Return what opens the starting policy: a frozen one without its adapter, or else a second one
+    whose parameters wait on the host.
+    """
     if isinstance(optimizer, AdapterOptimizer):
         return partial(_opened, optimizer.adapter.policy, optimizer.adapter.inactive)
     policy = build_policy(config.model, config.parallel, optimizer.policy.topology, training=False)
@@ -163,11 +209,18 @@ def _opened(policy: Policy, opening: Any) -> Iterator[Policy]:
 
 
 def build_engine(config: Config, topology: Topology, held_out: HeldOut | None = None) -> Engine:
-    """Return the engine of this rank, with any weights: the first synchronization brings the policy's."""
-    rollout, size, vllm = config.rollout, config.rollout.tensor_model_parallel_size, dict(config.rollout.vllm)
+    """Return the engine of this rank, with any weights: the first synchronization brings the
+    policy's.
+    """
+    rollout, size, vllm = (
+        config.rollout,
+        config.rollout.tensor_model_parallel_size,
+        dict(config.rollout.vllm),
+    )
     if topology.world_size % size:
         raise UserError(
-            f"rollout.tensor_model_parallel_size={size} does not divide the {topology.world_size} process(es) started"
+            f"rollout.tensor_model_parallel_size={size} does not divide the {topology.world_size} "
+            "process(es) started"
         )
     longest = config.data.max_prompt_length + rollout.max_response_length
     if held_out:
@@ -175,15 +228,25 @@ def build_engine(config: Config, topology: Topology, held_out: HeldOut | None = 
         longest = max(longest, validated)
         if 0 < vllm.get("max_model_len", 0) < validated:
             raise UserError(
-                f"rollout.vllm.max_model_len={vllm['max_model_len']} is less than the {validated} tokens that "
-                "evaluation.benchmarks may need; raise it, leave it out, or lower evaluation.max_tokens"
+                f"rollout.vllm.max_model_len={vllm['max_model_len']} is less than the {validated} "
+                "tokens that "
+                "evaluation.benchmarks may need; raise it, leave it out, or lower "
+                "evaluation.max_tokens"
             )
-    share = math.ceil(rollout.oversample * config.data.prompts_per_step / (topology.world_size // size))
-    ours = {name: vllm.pop(name) for name in ("max_model_len", "dtype", "enable_sleep_mode") if name in vllm}
+    share = math.ceil(
+        rollout.oversample * config.data.prompts_per_step / (topology.world_size // size)
+    )
+    ours = {
+        name: vllm.pop(name)
+        for name in ("max_model_len", "dtype", "enable_sleep_mode")
+        if name in vllm
+    }
     if rollout.engine == "server":
         from megatron_dcpo.rollout.vllm_server import ServerEngine
 
-        exchange = Path(config.run_dir) / "engine_weights" if rollout.weight_transfer == "files" else None
+        exchange = (
+            Path(config.run_dir) / "engine_weights" if rollout.weight_transfer == "files" else None
+        )
         return ServerEngine(rollout.endpoint, config.model.path, exchange, rollout.max_num_seqs)
     return build_local_engine(
         rollout.engine,

@@ -1,4 +1,6 @@
-"""What a run trains on: its sources of prompts, in which order they are drawn, and which judge each has."""
+"""What a run trains on: its sources of prompts, in which order they are drawn, and which judge each
+has.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ def load_sources(config: Config, tokenizer: Any) -> list[LoadedSource]:
     for name, source in named_sources(config).items():
         verifier = verifier_of(source, judging)
         prompts: Sequence[Prompt] = load_prompts(
-            gym_path(source.path, source.options, source.size, source.seed) if is_gym(source.path) else source.path,
+            gym_path(source.path, source.options, source.size, source.seed)
+            if is_gym(source.path)
+            else source.path,
             tokenizer,
             source.template or data.template,
             data.max_prompt_length,
@@ -45,7 +49,9 @@ def load_sources(config: Config, tokenizer: Any) -> list[LoadedSource]:
         ranks = curriculum(prompts, data.order, source.path) if data.order else None
         if not reads_rows(verifier):
             prompts = [replace(prompt, row=None) for prompt in prompts] if data.order else prompts
-        loaded.append(LoadedSource(name, source.path, prompts, source.weight / whole, verifier, ranks))
+        loaded.append(
+            LoadedSource(name, source.path, prompts, source.weight / whole, verifier, ranks)
+        )
     return loaded
 
 
@@ -53,7 +59,9 @@ def build_draw(config: Config, sources: Sequence[LoadedSource]) -> Draw:
     """Return what gives the prompts at a position of the run."""
     shuffle, seed = config.data.shuffle, config.seed
     if len(sources) == 1:
-        return partial(draw_prompts, sources[0].prompts, seed=seed, shuffle=shuffle, ranks=sources[0].ranks)
+        return partial(
+            draw_prompts, sources[0].prompts, seed=seed, shuffle=shuffle, ranks=sources[0].ranks
+        )
     prompts, weights, ranks = zip(*((s.prompts, s.weight, s.ranks) for s in sources), strict=True)
     return Mixture(prompts, weights, config.data.prompts_per_step, seed, shuffle, ranks)
 
@@ -66,10 +74,15 @@ def fingerprint_of(sources: Sequence[LoadedSource]) -> str:
     return extended_fingerprint(names, [s.weight for s in sources], [s.ranks for s in sources])
 
 
-def build_judge(config: Config, sources: Sequence[LoadedSource], tokens: TokenBytes) -> Callable[..., list[Judgement]]:
-    """Return the judge of all sources, which takes ``eos_ids`` as well. Raises :class:`UserError` when programs cannot be
-    run safely here."""
-    tests = {p.ground_truth: p.tests for source in sources for p in source.prompts if p.tests is not None}
+def build_judge(
+    config: Config, sources: Sequence[LoadedSource], tokens: TokenBytes
+) -> Callable[..., list[Judgement]]:
+    """Return the judge of all sources, which takes ``eos_ids`` as well. Raises :class:`UserError`
+    when programs cannot be run safely here.
+    """
+    tests = {
+        p.ground_truth: p.tests for source in sources for p in source.prompts if p.tests is not None
+    }
     find = verifiers(config.judging, tests)
     judges: dict[str, Callable[..., list[Judgement]]] = {}
     for source in sources:
@@ -86,7 +99,10 @@ def _check_verifier(prompts: Sequence[Prompt], verifier: str, path: str) -> None
         raise UserError(f"{path}: {with_tests} programming problems; set judging.verifier=code")
     for form, names in (("choice", "choice"), ("short", "exact (or f1)")):
         if verifier == "math" and (asked := sum(prompt.form == form for prompt in prompts)):
-            raise UserError(f"{path}: {asked} questions whose answers are no mathematics; set judging.verifier={names}")
+            raise UserError(
+                f"{path}: {asked} questions whose answers are no mathematics; set "
+                f"judging.verifier={names}"
+            )
     if verifier == "code" and with_tests < len(prompts):
         raise UserError(
             f"{path}: {len(prompts) - with_tests} of {len(prompts)} problems have no tests; "

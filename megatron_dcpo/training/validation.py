@@ -1,7 +1,9 @@
-"""Validation while training: held-out problems, sampled by the run's engines with the weights of a step.
+"""Validation while training: held-out problems, sampled by the run's engines with the weights of a
+step.
 
-The run stays as it is, bit for bit: random numbers are counted, an engine forgets the prompts, nothing is trained. What was
-measured is in ``metrics.jsonl``, from where a resumed run has it; the best checkpoint and an early stop follow from it.
+The run stays as it is, bit for bit: random numbers are counted, an engine forgets the prompts,
+nothing is trained. What was measured is in ``metrics.jsonl``, from where a resumed run has it; the
+best checkpoint and an early stop follow from it.
 """
 
 from __future__ import annotations
@@ -18,7 +20,12 @@ from megatron_dcpo.evaluation.heldout import HeldOut, improves, value_of
 from megatron_dcpo.evaluation.samples import Sample, write_samples
 from megatron_dcpo.rollout import SamplingConfig
 from megatron_dcpo.runtime import signals
-from megatron_dcpo.runtime.distributed import Topology, all_gather_objects, broadcast_object, max_over_ranks
+from megatron_dcpo.runtime.distributed import (
+    Topology,
+    all_gather_objects,
+    broadcast_object,
+    max_over_ranks,
+)
 from megatron_dcpo.runtime.watchdog import Timers
 from megatron_dcpo.training.checkpointer import Checkpointer
 from megatron_dcpo.training.recorder import logged_rows
@@ -30,11 +37,11 @@ logger = logging.getLogger(__name__)
 
 
 class Validator:
-    """Measures the policy on ``held_out`` problems, when ``idle`` returns, which waits for the engine. All methods are
-    collective.
+    """Measures the policy on ``held_out`` problems, when ``idle`` returns, which waits for the
+    engine. All methods are collective.
 
-    ``measured``: ``evaluation/BENCHMARK/METRIC`` of the validations so far, by step; ``best_step``: of the checkpoint that
-    ``training.keep_best`` keeps.
+    ``measured``: ``evaluation/BENCHMARK/METRIC`` of the validations so far, by step; ``best_step``:
+    of the checkpoint that ``training.keep_best`` keeps.
     """
 
     def __init__(
@@ -50,14 +57,20 @@ class Validator:
         config: Config,
     ) -> None:
         self.held_out, self.sampler, self.engine = held_out, sampler, sampler.engine
-        self.idle, self.weight_sync, self.checkpointer, self.topology = idle, weight_sync, checkpointer, topology
+        self.idle, self.weight_sync, self.checkpointer, self.topology = (
+            idle,
+            weight_sync,
+            checkpointer,
+            topology,
+        )
         self.timers, self.directory, self.config = timers, directory, config
         self.measured: dict[int, dict[str, float]] = {}
         self.best_step: int | None = None
 
     def validate(self, step: int) -> dict[str, float]:
-        """Return ``evaluation/BENCHMARK/METRIC`` of the policy after ``step``, which the engines have; nothing where that is
-        not due, is known, or was cut short by a signal."""
+        """Return ``evaluation/BENCHMARK/METRIC`` of the policy after ``step``, which the engines
+        have; nothing where that is not due, is known, or was cut short by a signal.
+        """
         if not self._is_due(step) or step in self.measured:
             return {}
         self.idle()
@@ -73,11 +86,17 @@ class Validator:
         return self.measured[step]
 
     def restore(self, done: int) -> None:
-        """Read what a resumed run has measured up to the step ``done``, and which checkpoint is the best."""
+        """Read what a resumed run has measured up to the step ``done``, and which checkpoint is the
+        best.
+        """
         rows = logged_rows(self.directory / "metrics.jsonl") if self.topology.rank == 0 else ()
         logged: dict[int, dict[str, float]] = {}
         for row in rows:
-            values = {k: np.nan if v is None else float(v) for k, v in row.items() if k.startswith("evaluation/")}
+            values = {
+                k: np.nan if v is None else float(v)
+                for k, v in row.items()
+                if k.startswith("evaluation/")
+            }
             if values and row["step"] <= done:
                 logged[row["step"]] = values
         saver = self.checkpointer.saver
@@ -93,7 +112,9 @@ class Validator:
             self.weight_sync.push(version=step)
 
     def stop_early(self, done: int) -> bool:
-        """Return whether ``training.early_stop`` ends the run after ``done`` steps; its checkpoint is then complete."""
+        """Return whether ``training.early_stop`` ends the run after ``done`` steps; its checkpoint
+        is then complete.
+        """
         patience, word = self.config.training.early_stop, self.config.training.keep_best
         if not patience or done == self.config.training.steps:
             return False
@@ -108,9 +129,14 @@ class Validator:
         self.checkpointer.save_now(done)
         self.checkpointer.saver.wait()
         if self.topology.rank == 0:
-            than = f"{value_of(self.measured[best], word):.4g} after step {best}" if best else "an undefined value"
+            than = (
+                f"{value_of(self.measured[best], word):.4g} after step {best}"
+                if best
+                else "an undefined value"
+            )
             logger.info(
-                "stopped early after step %d, saved: %s is not better than %s in %d validations (training.early_stop)",
+                "stopped early after step %d, saved: %s is not better than %s in %d validations "
+                "(training.early_stop)",
                 *(done, word, than, since),
             )
         return True
@@ -122,7 +148,13 @@ class Validator:
     def _note_best(self, step: int) -> None:
         """Note ``step`` where it is the best of those that have, or get, a checkpoint."""
         word, before = self.config.training.keep_best, self.best_step
-        if word and step and improves(word, self.measured[step], self.measured[before] if before is not None else None):
+        if (
+            word
+            and step
+            and improves(
+                word, self.measured[step], self.measured[before] if before is not None else None
+            )
+        ):
             self.best_step = step
             value = value_of(self.measured[step], word)
             self.checkpointer.saver.best = {"iteration": step, "metric": word, "value": value}
@@ -144,7 +176,11 @@ class Validator:
         self.sampler.generate(samples, sampling, 0, step, responses, lambda finished: None)
         self.engine.forget_prompts()
         share = samples[self.topology.rank % size :: size]
-        return [responses[prompt.prompt_id, n] for prompt, n in share if (prompt.prompt_id, n) in responses]
+        return [
+            responses[prompt.prompt_id, n]
+            for prompt, n in share
+            if (prompt.prompt_id, n) in responses
+        ]
 
     def _write(self, step: int, samples: Sequence[Sample]) -> None:
         """Write ``evaluation/step_000010.jsonl``, which ``dcpo evaluate --samples`` reads."""
@@ -154,5 +190,7 @@ class Validator:
         try:
             path.parent.mkdir(exist_ok=True)
             write_samples(samples, path)
-        except OSError as refused:  # where the disk is full the records of the step end the run, on all ranks
+        except (
+            OSError
+        ) as refused:  # where the disk is full the records of the step end the run, on all ranks
             logger.warning("cannot write %s (%s)", path, refused.strerror)

@@ -1,7 +1,8 @@
-"""Watchers over the metrics: what makes a run hopeless, said once, with what to try (docs/metrics.md#warnings).
+"""Watchers over the metrics: what makes a run hopeless, said once, with what to try
+(docs/metrics.md#warnings).
 
-A watcher maps the records of the steps so far, oldest first, to a sentence, or to None. Thresholds are those at which a run
-has hardly ever recovered by itself; a healthy run comes near none of them.
+A watcher maps the records of the steps so far, oldest first, to a sentence, or to None. Thresholds
+are those at which a run has hardly ever recovered by itself; a healthy run comes near none of them.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ def all_malformed(rows: Rows) -> str | None:
     if rows[0].get("format/violation_rate", 1.0) < 0.5:
         return "no response states a valid confidence any more: the updates destroyed the policy, lower optimizer.lr"
     return (
-        "no response states a valid confidence: look at samples/ for what the policy writes; the prompt must ask for the "
+        "no response states a valid confidence: look at samples/ for what the policy writes; the "
+        "prompt must ask for the "
         "line (data.template=paper), or the policy needs a supervised warm start"
     )
 
@@ -34,7 +36,8 @@ def no_gradient(rows: Rows) -> str | None:
     if not _last(rows, "grad_norm/total", lambda norm: norm <= 1e-12):
         return None
     return (
-        "the gradient is 0: every group agrees in its rewards; take problems that are solved sometimes, a larger "
+        "the gradient is 0: every group agrees in its rewards; take problems that are solved "
+        "sometimes, a larger "
         "rollout.group_size, or rollout.filter_groups=true"
     )
 
@@ -43,7 +46,8 @@ def accuracy_zero(rows: Rows) -> str | None:
     if not _last(rows, "reward/accuracy", lambda accuracy: accuracy <= 0, 2 * STEPS):
         return None
     return (
-        "no response is right: take easier problems, raise rollout.max_response_length, and check in samples/ that right "
+        "no response is right: take easier problems, raise rollout.max_response_length, and check "
+        "in samples/ that right "
         "answers are taken for right (dcpo judge)"
     )
 
@@ -64,13 +68,16 @@ def exploding(rows: Rows) -> str | None:
 
 
 def mismatch_growing(rows: Rows) -> str | None:
-    """KL(engine || trainer) of the last ten steps above 0.01 nats a token and five times that of the first ten."""
+    """KL(engine || trainer) of the last ten steps above 0.01 nats a token and five times that of
+    the first ten.
+    """
     values = _values(rows, "engine/kl")
     first, last = values[: 2 * STEPS], values[-2 * STEPS :]
     if len(values) < 4 * STEPS or _mean(last) < max(0.01, 5 * abs(_mean(first))):
         return None
     return (
-        "engine and trainer drift apart: see mismatch.jsonl; correct for it (objective.tis_level=token), and compute both "
+        "engine and trainer drift apart: see mismatch.jsonl; correct for it "
+        "(objective.tis_level=token), and compute both "
         "in the same precision"
     )
 
@@ -79,7 +86,8 @@ def at_the_limit(rows: Rows) -> str | None:
     if not _last(rows, "length/truncated", lambda share: share >= 0.5):
         return None
     return (
-        "half of the responses are cut off at rollout.max_response_length: raise it, or the policy does not end its "
+        "half of the responses are cut off at rollout.max_response_length: raise it, or the "
+        "policy does not end its "
         "responses (is eos_token_id of the model its chat template's?)"
     )
 
@@ -87,7 +95,9 @@ def at_the_limit(rows: Rows) -> str | None:
 def entropy_collapsed(rows: Rows) -> str | None:
     """Ten steps below a hundredth of a nat, or of a fiftieth of the first ten's."""
     values = _values(rows, "entropy")
-    if len(values) < 4 * STEPS or max(values[-2 * STEPS :]) > max(0.01, _mean(values[: 2 * STEPS]) / 50):
+    if len(values) < 4 * STEPS or max(values[-2 * STEPS :]) > max(
+        0.01, _mean(values[: 2 * STEPS]) / 50
+    ):
         return None
     return "the policy has almost no entropy left: lower optimizer.lr, or add objective.entropy_coef=0.001"
 
@@ -96,7 +106,8 @@ def confidence_constant(rows: Rows) -> str | None:
     if not _last(rows, "confidence/std", lambda deviation: deviation < 0.005, 2 * STEPS):
         return None
     return (
-        "every response states the same confidence, which then says nothing of a single answer: lower optimizer.lr, or "
+        "every response states the same confidence, which then says nothing of a single answer: "
+        "lower optimizer.lr, or "
         "keep other values in reach with objective.entropy_coef_confidence=0.02"
     )
 
@@ -108,14 +119,17 @@ WATCHERS: tuple[Callable[[Rows], str | None], ...] = (
 
 
 def new_warnings(directory: Path, rows: Rows) -> list[str]:
-    """Return what has to be said after the last of ``rows``, and write it to ``warnings.jsonl``. A watcher warns once in a
-    run, across resumes too."""
+    """Return what has to be said after the last of ``rows``, and write it to ``warnings.jsonl``. A
+    watcher warns once in a run, across resumes too.
+    """
     said = {warning["watcher"] for warning in read_warnings(directory)}
     new = {w.__name__: text for w in WATCHERS if w.__name__ not in said and (text := w(rows))}
     if new:
         with (directory / WARNINGS).open("a") as file:
             for name, text in new.items():
-                file.write(json.dumps({"step": rows[-1]["step"], "watcher": name, "text": text}) + "\n")
+                file.write(
+                    json.dumps({"step": rows[-1]["step"], "watcher": name, "text": text}) + "\n"
+                )
     return list(new.values())
 
 
@@ -124,7 +138,8 @@ def too_few_problems(problems: int, per_step: int) -> str | None:
     if problems >= per_step:
         return None
     return (
-        f"{problems} problems are fewer than data.prompts_per_step={per_step}: problems come twice in a step; lower "
+        f"{problems} problems are fewer than data.prompts_per_step={per_step}: problems come "
+        "twice in a step; lower "
         "it, or add problems"
     )
 
@@ -132,7 +147,9 @@ def too_few_problems(problems: int, per_step: int) -> str | None:
 def _values(rows: Rows, name: str) -> list[float]:
     """Return the finite values of a metric, oldest first."""
     found = (row.get(name) for row in rows)
-    return [float(value) for value in found if isinstance(value, int | float) and math.isfinite(value)]
+    return [
+        float(value) for value in found if isinstance(value, int | float) and math.isfinite(value)
+    ]
 
 
 def _last(rows: Rows, name: str, holds: Callable[[float], bool], steps: int = STEPS) -> bool:

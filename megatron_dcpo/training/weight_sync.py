@@ -1,4 +1,5 @@
-"""Handing the policy's weights to the engines, and starting engines anew that failed. Collective over all ranks.
+"""Handing the policy's weights to the engines, and starting engines anew that failed. Collective
+over all ranks.
 
 The end of a run: the policy as a Hugging Face directory that any tool can load.
 """
@@ -38,7 +39,9 @@ MAX_RESTARTS = 2  # of the engines, within one rollout or one synchronization
 
 
 class WeightSync:
-    """Hands the weights of ``policy`` to this rank's ``engine``. ``optimizer``: of which an adapter is checked as well."""
+    """Hands the weights of ``policy`` to this rank's ``engine``. ``optimizer``: of which an adapter
+    is checked as well.
+    """
 
     def __init__(
         self,
@@ -54,17 +57,21 @@ class WeightSync:
         self.plan = plan_for(optimizer.exported, engine.tensor_model_parallel_size, bucket_bytes)
 
     def push(self, version: int) -> dict[str, float]:
-        """Push the policy's weights into the engines; from then on their responses carry ``version``. Collective.
+        """Push the policy's weights into the engines; from then on their responses carry
+        ``version``. Collective.
 
-        Returns ``reshard/bytes``, ``reshard/bytes_min`` (received by the rank that receives most, and the least possible)
-        and ``reshard/peak_bucket_bytes``: counted in the transport, and equal to the plan or RuntimeError. Raises
-        :class:`UserError` when a weight is not finite, and when an engine fails repeatedly; the run's checkpoints stay.
+        Returns ``reshard/bytes``, ``reshard/bytes_min`` (received by the rank that receives most,
+        and the least possible) and ``reshard/peak_bucket_bytes``: counted in the transport, and
+        equal to the plan or RuntimeError. Raises :class:`UserError` when a weight is not finite,
+        and when an engine fails repeatedly; the run's checkpoints stay.
         """
         self._check_finite(version)
         for restarts in range(MAX_RESTARTS + 1):
             traffic, failure = Traffic(), ""
             try:
-                with closing(export_buckets(self.optimizer.exported, self.plan, traffic)) as buckets:
+                with closing(
+                    export_buckets(self.optimizer.exported, self.plan, traffic)
+                ) as buckets:
                     self.engine.update_weights(buckets, version)
             except (EngineError, SynchronizationError) as error:
                 if device_failed(error):
@@ -76,10 +83,11 @@ class WeightSync:
         raise AssertionError("unreachable: the last failure raises")
 
     def recover(self, failure: str, version: int, restarts: int) -> bool:
-        """Start all engines anew and synchronize them, if one failed in generation (``failure`` on its ranks). Collective.
+        """Start all engines anew and synchronize them, if one failed in generation (``failure`` on
+        its ranks). Collective.
 
-        All together: where vLLM measures the memory that is left, it waits for every rank of the job. Returns whether one
-        failed. Raises :class:`UserError` after ``MAX_RESTARTS``.
+        All together: where vLLM measures the memory that is left, it waits for every rank of the
+        job. Returns whether one failed. Raises :class:`UserError` after ``MAX_RESTARTS``.
         """
         size = self.engine.tensor_model_parallel_size
         if size > 1:
@@ -94,22 +102,26 @@ class WeightSync:
         return True
 
     def check_plan(self) -> None:
-        """Raise :class:`UserError` when the ranks of a replica would move different bytes. Collective; once per run."""
+        """Raise :class:`UserError` when the ranks of a replica would move different bytes.
+        Collective; once per run.
+        """
         sums = all_gather_objects((self.topology.replica, self.plan.checksum))
         for replica in sorted({replica for replica, _ in sums}):
             checksums = {checksum for owner, checksum in sums if owner == replica}
             if len(checksums) > 1:
                 raise UserError(
                     f"the ranks of replica {replica} planned different weight synchronizations "
-                    f"({', '.join(sorted(checksums))}); start all of them from the same release, model directory and "
+                    f"({', '.join(sorted(checksums))}); start all of them from the same release, "
+                    "model directory and "
                     "configuration"
                 )
 
     def _join_engine_ranks(self, failure: str) -> None:
-        """Say in the job's store that this rank of a tensor-parallel engine came out of the rollout.
+        """Say in the job's store that this rank of a tensor-parallel engine came out of the
+        rollout.
 
-        Where it failed on this rank and others do not come, they wait for this one in a collective of vLLM's, which nothing
-        interrupts: the job ends on all ranks with a line that says so.
+        Where it failed on this rank and others do not come, they wait for this one in a collective
+        of vLLM's, which nothing interrupts: the job ends on all ranks with a line that says so.
         """
         rank, size = self.topology.rank, self.engine.tensor_model_parallel_size
         store = default_store()
@@ -122,8 +134,10 @@ class WeightSync:
                 return
             if time.monotonic() > deadline:
                 self.watch.abort(
-                    f"the engine of ranks {mates[0]}-{mates[-1]} failed on rank {rank} alone: {failure}; rank(s) "
-                    f"{', '.join(map(str, waiting))} cannot go on without it. --resume auto continues after the last "
+                    f"the engine of ranks {mates[0]}-{mates[-1]} failed on rank {rank} alone: "
+                    f"{failure}; rank(s) "
+                    f"{', '.join(map(str, waiting))} cannot go on without it. --resume auto "
+                    "continues after the last "
                     "checkpoint"
                 )
             time.sleep(0.2)
@@ -134,12 +148,16 @@ class WeightSync:
         if bad:
             rank, names = next(iter(bad.items()))
             raise UserError(
-                f"after step {version} {names[0]} on rank {rank} is not finite (NaN or infinity; {len(names)} tensors "
-                f"there, {len(bad)} ranks): nothing was handed to the engine; go back to the last checkpoint (--resume auto)"
+                f"after step {version} {names[0]} on rank {rank} is not finite (NaN or infinity; "
+                f"{len(names)} tensors "
+                f"there, {len(bad)} ranks): nothing was handed to the engine; go back to the last "
+                "checkpoint (--resume auto)"
             )
 
     def _gather_failures(self, failure: str, restarts: int, what: str) -> dict[int, str]:
-        """Return every failing rank with its reason; logged, and an error once ``restarts`` is used up. Collective."""
+        """Return every failing rank with its reason; logged, and an error once ``restarts`` is used
+        up. Collective.
+        """
         try:
             failures = {rank: text for rank, text in enumerate(all_gather_objects(failure)) if text}
         except RuntimeError as error:
@@ -149,18 +167,30 @@ class WeightSync:
         if not failures:
             return failures
         # The rank whose engine failed says why; the others only that one did not take its bucket.
-        reason = min(failures.items(), key=lambda item: ("weight synchronization" in item[1], item[0]))
+        reason = min(
+            failures.items(), key=lambda item: ("weight synchronization" in item[1], item[0])
+        )
         if restarts == MAX_RESTARTS:
-            raise UserError(f"the engine of rank {reason[0]} failed {restarts + 1} times with {what}: {reason[1]}")
+            raise UserError(
+                f"the engine of rank {reason[0]} failed {restarts + 1} times with {what}: "
+                f"{reason[1]}"
+            )
         if self.topology.rank == 0:
-            logger.warning("rank %d: %s; every engine starts anew and %s is repeated", *reason, what)
+            logger.warning(
+                "rank %d: %s; every engine starts anew and %s is repeated", *reason, what
+            )
         return failures
 
     def _check_traffic(self, traffic: Traffic) -> dict[str, float]:
         plan = self.plan
-        counted, planned = (traffic.received, traffic.buckets), (plan.received[self.topology.place], len(plan.buckets))
+        counted, planned = (
+            (traffic.received, traffic.buckets),
+            (plan.received[self.topology.place], len(plan.buckets)),
+        )
         if counted != planned or traffic.peak > plan.peak_bytes:
-            raise RuntimeError(f"weight synchronization moved {counted} (bytes, buckets), the plan says {planned}")
+            raise RuntimeError(
+                f"weight synchronization moved {counted} (bytes, buckets), the plan says {planned}"
+            )
         return {
             "reshard/bytes": max(plan.received),
             "reshard/bytes_min": max(plan.least),
@@ -174,8 +204,9 @@ def _rollout_done_key(rank: int) -> str:
 
 
 def export_policy(directory: Path, model: ModelConfig, optimizer: Optimizer) -> Path:
-    """Write ``directory/policy``: weights of the policy, everything else from ``model.path``. An adapter is merged into the
-    weights, and stands in ``directory/adapter`` as well. Collective."""
+    """Write ``directory/policy``: weights of the policy, everything else from ``model.path``. An
+    adapter is merged into the weights, and stands in ``directory/adapter`` as well. Collective.
+    """
     policy = optimizer.exported
     writer = policy.topology.rank == 0
     out = directory / "policy"
@@ -190,5 +221,7 @@ def export_policy(directory: Path, model: ModelConfig, optimizer: Optimizer) -> 
     if isinstance(optimizer, AdapterOptimizer):
         tensors, lora = optimizer.adapter.whole(), optimizer.adapter.config
         if writer:
-            write_adapter(directory / DIRECTORY, tensors, lora.rank, lora.alpha, lora.targets, model.path)
+            write_adapter(
+                directory / DIRECTORY, tensors, lora.rank, lora.alpha, lora.targets, model.path
+            )
     return out

@@ -1,7 +1,8 @@
-"""A decoder-only model as its Hugging Face ``config.json`` describes it: the facts that the table and the policy need.
+"""A decoder-only model as its Hugging Face ``config.json`` describes it: the facts that the table
+and the policy need.
 
-Adding an architecture: one entry in :data:`ARCHITECTURES` (what is special about it) and, where the tensor names differ
-from Llama's, rows in :mod:`megatron_dcpo.weights.table`.
+Adding an architecture: one entry in :data:`ARCHITECTURES` (what is special about it) and, where the
+tensor names differ from Llama's, rows in :mod:`megatron_dcpo.weights.table`.
 """
 
 from __future__ import annotations
@@ -29,8 +30,9 @@ class RopeScaling:
 class Architecture:
     """A decoder-only transformer in Hugging Face terms. Sizes are counts, not bytes.
 
-    With ``num_experts`` every layer has that many experts, each an MLP of width ``ffn_hidden_size``; a token goes to
-    ``experts_per_token`` of them, whose weights sum to one where they are ``normalized_experts``.
+    With ``num_experts`` every layer has that many experts, each an MLP of width
+    ``ffn_hidden_size``; a token goes to ``experts_per_token`` of them, whose weights sum to one
+    where they are ``normalized_experts``.
     """
 
     name: str
@@ -92,10 +94,13 @@ def read_architecture(model_dir: str | Path) -> Architecture:
     path = model_dir / "config.json"
     if not model_dir.is_dir():
         raise UserError(
-            f"model directory {model_dir} does not exist{places(model_dir)}; pass a Hugging Face checkpoint directory"
+            f"model directory {model_dir} does not exist{places(model_dir)}; pass a Hugging Face "
+            "checkpoint directory"
         )
     if not path.is_file():
-        raise UserError(f"{path} is missing; {model_dir} is not a Hugging Face checkpoint directory")
+        raise UserError(
+            f"{path} is missing; {model_dir} is not a Hugging Face checkpoint directory"
+        )
     return parse_architecture(read_json_object(path), str(path))
 
 
@@ -105,7 +110,9 @@ def parse_architecture(config: dict[str, Any], source: str = "config.json") -> A
     name = names[0] if isinstance(names, list) else names
     traits = ARCHITECTURES.get(str(name))
     if traits is None:
-        raise UserError(f"{source}: architecture {name} is not supported; known: {', '.join(ARCHITECTURES)}")
+        raise UserError(
+            f"{source}: architecture {name} is not supported; known: {', '.join(ARCHITECTURES)}"
+        )
     for key in _SIZES:
         value = config.get(key)
         if value is not None and not (type(value) is int and 0 < value < _ABSURD):
@@ -118,7 +125,9 @@ def parse_architecture(config: dict[str, Any], source: str = "config.json") -> A
             name=traits.name,
             num_layers=config["num_hidden_layers"],
             hidden_size=config["hidden_size"],
-            ffn_hidden_size=config["moe_intermediate_size" if traits.experts else "intermediate_size"],
+            ffn_hidden_size=config[
+                "moe_intermediate_size" if traits.experts else "intermediate_size"
+            ],
             num_attention_heads=heads,
             num_query_groups=config.get("num_key_value_heads") or heads,
             kv_channels=config.get("head_dim") or config["hidden_size"] // heads,
@@ -135,14 +144,25 @@ def parse_architecture(config: dict[str, Any], source: str = "config.json") -> A
     except KeyError as error:
         raise UserError(f"{source}: {name} needs the key {error}") from None
     except (TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise UserError(f"{source}: not the configuration of a {name} ({one_line(error, 200)})") from None
+        raise UserError(
+            f"{source}: not the configuration of a {name} ({one_line(error, 200)})"
+        ) from None
 
 
 def _experts(config: dict[str, Any], source: str) -> dict[str, Any]:
-    """Return the options of a mixture of experts in every layer; other mixtures are refused by name."""
-    for key, expected in (("decoder_sparse_step", 1), ("mlp_only_layers", []), ("n_shared_experts", 0)):
+    """Return the options of a mixture of experts in every layer; other mixtures are refused by
+    name.
+    """
+    for key, expected in (
+        ("decoder_sparse_step", 1),
+        ("mlp_only_layers", []),
+        ("n_shared_experts", 0),
+    ):
         if (config.get(key) or expected) != expected:
-            raise UserError(f"{source}: {key}={config[key]!r:.60} is not supported; every layer must be experts alone")
+            raise UserError(
+                f"{source}: {key}={config[key]!r:.60} is not supported; every layer must be "
+                "experts alone"
+            )
     # transformers 5 writes num_local_experts, the checkpoints on the hub have num_experts
     number = config["num_experts"] if "num_experts" in config else config["num_local_experts"]
     chosen = config["num_experts_per_tok"]
@@ -153,7 +173,8 @@ def _experts(config: dict[str, Any], source: str) -> dict[str, Any]:
 
 
 def _rope(config: dict[str, Any], source: str) -> tuple[float, RopeScaling | None]:
-    # transformers 5 writes rope_parameters; older checkpoints have rope_theta and rope_scaling side by side.
+    # transformers 5 writes rope_parameters; older checkpoints have rope_theta and rope_scaling side
+    # by side.
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     base = float(rope.get("rope_theta", config.get("rope_theta", 10000.0)))
     kind = rope.get("rope_type", rope.get("type", "default"))

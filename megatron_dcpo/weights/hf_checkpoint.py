@@ -18,7 +18,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.runtime.dtypes import FROM_SAFETENSORS, SAFETENSORS_CODES, dtype_bytes, name_of, torch_dtype
+from megatron_dcpo.runtime.dtypes import (
+    FROM_SAFETENSORS,
+    SAFETENSORS_CODES,
+    dtype_bytes,
+    name_of,
+    torch_dtype,
+)
 from megatron_dcpo.runtime.files import new_directory
 from megatron_dcpo.runtime.text import read_json_object
 from megatron_dcpo.weights.architecture import Architecture
@@ -34,11 +40,11 @@ _SIDE_DIRECTORIES = ("additional_chat_templates",)
 
 
 class HFReader:
-    """The tensors of a Hugging Face directory, memory-mapped: only what is used is read. A tensor that holds all experts of
-    a layer appears as the experts' own.
+    """The tensors of a Hugging Face directory, memory-mapped: only what is used is read. A tensor
+    that holds all experts of a layer appears as the experts' own.
 
-    ``specs``: shape and type of every tensor. Raises :class:`UserError` for missing, truncated or malformed files, and
-    when the index and the files disagree.
+    ``specs``: shape and type of every tensor. Raises :class:`UserError` for missing, truncated or
+    malformed files, and when the index and the files disagree.
     """
 
     def __init__(self, model_dir: str | Path) -> None:
@@ -51,7 +57,9 @@ class HFReader:
             self._add(self.model_dir / file)
         for name, file in weight_map.items():
             if name not in self._found:
-                raise UserError(f"{self.model_dir / file}: tensor {name} is missing; {INDEX} promises it")
+                raise UserError(
+                    f"{self.model_dir / file}: tensor {name} is missing; {INDEX} promises it"
+                )
 
     def _add(self, path: Path) -> None:
         if path.parent != self.model_dir or not path.is_file():
@@ -63,11 +71,17 @@ class HFReader:
                 header, get = file.get_slice(name), partial(file.get_slice, name)
                 shape, dtype = tuple(header.get_shape()), FROM_SAFETENSORS[header.get_dtype()]
                 places = expert_places(name, shape)
-                parts = {part: (place[2], shape[2]) for part, place in places.items()} or {name: shape}
+                parts = {part: (place[2], shape[2]) for part, place in places.items()} or {
+                    name: shape
+                }
                 if twice := next(filter(self.specs.__contains__, parts), None):
-                    raise UserError(f"{path}: tensor {twice} is in another file of the checkpoint as well")
+                    raise UserError(
+                        f"{path}: tensor {twice} is in another file of the checkpoint as well"
+                    )
                 self.specs |= {part: (of_part, dtype) for part, of_part in parts.items()}
-                self._files |= {part: partial(_OneExpert, get, *place) for part, place in places.items()} or {name: get}
+                self._files |= {
+                    part: partial(_OneExpert, get, *place) for part, place in places.items()
+                } or {name: get}
         except OSError as error:
             raise UserError(f"cannot read {path}: {error.strerror or error}") from None
         except SafetensorError as error:
@@ -76,7 +90,9 @@ class HFReader:
             raise UserError(f"{path}: tensor {name} has the unknown element type {error}") from None
 
     def slice(self, name: str) -> Any:
-        """Return the tensor ``name``: index it to get a view of the map. Raises :class:`UserError` when it is missing."""
+        """Return the tensor ``name``: index it to get a view of the map. Raises :class:`UserError`
+        when it is missing.
+        """
         if name not in self._files:
             raise UserError(f"{self.model_dir}: tensor {name} is missing; config.json promises it")
         return self._files[name]()
@@ -87,19 +103,26 @@ class HFReader:
         return tensor
 
     def check(self, arch: Architecture) -> None:
-        """Raise :class:`UserError` when a tensor is missing or its shape contradicts ``config.json``."""
+        """Raise :class:`UserError` when a tensor is missing or its shape contradicts
+        ``config.json``.
+        """
         for name, expected in hf_shapes(arch).items():
             if name not in self.specs:
-                raise UserError(f"{self.model_dir}: tensor {name} is missing; config.json promises it")
+                raise UserError(
+                    f"{self.model_dir}: tensor {name} is missing; config.json promises it"
+                )
             shape = self.specs[name][0]
             if shape != expected:
                 raise UserError(
-                    f"{self.model_dir}: {name} has shape {list(shape)}, config.json implies {list(expected)}"
+                    f"{self.model_dir}: {name} has shape {list(shape)}, config.json implies "
+                    f"{list(expected)}"
                 )
 
 
 class _OneExpert:
-    """``rows`` rows of one expert, of a tensor of all experts: to be indexed as a tensor of its own."""
+    """``rows`` rows of one expert, of a tensor of all experts: to be indexed as a tensor of its
+    own.
+    """
 
     def __init__(self, whole: Callable[[], Any], expert: int, first: int, rows: int) -> None:
         self.whole, self.expert, self.first, self.rows = whole(), expert, first, rows
@@ -107,7 +130,9 @@ class _OneExpert:
     def __getitem__(self, index: slice | tuple[slice, ...]) -> torch.Tensor:
         rows, *columns = index if isinstance(index, tuple) else (index,)
         start, stop, _ = rows.indices(self.rows)
-        part: torch.Tensor = self.whole[self.expert, self.first + start : self.first + stop, *columns]
+        part: torch.Tensor = self.whole[
+            self.expert, self.first + start : self.first + stop, *columns
+        ]
         return part
 
 
@@ -116,7 +141,9 @@ def read_weight_map(model_dir: Path) -> dict[str, str]:
     index = model_dir / INDEX
     if not index.is_file():
         if not (model_dir / SINGLE_FILE).is_file():
-            raise UserError(f"{model_dir} holds neither {SINGLE_FILE} nor {INDEX}; no weights to read")
+            raise UserError(
+                f"{model_dir} holds neither {SINGLE_FILE} nor {INDEX}; no weights to read"
+            )
         return {}
     weight_map = read_json_object(index).get("weight_map")
     if not isinstance(weight_map, dict):
@@ -125,27 +152,37 @@ def read_weight_map(model_dir: Path) -> dict[str, str]:
 
 
 @torch.no_grad()
-def load_into(reader: HFReader, copies: Iterable[Copy], parameters: Mapping[str, torch.Tensor]) -> None:
-    """Execute ``copies`` from the checkpoint into ``parameters``; padding rows are set to zero. Raises :class:`UserError`
-    where a weight is NaN or infinite."""
+def load_into(
+    reader: HFReader, copies: Iterable[Copy], parameters: Mapping[str, torch.Tensor]
+) -> None:
+    """Execute ``copies`` from the checkpoint into ``parameters``; padding rows are set to zero.
+    Raises :class:`UserError` where a weight is NaN or infinite.
+    """
     for name in {copy.megatron for copy in copies if copy.megatron in parameters}:
         parameters[name].zero_()
     for copy in copies:
         source = reader.slice(copy.hf)
-        values = source[copy.hf_start : copy.hf_stop] if copy.dim == 0 else source[:, copy.hf_start : copy.hf_stop]
+        values = (
+            source[copy.hf_start : copy.hf_stop]
+            if copy.dim == 0
+            else source[:, copy.hf_start : copy.hf_stop]
+        )
         loaded = parameters[copy.megatron].narrow(copy.dim, copy.start, copy.length).copy_(values)
         if not loaded.is_meta and not torch.isfinite(loaded).all():
             file = reader.model_dir / read_weight_map(reader.model_dir).get(copy.hf, SINGLE_FILE)
             kind = "NaN" if loaded.isnan().any() else "infinity"
             as_what = f"{kind} in it, as {name_of(loaded.dtype)}"
             raise UserError(
-                f"{file}: tensor {copy.hf} has {as_what}; take an intact checkpoint, or another params_dtype"
+                f"{file}: tensor {copy.hf} has {as_what}; take an intact checkpoint, or another "
+                "params_dtype"
             )
 
 
 @dataclass(frozen=True)
 class Shard:
-    """One safetensors file to be written: ``header``, then every tensor at its ``offsets`` (from the file's start)."""
+    """One safetensors file to be written: ``header``, then every tensor at its ``offsets`` (from
+    the file's start).
+    """
 
     file: str
     header: bytes
@@ -153,7 +190,8 @@ class Shard:
     nbytes: int
 
 
-# What is to be written: tensor name -> (shape, torch's name of its type), in the order of the model.
+# What is to be written: tensor name -> (shape, torch's name of its type), in the order of the
+# model.
 Specs = Mapping[str, tuple[tuple[int, ...], str]]
 
 
@@ -170,23 +208,39 @@ def assign_files(specs: Specs, max_bytes: int = SHARD_BYTES) -> dict[str, str]:
     if len(parts) == 1:
         return dict.fromkeys(parts[0], SINGLE_FILE)
     count = len(parts)
-    return {name: f"model-{i:05d}-of-{count:05d}.safetensors" for i, part in enumerate(parts, 1) for name in part}
+    return {
+        name: f"model-{i:05d}-of-{count:05d}.safetensors"
+        for i, part in enumerate(parts, 1)
+        for name in part
+    }
 
 
 def plan_shards(specs: Specs, files: Mapping[str, str]) -> list[Shard]:
-    """Return headers and offsets, in the order and the form in which the safetensors library writes them."""
+    """Return headers and offsets, in the order and the form in which the safetensors library writes
+    them.
+    """
     shards = []
     for file in dict.fromkeys(files[name] for name in specs):
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         end = 0
-        for name in sorted((n for n in specs if files[n] == file), key=lambda n: (-dtype_bytes(specs[n][1]), n)):
+        for name in sorted(
+            (n for n in specs if files[n] == file), key=lambda n: (-dtype_bytes(specs[n][1]), n)
+        ):
             start, end = end, end + _nbytes(specs[name])
             shape, dtype = specs[name]
-            header[name] = {"dtype": SAFETENSORS_CODES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+            header[name] = {
+                "dtype": SAFETENSORS_CODES[dtype],
+                "shape": list(shape),
+                "data_offsets": [start, end],
+            }
         text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
         text += b" " * (-len(text) % 8)
         data = 8 + len(text)
-        offsets = {name: data + header[name]["data_offsets"][0] for name in header if name != "__metadata__"}
+        offsets = {
+            name: data + header[name]["data_offsets"][0]
+            for name in header
+            if name != "__metadata__"
+        }
         shards.append(Shard(file, len(text).to_bytes(8, "little") + text, offsets, data + end))
     return shards
 
@@ -207,13 +261,17 @@ def write_checkpoint(
 ) -> None:
     """Write a Hugging Face directory shard by shard: ``collect`` returns the tensors of one shard.
 
-    Collective where ``collect`` is; only the ``writer`` touches the disk, under a temporary name that is renamed when
-    complete. Everything that is not weights (config, tokenizer, templates) is taken from ``source_dir``.
+    Collective where ``collect`` is; only the ``writer`` touches the disk, under a temporary name
+    that is renamed when complete. Everything that is not weights (config, tokenizer, templates) is
+    taken from ``source_dir``.
     """
     shapes, name = hf_shapes(arch), name_of(dtype)
     specs = {key: (shape, name) for key, shape in shapes.items()}
     shards = plan_shards(specs, assign_files(specs, max_bytes))
-    parts = ((shard, collect({key: shapes[key] for key in shapes if key in shard.offsets})) for shard in shards)
+    parts = (
+        (shard, collect({key: shapes[key] for key in shapes if key in shard.offsets}))
+        for shard in shards
+    )
     if not writer:
         for _ in parts:
             pass
@@ -223,15 +281,25 @@ def write_checkpoint(
             with (temporary / shard.file).open("wb") as file:
                 file.write(shard.header)
                 for key in shard.offsets:
-                    file.write(tensors[key].to(dtype).contiguous().reshape(-1).view(torch.uint8).numpy().data)
+                    file.write(
+                        tensors[key]
+                        .to(dtype)
+                        .contiguous()
+                        .reshape(-1)
+                        .view(torch.uint8)
+                        .numpy()
+                        .data
+                    )
         write_index(temporary, shards)
         copy_side_files(source_dir, temporary, name)
 
 
 @contextmanager
-def tensors_on_disk(out: Path, specs: Specs, max_bytes: int = SHARD_BYTES) -> Iterator[dict[str, torch.Tensor]]:
-    """Create the files of a checkpoint in ``out``, and every tensor mapped to its place in them, to be filled slice by
-    slice.
+def tensors_on_disk(
+    out: Path, specs: Specs, max_bytes: int = SHARD_BYTES
+) -> Iterator[dict[str, torch.Tensor]]:
+    """Create the files of a checkpoint in ``out``, and every tensor mapped to its place in them, to
+    be filled slice by slice.
 
     Raises :class:`OSError` when the disk has no room for them. On the disk when the block ends.
     """
@@ -241,11 +309,15 @@ def tensors_on_disk(out: Path, specs: Specs, max_bytes: int = SHARD_BYTES) -> It
         with (out / shard.file).open("w+b") as file:
             file.write(shard.header)
             file.flush()
-            os.posix_fallocate(file.fileno(), 0, shard.nbytes)  # writing to a map of a full disk would kill the process
+            os.posix_fallocate(
+                file.fileno(), 0, shard.nbytes
+            )  # writing to a map of a full disk would kill the process
             maps.append(mmap.mmap(file.fileno(), shard.nbytes))
         for name, offset in shard.offsets.items():
             shape, dtype = specs[name]
-            flat = torch.frombuffer(maps[-1], dtype=torch_dtype(dtype), offset=offset, count=math.prod(shape))
+            flat = torch.frombuffer(
+                maps[-1], dtype=torch_dtype(dtype), offset=offset, count=math.prod(shape)
+            )
             tensors[name] = flat.view(shape)
     yield tensors
     for mapped in maps:
@@ -263,13 +335,16 @@ def write_index(out: Path, shards: list[Shard]) -> None:
 
 
 def copy_side_files(source_dir: Path, out: Path, dtype: str | None = None) -> None:
-    """Copy what belongs to the model besides its weights (config, tokenizer, templates, remote code, licence); let
-    ``config.json`` name the ``dtype`` of the weights."""
+    """Copy what belongs to the model besides its weights (config, tokenizer, templates, remote
+    code, licence); let ``config.json`` name the ``dtype`` of the weights.
+    """
     for path in sorted(source_dir.iterdir()):
         if path.is_dir() and path.name in _SIDE_DIRECTORIES:
             shutil.copytree(path, out / path.name)
         elif path.is_file() and not (
-            path.name.startswith(".") or path.name.endswith(_WEIGHTS) or path.name in _NOT_SIDE_FILES
+            path.name.startswith(".")
+            or path.name.endswith(_WEIGHTS)
+            or path.name in _NOT_SIDE_FILES
         ):
             shutil.copyfile(path, out / path.name)
     config = read_json_object(out / "config.json")

@@ -1,4 +1,6 @@
-"""How Megatron cuts a model: the layout of a run, and the place of a rank in it. Names are Megatron's options."""
+"""How Megatron cuts a model: the layout of a run, and the place of a rank in it. Names are
+Megatron's options.
+"""
 
 from __future__ import annotations
 
@@ -40,12 +42,17 @@ class Layout:
 
     @property
     def width(self) -> int:
-        """Return how many consecutive ranks of a pipeline stage have all of it: TP, or the EP x ETP ranks of all experts."""
-        return max(self.tensor_model_parallel_size, self.expert_model_parallel_size * self.expert_tensor)
+        """Return how many consecutive ranks of a pipeline stage have all of it: TP, or the EP x ETP
+        ranks of all experts.
+        """
+        return max(
+            self.tensor_model_parallel_size, self.expert_model_parallel_size * self.expert_tensor
+        )
 
     def at(self, place: int, pipeline: int, virtual: int = 0) -> Coordinates:
-        """Return what the rank at ``place`` of those :attr:`width` has. Megatron counts tensor before expert before
-        data ranks."""
+        """Return what the rank at ``place`` of those :attr:`width` has. Megatron counts tensor
+        before expert before data ranks.
+        """
         expert = place // self.expert_tensor % self.expert_model_parallel_size
         tensor = place % self.tensor_model_parallel_size
         return Coordinates(tensor, pipeline, virtual, expert, place % self.expert_tensor)
@@ -64,8 +71,9 @@ class Layout:
 
 @dataclass(frozen=True)
 class Coordinates:
-    """Which piece of the layout: tensor rank, pipeline rank, virtual pipeline stage, rank among the experts' ranks and
-    tensor rank within an expert."""
+    """Which piece of the layout: tensor rank, pipeline rank, virtual pipeline stage, rank among the
+    experts' ranks and tensor rank within an expert.
+    """
 
     tensor: int = 0
     pipeline: int = 0

@@ -1,4 +1,6 @@
-"""A low-rank adapter on disk, in PEFT's format: ``adapter_config.json`` and ``adapter_model.safetensors``."""
+"""A low-rank adapter on disk, in PEFT's format: ``adapter_config.json`` and
+``adapter_model.safetensors``.
+"""
 
 from __future__ import annotations
 
@@ -35,10 +37,16 @@ class LowRank:
 
 
 def write_adapter(
-    directory: Path, tensors: Mapping[str, Tensor], rank: int, alpha: float, targets: Sequence[str], base: str
+    directory: Path,
+    tensors: Mapping[str, Tensor],
+    rank: int,
+    alpha: float,
+    targets: Sequence[str],
+    base: str,
 ) -> None:
-    """Write ``tensors`` (``model.layers.0.self_attn.q_proj.lora_A.weight`` [rank, in], ``...lora_B.weight`` [out, rank]) to
-    ``directory``, for the model ``base``."""
+    """Write ``tensors`` (``model.layers.0.self_attn.q_proj.lora_A.weight`` [rank, in],
+    ``...lora_B.weight`` [out, rank]) to ``directory``, for the model ``base``.
+    """
     peft: dict[str, Any] = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

@@ -1,9 +1,10 @@
-"""The copy planner: table + parallel layout -> the slice copies of one rank. Pure: no tensors, no collectives.
+"""The copy planner: table + parallel layout -> the slice copies of one rank. Pure: no tensors, no
+collectives.
 
-Every Megatron parameter is cut along one dimension, and so is every Hugging Face tensor in it; a plan is therefore a
-list of interval pairs along that dimension. Import runs the pairs from Hugging Face to Megatron, export and
-resharding run the same pairs the other way.
-:class:`WeightSlice` is the form in which weights leave the policy.
+Every Megatron parameter is cut along one dimension, and so is every Hugging Face tensor in it; a
+plan is therefore a list of interval pairs along that dimension. Import runs the pairs from Hugging
+Face to Megatron, export and resharding run the same pairs the other way. :class:`WeightSlice` is
+the form in which weights leave the policy.
 """
 
 from __future__ import annotations
@@ -37,10 +38,11 @@ from megatron_dcpo.weights.table import (
 
 @dataclass(frozen=True)
 class Copy:
-    """Along ``dim``: Hugging Face ``hf[hf_start:hf_stop]`` is Megatron ``megatron[start:start + hf_stop - hf_start]``.
+    """Along ``dim``: Hugging Face ``hf[hf_start:hf_stop]`` is Megatron ``megatron[start:start +
+    hf_stop - hf_start]``.
 
-    ``primary`` marks one owner among the ranks that hold the same values (replicated tensors, tied embeddings):
-    export sends primary copies only, import fills all.
+    ``primary`` marks one owner among the ranks that hold the same values (replicated tensors, tied
+    embeddings): export sends primary copies only, import fills all.
     """
 
     hf: str
@@ -57,14 +59,19 @@ class Copy:
 
 
 def padded_vocab_size(arch: Architecture, layout: Layout) -> int:
-    """Return the vocabulary rows of the embedding after padding: a multiple of ``make_vocab_size_divisible_by`` x TP."""
+    """Return the vocabulary rows of the embedding after padding: a multiple of
+    ``make_vocab_size_divisible_by`` x TP.
+    """
     multiple = layout.make_vocab_size_divisible_by * layout.tensor_model_parallel_size
     return -(-arch.vocab_size // multiple) * multiple
 
 
-def check_options(arch: Architecture, layout: Layout, model: ModelConfig, parallel: ParallelConfig) -> None:
-    """Raise :class:`UserError` when the units of a uniform recomputation do not divide a model chunk, and for options that
-    are not right with experts."""
+def check_options(
+    arch: Architecture, layout: Layout, model: ModelConfig, parallel: ParallelConfig
+) -> None:
+    """Raise :class:`UserError` when the units of a uniform recomputation do not divide a model
+    chunk, and for options that are not right with experts.
+    """
     for refused, why in (
         (model.adapter is not None, "model.adapter has no factors for experts; remove it"),
         (
@@ -89,7 +96,8 @@ def check_options(arch: Architecture, layout: Layout, model: ModelConfig, parall
     for layers in map(len, chunk_layers(arch.num_layers, layout)):
         if parallel.recompute_method == "uniform" and layers % unit:
             raise UserError(
-                f"parallel.megatron.recompute_num_layers={unit} does not divide the {layers} layers of a pipeline stage's "
+                f"parallel.megatron.recompute_num_layers={unit} does not divide the {layers} "
+                "layers of a pipeline stage's "
                 "chunk; choose a divisor, or parallel.megatron.recompute_method=block"
             )
 
@@ -105,35 +113,48 @@ def check_layout(arch: Architecture, layout: Layout) -> None:
     ):
         if size % tp and not (what == "ffn_hidden_size" and layout.expert_tensor == 1):
             raise UserError(
-                f"parallel.tensor_model_parallel_size={tp} does not divide the model's {size} {what}; "
+                f"parallel.tensor_model_parallel_size={tp} does not divide the model's {size} "
+                f"{what}; "
                 f"choose a divisor of {size}"
             )
     chunk_layers(arch.num_layers, layout)
     if layout.virtual_pipeline_model_parallel_size > 1 and pp == 1:
-        raise UserError("parallel.megatron.virtual_pipeline_model_parallel_size needs pipeline_model_parallel_size > 1")
+        raise UserError(
+            "parallel.megatron.virtual_pipeline_model_parallel_size needs "
+            "pipeline_model_parallel_size > 1"
+        )
 
 
 def _check_experts(arch: Architecture, layout: Layout) -> None:
-    tp, ep, etp = layout.tensor_model_parallel_size, layout.expert_model_parallel_size, layout.expert_tensor
+    tp, ep, etp = (
+        layout.tensor_model_parallel_size,
+        layout.expert_model_parallel_size,
+        layout.expert_tensor,
+    )
     named = f"parallel.expert_model_parallel_size={ep}"
     for refused, why in (
         (
             not arch.num_experts and (ep > 1 or layout.expert_tensor_parallel_size is not None),
-            "parallel.expert_model_parallel_size and expert_tensor_parallel_size are for mixtures of experts; "
+            "parallel.expert_model_parallel_size and expert_tensor_parallel_size are for mixtures "
+            "of experts; "
             f"{arch.name} has no experts",
         ),
         (
             arch.num_experts % ep > 0,
-            f"{named} does not divide the model's {arch.num_experts} experts; choose a divisor of {arch.num_experts}",
+            f"{named} does not divide the model's {arch.num_experts} experts; choose a divisor of "
+            f"{arch.num_experts}",
         ),
         (
-            etp not in (1, tp) or (ep == 1 and etp != tp),  # the latter: Megatron's gradients of the experts are wrong
-            f"parallel.expert_tensor_parallel_size={etp} must be parallel.tensor_model_parallel_size={tp} or, with "
+            etp not in (1, tp)
+            or (ep == 1 and etp != tp),  # the latter: Megatron's gradients of the experts are wrong
+            f"parallel.expert_tensor_parallel_size={etp} must be "
+            f"parallel.tensor_model_parallel_size={tp} or, with "
             "parallel.expert_model_parallel_size > 1, be 1",
         ),
         (
             max(tp, ep * etp) % min(tp, ep * etp) > 0,
-            f"{named} x expert_tensor_parallel_size={etp} and parallel.tensor_model_parallel_size={tp}: one must divide "
+            f"{named} x expert_tensor_parallel_size={etp} and "
+            f"parallel.tensor_model_parallel_size={tp}: one must divide "
             "the other",
         ),
     ):
@@ -145,7 +166,10 @@ def _check_experts(arch: Architecture, layout: Layout) -> None:
 def plan(arch: Architecture, layout: Layout, at: Coordinates) -> tuple[Copy, ...]:
     """Return all copies of the model chunk at ``at``, in parameter order. Deterministic; cached."""
     check_layout(arch, layout)
-    dense, expert = (layout.tensor_model_parallel_size, at.tensor), (layout.expert_tensor, at.expert_tensor)
+    dense, expert = (
+        (layout.tensor_model_parallel_size, at.tensor),
+        (layout.expert_tensor, at.expert_tensor),
+    )
     return tuple(
         copy
         for row, primary, of_expert in _chunk_rows(arch, layout, at)
@@ -153,10 +177,16 @@ def plan(arch: Architecture, layout: Layout, at: Coordinates) -> tuple[Copy, ...
     )
 
 
-def sharded_dimensions(arch: Architecture, layout: Layout, at: Coordinates) -> dict[str, int | None]:
-    """Return, for every parameter of the chunk, the dimension split over tensor-parallel ranks; ``None``: replicated."""
+def sharded_dimensions(
+    arch: Architecture, layout: Layout, at: Coordinates
+) -> dict[str, int | None]:
+    """Return, for every parameter of the chunk, the dimension split over tensor-parallel ranks;
+    ``None``: replicated.
+    """
     dims = {"replicated": None, "row": 1}
-    return {row.megatron: dims.get(row.interleaving, 0) for row, *_ in _chunk_rows(arch, layout, at)}
+    return {
+        row.megatron: dims.get(row.interleaving, 0) for row, *_ in _chunk_rows(arch, layout, at)
+    }
 
 
 def interleavings(arch: Architecture, layout: Layout, at: Coordinates) -> dict[str, Interleaving]:
@@ -165,14 +195,18 @@ def interleavings(arch: Architecture, layout: Layout, at: Coordinates) -> dict[s
 
 
 def checksum(copies: tuple[Copy, ...]) -> str:
-    """Return a short fingerprint of a plan: equal on all ranks that should agree, and across releases that move bytes
-    alike."""
+    """Return a short fingerprint of a plan: equal on all ranks that should agree, and across
+    releases that move bytes alike.
+    """
     return hashlib.sha256(repr(copies).encode()).hexdigest()[:16]
 
 
-def _chunk_rows(arch: Architecture, layout: Layout, at: Coordinates) -> Iterator[tuple[Row, bool, bool]]:
-    """Yield the rows of one model chunk with the global numbers filled in on the Hugging Face side; whether they are
-    primary, and an expert's."""
+def _chunk_rows(
+    arch: Architecture, layout: Layout, at: Coordinates
+) -> Iterator[tuple[Row, bool, bool]]:
+    """Yield the rows of one model chunk with the global numbers filled in on the Hugging Face side;
+    whether they are primary, and an expert's.
+    """
     pp, vp = layout.pipeline_model_parallel_size, layout.virtual_pipeline_model_parallel_size
     first, last = at.pipeline == at.virtual == 0, at.pipeline == pp - 1 and at.virtual == vp - 1
     layers = chunk_layers(arch.num_layers, layout)[at.virtual * pp + at.pipeline]
@@ -189,12 +223,18 @@ def _chunk_rows(arch: Architecture, layout: Layout, at: Coordinates) -> Iterator
                 yield named.at(local, index, layer, expert), True, row.of_expert
     if last:
         yield FINAL_NORM_ROW, True, False
-        if not (arch.tied_embeddings and first):  # tied and on the embedding's own stage: Megatron shares the tensor
+        if not (
+            arch.tied_embeddings and first
+        ):  # tied and on the embedding's own stage: Megatron shares the tensor
             yield output_row(arch), not arch.tied_embeddings, False
 
 
-def _copies(arch: Architecture, layout: Layout, tp: int, rank: int, row: Row, primary: bool) -> Iterator[Copy]:
-    """Yield the copies of a row of the table. ``tp``, ``rank``: of the ranks that cut this row's tensors."""
+def _copies(
+    arch: Architecture, layout: Layout, tp: int, rank: int, row: Row, primary: bool
+) -> Iterator[Copy]:
+    """Yield the copies of a row of the table. ``tp``, ``rank``: of the ranks that cut this row's
+    tensors.
+    """
     shapes = hf_shapes(arch)
     if row.interleaving == "replicated":
         yield Copy(row.hf[0], 0, shapes[row.hf[0]][0], row.megatron, 0, 0, primary and rank == 0)
@@ -217,19 +257,27 @@ def _copies(arch: Architecture, layout: Layout, tp: int, rank: int, row: Row, pr
 
 
 def _qkv_copies(arch: Architecture, tp: int, rank: int, row: Row, primary: bool) -> Iterator[Copy]:
-    """Query group g holds ``heads/groups`` query heads, one key head, one value head, in that order."""
+    """Query group g holds ``heads/groups`` query heads, one key head, one value head, in that
+    order.
+    """
     d = arch.kv_channels
     queries = arch.num_attention_heads // arch.num_query_groups * d
     groups = arch.num_query_groups // tp
     for local in range(groups):
         group, start = rank * groups + local, local * (queries + 2 * d)
-        for name, size, offset in zip(row.hf, (queries, d, d), (0, queries, queries + d), strict=True):
-            yield Copy(name, group * size, (group + 1) * size, row.megatron, start + offset, 0, primary)
+        for name, size, offset in zip(
+            row.hf, (queries, d, d), (0, queries, queries + d), strict=True
+        ):
+            yield Copy(
+                name, group * size, (group + 1) * size, row.megatron, start + offset, 0, primary
+            )
 
 
 @dataclass(frozen=True)
 class WeightSlice:
-    """``values`` are rows (dim 0) or columns (dim 1) ``start : start + values.shape[dim]`` of tensor ``name``."""
+    """``values`` are rows (dim 0) or columns (dim 1) ``start : start + values.shape[dim]`` of
+    tensor ``name``.
+    """
 
     name: str
     dim: int
@@ -238,4 +286,6 @@ class WeightSlice:
 
     def write_into(self, tensor: Tensor) -> None:
         """Copy the slice to its place in the full ``tensor``."""
-        tensor.detach().narrow(self.dim, self.start, self.values.shape[self.dim]).copy_(self.values.detach())
+        tensor.detach().narrow(self.dim, self.start, self.values.shape[self.dim]).copy_(
+            self.values.detach()
+        )

@@ -1,8 +1,10 @@
-"""Export direction: the policy's shards, on whichever rank of the TP x PP grid, handed on as Hugging Face slices.
+"""Export direction: the policy's shards, on whichever rank of the TP x PP grid, handed on as
+Hugging Face slices.
 
-The transport of :mod:`megatron_dcpo.weights.reshard_plan`. Every rank of a replica walks the same buckets: it puts
-together what it holds, receives the rest in flat messages, hands the bucket on, and acknowledges it to all others before
-the buffers are used again. The plan is computed on every rank alike, so no metadata is sent.
+The transport of :mod:`megatron_dcpo.weights.reshard_plan`. Every rank of a replica walks the same
+buckets: it puts together what it holds, receives the rest in flat messages, hands the bucket on,
+and acknowledges it to all others before the buffers are used again. The plan is computed on every
+rank alike, so no metadata is sent.
 """
 
 from __future__ import annotations
@@ -23,7 +25,13 @@ from megatron_dcpo.runtime.host_memory import ledger
 from megatron_dcpo.weights.architecture import Architecture
 from megatron_dcpo.weights.layout import Layout
 from megatron_dcpo.weights.planner import Copy, WeightSlice
-from megatron_dcpo.weights.reshard_plan import BUCKET_BYTES, BucketEntry, Message, ReshardPlan, reshard_plan
+from megatron_dcpo.weights.reshard_plan import (
+    BUCKET_BYTES,
+    BucketEntry,
+    Message,
+    ReshardPlan,
+    reshard_plan,
+)
 from megatron_dcpo.weights.table import hf_shapes
 
 
@@ -39,13 +47,19 @@ class Shards(Protocol):
     @property
     def copies(self) -> tuple[tuple[Copy, ...], ...]: ...
     @property
-    def merged(self) -> tuple[str, ...]: ...  # tensors that are exported with an addition, on any rank
-    def addition(self, name: str, dim: int, start: int, stop: int) -> Tensor: ...  # fp32, of a tensor this rank holds
+    def merged(
+        self,
+    ) -> tuple[str, ...]: ...  # tensors that are exported with an addition, on any rank
+    def addition(
+        self, name: str, dim: int, start: int, stop: int
+    ) -> Tensor: ...  # fp32, of a tensor this rank holds
     def parameters(self, chunk: int) -> dict[str, Tensor]: ...
 
 
 class SynchronizationError(RuntimeError):
-    """A rank did not take a bucket: it ended, or its engine refused. Every rank of the replica raises it."""
+    """A rank did not take a bucket: it ended, or its engine refused. Every rank of the replica
+    raises it.
+    """
 
 
 @dataclass
@@ -82,12 +96,12 @@ def plan_for(
 def export_buckets(
     policy: Shards, plan: ReshardPlan, traffic: Traffic | None = None
 ) -> Generator[list[WeightSlice], None, None]:
-    """Yield the slices this rank's engine keeps, bucket by bucket; large ones come in several parts, one after the other.
-    Collective over the replica.
+    """Yield the slices this rank's engine keeps, bucket by bucket; large ones come in several
+    parts, one after the other. Collective over the replica.
 
-    A bucket's values are valid until the next one is asked for. Close the generator when a bucket cannot be taken (as
-    ``contextlib.closing`` does): the other ranks then stop as well. Raises :class:`SynchronizationError` when another
-    rank did, or does not answer.
+    A bucket's values are valid until the next one is asked for. Close the generator when a bucket
+    cannot be taken (as ``contextlib.closing`` does): the other ranks then stop as well. Raises
+    :class:`SynchronizationError` when another rank did, or does not answer.
     """
     local, traffic = _Local(policy), traffic if traffic is not None else Traffic()
     dtype, device = local.dtype, current_device()
@@ -99,10 +113,16 @@ def export_buckets(
 
 
 def _export(
-    policy: Shards, plan: ReshardPlan, traffic: Traffic, local: _Local, assembly_buffer: Tensor, recv_buffer: Tensor
+    policy: Shards,
+    plan: ReshardPlan,
+    traffic: Traffic,
+    local: _Local,
+    assembly_buffer: Tensor,
+    recv_buffer: Tensor,
 ) -> Generator[list[WeightSlice], None, None]:
     progress = BucketBarrier("reshard", policy.topology.model_group)
-    # NCCL makes a group's communicator at its first call, which has to be one of all its ranks; a message is of some.
+    # NCCL makes a group's communicator at its first call, which has to be one of all its ranks; a
+    # message is of some.
     if refused := progress.acknowledge(0, True):
         raise SynchronizationError(f"weight synchronization: {refused}")
     for number, bucket in enumerate(plan.buckets, 1):
@@ -112,7 +132,9 @@ def _export(
             for message in bucket.messages:
                 traffic.received += _exchange(policy, local, message, targets, recv_buffer)
         except RuntimeError as error:
-            raise SynchronizationError(f"{where}: {progress.who_is_behind(number)} ({one_line(error, 200)})") from error
+            raise SynchronizationError(
+                f"{where}: {progress.who_is_behind(number)} ({one_line(error, 200)})"
+            ) from error
         accepted = False
         try:
             yield [targets[entry.hf] for entry in bucket.entries]
@@ -127,14 +149,17 @@ def _export(
 def export_slices(
     policy: Shards, names: tuple[str, ...] | None = None, bucket_bytes: int = BUCKET_BYTES
 ) -> Iterator[WeightSlice]:
-    """Yield the whole tensors named in ``names`` (default: all), large ones in several parts, on every rank of the replica.
-    Collective over the replica."""
+    """Yield the whole tensors named in ``names`` (default: all), large ones in several parts, on
+    every rank of the replica. Collective over the replica.
+    """
     for bucket in export_buckets(policy, plan_for(policy, 1, bucket_bytes, names)):
         yield from bucket
 
 
 def gather_full(policy: Shards, shapes: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
-    """Return the full tensors named in ``shapes``, on every rank of the replica, on the CPU. Collective."""
+    """Return the full tensors named in ``shapes``, on every rank of the replica, on the CPU.
+    Collective.
+    """
     dtype = next(iter(policy.parameters(0).values())).dtype
     full = {name: torch.empty(shape, dtype=dtype) for name, shape in shapes.items()}
     for slice_ in export_slices(policy, tuple(full)):
@@ -143,13 +168,21 @@ def gather_full(policy: Shards, shapes: dict[str, tuple[int, ...]]) -> dict[str,
 
 
 def not_finite(policy: Shards) -> list[str]:
-    """Return the names of this rank's tensors that hold a NaN or an infinity. Reads every parameter once, copies nothing."""
+    """Return the names of this rank's tensors that hold a NaN or an infinity. Reads every parameter
+    once, copies nothing.
+    """
     broken = []
     for chunk, copies in enumerate(policy.copies):
         for name, parameter in policy.parameters(chunk).items():
-            # A sum is finite when all its terms are, unless it overflows; only then is every number looked at.
-            if not torch.isfinite(parameter.sum(dtype=torch.float32)) and not torch.isfinite(parameter).all():
-                broken += [c.hf for c in copies if c.megatron == name and not _finite_slice(parameter, c)]
+            # A sum is finite when all its terms are, unless it overflows; only then is every number
+            # looked at.
+            if (
+                not torch.isfinite(parameter.sum(dtype=torch.float32))
+                and not torch.isfinite(parameter).all()
+            ):
+                broken += [
+                    c.hf for c in copies if c.megatron == name and not _finite_slice(parameter, c)
+                ]
     return sorted(set(broken))
 
 
@@ -171,9 +204,12 @@ class _Local:
                 self._held.setdefault(copy.hf, []).append((copy, parameters[copy.megatron]))
         self.dtype = next(iter(policy.parameters(0).values())).dtype
 
-    def targets(self, entries: Sequence[BucketEntry], assembly_buffer: Tensor) -> dict[str, WeightSlice]:
-        """Return where the slices of a bucket are or will be: the parameter itself where it has all of one, else a part of
-        ``assembly_buffer``, filled with what this rank holds."""
+    def targets(
+        self, entries: Sequence[BucketEntry], assembly_buffer: Tensor
+    ) -> dict[str, WeightSlice]:
+        """Return where the slices of a bucket are or will be: the parameter itself where it has all
+        of one, else a part of ``assembly_buffer``, filled with what this rank holds.
+        """
         targets, used = {}, 0
         for entry in entries:
             name, (dim, start, stop) = entry.hf, entry.slices[self.rank]
@@ -187,11 +223,18 @@ class _Local:
         return targets
 
     def fill(self, values: Tensor, name: str, start: int) -> None:
-        """Copy what is held of ``name`` into ``values``, which begins at index ``start`` of its cut dimension."""
+        """Copy what is held of ``name`` into ``values``, which begins at index ``start`` of its cut
+        dimension.
+        """
         for copy, parameter in self._held.get(name, ()):
-            first, last = max(start, copy.hf_start), min(start + values.shape[copy.dim], copy.hf_stop)
+            first, last = (
+                max(start, copy.hf_start),
+                min(start + values.shape[copy.dim], copy.hf_stop),
+            )
             if first < last:
-                source = parameter.narrow(copy.dim, copy.start + first - copy.hf_start, last - first)
+                source = parameter.narrow(
+                    copy.dim, copy.start + first - copy.hf_start, last - first
+                )
                 if name in self.policy.merged:
                     source = self.policy.addition(name, copy.dim, first, last).add_(source)
                 values.narrow(copy.dim, first - start, last - first).copy_(source)
@@ -210,14 +253,20 @@ def _sliced(shape: Sequence[int], dim: int, length: int) -> tuple[int, ...]:
 
 
 def _exchange(
-    policy: Shards, local: _Local, message: Message, targets: dict[str, WeightSlice], recv_buffer: Tensor
+    policy: Shards,
+    local: _Local,
+    message: Message,
+    targets: dict[str, WeightSlice],
+    recv_buffer: Tensor,
 ) -> int:
     """Send or receive one message; returns the bytes this rank received."""
     if local.rank != message.owner and local.rank not in message.readers:
         return 0
     group, flat = policy.topology.model_group, recv_buffer[: message.numel]
     shapes = [_sliced(local.shapes[op.hf], op.dim, op.stop - op.start) for op in message.ops]
-    views = [v.view(s) for v, s in zip(flat.split([op.numel for op in message.ops]), shapes, strict=True)]
+    views = [
+        v.view(s) for v, s in zip(flat.split([op.numel for op in message.ops]), shapes, strict=True)
+    ]
     sends = local.rank == message.owner
     if sends:
         for op, view in zip(message.ops, views, strict=True):
@@ -226,7 +275,9 @@ def _exchange(
         dist.broadcast(flat, group=group, group_src=message.owner)
     else:  # as a batch, in the group's own communicator: NCCL would make one more for every pair
         way, others = (dist.isend, message.readers) if sends else (dist.irecv, (message.owner,))
-        for work in dist.batch_isend_irecv([dist.P2POp(way, flat, group=group, group_peer=rank) for rank in others]):
+        for work in dist.batch_isend_irecv(
+            [dist.P2POp(way, flat, group=group, group_peer=rank) for rank in others]
+        ):
             work.wait()
     if sends:
         return 0

@@ -1,9 +1,11 @@
-"""The plan of a weight synchronization: which bytes go from which trainer rank to which, bucket by bucket. Pure.
+"""The plan of a weight synchronization: which bytes go from which trainer rank to which, bucket by
+bucket. Pure.
 
-Every engine rank gets, of every Hugging Face tensor, the slice it keeps by vLLM's rule for dense models (the whole tensor
-with an engine of one rank). What it holds already as a trainer rank is not sent; the rest is sent once, by its owner,
-so the bytes a rank receives are the least possible. Two passes: per tensor the list of :class:`TransferOp`, then the
-operations packed into buckets; a tensor that is larger than a bucket is cut into several entries.
+Every engine rank gets, of every Hugging Face tensor, the slice it keeps by vLLM's rule for dense
+models (the whole tensor with an engine of one rank). What it holds already as a trainer rank is not
+sent; the rest is sent once, by its owner, so the bytes a rank receives are the least possible. Two
+passes: per tensor the list of :class:`TransferOp`, then the operations packed into buckets; a
+tensor that is larger than a bucket is cut into several entries.
 """
 
 from __future__ import annotations
@@ -23,14 +25,17 @@ from megatron_dcpo.weights.table import engine_cuts, hf_shapes
 
 BUCKET_BYTES = 512 * 2**20
 Slice = tuple[int, int, int]  # dimension, start, stop
-MESSAGE_SHARE = 8  # of a bucket, one part in so many is for the message on its way, the rest for what has arrived
+# of a bucket, one part in so many is for the message on its way, the rest for what has arrived
+MESSAGE_SHARE = 8
 
 
 @dataclass(frozen=True)
 class TransferOp:
-    """``hf[start:stop]`` along ``dim``, the ranks of the replica that hold it (the owner first) and those that need it.
+    """``hf[start:stop]`` along ``dim``, the ranks of the replica that hold it (the owner first) and
+    those that need it.
 
-    ``interleaved``: Megatron keeps it in several places (query groups), so a holder has to put it together as well.
+    ``interleaved``: Megatron keeps it in several places (query groups), so a holder has to put it
+    together as well.
     """
 
     hf: str
@@ -54,7 +59,9 @@ class TransferOp:
 
 @dataclass(frozen=True)
 class Message:
-    """Operations whose values are sent flat, one after the other, from ``owner`` to ``readers`` (ranks of the replica)."""
+    """Operations whose values are sent flat, one after the other, from ``owner`` to ``readers``
+    (ranks of the replica).
+    """
 
     owner: int
     readers: tuple[int, ...]
@@ -75,8 +82,9 @@ class BucketEntry:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Entries handed to the engine in one call, of every tensor at most one; and the messages that bring what a rank
-    lacks of them."""
+    """Entries handed to the engine in one call, of every tensor at most one; and the messages that
+    bring what a rank lacks of them.
+    """
 
     entries: tuple[BucketEntry, ...]
     messages: tuple[Message, ...]
@@ -89,11 +97,12 @@ _Planned = tuple[BucketEntry, list[TransferOp]]
 
 @dataclass(frozen=True)
 class ReshardPlan:
-    """What one synchronization moves within a replica. Bytes; tuples are indexed by the rank within the replica.
+    """What one synchronization moves within a replica. Bytes; tuples are indexed by the rank within
+    the replica.
 
-    ``received``: by the messages; ``least``: what a rank needs less what it holds, computed apart from them;
-    ``least_whole``: the same if every rank were given whole tensors. ``assembled``: the largest buffer in which a rank
-    puts slices together; ``message``: the largest message.
+    ``received``: by the messages; ``least``: what a rank needs less what it holds, computed apart
+    from them; ``least_whole``: the same if every rank were given whole tensors. ``assembled``: the
+    largest buffer in which a rank puts slices together; ``message``: the largest message.
     """
 
     bucket_bytes: int
@@ -130,24 +139,30 @@ def reshard_plan(
     replica: int = 0,
     merged: tuple[str, ...] = (),
 ) -> ReshardPlan:
-    """Plan the synchronization of ``arch`` from ``layout`` into engines on the same ranks. Deterministic; cached.
+    """Plan the synchronization of ``arch`` from ``layout`` into engines on the same ranks.
+    Deterministic; cached.
 
     Args:
-        replicas, replica: data-parallel replicas of the trainer and the one in question; each synchronizes within
+        replicas, replica: data-parallel replicas of the trainer and the one in question; each
+        synchronizes within
             itself. Engines are blocks of consecutive ranks, whatever replica these belong to.
         bucket_bytes: bound of the extra memory of a rank, the message on its way included.
         itemsize: bytes per number of the trainer's parameters.
         only: these tensors (export of one file); all by default.
-        merged: tensors to which something is added on the way, so that no parameter is handed on as it is.
+        merged: tensors to which something is added on the way, so that no parameter is handed on as
+        it is.
 
-    Raises :class:`UserError` when the engine's tensor-parallel size does not divide the model, and when a bucket cannot
-    even hold a row of one of its tensors.
+    Raises :class:`UserError` when the engine's tensor-parallel size does not divide the model, and
+    when a bucket cannot even hold a row of one of its tensors.
     """
     check_engine(arch, engine_tensor_model_parallel_size)
     names = [name for name in hf_shapes(arch) if only is None or name in only]
     ranks = layout.width * layout.pipeline_model_parallel_size
     at = _engine_ranks(layout, engine_tensor_model_parallel_size, replicas, replica)
-    slices = {n: tuple(engine_slice(arch, n, engine_tensor_model_parallel_size, rank) for rank in at) for n in names}
+    slices = {
+        n: tuple(engine_slice(arch, n, engine_tensor_model_parallel_size, rank) for rank in at)
+        for n in names
+    }
     whole = {name: tuple(engine_slice(arch, name, 1, 0) for _ in at) for name in names}
     held_ops = _held(arch, layout, names)
     message, capacity = _share_of_a_bucket(arch, names, ranks, bucket_bytes, itemsize)
@@ -163,7 +178,9 @@ def reshard_plan(
         replicas=replicas,
         engine_tensor_model_parallel_size=engine_tensor_model_parallel_size,
         buckets=tuple(buckets),
-        received=tuple(itemsize * sum(m.numel for m in sent if rank in m.readers) for rank in range(ranks)),
+        received=tuple(
+            itemsize * sum(m.numel for m in sent if rank in m.readers) for rank in range(ranks)
+        ),
         least=_least(arch, held_ops, slices, itemsize),
         least_whole=_least(arch, held_ops, whole, itemsize),
         assembled=itemsize * assembled,
@@ -172,16 +189,26 @@ def reshard_plan(
 
 
 def most_received(
-    arch: Architecture, layout: Layout, engine_tensor_model_parallel_size: int, replicas: int, itemsize: int
+    arch: Architecture,
+    layout: Layout,
+    engine_tensor_model_parallel_size: int,
+    replicas: int,
+    itemsize: int,
 ) -> int:
-    """Return the bytes that the rank receiving most gets in a synchronization, over all replicas; without planning the
-    messages."""
+    """Return the bytes that the rank receiving most gets in a synchronization, over all replicas;
+    without planning the messages.
+    """
     engine_tp = engine_tensor_model_parallel_size
     check_engine(arch, engine_tp)
     held_ops = _held(arch, layout, list(hf_shapes(arch)))
     most = 0
-    for at in {tuple(_engine_ranks(layout, engine_tp, replicas, replica)) for replica in range(replicas)}:
-        slices = {name: tuple(engine_slice(arch, name, engine_tp, rank) for rank in at) for name in held_ops}
+    for at in {
+        tuple(_engine_ranks(layout, engine_tp, replicas, replica)) for replica in range(replicas)
+    }:
+        slices = {
+            name: tuple(engine_slice(arch, name, engine_tp, rank) for rank in at)
+            for name in held_ops
+        }
         most = max(most, *_least(arch, held_ops, slices, itemsize))
     return most
 
@@ -189,41 +216,65 @@ def most_received(
 def _share_of_a_bucket(
     arch: Architecture, names: Sequence[str], ranks: int, bucket_bytes: int, itemsize: int
 ) -> tuple[int, int]:
-    """Return how many numbers that a message and the buffer of what has arrived may hold; a row of the widest tensor at
-    least."""
-    widest = max((_per_index(arch, name, engine_slice(arch, name, 1, 0)[0]) for name in names), default=1)
+    """Return how many numbers that a message and the buffer of what has arrived may hold; a row of
+    the widest tensor at least.
+    """
+    widest = max(
+        (_per_index(arch, name, engine_slice(arch, name, 1, 0)[0]) for name in names), default=1
+    )
     message = max(widest, bucket_bytes // MESSAGE_SHARE // itemsize) if ranks > 1 else 0
     capacity = bucket_bytes // itemsize - message
     if capacity < widest:
         least = widest * itemsize * (2 if ranks > 1 else 1)
-        raise UserError(f"rollout.bucket_bytes={bucket_bytes} is too small for this model; it needs {least} at least")
+        raise UserError(
+            f"rollout.bucket_bytes={bucket_bytes} is too small for this model; it needs {least} "
+            "at least"
+        )
     return message, capacity
 
 
 def _engine_ranks(layout: Layout, engine_tp: int, replicas: int, replica: int) -> list[int]:
-    """Return the engine's tensor-parallel rank on each rank of a replica. Engines are blocks of consecutive ranks; Megatron
-    counts tensor before data before pipeline ranks."""
+    """Return the engine's tensor-parallel rank on each rank of a replica. Engines are blocks of
+    consecutive ranks; Megatron counts tensor before data before pipeline ranks.
+    """
     width, stages = layout.width, range(layout.pipeline_model_parallel_size)
-    return [(place + width * (replica + replicas * p)) % engine_tp for p in stages for place in range(width)]
+    return [
+        (place + width * (replica + replicas * p)) % engine_tp
+        for p in stages
+        for place in range(width)
+    ]
 
 
 def _held(arch: Architecture, layout: Layout, names: Sequence[str]) -> _Held:
-    """Return of every tensor the intervals that ranks hold, disjoint, in the order of their start; no readers yet."""
-    by_interval: dict[str, dict[tuple[int, int], TransferOp]] = {name: {} for name in hf_shapes(arch)}
+    """Return of every tensor the intervals that ranks hold, disjoint, in the order of their start;
+    no readers yet.
+    """
+    by_interval: dict[str, dict[tuple[int, int], TransferOp]] = {
+        name: {} for name in hf_shapes(arch)
+    }
     for pipeline in range(layout.pipeline_model_parallel_size):
         for place in range(layout.width):
             rank = pipeline * layout.width + place
             for virtual in range(layout.virtual_pipeline_model_parallel_size):
-                for name, copies in _by_tensor(plan(arch, layout, layout.at(place, pipeline, virtual))).items():
+                for name, copies in _by_tensor(
+                    plan(arch, layout, layout.at(place, pipeline, virtual))
+                ).items():
                     start, stop = copies[0].hf_start, copies[-1].hf_stop
-                    assert sum(copy.length for copy in copies) == stop - start, "the slices of a rank are neighbors"
+                    assert sum(copy.length for copy in copies) == stop - start, (
+                        "the slices of a rank are neighbors"
+                    )
                     numel = (stop - start) * _per_index(arch, name, copies[0].dim)
-                    new = TransferOp(name, copies[0].dim, start, stop, numel, (), (), len(copies) > 1)
+                    new = TransferOp(
+                        name, copies[0].dim, start, stop, numel, (), (), len(copies) > 1
+                    )
                     op = by_interval[name].get((start, stop), new)
                     if rank not in op.holders:
                         holders = (rank, *op.holders) if copies[0].primary else (*op.holders, rank)
                         by_interval[name][start, stop] = replace(op, holders=holders)
-    return {name: [op for _, op in sorted(by_interval[name].items(), key=lambda item: item[0])] for name in names}
+    return {
+        name: [op for _, op in sorted(by_interval[name].items(), key=lambda item: item[0])]
+        for name in names
+    }
 
 
 def _by_tensor(copies: Sequence[Copy]) -> dict[str, list[Copy]]:
@@ -243,7 +294,13 @@ def _per_index(arch: Architecture, name: str, dim: int) -> int:
 def _least(arch: Architecture, held_ops: _Held, slices: _Slices, itemsize: int) -> tuple[int, ...]:
     """Return, per rank, the bytes of its slices less those of them that it holds."""
     ranks = range(len(next(iter(slices.values()), ())))
-    missing = ((rank, op) for ops in held_ops.values() for op in ops for rank in ranks if rank not in op.holders)
+    missing = (
+        (rank, op)
+        for ops in held_ops.values()
+        for op in ops
+        for rank in ranks
+        if rank not in op.holders
+    )
     least = [0 for _ in ranks]
     for rank, op in missing:
         least[rank] += itemsize * op.overlap(slices[op.hf][rank]) * _per_index(arch, op.hf, op.dim)
@@ -253,8 +310,9 @@ def _least(arch: Architecture, held_ops: _Held, slices: _Slices, itemsize: int) 
 def _entries(
     arch: Architecture, held_ops: _Held, slices: _Slices, capacity: int, merged: tuple[str, ...]
 ) -> Iterator[_Planned]:
-    """Yield every tensor whole where ``capacity`` numbers are enough on every rank, else each rank's slice in equal
-    parts."""
+    """Yield every tensor whole where ``capacity`` numbers are enough on every rank, else each
+    rank's slice in equal parts.
+    """
     for name, keeps in slices.items():
         entry = BucketEntry(name, keeps)
         ops = _transfer_ops(held_ops[name], keeps)
@@ -265,7 +323,10 @@ def _entries(
         number = -(-length // (capacity // _per_index(arch, name, keeps[0][0])))
         step = -(-length // number)
         for offset in range(0, length, step):
-            part = tuple((d, min(start + offset, stop), min(start + offset + step, stop)) for d, start, stop in keeps)
+            part = tuple(
+                (d, min(start + offset, stop), min(start + offset + step, stop))
+                for d, start, stop in keeps
+            )
             yield BucketEntry(name, part), _transfer_ops(held_ops[name], part)
 
 
@@ -273,18 +334,29 @@ def _transfer_ops(held_ops: Sequence[TransferOp], keeps: Sequence[Slice]) -> lis
     """Return the held intervals of a tensor, cut where the slice of an engine rank begins or ends."""
     ops = []
     for op in held_ops:
-        assert all(dim == op.dim for dim, _, _ in keeps), "trainer and engine cut along the same dimension"
+        assert all(dim == op.dim for dim, _, _ in keeps), (
+            "trainer and engine cut along the same dimension"
+        )
         bounds = {op.start, op.stop, *(edge for _, *edges in keeps for edge in edges)}
-        for start, stop in itertools.pairwise(sorted(edge for edge in bounds if op.start <= edge <= op.stop)):
+        for start, stop in itertools.pairwise(
+            sorted(edge for edge in bounds if op.start <= edge <= op.stop)
+        ):
             part = op.cut(start, stop, ())
-            readers = (rank for rank, slice_ in enumerate(keeps) if rank not in op.holders and part.overlap(slice_))
+            readers = (
+                rank
+                for rank, slice_ in enumerate(keeps)
+                if rank not in op.holders and part.overlap(slice_)
+            )
             ops.append(replace(part, readers=tuple(readers)))
     return ops
 
 
-def _to_assemble(entry: BucketEntry, ops: Sequence[TransferOp], merged: tuple[str, ...]) -> list[int]:
-    """Return how many numbers each rank has to put together in a buffer: none where one parameter of its own has the
-    slice as it is."""
+def _to_assemble(
+    entry: BucketEntry, ops: Sequence[TransferOp], merged: tuple[str, ...]
+) -> list[int]:
+    """Return how many numbers each rank has to put together in a buffer: none where one parameter
+    of its own has the slice as it is.
+    """
     needs = []
     for rank, slice_ in enumerate(entry.slices):
         of_rank = [op for op in ops if op.overlap(slice_)]
@@ -295,7 +367,9 @@ def _to_assemble(entry: BucketEntry, ops: Sequence[TransferOp], merged: tuple[st
     return needs
 
 
-def _pack(entries: Iterable[_Planned], capacity: int, merged: tuple[str, ...]) -> Iterator[list[_Planned]]:
+def _pack(
+    entries: Iterable[_Planned], capacity: int, merged: tuple[str, ...]
+) -> Iterator[list[_Planned]]:
     """Pack entries in order, as many per bucket as fit on every rank."""
     bucket: list[_Planned] = []
     used: list[int] = []
@@ -317,13 +391,17 @@ def _sum(needs: Iterable[list[int]]) -> list[int]:
 
 
 def _messages(ops: Sequence[TransferOp], limit: int) -> Iterator[Message]:
-    """Put operations of one owner and the same readers together, in messages of at most ``limit`` numbers (a row at
-    least)."""
+    """Put operations of one owner and the same readers together, in messages of at most ``limit``
+    numbers (a row at least).
+    """
     routes: dict[tuple[int, tuple[int, ...]], list[TransferOp]] = {}
     for op in ops:
         if op.readers:
             step = max(1, limit // (op.numel // (op.stop - op.start)))
-            cuts = (op.cut(at, min(at + step, op.stop), op.readers) for at in range(op.start, op.stop, step))
+            cuts = (
+                op.cut(at, min(at + step, op.stop), op.readers)
+                for at in range(op.start, op.stop, step)
+            )
             routes.setdefault((op.holders[0], op.readers), []).extend(cuts)
     for (owner, readers), together in routes.items():
         message: list[TransferOp] = []
@@ -342,34 +420,49 @@ def check_engine(arch: Architecture, tensor_model_parallel_size: int) -> None:
     """Raise :class:`UserError` for an engine tensor-parallel size that does not divide the model."""
     tp, groups = tensor_model_parallel_size, arch.num_query_groups
     if arch.num_experts and tp > arch.num_experts:
-        raise UserError(f"rollout.tensor_model_parallel_size={tp} is more than the model's {arch.num_experts} experts")
-    for what, size in (("attention heads", arch.num_attention_heads), ("ffn_hidden_size", arch.ffn_hidden_size)):
+        raise UserError(
+            f"rollout.tensor_model_parallel_size={tp} is more than the model's {arch.num_experts} "
+            "experts"
+        )
+    for what, size in (
+        ("attention heads", arch.num_attention_heads),
+        ("ffn_hidden_size", arch.ffn_hidden_size),
+    ):
         if size % tp:
             raise UserError(
-                f"rollout.tensor_model_parallel_size={tp} does not divide the model's {size} {what}; "
+                f"rollout.tensor_model_parallel_size={tp} does not divide the model's {size} "
+                f"{what}; "
                 f"choose a divisor of {size}"
             )
     if max(tp, groups) % min(tp, groups):
         raise UserError(
-            f"rollout.tensor_model_parallel_size={tp} neither divides the model's {groups} key/value heads nor is a "
+            f"rollout.tensor_model_parallel_size={tp} neither divides the model's {groups} "
+            "key/value heads nor is a "
             "multiple of them"
         )
     padded = -(-arch.vocab_size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
     if padded % tp:
-        raise UserError(f"rollout.tensor_model_parallel_size={tp} does not divide the padded vocabulary of {padded}")
+        raise UserError(
+            f"rollout.tensor_model_parallel_size={tp} does not divide the padded vocabulary of "
+            f"{padded}"
+        )
 
 
 def engine_slice(arch: Architecture, name: str, tp: int, rank: int) -> Slice:
-    """Return the slice of tensor ``name`` that engine rank ``rank`` of ``tp`` keeps, by the cut in the weight table.
+    """Return the slice of tensor ``name`` that engine rank ``rank`` of ``tp`` keeps, by the cut in
+    the weight table.
 
-    The dimension is the one Megatron cuts along, too: output rows, or input columns of o_proj and down_proj.
+    The dimension is the one Megatron cuts along, too: output rows, or input columns of o_proj and
+    down_proj.
     """
     shape, cut = hf_shapes(arch)[name], engine_cuts(arch)[name]
     dim = 1 if cut == "columns" else 0
     if cut == "whole":
         return dim, 0, shape[dim]
     if cut == "heads" and tp > arch.num_query_groups:
-        head = rank * arch.num_query_groups // tp  # fewer key/value heads than ranks: each is repeated
+        head = (
+            rank * arch.num_query_groups // tp
+        )  # fewer key/value heads than ranks: each is repeated
         return dim, head * arch.kv_channels, (head + 1) * arch.kv_channels
     if cut == "vocabulary":
         per_rank = -(-shape[0] // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE // tp

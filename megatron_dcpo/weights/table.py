@@ -1,7 +1,9 @@
-"""The weight table: for every Megatron parameter, the Hugging Face tensors it is made of and how they interleave.
+"""The weight table: for every Megatron parameter, the Hugging Face tensors it is made of and how
+they interleave.
 
-One table serves import, export and resharding. ``{layer}`` stands for the layer's number: global in Hugging Face names,
-local to the pipeline stage in Megatron's. ``{expert}`` stands for an expert's in the same way: each is a row of its own.
+One table serves import, export and resharding. ``{layer}`` stands for the layer's number: global in
+Hugging Face names, local to the pipeline stage in Megatron's. ``{expert}`` stands for an expert's
+in the same way: each is a row of its own.
 """
 
 from __future__ import annotations
@@ -21,12 +23,14 @@ Interleaving = Literal[
     "column",  # output rows are split over tensor-parallel ranks (dim 0)
     "row",  # input columns are split (dim 1)
     "qkv",  # per query group: its query heads, then its key head, then its value head (dim 0)
-    "gate_up",  # per rank: its rows of the gate projection, then its rows of the up projection (dim 0)
+    # per rank: its rows of the gate projection, then its rows of the up projection (dim 0)
+    "gate_up",
     "vocab",  # vocabulary rows, padded at the end to a multiple that divides (dim 0)
 ]
 EngineCut = Literal["whole", "rows", "columns", "heads", "vocabulary"]
-# How a tensor-parallel engine cuts the Hugging Face tensors of a row, in their order. ``heads``: rows, whole heads of
-# which are repeated where there are more ranks; ``vocabulary``: rows, after the engine's own padding.
+# How a tensor-parallel engine cuts the Hugging Face tensors of a row, in their order. ``heads``:
+# rows, whole heads of which are repeated where there are more ranks; ``vocabulary``: rows, after
+# the engine's own padding.
 _ENGINE_CUTS: dict[Interleaving, tuple[EngineCut, ...]] = {
     "replicated": ("whole",),
     "column": ("rows",),
@@ -39,7 +43,9 @@ _ENGINE_CUTS: dict[Interleaving, tuple[EngineCut, ...]] = {
 
 @dataclass(frozen=True)
 class Row:
-    """``megatron``: parameter name in the local layer spec. ``hf``: its tensors, in interleaving order."""
+    """``megatron``: parameter name in the local layer spec. ``hf``: its tensors, in interleaving
+    order.
+    """
 
     megatron: str
     hf: tuple[str, ...]
@@ -50,7 +56,9 @@ class Row:
         return "{expert}" in self.megatron
 
     def at(self, layer: int, expert: int, hf_layer: int, hf_expert: int) -> Row:
-        """Return the row of one layer and one expert, numbered as on this rank and as in the whole model."""
+        """Return the row of one layer and one expert, numbered as on this rank and as in the whole
+        model.
+        """
         names = tuple(name.format(layer=hf_layer, expert=hf_expert) for name in self.hf)
         return Row(self.megatron.format(layer=layer, expert=expert), names, self.interleaving)
 
@@ -60,8 +68,8 @@ class Row:
         return _ENGINE_CUTS[self.interleaving]
 
 
-# Transformer Engine's fused linears hold the norm before them, and its grouped ones all experts; no experts' linear has the
-# norm. Everything else is named alike in both layer specs.
+# Transformer Engine's fused linears hold the norm before them, and its grouped ones all experts; no
+# experts' linear has the norm. Everything else is named alike in both layer specs.
 _FUSED_NORMS = {
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
     "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
@@ -91,21 +99,29 @@ def experts_of(arch: Architecture, row: Row) -> range:
 
 
 def expert_places(name: str, shape: Sequence[int]) -> dict[str, tuple[int, int, int]]:
-    """Return, of a tensor with all experts of a layer, as transformers holds them in memory: (expert, first row, number
-    of rows) of each expert's own tensors. ``experts.gate_up_proj`` is [E, 2I, H], ``experts.down_proj`` [E, H, I];
-    empty for others."""
+    """Return, of a tensor with all experts of a layer, as transformers holds them in memory:
+    (expert, first row, number of rows) of each expert's own tensors. ``experts.gate_up_proj`` is
+    [E, 2I, H], ``experts.down_proj`` [E, H, I]; empty for others.
+    """
     module, _, last = name.rpartition(".")
     parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(last, ())
     if not parts or not module.endswith(".experts") or len(shape) != 3 or shape[1] % len(parts):
         return {}
     rows = shape[1] // len(parts)
     places = itertools.product(range(shape[0]), enumerate(parts))
-    return {f"{module}.{expert}.{part}.weight": (expert, half * rows, rows) for expert, (half, part) in places}
+    return {
+        f"{module}.{expert}.{part}.weight": (expert, half * rows, rows)
+        for expert, (half, part) in places
+    }
 
 
 def _mlp_rows(module: str, hf: str) -> list[Row]:
     return [
-        Row(f"{_M}{module}.linear_fc1.weight", (f"{_H}{hf}.gate_proj.weight", f"{_H}{hf}.up_proj.weight"), "gate_up"),
+        Row(
+            f"{_M}{module}.linear_fc1.weight",
+            (f"{_H}{hf}.gate_proj.weight", f"{_H}{hf}.up_proj.weight"),
+            "gate_up",
+        ),
         Row(f"{_M}{module}.linear_fc2.weight", (f"{_H}{hf}.down_proj.weight",), "row"),
     ]
 
@@ -116,9 +132,13 @@ def layer_rows(arch: Architecture) -> tuple[Row, ...]:
     qkv = tuple(f"{_H}self_attn.{p}_proj" for p in "qkv")
     rows = [
         Row(f"{_M}input_layernorm.weight", (f"{_H}input_layernorm.weight",), "replicated"),
-        Row(f"{_M}self_attention.linear_qkv.weight", tuple(f"{name}.weight" for name in qkv), "qkv"),
+        Row(
+            f"{_M}self_attention.linear_qkv.weight", tuple(f"{name}.weight" for name in qkv), "qkv"
+        ),
         Row(f"{_M}self_attention.linear_proj.weight", (f"{_H}self_attn.o_proj.weight",), "row"),
-        Row(f"{_M}pre_mlp_layernorm.weight", (f"{_H}post_attention_layernorm.weight",), "replicated"),
+        Row(
+            f"{_M}pre_mlp_layernorm.weight", (f"{_H}post_attention_layernorm.weight",), "replicated"
+        ),
     ]
     if arch.num_experts:
         rows.append(Row(f"{_M}mlp.router.weight", (f"{_H}mlp.gate.weight",), "replicated"))
@@ -126,10 +146,24 @@ def layer_rows(arch: Architecture) -> tuple[Row, ...]:
     else:
         rows += _mlp_rows("mlp", "mlp")
     if arch.qkv_bias:
-        rows.append(Row(f"{_M}self_attention.linear_qkv.bias", tuple(f"{name}.bias" for name in qkv), "qkv"))
+        rows.append(
+            Row(f"{_M}self_attention.linear_qkv.bias", tuple(f"{name}.bias" for name in qkv), "qkv")
+        )
     if arch.qk_layernorm:
-        rows.append(Row(f"{_M}self_attention.q_layernorm.weight", (f"{_H}self_attn.q_norm.weight",), "replicated"))
-        rows.append(Row(f"{_M}self_attention.k_layernorm.weight", (f"{_H}self_attn.k_norm.weight",), "replicated"))
+        rows.append(
+            Row(
+                f"{_M}self_attention.q_layernorm.weight",
+                (f"{_H}self_attn.q_norm.weight",),
+                "replicated",
+            )
+        )
+        rows.append(
+            Row(
+                f"{_M}self_attention.k_layernorm.weight",
+                (f"{_H}self_attn.k_norm.weight",),
+                "replicated",
+            )
+        )
     return tuple(rows)
 
 
@@ -138,14 +172,19 @@ FINAL_NORM_ROW = Row("decoder.final_layernorm.weight", ("model.norm.weight",), "
 
 
 def output_row(arch: Architecture) -> Row:
-    """Return the output layer: its own tensor, or (tied) a copy of the embedding on the last pipeline stage."""
-    return Row("output_layer.weight", (_EMBEDDING if arch.tied_embeddings else "lm_head.weight",), "vocab")
+    """Return the output layer: its own tensor, or (tied) a copy of the embedding on the last
+    pipeline stage.
+    """
+    return Row(
+        "output_layer.weight", (_EMBEDDING if arch.tied_embeddings else "lm_head.weight",), "vocab"
+    )
 
 
 @functools.lru_cache(maxsize=64)
 def hf_shapes(arch: Architecture) -> Mapping[str, tuple[int, ...]]:
-    """Return every Hugging Face tensor of the architecture with its shape, in checkpoint order. Made once: plans ask
-    per tensor."""
+    """Return every Hugging Face tensor of the architecture with its shape, in checkpoint order.
+    Made once: plans ask per tensor.
+    """
     h, f, d = arch.hidden_size, arch.ffn_hidden_size, arch.kv_channels
     q, kv = arch.num_attention_heads * d, arch.num_query_groups * d
     shapes: dict[str, tuple[int, ...]] = {_EMBEDDING: (arch.vocab_size, h)}
@@ -161,7 +200,8 @@ def hf_shapes(arch: Architecture) -> Mapping[str, tuple[int, ...]]:
         per_layer["mlp.gate.weight"] = (arch.num_experts, h)
     for mlp in [f"mlp.experts.{expert}" for expert in range(arch.num_experts)] or ["mlp"]:
         per_layer |= {
-            f"{mlp}.{p}_proj.weight": shape for p, shape in (("gate", (f, h)), ("up", (f, h)), ("down", (h, f)))
+            f"{mlp}.{p}_proj.weight": shape
+            for p, shape in (("gate", (f, h)), ("up", (f, h)), ("down", (h, f)))
         }
     if arch.qkv_bias:
         per_layer |= {f"self_attn.{p}_proj.bias": (n,) for p, n in (("q", q), ("k", kv), ("v", kv))}
@@ -198,8 +238,11 @@ def number_of_parameters(arch: Architecture) -> int:
     return sum(math.prod(shape) for shape in hf_shapes(arch).values())
 
 
-def kv_bytes_per_token(arch: Architecture, itemsize: int, tensor_model_parallel_size: int = 1) -> int:
-    """Return the bytes of keys and values of one token in all layers on one engine rank (heads are repeated when there
-    are too few)."""
+def kv_bytes_per_token(
+    arch: Architecture, itemsize: int, tensor_model_parallel_size: int = 1
+) -> int:
+    """Return the bytes of keys and values of one token in all layers on one engine rank (heads are
+    repeated when there are too few).
+    """
     groups = -(-arch.num_query_groups // tensor_model_parallel_size)
     return 2 * arch.num_layers * groups * arch.kv_channels * itemsize

@@ -1,9 +1,10 @@
-"""``cumem_allocator`` of vLLM's CUDA wheel on a driver that only counts, beside its imitation (``tests/helpers/cumem.py``).
+"""``cumem_allocator`` of vLLM's CUDA wheel on a driver that only counts, beside its imitation
+(``tests/helpers/cumem.py``).
 
     python -m tests.cuda_wheels.cumem [THE LIBRARY]
 
-Of its libraries it calls the driver alone; the others are empty here. Prints how many operations were compared, and after
-the first that differed what each said.
+Of its libraries it calls the driver alone; the others are empty here. Prints how many operations
+were compared, and after the first that differed what each said.
 """
 
 from __future__ import annotations
@@ -23,7 +24,14 @@ from typing import Any
 from tests.helpers.cumem import Allocator, Driver, Extension
 
 TOTAL, ORDERS, LENGTH = 100, 2000, 12
-EMPTY = ("libtorch.so", "libc10.so", "libnvrtc.so.13", "libc10_cuda.so", "libtorch_cpu.so", "libtorch_cuda.so")
+EMPTY = (
+    "libtorch.so",
+    "libc10.so",
+    "libnvrtc.so.13",
+    "libc10_cuda.so",
+    "libtorch_cpu.so",
+    "libtorch_cuda.so",
+)
 COUNTING = """
 #include <stddef.h>
 typedef unsigned long long u64;
@@ -85,11 +93,19 @@ class Binary:
         self.code = ctypes.CDLL(library)
         self.code.my_malloc.restype = ctypes.c_void_p
         self.code.my_malloc.argtypes = [ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p]
-        self.code.my_free.argtypes = [ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p]
+        self.code.my_free.argtypes = [
+            ctypes.c_void_p,
+            ctypes.c_ssize_t,
+            ctypes.c_int,
+            ctypes.c_void_p,
+        ]
         self.error = ctypes.c_int.in_dll(self.code, "error_code")
         self.driver = ctypes.CDLL("libcuda.so.1")
         self.handles: dict[int, tuple[int, int, int, int]] = {}
-        self.callbacks = (lambda handle: self.handles.__setitem__(handle[2], handle)), lambda at: self.handles.pop(at)
+        self.callbacks = (
+            (lambda handle: self.handles.__setitem__(handle[2], handle)),
+            lambda at: self.handles.pop(at),
+        )
         self.module.init_module(*self.callbacks)
 
     def reset(self) -> None:
@@ -164,7 +180,9 @@ def compare(library: str) -> dict[str, Any]:
             if name in ("unmap", "map"):
                 pairs.append(arguments)
             done.append((name, arguments))
-            first, second = (said(one, name, at) for one, at in zip((binary, imitation), arguments, strict=True))
+            first, second = (
+                said(one, name, at) for one, at in zip((binary, imitation), arguments, strict=True)
+            )
             if name == "malloc" and first[-1] and second[-1]:
                 pairs.append((first[-1], second[-1]))
             if first[0] != second[0]:
@@ -178,14 +196,35 @@ def main() -> None:
         print(json.dumps(compare(os.environ["CUMEM"])))
         return
     found = find_spec("vllm")
-    library = sys.argv[1] if len(sys.argv) > 1 else str(Path(found.origin or "").parent / "cumem_allocator.abi3.so")
+    library = (
+        sys.argv[1]
+        if len(sys.argv) > 1
+        else str(Path(found.origin or "").parent / "cumem_allocator.abi3.so")
+    )
     with tempfile.TemporaryDirectory() as stubs:
-        for name, text in [("libcuda.so.1", COUNTING), *((name, "#include <iostream>") for name in EMPTY)]:
-            options = ["-w", "-shared", "-fPIC", f"-DTOTAL={TOTAL}", f"-Wl,-soname,{name}", "-o", f"{stubs}/{name}"]
-            language = ["gcc", "-x", "c"] if text == COUNTING else ["g++", "-x", "c++"]  # which makes std::cerr ready
+        for name, text in [
+            ("libcuda.so.1", COUNTING),
+            *((name, "#include <iostream>") for name in EMPTY),
+        ]:
+            options = [
+                "-w",
+                "-shared",
+                "-fPIC",
+                f"-DTOTAL={TOTAL}",
+                f"-Wl,-soname,{name}",
+                "-o",
+                f"{stubs}/{name}",
+            ]
+            language = (
+                ["gcc", "-x", "c"] if text == COUNTING else ["g++", "-x", "c++"]
+            )  # which makes std::cerr ready
             subprocess.run([*language, *options, "-"], input=text, text=True, check=True)
         environment = os.environ | {"LD_LIBRARY_PATH": stubs, "CUMEM": library}
-        sys.exit(subprocess.run([sys.executable, "-m", "tests.cuda_wheels.cumem"], env=environment).returncode)
+        sys.exit(
+            subprocess.run(
+                [sys.executable, "-m", "tests.cuda_wheels.cumem"], env=environment
+            ).returncode
+        )
 
 
 if __name__ == "__main__":

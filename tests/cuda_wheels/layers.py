@@ -1,10 +1,13 @@
-"""Megatron's ``GPTModel`` of Transformer Engine's layers, against the weight table. A process of its own.
+"""Megatron's ``GPTModel`` of Transformer Engine's layers, against the weight table. A process of
+its own.
 
-    python -m tests.cuda_wheels.layers          prints one JSON object: of every layout, what differs
+    python -m tests.cuda_wheels.layers          prints one JSON object: of every layout, what
+    differs
 
-The packages are the real ones. What a GPU would answer is made up here: that there is one, which, and the groups of the
-ranks, which are torch's fake ones. The parameters are allocated on the host (on the meta device Transformer Engine leaves
-out the marks of tensor parallelism); nothing is computed.
+The packages are the real ones. What a GPU would answer is made up here: that there is one, which,
+and the groups of the ranks, which are torch's fake ones. The parameters are allocated on the host
+(on the meta device Transformer Engine leaves out the marks of tensor parallelism); nothing is
+computed.
 """
 
 from __future__ import annotations
@@ -63,14 +66,26 @@ FAMILIES: dict[str, tuple[dict[str, Any], tuple[dict[str, Any], ...]]] = {
     "Qwen2ForCausalLM": ({"tie_word_embeddings": True}, DENSE[:3]),
     "LlamaForCausalLM": ({}, DENSE[:3]),
     "Qwen3MoeForCausalLM": (
-        {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 192, "norm_topk_prob": True},
+        {
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 192,
+            "norm_topk_prob": True,
+        },
         EXPERTS,
     ),
 }
 _SIZES = {
-    "num_hidden_layers": 4, "hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 16,
-    "num_key_value_heads": 8, "head_dim": 32, "vocab_size": 1021, "max_position_embeddings": 4096, "rms_norm_eps": 1e-6,
-}  # fmt: skip
+    "num_hidden_layers": 4,
+    "hidden_size": 256,
+    "intermediate_size": 384,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 32,
+    "vocab_size": 1021,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-6,
+}
 
 
 def name_of(family: str, options: dict[str, Any]) -> str:
@@ -84,7 +99,9 @@ CASES = {
 }
 
 
-def differences(family: str, changes: dict[str, Any], options: dict[str, Any]) -> tuple[int, list[str]]:
+def differences(
+    family: str, changes: dict[str, Any], options: dict[str, Any]
+) -> tuple[int, list[str]]:
     """(parameters compared, what differs) over all ranks and virtual stages of a layout."""
     from megatron.core import parallel_state
     from megatron.core.dist_checkpointing.dict_utils import nested_values
@@ -119,30 +136,40 @@ def differences(family: str, changes: dict[str, Any], options: dict[str, Any]) -
         )
         for virtual in range(layout.virtual_pipeline_model_parallel_size):
             at = layout.at(rank % layout.width, rank // layout.width, virtual)
-            config = policy.transformer_config(arch, parallel, torch.bfloat16, transformer_engine=True)
+            config = policy.transformer_config(
+                arch, parallel, torch.bfloat16, transformer_engine=True
+            )
             gpt = policy._build_chunk(arch, layout, config, at)
             built = {name: tuple(p.shape) for name, p in gpt.named_parameters()}
             said = table(arch, layout, at)
             compared += len(built)
             found += [
-                f"rank {rank} stage {virtual}: {name}: built {built.get(name)}, table {said.get(name)}"
+                f"rank {rank} stage {virtual}: {name}: built {built.get(name)}, table "
+                f"{said.get(name)}"
                 for name in sorted(built.keys() | said.keys())
                 if built.get(name) != said.get(name)
             ]
-            marked = {n for n, p in gpt.named_parameters() if getattr(p, "tensor_model_parallel", False)}
+            marked = {
+                n for n, p in gpt.named_parameters() if getattr(p, "tensor_model_parallel", False)
+            }
             cut = {n for n, dim in sharded_dimensions(arch, layout, at).items() if dim is not None}
             found += [f"rank {rank}: {name} is not marked as cut" for name in sorted(cut - marked)]
             if world == 1 and not options:
                 parts = nested_values(gpt.sharded_state_dict())
                 extra = {part.unique_key for part in parts if part.key.endswith("_extra_state")}
-                found += [f"extra state {key} in one of the two" for key in sorted(extra ^ extra_states(arch).keys())]
+                found += [
+                    f"extra state {key} in one of the two"
+                    for key in sorted(extra ^ extra_states(arch).keys())
+                ]
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
     return compared, found
 
 
 def table(arch: Any, layout: Any, at: Any) -> dict[str, tuple[int, ...]]:
-    """Of every parameter of a chunk the shape that the weight table fills: its copies, and the padding of a vocabulary."""
+    """Of every parameter of a chunk the shape that the weight table fills: its copies, and the
+    padding of a vocabulary.
+    """
     from megatron_dcpo.weights.planner import padded_vocab_size, plan
     from megatron_dcpo.weights.table import hf_shapes
 
@@ -154,7 +181,9 @@ def table(arch: Any, layout: Any, at: Any) -> dict[str, tuple[int, ...]]:
     for name, parts in copies.items():
         shape = list(shapes[parts[0].hf])
         shape[parts[0].dim] = max(part.start + part.length for part in parts)
-        assert sum(part.length for part in parts) == shape[parts[0].dim], "every number of a parameter is filled once"
+        assert sum(part.length for part in parts) == shape[parts[0].dim], (
+            "every number of a parameter is filled once"
+        )
         if name.endswith(("word_embeddings.weight", "output_layer.weight")):
             shape[0] = padded_vocab_size(arch, layout) // layout.tensor_model_parallel_size
         result[name] = tuple(shape)

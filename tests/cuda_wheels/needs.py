@@ -13,7 +13,8 @@ from megatron_dcpo.runtime.text import parse_json
 from tests.helpers.paths import REPOSITORY
 
 in_cuda_wheels = pytest.mark.skipif(
-    "DCPO_TEST_CUDA_WHEELS" not in os.environ, reason="in the environment of the CUDA wheels: make test-cuda-wheels"
+    "DCPO_TEST_CUDA_WHEELS" not in os.environ,
+    reason="in the environment of the CUDA wheels: make test-cuda-wheels",
 )
 
 
@@ -21,7 +22,10 @@ def printed_by(module: str, *arguments: str) -> dict[str, Any]:
     """The JSON object that a module prints last, run in a process of its own: it makes up a GPU."""
     done = subprocess.run(
         [sys.executable, "-m", f"tests.cuda_wheels.{module}", *arguments],
-        cwd=REPOSITORY, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     return dict(parse_json(done.stdout.splitlines()[-1]))

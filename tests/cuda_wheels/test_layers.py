@@ -1,4 +1,6 @@
-"""The weight table names the parameters of Megatron's models of Transformer Engine's layers, with their shapes."""
+"""The weight table names the parameters of Megatron's models of Transformer Engine's layers, with
+their shapes.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Everything that the package takes from Megatron, vLLM and Transformer Engine is in the installed releases, with the
-arguments that it is given. Megatron's is checked wherever the tests run, the others where the CUDA wheels are."""
+"""Everything that the package takes from Megatron, vLLM and Transformer Engine is in the installed
+releases, with the arguments that it is given. Megatron's is checked wherever the tests run, the
+others where the CUDA wheels are.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,10 @@ def of(path: Path, *foreign: str) -> tuple[str, str, tuple[str, ...]]:
     ("package", "path"),
     [
         *(pytest.param("megatron", path, id=f"megatron-{path.stem}") for path in files("megatron")),
-        *(pytest.param("vllm", path, id=f"vllm-{path.stem}", marks=in_cuda_wheels) for path in files("vllm")),
+        *(
+            pytest.param("vllm", path, id=f"vllm-{path.stem}", marks=in_cuda_wheels)
+            for path in files("vllm")
+        ),
     ],
 )
 def test_the_package_has_what_is_used(package: str, path: Path) -> None:
@@ -38,7 +43,10 @@ def test_the_package_has_what_is_used(package: str, path: Path) -> None:
 @in_cuda_wheels
 def test_vllms_nccl_backend_takes_what_the_server_is_told() -> None:
     """``/init_weight_transfer_engine`` and ``/update_weights`` make these of their bodies."""
-    from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferInitInfo, NCCLWeightTransferUpdateInfo
+    from vllm.distributed.weight_transfer.nccl_engine import (
+        NCCLWeightTransferInitInfo,
+        NCCLWeightTransferUpdateInfo,
+    )
 
     group = {"master_address": "127.0.0.1", "master_port": 1, "world_size": 2}
     assert NCCLWeightTransferInitInfo(**connection(group)).packed is False
@@ -58,7 +66,11 @@ def test_transformer_engine_takes_what_the_stand_in_takes() -> None:
     assert recorded == {name: recorded[name] for name in module.PARTS}, "a part that is not checked"
     for name, (file, where) in module.PARTS.items():
         found = module.arguments(package / file, where)
-        more = module.arguments(package / module.PASSED_ON[name][0], where) if name in module.PASSED_ON else []
+        more = (
+            module.arguments(package / module.PASSED_ON[name][0], where)
+            if name in module.PASSED_ON
+            else []
+        )
         assert recorded[name] == (sorted({*found, *more}) if more else found), name
 
 
@@ -75,19 +87,30 @@ def test_tables_name_what_the_files_say() -> None:
         ("from megatron.core.models.gpt import GPTModell", "GPTModell"),
         ("from megatron.core.models.gtp import GPTModel", "No module named"),
         ("from megatron.core import parallel_state\nparallel_state.get_rank()", "has no get_rank"),
-        ("from megatron.core.packed_seq_params import PackedSeqParams\nPackedSeqParams(qkv='thd')", "'qkv'"),
-        ("from megatron.core.dist_checkpointing.core import save_config\nsave_config(1)", "missing a required"),
         (
-            "from megatron.core.models.gpt import GPTModel\ndef f(gpt: GPTModel | None):\n    gpt.out_layer.weight",
+            "from megatron.core.packed_seq_params import "
+            "PackedSeqParams\nPackedSeqParams(qkv='thd')",
+            "'qkv'",
+        ),
+        (
+            "from megatron.core.dist_checkpointing.core import save_config\nsave_config(1)",
+            "missing a required",
+        ),
+        (
+            "from megatron.core.models.gpt import GPTModel\ndef f(gpt: GPTModel | None):\n    "
+            "gpt.out_layer.weight",
             "GPTModel has no out_layer",
         ),
         (
-            "from megatron.core.models.gpt import GPTModel\ndef f(gpt: GPTModel):\n    gpt.set_input_tensor()",
+            "from megatron.core.models.gpt import GPTModel\ndef f(gpt: GPTModel):\n    "
+            "gpt.set_input_tensor()",
             "missing a required argument",
         ),
         (
-            "from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy as Base\n"
-            "class A(Base):\n    def load(self, sharded): ...\n    def g(self):\n        self.loaded()",
+            "from megatron.core.dist_checkpointing.strategies.torch import "
+            "TorchDistLoadShardedStrategy as Base\n"
+            "class A(Base):\n    def load(self, sharded): ...\n    def g(self):\n        "
+            "self.loaded()",
             "load takes",
         ),
     ],
@@ -100,7 +123,8 @@ def test_what_a_release_could_move_is_found(line: str, problem: str) -> None:
 def test_what_is_there_is_not_reported() -> None:
     lines = (
         "from megatron.core.models.gpt import GPTModel\n"
-        "def f(gpt: GPTModel):\n    gpt.output_layer.weight\n    gpt.set_input_tensor(None)\n    gpt.rotary_pos_emb.inv_freq"
+        "def f(gpt: GPTModel):\n    gpt.output_layer.weight\n    gpt.set_input_tensor(None)\n    "
+        "gpt.rotary_pos_emb.inv_freq"
     )
     used = uses(lines, "example.py", ("megatron",))
     assert used.problems == []

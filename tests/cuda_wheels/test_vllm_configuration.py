@@ -15,23 +15,34 @@ pytestmark = in_cuda_wheels
 @pytest.fixture(scope="module")
 def made() -> dict[str, Any]:
     return printed_by(
-        "vllm_configuration", str(REPOSITORY / "megatron_dcpo" / "planning" / "models" / "Qwen" / "Qwen3-8B")
+        "vllm_configuration",
+        str(REPOSITORY / "megatron_dcpo" / "planning" / "models" / "Qwen" / "Qwen3-8B"),
     )
 
 
 COMMON = {
-    "device": "cuda", "worker": "vllm.v1.worker.gpu_worker.Worker", "dtype": "torch.bfloat16",
-    "transfer": "megatron_dcpo", "generation_config": "vllm",
-}  # fmt: skip
+    "device": "cuda",
+    "worker": "vllm.v1.worker.gpu_worker.Worker",
+    "dtype": "torch.bfloat16",
+    "transfer": "megatron_dcpo",
+    "generation_config": "vllm",
+}
 OF = {
     "training": {
-        "sleep": True, "load": "dummy", "length": 4096, "utilization": 0.8, "logprobs": "processed_logprobs",
-        "eager": False, "ranks": 1, "adapter": 0, "sequences": 512,
+        "sleep": True,
+        "load": "dummy",
+        "length": 4096,
+        "utilization": 0.8,
+        "logprobs": "processed_logprobs",
+        "eager": False,
+        "ranks": 1,
+        "adapter": 0,
+        "sequences": 512,
     },
     "evaluation": {"logprobs": "raw_logprobs", "load": "auto", "adapter": 16, "sleep": False},
     "no sleep, no graphs": {"sleep": False, "eager": True, "length": 40960},
     "two ranks": {"ranks": 2, "executor": "external_launcher", "sleep": True, "sequences": 64},
-}  # fmt: skip
+}
 
 
 @pytest.mark.timeout(1800)

@@ -1,8 +1,9 @@
-"""What the package takes from Megatron, vLLM and Transformer Engine, read from its source, and whether it is there.
+"""What the package takes from Megatron, vLLM and Transformer Engine, read from its source, and
+whether it is there.
 
-A use is an imported name, an attribute of one, of its instances, or of an object in :data:`TYPES`, a call of any of these
-with its arguments, or a method that overrides one. A release that moves a name, drops a keyword or asks for one more
-argument is found without running anything.
+A use is an imported name, an attribute of one, of its instances, or of an object in :data:`TYPES`,
+a call of any of these with its arguments, or a method that overrides one. A release that moves a
+name, drops a keyword or asks for one more argument is found without running anything.
 """
 
 from __future__ import annotations
@@ -63,12 +64,14 @@ TYPES: dict[str, dict[str, tuple[str, ...]]] = {
     "rollout/vllm_server.py": {"group": _NCCL, "self.group": _NCCL},
     "rollout/vllm_weights.py": {
         "info": ("vllm.model_executor.model_loader.reload.types:LayerReloadingInfo",),
-        "method": ("vllm.model_executor.layers.linear:UnquantizedLinearMethod",
-                   "vllm.model_executor.layers.vocab_parallel_embedding:UnquantizedEmbeddingMethod",
-                   "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method:UnquantizedFusedMoEMethod"),
+        "method": (
+            "vllm.model_executor.layers.linear:UnquantizedLinearMethod",
+            "vllm.model_executor.layers.vocab_parallel_embedding:UnquantizedEmbeddingMethod",
+            "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method:UnquantizedFusedMoEMethod",
+        ),
         "self.parallel_config": ("vllm.config:ParallelConfig",),
     },
-}  # fmt: skip
+}
 _ROTARY = "megatron.core.models.common.embeddings.rotary_pos_embedding"
 # The class of an attribute, where its own source does not say.
 MEMBERS = {
@@ -77,7 +80,7 @@ MEMBERS = {
     "vllm.v1.engine.core_client:InprocClient.engine_core": "vllm.v1.engine.core:EngineCore",
     "vllm.v1.engine.core:EngineCore.scheduler": "vllm.v1.core.sched.scheduler:Scheduler",
     "megatron.core.models.gpt.gpt_model:GPTModel.rotary_pos_emb": f"{_ROTARY}:RotaryEmbedding",
-}  # fmt: skip
+}
 _MISSING = object()
 # Who reads the keywords that a function passes on.
 PASSED_ON = {"vllm.entrypoints.llm:LLM": "vllm.engine.arg_utils:EngineArgs"}
@@ -92,7 +95,9 @@ class Instance:
 
 @dataclass
 class Uses:
-    """``found``: what the file uses; ``problems``: one line for each use that the installed release does not have."""
+    """``found``: what the file uses; ``problems``: one line for each use that the installed release
+    does not have.
+    """
 
     found: set[str] = field(default_factory=set)
     problems: list[str] = field(default_factory=list)
@@ -100,7 +105,11 @@ class Uses:
 
 def files(foreign: str) -> list[Path]:
     """The files of the package that import from ``foreign``."""
-    return [path for path in sorted(PACKAGE.rglob("*.py")) if any(_imports(ast.parse(path.read_text()), (foreign,)))]
+    return [
+        path
+        for path in sorted(PACKAGE.rglob("*.py"))
+        if any(_imports(ast.parse(path.read_text()), (foreign,)))
+    ]
 
 
 def uses(source: str, name: str, foreign: tuple[str, ...] = FOREIGN) -> Uses:
@@ -146,32 +155,58 @@ class _Reader:
             parts = [argument.annotation]
             while isinstance(parts[-1], ast.BinOp):
                 parts[-1:] = [parts[-1].right, parts[-1].left]
-            classes = [self._resolve(part, {}) for part in parts if not isinstance(part, ast.Constant)]
+            classes = [
+                self._resolve(part, {}) for part in parts if not isinstance(part, ast.Constant)
+            ]
             if classes and all(isinstance(one, type) for one in classes):
                 found[argument.arg] = Instance(tuple(classes))
         return found
 
     def _inherited(self, node: ast.ClassDef) -> dict[str, Any]:
-        bases = [self._resolve(base.value if isinstance(base, ast.Subscript) else base, {}) for base in node.bases]
+        bases = [
+            self._resolve(base.value if isinstance(base, ast.Subscript) else base, {})
+            for base in node.bases
+        ]
         foreign = tuple(base for base in bases if isinstance(base, type))
         if not foreign:
             return {}
-        own = {statement.target.id for statement in node.body if isinstance(statement, ast.AnnAssign)}
-        own |= {target.id for line in node.body if isinstance(line, ast.Assign) for target in line.targets}
-        own |= {n.attr for n in ast.walk(node) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)}
+        own = {
+            statement.target.id for statement in node.body if isinstance(statement, ast.AnnAssign)
+        }
+        own |= {
+            target.id
+            for line in node.body
+            if isinstance(line, ast.Assign)
+            for target in line.targets
+        }
+        own |= {
+            n.attr
+            for n in ast.walk(node)
+            if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)
+        }
         for method in (item for item in node.body if isinstance(item, ast.FunctionDef)):
             own.add(method.name)
-            theirs = next((getattr(base, method.name) for base in foreign if hasattr(base, method.name)), None)
+            theirs = next(
+                (getattr(base, method.name) for base in foreign if hasattr(base, method.name)), None
+            )
             if method.name.startswith("__") or not inspect.isfunction(theirs):
                 continue
             self._note(f"{foreign[0].__name__}.{method.name} overridden")
             mine = len(method.args.args) + (100 if method.args.vararg else 0)
-            needed = [p for p in inspect.signature(theirs).parameters.values() if p.kind == p.POSITIONAL_OR_KEYWORD]
+            needed = [
+                p
+                for p in inspect.signature(theirs).parameters.values()
+                if p.kind == p.POSITIONAL_OR_KEYWORD
+            ]
             if len(needed) > mine:
-                self._problem(method, f"{foreign[0].__name__}.{method.name} takes {[p.name for p in needed]}")
+                self._problem(
+                    method, f"{foreign[0].__name__}.{method.name} takes {[p.name for p in needed]}"
+                )
         return {"self": Instance(foreign), "self.": own}
 
-    def _resolve(self, node: ast.AST | None, annotated: dict[str, Any], report: bool = False) -> Any:
+    def _resolve(
+        self, node: ast.AST | None, annotated: dict[str, Any], report: bool = False
+    ) -> Any:
         """What an expression is: an object, an :class:`Instance`, or None where that is not known."""
         if node is None:
             return None
@@ -184,7 +219,9 @@ class _Reader:
         if not isinstance(node, ast.Attribute):
             return None
         base = self._resolve(node.value, annotated)
-        if base is None or (ast.unparse(node.value) == "self" and node.attr in annotated.get("self.", ())):
+        if base is None or (
+            ast.unparse(node.value) == "self" and node.attr in annotated.get("self.", ())
+        ):
             return known
         member = _member(base, node.attr)
         if report:
@@ -202,7 +239,9 @@ class _Reader:
         )
         method = method and inspect.isfunction(function)
         keywords = [keyword.arg for keyword in node.keywords if keyword.arg]
-        partly = len(keywords) < len(node.keywords) or any(isinstance(a, ast.Starred) for a in node.args)
+        partly = len(keywords) < len(node.keywords) or any(
+            isinstance(a, ast.Starred) for a in node.args
+        )
         self._note(f"{_describe(function)}({len(node.args)}, {', '.join(sorted(keywords))})")
         try:
             signature = inspect.signature(function)
@@ -210,7 +249,10 @@ class _Reader:
             return  # a builtin
         reader = PASSED_ON.get(_path(function))
         if reader:
-            missing = set(keywords) - {*signature.parameters, *inspect.signature(_load(reader)).parameters}
+            missing = set(keywords) - {
+                *signature.parameters,
+                *inspect.signature(_load(reader)).parameters,
+            }
             if missing:
                 self._problem(node, f"{reader} takes no {', '.join(sorted(missing))}")
         bind = signature.bind_partial if partly else signature.bind
@@ -229,8 +271,14 @@ class _Reader:
 def _imports(tree: ast.Module, foreign: tuple[str, ...]) -> Iterator[tuple[str, str, str]]:
     """(module, name or empty, name in the file) of every import from ``foreign``."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] in foreign:
-            yield from ((node.module, alias.name, alias.asname or alias.name) for alias in node.names)
+        if (
+            isinstance(node, ast.ImportFrom)
+            and node.module
+            and node.module.split(".")[0] in foreign
+        ):
+            yield from (
+                (node.module, alias.name, alias.asname or alias.name) for alias in node.names
+            )
         elif isinstance(node, ast.Import):
             for alias in node.names:
                 if alias.name.split(".")[0] in foreign:
@@ -248,20 +296,29 @@ def _load(path: str) -> Any:
 
 
 def _member(base: Any, name: str) -> Any:
-    """The attribute of an object, or what is known of an instance's; None where its type is not known."""
+    """The attribute of an object, or what is known of an instance's; None where its type is not
+    known.
+    """
     if not isinstance(base, Instance):
         return getattr(base, name, _MISSING)
     one = next((one for one in base.classes if name in _attributes(one)), None)
     if one is None:
         return _MISSING
-    declared = next((MEMBERS[path] for parent in one.__mro__ if (path := f"{_path(parent)}.{name}") in MEMBERS), None)
+    declared = next(
+        (MEMBERS[path] for parent in one.__mro__ if (path := f"{_path(parent)}.{name}") in MEMBERS),
+        None,
+    )
     method = getattr(one, name, None)
-    return Instance((_load(declared),)) if declared else method if inspect.isroutine(method) else None
+    return (
+        Instance((_load(declared),)) if declared else method if inspect.isroutine(method) else None
+    )
 
 
 @functools.cache
 def _attributes(cls: type) -> frozenset[str]:
-    """What instances have: methods, fields, and what any method of the class or its parents assigns to ``self``."""
+    """What instances have: methods, fields, and what any method of the class or its parents assigns
+    to ``self``.
+    """
     names = set(dir(cls))
     for parent in cls.__mro__:
         names |= set(getattr(parent, "__annotations__", {}))
@@ -287,7 +344,11 @@ def _returned(function: Any) -> Any:
         result = typing.get_type_hints(function).get("return")
     except Exception:  # names that only a type checker imports
         return None
-    return Instance((result,)) if isinstance(result, type) and result.__module__.split(".")[0] in FOREIGN else None
+    return (
+        Instance((result,))
+        if isinstance(result, type) and result.__module__.split(".")[0] in FOREIGN
+        else None
+    )
 
 
 def _path(thing: Any) -> str:

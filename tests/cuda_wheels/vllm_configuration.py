@@ -1,9 +1,11 @@
-"""vLLM's configuration for CUDA, made of what ``VllmEngine`` asks for, without a device. A process of its own.
+"""vLLM's configuration for CUDA, made of what ``VllmEngine`` asks for, without a device. A process
+of its own.
 
-    python -m tests.cuda_wheels.vllm_configuration MODEL      prints one JSON object: of every case what vLLM made of it
+    python -m tests.cuda_wheels.vllm_configuration MODEL      prints one JSON object: of every case
+    what vLLM made of it
 
-vLLM's compiled parts want a driver's library to be loaded: :func:`driver` makes one whose every function says that there is
-no device. The card that vLLM asks its platform about is made up.
+vLLM's compiled parts want a driver's library to be loaded: :func:`driver` makes one whose every
+function says that there is no device. The card that vLLM asks its platform about is made up.
 """
 
 from __future__ import annotations
@@ -28,7 +30,11 @@ CASES: dict[str, dict[str, Any]] = {
         "sleep": False,
         "arguments": {"enable_lora": True, "max_lora_rank": 16},
     },
-    "no sleep, no graphs": {"sleep": False, "arguments": {"enforce_eager": True}, "dtype": "bfloat16"},
+    "no sleep, no graphs": {
+        "sleep": False,
+        "arguments": {"enforce_eager": True},
+        "dtype": "bfloat16",
+    },
     "two ranks": {"dummy_weights": True, "tensor_model_parallel_size": 2, "max_num_seqs": 64},
 }
 
@@ -38,7 +44,9 @@ def driver(directory: Path) -> Path:
     [package] = list(find_spec("vllm").submodule_search_locations)  # type: ignore[union-attr, arg-type]
     wanted: set[str] = set()
     for library in Path(package).rglob("*.so"):
-        listed = subprocess.run(["nm", "-D", "--undefined-only", library], capture_output=True, text=True, check=True)
+        listed = subprocess.run(
+            ["nm", "-D", "--undefined-only", library], capture_output=True, text=True, check=True
+        )
         names = (line.split()[-1] for line in listed.stdout.splitlines())
         wanted |= {name for name in names if name.startswith("cu") and name[2:3].isupper()}
     source = "".join(f"int {name}(void) {{ return {NO_DEVICE}; }}\n" for name in sorted(wanted))
@@ -95,7 +103,12 @@ def configuration(model: str, options: dict[str, Any]) -> dict[str, Any]:
 
     LLMEngine.from_engine_args = instead
     ranks = options.get("tensor_model_parallel_size", 1)
-    os.environ |= {"WORLD_SIZE": str(ranks), "RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": str(ranks)}
+    os.environ |= {
+        "WORLD_SIZE": str(ranks),
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": str(ranks),
+    }
     try:
         VllmEngine(model, VllmOptions(**options))
     except Asked as asked:
@@ -122,7 +135,9 @@ def configuration(model: str, options: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     pretend()
-    print(json.dumps({name: configuration(sys.argv[1], options) for name, options in CASES.items()}))
+    print(
+        json.dumps({name: configuration(sys.argv[1], options) for name, options in CASES.items()})
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""What ``tests/gpu`` runs on a GPU, once on the CPU: the same functions, so that only the device is left to try."""
+"""What ``tests/gpu`` runs on a GPU, once on the CPU: the same functions, so that only the device is
+left to try.
+"""
 
 import pytest
 
@@ -20,7 +22,9 @@ def results(tiny_models, tmp_path_factory):
         "restart": {"dtype": "fp32", "engine": "transformers"},
         "memory": {"dtype": "bf16", "distributed": True, **sizes},
     }
-    order = [what for what in WHAT if what != "offload"] + ["offload"]  # it changes what the device seems to be
+    order = [what for what in WHAT if what != "offload"] + [
+        "offload"
+    ]  # it changes what the device seems to be
     jobs = [("device", common | {"what": what} | options[what]) for what in order]
     ranks = torchrun_all(jobs, 1, tmp_path_factory.mktemp("device"))
     return {what: result for what, (result,) in zip(order, ranks, strict=True)}
@@ -28,7 +32,9 @@ def results(tiny_models, tmp_path_factory):
 
 def test_save_and_resume(results):
     checks.save_and_resume(results["save_and_resume"])
-    assert results["save_and_resume"]["norms"][0] == results["save_and_resume"]["norms"][1], "one thread repeats itself"
+    assert results["save_and_resume"]["norms"][0] == results["save_and_resume"]["norms"][1], (
+        "one thread repeats itself"
+    )
 
 
 def test_offload(results):
@@ -44,7 +50,9 @@ def test_restart(results):
 
 
 def test_memory_of_the_state(results):
-    """The CPU counts no activations: resting and saving are the state, which the plan knows exactly."""
+    """The CPU counts no activations: resting and saving are the state, which the plan knows
+    exactly.
+    """
     measured, predicted = results["memory"]["measured"], results["memory"]["predicted"]
     assert measured["resting"] == predicted["resting"] == measured["save"] == predicted["save"]
     assert predicted["update"] > measured["update"]

@@ -1,5 +1,7 @@
-"""Mixtures of experts: every layout of them gives the losses, gradient norms, log-probs and weights of one process, which
-is compared with transformers. ``cases/policy.py`` asserts besides that a synchronization moves the least bytes."""
+"""Mixtures of experts: every layout of them gives the losses, gradient norms, log-probs and weights
+of one process, which is compared with transformers. ``cases/policy.py`` asserts besides that a
+synchronization moves the least bytes.
+"""
 
 import numpy as np
 import pytest
@@ -18,7 +20,10 @@ PACKED = {"sequence_packing": True}
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 LAYOUTS = {
     "ep2": (2, EP2),
-    "ep2_packed_recomputed_overlap": (2, EP2 | PACKED | OVERLAP | {"recompute_granularity": "full"}),
+    "ep2_packed_recomputed_overlap": (
+        2,
+        EP2 | PACKED | OVERLAP | {"recompute_granularity": "full"},
+    ),
     "ep2_cp2_packed": (2, EP2 | PACKED | {"context_parallel_size": 2}),
     "tp2_ep1_etp2": (2, TP2),
     "tp2_ep2_etp1_packed": (2, TP2 | EP2 | ETP1 | PACKED),
@@ -27,7 +32,12 @@ LAYOUTS = {
     "ep2_pp2": (4, EP2 | PP2),
 }
 # what a run saved after one step at "ep2" continues at
-RESUMED = {"ep2": (2, EP2), "dp2": (2, DO), "tp2_ep2_etp2": (4, TP2 | EP2), "ep2_pp2": (4, EP2 | PP2)}
+RESUMED = {
+    "ep2": (2, EP2),
+    "dp2": (2, DO),
+    "tp2_ep2_etp2": (4, TP2 | EP2),
+    "ep2_pp2": (4, EP2 | PP2),
+}
 ONE_PROCESS = ("qwen3_moe", "qwen3_moe_unnormalized")
 
 
@@ -35,13 +45,19 @@ ONE_PROCESS = ("qwen3_moe", "qwen3_moe_unnormalized")
 def runs(tiny_models, tmp_path_factory):
     model = {"model": str(tiny_models("qwen3_moe", True, 2)), "probe": True, "bucket_bytes": 20_000}
     model |= {"micro_batch_size": 3, "steps": 2}
-    wanted = {family: (1, model | {"model": str(tiny_models(family, True, 2))}) for family in ONE_PROCESS}
-    wanted |= {name: (processes, model | {"parallel": parallel}) for name, (processes, parallel) in LAYOUTS.items()}
+    wanted = {
+        family: (1, model | {"model": str(tiny_models(family, True, 2))}) for family in ONE_PROCESS
+    }
+    wanted |= {
+        name: (processes, model | {"parallel": parallel})
+        for name, (processes, parallel) in LAYOUTS.items()
+    }
     saved = str(tmp_path_factory.mktemp("saved") / "checkpoints")
     wanted["went_on"] = 2, model | {"parallel": EP2, "probe": False, "steps": 3, "save": saved}
     again = model | {"load": saved, "probe": False}
     wanted |= {
-        ("resumed", name): (ranks, again | {"parallel": parallel}) for name, (ranks, parallel) in RESUMED.items()
+        ("resumed", name): (ranks, again | {"parallel": parallel})
+        for name, (ranks, parallel) in RESUMED.items()
     }
     made = {}
 
@@ -51,7 +67,9 @@ def runs(tiny_models, tmp_path_factory):
             processes = wanted[name][0]
             names = [other for other, (ranks, _) in wanted.items() if ranks == processes]
             out = tmp_path_factory.mktemp(f"ranks{processes}")
-            results = torchrun_all([("policy", wanted[other][1]) for other in names], processes, out)
+            results = torchrun_all(
+                [("policy", wanted[other][1]) for other in names], processes, out
+            )
             made.update(zip(names, results, strict=True))
         return made[name]
 

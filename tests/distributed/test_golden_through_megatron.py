@@ -1,8 +1,10 @@
-"""The golden numbers of every method through the Megatron policy path in fp32, in every layout, order and micro-batch.
+"""The golden numbers of every method through the Megatron policy path in fp32, in every layout,
+order and micro-batch.
 
-The loss is the sum over tokens of weight x contribution, with global denominators folded in before the schedule
-(``forward_step_calc_loss`` divides by num_tokens = 1 and by the number of micro-batches, DDP by the data-parallel size;
-all are cancelled). So nothing below may change it: rows permuted, the group split over two ranks, packed or padded.
+The loss is the sum over tokens of weight x contribution, with global denominators folded in before
+the schedule (``forward_step_calc_loss`` divides by num_tokens = 1 and by the number of
+micro-batches, DDP by the data-parallel size; all are cancelled). So nothing below may change it:
+rows permuted, the group split over two ranks, packed or padded.
 """
 
 import numpy as np
@@ -28,9 +30,19 @@ CASES = {
     "permuted_micro1": (1, {}, 1, [5, 2, 7, 0, 3, 6, 1, 4]),
     "packed_micro4": (1, {"sequence_packing": True}, 4, [0, 1, 2, 3, 4, 5, 6, 7]),
     "dp2_micro2": (2, {"use_distributed_optimizer": True}, 2, [7, 6, 5, 4, 3, 2, 1, 0]),
-    "tp2_packed": (2, {"tensor_model_parallel_size": 2, "sequence_packing": True}, 4, [0, 1, 2, 3, 4, 5, 6, 7]),
+    "tp2_packed": (
+        2,
+        {"tensor_model_parallel_size": 2, "sequence_packing": True},
+        4,
+        [0, 1, 2, 3, 4, 5, 6, 7],
+    ),
     "cp2_micro4": (2, {"context_parallel_size": 2}, 4, [7, 0, 6, 1, 5, 2, 4, 3]),
-    "cp2_packed": (2, {"context_parallel_size": 2, "sequence_packing": True}, 4, [0, 1, 2, 3, 4, 5, 6, 7]),
+    "cp2_packed": (
+        2,
+        {"context_parallel_size": 2, "sequence_packing": True},
+        4,
+        [0, 1, 2, 3, 4, 5, 6, 7],
+    ),
     "tp2_sequence_parallel": (
         2,
         {"tensor_model_parallel_size": 2, "sequence_parallel": True},
@@ -46,25 +58,49 @@ CASES = {
     ),
     "pp2_micro1": (2, {"pipeline_model_parallel_size": 2}, 1, [1, 0, 3, 2, 5, 4, 7, 6]),
 }
-FULL = ("cp2_micro4", "dp2_packed", "tp2_sequence_parallel")  # with `make test-full`; the grid has every pair of them
+FULL = (
+    "cp2_micro4",
+    "dp2_packed",
+    "tp2_sequence_parallel",
+)  # with `make test-full`; the grid has every pair of them
 LAYOUTS = full_only(CASES, FULL)
 RATIO_ONLY = [name for name in GOLDEN_OPTIONS if not name.startswith("ccgspg")]
 
 
 @pytest.fixture(scope="module")
 def runs(tiny_models, tmp_path_factory):
-    """Results of the ranks by case; cases on as many ranks are run in one launch, when the first is asked for."""
+    """Results of the ranks by case; cases on as many ranks are run in one launch, when the first is
+    asked for.
+    """
     model, made = str(tiny_models("qwen3", True)), {}
 
     def of(case):
         if case not in made:
             ranks = CASES[case][0]
-            names = [name for name in CASES if CASES[name][0] == ranks and (name in FULL) == (case in FULL)]
+            names = [
+                name
+                for name in CASES
+                if CASES[name][0] == ranks and (name in FULL) == (case in FULL)
+            ]
             jobs = [
-                ("golden", {"model": model, "parallel": parallel, "micro_batch_size": size, "order": order})
+                (
+                    "golden",
+                    {
+                        "model": model,
+                        "parallel": parallel,
+                        "micro_batch_size": size,
+                        "order": order,
+                    },
+                )
                 for _, parallel, size, order in map(CASES.get, names)
             ]
-            made.update(zip(names, torchrun_all(jobs, ranks, tmp_path_factory.mktemp(f"ranks{ranks}")), strict=True))
+            made.update(
+                zip(
+                    names,
+                    torchrun_all(jobs, ranks, tmp_path_factory.mktemp(f"ranks{ranks}")),
+                    strict=True,
+                )
+            )
         return made[case]
 
     return of
@@ -79,7 +115,9 @@ def test_golden_losses(runs, case):
 
 @pytest.mark.parametrize("case", LAYOUTS)
 def test_other_losses(runs, case):
-    """CISPO's value has the log-probs themselves in it, which are this model's: it is compared with one process."""
+    """CISPO's value has the log-probs themselves in it, which are this model's: it is compared with
+    one process.
+    """
     for rank in runs(case):
         for name, (_, expected) in OTHER_LOSSES.items():
             if name.endswith("cispo"):
@@ -94,7 +132,9 @@ def test_ccgspg_equals_its_float64_formula(runs, case):
         new = [np.array(rank["new"][str(i)]) for i in range(8)]
         old = [lp - (n - o) for lp, n, o in zip(new, NEW, OLD, strict=True)]
         method = objective(**GOLDEN_OPTIONS["ccgspg beta=0.01"])
-        losses, _ = method.loss(*token_batch(method.score(samples_of(golden_judgements(), old)), old, new))
+        losses, _ = method.loss(
+            *token_batch(method.score(samples_of(golden_judgements(), old)), old, new)
+        )
         assert rank["losses"]["ccgspg beta=0.01"] == pytest.approx(float(losses.sum()), abs=1e-5)
 
 
@@ -107,7 +147,9 @@ def test_gradient_norms_do_not_depend_on_the_layout(runs, case):
 
 @pytest.mark.parametrize("case", LAYOUTS)
 def test_loss_and_gradient_without_what_cannot_move_a_weight(runs, case):
-    """A group of 20 that are all right, of whom the first and the 17th are computed: the weights count all of them."""
+    """A group of 20 that are all right, of whom the first and the 17th are computed: the weights
+    count all of them.
+    """
     ranks = [rank["left_out"] for rank in runs(case)]
     for name in LEFT_OUT:
         for rank in ranks:
@@ -119,4 +161,8 @@ def test_loss_and_gradient_without_what_cannot_move_a_weight(runs, case):
         assert apart <= 1e-10 * square, name
         for rank in ranks:  # one response is computed: a data-parallel rank has none
             idle = rank[f"{name}, no gradient at all"]
-            assert (idle["computed"], idle["losses"], idle["apart"]) == ([9, 1], [0.0, 0.0], [0.0, 0.0])
+            assert (idle["computed"], idle["losses"], idle["apart"]) == (
+                [9, 1],
+                [0.0, 0.0],
+                [0.0, 0.0],
+            )

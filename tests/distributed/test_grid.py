@@ -1,8 +1,9 @@
-"""The invariance grid: loss and gradient norm do not depend on how the work is laid out (relative 1e-5 in fp32).
+"""The invariance grid: loss and gradient norm do not depend on how the work is laid out (relative
+1e-5 in fp32).
 
-TP x PP x VPP x SP x CP x DP x distributed optimizer x packing x micro-batch x recomputation x overlap. ``DCPO_GRID=full``
-(``make test-grid``) runs every legal combination; by default a subset in which every pair of values that can stand
-together does so at least once.
+TP x PP x VPP x SP x CP x DP x distributed optimizer x packing x micro-batch x recomputation x
+overlap. ``DCPO_GRID=full`` (``make test-grid``) runs every legal combination; by default a subset
+in which every pair of values that can stand together does so at least once.
 """
 
 import itertools
@@ -34,7 +35,11 @@ def legal(point):
 
 
 def every_point():
-    return [p for values in itertools.product(*AXES.values()) if legal(p := dict(zip(AXES, values, strict=True)))]
+    return [
+        p
+        for values in itertools.product(*AXES.values())
+        if legal(p := dict(zip(AXES, values, strict=True)))
+    ]
 
 
 def processes_of(point):
@@ -46,7 +51,9 @@ def pairs_of(point):
 
 
 def covering(points):
-    """Greedy: the layout on at most four processes that adds most, so that few process groups are started."""
+    """Greedy: the layout on at most four processes that adds most, so that few process groups are
+    started.
+    """
     points = [p for p in points if processes_of(p) <= 4]
     missing = set().union(*map(pairs_of, points))
     chosen = []
@@ -102,15 +109,22 @@ def expected(tiny_models, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def runs(tiny_models, tmp_path_factory):
-    """By layout, the results of every rank for all of its points; the layouts on as many ranks run in one launch."""
+    """By layout, the results of every rank for all of its points; the layouts on as many ranks run
+    in one launch.
+    """
     model, made = str(tiny_models("qwen3", True)), {}
 
     def get(layout):
         if layout not in made:
             layouts = [other for other in POINTS if ranks_of(other) == ranks_of(layout)]
-            jobs = [("grid", {"model": model, "settings": [setting(p) for p in POINTS[other]]}) for other in layouts]
+            jobs = [
+                ("grid", {"model": model, "settings": [setting(p) for p in POINTS[other]]})
+                for other in layouts
+            ]
             out = tmp_path_factory.mktemp(f"ranks{ranks_of(layout)}")
-            made.update(zip(layouts, torchrun_all(jobs, ranks_of(layout), out, timeout=3000), strict=True))
+            made.update(
+                zip(layouts, torchrun_all(jobs, ranks_of(layout), out, timeout=3000), strict=True)
+            )
         return made[layout]
 
     return get
@@ -121,13 +135,17 @@ def ranks_of(layout):
 
 
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("layout", POINTS, ids=lambda layout: "tp{}_pp{}_vpp{}_sp{:d}_dp{}_cp{}".format(*layout))
+@pytest.mark.parametrize(
+    "layout", POINTS, ids=lambda layout: "tp{}_pp{}_vpp{}_sp{:d}_dp{}_cp{}".format(*layout)
+)
 def test_same_loss_and_gradient_norm(runs, expected, layout):
     points, processes, worst = POINTS[layout], ranks_of(layout), 0.0
     for rank in runs(layout):
         for point, result in zip(points, rank, strict=True):
             np.testing.assert_allclose(result["measured"], expected, rtol=1e-5, err_msg=str(point))
-            assert result["keys_per_query"] == [point["cp"]], "a context-parallel rank has its part of the queries"
+            assert result["keys_per_query"] == [point["cp"]], (
+                "a context-parallel rank has its part of the queries"
+            )
             worst = max(worst, float(np.max(np.abs(np.divide(result["measured"], expected) - 1))))
     print(f"{len(points)} settings on {processes} processes, worst relative deviation {worst:.1e}")
 
@@ -141,15 +159,30 @@ def test_the_subset_covers_every_pair():
 
 
 def test_bf16_with_fp32_main_parameters_and_overlap(tiny_models, tmp_path):
-    """bf16 with the distributed optimizer: overlapped transfers change nothing at all, packing and recomputation only
-    what bf16 rounds."""
-    plain = {axis: values[0] for axis, values in AXES.items()} | {"dp": 2, "do": True, "micro_batch": 2}
-    variants = [{}, {"overlap": True}, {"recompute": "full"}, {"recompute": "selective"}, {"packing": True}]
+    """bf16 with the distributed optimizer: overlapped transfers change nothing at all, packing and
+    recomputation only what bf16 rounds.
+    """
+    plain = {axis: values[0] for axis, values in AXES.items()} | {
+        "dp": 2,
+        "do": True,
+        "micro_batch": 2,
+    }
+    variants = [
+        {},
+        {"overlap": True},
+        {"recompute": "full"},
+        {"recompute": "selective"},
+        {"packing": True},
+    ]
     settings = [setting(plain | variant) | {"dtype": "bf16"} for variant in variants]
-    ranks = torchrun("grid", 2, tmp_path, {"model": str(tiny_models("qwen3", True)), "settings": settings})
+    ranks = torchrun(
+        "grid", 2, tmp_path, {"model": str(tiny_models("qwen3", True)), "settings": settings}
+    )
     base, overlapped, full, selective, packed = (result["measured"] for result in ranks[0])
     calls = [result["attention_calls"] for result in ranks[0]]
-    assert calls[2] == calls[3] == 2 * calls[0] == 2 * calls[1], "recomputation really computes again"
+    assert calls[2] == calls[3] == 2 * calls[0] == 2 * calls[1], (
+        "recomputation really computes again"
+    )
     assert overlapped == base
     np.testing.assert_allclose([full, selective, packed], [base] * 3, rtol=2e-2)
     assert base[2] < base[0]

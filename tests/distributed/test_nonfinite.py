@@ -1,4 +1,6 @@
-"""Gradients that are no numbers: the update is skipped on all ranks and counted, and too many in a row end the run."""
+"""Gradients that are no numbers: the update is skipped on all ranks and counted, and too many in a
+row end the run.
+"""
 
 import json
 
@@ -6,7 +8,12 @@ import pytest
 
 from tests.helpers.launch import torchrun
 
-SMALL = ["data.prompts_per_step=4", "rollout.group_size=4", "training.micro_batch_size=4", "logging.samples_interval=0"]
+SMALL = [
+    "data.prompts_per_step=4",
+    "rollout.group_size=4",
+    "training.micro_batch_size=4",
+    "logging.samples_interval=0",
+]
 
 
 def metrics(out):
@@ -18,7 +25,11 @@ def metrics(out):
     [
         (1, [], {"poison": "nan"}),
         (2, ["parallel.use_distributed_optimizer=true"], {"poison": "inf", "poisoned_rank": 1}),
-        (2, ["parallel.tensor_model_parallel_size=2"], {"poison": "nan", "poison_shows_in_the_loss": True}),
+        (
+            2,
+            ["parallel.tensor_model_parallel_size=2"],
+            {"poison": "nan", "poison_shows_in_the_loss": True},
+        ),
     ],
 )
 def test_poisoned_update_is_skipped_everywhere(tmp_path, processes, overrides, poison):
@@ -28,40 +39,79 @@ def test_poisoned_update_is_skipped_everywhere(tmp_path, processes, overrides, p
         before, *after = rank["digests"]
         assert rank["error"] is None
         assert after[0] != before
-        assert after[1] == after[0], "step 2 was skipped: parameters, moments and their step count are untouched"
+        assert after[1] == after[0], (
+            "step 2 was skipped: parameters, moments and their step count are untouched"
+        )
         assert after[2] != after[1]
         assert after[3] == after[2]
         assert after[4] != after[3]
     records = metrics(tmp_path)
     assert [record["updates/skipped"] for record in records] == [0, 1, 0, 1, 0]
-    assert [record["grad_norm/total"] is None for record in records] == [False, True, False, True, False]
+    assert [record["grad_norm/total"] is None for record in records] == [
+        False,
+        True,
+        False,
+        True,
+        False,
+    ]
 
 
 def test_too_many_in_a_row_stop_the_run(tmp_path):
     poison = {"poisoned_steps": [2, 4, 5, 6, 7], "poisoned_rank": 1}
-    overrides = [*SMALL, "training.steps=9", "training.save_interval=2", "training.max_nonfinite_steps=2"]
+    overrides = [
+        *SMALL,
+        "training.steps=9",
+        "training.save_interval=2",
+        "training.max_nonfinite_steps=2",
+    ]
     ranks = torchrun("training", 2, tmp_path, {"overrides": overrides} | poison)
     for rank in ranks:
-        assert "2 updates in a row without a finite loss and gradient (training.max_nonfinite_steps)" in rank["error"]
+        assert (
+            "2 updates in a row without a finite loss and gradient (training.max_nonfinite_steps)"
+            in rank["error"]
+        )
         assert "the last in step 5" in rank["error"]
         assert "\n" not in rank["error"]
-    assert (tmp_path / "run" / "checkpoints" / "latest_checkpointed_iteration.txt").read_text() == "4"
+    assert (
+        tmp_path / "run" / "checkpoints" / "latest_checkpointed_iteration.txt"
+    ).read_text() == "4"
 
 
 def test_the_count_in_a_row_survives_a_resumption(tmp_path):
     """One skipped update before the checkpoint and one after it are two in a row."""
-    overrides = [*SMALL, "training.max_nonfinite_steps=2", "training.resume=auto", "training.save_interval=1"]
+    overrides = [
+        *SMALL,
+        "training.max_nonfinite_steps=2",
+        "training.resume=auto",
+        "training.save_interval=1",
+    ]
     poison = {"poisoned_steps": [2, 3]}
-    first = torchrun("training", 1, tmp_path, {"overrides": [*overrides, "training.steps=2"]} | poison)
+    first = torchrun(
+        "training", 1, tmp_path, {"overrides": [*overrides, "training.steps=2"]} | poison
+    )
     assert first[0]["error"] is None
-    second = torchrun("training", 1, tmp_path, {"overrides": [*overrides, "training.steps=4"]} | poison)
+    second = torchrun(
+        "training", 1, tmp_path, {"overrides": [*overrides, "training.steps=4"]} | poison
+    )
     assert "2 updates in a row" in second[0]["error"]
 
 
 def test_learning_rate_zero_changes_nothing(tmp_path):
     """20 steps: parameters identical, engine and trainer as close at the end as at the beginning."""
-    overrides = ["data.prompts_per_step=4", "rollout.group_size=4", "training.micro_batch_size=16", "optimizer.lr=0"]
-    options = {"overrides": [*overrides, "optimizer.weight_decay=0.1", "training.steps=20", "training.save_interval=0"]}
+    overrides = [
+        "data.prompts_per_step=4",
+        "rollout.group_size=4",
+        "training.micro_batch_size=16",
+        "optimizer.lr=0",
+    ]
+    options = {
+        "overrides": [
+            *overrides,
+            "optimizer.weight_decay=0.1",
+            "training.steps=20",
+            "training.save_interval=0",
+        ]
+    }
     ranks = torchrun("training", 1, tmp_path, options)
     records = metrics(tmp_path)
     assert len(records) == 20

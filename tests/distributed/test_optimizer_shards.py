@@ -1,7 +1,9 @@
-"""The distributed optimizer's state is saved and loaded by the ranks that own it, in the form of Megatron's own code.
+"""The distributed optimizer's state is saved and loaded by the ranks that own it, in the form of
+Megatron's own code.
 
-Megatron's ``fully_reshardable`` (``distrib_optimizer.py``, ``sharded_param_state_fully_reshardable``) is the reference: each
-code reads what the other wrote, at the same and at other layouts, bit for bit.
+Megatron's ``fully_reshardable`` (``distrib_optimizer.py``,
+``sharded_param_state_fully_reshardable``) is the reference: each code reads what the other wrote,
+at the same and at other layouts, bit for bit.
 """
 
 import pytest
@@ -28,12 +30,17 @@ READ_BACK = ("digest", "megatron read by the other code", "ours read by the othe
 def test_every_rank_writes_and_reads_its_own(tiny_models, tmp_path, saved_at, loaded_at, dtype):
     common = {"model": str(tiny_models("qwen3")), "dtype": dtype}
     jobs = [("optimizer_shards", common | {"mode": "save", "parallel": saved_at})]
-    jobs += [("optimizer_shards", common | {"mode": "load", "parallel": parallel}) for parallel in loaded_at]
+    jobs += [
+        ("optimizer_shards", common | {"mode": "load", "parallel": parallel})
+        for parallel in loaded_at
+    ]
     saved, *loaded = torchrun_all(jobs, 4, tmp_path)
 
     assert [rank["moved"] for rank in saved] == [[]] * 4, "no rank is sent another's state"
     assert all(rank["moved by Megatron"] for rank in saved), "which would be seen"
-    replicated = saved_at.get("tensor_model_parallel_size", 1) > 1  # norms: the first tensor-parallel rank writes them
+    replicated = (
+        saved_at.get("tensor_model_parallel_size", 1) > 1
+    )  # norms: the first tensor-parallel rank writes them
     for rank in saved:
         missing = rank["own"] - rank["written"]["optimizer"]
         assert 0 <= missing <= 0.05 * rank["own"] if replicated else missing == 0
@@ -49,4 +56,6 @@ def test_every_rank_writes_and_reads_its_own(tiny_models, tmp_path, saved_at, lo
         if not (parallel or saved_at):
             opened = [{name.split("_")[2] for name in rank["opened"]} for rank in ranks]
             assert opened[0] == set(), "loaded from what the check of the digests has read"
-            assert all(names <= {"0"} for names in opened[1:]), "but for the first rank's objects, which hold nothing"
+            assert all(names <= {"0"} for names in opened[1:]), (
+                "but for the first rank's objects, which hold nothing"
+            )

@@ -1,7 +1,8 @@
 """Every parallel layout gives the losses, gradient norms, log-probs and weights of one process.
 
-All layouts load the same checkpoint: random initialisation would differ between pipeline stages. The single-process run is
-compared with transformers in its turn, so the chain ends outside our code.
+All layouts load the same checkpoint: random initialisation would differ between pipeline stages.
+The single-process run is compared with transformers in its turn, so the chain ends outside our
+code.
 """
 
 import numpy as np
@@ -24,7 +25,10 @@ LAYOUTS = {
     ),
     "cp2_packed": (2, {"context_parallel_size": 2, "sequence_packing": True}),
     "pp2_packed": (2, {"pipeline_model_parallel_size": 2, "sequence_packing": True}),
-    "pp2_virtual2": (2, {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}),
+    "pp2_virtual2": (
+        2,
+        {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
+    ),
 }
 
 
@@ -43,13 +47,20 @@ UNEVEN = {
         PP2 | {"virtual_pipeline_model_parallel_size": 2, "num_layers_in_first_pipeline_stage": 2},
     ),
     "pp2_embedding_counts": (5, 2, PP2 | {"account_for_embedding_in_pipeline_split": True}),
-    "pp3_first": (5, 3, {"pipeline_model_parallel_size": 3, "num_layers_in_first_pipeline_stage": 1}),
+    "pp3_first": (
+        5,
+        3,
+        {"pipeline_model_parallel_size": 3, "num_layers_in_first_pipeline_stage": 1},
+    ),
 }
 # what a run saved at "pp2_first" continues at
 RESUMED = {"pp2_written": PP2 | {"pipeline_model_parallel_layout": "Et*4|tL"}, "dp2": {}}
 
 ONE_PROCESS = [("qwen3", False), ("qwen3", True), ("llama", False), ("qwen2", True)]
-QWEN3, LLAMA = ("qwen3", True), ("llama", False)  # which is untied, and whose rotary embeddings are scaled
+QWEN3, LLAMA = (
+    ("qwen3", True),
+    ("llama", False),
+)  # which is untied, and whose rotary embeddings are scaled
 SEVERAL = [(layout, QWEN3) for layout in LAYOUTS]
 SEVERAL += [(layout, LLAMA) for layout in ("tp2", "pp2", "tp2_pp2", "tp2_sequence_parallel_packed")]
 MICRO_BATCHES = (1, 3, 12)
@@ -57,13 +68,17 @@ MICRO_BATCHES = (1, 3, 12)
 
 @pytest.fixture(scope="module")
 def runs(tiny_models, tmp_path_factory):
-    """Results of the ranks by name; runs on as many ranks are made in one launch, when the first is asked for."""
+    """Results of the ranks by name; runs on as many ranks are made in one launch, when the first is
+    asked for.
+    """
 
     def model(family, tied=False):
         return {"model": str(tiny_models(family, tied))}
 
     wanted = {("one", *which): (1, model(*which) | {"probe": True}) for which in ONE_PROCESS}
-    wanted |= {("micro", n): (1, model("qwen3", True) | {"micro_batch_size": n}) for n in MICRO_BATCHES}
+    wanted |= {
+        ("micro", n): (1, model("qwen3", True) | {"micro_batch_size": n}) for n in MICRO_BATCHES
+    }
     for layout, which in SEVERAL:
         processes, parallel = LAYOUTS[layout]
         options = {"parallel": parallel, "probe": True, "bucket_bytes": 20_000}
@@ -74,11 +89,17 @@ def runs(tiny_models, tmp_path_factory):
         wanted[layout] = processes, deep | {"parallel": parallel, "bucket_bytes": 20_000} | saves
         wanted["one", layers] = 1, deep
         wanted |= {
-            ("resumed", name): (2, deep | {"parallel": other, "load": "checkpoints", "steps": 2, "probe": False})
+            ("resumed", name): (
+                2,
+                deep | {"parallel": other, "load": "checkpoints", "steps": 2, "probe": False},
+            )
             for name, other in RESUMED.items()
             if saves
         }
-    wanted["bf16"] = 2, model("qwen3") | {"dtype": "bf16", "parallel": {"use_distributed_optimizer": True}}
+    wanted["bf16"] = (
+        2,
+        model("qwen3") | {"dtype": "bf16", "parallel": {"use_distributed_optimizer": True}},
+    )
     made = {}
 
     def get(*name):
@@ -87,7 +108,9 @@ def runs(tiny_models, tmp_path_factory):
             processes = wanted[name][0]
             names = [other for other, (ranks, _) in wanted.items() if ranks == processes]
             out = tmp_path_factory.mktemp(f"ranks{processes}")
-            results = torchrun_all([("policy", wanted[other][1]) for other in names], processes, out)
+            results = torchrun_all(
+                [("policy", wanted[other][1]) for other in names], processes, out
+            )
             made.update(zip(names, results, strict=True))
         return made[name]
 
@@ -101,7 +124,9 @@ def one_process(runs):
 
 @pytest.mark.parametrize(("family", "tied"), ONE_PROCESS)
 def test_one_process_equals_transformers(tiny_models, one_process, family, tied):
-    """HF forward = Megatron forward: fp32 |difference of log-probs| <= 1e-4, beyond Llama's original context / 4."""
+    """HF forward = Megatron forward: fp32 |difference of log-probs| <= 1e-4, beyond Llama's
+    original context / 4.
+    """
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(tiny_models(family, tied), dtype=torch.float32)
@@ -141,21 +166,29 @@ def agrees(ranks, expected, parallel):
         np.testing.assert_allclose(rank["losses"], expected["losses"], rtol=1e-5)
         np.testing.assert_allclose(rank["norms"], expected["norms"], rtol=2e-5)
         same_probe(rank["probes"][0], expected["probes"][0], rtol=1e-5)
-        same_probe(rank["probes"][1], expected["probes"][1], rtol=1e-4)  # after an update, which amplifies rounding
+        same_probe(
+            rank["probes"][1], expected["probes"][1], rtol=1e-4
+        )  # after an update, which amplifies rounding
         assert rank["engine_difference"] <= 1e-4, "engine and trainer agree after three updates"
         assert rank["weights"] == ranks[0]["weights"], "every engine received the same weights"
     tp = parallel.get("tensor_model_parallel_size", 1)
     for rank, result in enumerate(ranks):
-        assert result["replicated"] == ranks[rank - rank % tp]["replicated"], "replicas stay bitwise equal"
+        assert result["replicated"] == ranks[rank - rank % tp]["replicated"], (
+            "replicas stay bitwise equal"
+        )
 
 
 def same_probe(found, expected, rtol):
-    """Norms and cosines by layer group, both metrics: sharded parameters summed, replicated and tied ones counted once."""
+    """Norms and cosines by layer group, both metrics: sharded parameters summed, replicated and
+    tied ones counted once.
+    """
     for metric in ("plain", "fisher"):
         assert list(found[metric]) == list(expected[metric])
         for group, comparison in expected[metric].items():
             for key, value in comparison.items():
-                assert found[metric][group][key] == pytest.approx(value, rel=rtol, abs=rtol), f"{metric} {group} {key}"
+                assert found[metric][group][key] == pytest.approx(value, rel=rtol, abs=rtol), (
+                    f"{metric} {group} {key}"
+                )
         assert expected[metric]["all"]["norm_a"] > 0
 
 
@@ -168,7 +201,9 @@ def test_micro_batch_size_does_not_matter(runs, one_process, micro_batch_size):
 
 
 def test_bf16_with_distributed_optimizer_runs(runs):
-    """bf16 parameters, fp32 main parameters and gradients: finite, learning, engine within bf16 rounding."""
+    """bf16 parameters, fp32 main parameters and gradients: finite, learning, engine within bf16
+    rounding.
+    """
     ranks = runs("bf16")
     assert ranks[0]["losses"][-1] < ranks[0]["losses"][0]
     assert np.isfinite(ranks[0]["norms"]).all()

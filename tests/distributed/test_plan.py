@@ -1,4 +1,6 @@
-"""The plan against real ranks: weights, gradients, optimizer state exactly, saved activations within 10 %."""
+"""The plan against real ranks: weights, gradients, optimizer state exactly, saved activations
+within 10 %.
+"""
 
 import math
 
@@ -13,8 +15,16 @@ OVERLAP = {**DISTRIBUTED, "overlap_grad_reduce": True}
 @pytest.mark.parametrize(
     ("family", "tied", "parallel"),
     [
-        ("llama", False, {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}),
-        ("qwen2", True, {"pipeline_model_parallel_size": 2, "num_layers_in_first_pipeline_stage": 1}),
+        (
+            "llama",
+            False,
+            {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
+        ),
+        (
+            "qwen2",
+            True,
+            {"pipeline_model_parallel_size": 2, "num_layers_in_first_pipeline_stage": 1},
+        ),
         ("qwen3", False, {}),  # two data-parallel ranks
         ("qwen3_moe", False, {"expert_model_parallel_size": 2}),
         ("qwen3_moe", True, {"pipeline_model_parallel_size": 2}),
@@ -50,13 +60,19 @@ def test_state_of_every_rank_is_predicted(tiny_models, tmp_path, family, tied, p
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_activations_of_experts_are_predicted(tiny_models, tmp_path, tp):
-    """Both ranks together: the routing of random weights is uneven, so that of two each has another number of tokens."""
+    """Both ranks together: the routing of random weights is uneven, so that of two each has another
+    number of tokens.
+    """
     options = {
         "model": str(tiny_models("qwen3_moe")),
         "parallel": DISTRIBUTED
         | {"expert_model_parallel_size": 2, "sequence_packing": True}
         | (
-            {"tensor_model_parallel_size": 2, "sequence_parallel": True, "expert_tensor_parallel_size": 1}
+            {
+                "tensor_model_parallel_size": 2,
+                "sequence_parallel": True,
+                "expert_tensor_parallel_size": 1,
+            }
             if tp == 2
             else {}
         ),
@@ -71,7 +87,9 @@ def test_activations_of_experts_are_predicted(tiny_models, tmp_path, tp):
     }
     for results in zip(*torchrun("plan", 2, tmp_path, options), strict=True):
         found = [result["activations"] for result in results]
-        measured, predicted = (sum(rank[what] for rank in found) for what in ("measured", "predicted"))
+        measured, predicted = (
+            sum(rank[what] for rank in found) for what in ("measured", "predicted")
+        )
         assert predicted == pytest.approx(measured, rel=0.1)
 
 
@@ -87,14 +105,25 @@ def test_activations_of_experts_are_predicted(tiny_models, tmp_path, tp):
 def test_activations_are_predicted(tiny_models, tmp_path, parallel):
     settings = [
         {"dtype": dtype, "parallel": {"recompute_granularity": recompute, "sequence_packing": True}}
-        for dtype, recompute in (("bf16", "none"), ("fp32", "none"), ("bf16", "selective"), ("bf16", "full"))
+        for dtype, recompute in (
+            ("bf16", "none"),
+            ("fp32", "none"),
+            ("bf16", "selective"),
+            ("bf16", "full"),
+        )
     ]
     sizes = ("pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size")
     chunks = math.prod(parallel.get(size, 1) for size in sizes)
-    pairs = {"recompute_granularity": "full", "recompute_num_layers": 4 // chunks}  # of a chunk's layers at most
+    pairs = {
+        "recompute_granularity": "full",
+        "recompute_num_layers": 4 // chunks,
+    }  # of a chunk's layers at most
     some = {"recompute_granularity": "full", "recompute_method": "block"}
     mlp = {"recompute_granularity": "selective", "recompute_modules": ["mlp"]}
-    settings += [{"dtype": "bf16", "parallel": how | {"sequence_packing": True}} for how in (pairs, some, mlp)]
+    settings += [
+        {"dtype": "bf16", "parallel": how | {"sequence_packing": True}}
+        for how in (pairs, some, mlp)
+    ]
     options = {
         "model": str(tiny_models("qwen3")),
         "parallel": parallel,
@@ -106,7 +135,10 @@ def test_activations_are_predicted(tiny_models, tmp_path, parallel):
     for rank in torchrun("plan", 2, tmp_path, options):
         for setting, result in zip(settings, rank, strict=True):
             activations = result["activations"]
-            # of a model so small, the ids and angles of more than one chunk in flight are a tenth of what is kept
+            # of a model so small, the ids and angles of more than one chunk in flight are a tenth
+            # of what is kept
             rel = 0.15 if "virtual_pipeline_model_parallel_size" in parallel else 0.1
-            assert activations["predicted"] == pytest.approx(activations["measured"], rel=rel), setting
+            assert activations["predicted"] == pytest.approx(activations["measured"], rel=rel), (
+                setting
+            )
             assert result["predicted"] == result["measured"], setting

@@ -1,4 +1,6 @@
-"""``model.adapter``: low-rank adapters on a frozen policy, against Hugging Face's model with the same pairs."""
+"""``model.adapter``: low-rank adapters on a frozen policy, against Hugging Face's model with the
+same pairs.
+"""
 
 import numpy as np
 import pytest
@@ -30,7 +32,11 @@ LAYOUTS = {
     "cp2": (2, {"context_parallel_size": 2}, [{}, {"sequence_packing": True}]),
     "tp2_pp2": (
         4,
-        {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "sequence_parallel": True},
+        {
+            "tensor_model_parallel_size": 2,
+            "pipeline_model_parallel_size": 2,
+            "sequence_parallel": True,
+        },
         [{}],
     ),
 }
@@ -45,15 +51,20 @@ def one(tiny_models, tmp_path_factory):
         {"parallel": {}, "targets": SOME, "bucket_bytes": 1 << 18},
     ]
     out = tmp_path_factory.mktemp("one")
-    return torchrun("policy_adapter", 1, out, {"model": str(tiny_models("qwen3", True)), "settings": settings})[0]
+    return torchrun(
+        "policy_adapter", 1, out, {"model": str(tiny_models("qwen3", True)), "settings": settings}
+    )[0]
 
 
 def trained_by_hand(model_dir, started, targets):
-    """Losses, pairs and log-probs of ``STEPS`` steps of torch's AdamW on W + (alpha / rank) B A, in the model of
-    Hugging Face; A as ours began, B zero."""
+    """Losses, pairs and log-probs of ``STEPS`` steps of torch's AdamW on W + (alpha / rank) B A, in
+    the model of Hugging Face; A as ours began, B zero.
+    """
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32, attn_implementation="eager")
+    model = AutoModelForCausalLM.from_pretrained(
+        model_dir, dtype=torch.float32, attn_implementation="eager"
+    )
     weights = {name: p.detach() for name, p in model.named_parameters()}
     modules = [n.removesuffix(".weight") for n in weights if n.split(".")[-2] in targets]
     A = {m: started[m].requires_grad_() for m in modules}
@@ -61,7 +72,9 @@ def trained_by_hand(model_dir, started, targets):
     adam = torch.optim.AdamW([*A.values(), *B.values()], lr=LR, eps=1e-4, weight_decay=0.0)
 
     def merged():
-        return weights | {f"{m}.weight": weights[f"{m}.weight"] + ALPHA / RANK * B[m] @ A[m] for m in modules}
+        return weights | {
+            f"{m}.weight": weights[f"{m}.weight"] + ALPHA / RANK * B[m] @ A[m] for m in modules
+        }
 
     def logprobs(sample):
         ids = torch.tensor(np.concatenate([sample.prompt_ids, sample.response_ids]))[None]
@@ -73,14 +86,20 @@ def trained_by_hand(model_dir, started, targets):
     for step in range(STEPS):
         adam.param_groups[0]["lr"] = LR * (1 - 0.9 * step / 100)
         adam.zero_grad()
-        parts = [-((1 + torch.tensor(s.response_ids) % 3) / total * logprobs(s)).sum() for s in samples]
+        parts = [
+            -((1 + torch.tensor(s.response_ids) % 3) / total * logprobs(s)).sum() for s in samples
+        ]
         loss = sum(parts)
         loss.backward()
         losses.append(loss.item())
         adam.step()
     with torch.no_grad():
         rows = [logprobs(sample).tolist() for sample in samples]
-    pairs = {f"{m}.lora_{name}.weight": t.detach() for name, of in (("A", A), ("B", B)) for m, t in of.items()}
+    pairs = {
+        f"{m}.lora_{name}.weight": t.detach()
+        for name, of in (("A", A), ("B", B))
+        for m, t in of.items()
+    }
     return losses, pairs, rows, merged()
 
 
@@ -88,7 +107,9 @@ def trained_by_hand(model_dir, started, targets):
 def test_it_learns_what_hugging_faces_model_learns(one, which, targets, tiny_models):
     found, names = one[which], one[which]["adapter"]
     started = {
-        n.removesuffix(".lora_A.weight"): first_A(n.removesuffix(".lora_A.weight"), RANK, np.shape(v)[1])
+        n.removesuffix(".lora_A.weight"): first_A(
+            n.removesuffix(".lora_A.weight"), RANK, np.shape(v)[1]
+        )
         for n, v in names.items()
         if ".lora_A." in n
     }
@@ -121,10 +142,14 @@ def close(found, expected):
     for name in ("losses", "norms"):
         np.testing.assert_allclose(found[name], expected[name], rtol=1e-5, err_msg=name)
     for name, value in expected["adapter"].items():
-        np.testing.assert_allclose(found["adapter"][name], value, rtol=1e-3, atol=2e-5, err_msg=name)
+        np.testing.assert_allclose(
+            found["adapter"][name], value, rtol=1e-3, atol=2e-5, err_msg=name
+        )
     for name, value in expected["merged"].items():
         np.testing.assert_allclose(found["merged"][name], value, atol=1e-5, err_msg=name)
-    for row, other in zip(found["now"] + found["before"], expected["now"] + expected["before"], strict=True):
+    for row, other in zip(
+        found["now"] + found["before"], expected["now"] + expected["before"], strict=True
+    ):
         np.testing.assert_allclose(row, other, rtol=1e-5, atol=2e-5)
     received, planned, least = found["bytes"]
     assert received == planned == least
@@ -143,7 +168,10 @@ def test_layouts_train_the_same_adapter(one, layout, tiny_models, tmp_path):
     ranks, parallel, variants = LAYOUTS[layout]
     settings = [{"parallel": parallel | variant, "bucket_bytes": 1 << 18} for variant in variants]
     for rank in torchrun(
-        "policy_adapter", ranks, tmp_path, {"model": str(tiny_models("qwen3", True)), "settings": settings}
+        "policy_adapter",
+        ranks,
+        tmp_path,
+        {"model": str(tiny_models("qwen3", True)), "settings": settings},
     ):
         for found in rank:
             close(found, one[0])

@@ -15,7 +15,10 @@ WAYS = [
 
 
 def test_losses_and_gradients_are_the_same(tiny_models, tmp_path):
-    jobs = [("policy", {"model": str(tiny_models("qwen3")), "steps": 2, "parallel": how}) for how in WAYS]
+    jobs = [
+        ("policy", {"model": str(tiny_models("qwen3")), "steps": 2, "parallel": how})
+        for how in WAYS
+    ]
     (expected,), *others = torchrun_all(jobs, 1, tmp_path)
     for how, (found,) in zip(WAYS[1:], others, strict=True):
         assert found["losses"] == pytest.approx(expected["losses"], rel=1e-6), how

@@ -1,4 +1,6 @@
-"""The transport of a weight synchronization on its own, over gloo: right, counted, and named when it is disturbed."""
+"""The transport of a weight synchronization on its own, over gloo: right, counted, and named when
+it is disturbed.
+"""
 
 import pytest
 
@@ -11,14 +13,23 @@ LAYOUTS = {"tp2": TP2, "pp2": {"pipeline_model_parallel_size": 2}}
 
 def options(tiny_models, mode="", parallel=TP2, engine_tp=1, family="qwen3", tied=True):
     model = str(tiny_models(family, tied))
-    return {"model": model, "parallel": parallel, "mode": mode, "engine_tp": engine_tp, "bucket_bytes": 30_000}
+    return {
+        "model": model,
+        "parallel": parallel,
+        "mode": mode,
+        "engine_tp": engine_tp,
+        "bucket_bytes": 30_000,
+    }
 
 
 @pytest.fixture(scope="module")
 def slow(tiny_models, tmp_path_factory):
     """Results of the ranks by layout and size of the engine, all from one launch."""
     names = [(layout, engine_tp) for layout in LAYOUTS for engine_tp in (1, 2)]
-    jobs = [("reshard", options(tiny_models, "slow", LAYOUTS[layout], engine_tp)) for layout, engine_tp in names]
+    jobs = [
+        ("reshard", options(tiny_models, "slow", LAYOUTS[layout], engine_tp))
+        for layout, engine_tp in names
+    ]
     return dict(zip(names, torchrun_all(jobs, 2, tmp_path_factory.mktemp("slow")), strict=True))
 
 

@@ -1,4 +1,6 @@
-"""Routing replay: an engine's own choice of experts reaches the routers of the policy, in every layout and recomputed."""
+"""Routing replay: an engine's own choice of experts reaches the routers of the policy, in every
+layout and recomputed.
+"""
 
 import numpy as np
 import pytest
@@ -15,13 +17,21 @@ ONE_PROCESS = {
     "a_layer_recomputed": FULL | {"recompute_method": "block", "recompute_num_layers": 1},
 }
 TP2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
-EP2 = {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1, "use_distributed_optimizer": True}
+EP2 = {
+    "expert_model_parallel_size": 2,
+    "expert_tensor_parallel_size": 1,
+    "use_distributed_optimizer": True,
+}
 TWO_PROCESSES = {
     "dp2": {},
     "tp2_ep2": TP2 | EP2,
     "tp2_packed_recomputed": TP2 | PACKED | FULL,
     "pp2_recomputed": {"pipeline_model_parallel_size": 2} | FULL,
-    "vpp2_recomputed": {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2} | FULL,
+    "vpp2_recomputed": {
+        "pipeline_model_parallel_size": 2,
+        "virtual_pipeline_model_parallel_size": 2,
+    }
+    | FULL,
     "cp2_packed": {"context_parallel_size": 2} | PACKED,
     "cp2_recomputed": {"context_parallel_size": 2} | FULL,
 }
@@ -33,7 +43,8 @@ def runs(tiny_models, tmp_path_factory):
     made = {}
     for processes, layouts in ((1, ONE_PROCESS), (2, TWO_PROCESSES)):
         jobs = [
-            ("routing_replay", {"model": str(tiny_models("qwen3_moe", True)), "parallel": p}) for p in layouts.values()
+            ("routing_replay", {"model": str(tiny_models("qwen3_moe", True)), "parallel": p})
+            for p in layouts.values()
         ]
         results = torchrun_all(jobs, processes, tmp_path_factory.mktemp(f"ranks{processes}"))
         made |= dict(zip(layouts, results, strict=True))
@@ -42,7 +53,9 @@ def runs(tiny_models, tmp_path_factory):
 
 @pytest.mark.parametrize("layout", [*ONE_PROCESS, *TWO_PROCESSES])
 def test_no_token_is_routed_otherwise(runs, layout):
-    """engine/routing_mismatch: 0 with the engine's choices, most tokens without. Gradients are those of one process."""
+    """engine/routing_mismatch: 0 with the engine's choices, most tokens without. Gradients are
+    those of one process.
+    """
     padded = runs["padded"][0]
     for found in runs[layout]:
         assert max(found["replayed/gaps"]) < EDGE / 5

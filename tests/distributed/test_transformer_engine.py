@@ -1,8 +1,9 @@
-"""Megatron's spec for Transformer Engine, on a stand-in that computes in torch: what every GPU run is built from.
+"""Megatron's spec for Transformer Engine, on a stand-in that computes in torch: what every GPU run
+is built from.
 
-It shows that names, shapes, layouts, packed sequences, fused rotary embeddings, gradients, conversion and checkpoints
-with extra state fit together, and that Megatron passes no argument that the real package does not have. Of the real
-kernels it shows nothing (docs/scaling.md#status).
+It shows that names, shapes, layouts, packed sequences, fused rotary embeddings, gradients,
+conversion and checkpoints with extra state fit together, and that Megatron passes no argument that
+the real package does not have. Of the real kernels it shows nothing (docs/scaling.md#status).
 """
 
 from __future__ import annotations
@@ -24,21 +25,37 @@ LAYOUTS = {
         2,
         {"tensor_model_parallel_size": 2, "sequence_parallel": True, "sequence_packing": True},
     ),
-    "pp2_virtual2": (2, {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}),
+    "pp2_virtual2": (
+        2,
+        {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
+    ),
     "cp2": (2, {"context_parallel_size": 2, "cp_comm_type": "all_gather"}),
     "cp2_packed": (2, {"context_parallel_size": 2, "sequence_packing": True}),
     "dp2_distributed_optimizer": (2, {"use_distributed_optimizer": True}),
     # weight gradients are added by the layers themselves, and nobody asks for Apex
     "fused": (1, FUSED),
     "fused_recomputed": (1, FUSED | {"recompute_granularity": "full"}),
-    "fused_pp2_virtual2": (2, FUSED | {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}),
+    "fused_pp2_virtual2": (
+        2,
+        FUSED | {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
+    ),
     "fused_dp2_overlap": (
         2,
-        FUSED | {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True},
+        FUSED
+        | {
+            "use_distributed_optimizer": True,
+            "overlap_grad_reduce": True,
+            "overlap_param_gather": True,
+        },
     ),
 }
 FAMILIES = [("qwen3", True), ("llama", False), ("qwen2", True)]
-RUNS = [(layout, which) for layout in LAYOUTS for which in FAMILIES if which == FAMILIES[0] or layout in ("one", "tp2")]
+RUNS = [
+    (layout, which)
+    for layout in LAYOUTS
+    for which in FAMILIES
+    if which == FAMILIES[0] or layout in ("one", "tp2")
+]
 
 
 @pytest.fixture(scope="module")
@@ -56,15 +73,22 @@ def ranks(tiny_models, tmp_path_factory):
     for processes in (1, 2):
         wanted = [(layout, which) for layout, which in RUNS if LAYOUTS[layout][0] == processes]
         jobs = [
-            ("policy", {"model": str(tiny_models(*which)), "probe": True, "parallel": LAYOUTS[layout][1]})
+            (
+                "policy",
+                {"model": str(tiny_models(*which)), "probe": True, "parallel": LAYOUTS[layout][1]},
+            )
             for layout, which in wanted
         ]
         out = tmp_path_factory.mktemp(f"engine{processes}")
-        made.update(zip(wanted, torchrun_all(jobs, processes, out, environment=environment()), strict=True))
+        made.update(
+            zip(wanted, torchrun_all(jobs, processes, out, environment=environment()), strict=True)
+        )
     return made
 
 
-@pytest.mark.parametrize(("layout", "which"), RUNS, ids=lambda value: value if isinstance(value, str) else value[0])
+@pytest.mark.parametrize(
+    ("layout", "which"), RUNS, ids=lambda value: value if isinstance(value, str) else value[0]
+)
 def test_layers_equal_the_local_ones(ranks, local, layout, which):
     expected, found = local[which], ranks[layout, which]
     logprobs = {index: values for rank in found for index, values in rank["logprobs"].items()}
@@ -73,16 +97,26 @@ def test_layers_equal_the_local_ones(ranks, local, layout, which):
     for rank in found:
         assert rank["layers"] == "transformer_engine"
         np.testing.assert_allclose(rank["losses"], expected["losses"], rtol=1e-5)
-        # the gradient of a bias on keys is almost nothing but rounding, which Adam's first steps enlarge
-        np.testing.assert_allclose(rank["norms"], expected["norms"], rtol=2e-4 if which[0] == "qwen2" else 2e-5)
+        # the gradient of a bias on keys is almost nothing but rounding, which Adam's first steps
+        # enlarge
+        np.testing.assert_allclose(
+            rank["norms"], expected["norms"], rtol=2e-4 if which[0] == "qwen2" else 2e-5
+        )
         same_probe(rank["probes"][0], expected["probes"][0], rtol=1e-5)
         assert rank["engine_difference"] <= 1e-4
         assert rank["weights"] == found[0]["weights"]
 
 
 def test_training_resumes_bit_for_bit(tmp_path):
-    """Two ranks with the distributed optimizer: the state after four steps, and after two, a resumption and two more."""
-    fixed = ["training.steps=4", "training.save_interval=2", "data.prompts_per_step=4", "rollout.group_size=4"]
+    """Two ranks with the distributed optimizer: the state after four steps, and after two, a
+    resumption and two more.
+    """
+    fixed = [
+        "training.steps=4",
+        "training.save_interval=2",
+        "data.prompts_per_step=4",
+        "rollout.group_size=4",
+    ]
     fixed += ["parallel.use_distributed_optimizer=true", "parallel.sequence_packing=true"]
     fixed += ["model.transformer_impl=transformer_engine"]
     options = {"overrides": fixed}
@@ -90,7 +124,11 @@ def test_training_resumes_bit_for_bit(tmp_path):
     options = {"overrides": [*fixed, "training.steps=2"]}
     first = torchrun("training", 2, tmp_path / "parts", options, environment=environment())
     second = torchrun(
-        "training", 2, tmp_path / "parts", {"overrides": [*fixed, "training.resume=auto"]}, environment=environment()
+        "training",
+        2,
+        tmp_path / "parts",
+        {"overrides": [*fixed, "training.resume=auto"]},
+        environment=environment(),
     )
     for rank in range(2):
         assert [whole[rank]["error"], first[rank]["error"], second[rank]["error"]] == [None] * 3

@@ -1,4 +1,6 @@
-"""A rank that dies, freezes, dawdles or fails while the others wait for it: named, and the job ends or goes on."""
+"""A rank that dies, freezes, dawdles or fails while the others wait for it: named, and the job ends
+or goes on.
+"""
 
 import contextlib
 import json
@@ -50,7 +52,10 @@ def test_an_engine_that_fails_on_one_of_its_ranks_ends_all_by_name(tmp_path):
         for rank, process in enumerate(started):
             _, said = process.communicate(timeout=120)
             assert process.returncode == EXIT_PEER_LOST, said
-            assert f"rank {rank} ends: the engine of ranks 0-1 failed on rank 1 alone: out of memory; rank(s) 0" in said
+            assert (
+                f"rank {rank} ends: the engine of ranks 0-1 failed on rank 1 alone: out of "
+                "memory; rank(s) 0" in said
+            )
 
 
 def test_slow_phase_says_who_waits_where_and_goes_on(tmp_path):

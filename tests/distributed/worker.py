@@ -2,10 +2,11 @@
 
     python -m tests.distributed.worker OUT '[["policy", {"model": ...}], ...]'
 
-A case is a module of ``tests/distributed/cases`` with a function ``run(options)``; what it returns goes as JSON into the
-list of ``OUT/rankN.json``. ``options["out"]`` is OUT. The default process group lives as long as the rank, so that the cases
-of one launch may ask for different layouts of the same ranks. With ``options["leave_at_once"]`` the rank ends after the
-case and takes down no group.
+A case is a module of ``tests/distributed/cases`` with a function ``run(options)``; what it returns
+goes as JSON into the list of ``OUT/rankN.json``. ``options["out"]`` is OUT. The default process
+group lives as long as the rank, so that the cases of one launch may ask for different layouts of
+the same ranks. With ``options["leave_at_once"]`` the rank ends after the case and takes down no
+group.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
-"""Engine = trainer after every weight synchronization, in every layout. Needs vLLM (``make setup-engine``).
+"""Engine = trainer after every weight synchronization, in every layout. Needs vLLM (``make
+setup-engine``).
 
-Without ``DCPO_TEST_ENGINE`` one small case runs (``make test``); with it (``make test-engine``) all.
+Without ``DCPO_TEST_ENGINE`` one small case runs (``make test``); with it (``make test-engine``)
+all.
 """
 
 from __future__ import annotations
@@ -37,9 +39,17 @@ def run(
 def run_models(
     out: Path, models: dict[str, str], tp: int, pp: int, engine_tp: int, **more: Any
 ) -> list[dict[str, Any]]:
-    parallel = {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp, **more.pop("parallel", {})}
-    experts = parallel.get("expert_model_parallel_size", 1) * parallel.get("expert_tensor_parallel_size", tp)
-    ranks = max(experts * pp, tp * pp, engine_tp)  # an engine larger than the replica spans two of them
+    parallel = {
+        "tensor_model_parallel_size": tp,
+        "pipeline_model_parallel_size": pp,
+        **more.pop("parallel", {}),
+    }
+    experts = parallel.get("expert_model_parallel_size", 1) * parallel.get(
+        "expert_tensor_parallel_size", tp
+    )
+    ranks = max(
+        experts * pp, tp * pp, engine_tp
+    )  # an engine larger than the replica spans two of them
     options = {
         "models": models,
         "parallel": parallel,
@@ -47,7 +57,8 @@ def run_models(
         "bucket_bytes": 100_000,
         "updates": 2,
         "dtype": "fp32",
-        "leave_at_once": True,  # what vLLM and the groups would say on their way out is not part of the test
+        # what vLLM and the groups would say on their way out is not part of the test
+        "leave_at_once": True,
         **more,
     }
     return torchrun("engine_parity", ranks, out, options, timeout=1500)
@@ -57,7 +68,10 @@ def check(ranks: list[dict[str, Any]]) -> None:
     for name in ranks[0]:
         expected = greedy_of_transformers(ranks[0][name]["exported"])
         for rank in ranks:
-            assert max(*rank[name]["differences"], rank[name]["interrupted"]) <= 1e-4, (name, rank[name])
+            assert max(*rank[name]["differences"], rank[name]["interrupted"]) <= 1e-4, (
+                name,
+                rank[name],
+            )
             assert rank[name]["greedy"] == expected, name
 
 
@@ -71,7 +85,10 @@ def greedy_of_transformers(directory: str) -> list[list[int]]:
 
 def test_one_process(tiny_models: Any, tmp_path: Path) -> None:
     """The small one: tied models in one process, without and with experts; nothing travels."""
-    models = [EXPERTS[1], ("qwen3", True)]  # in this order: vLLM keeps the groups that it made for its first model
+    models = [
+        EXPERTS[1],
+        ("qwen3", True),
+    ]  # in this order: vLLM keeps the groups that it made for its first model
     ranks = run(tiny_models, tmp_path, models, 1, 1, 1)
     check(ranks)
     assert [of_model["received"] for of_model in ranks[0].values()] == [0, 0]
@@ -80,19 +97,27 @@ def test_one_process(tiny_models: Any, tmp_path: Path) -> None:
 @at_length
 @pytest.mark.parametrize("engine_tp", [1, 2])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_engine_is_the_trainer(tiny_models: Any, tmp_path: Path, layout: str, engine_tp: int) -> None:
-    """fp32: |difference of log-probs| <= 1e-4 on sampled tokens, greedy tokens of transformers on the exported policy.
+def test_engine_is_the_trainer(
+    tiny_models: Any, tmp_path: Path, layout: str, engine_tp: int
+) -> None:
+    """fp32: |difference of log-probs| <= 1e-4 on sampled tokens, greedy tokens of transformers on
+    the exported policy.
 
-    Every matrix is larger than a bucket, the embedding ten times; no peak is (asserted by the worker).
+    Every matrix is larger than a bucket, the embedding ten times; no peak is (asserted by the
+    worker).
     """
-    ranks = run(tiny_models, tmp_path, MODELS, *LAYOUTS[layout], engine_tp, bucket_bytes=BUCKET_BYTES)
+    ranks = run(
+        tiny_models, tmp_path, MODELS, *LAYOUTS[layout], engine_tp, bucket_bytes=BUCKET_BYTES
+    )
     check(ranks)
     for name in ranks[0]:
         received = [rank[name]["received"] for rank in ranks]
         if layout == "tp1":
             assert received == [0] * len(ranks), "the trainer's rank has all that its engine needs"
         elif engine_tp == 2:
-            assert all(r < rank[name]["least_whole"] for r, rank in zip(received, ranks, strict=True))
+            assert all(
+                r < rank[name]["least_whole"] for r, rank in zip(received, ranks, strict=True)
+            )
 
 
 @at_length
@@ -100,9 +125,13 @@ def test_engine_is_the_trainer(tiny_models: Any, tmp_path: Path, layout: str, en
     ("tp", "pp", "etp", "engine_tp"),
     [(1, 1, 1, 1), (1, 1, 1, 2), (2, 1, 1, 2), (2, 1, 2, 1), (2, 1, 2, 4), (1, 2, 1, 2)],
 )
-def test_experts(tiny_models: Any, tmp_path: Path, tp: int, pp: int, etp: int, engine_tp: int) -> None:
-    """EP 2 with every kind of layout: after each of three updates the engine has the trainer's experts, not those that its
-    kernels packed before. Of the one model the packed form has another shape (padded), of the other the same."""
+def test_experts(
+    tiny_models: Any, tmp_path: Path, tp: int, pp: int, etp: int, engine_tp: int
+) -> None:
+    """EP 2 with every kind of layout: after each of three updates the engine has the trainer's
+    experts, not those that its kernels packed before. Of the one model the packed form has another
+    shape (padded), of the other the same.
+    """
     parallel = EP2 | {"expert_tensor_parallel_size": etp, "sequence_parallel": tp > 1}
     more = {"parallel": parallel, "bucket_bytes": BUCKET_BYTES, "updates": 3}
     ranks = run(tiny_models, tmp_path, EXPERTS, tp, pp, engine_tp, **more)
@@ -112,16 +141,23 @@ def test_experts(tiny_models: Any, tmp_path: Path, tp: int, pp: int, etp: int, e
 @at_length
 @pytest.mark.parametrize(("tp", "pp", "engine_tp"), [(2, 1, 1), (1, 2, 1), (1, 1, 1), (2, 1, 2)])
 def test_memory_of_a_synchronization(tmp_path: Path, tp: int, pp: int, engine_tp: int) -> None:
-    """Measured, not counted: one embedding of 200 MiB, a bucket of 16 MiB; the peak rises by a bucket and 5 % at most.
+    """Measured, not counted: one embedding of 200 MiB, a bucket of 16 MiB; the peak rises by a
+    bucket and 5 % at most.
 
-    The first update makes the trainer's and the engine's memory resident; what its pages are is not the update's.
+    The first update makes the trainer's and the engine's memory resident; what its pages are is not
+    the update's.
     """
     bucket = 16 << 20
     model = large_vocabulary(tmp_path / "model")
-    ranks = run_models(tmp_path, {"large": str(model)}, tp, pp, engine_tp, bucket_bytes=bucket, updates=3)
+    ranks = run_models(
+        tmp_path, {"large": str(model)}, tp, pp, engine_tp, bucket_bytes=bucket, updates=3
+    )
     for rank in ranks:
         assert max(rank["large"]["differences"]) <= 1e-4
-        print("extra memory of an update, in buckets:", [round(extra / bucket, 3) for extra in rank["large"]["extra"]])
+        print(
+            "extra memory of an update, in buckets:",
+            [round(extra / bucket, 3) for extra in rank["large"]["extra"]],
+        )
         assert max(rank["large"]["extra"][1:]) <= 1.05 * bucket
         small, large = rank["large"]["transport"]  # alone, with the small and the default bucket
         assert small <= 1.05 * bucket
@@ -133,9 +169,17 @@ def large_vocabulary(path: Path) -> Path:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     config = Qwen3Config(
-        vocab_size=204_800, hidden_size=256, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=32, tie_word_embeddings=True, eos_token_id=0, max_position_embeddings=512,
-    )  # fmt: skip
+        vocab_size=204_800,
+        hidden_size=256,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        tie_word_embeddings=True,
+        eos_token_id=0,
+        max_position_embeddings=512,
+    )
     torch.manual_seed(0)
     Qwen3ForCausalLM(config).save_pretrained(path)
     return path
@@ -143,7 +187,9 @@ def large_vocabulary(path: Path) -> Path:
 
 @at_length
 def test_fifty_updates(tiny_models: Any, tmp_path: Path) -> None:
-    """No drift, no growing memory, no stale prefix cache (prompts share a prefix and stay the same)."""
+    """No drift, no growing memory, no stale prefix cache (prompts share a prefix and stay the
+    same).
+    """
     (rank,) = run(tiny_models, tmp_path, [("qwen3", True)], 1, 1, 1, updates=50)
     differences, memory = rank["qwen3_True"]["differences"], rank["qwen3_True"]["memory"]
     assert len(differences) == 50
@@ -154,7 +200,9 @@ def test_fifty_updates(tiny_models: Any, tmp_path: Path) -> None:
 
 @at_length
 def test_bf16_within_the_floor(tiny_models: Any, tmp_path: Path) -> None:
-    """The mismatch in bf16 stays within what transformers differs from itself in bf16 and fp32 with the same weights."""
+    """The mismatch in bf16 stays within what transformers differs from itself in bf16 and fp32 with
+    the same weights.
+    """
     (rank,) = run(tiny_models, tmp_path, [("qwen3", False)], 1, 1, 1, dtype="bf16")
     mean, largest = floor_of_transformers(rank["qwen3_False"]["exported"])
     assert max(rank["qwen3_False"]["mean"]) <= 1.5 * mean
@@ -162,22 +210,32 @@ def test_bf16_within_the_floor(tiny_models: Any, tmp_path: Path) -> None:
 
 
 def floor_of_transformers(directory: str) -> tuple[float, float]:
-    """Mean and largest |log-prob difference| of two transformers runs on the same tokens: bf16 and fp32 arithmetic."""
+    """Mean and largest |log-prob difference| of two transformers runs on the same tokens: bf16 and
+    fp32 arithmetic.
+    """
     from transformers import AutoModelForCausalLM
 
     from megatron_dcpo.rollout import SamplingConfig, TransformersEngine
 
     prompts = {p.prompt_id: p for p in prompts_for_test()}
     engine = TransformersEngine.from_pretrained(directory, "bf16")
-    responses = engine.generate(list(prompts.values()), SamplingConfig(n=3, temperature=0.7, max_tokens=24))
+    responses = engine.generate(
+        list(prompts.values()), SamplingConfig(n=3, temperature=0.7, max_tokens=24)
+    )
     gaps = []
-    models = [AutoModelForCausalLM.from_pretrained(directory, dtype=t) for t in (torch.bfloat16, torch.float32)]
+    models = [
+        AutoModelForCausalLM.from_pretrained(directory, dtype=t)
+        for t in (torch.bfloat16, torch.float32)
+    ]
     with torch.no_grad():
         for response in responses:
             prompt = prompts[response.prompt_id].token_ids
             ids = torch.tensor([*prompt, *response.token_ids.tolist()])[None]
             target = torch.tensor(response.token_ids)[:, None]
-            logps = [torch.log_softmax(m(ids).logits[0].float() / 0.7, -1)[len(prompt) - 1 : -1] for m in models]
+            logps = [
+                torch.log_softmax(m(ids).logits[0].float() / 0.7, -1)[len(prompt) - 1 : -1]
+                for m in models
+            ]
             first, second = (logp.gather(-1, target).squeeze(-1) for logp in logps)
             gaps.append((first - second).abs().numpy())
     flat = np.concatenate(gaps)

@@ -24,10 +24,16 @@ def test_vllm_serves_the_adapter(tmp_path):
     }
     served = torchrun("vllm_adapter", 1, tmp_path / "out", settings)[0]
     expected = {}
-    for name, directory in (("merged", tmp_path / "run" / "policy"), ("base", QUICKSTART / "policy")):
+    for name, directory in (
+        ("merged", tmp_path / "run" / "policy"),
+        ("base", QUICKSTART / "policy"),
+    ):
         model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
         with torch.no_grad():
-            rows = [model(input_ids=torch.tensor([ids])).logits[0, -1].log_softmax(-1)[token_ids] for ids in sequences]
+            rows = [
+                model(input_ids=torch.tensor([ids])).logits[0, -1].log_softmax(-1)[token_ids]
+                for ids in sequences
+            ]
         expected[name] = torch.stack(rows).numpy()
     np.testing.assert_allclose(served, expected["merged"], atol=2e-3)
     assert np.abs(np.array(served) - expected["base"]).max() > 0.02

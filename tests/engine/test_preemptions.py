@@ -1,4 +1,6 @@
-"""A cache that does not hold all responses at once: vLLM drops some and computes them anew, and the engine counts it."""
+"""A cache that does not hold all responses at once: vLLM drops some and computes them anew, and the
+engine counts it.
+"""
 
 from tests.helpers.launch import torchrun
 from tests.helpers.vllm import needs_vllm

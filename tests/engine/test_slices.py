@@ -23,7 +23,9 @@ def rows(start: int, stop: int, keeps: tuple[int, int, int]) -> Any:
 
 
 def test_pieces_add_up_to_the_slice_of_the_rank() -> None:
-    """As vLLM's vocabulary loader reads it: narrowed to the rank's rows, the padding behind them set to zero."""
+    """As vLLM's vocabulary loader reads it: narrowed to the rank's rows, the padding behind them
+    set to zero.
+    """
     parameter = torch.nn.Parameter(torch.full((7, 4), -1.0), requires_grad=False)
     for start, stop in ((5, 7), (7, 10)):
         given = rows(start, stop, (0, 5, 10))

@@ -1,7 +1,8 @@
 """A real ``vllm serve`` of the quickstart policy, evaluated through ``--endpoint``.
 
-Needs vLLM: in this environment, or in another whose Python ``DCPO_VLLM`` names. The server is started by its module,
-which is what ``vllm serve`` runs: the console script of the CPU build asks for the metadata of a package named vllm.
+Needs vLLM: in this environment, or in another whose Python ``DCPO_VLLM`` names. The server is
+started by its module, which is what ``vllm serve`` runs: the console script of the CPU build asks
+for the metadata of a package named vllm.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from tests.helpers.paths import REPOSITORY
 from tests.helpers.vllm import HELDOUT, POLICY, PYTHON, Server
 
 pytestmark = pytest.mark.skipif(
-    PYTHON is None, reason="vLLM is not installed; set DCPO_VLLM to the Python of an environment that has it"
+    PYTHON is None,
+    reason="vLLM is not installed; set DCPO_VLLM to the Python of an environment that has it",
 )
 
 
@@ -34,12 +36,25 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def command(source: list[str], out: Path, *more: str) -> list[str]:
-    fixed = ["--benchmarks", HELDOUT, "--template", "raw", "--max-tokens", "32", "--repeats", "4", "--resamples", "0"]
+    fixed = [
+        "--benchmarks",
+        HELDOUT,
+        "--template",
+        "raw",
+        "--max-tokens",
+        "32",
+        "--repeats",
+        "4",
+        "--resamples",
+        "0",
+    ]
     return ["evaluate", *source, *fixed, "--out", str(out), *more]
 
 
 def by_name(path: Path) -> dict[tuple[str, int], Sample]:
-    return {(sample.prompt_id, sample.repeat): sample for sample in read_samples(path / "samples.jsonl")}
+    return {
+        (sample.prompt_id, sample.repeat): sample for sample in read_samples(path / "samples.jsonl")
+    }
 
 
 @pytest.mark.timeout(1200)
@@ -79,14 +94,34 @@ def test_killed_in_the_middle_and_restarted(server: Server, tmp_path: Path) -> N
 @pytest.mark.timeout(600)
 def test_same_samples_as_the_embedded_engine(server: Server, tmp_path: Path) -> None:
     """With ``--top-k 1`` both engines say the same, and their raw log-probs agree."""
-    options = ["--limit", "20", "--repeats", "1", "--top-k", "1", "--confidence", "verbal,token,token_entropy"]
+    options = [
+        "--limit",
+        "20",
+        "--repeats",
+        "1",
+        "--top-k",
+        "1",
+        "--confidence",
+        "verbal,token,token_entropy",
+    ]
     assert main(command(["--endpoint", server.url], tmp_path / "vllm", *options)) == 0
-    assert main(command(["--model", str(POLICY), "--engine", "transformers"], tmp_path / "here", *options)) == 0
+    assert (
+        main(
+            command(
+                ["--model", str(POLICY), "--engine", "transformers"], tmp_path / "here", *options
+            )
+        )
+        == 0
+    )
     theirs, ours = by_name(tmp_path / "vllm"), by_name(tmp_path / "here")
     assert theirs.keys() == ours.keys()
     for name, sample in ours.items():
         other = theirs[name]
-        assert (other.response, other.num_tokens, other.correct) == (sample.response, sample.num_tokens, sample.correct)
+        assert (other.response, other.num_tokens, other.correct) == (
+            sample.response,
+            sample.num_tokens,
+            sample.correct,
+        )
         assert other.token_confidence == pytest.approx(sample.token_confidence, abs=1e-4)
         assert other.min_logprob == pytest.approx(sample.min_logprob, abs=1e-3)
         assert other.mean_entropy == pytest.approx(sample.mean_entropy, abs=1e-3)

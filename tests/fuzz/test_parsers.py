@@ -1,7 +1,8 @@
-"""Every parser of text that others write, on text that nobody meant: ``make fuzz`` at length, the suite for seconds.
+"""Every parser of text that others write, on text that nobody meant: ``make fuzz`` at length, the
+suite for seconds.
 
-The property of each: only its documented error, never another; and what comes out can be written as UTF-8. Past finds
-stand as examples.
+The property of each: only its documented error, never another; and what comes out can be written as
+UTF-8. Past finds stand as examples.
 """
 
 from __future__ import annotations
@@ -50,33 +51,72 @@ from tests.fuzz.strategies import changed, fuzz, mutated, only, values
 from tests.helpers.paths import QUICKSTART
 from tests.helpers.tokenizers import byte_level
 
-# ------------------------------------------------------------------------------------------ what data sets hold
+# ------------------------------------------------------------------------------ what data sets hold
 
 PRIVATE = base64.b64encode(zlib.compress(pickle.dumps('[{"input": "1", "output": "1"}]'))).decode()
 ROWS = [
     {"problem": "1+1", "answer": "2"},
     {"question": "?", "answer": 2.0, "data_source": "aime"},
     {"prompt": [{"role": "user", "content": "?"}], "reward_model": {"ground_truth": "#### 1,000"}},
-    {"question_content": "?", "public_test_cases": '[{"input": "1", "output": "2"}]', "private_test_cases": PRIVATE},
-    {"prompt": "def f(x):", "task_id": "HumanEval/0", "entry_point": "f", "test": "def check(c):\n assert c(1) == 1"},
+    {
+        "question_content": "?",
+        "public_test_cases": '[{"input": "1", "output": "2"}]',
+        "private_test_cases": PRIVATE,
+    },
+    {
+        "prompt": "def f(x):",
+        "task_id": "HumanEval/0",
+        "entry_point": "f",
+        "test": "def check(c):\n assert c(1) == 1",
+    },
     {"problem": "?", "tests": '{"inputs": ["1"], "outputs": ["2"]}'},
-    {"problem": "?", "tests": {"kind": "stdin", "cases": [{"input": "1", "output": "2"}], "atol": 0.1}},
+    {
+        "problem": "?",
+        "tests": {"kind": "stdin", "cases": [{"input": "1", "output": "2"}], "atol": 0.1},
+    },
     {"question": "?", "options": ["a", "b"], "answer": "B", "answer_index": 1, "category": "c"},
-    {"Question": "?", "Correct Answer": "1", **{f"Incorrect Answer {n}": str(n) for n in (1, 2, 3)}, "Subdomain": "s"},
+    {
+        "Question": "?",
+        "Correct Answer": "1",
+        **{f"Incorrect Answer {n}": str(n) for n in (1, 2, 3)},
+        "Subdomain": "s",
+    },
     {"question": "?", "answer": {"value": "a", "aliases": ["b"], "normalized_aliases": ["b"]}},
     {"Data": [{"Question": "?", "Answer": {"Value": "a", "Aliases": ["b"]}}]},
     {"question": "?", "answer": "a", "supporting_facts": [["t", 0]], "context": [["t", ["c"]]]},
 ]
-DEEPER = {"role", "content", "ground_truth", "kind", "cases", "atol", "input", "output", "inputs", "outputs", "fn_name"}
+DEEPER = {
+    "role",
+    "content",
+    "ground_truth",
+    "kind",
+    "cases",
+    "atol",
+    "input",
+    "output",
+    "inputs",
+    "outputs",
+    "fn_name",
+}
 NAMES = sorted(
-    {key for row in ROWS for key in row} | DEEPER | {"testtype", "func_name", "metadata", "value", "aliases", "Value"}
+    {key for row in ROWS for key in row}
+    | DEEPER
+    | {"testtype", "func_name", "metadata", "value", "aliases", "Value"}
 )
 
 
 @fuzz
-@given(row=st.sampled_from(ROWS).flatmap(lambda row: changed(row, NAMES)), garbage=st.booleans(), data=st.data())
-@example(row={"problem": "?", "answer": "1" * 5000, "data_source": "aime"}, garbage=False, data=None)
-def test_data_sets(tmp_path_factory: pytest.TempPathFactory, row: Any, garbage: bool, data: Any) -> None:
+@given(
+    row=st.sampled_from(ROWS).flatmap(lambda row: changed(row, NAMES)),
+    garbage=st.booleans(),
+    data=st.data(),
+)
+@example(
+    row={"problem": "?", "answer": "1" * 5000, "data_source": "aime"}, garbage=False, data=None
+)
+def test_data_sets(
+    tmp_path_factory: pytest.TempPathFactory, row: Any, garbage: bool, data: Any
+) -> None:
     path = tmp_path_factory.getbasetemp() / "rows.jsonl"
     line = json.dumps(row).encode() + b"\n"
     path.write_bytes(data.draw(mutated(line)) if garbage else line)
@@ -111,10 +151,25 @@ def encoded(value: Any) -> bytes:
     return json.dumps(value, ensure_ascii=False).encode()
 
 
-SAMPLE = {"benchmark": "b", "prompt_id": "p", "repeat": 0, "problem": "?", "response": "5", "answer": None, "status": "ok",
-          "ground_truth": "5", "correct": True, "confidence": 0.5, "token_confidence": 0.5, "min_logprob": -1.0,
-          "num_tokens": 3, "finish_reason": "stop", "consistency_confidence": None, "mean_entropy": 0.5,
-          "features": [0.5]}  # fmt: skip
+SAMPLE = {
+    "benchmark": "b",
+    "prompt_id": "p",
+    "repeat": 0,
+    "problem": "?",
+    "response": "5",
+    "answer": None,
+    "status": "ok",
+    "ground_truth": "5",
+    "correct": True,
+    "confidence": 0.5,
+    "token_confidence": 0.5,
+    "min_logprob": -1.0,
+    "num_tokens": 3,
+    "finish_reason": "stop",
+    "consistency_confidence": None,
+    "mean_entropy": 0.5,
+    "features": [0.5],
+}
 
 
 @fuzz
@@ -128,12 +183,17 @@ def test_samples_of_others_are_read_or_refused_and_what_is_read_is_scored(
     path = tmp_path_factory.getbasetemp() / "samples.jsonl"
     path.write_text(json.dumps(row) + "\n")
     for sample in only(UserError, lambda: read_samples(path)) or []:
-        scores = score_samples([sample], tuple(kind for kind in CONFIDENCE_KINDS if kind != "posthoc"), resamples=2)
+        scores = score_samples(
+            [sample], tuple(kind for kind in CONFIDENCE_KINDS if kind != "posthoc"), resamples=2
+        )
         encoded(scores)
 
 
 @fuzz
-@given(text=st.binary(max_size=60) | mutated(b'{"a": [1, "\\ud83d\\ude00", null, {"b": -1e5}], "c": "\\n"}'))
+@given(
+    text=st.binary(max_size=60)
+    | mutated(b'{"a": [1, "\\ud83d\\ude00", null, {"b": -1e5}], "c": "\\n"}')
+)
 @example(text=b"[" * 200)
 @example(text=b"[" * 10**5)
 @example(text=b"1" * 5000)
@@ -143,17 +203,45 @@ def test_json(text: bytes) -> None:
     encoded(value)
 
 
-# ------------------------------------------------------------------------------------------- what servers reply
+# ------------------------------------------------------------------------------- what servers reply
 
-CHAT = {"choices": [{"message": {"content": "x"}, "finish_reason": "stop", "logprobs": {"content": [
-    {"logprob": -1.0, "top_logprobs": [{"logprob": -1.0}, {"logprob": -2.0}]}]}}]}  # fmt: skip
-PLAIN = {"choices": [{"text": "x", "logprobs": {"token_logprobs": [-1.0, None], "top_logprobs": [{"a": -1.0}, None]}}]}
-WORDS = ["choices", "message", "content", "text", "logprobs", "logprob", "top_logprobs", "token_logprobs"]
+CHAT = {
+    "choices": [
+        {
+            "message": {"content": "x"},
+            "finish_reason": "stop",
+            "logprobs": {
+                "content": [
+                    {"logprob": -1.0, "top_logprobs": [{"logprob": -1.0}, {"logprob": -2.0}]}
+                ]
+            },
+        }
+    ]
+}
+PLAIN = {
+    "choices": [
+        {
+            "text": "x",
+            "logprobs": {"token_logprobs": [-1.0, None], "top_logprobs": [{"a": -1.0}, None]},
+        }
+    ]
+}
+WORDS = [
+    "choices",
+    "message",
+    "content",
+    "text",
+    "logprobs",
+    "logprob",
+    "top_logprobs",
+    "token_logprobs",
+]
 
 
 @fuzz
 @given(
-    reply=st.sampled_from([CHAT, PLAIN]).flatmap(lambda reply: changed(reply, WORDS)) | values(WORDS),
+    reply=st.sampled_from([CHAT, PLAIN]).flatmap(lambda reply: changed(reply, WORDS))
+    | values(WORDS),
     api=st.sampled_from(["chat", "completions"]),
 )
 def test_replies_of_servers(reply: Any, api: Any) -> None:
@@ -161,7 +249,8 @@ def test_replies_of_servers(reply: Any, api: Any) -> None:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(JsonClient, "_once", lambda *_: parse_json(json.dumps(reply)))
         response = only(
-            UserError, lambda: endpoint.ask(Prompt("p", ({"role": "user", "content": "?"},), (), "", ""), 0)
+            UserError,
+            lambda: endpoint.ask(Prompt("p", ({"role": "user", "content": "?"},), (), "", ""), 0),
         )
     if response is not None:
         response.text.encode()
@@ -170,27 +259,40 @@ def test_replies_of_servers(reply: Any, api: Any) -> None:
         assert response.top_logprobs is None or np.isfinite(response.top_logprobs).all()
 
 
-# ---------------------------------------------------------------------------------------- models and checkpoints
+# --------------------------------------------------------------------------- models and checkpoints
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("checkpoint")
-    chunk = megatron_checkpoint.NewChunk("a", (4, 3), (0, 0), (4, 3), "float32", lambda: torch.ones(4, 3))
+    chunk = megatron_checkpoint.NewChunk(
+        "a", (4, 3), (0, 0), (4, 3), "float32", lambda: torch.ones(4, 3)
+    )
     megatron_checkpoint.write_checkpoint(directory, [chunk], {"b": None}, lambda nbytes: None)
     (directory / "honest").write_bytes((directory / METADATA).read_bytes())
     return directory
 
 
-NAMED = [b"cos\nsystem\n", b"cbuiltins\neval\n", b"ctorch\nSize\n", b"ctorch\nfloat32\n", b"U\x01a", b"K\x01"]
-OPCODES = st.sampled_from([*(bytes([code]) for code in range(256)), *NAMED, b"(", b"t", b"R", b"}", b"b"])
+NAMED = [
+    b"cos\nsystem\n",
+    b"cbuiltins\neval\n",
+    b"ctorch\nSize\n",
+    b"ctorch\nfloat32\n",
+    b"U\x01a",
+    b"K\x01",
+]
+OPCODES = st.sampled_from(
+    [*(bytes([code]) for code in range(256)), *NAMED, b"(", b"t", b"R", b"}", b"b"]
+)
 
 
 @fuzz
 @given(data=st.data())
 def test_checkpoint_metadata(checkpoint: Path, data: Any) -> None:
     honest = (checkpoint / "honest").read_bytes()
-    programs = st.lists(OPCODES, max_size=20).map(lambda codes: b"\x80\x02" + b"".join(codes) + b".")
+    programs = st.lists(OPCODES, max_size=20).map(
+        lambda codes: b"\x80\x02" + b"".join(codes) + b"."
+    )
     (checkpoint / METADATA).write_bytes(data.draw(mutated(honest) | programs))
     if only(UserError, lambda: read_metadata(checkpoint)) is not None:
         only(UserError, lambda: megatron_checkpoint.MegatronCheckpoint(checkpoint))
@@ -208,14 +310,34 @@ def test_checkpoint_metadata(checkpoint: Path, data: Any) -> None:
     garbage=st.booleans(),
     data=st.data(),
 )
-@example(header={"a": {"dtype": "F32", "shape": [-2, -3], "data_offsets": [0, 24]}}, garbage=False, data=None)
-@example(header={"a": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0.0, 24.0]}}, garbage=False, data=None)
-@example(header={"a": {"dtype": "F32", "shape": [2, 3], "data_offsets": [-8, 16]}}, garbage=False, data=None)
 @example(
-    header={name: {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]} for name in "ab"}, garbage=False, data=None
+    header={"a": {"dtype": "F32", "shape": [-2, -3], "data_offsets": [0, 24]}},
+    garbage=False,
+    data=None,
 )
-@example(header={"a": {"dtype": "F32", "shape": [1 << 62, 4], "data_offsets": [0, 24]}}, garbage=False, data=None)
-def test_safetensors_headers(tmp_path_factory: pytest.TempPathFactory, header: Any, garbage: bool, data: Any) -> None:
+@example(
+    header={"a": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0.0, 24.0]}},
+    garbage=False,
+    data=None,
+)
+@example(
+    header={"a": {"dtype": "F32", "shape": [2, 3], "data_offsets": [-8, 16]}},
+    garbage=False,
+    data=None,
+)
+@example(
+    header={name: {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]} for name in "ab"},
+    garbage=False,
+    data=None,
+)
+@example(
+    header={"a": {"dtype": "F32", "shape": [1 << 62, 4], "data_offsets": [0, 24]}},
+    garbage=False,
+    data=None,
+)
+def test_safetensors_headers(
+    tmp_path_factory: pytest.TempPathFactory, header: Any, garbage: bool, data: Any
+) -> None:
     path = tmp_path_factory.getbasetemp() / "safetensors" / "model.safetensors"
     path.parent.mkdir(exist_ok=True)
     text = json.dumps(header).encode()
@@ -233,7 +355,10 @@ def test_safetensors_headers(tmp_path_factory: pytest.TempPathFactory, header: A
 @given(data=st.data())
 def test_tokenizers(data: Any) -> None:
     spec = json.loads(byte_level().to_str())
-    small = spec | {"model": spec["model"] | {"vocab": dict(list(spec["model"]["vocab"].items())[:20]), "merges": []}}
+    small = spec | {
+        "model": spec["model"]
+        | {"vocab": dict(list(spec["model"]["vocab"].items())[:20]), "merges": []}
+    }
     keys = ["id", "content", "type", "vocab", "decoder", "added_tokens", "model"]
     chosen = data.draw(changed(small, keys))
     try:
@@ -244,10 +369,25 @@ def test_tokenizers(data: Any) -> None:
     assert table is None or all(isinstance(piece, bytes) for piece in table.table)
 
 
-CONFIG = {"architectures": ["Qwen3ForCausalLM"], "num_attention_heads": 4, "num_hidden_layers": 2, "hidden_size": 32,
-          "intermediate_size": 48, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 61, "rms_norm_eps": 1e-6,
-          "max_position_embeddings": 64, "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
-          "high_freq_factor": 4.0, "original_max_position_embeddings": 32}}  # fmt: skip
+CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": 61,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 64,
+    "rope_scaling": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    },
+}
 
 
 @fuzz
@@ -259,7 +399,11 @@ def test_model_configurations(config: dict[str, Any]) -> None:
 
 
 @fuzz
-@given(text=mutated(json.dumps({"iteration": 7, "files": {"common.pt": {"bytes": 1, "sha256": "a"}}}).encode()))
+@given(
+    text=mutated(
+        json.dumps({"iteration": 7, "files": {"common.pt": {"bytes": 1, "sha256": "a"}}}).encode()
+    )
+)
 @example(text=json.dumps({"iteration": 7, "files": {"../x": {"bytes": 1, "sha256": "a"}}}).encode())
 def test_manifests(tmp_path_factory: pytest.TempPathFactory, text: bytes) -> None:
     directory = tmp_path_factory.getbasetemp()
@@ -268,7 +412,7 @@ def test_manifests(tmp_path_factory: pytest.TempPathFactory, text: bytes) -> Non
     assert not files or not any("/" in name or name in (".", "..") for name in files)
 
 
-# ------------------------------------------------------------------------------------------------ configurations
+# ----------------------------------------------------------------------------------- configurations
 
 YAML = (QUICKSTART / "dcpo.yaml").read_bytes()
 
@@ -285,9 +429,23 @@ def test_yaml_configurations(tmp_path_factory: pytest.TempPathFactory, text: byt
     only(UserError, lambda: load_config(path))
 
 
-GROUP = {"method": "dcpo", "options": {"lam": 0.5}, "responses": [
-    {"prompt_id": "p", "correct": right, "confidence": 0.5, "status": "ok", "n_reasoning": 2, "n_confidence": 1,
-     "old_logprobs": [-1.0, -1.0, -1.0], "logprobs": [-1.0, -1.0, -1.0]} for right in (0, 1)]}  # fmt: skip
+GROUP = {
+    "method": "dcpo",
+    "options": {"lam": 0.5},
+    "responses": [
+        {
+            "prompt_id": "p",
+            "correct": right,
+            "confidence": 0.5,
+            "status": "ok",
+            "n_reasoning": 2,
+            "n_confidence": 1,
+            "old_logprobs": [-1.0, -1.0, -1.0],
+            "logprobs": [-1.0, -1.0, -1.0],
+        }
+        for right in (0, 1)
+    ],
+}
 
 
 @fuzz

@@ -38,12 +38,16 @@ OPENINGS = ["", "<think>\n", "<think>\n\n</think>\n\n"]
 @fuzz
 @given(text=responses, key=responses, finished=st.booleans(), form=st.sampled_from([BOXED, FENCED]))
 def test_responses(text: str, key: str, finished: bool, form: Any) -> None:
-    """Ids and text give the same judgement, whose blocks partition the tokens, and a sample that is read as written."""
+    """Ids and text give the same judgement, whose blocks partition the tokens, and a sample that is
+    read as written.
+    """
     ids = np.array([*text.encode(errors="surrogatepass"), *([256] if finished else [])], np.int64)
     ends = "stop" if finished else "length"
     by_id = Response("p", 0, ids, np.zeros(len(ids)), ends, 0)
     prompts = {"p": Prompt("p", (), (), key, "")}
-    verifier = lambda attempts: [Outcome(bool(quick_verdict(a.answer or "", a.truth))) for a in attempts]  # noqa: E731
+    verifier = lambda attempts: [
+        Outcome(bool(quick_verdict(a.answer or "", a.truth))) for a in attempts
+    ]
     by_ids, by_text = judge_many(
         [by_id, replace(by_id, text=text)], prompts, BYTES, {256}, verifier=verifier, form=form
     )
@@ -61,22 +65,39 @@ def test_responses(text: str, key: str, finished: bool, form: Any) -> None:
 
 
 @fuzz
-@given(text=responses, opening=st.sampled_from(OPENINGS), finished=st.booleans(), form=st.sampled_from([BOXED, FENCED]))
+@given(
+    text=responses,
+    opening=st.sampled_from(OPENINGS),
+    finished=st.booleans(),
+    form=st.sampled_from([BOXED, FENCED]),
+)
 def test_responses_that_think(text: str, opening: str, finished: bool, form: Any) -> None:
     """Ids and text give the same judgement; what is behind the thinking gives it alone."""
     ids = np.array([*text.encode(errors="surrogatepass"), *([256] if finished else [])], np.int64)
     by_id = Response("p", 0, ids, np.zeros(len(ids)), "stop" if finished else "length", 0)
-    prompts = {"p": Prompt("p", (), tuple(opening.encode()), "7", ""), "q": Prompt("q", (), (), "7", "")}
+    prompts = {
+        "p": Prompt("p", (), tuple(opening.encode()), "7", ""),
+        "q": Prompt("q", (), (), "7", ""),
+    }
     verifier = lambda attempts: [Outcome(a.answer == a.truth) for a in attempts]  # noqa: E731
     options: dict[str, Any] = {"verifier": verifier, "form": form}
-    by_ids, by_text = judge_many([by_id, replace(by_id, text=text)], prompts, THINKS, {256}, **options)
+    by_ids, by_text = judge_many(
+        [by_id, replace(by_id, text=text)], prompts, THINKS, {256}, **options
+    )
     rest = replace(by_id, prompt_id="q", text=text[by_text.thinking_characters :])
     (alone,) = judge_many([rest], prompts, **options)
     same = ("correct", "confidence", "status", "stated", "answer", "abstained")
     assert [getattr(alone, name) for name in same] == [getattr(by_text, name) for name in same]
     if "\ud800" not in text:
         assert [getattr(by_ids, name) for name in same] == [getattr(by_text, name) for name in same]
-    assert 0 <= (by_ids.thinking_tokens or 0) <= by_ids.boundary <= by_ids.marker_end <= by_ids.length == len(ids)
+    assert (
+        0
+        <= (by_ids.thinking_tokens or 0)
+        <= by_ids.boundary
+        <= by_ids.marker_end
+        <= by_ids.length
+        == len(ids)
+    )
 
 
 @fuzz
@@ -87,7 +108,12 @@ def test_responses_that_think(text: str, opening: str, finished: bool, form: Any
 def test_answers_of_mathematics(answer: str, key: str) -> None:
     answer, key = answer[:300], key[:300]
     assert quick_verdict(answer, key) in (True, False, None)
-    for form in (answer_forms.numeral, answer_forms.ratio, answer_forms.is_well_formed, answer_forms.is_braced_set):
+    for form in (
+        answer_forms.numeral,
+        answer_forms.ratio,
+        answer_forms.is_well_formed,
+        answer_forms.is_braced_set,
+    ):
         form(answer)
     answer_forms.units_differ(answer, key)
     answer_forms.exact_number(answer)

@@ -8,8 +8,9 @@ import pytest
 
 
 def save_and_resume(result: dict[str, Any]) -> None:
-    """Weights, main parameters, moments and the count of steps, bit for bit; the next update within rounding, since
-    kernels of a GPU add in any order."""
+    """Weights, main parameters, moments and the count of steps, bit for bit; the next update within
+    rounding, since kernels of a GPU add in any order.
+    """
     assert result["resumed"] == result["saved"]
     assert result["fresh"] != result["saved"] != result["trained on"], "which would be seen"
     before, after = result["steps"]
@@ -29,7 +30,9 @@ def offload(result: dict[str, Any], rounding: int) -> None:
 
 
 def logprobs(result: dict[str, Any], dtype: str) -> None:
-    """fp32: 1e-3 at most anywhere. bf16: not further from transformers in fp32 than transformers in bf16 is, by half."""
+    """fp32: 1e-3 at most anywhere. bf16: not further from transformers in fp32 than transformers in
+    bf16 is, by half.
+    """
     floor_mean, floor_most = (1e-4, 1e-3) if dtype == "fp32" else result["floor"]
     for pair in ("packed, padded", "padded, transformers", "packed, transformers"):
         mean, most = result[pair]
@@ -38,8 +41,9 @@ def logprobs(result: dict[str, Any], dtype: str) -> None:
 
 
 def restart(result: dict[str, Any]) -> None:
-    """A closed engine leaves 0.5 GB at most (kernels that were loaded, libraries' work spaces); the next one takes as much
-    as the first, and with the same weights says the same."""
+    """A closed engine leaves 0.5 GB at most (kernels that were loaded, libraries' work spaces); the
+    next one takes as much as the first, and with the same weights says the same.
+    """
     before, started, closed, again = result["device_gb"]
     assert closed - before <= 0.5, result["device_gb"]
     assert again == pytest.approx(started, abs=0.5)

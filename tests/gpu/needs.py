@@ -22,7 +22,9 @@ LAYERS = ["local", pytest.param("transformer_engine", marks=TRANSFORMER_ENGINE)]
 def gpus(number: int, found: int | None = None) -> Any:
     """Skipped on a machine with fewer; ``found`` stands in for counting them."""
     found = torch.cuda.device_count() if found is None else found
-    return pytest.mark.skipif(found < number, reason=f"needs {number} GPUs, this machine has {found}")
+    return pytest.mark.skipif(
+        found < number, reason=f"needs {number} GPUs, this machine has {found}"
+    )
 
 
 def engine_layers() -> str:

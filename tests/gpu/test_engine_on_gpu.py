@@ -1,4 +1,6 @@
-"""The vLLM engine beside the trainer on GPUs: asleep, awake with new weights, closed and started again."""
+"""The vLLM engine beside the trainer on GPUs: asleep, awake with new weights, closed and started
+again.
+"""
 
 import pytest
 
@@ -10,10 +12,12 @@ pytestmark = [needs.CUDA, needs.VLLM, pytest.mark.timeout(1800)]
 
 
 def check_parity(tiny_models, out, tp, engine_tp):
-    """bf16, the engine put to sleep before each of three updates: as far from the trainer as transformers in bf16 is from
-    itself in fp32, by half; and nothing received that was there."""
+    """bf16, the engine put to sleep before each of three updates: as far from the trainer as
+    transformers in bf16 is from itself in fp32, by half; and nothing received that was there.
+    """
     models = {
-        f"{family}_{tied}": str(tiny_models(family, tied)) for family, tied in (("qwen3", True), ("llama", False))
+        f"{family}_{tied}": str(tiny_models(family, tied))
+        for family, tied in (("qwen3", True), ("llama", False))
     }
     options = {"dtype": "bf16", "updates": 3, "sleep": True, "layers": needs.engine_layers()}
     ranks = run_models(out, models, tp, 1, engine_tp, **options)
@@ -41,10 +45,19 @@ def test_two_trainer_ranks_feed_engines(tiny_models, tmp_path, engine_tp):
 
 @pytest.mark.parametrize("asleep", [False, True], ids=["awake", "closed_while_kv_sleeps"])
 def test_a_closed_engine_leaves_nothing(tiny_models, tmp_path, asleep):
-    """Also where its cache sleeps, as after an update that failed: see tests/unit/rollout/test_sleeping_engine.py."""
-    options = {"what": "restart", "model": str(tiny_models("qwen3", True)), "dtype": "bf16", "engine": "vllm"}
+    """Also where its cache sleeps, as after an update that failed: see
+    tests/unit/rollout/test_sleeping_engine.py.
+    """
+    options = {
+        "what": "restart",
+        "model": str(tiny_models("qwen3", True)),
+        "dtype": "bf16",
+        "engine": "vllm",
+    }
     options["asleep"] = asleep
-    (result,) = torchrun("device", 1, tmp_path, options | {"layers": needs.engine_layers(), "leave_at_once": True})
+    (result,) = torchrun(
+        "device", 1, tmp_path, options | {"layers": needs.engine_layers(), "leave_at_once": True}
+    )
     checks.restart(result)
     before, started, *_ = result["device_gb"]
     assert started - before > 1, "the first one had taken memory"

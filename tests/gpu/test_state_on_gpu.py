@@ -1,4 +1,5 @@
-"""State of a training on a GPU: saved and resumed, off the device and back, measured against the plan, packed and padded.
+"""State of a training on a GPU: saved and resumed, off the device and back, measured against the
+plan, packed and padded.
 
 The functions are those of ``tests/distributed/test_device_cases.py``, which runs them on the CPU.
 """
@@ -44,7 +45,13 @@ def test_resumption_is_bit_for_bit(tiny_models, tmp_path, layers, processes):
     """The distributed optimizer, saved in the background while training goes on."""
     model = str(tiny_models("qwen3", True))
     for result in on_gpu(
-        "save_and_resume", tmp_path, processes, model=model, dtype="bf16", layers=layers, distributed=True
+        "save_and_resume",
+        tmp_path,
+        processes,
+        model=model,
+        dtype="bf16",
+        layers=layers,
+        distributed=True,
     ):
         checks.save_and_resume(result)
 
@@ -52,9 +59,16 @@ def test_resumption_is_bit_for_bit(tiny_models, tmp_path, layers, processes):
 @pytest.mark.parametrize("layers", needs.LAYERS)
 def test_packed_is_padded_is_transformers(tiny_models, tmp_path, layers):
     """Transformer Engine's attention on packed sequences has kernels for bf16 only."""
-    families, dtypes = (("qwen3", True), ("llama", False), ("qwen2", True)), ("fp32", "bf16")[layers != "local" :]
+    families, dtypes = (
+        (("qwen3", True), ("llama", False), ("qwen2", True)),
+        ("fp32", "bf16")[layers != "local" :],
+    )
     common = {"what": "logprobs", "layers": layers}
-    jobs = [("device", common | {"model": str(tiny_models(*one)), "dtype": t}) for one in families for t in dtypes]
+    jobs = [
+        ("device", common | {"model": str(tiny_models(*one)), "dtype": t})
+        for one in families
+        for t in dtypes
+    ]
     for (_, options), (result,) in zip(jobs, torchrun_all(jobs, 1, tmp_path), strict=True):
         checks.logprobs(result, options["dtype"])
 
@@ -62,16 +76,29 @@ def test_packed_is_padded_is_transformers(tiny_models, tmp_path, layers):
 @pytest.mark.parametrize("distributed", [False, True], ids=["plain", "distributed optimizer"])
 def test_what_a_rollout_does_without_leaves_the_device(qwen3_06b, tmp_path, distributed):
     """torch allocates in blocks of 512 bytes: less than a MB for all tensors together."""
-    options = {"model": str(qwen3_06b), "dtype": "bf16", "layers": "local", "distributed": distributed}
+    options = {
+        "model": str(qwen3_06b),
+        "dtype": "bf16",
+        "layers": "local",
+        "distributed": distributed,
+    }
     (result,) = on_gpu("offload", tmp_path, **options)
     checks.offload(result, rounding=2 << 20)
     given_back = 1e9 * (result["device_gb"][0] - result["device_gb"][1])
-    assert given_back >= 0.9 * (result["reference"] + result["optimizer"]), "the driver has it, not torch's cache"
+    assert given_back >= 0.9 * (result["reference"] + result["optimizer"]), (
+        "the driver has it, not torch's cache"
+    )
 
 
 @pytest.mark.parametrize("layers", needs.LAYERS)
 def test_memory_is_what_the_plan_says(qwen3_06b, tmp_path, record_property, layers):
-    options = {"model": str(qwen3_06b), "dtype": "bf16", "layers": layers, "distributed": True, **SIZES}
+    options = {
+        "model": str(qwen3_06b),
+        "dtype": "bf16",
+        "layers": layers,
+        "distributed": True,
+        **SIZES,
+    }
     (result,) = on_gpu("memory", tmp_path, **options)
     rows = memory.compare(result["measured"], result["predicted"])
     record_property("memory against the plan", f"{layers} layers: {memory.shown(rows)}")

@@ -1,4 +1,6 @@
-"""Small random checkpoints for the conversion tests, and what their Megatron tensors must be, by explicit formulas."""
+"""Small random checkpoints for the conversion tests, and what their Megatron tensors must be, by
+explicit formulas.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,12 @@ SMALL = {
 
 
 def save_model(
-    path: Path, family: str, tied: bool = False, dtype: str = "float32", max_shard_size: str = "1GB", **options: Any
+    path: Path,
+    family: str,
+    tied: bool = False,
+    dtype: str = "float32",
+    max_shard_size: str = "1GB",
+    **options: Any,
 ) -> Path:
     """A random model of the family as transformers writes it, with a tokenizer-like side file."""
     import transformers
@@ -34,7 +41,11 @@ def save_model(
     if family.startswith("qwen3"):
         settings = {"head_dim": 16} | settings
     if family == "qwen3_moe":
-        settings = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24} | settings
+        settings = {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+        } | settings
     config = getattr(transformers, f"{name}Config")(**settings)
     torch.manual_seed(0)
     model = getattr(transformers, f"{name}ForCausalLM")(config).to(getattr(torch, dtype))
@@ -63,7 +74,11 @@ def expected_megatron(path: Path, padded: int) -> dict[str, torch.Tensor]:
         stacks.setdefault(f"decoder.layers.{name}", []).append(tensor)
 
     for layer in range(layers):
-        at = {key.removeprefix(f"model.layers.{layer}."): t for key, t in hf.items() if f".layers.{layer}." in key}
+        at = {
+            key.removeprefix(f"model.layers.{layer}."): t
+            for key, t in hf.items()
+            if f".layers.{layer}." in key
+        }
         for kind in ("weight", "bias"):
             if f"self_attn.q_proj.{kind}" in at:
                 # each group: its query heads, its key head, its value head
@@ -73,13 +88,19 @@ def expected_megatron(path: Path, padded: int) -> dict[str, torch.Tensor]:
         add("self_attention.linear_qkv.layer_norm_weight", at["input_layernorm.weight"])
         if "num_local_experts" in config:
             experts = [f"mlp.experts.{expert}." for expert in range(config["num_local_experts"])]
-            gate, up, down = (torch.stack([at[f"{e}{p}_proj.weight"] for e in experts]) for p in ("gate", "up", "down"))
+            gate, up, down = (
+                torch.stack([at[f"{e}{p}_proj.weight"] for e in experts])
+                for p in ("gate", "up", "down")
+            )
             add("mlp.experts.experts.linear_fc1.weight", torch.cat([gate, up], dim=1))
             add("mlp.experts.experts.linear_fc2.weight", down)
             add("mlp.router.weight", at["mlp.gate.weight"])
             add("pre_mlp_layernorm.weight", at["post_attention_layernorm.weight"])
         else:
-            add("mlp.linear_fc1.weight", torch.cat([at["mlp.gate_proj.weight"], at["mlp.up_proj.weight"]]))
+            add(
+                "mlp.linear_fc1.weight",
+                torch.cat([at["mlp.gate_proj.weight"], at["mlp.up_proj.weight"]]),
+            )
             add("mlp.linear_fc2.weight", at["mlp.down_proj.weight"])
             add("mlp.linear_fc1.layer_norm_weight", at["post_attention_layernorm.weight"])
         for p in "qk":

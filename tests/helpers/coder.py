@@ -13,7 +13,9 @@ NUMBERS = range(2, 8)
 
 
 def response_text(number: int, wrong: int, confidence: int) -> str:
-    return f"```python\ndef f():\n return {number + 7 + wrong}\n```\n<conf> Confidence: 0.{confidence}"
+    return (
+        f"```python\ndef f():\n return {number + 7 + wrong}\n```\n<conf> Confidence: 0.{confidence}"
+    )
 
 
 def problem_rows() -> list[dict[str, Any]]:
@@ -31,7 +33,9 @@ def problem_rows() -> list[dict[str, Any]]:
 
 
 def make_coder(root: Path) -> tuple[Path, Path]:
-    """The quickstart's tiny policy, taught for seconds to write programs of which a third is wrong; and its problems."""
+    """The quickstart's tiny policy, taught for seconds to write programs of which a third is wrong;
+    and its problems.
+    """
     import torch
     from transformers import AutoTokenizer, GenerationConfig, Qwen3ForCausalLM
 
@@ -42,7 +46,9 @@ def make_coder(root: Path) -> tuple[Path, Path]:
     texts = [
         (
             tokenizer.encode(f"f={number}+7"),
-            tokenizer.encode(response_text(number, wrong, generator.randint(1, 9)) + tokenizer.eos_token),
+            tokenizer.encode(
+                response_text(number, wrong, generator.randint(1, 9)) + tokenizer.eos_token
+            ),
         )
         for number in NUMBERS
         for wrong in (0, 0, 1)

@@ -1,7 +1,9 @@
-"""vLLM's sleeping memory without a GPU: a driver that counts, ``cumem_allocator`` and its Python half, an engine on them.
+"""vLLM's sleeping memory without a GPU: a driver that counts, ``cumem_allocator`` and its Python
+half, an engine on them.
 
-What is imitated, line by line, is vLLM 0.32.0: ``csrc/cumem_allocator.cpp`` (CUDA, not ROCm), ``device_allocator/cumem.py``
-and the sleep of ``v1/executor/abstract.py``. ``tests/cuda_wheels/test_cumem.py`` compares it with the binary.
+What is imitated, line by line, is vLLM 0.32.0: ``csrc/cumem_allocator.cpp`` (CUDA, not ROCm),
+``device_allocator/cumem.py`` and the sleep of ``v1/executor/abstract.py``.
+``tests/cuda_wheels/test_cumem.py`` compares it with the binary.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ class Driver:
     """Physical memory of one card: created, mapped to reserved addresses, unmapped, released."""
 
     total: int
-    created: dict[int, int] = field(default_factory=dict)  # handle -> bytes, until it is neither held nor mapped
+    created: dict[int, int] = field(
+        default_factory=dict
+    )  # handle -> bytes, until it is neither held nor mapped
     held: set[int] = field(default_factory=set)
     mapped: dict[int, int] = field(default_factory=dict)  # address -> handle
     reserved: set[int] = field(default_factory=set)
@@ -71,7 +75,9 @@ class Driver:
 
 
 class Extension:
-    """``cumem_allocator``: ``error_code`` is one for the process, and only the two functions for Python reset it."""
+    """``cumem_allocator``: ``error_code`` is one for the process, and only the two functions for
+    Python reset it.
+    """
 
     def __init__(self, driver: Driver) -> None:
         self.driver, self.error_code, self.error_msg = driver, 0, ""
@@ -151,7 +157,9 @@ class Allocator:
 
 
 class Llm:
-    """As much of ``vllm.LLM`` as an update of weights needs. ``failing``: the next call of that name raises."""
+    """As much of ``vllm.LLM`` as an update of weights needs. ``failing``: the next call of that
+    name raises.
+    """
 
     def __init__(self, allocator: Allocator, sizes: dict[str, list[int]]) -> None:
         self.allocator, self.failing, self.version = allocator, "", "0"
@@ -163,7 +171,10 @@ class Llm:
 
     def _allocated(self, size: int) -> int:
         if not (address := self.allocator.extension.malloc(self.allocator, size)):
-            raise ValueError("Free memory on device cuda:0 on startup is less than desired GPU memory utilization")
+            raise ValueError(
+                "Free memory on device cuda:0 on startup is less than desired GPU memory "
+                "utilization"
+            )
         return address
 
     def sleep(self, level: int) -> None:

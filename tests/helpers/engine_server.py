@@ -16,8 +16,10 @@ SCRIPT = QUICKSTART / "engine_server.py"
 
 
 class Engine(TransformersEngine):
-    """``fails_with``: the weights version with which it fails once, a response handed over, and loses its weights;
-    ``pause``: seconds more between two of them. ``sampled``: version and first weights of each response, in order."""
+    """``fails_with``: the weights version with which it fails once, a response handed over, and
+    loses its weights; ``pause``: seconds more between two of them. ``sampled``: version and first
+    weights of each response, in order.
+    """
 
     fails_with, pause = "", 0.0
     server: Any
@@ -26,7 +28,9 @@ class Engine(TransformersEngine):
     def first_weights(self) -> tuple[float, ...]:
         return tuple(next(self.model.parameters()).detach()[0, :4].tolist())
 
-    def stream(self, samples: Any, sampling: Any, step: int = 0, partial: Any = None) -> Iterator[Sequence[Response]]:  # type: ignore[override]
+    def stream(
+        self, samples: Any, sampling: Any, step: int = 0, partial: Any = None
+    ) -> Iterator[Sequence[Response]]:  # type: ignore[override]
         for responses in super().stream(samples, sampling, step, partial):
             time.sleep(self.pause)
             self.sampled += [(self.server.version, self.first_weights())] * len(responses)
@@ -57,4 +61,7 @@ class Served:
 
     @property
     def options(self) -> tuple[str, str]:
-        return "rollout.engine=server", f"rollout.endpoint=http://127.0.0.1:{self.http.server_address[1]}/v1"
+        return (
+            "rollout.engine=server",
+            f"rollout.endpoint=http://127.0.0.1:{self.http.server_address[1]}/v1",
+        )

@@ -11,7 +11,9 @@ from megatron_dcpo.evaluation.samples import Sample, with_consistency, write_sam
 from megatron_dcpo.evaluation.scoring import score_samples
 
 
-def make_samples(problems: int = 30, repeats: int = 4, benchmark: str = "toy", seed: int = 0) -> list[Sample]:
+def make_samples(
+    problems: int = 30, repeats: int = 4, benchmark: str = "toy", seed: int = 0
+) -> list[Sample]:
     """Judged responses with every kind of trouble in them."""
     generator = np.random.default_rng(seed)
     samples = []
@@ -22,7 +24,11 @@ def make_samples(problems: int = 30, repeats: int = 4, benchmark: str = "toy", s
             status = "ok"
             if generator.random() < 0.1:
                 confidence, status = None, "missing"
-            answer = None if generator.random() < 0.05 else str(i if correct else generator.integers(3) + 1000)
+            answer = (
+                None
+                if generator.random() < 0.05
+                else str(i if correct else generator.integers(3) + 1000)
+            )
             samples.append(
                 Sample(
                     benchmark=benchmark,
@@ -57,7 +63,11 @@ def evaluated(path: Path, seed: int = 0, samples: list[Sample] | None = None) ->
 def trained(path: Path, steps: int = 12) -> None:
     path.mkdir(parents=True, exist_ok=True)
     rows = [
-        {"step": s, "reward/accuracy": 0.5 + s / 100, "calibration/ece": float("nan") if s == 3 else 0.4 - s / 100}
+        {
+            "step": s,
+            "reward/accuracy": 0.5 + s / 100,
+            "calibration/ece": float("nan") if s == 3 else 0.4 - s / 100,
+        }
         for s in range(steps)
     ]
     (path / "metrics.jsonl").write_text("\n".join(json.dumps(row) for row in rows) + "\n")

@@ -26,13 +26,23 @@ def good_reply(body: dict[str, Any]) -> Reply:
     tops = [[-0.5, -1.5, -2.5], [-2.0, -0.25], [-0.1, -3.0]]
     if "messages" in body:
         rows = [
-            {"token": "t", "logprob": one, "top_logprobs": [{"token": "t", "logprob": v} for v in top]}
+            {
+                "token": "t",
+                "logprob": one,
+                "top_logprobs": [{"token": "t", "logprob": v} for v in top],
+            }
             for one, top in zip(logprobs, tops, strict=True)
         ]
-        choice: dict[str, Any] = {"message": {"content": answer(body)}, "logprobs": {"content": rows}}
+        choice: dict[str, Any] = {
+            "message": {"content": answer(body)},
+            "logprobs": {"content": rows},
+        }
     else:
         named = [{f"t{i}": v for i, v in enumerate(top)} for top in tops]
-        choice = {"text": answer(body), "logprobs": {"token_logprobs": logprobs, "top_logprobs": named}}
+        choice = {
+            "text": answer(body),
+            "logprobs": {"token_logprobs": logprobs, "top_logprobs": named},
+        }
     return 200, {"choices": [choice | {"finish_reason": "stop"}]}, {}
 
 
@@ -86,7 +96,9 @@ class FakeServer:
         self.httpd = ThreadingHTTPServer(("127.0.0.1", self.port), Handler)
         self.httpd.daemon_threads = True
         self.port = self.httpd.server_address[1]
-        threading.Thread(target=self.httpd.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+        threading.Thread(
+            target=self.httpd.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True
+        ).start()
         return self
 
     def stop(self) -> None:

@@ -1,4 +1,6 @@
-"""Texts of a chosen length that are made to be expensive: each repeats what some parser looks at twice."""
+"""Texts of a chosen length that are made to be expensive: each repeats what some parser looks at
+twice.
+"""
 
 from __future__ import annotations
 

@@ -49,7 +49,11 @@ def code_beside_the_tensors(checkpoint: Path, command: str) -> None:
     def change(metadata: Any) -> None:
         for index, info in metadata.storage_data.items():
             if "_extra_state" in index.fqn:
-                info.relative_path, info.offset, info.length = "code.distcp", 0, len(content.getvalue())
+                info.relative_path, info.offset, info.length = (
+                    "code.distcp",
+                    0,
+                    len(content.getvalue()),
+                )
 
     (checkpoint / "code.distcp").write_bytes(content.getvalue())
     edit_metadata(checkpoint, change)
@@ -57,7 +61,9 @@ def code_beside_the_tensors(checkpoint: Path, command: str) -> None:
 
 def code_in_common(checkpoint: Path, command: str) -> None:
     common = torch.load(checkpoint / "common.pt", weights_only=True)
-    torch.save(common | {"run": common["run"] | {"engine": Command(command)}}, checkpoint / "common.pt")
+    torch.save(
+        common | {"run": common["run"] | {"engine": Command(command)}}, checkpoint / "common.pt"
+    )
 
 
 def an_odd_number(checkpoint: Path, command: str) -> None:
@@ -85,25 +91,52 @@ def a_file_elsewhere(checkpoint: Path, command: str) -> None:
 
 def a_negative_start(checkpoint: Path, command: str) -> None:
     edit_metadata(
-        checkpoint, lambda metadata: setattr(next(iter(metadata.storage_data.values())), "offset", -(1 << 20))
+        checkpoint,
+        lambda metadata: setattr(next(iter(metadata.storage_data.values())), "offset", -(1 << 20)),
     )
 
 
 def a_changed_class(checkpoint: Path, command: str) -> None:
     """BUILD with a class in the place of an object sets attributes of the class."""
     name = b"ctorch.distributed.checkpoint.metadata\nMetadata\n"
-    (checkpoint / ".metadata").write_bytes(b"\x80\x02" + name + b"N}U\x07version" + b"U\x03odds\x86b.")
+    (checkpoint / ".metadata").write_bytes(
+        b"\x80\x02" + name + b"N}U\x07version" + b"U\x03odds\x86b."
+    )
 
 
 # name -> (the crafting, what the error line says)
 HOSTILE: dict[str, tuple[Callable[[Path, str], None], str]] = {
-    "code in the metadata": (code_in_metadata, r"\.metadata is damaged \(UnpicklingError: it names posix\.system"),
-    "code beside the tensors": (code_beside_the_tensors, r"cannot be read \(UnpicklingError: Weights only load failed"),
-    "code in common.pt": (code_in_common, r"cannot be read \(common\.pt: UnpicklingError: Weights only load failed"),
-    "an odd number": (an_odd_number, r"cannot be read \(CheckpointingException: opt_param_scheduler or rng_state"),
+    "code in the metadata": (
+        code_in_metadata,
+        r"\.metadata is damaged \(UnpicklingError: it names posix\.system",
+    ),
+    "code beside the tensors": (
+        code_beside_the_tensors,
+        r"cannot be read \(UnpicklingError: Weights only load failed",
+    ),
+    "code in common.pt": (
+        code_in_common,
+        r"cannot be read \(common\.pt: UnpicklingError: Weights only load failed",
+    ),
+    "an odd number": (
+        an_odd_number,
+        r"cannot be read \(CheckpointingException: opt_param_scheduler or rng_state",
+    ),
     "a terabyte": (a_terabyte, r"\.metadata is damaged"),
-    "a large memo": (a_large_memo, r"\.metadata is damaged \(ValueError: not the metadata of a checkpoint"),
-    "a file elsewhere": (a_file_elsewhere, r"\.metadata is damaged .* names the file '../../config\.yaml'"),
-    "a negative start": (a_negative_start, r"\.metadata is damaged .* has a size that is not a count"),
-    "a changed class": (a_changed_class, r"\.metadata is damaged \(UnpicklingError: it changes a class"),
+    "a large memo": (
+        a_large_memo,
+        r"\.metadata is damaged \(ValueError: not the metadata of a checkpoint",
+    ),
+    "a file elsewhere": (
+        a_file_elsewhere,
+        r"\.metadata is damaged .* names the file '../../config\.yaml'",
+    ),
+    "a negative start": (
+        a_negative_start,
+        r"\.metadata is damaged .* has a size that is not a count",
+    ),
+    "a changed class": (
+        a_changed_class,
+        r"\.metadata is damaged \(UnpicklingError: it changes a class",
+    ),
 }

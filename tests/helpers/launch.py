@@ -33,8 +33,17 @@ def results_of(out: Path, rank: int) -> list[Any]:
     return json.loads((out / f"rank{rank}.json").read_text())
 
 
-def launched(processes: int, arguments: list[str], timeout: float) -> subprocess.CompletedProcess[str]:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+def launched(
+    processes: int, arguments: list[str], timeout: float
+) -> subprocess.CompletedProcess[str]:
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(processes),
+    ]
     return subprocess.run(
         [*launcher, *arguments],
         capture_output=True,
@@ -48,7 +57,9 @@ def launched(processes: int, arguments: list[str], timeout: float) -> subprocess
 def forked(
     processes: int, arguments: list[str], timeout: float, environment: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Run the ranks of a worker without a launcher and its imports, and what they import under ``environment``."""
+    """Run the ranks of a worker without a launcher and its imports, and what they import under
+    ``environment``.
+    """
     own = [os.environ | rank | (environment or {}) for rank in ranks(processes)]
     return warm.run("tests.distributed.worker", arguments, own, timeout, environment)
 
@@ -56,8 +67,8 @@ def forked(
 def ranks(processes: int) -> list[dict[str, str]]:
     """Return the variables of each rank.
 
-    As under torchrun the store is the launcher's: a free port that is only looked up can be taken before rank 0 listens
-    on it.
+    As under torchrun the store is the launcher's: a free port that is only looked up can be taken
+    before rank 0 listens on it.
     """
     _STORES.append(TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
     fixed = ENVIRONMENT | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_STORES[-1].port)}
@@ -66,7 +77,9 @@ def ranks(processes: int) -> list[dict[str, str]]:
     return [fixed | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
 
 
-def alone(case: str, out: Path, options: dict[str, Any], timeout: float = 300) -> subprocess.CompletedProcess[str]:
+def alone(
+    case: str, out: Path, options: dict[str, Any], timeout: float = 300
+) -> subprocess.CompletedProcess[str]:
     """Run one case in one process that is no rank of a job, however it ends."""
     arguments = worker(out, (case, options))[2:]
     return warm.run("tests.distributed.worker", arguments, [os.environ | ENVIRONMENT], timeout)
@@ -79,13 +92,20 @@ def torchrun_all(
     timeout: float = 600,
     environment: dict[str, str] | None = None,
 ) -> list[list[Any]]:
-    """Run all jobs in one launch of ``processes`` ranks: for each job, the results of the ranks in order.
+    """Run all jobs in one launch of ``processes`` ranks: for each job, the results of the ranks in
+    order.
 
-    To start ranks costs more than most cases do: what runs on as many ranks had better be started once.
+    To start ranks costs more than most cases do: what runs on as many ranks had better be started
+    once.
     """
     done = forked(processes, worker(out, *jobs)[2:], timeout, environment)
-    assert done.returncode == 0, f"{[name for name, _ in jobs]} failed:\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
-    return [list(results) for results in zip(*(results_of(out, rank) for rank in range(processes)), strict=True)]
+    assert done.returncode == 0, (
+        f"{[name for name, _ in jobs]} failed:\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
+    )
+    return [
+        list(results)
+        for results in zip(*(results_of(out, rank) for rank in range(processes)), strict=True)
+    ]
 
 
 def torchrun(
@@ -105,4 +125,7 @@ def without_launcher(
 ) -> list[subprocess.Popen[str]]:
     """The same with no one who ends the other ranks when one dies."""
     command = [sys.executable, *worker(out, (case, options))]
-    return [subprocess.Popen(command, env=os.environ | rank, cwd=REPOSITORY, **how) for rank in ranks(processes)]
+    return [
+        subprocess.Popen(command, env=os.environ | rank, cwd=REPOSITORY, **how)
+        for rank in ranks(processes)
+    ]

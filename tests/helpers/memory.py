@@ -1,4 +1,6 @@
-"""Measured memory against ``dcpo plan``, phase by phase: rows, what is wrong with them, and how they are shown."""
+"""Measured memory against ``dcpo plan``, phase by phase: rows, what is wrong with them, and how
+they are shown.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +30,10 @@ def compare(measured: Mapping[str, int], predicted: Mapping[str, int]) -> list[R
 
 
 def problems(rows: list[Row], above: float = 1.1, below: float = 0.6) -> list[str]:
-    """Phases in which the plan is not to be relied on: more is used than ``above`` x the plan (a run would end for want of
-    memory that was promised), or less than ``below`` x (a run that fits would be refused)."""
+    """Phases in which the plan is not to be relied on: more is used than ``above`` x the plan (a
+    run would end for want of memory that was promised), or less than ``below`` x (a run that fits
+    would be refused).
+    """
     return [
         f"{row.phase}: measured {row.measured / GB:.2f} GB, planned {row.predicted / GB:.2f} GB"
         for row in rows
@@ -39,4 +43,6 @@ def problems(rows: list[Row], above: float = 1.1, below: float = 0.6) -> list[st
 
 def shown(rows: list[Row]) -> str:
     """``resting 1.19/1.20 GB, ...``: measured/planned, for the summary of ``tools/gpu_check.sh``."""
-    return ", ".join(f"{row.phase} {row.measured / GB:.2f}/{row.predicted / GB:.2f} GB" for row in rows)
+    return ", ".join(
+        f"{row.phase} {row.measured / GB:.2f}/{row.predicted / GB:.2f} GB" for row in rows
+    )

@@ -13,7 +13,14 @@ import torch
 
 from megatron_dcpo.objectives import Method, ObjectiveConfig, build_method
 from megatron_dcpo.objectives.worksheet import loss_batch
-from megatron_dcpo.types import Judgement, MicroBatch, Prompt, Response, TokenOutputs, TrainingSample
+from megatron_dcpo.types import (
+    Judgement,
+    MicroBatch,
+    Prompt,
+    Response,
+    TokenOutputs,
+    TrainingSample,
+)
 from tests.helpers.paths import FIXTURES
 
 GOLDEN = json.loads((FIXTURES / "golden_group.json").read_text())
@@ -41,7 +48,8 @@ GOLDEN_OPTIONS: dict[str, dict[str, Any]] = {
     "rlcr [original code]": {"name": "rlcr", "variant": "original"},
     "ccgspg beta=0.01": {"name": "ccgspg", "beta": 0.01},
 }
-# of other trainers: options, and the loss by the paper's formula (tests/unit/objectives/test_losses.py)
+# of other trainers: options, and the loss by the paper's formula
+# (tests/unit/objectives/test_losses.py)
 _DR_GRPO: dict[str, Any] = {"loss_aggregation": "constant", "max_response_length": 16}
 OTHER_LOSSES: dict[str, tuple[dict[str, Any], float]] = {
     "grpo gspo": ({"name": "grpo", "ratio": "sequence"}, 0.01917630094064825),
@@ -75,22 +83,32 @@ class Scored:
         return [s.weights for s in self.samples if s.weights is not None]
 
 
-def score(chosen: Method, judgements: Sequence[Judgement], old: Sequence[np.ndarray] | None = None) -> Scored:
+def score(
+    chosen: Method, judgements: Sequence[Judgement], old: Sequence[np.ndarray] | None = None
+) -> Scored:
     samples = samples_of(judgements, old)
     return Scored(*chosen.group_scores(samples), tuple(chosen.score(samples)))
 
 
-def samples_of(judgements: Sequence[Judgement], old: Sequence[np.ndarray] | None = None) -> list[TrainingSample]:
+def samples_of(
+    judgements: Sequence[Judgement], old: Sequence[np.ndarray] | None = None
+) -> list[TrainingSample]:
     samples = []
     for i, j in enumerate(judgements):
-        response = Response(j.prompt_id, i, np.zeros(j.length, np.int64), np.zeros(j.length, np.float32), "stop", 0)
+        response = Response(
+            j.prompt_id, i, np.zeros(j.length, np.int64), np.zeros(j.length, np.float32), "stop", 0
+        )
         prompt = Prompt(j.prompt_id, (), (1,), "", "")
-        samples.append(TrainingSample(prompt, response, j, old_logprobs=None if old is None else old[i]))
+        samples.append(
+            TrainingSample(prompt, response, j, old_logprobs=None if old is None else old[i])
+        )
     return samples
 
 
 def golden_judgements(prompt_id: str = "p0") -> list[Judgement]:
-    """The golden group as the splitter hands it over: without a marker the EOS is the confidence block."""
+    """The golden group as the splitter hands it over: without a marker the EOS is the confidence
+    block.
+    """
     judgements = []
     for i, status in enumerate(INPUTS["status"]):
         status = {"range": "out_of_range"}.get(status, status)
@@ -98,13 +116,26 @@ def golden_judgements(prompt_id: str = "p0") -> list[Judgement]:
         boundary = length - 1 if status == "missing" else INPUTS["n_reason"][i]
         c, ok = INPUTS["conf"][i], status == "ok"
         judgements.append(
-            Judgement(prompt_id, INPUTS["correct"][i], c if ok else None, status, boundary, length, None if ok else c)
+            Judgement(
+                prompt_id,
+                INPUTS["correct"][i],
+                c if ok else None,
+                status,
+                boundary,
+                length,
+                None if ok else c,
+            )
         )
     return judgements
 
 
 def judgement(
-    prompt_id: str, correct: float, confidence: float | None, boundary: int = 3, length: int = 5, status: str = ""
+    prompt_id: str,
+    correct: float,
+    confidence: float | None,
+    boundary: int = 3,
+    length: int = 5,
+    status: str = "",
 ) -> Judgement:
     kind: Any = status or ("missing" if confidence is None else "ok")
     return Judgement(prompt_id, correct, confidence, kind, boundary, length)
@@ -122,9 +153,14 @@ def token_batch(
     entropy: torch.Tensor | None = None,
     **more: torch.Tensor,
 ) -> tuple[MicroBatch, TokenOutputs]:
-    """All scored ``samples`` in one micro-batch; the outputs' ``logprobs`` is a leaf that takes the gradient."""
+    """All scored ``samples`` in one micro-batch; the outputs' ``logprobs`` is a leaf that takes the
+    gradient.
+    """
     batch = loss_batch(samples, {"old_logprobs": flat(old), **more})
-    columns = {name: column.to(dtype) if name != "block_ids" else column for name, column in batch.columns.items()}
+    columns = {
+        name: column.to(dtype) if name != "block_ids" else column
+        for name, column in batch.columns.items()
+    }
     logprobs = flat(new, dtype).requires_grad_()
     outputs = TokenOutputs(logprobs, torch.zeros_like(logprobs) if entropy is None else entropy)
     return dataclasses.replace(batch, columns=columns, R=batch.R.to(dtype)), outputs
@@ -148,14 +184,20 @@ def loss_and_gradient(
     total.backward()
     gradient = outputs.logprobs.grad
     assert gradient is not None
-    return float(total.detach()), np.split(gradient.numpy(), np.cumsum([len(row) for row in new])[:-1])
+    return float(total.detach()), np.split(
+        gradient.numpy(), np.cumsum([len(row) for row in new])[:-1]
+    )
 
 
 def with_tokens(
     scored: Scored, advantages: Sequence[np.ndarray], blocks: Sequence[np.ndarray] | None = None
 ) -> list[TrainingSample]:
-    """The samples with other token advantages (and blocks): how the negative controls build a defect."""
+    """The samples with other token advantages (and blocks): how the negative controls build a
+    defect.
+    """
     return [
-        dataclasses.replace(s, advantages=advantages[i], block_ids=s.block_ids if blocks is None else blocks[i])
+        dataclasses.replace(
+            s, advantages=advantages[i], block_ids=s.block_ids if blocks is None else blocks[i]
+        )
         for i, s in enumerate(scored.samples)
     ]

@@ -1,4 +1,6 @@
-"""Where things lie: the checkout, its examples, the tests' fixtures, and the real data sets where they are present."""
+"""Where things lie: the checkout, its examples, the tests' fixtures, and the real data sets where
+they are present.
+"""
 
 from __future__ import annotations
 

@@ -11,7 +11,9 @@ import psutil
 
 
 def below(pid: int, command: str = "") -> list[int]:
-    """All descendants of ``pid`` whose command line has ``command`` in it; none of a process that is gone."""
+    """All descendants of ``pid`` whose command line has ``command`` in it; none of a process that
+    is gone.
+    """
     found = []
     with contextlib.suppress(psutil.NoSuchProcess):
         for child in psutil.Process(pid).children(recursive=True):

@@ -12,13 +12,24 @@ from typing import Any
 from tests.helpers import launch, warm
 from tests.helpers.paths import QUICKSTART, REPOSITORY
 
-SMALL = ["data.prompts_per_step=8", "rollout.group_size=4", "training.micro_batch_size=16", "logging.to=[]"]
+SMALL = [
+    "data.prompts_per_step=8",
+    "rollout.group_size=4",
+    "training.micro_batch_size=16",
+    "logging.to=[]",
+]
 
 
 def command(*arguments: object, processes: int = 1) -> list[str]:
     launcher = [sys.executable]
     if processes > 1:
-        launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+        launcher += [
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            str(processes),
+        ]
     return [*launcher, "-m", "megatron_dcpo", *map(str, arguments)]
 
 
@@ -30,13 +41,18 @@ def run(
     cwd: Path = REPOSITORY,
     **environment: str,
 ) -> subprocess.CompletedProcess[str]:
-    """Run ``dcpo`` in forks of the warm process, several as ranks of one job; with ``torchrun`` under the launcher, whose
-    exit status is its own."""
+    """Run ``dcpo`` in forks of the warm process, several as ranks of one job; with ``torchrun``
+    under the launcher, whose exit status is its own.
+    """
     environment = os.environ | {"OMP_NUM_THREADS": "1"} | environment
     if not torchrun:
         ranks = launch.ranks(processes) if processes > 1 else [{}]
         return warm.run(
-            "megatron_dcpo", [*map(str, arguments)], [environment | rank for rank in ranks], timeout, cwd=cwd
+            "megatron_dcpo",
+            [*map(str, arguments)],
+            [environment | rank for rank in ranks],
+            timeout,
+            cwd=cwd,
         )
     return subprocess.run(
         command(*arguments, processes=processes),
@@ -51,7 +67,14 @@ def run(
 def train(
     run_dir: Path, *overrides: str, method: str = "dcpo", processes: int = 1, torchrun: bool = False
 ) -> list[dict[str, Any]]:
-    arguments = ("train", "--config", QUICKSTART / f"{method}.yaml", f"run_dir={run_dir}", *SMALL, *overrides)
+    arguments = (
+        "train",
+        "--config",
+        QUICKSTART / f"{method}.yaml",
+        f"run_dir={run_dir}",
+        *SMALL,
+        *overrides,
+    )
     done = run(*arguments, processes=processes, torchrun=torchrun)
     assert done.returncode == 0, done.stderr[-3000:]
     return metrics(run_dir)
@@ -64,5 +87,6 @@ def metrics(run_dir: Path) -> list[dict[str, Any]]:
 def without_clocks(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Metrics that a repeated run repeats."""
     return [
-        {k: v for k, v in record.items() if not k.startswith(("time/", "tokens/s", "memory/"))} for record in records
+        {k: v for k, v in record.items() if not k.startswith(("time/", "tokens/s", "memory/"))}
+        for record in records
     ]

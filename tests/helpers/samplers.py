@@ -38,8 +38,9 @@ def length_of(prompt_id: str, index: int) -> int:
 
 
 class Clockwork:
-    """An engine that gives every response a token a step; a response ends at a length of its own. ``asked``: the prompts
-    and indices of each call."""
+    """An engine that gives every response a token a step; a response ends at a length of its own.
+    ``asked``: the prompts and indices of each call.
+    """
 
     tensor_model_parallel_size, slot_steps = 1, None
 
@@ -48,7 +49,11 @@ class Clockwork:
         self.asked: list[list[ResponseKey]] = []
 
     def stream(
-        self, samples: Samples, sampling: SamplingConfig, step: int, partial: PartialRollout | None = None
+        self,
+        samples: Samples,
+        sampling: SamplingConfig,
+        step: int,
+        partial: PartialRollout | None = None,
     ) -> Iterator[list[Response]]:
         begun = {(p.prompt_id, i): partial.so_far(p, i) if partial else None for p, i in samples}
         self.asked.append(list(begun))
@@ -58,11 +63,17 @@ class Clockwork:
             before, count = begun[name], new.pop(name)
             first = len(before.token_ids) if before else 0
             parts = np.arange(first, first + count), np.zeros(count, np.float32)
-            return append_segment(before, Response(*name, *parts, reason, self.weights_version, step=step))
+            return append_segment(
+                before, Response(*name, *parts, reason, self.weights_version, step=step)
+            )
 
         while new:
             new = {name: count + 1 for name, count in new.items()}
-            over = [name for name in new if new[name] + len(getattr(begun[name], "token_ids", ())) >= length_of(*name)]
+            over = [
+                name
+                for name in new
+                if new[name] + len(getattr(begun[name], "token_ids", ())) >= length_of(*name)
+            ]
             if over:
                 yield [response(name, "stop") for name in over]
             if partial is not None and partial.should_stop():
@@ -83,9 +94,12 @@ def unwatched() -> Timers:
     return Timers(SimpleNamespace(enter=lambda phase, step: None))  # type: ignore[arg-type]
 
 
-def sampler_of(prompts: Sequence[Prompt], *overrides: str, file: str = "grpo", **parts: Any) -> Sampler:
-    """Return a sampler of a run of the quickstart. ``parts``: other ones than a clockwork, a judge whom everything is
-    right, and a method that trains on every group."""
+def sampler_of(
+    prompts: Sequence[Prompt], *overrides: str, file: str = "grpo", **parts: Any
+) -> Sampler:
+    """Return a sampler of a run of the quickstart. ``parts``: other ones than a clockwork, a judge
+    whom everything is right, and a method that trains on every group.
+    """
     config = load_config(QUICKSTART / f"{file}.yaml", list(overrides))
     stubs: dict[str, Any] = {
         "engine": Clockwork(),
@@ -105,9 +119,12 @@ def sampler_of(prompts: Sequence[Prompt], *overrides: str, file: str = "grpo", *
     )
 
 
-def numbered_sampler(trains: Callable[[int], bool], prompts: int, *overrides: str, file: str = "grpo") -> Sampler:
-    """Return a sampler of so many prompts, named by their numbers; ``trains``: whether a prompt's group trains the
-    policy."""
+def numbered_sampler(
+    trains: Callable[[int], bool], prompts: int, *overrides: str, file: str = "grpo"
+) -> Sampler:
+    """Return a sampler of so many prompts, named by their numbers; ``trains``: whether a prompt's
+    group trains the policy.
+    """
     data = [Prompt(str(i), (), (1,), "1", "t") for i in range(prompts)]
     chosen = SimpleNamespace(trains=lambda samples: trains(number_of(samples[0].prompt.prompt_id)))
     return sampler_of(data, *overrides, file=file, method=chosen)

@@ -16,4 +16,6 @@ def bare(
     tokens = np.asarray(list(response_ids), np.int64)
     prompt = Prompt(prompt_id, (), tuple(map(int, prompt_ids)), "", "")
     response = Response(prompt_id, index, tokens, np.zeros(len(tokens), np.float32), "stop", 0)
-    return TrainingSample(prompt, response, Judgement(prompt_id, 0.0, None, "missing", len(tokens), len(tokens)))
+    return TrainingSample(
+        prompt, response, Judgement(prompt_id, 0.0, None, "missing", len(tokens), len(tokens))
+    )

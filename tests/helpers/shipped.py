@@ -21,6 +21,12 @@ SHIPPED = sorted(path for path in EXAMPLES.rglob("*.yaml") if path.name != "reci
 
 
 def model_of(path: Path) -> Path:
-    """Return the directory of a shipped configuration's model, of which only ``config.json`` may be there."""
+    """Return the directory of a shipped configuration's model, of which only ``config.json`` may be
+    there.
+    """
     family = path.relative_to(EXAMPLES).parts[0]
-    return MODELS / FAMILIES[family] if family in FAMILIES else REPOSITORY / load_config(path).model.path
+    return (
+        MODELS / FAMILIES[family]
+        if family in FAMILIES
+        else REPOSITORY / load_config(path).model.path
+    )

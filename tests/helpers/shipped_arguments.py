@@ -1,4 +1,6 @@
-"""Capture what every shipped configuration hands to Megatron and to vLLM, without building a model or an engine."""
+"""Capture what every shipped configuration hands to Megatron and to vLLM, without building a model
+or an engine.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +23,19 @@ from tests.helpers.shipped import model_of
 
 
 def arguments(path: Path) -> dict[str, Any]:
-    """Return the arguments of one configuration: only fields that differ from the defaults of Megatron's classes."""
+    """Return the arguments of one configuration: only fields that differ from the defaults of
+    Megatron's classes.
+    """
     model = model_of(path)
     config = load_config(path, [f"model.path={model}"])
     arch = read_architecture(model)
-    transformer = model_module.transformer_config(arch, config.parallel, torch_dtype(config.model.params_dtype))
+    transformer = model_module.transformer_config(
+        arch, config.parallel, torch_dtype(config.model.params_dtype)
+    )
     found = {"transformer": _changed(transformer), "engine": engine_arguments(path, model)}
-    if config.model.adapter is None:  # otherwise the model is frozen: Megatron has neither DDP nor an optimizer
+    if (
+        config.model.adapter is None
+    ):  # otherwise the model is frozen: Megatron has neither DDP nor an optimizer
         found |= {"ddp": _ddp(config, transformer), "optimizer": _optimizer(config, transformer)}
     return found
 
@@ -63,7 +71,9 @@ def _optimizer(config: Config, transformer: Any) -> dict[str, Any]:
         optimizer_module.build_scheduler(optimizer_module.build_optimizer(config, policy), config)
     return {
         "optimizer": _changed(built.call_args.args[0]),
-        "schedule": {name: repr(value) for name, value in sorted(schedule.call_args.kwargs.items())},
+        "schedule": {
+            name: repr(value) for name, value in sorted(schedule.call_args.kwargs.items())
+        },
     }
 
 
@@ -101,7 +111,9 @@ def engine_arguments(path: Path, model: Path) -> dict[str, str]:
 
 
 def stored(found: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Return ``found`` with equal arguments written once: of each kind the different ones, and which one each file has."""
+    """Return ``found`` with equal arguments written once: of each kind the different ones, and
+    which one each file has.
+    """
     kinds: dict[str, Any] = {}
     for name, by_kind in found.items():
         for kind, values in by_kind.items():

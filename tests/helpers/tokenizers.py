@@ -25,14 +25,39 @@ def qwen() -> Tokenizer:
 
 @cache
 def sentencepiece() -> Tokenizer:
-    """Byte fallback, U+2581 for a space, merges that straddle the marker, and ``</s>``: Llama-2's construction."""
-    words = ["<conf>", ".<", "}<", "conf", ">", "\u2581Confidence", ":", "\u25810", ".8", "3", "\\boxed{5", "}", "数"]
+    """Byte fallback, U+2581 for a space, merges that straddle the marker, and ``</s>``: Llama-2's
+    construction.
+    """
+    words = [
+        "<conf>",
+        ".<",
+        "}<",
+        "conf",
+        ">",
+        "\u2581Confidence",
+        ":",
+        "\u25810",
+        ".8",
+        "3",
+        "\\boxed{5",
+        "}",
+        "数",
+    ]
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581", *words]
     vocabulary = {piece: index for index, piece in enumerate(pieces)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], byte_fallback=True, unk_token="<unk>"))
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    tokenizer = Tokenizer(
+        models.BPE(vocab=vocabulary, merges=[], byte_fallback=True, unk_token="<unk>")
+    )
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+    )
     tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        [
+            decoders.Replace("\u2581", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
     )
     tokenizer.add_special_tokens([AddedToken("<unk>"), AddedToken("<s>"), AddedToken("</s>")])
     return tokenizer
@@ -42,7 +67,9 @@ def sentencepiece() -> Tokenizer:
 def byte_level() -> Tokenizer:
     """Byte-level BPE without merges: a token per byte, EOS is 256."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={piece: index for index, piece in enumerate(alphabet)}, merges=[]))
+    tokenizer = Tokenizer(
+        models.BPE(vocab={piece: index for index, piece in enumerate(alphabet)}, merges=[])
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(EOS)])
@@ -50,15 +77,26 @@ def byte_level() -> Tokenizer:
 
 
 def save_qwen3(directory: Path) -> Path:
-    """Qwen's tokenizer with the two tokens of thinking that Qwen3's has, and the switch of its chat template."""
+    """Qwen's tokenizer with the two tokens of thinking that Qwen3's has, and the switch of its chat
+    template.
+    """
     spec = json.loads(real("qwen_tokenizer/tokenizer.json").read_text())
-    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": False}
-    spec["added_tokens"] += [{"id": 151667 + n, "content": tag, **plain} for n, tag in enumerate(THINK)]
+    plain = {
+        "single_word": False,
+        "lstrip": False,
+        "rstrip": False,
+        "normalized": False,
+        "special": False,
+    }
+    spec["added_tokens"] += [
+        {"id": 151667 + n, "content": tag, **plain} for n, tag in enumerate(THINK)
+    ]
     shutil.copytree(real("qwen_tokenizer/tokenizer.json").parent, directory, dirs_exist_ok=True)
     (directory / "tokenizer.json").write_text(json.dumps(spec))
     with (directory / "chat_template.jinja").open("a") as template:
         template.write(
-            "{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}"
+            "{% if enable_thinking is defined and enable_thinking is false "
+            "%}<think>\n\n</think>\n\n{% endif %}"
         )
     return directory
 
@@ -70,7 +108,9 @@ def table_of(tokenizer: Callable[[], Tokenizer]) -> TokenBytes:
 
 
 class ByteTokenizer:
-    """One token per byte; a chat template as a Python function that records the options it was given."""
+    """One token per byte; a chat template as a Python function that records the options it was
+    given.
+    """
 
     def __init__(self, chat_template: str | None = "{{ messages }}{{ enable_thinking }}") -> None:
         self.chat_template = chat_template

@@ -16,10 +16,14 @@ VARIABLE = "DCPO_TEST_TRANSFORMER_ENGINE"
 
 
 def environment() -> dict[str, str]:
-    """For processes that are to find the stand-in, and believe that its kernels run here. Skips the test with another
-    Megatron-core than the one that Transformer Engine 2.11 is for."""
+    """For processes that are to find the stand-in, and believe that its kernels run here. Skips the
+    test with another Megatron-core than the one that Transformer Engine 2.11 is for.
+    """
     if not (release := version("megatron-core")).startswith("0.16."):
-        pytest.skip(f"the stand-in is of Transformer Engine 2.11, which Megatron-core 0.16 asks for, and not {release}")
+        pytest.skip(
+            "the stand-in is of Transformer Engine 2.11, which Megatron-core 0.16 asks for, and "
+            f"not {release}"
+        )
     path = os.pathsep.join([str(STAND_IN), str(REPOSITORY)])
     return {"PYTHONPATH": path, VARIABLE: "1", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
 

@@ -1,4 +1,6 @@
-"""What the tests of the vLLM engine share: which of them run, and a server that can be killed and started again."""
+"""What the tests of the vLLM engine share: which of them run, and a server that can be killed and
+started again.
+"""
 
 from __future__ import annotations
 
@@ -19,15 +21,21 @@ import pytest
 from megatron_dcpo.types import Prompt
 from tests.helpers.paths import QUICKSTART
 
-needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed (make setup-engine)")
-at_length = pytest.mark.skipif("DCPO_TEST_ENGINE" not in os.environ, reason="at length only: make test-engine")
+needs_vllm = pytest.mark.skipif(
+    find_spec("vllm") is None, reason="vLLM is not installed (make setup-engine)"
+)
+at_length = pytest.mark.skipif(
+    "DCPO_TEST_ENGINE" not in os.environ, reason="at length only: make test-engine"
+)
 POLICY = QUICKSTART / "policy"
 HELDOUT = f"heldout={QUICKSTART / 'data' / 'heldout.jsonl'}"
 PYTHON = os.environ.get("DCPO_VLLM") or (sys.executable if find_spec("vllm") else None)
 
 
 def prompts_for_test() -> list[Prompt]:
-    """Six prompts of odd lengths; the first two share their beginning, so that the prefix cache has something to keep."""
+    """Six prompts of odd lengths; the first two share their beginning, so that the prefix cache has
+    something to keep.
+    """
     rng = np.random.default_rng(0)
     shared = rng.integers(1, 331, 40).tolist()
     ids = [shared, [*shared, 7], *(rng.integers(1, 331, n).tolist() for n in (1, 5, 33, 64))]
@@ -48,10 +56,32 @@ class Server:
         return f"http://127.0.0.1:{self.port}/v1"
 
     def start(self) -> None:
-        options = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "256", "--max-num-seqs", "32"]
-        options += ["--kv-cache-memory-bytes", str(64 << 20), "--served-model-name", "policy", *self.options]
-        settings = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1"}
-        settings |= {"VLLM_NO_USAGE_STATS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": ""}
+        options = [
+            "--dtype",
+            "float32",
+            "--enforce-eager",
+            "--max-model-len",
+            "256",
+            "--max-num-seqs",
+            "32",
+        ]
+        options += [
+            "--kv-cache-memory-bytes",
+            str(64 << 20),
+            "--served-model-name",
+            "policy",
+            *self.options,
+        ]
+        settings = {
+            "OMP_NUM_THREADS": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "HF_HUB_OFFLINE": "1",
+        }
+        settings |= {
+            "VLLM_NO_USAGE_STATS": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+            "PYTHONPATH": "",
+        }
         settings |= self.settings
         self.process = subprocess.Popen(
             [

@@ -1,7 +1,9 @@
-"""Python modules without the seconds of their imports: a process that has made them runs each in a fork of itself.
+"""Python modules without the seconds of their imports: a process that has made them runs each in a
+fork of itself.
 
-What runs is otherwise as a user's: its own process, arguments, environment, output and exit status. On a machine with a GPU
-each is started anew: whoever has asked for CUDA, as the imports do, has no fork that can use it.
+What runs is otherwise as a user's: its own process, arguments, environment, output and exit status.
+On a machine with a GPU each is started anew: whoever has asked for CUDA, as the imports do, has no
+fork that can use it.
 """
 
 from __future__ import annotations
@@ -37,19 +39,30 @@ def run(
     imports_in: Mapping[str, str] | None = None,
     cwd: Path = REPOSITORY,
 ) -> subprocess.CompletedProcess[str]:
-    """``python -m MODULE ARGUMENTS`` of this checkout in ``cwd``, a process with each of ``environments``, at once; their
-    output, one after the other, and the first status that is not 0 (the others are then ended). Raises TimeoutExpired.
+    """``python -m MODULE ARGUMENTS`` of this checkout in ``cwd``, a process with each of
+    ``environments``, at once; their output, one after the other, and the first status that is not 0
+    (the others are then ended). Raises TimeoutExpired.
 
-    ``imports_in``: variables on which it depends what is imported; such processes are forks of a server with them.
+    ``imports_in``: variables on which it depends what is imported; such processes are forks of a
+    server with them.
     """
     if has_cuda():
         return _started(module, arguments, environments, timeout, cwd)
     server = _server(frozenset((imports_in or {}).items()))
     assert server.stdin is not None
     with tempfile.TemporaryDirectory() as scratch:
-        outputs = [[str(Path(scratch, f"{name}{n}")) for name in ("out", "err")] for n in range(len(environments))]
-        ranks = [{"environment": dict(own), "to": to} for own, to in zip(environments, outputs, strict=True)]
-        server.stdin.write(json.dumps({"module": module, "argv": [*arguments], "ranks": ranks, "cwd": str(cwd)}) + "\n")
+        outputs = [
+            [str(Path(scratch, f"{name}{n}")) for name in ("out", "err")]
+            for n in range(len(environments))
+        ]
+        ranks = [
+            {"environment": dict(own), "to": to}
+            for own, to in zip(environments, outputs, strict=True)
+        ]
+        server.stdin.write(
+            json.dumps({"module": module, "argv": [*arguments], "ranks": ranks, "cwd": str(cwd)})
+            + "\n"
+        )
         server.stdin.flush()
         pids = _answer(server, 60)
         try:
@@ -62,21 +75,38 @@ def run(
         return _completed([module, *arguments], status, outputs)
 
 
-def _completed(arguments: list[str], status: int, outputs: list[list[str]]) -> subprocess.CompletedProcess[str]:
-    out, err = ("".join(Path(path).read_text() for path in paths) for paths in zip(*outputs, strict=True))
+def _completed(
+    arguments: list[str], status: int, outputs: list[list[str]]
+) -> subprocess.CompletedProcess[str]:
+    out, err = (
+        "".join(Path(path).read_text() for path in paths) for paths in zip(*outputs, strict=True)
+    )
     return subprocess.CompletedProcess(arguments, status, out, err)
 
 
 def _started(
-    module: str, arguments: Sequence[str], environments: Sequence[Mapping[str, str]], timeout: float, cwd: Path
+    module: str,
+    arguments: Sequence[str],
+    environments: Sequence[Mapping[str, str]],
+    timeout: float,
+    cwd: Path,
 ) -> subprocess.CompletedProcess[str]:
     """What :func:`run` does, by processes that make their own imports."""
-    command, first, deadline = [sys.executable, "-m", module, *arguments], 0, time.monotonic() + timeout
+    command, first, deadline = (
+        [sys.executable, "-m", module, *arguments],
+        0,
+        time.monotonic() + timeout,
+    )
     with tempfile.TemporaryDirectory() as scratch, contextlib.ExitStack() as files:
-        outputs = [[str(Path(scratch, f"{name}{n}")) for name in ("out", "err")] for n in range(len(environments))]
+        outputs = [
+            [str(Path(scratch, f"{name}{n}")) for name in ("out", "err")]
+            for n in range(len(environments))
+        ]
         streams = [[files.enter_context(open(path, "w")) for path in paths] for paths in outputs]
         running = [
-            subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=dict(own), cwd=cwd)
+            subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=dict(own), cwd=cwd
+            )
             for own, (out, err) in zip(environments, streams, strict=True)
         ]
         try:
@@ -123,7 +153,9 @@ def _serve() -> None:
     import megatron_dcpo.training.loop  # noqa: F401
     from megatron_dcpo.rollout.transformers_engine import auto_class
 
-    auto_class("AutoModelForCausalLM")  # with what torch's optimizers import 2 s, which every rank would take itself
+    auto_class(
+        "AutoModelForCausalLM"
+    )  # with what torch's optimizers import 2 s, which every rank would take itself
     importlib.import_module("transformers.models.qwen3_moe.modeling_qwen3_moe")
     gc.collect()
     gc.freeze()  # else each fork looks through all of this when it collects and when it ends, 0.8 s

@@ -1,7 +1,8 @@
-"""The worked examples of CONTRIBUTING.md: their edits are applied to a copy of the package, their checks executed there.
+"""The worked examples of CONTRIBUTING.md: their edits are applied to a copy of the package, their
+checks executed there.
 
-A comment before a block says what it is: ``test: file PATH`` (the whole file), ``test: PATH, behind: LINE`` (lines to
-insert), ``test: run`` (executed in a process of its own).
+A comment before a block says what it is: ``test: file PATH`` (the whole file), ``test: PATH,
+behind: LINE`` (lines to insert), ``test: run`` (executed in a process of its own).
 """
 
 from __future__ import annotations
@@ -45,14 +46,22 @@ def test_the_page_has_five_examples_with_a_check_each() -> None:
 
 @pytest.mark.parametrize("title", SECTIONS)
 def test_example_works_as_written(title: str, tmp_path: Path) -> None:
-    shutil.copytree(ROOT / "megatron_dcpo", tmp_path / "megatron_dcpo", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(
+        ROOT / "megatron_dcpo",
+        tmp_path / "megatron_dcpo",
+        ignore=shutil.ignore_patterns("__pycache__"),
+    )
     for edit, block in SECTIONS[title]:
         if edit != "run":
             apply(edit, block, tmp_path)
     code = "\n".join(block for edit, block in SECTIONS[title] if edit == "run")
     where = "import megatron_dcpo, pathlib; assert pathlib.Path(megatron_dcpo.__file__).is_relative_to(pathlib.Path.cwd())\n"
     done = subprocess.run(
-        [sys.executable, "-c", where + code], cwd=tmp_path, capture_output=True, text=True, check=False
+        [sys.executable, "-c", where + code],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
 
@@ -63,7 +72,11 @@ def test_without_its_edits_every_check_fails() -> None:
         code = next(block for edit, block in blocks if edit == "run")
         lines += ["try:", f"    exec({code!r}, {{}})", "except UserError:", "    print('refused')"]
     done = subprocess.run(
-        [sys.executable, "-c", "\n".join(lines)], cwd=ROOT, capture_output=True, text=True, check=False
+        [sys.executable, "-c", "\n".join(lines)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.split() == ["refused"] * len(SECTIONS)

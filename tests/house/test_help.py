@@ -1,4 +1,6 @@
-"""``--help`` answers at once: it imports neither torch nor Megatron nor transformers. Verbs import what they use."""
+"""``--help`` answers at once: it imports neither torch nor Megatron nor transformers. Verbs import
+what they use.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,17 @@ import pytest
 from megatron_dcpo.cli import VERBS
 from tests.helpers.paths import QUICKSTART
 
-HEAVY = ("torch", "megatron", "transformers", "numpy", "scipy", "sklearn", "matplotlib", "pandas", "vllm")
+HEAVY = (
+    "torch",
+    "megatron",
+    "transformers",
+    "numpy",
+    "scipy",
+    "sklearn",
+    "matplotlib",
+    "pandas",
+    "vllm",
+)
 
 
 @pytest.mark.parametrize("verb", ["", *VERBS])

@@ -1,4 +1,6 @@
-"""The rules of docs/architecture.md, held against the code: layers, circles, who asks for CUDA, private names, sizes."""
+"""The rules of docs/architecture.md, held against the code: layers, circles, who asks for CUDA,
+private names, sizes.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ from tests.helpers.paths import REPOSITORY
 
 PACKAGE = REPOSITORY / "megatron_dcpo"
 
-# A module imports its own subpackage and lower layers, never its own layer's other subpackages or a higher one.
+# A module imports its own subpackage and lower layers, never its own layer's other subpackages or a
+# higher one.
 LAYERS = (
     ("types", "errors"),
     ("runtime",),
@@ -28,7 +31,9 @@ LAYERS = (
     ("training",),
     ("cli",),
 )
-LAYER = {subpackage: layer for layer, subpackages in enumerate(LAYERS) for subpackage in subpackages}
+LAYER = {
+    subpackage: layer for layer, subpackages in enumerate(LAYERS) for subpackage in subpackages
+}
 # where private names of torch and Megatron may stand
 FOREIGN = ("torch", "megatron")
 PRIVATE_NAMES = ("megatron_dcpo.runtime.megatron_private", "megatron_dcpo.runtime.megatron_on_cpu")
@@ -54,11 +59,16 @@ def imports_of(path: Path) -> set[str]:
     return names
 
 
-GRAPH = {name: {target for target in imports_of(path) if target in MODULES} - {name} for name, path in MODULES.items()}
+GRAPH = {
+    name: {target for target in imports_of(path) if target in MODULES} - {name}
+    for name, path in MODULES.items()
+}
 
 
 def subpackage(module: str) -> str:
-    return module.split(".")[1] if "." in module else "cli"  # the package itself and __main__ are the command line
+    return (
+        module.split(".")[1] if "." in module else "cli"
+    )  # the package itself and __main__ are the command line
 
 
 def test_every_subpackage_has_a_layer() -> None:
@@ -78,7 +88,9 @@ def test_arrows_point_down() -> None:
 
 
 def test_there_is_no_circle() -> None:
-    """Deferred imports counted, and those for type checkers: peel off modules that import nothing of what is left."""
+    """Deferred imports counted, and those for type checkers: peel off modules that import nothing
+    of what is left.
+    """
     left = {module: set(targets) for module, targets in GRAPH.items()}
     while ready := [module for module, targets in left.items() if not targets & left.keys()]:
         for module in ready:
@@ -95,7 +107,12 @@ def test_pure_subpackages_know_neither_megatron_nor_vllm(name: str) -> None:
 
 
 def test_the_package_does_not_import_the_lab() -> None:
-    assert not [module for module, path in MODULES.items() for name in imports_of(path) if name.split(".")[0] == "lab"]
+    assert not [
+        module
+        for module, path in MODULES.items()
+        for name in imports_of(path)
+        if name.split(".")[0] == "lab"
+    ]
 
 
 def test_calibration_does_without_torch() -> None:
@@ -103,9 +120,12 @@ def test_calibration_does_without_torch() -> None:
     code = (
         "import sys, megatron_dcpo.calibration as c, megatron_dcpo.calibration.diagrams;"
         "c.summarize([0.5, 0.9], [1, 0], statuses=['ok', 'ok']);"
-        "sys.exit(','.join(m for m in ('torch', 'megatron.core', 'transformers', 'vllm') if m in sys.modules) or None)"
+        "sys.exit(','.join(m for m in ('torch', 'megatron.core', 'transformers', 'vllm') if m in "
+        "sys.modules) or None)"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -116,8 +136,11 @@ def test_only_runtime_asks_for_cuda() -> None:
         if subpackage(module) == "runtime":
             continue
         for node in ast.walk(ast.parse(path.read_text())):
-            if (isinstance(node, ast.Attribute) and node.attr in ("cuda", "is_cuda", "has_cuda")) or (
-                isinstance(node, ast.ImportFrom) and "has_cuda" in {alias.name for alias in node.names}
+            if (
+                isinstance(node, ast.Attribute) and node.attr in ("cuda", "is_cuda", "has_cuda")
+            ) or (
+                isinstance(node, ast.ImportFrom)
+                and "has_cuda" in {alias.name for alias in node.names}
             ):
                 asking.append(f"{module}:{node.lineno}")
     assert not asking, asking
@@ -128,15 +151,23 @@ def names_of(tree: ast.Module) -> dict[str, str]:
     names = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            names |= {(alias.asname or alias.name).split(".")[0]: alias.name for alias in node.names}
+            names |= {
+                (alias.asname or alias.name).split(".")[0]: alias.name for alias in node.names
+            }
         elif isinstance(node, ast.ImportFrom) and node.module:
-            names |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+            names |= {
+                alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names
+            }
     return names
 
 
 def own_names(tree: ast.Module) -> set[str]:
-    """Return the names that a module defines: functions, classes, variables, attributes of its objects."""
-    names = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    """Return the names that a module defines: functions, classes, variables, attributes of its
+    objects.
+    """
+    names = {
+        node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)
+    }
     stored = [node for node in ast.walk(tree) if isinstance(getattr(node, "ctx", None), ast.Store)]
     names |= {node.id for node in stored if isinstance(node, ast.Name)}
     return names | {
@@ -151,18 +182,27 @@ def is_private(name: str) -> bool:
 
 
 def private_uses(tree: ast.Module, known: set[str] | None) -> Iterator[tuple[int, str]]:
-    """Yield line and text of every private name of torch or Megatron that a module uses: imported, got from what is
-    imported, or got from an object, where no module of the package defines an attribute of that name (``known``; None:
-    objects are not judged)."""
+    """Yield line and text of every private name of torch or Megatron that a module uses: imported,
+    got from what is imported, or got from an object, where no module of the package defines an
+    attribute of that name (``known``; None: objects are not judged).
+    """
     names = names_of(tree)
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in FOREIGN:
-            yield from ((node.lineno, alias.name) for alias in node.names if is_private(f"{node.module}.{alias.name}"))
+            yield from (
+                (node.lineno, alias.name)
+                for alias in node.names
+                if is_private(f"{node.module}.{alias.name}")
+            )
         elif isinstance(node, ast.Attribute) and is_private(node.attr):
             origin = names.get(ast.unparse(node).split(".")[0].split("(")[0], "").split(".")[0]
             if origin in FOREIGN or (not origin and known is not None and node.attr not in known):
                 yield node.lineno, ast.unparse(node)
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "setattr", "hasattr"):
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in (
+            "getattr",
+            "setattr",
+            "hasattr",
+        ):
             name = node.args[1].value if isinstance(node.args[1], ast.Constant) else ""
             if is_private(str(name)) and known is not None and name not in known:
                 yield node.lineno, ast.unparse(node)
@@ -178,7 +218,9 @@ def test_private_names_of_torch_and_megatron_stand_in_one_place() -> None:
         and (found := list(private_uses(tree, None if "vllm" in module else known)))
     }
     assert not elsewhere
-    assert all(list(private_uses(trees[module], known)) for module in PRIVATE_NAMES), "the rule sees what it is for"
+    assert all(list(private_uses(trees[module], known)) for module in PRIVATE_NAMES), (
+        "the rule sees what it is for"
+    )
 
 
 def test_a_class_name_means_one_class() -> None:
@@ -191,7 +233,9 @@ def test_a_class_name_means_one_class() -> None:
 
 
 def test_sizes() -> None:
-    """Files, functions and methods stay short enough to read. There is no limit on the number of files."""
+    """Files, functions and methods stay short enough to read. There is no limit on the number of
+    files.
+    """
     lines = {module: len(path.read_text().splitlines()) for module, path in MODULES.items()}
     assert not {module: n for module, n in lines.items() if n > 400}
     functions = {
@@ -201,7 +245,9 @@ def test_sizes() -> None:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno
     }
     assert not {name: n for name, n in functions.items() if n > 70}
-    assert not {module: n for module, n in lines.items() if subpackage(module) == "objectives" and n > 200}
+    assert not {
+        module: n for module, n in lines.items() if subpackage(module) == "objectives" and n > 200
+    }
     decisions = (REPOSITORY / "docs" / "decisions.md").read_text(encoding="utf-8")
     limits = re.findall(
         r"The package has at most ([\d,]+) lines", decisions

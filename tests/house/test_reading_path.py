@@ -1,4 +1,6 @@
-"""The reading path of docs/architecture.md: at most 14 files and 3,000 lines, and a list of what they import outside it."""
+"""The reading path of docs/architecture.md: at most 14 files and 3,000 lines, and a list of what
+they import outside it.
+"""
 
 from __future__ import annotations
 
@@ -18,16 +20,24 @@ def modules_of(table: str) -> list[str]:
     return ["megatron_dcpo." + name.replace("/", ".") for name in names]
 
 
-PATH, BOUNDARY = (modules_of(table) for table in TEXT.split("They import these modules outside the path"))
+PATH, BOUNDARY = (
+    modules_of(table) for table in TEXT.split("They import these modules outside the path")
+)
 
 
 def test_the_path_is_short_enough_for_an_evening() -> None:
-    assert {"megatron_dcpo.training.loop", "megatron_dcpo.weights.reshard"} <= set(PATH) <= MODULES.keys()
+    assert (
+        {"megatron_dcpo.training.loop", "megatron_dcpo.weights.reshard"}
+        <= set(PATH)
+        <= MODULES.keys()
+    )
     assert len(PATH) <= 14
     assert sum(len(MODULES[module].read_text().splitlines()) for module in PATH) <= 3000
 
 
 def test_what_the_path_imports_is_on_it_or_in_the_list_of_its_boundary() -> None:
     outside = {target for module in PATH for target in GRAPH[module]} - set(PATH)
-    outside = {target for target in outside if target.count(".") and target.split(".")[1] not in EVERYWHERE}
+    outside = {
+        target for target in outside if target.count(".") and target.split(".")[1] not in EVERYWHERE
+    }
     assert outside == set(BOUNDARY)

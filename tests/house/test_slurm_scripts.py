@@ -1,4 +1,6 @@
-"""The shipped batch scripts ask Slurm for what they use: without CPUs a task gets one, without memory a site's default."""
+"""The shipped batch scripts ask Slurm for what they use: without CPUs a task gets one, without
+memory a site's default.
+"""
 
 import argparse
 import os
@@ -29,13 +31,19 @@ def test_cpus_and_memory(script):
 
 def test_all_are_here():
     assert [path.name for path in SCRIPTS] == [
-        "reproduce.sbatch", "async.sbatch", "convert.sbatch", "evaluate.sbatch", "train.sbatch",
-    ]  # fmt: skip
+        "reproduce.sbatch",
+        "async.sbatch",
+        "convert.sbatch",
+        "evaluate.sbatch",
+        "train.sbatch",
+    ]
 
 
 def test_the_evaluation_is_that_of_the_training():
     text = next(path for path in SCRIPTS if path.name == "reproduce.sbatch").read_text()
-    assert '--as-trained "$run/config.yaml"' in text, "the template, the marker and the longest response of the run"
+    assert '--as-trained "$run/config.yaml"' in text, (
+        "the template, the marker and the longest response of the run"
+    )
     assert ". .venv/bin/activate" in text
 
 
@@ -67,20 +75,38 @@ CACHES = (
 )
 
 
-@pytest.mark.parametrize("name", ["reproduce.sbatch", "async.sbatch", "evaluate.sbatch", "train.sbatch"])
+@pytest.mark.parametrize(
+    "name", ["reproduce.sbatch", "async.sbatch", "evaluate.sbatch", "train.sbatch"]
+)
 def test_compiled_kernels_stay_on_the_node(tmp_path, name):
-    """What the step gets: no cache below HOME, which a container often lacks; what a user has set stays."""
+    """What the step gets: no cache below HOME, which a container often lacks; what a user has set
+    stays.
+    """
     path = next(path for path in SCRIPTS if path.name == name)
     for command, text in (("srun", f"env > {tmp_path}/step"), ("scontrol", "echo node1")):
         (tmp_path / command).write_text(f"#!/bin/sh\n{text}\n")
         (tmp_path / command).chmod(0o755)
-    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node1", "SLURM_TMPDIR": "/scratch/7", "TRITON_CACHE_DIR": "/own"}
+    job = {
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NODELIST": "node1",
+        "SLURM_TMPDIR": "/scratch/7",
+        "TRITON_CACHE_DIR": "/own",
+    }
     home = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "HOME": "/home/nobody"}
     done = subprocess.run(
-        ["bash", path, "x/y"], env=home | job, cwd=tmp_path, capture_output=True, text=True, timeout=60
+        ["bash", path, "x/y"],
+        env=home | job,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert done.returncode == 0, done.stderr
-    step = dict(line.split("=", 1) for line in (tmp_path / "step").read_text().splitlines() if "=" in line)
+    step = dict(
+        line.split("=", 1) for line in (tmp_path / "step").read_text().splitlines() if "=" in line
+    )
     assert step["TRITON_CACHE_DIR"] == "/own"
-    others = {step[variable].rsplit("/", 1)[0] for variable in CACHES if variable != "TRITON_CACHE_DIR"}
+    others = {
+        step[variable].rsplit("/", 1)[0] for variable in CACHES if variable != "TRITON_CACHE_DIR"
+    }
     assert all(cache.startswith("/scratch/7") for cache in others)

@@ -20,7 +20,9 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An environment with nothing but the wheel; what it depends on comes from the running one, behind it on the path."""
+    """An environment with nothing but the wheel; what it depends on comes from the running one,
+    behind it on the path.
+    """
     place = tmp_path_factory.mktemp("wheel")
     source = place / "source"
     source.mkdir()
@@ -28,7 +30,10 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
         copy = shutil.copytree if (REPOSITORY / name).is_dir() else shutil.copy2
         copy(REPOSITORY / name, source / name)
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
-    subprocess.run([*pip, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", place, source], check=True)
+    subprocess.run(
+        [*pip, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", place, source],
+        check=True,
+    )
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", place / "venv"], check=True)
     (wheel,) = place.glob("*.whl")
     python = f"python{sys.version_info.major}.{sys.version_info.minor}"
@@ -42,7 +47,8 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def dcpo(place: Path, *arguments: str | Path, stdin: str | None = None) -> str:
     code = (
         "import sys, megatron_dcpo; from pathlib import Path;"
-        "assert Path(megatron_dcpo.__file__).is_relative_to(sys.argv.pop(1)), megatron_dcpo.__file__;"
+        "assert Path(megatron_dcpo.__file__).is_relative_to(sys.argv.pop(1)), "
+        "megatron_dcpo.__file__;"
         "from megatron_dcpo.cli import main; sys.exit(main(sys.argv[1:]))"
     )
     environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV")}
@@ -74,21 +80,36 @@ def test_doctor_knows_the_pins(installed: Path) -> None:
 def test_report_against_the_paper(installed: Path) -> None:
     run = installed / "run"
     evaluated(run)
-    result = json.loads(dcpo(installed, "report", run, "--against", "paper", "--out", installed / "r.html", "--json"))
+    result = json.loads(
+        dcpo(
+            installed, "report", run, "--against", "paper", "--out", installed / "r.html", "--json"
+        )
+    )
     assert any(row["method"] == "DCPO" for row in result["against"])
     assert "DCPO" in (installed / "r.html").read_text()
 
 
 def test_objective(installed: Path) -> None:
-    row = {"prompt_id": "p", "correct": 1, "confidence": 0.5, "status": "ok", "n_reasoning": 2, "n_confidence": 1}
+    row = {
+        "prompt_id": "p",
+        "correct": 1,
+        "confidence": 0.5,
+        "status": "ok",
+        "n_reasoning": 2,
+        "n_confidence": 1,
+    }
     row |= {"old_logprobs": [-1.0] * 3, "logprobs": [-1.0] * 3}
     group = {"method": "dcpo", "options": {"lam": 0.5}, "responses": [row, row | {"correct": 0}]}
-    result = json.loads(dcpo(installed, "objective", "--input", "-", "--json", stdin=json.dumps(group)))
+    result = json.loads(
+        dcpo(installed, "objective", "--input", "-", "--json", stdin=json.dumps(group))
+    )
     assert result["targets"] == [0.75, 0.25]
 
 
 def test_plan(installed: Path) -> None:
     config = REPOSITORY / "examples" / "quickstart" / "dcpo.yaml"
     model = REPOSITORY / "examples" / "quickstart" / "policy"
-    plan = json.loads(dcpo(installed, "plan", "--config", config, f"model.path={model}", "--gpus", "8", "--json"))
+    plan = json.loads(
+        dcpo(installed, "plan", "--config", config, f"model.path={model}", "--gpus", "8", "--json")
+    )
     assert plan["layout"]["data_parallel_size"] == 8

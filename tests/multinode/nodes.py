@@ -1,4 +1,6 @@
-"""Two nodes on one machine: network namespaces joined by a veth pair, each with a host name of its own. Needs root."""
+"""Two nodes on one machine: network namespaces joined by a veth pair, each with a host name of its
+own. Needs root.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ LINK = "eth0"  # the same name on both: one GLOO_SOCKET_IFNAME for all
 
 @dataclass(frozen=True)
 class Node:
-    """``name``: host name; ``namespace``: of ``ip netns``; ``address``: its only one beside loopback."""
+    """``name``: host name; ``namespace``: of ``ip netns``; ``address``: its only one beside
+    loopback.
+    """
 
     name: str
     namespace: str
@@ -25,13 +29,17 @@ class Node:
     hosts: Path
 
     def command(self, *words: object) -> list[str]:
-        """``words`` as a command on this node. ``ip netns exec`` would hide /sys/fs/cgroup from slurmd."""
+        """``words`` as a command on this node. ``ip netns exec`` would hide /sys/fs/cgroup from
+        slurmd.
+        """
         enter = f'mount --bind {self.hosts} /etc/hosts && hostname {self.name} && exec "$@"'
         inside = ["unshare", "--uts", "--mount", "sh", "-c", enter, "sh", *map(str, words)]
         return ["nsenter", f"--net=/run/netns/{self.namespace}", *inside]
 
     def processes(self) -> list[int]:
-        done = subprocess.run(["ip", "netns", "pids", self.namespace], capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            ["ip", "netns", "pids", self.namespace], capture_output=True, text=True, check=True
+        )
         return [int(pid) for pid in done.stdout.split()]
 
     def kill(self) -> None:
@@ -62,12 +70,26 @@ def two_nodes(folder: Path) -> Iterator[tuple[Node, Node]]:
     prefix = f"dcpo{os.getpid()}"
     hosts = folder / "hosts"
     pair = [Node(f"n{i}", f"{prefix}n{i}", f"10.55.0.{i}", hosts) for i in (1, 2)]
-    hosts.write_text("127.0.0.1 localhost\n" + "".join(f"{node.address} {node.name}\n" for node in pair))
+    hosts.write_text(
+        "127.0.0.1 localhost\n" + "".join(f"{node.address} {node.name}\n" for node in pair)
+    )
     try:
         for node in pair:
             _ip("netns", "add", node.namespace)
-        _ip("link", "add", LINK, "netns", pair[0].namespace, "type", "veth", "peer", "name", LINK,
-            "netns", pair[1].namespace)  # fmt: skip
+        _ip(
+            "link",
+            "add",
+            LINK,
+            "netns",
+            pair[0].namespace,
+            "type",
+            "veth",
+            "peer",
+            "name",
+            LINK,
+            "netns",
+            pair[1].namespace,
+        )
         for node in pair:
             _ip("-n", node.namespace, "addr", "add", f"{node.address}/24", "dev", LINK)
             for link in ("lo", LINK):

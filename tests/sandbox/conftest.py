@@ -1,6 +1,8 @@
-"""Mark as ``full`` what ``make test`` leaves out and ``make test-sandbox`` runs: all but a case of each kind.
+"""Mark as ``full`` what ``make test`` leaves out and ``make test-sandbox`` runs: all but a case of
+each kind.
 
-``tests/sandbox/test_smoke.py`` holds that the cases named here try every family of attacks and every kind of tests.
+``tests/sandbox/test_smoke.py`` holds that the cases named here try every family of attacks and
+every kind of tests.
 """
 
 from __future__ import annotations
@@ -26,7 +28,16 @@ SMOKE = {
         "equals_everything",
         "forged_verdict",
     },
-    "test_category": {"stdin", "first only", "raises", "out of memory", "scratch file", "check", "asserts", "function"},
+    "test_category": {
+        "stdin",
+        "first only",
+        "raises",
+        "out of memory",
+        "scratch file",
+        "check",
+        "asserts",
+        "function",
+    },
     "test_no_program_costs_more_than_its_limits": {"feigned death", "colliding set"},
     "test_a_dead_server_is_replaced_and_its_program_judged_again": {"program"},
     "test_humaneval_plus": set(),

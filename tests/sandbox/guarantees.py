@@ -1,7 +1,9 @@
-"""What a sandboxed process reaches of its host. ``python -m tests.sandbox.guarantees LEVEL`` prints, as whoever runs it,
-``{"program": [what a program could do], "checker": [what the tests of a program could do]}``.
+"""What a sandboxed process reaches of its host. ``python -m tests.sandbox.guarantees LEVEL``
+prints, as whoever runs it, ``{"program": [what a program could do], "checker": [what the tests of a
+program could do]}``.
 
-Everything tried is within reach of the user who runs it, and works without a sandbox (level ``unsafe``).
+Everything tried is within reach of the user who runs it, and works without a sandbox (level
+``unsafe``).
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ from typing import Any
 from megatron_dcpo.sandbox.judge import CodeLimits, SandboxSession
 from megatron_dcpo.sandbox.tests import checked_tests
 
-# name: an expression that is true when it succeeded. The rows of the table in docs/programs.md group them.
+# name: an expression that is true when it succeeded. The rows of the table in docs/programs.md
+# group them.
 ATTEMPTS = {
     "read_file": "'secret' in open(FILE).read()",
     "list_folder": "bool(os.listdir(FOLDER))",
@@ -42,7 +45,8 @@ ATTEMPTS = {
     "udp": "socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b'x', ('127.0.0.1', PORT))",
     "unix": "socket.socket(socket.AF_UNIX).connect(FOLDER + '/stream') is None",
     "abstract": "socket.socket(socket.AF_UNIX).connect(chr(0) + ABSTRACT) is None",
-    "datagram_of_a_pair": "socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)[0].sendto(b'x', FOLDER + '/datagram')",
+    "datagram_of_a_pair": "socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)[0].sendto(b'x', "
+    "FOLDER + '/datagram')",
     "datagram_of_a_stream": "socket.socketpair()[0].sendmsg([b'x'], [], 0, FOLDER + '/datagram')",
     "shared_segment": "libc.shmat(SEGMENT, None, 0) not in (-1, 0xFFFFFFFFFFFFFFFF)",
     "new_segment": "libc.shmget(0, 4096, 0o1600) >= 0",
@@ -86,7 +90,10 @@ def reached(level: str) -> dict[str, list[str]]:
 def _attempts(level: str, as_tests: bool) -> list[str]:
     root = os.geteuid() == 0
     libc = ctypes.CDLL(None)
-    with tempfile.TemporaryDirectory(dir="/tmp") as folder, SandboxSession(level, CodeLimits()) as session:  # type: ignore[arg-type]
+    with (
+        tempfile.TemporaryDirectory(dir="/tmp") as folder,
+        SandboxSession(level, CodeLimits()) as session,
+    ):  # type: ignore[arg-type]
         os.chmod(folder, 0o777 if root else 0o700)
         for name in ("file", "file2", "file4"):
             Path(folder, name).write_text("secret")
@@ -108,7 +115,9 @@ def _attempts(level: str, as_tests: bool) -> list[str]:
         for name in ("stream", "datagram"):
             os.chmod(f"{folder}/{name}", 0o777)
         segment = libc.shmget(0, 4096, 0o1666)
-        account: dict[str, Any] = {"user": 65534, "group": 65534, "extra_groups": []} if root else {}
+        account: dict[str, Any] = (
+            {"user": 65534, "group": 65534, "extra_groups": []} if root else {}
+        )
         victim = subprocess.Popen(["sleep", "600"], env={"PATH": "/usr/bin:/bin"}, **account)
         values = {
             "FILE": f"{folder}/file",
@@ -128,7 +137,9 @@ def _attempts(level: str, as_tests: bool) -> list[str]:
                     f"candidate(); names = {{}}; exec({probe!r}, names); done = names['done']",
                 )
             code = f"def check(candidate):\n    {code}\n    raise AssertionError(' '.join(done))"
-            verdict = session.judge(program, checked_tests({"kind": "check", "entry_point": "f", "code": code}))
+            verdict = session.judge(
+                program, checked_tests({"kind": "check", "entry_point": "f", "code": code})
+            )
             assert verdict.detail.startswith("AssertionError"), verdict
             return verdict.detail.partition(":")[2].split()
         finally:

@@ -1,4 +1,6 @@
-"""Every attack against every level that works here: none gets R = 1, none leaves anything, none harms the host."""
+"""Every attack against every level that works here: none gets R = 1, none leaves anything, none
+harms the host.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +23,16 @@ from megatron_dcpo.sandbox.local import problem_of
 from tests.helpers.processes import below
 from tests.sandbox.attacks import ATTACKS, Attack
 
-LIMITS = CodeLimits(test_seconds=2.0, program_seconds=6.0, memory_mb=512, output_mb=8, scratch_mb=16, processes=16)
+LIMITS = CodeLimits(
+    test_seconds=2.0, program_seconds=6.0, memory_mb=512, output_mb=8, scratch_mb=16, processes=16
+)
 
 
 @dataclass
 class Host:
-    """What the attacks are after: a secret in a file, an environment and behind sockets, and a process to kill."""
+    """What the attacks are after: a secret in a file, an environment and behind sockets, and a
+    process to kill.
+    """
 
     secret: str
     folder: Path
@@ -43,7 +49,9 @@ class Host:
             "ABSTRACT": self.abstract,
             "PID": str(self.victim.pid),
         }
-        return re.sub(r"@([A-Z]+)@", lambda match: words[match[1]] if match[1] != "SECRET" else "***", text)
+        return re.sub(
+            r"@([A-Z]+)@", lambda match: words[match[1]] if match[1] != "SECRET" else "***", text
+        )
 
 
 def _serve(listener: socket.socket, name: str, secret: str, connections: list[str]) -> None:
@@ -76,10 +84,14 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
     for name, listener, place in places:
         listener.bind(place)
         listener.listen()
-        threading.Thread(target=_serve, args=(listener, name, secret, connections), daemon=True).start()
+        threading.Thread(
+            target=_serve, args=(listener, name, secret, connections), daemon=True
+        ).start()
     (folder / "socket").chmod(0o777)
     account = {"user": 65534, "group": 65534, "extra_groups": []} if os.geteuid() == 0 else {}
-    victim = subprocess.Popen(["sleep", "600"], env={**os.environ, "DCPO_ATTACK_SECRET": secret}, **account)  # type: ignore[call-overload]
+    victim = subprocess.Popen(
+        ["sleep", "600"], env={**os.environ, "DCPO_ATTACK_SECRET": secret}, **account
+    )  # type: ignore[call-overload]
     os.environ["DCPO_ATTACK_SECRET"] = secret
     yield Host(secret, folder, places[0][1].getsockname()[1], abstract, victim, connections)
     del os.environ["DCPO_ATTACK_SECRET"]
@@ -92,8 +104,13 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
 
 def hidden_tests(attack: Attack, host: Host) -> dict[str, Any]:
     if attack.kind == "stdin":
-        return {"kind": "stdin", "cases": [{"input": "2 3\n", "output": "5\n" if "visible" in attack.name else host.secret},
-                                           {"input": "4 5\n", "output": host.secret}]}  # fmt: skip
+        return {
+            "kind": "stdin",
+            "cases": [
+                {"input": "2 3\n", "output": "5\n" if "visible" in attack.name else host.secret},
+                {"input": "4 5\n", "output": host.secret},
+            ],
+        }
     code = (
         "import numpy as np\n"
         "def assertion(out, exp):\n"
@@ -134,12 +151,16 @@ def run_all(level: str, host: Host, attacks: list[Attack]) -> dict[str, CodeVerd
     with CodePool(limits=LIMITS, sandbox=level, workers=4) as pool:
         futures = {}
         for attack in attacks:
-            futures[attack.name] = pool.submit(host.fill(attack.program), hidden_tests(attack, host))
+            futures[attack.name] = pool.submit(
+                host.fill(attack.program), hidden_tests(attack, host)
+            )
         return {name: future.result(timeout=120) for name, future in futures.items()}
 
 
 @pytest.fixture(scope="module", params=["bubblewrap", "landlock"])
-def outcome(request: pytest.FixtureRequest, host: Host) -> tuple[str, dict[str, CodeVerdict], dict[str, Any]]:
+def outcome(
+    request: pytest.FixtureRequest, host: Host
+) -> tuple[str, dict[str, CodeVerdict], dict[str, Any]]:
     level = request.param
     if problem := problem_of(level):
         pytest.skip(f"{level} does not work on this machine: {problem}")
@@ -150,7 +171,11 @@ def outcome(request: pytest.FixtureRequest, host: Host) -> tuple[str, dict[str, 
         "below": set(below(os.getpid())),
     }
     chosen = {item.name.rpartition("-")[2].rstrip("]") for item in request.session.items}
-    return level, run_all(level, host, [attack for attack in ATTACKS if attack.name in chosen]), before
+    return (
+        level,
+        run_all(level, host, [attack for attack in ATTACKS if attack.name in chosen]),
+        before,
+    )
 
 
 def test_the_suite_is_as_large_as_promised() -> None:
@@ -160,7 +185,9 @@ def test_the_suite_is_as_large_as_promised() -> None:
 
 
 @pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.name)
-def test_attack(attack: Attack, outcome: tuple[str, dict[str, CodeVerdict], dict[str, Any]], host: Host) -> None:
+def test_attack(
+    attack: Attack, outcome: tuple[str, dict[str, CodeVerdict], dict[str, Any]], host: Host
+) -> None:
     level, verdicts, _ = outcome
     verdict = verdicts[attack.name]
     assert verdict.correct == 0, f"{attack.name} got out of {level}"
@@ -171,7 +198,9 @@ def test_attack(attack: Attack, outcome: tuple[str, dict[str, CodeVerdict], dict
     assert host.secret not in verdict.detail
 
 
-def test_the_host_is_as_it_was(outcome: tuple[str, dict[str, CodeVerdict], dict[str, Any]], host: Host) -> None:
+def test_the_host_is_as_it_was(
+    outcome: tuple[str, dict[str, CodeVerdict], dict[str, Any]], host: Host
+) -> None:
     _, _, before = outcome
     assert host.victim.poll() is None, "the host's process was killed"
     assert os.getpriority(os.PRIO_PROCESS, host.victim.pid) == os.getpriority(os.PRIO_PROCESS, 0)
@@ -188,7 +217,9 @@ def test_the_host_is_as_it_was(outcome: tuple[str, dict[str, CodeVerdict], dict[
 
 
 def test_the_attacks_are_real(host: Host) -> None:
-    """Without a sandbox the same programs do find the secret: a suite that cannot fail would prove nothing."""
+    """Without a sandbox the same programs do find the secret: a suite that cannot fail would prove
+    nothing.
+    """
     names = ["secret_file", "tcp", "unix_socket", "abstract_socket"]
     with CodePool(limits=LIMITS, sandbox="unsafe", workers=2) as pool:
         for name in names:
@@ -204,6 +235,11 @@ def test_an_honest_program_still_passes(
     level, _, _ = outcome
     with CodePool(limits=LIMITS, sandbox=level, workers=1) as pool:
         check = next(attack for attack in ATTACKS if attack.name == "exit_before_tests")
-        assert pool.submit("def solve(a, b):\n    return a + b", hidden_tests(check, host)).result().correct == 1
+        assert (
+            pool.submit("def solve(a, b):\n    return a + b", hidden_tests(check, host))
+            .result()
+            .correct
+            == 1
+        )
         echo = {"kind": "stdin", "cases": [{"input": host.secret, "output": host.secret}]}
         assert pool.submit("print(input())", echo).result().correct == 1

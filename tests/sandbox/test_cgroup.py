@@ -1,5 +1,7 @@
 # ruff: noqa: E501
-"""Control groups around programs: what is written where, and, where the kernel lets us, that they hold."""
+"""Control groups around programs: what is written where, and, where the kernel lets us, that they
+hold.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ def session() -> Iterator[SandboxSession]:
 
 @pytest.fixture
 def hierarchy() -> Path:
-    """A directory of control groups version 2 in which this user may make groups, with controllers or without."""
+    """A directory of control groups version 2 in which this user may make groups, with controllers
+    or without.
+    """
     for folder in (Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/unified")):
         if (folder / "cgroup.subtree_control").exists():
             try:
@@ -43,7 +47,9 @@ def hierarchy() -> Path:
     pytest.skip("no control groups (version 2) that this user may make")
 
 
-def test_a_program_is_in_its_group_and_the_group_goes_with_it(session: SandboxSession, hierarchy: Path) -> None:
+def test_a_program_is_in_its_group_and_the_group_goes_with_it(
+    session: SandboxSession, hierarchy: Path
+) -> None:
     session.groups = cgroup.ControlGroups({}, hierarchy)
     seen: list[set[str]] = []
 
@@ -62,15 +68,20 @@ def test_a_program_is_in_its_group_and_the_group_goes_with_it(session: SandboxSe
     watcher.join()
     assert any(seen), "the program was never in a group"
     assert not list(hierarchy.glob(f"dcpo-{os.getpid()}-*"))
-    calls = checked_tests({"kind": "function", "entry_point": "f", "cases": [{"args": [], "expected": 1}]})
+    calls = checked_tests(
+        {"kind": "function", "entry_point": "f", "cases": [{"args": [], "expected": 1}]}
+    )
     assert session.judge("def f(): return 1", calls).correct == 1
 
 
 def test_memory_and_processes_are_limited(session: SandboxSession) -> None:
-    """What the sums of ``local.py`` cannot see: pages that processes share, and a moment's overshoot."""
+    """What the sums of ``local.py`` cannot see: pages that processes share, and a moment's
+    overshoot.
+    """
     if cgroup.place() is None:
         pytest.skip(
-            "no control groups with the memory and pids controllers here (docs/programs.md says how to get them)"
+            "no control groups with the memory and pids controllers here (docs/programs.md says "
+            "how to get them)"
         )
     program = "import mmap, os\nm = mmap.mmap(-1, 1 << 30)\nfor i in range(0, 1 << 30, 4096): m[i] = 1\nprint(1)"
     assert session.judge(program, STDIN).category == "memory"
@@ -88,7 +99,13 @@ def test_limits_are_written_and_a_kill_for_memory_is_the_verdict(
     def with_files(path: Path, *args: int, **options: bool) -> None:
         make(path, *args, **options)
         if path.name.startswith("dcpo-"):
-            for name in ("memory.max", "memory.oom.group", "pids.max", "cgroup.procs", "cgroup.kill"):
+            for name in (
+                "memory.max",
+                "memory.oom.group",
+                "pids.max",
+                "cgroup.procs",
+                "cgroup.kill",
+            ):
                 (path / name).write_text("")
             (path / "memory.events").write_text("low 0\nmax 3\noom_kill 2\n")
 
@@ -102,7 +119,10 @@ def test_limits_are_written_and_a_kill_for_memory_is_the_verdict(
     monkeypatch.setattr(cgroup, "_remove", remove)
     session.groups = cgroup.ControlGroups(cgroup.limits_of(300 << 20, 7), tmp_path)
     assert session.judge("print(2)", STDIN).category == "memory"
-    assert {name: written[name] for name in ("memory.max", "pids.max", "memory.oom.group", "cgroup.procs")} == {
+    assert {
+        name: written[name]
+        for name in ("memory.max", "pids.max", "memory.oom.group", "cgroup.procs")
+    } == {
         "memory.max": str(300 << 20),
         "pids.max": "7",
         "memory.oom.group": "1",
@@ -111,7 +131,9 @@ def test_limits_are_written_and_a_kill_for_memory_is_the_verdict(
     assert "memory.swap.max" not in written  # a kernel without swap has no such file
 
 
-def test_a_named_place_that_does_not_do_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_named_place_that_does_not_do_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(cgroup.VARIABLE, str(tmp_path))
     cgroup.place.cache_clear()
     try:

@@ -1,5 +1,7 @@
 # ruff: noqa: E501
-"""Programs against their tests: kinds, categories, limits, replacement of dead sandboxes, the command line."""
+"""Programs against their tests: kinds, categories, limits, replacement of dead sandboxes, the
+command line.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +26,17 @@ from megatron_dcpo.sandbox.tests import check_syntax, checked_tests, same_output
 from tests.helpers.processes import below, left_after
 
 LIMITS = CodeLimits(test_seconds=10.0, program_seconds=60.0)
-SUM = {"kind": "stdin", "cases": [{"input": "1 2\n", "output": "3\n"}, {"input": "4 5", "output": "9"}]}
+SUM = {
+    "kind": "stdin",
+    "cases": [{"input": "1 2\n", "output": "3\n"}, {"input": "4 5", "output": "9"}],
+}
 LIST_SETUP = (
-    "class ListNode:\n    def __init__(self, val=0, next=None):\n        self.val, self.next = val, next\n"
-    "def build(xs):\n    head = None\n    for x in reversed(xs): head = ListNode(x, head)\n    return head\n"
-    "def same(a, b):\n    while a and b and a.val == b.val: a, b = a.next, b.next\n    return a is None and b is None\n"
+    "class ListNode:\n    def __init__(self, val=0, next=None):\n        self.val, self.next = "
+    "val, next\n"
+    "def build(xs):\n    head = None\n    for x in reversed(xs): head = ListNode(x, head)\n    "
+    "return head\n"
+    "def same(a, b):\n    while a and b and a.val == b.val: a, b = a.next, b.next\n    return a "
+    "is None and b is None\n"
 )
 
 
@@ -48,82 +56,264 @@ def function(*cases: tuple[list[Any], Any], entry: str = "f", **more: Any) -> di
 
 CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     "stdin": ("print(sum(map(int, input().split())))", SUM, "passed"),
-    "main guard": ("def main(): print(sum(map(int, input().split())))\nif __name__ == '__main__':\n    main()", SUM, "passed"),
+    "main guard": (
+        "def main(): print(sum(map(int, input().split())))\nif __name__ == '__main__':\n    main()",
+        SUM,
+        "passed",
+    ),
     "reads all": ("import sys\nprint(sum(map(int, sys.stdin.read().split())))", SUM, "passed"),
-    "reads bytes": ("import sys\nprint(sum(map(int, sys.stdin.buffer.readline().split())))", SUM, "passed"),
+    "reads bytes": (
+        "import sys\nprint(sum(map(int, sys.stdin.buffer.readline().split())))",
+        SUM,
+        "passed",
+    ),
     "by name": ("print(sum(map(int, open(0).read().split())))", SUM, "passed"),
-    "raised recursion limit": ("import sys\nsys.setrecursionlimit(10**6)\ndef f(n): return n and 1 + f(n - 1)\nf(20000)\n"
-                               "print(sum(map(int, input().split())))", SUM, "passed"),
-    "big thread stack": ("import sys, threading\nthreading.stack_size(1 << 26)\nsys.setrecursionlimit(10**6)\n"
-                         "def f(n): return n and 1 + f(n - 1)\ndef main():\n    f(50000)\n    print(sum(map(int, input().split())))\n"
-                         "t = threading.Thread(target=main)\nt.start()\nt.join()", SUM, "passed"),
-    "thread prints after main": ("import threading\nthreading.Timer(.05, lambda: print(s)).start()\ns = sum(map(int, input().split()))",
-                                 SUM, "passed"),
-    "prints at exit": ("import atexit\natexit.register(lambda: print(s))\ns = sum(map(int, input().split()))", SUM, "passed"),
+    "raised recursion limit": (
+        "import sys\nsys.setrecursionlimit(10**6)\ndef f(n): return n and "
+        "1 + f(n - 1)\nf(20000)\n"
+        "print(sum(map(int, input().split())))",
+        SUM,
+        "passed",
+    ),
+    "big thread stack": (
+        "import sys, threading\nthreading.stack_size(1 << "
+        "26)\nsys.setrecursionlimit(10**6)\n"
+        "def f(n): return n and 1 + f(n - 1)\ndef main():\n    f(50000)\n    "
+        "print(sum(map(int, input().split())))\n"
+        "t = threading.Thread(target=main)\nt.start()\nt.join()",
+        SUM,
+        "passed",
+    ),
+    "thread prints after main": (
+        "import threading\nthreading.Timer(.05, lambda: "
+        "print(s)).start()\ns = sum(map(int, input().split()))",
+        SUM,
+        "passed",
+    ),
+    "prints at exit": (
+        "import atexit\natexit.register(lambda: print(s))\ns = sum(map(int, input().split()))",
+        SUM,
+        "passed",
+    ),
     "exit": ("print(sum(map(int, input().split())))\nexit()", SUM, "passed"),
     "exit status": ("print(sum(map(int, input().split())))\nexit(3)", SUM, "runtime_error"),
-    "leaves": ("import os, sys\nprint(sum(map(int, input().split())))\nsys.stdout.flush()\nos._exit(0)", SUM, "passed"),
-    "scratch file": ("open('/tmp/x', 'w').write(input())\nprint(sum(map(int, open('/tmp/x').read().split())))", SUM, "passed bubblewrap"),
-    "child": ("import subprocess, sys\nprint(subprocess.run([sys.executable, '-c', 'print(sum(map(int, input().split())))'],"
-              "capture_output=True, text=True).stdout)", SUM, "passed bubblewrap"),
-    "numpy": ("import numpy as np\nprint(np.array(list(map(int, input().split()))).sum())", SUM, "passed"),
-    "codecs": ("import codecs\nfor c in ('utf-16', 'cp1252', 'shift_jis', 'idna', 'rot13'): codecs.lookup(c)\n"
-               "print(sum(map(int, input().split())))", SUM, "passed"),
-    "event loop": ("import asyncio\nasync def main(): return sum(map(int, input().split()))\nprint(asyncio.run(main()))", SUM, "passed"),
-    "thread pool": ("from concurrent.futures import ThreadPoolExecutor as T\nwith T(2) as t: print(sum(t.map(int, input().split())))",
-                    SUM, "passed"),
-    "copies a file": ("import shutil, tempfile, os\nwith tempfile.TemporaryDirectory() as d:\n    open(d + '/a', 'w').write(input())\n"
-                      "    shutil.copy2(d + '/a', d + '/b'); print(sum(map(int, open(d + '/b').read().split())))", SUM,
-                      "passed bubblewrap"),
-    "other packages": ("import os\nd = os.path.dirname(os.__file__) + '/site-packages'\n"
-                       "print(sum(map(int, input().split())) + len(os.listdir(d) if os.path.isdir(d) else []))", SUM, "passed bubblewrap"),
-    "tests apart": ("import os\nprint(sum(map(int, input().split())), end='\\n\\n  \\n')", SUM, "passed"),
+    "leaves": (
+        "import os, sys\nprint(sum(map(int, input().split())))\nsys.stdout.flush()\nos._exit(0)",
+        SUM,
+        "passed",
+    ),
+    "scratch file": (
+        "open('/tmp/x', 'w').write(input())\nprint(sum(map(int, open('/tmp/x').read().split())))",
+        SUM,
+        "passed bubblewrap",
+    ),
+    "child": (
+        "import subprocess, sys\nprint(subprocess.run([sys.executable, '-c', "
+        "'print(sum(map(int, input().split())))'],"
+        "capture_output=True, text=True).stdout)",
+        SUM,
+        "passed bubblewrap",
+    ),
+    "numpy": (
+        "import numpy as np\nprint(np.array(list(map(int, input().split()))).sum())",
+        SUM,
+        "passed",
+    ),
+    "codecs": (
+        "import codecs\nfor c in ('utf-16', 'cp1252', 'shift_jis', 'idna', 'rot13'): "
+        "codecs.lookup(c)\n"
+        "print(sum(map(int, input().split())))",
+        SUM,
+        "passed",
+    ),
+    "event loop": (
+        "import asyncio\nasync def main(): return sum(map(int, "
+        "input().split()))\nprint(asyncio.run(main()))",
+        SUM,
+        "passed",
+    ),
+    "thread pool": (
+        "from concurrent.futures import ThreadPoolExecutor as T\nwith T(2) as t: "
+        "print(sum(t.map(int, input().split())))",
+        SUM,
+        "passed",
+    ),
+    "copies a file": (
+        "import shutil, tempfile, os\nwith tempfile.TemporaryDirectory() as d:\n    "
+        "open(d + '/a', 'w').write(input())\n"
+        "    shutil.copy2(d + '/a', d + '/b'); print(sum(map(int, open(d + "
+        "'/b').read().split())))",
+        SUM,
+        "passed bubblewrap",
+    ),
+    "other packages": (
+        "import os\nd = os.path.dirname(os.__file__) + '/site-packages'\n"
+        "print(sum(map(int, input().split())) + len(os.listdir(d) if "
+        "os.path.isdir(d) else []))",
+        SUM,
+        "passed bubblewrap",
+    ),
+    "tests apart": (
+        "import os\nprint(sum(map(int, input().split())), end='\\n\\n  \\n')",
+        SUM,
+        "passed",
+    ),
     "first only": ("print(3)", SUM, "wrong"),
     "raises": ("print(3)\n1/0", SUM, "runtime_error"),
     "syntax": ("print(", SUM, "runtime_error"),
     "null": ("print(1)\x00", SUM, "runtime_error"),
     "long program": ("x = 1\n" * 100_000 + "print(sum(map(int, input().split())))", SUM, "passed"),
     "check": ("def f(a, b): return a + b", check("assert candidate(1, b=2) == 3"), "passed"),
-    "check with a wrong answer": ("def f(a, b): return a", check("assert candidate(1, b=2) == 3"), "wrong"),
-    "check raises": ("def f(a, b): return a.x", check("assert candidate(1, b=2) == 3"), "runtime_error"),
-    "no such function": ("def g(a, b): return a", check("assert candidate(1, b=2) == 3"), "runtime_error"),
-    "expected exception": ("def f(a): raise ValueError('no')",
-                           check("try:\n    candidate(1)\n    assert False\nexcept ValueError as e:\n    assert str(e) == 'no'"), "passed"),
-    "out of memory": ("def f(a): return bytearray(8 << 30)", check("assert candidate(1)"), "memory"),
+    "check with a wrong answer": (
+        "def f(a, b): return a",
+        check("assert candidate(1, b=2) == 3"),
+        "wrong",
+    ),
+    "check raises": (
+        "def f(a, b): return a.x",
+        check("assert candidate(1, b=2) == 3"),
+        "runtime_error",
+    ),
+    "no such function": (
+        "def g(a, b): return a",
+        check("assert candidate(1, b=2) == 3"),
+        "runtime_error",
+    ),
+    "expected exception": (
+        "def f(a): raise ValueError('no')",
+        check(
+            "try:\n    candidate(1)\n    assert False\nexcept ValueError as "
+            "e:\n    assert str(e) == 'no'"
+        ),
+        "passed",
+    ),
+    "out of memory": (
+        "def f(a): return bytearray(8 << 30)",
+        check("assert candidate(1)"),
+        "memory",
+    ),
     "never called": ("def f(a): return 1", check("assert True"), "wrong"),
-    "types stay": ("def f(): return (1, [2.0, True], {3: {4}}, None, 'x', b'y', 2 ** 100)",
-                   check("out = candidate()\nassert out == (1, [2.0, True], {3: {4}}, None, 'x', b'y', 2 ** 100)\n"
-                         "assert type(out) is tuple and out[1][1] is True and type(out[3]) is type(None)"), "passed"),
-    "generator": ("def f(n):\n    yield from range(n)", check("assert list(candidate(3)) == [0, 1, 2]\nassert next(candidate(3)) == 0"),
-                  "passed"),
-    "function returned": ("def f(n): return lambda m: n + m", check("assert candidate(3)(4) == 7"), "passed"),
-    "arguments by value": ("def f(x):\n    x.sort()\n    return x", check("x = [2, 1]\nassert candidate(x) == [1, 2]\nassert x == [2, 1]"),
-                           "passed"),
-    "method": ("class Solution:\n    def f(self, a): return a + 1", check("assert candidate(a=1) == 2", "Solution().f"), "passed"),
-    "own classes": ("def f(head):\n    out = None\n    while head: out, head = ListNode(head.val, out), head.next\n    return out",
-                    check("assert same(candidate(build(list(range(2000)))), build(list(range(2000))[::-1]))", setup=LIST_SETUP), "passed"),
-    "own classes with lies": ("class ListNode:\n    def __init__(self, *a): self.val = self.next = None\n    def __eq__(self, o): return True\n"
-                              "def f(head): return ListNode()", check("assert same(candidate(build([1, 2])), build([2, 1]))", setup=LIST_SETUP),
-                              "wrong"),
-    "asserts": ("def f(x): return x + 1", asserts("assert f(1) == 2", "assert f(2) == 3"), "passed"),
-    "one assert fails": ("def f(x): return 2", asserts("assert f(1) == 2", "assert f(2) == 3"), "wrong"),
-    "class of the program": ("class Pair:\n    def __init__(self, a, b): self.a, self.b = a, b\ndef f(p): return [x.b for x in p]",
-                             asserts("assert f([Pair(1, 2), Pair(3, 4)]) == [2, 4]", "assert Pair(5, 6).a == 5"), "passed"),
+    "types stay": (
+        "def f(): return (1, [2.0, True], {3: {4}}, None, 'x', b'y', 2 ** 100)",
+        check(
+            "out = candidate()\nassert out == (1, [2.0, True], {3: {4}}, None, 'x', "
+            "b'y', 2 ** 100)\n"
+            "assert type(out) is tuple and out[1][1] is True and type(out[3]) is "
+            "type(None)"
+        ),
+        "passed",
+    ),
+    "generator": (
+        "def f(n):\n    yield from range(n)",
+        check("assert list(candidate(3)) == [0, 1, 2]\nassert next(candidate(3)) == 0"),
+        "passed",
+    ),
+    "function returned": (
+        "def f(n): return lambda m: n + m",
+        check("assert candidate(3)(4) == 7"),
+        "passed",
+    ),
+    "arguments by value": (
+        "def f(x):\n    x.sort()\n    return x",
+        check("x = [2, 1]\nassert candidate(x) == [1, 2]\nassert x == [2, 1]"),
+        "passed",
+    ),
+    "method": (
+        "class Solution:\n    def f(self, a): return a + 1",
+        check("assert candidate(a=1) == 2", "Solution().f"),
+        "passed",
+    ),
+    "own classes": (
+        "def f(head):\n    out = None\n    while head: out, head = ListNode(head.val, "
+        "out), head.next\n    return out",
+        check(
+            "assert same(candidate(build(list(range(2000)))), build(list(range(2000))[::-1]))",
+            setup=LIST_SETUP,
+        ),
+        "passed",
+    ),
+    "own classes with lies": (
+        "class ListNode:\n    def __init__(self, *a): self.val = self.next "
+        "= None\n    def __eq__(self, o): return True\n"
+        "def f(head): return "
+        "ListNode()",
+        check("assert same(candidate(build([1, 2])), build([2, 1]))", setup=LIST_SETUP),
+        "wrong",
+    ),
+    "asserts": (
+        "def f(x): return x + 1",
+        asserts("assert f(1) == 2", "assert f(2) == 3"),
+        "passed",
+    ),
+    "one assert fails": (
+        "def f(x): return 2",
+        asserts("assert f(1) == 2", "assert f(2) == 3"),
+        "wrong",
+    ),
+    "class of the program": (
+        "class Pair:\n    def __init__(self, a, b): self.a, self.b = a, "
+        "b\ndef f(p): return [x.b for x in p]",
+        asserts("assert f([Pair(1, 2), Pair(3, 4)]) == [2, 4]", "assert Pair(5, 6).a == 5"),
+        "passed",
+    ),
     "builtin's name": ("def sum(a, b): return a * b", asserts("assert sum(2, 3) == 6"), "passed"),
-    "modules unimported": ("def f(x): return x ** .5", asserts("assert math.isclose(f(2), math.sqrt(2))"), "passed"),
-    "evalplus form": ("def f(x): return x / 3", {"kind": "asserts", "code": "import numpy as np\ninputs = [[1], [2.0], [True]]\n"
-                      "results = [0.3333333, 0.6666666, 0.3333333]\nfor i, (inp, exp) in enumerate(zip(inputs, results)):\n"
-                      "    assert np.allclose(f(*inp), exp, atol=1e-6)", "entry_point": "f"}, "passed"),
-    "function": ("def f(a, b): return [a, (b,)]", function(([1, 2], [1, [2]]), (["x", None], ["x", [None]])), "passed"),
-    "function with keywords": ("def f(a, b): return a - b", {"kind": "function", "entry_point": "f",
-                               "cases": [{"args": [], "kwargs": {"b": 1, "a": 3}, "expected": 2}]}, "passed"),
-    "function of a class": ("class Solution:\n    def f(self, a): return a", function(([1], 1), entry="Solution.f"), "passed"),
-    "within the default tolerance": ("def f(): return 0.1 + 0.2 + 1e-7", function(([], 0.3)), "passed"),
+    "modules unimported": (
+        "def f(x): return x ** .5",
+        asserts("assert math.isclose(f(2), math.sqrt(2))"),
+        "passed",
+    ),
+    "evalplus form": (
+        "def f(x): return x / 3",
+        {
+            "kind": "asserts",
+            "code": "import numpy as "
+            "np\ninputs = [[1], "
+            "[2.0], [True]]\n"
+            "results = [0.3333333, 0.6666666, 0.3333333]\nfor i, (inp, exp) in "
+            "enumerate(zip(inputs, results)):\n"
+            "    assert np.allclose(f(*inp), exp, "
+            "atol=1e-6)",
+            "entry_point": "f",
+        },
+        "passed",
+    ),
+    "function": (
+        "def f(a, b): return [a, (b,)]",
+        function(([1, 2], [1, [2]]), (["x", None], ["x", [None]])),
+        "passed",
+    ),
+    "function with keywords": (
+        "def f(a, b): return a - b",
+        {
+            "kind": "function",
+            "entry_point": "f",
+            "cases": [{"args": [], "kwargs": {"b": 1, "a": 3}, "expected": 2}],
+        },
+        "passed",
+    ),
+    "function of a class": (
+        "class Solution:\n    def f(self, a): return a",
+        function(([1], 1), entry="Solution.f"),
+        "passed",
+    ),
+    "within the default tolerance": (
+        "def f(): return 0.1 + 0.2 + 1e-7",
+        function(([], 0.3)),
+        "passed",
+    ),
     "outside the default tolerance": ("def f(): return 0.3 + 1e-5", function(([], 0.3)), "wrong"),
-    "within a given tolerance": ("def f(): return [1, 2.05]", function(([], [1, 2]), atol=0.1), "passed"),
-    "integers are exact": ("def f(): return 10 ** 18 + 1", function(([], 10 ** 18)), "wrong"),
-    "second case raises": ("def f(x): return 1 // x", function(([1], 1), ([0], 0)), "runtime_error"),
-}  # fmt: skip
+    "within a given tolerance": (
+        "def f(): return [1, 2.05]",
+        function(([], [1, 2]), atol=0.1),
+        "passed",
+    ),
+    "integers are exact": ("def f(): return 10 ** 18 + 1", function(([], 10**18)), "wrong"),
+    "second case raises": (
+        "def f(x): return 1 // x",
+        function(([1], 1), ([0], 0)),
+        "runtime_error",
+    ),
+}
 
 
 @pytest.fixture(scope="module", params=["bubblewrap", "landlock"])
@@ -142,7 +332,9 @@ def fenced(program: str) -> str:
 def test_category(pool: CodePool, name: str) -> None:
     program, tests, expected = CASES[name]
     category, *only = expected.split()
-    if only and pool.level not in only:  # scratch files and child processes: bubblewrap only (docs/programs.md)
+    if (
+        only and pool.level not in only
+    ):  # scratch files and child processes: bubblewrap only (docs/programs.md)
         category = "forbidden"
     verdict = pool.submit(program, tests).result()
     if name in ("child", "copies a file", "other packages") and pool.level not in only:
@@ -159,7 +351,13 @@ def test_the_last_words_of_a_program_are_the_detail(pool: CodePool) -> None:
 
 
 def test_no_program(pool: CodePool) -> None:
-    for text in ("", "print(3)", "```python\nprint(3)", "```python\n\n```", "<conf> 1\n```\nprint(3)\n```"):
+    for text in (
+        "",
+        "print(3)",
+        "```python\nprint(3)",
+        "```python\n\n```",
+        "<conf> 1\n```\nprint(3)\n```",
+    ):
         assert pool.submit(extract_program(text), SUM).result().category == "no_program"
 
 
@@ -185,7 +383,8 @@ def test_a_server_killed_in_the_middle_is_replaced(pool: CodePool) -> None:
 
 def test_submit_returns_before_the_verdict(pool: CodePool) -> None:
     future = pool.submit(
-        "import time\ntime.sleep(1)\nprint(1)", {"kind": "stdin", "cases": [{"input": "", "output": "1"}]}
+        "import time\ntime.sleep(1)\nprint(1)",
+        {"kind": "stdin", "cases": [{"input": "", "output": "1"}]},
     )
     assert not future.done()
     assert future.result().correct == 1
@@ -208,7 +407,8 @@ def test_a_killed_judge_leaves_nothing(tmp_path: Path) -> None:
     script = (
         "from megatron_dcpo.sandbox.judge import *\n"
         "pool = CodePool(limits=CodeLimits(test_seconds=300, program_seconds=300), workers=1)\n"
-        "f = pool.submit('print(1, flush=True)\\nwhile True: pass', {'kind': 'stdin', 'cases': [{'input': '', 'output': ''}]})\n"
+        "f = pool.submit('print(1, flush=True)\\nwhile True: pass', {'kind': 'stdin', 'cases': "
+        "[{'input': '', 'output': ''}]})\n"
         "import time, os; time.sleep(3); print(os.getpid(), flush=True); f.result()\n"
     )
     import sys
@@ -229,22 +429,34 @@ def test_a_killed_judge_leaves_nothing(tmp_path: Path) -> None:
     [
         (3, "must be an object"),
         ({}, "kind of tests None is unknown"),
-        ({"kind": "pytest"}, "kind of tests 'pytest' is unknown; it must be one of stdin, check, asserts, function"),
+        (
+            {"kind": "pytest"},
+            "kind of tests 'pytest' is unknown; it must be one of stdin, check, asserts, function",
+        ),
         ({"kind": "stdin"}, "at least one case"),
         ({"kind": "stdin", "cases": []}, "at least one case"),
         ({"kind": "stdin", "cases": [3]}, "case 1: must be an object"),
         ({"kind": "stdin", "cases": [{"input": "1"}]}, "case 1: output is missing"),
         ({"kind": "stdin", "cases": [{"input": 1, "output": "1"}]}, "input must be text, got int"),
-        ({"kind": "stdin", "cases": [{"input": "", "output": ""}], "atol": "x"}, "atol 'x' must be a number, 0 or more"),
+        (
+            {"kind": "stdin", "cases": [{"input": "", "output": ""}], "atol": "x"},
+            "atol 'x' must be a number, 0 or more",
+        ),
         ({"kind": "check", "entry_point": "f"}, "code is missing"),
         ({"kind": "check", "code": "x"}, "entry_point is missing"),
         ({"kind": "check", "code": " ", "entry_point": "f"}, "code is empty"),
         ({"kind": "asserts", "asserts": []}, "at least one string"),
         ({"kind": "asserts", "asserts": [" "]}, "the tests are empty"),
-        ({"kind": "function", "entry_point": "f", "cases": [{"args": [1]}]}, "must have args (a list) and expected"),
-        ({"kind": "function", "entry_point": "f", "cases": [{"args": [len], "expected": 1}]}, "cannot be sent"),
+        (
+            {"kind": "function", "entry_point": "f", "cases": [{"args": [1]}]},
+            "must have args (a list) and expected",
+        ),
+        (
+            {"kind": "function", "entry_point": "f", "cases": [{"args": [len], "expected": 1}]},
+            "cannot be sent",
+        ),
     ],
-)  # fmt: skip
+)
 def test_malformed_tests(tests: Any, message: str) -> None:
     with pytest.raises(UserError, match=r"line 7[:,] ") as error:
         checked_tests(tests, "line 7")
@@ -253,24 +465,49 @@ def test_malformed_tests(tests: Any, message: str) -> None:
 
 def test_tests_that_are_no_python() -> None:
     with pytest.raises(UserError, match="file:3: code is not Python"):
-        check_syntax(checked_tests({"kind": "check", "entry_point": "f", "code": "def check(c"}), "file:3")
+        check_syntax(
+            checked_tests({"kind": "check", "entry_point": "f", "code": "def check(c"}), "file:3"
+        )
 
 
 @pytest.mark.parametrize(
     ("output", "expected", "atol", "same"),
     [
-        ("3", "3\n", 0, True), ("3 \n\n", "3", 0, True), ("\n3", "3", 0, False), (" 3", "3", 0, True), ("3\r\n4", "3\n4", 0, True),
-        ("1.50", "1.5", 0, True), ("1e3", "1000", 0, True), ("0.30000001", "0.3", 0, False), ("0.30000001", "0.3", 1e-6, True),
-        ("1 2", "1  2", 0, True), ("a b", "a  b", 0, False), ("yes", "YES", 0, False), ("nan", "nan", 0, True), ("inf", "1", 1, False),
-        ("1 2 3", "1 2", 0, False), ("1_000", "1000", 0, False), ("1 2", "1 2 3", 0, False), ("1\n\n\n2", "1", 0, False), ("", "", 0, True), ("", "0", 0, False), ("1000000", "1000001", 1e-6, True), ("1\n2", "1 2", 0, False),
+        ("3", "3\n", 0, True),
+        ("3 \n\n", "3", 0, True),
+        ("\n3", "3", 0, False),
+        (" 3", "3", 0, True),
+        ("3\r\n4", "3\n4", 0, True),
+        ("1.50", "1.5", 0, True),
+        ("1e3", "1000", 0, True),
+        ("0.30000001", "0.3", 0, False),
+        ("0.30000001", "0.3", 1e-6, True),
+        ("1 2", "1  2", 0, True),
+        ("a b", "a  b", 0, False),
+        ("yes", "YES", 0, False),
+        ("nan", "nan", 0, True),
+        ("inf", "1", 1, False),
+        ("1 2 3", "1 2", 0, False),
+        ("1_000", "1000", 0, False),
+        ("1 2", "1 2 3", 0, False),
+        ("1\n\n\n2", "1", 0, False),
+        ("", "", 0, True),
+        ("", "0", 0, False),
+        ("1000000", "1000001", 1e-6, True),
+        ("1\n2", "1 2", 0, False),
     ],
-)  # fmt: skip
+)
 def test_output(output: str, expected: str, atol: float, same: bool) -> None:
     assert same_output(output.encode(), expected, atol) is same
 
 
 def test_bad_limits() -> None:
-    for limits in ({"test_seconds": 0}, {"memory_mb": 5}, {"processes": -1}, {"program_seconds": float("nan")}):
+    for limits in (
+        {"test_seconds": 0},
+        {"memory_mb": 5},
+        {"processes": -1},
+        {"program_seconds": float("nan")},
+    ):
         with pytest.raises(UserError):
             CodeLimits(**limits)
     with pytest.raises(UserError, match="workers"):
@@ -299,20 +536,38 @@ def test_no_sandbox_is_refused_with_one_line(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = [(fenced(program), tests, category) for program, tests, category in CASES.values() if " " not in category][
-        :12
-    ]
+    rows = [
+        (fenced(program), tests, category)
+        for program, tests, category in CASES.values()
+        if " " not in category
+    ][:12]
     rows.append(("no program", SUM, "no_program"))
     file = tmp_path / "programs.jsonl"
-    file.write_text("\n".join(json.dumps({"response": text, "tests": tests}) for text, tests, _ in rows) + "\n\n")
+    file.write_text(
+        "\n".join(json.dumps({"response": text, "tests": tests}) for text, tests, _ in rows)
+        + "\n\n"
+    )
     assert main(["judge", "--programs", str(file), "--json", "--timeout", "10"]) == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert lines == [{"correct": int(category == "passed"), "category": category} for _, _, category in rows]
+    assert lines == [
+        {"correct": int(category == "passed"), "category": category} for _, _, category in rows
+    ]
 
 
-@pytest.mark.parametrize("line", ["{", "3", '{"response": 3}', '{"response": "x"}', '{"response": "x", "tests": {"kind": "y"}}',
-                                  '{"response": "x", "tests": {"kind": "check", "entry_point": "f", "code": "def ("}}'])  # fmt: skip
-def test_malformed_lines_are_named(line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "line",
+    [
+        "{",
+        "3",
+        '{"response": 3}',
+        '{"response": "x"}',
+        '{"response": "x", "tests": {"kind": "y"}}',
+        '{"response": "x", "tests": {"kind": "check", "entry_point": "f", "code": "def ("}}',
+    ],
+)
+def test_malformed_lines_are_named(
+    line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "programs.jsonl"
     file.write_text(json.dumps({"response": "x", "tests": SUM}) + "\n" + line + "\n")
     assert main(["judge", "--programs", str(file), "--json"]) == 2

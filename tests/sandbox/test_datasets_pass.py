@@ -21,7 +21,9 @@ from megatron_dcpo.sandbox.local import problem_of
 from tests.helpers.data import reference_solution
 
 SLOW = CodeLimits(test_seconds=120.0, program_seconds=600.0, memory_mb=4096, output_mb=64)
-ALL = pytest.mark.skipif(os.environ.get("DCPO_ALL_CODE") != "1", reason="long; make code-data runs it")
+ALL = pytest.mark.skipif(
+    os.environ.get("DCPO_ALL_CODE") != "1", reason="long; make code-data runs it"
+)
 
 
 def rows(path: Path) -> list[dict[str, Any]]:
@@ -30,7 +32,9 @@ def rows(path: Path) -> list[dict[str, Any]]:
 
 
 def mutated(program: str, entry: str) -> str:
-    """The program with ``entry`` wrapped so that what it returns is another value of the same kind where there is one."""
+    """The program with ``entry`` wrapped so that what it returns is another value of the same kind
+    where there is one.
+    """
     ast.parse(program)
     return f"""{program}
 
@@ -50,7 +54,10 @@ def {entry}(*args, **kwargs): return _another(_right(*args, **kwargs))
 
 def verdicts(items: list[tuple[str, Mapping[str, Any]]]) -> list[CodeVerdict]:
     if problem_of("bubblewrap") and problem_of("landlock"):
-        pytest.skip(f"no sandbox works on this machine: {problem_of('bubblewrap')}; {problem_of('landlock')}")
+        pytest.skip(
+            f"no sandbox works on this machine: {problem_of('bubblewrap')}; "
+            f"{problem_of('landlock')}"
+        )
     return judge_programs(items, limits=SLOW)
 
 
@@ -61,7 +68,12 @@ def problems_of(path: Path) -> list[tuple[str, str, str, Mapping[str, Any]]]:
         problem = code_problem(row, untested=True)
         assert problem is not None
         found.append(
-            (str(row["task_id"]), str(reference_solution(row)), str(problem.tests["entry_point"]), problem.tests)
+            (
+                str(row["task_id"]),
+                str(reference_solution(row)),
+                str(problem.tests["entry_point"]),
+                problem.tests,
+            )
         )
     return found
 
@@ -69,7 +81,9 @@ def problems_of(path: Path) -> list[tuple[str, str, str, Mapping[str, Any]]]:
 def check_both(problems: list[tuple[str, str, str, Mapping[str, Any]]], untested: set[str]) -> None:
     """Every reference passes; changed, it fails wherever the tests assert anything."""
     right = verdicts([(program, tests) for _, program, _, tests in problems])
-    assert [(p[0], verdict) for p, verdict in zip(problems, right, strict=True) if not verdict.correct] == []
+    assert [
+        (p[0], verdict) for p, verdict in zip(problems, right, strict=True) if not verdict.correct
+    ] == []
     wrong = verdicts([(mutated(program, entry), tests) for _, program, entry, tests in problems])
     assert {p[0] for p, verdict in zip(problems, wrong, strict=True) if verdict.correct} == untested
 
@@ -93,6 +107,10 @@ def test_leetcode_dataset(name: str, shared_data: Path) -> None:
     """At least 99 in 100 reference solutions pass; the others are printed."""
     problems = problems_of(shared_data / "leetcodedataset" / f"LeetCodeDataset-{name}.jsonl.gz")
     found = verdicts([(program, tests) for _, program, _, tests in problems])
-    failed = [(problem[0], verdict) for problem, verdict in zip(problems, found, strict=True) if not verdict.correct]
+    failed = [
+        (problem[0], verdict)
+        for problem, verdict in zip(problems, found, strict=True)
+        if not verdict.correct
+    ]
     print(name, len(problems), failed)
     assert len(failed) <= 0.01 * len(problems)

@@ -1,4 +1,6 @@
-"""The table of guarantees in docs/programs.md, row by row: per level, as root and another user, for programs and tests."""
+"""The table of guarantees in docs/programs.md, row by row: per level, as root and another user, for
+programs and tests.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,8 @@ from tests.sandbox.guarantees import ATTEMPTS
 REPOSITORY = Path(__file__).parents[2]
 # What bubblewrap lets a program do, within namespaces of its own.
 ALLOWED = {("bubblewrap", "program"): {"fork"}}
-# Another user cannot walk to a Python in root's home: it is mounted below /mnt, in a mount namespace of this process.
+# Another user cannot walk to a Python in root's home: it is mounted below /mnt, in a mount
+# namespace of this process.
 _AS_ANOTHER = """
 import ctypes, os, sys
 libc = ctypes.CDLL(None, use_errno=True)
@@ -72,8 +75,25 @@ def test_attempts(role: str, level: str, user: str) -> None:
 
 def test_without_a_sandbox_the_attempts_succeed() -> None:
     """But for what this machine's kernel or its own sandbox refuses everyone."""
-    rare = {"event_counter", "io_uring", "setxattr", "cores", "limits", "priority", "datagram_of_a_stream", "core_dump"}
-    rare |= {"namespace", "new_queue", "new_semaphore", "new_segment", "shared_segment", "udp", "oom_score"}
+    rare = {
+        "event_counter",
+        "io_uring",
+        "setxattr",
+        "cores",
+        "limits",
+        "priority",
+        "datagram_of_a_stream",
+        "core_dump",
+    }
+    rare |= {
+        "namespace",
+        "new_queue",
+        "new_semaphore",
+        "new_segment",
+        "shared_segment",
+        "udp",
+        "oom_score",
+    }
     assert set(ATTEMPTS) - rare <= reached("unsafe", "another")["program"]
 
 
@@ -81,30 +101,43 @@ def test_every_row_of_the_documentation_names_attempts_that_exist() -> None:
     text = (REPOSITORY / "docs" / "programs.md").read_text()
     table = text.partition("## What each level guarantees")[2].partition("\n## ")[0]
     named = {
-        name for row in table.splitlines() if row.startswith("|") for name in re.findall(r"`(\w+)`", row.split("|")[-2])
+        name
+        for row in table.splitlines()
+        if row.startswith("|")
+        for name in re.findall(r"`(\w+)`", row.split("|")[-2])
     }
     assert set(ATTEMPTS) <= named
 
 
 @pytest.mark.parametrize("level", ["bubblewrap", "landlock"])
 def test_programs_end_with_a_killed_judge(level: str) -> None:
-    """Also those that ask the kernel to outlive their parent, and those that the judge's death meets while they start."""
+    """Also those that ask the kernel to outlive their parent, and those that the judge's death
+    meets while they start.
+    """
     if problem := problem_of(level):  # type: ignore[arg-type]
         pytest.skip(f"{level} does not work on this machine: {problem}")
     script = (
         "import sys, time\n"
         "from megatron_dcpo.sandbox.judge import *\n"
-        f"pool = CodePool(limits=CodeLimits(test_seconds=300, program_seconds=300), sandbox={level!r}, workers=4)\n"
-        "program = 'import ctypes, signal, time\\nfor s in range(1, 32):\\n    try: signal.signal(s, signal.SIG_IGN)\\n"
+        "pool = CodePool(limits=CodeLimits(test_seconds=300, program_seconds=300), "
+        f"sandbox={level!r}, workers=4)\n"
+        "program = 'import ctypes, signal, time\\nfor s in range(1, 32):\\n    try: "
+        "signal.signal(s, signal.SIG_IGN)\\n"
         "    except OSError: pass\\nctypes.CDLL(None).prctl(1, 0)\\ntime.sleep(10000)'\n"
-        "for _ in range(4): pool.submit(program, {'kind': 'stdin', 'cases': [{'input': '', 'output': ''}]})\n"
+        "for _ in range(4): pool.submit(program, {'kind': 'stdin', 'cases': [{'input': '', "
+        "'output': ''}]})\n"
         "print('started', flush=True); time.sleep(300)\n"
     )
-    judge = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, cwd=REPOSITORY, text=True)
+    judge = subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, cwd=REPOSITORY, text=True
+    )
     assert judge.stdout is not None
     assert judge.stdout.readline() == "started\n"
     deadline = time.monotonic() + 60
-    while len(started := below(judge.pid)) < (12 if level == "landlock" else 20) and time.monotonic() < deadline:
+    while (
+        len(started := below(judge.pid)) < (12 if level == "landlock" else 20)
+        and time.monotonic() < deadline
+    ):
         time.sleep(0.02)
     judge.send_signal(signal.SIGKILL)
     judge.wait()
@@ -114,7 +147,9 @@ def test_programs_end_with_a_killed_judge(level: str) -> None:
 
 
 def test_old_landlock_does_not_empty_files(tmp_path: Path) -> None:
-    """Before its third version Landlock does not know truncation, and a file may be emptied by opening it to read."""
+    """Before its third version Landlock does not know truncation, and a file may be emptied by
+    opening it to read.
+    """
     if not isolation.landlock_abi() or not seccomp.supported():
         pytest.skip("no Landlock on this machine")
     file = tmp_path / "file"

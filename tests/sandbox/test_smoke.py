@@ -1,4 +1,6 @@
-"""The cases that ``make test`` runs try every family of attacks, every kind of tests and every way a program can end."""
+"""The cases that ``make test`` runs try every family of attacks, every kind of tests and every way
+a program can end.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ def test_every_family_of_attacks_and_every_end_of_them() -> None:
         return {(attack.family, attack.kind, attack.expected) for attack in attacks}
 
     assert SMOKE["test_attack"] <= {attack.name for attack in ATTACKS}
-    assert kinds([attack for attack in ATTACKS if attack.name in SMOKE["test_attack"]]) == kinds(ATTACKS)
+    assert kinds([attack for attack in ATTACKS if attack.name in SMOKE["test_attack"]]) == kinds(
+        ATTACKS
+    )
 
 
 def test_every_kind_of_tests_and_every_category() -> None:

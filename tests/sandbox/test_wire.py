@@ -22,7 +22,9 @@ from megatron_dcpo.sandbox.guest.rpc import BadMessage, Decoder, Encoder, Unsend
 def cross(value: Any, classes: dict[str, type] | None = None) -> Any:
     encoder = Encoder(classes or (), None)
     message = json.loads(json.dumps([encoder.encode(value), encoder.objects()]))
-    return Decoder(message[1], classes or {}, lambda number, kind: (number, kind)).decode(message[0])
+    return Decoder(message[1], classes or {}, lambda number, kind: (number, kind)).decode(
+        message[0]
+    )
 
 
 SCALARS = (
@@ -34,10 +36,14 @@ SCALARS = (
     | st.binary()
     | st.complex_numbers(allow_nan=False)
 )
-HASHABLE = st.recursive(SCALARS, lambda part: st.tuples(part, part) | st.frozensets(part, max_size=3), max_leaves=6)
+HASHABLE = st.recursive(
+    SCALARS, lambda part: st.tuples(part, part) | st.frozensets(part, max_size=3), max_leaves=6
+)
 VALUES = st.recursive(
     HASHABLE | st.sets(HASHABLE, max_size=3),
-    lambda part: st.lists(part, max_size=4) | st.tuples(part) | st.dictionaries(HASHABLE, part, max_size=3),
+    lambda part: (
+        st.lists(part, max_size=4) | st.tuples(part) | st.dictionaries(HASHABLE, part, max_size=3)
+    ),
     max_leaves=12,
 )
 
@@ -58,10 +64,25 @@ def test_round_trip(value: Any) -> None:
 
 @pytest.mark.parametrize(
     "value",
-    [2**63, -(2**63), 2**63 - 1, 1 << 100_000, -(1 << 20_000), [2**70, 1], math.inf, -math.inf, range(3, 9, 2), bytearray(b"x"),
-     collections.deque([1, [2]]), decimal.Decimal("1.50"), fractions.Fraction(1, 3), {(1, 2): {3}}, "\ud800\x00"],
+    [
+        2**63,
+        -(2**63),
+        2**63 - 1,
+        1 << 100_000,
+        -(1 << 20_000),
+        [2**70, 1],
+        math.inf,
+        -math.inf,
+        range(3, 9, 2),
+        bytearray(b"x"),
+        collections.deque([1, [2]]),
+        decimal.Decimal("1.50"),
+        fractions.Fraction(1, 3),
+        {(1, 2): {3}},
+        "\ud800\x00",
+    ],
     ids=lambda value: str(type(value).__name__),
-)  # fmt: skip
+)
 def test_values_of_many_types(value: Any) -> None:
     assert cross(value) == value
     assert type(cross(value)) is type(value)
@@ -83,10 +104,16 @@ def test_subclasses_arrive_as_their_base() -> None:
 
     point = collections.namedtuple("point", "x y")
     for value, base in [
-        (Liar(3), int), (Color.RED, int), (point(1, 2), tuple), (collections.Counter("aab"), dict),
-        (collections.defaultdict(list, {1: [2]}), dict), (collections.OrderedDict(a=1), dict), (np.float64(1.5), float),
-        (np.int64(3), int), (np.bool_(True), bool),
-    ]:  # fmt: skip
+        (Liar(3), int),
+        (Color.RED, int),
+        (point(1, 2), tuple),
+        (collections.Counter("aab"), dict),
+        (collections.defaultdict(list, {1: [2]}), dict),
+        (collections.OrderedDict(a=1), dict),
+        (np.float64(1.5), float),
+        (np.int64(3), int),
+        (np.bool_(True), bool),
+    ]:
         assert type(cross(value)) is base
     assert np.array_equal(cross(np.array([[1.5, 2], [3, 4]])), np.array([[1.5, 2], [3, 4]]))
 
@@ -124,10 +151,27 @@ def test_what_does_not_cross() -> None:
 
 @pytest.mark.parametrize(
     "encoded",
-    [{}, [], ["?"], ["l", {}], ["s", ["l", 1]], ["d", 1], ["i", "x"], ["o", 0], ["o", -1], ["R"], ["c", 1], ["b", 1], ["F", 1, 0],
-     ["D", "x"], ["r", 1, 2, 0], ["a", "O8", ["l", {}]], [["l"]]],
+    [
+        {},
+        [],
+        ["?"],
+        ["l", {}],
+        ["s", ["l", 1]],
+        ["d", 1],
+        ["i", "x"],
+        ["o", 0],
+        ["o", -1],
+        ["R"],
+        ["c", 1],
+        ["b", 1],
+        ["F", 1, 0],
+        ["D", "x"],
+        ["r", 1, 2, 0],
+        ["a", "O8", ["l", {}]],
+        [["l"]],
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_malformed_values_are_refused(encoded: Any) -> None:
     with pytest.raises(BadMessage):
         Decoder([], {}, lambda number, kind: None).decode(encoded)

@@ -1,4 +1,6 @@
-"""A real Slurm on two nodes made of network namespaces: munged, slurmctld and two slurmd, all below one folder."""
+"""A real Slurm on two nodes made of network namespaces: munged, slurmctld and two slurmd, all below
+one folder.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ from tests.multinode.nodes import Node, two_nodes
 
 DAEMONS = ("munged", "slurmctld", "slurmd", "sbatch", "srun")
 
-# cred_expire: a requeued job waits this long. A fake GPU per node makes the header's --gpus-per-node hold.
+# cred_expire: a requeued job waits this long. A fake GPU per node makes the header's
+# --gpus-per-node hold.
 CONFIGURATION = """
 ClusterName=dcpo
 SlurmctldHost={head.name}({head.address})
@@ -59,7 +62,11 @@ class Cluster:
     nodes: tuple[Node, Node]
 
     def call(
-        self, *words: object, node: int = 0, environment: dict[str, str] | None = None, cwd: Path | None = None
+        self,
+        *words: object,
+        node: int = 0,
+        environment: dict[str, str] | None = None,
+        cwd: Path | None = None,
     ) -> str:
         """Standard output of a command on a node, 30 s at most."""
         done = subprocess.run(
@@ -76,7 +83,9 @@ class Cluster:
     def job(self, job: str) -> dict[str, str]:
         """``scontrol show job`` as a dictionary: JobState, Restarts, ExitCode, ..."""
         return dict(
-            word.split("=", 1) for word in self.call("scontrol", "-o", "show", "job", job).split() if "=" in word
+            word.split("=", 1)
+            for word in self.call("scontrol", "-o", "show", "job", job).split()
+            if "=" in word
         )
 
 
@@ -89,8 +98,14 @@ def slurm() -> Iterator[Cluster]:
         cluster = Cluster(folder, nodes)
         _configure(folder, nodes)
         munge = folder / "munge"
-        cluster.call("munged", f"--key-file={munge}/key", f"--socket={munge}/socket", f"--pid-file={munge}/pid",
-                     f"--log-file={munge}/log", f"--seed-file={munge}/seed")  # fmt: skip
+        cluster.call(
+            "munged",
+            f"--key-file={munge}/key",
+            f"--socket={munge}/socket",
+            f"--pid-file={munge}/pid",
+            f"--log-file={munge}/log",
+            f"--seed-file={munge}/seed",
+        )
         cluster.call("slurmctld", "-i")
         for index in (0, 1):
             cluster.call("slurmd", node=index)
@@ -109,13 +124,20 @@ def _configure(folder: Path, nodes: tuple[Node, Node]) -> None:
     key.write_bytes(os.urandom(128))
     key.chmod(0o600)
     lines = [
-        f"NodeName={node.name} NodeHostname={node.name} NodeAddr={node.address} CPUs=2 RealMemory=2000 Gres=gpu:1"
+        f"NodeName={node.name} NodeHostname={node.name} NodeAddr={node.address} CPUs=2 "
+        "RealMemory=2000 Gres=gpu:1"
         for node in nodes
     ]
-    (folder / "slurm.conf").write_text(CONFIGURATION.format(folder=folder, head=nodes[0], nodes="\n".join(lines)))
+    (folder / "slurm.conf").write_text(
+        CONFIGURATION.format(folder=folder, head=nodes[0], nodes="\n".join(lines))
+    )
     (folder / "gres.conf").write_text("NodeName=n1,n2 Name=gpu File=/dev/null\n")
 
 
 def why_not() -> str:
-    missing = [daemon for daemon in DAEMONS if shutil.which(daemon, path=f"{os.environ['PATH']}:/usr/sbin") is None]
+    missing = [
+        daemon
+        for daemon in DAEMONS
+        if shutil.which(daemon, path=f"{os.environ['PATH']}:/usr/sbin") is None
+    ]
     return f"needs Debian's slurm-wlm and munge ({', '.join(missing)} not found)" if missing else ""

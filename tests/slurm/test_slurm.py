@@ -1,5 +1,5 @@
-"""The shipped batch script on a real Slurm of two nodes: warned, requeued, resumed, finished; a rank, a node killed; what
-will fail again is not requeued.
+"""The shipped batch script on a real Slurm of two nodes: warned, requeued, resumed, finished; a
+rank, a node killed; what will fail again is not requeued.
 
 ``make test-slurm`` installs Slurm and runs this; the ordinary suite skips it.
 """
@@ -41,9 +41,22 @@ def submit(cluster, run_dir, *overrides, number_of_nodes=2):
         "PYTHONPATH": str(REPOSITORY),
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
     }
-    words = [QUICKSTART / "dcpo.yaml", f"run_dir={run_dir}", *SMALL, "training.export_hf=false", *overrides]
-    header = ["--parsable", f"--nodes={number_of_nodes}", "--gpus-per-node=1", f"--output={run_dir.parent}/job.log"]
-    return cluster.call("sbatch", *header, SCRIPT, *words, environment=environment, cwd=REPOSITORY).strip(), logs
+    words = [
+        QUICKSTART / "dcpo.yaml",
+        f"run_dir={run_dir}",
+        *SMALL,
+        "training.export_hf=false",
+        *overrides,
+    ]
+    header = [
+        "--parsable",
+        f"--nodes={number_of_nodes}",
+        "--gpus-per-node=1",
+        f"--output={run_dir.parent}/job.log",
+    ]
+    return cluster.call(
+        "sbatch", *header, SCRIPT, *words, environment=environment, cwd=REPOSITORY
+    ).strip(), logs
 
 
 def wait_for(condition, log, seconds):
@@ -62,11 +75,15 @@ def test_warned_job_is_requeued_resumes_and_finishes(cluster, tmp_path):
     run_dir, log = tmp_path / "run", tmp_path / "job.log"
     job, logs = submit(cluster, run_dir, f"training.steps={STEPS}", "training.save_interval=0")
     wait_for(lambda: log.exists() and "step 3/" in log.read_text(), log, 300)
-    cluster.call("scancel", "--signal=USR1", "--batch", job)  # what --signal=B:USR1@900 does 15 minutes before the end
+    cluster.call(
+        "scancel", "--signal=USR1", "--batch", job
+    )  # what --signal=B:USR1@900 does 15 minutes before the end
 
     facts = finish(cluster, job, log)
     said = log.read_text()
-    assert (facts["JobState"], facts["Restarts"], facts["ExitCode"]) == ("COMPLETED", "1", "0:0"), said[-3000:]
+    assert (facts["JobState"], facts["Restarts"], facts["ExitCode"]) == ("COMPLETED", "1", "0:0"), (
+        said[-3000:]
+    )
     assert facts["OverSubscribe"] == "NO", "the job has its nodes for itself"
     assert "stopped by SIGUSR1" in said
     assert "after a warning" in said
@@ -75,13 +92,24 @@ def test_warned_job_is_requeued_resumes_and_finishes(cluster, tmp_path):
     # one folder per attempt and node, one file per rank
     for attempt in (f"{job}-0", f"{job}-1"):
         for node in cluster.nodes:
-            assert list((logs / attempt / node.name).rglob("stderr.log")), f"{attempt} on {node.name} left no log"
+            assert list((logs / attempt / node.name).rglob("stderr.log")), (
+                f"{attempt} on {node.name} left no log"
+            )
 
     whole = tmp_path / "whole"
-    words = ("train", "--config", QUICKSTART / "dcpo.yaml", f"run_dir={whole}", *SMALL, "training.export_hf=false")
+    words = (
+        "train",
+        "--config",
+        QUICKSTART / "dcpo.yaml",
+        f"run_dir={whole}",
+        *SMALL,
+        "training.export_hf=false",
+    )
     done = run(*words, f"training.steps={STEPS}", processes=2)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert without_clocks(records) == without_clocks(metrics(whole)), "a requeued run differs from an uninterrupted one"
+    assert without_clocks(records) == without_clocks(metrics(whole)), (
+        "a requeued run differs from an uninterrupted one"
+    )
 
 
 def test_killed_rank_is_requeued_from_the_last_checkpoint(cluster, tmp_path):
@@ -107,7 +135,8 @@ def test_killed_node_is_requeued_when_it_is_back(cluster, tmp_path):
     cluster.call("slurmd", node=1)
     facts = finish(cluster, job, log)
     said = log.read_text()
-    # Slurm's order to end the first run may reach a node that is back within a minute, and ends the second run with it
+    # Slurm's order to end the first run may reach a node that is back within a minute, and ends the
+    # second run with it
     assert facts["JobState"] == "COMPLETED", said[-3000:]
     assert facts["Restarts"] in ("1", "2"), said[-3000:]
     assert [record["step"] for record in metrics(run_dir)] == list(range(1, STEPS + 1))
@@ -115,7 +144,9 @@ def test_killed_node_is_requeued_when_it_is_back(cluster, tmp_path):
 
 @pytest.mark.parametrize("number_of_nodes", [1, 2])
 def test_bad_input_is_not_requeued(cluster, tmp_path, number_of_nodes):
-    job, _ = submit(cluster, tmp_path / "run", "data.path=/nowhere.jsonl", number_of_nodes=number_of_nodes)
+    job, _ = submit(
+        cluster, tmp_path / "run", "data.path=/nowhere.jsonl", number_of_nodes=number_of_nodes
+    )
     facts = finish(cluster, job, tmp_path / "job.log")
     assert (facts["JobState"], facts["Restarts"], facts["ExitCode"]) == ("FAILED", "0", "2:0")
     assert "/nowhere.jsonl" in (tmp_path / "job.log").read_text()
@@ -127,16 +158,36 @@ def submit_instead(cluster, folder, launcher, *header, number_of_nodes=1, **envi
     stand_in.parent.mkdir()
     stand_in.write_text(f"#!/bin/bash\n{launcher}\n")
     stand_in.chmod(0o755)
-    environment |= {"DCPO_LOGS": str(folder / "logs"), "PATH": f"{stand_in.parent}:{os.environ['PATH']}"}
-    words = ["--parsable", f"--nodes={number_of_nodes}", "--gpus-per-node=1", f"--output={folder}/job.log", *header]
-    return cluster.call("sbatch", *words, SCRIPT, "config.yaml", environment=environment, cwd=folder).strip()
+    environment |= {
+        "DCPO_LOGS": str(folder / "logs"),
+        "PATH": f"{stand_in.parent}:{os.environ['PATH']}",
+    }
+    words = [
+        "--parsable",
+        f"--nodes={number_of_nodes}",
+        "--gpus-per-node=1",
+        f"--output={folder}/job.log",
+        *header,
+    ]
+    return cluster.call(
+        "sbatch", *words, SCRIPT, "config.yaml", environment=environment, cwd=folder
+    ).strip()
 
 
 WARNED = "trap 'exit {}' USR1; touch started$SLURM_NODEID; while :; do sleep 0.1; done"
 ONCE = "[ $SLURM_RESTART_COUNT ] || {{ {}; }}"
-ENDS = {  # what the launcher does on each of so many nodes, and how the job ends: state, restarts, status
-    "bad_input_after_a_warning": (WARNED.format(2), 1, "FAILED 0 2:0"),  # a disk that the last save finds full
-    "the_same_on_one_of_two_nodes": (WARNED.format("$((SLURM_NODEID ? 2 : 99))"), 2, "FAILED 0 2:0"),
+# what the launcher does on each of so many nodes, and how the job ends: state, restarts, status
+ENDS = {
+    "bad_input_after_a_warning": (
+        WARNED.format(2),
+        1,
+        "FAILED 0 2:0",
+    ),  # a disk that the last save finds full
+    "the_same_on_one_of_two_nodes": (
+        WARNED.format("$((SLURM_NODEID ? 2 : 99))"),
+        2,
+        "FAILED 0 2:0",
+    ),
     "warned": (ONCE.format(WARNED.format(99)), 1, "COMPLETED 1 0:0"),
     "no_such_command": ("exit 127", 1, "FAILED 0 127:0"),
     "exception": ("exit 1", 2, "FAILED 0 1:0"),
@@ -150,7 +201,9 @@ ENDS = {  # what the launcher does on each of so many nodes, and how the job end
 def test_what_is_requeued(cluster, tmp_path, what):
     launcher, number_of_nodes, ends = ENDS[what]
     log = tmp_path / "job.log"
-    job = submit_instead(cluster, tmp_path, launcher, number_of_nodes=number_of_nodes, DCPO_MAX_CRASHES="2")
+    job = submit_instead(
+        cluster, tmp_path, launcher, number_of_nodes=number_of_nodes, DCPO_MAX_CRASHES="2"
+    )
     if "started" in launcher:
         wait_for(lambda: len(list(tmp_path.glob("started*"))) == number_of_nodes, log, 60)
         cluster.call("scancel", "--signal=USR1", "--batch", job)
@@ -162,11 +215,20 @@ def test_what_is_requeued(cluster, tmp_path, what):
 def test_job_that_may_not_requeue_itself_is_requeued_by_its_status(cluster, tmp_path):
     """``RequeueExit=99`` in slurm.conf."""
     job = submit_instead(cluster, tmp_path, "[ $SLURM_RESTART_COUNT ] || exit 99", "--no-requeue")
-    facts, said = finish(cluster, job, tmp_path / "job.log", 120), (tmp_path / "job.log").read_text()
-    assert (facts["JobState"], facts["Restarts"], facts["ExitCode"]) == ("COMPLETED", "1", "0:0"), said
+    facts, said = (
+        finish(cluster, job, tmp_path / "job.log", 120),
+        (tmp_path / "job.log").read_text(),
+    )
+    assert (facts["JobState"], facts["Restarts"], facts["ExitCode"]) == ("COMPLETED", "1", "0:0"), (
+        said
+    )
     assert "disabled" in said, "scontrol requeue was refused"
 
 
 def is_worker(pid):
     words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
-    return "train" in words and "launch" not in words and any(word.endswith("megatron_dcpo") for word in words)
+    return (
+        "train" in words
+        and "launch" not in words
+        and any(word.endswith("megatron_dcpo") for word in words)
+    )

@@ -1,1 +1,3 @@
-"""Packages that stand for what needs a GPU. This folder on ``sys.path`` makes ``import transformer_engine`` find one."""
+"""Packages that stand for what needs a GPU. This folder on ``sys.path`` makes ``import
+transformer_engine`` find one.
+"""

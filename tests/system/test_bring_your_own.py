@@ -1,5 +1,6 @@
-"""docs/bring_your_own.md as a user follows it: the files of each section are written, its commands run, outside the
-checkout."""
+"""docs/bring_your_own.md as a user follows it: the files of each section are written, its commands
+run, outside the checkout.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +28,12 @@ def test_every_example_of_the_page_runs(tmp_path: Path) -> None:
             (tmp_path / what.removeprefix("file ")).write_text(block)
             continue
         done = subprocess.run(
-            ["bash", "-c", dcpo + block], cwd=tmp_path, capture_output=True, text=True, timeout=600, env=environment
+            ["bash", "-c", dcpo + block],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=600,
+            env=environment,
         )
         assert done.returncode == 0, done.stderr[-3000:]
         shown += done.stdout
@@ -41,10 +47,19 @@ def test_every_example_of_the_page_runs(tmp_path: Path) -> None:
     mixed = metrics(runs / "mixture")[-1]
     assert {f"reward/accuracy/{name}" for name in ("sums", "numbers", "chain_sum")} <= mixed.keys()
     assert {"evaluation/sums/accuracy", "evaluation/chain_sum/accuracy"} <= mixed.keys()
-    assert json.loads((runs / "legs" / "evaluation.json").read_text())["benchmarks"]["leg_counting"]["problems"] == 5
-    first = json.loads((runs / "curriculum" / "samples" / "step_000001.jsonl").read_text().splitlines()[0])
+    assert (
+        json.loads((runs / "legs" / "evaluation.json").read_text())["benchmarks"]["leg_counting"][
+            "problems"
+        ]
+        == 5
+    )
+    first = json.loads(
+        (runs / "curriculum" / "samples" / "step_000001.jsonl").read_text().splitlines()[0]
+    )
     assert first["problem"] in ("1+2=", "2+5=")
-    logged = [json.loads(line) for line in (runs / "logger" / "accuracy.jsonl").read_text().splitlines()]
+    logged = [
+        json.loads(line) for line in (runs / "logger" / "accuracy.jsonl").read_text().splitlines()
+    ]
     assert [(row["step"], row["accuracy"]) for row in logged] == [
         (row["step"], row["reward/accuracy"]) for row in metrics(runs / "logger")
     ]
@@ -59,13 +74,28 @@ def test_the_page_has_the_sections_that_others_link_to() -> None:
 
 def test_the_examples_reward_server_trains(tmp_path: Path) -> None:
     server = subprocess.Popen(
-        [sys.executable, "examples/reward_server/server.py", "0"], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True
+        [sys.executable, "examples/reward_server/server.py", "0"],
+        cwd=REPOSITORY,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     try:
         assert server.stdout is not None
         url = server.stdout.readline().split()[-1]
-        small = ("training.steps=1", "data.prompts_per_step=4", "rollout.group_size=4", f"run_dir={tmp_path / 'run'}")
-        command = [sys.executable, "-m", "megatron_dcpo", "train", "--config", "examples/reward_server/dcpo.yaml"]
+        small = (
+            "training.steps=1",
+            "data.prompts_per_step=4",
+            "rollout.group_size=4",
+            f"run_dir={tmp_path / 'run'}",
+        )
+        command = [
+            sys.executable,
+            "-m",
+            "megatron_dcpo",
+            "train",
+            "--config",
+            "examples/reward_server/dcpo.yaml",
+        ]
         done = subprocess.run(
             [*command, f"judging.verifier={url}", *small],
             cwd=REPOSITORY,

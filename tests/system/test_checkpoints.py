@@ -1,4 +1,6 @@
-"""Checkpoints through the command line: damaged, torn, on a full disk, in the background, at another layout."""
+"""Checkpoints through the command line: damaged, torn, on a full disk, in the background, at
+another layout.
+"""
 
 import json
 import os
@@ -17,13 +19,28 @@ from megatron_dcpo.checkpoints.manifest import MANIFEST, digest, iteration_dir, 
 from tests.helpers.paths import QUICKSTART, REPOSITORY
 from tests.helpers.quickstart import command, metrics, run, without_clocks
 
-SMALL = ("data.prompts_per_step=4", "rollout.group_size=4", "training.micro_batch_size=8", "logging.to=[]")
-COMMON = ("train", "--config", QUICKSTART / "dcpo.yaml", "--resume", "auto", *SMALL, "logging.samples_interval=0")
+SMALL = (
+    "data.prompts_per_step=4",
+    "rollout.group_size=4",
+    "training.micro_batch_size=8",
+    "logging.to=[]",
+)
+COMMON = (
+    "train",
+    "--config",
+    QUICKSTART / "dcpo.yaml",
+    "--resume",
+    "auto",
+    *SMALL,
+    "logging.samples_interval=0",
+)
 KILLS = int(os.environ.get("DCPO_KILLS", "3"))
 
 
 def train(run_dir, *overrides, processes=1, status=0):
-    done = run(*COMMON, f"run_dir={run_dir}", "training.save_interval=1", *overrides, processes=processes)
+    done = run(
+        *COMMON, f"run_dir={run_dir}", "training.save_interval=1", *overrides, processes=processes
+    )
     assert done.returncode == status, done.stderr[-3000:]
     assert status or "Traceback" not in done.stderr
     return done.stderr
@@ -35,11 +52,17 @@ def checkpoint_of(run_dir, iteration=None):
 
 
 def contents(path):
-    """Digests of the tensor files of a checkpoint, as its manifest has them, and the values of everything else.
+    """Digests of the tensor files of a checkpoint, as its manifest has them, and the values of
+    everything else.
 
-    The other files do not compare as bytes: a pickle shows which strings were one object, the metadata have an id.
+    The other files do not compare as bytes: a pickle shows which strings were one object, the
+    metadata have an id.
     """
-    tensors = {name: f for name, f in json.loads((path / MANIFEST).read_text())["files"].items() if "distcp" in name}
+    tensors = {
+        name: f
+        for name, f in json.loads((path / MANIFEST).read_text())["files"].items()
+        if "distcp" in name
+    }
     assert len(tensors) >= 2
     return tensors, plain(torch.load(path / "common.pt", weights_only=True))
 
@@ -69,7 +92,9 @@ def assert_same_end(run_dir, reference):
     assert (run_dir / "policy" / "model.safetensors").read_bytes() == (
         reference / "policy" / "model.safetensors"
     ).read_bytes()
-    assert contents(checkpoint_of(run_dir)) == contents(checkpoint_of(reference)), "parameters, moments, generators"
+    assert contents(checkpoint_of(run_dir)) == contents(checkpoint_of(reference)), (
+        "parameters, moments, generators"
+    )
 
 
 def test_damaged_checkpoint_is_named_and_the_one_before_is_used(copied, four_steps):
@@ -79,7 +104,10 @@ def test_damaged_checkpoint_is_named_and_the_one_before_is_used(copied, four_ste
     shard.write_bytes(content)
     (checkpoint_of(copied, 3) / "common.pt").write_bytes(b"")
     said = train(copied, "training.steps=4")
-    assert f"{checkpoint_of(copied, 4)} is damaged: __0_1.distcp has changed since it was written (SHA-256)" in said
+    assert (
+        f"{checkpoint_of(copied, 4)} is damaged: __0_1.distcp has changed since it was written "
+        "(SHA-256)" in said
+    )
     assert f"{checkpoint_of(copied, 3)} is damaged: common.pt has 0 bytes" in said
     assert "continuing" in said
     assert "after step 2" in said
@@ -97,7 +125,9 @@ def test_nothing_intact_is_an_error_and_no_fresh_start(copied):
     assert len(metrics(copied)) == 4, "nothing was overwritten"
 
 
-@pytest.mark.parametrize("part", ["rng_state", "reward", "engine", "data", "optimizer", "opt_param_scheduler"])
+@pytest.mark.parametrize(
+    "part", ["rng_state", "reward", "engine", "data", "optimizer", "opt_param_scheduler"]
+)
 def test_missing_component_is_an_error(copied, part):
     path = checkpoint_of(copied)
     common = torch.load(path / "common.pt", weights_only=True)
@@ -118,7 +148,10 @@ def test_missing_component_is_an_error(copied, part):
         ("seed=9", "was started with seed=1, not 9"),
         ("data.prompts_per_step=8", "was started with data.prompts_per_step=4, not 8"),
         ("data.limit=7", "was started with other prompts than data.path holds now"),
-        ("parallel.use_distributed_optimizer=true", "was saved with parallel.use_distributed_optimizer=false"),
+        (
+            "parallel.use_distributed_optimizer=true",
+            "was saved with parallel.use_distributed_optimizer=false",
+        ),
     ],
 )
 def test_another_run_is_not_a_resumption(copied, override, said):
@@ -126,25 +159,40 @@ def test_another_run_is_not_a_resumption(copied, override, said):
 
 
 def test_background_save_equals_foreground_save(four_steps, tmp_path):
-    train(tmp_path / "run", "training.steps=4", "training.keep_checkpoints=3", "training.async_save=true")
+    train(
+        tmp_path / "run",
+        "training.steps=4",
+        "training.keep_checkpoints=3",
+        "training.async_save=true",
+    )
     assert_same_end(tmp_path / "run", four_steps)
     for iteration in (2, 3):
-        ours, theirs = (contents(checkpoint_of(d, iteration)) for d in (tmp_path / "run", four_steps))
+        ours, theirs = (
+            contents(checkpoint_of(d, iteration)) for d in (tmp_path / "run", four_steps)
+        )
         assert ours == theirs, "the state of that step, not of the training that went on meanwhile"
 
 
 def test_an_adapted_entropy_coefficient_is_resumed(tmp_path):
-    adapt = ("objective.entropy_target=5", "objective.entropy_delta=0.01", "objective.entropy_coef_reasoning=0.02")
+    adapt = (
+        "objective.entropy_target=5",
+        "objective.entropy_delta=0.01",
+        "objective.entropy_coef_reasoning=0.02",
+    )
     for steps in (2, 4):
         train(tmp_path / "resumed", f"training.steps={steps}", *adapt)
     train(tmp_path / "run", "training.steps=4", *adapt)
     assert_same_end(tmp_path / "resumed", tmp_path / "run")
     coefficients = [record["loss/entropy_coef"] for record in metrics(tmp_path / "run")]
-    assert coefficients == pytest.approx([0.02, 0.03, 0.04, 0.05]), "below the target: one delta a step"
+    assert coefficients == pytest.approx([0.02, 0.03, 0.04, 0.05]), (
+        "below the target: one delta a step"
+    )
 
 
 def test_resumption_at_other_layouts(copied):
-    """1 rank -> TP 2 with sequence parallel -> PP 2 -> DP 2 packed -> CP 2; the end equals a run of one process."""
+    """1 rank -> TP 2 with sequence parallel -> PP 2 -> DP 2 packed -> CP 2; the end equals a run of
+    one process.
+    """
     reference = copied.with_name("reference")
     shutil.copytree(copied, reference)
     train(reference, "training.steps=8")
@@ -162,7 +210,9 @@ def test_resumption_at_other_layouts(copied):
         assert ours["grad_norm/total"] == pytest.approx(theirs["grad_norm/total"], rel=1e-5)
     from safetensors.torch import load_file
 
-    final = [load_file(directory / "policy" / "model.safetensors") for directory in (copied, reference)]
+    final = [
+        load_file(directory / "policy" / "model.safetensors") for directory in (copied, reference)
+    ]
     for name, tensor in final[1].items():
         torch.testing.assert_close(final[0][name], tensor, rtol=1e-6, atol=1e-6)
 
@@ -170,7 +220,12 @@ def test_resumption_at_other_layouts(copied):
 @contextmanager
 def small_disk(path, megabytes):
     path.mkdir()
-    if os.geteuid() or subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", path]).returncode:
+    if (
+        os.geteuid()
+        or subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", path]
+        ).returncode
+    ):
         pytest.skip("a disk of a few megabytes needs root and the right to mount a tmpfs")
     try:
         yield
@@ -181,16 +236,26 @@ def small_disk(path, megabytes):
 @pytest.mark.parametrize(("processes", "background"), [(1, False), (2, True)])
 def test_full_disk_leaves_the_last_checkpoint_usable(tmp_path, processes, background):
     run_dir = tmp_path / "disk" / "run"
-    options = ("training.steps=4", "training.keep_checkpoints=4", f"training.async_save={background}")
+    options = (
+        "training.steps=4",
+        "training.keep_checkpoints=4",
+        f"training.async_save={background}",
+    )
     with small_disk(tmp_path / "disk", 5):
         words = (*COMMON, f"run_dir={run_dir}", "training.save_interval=1", *options)
         done = run(*words, processes=processes, torchrun=processes > 1)
-        assert done.returncode == (2 if processes == 1 else 1), done.stderr[-3000:]  # torchrun says 1
-        lines = [line for line in done.stderr.splitlines() if "dcpo train: error: cannot write" in line]
+        assert done.returncode == (2 if processes == 1 else 1), done.stderr[
+            -3000:
+        ]  # torchrun says 1
+        lines = [
+            line for line in done.stderr.splitlines() if "dcpo train: error: cannot write" in line
+        ]
         assert lines, done.stderr
         assert "No space left on device" in lines[0]
         assert "the last complete checkpoint is iteration 2" in lines[0]
-        assert not list((run_dir / "checkpoints").glob("*.tmp")), "the torn checkpoint does not keep the disk full"
+        assert not list((run_dir / "checkpoints").glob("*.tmp")), (
+            "the torn checkpoint does not keep the disk full"
+        )
         subprocess.run(["mount", "-o", "remount,size=50m", tmp_path / "disk"], check=True)
         said = train(run_dir, *options, processes=processes)
         assert "after step 2" in said
@@ -200,7 +265,13 @@ def test_full_disk_leaves_the_last_checkpoint_usable(tmp_path, processes, backgr
 def kill_at_a_random_moment(run_dir, background, rng, during_save):
     """Start the run, let it make a step of progress, SIGKILL all of it."""
     done_before = latest_iteration(run_dir / "checkpoints") or 0
-    whole = command(*COMMON, f"run_dir={run_dir}", "training.save_interval=1", "training.steps=100000", background)
+    whole = command(
+        *COMMON,
+        f"run_dir={run_dir}",
+        "training.save_interval=1",
+        "training.steps=100000",
+        background,
+    )
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
         whole, cwd=REPOSITORY, stderr=subprocess.DEVNULL, env=environment, start_new_session=True
@@ -226,7 +297,8 @@ def kill_at_a_random_moment(run_dir, background, rng, during_save):
 
 
 @pytest.mark.parametrize(
-    "background", [pytest.param("training.async_save=false", marks=pytest.mark.full), "training.async_save=true"]
+    "background",
+    [pytest.param("training.async_save=false", marks=pytest.mark.full), "training.async_save=true"],
 )
 def test_killed_at_random_moments_continues_bit_for_bit(tmp_path, background):
     """DCPO_KILLS of them (``make test-resilience``: 20), every other one in the middle of a save."""

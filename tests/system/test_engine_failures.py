@@ -1,4 +1,6 @@
-"""An engine that fails is started anew and the run goes on as if nothing had been; what cannot be mended is named."""
+"""An engine that fails is started anew and the run goes on as if nothing had been; what cannot be
+mended is named.
+"""
 
 import json
 import re
@@ -35,13 +37,21 @@ def test_the_order_of_finishing_changes_nothing(tmp_path, undisturbed_run):
     done = train(tmp_path / "run", "shuffled")
     assert done.returncode == 0, done.stderr[-2000:]
     assert without_clocks(metrics(tmp_path / "run")) == without_clocks(metrics(undisturbed_run))
-    for name in ("samples/step_000001.jsonl", "samples/step_000003.jsonl", "policy/model.safetensors"):
+    for name in (
+        "samples/step_000001.jsonl",
+        "samples/step_000003.jsonl",
+        "policy/model.safetensors",
+    ):
         assert (tmp_path / "run" / name).read_bytes() == (undisturbed_run / name).read_bytes(), name
 
 
-@pytest.mark.parametrize(("mode", "reason"), [("generate", "killed in generation"), ("update", "lost in the middle")])
+@pytest.mark.parametrize(
+    ("mode", "reason"), [("generate", "killed in generation"), ("update", "lost in the middle")]
+)
 def test_the_run_continues_after_a_restart(tmp_path, undisturbed, mode, reason):
-    """The weights are handed over again and the same responses sampled: every number is that of the undisturbed run."""
+    """The weights are handed over again and the same responses sampled: every number is that of the
+    undisturbed run.
+    """
     done = train(tmp_path / "run", mode)
     assert done.returncode == 0, done.stderr[-2000:]
     assert reason in done.stderr
@@ -63,11 +73,17 @@ def test_what_was_handed_over_before_the_failure_is_kept(tmp_path, undisturbed):
         assert ours["loss/policy"] == pytest.approx(single["loss/policy"], abs=1e-6)
 
 
-@pytest.mark.parametrize(("mode", "reason"), [("generate", "killed in generation"), ("update", "lost in the middle")])
+@pytest.mark.parametrize(
+    ("mode", "reason"), [("generate", "killed in generation"), ("update", "lost in the middle")]
+)
 def test_one_engine_of_two_fails_and_both_start_anew(tmp_path, undisturbed, mode, reason):
-    """A restart is a collective of all engines here, as vLLM's is: one that restarts alone would wait for ever."""
+    """A restart is a collective of all engines here, as vLLM's is: one that restarts alone would
+    wait for ever.
+    """
     overrides = [f"run_dir={tmp_path / 'run'}", *SMALL, "parallel.distributed_timeout_minutes=1"]
-    arguments = worker(tmp_path / "out", ("failing_engine", {"mode": mode, "overrides": overrides}))[2:]
+    arguments = worker(
+        tmp_path / "out", ("failing_engine", {"mode": mode, "overrides": overrides})
+    )[2:]
     done = forked(2, arguments, timeout=300)
     assert "restarted 1 updated 5" in done.stdout, done.stderr[-3000:]
     assert done.stdout.count("restarted 1 updated 5") == 2
@@ -83,19 +99,31 @@ def test_one_engine_of_two_fails_and_both_start_anew(tmp_path, undisturbed, mode
         ("device", "CUDA error: an illegal memory access was encountered"),
         # vLLM's and Transformer Engine's, which tests/unit/runtime/test_device.py knows
         pytest.param(
-            "device", "CUDA Error: invalid argument at /workspace/csrc/cumem_allocator.cpp:245", marks=pytest.mark.full
+            "device",
+            "CUDA Error: invalid argument at /workspace/csrc/cumem_allocator.cpp:245",
+            marks=pytest.mark.full,
         ),
         pytest.param(
-            "device", "x.cu:9 in function f: cuBLAS Error: the GPU program failed to execute", marks=pytest.mark.full
+            "device",
+            "x.cu:9 in function f: cuBLAS Error: the GPU program failed to execute",
+            marks=pytest.mark.full,
         ),
-        ("wake", "vLLM could not wake up its kv_cache: RuntimeError: CUDA Error: out of memory at ..."),
+        (
+            "wake",
+            "vLLM could not wake up its kv_cache: RuntimeError: CUDA Error: out of memory at ...",
+        ),
     ],
 )
 def test_a_device_that_fails_ends_the_job(tmp_path, undisturbed, mode, message):
-    """An error of the CUDA context, or memory that does not come back, leaves neither engine nor policy: 98, for whoever
-    starts it again, which goes on as if nothing had been."""
+    """An error of the CUDA context, or memory that does not come back, leaves neither engine nor
+    policy: 98, for whoever starts it again, which goes on as if nothing had been.
+    """
     saving = "training.save_interval=1"
-    options = {"mode": mode, "message": message, "overrides": [f"run_dir={tmp_path / 'run'}", *SMALL, saving]}
+    options = {
+        "mode": mode,
+        "message": message,
+        "overrides": [f"run_dir={tmp_path / 'run'}", *SMALL, saving],
+    }
     done = alone("failing_engine", tmp_path / "out", options)
     assert done.returncode == 98, done.stderr[-2000:]
     assert f"the device of rank 0 failed ({message})" in done.stderr
@@ -131,7 +159,12 @@ def test_not_finite_weights_never_reach_the_engine(tmp_path):
 
 def test_alarm_threshold(tmp_path, undisturbed):
     """Stops before the policy moves; a warning changes nothing."""
-    done = train(tmp_path / "stop", "none", "rollout.logprob_diff_alarm=1e-12", "rollout.logprob_diff_action=stop")
+    done = train(
+        tmp_path / "stop",
+        "none",
+        "rollout.logprob_diff_alarm=1e-12",
+        "rollout.logprob_diff_action=stop",
+    )
     assert done.returncode == 2
     assert "nothing was updated in this step" in done.stderr
     done = train(tmp_path / "warn", "none", "rollout.logprob_diff_alarm=1e-12")
@@ -141,8 +174,15 @@ def test_alarm_threshold(tmp_path, undisturbed):
 
 
 def test_a_corrupted_bucket_raises_the_alarm(tmp_path):
-    """The first update is right; after the second the engine is not the trainer, which the next step finds out."""
-    done = train(tmp_path / "run", "corrupt", "rollout.logprob_diff_alarm=1e-3", "rollout.logprob_diff_action=stop")
+    """The first update is right; after the second the engine is not the trainer, which the next
+    step finds out.
+    """
+    done = train(
+        tmp_path / "run",
+        "corrupt",
+        "rollout.logprob_diff_alarm=1e-3",
+        "rollout.logprob_diff_action=stop",
+    )
     assert done.returncode == 2
     assert "step 2: engine and trainer differ by up to" in done.stderr
     assert len(metrics(tmp_path / "run")) == 1
@@ -159,7 +199,13 @@ def test_truncated_sampling_wants_a_correction(tmp_path):
     done = train(tmp_path / "run", "none", "rollout.top_p=0.9")
     assert done.returncode == 2
     assert "correct for it with objective.tis_level" in done.stderr
-    done = train(tmp_path / "run", "none", "rollout.top_p=0.9", "objective.tis_level=token", "training.steps=1")
+    done = train(
+        tmp_path / "run",
+        "none",
+        "rollout.top_p=0.9",
+        "objective.tis_level=token",
+        "training.steps=1",
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     (record,) = metrics(tmp_path / "run")
     assert record["tis_weight"] < 1  # the engine's distribution is sharper
@@ -170,8 +216,14 @@ def test_ledger_and_histogram(tmp_path, undisturbed):
     assert done.returncode == 0, done.stderr[-2000:]
     assert "no device to offload from" in done.stderr
     for record in metrics(tmp_path / "run"):
-        assert all(record[f"memory/{phase}/rss"] > 0.01 for phase in ("rollout", "judge", "train", "reshard"))
-    mismatch = [json.loads(line) for line in Path(tmp_path, "run", "mismatch.jsonl").read_text().splitlines()]
+        assert all(
+            record[f"memory/{phase}/rss"] > 0.01
+            for phase in ("rollout", "judge", "train", "reshard")
+        )
+    mismatch = [
+        json.loads(line)
+        for line in Path(tmp_path, "run", "mismatch.jsonl").read_text().splitlines()
+    ]
     for row, record in zip(mismatch, undisturbed, strict=True):
         tokens = sum(row["reasoning"]) + sum(row["confidence"])
         assert tokens == pytest.approx(16 * record["length/mean"])

@@ -1,4 +1,6 @@
-"""A second evaluation into the same directory continues the first one, or is refused and leaves it as it is."""
+"""A second evaluation into the same directory continues the first one, or is refused and leaves it
+as it is.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,16 @@ import pytest
 from tests.helpers.paths import QUICKSTART
 from tests.helpers.quickstart import run
 
-OPTIONS = ("--template", "raw", "--max-tokens", "32", "--engine", "transformers", "--resamples", "0")
+OPTIONS = (
+    "--template",
+    "raw",
+    "--max-tokens",
+    "32",
+    "--engine",
+    "transformers",
+    "--resamples",
+    "0",
+)
 
 
 def evaluate(out: Path, *options: str, model: Path = QUICKSTART / "policy"):
@@ -41,10 +52,15 @@ def test_an_interrupted_evaluation_continues(first: Path, tmp_path: Path) -> Non
     ("options", "expected"),
     [
         (("--limit", "1"), "holds 8 samples, 6 of which this evaluation does not ask for"),
-        (("--limit", "4", "--temperature", "0.3"), "was begun with temperature = 0.7, now it is 0.3"),
+        (
+            ("--limit", "4", "--temperature", "0.3"),
+            "was begun with temperature = 0.7, now it is 0.3",
+        ),
     ],
 )
-def test_another_evaluation_is_refused(first: Path, tmp_path: Path, options: tuple[str, ...], expected: str) -> None:
+def test_another_evaluation_is_refused(
+    first: Path, tmp_path: Path, options: tuple[str, ...], expected: str
+) -> None:
     out = tmp_path / "run"
     shutil.copytree(first, out)
     refused = evaluate(out, *options)
@@ -69,6 +85,8 @@ def test_other_weights_under_the_same_name_are_refused(tmp_path: Path) -> None:
 def test_scores_of_old_samples_do_not_replace_other_samples(first: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     assert evaluate(other, "--limit", "1").returncode == 0
-    refused = run("evaluate", "--samples", first / "samples.jsonl", "--out", other, "--resamples", "0")
+    refused = run(
+        "evaluate", "--samples", first / "samples.jsonl", "--out", other, "--resamples", "0"
+    )
     assert refused.returncode == 2
     assert "holds the samples of another evaluation" in refused.stderr

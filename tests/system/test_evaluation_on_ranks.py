@@ -17,8 +17,27 @@ HELDOUT = QUICKSTART / "data" / "heldout.jsonl"
 def evaluated(out: Path, processes: int) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Five problems under two names: the ranks have three and two of each."""
     done = run(
-        *("evaluate", "--model", QUICKSTART / "policy", "--benchmarks", f"a={HELDOUT},b={HELDOUT}", "--limit", "5"),
-        *("--template", "raw", "--repeats", "2", "--max-tokens", "32", "--resamples", "0", "--engine", "transformers"),
+        *(
+            "evaluate",
+            "--model",
+            QUICKSTART / "policy",
+            "--benchmarks",
+            f"a={HELDOUT},b={HELDOUT}",
+            "--limit",
+            "5",
+        ),
+        *(
+            "--template",
+            "raw",
+            "--repeats",
+            "2",
+            "--max-tokens",
+            "32",
+            "--resamples",
+            "0",
+            "--engine",
+            "transformers",
+        ),
         *("--confidence", "verbal,token,consistency", "--out", out, "--json"),
         processes=processes,
     )
@@ -38,7 +57,9 @@ def test_ranks_find_together_what_one_process_finds(tmp_path: Path) -> None:
         assert {k: v for k, v in mine.items() if k not in floats} == {
             k: v for k, v in theirs.items() if k not in floats
         }
-        assert [mine[name] for name in sorted(floats)] == pytest.approx([theirs[n] for n in sorted(floats)], rel=1e-4)
+        assert [mine[name] for name in sorted(floats)] == pytest.approx(
+            [theirs[n] for n in sorted(floats)], rel=1e-4
+        )
     for name in ("a", "b"):
         scores, others = evaluation["benchmarks"][name], alone["benchmarks"][name]
         assert (scores["accuracy"], scores["n"]) == (others["accuracy"], others["n"])

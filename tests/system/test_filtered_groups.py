@@ -1,4 +1,6 @@
-"""``rollout.filter_groups``: groups that train nothing are replaced; the prompts go on behind the last one consumed."""
+"""``rollout.filter_groups``: groups that train nothing are replaced; the prompts go on behind the
+last one consumed.
+"""
 
 from __future__ import annotations
 
@@ -21,17 +23,23 @@ def filtered(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_every_group_of_a_filtered_run_trains(filtered: Path) -> None:
     records = metrics(filtered)
-    assert sum(record["rollout/groups_filtered"] for record in records) > 0, "nothing was filtered: choose another seed"
+    assert sum(record["rollout/groups_filtered"] for record in records) > 0, (
+        "nothing was filtered: choose another seed"
+    )
     for record in records:
         assert record["rollout/prompts_drawn"] - record["rollout/groups_filtered"] >= 8
         assert record["rollout/accuracy"] != record["reward/accuracy"]
-        assert 0.25 <= record["reward/accuracy"] <= 0.75, "of four responses one to three are right in every group"
+        assert 0.25 <= record["reward/accuracy"] <= 0.75, (
+            "of four responses one to three are right in every group"
+        )
 
 
 def test_a_filtered_run_resumes_bit_for_bit(filtered: Path, tmp_path: Path) -> None:
     """From a checkpoint behind a step that consumed more prompts than it trained on."""
     train(tmp_path / "run", *FILTER, "training.steps=2", method="grpo")
-    records = train(tmp_path / "run", *FILTER, "training.steps=4", "--resume", "auto", method="grpo")
+    records = train(
+        tmp_path / "run", *FILTER, "training.steps=4", "--resume", "auto", method="grpo"
+    )
     assert without_clocks(records) == without_clocks(metrics(filtered))
     for name in ("samples/step_000004.jsonl", "policy/model.safetensors"):
         assert (tmp_path / "run" / name).read_bytes() == (filtered / name).read_bytes(), name
@@ -39,17 +47,35 @@ def test_a_filtered_run_resumes_bit_for_bit(filtered: Path, tmp_path: Path) -> N
 
 def test_two_engines_decide_alike(filtered: Path, tmp_path: Path) -> None:
     for ours, single in zip(
-        train(tmp_path / "run", *FILTER, "training.steps=4", method="grpo", processes=2), metrics(filtered), strict=True
+        train(tmp_path / "run", *FILTER, "training.steps=4", method="grpo", processes=2),
+        metrics(filtered),
+        strict=True,
     ):
-        for name in ("rollout/prompts_drawn", "rollout/groups_filtered", "rollout/accuracy", "reward/accuracy"):
+        for name in (
+            "rollout/prompts_drawn",
+            "rollout/groups_filtered",
+            "rollout/accuracy",
+            "reward/accuracy",
+        ):
             assert ours[name] == single[name]
         assert ours["loss/policy"] == pytest.approx(single["loss/policy"], abs=1e-5)
 
 
 def test_a_run_of_dull_groups_goes_on_with_a_line(tmp_path: Path) -> None:
     """Nearly greedy sampling: the responses of a group are all the same."""
-    arguments = ["train", "--config", QUICKSTART / "grpo.yaml", f"run_dir={tmp_path / 'run'}", *FILTER]
-    arguments += ["rollout.temperature=0.001", "rollout.max_refills=1", "training.steps=1", "logging.to=[]"]
+    arguments = [
+        "train",
+        "--config",
+        QUICKSTART / "grpo.yaml",
+        f"run_dir={tmp_path / 'run'}",
+        *FILTER,
+    ]
+    arguments += [
+        "rollout.temperature=0.001",
+        "rollout.max_refills=1",
+        "training.steps=1",
+        "logging.to=[]",
+    ]
     done = run(*arguments, "data.prompts_per_step=4", "rollout.group_size=2")
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stderr.count("train the policy (rollout.max_refills=1)") == 1

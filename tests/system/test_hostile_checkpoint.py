@@ -17,9 +17,19 @@ from tests.helpers.quickstart import metrics, run
 
 pytestmark = pytest.mark.slow
 
-TRAIN = ("train", "--config", str(QUICKSTART / "dcpo.yaml"), "--resume", "auto", "data.prompts_per_step=4",
-         "rollout.group_size=4", "training.micro_batch_size=8", "logging.to=[]",
-         "logging.samples_interval=0", "training.save_interval=1")  # fmt: skip
+TRAIN = (
+    "train",
+    "--config",
+    str(QUICKSTART / "dcpo.yaml"),
+    "--resume",
+    "auto",
+    "data.prompts_per_step=4",
+    "rollout.group_size=4",
+    "training.micro_batch_size=8",
+    "logging.to=[]",
+    "logging.samples_interval=0",
+    "training.save_interval=1",
+)
 
 
 @pytest.fixture(scope="module")
@@ -35,8 +45,14 @@ def copied(one_step: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(one_step, tmp_path / "run"))
 
 
-WHOLE = ("code in the metadata", "code beside the tensors", "code in common.pt", "an odd number", "a terabyte",
-         "a file elsewhere")  # fmt: skip
+WHOLE = (
+    "code in the metadata",
+    "code beside the tensors",
+    "code in common.pt",
+    "an odd number",
+    "a terabyte",
+    "a file elsewhere",
+)
 
 
 @pytest.mark.parametrize("name", WHOLE)
@@ -72,8 +88,12 @@ def test_an_honest_resumption_looks_up_nothing_that_a_file_names(copied: Path) -
     """The full unpickler is used on what the ranks send each other, and on no file."""
     done = subprocess.run(
         [sys.executable, "-c", AUDITED, *TRAIN, f"run_dir={copied}", "training.steps=2"],
-        capture_output=True, text=True, cwd=REPOSITORY, env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=300,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        cwd=REPOSITORY,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        timeout=300,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     assert "after step 1" in done.stderr
     assert re.findall("LOOKED UP (.*)", done.stderr) == ["sys exit"]

@@ -1,4 +1,6 @@
-"""The lab end to end, three steps of it: a cell, cached, published; and ``dcpo probe`` on one and on two processes."""
+"""The lab end to end, three steps of it: a cell, cached, published; and ``dcpo probe`` on one and
+on two processes.
+"""
 
 from __future__ import annotations
 
@@ -14,26 +16,35 @@ from lab.testgrid import Lab, cells
 from tests.helpers.paths import REPOSITORY
 
 RECIPE = [
-    "--config", "examples/lab/recipe.yaml", "model.path=examples/lab/qwen3/policy",
-    "data.path=examples/lab/data/train.jsonl", "data.prompts_per_step=8",
-]  # fmt: skip
+    "--config",
+    "examples/lab/recipe.yaml",
+    "model.path=examples/lab/qwen3/policy",
+    "data.path=examples/lab/data/train.jsonl",
+    "data.prompts_per_step=8",
+]
 
 
 def run(*arguments: str, launcher: tuple[str, ...] = ("-m",)) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
     command = [sys.executable, *launcher, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, env=environment, timeout=500)
+    return subprocess.run(
+        command, capture_output=True, text=True, cwd=REPOSITORY, env=environment, timeout=500
+    )
 
 
 @pytest.mark.full  # tests/unit/lab has its parts
-def test_a_cell_is_trained_once_and_published(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_cell_is_trained_once_and_published(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level("INFO")
     small = ("data.prompts_per_step=8", "training.micro_batch_size=64")
     grid = Lab(tmp_path / "grid", jobs=1, steps=3, problems=16, overrides=small)
     for missing in (1, 0):
         grid.run(cells(["qwen3"], ["grpo"], [1]))
         assert caplog.messages.count(f"{missing} of 1 cells to run") == 1
-    shown = run("lab", "test-tables", "--grid", str(tmp_path / "grid"), "--out", str(tmp_path / "docs"))
+    shown = run(
+        "lab", "test-tables", "--grid", str(tmp_path / "grid"), "--out", str(tmp_path / "docs")
+    )
     assert shown.returncode == 0, shown.stderr
     found = json.loads((tmp_path / "docs" / "test.json").read_text())["policies"]["qwen3_2"]
     assert len(found["grpo"]["ece"]) == len(found["logistic"]["ece"]) == 1
@@ -47,15 +58,26 @@ def test_probe_leaves_numbers_that_do_not_depend_on_the_layout(tmp_path: Path) -
     assert (tmp_path / "one" / "probe.png").stat().st_size > 1000
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m")
     two = run(
-        "megatron_dcpo", "probe", *RECIPE, "parallel.tensor_model_parallel_size=2", "--batches", "2",
-        "--out", str(tmp_path / "two"), launcher=torchrun,
-    )  # fmt: skip
+        "megatron_dcpo",
+        "probe",
+        *RECIPE,
+        "parallel.tensor_model_parallel_size=2",
+        "--batches",
+        "2",
+        "--out",
+        str(tmp_path / "two"),
+        launcher=torchrun,
+    )
     assert two.returncode == 0, two.stderr
-    found, expected = (json.loads((tmp_path / name / "probe.json").read_text()) for name in ("two", "one"))
+    found, expected = (
+        json.loads((tmp_path / name / "probe.json").read_text()) for name in ("two", "one")
+    )
     assert found["policy"] == expected["policy"], "the same responses"
     same(found, expected)
     conflict, gradients = expected["conflict"], expected["gradients"]
-    assert abs(conflict["dcpo"]["plain"]["all"]["cosine"]) < abs(conflict["coupled"]["plain"]["all"]["cosine"])
+    assert abs(conflict["dcpo"]["plain"]["all"]["cosine"]) < abs(
+        conflict["coupled"]["plain"]["all"]["cosine"]
+    )
     assert gradients["counterfactual"]["variance"] < gradients["group_baseline"]["variance"]
 
 
@@ -78,7 +100,9 @@ def same(found: object, expected: object, where: str = "") -> None:
         (("objective.lam=2",), "objective.lam"),
     ],
 )
-def test_probe_refuses_bad_input_in_one_line(tmp_path: Path, arguments: tuple[str, ...], message: str) -> None:
+def test_probe_refuses_bad_input_in_one_line(
+    tmp_path: Path, arguments: tuple[str, ...], message: str
+) -> None:
     refused = run("megatron_dcpo", "probe", *RECIPE, *arguments, "--out", str(tmp_path))
     assert refused.returncode == 2
     assert message in refused.stderr.strip().splitlines()[-1]

@@ -1,4 +1,6 @@
-"""The page of ``dcpo report --serve`` in headless Chromium (``make test-browser``): a new step appears without a reload."""
+"""The page of ``dcpo report --serve`` in headless Chromium (``make test-browser``): a new step
+appears without a reload.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +19,14 @@ from tests.unit.evaluation.test_live import SAMPLE
 from tools.pictures import CHROMIUM
 
 pytestmark = pytest.mark.skipif(
-    not os.environ.get("DCPO_TEST_BROWSER") or CHROMIUM is None, reason="make test-browser runs this; it needs chromium"
+    not os.environ.get("DCPO_TEST_BROWSER") or CHROMIUM is None,
+    reason="make test-browser runs this; it needs chromium",
 )
 
 
-def test_a_new_step_appears_without_a_reload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_step_appears_without_a_reload(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     trained(tmp_path / "run")
     (tmp_path / "run" / "config.yaml").write_text("training:\n  steps: 177\n")
     (tmp_path / "run" / "samples").mkdir()
@@ -32,7 +37,12 @@ def test_a_new_step_appears_without_a_reload(tmp_path: Path, monkeypatch: pytest
         asked.append(root)
         if len(asked) == 2:
             with (root / "metrics.jsonl").open("a") as file:
-                last = {"step": 77, "reward/accuracy": 0.75, "time/step": 60.0, "tokens/s/step": 12345.0}
+                last = {
+                    "step": 77,
+                    "reward/accuracy": 0.75,
+                    "time/step": 60.0,
+                    "tokens/s/step": 12345.0,
+                }
                 file.write(json.dumps(last) + "\n")
         return tag(root)
 
@@ -41,14 +51,27 @@ def test_a_new_step_appears_without_a_reload(tmp_path: Path, monkeypatch: pytest
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         command = [
-            CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=9000", "--dump-dom",
-            f"--user-data-dir={tmp_path / 'profile'}", f"http://127.0.0.1:{server.server_port}/",
-        ]  # fmt: skip
+            CHROMIUM,
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--virtual-time-budget=9000",
+            "--dump-dom",
+            f"--user-data-dir={tmp_path / 'profile'}",
+            f"http://127.0.0.1:{server.server_port}/",
+        ]
         page = subprocess.run(map(str, command), capture_output=True, text=True, timeout=180).stdout
         server.shutdown()
         thread.join()
     assert len(asked) >= 2
-    assert '<p class="runs" id="state">step 77 of 177 · 12,345 tokens/s · about 1 h 40 min left</p>' in page
-    assert re.search(r"<span>0</span><span>step</span><span>77</span>.{,40}<figcaption>now 75.0%", page)
-    assert '<span class="reasoning" title="reasoning, advantage +0.5">&lt;/script&gt;</span>' in page
+    assert (
+        '<p class="runs" id="state">step 77 of 177 · 12,345 tokens/s · about 1 h 40 min left</p>'
+        in page
+    )
+    assert re.search(
+        r"<span>0</span><span>step</span><span>77</span>.{,40}<figcaption>now 75.0%", page
+    )
+    assert (
+        '<span class="reasoning" title="reasoning, advantage +0.5">&lt;/script&gt;</span>' in page
+    )
     assert '<span class="confidence" title="confidence, advantage -0.25">0.8</span>' in page

@@ -1,4 +1,6 @@
-"""Loggers: imported only when asked for, named when missing, fed with what metrics.jsonl holds, never the end of a run."""
+"""Loggers: imported only when asked for, named when missing, fed with what metrics.jsonl holds,
+never the end of a run.
+"""
 
 import json
 import os
@@ -71,7 +73,14 @@ def init(config, **options):
 
 
 def train(tmp_path, *overrides, **environment):
-    words = ("train", "--config", QUICKSTART / "dcpo.yaml", f"run_dir={tmp_path / 'run'}", *SMALL, *overrides)
+    words = (
+        "train",
+        "--config",
+        QUICKSTART / "dcpo.yaml",
+        f"run_dir={tmp_path / 'run'}",
+        *SMALL,
+        *overrides,
+    )
     paths = os.pathsep.join([str(tmp_path), str(REPOSITORY)])
     return run(*words, PYTHONPATH=paths, **environment)
 
@@ -79,7 +88,12 @@ def train(tmp_path, *overrides, **environment):
 def trained(tmp_path, name, *overrides):
     (tmp_path / f"{name}.py").write_text(FAKES[name])
     log = tmp_path / "log.jsonl"
-    small = ("training.steps=2", "training.export_hf=false", f"logging.to=[{name}]", "logging.project=p")
+    small = (
+        "training.steps=2",
+        "training.export_hf=false",
+        f"logging.to=[{name}]",
+        "logging.project=p",
+    )
     done = train(tmp_path, *small, *overrides, FAKE_LOG=str(log))
     assert done.returncode == 0, done.stderr[-2000:]
     return [json.loads(line) for line in log.read_text().splitlines()]
@@ -93,7 +107,9 @@ def test_metrics_reach_the_project(tmp_path, name):
     assert notes[-1] == {"finished": True}
     assert name == "swanlab" or {"artifacts": ["config.yaml", "report.html"]} in notes
     assert [step.pop("step_of") for step in steps] == [1, 2]
-    assert steps == [{k: v for k, v in row.items() if v is not None} for row in metrics(tmp_path / "run")]
+    assert steps == [
+        {k: v for k, v in row.items() if v is not None} for row in metrics(tmp_path / "run")
+    ]
 
 
 def test_a_resumed_run_continues_its_record(tmp_path):
@@ -112,23 +128,33 @@ def test_names_of_verl_on_request(tmp_path):
 
 def test_a_logger_that_fails_does_not_end_the_run(tmp_path):
     (tmp_path / "mine.py").write_text(
-        "class L:\n def log(self, step, metrics): raise OSError('no route')\n def finish(self, artifacts): 1 / 0\n"
+        "class L:\n def log(self, step, metrics): raise OSError('no route')\n def finish(self, "
+        "artifacts): 1 / 0\n"
         "def opened(directory, config, first_step): return L()\n"
     )
-    done = train(tmp_path, "training.steps=2", "training.export_hf=false", "logging.to=[mine:opened]")
+    done = train(
+        tmp_path, "training.steps=2", "training.export_hf=false", "logging.to=[mine:opened]"
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     assert (
-        done.stderr.count("logging.to=mine:opened failed to log (OSError: no route); the run goes on without it") == 1
+        done.stderr.count(
+            "logging.to=mine:opened failed to log (OSError: no route); the run goes on without it"
+        )
+        == 1
     )
     assert "ZeroDivision" not in done.stderr
     assert len(metrics(tmp_path / "run")) == 2
 
 
 def test_a_logger_that_cannot_be_opened_ends_the_run_in_one_line(tmp_path):
-    (tmp_path / "mine.py").write_text("def opened(directory, config, first_step): raise OSError('no such project')\n")
+    (tmp_path / "mine.py").write_text(
+        "def opened(directory, config, first_step): raise OSError('no such project')\n"
+    )
     done = train(tmp_path, "training.steps=1", "logging.to=[mine:opened]")
     assert done.returncode == 2
-    assert "logging.to=mine:opened cannot be opened (OSError: no such project); mend it" in done.stderr
+    assert (
+        "logging.to=mine:opened cannot be opened (OSError: no such project); mend it" in done.stderr
+    )
     assert "Traceback" not in done.stderr
 
 

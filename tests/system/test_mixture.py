@@ -1,4 +1,6 @@
-"""Several sources in one run: each judged by its own verifier, metrics per source, resumed bit for bit; a curriculum."""
+"""Several sources in one run: each judged by its own verifier, metrics per source, resumed bit for
+bit; a curriculum.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,10 @@ def config(tmp_path: Path) -> Path:
     products = {"path": str(QUICKSTART / "data" / "train.jsonl"), "name": "products", "weight": 2}
     sums = {"path": str(tmp_path / "sums.jsonl"), "verifier": f"{tmp_path / 'own.py'}:verify"}
     gym = {"path": GYM, "options": {"min_terms": 2, "max_terms": 2}, "size": 20}
-    values = {"base": str(QUICKSTART / "dcpo.yaml"), "data": {"path": [products, sums, gym], "max_prompt_length": 90}}
+    values = {
+        "base": str(QUICKSTART / "dcpo.yaml"),
+        "data": {"path": [products, sums, gym], "max_prompt_length": 90},
+    }
     path = tmp_path / "mixture.yaml"
     path.write_text(json.dumps(values))  # JSON is YAML
     return path
@@ -39,8 +44,12 @@ def train(config: Path, run_dir: Path, *overrides: object) -> list[dict[str, Any
     return metrics(run_dir)
 
 
-def test_sources_are_mixed_judged_and_measured_apart_and_resumed(config: Path, tmp_path: Path) -> None:
-    """Of 8 prompts a step 4, 2 and 2; filtered groups shift the positions, and a resumed run is at the same ones."""
+def test_sources_are_mixed_judged_and_measured_apart_and_resumed(
+    config: Path, tmp_path: Path
+) -> None:
+    """Of 8 prompts a step 4, 2 and 2; filtered groups shift the positions, and a resumed run is at
+    the same ones.
+    """
     more = ("rollout.filter_groups=true", "training.save_interval=2")
     whole = train(config, tmp_path / "whole", "training.steps=4", *more)
     train(config, tmp_path / "cut", "training.steps=2", *more)
@@ -60,24 +69,49 @@ def test_sources_are_mixed_judged_and_measured_apart_and_resumed(config: Path, t
 
 def test_a_curriculum_trains_on_the_least_first(tmp_path: Path) -> None:
     train(QUICKSTART / "dcpo.yaml", tmp_path / "run", "data.order=problem", "training.steps=1")
-    rows = [json.loads(line) for line in (tmp_path / "run" / "samples" / "step_000001.jsonl").read_text().splitlines()]
-    every = [json.loads(line)["problem"] for line in (QUICKSTART / "data" / "train.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line)
+        for line in (tmp_path / "run" / "samples" / "step_000001.jsonl").read_text().splitlines()
+    ]
+    every = [
+        json.loads(line)["problem"]
+        for line in (QUICKSTART / "data" / "train.jsonl").read_text().splitlines()
+    ]
     assert {row["problem"] for row in rows} == set(sorted(every)[:8])
 
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (("data.path=[a.jsonl,b/a.jsonl]",), "data.path: two sources are called a; give one of them another name"),
-        (("data.path=[{path: a.jsonl, weight: 0}]",), "data.path.sources.0.weight: Input should be greater than 0"),
-        (("data.path=[{path: a.jsonl, size: 3}]",), "options, size and seed are for path: reasoning_gym:TASK"),
-        (("data.path=[{path: a.jsonl, verifier: mth}]",), "expected math, code, exact, f1, choice, an import path"),
+        (
+            ("data.path=[a.jsonl,b/a.jsonl]",),
+            "data.path: two sources are called a; give one of them another name",
+        ),
+        (
+            ("data.path=[{path: a.jsonl, weight: 0}]",),
+            "data.path.sources.0.weight: Input should be greater than 0",
+        ),
+        (
+            ("data.path=[{path: a.jsonl, size: 3}]",),
+            "options, size and seed are for path: reasoning_gym:TASK",
+        ),
+        (
+            ("data.path=[{path: a.jsonl, verifier: mth}]",),
+            "expected math, code, exact, f1, choice, an import path",
+        ),
         (("data.path=[]",), "data.path.sources: Tuple should have at least 1 item"),
         (("data.path=3",), "data.path"),
     ],
 )
 def test_a_bad_source_is_one_line(tmp_path: Path, overrides: tuple[str, ...], message: str) -> None:
-    done = run("train", "--config", QUICKSTART / "dcpo.yaml", "--dry-run", f"run_dir={tmp_path}", *overrides)
+    done = run(
+        "train",
+        "--config",
+        QUICKSTART / "dcpo.yaml",
+        "--dry-run",
+        f"run_dir={tmp_path}",
+        *overrides,
+    )
     assert done.returncode == 2
     assert message in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
@@ -85,12 +119,23 @@ def test_a_bad_source_is_one_line(tmp_path: Path, overrides: tuple[str, ...], me
 
 def test_a_task_of_reasoning_gym_is_a_benchmark(tmp_path: Path) -> None:
     """Its samples hold what judging them again needs."""
-    sampled = ("--model", QUICKSTART / "policy", "--template", "raw", "--max-tokens", 8, "--repeats", 1)
+    sampled = (
+        "--model",
+        QUICKSTART / "policy",
+        "--template",
+        "raw",
+        "--max-tokens",
+        8,
+        "--repeats",
+        1,
+    )
     task = ("--benchmarks", "reasoning_gym:leg_counting?size=3")
     again = ("--samples", tmp_path / "one" / "samples.jsonl", "--rejudge")
     for source, out in (((*sampled, *task), "one"), (again, "two")):
         done = run("evaluate", *source, "--out", tmp_path / out, "--resamples", 0)
         assert done.returncode == 0, done.stderr[-3000:]
-    one, two = ((tmp_path / out / "samples.jsonl").read_text().splitlines() for out in ("one", "two"))
+    one, two = (
+        (tmp_path / out / "samples.jsonl").read_text().splitlines() for out in ("one", "two")
+    )
     assert one == two
     assert [json.loads(line)["logged"] for line in one] == [{"score": 0.0}] * 3

@@ -1,4 +1,6 @@
-"""docs/one_step.md is what tools/one_step.py makes of the code as it is; numbers may round differently on another CPU."""
+"""docs/one_step.md is what tools/one_step.py makes of the code as it is; numbers may round
+differently on another CPU.
+"""
 
 from __future__ import annotations
 
@@ -29,12 +31,23 @@ def test_the_page_of_one_step_is_up_to_date(made: str) -> None:
     shown = (ROOT / "docs" / "one_step.md").read_text()
     assert NUMBER.sub("0", made) == NUMBER.sub("0", shown)
     numbers = zip(NUMBER.findall(made), NUMBER.findall(shown), strict=True)
-    assert not [(new, old) for new, old in numbers if float(new) != pytest.approx(float(old), abs=2e-3)]
+    assert not [
+        (new, old) for new, old in numbers if float(new) != pytest.approx(float(old), abs=2e-3)
+    ]
 
 
 def test_a_step_builds_objects_of_few_classes(made: str) -> None:
-    """Counted in a run, under ``sys.setprofile`` and ``threading.setprofile``: records, methods, and parts of the run."""
+    """Counted in a run, under ``sys.setprofile`` and ``threading.setprofile``: records, methods,
+    and parts of the run.
+    """
     classes = [name for names in CLASSES.findall(made) for name in names.split(", ")]
-    assert {"Prompt", "Response", "Judgement", "TrainingSample", "MicroBatch", "TokenOutputs"} <= set(classes)
+    assert {
+        "Prompt",
+        "Response",
+        "Judgement",
+        "TrainingSample",
+        "MicroBatch",
+        "TokenOutputs",
+    } <= set(classes)
     assert {"Method", "Sampler", "Updater"} <= set(classes), "the count sees other subpackages too"
     assert len(set(classes)) == len(classes) <= 15

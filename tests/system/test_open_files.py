@@ -1,4 +1,6 @@
-"""A shell's limit of open files does not limit a job: gloo connects every process group to each of its ranks."""
+"""A shell's limit of open files does not limit a job: gloo connects every process group to each of
+its ranks.
+"""
 
 import os
 import resource
@@ -20,10 +22,24 @@ LIMIT = 64  # two ranks need more
 def test_the_soft_limit_is_raised(tmp_path, launcher):
     if launcher[0].startswith("torch"):
         launcher += ["--nproc-per-node", "2", "-m", "megatron_dcpo"]
-    small = [*SMALL, "training.steps=1", "training.export_hf=false", "training.gradient_probe_interval=0"]
+    small = [
+        *SMALL,
+        "training.steps=1",
+        "training.export_hf=false",
+        "training.gradient_probe_interval=0",
+    ]
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     done = subprocess.run(
-        [sys.executable, "-m", *launcher, "train", "--config", QUICKSTART / "grpo.yaml", f"run_dir={tmp_path}", *small],
+        [
+            sys.executable,
+            "-m",
+            *launcher,
+            "train",
+            "--config",
+            QUICKSTART / "grpo.yaml",
+            f"run_dir={tmp_path}",
+            *small,
+        ],
         capture_output=True,
         text=True,
         env=os.environ | ENVIRONMENT,

@@ -1,4 +1,6 @@
-"""A method of one's own, in a file outside the package: it trains by its path, and a bad path is one clear line."""
+"""A method of one's own, in a file outside the package: it trains by its path, and a bad path is
+one clear line.
+"""
 
 from __future__ import annotations
 
@@ -44,8 +46,19 @@ def directory(tmp_path: Path) -> Path:
 
 def train(directory: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
     """``dcpo train`` in ``directory``, which is no checkout."""
-    paths = (f"model.path={QUICKSTART / 'policy'}", f"data.path={QUICKSTART / 'data' / 'train.jsonl'}")
-    arguments = ("train", "--config", QUICKSTART / "dcpo.yaml", *paths, *SMALL, "training.steps=2", *overrides)
+    paths = (
+        f"model.path={QUICKSTART / 'policy'}",
+        f"data.path={QUICKSTART / 'data' / 'train.jsonl'}",
+    )
+    arguments = (
+        "train",
+        "--config",
+        QUICKSTART / "dcpo.yaml",
+        *paths,
+        *SMALL,
+        "training.steps=2",
+        *overrides,
+    )
     return run(*arguments, cwd=directory, PYTHONPATH=str(REPOSITORY))
 
 
@@ -79,10 +92,19 @@ def test_it_trains_and_its_option_counts(directory: Path) -> None:
             ("objective.name=nowhere.py:METHOD",),
             "objective.name=nowhere.py:METHOD: no such file nowhere.py (looked for in",
         ),
-        (("objective.name=my_method.py:METHODS",), "my_method.py has no 'METHODS'; did you mean 'METHOD'?"),
-        (("objective.name=my_method.py:NUMBER",), "expected a Method of megatron_dcpo.objectives, got 3"),
+        (
+            ("objective.name=my_method.py:METHODS",),
+            "my_method.py has no 'METHODS'; did you mean 'METHOD'?",
+        ),
+        (
+            ("objective.name=my_method.py:NUMBER",),
+            "expected a Method of megatron_dcpo.objectives, got 3",
+        ),
         (("objective.name=my_method.py:a-name",), "expected file.py:name or package.module:name"),
-        (("objective.name=no.such.module:METHOD",), "no module named 'no'; install it or set PYTHONPATH"),
+        (
+            ("objective.name=no.such.module:METHOD",),
+            "no module named 'no'; install it or set PYTHONPATH",
+        ),
         (
             ("objective.name=my_method.py:METHOD", "objective.options.gama=2"),
             "objective.gama has no effect with objective.name=my_method.py:METHOD",
@@ -93,7 +115,9 @@ def test_it_trains_and_its_option_counts(directory: Path) -> None:
         ),
     ],
 )
-def test_a_bad_path_or_option_is_one_line(directory: Path, overrides: tuple[str, ...], message: str) -> None:
+def test_a_bad_path_or_option_is_one_line(
+    directory: Path, overrides: tuple[str, ...], message: str
+) -> None:
     done = train(directory, "--dry-run", "run_dir=run", *overrides)
     assert done.returncode == 2
     assert message in done.stderr

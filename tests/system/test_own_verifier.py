@@ -1,4 +1,6 @@
-"""A user's verifier in a run: it decides R, its errors are counted, too many end the run with everything saved."""
+"""A user's verifier in a run: it decides R, its errors are counted, too many end the run with
+everything saved.
+"""
 
 from __future__ import annotations
 
@@ -43,8 +45,13 @@ def dcpo(directory: Path, *arguments: object) -> subprocess.CompletedProcess[str
 
 
 def train(directory: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
-    paths = (f"model.path={QUICKSTART / 'policy'}", f"data.path={QUICKSTART / 'data' / 'train.jsonl'}")
-    return dcpo(directory, "train", "--config", QUICKSTART / "dcpo.yaml", *paths, *SMALL, *overrides)
+    paths = (
+        f"model.path={QUICKSTART / 'policy'}",
+        f"data.path={QUICKSTART / 'data' / 'train.jsonl'}",
+    )
+    return dcpo(
+        directory, "train", "--config", QUICKSTART / "dcpo.yaml", *paths, *SMALL, *overrides
+    )
 
 
 def test_it_trains_as_the_built_in_one_where_both_agree(directory: Path) -> None:
@@ -60,19 +67,23 @@ def test_it_trains_as_the_built_in_one_where_both_agree(directory: Path) -> None
     ]
     assert [row["verifier/score"] for row in own] == [row["reward/accuracy"] for row in math]
     assert [row["format/verifier_error"] for row in own] == [0.0, 0.0]
-    first = json.loads((directory / "own" / "samples" / "step_000001.jsonl").read_text().splitlines()[0])
+    first = json.loads(
+        (directory / "own" / "samples" / "step_000001.jsonl").read_text().splitlines()[0]
+    )
     assert first["logged"].keys() == {"score", "length"}
 
 
 def test_too_many_errors_end_the_run_and_it_goes_on_when_mended(directory: Path) -> None:
-    """The step that was not judged is not trained: what is resumed is what an undisturbed run is, bit for bit."""
+    """The step that was not judged is not trained: what is resumed is what an undisturbed run is,
+    bit for bit.
+    """
     own = ("judging.verifier=my_reward.py:fails", "training.steps=4", "training.save_interval=2")
     done = train(directory, "run_dir=run", *own)
     assert done.returncode == 2
     last = done.stderr.strip().splitlines()[-1]
     assert (
-        "judging.verifier: 32 of 32 responses (step 3) could not be judged, more than judging.max_error_rate=0.05"
-        in last
+        "judging.verifier: 32 of 32 responses (step 3) could not be judged, more than "
+        "judging.max_error_rate=0.05" in last
     )
     assert last.endswith("saved after step 2; --resume auto continues run")
     assert done.stderr.count("RuntimeError: no more (") == 1
@@ -90,13 +101,24 @@ def test_evaluation_keeps_what_judging_again_needs(directory: Path) -> None:
     """``--samples --rejudge`` gives the same verdicts from the columns beside the samples."""
     own = ("--verifier", "my_reward.py:verify", "--resamples", 0)
     held_out = f"mine={QUICKSTART / 'data' / 'heldout.jsonl'}"
-    sampled = ("--model", QUICKSTART / "policy", "--benchmarks", held_out, "--limit", 20, "--repeats", 1)
+    sampled = (
+        "--model",
+        QUICKSTART / "policy",
+        "--benchmarks",
+        held_out,
+        "--limit",
+        20,
+        "--repeats",
+        1,
+    )
     shown: list[dict[str, Any]] = []
     for source in (
         (*sampled, "--template", "raw", "--max-tokens", 32),
         ("--samples", "one/samples.jsonl", "--rejudge"),
     ):
-        done = dcpo(directory, "evaluate", *source, *own, "--out", "two" if shown else "one", "--json")
+        done = dcpo(
+            directory, "evaluate", *source, *own, "--out", "two" if shown else "one", "--json"
+        )
         assert done.returncode == 0, done.stderr[-2000:]
         shown.append(json.loads(done.stdout)["benchmarks"])
     assert shown[0] == shown[1]
@@ -109,16 +131,28 @@ def test_evaluation_keeps_what_judging_again_needs(directory: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (("judging.verifier=my_reward.py:verfy",), "my_reward.py has no 'verfy'; did you mean 'verify'?"),
+        (
+            ("judging.verifier=my_reward.py:verfy",),
+            "my_reward.py has no 'verfy'; did you mean 'verify'?",
+        ),
         (
             ("judging.verifier=mth",),
-            "judging.verifier: expected math, code, exact, f1, choice, an import path as my_reward.py:verify",
+            "judging.verifier: expected math, code, exact, f1, choice, an import path as "
+            "my_reward.py:verify",
         ),
-        (("judging.verifier=my_reward.py:extract_boxed",), "expected verify(response, answer, *, problem, **columns)"),
-        (("judging.graded=true",), "judging.graded and judging.threshold are for f1, or a verifier of your own"),
+        (
+            ("judging.verifier=my_reward.py:extract_boxed",),
+            "expected verify(response, answer, *, problem, **columns)",
+        ),
+        (
+            ("judging.graded=true",),
+            "judging.graded and judging.threshold are for f1, or a verifier of your own",
+        ),
     ],
 )
-def test_a_bad_option_is_one_line(directory: Path, overrides: tuple[str, ...], message: str) -> None:
+def test_a_bad_option_is_one_line(
+    directory: Path, overrides: tuple[str, ...], message: str
+) -> None:
     done = train(directory, "--dry-run", "run_dir=run", *overrides)
     assert done.returncode == 2
     assert message in done.stderr

@@ -1,4 +1,6 @@
-"""``rollout.max_staleness``: a rollout ends when its batch is full, and the next step goes on with what is unfinished."""
+"""``rollout.max_staleness``: a rollout ends when its batch is full, and the next step goes on with
+what is unfinished.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,12 @@ PARTIAL = (
     "objective.tis_level=token",
     "logging.samples_interval=1",
 )
-NAMES = ("rollout/carried", "rollout/staleness_mean", "rollout/staleness_max", "rollout/utilization")
+NAMES = (
+    "rollout/carried",
+    "rollout/staleness_mean",
+    "rollout/staleness_max",
+    "rollout/utilization",
+)
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +42,9 @@ def test_a_run_carries_and_corrects(carried: Path) -> None:
     assert all(0 < record["rollout/staleness_mean"] < 1 for record in records[1:])
     assert all(0 < record["rollout/utilization"] <= 1 for record in records)
     assert records[0]["tis_weight"] == pytest.approx(1, abs=1e-5)
-    assert all(abs(record["tis_weight"] - 1) > 1e-5 for record in records[1:]), "old tokens have other weights"
+    assert all(abs(record["tis_weight"] - 1) > 1e-5 for record in records[1:]), (
+        "old tokens have other weights"
+    )
     assert records[0]["engine/kl"] < 1e-9 < records[1]["engine/kl"]
 
 
@@ -43,17 +52,27 @@ def test_a_carrying_run_resumes_bit_for_bit(carried: Path, tmp_path: Path) -> No
     train(tmp_path / "run", *PARTIAL, "training.steps=2")
     records = train(tmp_path / "run", *PARTIAL, "training.steps=4", "--resume", "auto")
     assert without_clocks(records) == without_clocks(metrics(carried))
-    for name in ("samples/step_000003.jsonl", "samples/step_000004.jsonl", "policy/model.safetensors"):
+    for name in (
+        "samples/step_000003.jsonl",
+        "samples/step_000004.jsonl",
+        "policy/model.safetensors",
+    ):
         assert (tmp_path / "run" / name).read_bytes() == (carried / name).read_bytes(), name
 
 
-def test_without_the_option_what_is_carried_is_not_thrown_away(carried: Path, tmp_path: Path) -> None:
+def test_without_the_option_what_is_carried_is_not_thrown_away(
+    carried: Path, tmp_path: Path
+) -> None:
     done = alone(
-        "failing_engine", tmp_path, options("none", carried, "rollout.max_staleness=0", "rollout.oversample=1")
+        "failing_engine",
+        tmp_path,
+        options("none", carried, "rollout.max_staleness=0", "rollout.oversample=1"),
     )
     assert done.returncode == 2
     assert "the checkpoint of step 4 carries responses that the next step continues" in done.stderr
-    done = alone("failing_engine", tmp_path, options("none", carried, "rollout.max_response_length=4"))
+    done = alone(
+        "failing_engine", tmp_path, options("none", carried, "rollout.max_response_length=4")
+    )
     assert done.returncode == 2
     assert "set rollout.max_response_length above that to resume" in done.stderr
 
@@ -64,15 +83,21 @@ def options(mode: str, run_dir: Path, *overrides: str) -> dict[str, Any]:
 
 
 def test_a_signal_in_the_rollout_loses_nothing(carried: Path, tmp_path: Path) -> None:
-    done = alone("failing_engine", tmp_path, options("signal", tmp_path / "run", "training.steps=4"))
+    done = alone(
+        "failing_engine", tmp_path, options("signal", tmp_path / "run", "training.steps=4")
+    )
     assert done.returncode == EXIT_REQUEUE, done.stderr[-2000:]
     assert "stopped by SIGTERM after step 2 of 4, saved" in done.stderr
     records = train(tmp_path / "run", *PARTIAL, "training.steps=4", "--resume", "auto")
     assert without_clocks(records) == without_clocks(metrics(carried))
 
 
-def test_an_engine_that_fails_goes_on_behind_what_was_finished(carried: Path, tmp_path: Path) -> None:
-    done = alone("failing_engine", tmp_path, options("midway", tmp_path / "run", "training.steps=4"))
+def test_an_engine_that_fails_goes_on_behind_what_was_finished(
+    carried: Path, tmp_path: Path
+) -> None:
+    done = alone(
+        "failing_engine", tmp_path, options("midway", tmp_path / "run", "training.steps=4")
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     assert "starts anew" in done.stderr
     for ours, single in zip(metrics(tmp_path / "run"), metrics(carried), strict=True):
@@ -86,6 +111,9 @@ def test_two_engines_carry_too_and_go_on_from_one(carried: Path, tmp_path: Path)
     train(tmp_path / "one", *PARTIAL, "training.steps=2")
     resumed = train(tmp_path / "one", *PARTIAL, "training.steps=4", "--resume", "auto", processes=2)
     assert without_clocks(resumed)[:2] == without_clocks(metrics(carried))[:2]
-    for record in (*resumed[2:], *train(tmp_path / "two", *PARTIAL, "training.steps=3", processes=2)[1:]):
+    for record in (
+        *resumed[2:],
+        *train(tmp_path / "two", *PARTIAL, "training.steps=3", processes=2)[1:],
+    ):
         assert all(np.isfinite(record[name]) for name in NAMES)
         assert (record["rollout/staleness_max"], record["rollout/carried"] > 0) == (1, True)

@@ -1,4 +1,6 @@
-"""``model.adapter`` as a user runs it: trained, resumed at other layouts, exported merged and as an adapter."""
+"""``model.adapter`` as a user runs it: trained, resumed at other layouts, exported merged and as an
+adapter.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,10 @@ def test_the_policy_is_its_base_plus_the_adapter(finished: Path) -> None:
             changed += 1
             assert np.abs(policy[name] - base[name]).max() > 0
         np.testing.assert_allclose(policy[name], value, atol=1e-6, err_msg=name)
-    assert changed == 7 * json.loads((finished / "policy" / "config.json").read_text())["num_hidden_layers"]
+    assert (
+        changed
+        == 7 * json.loads((finished / "policy" / "config.json").read_text())["num_hidden_layers"]
+    )
 
 
 def test_peft_loads_it(finished: Path) -> None:
@@ -66,22 +71,34 @@ def test_peft_loads_it(finished: Path) -> None:
 
     base = AutoModelForCausalLM.from_pretrained(QUICKSTART / "policy", dtype=torch.float32)
     merged = AutoModelForCausalLM.from_pretrained(finished / "policy", dtype=torch.float32)
-    model, ids = peft.PeftModel.from_pretrained(base, str(finished / "adapter")).eval(), torch.arange(1, 40)[None]
+    model, ids = (
+        peft.PeftModel.from_pretrained(base, str(finished / "adapter")).eval(),
+        torch.arange(1, 40)[None],
+    )
     with torch.no_grad():
-        torch.testing.assert_close(model(input_ids=ids).logits, merged(input_ids=ids).logits, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(
+            model(input_ids=ids).logits, merged(input_ids=ids).logits, atol=1e-4, rtol=1e-4
+        )
 
 
 def test_what_is_sampled_is_what_is_trained(finished: Path) -> None:
     rows = metrics(finished)
     assert max(row["engine/logprob_diff_max"] for row in rows) < 1e-4
-    assert rows[0]["loss/kl"] == pytest.approx(0, abs=1e-6)  # of the frozen policy without its adapter: no second copy
+    assert rows[0]["loss/kl"] == pytest.approx(
+        0, abs=1e-6
+    )  # of the frozen policy without its adapter: no second copy
     assert rows[-1]["loss/kl"] > 1e-5
     assert rows[-1]["grad_norm/total"] > 0
     assert rows[0]["learning_rate"] == 0.01 > rows[-1]["learning_rate"] > 0
 
 
 def test_a_checkpoint_is_exported_merged(finished: Path, tmp_path: Path) -> None:
-    directories = ("--from", finished / "checkpoints", "--to", tmp_path / "hf")  # config.yaml names the model
+    directories = (
+        "--from",
+        finished / "checkpoints",
+        "--to",
+        tmp_path / "hf",
+    )  # config.yaml names the model
     done = run("convert", "export", *directories, "--verify")
     assert done.returncode == 0, done.stderr
     expected = weights(finished / "policy")
@@ -89,11 +106,15 @@ def test_a_checkpoint_is_exported_merged(finished: Path, tmp_path: Path) -> None
         np.testing.assert_allclose(value, expected[name], atol=1e-6, err_msg=name)
 
 
-def test_resumption_is_bit_for_bit_and_works_at_another_layout(finished: Path, tmp_path: Path) -> None:
+def test_resumption_is_bit_for_bit_and_works_at_another_layout(
+    finished: Path, tmp_path: Path
+) -> None:
     for layout in ((), ("parallel.tensor_model_parallel_size=2",)):
         again = tmp_path / f"again{len(layout)}"
         (again / "checkpoints").mkdir(parents=True)
-        (again / "checkpoints" / "iter_0000002").symlink_to(finished / "checkpoints" / "iter_0000002")
+        (again / "checkpoints" / "iter_0000002").symlink_to(
+            finished / "checkpoints" / "iter_0000002"
+        )
         (again / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("2")
         train(again, *OPTIONS, *layout, "training.resume=auto", processes=1 + len(layout))
         if not layout:
@@ -113,8 +134,16 @@ def test_resumption_is_bit_for_bit_and_works_at_another_layout(finished: Path, t
         (("model.adapter=null",), "was saved with model.adapter"),
     ],
 )
-def test_another_way_to_train_does_not_resume(finished: Path, changed: tuple[str, ...], words: str) -> None:
-    options = (*OPTIONS, *changed, "training.resume=auto", "training.steps=5", "objective.kl_coef=null")
+def test_another_way_to_train_does_not_resume(
+    finished: Path, changed: tuple[str, ...], words: str
+) -> None:
+    options = (
+        *OPTIONS,
+        *changed,
+        "training.resume=auto",
+        "training.steps=5",
+        "objective.kl_coef=null",
+    )
     done = run("train", "--config", QUICKSTART / "dcpo.yaml", f"run_dir={finished}", *options)
     assert done.returncode == 2
     assert len(done.stderr.strip().splitlines()) == 1
@@ -125,15 +154,27 @@ def test_another_way_to_train_does_not_resume(finished: Path, changed: tuple[str
 @pytest.mark.parametrize(
     ("command", "overrides", "words"),
     [
-        ("train", ("training.train=adapter",), "training.train was removed, take it out: model.adapter alone says"),
-        ("train", ("model.adapter.rank=4", "optimizer.adapter_lr=0.1"), "optimizer.adapter_lr was removed"),
+        (
+            "train",
+            ("training.train=adapter",),
+            "training.train was removed, take it out: model.adapter alone says",
+        ),
+        (
+            "train",
+            ("model.adapter.rank=4", "optimizer.adapter_lr=0.1"),
+            "optimizer.adapter_lr was removed",
+        ),
         ("train", ("model.adapter.rank=0",), "model.adapter.rank"),
         ("probe", ("model.adapter.rank=4",), "own parameters"),
     ],
 )
-def test_contradictions_are_one_line(command: str, overrides: tuple[str, ...], words: str, tmp_path: Path) -> None:
+def test_contradictions_are_one_line(
+    command: str, overrides: tuple[str, ...], words: str, tmp_path: Path
+) -> None:
     out = ("--out", tmp_path / "probe") if command == "probe" else ()
-    done = run(command, "--config", QUICKSTART / "dcpo.yaml", *out, f"run_dir={tmp_path}/run", *overrides)
+    done = run(
+        command, "--config", QUICKSTART / "dcpo.yaml", *out, f"run_dir={tmp_path}/run", *overrides
+    )
     assert done.returncode == 2
     assert len(done.stderr.strip().splitlines()) == 1
     assert words in done.stderr

@@ -13,12 +13,28 @@ from megatron_dcpo.evaluation.posthoc import Posthoc, is_held_out, problem_of
 from megatron_dcpo.evaluation.samples import read_samples
 from tests.helpers.paths import QUICKSTART
 
-SAMPLING = ["--template", "raw", "--max-tokens", "40", "--temperature", "1", "--top-p", "1", "--top-k", "0"]
+SAMPLING = [
+    "--template",
+    "raw",
+    "--max-tokens",
+    "40",
+    "--temperature",
+    "1",
+    "--top-p",
+    "1",
+    "--top-k",
+    "0",
+]
 SAMPLING += ["--batch-size", "512", "--resamples", "0", "--engine", "transformers"]
 
 
 def evaluate(out: Path, data: str, *options: object) -> None:
-    model = ["--model", str(QUICKSTART / "policy"), "--benchmarks", f"{data}={QUICKSTART / 'data' / data}.jsonl"]
+    model = [
+        "--model",
+        str(QUICKSTART / "policy"),
+        "--benchmarks",
+        f"{data}={QUICKSTART / 'data' / data}.jsonl",
+    ]
     assert main(["evaluate", *model, *SAMPLING, "--out", str(out), *map(str, options)]) == 0
 
 
@@ -34,7 +50,15 @@ def test_confclass_learns_from_log_probs_and_is_used_again(
     sampled: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     saved = tmp_path / "confclass.npz"
-    arguments = ["calibrate", "--samples", str(sampled / "samples.jsonl"), "--method", "confclass", "--out", str(saved)]
+    arguments = [
+        "calibrate",
+        "--samples",
+        str(sampled / "samples.jsonl"),
+        "--method",
+        "confclass",
+        "--out",
+        str(saved),
+    ]
     capsys.readouterr()
     assert main([*arguments, "--json"]) == 0
     held_out = json.loads(capsys.readouterr().out)["held_out"]
@@ -45,9 +69,12 @@ def test_confclass_learns_from_log_probs_and_is_used_again(
     samples = read_samples(sampled / "samples.jsonl")
     assert all(sample.features is not None and len(sample.features) == 60 for sample in samples)
     outside = [sample for sample in samples if is_held_out(problem_of(sample), 0.2, 0)]
-    assert {len([s for s in outside if s.prompt_id == p]) for p in {s.prompt_id for s in outside}} == {8}
+    assert {
+        len([s for s in outside if s.prompt_id == p]) for p in {s.prompt_id for s in outside}
+    } == {8}
     assert held_out["confclass"]["n"] == len(outside)
-    # The raw token probability is over-confident; what is learnt from the log-probs is less so, on other problems.
+    # The raw token probability is over-confident; what is learnt from the log-probs is less so, on
+    # other problems.
     assert held_out["confclass"]["ece"] < held_out["token"]["ece"]
     assert held_out["confclass"]["brier"] < held_out["token"]["brier"]
     assert held_out["confclass"]["auroc"] > 0.6
@@ -66,7 +93,9 @@ def test_confclass_learns_from_log_probs_and_is_used_again(
     assert scores["posthoc"]["ece"] < scores["token"]["ece"]
 
 
-def test_scalings_of_the_same_samples(sampled: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_scalings_of_the_same_samples(
+    sampled: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for method in ("temperature", "platt", "isotonic"):
         saved = tmp_path / f"{method}.npz"
         options = ["--method", method, "--source", "verbal", "--out", str(saved), "--json"]
@@ -75,6 +104,13 @@ def test_scalings_of_the_same_samples(sampled: Path, tmp_path: Path, capsys: pyt
         held_out = json.loads(capsys.readouterr().out)["held_out"]
         assert held_out[method]["ece"] < held_out["verbal"]["ece"]
     saved = tmp_path / "platt.npz"
-    source = ["--samples", str(sampled / "samples.jsonl"), "--posthoc", str(saved), "--resamples", "0"]
+    source = [
+        "--samples",
+        str(sampled / "samples.jsonl"),
+        "--posthoc",
+        str(saved),
+        "--resamples",
+        "0",
+    ]
     assert main(["evaluate", *source, "--out", str(tmp_path / "scored")]) == 0
     assert "posthoc" in json.loads((tmp_path / "scored" / "evaluation.json").read_text())["overall"]

@@ -1,4 +1,6 @@
-"""A run directory says where its run comes from, and nothing of an earlier run is lost or changed in silence."""
+"""A run directory says where its run comes from, and nothing of an earlier run is lost or changed
+in silence.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,10 @@ def test_a_resume_says_what_differs_and_keeps_what_was(finished: Path, tmp_path:
     assert "resumed with objective.lam=1.0, before 0.5" in done.stderr
     assert "resumed with optimizer.lr=1e-05, before 0.0003" in done.stderr
     assert "FutureWarning" not in done.stderr
-    assert [entry["after_step"] for entry in json.loads((tmp_path / "run" / "run.json").read_text())["launches"]] == [
+    assert [
+        entry["after_step"]
+        for entry in json.loads((tmp_path / "run" / "run.json").read_text())["launches"]
+    ] == [
         0,
         2,
     ]
@@ -71,7 +76,11 @@ def test_a_resume_refuses_what_cannot_change(finished: Path, tmp_path: Path, wha
     done = again(finished, tmp_path / "run", *overrides, config=QUICKSTART / f"{name}.yaml")
     assert done.returncode == 2, done.stderr[-2000:]
     line = done.stderr.strip().splitlines()[-1]
-    expected = "started with objective.name=dcpo, not grpo" if what == "method" else f"started with another {what}"
+    expected = (
+        "started with objective.name=dcpo, not grpo"
+        if what == "method"
+        else f"started with another {what}"
+    )
     assert expected in line
     for name in ("config.yaml", "run.json", "metrics.jsonl"):
         assert (tmp_path / "run" / name).read_bytes() == (finished / name).read_bytes()
@@ -91,10 +100,21 @@ def test_a_run_without_a_checkpoint_is_moved_aside(finished: Path, tmp_path: Pat
 def test_a_hopeless_run_says_so_and_stops_where_asked(tmp_path: Path) -> None:
     """A policy that cannot finish a response within two tokens: everything is malformed."""
     overrides = ("rollout.max_response_length=2", "training.steps=30", "training.on_warning=stop")
-    done = run("train", "--config", QUICKSTART / "dcpo.yaml", f"run_dir={tmp_path / 'run'}", *SMALL, *overrides)
+    done = run(
+        "train",
+        "--config",
+        QUICKSTART / "dcpo.yaml",
+        f"run_dir={tmp_path / 'run'}",
+        *SMALL,
+        *overrides,
+    )
     assert done.returncode == 2
     assert "no response states a valid confidence" in done.stderr
     assert "training.on_warning=stop; saved" in done.stderr.splitlines()[-1]
     assert len(metrics(tmp_path / "run")) == 5
-    assert (tmp_path / "run" / "checkpoints" / "latest_checkpointed_iteration.txt").read_text() == "5"
-    assert {json.loads(line)["watcher"] for line in (tmp_path / "run" / "warnings.jsonl").open()} >= {"all_malformed"}
+    assert (
+        tmp_path / "run" / "checkpoints" / "latest_checkpointed_iteration.txt"
+    ).read_text() == "5"
+    assert {
+        json.loads(line)["watcher"] for line in (tmp_path / "run" / "warnings.jsonl").open()
+    } >= {"all_malformed"}

@@ -1,4 +1,6 @@
-"""``report.html`` in headless Chromium, from a file, without a network: on a phone and on a desktop."""
+"""``report.html`` in headless Chromium, from a file, without a network: on a phone and on a
+desktop.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ from megatron_dcpo.evaluation.scoring import score_samples
 from tests.helpers.evaluated import make_samples, trained
 from tools.pictures import CHROMIUM
 
-# Runs in a copy of the page once everything is loaded; what it finds is read from the dumped outer document.
+# Runs in a copy of the page once everything is loaded; what it finds is read from the dumped outer
+# document.
 PROBE = """
 <script>
 addEventListener("load", () => {
@@ -56,10 +59,18 @@ def probe(page: Path, width: int, tmp_path: Path) -> dict[str, object]:
         text = f"<html><body>{frame}</body></html>"
     probed.write_text(text)
     command = [
-        CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--virtual-time-budget=20000",
-        "--host-resolver-rules=MAP * ~NOTFOUND", f"--user-data-dir={tmp_path / 'profile'}",
-        f"--window-size={max(width, 500)},1000", "--dump-dom", probed.as_uri(),
-    ]  # fmt: skip
+        CHROMIUM,
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--hide-scrollbars",
+        "--virtual-time-budget=20000",
+        "--host-resolver-rules=MAP * ~NOTFOUND",
+        f"--user-data-dir={tmp_path / 'profile'}",
+        f"--window-size={max(width, 500)},1000",
+        "--dump-dom",
+        probed.as_uri(),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=180)
     found = re.search(r'<html[^>]* data-probe="([^"]*)"', done.stdout)
     assert found is not None, done.stderr[-2000:]
@@ -69,13 +80,17 @@ def probe(page: Path, width: int, tmp_path: Path) -> dict[str, object]:
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three runs, one with a long name, of two benchmarks, with training curves and the paper's numbers."""
+    """Three runs, one with a long name, of two benchmarks, with training curves and the paper's
+    numbers.
+    """
     root = tmp_path_factory.mktemp("runs")
     names = ["base", "grpo", "dcpo_with_a_rather_long_name/of_a_run"]
     for seed, name in enumerate(names):
         samples = make_samples(seed=seed)
         samples += [replace(sample, benchmark="math500") for sample in make_samples(seed=seed + 10)]
-        evaluation = score_samples(samples, ["verbal", "token", "consistency"], model=name, resamples=0)
+        evaluation = score_samples(
+            samples, ["verbal", "token", "consistency"], model=name, resamples=0
+        )
         (root / name).mkdir(parents=True)
         (root / name / "evaluation.json").write_text(json.dumps(evaluation))
         trained(root / name)
@@ -87,7 +102,9 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("width", [390, 1280])
-def test_page_renders_without_overflow_and_without_network(page: Path, tmp_path: Path, width: int) -> None:
+def test_page_renders_without_overflow_and_without_network(
+    page: Path, tmp_path: Path, width: int
+) -> None:
     found = probe(page, width, tmp_path)
     assert found["width"] == width
     assert found["scroll"] <= width, found["outside"]  # type: ignore[operator]

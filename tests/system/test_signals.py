@@ -1,4 +1,6 @@
-"""Stopping in good order: the warning of a scheduler saves and asks for a requeue, a dead launcher leaves no orphan."""
+"""Stopping in good order: the warning of a scheduler saves and asks for a requeue, a dead launcher
+leaves no orphan.
+"""
 
 import json
 import os
@@ -17,15 +19,31 @@ from megatron_dcpo.errors import EXIT_PEER_LOST, EXIT_REQUEUE
 from tests.helpers.paths import QUICKSTART, REPOSITORY
 from tests.helpers.quickstart import SMALL, command, metrics, run, without_clocks
 
-OPTIONS = ("training.steps=400", "training.save_interval=0", "training.export_hf=false", "--resume", "auto")
+OPTIONS = (
+    "training.steps=400",
+    "training.save_interval=0",
+    "training.export_hf=false",
+    "--resume",
+    "auto",
+)
 
 
 def start(run_dir, *overrides, launch=0, log):
     """A training run in the background; its stderr goes to the file ``log``."""
-    words = ("train", "--config", QUICKSTART / "dcpo.yaml", f"run_dir={run_dir}", *SMALL, *OPTIONS, *overrides)
+    words = (
+        "train",
+        "--config",
+        QUICKSTART / "dcpo.yaml",
+        f"run_dir={run_dir}",
+        *SMALL,
+        *OPTIONS,
+        *overrides,
+    )
     whole = command("launch", launch, "--", *words) if launch else command(*words)
     with open(log, "w") as stderr:
-        return subprocess.Popen(whole, cwd=REPOSITORY, stderr=stderr, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        return subprocess.Popen(
+            whole, cwd=REPOSITORY, stderr=stderr, env=os.environ | {"OMP_NUM_THREADS": "1"}
+        )
 
 
 def wait_until(condition, process, seconds=240):
@@ -61,21 +79,35 @@ def test_warning_saves_what_is_done_and_asks_for_a_requeue(stopped_by_warning):
 
 
 def test_stopped_run_continues_bit_for_bit(stopped_by_warning, tmp_path):
-    """Stopped, continued for one step, and compared with a run of that many steps that nobody stopped."""
+    """Stopped, continued for one step, and compared with a run of that many steps that nobody
+    stopped.
+    """
     run_dir, _, _ = stopped_by_warning
     steps = saved_step(run_dir) + 1
     # overrides before and after an option: both are heard
-    words = ("train", "--config", QUICKSTART / "dcpo.yaml", *SMALL, f"training.steps={steps}", "--resume", "auto")
+    words = (
+        "train",
+        "--config",
+        QUICKSTART / "dcpo.yaml",
+        *SMALL,
+        f"training.steps={steps}",
+        "--resume",
+        "auto",
+    )
     for directory in (run_dir, tmp_path / "whole"):
         done = run(*words, f"run_dir={directory}", processes=2)
         assert done.returncode == 0, done.stderr[-2000:]
     assert without_clocks(metrics(run_dir)) == without_clocks(metrics(tmp_path / "whole"))
-    ours, theirs = (Path(d, "policy", "model.safetensors").read_bytes() for d in (run_dir, tmp_path / "whole"))
+    ours, theirs = (
+        Path(d, "policy", "model.safetensors").read_bytes() for d in (run_dir, tmp_path / "whole")
+    )
     assert ours == theirs
 
 
 def test_signal_cuts_a_long_rollout_short(tmp_path):
-    """Nothing ends these responses of 50,000 tokens but the signal: the run leaves without having done its first step."""
+    """Nothing ends these responses of 50,000 tokens but the signal: the run leaves without having
+    done its first step.
+    """
     policy, log = tmp_path / "policy", tmp_path / "log"
     shutil.copytree(QUICKSTART / "policy", policy)
     for name in ("config.json", "generation_config.json"):
@@ -83,10 +115,17 @@ def test_signal_cuts_a_long_rollout_short(tmp_path):
         more = {"max_position_embeddings": 65536} if name == "config.json" else {}
         (policy / name).write_text(json.dumps(values | {"eos_token_id": [281]} | more))
     run_dir = tmp_path / "run"
-    process = start(run_dir, f"model.path={policy}", "rollout.max_response_length=50000", launch=2, log=log)
+    process = start(
+        run_dir, f"model.path={policy}", "rollout.max_response_length=50000", launch=2, log=log
+    )
     beats = [run_dir / "heartbeat" / f"rank0000{rank}.json" for rank in (0, 1)]
-    wait_until(lambda: all(b.exists() and json.loads(b.read_text())["phase"] == "rollout" for b in beats), process)
-    os.kill(json.loads(beats[1].read_text())["pid"], signal.SIGTERM)  # one rank alone; the other one hears of it
+    wait_until(
+        lambda: all(b.exists() and json.loads(b.read_text())["phase"] == "rollout" for b in beats),
+        process,
+    )
+    os.kill(
+        json.loads(beats[1].read_text())["pid"], signal.SIGTERM
+    )  # one rank alone; the other one hears of it
     assert process.wait(120) == EXIT_REQUEUE
     assert "stopped by SIGTERM after step 0 of 400, nothing to save yet" in log.read_text()
 
@@ -102,7 +141,9 @@ time.sleep(600)
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
 def test_second_signal_ends_at_once(number):
-    process = subprocess.Popen([sys.executable, "-c", LISTENING], stdout=-1, stderr=-1, text=True, cwd=REPOSITORY)
+    process = subprocess.Popen(
+        [sys.executable, "-c", LISTENING], stdout=-1, stderr=-1, text=True, cwd=REPOSITORY
+    )
     assert process.stdout.readline() == "ready\n"
     process.send_signal(number)
     assert "once more leaves at once" in process.stderr.readline()
@@ -127,7 +168,9 @@ main(["launch", "1", "--nnodes", "2", "--", "train"])
 
 def test_launcher_does_not_wait_for_a_lost_node():
     """torchrun's agent would: its workers have ended and it waits for those of the other node."""
-    done = subprocess.run([sys.executable, "-c", STUCK], capture_output=True, text=True, cwd=REPOSITORY, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", STUCK], capture_output=True, text=True, cwd=REPOSITORY, timeout=120
+    )
     assert done.returncode == EXIT_PEER_LOST
     assert "all workers of this node have ended" in done.stderr
 
@@ -160,7 +203,15 @@ def test_workers_of_a_killed_launcher_end(tmp_path):
 
 @pytest.mark.parametrize(
     ("codes", "status"),
-    [([99, -15], 99), ([99, 98], 99), ([-9], 98), ([98, -15], 98), ([2, -15], 2), ([1, 99], 1), ([130, -2], 130)],
+    [
+        ([99, -15], 99),
+        ([99, 98], 99),
+        ([-9], 98),
+        ([98, -15], 98),
+        ([2, -15], 2),
+        ([1, 99], 1),
+        ([130, -2], 130),
+    ],
 )
 def test_exit_status_of_a_launcher(codes, status):
     assert exit_status(codes) == status

@@ -1,4 +1,6 @@
-"""A policy that thinks, end to end: trained, validated, judged again and evaluated behind its end-of-thinking token."""
+"""A policy that thinks, end to end: trained, validated, judged again and evaluated behind its
+end-of-thinking token.
+"""
 
 from __future__ import annotations
 
@@ -26,12 +28,20 @@ def verify(response, answer):
 
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The quickstart's policy with two more tokens. ``</think>`` has the vector of the token that opens a box, so that it
-    stands in half of the responses, behind the digits and before the answer."""
+    """The quickstart's policy with two more tokens. ``</think>`` has the vector of the token that
+    opens a box, so that it stands in half of the responses, behind the digits and before the
+    answer.
+    """
     path = tmp_path_factory.mktemp("thinking") / "policy"
     shutil.copytree(QUICKSTART / "policy", path)
     spec = json.loads((path / "tokenizer.json").read_text())
-    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": False}
+    plain = {
+        "single_word": False,
+        "lstrip": False,
+        "rstrip": False,
+        "normalized": False,
+        "special": False,
+    }
     spec["added_tokens"] += [{"id": 282 + n, "content": tag, **plain} for n, tag in enumerate(TAGS)]
     (path / "tokenizer.json").write_text(json.dumps(spec))
     config = json.loads((path / "config.json").read_text())
@@ -49,8 +59,17 @@ def test_a_policy_that_thinks(policy: Path, tmp_path: Path) -> None:
     own = f"{tmp_path / 'my_reward.py'}:verify"
     rows = train(
         tmp_path / "run",
-        *(f"model.path={policy}", "data.thinking=on", f"judging.verifier={own}", "training.steps=2"),
-        *("evaluation.interval=2", f"evaluation.benchmarks=heldout={HELDOUT}", "evaluation.limit=8"),
+        *(
+            f"model.path={policy}",
+            "data.thinking=on",
+            f"judging.verifier={own}",
+            "training.steps=2",
+        ),
+        *(
+            "evaluation.interval=2",
+            f"evaluation.benchmarks=heldout={HELDOUT}",
+            "evaluation.limit=8",
+        ),
         *("logging.samples_interval=1", "training.save_interval=0"),
     )
     trained = [row for row in rows if row["step"]]
@@ -61,7 +80,9 @@ def test_a_policy_that_thinks(policy: Path, tmp_path: Path) -> None:
         assert row["reward/accuracy"] > 0
         assert row["format/violation_rate"] < 1
     logged = [
-        json.loads(line) for file in sorted((tmp_path / "run" / "samples").glob("*.jsonl")) for line in file.open()
+        json.loads(line)
+        for file in sorted((tmp_path / "run" / "samples").glob("*.jsonl"))
+        for line in file.open()
     ]
     assert any("</think>" in row["reasoning"] for row in logged)
     assert not any("</think>" in row["confidence_block"] for row in logged)
@@ -74,13 +95,28 @@ def test_a_policy_that_thinks(policy: Path, tmp_path: Path) -> None:
         ends = sample.response.find(TAGS[1]) + len(TAGS[1]) if sample in thinking else None
         assert sample.thinking_characters == ends
         assert (sample.thinking_tokens is None) == (ends is None)
-        assert sample.thinking_tokens is None or 0 < sample.thinking_tokens <= sample.reasoning_tokens
+        assert (
+            sample.thinking_tokens is None or 0 < sample.thinking_tokens <= sample.reasoning_tokens
+        )
     assert any(sample.correct or sample.status == "ok" for sample in thinking)
     lengths = [sample.thinking_tokens for sample in thinking]
-    assert metrics(tmp_path / "run")[-1]["evaluation/heldout/mean_thinking"] == sum(lengths) / len(lengths)
+    assert metrics(tmp_path / "run")[-1]["evaluation/heldout/mean_thinking"] == sum(lengths) / len(
+        lengths
+    )
 
     again = tmp_path / "again"
-    done = run("evaluate", "--samples", validated, "--rejudge", "--verifier", own, "--out", again, "--resamples", 0)
+    done = run(
+        "evaluate",
+        "--samples",
+        validated,
+        "--rejudge",
+        "--verifier",
+        own,
+        "--out",
+        again,
+        "--resamples",
+        0,
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     found = read_samples(again / "samples.jsonl")
     assert [(s.correct, s.confidence, s.status) for s in found] == [
@@ -89,8 +125,25 @@ def test_a_policy_that_thinks(policy: Path, tmp_path: Path) -> None:
 
     out = tmp_path / "evaluated"
     done = run(
-        *("evaluate", "--model", tmp_path / "run" / "policy", "--as-trained", tmp_path / "run" / "config.yaml"),
-        *("--benchmarks", f"heldout={HELDOUT}", "--limit", 8, "--repeats", 1, "--out", out, "--resamples", 0),
+        *(
+            "evaluate",
+            "--model",
+            tmp_path / "run" / "policy",
+            "--as-trained",
+            tmp_path / "run" / "config.yaml",
+        ),
+        *(
+            "--benchmarks",
+            f"heldout={HELDOUT}",
+            "--limit",
+            8,
+            "--repeats",
+            1,
+            "--out",
+            out,
+            "--resamples",
+            0,
+        ),
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert json.loads((out / "settings.json").read_text())["thinking"] == "on"
@@ -103,9 +156,20 @@ def test_on_is_refused_where_the_tokenizer_cannot_end_it(verb: str, tmp_path: Pa
     command = {
         "train": ("train", "--config", config, f"run_dir={tmp_path}/run", "data.thinking=on"),
         "dry-run": ("train", "--config", config, "--dry-run", "data.thinking=on"),
-        "evaluate": ("evaluate", "--model", policy, "--thinking", "on", "--template", "raw", "--out", tmp_path / "out",
-                     "--benchmarks", f"heldout={HELDOUT}"),
-    }[verb]  # fmt: skip
+        "evaluate": (
+            "evaluate",
+            "--model",
+            policy,
+            "--thinking",
+            "on",
+            "--template",
+            "raw",
+            "--out",
+            tmp_path / "out",
+            "--benchmarks",
+            f"heldout={HELDOUT}",
+        ),
+    }[verb]
     done = run(*command)
     assert done.returncode == 2
     assert "thinking=on: the tokenizer of" in done.stderr

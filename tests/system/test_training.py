@@ -1,4 +1,6 @@
-"""``dcpo train`` as a user runs it: on the quickstart's policy, on real text, killed and resumed, over two ranks."""
+"""``dcpo train`` as a user runs it: on the quickstart's policy, on real text, killed and resumed,
+over two ranks.
+"""
 
 import fcntl
 import json
@@ -24,12 +26,32 @@ def test_run_directory_holds_what_the_design_promises(three_steps):
     run_dir, records = three_steps
     assert [record["step"] for record in records] == [1, 2, 3]
     expected = {
-        "reward/accuracy", "reward/calibration", "confidence/mean", "confidence/std", "format/violation_rate",
-        "format/no_answer", "calibration/ece", "calibration/pce", "calibration/brier", "calibration/auroc", "length/mean",
-        "loss/policy", "loss/clip_fraction", "grad_norm/total", "grad_norm/reasoning", "grad_norm/confidence",
-        "grad_cosine/reasoning_confidence", "engine/kl", "engine/logprob_diff_max", "tokens/s/rollout", "tokens/s/train",
-        "time/rollout", "time/judge", "time/train", "time/reshard",
-    }  # fmt: skip
+        "reward/accuracy",
+        "reward/calibration",
+        "confidence/mean",
+        "confidence/std",
+        "format/violation_rate",
+        "format/no_answer",
+        "calibration/ece",
+        "calibration/pce",
+        "calibration/brier",
+        "calibration/auroc",
+        "length/mean",
+        "loss/policy",
+        "loss/clip_fraction",
+        "grad_norm/total",
+        "grad_norm/reasoning",
+        "grad_norm/confidence",
+        "grad_cosine/reasoning_confidence",
+        "engine/kl",
+        "engine/logprob_diff_max",
+        "tokens/s/rollout",
+        "tokens/s/train",
+        "time/rollout",
+        "time/judge",
+        "time/train",
+        "time/reshard",
+    }
     assert expected <= set(records[0])
     assert records[0]["grad_norm/reasoning"] > 0
     assert records[0]["grad_norm/confidence"] > 0
@@ -37,18 +59,27 @@ def test_run_directory_holds_what_the_design_promises(three_steps):
     assert (run_dir / "config.yaml").is_file()
     assert (run_dir / "samples" / "step_000001.jsonl").is_file()
     assert (run_dir / "checkpoints" / "latest_checkpointed_iteration.txt").read_text() == "3"
-    assert sorted(p.name for p in (run_dir / "checkpoints").glob("iter_*")) == ["iter_0000002", "iter_0000003"]
+    assert sorted(p.name for p in (run_dir / "checkpoints").glob("iter_*")) == [
+        "iter_0000002",
+        "iter_0000003",
+    ]
 
 
 def test_every_metric_is_on_the_page_of_metrics(three_steps):
-    """A row names ``a/b``, or ``/b`` beside another of its family; families with names of a model or phase by prefix."""
+    """A row names ``a/b``, or ``/b`` beside another of its family; families with names of a model
+    or phase by prefix.
+    """
     page = (REPOSITORY / "docs" / "metrics.md").read_text()
     families = ("format/", "time/", "memory/", "grad_cosine", "evaluation/")
     for name in three_steps[1][0].keys() - {"step"}:
         stem = name.removesuffix("_reasoning").removesuffix("_confidence")
         family, _, last = stem.rpartition("/")
-        beside = f"`{family}/" in page and (f"`/{last}`" in page or f"`_{last.rpartition('_')[2]}`" in page)
-        assert f"`{stem}`" in page or beside or name.startswith(families), f"docs/metrics.md lacks {name}"
+        beside = f"`{family}/" in page and (
+            f"`/{last}`" in page or f"`_{last.rpartition('_')[2]}`" in page
+        )
+        assert f"`{stem}`" in page or beside or name.startswith(families), (
+            f"docs/metrics.md lacks {name}"
+        )
 
 
 def test_trained_policy_loads_in_transformers(three_steps):
@@ -57,17 +88,30 @@ def test_trained_policy_loads_in_transformers(three_steps):
     run_dir, _ = three_steps
     model = AutoModelForCausalLM.from_pretrained(run_dir / "policy")
     tokenizer = AutoTokenizer.from_pretrained(run_dir / "policy")
-    out = model.generate(**tokenizer("3*7=", return_tensors="pt"), max_new_tokens=24, do_sample=False)
+    out = model.generate(
+        **tokenizer("3*7=", return_tensors="pt"), max_new_tokens=24, do_sample=False
+    )
     assert "\\boxed{" in tokenizer.decode(out[0])
 
 
 @pytest.mark.parametrize(
-    "option", ["tensor_model_parallel_size=2", "pipeline_model_parallel_size=2", "use_distributed_optimizer=true"]
+    "option",
+    [
+        "tensor_model_parallel_size=2",
+        "pipeline_model_parallel_size=2",
+        "use_distributed_optimizer=true",
+    ],
 )
 def test_two_ranks_equal_one(three_steps, tmp_path, option):
-    """Sampling is counted per response, so all layouts train on the same responses and must agree on everything."""
-    torchrun = option == "use_distributed_optimizer=true"  # one as users start them, the others as forks
-    records = train(tmp_path / "run", "training.steps=3", f"parallel.{option}", processes=2, torchrun=torchrun)
+    """Sampling is counted per response, so all layouts train on the same responses and must agree
+    on everything.
+    """
+    torchrun = (
+        option == "use_distributed_optimizer=true"
+    )  # one as users start them, the others as forks
+    records = train(
+        tmp_path / "run", "training.steps=3", f"parallel.{option}", processes=2, torchrun=torchrun
+    )
     for ours, single in zip(records, three_steps[1], strict=True):
         assert ours["reward/accuracy"] == single["reward/accuracy"], "the same sampled responses"
         assert ours["loss/policy"] == pytest.approx(single["loss/policy"], abs=1e-5)
@@ -76,9 +120,13 @@ def test_two_ranks_equal_one(three_steps, tmp_path, option):
 
 
 def test_several_updates_per_rollout_clip_against_the_rollout_policy(tmp_path):
-    records = train(tmp_path / "run", "training.steps=2", "training.updates_per_rollout=4", "optimizer.lr=1e-3")
+    records = train(
+        tmp_path / "run", "training.steps=2", "training.updates_per_rollout=4", "optimizer.lr=1e-3"
+    )
     assert records[1]["loss/clip_fraction"] > 0
-    assert records[1]["engine/logprob_diff_max"] <= 1e-4, "old log-probs are those of the policy that sampled"
+    assert records[1]["engine/logprob_diff_max"] <= 1e-4, (
+        "old log-probs are those of the policy that sampled"
+    )
 
 
 @pytest.mark.parametrize(
@@ -91,25 +139,44 @@ def test_several_updates_per_rollout_clip_against_the_rollout_policy(tmp_path):
         ("objective.name=rlcr", "objective.variant=original"),
         ("objective.name=ccgspg",),
         ("objective.name=posthoc",),
-        ("objective.ratio=sequence", "objective.overlong_buffer=8", "training.updates_per_rollout=2"),
-        ("objective.clip=cispo", "objective.loss_aggregation=constant", "training.updates_per_rollout=2"),
+        (
+            "objective.ratio=sequence",
+            "objective.overlong_buffer=8",
+            "training.updates_per_rollout=2",
+        ),
+        (
+            "objective.clip=cispo",
+            "objective.loss_aggregation=constant",
+            "training.updates_per_rollout=2",
+        ),
         ("objective.kl_coef=0.1", "objective.entropy_coef=0.01", "training.updates_per_rollout=2"),
-        ("objective.tis_level=sequence", "objective.preset=verl_compat", "parallel.sequence_packing=true"),
+        (
+            "objective.tis_level=sequence",
+            "objective.preset=verl_compat",
+            "parallel.sequence_packing=true",
+        ),
     ],
     ids=lambda overrides: "-".join(o.split(".")[1] for o in overrides),
 )
 def test_every_method_trains(tmp_path, overrides):
     records = train(tmp_path / "run", "training.steps=2", "training.save_interval=0", *overrides)
-    assert all(np.isfinite(record["loss/policy"]) and np.isfinite(record["grad_norm/total"]) for record in records)
+    assert all(
+        np.isfinite(record["loss/policy"]) and np.isfinite(record["grad_norm/total"])
+        for record in records
+    )
     assert records[0]["grad_norm/total"] > 0
 
 
 def test_killed_run_continues_bit_for_bit(three_steps, tmp_path):
-    """SIGKILL after the second step is logged; the resumed run equals the uninterrupted one in every metric and weight."""
+    """SIGKILL after the second step is logged; the resumed run equals the uninterrupted one in
+    every metric and weight.
+    """
     run_dir = tmp_path / "run"
     arguments = ("train", "--config", QUICKSTART / "dcpo.yaml", f"run_dir={run_dir}", *SMALL)
     options = ("training.steps=3", "training.save_interval=1", "--resume", "auto")
-    process = subprocess.Popen(command(*arguments, *options), cwd=REPOSITORY, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        command(*arguments, *options), cwd=REPOSITORY, stderr=subprocess.DEVNULL
+    )
     deadline = time.monotonic() + 240
     while time.monotonic() < deadline and not (run_dir / "metrics.jsonl").exists():
         time.sleep(0.05)
@@ -122,7 +189,9 @@ def test_killed_run_continues_bit_for_bit(three_steps, tmp_path):
     assert done.returncode == 0, done.stderr[-2000:]
     assert "continuing" in done.stderr
     assert without_clocks(metrics(run_dir)) == without_clocks(three_steps[1])
-    ours, theirs = (Path(d, "policy", "model.safetensors").read_bytes() for d in (run_dir, three_steps[0]))
+    ours, theirs = (
+        Path(d, "policy", "model.safetensors").read_bytes() for d in (run_dir, three_steps[0])
+    )
     assert ours == theirs
 
 
@@ -141,7 +210,15 @@ def test_a_second_training_in_the_same_run_directory_is_refused(three_steps):
     before = (run_dir / "metrics.jsonl").read_bytes()
     with (run_dir / "lock").open("r+") as held:
         fcntl.lockf(held, fcntl.LOCK_EX)
-        arguments = ("train", "--config", QUICKSTART / "dcpo.yaml", f"run_dir={run_dir}", *SMALL, "--resume", "auto")
+        arguments = (
+            "train",
+            "--config",
+            QUICKSTART / "dcpo.yaml",
+            f"run_dir={run_dir}",
+            *SMALL,
+            "--resume",
+            "auto",
+        )
         done = run(*arguments, "training.steps=4", processes=2)
     assert done.returncode != 0
     assert "dcpo train: error: another training is running in" in done.stderr
@@ -150,7 +227,9 @@ def test_a_second_training_in_the_same_run_directory_is_refused(three_steps):
 
 @pytest.mark.full
 def test_real_text(tmp_path, shared_data):
-    """A tiny random Qwen3 with the real Qwen vocabulary trains two steps on DeepScaleR with the paper's prompt."""
+    """A tiny random Qwen3 with the real Qwen vocabulary trains two steps on DeepScaleR with the
+    paper's prompt.
+    """
     model = tmp_path / "model"
     make_tiny_qwen(model, shared_data / "qwen_tokenizer")
     data = shared_data / "deepscaler_uniform" / "deepscaler_uniform_train.parquet"
@@ -169,9 +248,28 @@ def test_real_text(tmp_path, shared_data):
     assert len(records) == 2
     assert all(record["engine/logprob_diff_max"] <= 1e-4 for record in records)
     benchmarks = f"math500={shared_data / 'math500' / 'test.jsonl'},aime24={shared_data / 'aime24' / 'aime24.parquet'}"
-    options = ("--benchmarks", benchmarks, "--limit", "3", "--repeats", "2", "--max-tokens", "16", "--resamples", "0")
+    options = (
+        "--benchmarks",
+        benchmarks,
+        "--limit",
+        "3",
+        "--repeats",
+        "2",
+        "--max-tokens",
+        "16",
+        "--resamples",
+        "0",
+    )
     options += ("--engine", "transformers")
-    done = run("evaluate", "--model", tmp_path / "run" / "policy", *options, "--out", tmp_path / "eval", "--json")
+    done = run(
+        "evaluate",
+        "--model",
+        tmp_path / "run" / "policy",
+        *options,
+        "--out",
+        tmp_path / "eval",
+        "--json",
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     evaluation = json.loads((tmp_path / "eval" / "evaluation.json").read_text())
     assert set(evaluation["benchmarks"]) == {"math500", "aime24"}
@@ -185,9 +283,17 @@ def make_tiny_qwen(path, tokenizer_dir):
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_dir)
     torch.manual_seed(0)
     config = Qwen3Config(
-        vocab_size=151_936, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=2, head_dim=32, tie_word_embeddings=True, eos_token_id=151_645, max_position_embeddings=4096,
-    )  # fmt: skip
+        vocab_size=151_936,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=32,
+        tie_word_embeddings=True,
+        eos_token_id=151_645,
+        max_position_embeddings=4096,
+    )
     Qwen3ForCausalLM(config).save_pretrained(path)
     tokenizer.save_pretrained(path)
 
@@ -203,25 +309,39 @@ def make_tiny_qwen(path, tokenizer_dir):
         (["objective.name=dpco"], "dcpo"),
         (["model.path=/nowhere"], "model directory /nowhere does not exist"),
         (["data.path=/nowhere.jsonl"], "/nowhere.jsonl"),
-        (["parallel.tensor_model_parallel_size=3"], "tensor_model_parallel_size=3 does not divide the model's"),
+        (
+            ["parallel.tensor_model_parallel_size=3"],
+            "tensor_model_parallel_size=3 does not divide the model's",
+        ),
         (["parallel.pipeline_model_parallel_size=3"], "pipeline_model_parallel_size=3"),
         (["parallel.sequence_parallel=true"], "sequence_parallel needs"),
         (["nonsense"], "not of the form section.key=value"),
     ],
 )
 def test_bad_input_is_one_line_and_status_2(tmp_path, overrides, message):
-    done = run("train", "--config", QUICKSTART / "dcpo.yaml", f"run_dir={tmp_path / 'run'}", *overrides)
+    done = run(
+        "train", "--config", QUICKSTART / "dcpo.yaml", f"run_dir={tmp_path / 'run'}", *overrides
+    )
     assert done.returncode == 2
     assert message in done.stderr
     assert "Traceback" not in done.stderr
-    assert len([line for line in done.stderr.splitlines() if line.startswith("dcpo train: error:")]) == 1
+    assert (
+        len([line for line in done.stderr.splitlines() if line.startswith("dcpo train: error:")])
+        == 1
+    )
     assert not (tmp_path / "run").exists()
 
 
 def test_broken_data_line_is_named(tmp_path):
     data = tmp_path / "data.jsonl"
     data.write_text('{"problem": "1*1=", "answer": "1"}\n{"problem": \n')
-    done = run("train", "--config", QUICKSTART / "dcpo.yaml", f"run_dir={tmp_path / 'run'}", f"data.path={data}")
+    done = run(
+        "train",
+        "--config",
+        QUICKSTART / "dcpo.yaml",
+        f"run_dir={tmp_path / 'run'}",
+        f"data.path={data}",
+    )
     assert done.returncode == 2
     assert f"{data}:2" in done.stderr
     assert "Traceback" not in done.stderr

@@ -5,7 +5,11 @@ import pytest
 from tests.helpers.paths import QUICKSTART
 from tests.helpers.quickstart import train
 
-EXPERTS = f"model.path={QUICKSTART / 'moe' / 'policy'}", "training.steps=2", "training.save_interval=0"
+EXPERTS = (
+    f"model.path={QUICKSTART / 'moe' / 'policy'}",
+    "training.steps=2",
+    "training.save_interval=0",
+)
 EP2_TP2 = (
     "parallel.tensor_model_parallel_size=2",
     "parallel.sequence_parallel=true",

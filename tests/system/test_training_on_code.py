@@ -31,15 +31,24 @@ def coder(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return make_coder(tmp_path_factory.mktemp("coder"))
 
 
-def train_on_code(run_dir: Path, coder: tuple[Path, Path], *overrides: str, **options: Any) -> list[dict[str, Any]]:
+def train_on_code(
+    run_dir: Path, coder: tuple[Path, Path], *overrides: str, **options: Any
+) -> list[dict[str, Any]]:
     policy, data = coder
-    settings = [f"model.path={policy}", f"data.path={data}", "judging.verifier=code", "data.max_prompt_length=64"]
+    settings = [
+        f"model.path={policy}",
+        f"data.path={data}",
+        "judging.verifier=code",
+        "data.max_prompt_length=64",
+    ]
     settings += ["data.prompts_per_step=6", "rollout.max_response_length=80", "training.steps=2"]
     return train(run_dir, *settings, *overrides, **options)
 
 
 @pytest.fixture(scope="module")
-def two_steps(coder: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+def two_steps(
+    coder: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, list[dict[str, Any]]]:
     run_dir = tmp_path_factory.mktemp("code") / "run"
     return run_dir, train_on_code(run_dir, coder)
 
@@ -50,13 +59,18 @@ def test_two_steps_on_programs(two_steps: tuple[Path, list[dict[str, Any]]]) -> 
     assert all(0 < record["reward/accuracy"] < 1 for record in records)
     assert all(record["grad_norm/reasoning"] > 0 for record in records[:1])
     assert all(record["time/judge_busy"] > 0 for record in records)
-    samples = [json.loads(line) for line in (run_dir / "samples" / "step_000001.jsonl").read_text().splitlines()]
+    samples = [
+        json.loads(line)
+        for line in (run_dir / "samples" / "step_000001.jsonl").read_text().splitlines()
+    ]
     assert {sample["correct"] for sample in samples} == {0.0, 1.0}
     for sample in samples:
         number = int(sample["problem"].removeprefix("f=").removesuffix("+7"))
         said = f"```python\ndef f():\n return {number + 7}\n```"
         assert sample["correct"] == float(sample["reasoning"].strip() == said), sample
-        assert sample["ground_truth"].startswith("tests:"), "megabytes of tests are not copied into every sample"
+        assert sample["ground_truth"].startswith("tests:"), (
+            "megabytes of tests are not copied into every sample"
+        )
         if sample["status"] == "ok":
             assert sample["reasoning"].endswith("```\n")
             assert sample["confidence_block"].startswith("<conf>")
@@ -65,7 +79,10 @@ def test_two_steps_on_programs(two_steps: tuple[Path, list[dict[str, Any]]]) -> 
 def test_batches_and_ranks_change_nothing(
     two_steps: tuple[Path, list[dict[str, Any]]], coder: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    for name, overrides, processes in (("batches", ["rollout.max_num_seqs=7"], 1), ("ranks", [], 2)):
+    for name, overrides, processes in (
+        ("batches", ["rollout.max_num_seqs=7"], 1),
+        ("ranks", [], 2),
+    ):
         records = train_on_code(tmp_path / name, coder, *overrides, processes=processes)
         for ours, single in zip(without_clocks(records), without_clocks(two_steps[1]), strict=True):
             assert ours["reward/accuracy"] == single["reward/accuracy"]
@@ -85,13 +102,18 @@ def test_what_cannot_be_judged_is_said_before_anything_is_built(
 ) -> None:
     data = tmp_path / "code.jsonl"
     data.write_text("\n".join(map(json.dumps, problem_rows())) + "\n")
-    settings = [f"data.path={data}", "judging.verifier=code", f"model.path={QUICKSTART / 'policy'}", *overrides]
+    settings = [
+        f"data.path={data}",
+        "judging.verifier=code",
+        f"model.path={QUICKSTART / 'policy'}",
+        *overrides,
+    ]
     config = load_config(QUICKSTART / "dcpo.yaml", [*settings, "data.max_prompt_length=64"])
     with pytest.raises(UserError, match=message), build(config):
         pass
 
 
-# ------------------------------------------------------------------------------------------------ dead sandboxes
+# ----------------------------------------------------------------------------------- dead sandboxes
 
 
 def test_a_killed_sandbox_is_replaced_and_its_program_judged_again() -> None:
@@ -103,7 +125,9 @@ def test_a_killed_sandbox_is_replaced_and_its_program_judged_again() -> None:
     judge = ProgramVerifier(packed, CodeLimits(), workers=2)
     assert [v.correct for v in judge([Attempt(quick, "tests:a")] * 2)] == [True, True]
     found: list[Any] = []
-    thread = threading.Thread(target=lambda: found.append(judge([Attempt(slow, "tests:a"), Attempt(wrong, "tests:a")])))
+    thread = threading.Thread(
+        target=lambda: found.append(judge([Attempt(slow, "tests:a"), Attempt(wrong, "tests:a")]))
+    )
     thread.start()
     time.sleep(0.7)
     for pid in set(below(os.getpid())) - before:
@@ -111,7 +135,10 @@ def test_a_killed_sandbox_is_replaced_and_its_program_judged_again() -> None:
             os.kill(pid, signal.SIGKILL)
     thread.join(60)
     assert [v.category for v in found[0]] == ["passed", "wrong"]
-    assert [v.correct for v in judge([Attempt(quick, "tests:a"), Attempt(wrong, "tests:a")])] == [True, False]
+    assert [v.correct for v in judge([Attempt(quick, "tests:a"), Attempt(wrong, "tests:a")])] == [
+        True,
+        False,
+    ]
     with pytest.raises(UserError, match="no tests for 'tests:b'"):
         judge([Attempt(quick, "tests:b")])
     judge.pool.close()

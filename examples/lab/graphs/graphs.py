@@ -1,24 +1,27 @@
 """The lab's second world: reachability in a graph, whose difficulty cannot be read off the prompt.
 
-    python examples/lab/graphs/graphs.py --write-splits     # train.jsonl, heldout.jsonl, test.jsonl beside this file
+    python examples/lab/graphs/graphs.py --write-splits     # train.jsonl, heldout.jsonl, test.jsonl
+    beside this file
     sh examples/lab/make_policies.sh graphs.1               # a starting policy, seed 1
 
-A graph has ten nodes, A = 1 to J = 10, and one edge from each. The question is the sum of the numbers of all nodes that
-can be reached from a given one, its own included. `AcBj...Jd,F=`: edges from A to C, from B to J, ..., from J to D; start
-at F. Capitals are where an edge begins, the edges stand in random order, every prompt has 23 tokens. A response walks
-until an edge leads to a node it has been at, then adds up, without intermediate results:
+A graph has ten nodes, A = 1 to J = 10, and one edge from each. The question is the sum of the
+numbers of all nodes that can be reached from a given one, its own included. `AcBj...Jd,F=`: edges
+from A to C, from B to J, ..., from J to D; start at F. Capitals are where an edge begins, the edges
+stand in random order, every prompt has 23 tokens. A response walks until an edge leads to a node it
+has been at, then adds up, without intermediate results:
 
     FaAcCf \\boxed{10}
     <conf> Confidence: 0.83
 
-Walks of 3 to 8 nodes are equally frequent: 9 to 20 tokens with the box. What makes a problem hard, which numbers are to be
-added and how many, shows only to a reader who walks. What he sees at a glance is how many nodes have an edge towards them
-(`type`): at least as many as are reached, less one.
+Walks of 3 to 8 nodes are equally frequent: 9 to 20 tokens with the box. What makes a problem hard,
+which numbers are to be added and how many, shows only to a reader who walks. What he sees at a
+glance is how many nodes have an edge towards them (`type`): at least as many as are reached, less
+one.
 
-Supervised text as in examples/quickstart/make_policy.py, which trains on it: of imperfect solutions, one step of the walk
-goes to a wrong node and the walk goes on from there; with `--hesitation`, only the boxed number is wrong, in one digit.
-The confidence is a draw from Beta(8, 0.8) after walks of up to five nodes and from Beta(3, 1) after longer ones, right or
-wrong.
+Supervised text as in examples/quickstart/make_policy.py, which trains on it: of imperfect
+solutions, one step of the walk goes to a wrong node and the walk goes on from there; with
+`--hesitation`, only the boxed number is wrong, in one digit. The confidence is a draw from Beta(8,
+0.8) after walks of up to five nodes and from Beta(3, 1) after longer ones, right or wrong.
 """
 
 from __future__ import annotations
@@ -44,7 +47,9 @@ Problem = tuple[Graph, str]  # and the start
 
 
 def walk(graph: Graph, start: str, wrong: tuple[int, str] | None = None) -> list[tuple[str, str]]:
-    """The edges from ``start`` until one leads to a visited node; ``wrong``: step (from 0) and where it leads instead."""
+    """The edges from ``start`` until one leads to a visited node; ``wrong``: step (from 0) and
+    where it leads instead.
+    """
     edges: list[tuple[str, str]] = []
     node = start
     while node not in [a for a, _ in edges]:
@@ -88,9 +93,12 @@ def question(problem: Problem) -> Question:
     return prompt(problem), total(walk(*problem)), str(len(set(problem[0].values())))
 
 
-def solution(problem: Problem, corrupt_share: float, hesitation: float | None, rng: random.Random) -> str:
-    """As make_policy's: wrong at random in the walk and its sum; with ``hesitation`` only in the sum, a slip that can be
-    seen, after which the confidence is lower by that share."""
+def solution(
+    problem: Problem, corrupt_share: float, hesitation: float | None, rng: random.Random
+) -> str:
+    """As make_policy's: wrong at random in the walk and its sum; with ``hesitation`` only in the
+    sum, a slip that can be seen, after which the confidence is lower by that share.
+    """
     edges = walk(*problem)
     right = answer = total(edges)
     slip = rng.random() < corrupt_share
@@ -109,7 +117,9 @@ def solution(problem: Problem, corrupt_share: float, hesitation: float | None, r
 def supervised_text(taken: Collection[object]) -> Draw:
     """The text on new graphs, none of ``taken`` (keys)."""
 
-    def draw(size: int, corrupt_share: float, hesitation: float | None, rng: random.Random) -> list[tuple[str, str]]:
+    def draw(
+        size: int, corrupt_share: float, hesitation: float | None, rng: random.Random
+    ) -> list[tuple[str, str]]:
         text: list[tuple[str, str]] = []
         while len(text) < size:
             problem = draw_problem(rng)
@@ -121,7 +131,9 @@ def supervised_text(taken: Collection[object]) -> Draw:
 
 
 def write_splits(out: Path) -> None:
-    """``SPLITS`` below ``out``; no problem is in two of them, or twice in one, in whatever order of the edges."""
+    """``SPLITS`` below ``out``; no problem is in two of them, or twice in one, in whatever order of
+    the edges.
+    """
     rng, seen = random.Random(SEED), set()
     for name, count in SPLITS.items():
         with (out / f"{name}.jsonl").open("w") as file:
@@ -135,12 +147,17 @@ def write_splits(out: Path) -> None:
 
 
 def read_split(name: str) -> list[Problem]:
-    return [parse(json.loads(line)["problem"]) for line in (HERE / f"{name}.jsonl").read_text().splitlines()]
+    return [
+        parse(json.loads(line)["problem"])
+        for line in (HERE / f"{name}.jsonl").read_text().splitlines()
+    ]
 
 
 def main() -> None:
     parser = training_options(__doc__)
-    parser.add_argument("--write-splits", action="store_true", help="write the problems and train nothing")
+    parser.add_argument(
+        "--write-splits", action="store_true", help="write the problems and train nothing"
+    )
     args = parser.parse_args()
     if args.write_splits:
         return write_splits(HERE)

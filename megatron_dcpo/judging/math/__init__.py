@@ -1,1 +1,3 @@
-"""Is an answer of mathematics right? ``verifier.py`` asks ``pool.py``, whose processes run ``equivalence.py``."""
+"""Is an answer of mathematics right? ``verifier.py`` asks ``pool.py``, whose processes run
+``equivalence.py``.
+"""

@@ -1,11 +1,14 @@
-r"""Answers whose shape decides before their value does: numerals with a base, ratios, brackets, units, plain numbers.
+r"""Answers whose shape decides before their value does: numerals with a base, ratios, brackets,
+units, plain numbers.
 
-math-verify reads ``120_5`` as ``120``, a ratio of three as its first two parts, ``(1, 2)`` as ``{1, 2}`` and drops units.
-Here these shapes are told apart, by rules that would rather reject:
+math-verify reads ``120_5`` as ``120``, a ratio of three as its first two parts, ``(1, 2)`` as ``{1,
+2}`` and drops units. Here these shapes are told apart, by rules that would rather reject:
 
-- a numeral with a base equals the same digits with the same base; ``_{10}`` is not a mark. ``120_5`` is not ``120`` and
+- a numeral with a base equals the same digits with the same base; ``_{10}`` is not a mark.
+``120_5`` is not ``120`` and
   not ``35``: which base was asked for is part of the question;
-- ratios are equal when they are proportional, ``3:4 = 6:8 = 3/4``; two clock times (``2:30``) must be the same time;
+- ratios are equal when they are proportional, ``3:4 = 6:8 = 3/4``; two clock times (``2:30``) must
+be the same time;
 - a set in braces is not a tuple, a point or an interval;
 - two different known units of the same kind (``cm``, ``m``) differ; a missing unit is forgiven.
 """
@@ -17,10 +20,13 @@ from fractions import Fraction
 from typing import NamedTuple
 
 _NUMERAL = re.compile(r"\(?\s*([0-9A-F]+)\s*\)?\s*_\s*(?:\{\s*(.+?)\s*\}|([0-9]))")
-_BASES = "two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen"
+_BASES = (
+    "two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen"
+)
 _BASE_NAMES = {name: base for base, name in enumerate(_BASES.split(), start=2)}
 _RATIO_MARK = re.compile(
-    r"\\colon(?![A-Za-z])|\\ratio(?![A-Za-z])|:|(?<=[0-9\s}])\\text\{\s*to\s*\}|(?<=[0-9]) to (?=[0-9])"
+    r"\\colon(?![A-Za-z])|\\ratio(?![A-Za-z])|:|(?<=[0-9\s}])\\text\{\s*to\s*\}|(?<=[0-9]) to "
+    r"(?=[0-9])"
 )
 _CLOCK = re.compile(r"(?:[01]?[0-9]|2[0-4]):[0-5][0-9]")
 _DECIMAL = re.compile(r"([+-]?)\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)")
@@ -29,19 +35,26 @@ _SIMPLE_FRACTION = re.compile(
 )
 _MIXED = re.compile(r"([+-]?)\s*([0-9]+)\s+([0-9]+)\s*/\s*([0-9]+)")
 _SCIENTIFIC = re.compile(r"([+-]?)\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)[eE]([+-]?[0-9]{1,3})")
-_REPEATING = re.compile(r"([+-]?)\s*([0-9]*)\.([0-9]*)\\(?:overline|bar)\s*(?:\{\s*([0-9]+)\s*\}|([0-9]))")
+_REPEATING = re.compile(
+    r"([+-]?)\s*([0-9]*)\.([0-9]*)\\(?:overline|bar)\s*(?:\{\s*([0-9]+)\s*\}|([0-9]))"
+)
 _TRAILING_UNIT = re.compile(
-    r"[0-9)}]\s*(?:\\[,;: ]|~|\s)*(?:\\(?:text|mathrm|mbox|textrm|rm)\s*\{\s*([^{}]*?)\s*\}|([A-Za-z][A-Za-z .]*))"
+    r"[0-9)}]\s*(?:\\[,;: "
+    r"]|~|\s)*(?:\\(?:text|mathrm|mbox|textrm|rm)\s*\{\s*([^{}]*?)\s*\}|([A-Za-z][A-Za-z .]*))"
     r"\s*(?:\^\s*\{?\s*([23])\s*\}?)?$"
 )
-# Spelling -> (kind, unit). Only units that answers are commonly given in; an unknown unit makes no answer wrong.
+# Spelling -> (kind, unit). Only units that answers are commonly given in; an unknown unit makes no
+# answer wrong.
 _UNITS: dict[str, tuple[str, str]] = {
     spelling: (kind, names.split()[0])
     for kind, row in {
-        "length": "mm millimeter millimeters|cm centimeter centimeters centimetres|m meter meters metre metres"
-        "|km kilometer kilometers kilometres|in inch inches|ft foot feet|yd yard yards|mi mile miles",
+        "length": "mm millimeter millimeters|cm centimeter centimeters centimetres|m meter meters "
+        "metre metres"
+        "|km kilometer kilometers kilometres|in inch inches|ft foot feet|yd yard yards|mi mile "
+        "miles",
         "mass": "g gram grams|kg kilogram kilograms|lb lbs pound pounds|oz ounce ounces",
-        "time": "s sec second seconds|min minute minutes|h hr hour hours|day days|week weeks|month months|year years",
+        "time": "s sec second seconds|min minute minutes|h hr hour hours|day days|week "
+        "weeks|month months|year years",
         "volume": "ml milliliter milliliters|l liter liters litres|gallon gallons",
         "money": "dollar dollars|cent cents",
         "angle": "degree degrees|radian radians",
@@ -57,7 +70,9 @@ class Numeral(NamedTuple):
 
 
 def numeral(text: str) -> Numeral | None:
-    r"""Parse ``2516_8``, ``204_{5}``, ``AB_{16}``, ``12_{\text{five}}``, ``(120)_5``; None for all else, as ``x_1``."""
+    r"""Parse ``2516_8``, ``204_{5}``, ``AB_{16}``, ``12_{\text{five}}``, ``(120)_5``; None for all
+    else, as ``x_1``.
+    """
     match = _NUMERAL.fullmatch(text.strip())
     if match is None:
         return None
@@ -89,7 +104,8 @@ def is_clock(text: str) -> bool:
 def is_well_formed(text: str) -> bool:
     r"""Return whether braces match and no bare ``$`` stands between two digits.
 
-    math-verify reads ``763}6`` up to the stray brace, as 763, and ``541$6`` without the dollar sign, as 5416.
+    math-verify reads ``763}6`` up to the stray brace, as 763, and ``541$6`` without the dollar
+    sign, as 5416.
     """
     if re.search(r"[0-9]\s*(?<!\\)\$\s*[0-9]", text):
         return False
@@ -102,7 +118,9 @@ def is_well_formed(text: str) -> bool:
 
 
 def is_braced_set(text: str) -> bool | None:
-    r"""Return True for ``\{..\}``, False for a tuple, point or interval, None for what has no brackets around a list."""
+    r"""Return True for ``\{..\}``, False for a tuple, point or interval, None for what has no
+    brackets around a list.
+    """
     bare = text.strip().replace("\\lbrace", "\\{").replace("\\rbrace", "\\}")
     if "," not in bare or _closes_early(bare):
         return None
@@ -112,7 +130,9 @@ def is_braced_set(text: str) -> bool | None:
 
 
 def _closes_early(text: str) -> bool:
-    """Return whether the first bracket closes before the end: (1,2),(3,4) is a list of two, nothing with one bracket."""
+    """Return whether the first bracket closes before the end: (1,2),(3,4) is a list of two, nothing
+    with one bracket.
+    """
     depth = 0
     for position, character in enumerate(text):
         depth += (character in "([{") - (character in ")]}")
@@ -122,8 +142,9 @@ def _closes_early(text: str) -> bool:
 
 
 def units_differ(a: str, b: str) -> bool:
-    """Return whether these are two known units of the same kind that are not the same, or different powers of one: cm
-    and m, cm and cm^2."""
+    """Return whether these are two known units of the same kind that are not the same, or different
+    powers of one: cm and m, cm and cm^2.
+    """
     first, second = _unit(a), _unit(b)
     return first is not None and second is not None and first[0] == second[0] and first != second
 
@@ -136,7 +157,9 @@ def _unit(text: str) -> tuple[str, str, str] | None:
     power = match[3] or {"square": "2", "sq": "2", "cubic": "3"}.get(words[0] if words else "", "1")
     unit = _UNITS.get(words[-1]) if words else None
     written = text.rstrip()[match.start() + 1 :].lstrip()
-    if unit is None or (match[2] and len(match[2]) == 1 and written == text.rstrip()[match.start() + 1 :]):
+    if unit is None or (
+        match[2] and len(match[2]) == 1 and written == text.rstrip()[match.start() + 1 :]
+    ):
         return None  # a bare letter directly behind a number is a variable
     return (*unit, power)
 
@@ -144,7 +167,8 @@ def _unit(text: str) -> tuple[str, str, str] | None:
 def exact_number(text: str) -> Fraction | None:
     r"""Return the value of a plain number, None for everything else.
 
-    Plain are integers, decimals (``1.5e3`` and ``0.1\overline{6}`` too), ``a/b``, ``\frac{a}{b}`` and ``1 1/2``.
+    Plain are integers, decimals (``1.5e3`` and ``0.1\overline{6}`` too), ``a/b``, ``\frac{a}{b}``
+    and ``1 1/2``.
     """
     text = text.strip()
     if len(text) > 200:

@@ -1,10 +1,11 @@
-r"""Are two answers the same? Normalization, then shapes, then math-verify. Imported by the worker processes: no torch.
+r"""Are two answers the same? Normalization, then shapes, then math-verify. Imported by the worker
+processes: no torch.
 
-math-verify is used as OpenCompass' evaluator uses it (LaTeX with the box first, first match, nothing without an anchor;
-docs/evaluation.md#the-verifier), with the key as ``verify``'s first argument as the library documents it. That order
-decides what an equation may stand for: with the arguments reversed, the answer ``1`` would pass for the key
-``x^2 + y^2 = 1``. The reversed order is tried only for inequalities and memberships: there it lets
-``-1 < x < 2`` be ``(-1, 2)``.
+math-verify is used as OpenCompass' evaluator uses it (LaTeX with the box first, first match,
+nothing without an anchor; docs/evaluation.md#the-verifier), with the key as ``verify``'s first
+argument as the library documents it. That order decides what an equation may stand for: with the
+arguments reversed, the answer ``1`` would pass for the key ``x^2 + y^2 = 1``. The reversed order is
+tried only for inequalities and memberships: there it lets ``-1 < x < 2`` be ``(-1, 2)``.
 """
 
 from __future__ import annotations
@@ -18,21 +19,30 @@ from typing import Any
 
 from megatron_dcpo.judging.math import answer_forms, latex
 
-MAX_ANSWER = 1_000  # characters of an answer or a key; no key is near it, and sympy's time grows with what it is fed
+# characters of an answer or a key; no key is near it, and sympy's time grows with what it is fed
+MAX_ANSWER = 1_000
 
 _INTEGER = re.compile(r"[+-]?[0-9]+")
 _IN_MATH = re.compile(r"(?<!\\)\$")  # a key may bring its own delimiters; \$ is money
 _EQUATION = re.compile(r"(?<![<>!\\])=")
 _RELATION = re.compile(r"[<>]|\\(?:leq?|geq?|lt|gt|in)(?![A-Za-z])")
-_IMAGINARY = re.compile(r"(?<![A-Za-z\\_{])i(?![A-Za-z])|(?<=[^A-Za-z]\{)i(?![A-Za-z])|\\sqrt\{\s*-|\\mathrm\{i\}")
-_APART = 1e-4  # plain numbers that far apart cannot be equal by math-verify's rounding to six digits
+_IMAGINARY = re.compile(
+    r"(?<![A-Za-z\\_{])i(?![A-Za-z])|(?<=[^A-Za-z]\{)i(?![A-Za-z])|\\sqrt\{\s*-|\\mathrm\{i\}"
+)
+_APART = (
+    1e-4  # plain numbers that far apart cannot be equal by math-verify's rounding to six digits
+)
 
 for _name in ("math_verify", "math_verify.parser", "math_verify.grader", "math_verify.utils"):
-    logging.getLogger(_name).setLevel(logging.CRITICAL)  # it reports every parse without a timeout of its own
+    logging.getLogger(_name).setLevel(
+        logging.CRITICAL
+    )  # it reports every parse without a timeout of its own
 
 
 def quick_verdict(answer: str, key: str) -> bool | None:
-    """Return the verdict where no algebra is needed, None where it is. Microseconds; any text; never raises."""
+    """Return the verdict where no algebra is needed, None where it is. Microseconds; any text;
+    never raises.
+    """
     answer, key = answer.strip(), key.strip()
     if not answer or not key:
         return False
@@ -52,7 +62,9 @@ def quick_verdict(answer: str, key: str) -> bool | None:
 
 
 def equivalent(answer: str, key: str) -> bool:
-    """Return whether ``answer`` is ``key`` in another form. May take for ever: call it where it can be interrupted."""
+    """Return whether ``answer`` is ``key`` in another form. May take for ever: call it where it can
+    be interrupted.
+    """
     quick = quick_verdict(answer, key)
     if quick is not None:
         return quick
@@ -72,7 +84,9 @@ def equivalent(answer: str, key: str) -> bool:
     left, right = latex.spell_out(answer), latex.spell_out(key)
     if r"\pi" in left + right and latex.has_degrees(left) != latex.has_degrees(right):
         left, right = latex.degrees_to_radians(left), latex.degrees_to_radians(right)
-    left, right = (latex.protect_letters(latex.drop_degrees(text)).strip() for text in (left, right))
+    left, right = (
+        latex.protect_letters(latex.drop_degrees(text)).strip() for text in (left, right)
+    )
     quick = quick_verdict(left, right)
     if quick is not None:
         return quick
@@ -82,7 +96,9 @@ def equivalent(answer: str, key: str) -> bool:
     return _algebraically_equal(left, right)
 
 
-def _proportional(answer: str, key: str, left: tuple[str, ...] | None, right: tuple[str, ...] | None) -> bool:
+def _proportional(
+    answer: str, key: str, left: tuple[str, ...] | None, right: tuple[str, ...] | None
+) -> bool:
     if answer_forms.is_clock(answer) and answer_forms.is_clock(key):
         return False  # two times of day that are written differently
     if left is None or right is None:
@@ -118,22 +134,28 @@ def _algebraically_equal(answer: str, key: str) -> bool:
 
 
 def _clearly_apart(gold: Any, predicted: Any) -> bool:
-    """Return whether two expressions in the same symbols differ at a point, by far more than rounding.
+    """Return whether two expressions in the same symbols differ at a point, by far more than
+    rounding.
 
-    Spares math-verify's ``simplify`` on most wrong answers, which is where its time goes. Percentages have rules of
-    their own, and ``i`` may be the imaginary unit: those are left to the rest.
+    Spares math-verify's ``simplify`` on most wrong answers, which is where its time goes.
+    Percentages have rules of their own, and ``i`` may be the imaginary unit: those are left to the
+    rest.
     """
     from sympy import Expr, Float, Integer, Rational
 
     if not (isinstance(gold, Expr) and isinstance(predicted, Expr)):
         return False
     symbols = gold.free_symbols
-    if symbols != predicted.free_symbols or any(not s.is_Symbol or s.name in "iIeE" for s in symbols):
+    if symbols != predicted.free_symbols or any(
+        not s.is_Symbol or s.name in "iIeE" for s in symbols
+    ):
         return False
     if any(not part.is_commutative or part.has(_unevaluated()) for part in (gold, predicted)):
         return False
     ordered = sorted(symbols, key=str)
-    point = {symbol: Rational(7 + 4 * n, 5 + 2 * n) + Integer(n) for n, symbol in enumerate(ordered)}
+    point = {
+        symbol: Rational(7 + 4 * n, 5 + 2 * n) + Integer(n) for n, symbol in enumerate(ordered)
+    }
     values = [complex(expression.subs(point).evalf(15)) for expression in (gold, predicted)]
     scale = max(1.0, *map(abs, values)) if all(map(cmath.isfinite, values)) else math.nan
     rounded = any(expression.has(Float) for expression in (gold, predicted))
@@ -147,8 +169,9 @@ def _unevaluated() -> tuple[Any, ...]:
 
 
 def _complex_equal(gold: Any, predicted: Any) -> bool:
-    """Return whether they are equal as complex numbers, to 30 digits. Only for numbers: with a free symbol ``i`` may be
-    an index."""
+    """Return whether they are equal as complex numbers, to 30 digits. Only for numbers: with a free
+    symbol ``i`` may be an index.
+    """
     from sympy import Basic, Expr, I
 
     values = []
@@ -173,17 +196,23 @@ def _parse_key(key: str) -> list[Any]:
 def _parse(text: str, *, box_first: bool) -> list[Any]:
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
 
-    latex = LatexExtractionConfig(boxed_match_priority=0 if box_first else 50, try_extract_without_anchor=not box_first)
+    latex = LatexExtractionConfig(
+        boxed_match_priority=0 if box_first else 50, try_extract_without_anchor=not box_first
+    )
     expression = () if box_first else (ExprExtractionConfig(),)
     parsed: list[Any] = parse(
-        text, extraction_config=[latex, *expression], extraction_mode="first_match", parsing_timeout=None
+        text,
+        extraction_config=[latex, *expression],
+        extraction_mode="first_match",
+        parsing_timeout=None,
     )
     return parsed
 
 
 def _undelimited(text: str) -> str:
-    r"""Return the text without the ``$...$``, ``\(...\)`` or ``\[...\]`` around the whole of it and without sizes.
-    ``\$36`` is money and stays."""
+    r"""Return the text without the ``$...$``, ``\(...\)`` or ``\[...\]`` around the whole of it and
+    without sizes. ``\$36`` is money and stays.
+    """
     text = latex.without_sizes(text).strip()
     inner = text[1:-1]
     if len(text) > 2 and text[0] == text[-1] == "$" and "$" not in inner:

@@ -1,4 +1,6 @@
-"""Is an answer of mathematics right? Most pairs need no algebra (``quick_verdict``); the others go to worker processes."""
+"""Is an answer of mathematics right? Most pairs need no algebra (``quick_verdict``); the others go
+to worker processes.
+"""
 
 from __future__ import annotations
 
@@ -14,18 +16,28 @@ MEMORY_BYTES = 1 << 30
 
 
 class VerifierPool(WorkerPool):
-    """``verify(pairs)``: one bool per (answer, key). What is late, raises or ends its process is wrong."""
+    """``verify(pairs)``: one bool per (answer, key). What is late, raises or ends its process is
+    wrong.
+    """
 
     def __init__(
-        self, workers: int | None = None, cpu_seconds: float = CPU_SECONDS, wall_seconds: float = WALL_SECONDS
+        self,
+        workers: int | None = None,
+        cpu_seconds: float = CPU_SECONDS,
+        wall_seconds: float = WALL_SECONDS,
     ) -> None:
         load = "megatron_dcpo.judging.math.pool:load"
         limits = cpu_seconds, wall_seconds, MEMORY_BYTES
-        super().__init__(PoolWork(load, lambda why: False, *limits, quick=lambda pair: quick_verdict(*pair)), workers)
+        super().__init__(
+            PoolWork(load, lambda why: False, *limits, quick=lambda pair: quick_verdict(*pair)),
+            workers,
+        )
 
 
 def load() -> Callable[[str, str], bool]:
-    """Return what a worker calls for each pair, its grammar loaded: the first pair should not pay for it."""
+    """Return what a worker calls for each pair, its grammar loaded: the first pair should not pay
+    for it.
+    """
     from megatron_dcpo.judging.math.equivalence import equivalent
 
     equivalent(r"\frac{x+1}{2}", r"0.5x+0.5")
@@ -52,5 +64,7 @@ def verify_answers(attempts: Sequence[Attempt]) -> list[Outcome]:
 
 
 def equivalent_many(pairs: Sequence[tuple[str, str]]) -> list[bool]:
-    """Return whether each (answer, key) is the same number, set, expression ...; answers without their boxes."""
+    """Return whether each (answer, key) is the same number, set, expression ...; answers without
+    their boxes.
+    """
     return shared_pool().verify([(answer.strip(), key.strip()) for answer, key in pairs])

@@ -9,5 +9,6 @@
 | `test_runner.py` | runs the tests, in another process, and calls the program through a pipe |
 | `rpc.py` | values and messages between the two, without pickle |
 
-The sources are sent to the sandbox through a pipe at its start; nothing of the package is visible inside.
+The sources are sent to the sandbox through a pipe at its start; nothing of the package is visible
+inside.
 """

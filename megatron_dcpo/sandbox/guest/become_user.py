@@ -1,8 +1,9 @@
-"""Root's way into bubblewrap: become an ordinary user first, for whom process limits hold, and keep Python reachable.
+"""Root's way into bubblewrap: become an ordinary user first, for whom process limits hold, and keep
+Python reachable.
 
-Run as a script with a JSON argument ``{"command": [...], "sources": {number: path}}``: directories that another user
-could not reach are mounted below /tmp in a mount namespace of this process alone, and ``@number`` in the command becomes
-that place. Ends by executing the command.
+Run as a script with a JSON argument ``{"command": [...], "sources": {number: path}}``: directories
+that another user could not reach are mounted below /tmp in a mount namespace of this process alone,
+and ``@number`` in the command becomes that place. Ends by executing the command.
 """
 
 import ctypes
@@ -15,7 +16,10 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def _mount(source: str, target: str, kind: str, flags: int) -> None:
-    if _libc.mount(source.encode(), target.encode(), kind.encode(), ctypes.c_ulong(flags), None) < 0:
+    if (
+        _libc.mount(source.encode(), target.encode(), kind.encode(), ctypes.c_ulong(flags), None)
+        < 0
+    ):
         raise OSError(ctypes.get_errno(), f"mount {target}")
 
 

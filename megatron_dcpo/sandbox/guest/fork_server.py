@@ -1,11 +1,14 @@
-"""The warm server of a sandbox: it holds an interpreter with the usual modules loaded and forks one process per task.
+"""The warm server of a sandbox: it holds an interpreter with the usual modules loaded and forks one
+process per task.
 
-A task is a program, or the tests of one (a server of role ``checker``). Its supervisor, which it can neither trace, read
-nor signal, runs it once per message. Level ``bubblewrap``: the server is inside bubblewrap already; each program gets
-user, pid, mount and IPC namespaces of its own within, and everything in them is killed after each run. Level
-``landlock``, and tests on every level: the process may start no other and reach no other. Level ``unsafe``: limits only.
+A task is a program, or the tests of one (a server of role ``checker``). Its supervisor, which it
+can neither trace, read nor signal, runs it once per message. Level ``bubblewrap``: the server is
+inside bubblewrap already; each program gets user, pid, mount and IPC namespaces of its own within,
+and everything in them is killed after each run. Level ``landlock``, and tests on every level: the
+process may start no other and reach no other. Level ``unsafe``: limits only.
 
-The server and the supervisor hold no expected values: what is forked from them has a copy of their memory.
+The server and the supervisor hold no expected values: what is forked from them has a copy of their
+memory.
 """
 
 from __future__ import annotations
@@ -42,7 +45,8 @@ def serve(settings: dict[str, Any]) -> None:
         seccomp.common_part(*settings["filter"])
     control = socket.socket(fileno=CONTROL)
     gc.collect()
-    gc.freeze()  # a collection in a forked process would touch, and so copy, every page of these objects
+    # a collection in a forked process would touch, and so copy, every page of these objects
+    gc.freeze()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     checker = settings["role"] == "checker"
     if not checker:
@@ -91,10 +95,14 @@ def _in_namespaces(pipes: list[int], limits: dict[str, Any], settings: dict[str,
     _supervise(pipes, limits, settings, processes)
 
 
-def _supervise(pipes: list[int], limits: dict[str, Any], settings: dict[str, Any], processes: int | None) -> None:
-    """Run the task once per message ``{"wall": seconds}`` with its descriptors; answer how it ended.
+def _supervise(
+    pipes: list[int], limits: dict[str, Any], settings: dict[str, Any], processes: int | None
+) -> None:
+    """Run the task once per message ``{"wall": seconds}`` with its descriptors; answer how it
+    ended.
 
-    ``processes``: the /proc of a namespace in which this process is the first; None where the task is one process.
+    ``processes``: the /proc of a namespace in which this process is the first; None where the task
+    is one process.
     """
     channel = socket.socket(fileno=os.dup(pipes[0]))
     while True:
@@ -111,7 +119,9 @@ def _supervise(pipes: list[int], limits: dict[str, Any], settings: dict[str, Any
         child = os.fork()
         if child == 0:
             if settings["role"] == "checker":
-                given[1] = channel.fileno()  # for the verdict, which need not wait for the process to end
+                given[1] = (
+                    channel.fileno()
+                )  # for the verdict, which need not wait for the process to end
             _run(pipes[1], given, failed, message.get("group", False), parent, limits, settings)
         for pipe in (*given, failed):
             os.close(pipe)
@@ -129,8 +139,12 @@ def _answer(channel: socket.socket, ending: dict[str, Any]) -> None:
         channel.send(json.dumps(ending).encode())
 
 
-def _watch(child: int, channel: socket.socket, wall: float, memory: int, processes: int | None) -> dict[str, Any]:
-    """Wait for the end of ``child``, for its time, for too much memory, or for the judge to lose interest."""
+def _watch(
+    child: int, channel: socket.socket, wall: float, memory: int, processes: int | None
+) -> dict[str, Any]:
+    """Wait for the end of ``child``, for its time, for too much memory, or for the judge to lose
+    interest.
+    """
     handle = os.pidfd_open(child)
     poll = select.poll()
     poll.register(handle, select.POLLIN)
@@ -154,7 +168,9 @@ def _watch(child: int, channel: socket.socket, wall: float, memory: int, process
         os.kill(child, signal.SIGKILL)
     else:
         with contextlib.suppress(ProcessLookupError):
-            os.kill(-1, signal.SIGKILL)  # everything in the pid namespace but its first process, which is this one
+            os.kill(
+                -1, signal.SIGKILL
+            )  # everything in the pid namespace but its first process, which is this one
     status = os.waitpid(child, 0)[1]
     _reap()
     return {"code": os.waitstatus_to_exitcode(status), "reason": reason}
@@ -169,8 +185,10 @@ def _reap() -> None:
 
 
 def _memory_of_all(processes: int, limit: int) -> int:
-    """Return the bytes in memory of the namespace's processes but the first. Where the plain sum passes ``limit``,
-    pages that several processes share count once (their proportional size; a process that hides it counts whole)."""
+    """Return the bytes in memory of the namespace's processes but the first. Where the plain sum
+    passes ``limit``, pages that several processes share count once (their proportional size; a
+    process that hides it counts whole).
+    """
     names = [name for name in os.listdir(processes) if name.isdigit() and name != "1"]
     total = sum(_resident(processes, name) for name in names)
     return total if total <= limit else sum(_proportional(processes, name) for name in names)
@@ -208,7 +226,9 @@ def _run(
     limits: dict[str, Any],
     settings: dict[str, Any],
 ) -> None:
-    """Run in the program's, or the tests', own process: put its descriptors in place, drop privileges and run."""
+    """Run in the program's, or the tests', own process: put its descriptors in place, drop
+    privileges and run.
+    """
     checker = settings["role"] == "checker"
     try:
         if settings["level"] == "bubblewrap":
@@ -231,7 +251,9 @@ def _run(
         from megatron_dcpo.sandbox.guest.test_runner import run_checks
 
         run_checks(task, limits)
-    run_program(json.loads(task), calls=3 if len(given) > 3 else None, message_bytes=limits["output_bytes"])
+    run_program(
+        json.loads(task), calls=3 if len(given) > 3 else None, message_bytes=limits["output_bytes"]
+    )
 
 
 def _confine(settings: dict[str, Any]) -> None:
@@ -239,11 +261,15 @@ def _confine(settings: dict[str, Any]) -> None:
     if settings["level"] == "unsafe":
         return
     if not seccomp.supported():
-        raise OSError(f"the system calls of {os.uname().machine} are not known: must be x86_64 or aarch64")
+        raise OSError(
+            f"the system calls of {os.uname().machine} are not known: must be x86_64 or aarch64"
+        )
     if settings["level"] == "bubblewrap":
         isolation.drop_capabilities()
     else:
-        isolation.landlock(settings["shared"]["readable"], settings["shared"]["listable"], ["/dev/null"])
+        isolation.landlock(
+            settings["shared"]["readable"], settings["shared"]["listable"], ["/dev/null"]
+        )
     seccomp.confine(*settings["filter"])
 
 
@@ -255,8 +281,9 @@ def _filter(settings: dict[str, Any]) -> tuple[bool, bool]:
 
 
 def _arrange(given: list[int], failed: int, settings: dict[str, Any]) -> int:
-    """Make stdin, stdout, stderr and the pipe of the tests 0 to 3, and close everything else, but the descriptor
-    that is returned: ``failed`` under its new number."""
+    """Make stdin, stdout, stderr and the pipe of the tests 0 to 3, and close everything else, but
+    the descriptor that is returned: ``failed`` under its new number.
+    """
     high = [os.dup2(pipe, 500 + place) for place, pipe in enumerate([*given, failed])]
     for place, pipe in enumerate(high[:-1]):
         os.dup2(pipe, place)
@@ -271,19 +298,28 @@ def _arrange(given: list[int], failed: int, settings: dict[str, Any]) -> int:
 def _limit(limits: dict[str, Any], settings: dict[str, Any]) -> None:
     cpu = int(limits["cpu_seconds"])
     isolation.limit(resource.RLIMIT_CPU, cpu, cpu + 1)
-    isolation.limit(resource.RLIMIT_AS, limits["checker_bytes" if settings["role"] == "checker" else "memory_bytes"])
+    isolation.limit(
+        resource.RLIMIT_AS,
+        limits["checker_bytes" if settings["role"] == "checker" else "memory_bytes"],
+    )
     isolation.limit(resource.RLIMIT_FSIZE, limits["output_bytes"])
-    isolation.limit(resource.RLIMIT_CORE, 1)  # 0 would still start a program that core_pattern names
+    isolation.limit(
+        resource.RLIMIT_CORE, 1
+    )  # 0 would still start a program that core_pattern names
     isolation.limit(resource.RLIMIT_NOFILE, MAX_FILES + 16 * len(settings["shared"]["descriptors"]))
     isolation.limit(resource.RLIMIT_MEMLOCK, 0)
     isolation.limit(resource.RLIMIT_MSGQUEUE, 0)
     if settings["level"] != "unsafe":
-        isolation.limit(resource.RLIMIT_NPROC, limits["processes"] + settings["shared"]["processes"])
+        isolation.limit(
+            resource.RLIMIT_NPROC, limits["processes"] + settings["shared"]["processes"]
+        )
 
 
 def _places(settings: dict[str, Any]) -> dict[str, Any]:
-    """Open what a program under Landlock may read, while this process still can: it may have been started by root
-    with a Python that no other user reaches. ``sys.path`` then goes through the open descriptors."""
+    """Open what a program under Landlock may read, while this process still can: it may have been
+    started by root with a Python that no other user reaches. ``sys.path`` then goes through the
+    open descriptors.
+    """
     if settings["level"] != "landlock":
         return {"descriptors": [], "readable": [], "listable": [], "processes": 0}
     opened: dict[str, int] = {}
@@ -295,7 +331,9 @@ def _places(settings: dict[str, Any]) -> dict[str, Any]:
     if os.geteuid() == 0:
         sys.path[:] = [f"/proc/self/fd/{opened[name]}" for name in sys.path if name in opened]
         sys.path_importer_cache.clear()
-        for package in list(sys.modules.values()):  # such as encodings, which looks for codecs later
+        for package in list(
+            sys.modules.values()
+        ):  # such as encodings, which looks for codecs later
             if isinstance(places := getattr(package, "__path__", None), list):
                 places[:] = [_through(opened, place) for place in places]
     return {
@@ -327,7 +365,9 @@ def _own_processes() -> int:
 
 
 def _become_ordinary(settings: dict[str, Any]) -> None:
-    """Become an ordinary user. For root no limit of processes holds, and file permissions do not count."""
+    """Become an ordinary user. For root no limit of processes holds, and file permissions do not
+    count.
+    """
     if settings["level"] != "unsafe" and os.geteuid() == 0:
         os.setgroups([])
         os.setresgid(65534, 65534, 65534)

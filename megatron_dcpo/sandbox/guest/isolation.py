@@ -1,4 +1,5 @@
-"""Confinement by system call: namespaces, capabilities, Landlock and resource limits, through ctypes.
+"""Confinement by system call: namespaces, capabilities, Landlock and resource limits, through
+ctypes.
 
 Every function raises OSError where the kernel refuses.
 """
@@ -32,14 +33,18 @@ def prctl(option: int, value: int = 0, pointer: object = None) -> None:
 
 
 def die_with_parent(parent: int) -> None:
-    """Let the kernel kill this process when ``parent``, which has just forked it, ends. It may have ended already."""
+    """Let the kernel kill this process when ``parent``, which has just forked it, ends. It may have
+    ended already.
+    """
     prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
 
 
 def set_dumpable(yes: bool) -> None:
-    """Set whether this process is dumpable: one that is not can be neither traced nor read through /proc by its own user."""
+    """Set whether this process is dumpable: one that is not can be neither traced nor read through
+    /proc by its own user.
+    """
     prctl(_PR_SET_DUMPABLE, int(yes))
 
 
@@ -51,7 +56,11 @@ def map_own_user() -> None:
     """Map the user that made a fresh user namespace as its only one, under a number that is not 0."""
     user, group = os.getuid(), os.getgid()
     unshare(CLONE_NEWUSER | CLONE_NEWPID | CLONE_NEWNS | CLONE_NEWIPC)
-    for name, text in (("setgroups", "deny"), ("uid_map", f"65534 {user} 1"), ("gid_map", f"65534 {group} 1")):
+    for name, text in (
+        ("setgroups", "deny"),
+        ("uid_map", f"65534 {user} 1"),
+        ("gid_map", f"65534 {group} 1"),
+    ):
         pipe = os.open(f"/proc/self/{name}", os.O_WRONLY)
         try:
             os.write(pipe, text.encode())
@@ -61,17 +70,32 @@ def map_own_user() -> None:
 
 def mount(source: str, target: str, kind: str, flags: int, options: str = "") -> None:
     arguments = [text.encode() for text in (source, target, kind)]
-    _check(_libc.mount(*arguments, ctypes.c_ulong(flags), options.encode() or None), f"mount {target}")
+    _check(
+        _libc.mount(*arguments, ctypes.c_ulong(flags), options.encode() or None), f"mount {target}"
+    )
 
 
 def private_mounts(scratch_bytes: int) -> int:
-    """Mount an empty /tmp of limited size and an empty /proc. Return the real /proc of this namespace, an open directory:
-    what it tells of mounts and processes is for the supervisor alone."""
+    """Mount an empty /tmp of limited size and an empty /proc. Return the real /proc of this
+    namespace, an open directory: what it tells of mounts and processes is for the supervisor alone.
+    """
     mount("none", "/", "", _MS_REC | _MS_PRIVATE)
-    mount("tmpfs", "/tmp", "tmpfs", _MS_NOSUID | _MS_NODEV, f"size={scratch_bytes},nr_inodes=4096,mode=1777")
+    mount(
+        "tmpfs",
+        "/tmp",
+        "tmpfs",
+        _MS_NOSUID | _MS_NODEV,
+        f"size={scratch_bytes},nr_inodes=4096,mode=1777",
+    )
     mount("proc", "/proc", "proc", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC)
     processes = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY)
-    mount("tmpfs", "/proc", "tmpfs", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC | _MS_RDONLY, "nr_inodes=1,mode=555")
+    mount(
+        "tmpfs",
+        "/proc",
+        "tmpfs",
+        _MS_NOSUID | _MS_NODEV | _MS_NOEXEC | _MS_RDONLY,
+        "nr_inodes=1,mode=555",
+    )
     return processes
 
 
@@ -97,7 +121,7 @@ def limit(kind: int, soft: int, hard: int | None = None) -> None:
     resource.setrlimit(kind, (min(soft, top), top))
 
 
-# --------------------------------------------------------------------------------------------------------- Landlock
+# ----------------------------------------------------------------------------------------- Landlock
 ABI_OF_TRUNCATE = 3  # the first that knows truncation
 _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446
 _READ_FILE, _READ_DIR, _WRITE_FILE = 1 << 2, 1 << 3, 1 << 1
@@ -110,10 +134,12 @@ def landlock_abi() -> int:
 
 
 def landlock(readable: Iterable[int], listable: Iterable[int], usable: Iterable[str] = ()) -> None:
-    """Allow reading below the directories ``readable`` (descriptors), listing ``listable``, and the devices ``usable``.
+    """Allow reading below the directories ``readable`` (descriptors), listing ``listable``, and the
+    devices ``usable``.
 
-    Everything else of the file system is refused: writing anywhere, other files, other processes' /proc. TCP, abstract
-    sockets and signals to the outside are refused as well where the kernel's Landlock knows them.
+    Everything else of the file system is refused: writing anywhere, other files, other processes'
+    /proc. TCP, abstract sockets and signals to the outside are refused as well where the kernel's
+    Landlock knows them.
     """
     abi = landlock_abi()
     if not abi:
@@ -121,9 +147,12 @@ def landlock(readable: Iterable[int], listable: Iterable[int], usable: Iterable[
     rights = (1 << _RIGHTS_BY_ABI.get(abi, 16)) - 1
     network = 3 if abi >= 4 else 0
     scope = 3 if abi >= 6 else 0
-    attributes = struct.pack("=QQQ", rights, network, scope)[: 24 if abi >= 6 else 16 if abi >= 4 else 8]
+    attributes = struct.pack("=QQQ", rights, network, scope)[
+        : 24 if abi >= 6 else 16 if abi >= 4 else 8
+    ]
     rules = _check(
-        _libc.syscall(_LANDLOCK_CREATE, attributes, ctypes.c_size_t(len(attributes)), 0), "landlock_create_ruleset"
+        _libc.syscall(_LANDLOCK_CREATE, attributes, ctypes.c_size_t(len(attributes)), 0),
+        "landlock_create_ruleset",
     )
     try:
         for directory in readable:

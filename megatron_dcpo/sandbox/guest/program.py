@@ -1,6 +1,7 @@
 """Inside the program's own process: run it on its stdin, or define its functions and answer calls.
 
-Nothing here is secret: the process knows its source, its inputs and, for calls, the arguments of each.
+Nothing here is secret: the process knows its source, its inputs and, for calls, the arguments of
+each.
 """
 
 from __future__ import annotations
@@ -34,8 +35,9 @@ _METHOD = re.compile(r"^(\w+)(?:\(\))?\.(\w+)$")
 
 
 def run_program(job: dict[str, Any], calls: int | None, message_bytes: int) -> None:
-    """Run a program; ends the process. ``job``: ``program``, ``setup``; ``calls``: the pipe of the tests, None for
-    stdin tests."""
+    """Run a program; ends the process. ``job``: ``program``, ``setup``; ``calls``: the pipe of the
+    tests, None for stdin tests.
+    """
     code = 1
     try:
         _fresh_streams()
@@ -53,7 +55,9 @@ def run_program(job: dict[str, Any], calls: int | None, message_bytes: int) -> N
 
 
 def define(job: dict[str, Any], name: str) -> tuple[types.ModuleType, set[str]]:
-    """Run the task's setup and the program as the module ``name``; the names of the classes that the setup made."""
+    """Run the task's setup and the program as the module ``name``; the names of the classes that
+    the setup made.
+    """
     module = types.ModuleType(name)
     sys.modules[name] = module
     sys.argv = ["solution.py"]
@@ -61,7 +65,11 @@ def define(job: dict[str, Any], name: str) -> tuple[types.ModuleType, set[str]]:
         setattr(builtins, word, _sitebuiltins.Quitter(word, ""))
     if job.get("setup"):
         exec(compile(job["setup"], "<setup>", "exec"), module.__dict__)
-    shared = {word for word, value in vars(module).items() if isinstance(value, type) and value.__module__ == name}
+    shared = {
+        word
+        for word, value in vars(module).items()
+        if isinstance(value, type) and value.__module__ == name
+    }
     exec(compile(job["program"], "<program>", "exec"), module.__dict__)
     return module, shared
 
@@ -96,7 +104,9 @@ def _complain() -> None:
 
 
 def _end(code: int) -> None:
-    """Join threads, run exit handlers and flush as an interpreter does at its end; then leave without tearing down."""
+    """Join threads, run exit handlers and flush as an interpreter does at its end; then leave
+    without tearing down.
+    """
     import atexit
     import threading
 
@@ -107,7 +117,9 @@ def _end(code: int) -> None:
         code = _exit_code(end)
     except BaseException as error:
         code = code or category_code(error)
-    for stream in {id(stream): stream for stream in (sys.stdout, sys.__stdout__, sys.stderr)}.values():
+    for stream in {
+        id(stream): stream for stream in (sys.stdout, sys.__stdout__, sys.stderr)
+    }.values():
         try:
             if stream is not None:
                 stream.flush()
@@ -119,8 +131,15 @@ def _end(code: int) -> None:
 class Answers:
     """The program's functions, called by the tests through a pipe."""
 
-    def __init__(self, module: types.ModuleType, shared: set[str], pipe: int, message_bytes: int) -> None:
-        self.module, self.shared, self.pipe, self.message_bytes = module, shared, pipe, message_bytes
+    def __init__(
+        self, module: types.ModuleType, shared: set[str], pipe: int, message_bytes: int
+    ) -> None:
+        self.module, self.shared, self.pipe, self.message_bytes = (
+            module,
+            shared,
+            pipe,
+            message_bytes,
+        )
         self.reader = rpc.Reader(pipe, 1 << 30)
         self.references: dict[int, Any] = {}
         self.numbers: dict[int, int] = {}
@@ -154,10 +173,14 @@ class Answers:
         except rpc.Unsendable as error:
             return rpc.pack({"unsendable": str(error)})
         except BaseException as error:
-            return rpc.pack({"raised": _builtin_name(error), "text": _text(error), "code": category_code(error)})
+            return rpc.pack(
+                {"raised": _builtin_name(error), "text": _text(error), "code": category_code(error)}
+            )
 
     def perform(self, call: dict[str, Any]) -> Any:
-        decoder = rpc.Decoder(call.get("objects", []), self.by_value(), lambda number, _: self.references[number])
+        decoder = rpc.Decoder(
+            call.get("objects", []), self.by_value(), lambda number, _: self.references[number]
+        )
         target = self.target(call["on"])
         if "next" in call:
             return next(target)
@@ -166,10 +189,14 @@ class Answers:
         if "args" not in call:
             return target
         args = [decoder.decode(value) for value in call["args"]]
-        return target(*args, **{name: decoder.decode(value) for name, value in call.get("kwargs", {}).items()})
+        return target(
+            *args, **{name: decoder.decode(value) for name, value in call.get("kwargs", {}).items()}
+        )
 
     def target(self, on: dict[str, Any]) -> Any:
-        """Return a name of the program, a reference given out before, or an entry point as the data sets write it."""
+        """Return a name of the program, a reference given out before, or an entry point as the data
+        sets write it.
+        """
         if "reference" in on:
             return self.references[on["reference"]]
         names = vars(self.module)
@@ -186,7 +213,11 @@ class Answers:
         return bound
 
     def by_value(self) -> dict[str, type]:
-        return {name: value for name in self.shared if isinstance(value := vars(self.module).get(name), type)}
+        return {
+            name: value
+            for name in self.shared
+            if isinstance(value := vars(self.module).get(name), type)
+        }
 
     def keep(self, value: Any) -> int:
         number = self.numbers.get(id(value))

@@ -1,8 +1,10 @@
-"""Values on the pipe between a program and its tests: typed JSON, no pickle, no code of the sender runs at the reader.
+"""Values on the pipe between a program and its tests: typed JSON, no pickle, no code of the sender
+runs at the reader.
 
-Plain scalars stand for themselves; everything else is ``[tag, ...]``. Subclasses arrive as what they derive from
-(``Counter`` as dict, a named tuple as tuple), so that no overridden ``__eq__`` crosses. Instances of the classes that a
-task itself defines (``ListNode``) travel by value in a flat table; any other object stays where it is, as a reference.
+Plain scalars stand for themselves; everything else is ``[tag, ...]``. Subclasses arrive as what
+they derive from (``Counter`` as dict, a named tuple as tuple), so that no overridden ``__eq__``
+crosses. Instances of the classes that a task itself defines (``ListNode``) travel by value in a
+flat table; any other object stays where it is, as a reference.
 """
 
 from __future__ import annotations
@@ -28,7 +30,13 @@ MAX_DEPTH = 400
 MAX_TEXT_ARRAY = 64 << 20  # bytes of an array of text, whose items all take as much as the longest
 SMALL_INT = 1 << 63
 _HEADER = struct.Struct("!I")
-_SEQUENCES: dict[type, str] = {list: "l", tuple: "t", set: "s", frozenset: "f", collections.deque: "q"}
+_SEQUENCES: dict[type, str] = {
+    list: "l",
+    tuple: "t",
+    set: "s",
+    frozenset: "f",
+    collections.deque: "q",
+}
 _MAKERS = {tag: maker for maker, tag in _SEQUENCES.items()}
 _PLAIN = frozenset({type(None), bool, str, float})
 _NUMBERS = re.compile(r"[<>|=][biufc][0-9]{1,2}")
@@ -52,7 +60,9 @@ class Gone(Exception):
 
 
 class Encoder:
-    """One message's values. ``by_value``: names of classes that travel by value; ``keep(object)``: its reference."""
+    """One message's values. ``by_value``: names of classes that travel by value; ``keep(object)``:
+    its reference.
+    """
 
     def __init__(self, by_value: Collection[str], keep: Callable[[Any], int] | None) -> None:
         self.by_value, self.keep = by_value, keep
@@ -61,12 +71,16 @@ class Encoder:
         self._index: dict[int, int] = {}
 
     def objects(self) -> list[Any]:
-        """Return ``[class name, {attribute: value}]`` of every by-value object met, also in other objects' attributes."""
+        """Return ``[class name, {attribute: value}]`` of every by-value object met, also in other
+        objects' attributes.
+        """
         while len(self.table) < len(self._waiting):
             item = self._waiting[len(self.table)]
             fields = getattr(item, "__dict__", None)
             if fields is None:
-                names = [name for kind in type(item).__mro__ for name in getattr(kind, "__slots__", ())]
+                names = [
+                    name for kind in type(item).__mro__ for name in getattr(kind, "__slots__", ())
+                ]
                 fields = {name: getattr(item, name) for name in names if hasattr(item, name)}
             encoded = {str(name): self.encode(value) for name, value in fields.items()}
             self.table.append([type(item).__name__, encoded])
@@ -84,7 +98,9 @@ class Encoder:
         tag = _SEQUENCES.get(kind)
         if tag is not None:
             kinds = set(map(type, value))
-            if _PLAIN.issuperset(kinds) or (kinds == _INTEGERS and min(value) > -SMALL_INT and max(value) < SMALL_INT):
+            if _PLAIN.issuperset(kinds) or (
+                kinds == _INTEGERS and min(value) > -SMALL_INT and max(value) < SMALL_INT
+            ):
                 return [tag, *value]
             return [tag, *[self.encode(item, depth + 1) for item in value]]
         if kind is dict:
@@ -114,7 +130,10 @@ class Encoder:
         if isinstance(value, bytes | bytearray):
             return ["b" if isinstance(value, bytes) else "B", bytes(value).decode("latin-1")]
         if isinstance(value, range):
-            return ["r", *[self.encode(part, depth) for part in (value.start, value.stop, value.step)]]
+            return [
+                "r",
+                *[self.encode(part, depth) for part in (value.start, value.stop, value.step)],
+            ]
         if isinstance(value, dict):
             return self._mapping(value, depth)
         for base, tag in _SEQUENCES.items():
@@ -154,9 +173,13 @@ class Encoder:
 
 
 class Decoder:
-    """Values of one message. ``classes``: the by-value classes of this side; ``refer(number, type name)``: a reference."""
+    """Values of one message. ``classes``: the by-value classes of this side; ``refer(number, type
+    name)``: a reference.
+    """
 
-    def __init__(self, table: Any, classes: Mapping[str, type], refer: Callable[[int, str], Any]) -> None:
+    def __init__(
+        self, table: Any, classes: Mapping[str, type], refer: Callable[[int, str], Any]
+    ) -> None:
         self.refer = refer
         self.made: list[Any] = []
         try:
@@ -165,7 +188,9 @@ class Decoder:
             for item, (_, fields) in zip(self.made, table, strict=True):
                 for field, value in fields.items():
                     if isinstance(value, list) and value and value[0] == "a":
-                        raise ValueError("an array as an attribute")  # an empty one is neither equal nor unequal
+                        raise ValueError(
+                            "an array as an attribute"
+                        )  # an empty one is neither equal nor unequal
                     object.__setattr__(item, field, self.decode(value))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise BadMessage(f"objects: {error}") from None
@@ -174,7 +199,15 @@ class Decoder:
         """Decode a message. Raises BadMessage on anything that ``Encoder`` does not write."""
         try:
             return self._decode(value)
-        except (KeyError, TypeError, ValueError, IndexError, ArithmeticError, AttributeError, RecursionError) as error:
+        except (
+            KeyError,
+            TypeError,
+            ValueError,
+            IndexError,
+            ArithmeticError,
+            AttributeError,
+            RecursionError,
+        ) as error:
             raise BadMessage(f"{type(error).__name__}: {error}") from None
 
     def _decode(self, value: Any) -> Any:
@@ -214,7 +247,9 @@ class Decoder:
         raise BadMessage(f"tag {tag!r}")
 
     def _integers(self, values: list[Any]) -> list[int]:
-        """Return integers as ``Encoder`` writes them: text such as ``1e3000000000`` would become one with as many digits."""
+        """Return integers as ``Encoder`` writes them: text such as ``1e3000000000`` would become
+        one with as many digits.
+        """
         decoded = [self._decode(value) for value in values]
         if not all(isinstance(value, int) for value in decoded):
             raise BadMessage("not an integer")
@@ -222,7 +257,9 @@ class Decoder:
 
 
 def _array(kind: str, values: Any) -> Any:
-    """Return a NumPy array of numbers or text. The item size comes from the values, never from the sender."""
+    """Return a NumPy array of numbers or text. The item size comes from the values, never from the
+    sender.
+    """
     import numpy
 
     if kind[1:2] == "U":
@@ -249,13 +286,16 @@ def _leaves(values: list[Any]) -> Iterator[Any]:
 
 def pack(message: Any) -> bytes:
     """Return one message with its length in front."""
-    body = json.dumps(message, separators=(",", ":")).encode()  # ASCII: lone surrogates survive escaped
+    body = json.dumps(
+        message, separators=(",", ":")
+    ).encode()  # ASCII: lone surrogates survive escaped
     return _HEADER.pack(len(body)) + body
 
 
 def write_all(pipe: int, data: bytes, seconds: float | None = None) -> None:
-    """Write everything. Raises Gone when the other side has closed the pipe, TimeoutError when a pipe that does not
-    block takes nothing for ``seconds``."""
+    """Write everything. Raises Gone when the other side has closed the pipe, TimeoutError when a
+    pipe that does not block takes nothing for ``seconds``.
+    """
     view = memoryview(data)
     while view:
         try:
@@ -275,7 +315,9 @@ class Reader:
         self._held, self._at = b"", 0
 
     def read(self, seconds: float | None = None) -> Any:
-        """Return the next message. Raises Gone, TooLong, BadMessage, and TimeoutError when it is not complete in time."""
+        """Return the next message. Raises Gone, TooLong, BadMessage, and TimeoutError when it is
+        not complete in time.
+        """
         deadline = None if seconds is None else time.monotonic() + seconds
         size = _HEADER.unpack(self._take(4, deadline))[0]
         if size > self.limit:

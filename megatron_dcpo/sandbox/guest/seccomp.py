@@ -1,7 +1,9 @@
-"""The system calls that a program may make: an allow list, so that a call which a later kernel adds is refused.
+"""The system calls that a program may make: an allow list, so that a call which a later kernel adds
+is refused.
 
-Linux on x86-64 and aarch64. What is not in the list ends in EPERM; a call with a number of the kernel's new, common
-range (from ``_COMMON`` on) in ENOSYS, at which the C library falls back to an older call (``clone3`` to ``clone``).
+Linux on x86-64 and aarch64. What is not in the list ends in EPERM; a call with a number of the
+kernel's new, common range (from ``_COMMON`` on) in ENOSYS, at which the C library falls back to an
+older call (``clone3`` to ``clone``).
 """
 
 from __future__ import annotations
@@ -61,15 +63,19 @@ prctl:157:167 socketpair:53:199 sendto:44:206
 """
 _COMMON = 424
 _CLONE_THREAD, _CLONE_NEW_ANY = 0x10000, 0x7E020080
-# F_DUPFD to F_SETLKW, locks of open files, F_DUPFD_CLOEXEC, the size of a pipe, F_GET_SEALS. Not the owner of a file
-# (F_SETOWN, F_SETSIG): it sends signals.
+# F_DUPFD to F_SETLKW, locks of open files, F_DUPFD_CLOEXEC, the size of a pipe, F_GET_SEALS. Not
+# the owner of a file (F_SETOWN, F_SETSIG): it sends signals.
 _FILE_COMMANDS = (0, 1, 2, 3, 4, 5, 6, 7, 36, 37, 38, 1030, 1031, 1032, 1034)
-# TCGETS (isatty), TIOCGPGRP, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX. Not TIOCSTI: it types into a terminal.
+# TCGETS (isatty), TIOCGPGRP, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX. Not TIOCSTI: it
+# types into a terminal.
 _DEVICE_REQUESTS = (0x5401, 0x540F, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
-# PR_SET_NAME, PR_GET_NAME, PR_CAPBSET_READ, PR_SET_NO_NEW_PRIVS and its question, PR_SET_VMA. Not the signal at a
-# parent's death, which ends the process.
+# PR_SET_NAME, PR_GET_NAME, PR_CAPBSET_READ, PR_SET_NO_NEW_PRIVS and its question, PR_SET_VMA. Not
+# the signal at a parent's death, which ends the process.
 _PROCESS_OPTIONS = (15, 16, 23, 38, 39, 0x53564D41)
-_UNIX, _STREAMS = 1, (1, 0x801, 0x80001, 0x80801)  # SOCK_STREAM, perhaps not blocking, perhaps closed by exec
+_UNIX, _STREAMS = (
+    1,
+    (1, 0x801, 0x80001, 0x80801),
+)  # SOCK_STREAM, perhaps not blocking, perhaps closed by exec
 _O_TRUNC = 0x200
 _EPERM, _ENOTTY, _ENOSYS = 1, 25, 38
 
@@ -89,12 +95,17 @@ def supported() -> bool:
 def confine(alone: bool, truncates: bool = True) -> None:
     """Install the filter, for good. Raises OSError where the kernel refuses.
 
-    ``alone``: for a process that shares its user with processes outside: it starts no other, and neither signals nor
-    limits another. ``truncates``: False also refuses to open files with O_TRUNC, which empties even a file that is
-    opened for reading, for kernels whose Landlock does not know truncation.
+    ``alone``: for a process that shares its user with processes outside: it starts no other, and
+    neither signals nor limits another. ``truncates``: False also refuses to open files with
+    O_TRUNC, which empties even a file that is opened for reading, for kernels whose Landlock does
+    not know truncation.
     """
     place, machine = _MACHINES[platform.machine()]
-    program: list[Instruction] = [(_LOAD, 0, 0, 4), (_EQUAL, 1, 0, machine), (_RETURN, 0, 0, _KILL_PROCESS)]
+    program: list[Instruction] = [
+        (_LOAD, 0, 0, 4),
+        (_EQUAL, 1, 0, machine),
+        (_RETURN, 0, 0, _KILL_PROCESS),
+    ]
     program.append((_LOAD, 0, 0, 0))
     if place == 0:  # the other numbering of the same processor
         program += [(_AT_LEAST, 0, 1, 0x40000000), (_RETURN, 0, 0, _KILL_PROCESS)]
@@ -107,7 +118,9 @@ def confine(alone: bool, truncates: bool = True) -> None:
 @functools.cache
 def common_part(alone: bool, truncates: bool = True) -> bytes:
     """Return the filter but for what names this process. The server makes it once, before it forks."""
-    program = [step for name, rule in _rules(alone, truncates).items() for step in _decided(name, rule)]
+    program = [
+        step for name, rule in _rules(alone, truncates).items() for step in _decided(name, rule)
+    ]
     place = _MACHINES[platform.machine()][0]
     allowed = _numbers(_EVERYWHERE, place)
     if not alone:
@@ -116,13 +129,17 @@ def common_part(alone: bool, truncates: bool = True) -> bytes:
         allowed = allowed | {name: _numbers(_DECIDED, place)[name] for name in ("open", "openat")}
     verdicts = {number: _ALLOWED for number in allowed.values() if number >= 0}
     last = max(verdicts) + 1
-    every = [verdicts.get(number, _refuse(_EPERM if number < _COMMON else _ENOSYS)) for number in range(last + 1)]
+    every = [
+        verdicts.get(number, _refuse(_EPERM if number < _COMMON else _ENOSYS))
+        for number in range(last + 1)
+    ]
     return _packed([*program, *_search(every)])
 
 
 def _search(verdicts: Sequence[Instruction], start: int = 0) -> list[Instruction]:
-    """Return the verdict on each number from ``start`` on, the last one on all behind it, too: a binary search. The kernel
-    tries every number when the filter is installed."""
+    """Return the verdict on each number from ``start`` on, the last one on all behind it, too: a
+    binary search. The kernel tries every number when the filter is installed.
+    """
     changes = [place for place in range(1, len(verdicts)) if verdicts[place] != verdicts[place - 1]]
     if not changes:
         return [verdicts[0]]
@@ -142,11 +159,19 @@ def _decided(name: str, rule: list[Instruction]) -> list[Instruction]:
 def _rules(alone: bool, truncates: bool) -> dict[str, list[Instruction]]:
     """Return what decides on a call by its arguments; each ends in a verdict."""
     rules = {
-        "fcntl": [_argument(1), *_search([_ALLOWED if n in _FILE_COMMANDS else _refuse() for n in range(1036)])],
+        "fcntl": [
+            _argument(1),
+            *_search([_ALLOWED if n in _FILE_COMMANDS else _refuse() for n in range(1036)]),
+        ],
         "ioctl": _if_one_of(1, _DEVICE_REQUESTS, _refuse(_ENOTTY)),
         "prctl": _if_one_of(0, _PROCESS_OPTIONS),
         "socketpair": [_argument(0), (_EQUAL, 1, 0, _UNIX), _refuse(), *_if_one_of(1, _STREAMS)],
-        "sendto": [_argument(4), (_EQUAL, 1, 0, 0), _refuse(), *_if_one_of(4, (0,), high=True)],  # to no address
+        "sendto": [
+            _argument(4),
+            (_EQUAL, 1, 0, 0),
+            _refuse(),
+            *_if_one_of(4, (0,), high=True),
+        ],  # to no address
         "clone": [_argument(0), (_ANY_BIT, 0, 1, _CLONE_NEW_ANY), _refuse(), _ALLOWED],
     }
     if alone:
@@ -160,7 +185,9 @@ def _rules(alone: bool, truncates: bool) -> dict[str, list[Instruction]]:
 
 @functools.cache
 def _numbers(table: str, place: int) -> dict[str, int]:
-    return {name: int(numbers[place]) for name, *numbers in (word.split(":") for word in table.split())}
+    return {
+        name: int(numbers[place]) for name, *numbers in (word.split(":") for word in table.split())
+    }
 
 
 def _argument(number: int, high: bool = False) -> Instruction:
@@ -186,4 +213,6 @@ def _packed(program: Sequence[Instruction]) -> bytes:
 def _install(code: bytes) -> None:
     buffer = ctypes.create_string_buffer(code, len(code))
     header = struct.pack("@HxxxxxxP", len(code) // 8, ctypes.addressof(buffer))
-    prctl(22, 2, ctypes.create_string_buffer(header, len(header)))  # PR_SET_SECCOMP, SECCOMP_MODE_FILTER
+    prctl(
+        22, 2, ctypes.create_string_buffer(header, len(header))
+    )  # PR_SET_SECCOMP, SECCOMP_MODE_FILTER

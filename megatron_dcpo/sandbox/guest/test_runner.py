@@ -1,8 +1,9 @@
 """Runs a task's tests in a process of its own and calls the program through a pipe.
 
-The expected values live here and nowhere else. The program is behind a ``ProgramClient``; what comes back is data of
-builtin types, or a ``RemoteObject`` that stands for an object of the program's process. Arguments and results travel by
-value: a program that changes its arguments in place does not change the tests' copy.
+The expected values live here and nowhere else. The program is behind a ``ProgramClient``; what
+comes back is data of builtin types, or a ``RemoteObject`` that stands for an object of the
+program's process. Arguments and results travel by value: a program that changes its arguments in
+place does not change the tests' copy.
 """
 
 from __future__ import annotations
@@ -26,13 +27,16 @@ from megatron_dcpo.sandbox.guest import rpc
 EVALPLUS_ATOL, EVALPLUS_RTOL = 1e-6, 1e-7
 # Modules that assert lists use without importing them.
 _MODULES = (
-    "math cmath re sys itertools functools collections heapq bisect string random datetime copy json operator "
+    "math cmath re sys itertools functools collections heapq bisect string random datetime copy "
+    "json operator "
     "statistics fractions decimal typing numpy"
 )
 
 
 class Stop(BaseException):
-    """The program cannot go on: its category. No ``Exception``, so that tests do not catch it in passing."""
+    """The program cannot go on: its category. No ``Exception``, so that tests do not catch it in
+    passing.
+    """
 
     def __init__(self, category: str, detail: str) -> None:
         super().__init__(category, detail)
@@ -53,8 +57,12 @@ class ProgramClient:
         self._prefetched: deque[bytes] = deque()
         os.set_blocking(pipe, False)
 
-    def call(self, on: dict[str, Any], attribute: str | None, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Return what the program returns; what it raises is raised here as the builtin exception that it derives from."""
+    def call(
+        self, on: dict[str, Any], attribute: str | None, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> Any:
+        """Return what the program returns; what it raises is raised here as the builtin exception
+        that it derives from.
+        """
         self.calls += 1
         if self._prefetched:
             if self._prefetched[0] == _call_key(on, args, kwargs):
@@ -113,7 +121,9 @@ class ProgramClient:
             self._stop("wrong", f"the program's answer is not a value: {error}")
         if not isinstance(answer, dict):
             self._stop("wrong", "the program's answer is not a message")
-        signal.setitimer(signal.ITIMER_PROF, self.timeout)  # ends this process if the answer costs more to compare
+        signal.setitimer(
+            signal.ITIMER_PROF, self.timeout
+        )  # ends this process if the answer costs more to compare
         return answer
 
     def _answer(self) -> Any:
@@ -149,7 +159,9 @@ class ProgramClient:
 
 
 class RemoteObject:
-    """An object of the program's process. It equals itself only: the program's ``__eq__`` is never called."""
+    """An object of the program's process. It equals itself only: the program's ``__eq__`` is never
+    called.
+    """
 
     def __init__(self, client: ProgramClient, on: dict[str, Any], kind: str) -> None:
         self._client, self._on, self._kind = client, on, kind
@@ -193,19 +205,25 @@ def _number(value: Any) -> int:
 def _call_key(on: dict[str, Any], args: Sequence[Any], kwargs: dict[str, Any]) -> bytes:
     """Return the same for the same call: 1, 1.0 and True are different arguments."""
     try:
-        return marshal.dumps((on, list(args), kwargs), 2)  # a version without references between equal parts
+        return marshal.dumps(
+            (on, list(args), kwargs), 2
+        )  # a version without references between equal parts
     except ValueError:
         return repr((on, list(args), kwargs)).encode(errors="surrogatepass")
 
 
 def run_checks(task: bytes, limits: dict[str, Any]) -> NoReturn:
-    """Judge one program, which answers on descriptor 3; the verdict goes to 1, the judge: ``{"category", "detail"}``.
-    Ends the process: by SIGPROF when the tests' own work between two calls takes more processor time than one call may."""
+    """Judge one program, which answers on descriptor 3; the verdict goes to 1, the judge:
+    ``{"category", "detail"}``. Ends the process: by SIGPROF when the tests' own work between two
+    calls takes more processor time than one call may.
+    """
     verdict = os.dup(1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     sys.setrecursionlimit(10_000)
     signal.setitimer(signal.ITIMER_PROF, limits["program_seconds"])
-    category, detail = judge(json.loads(task), ProgramClient(3, limits["test_seconds"], limits["output_bytes"]))
+    category, detail = judge(
+        json.loads(task), ProgramClient(3, limits["test_seconds"], limits["output_bytes"])
+    )
     os.write(verdict, json.dumps({"category": category, "detail": detail[:1000]}).encode())
     os._exit(0)
 
@@ -242,14 +260,18 @@ def _namespace(tests: dict[str, Any], client: ProgramClient) -> dict[str, Any]:
     if tests.get("setup"):
         exec(compile(tests["setup"], "<setup>", "exec"), names)
     client.classes = {
-        name: value for name, value in names.items() if isinstance(value, type) and value.__module__ == "tests"
+        name: value
+        for name, value in names.items()
+        if isinstance(value, type) and value.__module__ == "tests"
     }
     return names
 
 
 def _bind_free_names(code: Any, names: dict[str, Any], client: ProgramClient) -> bool:
-    """Free names of the tests are the program's functions and classes, or well-known modules. Whether there were any
-    of the first. Builtins stay what they are: a program that redefines ``len`` does not change the tests."""
+    """Free names of the tests are the program's functions and classes, or well-known modules.
+    Whether there were any of the first. Builtins stay what they are: a program that redefines
+    ``len`` does not change the tests.
+    """
     bound = False
     for name in dict.fromkeys(_globals_read(code)):
         if name in names or hasattr(builtins, name):
@@ -264,7 +286,11 @@ def _bind_free_names(code: Any, names: dict[str, Any], client: ProgramClient) ->
 
 def _globals_read(code: CodeType) -> Iterator[str]:
     """Return the global names that the code reads and, at its top level, does not set itself."""
-    own = {step.argval for step in dis.get_instructions(code) if step.opname in ("STORE_NAME", "STORE_GLOBAL")}
+    own = {
+        step.argval
+        for step in dis.get_instructions(code)
+        if step.opname in ("STORE_NAME", "STORE_GLOBAL")
+    }
     for step in dis.get_instructions(code):
         if step.opname in ("LOAD_NAME", "LOAD_GLOBAL") and step.argval not in own:
             yield step.argval
@@ -274,18 +300,29 @@ def _globals_read(code: CodeType) -> Iterator[str]:
 
 
 def _shadowed(tree: ast.Module) -> str | None:
-    """Return the builtin that an assert list is about, when it names nothing else of the program (MBPP 126 tests ``sum``):
-    what is called on ``*inp``, or first in the asserts."""
+    """Return the builtin that an assert list is about, when it names nothing else of the program
+    (MBPP 126 tests ``sum``): what is called on ``*inp``, or first in the asserts.
+    """
     asserts = [node.test for node in tree.body if isinstance(node, ast.Assert)]
     calls = [
-        *[call for call in ast.walk(tree) if isinstance(call, ast.Call) and ast.unparse(call).endswith("(*inp)")],
+        *[
+            call
+            for call in ast.walk(tree)
+            if isinstance(call, ast.Call) and ast.unparse(call).endswith("(*inp)")
+        ],
         *[call for node in asserts for call in ast.walk(node) if isinstance(call, ast.Call)],
     ]
-    names = [call.func.id for call in calls if isinstance(call.func, ast.Name) and hasattr(builtins, call.func.id)]
+    names = [
+        call.func.id
+        for call in calls
+        if isinstance(call.func, ast.Name) and hasattr(builtins, call.func.id)
+    ]
     return names[0] if names else None
 
 
-def _execute(source: str, names: dict[str, Any], client: ProgramClient, target: str | None, entry: str) -> None:
+def _execute(
+    source: str, names: dict[str, Any], client: ProgramClient, target: str | None, entry: str
+) -> None:
     tree = ast.parse(source)
     predicted = _predicted_calls(tree, target, names) if target and "inputs" in source else None
     code = compile(tree, "<tests>", "exec")
@@ -317,7 +354,9 @@ def _function(tests: dict[str, Any], client: ProgramClient) -> None:
     _namespace(tests, client)
     decoder = rpc.Decoder(tests.get("objects", []), client.classes, client._remote)
     on = {"name": tests["entry_point"]}
-    cases = [{name: decoder.decode(value) for name, value in case.items()} for case in tests["cases"]]
+    cases = [
+        {name: decoder.decode(value) for name, value in case.items()} for case in tests["cases"]
+    ]
     if not any(case["kwargs"] for case in cases):
         client.prefetch(on, [case["args"] for case in cases])
     function = RemoteObject(client, on, "function")
@@ -327,8 +366,10 @@ def _function(tests: dict[str, Any], client: ProgramClient) -> None:
 
 
 def same(result: Any, expected: Any, atol: float) -> bool:
-    """Return whether they are equal as evalplus has it: exact, or floats within ``atol`` (1e-6 where the expected value
-    is one or a sequence of them) and 1e-7 relative. Tuples equal lists: expected values come from JSON."""
+    """Return whether they are equal as evalplus has it: exact, or floats within ``atol`` (1e-6
+    where the expected value is one or a sequence of them) and 1e-7 relative. Tuples equal lists:
+    expected values come from JSON.
+    """
     result, expected = _lists(result), _lists(expected)
     if result == expected:
         return True
@@ -354,7 +395,9 @@ def _close(result: Any, expected: Any, atol: float) -> bool:
 
 
 def _floats(value: Any) -> bool:
-    return isinstance(value, float) or (isinstance(value, list) and all(isinstance(item, float) for item in value))
+    return isinstance(value, float) or (
+        isinstance(value, list) and all(isinstance(item, float) for item in value)
+    )
 
 
 def _lists(value: Any) -> Any:
@@ -365,15 +408,27 @@ def _lists(value: Any) -> Any:
     return value
 
 
-def _predicted_calls(tree: ast.Module, target: str, names: dict[str, Any]) -> list[list[Any]] | None:
-    """Return the arguments of the calls to come where the tests have the form of evalplus: ``inputs = [...]`` and one
-    loop over them with one call ``target(*inp)``. None where they have not, or where it cannot be told."""
+def _predicted_calls(
+    tree: ast.Module, target: str, names: dict[str, Any]
+) -> list[list[Any]] | None:
+    """Return the arguments of the calls to come where the tests have the form of evalplus: ``inputs
+    = [...]`` and one loop over them with one call ``target(*inp)``. None where they have not, or
+    where it cannot be told.
+    """
     bodies = [
         tree.body,
-        *[node.body for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "check"],
+        *[
+            node.body
+            for node in tree.body
+            if isinstance(node, ast.FunctionDef) and node.name == "check"
+        ],
     ]
     for body in bodies:
-        literals = [node for node in body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "inputs"]
+        literals = [
+            node
+            for node in body
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "inputs"
+        ]
         loops = [node for node in body if isinstance(node, ast.For)]
         if len(literals) == 1 and len(loops) == 1 and _calls_once(loops[0], target):
             try:
@@ -389,8 +444,16 @@ def _predicted_calls(tree: ast.Module, target: str, names: dict[str, Any]) -> li
 
 
 def _calls_once(loop: ast.For, target: str) -> bool:
-    calls = [node for node in ast.walk(loop) if isinstance(node, ast.Call) and ast.unparse(node.func) == target]
-    return len(calls) == 1 and ast.unparse(calls[0]).endswith("(*inp)") and "inputs" in ast.unparse(loop.iter)
+    calls = [
+        node
+        for node in ast.walk(loop)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == target
+    ]
+    return (
+        len(calls) == 1
+        and ast.unparse(calls[0]).endswith("(*inp)")
+        and "inputs" in ast.unparse(loop.iter)
+    )
 
 
 _KINDS: dict[str, Callable[[dict[str, Any], ProgramClient], None]] = {

@@ -19,14 +19,19 @@ def samples_for_test() -> list[TrainingSample]:
     """Twelve prompts and responses of odd lengths."""
     rng = np.random.default_rng(0)
     return [
-        bare(rng.integers(1, 331, rng.integers(1, 9)), rng.integers(1, 331, rng.integers(1, 120))) for _ in range(12)
+        bare(rng.integers(1, 331, rng.integers(1, 9)), rng.integers(1, 331, rng.integers(1, 120)))
+        for _ in range(12)
     ]
 
 
 def parallel_config(options: Mapping[str, Any]) -> ParallelConfig:
-    """Return the section ``parallel`` of these options, the ones that are handed on to Megatron in their place."""
+    """Return the section ``parallel`` of these options, the ones that are handed on to Megatron in
+    their place.
+    """
     own = dict(options)
-    handed_on = own.pop("megatron", {}) | {name: own.pop(name) for name in options if name in PLANNED}
+    handed_on = own.pop("megatron", {}) | {
+        name: own.pop(name) for name in options if name in PLANNED
+    }
     return ParallelConfig(**own, megatron=handed_on)
 
 
@@ -34,7 +39,9 @@ def initialize_layout(parallel: ParallelConfig) -> Topology:
     return initialize(*parallel.sizes)
 
 
-def config_for_test(model: str, dtype: str, parallel: ParallelConfig, layers: str = "auto", **optimizer: Any) -> Config:
+def config_for_test(
+    model: str, dtype: str, parallel: ParallelConfig, layers: str = "auto", **optimizer: Any
+) -> Config:
     return Config(
         run_dir="unused",
         model=ModelConfig(path=model, params_dtype=dtype, transformer_impl=layers),
@@ -45,7 +52,11 @@ def config_for_test(model: str, dtype: str, parallel: ParallelConfig, layers: st
 
 
 def shared_out(
-    samples: list[TrainingSample], parallel: ParallelConfig, topology: Topology, micro_batch_size: int, max_tokens: int
+    samples: list[TrainingSample],
+    parallel: ParallelConfig,
+    topology: Topology,
+    micro_batch_size: int,
+    max_tokens: int,
 ) -> tuple[list[int], list[list[int]]]:
     """Indices of the samples of this rank, and its micro-batches of them."""
     lengths = [sequence_length(sample) for sample in samples]

@@ -1,4 +1,6 @@
-"""One rank: load an imported checkpoint into a stock ``GPTModel`` with Megatron's own code, compare, save with it again."""
+"""One rank: load an imported checkpoint into a stock ``GPTModel`` with Megatron's own code,
+compare, save with it again.
+"""
 
 from __future__ import annotations
 
@@ -61,12 +63,17 @@ def stock_chunks(arch, vocab_size, dtype, parallel, loads, **config_options):
         spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=arch.qk_layernorm)
     else:
         experts = {"num_experts": arch.num_experts or None, "moe_grouped_gemm": False}
-        spec = get_gpt_layer_local_spec(**experts, qk_layernorm=arch.qk_layernorm, normalization="RMSNorm")
+        spec = get_gpt_layer_local_spec(
+            **experts, qk_layernorm=arch.qk_layernorm, normalization="RMSNorm"
+        )
         if (
             arch.num_experts and loads
         ):  # the local spec names the norm before experts otherwise than Transformer Engine's
             del spec.submodules.sharded_state_dict_keys_map["pre_mlp_layernorm."]
-    stage, stages = parallel_state.get_pipeline_model_parallel_rank(), parallel.pipeline_model_parallel_size
+    stage, stages = (
+        parallel_state.get_pipeline_model_parallel_rank(),
+        parallel.pipeline_model_parallel_size,
+    )
     chunks = []
     for virtual in range(vp):
         chunk = GPTModel(
@@ -104,16 +111,22 @@ def run(options: dict[str, Any]) -> Any:
     for index, case in enumerate(options["cases"]):
         arch = read_architecture(case["model"])
         dtype = torch.bfloat16 if case["dtype"] == "bf16" else torch.float32
-        chunks = stock_chunks(arch, case["padded"], dtype, parallel, "checkpoint" in case, **case.get("config", {}))
+        chunks = stock_chunks(
+            arch, case["padded"], dtype, parallel, "checkpoint" in case, **case.get("config", {})
+        )
         if not case.get("mixed"):
-            chunks = [chunk.to(dtype) for chunk in chunks]  # as Float16Module does: the local RMSNorm is fp32 otherwise
+            chunks = [
+                chunk.to(dtype) for chunk in chunks
+            ]  # as Float16Module does: the local RMSNorm is fp32 otherwise
         if "checkpoint" in case:
             state = {f"model{i}": chunk.sharded_state_dict() for i, chunk in enumerate(chunks)}
             if len(chunks) == 1:
                 state = state["model0"]
             loaded = dist_checkpointing.load(state, case["checkpoint"])
             for i, chunk in enumerate(chunks):
-                chunk.load_state_dict(loaded if len(chunks) == 1 else loaded[f"model{i}"], strict=True)
+                chunk.load_state_dict(
+                    loaded if len(chunks) == 1 else loaded[f"model{i}"], strict=True
+                )
         model = ModelConfig(path=case["model"], params_dtype=case["dtype"])
         with vocabulary_of(case["padded"]):
             policy = build_policy(model, parallel, topology, training=False)
@@ -136,7 +149,10 @@ def run(options: dict[str, Any]) -> Any:
                 Path(case["save"]).mkdir(parents=True)
             barrier()
             metadata = case.get("metadata")
-            state = {f"model{i}": chunk.sharded_state_dict(metadata=metadata) for i, chunk in enumerate(chunks)}
+            state = {
+                f"model{i}": chunk.sharded_state_dict(metadata=metadata)
+                for i, chunk in enumerate(chunks)
+            }
             dist_checkpointing.save(state["model0"] if len(chunks) == 1 else state, case["save"])
     everyone = [name for names in all_gather_objects(different) for name in names]
     return {"different": everyone}
@@ -148,7 +164,9 @@ def vocabulary_of(padded):
 
     def padded_otherwise(parallel, transformer_engine=False):
         divisor = padded // parallel.tensor_model_parallel_size
-        return dataclasses.replace(of(parallel, transformer_engine), make_vocab_size_divisible_by=divisor)
+        return dataclasses.replace(
+            of(parallel, transformer_engine), make_vocab_size_divisible_by=divisor
+        )
 
     return patch.object(Layout, "of", padded_otherwise)
 
@@ -164,7 +182,8 @@ def save_run(directory, model, parallel, topology):
     )
     policy = build_policy(model, parallel, topology)
     optimizer = PolicyOptimizer(policy, config)
-    optimizer.megatron.step()  # gradients and learning rate are zero: it makes the moments and leaves the weights
+    # gradients and learning rate are zero: it makes the moments and leaves the weights
+    optimizer.megatron.step()
     run = dict.fromkeys(("seed", "data", "reward", "engine"), 0)
     state = checkpoint_state(policy, optimizer, 0, run)
     saver = Saver(directory, topology.rank, keep=1, background=False)
@@ -173,7 +192,9 @@ def save_run(directory, model, parallel, topology):
 
 
 def _vocabulary_rows(arch, padded, name, topology):
-    """Rows of a shard that hold real tokens; the rest is padding, which a model of another padding does not load."""
+    """Rows of a shard that hold real tokens; the rest is padding, which a model of another padding
+    does not load.
+    """
     if name not in ("embedding.word_embeddings.weight", "output_layer.weight"):
         return None
     size = padded // topology.tp_size

@@ -1,7 +1,8 @@
-"""One rank on whatever device there is: what ``tests/gpu`` asks of a GPU, and a unit test once of the CPU.
+"""One rank on whatever device there is: what ``tests/gpu`` asks of a GPU, and a unit test once of
+the CPU.
 
-``options["what"]`` is the name of a function below. ``model``, ``dtype``, ``layers`` (``model.transformer_impl``) and
-``distributed`` (the optimizer) describe the policy.
+``options["what"]`` is the name of a function below. ``model``, ``dtype``, ``layers``
+(``model.transformer_impl``) and ``distributed`` (the optimizer) describe the policy.
 """
 
 from __future__ import annotations
@@ -29,7 +30,14 @@ from megatron_dcpo.policy.schedule import accumulate_gradients, compute_logprobs
 from megatron_dcpo.rollout import SamplingConfig, build_local_engine
 from megatron_dcpo.rollout.vllm_host import VllmOptions
 from megatron_dcpo.runtime import host_memory
-from megatron_dcpo.runtime.device import _CPU, current_device, empty_cache, has_cuda, memory_gb, synchronize
+from megatron_dcpo.runtime.device import (
+    _CPU,
+    current_device,
+    empty_cache,
+    has_cuda,
+    memory_gb,
+    synchronize,
+)
 from megatron_dcpo.runtime.distributed import Topology
 from megatron_dcpo.runtime.dtypes import torch_dtype
 from megatron_dcpo.types import TrainingSample
@@ -54,7 +62,9 @@ class Trainer:
     def of(cls, options: dict[str, Any]) -> Trainer:
         parallel = ParallelConfig(use_distributed_optimizer=options.get("distributed", False))
         topology = initialize_layout(parallel)
-        config = config_for_test(options["model"], options["dtype"], parallel, options["layers"], lr=1e-3)
+        config = config_for_test(
+            options["model"], options["dtype"], parallel, options["layers"], lr=1e-3
+        )
         policy = build_policy(config.model, parallel, topology)
         return cls(config, topology, policy, PolicyOptimizer(policy, config))
 
@@ -62,7 +72,9 @@ class Trainer:
         """One optimizer step; the norm of its gradient."""
         splits = micro_batches(samples, micro_batch_size)
         self.optimizer.zero_gradients()
-        accumulate_gradients(self.policy, samples, splits, loss, temperature=1.0, packing=False, separable=True)
+        accumulate_gradients(
+            self.policy, samples, splits, loss, temperature=1.0, packing=False, separable=True
+        )
         _, norm, _ = self.optimizer.megatron.step()
         self.optimizer.scheduler.step(1)
         return float(norm)
@@ -81,7 +93,10 @@ class Trainer:
         """What the optimizer and the schedule have counted."""
         parts = optimizer_parts(self.optimizer.megatron)
         counted = [group.get("step") for part in parts for group in part.optimizer.param_groups]
-        return [*(None if step is None else int(step) for step in counted), self.optimizer.scheduler.num_steps]
+        return [
+            *(None if step is None else int(step) for step in counted),
+            self.optimizer.scheduler.num_steps,
+        ]
 
 
 def micro_batches(samples: list[TrainingSample], size: int) -> list[list[int]]:
@@ -100,13 +115,17 @@ def digest(tensors: Iterable[Tensor]) -> str:
 
 
 def save_and_resume(options: dict[str, Any]) -> dict[str, Any]:
-    """Save in the background, go on training meanwhile, load into another policy: what was saved is what is loaded."""
+    """Save in the background, go on training meanwhile, load into another policy: what was saved is
+    what is loaded.
+    """
     out, first = Path(options["out"], "checkpoints"), Trainer.of(options)
     samples = samples_for_test()
     for _ in range(2):
         first.update(samples)
     saved, steps = digest(first.state()), [first.steps()]
-    saver = Saver(out, first.topology.rank, 1, background=True, replicas=first.topology.replica_group)
+    saver = Saver(
+        out, first.topology.rank, 1, background=True, replicas=first.topology.replica_group
+    )
     saver.begin(1, checkpoint_state(first.policy, first.optimizer, 1, RUN))
     norm = first.update(samples)
     saver.wait()
@@ -125,7 +144,8 @@ def save_and_resume(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def offload(options: dict[str, Any]) -> dict[str, Any]:
-    """Bytes on the device before, while optimizer, gradients and reference are away, and afterwards; digests of the values.
+    """Bytes on the device before, while optimizer, gradients and reference are away, and
+    afterwards; digests of the values.
 
     ``pretend``: the CPU is a device with memory of its own.
     """
@@ -134,7 +154,9 @@ def offload(options: dict[str, Any]) -> dict[str, Any]:
             module.capabilities = lambda: dataclasses.replace(_CPU, separate_memory=True)
     trainer = Trainer.of(options)
     trainer.update(samples_for_test())
-    reference = build_policy(trainer.config.model, trainer.config.parallel, trainer.topology, training=False)
+    reference = build_policy(
+        trainer.config.model, trainer.config.parallel, trainer.topology, training=False
+    )
     frozen = [p.data for gpt in reference.gpt for p in gpt.parameters()]
     state = measured_state(trainer.policy, trainer.optimizer.megatron)
 
@@ -162,7 +184,8 @@ def offload(options: dict[str, Any]) -> dict[str, Any]:
     return {
         "held": bytes_held,
         "device_gb": device,
-        "reference": sum(storages(frozen).values()) or sum(p.numel() * p.element_size() for p in frozen),
+        "reference": sum(storages(frozen).values())
+        or sum(p.numel() * p.element_size() for p in frozen),
         "optimizer": state["gradients"] + state["main_params"] + state["moments"],
         "before": before,
         "after": after,
@@ -171,8 +194,14 @@ def offload(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def memory(options: dict[str, Any]) -> dict[str, Any]:
-    """Bytes measured and planned in the phases of ``tests.helpers.memory``: the engine is elsewhere."""
-    prompt, response, size = options["prompt_tokens"], options["response_tokens"], options["micro_batch_size"]
+    """Bytes measured and planned in the phases of ``tests.helpers.memory``: the engine is
+    elsewhere.
+    """
+    prompt, response, size = (
+        options["prompt_tokens"],
+        options["response_tokens"],
+        options["micro_batch_size"],
+    )
     base = memory_base()
     trainer = Trainer.of(options)
     config, rng = planned(trainer.config, prompt, response, size), np.random.default_rng(0)
@@ -193,7 +222,13 @@ def memory(options: dict[str, Any]) -> dict[str, Any]:
     trainer.optimizer.zero_gradients()
     empty_cache()
     reset_peak()
-    saver = Saver(Path(options["out"], "checkpoints"), 0, 1, background=True, replicas=trainer.topology.replica_group)
+    saver = Saver(
+        Path(options["out"], "checkpoints"),
+        0,
+        1,
+        background=True,
+        replicas=trainer.topology.replica_group,
+    )
     saver.begin(1, checkpoint_state(trainer.policy, trainer.optimizer, 1, RUN))
     measured["save"] = peak(trainer) - base
     saver.wait()
@@ -207,7 +242,9 @@ def planned(config: Config, prompt: int, response: int, size: int) -> Config:
     return replace(
         config,
         data=replace(config.data, max_prompt_length=prompt, prompts_per_step=1),
-        rollout=replace(config.rollout, max_response_length=response, group_size=2 * size, engine="transformers"),
+        rollout=replace(
+            config.rollout, max_response_length=response, group_size=2 * size, engine="transformers"
+        ),
         training=replace(
             config.training,
             micro_batch_size=size,
@@ -241,8 +278,9 @@ def peak(trainer: Trainer) -> int:
 
 
 def logprobs(options: dict[str, Any]) -> dict[str, Any]:
-    """[mean, largest] |difference| of log-probs: packed and padded, each and transformers (fp32); and what transformers
-    in ``dtype`` differs from itself in fp32, the floor."""
+    """[mean, largest] |difference| of log-probs: packed and padded, each and transformers (fp32);
+    and what transformers in ``dtype`` differs from itself in fp32, the floor.
+    """
     samples, ours = samples_for_test(), {}
     for name, packing in (("padded", False), ("packed", True)):
         parallel = ParallelConfig(sequence_packing=packing)
@@ -251,7 +289,9 @@ def logprobs(options: dict[str, Any]) -> dict[str, Any]:
         policy = build_policy(config.model, parallel, topology, training=False)
         splits = micro_batches(samples, 4)
         ours[name] = compute_logprobs(policy, samples, splits, temperature=1.0, packing=packing)
-    exact, rounded = (of_transformers(options["model"], dtype, samples) for dtype in ("fp32", options["dtype"]))
+    exact, rounded = (
+        of_transformers(options["model"], dtype, samples) for dtype in ("fp32", options["dtype"])
+    )
     return {
         "packed, padded": gap(ours["packed"], ours["padded"]),
         "padded, transformers": gap(ours["padded"], exact),
@@ -264,12 +304,20 @@ def of_transformers(model: str, dtype: str, samples: list[TrainingSample]) -> li
     from transformers import AutoModelForCausalLM
 
     # a checkpoint's values, rounded as the policy's are, computed with in ``dtype``
-    network: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch_dtype(dtype)).to(current_device()).eval()
+    network: Any = (
+        AutoModelForCausalLM.from_pretrained(model, dtype=torch_dtype(dtype))
+        .to(current_device())
+        .eval()
+    )
     found = []
     with torch.no_grad():
         for sample in samples:
-            ids = torch.tensor(np.concatenate([sample.prompt_ids, sample.response_ids]), device=current_device())[None]
-            logp = torch.log_softmax(network(ids).logits[0].float(), -1)[len(sample.prompt_ids) - 1 : -1]
+            ids = torch.tensor(
+                np.concatenate([sample.prompt_ids, sample.response_ids]), device=current_device()
+            )[None]
+            logp = torch.log_softmax(network(ids).logits[0].float(), -1)[
+                len(sample.prompt_ids) - 1 : -1
+            ]
             target = torch.tensor(sample.response_ids, device=current_device())[:, None]
             found.append(logp.gather(-1, target).squeeze(-1).cpu().numpy())
     return found
@@ -281,11 +329,15 @@ def gap(a: list[np.ndarray], b: list[np.ndarray]) -> list[float]:
 
 
 def restart(options: dict[str, Any]) -> dict[str, Any]:
-    """An engine samples, is closed and starts anew in this process: GB of the device in use, and what both sampled."""
+    """An engine samples, is closed and starts anew in this process: GB of the device in use, and
+    what both sampled.
+    """
     trainer = Trainer.of(options)
     plan, tokens = plan_for(trainer.policy, 1, 1 << 20), []
     used = [memory_gb().get("device", 0.0)]  # before, started, closed, started again
-    settings = VllmOptions(dtype=options["dtype"], max_model_len=192, max_num_seqs=64, dummy_weights=True)
+    settings = VllmOptions(
+        dtype=options["dtype"], max_model_len=192, max_num_seqs=64, dummy_weights=True
+    )
     engine: Any = build_local_engine(options["engine"], options["model"], settings)
     for round_number in range(2):
         used.append(memory_gb().get("device", 0.0))
@@ -303,7 +355,10 @@ def restart(options: dict[str, Any]) -> dict[str, Any]:
     return {"device_gb": used, "tokens": tokens, "version": engine.weights_version}
 
 
-WHAT = {function.__name__: function for function in (save_and_resume, offload, memory, logprobs, restart)}
+WHAT = {
+    function.__name__: function
+    for function in (save_and_resume, offload, memory, logprobs, restart)
+}
 
 
 def run(options: dict[str, Any]) -> Any:

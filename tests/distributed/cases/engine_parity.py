@@ -1,7 +1,9 @@
-"""One rank: a policy in some layout and a vLLM engine beside it; after every update the engine must be the trainer.
+"""One rank: a policy in some layout and a vLLM engine beside it; after every update the engine must
+be the trainer.
 
-For each model: move the weights, synchronize, sample with the engine, score with the trainer. Written per model: the largest
-difference of log-probs, the greedy tokens, the traffic against the plan.
+For each model: move the weights, synchronize, sample with the engine, score with the trainer.
+Written per model: the largest difference of log-probs, the greedy tokens, the traffic against the
+plan.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ TEMPERATURE = 0.7
 
 
 def move_weights(policy: Any, update: int) -> None:
-    """Change every weight, the same on all ranks that hold it: a function of its place in the whole tensor."""
+    """Change every weight, the same on all ranks that hold it: a function of its place in the whole
+    tensor.
+    """
     for chunk, copies in enumerate(policy.copies):
         parameters = policy.parameters(chunk)
         for copy in copies:
@@ -42,14 +46,20 @@ def move_weights(policy: Any, update: int) -> None:
             here = parameters[copy.megatron].narrow(copy.dim, copy.start, copy.length)
             index = torch.arange(copy.hf_start, copy.hf_stop, dtype=torch.float64)
             wave = (1 + 0.2 * torch.sin(index * 0.37 + seed)).to(here.device)
-            here.mul_(wave.view(-1, *([1] * (here.dim() - 1))) if copy.dim == 0 else wave).clamp_(-3, 3)
+            here.mul_(wave.view(-1, *([1] * (here.dim() - 1))) if copy.dim == 0 else wave).clamp_(
+                -3, 3
+            )
 
 
 def memory_peak(reset: bool = False) -> int:
     """Peak memory of this process in bytes; ``reset``: begin anew, from what it holds now."""
     if reset:
         Path("/proc/self/clear_refs").write_text("5")
-    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM:")]
+    (line,) = [
+        line
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith("VmHWM:")
+    ]
     return int(line.split()[1]) * 1024
 
 
@@ -67,9 +77,12 @@ def trainer_logprobs(policy: Any, prompts: list[Prompt], responses: list[Any]) -
     return compute_logprobs(policy, samples, splits, temperature=TEMPERATURE, packing=False)
 
 
-def interrupted(engine: Any, policy: Any, plan: Any, sampling: SamplingConfig, update: int) -> float:
-    """Responses that are cut off and continued by other weights: the largest difference of any part's log-probs from the
-    trainer's with the weights of that part."""
+def interrupted(
+    engine: Any, policy: Any, plan: Any, sampling: SamplingConfig, update: int
+) -> float:
+    """Responses that are cut off and continued by other weights: the largest difference of any
+    part's log-probs from the trainer's with the weights of that part.
+    """
     prompts, asked, gaps = prompts_for_test(), itertools.count(1), []
     samples = [(prompt, index) for prompt in prompts for index in range(sampling.n)]
     cut = PartialRollout(lambda: next(asked) == 6, {})
@@ -83,7 +96,9 @@ def interrupted(engine: Any, policy: Any, plan: Any, sampling: SamplingConfig, u
     engine.update_weights(export_buckets(policy, plan), update + 1)
     left = [(prompt, index) for prompt, index in samples if (prompt.prompt_id, index) in begun]
     to_the_end = PartialRollout(lambda: False, begun)
-    rest = [r for responses in engine.stream(left, sampling, update + 1, to_the_end) for r in responses]
+    rest = [
+        r for responses in engine.stream(left, sampling, update + 1, to_the_end) for r in responses
+    ]
     assert len(rest) == len(begun)
     for ours, response in zip(trainer_logprobs(policy, prompts, rest), rest, strict=True):
         before = begun[response.prompt_id, response.sample_index]
@@ -92,8 +107,9 @@ def interrupted(engine: Any, policy: Any, plan: Any, sampling: SamplingConfig, u
         assert (response.step, response.finish_reason != "abort") == (update, True)
         assert total <= sampling.max_tokens
         assert (response.token_ids[:n].tolist(), response.logprobs[:n].tolist()) == (
-            before.token_ids.tolist(), before.logprobs.tolist(),
-        )  # fmt: skip
+            before.token_ids.tolist(),
+            before.logprobs.tolist(),
+        )
         gaps.append(np.abs(ours - response.logprobs)[n:].max())
     return float(max(gaps))
 
@@ -104,9 +120,13 @@ def check_model(model: str, options: dict[str, Any], topology: Any) -> dict[str,
     policy = build_policy(config.model, parallel, topology, training=False)
     size, prompts = options["engine_tp"], prompts_for_test()
     settings = VllmOptions(
-        dtype=dtype, tensor_model_parallel_size=size, max_model_len=192, max_num_seqs=64,
-        dummy_weights=True, arguments={"kv_cache_memory_bytes": 16 << 20},
-    )  # fmt: skip
+        dtype=dtype,
+        tensor_model_parallel_size=size,
+        max_model_len=192,
+        max_num_seqs=64,
+        dummy_weights=True,
+        arguments={"kv_cache_memory_bytes": 16 << 20},
+    )
     engine = VllmEngine(model, settings)
     plan = plan_for(policy, size, options["bucket_bytes"])
     rank = topology.place
@@ -122,22 +142,36 @@ def check_model(model: str, options: dict[str, Any], topology: Any) -> dict[str,
         before = memory_peak(reset=True)
         engine.update_weights(export_buckets(policy, plan, traffic), update)
         extra.append(memory_peak() - before)
-        assert traffic.received == plan.received[rank] == plan.least[rank], (traffic, plan.received, plan.least)
+        assert traffic.received == plan.received[rank] == plan.least[rank], (
+            traffic,
+            plan.received,
+            plan.least,
+        )
         assert traffic.peak <= plan.peak_bytes <= options["bucket_bytes"]
         responses = engine.generate(prompts, sampling, update)
         assert {r.weights_version for r in responses} == {update}
         ours = trainer_logprobs(policy, prompts, responses)
-        gaps = np.concatenate([np.abs(a - r.logprobs) for a, r in zip(ours, responses, strict=True)])
+        gaps = np.concatenate(
+            [np.abs(a - r.logprobs) for a, r in zip(ours, responses, strict=True)]
+        )
         differences.append(float(gaps.max()))
         mean.append(float(gaps.mean()))
         memory.append(memory_gb()["rss"])
-    transport = [extra_memory_of_transport(policy, plan), extra_memory_of_transport(policy, plan_for(policy, size))]
+    transport = [
+        extra_memory_of_transport(policy, plan),
+        extra_memory_of_transport(policy, plan_for(policy, size)),
+    ]
     between = interrupted(engine, policy, plan, sampling, options["updates"])
     greedy = engine.generate(prompts, SamplingConfig(top_k=1, max_tokens=24), 0)
     out = Path(options["out"], Path(model).name + "_exported")
     writer = topology.rank == 0
     write_checkpoint(
-        out, Path(model), policy.arch, torch_dtype(dtype), lambda shapes: gather_full(policy, shapes), writer
+        out,
+        Path(model),
+        policy.arch,
+        torch_dtype(dtype),
+        lambda shapes: gather_full(policy, shapes),
+        writer,
     )
     barrier()
     engine.close()
@@ -160,4 +194,6 @@ def check_model(model: str, options: dict[str, Any], topology: Any) -> dict[str,
 
 def run(options: dict[str, Any]) -> Any:
     topology = initialize_layout(parallel_config(options["parallel"]))
-    return {name: check_model(model, options, topology) for name, model in options["models"].items()}
+    return {
+        name: check_model(model, options, topology) for name, model in options["models"].items()
+    }

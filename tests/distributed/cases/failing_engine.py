@@ -1,7 +1,7 @@
 """``train`` with the embedded engine made to fail: ``mode`` is the name of the failure.
 
-On several ranks only the last one's engine fails, and a restart is a collective of all ranks, as it is with vLLM
-(``ExecutorWithExternalLauncher.determine_available_memory``).
+On several ranks only the last one's engine fails, and a restart is a collective of all ranks, as it
+is with vLLM (``ExecutorWithExternalLauncher.determine_available_memory``).
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ class Failures:
 
     def __init__(self, mode: str, message: str = "") -> None:
         self.message = message
-        self.rank, self.world_size = (int(os.environ.get(name, default)) for name, default in _PLACE)
+        self.rank, self.world_size = (
+            int(os.environ.get(name, default)) for name, default in _PLACE
+        )
         self.mode = mode if self.rank == self.world_size - 1 else "none"
         self.generated = self.updated = self.restarted = self.handed_over = 0
         self.asked = []  # how many samples, call by call
@@ -53,12 +55,16 @@ class Failures:
             if self.mode == "always" or (self.mode == "generate" and self.generated == 2):
                 raise EngineError("killed in generation")
             if self.mode == "device" and self.generated == 2:
-                raise RuntimeError(self.message or "CUDA error: an illegal memory access was encountered")
+                raise RuntimeError(
+                    self.message or "CUDA error: an illegal memory access was encountered"
+                )
             parts = stream(engine, samples, sampling, step, **options)
             if self.mode == "signal" and step == 3:
                 next(parts)
                 os.kill(os.getpid(), signal.SIGTERM)
-                while not signals.stop_requested():  # a thread notes it, which a busy machine may keep waiting
+                while (
+                    not signals.stop_requested()
+                ):  # a thread notes it, which a busy machine may keep waiting
                     time.sleep(0.001)
             if self.mode == "shuffled":
                 parts = [[response] for responses in parts for response in responses]
@@ -66,7 +72,8 @@ class Failures:
             for responses in parts:
                 if self.mode == "stale" and step == 2:
                     responses = [
-                        replace(response, weights_version=response.weights_version - 1) for response in responses
+                        replace(response, weights_version=response.weights_version - 1)
+                        for response in responses
                     ]
                 yield responses
                 if self.mode == "midway" and self.generated == 2:
@@ -79,7 +86,10 @@ class Failures:
                 next(iter(buckets))
                 raise EngineError("lost in the middle of an update")
             if self.mode == "wake" and self.updated == 3:
-                raise DeviceLost("vLLM could not wake up its kv_cache: RuntimeError: CUDA Error: out of memory at ...")
+                raise DeviceLost(
+                    "vLLM could not wake up its kv_cache: RuntimeError: CUDA Error: out of memory "
+                    "at ..."
+                )
             if self.mode == "slow" and self.updated == 2:
                 time.sleep(4)
             if self.mode == "corrupt" and self.updated == 2:
@@ -95,12 +105,17 @@ class Failures:
             for parameter in engine.model.parameters():
                 parameter.data.zero_()  # an engine that comes back has no weights
 
-        TransformersEngine.stream, TransformersEngine.update_weights = failing_stream, failing_update
+        TransformersEngine.stream, TransformersEngine.update_weights = (
+            failing_stream,
+            failing_update,
+        )
         TransformersEngine.restart = restart
         if self.mode == "slow":
             training_run.Watchdog = partial(Watchdog, budget=1.0)
         if self.mode == "nan":
-            weight_sync.not_finite = lambda policy: not_finite(_poisoned(policy)) if self.updated == 2 else []
+            weight_sync.not_finite = lambda policy: (
+                not_finite(_poisoned(policy)) if self.updated == 2 else []
+            )
 
 
 def _poisoned(policy):

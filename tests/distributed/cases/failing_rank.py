@@ -1,4 +1,6 @@
-"""``train`` on a vLLM engine of two ranks, of which one fails alone in the middle of the second rollout."""
+"""``train`` on a vLLM engine of two ranks, of which one fails alone in the middle of the second
+rollout.
+"""
 
 from __future__ import annotations
 

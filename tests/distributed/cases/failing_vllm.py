@@ -1,5 +1,6 @@
-"""``train`` on two vLLM engines, of which the second fails once: in the second rollout (``generate``) or in the second
-weight update (``update``)."""
+"""``train`` on two vLLM engines, of which the second fails once: in the second rollout
+(``generate``) or in the second weight update (``update``).
+"""
 
 from __future__ import annotations
 

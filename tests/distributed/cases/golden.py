@@ -1,7 +1,9 @@
-"""One rank: the golden group through the trainer's own update (policy, schedule, denominators) for every method.
+"""One rank: the golden group through the trainer's own update (policy, schedule, denominators) for
+every method.
 
-The policy's log-probs are what they are; the old ones are set so that each token has the golden ratio. The loss of every
-method that reads log-probs through the ratio only is then the golden number.
+The policy's log-probs are what they are; the old ones are set so that each token has the golden
+ratio. The loss of every method that reads log-probs through the ratio only is then the golden
+number.
 
 Beside it a group without a gradient, once computed and once left out.
 """
@@ -24,7 +26,14 @@ from megatron_dcpo.training.mismatch import computed
 from megatron_dcpo.training.updater import Updater, UpdateStatistics
 from megatron_dcpo.types import Judgement, Prompt, Response, TrainingSample, replaced
 from tests.distributed.cases.common import config_for_test, initialize_layout, parallel_config
-from tests.helpers.objective_cases import GOLDEN_OPTIONS, LEFT_OUT, NEW, OLD, OTHER_LOSSES, golden_judgements
+from tests.helpers.objective_cases import (
+    GOLDEN_OPTIONS,
+    LEFT_OUT,
+    NEW,
+    OLD,
+    OTHER_LOSSES,
+    golden_judgements,
+)
 
 
 def samples_for_test(order: list[int]) -> list[TrainingSample]:
@@ -33,19 +42,27 @@ def samples_for_test(order: list[int]) -> list[TrainingSample]:
     judgements = golden_judgements()
     prompt = Prompt("p0", (), (5, 6, 7), "", "math")
     return [
-        TrainingSample(prompt, Response("p0", i, ids[i], np.zeros(len(ids[i]), np.float32), "stop", 0), judgements[i])
+        TrainingSample(
+            prompt,
+            Response("p0", i, ids[i], np.zeros(len(ids[i]), np.float32), "stop", 0),
+            judgements[i],
+        )
         for i in order
     ]
 
 
 def samples_without_gradient(count: int) -> list[TrainingSample]:
-    """A group that is right throughout, with one confidence; longer than the others, so that it would fill micro-batches."""
+    """A group that is right throughout, with one confidence; longer than the others, so that it
+    would fill micro-batches.
+    """
     rng = np.random.default_rng(2)
     lengths = [int(rng.integers(5, 30)) for _ in range(count)]
     return [
         TrainingSample(
             Prompt("p1", (), (8, 9), "", "math"),
-            Response("p1", i, rng.integers(1, 331, length), np.zeros(length, np.float32), "stop", 0),
+            Response(
+                "p1", i, rng.integers(1, 331, length), np.zeros(length, np.float32), "stop", 0
+            ),
             Judgement("p1", 1.0, 0.75, "ok", length - 2, length),
         )
         for i, length in enumerate(lengths)
@@ -63,14 +80,19 @@ def left_out(updater: Updater, samples: list[TrainingSample]) -> dict[str, Any]:
         ranks = all_gather_objects(parts if updater.topology.reports else [])
         losses.append(sum(part["loss"] for rank in ranks for part in rank))
         gradients.append(torch.cat([one.gradient.flatten() for one in found]))
-    apart = [float((gradients[0] - gradients[1]).square().sum()), float(gradients[0].square().sum())]
+    apart = [
+        float((gradients[0] - gradients[1]).square().sum()),
+        float(gradients[0].square().sum()),
+    ]
     return {"losses": losses, "apart": apart, "computed": [len(scored), len(some)]}
 
 
 def run(options: dict[str, Any]) -> Any:
     parallel = parallel_config(options["parallel"])
     topology = initialize_layout(parallel)
-    training = TrainingConfig(micro_batch_size=options["micro_batch_size"], max_tokens_per_micro_batch=40)
+    training = TrainingConfig(
+        micro_batch_size=options["micro_batch_size"], max_tokens_per_micro_batch=40
+    )
     # many losses of one policy: it does not move
     config = config_for_test(options["model"], "fp32", parallel, lr=0.0, weight_decay=0.0)
     policy = build_policy(config.model, parallel, topology)
@@ -79,7 +101,16 @@ def run(options: dict[str, Any]) -> Any:
     samples = samples_for_test(order)
     result: dict[str, Any] = {"losses": {}, "norms": {}, "left_out": {}}
     others = {name: method_options for name, (method_options, _) in OTHER_LOSSES.items()}
-    first = Updater(policy, optimizer, build_method(ObjectiveConfig()), None, None, parallel, RolloutConfig(), training)
+    first = Updater(
+        policy,
+        optimizer,
+        build_method(ObjectiveConfig()),
+        None,
+        None,
+        parallel,
+        RolloutConfig(),
+        training,
+    )
     with_old = first.with_old_logprobs(samples)
     new = [sample.old_logprobs for sample in with_old]
     result["new"] = {str(i): row.tolist() for row, i in zip(new, order, strict=True)}
@@ -89,11 +120,20 @@ def run(options: dict[str, Any]) -> Any:
     ]
     for name, method_options in (GOLDEN_OPTIONS | others).items():
         method = build_method(ObjectiveConfig(**method_options))
-        updater = Updater(policy, optimizer, method, None, None, parallel, RolloutConfig(), training)
+        updater = Updater(
+            policy, optimizer, method, None, None, parallel, RolloutConfig(), training
+        )
         statistics: UpdateStatistics = {
-            "sums": {}, "maxima": {}, "losses": [], "grad_norms": [], "block_gradients": {}, "coefficients": {},
-            "learning_rate": 0.0, "skipped": 0, "computed": [],
-        }  # fmt: skip
+            "sums": {},
+            "maxima": {},
+            "losses": [],
+            "grad_norms": [],
+            "block_gradients": {},
+            "coefficients": {},
+            "learning_rate": 0.0,
+            "skipped": 0,
+            "computed": [],
+        }
         updater.update_once(method.score(golden), statistics, probe=False, step=1)
         result["losses"][name] = statistics["losses"][0]
         result["norms"][name] = statistics["grad_norms"][0]

@@ -1,4 +1,6 @@
-"""One rank of one parallel grid: for each setting, loss and gradient norm of two updates from the same checkpoint."""
+"""One rank of one parallel grid: for each setting, loss and gradient norm of two updates from the
+same checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -31,16 +33,25 @@ def measure(setting, options, topology) -> list[float]:
     total = sum(len(sample.response_ids) for sample in samples)
 
     def loss(batch, outputs):
-        value = -((1 + batch.targets % 3).float() / total * (outputs.logprobs + 0.01 * outputs.entropy))
+        value = -(
+            (1 + batch.targets % 3).float() / total * (outputs.logprobs + 0.01 * outputs.entropy)
+        )
         return value, {}
 
     measured = []
     for separable in (True, False):  # the output layer in one pass, then in two
         optimizer.zero_gradients()
-        options_of_pass = {"temperature": 1.0, "packing": parallel.sequence_packing, "separable": separable}
+        options_of_pass = {
+            "temperature": 1.0,
+            "packing": parallel.sequence_packing,
+            "separable": separable,
+        }
         parts = accumulate_gradients(policy, mine, splits, loss, **options_of_pass)
         everyone = all_gather_objects(parts if topology.reports else [])
-        measured += [sum(part["loss"] for rank in everyone for part in rank), optimizer.gradient_norm()]
+        measured += [
+            sum(part["loss"] for rank in everyone for part in rank),
+            optimizer.gradient_norm(),
+        ]
         optimizer.step()
         optimizer.gather_parameters()
     return measured
@@ -62,5 +73,11 @@ def run(options: dict[str, Any]) -> Any:
         for setting in options["settings"]:
             calls.clear()
             measured = measure(setting, options, topology)
-            results.append({"measured": measured, "attention_calls": len(calls), "keys_per_query": sorted(set(calls))})
+            results.append(
+                {
+                    "measured": measured,
+                    "attention_calls": len(calls),
+                    "keys_per_query": sorted(set(calls)),
+                }
+            )
     return results

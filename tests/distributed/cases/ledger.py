@@ -1,6 +1,8 @@
-"""``train`` as on a device with memory of its own: what leaves it loses its storage, an engine that sleeps its weights.
+"""``train`` as on a device with memory of its own: what leaves it loses its storage, an engine that
+sleeps its weights.
 
-``runtime.host_memory.ledger`` is watched: what was held together, and what was while something went on.
+``runtime.host_memory.ledger`` is watched: what was held together, and what was while something went
+on.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ LEDGER = host_memory.ledger
 
 
 class SleepingEngine(TransformersEngine):
-    """Level 2 of vLLM's sleep: weights and cache are gone, and a version that was not handed over cannot sample."""
+    """Level 2 of vLLM's sleep: weights and cache are gone, and a version that was not handed over
+    cannot sample.
+    """
 
     failing = False
 
@@ -63,8 +67,8 @@ def run(options: dict[str, Any]) -> Any:
     if options["device"]:
         for module in (host_memory, optimizer):
             module.capabilities = lambda: dataclasses.replace(_CPU, separate_memory=True)
-        training_run.build_local_engine = lambda kind, model, settings: SleepingEngine.from_pretrained(
-            model, settings.dtype, settings.max_num_seqs
+        training_run.build_local_engine = lambda kind, model, settings: (
+            SleepingEngine.from_pretrained(model, settings.dtype, settings.max_num_seqs)
         )
         SleepingEngine.failing = options.get("failing", False)
         LEDGER.watchers.append(lambda what, held: together.add(" ".join(sorted(held))))
@@ -76,4 +80,7 @@ def run(options: dict[str, Any]) -> Any:
         watch("rollout", SleepingEngine, "stream")
     Path(config.run_dir).parent.mkdir(parents=True, exist_ok=True)
     loop.train(config)
-    return {"together": sorted(together), "during": {name: sorted(held) for name, held in during.items()}}
+    return {
+        "together": sorted(together),
+        "during": {name: sorted(held) for name, held in during.items()},
+    }

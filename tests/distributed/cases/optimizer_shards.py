@@ -1,4 +1,5 @@
-"""One rank that saves or loads a checkpoint, with our shards of the optimizer's state and with Megatron's own code.
+"""One rank that saves or loads a checkpoint, with our shards of the optimizer's state and with
+Megatron's own code.
 
 What moves meanwhile is counted: floating-point tensors in collectives, state written, state read.
 """
@@ -24,7 +25,16 @@ from megatron_dcpo.policy.model import build_policy
 from megatron_dcpo.policy.optimizer import PolicyOptimizer, optimizer_parts
 from tests.distributed.cases.common import config_for_test, initialize_layout, parallel_config
 
-COLLECTIVES = ("all_gather", "gather", "all_gather_into_tensor", "all_reduce", "broadcast", "scatter", "send", "recv")
+COLLECTIVES = (
+    "all_gather",
+    "gather",
+    "all_gather_into_tensor",
+    "all_reduce",
+    "broadcast",
+    "scatter",
+    "send",
+    "recv",
+)
 STATE = "optimizer.state."
 
 
@@ -54,17 +64,26 @@ def run(options: dict[str, Any]) -> Any:
     assert newest_intact(out / "ours", topology) == (1, {})
     with counted_reads() as read, opened_files() as opened:
         load_checkpoint(out / "ours", 1, policy, optimizer)
-    result = {"digest": digest(policy, part), "own": own_numel(part), "read": sum(read.values()), "opened": opened}
+    result = {
+        "digest": digest(policy, part),
+        "own": own_numel(part),
+        "read": sum(read.values()),
+        "opened": opened,
+    }
     for directory, how in (("megatron", contextlib.nullcontext()), ("ours", megatrons_code())):
         policy, optimizer = build()
         with how:
             load_checkpoint(out / directory, 1, policy, optimizer)
-        result[f"{directory} read by the other code"] = digest(policy, *optimizer_parts(optimizer.megatron))
+        result[f"{directory} read by the other code"] = digest(
+            policy, *optimizer_parts(optimizer.megatron)
+        )
     return result
 
 
 def save(directory, policy, optimizer, topology):
-    state = checkpoint_state(policy, optimizer, 1, dict.fromkeys(("seed", "data", "reward", "engine"), 0))
+    state = checkpoint_state(
+        policy, optimizer, 1, dict.fromkeys(("seed", "data", "reward", "engine"), 0)
+    )
     saver = Saver(directory, topology.rank, 1, background=False, replicas=topology.replica_group)
     saver.begin(1, state)
     saver.wait()
@@ -74,12 +93,16 @@ def save(directory, policy, optimizer, topology):
 def fill(policy, part) -> None:
     """Random values, equal where ranks hold the same, as if the run had gone on for a while."""
     part._init_optimizer_states_with_dummy_values()
-    names = {p: f"{i}.{name}" for i, gpt in enumerate(policy.gpt) for name, p in gpt.named_parameters()}
+    names = {
+        p: f"{i}.{name}" for i, gpt in enumerate(policy.gpt) for name, p in gpt.named_parameters()
+    }
     at = policy.topology
     for parameter, start, stop in optimizer_shards._owned_ranges(part):
         tp = at.tp_rank if getattr(parameter, "tensor_model_parallel", False) else 0
         key = f"{names[parameter]} {start} {stop} {tp} {at.pp_rank}".encode()
-        generator = torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(key).digest()[:6], "little"))
+        generator = torch.Generator().manual_seed(
+            int.from_bytes(hashlib.sha256(key).digest()[:6], "little")
+        )
         for name, tensor in part._get_main_param_and_optimizer_states(parameter).items():
             tensor.copy_(torch.rand(tensor.shape, generator=generator) + (name == "exp_avg"))
     for group in part.optimizer.param_groups:
@@ -109,8 +132,10 @@ def own_numel(part) -> int:
 @contextlib.contextmanager
 def megatrons_code():
     ours = optimizer_shards.optimizer_state, optimizer_shards.restore
-    optimizer_shards.optimizer_state = lambda optimizer, model, is_loading: optimizer.sharded_state_dict(
-        model, is_loading=is_loading, metadata=optimizer_shards.METADATA
+    optimizer_shards.optimizer_state = lambda optimizer, model, is_loading: (
+        optimizer.sharded_state_dict(
+            model, is_loading=is_loading, metadata=optimizer_shards.METADATA
+        )
     )
     optimizer_shards.restore = lambda optimizer, loaded: optimizer.load_state_dict(loaded)
     try:
@@ -121,7 +146,9 @@ def megatrons_code():
 
 @contextlib.contextmanager
 def counted_collectives():
-    """[(function, bytes)] of the floating-point tensors that ranks exchange. Objects travel as bytes and do not count."""
+    """[(function, bytes)] of the floating-point tensors that ranks exchange. Objects travel as
+    bytes and do not count.
+    """
     found, kept = [], {name: getattr(dist, name) for name in COLLECTIVES}
 
     def watch(name, function):
@@ -146,7 +173,9 @@ def counted_collectives():
 
 @contextlib.contextmanager
 def counted_reads():
-    """{chunk: numbers} of the optimizer's state that this rank read from the disk, each chunk whole."""
+    """{chunk: numbers} of the optimizer's state that this rank read from the disk, each chunk
+    whole.
+    """
     found: dict[Any, int] = {}
     read_data, read_metadata = FileSystemReader.read_data, FileSystemReader.read_metadata
 
@@ -191,8 +220,12 @@ def written(directory: Path, rank: int) -> dict[str, int]:
     for index, place in metadata.storage_data.items():
         entry = metadata.state_dict_metadata[index.fqn]
         if place.relative_path.startswith(f"__{rank}_") and hasattr(entry, "chunks"):
-            size = next(chunk.sizes.numel() for chunk in entry.chunks if chunk.offsets == index.offset)
+            size = next(
+                chunk.sizes.numel() for chunk in entry.chunks if chunk.offsets == index.offset
+            )
             result["optimizer" if index.fqn.startswith(STATE) else "weights"] += size
     files = json.loads((directory / "integrity.json").read_text())["files"]
-    result["bytes"] = sum(file["bytes"] for name, file in files.items() if name.startswith(f"__{rank}_"))
+    result["bytes"] = sum(
+        file["bytes"] for name, file in files.items() if name.startswith(f"__{rank}_")
+    )
     return result

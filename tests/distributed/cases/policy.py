@@ -1,4 +1,6 @@
-"""One rank: build a policy in the given layout from a checkpoint, measure log-probs, train a few steps, export."""
+"""One rank: build a policy in the given layout from a checkpoint, measure log-probs, train a few
+steps, export.
+"""
 
 from __future__ import annotations
 
@@ -30,13 +32,19 @@ from tests.distributed.cases.optimizer_shards import save
 
 
 def compare_with_engine(policy, options, samples, splits):
-    """Push the weights into a transformers engine: their hashes there, and the largest log-prob difference."""
+    """Push the weights into a transformers engine: their hashes there, and the largest log-prob
+    difference.
+    """
     packing = options.get("parallel", {}).get("sequence_packing", False)
     engine = TransformersEngine.from_pretrained(options["model"], options.get("dtype", "fp32"))
     plan, traffic = plan_for(policy, bucket_bytes=options.get("bucket_bytes", 2**29)), Traffic()
     engine.update_weights(export_buckets(policy, plan, traffic), version=1)
     rank = policy.topology.place
-    assert traffic.received == plan.received[rank] == plan.least[rank], (traffic, plan.received, plan.least)
+    assert traffic.received == plan.received[rank] == plan.least[rank], (
+        traffic,
+        plan.received,
+        plan.least,
+    )
     assert traffic.peak <= plan.peak_bytes
     weights = {name: digest(parameter) for name, parameter in engine.model.named_parameters()}
     ours = compute_logprobs(policy, samples, splits, temperature=1.0, packing=packing)
@@ -44,7 +52,9 @@ def compare_with_engine(policy, options, samples, splits):
     with torch.no_grad():
         for sample, logprobs in zip(samples, ours, strict=True):
             ids = torch.tensor(np.concatenate([sample.prompt_ids, sample.response_ids]))[None]
-            logp = torch.log_softmax(engine.model(ids).logits[0].float(), -1)[len(sample.prompt_ids) - 1 : -1]
+            logp = torch.log_softmax(engine.model(ids).logits[0].float(), -1)[
+                len(sample.prompt_ids) - 1 : -1
+            ]
             theirs = logp.gather(-1, torch.tensor(sample.response_ids)[:, None]).squeeze(-1).numpy()
             difference = max(difference, float(np.abs(theirs - logprobs).max()))
     return weights, difference
@@ -62,20 +72,27 @@ def run(options: dict[str, Any]) -> Any:
     optimizer = PolicyOptimizer(policy, config)
     packing = parallel.sequence_packing
     samples = samples_for_test()
-    indices, splits = shared_out(samples, parallel, topology, options.get("micro_batch_size", 2), max_tokens=260)
+    indices, splits = shared_out(
+        samples, parallel, topology, options.get("micro_batch_size", 2), max_tokens=260
+    )
     mine = [samples[i] for i in indices]
     logprobs = compute_logprobs(policy, mine, splits, temperature=1.0, packing=packing)
     total = sum(len(sample.response_ids) for sample in samples)
 
     def loss(batch, outputs, block=None):
-        # An uneven weighting over tokens and an entropy term, so that every part of the backward pass is exercised.
+        # An uneven weighting over tokens and an entropy term, so that every part of the backward
+        # pass is exercised.
         weight = (1 + batch.targets % 3).float() / total
         if block is not None:
             weight = weight * ((batch.targets % 2) == (block == "reasoning"))
         return -(weight * (outputs.logprobs + 0.01 * outputs.entropy)), {}
 
     def everywhere(parts):
-        return sum(part["loss"] for rank in all_gather_objects(parts if topology.reports else []) for part in rank)
+        return sum(
+            part["loss"]
+            for rank in all_gather_objects(parts if topology.reports else [])
+            for part in rank
+        )
 
     losses, norms, probes = [], [], []
     if "load" in options:

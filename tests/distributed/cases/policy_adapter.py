@@ -1,4 +1,6 @@
-"""One rank: train an adapter of the whole, frozen policy in the given layouts, and export it merged."""
+"""One rank: train an adapter of the whole, frozen policy in the given layouts, and export it
+merged.
+"""
 
 from __future__ import annotations
 
@@ -32,12 +34,20 @@ def weighted(total: int, batch: Any, outputs: Any) -> Any:
 
 def measure(setting: dict[str, Any], options: dict[str, Any], topology: Any) -> dict[str, Any]:
     parallel = parallel_config(setting["parallel"])
-    schedule = {"lr": LR, "min_lr": 0.1 * LR, "lr_decay_style": "linear", "weight_decay": 0.0, "clip_grad": 0.0}
+    schedule = {
+        "lr": LR,
+        "min_lr": 0.1 * LR,
+        "lr_decay_style": "linear",
+        "weight_decay": 0.0,
+        "clip_grad": 0.0,
+    }
     eps = dataclasses.replace(parallel, megatron={**parallel.megatron, "adam_eps": 1e-4})
     config = config_for_test(options["model"], "fp32", eps, **schedule)
     config = dataclasses.replace(config, training=TrainingConfig(steps=100))
     policy = build_policy(config.model, parallel, topology, training=False)
-    shape = AdapterConfig(rank=RANK, alpha=ALPHA, targets=tuple(setting.get("targets", AdapterConfig().targets)))
+    shape = AdapterConfig(
+        rank=RANK, alpha=ALPHA, targets=tuple(setting.get("targets", AdapterConfig().targets))
+    )
     optimizer = AdapterOptimizer(Adapter(policy, shape), config)
     adapter, samples = optimizer.adapter, samples_for_test()
     frozen = [digest(p) for gpt in policy.gpt for p in gpt.parameters()]
@@ -50,7 +60,9 @@ def measure(setting: dict[str, Any], options: dict[str, Any], topology: Any) -> 
         optimizer.zero_gradients()
         separable = setting.get("separable", True)
         parts = accumulate_gradients(policy, mine, splits, loss, separable=separable, **forward)
-        everyone = [part for rank in all_gather_objects(parts if topology.reports else []) for part in rank]
+        everyone = [
+            part for rank in all_gather_objects(parts if topology.reports else []) for part in rank
+        ]
         measured["losses"].append(sum(part["loss"] for part in everyone))
         measured["norms"].append(optimizer.gradient_norm())
         optimizer.step()
@@ -72,7 +84,9 @@ def measure(setting: dict[str, Any], options: dict[str, Any], topology: Any) -> 
     rank = topology.pp_rank * topology.tp_size + topology.tp_rank
     measured["bytes"] = [traffic.received, plan.received[rank], plan.least[rank]]
     measured["peak"] = [traffic.peak, plan.peak_bytes, bound]
-    measured["merged"] = {name: t.tolist() for name, t in gather_full(exported, dict(hf_shapes(policy.arch))).items()}
+    measured["merged"] = {
+        name: t.tolist() for name, t in gather_full(exported, dict(hf_shapes(policy.arch))).items()
+    }
     measured["unchanged"] = frozen == [digest(p) for gpt in policy.gpt for p in gpt.parameters()]
     measured["gradients"] = sum(p.grad is not None for gpt in policy.gpt for p in gpt.parameters())
     return measured

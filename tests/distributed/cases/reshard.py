@@ -1,4 +1,6 @@
-"""One rank of a weight synchronization that is disturbed: a slow reader, a dead one, an engine that refuses, a NaN."""
+"""One rank of a weight synchronization that is disturbed: a slow reader, a dead one, an engine that
+refuses, a NaN.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +15,21 @@ import torch.distributed as dist
 from megatron_dcpo.config import ModelConfig
 from megatron_dcpo.policy.model import build_policy
 from megatron_dcpo.weights.hf_checkpoint import HFReader
-from megatron_dcpo.weights.reshard import SynchronizationError, Traffic, export_buckets, not_finite, plan_for
+from megatron_dcpo.weights.reshard import (
+    SynchronizationError,
+    Traffic,
+    export_buckets,
+    not_finite,
+    plan_for,
+)
 from megatron_dcpo.weights.reshard_plan import engine_slice
 from tests.distributed.cases.common import initialize_layout, parallel_config
 
 
 def receive(policy, plan, traffic, mode, engine_tp):
-    """Take all buckets as an engine would; returns whether every slice equals the checkpoint's, bit for bit."""
+    """Take all buckets as an engine would; returns whether every slice equals the checkpoint's, bit
+    for bit.
+    """
     rank, reader, same = dist.get_rank(), HFReader(os.environ["MODEL"]), True
     arrived: dict[str, tuple[int, int]] = {}
     with closing(export_buckets(policy, plan, traffic)) as buckets:
@@ -33,12 +43,15 @@ def receive(policy, plan, traffic, mode, engine_tp):
             for piece in bucket:
                 length = piece.values.shape[piece.dim]
                 whole = reader.tensor(piece.name)
-                same &= torch.equal(piece.values.float(), whole.narrow(piece.dim, piece.start, length).float())
+                same &= torch.equal(
+                    piece.values.float(), whole.narrow(piece.dim, piece.start, length).float()
+                )
                 first, stop = arrived.get(piece.name, (piece.start, piece.start))
                 same &= stop == piece.start  # large ones come in pieces, one after the other
                 arrived[piece.name] = (first, stop + length)
     return same and all(
-        arrived[name] == engine_slice(policy.arch, name, engine_tp, rank % engine_tp)[1:] for name in reader.specs
+        arrived[name] == engine_slice(policy.arch, name, engine_tp, rank % engine_tp)[1:]
+        for name in reader.specs
     )
 
 
@@ -46,7 +59,9 @@ def run(options: dict[str, Any]) -> Any:
     os.environ["MODEL"] = options["model"]
     parallel, mode = parallel_config(options["parallel"]), options["mode"]
     topology = initialize_layout(parallel)
-    policy = build_policy(ModelConfig(path=options["model"], params_dtype="fp32"), parallel, topology, training=False)
+    policy = build_policy(
+        ModelConfig(path=options["model"], params_dtype="fp32"), parallel, topology, training=False
+    )
     if mode == "nan" and topology.rank == 1:
         next(iter(policy.parameters(0).values()))[0, 0] = float("nan")
     plan, traffic = plan_for(policy, options["engine_tp"], options["bucket_bytes"]), Traffic()
@@ -56,6 +71,10 @@ def run(options: dict[str, Any]) -> Any:
         result["same"] = receive(policy, plan, traffic, mode, options["engine_tp"])
     except (SynchronizationError, ValueError) as error:
         result["error"] = f"{type(error).__name__}: {error}"
-    result |= {"seconds": time.monotonic() - started, "received": traffic.received, "peak": traffic.peak}
+    result |= {
+        "seconds": time.monotonic() - started,
+        "received": traffic.received,
+        "peak": traffic.peak,
+    }
     result |= {"planned": plan.received[topology.rank], "planned_peak": plan.peak_bytes}
     return result

@@ -1,4 +1,6 @@
-"""One rank: an engine whose routers choose experts that nobody else would; the policy's log-probs with and without them."""
+"""One rank: an engine whose routers choose experts that nobody else would; the policy's log-probs
+with and without them.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +16,22 @@ from megatron_dcpo.policy.schedule import accumulate_gradients, compute_logprobs
 from megatron_dcpo.rollout import SamplingConfig, TransformersEngine
 from megatron_dcpo.runtime.distributed import all_gather_objects
 from megatron_dcpo.types import replaced
-from tests.distributed.cases.common import config_for_test, initialize_layout, parallel_config, shared_out
+from tests.distributed.cases.common import (
+    config_for_test,
+    initialize_layout,
+    parallel_config,
+    shared_out,
+)
 from tests.helpers.samples import bare
 from tests.helpers.vllm import prompts_for_test
 
 
-def choose_otherwise(router: Any, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """As Qwen3MoeTopKRouter.forward, with experts chosen by their scores and a preference for later ones."""
+def choose_otherwise(
+    router: Any, hidden: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """As Qwen3MoeTopKRouter.forward, with experts chosen by their scores and a preference for later
+    ones.
+    """
     logits = torch.nn.functional.linear(hidden.reshape(-1, router.hidden_dim), router.weight)
     scores = torch.softmax(logits, -1, torch.float)
     chosen = (scores + torch.linspace(0, 0.5, router.num_experts)).topk(router.top_k, -1).indices
@@ -37,7 +48,9 @@ def rollout(model: str) -> list[Any]:
     engine.eos_token_ids = tuple(range(0, 331, 9))
     prompts = {prompt.prompt_id: prompt for prompt in prompts_for_test()}
     responses = engine.generate(list(prompts.values()), SamplingConfig(n=3, max_tokens=24))
-    return [replaced(bare(prompts[r.prompt_id].token_ids, r.token_ids), response=r) for r in responses]
+    return [
+        replaced(bare(prompts[r.prompt_id].token_ids, r.token_ids), response=r) for r in responses
+    ]
 
 
 def run(options: dict[str, Any]) -> Any:
@@ -56,9 +69,14 @@ def run(options: dict[str, Any]) -> Any:
 
     found: dict[str, Any] = {"lengths": [len(sample.response_ids) for sample in samples]}
     for replay in (True, False):
-        chosen = [samples[i] if replay else bare(samples[i].prompt_ids, samples[i].response_ids) for i in mine]
+        chosen = [
+            samples[i] if replay else bare(samples[i].prompt_ids, samples[i].response_ids)
+            for i in mine
+        ]
         ours = compute_logprobs(policy, chosen, splits, **forward)
-        gaps = np.concatenate([np.abs(a - samples[i].response.logprobs) for a, i in zip(ours, mine, strict=True)])
+        gaps = np.concatenate(
+            [np.abs(a - samples[i].response.logprobs) for a, i in zip(ours, mine, strict=True)]
+        )
         optimizer.zero_gradients()
         parts = accumulate_gradients(policy, chosen, splits, loss, **forward)
         every = all_gather_objects(parts if topology.reports else [])

@@ -1,4 +1,6 @@
-"""One rank of a training run on the quickstart's policy: faults are injected on request, states hashed after each step."""
+"""One rank of a training run on the quickstart's policy: faults are injected on request, states
+hashed after each step.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,9 @@ def run(options: dict[str, Any]) -> Any:
     torch.set_num_threads(1)
     out = Path(options["out"])
     fixed = [f"run_dir={out / 'run'}", "logging.to=[]", "training.export_hf=false"]
-    config = load_config(QUICKSTART / f"{options.get('method', 'dcpo')}.yaml", [*fixed, *options["overrides"]])
+    config = load_config(
+        QUICKSTART / f"{options.get('method', 'dcpo')}.yaml", [*fixed, *options["overrides"]]
+    )
     if options.get("forget_evaluations") and topology_rank() == 0:
         forget_evaluations(Path(config.run_dir) / "metrics.jsonl")
     digests, parameters, seen = [], [], {"step": 0}
@@ -74,10 +78,17 @@ def run(options: dict[str, Any]) -> Any:
 
     def loss(method, *arguments):
         contributions, statistics = loss_of(method, *arguments)
-        if seen["step"] in options.get("poisoned_steps", []) and topology().rank == options.get("poisoned_rank", 0):
+        if seen["step"] in options.get("poisoned_steps", []) and topology().rank == options.get(
+            "poisoned_rank", 0
+        ):
             poison = float(options.get("poison", "nan"))
-            shown = poison if options.get("poison_shows_in_the_loss") else contributions.detach().sum()
-            contributions, statistics = contributions * poison, {**statistics, "loss": torch.as_tensor(shown)}
+            shown = (
+                poison if options.get("poison_shows_in_the_loss") else contributions.detach().sum()
+            )
+            contributions, statistics = (
+                contributions * poison,
+                {**statistics, "loss": torch.as_tensor(shown)},
+            )
         return contributions, statistics
 
     Updater.update, Method.loss = update, loss

@@ -1,4 +1,6 @@
-"""One rank: log-probs of the next token by vLLM, with an adapter in PEFT's format on the model that it was trained on."""
+"""One rank: log-probs of the next token by vLLM, with an adapter in PEFT's format on the model that
+it was trained on.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +12,20 @@ from megatron_dcpo.rollout.vllm_engine import VllmEngine, VllmOptions
 
 def run(options: dict[str, Any]) -> Any:
     more = {"enable_lora": True, "max_lora_rank": 8, "kv_cache_memory_bytes": 1 << 26}
-    engine = VllmEngine(Path(options["model"]), VllmOptions("fp32", max_model_len=128, max_num_seqs=4, arguments=more))
+    engine = VllmEngine(
+        Path(options["model"]),
+        VllmOptions("fp32", max_model_len=128, max_num_seqs=4, arguments=more),
+    )
     from vllm import SamplingParams  # importable once an engine has set its environment
     from vllm.lora.request import LoRARequest
 
     adapter, token_ids = Path(options["adapter"]), options["token_ids"]
     params = SamplingParams(
-        temperature=0.0, max_tokens=1, logprob_token_ids=token_ids, ignore_eos=True, detokenize=False
+        temperature=0.0,
+        max_tokens=1,
+        logprob_token_ids=token_ids,
+        ignore_eos=True,
+        detokenize=False,
     )
     prompts = [{"prompt_token_ids": ids} for ids in options["sequences"]]
     request = LoRARequest(adapter.name, 1, str(adapter.resolve()))

@@ -1,4 +1,6 @@
-"""One rank that watches and is watched: killed, frozen or slow, as the scenario says. Started without a launcher."""
+"""One rank that watches and is watched: killed, frozen or slow, as the scenario says. Started
+without a launcher.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ def run(options: dict[str, Any]) -> None:
 
 
 def fail_alone(watching: Watchdog, rank: int) -> None:
-    """The engine of both ranks fails on one; the other waits where no signal and no exception reaches it."""
+    """The engine of both ranks fails on one; the other waits where no signal and no exception
+    reaches it.
+    """
     from megatron_dcpo.training import weight_sync
 
     weight_sync.LOST_AFTER_SECONDS = 3.0

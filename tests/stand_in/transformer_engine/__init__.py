@@ -1,8 +1,10 @@
-"""Transformer Engine on the CPU: the parts that Megatron-core's layers use, computed in plain torch.
+"""Transformer Engine on the CPU: the parts that Megatron-core's layers use, computed in plain
+torch.
 
-Constructors and ``forward`` take the arguments of the real package, no others (``signatures.json``, made from its source
-by ``tools/transformer_engine_signatures.py``). What is here computes in full precision: it shows that our code and
-Megatron's spec fit together (names, shapes, layouts, extra state), and nothing of the real kernels.
+Constructors and ``forward`` take the arguments of the real package, no others (``signatures.json``,
+made from its source by ``tools/transformer_engine_signatures.py``). What is here computes in full
+precision: it shows that our code and Megatron's spec fit together (names, shapes, layouts, extra
+state), and nothing of the real kernels.
 """
 
 from transformer_engine import common, pytorch

@@ -1,4 +1,6 @@
-"""``benchmarks/run.py`` on benchmarks of milliseconds: its lines, its page, goals in both directions, what fails."""
+"""``benchmarks/run.py`` on benchmarks of milliseconds: its lines, its page, goals in both
+directions, what fails.
+"""
 
 import json
 import os
@@ -51,14 +53,21 @@ def folder(tmp_path: Path) -> Path:
     """Fakes beside the real ``run.py`` and ``measurement.py``."""
     for source in (RUN, RUN.with_name("measurement.py")):
         (tmp_path / source.name).write_text(source.read_text())
-    for name, text in (("fake", FAKE), ("unequal", UNEQUAL), ("broken", BROKEN), ("helper", "X = 1\n")):
+    for name, text in (
+        ("fake", FAKE),
+        ("unequal", UNEQUAL),
+        ("broken", BROKEN),
+        ("helper", "X = 1\n"),
+    ):
         (tmp_path / f"{name}.py").write_text(text)
     return tmp_path
 
 
 def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(folder / "run.py"), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | {"DCPO_PEERS": ""})
+    return subprocess.run(
+        command, capture_output=True, text=True, check=False, env=os.environ | {"DCPO_PEERS": ""}
+    )
 
 
 def test_lines_page_and_goals(folder: Path) -> None:
@@ -68,16 +77,29 @@ def test_lines_page_and_goals(folder: Path) -> None:
     assert all(line.keys() >= KEYS for line in lines.values())
     met = {name: line["met"] for name, line in lines.items()}
     assert met == {
-        "quick": True, "below": True, "at": True, "above": False, "enough": True, "too little": False,
-        "bounded": False, "bounded, met": True, "no goal": None, "peer": None,
-    }  # fmt: skip
-    assert lines["quick"]["ratio"] == pytest.approx(lines["quick"]["ours"] / lines["quick"]["other"], rel=1e-3)
+        "quick": True,
+        "below": True,
+        "at": True,
+        "above": False,
+        "enough": True,
+        "too little": False,
+        "bounded": False,
+        "bounded, met": True,
+        "no goal": None,
+        "peer": None,
+    }
+    assert lines["quick"]["ratio"] == pytest.approx(
+        lines["quick"]["ours"] / lines["quick"]["other"], rel=1e-3
+    )
     assert lines["quick"]["command"] == "python benchmarks/run.py fake"
     assert "pip install peer==1.0" in lines["peer"]["reason"]
     assert lines["peer"]["ours"] is lines["peer"]["ratio"] is None
     page = (folder / "RESULTS.md").read_text()
     assert "| above | 1 | 4 | s | theirs | 0.25 | at most 0.2 | **no** |" in page
-    assert "| bounded | 1 | 4 | s | theirs | 0.25 | at most 0.2 | **no**: not below 0.22: the wire |" in page
+    assert (
+        "| bounded | 1 | 4 | s | theirs | 0.25 | at most 0.2 | **no**: not below 0.22: the wire |"
+        in page
+    )
     assert "| bounded, met | 1 | 4 | s | theirs | 0.25 | at most 0.3 | yes |" in page
     assert lines["bounded"]["bound"] == 0.22
     assert "| too little | 2.9 | 4 | s | theirs | 0.725 | at least 0.75 | **no** |" in page
@@ -132,6 +154,8 @@ def test_every_benchmark_is_found() -> None:
 
 
 def test_the_readme_has_a_row_of_every_benchmark() -> None:
-    listed = subprocess.run([sys.executable, str(RUN), "--list"], capture_output=True, text=True, check=True)
+    listed = subprocess.run(
+        [sys.executable, str(RUN), "--list"], capture_output=True, text=True, check=True
+    )
     rows = re.findall(r"^\| `(\w+)` \|", RUN.with_name("README.md").read_text(), re.M)
     assert sorted(rows) == listed.stdout.split()

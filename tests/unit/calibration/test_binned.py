@@ -1,4 +1,6 @@
-"""Intervals of ECE and PCE: coverage by simulation, the correction against numerical integration, the null band."""
+"""Intervals of ECE and PCE: coverage by simulation, the correction against numerical integration,
+the null band.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,12 @@ TRUTHS = {  # P(right | confidence c)
 }
 
 
-def drawn(truth, problems: int, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Confidences near a number of the problem's own; the repeats' labels share a cause (a Gaussian copula, 0.4)."""
+def drawn(
+    truth, problems: int, generator: np.random.Generator
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Confidences near a number of the problem's own; the repeats' labels share a cause (a Gaussian
+    copula, 0.4).
+    """
     own = generator.beta(0.5, 0.4, (problems, 1))
     c = np.round(np.clip(own + generator.normal(0, 0.05, (problems, REPEATS)), 0, 0.99), 2)
     cause, noise = generator.normal(size=(problems, 1)), generator.normal(size=c.shape)
@@ -46,13 +52,19 @@ def test_the_interval_contains_the_true_value_in_about_95_of_100_samples(name: s
 
 
 def test_the_correction_takes_off_the_bias_of_a_bin() -> None:
-    """h(m, s) is the mean of max(x, 0) for x ~ N(m, s), by integration; far from 0 there is nothing to correct."""
+    """h(m, s) is the mean of max(x, 0) for x ~ N(m, s), by integration; far from 0 there is nothing
+    to correct.
+    """
     s = 0.02
     for m in (-0.05, -0.01, 0.0, 0.015, 0.2):
-        mean = quad(lambda x, m=m: max(x, 0) * norm.pdf(x, m, s), m - 10 * s, m + 10 * s, points=[0.0])[0]
+        mean = quad(
+            lambda x, m=m: max(x, 0) * norm.pdf(x, m, s), m - 10 * s, m + 10 * s, points=[0.0]
+        )[0]
         found = binned._corrected(np.array([m]), np.array([s]), True)
         assert found[0] == pytest.approx(2 * max(m, 0) - mean, abs=1e-9)
-    assert binned._corrected(np.array([-0.2, 0.3]), np.array([s, s]), False).tolist() == pytest.approx([0.2, 0.3])
+    assert binned._corrected(
+        np.array([-0.2, 0.3]), np.array([s, s]), False
+    ).tolist() == pytest.approx([0.2, 0.3])
 
 
 def test_without_noise_the_estimate_is_the_plug_in_error() -> None:
@@ -74,4 +86,6 @@ def test_unparsed_rows_are_left_out_with_their_problems() -> None:
 
 def test_the_null_band_is_that_of_one_bin_in_closed_form() -> None:
     """1,000 times c = 0.5: |mean y - 0.5| stays below 1.96 * 0.5 / sqrt(1000) in 95 %."""
-    assert null_ece(np.full(1000, 0.5), resamples=4000) == pytest.approx(1.96 * 0.5 / math.sqrt(1000), rel=0.06)
+    assert null_ece(np.full(1000, 0.5), resamples=4000) == pytest.approx(
+        1.96 * 0.5 / math.sqrt(1000), rel=0.06
+    )

@@ -1,4 +1,6 @@
-"""Pictures: they are drawn for every odd input, state what they should, and leave the global style alone."""
+"""Pictures: they are drawn for every odd input, state what they should, and leave the global style
+alone.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,14 @@ def some_bins(seed: int = 0) -> Bins:
 
 
 @pytest.mark.parametrize(
-    "bins", [some_bins(), bin_rows([], []), bin_rows([1.0], [1]), bin_rows([0.0, 0.0], [0, 1]), bin_rows([None], [1])]
+    "bins",
+    [
+        some_bins(),
+        bin_rows([], []),
+        bin_rows([1.0], [1]),
+        bin_rows([0.0, 0.0], [0, 1]),
+        bin_rows([None], [1]),
+    ],
 )
 def test_every_figure_draws_any_bins(bins: Bins, tmp_path: Path) -> None:
     for name, figure in {
@@ -43,15 +52,22 @@ def test_bar_heights_are_accuracies() -> None:
 
 
 def test_grid_shares_its_axes() -> None:
-    figure = diagrams.comparison_grid({name: some_bins(i) for i, name in enumerate("abcde")}, columns=4)
+    figure = diagrams.comparison_grid(
+        {name: some_bins(i) for i, name in enumerate("abcde")}, columns=4
+    )
     histograms = [axes for axes in figure.axes if axes.get_yscale() == "log" and axes.get_visible()]
     assert len(histograms) == 5
     assert len({axes.get_ylim() for axes in histograms}) == 1
 
 
 def test_curves_are_those_that_were_logged() -> None:
-    rows = [{"step": s, "reward/accuracy": s / 10, "calibration/ece": None if s < 3 else 0.2} for s in range(10)]
-    other = [{"step": s, "reward/accuracy": 0.5, "grad_norm/reasoning": float("nan")} for s in range(5)]
+    rows = [
+        {"step": s, "reward/accuracy": s / 10, "calibration/ece": None if s < 3 else 0.2}
+        for s in range(10)
+    ]
+    other = [
+        {"step": s, "reward/accuracy": 0.5, "grad_norm/reasoning": float("nan")} for s in range(5)
+    ]
     curves = diagrams.logged_curves({"a": rows, "b": other})
     assert [curve.title for curve in curves] == ["Accuracy", "ECE (solid), PCE (dashed)"]
     assert diagrams.logged_curves({"a": [{"step": 1}]}) == []
@@ -93,6 +109,9 @@ def test_names_are_no_mathematics(name: str, tmp_path: Path) -> None:
         curve,
     ):
         _, svg = diagrams.save(figure, tmp_path / "figure")
-        texts = ["".join(node.itertext()) for node in ElementTree.parse(svg).iter("{http://www.w3.org/2000/svg}text")]
+        texts = [
+            "".join(node.itertext())
+            for node in ElementTree.parse(svg).iter("{http://www.w3.org/2000/svg}text")
+        ]
         assert shown in texts
         diagrams.inline_svg(figure, name)

@@ -1,4 +1,6 @@
-"""Metrics against scikit-learn, brute force, the golden table of the reference sheet, and their own definitions."""
+"""Metrics against scikit-learn, brute force, the golden table of the reference sheet, and their own
+definitions.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,11 @@ from megatron_dcpo.calibration import metrics as m
 GOLDEN_C = [0, 0.05, 0.051, 0.10, 0.30, 0.30, 0.55, 0.70, 0.72, 0.85, 0.95, 0.951, 1, 1, -0.1, 1.2]
 GOLDEN_Y = [0, 0, 1, 0, 0, 1, 1, 0, 1, 0, 1, 1, 1, 0, 0, 1]
 
-rows = st.lists(st.tuples(st.one_of(st.floats(0, 1), st.sampled_from([i / 20 for i in range(21)])), st.booleans()))
+rows = st.lists(
+    st.tuples(
+        st.one_of(st.floats(0, 1), st.sampled_from([i / 20 for i in range(21)])), st.booleans()
+    )
+)
 some_rows = rows.filter(lambda r: len(r) > 0)
 
 
@@ -27,10 +33,13 @@ def split(pairs: list[tuple[float, bool]]) -> tuple[list[float], list[float]]:
 
 
 @pytest.mark.parametrize(
-    ("bins", "ece", "pce"), [(20, 0.28625, 0.1594375), (15, 0.25125, 0.1419375), (10, 0.27375, 0.1531875)]
+    ("bins", "ece", "pce"),
+    [(20, 0.28625, 0.1594375), (15, 0.25125, 0.1419375), (10, 0.27375, 0.1531875)],
 )
 def test_golden_table(bins: int, ece: float, pce: float) -> None:
-    """Reference conventions: N counts the two out-of-range rows, Brier does not, AUROC ranks them too."""
+    """Reference conventions: N counts the two out-of-range rows, Brier does not, AUROC ranks them
+    too.
+    """
     assert m.ece(GOLDEN_C, GOLDEN_Y, bins, "all") == pytest.approx(ece, abs=1e-9)
     assert m.pce(GOLDEN_C, GOLDEN_Y, bins, "all") == pytest.approx(pce, abs=1e-9)
     assert m.brier(GOLDEN_C, GOLDEN_Y) == pytest.approx(0.2851001428571428, abs=1e-9)
@@ -39,7 +48,9 @@ def test_golden_table(bins: int, ece: float, pce: float) -> None:
 
 
 def test_default_denominator_leaves_invalid_rows_out() -> None:
-    """ECE over N valid rows = ECE over all rows x 16 / 14: an unparsed answer must not improve the score."""
+    """ECE over N valid rows = ECE over all rows x 16 / 14: an unparsed answer must not improve the
+    score.
+    """
     assert m.ece(GOLDEN_C, GOLDEN_Y) == pytest.approx(0.28625 * 16 / 14, abs=1e-12)
     assert m.ece(GOLDEN_C[:14], GOLDEN_Y[:14]) == m.ece(GOLDEN_C, GOLDEN_Y)
 
@@ -47,7 +58,9 @@ def test_default_denominator_leaves_invalid_rows_out() -> None:
 @pytest.mark.parametrize("bins", [1, 2, 3, 7, 10, 15, 20, 100])
 @pytest.mark.parametrize("dtype", [np.float64, np.float32])
 def test_bins_are_right_closed_at_every_edge(bins: int, dtype: type) -> None:
-    """An edge i / bins belongs to bin i - 1 (0.15 to (.10, .15]), 0 to the first; just above it begins the next."""
+    """An edge i / bins belongs to bin i - 1 (0.15 to (.10, .15]), 0 to the first; just above it
+    begins the next.
+    """
     edges = (np.arange(bins + 1) / bins).astype(dtype)
     assert m.bin_rows(edges, np.ones(bins + 1), bins).count.tolist() == [2] + [1] * (bins - 1)
     above = np.nextafter(edges[:-1], dtype(2))
@@ -68,7 +81,11 @@ def test_ece_is_the_brute_force_sum(pairs: list[tuple[float, bool]]) -> None:
     total = 0.0
     for b in range(20):
         low, high = b / 20, (b + 1) / 20
-        members = [(ci, yi) for ci, yi in zip(c, y, strict=True) if low < ci <= high or (b == 0 and ci == 0)]
+        members = [
+            (ci, yi)
+            for ci, yi in zip(c, y, strict=True)
+            if low < ci <= high or (b == 0 and ci == 0)
+        ]
         if members:
             gap = abs(np.mean([yi for _, yi in members]) - np.mean([ci for ci, _ in members]))
             total += len(members) / len(c) * gap
@@ -78,12 +95,16 @@ def test_ece_is_the_brute_force_sum(pairs: list[tuple[float, bool]]) -> None:
 @given(some_rows, st.sampled_from([1, 5, 10, 15, 20]))
 @settings(max_examples=150, deadline=None)
 def test_order_relations(pairs: list[tuple[float, bool]], bins: int) -> None:
-    """PCE <= ECE <= MCE <= 1, |overconfidence| <= ECE, and flipping everything swaps over- and under-confidence."""
+    """PCE <= ECE <= MCE <= 1, |overconfidence| <= ECE, and flipping everything swaps over- and
+    under-confidence.
+    """
     c, y = split(pairs)
     ece, pce, mce = m.ece(c, y, bins), m.pce(c, y, bins), m.mce(c, y, bins)
     assert 0 <= pce <= ece <= mce + 1e-12 <= 1 + 2e-12
     assert abs(m.overconfidence(c, y)) <= ece + 1e-12
-    assert ece - pce == pytest.approx(pce - m.overconfidence(c, y), abs=1e-9)  # ECE = PCE + NCE, gap = PCE - NCE
+    assert ece - pce == pytest.approx(
+        pce - m.overconfidence(c, y), abs=1e-9
+    )  # ECE = PCE + NCE, gap = PCE - NCE
     assert m.ece_equal_mass(c, y, bins) >= abs(m.overconfidence(c, y)) - 1e-12
 
 
@@ -111,10 +132,14 @@ def test_ranking_scores_on_many_tied_rows() -> None:
 @given(some_rows)
 @settings(max_examples=100, deadline=None)
 def test_brier_parts_add_up(pairs: list[tuple[float, bool]]) -> None:
-    """Brier = reliability - resolution + uncertainty + within-bin; within-bin is 0 when a bin holds one confidence."""
+    """Brier = reliability - resolution + uncertainty + within-bin; within-bin is 0 when a bin holds
+    one confidence.
+    """
     c, y = split(pairs)
     p = m.brier_decomposition(c, y)
-    assert p.reliability - p.resolution + p.uncertainty + p.within_bin == pytest.approx(m.brier(c, y), abs=1e-12)
+    assert p.reliability - p.resolution + p.uncertainty + p.within_bin == pytest.approx(
+        m.brier(c, y), abs=1e-12
+    )
     centers = [(min(int(ci * 20), 19) + 0.5) / 20 for ci in c]
     assert m.brier_decomposition(centers, y).within_bin == pytest.approx(0, abs=1e-12)
 
@@ -128,7 +153,17 @@ def test_equal_mass_bins_keep_ties_together() -> None:
 
 
 def test_empty_one_class_and_invalid_rows() -> None:
-    for metric in (m.ece, m.pce, m.mce, m.ece_equal_mass, m.brier, m.nll, m.auroc, m.auprc, m.overconfidence):
+    for metric in (
+        m.ece,
+        m.pce,
+        m.mce,
+        m.ece_equal_mass,
+        m.brier,
+        m.nll,
+        m.auroc,
+        m.auprc,
+        m.overconfidence,
+    ):
         assert math.isnan(metric([], [])), metric
         assert math.isnan(metric([None, float("nan")], [1, 0])), metric
     assert math.isnan(m.accuracy([]))
@@ -163,7 +198,9 @@ def test_pessimistic_puts_unparsed_answers_at_the_wrong_end() -> None:
 
 
 def test_bootstrap_resamples_whole_problems() -> None:
-    """Four equal repeats of a problem carry no more information than one: the interval must not shrink by half."""
+    """Four equal repeats of a problem carry no more information than one: the interval must not
+    shrink by half.
+    """
     generator = np.random.default_rng(1)
     y = (generator.random(100) < 0.6).astype(float)
     c = np.full(100, 0.7)

@@ -1,4 +1,6 @@
-"""Accuracy-coverage, adaptive and debiased errors: against definitions written out, and scikit-learn where it has them."""
+"""Accuracy-coverage, adaptive and debiased errors: against definitions written out, and
+scikit-learn where it has them.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ from megatron_dcpo.calibration import (
 )
 
 rows = st.lists(
-    st.tuples(st.sampled_from([0.0, 0.05, 0.15, 0.5, 0.85, 0.95, 1.0]), st.booleans()), min_size=1, max_size=7
+    st.tuples(st.sampled_from([0.0, 0.05, 0.15, 0.5, 0.85, 0.95, 1.0]), st.booleans()),
+    min_size=1,
+    max_size=7,
 )
 
 
@@ -51,8 +55,15 @@ def test_by_hand() -> None:
     assert aurc(c, y) == pytest.approx((0 + 0 + 1 / 3 + 1 / 4 + 2 / 5) / 5, abs=1e-12)
     assert accuracy_at_coverage(c, y, 0.4) == 1.0
     assert accuracy_at_coverage(c, y, 0.41) == pytest.approx(2 / 3)
-    assert accuracy_at_coverage([1, 0.5, 0.2, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1], [1, 1, 1] + [0] * 7, 0.3) == 1.0
-    assert ece_adaptive(c, y, bins=2) == pytest.approx((abs(0.6 - 1 / 3) + abs(0.85 - 1)) / 2, abs=1e-12)
+    assert (
+        accuracy_at_coverage(
+            [1, 0.5, 0.2, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1], [1, 1, 1] + [0] * 7, 0.3
+        )
+        == 1.0
+    )
+    assert ece_adaptive(c, y, bins=2) == pytest.approx(
+        (abs(0.6 - 1 / 3) + abs(0.85 - 1)) / 2, abs=1e-12
+    )
     two_bins = 2 / 5 * (0.05**2 - 0.25) + 3 / 5 * ((0.8 - 2 / 3) ** 2 - 1 / 9)
     assert ece_debiased([0.45, 0.45, 0.9, 0.8, 0.7], [1, 0, 1, 1, 0], bins=2) == 0.0
     assert two_bins < 0
@@ -73,7 +84,9 @@ def test_debiasing_takes_the_bias_of_a_calibrated_model() -> None:
 
 @given(
     st.lists(
-        st.tuples(st.floats(0, 1) | st.sampled_from([0.0, 0.05, 0.1, 0.15, 0.95, 1.0]), st.booleans()),
+        st.tuples(
+            st.floats(0, 1) | st.sampled_from([0.0, 0.05, 0.1, 0.15, 0.95, 1.0]), st.booleans()
+        ),
         min_size=2,
         max_size=60,
     ).filter(lambda pairs: len({y for _, y in pairs}) == 2)

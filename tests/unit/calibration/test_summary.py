@@ -32,14 +32,19 @@ def test_statuses_give_every_kind_of_violation() -> None:
     assert set(rates["violations"]) == set(MALFORMED)
     assert rates["violations"]["missing"] == 0.25
     assert rates["violations"]["multiple"] == 0.0
-    s = summarize([0.5, None, None, 1.0], [1, 0, 0, 1], statuses=["ok", "missing", "truncated", "ok"])
+    s = summarize(
+        [0.5, None, None, 1.0], [1, 0, 0, 1], statuses=["ok", "missing", "truncated", "ok"]
+    )
     assert s["violation_rate"] == 0.5
 
 
 def test_empty_and_all_malformed() -> None:
     s = summarize([], [], statuses=[])
     assert s["n"] == 0
-    assert all(math.isnan(s[k]) for k in ("accuracy", "ece", "pce", "auroc", "mean_confidence", "violation_rate"))
+    assert all(
+        math.isnan(s[k])
+        for k in ("accuracy", "ece", "pce", "auroc", "mean_confidence", "violation_rate")
+    )
     s = summarize([None, None], [1, 0])
     assert s["accuracy"] == 0.5
     assert s["violation_rate"] == 1.0
@@ -63,10 +68,14 @@ def test_intervals_hold_the_estimate_and_are_optional() -> None:
 def test_float32_confidences_from_a_tensor_give_the_same_bins() -> None:
     c = np.array([0.05, 0.15, 0.35, 0.55, 0.95, 1.0])
     y = [0, 1, 0, 1, 1, 1]
-    assert summarize(c.astype(np.float32), y)["ece"] == pytest.approx(summarize(c, y)["ece"], abs=1e-7)
+    assert summarize(c.astype(np.float32), y)["ece"] == pytest.approx(
+        summarize(c, y)["ece"], abs=1e-7
+    )
 
 
 def test_json_ready_is_strict_json() -> None:
-    value = json_ready({"a": float("nan"), "b": [np.float32(1.5), np.int64(2)], "c": (float("inf"), None), 3: "x"})
+    value = json_ready(
+        {"a": float("nan"), "b": [np.float32(1.5), np.int64(2)], "c": (float("inf"), None), 3: "x"}
+    )
     assert value == {"a": None, "b": [1.5, 2], "c": [None, None], "3": "x"}
     json.dumps(value, allow_nan=False)

@@ -46,7 +46,10 @@ def flip(path):
     ("harm", "said"),
     [
         (lambda path: flip(path / "__1_0.distcp"), "__1_0.distcp has changed since it was written"),
-        (lambda path: (path / "common.pt").write_bytes(b"common.pt" * 999), "common.pt has 8991 bytes instead of 9000"),
+        (
+            lambda path: (path / "common.pt").write_bytes(b"common.pt" * 999),
+            "common.pt has 8991 bytes instead of 9000",
+        ),
         (lambda path: (path / "__0_0.distcp").write_bytes(b""), "__0_0.distcp has 0 bytes"),
         (lambda path: (path / "__0_0.distcp").unlink(), "__0_0.distcp is missing"),
     ],
@@ -57,7 +60,16 @@ def test_damage_is_named(checkpoint, harm, said):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{", "[]", "{}", '{"iteration": 8, "files": {}}', '{"iteration": 7, "files": {"a": {}}}', "\x00\xff"]
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        "{}",
+        '{"iteration": 8, "files": {}}',
+        '{"iteration": 7, "files": {"a": {}}}',
+        "\x00\xff",
+    ],
 )
 def test_damaged_manifest(checkpoint, text):
     (checkpoint / MANIFEST).write_bytes(text.encode("latin-1"))

@@ -16,6 +16,10 @@ def test_boxes_are_the_range(shape):
     for start, stop in itertools.combinations_with_replacement(range(size + 1), 2):
         found = []
         for offset, box in boxes(shape, start, stop):
-            found += numbers[tuple(slice(o, o + n) for o, n in zip(offset, box, strict=True))].reshape(-1).tolist()
+            found += (
+                numbers[tuple(slice(o, o + n) for o, n in zip(offset, box, strict=True))]
+                .reshape(-1)
+                .tolist()
+            )
         assert found == list(range(start, stop))
         assert len(boxes(shape, start, stop)) <= 2 * len(shape) - 1

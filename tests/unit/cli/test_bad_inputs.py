@@ -116,98 +116,288 @@ def nothing(project: Path) -> None:
 ROW = json.dumps(ROWS[0]) + "\n"
 CASES: dict[str, tuple[Callable[[Path], None], list[str], str]] = {
     # the configuration
-    "no configuration": (nothing, ["train", "--config", "nowhere.yaml"], "config file nowhere.yaml does not exist"),
-    "a directory as configuration": (nothing, ["train", "--config", "policy"], "config file policy does not exist"),
+    "no configuration": (
+        nothing,
+        ["train", "--config", "nowhere.yaml"],
+        "config file nowhere.yaml does not exist",
+    ),
+    "a directory as configuration": (
+        nothing,
+        ["train", "--config", "policy"],
+        "config file policy does not exist",
+    ),
     "an empty configuration": (config(""), dry(), "run_dir is required"),
-    "a list as configuration": (config("- a\n- b\n"), dry(), "expected a mapping of sections, found a list"),
+    "a list as configuration": (
+        config("- a\n- b\n"),
+        dry(),
+        "expected a mapping of sections, found a list",
+    ),
     "YAML that is broken": (config("data: [1\nmodel: }"), dry(), "run.yaml"),
     "a tab in YAML": (config("data:\n\tpath: d\n"), dry(), "run.yaml"),
     "a key twice": (config(RUN + "training: {steps: 2}\n"), dry(), "duplicate key training"),
     "an unknown key": (nothing, dry("rollout.groupsize=4"), "did you mean rollout.group_size?"),
     "a section as text": (config(RUN + "optimizer: fast\n"), dry(), "run.yaml: optimizer: "),
-    "a text as number": (nothing, dry("training.steps=ten"), "training.steps=ten: training.steps: "),
+    "a text as number": (
+        nothing,
+        dry("training.steps=ten"),
+        "training.steps=ten: training.steps: ",
+    ),
     "half a number": (nothing, dry("training.steps=1.5"), "training.steps=1.5: training.steps: "),
     "a negative number": (nothing, dry("optimizer.lr=-1"), "optimizer.lr=-1: optimizer.lr: "),
     "NaN": (nothing, dry("objective.lam=nan"), "objective.lam"),
-    "one response per prompt": (nothing, dry("rollout.group_size=1"), "rollout.group_size=1: rollout.group_size: "),
+    "one response per prompt": (
+        nothing,
+        dry("rollout.group_size=1"),
+        "rollout.group_size=1: rollout.group_size: ",
+    ),
     "an unknown method": (nothing, dry("objective.name=dpo"), "did you mean 'dcpo'?"),
-    "an option of another method": (nothing, dry("objective.name=grpo", "objective.lam=1"), "objective.lam has no effect"),
-    "an override without =": (nothing, dry("training.steps"), "override 'training.steps' is not of the form"),
-    "a base that is not there": (config("base: b.yaml\n"), dry(), "config file b.yaml does not exist (looked for in "),
+    "an option of another method": (
+        nothing,
+        dry("objective.name=grpo", "objective.lam=1"),
+        "objective.lam has no effect",
+    ),
+    "an override without =": (
+        nothing,
+        dry("training.steps"),
+        "override 'training.steps' is not of the form",
+    ),
+    "a base that is not there": (
+        config("base: b.yaml\n"),
+        dry(),
+        "config file b.yaml does not exist (looked for in ",
+    ),
     "a base of itself": (config("base: run.yaml\n"), dry(), "run.yaml is its own base"),
-    "a variable that is not there": (config(RUN.replace("run_dir: run", "run_dir: ${home}")), dry(), "home"),
+    "a variable that is not there": (
+        config(RUN.replace("run_dir: run", "run_dir: ${home}")),
+        dry(),
+        "home",
+    ),
     # the model
-    "no model": (nothing, dry("model.path=nowhere"), "model directory nowhere does not exist (looked for in "),
-    "a file as model": (nothing, dry("model.path=train.jsonl"), "model directory train.jsonl does not exist"),
+    "no model": (
+        nothing,
+        dry("model.path=nowhere"),
+        "model directory nowhere does not exist (looked for in ",
+    ),
+    "a file as model": (
+        nothing,
+        dry("model.path=train.jsonl"),
+        "model directory train.jsonl does not exist",
+    ),
     "no config.json": (in_model("config.json", None), dry(), "policy/config.json is missing"),
-    "config.json is broken": (in_model("config.json", "{"), dry(), "policy/config.json:1: not valid JSON"),
-    "an unknown architecture": (in_model_config(architectures=["GPT2LMHeadModel"]), dry(), "GPT2LMHeadModel is not"),
-    "another size than the weights": (in_model_config(hidden_size=128), dry(), "config.json implies"),
+    "config.json is broken": (
+        in_model("config.json", "{"),
+        dry(),
+        "policy/config.json:1: not valid JSON",
+    ),
+    "an unknown architecture": (
+        in_model_config(architectures=["GPT2LMHeadModel"]),
+        dry(),
+        "GPT2LMHeadModel is not",
+    ),
+    "another size than the weights": (
+        in_model_config(hidden_size=128),
+        dry(),
+        "config.json implies",
+    ),
     "more layers than the weights": (in_model_config(num_hidden_layers=3), dry(), "layers.2"),
     "no weights": (in_model("model.safetensors", None), dry(), "no weights to read"),
     "truncated weights": (truncated_weights, dry(), "model.safetensors is truncated"),
     "a git-lfs pointer as weights": (
-        in_model("model.safetensors", "version https://git-lfs.github.com/spec/v1\n"), dry(), "model.safetensors"
+        in_model("model.safetensors", "version https://git-lfs.github.com/spec/v1\n"),
+        dry(),
+        "model.safetensors",
     ),
     "no tokenizer": (without_tokenizer, dry(), "policy has no tokenizer.json"),
     "half a tokenizer": (in_model("tokenizer.json", None), dry(), "no usable tokenizer in policy"),
-    "a broken tokenizer": (in_model("tokenizer.json", "{}"), dry(), "no usable tokenizer in policy"),
-    "a tokenizer of another model": (one_token_more, dry(), "policy has 283 tokens, its config.json a vocab_size of 282"),
-    "more tokens than positions": (nothing, dry("rollout.max_response_length=31000"), "max_position_embeddings=256"),
-    "heads that TP does not divide": (nothing, dry("parallel.tensor_model_parallel_size=3"), "2 attention heads"),
+    "a broken tokenizer": (
+        in_model("tokenizer.json", "{}"),
+        dry(),
+        "no usable tokenizer in policy",
+    ),
+    "a tokenizer of another model": (
+        one_token_more,
+        dry(),
+        "policy has 283 tokens, its config.json a vocab_size of 282",
+    ),
+    "more tokens than positions": (
+        nothing,
+        dry("rollout.max_response_length=31000"),
+        "max_position_embeddings=256",
+    ),
+    "heads that TP does not divide": (
+        nothing,
+        dry("parallel.tensor_model_parallel_size=3"),
+        "2 attention heads",
+    ),
     # the data
-    "no data": (nothing, dry("data.path=nowhere.jsonl"), "nowhere.jsonl: no such data file (looked for in "),
-    "a directory of several files": (two_data_files, dry("data.path=data"), "found a.jsonl, b.jsonl; name the file"),
-    "an empty directory as data": (empty_directory, dry("data.path=empty"), "found none; name the file"),
-    "another kind of file": (data("a,b\n", "d.tsv"), dry("data.path=d.tsv"), "d.tsv: unknown kind of data file"),
+    "no data": (
+        nothing,
+        dry("data.path=nowhere.jsonl"),
+        "nowhere.jsonl: no such data file (looked for in ",
+    ),
+    "a directory of several files": (
+        two_data_files,
+        dry("data.path=data"),
+        "found a.jsonl, b.jsonl; name the file",
+    ),
+    "an empty directory as data": (
+        empty_directory,
+        dry("data.path=empty"),
+        "found none; name the file",
+    ),
+    "another kind of file": (
+        data("a,b\n", "d.tsv"),
+        dry("data.path=d.tsv"),
+        "d.tsv: unknown kind of data file",
+    ),
     "an empty file": (data(""), dry(), "train.jsonl: no problem with an answer in it"),
     "a line cut in half": (data(ROW + ROW[:20]), dry(), "train.jsonl:2: not valid JSON"),
-    "a line that is no object": (data(ROW + "7\n"), dry(), "train.jsonl:2: not a JSON object but int"),
-    "no column of problems": (data('{"text": "2*7=", "answer": "14"}\n'), dry(), "no problem column; found text, answer"),
-    "no column of answers": (data('{"problem": "2*7="}\n'), dry(), "has no answer column; found problem"),
-    "a number as problem": (data('{"problem": 7, "answer": "14"}\n'), dry(), "the problem is neither text nor a list"),
-    "answers that are all empty": (data('{"problem": "2*7=", "answer": null}\n'), dry(), "no problem with an answer"),
-    "Latin-1": (data('{"problem": "é", "answer": "1"}\n'.encode("latin-1")), dry(), "train.jsonl: not UTF-8 text"),
+    "a line that is no object": (
+        data(ROW + "7\n"),
+        dry(),
+        "train.jsonl:2: not a JSON object but int",
+    ),
+    "no column of problems": (
+        data('{"text": "2*7=", "answer": "14"}\n'),
+        dry(),
+        "no problem column; found text, answer",
+    ),
+    "no column of answers": (
+        data('{"problem": "2*7="}\n'),
+        dry(),
+        "has no answer column; found problem",
+    ),
+    "a number as problem": (
+        data('{"problem": 7, "answer": "14"}\n'),
+        dry(),
+        "the problem is neither text nor a list",
+    ),
+    "answers that are all empty": (
+        data('{"problem": "2*7=", "answer": null}\n'),
+        dry(),
+        "no problem with an answer",
+    ),
+    "Latin-1": (
+        data('{"problem": "é", "answer": "1"}\n'.encode("latin-1")),
+        dry(),
+        "train.jsonl: not UTF-8 text",
+    ),
     "UTF-16": (data(ROW.encode("utf-16")), dry(), "train.jsonl: not UTF-8 text"),
     "gzip that is cut": (data(b"\x1f\x8b\x08\x00"), dry(), "train.jsonl: not UTF-8 text"),
-    "parquet that is none": (data("PAR1", "d.parquet"), dry("data.path=d.parquet"), "d.parquet: not a readable parquet"),
-    "a git-lfs pointer as data": (data("version https://git-lfs.github.com/spec/v1\n"), dry(), "git lfs pull"),
+    "parquet that is none": (
+        data("PAR1", "d.parquet"),
+        dry("data.path=d.parquet"),
+        "d.parquet: not a readable parquet",
+    ),
+    "a git-lfs pointer as data": (
+        data("version https://git-lfs.github.com/spec/v1\n"),
+        dry(),
+        "git lfs pull",
+    ),
     "a file that cannot be read": (unreadable, dry(), "train.jsonl: "),
-    "prompts that are all too long": (nothing, dry("data.max_prompt_length=1"), "every prompt is longer than 1 tokens"),
+    "prompts that are all too long": (
+        nothing,
+        dry("data.max_prompt_length=1"),
+        "every prompt is longer than 1 tokens",
+    ),
     "an unknown template": (nothing, dry("data.template=papr"), "unknown prompt template 'papr'"),
-    "a template without a chat template": (nothing, dry("data.template=paper"), "the tokenizer has no chat template"),
-    "a template that is not there": (nothing, dry("data.template=p.py:f"), "no such file p.py (looked for in "),
-    "mathematics judged as programs": (nothing, dry("judging.verifier=code"), "12 of 12 problems have no tests"),
-    "a verifier that is not there": (nothing, dry("judging.verifier=r.py:f"), "no such file r.py (looked for in "),
-    "a verifier over http": (nothing, dry("judging.verifier=http://host/v"), "expected an https:// address"),
+    "a template without a chat template": (
+        nothing,
+        dry("data.template=paper"),
+        "the tokenizer has no chat template",
+    ),
+    "a template that is not there": (
+        nothing,
+        dry("data.template=p.py:f"),
+        "no such file p.py (looked for in ",
+    ),
+    "mathematics judged as programs": (
+        nothing,
+        dry("judging.verifier=code"),
+        "12 of 12 problems have no tests",
+    ),
+    "a verifier that is not there": (
+        nothing,
+        dry("judging.verifier=r.py:f"),
+        "no such file r.py (looked for in ",
+    ),
+    "a verifier over http": (
+        nothing,
+        dry("judging.verifier=http://host/v"),
+        "expected an https:// address",
+    ),
     "validation on nothing": (nothing, dry("evaluation.interval=1"), "needs evaluation.benchmarks"),
-    "an unknown benchmark": (nothing, dry("evaluation.interval=1", "evaluation.benchmarks=math5000"), "unknown benchmark"),
+    "an unknown benchmark": (
+        nothing,
+        dry("evaluation.interval=1", "evaluation.benchmarks=math5000"),
+        "unknown benchmark",
+    ),
     "a benchmark that is not there": (
-        nothing, dry("evaluation.interval=1", "evaluation.benchmarks=mine=m.jsonl"), "m.jsonl: no such data file"
+        nothing,
+        dry("evaluation.interval=1", "evaluation.benchmarks=mine=m.jsonl"),
+        "m.jsonl: no such data file",
     ),
     # other verbs
     "samples that are not there": (
-        nothing, ["evaluate", "--samples", "s.jsonl", "--benchmarks", "mine=train.jsonl", "--out", "o"], "s.jsonl"
+        nothing,
+        ["evaluate", "--samples", "s.jsonl", "--benchmarks", "mine=train.jsonl", "--out", "o"],
+        "s.jsonl",
     ),
     "an evaluation into a file": (
         nothing,
-        ["evaluate", "--model", "policy", "--template", "raw", "--benchmarks", "mine=train.jsonl", "--out", "run.yaml"],
+        [
+            "evaluate",
+            "--model",
+            "policy",
+            "--template",
+            "raw",
+            "--benchmarks",
+            "mine=train.jsonl",
+            "--out",
+            "run.yaml",
+        ],
         "run.yaml",
     ),
     "an evaluation to where no file can be": (
-        sampled, ["evaluate", "--samples", "s.jsonl", "--benchmarks", "mine=train.jsonl", "--out", "/proc/x"], "/proc/x"
+        sampled,
+        [
+            "evaluate",
+            "--samples",
+            "s.jsonl",
+            "--benchmarks",
+            "mine=train.jsonl",
+            "--out",
+            "/proc/x",
+        ],
+        "/proc/x",
     ),
-    "an evaluation of nothing": (nothing, ["evaluate", "--model", "no", "--benchmarks", "m=d.jsonl", "--out", "o"], "no"),
+    "an evaluation of nothing": (
+        nothing,
+        ["evaluate", "--model", "no", "--benchmarks", "m=d.jsonl", "--out", "o"],
+        "no",
+    ),
     "a report of nothing": (nothing, ["report", "nowhere", "--out", "r.html"], "nowhere"),
-    "a calibration of nothing": (nothing, ["calibrate", "--samples", "s.jsonl", "--out", "c.npz"], "s.jsonl"),
+    "a calibration of nothing": (
+        nothing,
+        ["calibrate", "--samples", "s.jsonl", "--out", "c.npz"],
+        "s.jsonl",
+    ),
     "an objective of nothing": (nothing, ["objective", "--input", "g.json"], "g.json"),
-    "a plan of no model": (nothing, ["plan", "--config", "run.yaml", "model.path=m", "--gpus", "8"], "m does not exist"),
+    "a plan of no model": (
+        nothing,
+        ["plan", "--config", "run.yaml", "model.path=m", "--gpus", "8"],
+        "m does not exist",
+    ),
     "a conversion of nothing": (nothing, ["convert", "import", "--from", "no", "--to", "m"], "no"),
-}  # fmt: skip
+}
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file() and not p.is_symlink()}
+    return {
+        str(p.relative_to(folder)): p.read_bytes()
+        for p in folder.rglob("*")
+        if p.is_file() and not p.is_symlink()
+    }
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -229,17 +419,23 @@ def test_one_line_names_it(case: str, project: Path, capsys: pytest.CaptureFixtu
 
 FINE: dict[str, Callable[[Path], None]] = {
     "as it is": nothing,
-    "a byte order mark": data(b"\xef\xbb\xbf" + "".join(json.dumps(row) + "\n" for row in ROWS).encode()),
+    "a byte order mark": data(
+        b"\xef\xbb\xbf" + "".join(json.dumps(row) + "\n" for row in ROWS).encode()
+    ),
     "a byte order mark in YAML": config("\ufeff" + RUN),
     "lines that end in CRLF": data("".join(json.dumps(row) + "\r\n" for row in ROWS)),
     "blank lines, no newline at the end": data("\n\n".join(json.dumps(row) for row in ROWS)),
     "a JSON array": data(json.dumps(ROWS)),
-    "numbers as answers": data("".join(json.dumps({**row, "answer": int(row["answer"])}) + "\n" for row in ROWS)),
+    "numbers as answers": data(
+        "".join(json.dumps({**row, "answer": int(row["answer"])}) + "\n" for row in ROWS)
+    ),
 }
 
 
 @pytest.mark.parametrize("case", FINE)
-def test_what_is_meant_is_understood(case: str, project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_meant_is_understood(
+    case: str, project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     FINE[case](project)
     assert main([*dry(), "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
@@ -248,13 +444,17 @@ def test_what_is_meant_is_understood(case: str, project: Path, capsys: pytest.Ca
     assert facts["longest sequence"] == "37 tokens, at most 256"
 
 
-def test_few_problems_are_a_warning_of_the_dry_run(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_few_problems_are_a_warning_of_the_dry_run(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (project / "train.jsonl").write_text(ROW * 3)
     assert main(dry()) == 0
     assert "3 problems are fewer than data.prompts_per_step=4" in capsys.readouterr().out
 
 
-def test_what_is_elsewhere_is_allowed_to_be(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_elsewhere_is_allowed_to_be(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (project / "train.jsonl").unlink()
     assert main(dry("--allow-missing")) == 0
     assert "train.jsonl (not here)" in capsys.readouterr().out

@@ -27,7 +27,9 @@ def test_sections_options_and_one_option(capsys: pytest.CaptureFixture) -> None:
 def test_examples_are_listed_and_printed(capsys: pytest.CaptureFixture) -> None:
     assert main(["config", "--example"]) == 0
     names = capsys.readouterr().out.split()
-    assert names == sorted(str(f.relative_to(EXAMPLES))[: -len(".yaml")] for f in EXAMPLES.rglob("*.yaml"))
+    assert names == sorted(
+        str(f.relative_to(EXAMPLES))[: -len(".yaml")] for f in EXAMPLES.rglob("*.yaml")
+    )
     for name in ("quickstart/grpo", "examples/quickstart/grpo.yaml"):
         assert main(["config", "--example", name]) == 0
         assert capsys.readouterr().out == (EXAMPLES / "quickstart" / "grpo.yaml").read_text()
@@ -37,7 +39,10 @@ def test_examples_are_listed_and_printed(capsys: pytest.CaptureFixture) -> None:
     ("arguments", "said"),
     [
         (["rolout"], "there is no section or option 'rolout'; did you mean 'rollout'?"),
-        (["--example", "quickstart/dcop"], "there is no example 'quickstart/dcop'; did you mean 'quickstart/dcpo'?"),
+        (
+            ["--example", "quickstart/dcop"],
+            "there is no example 'quickstart/dcop'; did you mean 'quickstart/dcpo'?",
+        ),
     ],
 )
 def test_an_unknown_name(arguments: list[str], said: str, capsys: pytest.CaptureFixture) -> None:

@@ -18,8 +18,13 @@ def test_an_extra_is_named_by_its_packages(extra, monkeypatch):
     text = re.search(rf'"{extra}": \[(.+?)\],', (REPOSITORY / "setup.py").read_text(), re.DOTALL)
     requirements = [line.partition("; ") for line in re.findall(r'"([^"]+)"', text[1])]
     here = [name for name, _, marker in requirements if not marker or Marker(marker).evaluate()]
-    made = [f'{name}; {f"{marker} and " if marker else ""}extra == "{extra}"' for name, _, marker in requirements]
-    monkeypatch.setattr(importlib.metadata, "requires", lambda _: ["torch>=2", "six; python_version < '3'", *made])
+    made = [
+        f'{name}; {f"{marker} and " if marker else ""}extra == "{extra}"'
+        for name, _, marker in requirements
+    ]
+    monkeypatch.setattr(
+        importlib.metadata, "requires", lambda _: ["torch>=2", "six; python_version < '3'", *made]
+    )
     isolation = "--no-build-isolation " if extra == "gpu" else ""
     assert len(here) == 1
     assert pip_install(extra) == f"pip install {isolation}'{Requirement(here[0])}'"
@@ -36,12 +41,20 @@ def test_without_metadata_the_checkout_is_installed(monkeypatch):
 def test_what_is_missing_comes_with_a_line(monkeypatch):
     monkeypatch.setattr("megatron_dcpo.cli.doctor._version", lambda name: None)
     advice = {finding.name: finding.advice for finding in examine()}
-    assert all("pip install " in advice[name] for name in (*EXTRAS, "flash-attn", "sentencepiece", "torch"))
+    assert all(
+        "pip install " in advice[name] for name in (*EXTRAS, "flash-attn", "sentencepiece", "torch")
+    )
     assert set(EXTRAS) <= set(OPTIONAL)
 
 
 def test_nothing_tells_to_install_this_project_from_an_index():
     """``pip install 'megatron-dcpo[gpu]'`` would look for it on PyPI."""
-    files = [*REPOSITORY.glob("megatron_dcpo/**/*.py"), *REPOSITORY.glob("docs/*.md"), *REPOSITORY.glob("*.md")]
+    files = [
+        *REPOSITORY.glob("megatron_dcpo/**/*.py"),
+        *REPOSITORY.glob("docs/*.md"),
+        *REPOSITORY.glob("*.md"),
+    ]
     assert len(files) > 100
-    assert not [str(file) for file in files if re.search(r"pip install '?megatron-dcpo", file.read_text())]
+    assert not [
+        str(file) for file in files if re.search(r"pip install '?megatron-dcpo", file.read_text())
+    ]

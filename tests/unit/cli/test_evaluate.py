@@ -7,7 +7,9 @@ import pytest
 from megatron_dcpo.cli.evaluate import _progress
 
 
-def test_progress_takes_ten_lines_where_stderr_is_no_terminal(caplog: pytest.LogCaptureFixture) -> None:
+def test_progress_takes_ten_lines_where_stderr_is_no_terminal(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     caplog.set_level("INFO")
     with _progress() as show:
         for done in range(136):

@@ -26,7 +26,10 @@ ROWS = [
 
 
 def write(path: Path) -> str:
-    rows = [json.dumps({"prediction": p, "reference": r, "more": 1}, ensure_ascii=False) for p, r, _ in ROWS]
+    rows = [
+        json.dumps({"prediction": p, "reference": r, "more": 1}, ensure_ascii=False)
+        for p, r, _ in ROWS
+    ]
     path.write_text("\n".join(rows) + "\n\n", encoding="utf-8")
     return str(path)
 
@@ -45,7 +48,9 @@ def test_report_names_the_disagreements(tmp_path: Path, capsys: pytest.CaptureFi
     assert "accepted 1x  '1,000'" in out
 
 
-@pytest.mark.parametrize("line", ["{", "[]", '{"prediction": "1"}', '{"prediction": [], "reference": "1"}'])
+@pytest.mark.parametrize(
+    "line", ["{", "[]", '{"prediction": "1"}', '{"prediction": [], "reference": "1"}']
+)
 def test_bad_lines_are_named(line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "pairs.jsonl"
     path.write_text('{"prediction": "1", "reference": "1"}\n' + line)

@@ -55,7 +55,9 @@ def test_what_megatrons_overlap_needs(monkeypatch, tmp_path, own):
     monkeypatch.setattr(torch.distributed.run, "run", ranks)
     monkeypatch.setattr(launch.signal, "signal", lambda *_: None)
     monkeypatch.setattr(launch.threading, "Thread", lambda **_: SimpleNamespace(start=lambda: None))
-    assert launch.run(SimpleNamespace(processes="2", arguments=["--", "train", "--config", "x"])) == 0
+    assert (
+        launch.run(SimpleNamespace(processes="2", arguments=["--", "train", "--config", "x"])) == 0
+    )
     assert seen["CUDA_DEVICE_MAX_CONNECTIONS"] == (own or "1")
     assert seen["processes"] == "2"
 
@@ -78,12 +80,22 @@ def test_the_rank_that_failed_first_is_named(tmp_path):
     expected = "rank 3 (pid 103) ended with status 2: data.path=x: no such file"
     assert launch._describe(*launch.first_failure(failures)) == expected
     killed = {rank: failures[rank] for rank in (0, 1)} | {2: failed(tmp_path, 9, -9)}
-    assert launch._describe(*launch.first_failure(killed)) == "rank 2 (pid 109) was killed by SIGKILL"
+    assert (
+        launch._describe(*launch.first_failure(killed)) == "rank 2 (pid 109) was killed by SIGKILL"
+    )
 
 
 @pytest.mark.slow
 def test_the_last_line_of_a_failed_launch_is_the_error(tmp_path):
-    command = ["launch", "2", "--", "train", "--config", str(QUICKSTART / "dcpo.yaml"), f"run_dir={tmp_path / 'run'}"]
+    command = [
+        "launch",
+        "2",
+        "--",
+        "train",
+        "--config",
+        str(QUICKSTART / "dcpo.yaml"),
+        f"run_dir={tmp_path / 'run'}",
+    ]
     done = subprocess.run(
         [sys.executable, "-m", "megatron_dcpo", *command, "parallel.tensor_model_parallel_size=3"],
         cwd=REPOSITORY,

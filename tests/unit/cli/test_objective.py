@@ -18,12 +18,23 @@ from megatron_dcpo.types import MALFORMED
 
 
 def response(**more: Any) -> dict[str, Any]:
-    row = {"prompt_id": "p", "correct": 1, "confidence": 0.5, "status": "ok", "n_reasoning": 2, "n_confidence": 1}
+    row = {
+        "prompt_id": "p",
+        "correct": 1,
+        "confidence": 0.5,
+        "status": "ok",
+        "n_reasoning": 2,
+        "n_confidence": 1,
+    }
     return row | {"old_logprobs": [-1.0] * 3, "logprobs": [-1.0] * 3} | more
 
 
 def group(*responses: dict[str, Any], **more: Any) -> dict[str, Any]:
-    return {"method": "dcpo", "options": {}, "responses": list(responses) or [response(), response(correct=0)]} | more
+    return {
+        "method": "dcpo",
+        "options": {},
+        "responses": list(responses) or [response(), response(correct=0)],
+    } | more
 
 
 @pytest.mark.parametrize(
@@ -39,7 +50,10 @@ def group(*responses: dict[str, Any], **more: Any) -> dict[str, Any]:
         (group(responses=[]), "non-empty list"),
         (group(response()), "at least 2"),
         (group(response(), response(status="okay")), "unknown status 'okay'; did you mean 'ok'"),
-        (group(response(), response(logprobs=[1])), "responses[1]: logprobs must have n_reasoning + n_confidence = 3"),
+        (
+            group(response(), response(logprobs=[1])),
+            "responses[1]: logprobs must have n_reasoning + n_confidence = 3",
+        ),
         (group(response(), response(logprobs=[0, 0, float("inf")])), "finite"),
         (group(response(), response(logprobs=["a", 0, 0])), "finite"),
         (group(response(), response(confidence=1.5)), "'ok' with confidence 1.5"),
@@ -79,7 +93,9 @@ def test_several_prompts_in_response_order() -> None:
     assert result["targets"] == [0.5, 0.0, 0.5, 0.0]
 
 
-def test_absent_values_are_null_and_the_table_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_absent_values_are_null_and_the_table_prints(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     result = worksheet.evaluate(group(method="grpo"))
     assert result["targets"] == result["R_c"] == [None, None]
     source = tmp_path / "group.json"
@@ -102,9 +118,13 @@ def test_the_input_that_help_shows_is_one(capsys: pytest.CaptureFixture[str]) ->
     example, keys = text[text.index("{") : text.rindex("}") + 1], text[text.rindex("}") :]
     scored = worksheet.evaluate(json.loads(example))
     assert scored["R"] == [1.0, 0.0]
-    assert {*worksheet.REQUIRED, *worksheet.PER_TOKEN, *worksheet.STATUSES, "confidence", "abstained"} <= set(
-        re.findall(r"\w+", text)
-    )
+    assert {
+        *worksheet.REQUIRED,
+        *worksheet.PER_TOKEN,
+        *worksheet.STATUSES,
+        "confidence",
+        "abstained",
+    } <= set(re.findall(r"\w+", text))
     assert all(status in keys for status in worksheet.STATUSES)
 
 

@@ -21,7 +21,10 @@ PLAN = ["--config", "examples/quickstart/dcpo.yaml", "--gpus", "8"]
         (["probe", "--config", "nowhere.yaml"], set()),
         (["plan", *PLAN, "--json"], {"numpy", "pydantic", "omegaconf"}),
         (["plan", *PLAN], {"numpy", "pydantic", "omegaconf", "rich"}),
-        (["train", "--config", "examples/quickstart/dcpo.yaml", "objective.lam=3"], {"numpy", "pydantic", "omegaconf"}),
+        (
+            ["train", "--config", "examples/quickstart/dcpo.yaml", "objective.lam=3"],
+            {"numpy", "pydantic", "omegaconf"},
+        ),
     ],
     ids=["train", "plan", "probe", "plan as JSON", "plan as tables", "a refused option"],
 )
@@ -32,14 +35,22 @@ def test_a_light_verb_imports_what_it_uses(arguments: list[str], imported: set[s
         f"print(*(name for name in {HEAVY} if name in sys.modules))"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, *arguments], cwd=REPOSITORY, capture_output=True, text=True, check=True
+        [sys.executable, "-c", code, *arguments],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert set(done.stdout.splitlines()[-1].split()) == imported
 
 
 def test_a_reader_that_has_enough_is_no_error() -> None:
-    script = f"{sys.executable} -m megatron_dcpo config rollout | head -n 1; exit ${{PIPESTATUS[0]}}"
-    done = subprocess.run(["bash", "-c", script], cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    script = (
+        f"{sys.executable} -m megatron_dcpo config rollout | head -n 1; exit ${{PIPESTATUS[0]}}"
+    )
+    done = subprocess.run(
+        ["bash", "-c", script], cwd=REPOSITORY, capture_output=True, text=True, check=False
+    )
     assert (done.returncode, done.stderr, done.stdout.count("\n")) == (0, "", 1)
 
 
@@ -48,4 +59,7 @@ def test_a_python_without_the_libraries_is_told_so() -> None:
     command = [sys.executable, "-S", "-m", "megatron_dcpo", "config"]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert done.stderr == "dcpo config: error: omegaconf is not installed; call dcpo of .venv (make setup)\n"
+    assert (
+        done.stderr
+        == "dcpo config: error: omegaconf is not installed; call dcpo of .venv (make setup)\n"
+    )

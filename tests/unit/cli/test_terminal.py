@@ -1,4 +1,6 @@
-"""Nothing that a model, a data set or a program writes steers the terminal: no escape code, no reordering mark."""
+"""Nothing that a model, a data set or a program writes steers the terminal: no escape code, no
+reordering mark.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def test_judged_pairs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert_safe(capsys.readouterr().out)
 
 
-def test_judged_programs(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_judged_programs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Pool:
         level = "none"
 
@@ -84,11 +88,14 @@ def test_logs_and_tracebacks_and_text_that_no_encoding_has() -> None:
     """In a process of its own, whose terminal knows ASCII only."""
     code = (
         "import logging; from megatron_dcpo import cli; cli._write_safely(False);"
-        "logging.getLogger('x').warning('%s', '\\x1b[2Ja\\nb\\ud800é'); print('\\ud800é', flush=True);"
+        "logging.getLogger('x').warning('%s', '\\x1b[2Ja\\nb\\ud800é'); print('\\ud800é', "
+        "flush=True);"
         "raise KeyError('\\x1b[2J\\x9b')"
     )
     environment = {"PYTHONPATH": str(REPOSITORY), "PYTHONIOENCODING": "ascii"}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, env=environment, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, env=environment, check=False
+    )
     said = (done.stderr + done.stdout).decode("ascii")
     assert_safe(said)
     assert r"\x1b[2Ja" in said

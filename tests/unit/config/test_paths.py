@@ -1,4 +1,6 @@
-"""A path in a file is looked for beside the file, then in the working directory; an error names both places."""
+"""A path in a file is looked for beside the file, then in the working directory; an error names
+both places.
+"""
 
 from __future__ import annotations
 
@@ -40,14 +42,18 @@ def test_every_path_option_is_seen_from_the_file(places: tuple[Path, Path]) -> N
     config = configured(
         beside,
         "model: {path: model}\n"
-        "data: {template: 'prompt.py:render', path: [a.jsonl, {path: ./b.jsonl, verifier: 'reward.py:f', "
+        "data: {template: 'prompt.py:render', path: [a.jsonl, {path: ./b.jsonl, verifier: "
+        "'reward.py:f', "
         "template: 'prompt.py:r'}]}\n"
         "judging: {verifier: 'reward.py:verify'}\n"
         "evaluation: {interval: 1, benchmarks: 'math500, mine=held.jsonl'}\n"
         "logging: {to: [tensorboard, 'reward.py:log']}\n",
     )
     assert config.model.path == str(beside / "model")
-    assert [source.path for source in config.data.sources] == [str(beside / "a.jsonl"), str(beside / "b.jsonl")]
+    assert [source.path for source in config.data.sources] == [
+        str(beside / "a.jsonl"),
+        str(beside / "b.jsonl"),
+    ]
     assert config.data.sources[1].verifier == f"{beside}/reward.py:f"
     assert config.data.sources[1].template == f"{beside}/prompt.py:r"
     assert config.data.template == f"{beside}/prompt.py:render"
@@ -69,7 +75,9 @@ def test_a_method_and_a_base_are_seen_from_the_file(places: tuple[Path, Path]) -
     (beside / "run.yaml").write_text(HEAD + "base: common.yaml\n")
     assert load_config(beside / "run.yaml").data.path == "d"
     (beside / "run.yaml").write_text("base: neither.yaml\n")
-    with pytest.raises(UserError, match=rf"neither.yaml does not exist \(looked for in {beside} and {working}\)"):
+    with pytest.raises(
+        UserError, match=rf"neither.yaml does not exist \(looked for in {beside} and {working}\)"
+    ):
         load_config(beside / "run.yaml")
 
 
@@ -80,7 +88,9 @@ def test_the_file_comes_before_the_working_directory_and_an_override_knows_that_
     for folder in places:
         (folder / "a.jsonl").write_text("")
     (working / "b.jsonl").write_text("")
-    assert configured(beside, "model: {path: m}\ndata: {path: a.jsonl}\n").data.path == str(beside / "a.jsonl")
+    assert configured(beside, "model: {path: m}\ndata: {path: a.jsonl}\n").data.path == str(
+        beside / "a.jsonl"
+    )
     assert configured(beside, "model: {path: m}\ndata: {path: b.jsonl}\n").data.path == "b.jsonl"
     override = configured(beside, "model: {path: m}\ndata: {path: b.jsonl}\n", "data.path=a.jsonl")
     assert override.data.path == "a.jsonl"
@@ -99,7 +109,9 @@ def test_names_that_are_no_paths_stay(places: tuple[Path, Path]) -> None:
 def test_an_error_names_both_places(places: tuple[Path, Path]) -> None:
     beside, working = places
     config = configured(
-        beside, "model: {path: m}\ndata: {path: d.jsonl, template: 'p.py:f'}\njudging: {verifier: 'v.py:f'}\n"
+        beside,
+        "model: {path: m}\ndata: {path: d.jsonl, template: 'p.py:f'}\njudging: {verifier: "
+        "'v.py:f'}\n",
     )
     both = rf"\(looked for in {beside} and {working}\)"
     assert isinstance(config.data.path, str)
@@ -111,12 +123,18 @@ def test_an_error_names_both_places(places: tuple[Path, Path]) -> None:
     }.items():
         with pytest.raises(UserError, match=what + both):
             read()
-    with pytest.raises(UserError, match=rf"other.jsonl: no such data file \(looked for in {working}\)"):
+    with pytest.raises(
+        UserError, match=rf"other.jsonl: no such data file \(looked for in {working}\)"
+    ):
         load_records("other.jsonl")
 
 
-def test_the_configuration_of_a_run_directory_is_seen_from_the_working_directory(places: tuple[Path, Path]) -> None:
-    """It holds ``policy/``, the trained model, which is not the ``policy`` that the run started from."""
+def test_the_configuration_of_a_run_directory_is_seen_from_the_working_directory(
+    places: tuple[Path, Path],
+) -> None:
+    """It holds ``policy/``, the trained model, which is not the ``policy`` that the run started
+    from.
+    """
     beside, working = places
     config = configured(beside, "model: {path: policy}\ndata: {path: d}\n")
     run = working / "runs" / "r"

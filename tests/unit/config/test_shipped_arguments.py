@@ -1,4 +1,6 @@
-"""Every shipped configuration gives Megatron and vLLM the arguments written down here: a change of them is seen."""
+"""Every shipped configuration gives Megatron and vLLM the arguments written down here: a change of
+them is seen.
+"""
 
 from __future__ import annotations
 
@@ -33,14 +35,18 @@ def test_weight_gradients_are_fused_by_transformer_engine(monkeypatch):
     monkeypatch.setattr(device, "_CPU", device._GPU)
     monkeypatch.setattr(model, "find_spec", lambda _: None)
     arch = read_architecture(model_of(EXAMPLES / "qwen3_8b" / "math" / "dcpo.yaml"))
-    unfused = ParallelConfig(megatron={"apply_rope_fusion": False})  # the other kernel that is not here
+    unfused = ParallelConfig(
+        megatron={"apply_rope_fusion": False}
+    )  # the other kernel that is not here
     for engine in (True, False):
         config = model.transformer_config(arch, unfused, torch.bfloat16, transformer_engine=engine)
         assert config.gradient_accumulation_fusion is engine
 
 
 def test_logits_in_fp32_on_a_gpu(monkeypatch, tmp_path):
-    """``model.head_dtype`` auto: vLLM's own option for them, beside what a user overrides; not where a user says no."""
+    """``model.head_dtype`` auto: vLLM's own option for them, beside what a user overrides; not
+    where a user says no.
+    """
     monkeypatch.setattr(device, "_CPU", device._GPU)
     monkeypatch.setattr(vllm_engine, "total_memory", lambda: 0)
     path = EXAMPLES / "qwen3_8b" / "math" / "dcpo.yaml"

@@ -1,4 +1,6 @@
-"""Import and export move every byte to the right place and back, in any family, type and split, in little memory."""
+"""Import and export move every byte to the right place and back, in any family, type and split, in
+little memory.
+"""
 
 from __future__ import annotations
 
@@ -35,20 +37,28 @@ from tools.inspect_checkpoint import inspect_checkpoint
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_round_trip_gives_the_same_files(tmp_path, family, tied, dtype, max_shard_size):
-    """HF -> Megatron -> HF: every file is the same to the byte, weights, index, config and tokenizer."""
+    """HF -> Megatron -> HF: every file is the same to the byte, weights, index, config and
+    tokenizer.
+    """
     source = save_model(tmp_path / "hf", family, tied, dtype, max_shard_size)
     imported = import_checkpoint(source, tmp_path / "megatron", verify=True)
     exported = export_checkpoint(tmp_path / "megatron", tmp_path / "back", verify=True)
     names = sorted(path.name for path in source.iterdir())
-    assert sorted(path.name for path in (tmp_path / "back").iterdir()) == sorted([*names, "conversion.json"])
+    assert sorted(path.name for path in (tmp_path / "back").iterdir()) == sorted(
+        [*names, "conversion.json"]
+    )
     _, different, errors = filecmp.cmpfiles(source, tmp_path / "back", names, shallow=False)
     assert (different, errors) == ([], [])
     assert imported.tensors == exported.tensors
-    assert len(list(source.glob("*.safetensors"))) == (1 if max_shard_size == "1GB" else len(names) - 4)
+    assert len(list(source.glob("*.safetensors"))) == (
+        1 if max_shard_size == "1GB" else len(names) - 4
+    )
 
 
 def fused(source, out):
-    """The checkpoint with the experts of a layer in one tensor, as in transformers' memory: [E, 2I, H], [E, H, I]."""
+    """The checkpoint with the experts of a layer in one tensor, as in transformers' memory: [E, 2I,
+    H], [E, H, I].
+    """
     shutil.copytree(source, out)
     tensors = load_model(source)
     for layer in range(4):
@@ -67,9 +77,13 @@ def test_experts_in_one_tensor_are_imported_to_the_same_bytes(tmp_path):
     source = save_model(tmp_path / "hf", "qwen3_moe", dtype="bfloat16")
     import_checkpoint(source, tmp_path / "apart")
     import_checkpoint(fused(source, tmp_path / "fused"), tmp_path / "together", verify=True)
-    assert filecmp.cmp(tmp_path / "apart" / "__0_0.distcp", tmp_path / "together" / "__0_0.distcp", shallow=False)
+    assert filecmp.cmp(
+        tmp_path / "apart" / "__0_0.distcp", tmp_path / "together" / "__0_0.distcp", shallow=False
+    )
     export_checkpoint(tmp_path / "together", tmp_path / "back", verify=True)
-    assert filecmp.cmp(source / "model.safetensors", tmp_path / "back" / "model.safetensors", shallow=False)
+    assert filecmp.cmp(
+        source / "model.safetensors", tmp_path / "back" / "model.safetensors", shallow=False
+    )
 
 
 @pytest.mark.parametrize("form", ["apart", "together"])
@@ -78,11 +92,15 @@ def test_a_missing_expert_is_named(tmp_path, form):
     source = fused(source, tmp_path / "fused") if form == "together" else source
     tensors = load_model(source)
     if form == "together":
-        tensors["model.layers.1.mlp.experts.down_proj"] = tensors["model.layers.1.mlp.experts.down_proj"][:3].clone()
+        tensors["model.layers.1.mlp.experts.down_proj"] = tensors[
+            "model.layers.1.mlp.experts.down_proj"
+        ][:3].clone()
     else:
         del tensors["model.layers.1.mlp.experts.3.down_proj.weight"]
     save_file(tensors, source / "model.safetensors", {"format": "pt"})
-    with pytest.raises(UserError, match=r"tensor model.layers.1.mlp.experts.3.down_proj.weight is missing"):
+    with pytest.raises(
+        UserError, match=r"tensor model.layers.1.mlp.experts.3.down_proj.weight is missing"
+    ):
         import_checkpoint(source, tmp_path / "megatron")
     assert not (tmp_path / "megatron").exists()
 
@@ -105,17 +123,24 @@ def test_megatron_tensors_by_torchs_own_reader(tmp_path, family, tied, dtype):
 
 @pytest.mark.parametrize("by_name", [True, False], ids=["python3.11.0-3", "later"])
 def test_metadata_of_any_python_is_read(tmp_path, by_name):
-    """Python 3.11.0 to 3.11.3, Debian 12's among them, pickle a member of an enumeration as getattr(class, name)."""
+    """Python 3.11.0 to 3.11.3, Debian 12's among them, pickle a member of an enumeration as
+    getattr(class, name).
+    """
 
     class Pickler(pickle.Pickler):
         def reducer_override(self, value):
             if not isinstance(value, enum.Enum):
                 return NotImplemented
-            return (getattr, (type(value), value.name)) if by_name else (type(value), (value.value,))
+            return (
+                (getattr, (type(value), value.name)) if by_name else (type(value), (value.value,))
+            )
 
     import_checkpoint(save_model(tmp_path / "hf", "qwen3"), tmp_path / "megatron")
     path = tmp_path / "megatron" / ".metadata"
-    expected, metadata = set(MegatronCheckpoint(tmp_path / "megatron").tensors), pickle.loads(path.read_bytes())
+    expected, metadata = (
+        set(MegatronCheckpoint(tmp_path / "megatron").tensors),
+        pickle.loads(path.read_bytes()),
+    )
     with path.open("wb") as file:
         Pickler(file).dump(metadata)
     assert (b"getattr" in path.read_bytes()) == by_name
@@ -123,7 +148,9 @@ def test_metadata_of_any_python_is_read(tmp_path, by_name):
 
 
 def test_metadata_reaches_no_attribute_but_the_memory_format(tmp_path):
-    """The getattr of the older Pythons is no way to a function that the reader would not find by itself."""
+    """The getattr of the older Pythons is no way to a function that the reader would not find by
+    itself.
+    """
 
     class Attribute:
         def __reduce__(self):
@@ -159,26 +186,41 @@ def test_vocabulary_padding(vocab, divisor, tp, padded):
         "max_position_embeddings": 8,
         "rms_norm_eps": 1e-6,
     }
-    assert padded_vocab_size(parse_architecture(config), Layout(tp, make_vocab_size_divisible_by=divisor)) == padded
+    assert (
+        padded_vocab_size(
+            parse_architecture(config), Layout(tp, make_vocab_size_divisible_by=divisor)
+        )
+        == padded
+    )
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("vocab", [500, 512, 151643, 151936, 128256])
 def test_padded_rows_are_zero_and_do_not_come_back(tmp_path, vocab, tied):
     source = save_model(
-        tmp_path / "hf", "qwen3", tied, "bfloat16", vocab_size=vocab, hidden_size=8, num_hidden_layers=1
+        tmp_path / "hf",
+        "qwen3",
+        tied,
+        "bfloat16",
+        vocab_size=vocab,
+        hidden_size=8,
+        num_hidden_layers=1,
     )
     done = import_checkpoint(source, tmp_path / "megatron", tensor_model_parallel_size=4)
     padded = -(-vocab // 512) * 512
     assert done.padding == {"vocab_size": vocab, "padded_vocab_size": padded}
-    assert inspect_checkpoint(tmp_path / "megatron", hashes=False)["tensors"]["embedding.word_embeddings.weight"][
-        "shape"
-    ] == [padded, 8]
-    loaded = {"embedding.word_embeddings.weight": torch.full((padded, 8), 7.0, dtype=torch.bfloat16)}
+    assert inspect_checkpoint(tmp_path / "megatron", hashes=False)["tensors"][
+        "embedding.word_embeddings.weight"
+    ]["shape"] == [padded, 8]
+    loaded = {
+        "embedding.word_embeddings.weight": torch.full((padded, 8), 7.0, dtype=torch.bfloat16)
+    }
     dcp.load(loaded, checkpoint_id=tmp_path / "megatron", no_dist=True)
     assert not loaded["embedding.word_embeddings.weight"][vocab:].any()
     export_checkpoint(tmp_path / "megatron", tmp_path / "back")
-    assert filecmp.cmp(source / "model.safetensors", tmp_path / "back" / "model.safetensors", shallow=False)
+    assert filecmp.cmp(
+        source / "model.safetensors", tmp_path / "back" / "model.safetensors", shallow=False
+    )
 
 
 def test_several_conversions_in_one_process(tmp_path):
@@ -227,11 +269,15 @@ def test_the_trainers_export_writes_the_same_files(tmp_path):
     import_checkpoint(source, tmp_path / "megatron")
     export_checkpoint(tmp_path / "megatron", tmp_path / "back", max_shard_bytes=30_000)
     names = [path.name for path in (tmp_path / "policy").iterdir()]
-    assert filecmp.cmpfiles(tmp_path / "policy", tmp_path / "back", names, shallow=False)[0] == names
+    assert (
+        filecmp.cmpfiles(tmp_path / "policy", tmp_path / "back", names, shallow=False)[0] == names
+    )
 
 
 def test_tied_checkpoint_with_a_copy_of_the_embedding(tmp_path):
-    """Some tied checkpoints carry ``lm_head.weight`` too: dropped when it is the same, refused when it is not."""
+    """Some tied checkpoints carry ``lm_head.weight`` too: dropped when it is the same, refused when
+    it is not.
+    """
     from safetensors.torch import save_file
 
     source = save_model(tmp_path / "hf", "qwen3", True)
@@ -255,20 +301,31 @@ def test_worked_example_of_a_new_architecture(tmp_path, monkeypatch):
     source = save_model(tmp_path / "hf", "mistral")
     with pytest.raises(UserError, match="MistralForCausalLM is not supported"):
         import_checkpoint(source, tmp_path / "megatron")
-    monkeypatch.setitem(architecture.ARCHITECTURES, "MistralForCausalLM", architecture._Traits("mistral"))
+    monkeypatch.setitem(
+        architecture.ARCHITECTURES, "MistralForCausalLM", architecture._Traits("mistral")
+    )
     import_checkpoint(source, tmp_path / "megatron", verify=True)
     export_checkpoint(tmp_path / "megatron", tmp_path / "back", verify=True)
-    assert filecmp.cmp(source / "model.safetensors", tmp_path / "back" / "model.safetensors", shallow=False)
+    assert filecmp.cmp(
+        source / "model.safetensors", tmp_path / "back" / "model.safetensors", shallow=False
+    )
 
 
 def test_record_and_inspection_agree(tmp_path, capsys):
-    """``conversion.json`` says what was done; its hashes are those ``inspect`` finds in the Hugging Face directory."""
+    """``conversion.json`` says what was done; its hashes are those ``inspect`` finds in the Hugging
+    Face directory.
+    """
     source = save_model(tmp_path / "hf", "llama", False, "bfloat16")
     out = tmp_path / "megatron"
-    assert dcpo(["convert", "import", "--from", str(source), "--to", str(out), "--verify", "--json"]) == 0
+    assert (
+        dcpo(["convert", "import", "--from", str(source), "--to", str(out), "--verify", "--json"])
+        == 0
+    )
     record = json.loads(capsys.readouterr().out)
     assert record == json.loads((out / "conversion.json").read_text())
-    assert record["tensors"] == {k: v["sha256"] for k, v in inspect_checkpoint(source)["tensors"].items()}
+    assert record["tensors"] == {
+        k: v["sha256"] for k, v in inspect_checkpoint(source)["tensors"].items()
+    }
     assert record["dtype"] == "bfloat16"
     assert record["padding"] == {"vocab_size": 331, "padded_vocab_size": 384}
     assert record["seconds"] > 0
@@ -278,19 +335,31 @@ def test_record_and_inspection_agree(tmp_path, capsys):
     assert report["format"] == "torch_dist"
     for name, tensor in expected_megatron(source, 384).items():
         digest = hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
-        facts = {"shape": list(tensor.shape), "dtype": "bfloat16", "bytes": tensor.nbytes, "sha256": digest}
+        facts = {
+            "shape": list(tensor.shape),
+            "dtype": "bfloat16",
+            "bytes": tensor.nbytes,
+            "sha256": digest,
+        }
         assert report["tensors"][name] == facts
 
 
 @pytest.mark.slow
 def test_memory_is_one_tensor(tmp_path):
-    """200 MB through maps of the files: anonymous memory of the process grows by a chunk that is concatenated at most."""
-    source = save_model(tmp_path / "hf", "qwen3", True, vocab_size=200_000, hidden_size=256, num_hidden_layers=1)
+    """200 MB through maps of the files: anonymous memory of the process grows by a chunk that is
+    concatenated at most.
+    """
+    source = save_model(
+        tmp_path / "hf", "qwen3", True, vocab_size=200_000, hidden_size=256, num_hidden_layers=1
+    )
     assert (source / "model.safetensors").stat().st_size > 200e6
     baseline = _anonymous_bytes()
     imported = import_checkpoint(source, tmp_path / "megatron")
     exported = export_checkpoint(tmp_path / "megatron", tmp_path / "back")
-    for done, limit in ((imported, 208 * 2**20), (exported, 32 * 2**20)):  # import pads the embedding, 195 MiB
+    for done, limit in (
+        (imported, 208 * 2**20),
+        (exported, 32 * 2**20),
+    ):  # import pads the embedding, 195 MiB
         assert done.peak_anonymous_bytes - baseline < limit + 32 * 2**20
 
 

@@ -75,16 +75,29 @@ def _index(change: Callable[[dict], None]) -> Callable[[Path], None]:
 
 NORM = "model__layers__1__input_layernorm__weight"
 IMPORT_CASES: dict[str, tuple[Callable[[Path], object], str]] = {
-    "truncated data": (lambda d: _truncate(_first(d), 10), "model-00001.* is truncated or not a safetensors file"),
-    "truncated header": (lambda d: _first(d).write_bytes(_first(d).read_bytes()[:100]), "is truncated or not a safet"),
+    "truncated data": (
+        lambda d: _truncate(_first(d), 10),
+        "model-00001.* is truncated or not a safetensors file",
+    ),
+    "truncated header": (
+        lambda d: _first(d).write_bytes(_first(d).read_bytes()[:100]),
+        "is truncated or not a safet",
+    ),
     "empty file": (lambda d: _first(d).write_bytes(b""), "is truncated or not a safetensors file"),
     "not safetensors": (
         lambda d: _first(d).write_bytes(b"\x08" + b"\0" * 7 + b"[[[[[[[["),
         "is truncated or not a safetensors file",
     ),
-    "missing shard": (lambda d: _first(d).unlink(), "is missing; model.safetensors.index.json names it"),
+    "missing shard": (
+        lambda d: _first(d).unlink(),
+        "is missing; model.safetensors.index.json names it",
+    ),
     "tensor not in its shard": (
-        _index(lambda weight_map: weight_map.update({"model.ghost.weight": weight_map["model.norm.weight"]})),
+        _index(
+            lambda weight_map: weight_map.update(
+                {"model.ghost.weight": weight_map["model.norm.weight"]}
+            )
+        ),
         "tensor model.ghost.weight is missing; model.safetensors.index.json promises it",
     ),
     "shard outside the directory": (
@@ -99,24 +112,54 @@ IMPORT_CASES: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda d: (d / "model.safetensors.index.json").write_text("{}"),
         "is not a valid index",
     ),
-    "missing tensor": (_resave(**{NORM: None}), "model.layers.1.input_layernorm.weight is missing; config.json"),
-    "wrong shape": (_resave(**{NORM: torch.ones(31)}), r"has shape \[31\], config.json implies \[32\]"),
-    "integer tensor": (_resave(**{NORM: torch.ones(32, dtype=torch.int8)}), "has dtype int8; known: bfloat16"),
-    "one tensor of another type": (_resave(**{NORM: torch.ones(32).half()}), "has dtype float16, but"),
-    "superfluous tensor": (_resave(model__extra__weight=torch.ones(3)), "no place for the tensor model.extra.weight"),
+    "missing tensor": (
+        _resave(**{NORM: None}),
+        "model.layers.1.input_layernorm.weight is missing; config.json",
+    ),
+    "wrong shape": (
+        _resave(**{NORM: torch.ones(31)}),
+        r"has shape \[31\], config.json implies \[32\]",
+    ),
+    "integer tensor": (
+        _resave(**{NORM: torch.ones(32, dtype=torch.int8)}),
+        "has dtype int8; known: bfloat16",
+    ),
+    "one tensor of another type": (
+        _resave(**{NORM: torch.ones(32).half()}),
+        "has dtype float16, but",
+    ),
+    "superfluous tensor": (
+        _resave(model__extra__weight=torch.ones(3)),
+        "no place for the tensor model.extra.weight",
+    ),
     "bias the config denies": (
         _resave(model__layers__0__self_attn__q_proj__bias=torch.ones(128)),
         "no place for the tensor model.layers.0.self_attn.q_proj.bias",
     ),
-    "no weights": (lambda d: [path.unlink() for path in d.glob("*.safetensors*")], "no weights to read"),
-    "unknown architecture": (_config(architectures=["MambaForCausalLM"]), "MambaForCausalLM is not supported"),
+    "no weights": (
+        lambda d: [path.unlink() for path in d.glob("*.safetensors*")],
+        "no weights to read",
+    ),
+    "unknown architecture": (
+        _config(architectures=["MambaForCausalLM"]),
+        "MambaForCausalLM is not supported",
+    ),
     "config without a key": (_config(num_hidden_layers=None), "needs the key 'num_hidden_layers'"),
-    "fewer layers than weights": (_config(num_hidden_layers=3), "no place for the tensor model.layers.3"),
+    "fewer layers than weights": (
+        _config(num_hidden_layers=3),
+        "no place for the tensor model.layers.3",
+    ),
     "more layers than weights": (_config(num_hidden_layers=5), r"model.layers.4.\S+ is missing"),
     "other number of heads": (_config(num_attention_heads=4), "q_proj.weight has shape"),
-    "tied, but an output layer": (_config(tie_word_embeddings=True), "config.json ties the embeddings, but lm_head"),
+    "tied, but an output layer": (
+        _config(tie_word_embeddings=True),
+        "config.json ties the embeddings, but lm_head",
+    ),
     "other vocabulary": (_config(vocab_size=330), r"embed_tokens.weight has shape \[331, 32\]"),
-    "config is not JSON": (lambda d: (d / "config.json").write_text("{"), "config.json:1: not valid JSON"),
+    "config is not JSON": (
+        lambda d: (d / "config.json").write_text("{"),
+        "config.json:1: not valid JSON",
+    ),
     "no config": (lambda d: (d / "config.json").unlink(), "config.json is missing"),
 }
 
@@ -177,18 +220,33 @@ EXPORT_CASES: dict[str, tuple[Callable[[Path], object], str]] = {
     "missing data": (lambda d: (d / "__0_0.distcp").unlink(), "cannot read .*__0_0.distcp"),
     "overwritten data": (_scribble, "is truncated or damaged"),
     "damaged metadata": (lambda d: _truncate(d / ".metadata", 50), ".metadata is damaged"),
-    "metadata runs code": (lambda d: (d / ".metadata").write_bytes(pickle.dumps(_Malicious())), ".metadata is damaged"),
+    "metadata runs code": (
+        lambda d: (d / ".metadata").write_bytes(pickle.dumps(_Malicious())),
+        ".metadata is damaged",
+    ),
     "no metadata": (lambda d: (d / ".metadata").unlink(), "not a torch_dist checkpoint"),
     "missing tensor": (_without("output_layer.weight"), "tensor output_layer.weight is missing"),
     "no model": (_without("embedding.word_embeddings.weight"), "no GPT model in the checkpoint"),
-    "superfluous tensor": (_edit_metadata(_extra), "no place for the checkpoint's tensor decoder.final_layernorm.bias"),
+    "superfluous tensor": (
+        _edit_metadata(_extra),
+        "no place for the checkpoint's tensor decoder.final_layernorm.bias",
+    ),
     "no config": (
         lambda d: (d / "hf" / "config.json").unlink(),
         "name the model's Hugging Face directory with --hf-co",
     ),
-    "other number of layers": (lambda d: _config(num_hidden_layers=3)(d / "hf"), "has 4 layers, config.json says 3"),
-    "other width": (lambda d: _config(intermediate_size=64)(d / "hf"), "linear_fc1.weight has shape"),
-    "larger vocabulary": (lambda d: _config(vocab_size=400)(d / "hf"), r"embeddings.weight has shape \[384, 32\]"),
+    "other number of layers": (
+        lambda d: _config(num_hidden_layers=3)(d / "hf"),
+        "has 4 layers, config.json says 3",
+    ),
+    "other width": (
+        lambda d: _config(intermediate_size=64)(d / "hf"),
+        "linear_fc1.weight has shape",
+    ),
+    "larger vocabulary": (
+        lambda d: _config(vocab_size=400)(d / "hf"),
+        r"embeddings.weight has shape \[384, 32\]",
+    ),
     "tied, but an output layer": (
         lambda d: _config(tie_word_embeddings=True)(d / "hf"),
         "no place for .* output_layer",
@@ -205,7 +263,9 @@ def test_export_refuses(tmp_path, capsys, monkeypatch, case):
     capsys.readouterr()
     assert dcpo(["convert", "export", "--from", "megatron", "--to", "out"]) == 2
     _one_line(capsys.readouterr().err, message)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "megatron"], "nothing left behind, no code run"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "megatron"], (
+        "nothing left behind, no code run"
+    )
 
 
 def test_target_in_use_or_unwritable(tmp_path):
@@ -267,7 +327,9 @@ except UserError as error:
 """
 
 
-def _convert(source: Path, target: Path, verb: str, limit: int = 0, kill: int = 0) -> subprocess.CompletedProcess:
+def _convert(
+    source: Path, target: Path, verb: str, limit: int = 0, kill: int = 0
+) -> subprocess.CompletedProcess:
     command = [sys.executable, "-c", CONVERT, str(source), str(target), str(limit), str(kill), verb]
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
@@ -284,15 +346,21 @@ def test_the_disk_refuses_in_the_middle(tmp_path, verb):
     before = sorted(path.name for path in tmp_path.iterdir())
     done = _convert(source, tmp_path / "out", verb, limit=100_000)
     assert done.returncode == 2, done.stderr
-    assert done.stdout.startswith(f"cannot write {tmp_path / 'out'}: File too large; nothing was left behind")
+    assert done.stdout.startswith(
+        f"cannot write {tmp_path / 'out'}: File too large; nothing was left behind"
+    )
     assert sorted(path.name for path in tmp_path.iterdir()) == before
 
 
 def test_full_disk(tmp_path):
-    """A file system of 256 KiB: refused beforehand by the free space, and by the disk itself when that check is off."""
+    """A file system of 256 KiB: refused beforehand by the free space, and by the disk itself when
+    that check is off.
+    """
     source, disk = save_model(tmp_path / "hf", "qwen3"), tmp_path / "disk"
     disk.mkdir()
-    mount = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "none", disk], capture_output=True)
+    mount = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=256k", "none", disk], capture_output=True
+    )
     if mount.returncode:
         pytest.skip("needs the right to mount a small file system")
     try:
@@ -310,12 +378,16 @@ def test_full_disk(tmp_path):
 @pytest.mark.parametrize("verb", ["import_checkpoint", "export_checkpoint"])
 @pytest.mark.slow
 def test_killed_in_the_middle(tmp_path, verb):
-    """SIGKILL leaves no target; the next attempt succeeds and clears away what was left under the temporary name."""
+    """SIGKILL leaves no target; the next attempt succeeds and clears away what was left under the
+    temporary name.
+    """
     source = save_model(tmp_path / "hf", "qwen3")
     if verb == "export_checkpoint":
         import_checkpoint(source, tmp_path / "megatron")
         source = tmp_path / "megatron"
-    assert _convert(source, tmp_path / "out", verb, kill=signal.SIGKILL).returncode == -signal.SIGKILL
+    assert (
+        _convert(source, tmp_path / "out", verb, kill=signal.SIGKILL).returncode == -signal.SIGKILL
+    )
     assert not (tmp_path / "out").exists()
     left = tmp_path / "out.tmp"
     assert left.is_dir()
@@ -328,14 +400,23 @@ def test_killed_in_the_middle(tmp_path, verb):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.slow
 def test_interrupt_removes_the_temporary_directory(tmp_path, number):
-    """Ctrl-C and a polite kill: the temporary directory goes too, and the parents that were made for it."""
+    """Ctrl-C and a polite kill: the temporary directory goes too, and the parents that were made
+    for it.
+    """
     source = save_model(tmp_path / "hf", "qwen3")
-    assert _convert(source, tmp_path / "new" / "parent" / "out", "import_checkpoint", kill=number).returncode != 0
+    assert (
+        _convert(
+            source, tmp_path / "new" / "parent" / "out", "import_checkpoint", kill=number
+        ).returncode
+        != 0
+    )
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
 def test_a_directory_of_somebody_else_is_never_removed(tmp_path):
-    """``m.tmp`` that no conversion left, a symlink as target, and a target that another process is writing."""
+    """``m.tmp`` that no conversion left, a symlink as target, and a target that another process is
+    writing.
+    """
     source = save_model(tmp_path / "hf", "qwen3")
     (tmp_path / "m.tmp").mkdir()
     (tmp_path / "m.tmp" / "notes").write_text("mine")
@@ -356,14 +437,24 @@ def test_a_directory_of_somebody_else_is_never_removed(tmp_path):
 
 def test_everything_but_weights_travels(tmp_path):
     source = save_model(tmp_path / "hf", "qwen3")
-    for name in ("LICENSE", "README.md", "chat_template.jinja", "additional_chat_templates/tool.jinja"):
+    for name in (
+        "LICENSE",
+        "README.md",
+        "chat_template.jinja",
+        "additional_chat_templates/tool.jinja",
+    ):
         (source / name).parent.mkdir(exist_ok=True)
         (source / name).write_text(name)
     for name in ("pytorch_model.bin", ".gitattributes"):
         (source / name).write_text("not of this model")
     import_checkpoint(source, tmp_path / "megatron")
     export_checkpoint(tmp_path / "megatron", tmp_path / "back")
-    for name in ("LICENSE", "README.md", "chat_template.jinja", "additional_chat_templates/tool.jinja"):
+    for name in (
+        "LICENSE",
+        "README.md",
+        "chat_template.jinja",
+        "additional_chat_templates/tool.jinja",
+    ):
         assert (tmp_path / "back" / name).read_text() == name
     assert not (tmp_path / "back" / "pytorch_model.bin").exists()
     assert not (tmp_path / "back" / ".gitattributes").exists()
@@ -410,7 +501,11 @@ def test_tools_run_on_their_own(tmp_path, tool):
     done = subprocess.run([*command, "--help"], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0
     assert "--json" in done.stdout
-    arguments = ["nowhere"] if tool == "inspect_checkpoint" else ["--load-dir", "nowhere", "--save-dir", "out"]
+    arguments = (
+        ["nowhere"]
+        if tool == "inspect_checkpoint"
+        else ["--load-dir", "nowhere", "--save-dir", "out"]
+    )
     done = subprocess.run([*command, *arguments], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1
@@ -420,7 +515,9 @@ def test_tools_run_on_their_own(tmp_path, tool):
 
 @pytest.mark.parametrize("inside", ["", "snapshot"])
 def test_source_under_the_temporary_name_of_the_target(tmp_path, inside):
-    """``m`` is first written as ``m.tmp``, and what is left there of a killed run is removed: never the input."""
+    """``m`` is first written as ``m.tmp``, and what is left there of a killed run is removed: never
+    the input.
+    """
     source = save_model(tmp_path / "m.tmp" / inside, "qwen3", True)
     before = {path.name: path.read_bytes() for path in source.iterdir()}
     with pytest.raises(UserError, match=r"m\.tmp: it holds the input"):

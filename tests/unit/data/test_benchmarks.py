@@ -36,7 +36,15 @@ def test_unknown_name_lists_the_known_ones() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "found"), [("math500", 500), ("aime24", 30), ("aime25", 30), ("amc23", 40), ("amc24", 44), ("gsm8k", 1319)]
+    ("name", "found"),
+    [
+        ("math500", 500),
+        ("aime24", 30),
+        ("aime25", 30),
+        ("amc23", 40),
+        ("amc24", 44),
+        ("gsm8k", 1319),
+    ],
 )
 def test_real_benchmarks(name: str, found: int) -> None:
     if not DATA.is_dir():
@@ -71,21 +79,29 @@ def test_recomputed_amc24_keys() -> None:
     fibonacci = [0, 1]
     while len(fibonacci) < 21:
         fibonacci.append(fibonacci[-1] + fibonacci[-2])
-    assert int(fixes["2024-amc12b-18"]["answer"]) == sum(fibonacci[2 * k] // fibonacci[k] for k in range(1, 11))
+    assert int(fixes["2024-amc12b-18"]["answer"]) == sum(
+        fibonacci[2 * k] // fibonacci[k] for k in range(1, 11)
+    )
     independent = sum(
         math.factorial(6) // math.prod(math.factorial(k) for k in cells)
-        for cells in itertools.product(range(7), repeat=4)  # red striped, red dotted, blue striped, blue dotted
+        for cells in itertools.product(
+            range(7), repeat=4
+        )  # red striped, red dotted, blue striped, blue dotted
         if sum(cells) == 6 and 6 * cells[0] == (cells[0] + cells[1]) * (cells[0] + cells[2])
     )
     assert int(fixes["2024-amc12b-25"]["answer"]) == independent // math.gcd(independent, 4**6)
-    area = abs(math.log2(3) * (3 - 1) - math.log2(7) * (2 - 1)) / 2  # A (0, 1), B (log2 3, 2), C (log2 7, 3)
+    area = (
+        abs(math.log2(3) * (3 - 1) - math.log2(7) * (2 - 1)) / 2
+    )  # A (0, 1), B (log2 3, 2), C (log2 7, 3)
     assert math.log2(3 / math.sqrt(7)) == pytest.approx(area)
     assert fixes["2024-amc12b-15"]["answer"] == r"\log_2 \frac{3}{\sqrt{7}}"
     mean = sum(math.sin(math.radians(n)) ** 2 for n in range(1, 91)) / 90
     assert mean == pytest.approx(91 / 180)
 
 
-def test_ad_hoc_benchmark_and_the_data_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ad_hoc_benchmark_and_the_data_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rows = [json.dumps({"problem": f"p{i}", "answer": str(i)}) for i in range(3)]
     (tmp_path / "mine.jsonl").write_text("\n".join(rows))
     loaded = load_benchmark(f"held-out={tmp_path / 'mine.jsonl'}")
@@ -98,9 +114,13 @@ def test_ad_hoc_benchmark_and_the_data_directory(tmp_path: Path, monkeypatch: py
     )
 
 
-def test_missing_data_says_where_it_was_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_data_says_where_it_was_looked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(__import__("sys").modules, "datasets", None)
-    with pytest.raises(UserError, match=rf"math500: no file below {tmp_path} \(set DCPO_DATA\), and HuggingFaceH4"):
+    with pytest.raises(
+        UserError, match=rf"math500: no file below {tmp_path} \(set DCPO_DATA\), and HuggingFaceH4"
+    ):
         load_benchmark("math500", tmp_path)
     with pytest.raises(UserError, match="data directory /none does not exist"):
         load_benchmark("math500", "/none")

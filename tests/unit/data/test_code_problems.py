@@ -1,4 +1,6 @@
-"""Programming problems: every format of the public sets, LiveCodeBench's packed tests, what is refused."""
+"""Programming problems: every format of the public sets, LiveCodeBench's packed tests, what is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,10 @@ def read_tests_of(row: dict[str, Any]) -> dict[str, Any]:
     return dict(found.tests)
 
 
-STDIN = {"kind": "stdin", "cases": [{"input": "1 2\n", "output": "3\n"}, {"input": "0 0\n", "output": "0\n"}]}
+STDIN = {
+    "kind": "stdin",
+    "cases": [{"input": "1 2\n", "output": "3\n"}, {"input": "0 0\n", "output": "0\n"}],
+}
 
 
 @pytest.mark.parametrize(
@@ -50,7 +55,12 @@ STDIN = {"kind": "stdin", "cases": [{"input": "1 2\n", "output": "3\n"}, {"input
 )
 def test_stdin_in_every_spelling(tests: object) -> None:
     assert read_tests_of({"problem": "Add.", "tests": tests}) == STDIN
-    assert read_tests_of({"prompt": "Add.", "verification_info": {"language": "python", "test_cases": tests}}) == STDIN
+    assert (
+        read_tests_of(
+            {"prompt": "Add.", "verification_info": {"language": "python", "test_cases": tests}}
+        )
+        == STDIN
+    )
 
 
 def test_stdin_statement_says_where_input_comes_from_once() -> None:
@@ -68,7 +78,10 @@ def test_prime_intellect_functions_and_python_literals() -> None:
     want = {
         "kind": "function",
         "entry_point": "f",
-        "cases": [{"args": [[1, 2], 3], "kwargs": {}, "expected": 4}, {"args": [[5], 6], "kwargs": {}, "expected": 7}],
+        "cases": [
+            {"args": [[1, 2], 3], "kwargs": {}, "expected": 4},
+            {"args": [[5], 6], "kwargs": {}, "expected": 7},
+        ],
     }
     info = {"language": "python", "test_cases": cases}
     for written in (info, json.dumps(info), repr(info)):
@@ -77,18 +90,29 @@ def test_prime_intellect_functions_and_python_literals() -> None:
         assert found.tests == want
         assert "`f`" in found.statement, "the name that the tests call must be said"
     cases[1]["output"] = [7, 8]  # a list of two: the values of this set are lists, not wrapped
-    assert [case["expected"] for case in read_tests_of({"prompt": "f", "verification_info": info})["cases"]] == [
+    assert [
+        case["expected"]
+        for case in read_tests_of({"prompt": "f", "verification_info": info})["cases"]
+    ] == [
         [4],
         [7, 8],
     ]
 
 
-def test_rows_in_other_languages_are_dropped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_rows_in_other_languages_are_dropped(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     rows = [
-        {"prompt": "Add.", "verification_info": {"language": language, "test_cases": STDIN["cases"]}}
+        {
+            "prompt": "Add.",
+            "verification_info": {"language": language, "test_cases": STDIN["cases"]},
+        }
         for language in ("python", "cpp", "Python3", "javascript")
     ]
-    assert [record.index for record in load_records(write(tmp_path / "prime.jsonl", rows))] == [0, 2]
+    assert [record.index for record in load_records(write(tmp_path / "prime.jsonl", rows))] == [
+        0,
+        2,
+    ]
     assert "dropped 2 rows with tests for other languages" in caplog.text
 
 
@@ -96,15 +120,29 @@ def test_verl_rows() -> None:
     prompt = [{"role": "system", "content": "s"}, {"role": "user", "content": "Add two numbers."}]
     truth = {"inputs": ["1 2\n", "0 0\n"], "outputs": ["3\n", "0\n"]}
     for raw in (truth, json.dumps(truth)):
-        row = {"data_source": "taco", "prompt": prompt, "ability": "code", "reward_model": {"ground_truth": raw}}
+        row = {
+            "data_source": "taco",
+            "prompt": prompt,
+            "ability": "code",
+            "reward_model": {"ground_truth": raw},
+        }
         assert read_tests_of(row) == STDIN
     for answer in ("4", "[1, 2]", "{1, 2}", "[[1, 2], [3, 4]]"):  # mathematics stays mathematics
         assert code_problem({"prompt": prompt, "reward_model": {"ground_truth": answer}}) is None
 
 
 def test_asserts_and_functional() -> None:
-    row = {"text": "Write f.", "test_list": ["assert f(1) == 2"], "test_setup_code": "import math", "code": "c"}
-    assert read_tests_of(row) == {"kind": "asserts", "asserts": ["assert f(1) == 2"], "setup": "import math"}
+    row = {
+        "text": "Write f.",
+        "test_list": ["assert f(1) == 2"],
+        "test_setup_code": "import math",
+        "code": "c",
+    }
+    assert read_tests_of(row) == {
+        "kind": "asserts",
+        "asserts": ["assert f(1) == 2"],
+        "setup": "import math",
+    }
     functional = "def check(candidate):\n    assert candidate(a = 1) == 2\n\n\ncheck(Solution().f)"
     found = read_tests_of({"problem": "class Solution", "tests": {"functional": functional}})
     assert (found["kind"], found["entry_point"]) == ("check", "Solution().f")
@@ -123,7 +161,10 @@ def test_asserts_and_functional() -> None:
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
-        ({"problem": "p", "tests": {"kind": "magic", "cases": [1]}}, "kind of tests 'magic' is unknown"),
+        (
+            {"problem": "p", "tests": {"kind": "magic", "cases": [1]}},
+            "kind of tests 'magic' is unknown",
+        ),
         ({"problem": "p", "tests": {"kind": "stdin", "cases": []}}, "cases must be a list"),
         ({"problem": "p", "tests": {"kind": "check", "code": "x"}}, "entry_point is missing"),
         ({"problem": "p", "tests": "nonsense"}, "unreadable tests"),
@@ -144,9 +185,9 @@ def test_unreadable_tests_name_the_row(tmp_path: Path, row: dict[str, Any], reas
 def test_packed_tests_and_their_key() -> None:
     packed = pack_tests(STDIN)
     assert unpack_tests(packed) == STDIN
-    assert code_problems.tests_key(packed) == code_problems.tests_key(pack_tests(dict(reversed(STDIN.items())))), (
-        "the order of keys is no difference"
-    )
+    assert code_problems.tests_key(packed) == code_problems.tests_key(
+        pack_tests(dict(reversed(STDIN.items())))
+    ), "the order of keys is no difference"
     other = {"kind": "stdin", "cases": [{"input": "1 2\n", "output": "4\n"}]}
     assert code_problems.tests_key(packed) != code_problems.tests_key(pack_tests(other))
 
@@ -169,7 +210,7 @@ def write_native() -> Path:
     return write(Path(tempfile.mkdtemp()) / "native.jsonl", [{"problem": "Add.", "tests": STDIN}])
 
 
-# ------------------------------------------------------------------------------------------------ real files
+# --------------------------------------------------------------------------------------- real files
 
 
 @pytest.mark.parametrize(
@@ -189,10 +230,14 @@ def write_native() -> Path:
 def test_kinds_of_real_files(file: str, kind: str) -> None:
     records = load_records(real(file))
     assert {unpack_tests(record.tests)["kind"] for record in records if record.tests} == {kind}
-    assert all(record.tests and record.answer == code_problems.tests_key(record.tests) for record in records)
+    assert all(
+        record.tests and record.answer == code_problems.tests_key(record.tests)
+        for record in records
+    )
 
 
-# sum() of floats rounds otherwise since Python 3.12, and this problem's test compares to the last digit (docs/programs.md)
+# sum() of floats rounds otherwise since Python 3.12, and this problem's test compares to the last
+# digit (docs/programs.md)
 FAILING_HERE = {"HumanEval/32"} if sys.version_info >= (3, 12) else set()
 
 
@@ -207,18 +252,26 @@ FAILING_HERE = {"HumanEval/32"} if sys.version_info >= (3, 12) else set()
 )
 def test_reference_solutions_pass_and_others_do_not(file: str, every: int) -> None:
     """A sample of each set; ``make reference-solutions`` judges all of them."""
-    rows = [row for row in list(read_rows(real(file)))[::every] if row["task_id"] not in FAILING_HERE]
+    rows = [
+        row for row in list(read_rows(real(file)))[::every] if row["task_id"] not in FAILING_HERE
+    ]
     tests = [read_tests_of(dict(row)) for row in rows]
-    verdicts = judge_programs([(reference_solution(row), of_row) for row, of_row in zip(rows, tests, strict=True)])
-    assert [(row["task_id"], v.detail) for row, v in zip(rows, verdicts, strict=True) if v.correct != 1] == []
-    for row, found in zip(rows, tests, strict=True):  # in this process: the solutions are the data set's own
+    verdicts = judge_programs(
+        [(reference_solution(row), of_row) for row, of_row in zip(rows, tests, strict=True)]
+    )
+    assert [
+        (row["task_id"], v.detail) for row, v in zip(rows, verdicts, strict=True) if v.correct != 1
+    ] == []
+    for row, found in zip(
+        rows, tests, strict=True
+    ):  # in this process: the solutions are the data set's own
         names: dict[str, Any] = {"__name__": "program"}
         exec(f"{found.get('setup', '')}\n{reference_solution(row)}\n{found['code']}", names)
         with pytest.raises(Exception):  # noqa: B017, PT011
             names["check"](lambda *args, **kwargs: object())
 
 
-# ------------------------------------------------------------------------------------------------ LiveCodeBench
+# ------------------------------------------------------------------------------------ LiveCodeBench
 
 
 def packed_private(value: object) -> str:
@@ -246,7 +299,10 @@ def lcb_row(number: int, date: str, private: str | None = None, **other: object)
 def test_live_code_bench_stdin_and_functional() -> None:
     tests = read_tests_of(lcb_row(1, "2025-01-02"))
     assert tests["kind"] == "stdin"
-    assert tests["cases"] == [{"input": "1 2\n", "output": "3\n"}, {"input": "5 5\n", "output": "10\n"}]
+    assert tests["cases"] == [
+        {"input": "1 2\n", "output": "3\n"},
+        {"input": "5 5\n", "output": "10\n"},
+    ]
     case = {"input": '[1, 2]\n"a"', "output": "[true]", "testtype": "functional"}
     row = lcb_row(
         2,
@@ -304,10 +360,18 @@ def test_windows_by_contest_date_over_several_files(tmp_path: Path) -> None:
     folder = tmp_path / "livecodebench"
     folder.mkdir()
     write(folder / "test4.jsonl", [lcb_row(1, "2024-07-31"), lcb_row(2, "2024-08-01")])
-    write(folder / "test5.jsonl", [lcb_row(3, "2025-01-31"), lcb_row(4, "2025-02-01"), lcb_row(2, "2024-08-01")])
-    write(folder / "test6.jsonl", [lcb_row(5, "2025-02-01"), lcb_row(6, "2025-04-30"), lcb_row(7, "2025-05-01")])
+    write(
+        folder / "test5.jsonl",
+        [lcb_row(3, "2025-01-31"), lcb_row(4, "2025-02-01"), lcb_row(2, "2024-08-01")],
+    )
+    write(
+        folder / "test6.jsonl",
+        [lcb_row(5, "2025-02-01"), lcb_row(6, "2025-04-30"), lcb_row(7, "2025-05-01")],
+    )
     v5 = load_benchmark("LiveCodeBench-v5", tmp_path)
-    assert len(v5.records) == 2, "the first day belongs to the window, the last does not; no problem twice"
+    assert len(v5.records) == 2, (
+        "the first day belongs to the window, the last does not; no problem twice"
+    )
     assert any("2 problems where 279 are expected" in warning for warning in v5.warnings)
     assert any("from 2024-08-01 until before 2025-02-01" in warning for warning in v5.warnings)
     assert len(load_benchmark("lcb_v6", tmp_path).records) == 2
@@ -348,7 +412,10 @@ def test_tasks_whose_tests_assert_nothing_are_left_out_by_name(
     caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     row = {"task_id": 737, "prompt": "Write it.", "test_list": ["assert f(1)"]}
-    dropped = row | {"test": "def assertion(out, exp, atol):\n    exact_match = out == exp\n\nassertion(f(*inp), 1, 0)"}
+    dropped = row | {
+        "test": "def assertion(out, exp, atol):\n    exact_match = out == "
+        "exp\n\nassertion(f(*inp), 1, 0)"
+    }
     tested = row | {
         "task_id": 3,
         "test": "def assertion(out, exp, atol):\n    assert out == exp\n\nassertion(f(*inp), 1, 0)",

@@ -1,4 +1,6 @@
-"""Loaders: every kind of file and row, broken ones included, and every real data file where it is present."""
+"""Loaders: every kind of file and row, broken ones included, and every real data file where it is
+present.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,10 @@ REAL_FILES: dict[str, tuple[int, int | None]] = {
     "code_rllm/test_codeforces.json": (408, 408),
     "code_rllm/test_leetcode.json": (200, 200),
     "code_rllm/train_leetcode.json": (1889, 1889),
-    **{f"deepscaler_full/DeepScaleR_Difficulty_Level_{i}_test.json": (100, 100) for i in range(1, 6)},
+    **{
+        f"deepscaler_full/DeepScaleR_Difficulty_Level_{i}_test.json": (100, 100)
+        for i in range(1, 6)
+    },
     "deepscaler_full/DeepScaleR_Difficulty_Level_1_train.json": (7961, 7961),
     "deepscaler_full/DeepScaleR_Difficulty_Level_2_train.json": (7962, 7962),
     "deepscaler_full/DeepScaleR_Difficulty_Level_3_train.json": (7961, 7961),
@@ -70,9 +75,19 @@ def test_real_files_load_with_their_count(file: str) -> None:
 
 
 def test_real_answers_are_clean() -> None:
-    assert all(r.answer.replace("-", "").replace(".", "").isdigit() for r in load_records(real("gsm8k/test.jsonl")))
-    for file in ("aime24/aime.json", "aime24/aime24.parquet", "aime25/test.jsonl", "aime25/aime25.json"):
-        assert all(str(int(record.answer)) == record.answer for record in load_records(real(file))), file
+    assert all(
+        r.answer.replace("-", "").replace(".", "").isdigit()
+        for r in load_records(real("gsm8k/test.jsonl"))
+    )
+    for file in (
+        "aime24/aime.json",
+        "aime24/aime24.parquet",
+        "aime25/test.jsonl",
+        "aime25/aime25.json",
+    ):
+        assert all(
+            str(int(record.answer)) == record.answer for record in load_records(real(file))
+        ), file
     assert [r.answer for r in load_records(real("amc23/test.jsonl"))][:2] == ["27", "36"]
 
 
@@ -96,11 +111,16 @@ def test_verl_rows(tmp_path: Path) -> None:
     import pyarrow.parquet as parquet
 
     parquet.write_table(
-        pa.Table.from_pylist([{k: v for k, v in row.items() if k != "extra_info"}] * 3), tmp_path / "a.parquet"
+        pa.Table.from_pylist([{k: v for k, v in row.items() if k != "extra_info"}] * 3),
+        tmp_path / "a.parquet",
     )
     for path in (tmp_path / "a.parquet", write(tmp_path / "a.jsonl", [row] * 3)):
         prompts = load_prompts(path, ByteTokenizer())
-        assert [p.prompt_id for p in prompts] == ["toy/0", "toy/1", "toy/2"]  # equal problems keep groups of their own
+        assert [p.prompt_id for p in prompts] == [
+            "toy/0",
+            "toy/1",
+            "toy/2",
+        ]  # equal problems keep groups of their own
         assert {p.ground_truth for p in prompts} == {"2"}
         assert {p.task for p in prompts} == {"toy"}
         assert isinstance(prompts[0].token_ids, tuple)
@@ -120,7 +140,11 @@ def test_plain_columns(tmp_path: Path, column: str, answer: str) -> None:
         ("reasoning\n#### 1,234,567", False, "1234567"),
         ("so 3,\n#### 12", False, "12"),
         ("#### -5.50", False, "-5.50"),
-        ("(1,234)", False, "(1,234)"),  # a pair, not a thousands comma: only GSM8K finals are touched
+        (
+            "(1,234)",
+            False,
+            "(1,234)",
+        ),  # a pair, not a thousands comma: only GSM8K finals are touched
         ("025", True, "25"),
         ("000", True, "0"),
         ("025", False, "025"),
@@ -141,15 +165,21 @@ def test_final_answer(raw: object, integer: bool, expected: str) -> None:
 def test_json_array_gzip_and_line_separators_inside_strings(tmp_path: Path) -> None:
     rows = [{"problem": "line\u2028separator", "answer": "1"}, {"problem": "b", "answer": "2"}]
     (tmp_path / "array.json").write_text(json.dumps(rows), encoding="utf-8")
-    (tmp_path / "lines.jsonl").write_text("\n".join(json.dumps(r, ensure_ascii=False) for r in rows), encoding="utf-8")
+    (tmp_path / "lines.jsonl").write_text(
+        "\n".join(json.dumps(r, ensure_ascii=False) for r in rows), encoding="utf-8"
+    )
     with gzip.open(tmp_path / "lines.jsonl.gz", "wt", encoding="utf-8") as file:
         file.write("\n\n".join(json.dumps(r) for r in rows))
     for name in ("array.json", "lines.jsonl", "lines.jsonl.gz"):
         assert [r.answer for r in load_records(tmp_path / name)] == ["1", "2"], name
 
 
-def test_long_prompts_are_dropped_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path = write(tmp_path / "toy.jsonl", [{"problem": "x" * n, "answer": "1"} for n in (5, 500, 6, 700, 7)])
+def test_long_prompts_are_dropped_and_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write(
+        tmp_path / "toy.jsonl", [{"problem": "x" * n, "answer": "1"} for n in (5, 500, 6, 700, 7)]
+    )
     with caplog.at_level(logging.WARNING):
         prompts = load_prompts(path, ByteTokenizer(), "raw", max_prompt_length=100)
     assert [p.prompt_id for p in prompts] == ["toy/0", "toy/2", "toy/4"]
@@ -160,8 +190,12 @@ def test_long_prompts_are_dropped_and_counted(tmp_path: Path, caplog: pytest.Log
         load_prompts(path, ByteTokenizer(), "raw", max_prompt_length=3)
 
 
-def test_rows_without_an_answer_are_dropped_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path = write(tmp_path / "t.jsonl", [{"problem": "a", "answer": None}, {"problem": "b", "answer": "1"}])
+def test_rows_without_an_answer_are_dropped_and_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write(
+        tmp_path / "t.jsonl", [{"problem": "a", "answer": None}, {"problem": "b", "answer": "1"}]
+    )
     with caplog.at_level(logging.WARNING):
         assert [r.prompt_id for r in load_records(path)] == ["t/1"]
     assert "dropped 1 rows without an answer" in caplog.text
@@ -170,11 +204,23 @@ def test_rows_without_an_answer_are_dropped_and_counted(tmp_path: Path, caplog: 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ('{"problem": "a", "answer": "1"}\n{"problem": "b", \n', r"bad\.jsonl:2: not valid JSON \(.*\); fix or remove"),
+        (
+            '{"problem": "a", "answer": "1"}\n{"problem": "b", \n',
+            r"bad\.jsonl:2: not valid JSON \(.*\); fix or remove",
+        ),
         ('{"problem": "a", "answer": "1"}\n\n[1]\n', r"bad\.jsonl:3: not a JSON object but list"),
-        ('{"text": "a", "answer": "1"}\n', r"row 1 has no problem column; found text, answer; expected one of problem"),
-        ('{"problem": "a", "solution": "1"}\n', r"row 1 has no answer column; found problem, solution"),
-        ('{"problem": 5, "answer": "1"}\n', r"row 1: the problem is neither text nor a list of messages"),
+        (
+            '{"text": "a", "answer": "1"}\n',
+            r"row 1 has no problem column; found text, answer; expected one of problem",
+        ),
+        (
+            '{"problem": "a", "solution": "1"}\n',
+            r"row 1 has no answer column; found problem, solution",
+        ),
+        (
+            '{"problem": 5, "answer": "1"}\n',
+            r"row 1: the problem is neither text nor a list of messages",
+        ),
         ('{"problem": "a", "answer": null}\n', r"no problem with an answer"),
         ("version https://git-lfs.github.com/spec/v1\noid sha256:1\n", r"only a git-lfs pointer"),
         ("", r"no problem with an answer"),
@@ -216,7 +262,8 @@ def test_a_directory_with_one_file(tmp_path: Path) -> None:
 def test_hub_names_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "datasets", None)
     with pytest.raises(
-        UserError, match="owner/name@test: no such file, and reading it from the hub needs the datasets"
+        UserError,
+        match="owner/name@test: no such file, and reading it from the hub needs the datasets",
     ):
         load_records("owner/name@test")
 
@@ -244,7 +291,9 @@ def test_hub_names_with_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl.gz", "rows.json.gz"])
-def test_a_small_file_cannot_fill_the_memory(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_small_file_cannot_fill_the_memory(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(files, "LONGEST", 10_000)
     path = tmp_path / name
     row = json.dumps({"problem": "x" * 20_000, "answer": "1"})

@@ -23,7 +23,9 @@ def test_a_path_holds_options_size_and_seed() -> None:
     assert parse_gym("reasoning_gym:leg_counting") == GymTask("leg_counting")
     written = gym_path("reasoning_gym:chain_sum", {"operators": ["+", "&"]}, 3, None)
     assert parse_gym(written) == GymTask("chain_sum", {"operators": ["+", "&"]}, 3)
-    assert parse_gym(gym_path(SMALL, {}, None, HELD_OUT_SEED)).seed == 5, "what is written there stays"
+    assert parse_gym(gym_path(SMALL, {}, None, HELD_OUT_SEED)).seed == 5, (
+        "what is written there stays"
+    )
     assert name_of(SMALL) == "chain_sum"
     assert parse_specs(f"{SMALL},other={SMALL}") == [SMALL, f"other={SMALL}"]
 
@@ -42,14 +44,18 @@ def test_rows_have_what_the_scorer_and_a_curriculum_read() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("task", ["polynomial_multiplication", "isomorphic_strings", "ransom_note"])
 def test_tasks_that_read_the_order_of_sets_are_repeated(task: str) -> None:
-    """Under a random PYTHONHASHSEED, as Python's default is, these three give other problems in each process."""
+    """Under a random PYTHONHASHSEED, as Python's default is, these three give other problems in
+    each process.
+    """
     path = f"reasoning_gym:{task}?size=4"
     assert gym_rows(path) == gym_rows(path)
 
 
 @pytest.mark.slow
 def test_no_problem_of_a_benchmark_is_one_of_a_training() -> None:
-    trained = {record.problem for record in load_records("reasoning_gym:leg_counting?size=300&seed=1")}
+    trained = {
+        record.problem for record in load_records("reasoning_gym:leg_counting?size=300&seed=1")
+    }
     loaded = load_benchmark("reasoning_gym:leg_counting?size=300")
     assert loaded.name == "leg_counting"
     assert not trained & {record.problem for record in loaded.records}
@@ -57,7 +63,9 @@ def test_no_problem_of_a_benchmark_is_one_of_a_training() -> None:
 
 @pytest.mark.slow
 def test_answers_are_scored_by_the_task() -> None:
-    """Right at 1.0; a part of the score only with a threshold; another release's problem is an error, not a wrong answer."""
+    """Right at 1.0; a part of the score only with a threshold; another release's problem is an
+    error, not a wrong answer.
+    """
     records = load_records("reasoning_gym:isomorphic_strings?size=2") + load_records(SMALL)
     verifier, form = verifiers(JudgingConfig(threshold=0.3), {})(VERIFIER)
     assert form is BOXED

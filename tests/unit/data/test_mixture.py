@@ -1,4 +1,6 @@
-"""Which prompt stands where in a mixture, and in a curriculum: functions of seed and position alone."""
+"""Which prompt stands where in a mixture, and in a curriculum: functions of seed and position
+alone.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,10 @@ from megatron_dcpo.types import Prompt
 
 
 def prompts(name: str, values: list[object]) -> list[Prompt]:
-    return [Prompt(f"{name}/{i}", (), (), "", name, row={"level": value}) for i, value in enumerate(values)]
+    return [
+        Prompt(f"{name}/{i}", (), (), "", name, row={"level": value})
+        for i, value in enumerate(values)
+    ]
 
 
 SOURCES = [prompts("a", [0] * 7), prompts("b", [0] * 40), prompts("c", [0] * 3)]
@@ -42,11 +47,19 @@ def test_pieces_of_a_run_make_the_whole(cuts: list[int], shuffle: bool) -> None:
 
 
 def test_each_step_has_the_weights() -> None:
-    """16 prompts of weights 1/2, 3/8, 1/8 are 8, 6 and 2, in an order of its own; each source goes through its epochs."""
+    """16 prompts of weights 1/2, 3/8, 1/8 are 8, 6 and 2, in an order of its own; each source goes
+    through its epochs.
+    """
     drawn = mixture()(0, 16 * 7)
     for step in range(7):
-        assert Counter(prompt.task for prompt in drawn[step * 16 : (step + 1) * 16]) == {"a": 8, "b": 6, "c": 2}
-    assert len({tuple(p.task for p in drawn[step * 16 : (step + 1) * 16]) for step in range(7)}) == 7
+        assert Counter(prompt.task for prompt in drawn[step * 16 : (step + 1) * 16]) == {
+            "a": 8,
+            "b": 6,
+            "c": 2,
+        }
+    assert (
+        len({tuple(p.task for p in drawn[step * 16 : (step + 1) * 16]) for step in range(7)}) == 7
+    )
     of_a = [prompt for prompt in drawn if prompt.task == "a"]
     assert len(set(ids(of_a))) == len(of_a) == 56
     assert ids(of_a) == ids(draw_prompts(SOURCES[0], 0, 56, seed=1, shuffle=True))
@@ -74,7 +87,9 @@ def test_a_curriculum_goes_up_and_shuffles_equal_ones() -> None:
 
 @pytest.mark.parametrize("values", [[1, "two"], [1, None], [None, None], ["a", 2]])
 def test_a_column_that_cannot_be_sorted_is_one_line(values: list[object]) -> None:
-    with pytest.raises(UserError, match=r"data.order=level: expected a number in every row of a.jsonl"):
+    with pytest.raises(
+        UserError, match=r"data.order=level: expected a number in every row of a.jsonl"
+    ):
         curriculum(prompts("a", values), "level", "a.jsonl")
 
 

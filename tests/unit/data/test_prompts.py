@@ -12,8 +12,10 @@ from megatron_dcpo.rollout import load_tokenizer
 from tests.helpers.tokenizers import ByteTokenizer, save_qwen3
 
 REFERENCE_SUFFIX = (
-    "\n\nPlease put your final answer within \\boxed{}.\n\nAlso output a singal line at the end of the answer：CONFIDENCE:"
-    " <float number between 0 and 1>\ne.g. ：CONFIDENCE: 0.83\nPlease make sure CONFIDENCE part is in a singal line with"
+    "\n\nPlease put your final answer within \\boxed{}.\n\nAlso output a singal line at the end "
+    "of the answer：CONFIDENCE:"
+    " <float number between 0 and 1>\ne.g. ：CONFIDENCE: 0.83\nPlease make sure CONFIDENCE part is "
+    "in a singal line with"
     " the exact same format.\n"
 )
 
@@ -34,7 +36,9 @@ def test_paper_prompt_asks_for_the_box_and_then_the_confidence_line() -> None:
     assert "\n<conf> Confidence: 0.83\n" in content
     assert content.index("\\boxed{}") < content.index("<conf>")
     assert text_of(ids) == f"<user>{content}<assistant>"
-    assert all(ord(ch) >= 32 or ch == "\n" for ch in content)  # the reference's evaluation prompt had a backspace in it
+    assert all(
+        ord(ch) >= 32 or ch == "\n" for ch in content
+    )  # the reference's evaluation prompt had a backspace in it
 
 
 @pytest.mark.parametrize(
@@ -63,7 +67,11 @@ def test_thinking_is_switched_off_only_where_the_template_knows_it() -> None:
     knows, ignores = ByteTokenizer(), ByteTokenizer("{{ messages }}")
     prompts.render(knows, user("x"), "grpo")
     prompts.render(ignores, user("x"), "grpo")
-    assert knows.options == {"tokenize": False, "add_generation_prompt": True, "enable_thinking": False}
+    assert knows.options == {
+        "tokenize": False,
+        "add_generation_prompt": True,
+        "enable_thinking": False,
+    }
     assert ignores.options == {"tokenize": False, "add_generation_prompt": True}
 
 
@@ -74,7 +82,10 @@ def test_thinking_off_on_and_as_the_template_has_it(thinking: str, switch: bool 
         prompts.render(tokenizer, user("x"), "paper", thinking=thinking)
     assert knows.options.get("enable_thinking") is switch
     assert "enable_thinking" not in ignores.options
-    assert prompts.render(ByteTokenizer(None), user("x"), "raw", thinking=thinking)[1] == [256, *b"x"]
+    assert prompts.render(ByteTokenizer(None), user("x"), "raw", thinking=thinking)[1] == [
+        256,
+        *b"x",
+    ]
 
 
 def test_qwen3_with_thinking_off_on_and_auto(tmp_path: Path) -> None:
@@ -84,7 +95,9 @@ def test_qwen3_with_thinking_off_on_and_auto(tmp_path: Path) -> None:
         ids = prompts.render(tokenizer, user("x"), "chat", thinking=thinking)[1]
         ends[thinking] = tokenizer.decode(ids).partition("assistant\n")[2]
     assert ends == {"off": "<think>\n\n</think>\n\n", "on": "", "auto": ""}
-    assert prompts.render(tokenizer, user("x"), "chat") == prompts.render(tokenizer, user("x"), "chat", thinking="off")
+    assert prompts.render(tokenizer, user("x"), "chat") == prompts.render(
+        tokenizer, user("x"), "chat", thinking="off"
+    )
 
 
 def test_raw_is_the_bare_text_with_the_tokenizers_own_special_tokens() -> None:
@@ -114,7 +127,9 @@ def test_earlier_messages_stay_and_marker_is_configurable() -> None:
 
 
 def test_errors_name_the_fix() -> None:
-    with pytest.raises(UserError, match="unknown prompt template 'papr'; known: paper, abstain, grpo, chat, raw"):
+    with pytest.raises(
+        UserError, match="unknown prompt template 'papr'; known: paper, abstain, grpo, chat, raw"
+    ):
         prompts.render(ByteTokenizer(), user("x"), "papr")
     with pytest.raises(UserError, match="no chat template; use the prompt template 'raw'"):
         prompts.render(ByteTokenizer(None), user("x"), "paper")

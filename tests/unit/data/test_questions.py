@@ -48,7 +48,11 @@ TRIVIA = {
 OFFICIAL = {
     "Data": [
         {
-            "Answer": {"Aliases": ["T. S. Eliot", "Eliot"], "NormalizedValue": "t s eliot", "Value": "T. S. Eliot"},
+            "Answer": {
+                "Aliases": ["T. S. Eliot", "Eliot"],
+                "NormalizedValue": "t s eliot",
+                "Value": "T. S. Eliot",
+            },
             "Question": "Who wrote The Waste Land?",
             "QuestionId": "tc_1",
             "SearchResults": [{"Title": "long"}],
@@ -91,7 +95,9 @@ def test_gpqa_is_shuffled_the_same_way_every_time(tmp_path: Path) -> None:
     for number, record in enumerate(loaded.records):
         options = record.row["options"]
         assert sorted(map(int, options)) == list(range(number, number + 4))
-        assert options["ABCD".index(record.answer)] == str(number), "the letter is the right option's"
+        assert options["ABCD".index(record.answer)] == str(number), (
+            "the letter is the right option's"
+        )
     assert {record.answer for record in loaded.records} == set("ABCD")
     assert load_benchmark("gpqa", tmp_path).records == loaded.records
     # a row keeps its order whatever stands behind it
@@ -108,7 +114,9 @@ def test_mmlu_pro(tmp_path: Path) -> None:
     (tmp_path / "mmlupro").mkdir()
     parquet.write_table(pa.Table.from_pylist([MMLU]), tmp_path / "mmlupro" / "test.parquet")
     assert load_benchmark("mmlupro", tmp_path).records == (record,)
-    letters = load_records(lines(tmp_path / "own.jsonl", {"question": "?", "options": ["x", "y"], "answer": "B"}))
+    letters = load_records(
+        lines(tmp_path / "own.jsonl", {"question": "?", "options": ["x", "y"], "answer": "B"})
+    )
     assert (letters[0].answer, letters[0].form) == ("B", "choice")
 
 
@@ -116,7 +124,11 @@ def test_mmlu_pro(tmp_path: Path) -> None:
 def test_triviaqa(indent: int | None, tmp_path: Path) -> None:
     (tmp_path / "unfiltered-web-dev.json").write_text(json.dumps(OFFICIAL, indent=indent))
     (official,) = load_benchmark(f"triviaqa={tmp_path / 'unfiltered-web-dev.json'}").records
-    assert (official.problem, official.answer, official.form) == (TRIVIA["question"], "T. S. Eliot", "short")
+    assert (official.problem, official.answer, official.form) == (
+        TRIVIA["question"],
+        "T. S. Eliot",
+        "short",
+    )
     assert "SearchResults" not in official.row
     parquet.write_table(pa.Table.from_pylist([TRIVIA]), tmp_path / "triviaqa.parquet")
     (hub,) = load_benchmark("triviaqa", tmp_path).records
@@ -128,7 +140,11 @@ def test_hotpotqa_is_closed_book(tmp_path: Path) -> None:
     (tmp_path / "hotpotqa").mkdir()
     (tmp_path / "hotpotqa" / "hotpot_dev_fullwiki_v1.json").write_text(json.dumps([HOTPOT]))
     (record,) = load_benchmark("hotpotqa", tmp_path).records
-    assert (record.problem, record.answer, record.form) == (HOTPOT["question"], HOTPOT["answer"], "short")
+    assert (record.problem, record.answer, record.form) == (
+        HOTPOT["question"],
+        HOTPOT["answer"],
+        "short",
+    )
     assert record.row == {"answer": HOTPOT["answer"]}
     assert record.kind == "bridge"
 
@@ -141,8 +157,14 @@ def test_a_users_verifier_gets_all_columns(tmp_path: Path) -> None:
 
 
 def test_the_form_of_the_answer_is_asked_for(tmp_path: Path) -> None:
-    letter, name = (load_records(lines(tmp_path / f"{n}.jsonl", row)) for n, row in enumerate((MMLU, TRIVIA), start=1))
-    for records, words in ((letter, "the letter of the right option"), (name, "a name or a few words")):
+    letter, name = (
+        load_records(lines(tmp_path / f"{n}.jsonl", row))
+        for n, row in enumerate((MMLU, TRIVIA), start=1)
+    )
+    for records, words in (
+        (letter, "the letter of the right option"),
+        (name, "a name or a few words"),
+    ):
         text = message_prompts(records, "paper")[0].messages[-1]["content"]
         assert f"{words}" in text
         assert text.count("\\boxed{}") == 1
@@ -150,7 +172,12 @@ def test_the_form_of_the_answer_is_asked_for(tmp_path: Path) -> None:
         assert "I don't know" not in text
         allowed = message_prompts(records, "abstain")[0].messages[-1]["content"]
         assert "\\boxed{I don't know}" in allowed
-        assert allowed.replace("\nIf you do not know the answer, do not guess: put \\boxed{I don't know}.", "") == text
+        assert (
+            allowed.replace(
+                "\nIf you do not know the answer, do not guess: put \\boxed{I don't know}.", ""
+            )
+            == text
+        )
         assert words in message_prompts(records, "grpo")[0].messages[-1]["content"]
         assert message_prompts(records, "raw")[0].messages[-1]["content"] == records[0].problem
 
@@ -169,18 +196,29 @@ def without(row: dict[str, Any], name: str) -> dict[str, Any]:
         (MMLU | {"answer_index": 5}, "row 2: answer_index 5 is none of its 5 options"),
         (MMLU | {"answer_index": -1}, "row 2: answer_index -1 is none of its 5 options"),
         (MMLU | {"answer_index": "4"}, "row 2: answer_index '4' is none of its 5 options"),
-        (without(MMLU, "answer_index") | {"answer": "F"}, "row 2: answer 'F' is none of its 5 options"),
+        (
+            without(MMLU, "answer_index") | {"answer": "F"},
+            "row 2: answer 'F' is none of its 5 options",
+        ),
         (MMLU | {"answer_index": 1}, "row 2: answer 'E' and answer_index 1 are two options"),
-        (MMLU | {"options": [None, "1", "2", "3", "4"]}, "row 2: an option must be a text, got None"),
+        (
+            MMLU | {"options": [None, "1", "2", "3", "4"]},
+            "row 2: an option must be a text, got None",
+        ),
         (MMLU | {"options": ["x"] * 27}, "row 2: 27 options; expected at most 26"),
-        (TRIVIA | {"answer": {"value": "", "aliases": []}}, "row 2: the answer has no text and no alias"),
+        (
+            TRIVIA | {"answer": {"value": "", "aliases": []}},
+            "row 2: the answer has no text and no alias",
+        ),
         (without(TRIVIA, "question"), "row 2 has no column 'question'"),
         (HOTPOT | {"answer": ""}, "row 2: the answer has no text"),
         (without(HOTPOT, "question"), "row 2 has no column 'question'"),
         (without(HOTPOT, "answer"), "row 2 has no answer column"),
     ],
 )
-def test_odd_rows_are_one_line_with_file_and_row(row: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_odd_rows_are_one_line_with_file_and_row(
+    row: dict[str, Any], message: str, tmp_path: Path
+) -> None:
     path = lines(tmp_path / "odd.jsonl", {"problem": "1+1", "answer": "2"}, row)
     with pytest.raises(UserError) as error:
         load_records(path)
@@ -206,7 +244,9 @@ def test_broken_tables_name_the_line(text: str, message: str, tmp_path: Path) ->
 
 def test_tables(tmp_path: Path) -> None:
     """A byte order mark, line ends of Windows, line ends and commas in quotes, blank lines."""
-    (tmp_path / "t.csv").write_bytes('\ufeffproblem,answer\r\n"a, ""b""\r\nc",1\r\n\r\nd,\r\n'.encode())
+    (tmp_path / "t.csv").write_bytes(
+        '\ufeffproblem,answer\r\n"a, ""b""\r\nc",1\r\n\r\nd,\r\n'.encode()
+    )
     assert list(read_rows(tmp_path / "t.csv")) == [
         {"problem": 'a, "b"\r\nc', "answer": "1"},
         {"problem": "d", "answer": ""},

@@ -1,4 +1,6 @@
-"""An evaluation against a server sends the prompts of the training, token for token, for every shipped configuration."""
+"""An evaluation against a server sends the prompts of the training, token for token, for every
+shipped configuration.
+"""
 
 import functools
 import json
@@ -18,8 +20,16 @@ from tests.helpers.tokenizers import save_qwen3
 
 CONFIGS = sorted(path for path in EXAMPLES.rglob("*.yaml") if path.name != "recipe.yaml")
 ROWS = {
-    "math": [{"problem": "What is 2+2?", "answer": "4"}, {"problem": "Find $x$: $x^2=9$, $x>0$.", "answer": "3"}],
-    "code": [{"problem": "Add two numbers.", "tests": {"kind": "stdin", "cases": [{"input": "1 2", "output": "3"}]}}],
+    "math": [
+        {"problem": "What is 2+2?", "answer": "4"},
+        {"problem": "Find $x$: $x^2=9$, $x>0$.", "answer": "3"},
+    ],
+    "code": [
+        {
+            "problem": "Add two numbers.",
+            "tests": {"kind": "stdin", "cases": [{"input": "1 2", "output": "3"}]},
+        }
+    ],
 }
 
 
@@ -29,13 +39,17 @@ THINKING_OFF = "<|im_start|>assistant\n<think>\n\n</think>\n\n"
 
 @pytest.fixture(scope="module")
 def tokenizer_of(tmp_path_factory):
-    """(directory, tokenizer) of a configuration: the quickstart's, or Qwen's with the end of Qwen3's chat template."""
+    """(directory, tokenizer) of a configuration: the quickstart's, or Qwen's with the end of
+    Qwen3's chat template.
+    """
     kept = {}
 
     def get(config):
         if "llama" in config.run_dir:
             pytest.skip("the tokenizer of Llama-3.1 is gated and not among the real data")
-        qwen = "qwen" in config.run_dir or config.data.template == "chat"  # the quickstart's has no chat template
+        qwen = (
+            "qwen" in config.run_dir or config.data.template == "chat"
+        )  # the quickstart's has no chat template
         if qwen not in kept:
             directory = REPOSITORY / "examples" / "quickstart" / "policy"
             if qwen:
@@ -57,8 +71,15 @@ def test_the_ids_are_those_of_the_training(path, tokenizer_of, tmp_path, monkeyp
 
     options = as_trained(str(path), server=True)
     assert options["tokenizer"] == config.model.path
-    options |= {"out": tmp_path, "endpoint": "http://localhost/v1", "model_name": "m", "tokenizer": str(directory)}
-    monkeypatch.setattr(rollout, "load_tokenizer", {str(directory): tokenizer}.get)  # it takes seconds
+    options |= {
+        "out": tmp_path,
+        "endpoint": "http://localhost/v1",
+        "model_name": "m",
+        "tokenizer": str(directory),
+    }
+    monkeypatch.setattr(
+        rollout, "load_tokenizer", {str(directory): tokenizer}.get
+    )  # it takes seconds
     monkeypatch.setattr("megatron_dcpo.evaluation.run.token_bytes", token_bytes_once)
     _, _, render, complete = _server(EvaluationConfig(**options))
     endpoint = complete.__self__
@@ -69,11 +90,15 @@ def test_the_ids_are_those_of_the_training(path, tokenizer_of, tmp_path, monkeyp
     assert len(sent) == len(ROWS.get(config.judging.verifier, ROWS["math"]))
     if "qwen" in config.run_dir:
         text = tokenizer.decode(sent[0])
-        assert text.endswith(THINKING_OFF if config.data.thinking == "off" else "<|im_start|>assistant\n")
+        assert text.endswith(
+            THINKING_OFF if config.data.thinking == "off" else "<|im_start|>assistant\n"
+        )
         assert text.count("<|im_start|>") == 2
 
 
 def test_ids_go_to_completions_only(tmp_path):
-    config = EvaluationConfig(out=tmp_path, endpoint="http://localhost/v1", model_name="m", tokenizer="DIR", api="chat")
+    config = EvaluationConfig(
+        out=tmp_path, endpoint="http://localhost/v1", model_name="m", tokenizer="DIR", api="chat"
+    )
     with pytest.raises(UserError, match="--tokenizer sends token ids"):
         _server(config)

@@ -59,7 +59,9 @@ def scripted(tokenizer: Any, truncated: bool = False) -> Any:
     def stream(samples: Sequence[tuple[Prompt, int]]) -> Iterator[list[Response]]:
         responses = []
         for prompt, index in reversed(samples):
-            ids = np.array(tokenizer.encode(TEXTS[index]) + ([] if truncated else [EOS]), dtype=np.int64)
+            ids = np.array(
+                tokenizer.encode(TEXTS[index]) + ([] if truncated else [EOS]), dtype=np.int64
+            )
             logprobs = np.full(len(ids), np.log(0.5), dtype=np.float32)
             reason = "length" if truncated else "stop"
             responses.append(Response(prompt.prompt_id, index, ids, logprobs, reason, 0))  # type: ignore[arg-type]
@@ -88,9 +90,15 @@ def evaluated(
 
 def test_samples_hold_what_was_said(tokenizer: Any, benchmark_file: Path) -> None:
     steps = []
-    samples = evaluated(tokenizer, benchmark_file, progress=lambda name, done, total: steps.append((name, done, total)))
+    samples = evaluated(
+        tokenizer,
+        benchmark_file,
+        progress=lambda name, done, total: steps.append((name, done, total)),
+    )
     assert steps == [("toy", 0, 8), ("toy", 4, 8), ("toy", 8, 8)]
-    assert [(s.prompt_id, s.repeat) for s in samples] == [(f"toy/{i}", r) for i in range(2) for r in range(4)]
+    assert [(s.prompt_id, s.repeat) for s in samples] == [
+        (f"toy/{i}", r) for i in range(2) for r in range(4)
+    ]
     first = samples[:4]
     assert [s.response for s in first] == list(TEXTS)
     assert [s.answer for s in first] == ["4", "8/2", "5", "4"]
@@ -123,7 +131,12 @@ def test_written_evaluation(tokenizer: Any, benchmark_file: Path, tmp_path: Path
     evaluation = score_samples(samples, model="m", resamples=20)
     write_evaluation(tmp_path / "run", evaluation, samples)
     written = {path.name for path in (tmp_path / "run").rglob("*")}
-    assert {"evaluation.json", "samples.jsonl", "report.html", "reliability_toy_verbal.png"} <= written
+    assert {
+        "evaluation.json",
+        "samples.jsonl",
+        "report.html",
+        "reliability_toy_verbal.png",
+    } <= written
     assert {"coverage_toy.png", "coverage_toy.svg"} <= written
     assert not any(name.startswith("grid") for name in written)  # one benchmark needs no grid
     assert json.loads((tmp_path / "run" / "evaluation.json").read_text()) == evaluation
@@ -138,21 +151,34 @@ def test_written_evaluation(tokenizer: Any, benchmark_file: Path, tmp_path: Path
 
 
 @pytest.mark.slow
-def test_several_benchmarks_have_a_grid(tokenizer: Any, benchmark_file: Path, tmp_path: Path) -> None:
+def test_several_benchmarks_have_a_grid(
+    tokenizer: Any, benchmark_file: Path, tmp_path: Path
+) -> None:
     samples = evaluated(tokenizer, benchmark_file)
     samples += [replace(sample, benchmark="other") for sample in samples]
-    write_evaluation(tmp_path, score_samples(samples, ["verbal", "token_min"], resamples=0), samples)
+    write_evaluation(
+        tmp_path, score_samples(samples, ["verbal", "token_min"], resamples=0), samples
+    )
     written = {path.name for path in tmp_path.rglob("*")}
-    assert {"grid_verbal.png", "grid_token_min.svg", "coverage_overall.png", "coverage_other.png"} <= written
+    assert {
+        "grid_verbal.png",
+        "grid_token_min.svg",
+        "coverage_overall.png",
+        "coverage_other.png",
+    } <= written
 
 
-def test_token_kinds_are_functions_of_the_same_samples(tokenizer: Any, benchmark_file: Path) -> None:
+def test_token_kinds_are_functions_of_the_same_samples(
+    tokenizer: Any, benchmark_file: Path
+) -> None:
     samples = evaluated(tokenizer, benchmark_file)
     kinds = ["token", "token_product", "token_min", "token_mean_logprob"]
     toy = score_samples(samples, kinds, resamples=0)["benchmarks"]["toy"]
     lengths = [len(text) + 1 for text in TEXTS]
     assert toy["token"]["mean"] == pytest.approx(0.5)
-    assert toy["token_product"]["mean"] == pytest.approx(np.mean([0.5**n for n in lengths]), rel=1e-5)
+    assert toy["token_product"]["mean"] == pytest.approx(
+        np.mean([0.5**n for n in lengths]), rel=1e-5
+    )
     assert toy["token_min"]["mean"] == pytest.approx(0.5)
     assert toy["token_mean_logprob"]["ece"] is None
     assert toy["token_mean_logprob"]["auroc"] == toy["token"]["auroc"] == 0.5
@@ -180,12 +206,22 @@ def test_command_line_samples_and_scores_again(
     monkeypatch.setattr("megatron_dcpo.rollout.load_tokenizer", lambda path: tokenizer)
     out = tmp_path / "new"
     args = arguments(
-        "--model", "m", "--benchmarks", f"toy={benchmark_file}", "--out", str(out), "--template", "raw", "--json"
+        "--model",
+        "m",
+        "--benchmarks",
+        f"toy={benchmark_file}",
+        "--out",
+        str(out),
+        "--template",
+        "raw",
+        "--json",
     )
     assert args.run(args) == 0
     printed = json.loads(capsys.readouterr().out)
     for extra in ([], ["--rejudge"]):
-        args = arguments("--samples", str(out / "samples.jsonl"), "--out", str(tmp_path / "again"), *extra)
+        args = arguments(
+            "--samples", str(out / "samples.jsonl"), "--out", str(tmp_path / "again"), *extra
+        )
         assert args.run(args) == 0
         assert json.loads((tmp_path / "again" / "evaluation.json").read_text()) == printed
     assert "toy verbal" in capsys.readouterr().out
@@ -198,15 +234,29 @@ def test_on_a_gpu_vllm_samples_many_at_once_in_bf16(
     stream, asked = scripted(tokenizer), []
     engine = SimpleNamespace(stream=lambda samples, sampling: stream(samples), eos_token_ids=(EOS,))
     monkeypatch.setattr("megatron_dcpo.rollout.engine.check_model_dir", lambda path: None)
-    monkeypatch.setattr("megatron_dcpo.rollout.build_local_engine", lambda *args: asked.append(args[2]) or engine)
+    monkeypatch.setattr(
+        "megatron_dcpo.rollout.build_local_engine", lambda *args: asked.append(args[2]) or engine
+    )
     monkeypatch.setattr("megatron_dcpo.rollout.load_tokenizer", lambda path: tokenizer)
     monkeypatch.setattr("megatron_dcpo.evaluation.run.choose_engine", lambda *_: "vllm")
     monkeypatch.setattr(device, "_CPU", device._GPU if gpu else device._CPU)
-    common = ("--model", "m", "--benchmarks", f"toy={benchmark_file}", "--out", str(tmp_path), "--template", "raw")
+    common = (
+        "--model",
+        "m",
+        "--benchmarks",
+        f"toy={benchmark_file}",
+        "--out",
+        str(tmp_path),
+        "--template",
+        "raw",
+    )
     for options in ((), ("--dtype", "float32", "--batch-size", "7")):
         args = arguments(*common, *options)
         assert args.run(args) == 0
-    found = [(options.dtype, options.max_num_seqs, options.gpu_memory_utilization, options.sleep) for options in asked]
+    found = [
+        (options.dtype, options.max_num_seqs, options.gpu_memory_utilization, options.sleep)
+        for options in asked
+    ]
     chosen = ("bfloat16", 512, 0.9, False) if gpu else ("float32", 64, 0.6, False)
     assert found == [chosen, ("float32", 7, *chosen[2:])]
 
@@ -214,13 +264,17 @@ def test_on_a_gpu_vllm_samples_many_at_once_in_bf16(
 def test_all_requests_are_one_submission(tokenizer: Any, benchmark_file: Path) -> None:
     loaded, submitted = load_benchmark(f"toy={benchmark_file}"), []
     stream = scripted(tokenizer)
-    complete = complete_at_once(lambda s: submitted.append(len(s)) or stream(s), token_bytes(tokenizer), [EOS])
+    complete = complete_at_once(
+        lambda s: submitted.append(len(s)) or stream(s), token_bytes(tokenizer), [EOS]
+    )
     prompts = render_prompts(loaded.records, tokenizer, "raw")
     evaluate_benchmark(loaded, prompts, complete, repeats=4)
     assert submitted == [8]
 
 
-def test_what_was_judged_is_kept_where_the_engine_fails(tokenizer: Any, benchmark_file: Path, tmp_path: Path) -> None:
+def test_what_was_judged_is_kept_where_the_engine_fails(
+    tokenizer: Any, benchmark_file: Path, tmp_path: Path
+) -> None:
     def stream(samples: Sequence[tuple[Prompt, int]]) -> Iterator[list[Response]]:
         yield next(iter(scripted(tokenizer)(samples)))
         raise RuntimeError("the engine failed")
@@ -234,9 +288,13 @@ def test_what_was_judged_is_kept_where_the_engine_fails(tokenizer: Any, benchmar
     assert kept == [("toy/1", 3), ("toy/1", 2), ("toy/1", 1), ("toy/1", 0)]
 
 
-def test_only_a_model_is_sampled_by_several_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_a_model_is_sampled_by_several_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    args = arguments("--endpoint", "http://localhost:1", "--benchmarks", "math500", "--out", str(tmp_path))
+    args = arguments(
+        "--endpoint", "http://localhost:1", "--benchmarks", "math500", "--out", str(tmp_path)
+    )
     with pytest.raises(UserError, match="2 processes were started, but only --model"):
         args.run(args)
 

@@ -1,4 +1,6 @@
-"""``dcpo evaluate`` on programs: prompts, judging, confidence, agreement, a marker of one's own, judging again."""
+"""``dcpo evaluate`` on programs: prompts, judging, confidence, agreement, a marker of one's own,
+judging again.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,15 @@ from megatron_dcpo.judging.programs import ProgramVerifier
 from megatron_dcpo.types import Prompt, Response
 from tests.helpers.fake_server import FakeServer
 
-ADD = {"kind": "stdin", "cases": [{"input": "1 2\n", "output": "3\n"}, {"input": "-4 4\n", "output": "0\n"}]}
-DOUBLE = {"kind": "check", "entry_point": "double", "code": "def check(candidate):\n    assert candidate(4) == 8\n"}
+ADD = {
+    "kind": "stdin",
+    "cases": [{"input": "1 2\n", "output": "3\n"}, {"input": "-4 4\n", "output": "0\n"}],
+}
+DOUBLE = {
+    "kind": "check",
+    "entry_point": "double",
+    "code": "def check(candidate):\n    assert candidate(4) == 8\n",
+}
 PROBLEMS = [
     {"problem": "PROBLEM-ADD: print the sum of two numbers.", "tests": ADD},
     {"problem": "PROBLEM-DOUBLE: write double(x).", "tests": DOUBLE},
@@ -52,7 +61,11 @@ def reply(marker: str = "<conf>") -> Any:
         program = PROGRAMS[name][body["seed"] % 4]
         text = f"I think.\n```python\n{program}\n```\n{marker} Confidence: 0.{body['seed'] % 4 + 5}"
         rows = [{"token": "t", "logprob": -0.5, "top_logprobs": []}]
-        choice = {"message": {"content": text}, "logprobs": {"content": rows}, "finish_reason": "stop"}
+        choice = {
+            "message": {"content": text},
+            "logprobs": {"content": rows},
+            "finish_reason": "stop",
+        }
         return 200, {"choices": [choice]}, {}
 
     return answer
@@ -62,7 +75,9 @@ def reply(marker: str = "<conf>") -> Any:
 def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """They take most of the time, and other tests look at them."""
     monkeypatch.setattr("megatron_dcpo.evaluation.evaluate._draw", lambda *args: None)
-    monkeypatch.setattr("megatron_dcpo.calibration.diagrams.inline_svg", lambda *args: "<svg></svg>")
+    monkeypatch.setattr(
+        "megatron_dcpo.calibration.diagrams.inline_svg", lambda *args: "<svg></svg>"
+    )
 
 
 @pytest.fixture
@@ -76,7 +91,16 @@ def evaluate(out: Path, problems: Path, *options: str, marker: str = "<conf>") -
     server = FakeServer(reply=reply(marker)).start()
     try:
         url = f"http://127.0.0.1:{server.port}/v1"
-        source = ["--endpoint", url, "--benchmarks", f"toy={problems}", "--repeats", "6", "--resamples", "0"]
+        source = [
+            "--endpoint",
+            url,
+            "--benchmarks",
+            f"toy={problems}",
+            "--repeats",
+            "6",
+            "--resamples",
+            "0",
+        ]
         source += ["--attempts", "1"]
         assert main(["evaluate", *source, "--out", str(out), *options]) == 0
     finally:
@@ -120,7 +144,9 @@ def test_the_result_depends_on_no_concurrency(tmp_path: Path, problems: Path) ->
 
 
 @pytest.mark.slow
-def test_old_samples_are_scored_and_judged_again_without_model_and_benchmark(tmp_path: Path, problems: Path) -> None:
+def test_old_samples_are_scored_and_judged_again_without_model_and_benchmark(
+    tmp_path: Path, problems: Path
+) -> None:
     evaluation = evaluate(tmp_path / "run", problems)
     problems.unlink()
     samples = tmp_path / "run" / "samples.jsonl"
@@ -133,16 +159,54 @@ def test_old_samples_are_scored_and_judged_again_without_model_and_benchmark(tmp
     }
     for extra in ([], ["--rejudge"]):
         out = tmp_path / f"again{len(extra)}"
-        assert main(["evaluate", "--samples", str(samples), "--out", str(out), "--resamples", "0", *extra]) == 0
+        assert (
+            main(
+                [
+                    "evaluate",
+                    "--samples",
+                    str(samples),
+                    "--out",
+                    str(out),
+                    "--resamples",
+                    "0",
+                    *extra,
+                ]
+            )
+            == 0
+        )
         assert json.loads((out / "evaluation.json").read_text()) == evaluation
     samples.write_text(samples.read_text() + json.dumps(row) + "\n")
     out = tmp_path / "mixed"
-    assert main(["evaluate", "--samples", str(samples), "--out", str(out), "--resamples", "0", "--rejudge"]) == 0
+    assert (
+        main(
+            [
+                "evaluate",
+                "--samples",
+                str(samples),
+                "--out",
+                str(out),
+                "--resamples",
+                "0",
+                "--rejudge",
+            ]
+        )
+        == 0
+    )
     mixed = json.loads((out / "evaluation.json").read_text())
     assert mixed["benchmarks"]["toy"] == evaluation["benchmarks"]["toy"]
     assert mixed["benchmarks"]["sums"]["accuracy"] == 1
     assert (
-        main(["evaluate", "--samples", str(out / "samples.jsonl"), "--out", str(tmp_path / "third"), "--rejudge"]) == 0
+        main(
+            [
+                "evaluate",
+                "--samples",
+                str(out / "samples.jsonl"),
+                "--out",
+                str(tmp_path / "third"),
+                "--rejudge",
+            ]
+        )
+        == 0
     )
 
 
@@ -151,7 +215,13 @@ def test_judging_again_without_the_tests_is_an_error(
 ) -> None:
     evaluate(tmp_path / "run", problems)
     (tmp_path / "run" / "tests.jsonl.gz").unlink()
-    arguments = ["evaluate", "--samples", str(tmp_path / "run" / "samples.jsonl"), "--out", str(tmp_path / "again")]
+    arguments = [
+        "evaluate",
+        "--samples",
+        str(tmp_path / "run" / "samples.jsonl"),
+        "--out",
+        str(tmp_path / "again"),
+    ]
     assert main([*arguments, "--resamples", "0"]) == 0, "scoring needs no tests"
     assert main([*arguments, "--rejudge"]) == 2
     assert "no tests for 2 problems" in capsys.readouterr().err
@@ -164,11 +234,24 @@ def test_a_marker_of_ones_own(tmp_path: Path, problems: Path) -> None:
     assert evaluation["benchmarks"]["toy"]["parse_rate"] == 1
     assert "<mark>[SURE] Confidence" in (out / "report.html").read_text()
     again = tmp_path / "again"
-    source = ["evaluate", "--samples", str(out / "samples.jsonl"), "--rejudge", "--resamples", "0", "--out", str(again)]
+    source = [
+        "evaluate",
+        "--samples",
+        str(out / "samples.jsonl"),
+        "--rejudge",
+        "--resamples",
+        "0",
+        "--out",
+        str(again),
+    ]
     assert main(source) == 0
-    assert json.loads((again / "evaluation.json").read_text()) == evaluation, "the marker is known from before"
+    assert json.loads((again / "evaluation.json").read_text()) == evaluation, (
+        "the marker is known from before"
+    )
     assert main([*source, "--marker", "<conf>"]) == 0
-    assert json.loads((again / "evaluation.json").read_text())["benchmarks"]["toy"]["parse_rate"] == 0
+    assert (
+        json.loads((again / "evaluation.json").read_text())["benchmarks"]["toy"]["parse_rate"] == 0
+    )
 
 
 def test_samples_of_another_marker_are_not_mixed(
@@ -191,7 +274,10 @@ def test_tests_on_disk(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no tests for 1 problems"):
         read_tests(path, ["tests:0000000000000000"])
     forged = tmp_path / "forged.jsonl"
-    forged.write_text(json.dumps({"key": next(iter(packed)), "tests": {"kind": "asserts", "asserts": ["True"]}}) + "\n")
+    forged.write_text(
+        json.dumps({"key": next(iter(packed)), "tests": {"kind": "asserts", "asserts": ["True"]}})
+        + "\n"
+    )
     with pytest.raises(UserError, match="not those of"):
         read_tests(forged, packed)
 
@@ -208,9 +294,13 @@ def test_nothing_behind_the_confidence_line_is_run() -> None:
         (f"{right}", "length"),
     ]
     none = np.empty(0)
-    responses = [Response("p", i, none, none, reason, 0, text=text) for i, (text, reason) in enumerate(texts)]  # type: ignore[arg-type]
+    responses = [
+        Response("p", i, none, none, reason, 0, text=text) for i, (text, reason) in enumerate(texts)
+    ]  # type: ignore[arg-type]
     prompts = {"p": Prompt("p", (), (), key, "toy", packed)}
-    verdicts = judge_many(responses, prompts, verifier=ProgramVerifier({key: packed}, workers=1), form=FENCED)
+    verdicts = judge_many(
+        responses, prompts, verifier=ProgramVerifier({key: packed}, workers=1), form=FENCED
+    )
     assert [v.correct for v in verdicts] == [1, 0, 0, 0, 1]
     assert [v.status for v in verdicts] == ["ok", "before_box", "before_box", "ok", "truncated"]
     assert [v.answer is None for v in verdicts] == [False, True, False, True, False]

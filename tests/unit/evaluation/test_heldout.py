@@ -1,4 +1,6 @@
-"""What a run is validated on and by: words of the configuration, what is better, which checkpoint that names."""
+"""What a run is validated on and by: words of the configuration, what is better, which checkpoint
+that names.
+"""
 
 from __future__ import annotations
 
@@ -54,11 +56,27 @@ def test_less_is_better_for_errors(word: str, before: Any, better: bool) -> None
 def test_early_stop_counts_validations_since_the_best() -> None:
     """The validation before the first step does not count."""
     saved: list[int] = []
-    rule = ["evaluation.interval=1", HELDOUT, "training.keep_best=accuracy", "training.early_stop=2"]
-    checkpointer: Any = SimpleNamespace(save_now=saved.append, saver=SimpleNamespace(wait=lambda: None))
-    parts: Any = SimpleNamespace(engine=None), None, None, checkpointer, SimpleNamespace(rank=0), None
+    rule = [
+        "evaluation.interval=1",
+        HELDOUT,
+        "training.keep_best=accuracy",
+        "training.early_stop=2",
+    ]
+    checkpointer: Any = SimpleNamespace(
+        save_now=saved.append, saver=SimpleNamespace(wait=lambda: None)
+    )
+    parts: Any = (
+        SimpleNamespace(engine=None),
+        None,
+        None,
+        checkpointer,
+        SimpleNamespace(rank=0),
+        None,
+    )
     held_out: Any = None
-    validator = Validator(held_out, *parts, Path("unused"), load_config(QUICKSTART / "dcpo.yaml", rule))
+    validator = Validator(
+        held_out, *parts, Path("unused"), load_config(QUICKSTART / "dcpo.yaml", rule)
+    )
     stopped = []
     for step, value in {0: 0.9, 1: 0.5, 2: 0.6, 3: 0.6, 4: math.nan}.items():
         validator.measured[step] = {"evaluation/heldout/accuracy": value}
@@ -69,17 +87,31 @@ def test_early_stop_counts_validations_since_the_best() -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["training.keep_best=ece"], "training.keep_best and training.early_stop need evaluation.interval"),
+        (
+            ["training.keep_best=ece"],
+            "training.keep_best and training.early_stop need evaluation.interval",
+        ),
         (["evaluation.interval=5"], "evaluation.interval=5 needs evaluation.benchmarks"),
         (["evaluation.interval=5", "evaluation.benchmarks=meth500"], "unknown benchmark 'meth500'"),
-        (["evaluation.interval=5", "evaluation.benchmarks=mine=/nowhere.jsonl"], "/nowhere.jsonl: no such data file"),
-        (["evaluation.interval=5", HELDOUT, "training.keep_best=acuracy"], "did you mean 'accuracy'?"),
+        (
+            ["evaluation.interval=5", "evaluation.benchmarks=mine=/nowhere.jsonl"],
+            "/nowhere.jsonl: no such data file",
+        ),
+        (
+            ["evaluation.interval=5", HELDOUT, "training.keep_best=acuracy"],
+            "did you mean 'accuracy'?",
+        ),
         (
             ["evaluation.interval=5", HELDOUT, "training.keep_best=math500/ece"],
             "write heldout/ece, or ece for the mean of",
         ),
         (
-            ["evaluation.interval=5", HELDOUT, "training.keep_best=mean_length", "training.early_stop=2"],
+            [
+                "evaluation.interval=5",
+                HELDOUT,
+                "training.keep_best=mean_length",
+                "training.early_stop=2",
+            ],
             "training.keep_best=mean_length",
         ),
         (
@@ -92,7 +124,9 @@ def test_early_stop_counts_validations_since_the_best() -> None:
 def test_bad_input_is_named_before_anything_is_loaded(overrides: list[str], message: str) -> None:
     tokenizer = AutoTokenizer.from_pretrained(QUICKSTART / "policy")
     with pytest.raises(UserError) as refused:
-        load_held_out(load_config(QUICKSTART / "dcpo.yaml", overrides), tokenizer, token_bytes(tokenizer))
+        load_held_out(
+            load_config(QUICKSTART / "dcpo.yaml", overrides), tokenizer, token_bytes(tokenizer)
+        )
     assert message in str(refused.value)
     assert "\n" not in str(refused.value)
 
@@ -113,7 +147,9 @@ def test_the_dry_run_knows_the_benchmarks(capsys: pytest.CaptureFixture[str]) ->
         ('{"iteration": 4}', "iter_0000004 does not exist"),
     ],
 )
-def test_a_best_checkpoint_that_is_not_there_is_one_line(tmp_path: Path, best: str | None, message: str) -> None:
+def test_a_best_checkpoint_that_is_not_there_is_one_line(
+    tmp_path: Path, best: str | None, message: str
+) -> None:
     if best:
         (tmp_path / "best.json").write_text(best)
     with pytest.raises(UserError, match=message):

@@ -22,10 +22,17 @@ from tests.helpers.evaluated import trained
 from tests.helpers.samples import bare
 
 SAMPLE = {
-    "step": 10, "prompt_id": "p", "problem": "1+1?", "ground_truth": "2", "correct": 1.0, "confidence": 0.8, "status": "ok",
-    "reasoning": "</script>", "confidence_block": "0.8",
+    "step": 10,
+    "prompt_id": "p",
+    "problem": "1+1?",
+    "ground_truth": "2",
+    "correct": 1.0,
+    "confidence": 0.8,
+    "status": "ok",
+    "reasoning": "</script>",
+    "confidence_block": "0.8",
     "pieces": [["</script>", "reasoning", 0.5], ["0.8", "confidence", -0.25]],
-}  # fmt: skip
+}
 
 
 @pytest.fixture
@@ -56,12 +63,19 @@ def test_new_steps_are_news_and_old_ones_are_not(served: Any) -> None:
     (accuracy,) = [curve for curve in first["curves"] if curve["title"] == "Accuracy"]
     assert accuracy["lines"] == [[[step, 0.5 + step / 100] for step in range(12)]]
     assert get(port, f"/data?have={first['tag']}") == (204, "")
-    row = {"step": 12, "reward/accuracy": 0.9, "evaluation/mine/ece": 0.1, "evaluation/mine/brier": None}
+    row = {
+        "step": 12,
+        "reward/accuracy": 0.9,
+        "evaluation/mine/ece": 0.1,
+        "evaluation/mine/brier": None,
+    }
     with (root / "metrics.jsonl").open("a") as file:
         file.write(json.dumps(row) + '\n{"step": 13, "rew')  # a row that is being written
     second = json.loads(get(port, f"/data?have={first['tag']}")[1])
     assert second["step"] == 12
-    assert [c["lines"][0] for c in second["curves"] if c["title"].startswith("mine: ECE")] == [[[12, 0.1]]]
+    assert [c["lines"][0] for c in second["curves"] if c["title"].startswith("mine: ECE")] == [
+        [[12, 0.1]]
+    ]
 
 
 def test_samples_have_blocks_and_advantages(served: Any) -> None:
@@ -72,7 +86,9 @@ def test_samples_have_blocks_and_advantages(served: Any) -> None:
 def test_the_page_loads_nothing_else(served: Any) -> None:
     status, page = get(served[1], "/")
     assert status == 200
-    assert not re.findall(r'(?:src|href)="(?!data:)|url\(|@import|https?://(?!www\.w3\.org/2000/svg)', page)
+    assert not re.findall(
+        r'(?:src|href)="(?!data:)|url\(|@import|https?://(?!www\.w3\.org/2000/svg)', page
+    )
     assert get(served[1], "/metrics.jsonl")[0] == 404
 
 
@@ -82,7 +98,9 @@ def test_only_names_of_this_machine_are_answered(served: Any, host: str) -> None
     assert get(served[1], "/data?have=", "localhost:1")[0] == 200
 
 
-def test_bad_input_is_one_line(served: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input_is_one_line(
+    served: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     root, port = str(served[0]), str(served[1])
     for arguments, said in (
         ([str(tmp_path / "none"), "--serve"], "no such run directory"),
@@ -99,6 +117,12 @@ def test_bad_input_is_one_line(served: Any, tmp_path: Path, capsys: pytest.Captu
 def test_pieces_are_tokens_of_one_block_and_advantage() -> None:
     blocks = np.array([BLOCK_REASONING] * 3 + [BLOCK_CONFIDENCE] * 2, np.int8)
     advantages = np.array([0.5, 0.5, 0.25, -1 / 3, -1 / 3])
-    sample = dataclasses.replace(bare([7], [1, 2, 3, 4, 5]), advantages=advantages, block_ids=blocks)
+    sample = dataclasses.replace(
+        bare([7], [1, 2, 3, 4, 5]), advantages=advantages, block_ids=blocks
+    )
     found = token_pieces(sample, lambda ids: "".join(map(str, ids)))
-    assert found == [("12", "reasoning", 0.5), ("3", "reasoning", 0.25), ("45", "confidence", -0.3333)]
+    assert found == [
+        ("12", "reasoning", 0.5),
+        ("3", "reasoning", 0.25),
+        ("45", "confidence", -0.3333),
+    ]

@@ -1,4 +1,6 @@
-"""Post-hoc predictors: they learn what is there, split by problem, survive saving, and name what is missing."""
+"""Post-hoc predictors: they learn what is there, split by problem, survive saving, and name what is
+missing.
+"""
 
 from __future__ import annotations
 
@@ -17,20 +19,37 @@ from megatron_dcpo.evaluation.samples import Sample, mean_entropy, read_samples,
 
 
 def world(problems: int = 240, repeats: int = 5, seed: int = 0) -> list[Sample]:
-    """Over-confident samples: difficulty shows in the log-probs, right with p, says sigmoid(3 logit p)."""
+    """Over-confident samples: difficulty shows in the log-probs, right with p, says sigmoid(3 logit
+    p).
+    """
     generator = np.random.default_rng(seed)
     samples = []
     for problem in range(problems):
         p = generator.uniform(0.1, 0.9)
         for repeat in range(repeats):
             stated = 1 / (1 + np.exp(-3 * np.log(p / (1 - p))))
-            top = np.log(np.sort(generator.dirichlet(np.full(20, 1 - p + 0.05), size=30))[:, ::-1] + 1e-9)
+            top = np.log(
+                np.sort(generator.dirichlet(np.full(20, 1 - p + 0.05), size=30))[:, ::-1] + 1e-9
+            )
             samples.append(
                 Sample(
-                    "toy", f"toy/{problem}", repeat, "q", "r", "1", "1", bool(generator.random() < p),
-                    float(stated), "ok", float(stated), -1.0, 30, "stop", features=posthoc.features(top),
+                    "toy",
+                    f"toy/{problem}",
+                    repeat,
+                    "q",
+                    "r",
+                    "1",
+                    "1",
+                    bool(generator.random() < p),
+                    float(stated),
+                    "ok",
+                    float(stated),
+                    -1.0,
+                    30,
+                    "stop",
+                    features=posthoc.features(top),
                 )
-            )  # fmt: skip
+            )
     return samples
 
 
@@ -69,8 +88,12 @@ def test_the_reasonings_logprob_is_scaled_to_a_confidence(method: str, tmp_path:
     assert posthoc.scores(held_out)["auroc"] > 0.9
     assert posthoc.scores(held_out)["ece"] < 0.08
     predictor.save(tmp_path / "p.npz")
-    assert posthoc.Posthoc.load(tmp_path / "p.npz").predict(held_out) == [s.posthoc_confidence for s in held_out]
-    assert posthoc.Posthoc.load(tmp_path / "p.npz").predict([SAMPLES[0]]) == [None], "no tokens, no confidence"
+    assert posthoc.Posthoc.load(tmp_path / "p.npz").predict(held_out) == [
+        s.posthoc_confidence for s in held_out
+    ]
+    assert posthoc.Posthoc.load(tmp_path / "p.npz").predict([SAMPLES[0]]) == [None], (
+        "no tokens, no confidence"
+    )
     if method == "platt":  # two normal classes of the same spread: log-odds with slope 2 * 10 / 8^2
         assert float(predictor.weights["slope"]) == pytest.approx(20 / 64, rel=0.2)
     with pytest.raises(UserError, match="temperature does not read logprob"):
@@ -84,7 +107,9 @@ def with_logprobs(seed: int = 3) -> list[Sample]:
     for sample in SAMPLES:
         nats = -3 + 2 * sample.correct + generator.standard_normal()
         length = int(20 + 5 * (not sample.correct) + generator.integers(0, 8))
-        samples.append(replace(sample, reasoning_logprob=min(0.0, float(nats)), reasoning_tokens=length))
+        samples.append(
+            replace(sample, reasoning_logprob=min(0.0, float(nats)), reasoning_tokens=length)
+        )
     return samples
 
 
@@ -95,11 +120,17 @@ def test_logistic_reads_log_probs_length_and_what_is_stated(tmp_path: Path) -> N
     assert after["auroc"] > 0.93
     assert after["ece"] < 0.05
     _, same = posthoc.fit("isotonic", samples, "logprob", held_out=0.3)
-    assert after["brier"] < posthoc.scores(same)["brier"] - 0.01, "the length and the stated confidence tell more"
+    assert after["brier"] < posthoc.scores(same)["brier"] - 0.01, (
+        "the length and the stated confidence tell more"
+    )
     predictor.save(tmp_path / "p.npz")
-    assert posthoc.Posthoc.load(tmp_path / "p.npz").predict(held_out) == [s.posthoc_confidence for s in held_out]
+    assert posthoc.Posthoc.load(tmp_path / "p.npz").predict(held_out) == [
+        s.posthoc_confidence for s in held_out
+    ]
     unstated = [replace(s, confidence=None, status="missing") for s in samples]
-    assert all(c is not None for c in predictor.predict(unstated)), "a response that states nothing has log-probs"
+    assert all(c is not None for c in predictor.predict(unstated)), (
+        "a response that states nothing has log-probs"
+    )
     assert predictor.predict([SAMPLES[0]]) == [None], "no log-probs, no confidence"
 
 
@@ -120,9 +151,19 @@ def test_logistic_is_the_peers_regression() -> None:
 
 def test_calibrate_kind_logprob(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     generator = np.random.default_rng(4)
-    samples = [replace(s, reasoning_logprob=-20 - 9 * (not s.correct) - generator.random()) for s in SAMPLES]
+    samples = [
+        replace(s, reasoning_logprob=-20 - 9 * (not s.correct) - generator.random())
+        for s in SAMPLES
+    ]
     write_samples(samples, tmp_path / "samples.jsonl")
-    options = ["--samples", str(tmp_path / "samples.jsonl"), "--kind", "logprob", "--method", "isotonic"]
+    options = [
+        "--samples",
+        str(tmp_path / "samples.jsonl"),
+        "--kind",
+        "logprob",
+        "--method",
+        "isotonic",
+    ]
     assert main(["calibrate", *options, "--out", str(tmp_path / "p.npz"), "--json"]) == 0
     assert set(json.loads(capsys.readouterr().out)["held_out"]) == {"token", "isotonic"}
 
@@ -154,7 +195,9 @@ def test_the_network_in_numpy_is_the_network_that_was_trained(tmp_path: Path) ->
     h = torch.relu(torch.nn.functional.linear(x.float(), w["weight1"], w["bias1"]))
     h = torch.relu(torch.nn.functional.linear(h, w["weight2"], w["bias2"]))
     expected = torch.sigmoid(torch.nn.functional.linear(h, w["weight3"], w["bias3"]))[:, 0]
-    np.testing.assert_allclose([s.posthoc_confidence for s in held_out], expected.numpy(), atol=1e-5)
+    np.testing.assert_allclose(
+        [s.posthoc_confidence for s in held_out], expected.numpy(), atol=1e-5
+    )
     predictor.save(tmp_path / "p.npz")
     assert posthoc.Posthoc.load(tmp_path / "p.npz").predict(held_out) == predictor.predict(held_out)
 
@@ -217,7 +260,15 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert main([*fit, "--source", "verbal", "--out", out, "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["held_out"]
     assert rows["platt"]["ece"] < rows["verbal"]["ece"]
-    score = ["evaluate", "--samples", str(tmp_path / "test.jsonl"), "--posthoc", out, "--resamples", "0"]
+    score = [
+        "evaluate",
+        "--samples",
+        str(tmp_path / "test.jsonl"),
+        "--posthoc",
+        out,
+        "--resamples",
+        "0",
+    ]
     assert main([*score, "--out", str(tmp_path / "run"), "--json"]) == 0
     overall = json.loads(capsys.readouterr().out)["overall"]
     assert overall["posthoc"]["ece"] < overall["verbal"]["ece"]
@@ -234,8 +285,16 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
             SAMPLES,
             r"logistic: none of the \d+ responses that are held out has log-probs of its reasoning",
         ),
-        ("confclass", [replace(s, features=None) for s in SAMPLES], "held out has features .sample with dcpo evaluate"),
-        ("platt", [replace(s, token_confidence=None) for s in SAMPLES], "has a confidence of the kind token"),
+        (
+            "confclass",
+            [replace(s, features=None) for s in SAMPLES],
+            "held out has features .sample with dcpo evaluate",
+        ),
+        (
+            "platt",
+            [replace(s, token_confidence=None) for s in SAMPLES],
+            "has a confidence of the kind token",
+        ),
         ("logistic", with_logprobs()[:1], "no problem is (held out|fitted); give more problems"),
     ],
 )

@@ -11,8 +11,14 @@ from megatron_dcpo.evaluation.programs import normal_form, same_program
     ("a", "b"),
     [
         ("x=1\nprint(x)", "# first\ny = 1\n\nprint( y )\n"),
-        ('def f(a):\n    """Doc."""\n    t = a\n    return t', "def f(a):\n  total = a  # sum\n  return total"),
-        ("def f(a: int) -> int:\n    s: int = a\n    return s", "def f(a):\n    r = a\n    return r"),
+        (
+            'def f(a):\n    """Doc."""\n    t = a\n    return t',
+            "def f(a):\n  total = a  # sum\n  return total",
+        ),
+        (
+            "def f(a: int) -> int:\n    s: int = a\n    return s",
+            "def f(a):\n    r = a\n    return r",
+        ),
         ("for i in range(3):\n    print(i)", "for k in range(3):\n    print(k)"),
         ("print([v for v in range(3)])", "print([w for w in range(3)])"),
         ("not python at all", "not python at all\n"),
@@ -33,7 +39,10 @@ def test_same(a: str, b: str) -> None:
         ("total = 0\nprint(sum([1]))", "sum = 0\nprint(sum([1]))"),
         ("import math\nprint(math.pi)", "import cmath\nprint(cmath.pi)"),
         ("class A:\n    x = 1\nprint(A().x)", "class A:\n    y = 1\nprint(A().x)"),
-        ("def f(*, k): return k\nk = 1\nprint(f(k=k))", "def f(*, k): return k\nj = 1\nprint(f(j=j))"),
+        (
+            "def f(*, k): return k\nk = 1\nprint(f(k=k))",
+            "def f(*, k): return k\nj = 1\nprint(f(j=j))",
+        ),
         ("x = 1", "x = 1.0"),
         ("print('a')", "print('b')"),
         ("", "x = 1"),

@@ -1,4 +1,6 @@
-"""The paper's tables (``docs/paper_tables.csv``) against what ``--against paper`` and docs/errata.md say of them."""
+"""The paper's tables (``docs/paper_tables.csv``) against what ``--against paper`` and
+docs/errata.md say of them.
+"""
 
 import csv
 from statistics import fmean
@@ -10,7 +12,10 @@ from tests.helpers.paths import REPOSITORY
 
 with (REPOSITORY / "docs" / "paper_tables.csv").open(newline="") as _file:
     ROWS = list(csv.DictReader(_file))
-CELLS = {(r["table"], r["method"], r["confidence"], r["benchmark"], r["metric"]): float(r["value"]) for r in ROWS}
+CELLS = {
+    (r["table"], r["method"], r["confidence"], r["benchmark"], r["metric"]): float(r["value"])
+    for r in ROWS
+}
 MATH = ("MATH-500", "AIME24", "AIME25", "AMC23", "AMC24")
 
 
@@ -20,8 +25,15 @@ def of_math(row, benchmark):
 
 
 def test_every_cell_is_there_once():
-    keys = [(r["table"], r["model"], r["method"], r["confidence"], r["benchmark"], r["metric"]) for r in ROWS]
-    assert len(set(keys)) == len(ROWS) == 10 * 6 * 4 + 5 * 3 * 4 + 5 * 3 + 2 * 4 * 5 * 2 + 7 + 5 * 2 + 3
+    keys = [
+        (r["table"], r["model"], r["method"], r["confidence"], r["benchmark"], r["metric"])
+        for r in ROWS
+    ]
+    assert (
+        len(set(keys))
+        == len(ROWS)
+        == 10 * 6 * 4 + 5 * 3 * 4 + 5 * 3 + 2 * 4 * 5 * 2 + 7 + 5 * 2 + 3
+    )
 
 
 def test_published_rows_are_the_tables():
@@ -33,7 +45,9 @@ def test_published_rows_are_the_tables():
 
 
 def test_overall_is_not_the_mean_where_we_say_so():
-    marked = [row for row in load_published("paper") if row.mark == "not the mean of the five columns"]
+    marked = [
+        row for row in load_published("paper") if row.mark == "not the mean of the five columns"
+    ]
     for row in marked:
         mean = fmean(of_math(row, benchmark) for benchmark in MATH)
         assert mean == pytest.approx(row.recomputed, abs=6e-4), row
@@ -41,7 +55,9 @@ def test_overall_is_not_the_mean_where_we_say_so():
     assert len(marked) >= 6
 
 
-@pytest.mark.parametrize(("table", "benchmarks", "of", "exceeds"), [("1 math", 5, 50, 23), ("2 code", 3, 15, 3)])
+@pytest.mark.parametrize(
+    ("table", "benchmarks", "of", "exceeds"), [("1 math", 5, 50, 23), ("2 code", 3, 15, 3)]
+)
 def test_pce_exceeds_ece_as_often_as_erratum_p4_counts(table, benchmarks, of, exceeds):
     pairs = [
         (value, CELLS[t, method, confidence, benchmark, "pce"])
@@ -55,17 +71,28 @@ def test_pce_exceeds_ece_as_often_as_erratum_p4_counts(table, benchmarks, of, ex
 def test_overall_is_the_mean_in_three_rows_and_its_orders_reverse_as_erratum_p6_says():
     metrics = ("accuracy", "ece", "pce", "auroc")
     rows = sorted({key[1:3] for key in CELLS if key[0] == "1 math"})
-    means = {(*row, m): fmean(CELLS["1 math", *row, name, m] for name in MATH) for row in rows for m in metrics}
+    means = {
+        (*row, m): fmean(CELLS["1 math", *row, name, m] for name in MATH)
+        for row in rows
+        for m in metrics
+    }
     plain = [
-        row for row in rows if all(abs(means[*row, m] - CELLS["1 math", *row, "overall", m]) < 6e-4 for m in metrics)
+        row
+        for row in rows
+        if all(abs(means[*row, m] - CELLS["1 math", *row, "overall", m]) < 6e-4 for m in metrics)
     ]
     assert (len(plain), len(rows)) == (3, 10)
     assert means["DCPO", "verbal", "accuracy"] < means["GRPO", "token", "accuracy"]
     assert means["RLCR", "verbal", "pce"] < means["DCPO", "verbal", "pce"]
 
 
-@pytest.mark.parametrize(("percent", "possible"), [(32.8, False), (4.4, False), (42.5, True), (41.6, True)])
+@pytest.mark.parametrize(
+    ("percent", "possible"), [(32.8, False), (4.4, False), (42.5, True), (41.6, True)]
+)
 def test_no_number_of_right_responses_gives_erratum_p14s_accuracies(percent, possible):
     """30 problems, 4 or 8 samples each, rounded or cut after one decimal."""
     shares = [100 * right / total for total in (120, 240) for right in range(total + 1)]
-    assert any(abs(share - percent) <= 0.0501 or 0 <= share - percent < 0.1 for share in shares) is possible
+    assert (
+        any(abs(share - percent) <= 0.0501 or 0 <= share - percent < 0.1 for share in shares)
+        is possible
+    )

@@ -1,4 +1,6 @@
-"""Benchmarks of questions through sampling, judging, scoring and judging again; what an abstention leaves behind."""
+"""Benchmarks of questions through sampling, judging, scoring and judging again; what an abstention
+leaves behind.
+"""
 
 from __future__ import annotations
 
@@ -42,17 +44,33 @@ def evaluated(specs: str, judging: JudgingConfig | None = None) -> list[Sample]:
         for request in requests:
             for repeat in request.repeats:
                 text = f"So \\boxed{{{SAID[repeat]}}}\n<conf> Confidence: 0.5"
-                yield [Response(request.prompt.prompt_id, repeat, np.empty(0), np.empty(0), "stop", 0, text=text)]
+                yield [
+                    Response(
+                        request.prompt.prompt_id,
+                        repeat,
+                        np.empty(0),
+                        np.empty(0),
+                        "stop",
+                        0,
+                        text=text,
+                    )
+                ]
 
     samples: list[Sample] = []
     for one in load_problems(specs, judging or JudgingConfig()):
-        prompts, how = message_prompts(one.benchmark.records), {"judge": one.judge, "equivalent": one.equivalent}
+        prompts, how = (
+            message_prompts(one.benchmark.records),
+            {"judge": one.judge, "equivalent": one.equivalent},
+        )
         samples += evaluate_benchmark(one.benchmark, prompts, complete, repeats=len(SAID), **how)
     return samples
 
 
 def verdicts(samples: Sequence[Sample]) -> dict[str, list[bool]]:
-    return {name: [s.correct for s in samples if s.benchmark == name] for name in ("gpqa", "mmlupro", "trivia")}
+    return {
+        name: [s.correct for s in samples if s.benchmark == name]
+        for name in ("gpqa", "mmlupro", "trivia")
+    }
 
 
 EXPECTED = {
@@ -68,14 +86,25 @@ def test_each_is_judged_by_its_form_and_again(specs: str, tmp_path: Path) -> Non
     assert [s.abstained for s in samples] == [None, None, None, True] * 3
     wrong = [replace(s, correct=not s.correct, abstained=None) for s in samples]
     write_evaluation(tmp_path / "first", score_samples(wrong, ("verbal",), resamples=0), wrong)
-    again = ["evaluate", "--samples", str(tmp_path / "first" / "samples.jsonl"), "--rejudge", "--resamples", "0"]
+    again = [
+        "evaluate",
+        "--samples",
+        str(tmp_path / "first" / "samples.jsonl"),
+        "--rejudge",
+        "--resamples",
+        "0",
+    ]
     assert main([*again, "--out", str(tmp_path / "again")]) == 0
     judged = read_samples(tmp_path / "again" / "samples.jsonl")
     assert verdicts(judged) == EXPECTED
-    assert [(s.form, s.row, s.abstained) for s in judged] == [(s.form, s.row, s.abstained) for s in samples]
+    assert [(s.form, s.row, s.abstained) for s in judged] == [
+        (s.form, s.row, s.abstained) for s in samples
+    ]
 
 
-def test_abstentions_are_in_the_summary(specs: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_abstentions_are_in_the_summary(
+    specs: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Of four responses one abstains; of mmlupro's three others two are right, of trivia's one."""
     samples = evaluated(specs)
     scores = score_samples(samples, ("verbal",), resamples=0)
@@ -112,13 +141,20 @@ def test_validation_of_a_run(specs: str) -> None:
         "data.template=abstain",
     ]
     tokens = TokenBytes((*(bytes([b]) for b in range(256)), b"", b""))
-    held_out = load_held_out(load_config(QUICKSTART / "dcpo.yaml", options), ByteTokenizer(), tokens)
+    held_out = load_held_out(
+        load_config(QUICKSTART / "dcpo.yaml", options), ByteTokenizer(), tokens
+    )
     assert held_out is not None
     responses = [
-        Response(name, 0, np.empty(0), np.empty(0), "stop", 0, text="\\boxed{I don't know}\n<conf> 0.1")
+        Response(
+            name, 0, np.empty(0), np.empty(0), "stop", 0, text="\\boxed{I don't know}\n<conf> 0.1"
+        )
         for name in held_out.prompts
     ]
     found = held_out.metrics(held_out.judged(responses, []))
     assert found["evaluation/gpqa/abstention_rate"] == 1.0
     assert found["evaluation/gpqa/abstention_hallucination_rate"] == 0.0
-    assert all("\\boxed{I don't know}" in prompt.messages[-1]["content"] for prompt in held_out.prompts.values())
+    assert all(
+        "\\boxed{I don't know}" in prompt.messages[-1]["content"]
+        for prompt in held_out.prompts.values()
+    )

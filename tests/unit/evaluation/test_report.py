@@ -31,7 +31,9 @@ class Outside(HTMLParser):
         if tag in {"link", "img", "iframe", "object", "embed", "video", "image"}:
             self.loads.append(tag)
         self.loads += [
-            f"{tag} {k}={v}" for k, v in attrs if k in {"src", "href", "xlink:href"} and not str(v).startswith("#")
+            f"{tag} {k}={v}"
+            for k, v in attrs
+            if k in {"src", "href", "xlink:href"} and not str(v).startswith("#")
         ]
         if tag in {"section", "table", "details", "figure", "svg", "article", "pre"}:
             self.stack.append(tag)
@@ -60,16 +62,22 @@ def test_report_is_self_contained_and_holds_the_numbers(tmp_path: Path) -> None:
         assert f"{100 * overall['accuracy']:.1f}%</td>" in page
     assert 'name="viewport"' in page
     assert "prefers-color-scheme: dark" in page
-    assert page.count("<svg") == 4 + 2 + 2  # two runs x two kinds, coverage of two kinds, two logged curves
+    assert (
+        page.count("<svg") == 4 + 2 + 2
+    )  # two runs x two kinds, coverage of two kinds, two logged curves
     ids = re.findall(r'\bid="([^"]+)"', page)
     assert len(ids) == len(set(ids))
-    embedded = json.loads(re.findall(r'<script type="application/json"[^>]*>(.*?)</script>', page)[0])
+    embedded = json.loads(
+        re.findall(r'<script type="application/json"[^>]*>(.*?)</script>', page)[0]
+    )
     assert embedded["dcpo"] == report.summary_of(find_runs([tmp_path / "dcpo"])[0])
 
 
 def test_runs_on_different_benchmarks_are_said_to_be_so(tmp_path: Path) -> None:
     evaluated(tmp_path / "a", samples=make_samples(8, benchmark="one"))
-    evaluated(tmp_path / "b", samples=make_samples(8, benchmark="one") + make_samples(8, benchmark="two"))
+    evaluated(
+        tmp_path / "b", samples=make_samples(8, benchmark="one") + make_samples(8, benchmark="two")
+    )
     page = report.render_report(find_runs([tmp_path]))
     assert "<h3>one</h3>" in page
     assert "<h3>one, two</h3>" in page
@@ -123,7 +131,9 @@ def test_a_run_says_where_it_comes_from_and_what_it_was_warned_of(tmp_path: Path
             "commit": "0123456789abcdef",
             "device": "cpu",
         }
-        (tmp_path / name / "run.json").write_text(json.dumps({"launches": [launch | {"uncommitted_changes": True}]}))
+        (tmp_path / name / "run.json").write_text(
+            json.dumps({"launches": [launch | {"uncommitted_changes": True}]})
+        )
     warning = {"step": 5, "watcher": "exploding", "text": "lower <optimizer.lr>"}
     (tmp_path / "two" / "warnings.jsonl").write_text(json.dumps(warning) + "\n")
     page = report.render_report(find_runs([tmp_path]))
@@ -139,9 +149,23 @@ def test_a_run_says_where_it_comes_from_and_what_it_was_warned_of(tmp_path: Path
 
 def test_responses_are_escaped_and_their_blocks_coloured(tmp_path: Path) -> None:
     nasty = [
-        Sample("b", "b/0", 0, "<b>1 & 2</b>", "think </pre><script>x</script> \\boxed{1}\n<conf> Confidence: 0.9", "1", "2",
-               False, 0.9, "ok", 0.5, -1.0, 9, "stop")
-    ]  # fmt: skip
+        Sample(
+            "b",
+            "b/0",
+            0,
+            "<b>1 & 2</b>",
+            "think </pre><script>x</script> \\boxed{1}\n<conf> Confidence: 0.9",
+            "1",
+            "2",
+            False,
+            0.9,
+            "ok",
+            0.5,
+            -1.0,
+            9,
+            "stop",
+        )
+    ]
     evaluated(tmp_path / "<run>", samples=nasty)
     page = report.render_report(find_runs([tmp_path / "<run>"]))
     assert "<script>x" not in page
@@ -150,7 +174,9 @@ def test_responses_are_escaped_and_their_blocks_coloured(tmp_path: Path) -> None
     assert "<run>" not in page
 
 
-def test_runs_are_found_in_subdirectories_and_evaluations_join_their_training(tmp_path: Path) -> None:
+def test_runs_are_found_in_subdirectories_and_evaluations_join_their_training(
+    tmp_path: Path,
+) -> None:
     trained(tmp_path / "grpo")
     evaluated(tmp_path / "grpo" / "evaluation")
     trained(tmp_path / "dcpo")
@@ -175,7 +201,12 @@ def test_equal_names_are_told_apart(tmp_path: Path) -> None:
 def test_a_training_run_alone(tmp_path: Path) -> None:
     trained(tmp_path / "run")
     (tmp_path / "run" / "samples").mkdir()
-    row = {"prompt_id": "p", "problem": "1+1?", "reasoning": "so \\boxed{2}", "confidence_block": "<conf> sure"}
+    row = {
+        "prompt_id": "p",
+        "problem": "1+1?",
+        "reasoning": "so \\boxed{2}",
+        "confidence_block": "<conf> sure",
+    }
     row |= {"correct": 1.0, "confidence": None, "status": "unparsable"}
     (tmp_path / "run" / "samples" / "step_000010.jsonl").write_text(json.dumps(row) + "\n")
     page = report.render_report(find_runs([tmp_path / "run"]))
@@ -216,7 +247,14 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     parser = argparse.ArgumentParser()
     cli.add_parser(parser.add_subparsers())
     args = parser.parse_args(
-        ["report", str(tmp_path / "base"), str(tmp_path / "dcpo"), "--json", "--out", str(tmp_path / "r.html")]
+        [
+            "report",
+            str(tmp_path / "base"),
+            str(tmp_path / "dcpo"),
+            "--json",
+            "--out",
+            str(tmp_path / "r.html"),
+        ]
     )
     assert args.run(args) == 0
     printed = json.loads(capsys.readouterr().out)
@@ -228,21 +266,31 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert (tmp_path / "report.html").exists()
 
 
-def test_published_numbers_stand_beside_ours(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Every shipped row is shown with its mark; ours are the means over benchmarks, as the paper's are."""
+def test_published_numbers_stand_beside_ours(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every shipped row is shown with its mark; ours are the means over benchmarks, as the paper's
+    are.
+    """
     evaluation = evaluated(tmp_path / "run")
     assert main(["report", str(tmp_path / "run"), "--against", "paper", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["against"]
     shipped = published.load_published("paper")
     assert len(rows) == len(shipped) > 15
-    ours = {(r["method"], r["benchmark"], r["confidence"], r["metric"]): r["ours"]["run"] for r in rows}
+    ours = {
+        (r["method"], r["benchmark"], r["confidence"], r["metric"]): r["ours"]["run"] for r in rows
+    }
     macro = evaluation["overall"]["macro"]  # type: ignore[index]
     assert ours["DCPO", "overall", "verbal", "pce"] == macro["verbal"]["pce"]
     assert ours["DCPO", "overall", "verbal", "accuracy"] == macro["accuracy"]
     assert ours["DCPO", "overall", "verbal", "mean_length"] == evaluation["overall"]["mean_length"]  # type: ignore[index]
     assert ours["base", "aime24", "token", "ece"] is None
     page = (tmp_path / "run" / "report.html").read_text()
-    assert page.count("not the mean of the five columns") == sum("five columns" in row.mark for row in shipped) == 7
+    assert (
+        page.count("not the mean of the five columns")
+        == sum("five columns" in row.mark for row in shipped)
+        == 7
+    )
     assert main(["report", str(tmp_path / "run"), "--against", "paper"]) == 0
     assert "DCPO, overall, verbal pce: printed 0.126, ours run" in capsys.readouterr().out
 

@@ -1,4 +1,6 @@
-"""Samples to evaluation.json: separable from sampling, equal when repeated, strict JSON, three kinds of confidence."""
+"""Samples to evaluation.json: separable from sampling, equal when repeated, strict JSON, three
+kinds of confidence.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,13 @@ from megatron_dcpo.evaluation.samples import (
     with_consistency,
     write_samples,
 )
-from megatron_dcpo.evaluation.scoring import HEADLINE, bins_from_json, headline, parse_kinds, score_samples
+from megatron_dcpo.evaluation.scoring import (
+    HEADLINE,
+    bins_from_json,
+    headline,
+    parse_kinds,
+    score_samples,
+)
 from tests.helpers.evaluated import make_samples
 
 
@@ -27,14 +35,18 @@ def test_scores_are_those_of_summarize() -> None:
     scores = score_samples(samples, model="m", resamples=50)
     toy = scores["benchmarks"]["toy"]
     verbal = summarize(
-        [s.confidence for s in samples], [s.correct for s in samples], statuses=[s.status for s in samples]
+        [s.confidence for s in samples],
+        [s.correct for s in samples],
+        statuses=[s.status for s in samples],
     )
     for key in ("ece", "pce", "brier", "auroc", "parse_rate", "violation_rate", "nll"):
         assert toy["verbal"][key] == verbal[key]
     assert toy["verbal"]["mean"] == verbal["mean_confidence"]
     assert toy["accuracy"] == verbal["accuracy"]
     assert (toy["n"], toy["problems"], toy["repeats"]) == (120, 30, 4)
-    assert toy["token"]["ece"] == metrics.ece([s.token_confidence for s in samples], [s.correct for s in samples])
+    assert toy["token"]["ece"] == metrics.ece(
+        [s.token_confidence for s in samples], [s.correct for s in samples]
+    )
     assert toy["token"]["parse_rate"] == 1.0
     assert scores["overall"] == {**toy, "macro": scores["overall"]["macro"]}
     assert scores["model"] == "m"
@@ -47,7 +59,9 @@ def test_runs_are_the_repeats() -> None:
     accuracies = [np.mean([s.correct for s in samples if s.repeat == r]) for r in range(4)]
     assert toy["runs"]["mean"] == pytest.approx(toy["accuracy"])
     assert toy["runs"]["sd"] == pytest.approx(np.std(accuracies, ddof=1))
-    assert toy["verbal"]["runs"]["ece"]["mean"] >= toy["verbal"]["ece"] - 1e-12  # the triangle inequality
+    assert (
+        toy["verbal"]["runs"]["ece"]["mean"] >= toy["verbal"]["ece"] - 1e-12
+    )  # the triangle inequality
     assert "ci95" not in toy
 
 
@@ -55,9 +69,15 @@ def test_overall_pools_and_macro_averages() -> None:
     one, two = make_samples(10, benchmark="one"), make_samples(40, benchmark="two", seed=1)
     scores = score_samples(one + two, ["verbal"], resamples=0)
     a, b = scores["benchmarks"]["one"], scores["benchmarks"]["two"]
-    assert scores["overall"]["accuracy"] == pytest.approx((10 * a["accuracy"] + 40 * b["accuracy"]) / 50)
-    assert scores["overall"]["macro"]["accuracy"] == pytest.approx((a["accuracy"] + b["accuracy"]) / 2)
-    assert scores["overall"]["macro"]["verbal"]["ece"] == pytest.approx((a["verbal"]["ece"] + b["verbal"]["ece"]) / 2)
+    assert scores["overall"]["accuracy"] == pytest.approx(
+        (10 * a["accuracy"] + 40 * b["accuracy"]) / 50
+    )
+    assert scores["overall"]["macro"]["accuracy"] == pytest.approx(
+        (a["accuracy"] + b["accuracy"]) / 2
+    )
+    assert scores["overall"]["macro"]["verbal"]["ece"] == pytest.approx(
+        (a["verbal"]["ece"] + b["verbal"]["ece"]) / 2
+    )
 
 
 def test_rescoring_a_file_gives_the_same_evaluation(tmp_path: Path) -> None:
@@ -69,7 +89,9 @@ def test_rescoring_a_file_gives_the_same_evaluation(tmp_path: Path) -> None:
 
 
 def test_evaluation_is_strict_json_even_when_undefined() -> None:
-    samples = [replace(s, correct=True, confidence=None, status="missing") for s in make_samples(3, 1)]
+    samples = [
+        replace(s, correct=True, confidence=None, status="missing") for s in make_samples(3, 1)
+    ]
     scores = score_samples(samples, resamples=10)
     json.dumps(scores, allow_nan=False)
     assert scores["overall"]["verbal"]["ece"] is None
@@ -79,7 +101,9 @@ def test_evaluation_is_strict_json_even_when_undefined() -> None:
 
 def test_bins_survive_json() -> None:
     samples = make_samples()
-    bins = bins_from_json(score_samples(samples, ["verbal"], resamples=0)["overall"]["verbal"]["bins"])
+    bins = bins_from_json(
+        score_samples(samples, ["verbal"], resamples=0)["overall"]["verbal"]["bins"]
+    )
     expected = metrics.bin_rows([s.confidence for s in samples], [s.correct for s in samples])
     for name in ("edges", "count", "confidence_sum", "correct_sum"):
         assert np.array_equal(getattr(bins, name), getattr(expected, name))
@@ -117,7 +141,9 @@ def test_token_confidence_is_the_geometric_mean() -> None:
 
 
 def test_bad_input(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="unknown confidence 'vocal'; known: verbal, token, token_product, "):
+    with pytest.raises(
+        UserError, match="unknown confidence 'vocal'; known: verbal, token, token_product, "
+    ):
         parse_kinds("verbal,vocal")
     assert parse_kinds("token, verbal,token") == ("token", "verbal")
     (tmp_path / "s.jsonl").write_text('{"benchmark": "a"}\n')

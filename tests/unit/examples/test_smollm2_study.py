@@ -1,4 +1,6 @@
-"""Tables of the real model from samples that are made here: what is right, what is fitted where, what is said of nothing."""
+"""Tables of the real model from samples that are made here: what is right, what is fitted where,
+what is said of nothing.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ study = SimpleNamespace(**runpy.run_path(str(EXAMPLES / "smollm2" / "study.py"))
 
 
 def samples(seed: int, shift: float, problems: int = 40) -> list[Sample]:
-    """Responses whose log-prob tells how likely they are right, and whose stated confidence is that plus ``shift``."""
+    """Responses whose log-prob tells how likely they are right, and whose stated confidence is that
+    plus ``shift``.
+    """
     rng, made = np.random.default_rng(seed), []
     for problem in range(problems):
         p = rng.uniform(0.05, 0.95)
@@ -37,8 +41,13 @@ def runs(tmp_path):
         for seed, part in enumerate(("test", "validation", "ood")):
             (tmp_path / "runs" / method / part).mkdir(parents=True)
             write_samples(samples(seed, shift), tmp_path / "runs" / method / part / "samples.jsonl")
-    steps = [{"step": n, "reward/accuracy": 0.1 * n, **dict.fromkeys(study.STEPS[1:], 0.5)} for n in range(10)]
-    (tmp_path / "runs" / "grpo" / "metrics.jsonl").write_text("".join(json.dumps(s) + "\n" for s in steps))
+    steps = [
+        {"step": n, "reward/accuracy": 0.1 * n, **dict.fromkeys(study.STEPS[1:], 0.5)}
+        for n in range(10)
+    ]
+    (tmp_path / "runs" / "grpo" / "metrics.jsonl").write_text(
+        "".join(json.dumps(s) + "\n" for s in steps)
+    )
     return tmp_path / "runs"
 
 
@@ -47,14 +56,20 @@ def test_tables_come_from_the_archive_alone(runs, tmp_path):
     assert study.pack(runs, archive) == 7
     text = study.tables(archive, tmp_path, tmp_path)
     assert text == (tmp_path / "real_model_tables.md").read_text()
-    rows = {line.split(" | ")[0][2:]: line.split(" | ") for line in text.splitlines() if line.startswith("| ")}
+    rows = {
+        line.split(" | ")[0][2:]: line.split(" | ")
+        for line in text.splitlines()
+        if line.startswith("| ")
+    }
     assert float(rows["before RL: stated"][1].split()[0]) > 0.15, "over-confident by .3"
     assert float(rows["before RL: stated, isotonic"][1].split()[0]) < 0.15
     assert float(rows["GRPO: stated"][1].split()[0]) < 0.15
     assert rows["GRPO, last 5 of 10"][1] == "0.700"
     loaded = study.load(study.unpack(archive), tmp_path)
     right = np.array([float(s.correct) for s in loaded["grpo"]["test"]])
-    found = study.resampled(study.records(loaded["grpo"]["test"], right), lambda c, y: float(y.mean()))
+    found = study.resampled(
+        study.records(loaded["grpo"]["test"], right), lambda c, y: float(y.mean())
+    )
     assert found[1] < right.mean() < found[2]
 
 

@@ -1,5 +1,7 @@
-"""Where a GPU is, commands and ranks of the suite are no forks: torch refuses CUDA to a fork of a process that asked for it
-(``torch.cuda.is_available`` initializes the driver; the server's imports call it)."""
+"""Where a GPU is, commands and ranks of the suite are no forks: torch refuses CUDA to a fork of a
+process that asked for it (``torch.cuda.is_available`` initializes the driver; the server's imports
+call it).
+"""
 
 import os
 import subprocess
@@ -27,7 +29,10 @@ def on_a_gpu(monkeypatch, tmp_path):
     monkeypatch.setattr(warm, "_server", refused)
     monkeypatch.setenv("WARM", "1")  # no process has it: it gets the environment that it is given
     (tmp_path / "says.py").write_text(SAYS)
-    return [{"PATH": os.environ["PATH"], "PYTHONPATH": str(tmp_path), "RANK": str(rank)} for rank in range(2)]
+    return [
+        {"PATH": os.environ["PATH"], "PYTHONPATH": str(tmp_path), "RANK": str(rank)}
+        for rank in range(2)
+    ]
 
 
 def test_every_rank_is_started_by_the_caller(on_a_gpu):

@@ -1,4 +1,6 @@
-"""The splitter on sampled ids: real Qwen tokens, sentencepiece with byte fallback, and 200,000 fuzzed outputs."""
+"""The splitter on sampled ids: real Qwen tokens, sentencepiece with byte fallback, and 200,000
+fuzzed outputs.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ STRADDLING = [
 
 
 @pytest.mark.parametrize(("text", "piece", "starts"), STRADDLING)
-def test_qwen_straddling_token_stays_with_the_reasoning(text: str, piece: str, starts: bool) -> None:
+def test_qwen_straddling_token_stays_with_the_reasoning(
+    text: str, piece: str, starts: bool
+) -> None:
     """kills_boundary_off_by_one on the real tokenizer."""
     ids, tokens = pieces_of(qwen, text + EOS)
     eos = ids[-1]
@@ -78,12 +82,26 @@ def test_sentencepiece_bytes_and_straddling() -> None:
     def ids(*names: str) -> list[int]:
         return [index(name) for name in names]
 
-    text = ids("\u2581", "\\boxed{5", "}<", "conf", ">", "\u2581Confidence", ":", "\u25810", ".8", "3", "</s>")
+    text = ids(
+        "\u2581",
+        "\\boxed{5",
+        "}<",
+        "conf",
+        ">",
+        "\u2581Confidence",
+        ":",
+        "\u25810",
+        ".8",
+        "3",
+        "</s>",
+    )
     split = split_blocks(text, tokens, {index("</s>")}, MARKER)
     assert split.content == b" \\boxed{5}<conf> Confidence: 0.83"
     assert split.boundary == 3  # behind the straddling "}<"
     # kills_character_offsets: a token of three bytes, and a character of four tokens
-    emoji = ids("数", "<0xF0>", "<0x9F>", "<0x99>", "<0x82>", "<0x0A>", "<conf>", "\u25810", ".8", "</s>")
+    emoji = ids(
+        "数", "<0xF0>", "<0x9F>", "<0x99>", "<0x82>", "<0x0A>", "<conf>", "\u25810", ".8", "</s>"
+    )
     split = split_blocks(emoji, tokens, {index("</s>")}, MARKER)
     assert (split.content, split.boundary) == ("数🙂\n<conf> 0.8".encode(), 6)
     # A marker spelled in fallback bytes is the same marker.
@@ -167,14 +185,18 @@ def test_last_box(text: bytes, content: bytes | None) -> None:
     assert (None if box is None else text[box.inner : box.end - 1]) == content
 
 
-@pytest.mark.parametrize("text", [rb"\boxed{" * 10**5, b"{" * 10**5, b"}" * 10**5, b"\\" * 10**5, b"\\boxed" * 10**5])
+@pytest.mark.parametrize(
+    "text", [rb"\boxed{" * 10**5, b"{" * 10**5, b"}" * 10**5, b"\\" * 10**5, b"\\boxed" * 10**5]
+)
 def test_last_box_is_linear(text: bytes) -> None:
     start = time.perf_counter()
     last_box(text)
     assert time.perf_counter() - start < 5  # quadratic would take hours
 
 
-@pytest.mark.parametrize(("tokenizer", "end_name"), [(byte_level, EOS), (sentencepiece, "</s>"), (qwen, EOS)])
+@pytest.mark.parametrize(
+    ("tokenizer", "end_name"), [(byte_level, EOS), (sentencepiece, "</s>"), (qwen, EOS)]
+)
 @settings(deadline=None)
 @given(
     before=st.text(),
@@ -183,7 +205,12 @@ def test_last_box_is_linear(text: bytes) -> None:
     eos=st.booleans(),
 )
 def test_blocks_partition_every_text(
-    tokenizer: Callable[[], Tokenizer], end_name: str, before: str, middle: str, after: str, eos: bool
+    tokenizer: Callable[[], Tokenizer],
+    end_name: str,
+    before: str,
+    middle: str,
+    after: str,
+    eos: bool,
 ) -> None:
     """Disjoint, covering, and the block starts at the first token at or after the marker."""
     text = before + middle + after
@@ -203,10 +230,39 @@ def test_blocks_partition_every_text(
         assert (starts[split.marker_end :] >= behind).all()
 
 
-FRAGMENTS = [b"<conf>", b"<conf> Confidence: ", b"Confidence:", b"0.83", b"1", b"1.5", b"-0.2", b"9" * 400, b"85%",
-             b"\\boxed{", b"\\boxed{5}", b"{", b"}", b"\\{", b"\\", b"<", b"conf", b">", b" ", b"\n", b"<|im_end|>",
-             "٠.٥".encode(), "🙂".encode(), b"\xff", b"\xf0\x9f", b"\x00", b"nan", b"1e-3", b".", b"0,5",
-             b"\\boxed"]  # fmt: skip
+FRAGMENTS = [
+    b"<conf>",
+    b"<conf> Confidence: ",
+    b"Confidence:",
+    b"0.83",
+    b"1",
+    b"1.5",
+    b"-0.2",
+    b"9" * 400,
+    b"85%",
+    b"\\boxed{",
+    b"\\boxed{5}",
+    b"{",
+    b"}",
+    b"\\{",
+    b"\\",
+    b"<",
+    b"conf",
+    b">",
+    b" ",
+    b"\n",
+    b"<|im_end|>",
+    "٠.٥".encode(),
+    "🙂".encode(),
+    b"\xff",
+    b"\xf0\x9f",
+    b"\x00",
+    b"nan",
+    b"1e-3",
+    b".",
+    b"0,5",
+    b"\\boxed",
+]
 
 
 def fuzzed(rng: Any) -> bytes:
@@ -224,20 +280,27 @@ def same_text(attempts: Sequence[Attempt]) -> list[Outcome]:
 
 
 def test_fuzzed_outputs_are_all_classified() -> None:
-    """No exception, no c outside [0, 1], a partition, a status each. DCPO_FUZZ=200000 for the long run."""
+    """No exception, no c outside [0, 1], a partition, a status each. DCPO_FUZZ=200000 for the long
+    run.
+    """
     rng = np.random.default_rng(int(os.environ.get("DCPO_FUZZ_SEED", "0")))
     prompt = Prompt("p", (), (), "5", "math")
     seen: dict[str, int] = {}
     for count in range(int(os.environ.get("DCPO_FUZZ", "5000"))):
         if count % 1000 == 0:  # another vocabulary that cuts text anywhere, with tokens of no bytes
             cuts = [rng.bytes(int(rng.integers(0, 3))) for _ in range(100)]
-            cuts += [b"".join(FRAGMENTS)[i : i + int(rng.integers(1, 4))] for i in rng.integers(0, 500, 200)]
+            cuts += [
+                b"".join(FRAGMENTS)[i : i + int(rng.integers(1, 4))]
+                for i in rng.integers(0, 500, 200)
+            ]
             tokens = TokenBytes((*(bytes([b]) for b in range(256)), *cuts, EOS.encode()))
             eos = len(tokens.table) - 1
             by_bytes = {piece: index for index, piece in enumerate(tokens.table) if piece}
         text = fuzzed(rng)
         ids, at = [], 0
-        while at < len(text):  # a random tokenisation: pieces of up to three bytes, some of no bytes at all
+        while at < len(
+            text
+        ):  # a random tokenisation: pieces of up to three bytes, some of no bytes at all
             size = int(rng.integers(1, 4))
             token = by_bytes.get(text[at : at + size])
             ids.append(text[at] if token is None else token)
@@ -247,7 +310,12 @@ def test_fuzzed_outputs_are_all_classified() -> None:
         finished = rng.random() < 0.7
         ids += [eos] if finished else []
         response = Response(
-            "p", 0, np.array(ids, dtype=np.int64), np.zeros(len(ids)), "stop" if finished else "length", 0
+            "p",
+            0,
+            np.array(ids, dtype=np.int64),
+            np.zeros(len(ids)),
+            "stop" if finished else "length",
+            0,
         )
         judged = judge(
             response,

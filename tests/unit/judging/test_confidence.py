@@ -91,7 +91,9 @@ def test_an_unfinished_number_is_never_believed() -> None:
 
 
 def test_another_marker() -> None:
-    assert parse_confidence("5 CONFIDENCE: 0.7", marker="CONFIDENCE:", finished=True).confidence == 0.7
+    assert (
+        parse_confidence("5 CONFIDENCE: 0.7", marker="CONFIDENCE:", finished=True).confidence == 0.7
+    )
     assert parse_confidence("5 [c.] 0.7", marker="[c.]", finished=True).confidence == 0.7
 
 
@@ -113,10 +115,16 @@ def test_every_printed_confidence_is_read_back(c: float) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["<conf>" + "9" * 10**6, "<conf> 0." + "9" * 10**6, "<conf>" * 10**5, "<conf> " + " " * 10**6 + "x",
-     "<conf> confidence" + " " * 10**6, "<con" * 10**6],
+    [
+        "<conf>" + "9" * 10**6,
+        "<conf> 0." + "9" * 10**6,
+        "<conf>" * 10**5,
+        "<conf> " + " " * 10**6 + "x",
+        "<conf> confidence" + " " * 10**6,
+        "<con" * 10**6,
+    ],
     ids=["digits", "decimals", "markers", "spaces", "word", "halves"],
-)  # fmt: skip
+)
 def test_linear_time(text: str) -> None:
     start = time.perf_counter()
     parse_confidence(text, finished=True)

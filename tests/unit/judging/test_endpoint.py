@@ -65,10 +65,14 @@ def verifier_at(url: str) -> EndpointVerifier:
 def test_the_examples_server(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a key on both sides; another key is refused, and neither is shown."""
     monkeypatch.setenv(KEY, "s3cret")
-    handler = runpy.run_path(str(REPOSITORY / "examples" / "reward_server" / "server.py"))["Handler"]
+    handler = runpy.run_path(str(REPOSITORY / "examples" / "reward_server" / "server.py"))[
+        "Handler"
+    ]
     handler.log_message = lambda *_: None
     with serving(handler) as url:
-        outcomes = verifier_at(url)([Attempt(None, "7", text, {"level": 1}) for text in ("3 or 7", "7 or 3", "none")])
+        outcomes = verifier_at(url)(
+            [Attempt(None, "7", text, {"level": 1}) for text in ("3 or 7", "7 or 3", "none")]
+        )
         assert [outcome.correct for outcome in outcomes] == [True, False, False]
         assert outcomes[0].logged == {"score": 1.0, "numbers": 2}
         monkeypatch.setenv(KEY, "an0ther")
@@ -86,11 +90,17 @@ def test_what_is_posted() -> None:
 
     row = {"problem": "P", "answer": [1, "one"], "level": 2, "when": {1}}
     with serving(answering(reply)) as url:
-        assert all(outcome.correct for outcome in verifier_at(url)([Attempt("x", "1", "thought", row)] * 100))
+        assert all(
+            outcome.correct
+            for outcome in verifier_at(url)([Attempt("x", "1", "thought", row)] * 100)
+        )
     assert [len(body["items"]) for body in seen] == [64, 36]
     assert seen[0]["items"][0] == {
-        "response": "thought", "answer": [1, "one"], "problem": "P", "columns": {"level": 2, "when": "{1}"}
-    }  # fmt: skip
+        "response": "thought",
+        "answer": [1, "one"],
+        "problem": "P",
+        "columns": {"level": 2, "when": "{1}"},
+    }
 
 
 def test_a_server_that_fails_for_a_moment_is_asked_again() -> None:
@@ -119,18 +129,24 @@ def test_a_server_that_fails_for_a_moment_is_asked_again() -> None:
         (200, b"x" * (endpoint.MAX_REPLY_BYTES + 1)),
     ],
 )
-def test_another_reply_is_an_error_of_each_response(status: int, text: bytes, caplog: pytest.LogCaptureFixture) -> None:
+def test_another_reply_is_an_error_of_each_response(
+    status: int, text: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
     with serving(answering(lambda body: (status, text))) as url, caplog.at_level(logging.WARNING):
         verifier = verifier_at(url)
         outcomes = verifier([Attempt(None, "", "", None)]) + verifier([Attempt(None, "", "", None)])
-    assert [(outcome.correct, outcome.category) for outcome in outcomes] == [(False, VERIFIER_ERROR)] * 2
+    assert [(outcome.correct, outcome.category) for outcome in outcomes] == [
+        (False, VERIFIER_ERROR)
+    ] * 2
     assert len(caplog.messages) == 1
 
 
 def test_where_nothing_listens_is_one_line() -> None:
     with serving(answering(lambda body: (200, b""))) as url:
         pass
-    with pytest.raises(UserError, match=f"judging.verifier={url}: .*; start the server, or correct the address"):
+    with pytest.raises(
+        UserError, match=f"judging.verifier={url}: .*; start the server, or correct the address"
+    ):
         verifier_at(url)
 
 

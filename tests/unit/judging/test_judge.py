@@ -31,7 +31,14 @@ def test_a_good_response() -> None:
     ("text", "finish", "eos", "correct", "status", "block"),
     [
         ("\\boxed{5}", "stop", True, 1.0, "missing", 1),
-        ("\\boxed{5}", "stop", False, 1.0, "missing", 0),  # ended by a stop string: there is no EOS to train
+        (
+            "\\boxed{5}",
+            "stop",
+            False,
+            1.0,
+            "missing",
+            0,
+        ),  # ended by a stop string: there is no EOS to train
         ("\\boxed{5}", "length", False, 1.0, "truncated", 0),
         ("\\boxed{5}<conf> 0.5", "length", True, 1.0, "ok", 11),  # EOS on the last allowed token
         ("\\boxed{5}<conf> 0.5", "length", False, 1.0, "truncated", 10),
@@ -46,7 +53,11 @@ def test_a_good_response() -> None:
 )
 def test_kinds(text: str, finish: str, eos: bool, correct: float, status: str, block: int) -> None:
     result = judged(text, finish=finish, eos=eos)
-    assert (result.correct, result.status, result.length - result.boundary) == (correct, status, block)
+    assert (result.correct, result.status, result.length - result.boundary) == (
+        correct,
+        status,
+        block,
+    )
     assert (result.confidence is None) == (status != "ok")
 
 

@@ -1,4 +1,6 @@
-r"""Every class of notation on which math-verify errs, in both directions: what must be accepted, and the near misses."""
+r"""Every class of notation on which math-verify errs, in both directions: what must be accepted,
+and the near misses.
+"""
 
 from __future__ import annotations
 
@@ -260,7 +262,9 @@ CLASSES: dict[str, tuple[str, str]] = {
 
 def pairs(equal: bool) -> list[Any]:
     return [
-        pytest.param(*(side.strip() for side in line.strip().split(" | ")), id=f"{name}: {line.strip()}")
+        pytest.param(
+            *(side.strip() for side in line.strip().split(" | ")), id=f"{name}: {line.strip()}"
+        )
         for name, sides in CLASSES.items()
         for line in sides[0 if equal else 1].splitlines()
     ]
@@ -277,7 +281,9 @@ def test_near_misses_are_rejected(answer: str, key: str) -> None:
     assert not equivalent(answer, key)
 
 
-@pytest.mark.parametrize(("answer", "key"), [("0.3333333", r"\frac{1}{3}"), ("x+1", "1+x"), ("0.333", r"\frac{1}{3}")])
+@pytest.mark.parametrize(
+    ("answer", "key"), [("0.3333333", r"\frac{1}{3}"), ("x+1", "1+x"), ("0.333", r"\frac{1}{3}")]
+)
 def test_verdicts_that_need_algebra_are_not_quick(answer: str, key: str) -> None:
     """Six digits of a decimal are math-verify's own rule; three are not enough."""
     assert quick_verdict(answer, key) is None or answer == "0.333"
@@ -322,13 +328,19 @@ def normalise(text: str) -> str:
 def test_notation_is_total_and_settles(text: str) -> None:
     assert isinstance(normalise(text), str)
     assert quick_verdict(text, text) is bool(text.strip())
-    for shape in (answer_forms.numeral, answer_forms.ratio, answer_forms.is_braced_set, answer_forms.exact_number):
+    for shape in (
+        answer_forms.numeral,
+        answer_forms.ratio,
+        answer_forms.is_braced_set,
+        answer_forms.exact_number,
+    ):
         shape(text)
     answer_forms.units_differ(text, text)
 
 
 @pytest.mark.parametrize(
-    "text", ["\\frac" * 150, "{" * 1000, "1\\," * 300, "√" * 900, "^\\circ" * 150, "1 " * 500, "(" * 999]
+    "text",
+    ["\\frac" * 150, "{" * 1000, "1\\," * 300, "√" * 900, "^\\circ" * 150, "1 " * 500, "(" * 999],
 )
 def test_long_texts_take_no_time(text: str) -> None:
     normalise(text)

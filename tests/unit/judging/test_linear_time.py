@@ -1,8 +1,9 @@
-"""What runs in the trainer's own process on a text of others takes time in proportion to its length.
+"""What runs in the trainer's own process on a text of others takes time in proportion to its
+length.
 
-Every parser is timed on every hostile text at growing lengths, by the processor time of this thread. The exponent of
-growth is fitted between the two longest: 1 is linear, 2 quadratic. A parser that is much too slow at a shorter length
-is not run at the longer ones.
+Every parser is timed on every hostile text at growing lengths, by the processor time of this
+thread. The exponent of growth is fitted between the two longest: 1 is linear, 2 quadratic. A parser
+that is much too slow at a shorter length is not run at the longer ones.
 """
 
 from __future__ import annotations
@@ -28,7 +29,14 @@ from megatron_dcpo.evaluation.report import render_report
 from megatron_dcpo.evaluation.runs import EvaluatedRun
 from megatron_dcpo.evaluation.samples import Sample, sample_line
 from megatron_dcpo.judging import answers
-from megatron_dcpo.judging.answers import BOXED, FENCED, Attempt, Outcome, extract_boxed, extract_program
+from megatron_dcpo.judging.answers import (
+    BOXED,
+    FENCED,
+    Attempt,
+    Outcome,
+    extract_boxed,
+    extract_program,
+)
 from megatron_dcpo.judging.blocks import split_text
 from megatron_dcpo.judging.confidence import parse_confidence
 from megatron_dcpo.judging.judge import with_text
@@ -45,8 +53,12 @@ pytestmark = pytest.mark.slow
 
 LENGTHS = (250, 800, 2_500, 8_000, 25_000, 250_000)
 LARGEST_EXPONENT = 1.35
-NOISE_SECONDS = 0.01  # at the longest text: nothing that grows faster than linearly is that fast there
-HOPELESS_SECONDS = 1.0  # at a shorter one: 40 times what the slowest parser here takes at the longest
+NOISE_SECONDS = (
+    0.01  # at the longest text: nothing that grows faster than linearly is that fast there
+)
+HOPELESS_SECONDS = (
+    1.0  # at a shorter one: 40 times what the slowest parser here takes at the longest
+)
 
 MARKER = "<conf>"
 BYTES = TokenBytes((*(bytes([b]) for b in range(256)), b"<|im_end|>"))
@@ -72,7 +84,13 @@ def sample(text: str) -> Sample:
 
 
 def report(text: str) -> str:
-    row: dict[str, Any] = {"prompt_id": "p", "problem": text, "response": text, "ground_truth": text, "status": text}
+    row: dict[str, Any] = {
+        "prompt_id": "p",
+        "problem": text,
+        "response": text,
+        "ground_truth": text,
+        "status": text,
+    }
     return render_report([EvaluatedRun("run", Path("nowhere"), None, [], [row])])
 
 
@@ -87,7 +105,9 @@ class Case(NamedTuple):
 CASES: dict[str, Case] = {
     "split_text boxed": Case(lambda text: split_text(text, MARKER, BOXED)),
     "split_text fenced": Case(lambda text: split_text(text, MARKER, FENCED)),
-    "judge ids boxed": Case(lambda r: judge(r, PROMPT, BYTES, EOS, verifier=by_equality), response, 50_000),
+    "judge ids boxed": Case(
+        lambda r: judge(r, PROMPT, BYTES, EOS, verifier=by_equality), response, 50_000
+    ),
     "judge ids fenced": Case(
         lambda r: judge(r, PROMPT, BYTES, EOS, verifier=by_equality, form=FENCED), response, 50_000
     ),
@@ -106,7 +126,8 @@ CASES: dict[str, Case] = {
     "sample_line": Case(sample_line, sample),
     "report": Case(report, longest=25_000),
     "reply of a server": Case(
-        lambda row: _response("p", 0, row, "chat"), lambda text: {"message": {"content": text}, "finish_reason": "stop"}
+        lambda row: _response("p", 0, row, "chat"),
+        lambda text: {"message": {"content": text}, "finish_reason": "stop"},
     ),
     "parse_json": Case(parse_json, json.dumps),
     "parse_json of anything": Case(lambda text: _or_error(parse_json, text)),
@@ -136,8 +157,9 @@ def seconds(case: Case, argument: Any, repetitions: int) -> float:
 
 
 def growth(case: Case, maker: Callable[[int], str]) -> float:
-    """The exponent between the two longest texts, 0 where even the longest takes next to nothing; infinite where a
-    short text takes more than ``HOPELESS_SECONDS``."""
+    """The exponent between the two longest texts, 0 where even the longest takes next to nothing;
+    infinite where a short text takes more than ``HOPELESS_SECONDS``.
+    """
     lengths = [length * case.longest // LENGTHS[-1] for length in LENGTHS]
     for length in lengths[:-1]:
         before = seconds(case, case.prepare(maker(length)), 1)
@@ -150,7 +172,9 @@ def growth(case: Case, maker: Callable[[int], str]) -> float:
     exponent = math.inf
     for _ in range(5):  # a busy machine makes single timings longer, never shorter
         before, last = min(before, seconds(case, shorter, 3)), min(last, seconds(case, longest, 2))
-        exponent = math.log(max(last, 1e-9) / max(before, 1e-9)) / math.log(lengths[-1] / lengths[-2])
+        exponent = math.log(max(last, 1e-9) / max(before, 1e-9)) / math.log(
+            lengths[-1] / lengths[-2]
+        )
         if exponent < LARGEST_EXPONENT:
             break
     return exponent
@@ -164,7 +188,9 @@ def too_steep(case: Case) -> dict[str, float]:
         found = {name: growth(case, maker) for name, maker in HOSTILE.items()}
     finally:
         gc.enable()
-    return {name: round(exponent, 2) for name, exponent in found.items() if exponent >= LARGEST_EXPONENT}
+    return {
+        name: round(exponent, 2) for name, exponent in found.items() if exponent >= LARGEST_EXPONENT
+    }
 
 
 @pytest.mark.parametrize("name", full_only(CASES, ("report",)))
@@ -174,7 +200,9 @@ def test_time_grows_with_the_length(name: str) -> None:
 
 @pytest.mark.full
 def test_the_measurement_finds_what_was_cubic(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The expression that read fences until version 0.1.0: 1,000 blanks took seconds, 2,000 a minute."""
+    """The expression that read fences until version 0.1.0: 1,000 blanks took seconds, 2,000 a
+    minute.
+    """
     before = re.compile(rb"^([ \t]*)(`{3,}|~{3,})[ \t]*([^`\r\n]*?)[ \t]*\r?$")
     monkeypatch.setattr(answers, "_OPENING", before)
     maker = HOSTILE["fence, blanks, backtick"]

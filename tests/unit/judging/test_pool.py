@@ -48,7 +48,9 @@ def alive(pid: int) -> bool:
 def test_hanging_pairs_are_wrong_in_time_and_stop_nobody(pool: VerifierPool) -> None:
     pool.verify([("x+1", "1+x")])  # the start of the worker is not what is timed
     begin = time.monotonic()
-    verdicts = pool.verify([(HANGING[0], "5x"), ("x+2", "2+x"), (HANGING[1], "5x"), ("x+2", "x+3"), (HANGING[2], "5x")])
+    verdicts = pool.verify(
+        [(HANGING[0], "5x"), ("x+2", "2+x"), (HANGING[1], "5x"), ("x+2", "x+3"), (HANGING[2], "5x")]
+    )
     assert verdicts == [False, True, False, False, False]
     assert time.monotonic() - begin < 3 * (3.0 + 1.0) + 5
     begin = time.monotonic()
@@ -57,7 +59,9 @@ def test_hanging_pairs_are_wrong_in_time_and_stop_nobody(pool: VerifierPool) -> 
 
 
 def test_a_worker_beyond_interruption_is_replaced() -> None:
-    """The watchdog ends the process: with a processor limit that never comes, only the wall time is left."""
+    """The watchdog ends the process: with a processor limit that never comes, only the wall time is
+    left.
+    """
     pool = VerifierPool(workers=1, cpu_seconds=1000.0, wall_seconds=1.0)
     try:
         assert pool.verify([(HANGING[2], "5x"), ("x+1", "1+x")]) == [False, True]
@@ -88,7 +92,18 @@ def test_quick_pairs_start_no_process(pool: VerifierPool) -> None:
 def test_odd_text_is_wrong_and_harmless() -> None:
     """No worker dies of it; so the limit is one that a loaded machine does not reach."""
     pool = VerifierPool(workers=1, cpu_seconds=5.0, wall_seconds=120.0)
-    odd = ["\ud800", "\x00", "a\nb", "\u2028", "(" * 900 + "x", "\\frac{", "}{", "\\" * 500, "\\int \\int", "#!%&"]
+    odd = [
+        "\ud800",
+        "\x00",
+        "a\nb",
+        "\u2028",
+        "(" * 900 + "x",
+        "\\frac{",
+        "}{",
+        "\\" * 500,
+        "\\int \\int",
+        "#!%&",
+    ]
     assert pool.verify([(text, "x+y") for text in odd]) == [False] * len(odd)
     assert pool.statistics.replaced == 0
     pool.close()
@@ -139,13 +154,20 @@ def test_workers_import_no_torch() -> None:
 
 
 @pytest.mark.parametrize(
-    "answer", ["2^{99999999999}", "10^{10^{9}}", r"\binom{10000000}{5000000}", "(x+y)^{500}", "9" * 999]
+    "answer",
+    ["2^{99999999999}", "10^{10^{9}}", r"\binom{10000000}{5000000}", "(x+y)^{500}", "9" * 999],
 )
 def test_memory_of_a_worker_is_bounded(answer: str) -> None:
-    """Address space, so that even what is asked for and not used counts; and the next pair is judged as ever."""
+    """Address space, so that even what is asked for and not used counts; and the next pair is
+    judged as ever.
+    """
     pool = VerifierPool(workers=1, cpu_seconds=2.0, wall_seconds=20.0)
     try:
-        assert pool.verify([("x+1", "1+x"), (answer, "5x+1"), ("x+2", "2+x")]) == [True, False, True]
+        assert pool.verify([("x+1", "1+x"), (answer, "5x+1"), ("x+2", "2+x")]) == [
+            True,
+            False,
+            True,
+        ]
         status = dict(line.split(":", 1) for line in status_of(pool))
         assert int(status["VmPeak"].split()[0]) << 10 <= MEMORY_BYTES
     finally:
@@ -176,7 +198,11 @@ def test_the_verdicts_that_are_kept_are_bounded(monkeypatch: pytest.MonkeyPatch)
     for number in range(100):
         record(pool, (f"{number}" + "x" * 900, "y"), False)
     assert 4 <= len(pool._cache) <= 6
-    assert pool._cached_characters == sum(len(answer) + len(key) for answer, key in pool._cache) <= 5000
+    assert (
+        pool._cached_characters
+        == sum(len(answer) + len(key) for answer, key in pool._cache)
+        <= 5000
+    )
     assert record(pool, ("x" * 9000, "y"), True) is True
     assert (pool._cache, pool._cached_characters) == ({}, 0)
 
@@ -189,7 +215,9 @@ def record(pool: VerifierPool, pair: tuple[str, str], verdict: bool) -> bool:
 
 
 def test_callers_do_not_wait_for_each_other() -> None:
-    """A hanging pair of one thread holds up neither a pair that needs no algebra nor, with another worker, one that does."""
+    """A hanging pair of one thread holds up neither a pair that needs no algebra nor, with another
+    worker, one that does.
+    """
     pool = VerifierPool(workers=2, cpu_seconds=1000.0, wall_seconds=5.0)
     try:
         pool.verify([("x+1", "1+x")])
@@ -225,7 +253,9 @@ def test_closing_cancels_what_waits() -> None:
     assert workers_of(pool) == []
 
 
-def test_a_worker_that_cannot_start_is_an_error_for_all_who_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_cannot_start_is_an_error_for_all_who_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(pool_module.sys, "executable", "/bin/false")
     pool = VerifierPool(workers=1)
     for _ in range(2):
@@ -233,8 +263,12 @@ def test_a_worker_that_cannot_start_is_an_error_for_all_who_wait(monkeypatch: py
             pool.verify([("x+1", "1+x")])
 
 
-@pytest.mark.parametrize("pair", [("5x", "y" * 10**6), ("y" * 10**6, "5x"), ("y" * 10**6, "z" * 10**6)])
-def test_long_answers_and_keys_are_wrong_without_a_process(pool: VerifierPool, pair: tuple[str, str]) -> None:
+@pytest.mark.parametrize(
+    "pair", [("5x", "y" * 10**6), ("y" * 10**6, "5x"), ("y" * 10**6, "z" * 10**6)]
+)
+def test_long_answers_and_keys_are_wrong_without_a_process(
+    pool: VerifierPool, pair: tuple[str, str]
+) -> None:
     assert pool.verify([pair]) == [False]
     assert pool.verify([(pair[0], pair[0])]) == [True]
     assert workers_of(pool) == []

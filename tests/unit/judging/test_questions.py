@@ -1,4 +1,6 @@
-"""Answers to questions: normalized texts with aliases, F1 of words, letters of options; what is no answer at all."""
+"""Answers to questions: normalized texts with aliases, F1 of words, letters of options; what is no
+answer at all.
+"""
 
 from __future__ import annotations
 
@@ -135,13 +137,24 @@ def test_repeats_agree_by_letter_or_text() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["I don't know", "I don’t know.", r"\text{I do not know}", "i dont know", "IDK", "Unknown", "I'm not sure"]
+    "text",
+    [
+        "I don't know",
+        "I don’t know.",
+        r"\text{I do not know}",
+        "i dont know",
+        "IDK",
+        "Unknown",
+        "I'm not sure",
+    ],
 )
 def test_abstentions(text: str) -> None:
     assert is_abstention(text)
 
 
-@pytest.mark.parametrize("text", ["", None, "I know", "don't", "5", "the unknown soldier", "I don't know " * 20])
+@pytest.mark.parametrize(
+    "text", ["", None, "I know", "don't", "5", "the unknown soldier", "I don't know " * 20]
+)
 def test_no_abstentions(text: str | None) -> None:
     assert not is_abstention(text)
 
@@ -150,7 +163,9 @@ def test_the_judge_reads_the_abstention_in_the_box() -> None:
     def judged(text: str, truth: str) -> Any:
         response = Response("p", 0, [], [], "stop", 0, text=text)
         verifier, form = verifiers(JudgingConfig(verifier="exact"), {})("exact")
-        return judge_many([response], {"p": Prompt("p", (), (), truth, "")}, verifier=verifier, form=form)[0]
+        return judge_many(
+            [response], {"p": Prompt("p", (), (), truth, "")}, verifier=verifier, form=form
+        )[0]
 
     said = judged("Hm. \\boxed{I don't know}\n<conf> Confidence: 0.1", "Paris")
     assert (said.abstained, said.correct, said.confidence, said.answered) == (True, 0.0, 0.1, True)
@@ -173,7 +188,9 @@ def test_the_judge_reads_the_abstention_in_the_box() -> None:
         ("short", "own.py:verify", True, "own.py:verify"),
     ],
 )
-def test_the_verifier_of_a_benchmark(form: str, named: str, registered: bool, verifier: str) -> None:
+def test_the_verifier_of_a_benchmark(
+    form: str, named: str, registered: bool, verifier: str
+) -> None:
     assert verifier_for(form, named, registered) == verifier
 
 
@@ -188,9 +205,13 @@ def test_questions_are_trained_on_with_their_verifier(tmp_path: Path) -> None:
     (prompt,) = source.prompts
     assert (prompt.ground_truth, prompt.row["options"]) == ("E", MMLU["options"])
     assert "the letter of the right option" in prompt.messages[-1]["content"]
-    (source,) = sources(tmp_path, HOTPOT, "judging.verifier=f1", "judging.threshold=0.6", "judging.graded=true")
+    (source,) = sources(
+        tmp_path, HOTPOT, "judging.verifier=f1", "judging.threshold=0.6", "judging.graded=true"
+    )
     assert source.prompts[0].row == {"answer": HOTPOT["answer"]}
-    (source,) = sources(tmp_path, {"problem": "?", "answer": ["a b", "c"]}, "judging.verifier=exact")
+    (source,) = sources(
+        tmp_path, {"problem": "?", "answer": ["a b", "c"]}, "judging.verifier=exact"
+    )
     assert source.prompts[0].row == {"answer": ["a b", "c"]}
 
 
@@ -204,12 +225,22 @@ def test_questions_are_trained_on_with_their_verifier(tmp_path: Path) -> None:
             ("judging.verifier=choice",),
             "rows/0: .*capital letter as answer, got '42'",
         ),
-        ({"problem": "?", "answer": []}, ("judging.verifier=exact",), "rows/0: .*list of texts, as answer; found none"),
-        (MMLU, ("judging.verifier=choice", "judging.graded=true"), "are for f1, or a verifier of your own"),
+        (
+            {"problem": "?", "answer": []},
+            ("judging.verifier=exact",),
+            "rows/0: .*list of texts, as answer; found none",
+        ),
+        (
+            MMLU,
+            ("judging.verifier=choice", "judging.graded=true"),
+            "are for f1, or a verifier of your own",
+        ),
         (MMLU, ("judging.verifier=choise",), "did you mean 'choice'|did you mean choice"),
     ],
 )
-def test_data_for_another_verifier_is_refused(row: Any, overrides: Any, message: str, tmp_path: Path) -> None:
+def test_data_for_another_verifier_is_refused(
+    row: Any, overrides: Any, message: str, tmp_path: Path
+) -> None:
     with pytest.raises(UserError, match=message):
         sources(tmp_path, row, *overrides)
 

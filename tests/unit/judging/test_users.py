@@ -1,4 +1,6 @@
-"""A user's verifier: three signatures, every kind of result, and whatever a function may do to the run."""
+"""A user's verifier: three signatures, every kind of result, and whatever a function may do to the
+run.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,12 @@ from megatron_dcpo.config import JudgingConfig
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.judging.answers import FREE, Attempt, Outcome
 from megatron_dcpo.judging.judge import judge_many
-from megatron_dcpo.judging.users import FunctionVerifier, VerifierFailed, check_error_rate, load_function
+from megatron_dcpo.judging.users import (
+    FunctionVerifier,
+    VerifierFailed,
+    check_error_rate,
+    load_function,
+)
 from megatron_dcpo.training.metrics import verifier_metrics
 from megatron_dcpo.types import VERIFIER_ERROR, Judgement, Prompt, Response
 
@@ -110,9 +117,25 @@ def test_results(verify: FunctionVerifier, file: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["nan", "none", "two", "text", "list", "no score", "raise", "leave", "die", "memory", "hang", "spin"]
+    "text",
+    [
+        "nan",
+        "none",
+        "two",
+        "text",
+        "list",
+        "no score",
+        "raise",
+        "leave",
+        "die",
+        "memory",
+        "hang",
+        "spin",
+    ],
 )
-def test_what_a_function_does_wrong_is_an_error_and_the_next_one_is_judged(verify: FunctionVerifier, text: str) -> None:
+def test_what_a_function_does_wrong_is_an_error_and_the_next_one_is_judged(
+    verify: FunctionVerifier, text: str
+) -> None:
     assert one(verify, text) == Outcome(False, VERIFIER_ERROR, None, {})
     assert one(verify, "true").correct
 
@@ -131,8 +154,12 @@ def test_signatures(file: Path, verify: FunctionVerifier) -> None:
     verl = verifier_of(file, "compute_score")
     assert one(verl, "s", answer="s", data_source="t", extra_info={"k": 1}).correct
     assert one(verifier_of(file, "reward"), "s", problem="P", level=2).correct
-    assert one(verifier_of(file, "reward_of_chats"), "s", prompt=[{"role": "user", "content": "P"}]).correct
-    with pytest.raises(UserError, match=r"unknown: expected verify\(response, answer, .* got \(x, y\)"):
+    assert one(
+        verifier_of(file, "reward_of_chats"), "s", prompt=[{"role": "user", "content": "P"}]
+    ).correct
+    with pytest.raises(
+        UserError, match=r"unknown: expected verify\(response, answer, .* got \(x, y\)"
+    ):
         load_function(f"{file}:unknown")
 
 
@@ -145,11 +172,20 @@ def test_one_warning_with_the_line(file: Path, caplog: pytest.LogCaptureFixture)
 
 
 def test_it_sees_the_reasoning_block_only(file: Path) -> None:
-    """Whatever is written behind the marker cannot change R; without a box the response has an answer."""
+    """Whatever is written behind the marker cannot change R; without a box the response has an
+    answer.
+    """
     response = Response("p", 0, (), [], "stop", 0, text="true<conf> 0.9 half")  # type: ignore[arg-type]
     prompt = Prompt("p", (), (), "", "t", row={})
-    judged = judge_many([response], {"p": prompt}, verifier=verifier_of(file, "verify"), form=FREE)[0]
-    assert (judged.correct, judged.status, judged.answered, judged.R) == (1.0, "trailing_text", True, 1.0)
+    judged = judge_many([response], {"p": prompt}, verifier=verifier_of(file, "verify"), form=FREE)[
+        0
+    ]
+    assert (judged.correct, judged.status, judged.answered, judged.R) == (
+        1.0,
+        "trailing_text",
+        True,
+        1.0,
+    )
 
 
 def judgement(category: str | None, logged: dict[str, Any] | None) -> Judgement:
@@ -157,11 +193,19 @@ def judgement(category: str | None, logged: dict[str, Any] | None) -> Judgement:
 
 
 def test_the_rate_of_errors_is_that_of_what_the_users_verifier_judged() -> None:
-    math, fine, wrong = judgement(None, None), judgement(None, {"score": 0.5, "n": 2}), judgement(VERIFIER_ERROR, {})
+    math, fine, wrong = (
+        judgement(None, None),
+        judgement(None, {"score": 0.5, "n": 2}),
+        judgement(VERIFIER_ERROR, {}),
+    )
     check_error_rate([math] * 100 + [fine] * 3 + [wrong], 0.25, "step 1")
-    with pytest.raises(VerifierFailed, match=r"1 of 4 responses \(step 1\) could not be judged, more than .*=0.2;"):
+    with pytest.raises(
+        VerifierFailed, match=r"1 of 4 responses \(step 1\) could not be judged, more than .*=0.2;"
+    ):
         check_error_rate([math] * 100 + [fine] * 3 + [wrong], 0.2, "step 1")
     assert verifier_metrics([math, fine, wrong]) == {
-        "format/verifier_error": 0.5, "verifier/score": 0.5, "verifier/n": 2.0
-    }  # fmt: skip
+        "format/verifier_error": 0.5,
+        "verifier/score": 0.5,
+        "verifier/n": 2.0,
+    }
     assert verifier_metrics([math]) == {}

@@ -12,7 +12,10 @@ from megatron_dcpo.judging.math.pool import verify_answers
 
 def verify_many(pairs: list[tuple[str, str]]) -> list[bool]:
     """The judge's way from (text before the confidence, key) to right or wrong."""
-    return [outcome.correct for outcome in verify_answers([Attempt(extract_boxed(text), key) for text, key in pairs])]
+    return [
+        outcome.correct
+        for outcome in verify_answers([Attempt(extract_boxed(text), key) for text, key in pairs])
+    ]
 
 
 def verify_math(text: str, key: str) -> bool:
@@ -78,14 +81,21 @@ def test_the_last_complete_box_is_read() -> None:
 
 
 def test_many_keep_their_order_and_repeat() -> None:
-    pairs = [("\\boxed{1/2}", "0.5"), ("none", "5"), ("\\boxed{x+1}", "1+x"), ("\\boxed{x+1}", "1-x")] * 3
+    pairs = [
+        ("\\boxed{1/2}", "0.5"),
+        ("none", "5"),
+        ("\\boxed{x+1}", "1+x"),
+        ("\\boxed{x+1}", "1-x"),
+    ] * 3
     assert verify_many(pairs) == [True, False, True, False] * 3
     assert verify_many([]) == []
 
 
 def test_other_threads_work() -> None:
     found: list[bool] = []
-    thread = threading.Thread(target=lambda: found.append(verify_math("\\boxed{0.25x}", "\\frac{x}{4}")))
+    thread = threading.Thread(
+        target=lambda: found.append(verify_math("\\boxed{0.25x}", "\\frac{x}{4}"))
+    )
     thread.start()
     thread.join()
     assert found == [True]

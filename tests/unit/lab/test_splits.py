@@ -1,4 +1,6 @@
-"""The lab's problems: the test's are what the fixed seed makes, and nothing is in two files or in the supervised text."""
+"""The lab's problems: the test's are what the fixed seed makes, and nothing is in two files or in
+the supervised text.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The test's cells: their commands, their archive, what a failure stops; statistics over runs. No training."""
+"""The test's cells: their commands, their archive, what a failure stops; statistics over runs. No
+training.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,13 @@ def test_grpo_is_sampled_in_every_way_and_finished_cells_are_kept(tmp_path, monk
     monkeypatch.setattr(Lab, "_call", lambda self, run, command: ran.append(command))
     lab, chosen = Lab(tmp_path, jobs=1), cells(["qwen3"], ["grpo", "dcpo", "base"], [1])
     lab.run(chosen)
-    assert [command[0] for command in ran] == ["train", *["evaluate"] * 3, "train", "evaluate", "evaluate"]
+    assert [command[0] for command in ran] == [
+        "train",
+        *["evaluate"] * 3,
+        "train",
+        "evaluate",
+        "evaluate",
+    ]
     models = [command[command.index("--model") + 1] for command in ran if command[0] == "evaluate"]
     assert models[:3] == [str(lab.directory(chosen[0]) / "policy")] * 3
     assert models[4].endswith("examples/lab/qwen3/policy")
@@ -70,11 +78,19 @@ def test_a_failed_cell_stops_no_other(tmp_path, monkeypatch) -> None:
 
 def test_cells_are_packed_as_they_were_judged(tmp_path) -> None:
     run = tmp_path / "cells" / "large.2" / "grpo" / "seed1"
-    said = {"correct": True, "confidence": None, "answer": "12", "token_confidence": 0.51234, "num_tokens": 9}
+    said = {
+        "correct": True,
+        "confidence": None,
+        "answer": "12",
+        "token_confidence": 0.51234,
+        "num_tokens": 9,
+    }
     for draw in ("test", "choosing", "unfinished"):
         folder = run / "responses" / draw
         folder.mkdir(parents=True)
-        lines = [{"prompt_id": "test/7", **said, **more} for more in ({}, {"token_confidence": None})]
+        lines = [
+            {"prompt_id": "test/7", **said, **more} for more in ({}, {"token_confidence": None})
+        ]
         (folder / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         if draw != "unfinished":
             (folder / "evaluation.json").write_text("{}")
@@ -87,7 +103,10 @@ def test_cells_are_packed_as_they_were_judged(tmp_path) -> None:
     assert set(files) == {f"large.2/grpo/1/{name}.csv" for name in ("curve", "test", "heldout")} | {
         "large.2/grpo/1/cell.json"
     }
-    assert files["large.2/grpo/1/test.csv"].decode().splitlines()[1:] == ["7,1,,12,,0.5123,9", "7,1,,12,,,9"]
+    assert files["large.2/grpo/1/test.csv"].decode().splitlines()[1:] == [
+        "7,1,,12,,0.5123,9",
+        "7,1,,12,,,9",
+    ]
     assert curve(run / "metrics.jsonl").decode().splitlines() == [
         ",".join(("step", *CURVES)),
         "9,0.45,nan,nan,nan,nan",
@@ -106,7 +125,9 @@ def test_interval_is_students() -> None:
 
 
 def test_crossed_interval_covers_new_runs_and_new_problems() -> None:
-    """Of many drawn grids, the interval holds the truth as often as it says; the runs' alone far less often."""
+    """Of many drawn grids, the interval holds the truth as often as it says; the runs' alone far
+    less often.
+    """
     rng, covered, by_runs = np.random.default_rng(0), 0, 0
     for _ in range(600):
         x = rng.normal(0, 0.3, (5, 1)) + rng.normal(0, 3, 80) + rng.normal(0, 2, (5, 80))

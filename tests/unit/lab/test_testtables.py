@@ -1,4 +1,6 @@
-"""The tables of the test: fitted rows, metrics by hand, and what is published from the records alone."""
+"""The tables of the test: fitted rows, metrics by hand, and what is published from the records
+alone.
+"""
 
 from __future__ import annotations
 
@@ -34,12 +36,21 @@ def records(problem, correct, confidence, kind=None) -> Records:
     n = len(problem)
     kinds = np.array(kind if kind is not None else ["2x1"] * n)
     return Records(
-        np.array(problem), kinds, np.array(correct, float), np.array(confidence, float), np.zeros(n), np.ones(n)
+        np.array(problem),
+        kinds,
+        np.array(correct, float),
+        np.array(confidence, float),
+        np.zeros(n),
+        np.ones(n),
     )
 
 
 def test_pass_at_8_is_the_share_of_problems_with_a_right_response() -> None:
-    assert any_right(records([0, 0, 1, 1, 2, 2], [1, 0, 0, 0, 1, 1], [0.5] * 6)).tolist() == [1, 0, 1]
+    assert any_right(records([0, 0, 1, 1, 2, 2], [1, 0, 0, 0, 1, 1], [0.5] * 6)).tolist() == [
+        1,
+        0,
+        1,
+    ]
 
 
 def test_skill_is_zero_for_the_lookup_and_one_for_the_truth() -> None:
@@ -49,13 +60,17 @@ def test_skill_is_zero_for_the_lookup_and_one_for_the_truth() -> None:
     assert skill(r) == pytest.approx(0)
     assert skill(r.stating(r.correct)) == 1
     assert skill(r.stating(np.full(8, 0.5))) == pytest.approx(1 - 0.25 / (3 / 16))
-    assert lookup(r)(records([0], [1], [0.5], ["4x1"])).tolist() == [0.5], "a new type: the mean of all"
+    assert lookup(r)(records([0], [1], [0.5], ["4x1"])).tolist() == [0.5], (
+        "a new type: the mean of all"
+    )
 
 
 @pytest.mark.parametrize("alike", [False, True])
 def test_bands_hold_what_is_calibrated(alike: bool) -> None:
-    """About 93 of 100 calibrated policies are below the band within problems, whether a problem's eight responses are right
-    together or each for itself; the band of independent labels holds them only in the second case."""
+    """About 93 of 100 calibrated policies are below the band within problems, whether a problem's
+    eight responses are right together or each for itself; the band of independent labels holds them
+    only in the second case.
+    """
     generator, problem, inside = np.random.default_rng(3), np.repeat(np.arange(300), 8), np.zeros(2)
     for _ in range(60):
         p = np.repeat(generator.uniform(size=300), 8)
@@ -93,7 +108,9 @@ def archive(path: Path, policies: tuple[str, ...]) -> None:
                         p = round(generator.beta(0.6, 0.4), 3)
                         y = int(generator.random() < p)
                         said = 0.9 if method == "grpo" else p
-                        lines.append(f"{problem},{y},{said:.2f},{problem if y else 7},{math.log(p + 1e-3):.4g},0.9,12")
+                        lines.append(
+                            f"{problem},{y},{said:.2f},{problem if y else 7},{math.log(p + 1e-3):.4g},0.9,12"
+                        )
                 files[f"{policy}/{method}/1/{part}.csv"] = ("\n".join(lines) + "\n").encode()
     write_archive(path, files)
 
@@ -118,7 +135,9 @@ def test_the_contract_is_written_from_the_records_alone(tmp_path) -> None:
 
 
 def test_a_fitted_row_never_sees_what_it_is_scored_on(tmp_path) -> None:
-    """Test labels turned round change no confidence; those of one half of the validation problems only the other half's."""
+    """Test labels turned round change no confidence; those of one half of the validation problems
+    only the other half's.
+    """
     archive(tmp_path / RECORDS, ("large.1",))
     runs = load(tmp_path / RECORDS)["large", 1, 1]
     before = with_fitted(runs)
@@ -139,7 +158,9 @@ def test_a_fitted_row_never_sees_what_it_is_scored_on(tmp_path) -> None:
 
 
 def test_a_row_of_halves_learns_from_the_other_half_alone() -> None:
-    """In even problems .9 is always right, in odd ones never: each half is told what holds in the other."""
+    """In even problems .9 is always right, in odd ones never: each half is told what holds in the
+    other.
+    """
     r = records([0, 1] * 20, [1, 0] * 20, [0.9] * 40)
     assert fitted_by_halves(r, isotonic_of("confidence")).confidence.tolist() == [0, 1] * 20
 

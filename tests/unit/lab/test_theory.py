@@ -1,4 +1,6 @@
-"""The theory of the lab against closed forms and a published run: gradient conflict, estimators, scoring rules, drift."""
+"""The theory of the lab against closed forms and a published run: gradient conflict, estimators,
+scoring rules, drift.
+"""
 
 from __future__ import annotations
 
@@ -33,9 +35,11 @@ from megatron_dcpo.objectives.advantages import batch_scale
 from tests.helpers.paths import REPOSITORY
 
 PROPER_OPTIONS = {
-    "lam": 0.0, "calibration_loss": "brier", "confidence_baseline": "counterfactual",
+    "lam": 0.0,
+    "calibration_loss": "brier",
+    "confidence_baseline": "counterfactual",
     "advantage_normalization_confidence": "batch_std",
-}  # fmt: skip
+}
 CENTERED = PROPER_OPTIONS | {
     "advantage_normalization_confidence": "mean"
 }  # one group has no batch to take a scale from
@@ -43,7 +47,9 @@ CENTERED = PROPER_OPTIONS | {
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_both_inner_products_are_their_identities(loss: str) -> None:
-    """-l_c Cov(R, phi) with the target held fixed, -l_c Cov(R, phi) - l_t Var(R) as stated, by definition."""
+    """-l_c Cov(R, phi) with the target held fixed, -l_c Cov(R, phi) - l_t Var(R) as stated, by
+    definition.
+    """
     for logits, R, phi in over_confident_policies(200):
         found = fisher_conflict(logits, R, phi, loss)
         l_c, l_t = slopes(loss, found.confidence, found.accuracy)
@@ -53,9 +59,13 @@ def test_both_inner_products_are_their_identities(loss: str) -> None:
 
 
 def test_proposition_2_holds_for_a_fixed_target_and_has_the_wrong_sign_as_stated() -> None:
-    """Over-confident policies with Cov(R, phi) > 0 (errata P13). Cross-entropy is negative for some of them, not for all."""
+    """Over-confident policies with Cov(R, phi) > 0 (errata P13). Cross-entropy is negative for some
+    of them, not for all.
+    """
     counts = negative_share(300)
-    assert {name: row["target_held_fixed"] for name, row in counts.items()} == dict.fromkeys(LOSSES, 300)
+    assert {name: row["target_held_fixed"] for name, row in counts.items()} == dict.fromkeys(
+        LOSSES, 300
+    )
     assert [counts[name]["as_stated"] for name in ("l1", "brier", "kl")] == [0, 0, 0]
     assert 0 < counts["cross_entropy"]["as_stated"] < 300
     assert 0 < counts["brier_of_the_outcome"]["as_stated"] < 300
@@ -88,11 +98,17 @@ def test_slopes_are_the_derivatives() -> None:
     assert set(losses) == set(LOSSES)
 
 
-def test_the_stated_inner_product_is_the_change_of_the_objective_along_a_natural_gradient_step() -> None:
-    """Moving theta by eps F^+ grad J changes J_cal by eps times the inner product: upward, though c > J."""
+def test_the_stated_inner_product_is_the_change_of_the_objective_along_a_natural_gradient_step() -> (
+    None
+):
+    """Moving theta by eps F^+ grad J changes J_cal by eps times the inner product: upward, though c
+    > J.
+    """
     logits, R, phi = over_confident_policies(5)[4]
     found = fisher_conflict(logits, R, phi, "brier")
-    step = 1e-6 * (R - found.accuracy)  # F^+ grad J up to a constant shift, which softmax does not see
+    step = 1e-6 * (
+        R - found.accuracy
+    )  # F^+ grad J up to a constant shift, which softmax does not see
 
     def objective(z: np.ndarray) -> float:
         return -((softmax(z) @ phi - softmax(z) @ R) ** 2)
@@ -102,15 +118,23 @@ def test_the_stated_inner_product_is_the_change_of_the_objective_along_a_natural
     assert change > 0
 
 
-@pytest.mark.parametrize("rule", [PAPER, PROPER, Advantage("l1", 0.0, "mean"), Advantage("brier", 1.0, "std")])
+@pytest.mark.parametrize(
+    "rule", [PAPER, PROPER, Advantage("l1", 0.0, "mean"), Advantage("brier", 1.0, "std")]
+)
 def test_the_drifts_advantages_are_the_packages(rule: Advantage) -> None:
     rng = np.random.default_rng(0)
     options = resolve(
-        ObjectiveConfig(lam=rule.lam, calibration_loss=rule.loss, advantage_normalization_confidence=rule.normalization)
+        ObjectiveConfig(
+            lam=rule.lam,
+            calibration_loss=rule.loss,
+            advantage_normalization_confidence=rule.normalization,
+        )
     )
     for _ in range(20):
         R, c = (rng.random(8) < 0.5).astype(float), rng.random(8)
-        assert advantages(c, R, rule) == pytest.approx(confidence_advantages(R, c, options), abs=1e-9)
+        assert advantages(c, R, rule) == pytest.approx(
+            confidence_advantages(R, c, options), abs=1e-9
+        )
 
 
 def test_a_proper_score_drifts_to_the_accuracy_and_the_papers_away_from_it() -> None:
@@ -121,8 +145,9 @@ def test_a_proper_score_drifts_to_the_accuracy_and_the_papers_away_from_it() -> 
 
 
 def test_the_papers_advantages_predict_what_the_second_worlds_run_states() -> None:
-    """Nothing is fitted: its accuracies and the spread of its confidences give a stable point beside .225; it is right in
-    .488 of the cases, which is what a proper score would have it state."""
+    """Nothing is fitted: its accuracies and the spread of its confidences give a stable point
+    beside .225; it is right in .488 of the cases, which is what a proper score would have it state.
+    """
     run = rows(REPOSITORY / "docs" / "lab" / RECORDS)[0]["dcpo"]["test"]
     right, spread = right_in_groups(run), spread_within_problems(run)
     low, high = stable_points(right, spread, samples=1000)
@@ -130,13 +155,17 @@ def test_the_papers_advantages_predict_what_the_second_worlds_run_states() -> No
     assert stated == pytest.approx(0.225, abs=0.001)
     assert low == pytest.approx(stated, abs=0.015)
     assert high == pytest.approx(0.72, abs=0.01)
-    assert stable_points(right, spread, PROPER, samples=1000) == [pytest.approx(run.correct.mean(), abs=0.01)]
+    assert stable_points(right, spread, PROPER, samples=1000) == [
+        pytest.approx(run.correct.mean(), abs=0.01)
+    ]
 
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.8])
 @pytest.mark.parametrize("group_size", [1, 2, 8, 32])
 def test_variance_of_the_group_target_falls_as_one_over_g(p: float, group_size: int) -> None:
-    assert scoring_rules.target_variance(p, group_size) == pytest.approx(p * (1 - p) / group_size, rel=1e-10)
+    assert scoring_rules.target_variance(p, group_size) == pytest.approx(
+        p * (1 - p) / group_size, rel=1e-10
+    )
 
 
 def test_subgradient_variance_of_single_labels_and_of_groups() -> None:
@@ -147,37 +176,53 @@ def test_subgradient_variance_of_single_labels_and_of_groups() -> None:
     assert large[-1] < 1e-12
 
 
-def gradients(options: ObjectiveConfig, pi: np.ndarray, levels: np.ndarray, p: float) -> tuple[np.ndarray, float]:
-    """Return mean [L] and variance of the policy gradient (1/2) sum_i A_c,i grad log pi(c_i) of a tabular confidence policy,
-    by enumeration of the labels and confidences of a group of two."""
+def gradients(
+    options: ObjectiveConfig, pi: np.ndarray, levels: np.ndarray, p: float
+) -> tuple[np.ndarray, float]:
+    """Return mean [L] and variance of the policy gradient (1/2) sum_i A_c,i grad log pi(c_i) of a
+    tabular confidence policy, by enumeration of the labels and confidences of a group of two.
+    """
     chances, found = [], []
     for labels in itertools.product((0.0, 1.0), repeat=2):
         for chosen in itertools.product(range(len(pi)), repeat=2):
             A_c = confidence_advantages(np.array(labels), levels[list(chosen)], options)
             chances.append(np.prod([p if R else 1 - p for R in labels]) * np.prod(pi[list(chosen)]))
-            found.append(sum(a * (np.eye(len(pi))[k] - pi) for a, k in zip(A_c, chosen, strict=True)) / 2)
+            found.append(
+                sum(a * (np.eye(len(pi))[k] - pi) for a, k in zip(A_c, chosen, strict=True)) / 2
+            )
     mean = np.array(chances) @ np.array(found)
     return mean, float(np.array(chances) @ ((np.array(found) - mean) ** 2).sum(axis=1))
 
 
 def test_the_counterfactual_baseline_leaves_the_mean_gradient_and_takes_noise_out() -> None:
-    """A Brier score is -c^2 + (2c - 1) R: the label's noise enters with 2c - 1, and against the others' confidences with
-    2(c - mean c) only. So the gain is large for a policy that is sure of itself and small for one that says .5."""
+    """A Brier score is -c^2 + (2c - 1) R: the label's noise enters with 2c - 1, and against the
+    others' confidences with 2(c - mean c) only. So the gain is large for a policy that is sure of
+    itself and small for one that says .5.
+    """
     pi, shares = np.array([0.2, 0.6, 0.2]), []
     for center in (0.9, 0.5):
         levels = np.array([center - 0.05, center, center + 0.05])
         group, own = (
-            gradients(resolve(ObjectiveConfig(**CENTERED | {"confidence_baseline": name})), pi, levels, 0.4)
+            gradients(
+                resolve(ObjectiveConfig(**CENTERED | {"confidence_baseline": name})),
+                pi,
+                levels,
+                0.4,
+            )
             for name in ("group", "counterfactual")
         )
-        assert group[0] * 2 == pytest.approx(own[0], abs=1e-12), "the group's own member in its mean takes 1 - 1/G off"
+        assert group[0] * 2 == pytest.approx(own[0], abs=1e-12), (
+            "the group's own member in its mean takes 1 - 1/G off"
+        )
         shares.append(own[1] / (group[1] * 4))
     assert shares[0] < 0.05
     assert shares[1] > 0.5
 
 
 def test_counterfactual_advantage_is_unbiased_by_enumeration() -> None:
-    """E[A_c,i grad log pi(c_i)] over all labels and confidences of a group of two equals the gradient of E[R_c]."""
+    """E[A_c,i grad log pi(c_i)] over all labels and confidences of a group of two equals the
+    gradient of E[R_c].
+    """
     levels, pi, p = np.array([0.1, 0.5, 0.9]), np.array([0.2, 0.5, 0.3]), 0.7
     score = -(p * (levels - 1) ** 2 + (1 - p) * levels**2)
     expected, _ = gradients(resolve(ObjectiveConfig(**PROPER_OPTIONS)), pi, levels, p)
@@ -200,7 +245,9 @@ def test_counterfactual_advantage_with_malformed_responses_is_its_formula() -> N
 @pytest.mark.parametrize("p", [0.1, 0.3, 0.7, 0.9])
 def test_l1_asks_for_a_median(lam: float, p: float) -> None:
     """Of a target with an exact Rt: lam p + (1 - lam) above p = 1/2, lam p below."""
-    assert scoring_rules.optimum("l1", lam, p) == pytest.approx(lam * p + (1 - lam) * (p > 0.5), abs=0.0051)
+    assert scoring_rules.optimum("l1", lam, p) == pytest.approx(
+        lam * p + (1 - lam) * (p > 0.5), abs=0.0051
+    )
 
 
 def test_proper_scores_ask_for_the_probability_and_lam_mixes_in_what_the_group_does() -> None:
@@ -217,7 +264,10 @@ def test_l1_is_not_proper_at_lambda_1_with_a_group_of_eight() -> None:
 
 
 def test_std_keeps_pushing_a_saturated_group_and_the_mean_fades() -> None:
-    near, nearer = np.array([0.98, 0.99, 0.98, 1.0]), 1 - 0.1 * (1 - np.array([0.98, 0.99, 0.98, 1.0]))
+    near, nearer = (
+        np.array([0.98, 0.99, 0.98, 1.0]),
+        1 - 0.1 * (1 - np.array([0.98, 0.99, 0.98, 1.0])),
+    )
     paper, proper = (
         ObjectiveConfig(),
         ObjectiveConfig(**PROPER_OPTIONS | {"advantage_normalization_confidence": "mean"}),
@@ -225,12 +275,17 @@ def test_std_keeps_pushing_a_saturated_group_and_the_mean_fades() -> None:
     assert scoring_rules.saturated_push(paper, nearer) == pytest.approx(
         scoring_rules.saturated_push(paper, near), rel=1e-2
     )
-    assert scoring_rules.saturated_push(proper, nearer) < 0.02 * scoring_rules.saturated_push(proper, near)
+    assert scoring_rules.saturated_push(proper, nearer) < 0.02 * scoring_rules.saturated_push(
+        proper, near
+    )
 
 
-def settle(objective: ObjectiveConfig, probabilities: tuple[float, ...], steps: int = 1000) -> np.ndarray:
-    """Train one softmax over 21 levels for each p, six groups of eight of each in a batch, with the trainer's advantages;
-    return the mean confidences over the last quarter."""
+def settle(
+    objective: ObjectiveConfig, probabilities: tuple[float, ...], steps: int = 1000
+) -> np.ndarray:
+    """Train one softmax over 21 levels for each p, six groups of eight of each in a batch, with the
+    trainer's advantages; return the mean confidences over the last quarter.
+    """
     options, levels, rng = resolve(objective), np.linspace(0, 1, 21), np.random.default_rng(0)
     theta, tail = np.zeros((len(probabilities), len(levels))), []
     for _ in range(steps):
@@ -243,7 +298,9 @@ def settle(objective: ObjectiveConfig, probabilities: tuple[float, ...], steps: 
         if options.advantage_normalization_confidence == "batch_std":
             A_c /= batch_scale(A_c)
         for row, (picked, A) in enumerate(zip(chosen, A_c, strict=True)):
-            pushed = np.bincount(picked.ravel(), A.ravel(), len(levels)) / A.size - pi[row] * A.mean()
+            pushed = (
+                np.bincount(picked.ravel(), A.ravel(), len(levels)) / A.size - pi[row] * A.mean()
+            )
             theta[row] += 0.2 * options.weight_confidence * pushed
         tail.append(pi @ levels)
     return np.mean(tail[-steps // 4 :], axis=0)
@@ -251,9 +308,14 @@ def settle(objective: ObjectiveConfig, probabilities: tuple[float, ...], steps: 
 
 @pytest.mark.slow
 def test_one_scale_per_batch_keeps_a_proper_score_where_the_groups_own_does_not() -> None:
-    """Nine in ten are right: with a std of their own, groups that are all right push as hard as the others, to 1."""
+    """Nine in ten are right: with a std of their own, groups that are all right push as hard as the
+    others, to 1.
+    """
     ends = {
-        how: settle(ObjectiveConfig(**PROPER_OPTIONS | {"advantage_normalization_confidence": how}), (0.5, 0.9))
+        how: settle(
+            ObjectiveConfig(**PROPER_OPTIONS | {"advantage_normalization_confidence": how}),
+            (0.5, 0.9),
+        )
         for how in ("std", "batch_std")
     }
     assert abs(ends["batch_std"][1] - 0.9) < 0.02
@@ -262,7 +324,9 @@ def test_one_scale_per_batch_keeps_a_proper_score_where_the_groups_own_does_not(
 
 
 def test_every_mixture_of_right_answers_is_optimal() -> None:
-    """Proposition 1 of the paper names one trajectory: no mixture of two right ones can be improved (errata P10)."""
+    """Proposition 1 of the paper names one trajectory: no mixture of two right ones can be improved
+    (errata P10).
+    """
     R = np.array([1.0, 1.0, 0.0])
     for share in (0.0, 0.3, 0.5, 1.0):
         pi = np.array([share, 1 - share, 0.0])
@@ -271,7 +335,9 @@ def test_every_mixture_of_right_answers_is_optimal() -> None:
 
 
 def test_the_groups_subgradient_varies_unless_its_accuracy_is_known() -> None:
-    """Var sign(c - R) = 4p(1 - p); of a sampled group 4 P(below c) P(above c), up to ties, not 0 (errata P11)."""
+    """Var sign(c - R) = 4p(1 - p); of a sampled group 4 P(below c) P(above c), up to ties, not 0
+    (errata P11).
+    """
     p, G = 0.4, 8
     variance = scoring_rules.subgradient_variance
     assert variance(0.7, p, 1) == pytest.approx(4 * p * (1 - p)), "4p(p - 1) would be negative"
@@ -280,13 +346,18 @@ def test_the_groups_subgradient_varies_unless_its_accuracy_is_known() -> None:
         expected = 4 * below * (1 - below)
         assert variance(c, p, G) == pytest.approx(expected)
         assert expected > 0
-    assert variance(0.41, p, G) > 4 * p * (1 - p), "near p the group's varies more than the single label's"
-    assert (variance(0.21, 0.2, G), variance(0.21, 0.2, 1)) == pytest.approx((1.00, 0.64), abs=0.001)
+    assert variance(0.41, p, G) > 4 * p * (1 - p), (
+        "near p the group's varies more than the single label's"
+    )
+    assert (variance(0.21, 0.2, G), variance(0.21, 0.2, 1)) == pytest.approx(
+        (1.00, 0.64), abs=0.001
+    )
 
 
 def test_shared_parameters_break_theorem_1() -> None:
-    """Answer and confidence read one parameter: ascent on the confidence's Brier score alone changes the accuracy; with
-    a parameter each it does not (errata P12)."""
+    """Answer and confidence read one parameter: ascent on the confidence's Brier score alone
+    changes the accuracy; with a parameter each it does not (errata P12).
+    """
 
     def score(answer: float, stated: float) -> float:
         p, c = 1 / (1 + np.exp(-answer)), 1 / (1 + np.exp(-stated))
@@ -297,7 +368,9 @@ def test_shared_parameters_break_theorem_1() -> None:
     step = 1e-5
     ascent = (score(-1.0, 1.0 + step) - score(-1.0, 1.0 - step)) / (2 * step)
     assert ascent < -0.1, "over-confident: the stated confidence is pushed down"
-    shared = np.array([-1.0, 1.0]) + np.array([1.0, 1.0]) * ascent  # logits: theta - 1 and theta + 1 at theta = 0
+    shared = (
+        np.array([-1.0, 1.0]) + np.array([1.0, 1.0]) * ascent
+    )  # logits: theta - 1 and theta + 1 at theta = 0
     assert shared[0] < -1.1, "and with it the accuracy"
     disjoint = np.array([-1.0, 1.0]) + np.array([0.0, 1.0]) * ascent
     assert disjoint[0] == -1.0

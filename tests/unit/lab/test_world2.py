@@ -18,7 +18,11 @@ def test_cells_use_the_second_worlds_problems_and_recipe(tmp_path, monkeypatch) 
     grid = world(tmp_path, 1)
     train = grid.train_command(Cell("graphs.1", "dcpo", 1))
     assert train[:3] == ["train", "--config", str(GRAPHS / "recipe.yaml")]
-    assert {f"data.path={GRAPHS / 'train.jsonl'}", "model.path=graphs.1", "training.steps=300"} <= set(train)
+    assert {
+        f"data.path={GRAPHS / 'train.jsonl'}",
+        "model.path=graphs.1",
+        "training.steps=300",
+    } <= set(train)
     sample = grid.sample_command(Cell("graphs.1", "base", 1), tmp_path, DRAWS["test"])
     assert f"test={GRAPHS / 'test.jsonl'}" in sample
     assert sample[sample.index("--max-tokens") + 1] == "40"

@@ -1,4 +1,6 @@
-"""Every number of the golden group: eight responses of one prompt, worked out independently of this package."""
+"""Every number of the golden group: eight responses of one prompt, worked out independently of this
+package.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,14 @@ from tests.helpers.objective_cases import (
     with_tokens,
 )
 
-COLUMNS = {"target": ("targets",), "R": ("R",), "R_c": ("R_c",), "A_r": ("A_r",), "A_c": ("A_c",), "A": ("A_r", "A_c")}
+COLUMNS = {
+    "target": ("targets",),
+    "R": ("R",),
+    "R_c": ("R_c",),
+    "A_r": ("A_r",),
+    "A_c": ("A_c",),
+    "A": ("A_r", "A_c"),
+}
 
 
 @pytest.mark.parametrize("name", GOLDEN_OPTIONS)
@@ -63,7 +72,8 @@ def test_ccgspg_parts() -> None:
 
 
 def test_released_code_taken_literally_gives_another_loss() -> None:
-    """Negative control: blocks swapped and starting two tokens early is what the released code does, 0.1001.
+    """Negative control: blocks swapped and starting two tokens early is what the released code
+    does, 0.1001.
 
     It halves R_c before the normalisation, which counts only against eps: as if that were 2e-6.
     """
@@ -78,7 +88,9 @@ def test_released_code_taken_literally_gives_another_loss() -> None:
         advantages.append(np.where(early, scored.A_r[i], A_c[i]))
         blocks.append(np.where(early, BLOCK_CONFIDENCE, BLOCK_REASONING))
     loss, _ = loss_and_gradient(chosen, samples=with_tokens(scored, advantages, blocks))
-    assert loss == pytest.approx(EXPECTED["dcpo lam=0.5 [HEAD literal, negative control]"]["loss"], abs=1e-9)
+    assert loss == pytest.approx(
+        EXPECTED["dcpo lam=0.5 [HEAD literal, negative control]"]["loss"], abs=1e-9
+    )
     assert abs(loss - EXPECTED["dcpo lam=0.5 [verl]"]["loss"]) > 0.1
 
 
@@ -101,7 +113,9 @@ def group_json(name: str) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("name", GOLDEN_OPTIONS)
-def test_the_verb_gives_the_same_numbers(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_verb_gives_the_same_numbers(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     source = tmp_path / "group.json"
     source.write_text(json.dumps(group_json(name)))
     parser = argparse.ArgumentParser()
@@ -118,11 +132,15 @@ def test_the_verb_gives_the_same_numbers(name: str, tmp_path: Path, capsys: pyte
 
 
 def test_example_token_advantages_of_the_specification() -> None:
-    """Paper, lam .5: response 0 has five and three, 3 has its EOS as block, 7 (truncated) has no block."""
+    """Paper, lam .5: response 0 has five and three, 3 has its EOS as block, 7 (truncated) has no
+    block.
+    """
     scored = score(objective(), golden_judgements())
     for i, (A_r, n_r, A_c, n_c) in {
         0: (0.999998000004, 5, 1.0270730987, 3),
         3: (-0.999998000004, 6, -1.2258614404, 1),
         7: (-0.999998000004, 8, 0.0, 0),
     }.items():
-        np.testing.assert_allclose(scored.samples[i].advantages, [A_r] * n_r + [A_c] * n_c, atol=1e-9)
+        np.testing.assert_allclose(
+            scored.samples[i].advantages, [A_r] * n_r + [A_c] * n_c, atol=1e-9
+        )

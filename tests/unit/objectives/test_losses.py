@@ -1,4 +1,5 @@
-"""Losses that users of other trainers expect, each against its paper's formula written out on the golden group.
+"""Losses that users of other trainers expect, each against its paper's formula written out on the
+golden group.
 
 The formulas are loops over plain numbers; ``OTHER_LOSSES`` has what they give, written down.
 """
@@ -33,7 +34,9 @@ LOW, HIGH = 0.2, 0.28
 
 
 def gspo(A, new, old) -> float:
-    """Zheng et al. 2025, equations 5 to 7 with the advantages of tokens (14): s_i = exp(mean of log pi / pi_old)."""
+    """Zheng et al. 2025, equations 5 to 7 with the advantages of tokens (14): s_i = exp(mean of log
+    pi / pi_old).
+    """
     total = 0.0
     for a, n, o in zip(A, new, old, strict=True):
         s = math.exp(sum(n - o) / len(n))
@@ -42,7 +45,9 @@ def gspo(A, new, old) -> float:
 
 
 def cispo(A, new, old) -> float:
-    """MiniMax-M1 2025, equations 4 and 5, with GRPO's mean over sequences in the place of that over tokens."""
+    """MiniMax-M1 2025, equations 4 and 5, with GRPO's mean over sequences in the place of that over
+    tokens.
+    """
     total = 0.0
     for a, n, o in zip(A, new, old, strict=True):
         held = [min(max(math.exp(x - y), 1 - LOW), 1 + HIGH) for x, y in zip(n, o, strict=True)]
@@ -69,13 +74,16 @@ def test_losses_are_their_papers_formulas(name: str) -> None:
     chosen = objective(**options)
     samples = chosen.score(samples_of(golden_judgements()))
     total, _ = loss_and_gradient(chosen)
-    assert total == pytest.approx(FORMULAS[name.split()[1]]([s.advantages for s in samples], NEW, OLD), abs=1e-12)
+    assert total == pytest.approx(
+        FORMULAS[name.split()[1]]([s.advantages for s in samples], NEW, OLD), abs=1e-12
+    )
     assert total == pytest.approx(expected, abs=1e-12)
 
 
 def test_gradients_of_gspo_and_cispo() -> None:
-    """GSPO-token: s_i A_t / (N |o_i|) inside the clip, 0 where it binds, for all tokens of a response alike. CISPO: the held
-    ratio times A_t / (N |o_i|), also where the clip binds."""
+    """GSPO-token: s_i A_t / (N |o_i|) inside the clip, 0 where it binds, for all tokens of a
+    response alike. CISPO: the held ratio times A_t / (N |o_i|), also where the clip binds.
+    """
     for name, options in (("gspo", {"ratio": "sequence"}), ("cispo", {"clip": "cispo"})):
         chosen = objective(name="dcpo", **options)
         samples = chosen.score(samples_of(golden_judgements()))
@@ -93,7 +101,9 @@ def test_gradients_of_gspo_and_cispo() -> None:
 
 
 def test_the_blocks_stay_apart_under_a_ratio_of_the_sequence() -> None:
-    """Without a weight on the confidence its tokens have no gradient, though their log-probs are in the ratio."""
+    """Without a weight on the confidence its tokens have no gradient, though their log-probs are in
+    the ratio.
+    """
     chosen = objective(name="dcpo", ratio="sequence", weight_confidence=0.0)
     samples = chosen.score(samples_of(golden_judgements()))
     _, gradient = loss_and_gradient(chosen)
@@ -104,17 +114,22 @@ def test_the_blocks_stay_apart_under_a_ratio_of_the_sequence() -> None:
 
 
 def test_the_engines_log_probs_as_old_ones() -> None:
-    """By hand: A = 1/2 and -1/2, weights 1/4. Ratios e^.1 and e^1, held at 1.28, of the right response; e^-1, held at .8,
-    and 1 of the wrong one. What stands in old_logprobs is not read."""
+    """By hand: A = 1/2 and -1/2, weights 1/4. Ratios e^.1 and e^1, held at 1.28, of the right
+    response; e^-1, held at .8, and 1 of the wrong one. What stands in old_logprobs is not read.
+    """
     chosen = objective(name="grpo", old_logprobs="engine", advantage_normalization="mean")
     judgements = [judgement("p", R, 0.9, boundary=1, length=2) for R in (1.0, 0.0)]
     new, other = [np.array([-1.0, -0.5]), np.array([-2.0, -1.0])], [np.full(2, -9.0)] * 2
     engine = torch.tensor([-1.1, -1.5, -1.0, -1.0], dtype=torch.float64)
     total, gradient = loss_and_gradient(chosen, judgements, other, new, engine_logprobs=engine)
     assert total == pytest.approx((-1.1051709180756477 / 2 - 0.64 + 0.4 + 0.5) / 4, abs=1e-12)
-    assert np.concatenate(gradient) == pytest.approx([-1.1051709180756477 / 8, 0.0, 0.0, 0.125], abs=1e-12)
+    assert np.concatenate(gradient) == pytest.approx(
+        [-1.1051709180756477 / 8, 0.0, 0.0, 0.125], abs=1e-12
+    )
     assert chosen.loss_is_separable
-    with pytest.raises(ValueError, match=r"objective.old_logprobs needs engine_logprobs for every response"):
+    with pytest.raises(
+        ValueError, match=r"objective.old_logprobs needs engine_logprobs for every response"
+    ):
         loss_and_gradient(chosen, judgements, other, new)
 
 
@@ -135,7 +150,9 @@ def test_constant_does_not_look_at_the_length() -> None:
 def test_the_length_penalty_is_dapos() -> None:
     """Equation 13 at 16, 20 and 12 + 8 = 20 tokens of at most 20 with a buffer of 8: 0, -.5, -1."""
     lengths = (12, 16, 20, 5)
-    group = [judgement("p", R, 0.5, n - 2, n) for R, n in zip((1.0, 1.0, 1.0, 0.0), lengths, strict=True)]
+    group = [
+        judgement("p", R, 0.5, n - 2, n) for R, n in zip((1.0, 1.0, 1.0, 0.0), lengths, strict=True)
+    ]
     options = {"overlong_buffer": 8, "max_response_length": 20}
     expected = np.array([1.0, 0.5, 0.0, 0.0])
     A = (expected - expected.mean()) / (expected.std() + 1e-6)
@@ -149,7 +166,10 @@ def test_the_length_penalty_is_dapos() -> None:
         assert getattr(shaped, name) == pytest.approx(getattr(plain, name)), name
     double = score(objective(name="coupled", overlong_penalty=2.0, **options), group)
     assert double.A_c == pytest.approx(double.A_r)
-    assert pytest.approx(score(objective(name="coupled"), group).R - np.array([0, 1, 2, 0])) == double.R
+    assert (
+        pytest.approx(score(objective(name="coupled"), group).R - np.array([0, 1, 2, 0]))
+        == double.R
+    )
 
 
 def test_the_entropy_coefficient_finds_its_target() -> None:
@@ -164,23 +184,35 @@ def test_the_entropy_coefficient_finds_its_target() -> None:
     ("options", "said"),
     [
         ({"clip": "cispo", "dual_clip": 3.0}, "dual_clip goes with clip=ppo"),
-        ({"name": "ccgspg", "ratio": "sequence"}, "objective.ratio has no effect with objective.name=ccgspg"),
+        (
+            {"name": "ccgspg", "ratio": "sequence"},
+            "objective.ratio has no effect with objective.name=ccgspg",
+        ),
         ({"name": "ccgspg", "clip": "cispo"}, "objective.clip has no effect"),
         (
             {"name": "posthoc", "overlong_buffer": 4},
             "objective.overlong_buffer has no effect with objective.name=posthoc",
         ),
-        ({"loss_aggregation": "constant"}, "loss_aggregation=constant needs objective.max_response_length above 0"),
+        (
+            {"loss_aggregation": "constant"},
+            "loss_aggregation=constant needs objective.max_response_length above 0",
+        ),
         (
             {"overlong_buffer": 9, "max_response_length": 9},
             "overlong_buffer needs objective.max_response_length above 9",
         ),
-        ({"old_logprobs": "engine", "tis_level": "token"}, "old_logprobs=engine goes with tis_level=none"),
+        (
+            {"old_logprobs": "engine", "tis_level": "token"},
+            "old_logprobs=engine goes with tis_level=none",
+        ),
         (
             {"name": "ccgspg", "old_logprobs": "engine"},
             "objective.old_logprobs has no effect with objective.name=ccgspg",
         ),
-        ({"entropy_target": 0.1, "entropy_coef": -0.1}, "entropy_target needs entropy_coef_reasoning >= 0"),
+        (
+            {"entropy_target": 0.1, "entropy_coef": -0.1},
+            "entropy_target needs entropy_coef_reasoning >= 0",
+        ),
     ],
 )
 def test_what_does_not_go_together_is_refused(options: dict[str, object], said: str) -> None:

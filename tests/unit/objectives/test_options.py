@@ -22,9 +22,18 @@ def test_options_resolve_explicit_then_method_then_preset() -> None:
     assert proper.blocks("weight") == (1.0, 1.0)
     assert proper.options == {"confidence_baseline": "counterfactual"}
     assert resolve(ObjectiveConfig(preset="dcpo_proper", weight=2.0)).blocks("weight") == (2.0, 2.0)
-    assert resolve(ObjectiveConfig(name="rlcr", preset="dcpo_proper")).blocks("weight") == (1.0, 1.0)
-    assert resolve(ObjectiveConfig(kl_coef=0.3, kl_coef_confidence=0.1)).blocks("kl_coef") == (0.3, 0.1)
-    assert resolve(ObjectiveConfig(name="ccgspg", preset="verl_compat")).loss_aggregation == "sequence_mean"
+    assert resolve(ObjectiveConfig(name="rlcr", preset="dcpo_proper")).blocks("weight") == (
+        1.0,
+        1.0,
+    )
+    assert resolve(ObjectiveConfig(kl_coef=0.3, kl_coef_confidence=0.1)).blocks("kl_coef") == (
+        0.3,
+        0.1,
+    )
+    assert (
+        resolve(ObjectiveConfig(name="ccgspg", preset="verl_compat")).loss_aggregation
+        == "sequence_mean"
+    )
 
 
 @pytest.mark.parametrize(
@@ -77,11 +86,15 @@ def test_options_that_a_method_ignores_are_refused(options: dict[str, Any], mess
 
 def test_a_short_name_is_accepted_where_one_block_reads_it_and_null_unsets() -> None:
     assert (
-        resolve(ObjectiveConfig(name="grpo", advantage_normalization="mean")).advantage_normalization_reasoning
+        resolve(
+            ObjectiveConfig(name="grpo", advantage_normalization="mean")
+        ).advantage_normalization_reasoning
         == "mean"
     )
     assert resolve(ObjectiveConfig(name="grpo", lam=None)).name == "grpo"
-    assert resolve(ObjectiveConfig(name="dcpo", w=1.0).changed(w=None)).options == {"confidence_baseline": "group"}
+    assert resolve(ObjectiveConfig(name="dcpo", w=1.0).changed(w=None)).options == {
+        "confidence_baseline": "group"
+    }
 
 
 def test_every_option_is_read_by_a_method_and_every_method_names_real_options() -> None:
@@ -92,10 +105,19 @@ def test_every_option_is_read_by_a_method_and_every_method_names_real_options() 
 
 def test_options_of_a_method_are_checked() -> None:
     assert objective(name="rlcr", variant="original").options.options["variant"] == "original"
-    assert objective(name="rlcr", options={"w": 0.3}).options.options == {"w": 0.3, "variant": "canonical"}
+    assert objective(name="rlcr", options={"w": 0.3}).options.options == {
+        "w": 0.3,
+        "variant": "canonical",
+    }
     for options, message in (
-        ({"name": "rlcr", "variant": "new"}, "objective.variant=new: expected one of canonical, original"),
-        ({"name": "ccgspg", "beta": "much"}, "objective.beta='much': expected a value like its default, 0.01"),
+        (
+            {"name": "rlcr", "variant": "new"},
+            "objective.variant=new: expected one of canonical, original",
+        ),
+        (
+            {"name": "ccgspg", "beta": "much"},
+            "objective.beta='much': expected a value like its default, 0.01",
+        ),
         (
             {"name": "grpo", "options": {"gamma": 1}},
             "objective.gamma has no effect with objective.name=grpo; remove it",

@@ -16,7 +16,14 @@ from megatron_dcpo.errors import UserError
 from megatron_dcpo.objectives import METHODS, ObjectiveConfig, resolve
 from megatron_dcpo.objectives.advantages import MIN_BATCH_RMS, SCORING_RULES, log, normalize
 from megatron_dcpo.objectives.policy_loss import importance_weights, kl_estimate
-from megatron_dcpo.types import BLOCK_CONFIDENCE, BLOCK_NONE, MALFORMED, Judgement, MicroBatch, TokenOutputs
+from megatron_dcpo.types import (
+    BLOCK_CONFIDENCE,
+    BLOCK_NONE,
+    MALFORMED,
+    Judgement,
+    MicroBatch,
+    TokenOutputs,
+)
 from tests.helpers.objective_cases import (
     NEW,
     OLD,
@@ -32,7 +39,12 @@ from tests.helpers.objective_cases import (
 VARIANTS: list[dict[str, Any]] = [
     {"name": name, **more}
     for name in METHODS
-    for more in ({}, {"preset": "verl_compat"}, {"preset": "dcpo_proper"}, {"loss_aggregation": "block_mean"})
+    for more in (
+        {},
+        {"preset": "verl_compat"},
+        {"preset": "dcpo_proper"},
+        {"loss_aggregation": "block_mean"},
+    )
 ]
 
 
@@ -47,7 +59,9 @@ def batches(draw: st.DrawFn) -> tuple[list[Judgement], list[np.ndarray], list[np
             status: Any = "ok" if rng.random() < 0.7 else MALFORMED[rng.integers(len(MALFORMED))]
             boundary = length if status == "truncated" else int(rng.integers(0, length))
             c = float(rng.random()) if status == "ok" else None
-            rows.append(Judgement(f"p{prompt}", float(rng.random() < 0.5), c, status, boundary, length))
+            rows.append(
+                Judgement(f"p{prompt}", float(rng.random() < 0.5), c, status, boundary, length)
+            )
     order = rng.permutation(len(rows))
     old = [-rng.exponential(1.0, rows[i].length) for i in order]
     new = [row + rng.normal(0, 0.3, len(row)) for row in old]
@@ -57,7 +71,9 @@ def batches(draw: st.DrawFn) -> tuple[list[Judgement], list[np.ndarray], list[np
 @settings(max_examples=50, deadline=None)
 @given(batch=batches(), lam=st.floats(0, 1))
 def test_dcpo_is_the_papers_equation_written_as_loops(batch: Any, lam: float) -> None:
-    """(1/N) sum_i (1/|o_i|) sum_t -min(rho A, clip(rho) A) with A_r before and A_c behind the boundary."""
+    """(1/N) sum_i (1/|o_i|) sum_t -min(rho A, clip(rho) A) with A_r before and A_c behind the
+    boundary.
+    """
     rows, old, new = batch
     total = 0.0
     for row, old_row, new_row in zip(rows, old, new, strict=True):
@@ -65,7 +81,11 @@ def test_dcpo_is_the_papers_equation_written_as_loops(batch: Any, lam: float) ->
         accuracy = sum(other.correct for other in group) / len(group)
 
         def R_c(one: Judgement, accuracy: float = accuracy) -> float:
-            return -1.0 if one.confidence is None else -abs(one.confidence - lam * accuracy - (1 - lam) * one.correct)
+            return (
+                -1.0
+                if one.confidence is None
+                else -abs(one.confidence - lam * accuracy - (1 - lam) * one.correct)
+            )
 
         for t in range(row.length):
             reward = (lambda one: one.correct) if t < row.boundary else R_c
@@ -75,13 +95,17 @@ def test_dcpo_is_the_papers_equation_written_as_loops(batch: Any, lam: float) ->
             A = (reward(row) - mean) / (std + 1e-6) if max(values) - min(values) >= 1e-6 else 0.0
             rho = float(np.exp(new_row[t] - old_row[t]))
             total -= min(rho * A, min(max(rho, 0.8), 1.28) * A) / row.length / len(rows)
-    assert loss_and_gradient(objective(lam=lam), rows, old, new)[0] == pytest.approx(total, abs=1e-9)
+    assert loss_and_gradient(objective(lam=lam), rows, old, new)[0] == pytest.approx(
+        total, abs=1e-9
+    )
 
 
 @pytest.mark.parametrize("options", VARIANTS, ids=str)
 @settings(max_examples=15, deadline=None)
 @given(batch=batches(), data=st.data())
-def test_permuting_the_rows_changes_nothing(options: dict[str, Any], batch: Any, data: st.DataObject) -> None:
+def test_permuting_the_rows_changes_nothing(
+    options: dict[str, Any], batch: Any, data: st.DataObject
+) -> None:
     rows, old, new = batch
     chosen = objective(**options)
     order = data.draw(st.permutations(range(len(rows))))
@@ -96,11 +120,18 @@ def test_permuting_the_rows_changes_nothing(options: dict[str, Any], batch: Any,
 
 @pytest.mark.parametrize("options", VARIANTS, ids=str)
 @settings(max_examples=15, deadline=None)
-@given(batch=batches(), size=st.sampled_from([1, 2, 4, 8]), ranks=st.sampled_from([1, 2]), padding=st.integers(0, 3))
+@given(
+    batch=batches(),
+    size=st.sampled_from([1, 2, 4, 8]),
+    ranks=st.sampled_from([1, 2]),
+    padding=st.integers(0, 3),
+)
 def test_micro_batches_ranks_and_padding_change_nothing(
     options: dict[str, Any], batch: Any, size: int, ranks: int, padding: int
 ) -> None:
-    """The loss is the plain sum over ranks and micro-batches; the gradient is the one of everything at once."""
+    """The loss is the plain sum over ranks and micro-batches; the gradient is the one of everything
+    at once.
+    """
     rows, old, new = batch
     chosen = objective(**options)
     expected, gradient = loss_and_gradient(chosen, rows, old, new, torch.float32)
@@ -112,7 +143,9 @@ def test_micro_batches_ranks_and_padding_change_nothing(
             if not len(micro):
                 continue
             samples = [scored.samples[i] for i in micro]
-            packed = token_batch(samples, [old[i] for i in micro], [new[i] for i in micro], torch.float32)
+            packed = token_batch(
+                samples, [old[i] for i in micro], [new[i] for i in micro], torch.float32
+            )
             inputs, outputs = pad(*packed, padding)
             losses, _ = chosen.loss(inputs, outputs)
             losses.sum().backward()
@@ -158,11 +191,15 @@ def test_gradient_is_zero_on_prompt_and_padding_with_every_term_on() -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(batch=batches(), scale=st.floats(0.1, 10))
-def test_scaling_the_calibration_reward_moves_confidence_tokens_only(batch: Any, scale: float) -> None:
+def test_scaling_the_calibration_reward_moves_confidence_tokens_only(
+    batch: Any, scale: float
+) -> None:
     rows, old, new = batch
     plain = objective(preset="dcpo_proper")
     scored = score(plain, rows, old)
-    scaled = objective(preset="dcpo_proper", weight_confidence=plain.options.weight_confidence * scale)
+    scaled = objective(
+        preset="dcpo_proper", weight_confidence=plain.options.weight_confidence * scale
+    )
     _, before = loss_and_gradient(plain, rows, old, new)
     _, after = loss_and_gradient(scaled, rows, old, new)
     for tokens, a, b in zip(scored.samples, before, after, strict=True):
@@ -219,12 +256,20 @@ def test_identical_rewards_give_exactly_zero(dtype: type, value: float, how: Any
 def test_batch_std_is_one_scale_for_all_groups() -> None:
     """A_c centred per group, over the root mean square of the mini-batch; A_r stays as it is."""
     rows = [
-        judgement(p, R, c) for p, R, c in (("a", 1, 0.9), ("a", 0, 0.2), ("b", 1, 0.6), ("b", 1, 0.61), ("b", 0, None))
+        judgement(p, R, c)
+        for p, R, c in (("a", 1, 0.9), ("a", 0, 0.2), ("b", 1, 0.6), ("b", 1, 0.61), ("b", 0, None))
     ]
     for baseline in ("group", "counterfactual"):
-        plain = score(objective(advantage_normalization_confidence="mean", confidence_baseline=baseline), rows)
-        scaled = score(objective(advantage_normalization_confidence="batch_std", confidence_baseline=baseline), rows)
-        np.testing.assert_allclose(scaled.A_c, plain.A_c / np.sqrt(np.mean(plain.A_c**2)), rtol=1e-12)
+        plain = score(
+            objective(advantage_normalization_confidence="mean", confidence_baseline=baseline), rows
+        )
+        scaled = score(
+            objective(advantage_normalization_confidence="batch_std", confidence_baseline=baseline),
+            rows,
+        )
+        np.testing.assert_allclose(
+            scaled.A_c, plain.A_c / np.sqrt(np.mean(plain.A_c**2)), rtol=1e-12
+        )
         np.testing.assert_array_equal(scaled.A_r, plain.A_r)
         for tokens, A_c in zip(scaled.samples, scaled.A_c, strict=True):
             assert (tokens.advantages[tokens.block_ids == BLOCK_CONFIDENCE] == A_c).all()
@@ -232,16 +277,28 @@ def test_batch_std_is_one_scale_for_all_groups() -> None:
 
 def test_batch_std_does_not_blow_up_what_is_almost_nothing() -> None:
     rows = [judgement(p, 1, c) for p in "ab" for c in (0.99, 0.99, 0.98)]
-    plain = score(objective(calibration_loss="brier", advantage_normalization_confidence="mean"), rows)
-    scaled = score(objective(calibration_loss="brier", advantage_normalization_confidence="batch_std"), rows)
+    plain = score(
+        objective(calibration_loss="brier", advantage_normalization_confidence="mean"), rows
+    )
+    scaled = score(
+        objective(calibration_loss="brier", advantage_normalization_confidence="batch_std"), rows
+    )
     np.testing.assert_allclose(scaled.A_c, plain.A_c / MIN_BATCH_RMS, rtol=1e-12)
 
 
 def test_batch_std_of_posthoc_scales_all_its_tokens_alike() -> None:
     rows = [judgement("a", R, c) for R, c in ((1, 0.9), (0, 0.2), (0, 0.7))]
     for tokens in ("all", "confidence"):
-        plain = score(objective(name="posthoc", tokens=tokens, advantage_normalization_confidence="mean"), rows)
-        scaled = score(objective(name="posthoc", tokens=tokens, advantage_normalization_confidence="batch_std"), rows)
+        plain = score(
+            objective(name="posthoc", tokens=tokens, advantage_normalization_confidence="mean"),
+            rows,
+        )
+        scaled = score(
+            objective(
+                name="posthoc", tokens=tokens, advantage_normalization_confidence="batch_std"
+            ),
+            rows,
+        )
         scale = np.sqrt(np.mean(plain.A_c**2))
         np.testing.assert_allclose(scaled.A_c, plain.A_c / scale, rtol=1e-12)
         np.testing.assert_allclose(scaled.A_r, plain.A_r / scale, rtol=1e-12)
@@ -259,14 +316,17 @@ def test_proper_scores_are_best_at_the_probability(name: str, p: float, lam: flo
     """E over R ~ Bernoulli(p) of S(c, lam p + (1 - lam) R) is largest at c = p, whatever lam."""
     c = np.linspace(0.01, 0.99, 99)
     expected = sum(
-        weight * score_of(name, c, np.full_like(c, lam * p + (1 - lam) * R)) for R, weight in ((1.0, p), (0.0, 1 - p))
+        weight * score_of(name, c, np.full_like(c, lam * p + (1 - lam) * R))
+        for R, weight in ((1.0, p), (0.0, 1 - p))
     )
     assert c[np.argmax(expected)] == pytest.approx(p, abs=1e-9)
 
 
 def test_l1_is_not_proper_below_lam_one() -> None:
     c, p = np.linspace(0, 1, 101), 0.7
-    expected = p * SCORING_RULES["l1"](c, np.full_like(c, 1.0)) + (1 - p) * SCORING_RULES["l1"](c, np.zeros_like(c))
+    expected = p * SCORING_RULES["l1"](c, np.full_like(c, 1.0)) + (1 - p) * SCORING_RULES["l1"](
+        c, np.zeros_like(c)
+    )
     assert c[np.argmax(expected)] == 1.0
 
 
@@ -285,14 +345,18 @@ def test_malformed_placements() -> None:
     }
     t = 0.5 * 2 / 3 + 0.5
     assert [scores[place].R[2] for place in scores] == [1.0, 0.0, 0.0, 1.0]
-    np.testing.assert_allclose([scores[p].R_c[2] for p in scores], [-1, scores["reasoning"].R_c[:2].mean(), -1, -1 - t])
+    np.testing.assert_allclose(
+        [scores[p].R_c[2] for p in scores], [-1, scores["reasoning"].R_c[:2].mean(), -1, -1 - t]
+    )
     assert scores["reasoning"].A_c[2] == pytest.approx(0, abs=1e-12)
     assert score(objective(malformed_penalty=-0.5), rows).R_c[2] == -0.5
 
 
 def test_posthoc_tokens() -> None:
     rows = [judgement("p", R, c) for R, c in ((1.0, 0.9), (0.0, 0.9), (1.0, 0.1))]
-    everywhere, confined = (score(objective(name="posthoc", tokens=t), rows) for t in ("all", "confidence"))
+    everywhere, confined = (
+        score(objective(name="posthoc", tokens=t), rows) for t in ("all", "confidence")
+    )
     np.testing.assert_allclose(everywhere.R_c, [-0.01, -0.81, -0.81])
     np.testing.assert_array_equal(everywhere.A_r, everywhere.A_c)
     assert confined.A_r.tolist() == [0.0] * 3
@@ -315,7 +379,9 @@ def test_aggregations_have_their_own_denominators() -> None:
     blocks = np.concatenate([sample.block_ids for sample in scored.samples])
     assert len(blocks) == lengths.sum()
     reasoning, confidence = (blocks != BLOCK_CONFIDENCE).sum(), (blocks == BLOCK_CONFIDENCE).sum()
-    np.testing.assert_allclose(weights, np.where(blocks == BLOCK_CONFIDENCE, 3 / confidence, 2 / reasoning))
+    np.testing.assert_allclose(
+        weights, np.where(blocks == BLOCK_CONFIDENCE, 3 / confidence, 2 / reasoning)
+    )
 
 
 def test_mask_truncated_trains_nothing_on_it() -> None:
@@ -327,7 +393,9 @@ def test_mask_truncated_trains_nothing_on_it() -> None:
 
 
 def test_kl_estimators() -> None:
-    """k1 and k3 are unbiased for KL(policy || reference), k2 nearly so; k3 and k2 are never negative."""
+    """k1 and k3 are unbiased for KL(policy || reference), k2 nearly so; k3 and k2 are never
+    negative.
+    """
     p, q = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.4, 0.35, 0.25])
     exact = float((p * (p / q).log()).sum())
     d = (q / p).log()
@@ -343,7 +411,9 @@ def test_kl_estimators() -> None:
 
 
 def test_kl_estimators_by_their_gradients() -> None:
-    """The mean over the policy's own samples of the estimator's gradient, no gradient through the sampling."""
+    """The mean over the policy's own samples of the estimator's gradient, no gradient through the
+    sampling.
+    """
     z = torch.tensor([0.3, -0.5, 0.8], dtype=torch.float64, requires_grad=True)
     q = torch.tensor([0.4, 0.35, 0.25], dtype=torch.float64)
     logp = torch.log_softmax(z, -1)
@@ -355,13 +425,19 @@ def test_kl_estimators_by_their_gradients() -> None:
     }
     for name, divergence in divergences.items():
         (expected,) = torch.autograd.grad(divergence, z, retain_graph=True)
-        (found,) = torch.autograd.grad((p * kl_estimate(q.log() - logp, name)).sum(), z, retain_graph=True)
+        (found,) = torch.autograd.grad(
+            (p * kl_estimate(q.log() - logp, name)).sum(), z, retain_graph=True
+        )
         torch.testing.assert_close(found, expected, atol=1e-12, rtol=0)
 
 
-@pytest.mark.parametrize(("estimator", "kl"), [("k1", 0.2), ("k2", 0.02), ("k3", np.exp(-0.2) + 0.2 - 1)])
+@pytest.mark.parametrize(
+    ("estimator", "kl"), [("k1", 0.2), ("k2", 0.02), ("k3", np.exp(-0.2) + 0.2 - 1)]
+)
 def test_kl_loss_pulls_towards_the_reference(estimator: str, kl: float) -> None:
-    """kills_kl_sign: the policy is 0.2 above the reference at every token; each token adds kl_coef * kl."""
+    """kills_kl_sign: the policy is 0.2 above the reference at every token; each token adds kl_coef
+    * kl.
+    """
     base, gradient = loss_and_gradient(objective())
     options = {"kl_coef": 0.5, "kl_estimator": estimator}
     loss, pulled = loss_and_gradient(objective(**options), ref_logprobs=flat(NEW) - 0.2)
@@ -381,39 +457,52 @@ def test_kl_and_entropy_act_on_their_block_only(block: str) -> None:
         np.testing.assert_array_equal(a[~changed], b[~changed])
         assert (a[changed] != b[changed]).all()
     base, _ = loss_and_gradient(objective(), **extra)
-    share = sum((t.block_ids == (BLOCK_CONFIDENCE if block == "confidence" else 1)).mean() for t in scored.samples) / 8
+    share = (
+        sum(
+            (t.block_ids == (BLOCK_CONFIDENCE if block == "confidence" else 1)).mean()
+            for t in scored.samples
+        )
+        / 8
+    )
     bonus, _ = loss_and_gradient(objective(**{f"entropy_coef_{block}": 0.5}), **extra)
     assert bonus == pytest.approx(base - 0.5 * 2.0 * share, abs=1e-12)
 
 
 def test_truncated_importance_sampling() -> None:
-    """A constant gap of log 1.1 per token: 1.1 on each token, or 1.1^|o| capped, on the policy term alone."""
+    """A constant gap of log 1.1 per token: 1.1 on each token, or 1.1^|o| capped, on the policy term
+    alone.
+    """
     gap = float(np.log(1.1))
     engine = flat(OLD) - gap
     base, gradient = loss_and_gradient(objective())
     token, _ = loss_and_gradient(objective(tis_level="token"), engine_logprobs=engine)
     assert token == pytest.approx(1.1 * base, rel=1e-12)
-    capped, _ = loss_and_gradient(objective(tis_level="token", tis_cap=1.05), engine_logprobs=engine)
+    capped, _ = loss_and_gradient(
+        objective(tis_level="token", tis_cap=1.05), engine_logprobs=engine
+    )
     assert capped == pytest.approx(1.05 * base, rel=1e-12)
-    _, by_sequence = loss_and_gradient(objective(tis_level="sequence", tis_cap=2.0), engine_logprobs=engine)
+    _, by_sequence = loss_and_gradient(
+        objective(tis_level="sequence", tis_cap=2.0), engine_logprobs=engine
+    )
     for a, b in zip(gradient, by_sequence, strict=True):
         np.testing.assert_allclose(b, min(1.1 ** len(a), 2.0) * a, rtol=1e-12, atol=1e-15)
 
 
-# log pi_old - log pi_engine of three responses; the weights that the papers' formulas make of them, worked out by hand
+# log pi_old - log pi_engine of three responses; the weights that the papers' formulas make of them,
+# worked out by hand
 GAPS = [np.log([1.5, 0.4, 6.0]), np.log([0.9, 1.2]), np.log([3.0, 3.0])]
 PAPERS = {
-    # TIS: min(pi_old / pi_engine, C) of each token; Yao et al. 2025, "Your efficient RL framework secretly brings you
-    # off-policy RL training". C = 2, verl's and TRL's token_truncate
+    # TIS: min(pi_old / pi_engine, C) of each token; Yao et al. 2025, "Your efficient RL framework
+    # secretly brings you off-policy RL training". C = 2, verl's and TRL's token_truncate
     "TIS": ({"tis_level": "token", "tis_cap": 2.0}, [[1.5, 0.4, 2.0], [0.9, 1.2], [2.0, 2.0]]),
-    # IcePop: M(k) = k where alpha <= k <= beta, else 0; Ling team 2025, "Small leak can sink a great ship". 0.5 and 5,
-    # verl's rollout_is_threshold "0.5_5.0"
+    # IcePop: M(k) = k where alpha <= k <= beta, else 0; Ling team 2025, "Small leak can sink a
+    # great ship". 0.5 and 5, verl's rollout_is_threshold "0.5_5.0"
     "IcePop": (
         {"tis_level": "token", "tis_mode": "mask", "tis_floor": 0.5, "tis_cap": 5.0},
         [[1.5, 0.0, 0.0], [0.9, 1.2], [3.0, 3.0]],
     ),
-    # truncated sequence weights min(rho, C), rho = prod_t pi_old / pi_engine = 3.6, 1.08, 9; Liu et al. 2025, "When speed
-    # kills stability", Seq-TIS
+    # truncated sequence weights min(rho, C), rho = prod_t pi_old / pi_engine = 3.6, 1.08, 9; Liu et
+    # al. 2025, "When speed kills stability", Seq-TIS
     "Seq-TIS": ({"tis_level": "sequence", "tis_cap": 2.0}, [[2.0] * 3, [1.08] * 2, [2.0] * 2]),
     # MIS: rho where rho <= C, else 0; the same paper, TRL's default mode sequence_mask, C = 3
     "Seq-MIS": (
@@ -440,7 +529,11 @@ def test_importance_weights_by_their_papers(name: str, padded: bool) -> None:
     gaps, sequences = np.concatenate(GAPS), np.repeat(np.arange(3), lengths)
     blocks = np.ones(len(gaps), np.int8)
     if padded:  # behind the last response, where anything may stand
-        gaps, sequences, blocks = np.append(gaps, np.nan), np.append(sequences, 2), np.append(blocks, np.int8(0))
+        gaps, sequences, blocks = (
+            np.append(gaps, np.nan),
+            np.append(sequences, 2),
+            np.append(blocks, np.int8(0)),
+        )
     old = torch.tensor(np.nan_to_num(gaps) - 1.0)
     batch = SimpleNamespace(
         columns={
@@ -456,7 +549,9 @@ def test_importance_weights_by_their_papers(name: str, padded: bool) -> None:
 
 
 def test_masked_tokens_train_nothing_and_are_counted() -> None:
-    """IcePop: 0 in loss and gradient where the weight lies outside; the share of such tokens is a statistic."""
+    """IcePop: 0 in loss and gradient where the weight lies outside; the share of such tokens is a
+    statistic.
+    """
     engine = flat(OLD).clone()
     engine[::3] -= float(np.log(6.0))
     options = {"tis_level": "token", "tis_mode": "mask", "tis_floor": 0.5, "tis_cap": 5.0}

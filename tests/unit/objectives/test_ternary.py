@@ -31,11 +31,15 @@ def scores(rows: Any = ROWS, **options: Any) -> dict[str, Any]:
 
 
 def test_golden_numbers() -> None:
-    """r = 1, 0, -1, -1, 1: mean 0, std sqrt(4/5). Answered alone: R mean 1/2, so t = 3/4 where right, else 1/4; R_c = 0,
-    -.4, -1, -.2: mean -.4, std sqrt((.16 + 0 + .36 + .04) / 4) = sqrt(.14)."""
+    """r = 1, 0, -1, -1, 1: mean 0, std sqrt(4/5). Answered alone: R mean 1/2, so t = 3/4 where
+    right, else 1/4; R_c = 0,
+    -.4, -1, -.2: mean -.4, std sqrt((.16 + 0 + .36 + .04) / 4) = sqrt(.14).
+    """
     found = scores()
     assert found["R"].tolist() == [1, 0, -1, -1, 1]
-    np.testing.assert_allclose(found["A_r"], [1.118034, 0, -1.118034, -1.118034, 1.118034], atol=2e-6)
+    np.testing.assert_allclose(
+        found["A_r"], [1.118034, 0, -1.118034, -1.118034, 1.118034], atol=2e-6
+    )
     np.testing.assert_allclose(found["target"], [0.75, np.nan, 0.25, 0.25, 0.75])
     np.testing.assert_allclose(found["R_c"], [0, np.nan, -0.4, -1, -0.2], atol=1e-12)
     np.testing.assert_allclose(found["A_c"], [1.069045, 0, 0, -1.603567, 0.534522], atol=1e-5)
@@ -66,7 +70,8 @@ def test_what_an_abstained_response_states_does_not_matter() -> None:
     other = [(1, 0.75), (None, None), *ROWS[2:]]
     for placement in ("confidence", "both"):
         np.testing.assert_array_equal(
-            scores(other, malformed_placement=placement)["A_r"], scores(malformed_placement=placement)["A_r"]
+            scores(other, malformed_placement=placement)["A_r"],
+            scores(malformed_placement=placement)["A_r"],
         )
     np.testing.assert_array_equal(scores(other)["A_c"], scores()["A_c"])
 
@@ -86,7 +91,9 @@ def test_groups_that_hardly_answer_have_no_confidence_advantage(preset: str, row
 
 def test_other_methods_count_an_abstention_as_wrong() -> None:
     rows = objective(name="dcpo").group_scores(samples_of(judgements()))
-    plain = objective(name="dcpo").group_scores(samples_of([replace(j, abstained=False) for j in judgements()]))
+    plain = objective(name="dcpo").group_scores(
+        samples_of([replace(j, abstained=False) for j in judgements()])
+    )
     np.testing.assert_array_equal(rows, plain)
 
 
@@ -108,14 +115,29 @@ def test_the_metrics() -> None:
 
 
 def test_dcpo_objective(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    tokens = {"n_reasoning": 2, "n_confidence": 1, "old_logprobs": [-1.0] * 3, "logprobs": [-1.0] * 3}
+    tokens = {
+        "n_reasoning": 2,
+        "n_confidence": 1,
+        "old_logprobs": [-1.0] * 3,
+        "logprobs": [-1.0] * 3,
+    }
     responses = [
-        {"prompt_id": "p", "correct": R or 0, "confidence": c, "status": "ok" if c else "missing", **tokens}
+        {
+            "prompt_id": "p",
+            "correct": R or 0,
+            "confidence": c,
+            "status": "ok" if c else "missing",
+            **tokens,
+        }
         | ({"abstained": True} if R is None else {})
         for R, c in ROWS
     ]
     path = tmp_path / "group.json"
-    path.write_text(json.dumps({"method": "ternary", "options": {"abstain_penalty": 0.5}, "responses": responses}))
+    path.write_text(
+        json.dumps(
+            {"method": "ternary", "options": {"abstain_penalty": 0.5}, "responses": responses}
+        )
+    )
     assert main(["objective", "--input", str(path), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["R"] == [1.0, 0.0, -0.5, -0.5, 1.0]

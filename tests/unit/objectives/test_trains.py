@@ -14,7 +14,10 @@ from tests.helpers.objective_cases import objective, samples_of
 
 
 def judgements(*pairs: tuple[float, float | None]) -> list[Judgement]:
-    return [Judgement("p", R, c, "missing" if c is None else "ok", boundary=3, length=5) for R, c in pairs]
+    return [
+        Judgement("p", R, c, "missing" if c is None else "ok", boundary=3, length=5)
+        for R, c in pairs
+    ]
 
 
 @pytest.mark.parametrize(
@@ -26,19 +29,32 @@ def judgements(*pairs: tuple[float, float | None]) -> list[Judgement]:
         ({"name": "dcpo"}, [(1, 0.9), (1, 0.9)], False),
         ({"name": "dcpo", "weight_confidence": 0.0}, [(1, 0.9), (1, 0.2)], False),
         ({"name": "dcpo", "weight_confidence": 0.0}, [(1, 0.9), (0, 0.9)], True),
-        ({"name": "dcpo", "advantage_normalization_confidence": "batch_std"}, [(1, 0.9), (1, 0.89)], True),
-        ({"name": "dcpo", "advantage_normalization_confidence": "batch_std"}, [(1, 0.9), (1, 0.9)], False),
+        (
+            {"name": "dcpo", "advantage_normalization_confidence": "batch_std"},
+            [(1, 0.9), (1, 0.89)],
+            True,
+        ),
+        (
+            {"name": "dcpo", "advantage_normalization_confidence": "batch_std"},
+            [(1, 0.9), (1, 0.9)],
+            False,
+        ),
         ({"name": "dcpo", "kl_coef": 0.1}, [(0, 0.9), (0, 0.9)], False),
     ],
 )
-def test_a_group_trains_when_a_block_has_an_advantage(options: Any, group: Any, trains: bool) -> None:
+def test_a_group_trains_when_a_block_has_an_advantage(
+    options: Any, group: Any, trains: bool
+) -> None:
     assert objective(**options).trains(samples_of(judgements(*group))) is trains
 
 
 @pytest.mark.parametrize(
     ("options", "bearing"),
     [
-        ({"name": "dcpo"}, ([False, False], [True, True])),  # all right: no gradient in the reasoning
+        (
+            {"name": "dcpo"},
+            ([False, False], [True, True]),
+        ),  # all right: no gradient in the reasoning
         ({"name": "dcpo", "weight_confidence": 0.0}, ([False, False], [False, False])),
         ({"name": "dcpo", "kl_coef_reasoning": 0.1}, ([True, True], [True, True])),
         ({"name": "ccgspg"}, ([True, True], [True, True])),  # another loss: nothing is known of it
@@ -53,7 +69,9 @@ def test_which_responses_have_a_gradient_in_a_block(options: Any, bearing: Any) 
 
 
 def test_truncated_responses_that_are_masked_train_nothing() -> None:
-    group = samples_of([Judgement("p", R, None, "truncated", boundary=5, length=5) for R in (0.0, 1.0)])
+    group = samples_of(
+        [Judgement("p", R, None, "truncated", boundary=5, length=5) for R in (0.0, 1.0)]
+    )
     assert objective(name="grpo", mask_truncated=False).trains(group)
     assert not objective(name="grpo", mask_truncated=True).trains(group)
 
@@ -61,7 +79,9 @@ def test_truncated_responses_that_are_masked_train_nothing() -> None:
 def test_a_graded_score_is_the_reward_and_the_target() -> None:
     """t = lam mean(R) + (1 - lam) R of the scores, whatever the threshold makes of them."""
     pairs = (0.25, 0.9), (0.75, 0.1)
-    graded = [replace(j, correct=float(j.correct > 0.5), score=j.correct) for j in judgements(*pairs)]
+    graded = [
+        replace(j, correct=float(j.correct > 0.5), score=j.correct) for j in judgements(*pairs)
+    ]
     scores = objective(name="dcpo", lam=0.5).group_scores(samples_of(graded))
     rows = dict(zip(SCORES, scores, strict=True))
     assert rows["R"].tolist() == [0.25, 0.75]

@@ -1,4 +1,6 @@
-"""Plans of models that are not on this machine: known ones by their hub's name, others from the hub, or one line."""
+"""Plans of models that are not on this machine: known ones by their hub's name, others from the
+hub, or one line.
+"""
 
 import json
 
@@ -22,18 +24,39 @@ def elsewhere(tmp_path, monkeypatch):
 
 
 def test_the_readmes_plan_needs_no_file(capsys):
-    assert main(["plan", "--config", str(EXAMPLES / "qwen3_8b/math/dcpo.yaml"), "--gpus", "8", "--json"]) == 0
+    assert (
+        main(
+            ["plan", "--config", str(EXAMPLES / "qwen3_8b/math/dcpo.yaml"), "--gpus", "8", "--json"]
+        )
+        == 0
+    )
     plan = json.loads(capsys.readouterr().out)
     assert plan["fits"]
-    assert main(["plan", "--config", str(EXAMPLES / "qwen3_8b/math/dcpo.yaml"), "--gpus", "8", "--reshard"]) == 0
+    assert (
+        main(
+            [
+                "plan",
+                "--config",
+                str(EXAMPLES / "qwen3_8b/math/dcpo.yaml"),
+                "--gpus",
+                "8",
+                "--reshard",
+            ]
+        )
+        == 0
+    )
 
 
 def test_a_directory_is_taken_before_the_name(tmp_path):
-    """A model of one's own may have a known name, and a directory that is not complete is not another model."""
+    """A model of one's own may have a known name, and a directory that is not complete is not
+    another model.
+    """
     (tmp_path / "Qwen" / "Qwen3-8B").mkdir(parents=True)
     with pytest.raises(UserError, match=r"config\.json is missing"):
         hub.architecture_of("Qwen/Qwen3-8B")
-    with pytest.raises(UserError, match="does not exist"):  # Qwen/ is a folder here: a path with an error, not a name
+    with pytest.raises(
+        UserError, match="does not exist"
+    ):  # Qwen/ is a folder here: a path with an error, not a name
         hub.architecture_of("Qwen/Qwen3-14B")
 
 
@@ -67,7 +90,10 @@ def test_what_the_hub_does_not_give_is_one_line(monkeypatch, error):
 def test_more_tokens_than_positions_are_refused(capsys):
     config = str(EXAMPLES / "qwen3_8b/math/dcpo.yaml")
     limit = read_architecture(hub.MODELS / "Qwen" / "Qwen3-8B").max_position_embeddings
-    assert main(["plan", "--config", config, "--gpus", "8", f"rollout.max_response_length={limit}"]) == 2
+    assert (
+        main(["plan", "--config", config, "--gpus", "8", f"rollout.max_response_length={limit}"])
+        == 2
+    )
     error = capsys.readouterr().err
     assert f"rollout.max_response_length={limit} are more than Qwen/Qwen3-8B has positions" in error
     assert f"(max_position_embeddings={limit})" in error

@@ -25,7 +25,9 @@ LLAMA_70B = {
     "rms_norm_eps": 1e-5,
     "rope_theta": 500000,
 }
-TP, PP, VPP = (f"parallel.{name}_model_parallel_size" for name in ("tensor", "pipeline", "virtual_pipeline"))
+TP, PP, VPP = (
+    f"parallel.{name}_model_parallel_size" for name in ("tensor", "pipeline", "virtual_pipeline")
+)
 
 
 @pytest.fixture
@@ -50,17 +52,28 @@ def test_70b_by_hand(plan):
     assert facts["stages"][0]["numel"] == 20 * layer + 129024 // 8 * 8192
     assert facts["stages"][1]["numel"] == 20 * layer
     assert [stage["micro_batches_in_flight"] for stage in facts["stages"]] == [4, 3, 2, 1]
-    assert facts["stages"][0]["gradients"] == pytest.approx(4 * facts["stages"][0]["numel"], rel=1e-5)
+    assert facts["stages"][0]["gradients"] == pytest.approx(
+        4 * facts["stages"][0]["numel"], rel=1e-5
+    )
 
 
 def test_optimizer_state_shrinks_with_data_parallelism_and_activations_with_recomputation(plan):
-    layout = (f"{TP}=8", f"{PP}=4", "parallel.sequence_parallel=true", "parallel.use_distributed_optimizer=true")
+    layout = (
+        f"{TP}=8",
+        f"{PP}=4",
+        "parallel.sequence_parallel=true",
+        "parallel.use_distributed_optimizer=true",
+    )
     small, large = plan(64, *layout)[1], plan(4096, *layout)[1]
     assert large["layout"]["data_parallel_size"] == 128
-    assert large["stages"][0]["moments"] == pytest.approx(small["stages"][0]["moments"] / 64, rel=0.01)
+    assert large["stages"][0]["moments"] == pytest.approx(
+        small["stages"][0]["moments"] / 64, rel=0.01
+    )
     assert large["stages"][0]["weights"] == pytest.approx(small["stages"][0]["weights"], rel=1e-4)
     kept = [
-        plan(64, *layout, f"parallel.recompute_granularity={granularity}")[1]["stages"][0]["activations"]
+        plan(64, *layout, f"parallel.recompute_granularity={granularity}")[1]["stages"][0][
+            "activations"
+        ]
         for granularity in ("none", "selective", "full")
     ]
     assert kept[0] > kept[1] > 2 * kept[2]
@@ -76,13 +89,19 @@ def test_optimizer_state_shrinks_with_data_parallelism_and_activations_with_reco
     ],
 )
 def test_resharding_is_what_the_synchronization_moves(plan, gpus, arguments, engine, replicas):
-    shape = ("rollout.engine=vllm", f"rollout.tensor_model_parallel_size={engine}", "model.params_dtype=bf16")
+    shape = (
+        "rollout.engine=vllm",
+        f"rollout.tensor_model_parallel_size={engine}",
+        "model.params_dtype=bf16",
+    )
     status, facts, err = plan(gpus, *arguments, *shape)
     assert status in (0, 3), err
     layout = Layout(**{k: v for k, v in facts["layout"].items() if k != "data_parallel_size"})
     assert facts["layout"]["data_parallel_size"] == replicas
     arch = parse_architecture(LLAMA_70B)
-    made = [reshard_plan(arch, layout, engine, replicas, itemsize=2, replica=i) for i in range(replicas)]
+    made = [
+        reshard_plan(arch, layout, engine, replicas, itemsize=2, replica=i) for i in range(replicas)
+    ]
     assert facts["resharding_bytes"] == max(max(one.received) for one in made)
 
 
@@ -125,7 +144,9 @@ def test_bad_input_is_one_line(plan, gpus, arguments, message):
 
 
 def test_the_output_layer_is_planned_as_it_works(plan):
-    """The planner does not import the policy; its constant is the output layer's, and [tokens, vocabulary] is nowhere."""
+    """The planner does not import the policy; its constant is the output layer's, and [tokens,
+    vocabulary] is nowhere.
+    """
     assert memory.LOGITS_AT_ONCE == output_layer.LOGITS_AT_ONCE
     _, facts, _ = plan(64, f"{TP}=8", f"{PP}=4")
     rows = facts["tokens_per_micro_batch"]
@@ -136,7 +157,12 @@ def test_the_output_layer_is_planned_as_it_works(plan):
 
 def test_less_recomputation_is_named_where_it_fits(plan):
     """Of the ways that repeat less, the fastest that fits; none where the plan itself does not fit."""
-    small = (f"{TP}=8", f"{PP}=4", "rollout.tensor_model_parallel_size=8", "training.max_tokens_per_micro_batch=4096")
+    small = (
+        f"{TP}=8",
+        f"{PP}=4",
+        "rollout.tensor_model_parallel_size=8",
+        "training.max_tokens_per_micro_batch=4096",
+    )
     small += ("parallel.recompute_granularity=full",)
     line = "parallel.recompute_granularity=none would fit as well"
     assert line in plan(64, *small, json_output=False)[1]
@@ -152,7 +178,12 @@ def test_a_frozen_policy_has_weights_and_an_adapter(plan):
     assert frozen["adapter"] == 16 * 80 * 8 * (8192 + 8192 + 1024 + 8192)
     assert frozen["weights"] == 2 * frozen["numel"]
     assert frozen["numel"] == trained["numel"]
-    assert (frozen["gradients"], frozen["main_params"], frozen["moments"], frozen["host_copies"]) == (0, 0, 0, 0)
+    assert (
+        frozen["gradients"],
+        frozen["main_params"],
+        frozen["moments"],
+        frozen["host_copies"],
+    ) == (0, 0, 0, 0)
     assert frozen["buffer_numel"] == frozen["adapter"] // 16
     assert frozen["activations"] == pytest.approx(trained["activations"], rel=0.1)
     assert trained["total"] - frozen["total"] > 15 * frozen["numel"]
@@ -161,32 +192,54 @@ def test_a_frozen_policy_has_weights_and_an_adapter(plan):
 
 
 def test_layers_of_every_stage_are_shown(capsys):
-    """40 layers on 8 stages, fewer where the output layer is: the time of the slowest stage falls, nothing else changes."""
+    """40 layers on 8 stages, fewer where the output layer is: the time of the slowest stage falls,
+    nothing else changes.
+    """
     config, model = (
         str(EXAMPLES / "qwen3_14b" / "math" / "dcpo.yaml"),
         MODELS / "Qwen/Qwen3-14B",
     )
-    command = ["plan", "--config", config, "--gpus", "64", f"model.path={model}", f"{PP}=8", f"{TP}=4"]
+    command = [
+        "plan",
+        "--config",
+        config,
+        "--gpus",
+        "64",
+        f"model.path={model}",
+        f"{PP}=8",
+        f"{TP}=4",
+    ]
     written = "parallel.megatron.pipeline_model_parallel_layout=Et*5|(t*5|)*4(t*6|)*2t*3L"
     found = {}
     for name, options in (("even", []), ("uneven", [written])):
         assert main([*command, *options]) == 0
-        assert f"{'-'.join('5' * 8) if name == 'even' else '5-5-5-5-5-6-6-3'} layers" in capsys.readouterr().out
+        assert (
+            f"{'-'.join('5' * 8) if name == 'even' else '5-5-5-5-5-6-6-3'} layers"
+            in capsys.readouterr().out
+        )
         assert main([*command, *options, "--json"]) == 0
         found[name] = json.loads(capsys.readouterr().out)
     even, uneven = found["even"], found["uneven"]
     assert [stage["layers"] for stage in uneven["stages"]] == [5, 5, 5, 5, 5, 6, 6, 3]
-    assert sum(stage["numel"] for stage in uneven["stages"]) == sum(stage["numel"] for stage in even["stages"])
+    assert sum(stage["numel"] for stage in uneven["stages"]) == sum(
+        stage["numel"] for stage in even["stages"]
+    )
     layer = even["stages"][1]["numel"] // 5
     numel = [stage["numel"] for stage in uneven["stages"]]
     assert [b - a for a, b in zip([s["numel"] for s in even["stages"]], numel, strict=True)] == [
-        *[0] * 5, layer, layer, -2 * layer
-    ]  # fmt: skip
-    # work: 6 layers against 5 and the output layer, which is 2.1 layers' (attention over 4,024 tokens counted)
+        *[0] * 5,
+        layer,
+        layer,
+        -2 * layer,
+    ]
+    # work: 6 layers against 5 and the output layer, which is 2.1 layers' (attention over 4,024
+    # tokens counted)
     q, k, h = 40 * 128, 8 * 128, 5120
     flops = 2 * (h * (q + 2 * k) + q * h + 3 * h * 17408) + 2 * q * 4024
     slowest = 6 * flops / (5 * flops + 2 * h * 152064)
-    assert uneven["step_seconds"]["update"] / even["step_seconds"]["update"] == pytest.approx(slowest, rel=1e-6)
+    assert uneven["step_seconds"]["update"] / even["step_seconds"]["update"] == pytest.approx(
+        slowest, rel=1e-6
+    )
 
 
 @pytest.mark.parametrize(
@@ -208,8 +261,22 @@ def test_responses_of_32k_fit_with_context_parallelism(capsys, name, gpus, tp, c
     long = ["rollout.max_response_length=32768", "training.max_tokens_per_micro_batch=33792"]
     facts = []
     for size in (1, cp):
-        layout = [f"{TP}={tp}", f"parallel.context_parallel_size={size}", f"parallel.recompute_granularity={recompute}"]
-        command = ["plan", "--config", config, "--gpus", str(gpus), f"model.path={model}", *long, *layout, "--json"]
+        layout = [
+            f"{TP}={tp}",
+            f"parallel.context_parallel_size={size}",
+            f"parallel.recompute_granularity={recompute}",
+        ]
+        command = [
+            "plan",
+            "--config",
+            config,
+            "--gpus",
+            str(gpus),
+            f"model.path={model}",
+            *long,
+            *layout,
+            "--json",
+        ]
         status = main(command)
         facts.append(json.loads(capsys.readouterr().out))
         assert status == (0 if facts[-1]["fits"] else 3)
@@ -224,7 +291,8 @@ def test_responses_of_32k_fit_with_context_parallelism(capsys, name, gpus, tp, c
     ]
     assert ours["activations"] == pytest.approx(theirs["activations"] / cp, rel=1e-6)
     assert context["resharding_bytes"] == without["resharding_bytes"]
-    # a ring of (CP - 1) sends of the rank's keys and values; forward, backward (with gradients), recomputed, log-prob pass
+    # a ring of (CP - 1) sends of the rank's keys and values; forward, backward (with gradients),
+    # recomputed, log-prob pass
     layers, tokens = (36 if name == "Qwen3-8B" else 40), 2048 * 33792 / (gpus / tp)
     sent = (cp - 1) * tokens * 2 * 8 // tp * 128 * 2 * layers * (1 + 3 + (recompute == "full"))
     assert context["bytes_sent_per_step"]["context_parallel"] == pytest.approx(sent, rel=1e-6)
@@ -232,7 +300,9 @@ def test_responses_of_32k_fit_with_context_parallelism(capsys, name, gpus, tp, c
 
 
 def test_this_machine_without_gpus(capsys):
-    """No number of GPUs: one process of the CPU, the embedded engine, one memory for host and device, measured rates."""
+    """No number of GPUs: one process of the CPU, the embedded engine, one memory for host and
+    device, measured rates.
+    """
     command = [
         "plan",
         "--config",
@@ -270,18 +340,31 @@ def test_engines_on_gpus_of_their_own(tmp_path, capsys):
     engine, seconds = both["engine"], both["step_seconds"]
     assert engine["weights"] == both["parameters"] * 2
     assert engine["weights"] + engine["kv_cache"] == pytest.approx(0.9 * 80e9)
-    assert both["rollout_bytes"] == max(stage["resting"] for stage in both["stages"]) == alone["rollout_bytes"]
+    assert (
+        both["rollout_bytes"]
+        == max(stage["resting"] for stage in both["stages"])
+        == alone["rollout_bytes"]
+    )
     rest = seconds["total"] - seconds["beside_training"]
-    assert rest == pytest.approx(min(seconds["rollout"], seconds["total"] - seconds["rollout"] - seconds["resharding"]))
-    assert (alone["resharding_bytes"], both["resharding_bytes"]) == (0, both["parameters"] * 2), "a broadcast of all"
-    assert seconds["resharding"] == pytest.approx(both["resharding_bytes"] / 50e9), "to another node"
+    assert rest == pytest.approx(
+        min(seconds["rollout"], seconds["total"] - seconds["rollout"] - seconds["resharding"])
+    )
+    assert (alone["resharding_bytes"], both["resharding_bytes"]) == (0, both["parameters"] * 2), (
+        "a broadcast of all"
+    )
+    assert seconds["resharding"] == pytest.approx(both["resharding_bytes"] / 50e9), (
+        "to another node"
+    )
     half = run("--engine-gpus", "4")["step_seconds"]["rollout"]
     assert 1.5 * seconds["rollout"] < half < 2.5 * seconds["rollout"]
     large = run("--engine-gpus", "8", "rollout.gpu_memory_utilization=0.25")["engine"]
     assert large["tensor_model_parallel_size"] == 2, "16.4 GB leave no third of 20 GB"
     assert main(["plan", *options, "--gpus", "8", "--engine-gpus", "8"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert "The server's engines, on 8 GPUs of their own: DP 8 x TP 1, each GPU 16.38 GB of weights" in shown
+    assert (
+        "The server's engines, on 8 GPUs of their own: DP 8 x TP 1, each GPU 16.38 GB of weights"
+        in shown
+    )
     assert "total, generation beside training" in shown
     assert "engine weights" not in shown
     elsewhere = [*options[:1], str(EXAMPLES / "qwen3_8b" / "math" / "dcpo.yaml"), options[2]]
@@ -292,7 +375,8 @@ def test_engines_on_gpus_of_their_own(tmp_path, capsys):
 def test_the_engines_log_probs_as_old_ones_are_a_pass_less(plan):
     two, none = "training.updates_per_rollout=2", "objective.tis_level=none"
     by_trainer, by_engine = (
-        plan(64, f"{TP}=8", f"{PP}=4", two, none, f"objective.old_logprobs={who}")[1] for who in ("trainer", "engine")
+        plan(64, f"{TP}=8", f"{PP}=4", two, none, f"objective.old_logprobs={who}")[1]
+        for who in ("trainer", "engine")
     )
     assert by_trainer["step_seconds"]["forward"] > by_engine["step_seconds"]["forward"] == 0
     assert by_trainer["step_seconds"]["update"] == by_engine["step_seconds"]["update"]

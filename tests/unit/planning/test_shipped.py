@@ -54,7 +54,10 @@ def test_thinking_of_32k_needs_the_sequence_divided_or_recomputation():
 
 
 def test_an_adapter_with_experts_is_refused_as_in_training():
-    path, model = EXAMPLES / "qwen3_30b_a3b" / "math" / "dcpo.yaml", MODELS / FAMILIES["qwen3_30b_a3b"]
+    path, model = (
+        EXAMPLES / "qwen3_30b_a3b" / "math" / "dcpo.yaml",
+        MODELS / FAMILIES["qwen3_30b_a3b"],
+    )
     config = load_config(path, [f"model.path={model}", "model.adapter.rank=16"])
     for refused in (lambda: make_plan(config, Machine(gpus=8)), lambda: reshard_facts(config, 8)):
         with pytest.raises(UserError, match="adapter has no factors for experts"):
@@ -65,7 +68,9 @@ def test_what_leaves_the_device_for_a_rollout_makes_room_and_is_on_the_host():
     path, model = EXAMPLES / "qwen3_8b" / "math" / "verl_compat.yaml", MODELS / "Qwen/Qwen3-8B"
     with_offload, without = (
         make_plan(
-            load_config(path, [f"model.path={model}", f"training.offload_optimizer_during_rollout={wanted}"]),
+            load_config(
+                path, [f"model.path={model}", f"training.offload_optimizer_during_rollout={wanted}"]
+            ),
             Machine(gpus=8),
         )
         for wanted in (True, False)
@@ -76,8 +81,14 @@ def test_what_leaves_the_device_for_a_rollout_makes_room_and_is_on_the_host():
     assert with_offload.largest.host_copies - without.largest.host_copies == moved
     assert with_offload.largest.total == without.largest.total
     # the reference policy: on the host but for its pass, so that no rollout pays for it
-    assert with_offload.rollout_bytes == state.weights + with_offload.engine.weights + with_offload.engine.kv_cache
+    assert (
+        with_offload.rollout_bytes
+        == state.weights + with_offload.engine.weights + with_offload.engine.kv_cache
+    )
     assert with_offload.largest.reference == pytest.approx(8.19e9, rel=1e-2)
-    # each of 4 replicas writes its own 12 bytes per parameter of its shard, and its part of the weights
+    # each of 4 replicas writes its own 12 bytes per parameter of its shard, and its part of the
+    # weights
     assert with_offload.largest.saved == pytest.approx((12 / 4 + 2 / 4) * 4.096e9, rel=1e-2)
-    assert with_offload.host_bytes == 8 * (with_offload.largest.host_copies + with_offload.largest.saved)
+    assert with_offload.host_bytes == 8 * (
+        with_offload.largest.host_copies + with_offload.largest.saved
+    )

@@ -1,4 +1,6 @@
-"""What holds of every simulated step: time and tokens are conserved, no resource is more than busy, more is not slower."""
+"""What holds of every simulated step: time and tokens are conserved, no resource is more than busy,
+more is not slower.
+"""
 
 import itertools
 import json
@@ -30,9 +32,20 @@ from tests.helpers.paths import EXAMPLES, QUICKSTART
 from tests.helpers.shipped import FAMILIES, MODELS
 
 COSTS = Costs(
-    engines=4, slots=8, read=0.01, token=1e-4, kv=1e-6, prompt=1e-3, prompt_tokens=50, judge=0.02, judges=3,
-    train=0.5, train_token=1e-4, transfer=0.1, save=0.05,
-)  # fmt: skip
+    engines=4,
+    slots=8,
+    read=0.01,
+    token=1e-4,
+    kv=1e-6,
+    prompt=1e-3,
+    prompt_tokens=50,
+    judge=0.02,
+    judges=3,
+    train=0.5,
+    train_token=1e-4,
+    transfer=0.1,
+    save=0.05,
+)
 
 
 def steps(costs, lengths, partial=False, count=3, responses=32):
@@ -97,8 +110,18 @@ def test_partial_rollouts_do_not_wait_for_the_longest():
 )
 def test_one_step_off_by_hand(generation, training, seconds, engines_wait, trainers_wait):
     """A batch trains while the next one is generated; the transfer waits for both."""
-    now = Step(rollout=70, judging=7, training=training[0], save=training[1], transfer=0.5, trained=3)
-    coming = Step(generation[0], generation[1], training=80, save=training[1], transfer=0.5, trained=4, engine_busy=6)
+    now = Step(
+        rollout=70, judging=7, training=training[0], save=training[1], transfer=0.5, trained=3
+    )
+    coming = Step(
+        generation[0],
+        generation[1],
+        training=80,
+        save=training[1],
+        transfer=0.5,
+        trained=4,
+        engine_busy=6,
+    )
     (step,) = one_step_off([now, coming])
     assert step.seconds == seconds
     assert (step.engines_wait, step.trainers_wait, step.trained) == (engines_wait, trainers_wait, 3)
@@ -127,8 +150,11 @@ def test_what_is_busy_and_what_waits_is_the_step(drawn, engines, train_token, ju
     ]
     for one in (Scenario("", costs, 32, tuple(after)), Scenario("", costs, 32, tuple(beside))):
         off = one.steps[0].beside
-        wait = {what.replace("all wait", who + " wait"): seconds for what, seconds in waits(one).items() for who in
-                (["engines", "trainers"] if what.startswith("all") else [what.split()[0]])}  # fmt: skip
+        wait = {
+            what.replace("all wait", who + " wait"): seconds
+            for what, seconds in waits(one).items()
+            for who in (["engines", "trainers"] if what.startswith("all") else [what.split()[0]])
+        }
         idle = {
             who: sum(seconds for what, seconds in wait.items() if what.startswith(who))
             for who in ("engines", "trainers")
@@ -138,8 +164,13 @@ def test_what_is_busy_and_what_waits_is_the_step(drawn, engines, train_token, ju
         assert idle["engines"] + one.mean("engine_busy") / engines == pytest.approx(total)
         assert idle["trainers"] + one.mean("training") == pytest.approx(total)
         assert off == (one.steps[0] is beside[0])
-    together = [now.training + now.save + c.rollout + c.judging + c.transfer for now, c in itertools.pairwise(after)]
-    assert all(step.seconds <= all_of_it + 1e-9 for step, all_of_it in zip(beside, together, strict=True))
+    together = [
+        now.training + now.save + c.rollout + c.judging + c.transfer
+        for now, c in itertools.pairwise(after)
+    ]
+    assert all(
+        step.seconds <= all_of_it + 1e-9 for step, all_of_it in zip(beside, together, strict=True)
+    )
 
 
 MODEL = f"model.path={MODELS / FAMILIES['qwen3_8b']}"
@@ -153,10 +184,15 @@ def of_8b(name, *options):
 @pytest.mark.parametrize(("reserve", "best"), [(5, "4 + 4"), (1, "2 + 6")])
 def test_the_split_is_the_fastest_of_those_that_fit(reserve, best):
     """Two trainers, the fastest, need 83 GB and the reserve."""
-    config, machine = of_8b("dcpo_thinking", *THINKING), Machine(8, 85, reserve, response_tokens=7666)
+    config, machine = (
+        of_8b("dcpo_thinking", *THINKING),
+        Machine(8, 85, reserve, response_tokens=7666),
+    )
     found = {}
     for trainers in (2, 4, 6):
-        rollout = replace(config.rollout, engine="server", async_steps=1, gpu_memory_utilization=0.9)
+        rollout = replace(
+            config.rollout, engine="server", async_steps=1, gpu_memory_utilization=0.9
+        )
         split = replace(machine, gpus=trainers, engine_gpus=8 - trainers)
         plan = make_plan(replace(config, rollout=rollout), split, Rates())
         costs = costs_of(plan, Environment())
@@ -170,17 +206,30 @@ def test_the_split_is_the_fastest_of_those_that_fit(reserve, best):
     assert min(found, key=lambda name: found[name][0]) == "one step off, 2 + 6"
     fastest = min((name for name in found if found[name][1]), key=lambda name: found[name][0])
     ran = {one.name: one for one in scenarios(config, machine, Rates(), Environment())}
-    assert [name for name in ran if name.startswith("one step off")] == [fastest] == [f"one step off, {best}"]
+    assert (
+        [name for name in ran if name.startswith("one step off")]
+        == [fastest]
+        == [f"one step off, {best}"]
+    )
     assert ran[fastest].mean("seconds") == pytest.approx(found[fastest][0])
 
 
 def test_engines_without_room_for_a_response_are_no_split():
-    path, model = EXAMPLES / "llama3.1_70b" / "math" / "dcpo.yaml", MODELS / FAMILIES["llama3.1_70b"]
-    more = ["rollout.engine=server", "rollout.endpoint=http://x/v1", "rollout.tensor_model_parallel_size=1"]
+    path, model = (
+        EXAMPLES / "llama3.1_70b" / "math" / "dcpo.yaml",
+        MODELS / FAMILIES["llama3.1_70b"],
+    )
+    more = [
+        "rollout.engine=server",
+        "rollout.endpoint=http://x/v1",
+        "rollout.tensor_model_parallel_size=1",
+    ]
     config = load_config(path, [f"model.path={model}", *more])
     candidates = [(str(m), config, Machine(64, engine_gpus=m)) for m in (1, 2, 8)]
     assert make_plan(config, candidates[0][2]).fits, "of the trainers alone"
-    assert [name for name, _ in module._fitting(iter(candidates), Rates())] == ["8"], "141 GB of weights"
+    assert [name for name, _ in module._fitting(iter(candidates), Rates())] == ["8"], (
+        "141 GB of weights"
+    )
 
 
 def test_several_nodes_are_divided_as_a_whole():
@@ -195,13 +244,21 @@ def test_a_run_that_is_one_step_off_is_compared_with_taking_turns():
     config, machine = of_8b("dcpo_async"), Machine(8, engine_gpus=8)
     first, twice, split, colocated, _ = scenarios(config, machine, Rates(), Environment())
     names = [one.name for one in (twice, split, colocated)]
-    assert names == ["twice the GPUs for the rollout", "one step off, 8 + 8", "colocated on 16 GPUs"]
+    assert names == [
+        "twice the GPUs for the rollout",
+        "one step off, 8 + 8",
+        "colocated on 16 GPUs",
+    ]
     assert first.steps == split.steps, "it is the only division into nodes"
     assert (first.costs.engines, twice.costs.engines, colocated.costs.engines) == (8, 16, 16)
     assert all(step.beside for step in (*first.steps, *twice.steps))
     assert not any(step.beside for step in colocated.steps)
-    assert first.costs.transfer == pytest.approx(2 * 8.19e9 / 50e9, rel=0.01), "all weights, between nodes"
-    assert colocated.mean("seconds") == pytest.approx(sum(colocated.mean(part) for part in PARTS[1:]))
+    assert first.costs.transfer == pytest.approx(2 * 8.19e9 / 50e9, rel=0.01), (
+        "all weights, between nodes"
+    )
+    assert colocated.mean("seconds") == pytest.approx(
+        sum(colocated.mean(part) for part in PARTS[1:])
+    )
 
 
 def test_lengths_have_their_mean_and_bounds():
@@ -213,20 +270,34 @@ def test_lengths_have_their_mean_and_bounds():
 
 
 def test_the_command(capsys, tmp_path):
-    plan = ["plan", "--config", str(QUICKSTART / "dcpo.yaml"), f"model.path={QUICKSTART / 'policy'}", "--gpus", "4"]
+    plan = [
+        "plan",
+        "--config",
+        str(QUICKSTART / "dcpo.yaml"),
+        f"model.path={QUICKSTART / 'policy'}",
+        "--gpus",
+        "4",
+    ]
     (tmp_path / "lengths").write_text("3 5 9\n20")
     assert main([*plan, "--simulate", "--json", "--lengths", str(tmp_path / "lengths")]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [one["scenario"] for one in found][:3] == [
-        "as configured", "partial rollouts", "twice the GPUs for the rollout"
-    ]  # fmt: skip
+        "as configured",
+        "partial rollouts",
+        "twice the GPUs for the rollout",
+    ]
     assert found[2]["rollout"] <= found[0]["rollout"]
     assert main([*plan, "--simulate"]) == 0
     shown = capsys.readouterr().out
     assert "Assumed: log-normal lengths" in shown
     assert "As configured: " in shown
     assert "One step off, " in shown
-    assert main([*plan, "--simulate", "rollout.engine=server", "rollout.endpoint=http://127.0.0.1:1/v1"]) == 2
+    assert (
+        main(
+            [*plan, "--simulate", "rollout.engine=server", "rollout.endpoint=http://127.0.0.1:1/v1"]
+        )
+        == 2
+    )
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert "needs --gpus N --engine-gpus M" in line
 
@@ -234,7 +305,14 @@ def test_the_command(capsys, tmp_path):
 @pytest.mark.parametrize("text", ["", "1 2 x", "0 4"])
 def test_bad_lengths_are_one_line(capsys, tmp_path, text):
     (tmp_path / "lengths").write_text(text)
-    plan = ["plan", "--config", str(QUICKSTART / "dcpo.yaml"), f"model.path={QUICKSTART / 'policy'}", "--gpus", "4"]
+    plan = [
+        "plan",
+        "--config",
+        str(QUICKSTART / "dcpo.yaml"),
+        f"model.path={QUICKSTART / 'policy'}",
+        "--gpus",
+        "4",
+    ]
     assert main([*plan, "--simulate", "--lengths", str(tmp_path / "lengths")]) == 2
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert "--lengths" in line

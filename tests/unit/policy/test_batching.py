@@ -1,4 +1,6 @@
-"""Batching: every sample once, counts equal on all ranks, logits rows one before their labels, padding never seen."""
+"""Batching: every sample once, counts equal on all ranks, logits rows one before their labels,
+padding never seen.
+"""
 
 import numpy as np
 import pytest
@@ -13,8 +15,17 @@ LENGTHS = st.lists(st.integers(1, 50), min_size=1, max_size=60)
 
 
 @settings(max_examples=200, deadline=None)
-@given(LENGTHS, st.integers(1, 5), st.integers(1, 9), st.integers(10, 120), st.booleans(), st.integers(1, 3))
-def test_every_sample_once_and_counts_agree(lengths, ranks, micro_batch_size, max_tokens, packing, multiple):
+@given(
+    LENGTHS,
+    st.integers(1, 5),
+    st.integers(1, 9),
+    st.integers(10, 120),
+    st.booleans(),
+    st.integers(1, 3),
+)
+def test_every_sample_once_and_counts_agree(
+    lengths, ranks, micro_batch_size, max_tokens, packing, multiple
+):
     shares = assign_to_ranks(lengths, ranks)
     assert sorted(i for share in shares for i in share) == list(range(len(lengths)))
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
@@ -72,7 +83,9 @@ def test_empty_micro_batch_has_no_tokens_to_train_on():
 
 @pytest.mark.parametrize(("uniform", "multiple"), [(False, 1), (False, 8), (True, 1)])
 def test_packing_wastes_at_most_three_percent(uniform, multiple):
-    """On lengths like those of real responses (log-normal, cut at 3,000), also where all packs must have one shape."""
+    """On lengths like those of real responses (log-normal, cut at 3,000), also where all packs must
+    have one shape.
+    """
     rng = np.random.default_rng(0)
     lengths = (150 + np.clip(rng.lognormal(np.log(800), 0.6, 512), 1, 3000)).astype(int).tolist()
     shares = assign_to_ranks(lengths, 4)
@@ -81,9 +94,16 @@ def test_packing_wastes_at_most_three_percent(uniform, multiple):
     for rank, own in enumerate(of_rank):
         samples = [bare([0], [0] * (length - 1)) for length in own]
         splits = split_micro_batches(
-            of_rank, rank, micro_batch_size=1, max_tokens=16384, packing=True, multiple_of=4 if uniform else 1
+            of_rank,
+            rank,
+            micro_batch_size=1,
+            max_tokens=16384,
+            packing=True,
+            multiple_of=4 if uniform else 1,
         )
-        batches = list(collate(samples, splits, packing=True, multiple_of=multiple, uniform=uniform))
+        batches = list(
+            collate(samples, splits, packing=True, multiple_of=multiple, uniform=uniform)
+        )
         assert all(batch.tokens.numel() <= 16384 + multiple for batch in batches)
         computed += sum(batch.tokens.numel() for batch in batches)
     assert 1 - sum(lengths) / computed <= 0.03

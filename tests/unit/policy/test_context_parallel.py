@@ -1,5 +1,6 @@
-"""Sequences cut for context parallelism: the ranks have every token once, first and last chunk together, and every response
-token is scored where the position before it is."""
+"""Sequences cut for context parallelism: the ranks have every token once, first and last chunk
+together, and every response token is scored where the position before it is.
+"""
 
 import dataclasses
 
@@ -11,7 +12,9 @@ from megatron_dcpo.policy.context_parallel import positions_of
 from tests.helpers.samples import bare
 
 LENGTHS = ((3, 9), (1, 1), (5, 20))
-SAMPLES = [bare(range(1, 1 + p), range(100 * i, 100 * i + t)) for i, (p, t) in enumerate(LENGTHS, 1)]
+SAMPLES = [
+    bare(range(1, 1 + p), range(100 * i, 100 * i + t)) for i, (p, t) in enumerate(LENGTHS, 1)
+]
 
 
 def test_first_and_last_chunk_together():
@@ -22,7 +25,10 @@ def test_first_and_last_chunk_together():
 
 def cut(packing, size, multiple_of):
     options = {"packing": packing, "multiple_of": multiple_of}
-    parts = [next(collate(SAMPLES, [[0, 1, 2]], context_parallel=(rank, size), **options)) for rank in range(size)]
+    parts = [
+        next(collate(SAMPLES, [[0, 1, 2]], context_parallel=(rank, size), **options))
+        for rank in range(size)
+    ]
     return [dataclasses.replace(part, columns={"number": torch.arange(30)}) for part in parts]
 
 
@@ -37,7 +43,10 @@ def test_every_token_is_on_one_rank_and_scored_there(packing, size, multiple_of)
     for part in parts:
         assert part.targets.tolist() == whole.targets.tolist(), "the loss sees all"
         local = part.local()
-        tokens, positions = part.tokens.reshape(-1)[local.rows], part.position_ids.reshape(-1)[local.rows]
+        tokens, positions = (
+            part.tokens.reshape(-1)[local.rows],
+            part.position_ids.reshape(-1)[local.rows],
+        )
         assert tokens.tolist() == whole.tokens.reshape(-1)[whole.rows[part.here]].tolist()
         assert positions.tolist() == whole.position_ids.reshape(-1)[whole.rows[part.here]].tolist()
         assert local.targets.tolist() == whole.targets[part.here].tolist()

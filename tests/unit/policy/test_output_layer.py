@@ -1,4 +1,6 @@
-"""The output layer on one rank: equal to log_softmax over the true vocabulary, in any chunks, in one pass and in two."""
+"""The output layer on one rank: equal to log_softmax over the true vocabulary, in any chunks, in
+one pass and in two.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ def loss(rows: slice, outputs: TokenOutputs, entropy: bool = True) -> Tensor:
 
 def reference(hidden: Tensor, weight: Tensor, temperature: float, entropy: bool):
     logp = torch.log_softmax((hidden @ weight.t())[:, :VOCABULARY].float() / temperature, -1)
-    outputs = TokenOutputs(logp.gather(-1, TARGETS[:, None]).squeeze(-1), -(logp.exp() * logp).sum(-1))
+    outputs = TokenOutputs(
+        logp.gather(-1, TARGETS[:, None]).squeeze(-1), -(logp.exp() * logp).sum(-1)
+    )
     value = loss(slice(0, 7), outputs, entropy)
     return outputs, value, torch.autograd.grad(value, (hidden, weight))
 
@@ -45,7 +49,9 @@ def test_equals_log_softmax_and_its_gradients(monkeypatch, temperature, chunk, p
     expected, value, gradients = reference(hidden, weight, temperature, entropy)
     layer = OutputLayer.of(weight, VOCABULARY, temperature)
     if passes == 1:
-        total, found = fused_loss(layer, hidden, TARGETS, lambda *a: loss(*a, entropy=entropy), upstream=0.5)
+        total, found = fused_loss(
+            layer, hidden, TARGETS, lambda *a: loss(*a, entropy=entropy), upstream=0.5
+        )
     else:
         found = token_outputs(layer, hidden, TARGETS)
         total = loss(slice(0, 7), found, entropy)
@@ -59,7 +65,9 @@ def test_equals_log_softmax_and_its_gradients(monkeypatch, temperature, chunk, p
 
 
 def test_padding_would_change_the_answer():
-    """Negative control: with the padded width as vocabulary the log-probs differ, so the cut is not idle."""
+    """Negative control: with the padded width as vocabulary the log-probs differ, so the cut is not
+    idle.
+    """
     hidden, weight = torch.zeros(1, HIDDEN), torch.zeros(PADDED, HIDDEN)
     for vocabulary in (VOCABULARY, PADDED):
         found = token_outputs(OutputLayer.of(weight, vocabulary), hidden, torch.tensor([0]))
@@ -87,7 +95,9 @@ def test_weight_gradient_is_added_to_megatrons_buffer(monkeypatch, dtype, tied, 
     else:
         total = loss(slice(0, 7), token_outputs(layer, hidden, TARGETS))
     (total * 2).backward()
-    tolerance = {"rtol": 1e-5, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 0.05, "atol": 0.05}
+    tolerance = (
+        {"rtol": 1e-5, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 0.05, "atol": 0.05}
+    )
     torch.testing.assert_close(weight.main_grad, 1 + 2 * by_weight, **tolerance)
     torch.testing.assert_close(hidden.grad.float(), 2 * by_hidden, **tolerance)
     # autograd's own gradient is not counted: DDP's hook drops it, a tied weight has the embedding's
@@ -98,7 +108,10 @@ def test_weight_gradient_is_added_to_megatrons_buffer(monkeypatch, dtype, tied, 
 
 @pytest.mark.parametrize("passes", [1, 2])
 def test_no_rows_leave_the_graph_whole(passes):
-    hidden, weight = torch.zeros(0, HIDDEN, requires_grad=True), torch.ones(PADDED, HIDDEN, requires_grad=True)
+    hidden, weight = (
+        torch.zeros(0, HIDDEN, requires_grad=True),
+        torch.ones(PADDED, HIDDEN, requires_grad=True),
+    )
     layer, targets = OutputLayer.of(weight, VOCABULARY), TARGETS[:0]
     if passes == 1:
         total, _ = fused_loss(layer, hidden, targets, lambda rows, outputs: outputs.logprobs.sum())
@@ -129,8 +142,9 @@ def test_a_sure_token_keeps_its_gradient(passes):
 
 @pytest.mark.parametrize("passes", [1, 2])
 def test_logits_of_bf16_are_not_rounded(passes):
-    """Of a head in fp32 the log-probs are those of the bf16 numbers' product in fp32, to 1e-5; without it they are as far
-    away as rounding logits of about 20 to 8 bits makes them."""
+    """Of a head in fp32 the log-probs are those of the bf16 numbers' product in fp32, to 1e-5;
+    without it they are as far away as rounding logits of about 20 to 8 bits makes them.
+    """
     torch.manual_seed(0)
     hidden, weight = torch.randn(7, 64).bfloat16(), (2.5 * torch.randn(PADDED, 64)).bfloat16()
     exact = torch.log_softmax((hidden.float() @ weight.float().t())[:, :VOCABULARY], -1)
@@ -152,14 +166,18 @@ def test_fp32_is_what_it_was(monkeypatch):
     both = []
     for fp32 in (False, True):
         hidden, weight = inputs()
-        total, found = fused_loss(OutputLayer.of(weight, VOCABULARY, 0.6, fp32=fp32), hidden, TARGETS, loss)
+        total, found = fused_loss(
+            OutputLayer.of(weight, VOCABULARY, 0.6, fp32=fp32), hidden, TARGETS, loss
+        )
         total.backward()
         both.append([total, found.logprobs, found.entropy, hidden.grad, weight.grad])
     assert all(torch.equal(a, b) for a, b in zip(*both, strict=True))
 
 
 def test_torch_takes_the_type_of_the_sum():
-    """What ``fp32_product`` asks of CUDA, by the shapes and types alone: the CPU has no kernel for it."""
+    """What ``fp32_product`` asks of CUDA, by the shapes and types alone: the CPU has no kernel for
+    it.
+    """
     a, b, out = (torch.empty(n, m, dtype=t, device="meta") for n, m, t in SHAPES)
     assert torch.mm(a, b, out_dtype=torch.float32, out=out) is out
 

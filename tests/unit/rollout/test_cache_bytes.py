@@ -1,4 +1,6 @@
-"""The cache of a vLLM engine that shares its host's memory, and how the lack of it is said; which vLLM is taken."""
+"""The cache of a vLLM engine that shares its host's memory, and how the lack of it is said; which
+vLLM is taken.
+"""
 
 from dataclasses import replace
 
@@ -23,9 +25,17 @@ def test_what_the_requests_need_is_enough():
 
 def test_the_ranks_of_a_host_share_what_is_there():
     available = 80 * 10**9
-    assert cache_bytes(ARCH, replace(OPTIONS, max_num_seqs=512), available, ranks=1) == 40 * 10**9 - WEIGHTS
-    assert cache_bytes(ARCH, replace(OPTIONS, max_num_seqs=512), available, ranks=2) == 20 * 10**9 - WEIGHTS
-    together = 2 * (cache_bytes(ARCH, replace(OPTIONS, max_num_seqs=512), available, ranks=2) + WEIGHTS)
+    assert (
+        cache_bytes(ARCH, replace(OPTIONS, max_num_seqs=512), available, ranks=1)
+        == 40 * 10**9 - WEIGHTS
+    )
+    assert (
+        cache_bytes(ARCH, replace(OPTIONS, max_num_seqs=512), available, ranks=2)
+        == 20 * 10**9 - WEIGHTS
+    )
+    together = 2 * (
+        cache_bytes(ARCH, replace(OPTIONS, max_num_seqs=512), available, ranks=2) + WEIGHTS
+    )
     assert together <= available * OPTIONS.gpu_memory_utilization
 
 
@@ -38,7 +48,10 @@ def test_a_host_that_is_too_small_is_named_in_one_line():
 
 def test_what_is_asked_for_is_taken():
     assert (
-        cache_bytes(ARCH, replace(OPTIONS, arguments={"kv_cache_memory_bytes": 64 << 20}), 10**9, ranks=8) == 64 << 20
+        cache_bytes(
+            ARCH, replace(OPTIONS, arguments={"kv_cache_memory_bytes": 64 << 20}), 10**9, ranks=8
+        )
+        == 64 << 20
     )
 
 
@@ -53,6 +66,8 @@ def test_another_release_of_vllm_is_refused(monkeypatch):
     check_release()  # of what is installed, or not
     monkeypatch.setattr(vllm_host, "version", lambda package: "0.34.1")
     with pytest.raises(
-        UserError, match=r"vllm 0\.34\.1 is installed, supported is 0\.32 or 0\.33; pip install 'vllm==0\.33\.\*'"
+        UserError,
+        match=r"vllm 0\.34\.1 is installed, supported is 0\.32 or 0\.33; pip install "
+        r"'vllm==0\.33\.\*'",
     ):
         check_release()

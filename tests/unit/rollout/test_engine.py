@@ -16,10 +16,18 @@ from megatron_dcpo.runtime import device
 def model(tmp_path):
     def made(**changes):
         config = {
-            "architectures": ["Qwen3ForCausalLM"], "num_attention_heads": 4, "num_hidden_layers": 2, "hidden_size": 64,
-            "intermediate_size": 96, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 331,
-            "max_position_embeddings": 512, "rms_norm_eps": 1e-6, "eos_token_id": 3,
-        }  # fmt: skip
+            "architectures": ["Qwen3ForCausalLM"],
+            "num_attention_heads": 4,
+            "num_hidden_layers": 2,
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "num_key_value_heads": 2,
+            "head_dim": 32,
+            "vocab_size": 331,
+            "max_position_embeddings": 512,
+            "rms_norm_eps": 1e-6,
+            "eos_token_id": 3,
+        }
         (tmp_path / "config.json").write_text(json.dumps(config | changes))
         return tmp_path
 
@@ -31,7 +39,9 @@ def installed(monkeypatch):
     """Pretend vLLM is (not) installed, on a machine without a GPU; nothing is imported."""
 
     def pretend(there, gpu=False):
-        monkeypatch.setattr(engine, "find_spec", lambda name: ModuleSpec(name, None) if there else None)
+        monkeypatch.setattr(
+            engine, "find_spec", lambda name: ModuleSpec(name, None) if there else None
+        )
         monkeypatch.setattr(device, "has_cuda", lambda: gpu)
 
     return pretend
@@ -65,12 +75,20 @@ def test_hidden_sizes_of_experts_that_vllm_has_no_kernel_for(model, installed):
     experts = {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4, "num_experts_per_tok": 2}
     experts |= {"moe_intermediate_size": 24}
     assert choose_engine("vllm", model(**experts)) == "vllm"
-    with pytest.raises(UserError, match="need a hidden_size that is a multiple of 32 \\(it is 144\\)"):
+    with pytest.raises(
+        UserError, match="need a hidden_size that is a multiple of 32 \\(it is 144\\)"
+    ):
         choose_engine("vllm", model(**experts, hidden_size=144))
 
 
 def test_seeds_differ_in_everything_they_are_made_of():
-    seeds = {request_seed(s, step, p, i) for s in (1, 2) for step in (1, 2) for p in ("a", "b") for i in (0, 1)}
+    seeds = {
+        request_seed(s, step, p, i)
+        for s in (1, 2)
+        for step in (1, 2)
+        for p in ("a", "b")
+        for i in (0, 1)
+    }
     assert len(seeds) == 16
     assert all(0 <= seed < 2**62 for seed in seeds)
     assert request_seed(1, 2, "a", 3) == request_seed(1, 2, "a", 3)
@@ -92,19 +110,36 @@ def test_eos_of_the_generation_config_comes_first(model):
         ({"top_k": 20}, {}, "tis_level"),
         ({"engine": "server"}, {}, "go together"),
         ({"endpoint": "http://x"}, {}, "go together"),
-        ({"engine": "transformers", "tensor_model_parallel_size": 2}, {}, "needs rollout.engine=vllm"),
+        (
+            {"engine": "transformers", "tensor_model_parallel_size": 2},
+            {},
+            "needs rollout.engine=vllm",
+        ),
         ({"gpu_memory_utilization": 1.5}, {}, "gpu_memory_utilization"),
         ({"bucket_bytes": 10}, {}, "bucket_bytes"),
     ],
 )
 def test_options_that_do_not_go_together(rollout, objective, what):
-    values = {"run_dir": "r", "model": {"path": "m"}, "data": {"path": "d"}, "rollout": rollout, "objective": objective}
+    values = {
+        "run_dir": "r",
+        "model": {"path": "m"},
+        "data": {"path": "d"},
+        "rollout": rollout,
+        "objective": objective,
+    }
     with pytest.raises(UserError, match=what):
         validate(values)
 
 
 def test_truncation_with_a_correction_is_allowed():
     values = {"run_dir": "r", "model": {"path": "m"}, "data": {"path": "d"}}
-    assert validate(values | {"rollout": {"top_p": 0.9}, "objective": {"old_logprobs": "engine"}}).rollout.top_p == 0.9
-    made = validate(values | {"rollout": {"top_p": 0.9, "top_k": 50}, "objective": {"tis_level": "token"}})
+    assert (
+        validate(
+            values | {"rollout": {"top_p": 0.9}, "objective": {"old_logprobs": "engine"}}
+        ).rollout.top_p
+        == 0.9
+    )
+    made = validate(
+        values | {"rollout": {"top_p": 0.9, "top_k": 50}, "objective": {"tis_level": "token"}}
+    )
     assert (made.rollout.top_p, made.rollout.top_k) == (0.9, 50)

@@ -24,7 +24,9 @@ def engine():
 @needs_vllm
 @pytest.mark.parametrize("tops", [0, 2])
 def test_flat_logprobs_are_read_as_they_are_written(engine, tops):
-    """By vLLM's own container: of every position the sampled token first, then the K best, whether it is one of them."""
+    """By vLLM's own container: of every position the sampled token first, then the K best, whether
+    it is one of them.
+    """
     from vllm.logprobs import append_logprobs_for_next_position, create_sample_logprobs
 
     params = engine._params(SamplingConfig(top_logprobs=tops), 1, PROMPT, 0, None, False)
@@ -34,17 +36,25 @@ def test_flat_logprobs_are_read_as_they_are_written(engine, tops):
     rows = [([7, 7, 3], [-0.5, -0.5, -1.0], 1), ([9, 4, 5], [-4.0, -0.25, -2.0], 6)]
     for tokens, logprobs, rank in rows:
         width = 1 + tops
-        append_logprobs_for_next_position(flat, tokens[:width], logprobs[:width], [None] * width, rank, tops)
-    completion = SimpleNamespace(token_ids=[7, 9], logprobs=flat, finish_reason="stop", weight_versions=None)
+        append_logprobs_for_next_position(
+            flat, tokens[:width], logprobs[:width], [None] * width, rank, tops
+        )
+    completion = SimpleNamespace(
+        token_ids=[7, 9], logprobs=flat, finish_reason="stop", weight_versions=None
+    )
     response = engine._response(PROMPT, 0, completion, tops, 1)
     assert response.logprobs.tolist() == [-0.5, -4.0]
     assert response.logprobs.dtype == np.float32
     assert (
-        response.top_logprobs is None if not tops else response.top_logprobs.tolist() == [[-0.5, -1.0], [-0.25, -2.0]]
+        response.top_logprobs is None
+        if not tops
+        else response.top_logprobs.tolist() == [[-0.5, -1.0], [-0.25, -2.0]]
     )
 
 
-@pytest.mark.parametrize(("slots", "asked", "expected"), [(512, 256, 256), (512, 1024, 512), (512, 0, 512)])
+@pytest.mark.parametrize(
+    ("slots", "asked", "expected"), [(512, 256, 256), (512, 1024, 512), (512, 0, 512)]
+)
 def test_no_more_slots_than_responses(slots, asked, expected):
     assert VllmOptions(max_num_seqs=slots, responses=asked).at_once == expected
 

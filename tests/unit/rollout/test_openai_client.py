@@ -1,4 +1,6 @@
-"""The endpoint engine against a small server of our own: concurrency, retries, refusals, kill and resume."""
+"""The endpoint engine against a small server of our own: concurrency, retries, refusals, kill and
+resume.
+"""
 
 from __future__ import annotations
 
@@ -39,13 +41,16 @@ def server() -> Iterator[FakeServer]:
 
 def prompts(count: int) -> list[Prompt]:
     return [
-        Prompt(f"p{i}", ({"role": "user", "content": f"what is {i} = ?"},), (), str(i), "toy") for i in range(count)
+        Prompt(f"p{i}", ({"role": "user", "content": f"what is {i} = ?"},), (), str(i), "toy")
+        for i in range(count)
     ]
 
 
 def endpoint(server: FakeServer, **options: Any) -> Endpoint:
     sampling = SamplingConfig(temperature=0.7, top_p=0.8, top_k=20, max_tokens=9, top_logprobs=3)
-    return Endpoint(server.url, "fake", sampling, **{"first_pause": 0.01, "timeout": 5.0, **options})
+    return Endpoint(
+        server.url, "fake", sampling, **{"first_pause": 0.01, "timeout": 5.0, **options}
+    )
 
 
 def all_of(found: Iterator[list[Response]]) -> dict[tuple[str, int], Response]:
@@ -63,22 +68,42 @@ def test_every_sample_once_and_side_by_side(server: FakeServer, api: Any) -> Non
     assert 2 <= server.most_at_once <= 6
     assert len({body["seed"] for body in server.asked}) == len(server.asked) == 24
     body = server.asked[0]
-    assert (body["model"], body["temperature"], body["top_p"], body["top_k"], body["max_tokens"], body["min_p"]) == (
-        "fake", 0.7, 0.8, 20, 9, 0.1,
-    )  # fmt: skip
+    assert (
+        body["model"],
+        body["temperature"],
+        body["top_p"],
+        body["top_k"],
+        body["max_tokens"],
+        body["min_p"],
+    ) == (
+        "fake",
+        0.7,
+        0.8,
+        20,
+        9,
+        0.1,
+    )
     assert body["authorization"] == "Bearer secret"
     one = found["p3", 1]
     np.testing.assert_array_equal(one.logprobs, np.array([-0.5, -0.25, -9999.0], np.float32))
     assert one.top_logprobs is not None
-    np.testing.assert_array_equal(one.top_logprobs, np.array([[-0.5, -1.5], [-0.25, -2.0], [-0.1, -3.0]], np.float32))
-    again = all_of(endpoint(server, api=api, concurrency=1).complete([Request(p, (0, 1, 2)) for p in prompts(8)]))
+    np.testing.assert_array_equal(
+        one.top_logprobs, np.array([[-0.5, -1.5], [-0.25, -2.0], [-0.1, -3.0]], np.float32)
+    )
+    again = all_of(
+        endpoint(server, api=api, concurrency=1).complete(
+            [Request(p, (0, 1, 2)) for p in prompts(8)]
+        )
+    )
     assert {key: c.text for key, c in again.items()} == {key: c.text for key, c in found.items()}
 
 
 @pytest.mark.parametrize("end", [[], ["<|end|>"]])
 @pytest.mark.parametrize("api", ["chat", "completions"])
 def test_where_the_tokens_end(server: FakeServer, api: Any, end: list[str]) -> None:
-    """By their bytes, or their text; unknown where the tokens do not make up the text. An end token may follow it."""
+    """By their bytes, or their text; unknown where the tokens do not make up the text. An end token
+    may follow it.
+    """
     tokens = ["\\boxed{5}", " é", "\n<conf> Confidence: ", "0.8", *end]
 
     def reply(changed: str) -> Callable[[dict[str, Any]], Reply]:
@@ -87,9 +112,15 @@ def test_where_the_tokens_end(server: FakeServer, api: Any, end: list[str]) -> N
             if "messages" in body:
                 rows: list[dict[str, Any]] = [{"token": token, "logprob": -0.5} for token in tokens]
                 rows[1] |= {"token": "?", "bytes": list(" é".encode())}
-                choice: dict[str, Any] = {"message": {"content": text}, "logprobs": {"content": rows}}
+                choice: dict[str, Any] = {
+                    "message": {"content": text},
+                    "logprobs": {"content": rows},
+                }
             else:
-                choice = {"text": text, "logprobs": {"token_logprobs": [-0.5] * len(tokens), "tokens": tokens}}
+                choice = {
+                    "text": text,
+                    "logprobs": {"token_logprobs": [-0.5] * len(tokens), "tokens": tokens},
+                }
             return 200, {"choices": [choice | {"finish_reason": "stop"}]}, {}
 
         return say
@@ -103,7 +134,9 @@ def test_where_the_tokens_end(server: FakeServer, api: Any, end: list[str]) -> N
         assert one.token_ends is not None
         assert one.token_ends[:4].tolist() == [9, 12, 32, 35]
         (judged,) = judge_many([one], {"p0": prompts(1)[0]})
-        assert (judged.boundary, judged.length) == (3, len(tokens)), "the third token begins before the marker"
+        assert (judged.boundary, judged.length) == (3, len(tokens)), (
+            "the third token begins before the marker"
+        )
 
 
 def test_passing_failures_are_repeated(server: FakeServer) -> None:
@@ -122,7 +155,9 @@ def test_passing_failures_are_repeated(server: FakeServer) -> None:
 
 
 def test_refusals_are_errors_at_once_and_keep_what_is_finished(server: FakeServer) -> None:
-    server.reply = lambda body: (400, {"error": "no such model"}, {}) if len(server.asked) > 3 else good_reply(body)
+    server.reply = lambda body: (
+        (400, {"error": "no such model"}, {}) if len(server.asked) > 3 else good_reply(body)
+    )
     found = endpoint(server, concurrency=1).complete([Request(p, (0,)) for p in prompts(9)])
     kept: list[Response] = []
     with pytest.raises(UserError, match=r"HTTP 400.*no such model"):
@@ -187,7 +222,11 @@ def test_what_a_reasoning_parser_took_out_is_put_back(server: FakeServer, field:
         end = "</think>" + content if content else ""
         assert one.text == f"<think>try \\boxed{{1}} <conf> 0.1{end}"
         (judged,) = judge_many([one], {"p0": prompts(1)[0]}, TokenBytes((), KNOWN[0]))
-        assert (judged.status, judged.confidence, judged.answered) == (status, confidence, bool(content))
+        assert (judged.status, judged.confidence, judged.answered) == (
+            status,
+            confidence,
+            bool(content),
+        )
 
 
 def test_thinking_on_of_a_server_needs_the_tokenizer(
@@ -198,19 +237,42 @@ def test_thinking_on_of_a_server_needs_the_tokenizer(
     assert not server.asked
 
 
-# ------------------------------------------------------------------------------------------------ the command
+# -------------------------------------------------------------------------------------- the command
 
 
 @pytest.fixture
 def toy(tmp_path: Path) -> str:
     path = tmp_path / "toy.jsonl"
-    path.write_text("\n".join(json.dumps({"problem": f"what is {i} = ?", "answer": str(i)}) for i in range(12)))
+    path.write_text(
+        "\n".join(json.dumps({"problem": f"what is {i} = ?", "answer": str(i)}) for i in range(12))
+    )
     return f"toy={path}"
 
 
 def command(server: FakeServer, toy: str, out: Path, *more: str) -> list[str]:
-    fixed = ["--template", "raw", "--repeats", "4", "--resamples", "20", "--timeout", "5", "--concurrency", "3"]
-    return ["evaluate", "--endpoint", server.url, "--benchmarks", toy, "--out", str(out), *fixed, *more]
+    fixed = [
+        "--template",
+        "raw",
+        "--repeats",
+        "4",
+        "--resamples",
+        "20",
+        "--timeout",
+        "5",
+        "--concurrency",
+        "3",
+    ]
+    return [
+        "evaluate",
+        "--endpoint",
+        server.url,
+        "--benchmarks",
+        toy,
+        "--out",
+        str(out),
+        *fixed,
+        *more,
+    ]
 
 
 def lines_of(path: Path) -> int:
@@ -218,11 +280,15 @@ def lines_of(path: Path) -> int:
 
 
 @pytest.mark.slow
-def test_killed_and_started_again_loses_no_sample_and_asks_none_twice(tmp_path: Path, toy: str) -> None:
+def test_killed_and_started_again_loses_no_sample_and_asks_none_twice(
+    tmp_path: Path, toy: str
+) -> None:
     """SIGKILL of the client in the middle, and another server on the same port afterwards."""
     server, out = FakeServer(pause=0.1).start(), tmp_path / "run"
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    client = subprocess.Popen([sys.executable, "-m", "megatron_dcpo", *command(server, toy, out)], env=environment)
+    client = subprocess.Popen(
+        [sys.executable, "-m", "megatron_dcpo", *command(server, toy, out)], env=environment
+    )
     deadline = time.monotonic() + 90
     while lines_of(out / "samples.jsonl") < 12 and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -244,7 +310,9 @@ def test_killed_and_started_again_loses_no_sample_and_asks_none_twice(tmp_path: 
         assert len(second.asked) == 48 - kept
         assert recorded.isdisjoint(body["seed"] for body in second.asked)
         samples = read_samples(out / "samples.jsonl")
-        assert [(s.prompt_id, s.repeat) for s in samples] == [(f"toy/{i}", r) for i in range(12) for r in range(4)]
+        assert [(s.prompt_id, s.repeat) for s in samples] == [
+            (f"toy/{i}", r) for i in range(12) for r in range(4)
+        ]
 
         whole = tmp_path / "whole"
         assert main(command(second, toy, whole, "--concurrency", "7")) == 0
@@ -265,11 +333,18 @@ def test_other_settings_are_refused(
     assert main(command(server, toy, tmp_path / "run", "--limit", "2")) == 0
     assert main(command(server, toy, tmp_path / "run", "--limit", "2", "--temperature", "1")) == 2
     assert "was begun with temperature = 0.7, now it is 1.0" in capsys.readouterr().err
-    assert main(command(server, toy, tmp_path / "run", "--limit", "2", "--temperature", "1", "--fresh")) == 0
+    assert (
+        main(
+            command(server, toy, tmp_path / "run", "--limit", "2", "--temperature", "1", "--fresh")
+        )
+        == 0
+    )
     assert len(server.asked) == 16
 
 
-def test_chat_messages_carry_the_training_prompt(server: FakeServer, toy: str, tmp_path: Path) -> None:
+def test_chat_messages_carry_the_training_prompt(
+    server: FakeServer, toy: str, tmp_path: Path
+) -> None:
     assert main(command(server, toy, tmp_path / "run", "--limit", "1", "--template", "paper")) == 0
     content = server.asked[0]["messages"][-1]["content"]
     assert content.startswith("what is 0 = ?")
@@ -287,8 +362,13 @@ def test_a_lone_surrogate_is_saved_as_a_replacement_and_the_evaluation_goes_on(
 
     server.reply = reply
     assert main(command(server, toy, tmp_path / "run", "--limit", "2")) == 0
-    rows = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text(encoding="utf-8").splitlines()]
-    assert {row["response"] for row in rows} == {"\ufffd \ufffd \x1b[31m \\boxed{\ufffd}\n<conf> 0.5"}
+    rows = [
+        json.loads(line)
+        for line in (tmp_path / "run" / "samples.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
+    assert {row["response"] for row in rows} == {
+        "\ufffd \ufffd \x1b[31m \\boxed{\ufffd}\n<conf> 0.5"
+    }
     assert {row["answer"] for row in rows} == {"\ufffd"}
     assert "\x1b" not in capsys.readouterr().out
     assert main(["report", str(tmp_path / "run")]) == 0
@@ -298,7 +378,9 @@ def test_a_redirecting_server_is_one_line(server: FakeServer, toy: str, tmp_path
     other = FakeServer().start()
     try:
         server.reply = lambda body: (307, {}, {"Location": f"{other.url}/completions"})
-        with pytest.raises(UserError, match=r"/completions redirects to http.*redirects are not followed") as caught:
+        with pytest.raises(
+            UserError, match=r"/completions redirects to http.*redirects are not followed"
+        ) as caught:
             all_of(endpoint(server).complete([Request(prompts(1)[0], (0,))]))
         assert "secret" not in str(caught.value)
         assert not other.asked

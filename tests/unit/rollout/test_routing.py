@@ -1,4 +1,6 @@
-"""Which experts an engine's routers choose: recorded in the transformers engine, read from vLLM's completions."""
+"""Which experts an engine's routers choose: recorded in the transformers engine, read from vLLM's
+completions.
+"""
 
 from types import SimpleNamespace
 
@@ -20,8 +22,12 @@ from tests.helpers.vllm import needs_vllm, prompts_for_test
 
 
 def test_choices_are_those_of_a_forward_pass(tiny_models):
-    """In a batch that is padded, compacted and filled again, for every token but the last one of a response."""
-    engine = TransformersEngine.from_pretrained(tiny_models("qwen3_moe", True), max_num_seqs=5, record_experts=True)
+    """In a batch that is padded, compacted and filled again, for every token but the last one of a
+    response.
+    """
+    engine = TransformersEngine.from_pretrained(
+        tiny_models("qwen3_moe", True), max_num_seqs=5, record_experts=True
+    )
     engine.eos_token_ids = tuple(range(0, 331, 9))
     prompts = {prompt.prompt_id: prompt for prompt in prompts_for_test()}
     responses = engine.generate(list(prompts.values()), SamplingConfig(n=3, max_tokens=24))
@@ -42,16 +48,22 @@ def test_nothing_is_recorded_unasked(tiny_models):
 
 def completion(experts):
     tokens = {"token_ids": [7, 8, 9], "logprobs": SimpleNamespace(logprobs=[-1.0] * 3)}
-    return SimpleNamespace(**tokens, finish_reason="length", weight_versions=None, routed_experts=experts)
+    return SimpleNamespace(
+        **tokens, finish_reason="length", weight_versions=None, routed_experts=experts
+    )
 
 
 @pytest.mark.parametrize("record", [True, False])
 def test_experts_of_a_completion_of_vllm(record):
-    """``CompletionOutput.routed_experts`` [P + T - 1, layers, k] of vllm/outputs.py: ``take_output`` of the scheduler ends
-    before the token that was sampled last."""
+    """``CompletionOutput.routed_experts`` [P + T - 1, layers, k] of vllm/outputs.py:
+    ``take_output`` of the scheduler ends before the token that was sampled last.
+    """
     engine = object.__new__(VllmEngine)
     engine.options, engine.weights_version = VllmOptions(record_experts=record), 0
-    prompt, experts = Prompt("p", (), (1, 2), "", ""), np.arange(4 * 2 * 3, dtype=np.uint8).reshape(4, 2, 3)
+    prompt, experts = (
+        Prompt("p", (), (1, 2), "", ""),
+        np.arange(4 * 2 * 3, dtype=np.uint8).reshape(4, 2, 3),
+    )
     response = engine._response(prompt, 0, completion(experts), 0, 1)
     assert (response.experts is experts) if record else response.experts is None
     for wrong in (None, experts[1:]):
@@ -74,7 +86,8 @@ def test_names_of_vllm():
         assert worker.get_tp_group().is_first_rank
     assert worker.get_tp_group is group
     with pytest.raises(
-        UserError, match=r"enable_return_routed_experts is decided by rollout\.routing_replay; remove it"
+        UserError,
+        match=r"enable_return_routed_experts is decided by rollout\.routing_replay; remove it",
     ):
         check_engine_arguments({"enable_return_routed_experts": True})
 
@@ -91,12 +104,17 @@ def test_names_of_vllm():
 )
 def test_refused_with_the_model(overrides, message, monkeypatch):
     monkeypatch.chdir(EXAMPLES / "quickstart")
-    config = load_config("dcpo.yaml", ["model.path=policy", "rollout.routing_replay=true", *overrides])
+    config = load_config(
+        "dcpo.yaml", ["model.path=policy", "rollout.routing_replay=true", *overrides]
+    )
     with pytest.raises(UserError, match=message):
         check_model(config)
 
 
 def test_refused_with_partial_rollouts():
     stale = ["rollout.max_staleness=1", "rollout.oversample=1.5", "objective.tis_level=token"]
-    with pytest.raises(UserError, match=r"max_staleness=1 does not go with rollout\.routing_replay: what is continued"):
+    with pytest.raises(
+        UserError,
+        match=r"max_staleness=1 does not go with rollout\.routing_replay: what is continued",
+    ):
         load_config(EXAMPLES / "quickstart" / "dcpo.yaml", [*stale, "rollout.routing_replay=true"])

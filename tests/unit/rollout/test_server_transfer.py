@@ -1,4 +1,6 @@
-"""Weights to a server, as files and over NCCL: what rank 0 says and sends. The server and the NCCL group are stand-ins."""
+"""Weights to a server, as files and over NCCL: what rank 0 says and sends. The server and the NCCL
+group are stand-ins.
+"""
 
 from __future__ import annotations
 
@@ -88,7 +90,9 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Server:
     monkeypatch.setitem(sys.modules, "vllm.distributed.weight_transfer.nccl_common", common)
     monkeypatch.setattr(vllm_server, "find_spec", lambda name: name)
     monkeypatch.setattr(device, "_CPU", device._GPU)
-    monkeypatch.setattr(JsonClient, "call", lambda self, path, body=None, **_: made.call(path, body))
+    monkeypatch.setattr(
+        JsonClient, "call", lambda self, path, body=None, **_: made.call(path, body)
+    )
     monkeypatch.setattr(vllm_server, "_REFUSED_SECONDS", 0.1)
     monkeypatch.setattr(distributed, "topology", lambda: SimpleNamespace(rank=0))
     monkeypatch.setattr(distributed, "barrier", lambda: None)
@@ -97,7 +101,9 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Server:
 
 
 def cut(weights: dict[str, torch.Tensor], parts: int, per_bucket: int) -> list[list[WeightSlice]]:
-    """Every matrix in ``parts`` of its rows, some in the other order, as several owners send them; in buckets."""
+    """Every matrix in ``parts`` of its rows, some in the other order, as several owners send them;
+    in buckets.
+    """
     pieces = []
     for number, (name, tensor) in enumerate(weights.items()):
         rows = list(torch.arange(len(tensor)).tensor_split(parts if tensor.dim() > 1 else 1))
@@ -123,9 +129,16 @@ def test_the_server_gets_every_tensor_whole(server: Server, parts: int, per_buck
         arrived = server.weights()
         assert arrived.keys() == weights.keys()
         assert all(torch.equal(arrived[name], tensor) for name, tensor in weights.items())
-        paths = [path for path, _ in server.asked if path not in ("/update_weights", "/weight_info")]
+        paths = [
+            path for path, _ in server.asked if path not in ("/update_weights", "/weight_info")
+        ]
         first = ["/get_world_size", "/init_weight_transfer_engine"] if version == 1 else []
-        after = ["/start_weight_update", "/finish_weight_update", "/reset_prefix_cache", "/update_weight_version"]
+        after = [
+            "/start_weight_update",
+            "/finish_weight_update",
+            "/reset_prefix_cache",
+            "/update_weight_version",
+        ]
         assert paths == first + after
         assert server.asked[-1][1] == {"new_version": str(version)}
         assert engine.weights_version == version
@@ -139,7 +152,11 @@ def test_files_are_complete_and_older_ones_go(server: Server, tmp_path: Path) ->
         engine.update_weights(cut(weights, 2, 5), version)
         told = next(body for path, body in reversed(server.asked) if path == "/collective_rpc")
         directory = Path(told["kwargs"]["weights_path"])
-        assert [path.name for path in (tmp_path / "exchange").iterdir()] == [directory.name] == [f"version_{version}"]
+        assert (
+            [path.name for path in (tmp_path / "exchange").iterdir()]
+            == [directory.name]
+            == [f"version_{version}"]
+        )
         reader = HFReader(directory)
         assert all(torch.equal(reader.tensor(name), tensor) for name, tensor in weights.items())
     server.refuse = "/collective_rpc"
@@ -150,13 +167,19 @@ def test_files_are_complete_and_older_ones_go(server: Server, tmp_path: Path) ->
 
 def test_the_workers_are_told_of_the_group_that_the_trainer_opens(server: Server) -> None:
     ServerEngine("http://127.0.0.1:1", POLICY, None).update_weights(cut(random_weights(), 1, 9), 1)
-    told = next(body["init_info"] for path, body in server.asked if path == "/init_weight_transfer_engine")
+    told = next(
+        body["init_info"] for path, body in server.asked if path == "/init_weight_transfer_engine"
+    )
     assert told == server.opened | {"rank_offset": 1, "packed": False}
     assert (told["master_address"], told["world_size"]) == ("127.0.0.1", 3)
 
 
-@pytest.mark.parametrize("refuse", ["/init_weight_transfer_engine", "/start_weight_update", "/update_weights"])
-def test_a_refusal_is_an_error_of_the_engine_and_the_next_update_connects_anew(server: Server, refuse: str) -> None:
+@pytest.mark.parametrize(
+    "refuse", ["/init_weight_transfer_engine", "/start_weight_update", "/update_weights"]
+)
+def test_a_refusal_is_an_error_of_the_engine_and_the_next_update_connects_anew(
+    server: Server, refuse: str
+) -> None:
     engine = ServerEngine("http://127.0.0.1:1", POLICY, None)
     server.refuse = refuse
     taken: list[Sequence[WeightSlice]] = []
@@ -182,11 +205,17 @@ def test_a_refusal_is_an_error_of_the_engine_and_the_next_update_connects_anew(s
 
 def test_a_tensor_that_does_not_come_completely(server: Server) -> None:
     engine = ServerEngine("http://127.0.0.1:1", POLICY, None)
-    with pytest.raises(EngineError, match=r"1 tensors did not come completely, model\.norm\.weight among them"):
-        engine.update_weights([b for b in cut(random_weights(), 1, 1) if b[0].name != "model.norm.weight"], 1)
+    with pytest.raises(
+        EngineError, match=r"1 tensors did not come completely, model\.norm\.weight among them"
+    ):
+        engine.update_weights(
+            [b for b in cut(random_weights(), 1, 1) if b[0].name != "model.norm.weight"], 1
+        )
 
 
-def test_it_is_refused_in_one_line(server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_it_is_refused_in_one_line(
+    server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(vllm_server, "find_spec", lambda name: None)
     with pytest.raises(UserError, match="needs vLLM beside the trainer"):
         ServerEngine("http://127.0.0.1:1", POLICY, None)
@@ -194,5 +223,7 @@ def test_it_is_refused_in_one_line(server: Server, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(device, "_CPU", device._GPU)
     with pytest.raises(UserError, match="needs a GPU"):
         ServerEngine("http://127.0.0.1:1", POLICY, None)
-    with pytest.raises(UserError, match=r"rollout\.weight_transfer=nccl is for rollout\.engine=server"):
+    with pytest.raises(
+        UserError, match=r"rollout\.weight_transfer=nccl is for rollout\.engine=server"
+    ):
         load_config(QUICKSTART / "dcpo.yaml", ["rollout.weight_transfer=nccl"])

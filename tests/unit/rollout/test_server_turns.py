@@ -1,4 +1,6 @@
-"""New weights for a server in the middle of a stream (``rollout.async_update: immediate``): between two requests."""
+"""New weights for a server in the middle of a stream (``rollout.async_update: immediate``): between
+two requests.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ def weights_of(scale: float) -> Any:
         for parameter in engine.model.parameters():
             parameter.mul_(scale if parameter.dim() > 1 else 1.0)
     named = dict(engine.model.named_parameters())
-    slices = [WeightSlice(name, 0, 0, parameter.detach().clone()) for name, parameter in named.items()]
+    slices = [
+        WeightSlice(name, 0, 0, parameter.detach().clone()) for name, parameter in named.items()
+    ]
     return engine.model, [slices]
 
 
@@ -94,14 +98,20 @@ class Streamed:
         self.thread.join(60)
         assert not self.thread.is_alive()
         assert self.error is None
-        assert sorted(r.prompt_id for r in self.responses) == sorted(prompt.prompt_id for prompt, _ in SAMPLES)
+        assert sorted(r.prompt_id for r in self.responses) == sorted(
+            prompt.prompt_id for prompt, _ in SAMPLES
+        )
         return {response.prompt_id: response for response in self.responses}
 
 
-def test_the_version_of_a_response_is_that_of_the_weights_that_sampled_it(server: Served, tmp_path: Path) -> None:
+def test_the_version_of_a_response_is_that_of_the_weights_that_sampled_it(
+    server: Served, tmp_path: Path
+) -> None:
     """By its log-probs, which those of the other version are not."""
     models, weights = zip(*(weights_of(scale) for scale in (1.0, 0.5)), strict=True)
-    engine = ServerEngine(server.options[1].partition("=")[2], QUICKSTART / "policy", tmp_path, concurrency=3)
+    engine = ServerEngine(
+        server.options[1].partition("=")[2], QUICKSTART / "policy", tmp_path, concurrency=3
+    )
     engine.update_weights(weights[0], 1)
     five_before_the_update(server, engine)
     streamed = Streamed(engine)
@@ -126,9 +136,13 @@ def test_the_version_of_a_response_is_that_of_the_weights_that_sampled_it(server
 def test_nothing_is_sent_before_an_update_has_succeeded(
     server: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A server that dies while its weights are replaced comes back with others; then the update is repeated."""
+    """A server that dies while its weights are replaced comes back with others; then the update is
+    repeated.
+    """
     _, buckets = weights_of(1.0)
-    engine = ServerEngine(server.options[1].partition("=")[2], QUICKSTART / "policy", tmp_path, concurrency=2)
+    engine = ServerEngine(
+        server.options[1].partition("=")[2], QUICKSTART / "policy", tmp_path, concurrency=2
+    )
     engine.update_weights(buckets, 1)
     five_before_the_update(server, engine)
     streamed = Streamed(engine)
@@ -150,11 +164,15 @@ def test_nothing_is_sent_before_an_update_has_succeeded(
     engine.update_weights(buckets, 2)
     versions = [response.weights_version for response in streamed.end().values()]
     assert set(versions) == {1, 2}
-    assert [version for version, _ in server.engine.sampled] == [str(version) for version in sorted(versions)]
+    assert [version for version, _ in server.engine.sampled] == [
+        str(version) for version in sorted(versions)
+    ]
 
 
 def test_an_abandoned_stream_leaves_the_turn(server: Served, tmp_path: Path) -> None:
-    engine = ServerEngine(server.options[1].partition("=")[2], QUICKSTART / "policy", tmp_path, concurrency=2)
+    engine = ServerEngine(
+        server.options[1].partition("=")[2], QUICKSTART / "policy", tmp_path, concurrency=2
+    )
     _, buckets = weights_of(1.0)
     stream = engine.stream(SAMPLES, SAMPLING)
     next(stream)

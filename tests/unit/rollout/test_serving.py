@@ -44,7 +44,11 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> EngineServer:
     cores = os.sched_getaffinity(0)
     port = free_port()
     made = EngineServer(
-        [sys.executable, "-S", "-c", SCRIPT, str(port)], f"http://127.0.0.1:{port}/v1", 1, 1, tmp_path / "run" / "log"
+        [sys.executable, "-S", "-c", SCRIPT, str(port)],
+        f"http://127.0.0.1:{port}/v1",
+        1,
+        1,
+        tmp_path / "run" / "log",
     )
     rest = os.sched_getaffinity(0)
     os.sched_setaffinity(0, cores)
@@ -60,7 +64,9 @@ def wait_until(true: Any) -> None:
         time.sleep(0.02)
 
 
-def test_a_server_that_ends_is_started_again(server: EngineServer, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_server_that_ends_is_started_again(
+    server: EngineServer, capfd: pytest.CaptureFixture[str]
+) -> None:
     with server:
         first = server.process
         assert first is not None
@@ -92,7 +98,9 @@ def test_another_server_at_the_address_is_an_error(server: EngineServer, tmp_pat
             pass
 
 
-def test_the_engines_have_the_devices_behind_the_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_engines_have_the_devices_behind_the_ranks(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(serving, "capabilities", lambda: SimpleNamespace(separate_memory=True))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     for own, first, expected in ((None, 6, "6,7"), ("3,4,5,6", 2, "5,6"), (None, 0, "0,1")):
@@ -106,14 +114,27 @@ def test_the_engines_have_the_devices_behind_the_ranks(monkeypatch: pytest.Monke
 
 
 def test_commands() -> None:
-    config = load_config(QUICKSTART / "async.yaml", ["model.params_dtype=bf16", "model.head_dtype=fp32"])
+    config = load_config(
+        QUICKSTART / "async.yaml", ["model.params_dtype=bf16", "model.head_dtype=fp32"]
+    )
     own = server_command(config, 1, "python server.py --swift")
     assert own[:5] == ["python", "server.py", "--swift", "--model", str(config.model.path)]
-    assert own[5:] == ["--host", "127.0.0.1", "--port", "8011", "--max-num-seqs", "512", "--dtype", "bfloat16"]
+    assert own[5:] == [
+        "--host",
+        "127.0.0.1",
+        "--port",
+        "8011",
+        "--max-num-seqs",
+        "512",
+        "--dtype",
+        "bfloat16",
+    ]
     command = server_command(config, 8)
     found = dict(pairwise(command))
     assert (found["--data-parallel-size"], found["--max-model-len"]) == ("8", "48")
     assert (found["--dtype"], found["--logprobs-mode"]) == ("bfloat16", "processed_logprobs")
     assert found["--hf-overrides"] == '{"head_dtype": "float32"}'
-    with pytest.raises(UserError, match=r"--engines is for rollout\.engine=server, not transformers"):
+    with pytest.raises(
+        UserError, match=r"--engines is for rollout\.engine=server, not transformers"
+    ):
         server_command(load_config(QUICKSTART / "dcpo.yaml"), 1)

@@ -1,7 +1,10 @@
-"""The vLLM engine asleep, awake, failed, closed and started again in every order, on the allocator of vLLM's CUDA build.
+"""The vLLM engine asleep, awake, failed, closed and started again in every order, on the allocator
+of vLLM's CUDA build.
 
-``my_free`` unmaps what it is given, also what ``sleep`` has unmapped before. That error stays in a global variable, after
-which ``unmap_and_release`` returns before ``cuMemRelease``: what is freed from then on is lost to the process."""
+``my_free`` unmaps what it is given, also what ``sleep`` has unmapped before. That error stays in a
+global variable, after which ``unmap_and_release`` returns before ``cuMemRelease``: what is freed
+from then on is lost to the process.
+"""
 
 import dataclasses
 import itertools
@@ -32,14 +35,21 @@ STEPS = (
 
 
 class Machine:
-    """An engine on a card of 100 bytes, and a trainer that takes 60 of them (``crowd``) or none (``leave``)."""
+    """An engine on a card of 100 bytes, and a trainer that takes 60 of them (``crowd``) or none
+    (``leave``).
+    """
 
     def __init__(self):
         self.driver = Driver(total=100)
         self.extension = Extension(self.driver)
         self.trainer = None
         self.engine = VllmEngine.__new__(VllmEngine)
-        self.engine.__dict__ |= {"options": VllmOptions(), "arch": None, "_asleep": False, "weights_version": 0}
+        self.engine.__dict__ |= {
+            "options": VllmOptions(),
+            "arch": None,
+            "_asleep": False,
+            "weights_version": 0,
+        }
         self.engine._start = lambda: Llm(Allocator(self.extension), SIZES)
         self.engine._enter_in_ledger = lambda tag: None
         self.engine.llm = self.engine._start()
@@ -71,7 +81,9 @@ def vllm(monkeypatch):
     sys.modules["vllm.v1.engine"].core = core
     separate = dataclasses.replace(_CPU, separate_memory=True)
     monkeypatch.setattr(vllm_engine, "capabilities", lambda: separate)
-    monkeypatch.setattr(vllm_engine, "gc", SimpleNamespace(unfreeze=int, collect=int))  # thousands of closed engines
+    monkeypatch.setattr(
+        vllm_engine, "gc", SimpleNamespace(unfreeze=int, collect=int)
+    )  # thousands of closed engines
 
 
 def ends(machine, steps):
@@ -86,7 +98,9 @@ def ends(machine, steps):
 
 @pytest.mark.parametrize("first", STEPS)
 def test_every_order(first):
-    """No error of the driver but for memory that is not there, which ends the process; a closed engine leaves nothing."""
+    """No error of the driver but for memory that is not there, which ends the process; a closed
+    engine leaves nothing.
+    """
     ended = 0
     for steps in itertools.product([first], *[STEPS] * 3):
         machine = Machine()
@@ -135,5 +149,7 @@ def test_a_process_that_ends_says_nothing(capfd):
 def test_a_sleep_that_fails_ends_the_process():
     machine = Machine()
     machine.driver.mapped.pop(next(iter(machine.driver.mapped)))
-    with pytest.raises(DeviceLost, match="put its memory to sleep: RuntimeError: CUDA Error: invalid argument"):
+    with pytest.raises(
+        DeviceLost, match="put its memory to sleep: RuntimeError: CUDA Error: invalid argument"
+    ):
         machine.do("sleep")

@@ -1,4 +1,6 @@
-"""The embedded engine's sampling: the right distribution, log-probs of what was sampled, independent of the batch."""
+"""The embedded engine's sampling: the right distribution, log-probs of what was sampled,
+independent of the batch.
+"""
 
 import dataclasses
 
@@ -15,12 +17,19 @@ from megatron_dcpo.types import Prompt
 
 @pytest.mark.parametrize(
     "sampling",
-    [SamplingConfig(), SamplingConfig(temperature=0.5), SamplingConfig(top_k=2), SamplingConfig(top_p=0.7)],
+    [
+        SamplingConfig(),
+        SamplingConfig(temperature=0.5),
+        SamplingConfig(top_k=2),
+        SamplingConfig(top_p=0.7),
+    ],
     ids=["plain", "temperature", "top_k", "top_p"],
 )
 def test_samples_follow_the_distribution_they_report(sampling):
     logits = torch.tensor([[2.0, 1.0, 0.0, -1.0, -8.0]])
-    random = (torch.arange(100_000, dtype=torch.float64) + 0.5) / 100_000  # a grid: frequencies are exact
+    random = (
+        torch.arange(100_000, dtype=torch.float64) + 0.5
+    ) / 100_000  # a grid: frequencies are exact
     token, logprob = sample_token(logits.expand(len(random), -1), random, sampling)
     p = torch.softmax(logits[0].double() / sampling.temperature, -1)
     allowed = torch.ones(5, dtype=torch.bool)
@@ -49,7 +58,9 @@ def test_response_does_not_depend_on_the_batch(engine):
     sampling = SamplingConfig(n=3, max_tokens=20, seed=5)
     together = engine.generate(prompts(7), sampling, step=2)
     alone = [r for prompt in prompts(7) for r in engine.generate([prompt], sampling, step=2)]
-    assert [(r.prompt_id, r.sample_index) for r in together] == [(f"p{i}", k) for i in range(7) for k in range(3)]
+    assert [(r.prompt_id, r.sample_index) for r in together] == [
+        (f"p{i}", k) for i in range(7) for k in range(3)
+    ]
     for a, b in zip(together, alone, strict=True):
         assert a.token_ids.tolist() == b.token_ids.tolist()
         np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-4)
@@ -58,12 +69,16 @@ def test_response_does_not_depend_on_the_batch(engine):
 
 
 def test_logprobs_equal_a_forward_pass(engine):
-    """Left padding, repeated caches and dropped rows leave every log-prob what a plain forward pass gives."""
+    """Left padding, repeated caches and dropped rows leave every log-prob what a plain forward pass
+    gives.
+    """
     for prompt, group in zip(prompts(7), np.array_split(np.arange(21), 7), strict=True):
         responses = engine.generate(prompts(7), SamplingConfig(n=3, max_tokens=25, seed=1))
         for i in group:
             ids = torch.tensor([*prompt.token_ids, *responses[i].token_ids.tolist()])[None]
-            logp = torch.log_softmax(engine.model(ids).logits[0], -1)[len(prompt.token_ids) - 1 : -1]
+            logp = torch.log_softmax(engine.model(ids).logits[0], -1)[
+                len(prompt.token_ids) - 1 : -1
+            ]
             expected = logp.gather(-1, ids[0, len(prompt.token_ids) :, None]).squeeze(-1)
             np.testing.assert_allclose(responses[i].logprobs, expected.numpy(), atol=1e-4)
             ended = int(responses[i].token_ids[-1]) in engine.eos_token_ids
@@ -73,17 +88,25 @@ def test_logprobs_equal_a_forward_pass(engine):
 
 @pytest.mark.parametrize("cut", [1, 3, 10])
 def test_a_response_that_is_continued_is_the_uninterrupted_one(engine, cut):
-    """Whenever it was interrupted, and though another sample had taken its place: with the same weights the same tokens."""
+    """Whenever it was interrupted, and though another sample had taken its place: with the same
+    weights the same tokens.
+    """
     sampling = SamplingConfig(n=3, max_tokens=25, seed=5)
-    whole = {(r.prompt_id, r.sample_index): r for r in engine.generate(prompts(7), sampling, step=2)}
+    whole = {
+        (r.prompt_id, r.sample_index): r for r in engine.generate(prompts(7), sampling, step=2)
+    }
     samples = [(prompt, index) for prompt in prompts(7) for index in range(3)]
     finished, begun, step, most = {}, {}, 2, 0
     while len(finished) < len(samples):
         todo = [(p, i) for p, i in samples if (p.prompt_id, i) not in finished]
         asked = iter(range(cut))
         partial = PartialRollout(lambda asked=asked: next(asked, cut) >= cut - 1, dict(begun))
-        handed_over = [r for responses in engine.stream(todo, sampling, step, partial) for r in responses]
-        assert sorted((r.prompt_id, r.sample_index) for r in handed_over) == sorted((p.prompt_id, i) for p, i in todo)
+        handed_over = [
+            r for responses in engine.stream(todo, sampling, step, partial) for r in responses
+        ]
+        assert sorted((r.prompt_id, r.sample_index) for r in handed_over) == sorted(
+            (p.prompt_id, i) for p, i in todo
+        )
         for response in handed_over:
             into = begun if response.finish_reason == "abort" else finished
             into[response.prompt_id, response.sample_index] = response
@@ -103,7 +126,9 @@ def test_a_response_that_is_continued_is_the_uninterrupted_one(engine, cut):
 
 
 def test_a_free_place_is_taken_by_the_next_sample(engine, monkeypatch):
-    """Only where a rollout may be partial: otherwise a batch runs to its end, and its last responses alone."""
+    """Only where a rollout may be partial: otherwise a batch runs to its end, and its last
+    responses alone.
+    """
     monkeypatch.setattr(engine, "eos_token_ids", tuple(range(0, 331, 16)))  # many lengths
     sampling, used = SamplingConfig(max_tokens=40, seed=3, temperature=1.5), []
     samples = [(prompt, index) for prompt in prompts(10) for index in range(6)]
@@ -135,15 +160,24 @@ def test_prompt_stream_is_a_function_of_seed_and_position():
     data = prompts(10)
     steps = [draw_prompts(data, first, 4, seed=1, shuffle=True) for first in range(0, 20, 4)]
     flat = [p.prompt_id for step in steps for p in step]
-    assert sorted(flat[:10]) == sorted(f"p{i}@0" for i in range(10)), "an epoch has every prompt once"
+    assert sorted(flat[:10]) == sorted(f"p{i}@0" for i in range(10)), (
+        "an epoch has every prompt once"
+    )
     assert sorted(flat[10:]) == sorted(f"p{i}@1" for i in range(10))
     assert len(set(flat)) == 20, "a prompt met again is another group"
     assert [p.prompt_id for p in draw_prompts(data, 7, 9, seed=1, shuffle=True)] == flat[7:16]
-    assert [p.prompt_id for p in draw_prompts(data, 0, 4, seed=1, shuffle=False)] == ["p0@0", "p1@0", "p2@0", "p3@0"]
+    assert [p.prompt_id for p in draw_prompts(data, 0, 4, seed=1, shuffle=False)] == [
+        "p0@0",
+        "p1@0",
+        "p2@0",
+        "p3@0",
+    ]
 
 
 def test_logits_in_fp32(tiny_models):
-    """Of a model in bf16 with ``head_dtype=fp32``: the product of its bf16 numbers, not rounded; off without a GPU."""
+    """Of a model in bf16 with ``head_dtype=fp32``: the product of its bf16 numbers, not rounded;
+    off without a GPU.
+    """
     directory, prompt = tiny_models("qwen3", True), Prompt("p", (), (5, 6, 7), "", "")
     sampling = SamplingConfig(max_tokens=4, top_k=1)
     seen = {}
@@ -155,5 +189,7 @@ def test_logits_in_fp32(tiny_models):
             hidden = engine.model.model(ids).last_hidden_state[0, 2:]
             seen[head] = engine.model.lm_head(hidden)
             exact = hidden.float() @ engine.model.lm_head.weight.float().t()
-        torch.testing.assert_close(seen[head].float(), exact, atol=1e-6 if head == "fp32" else 0.05, rtol=1e-5)
+        torch.testing.assert_close(
+            seen[head].float(), exact, atol=1e-6 if head == "fp32" else 0.05, rtol=1e-5
+        )
     assert [seen[head].dtype for head in seen] == [torch.bfloat16, torch.bfloat16, torch.float32]

@@ -1,4 +1,6 @@
-"""The client of a vLLM server: what it accepts of a reply. A real server answers in ``tests/engine``."""
+"""The client of a vLLM server: what it accepts of a reply. A real server answers in
+``tests/engine``.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,11 @@ HONEST: dict[str, Any] = {
     "/weight_info": {"weight_version": "0"},
     "/server_info?config_format=json": {"logprobs_mode": "processed_logprobs"},
 }
-CHOICE = {"token_ids": [1, 2], "logprobs": {"token_logprobs": [-0.5, -1.0]}, "finish_reason": "stop"}
+CHOICE = {
+    "token_ids": [1, 2],
+    "logprobs": {"token_logprobs": [-0.5, -1.0]},
+    "finish_reason": "stop",
+}
 PROMPT = Prompt("p", (), (1, 2), "5", "")
 
 
@@ -60,24 +66,33 @@ def test_an_honest_reply_is_a_response(replies: dict[str, Any], tmp_path: Path) 
         {"logprobs": {}},
     ],
 )
-def test_an_odd_reply_is_an_error_of_the_engine(replies: dict[str, Any], tmp_path: Path, odd: dict[str, Any]) -> None:
+def test_an_odd_reply_is_an_error_of_the_engine(
+    replies: dict[str, Any], tmp_path: Path, odd: dict[str, Any]
+) -> None:
     """No token outside the vocabulary reaches the policy, no other log-probs the loss."""
     replies["/v1/completions"] = {"choices": [CHOICE | odd]}
     with pytest.raises(EngineError, match="unexpected reply"):
         sample(tmp_path)
 
 
-@pytest.mark.parametrize("reply", [None, [], {}, {"choices": []}, {"choices": [CHOICE, CHOICE]}, {"choices": [1]}, "x"])
-def test_a_reply_of_another_kind_as_well(replies: dict[str, Any], tmp_path: Path, reply: Any) -> None:
+@pytest.mark.parametrize(
+    "reply", [None, [], {}, {"choices": []}, {"choices": [CHOICE, CHOICE]}, {"choices": [1]}, "x"]
+)
+def test_a_reply_of_another_kind_as_well(
+    replies: dict[str, Any], tmp_path: Path, reply: Any
+) -> None:
     replies["/v1/completions"] = reply
     with pytest.raises(EngineError, match="unexpected reply"):
         sample(tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("path", "reply"), [("/v1/models", []), ("/v1/models", {"data": [1]}), ("/v1/models", {"data": None})]
+    ("path", "reply"),
+    [("/v1/models", []), ("/v1/models", {"data": [1]}), ("/v1/models", {"data": None})],
 )
-def test_a_server_that_names_no_model(replies: dict[str, Any], tmp_path: Path, path: str, reply: Any) -> None:
+def test_a_server_that_names_no_model(
+    replies: dict[str, Any], tmp_path: Path, path: str, reply: Any
+) -> None:
     replies[path] = reply
     with pytest.raises(UserError, match=r"rollout\.endpoint"):
         sample(tmp_path)

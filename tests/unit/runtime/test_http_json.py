@@ -1,4 +1,6 @@
-"""The HTTP client that all servers are asked through: where a key goes, how much is read, what is repeated."""
+"""The HTTP client that all servers are asked through: where a key goes, how much is read, what is
+repeated.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +20,18 @@ from megatron_dcpo.runtime.http_json import HttpError, JsonClient
 
 
 class Server(ThreadingHTTPServer):
-    """Answers with ``replies`` in turn (the last one again and again); keeps the Authorization headers it got."""
+    """Answers with ``replies`` in turn (the last one again and again); keeps the Authorization
+    headers it got.
+    """
 
     def __init__(self, *replies: tuple[int, bytes, dict[str, str]]) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.daemon_threads = True
         self.replies, self.keys = list(replies), []
         self.url = f"http://127.0.0.1:{self.server_port}"
-        threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+        threading.Thread(
+            target=self.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True
+        ).start()
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -33,7 +39,9 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self.server.keys.append(self.headers.get("Authorization"))
-        status, body, headers = self.server.replies[0] if len(self.server.replies) == 1 else self.server.replies.pop(0)
+        status, body, headers = (
+            self.server.replies[0] if len(self.server.replies) == 1 else self.server.replies.pop(0)
+        )
         self.send_response(status)
         for name, value in {**headers, "Content-Length": str(len(body))}.items():
             self.send_header(name, value)
@@ -72,7 +80,8 @@ def test_a_redirect_is_refused_and_gets_neither_key_nor_request(
     with pytest.raises(HttpError) as caught:
         client.call("/x", body)
     assert str(caught.value) == (
-        f"{first.url}/x redirects to {there.replace('secret', '***')}; redirects are not followed, name the address itself"
+        f"{first.url}/x redirects to {there.replace('secret', '***')}; redirects are not "
+        "followed, name the address itself"
     )
     assert caught.value.status == status
     assert (first.keys, other.keys) == (["Bearer secret"], [])
@@ -93,7 +102,9 @@ def test_no_message_shows_the_key(servers: list[Server]) -> None:
 def test_no_log_shows_the_key(servers: list[Server], caplog: pytest.LogCaptureFixture) -> None:
     """Also not that of the library, which at DEBUG writes the headers of replies."""
     caplog.set_level(logging.DEBUG)
-    echo = serve(servers, (503, b"the key is secret", {"X-Key": "secret"}), (200, b"1", {"X-Key": "secret"}))
+    echo = serve(
+        servers, (503, b"the key is secret", {"X-Key": "secret"}), (200, b"1", {"X-Key": "secret"})
+    )
     assert JsonClient(echo.url, "secret", attempts=2, first_pause=0.01).call("/x", {"a": 1}) == 1
     assert "HTTP 503 the key is ***; once more" in caplog.text
     assert "secret" not in caplog.text
@@ -120,7 +131,9 @@ def test_a_request_that_is_not_read_ends_at_the_time_limit() -> None:
             client.call("/", "x" * (16 << 20))
 
 
-@pytest.mark.parametrize("text", [b"[" * 10**5, b'{"a":' * 10**5, b"1" * 10**5, b"\xff\xfe\x00", b"{", b"NaN]"])
+@pytest.mark.parametrize(
+    "text", [b"[" * 10**5, b'{"a":' * 10**5, b"1" * 10**5, b"\xff\xfe\x00", b"{", b"NaN]"]
+)
 def test_what_is_not_json_is_an_error(servers: list[Server], text: bytes) -> None:
     with pytest.raises(HttpError):
         JsonClient(serve(servers, (200, text, {})).url).call("/")
@@ -167,7 +180,13 @@ def test_a_reply_that_drips_ends_at_the_time_limit(what: str) -> None:
 
 
 def test_what_may_pass_is_repeated_and_a_refusal_is_not(servers: list[Server]) -> None:
-    busy = serve(servers, (429, b"", {"Retry-After": "0"}), (503, b"", {}), (200, b"{", {}), (200, b'{"n": 1}', {}))
+    busy = serve(
+        servers,
+        (429, b"", {"Retry-After": "0"}),
+        (503, b"", {}),
+        (200, b"{", {}),
+        (200, b'{"n": 1}', {}),
+    )
     client = JsonClient(busy.url, attempts=5, first_pause=0.01)
     assert client.call("/", {"a": 1}) == {"n": 1}
     assert len(busy.keys) == 4

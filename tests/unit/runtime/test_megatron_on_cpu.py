@@ -1,4 +1,6 @@
-"""The CPU runtime: Adam equals torch's, checkpoints its step per group, CUDA names do not leak out of Megatron's calls."""
+"""The CPU runtime: Adam equals torch's, checkpoints its step per group, CUDA names do not leak out
+of Megatron's calls.
+"""
 
 import copy
 import subprocess
@@ -65,7 +67,10 @@ def test_the_installed_release_has_all_that_is_replaced(monkeypatch):
     monkeypatch.setattr(megatron_on_cpu, "_missing", [])
     megatron_on_cpu._replace("tensor_parallel.nowhere", "gather", lambda there: there)
     megatron_on_cpu._replace("tensor_parallel.mappings", "no_such_function", lambda there: there)
-    assert megatron_on_cpu._missing == ["tensor_parallel.nowhere.gather", "tensor_parallel.mappings.no_such_function"]
+    assert megatron_on_cpu._missing == [
+        "tensor_parallel.nowhere.gather",
+        "tensor_parallel.mappings.no_such_function",
+    ]
 
 
 IN_A_FRESH_PROCESS = """
@@ -95,6 +100,10 @@ assert torch.cuda.synchronize is synchronize, "nothing else is replaced on a GPU
 @pytest.mark.slow
 @pytest.mark.parametrize("installed", ["nothing", "apex"])
 def test_on_a_gpu_only_torchs_adam_is_replaced(installed):
-    """With torch's Adam a resumption fails: ``assert len(steps) == 1`` (``DistributedOptimizer.state_dict``)."""
-    done = subprocess.run([sys.executable, "-c", IN_A_FRESH_PROCESS, installed], capture_output=True, text=True)
+    """With torch's Adam a resumption fails: ``assert len(steps) == 1``
+    (``DistributedOptimizer.state_dict``).
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", IN_A_FRESH_PROCESS, installed], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr[-2000:]

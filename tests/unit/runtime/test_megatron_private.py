@@ -31,7 +31,9 @@ def test_megatron_has_them(module: str, name: str) -> None:
 
 
 def test_the_distributed_optimizer_has_them() -> None:
-    optimizer = importlib.import_module("megatron.core.optimizer.distrib_optimizer").DistributedOptimizer
+    optimizer = importlib.import_module(
+        "megatron.core.optimizer.distrib_optimizer"
+    ).DistributedOptimizer
     assert callable(optimizer._get_main_param_and_optimizer_states)
 
 
@@ -55,11 +57,15 @@ def test_a_wrapper_has_a_shape_and_no_storage() -> None:
 
 
 def test_the_output_layer_does_without_apex() -> None:
-    """What ``ColumnParallelLinear.__init__`` demands, which is all that Megatron does with its output layer here."""
+    """What ``ColumnParallelLinear.__init__`` demands, which is all that Megatron does with its
+    output layer here.
+    """
     from megatron.core.tensor_parallel import layers
 
     assert layers._grad_accum_fusion_available is (find_spec(APEX_KERNEL) is not None)
     with without_asking_for_apex():
         assert layers._grad_accum_fusion_available
     assert f"import {APEX_KERNEL}" in inspect.getsource(layers)
-    assert "not _grad_accum_fusion_available" in inspect.getsource(layers.ColumnParallelLinear.__init__)
+    assert "not _grad_accum_fusion_available" in inspect.getsource(
+        layers.ColumnParallelLinear.__init__
+    )

@@ -1,4 +1,6 @@
-"""The default process group is not bound to a device: each of Megatron's groups would be a split of the whole world."""
+"""The default process group is not bound to a device: each of Megatron's groups would be a split of
+the whole world.
+"""
 
 import torch.distributed as dist
 

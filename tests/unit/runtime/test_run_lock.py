@@ -35,8 +35,12 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def holder(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], set[int]]]:
-    """A process that holds ``tmp_path / "run"``, and a child of its own that outlives it; their pids."""
-    process = subprocess.Popen([sys.executable, "-c", HOLDER, tmp_path / "run"], stdout=subprocess.PIPE, text=True)
+    """A process that holds ``tmp_path / "run"``, and a child of its own that outlives it; their
+    pids.
+    """
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, tmp_path / "run"], stdout=subprocess.PIPE, text=True
+    )
     assert process.stdout is not None
     pids = {int(process.stdout.readline()) for _ in range(2)}
     yield process, pids
@@ -48,7 +52,9 @@ def holder(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], set[int]]]:
     process.wait()
 
 
-def test_a_second_training_is_refused_and_a_killed_one_leaves_nothing(tmp_path: Path, holder) -> None:
+def test_a_second_training_is_refused_and_a_killed_one_leaves_nothing(
+    tmp_path: Path, holder
+) -> None:
     process, _ = holder
     message = f"another training is running in .*run .pid {process.pid} on .*another run_dir"
     with pytest.raises(UserError, match=message), run_lock.lock_run_dir(tmp_path / "run", rank=0):
@@ -78,5 +84,8 @@ def test_other_ranks_and_file_systems_without_locks_are_not_in_the_way(
 def test_a_run_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     message = r"cannot write in run_dir .*file/run \(Not a directory\)"
-    with pytest.raises(UserError, match=message), run_lock.lock_run_dir(tmp_path / "file" / "run", rank=0):
+    with (
+        pytest.raises(UserError, match=message),
+        run_lock.lock_run_dir(tmp_path / "file" / "run", rank=0),
+    ):
         pass

@@ -44,7 +44,9 @@ def test_depth_is_bounded(kind: str) -> None:
     for depth in (DEEPEST + 1, 500, 10**5):
         with pytest.raises(ValueError, match="levels deep"):
             parse_json(nested(depth, kind))
-    assert len(parse_json("[" + ",".join(["[]"] * 1000) + "]")) == 1000, "many brackets are not depth"
+    assert len(parse_json("[" + ",".join(["[]"] * 1000) + "]")) == 1000, (
+        "many brackets are not depth"
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,6 @@
-"""``tools/check_numbers.py``: the pages agree with the records, and a digit that is changed is noticed."""
+"""``tools/check_numbers.py``: the pages agree with the records, and a digit that is changed is
+noticed.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +23,24 @@ def problems(name: str, text: str) -> list[str]:
 
 @pytest.mark.parametrize("name", ["docs/lab/README.md", "README.md"])
 def test_every_digit_counts(name: str) -> None:
-    """All digits of the README's table, every eleventh of the lab's page; of words such as L1 and 2x2 none."""
+    """All digits of the README's table, every eleventh of the lab's page; of words such as L1 and
+    2x2 none.
+    """
     text = (REPOSITORY / name).read_text()
     assert problems(name, text) == []
     begin = text.index("<!-- quickstart table -->") if name == "README.md" else 0
     end = text.index("\n\n", begin) if begin else len(text)
     left_out = {i for match in CODE.finditer(text) for i in range(*match.span())}
-    places = [m.start() for m in re.finditer(r"(?<![A-Za-z@x])\d(?![A-Za-z])", text) if begin <= m.start() < end]
-    places = [i for i in places if i not in left_out and not re.search(r"[A-Z]\d*$|80ba0e?$|18b5f?$", text[i - 6 : i])]
+    places = [
+        m.start()
+        for m in re.finditer(r"(?<![A-Za-z@x])\d(?![A-Za-z])", text)
+        if begin <= m.start() < end
+    ]
+    places = [
+        i
+        for i in places
+        if i not in left_out and not re.search(r"[A-Z]\d*$|80ba0e?$|18b5f?$", text[i - 6 : i])
+    ]
     assert len(places) > 100
     for i in places[:: 1 if begin else 11]:
         changed = text[:i] + str((int(text[i]) + 1) % 10) + text[i + 1 :]
@@ -37,7 +49,10 @@ def test_every_digit_counts(name: str) -> None:
 
 def test_what_is_wrong_is_named() -> None:
     text = (REPOSITORY / "docs" / "lab" / "README.md").read_text()
-    (said,) = problems("docs/lab/README.md", text.replace("nothing fitted, is at .236", "nothing fitted, is at .263"))
+    (said,) = problems(
+        "docs/lab/README.md",
+        text.replace("nothing fitted, is at .236", "nothing fitted, is at .263"),
+    )
     assert "nothing fitted, is at .263" in said
     assert "0.236" in said
     (said,) = problems("docs/lab/README.md", text + "\nAnd 17 more.\n")

@@ -1,4 +1,6 @@
-"""The summary of ``tools/gpu_check.sh``, what it installs, the comparison with the plan, and the marks of ``tests/gpu``."""
+"""The summary of ``tools/gpu_check.sh``, what it installs, the comparison with the plan, and the
+marks of ``tests/gpu``.
+"""
 
 import os
 import subprocess
@@ -28,10 +30,22 @@ def test_broken(broken): pass
 
 def summary_of(tmp_path, suite):
     (tmp_path / "test_it.py").write_text(suite)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--junitxml", "junit.xml", "test_it.py"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "--junitxml",
+        "junit.xml",
+        "test_it.py",
+    ]
     subprocess.run(command, cwd=tmp_path, capture_output=True, check=False, timeout=120)
     junit = (tmp_path / "junit.xml").read_text()
-    return gpu_check.summary(junit, {"card": "1 x NVIDIA X, 80 GB", "torch": "2.13.0"}, "abc").splitlines()
+    return gpu_check.summary(
+        junit, {"card": "1 x NVIDIA X, 80 GB", "torch": "2.13.0"}, "abc"
+    ).splitlines()
 
 
 def test_summary(tmp_path):
@@ -49,7 +63,9 @@ def test_summary(tmp_path):
 
 
 def test_summary_of_nothing(tmp_path):
-    lines = summary_of(tmp_path, 'import pytest\n@pytest.mark.skip("needs a CUDA device")\ndef test_one(): pass\n')
+    lines = summary_of(
+        tmp_path, 'import pytest\n@pytest.mark.skip("needs a CUDA device")\ndef test_one(): pass\n'
+    )
     assert lines[0] == "gpu_check: 0 passed, 0 failed, 1 skipped"
     assert lines[-2:] == [
         "peak memory, measured/planned: not measured",
@@ -106,7 +122,9 @@ def test_marks_name_what_is_missing():
     ],
 )
 def test_bad_use_is_one_line(tmp_path, arguments, said):
-    done = subprocess.run([SCRIPT, *arguments], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(
+        [SCRIPT, *arguments], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=60
+    )
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert said in done.stderr
 
@@ -116,7 +134,9 @@ def test_every_package_is_pinned():
     text = SCRIPT.read_text()
     names = text.split('PACKAGES="')[1].split('"')[0].split()
     pinned = {
-        gpu_check.canonical(line.split("==")[0]) for line in (REPOSITORY / "constraints.txt").open() if "==" in line
+        gpu_check.canonical(line.split("==")[0])
+        for line in (REPOSITORY / "constraints.txt").open()
+        if "==" in line
     }
     packed = {gpu_check.canonical(name) for name in names}
     assert packed <= pinned
@@ -131,8 +151,12 @@ def test_a_wheel_in_pieces_is_joined_checked_and_installed(tmp_path):
         info = f"shared_{part}-1.0.dist-info"
         with zipfile.ZipFile(path, "w") as file:
             file.writestr(f"shared/{part}.py", f"NAME = {part!r}\n" + "# more\n" * 100)
-            file.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: shared_{part}\nVersion: 1.0\n")
-            file.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+            file.writestr(
+                f"{info}/METADATA", f"Metadata-Version: 2.1\nName: shared_{part}\nVersion: 1.0\n"
+            )
+            file.writestr(
+                f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+            )
             file.writestr(f"{info}/RECORD", "")
         done = subprocess.run(
             [SCRIPT, "split", path, tmp_path / "pieces"],
@@ -143,14 +167,19 @@ def test_a_wheel_in_pieces_is_joined_checked_and_installed(tmp_path):
         assert done.returncode == 0, done.stderr
         assert "3 pieces of shared_" in done.stdout
     functions = SCRIPT.read_text().rpartition("case ${1:-}")[0]
-    command = f'{functions}\npython={sys.executable}; install_pieces "{tmp_path / "pieces"}" "{tmp_path}"'
+    command = (
+        f'{functions}\npython={sys.executable}; install_pieces "{tmp_path / "pieces"}" "{tmp_path}"'
+    )
 
     def install():
         return subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
 
     done = install()
     assert done.returncode == 0, done.stderr
-    assert {path.name for path in (tmp_path / "site" / "shared").glob("*.py")} == {"one.py", "two.py"}
+    assert {path.name for path in (tmp_path / "site" / "shared").glob("*.py")} == {
+        "one.py",
+        "two.py",
+    }
     next((tmp_path / "pieces").glob("shared_one*.01")).unlink()
     done = install()
     assert done.returncode == 2

@@ -1,4 +1,6 @@
-"""``tools/install_beside.sh`` in an environment of stand-ins with the versions of an NVIDIA image, without a network."""
+"""``tools/install_beside.sh`` in an environment of stand-ins with the versions of an NVIDIA image,
+without a network.
+"""
 
 import os
 import subprocess
@@ -23,7 +25,10 @@ IMAGE = {
     "einops": "0.8.1",
 }
 NEEDS = {"megatron_core": ["transformer-engine[pytorch]<2.12.0,>=2.9.0a0; extra == 'dev'"]}
-BESIDE = {"rich": ["markdown-it-py>=2.2.0", "pygments>=2.13"], "markdown-it-py": ["mdurl"]}  # what an added one needs
+BESIDE = {
+    "rich": ["markdown-it-py>=2.2.0", "pygments>=2.13"],
+    "markdown-it-py": ["mdurl"],
+}  # what an added one needs
 
 
 def wheel(directory, name, version, needs=()):
@@ -31,11 +36,17 @@ def wheel(directory, name, version, needs=()):
     name = name.replace("-", "_")
     path = directory / f"{name}-{version}-py3-none-any.whl"
     info = f"{name}-{version}.dist-info"
-    lines = ["Metadata-Version: 2.1", f"Name: {name}", f"Version: {version}", *(f"Requires-Dist: {n}" for n in needs)]
+    lines = [
+        "Metadata-Version: 2.1",
+        f"Name: {name}",
+        f"Version: {version}",
+        *(f"Requires-Dist: {n}" for n in needs),
+    ]
     with zipfile.ZipFile(path, "w") as file:
         file.writestr(f"{info}/METADATA", "\n".join(lines) + "\n")
         file.writestr(
-            f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+            f"{info}/WHEEL",
+            "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
         )
         file.writestr(f"{info}/RECORD", f"{info}/METADATA,,\n{info}/WHEEL,,\n{info}/RECORD,,\n")
     return path
@@ -62,12 +73,25 @@ def image(tmp_path):
             if version
         ]
         subprocess.run([*pip, "install", "-q", "--no-deps", "--no-index", *wheels], check=True)
-        env = os.environ | {"PYTHON": sys.executable, "PIP": " ".join(pip), "SITE_PACKAGES": str(site)}
-        (constraint := tmp_path / "constraint.txt").write_text("rich==1.0\nmdurl==9.9\n")  # as /etc/pip/constraint.txt
-        env |= {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(index), "PYTHONPATH": "", "PIP_CONSTRAINT": str(constraint)}
+        env = os.environ | {
+            "PYTHON": sys.executable,
+            "PIP": " ".join(pip),
+            "SITE_PACKAGES": str(site),
+        }
+        (constraint := tmp_path / "constraint.txt").write_text(
+            "rich==1.0\nmdurl==9.9\n"
+        )  # as /etc/pip/constraint.txt
+        env |= {
+            "PIP_NO_INDEX": "1",
+            "PIP_FIND_LINKS": str(index),
+            "PYTHONPATH": "",
+            "PIP_CONSTRAINT": str(constraint),
+        }
         command = [REPOSITORY / "tools" / "install_beside.sh", ours]
         done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
-        there = dict(path.name.removesuffix(".dist-info").rsplit("-", 1) for path in site.glob("*.dist-info"))
+        there = dict(
+            path.name.removesuffix(".dist-info").rsplit("-", 1) for path in site.glob("*.dist-info")
+        )
         return done, there
 
     return run
@@ -78,7 +102,14 @@ def test_what_the_image_has_stays_and_the_rest_is_added(image):
     assert done.returncode == 0, done.stderr
     assert IMAGE.items() <= there.items()
     assert there["transformers"].startswith("5.")
-    assert {"megatron_dcpo", "math_verify", "omegaconf", "rich", "markdown_it_py", "mdurl"} <= there.keys()
+    assert {
+        "megatron_dcpo",
+        "math_verify",
+        "omegaconf",
+        "rich",
+        "markdown_it_py",
+        "mdurl",
+    } <= there.keys()
     assert not {"vllm", "nvidia_nothing", "pytest", "triton"} & there.keys()
 
 
@@ -93,5 +124,8 @@ def test_an_image_that_does_not_suit_is_named(image):
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
     assert "the image has megatron-core 0.20.0, this release needs" in done.stderr
-    assert "the image has transformer-engine 2.14.0, its Megatron-core 0.20.0 needs <2.12.0,>=2.9.0a0" in done.stderr
+    assert (
+        "the image has transformer-engine 2.14.0, its Megatron-core 0.20.0 needs <2.12.0,>=2.9.0a0"
+        in done.stderr
+    )
     assert "megatron_dcpo" not in there

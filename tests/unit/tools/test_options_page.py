@@ -33,10 +33,16 @@ def test_a_stale_page_is_reported(
 
 def test_every_field_of_every_section_has_a_sentence() -> None:
     for section, kind in SECTIONS.items():
-        fields = ObjectiveConfig.model_fields if kind is ObjectiveConfig else [f.name for f in dataclasses.fields(kind)]
+        fields = (
+            ObjectiveConfig.model_fields
+            if kind is ObjectiveConfig
+            else [f.name for f in dataclasses.fields(kind)]
+        )
         for name in fields:
             dotted = f"{section}.{name}" if section else name
-            assert dotted in OPTIONS or (kind is Config and name in SECTIONS), f"{dotted} has no text below it"
+            assert dotted in OPTIONS or (kind is Config and name in SECTIONS), (
+                f"{dotted} has no text below it"
+            )
     for name, option in OPTIONS.items():
         assert option.meaning[:1].isupper() or option.meaning.startswith("auto: "), name
         assert option.meaning.endswith((".", ")")), name
@@ -58,15 +64,27 @@ def test_whatever_a_run_writes_down_is_an_option() -> None:
         ("rollout.group_size", "whole number >= 2", "8", ()),
         ("rollout.top_p", "number > 0 and <= 1", "1", ()),
         ("model.path", "text", "required", ()),
-        ("model.adapter.targets", "list of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj", None, ()),
+        (
+            "model.adapter.targets",
+            "list of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj",
+            None,
+            (),
+        ),
         ("training.async_save", "true or false or auto", "auto", ()),
         ("parallel.megatron.overlap_grad_reduce", "true or false", "false", ()),
-        ("objective.lam", "number >= 0 and <= 1", "0.5", ("dcpo", "coupled", "rlcr", "posthoc", "ternary")),
+        (
+            "objective.lam",
+            "number >= 0 and <= 1",
+            "0.5",
+            ("dcpo", "coupled", "rlcr", "posthoc", "ternary"),
+        ),
         ("objective.beta", "number", "0.01", ("ccgspg",)),
         ("objective.variant", "canonical, original", "canonical", ("rlcr",)),
     ],
 )
-def test_type_default_and_methods(name: str, kind: str, default: str | None, methods: tuple[str, ...]) -> None:
+def test_type_default_and_methods(
+    name: str, kind: str, default: str | None, methods: tuple[str, ...]
+) -> None:
     option = OPTIONS[name]
     assert (option.kind, option.methods) == (kind, methods)
     assert default in (None, option.default)
@@ -75,14 +93,17 @@ def test_type_default_and_methods(name: str, kind: str, default: str | None, met
 def test_an_example_is_named_where_one_sets_the_option() -> None:
     examples = options_page.set_by_examples()
     assert "quickstart/dcpo.yaml" in options_page.where("rollout.group_size", examples)
-    assert options_page.where("objective.kl_coef_reasoning", {"objective.kl_coef_reasoning": ["b.yaml", "a.yaml"]}) == (
-        "[a](../examples/a.yaml)"
-    )
+    assert options_page.where(
+        "objective.kl_coef_reasoning", {"objective.kl_coef_reasoning": ["b.yaml", "a.yaml"]}
+    ) == ("[a](../examples/a.yaml)")
     assert options_page.where("objective.zzz", examples) == "–"
 
 
 def test_short_names_and_own_options_count_as_what_they_stand_for() -> None:
-    values = {"objective": {"weight": 1, "options": {"w": 2}}, "data": {"path": [{"path": "a", "weight": 1}]}}
+    values = {
+        "objective": {"weight": 1, "options": {"w": 2}},
+        "data": {"path": [{"path": "a", "weight": 1}]},
+    }
     assert set(options_page.names(values)) >= {
         *("objective.weight_reasoning", "objective.weight_confidence", "objective.w"),
         *("data.path", "data.path[].path", "data.path[].weight"),

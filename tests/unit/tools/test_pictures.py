@@ -1,4 +1,6 @@
-"""The pictures of the documentation are small and shown; what the live page's is made of ends in the middle of a run."""
+"""The pictures of the documentation are small and shown; what the live page's is made of ends in
+the middle of a run.
+"""
 
 from __future__ import annotations
 
@@ -31,6 +33,9 @@ def test_a_finished_run_is_shown_as_in_its_middle(tmp_path: Path) -> None:
     for step in (2, 4, 6):
         (run / "samples" / f"step_{step:06d}.jsonl").write_text("")
     assert pictures.until_the_middle(run, copy) == 4
-    assert sorted(file.name for file in (copy / "samples").iterdir()) == ["step_000002.jsonl", "step_000004.jsonl"]
+    assert sorted(file.name for file in (copy / "samples").iterdir()) == [
+        "step_000002.jsonl",
+        "step_000004.jsonl",
+    ]
     shown = state(copy)
     assert (shown["step"], shown["steps"], shown["seconds_left"]) == (4, 8, 8.0)

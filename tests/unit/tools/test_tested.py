@@ -1,4 +1,6 @@
-"""Which files a long suite depends on, and what is said when one of them is another one than it passed with."""
+"""Which files a long suite depends on, and what is said when one of them is another one than it
+passed with.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""``rollout.async_steps``: the same batches, sampled while the one before trains, none lost and none trained on twice."""
+"""``rollout.async_steps``: the same batches, sampled while the one before trains, none lost and
+none trained on twice.
+"""
 
 from __future__ import annotations
 
@@ -38,11 +40,17 @@ def group() -> Iterator[None]:
 
 
 def ahead_of(
-    trains: Any = lambda number: True, staleness: int = 0, kind: type[Ahead] = Ahead, **replaced: Any
+    trains: Any = lambda number: True,
+    staleness: int = 0,
+    kind: type[Ahead] = Ahead,
+    **replaced: Any,
 ) -> Ahead:
-    """What hands over the batches of a sampler of 1,000 prompts. The rules that refuse a ``staleness`` beside a server are
-    passed by: they are the client's, not the loop's."""
-    sampler = numbered_sampler(trains, 1000, *SERVER, "rollout.async_steps=1", *replaced.pop("overrides", ()))
+    """What hands over the batches of a sampler of 1,000 prompts. The rules that refuse a
+    ``staleness`` beside a server are passed by: they are the client's, not the loop's.
+    """
+    sampler = numbered_sampler(
+        trains, 1000, *SERVER, "rollout.async_steps=1", *replaced.pop("overrides", ())
+    )
     more = {"max_staleness": staleness, "oversample": 1.5} if staleness else {}
     sampler.rollout = dataclasses.replace(sampler.rollout, **more)
     for name, value in replaced.items():
@@ -57,7 +65,9 @@ def run(ahead: Ahead, first: int = 1, last: int = STEPS) -> list[list[Any]]:
         ahead.sampler.engine.weights_version = step - 1
         batches.append(ahead.take(step))
         ahead.start(step + 1)
-        consumed = ahead.sampler.consumed_prompts(step)  # what a checkpoint holds, whatever is on its way
+        consumed = ahead.sampler.consumed_prompts(
+            step
+        )  # what a checkpoint holds, whatever is on its way
         ahead.wait()
         assert ahead.sampler.consumed_prompts(step) == consumed
     return batches
@@ -70,7 +80,9 @@ def numbers(batches: list[list[Any]]) -> list[int]:
 def test_every_batch_but_the_first_is_one_update_behind() -> None:
     ahead = ahead_of()
     batches = run(ahead)
-    behind = [{step - s.response.weights_version for s in batch} for step, batch in enumerate(batches)]
+    behind = [
+        {step - s.response.weights_version for s in batch} for step, batch in enumerate(batches)
+    ]
     assert behind == [{0}] + [{1}] * (STEPS - 1)
     assert numbers(batches) == [number for number in range(STEPS * PROMPTS) for _ in range(4)]
     assert ahead.sampler.metrics == {"rollout/staleness_mean": 1.0, "rollout/staleness_max": 1}
@@ -79,7 +91,9 @@ def test_every_batch_but_the_first_is_one_update_behind() -> None:
 
 @pytest.mark.parametrize("staleness", [0, 1, 3])
 def test_filters_and_partial_rollouts_draw_as_one_after_the_other(staleness: int) -> None:
-    """What is drawn, filtered and carried depends on the clockwork alone; tokens are as old as allowed."""
+    """What is drawn, filtered and carried depends on the clockwork alone; tokens are as old as
+    allowed.
+    """
     overrides = ["rollout.filter_groups=true"]
     ahead = ahead_of(lambda number: number % 3 > 0, staleness, overrides=overrides)
     alone = ahead_of(lambda number: number % 3 > 0, staleness, overrides=overrides)
@@ -90,7 +104,9 @@ def test_filters_and_partial_rollouts_draw_as_one_after_the_other(staleness: int
     assert numbers(batches) == numbers(reference)
     assert max(Counter(numbers(batches)).values()) == 4
     assert ahead.sampler.extra_prompts == alone.sampler.extra_prompts > 0
-    oldest = [max(step - s.response.oldest_version for s in batch) for step, batch in enumerate(batches)]
+    oldest = [
+        max(step - s.response.oldest_version for s in batch) for step, batch in enumerate(batches)
+    ]
     assert max(oldest) <= 1 + staleness
     assert max(oldest) > staleness or staleness == 3
     assert ahead.sampler.metrics["rollout/staleness_max"] == oldest[-1]
@@ -118,7 +134,9 @@ def test_a_batch_whose_engine_failed_is_generated_anew(staleness: int) -> None:
     ahead = ahead_of(staleness=staleness, engine=Failing(5, EngineError("killed")))
     batches = run(ahead)
     assert ahead.sampler.engine.failed
-    newest = [{step - s.response.weights_version for s in batch} for step, batch in enumerate(batches)]
+    newest = [
+        {step - s.response.weights_version for s in batch} for step, batch in enumerate(batches)
+    ]
     if not staleness:
         assert [max(one) for one in newest] == [0, 1, 1, 1, 0, *[1] * (STEPS - 5)]
         assert numbers(batches) == [number for number in range(STEPS * PROMPTS) for _ in range(4)]
@@ -145,7 +163,9 @@ def test_a_run_that_ends_gives_up_what_is_on_its_way() -> None:
     closed, handed_over = threading.Event(), []
 
     class Waiting(Clockwork):
-        def stream(self, samples: Any, sampling: Any, step: int, partial: Any = None) -> Iterator[Any]:
+        def stream(
+            self, samples: Any, sampling: Any, step: int, partial: Any = None
+        ) -> Iterator[Any]:
             for responses in super().stream(samples, sampling, step, partial):
                 assert step == 1 or closed.wait(20)
                 handed_over.append(step)
@@ -223,7 +243,9 @@ def test_a_run_that_a_signal_ends_waits_for_the_batch(monkeypatch: pytest.Monkey
 
 
 def test_new_weights_within_a_batch_need_generation_beside_training() -> None:
-    with pytest.raises(UserError, match=r"rollout\.async_update=immediate needs rollout\.async_steps=1"):
+    with pytest.raises(
+        UserError, match=r"rollout\.async_update=immediate needs rollout\.async_steps=1"
+    ):
         load_config(QUICKSTART / "dcpo.yaml", ["rollout.async_update=immediate"])
 
 

@@ -29,7 +29,9 @@ def calls(monkeypatch):
 
 
 def test_the_rest_of_the_setting_stays(calls, monkeypatch):
-    """torch resets every option that the string does not name (vllm/device_allocator/alloc_conf.py)."""
+    """torch resets every option that the string does not name
+    (vllm/device_allocator/alloc_conf.py).
+    """
     device.expandable_segments(True)
     assert calls == ["synchronize", "empty", "expandable_segments:True"]
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:512")
@@ -46,13 +48,17 @@ def test_a_user_decides(calls, monkeypatch, name):
 
 def test_nothing_on_the_cpu(monkeypatch):
     monkeypatch.setattr(device, "has_cuda", lambda: False)
-    monkeypatch.setattr(megatron_private, "set_allocator_settings", lambda _: pytest.fail("no device"))
+    monkeypatch.setattr(
+        megatron_private, "set_allocator_settings", lambda _: pytest.fail("no device")
+    )
     device.expandable_segments(True)
 
 
 @pytest.mark.parametrize("away", [True, False])
 def test_order_of_a_step(calls, monkeypatch, away):
-    """Engine asleep, on, state back, update; state away, off, weights into the engine, which wakes up."""
+    """Engine asleep, on, state back, update; state away, off, weights into the engine, which wakes
+    up.
+    """
     monkeypatch.setattr(optimizer, "ledger", MagicMock())
     offload = object.__new__(Offload)
     offload.active, offload.policy = away, SimpleNamespace(chunks=(), frozen=True)

@@ -1,4 +1,6 @@
-"""Which responses take part in forward and backward: those that can have a gradient, and a sample of the others."""
+"""Which responses take part in forward and backward: those that can have a gradient, and a sample
+of the others.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +17,13 @@ def group(name: str, pairs: list[tuple[float, float]]) -> list[Judgement]:
     return [Judgement(name, R, c, "ok", boundary=3, length=5) for R, c in pairs]
 
 
-def chosen(options: dict[str, Any], *groups: list[Judgement], megatron: dict[str, Any] | None = None) -> list[int]:
+def chosen(
+    options: dict[str, Any], *groups: list[Judgement], megatron: dict[str, Any] | None = None
+) -> list[int]:
     method = objective(**options)
-    samples: list[TrainingSample] = method.score(samples_of([judgement for one in groups for judgement in one]))
+    samples: list[TrainingSample] = method.score(
+        samples_of([judgement for one in groups for judgement in one])
+    )
     taken = [id(sample) for sample in computed(samples, method, megatron or {})]
     return [i for i, sample in enumerate(samples) if id(sample) in taken]
 
@@ -53,7 +59,9 @@ def test_all_are_computed_where_another_term_needs_them(options: dict[str, Any])
     assert chosen({"name": "grpo", **options}, IDLE, MOVING) == list(range(20))
 
 
-@pytest.mark.parametrize("option", ["moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_enable_expert_bias"])
+@pytest.mark.parametrize(
+    "option", ["moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_enable_expert_bias"]
+)
 def test_all_are_computed_where_every_token_moves_the_routers(option: str) -> None:
     assert chosen({"name": "grpo"}, IDLE, megatron={option: 0.01}) == list(range(18))
     assert chosen({"name": "grpo"}, IDLE, megatron={option: 0}) == [0, 16]

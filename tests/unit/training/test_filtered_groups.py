@@ -28,7 +28,10 @@ def filling(dull: set[int], *overrides: str) -> Sampler:
 
 def steps(sampler: Sampler, *numbers: int) -> list[list[int]]:
     """The prompts of each step's batch."""
-    return [numbers_of(sample.prompt.prompt_id for sample in take(sampler, number)) for number in numbers]
+    return [
+        numbers_of(sample.prompt.prompt_id for sample in take(sampler, number))
+        for number in numbers
+    ]
 
 
 def rounds(sampler: Any) -> list[list[int]]:
@@ -44,7 +47,11 @@ def test_dull_groups_are_replaced_by_the_prompts_that_follow() -> None:
     sampler = filling({0, 2, 5, 6}, "rollout.filter_groups=true")
     assert steps(sampler, 1) == [[1, 3, 4, 7]]
     assert rounds(sampler) == [[0, 1, 2, 3], [4, 5], [6], [7]]
-    assert sampler.metrics == {"rollout/prompts_drawn": 8, "rollout/groups_filtered": 4, "rollout/accuracy": 1.0}
+    assert sampler.metrics == {
+        "rollout/prompts_drawn": 8,
+        "rollout/groups_filtered": 4,
+        "rollout/accuracy": 1.0,
+    }
     assert steps(sampler, 2) == [[8, 9, 10, 11]], "the next step goes on behind the last one taken"
     assert sampler.extra_prompts == 4
     assert sampler.consumed_prompts(2) == 12
@@ -61,7 +68,10 @@ def test_there_is_an_end_when_every_group_is_dull(caplog: Any) -> None:
     sampler = filling(set(range(40)), "rollout.filter_groups=true", "rollout.max_refills=2")
     assert steps(sampler, 1) == [[0, 1, 2, 3]]
     assert len(rounds(sampler)) == 3
-    assert "0 of 12 groups drawn train the policy (rollout.max_refills=2); 4 others fill up" in caplog.text
+    assert (
+        "0 of 12 groups drawn train the policy (rollout.max_refills=2); 4 others fill up"
+        in caplog.text
+    )
     assert sampler.extra_prompts == 8
     assert steps(sampler, 2) == [[12, 13, 14, 15]]
 
@@ -75,8 +85,14 @@ def test_without_the_filter_every_group_is_taken() -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["rollout.oversample=2"], "rollout.oversample=2 has no effect without rollout.filter_groups"),
-        (["rollout.filter_groups=true", "objective.name=ccgspg"], "does not go with objective.name=ccgspg"),
+        (
+            ["rollout.oversample=2"],
+            "rollout.oversample=2 has no effect without rollout.filter_groups",
+        ),
+        (
+            ["rollout.filter_groups=true", "objective.name=ccgspg"],
+            "does not go with objective.name=ccgspg",
+        ),
     ],
 )
 def test_what_does_not_go_together(overrides: list[str], message: str) -> None:

@@ -45,9 +45,13 @@ def judged(responses: list[Response], by_id: Any) -> list[Judgement]:
 
 def sampler_with(judge: Any, stream: Any, timers: Timers | None = None, **parts: Any) -> Sampler:
     """Seven prompts in their order, two responses to each."""
-    engine = SimpleNamespace(stream=stream, weights_version=0, tensor_model_parallel_size=1, slot_steps=None)
+    engine = SimpleNamespace(
+        stream=stream, weights_version=0, tensor_model_parallel_size=1, slot_steps=None
+    )
     settings = ("rollout.group_size=2", "data.prompts_per_step=7", "data.shuffle=false")
-    return sampler_of(prompts(7), *settings, engine=engine, judge=judge, timers=timers or unwatched(), **parts)
+    return sampler_of(
+        prompts(7), *settings, engine=engine, judge=judge, timers=timers or unwatched(), **parts
+    )
 
 
 def number(response: Response) -> tuple[str, int]:
@@ -55,8 +59,9 @@ def number(response: Response) -> tuple[str, int]:
 
 
 def test_a_response_is_judged_while_the_next_one_is_generated() -> None:
-    """Neither can go on without the other: the test would time out if one waited for the end of the other. The judge of
-    the first response holds up nobody else's either."""
+    """Neither can go on without the other: the test would time out if one waited for the end of the
+    other. The judge of the first response holds up nobody else's either.
+    """
     generating, judging, last = threading.Event(), threading.Event(), threading.Event()
 
     def stream(samples: Any, sampling: Any, step: int) -> Iterator[list[Response]]:
@@ -107,11 +112,15 @@ def test_a_judge_that_fails_ends_the_rollout_at_once() -> None:
 
 
 def test_ranks_of_one_engine_keep_what_all_of_them_have(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 of two was handed three responses before its engine failed; its mate has another one, and one alike."""
+    """Rank 0 of two was handed three responses before its engine failed; its mate has another one,
+    and one alike.
+    """
     sampler = sampler_with(judged, one_by_one, topology=SimpleNamespace(rank=0, world_size=4))
     sampler.engine.tensor_model_parallel_size = 2
     responses = {("p0", i): response(prompts(1)[0], i) for i in range(3)}
-    alike = {name: hashlib.sha256(one.token_ids.tobytes()).digest() for name, one in responses.items()}
+    alike = {
+        name: hashlib.sha256(one.token_ids.tobytes()).digest() for name, one in responses.items()
+    }
     mate = {("p0", 0): alike[("p0", 0)], ("p0", 1): b"other tokens"}
     monkeypatch.setattr(sampling, "all_gather_objects", lambda own: [own, mate, {}, {}])
     assert list(sampler._common_to_all_ranks(responses)) == [("p0", 0)]
@@ -121,5 +130,7 @@ def test_ranks_of_one_engine_keep_what_all_of_them_have(monkeypatch: pytest.Monk
     ("intervals", "length"),
     [([], 0.0), ([(1, 2)], 1.0), ([(1, 3), (2, 4), (6, 7)], 4.0), ([(0, 9), (1, 2), (3, 4)], 9.0)],
 )
-def test_the_time_of_a_busy_judge_counts_once(intervals: list[tuple[float, float]], length: float) -> None:
+def test_the_time_of_a_busy_judge_counts_once(
+    intervals: list[tuple[float, float]], length: float
+) -> None:
     assert union_length(intervals) == length

@@ -28,14 +28,21 @@ STALE = ("rollout.max_staleness=1", "rollout.oversample=1.5", "objective.tis_lev
 
 
 def stale_sampler(*overrides: str) -> Any:
-    settings = ["data.prompts_per_step=6", "rollout.group_size=3", "objective.tis_level=token", *overrides]
+    settings = [
+        "data.prompts_per_step=6",
+        "rollout.group_size=3",
+        "objective.tis_level=token",
+        *overrides,
+    ]
     return numbered_sampler(lambda number: number % 3 > 0, 1000, *settings)
 
 
 @pytest.mark.parametrize("staleness", [1, 2, 4])
 @pytest.mark.parametrize("oversample", [1.3, 2.0])
 @pytest.mark.parametrize("filtered", [False, True])
-def test_every_group_is_trained_on_once_and_in_time(staleness: int, oversample: float, filtered: bool) -> None:
+def test_every_group_is_trained_on_once_and_in_time(
+    staleness: int, oversample: float, filtered: bool
+) -> None:
     options = [f"rollout.max_staleness={staleness}", f"rollout.oversample={oversample}"]
     sampler = stale_sampler(*options, f"rollout.filter_groups={filtered}", "data.shuffle=false")
     trained: list[str] = []
@@ -51,14 +58,18 @@ def test_every_group_is_trained_on_once_and_in_time(staleness: int, oversample: 
             assert response.token_ids.tolist() == list(range(len(response.token_ids))), (
                 "a token was lost or is there twice"
             )
-            assert sum(n for _, n in response.segments or ((0, len(response.token_ids)),)) == len(response.token_ids)
+            assert sum(n for _, n in response.segments or ((0, len(response.token_ids)),)) == len(
+                response.token_ids
+            )
             assert step - 1 - response.oldest_version <= staleness
             oldest = max(oldest, step - 1 - response.oldest_version)
         assert oldest >= sampler.metrics["rollout/staleness_max"]
         trained += batch
         carried = {group.prompt.prompt_id for group in sampler.carried}
         drawn = [f"{n}@0" for n in range(6 * step + sampler.extra_prompts)]
-        kept = [name for name in drawn if not filtered or number_of(name) % 3 > 0 or name in carried]
+        kept = [
+            name for name in drawn if not filtered or number_of(name) % 3 > 0 or name in carried
+        ]
         assert sorted([*trained, *carried]) == sorted(kept), "a prompt was lost or is there twice"
         assert len(sampler.carried) <= round(6 * (oversample - 1) + 0.5)
     assert oldest == staleness if staleness == 1 else oldest > 0
@@ -78,23 +89,31 @@ def test_longer_staleness_waits_less() -> None:
 
 
 def test_with_none_the_batch_is_what_it_always_was() -> None:
-    """Every prompt in the order of the data, every response by one version, nothing carried, no metric of it."""
+    """Every prompt in the order of the data, every response by one version, nothing carried, no
+    metric of it.
+    """
     sampler = stale_sampler("data.shuffle=false")
     for step in (1, 2):
         samples = take(sampler, step)
         expected = [(f"{n}@0", i) for n in range(6 * step - 6, 6 * step) for i in range(3)]
         assert [(s.response.prompt_id, s.response.sample_index) for s in samples] == expected
-        assert {(s.response.weights_version, s.response.segments) for s in samples} == {(step - 1, ())}
+        assert {(s.response.weights_version, s.response.segments) for s in samples} == {
+            (step - 1, ())
+        }
     assert [len(asked) for asked in sampler.engine.asked] == [18, 18]
     assert (sampler.extra_prompts, sampler.metrics, sampler.carried) == (0, {}, [])
 
 
 def test_too_old_or_too_new_responses_are_refused() -> None:
-    response = Response("p", 0, np.arange(3), np.zeros(3, np.float32), "stop", 5, segments=((3, 2), (5, 1)))
+    response = Response(
+        "p", 0, np.arange(3), np.zeros(3, np.float32), "stop", 5, segments=((3, 2), (5, 1))
+    )
     _check_versions([response], [5], 3)
     _check_versions([response], [6, 5], 3)
     for version, oldest in ((5, 4), (6, 3), (4, 2)):
-        with pytest.raises(UserError, match=f"the policy is at {version}: the engine was not synchronized"):
+        with pytest.raises(
+            UserError, match=f"the policy is at {version}: the engine was not synchronized"
+        ):
             _check_versions([response], [version], oldest)
     with pytest.raises(UserError, match="weights version 3, the policy is at 5"):
         _check_versions([response], [5], 4)
@@ -102,16 +121,29 @@ def test_too_old_or_too_new_responses_are_refused() -> None:
 
 def test_groups_come_back_from_a_checkpoint_as_they_were() -> None:
     prompt = Prompt("p@0", (), (1,), "1", "t")
-    whole = Response("p@0", 0, np.arange(3), np.zeros(3, np.float32), "stop", 4, step=4, segments=((3, 2), (4, 1)))
+    whole = Response(
+        "p@0",
+        0,
+        np.arange(3),
+        np.zeros(3, np.float32),
+        "stop",
+        4,
+        step=4,
+        segments=((3, 2), (4, 1)),
+    )
     part = dataclasses.replace(whole, sample_index=1, finish_reason="abort")
     judgement = Judgement("p@0", float(np.float64(1)), None, "missing", 2, 3, answer="7")
     group = PromptGroup(prompt, 17, 4, 3, {0: (whole, judgement), 1: (part, None)})
-    (back,) = restored_groups(saved_groups([group]), lambda position, count: [{17: prompt}[position]], 3)
+    (back,) = restored_groups(
+        saved_groups([group]), lambda position, count: [{17: prompt}[position]], 3
+    )
     assert (back.position, back.step, back.unfinished) == (17, 4, [1, 2])
     assert back.responses[0][1] == judgement
     for index, (response, _) in group.responses.items():
         ours, theirs = dataclasses.asdict(back.responses[index][0]), dataclasses.asdict(response)
-        assert all(np.array_equal(ours.pop(name), theirs.pop(name)) for name in ("token_ids", "logprobs"))
+        assert all(
+            np.array_equal(ours.pop(name), theirs.pop(name)) for name in ("token_ids", "logprobs")
+        )
         assert ours == theirs
     saved = saved_groups([group])
     saved[0]["responses"][0][0]["logprobs"] = saved[0]["responses"][0][0]["logprobs"][:2]
@@ -131,7 +163,10 @@ def test_a_batch_is_complete_when_enough_groups_are_finished_and_none_may_not_wa
         (["rollout.oversample=1"], "set rollout.oversample above 1, at most 2"),
         (["rollout.oversample=2.5"], "set rollout.oversample above 1, at most 2"),
         (["objective.tis_level=none"], "correct for it with objective.tis_level=token"),
-        (["rollout.engine=server", "rollout.endpoint=http://x"], "does not go with rollout.engine=server"),
+        (
+            ["rollout.engine=server", "rollout.endpoint=http://x"],
+            "does not go with rollout.engine=server",
+        ),
         (["rollout.logprob_diff_alarm=0.1"], "does not go with rollout.logprob_diff_alarm"),
     ],
 )

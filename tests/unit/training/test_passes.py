@@ -17,8 +17,9 @@ MEASURED: Any = SimpleNamespace(metrics=dict, swapped=lambda: MEASURED)
 
 
 class Counting(Updater):
-    """Counts responses that are passed forward and backward, and mini-batches that are passed forward; notes whether each
-    update compares engine and trainer."""
+    """Counts responses that are passed forward and backward, and mini-batches that are passed
+    forward; notes whether each update compares engine and trainer.
+    """
 
     passed, scored = 0, 0
     compared: list[bool]
@@ -56,7 +57,9 @@ def trained(training: TrainingConfig, groups: int = 1, **options: Any) -> Counti
     updater.compared = []
     pairs = (1, 0.9), (0, 0.4), (0, 0.1)  # all train reasoning and confidence
     names = [f"p{number}" for number in range(groups)]
-    samples = samples_of([Judgement(name, R, c, "ok", boundary=3, length=5) for name in names for R, c in pairs])
+    samples = samples_of(
+        [Judgement(name, R, c, "ok", boundary=3, length=5) for name in names for R, c in pairs]
+    )
     for step in range(1, training.steps + 1):
         updater.update(samples, step)
     return updater
@@ -74,11 +77,15 @@ def test_the_probe_costs_at_most_three_per_cent() -> None:
 @pytest.mark.parametrize(("interval", "expected"), [(0, 1.0), (2, 1.6), (1, 2.0)])
 def test_passes_of_other_intervals(interval: int, expected: float) -> None:
     """Of five steps the first is probed and every second, each by a pass of its own."""
-    assert passes(TrainingConfig(steps=5, gradient_probe_interval=interval)) == pytest.approx(expected)
+    assert passes(TrainingConfig(steps=5, gradient_probe_interval=interval)) == pytest.approx(
+        expected
+    )
 
 
 def test_the_engines_log_probs_save_the_pass_for_old_ones() -> None:
-    """And engine and trainer are compared before the policy moves: the second update has no log-probs of that policy."""
+    """And engine and trainer are compared before the policy moves: the second update has no
+    log-probs of that policy.
+    """
     two = TrainingConfig(steps=1, updates_per_rollout=2, gradient_probe_interval=0)
     by_trainer, by_engine = trained(two, groups=2), trained(two, groups=2, old_logprobs="engine")
     assert (by_trainer.scored, by_trainer.compared) == (2, [True, True])

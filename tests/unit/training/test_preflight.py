@@ -8,11 +8,15 @@ from megatron_dcpo.cli import main
 from tests.helpers.paths import QUICKSTART
 
 TP, PP, VPP = (
-    f"parallel.{name}_model_parallel_size" for name in ("tensor", "pipeline", "megatron.virtual_pipeline")
+    f"parallel.{name}_model_parallel_size"
+    for name in ("tensor", "pipeline", "megatron.virtual_pipeline")
 )  # 2 layers, 2 heads, 2 key/value heads, ffn 192, vocabulary 282
 
 ILLEGAL = [
-    (["parallel.sequence_parallel=true"], "parallel.sequence_parallel needs parallel.tensor_model_parallel_size > 1"),
+    (
+        ["parallel.sequence_parallel=true"],
+        "parallel.sequence_parallel needs parallel.tensor_model_parallel_size > 1",
+    ),
     ([f"{VPP}=2"], f"{VPP} > 1 needs {PP} > 1"),
     ([f"{PP}=2", f"{VPP}=2"], "(x virtual stages = 4) does not divide the model's 2 layers"),
     ([f"{PP}=3"], "does not divide the model's 2 layers"),
@@ -38,14 +42,20 @@ ILLEGAL = [
         ["parallel.megatron.overlap_param_gather=true", "parallel.use_distributed_optimizer=true"],
         "parallel.megatron.overlap_param_gather needs overlap_grad_reduce",
     ),
-    (["training.updates_per_rollout=5"], "training.updates_per_rollout=5 does not divide data.prompts_per_step=48"),
+    (
+        ["training.updates_per_rollout=5"],
+        "training.updates_per_rollout=5 does not divide data.prompts_per_step=48",
+    ),
     (["optimizer.min_lr=1"], "optimizer.min_lr=1.0 is above optimizer.lr=0.0003"),
     ([f"{TP}=0"], TP),
     ([f"{PP}=-1"], PP),
     (["training.micro_batch_size=0"], "training.micro_batch_size"),
     (["training.max_tokens_per_micro_batch=0"], "training.max_tokens_per_micro_batch"),
     (["parallel.recompute_granularity=some"], "parallel.recompute_granularity"),
-    (["parallel.megatron.recompute_num_layers=2"], "recompute_num_layers need parallel.recompute_granularity=full"),
+    (
+        ["parallel.megatron.recompute_num_layers=2"],
+        "recompute_num_layers need parallel.recompute_granularity=full",
+    ),
     (
         ["parallel.recompute_granularity=full", "parallel.megatron.recompute_num_layers=3"],
         "parallel.megatron.recompute_num_layers=3 does not divide the 2 layers",
@@ -74,7 +84,10 @@ ILLEGAL = [
 
 EXPERTS = "model.path=megatron_dcpo/planning/models/Qwen/Qwen3-30B-A3B"
 ILLEGAL += [
-    ([EXPERTS, "rollout.engine=server", "rollout.endpoint=http://host/v1"], "rollout.engine=server does not get"),
+    (
+        [EXPERTS, "rollout.engine=server", "rollout.endpoint=http://host/v1"],
+        "rollout.engine=server does not get",
+    ),
     ([EXPERTS, "model.adapter.rank=2"], "model.adapter has no factors for experts"),
 ]
 
@@ -91,7 +104,9 @@ def in_the_repository(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("overrides", "message"), ILLEGAL, ids=lambda value: "-".join(value) if list is type(value) else ""
+    ("overrides", "message"),
+    ILLEGAL,
+    ids=lambda value: "-".join(value) if list is type(value) else "",
 )
 def test_illegal_combination_is_named(overrides, message, capsys):
     status, said = dry_run(overrides, capsys)
@@ -105,7 +120,8 @@ def test_an_option_far_from_megatrons_names_the_classes_not_their_fields(capsys)
     status, said = dry_run(["parallel.megatron.zzz=1"], capsys)
     assert status == 2
     assert said.endswith(
-        "unknown to TransformerConfig, DistributedDataParallelConfig, OptimizerConfig of the installed megatron-core\n"
+        "unknown to TransformerConfig, DistributedDataParallelConfig, OptimizerConfig of the "
+        "installed megatron-core\n"
     )
     assert len(said) <= 300
 
@@ -147,7 +163,9 @@ def test_a_gpu_without_transformer_engine_is_refused_unless_local_is_said(capsys
     for choice in ("auto", "transformer_engine"):
         status, said = dry_run([f"model.transformer_impl={choice}"], capsys)
         assert status == 2
-        assert f"model.transformer_impl={choice}: on a GPU the layers are Transformer Engine's" in said
+        assert (
+            f"model.transformer_impl={choice}: on a GPU the layers are Transformer Engine's" in said
+        )
         assert "ModuleNotFoundError" in said
         assert "set model.transformer_impl=local" in said
         assert len(said.splitlines()) == 1

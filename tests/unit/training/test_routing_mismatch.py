@@ -1,4 +1,6 @@
-"""``engine/routing_mismatch``: 0 where engine and trainer have the same weights in fp32, more where their routers differ."""
+"""``engine/routing_mismatch``: 0 where engine and trainer have the same weights in fp32, more where
+their routers differ.
+"""
 
 from types import SimpleNamespace
 
@@ -6,7 +8,11 @@ import numpy as np
 import torch
 
 from megatron_dcpo.rollout import SamplingConfig, TransformersEngine
-from megatron_dcpo.training.mismatch import ROUTING_MISMATCH_THRESHOLD, mismatch_statistics, routing_mismatch
+from megatron_dcpo.training.mismatch import (
+    ROUTING_MISMATCH_THRESHOLD,
+    mismatch_statistics,
+    routing_mismatch,
+)
 from megatron_dcpo.types import BLOCKS, TokenOutputs
 from megatron_dcpo.weights.architecture import read_architecture
 from megatron_dcpo.weights.planner import WeightSlice
@@ -29,14 +35,21 @@ def measured(path, engine):
     prompts = {prompt.prompt_id: list(prompt.token_ids) for prompt in prompts_for_test()}
     responses = engine.generate(prompts_for_test(), SamplingConfig(n=4, max_tokens=24))
     trainer = model_in(path)
-    texts = [(torch.tensor(prompts[r.prompt_id] + r.token_ids.tolist()), len(prompts[r.prompt_id])) for r in responses]
+    texts = [
+        (torch.tensor(prompts[r.prompt_id] + r.token_ids.tolist()), len(prompts[r.prompt_id]))
+        for r in responses
+    ]
     engine_logprobs = torch.tensor(np.concatenate([r.logprobs for r in responses]))
     trainer_logprobs = torch.cat([logprobs(trainer, *text) for text in texts])
     block_ids = torch.full((len(engine_logprobs),), next(iter(BLOCKS.values())))
     rows = {block: (block_ids == index).nonzero()[:, 0] for block, index in BLOCKS.items()}
     batch = SimpleNamespace(columns={"engine_logprobs": engine_logprobs}, block_rows=rows)
-    statistics = mismatch_statistics(batch, TokenOutputs(trainer_logprobs, torch.zeros_like(trainer_logprobs)))
-    return routing_mismatch(read_architecture(path), "fp32", {name: float(x) for name, x in statistics.items()})
+    statistics = mismatch_statistics(
+        batch, TokenOutputs(trainer_logprobs, torch.zeros_like(trainer_logprobs))
+    )
+    return routing_mismatch(
+        read_architecture(path), "fp32", {name: float(x) for name, x in statistics.items()}
+    )
 
 
 def test_only_other_routers_are_a_mismatch(tiny_models):
@@ -55,14 +68,18 @@ def test_none_without_experts(tiny_models):
 
 
 def test_what_bf16_routes_otherwise(tiny_models):
-    """The documented measurement: rounding moves no token of a dense model by the edge; another choice moves most."""
+    """The documented measurement: rounding moves no token of a dense model by the edge; another
+    choice moves most.
+    """
     gaps, others = {}, {}
     for family in ("qwen3", "qwen3_moe"):
         path = tiny_models(family, True)
         rounded = model_in(path, torch.bfloat16)
         exact = model_in(path, torch.bfloat16).float()
         torch.manual_seed(0)
-        ids = exact.generate(torch.randint(1, 328, (8, 1)), max_new_tokens=96, do_sample=True, eos_token_id=None)
+        ids = exact.generate(
+            torch.randint(1, 328, (8, 1)), max_new_tokens=96, do_sample=True, eos_token_id=None
+        )
         (gaps[family], choices), (theirs, their_choices) = taken(exact, ids), taken(rounded, ids)
         gaps[family] = (gaps[family] - theirs).abs()
         others[family] = choices != their_choices
@@ -76,11 +93,17 @@ def test_what_bf16_routes_otherwise(tiny_models):
 
 @torch.no_grad()
 def taken(model, ids):
-    """Log-probs [T] of the tokens behind the first, and the experts [T, L, k] chosen at the tokens before them."""
+    """Log-probs [T] of the tokens behind the first, and the experts [T, L, k] chosen at the tokens
+    before them.
+    """
     chosen = []
     for name, module in model.named_modules():
         if name.endswith("mlp.gate"):
             module.register_forward_hook(lambda _, __, out: chosen.append(out[2].sort(-1).values))
-    logp = torch.log_softmax(model(ids).logits.float(), -1)[:, :-1].gather(-1, ids[:, 1:, None]).flatten()
+    logp = (
+        torch.log_softmax(model(ids).logits.float(), -1)[:, :-1]
+        .gather(-1, ids[:, 1:, None])
+        .flatten()
+    )
     experts = [layer.view(*ids.shape, -1)[:, :-1].flatten(0, 1) for layer in chosen]
     return logp, torch.stack(experts, 1) if experts else torch.zeros(0)

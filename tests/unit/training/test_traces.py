@@ -18,4 +18,6 @@ def test_a_trace_of_the_steps_asked_for(tmp_path):
             torch.ones(8) @ torch.ones(8)
     (path,) = tmp_path.rglob("*.json.gz")
     assert path == tmp_path / "0" / "profile" / "step_000002.json.gz"
-    assert "aten::dot" in {event.get("name") for event in json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]}
+    assert "aten::dot" in {
+        event.get("name") for event in json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    }

@@ -48,13 +48,17 @@ def test_utilization_of_the_training_phase(monkeypatch):
     assert found["tflops/train"] == pytest.approx(expected, rel=0.01)
     assert found["mfu/train"] == pytest.approx(found["tflops/train"] / 989.0)
     work = SimpleNamespace(tokens=32_000, length=2000)
-    assert found["tflops/train"] == pytest.approx(3 * forward_flops(arch, layout, work) / 2.0 / 8 / 1e12)
+    assert found["tflops/train"] == pytest.approx(
+        3 * forward_flops(arch, layout, work) / 2.0 / 8 / 1e12
+    )
     assert metrics.utilization(policy, samples, SimpleNamespace(seconds={})) == {}
 
 
 def test_planned_memory_stands_beside_the_measured(monkeypatch):
     path = REPOSITORY / "examples" / "qwen3_8b" / "math" / "dcpo.yaml"
-    config = load_config(path, [f"model.path={REPOSITORY / 'megatron_dcpo/planning/models/Qwen/Qwen3-8B'}"])
+    config = load_config(
+        path, [f"model.path={REPOSITORY / 'megatron_dcpo/planning/models/Qwen/Qwen3-8B'}"]
+    )
     assert recorder.planned_memory(config, 8) == {}, "nothing on the CPU"
     monkeypatch.setattr(recorder, "capabilities", lambda: SimpleNamespace(separate_memory=True))
     plan = make_plan(config, Machine(gpus=8))

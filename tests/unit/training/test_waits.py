@@ -1,7 +1,8 @@
 """How often a micro-batch's loss and statistics make the host wait for the device.
 
-A stand-in for the device's stream: on CUDA these operators read a number back before they return, and so does an index that
-is a mask (``nonzero``). What comes from the host goes through ``to_device`` alone, which waits for nothing.
+A stand-in for the device's stream: on CUDA these operators read a number back before they return,
+and so does an index that is a mask (``nonzero``). What comes from the host goes through
+``to_device`` alone, which waits for nothing.
 """
 
 from collections import Counter
@@ -29,14 +30,20 @@ class Stream(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, kinds, args=(), kwargs=None):
         name = function.overloadpacket.__name__
-        masks = [i for i in args[1] if i is not None and i.dtype == torch.bool] if name == "index" else []
+        masks = (
+            [i for i in args[1] if i is not None and i.dtype == torch.bool]
+            if name == "index"
+            else []
+        )
         if name in WAITING or masks:
             self.waits[name] += 1
         return function(*args, **(kwargs or {}))
 
 
 def test_a_micro_batch_waits_three_times(monkeypatch):
-    """Once for the places of each block's tokens, and in the end for all numbers at once. It was 32 times."""
+    """Once for the places of each block's tokens, and in the end for all numbers at once. It was 32
+    times.
+    """
     uploaded = []
     real = batching.to_device
     for module in (batching, mismatch):
@@ -54,7 +61,10 @@ def test_a_micro_batch_waits_three_times(monkeypatch):
         logprobs = torch.randn(len(batch.targets))
         outputs = TokenOutputs(logprobs, logprobs * 0)
         losses, statistics = clipped_policy_loss(batch, outputs, method.options)
-        statistics |= {"loss": losses.detach().sum(), **mismatch.mismatch_statistics(batch, outputs)}
+        statistics |= {
+            "loss": losses.detach().sum(),
+            **mismatch.mismatch_statistics(batch, outputs),
+        }
         values = torch.stack([value.double() for value in statistics.values()])
     assert len(values) > 30
     assert stream.waits == {"nonzero": 2}, stream.waits

@@ -59,7 +59,9 @@ def test_a_cause_is_said_once_with_what_to_try(name: str, tmp_path: Path) -> Non
     watching = Watched(tmp_path, [])
     said = [text for step in range(1, 41) for text in watching.after(healthy(step))]
     assert said == []
-    said = [text for step in range(41, 81) for text in watching.after(healthy(step) | HOPELESS[name])]
+    said = [
+        text for step in range(41, 81) for text in watching.after(healthy(step) | HOPELESS[name])
+    ]
     (text,) = said
     (written,) = read_warnings(tmp_path)
     assert written["watcher"] == name
@@ -71,7 +73,9 @@ def test_a_cause_is_said_once_with_what_to_try(name: str, tmp_path: Path) -> Non
 
 def test_a_policy_that_was_destroyed_is_told_from_one_that_never_spoke(tmp_path: Path) -> None:
     silent = {"step": 1, "format/violation_rate": 1.0}
-    (said,) = (text for step in range(1, 9) for text in Watched(tmp_path, [silent] * 5).after(silent))
+    (said,) = (
+        text for step in range(1, 9) for text in Watched(tmp_path, [silent] * 5).after(silent)
+    )
     assert "warm start" in said
     (tmp_path / "warnings.jsonl").unlink()
     watching = Watched(tmp_path, [healthy(1)])
@@ -89,11 +93,16 @@ def test_one_good_step_ends_a_row(tmp_path: Path) -> None:
 def test_undefined_metrics_warn_of_nothing(tmp_path: Path) -> None:
     watching = Watched(tmp_path, [])
     for step in range(1, 60):
-        assert watching.after({"step": step, **dict.fromkeys(healthy(1).keys() - {"step"}, math.nan)}) == []
+        assert (
+            watching.after({"step": step, **dict.fromkeys(healthy(1).keys() - {"step"}, math.nan)})
+            == []
+        )
 
 
 def test_a_damaged_file_of_warnings_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
-    (tmp_path / "warnings.jsonl").write_text('{"step": 1, "watcher": "exploding", "text": "t"}\n{"step": 2, "wat')
+    (tmp_path / "warnings.jsonl").write_text(
+        '{"step": 1, "watcher": "exploding", "text": "t"}\n{"step": 2, "wat'
+    )
     assert [warning["watcher"] for warning in read_warnings(tmp_path)] == ["exploding"]
 
 

@@ -15,7 +15,11 @@ from megatron_dcpo.weights.planner import Copy, WeightSlice
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_slices_add_up_to_the_tensors(tmp_path, dtype):
-    whole = {"a": torch.randn(7, 5).to(dtype), "norm": torch.randn(3).to(dtype), "b": torch.randn(4, 6).to(dtype)}
+    whole = {
+        "a": torch.randn(7, 5).to(dtype),
+        "norm": torch.randn(3).to(dtype),
+        "b": torch.randn(4, 6).to(dtype),
+    }
     specs = {name: (tuple(t.shape), str(dtype).removeprefix("torch.")) for name, t in whole.items()}
     with tensors_on_disk(tmp_path, specs, max_bytes=100) as tensors:
         for name, tensor in whole.items():
@@ -34,21 +38,36 @@ def test_a_full_disk_is_an_error_before_anything_is_mapped(tmp_path, monkeypatch
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(OSError, match="No space left"), tensors_on_disk(tmp_path, {"a": ((4, 4), "float32")}):
+    with (
+        pytest.raises(OSError, match="No space left"),
+        tensors_on_disk(tmp_path, {"a": ((4, 4), "float32")}),
+    ):
         pass
 
 
-@pytest.mark.parametrize(("value", "kind"), [(float("nan"), "NaN"), (float("-inf"), "infinity"), (1e39, "infinity")])
+@pytest.mark.parametrize(
+    ("value", "kind"), [(float("nan"), "NaN"), (float("-inf"), "infinity"), (1e39, "infinity")]
+)
 def test_weights_that_are_not_finite_are_named_when_they_are_read(tmp_path, value, kind):
     """1e39 is a number in the file (fp64) and none in the parameter."""
     bad = torch.zeros(4, 3, dtype=torch.float64)
     bad[2, 1] = value
-    for file, name, tensor in (("one.safetensors", "good", torch.ones(4, 3)), ("two.safetensors", "bad", bad)):
+    for file, name, tensor in (
+        ("one.safetensors", "good", torch.ones(4, 3)),
+        ("two.safetensors", "bad", bad),
+    ):
         save_file({name: tensor}, tmp_path / file)
-    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"good": "one.safetensors", "bad": "two.safetensors"}}))
+    (tmp_path / INDEX).write_text(
+        json.dumps({"weight_map": {"good": "one.safetensors", "bad": "two.safetensors"}})
+    )
     reader, parameters = HFReader(tmp_path), {name: torch.empty(4, 3) for name in ("good", "bad")}
-    copies = {name: [Copy(name, first, first + 2, name, first, 0, True) for first in (0, 2)] for name in parameters}
+    copies = {
+        name: [Copy(name, first, first + 2, name, first, 0, True) for first in (0, 2)]
+        for name in parameters
+    }
     load_into(reader, [*copies["good"], copies["bad"][0]], parameters)
     with pytest.raises(UserError) as error:
         load_into(reader, [*copies["good"], *copies["bad"]], parameters)
-    assert str(error.value).startswith(f"{tmp_path / 'two.safetensors'}: tensor bad has {kind} in it")
+    assert str(error.value).startswith(
+        f"{tmp_path / 'two.safetensors'}: tensor bad has {kind} in it"
+    )

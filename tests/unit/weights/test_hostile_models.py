@@ -1,4 +1,6 @@
-"""Model directories of others: damaged, absurd, with code of their own. One line each, and nothing runs."""
+"""Model directories of others: damaged, absurd, with code of their own. One line each, and nothing
+runs.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,9 @@ TOKENIZERS = {
     "another kind of JSON": b"[1, 2]",
     "no model": tokenizer_with(model=None),
     "merges of nothing": tokenizer_with(model=SPEC["model"] | {"merges": [["absent", "gone"]]}),
-    "an absurd id": tokenizer_with(model=SPEC["model"] | {"vocab": {"a": 4_000_000_000}, "merges": []}),
+    "an absurd id": tokenizer_with(
+        model=SPEC["model"] | {"vocab": {"a": 4_000_000_000}, "merges": []}
+    ),
     "text for an id": tokenizer_with(model=SPEC["model"] | {"vocab": {"a": "1"}, "merges": []}),
 }
 
@@ -73,16 +77,26 @@ TOKENIZERS = {
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_tokenizers_that_cannot_be(policy: Path, name: str) -> None:
     (policy / "tokenizer.json").write_bytes(TOKENIZERS[name])
-    with pytest.raises(UserError, match=r"no usable tokenizer|has a token with the id|tokenizer\.json"):
+    with pytest.raises(
+        UserError, match=r"no usable tokenizer|has a token with the id|tokenizer\.json"
+    ):
         token_bytes(load_tokenizer(policy))
 
 
 def test_custom_code_of_a_directory_is_not_run(policy: Path, tmp_path: Path) -> None:
     witness = tmp_path / "witness"
-    (policy / "code.py").write_text(f"open({str(witness)!r}, 'w')\nclass Model: pass\nclass Tokenizer: pass\n")
-    own = {"AutoModelForCausalLM": "code.Model", "AutoTokenizer": ["code.Tokenizer", None], "AutoConfig": "code.Config"}
+    (policy / "code.py").write_text(
+        f"open({str(witness)!r}, 'w')\nclass Model: pass\nclass Tokenizer: pass\n"
+    )
+    own = {
+        "AutoModelForCausalLM": "code.Model",
+        "AutoTokenizer": ["code.Tokenizer", None],
+        "AutoConfig": "code.Config",
+    }
     (policy / "config.json").write_text(json.dumps(CONFIG | {"auto_map": own, "model_type": "own"}))
-    (policy / "tokenizer_config.json").write_text(json.dumps({"auto_map": own, "tokenizer_class": "Own"}))
+    (policy / "tokenizer_config.json").write_text(
+        json.dumps({"auto_map": own, "tokenizer_class": "Own"})
+    )
     with pytest.raises(UserError, match="cannot load a model"):
         TransformersEngine.from_pretrained(policy)
     with contextlib.suppress(UserError):  # a class of the library may do as well
@@ -124,7 +138,9 @@ def test_headers_that_cannot_be(tmp_path: Path, name: str) -> None:
         HFReader(tmp_path)
 
 
-@pytest.mark.parametrize("file", ["../model.safetensors", "/etc/passwd", "x/../../model.safetensors", ""])
+@pytest.mark.parametrize(
+    "file", ["../model.safetensors", "/etc/passwd", "x/../../model.safetensors", ""]
+)
 def test_an_index_cannot_lead_elsewhere(tmp_path: Path, file: str) -> None:
     (tmp_path / "model.safetensors").write_bytes(header(a=F32))
     directory = tmp_path / "model"

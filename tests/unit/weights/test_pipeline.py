@@ -1,4 +1,6 @@
-"""Which layers a chunk has: Megatron's own functions say the same of every rank; a split that cannot be is one line."""
+"""Which layers a chunk has: Megatron's own functions say the same of every rank; a split that
+cannot be is one line.
+"""
 
 import dataclasses
 import itertools
@@ -49,7 +51,9 @@ SPLITS = [
 
 @pytest.mark.parametrize(("layers", "pp", "vp", "options", "expected"), SPLITS)
 def test_chunks_are_megatrons(monkeypatch, layers, pp, vp, options, expected):
-    """``get_num_layers_to_build`` and ``get_transformer_layer_offset`` of every rank and virtual stage."""
+    """``get_num_layers_to_build`` and ``get_transformer_layer_offset`` of every rank and virtual
+    stage.
+    """
     from megatron_dcpo.policy.model import transformer_config
 
     from megatron.core import parallel_state  # isort: skip
@@ -59,23 +63,34 @@ def test_chunks_are_megatrons(monkeypatch, layers, pp, vp, options, expected):
     chunks = chunk_layers(layers, layout_of(pp, vp, **options))
     assert "-".join(str(len(chunk)) for chunk in chunks) == expected
     assert sum(layers_per_stage(layers, layout_of(pp, vp, **options))) == layers
-    config = transformer_config(architecture(num_hidden_layers=layers), parallel(pp, vp, **options), torch.float32)
+    config = transformer_config(
+        architecture(num_hidden_layers=layers), parallel(pp, vp, **options), torch.float32
+    )
     monkeypatch.setattr(
-        parallel_state, "get_virtual_pipeline_model_parallel_world_size", lambda: vp if vp > 1 else None
+        parallel_state,
+        "get_virtual_pipeline_model_parallel_world_size",
+        lambda: vp if vp > 1 else None,
     )
     for stage, virtual in itertools.product(range(pp), range(vp)):
-        monkeypatch.setattr(parallel_state, "get_pipeline_model_parallel_rank", lambda stage=stage: stage)
+        monkeypatch.setattr(
+            parallel_state, "get_pipeline_model_parallel_rank", lambda stage=stage: stage
+        )
         at = config, virtual if vp > 1 else None, stage
         start, count = get_transformer_layer_offset(*at), get_num_layers_to_build(*at)
         assert chunks[virtual * pp + stage] == range(start, start + count), (stage, virtual)
 
 
-@pytest.mark.parametrize("text", ["Et*3|(tt|)*29,tL", "Ettt|(tt|)*3tL", "(Et|tt|)*1,t*2|tL", "Et|tt|t,t|t*12L"])
+@pytest.mark.parametrize(
+    "text", ["Et*3|(tt|)*29,tL", "Ettt|(tt|)*3tL", "(Et|tt|)*1,t*2|tL", "Et|tt|t,t|t*12L"]
+)
 def test_written_layouts_read_as_megatron_does(text):
     from megatron.core.transformer.enums import LayerType
     from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
-    theirs = [stage.count(LayerType.decoder) for stage in PipelineParallelLayerLayout.parse_str_to_list(text)]
+    theirs = [
+        stage.count(LayerType.decoder)
+        for stage in PipelineParallelLayerLayout.parse_str_to_list(text)
+    ]
     ours = chunk_layers(sum(theirs), layout_of(len(theirs), **{WRITTEN: text}))
     assert [len(chunk) for chunk in ours] == theirs
 
@@ -127,4 +142,7 @@ def test_options_that_contradict_each_other_are_refused(options, message):
 
 
 def test_every_option_is_in_the_layout():
-    assert set(UNEVEN_PIPELINE) <= {field.name for field in dataclasses.fields(Layout)} & PLANNED.keys()
+    assert (
+        set(UNEVEN_PIPELINE)
+        <= {field.name for field in dataclasses.fields(Layout)} & PLANNED.keys()
+    )

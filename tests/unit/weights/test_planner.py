@@ -1,4 +1,6 @@
-"""The copy planner: together the ranks hold every Hugging Face element, primary copies exactly once; bad layouts refused."""
+"""The copy planner: together the ranks hold every Hugging Face element, primary copies exactly
+once; bad layouts refused.
+"""
 
 import numpy as np
 import pytest
@@ -7,16 +9,30 @@ from megatron_dcpo.config import AdapterConfig, ModelConfig, ParallelConfig
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.weights.architecture import Architecture, parse_architecture
 from megatron_dcpo.weights.layout import Coordinates, Layout
-from megatron_dcpo.weights.planner import check_layout, check_options, checksum, padded_vocab_size, plan
+from megatron_dcpo.weights.planner import (
+    check_layout,
+    check_options,
+    checksum,
+    padded_vocab_size,
+    plan,
+)
 from megatron_dcpo.weights.table import hf_shapes
 
 
 def architecture(**changes) -> Architecture:
     config = {
-        "architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": 4, "hidden_size": 8, "intermediate_size": 12,
-        "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 2, "vocab_size": 101,
-        "max_position_embeddings": 64, "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
-    }  # fmt: skip
+        "architectures": ["Qwen3ForCausalLM"],
+        "num_hidden_layers": 4,
+        "hidden_size": 8,
+        "intermediate_size": 12,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 2,
+        "vocab_size": 101,
+        "max_position_embeddings": 64,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+    }
     return parse_architecture(config | changes)
 
 
@@ -24,11 +40,21 @@ def architecture(**changes) -> Architecture:
 @pytest.mark.parametrize("name", ["Qwen3ForCausalLM", "LlamaForCausalLM", "Qwen2ForCausalLM"])
 @pytest.mark.parametrize(
     ("tp", "pp", "vp", "first"),
-    [(1, 1, 1, None), (2, 1, 1, None), (4, 1, 1, None), (1, 2, 1, 3), (2, 2, 2, None), (4, 3, 1, 2), (4, 4, 1, None)],
+    [
+        (1, 1, 1, None),
+        (2, 1, 1, None),
+        (4, 1, 1, None),
+        (1, 2, 1, 3),
+        (2, 2, 2, None),
+        (4, 3, 1, 2),
+        (4, 4, 1, None),
+    ],
 )
 def test_primary_copies_cover_every_element_once(name, tied, tp, pp, vp, first):
     arch = architecture(architectures=[name], tie_word_embeddings=tied)
-    layout = Layout(tp, pp, vp, 8, transformer_engine=tp == 2, num_layers_in_first_pipeline_stage=first)
+    layout = Layout(
+        tp, pp, vp, 8, transformer_engine=tp == 2, num_layers_in_first_pipeline_stage=first
+    )
     count = {hf: np.zeros(shape, int) for hf, shape in hf_shapes(arch).items()}
     for at in [Coordinates(t, p, v) for t in range(tp) for p in range(pp) for v in range(vp)]:
         for copy in plan(arch, layout, at):
@@ -46,14 +72,24 @@ def test_interleaving_of_query_groups():
         if "layers.0.self_attention.linear_qkv" in c.megatron
     ]
     assert [(c.hf[-13:-7], c.hf_start, c.hf_stop, c.start) for c in copies] == [
-        ("q_proj", 8, 12, 0), ("k_proj", 4, 6, 4), ("v_proj", 4, 6, 6),
-        ("q_proj", 12, 16, 8), ("k_proj", 6, 8, 12), ("v_proj", 6, 8, 14),
-    ]  # fmt: skip
+        ("q_proj", 8, 12, 0),
+        ("k_proj", 4, 6, 4),
+        ("v_proj", 4, 6, 6),
+        ("q_proj", 12, 16, 8),
+        ("k_proj", 6, 8, 12),
+        ("v_proj", 6, 8, 14),
+    ]
 
 
 @pytest.mark.parametrize(
     ("vocab", "tp", "padded"),
-    [(151_643, 1, 151_680), (151_936, 4, 152_064), (128_256, 2, 128_256), (500, 4, 512), (500, 1, 512)],
+    [
+        (151_643, 1, 151_680),
+        (151_936, 4, 152_064),
+        (128_256, 2, 128_256),
+        (500, 4, 512),
+        (500, 1, 512),
+    ],
 )
 def test_vocabulary_padding(vocab, tp, padded):
     assert padded_vocab_size(architecture(vocab_size=vocab), Layout(tp)) == padded
@@ -81,8 +117,11 @@ def test_layouts_that_do_not_divide_are_refused(layout, message):
 
 
 EXPERTS = {
-    "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 12,
-}  # fmt: skip
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 12,
+}
 
 
 @pytest.mark.parametrize("transformer_engine", [False, True])
@@ -91,8 +130,10 @@ EXPERTS = {
     [(1, 1, 1, None), (1, 2, 3, None), (2, 1, 2, None), (2, 1, 2, 1), (2, 2, 6, 1), (4, 1, 2, 1)],
 )
 def test_ranks_share_the_experts_evenly(tp, pp, ep, etp, transformer_engine):
-    """Of the ranks that have the model once, how many hold an element: of an expert's 1 / (EP x ETP), of what is split over
-    tensor ranks 1 / TP, of the rest all. Each rank has its parameters under consecutive local numbers."""
+    """Of the ranks that have the model once, how many hold an element: of an expert's 1 / (EP x
+    ETP), of what is split over tensor ranks 1 / TP, of the rest all. Each rank has its parameters
+    under consecutive local numbers.
+    """
     arch = architecture(**EXPERTS)
     options = {"expert_model_parallel_size": ep, "expert_tensor_parallel_size": etp}
     layout = Layout(tp, pp, 1, 8, transformer_engine=transformer_engine, **options)
@@ -109,7 +150,9 @@ def test_ranks_share_the_experts_evenly(tp, pp, ep, etp, transformer_engine):
             if transformer_engine
             else "mlp.experts.local_experts.{e}.linear_fc{n}.weight"
         )
-        local = {f"decoder.layers.0.{name.format(n=n, e=e)}" for n in (1, 2) for e in range(6 // ep)}
+        local = {
+            f"decoder.layers.0.{name.format(n=n, e=e)}" for n in (1, 2) for e in range(6 // ep)
+        }
         assert {name for name in names if name.startswith("decoder.layers.0.mlp.experts")} == local
         assert "decoder.layers.0.pre_mlp_layernorm.weight" in names
     for name, found in count.items():
@@ -121,13 +164,19 @@ def test_ranks_share_the_experts_evenly(tp, pp, ep, etp, transformer_engine):
 @pytest.mark.parametrize(
     ("layout", "message"),
     [
-        (Layout(expert_model_parallel_size=4), "expert_model_parallel_size=4 does not divide the model's 6 experts"),
+        (
+            Layout(expert_model_parallel_size=4),
+            "expert_model_parallel_size=4 does not divide the model's 6 experts",
+        ),
         (Layout(2, expert_tensor_parallel_size=1), "expert_tensor_parallel_size=1 must be"),
         (
             Layout(1, expert_model_parallel_size=2, expert_tensor_parallel_size=2),
             "expert_tensor_parallel_size=2 must be",
         ),
-        (Layout(2, expert_model_parallel_size=3, expert_tensor_parallel_size=1), "one must divide the other"),
+        (
+            Layout(2, expert_model_parallel_size=3, expert_tensor_parallel_size=1),
+            "one must divide the other",
+        ),
     ],
 )
 def test_layouts_of_experts_that_are_wrong_are_refused(layout, message):
@@ -135,7 +184,9 @@ def test_layouts_of_experts_that_are_wrong_are_refused(layout, message):
         check_layout(architecture(**EXPERTS), layout)
 
 
-@pytest.mark.parametrize("options", [{"expert_model_parallel_size": 2}, {"expert_tensor_parallel_size": 1}])
+@pytest.mark.parametrize(
+    "options", [{"expert_model_parallel_size": 2}, {"expert_tensor_parallel_size": 1}]
+)
 def test_a_dense_model_has_no_experts_to_divide(options):
     with pytest.raises(UserError, match="qwen3 has no experts"):
         check_layout(architecture(), Layout(**options))
@@ -145,7 +196,10 @@ def test_a_dense_model_has_no_experts_to_divide(options):
     ("options", "message"),
     [
         ({"adapter": AdapterConfig()}, "adapter has no factors for experts"),
-        ({"tensor_model_parallel_size": 2}, "tensor_model_parallel_size=2 needs parallel.sequence_parallel=true"),
+        (
+            {"tensor_model_parallel_size": 2},
+            "tensor_model_parallel_size=2 needs parallel.sequence_parallel=true",
+        ),
         ({"expert_model_parallel_size": 2}, "needs parallel.use_distributed_optimizer=true"),
         (
             {"recompute_granularity": "selective", "megatron": {"recompute_modules": ("mlp",)}},
@@ -154,7 +208,10 @@ def test_a_dense_model_has_no_experts_to_divide(options):
     ],
 )
 def test_options_that_are_wrong_with_experts_are_refused(options, message):
-    model, parallel = ModelConfig("unused", adapter=options.pop("adapter", None)), ParallelConfig(**options)
+    model, parallel = (
+        ModelConfig("unused", adapter=options.pop("adapter", None)),
+        ParallelConfig(**options),
+    )
     check_options(architecture(), Layout(), model, parallel)  # right for a dense model
     with pytest.raises(UserError, match=message):
         check_options(architecture(**EXPERTS), Layout(), model, parallel)

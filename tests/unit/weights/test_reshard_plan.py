@@ -22,11 +22,21 @@ KINDS = {
 
 def architecture(kind="qwen3", tied=False, **changes):
     config = {
-        "architectures": [KINDS[kind]], "num_attention_heads": 8, "num_hidden_layers": 4, "hidden_size": 64,
-        "intermediate_size": 96, "num_key_value_heads": 4, "head_dim": 16, "vocab_size": 331,
-        "max_position_embeddings": 512, "rms_norm_eps": 1e-6, "tie_word_embeddings": tied,
-        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
-    }  # fmt: skip
+        "architectures": [KINDS[kind]],
+        "num_attention_heads": 8,
+        "num_hidden_layers": 4,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_key_value_heads": 4,
+        "head_dim": 16,
+        "vocab_size": 331,
+        "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": tied,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+    }
     return parse_architecture(config | changes)
 
 
@@ -40,7 +50,9 @@ UNEVEN = Layout(2, 2, num_layers_in_first_pipeline_stage=1)
 def held_by(arch, layout, rank):
     held = set()
     for virtual in range(layout.virtual_pipeline_model_parallel_size):
-        for copy in plan(arch, layout, layout.at(rank % layout.width, rank // layout.width, virtual)):
+        for copy in plan(
+            arch, layout, layout.at(rank % layout.width, rank // layout.width, virtual)
+        ):
             held |= cells(copy.hf, copy.dim, copy.hf_start, copy.hf_stop)
     return held
 
@@ -48,7 +60,8 @@ def held_by(arch, layout, rank):
 @pytest.mark.parametrize("engine_tp", [1, 2, 4, 8])
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize(
-    "layout", [Layout(1, 1), Layout(2, 1), Layout(1, 2), Layout(2, 2), Layout(4, 1), Layout(1, 2, 2), UNEVEN]
+    "layout",
+    [Layout(1, 1), Layout(2, 1), Layout(1, 2), Layout(2, 2), Layout(4, 1), Layout(1, 2, 2), UNEVEN],
 )
 @pytest.mark.parametrize(("kind", "tied"), [("qwen3", True), ("llama", False), ("qwen2", True)])
 def test_every_missing_byte_arrives_once(kind, tied, layout, replicas, engine_tp):
@@ -56,19 +69,27 @@ def test_every_missing_byte_arrives_once(kind, tied, layout, replicas, engine_tp
 
 
 @pytest.mark.parametrize(("replicas", "engine_tp"), [(1, 1), (2, 4)])
-@pytest.mark.parametrize(("tp", "pp", "ep", "etp"), [(1, 2, 2, 1), (2, 1, 2, 2), (2, 1, 4, 1), (4, 1, 2, 1)])
+@pytest.mark.parametrize(
+    ("tp", "pp", "ep", "etp"), [(1, 2, 2, 1), (2, 1, 2, 2), (2, 1, 4, 1), (4, 1, 2, 1)]
+)
 def test_every_missing_byte_of_experts_arrives_once(tp, pp, ep, etp, replicas, engine_tp):
     layout = Layout(tp, pp, expert_model_parallel_size=ep, expert_tensor_parallel_size=etp)
     arrives_once(architecture("qwen3_moe", num_hidden_layers=2), layout, replicas, engine_tp)
 
 
 def arrives_once(arch, layout, replicas, engine_tp):
-    """Counted index by index, by another way than the plan's: needed = held + received, and received not held."""
-    made = reshard_plan(arch, layout, engine_tp, replicas, bucket_bytes=4000, itemsize=4, replica=replicas - 1)
+    """Counted index by index, by another way than the plan's: needed = held + received, and
+    received not held.
+    """
+    made = reshard_plan(
+        arch, layout, engine_tp, replicas, bucket_bytes=4000, itemsize=4, replica=replicas - 1
+    )
     shapes, width, pp = hf_shapes(arch), layout.width, layout.pipeline_model_parallel_size
     assert made.received == made.least
     for rank in range(width * pp):
-        engine_rank = (rank % width + width * (replicas - 1 + replicas * (rank // width))) % engine_tp
+        engine_rank = (
+            rank % width + width * (replicas - 1 + replicas * (rank // width))
+        ) % engine_tp
         needed, arrived, sent = set(), [], 0
         for name in shapes:
             needed |= cells(name, *engine_slice(arch, name, engine_tp, engine_rank))
@@ -80,7 +101,9 @@ def arrives_once(arch, layout, replicas, engine_tp):
         assert len(arrived) == len(set(arrived)), "nothing twice"
         assert set(arrived) == needed - held, "all that is missing, and nothing else"
         assert made.received[rank] == 4 * sent
-        lacking = sum(math.prod(shapes[name]) // shapes[name][dim] for name, dim, _ in needed - held)
+        lacking = sum(
+            math.prod(shapes[name]) // shapes[name][dim] for name, dim, _ in needed - held
+        )
         assert made.least[rank] == 4 * lacking
 
 
@@ -98,7 +121,9 @@ def test_owners_hold_what_they_send_and_buckets_are_in_order():
 @pytest.mark.parametrize("layout", [Layout(1, 1), Layout(2, 1), Layout(1, 2), Layout(2, 2), UNEVEN])
 @pytest.mark.parametrize("bucket_bytes", [1100, 4000, 2**16, 2**20])
 def test_peak_is_one_bucket(bucket_bytes, layout, engine_tp):
-    """Whatever is larger comes in chunks: neighbours in order, one of a tensor per bucket, together the rank's slice."""
+    """Whatever is larger comes in chunks: neighbours in order, one of a tensor per bucket, together
+    the rank's slice.
+    """
     arch = architecture(vocab_size=1000)
     made = reshard_plan(arch, layout, engine_tp, 2, bucket_bytes, 4)
     assert made.peak_bytes <= bucket_bytes
@@ -113,17 +138,30 @@ def test_peak_is_one_bucket(bucket_bytes, layout, engine_tp):
                 assert before[2] == start
                 before[2] = stop
         for name, found in arrived.items():
-            tensor, pipeline = rank % layout.tensor_model_parallel_size, rank // layout.tensor_model_parallel_size
-            engine_rank = (tensor + layout.tensor_model_parallel_size * 2 * pipeline) % engine_tp  # of replica 0 of 2
+            tensor, pipeline = (
+                rank % layout.tensor_model_parallel_size,
+                rank // layout.tensor_model_parallel_size,
+            )
+            engine_rank = (
+                tensor + layout.tensor_model_parallel_size * 2 * pipeline
+            ) % engine_tp  # of replica 0 of 2
             assert tuple(found) == engine_slice(arch, name, engine_tp, engine_rank)
     if bucket_bytes == 4000 and layout == Layout(2, 1) and engine_tp == 1:
-        assert sum(entry.hf == "model.embed_tokens.weight" for b in made.buckets for entry in b.entries) > 50
+        assert (
+            sum(
+                entry.hf == "model.embed_tokens.weight" for b in made.buckets for entry in b.entries
+            )
+            > 50
+        )
 
 
 def test_a_bucket_smaller_than_a_row_is_refused():
-    wide = architecture(intermediate_size=96, hidden_size=512)  # a row of the embedding has 2048 bytes in fp32
+    wide = architecture(
+        intermediate_size=96, hidden_size=512
+    )  # a row of the embedding has 2048 bytes in fp32
     with pytest.raises(
-        UserError, match=r"rollout.bucket_bytes=4000 is too small for this model; it needs 4096 at least"
+        UserError,
+        match=r"rollout.bucket_bytes=4000 is too small for this model; it needs 4096 at least",
     ):
         reshard_plan(wide, Layout(2, 1), 1, 1, 4000, 4)
     assert reshard_plan(wide, Layout(2, 1), 1, 1, 4096, 4).peak_bytes <= 4096
@@ -132,12 +170,20 @@ def test_a_bucket_smaller_than_a_row_is_refused():
 def test_the_embedding_of_a_large_model_stays_in_the_bucket():
     """Qwen3-8B, TP 2 to TP 1: the embedding has 1187 MiB, the bucket 512."""
     arch = architecture(
-        num_attention_heads=32, num_hidden_layers=36, hidden_size=4096, intermediate_size=12288, num_key_value_heads=8,
-        head_dim=128, vocab_size=151936,
-    )  # fmt: skip
+        num_attention_heads=32,
+        num_hidden_layers=36,
+        hidden_size=4096,
+        intermediate_size=12288,
+        num_key_value_heads=8,
+        head_dim=128,
+        vocab_size=151936,
+    )
     made = reshard_plan(arch, Layout(2, 1), 1)
     assert made.peak_bytes <= 512 * 2**20
-    assert sum(entry.hf == "model.embed_tokens.weight" for b in made.buckets for entry in b.entries) == 3
+    assert (
+        sum(entry.hf == "model.embed_tokens.weight" for b in made.buckets for entry in b.entries)
+        == 3
+    )
     assert made.received == made.least
 
 
@@ -146,20 +192,32 @@ def test_nothing_travels_when_layouts_nest():
     arch = architecture(vocab_size=512)
     assert reshard_plan(arch, Layout(2, 1), 2, 4, itemsize=2).received == (0, 0)
     assert reshard_plan(arch, Layout(1, 1), 4, 4, itemsize=2).received == (0,)
-    assert reshard_plan(arch, Layout(1, 2), 1, 1).least == reshard_plan(arch, Layout(1, 2), 1, 1).least_whole
+    assert (
+        reshard_plan(arch, Layout(1, 2), 1, 1).least
+        == reshard_plan(arch, Layout(1, 2), 1, 1).least_whole
+    )
 
 
 def test_tied_embedding_crosses_once():
-    """Both stages hold a copy of it, so it stays; untied, the stages exchange embedding and output layer."""
+    """Both stages hold a copy of it, so it stays; untied, the stages exchange embedding and output
+    layer.
+    """
     tied = reshard_plan(architecture(tied=True), Layout(1, 2), 1, 1, itemsize=4)
     assert not any("embed" in p.hf for b in tied.buckets for m in b.messages for p in m.ops)
-    one_way = [p.hf for b in reshard_plan(architecture(), Layout(1, 2)).buckets for m in b.messages for p in m.ops]
+    one_way = [
+        p.hf
+        for b in reshard_plan(architecture(), Layout(1, 2)).buckets
+        for m in b.messages
+        for p in m.ops
+    ]
     assert one_way.count("model.embed_tokens.weight") == one_way.count("lm_head.weight") == 1
 
 
 def test_checksum_tells_plans_apart():
     arch = architecture()
-    sums = [reshard_plan(arch, Layout(2, 1), e, 1, b).checksum for e in (1, 2) for b in (4000, 8000)]
+    sums = [
+        reshard_plan(arch, Layout(2, 1), e, 1, b).checksum for e in (1, 2) for b in (4000, 8000)
+    ]
     assert len(set(sums)) == 4
     assert reshard_plan(arch, Layout(2, 1), 1, 1, 4000).checksum == sums[0]
 

@@ -21,13 +21,19 @@ class _Module(nn.Module):
 
 
 def _mark(parameter: Any, dim: int) -> None:
-    for name, value in (("tensor_model_parallel", True), ("partition_dim", dim), ("partition_stride", 1)):
+    for name, value in (
+        ("tensor_model_parallel", True),
+        ("partition_dim", dim),
+        ("partition_stride", 1),
+    ):
         assert not hasattr(parameter, name)
         setattr(parameter, name, value)
 
 
 def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """In fp32 with the scale in fp32, then rounded once: the kernels' order, which differs from Hugging Face's in bf16."""
+    """In fp32 with the scale in fp32, then rounded once: the kernels' order, which differs from
+    Hugging Face's in bf16.
+    """
     return (F.rms_norm(x.float(), weight.shape, None, eps) * weight.float()).to(x.dtype)
 
 
@@ -39,7 +45,11 @@ class RMSNorm(_Module):
         self.eps = options.get("eps", 1e-5)
         assert not options.get("zero_centered_gamma")
         self.weight = nn.Parameter(
-            torch.ones(size, dtype=options.get("params_dtype") or options.get("dtype"), device=options.get("device"))
+            torch.ones(
+                size,
+                dtype=options.get("params_dtype") or options.get("dtype"),
+                device=options.get("device"),
+            )
         )
         self.weight.sequence_parallel = bool(options.get("sequence_parallel"))  # type: ignore[attr-defined]
 
@@ -53,9 +63,10 @@ class LayerNorm:
 
 
 class _FusedProduct(torch.autograd.Function):
-    """x @ weight.t(), whose weight gradient is added to ``main_grad`` by the product itself, or takes its place in a first
-    micro-batch (``accumulate_wgrad_into_param_main_grad`` in the package's ``module/linear.py``). A weight that is not
-    trained needs no ``main_grad``."""
+    """x @ weight.t(), whose weight gradient is added to ``main_grad`` by the product itself, or
+    takes its place in a first micro-batch (``accumulate_wgrad_into_param_main_grad`` in the
+    package's ``module/linear.py``). A weight that is not trained needs no ``main_grad``.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, first: bool | None) -> Tensor:
@@ -88,14 +99,21 @@ class Linear(_Module):
         self.fused = bool(options.get("fuse_wgrad_accumulation"))
         self.tp_size, self.tp_group = options.get("tp_size", 1), options.get("tp_group")
         self.save_original_input = options.get("save_original_input", False)
-        self.parallel_mode, self.return_bias = options.get("parallel_mode"), options.get("return_bias", False)
+        self.parallel_mode, self.return_bias = (
+            options.get("parallel_mode"),
+            options.get("return_bias", False),
+        )
         self.sequence_parallel = self.tp_size > 1 and options.get("sequence_parallel", False)
         for name, mode in (("out_features", "column"), ("in_features", "row")):
             size = out_features if mode == "column" else in_features
             setattr(self, name, size // self.tp_size if self.parallel_mode == mode else size)
         kind = {"dtype": options.get("params_dtype"), "device": options.get("device", "cuda")}
         self.weight = nn.Parameter(torch.empty(self.out_features, self.in_features, **kind))
-        self.bias = nn.Parameter(torch.zeros(self.out_features, **kind)) if options.get("bias", True) else None
+        self.bias = (
+            nn.Parameter(torch.zeros(self.out_features, **kind))
+            if options.get("bias", True)
+            else None
+        )
         _mark(self.weight, 1 if self.parallel_mode == "row" else 0)  # whatever the number of ranks
         if self.bias is not None and self.parallel_mode == "row":
             self.bias.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
@@ -125,9 +143,11 @@ class Linear(_Module):
             y = F.linear(x, self.weight, bias)
         if row:
             reduce = mappings.reduce_from_tensor_model_parallel_region
-            y = (mappings.reduce_scatter_to_sequence_parallel_region if self.sequence_parallel else reduce)(
-                y, group=self.tp_group
-            )
+            y = (
+                mappings.reduce_scatter_to_sequence_parallel_region
+                if self.sequence_parallel
+                else reduce
+            )(y, group=self.tp_group)
             y = y if self.bias is None or self.return_bias else y + self.bias
         return (y, self.bias) if self.return_bias else y
 
@@ -137,7 +157,10 @@ class LayerNormLinear(Linear):
 
     @checked("LayerNormLinear.__init__")
     def __init__(self, in_features: int, out_features: int, **options: Any) -> None:
-        norm = {name: options.pop(name, None) for name in ("normalization", "eps", "zero_centered_gamma")}
+        norm = {
+            name: options.pop(name, None)
+            for name in ("normalization", "eps", "zero_centered_gamma")
+        }
         options.pop("return_layernorm_output", None)
         assert norm["normalization"] == "RMSNorm"
         assert not norm["zero_centered_gamma"]
@@ -162,13 +185,18 @@ class GroupedLinear(_Module):
 
 def _extra_state_may_be_missing(_: nn.Module, keys: Any) -> None:
     """As in the real package: Megatron saves none of the attention's."""
-    keys.missing_keys[:] = [key for key in keys.missing_keys if "core_attention._extra_state" not in key]
+    keys.missing_keys[:] = [
+        key for key in keys.missing_keys if "core_attention._extra_state" not in key
+    ]
 
 
 class DotProductAttention(_Module):
-    """Causal attention of [s, b, heads, d], or of packed [t, heads, d] with ``padding_causal`` and ``cu_seqlens``.
+    """Causal attention of [s, b, heads, d], or of packed [t, heads, d] with ``padding_causal`` and
+    ``cu_seqlens``.
 
-    With a ``cp_group`` each rank has the first and the last of what is left of every sequence's 2 x CP chunks."""
+    With a ``cp_group`` each rank has the first and the last of what is left of every sequence's 2 x
+    CP chunks.
+    """
 
     @checked("DotProductAttention.__init__")
     def __init__(self, num_attention_heads: int, kv_channels: Any, **options: Any) -> None:
@@ -178,46 +206,69 @@ class DotProductAttention(_Module):
         self.cp_group = options.get("cp_group")
         if self.cp_group is not None:
             assert options["cp_comm_type"] in ("p2p", "all_gather")
-            assert options["cp_global_ranks"] == torch.distributed.get_process_group_ranks(self.cp_group)
+            assert options["cp_global_ranks"] == torch.distributed.get_process_group_ranks(
+                self.cp_group
+            )
         self.register_load_state_dict_post_hook(_extra_state_may_be_missing)
 
     @checked("DotProductAttention.forward")
     def forward(
-        self, query_layer: Tensor, key_layer: Tensor, value_layer: Tensor, attention_mask: Tensor | None, **options: Any
+        self,
+        query_layer: Tensor,
+        key_layer: Tensor,
+        value_layer: Tensor,
+        attention_mask: Tensor | None,
+        **options: Any,
     ) -> Tensor:
         layers = query_layer, key_layer, value_layer
         assert self.attention_dropout == 0.0
         if self.cp_group is not None:
             return self._across_ranks(layers, options)
         if options.get("qkv_format", "sbhd") == "thd":
-            assert options["attn_mask_type"] == "padding_causal", "thd has no other mask in the real package"
+            assert options["attn_mask_type"] == "padding_causal", (
+                "thd has no other mask in the real package"
+            )
             bounds = options["cu_seqlens_q"].tolist()
             assert options["max_seqlen_q"] >= max(b - a for a, b in itertools.pairwise(bounds))
-            assert bounds[-1] == len(query_layer), "every token belongs to a sequence, the filler's included"
+            assert bounds[-1] == len(query_layer), (
+                "every token belongs to a sequence, the filler's included"
+            )
             pieces = [
-                self._attend(*(x[a:b].unsqueeze(1) for x in layers)).squeeze(1) for a, b in itertools.pairwise(bounds)
+                self._attend(*(x[a:b].unsqueeze(1) for x in layers)).squeeze(1)
+                for a, b in itertools.pairwise(bounds)
             ]
             return torch.cat(pieces)
         assert options["attn_mask_type"] == "causal"
         return self._attend(*layers)
 
     def _across_ranks(self, layers: tuple[Tensor, ...], options: dict[str, Any]) -> Tensor:
-        """Keys and values of all ranks in the ranks' order; who sees whom is said by a mask of sequences and positions."""
+        """Keys and values of all ranks in the ranks' order; who sees whom is said by a mask of
+        sequences and positions.
+        """
         from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 
-        size, packed, bounds = self.cp_group.size(), layers[0].dim() == 3, [0, len(layers[0]) * self.cp_group.size()]
+        size, packed, bounds = (
+            self.cp_group.size(),
+            layers[0].dim() == 3,
+            [0, len(layers[0]) * self.cp_group.size()],
+        )
         if packed:
             bounds = options["cu_seqlens_q"].tolist()
             assert bounds[-1] == size * len(layers[0]), "the bounds are those of whole sequences"
             assert all(bound % (2 * size) == 0 for bound in bounds)
-        chunks = torch.cat([torch.arange(b - a) * 2 * size // (b - a) for a, b in itertools.pairwise(bounds)])
+        chunks = torch.cat(
+            [torch.arange(b - a) * 2 * size // (b - a) for a, b in itertools.pairwise(bounds)]
+        )
         owners = torch.minimum(chunks, 2 * size - 1 - chunks)
         held = torch.cat([(owners == rank).nonzero()[:, 0] for rank in range(size)])
         number = torch.bucketize(torch.arange(bounds[-1]), torch.tensor(bounds[1:]), right=True)
         own = (owners == self.cp_group.rank()).nonzero()[:, 0]
         mask = (number[own, None] == number[held]) & (own[:, None] >= held)
         q, *keys_and_values = (x.unsqueeze(1) if packed else x for x in layers)
-        gathered = (gather_from_sequence_parallel_region(x.contiguous(), group=self.cp_group) for x in keys_and_values)
+        gathered = (
+            gather_from_sequence_parallel_region(x.contiguous(), group=self.cp_group)
+            for x in keys_and_values
+        )
         out = self._attend(q, *gathered, mask=mask)
         return out.squeeze(1) if packed else out
 

@@ -8,11 +8,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-SIGNATURES: dict[str, list[str]] = json.loads(Path(__file__).with_name("signatures.json").read_text())
+SIGNATURES: dict[str, list[str]] = json.loads(
+    Path(__file__).with_name("signatures.json").read_text()
+)
 
 
 def checked(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """For a function or method whose real one has the parameters ``SIGNATURES[name]`` (without ``self``)."""
+    """For a function or method whose real one has the parameters ``SIGNATURES[name]`` (without
+    ``self``).
+    """
     known = SIGNATURES[name]
 
     def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -20,7 +24,9 @@ def checked(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         def call(*args: Any, **options: Any) -> Any:
             unknown = [option for option in options if option not in known]
             if unknown:
-                raise TypeError(f"{name} of Transformer Engine has no argument {', '.join(unknown)}")
+                raise TypeError(
+                    f"{name} of Transformer Engine has no argument {', '.join(unknown)}"
+                )
             return function(*args, **options)
 
         return call

@@ -9,7 +9,9 @@ from transformer_engine.pytorch.signatures import checked
 
 @checked("apply_rotary_pos_emb")
 def apply_rotary_pos_emb(t: Tensor, freqs: Tensor, **options: object) -> Tensor:
-    """Rotate ``t``, [s, b, h, d] or packed [t, h, d] with ``cu_seqlens``, by ``freqs`` [s, 1, 1, d' <= d]."""
+    """Rotate ``t``, [s, b, h, d] or packed [t, h, d] with ``cu_seqlens``, by ``freqs`` [s, 1, 1, d'
+    <= d].
+    """
     assert options.get("fused"), "Megatron asks for the fused kernel"
     assert not options.get("interleaved")
     if options.get("tensor_format", "sbhd") == "thd":
