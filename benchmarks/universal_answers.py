@@ -1,4 +1,3 @@
-# ruff: noqa: E501
 """Which programming problems does an answer pass that knows nothing of them? 66 universal answers,
 every task.
 

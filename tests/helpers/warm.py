@@ -149,7 +149,6 @@ def _serve() -> None:
     pretend()
     import torch._dynamo  # noqa: F401
 
-    import megatron_dcpo.evaluation.run
     import megatron_dcpo.training.loop  # noqa: F401
     from megatron_dcpo.rollout.transformers_engine import auto_class
 

@@ -1,11 +1,11 @@
 """The rules of docs/architecture.md, held against the code: layers, circles, who asks for CUDA,
-private names, sizes.
+private names,
+calls that hide their arguments.
 """
 
 from __future__ import annotations
 
 import ast
-import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -232,24 +232,46 @@ def test_a_class_name_means_one_class() -> None:
     assert not {name: modules for name, modules in owners.items() if len(modules) > 1}
 
 
-def test_sizes() -> None:
-    """Files, functions and methods stay short enough to read. There is no limit on the number of
-    files.
+def splats(tree: ast.Module) -> Iterator[int]:
+    """Yield the lines of calls that take a tuple apart which was packed for them: a literal, a name
+    to which the same function assigns a literal, or anything at all that a constructor is given.
     """
-    lines = {module: len(path.read_text().splitlines()) for module, path in MODULES.items()}
-    assert not {module: n for module, n in lines.items() if n > 400}
-    functions = {
-        f"{module}.{node.name}": node.end_lineno - node.lineno + 1
+    for function in ast.walk(tree):
+        if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        packed = {
+            target.id
+            for node in ast.walk(function)
+            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple | ast.List)
+            for target in node.targets
+            if isinstance(target, ast.Name)
+        }
+        for call in ast.walk(function):
+            if not isinstance(call, ast.Call):
+                continue
+            name = ast.unparse(call.func).rpartition(".")[2]
+            for argument in call.args:
+                if not isinstance(argument, ast.Starred):
+                    continue
+                value = argument.value
+                literal = isinstance(value, ast.Tuple | ast.List)
+                if (
+                    literal
+                    or (isinstance(value, ast.Name) and value.id in packed)
+                    or name[0].isupper()
+                ):
+                    yield argument.lineno
+
+
+def test_no_call_takes_a_tuple_apart_that_was_packed_for_it() -> None:
+    """``build(*parts)`` hides from reader and type checker which argument is which."""
+    found = {
+        f"{module}:{line}"
         for module, path in MODULES.items()
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno
+        for line in splats(ast.parse(path.read_text()))
     }
-    assert not {name: n for name, n in functions.items() if n > 70}
-    assert not {
-        module: n for module, n in lines.items() if subpackage(module) == "objectives" and n > 200
-    }
-    decisions = (REPOSITORY / "docs" / "decisions.md").read_text(encoding="utf-8")
-    limits = re.findall(
-        r"The package has at most ([\d,]+) lines", decisions
-    )  # a raise is an entry that says what it bought
-    assert sum(lines.values()) <= int(limits[-1].replace(",", ""))
+    assert not found
+    packed = (
+        "def f():\n    parts = 1, 2\n    g(*parts)\n    h(*(1, 2))\n    C(*given)\n    k(*rows)\n"
+    )
+    assert list(splats(ast.parse(packed))) == [3, 4, 5], "the rule sees what it is for"

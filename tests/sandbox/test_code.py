@@ -1,4 +1,3 @@
-# ruff: noqa: E501
 """Programs against their tests: kinds, categories, limits, replacement of dead sandboxes, the
 command line.
 """

@@ -1,4 +1,3 @@
-# ruff: noqa: E501
 """Values cross the pipe as they are, and nothing else crosses."""
 
 from __future__ import annotations
