@@ -160,7 +160,7 @@ def loss(batch, outputs):
 def measure(options: dict[str, Any]) -> list[dict[str, Any]]:
     """Of every one of ``options["settings"]``: bytes measured and predicted."""
     parallel = parallel_config(options.get("parallel", {}))
-    topology = initialize(*parallel.sizes)
+    topology = initialize(parallel.sizes)
     output_layer.CHUNK_ROWS = (
         LOGITS_AT_ONCE  # the plan is of a GPU, which takes as many rows as fit
     )

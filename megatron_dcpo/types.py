@@ -99,6 +99,11 @@ class Response:
     experts: np.ndarray | None = None
     step: int = 0
     segments: tuple[tuple[int, int], ...] = ()
+    # bool [T], whether the policy sampled each token; None: it sampled all of them. Tokens that a
+    # tool or the user's turn wrote are in no block, so nothing is trained on them.
+    loss_mask: np.ndarray | None = None
+    # the rank that has the tokens, when this rank does not (training/dealing.py)
+    holder: int | None = None
 
     @property
     def key(self) -> ResponseKey:
@@ -165,6 +170,7 @@ class TrainingSample:
     response: Response
     judgement: Judgement
     old_logprobs: np.ndarray | None = None
+    mean_old_logprob: float | None = None  # on all ranks, for methods whose score reads it
     ref_logprobs: np.ndarray | None = None
     R: float = math.nan
     R_c: float = math.nan

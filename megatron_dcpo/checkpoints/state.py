@@ -64,7 +64,7 @@ _UNREADABLE = (
 _WRITER = re.compile(r"__([0-9]{1,9})_")  # the rank in the name of a file
 PARTS = ("optimizer", "opt_param_scheduler", "run")
 Optimizer = PolicyOptimizer | AdapterOptimizer
-RUN_PARTS = ("iteration", "distributed_optimizer", "seed", "rng_state", "data", "reward", "engine")
+RUN_PARTS = ("iteration", "distributed_optimizer", "seed", "rng_state", "data", "engine")
 
 
 def checkpoint_state(

@@ -12,6 +12,7 @@ from pydantic.dataclasses import dataclass
 
 from megatron_dcpo.config.kinds import STRICT, Positive
 from megatron_dcpo.errors import one_line
+from megatron_dcpo.runtime.parallel_sizes import ParallelSizes
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -61,12 +62,16 @@ class ParallelConfig:
         return self.megatron.get(name, PLANNED[name][1])
 
     @property
-    def sizes(self) -> tuple[Any, ...]:
-        """Return the sizes as ``runtime.distributed.initialize`` takes them."""
-        names = (
-            "tensor_model pipeline_model virtual_pipeline_model context expert_model expert_tensor"
+    def sizes(self) -> ParallelSizes:
+        """Return the sizes of the parallel grid."""
+        return ParallelSizes(
+            tensor_model_parallel_size=self.tensor_model_parallel_size,
+            pipeline_model_parallel_size=self.pipeline_model_parallel_size,
+            virtual_pipeline_model_parallel_size=self.virtual_pipeline_model_parallel_size,
+            context_parallel_size=self.context_parallel_size,
+            expert_model_parallel_size=self.expert_model_parallel_size,
+            expert_tensor_parallel_size=self.expert_tensor_parallel_size,
         )
-        return tuple(getattr(self, f"{name}_parallel_size") for name in names.split())
 
 
 # Options of Megatron that decide which rank holds what, or how much memory it takes: type, default,

@@ -20,6 +20,7 @@ from megatron_dcpo.objectives.policy_loss import Stats, clipped_policy_loss
 from megatron_dcpo.objectives.shaping import with_length_penalty
 from megatron_dcpo.types import (
     BLOCK_CONFIDENCE,
+    BLOCK_NONE,
     BLOCK_REASONING,
     Judgement,
     MicroBatch,
@@ -106,7 +107,7 @@ class Method:
         are missing.
         """
         scores = self.group_scores(samples)
-        blocks = [block_ids(sample.judgement, self.options) for sample in samples]
+        blocks = [blocks_of(sample, self.options) for sample in samples]
         weights = self.token_weights(samples, blocks)
         return [
             replaced(
@@ -165,6 +166,7 @@ class Method:
             np.float64,
         )
         lengths = np.array([len(block) for block in blocks], np.int64)
+        sampled = np.array([np.count_nonzero(block) for block in blocks], np.int64)
         block = np.concatenate([np.empty(0, np.int8), *blocks])
         trained_tokens = np.repeat(trained, lengths)
         counts = [
@@ -172,7 +174,7 @@ class Method:
             for b in (BLOCK_REASONING, BLOCK_CONFIDENCE)
         ]
         denominators = {
-            "sequence_mean": np.repeat(max(trained.sum(), 1.0) * np.maximum(lengths, 1), lengths),
+            "sequence_mean": np.repeat(max(trained.sum(), 1.0) * np.maximum(sampled, 1), lengths),
             "constant": np.full(
                 len(block), max(trained.sum(), 1.0) * self.options.max_response_length
             ),
@@ -204,6 +206,8 @@ class Method:
     def _mean_logprob(self, sample: TrainingSample) -> float:
         if not self.needs_old_logprobs:
             return np.nan
+        if sample.mean_old_logprob is not None:
+            return sample.mean_old_logprob
         old, length = sample.old_logprobs, sample.judgement.length
         if old is None or len(old) != length:
             found = "none" if old is None else len(old)
@@ -211,7 +215,22 @@ class Method:
                 f"objective {self.options.name} needs old_logprobs of all {length} tokens, got "
                 f"{found}"
             )
-        return float(np.asarray(old, np.float64).mean()) if length else 0.0
+        return mean_logprob(old)
+
+
+def mean_logprob(logprobs: np.ndarray) -> float:
+    """Return the mean log-prob of a response's tokens in float64; 0 without tokens."""
+    return float(np.asarray(logprobs, np.float64).mean()) if len(logprobs) else 0.0
+
+
+def blocks_of(sample: TrainingSample, options: ObjectiveConfig) -> np.ndarray:
+    """Return the block of each response token, int8 [T]: none for a token that the policy did not
+    sample.
+    """
+    blocks = block_ids(sample.judgement, options)
+    if sample.response.loss_mask is not None:
+        blocks[~sample.response.loss_mask] = BLOCK_NONE
+    return blocks
 
 
 def _has_gradient(sample: TrainingSample, weights: Any) -> bool:

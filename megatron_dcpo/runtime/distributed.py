@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import pickle
 import random
-from contextvars import ContextVar
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -17,16 +18,21 @@ from megatron_dcpo.errors import UserError, check_world_size, one_line, port_in_
 from megatron_dcpo.runtime.device import backend, current_device, has_cuda, set_threads
 from megatron_dcpo.runtime.megatron_on_cpu import ensure
 from megatron_dcpo.runtime.megatron_private import default_store
+from megatron_dcpo.runtime.parallel_sizes import ParallelSizes
 
 ensure()
 from megatron.core import parallel_state, tensor_parallel  # noqa: E402 - after ensure()
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True)
 class Topology:
-    """Where this rank stands in the grid. ``model_group`` spans the ranks that have the model once,
-    a replica: ``width`` consecutive ones of each pipeline stage, TP or the EP x ETP of all experts.
-    The CP replicas of a data-parallel rank share its samples.
+    """Where this rank stands in the grid.
+
+    A replica is the set of ranks that hold the model once (``model_group``): ``width`` consecutive
+    ranks of each pipeline stage, which are the tensor-parallel ranks, or the ranks of all experts
+    when these are more. The context-parallel ranks of a data-parallel rank share its samples.
     """
 
     rank: int
@@ -43,7 +49,7 @@ class Topology:
 
     @property
     def part(self) -> int:
-        """Return the number of this rank among those of its pipeline stage in its replica."""
+        """Return the number of this rank within its pipeline stage of its replica."""
         return self.rank % self.width
 
     @property
@@ -53,8 +59,8 @@ class Topology:
 
     @property
     def replica(self) -> int:
-        """Return the number of the replica: Megatron counts tensor before context (or expert)
-        before data before pipeline ranks.
+        """Return the number of the replica. Megatron numbers ranks by tensor, then context (or
+        expert), then data, then pipeline rank.
         """
         return self.rank % (self.world_size // self.pp_size) // self.width
 
@@ -64,7 +70,7 @@ class Topology:
 
     @property
     def reports(self) -> bool:
-        """Return whether the statistics of this rank count, of those that have the same samples."""
+        """Return whether this rank's statistics count: one rank of those with the same samples."""
         return self.is_last_stage and self.tp_rank == self.cp_rank == 0
 
     @property
@@ -96,65 +102,61 @@ class Topology:
 
 
 def initialize(
-    tensor_model_parallel_size: int = 1,
-    pipeline_model_parallel_size: int = 1,
-    virtual_pipeline_model_parallel_size: int = 1,
-    context_parallel_size: int = 1,
-    expert_model_parallel_size: int = 1,
-    expert_tensor_parallel_size: int | None = None,
-    *,
-    seed: int = 1,
-    timeout_minutes: int = 30,
+    sizes: ParallelSizes | None = None, *, seed: int = 1, timeout_minutes: int = 30
 ) -> Topology:
-    """Set up the default group and Megatron's groups; one process without ``torchrun`` is a world
-    of one.
+    """Set up the default group and Megatron's groups, and return where this rank stands.
 
-    Raises :class:`UserError` when the parallel sizes do not divide the world size, or the port of
-    the job is in use.
+    One process that ``torchrun`` did not start is a world of one. Raises :class:`UserError` when
+    the sizes do not divide the world size, or when the port of the job is in use.
     """
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    experts = expert_model_parallel_size * (
-        expert_tensor_parallel_size or tensor_model_parallel_size
+    sizes = sizes or ParallelSizes()
+    check_world_size(
+        sizes.tensor_model_parallel_size,
+        sizes.pipeline_model_parallel_size,
+        sizes.context_parallel_size,
+        int(os.environ.get("WORLD_SIZE", "1")),
+        sizes.expert_ranks,
     )
-    sizes = tensor_model_parallel_size, pipeline_model_parallel_size, context_parallel_size
-    check_world_size(*sizes, world_size, experts)
     set_threads()
     if not dist.is_initialized():
-        if has_cuda():
-            torch.cuda.set_device(current_device())
-        if "RANK" not in os.environ:
-            os.environ |= {
-                "RANK": "0",
-                "WORLD_SIZE": "1",
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": "0",
-            }
-        # no device_id: with one every new group, of which Megatron makes several per rank, is an
-        # ncclCommSplit of the whole world. Barriers of this group run over gloo.
-        try:
-            dist.init_process_group(backend(), timeout=timedelta(minutes=timeout_minutes))
-        except dist.DistNetworkError as error:
-            if used := port_in_use(error, "MASTER_PORT"):
-                raise UserError(used) from None
-            raise
+        _initialize_default_group(timeout_minutes)
     if not parallel_state.model_parallel_is_initialized():
+        virtual = sizes.virtual_pipeline_model_parallel_size
         parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size,
-            pipeline_model_parallel_size,
-            virtual_pipeline_model_parallel_size
-            if virtual_pipeline_model_parallel_size > 1
-            else None,
-            context_parallel_size=context_parallel_size,
-            expert_model_parallel_size=expert_model_parallel_size,
-            expert_tensor_parallel_size=expert_tensor_parallel_size,
+            tensor_model_parallel_size=sizes.tensor_model_parallel_size,
+            pipeline_model_parallel_size=sizes.pipeline_model_parallel_size,
+            virtual_pipeline_model_parallel_size=virtual if virtual > 1 else None,
+            context_parallel_size=sizes.context_parallel_size,
+            expert_model_parallel_size=sizes.expert_model_parallel_size,
+            expert_tensor_parallel_size=sizes.expert_tensor_parallel_size,
             distributed_timeout_minutes=timeout_minutes,
         )
-    # Dropout is off in RL and sampling has counted random numbers of its own; Megatron still needs
+    # RL trains without dropout, and sampling counts its own random numbers; Megatron still needs
     # its tracker.
     random.seed(seed)
     np.random.seed(seed % 2**32)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
     return topology()
+
+
+def _initialize_default_group(timeout_minutes: int) -> None:
+    if has_cuda():
+        torch.cuda.set_device(current_device())
+    if "RANK" not in os.environ:
+        os.environ |= {
+            "RANK": "0",
+            "WORLD_SIZE": "1",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": "0",
+        }
+    # No device_id: with one, every new group is an ncclCommSplit of the whole world, and Megatron
+    # makes several groups per rank. Barriers of this group run over gloo.
+    try:
+        dist.init_process_group(backend(), timeout=timedelta(minutes=timeout_minutes))
+    except dist.DistNetworkError as error:
+        if used := port_in_use(error, "MASTER_PORT"):
+            raise UserError(used) from None
+        raise
 
 
 def topology() -> Topology:
@@ -185,51 +187,101 @@ def destroy() -> None:
         dist.destroy_process_group()
 
 
-def barrier() -> None:
-    if dist.get_world_size() > 1:
-        dist.barrier()
+@dataclass(frozen=True)
+class Collectives:
+    """Collectives of small Python values over all ranks, through one process group.
+
+    Two threads may not share a group: their collectives would meet in any order. A thread that
+    samples while the main one trains has a second group (:func:`second_group`).
+    """
+
+    group: dist.ProcessGroup | None = None  # None: the default group
+
+    @property
+    def rank(self) -> int:
+        """Return the number of this rank."""
+        return dist.get_rank()
+
+    @property
+    def ranks(self) -> range:
+        """Return the numbers of all ranks."""
+        return range(dist.get_world_size())
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        if dist.get_world_size() > 1:
+            dist.barrier(group=self.group)
+
+    def max(self, value: int) -> int:
+        """Return the largest ``value`` of all ranks."""
+        if dist.get_world_size() == 1:
+            return value
+        device = "cpu" if self.group else current_device()
+        box = torch.tensor([value], dtype=torch.int64, device=device)
+        dist.all_reduce(box, op=dist.ReduceOp.MAX, group=self.group)
+        return int(box.item())
+
+    def gather(self, value: T) -> list[T]:
+        """Return ``value`` of every rank, in rank order, on every rank."""
+        if dist.get_world_size() == 1:
+            return [value]
+        gathered: list[T] = [value] * dist.get_world_size()
+        dist.all_gather_object(gathered, value, group=self.group)
+        return gathered
+
+    def broadcast(self, value: T, src: int = 0) -> T:
+        """Return ``value`` of rank ``src``, on every rank."""
+        if dist.get_world_size() == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=src, group=self.group)
+        return box[0]
+
+    def exchange(self, outgoing: Sequence[T]) -> list[T]:
+        """Send ``outgoing[r]`` to every rank r; return what each rank sent to this one."""
+        if dist.get_world_size() == 1:
+            return list(outgoing)
+        payloads = [pickle.dumps(value, protocol=5) for value in outgoing]
+        sent = [len(payload) for payload in payloads]
+        received = [sizes[dist.get_rank()] for sizes in self.gather(sent)]
+        incoming = torch.empty(sum(received), dtype=torch.uint8)
+        dist.all_to_all_single(
+            incoming,
+            torch.frombuffer(bytearray(b"".join(payloads)), dtype=torch.uint8),
+            output_split_sizes=received,
+            input_split_sizes=sent,
+            group=self.group,
+        )
+        return [pickle.loads(part.numpy().data) for part in incoming.split(received)]
 
 
-# What max_over_ranks and all_gather_objects communicate through in this thread; None: the default
-# group.
-GROUP: ContextVar[dist.ProcessGroup | None] = ContextVar("group", default=None)
-
-
-def group_beside(timeout_minutes: int) -> dist.ProcessGroup | None:
-    """Return a second group of all ranks, on the host, for a thread beside the main one: two
-    threads may not share one. None for a single rank. Collective.
+def second_group(timeout_minutes: int) -> dist.ProcessGroup | None:
+    """Return a second group of all ranks, over gloo on the host; None for a single rank.
+    Collective.
     """
     if dist.get_world_size() == 1:
         return None
     return dist.new_group(backend="gloo", timeout=timedelta(minutes=timeout_minutes))
 
 
+def barrier() -> None:
+    """Wait for all ranks, through the default group."""
+    Collectives().barrier()
+
+
 def max_over_ranks(value: int) -> int:
-    """Return the largest ``value`` of all ranks."""
-    if dist.get_world_size() == 1:
-        return value
-    group = GROUP.get()
-    box = torch.tensor([value], dtype=torch.int64, device="cpu" if group else current_device())
-    dist.all_reduce(box, op=dist.ReduceOp.MAX, group=group)
-    return int(box.item())
+    """Return the largest ``value`` of all ranks, through the default group."""
+    return Collectives().max(value)
 
 
-def all_gather_objects(value: Any) -> list[Any]:
-    """Return ``value`` of every rank, in rank order."""
-    if dist.get_world_size() == 1:
-        return [value]
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, value, group=GROUP.get())
-    return gathered
+def all_gather_objects(value: T) -> list[T]:
+    """Return ``value`` of every rank, in rank order, through the default group."""
+    return Collectives().gather(value)
 
 
-def broadcast_object(value: Any, src: int = 0) -> Any:
-    """Return ``value`` of rank ``src``, on every rank."""
-    if dist.get_world_size() == 1:
-        return value
-    box = [value]
-    dist.broadcast_object_list(box, src=src)
-    return box[0]
+def broadcast_object(value: T, src: int = 0) -> T:
+    """Return ``value`` of rank ``src`` on every rank, through the default group."""
+    return Collectives().broadcast(value, src)
 
 
 class BucketBarrier:
@@ -276,7 +328,7 @@ class BucketBarrier:
 
     def who_is_behind(self, number: int) -> str:
         """Return the ranks that have not reached ``number``, by what they left in the store."""
-        behind = []
+        late = []
         for rank in self.ranks:
             try:
                 key = f"{self.name}/{rank}"
@@ -284,8 +336,8 @@ class BucketBarrier:
             except (RuntimeError, ValueError):
                 return "a rank did not answer, and neither did the store of the process groups"
             if done < number and rank != dist.get_rank():
-                behind.append(f"rank {rank} stopped after step {done}")
-        return "; ".join(behind) or "a rank did not answer"
+                late.append(f"rank {rank} stopped after step {done}")
+        return "; ".join(late) or "a rank did not answer"
 
     def _say(self, number: int) -> None:
         self._store.set(f"{self.name}/{dist.get_rank()}", str(number))

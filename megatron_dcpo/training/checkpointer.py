@@ -1,17 +1,16 @@
-"""Saving on schedule, stopping in good order, and continuing where the last intact checkpoint left
-off.
-"""
+"""Saving on schedule, stopping in good order, and continuing after the last intact checkpoint."""
 
 from __future__ import annotations
 
 import logging
 import signal
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
-from megatron_dcpo.checkpoints.manifest import iteration_dir, latest_iteration
+from megatron_dcpo.checkpoints.manifest import iteration_dir, iterations, latest_iteration
 from megatron_dcpo.checkpoints.saver import Saver, remove_leftovers
 from megatron_dcpo.checkpoints.state import (
     Optimizer,
@@ -22,44 +21,113 @@ from megatron_dcpo.checkpoints.state import (
 from megatron_dcpo.config import TrainingConfig
 from megatron_dcpo.errors import EXIT_INTERRUPTED, EXIT_REQUEUE, Stopped, UserError, one_line
 from megatron_dcpo.policy.model import Policy
-from megatron_dcpo.policy.optimizer import Offload
-from megatron_dcpo.rollout import Engine
 from megatron_dcpo.runtime import signals
-from megatron_dcpo.runtime.distributed import broadcast_object, max_over_ranks
-from megatron_dcpo.training.groups import restored_groups, saved_groups
-from megatron_dcpo.training.sampler import Sampler
-from megatron_dcpo.training.updater import Updater
+from megatron_dcpo.runtime.distributed import Topology, broadcast_object, max_over_ranks
 
 logger = logging.getLogger(__name__)
 
 
+class Part(Protocol):
+    """A part of the run that a checkpoint remembers, as plain values and tensors, equal on all
+    ranks.
+    """
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint after the current step holds."""
+        ...
+
+    def load_state_dict(self, saved: Mapping[str, Any], step: int) -> None:
+        """Continue after ``step``. Raises :class:`UserError` when the options no longer fit, and
+        what odd values raise.
+        """
+        ...
+
+
+class Model(Protocol):
+    """The sharded state of policy and optimizer."""
+
+    def state(self, step: int, run: dict[str, Any]) -> dict[str, Any]:
+        """Return what is written after ``step``; ``run`` are the plain values beside the model."""
+        ...
+
+    def load(self, directory: Path, step: int) -> dict[str, Any]:
+        """Restore the model from the checkpoint of ``step``; return its plain values."""
+        ...
+
+
+@dataclass(frozen=True)
+class MegatronModel:
+    """Policy and optimizer in Megatron's distributed checkpoint format."""
+
+    policy: Policy
+    optimizer: Optimizer
+
+    def state(self, step: int, run: dict[str, Any]) -> dict[str, Any]:
+        """Return the sharded state. Collective."""
+        return checkpoint_state(self.policy, self.optimizer, step, run)
+
+    def load(self, directory: Path, step: int) -> dict[str, Any]:
+        """Restore parameters, moments, schedule and generators. Collective."""
+        return load_checkpoint(directory, step, self.policy, self.optimizer)
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What must be the same when a run is resumed: otherwise it would be another run from there on.
+
+    ``fingerprint`` names the prompts that the sources hold.
+    """
+
+    seed: int
+    prompts_per_step: int
+    shuffle: bool
+    fingerprint: str
+
+    def check(self, saved: Mapping[str, Any], directory: Path) -> None:
+        """Raise :class:`UserError` when a checkpoint is of another run."""
+        data = saved["data"]
+        for option, now, then in (
+            ("seed", self.seed, saved["seed"]),
+            ("data.prompts_per_step", self.prompts_per_step, data["prompts_per_step"]),
+            ("data.shuffle", self.shuffle, data["shuffle"]),
+        ):
+            if now != then:
+                raise UserError(
+                    f"{directory} was started with {option}={then}, not {now}; keep it to resume"
+                )
+        if data["fingerprint"] != self.fingerprint:
+            raise UserError(
+                f"{directory} was started with other prompts than data.path holds now (or they are "
+                "formatted differently); restore them to resume, or start another run_dir"
+            )
+
+
 class Checkpointer:
-    """Saves a run to ``directory/checkpoints`` and restores it. The engine sleeps while it works.
-    All methods are collective. ``identity``: what must be the same to resume, by option, and the
-    fingerprint of the ``data``. ``saved_step``: of the last checkpoint.
+    """Saves a run to ``run_dir/checkpoints`` and restores it. All methods are collective.
+
+    ``model`` and the named ``parts`` are what a checkpoint holds. ``on_device`` opens a context in
+    which the engine sleeps and the whole state of the model is on the device. ``saved_step`` is the
+    step of the last checkpoint.
     """
 
     def __init__(
         self,
-        directory: Path,
         saver: Saver,
-        policy: Policy,
-        optimizer: Optimizer,
-        offload: Offload,
-        engine: Engine,
-        sampler: Sampler,
-        updater: Updater,
+        model: Model,
+        parts: Mapping[str, Part],
+        identity: Identity,
+        on_device: Callable[[], AbstractContextManager[None]],
+        topology: Topology,
         training: TrainingConfig,
-        identity: Mapping[str, Any],
     ) -> None:
-        self.directory, self.saver = directory, saver
-        self.policy, self.optimizer, self.offload, self.engine = policy, optimizer, offload, engine
-        self.sampler, self.updater, self.training, self.identity = (
-            sampler,
-            updater,
-            training,
-            identity,
-        )
+        self.saver = saver
+        self.directory = saver.directory.parent
+        self.model = model
+        self.parts = parts
+        self.identity = identity
+        self.on_device = on_device
+        self.topology = topology
+        self.training = training
         self.saved_step = 0
 
     def resume(self) -> int:
@@ -69,57 +137,51 @@ class Checkpointer:
         ``training.resume=none`` refuses to overwrite a run that has checkpoints. Raises
         :class:`UserError`.
         """
-        checkpoints, topology = self.saver.directory, self.policy.topology
+        checkpoints = self.saver.directory
         announced = broadcast_object(latest_iteration(checkpoints))
         if announced is not None and self.training.resume == "none":
             raise UserError(
                 f"{self.directory} already holds a checkpoint of step {announced}; pass --resume "
-                "auto to continue it, "
-                "or another run_dir to start anew"
+                "auto to continue it, or another run_dir to start again"
             )
-        latest, damaged = newest_intact(checkpoints, topology)
+        latest, damaged = newest_intact(checkpoints, self.topology)
         if latest is None:
             return 0
         for iteration, why in damaged.items():
             self.saver.damaged.add(iteration)
-            if topology.rank == 0:
-                logger.warning(
-                    "checkpoint %s is damaged: %s", iteration_dir(checkpoints, iteration), why
-                )
-        self.engine.sleep()  # the moments come into being
-        with self.offload.on_device():
-            saved = load_checkpoint(checkpoints, latest, self.policy, self.optimizer)
+            if self.topology.rank == 0:
+                path = iteration_dir(checkpoints, iteration)
+                logger.warning("checkpoint %s is damaged: %s", path, why)
+        with self.on_device():
+            saved = self.model.load(checkpoints, latest)
         try:
             self._restore(saved)
         except (LookupError, TypeError, ValueError, RuntimeError) as error:
-            # the last: a tensor where a number should be
+            # torch raises RuntimeError for a tensor where a number should be
             path = iteration_dir(checkpoints, latest)
-            raise UserError(
-                f"checkpoint {path} cannot be read ({type(error).__name__}: {one_line(error, 200)})"
-            ) from None
+            what = f"{type(error).__name__}: {one_line(error, 200)}"
+            raise UserError(f"checkpoint {path} cannot be read ({what})") from None
         self.saved_step = latest
-        if topology.rank == 0:
+        if self.topology.rank == 0:
             remove_leftovers(checkpoints)
             logger.info("continuing %s after step %d", self.directory, latest)
         return latest
 
     def save(self, step: int) -> None:
         """Begin a checkpoint after ``step`` when the schedule says so, and always after the last
-        one.
+        step.
 
-        A save needs no memory of the device, but nothing else shall need it meanwhile.
-        :meth:`announce` makes it the latest, once the records of the step are written.
+        A save needs no memory of the device, but nothing else may allocate during a save.
+        :meth:`announce` makes the checkpoint the latest, once the records of the step are written.
         """
         interval = self.training.save_interval
-        if (interval and step % interval == 0) or step == self.training.steps:
+        is_due = interval > 0 and step % interval == 0
+        if is_due or step == self.training.steps:
             self._begin(step)
 
     def save_now(self, step: int) -> None:
-        """Begin a checkpoint after ``step``, where the schedule has not. The engine sleeps
-        afterwards.
-        """
+        """Begin a checkpoint after ``step``, unless the schedule has. The engine sleeps after it."""
         if self.saved_step != step:
-            self.engine.sleep()
             self._begin(step)
 
     def announce(self, step: int) -> None:
@@ -129,12 +191,21 @@ class Checkpointer:
         else:
             self.saver.finish()
 
+    def keep(self, step: int, metric: str, value: float) -> None:
+        """Keep the checkpoint of ``step``, as the best by ``metric``, when older ones are removed."""
+        self.saver.best = {"iteration": step, "metric": metric, "value": value}
+
+    def intact_steps(self) -> list[int]:
+        """Return the steps of the checkpoints on the disk, without those found damaged."""
+        present = broadcast_object(iterations(self.saver.directory))
+        return [step for step in present if step not in self.saver.damaged]
+
     def stop_if_asked(self, done: int) -> None:
         """Checkpoint after the ``done`` steps and raise :class:`Stopped` when a signal has reached
         any rank.
 
-        Called where the policy is that of a whole number of steps: after a rollout, which a signal
-        cuts short, and after a step. A run that has done all its steps goes on to its end.
+        It is called when the policy is that of a whole number of steps: after a rollout, which a
+        signal cuts short, and after a step. A run that has done all its steps goes on to its end.
         """
         number = max_over_ranks(signals.stop_requested() or 0)
         if not number or done == self.training.steps:
@@ -143,18 +214,21 @@ class Checkpointer:
             self.save_now(done)
         self.saver.wait()
         signals.ignore_signals()
+        saved = "saved" if done else "nothing to save yet"
         raise Stopped(
-            f"stopped by {signals.name_of(number)} after step {done} of {self.training.steps}"
-            f"{', saved' if done else ', nothing to save yet'}; --resume auto continues "
-            f"{self.directory}",
+            f"stopped by {signals.name_of(number)} after step {done} of {self.training.steps}, "
+            f"{saved}; --resume auto continues {self.directory}",
             EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_REQUEUE,
         )
 
     def stop_if_warned(self, warned: Sequence[str], done: int) -> None:
-        """Checkpoint and raise :class:`UserError` where the first rank was ``warned`` after the
+        """Checkpoint and raise :class:`UserError` when the first rank was ``warned`` after the
         ``done`` steps and ``training.on_warning`` is ``stop``.
         """
-        if self.training.on_warning != "stop" or not (text := broadcast_object("; ".join(warned))):
+        if self.training.on_warning != "stop":
+            return
+        text = broadcast_object("; ".join(warned))
+        if not text:
             return
         self.save_now(done)
         self.saver.wait()
@@ -170,16 +244,14 @@ class Checkpointer:
         if done:
             self.save_now(done)
         self.saver.wait()
-        saved = (
-            f"saved after step {done}; --resume auto continues {self.directory}"
-            if done
-            else "nothing to save yet"
-        )
+        saved = "nothing to save yet"
+        if done:
+            saved = f"saved after step {done}; --resume auto continues {self.directory}"
         raise UserError(f"{why}; {saved}") from None
 
     @contextmanager
     def completing(self) -> Iterator[None]:
-        """Complete the checkpoint on its way where all ranks raise a :class:`UserError` inside the
+        """Complete the checkpoint on its way when all ranks raise a :class:`UserError` inside the
         block.
         """
         try:
@@ -190,63 +262,36 @@ class Checkpointer:
 
     def _begin(self, step: int) -> None:
         run = {
-            "seed": self.identity["seed"],
+            "seed": self.identity.seed,
             "data": {
-                "consumed_prompts": self.sampler.consumed_prompts(step),
-                **self.identity["data"],
+                "prompts_per_step": self.identity.prompts_per_step,
+                "shuffle": self.identity.shuffle,
+                "fingerprint": self.identity.fingerprint,
             },
-            "reward": {
-                "nonfinite_in_a_row": self.updater.nonfinite_in_a_row,
-                "entropy_coefs": self.updater.entropy_coefs,
-            },
-            "engine": {"weights_version": step},  # what it has, or is about to get
-            "rollout": {
-                "carried": saved_groups(self.sampler.carried),
-                "group_size": self.sampler.rollout.group_size,
-            },
+            "engine": {"weights_version": step},  # which the engine has, or is about to get
+            "parts": {name: part.state_dict() for name, part in self.parts.items()},
         }
-        with self.offload.on_device():
-            self.saver.begin(step, checkpoint_state(self.policy, self.optimizer, step, run))
+        with self.on_device():
+            self.saver.begin(step, self.model.state(step, run))
         self.saved_step = step
 
     def _restore(self, saved: dict[str, Any]) -> None:
-        """Hand the parts what they saved. Seed and data must be those of the checkpoint: otherwise
-        the run would be another one from here on. The prompts go on behind the last one consumed.
-        """
-        step, data = saved["iteration"], saved["data"]
-        for name, value, kept in (
-            ("seed", self.identity["seed"], saved["seed"]),
-            *(
-                (f"data.{key}", self.identity["data"][key], data[key])
-                for key in ("prompts_per_step", "shuffle")
-            ),
-        ):
-            if value != kept:
-                raise UserError(
-                    f"{self.directory} was started with {name}={kept}, not {value}; keep it to "
-                    "resume"
-                )
-        if data["fingerprint"] != self.identity["data"]["fingerprint"]:
-            raise UserError(
-                f"{self.directory} was started with other prompts than data.path holds now (or "
-                "they are formatted "
-                "differently); restore them to resume, or start another run_dir"
-            )
-        if (version := saved["engine"]["weights_version"]) != step:
+        """Hand the parts what they saved. Raises :class:`UserError`, and what odd values raise."""
+        step = saved["iteration"]
+        self.identity.check(saved, self.directory)
+        version = saved["engine"]["weights_version"]
+        if version != step:
             raise UserError(
                 f"the checkpoint of step {step} in {self.directory} contradicts itself: engine at "
                 f"version {version}"
             )
-        rollout, size = saved.get("rollout", {"carried": []}), self.sampler.rollout.group_size
-        if rollout["carried"] and rollout.get("group_size", size) != size:
-            raise UserError(
-                f"{self.directory} carries unfinished groups of "
-                f"rollout.group_size={rollout['group_size']}, not {size}; "
-                "keep it to resume"
-            )
-        groups = restored_groups(rollout["carried"], self.sampler.draw, size)
-        self.sampler.restore(step, int(data["consumed_prompts"]), groups)
-        self.updater.nonfinite_in_a_row = int(saved["reward"]["nonfinite_in_a_row"])
-        if self.updater.method.options.entropy_target and "entropy_coefs" in saved["reward"]:
-            coef, acting = map(float, saved["reward"]["entropy_coefs"])
-            self.updater.set_entropy_coefs((coef, acting))
+        states = saved["parts"] if "parts" in saved else _parts_of_release_0_2(saved)
+        for name, part in self.parts.items():
+            part.load_state_dict(states[name], step)
+
+
+def _parts_of_release_0_2(saved: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the states of the parts from a checkpoint of release 0.2.0."""
+    rollouts = {"carried": [], "group_size": 0} | saved.get("rollout", {})
+    rollouts["consumed_prompts"] = saved["data"]["consumed_prompts"]
+    return {"rollouts": rollouts, "updater": saved["reward"]}

@@ -16,6 +16,7 @@ from megatron_dcpo.runtime.signals import RolloutAbandoned
 from megatron_dcpo.runtime.text import counted
 from megatron_dcpo.training import provenance
 from megatron_dcpo.training.run import Run, build
+from megatron_dcpo.training.sampler import Batch
 from megatron_dcpo.training.weight_sync import export_policy
 from megatron_dcpo.weights.table import number_of_parameters
 
@@ -33,12 +34,11 @@ def train(config: Config) -> None:
     with build(config) as run, lock_run_dir(run.directory, run.policy.topology.rank):
         provenance.prepare(run.directory, config, run.policy.topology.rank)
         done = run.checkpointer.resume()
-        if run.validator:
-            run.validator.restore(done)
+        _restore_validations(run, done)
         with run.recorder.from_step(done + 1):
             _start(run, done)
             for step in range(done + 1, config.training.steps + 1):
-                if run.validator and run.validator.stop_early(done=step - 1):
+                if _stops_early(run, done=step - 1):
                     break
                 run.timers.step = step
                 with _traced(run, step):
@@ -53,53 +53,127 @@ def train(config: Config) -> None:
 
 def train_step(run: Run, step: int) -> None:
     """Generate, judge, update, synchronize, record. Collective."""
+    batch = _take_batch(run, step)
+    run.rollouts.start(step + 1)  # with rollout.async_steps, alongside the training
+    with run.timers("train"), run.checkpointer.completing():
+        run.engine.sleep()
+        run.offload.reload()
+        samples, statistics = run.updater.update(batch.samples, step)
+    with run.timers("save"):  # while the engine sleeps
+        run.checkpointer.save(step)
+    run.rollouts.wait_for_engine()
+    with run.timers("reshard"):
+        run.offload.offload()
+        traffic = run.weight_sync.push(version=step)
+    validated = _validate(run, step)
+    run.recorder.log(step, samples, statistics, traffic | batch.metrics | validated)
+    with run.timers("save"):
+        _save_best(run, step)
+        run.checkpointer.announce(step)  # now that the records of the step are written
+
+
+def _take_batch(run: Run, step: int) -> Batch:
     try:
-        samples = run.ahead.take(step)
+        return run.rollouts.take(step)
     except RolloutAbandoned:  # by a signal
         run.checkpointer.stop_if_asked(done=step - 1)
         raise
     except VerifierFailed as failed:
         run.checkpointer.save_and_end(failed, done=step - 1)
-    run.ahead.start(step + 1)  # with rollout.async_steps: beside the training
-    with run.timers("train"), run.checkpointer.completing():
-        run.engine.sleep()
-        run.offload.reload()
-        samples, statistics = run.updater.update(samples, step)
-    with run.timers("save"):  # while the engine sleeps
-        run.checkpointer.save(step)
-    run.ahead.wait()
-    with run.timers("reshard"):
-        run.offload.offload()
-        traffic = run.weight_sync.push(version=step)
-    validated = run.validator.validate(step) if run.validator else {}
-    run.recorder.log(step, samples, statistics, traffic | run.sampler.metrics | validated)
-    with run.timers("save"):  # announced when its records are written
-        if run.validator:
-            run.validator.save_best(step)
-        run.checkpointer.announce(step)
 
 
 def _start(run: Run, done: int) -> None:
     """Give the engines the policy after ``done`` steps, and validate it. The first rank says so: a
     large model takes minutes before its first step is logged.
     """
-    first, rollout = run.policy.topology.rank == 0, run.config.rollout
-    if first:
-        parameters, engine = number_of_parameters(run.policy.arch), type(run.engine).__name__
+    config = run.config
+    is_first_rank = run.policy.topology.rank == 0
+    if is_first_rank:
         logger.info(
-            "%s parameters, sampled by %s; handing over the weights", counted(parameters), engine
+            "%s parameters, sampled by %s; handing over the weights",
+            counted(number_of_parameters(run.policy.arch)),
+            type(run.engine).__name__,
         )
     run.weight_sync.check_plan()
     run.weight_sync.push(version=done)
-    run.recorder.log_evaluation(done, run.validator.validate(done) if run.validator else {})
+    run.recorder.log_evaluation(done, _validate(run, done))
     run.timers.clear()
-    if first and done < run.config.training.steps:
-        sizes = run.config.data.prompts_per_step * rollout.group_size, rollout.max_response_length
-        logger.info("step %d begins: %d responses of at most %d tokens", done + 1, *sizes)
+    if is_first_rank and done < config.training.steps:
+        logger.info(
+            "step %d begins: %d responses of at most %d tokens",
+            done + 1,
+            config.data.prompts_per_step * config.rollout.group_size,
+            config.rollout.max_response_length,
+        )
+
+
+# -------------------------------------------------------------------------------- validation
+def _validate(run: Run, step: int) -> dict[str, float]:
+    """Return ``evaluation/BENCHMARK/METRIC`` of the policy after ``step``, which the engines have;
+    nothing when validation is not due, is known from before a resumption, or was cut short.
+    """
+    validator = run.validator
+    if validator is None or not validator.is_due(step) or step in run.selection.measured:
+        return {}
+    run.rollouts.wait_for_engine()
+    validation = validator.validate(version=step)
+    if validation is None:
+        return {}
+    run.recorder.write_validation(step, validation.samples)
+    is_best = run.selection.add(step, validation.metrics)
+    if is_best:
+        run.checkpointer.keep(step, run.selection.metric, run.selection.value(step))
+    return validation.metrics
+
+
+def _save_best(run: Run, step: int) -> None:
+    """Checkpoint after ``step`` when its validation is the best so far and the schedule has saved
+    none.
+    """
+    if run.selection.best_step == step and run.checkpointer.saved_step != step:
+        run.checkpointer.save_now(step)
+        run.weight_sync.push(version=step)
+
+
+def _restore_validations(run: Run, done: int) -> None:
+    """Take over what a resumed run has measured up to the step ``done``."""
+    if run.validator is None:
+        return
+    selection = run.selection
+    measured = run.recorder.logged_validations(done)
+    selection.restore(measured, saved=run.checkpointer.intact_steps())
+    if selection.best_step is not None:
+        value = selection.value(selection.best_step)
+        run.checkpointer.keep(selection.best_step, selection.metric, value)
+
+
+def _stops_early(run: Run, done: int) -> bool:
+    """Return whether ``training.early_stop`` ends the run after ``done`` steps; its checkpoint is
+    then complete.
+    """
+    selection = run.selection
+    if done == run.config.training.steps or not selection.is_exhausted():
+        return False
+    run.checkpointer.save_now(done)
+    run.checkpointer.saver.wait()
+    if run.policy.topology.rank == 0:
+        stagnant, best = selection.stagnation()
+        before = "an undefined value"
+        if best is not None:
+            before = f"{selection.value(best):.4g} after step {best}"
+        logger.info(
+            "stopped early after step %d, saved: %s is not better than %s in %d validations "
+            "(training.early_stop)",
+            done,
+            selection.metric,
+            before,
+            stagnant,
+        )
+    return True
 
 
 def _traced(run: Run, step: int) -> AbstractContextManager[None]:
     """Return a profiler around the steps of ``training.profile_steps``, on the first rank."""
-    if step not in run.config.training.profile_steps or run.policy.topology.rank:
+    if step not in run.config.training.profile_steps or run.policy.topology.rank != 0:
         return nullcontext()
     return profile(run.directory / "profile" / f"step_{step:06d}.json.gz")

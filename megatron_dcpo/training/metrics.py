@@ -59,17 +59,17 @@ def step_metrics(
         "length/max": int(max(lengths)),
         **thinking_metrics(judgements),
         "length/truncated": float(np.mean([s.response.finish_reason == "length" for s in samples])),
-        "loss/policy": _mean_of_updates(statistics["losses"]),
-        **loss_metrics(statistics["sums"]),
-        "grad_norm/total": _mean_of_updates(statistics["grad_norms"]),
-        **(unmeasured | statistics["block_gradients"]),
-        **statistics["coefficients"],
-        **mismatch_metrics(statistics["sums"]),
-        **statistics["maxima"],
-        "learning_rate": statistics["learning_rate"],
-        "updates/skipped": statistics["skipped"],
+        "loss/policy": _mean_of_updates(statistics.losses),
+        **loss_metrics(statistics.sums),
+        "grad_norm/total": _mean_of_updates(statistics.grad_norms),
+        **(unmeasured | statistics.block_gradients),
+        **statistics.coefficients,
+        **mismatch_metrics(statistics.sums),
+        **statistics.maxima,
+        "learning_rate": statistics.learning_rate,
+        "updates/skipped": statistics.skipped,
         "train/skipped_tokens": sum(map(sequence_length, samples))
-        - sum(map(sequence_length, statistics["computed"])),
+        - sum(map(sequence_length, statistics.trained)),
         **{
             f"tokens/s/{phase}": sum(lengths) / seconds[phase]
             for phase in ("rollout", "train")

@@ -105,7 +105,7 @@ def _probe(run: Run, batches: int) -> dict[str, Any]:
         run.weight_sync.push(
             version=step - 1
         )  # the same weights each time, counted as training counts
-        samples = run.sampler.sample(step)
+        samples = run.updater.fetch_share(run.rollouts.take(step).samples)
         run.engine.sleep()
         run.offload.reload()
         for part, scored in parts_of(samples, run.config.objective).items():

@@ -6,10 +6,9 @@ from __future__ import annotations
 
 import json
 import logging
-import sys
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from datetime import timedelta
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -23,14 +22,16 @@ from megatron_dcpo.config import Config
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation.facts import seconds_left
 from megatron_dcpo.evaluation.heldout import named_sources
+from megatron_dcpo.evaluation.samples import Sample, write_samples
 from megatron_dcpo.objectives import find_method
 from megatron_dcpo.planning.plan import Machine, make_plan
 from megatron_dcpo.policy.model import Policy
 from megatron_dcpo.runtime.device import capabilities
-from megatron_dcpo.runtime.distributed import Topology, broadcast_object
+from megatron_dcpo.runtime.distributed import Collectives, Topology, broadcast_object
 from megatron_dcpo.runtime.files import write_atomically
 from megatron_dcpo.runtime.text import parse_json
 from megatron_dcpo.runtime.watchdog import Timers
+from megatron_dcpo.training.dealing import fetch
 from megatron_dcpo.training.loggers import open_loggers
 from megatron_dcpo.training.metrics import (
     abstention_metrics,
@@ -38,7 +39,12 @@ from megatron_dcpo.training.metrics import (
     step_metrics,
     utilization,
 )
-from megatron_dcpo.training.mismatch import MISMATCH_EDGES, mismatch_histogram, routing_mismatch
+from megatron_dcpo.training.mismatch import (
+    MISMATCH_EDGES,
+    mismatch_histogram,
+    routing_mismatch,
+)
+from megatron_dcpo.training.progress import Progress
 from megatron_dcpo.training.provenance import record_start
 from megatron_dcpo.training.updater import UpdateStatistics
 from megatron_dcpo.training.warnings import new_warnings
@@ -47,13 +53,14 @@ from megatron_dcpo.types import BLOCKS, TrainingSample
 logger = logging.getLogger(__name__)
 
 SAMPLES_PER_STEP = 32  # judged responses written
+ToLoggers = Callable[[int, Mapping[str, Any]], None]
 
 
 class Recorder:
-    """Writes on rank 0 only; on the other ranks every call is a no-op. Files are open inside ``with
-    recorder.from_step(n)``.
+    """Writes on rank 0; on the other ranks a call only takes part in what is collective.
 
-    ``decode``: token ids -> text. ``saver``: waited for before a full disk ends the run.
+    Files are open inside ``with recorder.from_step(n)``. ``decode`` turns token ids into text.
+    ``saver`` is waited for before a full disk ends the run.
     """
 
     def __init__(
@@ -66,19 +73,22 @@ class Recorder:
         timers: Timers,
         saver: Saver,
     ) -> None:
-        self.directory, self.config, self.policy, self.decode = directory, config, policy, decode
-        self.timers, self.saver = timers, saver
-        self.writes, self.processes = topology.rank == 0, topology.world_size
-        self.metrics_path, self.mismatch_path = (
-            directory / "metrics.jsonl",
-            directory / "mismatch.jsonl",
-        )
+        self.directory = directory
+        self.config = config
+        self.policy = policy
+        self.decode = decode
+        self.timers = timers
+        self.saver = saver
+        self.writes = topology.rank == 0
+        self.processes = topology.world_size
+        self.metrics_path = directory / "metrics.jsonl"
+        self.mismatch_path = directory / "mismatch.jsonl"
         self.sources = list(named_sources(config)) if len(config.data.sources) > 1 else []
         self.planned = planned_memory(config, topology.world_size) if self.writes else {}
         self.rows: list[dict[str, Any]] = []  # what the watchers see
         self.warned: list[str] = []  # after the last step
-        self.to_loggers: Callable[[int, Mapping[str, Any]], None] = lambda step, metrics: None
-        self.progress: Any = None
+        self.to_loggers: ToLoggers = _to_nobody
+        self.progress = Progress(config.training.steps)
 
     @contextmanager
     def from_step(self, first_step: int) -> Iterator[None]:
@@ -103,10 +113,24 @@ class Recorder:
             self.to_loggers = stack.enter_context(
                 open_loggers(self.directory, self.config, first_step)
             )
-            if sys.stderr.isatty():
-                self.progress = _progress_bar(self.config.training.steps, first_step - 1)
-                stack.callback(self.progress.stop)
+            stack.enter_context(self.progress.shown(done=first_step - 1))
             yield
+
+    def logged_validations(self, done: int) -> dict[int, dict[str, float]]:
+        """Return ``evaluation/BENCHMARK/METRIC`` of the validations up to the step ``done``, by
+        step, from ``metrics.jsonl``. Collective.
+        """
+        validations: dict[int, dict[str, float]] = {}
+        rows = logged_rows(self.metrics_path) if self.writes else []
+        for row in rows:
+            metrics = {
+                name: math.nan if value is None else float(value)
+                for name, value in row.items()
+                if name.startswith("evaluation/")
+            }
+            if metrics and row["step"] <= done:
+                validations[row["step"]] = metrics
+        return broadcast_object(validations)
 
     def log(
         self,
@@ -115,44 +139,32 @@ class Recorder:
         statistics: UpdateStatistics,
         measured: Mapping[str, float],
     ) -> None:
-        """Record one step and clear the timers. Collective. ``measured``: what the other parts
-        counted.
+        """Record one step and clear the timers. Collective. ``measured`` are the metrics that other
+        parts counted.
 
         Raises :class:`UserError` on every rank when the disk refuses, after the checkpoint on its
         way is complete.
         """
+        shown: list[TrainingSample] = []
+        if self._samples_are_due(step):
+            shown = list(samples[:SAMPLES_PER_STEP])
+            wanted = range(len(shown)) if self.writes else ()
+            shown = fetch(shown, wanted, Collectives())
         refused: str | None = None
         if self.writes:
-            timers, sums = self.timers, statistics["sums"]
-            metrics = {"step": step, **step_metrics(samples, statistics, timers), **measured}
-            metrics |= utilization(self.policy, statistics["computed"], timers) | self.planned
-            metrics |= source_metrics(samples, self.sources)
-            metrics |= abstention_metrics(
-                samples, find_method(self.config.objective.name).abstention
-            )
-            metrics |= routing_mismatch(self.policy.arch, self.config.model.params_dtype, sums)
-            # what is busy runs beside a phase
-            seconds = sum(
-                value for phase, value in timers.seconds.items() if not phase.endswith("_busy")
-            )
-            metrics["time/step"] = seconds
-            metrics["tokens/s/step"] = metrics["length/mean"] * len(samples) / max(seconds, 1e-9)
+            metrics = self._metrics(step, samples, statistics, measured)
             try:
-                self._log(step, samples, metrics)
-                self._write_mismatch(step, mismatch_histogram(sums))
+                self._append(self.metrics_path, metrics)
+                self._hand_on(step, metrics)
+                if shown:
+                    self._write_samples(step, shown)
+                histogram = mismatch_histogram(statistics.sums)
+                edges = list(MISMATCH_EDGES)
+                self._append(self.mismatch_path, {"step": step, "edges": edges, **histogram})
             except OSError as error:
                 refused = _why(error)
         self.timers.clear()
         self._end_if(refused, step)
-
-    def _end_if(self, refused: str | None, step: int) -> None:
-        if (refused := broadcast_object(refused)) is not None:
-            self.saver.wait()  # says so itself if that one was refused too
-            raise UserError(
-                f"cannot write the records of step {step} in {self.directory} ({refused}); "
-                f"{last_complete(self.saver.directory)}. Free space, and continue with --resume "
-                "auto"
-            )
 
     def log_evaluation(self, step: int, measured: Mapping[str, float]) -> None:
         """Record the validation of a step whose training is not recorded now: before the first one,
@@ -161,67 +173,93 @@ class Recorder:
         refused: str | None = None
         if self.writes and measured:
             rows = logged_rows(self.metrics_path)
-            row: dict[str, Any] = (
-                rows.pop() if rows and rows[-1]["step"] == step else {"step": step}
-            )
+            row: dict[str, Any] = {"step": step}
+            if rows and rows[-1]["step"] == step:
+                row = rows.pop()
             lines = [json.dumps(json_ready(each)) + "\n" for each in (*rows, {**row, **measured})]
             try:
                 write_atomically(self.metrics_path, "".join(lines))
-                self._scalars(step, measured)
+                self.to_loggers(step, measured)
+                self.progress.log_validation(step, measured)
             except OSError as error:
                 refused = _why(error)
         self._end_if(refused, step)
 
-    def _scalars(self, step: int, metrics: Mapping[str, Any]) -> None:
-        self.to_loggers(step, metrics)
-        if held_out := evaluation_line(metrics):
-            logger.info("step %d  held out: %s", step, held_out)
+    def write_validation(self, step: int, samples: Sequence[Sample]) -> None:
+        """Write ``evaluation/step_000010.jsonl``, which ``dcpo evaluate --samples`` reads.
 
-    def _log(
-        self, step: int, samples: Sequence[TrainingSample], metrics: Mapping[str, Any]
-    ) -> None:
-        with self.metrics_path.open("a") as file:
-            file.write(json.dumps(json_ready(metrics)) + "\n")
-        self._scalars(step, metrics)
+        A full disk is a warning here; when the records of the step do not fit either, they end the
+        run on all ranks.
+        """
+        if not self.writes:
+            return
+        path = self.directory / "evaluation" / f"step_{step:06d}.jsonl"
+        try:
+            path.parent.mkdir(exist_ok=True)
+            write_samples(samples, path)
+        except OSError as refused:
+            logger.warning("cannot write %s (%s)", path, refused.strerror)
+
+    def _metrics(
+        self,
+        step: int,
+        samples: Sequence[TrainingSample],
+        statistics: UpdateStatistics,
+        measured: Mapping[str, float],
+    ) -> dict[str, Any]:
+        """Return the row of ``metrics.jsonl``."""
+        abstains = find_method(self.config.objective.name).abstention
+        params_dtype = self.config.model.params_dtype
+        metrics: dict[str, Any] = {"step": step}
+        metrics |= step_metrics(samples, statistics, self.timers)
+        metrics |= measured
+        metrics |= utilization(self.policy, statistics.trained, self.timers)
+        metrics |= self.planned
+        metrics |= source_metrics(samples, self.sources)
+        metrics |= abstention_metrics(samples, abstains)
+        metrics |= routing_mismatch(self.policy.arch, params_dtype, statistics.sums)
+        # the *_busy timers overlap phases
+        phases = {
+            phase: seconds
+            for phase, seconds in self.timers.seconds.items()
+            if not phase.endswith("_busy")
+        }
+        seconds = sum(phases.values())
+        metrics["time/step"] = seconds
+        metrics["tokens/s/step"] = metrics["length/mean"] * len(samples) / max(seconds, 1e-9)
+        return metrics
+
+    def _hand_on(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Show a row to loggers, watchers and the terminal."""
+        self.to_loggers(step, metrics)
+        self.progress.log_validation(step, metrics)
         self.rows.append(dict(metrics))
         self.warned = new_warnings(self.directory, self.rows)
         for text in self.warned:
             logger.warning("step %d: %s", step, text)
-        interval = self.config.logging.samples_interval
-        if interval and (step == 1 or step % interval == 0 or step == self.config.training.steps):
-            self._write_samples(step, samples)
-        line = (
-            f"acc {metrics['reward/accuracy']:.3f}  conf {metrics['confidence/mean']:.3f}  "
-            f"ECE {metrics['calibration/ece']:.3f}  AUROC {metrics['calibration/auroc']:.3f}  "
-            f"length {metrics['length/mean']:.0f}"
-        )
-        speed = f"{metrics['tokens/s/step']:,.0f} tokens/s"
-        if self.progress is not None:
-            self.progress.update(self.progress.task_ids[0], completed=step, line=f"{line}  {speed}")
-            return
-        total, seconds = self.config.training.steps, metrics["time/step"]
-        probed = (
-            ", the gradient probe's pass included" if metrics["grad_norm/reasoning"] >= 0 else ""
-        )
-        rest = seconds_left(self.rows, total - step)
-        left = f"  {timedelta(seconds=round(rest))} left" if rest else ""
-        loss = metrics["loss/policy"]
-        logger.info(
-            "step %d/%d  %s  loss %+.4f  %.2f s  %s%s%s",
-            step,
-            total,
-            line,
-            loss,
-            seconds,
-            speed,
-            left,
-            probed,
-        )
+        remaining = seconds_left(self.rows, self.config.training.steps - step)
+        self.progress.log_step(step, metrics, remaining)
 
-    def _write_mismatch(self, step: int, counts: Mapping[str, list[int]]) -> None:
-        """Write the histogram of |engine - trainer| log-probs of the sampled tokens, per block."""
-        with self.mismatch_path.open("a") as file:
-            file.write(json.dumps({"step": step, "edges": list(MISMATCH_EDGES), **counts}) + "\n")
+    def _samples_are_due(self, step: int) -> bool:
+        interval = self.config.logging.samples_interval
+        if not interval:
+            return False
+        return step == 1 or step % interval == 0 or step == self.config.training.steps
+
+    def _end_if(self, refused: str | None, step: int) -> None:
+        refused = broadcast_object(refused)
+        if refused is not None:
+            self.saver.wait()  # it says so itself if that checkpoint was refused too
+            raise UserError(
+                f"cannot write the records of step {step} in {self.directory} ({refused}); "
+                f"{last_complete(self.saver.directory)}. Free space, and continue with --resume "
+                "auto"
+            )
+
+    @staticmethod
+    def _append(path: Path, row: Mapping[str, Any]) -> None:
+        with path.open("a") as file:
+            file.write(json.dumps(json_ready(row)) + "\n")
 
     def _write_samples(self, step: int, samples: Sequence[TrainingSample]) -> None:
         directory = self.directory / "samples"
@@ -245,6 +283,10 @@ class Recorder:
                     **({} if judgement.logged is None else {"logged": judgement.logged}),
                 }
                 file.write(json.dumps(json_ready(record), ensure_ascii=False) + "\n")
+
+
+def _to_nobody(step: int, metrics: Mapping[str, Any]) -> None:
+    """Show metrics to no logger: none is open."""
 
 
 def token_pieces(
@@ -299,40 +341,3 @@ def logged_rows(path: Path) -> list[dict[str, Any]]:
             row = parse_json(line)
             rows.append(row | {"step": int(row["step"])})
     return rows
-
-
-def evaluation_line(metrics: Mapping[str, Any]) -> str:
-    """Return the accuracy and ECE of every benchmark that was validated, in words."""
-    names = [
-        key.split("/")[1]
-        for key in metrics
-        if key.startswith("evaluation/") and key.endswith("/accuracy")
-    ]
-    shown = (("acc", "accuracy"), ("ECE", "ece"))
-    return "; ".join(
-        f"{name} "
-        + "  ".join(f"{label} {metrics[f'evaluation/{name}/{key}']:.3f}" for label, key in shown)
-        for name in names
-    )
-
-
-def _progress_bar(total: int, completed: int) -> Any:
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-    )
-
-    columns = (
-        BarColumn(12),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(compact=True),
-        TextColumn("{task.fields[line]}"),
-    )
-    progress = Progress(*columns, console=Console(stderr=True))
-    progress.add_task("train", total=total, completed=completed, line="")
-    progress.start()
-    return progress

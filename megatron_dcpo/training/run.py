@@ -1,27 +1,25 @@
-"""Everything a run is made of, built once and wired: the parts of ``training/loop.py`` and what
-they need.
-"""
+"""Everything a run is made of, built once and wired: the parts of ``training/loop.py``."""
 
 from __future__ import annotations
 
 import logging
 import math
 import os
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+
+from transformers import PreTrainedTokenizerBase
 
 from megatron_dcpo.checkpoints.saver import Saver
 from megatron_dcpo.checkpoints.state import Optimizer
 from megatron_dcpo.config import Config
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation.heldout import HeldOut, load_held_out
-from megatron_dcpo.judging.judge import JUDGES
-from megatron_dcpo.judging.token_bytes import token_bytes
-from megatron_dcpo.objectives import build_method
+from megatron_dcpo.judging.token_bytes import TokenBytes, token_bytes
+from megatron_dcpo.objectives import Method, build_method
 from megatron_dcpo.policy.adapter import Adapter, AdapterOptimizer
 from megatron_dcpo.policy.gradient_probe import probe_block_gradients
 from megatron_dcpo.policy.model import Policy, build_policy
@@ -30,11 +28,15 @@ from megatron_dcpo.rollout import Engine, build_local_engine, load_tokenizer
 from megatron_dcpo.rollout.vllm_host import VllmOptions
 from megatron_dcpo.runtime import distributed
 from megatron_dcpo.runtime.device import capabilities
-from megatron_dcpo.runtime.distributed import Topology
+from megatron_dcpo.runtime.distributed import Collectives, Topology
 from megatron_dcpo.runtime.host_memory import ledger
 from megatron_dcpo.runtime.watchdog import Timers, Watchdog
-from megatron_dcpo.training.ahead import ahead_of
-from megatron_dcpo.training.checkpointer import Checkpointer
+from megatron_dcpo.training.checkpointer import Checkpointer, Identity, MegatronModel
+from megatron_dcpo.training.generation import (
+    Generation,
+    RolloutFunction,
+    load_rollout_function,
+)
 from megatron_dcpo.training.loggers import check_loggers
 from megatron_dcpo.training.preflight import (
     check_lengths,
@@ -43,44 +45,156 @@ from megatron_dcpo.training.preflight import (
     check_vocabulary,
 )
 from megatron_dcpo.training.recorder import Recorder
+from megatron_dcpo.training.rollouts import (
+    AsyncRollouts,
+    Rollouts,
+    RolloutsInTurn,
+    SavedRollouts,
+    fail_on_all_ranks,
+)
 from megatron_dcpo.training.sampler import Sampler
-from megatron_dcpo.training.sources import build_draw, build_judge, fingerprint_of, load_sources
+from megatron_dcpo.training.selection import Selection
+from megatron_dcpo.training.sources import (
+    LoadedSource,
+    build_draw,
+    build_judge,
+    fingerprint_of,
+    load_sources,
+)
 from megatron_dcpo.training.updater import Reference, Updater
 from megatron_dcpo.training.validation import Validator
 from megatron_dcpo.training.warnings import too_few_problems
 from megatron_dcpo.training.weight_sync import WeightSync
+from megatron_dcpo.types import Judgement
+from megatron_dcpo.weights.architecture import Architecture
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Run:
-    """The parts of a training run on this rank. ``validator``: None where ``evaluation.interval``
-    is 0.
-    """
+    """The parts of a training run on this rank. ``validator`` is None when nothing is validated."""
 
     config: Config
     directory: Path
-    tokenizer: Any
     policy: Policy
     optimizer: Optimizer
     offload: Offload
     engine: Engine
     timers: Timers
-    sampler: Sampler
-    ahead: Any
+    rollouts: Rollouts
     updater: Updater
     weight_sync: WeightSync
     checkpointer: Checkpointer
     recorder: Recorder
     validator: Validator | None
+    selection: Selection
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a run reads before anything is allocated: all of it has been checked."""
+
+    method: Method
+    arch: Architecture
+    tokenizer: PreTrainedTokenizerBase
+    vocabulary: TokenBytes
+    sources: list[LoadedSource]
+    held_out: HeldOut | None
+    judge: Callable[..., list[Judgement]]  # takes the end tokens of the engine too
 
 
 @contextmanager
 def build(config: Config) -> Iterator[Run]:
-    """Open a run: build all parts, the cheap checks first. Collective.
+    """Open a run: check what it reads, then build all parts. Collective.
 
     Raises :class:`UserError` on bad input.
+    """
+    inputs = read_inputs(config)
+    topology = distributed.initialize(
+        config.parallel.sizes,
+        seed=config.seed,
+        timeout_minutes=config.parallel.distributed_timeout_minutes,
+    )
+    if topology.rank == 0:
+        _warn_of_few_problems(config, inputs.sources)
+    directory = Path(config.run_dir)
+    watch = Watchdog(directory / "heartbeat", topology.rank, topology.world_size).start()
+    timers = Timers(watch)
+
+    policy = build_policy(config.model, config.parallel, topology, training=not config.frozen)
+    ledger.put("weights", sum(p.nbytes for chunk in policy.gpt for p in chunk.parameters()))
+    optimizer = build_optimizer(config, policy)
+    reference = None
+    if any(inputs.method.options.blocks("kl_coef")):
+        reference = build_reference(config, optimizer)
+    # The engine measures how much of the device is free: offload what the rollout does not need
+    # before the engine starts.
+    offload = Offload(
+        policy,
+        optimizer.megatron,
+        wanted=config.training.offload_optimizer_during_rollout,
+    )
+    offload.offload()
+    engine = build_engine(config, topology, inputs.held_out)
+    weight_sync = WeightSync(
+        policy=policy,
+        optimizer=optimizer,
+        engine=engine,
+        topology=topology,
+        watch=watch,
+        bucket_bytes=config.rollout.bucket_bytes,
+    )
+    rollouts = build_rollouts(config, inputs, engine, weight_sync, timers)
+    updater = build_updater(config, inputs.method, policy, optimizer, reference)
+    saver = build_saver(config, topology)
+    checkpointer = Checkpointer(
+        saver=saver,
+        model=MegatronModel(policy, optimizer),
+        parts={"rollouts": SavedRollouts(rollouts), "updater": updater},
+        identity=Identity(
+            seed=config.seed,
+            prompts_per_step=config.data.prompts_per_step,
+            shuffle=config.data.shuffle,
+            fingerprint=fingerprint_of(inputs.sources),
+        ),
+        on_device=state_on_device(engine, offload),
+        topology=topology,
+        training=config.training,
+    )
+    recorder = Recorder(
+        directory=directory,
+        config=config,
+        policy=policy,
+        decode=partial(decode, inputs.tokenizer),
+        topology=topology,
+        timers=timers,
+        saver=saver,
+    )
+    run = Run(
+        config=config,
+        directory=directory,
+        policy=policy,
+        optimizer=optimizer,
+        offload=offload,
+        engine=engine,
+        timers=timers,
+        rollouts=rollouts,
+        updater=updater,
+        weight_sync=weight_sync,
+        checkpointer=checkpointer,
+        recorder=recorder,
+        validator=build_validator(config, inputs.held_out, engine, weight_sync, timers),
+        selection=Selection(config.training.keep_best, config.training.early_stop),
+    )
+    with watch, ExitStack() as stack:
+        stack.push(rollouts.close)
+        yield run
+
+
+def read_inputs(config: Config) -> Inputs:
+    """Read and check model, tokenizer, data and judge, the cheap checks first. Raises
+    :class:`UserError`.
     """
     method = build_method(config.objective)
     arch = check_model(config)
@@ -92,98 +206,33 @@ def build(config: Config) -> Iterator[Run]:
     sources = load_sources(config, tokenizer)
     held_out = load_held_out(config, tokenizer, vocabulary)
     check_lengths(config, arch, sources, held_out)
-    judge = build_judge(config, sources, tokens=vocabulary)
-    parallel, directory = config.parallel, Path(config.run_dir)
-    topology = distributed.initialize(
-        *parallel.sizes, seed=config.seed, timeout_minutes=parallel.distributed_timeout_minutes
+    return Inputs(
+        method=method,
+        arch=arch,
+        tokenizer=tokenizer,
+        vocabulary=vocabulary,
+        sources=sources,
+        held_out=held_out,
+        judge=build_judge(config, sources, tokens=vocabulary),
     )
+
+
+def decode(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> str:
+    """Return the text of ``token_ids``, special tokens included."""
+    return str(tokenizer.decode(list(token_ids)))
+
+
+def _warn_of_few_problems(config: Config, sources: list[LoadedSource]) -> None:
     problems = sum(len(source.prompts) for source in sources)
-    if topology.rank == 0 and (text := too_few_problems(problems, config.data.prompts_per_step)):
+    text = too_few_problems(problems, config.data.prompts_per_step)
+    if text:
         logger.warning("%s: %s", ", ".join(source.path for source in sources), text)
-    watch = Watchdog(directory / "heartbeat", topology.rank, topology.world_size).start()
-    timers = Timers(watch)
-    policy = build_policy(config.model, parallel, topology, training=not config.frozen)
-    ledger.put("weights", sum(p.nbytes for gpt in policy.gpt for p in gpt.parameters()))
-    optimizer = build_policy_optimizer(config, policy)
-    reference = (
-        build_reference(config, optimizer) if any(method.options.blocks("kl_coef")) else None
-    )
-    # The engine measures what is left of the device: what a rollout does without leaves before it
-    # starts.
-    offload = Offload(policy, optimizer.megatron, config.training.offload_optimizer_during_rollout)
-    offload.offload()
-    engine = build_engine(config, topology, held_out)
-    saver = build_saver(config, topology)
-    weight_sync = WeightSync(
-        policy, optimizer, engine, topology, watch, config.rollout.bucket_bytes
-    )
-    judge, draw = partial(judge, eos_ids=engine.eos_token_ids), build_draw(config, sources)
-    parts = (
-        draw,
-        engine,
-        judge,
-        JUDGES,
-        method,
-        weight_sync.recover,
-        topology,
-        timers,
-        config.rollout,
-    )
-    sampler = Sampler(
-        *parts, config.data.prompts_per_step, config.seed, config.judging.max_error_rate
-    )
-    ahead = ahead_of(sampler, config.training.steps, parallel.distributed_timeout_minutes)
-    probe = None
-    if isinstance(optimizer, PolicyOptimizer):
-        probe = partial(probe_block_gradients, policy, optimizer.megatron)
-    updater = Updater(
-        policy, optimizer, method, reference, probe, parallel, config.rollout, config.training
-    )
-    data = {"prompts_per_step": config.data.prompts_per_step, "shuffle": config.data.shuffle}
-    identity = {"seed": config.seed, "data": {**data, "fingerprint": fingerprint_of(sources)}}
-    checkpointer = Checkpointer(
-        directory,
-        saver,
-        policy,
-        optimizer,
-        offload,
-        engine,
-        sampler,
-        updater,
-        config.training,
-        identity,
-    )
-    validator = None
-    if held_out is not None:
-        idle = ahead.complete
-        validator = Validator(
-            held_out, sampler, idle, weight_sync, checkpointer, topology, timers, directory, config
-        )
-    recorder = Recorder(directory, config, policy, tokenizer.decode, topology, timers, saver)
-    run = Run(
-        *(config, directory, tokenizer, policy, optimizer, offload, engine, timers),
-        *(sampler, ahead, updater, weight_sync, checkpointer, recorder, validator),
-    )
-    with watch, ExitStack() as stack:
-        stack.push(ahead.close)
-        yield run
 
 
-def build_saver(config: Config, topology: Topology) -> Saver:
-    """Return the writer of this rank's checkpoints."""
-    training = config.training
-    asynchronous = (
-        capabilities().separate_memory if training.async_save == "auto" else training.async_save
-    )
-    directory = Path(config.run_dir) / "checkpoints"
-    return Saver(
-        directory, topology.rank, training.keep_checkpoints, asynchronous, topology.replica_group
-    )
-
-
-def build_policy_optimizer(config: Config, policy: Policy) -> Optimizer:
+# ---------------------------------------------------------------------------- policy and optimizer
+def build_optimizer(config: Config, policy: Policy) -> Optimizer:
     """Return the optimizer of the policy's parameters, or of the adapter of ``model.adapter``,
-    which is added to it.
+    which is added to the policy.
     """
     if config.model.adapter is None:
         return PolicyOptimizer(policy, config)
@@ -193,8 +242,8 @@ def build_policy_optimizer(config: Config, policy: Policy) -> Optimizer:
 
 
 def build_reference(config: Config, optimizer: Optimizer) -> Reference:
-    """Return what opens the starting policy: a frozen one without its adapter, or else a second one
-    whose parameters wait on the host.
+    """Return what opens the starting policy: a frozen policy without its adapter, or else a second
+    policy whose parameters wait on the host.
     """
     if isinstance(optimizer, AdapterOptimizer):
         return partial(_opened, optimizer.adapter.policy, optimizer.adapter.inactive)
@@ -203,66 +252,187 @@ def build_reference(config: Config, optimizer: Optimizer) -> Reference:
 
 
 @contextmanager
-def _opened(policy: Policy, opening: Any) -> Iterator[Policy]:
+def _opened(
+    policy: Policy, opening: Callable[[], AbstractContextManager[None]]
+) -> Iterator[Policy]:
     with opening():
         yield policy
 
 
+def build_updater(
+    config: Config,
+    method: Method,
+    policy: Policy,
+    optimizer: Optimizer,
+    reference: Reference | None,
+) -> Updater:
+    """Return the updater, with a gradient probe when all parameters are trained."""
+    probe = None
+    if isinstance(optimizer, PolicyOptimizer):
+        probe = partial(probe_block_gradients, policy, optimizer.megatron)
+    return Updater(
+        policy=policy,
+        optimizer=optimizer,
+        method=method,
+        reference=reference,
+        probe=probe,
+        config=config,
+    )
+
+
+# ---------------------------------------------------------------------------- engine and rollouts
 def build_engine(config: Config, topology: Topology, held_out: HeldOut | None = None) -> Engine:
     """Return the engine of this rank, with any weights: the first synchronization brings the
-    policy's.
+    policy's. Raises :class:`UserError`.
     """
-    rollout, size, vllm = (
-        config.rollout,
-        config.rollout.tensor_model_parallel_size,
-        dict(config.rollout.vllm),
-    )
-    if topology.world_size % size:
-        raise UserError(
-            f"rollout.tensor_model_parallel_size={size} does not divide the {topology.world_size} "
-            "process(es) started"
-        )
-    longest = config.data.max_prompt_length + rollout.max_response_length
-    if held_out:
-        validated = held_out.longest + (config.evaluation.max_tokens or rollout.max_response_length)
-        longest = max(longest, validated)
-        if 0 < vllm.get("max_model_len", 0) < validated:
-            raise UserError(
-                f"rollout.vllm.max_model_len={vllm['max_model_len']} is less than the {validated} "
-                "tokens that "
-                "evaluation.benchmarks may need; raise it, leave it out, or lower "
-                "evaluation.max_tokens"
-            )
-    share = math.ceil(
-        rollout.oversample * config.data.prompts_per_step / (topology.world_size // size)
-    )
-    ours = {
-        name: vllm.pop(name)
-        for name in ("max_model_len", "dtype", "enable_sleep_mode")
-        if name in vllm
-    }
+    rollout = config.rollout
     if rollout.engine == "server":
         from megatron_dcpo.rollout.vllm_server import ServerEngine
 
-        exchange = (
-            Path(config.run_dir) / "engine_weights" if rollout.weight_transfer == "files" else None
+        exchange = Path(config.run_dir) / "engine_weights"
+        return ServerEngine(
+            endpoint=rollout.endpoint,
+            model_dir=config.model.path,
+            exchange=exchange if rollout.weight_transfer == "files" else None,
+            concurrency=rollout.max_num_seqs,
         )
-        return ServerEngine(rollout.endpoint, config.model.path, exchange, rollout.max_num_seqs)
+    size = rollout.tensor_model_parallel_size
+    if topology.world_size % size:
+        raise UserError(
+            f"rollout.tensor_model_parallel_size={size} does not divide the "
+            f"{topology.world_size} process(es) started"
+        )
+    engines = topology.world_size // size
+    prompts_of_engine = math.ceil(rollout.oversample * config.data.prompts_per_step / engines)
+    arguments = dict(rollout.vllm)  # what no option of ours sets is passed on by name
+    dtype = arguments.pop("dtype", config.model.params_dtype)
+    max_model_len = arguments.pop("max_model_len", 0) or longest_sequence(config, held_out)
+    sleep = arguments.pop("enable_sleep_mode", True)
     return build_local_engine(
         rollout.engine,
         config.model.path,
         VllmOptions(
-            dtype=ours.get("dtype", config.model.params_dtype),
+            dtype=dtype,
             head_dtype=config.model.head_dtype,
             tensor_model_parallel_size=size,
             gpu_memory_utilization=rollout.gpu_memory_utilization,
-            max_model_len=ours.get("max_model_len") or longest,
+            max_model_len=max_model_len,
             max_num_seqs=rollout.max_num_seqs,
-            responses=share * rollout.group_size,
-            sleep=ours.get("enable_sleep_mode", True),
+            responses=prompts_of_engine * rollout.group_size,
+            sleep=sleep,
             record_experts=rollout.routing_replay,
             dummy_weights=True,
             seed=config.seed,
-            arguments=vllm,
+            arguments=arguments,
         ),
     )
+
+
+def longest_sequence(config: Config, held_out: HeldOut | None) -> int:
+    """Return the tokens of the longest prompt and response that the engine may have to hold.
+
+    Raises :class:`UserError` when ``rollout.vllm.max_model_len`` is less than validation needs.
+    """
+    response = config.rollout.max_response_length
+    trained = config.data.max_prompt_length + response
+    if held_out is None:
+        return trained
+    validated = held_out.longest + (config.evaluation.max_tokens or response)
+    max_model_len = config.rollout.vllm.get("max_model_len", 0)
+    if 0 < max_model_len < validated:
+        raise UserError(
+            f"rollout.vllm.max_model_len={max_model_len} is less than the {validated} tokens that "
+            "evaluation.benchmarks may need; raise it, leave it out, or lower evaluation.max_tokens"
+        )
+    return max(trained, validated)
+
+
+def build_rollouts(
+    config: Config,
+    inputs: Inputs,
+    engine: Engine,
+    weight_sync: WeightSync,
+    timers: Timers,
+) -> Rollouts:
+    """Return what samples the batches: in turn with the training, or alongside it."""
+    asynchronous = config.rollout.async_steps > 0
+    collectives = Collectives()
+    if asynchronous:
+        # The thread that samples communicates while the main thread trains.
+        group = distributed.second_group(config.parallel.distributed_timeout_minutes)
+        collectives = Collectives(group)
+    sampler = Sampler(
+        draw=build_draw(config, inputs.sources),
+        generation=Generation(
+            engine=engine,
+            recover=fail_on_all_ranks(collectives) if asynchronous else weight_sync.recover,
+            collectives=collectives,
+            function=rollout_function(config),
+        ),
+        judge=partial(inputs.judge, eos_ids=engine.eos_token_ids),
+        method=inputs.method,
+        timers=Timers(None) if asynchronous else timers,
+        config=config,
+    )
+    if not asynchronous:
+        return RolloutsInTurn(sampler)
+    return AsyncRollouts(
+        sampler=sampler,
+        timers=timers,
+        recover=weight_sync.recover,
+        last_step=config.training.steps,
+    )
+
+
+def rollout_function(config: Config) -> RolloutFunction | None:
+    """Return the function that ``rollout.function`` names, if it names one."""
+    path = config.rollout.function
+    return load_rollout_function(path) if path else None
+
+
+def build_validator(
+    config: Config,
+    held_out: HeldOut | None,
+    engine: Engine,
+    weight_sync: WeightSync,
+    timers: Timers,
+) -> Validator | None:
+    """Return what validates the policy, if anything is held out."""
+    if held_out is None:
+        return None
+    generation = Generation(
+        engine=engine,
+        recover=weight_sync.recover,
+        collectives=Collectives(),
+        function=rollout_function(config),
+    )
+    return Validator(held_out=held_out, generation=generation, timers=timers, config=config)
+
+
+# ---------------------------------------------------------------------------- checkpoints
+def build_saver(config: Config, topology: Topology) -> Saver:
+    """Return the writer of this rank's checkpoints."""
+    in_background = config.training.async_save
+    if in_background == "auto":
+        in_background = capabilities().separate_memory
+    return Saver(
+        directory=Path(config.run_dir) / "checkpoints",
+        rank=topology.rank,
+        keep=config.training.keep_checkpoints,
+        background=in_background,
+        replicas=topology.replica_group,
+    )
+
+
+def state_on_device(engine: Engine, offload: Offload) -> Callable[[], AbstractContextManager[None]]:
+    """Return what opens a context in which the engine sleeps and the optimizer's whole state is on
+    the device.
+    """
+
+    @contextmanager
+    def opened() -> Iterator[None]:
+        engine.sleep()
+        with offload.on_device():
+            yield
+
+    return opened

@@ -2,42 +2,45 @@
 schedule.
 
 A response is one :class:`TrainingSample` all the way: ``with_old_logprobs`` and ``Method.score``
-fill its fields, a micro-batch holds its tokens, the loss sums their contributions (docs/one_step.md
-shows one with its numbers). Every rank scores the whole mini-batch, which costs nothing next to a
-forward pass, so that groups are never cut by the split over data-parallel ranks and the
-denominators are global.
+fill its fields, a micro-batch holds its tokens, the loss sums their contributions (docs/one_step.md shows one with its
+numbers). Every rank scores the whole mini-batch, of which it needs judgements and lengths only, so
+that groups are never cut by the split over data-parallel ranks and the denominators are global.
+Tokens are on the ranks that compute them (training/dealing.py).
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol, TypedDict
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from megatron_dcpo.config import ParallelConfig, RolloutConfig, TrainingConfig
+from megatron_dcpo.config import Config
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.objectives.method import Method
+from megatron_dcpo.objectives.method import Method, mean_logprob
 from megatron_dcpo.objectives.shaping import adapted_entropy_coef
 from megatron_dcpo.policy.batching import assign_to_ranks, sequence_length, split_micro_batches
+from megatron_dcpo.policy.gradient_probe import PairComparison
 from megatron_dcpo.policy.model import Policy
 from megatron_dcpo.policy.schedule import accumulate_gradients, compute_logprobs
-from megatron_dcpo.runtime.distributed import all_gather_objects, max_over_ranks
-from megatron_dcpo.training.mismatch import LARGEST, REDUCED_BY_MAX, computed, mismatch_statistics
+from megatron_dcpo.runtime.distributed import Collectives
+from megatron_dcpo.training.dealing import fetch, samples_to_train
+from megatron_dcpo.training.mismatch import LARGEST, REDUCED_BY_MAX, mismatch_statistics
 from megatron_dcpo.types import BLOCKS, MicroBatch, TokenOutputs, TrainingSample, replaced
 
 logger = logging.getLogger(__name__)
 
 Reference = Callable[[], AbstractContextManager[Policy]]
 Accumulate = Callable[[], list[dict[str, float]]]
-# backward passes of a part of the loss and of the loss -> what the latter returns, norms and cosine
-# of part and rest
-Probe = Callable[[Accumulate, Accumulate], tuple[list[dict[str, float]], Any]]
+# A backward pass of a part of the loss and one of the whole loss -> what the second one returns,
+# and norms and cosine of the part's gradient and the rest's.
+Probe = Callable[[Accumulate, Accumulate], tuple[list[dict[str, float]], PairComparison]]
 
 
 class Optimizer(Protocol):
@@ -53,25 +56,30 @@ class Optimizer(Protocol):
     def gather_parameters(self) -> None: ...
 
 
-class UpdateStatistics(TypedDict):
-    """What the updates of one rollout measured. ``sums`` add up over tokens and ranks, ``maxima``
-    do not. ``computed``: the samples that took part in forward and backward.
+@dataclass
+class UpdateStatistics:
+    """What the updates of one rollout measured.
+
+    ``sums`` add up over tokens and ranks, ``maxima`` do not. ``trained`` are the samples that took
+    part in forward and backward, ``skipped`` counts updates that were not finite.
     """
 
-    sums: dict[str, float]
-    maxima: dict[str, float]
-    losses: list[float]
-    grad_norms: list[float]
-    block_gradients: dict[str, float]
-    coefficients: dict[str, float]
-    learning_rate: float
-    skipped: int
-    computed: list[TrainingSample]
+    sums: dict[str, float] = field(default_factory=dict)
+    maxima: dict[str, float] = field(default_factory=dict)
+    losses: list[float] = field(default_factory=list)
+    grad_norms: list[float] = field(default_factory=list)
+    block_gradients: dict[str, float] = field(default_factory=dict)
+    coefficients: dict[str, float] = field(default_factory=dict)
+    learning_rate: float = 0.0
+    skipped: int = 0
+    trained: list[TrainingSample] = field(default_factory=list)
 
 
 class Updater:
-    """Takes optimizer steps on the ``policy``. ``reference`` opens the starting policy, where a KL
-    loss asks for it; ``probe`` compares the gradients of the two blocks, where they can be had.
+    """Takes optimizer steps on the ``policy``.
+
+    ``reference`` opens the starting policy, which a KL loss needs. ``probe`` compares the gradients
+    of the two blocks; None when the optimizer cannot be asked for them.
     """
 
     def __init__(
@@ -81,21 +89,23 @@ class Updater:
         method: Method,
         reference: Reference | None,
         probe: Probe | None,
-        parallel: ParallelConfig,
-        rollout: RolloutConfig,
-        training: TrainingConfig,
+        config: Config,
     ) -> None:
-        self.policy, self.optimizer, self.method = policy, optimizer, method
-        self.reference, self.probe = reference, probe
+        self.policy = policy
+        self.optimizer = optimizer
+        self.method = method
+        self.reference = reference
+        self.probe = probe
         self.topology = policy.topology
-        self.parallel, self.rollout, self.training = parallel, rollout, training
-        self.forward_options: Any = {
-            "temperature": rollout.temperature,
-            "packing": parallel.sequence_packing,
-        }
-        self.nonfinite_in_a_row, self.measures_mismatch = 0, True
+        self.collectives = Collectives()
+        self.parallel = config.parallel
+        self.rollout = config.rollout
+        self.training = config.training
+        self.nonfinite_in_a_row = 0
+        self.measures_mismatch = True
         coef = method.options.entropy_coef_reasoning
-        self.entropy_coefs = coef, coef  # with entropy_target: the next one, what acts
+        # with entropy_target: the next coefficient, and the one that acts now
+        self.entropy_coefs = (coef, coef)
 
     def update(
         self, samples: Sequence[TrainingSample], step: int
@@ -106,31 +116,28 @@ class Updater:
         An update whose loss or gradient is not finite is skipped; raises :class:`UserError` after
         too many in a row.
         """
-        statistics: UpdateStatistics = {
-            "sums": {},
-            "maxima": {},
-            "losses": [],
-            "grad_norms": [],
-            "block_gradients": {},
-            "coefficients": {},
-            "learning_rate": 0.0,
-            "skipped": 0,
-            "computed": [],
-        }
+        statistics = UpdateStatistics()
         mini_batches = split_groups(samples, self.training.updates_per_rollout)
-        if self.method.needs_old_logprobs:  # by the score
+        if self.method.needs_old_logprobs:
+            mini_batches = [self.fetch_share(mini_batch) for mini_batch in mini_batches]
             mini_batches = [self.with_old_logprobs(mini_batch) for mini_batch in mini_batches]
+            mini_batches = [self._with_mean_logprobs(mini_batch) for mini_batch in mini_batches]
         mini_batches = [self.method.score(mini_batch) for mini_batch in mini_batches]
         scored_samples = [sample for mini_batch in mini_batches for sample in mini_batch]
+
+        megatron = self.parallel.megatron
         mini_batches = [
-            computed(mini_batch, self.method, self.parallel.megatron) for mini_batch in mini_batches
+            samples_to_train(mini_batch, self.method, megatron) for mini_batch in mini_batches
         ]
-        statistics["computed"] = [sample for mini_batch in mini_batches for sample in mini_batch]
-        # Log-probs of the policy that sampled, needed as soon as a second update leaves it. On the
-        # only update of a rollout the old policy is the current one, and its log-probs are those of
-        # the forward pass itself.
-        of_engine = self.method.options.old_logprobs == "engine"
-        if len(mini_batches) > 1 and not self.method.needs_old_logprobs and not of_engine:
+        mini_batches = [self.fetch_share(mini_batch) for mini_batch in mini_batches]
+        statistics.trained = [sample for mini_batch in mini_batches for sample in mini_batch]
+
+        # Log-probs of the policy that sampled are needed as soon as a second update leaves it. On
+        # the only update of a rollout the old policy is the current one, and its log-probs are
+        # those of the forward pass itself.
+        ratio_to_engine = self.method.options.old_logprobs == "engine"
+        several = len(mini_batches) > 1
+        if several and not self.method.needs_old_logprobs and not ratio_to_engine:
             mini_batches = [self.with_old_logprobs(mini_batch) for mini_batch in mini_batches]
         if self.reference is not None:
             with self.reference() as reference:
@@ -138,12 +145,11 @@ class Updater:
                     self.with_ref_logprobs(mini_batch, reference) for mini_batch in mini_batches
                 ]
         for number, mini_batch in enumerate(mini_batches):
-            self.measures_mismatch = (
-                number == 0 or not of_engine
-            )  # later the policy is not the one that sampled
-            self.update_once(
-                mini_batch, statistics, probe=number == 0 and self._probe_is_due(step), step=step
-            )
+            is_first = number == 0
+            # after the first update the policy is no longer the one that sampled
+            self.measures_mismatch = is_first or not ratio_to_engine
+            probe = is_first and self._probe_is_due(step)
+            self.update_once(mini_batch, statistics, probe=probe, step=step)
         self.optimizer.gather_parameters()
         if self.method.options.entropy_target:
             self._adapt_entropy_coef(statistics)
@@ -165,82 +171,133 @@ class Updater:
         self._check_logprob_diff(parts, step)
         loss = self._reduce(parts, statistics)
         grad_norm = self.optimizer.gradient_norm()
-        statistics["learning_rate"] = self.optimizer.learning_rate
+        statistics.learning_rate = self.optimizer.learning_rate
         if self._skip_nonfinite(loss, grad_norm, statistics, step):
             return
         self.optimizer.step()
-        statistics["grad_norms"].append(grad_norm)
-        statistics["losses"].append(loss)
+        statistics.grad_norms.append(grad_norm)
+        statistics.losses.append(loss)
 
-    def accumulate(self, samples: Sequence[TrainingSample]) -> list[dict[str, float]]:
+    def accumulate(
+        self, samples: Sequence[TrainingSample], chosen: Collection[int] | None = None
+    ) -> list[dict[str, float]]:
         """Add the gradient of a scored mini-batch's loss to the buffers; return the statistics of
         each micro-batch on the last pipeline stage. Collective.
+
+        Only the samples at the indices ``chosen`` are computed; None computes all of them. This
+        rank must have the tokens of its share (:meth:`fetch_share`).
         """
-        local, micro_batches = self.deal(samples)
+        indices, micro_batches = self.deal(samples, chosen)
         return accumulate_gradients(
             self.policy,
-            [samples[i] for i in local],
+            [samples[index] for index in indices],
             micro_batches,
             self._loss,
             separable=self.method.loss_is_separable,
-            **self.forward_options,
+            temperature=self.rollout.temperature,
+            packing=self.parallel.sequence_packing,
         )
 
     def _loss(
         self, batch: MicroBatch, outputs: TokenOutputs
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         contributions, statistics = self.method.loss(batch, outputs)
-        measured = self.measures_mismatch and not batch.is_part
-        return contributions, statistics | (mismatch_statistics(batch, outputs) if measured else {})
+        if self.measures_mismatch and not batch.is_part:
+            statistics = statistics | mismatch_statistics(batch, outputs)
+        return contributions, statistics
 
-    def deal(self, samples: Sequence[TrainingSample]) -> tuple[list[int], list[list[int]]]:
+    def deal(
+        self, samples: Sequence[TrainingSample], chosen: Collection[int] | None = None
+    ) -> tuple[list[int], list[list[int]]]:
         """Deal a mini-batch, equal on all ranks, over the data-parallel ranks: return the indices
-        of this rank's samples, and its micro-batches as lists of indices into these.
+        of this rank's samples, and its micro-batches as lists of places in the list of these.
+
+        Which rank has a sample depends on the whole mini-batch, so that the ``chosen`` samples are
+        where the others would be computed with them.
         """
         lengths = [sequence_length(sample) for sample in samples]
         shares = assign_to_ranks(lengths, self.topology.dp_size)
+        if chosen is not None:
+            shares = [[index for index in share if index in chosen] for share in shares]
+        virtual = self.parallel.virtual_pipeline_model_parallel_size > 1
         micro_batches = split_micro_batches(
-            [[lengths[i] for i in share] for share in shares],
+            [[lengths[index] for index in share] for share in shares],
             self.topology.dp_rank,
             micro_batch_size=self.training.micro_batch_size,
             max_tokens=self.training.max_tokens_per_micro_batch,
             packing=self.parallel.sequence_packing,
-            multiple_of=self.topology.pp_size
-            if self.parallel.virtual_pipeline_model_parallel_size > 1
-            else 1,
+            multiple_of=self.topology.pp_size if virtual else 1,
         )
         return shares[self.topology.dp_rank], micro_batches
 
+    def fetch_share(self, samples: Sequence[TrainingSample]) -> list[TrainingSample]:
+        """Return a mini-batch with the tokens of the samples that this rank computes. Collective."""
+        indices, _ = self.deal(samples)
+        return fetch(samples, indices, self.collectives)
+
     def with_old_logprobs(self, samples: Sequence[TrainingSample]) -> list[TrainingSample]:
-        """Fill ``old_logprobs`` of every sample, by the policy as it is. Collective."""
-        local, rows = self._logprobs(self.policy, samples)
-        of_all = {
-            i: row
-            for part in all_gather_objects(dict(zip(local, rows, strict=True)))
-            for i, row in part.items()
-        }
-        return [replaced(sample, old_logprobs=of_all[i]) for i, sample in enumerate(samples)]
+        """Fill ``old_logprobs`` of this rank's samples, by the policy as it is. Collective."""
+        rows = self._logprobs(self.policy, samples)
+        return [
+            replaced(sample, old_logprobs=rows.get(index)) for index, sample in enumerate(samples)
+        ]
 
     def with_ref_logprobs(
         self, samples: Sequence[TrainingSample], reference: Policy
     ) -> list[TrainingSample]:
-        """Fill ``ref_logprobs`` of this rank's samples, by the frozen reference, which routes by
-        itself. Collective.
+        """Fill ``ref_logprobs`` of this rank's samples, by the frozen reference, which chooses
+        experts by itself. Collective.
         """
         unrouted = [
             replaced(sample, response=replaced(sample.response, experts=None)) for sample in samples
         ]
-        local, rows = self._logprobs(reference, unrouted)
-        own = dict(zip(local, rows, strict=True))
-        return [replaced(sample, ref_logprobs=own.get(i)) for i, sample in enumerate(samples)]
+        rows = self._logprobs(reference, unrouted)
+        return [
+            replaced(sample, ref_logprobs=rows.get(index)) for index, sample in enumerate(samples)
+        ]
 
-    def _logprobs(
-        self, policy: Policy, samples: Sequence[TrainingSample]
-    ) -> tuple[list[int], list[np.ndarray]]:
-        local, micro_batches = self.deal(samples)
-        return local, compute_logprobs(
-            policy, [samples[i] for i in local], micro_batches, **self.forward_options
+    def _with_mean_logprobs(self, samples: Sequence[TrainingSample]) -> list[TrainingSample]:
+        """Fill ``mean_old_logprob`` of every sample, on all ranks. Collective."""
+        here = {
+            index: mean_logprob(sample.old_logprobs)
+            for index, sample in enumerate(samples)
+            if sample.old_logprobs is not None
+        }
+        means = {
+            index: mean
+            for of_rank in self.collectives.gather(here)
+            for index, mean in of_rank.items()
+        }
+        return [
+            replaced(sample, mean_old_logprob=means[index]) for index, sample in enumerate(samples)
+        ]
+
+    def _logprobs(self, policy: Policy, samples: Sequence[TrainingSample]) -> dict[int, np.ndarray]:
+        """Return the log-probs float32 [T_i] of this rank's samples, by their index. Collective."""
+        indices, micro_batches = self.deal(samples)
+        rows = compute_logprobs(
+            policy,
+            [samples[index] for index in indices],
+            micro_batches,
+            temperature=self.rollout.temperature,
+            packing=self.parallel.sequence_packing,
         )
+        return dict(zip(indices, rows, strict=True))
+
+    # ------------------------------------------------------------------------------ checkpoints
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the next update needs of the earlier ones."""
+        return {
+            "nonfinite_in_a_row": self.nonfinite_in_a_row,
+            "entropy_coefs": self.entropy_coefs,
+        }
+
+    def load_state_dict(self, saved: Mapping[str, Any], step: int) -> None:
+        """Go on after ``step``. Raises what odd values raise."""
+        self.nonfinite_in_a_row = int(saved["nonfinite_in_a_row"])
+        if self.method.options.entropy_target and "entropy_coefs" in saved:
+            coef, acting = saved["entropy_coefs"]
+            self._set_entropy_coefs((float(coef), float(acting)))
 
     # -------------------------------------------------------------------------------------- helpers
     def _probe_is_due(self, step: int) -> bool:
@@ -250,51 +307,53 @@ class Updater:
     def _accumulate_and_probe(
         self, samples: Sequence[TrainingSample], statistics: UpdateStatistics
     ) -> list[dict[str, float]]:
-        """Accumulate the gradient, and measure that of the reasoning tokens against that of the
+        """Accumulate the gradient, and measure the reasoning tokens' gradient against that of the
         confidence tokens.
         """
         assert self.probe is not None
-        block, part = self._block_with_fewer_gradients(samples)
+        block, chosen = self._block_with_fewer_gradients(samples)
+        of_block = [self._without_other_block(sample, block) for sample in samples]
         parts, comparison = self.probe(
-            partial(self.accumulate, part), partial(self.accumulate, samples)
+            partial(self.accumulate, of_block, chosen), partial(self.accumulate, samples)
         )
-        statistics["block_gradients"] = (
-            comparison if block == "reasoning" else comparison.swapped()
-        ).metrics()
+        if block != "reasoning":
+            comparison = comparison.swapped()
+        statistics.block_gradients = comparison.metrics()
         return parts
 
     def _block_with_fewer_gradients(
         self, samples: Sequence[TrainingSample]
-    ) -> tuple[str, list[TrainingSample]]:
-        """Return the block in which fewer responses have a gradient, and those, with no weight on
-        the other block.
-        """
+    ) -> tuple[str, frozenset[int]]:
+        """Return the block in which fewer responses have a gradient, and the indices of those."""
         with_gradient = {
-            block: [sample for sample in samples if self.method.has_gradient(sample, index)]
-            for block, index in BLOCKS.items()
+            block: frozenset(
+                index
+                for index, sample in enumerate(samples)
+                if self.method.has_gradient(sample, block_id)
+            )
+            for block, block_id in BLOCKS.items()
         }
         block = min(with_gradient, key=lambda name: len(with_gradient[name]))
-        return block, [
-            replaced(
-                sample, weights=np.where(sample.block_ids == BLOCKS[block], sample.weights, 0.0)
-            )
-            for sample in with_gradient[block]
-            if sample.weights is not None
-        ]
+        return block, with_gradient[block]
 
-    def set_entropy_coefs(self, coefs: tuple[float, float]) -> None:
+    def _without_other_block(self, sample: TrainingSample, block: str) -> TrainingSample:
+        """Return the sample with no weight on tokens outside ``block``."""
+        assert sample.weights is not None
+        weights = np.where(sample.block_ids == BLOCKS[block], sample.weights, 0.0)
+        return replaced(sample, weights=weights)
+
+    def _set_entropy_coefs(self, coefs: tuple[float, float]) -> None:
         """Go on with the entropy coefficients of :func:`adapted_entropy_coef`."""
         self.entropy_coefs = coefs
         self.method = self.method.with_entropy_coef(coefs[1])
 
     def _adapt_entropy_coef(self, statistics: UpdateStatistics) -> None:
-        sums = statistics["sums"]
-        statistics["coefficients"]["loss/entropy_coef"] = self.entropy_coefs[1]
-        if tokens := sums.get("tokens/reasoning"):
-            entropy = sums["entropy/reasoning"] / tokens
-            self.set_entropy_coefs(
-                adapted_entropy_coef(self.entropy_coefs[0], entropy, self.method.options)
-            )
+        coef, acting = self.entropy_coefs
+        statistics.coefficients["loss/entropy_coef"] = acting
+        tokens = statistics.sums.get("tokens/reasoning")
+        if tokens:
+            entropy = statistics.sums["entropy/reasoning"] / tokens
+            self._set_entropy_coefs(adapted_entropy_coef(coef, entropy, self.method.options))
 
     def _check_logprob_diff(self, parts: Sequence[dict[str, float]], step: int) -> None:
         """Compare the largest difference of this mini-batch, on any rank, with the threshold,
@@ -303,15 +362,13 @@ class Updater:
         threshold = self.rollout.logprob_diff_alarm
         if not threshold:
             return
-        largest = max(
-            all_gather_objects(max((part.get(LARGEST, 0.0) for part in parts), default=0.0))
-        )
+        here = max((part.get(LARGEST, 0.0) for part in parts), default=0.0)
+        largest = max(self.collectives.gather(here))
         if largest <= threshold:  # False for NaN
             return
         text = (
             f"step {step}: engine and trainer differ by up to {largest:.3g} in the log-prob of a "
-            "sampled token, more than "
-            f"rollout.logprob_diff_alarm={threshold:g}; see mismatch.jsonl"
+            f"sampled token, more than rollout.logprob_diff_alarm={threshold:g}; see mismatch.jsonl"
         )
         if self.rollout.logprob_diff_action == "stop":
             raise UserError(f"{text}; nothing was updated in this step, the last checkpoint stands")
@@ -322,9 +379,12 @@ class Updater:
         """Add up all micro-batches of all replicas, each counted once; return the loss of the
         update. Collective.
         """
-        loss, sums, maxima = 0.0, statistics["sums"], statistics["maxima"]
-        for rank_parts in all_gather_objects(list(parts) if self.topology.reports else []):
-            for part in rank_parts:
+        loss = 0.0
+        sums = statistics.sums
+        maxima = statistics.maxima
+        reported = list(parts) if self.topology.reports else []
+        for of_rank in self.collectives.gather(reported):
+            for part in of_rank:
                 for key, value in part.items():
                     if key == "loss":
                         loss += value
@@ -342,11 +402,12 @@ class Updater:
         ``training.max_nonfinite_steps`` such updates in a row.
         """
         most = self.training.max_nonfinite_steps
-        if not max_over_ranks(int(not (math.isfinite(loss) and math.isfinite(grad_norm)))):
+        is_finite = math.isfinite(loss) and math.isfinite(grad_norm)
+        if not self.collectives.max(int(not is_finite)):
             self.nonfinite_in_a_row = 0
             return False
         self.optimizer.zero_gradients()
-        statistics["skipped"] += 1
+        statistics.skipped += 1
         self.nonfinite_in_a_row += 1
         values = f"loss {loss}, gradient norm {grad_norm}"
         if self.topology.rank == 0:
@@ -356,19 +417,22 @@ class Updater:
         if self.nonfinite_in_a_row >= most:
             raise UserError(
                 f"{most} updates in a row without a finite loss and gradient "
-                "(training.max_nonfinite_steps), the last in "
-                f"step {step}: {values}; continue from the last checkpoint with --resume auto and "
-                "a lower optimizer.lr"
+                f"(training.max_nonfinite_steps), the last in step {step}: {values}; continue from "
+                "the last checkpoint with --resume auto and a lower optimizer.lr"
             )
         return True
 
 
 def split_groups(samples: Sequence[TrainingSample], parts: int) -> list[list[TrainingSample]]:
-    """Return ``parts`` mini-batches of whole groups, in the order in which the prompts first occur."""
+    """Return ``parts`` mini-batches of whole groups, in the order in which the prompts first
+    occur.
+    """
     groups: dict[str, list[TrainingSample]] = {}
     for sample in samples:
         groups.setdefault(sample.prompt.prompt_id, []).append(sample)
-    prompts, size = list(groups), len(groups) // parts
+    in_order = list(groups.values())
+    size = len(in_order) // parts
     return [
-        [s for p in prompts[n * size : (n + 1) * size] for s in groups[p]] for n in range(parts)
+        [sample for group in in_order[part * size : (part + 1) * size] for sample in group]
+        for part in range(parts)
     ]

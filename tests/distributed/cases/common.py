@@ -36,7 +36,7 @@ def parallel_config(options: Mapping[str, Any]) -> ParallelConfig:
 
 
 def initialize_layout(parallel: ParallelConfig) -> Topology:
-    return initialize(*parallel.sizes)
+    return initialize(parallel.sizes)
 
 
 def config_for_test(

@@ -1,0 +1,100 @@
+"""What a run shows while it trains: a bar on a terminal, otherwise a line in the log for each step."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.progress import Progress as Bar
+
+logger = logging.getLogger(__name__)
+
+
+class Progress:
+    """The progress of a run of ``steps`` steps."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+        self.bar: Bar | None = None
+
+    @contextmanager
+    def shown(self, done: int) -> Iterator[None]:
+        """Show a bar, if stderr is a terminal; ``done`` steps are behind it."""
+        if not sys.stderr.isatty():
+            yield
+            return
+        self.bar = _bar(self.steps, completed=done)
+        try:
+            yield
+        finally:
+            self.bar.stop()
+
+    def log_step(self, step: int, metrics: Mapping[str, Any], seconds_left: float | None) -> None:
+        """Show the row of a step."""
+        line = (
+            f"acc {metrics['reward/accuracy']:.3f}  conf {metrics['confidence/mean']:.3f}  "
+            f"ECE {metrics['calibration/ece']:.3f}  AUROC {metrics['calibration/auroc']:.3f}  "
+            f"length {metrics['length/mean']:.0f}"
+        )
+        speed = f"{metrics['tokens/s/step']:,.0f} tokens/s"
+        if self.bar is not None:
+            task = self.bar.task_ids[0]
+            self.bar.update(task, completed=step, line=f"{line}  {speed}")
+            return
+        left = ""
+        if seconds_left:
+            left = f"  {timedelta(seconds=round(seconds_left))} left"
+        probed = ""
+        if metrics["grad_norm/reasoning"] >= 0:  # it is NaN without the probe
+            probed = ", the gradient probe's pass included"
+        logger.info(
+            "step %d/%d  %s  loss %+.4f  %.2f s  %s%s%s",
+            step,
+            self.steps,
+            line,
+            metrics["loss/policy"],
+            metrics["time/step"],
+            speed,
+            left,
+            probed,
+        )
+
+    def log_validation(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Show accuracy and ECE of every benchmark that was validated, if any was."""
+        line = validation_line(metrics)
+        if line:
+            logger.info("step %d  held out: %s", step, line)
+
+
+def validation_line(metrics: Mapping[str, Any]) -> str:
+    """Return the accuracy and ECE of every benchmark that was validated, in words."""
+    parts = []
+    for key in metrics:
+        if key.startswith("evaluation/") and key.endswith("/accuracy"):
+            name = key.split("/")[1]
+            accuracy = metrics[f"evaluation/{name}/accuracy"]
+            ece = metrics[f"evaluation/{name}/ece"]
+            parts.append(f"{name} acc {accuracy:.3f}  ECE {ece:.3f}")
+    return "; ".join(parts)
+
+
+def _bar(total: int, completed: int) -> Bar:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bar
+
+    bar = Bar(
+        BarColumn(12),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(compact=True),
+        TextColumn("{task.fields[line]}"),
+        console=Console(stderr=True),
+    )
+    bar.add_task("train", total=total, completed=completed, line="")
+    bar.start()
+    return bar

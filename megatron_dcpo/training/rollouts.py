@@ -1,0 +1,229 @@
+"""Batches for the training loop: sampled one after the other, or each alongside the training of the
+one before (``rollout.async_steps: 1``).
+
+Both make the same call, ``Sampler.sample(state, step, version) -> batch, state``, and keep the
+state of the last batch that was taken. A checkpoint therefore knows nothing of a batch on its way:
+a resumed run generates it again.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from typing import Any, Protocol, TypeVar
+
+from megatron_dcpo.errors import Stopped, UserError
+from megatron_dcpo.judging.users import VerifierFailed
+from megatron_dcpo.rollout import EngineError
+from megatron_dcpo.runtime.distributed import Collectives
+from megatron_dcpo.runtime.signals import RolloutAbandoned
+from megatron_dcpo.runtime.watchdog import Timers
+from megatron_dcpo.training.generation import Recover
+from megatron_dcpo.training.groups import restored_groups, saved_groups
+from megatron_dcpo.training.sampler import Batch, Sampler, SamplerState
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Sampled = tuple[Batch, SamplerState]
+
+_ON_ALL_RANKS = (EngineError, RolloutAbandoned, VerifierFailed)  # a rollout ends so everywhere
+
+
+class Rollouts(Protocol):
+    """Gives the training loop its batches. All methods are collective."""
+
+    sampler: Sampler
+    state: SamplerState
+
+    def take(self, step: int) -> Batch:
+        """Return the batch of ``step``; raises what :meth:`Sampler.sample` raises."""
+        ...
+
+    def start(self, step: int) -> None:
+        """Begin to sample the batch of ``step``, if batches are sampled ahead."""
+        ...
+
+    def wait_for_engine(self) -> None:
+        """Wait until the engine samples nothing, so that it may get new weights."""
+        ...
+
+    def close(self, *raised: object) -> None:
+        """Give up what is on its way, because the run ends with the exception ``raised``."""
+        ...
+
+
+class RolloutsInTurn:
+    """Samples a batch when it is taken, by the weights of the step before."""
+
+    def __init__(self, sampler: Sampler) -> None:
+        self.sampler = sampler
+        self.state = SamplerState()
+
+    def take(self, step: int) -> Batch:
+        """Sample the batch of ``step`` and return it."""
+        batch, self.state = self.sampler.sample(self.state, step, version=step - 1)
+        return batch
+
+    def start(self, step: int) -> None:
+        """Do nothing: no batch is sampled ahead."""
+
+    def wait_for_engine(self) -> None:
+        """Return: nothing is sampled between two calls."""
+
+    def close(self, *raised: object) -> None:
+        """Do nothing: no batch is on its way."""
+
+
+class AsyncRollouts:
+    """Samples the batch of the next step in a thread while this step trains.
+
+    The batch on its way is one future. ``sampler`` communicates through a process group of its own
+    and has timers that only count seconds; ``timers`` are the run's. An engine that failed gets new
+    weights only when the thread has ended (``recover``); then its batch is sampled again.
+    """
+
+    def __init__(self, sampler: Sampler, timers: Timers, recover: Recover, last_step: int) -> None:
+        self.sampler = sampler
+        self.timers = timers
+        self.recover = recover
+        self.last_step = last_step
+        self.state = SamplerState()
+        self.future: Future[Sampled] | None = None
+
+    def take(self, step: int) -> Batch:
+        """Return the batch of ``step``, which the weights before the last update sampled. The first
+        batch, and one whose engine failed, are sampled now, by the newest weights.
+        """
+        for restarts in itertools.count():
+            if self.future is None:
+                self.future = self._sample(step, version=step - 1)
+                self.wait_for_engine()
+            future, self.future = self.future, None
+            try:
+                batch, self.state = future.result()
+            except EngineError as failure:
+                if self.sampler.collectives.rank == 0:
+                    logger.warning("%s; the batch of step %d is generated again", failure, step)
+                self.recover(str(failure), version=step - 1, restarts=restarts)
+            else:
+                return batch
+        raise AssertionError("unreachable: recover gives up after some restarts")
+
+    def start(self, step: int) -> None:
+        """Begin to sample the batch of ``step`` with the weights that the engine has now, which
+        miss the update of the step before.
+        """
+        if step <= self.last_step:
+            self.future = self._sample(step, version=step - 2)
+
+    def wait_for_engine(self) -> None:
+        """Wait for the batch on its way, which counts as ``time/rollout``.
+
+        ``time/rollout_busy`` is how long it took. Raises what ended it on this rank alone; what
+        ended it on all ranks is left for :meth:`take`.
+        """
+        if self.future is None:
+            return
+        with self.timers("rollout"):
+            error = self.future.exception()
+        seconds = self.sampler.timers.seconds
+        self.timers.add("rollout_busy", seconds.get("rollout", 0.0) + seconds.get("judge", 0.0))
+        self.timers.add("judge_busy", seconds.get("judge_busy", 0.0))
+        self.sampler.timers.clear()
+        if error is not None and not isinstance(error, _ON_ALL_RANKS):
+            raise error
+
+    def close(self, *raised: object) -> None:
+        """Give up the batch on its way. A signal ends it as well, on all ranks: wait for that."""
+        if Stopped in raised and self.future is not None:
+            self.future.exception()
+        self.sampler.close()
+
+    def _sample(self, step: int, version: int) -> Future[Sampled]:
+        state = self.state
+        return in_thread(lambda: self.sampler.sample(state, step, version), name="rollout")
+
+
+def in_thread(call: Callable[[], T], name: str) -> Future[T]:
+    """Return the future result of ``call``, in a daemon thread: a run that fails does not wait."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return future
+
+
+def fail_on_all_ranks(collectives: Collectives) -> Recover:
+    """Return what a thread does about an engine that failed: raise :class:`EngineError` on all
+    ranks. Only the main thread can start engines again, because they need new weights.
+    """
+
+    def recover(failure: str, *, version: int, restarts: int) -> bool:
+        failures = [text for text in collectives.gather(failure) if text]
+        if failures:
+            raise EngineError(failures[0])
+        return False
+
+    return recover
+
+
+class SavedRollouts:
+    """What a checkpoint holds of the rollouts: where the run draws its next prompts, and the groups
+    that it carries.
+    """
+
+    def __init__(self, rollouts: Rollouts) -> None:
+        self.rollouts = rollouts
+        self.sampler = rollouts.sampler
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state after the last batch that was taken."""
+        state = self.rollouts.state
+        return {
+            "consumed_prompts": state.position,
+            "carried": saved_groups(state.carried),
+            "group_size": self.sampler.rollout.group_size,
+        }
+
+    def load_state_dict(self, saved: Mapping[str, Any], step: int) -> None:
+        """Continue after ``step``. Raises :class:`UserError` when the options no longer allow what
+        is carried, and what odd values raise.
+        """
+        position = int(saved["consumed_prompts"])
+        if position < step * self.sampler.prompts_per_step:
+            raise UserError(
+                f"the checkpoint of step {step} contradicts itself: {position} prompts consumed"
+            )
+        rollout = self.sampler.rollout
+        if saved["carried"] and saved["group_size"] != rollout.group_size:
+            raise UserError(
+                f"the checkpoint of step {step} carries unfinished groups of "
+                f"rollout.group_size={saved['group_size']}, not {rollout.group_size}; "
+                "keep it to resume"
+            )
+        carried = restored_groups(saved["carried"], self.sampler.draw, rollout.group_size)
+        responses = [response for group in carried for response, _ in group.responses.values()]
+        staleness = [step - response.oldest_version for response in responses]
+        oldest = max(staleness, default=0)
+        if oldest > rollout.most_versions_behind:
+            raise UserError(
+                f"the checkpoint of step {step} carries responses that the next step continues; "
+                f"set rollout.max_staleness={oldest - rollout.async_steps} or more to resume"
+            )
+        unfinished = [len(r.token_ids) for r in responses if r.finish_reason == "abort"]
+        longest = max(unfinished, default=0)
+        if longest >= rollout.max_response_length:
+            raise UserError(
+                f"the checkpoint of step {step} carries an unfinished response of {longest} "
+                "tokens; set rollout.max_response_length above that to resume"
+            )
+        self.rollouts.state = SamplerState(position=position, carried=tuple(carried))
