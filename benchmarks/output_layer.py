@@ -33,7 +33,9 @@ MEGATRON, LIGER, NAIVE = (
 
 
 class Inputs:
-    """Hidden states [N, h], weight [V, h], targets and advantages [N]; the same in every process."""
+    """Hidden states [N, h], weight [V, h], targets and advantages [N]; the same in every
+    process.
+    """
 
     def __init__(self, rows: int, vocabulary: int, hidden: int, dtype: torch.dtype) -> None:
         generator = torch.Generator().manual_seed(0)

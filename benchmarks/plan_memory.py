@@ -110,7 +110,9 @@ def results() -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def measurements() -> Iterator[Measurement]:
-    """The worst of all ranks and settings: state must be predicted to the byte, peaks within 5 %."""
+    """The worst of all ranks and settings: state must be predicted to the byte, peaks
+    within 5 %.
+    """
     found = list(results())
     state = [
         (

@@ -72,7 +72,9 @@ def judged(
 
 
 def measurements() -> Iterator[Measurement]:
-    """Every tenth problem of LeetCodeDataset's test set (``make reference-solutions`` takes all)."""
+    """Every tenth problem of LeetCodeDataset's test set (``make reference-solutions`` takes
+    all).
+    """
     file = DATA / "leetcodedataset" / "LeetCodeDataset-v0.3.1-test.jsonl.gz"
     at = {"goal": 0.99, "at_least": True}
     if not file.exists():

@@ -116,7 +116,9 @@ class Comparison:
         self._call(self.out / "base", "report", *runs, "--out", str(self.out / "report.html"))
 
     def _call(self, run: Path, *arguments: str) -> None:
-        """``python -m megatron_dcpo ...`` in a process of its own, its output in ``run/log.txt``."""
+        """``python -m megatron_dcpo ...`` in a process of its own, its output in
+        ``run/log.txt``.
+        """
         run.mkdir(parents=True, exist_ok=True)
         console.print(
             f"[dim]dcpo {' '.join(_short(a) for a in arguments)}[/dim]",

@@ -53,7 +53,9 @@ def lookup(fit: Records) -> Stated:
 
 
 def isotonic_per_type(fit: Records) -> Stated:
-    """Fit an isotonic curve of the log-prob on each type of problem, and one on all for a new type."""
+    """Fit an isotonic curve of the log-prob on each type of problem, and one on all for a
+    new type.
+    """
     kinds = {kind: _rows(fit, fit.kind == kind) for kind in np.unique(fit.kind)}
     curves = {kind: isotonic(rows.logprob, rows.correct) for kind, rows in kinds.items()}
     of_all = isotonic(fit.logprob, fit.correct)

@@ -53,7 +53,9 @@ def rounded(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Interval:
-    """Hold a mean and its 95 % interval (Student's t); the ends are NaN where they are not known."""
+    """Hold a mean and its 95 % interval (Student's t); the ends are NaN where they are not
+    known.
+    """
 
     mean: float
     low: float

@@ -39,7 +39,9 @@ SIZES = {"report": {1280: 1530, 420: 3600}, "live": {1280: 1540, 420: 3400}}  # 
 
 
 def until_the_middle(run: Path, copy: Path) -> int:
-    """Copy of a run directory what the live page reads, up to half of its steps; return that step."""
+    """Copy of a run directory what the live page reads, up to half of its steps; return
+    that step.
+    """
     last = (total_steps(run) or 0) // 2
     copy.mkdir(parents=True)
     shutil.copy(run / "config.yaml", copy)

@@ -97,7 +97,9 @@ Draw = Callable[[int, float, float | None, random.Random], list[tuple[str, str]]
 
 # ---------------------------------------------------------------------------------------- tokenizer
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Byte-level BPE: all 256 bytes, one token per fixed string; digits and line ends never merge."""
+    """Byte-level BPE: all 256 bytes, one token per fixed string; digits and line ends never
+    merge.
+    """
     byte_letters = sorted(
         pre_tokenizers.ByteLevel.alphabet()
     )  # the printable stand-in of every byte

@@ -69,7 +69,9 @@ Values = Callable[[np.ndarray, np.ndarray], float]
 
 
 def pack(runs: Path, out: Path) -> int:
-    """Write the records of the evaluations below ``runs`` to ``out``; return the number of files."""
+    """Write the records of the evaluations below ``runs`` to ``out``; return the number of
+    files.
+    """
     kept: dict[str, bytes] = {}
     for method in METHODS:
         for part in PARTS:
@@ -124,7 +126,9 @@ def controls_in(files: Mapping[str, bytes]) -> Controls:
 
 
 def draw(runs: Mapping[str, Samples], path: Path) -> None:
-    """Write the picture: stated confidence against accuracy on the test problems, of every policy."""
+    """Write the picture: stated confidence against accuracy on the test problems, of every
+    policy.
+    """
     bins, notes = {}, {}
     for name, title in METHODS.items():
         if "test" in runs.get(name, {}):

@@ -55,7 +55,9 @@ def read_examples(path: Path, tokenizer: Any, seed: int) -> list[Example]:
 
 
 def batches(examples: list[Example], size: int, seed: int) -> Iterator[list[Example]]:
-    """Yield batches of similar lengths in random order: the pool of 32 batches is sorted by length."""
+    """Yield batches of similar lengths in random order: the pool of 32 batches is sorted by
+    length.
+    """
     random_ = random.Random(seed)
     for start in range(0, len(examples), 32 * size):
         pool = sorted(examples[start : start + 32 * size], key=lambda e: len(e[0]) + len(e[1]))

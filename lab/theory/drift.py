@@ -71,7 +71,9 @@ def drift(
 def stable_points(
     right: np.ndarray, spread: float, rule: Advantage = PAPER, samples: int = 4000
 ) -> list[float]:
-    """Return the confidences at which the drift changes from upward to downward, in (0.02, 0.98)."""
+    """Return the confidences at which the drift changes from upward to downward, in (0.02,
+    0.98).
+    """
     values = np.array([drift(m, right, spread, rule, samples) for m in GRID])
     below = np.flatnonzero((values[:-1] > 0) & (values[1:] <= 0))
     step = values[below] / (values[below] - values[below + 1])

@@ -180,7 +180,9 @@ class Checkpointer:
             self._begin(step)
 
     def save_now(self, step: int) -> None:
-        """Begin a checkpoint after ``step``, unless the schedule has. The engine sleeps after it."""
+        """Begin a checkpoint after ``step``, unless the schedule has. The engine sleeps
+        after it.
+        """
         if self.saved_step != step:
             self._begin(step)
 
@@ -192,7 +194,9 @@ class Checkpointer:
             self.saver.finish()
 
     def keep(self, step: int, metric: str, value: float) -> None:
-        """Keep the checkpoint of ``step``, as the best by ``metric``, when older ones are removed."""
+        """Keep the checkpoint of ``step``, as the best by ``metric``, when older ones are
+        removed.
+        """
         self.saver.best = {"iteration": step, "metric": metric, "value": value}
 
     def intact_steps(self) -> list[int]:

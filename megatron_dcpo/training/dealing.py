@@ -88,8 +88,8 @@ class Summary(NamedTuple):
 def fetch(
     samples: Sequence[TrainingSample], wanted: Collection[int], collectives: Collectives
 ) -> list[TrainingSample]:
-    """Return ``samples``, equal on all ranks but for tokens, with the tokens of those at the indices
-    ``wanted`` on this rank. Collective.
+    """Return ``samples``, equal on all ranks but for tokens, with the tokens of those at the
+    indices ``wanted`` on this rank. Collective.
 
     Each rank says which responses it lacks, and their holders send them: what is here already, or
     wanted nowhere, does not travel.

@@ -142,7 +142,9 @@ def open_loggers(
 
 
 def _write_report(directory: Path) -> None:
-    """Write ``report.html`` of the run for the loggers that keep it. What fails here ends no run."""
+    """Write ``report.html`` of the run for the loggers that keep it. What fails here ends
+    no run.
+    """
     from megatron_dcpo.evaluation.report import write_report
     from megatron_dcpo.evaluation.runs import find_runs
 

@@ -281,7 +281,9 @@ def _noise(run: Run, moments: Moments) -> dict[str, float | None]:
 
 
 def _facts(samples: Sequence[TrainingSample]) -> dict[str, float | None]:
-    """Return accuracy, mean confidence, and their covariance over all responses and within prompts."""
+    """Return accuracy, mean confidence, and their covariance over all responses and within
+    prompts.
+    """
     judged = [sample.judgement for sample in samples if sample.judgement.confidence is not None]
     if not judged:
         return dict.fromkeys(("accuracy", "confidence", "covariance", "covariance_within_prompts"))

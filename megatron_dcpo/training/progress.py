@@ -1,4 +1,6 @@
-"""What a run shows while it trains: a bar on a terminal, otherwise a line in the log for each step."""
+"""What a run shows while it trains: a bar on a terminal, otherwise a line in the log for
+each step.
+"""
 
 from __future__ import annotations
 

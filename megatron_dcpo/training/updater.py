@@ -2,10 +2,10 @@
 schedule.
 
 A response is one :class:`TrainingSample` all the way: ``with_old_logprobs`` and ``Method.score``
-fill its fields, a micro-batch holds its tokens, the loss sums their contributions (docs/one_step.md shows one with its
-numbers). Every rank scores the whole mini-batch, of which it needs judgements and lengths only, so
-that groups are never cut by the split over data-parallel ranks and the denominators are global.
-Tokens are on the ranks that compute them (training/dealing.py).
+fill its fields, a micro-batch holds its tokens, the loss sums their contributions (docs/one_step.md
+shows one with its numbers). Every rank scores the whole mini-batch, of which it needs judgements
+and lengths only, so that groups are never cut by the split over data-parallel ranks and the
+denominators are global. Tokens are on the ranks that compute them (training/dealing.py).
 """
 
 from __future__ import annotations
@@ -231,7 +231,9 @@ class Updater:
         return shares[self.topology.dp_rank], micro_batches
 
     def fetch_share(self, samples: Sequence[TrainingSample]) -> list[TrainingSample]:
-        """Return a mini-batch with the tokens of the samples that this rank computes. Collective."""
+        """Return a mini-batch with the tokens of the samples that this rank computes.
+        Collective.
+        """
         indices, _ = self.deal(samples)
         return fetch(samples, indices, self.collectives)
 

@@ -153,7 +153,9 @@ def _values(rows: Rows, name: str) -> list[float]:
 
 
 def _last(rows: Rows, name: str, holds: Callable[[float], bool], steps: int = STEPS) -> bool:
-    """Return whether a metric has been defined and as ``holds`` says in each of the last ``steps``."""
+    """Return whether a metric has been defined and as ``holds`` says in each of the last
+    ``steps``.
+    """
     values = [row.get(name) for row in rows[-steps:]]
     defined = all(isinstance(value, int | float) and math.isfinite(value) for value in values)
     return len(values) == steps and defined and all(map(holds, values))  # type: ignore[arg-type]

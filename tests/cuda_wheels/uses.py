@@ -207,7 +207,9 @@ class _Reader:
     def _resolve(
         self, node: ast.AST | None, annotated: dict[str, Any], report: bool = False
     ) -> Any:
-        """What an expression is: an object, an :class:`Instance`, or None where that is not known."""
+        """What an expression is: an object, an :class:`Instance`, or None where that is not
+        known.
+        """
         if node is None:
             return None
         text = ast.unparse(node)

@@ -12,7 +12,9 @@ WHAT = ("save_and_resume", "offload", "logprobs", "restart", "memory")
 
 @pytest.fixture(scope="module")
 def results(tiny_models, tmp_path_factory):
-    """By name: the results of the one rank, a process for each, as the tests of the GPU start them."""
+    """By name: the results of the one rank, a process for each, as the tests of the GPU
+    start them.
+    """
     common = {"model": str(tiny_models("qwen3", True)), "layers": "local"}
     sizes = {"prompt_tokens": 5, "response_tokens": 11, "micro_batch_size": 2}
     options = {

@@ -97,7 +97,9 @@ def test_the_count_in_a_row_survives_a_resumption(tmp_path):
 
 
 def test_learning_rate_zero_changes_nothing(tmp_path):
-    """20 steps: parameters identical, engine and trainer as close at the end as at the beginning."""
+    """20 steps: parameters identical, engine and trainer as close at the end as at the
+    beginning.
+    """
     overrides = [
         "data.prompts_per_step=4",
         "rollout.group_size=4",

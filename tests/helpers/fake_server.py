@@ -48,7 +48,9 @@ def good_reply(body: dict[str, Any]) -> Reply:
 
 @dataclass
 class FakeServer:
-    """Counts what it is asked. ``reply`` may be replaced; ``pause``: seconds before every answer."""
+    """Counts what it is asked. ``reply`` may be replaced; ``pause``: seconds before every
+    answer.
+    """
 
     reply: Callable[[dict[str, Any]], Reply] = good_reply
     pause: float = 0.0

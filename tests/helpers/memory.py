@@ -13,7 +13,9 @@ GB = 1e9
 
 @dataclass(frozen=True)
 class Row:
-    """Bytes of the device in one phase: the most that torch had allocated, and the plan's number."""
+    """Bytes of the device in one phase: the most that torch had allocated, and the plan's
+    number.
+    """
 
     phase: str
     measured: int
@@ -42,7 +44,9 @@ def problems(rows: list[Row], above: float = 1.1, below: float = 0.6) -> list[st
 
 
 def shown(rows: list[Row]) -> str:
-    """``resting 1.19/1.20 GB, ...``: measured/planned, for the summary of ``tools/gpu_check.sh``."""
+    """``resting 1.19/1.20 GB, ...``: measured/planned, for the summary of
+    ``tools/gpu_check.sh``.
+    """
     return ", ".join(
         f"{row.phase} {row.measured / GB:.2f}/{row.predicted / GB:.2f} GB" for row in rows
     )

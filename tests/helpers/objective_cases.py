@@ -69,7 +69,9 @@ def objective(**options: Any) -> Method:
 
 @dataclass(frozen=True)
 class Scored:
-    """A mini-batch with its group scores, float64 [N] each, and what a method made of its samples."""
+    """A mini-batch with its group scores, float64 [N] each, and what a method made of its
+    samples.
+    """
 
     targets: np.ndarray
     R: np.ndarray

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
@@ -16,8 +15,10 @@ import torch.distributed as dist
 from megatron_dcpo.config import load_config
 from megatron_dcpo.data.datasets import draw_prompts
 from megatron_dcpo.rollout.engine import PartialRollout, Samples, SamplingConfig, append_segment
+from megatron_dcpo.runtime.distributed import Collectives
 from megatron_dcpo.runtime.watchdog import Timers
-from megatron_dcpo.training.sampler import Sampler
+from megatron_dcpo.training.generation import Generation
+from megatron_dcpo.training.sampler import Sampler, SamplerState
 from megatron_dcpo.types import Judgement, Prompt, Response, ResponseKey, TrainingSample
 from tests.helpers.paths import QUICKSTART
 
@@ -94,43 +95,60 @@ def unwatched() -> Timers:
     return Timers(SimpleNamespace(enter=lambda phase, step: None))  # type: ignore[arg-type]
 
 
+def no_failure(failure: str, *, version: int, restarts: int) -> bool:
+    """Start no engine again: none has failed."""
+    return False
+
+
 def sampler_of(
     prompts: Sequence[Prompt], *overrides: str, file: str = "grpo", **parts: Any
 ) -> Sampler:
-    """Return a sampler of a run of the quickstart. ``parts``: other ones than a clockwork, a judge
-    whom everything is right, and a method that trains on every group.
+    """Return a sampler of a run of the quickstart. ``parts`` replace a clockwork, a judge to whom
+    everything is right, a method that trains on every group, timers that nobody watches, and a
+    recovery that finds no failure.
     """
-    config = load_config(QUICKSTART / f"{file}.yaml", list(overrides))
+    config = parts.pop("config", None) or load_config(QUICKSTART / f"{file}.yaml", list(overrides))
+    generation = Generation(
+        engine=parts.pop("engine", None) or Clockwork(),
+        recover=parts.pop("recover", no_failure),
+        collectives=Collectives(),
+        function=parts.pop("function", None),
+    )
     stubs: dict[str, Any] = {
-        "engine": Clockwork(),
         "judge": all_right,
         "method": SimpleNamespace(trains=lambda samples: True),
-        "recover": lambda failure, version, restarts: False,
-        "topology": SimpleNamespace(rank=0, world_size=1),
         "timers": unwatched(),
     }
     return Sampler(
-        partial(draw_prompts, prompts, seed=config.seed, shuffle=config.data.shuffle),
-        executor=ThreadPoolExecutor(8),
-        rollout=config.rollout,
-        prompts_per_step=config.data.prompts_per_step,
-        seed=config.seed,
+        draw=partial(draw_prompts, prompts, seed=config.seed, shuffle=config.data.shuffle),
+        generation=generation,
+        config=config,
         **(stubs | parts),
     )
 
 
 def numbered_sampler(
-    trains: Callable[[int], bool], prompts: int, *overrides: str, file: str = "grpo"
+    trains: Callable[[int], bool], prompts: int, *overrides: str, file: str = "grpo", **parts: Any
 ) -> Sampler:
-    """Return a sampler of so many prompts, named by their numbers; ``trains``: whether a prompt's
-    group trains the policy.
+    """Return a sampler of so many prompts, named by their numbers; ``trains`` says whether a
+    prompt's group trains the policy.
     """
     data = [Prompt(str(i), (), (1,), "1", "t") for i in range(prompts)]
     chosen = SimpleNamespace(trains=lambda samples: trains(number_of(samples[0].prompt.prompt_id)))
-    return sampler_of(data, *overrides, file=file, method=chosen)
+    return sampler_of(data, *overrides, file=file, method=chosen, **parts)
 
 
-def take(sampler: Sampler, step: int) -> list[TrainingSample]:
-    """Return the samples of ``step``, with the weights of the step before in the engine."""
-    sampler.engine.weights_version = step - 1
-    return sampler.sample(step)
+class Steps:
+    """A run that samples only: keeps the state from one step to the next, as the loop does."""
+
+    def __init__(self, sampler: Sampler) -> None:
+        self.sampler = sampler
+        self.state = SamplerState()
+        self.metrics: dict[str, float] = {}
+
+    def take(self, step: int) -> list[TrainingSample]:
+        """Return the samples of ``step``, with the weights of the step before in the engine."""
+        self.sampler.engine.weights_version = step - 1
+        batch, self.state = self.sampler.sample(self.state, step, version=step - 1)
+        self.metrics = batch.metrics
+        return batch.samples

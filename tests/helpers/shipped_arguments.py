@@ -78,7 +78,9 @@ def _optimizer(config: Config, transformer: Any) -> dict[str, Any]:
 
 
 def engine_arguments(path: Path, model: Path) -> dict[str, str]:
-    """Return the arguments of vllm.LLM, as on one process with a cache whose size is left to vLLM."""
+    """Return the arguments of vllm.LLM, as on one process with a cache whose size is left
+    to vLLM.
+    """
     config = load_config(path, [f"model.path={model}"])
 
     class Built(Exception):

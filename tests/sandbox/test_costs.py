@@ -1,5 +1,7 @@
 # ruff: noqa: E501
-"""What a program can make its judge spend: time beyond its limits, memory, restarts of the sandbox."""
+"""What a program can make its judge spend: time beyond its limits, memory, restarts of the
+sandbox.
+"""
 
 from __future__ import annotations
 
@@ -164,7 +166,9 @@ print((after - before) / 1024 / limits.output_mb)
     reason="no sandbox works on this machine",
 )
 def test_memory_of_the_judge_is_bounded() -> None:
-    """At most 4 x ``output_mb`` per worker (docs/programs.md), whatever 16 MB of output consist of."""
+    """At most 4 x ``output_mb`` per worker (docs/programs.md), whatever 16 MB of output
+    consist of.
+    """
     size = 16_000_000
     outputs = [
         (f"print('1 ' * {size // 2})", "1"),

@@ -153,7 +153,9 @@ def test_bad_input_is_not_requeued(cluster, tmp_path, number_of_nodes):
 
 
 def submit_instead(cluster, folder, launcher, *header, number_of_nodes=1, **environment):
-    """The batch script with ``launcher`` (bash) in the place of ``python -m megatron_dcpo launch``."""
+    """The batch script with ``launcher`` (bash) in the place of ``python -m megatron_dcpo
+    launch``.
+    """
     stand_in = folder / "bin" / "python"
     stand_in.parent.mkdir()
     stand_in.write_text(f"#!/bin/bash\n{launcher}\n")

@@ -82,7 +82,9 @@ def test_the_weights_are_one_update_behind(undisturbed: Path) -> None:
 
 
 def test_without_the_option_a_server_is_the_embedded_engine(server: Served, tmp_path: Path) -> None:
-    """One after the other, the same prompts are sampled by the weights of the step before, as ever."""
+    """One after the other, the same prompts are sampled by the weights of the step before,
+    as ever.
+    """
     records = train(tmp_path / "server", *options(server, async_steps=0))
     embedded = train(tmp_path / "embedded", *MORE)
     assert prompts(tmp_path / "server") == prompts(tmp_path / "embedded")

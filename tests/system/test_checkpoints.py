@@ -301,7 +301,9 @@ def kill_at_a_random_moment(run_dir, background, rng, during_save):
     [pytest.param("training.async_save=false", marks=pytest.mark.full), "training.async_save=true"],
 )
 def test_killed_at_random_moments_continues_bit_for_bit(tmp_path, background):
-    """DCPO_KILLS of them (``make test-resilience``: 20), every other one in the middle of a save."""
+    """DCPO_KILLS of them (``make test-resilience``: 20), every other one in the middle of a
+    save.
+    """
     rng = random.Random(KILLS)
     run_dir, reference = tmp_path / "run", tmp_path / "reference"
     kills = -(-KILLS // 2)

@@ -61,7 +61,9 @@ def test_the_run_continues_after_a_restart(tmp_path, undisturbed, mode, reason):
 
 
 def test_what_was_handed_over_before_the_failure_is_kept(tmp_path, undisturbed):
-    """Only the missing responses are generated again, in smaller batches, which round differently."""
+    """Only the missing responses are generated again, in smaller batches, which round
+    differently.
+    """
     done = train(tmp_path / "run", "midway")
     assert done.returncode == 0, done.stderr[-2000:]
     assert "starts anew" in done.stderr

@@ -63,7 +63,9 @@ def train(directory: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_it_trains_and_its_option_counts(directory: Path) -> None:
-    """With gamma 1 it is DCPO to the last digit; with gamma 2 the confidence is rewarded otherwise."""
+    """With gamma 1 it is DCPO to the last digit; with gamma 2 the confidence is rewarded
+    otherwise.
+    """
     own = "objective.name=my_method.py:METHOD"
     runs = {
         "dcpo": (),

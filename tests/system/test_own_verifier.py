@@ -55,7 +55,9 @@ def train(directory: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_it_trains_as_the_built_in_one_where_both_agree(directory: Path) -> None:
-    """On whole numbers equality of texts is what math decides; the function's numbers are logged."""
+    """On whole numbers equality of texts is what math decides; the function's numbers are
+    logged.
+    """
     runs = {"math": (), "own": ("judging.verifier=my_reward.py:verify",)}
     for name, overrides in runs.items():
         done = train(directory, "training.steps=2", f"run_dir={name}", *overrides)

@@ -1,4 +1,6 @@
-"""ConfClass on a real policy, from its own samples to a saved predictor that scores other samples."""
+"""ConfClass on a real policy, from its own samples to a saved predictor that scores other
+samples.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""``dcpo train`` on the quickstart's mixture of experts: 4 processes, EP 2 x TP 2, as one process."""
+"""``dcpo train`` on the quickstart's mixture of experts: 4 processes, EP 2 x TP 2, as one
+process.
+"""
 
 import pytest
 

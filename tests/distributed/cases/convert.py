@@ -172,7 +172,9 @@ def vocabulary_of(padded):
 
 
 def save_run(directory, model, parallel, topology):
-    """A training run's checkpoint, optimizer included, with the weights still those of the model."""
+    """A training run's checkpoint, optimizer included, with the weights still those of the
+    model.
+    """
     config = Config(
         run_dir="unused",
         model=model,

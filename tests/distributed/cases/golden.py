@@ -10,19 +10,20 @@ Beside it a group without a gradient, once computed and once left out.
 
 from __future__ import annotations
 
+import dataclasses
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
-from megatron_dcpo.config import RolloutConfig, TrainingConfig
+from megatron_dcpo.config import TrainingConfig
 from megatron_dcpo.objectives import ObjectiveConfig, build_method
 from megatron_dcpo.policy.gradient_probe import part_gradient
 from megatron_dcpo.policy.model import build_policy
 from megatron_dcpo.policy.optimizer import PolicyOptimizer
 from megatron_dcpo.runtime.distributed import all_gather_objects
-from megatron_dcpo.training.mismatch import computed
+from megatron_dcpo.training.dealing import samples_to_train
 from megatron_dcpo.training.updater import Updater, UpdateStatistics
 from megatron_dcpo.types import Judgement, Prompt, Response, TrainingSample, replaced
 from tests.distributed.cases.common import config_for_test, initialize_layout, parallel_config
@@ -69,10 +70,23 @@ def samples_without_gradient(count: int) -> list[TrainingSample]:
     ]
 
 
+def with_old_logprobs(updater: Updater, samples: list[TrainingSample]) -> list[TrainingSample]:
+    """Fill ``old_logprobs`` on every rank, as no run needs them: other log-probs are made
+    of them.
+    """
+    here = {
+        index: sample.old_logprobs
+        for index, sample in enumerate(updater.with_old_logprobs(samples))
+        if sample.old_logprobs is not None
+    }
+    rows = {index: row for rank in all_gather_objects(here) for index, row in rank.items()}
+    return [replaced(sample, old_logprobs=rows[index]) for index, sample in enumerate(samples)]
+
+
 def left_out(updater: Updater, samples: list[TrainingSample]) -> dict[str, Any]:
     """Loss and gradient of all samples and of those that are computed."""
-    scored = updater.method.score(updater.with_old_logprobs(samples))
-    some = computed(scored, updater.method, {})
+    scored = updater.method.score(with_old_logprobs(updater, samples))
+    some = samples_to_train(scored, updater.method, {})
     losses, gradients = [], []
     for taken in (scored, some):
         backward = partial(updater.accumulate, taken)
@@ -95,23 +109,15 @@ def run(options: dict[str, Any]) -> Any:
     )
     # many losses of one policy: it does not move
     config = config_for_test(options["model"], "fp32", parallel, lr=0.0, weight_decay=0.0)
+    config = dataclasses.replace(config, training=training)
     policy = build_policy(config.model, parallel, topology)
     optimizer = PolicyOptimizer(policy, config)
     order = options["order"]
     samples = samples_for_test(order)
     result: dict[str, Any] = {"losses": {}, "norms": {}, "left_out": {}}
     others = {name: method_options for name, (method_options, _) in OTHER_LOSSES.items()}
-    first = Updater(
-        policy,
-        optimizer,
-        build_method(ObjectiveConfig()),
-        None,
-        None,
-        parallel,
-        RolloutConfig(),
-        training,
-    )
-    with_old = first.with_old_logprobs(samples)
+    first = Updater(policy, optimizer, build_method(ObjectiveConfig()), None, None, config)
+    with_old = with_old_logprobs(first, samples)
     new = [sample.old_logprobs for sample in with_old]
     result["new"] = {str(i): row.tolist() for row, i in zip(new, order, strict=True)}
     golden = [
@@ -120,23 +126,11 @@ def run(options: dict[str, Any]) -> Any:
     ]
     for name, method_options in (GOLDEN_OPTIONS | others).items():
         method = build_method(ObjectiveConfig(**method_options))
-        updater = Updater(
-            policy, optimizer, method, None, None, parallel, RolloutConfig(), training
-        )
-        statistics: UpdateStatistics = {
-            "sums": {},
-            "maxima": {},
-            "losses": [],
-            "grad_norms": [],
-            "block_gradients": {},
-            "coefficients": {},
-            "learning_rate": 0.0,
-            "skipped": 0,
-            "computed": [],
-        }
+        updater = Updater(policy, optimizer, method, None, None, config)
+        statistics = UpdateStatistics()
         updater.update_once(method.score(golden), statistics, probe=False, step=1)
-        result["losses"][name] = statistics["losses"][0]
-        result["norms"][name] = statistics["grad_norms"][0]
+        result["losses"][name] = statistics.losses[0]
+        result["norms"][name] = statistics.grad_norms[0]
         if name in LEFT_OUT:
             idle = samples_without_gradient(20)
             result["left_out"][name] = left_out(updater, idle[:3] + samples + idle[3:])

@@ -1,4 +1,6 @@
-"""What a newcomer gets wrong: status 2, one line on stderr that names the thing, and nothing lost."""
+"""What a newcomer gets wrong: status 2, one line on stderr that names the thing, and
+nothing lost.
+"""
 
 from __future__ import annotations
 

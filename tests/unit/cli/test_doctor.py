@@ -14,7 +14,9 @@ from tests.helpers.paths import REPOSITORY
 
 @pytest.mark.parametrize("extra", sorted(set(EXTRAS.values())))
 def test_an_extra_is_named_by_its_packages(extra, monkeypatch):
-    """This project is on no index: its extras are named by what they install, as setup.py has it."""
+    """This project is on no index: its extras are named by what they install, as setup.py
+    has it.
+    """
     text = re.search(rf'"{extra}": \[(.+?)\],', (REPOSITORY / "setup.py").read_text(), re.DOTALL)
     requirements = [line.partition("; ") for line in re.findall(r'"([^"]+)"', text[1])]
     here = [name for name, _, marker in requirements if not marker or Marker(marker).evaluate()]

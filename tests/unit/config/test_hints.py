@@ -1,4 +1,6 @@
-"""Names of other systems lead to ours; what users type is understood, and blamed where it is wrong."""
+"""Names of other systems lead to ours; what users type is understood, and blamed where it
+is wrong.
+"""
 
 from __future__ import annotations
 

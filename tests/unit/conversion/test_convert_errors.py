@@ -1,4 +1,6 @@
-"""Bad input, a full disk, a killed process: one clear line, and nothing that looks like a result."""
+"""Bad input, a full disk, a killed process: one clear line, and nothing that looks like a
+result.
+"""
 
 from __future__ import annotations
 

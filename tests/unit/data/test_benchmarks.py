@@ -70,7 +70,9 @@ def test_amc24_defects_are_warned_about_and_repaired_on_request() -> None:
 
 
 def test_recomputed_amc24_keys() -> None:
-    """12B-14, 12B-18 and 12B-25 by brute force, 12B-15 by the shoelace formula, 12B-11 by summing."""
+    """12B-14, 12B-18 and 12B-25 by brute force, 12B-15 by the shoelace formula, 12B-11 by
+    summing.
+    """
     import itertools
     import math
 

@@ -1,4 +1,6 @@
-"""Reasoning Gym as a source: the same problems in every process, scored by their task's own rule."""
+"""Reasoning Gym as a source: the same problems in every process, scored by their task's own
+rule.
+"""
 
 from __future__ import annotations
 

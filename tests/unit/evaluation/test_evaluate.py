@@ -54,7 +54,9 @@ def tokenizer() -> Any:
 
 
 def scripted(tokenizer: Any, truncated: bool = False) -> Any:
-    """An engine that gives ``TEXTS`` to every prompt, the repeats in reverse order, four at a time."""
+    """An engine that gives ``TEXTS`` to every prompt, the repeats in reverse order, four at
+    a time.
+    """
 
     def stream(samples: Sequence[tuple[Prompt, int]]) -> Iterator[list[Response]]:
         responses = []

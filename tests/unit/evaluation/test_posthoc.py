@@ -78,7 +78,9 @@ def test_scaling_repairs_over_confidence(method: str) -> None:
 
 @pytest.mark.parametrize("method", ["platt", "isotonic"])
 def test_the_reasonings_logprob_is_scaled_to_a_confidence(method: str, tmp_path: Path) -> None:
-    """In nats, far below what a logit of a probability could tell apart: sums near -60 against -40."""
+    """In nats, far below what a logit of a probability could tell apart: sums near -60
+    against -40.
+    """
     generator = np.random.default_rng(3)
     samples = []
     for sample in SAMPLES:

@@ -141,7 +141,9 @@ def test_one_step_off_by_hand(generation, training, seconds, engines_wait, train
 @settings(max_examples=60, deadline=None)
 @given(lengths, st.integers(1, 6), st.floats(0, 1e-2), st.floats(0, 1))
 def test_what_is_busy_and_what_waits_is_the_step(drawn, engines, train_token, judge):
-    """Of engines and of trainers, one step off or not; with the same resources it is never slower."""
+    """Of engines and of trainers, one step off or not; with the same resources it is never
+    slower.
+    """
     costs = replace(COSTS, engines=engines, train_token=train_token, judge=judge)
     after = steps(costs, drawn, count=4)
     beside = one_step_off(after)

@@ -13,6 +13,7 @@ from megatron_dcpo.policy import optimizer
 from megatron_dcpo.policy.optimizer import Offload
 from megatron_dcpo.runtime import device, megatron_private
 from megatron_dcpo.training import loop
+from megatron_dcpo.training.sampler import Batch
 
 
 @pytest.fixture
@@ -70,7 +71,7 @@ def test_order_of_a_step(calls, monkeypatch, away):
     run = MagicMock()
     run.offload, run.validator = offload, None
     run.timers = run.checkpointer.completing = lambda *_: nullcontext()
-    run.ahead.take, run.sampler.metrics = note("sample"), {}
+    run.rollouts.take = lambda step: (calls.append("sample"), Batch(samples=[], metrics={}))[1]
     run.engine.sleep = note("sleep")
     run.updater.update = lambda *_: (calls.append("update"), None)[1] or ([], {})
     run.weight_sync.push = lambda **_: calls.append("wake") or {}

@@ -9,9 +9,8 @@ import pytest
 
 from megatron_dcpo.config import load_config
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.training.sampler import Sampler
 from tests.helpers.paths import QUICKSTART
-from tests.helpers.samplers import number_of, numbered_sampler, one_rank, take
+from tests.helpers.samplers import Steps, number_of, numbered_sampler, one_rank
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -20,23 +19,24 @@ def _group_of_one() -> Iterator[None]:
         yield
 
 
-def filling(dull: set[int], *overrides: str) -> Sampler:
-    """A sampler over 40 prompts of which the groups of ``dull`` train nothing, two responses each."""
+def filling(dull: set[int], *overrides: str) -> Steps:
+    """Sampling over 40 prompts of which the groups of ``dull`` train nothing, two responses
+    each.
+    """
     settings = ["data.prompts_per_step=4", "rollout.group_size=2", "data.shuffle=false", *overrides]
-    return numbered_sampler(lambda number: number not in dull, 40, *settings, file="dcpo")
+    return Steps(numbered_sampler(lambda number: number not in dull, 40, *settings, file="dcpo"))
 
 
-def steps(sampler: Sampler, *numbers: int) -> list[list[int]]:
+def steps(run: Steps, *numbers: int) -> list[list[int]]:
     """The prompts of each step's batch."""
     return [
-        numbers_of(sample.prompt.prompt_id for sample in take(sampler, number))
-        for number in numbers
+        numbers_of(sample.prompt.prompt_id for sample in run.take(number)) for number in numbers
     ]
 
 
-def rounds(sampler: Any) -> list[list[int]]:
+def rounds(run: Any) -> list[list[int]]:
     """The prompts of each round so far."""
-    return [numbers_of(prompt_id for prompt_id, _ in asked) for asked in sampler.engine.asked]
+    return [numbers_of(prompt_id for prompt_id, _ in asked) for asked in run.sampler.engine.asked]
 
 
 def numbers_of(prompt_ids: Iterator[str]) -> list[int]:
@@ -44,42 +44,41 @@ def numbers_of(prompt_ids: Iterator[str]) -> list[int]:
 
 
 def test_dull_groups_are_replaced_by_the_prompts_that_follow() -> None:
-    sampler = filling({0, 2, 5, 6}, "rollout.filter_groups=true")
-    assert steps(sampler, 1) == [[1, 3, 4, 7]]
-    assert rounds(sampler) == [[0, 1, 2, 3], [4, 5], [6], [7]]
-    assert sampler.metrics == {
+    run = filling({0, 2, 5, 6}, "rollout.filter_groups=true")
+    assert steps(run, 1) == [[1, 3, 4, 7]]
+    assert rounds(run) == [[0, 1, 2, 3], [4, 5], [6], [7]]
+    assert run.metrics == {
         "rollout/prompts_drawn": 8,
         "rollout/groups_filtered": 4,
         "rollout/accuracy": 1.0,
     }
-    assert steps(sampler, 2) == [[8, 9, 10, 11]], "the next step goes on behind the last one taken"
-    assert sampler.extra_prompts == 4
-    assert sampler.consumed_prompts(2) == 12
+    assert steps(run, 2) == [[8, 9, 10, 11]], "the next step goes on behind the last one taken"
+    assert run.state.position == 12
 
 
 def test_what_is_drawn_ahead_and_not_taken_is_drawn_again() -> None:
-    sampler = filling({0}, "rollout.filter_groups=true", "rollout.oversample=1.5")
-    assert steps(sampler, 1, 2) == [[1, 2, 3, 4], [5, 6, 7, 8]]
-    assert rounds(sampler) == [[0, 1, 2, 3, 4, 5], [5, 6, 7, 8, 9, 10]]
-    assert sampler.extra_prompts == 1
+    run = filling({0}, "rollout.filter_groups=true", "rollout.oversample=1.5")
+    assert steps(run, 1, 2) == [[1, 2, 3, 4], [5, 6, 7, 8]]
+    assert rounds(run) == [[0, 1, 2, 3, 4, 5], [5, 6, 7, 8, 9, 10]]
+    assert run.state.position == 9
 
 
 def test_there_is_an_end_when_every_group_is_dull(caplog: Any) -> None:
-    sampler = filling(set(range(40)), "rollout.filter_groups=true", "rollout.max_refills=2")
-    assert steps(sampler, 1) == [[0, 1, 2, 3]]
-    assert len(rounds(sampler)) == 3
+    run = filling(set(range(40)), "rollout.filter_groups=true", "rollout.max_refills=2")
+    assert steps(run, 1) == [[0, 1, 2, 3]]
+    assert len(rounds(run)) == 3
     assert (
         "0 of 12 groups drawn train the policy (rollout.max_refills=2); 4 others fill up"
         in caplog.text
     )
-    assert sampler.extra_prompts == 8
-    assert steps(sampler, 2) == [[12, 13, 14, 15]]
+    assert run.state.position == 12
+    assert steps(run, 2) == [[12, 13, 14, 15]]
 
 
 def test_without_the_filter_every_group_is_taken() -> None:
-    sampler = filling(set(range(40)))
-    assert steps(sampler, 1, 2) == rounds(sampler) == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert (sampler.extra_prompts, sampler.metrics) == (0, {})
+    run = filling(set(range(40)))
+    assert steps(run, 1, 2) == rounds(run) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert (run.state.position, run.metrics) == (8, {})
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 
 from megatron_dcpo.errors import UserError
+from megatron_dcpo.runtime.distributed import Collectives
 from megatron_dcpo.runtime.watchdog import Timers
-from megatron_dcpo.training import sampler as sampling
-from megatron_dcpo.training.sampler import Sampler, union_length
+from megatron_dcpo.training.generation import Generation
+from megatron_dcpo.training.sampler import Sampler, SamplerState, union_length
 from megatron_dcpo.types import Judgement, Prompt, Response, TrainingSample
-from tests.helpers.samplers import one_rank, sampler_of, unwatched
+from tests.helpers.samplers import no_failure, one_rank, sampler_of, unwatched
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -54,6 +55,12 @@ def sampler_with(judge: Any, stream: Any, timers: Timers | None = None, **parts:
     )
 
 
+def sample(sampler: Sampler, step: int) -> list[TrainingSample]:
+    """The samples of one step, by weights one update older than it."""
+    batch, _ = sampler.sample(SamplerState(), step, version=step - 1)
+    return batch.samples
+
+
 def number(response: Response) -> tuple[str, int]:
     return response.prompt_id.split("@")[0], response.sample_index
 
@@ -81,7 +88,7 @@ def test_a_response_is_judged_while_the_next_one_is_generated() -> None:
         return judged(responses, by_id)
 
     timers = unwatched()
-    samples: list[TrainingSample] = sampler_with(judge, stream, timers).sample(1)
+    samples: list[TrainingSample] = sample(sampler_with(judge, stream, timers), 1)
     assert [number(s.response) for s in samples] == [(f"p{i}", n) for i in range(7) for n in (0, 1)]
     assert [s.judgement.correct for s in samples] == [0.0, 1.0] * 7
     assert timers.seconds["judge_busy"] > 0
@@ -105,25 +112,36 @@ def test_a_judge_that_fails_ends_the_rollout_at_once() -> None:
             time.sleep(0.2)  # from the exception to the future
 
     with pytest.raises(UserError, match="no sandbox"):
-        sampler_with(judge, stream).sample(1)
+        sample(sampler_with(judge, stream), 1)
     assert len(generated) < 14
-    with pytest.raises(UserError, match="weights version 0, the policy is at 3"):
-        sampler_with(judged, one_by_one).sample(4)
+    with pytest.raises(UserError, match="sampled by weights version 0, the engine should have 3"):
+        sample(sampler_with(judged, one_by_one), 4)
+
+
+class OfFourRanks(Collectives):
+    """What rank 0 of four sees: the ranks of the other engine have nothing."""
+
+    rank = 0  # type: ignore[assignment]
+    ranks = range(4)  # type: ignore[assignment]
+    mate: dict[Any, bytes]
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value, self.mate, {}, {}]
 
 
 def test_ranks_of_one_engine_keep_what_all_of_them_have(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 of two was handed three responses before its engine failed; its mate has another one,
     and one alike.
     """
-    sampler = sampler_with(judged, one_by_one, topology=SimpleNamespace(rank=0, world_size=4))
-    sampler.engine.tensor_model_parallel_size = 2
+    engine: Any = SimpleNamespace(tensor_model_parallel_size=2)
     responses = {("p0", i): response(prompts(1)[0], i) for i in range(3)}
     alike = {
         name: hashlib.sha256(one.token_ids.tobytes()).digest() for name, one in responses.items()
     }
     mate = {("p0", 0): alike[("p0", 0)], ("p0", 1): b"other tokens"}
-    monkeypatch.setattr(sampling, "all_gather_objects", lambda own: [own, mate, {}, {}])
-    assert list(sampler._common_to_all_ranks(responses)) == [("p0", 0)]
+    monkeypatch.setattr(OfFourRanks, "mate", mate, raising=False)
+    generation = Generation(engine, no_failure, OfFourRanks())
+    assert generation._common_to_all_ranks(responses) == {("p0", 0)}
 
 
 @pytest.mark.parametrize(

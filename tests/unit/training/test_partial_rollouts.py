@@ -12,10 +12,15 @@ import pytest
 from megatron_dcpo.config import load_config
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.training.groups import restored_groups, saved_groups
-from megatron_dcpo.training.sampler import PromptGroup, _check_versions, batch_is_complete
+from megatron_dcpo.training.sampler import (
+    GroupNeed,
+    PromptGroup,
+    _check_versions,
+    batch_is_complete,
+)
 from megatron_dcpo.types import Judgement, Prompt, Response
 from tests.helpers.paths import QUICKSTART
-from tests.helpers.samplers import length_of, number_of, numbered_sampler, one_rank, take
+from tests.helpers.samplers import Steps, length_of, number_of, numbered_sampler, one_rank
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -27,14 +32,14 @@ def _group_of_one() -> Iterator[None]:
 STALE = ("rollout.max_staleness=1", "rollout.oversample=1.5", "objective.tis_level=token")
 
 
-def stale_sampler(*overrides: str) -> Any:
+def stale_run(*overrides: str) -> Any:
     settings = [
         "data.prompts_per_step=6",
         "rollout.group_size=3",
         "objective.tis_level=token",
         *overrides,
     ]
-    return numbered_sampler(lambda number: number % 3 > 0, 1000, *settings)
+    return Steps(numbered_sampler(lambda number: number % 3 > 0, 1000, *settings))
 
 
 @pytest.mark.parametrize("staleness", [1, 2, 4])
@@ -44,11 +49,11 @@ def test_every_group_is_trained_on_once_and_in_time(
     staleness: int, oversample: float, filtered: bool
 ) -> None:
     options = [f"rollout.max_staleness={staleness}", f"rollout.oversample={oversample}"]
-    sampler = stale_sampler(*options, f"rollout.filter_groups={filtered}", "data.shuffle=false")
+    run = stale_run(*options, f"rollout.filter_groups={filtered}", "data.shuffle=false")
     trained: list[str] = []
     oldest = 0
     for step in range(1, 31):
-        samples = take(sampler, step)
+        samples = run.take(step)
         assert len(samples) == 18
         batch = list(dict.fromkeys(sample.prompt.prompt_id for sample in samples))
         assert [s.response.sample_index for s in samples] == [0, 1, 2] * 6
@@ -63,15 +68,15 @@ def test_every_group_is_trained_on_once_and_in_time(
             )
             assert step - 1 - response.oldest_version <= staleness
             oldest = max(oldest, step - 1 - response.oldest_version)
-        assert oldest >= sampler.metrics["rollout/staleness_max"]
+        assert oldest >= run.metrics["rollout/staleness_max"]
         trained += batch
-        carried = {group.prompt.prompt_id for group in sampler.carried}
-        drawn = [f"{n}@0" for n in range(6 * step + sampler.extra_prompts)]
+        carried = {group.prompt.prompt_id for group in run.state.carried}
+        drawn = [f"{n}@0" for n in range(run.state.position)]
         kept = [
             name for name in drawn if not filtered or number_of(name) % 3 > 0 or name in carried
         ]
         assert sorted([*trained, *carried]) == sorted(kept), "a prompt was lost or is there twice"
-        assert len(sampler.carried) <= round(6 * (oversample - 1) + 0.5)
+        assert len(run.state.carried) <= round(6 * (oversample - 1) + 0.5)
     assert oldest == staleness if staleness == 1 else oldest > 0
 
 
@@ -79,11 +84,11 @@ def test_longer_staleness_waits_less() -> None:
     """With the bound at work, a step lasts until the oldest response has ended."""
     means = []
     for staleness in (1, 3):
-        sampler = stale_sampler(f"rollout.max_staleness={staleness}", "rollout.oversample=1.5")
+        run = stale_run(f"rollout.max_staleness={staleness}", "rollout.oversample=1.5")
         stale = []
         for step in range(1, 21):
-            take(sampler, step)
-            stale.append(sampler.metrics["rollout/staleness_max"])
+            run.take(step)
+            stale.append(run.metrics["rollout/staleness_max"])
         means.append(np.mean(stale))
     assert means[1] > means[0]
 
@@ -92,31 +97,28 @@ def test_with_none_the_batch_is_what_it_always_was() -> None:
     """Every prompt in the order of the data, every response by one version, nothing carried, no
     metric of it.
     """
-    sampler = stale_sampler("data.shuffle=false")
+    run = stale_run("data.shuffle=false")
     for step in (1, 2):
-        samples = take(sampler, step)
+        samples = run.take(step)
         expected = [(f"{n}@0", i) for n in range(6 * step - 6, 6 * step) for i in range(3)]
         assert [(s.response.prompt_id, s.response.sample_index) for s in samples] == expected
         assert {(s.response.weights_version, s.response.segments) for s in samples} == {
             (step - 1, ())
         }
-    assert [len(asked) for asked in sampler.engine.asked] == [18, 18]
-    assert (sampler.extra_prompts, sampler.metrics, sampler.carried) == (0, {}, [])
+    assert [len(asked) for asked in run.sampler.engine.asked] == [18, 18]
+    assert (run.state.position, run.metrics, run.state.carried) == (12, {}, ())
 
 
 def test_too_old_or_too_new_responses_are_refused() -> None:
     response = Response(
         "p", 0, np.arange(3), np.zeros(3, np.float32), "stop", 5, segments=((3, 2), (5, 1))
     )
-    _check_versions([response], [5], 3)
-    _check_versions([response], [6, 5], 3)
-    for version, oldest in ((5, 4), (6, 3), (4, 2)):
+    _check_versions([response], version=5, oldest=3)
+    for version, oldest, refused in ((5, 4, 3), (6, 3, 5), (4, 2, 5)):
         with pytest.raises(
-            UserError, match=f"the policy is at {version}: the engine was not synchronized"
+            UserError, match=f"response to p was sampled by weights version {refused},"
         ):
-            _check_versions([response], [version], oldest)
-    with pytest.raises(UserError, match="weights version 3, the policy is at 5"):
-        _check_versions([response], [5], 4)
+            _check_versions([response], version, oldest)
 
 
 def test_groups_come_back_from_a_checkpoint_as_they_were() -> None:
@@ -154,7 +156,8 @@ def test_groups_come_back_from_a_checkpoint_as_they_were() -> None:
 def test_a_batch_is_complete_when_enough_groups_are_finished_and_none_may_not_wait() -> None:
     done = {("a", 0): None, ("a", 1): None, ("b", 0): None}
     for quota, urgent, complete in ((1, False, True), (2, False, False), (1, True, False)):
-        assert batch_is_complete([("a", 2, True), ("b", 2, urgent)], quota, done) is complete  # type: ignore[arg-type]
+        needs = [GroupNeed("a", missing=2, urgent=True), GroupNeed("b", missing=2, urgent=urgent)]
+        assert batch_is_complete(needs, quota, done) is complete  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

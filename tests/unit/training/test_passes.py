@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from megatron_dcpo.config import ParallelConfig, RolloutConfig, TrainingConfig
-from megatron_dcpo.training import updater as updater_module
+from megatron_dcpo.config import TrainingConfig, load_config
 from megatron_dcpo.training.updater import Updater
 from megatron_dcpo.types import Judgement, TrainingSample
 from tests.helpers.objective_cases import objective, samples_of
+from tests.helpers.paths import QUICKSTART
+from tests.helpers.samplers import one_rank
 
 MEASURED: Any = SimpleNamespace(metrics=dict, swapped=lambda: MEASURED)
 
@@ -24,8 +27,8 @@ class Counting(Updater):
     passed, scored = 0, 0
     compared: list[bool]
 
-    def accumulate(self, samples: Any) -> list[dict[str, float]]:
-        self.passed += len(samples)
+    def accumulate(self, samples: Any, chosen: Any = None) -> list[dict[str, float]]:
+        self.passed += len(samples if chosen is None else chosen)
         self.compared.append(self.measures_mismatch)
         return [{"loss": 0.0}]
 
@@ -34,11 +37,10 @@ class Counting(Updater):
         return list(samples)
 
 
-@pytest.fixture(autouse=True)
-def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No process group: this rank is the only one."""
-    monkeypatch.setattr(updater_module, "all_gather_objects", lambda value: [value])
-    monkeypatch.setattr(updater_module, "max_over_ranks", lambda value: value)
+@pytest.fixture(autouse=True, scope="module")
+def group_of_one() -> Iterator[None]:
+    with one_rank():
+        yield
 
 
 def trained(training: TrainingConfig, groups: int = 1, **options: Any) -> Counting:
@@ -46,14 +48,22 @@ def trained(training: TrainingConfig, groups: int = 1, **options: Any) -> Counti
     optimizer: Any = SimpleNamespace(learning_rate=0.0)
     for name in ("zero_gradients", "gradient_norm", "step", "gather_parameters"):
         setattr(optimizer, name, lambda: 0.0)
-    policy: Any = SimpleNamespace(topology=SimpleNamespace(reports=True, rank=0))
+    topology = SimpleNamespace(reports=True, rank=0, dp_size=1, dp_rank=0, pp_size=1)
+    policy: Any = SimpleNamespace(topology=topology)
 
     def probe(part: Any, whole: Any) -> Any:
         part()
         return whole(), MEASURED
 
-    parts = policy, optimizer, objective(**{"name": "dcpo", **options}), None, probe
-    updater = Counting(*parts, ParallelConfig(), RolloutConfig(), training)
+    config = load_config(QUICKSTART / "dcpo.yaml")
+    updater = Counting(
+        policy=policy,
+        optimizer=optimizer,
+        method=objective(**{"name": "dcpo", **options}),
+        reference=None,
+        probe=probe,
+        config=dataclasses.replace(config, training=training),
+    )
     updater.compared = []
     pairs = (1, 0.9), (0, 0.4), (0, 0.1)  # all train reasoning and confidence
     names = [f"p{number}" for number in range(groups)]
@@ -66,7 +76,9 @@ def trained(training: TrainingConfig, groups: int = 1, **options: Any) -> Counti
 
 
 def passes(training: TrainingConfig) -> float:
-    """Return the passes over all three responses of a step, mean over a run of ``training.steps``."""
+    """Return the passes over all three responses of a step, mean over a run of
+    ``training.steps``.
+    """
     return trained(training).passed / 3 / training.steps
 
 

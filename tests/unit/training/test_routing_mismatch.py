@@ -43,7 +43,8 @@ def measured(path, engine):
     trainer_logprobs = torch.cat([logprobs(trainer, *text) for text in texts])
     block_ids = torch.full((len(engine_logprobs),), next(iter(BLOCKS.values())))
     rows = {block: (block_ids == index).nonzero()[:, 0] for block, index in BLOCKS.items()}
-    batch = SimpleNamespace(columns={"engine_logprobs": engine_logprobs}, block_rows=rows)
+    columns = {"engine_logprobs": engine_logprobs, "block_ids": block_ids}
+    batch = SimpleNamespace(columns=columns, block_rows=rows)
     statistics = mismatch_statistics(
         batch, TokenOutputs(trainer_logprobs, torch.zeros_like(trainer_logprobs))
     )

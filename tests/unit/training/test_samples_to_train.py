@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron_dcpo.training.mismatch import computed
+from megatron_dcpo.training.dealing import samples_to_train
 from megatron_dcpo.types import Judgement, TrainingSample
 from tests.helpers.objective_cases import objective, samples_of
 
@@ -24,7 +24,7 @@ def chosen(
     samples: list[TrainingSample] = method.score(
         samples_of([judgement for one in groups for judgement in one])
     )
-    taken = [id(sample) for sample in computed(samples, method, megatron or {})]
+    taken = [id(sample) for sample in samples_to_train(samples, method, megatron or {})]
     return [i for i, sample in enumerate(samples) if id(sample) in taken]
 
 
