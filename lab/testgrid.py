@@ -29,6 +29,7 @@ import numpy as np
 from lab.results import read_archive, write_archive
 from megatron_dcpo.data.files import read_json_lines
 from megatron_dcpo.errors import UserError, did_you_mean
+from megatron_dcpo.evaluation.samples import read_samples
 from megatron_dcpo.runtime.files import write_atomically
 
 logger = logging.getLogger(__name__)
@@ -316,16 +317,23 @@ def responses(samples: Path) -> bytes:
     """
     writer = csv.writer(table := io.StringIO(), lineterminator="\n")
     writer.writerow(COLUMNS)
-    for _, s in read_json_lines(samples):
-        stated, logprob, token = (
-            "" if s.get(key) is None else f"{s[key]:.4g}"
-            for key in ("confidence", "reasoning_logprob", "token_confidence")
-        )
-        problem = int(s["prompt_id"].rsplit("/", 1)[1])
+    for sample in read_samples(samples):
         writer.writerow(
-            (problem, int(s["correct"]), stated, s["answer"], logprob, token, s["num_tokens"])
+            (
+                int(sample.prompt.prompt_id.rsplit("/", 1)[1]),
+                int(sample.correct),
+                _short(sample.judgement.confidence),
+                sample.judgement.answer,
+                _short(sample.measures.reasoning_logprob),
+                _short(sample.measures.token_confidence),
+                sample.judgement.length,
+            )
         )
     return table.getvalue().encode()
+
+
+def _short(value: float | None) -> str:
+    return "" if value is None else f"{value:.4g}"
 
 
 def curve(metrics: Path) -> bytes:

@@ -13,7 +13,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args
 
 if TYPE_CHECKING:
     import numpy as np
@@ -44,13 +44,27 @@ MALFORMED: tuple[ConfidenceStatus, ...] = tuple(
 
 
 @dataclass(frozen=True)
-class Prompt:
-    """One problem, rendered and tokenized. ``prompt_id`` is unique within a rollout and names the
-    group.
+class Limits:
+    """The least and the largest value that a number read from a file may have."""
 
-    A programming problem has packed ``tests`` (``data/code_problems.py``); its ``ground_truth`` is
-    their key. ``row``: the columns of the data that a verifier or the order of the prompts reads.
-    ``form``: of the answer (``prompts.ASKS``).
+    least: float
+    most: float
+
+
+Count = Annotated[int, Limits(0, 1 << 40)]
+Probability = Annotated[float, Limits(0, 1)]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One problem, rendered and tokenized.
+
+    ``prompt_id`` is unique within a rollout and names the group. ``messages`` and ``token_ids`` are
+    what the policy is asked; ``problem`` is the text of the problem without the template. ``task``
+    is the name of the data set or benchmark. A programming problem has packed ``tests``
+    (``data/code_problems.py``), and its ``ground_truth`` is their key. ``row`` holds the columns of
+    the data that a verifier or the order of the prompts reads, ``form`` says what an answer looks
+    like (``prompts.ASKS``), and ``kind`` is the kind of problem, if the data names one.
     """
 
     prompt_id: str
@@ -61,6 +75,8 @@ class Prompt:
     tests: bytes | None = None
     row: Mapping[str, Any] | None = field(default=None, compare=False)
     form: str = "math"
+    problem: str = ""
+    kind: str | None = None
 
     @cached_property
     def ids(self) -> np.ndarray:
@@ -88,7 +104,7 @@ class Response:
     """
 
     prompt_id: str
-    sample_index: int
+    sample_index: Count
     token_ids: np.ndarray
     logprobs: np.ndarray
     finish_reason: Literal["stop", "length", "abort"]
@@ -133,21 +149,22 @@ class Judgement:
     """
 
     prompt_id: str
-    correct: float
-    confidence: float | None
+    correct: Probability
+    confidence: Probability | None
     status: ConfidenceStatus
-    boundary: int | None
-    length: int
+    boundary: Count | None
+    length: Count
     stated: float | None = None
     answered: bool = True
     marker_end: int | None = None
     answer: str | None = field(default=None, compare=False)
     category: str | None = field(default=None, compare=False)
-    score: float | None = None
+    score: Probability | None = None
     logged: Mapping[str, Any] | None = field(default=None, compare=False)
     abstained: bool = False  # the box says that the answer is not known
-    thinking_tokens: int | None = 0  # before the answer; None where the text's tokens are not known
-    thinking_characters: int = 0  # of the text
+    # before the answer; None if the text's tokens are not known
+    thinking_tokens: Count | None = 0
+    thinking_characters: Count = 0  # of the text
 
     @property
     def R(self) -> float:

@@ -71,8 +71,8 @@ def _passes(model: Any, tokenizer: Any, samples: Sequence[Sample]) -> dict[str, 
     for s in samples:
         # the confidence line is cut off: the probe reads the reasoning and the boxed answer
         turn, said = (
-            {"role": "user", "content": s.problem},
-            s.response.partition("<conf>")[0].rstrip(),
+            {"role": "user", "content": s.prompt.problem},
+            s.response.text.partition("<conf>")[0].rstrip(),
         )
         prompts.append(ids([turn]))
         answered.append(prompts[-1] + tokenizer.encode(said, add_special_tokens=False))
@@ -126,7 +126,7 @@ def _probe(hidden: np.ndarray, samples: Sequence[Sample]) -> Any:
     from sklearn.preprocessing import StandardScaler
 
     right = np.array([s.correct for s in samples])
-    folds = list(GroupKFold(5).split(hidden, right, [s.prompt_id for s in samples]))
+    folds = list(GroupKFold(5).split(hidden, right, [s.prompt.prompt_id for s in samples]))
     regression = LogisticRegressionCV(
         Cs=np.logspace(-5, 0, 6), cv=folds, scoring="neg_log_loss", max_iter=2000
     )

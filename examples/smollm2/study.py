@@ -134,7 +134,7 @@ def draw(runs: Mapping[str, Samples], path: Path) -> None:
         if "test" in runs.get(name, {}):
             samples = runs[name]["test"]
             stated, right = (
-                as_confidences([s.confidence for s in samples]),
+                as_confidences([s.judgement.confidence for s in samples]),
                 [s.correct for s in samples],
             )
             bins[title] = bin_rows(stated, right)
@@ -150,7 +150,7 @@ def confidences(
     and controls (of ``controls.py``, by part, where they were made).
     """
     samples, validation = of[part], of.get("validation") if part != "validation" else None
-    found = {"stated": as_confidences([s.confidence for s in samples])}
+    found = {"stated": as_confidences([s.judgement.confidence for s in samples])}
     if validation:
         for name, (method, source) in {
             "stated, isotonic": ("isotonic", "verbal"),
@@ -165,7 +165,7 @@ def confidences(
         found["P(true), isotonic"] = isotonic(
             known, np.array([float(s.correct) for s in validation])
         )(found["P(true)"])
-    if any(s.repeat for s in samples):
+    if any(s.response.sample_index for s in samples):
         found["agreement with the other responses"] = agreement(samples)
     found["lookup, one number per task and size"] = as_confidences(lookup_confidence(samples))
     return found
@@ -177,11 +177,12 @@ def agreement(samples: Sequence[Sample]) -> np.ndarray:
     """
     by_problem: dict[str, list[str | None]] = {}
     for s in samples:
-        by_problem.setdefault(s.prompt_id, []).append(s.answer)
+        by_problem.setdefault(s.prompt.prompt_id, []).append(s.judgement.answer)
     return np.array(
         [
-            (by_problem[s.prompt_id].count(s.answer) - 1) / max(len(by_problem[s.prompt_id]) - 1, 1)
-            if s.answer is not None
+            (by_problem[s.prompt.prompt_id].count(s.judgement.answer) - 1)
+            / max(len(by_problem[s.prompt.prompt_id]) - 1, 1)
+            if s.judgement.answer is not None
             else math.nan
             for s in samples
         ]
@@ -190,8 +191,8 @@ def agreement(samples: Sequence[Sample]) -> np.ndarray:
 
 def records(samples: Sequence[Sample], confidence: np.ndarray) -> Records:
     """Return the responses as the lab's records."""
-    _, problem = np.unique([s.prompt_id for s in samples], return_inverse=True)
-    kind = np.array([str(s.kind) for s in samples])
+    _, problem = np.unique([s.prompt.prompt_id for s in samples], return_inverse=True)
+    kind = np.array([str(s.prompt.kind) for s in samples])
     correct = np.array([float(s.correct) for s in samples])
     nothing = np.zeros(len(samples))
     return Records(problem, kind, correct, confidence, nothing, nothing)
@@ -247,10 +248,13 @@ def _policies(runs: Mapping[str, Samples], part: str) -> list[str]:
     for name, title in METHODS.items():
         if name in runs:
             samples = runs[name][part]
-            r = records(samples, as_confidences([s.confidence for s in samples]))
-            problems, repeats = r.problem.max() + 1, max(s.repeat for s in samples) + 1
-            length = np.mean([s.num_tokens for s in samples])
-            malformed = np.mean([s.status != "ok" for s in samples])
+            r = records(samples, as_confidences([s.judgement.confidence for s in samples]))
+            problems, repeats = (
+                r.problem.max() + 1,
+                max(s.response.sample_index for s in samples) + 1,
+            )
+            length = np.mean([s.judgement.length for s in samples])
+            malformed = np.mean([s.judgement.status != "ok" for s in samples])
             accuracy = shown(resampled(r, lambda c, y: float(y.mean())))
             solved = (
                 f"{np.mean(np.bincount(r.problem, weights=r.correct) > 0):.3f}"
@@ -304,14 +308,14 @@ def _confidences(runs: Mapping[str, Samples], part: str, controls: Controls) -> 
 
 
 def _by_task(runs: Mapping[str, Samples], part: str) -> list[str]:
-    kinds = sorted({str(s.kind).split()[0] for of in runs.values() for s in of[part]})
+    kinds = sorted({str(s.prompt.kind).split()[0] for of in runs.values() for s in of[part]})
     rows = []
     for name, title in METHODS.items():
         if name in runs and len(kinds) > 1:
             cells = []
             for kind in kinds:
-                own = [s for s in runs[name][part] if str(s.kind).split()[0] == kind]
-                stated = np.nanmean(as_confidences([s.confidence for s in own]))
+                own = [s for s in runs[name][part] if str(s.prompt.kind).split()[0] == kind]
+                stated = np.nanmean(as_confidences([s.judgement.confidence for s in own]))
                 cells.append(f"{np.mean([s.correct for s in own]):.3f} / {stated:.3f}")
             rows.append((title, *cells))
     return table("Accuracy / mean stated confidence by task:", kinds, rows)

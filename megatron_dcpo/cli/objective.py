@@ -17,18 +17,22 @@ from megatron_dcpo.cli import VERBS
 INPUT = """\
 the input:
   {"method": "dcpo", "options": {"lam": 0.5}, "responses": [
-    {"prompt_id": "p", "correct": 1, "confidence": 0.9, "status": "ok", "n_reasoning": 2, "n_confidence": 1,
+    {"version": 2, "prompt_id": "p", "correct": 1, "confidence": 0.9, "status": "ok", "boundary": 2, "length": 3,
      "logprobs": [-1.0, -0.5, -0.2], "old_logprobs": [-1.1, -0.5, -0.2]},
-    {"prompt_id": "p", "correct": 0, "confidence": null, "status": "missing", "n_reasoning": 2, "n_confidence": 0,
+    {"version": 2, "prompt_id": "p", "correct": 0, "confidence": null, "status": "missing", "boundary": 1, "length": 2,
      "logprobs": [-0.7, -0.3], "old_logprobs": [-0.7, -0.3]}]}
 
   method, options  objective.name and the options of objective (dcpo config objective)
+  version          2; a response without a version is read as release 0.2.0 wrote it (n_reasoning, n_confidence)
   prompt_id        responses with the same one are a group
   correct          0 or 1, or a reward between
   confidence       what is stated, or null
   status           ok, missing, multiple, unparsable, out_of_range, trailing_text, before_box or truncated
-  logprobs, old_logprobs   of the n_reasoning + n_confidence tokens; the second at the time of sampling
-  engine_logprobs, ref_logprobs, entropy   the same, where tis_level (old_logprobs: engine), kl_coef, entropy_coef need them
+  boundary, length the number of reasoning tokens, and of all tokens; without a marker the last token (EOS)
+                   alone is the confidence block
+  logprobs, old_logprobs   one per token, of the current policy and of the policy at the time of sampling
+  engine_logprobs, ref_logprobs, entropy   one per token, if tis_level (old_logprobs: engine), kl_coef,
+                   entropy_coef need them
   abstained        true or false (default), for ternary
 """
 

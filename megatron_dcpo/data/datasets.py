@@ -160,14 +160,16 @@ def _prompt(
     record: Record, messages: tuple[dict[str, str], ...], token_ids: tuple[int, ...]
 ) -> Prompt:
     return Prompt(
-        record.prompt_id,
-        messages,
-        token_ids,
-        record.answer,
-        record.task,
-        record.tests,
-        record.row,
-        record.form,
+        prompt_id=record.prompt_id,
+        messages=messages,
+        token_ids=token_ids,
+        ground_truth=record.answer,
+        task=record.task,
+        tests=record.tests,
+        row=record.row,
+        form=record.form,
+        problem=record.problem,
+        kind=record.kind,
     )
 
 

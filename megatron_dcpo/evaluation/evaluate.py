@@ -16,15 +16,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
+from megatron_dcpo import codec
 from megatron_dcpo.calibration import diagrams
 from megatron_dcpo.data import LoadedBenchmark
-from megatron_dcpo.data.datasets import Record
 from megatron_dcpo.evaluation.posthoc import features
 from megatron_dcpo.evaluation.report import summary_of, write_report
 from megatron_dcpo.evaluation.runs import EvaluatedRun, read_run
 from megatron_dcpo.evaluation.samples import (
+    Measures,
     Sample,
     SampleLog,
     geometric_mean_probability,
@@ -82,7 +81,6 @@ def evaluate_benchmark(
     depend on the order in which an engine finishes. What ``log`` holds already is not asked for;
     what is new is written to it as soon as it is judged, also where the rest does not come.
     """
-    records = {record.prompt_id: record for record in benchmark.records}
     by_id = {prompt.prompt_id: prompt for prompt in prompts}
     total = len(by_id) * repeats
     logged = log.finished(benchmark.name) if log else {}
@@ -99,12 +97,8 @@ def evaluate_benchmark(
 
     def keep(responses: Sequence[Response], judgements: Future[Sequence[Judgement]]) -> None:
         for response, judgement in zip(responses, judgements.result(), strict=True):
-            name = response.prompt_id
-            truth = by_id[name].ground_truth
-            sample = _sample(
-                benchmark.name, records[name], truth, response, judgement, keep_features
-            )
-            samples[name, response.sample_index] = sample
+            sample = _sample(by_id[response.prompt_id], response, judgement, keep_features)
+            samples[response.key] = sample
             if log is not None:
                 log.add(sample)
         if progress is not None:
@@ -119,7 +113,10 @@ def evaluate_benchmark(
         while judged:
             keep(*judged.popleft())
     order = {prompt.prompt_id: position for position, prompt in enumerate(prompts)}
-    ordered = sorted(samples.values(), key=lambda sample: (order[sample.prompt_id], sample.repeat))
+    ordered = sorted(
+        samples.values(),
+        key=lambda sample: (order[sample.prompt.prompt_id], sample.response.sample_index),
+    )
     return with_consistency(ordered, equivalent)
 
 
@@ -142,32 +139,34 @@ def complete_at_once(stream: Stream, tokens: TokenBytes, eos_ids: Collection[int
 def rejudge(
     samples: Sequence[Sample], judge: Judge = judge_many, equivalent: Equivalent = equivalent_math
 ) -> list[Sample]:
-    """Return the same responses judged anew behind their thinking, for instance by a better
-    verifier.
+    """Return the same responses judged again, for instance by a better verifier.
+
+    What precedes the answer of a model that thinks is known from the first judgement, and so is
+    what depends on the tokens, which a sample does not keep.
     """
-    rows = [s.row or {"problem": s.problem, "answer": s.ground_truth} for s in samples]
-    prompts = {
-        str(i): Prompt(str(i), (), (), s.ground_truth, "", row=rows[i])
-        for i, s in enumerate(samples)
-    }
-    none = np.empty(0)
-    texts = [s.response[s.thinking_characters or 0 :] for s in samples]
-    responses = [
-        Response(
-            str(i),
-            s.repeat,
-            none,
-            none,
-            "stop" if s.finish_reason == "stop" else "length",
-            0,
-            text=texts[i],
+    prompts: dict[str, Prompt] = {}
+    responses = []
+    for index, sample in enumerate(samples):
+        prompt = sample.prompt
+        row = prompt.row or {"problem": prompt.problem, "answer": prompt.ground_truth}
+        prompt_id = str(index)  # two benchmarks may have problems of one id
+        prompts[prompt_id] = replace(prompt, prompt_id=prompt_id, row=row)
+        text = sample.response.text or ""
+        answer = text[sample.judgement.thinking_characters :]
+        responses.append(replace(sample.response, prompt_id=prompt_id, text=answer))
+    judged = []
+    for sample, judgement in zip(samples, judge(responses, prompts), strict=True):
+        first = sample.judgement
+        again = replace(
+            judgement,
+            prompt_id=first.prompt_id,
+            boundary=first.boundary,
+            length=first.length,
+            marker_end=first.marker_end,
+            thinking_tokens=first.thinking_tokens,
+            thinking_characters=first.thinking_characters,
         )
-        for i, s in enumerate(samples)
-    ]
-    judged = [
-        replace(sample, **_verdict(judgement))
-        for sample, judgement in zip(samples, judge(responses, prompts), strict=True)
-    ]
+        judged.append(replace(sample, judgement=again))
     return with_consistency(judged, equivalent)
 
 
@@ -248,50 +247,24 @@ def scored_kinds(scores: Mapping[str, Any]) -> list[str]:
     return [key for key, block in scores.items() if isinstance(block, Mapping) and "bins" in block]
 
 
-def _verdict(judgement: Judgement) -> dict[str, Any]:
-    """Return what a sample keeps of a judgement."""
-    return {
-        "answer": judgement.answer,
-        "correct": judgement.correct == 1,
-        "confidence": judgement.confidence,
-        "status": judgement.status,
-        "category": judgement.category,
-        "logged": None if judgement.logged is None else dict(judgement.logged),
-        "abstained": judgement.abstained or None,
-    }
-
-
 def _sample(
-    benchmark: str,
-    record: Record,
-    truth: str,
-    response: Response,
-    judgement: Judgement,
-    keep_features: bool,
+    prompt: Prompt, response: Response, judgement: Judgement, keep_features: bool
 ) -> Sample:
+    """Return a judged response with its measures, without its tokens."""
     logprobs = [float(value) for value in response.logprobs]
-    assert response.text is not None
-    return Sample(
-        benchmark=benchmark,
-        prompt_id=response.prompt_id,
-        repeat=response.sample_index,
-        problem=record.problem,
-        response=response.text,
-        ground_truth=truth,
+    reasoning_logprob = None
+    if judgement.boundary is not None:
+        reasoning_logprob = min(0.0, sum(logprobs[: judgement.boundary]))
+    measures = Measures(
         token_confidence=geometric_mean_probability(logprobs),
         min_logprob=min(logprobs, default=None),
-        num_tokens=len(logprobs),
-        finish_reason=response.finish_reason,
         mean_entropy=mean_entropy(response.top_logprobs),
+        reasoning_logprob=reasoning_logprob,
         features=features(response.top_logprobs) if keep_features else None,
-        reasoning_logprob=min(0.0, sum(logprobs[: judgement.boundary]))
-        if judgement.boundary is not None
-        else None,
-        reasoning_tokens=judgement.boundary,
-        kind=record.kind,
-        row=None if record.row is None else dict(record.row),
-        form=record.form if record.form in ("choice", "short") else None,
-        thinking_characters=judgement.thinking_characters or None,
-        thinking_tokens=judgement.thinking_tokens or None,
-        **_verdict(judgement),
+    )
+    return Sample(
+        prompt=codec.as_read(prompt),
+        response=codec.as_read(response),
+        judgement=judgement,
+        measures=measures,
     )

@@ -8,7 +8,7 @@ import logging
 import math
 from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -170,8 +170,8 @@ class HeldOut:
                 equivalent=problems.equivalent,
             )
         return [
-            replace(s, token_confidence=None, min_logprob=None, reasoning_logprob=None)
-            for s in samples
+            sample.measured(token_confidence=None, min_logprob=None, reasoning_logprob=None)
+            for sample in samples
         ]
 
     def metrics(self, samples: Sequence[Sample]) -> dict[str, float]:
@@ -181,7 +181,10 @@ class HeldOut:
         ``samples`` may come in any order.
         """
         place = {prompt_id: position for position, prompt_id in enumerate(self.prompts)}
-        ordered = sorted(samples, key=lambda sample: (place[sample.prompt_id], sample.repeat))
+        ordered = sorted(
+            samples,
+            key=lambda sample: (place[sample.prompt.prompt_id], sample.response.sample_index),
+        )
         scored = score_samples(ordered, ("verbal",), resamples=0)
         values: dict[str, float] = {}
         for name, scores in scored["benchmarks"].items():

@@ -87,10 +87,10 @@ def _shown(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return a sample; ``pieces``: [text, block, advantage or None] of tokens that follow one
     another.
     """
-    blocks = (("reasoning", "reasoning"), ("confidence", "confidence_block"))
-    pieces = row.get("pieces") or [[row.get(key, ""), block, None] for block, key in blocks]
-    kept = ("step", "problem", "ground_truth", "correct", "confidence", "status")
-    return {key: row.get(key) for key in kept} | {"pieces": pieces}
+    kept = ("training_step", "problem", "ground_truth", "correct", "confidence", "status")
+    shown = {key: row.get(key) for key in kept}
+    shown["pieces"] = row.get("pieces") or [[row.get("text", ""), "reasoning", None]]
+    return shown
 
 
 def _tag(root: Path) -> str:

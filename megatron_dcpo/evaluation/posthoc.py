@@ -36,7 +36,7 @@ import math
 import zipfile
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -92,9 +92,10 @@ class Posthoc:
 
     def apply(self, samples: Sequence[Sample]) -> list[Sample]:
         """Return the samples with ``posthoc_confidence``."""
+        predictions = self.predict(samples)
         return [
-            replace(s, posthoc_confidence=c)
-            for s, c in zip(samples, self.predict(samples), strict=True)
+            sample.measured(posthoc_confidence=confidence)
+            for sample, confidence in zip(samples, predictions, strict=True)
         ]
 
     def save(self, path: str | Path) -> None:
@@ -153,7 +154,9 @@ def inputs_of(samples: Sequence[Sample], source: str) -> tuple[np.ndarray, np.nd
         rows = [response_features(s) for s in samples]
     elif source in ("mean", "full"):
         width = TOP_LOGPROBS if source == "mean" else 3 * TOP_LOGPROBS
-        rows = [None if s.features is None else s.features[:width] for s in samples]
+        rows = [
+            None if s.measures.features is None else s.measures.features[:width] for s in samples
+        ]
     else:
         values = metrics.as_confidences([CONFIDENCE_KINDS[source](s) for s in samples])
         lowest, highest = (-math.inf, 0.0) if source in RANKING_ONLY else (0.0, 1.0)
@@ -166,11 +169,13 @@ def response_features(sample: Sample) -> list[float] | None:
     """Return [6]: whether a confidence is stated and its logit, sum s of the reasoning's log-probs,
     log(1 - s), their mean, the number of tokens; None where the log-probs are not known.
     """
-    s, length = sample.reasoning_logprob, sample.reasoning_tokens
+    s = sample.measures.reasoning_logprob
+    length = sample.judgement.boundary
     if s is None or length is None:
         return None
-    stated = sample.confidence is not None
-    logit = float(_logit(np.array(sample.confidence))) if stated else 0.0
+    confidence = sample.judgement.confidence
+    stated = confidence is not None
+    logit = float(_logit(np.array(confidence))) if stated else 0.0
     return [float(stated), logit, s, math.log1p(-s), s / max(length, 1), float(length)]
 
 
@@ -192,7 +197,8 @@ def is_held_out(problem: str, share: float, seed: int) -> bool:
 
 
 def problem_of(sample: Sample) -> str:
-    return f"{sample.benchmark}/{sample.prompt_id}"
+    """Return the name of a sample's problem."""
+    return "/".join(sample.problem_key)
 
 
 def soft_targets(samples: Sequence[Sample]) -> np.ndarray:

@@ -25,7 +25,7 @@ from megatron_dcpo.sandbox.tests import checked_tests
 
 def is_code(sample: Sample) -> bool:
     """Return whether the ground truth of a sample is the key of its tests."""
-    return sample.ground_truth.startswith("tests:")
+    return sample.prompt.ground_truth.startswith("tests:")
 
 
 def write_tests(tests: PackedTests, path: Path) -> None:

@@ -393,12 +393,15 @@ def choose_samples(
 
 
 def _two_blocks(row: Mapping[str, Any], marker: str) -> tuple[str, str]:
-    """Return the reasoning and confidence block of a response: as split by the trainer, else from
-    the last marker on.
+    """Return the reasoning and the confidence block of a response: as the trainer split it, or for
+    an evaluation split at the last marker.
     """
-    if "reasoning" in row:
-        return str(row["reasoning"]), str(row.get("confidence_block") or "")
-    text = str(row.get("response") or "")
+    blocks = {"reasoning": "", "confidence": ""}
+    for text, block, _ in row.get("pieces") or ():
+        blocks["confidence" if block == "confidence" else "reasoning"] += str(text)
+    if any(blocks.values()):
+        return blocks["reasoning"], blocks["confidence"]
+    text = str(row.get("text") or "")
     at = text.rfind(marker)
     return (text[:at], text[at:]) if at >= 0 else (text, "")
 

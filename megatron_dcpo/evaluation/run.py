@@ -210,7 +210,9 @@ def run_evaluation(config: EvaluationConfig, progress: Progress | None = None) -
     write_evaluation(config.out, evaluation, samples)
     if config.rejudge or not config.samples:
         check_error_rate(
-            samples, config.judging.max_error_rate, f"{len(samples)} written to {config.out}"
+            [sample.judgement for sample in samples],
+            config.judging.max_error_rate,
+            f"{len(samples)} written to {config.out}",
         )
     return evaluation
 
@@ -236,7 +238,7 @@ def _old_samples(config: EvaluationConfig) -> list[Sample]:
             f"--out {config.out} holds the samples of another evaluation; name another one, or "
             "--fresh"
         )
-    keys = {sample.ground_truth for sample in samples if is_code(sample)}
+    keys = {sample.prompt.ground_truth for sample in samples if is_code(sample)}
     tests_file = Path(config.samples).with_name(TESTS_FILE)
     tests = read_tests(tests_file, keys) if keys and (config.rejudge or tests_file.exists()) else {}
     if tests:
@@ -257,8 +259,8 @@ def _judge_again(
         "code"
         if is_code(sample)
         else VERIFIER
-        if "reasoning_gym" in (sample.row or {})
-        else verifier_for(sample.form or "math", otherwise, sample.benchmark in BENCHMARKS)
+        if "reasoning_gym" in (sample.prompt.row or {})
+        else verifier_for(sample.prompt.form, otherwise, sample.prompt.task in BENCHMARKS)
         for sample in samples
     ]
     judged: dict[int, Sample] = {}
@@ -341,7 +343,11 @@ def _new_samples(
         place = {benchmark.name: number for number, benchmark in enumerate(benchmarks)}
         samples = [sample for part in distributed.all_gather_objects(samples) for sample in part]
         samples.sort(
-            key=lambda s: (place[s.benchmark], order[s.benchmark, s.prompt_id], s.repeat)
+            key=lambda s: (
+                place[s.prompt.task],
+                order[s.problem_key],
+                s.response.sample_index,
+            )
         )  # as of one process
         distributed.destroy()
     return samples, model

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from megatron_dcpo import codec
 from megatron_dcpo.data.files import read_json_lines
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation import facts
@@ -82,17 +83,24 @@ def read_run(
         if metrics_file.exists()
         else []
     )
-    files = [evaluated / "samples.jsonl", *sorted((path / "samples").glob("*.jsonl"))[-1:]]
-    samples = next(
-        (
-            [row for _, row in read_json_lines(file, allow_truncated=True)]
-            for file in files
-            if file.exists()
-        ),
-        [],
-    )
+    samples: list[dict[str, Any]] = []
+    for file in (evaluated / "samples.jsonl", *sorted((path / "samples").glob("*.jsonl"))[-1:]):
+        if file.exists():
+            samples = _sample_rows(file)
+            break
     settings = read_json_object(evaluated / SETTINGS) if (evaluated / SETTINGS).is_file() else {}
     return EvaluatedRun(name or path.name, path, evaluation, rows, samples, settings)
+
+
+def _sample_rows(path: Path) -> list[dict[str, Any]]:
+    """Return the judged answers in a file as rows. A page shows whatever they hold."""
+    rows = []
+    for where, row in read_json_lines(path, allow_truncated=True):
+        try:
+            rows.append(codec.current(row))
+        except ValueError as error:
+            raise UserError(f"{where}: not a judged answer ({error})") from None
+    return rows
 
 
 def _adopted(directories: Sequence[Path]) -> dict[Path, Path]:

@@ -1,5 +1,5 @@
-"""The judged sample: one line of ``samples.jsonl``, all that scoring needs and all that judging
-again needs.
+"""The sample of an evaluation: a judged response with what was measured, one line of
+``samples.jsonl``.
 
 ``SampleLog`` holds the samples of an evaluation in progress: each is on disk as soon as it is
 judged, and none is sampled twice.
@@ -11,117 +11,99 @@ import json
 import math
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, get_args, get_origin, get_type_hints
+from typing import IO, Annotated, Any
 
 import numpy as np
 
+from megatron_dcpo import codec
 from megatron_dcpo.calibration.summary import json_ready
 from megatron_dcpo.data.files import read_json_lines
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.runtime.files import write_atomically
 from megatron_dcpo.runtime.text import read_json_object
+from megatron_dcpo.types import Judgement, Limits, Probability, Prompt, Response
+
+# engines round a log-prob of 0 up
+LogProbability = Annotated[float, Limits(-math.inf, 1e-3)]
+
+
+@dataclass(frozen=True)
+class Measures:
+    """What an evaluation derives from a response: its kinds of confidence, apart from the stated
+    one, and what post-hoc predictors read. None stands for what is not known.
+
+    ``token_confidence`` is exp(mean log p), the geometric mean over all sampled tokens, EOS
+    included, of the raw logits (no temperature). ``min_logprob`` (nats) is that of the least likely
+    token. ``mean_entropy`` (nats) is the mean over tokens of the entropy of the engine's largest
+    log-probs, where the rest of the mass counts as one more token; it is a lower bound.
+    ``reasoning_logprob`` (nats) is the sum over the reasoning block. ``consistency_confidence`` is
+    the share of the problem's repeats whose answer is equivalent to this one, None without an
+    answer. ``features`` are what ConfClass reads (``posthoc.features``), ``posthoc_confidence`` is
+    what a predictor makes of them.
+    """
+
+    token_confidence: Probability | None = None
+    min_logprob: LogProbability | None = None
+    mean_entropy: Annotated[float, Limits(-1e-3, math.inf)] | None = None
+    reasoning_logprob: Annotated[float, Limits(-math.inf, 0)] | None = None
+    consistency_confidence: Probability | None = None
+    features: list[float] | None = None
+    posthoc_confidence: Probability | None = None
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One response to one problem of a benchmark, judged.
+    """One response to one problem of a benchmark, judged and measured; ``prompt.task`` is the
+    benchmark, ``response.sample_index`` the repeat.
 
-    ``confidence`` (verbal) is ``None`` exactly when ``status`` is not ``ok``. ``token_confidence``
-    is exp(mean log p), the geometric mean over the ``num_tokens`` sampled tokens, EOS included, of
-    the raw logits (no temperature); ``reasoning_logprob`` (nats) is the sum over the
-    ``reasoning_tokens`` of the reasoning block alone, where an engine tells which those are;
-    ``kind`` of the problem, where the data says it; ``min_logprob`` (nats) is the least likely of
-    them, ``mean_entropy`` (nats) the mean over tokens of the entropy of the engine's largest
-    log-probs, what is left of the mass counting as one more token, hence a lower bound.
-    ``consistency_confidence`` is the share of the problem's repeats whose answer is equivalent to
-    this one; ``None`` without an answer. ``features``: what post-hoc predictors read
-    (``posthoc.features``), where asked for. For programs ``answer`` is the program,
-    ``ground_truth`` the key of its tests and ``category`` how it ended. ``row``: the columns that a
-    verifier reads, ``logged`` what it gave; ``form`` of the answer to a question (``choice``,
-    ``short``); ``abstained``: the box says that the answer is not known. ``thinking_characters`` of
-    ``response``, and ``thinking_tokens``, are before the answer, where there is a thinking.
+    Prompt and response are as they are read from a file, so their tokens are not kept
+    (:func:`codec.as_read`).
     """
 
-    benchmark: str
-    prompt_id: str
-    repeat: int
-    problem: str
-    response: str
-    answer: str | None
-    ground_truth: str
-    correct: bool
-    confidence: float | None
-    status: str
-    token_confidence: float | None
-    min_logprob: float | None
-    num_tokens: int
-    finish_reason: str
-    consistency_confidence: float | None = None
-    mean_entropy: float | None = None
-    features: list[float] | None = None
-    posthoc_confidence: float | None = None
-    category: str | None = None
-    reasoning_logprob: float | None = None
-    reasoning_tokens: int | None = None
-    kind: str | None = None
-    row: dict[str, Any] | None = None
-    logged: dict[str, Any] | None = None
-    form: str | None = None
-    abstained: bool | None = None
-    thinking_characters: int | None = None
-    thinking_tokens: int | None = None
+    prompt: Prompt
+    response: Response
+    judgement: Judgement
+    measures: Measures = Measures()
 
+    @property
+    def problem_key(self) -> tuple[str, str]:
+        """Return benchmark and prompt id, which name the problem."""
+        return self.prompt.task, self.prompt.prompt_id
 
-# left out of the file where there is none
-_OPTIONAL = frozenset(
-    {
-        "mean_entropy",
-        "features",
-        "posthoc_confidence",
-        "category",
-        "reasoning_logprob",
-        "reasoning_tokens",
-        "kind",
-    }
-    | {"row", "logged", "form", "abstained", "thinking_characters", "thinking_tokens"}
-)
+    @property
+    def correct(self) -> bool:
+        """Return whether the answer is right: the judgement's correctness is 0 or 1."""
+        return self.judgement.correct == 1
 
-
-# beyond them scoring would overflow; engines round a log-prob of 0 up
-_RANGES = {
-    "num_tokens": (0, 1 << 40),
-    "repeat": (0, 1 << 40),
-    "reasoning_tokens": (0, 1 << 40),
-    "thinking_characters": (0, 1 << 40),
-    "thinking_tokens": (0, 1 << 40),
-    "token_confidence": (0, 1),
-    "min_logprob": (-math.inf, 1e-3),
-    "mean_entropy": (-1e-3, math.inf),
-    "reasoning_logprob": (-math.inf, 0),
-}
+    def measured(self, **values: object) -> Sample:
+        """Return a copy with other values of its measures."""
+        return replace(self, measures=replace(self.measures, **values))  # type: ignore[arg-type]
 
 
 def with_consistency(
     samples: Sequence[Sample], equivalent: Callable[[str, str], bool]
 ) -> list[Sample]:
-    """Fill in ``consistency_confidence``: agreement among the repeats of a problem, itself
-    included.
+    """Return the samples with ``consistency_confidence``: the agreement among the repeats of a
+    problem, the sample itself included.
 
     ``equivalent(a, b)`` decides whether two answers are the same; equal strings are never asked
     about. A new answer joins the first class whose representative it is equivalent to.
     """
     groups: dict[tuple[str, str], list[int]] = {}
     for index, sample in enumerate(samples):
-        groups.setdefault((sample.benchmark, sample.prompt_id), []).append(index)
+        groups.setdefault(sample.problem_key, []).append(index)
     result = list(samples)
     for members in groups.values():
-        classes = answer_classes([samples[i].answer for i in members], equivalent)
-        for i, name in zip(members, classes, strict=True):
-            agreement = classes.count(name) / len(members) if name is not None else None
-            result[i] = replace(samples[i], consistency_confidence=agreement)
+        answers = [samples[index].judgement.answer for index in members]
+        classes = answer_classes(answers, equivalent)
+        for index, answer_class in zip(members, classes, strict=True):
+            agreement = None
+            if answer_class is not None:
+                agreement = classes.count(answer_class) / len(members)
+            result[index] = samples[index].measured(consistency_confidence=agreement)
     return result
 
 
@@ -146,55 +128,34 @@ def write_samples(samples: Iterable[Sample], path: str | Path) -> None:
 
 
 def sample_line(sample: Sample) -> str:
-    row = {
-        key: value
-        for key, value in asdict(sample).items()
-        if key not in _OPTIONAL or value is not None
-    }
+    """Return a sample as one line of ``samples.jsonl``."""
+    row = codec.to_row(sample.prompt, sample.response, sample.judgement, sample.measures)
     return json.dumps(json_ready(row), ensure_ascii=False) + "\n"
 
 
 def read_samples(path: str | Path, allow_truncated: bool = False) -> list[Sample]:
-    """Return samples as written; unknown keys are ignored, a broken or incomplete line is a
-    ``UserError``.
+    """Return the samples in a file of this release or of 0.2.0; unknown keys are ignored.
 
-    ``allow_truncated``: a broken last line, as a killed evaluation leaves it, is left out.
+    ``allow_truncated`` leaves out a broken last line, as a killed evaluation leaves it. Raises
+    :class:`UserError`, which names file and line, for anything else that is not a sample.
     """
-    known = {field.name for field in fields(Sample)}
-    hints = get_type_hints(Sample)
     samples = []
     for where, row in read_json_lines(path, allow_truncated):
         try:
-            sample = Sample(**{key: value for key, value in row.items() if key in known})
-        except TypeError as error:
-            reason = str(error).replace("Sample.__init__() ", "")
-            raise UserError(f"{where}: not a sample of dcpo evaluate ({reason})") from None
-        for name, hint in hints.items():
-            value = getattr(sample, name)
-            low, high = _RANGES.get(name, (-math.inf, math.inf))
-            if not _fits(value, hint) or (
-                name in _RANGES and value is not None and not low <= value <= high
-            ):
-                raise UserError(
-                    f"{where}: not a sample of dcpo evaluate ({name} is {repr(value)[:40]})"
-                )
-        samples.append(sample)
+            samples.append(sample_of(codec.current(row)))
+        except ValueError as error:
+            raise UserError(f"{where}: not a sample of dcpo evaluate ({error})") from None
     return samples
 
 
-def _fits(value: Any, hint: Any) -> bool:
-    """Return whether ``value`` is of one of the types in ``hint``."""
-    if value is None:
-        return type(None) in get_args(hint)
-    kinds = [kind for kind in get_args(hint) or (hint,) if kind is not type(None)]
-    if isinstance(value, list):
-        return any(
-            get_origin(kind) is list and all(_fits(item, get_args(kind)[0]) for item in value)
-            for kind in kinds
-        )
-    if isinstance(value, int | float) and not isinstance(value, bool) and float in kinds:
-        return abs(value) < 1e300
-    return type(value) in [get_origin(kind) or kind for kind in kinds]
+def sample_of(row: Mapping[str, object]) -> Sample:
+    """Return the sample in a row of the codec. Raises ValueError."""
+    return Sample(
+        prompt=codec.from_row(Prompt, row),
+        response=codec.from_row(Response, row),
+        judgement=codec.from_row(Judgement, row),
+        measures=codec.from_row(Measures, row),
+    )
 
 
 def mean_entropy(top_logprobs: np.ndarray | None) -> float | None:
@@ -246,7 +207,7 @@ class SampleLog:
 
     def finished(self, benchmark: str) -> dict[tuple[str, int], Sample]:
         """Return the samples of a benchmark that were on disk, by prompt id and repeat."""
-        return {(s.prompt_id, s.repeat): s for s in self._on_disk if s.benchmark == benchmark}
+        return {s.response.key: s for s in self._on_disk if s.prompt.task == benchmark}
 
     def add(self, sample: Sample) -> None:
         self._file.write(sample_line(sample))
@@ -274,9 +235,11 @@ def check_samples(
         return
     _check_settings(directory / SETTINGS, settings)
     before = read_samples(directory / FILE, allow_truncated=True)
-    if dropped := sum(
-        (s.benchmark, s.prompt_id) not in wanted or s.repeat >= repeats for s in before
-    ):
+    dropped = 0
+    for sample in before:
+        if sample.problem_key not in wanted or sample.response.sample_index >= repeats:
+            dropped += 1
+    if dropped:
         raise UserError(
             f"{directory} holds {len(before)} samples, {dropped} of which this evaluation does "
             "not ask for; give another "

@@ -21,19 +21,17 @@ from megatron_dcpo.evaluation.samples import Sample
 
 CONFIDENCE_KINDS: Mapping[str, Callable[[Sample], float | None]] = MappingProxyType(
     {
-        "verbal": lambda sample: sample.confidence,
-        "token": lambda sample: sample.token_confidence,
-        "token_product": lambda sample: _power(sample.token_confidence, sample.num_tokens),
-        "token_min": lambda sample: (
-            None if sample.min_logprob is None else math.exp(sample.min_logprob)
+        "verbal": lambda sample: sample.judgement.confidence,
+        "token": lambda sample: sample.measures.token_confidence,
+        "token_product": lambda sample: _power(
+            sample.measures.token_confidence, sample.judgement.length
         ),
-        "token_mean_logprob": lambda sample: _log(sample.token_confidence),
-        "logprob": lambda sample: sample.reasoning_logprob,
-        "token_entropy": lambda sample: (
-            None if sample.mean_entropy is None else math.exp(-sample.mean_entropy)
-        ),
-        "consistency": lambda sample: sample.consistency_confidence,
-        "posthoc": lambda sample: sample.posthoc_confidence,
+        "token_min": lambda sample: _exp(sample.measures.min_logprob),
+        "token_mean_logprob": lambda sample: _log(sample.measures.token_confidence),
+        "logprob": lambda sample: sample.measures.reasoning_logprob,
+        "token_entropy": lambda sample: _exp(_negative(sample.measures.mean_entropy)),
+        "consistency": lambda sample: sample.measures.consistency_confidence,
+        "posthoc": lambda sample: sample.measures.posthoc_confidence,
     }
 )
 RANKING_ONLY = frozenset(
@@ -67,8 +65,18 @@ def _power(base: float | None, exponent: int) -> float | None:
     return None if base is None else base**exponent
 
 
+def _exp(value: float | None) -> float | None:
+    return None if value is None else math.exp(value)
+
+
+def _negative(value: float | None) -> float | None:
+    return None if value is None else -value
+
+
 def _log(value: float | None) -> float | None:
-    return None if value is None else math.log(value) if value > 0 else -math.inf
+    if value is None:
+        return None
+    return math.log(value) if value > 0 else -math.inf
 
 
 def parse_kinds(text: str) -> tuple[str, ...]:
@@ -98,7 +106,7 @@ def score_samples(
     """
     by_benchmark: dict[str, list[Sample]] = {}
     for sample in samples:
-        by_benchmark.setdefault(sample.benchmark, []).append(sample)
+        by_benchmark.setdefault(sample.prompt.task, []).append(sample)
     options = {"bins": bins, "resamples": resamples, "seed": seed}
     benchmarks = {name: _score(group, kinds, **options) for name, group in by_benchmark.items()}
     # The intervals are the slow part, and one benchmark alone is its own pool.
@@ -125,39 +133,42 @@ def _score(
 ) -> dict[str, Any]:
     """Score one benchmark (or all of them pooled): accuracy, then one block per kind of confidence."""
     correct = [float(sample.correct) for sample in samples]
-    problems = [f"{sample.benchmark}/{sample.prompt_id}" for sample in samples]
-    repeats = sorted({sample.repeat for sample in samples})
+    problems = ["/".join(sample.problem_key) for sample in samples]
+    repeats = sorted({sample.response.sample_index for sample in samples})
+    judgements = [sample.judgement for sample in samples]
     scores: dict[str, Any] = {
         "accuracy": metrics.accuracy(correct),
         "n": len(samples),
         "problems": len(set(problems)),
         "repeats": len(repeats),
-        "mean_length": _mean([sample.num_tokens for sample in samples]),
-        "truncated_rate": _mean([sample.finish_reason == "length" for sample in samples]),
-        "answer_rate": _mean([sample.answer is not None for sample in samples]),
-        "parse_rate": metrics.parse_rate([sample.confidence for sample in samples]),
-        **violation_rates([sample.status for sample in samples]),
+        "mean_length": _mean([judgement.length for judgement in judgements]),
+        "truncated_rate": _mean([s.response.finish_reason == "length" for s in samples]),
+        "answer_rate": _mean([judgement.answer is not None for judgement in judgements]),
+        "parse_rate": metrics.parse_rate([judgement.confidence for judgement in judgements]),
+        **violation_rates([judgement.status for judgement in judgements]),
     }
-    if thinking := [
-        sample.thinking_tokens for sample in samples if sample.thinking_tokens is not None
-    ]:
+    thinking = [judgement.thinking_tokens for judgement in judgements if judgement.thinking_tokens]
+    if thinking:
         scores["mean_thinking"] = _mean(thinking)
-    if any(sample.category is not None for sample in samples):
-        categories = Counter(sample.category for sample in samples if sample.category is not None)
+    categories = Counter(j.category for j in judgements if j.category is not None)
+    if categories:
         scores["categories"] = {
             name: count / len(samples) for name, count in sorted(categories.items())
         }
-    if any(abstained := [bool(sample.abstained) for sample in samples]):
+    abstained = [judgement.abstained for judgement in judgements]
+    if any(abstained):
         scores["abstention"] = abstention_rates(correct, abstained)
     lookup = lookup_confidence(samples)
     scores["lookup"] = {
-        "kinds": len({(s.benchmark, s.kind) for s in samples}),
+        "kinds": len({(sample.prompt.task, sample.prompt.kind) for sample in samples}),
         **summarize(lookup, correct),
     }
     intervals: dict[str, Any] = {}
     for kind in kinds:
         confidences = [CONFIDENCE_KINDS[kind](sample) for sample in samples]
-        statuses = [sample.status for sample in samples] if kind == "verbal" else None
+        statuses = None
+        if kind == "verbal":
+            statuses = [judgement.status for judgement in judgements]
         block = summarize(
             confidences,
             correct,
@@ -180,7 +191,7 @@ def _score(
         block["runs"] = _per_run(samples, kind, repeats, bins)
         scores[kind] = block
     scores["runs"] = _spread(
-        [metrics.accuracy([float(s.correct) for s in samples if s.repeat == r]) for r in repeats]
+        [metrics.accuracy([float(s.correct) for s in _of_repeat(samples, r)]) for r in repeats]
     )
     if resamples:
         scores["ci95"] = intervals
@@ -194,10 +205,11 @@ def lookup_confidence(samples: Sequence[Sample]) -> list[float | None]:
     """
     groups: dict[tuple[str, ...], list[Sample]] = {}
     for sample in samples:
+        prompt = sample.prompt
         for group in (
-            (sample.benchmark,),
-            (sample.benchmark, str(sample.kind)),
-            (sample.benchmark, "", sample.prompt_id),
+            (prompt.task,),
+            (prompt.task, str(prompt.kind)),
+            (prompt.task, "", prompt.prompt_id),
         ):
             groups.setdefault(group, []).append(sample)
     right = {
@@ -205,10 +217,12 @@ def lookup_confidence(samples: Sequence[Sample]) -> list[float | None]:
     }
 
     def others(sample: Sample) -> float | None:
-        own = right[sample.benchmark, "", sample.prompt_id]
-        for group in ((sample.benchmark, str(sample.kind)), (sample.benchmark,)):
-            if right[group][1] > own[1]:
-                return (right[group][0] - own[0]) / (right[group][1] - own[1])
+        prompt = sample.prompt
+        own_right, own_count = right[prompt.task, "", prompt.prompt_id]
+        for group in ((prompt.task, str(prompt.kind)), (prompt.task,)):
+            all_right, count = right[group]
+            if count > own_count:
+                return (all_right - own_right) / (count - own_count)
         return None
 
     return [others(sample) for sample in samples]
@@ -240,13 +254,17 @@ def _per_run(
     """
     values: dict[str, list[float]] = {name: [] for name in INTERVALS if name != "accuracy"}
     for repeat in repeats:
-        rows = [sample for sample in samples if sample.repeat == repeat]
+        rows = _of_repeat(samples, repeat)
         confidences = [CONFIDENCE_KINDS[kind](sample) for sample in rows]
         correct = [float(sample.correct) for sample in rows]
         summary = summarize(confidences, correct, bins=bins, ranking_only=kind in RANKING_ONLY)
         for name, of_runs in values.items():
             of_runs.append(summary[name])
     return {name: _spread(of_runs) for name, of_runs in values.items()}
+
+
+def _of_repeat(samples: Sequence[Sample], repeat: int) -> list[Sample]:
+    return [sample for sample in samples if sample.response.sample_index == repeat]
 
 
 def _spread(values: Sequence[float]) -> dict[str, float]:

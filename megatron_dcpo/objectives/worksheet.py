@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from pydantic import ValidationError
 
+from megatron_dcpo import codec
 from megatron_dcpo.errors import UserError, did_you_mean, validation_message
 from megatron_dcpo.objectives import METHODS, Method, ObjectiveConfig, build_method
 from megatron_dcpo.objectives.options import option_names
@@ -37,15 +38,7 @@ ALIASES = {
     "multiple_markers": "multiple",
     "length": "truncated",
 }
-REQUIRED = (
-    "prompt_id",
-    "correct",
-    "status",
-    "n_reasoning",
-    "n_confidence",
-    "old_logprobs",
-    "logprobs",
-)
+REQUIRED = ("old_logprobs", "logprobs")
 PER_TOKEN = ("logprobs", "old_logprobs", "engine_logprobs", "ref_logprobs", "entropy")
 _SEE_HELP = "; dcpo objective --help shows an input"
 COLUMNS = ("old_logprobs", "engine_logprobs", "ref_logprobs")
@@ -161,44 +154,38 @@ def parse_options(method: Any, options: Any) -> ObjectiveConfig:
 
 
 def parse_judgement(response: Mapping[str, Any], index: int) -> Judgement:
-    """Return one response of the input. Without a marker the EOS, last of the reasoning tokens, is
-    the confidence block.
+    """Return the judgement of one response of the input, a row of the codec or of 0.2.0.
+
+    The confidence of a malformed response is what it states (``stated``). Raises
+    :class:`UserError`, which names the response.
     """
     where = f"responses[{index}]"
+    row = dict(response)
+    if "status" in row:
+        row["status"] = _status(row["status"], where)
+    if "prompt_id" in row:
+        row["prompt_id"] = str(row["prompt_id"])
+    confidence = row.get("confidence")
+    if confidence is not None and row.get("status") != "ok":
+        row["stated"] = _number(confidence, "confidence", where)
+        row["confidence"] = None
+    row.setdefault("confidence", None)
+    try:
+        judgement = codec.from_row(Judgement, codec.current(row))
+    except ValueError as error:
+        raise UserError(f"{where}: {error}{_SEE_HELP}") from None
+    if judgement.boundary is None or judgement.boundary > judgement.length:
+        raise UserError(
+            f"{where}: boundary must lie between 0 and length={judgement.length}, got "
+            f"{judgement.boundary}"
+        )
     for name in REQUIRED:
         if name not in response:
             raise UserError(f"{where}: {name} is missing{_SEE_HELP}")
-    status = _status(response["status"], where)
-    n_reasoning, n_confidence = (
-        _count(response[name], name, where) for name in ("n_reasoning", "n_confidence")
-    )
-    length = n_reasoning + n_confidence
     for name in PER_TOKEN:
         if name in response:
-            _check_numbers(response[name], length, f"{where}: {name}")
-    confidence = (
-        None
-        if response.get("confidence") is None
-        else _number(response["confidence"], "confidence", where)
-    )
-    correct = _number(response["correct"], "correct", where)
-    if not 0 <= correct <= 1:
-        raise UserError(f"{where}: correct must lie in [0, 1], got {correct}")
-    if not isinstance(response.get("abstained", False), bool):
-        raise UserError(
-            f"{where}: abstained must be true or false, got {response['abstained']!r:.40}"
-        )
-    eos_alone = status == "missing" and n_confidence == 0 and length > 0
-    return Judgement(
-        prompt_id=str(response["prompt_id"]),
-        correct=correct,
-        confidence=confidence if status == "ok" else None,
-        status=status,
-        boundary=length - 1 if eos_alone else n_reasoning,
-        length=length,
-        stated=None if status == "ok" else confidence,
-        abstained=response.get("abstained", False),
-    )
+            _check_numbers(response[name], judgement.length, f"{where}: {name}")
+    return judgement
 
 
 def read(path: str) -> Mapping[str, Any]:
@@ -230,18 +217,10 @@ def _number(value: Any, name: str, where: str) -> float:
     raise UserError(f"{where}: {name} must be a finite number, got {str(value)[:40]!r}")
 
 
-def _count(value: Any, name: str, where: str) -> int:
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
-        return value
-    raise UserError(f"{where}: {name} must be a count of tokens, got {value!r}")
-
-
 def _check_numbers(values: Any, length: int, where: str) -> None:
     if not isinstance(values, list) or len(values) != length:
         found = f"{len(values)} values" if isinstance(values, list) else type(values).__name__
-        raise UserError(
-            f"{where} must have n_reasoning + n_confidence = {length} values, got {found}"
-        )
+        raise UserError(f"{where} must have one value for each of the {length} tokens, got {found}")
     for value in values:
         _number(value, "each value", where)
 

@@ -2,30 +2,27 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
 
-import numpy as np
 import torch
 
+from megatron_dcpo import codec
 from megatron_dcpo.training.sampler import Draw, PromptGroup
-from megatron_dcpo.types import Judgement, Response
+from megatron_dcpo.types import Judgement, Prompt, Response
 
 
-def saved_groups(groups: Sequence[PromptGroup]) -> list[dict[str, Any]]:
-    """Return groups as tensors and plain values, all that a checkpoint's reader takes."""
+def saved_groups(groups: Sequence[PromptGroup]) -> list[codec.Row]:
+    """Return groups as tensors and plain values, which is all that a checkpoint's reader takes.
+
+    The prompt of a group is not saved but its position in the data, from which it is drawn again.
+    """
     return [
         {
+            "version": codec.VERSION,
             "position": group.position,
             "step": group.step,
             "responses": {
-                index: (
-                    {name: _plain(getattr(response, name)) for name in _FIELDS},
-                    None
-                    if judgement is None
-                    else {k: _plain(v) for k, v in dataclasses.asdict(judgement).items()},
-                )
+                index: (_saved(response), None if judgement is None else _saved(judgement))
                 for index, (response, judgement) in group.responses.items()
             },
         }
@@ -33,37 +30,42 @@ def saved_groups(groups: Sequence[PromptGroup]) -> list[dict[str, Any]]:
     ]
 
 
-_FIELDS = ("token_ids", "logprobs", "finish_reason", "weights_version", "step", "segments")
+def _saved(record: Response | Judgement) -> codec.Row:
+    return codec.to_values(record, array=torch.tensor)
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, np.ndarray):
-        return torch.tensor(value)
-    return (
-        value.item()
-        if isinstance(value, np.generic)
-        else dict(value)
-        if isinstance(value, Mapping)
-        else value
-    )
+def restored_groups(
+    saved: Sequence[Mapping[str, object]], draw: Draw, size: int
+) -> list[PromptGroup]:
+    """Return the groups that :func:`saved_groups` made, here or in 0.2.0.
 
-
-def restored_groups(saved: Sequence[Any], draw: Draw, size: int) -> list[PromptGroup]:
-    """Return the groups that :func:`saved_groups` made. Raises what odd values raise."""
+    Raises ValueError for a value that is missing or odd, and whatever odd structures raise.
+    """
     groups = []
     for entry in saved:
-        prompt, responses = draw(int(entry["position"]), 1)[0], {}
-        for index, (values, judgement) in entry["responses"].items():
-            ids, logprobs = (values[name].numpy() for name in ("token_ids", "logprobs"))
-            if ids.ndim != 1 or ids.shape != logprobs.shape:
-                raise ValueError(
-                    f"{len(ids)} tokens of {prompt.prompt_id} with {logprobs.shape} log-probs"
-                )
-            response = Response(
-                prompt.prompt_id, index, **(values | {"token_ids": ids, "logprobs": logprobs})
+        if "version" in entry:
+            codec.current(entry)
+        position = int(entry["position"])  # type: ignore[call-overload]
+        step = int(entry["step"])  # type: ignore[call-overload]
+        (prompt,) = draw(position, 1)
+        responses = {}
+        for index, (response, judgement) in entry["responses"].items():  # type: ignore[attr-defined]
+            responses[index] = (
+                _restored_response(response, prompt, index),
+                None if judgement is None else codec.from_row(Judgement, judgement),
             )
-            responses[index] = response, None if judgement is None else Judgement(**judgement)
-        groups.append(
-            PromptGroup(prompt, int(entry["position"]), int(entry["step"]), size, responses)
-        )
+        groups.append(PromptGroup(prompt, position, step, size, responses))
     return groups
+
+
+def _restored_response(saved: Mapping[str, object], prompt: Prompt, sample_index: int) -> Response:
+    values: codec.Row = {"prompt_id": prompt.prompt_id, "sample_index": sample_index}
+    for name, value in saved.items():
+        values[name] = value.numpy() if isinstance(value, torch.Tensor) else value
+    response = codec.from_row(Response, values)
+    tokens = response.token_ids.shape
+    if len(tokens) != 1 or tokens != response.logprobs.shape:
+        raise ValueError(
+            f"{prompt.prompt_id}: tokens {tokens} with log-probs {response.logprobs.shape}"
+        )
+    return response

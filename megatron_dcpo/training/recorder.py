@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron_dcpo import codec
 from megatron_dcpo.calibration import json_ready
 from megatron_dcpo.checkpoints.saver import Saver, last_complete
 from megatron_dcpo.config import Config
@@ -48,7 +49,7 @@ from megatron_dcpo.training.progress import Progress
 from megatron_dcpo.training.provenance import record_start
 from megatron_dcpo.training.updater import UpdateStatistics
 from megatron_dcpo.training.warnings import new_warnings
-from megatron_dcpo.types import BLOCKS, TrainingSample
+from megatron_dcpo.types import BLOCKS, TrainingSample, replaced
 
 logger = logging.getLogger(__name__)
 
@@ -266,23 +267,26 @@ class Recorder:
         directory.mkdir(exist_ok=True)
         with (directory / f"step_{step:06d}.jsonl").open("w", encoding="utf-8") as file:
             for sample in samples[:SAMPLES_PER_STEP]:
-                prompt, response, judgement = sample.prompt, sample.response, sample.judgement
-                ids = response.token_ids.tolist()
-                record = {
-                    "step": step,
-                    "prompt_id": response.prompt_id,
-                    "problem": prompt.messages[-1]["content"],
-                    "ground_truth": prompt.ground_truth,
-                    "reasoning": self.decode(ids[: judgement.boundary]),
-                    "confidence_block": self.decode(ids[judgement.boundary :]),
-                    "pieces": token_pieces(sample, self.decode),
-                    "correct": judgement.correct,
-                    "confidence": judgement.confidence,
-                    "status": judgement.status,
-                    "finish_reason": response.finish_reason,
-                    **({} if judgement.logged is None else {"logged": judgement.logged}),
-                }
-                file.write(json.dumps(json_ready(record), ensure_ascii=False) + "\n")
+                row = sample_row(sample, step, self.decode)
+                file.write(json.dumps(json_ready(row), ensure_ascii=False) + "\n")
+
+
+def sample_row(
+    sample: TrainingSample, step: int, decode: Callable[[Sequence[int]], str]
+) -> codec.Row:
+    """Return a judged response as a line of ``samples/step_*.jsonl``: a row of the codec, the step
+    that trains on it, and its ``pieces``.
+    """
+    response = sample.response
+    if response.text is None:
+        ids = response.token_ids.tolist()
+        # the last token of a finished response ends it, and is no part of its text
+        text = decode(ids[:-1] if response.finish_reason == "stop" else ids)
+        response = replaced(response, text=text)
+    row = codec.to_row(sample.prompt, response, sample.judgement)
+    row["training_step"] = step
+    row["pieces"] = token_pieces(sample, decode)
+    return row
 
 
 def _to_nobody(step: int, metrics: Mapping[str, Any]) -> None:
@@ -291,20 +295,26 @@ def _to_nobody(step: int, metrics: Mapping[str, Any]) -> None:
 
 def token_pieces(
     sample: TrainingSample, decode: Callable[[Sequence[int]], str]
-) -> list[tuple[str, str, float]]:
-    """Return (text, block, advantage) of the tokens of a response that follow one another and have
-    both in common.
+) -> list[tuple[str, str, float | None]]:
+    """Return the response in runs of tokens that share block and advantage, as (text, block,
+    advantage); the advantage is None if the response was not scored.
     """
+    ids = sample.response_ids.tolist()
     if sample.block_ids is None or sample.advantages is None:
-        return []
+        boundary = sample.judgement.boundary
+        return [
+            (decode(ids[:boundary]), "reasoning", None),
+            (decode(ids[boundary:]), "confidence", None),
+        ]
     names = {index: block for block, index in BLOCKS.items()}
-    marks = zip(sample.block_ids.tolist(), np.round(sample.advantages, 4).tolist(), strict=True)
-    return [
-        (decode([token for token, _ in run]), names.get(block, "other"), advantage)
-        for (block, advantage), run in groupby(
-            zip(sample.response_ids.tolist(), marks, strict=True), key=itemgetter(1)
-        )
-    ]
+    blocks = [names.get(index, "other") for index in sample.block_ids.tolist()]
+    advantages = np.round(sample.advantages, 4).tolist()
+    marks = zip(blocks, advantages, strict=True)
+    pieces: list[tuple[str, str, float | None]] = []
+    for (block, advantage), run in groupby(zip(ids, marks, strict=True), key=itemgetter(1)):
+        tokens = [token for token, _ in run]
+        pieces.append((decode(tokens), block, advantage))
+    return pieces
 
 
 def _why(error: OSError) -> str:

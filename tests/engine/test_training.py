@@ -299,9 +299,12 @@ def test_evaluation_is_the_same_on_both_engines(tmp_path: Path) -> None:
             stderr=subprocess.PIPE,
         )
         assert done.returncode == 0, done.stderr[-3000:].decode()
-        found[engine] = {s.prompt_id: s for s in read_samples(out / "samples.jsonl")}
+        found[engine] = {s.prompt.prompt_id: s for s in read_samples(out / "samples.jsonl")}
     for name, ours in found["transformers"].items():
         other = found["vllm"][name]
-        assert (other.response, other.num_tokens) == (ours.response, ours.num_tokens)
+        assert (other.response.text, other.judgement.length) == (
+            ours.response.text,
+            ours.judgement.length,
+        )
         assert other.token_confidence == pytest.approx(ours.token_confidence, abs=1e-4)
         assert other.mean_entropy == pytest.approx(ours.mean_entropy, abs=1e-3)

@@ -53,7 +53,8 @@ def command(source: list[str], out: Path, *more: str) -> list[str]:
 
 def by_name(path: Path) -> dict[tuple[str, int], Sample]:
     return {
-        (sample.prompt_id, sample.repeat): sample for sample in read_samples(path / "samples.jsonl")
+        (sample.prompt.prompt_id, sample.response.sample_index): sample
+        for sample in read_samples(path / "samples.jsonl")
     }
 
 
@@ -85,10 +86,10 @@ def test_killed_in_the_middle_and_restarted(server: Server, tmp_path: Path) -> N
     assert 40 <= len(before) < 240
     assert main(arguments) == 0
     found = [json.loads(line) for line in written()]
-    assert len(found) == len({(row["prompt_id"], row["repeat"]) for row in found}) == 240
-    after = {(row["prompt_id"], row["repeat"]): row["response"] for row in found}
+    assert len(found) == len({(row["prompt_id"], row["sample_index"]) for row in found}) == 240
+    after = {(row["prompt_id"], row["sample_index"]): row["text"] for row in found}
     for row in map(json.loads, before):
-        assert after[row["prompt_id"], row["repeat"]] == row["response"]
+        assert after[row["prompt_id"], row["sample_index"]] == row["text"]
 
 
 @pytest.mark.timeout(600)
@@ -117,11 +118,13 @@ def test_same_samples_as_the_embedded_engine(server: Server, tmp_path: Path) -> 
     assert theirs.keys() == ours.keys()
     for name, sample in ours.items():
         other = theirs[name]
-        assert (other.response, other.num_tokens, other.correct) == (
-            sample.response,
-            sample.num_tokens,
+        assert (other.response.text, other.judgement.length, other.correct) == (
+            sample.response.text,
+            sample.judgement.length,
             sample.correct,
         )
-        assert other.token_confidence == pytest.approx(sample.token_confidence, abs=1e-4)
-        assert other.min_logprob == pytest.approx(sample.min_logprob, abs=1e-3)
-        assert other.mean_entropy == pytest.approx(sample.mean_entropy, abs=1e-3)
+        assert other.measures.token_confidence == pytest.approx(
+            sample.measures.token_confidence, abs=1e-4
+        )
+        assert other.measures.min_logprob == pytest.approx(sample.measures.min_logprob, abs=1e-3)
+        assert other.measures.mean_entropy == pytest.approx(sample.measures.mean_entropy, abs=1e-3)

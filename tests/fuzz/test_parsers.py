@@ -48,6 +48,7 @@ from megatron_dcpo.types import Prompt
 from megatron_dcpo.weights.architecture import parse_architecture
 from megatron_dcpo.weights.hf_checkpoint import HFReader
 from tests.fuzz.strategies import changed, fuzz, mutated, only, values
+from tests.helpers.evaluated import A_SAMPLE
 from tests.helpers.paths import QUICKSTART
 from tests.helpers.tokenizers import byte_level
 
@@ -151,7 +152,7 @@ def encoded(value: Any) -> bytes:
     return json.dumps(value, ensure_ascii=False).encode()
 
 
-SAMPLE = {
+OLD_SAMPLE = {  # of 0.2.0
     "benchmark": "b",
     "prompt_id": "p",
     "repeat": 0,
@@ -172,9 +173,23 @@ SAMPLE = {
 }
 
 
+SAMPLE = A_SAMPLE | {
+    "row": {"answer": 5},
+    "segments": [[0, 2], [1, 1]],
+    "top_logprobs": [0.5],
+    "token_confidence": 0.5,
+    "min_logprob": -1.0,
+    "mean_entropy": 0.5,
+    "features": [0.5],
+}
+
+
 @fuzz
-@given(row=changed(SAMPLE, list(SAMPLE)))
-@example(row=SAMPLE | {"num_tokens": -1, "token_confidence": 0.0})
+@given(row=changed(SAMPLE, list(SAMPLE)) | changed(OLD_SAMPLE, list(OLD_SAMPLE)))
+@example(row=OLD_SAMPLE | {"num_tokens": -1, "token_confidence": 0.0})
+@example(row=OLD_SAMPLE)
+@example(row=SAMPLE | {"version": True})
+@example(row=SAMPLE | {"length": -1, "token_confidence": 0.0})
 @example(row=SAMPLE | {"min_logprob": 1e6})
 @example(row=SAMPLE | {"confidence": 10**400})
 def test_samples_of_others_are_read_or_refused_and_what_is_read_is_scored(

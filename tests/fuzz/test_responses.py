@@ -12,7 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from megatron_dcpo.evaluation.programs import normal_form, same_program
-from megatron_dcpo.evaluation.samples import Sample, sample_line
+from megatron_dcpo.evaluation.samples import Sample, sample_line, sample_of
 from megatron_dcpo.judging.answers import BOXED, FENCED, Outcome, extract_program
 from megatron_dcpo.judging.judge import judge_many
 from megatron_dcpo.judging.math import answer_forms, latex
@@ -58,10 +58,12 @@ def test_responses(text: str, key: str, finished: bool, form: Any) -> None:
     assert (by_ids.status == "ok") == (by_ids.confidence is not None)
     assert by_ids.status in ("ok", *MALFORMED)
     assert by_ids.confidence is None or 0 <= by_ids.confidence <= 1
-    said = (by_text.answer, key, bool(by_text.correct), by_text.confidence, by_text.status)
-    sample = Sample("b", "p", 0, key, text, *said, 0.5, -1.0, 3, ends)
+    sample = Sample(prompts["p"], replace(by_id, text=text), by_text)
     row = parse_json(sample_line(sample).encode())
-    assert (row["response"], row["ground_truth"]) == (encodable(text), encodable(key))
+    assert (row["text"], row["ground_truth"]) == (encodable(text), encodable(key))
+    again = sample_of(row)
+    assert again.judgement.status == by_text.status
+    assert again.judgement.length == len(ids)
 
 
 @fuzz

@@ -2,13 +2,61 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from megatron_dcpo.evaluation.samples import Sample, with_consistency, write_samples
+from megatron_dcpo.evaluation.samples import (
+    Sample,
+    sample_line,
+    sample_of,
+    with_consistency,
+    write_samples,
+)
 from megatron_dcpo.evaluation.scoring import score_samples
+
+A_SAMPLE: dict[str, Any] = {
+    "version": 2,
+    "task": "b",
+    "prompt_id": "p",
+    "problem": "q",
+    "ground_truth": "1",
+    "sample_index": 0,
+    "text": "r",
+    "finish_reason": "stop",
+    "weights_version": 0,
+    "answer": "1",
+    "correct": 0.0,
+    "confidence": None,
+    "status": "missing",
+    "boundary": None,
+    "length": 1,
+}
+
+
+def make_sample(**fields: Any) -> Sample:
+    """One judged response; ``fields`` of any of its records."""
+    return sample_of(A_SAMPLE | fields)
+
+
+def changed(sample: Sample, **fields: Any) -> Sample:
+    """The same sample with other ``fields`` of any of its records."""
+    parts = {}
+    for part in dataclasses.fields(sample):
+        record = getattr(sample, part.name)
+        names = {field.name for field in dataclasses.fields(record)}
+        parts[part.name] = replace(record, **{k: v for k, v in fields.items() if k in names})
+    return replace(sample, **parts)
+
+
+def rows_of(samples: Sequence[Sample]) -> list[dict[str, Any]]:
+    """Samples as lines of samples.jsonl have them, for comparison."""
+    return [json.loads(sample_line(sample)) for sample in samples]
 
 
 def make_samples(
@@ -30,22 +78,21 @@ def make_samples(
                 else str(i if correct else generator.integers(3) + 1000)
             )
             samples.append(
-                Sample(
-                    benchmark=benchmark,
+                make_sample(
+                    task=benchmark,
                     prompt_id=f"{benchmark}/{i}",
-                    repeat=repeat,
+                    sample_index=repeat,
                     problem=f"What is {i}?",
-                    response=f"It is \\boxed{{{answer}}}."
+                    text=f"It is \\boxed{{{answer}}}."
                     + (f"\n<conf> Confidence: {confidence}" if confidence else ""),
                     answer=answer,
                     ground_truth=str(i),
-                    correct=correct and answer is not None,
+                    correct=float(correct and answer is not None),
                     confidence=confidence,
                     status=status,
                     token_confidence=float(generator.random()),
                     min_logprob=-2.0,
-                    num_tokens=int(generator.integers(5, 50)),
-                    finish_reason="stop",
+                    length=int(generator.integers(5, 50)),
                 )
             )
     return with_consistency(samples, lambda a, b: False)

@@ -21,7 +21,7 @@ PACKAGE = REPOSITORY / "megatron_dcpo"
 # higher one.
 LAYERS = (
     ("types", "errors"),
-    ("runtime",),
+    ("codec", "runtime"),
     ("objectives", "calibration", "sandbox"),
     ("data", "config"),
     ("judging",),

@@ -69,10 +69,14 @@ def test_confclass_learns_from_log_probs_and_is_used_again(
     assert predictor.weights["weight1"].shape == (2048, 20), "the paper's 20 log-probs"
 
     samples = read_samples(sampled / "samples.jsonl")
-    assert all(sample.features is not None and len(sample.features) == 60 for sample in samples)
+    assert all(
+        sample.measures.features is not None and len(sample.measures.features) == 60
+        for sample in samples
+    )
     outside = [sample for sample in samples if is_held_out(problem_of(sample), 0.2, 0)]
     assert {
-        len([s for s in outside if s.prompt_id == p]) for p in {s.prompt_id for s in outside}
+        len([s for s in outside if s.prompt.prompt_id == p])
+        for p in {s.prompt.prompt_id for s in outside}
     } == {8}
     assert held_out["confclass"]["n"] == len(outside)
     # The raw token probability is over-confident; what is learnt from the log-probs is less so, on
@@ -89,7 +93,7 @@ def test_confclass_learns_from_log_probs_and_is_used_again(
     out = tmp_path / "held"
     evaluate(out, "heldout", "--repeats", 2, "--limit", 24, "--posthoc", saved)
     scored = read_samples(out / "samples.jsonl")
-    assert [s.posthoc_confidence for s in scored] == predictor.predict(scored)
+    assert [s.measures.posthoc_confidence for s in scored] == predictor.predict(scored)
     scores = json.loads((out / "evaluation.json").read_text())["benchmarks"]["heldout"]
     assert scores["posthoc"]["n"] == 48
     assert scores["posthoc"]["ece"] < scores["token"]["ece"]

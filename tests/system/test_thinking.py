@@ -84,22 +84,23 @@ def test_a_policy_that_thinks(policy: Path, tmp_path: Path) -> None:
         for file in sorted((tmp_path / "run" / "samples").glob("*.jsonl"))
         for line in file.open()
     ]
-    assert any("</think>" in row["reasoning"] for row in logged)
-    assert not any("</think>" in row["confidence_block"] for row in logged)
+    blocks = {block for row in logged for text, block, _ in row["pieces"] if "</think>" in text}
+    assert blocks == {"reasoning"}
 
     validated = tmp_path / "run" / "evaluation" / "step_000002.jsonl"
     samples = read_samples(validated)
-    thinking = [sample for sample in samples if "</think>" in sample.response]
+    thinking = [sample for sample in samples if "</think>" in sample.response.text]
     assert 0 < len(thinking) < len(samples)
     for sample in samples:
-        ends = sample.response.find(TAGS[1]) + len(TAGS[1]) if sample in thinking else None
-        assert sample.thinking_characters == ends
-        assert (sample.thinking_tokens is None) == (ends is None)
+        ends = sample.response.text.find(TAGS[1]) + len(TAGS[1]) if sample in thinking else None
+        assert sample.judgement.thinking_characters == ends
+        assert (sample.judgement.thinking_tokens is None) == (ends is None)
         assert (
-            sample.thinking_tokens is None or 0 < sample.thinking_tokens <= sample.reasoning_tokens
+            sample.judgement.thinking_tokens is None
+            or 0 < sample.judgement.thinking_tokens <= sample.judgement.boundary
         )
-    assert any(sample.correct or sample.status == "ok" for sample in thinking)
-    lengths = [sample.thinking_tokens for sample in thinking]
+    assert any(sample.correct or sample.judgement.status == "ok" for sample in thinking)
+    lengths = [sample.judgement.thinking_tokens for sample in thinking]
     assert metrics(tmp_path / "run")[-1]["evaluation/heldout/mean_thinking"] == sum(lengths) / len(
         lengths
     )
@@ -119,8 +120,8 @@ def test_a_policy_that_thinks(policy: Path, tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr[-2000:]
     found = read_samples(again / "samples.jsonl")
-    assert [(s.correct, s.confidence, s.status) for s in found] == [
-        (s.correct, s.confidence, s.status) for s in samples
+    assert [(s.correct, s.judgement.confidence, s.judgement.status) for s in found] == [
+        (s.correct, s.judgement.confidence, s.judgement.status) for s in samples
     ]
 
     out = tmp_path / "evaluated"

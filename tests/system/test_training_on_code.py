@@ -67,13 +67,17 @@ def test_two_steps_on_programs(two_steps: tuple[Path, list[dict[str, Any]]]) -> 
     for sample in samples:
         number = int(sample["problem"].removeprefix("f=").removesuffix("+7"))
         said = f"```python\ndef f():\n return {number + 7}\n```"
-        assert sample["correct"] == float(sample["reasoning"].strip() == said), sample
+        reasoning, confidence = (
+            "".join(text for text, block, _ in sample["pieces"] if block == name)
+            for name in ("reasoning", "confidence")
+        )
+        assert sample["correct"] == float(reasoning.strip() == said), sample
         assert sample["ground_truth"].startswith("tests:"), (
             "megabytes of tests are not copied into every sample"
         )
         if sample["status"] == "ok":
-            assert sample["reasoning"].endswith("```\n")
-            assert sample["confidence_block"].startswith("<conf>")
+            assert reasoning.endswith("```\n")
+            assert confidence.startswith("<conf>")
 
 
 def test_batches_and_ranks_change_nothing(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,6 +27,7 @@ from megatron_dcpo.evaluation.scoring import score_samples
 from megatron_dcpo.judging.token_bytes import token_bytes
 from megatron_dcpo.runtime import device
 from megatron_dcpo.types import Prompt, Response
+from tests.helpers.evaluated import changed, rows_of
 
 EOS = 0
 TEXTS = (
@@ -98,28 +98,33 @@ def test_samples_hold_what_was_said(tokenizer: Any, benchmark_file: Path) -> Non
         progress=lambda name, done, total: steps.append((name, done, total)),
     )
     assert steps == [("toy", 0, 8), ("toy", 4, 8), ("toy", 8, 8)]
-    assert [(s.prompt_id, s.repeat) for s in samples] == [
+    assert [(s.prompt.prompt_id, s.response.sample_index) for s in samples] == [
         (f"toy/{i}", r) for i in range(2) for r in range(4)
     ]
     first = samples[:4]
-    assert [s.response for s in first] == list(TEXTS)
-    assert [s.answer for s in first] == ["4", "8/2", "5", "4"]
+    assert [s.response.text for s in first] == list(TEXTS)
+    assert [s.judgement.answer for s in first] == ["4", "8/2", "5", "4"]
     assert [s.correct for s in first] == [True, True, False, True]
-    assert [s.confidence for s in first] == [0.9, 0.6, 0.7, None]
-    assert [s.status for s in first] == ["ok", "ok", "ok", "missing"]
-    assert [s.consistency_confidence for s in first] == [0.75, 0.75, 0.25, 0.75]  # 8/2 is 4
+    assert [s.judgement.confidence for s in first] == [0.9, 0.6, 0.7, None]
+    assert [s.judgement.status for s in first] == ["ok", "ok", "ok", "missing"]
+    assert [s.measures.consistency_confidence for s in first] == [
+        0.75,
+        0.75,
+        0.25,
+        0.75,
+    ]  # 8/2 is 4
     assert [s.correct for s in samples[4:]] == [False, False, True, False]
-    assert first[0].problem == "What is 2+2?"
-    assert first[0].token_confidence == pytest.approx(0.5)
-    assert first[0].num_tokens == len(TEXTS[0]) + 1
-    assert rejudge(samples) == samples
+    assert first[0].prompt.problem == "What is 2+2?"
+    assert first[0].measures.token_confidence == pytest.approx(0.5)
+    assert first[0].judgement.length == len(TEXTS[0]) + 1
+    assert rows_of(rejudge(samples)) == rows_of(samples)
 
 
 def test_truncated_responses_have_no_confidence(tokenizer: Any, benchmark_file: Path) -> None:
     samples = evaluated(tokenizer, benchmark_file, truncated=True, limit=1)
-    assert {s.status for s in samples} == {"truncated"}
+    assert {s.judgement.status for s in samples} == {"truncated"}
     assert [s.correct for s in samples] == [True, True, False, True]
-    assert samples[0].response == TEXTS[0]
+    assert samples[0].response.text == TEXTS[0]
 
 
 def test_equivalence_is_mathematical() -> None:
@@ -142,7 +147,7 @@ def test_written_evaluation(tokenizer: Any, benchmark_file: Path, tmp_path: Path
     assert {"coverage_toy.png", "coverage_toy.svg"} <= written
     assert not any(name.startswith("grid") for name in written)  # one benchmark needs no grid
     assert json.loads((tmp_path / "run" / "evaluation.json").read_text()) == evaluation
-    assert read_samples(tmp_path / "run" / "samples.jsonl") == samples
+    assert rows_of(read_samples(tmp_path / "run" / "samples.jsonl")) == rows_of(samples)
     toy = evaluation["benchmarks"]["toy"]
     assert toy["accuracy"] == 0.5
     assert toy["parse_rate"] == toy["verbal"]["parse_rate"] == 0.75
@@ -157,7 +162,7 @@ def test_several_benchmarks_have_a_grid(
     tokenizer: Any, benchmark_file: Path, tmp_path: Path
 ) -> None:
     samples = evaluated(tokenizer, benchmark_file)
-    samples += [replace(sample, benchmark="other") for sample in samples]
+    samples += [changed(sample, task="other") for sample in samples]
     write_evaluation(
         tmp_path, score_samples(samples, ["verbal", "token_min"], resamples=0), samples
     )
@@ -286,7 +291,10 @@ def test_what_was_judged_is_kept_where_the_engine_fails(
     complete = complete_at_once(stream, token_bytes(tokenizer), [EOS])
     with SampleLog(tmp_path, {}) as log, pytest.raises(RuntimeError, match="the engine failed"):
         evaluate_benchmark(loaded, prompts, complete, repeats=4, log=log)
-    kept = [(s.prompt_id, s.repeat) for s in read_samples(tmp_path / "samples.jsonl")]
+    kept = [
+        (s.prompt.prompt_id, s.response.sample_index)
+        for s in read_samples(tmp_path / "samples.jsonl")
+    ]
     assert kept == [("toy/1", 3), ("toy/1", 2), ("toy/1", 1), ("toy/1", 0)]
 
 

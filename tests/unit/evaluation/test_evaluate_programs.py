@@ -114,20 +114,20 @@ def test_programs_are_judged_and_agree_by_their_text(tmp_path: Path, problems: P
     samples = read_samples(tmp_path / "run" / "samples.jsonl")
     assert len(samples) == 12
     for sample in samples:
-        name = "ADD" if "PROBLEM-ADD" in sample.problem else "DOUBLE"
-        kind = PROGRAMS[name].index((sample.answer or "").strip())
+        name = "ADD" if "PROBLEM-ADD" in sample.prompt.problem else "DOUBLE"
+        kind = PROGRAMS[name].index((sample.judgement.answer or "").strip())
         right = {"ADD": [True, True, False, False], "DOUBLE": [True, True, False, True]}[name][kind]
         assert sample.correct is right
-        assert sample.category == (
+        assert sample.judgement.category == (
             "passed" if right else "runtime_error" if "1 / 0" in PROGRAMS[name][kind] else "wrong"
         )
-        assert sample.confidence == pytest.approx(0.5 + kind / 10)
-        assert sample.ground_truth == key_of(pack_tests(ADD if name == "ADD" else DOUBLE))
+        assert sample.judgement.confidence == pytest.approx(0.5 + kind / 10)
+        assert sample.prompt.ground_truth == key_of(pack_tests(ADD if name == "ADD" else DOUBLE))
         # The first two of each list are one program; agreement knows nothing of right and wrong.
-        group = [s for s in samples if s.prompt_id == sample.prompt_id]
-        kinds = [PROGRAMS[name].index((s.answer or "").strip()) for s in group]
+        group = [s for s in samples if s.prompt.prompt_id == sample.prompt.prompt_id]
+        kinds = [PROGRAMS[name].index((s.judgement.answer or "").strip()) for s in group]
         same = [k for k in kinds if k == kind or {k, kind} == {0, 1}]
-        assert sample.consistency_confidence == pytest.approx(len(same) / 6)
+        assert sample.measures.consistency_confidence == pytest.approx(len(same) / 6)
     toy = evaluation["benchmarks"]["toy"]
     assert sum(toy["categories"].values()) == pytest.approx(1)
     assert toy["categories"]["passed"] == pytest.approx(toy["accuracy"])
@@ -152,10 +152,10 @@ def test_old_samples_are_scored_and_judged_again_without_model_and_benchmark(
     samples = tmp_path / "run" / "samples.jsonl"
     # A response of mathematics among them: each kind by its own judge.
     row = json.loads(samples.read_text().splitlines()[0]) | {
-        "benchmark": "sums",
-        "response": "\\boxed{1/2}\n<conf> 0.5",
+        "task": "sums",
+        "text": "\\boxed{1/2}\n<conf> 0.5",
         "ground_truth": "0.5",
-        "correct": False,
+        "correct": 0.0,
     }
     for extra in ([], ["--rejudge"]):
         out = tmp_path / f"again{len(extra)}"

@@ -5,7 +5,6 @@ missing.
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +15,7 @@ from megatron_dcpo.cli import main
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation import posthoc
 from megatron_dcpo.evaluation.samples import Sample, mean_entropy, read_samples, write_samples
+from tests.helpers.evaluated import changed, make_sample
 
 
 def world(problems: int = 240, repeats: int = 5, seed: int = 0) -> list[Sample]:
@@ -32,21 +32,16 @@ def world(problems: int = 240, repeats: int = 5, seed: int = 0) -> list[Sample]:
                 np.sort(generator.dirichlet(np.full(20, 1 - p + 0.05), size=30))[:, ::-1] + 1e-9
             )
             samples.append(
-                Sample(
-                    "toy",
-                    f"toy/{problem}",
-                    repeat,
-                    "q",
-                    "r",
-                    "1",
-                    "1",
-                    bool(generator.random() < p),
-                    float(stated),
-                    "ok",
-                    float(stated),
-                    -1.0,
-                    30,
-                    "stop",
+                make_sample(
+                    task="toy",
+                    prompt_id=f"toy/{problem}",
+                    sample_index=repeat,
+                    correct=float(generator.random() < p),
+                    confidence=float(stated),
+                    status="ok",
+                    token_confidence=float(stated),
+                    min_logprob=-1.0,
+                    length=30,
                     features=posthoc.features(top),
                 )
             )
@@ -68,12 +63,16 @@ def test_scaling_repairs_over_confidence(method: str) -> None:
         assert float(predictor.weights["slope"]) == pytest.approx(1 / 3, rel=0.25)
         assert float(predictor.weights["intercept"]) == pytest.approx(0.0, abs=0.3)
     if method == "isotonic":
-        fitted = [s for s in SAMPLES if not posthoc.is_held_out("toy/" + s.prompt_id, 0.3, 0)]
+        fitted = [
+            s for s in SAMPLES if not posthoc.is_held_out("toy/" + s.prompt.prompt_id, 0.3, 0)
+        ]
         peer = IsotonicRegression(y_min=0, y_max=1, out_of_bounds="clip").fit(
-            [s.confidence for s in fitted], [float(s.correct) for s in fitted]
+            [s.judgement.confidence for s in fitted], [float(s.correct) for s in fitted]
         )
-        expected = peer.predict([s.confidence for s in held_out])
-        np.testing.assert_allclose([s.posthoc_confidence for s in held_out], expected, atol=1e-12)
+        expected = peer.predict([s.judgement.confidence for s in held_out])
+        np.testing.assert_allclose(
+            [s.measures.posthoc_confidence for s in held_out], expected, atol=1e-12
+        )
 
 
 @pytest.mark.parametrize("method", ["platt", "isotonic"])
@@ -85,13 +84,13 @@ def test_the_reasonings_logprob_is_scaled_to_a_confidence(method: str, tmp_path:
     samples = []
     for sample in SAMPLES:
         nats = -50 + 10 * (1 if sample.correct else -1) + 8 * generator.standard_normal()
-        samples.append(replace(sample, reasoning_logprob=min(0.0, float(nats))))
+        samples.append(changed(sample, reasoning_logprob=min(0.0, float(nats))))
     predictor, held_out = posthoc.fit(method, samples, "logprob", held_out=0.3)
     assert posthoc.scores(held_out)["auroc"] > 0.9
     assert posthoc.scores(held_out)["ece"] < 0.08
     predictor.save(tmp_path / "p.npz")
     assert posthoc.Posthoc.load(tmp_path / "p.npz").predict(held_out) == [
-        s.posthoc_confidence for s in held_out
+        s.measures.posthoc_confidence for s in held_out
     ]
     assert posthoc.Posthoc.load(tmp_path / "p.npz").predict([SAMPLES[0]]) == [None], (
         "no tokens, no confidence"
@@ -109,9 +108,7 @@ def with_logprobs(seed: int = 3) -> list[Sample]:
     for sample in SAMPLES:
         nats = -3 + 2 * sample.correct + generator.standard_normal()
         length = int(20 + 5 * (not sample.correct) + generator.integers(0, 8))
-        samples.append(
-            replace(sample, reasoning_logprob=min(0.0, float(nats)), reasoning_tokens=length)
-        )
+        samples.append(changed(sample, reasoning_logprob=min(0.0, float(nats)), boundary=length))
     return samples
 
 
@@ -127,9 +124,9 @@ def test_logistic_reads_log_probs_length_and_what_is_stated(tmp_path: Path) -> N
     )
     predictor.save(tmp_path / "p.npz")
     assert posthoc.Posthoc.load(tmp_path / "p.npz").predict(held_out) == [
-        s.posthoc_confidence for s in held_out
+        s.measures.posthoc_confidence for s in held_out
     ]
-    unstated = [replace(s, confidence=None, status="missing") for s in samples]
+    unstated = [changed(s, confidence=None, status="missing") for s in samples]
     assert all(c is not None for c in predictor.predict(unstated)), (
         "a response that states nothing has log-probs"
     )
@@ -154,7 +151,7 @@ def test_logistic_is_the_peers_regression() -> None:
 def test_calibrate_kind_logprob(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     generator = np.random.default_rng(4)
     samples = [
-        replace(s, reasoning_logprob=-20 - 9 * (not s.correct) - generator.random())
+        changed(s, reasoning_logprob=-20 - 9 * (not s.correct) - generator.random())
         for s in SAMPLES
     ]
     write_samples(samples, tmp_path / "samples.jsonl")
@@ -175,7 +172,9 @@ def test_confclass_learns_difficulty_from_log_probs() -> None:
     assert posthoc.scores(held_out)["auroc"] > 0.65
     assert posthoc.scores(held_out)["ece"] < 0.15
     _, again = posthoc.fit("confclass", SAMPLES, held_out=0.3, width=64, epochs=60)
-    assert [s.posthoc_confidence for s in again] == [s.posthoc_confidence for s in held_out]
+    assert [s.measures.posthoc_confidence for s in again] == [
+        s.measures.posthoc_confidence for s in held_out
+    ]
 
 
 def test_targets_are_soft_and_problems_are_not_shared() -> None:
@@ -183,7 +182,7 @@ def test_targets_are_soft_and_problems_are_not_shared() -> None:
     first = [s.correct for s in SAMPLES[:5]]
     np.testing.assert_allclose(targets[:5], np.mean(first))
     _, held_out = posthoc.fit("platt", SAMPLES, held_out=0.3)
-    outside = {s.prompt_id for s in held_out}
+    outside = {s.prompt.prompt_id for s in held_out}
     assert 0.2 < len(outside) / 240 < 0.4
     assert len(held_out) == 5 * len(outside)
 
@@ -193,12 +192,12 @@ def test_the_network_in_numpy_is_the_network_that_was_trained(tmp_path: Path) ->
 
     predictor, held_out = posthoc.fit("confclass", SAMPLES, "full", width=16, epochs=3)
     w = {name: torch.tensor(np.asarray(value)) for name, value in predictor.weights.items()}
-    x = (torch.tensor([s.features for s in held_out]) - w["mean"]) / w["deviation"]
+    x = (torch.tensor([s.measures.features for s in held_out]) - w["mean"]) / w["deviation"]
     h = torch.relu(torch.nn.functional.linear(x.float(), w["weight1"], w["bias1"]))
     h = torch.relu(torch.nn.functional.linear(h, w["weight2"], w["bias2"]))
     expected = torch.sigmoid(torch.nn.functional.linear(h, w["weight3"], w["bias3"]))[:, 0]
     np.testing.assert_allclose(
-        [s.posthoc_confidence for s in held_out], expected.numpy(), atol=1e-5
+        [s.measures.posthoc_confidence for s in held_out], expected.numpy(), atol=1e-5
     )
     predictor.save(tmp_path / "p.npz")
     assert posthoc.Posthoc.load(tmp_path / "p.npz").predict(held_out) == predictor.predict(held_out)
@@ -207,9 +206,9 @@ def test_the_network_in_numpy_is_the_network_that_was_trained(tmp_path: Path) ->
 def test_missing_inputs_give_no_confidence() -> None:
     predictor, _ = posthoc.fit("platt", SAMPLES, "verbal")
     odd = [
-        replace(SAMPLES[0], confidence=None),
-        replace(SAMPLES[0], confidence=1.0),
-        replace(SAMPLES[0], confidence=0.0),
+        changed(SAMPLES[0], confidence=None),
+        changed(SAMPLES[0], confidence=1.0),
+        changed(SAMPLES[0], confidence=0.0),
     ]
     found = predictor.predict(odd)
     assert found[0] is None
@@ -218,10 +217,10 @@ def test_missing_inputs_give_no_confidence() -> None:
 
 
 def test_errors_are_named(tmp_path: Path) -> None:
-    bare = [replace(s, features=None) for s in SAMPLES]
+    bare = [changed(s, features=None) for s in SAMPLES]
     for arguments, message in (
         (("confclass", bare), "sample with dcpo evaluate --repeats 20 --features"),
-        (("platt", [replace(s, correct=True) for s in SAMPLES]), "every response is correct"),
+        (("platt", [changed(s, correct=1.0) for s in SAMPLES]), "every response is correct"),
         (("platt", SAMPLES[:1]), "more problems"),
         (("guess", SAMPLES), "unknown method 'guess'"),
         (("platt", SAMPLES, "mean"), "it reads verbal, token"),
@@ -275,7 +274,9 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     overall = json.loads(capsys.readouterr().out)["overall"]
     assert overall["posthoc"]["ece"] < overall["verbal"]["ece"]
     written = read_samples(tmp_path / "run" / "samples.jsonl")
-    assert [s.posthoc_confidence for s in written] == posthoc.Posthoc.load(out).predict(other)
+    assert [s.measures.posthoc_confidence for s in written] == posthoc.Posthoc.load(out).predict(
+        other
+    )
     assert main([*fit, "--source", "nothing", "--out", out]) == 2
 
 
@@ -289,12 +290,12 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
         ),
         (
             "confclass",
-            [replace(s, features=None) for s in SAMPLES],
+            [changed(s, features=None) for s in SAMPLES],
             "held out has features .sample with dcpo evaluate",
         ),
         (
             "platt",
-            [replace(s, token_confidence=None) for s in SAMPLES],
+            [changed(s, token_confidence=None) for s in SAMPLES],
             "has a confidence of the kind token",
         ),
         ("logistic", with_logprobs()[:1], "no problem is (held out|fitted); give more problems"),

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from megatron_dcpo.evaluation.samples import Sample, read_samples
 from megatron_dcpo.evaluation.scoring import score_samples
 from megatron_dcpo.judging.token_bytes import TokenBytes
 from megatron_dcpo.types import Response
+from tests.helpers.evaluated import changed
 from tests.helpers.paths import QUICKSTART
 from tests.helpers.tokenizers import ByteTokenizer
 from tests.unit.data.test_questions import GPQA, MMLU, TRIVIA, lines, table
@@ -68,7 +68,7 @@ def evaluated(specs: str, judging: JudgingConfig | None = None) -> list[Sample]:
 
 def verdicts(samples: Sequence[Sample]) -> dict[str, list[bool]]:
     return {
-        name: [s.correct for s in samples if s.benchmark == name]
+        name: [s.correct for s in samples if s.prompt.task == name]
         for name in ("gpqa", "mmlupro", "trivia")
     }
 
@@ -83,8 +83,8 @@ EXPECTED = {
 def test_each_is_judged_by_its_form_and_again(specs: str, tmp_path: Path) -> None:
     samples = evaluated(specs)
     assert verdicts(samples) == EXPECTED
-    assert [s.abstained for s in samples] == [None, None, None, True] * 3
-    wrong = [replace(s, correct=not s.correct, abstained=None) for s in samples]
+    assert [s.judgement.abstained for s in samples] == [False, False, False, True] * 3
+    wrong = [changed(s, correct=1.0 - s.correct, abstained=False) for s in samples]
     write_evaluation(tmp_path / "first", score_samples(wrong, ("verbal",), resamples=0), wrong)
     again = [
         "evaluate",
@@ -97,8 +97,8 @@ def test_each_is_judged_by_its_form_and_again(specs: str, tmp_path: Path) -> Non
     assert main([*again, "--out", str(tmp_path / "again")]) == 0
     judged = read_samples(tmp_path / "again" / "samples.jsonl")
     assert verdicts(judged) == EXPECTED
-    assert [(s.form, s.row, s.abstained) for s in judged] == [
-        (s.form, s.row, s.abstained) for s in samples
+    assert [(s.prompt.form, s.prompt.row, s.judgement.abstained) for s in judged] == [
+        (s.prompt.form, s.prompt.row, s.judgement.abstained) for s in samples
     ]
 
 
@@ -117,7 +117,7 @@ def test_abstentions_are_in_the_summary(
     }
     assert rates["trivia"]["hallucination_rate"] == 0.5
     assert scores["overall"]["abstention"]["rate"] == 0.25
-    answering = [s for s in samples if not s.abstained]
+    answering = [s for s in samples if not s.judgement.abstained]
     assert "abstention" not in score_samples(answering, ("verbal",), resamples=0)["overall"]
     write_evaluation(tmp_path / "first", scores, samples)
     again = ["evaluate", "--samples", str(tmp_path / "first" / "samples.jsonl"), "--resamples", "0"]
@@ -130,7 +130,9 @@ def test_abstentions_are_in_the_summary(
 def test_the_form_decides_whatever_else_is_trained_on(specs: str) -> None:
     assert verdicts(evaluated(specs, JudgingConfig(verifier="f1", threshold=0.5))) == EXPECTED
     assert verdicts(evaluated(specs, JudgingConfig(verifier="choice"))) == EXPECTED
-    consistency = [s.consistency_confidence for s in evaluated(specs) if s.benchmark == "mmlupro"]
+    consistency = [
+        s.measures.consistency_confidence for s in evaluated(specs) if s.prompt.task == "mmlupro"
+    ]
     assert consistency == [0.25] * 4
 
 

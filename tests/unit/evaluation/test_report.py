@@ -15,8 +15,7 @@ from megatron_dcpo.cli import report as cli
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation import published, report
 from megatron_dcpo.evaluation.runs import find_runs
-from megatron_dcpo.evaluation.samples import Sample
-from tests.helpers.evaluated import evaluated, make_samples, trained
+from tests.helpers.evaluated import evaluated, make_sample, make_samples, trained
 
 
 class Outside(HTMLParser):
@@ -149,21 +148,13 @@ def test_a_run_says_where_it_comes_from_and_what_it_was_warned_of(tmp_path: Path
 
 def test_responses_are_escaped_and_their_blocks_coloured(tmp_path: Path) -> None:
     nasty = [
-        Sample(
-            "b",
-            "b/0",
-            0,
-            "<b>1 & 2</b>",
-            "think </pre><script>x</script> \\boxed{1}\n<conf> Confidence: 0.9",
-            "1",
-            "2",
-            False,
-            0.9,
-            "ok",
-            0.5,
-            -1.0,
-            9,
-            "stop",
+        make_sample(
+            problem="<b>1 & 2</b>",
+            text="think </pre><script>x</script> \\boxed{1}\n<conf> Confidence: 0.9",
+            answer="1",
+            ground_truth="2",
+            confidence=0.9,
+            status="ok",
         )
     ]
     evaluated(tmp_path / "<run>", samples=nasty)

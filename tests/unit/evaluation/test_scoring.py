@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +26,7 @@ from megatron_dcpo.evaluation.scoring import (
     parse_kinds,
     score_samples,
 )
-from tests.helpers.evaluated import make_samples
+from tests.helpers.evaluated import changed, make_samples, rows_of
 
 
 def test_scores_are_those_of_summarize() -> None:
@@ -35,9 +34,9 @@ def test_scores_are_those_of_summarize() -> None:
     scores = score_samples(samples, model="m", resamples=50)
     toy = scores["benchmarks"]["toy"]
     verbal = summarize(
-        [s.confidence for s in samples],
+        [s.judgement.confidence for s in samples],
         [s.correct for s in samples],
-        statuses=[s.status for s in samples],
+        statuses=[s.judgement.status for s in samples],
     )
     for key in ("ece", "pce", "brier", "auroc", "parse_rate", "violation_rate", "nll"):
         assert toy["verbal"][key] == verbal[key]
@@ -45,7 +44,7 @@ def test_scores_are_those_of_summarize() -> None:
     assert toy["accuracy"] == verbal["accuracy"]
     assert (toy["n"], toy["problems"], toy["repeats"]) == (120, 30, 4)
     assert toy["token"]["ece"] == metrics.ece(
-        [s.token_confidence for s in samples], [s.correct for s in samples]
+        [s.measures.token_confidence for s in samples], [s.correct for s in samples]
     )
     assert toy["token"]["parse_rate"] == 1.0
     assert scores["overall"] == {**toy, "macro": scores["overall"]["macro"]}
@@ -56,7 +55,9 @@ def test_runs_are_the_repeats() -> None:
     """Pooled value and mean with standard deviation over the repeats, both reported."""
     samples = make_samples()
     toy = score_samples(samples, ["verbal"], resamples=0)["benchmarks"]["toy"]
-    accuracies = [np.mean([s.correct for s in samples if s.repeat == r]) for r in range(4)]
+    accuracies = [
+        np.mean([s.correct for s in samples if s.response.sample_index == r]) for r in range(4)
+    ]
     assert toy["runs"]["mean"] == pytest.approx(toy["accuracy"])
     assert toy["runs"]["sd"] == pytest.approx(np.std(accuracies, ddof=1))
     assert (
@@ -84,13 +85,13 @@ def test_rescoring_a_file_gives_the_same_evaluation(tmp_path: Path) -> None:
     samples = make_samples()
     write_samples(samples, tmp_path / "samples.jsonl")
     again = read_samples(tmp_path / "samples.jsonl")
-    assert again == samples
+    assert rows_of(again) == rows_of(samples)
     assert score_samples(again, resamples=30) == score_samples(samples, resamples=30)
 
 
 def test_evaluation_is_strict_json_even_when_undefined() -> None:
     samples = [
-        replace(s, correct=True, confidence=None, status="missing") for s in make_samples(3, 1)
+        changed(s, correct=1.0, confidence=None, status="missing") for s in make_samples(3, 1)
     ]
     scores = score_samples(samples, resamples=10)
     json.dumps(scores, allow_nan=False)
@@ -104,7 +105,9 @@ def test_bins_survive_json() -> None:
     bins = bins_from_json(
         score_samples(samples, ["verbal"], resamples=0)["overall"]["verbal"]["bins"]
     )
-    expected = metrics.bin_rows([s.confidence for s in samples], [s.correct for s in samples])
+    expected = metrics.bin_rows(
+        [s.judgement.confidence for s in samples], [s.correct for s in samples]
+    )
     for name in ("edges", "count", "confidence_sum", "correct_sum"):
         assert np.array_equal(getattr(bins, name), getattr(expected, name))
 
@@ -120,7 +123,7 @@ def test_headline() -> None:
 def test_consistency_counts_equivalent_answers() -> None:
     base = make_samples(1, 4)[0]
     answers = ["1/2", "0.5", "3", None]
-    samples = [replace(base, repeat=i, answer=answer) for i, answer in enumerate(answers)]
+    samples = [changed(base, sample_index=i, answer=answer) for i, answer in enumerate(answers)]
     asked = []
 
     def equivalent(a: str, b: str) -> bool:
@@ -128,10 +131,12 @@ def test_consistency_counts_equivalent_answers() -> None:
         return {a, b} == {"1/2", "0.5"}
 
     found = with_consistency(samples, equivalent)
-    assert [s.consistency_confidence for s in found] == [0.5, 0.5, 0.25, None]
+    assert [s.measures.consistency_confidence for s in found] == [0.5, 0.5, 0.25, None]
     assert asked == [("0.5", "1/2"), ("3", "1/2")]
-    other = replace(samples[0], prompt_id="toy/other")
-    assert with_consistency([*samples, other], equivalent)[-1].consistency_confidence == 1.0
+    other = changed(samples[0], prompt_id="toy/other")
+    assert (
+        with_consistency([*samples, other], equivalent)[-1].measures.consistency_confidence == 1.0
+    )
 
 
 def test_token_confidence_is_the_geometric_mean() -> None:
@@ -147,7 +152,7 @@ def test_bad_input(tmp_path: Path) -> None:
         parse_kinds("verbal,vocal")
     assert parse_kinds("token, verbal,token") == ("token", "verbal")
     (tmp_path / "s.jsonl").write_text('{"benchmark": "a"}\n')
-    with pytest.raises(UserError, match=r"s\.jsonl:1: not a sample of dcpo evaluate \(missing"):
+    with pytest.raises(UserError, match=r"s\.jsonl:1: not a sample"):
         read_samples(tmp_path / "s.jsonl")
     with pytest.raises(UserError, match="no such file"):
         read_samples(tmp_path / "none.jsonl")

@@ -13,6 +13,7 @@ import pytest
 
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation.samples import Sample, write_samples
+from tests.helpers.evaluated import make_sample
 from tests.helpers.paths import EXAMPLES
 
 study = SimpleNamespace(**runpy.run_path(str(EXAMPLES / "smollm2" / "study.py")))
@@ -28,10 +29,22 @@ def samples(seed: int, shift: float, problems: int = 40) -> list[Sample]:
         for repeat in range(4):
             right, c = rng.random() < p, float(np.clip(p + shift, 0, 1).round(2))
             answer = "7" if right else str(rng.integers(20, 25))
-            known = ("q", "a", answer, "7", bool(right), c, "ok", None, None, 9, "stop")
-            kind = f"task{problem % 2} {problem % 3}"
-            more = {"reasoning_logprob": float(np.log(p)), "reasoning_tokens": 5, "kind": kind}
-            made.append(Sample("test", f"p{problem}", repeat, *known, **more))
+            made.append(
+                make_sample(
+                    task="test",
+                    prompt_id=f"p{problem}",
+                    sample_index=repeat,
+                    kind=f"task{problem % 2} {problem % 3}",
+                    answer=answer,
+                    ground_truth="7",
+                    correct=float(right),
+                    confidence=c,
+                    status="ok",
+                    boundary=5,
+                    length=9,
+                    reasoning_logprob=float(np.log(p)),
+                )
+            )
     return made
 
 
@@ -74,11 +87,8 @@ def test_tables_come_from_the_archive_alone(runs, tmp_path):
 
 
 def test_agreement_leaves_the_response_itself_out():
-    of = [
-        Sample("t", "p", i, "q", "r", a, "1", False, None, "missing", None, None, 1, "stop")
-        for i, a in enumerate("1122")
-    ]
-    of += [Sample("t", "p", 4, "q", "r", None, "1", False, None, "missing", None, None, 1, "stop")]
+    answers = ["1", "1", "2", "2", None]
+    of = [make_sample(sample_index=i, answer=answer) for i, answer in enumerate(answers)]
     assert study.agreement(of) == pytest.approx([0.25] * 4 + [np.nan], nan_ok=True)
 
 

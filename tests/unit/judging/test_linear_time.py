@@ -46,6 +46,7 @@ from megatron_dcpo.rollout.openai_client import _response
 from megatron_dcpo.runtime.text import encodable, parse_json, printable
 from megatron_dcpo.types import Prompt, Response
 from tests.helpers.cases import full_only
+from tests.helpers.evaluated import make_sample
 from tests.helpers.hostile import HOSTILE
 from tests.helpers.judging import judge
 
@@ -80,14 +81,14 @@ def by_equality(attempts: Sequence[Attempt]) -> list[Outcome]:
 
 
 def sample(text: str) -> Sample:
-    return Sample("b", "p", 0, text, text, text, text, False, None, "missing", 0.5, -1.0, 3, "stop")
+    return make_sample(problem=text, text=text, answer=text, ground_truth=text)
 
 
 def report(text: str) -> str:
     row: dict[str, Any] = {
         "prompt_id": "p",
         "problem": text,
-        "response": text,
+        "text": text,
         "ground_truth": text,
         "status": text,
     }

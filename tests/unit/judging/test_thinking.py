@@ -17,7 +17,6 @@ from tokenizers import AddedToken, Tokenizer
 
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation.evaluate import rejudge
-from megatron_dcpo.evaluation.samples import Sample
 from megatron_dcpo.judging.answers import BOXED, FENCED, FREE, Attempt, Outcome
 from megatron_dcpo.judging.blocks import split_blocks, split_text
 from megatron_dcpo.judging.judge import judge_many, with_text
@@ -39,6 +38,7 @@ from megatron_dcpo.types import (
     Response,
     TrainingSample,
 )
+from tests.helpers.evaluated import make_sample
 from tests.helpers.tokenizers import EOS, byte_level, save_qwen3, table_of
 
 THINK = KNOWN[0]
@@ -199,31 +199,19 @@ def test_judged_again_from_the_sample_alone(
 ) -> None:
     """By the characters that the sample keeps: neither tokenizer nor prompt is needed."""
     judgement = judged(text, prompt, ended)
-    sample = Sample(
-        *(
-            "b",
-            "p",
-            0,
-            "",
-            text,
-            "?",
-            "7",
-            False,
-            None,
-            "missing",
-            None,
-            None,
-            1,
-            "stop" if ended else "length",
-        ),
-        thinking_characters=judgement.thinking_characters or None,
+    sample = make_sample(
+        text=text,
+        ground_truth="7",
+        finish_reason="stop" if ended else "length",
+        thinking_characters=judgement.thinking_characters,
     )
 
     def judge(responses: Any, prompts: Any) -> Any:
         return judge_many(responses, prompts, verifier=equal)
 
-    (again,) = rejudge([sample], judge, lambda a, b: a == b)
-    assert (again.answer, again.status, again.correct) == (answer, status, answer == "7")
+    (sample_again,) = rejudge([sample], judge, lambda a, b: a == b)
+    again = sample_again.judgement
+    assert (again.answer, again.status, again.correct) == (answer, status, float(answer == "7"))
     assert again.confidence == judgement.confidence
 
 

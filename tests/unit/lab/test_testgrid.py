@@ -16,6 +16,7 @@ from lab.testgrid import CURVES, METHODS, METHODS_OF_THE_TEST, Cell, Lab, cells,
 from megatron_dcpo.config import load_config
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.objectives import resolve
+from tests.helpers.evaluated import A_SAMPLE
 
 
 @pytest.mark.parametrize("method", [name for name, m in METHODS.items() if m.trained])
@@ -78,18 +79,12 @@ def test_a_failed_cell_stops_no_other(tmp_path, monkeypatch) -> None:
 
 def test_cells_are_packed_as_they_were_judged(tmp_path) -> None:
     run = tmp_path / "cells" / "large.2" / "grpo" / "seed1"
-    said = {
-        "correct": True,
-        "confidence": None,
-        "answer": "12",
-        "token_confidence": 0.51234,
-        "num_tokens": 9,
-    }
+    said = A_SAMPLE | {"correct": 1.0, "answer": "12", "token_confidence": 0.51234, "length": 9}
     for draw in ("test", "choosing", "unfinished"):
         folder = run / "responses" / draw
         folder.mkdir(parents=True)
         lines = [
-            {"prompt_id": "test/7", **said, **more} for more in ({}, {"token_confidence": None})
+            {**said, "prompt_id": "test/7", **more} for more in ({}, {"token_confidence": None})
         ]
         (folder / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         if draw != "unfinished":

@@ -146,4 +146,4 @@ def test_dcpo_objective(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     responses[0]["abstained"] = "yes"
     path.write_text(json.dumps({"method": "ternary", "responses": responses}))
     assert main(["objective", "--input", str(path)]) == 2
-    assert "responses[0]: abstained must be true or false, got 'yes'" in capsys.readouterr().err
+    assert "responses[0]: abstained is 'yes'" in capsys.readouterr().err

@@ -299,7 +299,7 @@ def test_killed_and_started_again_loses_no_sample_and_asks_none_twice(
     kept = lines_of(out / "samples.jsonl")
     assert 12 <= kept < 48
     rows = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()[:kept]]
-    recorded = {sample_seed(0, row["prompt_id"], row["repeat"]) for row in rows}
+    recorded = {sample_seed(0, row["prompt_id"], row["sample_index"]) for row in rows}
     assert recorded <= {body["seed"] for body in server.answered}
     with open(out / "samples.jsonl", "a") as file:
         file.write('{"benchmark": "toy", "prom')  # as a power cut leaves it
@@ -310,7 +310,7 @@ def test_killed_and_started_again_loses_no_sample_and_asks_none_twice(
         assert len(second.asked) == 48 - kept
         assert recorded.isdisjoint(body["seed"] for body in second.asked)
         samples = read_samples(out / "samples.jsonl")
-        assert [(s.prompt_id, s.repeat) for s in samples] == [
+        assert [(s.prompt.prompt_id, s.response.sample_index) for s in samples] == [
             (f"toy/{i}", r) for i in range(12) for r in range(4)
         ]
 
@@ -366,9 +366,7 @@ def test_a_lone_surrogate_is_saved_as_a_replacement_and_the_evaluation_goes_on(
         json.loads(line)
         for line in (tmp_path / "run" / "samples.jsonl").read_text(encoding="utf-8").splitlines()
     ]
-    assert {row["response"] for row in rows} == {
-        "\ufffd \ufffd \x1b[31m \\boxed{\ufffd}\n<conf> 0.5"
-    }
+    assert {row["text"] for row in rows} == {"\ufffd \ufffd \x1b[31m \\boxed{\ufffd}\n<conf> 0.5"}
     assert {row["answer"] for row in rows} == {"\ufffd"}
     assert "\x1b" not in capsys.readouterr().out
     assert main(["report", str(tmp_path / "run")]) == 0
