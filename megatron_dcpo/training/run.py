@@ -67,6 +67,7 @@ from megatron_dcpo.training.warnings import too_few_problems
 from megatron_dcpo.training.weight_sync import WeightSync
 from megatron_dcpo.types import Judgement
 from megatron_dcpo.weights.architecture import Architecture
+from megatron_dcpo.weights.reshard import plan_for
 
 logger = logging.getLogger(__name__)
 
@@ -141,9 +142,11 @@ def build(config: Config) -> Iterator[Run]:
         policy=policy,
         optimizer=optimizer,
         engine=engine,
+        plan=plan_for(
+            optimizer.exported, engine.tensor_model_parallel_size, config.rollout.bucket_bytes
+        ),
         topology=topology,
         watch=watch,
-        bucket_bytes=config.rollout.bucket_bytes,
     )
     rollouts = build_rollouts(config, inputs, engine, weight_sync, timers)
     updater = build_updater(config, inputs.method, policy, optimizer, reference)

@@ -30,8 +30,8 @@ from megatron_dcpo.weights.reshard import (
     export_buckets,
     gather_full,
     not_finite,
-    plan_for,
 )
+from megatron_dcpo.weights.reshard_plan import ReshardPlan
 
 logger = logging.getLogger(__name__)
 
@@ -39,8 +39,11 @@ MAX_RESTARTS = 2  # of the engines, within one rollout or one synchronization
 
 
 class WeightSync:
-    """Hands the weights of ``policy`` to this rank's ``engine``. ``optimizer``: of which an adapter
-    is checked as well.
+    """Hands the weights of ``policy`` to this rank's ``engine``, bucket by bucket as the ``plan``
+    says.
+
+    ``optimizer`` exports the policy, with its adapter merged if it trains one. All methods are
+    collective.
     """
 
     def __init__(
@@ -48,13 +51,16 @@ class WeightSync:
         policy: Policy,
         optimizer: Optimizer,
         engine: Engine,
+        plan: ReshardPlan,
         topology: Topology,
         watch: Watchdog,
-        bucket_bytes: int,
     ) -> None:
-        self.policy, self.optimizer, self.engine = policy, optimizer, engine
-        self.topology, self.watch = topology, watch
-        self.plan = plan_for(optimizer.exported, engine.tensor_model_parallel_size, bucket_bytes)
+        self.policy = policy
+        self.optimizer = optimizer
+        self.engine = engine
+        self.plan = plan
+        self.topology = topology
+        self.watch = watch
 
     def push(self, version: int) -> dict[str, float]:
         """Push the policy's weights into the engines; from then on their responses carry

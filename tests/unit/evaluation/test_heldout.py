@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +17,6 @@ from megatron_dcpo.conversion.megatron_checkpoint import find_checkpoint
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation.heldout import improves, load_held_out, value_of
 from megatron_dcpo.judging.token_bytes import token_bytes
-from megatron_dcpo.training.validation import Validator
 from tests.helpers.paths import QUICKSTART
 
 HELDOUT = f"evaluation.benchmarks=heldout={QUICKSTART / 'data' / 'heldout.jsonl'}"
@@ -51,37 +49,6 @@ def test_a_word_is_a_benchmarks_metric_or_the_mean(word: str, value: float) -> N
 )
 def test_less_is_better_for_errors(word: str, before: Any, better: bool) -> None:
     assert improves(word, METRICS, before) is better
-
-
-def test_early_stop_counts_validations_since_the_best() -> None:
-    """The validation before the first step does not count."""
-    saved: list[int] = []
-    rule = [
-        "evaluation.interval=1",
-        HELDOUT,
-        "training.keep_best=accuracy",
-        "training.early_stop=2",
-    ]
-    checkpointer: Any = SimpleNamespace(
-        save_now=saved.append, saver=SimpleNamespace(wait=lambda: None)
-    )
-    parts: Any = (
-        SimpleNamespace(engine=None),
-        None,
-        None,
-        checkpointer,
-        SimpleNamespace(rank=0),
-        None,
-    )
-    held_out: Any = None
-    validator = Validator(
-        held_out, *parts, Path("unused"), load_config(QUICKSTART / "dcpo.yaml", rule)
-    )
-    stopped = []
-    for step, value in {0: 0.9, 1: 0.5, 2: 0.6, 3: 0.6, 4: math.nan}.items():
-        validator.measured[step] = {"evaluation/heldout/accuracy": value}
-        stopped.append(validator.stop_early(step))
-    assert (stopped, saved) == ([False] * 4 + [True], [4])
 
 
 @pytest.mark.parametrize(
