@@ -63,6 +63,7 @@ _PATHS: dict[tuple[str, str], Callable[[Any, Path], Any]] = {
     ("data", "path"): _sources,
     ("data", "template"): _function,
     ("judging", "verifier"): _function,
+    ("rollout", "function"): _function,
     ("objective", "name"): _function,
     ("evaluation", "benchmarks"): _each(_benchmarks),
     ("logging", "to"): _function,

@@ -141,8 +141,9 @@ class RolloutConfig:
     """How responses are sampled, and how the engine gets the weights."""
 
     function: str = ""
-    """Function of yours that makes the responses, my_rollout.py:rollout, for several turns and tools
-    (docs/bring_your_own.md#a-rollout); empty: the engine's own sampling."""
+    """Function of yours that makes the responses, my_rollout.py:rollout, for several turns and
+    tools (docs/bring_your_own.md#a-rollout); empty: the engine's own sampling.
+    """
     engine: Literal["auto", "vllm", "transformers", "server"] = "auto"
     """What samples: vLLM where it can run the model on a GPU, else transformers (auto); server is
     vLLM at endpoint.

@@ -114,7 +114,9 @@ class Method:
                 sample,
                 R=float(R),
                 R_c=float(R_c),
-                advantages=np.where(block == BLOCK_REASONING, A_r, A_c),
+                advantages=np.select(
+                    [block == BLOCK_REASONING, block == BLOCK_CONFIDENCE], [A_r, A_c], default=0.0
+                ),
                 block_ids=block,
                 weights=weight,
             )

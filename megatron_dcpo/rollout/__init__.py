@@ -9,7 +9,14 @@ from typing import Any
 
 from megatron_dcpo.errors import UserError, one_line
 from megatron_dcpo.judging.token_bytes import check_ids
-from megatron_dcpo.rollout.engine import Engine, EngineError, SamplingConfig, choose_engine
+from megatron_dcpo.rollout.engine import (
+    Engine,
+    EngineError,
+    Samples,
+    SamplingConfig,
+    choose_engine,
+)
+from megatron_dcpo.rollout.function import RolloutContext, Transcript
 from megatron_dcpo.rollout.transformers_engine import (
     TransformersEngine,
     auto_class,
@@ -22,7 +29,10 @@ from megatron_dcpo.runtime.text import read_json_object
 __all__ = [
     "Engine",
     "EngineError",
+    "RolloutContext",
+    "Samples",
     "SamplingConfig",
+    "Transcript",
     "TransformersEngine",
     "VllmOptions",
     "build_local_engine",

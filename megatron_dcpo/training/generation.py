@@ -13,9 +13,6 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
-
-from megatron_dcpo.errors import UserError, one_line
 from megatron_dcpo.rollout.engine import (
     Engine,
     EngineError,
@@ -24,13 +21,11 @@ from megatron_dcpo.rollout.engine import (
     SamplingConfig,
 )
 from megatron_dcpo.runtime.distributed import Collectives
-from megatron_dcpo.runtime.plugins import check_signature, load_object
 from megatron_dcpo.runtime.signals import RolloutAbandoned
 from megatron_dcpo.types import Response, ResponseKey
 
-RolloutFunction = Callable[
-    [Engine, Samples, SamplingConfig, int], Generator[list[Response], None, None]
-]
+# A user's rollout, ready to be called: samples, sampling, step -> responses as they are finished.
+Stream = Callable[[Samples, SamplingConfig, int], Generator[list[Response], None, None]]
 
 
 class Recover(Protocol):
@@ -70,7 +65,7 @@ class Generation:
 
     ``recover`` is called on all ranks after every attempt (collective). It returns whether an
     engine failed and was started again, in which case the missing responses are generated again.
-    ``function`` replaces the engine's own stream.
+    ``function`` replaces the engine's own stream (``rollout.function``).
     """
 
     def __init__(
@@ -78,7 +73,7 @@ class Generation:
         engine: Engine,
         recover: Recover,
         collectives: Collectives,
-        function: RolloutFunction | None = None,
+        function: Stream | None = None,
     ) -> None:
         self.engine = engine
         self.recover = recover
@@ -130,7 +125,7 @@ class Generation:
     ) -> str:
         """Sample until the end, a signal, or a failure of the engine, and return what failed."""
         if self.function is not None:
-            stream = self.function(self.engine, samples, sampling, step)
+            stream = self.function(samples, sampling, step)
         elif partial is not None:
             stream = self.engine.stream(samples, sampling, step, partial)
         else:
@@ -166,67 +161,3 @@ class Generation:
             for key, digest in digests.items()
             if all(of_rank.get(key) == digest for of_rank in ranks)
         }
-
-
-def load_rollout_function(path: str) -> RolloutFunction:
-    """Return the function that ``rollout.function`` names, whose responses are checked.
-
-    Raises :class:`UserError` when there is none, when it cannot be called with (engine, samples,
-    sampling, step), and, when it is called, for responses that cannot be trained on.
-    """
-    option = "rollout.function"
-    function = load_object(path, option)
-    check_signature(function, path, option, "engine", "samples", "sampling", "step")
-
-    def checked(
-        engine: Engine, samples: Samples, sampling: SamplingConfig, step: int
-    ) -> Generator[list[Response], None, None]:
-        missing = {(prompt.prompt_id, index) for prompt, index in samples}
-        stream = function(engine, samples, sampling, step)
-        while True:
-            try:
-                together = list(next(stream))
-            except StopIteration:
-                break
-            except (EngineError, RolloutAbandoned, UserError):
-                raise
-            except Exception as error:
-                what = f"{type(error).__name__}: {one_line(error, 300)}"
-                raise UserError(f"{option}={path}: {what}") from error
-            for response in together:
-                problem = _problem_of(response, missing, sampling.max_tokens)
-                if problem:
-                    raise UserError(f"{option}={path}: {problem}")
-                missing.discard(response.key)
-            yield together
-        if missing:
-            prompt_id, index = min(missing)
-            raise UserError(
-                f"{option}={path}: {len(missing)} responses are missing, among them response "
-                f"{index} to {prompt_id}; yield one for every (prompt, index) of samples"
-            )
-
-    return checked
-
-
-def _problem_of(response: Response, missing: set[ResponseKey], max_tokens: int) -> str:
-    """Return why a response of a user's rollout cannot be trained on; empty when it can."""
-    if not isinstance(response, Response):
-        return f"it yielded a list with a {type(response).__name__}; yield lists of Response"
-    name = f"response {response.sample_index} to {response.prompt_id}"
-    if response.key not in missing:
-        return f"{name} was not asked for, or came twice"
-    length = len(response.token_ids)
-    if not 0 < length <= max_tokens:
-        return (
-            f"{name} has {length} tokens; rollout.max_response_length={max_tokens} counts all turns"
-        )
-    if len(response.logprobs) != length:
-        return f"{name} has {length} tokens and {len(response.logprobs)} log-probs"
-    if response.loss_mask is None:
-        return ""
-    if response.loss_mask.dtype != np.bool_ or len(response.loss_mask) != length:
-        return f"{name}: loss_mask must be bool [{length}], one value a token"
-    if not response.loss_mask.any():
-        return f"{name}: loss_mask says that the policy sampled no token"
-    return ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -24,7 +24,15 @@ from megatron_dcpo.policy.adapter import Adapter, AdapterOptimizer
 from megatron_dcpo.policy.gradient_probe import probe_block_gradients
 from megatron_dcpo.policy.model import Policy, build_policy
 from megatron_dcpo.policy.optimizer import Offload, PolicyOptimizer, on_host
-from megatron_dcpo.rollout import Engine, build_local_engine, load_tokenizer
+from megatron_dcpo.rollout import (
+    Engine,
+    RolloutContext,
+    Samples,
+    SamplingConfig,
+    build_local_engine,
+    load_tokenizer,
+)
+from megatron_dcpo.rollout.function import checked_stream, load_rollout_function
 from megatron_dcpo.rollout.vllm_host import VllmOptions
 from megatron_dcpo.runtime import distributed
 from megatron_dcpo.runtime.device import capabilities
@@ -32,11 +40,7 @@ from megatron_dcpo.runtime.distributed import Collectives, Topology
 from megatron_dcpo.runtime.host_memory import ledger
 from megatron_dcpo.runtime.watchdog import Timers, Watchdog
 from megatron_dcpo.training.checkpointer import Checkpointer, Identity, MegatronModel
-from megatron_dcpo.training.generation import (
-    Generation,
-    RolloutFunction,
-    load_rollout_function,
-)
+from megatron_dcpo.training.generation import Generation, Stream
 from megatron_dcpo.training.loggers import check_loggers
 from megatron_dcpo.training.preflight import (
     check_lengths,
@@ -65,7 +69,7 @@ from megatron_dcpo.training.updater import Reference, Updater
 from megatron_dcpo.training.validation import Validator
 from megatron_dcpo.training.warnings import too_few_problems
 from megatron_dcpo.training.weight_sync import WeightSync
-from megatron_dcpo.types import Judgement
+from megatron_dcpo.types import Judgement, Response
 from megatron_dcpo.weights.architecture import Architecture
 from megatron_dcpo.weights.reshard import plan_for
 
@@ -187,7 +191,7 @@ def build(config: Config) -> Iterator[Run]:
         weight_sync=weight_sync,
         checkpointer=checkpointer,
         recorder=recorder,
-        validator=build_validator(config, inputs.held_out, engine, weight_sync, timers),
+        validator=build_validator(config, inputs, engine, weight_sync, timers),
         selection=Selection(config.training.keep_best, config.training.early_stop),
     )
     with watch, ExitStack() as stack:
@@ -370,7 +374,7 @@ def build_rollouts(
             engine=engine,
             recover=fail_on_all_ranks(collectives) if asynchronous else weight_sync.recover,
             collectives=collectives,
-            function=rollout_function(config),
+            function=rollout_stream(config, inputs, engine),
         ),
         judge=partial(inputs.judge, eos_ids=engine.eos_token_ids),
         method=inputs.method,
@@ -387,29 +391,41 @@ def build_rollouts(
     )
 
 
-def rollout_function(config: Config) -> RolloutFunction | None:
-    """Return the function that ``rollout.function`` names, if it names one."""
+def rollout_stream(config: Config, inputs: Inputs, engine: Engine) -> Stream | None:
+    """Return what samples in the engine's place, if ``rollout.function`` names a function."""
     path = config.rollout.function
-    return load_rollout_function(path) if path else None
+    if not path:
+        return None
+    function = load_rollout_function(path)
+
+    def stream(
+        samples: Samples, sampling: SamplingConfig, step: int
+    ) -> Generator[list[Response], None, None]:
+        context = RolloutContext(
+            engine=engine, tokenizer=inputs.tokenizer, sampling=sampling, step=step
+        )
+        return checked_stream(function, path, samples, context)
+
+    return stream
 
 
 def build_validator(
     config: Config,
-    held_out: HeldOut | None,
+    inputs: Inputs,
     engine: Engine,
     weight_sync: WeightSync,
     timers: Timers,
 ) -> Validator | None:
     """Return what validates the policy, if anything is held out."""
-    if held_out is None:
+    if inputs.held_out is None:
         return None
     generation = Generation(
         engine=engine,
         recover=weight_sync.recover,
         collectives=Collectives(),
-        function=rollout_function(config),
+        function=rollout_stream(config, inputs, engine),
     )
-    return Validator(held_out=held_out, generation=generation, timers=timers, config=config)
+    return Validator(held_out=inputs.held_out, generation=generation, timers=timers, config=config)
 
 
 # ---------------------------------------------------------------------------- checkpoints
