@@ -21,9 +21,8 @@ from yaml import YAMLError
 from megatron_dcpo import objectives
 from megatron_dcpo.config.checks import check_compatible
 from megatron_dcpo.config.hints import ELSEWHERE
-from megatron_dcpo.config.parallel import ParallelConfig
+from megatron_dcpo.config.parallel import ParallelConfig, PlannedOptions
 from megatron_dcpo.config.paths import seen_from
-from megatron_dcpo.config.renamed import move_renamed, refuse_removed
 from megatron_dcpo.config.sections import (
     AdapterConfig,
     Config,
@@ -127,8 +126,6 @@ def validate(values: Any, source: str = "config") -> Config:
     """
     if not isinstance(values, dict):
         raise UserError(f"{source}: expected a mapping of sections, found {type(values).__name__}")
-    refuse_removed(values, source)
-    values = move_renamed(values)
     _check_keys(values, Config, source, ())
     try:
         config = TypeAdapter(Config).validate_python(values)
@@ -211,7 +208,11 @@ def _fields(kind: Any) -> dict[str, Any]:
 
 
 def _elsewhere(key: str) -> str | None:
-    """Return the place of a key that is given in another section, as ``section.key``."""
+    """Return the dotted name of an option that was given in another section; None if there is no
+    option ``key``.
+    """
+    if key in _fields(PlannedOptions):
+        return f"parallel.megatron.{key}"
     for section, kind in _fields(Config).items():
         if key in _fields(kind):
             return f"{section}.{key}"

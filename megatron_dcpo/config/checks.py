@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Set
 
-from megatron_dcpo.config.kinds import BUILT_IN
+from megatron_dcpo.config.field_types import BUILT_IN
 from megatron_dcpo.config.parallel import ParallelConfig
 from megatron_dcpo.config.sections import Config, RolloutConfig
 from megatron_dcpo.errors import UserError, did_you_mean

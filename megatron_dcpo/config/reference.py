@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from megatron_dcpo.config.parallel import PLANNED, ParallelConfig
+from megatron_dcpo.config.parallel import ParallelConfig, PlannedOptions
 from megatron_dcpo.config.sections import (
     AdapterConfig,
     Config,
@@ -48,9 +48,9 @@ SECTIONS: Mapping[str, type] = MappingProxyType(
         "evaluation": ValidationConfig,
         "logging": LoggingConfig,
         "parallel": ParallelConfig,
+        "parallel.megatron": PlannedOptions,
     }
 )
-MEGATRON = "parallel.megatron"
 _KINDS = {bool: "true or false", int: "whole number", float: "number", str: "text"}
 _BOUNDS = (("gt", ">"), ("ge", ">="), ("lt", "<"), ("le", "<="))
 
@@ -68,20 +68,14 @@ class Option:
 
 def sections() -> dict[str, str]:
     """Return every section with what it holds, one line each."""
-    about = {
+    return {
         name: one_line(kind.__doc__).partition(". ")[0].rstrip(".")
         for name, kind in SECTIONS.items()
     }
-    planned = (
-        "Options of Megatron that dcpo plan reads as well; every other one is passed on by its name"
-    )
-    return about | {MEGATRON: planned}
 
 
 def options(section: str) -> list[Option]:
     """Return the options of a section, in the order of their declaration."""
-    if section == MEGATRON:
-        return [_option(f"{section}.{name}", *declared) for name, declared in PLANNED.items()]
     prefix = f"{section}." if section else ""
     found, meanings = [], _meanings(SECTIONS[section])
     for name, field in _fields(SECTIONS[section]).items():

@@ -13,7 +13,14 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 from pydantic.dataclasses import dataclass
 
-from megatron_dcpo.config.kinds import STRICT, NonNegative, Positive, Share, Thinking, VerifierName
+from megatron_dcpo.config.field_types import (
+    STRICT,
+    NonNegative,
+    Positive,
+    Share,
+    Thinking,
+    VerifierName,
+)
 from megatron_dcpo.config.parallel import ParallelConfig
 from megatron_dcpo.objectives.options import ObjectiveConfig
 from megatron_dcpo.sandbox.local import CodeLimits

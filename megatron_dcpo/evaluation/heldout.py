@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from megatron_dcpo.config import Config, JudgingConfig, SourceConfig, ValidationConfig
-from megatron_dcpo.config.kinds import QUESTIONS
+from megatron_dcpo.config.field_types import QUESTIONS
 from megatron_dcpo.data import BENCHMARKS, LoadedBenchmark, load_benchmark, render_prompts
 from megatron_dcpo.data.benchmarks import name_of, parse_specs
 from megatron_dcpo.data.datasets import task_name

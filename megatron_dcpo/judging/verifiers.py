@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 
 from megatron_dcpo.config import JudgingConfig
-from megatron_dcpo.config.kinds import BUILT_IN, QUESTIONS
+from megatron_dcpo.config.field_types import BUILT_IN, QUESTIONS
 from megatron_dcpo.data.gym import VERIFIER
 from megatron_dcpo.judging.answers import BOXED, FENCED, FREE, AnswerForm
 from megatron_dcpo.judging.endpoint import EndpointVerifier

@@ -2,13 +2,11 @@
 valid key.
 """
 
-import json
-
 import pytest
+from pydantic import ValidationError
 
 from megatron_dcpo.cli import main
-from megatron_dcpo.config import load_config, to_yaml
-from megatron_dcpo.config.renamed import REMOVED
+from megatron_dcpo.config import ParallelConfig, load_config, to_yaml
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.objectives import METHODS, resolve
 from tests.helpers.paths import EXAMPLES
@@ -89,12 +87,6 @@ def test_written_config_reads_back(tmp_path):
             "{updates_per_rollout: 2}",
             "divide",
         ),
-        (
-            "run_dir: r\nmodel: {path: m}\ndata: {path: d}\nrollout: {chunks: 4}",
-            "rollout.chunks was removed, take it out: each response is judged as soon as it is "
-            "there; "
-            "rollout.max_num_seqs bounds",
-        ),
         ("base: c.yaml", "its own base"),
         ("base: other.yaml", "other.yaml does not exist"),
     ],
@@ -111,60 +103,20 @@ def test_what_is_wrong_is_named(tmp_path, text, message):
 BASE = "run_dir: r\nmodel: {path: m}\ndata: {path: d}\n"
 
 
-def test_every_moved_option_works_by_its_old_name(tmp_path, caplog):
-    """With a warning that names the new one; what the file says under the new name wins."""
-    old = {
-        "parallel": {
-            "pipeline_model_parallel_size": 2,
-            "virtual_pipeline_model_parallel_size": 2,
-            "cp_comm_type": "p2p",
-        },
-        "optimizer": {"adam_beta1": 0.8},
-        "rollout": {
-            "max_model_len": 0,
-            "enforce_eager": True,
-            "dtype": "same",
-            "vllm": {"enforce_eager": False},
-        },
-        "training": {"early_stop": {"patience": 3}, "keep_best": "accuracy"},
-        "evaluation": {"interval": 1, "benchmarks": "math500"},
-    }
-    (tmp_path / "c.yaml").write_text(
-        BASE + "".join(f"{name}: {json.dumps(part)}\n" for name, part in old.items())
-    )
-    config = load_config(tmp_path / "c.yaml")
-    expected = {"virtual_pipeline_model_parallel_size": 2, "cp_comm_type": "p2p", "adam_beta1": 0.8}
-    assert config.parallel.megatron == expected
-    assert config.parallel.virtual_pipeline_model_parallel_size == 2
-    assert config.rollout.vllm == {"enforce_eager": False}, "0 and same stood for a default"
-    assert config.training.early_stop == 3
-    assert (
-        "optimizer.adam_beta1 is now parallel.megatron.adam_beta1; the old name works in this "
-        "release" in caplog.text
-    )
-    assert caplog.text.count("is now") == 7
+def test_options_of_megatron_are_checked_and_what_was_given_is_not_changed():
+    given = {"recompute_modules": ["mlp"], "bias_swiglu_fusion": True, "cp_comm_type": "p2p"}
+    config = ParallelConfig(megatron=given)
+    assert given["recompute_modules"] == ["mlp"]
+    assert config.recompute_modules == config.megatron["recompute_modules"] == ("mlp",)
+    assert config.megatron["bias_swiglu_fusion"] is True
+    assert config.virtual_pipeline_model_parallel_size == 1
+    with pytest.raises(ValidationError, match="cp_comm_type"):
+        ParallelConfig(megatron={"cp_comm_type": "ring"})
 
 
-@pytest.mark.parametrize("name", sorted(REMOVED))
-def test_every_removed_option_is_refused_with_its_reason(tmp_path, name):
+def test_an_option_of_megatron_in_another_section_is_pointed_to_its_own(tmp_path):
     (tmp_path / "c.yaml").write_text(BASE)
-    with pytest.raises(UserError) as error:
-        load_config(
-            tmp_path / "c.yaml",
-            [f"{name}=1", "model.adapter.rank=4"] if "adapter" in name else [f"{name}=1"],
-        )
-    assert f"{name} was removed, take it out: {REMOVED[name]}" in str(error.value)
-
-
-def test_a_renamed_option_beside_what_is_no_section(tmp_path):
-    (tmp_path / "c.yaml").write_text(BASE + "parallel: {cp_comm_type: p2p, megatron: x}\n")
-    with pytest.raises(UserError, match=r"parallel\.megatron"):
-        load_config(tmp_path / "c.yaml")
-
-
-def test_a_metric_of_an_early_stop_is_not_dropped_in_silence(tmp_path):
-    (tmp_path / "c.yaml").write_text(
-        BASE + "training: {early_stop: {metric: accuracy, patience: 2}, keep_best: ece}\n"
-    )
-    with pytest.raises(UserError, match=r"training\.early_stop\.metric was removed"):
-        load_config(tmp_path / "c.yaml")
+    with pytest.raises(UserError, match=r"parallel\.megatron\.cp_comm_type"):
+        load_config(tmp_path / "c.yaml", ["parallel.cp_comm_type=p2p"])
+    with pytest.raises(UserError, match=r"parallel\.megatron.*cp_comm_type"):
+        load_config(tmp_path / "c.yaml", ["parallel.megatron.cp_comm_type=ring"])

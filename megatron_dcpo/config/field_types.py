@@ -1,4 +1,4 @@
-"""Kinds of values that several sections have."""
+"""Types of options that several sections have."""
 
 from __future__ import annotations
 
