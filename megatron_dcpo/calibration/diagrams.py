@@ -36,7 +36,8 @@ from megatron_dcpo.runtime.text import printable
 # Okabe-Ito: told apart with every kind of color vision. The order is the order of runs.
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#7A5195", "#8C8C8C")
 _INK = "#1c1d1f"  # replaced by currentColor in inline SVG
-_OVER, _UNDER = "#D55E00", "#0072B2"
+_OVER = "#D55E00"
+_UNDER = "#0072B2"
 _SHADES = LinearSegmentedColormap.from_list("share", ["#cfe3f1", "#3d8ec2", "#08476f"])
 _PLAIN_STYLE: Any = {
     "font.size": 9,
@@ -138,8 +139,10 @@ def comparison_grid(
     )
     most = max((int(bins.count.max(initial=0)) for bins in runs.values()), default=1)
     for position, (name, bins) in enumerate(runs.items()):
-        row, column = 2 * (position // columns), position % columns
-        upper, lower = grid[row][column], grid[row + 1][column]
+        row = 2 * (position // columns)
+        column = position % columns
+        upper = grid[row][column]
+        lower = grid[row + 1][column]
         draw_reliability(upper, bins, name, (notes or {}).get(name, ""))
         draw_histogram(lower, bins, "")
         lower.set_ylim(*_count_range(most))
@@ -153,7 +156,8 @@ def comparison_grid(
             upper.tick_params(labelleft=False)
             lower.tick_params(labelleft=False)
     for position in range(len(runs), blocks * columns):
-        row, column = 2 * (position // columns), position % columns
+        row = 2 * (position // columns)
+        column = position % columns
         grid[row][column].set_visible(False)
         grid[row + 1][column].set_visible(False)
     _share_colorbar(figure, list(grid.ravel()))
@@ -251,7 +255,8 @@ def draw_reliability(axes: Axes, bins: Bins, title: str = "", note: str = "") ->
     width = np.diff(bins.edges)[filled]
     center = bins.edges[:-1][filled] + width / 2
     share = bins.count[filled] / max(int(bins.count.sum()), 1)
-    accuracy, confidence = bins.accuracy[filled], bins.confidence[filled]
+    accuracy = bins.accuracy[filled]
+    confidence = bins.confidence[filled]
     axes.bar(center, accuracy, 0.94 * width, color=_SHADES(np.sqrt(share)))
     low, high = wilson_interval(bins.correct_sum[filled], bins.count[filled])
     errors = np.clip([accuracy - low, high - accuracy], 0.0, None)

@@ -54,9 +54,15 @@ def summarize(
     AUROC, AUPRC and AURC are of all of them, everything else treats what lies outside [0, 1] as
     unparsed.
     """
-    c, y = metrics.as_confidences(confidences), metrics.as_correct(correct)
+    c = metrics.as_confidences(confidences)
+    y = metrics.as_correct(correct)
     valid, valid_correct = metrics.valid_rows(c, y)
-    ranked, ranked_correct = (c, y) if ranking_only else (valid, valid_correct)
+    if ranking_only:
+        ranked = c
+        ranked_correct = y
+    else:
+        ranked = valid
+        ranked_correct = valid_correct
     worst = metrics.pessimistic(c, y)
     parts = metrics.brier_decomposition(c, y, bins)
     parsed = metrics.parse_rate(c)

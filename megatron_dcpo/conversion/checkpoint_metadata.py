@@ -83,7 +83,8 @@ def _check(metadata: Any) -> None:
         _require(math.prod(size) < 1 << 60, f"{key:.80} has an impossible shape")
         for chunk in entry.chunks:
             _require(isinstance(chunk, ChunkStorageMetadata), f"{key:.80} has an odd chunk")
-            offsets, sizes = _whole(chunk.offsets, key), _whole(chunk.sizes, key)
+            offsets = _whole(chunk.offsets, key)
+            sizes = _whole(chunk.sizes, key)
             inside = len(offsets) == len(sizes) == len(size) and all(
                 start + length <= whole
                 for start, length, whole in zip(offsets, sizes, size, strict=True)

@@ -78,7 +78,8 @@ class PeakMemory:
 
     def __init__(self) -> None:
         self.resident_bytes = self.anonymous_bytes = 0
-        self._process, self._stop = psutil.Process(), threading.Event()
+        self._process = psutil.Process()
+        self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
     def __enter__(self) -> PeakMemory:
@@ -128,7 +129,8 @@ def verify_bytes(
     arch: Architecture, checkpoint: MegatronCheckpoint, reader: HFReader, progress: Progress
 ) -> float:
     """Compare source and result, both read again, byte for byte; returns the seconds."""
-    clock, located = time.perf_counter(), locate(arch, checkpoint)
+    clock = time.perf_counter()
+    located = locate(arch, checkpoint)
     count = byte_counter(
         progress,
         sum(math.prod(shape) * dtype_bytes(dtype) for shape, dtype in reader.specs.values()),
@@ -154,7 +156,8 @@ def verify_bytes(
 @contextmanager
 def few_threads() -> Iterator[ThreadPoolExecutor]:
     """Open a few threads; what they have not begun when the block ends or fails is dropped."""
-    pool, inner = ThreadPoolExecutor(_THREADS), torch.get_num_threads()
+    pool = ThreadPoolExecutor(_THREADS)
+    inner = torch.get_num_threads()
     torch.set_num_threads(1)  # torch's own threads beside these would wait for a core, spinning
     try:
         yield pool

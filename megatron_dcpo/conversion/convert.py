@@ -127,11 +127,10 @@ def import_checkpoint(
             copy_side_files(source, side)
             _record_files(source, side, arch)
             seconds = time.perf_counter() - clock
-            checked = (
-                verify_bytes(arch, MegatronCheckpoint(temporary), reader, progress)
-                if verify
-                else None
-            )
+            if verify:
+                checked = verify_bytes(arch, MegatronCheckpoint(temporary), reader, progress)
+            else:
+                checked = None
             padding = {"vocab_size": arch.vocab_size, "padded_vocab_size": padded}
             names = "import", str(source), str(target), arch.name, dtype
             peaks = memory.resident_bytes, memory.anonymous_bytes
@@ -167,13 +166,15 @@ def _rows(
     """
     parts = []
     for copy in copies:
-        low, high = max(start, copy.start), min(stop, copy.start + copy.length)
+        low = max(start, copy.start)
+        high = min(stop, copy.start + copy.length)
         if low < high:
             shift = copy.hf_start - copy.start
             parts.append(reader.slice(copy.hf)[low + shift : high + shift])
     padding = stop - start - sum(len(part) for part in parts)
     if padding:
-        shape, dtype = reader.tensor(copies[0].hf).shape[1:], reader.tensor(copies[0].hf).dtype
+        shape = reader.tensor(copies[0].hf).shape[1:]
+        dtype = reader.tensor(copies[0].hf).dtype
         parts.append(torch.zeros(padding, *shape, dtype=dtype))
     return (parts[0] if len(parts) == 1 else torch.cat(parts)).view(sizes)
 
@@ -183,7 +184,10 @@ def _chunk_bounds(kind: Interleaving, rows: int, row_bytes: int) -> list[int]:
     whole tensors up to a size.
     """
     step = max(1, _CHUNK_BYTES // row_bytes)
-    halves = [(0, rows // 2), (rows // 2, rows)] if kind == "gate_up" else [(0, rows)]
+    if kind == "gate_up":
+        halves = [(0, rows // 2), (rows // 2, rows)]
+    else:
+        halves = [(0, rows)]
     return [start for low, high in halves for start in range(low, high, step)] + [rows]
 
 
@@ -191,7 +195,8 @@ def _ignored(reader: HFReader, arch: Architecture) -> tuple[str, ...]:
     """Return the names of superfluous tensors. Raises :class:`UserError` for one that means
     something ``config.json`` denies.
     """
-    source, extra = reader.model_dir, sorted(set(reader.specs) - set(hf_shapes(arch)))
+    source = reader.model_dir
+    extra = sorted(set(reader.specs) - set(hf_shapes(arch)))
     for name in extra:
         if name.endswith("rotary_emb.inv_freq"):
             continue
@@ -251,7 +256,8 @@ def export_checkpoint(
                 f"{side / 'config.json'} is missing; name the model's Hugging Face directory with "
                 "--hf-config"
             )
-        arch, checkpoint = read_architecture(side), MegatronCheckpoint(source)
+        arch = read_architecture(side)
+        checkpoint = MegatronCheckpoint(source)
         located = locate(arch, checkpoint)
         dtypes = {
             copy.hf: located[name].dtype
@@ -260,7 +266,10 @@ def export_checkpoint(
         }
         specs = {name: (shape, dtypes[name]) for name, shape in hf_shapes(arch).items()}
         dtype = float_dtype(source, specs)
-        recorded = None if max_shard_bytes or hf_config else _recorded_files(side, specs)
+        if max_shard_bytes or hf_config:
+            recorded = None
+        else:
+            recorded = _recorded_files(side, specs)
         shards = plan_shards(specs, recorded or assign_files(specs, max_shard_bytes or SHARD_BYTES))
         total = sum(math.prod(shape) * dtype_bytes(name) for shape, name in specs.values())
         check_free_space(target, sum(shard.nbytes for shard in shards))
@@ -274,9 +283,10 @@ def export_checkpoint(
                 write_index(temporary, shards)
             copy_side_files(side, temporary, dtype)
             seconds = time.perf_counter() - clock
-            checked = (
-                verify_bytes(arch, checkpoint, HFReader(temporary), progress) if verify else None
-            )
+            if verify:
+                checked = verify_bytes(arch, checkpoint, HFReader(temporary), progress)
+            else:
+                checked = None
             names = "export", str(source), str(target), arch.name, dtype
             peaks = memory.resident_bytes, memory.anonymous_bytes
             tensors = dict(sorted(hashes.items()))
@@ -290,10 +300,8 @@ def _hf_directory(checkpoint: Path) -> Path:
     """Return where the model's config and tokenizer are: in the checkpoint, else ``model.path`` of
     the training that left it (``RUN/checkpoints/iter_N`` beside ``RUN/config.yaml``).
     """
-    inside, config = (
-        checkpoint / HF_SUBDIRECTORY,
-        checkpoint.absolute().parent.parent / "config.yaml",
-    )
+    inside = checkpoint / HF_SUBDIRECTORY
+    config = checkpoint.absolute().parent.parent / "config.yaml"
     if inside.is_dir() or not config.is_file():
         return inside
     with suppress(UserError):
@@ -335,7 +343,8 @@ def _write_shards(
 def _write_at(descriptor: int, data: memoryview, offset: int) -> None:
     while len(data):
         written = os.pwrite(descriptor, data, offset)
-        data, offset = data[written:], offset + written
+        data = data[written:]
+        offset = offset + written
 
 
 def _recorded_files(side: Path, specs: Specs) -> dict[str, str] | None:

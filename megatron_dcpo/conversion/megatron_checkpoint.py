@@ -153,9 +153,11 @@ class MegatronCheckpoint:
         """
         boxes = []
         for chunk in tensor.chunks:
-            block, offsets = self._map(tensor, chunk), chunk.offsets
+            block = self._map(tensor, chunk)
+            offsets = chunk.offsets
             for number in tensor.place:
-                block, offsets = block[number - offsets[0]], offsets[1:]
+                block = block[number - offsets[0]]
+                offsets = offsets[1:]
             boxes.append((offsets, block))
         if sum(block.numel() for _, block in boxes) != tensor.nbytes:
             raise UserError(f"{self.path}: the chunks of {tensor.key} do not cover it")
@@ -267,7 +269,8 @@ class _ChunkPlanner(DefaultSavePlanner):
     ) -> None:
         super().__init__()
         self._chunks = {(chunk.key, chunk.offsets): chunk for chunk in chunks}
-        self._objects, self._count = objects, count
+        self._objects = objects
+        self._count = count
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
         if write_item.type == WriteItemType.BYTE_IO:

@@ -76,7 +76,8 @@ def stack(arch: Architecture, place: Sequence[int]) -> tuple[int, ...]:
 
 def extra_states(arch: Architecture) -> dict[str, None]:
     modules = _EXTRA_STATES + (_EXTRA_STATES_QK if arch.qk_layernorm else ())
-    layers, experts = arch.num_layers, arch.num_experts
+    layers = arch.num_layers
+    experts = arch.num_experts
     modules += (
         ("pre_mlp_layernorm",) if experts else ()
     )  # a module of its own; else fused to the first linear
@@ -119,15 +120,11 @@ def slices(
         parts = []
         for copy in copies:
             for first, block in blocks:
-                low, high = (
-                    max(copy.start, first),
-                    min(copy.start + copy.length, first + len(block)),
-                )
+                low = max(copy.start, first)
+                high = min(copy.start + copy.length, first + len(block))
                 if low < high:
-                    row, values = (
-                        copy.hf_start + low - copy.start,
-                        block[low - first : high - first],
-                    )
+                    row = copy.hf_start + low - copy.start
+                    values = block[low - first : high - first]
                     start = row * block[0].numel()
                     if (pair := _low_rank(checkpoint, copy.hf)) is not None:
                         values = _added(
@@ -214,7 +211,10 @@ def _find(
             if not parts:
                 continue
             used.update(parts)
-            tensor = model[parts[0]] if len(parts) == 1 else model[parts[0]].append(model[parts[1]])
+            if len(parts) == 1:
+                tensor = model[parts[0]]
+            else:
+                tensor = model[parts[0]].append(model[parts[1]])
             for entry, size, axis in [
                 *zip(place, stack(arch, place), ("layers", "experts"), strict=False)
             ][number:]:

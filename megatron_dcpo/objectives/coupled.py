@@ -45,10 +45,8 @@ def defaults(config: ObjectiveConfig) -> Mapping[str, Any]:
 
 
 READS = COMMON | CLIPPED_LOSS | CALIBRATION_REWARD | REASONING_ADVANTAGE
-OWN_OPTIONS, MEANINGS = (
-    {"w": 1.0},
-    {"w": "Factor of the calibration reward in the sum of both rewards."},
-)
+OWN_OPTIONS = {"w": 1.0}
+MEANINGS = {"w": "Factor of the calibration reward in the sum of both rewards."}
 METHOD = Method(
     score_group, reads=READS, own_options=OWN_OPTIONS, meanings=MEANINGS, defaults=defaults
 )

@@ -72,7 +72,9 @@ def counterfactual_advantage(
 
 def defaults(config: ObjectiveConfig) -> Mapping[str, Any]:
     """Return the baseline with less noise where the score is proper."""
-    return {"confidence_baseline": "counterfactual"} if config.preset == "dcpo_proper" else {}
+    if config.preset == "dcpo_proper":
+        return {"confidence_baseline": "counterfactual"}
+    return {}
 
 
 METHOD = Method(

@@ -204,7 +204,8 @@ class Method:
     def _mean_logprob(self, sample: TrainingSample) -> float:
         if not self.needs_old_logprobs:
             return np.nan
-        old, length = sample.old_logprobs, sample.judgement.length
+        old = sample.old_logprobs
+        length = sample.judgement.length
         if old is None or len(old) != length:
             found = "none" if old is None else len(old)
             raise ValueError(

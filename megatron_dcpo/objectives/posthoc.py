@@ -31,7 +31,10 @@ def score_group(
     target = hybrid_target(R, options)
     R_c = calibration_reward(c, target, options)
     A_c = normalize(R_c, options.advantage_normalization_confidence, options)
-    A_r = A_c if options.options["tokens"] == "all" else np.zeros_like(A_c)
+    if options.options["tokens"] == "all":
+        A_r = A_c
+    else:
+        A_r = np.zeros_like(A_c)
     return target, R_c.copy(), R_c, A_r, A_c
 
 

@@ -84,7 +84,8 @@ def evaluate(group: Mapping[str, Any]) -> dict[str, Any]:
 
 def sample(judgement: Judgement, old_logprobs: Any, index: int) -> TrainingSample:
     """Return a sample of which only the judgement and the old log-probs are known."""
-    ids, old = np.zeros(judgement.length, np.int64), np.asarray(old_logprobs, np.float64)
+    ids = np.zeros(judgement.length, np.int64)
+    old = np.asarray(old_logprobs, np.float64)
     response = Response(judgement.prompt_id, index, ids, old, "stop", 0)
     return TrainingSample(
         Prompt(judgement.prompt_id, (), (), "", ""), response, judgement, old_logprobs=old
@@ -176,11 +177,10 @@ def parse_judgement(response: Mapping[str, Any], index: int) -> Judgement:
     for name in PER_TOKEN:
         if name in response:
             _check_numbers(response[name], length, f"{where}: {name}")
-    confidence = (
-        None
-        if response.get("confidence") is None
-        else _number(response["confidence"], "confidence", where)
-    )
+    if response.get("confidence") is None:
+        confidence = None
+    else:
+        confidence = _number(response["confidence"], "confidence", where)
     correct = _number(response["correct"], "correct", where)
     if not 0 <= correct <= 1:
         raise UserError(f"{where}: correct must lie in [0, 1], got {correct}")
@@ -204,7 +204,10 @@ def parse_judgement(response: Mapping[str, Any], index: int) -> Judgement:
 def read(path: str) -> Mapping[str, Any]:
     """Return the JSON object in ``path``, or on stdin. Raises :class:`UserError`."""
     try:
-        text = sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
+        if path == "-":
+            text = sys.stdin.read()
+        else:
+            text = Path(path).read_text(encoding="utf-8")
         group = parse_json(text)
     except (OSError, ValueError) as error:
         raise UserError(f"--input {path}: {' '.join(str(error).split())}") from None
@@ -238,7 +241,10 @@ def _count(value: Any, name: str, where: str) -> int:
 
 def _check_numbers(values: Any, length: int, where: str) -> None:
     if not isinstance(values, list) or len(values) != length:
-        found = f"{len(values)} values" if isinstance(values, list) else type(values).__name__
+        if isinstance(values, list):
+            found = f"{len(values)} values"
+        else:
+            found = type(values).__name__
         raise UserError(
             f"{where} must have n_reasoning + n_confidence = {length} values, got {found}"
         )

@@ -15,7 +15,9 @@ def advice(plan: Plan) -> list[str]:
     """Return what to change, the cheapest first; empty when the plan fits."""
     if plan.fits:
         return []
-    parallel, largest, changes = plan.config.parallel, plan.largest, []
+    parallel = plan.config.parallel
+    largest = plan.largest
+    changes = []
     limit = (plan.machine.gpu_memory_gb - plan.machine.reserve_gb) * GB
     if plan.rollout_bytes > limit:
         if not plan.config.training.offload_optimizer_during_rollout:
@@ -31,7 +33,10 @@ def advice(plan: Plan) -> list[str]:
         if plan.layout.tensor_model_parallel_size > 1 and not parallel.sequence_parallel:
             changes.append("parallel.sequence_parallel=true")
         if activations.total > over / 4:
-            key = "max_tokens_per_micro_batch" if parallel.sequence_packing else "micro_batch_size"
+            if parallel.sequence_packing:
+                key = "max_tokens_per_micro_batch"
+            else:
+                key = "micro_batch_size"
             changes.append(f"a smaller training.{key}, or a larger parallel.context_parallel_size")
         if largest.engine:
             changes.append(
@@ -60,7 +65,8 @@ def less_recomputation(plan: Plan) -> tuple[str, Plan] | None:
 
 
 def _engine_advice(plan: Plan, limit: float) -> list[str]:
-    engine, rollout = plan.engine, plan.config.rollout
+    engine = plan.engine
+    rollout = plan.config.rollout
     room = limit - (plan.rollout_bytes - engine.kv_cache - engine.sampling)
     if engine.kind == "vllm":
         share = (room + engine.weights) / (plan.machine.gpu_memory_gb * GB)

@@ -28,7 +28,8 @@ def this_machine(config: Config, response_tokens: int = 0) -> tuple[Machine, Rat
     if gpus := device_count():
         machine = Machine(gpus, total_memory() / GB, response_tokens=response_tokens)
         return machine, Rates(peak_tflops() or Rates.peak_tflops, gpus_per_node=gpus)
-    layout, parallel = Layout.of(config.parallel), config.parallel
+    layout = Layout.of(config.parallel)
+    parallel = config.parallel
     ranks = layout.width * layout.pipeline_model_parallel_size * parallel.context_parallel_size
     processes = math.lcm(ranks, config.rollout.tensor_model_parallel_size)
     memory = host_memory_total() / GB / processes
@@ -43,9 +44,12 @@ def _measure(config: Config) -> tuple[float, float]:
     """Return the TFLOP/s of a product as wide as the model's MLP on 512 tokens, and the GB/s of a
     copy.
     """
-    arch, dtype = architecture_of(config.model.path), torch_dtype(config.model.params_dtype)
-    hidden, ffn = arch.hidden_size, arch.ffn_hidden_size
-    tokens, weight = torch.ones(512, hidden, dtype=dtype), torch.ones(hidden, ffn, dtype=dtype)
+    arch = architecture_of(config.model.path)
+    dtype = torch_dtype(config.model.params_dtype)
+    hidden = arch.hidden_size
+    ffn = arch.ffn_hidden_size
+    tokens = torch.ones(512, hidden, dtype=dtype)
+    weight = torch.ones(hidden, ffn, dtype=dtype)
     product = 2 * 512 * hidden * ffn / _seconds(lambda: tokens @ weight)
     source, target = (torch.ones(2**24) for _ in range(2))
     return product / 1e12, 2 * 4 * 2**24 / _seconds(lambda: target.copy_(source)) / GB
@@ -53,7 +57,8 @@ def _measure(config: Config) -> tuple[float, float]:
 
 def _seconds(call: Callable[[], object]) -> float:
     call()
-    calls, started = 0, time.perf_counter()
+    calls = 0
+    started = time.perf_counter()
     while (spent := time.perf_counter() - started) < _MEASURED_SECONDS:
         call()
         calls += 1

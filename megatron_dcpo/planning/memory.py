@@ -61,7 +61,8 @@ def adapter_bytes(arch: Architecture, layout: Layout, config: Config, stage: int
     """Return the bytes of parameters, gradients and moments in fp32 of a pipeline stage's adapter,
     which every rank has whole.
     """
-    adapter, shapes = config.model.adapter, hf_shapes(arch)
+    adapter = config.model.adapter
+    shapes = hf_shapes(arch)
     if adapter is None:
         return 0
     numbers = sum(adapter.rank * sum(shapes[name]) for name in adapted(arch, adapter.targets))
@@ -83,18 +84,23 @@ def stage_state(
     with the largest shard. Of a frozen policy there are weights and an adapter, whose gradients are
     all that is reduced.
     """
-    itemsize, parallel = dtype_bytes(config.model.params_dtype), config.parallel
-    numel, lengths, shards = (
-        0,
-        [0, 0],
-        [[0] * data_parallel, [0] * expert_replicas(layout, data_parallel)],
-    )
+    itemsize = dtype_bytes(config.model.params_dtype)
+    parallel = config.parallel
+    numel = 0
+    lengths = [0, 0]
+    shards = [[0] * data_parallel, [0] * expert_replicas(layout, data_parallel)]
     for virtual in range(layout.virtual_pipeline_model_parallel_size):
         sizes = parameter_sizes(arch, layout, Coordinates(0, stage, virtual))
         numel += sum(size for _, size in sizes)
         bucketing = parallel.overlap_grad_reduce and stage == 0 and virtual == 0
-        bucket_size = max(40_000_000, 1_000_000 * data_parallel) if bucketing else None
-        shared = _SHARED if arch.tied_embeddings and layout.pipeline_model_parallel_size > 1 else ()
+        if bucketing:
+            bucket_size = max(40_000_000, 1_000_000 * data_parallel)
+        else:
+            bucket_size = None
+        if arch.tied_embeddings and layout.pipeline_model_parallel_size > 1:
+            shared = _SHARED
+        else:
+            shared = ()
         for experts in (False, True):  # divided over ranks, they have buffers of their own
             apart = layout.expert_model_parallel_size > 1
             own = [
@@ -113,7 +119,8 @@ def stage_state(
     adapter = adapter_bytes(arch, layout, config, stage)
     if config.frozen:
         return State(numel, adapter // 16, 0, 0, itemsize * numel, 0, 0, 0, adapter)
-    buffer_numel, shard = sum(lengths), sum(map(max, shards))
+    buffer_numel = sum(lengths)
+    shard = sum(map(max, shards))
     padded = buffer_numel if parallel.use_distributed_optimizer else numel
     return State(
         numel=numel,
@@ -130,7 +137,8 @@ def stage_state(
 
 def parameter_sizes(arch: Architecture, layout: Layout, at: Coordinates) -> list[tuple[str, int]]:
     """Return (name, numbers) of every parameter of a model chunk on one rank, in the model's order."""
-    shapes, kinds = hf_shapes(arch), interleavings(arch, layout, at)
+    shapes = hf_shapes(arch)
+    kinds = interleavings(arch, layout, at)
     sizes = dict.fromkeys(kinds, 0)
     for copy in plan(arch, layout, at):
         shape = shapes[copy.hf]
@@ -165,12 +173,14 @@ def _buckets(
         position = -(-position // PARAMETER_ALIGNMENT) * PARAMETER_ALIGNMENT
         if shared and params:
             yield _Bucket(-(-position // alignment) * alignment, tuple(params))
-            params, position = [], 0
+            params = []
+            position = 0
         params.append((position, position + size))
         position += size
         if shared or (bucket_size is not None and position >= bucket_size):
             yield _Bucket(-(-position // alignment) * alignment, tuple(params))
-            params, position = [], 0
+            params = []
+            position = 0
     if params:
         yield _Bucket(-(-position // alignment) * alignment, tuple(params))
 
@@ -222,7 +232,8 @@ class Activations:
 
 
 def widths(arch: Architecture, layout: Layout, config: Config) -> Widths:
-    tp, etp = layout.tensor_model_parallel_size, layout.expert_tensor
+    tp = layout.tensor_model_parallel_size
+    etp = layout.expert_tensor
     return Widths(
         hidden=arch.hidden_size / (tp if config.parallel.sequence_parallel else 1),
         routed=arch.experts_per_token * etp / tp or 1.0,
@@ -245,7 +256,10 @@ def layer_bytes(arch: Architecture, layout: Layout, config: Config, recompute: s
     b = w.bytes
     if recompute == "full":
         return b * w.hidden
-    kept = _transformer_engine(arch, w) if layout.transformer_engine else _local(arch, w)
+    if layout.transformer_engine:
+        kept = _transformer_engine(arch, w)
+    else:
+        kept = _local(arch, w)
     cp = config.parallel.context_parallel_size
     if (adapter := config.model.adapter) is not None:
         # A x of every projection; Transformer Engine's fused norm has no output, so the adapter
@@ -256,7 +270,10 @@ def layer_bytes(arch: Architecture, layout: Layout, config: Config, recompute: s
         cp > 1 and not layout.transformer_engine
     ):  # the keys and values of all ranks instead of the rank's keys
         kept += b * w.keys * (2 * cp - 1)
-    modules = config.parallel.recompute_modules if recompute == "selective" else ()
+    if recompute == "selective":
+        modules = config.parallel.recompute_modules
+    else:
+        modules = ()
     if "core_attn" in modules:
         # The checkpoint keeps q, k and v, which the attention would have kept anyway.
         kept -= 4 * w.heads + (0 if layout.transformer_engine else b * w.queries)
@@ -273,7 +290,8 @@ def stage_layers_bytes(arch: Architecture, layout: Layout, config: Config, stage
     """Return the same of all layers of a pipeline stage, as ``parallel.megatron.recompute_method``
     divides them.
     """
-    parallel, vp = config.parallel, layout.virtual_pipeline_model_parallel_size
+    parallel = config.parallel
+    vp = layout.virtual_pipeline_model_parallel_size
     # of a model chunk, the stage's largest: of an uneven stage the schedule may hold it most often
     layers = max(
         map(
@@ -324,7 +342,9 @@ def _routing(arch: Architecture, w: Widths, transformer_engine: bool) -> float:
 
 
 def _local(arch: Architecture, w: Widths) -> float:
-    b, q, k = w.bytes, w.queries, w.keys
+    b = w.bytes
+    q = w.queries
+    k = w.keys
     norms = 2 * (
         (4 + 2 * b) * w.hidden + 4
     )  # fp32 input, normalized, scaled (the next linear's input); 1/rms
@@ -343,10 +363,15 @@ def _local(arch: Architecture, w: Widths) -> float:
 
 
 def _transformer_engine(arch: Architecture, w: Widths) -> float:
-    b, q, k = w.bytes, w.queries, w.keys
+    b = w.bytes
+    q = w.queries
+    k = w.keys
     norms = 2 * (2 * b * w.hidden + 4)  # the norm's input and its output
     qkv = b * (q + 2 * k)
-    qk_norms = b * q + 4 * (w.heads + w.groups) if arch.qk_layernorm else 0
+    if arch.qk_layernorm:
+        qk_norms = b * q + 4 * (w.heads + w.groups)
+    else:
+        qk_norms = 0
     rotary = 4 * b * w.head_dim
     attention = b * (q + k) + b * q + 4 * w.heads  # the output is the projection's input too
     return norms + qkv + qk_norms + rotary + attention + _mlp(w, True)
@@ -363,7 +388,8 @@ def in_flight(layout: Layout, stage: int, micro_batches: int) -> float:
     stages. 1F1B holds one per stage still to come; the interleaved schedule holds chunks of 1 / VPP
     of a stage.
     """
-    pp, vp = layout.pipeline_model_parallel_size, layout.virtual_pipeline_model_parallel_size
+    pp = layout.pipeline_model_parallel_size
+    vp = layout.virtual_pipeline_model_parallel_size
     if vp == 1:
         return min(pp - stage, micro_batches)
     return min(2 * (pp - stage - 1) + (vp - 1) * pp + 1, micro_batches * vp) / vp
@@ -375,8 +401,10 @@ def kept_per_token(
     """Return the bytes per token that a rank of pipeline ``stage`` keeps of ``flying``
     micro-batches
     """
-    pp, vp = layout.pipeline_model_parallel_size, layout.virtual_pipeline_model_parallel_size
-    w, recompute = widths(arch, layout, config), config.parallel.recompute_granularity
+    pp = layout.pipeline_model_parallel_size
+    vp = layout.virtual_pipeline_model_parallel_size
+    w = widths(arch, layout, config)
+    recompute = config.parallel.recompute_granularity
     kept = flying * stage_layers_bytes(arch, layout, config, stage)
     if pp > 1:
         # A chunk's output stays until its backward pass; its input only as the first layer's,
@@ -403,8 +431,10 @@ def stage_activations(
     """Return the activations of a rank of pipeline ``stage`` with micro-batches of which it has
     ``tokens``, ``responses`` of them scored.
     """
-    w, recompute = widths(arch, layout, config), config.parallel.recompute_granularity
-    b, flying = w.bytes, in_flight(layout, stage, micro_batches)
+    w = widths(arch, layout, config)
+    recompute = config.parallel.recompute_granularity
+    b = w.bytes
+    flying = in_flight(layout, stage, micro_batches)
     last = stage == layout.pipeline_model_parallel_size - 1
     # Where a layer's backward pass begins: gradients of its output, of fc2's input and of fc2's
     # weight.
@@ -412,11 +442,10 @@ def stage_activations(
         int(tokens * w.routed * (b * w.ffn + 8 * arch.hidden_size)) + b * w.ffn * arch.hidden_size
     )
     if recompute == "full":  # a unit of layers, as the backward pass finds it
-        unit = (
-            config.parallel.recompute_num_layers
-            if config.parallel.recompute_method == "uniform"
-            else 1
-        )
+        if config.parallel.recompute_method == "uniform":
+            unit = config.parallel.recompute_num_layers
+        else:
+            unit = 1
         working += int(tokens * unit * layer_bytes(arch, layout, config, "none"))
     if recompute == "selective" and "mlp" in config.parallel.recompute_modules:
         working += int(tokens * _mlp(w, layout.transformer_engine))

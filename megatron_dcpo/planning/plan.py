@@ -220,7 +220,8 @@ def make_plan(config: Config, machine: Machine, rates: Rates | None = None) -> P
 
 
 def _check_positions(arch: Architecture, config: Config) -> None:
-    prompt, response = config.data.max_prompt_length, config.rollout.max_response_length
+    prompt = config.data.max_prompt_length
+    response = config.rollout.max_response_length
     if prompt + response > arch.max_position_embeddings:
         raise UserError(
             f"data.max_prompt_length={prompt} and rollout.max_response_length={response} are more "
@@ -234,7 +235,8 @@ def _check_gpus(layout: Layout, context_parallel_size: int, gpus: int) -> int:
     """Return how many ranks hold the same part of the model: data- times context-parallel size."""
     if not 1 <= gpus <= MOST_GPUS:
         raise UserError(f"--gpus {gpus} is outside 1 ... {MOST_GPUS}")
-    tp, pp = layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size
+    tp = layout.tensor_model_parallel_size
+    pp = layout.pipeline_model_parallel_size
     check_world_size(
         tp,
         pp,
@@ -251,8 +253,10 @@ def _work(
     """Return a step's work; tokens of the largest micro-batch, those of them that are scored,
     micro-batches of an update.
     """
-    training, parallel = config.training, config.parallel
-    prompt, longest = config.data.max_prompt_length, config.rollout.max_response_length
+    training = config.training
+    parallel = config.parallel
+    prompt = config.data.max_prompt_length
+    longest = config.rollout.max_response_length
     mean = machine.response_tokens or longest
     if not 0 < mean <= longest:
         raise UserError(
@@ -267,16 +271,18 @@ def _work(
     else:
         together = min(training.micro_batch_size, per_rank)
         tokens = together * sequence
-    multiple = layout.tensor_model_parallel_size if parallel.sequence_parallel else 1
+    if parallel.sequence_parallel:
+        multiple = layout.tensor_model_parallel_size
+    else:
+        multiple = 1
     if parallel.context_parallel_size > 1:
         multiple = parallel.context_parallel_size * math.lcm(2, multiple)
     tokens = -(-tokens // multiple) * multiple
     scored = math.ceil(tokens * longest / sequence)
-    rounds = (
-        layout.pipeline_model_parallel_size
-        if layout.virtual_pipeline_model_parallel_size > 1
-        else 1
-    )
+    if layout.virtual_pipeline_model_parallel_size > 1:
+        rounds = layout.pipeline_model_parallel_size
+    else:
+        rounds = 1
     micro_batches = -(-per_rank // (together * rounds)) * rounds
     work = Work(
         tokens=responses * (prompt + mean),
@@ -300,20 +306,24 @@ def _stage(
     reference: bool,
 ) -> Stage:
     state = stage_state(arch, layout, config, stage, replicas)
-    training, weights = config.training, state.numel * dtype_bytes(config.model.params_dtype)
+    training = config.training
+    weights = state.numel * dtype_bytes(config.model.params_dtype)
     # The probe keeps one block's gradient, as it enters the norm, through the step's backward pass.
-    probe = 4 * state.shard_numel if training.gradient_probe_interval else 0
-    offloaded = (
-        state.main_params + state.moments if training.offload_optimizer_during_rollout else 0
-    )
+    if training.gradient_probe_interval:
+        probe = 4 * state.shard_numel
+    else:
+        probe = 0
+    if training.offload_optimizer_during_rollout:
+        offloaded = state.main_params + state.moments
+    else:
+        offloaded = 0
     resting = state.total - (
         offloaded + state.gradients if training.offload_optimizer_during_rollout else 0
     )
-    own = (
-        12 * state.shard_numel
-        if config.parallel.use_distributed_optimizer
-        else (state.main_params + state.moments) // replicas
-    )
+    if config.parallel.use_distributed_optimizer:
+        own = 12 * state.shard_numel
+    else:
+        own = (state.main_params + state.moments) // replicas
     reference_copy = (
         weights if reference and not config.frozen else 0
     )  # a frozen policy is its own reference
@@ -354,7 +364,8 @@ def _engine(arch: Architecture, config: Config, machine: Machine) -> EngineMemor
     weights = number_of_parameters(arch) * itemsize // size
     kv = kv_bytes_per_token(arch, itemsize, size)
     longest = config.data.max_prompt_length + rollout.max_response_length
-    group, prompts = rollout.group_size, -(-config.data.prompts_per_step * size // machine.gpus)
+    group = rollout.group_size
+    prompts = -(-config.data.prompts_per_step * size // machine.gpus)
     responses = prompts * group
     if kind == "server" and not machine.engine_gpus:
         return EngineMemory(kind, 1, 0, 0, kv, 0, rollout.max_num_seqs, responses, 0)
@@ -373,7 +384,8 @@ def _engine(arch: Architecture, config: Config, machine: Machine) -> EngineMemor
     ):  # the fewest GPUs per engine that leave a third of its memory to keys and values
         sizes = [size for size in (1, 2, 4, 8) if machine.engine_gpus % size == 0]
         size = next((size for size in sizes if weights / size < share * 2 / 3), sizes[-1])
-        weights, kv = weights // size, kv_bytes_per_token(arch, itemsize, size)
+        weights = weights // size
+        kv = kv_bytes_per_token(arch, itemsize, size)
         responses = -(-config.data.prompts_per_step * size // machine.engine_gpus) * group
     cache = rollout.vllm.get("kv_cache_memory_bytes") or max(0, share - weights)
     mean = config.data.max_prompt_length + (machine.response_tokens or rollout.max_response_length)

@@ -28,7 +28,8 @@ from megatron_dcpo.weights.table import adapted, number_of_parameters
 def print_plan(plan: Plan) -> None:
     """Print memory, traffic, time and verdict. GB are 1e9 bytes."""
     console = Console(width=118, highlight=False)
-    layout, config = plan.layout, plan.config
+    layout = plan.layout
+    config = plan.config
     layers = layers_per_stage(plan.arch.num_layers, layout)
     parameters = number_of_parameters(plan.arch)
     console.print(
@@ -56,7 +57,8 @@ def print_plan(plan: Plan) -> None:
     )
     console.print(_memory(plan))
     if engines := plan.machine.engine_gpus:
-        size, engine = plan.engine.tensor_model_parallel_size, plan.engine
+        size = plan.engine.tensor_model_parallel_size
+        engine = plan.engine
         console.print(
             f"The server's engines, on {engines} GPUs of their own: DP {engines // size} x TP "
             f"{size}, each GPU "
@@ -86,13 +88,12 @@ def print_plan(plan: Plan) -> None:
 
 
 def _memory(plan: Plan) -> Table:
-    stage, engine, config, here = (
-        plan.largest,
-        plan.engine,
-        plan.config,
-        plan.engine.kind != "server",
-    )
-    state, acts = stage.state, stage.activations
+    stage = plan.largest
+    engine = plan.engine
+    config = plan.config
+    here = plan.engine.kind != "server"
+    state = stage.state
+    acts = stage.activations
     resting = max(plan.stages, key=lambda one: one.resting)
     table = Table(
         title=f"memory of a rank of the largest pipeline stage ({stage.stage}), GB",
@@ -100,8 +101,10 @@ def _memory(plan: Plan) -> Table:
     )
     for column in ("", "training", "save", "rollout"):
         table.add_column(column, justify="right" if column else "left")
-    reserve, copies = int(plan.machine.reserve_gb * GB), plan.host_copies if plan.on_cpu else 0
-    stays, rest = not config.training.offload_optimizer_during_rollout, resting.state
+    reserve = int(plan.machine.reserve_gb * GB)
+    copies = plan.host_copies if plan.on_cpu else 0
+    stays = not config.training.offload_optimizer_during_rollout
+    rest = resting.state
     for name, training, saving, rollout in (
         (f"weights ({config.model.params_dtype})", state.weights, state.weights, rest.weights),
         ("gradients (fp32)", state.gradients, state.gradients, rest.gradients * stays),
@@ -154,13 +157,16 @@ def _traffic(plan: Plan) -> Table:
     table = Table(title="one step", title_justify="left")
     for column in ("", "GB sent by a rank", "seconds"):
         table.add_column(column, justify="left" if not column else "right")
-    seconds, traffic = plan.seconds, plan.traffic
-    gradients = (
-        "reduce-scatter, all-gather"
-        if plan.config.parallel.use_distributed_optimizer
-        else "all-reduce"
-    )
-    activations = "gather, scatter" if plan.config.parallel.sequence_parallel else "all-reduce"
+    seconds = plan.seconds
+    traffic = plan.traffic
+    if plan.config.parallel.use_distributed_optimizer:
+        gradients = "reduce-scatter, all-gather"
+    else:
+        gradients = "all-reduce"
+    if plan.config.parallel.sequence_parallel:
+        activations = "gather, scatter"
+    else:
+        activations = "all-reduce"
     for name, nbytes, value in (
         ("rollout", 0, seconds.rollout),
         (
@@ -193,16 +199,22 @@ def _traffic(plan: Plan) -> Table:
 
 def _assumptions(plan: Plan) -> str:
     rates = plan.rates
-    layers = "Transformer Engine" if plan.layout.transformer_engine else "the local spec"
-    speed = (
-        f"Measured here, a process: {rates.peak_tflops * 1000:.0f} GFLOP/s, {rates.hbm_gbps:.0f} "
-        "GB/s of memory; "
-        if plan.on_cpu
-        else f"Assumed: {rates.peak_tflops:g} TFLOP/s at {rates.mfu:.0%}, {rates.hbm_gbps:g} GB/s "
-        "of memory, "
-        f"{rates.nvlink_gbps:g} GB/s in a node of {rates.gpus_per_node}, {rates.link_gbps:g} GB/s "
-        "between nodes; "
-    )
+    if plan.layout.transformer_engine:
+        layers = "Transformer Engine"
+    else:
+        layers = "the local spec"
+    if plan.on_cpu:
+        speed = (
+            f"Measured here, a process: {rates.peak_tflops * 1000:.0f} GFLOP/s, {rates.hbm_gbps:.0f} "
+            "GB/s of memory; "
+        )
+    else:
+        speed = (
+            f"Assumed: {rates.peak_tflops:g} TFLOP/s at {rates.mfu:.0%}, {rates.hbm_gbps:g} GB/s "
+            "of memory, "
+            f"{rates.nvlink_gbps:g} GB/s in a node of {rates.gpus_per_node}, {rates.link_gbps:g} GB/s "
+            "between nodes; "
+        )
     return (
         f"{speed}"
         f"prompts of {plan.config.data.max_prompt_length} and responses of "
@@ -219,7 +231,8 @@ def reshard_facts(config: Any, gpus: int | None = None) -> dict[str, Any]:
     """Return the plan of one synchronization as plain data; bytes. Raises :class:`UserError` on a
     layout that does not fit.
     """
-    arch, layout = architecture_of(config.model.path), Layout.of(config.parallel)
+    arch = architecture_of(config.model.path)
+    layout = Layout.of(config.parallel)
     check_layout(arch, layout)
     check_options(arch, layout, config.model, config.parallel)
     model_parallel = layout.width * layout.pipeline_model_parallel_size
@@ -233,7 +246,10 @@ def reshard_facts(config: Any, gpus: int | None = None) -> dict[str, Any]:
             raise UserError(f"--gpus {gpus} is not a multiple of {what} = {size}")
     itemsize = dtype_bytes(config.model.params_dtype)
     replicas = gpus // model_parallel
-    merged = adapted(arch, config.model.adapter.targets) if config.model.adapter else ()
+    if config.model.adapter:
+        merged = adapted(arch, config.model.adapter.targets)
+    else:
+        merged = ()
     plan = reshard_plan(
         arch, layout, engine_tp, replicas, config.rollout.bucket_bytes, itemsize, merged=merged
     )
@@ -280,4 +296,6 @@ def reshard_lines(facts: dict[str, Any]) -> list[str]:
 def _size(nbytes: int) -> str:
     if nbytes >= 2**30:
         return f"{nbytes / 2**30:.2f} GiB"
-    return f"{nbytes / 2**20:.1f} MiB" if nbytes >= 2**20 else f"{nbytes} B"
+    if nbytes >= 2**20:
+        return f"{nbytes / 2**20:.1f} MiB"
+    return f"{nbytes} B"

@@ -86,26 +86,23 @@ class Step:
 
     @property
     def seconds(self) -> float:
-        generation, training = self.rollout + self.judging, self.training + self.save
+        generation = self.rollout + self.judging
+        training = self.training + self.save
         return (max(generation, training) if self.beside else generation + training) + self.transfer
 
     @property
     def engines_wait(self) -> float:
         """Return how long the engines wait for the training."""
-        return (
-            max(0.0, self.training + self.save - self.rollout - self.judging)
-            if self.beside
-            else self.training
-        )
+        if self.beside:
+            return max(0.0, self.training + self.save - self.rollout - self.judging)
+        return self.training
 
     @property
     def trainers_wait(self) -> float:
         """Return how long the trainers wait for the rollout."""
-        return (
-            max(0.0, self.rollout + self.judging - self.training - self.save)
-            if self.beside
-            else self.rollout
-        )
+        if self.beside:
+            return max(0.0, self.rollout + self.judging - self.training - self.save)
+        return self.rollout
 
 
 @dataclass
@@ -126,7 +123,8 @@ class _Engine:
 
     def refill(self, draw: Iterator[int] | None) -> float:
         """Fill the slots, with new responses where ``draw`` has them; returns ``due``."""
-        costs, new = self.costs, 0
+        costs = self.costs
+        new = 0
         while draw is not None and len(self.waiting) + len(self.running) < costs.slots:
             self.waiting.append((next(draw), 0))
         while self.waiting and len(self.running) < costs.slots:
@@ -135,7 +133,8 @@ class _Engine:
             new += 1
         self.due = math.inf
         if self.running:
-            n, ahead = len(self.running), self.running[0][0] - self.at
+            n = len(self.running)
+            ahead = self.running[0][0] - self.at
             context = (
                 costs.prompt_tokens
                 + self.at
@@ -159,16 +158,17 @@ class _Engine:
     def stop(self, step: Step) -> None:
         """End the rollout between two ends: what runs goes back to ``waiting`` with its tokens."""
         if self.running:
-            share = (
-                (step.rollout - self.clock) / (self.due - self.clock)
-                if self.due > self.clock
-                else 0.0
-            )
+            if self.due > self.clock:
+                share = (step.rollout - self.clock) / (self.due - self.clock)
+            else:
+                share = 0.0
             self._decode(math.floor((self.running[0][0] - self.at) * share), step)
         parts = [(length, round(self.at - start)) for _, length, start in sorted(self.running)]
         step.carried += sum(done for _, done in parts)
         self.waiting.extendleft(reversed(parts))
-        self.running, self.clock, self.due = [], 0.0, math.inf
+        self.running = []
+        self.clock = 0.0
+        self.due = math.inf
 
     def _decode(self, tokens: float, step: Step) -> None:
         self.at += tokens
@@ -186,13 +186,15 @@ def simulate(
     unfinished is carried.
     """
     engines = [_Engine(costs) for _ in range(costs.engines)]
-    found, carried = [], 0
+    found = []
+    carried = 0
     for _ in range(steps):
         step = Step()
         if not partial:
             for index in range(responses):
                 engines[index % costs.engines].waiting.append((next(draw), 0))
-        judges, busy = [0.0] * costs.judges, [0.0] * costs.engines
+        judges = [0.0] * costs.judges
+        busy = [0.0] * costs.engines
         queue = [
             (engine.refill(draw if partial else None), index)
             for index, engine in enumerate(engines)
@@ -207,14 +209,13 @@ def simulate(
         for index, engine in enumerate(engines):
             busy[index] = step.rollout if engine.running else busy[index]
             engine.stop(step)
-        step.engine_busy, step.judge_busy = sum(busy), costs.judge * responses
+        step.engine_busy = sum(busy)
+        step.judge_busy = costs.judge * responses
         step.judging = max(0.0, max(judges) - step.rollout)
         tokens = step.trained + responses * costs.prompt_tokens
-        step.training, step.transfer, step.save = (
-            costs.train + costs.train_token * tokens,
-            costs.transfer,
-            costs.save,
-        )
+        step.training = costs.train + costs.train_token * tokens
+        step.transfer = costs.transfer
+        step.save = costs.save
         assert step.generated + carried == step.trained + step.carried, (
             "tokens are neither lost nor made"
         )
@@ -235,10 +236,16 @@ def one_step_off(steps: Sequence[Step]) -> list[Step]:
 
 def costs_of(plan: Plan, environment: Environment, times: int = 1) -> Costs:
     """Return the planner's rates as costs. ``times``: as many GPUs for the rollout alone."""
-    engine, rates, config, arch = plan.engine, plan.rates, plan.config, plan.arch
-    size, gpus = engine.tensor_model_parallel_size, plan.machine.gpus
-    hbm, per_second = rates.hbm_gbps * 1e9, size * rates.peak_tflops * 1e12 * rates.mfu
-    prompt, seconds = config.data.max_prompt_length, plan.seconds
+    engine = plan.engine
+    rates = plan.rates
+    config = plan.config
+    arch = plan.arch
+    size = engine.tensor_model_parallel_size
+    gpus = plan.machine.gpus
+    hbm = rates.hbm_gbps * 1e9
+    per_second = size * rates.peak_tflops * 1e12 * rates.mfu
+    prompt = config.data.max_prompt_length
+    seconds = plan.seconds
     training = seconds.forward + seconds.update + seconds.tensor_parallel + seconds.context_parallel
     training += seconds.expert_parallel + seconds.pipeline
     interval = config.training.save_interval
@@ -283,7 +290,10 @@ def length_stream(lengths: Sequence[int], mean: int, most: int, seed: int) -> It
     rng = np.random.default_rng(seed)
     while True:
         spread = math.log(mean) - SPREAD**2 / 2, SPREAD
-        drawn = rng.choice(lengths, 4096) if lengths else rng.lognormal(*spread, 4096)
+        if lengths:
+            drawn = rng.choice(lengths, 4096)
+        else:
+            drawn = rng.lognormal(*spread, 4096)
         yield from (int(length) for length in np.clip(np.rint(drawn), 1, most))
 
 
@@ -331,11 +341,10 @@ def scenarios(
             "and generate"
         )
     most = config.rollout.max_response_length
-    mean = (
-        round(float(np.mean(np.minimum(lengths, most))))
-        if lengths
-        else machine.response_tokens or -(-most // 3)
-    )
+    if lengths:
+        mean = round(float(np.mean(np.minimum(lengths, most))))
+    else:
+        mean = machine.response_tokens or -(-most // 3)
     machine = replace(machine, response_tokens=min(max(1, mean), most))
     responses = config.data.prompts_per_step * config.rollout.group_size
 
@@ -343,7 +352,10 @@ def scenarios(
         draw = length_stream(lengths, machine.response_tokens, most, environment.seed)
         costs = costs_of(plan, environment, times)
         steps = simulate(costs, draw, responses, STEPS, partial)
-        counted = one_step_off(steps) if plan.config.rollout.async_steps else steps[1:]
+        if plan.config.rollout.async_steps:
+            counted = one_step_off(steps)
+        else:
+            counted = steps[1:]
         return Scenario(name, costs, responses, tuple(counted))
 
     plan = make_plan(config, machine, rates)
@@ -402,7 +414,8 @@ def _colocated(plan: Plan) -> _Named:
     """Yield a server's GPUs and the trainers' as one, which take turns and leave an engine more or
     less memory.
     """
-    gpus, config = plan.machine.gpus + plan.machine.engine_gpus, plan.config
+    gpus = plan.machine.gpus + plan.machine.engine_gpus
+    config = plan.config
     machine = replace(plan.machine, gpus=gpus, engine_gpus=0)
     size = plan.engine.tensor_model_parallel_size
     rollout = replace(config.rollout, engine="vllm", async_steps=0, tensor_model_parallel_size=size)
@@ -496,7 +509,10 @@ def scenario_lines(
         )
         lines.append(f"{one.name[0].upper()}{one.name[1:]}: {waiting}")
     costs = found[0].costs
-    drawn = f"lengths drawn from {lengths}" if lengths else f"log-normal lengths, sigma {SPREAD:g}"
+    if lengths:
+        drawn = f"lengths drawn from {lengths}"
+    else:
+        drawn = f"log-normal lengths, sigma {SPREAD:g}"
     mean = found[0].mean("trained") / found[0].responses
     lines.append(
         f"Assumed: {drawn}, mean {mean:.0f} tokens; {costs.engines} engines of {costs.slots} "

@@ -90,9 +90,12 @@ def step_traffic(
     ``state``: of the rank with most gradients, which are sent in fp32. ``replicas``: data- times
     context-parallel size.
     """
-    tp, pp = layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size
-    parallel, b = config.parallel, dtype_bytes(config.model.params_dtype)
-    numel, of_experts = state.buffer_numel - state.expert_numel, expert_replicas(layout, replicas)
+    tp = layout.tensor_model_parallel_size
+    pp = layout.pipeline_model_parallel_size
+    parallel = config.parallel
+    b = dtype_bytes(config.model.params_dtype)
+    numel = state.buffer_numel - state.expert_numel
+    of_experts = expert_replicas(layout, replicas)
     shared = numel * (replicas - 1) / replicas + state.expert_numel * (of_experts - 1) / of_experts
     per_update = shared * ((4 + b) if parallel.use_distributed_optimizer else 8)
     tokens = work.tokens / replicas  # of a rank and those it shares its layers with
@@ -103,7 +106,8 @@ def step_traffic(
     # reduce-scatter: the same bytes; sequence parallelism gathers the pairs' inputs once more for
     # the gradient of the weights.
     pairs = layers * (1 if arch.num_experts else 2)
-    forward, backward = 2 * ring * pairs, (3 if parallel.sequence_parallel else 2) * ring * pairs
+    forward = 2 * ring * pairs
+    backward = (3 if parallel.sequence_parallel else 2) * ring * pairs
     repeated = recomputed_share(arch, layout, config) * (parallel.recompute_granularity == "full")
     ends = 2 * ring  # the embedding's output and the output layer's input gradient
     passes = work.forward_passes
@@ -127,7 +131,8 @@ def step_traffic(
     )
     context = around * layers * (passes + 3 + repeated)
     # A token goes to its experts and back, there to all ranks of an expert.
-    ep, etp = layout.expert_model_parallel_size, layout.expert_tensor
+    ep = layout.expert_model_parallel_size
+    etp = layout.expert_tensor
     away = arch.experts_per_token * hidden / tp * ((ep - 1) / ep + etp - 1)
     experts = 2 * away * layers * (passes + 2 + repeated)
     return BytesSent(
@@ -161,12 +166,15 @@ def slowest_stage(arch: Architecture, layout: Layout, length: float) -> float:
 def _flops_per_token(arch: Architecture, layout: Layout, length: float) -> tuple[float, float]:
     """Return the operations per token of a layer and of the output layer."""
     d = arch.kv_channels
-    q, k = arch.num_attention_heads * d, arch.num_query_groups * d
-    h, f = arch.hidden_size, arch.ffn_hidden_size
+    q = arch.num_attention_heads * d
+    k = arch.num_query_groups * d
+    h = arch.hidden_size
+    f = arch.ffn_hidden_size
     # the last term: scores and values over half the length
-    mlp = (
-        3 * h * f * arch.experts_per_token + h * arch.num_experts if arch.num_experts else 3 * h * f
-    )
+    if arch.num_experts:
+        mlp = 3 * h * f * arch.experts_per_token + h * arch.num_experts
+    else:
+        mlp = 3 * h * f
     per_layer = 2 * (h * (q + 2 * k) + q * h + mlp) + 2 * q * length
     return per_layer, 2 * h * padded_vocab_size(arch, layout)
 
@@ -194,7 +202,8 @@ def step_seconds(
     position; a training pass computes at ``mfu`` of the peak and waits for the slowest stage and
     for the pipeline to fill, (PP - 1) / (micro-batches x VPP) of its time.
     """
-    tp, pp = layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size
+    tp = layout.tensor_model_parallel_size
+    pp = layout.pipeline_model_parallel_size
     cp = config.parallel.context_parallel_size
     per_second = gpus * rates.peak_tflops * 1e12 * rates.mfu
     # micro_batches covers all updates of a step; the pipeline fills once for each.
@@ -213,7 +222,8 @@ def step_seconds(
     at_once = min(concurrent, responses_per_engine)
     context = work.length - work.response_length / 2
     read = rounds * work.response_length * (engine_weights + at_once * context * engine_kv)
-    within, link = rates.nvlink_gbps * 1e9, rates.link_gbps * 1e9
+    within = rates.nvlink_gbps * 1e9
+    link = rates.link_gbps * 1e9
     across = within if gpus <= rates.gpus_per_node else link
     reshards = gpus + engine_gpus if engine_gpus else layout.width * pp
     return Seconds(

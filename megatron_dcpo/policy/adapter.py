@@ -56,7 +56,8 @@ class Adapter:
     """
 
     def __init__(self, policy: Policy, config: AdapterConfig) -> None:
-        self.policy, self.config = policy, config
+        self.policy = policy
+        self.config = config
         self.active = True
         self.parameters: dict[str, Tensor] = {}
         self.pairs: dict[str, LowRank] = {}  # by the tensor that they are added to
@@ -79,11 +80,10 @@ class Adapter:
         """Return the parameters of all stages, on the CPU of every rank. Collective."""
         topology = self.policy.topology
         once = topology.tp_rank == topology.replica == 0
-        own = (
-            {name: tensor.detach().cpu() for name, tensor in self.parameters.items()}
-            if once
-            else {}
-        )
+        if once:
+            own = {name: tensor.detach().cpu() for name, tensor in self.parameters.items()}
+        else:
+            own = {}
         return {name: tensor for part in all_gather_objects(own) for name, tensor in part.items()}
 
     def not_finite(self) -> list[str]:
@@ -96,8 +96,10 @@ class Adapter:
 
     # --------------------------------------------------------------------------------------- layers
     def _adapt(self, layer: Any, number: int) -> None:
-        arch, name = self.policy.arch, f"model.layers.{number}."
-        attention, mlp = name + "self_attn.", name + "mlp."
+        arch = self.policy.arch
+        name = f"model.layers.{number}."
+        attention = name + "self_attn."
+        mlp = name + "mlp."
         q, k, v = (self._low_rank(attention + p) for p in _COLUMN["self_attn"])
         rows = self._qkv_rows(arch)
         layer.self_attention.linear_qkv.register_forward_hook(
@@ -142,22 +144,18 @@ class Adapter:
     def copied(self, x: Tensor) -> Tensor:
         """Return ``x``, whose gradient is summed over the tensor-parallel ranks."""
         topology = self.policy.topology
-        return (
-            x
-            if topology.tp_size == 1
-            else copy_to_tensor_model_parallel_region(x, group=topology.tp_group)
-        )
+        if topology.tp_size == 1:
+            return x
+        return copy_to_tensor_model_parallel_region(x, group=topology.tp_group)
 
     def reduced(self, x: Tensor) -> Tensor:
         """Return the sum of ``x`` over the tensor-parallel ranks, of which each has the whole
         gradient.
         """
         topology = self.policy.topology
-        return (
-            x
-            if topology.tp_size == 1
-            else reduce_from_tensor_model_parallel_region(x, group=topology.tp_group)
-        )
+        if topology.tp_size == 1:
+            return x
+        return reduce_from_tensor_model_parallel_region(x, group=topology.tp_group)
 
     def _own(self, size: int) -> slice:
         """Return this tensor-parallel rank's part of ``size`` rows or columns."""
@@ -165,10 +163,8 @@ class Adapter:
         return slice(self.policy.topology.tp_rank * part, (self.policy.topology.tp_rank + 1) * part)
 
     def _qkv_rows(self, arch: Architecture) -> list[slice]:
-        heads, groups = (
-            arch.num_attention_heads * arch.kv_channels,
-            arch.num_query_groups * arch.kv_channels,
-        )
+        heads = arch.num_attention_heads * arch.kv_channels
+        groups = arch.num_query_groups * arch.kv_channels
         return [self._own(heads), self._own(groups), self._own(groups)]
 
     def _column(
@@ -185,7 +181,8 @@ class Adapter:
         ) -> tuple[Tensor, Any] | None:
             if not self.active or not present:
                 return None
-            x, group = inputs[0], self.policy.topology.tp_group
+            x = inputs[0]
+            group = self.policy.topology.tp_group
             norm = getattr(linear, "layer_norm_weight", None)
             if norm is not None:
                 x = F.rms_norm(
@@ -215,12 +212,15 @@ class Adapter:
         ) -> tuple[Tensor, Any] | None:
             if not self.active or pair is None:
                 return None
-            x, group = inputs[0], self.policy.topology.tp_group
+            x = inputs[0]
+            group = self.policy.topology.tp_group
             inner = F.linear(x, pair.A[:, self._own(pair.A.shape[1])].to(x.dtype))
             if self.policy.config.sequence_parallel:
-                inner, B = reduce_scatter_to_sequence_parallel_region(inner, group=group), pair.B
+                inner = reduce_scatter_to_sequence_parallel_region(inner, group=group)
+                B = pair.B
             else:
-                inner, B = self.reduced(inner), self.share(pair.B)
+                inner = self.reduced(inner)
+                B = self.share(pair.B)
             return _plus(output[0], inner, B, pair.scale), output[1]
 
         return hook
@@ -305,8 +305,11 @@ class AdapterOptimizer:
     megatron = None
 
     def __init__(self, adapter: Adapter, config: Config) -> None:
-        options, megatron = config.optimizer, config.parallel.megatron
-        self.adapter, self.clip_grad, self.norm = adapter, options.clip_grad, 0.0
+        options = config.optimizer
+        megatron = config.parallel.megatron
+        self.adapter = adapter
+        self.clip_grad = options.clip_grad
+        self.norm = 0.0
         self.exported: Policy = MergedPolicy.of(adapter)
         self.adam = torch.optim.AdamW(
             list(adapter.parameters.values()),
@@ -350,9 +353,10 @@ class AdapterOptimizer:
         topology = self.adapter.policy.topology
         parameters = list(self.adapter.parameters.values())
         for parameter in parameters:
-            parameter.grad = (
-                torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            )
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            else:
+                parameter.grad = parameter.grad
         flat = torch.cat([p.grad.reshape(-1) for p in parameters if p.grad is not None])
         for group in (topology.tp_group, topology.replica_group):
             if group.size() > 1:

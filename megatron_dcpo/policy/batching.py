@@ -74,12 +74,18 @@ def split_micro_batches(
         _pack(ls, max_tokens) if packing else _chunk(ls, micro_batch_size) for ls in lengths_of_rank
     ]
     count = -(-max(1, *(len(split) for split in splits)) // multiple_of) * multiple_of
-    even = _spread(lengths_of_rank[rank], count, max_tokens) if packing else None
+    if packing:
+        even = _spread(lengths_of_rank[rank], count, max_tokens)
+    else:
+        even = None
     if even is not None:
         return even
     split = splits[rank]
     while len(split) < count:
-        largest = max(range(len(split)), key=lambda i: len(split[i])) if split else 0
+        if split:
+            largest = max(range(len(split)), key=lambda i: len(split[i]))
+        else:
+            largest = 0
         if not split or len(split[largest]) < 2:
             split.append([])
             continue
@@ -155,11 +161,10 @@ def collate(
         rows, width = largest if uniform else size
         width = -(-width // multiple_of) * multiple_of
         offsets = _offsets(batch, None if packing else width, chunks)
-        micro_batch = (
-            _packed(batch, offsets, width, chunks)
-            if packing
-            else _padded(batch, offsets, rows, width)
-        )
+        if packing:
+            micro_batch = _packed(batch, offsets, width, chunks)
+        else:
+            micro_batch = _padded(batch, offsets, rows, width)
         if cp > 1:
             micro_batch = slice_for_rank(micro_batch, context_parallel)
         yield dataclasses.replace(micro_batch, columns=_columns(batch)) if for_loss else micro_batch
@@ -215,7 +220,10 @@ def _padded(
 def _packed(
     samples: Sequence[TrainingSample], offsets: Sequence[int], total: int, chunks: int
 ) -> MicroBatch:
-    bounds = [*offsets, offsets[-1] + _padded_length(samples[-1], chunks)] if samples else [0]
+    if samples:
+        bounds = [*offsets, offsets[-1] + _padded_length(samples[-1], chunks)]
+    else:
+        bounds = [0]
     tokens = np.zeros((1, total), np.int64)
     positions = np.zeros((1, total), np.int64)
     for sample, (start, stop) in zip(samples, itertools.pairwise(bounds), strict=True):

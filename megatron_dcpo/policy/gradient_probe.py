@@ -81,7 +81,8 @@ class PairComparison:
         """Return the comparison of reasoning (a) and confidence (b) under the names of
         ``metrics.jsonl``; the whole model, then each group of layers' cosine.
         """
-        whole, natural = self.plain[ALL], self.fisher[ALL]
+        whole = self.plain[ALL]
+        natural = self.fisher[ALL]
         return {
             "grad_norm/reasoning": whole.norm_a,
             "grad_norm/confidence": whole.norm_b,
@@ -141,7 +142,8 @@ class OwnedGradient:
         """Yield float64 pieces of this gradient, of ``other``'s (less this one, where that
         ``is_sum`` of both), and of the diagonal Fisher matrix: no large temporaries.
         """
-        x, y = self.gradient.reshape(-1), other.gradient.reshape(-1)
+        x = self.gradient.reshape(-1)
+        y = other.gradient.reshape(-1)
         square = self.square.reshape(-1) if self.square is not None else None
         for start in range(0, len(x), PIECE):
             a, b = (z[start : start + PIECE].to(current_device()).double() for z in (x, y))
@@ -173,7 +175,8 @@ def compare(
     dist.all_reduce(total, group=group)
     # the checkpoint's number of parameters: how many rows pad the vocabulary depends on the layout
     parameters = number_of_parameters(policy.arch)
-    damping, groups = max(DAMPING * float(total) / parameters, 1e-30), layer_groups(policy)
+    damping = max(DAMPING * float(total) / parameters, 1e-30)
+    groups = layer_groups(policy)
     products = torch.zeros(len(groups), 2, 3, dtype=torch.float64, device=device)
     for first, second in zip(a, b, strict=True):
         row = products[groups.index(first.group)]
@@ -210,10 +213,8 @@ def owned_gradients(policy: Policy, optimizer: Any, copy: bool = True) -> list[O
             gradient = main.grad.detach().float()
             if copy:
                 gradient = gradient.to("cpu", copy=True)
-            square, options = (
-                part.optimizer.state.get(main, {}).get("exp_avg_sq"),
-                settings[id(main)],
-            )
+            square = part.optimizer.state.get(main, {}).get("exp_avg_sq")
+            options = settings[id(main)]
             correction = 1 - options["betas"][1] ** max(int(options.get("step", 1)), 1)
             gradients.append(OwnedGradient(names[id(model)], gradient, square, correction))
     return gradients
@@ -231,7 +232,9 @@ def _layer_group(layer: int, num_layers: int) -> str:
     count = min(LAYER_GROUPS, num_layers)
     number = layer * count // num_layers
     members = [i for i in range(num_layers) if i * count // num_layers == number]
-    return f"layers_{members[0]}" if len(members) == 1 else f"layers_{members[0]}_{members[-1]}"
+    if len(members) == 1:
+        return f"layers_{members[0]}"
+    return f"layers_{members[0]}_{members[-1]}"
 
 
 def _group_of_parameters(policy: Policy) -> dict[int, str]:
@@ -247,7 +250,10 @@ def _group_of_parameters(policy: Policy) -> dict[int, str]:
                 groups[id(parameter)] = _layer_group(numbers[int(parts[2])], policy.arch.num_layers)
             # a last stage's copy of tied embeddings is not counted, so its name does not matter
             else:
-                groups[id(parameter)] = "embedding" if parts[0] == "embedding" else "output"
+                if parts[0] == "embedding":
+                    groups[id(parameter)] = "embedding"
+                else:
+                    groups[id(parameter)] = "output"
     return groups
 
 

@@ -152,7 +152,8 @@ class CausalAttention(MegatronModule):
         size = self.config.context_parallel_size
         if size == 1:
             return attend(q, k, v, is_causal=True)
-        width, rank = q.shape[2] // 2, parallel_state.get_context_parallel_rank()
+        width = q.shape[2] // 2
+        rank = parallel_state.get_context_parallel_rank()
         parts = []
         for part, chunk in zip(q.split(width, 2), (rank, 2 * size - 1 - rank), strict=True):
             stop = (chunk + 1) * width

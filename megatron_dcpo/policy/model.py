@@ -81,11 +81,11 @@ class Policy:
     def output_weight(self) -> Tensor:
         """Return this rank's rows of the output layer, on the last stage."""
         gpt = self.gpt[-1]
-        weight: Tensor = (
-            gpt.shared_embedding_or_output_weight()
-            if self.arch.tied_embeddings
-            else gpt.output_layer.weight
-        )
+        weight: Tensor
+        if self.arch.tied_embeddings:
+            weight = gpt.shared_embedding_or_output_weight()
+        else:
+            weight = gpt.output_layer.weight
         return weight
 
     def parameters(self, chunk: int) -> dict[str, Tensor]:
@@ -225,7 +225,8 @@ def build_policy(
     reader = HFReader(model.path)
     reader.check(arch)
     config = transformer_config(arch, parallel, torch_dtype(model.params_dtype), engine)
-    gpts, copies = [], []
+    gpts = []
+    copies = []
     for virtual in range(layout.virtual_pipeline_model_parallel_size):
         at = layout.at(topology.part, topology.pp_rank, virtual)
         gpt = _build_chunk(arch, layout, config, at)
@@ -243,7 +244,8 @@ def build_policy(
 def _build_chunk(
     arch: Architecture, layout: Layout, config: TransformerConfig, at: Coordinates
 ) -> GPTModel:
-    pp, vp = layout.pipeline_model_parallel_size, layout.virtual_pipeline_model_parallel_size
+    pp = layout.pipeline_model_parallel_size
+    vp = layout.virtual_pipeline_model_parallel_size
     spec = layer_spec(config, layout.transformer_engine)
     layers = get_num_layers_to_build(config, at.virtual if vp > 1 else None, at.pipeline)
     with without_asking_for_apex() if layout.transformer_engine else nullcontext():
@@ -300,7 +302,8 @@ def rotary_inverse_frequencies(arch: Architecture) -> Tensor:
     if scaling is None:
         return inv_freq
     original = scaling.original_max_position_embeddings
-    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    low = scaling.low_freq_factor
+    high = scaling.high_freq_factor
     wavelength = 2 * math.pi / inv_freq
     keep = ((original / wavelength - low) / (high - low)).clamp(0.0, 1.0)
     return (1 - keep) * inv_freq / scaling.factor + keep * inv_freq

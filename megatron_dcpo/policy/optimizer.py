@@ -99,7 +99,8 @@ def build_optimizer(config: Config, policy: Policy) -> Any:
 
 def build_scheduler(optimizer: Any, config: Config) -> OptimizerParamScheduler:
     """Return Megatron's schedule of the learning rate, in optimizer steps."""
-    options, updates = config.optimizer, config.training.updates_per_rollout
+    options = config.optimizer
+    updates = config.training.updates_per_rollout
     return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
@@ -166,7 +167,8 @@ class Offload:
     """
 
     def __init__(self, policy: Policy, optimizer: Any, wanted: bool) -> None:
-        self.policy, self.optimizer = policy, optimizer
+        self.policy = policy
+        self.optimizer = optimizer
         self.state = Movable("optimizer", self._state_tensors)
         self.active = wanted and capabilities().separate_memory and not policy.frozen
         if wanted and not capabilities().separate_memory:

@@ -117,11 +117,10 @@ class _Chunk:
     def blocks(self) -> Iterator[tuple[slice, Tensor]]:
         """Yield a few rows of the buffer at a time, and as much to write to."""
         count, width = self.p.shape
-        size = (
-            -(-count // 8)
-            if capabilities().separate_memory
-            else min(count, max(1, BLOCK_ELEMENTS // width))
-        )
+        if capabilities().separate_memory:
+            size = -(-count // 8)
+        else:
+            size = min(count, max(1, BLOCK_ELEMENTS // width))
         scratch = torch.empty_like(self.p[:size])
         for start in range(0, count, size):
             stop = min(start + size, count)
@@ -158,7 +157,8 @@ class _TokenOutputs(torch.autograd.Function):
         for chunk in _chunks(layer, hidden, targets):
             outputs, _, logsumexp = _forward(layer, chunk)
             buffers.fill(chunk, outputs, logsumexp)
-        ctx.layer, ctx.targets = layer, targets
+        ctx.layer = layer
+        ctx.targets = targets
         ctx.save_for_backward(hidden, buffers.logsumexp, buffers.logprobs, buffers.entropy)
         ctx.set_materialize_grads(False)
         return buffers.logprobs, buffers.entropy
@@ -191,7 +191,8 @@ class _FusedLoss(torch.autograd.Function):
         loss: PartLoss,
         upstream: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        buffers, gradient = _OutputBuffers.empty(targets), _Gradient.of(weight, hidden)
+        buffers = _OutputBuffers.empty(targets)
+        gradient = _Gradient.of(weight, hidden)
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         for chunk in _chunks(layer, hidden, targets):
             outputs, sums, logsumexp = _forward(layer, chunk)
@@ -205,7 +206,9 @@ class _FusedLoss(torch.autograd.Function):
                 layer, chunk, sums, outputs.logprobs.detach(), outputs.entropy.detach(), grads
             )
             gradient.add(layer, chunk, hidden[chunk.rows])
-        ctx.weight, ctx.weight_gradient, ctx.upstream = weight, gradient.for_weight(layer), upstream
+        ctx.weight = weight
+        ctx.weight_gradient = gradient.for_weight(layer)
+        ctx.upstream = upstream
         ctx.save_for_backward(gradient.hidden)
         ctx.mark_non_differentiable(buffers.logprobs, buffers.entropy)
         return total, buffers.logprobs, buffers.entropy
@@ -225,9 +228,13 @@ class _FusedLoss(torch.autograd.Function):
 
 def _chunks(layer: OutputLayer, hidden: Tensor, targets: Tensor) -> Iterator[_Chunk]:
     """Yield the logits of some rows at a time, all in the same buffer."""
-    count, tokens = len(hidden), layer.tokens
+    count = len(hidden)
+    tokens = layer.tokens
     enough = max(CHUNK_ROWS, 4 * BLOCK_ELEMENTS // len(tokens))
-    size = LOGITS_AT_ONCE // len(tokens) if capabilities().separate_memory else enough
+    if capabilities().separate_memory:
+        size = LOGITS_AT_ONCE // len(tokens)
+    else:
+        size = enough
     size = max(1, min(count, size))
     edges = [*range(0, count, size), count]
     buffer = torch.empty(size, len(tokens), dtype=torch.float32, device=hidden.device)
@@ -268,7 +275,8 @@ def _forward(layer: OutputLayer, chunk: _Chunk) -> tuple[TokenOutputs, Tensor, T
     layer.all_reduce(sums, dist.ReduceOp.SUM)
     rest, weighted, target = sums.view(3, n)
     at_target = target.exp()
-    total, weighted = rest + at_target, weighted + at_target * target
+    total = rest + at_target
+    weighted = weighted + at_target * target
     log = torch.where(target == 0, rest.log1p(), total.log())
     return TokenOutputs(target - log, log - weighted / total), total, maximum + log
 
@@ -322,7 +330,8 @@ class _OutputBuffers:
         )
 
     def fill(self, chunk: _Chunk, outputs: TokenOutputs, logsumexp: Tensor) -> None:
-        self.logprobs[chunk.rows], self.entropy[chunk.rows] = outputs.logprobs, outputs.entropy
+        self.logprobs[chunk.rows] = outputs.logprobs
+        self.entropy[chunk.rows] = outputs.entropy
         self.logsumexp[chunk.rows] = logsumexp
 
 
@@ -340,7 +349,10 @@ class _Gradient:
         sums = None
         if weight.requires_grad:
             main = getattr(weight, "main_grad", None)
-            sums = torch.zeros_like(weight, dtype=torch.float32) if main is None else main
+            if main is None:
+                sums = torch.zeros_like(weight, dtype=torch.float32)
+            else:
+                sums = main
         return cls(torch.empty_like(hidden), sums)
 
     def add(self, layer: OutputLayer, chunk: _Chunk, hidden: Tensor) -> None:

@@ -57,7 +57,10 @@ def accumulate_gradients(
     """
     # What is left of the factor below when the schedule has divided; gradients of a frozen policy's
     # adapter are sums.
-    upstream = 1 if policy.frozen else policy.topology.dp_size * policy.topology.cp_size
+    if policy.frozen:
+        upstream = 1
+    else:
+        upstream = policy.topology.dp_size * policy.topology.cp_size
     scale = len(splits) * upstream
 
     def loss_closure(batch: MicroBatch, output: Any) -> tuple[Tensor, Tensor, dict[str, Any]]:
@@ -138,7 +141,10 @@ def _run(
     packing: bool,
     forward_only: bool,
 ) -> list[Any]:
-    multiple = policy.topology.tp_size if policy.config.sequence_parallel else 1
+    if policy.config.sequence_parallel:
+        multiple = policy.topology.tp_size
+    else:
+        multiple = 1
     place = policy.topology.cp_rank, policy.topology.cp_size
     uniform = len(policy.chunks) > 1
     shapes = partial(
@@ -212,5 +218,6 @@ def _output_layer(
     if not policy.config.sequence_parallel:
         hidden = copy_to_tensor_model_parallel_region(hidden, group=group)
     overlapped = policy.config.no_sync_func is not None
-    size, fp32 = policy.arch.vocab_size, policy.fp32_head
+    size = policy.arch.vocab_size
+    fp32 = policy.fp32_head
     return OutputLayer.of(policy.output_weight, size, temperature, group, overlapped, fp32), hidden

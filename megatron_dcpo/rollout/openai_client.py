@@ -32,7 +32,8 @@ _ROUNDED = (
     1e-3  # servers that compute in half precision report probabilities of slightly more than 1
 )
 # A reply is refused beyond so many bytes of each log-prob, and of everything else.
-_TOKEN_BYTES, _OTHER_BYTES = 1000, 1 << 20
+_TOKEN_BYTES = 1000
+_OTHER_BYTES = 1 << 20
 
 
 class _Request(Protocol):
@@ -73,7 +74,8 @@ class Endpoint:
         for request in requests:
             for repeat in request.repeats:
                 todo.put((request.prompt, repeat))
-        left, stop = todo.qsize(), threading.Event()
+        left = todo.qsize()
+        stop = threading.Event()
         done: queue.SimpleQueue[Response | BaseException] = queue.SimpleQueue()
         for _ in range(min(self.concurrency, left)):
             threading.Thread(target=self._work, args=(todo, done, stop), daemon=True).start()
@@ -250,14 +252,14 @@ def _with_reasoning(message: Mapping[str, Any]) -> Any:
     """Return the text of a message, with the thinking that a server's reasoning parser took out of
     it between the tags that the judge knows it by; without an answer it has not ended.
     """
-    text, thinking = (
-        message.get("content") or "",
-        message.get("reasoning_content") or message.get("reasoning"),
-    )
+    text = message.get("content") or ""
+    thinking = message.get("reasoning_content") or message.get("reasoning")
     if not isinstance(thinking, str) or not isinstance(text, str):
         return text
     opening, end = (tag.decode() for tag in KNOWN[0])
-    return f"{opening}{thinking}{end}{text}" if text else f"{opening}{thinking}"
+    if text:
+        return f"{opening}{thinking}{end}{text}"
+    return f"{opening}{thinking}"
 
 
 def _checked_logprobs(values: Sequence[Any], dimensions: int) -> np.ndarray:

@@ -176,10 +176,14 @@ class TransformersEngine(Engine):
         partial: PartialRollout | None = None,
     ) -> Iterator[list[Response]]:
         width = min(sampling.top_logprobs, self.model.config.get_text_config().vocab_size)
-        experts = RecordedExperts(len(samples), sampling.max_tokens) if self._recorder else None
+        if self._recorder:
+            experts = RecordedExperts(len(samples), sampling.max_tokens)
+        else:
+            experts = None
         batch = _Batch(samples, sampling, step, self.weights_version, partial, width, experts)
         eos = torch.tensor(self.eos_token_ids, dtype=torch.int64, device=current_device())
-        slots, waiting = min(self.max_num_seqs, len(samples)), deque(range(len(samples)))
+        slots = min(self.max_num_seqs, len(samples))
+        waiting = deque(range(len(samples)))
         running = _Running.none()
         while waiting or len(running.rows):
             if stop_requested():
@@ -267,7 +271,8 @@ def prefill(model: Any, sequences: Sequence[Sequence[int]]) -> tuple[Tensor, Any
     for row, tokens in enumerate(sequences):
         ids[row, width - len(tokens) :] = torch.tensor(tokens)
         mask[row, width - len(tokens) :] = 1
-    ids, mask = ids.to(current_device()), mask.to(current_device())
+    ids = ids.to(current_device())
+    mask = mask.to(current_device())
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     cache = DynamicCache(config=model.config)
     out = model(
@@ -296,13 +301,14 @@ class _Batch:
         tops: int,
         experts: RecordedExperts | None,
     ) -> None:
-        device, longest, total, self.experts = (
-            current_device(),
-            sampling.max_tokens,
-            len(samples),
-            experts,
-        )
-        self.samples, self.sampling, self.step, self.version = samples, sampling, step, version
+        device = current_device()
+        longest = sampling.max_tokens
+        total = len(samples)
+        self.experts = experts
+        self.samples = samples
+        self.sampling = sampling
+        self.step = step
+        self.version = version
         self.begun = [partial.so_far(*sample) if partial else None for sample in samples]
         draws = np.zeros((total, longest))
         for row, ((prompt, index), begun) in enumerate(zip(samples, self.begun, strict=True)):
@@ -323,7 +329,9 @@ class _Batch:
     def name(self, place: int) -> Hashable:
         """Return a name that is equal for samples that begin with the same tokens."""
         prompt, index = self.samples[place]
-        return (prompt.prompt_id, index) if self._before[place] else prompt.prompt_id
+        if self._before[place]:
+            return (prompt.prompt_id, index)
+        return prompt.prompt_id
 
     def ids(self, place: int) -> list[int]:
         begun = self.begun[place]
@@ -338,8 +346,10 @@ class _Batch:
 
     def record(self, rows: Tensor, token: Tensor, logprob: Tensor, ends: Tensor) -> Tensor:
         """Note the next token of ``rows``; return which of them are over now, bool [B]."""
-        place, live = self.place(rows), ~self.over[rows]
-        self.tokens[rows, place], self.logprobs[rows, place] = token, logprob
+        place = self.place(rows)
+        live = ~self.over[rows]
+        self.tokens[rows, place] = token
+        self.logprobs[rows, place] = logprob
         self.count[rows] += live
         self.stopped[rows] |= ends & live
         over = live & (ends | (self.count[rows] == self.sampling.max_tokens))
@@ -356,7 +366,8 @@ class _Batch:
         tops = self.tops[rows.cpu(), :longest].numpy()
         found = []
         for place, row in enumerate(rows.tolist()):
-            (prompt, index), part = self.samples[row], slice(self._before[row], lengths[place])
+            (prompt, index) = self.samples[row]
+            part = slice(self._before[row], lengths[place])
             response = Response(
                 prompt_id=prompt.prompt_id,
                 sample_index=index,
@@ -400,11 +411,9 @@ class _Running:
 
     def keep(self, places: Tensor) -> None:
         self.cache.batch_select_indices(places)
-        self.rows, self.mask, self.position = (
-            self.rows[places],
-            self.mask[places],
-            self.position[places],
-        )
+        self.rows = self.rows[places]
+        self.mask = self.mask[places]
+        self.position = self.position[places]
 
     def step(self, model: Any, token: Tensor) -> None:
         """Sample one more token for every row."""
@@ -435,10 +444,8 @@ class _Running:
             return torch.cat(padded)
 
         for layer, more in zip(self.cache.layers, other.cache.layers, strict=True):
-            layer.keys, layer.values = (
-                both(layer.keys, more.keys, -2),
-                both(layer.values, more.values, -2),
-            )
+            layer.keys = both(layer.keys, more.keys, -2)
+            layer.values = both(layer.values, more.values, -2)
         rows, logits, position = (
             torch.cat([getattr(self, name), getattr(other, name)])
             for name in ("rows", "logits", "position")

@@ -73,7 +73,8 @@ class VllmEngine(Engine):
     """
 
     def __init__(self, model_dir: str | Path, options: VllmOptions) -> None:
-        self.model_dir, self.options = Path(model_dir), options
+        self.model_dir = Path(model_dir)
+        self.options = options
         self.arch = read_architecture(model_dir)
         check_engine(self.arch, options.tensor_model_parallel_size)
         choose_engine("vllm", model_dir)
@@ -145,7 +146,8 @@ class VllmEngine(Engine):
         (None: no token yet). A signal ends it early, but not between the ranks of one engine: they
         would no longer step together.
         """
-        engine, slots = self.llm.llm_engine, min(self.options.at_once, len(samples))
+        engine = self.llm.llm_engine
+        slots = min(self.options.at_once, len(samples))
         unfinished: dict[int, Any] = dict.fromkeys(range(len(samples)))
         for number, (prompt, i) in enumerate(samples):
             begun = partial.so_far(prompt, i) if partial else None
@@ -225,7 +227,8 @@ class VllmEngine(Engine):
             raise EngineError(
                 f"{prompt.prompt_id} was sampled by weights {versions}, not {self.weights_version}"
             )
-        ids, why = np.array(completion.token_ids, np.int64), completion.finish_reason
+        ids = np.array(completion.token_ids, np.int64)
+        why = completion.finish_reason
         # of every position the token that was sampled, then the most probable ones, in order
         logprobs = np.array(completion.logprobs.logprobs, np.float32).reshape(
             len(ids), 1 + top_logprobs
@@ -440,7 +443,8 @@ class VllmEngine(Engine):
         name is the same in every job of a machine, and stays behind when a job is killed. Without
         its name it works on, and stands in no one's way.
         """
-        size, rank = self.tensor_model_parallel_size, int(os.environ.get("RANK", "0"))
+        size = self.tensor_model_parallel_size
+        rank = int(os.environ.get("RANK", "0"))
         first = rank - rank % size
         name = f"[{'-'.join(str(r) for r in range(first, first + size))}]-cpushm_{rank % size}"
         for path in Path("/dev/shm").glob(f"*-tp:*-{glob.escape(name)}"):

@@ -48,7 +48,8 @@ from megatron_dcpo.sandbox.tests import (
 __all__ = ["CATEGORIES", "CodeLimits", "CodePool", "CodeVerdict", "judge_programs"]
 
 ATTEMPTS = 3  # of a program whose sandbox died
-_SIGXCPU, _SIGKILL = -24, -9
+_SIGXCPU = -24
+_SIGKILL = -9
 
 
 def judge_programs(
@@ -157,7 +158,8 @@ class SandboxSession:
     """A warm server for programs and, when a task needs it, one for tests. Not thread-safe."""
 
     def __init__(self, level: Level, limits: CodeLimits) -> None:
-        self.level, self.limits = level, limits
+        self.level = level
+        self.limits = limits
         self.servers: dict[Role, Server] = {}
         # Files in memory count for the group of the process that writes them.
         memory = limits.memory_mb + limits.scratch_mb + 2 * limits.output_mb
@@ -181,7 +183,10 @@ class SandboxSession:
         """Return the verdict on ``program``; judged again, in a new sandbox, when the sandbox died,
         within the program's whole time.
         """
-        judge = self._by_output if tests["kind"] == "stdin" else self._by_calls
+        if tests["kind"] == "stdin":
+            judge = self._by_output
+        else:
+            judge = self._by_calls
         deadline = time.monotonic() + self.limits.program_seconds
         for attempt in range(1, ATTEMPTS + 1):
             try:
@@ -220,7 +225,8 @@ class SandboxSession:
                     if category == "passed":
                         output = os.pread(out, self.limits.output_mb << 20, 0)
                         if not same_output(output, expected, tests["atol"]):
-                            category, detail = "wrong", "another output than expected"
+                            category = "wrong"
+                            detail = "another output than expected"
                 if category != "passed":
                     return CodeVerdict(0, category, f"case {place}: {detail}")
         return CodeVerdict(1, "passed")
@@ -261,7 +267,8 @@ class SandboxSession:
                 return CodeVerdict(0, "runtime_error", "the program closed the pipe of its tests")
             category, detail = self._category(ending, out, err, group.exceeded())
             if category == "passed":
-                category, detail = "runtime_error", "the program ended before its tests were done"
+                category = "runtime_error"
+                detail = "the program ended before its tests were done"
             return CodeVerdict(0, category, detail)
 
     def _category(self, ending: Ending, out: int, err: int, exceeded: bool) -> tuple[Category, str]:

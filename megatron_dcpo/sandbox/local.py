@@ -142,7 +142,8 @@ class Server:
     """
 
     def __init__(self, level: Level, role: Role = "program") -> None:
-        self.level, self.role = level, role
+        self.level = level
+        self.role = role
         self.control, server_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         sources, boot = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         with server_end, boot, sources:

@@ -164,7 +164,10 @@ def _experts(config: dict[str, Any], source: str) -> dict[str, Any]:
                 "experts alone"
             )
     # transformers 5 writes num_local_experts, the checkpoints on the hub have num_experts
-    number = config["num_experts"] if "num_experts" in config else config["num_local_experts"]
+    if "num_experts" in config:
+        number = config["num_experts"]
+    else:
+        number = config["num_local_experts"]
     chosen = config["num_experts_per_tok"]
     if chosen > number:
         raise UserError(f"{source}: num_experts_per_tok={chosen} is more than the {number} experts")

@@ -166,7 +166,8 @@ def reshard_plan(
     whole = {name: tuple(engine_slice(arch, name, 1, 0) for _ in at) for name in names}
     held_ops = _held(arch, layout, names)
     message, capacity = _share_of_a_bucket(arch, names, ranks, bucket_bytes, itemsize)
-    buckets, assembled = [], 0
+    buckets = []
+    assembled = 0
     for packed in _pack(_entries(arch, held_ops, slices, capacity, merged), capacity, merged):
         messages = _messages([op for _, ops in packed for op in ops], message)
         buckets.append(Bucket(tuple(entry for entry, _ in packed), tuple(messages)))
@@ -222,7 +223,10 @@ def _share_of_a_bucket(
     widest = max(
         (_per_index(arch, name, engine_slice(arch, name, 1, 0)[0]) for name in names), default=1
     )
-    message = max(widest, bucket_bytes // MESSAGE_SHARE // itemsize) if ranks > 1 else 0
+    if ranks > 1:
+        message = max(widest, bucket_bytes // MESSAGE_SHARE // itemsize)
+    else:
+        message = 0
     capacity = bucket_bytes // itemsize - message
     if capacity < widest:
         least = widest * itemsize * (2 if ranks > 1 else 1)
@@ -237,7 +241,8 @@ def _engine_ranks(layout: Layout, engine_tp: int, replicas: int, replica: int) -
     """Return the engine's tensor-parallel rank on each rank of a replica. Engines are blocks of
     consecutive ranks; Megatron counts tensor before data before pipeline ranks.
     """
-    width, stages = layout.width, range(layout.pipeline_model_parallel_size)
+    width = layout.width
+    stages = range(layout.pipeline_model_parallel_size)
     return [
         (place + width * (replica + replicas * p)) % engine_tp
         for p in stages
@@ -259,7 +264,8 @@ def _held(arch: Architecture, layout: Layout, names: Sequence[str]) -> _Held:
                 for name, copies in _by_tensor(
                     plan(arch, layout, layout.at(place, pipeline, virtual))
                 ).items():
-                    start, stop = copies[0].hf_start, copies[-1].hf_stop
+                    start = copies[0].hf_start
+                    stop = copies[-1].hf_stop
                     assert sum(copy.length for copy in copies) == stop - start, (
                         "the slices of a rank are neighbors"
                     )
@@ -269,7 +275,10 @@ def _held(arch: Architecture, layout: Layout, names: Sequence[str]) -> _Held:
                     )
                     op = by_interval[name].get((start, stop), new)
                     if rank not in op.holders:
-                        holders = (rank, *op.holders) if copies[0].primary else (*op.holders, rank)
+                        if copies[0].primary:
+                            holders = (rank, *op.holders)
+                        else:
+                            holders = (*op.holders, rank)
                         by_interval[name][start, stop] = replace(op, holders=holders)
     return {
         name: [op for _, op in sorted(by_interval[name].items(), key=lambda item: item[0])]
@@ -378,7 +387,8 @@ def _pack(
         total = _sum([used, needs]) if bucket else needs
         if bucket and (max(total) > capacity or bucket[-1][0].hf == entry.hf):
             yield bucket
-            bucket, total = [], needs
+            bucket = []
+            total = needs
         bucket.append((entry, ops))
         used = total
     if bucket:
@@ -418,7 +428,8 @@ VOCABULARY_MULTIPLE = 64  # vLLM pads the vocabulary to a multiple of this befor
 
 def check_engine(arch: Architecture, tensor_model_parallel_size: int) -> None:
     """Raise :class:`UserError` for an engine tensor-parallel size that does not divide the model."""
-    tp, groups = tensor_model_parallel_size, arch.num_query_groups
+    tp = tensor_model_parallel_size
+    groups = arch.num_query_groups
     if arch.num_experts and tp > arch.num_experts:
         raise UserError(
             f"rollout.tensor_model_parallel_size={tp} is more than the model's {arch.num_experts} "
@@ -455,7 +466,8 @@ def engine_slice(arch: Architecture, name: str, tp: int, rank: int) -> Slice:
     The dimension is the one Megatron cuts along, too: output rows, or input columns of o_proj and
     down_proj.
     """
-    shape, cut = hf_shapes(arch)[name], engine_cuts(arch)[name]
+    shape = hf_shapes(arch)[name]
+    cut = engine_cuts(arch)[name]
     dim = 1 if cut == "columns" else 0
     if cut == "whole":
         return dim, 0, shape[dim]

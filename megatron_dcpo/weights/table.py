@@ -80,7 +80,8 @@ _GROUPED_EXPERTS = {
 }
 LOCAL_NAMES = {fused: local for local, fused in _FUSED_NORMS.items()}
 
-_M, _H = "decoder.layers.{layer}.", "model.layers.{layer}."
+_M = "decoder.layers.{layer}."
+_H = "model.layers.{layer}."
 _EMBEDDING = "model.embed_tokens.weight"
 
 
@@ -185,8 +186,11 @@ def hf_shapes(arch: Architecture) -> Mapping[str, tuple[int, ...]]:
     """Return every Hugging Face tensor of the architecture with its shape, in checkpoint order.
     Made once: plans ask per tensor.
     """
-    h, f, d = arch.hidden_size, arch.ffn_hidden_size, arch.kv_channels
-    q, kv = arch.num_attention_heads * d, arch.num_query_groups * d
+    h = arch.hidden_size
+    f = arch.ffn_hidden_size
+    d = arch.kv_channels
+    q = arch.num_attention_heads * d
+    kv = arch.num_query_groups * d
     shapes: dict[str, tuple[int, ...]] = {_EMBEDDING: (arch.vocab_size, h)}
     per_layer: dict[str, tuple[int, ...]] = {
         "input_layernorm.weight": (h,),

@@ -35,7 +35,8 @@ MAX_FILES = 64
 
 def serve(settings: dict[str, Any]) -> None:
     """Fork for every message until the judge is gone."""
-    settings["shared"], settings["server"] = _places(settings), os.getpid()
+    settings["shared"] = _places(settings)
+    settings["server"] = os.getpid()
     _become_ordinary(settings)
     for name in settings["modules"]:
         with contextlib.suppress(ImportError):
@@ -106,7 +107,8 @@ def _supervise(
     """
     channel = socket.socket(fileno=os.dup(pipes[0]))
     while True:
-        data, given = b"", list[int]()
+        data = b""
+        given = list[int]()
         with contextlib.suppress(ConnectionResetError):  # closed before the last ending was read
             data, given, _, _ = socket.recv_fds(channel, 65536, 6)
         if not data:
@@ -191,7 +193,9 @@ def _memory_of_all(processes: int, limit: int) -> int:
     """
     names = [name for name in os.listdir(processes) if name.isdigit() and name != "1"]
     total = sum(_resident(processes, name) for name in names)
-    return total if total <= limit else sum(_proportional(processes, name) for name in names)
+    if total <= limit:
+        return total
+    return sum(_proportional(processes, name) for name in names)
 
 
 def _resident(processes: int, name: str) -> int:

@@ -24,7 +24,8 @@ from typing import Any, NoReturn
 
 from megatron_dcpo.sandbox.guest import rpc
 
-EVALPLUS_ATOL, EVALPLUS_RTOL = 1e-6, 1e-7
+EVALPLUS_ATOL = 1e-6
+EVALPLUS_RTOL = 1e-7
 # Modules that assert lists use without importing them.
 _MODULES = (
     "math cmath re sys itertools functools collections heapq bisect string random datetime copy "
@@ -40,14 +41,16 @@ class Stop(BaseException):
 
     def __init__(self, category: str, detail: str) -> None:
         super().__init__(category, detail)
-        self.category, self.detail = category, detail
+        self.category = category
+        self.detail = detail
 
 
 class ProgramClient:
     """Calls to the program, each within ``timeout`` seconds and ``limit`` bytes."""
 
     def __init__(self, pipe: int, timeout: float, limit: int) -> None:
-        self.pipe, self.timeout = pipe, timeout
+        self.pipe = pipe
+        self.timeout = timeout
         self.reader = rpc.Reader(pipe, limit)
         self.classes: dict[str, type] = {}
         self.remotes: dict[int, RemoteObject] = {}
@@ -136,7 +139,10 @@ class ProgramClient:
                 self._stop("wrong", f"the program's answer is not a value: {error}")
         if "raised" in answer:
             kind = getattr(builtins, str(answer["raised"]), None)
-            kind = kind if isinstance(kind, type) and issubclass(kind, Exception) else RuntimeError
+            if isinstance(kind, type) and issubclass(kind, Exception):
+                kind = kind
+            else:
+                kind = RuntimeError
             try:
                 exception = kind(str(answer.get("text", "")))
             except TypeError:  # UnicodeDecodeError and the like want more
@@ -164,7 +170,9 @@ class RemoteObject:
     """
 
     def __init__(self, client: ProgramClient, on: dict[str, Any], kind: str) -> None:
-        self._client, self._on, self._kind = client, on, kind
+        self._client = client
+        self._on = on
+        self._kind = kind
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._client.call(self._on, None, args, kwargs)
@@ -324,7 +332,10 @@ def _execute(
     source: str, names: dict[str, Any], client: ProgramClient, target: str | None, entry: str
 ) -> None:
     tree = ast.parse(source)
-    predicted = _predicted_calls(tree, target, names) if target and "inputs" in source else None
+    if target and "inputs" in source:
+        predicted = _predicted_calls(tree, target, names)
+    else:
+        predicted = None
     code = compile(tree, "<tests>", "exec")
     bound = _bind_free_names(code, names, client)
     if not target and not bound and (shadowed := _shadowed(tree)):
@@ -370,7 +381,8 @@ def same(result: Any, expected: Any, atol: float) -> bool:
     where the expected value is one or a sequence of them) and 1e-7 relative. Tuples equal lists:
     expected values come from JSON.
     """
-    result, expected = _lists(result), _lists(expected)
+    result = _lists(result)
+    expected = _lists(expected)
     if result == expected:
         return True
     if atol == 0 and not _floats(expected):
