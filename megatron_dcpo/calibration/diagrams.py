@@ -81,21 +81,37 @@ class Curve:
 
 
 TRAINING_CURVES = (
-    Curve("Accuracy", ("reward/accuracy",), percent=True),
-    Curve("Mean confidence", ("confidence/mean",), percent=True),
+    Curve(
+        title="Accuracy",
+        keys=("reward/accuracy",),
+        percent=True,
+    ),
+    Curve(
+        title="Mean confidence",
+        keys=("confidence/mean",),
+        percent=True,
+    ),
     Curve("ECE (solid), PCE (dashed)", ("calibration/ece", "calibration/pce")),
     Curve("AUROC", ("calibration/auroc",)),
     Curve(
-        "Gradient norm: reasoning, confidence (dashed)",
-        ("grad_norm/reasoning", "grad_norm/confidence"),
+        title="Gradient norm: reasoning, confidence (dashed)",
+        keys=("grad_norm/reasoning", "grad_norm/confidence"),
         log=True,
     ),
     Curve("Response length (tokens)", ("length/mean",)),
-    Curve("Violation rate", ("format/violation_rate",), percent=True),
+    Curve(
+        title="Violation rate",
+        keys=("format/violation_rate",),
+        percent=True,
+    ),
     Curve("Brier score", ("calibration/brier",)),
     Curve("Policy loss", ("loss/policy",)),
     Curve("Entropy, nats a token", ("entropy",)),
-    Curve("KL: reference, engine and trainer (dashed)", ("loss/kl", "engine/kl"), log=True),
+    Curve(
+        title="KL: reference, engine and trainer (dashed)",
+        keys=("loss/kl", "engine/kl"),
+        log=True,
+    ),
 )
 
 
@@ -109,7 +125,12 @@ def reliability_diagram(bins: Bins, title: str = "", note: str = "") -> Figure:
     """
     figure = _figure(4.6, 4.4)
     axes = figure.add_subplot()
-    draw_reliability(axes, bins, title, note)
+    draw_reliability(
+        axes=axes,
+        bins=bins,
+        title=title,
+        note=note,
+    )
     axes.set_ylabel("Accuracy")
     _share_colorbar(figure, [axes])
     return figure
@@ -143,7 +164,12 @@ def comparison_grid(
         column = position % columns
         upper = grid[row][column]
         lower = grid[row + 1][column]
-        draw_reliability(upper, bins, name, (notes or {}).get(name, ""))
+        draw_reliability(
+            axes=upper,
+            bins=bins,
+            title=name,
+            note=(notes or {}).get(name, ""),
+        )
         draw_histogram(lower, bins, "")
         lower.set_ylim(*_count_range(most))
         upper.set_xlabel("")
@@ -171,7 +197,12 @@ def run_panel(bins: Bins, title: str = "", note: str = "", most: int | None = No
     """
     figure = _figure(3.5, 4.6)
     upper, lower = figure.subplots(2, 1, height_ratios=[3, 1.15], sharex=True)
-    draw_reliability(upper, bins, title, note)
+    draw_reliability(
+        axes=upper,
+        bins=bins,
+        title=title,
+        note=note,
+    )
     draw_histogram(lower, bins, "")
     if most is not None:
         lower.set_ylim(*_count_range(most))
@@ -236,8 +267,16 @@ def validation_curves(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[C
         for name in dict.fromkeys(parts[1] for parts in keys)
         for key in (f"evaluation/{name}/",)
         for curve in (
-            Curve(f"{name}: accuracy", (key + "accuracy",), percent=True),
-            Curve(f"{name}: mean confidence", (key + "mean_confidence",), percent=True),
+            Curve(
+                title=f"{name}: accuracy",
+                keys=(key + "accuracy",),
+                percent=True,
+            ),
+            Curve(
+                title=f"{name}: mean confidence",
+                keys=(key + "mean_confidence",),
+                percent=True,
+            ),
             Curve(f"{name}: ECE (solid), Brier (dashed)", (key + "ece", key + "brier")),
             Curve(f"{name}: AUROC", (key + "auroc",)),
         )

@@ -178,7 +178,12 @@ def ece_equal_mass(confidences: Confidences, correct: Correct, bins: int = DEFAU
     """Return ECE over bins of about equal counts (Nixon 2019): does not hang on where the
     confidences crowd.
     """
-    rows = bin_rows(confidences, correct, bins, mass=True)
+    rows = bin_rows(
+        confidences=confidences,
+        correct=correct,
+        bins=bins,
+        mass=True,
+    )
     total = int(rows.count.sum())
     if total:
         return float(np.abs(rows.excess).sum() / total)
@@ -211,7 +216,12 @@ def brier_decomposition(
     resolution = float((rows.count * spread**2).sum() / n)
     uncertainty = float(base_rate * (1.0 - base_rate))
     within = brier(confidences, correct) - (reliability - resolution + uncertainty)
-    return BrierParts(reliability, resolution, uncertainty, within)
+    return BrierParts(
+        reliability=reliability,
+        resolution=resolution,
+        uncertainty=uncertainty,
+        within_bin=within,
+    )
 
 
 def nll(confidences: Confidences, correct: Correct) -> float:

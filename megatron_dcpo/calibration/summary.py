@@ -97,9 +97,28 @@ def summarize(
     if statuses is not None:
         summary |= violation_rates(statuses)
     if resamples:
-        summary["ece_corrected"] = binned_error(c, y, problem_ids, bins, resamples, seed).estimate
-        summary["ece_null95"] = null_ece(c, bins, min(resamples, 200), seed)
-        summary["ci95"] = intervals(c, y, problem_ids, bins=bins, resamples=resamples, seed=seed)
+        summary["ece_corrected"] = binned_error(
+            confidences=c,
+            correct=y,
+            problem_ids=problem_ids,
+            bins=bins,
+            resamples=resamples,
+            seed=seed,
+        ).estimate
+        summary["ece_null95"] = null_ece(
+            confidences=c,
+            bins=bins,
+            resamples=min(resamples, 200),
+            seed=seed,
+        )
+        summary["ci95"] = intervals(
+            confidences=c,
+            correct=y,
+            problem_ids=problem_ids,
+            bins=bins,
+            resamples=resamples,
+            seed=seed,
+        )
     return summary
 
 
@@ -144,7 +163,13 @@ def intervals(
     }
     for name in ("ece", "pce"):
         error = binned_error(
-            confidences, correct, problem_ids, bins, resamples, seed, over_only=name == "pce"
+            confidences=confidences,
+            correct=correct,
+            problem_ids=problem_ids,
+            bins=bins,
+            resamples=resamples,
+            seed=seed,
+            over_only=name == "pce",
         )
         found[name] = [error.low, error.high]
     return {name: found[name] for name in INTERVALS}

@@ -96,7 +96,15 @@ def _own_shards(
     for parameter, start, stop in _owned_ranges(part):
         tensors = main_param_and_states(part, parameter)
         yield {
-            name: list(_shards(bases[id(parameter)], name, tensor.detach(), start, stop))
+            name: list(
+                _shards(
+                    base=bases[id(parameter)],
+                    name=name,
+                    own=tensor.detach(),
+                    start=start,
+                    stop=stop,
+                )
+            )
             for name, tensor in tensors.items()
             if name != "step"  # kept per group
         }

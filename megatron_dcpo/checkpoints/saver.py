@@ -197,13 +197,24 @@ class Saver:
                 self._fail_if(broadcast_object(error), iteration, temporary)
             writer, metadata = self._plan(state, temporary)
             if self.background:
-                self._known = _Plan(form, metadata, _files_of_buckets(writer.write_buckets, parts))
+                self._known = _Plan(
+                    form=form,
+                    metadata=metadata,
+                    files=_files_of_buckets(writer.write_buckets, parts),
+                )
         else:
             assert self._known is not None
             writer = filesystem_async.FileSystemWriterAsync(temporary)
             metadata = self._known.metadata
             writer.write_buckets = _refreshed(self._known, temporary, parts)
-        return Pending(iteration, temporary, self.rank, writer, metadata, copy.deepcopy(common))
+        return Pending(
+            iteration=iteration,
+            temporary=temporary,
+            rank=self.rank,
+            writer=writer,
+            metadata=metadata,
+            common=copy.deepcopy(common),
+        )
 
     def _plan(self, state: dict[str, Any], temporary: Path) -> tuple[Any, Any]:
         """Return Megatron's writer with this rank's part of the state, and on the first rank the

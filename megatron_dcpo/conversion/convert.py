@@ -109,7 +109,13 @@ def import_checkpoint(
         check_no_overlap(target, source)
         arch = read_architecture(source)
         padded = padded_vocab_size(
-            arch, Layout(tensor_model_parallel_size, 1, 1, make_vocab_size_divisible_by)
+            arch,
+            Layout(
+                tensor_model_parallel_size=tensor_model_parallel_size,
+                pipeline_model_parallel_size=1,
+                virtual_pipeline_model_parallel_size=1,
+                make_vocab_size_divisible_by=make_vocab_size_divisible_by,
+            ),
         )
         reader = HFReader(source)
         reader.check(arch)
@@ -120,7 +126,12 @@ def import_checkpoint(
         check_free_space(target, total)
         with new_directory(target, overwrite) as temporary, few_threads() as pool:
             hashing = {name: pool.submit(sha256, reader.tensor(name)) for name in hf_shapes(arch)}
-            write_checkpoint(temporary, chunks, extra_states(arch), byte_counter(progress, total))
+            write_checkpoint(
+                directory=temporary,
+                chunks=chunks,
+                objects=extra_states(arch),
+                count=byte_counter(progress, total),
+            )
             hashes = {name: hashing[name].result() for name in sorted(hashing)}
             side = temporary / HF_SUBDIRECTORY
             side.mkdir()
@@ -128,7 +139,12 @@ def import_checkpoint(
             _record_files(source, side, arch)
             seconds = time.perf_counter() - clock
             if verify:
-                checked = verify_bytes(arch, MegatronCheckpoint(temporary), reader, progress)
+                checked = verify_bytes(
+                    arch=arch,
+                    checkpoint=MegatronCheckpoint(temporary),
+                    reader=reader,
+                    progress=progress,
+                )
             else:
                 checked = None
             padding = {"vocab_size": arch.vocab_size, "padded_vocab_size": padded}
@@ -155,7 +171,14 @@ def _new_chunks(arch: Architecture, reader: HFReader, padded: int) -> Iterator[N
             sizes = (*(1 for _ in stacked), stop - start, *columns)
             offsets = (*place, start, *(0 for _ in columns))
             make = partial(_rows, reader, copies, start, stop, sizes)
-            yield NewChunk(key, (*stacked, rows, *columns), offsets, sizes, dtype, make)
+            yield NewChunk(
+                key=key,
+                shape=(*stacked, rows, *columns),
+                offsets=offsets,
+                sizes=sizes,
+                dtype=dtype,
+                make=make,
+            )
 
 
 def _rows(
@@ -275,7 +298,10 @@ def export_checkpoint(
         check_free_space(target, sum(shard.nbytes for shard in shards))
         with new_directory(target, overwrite) as temporary:
             hashes = _write_shards(
-                temporary, shards, slices(arch, checkpoint, located), byte_counter(progress, total)
+                out=temporary,
+                shards=shards,
+                parameters=slices(arch, checkpoint, located),
+                count=byte_counter(progress, total),
             )
             if recorded and len(shards) > 1:
                 shutil.copyfile(side / INDEX, temporary / INDEX)
@@ -284,7 +310,12 @@ def export_checkpoint(
             copy_side_files(side, temporary, dtype)
             seconds = time.perf_counter() - clock
             if verify:
-                checked = verify_bytes(arch, checkpoint, HFReader(temporary), progress)
+                checked = verify_bytes(
+                    arch=arch,
+                    checkpoint=checkpoint,
+                    reader=HFReader(temporary),
+                    progress=progress,
+                )
             else:
                 checked = None
             names = "export", str(source), str(target), arch.name, dtype

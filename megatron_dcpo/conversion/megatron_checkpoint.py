@@ -95,7 +95,13 @@ class StoredTensor:
         chunks = tuple(
             c for c in self.chunks if c.offsets[axis] <= number < c.offsets[axis] + c.sizes[axis]
         )
-        return StoredTensor(self.key, self.shape[1:], self.dtype, chunks, (*self.place, number))
+        return StoredTensor(
+            key=self.key,
+            shape=self.shape[1:],
+            dtype=self.dtype,
+            chunks=chunks,
+            place=(*self.place, number),
+        )
 
     def append(self, below: StoredTensor) -> StoredTensor:
         """Return this tensor and the rows of ``below`` after its own."""
@@ -135,12 +141,21 @@ class MegatronCheckpoint:
                     )
                 path = self.path / info.relative_path
                 chunks.append(
-                    Chunk(tuple(chunk.offsets), tuple(chunk.sizes), path, info.offset, info.length)
+                    Chunk(
+                        offsets=tuple(chunk.offsets),
+                        sizes=tuple(chunk.sizes),
+                        path=path,
+                        start=info.offset,
+                        length=info.length,
+                    )
                 )
             yield (
                 key,
                 StoredTensor(
-                    key, tuple(entry.size), name_of(entry.properties.dtype), tuple(chunks)
+                    key=key,
+                    shape=tuple(entry.size),
+                    dtype=name_of(entry.properties.dtype),
+                    chunks=tuple(chunks),
                 ),
             )
 
@@ -313,7 +328,12 @@ def write_checkpoint(
             False
         )  # half of the time of torch.save, and no reader compares them
         results = writer.write_data(
-            writer.prepare_global_plan(plans)[0], _ChunkPlanner(chunks, objects, count)
+            writer.prepare_global_plan(plans)[0],
+            _ChunkPlanner(
+                chunks=chunks,
+                objects=objects,
+                count=count,
+            ),
         ).value()
     except RuntimeError as error:
         cause: BaseException | None = error

@@ -132,7 +132,13 @@ def slices(
                             torch_dtype(located[megatron].dtype),
                             pair.part(0, row, row + high - low),
                         )
-                    parts.append(Slice(copy.hf, start, values))
+                    parts.append(
+                        Slice(
+                            name=copy.hf,
+                            start=start,
+                            values=values,
+                        )
+                    )
         yield parts
 
 
@@ -150,7 +156,11 @@ def _low_rank(checkpoint: MegatronCheckpoint, name: str) -> LowRank | None:
         .squeeze(-1)
         for key in keys
     )
-    return LowRank(A, B, float(scale))
+    return LowRank(
+        A=A,
+        B=B,
+        scale=float(scale),
+    )
 
 
 def _added(values: Tensor, dtype: torch.dtype, addition: Tensor) -> Tensor:
@@ -173,7 +183,14 @@ def locate(arch: Architecture, checkpoint: MegatronCheckpoint) -> dict[str, Stor
     located = {}
     kinds = interleavings(arch, WHOLE_MODEL, Coordinates())
     for megatron, copies in row_copies(arch).items():
-        tensor = located[megatron] = _find(model, prefix, megatron, arch, path, used)
+        tensor = located[megatron] = _find(
+            model=model,
+            prefix=prefix,
+            megatron=megatron,
+            arch=arch,
+            path=path,
+            used=used,
+        )
         shape = megatron_shape(arch, copies)
         padded = kinds[megatron] == "vocab" and tensor.shape[0] > shape[0]
         if tensor.shape != ((tensor.shape[0], *shape[1:]) if padded else shape):

@@ -78,7 +78,7 @@ def defaults(config: ObjectiveConfig) -> Mapping[str, Any]:
 
 
 METHOD = Method(
-    score_group,
+    score_group=score_group,
     reads=COMMON | CLIPPED_LOSS | CALIBRATION_REWARD | REASONING_ADVANTAGE | CONFIDENCE_ADVANTAGE,
     own_options={"confidence_baseline": ("group", "counterfactual")},
     meanings={

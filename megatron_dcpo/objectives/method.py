@@ -110,7 +110,7 @@ class Method:
         weights = self.token_weights(samples, blocks)
         return [
             replaced(
-                sample,
+                value=sample,
                 R=float(R),
                 R_c=float(R_c),
                 advantages=np.where(block == BLOCK_REASONING, A_r, A_c),

@@ -44,10 +44,10 @@ def defaults(config: ObjectiveConfig) -> Mapping[str, Any]:
 
 
 METHOD = Method(
-    score_group,
+    score_group=score_group,
     reads=COMMON | CLIPPED_LOSS | CALIBRATION_REWARD | CONFIDENCE_ADVANTAGE,
     own_options={"tokens": ("all", "confidence")},
     meanings={"tokens": "Tokens that the calibration reward trains."},
     defaults=defaults,
-    batch_scaled=("A_r", "A_c"),  # one reward, so all tokens have it
+    batch_scaled=("A_r", "A_c"),  # one reward, so all tokens have it,
 )

@@ -42,7 +42,12 @@ def original(R: np.ndarray, c: np.ndarray, options: ObjectiveConfig) -> Scores:
     f = (~np.isnan(c)).astype(np.float64)
     accuracy = f * R
     R_c = f * (FORMAT + BRIER * (1 - np.square(accuracy - np.where(f > 0, c, 0.0))))
-    return shared_advantage(R.copy(), ACCURACY * accuracy + R_c, R_c, options)
+    return shared_advantage(
+        target=R.copy(),
+        rewards=ACCURACY * accuracy + R_c,
+        R_c=R_c,
+        options=options,
+    )
 
 
 def defaults(config: ObjectiveConfig) -> Mapping[str, Any]:
@@ -84,5 +89,9 @@ MEANINGS = {
     "variant": "The reward of the equation, or that of its authors' code.",
 }
 METHOD = Method(
-    score_group, reads=coupled.READS, own_options=OWN_OPTIONS, meanings=MEANINGS, defaults=defaults
+    score_group=score_group,
+    reads=coupled.READS,
+    own_options=OWN_OPTIONS,
+    meanings=MEANINGS,
+    defaults=defaults,
 )

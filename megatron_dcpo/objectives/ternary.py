@@ -41,7 +41,7 @@ def score_group(
 
 
 METHOD = Method(
-    score_group,
+    score_group=score_group,
     reads=dcpo.METHOD.reads,
     own_options={**dcpo.METHOD.own_options, "abstain_penalty": 1.0},
     meanings={

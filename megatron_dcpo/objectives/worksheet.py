@@ -86,9 +86,25 @@ def sample(judgement: Judgement, old_logprobs: Any, index: int) -> TrainingSampl
     """Return a sample of which only the judgement and the old log-probs are known."""
     ids = np.zeros(judgement.length, np.int64)
     old = np.asarray(old_logprobs, np.float64)
-    response = Response(judgement.prompt_id, index, ids, old, "stop", 0)
+    response = Response(
+        prompt_id=judgement.prompt_id,
+        sample_index=index,
+        token_ids=ids,
+        logprobs=old,
+        finish_reason="stop",
+        weights_version=0,
+    )
     return TrainingSample(
-        Prompt(judgement.prompt_id, (), (), "", ""), response, judgement, old_logprobs=old
+        prompt=Prompt(
+            prompt_id=judgement.prompt_id,
+            messages=(),
+            token_ids=(),
+            ground_truth="",
+            task="",
+        ),
+        response=response,
+        judgement=judgement,
+        old_logprobs=old,
     )
 
 

@@ -26,17 +26,32 @@ def this_machine(config: Config, response_tokens: int = 0) -> tuple[Machine, Rat
     the layout needs, which share the memory and the speed measured here.
     """
     if gpus := device_count():
-        machine = Machine(gpus, total_memory() / GB, response_tokens=response_tokens)
+        machine = Machine(
+            gpus=gpus,
+            gpu_memory_gb=total_memory() / GB,
+            response_tokens=response_tokens,
+        )
         return machine, Rates(peak_tflops() or Rates.peak_tflops, gpus_per_node=gpus)
     layout = Layout.of(config.parallel)
     parallel = config.parallel
     ranks = layout.width * layout.pipeline_model_parallel_size * parallel.context_parallel_size
     processes = math.lcm(ranks, config.rollout.tensor_model_parallel_size)
     memory = host_memory_total() / GB / processes
-    machine = Machine(processes, memory, LIBRARIES_GB, response_tokens, processor="cpu")
+    machine = Machine(
+        gpus=processes,
+        gpu_memory_gb=memory,
+        reserve_gb=LIBRARIES_GB,
+        response_tokens=response_tokens,
+        processor="cpu",
+    )
     tflops, gbps = _measure(config)
     return machine, Rates(
-        tflops / processes, 1.0, gbps / processes, gbps / processes, gbps / processes, processes
+        peak_tflops=tflops / processes,
+        mfu=1.0,
+        hbm_gbps=gbps / processes,
+        nvlink_gbps=gbps / processes,
+        link_gbps=gbps / processes,
+        gpus_per_node=processes,
     )
 
 

@@ -90,7 +90,15 @@ def stage_state(
     lengths = [0, 0]
     shards = [[0] * data_parallel, [0] * expert_replicas(layout, data_parallel)]
     for virtual in range(layout.virtual_pipeline_model_parallel_size):
-        sizes = parameter_sizes(arch, layout, Coordinates(0, stage, virtual))
+        sizes = parameter_sizes(
+            arch,
+            layout,
+            Coordinates(
+                tensor=0,
+                pipeline=stage,
+                virtual=virtual,
+            ),
+        )
         numel += sum(size for _, size in sizes)
         bucketing = parallel.overlap_grad_reduce and stage == 0 and virtual == 0
         if bucketing:
@@ -116,9 +124,24 @@ def stage_state(
                 lengths[experts] += bucket.length
                 for rank, numel_of_rank in enumerate(_numel_per_rank(bucket, len(shards[experts]))):
                     shards[experts][rank] += numel_of_rank
-    adapter = adapter_bytes(arch, layout, config, stage)
+    adapter = adapter_bytes(
+        arch=arch,
+        layout=layout,
+        config=config,
+        stage=stage,
+    )
     if config.frozen:
-        return State(numel, adapter // 16, 0, 0, itemsize * numel, 0, 0, 0, adapter)
+        return State(
+            numel=numel,
+            buffer_numel=adapter // 16,
+            expert_numel=0,
+            shard_numel=0,
+            weights=itemsize * numel,
+            gradients=0,
+            main_params=0,
+            moments=0,
+            adapter=adapter,
+        )
     buffer_numel = sum(lengths)
     shard = sum(map(max, shards))
     padded = buffer_numel if parallel.use_distributed_optimizer else numel
@@ -298,14 +321,26 @@ def stage_layers_bytes(arch: Architecture, layout: Layout, config: Config, stage
             len, chunk_layers(arch.num_layers, layout)[stage :: layout.pipeline_model_parallel_size]
         )
     )
-    one = layer_bytes(arch, layout, config, parallel.recompute_granularity)
+    one = layer_bytes(
+        arch=arch,
+        layout=layout,
+        config=config,
+        recompute=parallel.recompute_granularity,
+    )
     if parallel.recompute_granularity != "full":
         return vp * layers * one
     if parallel.recompute_method == "uniform":
         return vp * math.ceil(layers / parallel.recompute_num_layers) * one
     recomputed = min(layers, parallel.recompute_num_layers)
     return vp * (
-        recomputed * one + (layers - recomputed) * layer_bytes(arch, layout, config, "none")
+        recomputed * one
+        + (layers - recomputed)
+        * layer_bytes(
+            arch=arch,
+            layout=layout,
+            config=config,
+            recompute="none",
+        )
     )
 
 
@@ -405,7 +440,12 @@ def kept_per_token(
     vp = layout.virtual_pipeline_model_parallel_size
     w = widths(arch, layout, config)
     recompute = config.parallel.recompute_granularity
-    kept = flying * stage_layers_bytes(arch, layout, config, stage)
+    kept = flying * stage_layers_bytes(
+        arch=arch,
+        layout=layout,
+        config=config,
+        stage=stage,
+    )
     if pp > 1:
         # A chunk's output stays until its backward pass; its input only as the first layer's,
         # except that the local bf16 norm keeps a copy in fp32. The first chunk receives nothing,
@@ -446,7 +486,16 @@ def stage_activations(
             unit = config.parallel.recompute_num_layers
         else:
             unit = 1
-        working += int(tokens * unit * layer_bytes(arch, layout, config, "none"))
+        working += int(
+            tokens
+            * unit
+            * layer_bytes(
+                arch=arch,
+                layout=layout,
+                config=config,
+                recompute="none",
+            )
+        )
     if recompute == "selective" and "mlp" in config.parallel.recompute_modules:
         working += int(tokens * _mlp(w, layout.transformer_engine))
     cp = config.parallel.context_parallel_size
@@ -459,8 +508,24 @@ def stage_activations(
             tokens * 2 * w.keys * b * (4 if config.parallel.cp_comm_type == "p2p" else 2 * cp)
         )
     return Activations(
-        layers=int(tokens * kept_per_token(arch, layout, config, stage, flying)),
-        logits=output_layer_bytes(w, arch.hidden_size, tokens, responses) if last else 0,
+        layers=int(
+            tokens
+            * kept_per_token(
+                arch=arch,
+                layout=layout,
+                config=config,
+                stage=stage,
+                flying=flying,
+            )
+        ),
+        logits=output_layer_bytes(
+            w=w,
+            hidden=arch.hidden_size,
+            tokens=tokens,
+            responses=responses,
+        )
+        if last
+        else 0,
         working=int(working),
         in_flight=flying,
     )

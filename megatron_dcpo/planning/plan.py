@@ -172,11 +172,21 @@ def make_plan(config: Config, machine: Machine, rates: Rates | None = None) -> P
         config.parallel, machine.processor == "gpu" and config.model.transformer_impl != "local"
     )
     check_layout(arch, layout)
-    check_options(arch, layout, config.model, config.parallel)
+    check_options(
+        arch=arch,
+        layout=layout,
+        model=config.model,
+        parallel=config.parallel,
+    )
     context = config.parallel.context_parallel_size
     replicas = _check_gpus(layout, context, machine.gpus)
     data_parallel = replicas // context
-    work, tokens, scored, per_update = _work(config, layout, machine, data_parallel)
+    work, tokens, scored, per_update = _work(
+        config=config,
+        layout=layout,
+        machine=machine,
+        data_parallel=data_parallel,
+    )
     engine = _engine(arch, config, machine)
     method = build_method(config.objective)
     reference = any(method.options.blocks("kl_coef"))
@@ -185,12 +195,34 @@ def make_plan(config: Config, machine: Machine, rates: Rates | None = None) -> P
     work = replace(work, forward_passes=int(needs_old) + int(reference))
     batch = tokens // context, math.ceil(scored / context), per_update
     stages = tuple(
-        _stage(arch, layout, config, stage, replicas, batch, engine, reference)
+        _stage(
+            arch=arch,
+            layout=layout,
+            config=config,
+            stage=stage,
+            replicas=replicas,
+            batch=batch,
+            engine=engine,
+            reference=reference,
+        )
         for stage in range(layout.pipeline_model_parallel_size)
     )
     largest = max(stages, key=lambda stage: stage.state.buffer_numel)
-    traffic = step_traffic(arch, layout, config, replicas, largest.state, work)
-    resharding = _resharding(arch, layout, config, engine, replicas)
+    traffic = step_traffic(
+        arch=arch,
+        layout=layout,
+        config=config,
+        replicas=replicas,
+        state=largest.state,
+        work=work,
+    )
+    resharding = _resharding(
+        arch=arch,
+        layout=layout,
+        config=config,
+        engine=engine,
+        replicas=replicas,
+    )
     decoding = (
         engine.weights,
         engine.kv_per_token,
@@ -238,11 +270,11 @@ def _check_gpus(layout: Layout, context_parallel_size: int, gpus: int) -> int:
     tp = layout.tensor_model_parallel_size
     pp = layout.pipeline_model_parallel_size
     check_world_size(
-        tp,
-        pp,
-        context_parallel_size,
-        gpus,
-        layout.expert_model_parallel_size * layout.expert_tensor,
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=pp,
+        context_parallel_size=context_parallel_size,
+        processes=gpus,
+        experts=layout.expert_model_parallel_size * layout.expert_tensor,
     )
     return gpus // (tp * pp)
 
@@ -305,7 +337,13 @@ def _stage(
     engine: EngineMemory,
     reference: bool,
 ) -> Stage:
-    state = stage_state(arch, layout, config, stage, replicas)
+    state = stage_state(
+        arch=arch,
+        layout=layout,
+        config=config,
+        stage=stage,
+        data_parallel=replicas,
+    )
     training = config.training
     weights = state.numel * dtype_bytes(config.model.params_dtype)
     # The probe keeps one block's gradient, as it enters the norm, through the step's backward pass.
@@ -337,7 +375,12 @@ def _stage(
         host_copies=probe + offloaded + reference_copy,
         # an adapter without gradients
         saved=own
-        + _of_each(state, weights, replicas, expert_replicas(layout, replicas))
+        + _of_each(
+            state=state,
+            weights=weights,
+            replicas=replicas,
+            expert_replicas=expert_replicas(layout, replicas),
+        )
         + state.adapter * 3 // 4,
     )
 
@@ -368,7 +411,17 @@ def _engine(arch: Architecture, config: Config, machine: Machine) -> EngineMemor
     prompts = -(-config.data.prompts_per_step * size // machine.gpus)
     responses = prompts * group
     if kind == "server" and not machine.engine_gpus:
-        return EngineMemory(kind, 1, 0, 0, kv, 0, rollout.max_num_seqs, responses, 0)
+        return EngineMemory(
+            kind=kind,
+            tensor_model_parallel_size=1,
+            weights=0,
+            kv_cache=0,
+            kv_per_token=kv,
+            sampling=0,
+            concurrent=rollout.max_num_seqs,
+            responses=responses,
+            resident=0,
+        )
     if kind == "transformers":
         at_once = min(responses, max(1, rollout.max_num_seqs // group) * group)
         # sample_token: logits, scaled in fp32, log-probs, probabilities and their sums in fp64
@@ -377,7 +430,17 @@ def _engine(arch: Architecture, config: Config, machine: Machine) -> EngineMemor
             at_once * longest * kv // arch.num_layers
         )  # growing the cache copies a layer at a time
         cache = at_once * longest * kv + one_layer
-        return EngineMemory(kind, 1, weights, cache, kv, sampling, at_once, responses, weights)
+        return EngineMemory(
+            kind=kind,
+            tensor_model_parallel_size=1,
+            weights=weights,
+            kv_cache=cache,
+            kv_per_token=kv,
+            sampling=sampling,
+            concurrent=at_once,
+            responses=responses,
+            resident=weights,
+        )
     share = int(rollout.gpu_memory_utilization * machine.gpu_memory_gb * GB)
     if (
         kind == "server"
@@ -391,15 +454,17 @@ def _engine(arch: Architecture, config: Config, machine: Machine) -> EngineMemor
     mean = config.data.max_prompt_length + (machine.response_tokens or rollout.max_response_length)
     concurrent = min(rollout.max_num_seqs, responses, cache // (kv * mean))
     return EngineMemory(
-        kind,
-        size,
-        weights,
-        cache,
-        kv,
-        0,
-        concurrent,
-        responses,
-        0 if kind == "server" or rollout.vllm.get("enable_sleep_mode", True) else weights + cache,
+        kind=kind,
+        tensor_model_parallel_size=size,
+        weights=weights,
+        kv_cache=cache,
+        kv_per_token=kv,
+        sampling=0,
+        concurrent=concurrent,
+        responses=responses,
+        resident=0
+        if kind == "server" or rollout.vllm.get("enable_sleep_mode", True)
+        else weights + cache,
     )
 
 
@@ -413,4 +478,10 @@ def _resharding(
     if engine.kind == "server":
         return number_of_parameters(arch) * itemsize if engine.weights else 0
     replicas = replicas * layout.tensor_model_parallel_size // layout.width
-    return most_received(arch, layout, engine.tensor_model_parallel_size, replicas, itemsize)
+    return most_received(
+        arch=arch,
+        layout=layout,
+        engine_tensor_model_parallel_size=engine.tensor_model_parallel_size,
+        replicas=replicas,
+        itemsize=itemsize,
+    )

@@ -234,7 +234,12 @@ def reshard_facts(config: Any, gpus: int | None = None) -> dict[str, Any]:
     arch = architecture_of(config.model.path)
     layout = Layout.of(config.parallel)
     check_layout(arch, layout)
-    check_options(arch, layout, config.model, config.parallel)
+    check_options(
+        arch=arch,
+        layout=layout,
+        model=config.model,
+        parallel=config.parallel,
+    )
     model_parallel = layout.width * layout.pipeline_model_parallel_size
     engine_tp = config.rollout.tensor_model_parallel_size
     gpus = gpus if gpus is not None else max(model_parallel, engine_tp)
@@ -251,7 +256,13 @@ def reshard_facts(config: Any, gpus: int | None = None) -> dict[str, Any]:
     else:
         merged = ()
     plan = reshard_plan(
-        arch, layout, engine_tp, replicas, config.rollout.bucket_bytes, itemsize, merged=merged
+        arch=arch,
+        layout=layout,
+        engine_tensor_model_parallel_size=engine_tp,
+        replicas=replicas,
+        bucket_bytes=config.rollout.bucket_bytes,
+        itemsize=itemsize,
+        merged=merged,
     )
     return {
         "model": config.model.path,

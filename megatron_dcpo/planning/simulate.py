@@ -253,9 +253,20 @@ def costs_of(plan: Plan, environment: Environment, times: int = 1) -> Costs:
         engines=times * (plan.machine.engine_gpus or gpus) // size,
         slots=max(1, engine.concurrent),
         read=engine.weights / hbm,
-        token=sequence_flops(arch, plan.layout, 1, prompt) / per_second,
+        token=sequence_flops(
+            arch=arch,
+            layout=plan.layout,
+            tokens=1,
+            length=prompt,
+        )
+        / per_second,
         kv=engine.kv_per_token / hbm,
-        prompt=sequence_flops(arch, plan.layout, prompt, prompt)
+        prompt=sequence_flops(
+            arch=arch,
+            layout=plan.layout,
+            tokens=prompt,
+            length=prompt,
+        )
         / per_second
         / config.rollout.group_size,
         prompt_tokens=prompt,
@@ -349,14 +360,30 @@ def scenarios(
     responses = config.data.prompts_per_step * config.rollout.group_size
 
     def run(name: str, plan: Plan, times: int = 1, partial: bool = False) -> Scenario:
-        draw = length_stream(lengths, machine.response_tokens, most, environment.seed)
+        draw = length_stream(
+            lengths=lengths,
+            mean=machine.response_tokens,
+            most=most,
+            seed=environment.seed,
+        )
         costs = costs_of(plan, environment, times)
-        steps = simulate(costs, draw, responses, STEPS, partial)
+        steps = simulate(
+            costs=costs,
+            draw=draw,
+            responses=responses,
+            steps=STEPS,
+            partial=partial,
+        )
         if plan.config.rollout.async_steps:
             counted = one_step_off(steps)
         else:
             counted = steps[1:]
-        return Scenario(name, costs, responses, tuple(counted))
+        return Scenario(
+            name=name,
+            costs=costs,
+            responses=responses,
+            steps=tuple(counted),
+        )
 
     plan = make_plan(config, machine, rates)
     found = [run("as configured", plan)]

@@ -136,7 +136,11 @@ def step_traffic(
     away = arch.experts_per_token * hidden / tp * ((ep - 1) / ep + etp - 1)
     experts = 2 * away * layers * (passes + 2 + repeated)
     return BytesSent(
-        int(work.updates * per_update), int(tensor), int(context), int(experts), int(pipeline)
+        data_parallel=int(work.updates * per_update),
+        tensor_parallel=int(tensor),
+        context_parallel=int(context),
+        expert_parallel=int(experts),
+        pipeline=int(pipeline),
     )
 
 
@@ -144,7 +148,12 @@ def forward_flops(arch: Architecture, layout: Layout, work: Work) -> float:
     """Return the multiply-adds, counted twice, of one forward pass over all tokens of a step;
     attention is causal.
     """
-    return sequence_flops(arch, layout, work.tokens, work.length)
+    return sequence_flops(
+        arch=arch,
+        layout=layout,
+        tokens=work.tokens,
+        length=work.length,
+    )
 
 
 def sequence_flops(arch: Architecture, layout: Layout, tokens: int, length: float) -> float:

@@ -198,7 +198,12 @@ class Adapter:
             B = _diagonal(pairs, rows)
             if order is not None:
                 B = B.index_select(0, order)
-            return _plus(output[0], inner, B, present[0].scale), output[1]
+            return _plus(
+                output=output[0],
+                inner=inner,
+                B=B,
+                scale=present[0].scale,
+            ), output[1]
 
         return hook
 
@@ -221,7 +226,12 @@ class Adapter:
             else:
                 inner = self.reduced(inner)
                 B = self.share(pair.B)
-            return _plus(output[0], inner, B, pair.scale), output[1]
+            return _plus(
+                output=output[0],
+                inner=inner,
+                B=B,
+                scale=pair.scale,
+            ), output[1]
 
         return hook
 

@@ -162,9 +162,19 @@ def collate(
         width = -(-width // multiple_of) * multiple_of
         offsets = _offsets(batch, None if packing else width, chunks)
         if packing:
-            micro_batch = _packed(batch, offsets, width, chunks)
+            micro_batch = _packed(
+                samples=batch,
+                offsets=offsets,
+                total=width,
+                chunks=chunks,
+            )
         else:
-            micro_batch = _padded(batch, offsets, rows, width)
+            micro_batch = _padded(
+                samples=batch,
+                offsets=offsets,
+                rows=rows,
+                width=width,
+            )
         if cp > 1:
             micro_batch = slice_for_rank(micro_batch, context_parallel)
         yield dataclasses.replace(micro_batch, columns=_columns(batch)) if for_loss else micro_batch
@@ -214,7 +224,13 @@ def _padded(
             [sample.prompt_ids, sample.response_ids]
         )
     positions = np.broadcast_to(np.arange(width), tokens.shape)
-    return _micro_batch(samples, tokens, positions, offsets, None)
+    return _micro_batch(
+        samples=samples,
+        tokens=tokens,
+        positions=positions,
+        offsets=offsets,
+        packed=None,
+    )
 
 
 def _packed(
@@ -236,7 +252,13 @@ def _packed(
     cu = to_device(bounds, torch.int32)
     longest = max(stop - start for start, stop in itertools.pairwise(bounds))
     params = PackedSeqParams("thd", cu, cu, None, None, longest, longest)
-    return _micro_batch(samples, tokens, positions, offsets, params)
+    return _micro_batch(
+        samples=samples,
+        tokens=tokens,
+        positions=positions,
+        offsets=offsets,
+        packed=params,
+    )
 
 
 def _micro_batch(

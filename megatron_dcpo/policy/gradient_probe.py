@@ -58,7 +58,11 @@ class GradientPair:
     @classmethod
     def of(cls, aa: float, bb: float, ab: float) -> GradientPair:
         """Return the pair with these three inner products."""
-        return cls(aa**0.5, bb**0.5, ab / (aa * bb) ** 0.5 if aa > 0 and bb > 0 else 0.0)
+        return cls(
+            norm_a=aa**0.5,
+            norm_b=bb**0.5,
+            cosine=ab / (aa * bb) ** 0.5 if aa > 0 and bb > 0 else 0.0,
+        )
 
 
 @dataclass(frozen=True)
@@ -72,7 +76,14 @@ class PairComparison:
         """Exchange a and b."""
         return PairComparison(
             *(
-                {name: GradientPair(p.norm_b, p.norm_a, p.cosine) for name, p in x.items()}
+                {
+                    name: GradientPair(
+                        norm_a=p.norm_b,
+                        norm_b=p.norm_a,
+                        cosine=p.cosine,
+                    )
+                    for name, p in x.items()
+                }
                 for x in (self.plain, self.fisher)
             )
         )
@@ -107,8 +118,19 @@ def probe_block_gradients(
     hardly a digit. Returns what ``whole`` does and the measurement.
     """
     _, term = part_gradient(policy, optimizer, part)
-    result, total = part_gradient(policy, optimizer, whole, copy=False)
-    return result, compare(policy, optimizer, term, total, is_sum=True)
+    result, total = part_gradient(
+        policy=policy,
+        optimizer=optimizer,
+        backward=whole,
+        copy=False,
+    )
+    return result, compare(
+        policy=policy,
+        optimizer=optimizer,
+        a=term,
+        b=total,
+        is_sum=True,
+    )
 
 
 def part_gradient(
@@ -216,7 +238,14 @@ def owned_gradients(policy: Policy, optimizer: Any, copy: bool = True) -> list[O
             square = part.optimizer.state.get(main, {}).get("exp_avg_sq")
             options = settings[id(main)]
             correction = 1 - options["betas"][1] ** max(int(options.get("step", 1)), 1)
-            gradients.append(OwnedGradient(names[id(model)], gradient, square, correction))
+            gradients.append(
+                OwnedGradient(
+                    group=names[id(model)],
+                    gradient=gradient,
+                    square=square,
+                    correction=correction,
+                )
+            )
     return gradients
 
 

@@ -126,7 +126,12 @@ class CausalAttention(MegatronModule):
             bounds = packed_seq_params.cu_seqlens_q.tolist()
         if self.config.context_parallel_size > 1:
             group = parallel_state.get_context_parallel_group()
-            key, value = gather_keys_and_values(key, value, list(itertools.pairwise(bounds)), group)
+            key, value = gather_keys_and_values(
+                key=key,
+                value=value,
+                bounds=list(itertools.pairwise(bounds)),
+                group=group,
+            )
         if packed_seq_params is None:
             q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [b, heads, s, d]
             out = self._attend(q, k, v).permute(2, 0, 1, 3)

@@ -72,4 +72,10 @@ def check_megatron_options(options: Mapping[str, Any]) -> None:
     """
     known = {field.name for kind in CLASSES for field in fields(kind)}
     where = f"{', '.join(kind.__name__ for kind in CLASSES)} of the installed megatron-core"
-    check_passed_on("parallel.megatron", options, _DECIDED, known, where)
+    check_passed_on(
+        section="parallel.megatron",
+        options=options,
+        decided=_DECIDED,
+        known=known,
+        where=where,
+    )

@@ -221,19 +221,43 @@ def build_policy(
         )
     layout = Layout.of(parallel, engine)
     check_layout(arch, layout)
-    check_options(arch, layout, model, parallel)
+    check_options(
+        arch=arch,
+        layout=layout,
+        model=model,
+        parallel=parallel,
+    )
     reader = HFReader(model.path)
     reader.check(arch)
-    config = transformer_config(arch, parallel, torch_dtype(model.params_dtype), engine)
+    config = transformer_config(
+        arch=arch,
+        parallel=parallel,
+        dtype=torch_dtype(model.params_dtype),
+        transformer_engine=engine,
+    )
     gpts = []
     copies = []
     for virtual in range(layout.virtual_pipeline_model_parallel_size):
         at = layout.at(topology.part, topology.pp_rank, virtual)
-        gpt = _build_chunk(arch, layout, config, at)
+        gpt = _build_chunk(
+            arch=arch,
+            layout=layout,
+            config=config,
+            at=at,
+        )
         copies.append(plan(arch, layout, at))
         load_into(reader, copies[-1], {name: p.data for name, p in gpt.named_parameters()})
         gpts.append(gpt)
-    wrapped = [_wrap(gpt, config, parallel, index, training) for index, gpt in enumerate(gpts)]
+    wrapped = [
+        _wrap(
+            gpt=gpt,
+            config=config,
+            parallel=parallel,
+            index=index,
+            training=training,
+        )
+        for index, gpt in enumerate(gpts)
+    ]
     if training and parallel.overlap_grad_reduce:  # only the last micro-batch starts the reduction
         hooks = [chunk.no_sync for chunk in wrapped]
         config.no_sync_func = hooks if len(hooks) > 1 else hooks[0]

@@ -227,7 +227,9 @@ class Offload:
 def on_host(reference: Policy) -> Movable:
     """Return the parameters of a frozen policy, on the host between its uses."""
     parked = Movable(
-        "reference", lambda: (p for gpt in reference.gpt for p in gpt.parameters()), constant=True
+        name="reference",
+        tensors=lambda: (p for gpt in reference.gpt for p in gpt.parameters()),
+        constant=True,
     )
     parked.offload()
     return parked

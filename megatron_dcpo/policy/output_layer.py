@@ -71,7 +71,15 @@ class OutputLayer:
     ) -> OutputLayer:
         start = (group.rank() if group is not None else 0) * len(weight)
         width = max(0, min(len(weight), vocab_size - start))
-        return cls(weight, start, width, temperature, group, overlapped, fp32)
+        return cls(
+            weight=weight,
+            start=start,
+            width=width,
+            temperature=temperature,
+            group=group,
+            overlapped=overlapped,
+            fp32=fp32,
+        )
 
     @property
     def tokens(self) -> Tensor:
@@ -174,7 +182,12 @@ class _TokenOutputs(torch.autograd.Function):
                 chunk.p[block].sub_(logsumexp[rows][block, None]).exp_()
             parts = [g if g is None else g[rows] for g in grads]
             _to_logit_gradient(
-                layer, chunk, torch.ones_like(logprobs[rows]), logprobs[rows], entropy[rows], parts
+                layer=layer,
+                chunk=chunk,
+                total=torch.ones_like(logprobs[rows]),
+                logprobs=logprobs[rows],
+                entropy=entropy[rows],
+                grads=parts,
             )
             gradient.add(layer, chunk, hidden[rows])
         return gradient.hidden, gradient.for_weight(layer), None, None
@@ -203,7 +216,12 @@ class _FusedLoss(torch.autograd.Function):
                 grads = torch.autograd.grad(part * upstream, leaves, allow_unused=True)
             total += part.detach()
             _to_logit_gradient(
-                layer, chunk, sums, outputs.logprobs.detach(), outputs.entropy.detach(), grads
+                layer=layer,
+                chunk=chunk,
+                total=sums,
+                logprobs=outputs.logprobs.detach(),
+                entropy=outputs.entropy.detach(),
+                grads=grads,
             )
             gradient.add(layer, chunk, hidden[chunk.rows])
         ctx.weight = weight
@@ -251,7 +269,11 @@ def _chunks(layer: OutputLayer, hidden: Tensor, targets: Tensor) -> Iterator[_Ch
         if not layer.width:
             z.fill_(torch.finfo(z.dtype).min)
         rows = slice(start, stop)
-        yield _Chunk(rows, z, layer.columns(targets[rows]))
+        yield _Chunk(
+            rows=rows,
+            p=z,
+            target=layer.columns(targets[rows]),
+        )
 
 
 def _forward(layer: OutputLayer, chunk: _Chunk) -> tuple[TokenOutputs, Tensor, Tensor]:

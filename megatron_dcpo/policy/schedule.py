@@ -65,10 +65,21 @@ def accumulate_gradients(
 
     def loss_closure(batch: MicroBatch, output: Any) -> tuple[Tensor, Tensor, dict[str, Any]]:
         local = batch.local()
-        layer, hidden = _output_layer(policy, local, output, temperature)
+        layer, hidden = _output_layer(
+            policy=policy,
+            batch=local,
+            output=output,
+            temperature=temperature,
+        )
         if separable and hidden.requires_grad:
             part = lambda rows, outputs: loss(local.part(rows), outputs)[0].sum()  # noqa: E731
-            total, outputs = fused_loss(layer, hidden, local.targets, part, upstream)
+            total, outputs = fused_loss(
+                layer=layer,
+                hidden=hidden,
+                targets=local.targets,
+                loss=part,
+                upstream=upstream,
+            )
             outputs = _gather_over_context_parallel(policy, batch, outputs)
             with torch.no_grad():
                 contributions, statistics = loss(batch, outputs)
@@ -85,7 +96,14 @@ def accumulate_gradients(
         one = torch.ones((), dtype=torch.int, device=hidden.device)
         return total * scale, one, dict(zip(statistics, values, strict=True))
 
-    return _run(policy, samples, splits, loss_closure, packing, forward_only=False)
+    return _run(
+        policy=policy,
+        samples=samples,
+        splits=splits,
+        closure=loss_closure,
+        packing=packing,
+        forward_only=False,
+    )
 
 
 @torch.no_grad()
@@ -103,13 +121,30 @@ def compute_logprobs(
 
     def collect(batch: MicroBatch, output: Tensor, non_loss_data: bool = True) -> list[np.ndarray]:
         local = batch.local()
-        outputs = token_outputs(*_output_layer(policy, local, output, temperature), local.targets)
+        outputs = token_outputs(
+            *_output_layer(
+                policy=policy,
+                batch=local,
+                output=output,
+                temperature=temperature,
+            ),
+            local.targets,
+        )
         logprobs = _gather_over_context_parallel(policy, batch, outputs).logprobs
         counts = [len(sample.response_ids) for sample in batch.samples]
         return [piece.cpu().numpy() for piece in logprobs.split(counts)]
 
     return _in_order(
-        policy, splits, _run(policy, samples, splits, collect, packing, forward_only=True)
+        policy,
+        splits,
+        _run(
+            policy=policy,
+            samples=samples,
+            splits=splits,
+            closure=collect,
+            packing=packing,
+            forward_only=True,
+        ),
     )
 
 
@@ -196,7 +231,10 @@ def _gather_over_context_parallel(
     if batch.here is None:
         return outputs
     return gather_over_context_parallel(
-        outputs, batch.here, len(batch.targets), policy.topology.cp_group
+        outputs=outputs,
+        here=batch.here,
+        count=len(batch.targets),
+        group=policy.topology.cp_group,
     )
 
 
@@ -220,4 +258,11 @@ def _output_layer(
     overlapped = policy.config.no_sync_func is not None
     size = policy.arch.vocab_size
     fp32 = policy.fp32_head
-    return OutputLayer.of(policy.output_weight, size, temperature, group, overlapped, fp32), hidden
+    return OutputLayer.of(
+        weight=policy.output_weight,
+        vocab_size=size,
+        temperature=temperature,
+        group=group,
+        overlapped=overlapped,
+        fp32=fp32,
+    ), hidden

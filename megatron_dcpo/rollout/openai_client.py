@@ -96,8 +96,19 @@ class Endpoint:
         """
         path = "/chat/completions" if self.api == "chat" else "/completions"
         tokens = self.sampling.max_tokens * (1 + self.sampling.top_logprobs)
-        read = lambda reply: _response(prompt.prompt_id, repeat, reply["choices"][0], self.api)  # noqa: E731
-        return self._call(path, self._body(prompt, repeat), tokens, read, stop)
+        read = lambda reply: _response(
+            prompt_id=prompt.prompt_id,
+            repeat=repeat,
+            choice=reply["choices"][0],
+            api=self.api,
+        )  # noqa: E731
+        return self._call(
+            path=path,
+            body=self._body(prompt, repeat),
+            tokens=tokens,
+            read=read,
+            stop=stop,
+        )
 
     def _call(
         self,
@@ -177,7 +188,12 @@ def served_model(url: str, api_key: str | None = None, timeout: float = 30.0) ->
     """
     try:
         names = [
-            str(row["id"]) for row in JsonClient(url, api_key, timeout).call("/models")["data"]
+            str(row["id"])
+            for row in JsonClient(
+                url=url,
+                api_key=api_key,
+                timeout=timeout,
+            ).call("/models")["data"]
         ]
     except (HttpError, LookupError, TypeError) as error:
         raise UserError(
@@ -232,8 +248,8 @@ def _response(prompt_id: str, repeat: int, choice: Mapping[str, Any], api: str) 
         map(len, tops), default=0
     )  # servers add the sampled token where it is not among the largest
     return Response(
-        prompt_id,
-        repeat,
+        prompt_id=prompt_id,
+        sample_index=repeat,
         token_ids=np.empty(0, np.int64),
         logprobs=_checked_logprobs(
             [_LOWEST_LOGPROB if value is None else value for value in logprobs], 1

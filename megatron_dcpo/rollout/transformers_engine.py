@@ -128,10 +128,10 @@ class TransformersEngine(Engine):
         if fp32_head(head_dtype) and head.weight.dtype != torch.float32:
             head.forward = partial(_fp32_logits, head)
         return cls(
-            model.to(current_device()),
-            read_eos_token_ids(Path(model_dir)),
-            max_num_seqs,
-            record_experts,
+            model=model.to(current_device()),
+            eos_token_ids=read_eos_token_ids(Path(model_dir)),
+            max_num_seqs=max_num_seqs,
+            record_experts=record_experts,
         )
 
     def update_weights(self, buckets: Iterable[Sequence[WeightSlice]], version: int) -> None:
@@ -160,7 +160,12 @@ class TransformersEngine(Engine):
         finished, in the order given.
         """
         if partial is not None:
-            yield from self._generate(samples, sampling, step, partial)
+            yield from self._generate(
+                samples=samples,
+                sampling=sampling,
+                step=step,
+                partial=partial,
+            )
             return
         # Similar lengths together: less left padding, and batches that finish together.
         ordered = sorted(samples, key=lambda sample: len(sample[0].token_ids))
@@ -180,7 +185,15 @@ class TransformersEngine(Engine):
             experts = RecordedExperts(len(samples), sampling.max_tokens)
         else:
             experts = None
-        batch = _Batch(samples, sampling, step, self.weights_version, partial, width, experts)
+        batch = _Batch(
+            samples=samples,
+            sampling=sampling,
+            step=step,
+            version=self.weights_version,
+            partial=partial,
+            tops=width,
+            experts=experts,
+        )
         eos = torch.tensor(self.eos_token_ids, dtype=torch.int64, device=current_device())
         slots = min(self.max_num_seqs, len(samples))
         waiting = deque(range(len(samples)))
@@ -188,7 +201,12 @@ class TransformersEngine(Engine):
         while waiting or len(running.rows):
             if stop_requested():
                 raise RolloutAbandoned
-            running = self._admit(running, waiting, batch, slots)
+            running = self._admit(
+                running=running,
+                waiting=waiting,
+                batch=batch,
+                slots=slots,
+            )
             rows = running.rows
             token, logprob = sample_token(running.logits, batch.random_of(rows), sampling)
             if sampling.raw_logprobs or sampling.top_logprobs:
@@ -249,7 +267,13 @@ class TransformersEngine(Engine):
             )
         cache.batch_select_indices(rows)
         which = torch.tensor(places, device=current_device())
-        return _Running(which, logits[rows], cache, mask[rows], position[rows])
+        return _Running(
+            rows=which,
+            logits=logits[rows],
+            cache=cache,
+            mask=mask[rows],
+            position=position[rows],
+        )
 
 
 def _fp32_logits(head: Any, hidden: Tensor) -> Tensor:
@@ -313,7 +337,11 @@ class _Batch:
         draws = np.zeros((total, longest))
         for row, ((prompt, index), begun) in enumerate(zip(samples, self.begun, strict=True)):
             draws[row] = uniforms(
-                sampling.seed, begun.step if begun else step, prompt.prompt_id, index, longest
+                seed=sampling.seed,
+                step=begun.step if begun else step,
+                prompt_id=prompt.prompt_id,
+                sample_index=index,
+                count=longest,
             )
         self._random = torch.from_numpy(draws).to(device)
         self._before = [len(begun.token_ids) if begun else 0 for begun in self.begun]
@@ -398,7 +426,13 @@ class _Running:
     @classmethod
     def none(cls) -> _Running:
         nothing = torch.zeros(0, dtype=torch.int64, device=current_device())
-        return cls(nothing, nothing, None, nothing, nothing)
+        return cls(
+            rows=nothing,
+            logits=nothing,
+            cache=None,
+            mask=nothing,
+            position=nothing,
+        )
 
     @property
     def can_grow(self) -> bool:
@@ -450,7 +484,13 @@ class _Running:
             torch.cat([getattr(self, name), getattr(other, name)])
             for name in ("rows", "logits", "position")
         )
-        return _Running(rows, logits, self.cache, both(self.mask, other.mask, 1), position)
+        return _Running(
+            rows=rows,
+            logits=logits,
+            cache=self.cache,
+            mask=both(self.mask, other.mask, 1),
+            position=position,
+        )
 
 
 def sample_token(logits: Tensor, random: Tensor, sampling: SamplingConfig) -> tuple[Tensor, Tensor]:

@@ -114,7 +114,12 @@ class VllmEngine(Engine):
         digests = [b""] * len(samples)
         try:
             with preserve_process_state():
-                for outputs in self._steps(samples, sampling, step, partial):
+                for outputs in self._steps(
+                    samples=samples,
+                    sampling=sampling,
+                    step=step,
+                    partial=partial,
+                ):
                     responses = []
                     for number, completion in outputs:
                         new = self._response(
@@ -160,7 +165,14 @@ class VllmEngine(Engine):
             engine.add_request(
                 str(number),
                 tokens,
-                self._params(sampling, step, prompt, i, begun, partial is not None),
+                self._params(
+                    sampling=sampling,
+                    step=step,
+                    prompt=prompt,
+                    index=i,
+                    begun=begun,
+                    partial=partial is not None,
+                ),
             )
         try:
             while engine.has_unfinished_requests():
@@ -203,7 +215,11 @@ class VllmEngine(Engine):
             top_k=sampling.top_k or -1,
             max_tokens=sampling.max_tokens - before,
             seed=request_seed(
-                sampling.seed, begun.step if begun else step, prompt.prompt_id, index, before
+                seed=sampling.seed,
+                step=begun.step if begun else step,
+                prompt_id=prompt.prompt_id,
+                index=index,
+                begun=before,
             ),
             logprobs=sampling.top_logprobs,
             flat_logprobs=True,  # lists of numbers, not an object for each token
@@ -367,7 +383,12 @@ class VllmEngine(Engine):
                 options.max_model_len, self.arch.max_position_embeddings
             )
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        if cache := cache_bytes(self.arch, options, host_memory_available(), ranks):
+        if cache := cache_bytes(
+            arch=self.arch,
+            options=options,
+            available=host_memory_available(),
+            ranks=ranks,
+        ):
             arguments["kv_cache_memory_bytes"] = cache
         if fp32_head(options.head_dtype):
             arguments["hf_overrides"] = {"head_dtype": "float32"} | dict(

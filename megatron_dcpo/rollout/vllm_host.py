@@ -107,7 +107,11 @@ def check_engine_arguments(arguments: Mapping[str, Any]) -> None:
 
         known = {field.name for field in fields(EngineArgs)}
     check_passed_on(
-        "rollout.vllm", arguments, _DECIDED, known, "the EngineArgs of the installed vLLM"
+        section="rollout.vllm",
+        options=arguments,
+        decided=_DECIDED,
+        known=known,
+        where="the EngineArgs of the installed vLLM",
     )
 
 

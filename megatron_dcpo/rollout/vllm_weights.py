@@ -238,7 +238,12 @@ class InProcessTransfer(WeightTransferEngine[_Init, _Update]):
             for parameter in module.parameters(recurse=False):
                 layers_of.setdefault(parameter, []).append(layer)
         for name, shape in hf_shapes(arch).items():
-            dim, start, stop = expected.slices[name] = engine_slice(arch, name, size, rank)
+            dim, start, stop = expected.slices[name] = engine_slice(
+                arch=arch,
+                name=name,
+                tp=size,
+                rank=rank,
+            )
             expected.layers[name] = layers_of[self.model.get_parameter(self._parameter_name(name))]
             for layer in expected.layers[name]:
                 layer.missing += math.prod(shape) // shape[dim] * (stop - start)

@@ -64,9 +64,21 @@ _DEVICE_FAILURES = (
 _NO_MEMORY = ("out of memory", "status_alloc_failed", "the resource allocation failed")
 
 _CPU = Capabilities(
-    False, True, False, False, (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512), 32
+    separate_memory=False,
+    cpu_initialization=True,
+    transformer_engine=False,
+    cuda_graphs=False,
+    attention_head_sizes=(32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512),
+    expert_hidden_multiple=32,
 )
-_GPU = Capabilities(True, False, True, True, None, fp32_products=True)
+_GPU = Capabilities(
+    separate_memory=True,
+    cpu_initialization=False,
+    transformer_engine=True,
+    cuda_graphs=True,
+    attention_head_sizes=None,
+    fp32_products=True,
+)
 
 
 def capabilities() -> Capabilities:

@@ -268,14 +268,14 @@ class Watchdog:
         self._count += 1
         where = _place_in_code(self._main)
         beat = Heartbeat(
-            self.rank,
-            socket.gethostname(),
-            os.getpid(),
-            self._step,
-            self._phase,
-            self._since,
-            where,
-            self._count,
+            rank=self.rank,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            step=self._step,
+            phase=self._phase,
+            since=self._since,
+            where=where,
+            count=self._count,
         )
         return json.dumps(asdict(beat))
 

@@ -108,7 +108,11 @@ class CodePool:
         future: Future[CodeVerdict] = Future()
         if program is None or not program.strip():
             future.set_result(
-                CodeVerdict(0, "no_program", "no complete fenced program before the confidence")
+                CodeVerdict(
+                    correct=0,
+                    category="no_program",
+                    detail="no complete fenced program before the confidence",
+                )
             )
             return future
         with self._lock:
@@ -116,7 +120,13 @@ class CodePool:
                 self._started = True
                 for thread in self._threads:
                     thread.start()
-        self._jobs.put(_Job(program, checked, future))
+        self._jobs.put(
+            _Job(
+                program=program,
+                tests=checked,
+                future=future,
+            )
+        )
         return future
 
     def close(self) -> None:
@@ -196,7 +206,9 @@ class SandboxSession:
                 self.discard()
                 if attempt == ATTEMPTS or not remaining(deadline):
                     return CodeVerdict(
-                        0, "runtime_error", f"the sandbox died, attempt {attempt}: {error}"
+                        correct=0,
+                        category="runtime_error",
+                        detail=f"the sandbox died, attempt {attempt}: {error}",
                     )
         raise AssertionError("unreachable")
 
@@ -220,7 +232,10 @@ class SandboxSession:
                     with self.groups.group() as group:
                         start_run(channel, wall, stdin, out, err, group=group.entry)
                         category, detail = self._category(
-                            end_of_run(channel, wall), out, err, group.exceeded()
+                            ending=end_of_run(channel, wall),
+                            out=out,
+                            err=err,
+                            exceeded=group.exceeded(),
                         )
                     if category == "passed":
                         output = os.pread(out, self.limits.output_mb << 20, 0)
@@ -228,7 +243,11 @@ class SandboxSession:
                             category = "wrong"
                             detail = "another output than expected"
                 if category != "passed":
-                    return CodeVerdict(0, category, f"case {place}: {detail}")
+                    return CodeVerdict(
+                        correct=0,
+                        category=category,
+                        detail=f"case {place}: {detail}",
+                    )
         return CodeVerdict(1, "passed")
 
     def _by_calls(self, program: str, tests: dict[str, Any], deadline: float) -> CodeVerdict:
@@ -252,24 +271,44 @@ class SandboxSession:
             )
             checker = self.server("checker")
             verdict = stack.enter_context(
-                running_tests(checker, limits, tests, checker_end.fileno())
+                running_tests(
+                    server=checker,
+                    limits=limits,
+                    tests=tests,
+                    pipe=checker_end.fileno(),
+                )
             )
             program_end.close()
             checker_end.close()
             report = verdict()
             if report["category"] != "gone":
                 return CodeVerdict(
-                    int(report["category"] == "passed"), report["category"], report["detail"]
+                    correct=int(report["category"] == "passed"),
+                    category=report["category"],
+                    detail=report["detail"],
                 )
             try:
                 ending = end_of_run(channel, 2.0, grace=0.0)
             except TimeoutError:
-                return CodeVerdict(0, "runtime_error", "the program closed the pipe of its tests")
-            category, detail = self._category(ending, out, err, group.exceeded())
+                return CodeVerdict(
+                    correct=0,
+                    category="runtime_error",
+                    detail="the program closed the pipe of its tests",
+                )
+            category, detail = self._category(
+                ending=ending,
+                out=out,
+                err=err,
+                exceeded=group.exceeded(),
+            )
             if category == "passed":
                 category = "runtime_error"
                 detail = "the program ended before its tests were done"
-            return CodeVerdict(0, category, detail)
+            return CodeVerdict(
+                correct=0,
+                category=category,
+                detail=detail,
+            )
 
     def _category(self, ending: Ending, out: int, err: int, exceeded: bool) -> tuple[Category, str]:
         """Return the category of an ended process; ``passed`` when it ended by itself, with status

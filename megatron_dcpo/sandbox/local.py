@@ -147,7 +147,12 @@ class Server:
         self.control, server_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         sources, boot = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         with server_end, boot, sources:
-            self.process = _popen(level, role, server_end, boot)
+            self.process = _popen(
+                level=level,
+                role=role,
+                control=server_end,
+                boot=boot,
+            )
             boot.close()
             server_end.close()
             try:

@@ -43,7 +43,17 @@ def checked_tests(tests: Any, where: str = "tests") -> dict[str, Any]:
         raise UserError(
             f"{where}: kind of tests {kind!r} is unknown; it must be one of {', '.join(KINDS)}"
         )
-    setup = _text(tests, "setup", where, "") or _text(tests, "prompt_prefix", where, "")
+    setup = _text(
+        row=tests,
+        name="setup",
+        where=where,
+        default="",
+    ) or _text(
+        row=tests,
+        name="prompt_prefix",
+        where=where,
+        default="",
+    )
     known: dict[str, Any] = {"kind": kind, "setup": setup}
     if kind == "stdin":
         cases = _cases(tests, where)

@@ -246,7 +246,14 @@ def plan_shards(specs: Specs, files: Mapping[str, str]) -> list[Shard]:
             for name in header
             if name != "__metadata__"
         }
-        shards.append(Shard(file, len(text).to_bytes(8, "little") + text, offsets, data + end))
+        shards.append(
+            Shard(
+                file=file,
+                header=len(text).to_bytes(8, "little") + text,
+                offsets=offsets,
+                nbytes=data + end,
+            )
+        )
     return shards
 
 

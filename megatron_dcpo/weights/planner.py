@@ -239,24 +239,62 @@ def _copies(
     """
     shapes = hf_shapes(arch)
     if row.interleaving == "replicated":
-        yield Copy(row.hf[0], 0, shapes[row.hf[0]][0], row.megatron, 0, 0, primary and rank == 0)
+        yield Copy(
+            hf=row.hf[0],
+            hf_start=0,
+            hf_stop=shapes[row.hf[0]][0],
+            megatron=row.megatron,
+            start=0,
+            dim=0,
+            primary=primary and rank == 0,
+        )
         return
     if row.interleaving in ("column", "row"):
         dim = 0 if row.interleaving == "column" else 1
         size = shapes[row.hf[0]][dim] // tp
-        yield Copy(row.hf[0], rank * size, (rank + 1) * size, row.megatron, 0, dim, primary)
+        yield Copy(
+            hf=row.hf[0],
+            hf_start=rank * size,
+            hf_stop=(rank + 1) * size,
+            megatron=row.megatron,
+            start=0,
+            dim=dim,
+            primary=primary,
+        )
     elif row.interleaving == "vocab":
         size = padded_vocab_size(arch, layout) // tp
         start = rank * size
         stop = min((rank + 1) * size, arch.vocab_size)
         if start < stop:
-            yield Copy(row.hf[0], start, stop, row.megatron, 0, 0, primary)
+            yield Copy(
+                hf=row.hf[0],
+                hf_start=start,
+                hf_stop=stop,
+                megatron=row.megatron,
+                start=0,
+                dim=0,
+                primary=primary,
+            )
     elif row.interleaving == "gate_up":
         size = shapes[row.hf[0]][0] // tp
         for half, name in enumerate(row.hf):
-            yield Copy(name, rank * size, (rank + 1) * size, row.megatron, half * size, 0, primary)
+            yield Copy(
+                hf=name,
+                hf_start=rank * size,
+                hf_stop=(rank + 1) * size,
+                megatron=row.megatron,
+                start=half * size,
+                dim=0,
+                primary=primary,
+            )
     else:
-        yield from _qkv_copies(arch, tp, rank, row, primary)
+        yield from _qkv_copies(
+            arch=arch,
+            tp=tp,
+            rank=rank,
+            row=row,
+            primary=primary,
+        )
 
 
 def _qkv_copies(arch: Architecture, tp: int, rank: int, row: Row, primary: bool) -> Iterator[Copy]:
@@ -273,7 +311,13 @@ def _qkv_copies(arch: Architecture, tp: int, rank: int, row: Row, primary: bool)
             row.hf, (queries, d, d), (0, queries, queries + d), strict=True
         ):
             yield Copy(
-                name, group * size, (group + 1) * size, row.megatron, start + offset, 0, primary
+                hf=name,
+                hf_start=group * size,
+                hf_stop=(group + 1) * size,
+                megatron=row.megatron,
+                start=start + offset,
+                dim=0,
+                primary=primary,
             )
 
 

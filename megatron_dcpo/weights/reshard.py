@@ -81,15 +81,15 @@ def plan_for(
     topology = policy.topology
     itemsize = next(iter(policy.parameters(0).values())).element_size()
     return reshard_plan(
-        policy.arch,
-        policy.layout,
-        engine_tensor_model_parallel_size,
-        topology.replicas,
-        bucket_bytes,
-        itemsize,
-        names,
-        topology.replica,
-        policy.merged,
+        arch=policy.arch,
+        layout=policy.layout,
+        engine_tensor_model_parallel_size=engine_tensor_model_parallel_size,
+        replicas=topology.replicas,
+        bucket_bytes=bucket_bytes,
+        itemsize=itemsize,
+        only=names,
+        replica=topology.replica,
+        merged=policy.merged,
     )
 
 
@@ -111,7 +111,14 @@ def export_buckets(
     recv_buffer = torch.empty(plan.message // plan.itemsize, dtype=dtype, device=device)
     traffic.peak = max(traffic.peak, assembly_buffer.nbytes + recv_buffer.nbytes)
     with ledger.holding("buckets", assembly_buffer.nbytes + recv_buffer.nbytes):
-        yield from _export(policy, plan, traffic, local, assembly_buffer, recv_buffer)
+        yield from _export(
+            policy=policy,
+            plan=plan,
+            traffic=traffic,
+            local=local,
+            assembly_buffer=assembly_buffer,
+            recv_buffer=recv_buffer,
+        )
 
 
 def _export(
@@ -132,7 +139,13 @@ def _export(
         try:
             targets = local.targets(bucket.entries, assembly_buffer)
             for message in bucket.messages:
-                traffic.received += _exchange(policy, local, message, targets, recv_buffer)
+                traffic.received += _exchange(
+                    policy=policy,
+                    local=local,
+                    message=message,
+                    targets=targets,
+                    recv_buffer=recv_buffer,
+                )
         except RuntimeError as error:
             raise SynchronizationError(
                 f"{where}: {progress.who_is_behind(number)} ({one_line(error, 200)})"
@@ -154,7 +167,15 @@ def export_slices(
     """Yield the whole tensors named in ``names`` (default: all), large ones in several parts, on
     every rank of the replica. Collective over the replica.
     """
-    for bucket in export_buckets(policy, plan_for(policy, 1, bucket_bytes, names)):
+    for bucket in export_buckets(
+        policy,
+        plan_for(
+            policy=policy,
+            engine_tensor_model_parallel_size=1,
+            bucket_bytes=bucket_bytes,
+            names=names,
+        ),
+    ):
         yield from bucket
 
 
@@ -218,13 +239,23 @@ class _Local:
         for entry in entries:
             name = entry.hf
             (dim, start, stop) = entry.slices[self.rank]
-            values = self._in_place(name, dim, start, stop)
+            values = self._in_place(
+                name=name,
+                dim=dim,
+                start=start,
+                stop=stop,
+            )
             if values is None:
                 shape = _sliced(self.shapes[name], dim, stop - start)
                 values = assembly_buffer[used : used + math.prod(shape)].view(shape)
                 used += values.numel()
                 self.fill(values, name, start)
-            targets[name] = WeightSlice(name, dim, start, values)
+            targets[name] = WeightSlice(
+                name=name,
+                dim=dim,
+                start=start,
+                values=values,
+            )
         return targets
 
     def fill(self, values: Tensor, name: str, start: int) -> None:

@@ -158,17 +158,57 @@ def reshard_plan(
     check_engine(arch, engine_tensor_model_parallel_size)
     names = [name for name in hf_shapes(arch) if only is None or name in only]
     ranks = layout.width * layout.pipeline_model_parallel_size
-    at = _engine_ranks(layout, engine_tensor_model_parallel_size, replicas, replica)
+    at = _engine_ranks(
+        layout=layout,
+        engine_tp=engine_tensor_model_parallel_size,
+        replicas=replicas,
+        replica=replica,
+    )
     slices = {
-        n: tuple(engine_slice(arch, n, engine_tensor_model_parallel_size, rank) for rank in at)
+        n: tuple(
+            engine_slice(
+                arch=arch,
+                name=n,
+                tp=engine_tensor_model_parallel_size,
+                rank=rank,
+            )
+            for rank in at
+        )
         for n in names
     }
-    whole = {name: tuple(engine_slice(arch, name, 1, 0) for _ in at) for name in names}
+    whole = {
+        name: tuple(
+            engine_slice(
+                arch=arch,
+                name=name,
+                tp=1,
+                rank=0,
+            )
+            for _ in at
+        )
+        for name in names
+    }
     held_ops = _held(arch, layout, names)
-    message, capacity = _share_of_a_bucket(arch, names, ranks, bucket_bytes, itemsize)
+    message, capacity = _share_of_a_bucket(
+        arch=arch,
+        names=names,
+        ranks=ranks,
+        bucket_bytes=bucket_bytes,
+        itemsize=itemsize,
+    )
     buckets = []
     assembled = 0
-    for packed in _pack(_entries(arch, held_ops, slices, capacity, merged), capacity, merged):
+    for packed in _pack(
+        _entries(
+            arch=arch,
+            held_ops=held_ops,
+            slices=slices,
+            capacity=capacity,
+            merged=merged,
+        ),
+        capacity,
+        merged,
+    ):
         messages = _messages([op for _, ops in packed for op in ops], message)
         buckets.append(Bucket(tuple(entry for entry, _ in packed), tuple(messages)))
         assembled = max(assembled, *_sum(_to_assemble(*planned, merged) for planned in packed))
@@ -182,8 +222,18 @@ def reshard_plan(
         received=tuple(
             itemsize * sum(m.numel for m in sent if rank in m.readers) for rank in range(ranks)
         ),
-        least=_least(arch, held_ops, slices, itemsize),
-        least_whole=_least(arch, held_ops, whole, itemsize),
+        least=_least(
+            arch=arch,
+            held_ops=held_ops,
+            slices=slices,
+            itemsize=itemsize,
+        ),
+        least_whole=_least(
+            arch=arch,
+            held_ops=held_ops,
+            slices=whole,
+            itemsize=itemsize,
+        ),
         assembled=itemsize * assembled,
         message=itemsize * max((m.numel for m in sent), default=0),
     )
@@ -204,13 +254,37 @@ def most_received(
     held_ops = _held(arch, layout, list(hf_shapes(arch)))
     most = 0
     for at in {
-        tuple(_engine_ranks(layout, engine_tp, replicas, replica)) for replica in range(replicas)
+        tuple(
+            _engine_ranks(
+                layout=layout,
+                engine_tp=engine_tp,
+                replicas=replicas,
+                replica=replica,
+            )
+        )
+        for replica in range(replicas)
     }:
         slices = {
-            name: tuple(engine_slice(arch, name, engine_tp, rank) for rank in at)
+            name: tuple(
+                engine_slice(
+                    arch=arch,
+                    name=name,
+                    tp=engine_tp,
+                    rank=rank,
+                )
+                for rank in at
+            )
             for name in held_ops
         }
-        most = max(most, *_least(arch, held_ops, slices, itemsize))
+        most = max(
+            most,
+            *_least(
+                arch=arch,
+                held_ops=held_ops,
+                slices=slices,
+                itemsize=itemsize,
+            ),
+        )
     return most
 
 
@@ -221,7 +295,20 @@ def _share_of_a_bucket(
     the widest tensor at least.
     """
     widest = max(
-        (_per_index(arch, name, engine_slice(arch, name, 1, 0)[0]) for name in names), default=1
+        (
+            _per_index(
+                arch,
+                name,
+                engine_slice(
+                    arch=arch,
+                    name=name,
+                    tp=1,
+                    rank=0,
+                )[0],
+            )
+            for name in names
+        ),
+        default=1,
     )
     if ranks > 1:
         message = max(widest, bucket_bytes // MESSAGE_SHARE // itemsize)
@@ -271,7 +358,14 @@ def _held(arch: Architecture, layout: Layout, names: Sequence[str]) -> _Held:
                     )
                     numel = (stop - start) * _per_index(arch, name, copies[0].dim)
                     new = TransferOp(
-                        name, copies[0].dim, start, stop, numel, (), (), len(copies) > 1
+                        hf=name,
+                        dim=copies[0].dim,
+                        start=start,
+                        stop=stop,
+                        numel=numel,
+                        holders=(),
+                        readers=(),
+                        interleaved=len(copies) > 1,
                     )
                     op = by_interval[name].get((start, stop), new)
                     if rank not in op.holders:
@@ -417,10 +511,18 @@ def _messages(ops: Sequence[TransferOp], limit: int) -> Iterator[Message]:
         message: list[TransferOp] = []
         for op in together:
             if message and sum(o.numel for o in message) + op.numel > limit:
-                yield Message(owner, readers, tuple(message))
+                yield Message(
+                    owner=owner,
+                    readers=readers,
+                    ops=tuple(message),
+                )
                 message = []
             message.append(op)
-        yield Message(owner, readers, tuple(message))
+        yield Message(
+            owner=owner,
+            readers=readers,
+            ops=tuple(message),
+        )
 
 
 VOCABULARY_MULTIPLE = 64  # vLLM pads the vocabulary to a multiple of this before it cuts it

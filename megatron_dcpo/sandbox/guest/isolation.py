@@ -91,22 +91,32 @@ def private_mounts(scratch_bytes: int) -> int:
     """Mount an empty /tmp of limited size and an empty /proc. Return the real /proc of this
     namespace, an open directory: what it tells of mounts and processes is for the supervisor alone.
     """
-    mount("none", "/", "", _MS_REC | _MS_PRIVATE)
     mount(
-        "tmpfs",
-        "/tmp",
-        "tmpfs",
-        _MS_NOSUID | _MS_NODEV,
-        f"size={scratch_bytes},nr_inodes=4096,mode=1777",
+        source="none",
+        target="/",
+        kind="",
+        flags=_MS_REC | _MS_PRIVATE,
     )
-    mount("proc", "/proc", "proc", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC)
+    mount(
+        source="tmpfs",
+        target="/tmp",
+        kind="tmpfs",
+        flags=_MS_NOSUID | _MS_NODEV,
+        options=f"size={scratch_bytes},nr_inodes=4096,mode=1777",
+    )
+    mount(
+        source="proc",
+        target="/proc",
+        kind="proc",
+        flags=_MS_NOSUID | _MS_NODEV | _MS_NOEXEC,
+    )
     processes = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY)
     mount(
-        "tmpfs",
-        "/proc",
-        "tmpfs",
-        _MS_NOSUID | _MS_NODEV | _MS_NOEXEC | _MS_RDONLY,
-        "nr_inodes=1,mode=555",
+        source="tmpfs",
+        target="/proc",
+        kind="tmpfs",
+        flags=_MS_NOSUID | _MS_NODEV | _MS_NOEXEC | _MS_RDONLY,
+        options="nr_inodes=1,mode=555",
     )
     return processes
 

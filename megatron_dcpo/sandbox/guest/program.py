@@ -43,7 +43,12 @@ def run_program(job: dict[str, Any], calls: int | None, message_bytes: int) -> N
         _fresh_streams()
         module, shared = define(job, "__main__" if calls is None else "solution")
         if calls is not None:
-            Answers(module, shared, calls, message_bytes).serve()
+            Answers(
+                module=module,
+                shared=shared,
+                pipe=calls,
+                message_bytes=message_bytes,
+            ).serve()
         code = 0
     except SystemExit as end:
         code = _exit_code(end)

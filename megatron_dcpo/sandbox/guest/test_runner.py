@@ -156,7 +156,11 @@ class ProgramClient:
 
     def _remote(self, number: int, kind: str) -> RemoteObject:
         if number not in self.remotes:
-            self.remotes[number] = RemoteObject(self, {"reference": number}, kind)
+            self.remotes[number] = RemoteObject(
+                client=self,
+                on={"reference": number},
+                kind=kind,
+            )
         return self.remotes[number]
 
     def _stop(self, category: str, detail: str) -> Any:
@@ -230,7 +234,12 @@ def run_checks(task: bytes, limits: dict[str, Any]) -> NoReturn:
     sys.setrecursionlimit(10_000)
     signal.setitimer(signal.ITIMER_PROF, limits["program_seconds"])
     category, detail = judge(
-        json.loads(task), ProgramClient(3, limits["test_seconds"], limits["output_bytes"])
+        json.loads(task),
+        ProgramClient(
+            pipe=3,
+            timeout=limits["test_seconds"],
+            limit=limits["output_bytes"],
+        ),
     )
     os.write(verdict, json.dumps({"category": category, "detail": detail[:1000]}).encode())
     os._exit(0)
@@ -287,7 +296,11 @@ def _bind_free_names(code: Any, names: dict[str, Any], client: ProgramClient) ->
         if name == "np" or name in _MODULES.split():
             names[name] = importlib.import_module("numpy" if name == "np" else name)
         else:
-            names[name] = RemoteObject(client, {"name": name}, name)
+            names[name] = RemoteObject(
+                client=client,
+                on={"name": name},
+                kind=name,
+            )
             bound = True
     return bound
 
@@ -339,7 +352,11 @@ def _execute(
     code = compile(tree, "<tests>", "exec")
     bound = _bind_free_names(code, names, client)
     if not target and not bound and (shadowed := _shadowed(tree)):
-        names[shadowed] = RemoteObject(client, {"name": shadowed}, "function")
+        names[shadowed] = RemoteObject(
+            client=client,
+            on={"name": shadowed},
+            kind="function",
+        )
     if predicted:
         client.prefetch({"name": entry}, predicted)
     exec(code, names)
@@ -347,18 +364,40 @@ def _execute(
 
 def _check(tests: dict[str, Any], client: ProgramClient) -> None:
     names = _namespace(tests, client)
-    _execute(tests["code"], names, client, "candidate", tests["entry_point"])
+    _execute(
+        source=tests["code"],
+        names=names,
+        client=client,
+        target="candidate",
+        entry=tests["entry_point"],
+    )
     if isinstance(names.get("check"), RemoteObject) or not callable(names.get("check")):
         raise NameError("the tests define no check(candidate)")
-    names["check"](RemoteObject(client, {"name": tests["entry_point"]}, "function"))
+    names["check"](
+        RemoteObject(
+            client=client,
+            on={"name": tests["entry_point"]},
+            kind="function",
+        )
+    )
 
 
 def _asserts(tests: dict[str, Any], client: ProgramClient) -> None:
     names = _namespace(tests, client)
     entry = tests.get("entry_point")
     if entry and entry.isidentifier():
-        names[entry] = RemoteObject(client, {"name": entry}, "function")
-    _execute(tests["code"], names, client, entry, entry or "")
+        names[entry] = RemoteObject(
+            client=client,
+            on={"name": entry},
+            kind="function",
+        )
+    _execute(
+        source=tests["code"],
+        names=names,
+        client=client,
+        target=entry,
+        entry=entry or "",
+    )
 
 
 def _function(tests: dict[str, Any], client: ProgramClient) -> None:
@@ -370,7 +409,11 @@ def _function(tests: dict[str, Any], client: ProgramClient) -> None:
     ]
     if not any(case["kwargs"] for case in cases):
         client.prefetch(on, [case["args"] for case in cases])
-    function = RemoteObject(client, on, "function")
+    function = RemoteObject(
+        client=client,
+        on=on,
+        kind="function",
+    )
     for place, case in enumerate(cases, start=1):
         result = function(*case["args"], **case["kwargs"])
         assert same(result, case["expected"], float(tests.get("atol") or 0.0)), f"case {place}"
