@@ -64,9 +64,9 @@ def measurements() -> Iterator[Measurement]:
 
 def simulated(lengths: list[int]) -> Iterator[Measurement]:
     from megatron_dcpo.config import load_config
-    from megatron_dcpo.planning.plan import Machine
+    from megatron_dcpo.planning.machine import Machine
     from megatron_dcpo.planning.simulate import Environment, scenarios
-    from megatron_dcpo.planning.traffic import Rates
+    from megatron_dcpo.planning.machine import Rates
 
     before, after = scenarios(
         load_config(CONFIG, [f"model.path={MODEL}"]),

@@ -49,13 +49,15 @@ def binned_error(
     """
     c = metrics.as_confidences(confidences)
     valid = np.flatnonzero(metrics.is_valid(c))
-    y, c = metrics.as_correct(correct)[valid], c[valid]
+    y = metrics.as_correct(correct)[valid]
+    c = c[valid]
     if not len(c):
         return BinnedError(math.nan, math.nan, math.nan)
     ids = valid if problem_ids is None else np.asarray(problem_ids)[valid]
     _, problem = np.unique(ids, return_inverse=True)
     rows = metrics.bin_rows(c, y, bins)
-    excess, count = np.zeros((problem.max() + 1, bins)), np.bincount(problem)
+    excess = np.zeros((problem.max() + 1, bins))
+    count = np.bincount(problem)
     index = np.searchsorted(rows.edges[1:].astype(c.dtype), c, side="left")
     np.add.at(excess, (problem, index), c.astype(np.float64) - y)
     excess = excess[:, rows.count > 0]
@@ -69,7 +71,10 @@ def binned_error(
     estimate = float(_corrected(x, deviation, over_only).sum())
     half = 1.959963984540054 * float(_corrected(drawn, deviation, over_only).sum(axis=1).std())
     calibrated = np.quantile(_plain(drawn - x, over_only).sum(axis=1), 0.975)
-    low = 0.0 if _plain(x, over_only).sum() <= calibrated else estimate - half
+    if _plain(x, over_only).sum() <= calibrated:
+        low = 0.0
+    else:
+        low = estimate - half
     return BinnedError(max(estimate, 0.0), max(low, 0.0), max(estimate + half, 0.0))
 
 

@@ -36,7 +36,8 @@ from megatron_dcpo.runtime.text import printable
 # Okabe-Ito: told apart with every kind of color vision. The order is the order of runs.
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#7A5195", "#8C8C8C")
 _INK = "#1c1d1f"  # replaced by currentColor in inline SVG
-_OVER, _UNDER = "#D55E00", "#0072B2"
+_OVER = "#D55E00"
+_UNDER = "#0072B2"
 _SHADES = LinearSegmentedColormap.from_list("share", ["#cfe3f1", "#3d8ec2", "#08476f"])
 _PLAIN_STYLE: Any = {
     "font.size": 9,
@@ -80,21 +81,37 @@ class Curve:
 
 
 TRAINING_CURVES = (
-    Curve("Accuracy", ("reward/accuracy",), percent=True),
-    Curve("Mean confidence", ("confidence/mean",), percent=True),
+    Curve(
+        title="Accuracy",
+        keys=("reward/accuracy",),
+        percent=True,
+    ),
+    Curve(
+        title="Mean confidence",
+        keys=("confidence/mean",),
+        percent=True,
+    ),
     Curve("ECE (solid), PCE (dashed)", ("calibration/ece", "calibration/pce")),
     Curve("AUROC", ("calibration/auroc",)),
     Curve(
-        "Gradient norm: reasoning, confidence (dashed)",
-        ("grad_norm/reasoning", "grad_norm/confidence"),
+        title="Gradient norm: reasoning, confidence (dashed)",
+        keys=("grad_norm/reasoning", "grad_norm/confidence"),
         log=True,
     ),
     Curve("Response length (tokens)", ("length/mean",)),
-    Curve("Violation rate", ("format/violation_rate",), percent=True),
+    Curve(
+        title="Violation rate",
+        keys=("format/violation_rate",),
+        percent=True,
+    ),
     Curve("Brier score", ("calibration/brier",)),
     Curve("Policy loss", ("loss/policy",)),
     Curve("Entropy, nats a token", ("entropy",)),
-    Curve("KL: reference, engine and trainer (dashed)", ("loss/kl", "engine/kl"), log=True),
+    Curve(
+        title="KL: reference, engine and trainer (dashed)",
+        keys=("loss/kl", "engine/kl"),
+        log=True,
+    ),
 )
 
 
@@ -108,7 +125,12 @@ def reliability_diagram(bins: Bins, title: str = "", note: str = "") -> Figure:
     """
     figure = _figure(4.6, 4.4)
     axes = figure.add_subplot()
-    draw_reliability(axes, bins, title, note)
+    draw_reliability(
+        axes=axes,
+        bins=bins,
+        title=title,
+        note=note,
+    )
     axes.set_ylabel("Accuracy")
     _share_colorbar(figure, [axes])
     return figure
@@ -138,9 +160,16 @@ def comparison_grid(
     )
     most = max((int(bins.count.max(initial=0)) for bins in runs.values()), default=1)
     for position, (name, bins) in enumerate(runs.items()):
-        row, column = 2 * (position // columns), position % columns
-        upper, lower = grid[row][column], grid[row + 1][column]
-        draw_reliability(upper, bins, name, (notes or {}).get(name, ""))
+        row = 2 * (position // columns)
+        column = position % columns
+        upper = grid[row][column]
+        lower = grid[row + 1][column]
+        draw_reliability(
+            axes=upper,
+            bins=bins,
+            title=name,
+            note=(notes or {}).get(name, ""),
+        )
         draw_histogram(lower, bins, "")
         lower.set_ylim(*_count_range(most))
         upper.set_xlabel("")
@@ -153,7 +182,8 @@ def comparison_grid(
             upper.tick_params(labelleft=False)
             lower.tick_params(labelleft=False)
     for position in range(len(runs), blocks * columns):
-        row, column = 2 * (position // columns), position % columns
+        row = 2 * (position // columns)
+        column = position % columns
         grid[row][column].set_visible(False)
         grid[row + 1][column].set_visible(False)
     _share_colorbar(figure, list(grid.ravel()))
@@ -167,7 +197,12 @@ def run_panel(bins: Bins, title: str = "", note: str = "", most: int | None = No
     """
     figure = _figure(3.5, 4.6)
     upper, lower = figure.subplots(2, 1, height_ratios=[3, 1.15], sharex=True)
-    draw_reliability(upper, bins, title, note)
+    draw_reliability(
+        axes=upper,
+        bins=bins,
+        title=title,
+        note=note,
+    )
     draw_histogram(lower, bins, "")
     if most is not None:
         lower.set_ylim(*_count_range(most))
@@ -232,8 +267,16 @@ def validation_curves(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[C
         for name in dict.fromkeys(parts[1] for parts in keys)
         for key in (f"evaluation/{name}/",)
         for curve in (
-            Curve(f"{name}: accuracy", (key + "accuracy",), percent=True),
-            Curve(f"{name}: mean confidence", (key + "mean_confidence",), percent=True),
+            Curve(
+                title=f"{name}: accuracy",
+                keys=(key + "accuracy",),
+                percent=True,
+            ),
+            Curve(
+                title=f"{name}: mean confidence",
+                keys=(key + "mean_confidence",),
+                percent=True,
+            ),
             Curve(f"{name}: ECE (solid), Brier (dashed)", (key + "ece", key + "brier")),
             Curve(f"{name}: AUROC", (key + "auroc",)),
         )
@@ -251,7 +294,8 @@ def draw_reliability(axes: Axes, bins: Bins, title: str = "", note: str = "") ->
     width = np.diff(bins.edges)[filled]
     center = bins.edges[:-1][filled] + width / 2
     share = bins.count[filled] / max(int(bins.count.sum()), 1)
-    accuracy, confidence = bins.accuracy[filled], bins.confidence[filled]
+    accuracy = bins.accuracy[filled]
+    confidence = bins.confidence[filled]
     axes.bar(center, accuracy, 0.94 * width, color=_SHADES(np.sqrt(share)))
     low, high = wilson_interval(bins.correct_sum[filled], bins.count[filled])
     errors = np.clip([accuracy - low, high - accuracy], 0.0, None)

@@ -147,11 +147,9 @@ def ece(
 ) -> float:
     """Return the expected calibration error, in [0, 1]."""
     total = _denominator(confidences, correct, denominator)
-    return (
-        float(np.abs(bin_rows(confidences, correct, bins).excess).sum() / total)
-        if total
-        else float("nan")
-    )
+    if total:
+        return float(np.abs(bin_rows(confidences, correct, bins).excess).sum() / total)
+    return float("nan")
 
 
 def pce(
@@ -164,11 +162,9 @@ def pce(
     ``ece`` of the same bins.
     """
     total = _denominator(confidences, correct, denominator)
-    return (
-        float(np.maximum(bin_rows(confidences, correct, bins).excess, 0.0).sum() / total)
-        if total
-        else float("nan")
-    )
+    if total:
+        return float(np.maximum(bin_rows(confidences, correct, bins).excess, 0.0).sum() / total)
+    return float("nan")
 
 
 def mce(confidences: Confidences, correct: Correct, bins: int = DEFAULT_BINS) -> float:
@@ -182,9 +178,16 @@ def ece_equal_mass(confidences: Confidences, correct: Correct, bins: int = DEFAU
     """Return ECE over bins of about equal counts (Nixon 2019): does not hang on where the
     confidences crowd.
     """
-    rows = bin_rows(confidences, correct, bins, mass=True)
+    rows = bin_rows(
+        confidences=confidences,
+        correct=correct,
+        bins=bins,
+        mass=True,
+    )
     total = int(rows.count.sum())
-    return float(np.abs(rows.excess).sum() / total) if total else float("nan")
+    if total:
+        return float(np.abs(rows.excess).sum() / total)
+    return float("nan")
 
 
 # ------------------------------------------------------------------------------------ proper scores
@@ -213,7 +216,12 @@ def brier_decomposition(
     resolution = float((rows.count * spread**2).sum() / n)
     uncertainty = float(base_rate * (1.0 - base_rate))
     within = brier(confidences, correct) - (reliability - resolution + uncertainty)
-    return BrierParts(reliability, resolution, uncertainty, within)
+    return BrierParts(
+        reliability=reliability,
+        resolution=resolution,
+        uncertainty=uncertainty,
+        within_bin=within,
+    )
 
 
 def nll(confidences: Confidences, correct: Correct) -> float:
@@ -237,7 +245,8 @@ def auroc(confidences: Confidences, correct: Correct) -> float:
     rows are left out. One class only: NaN (scikit-learn raises or warns there).
     """
     s, y = ranked_rows(confidences, correct)
-    positives, negatives = float((y == 1).sum()), float((y == 0).sum())
+    positives = float((y == 1).sum())
+    negatives = float((y == 0).sum())
     if positives == 0 or negatives == 0:
         return float("nan")
     _, inverse, count = np.unique(s, return_inverse=True, return_counts=True)
@@ -283,7 +292,8 @@ def pessimistic(
 
     Metrics of the result bound what a model could gain by not answering.
     """
-    c, y = as_confidences(confidences), as_correct(correct)
+    c = as_confidences(confidences)
+    y = as_correct(correct)
     _same_length(c, y)
     filled = c.astype(np.float64)
     invalid = ~is_valid(c)
@@ -323,7 +333,8 @@ def bootstrap_ci(
     PCE, whose resamples are biased upwards: ``binned.binned_error``. Costs ``resamples``
     evaluations.
     """
-    c, y = as_confidences(confidences), as_correct(correct)
+    c = as_confidences(confidences)
+    y = as_correct(correct)
     _same_length(c, y)
     if len(y) == 0 or np.isnan(metric(c, y)):
         return float("nan"), float("nan")
@@ -386,7 +397,8 @@ def is_valid(c: np.ndarray) -> np.ndarray:
 
 
 def valid_rows(confidences: Confidences, correct: Correct) -> tuple[np.ndarray, np.ndarray]:
-    c, y = as_confidences(confidences), as_correct(correct)
+    c = as_confidences(confidences)
+    y = as_correct(correct)
     _same_length(c, y)
     valid = is_valid(c)
     return c[valid], y[valid]
@@ -394,7 +406,8 @@ def valid_rows(confidences: Confidences, correct: Correct) -> tuple[np.ndarray, 
 
 def ranked_rows(scores: Confidences, correct: Correct) -> tuple[np.ndarray, np.ndarray]:
     """Return the rows with a score, of any size."""
-    s, y = as_confidences(scores), as_correct(correct)
+    s = as_confidences(scores)
+    y = as_correct(correct)
     _same_length(s, y)
     ranked = ~np.isnan(s)
     return s[ranked], y[ranked]
@@ -445,6 +458,7 @@ def ece_debiased(confidences: Confidences, correct: Correct, bins: int = DEFAULT
     count = rows.count[filled]
     if not len(count):
         return float("nan")
-    accuracy, gap = rows.accuracy[filled], rows.confidence[filled] - rows.accuracy[filled]
+    accuracy = rows.accuracy[filled]
+    gap = rows.confidence[filled] - rows.accuracy[filled]
     variance = accuracy * (1.0 - accuracy) / np.maximum(count - 1, 1)
     return float(np.sqrt(max(0.0, ((count / count.sum()) * (gap**2 - variance)).sum())))

@@ -30,7 +30,9 @@ def aurc(confidences: Confidences, correct: Correct) -> float:
     most confident (Geifman 2017).
     """
     _, accuracy = accuracy_coverage(confidences, correct)
-    return float(np.mean(1.0 - accuracy)) if len(accuracy) else float("nan")
+    if len(accuracy):
+        return float(np.mean(1.0 - accuracy))
+    return float("nan")
 
 
 def accuracy_at_coverage(confidences: Confidences, correct: Correct, coverage: float) -> float:
@@ -67,7 +69,8 @@ def abstention_rates(correct: Correct, abstained: Sequence[bool]) -> dict[str, f
     abstains; ``coverage``, the share that is answered; ``selective_accuracy``, of what is answered;
     ``hallucination_rate``, the share of all rows that is answered wrong (TruthRL).
     """
-    y, silent = np.asarray(correct, float), np.asarray(abstained, bool)
+    y = np.asarray(correct, float)
+    silent = np.asarray(abstained, bool)
     answered = y[~silent]
     return {
         "rate": float(np.mean(silent)),

@@ -54,9 +54,15 @@ def summarize(
     AUROC, AUPRC and AURC are of all of them, everything else treats what lies outside [0, 1] as
     unparsed.
     """
-    c, y = metrics.as_confidences(confidences), metrics.as_correct(correct)
+    c = metrics.as_confidences(confidences)
+    y = metrics.as_correct(correct)
     valid, valid_correct = metrics.valid_rows(c, y)
-    ranked, ranked_correct = (c, y) if ranking_only else (valid, valid_correct)
+    if ranking_only:
+        ranked = c
+        ranked_correct = y
+    else:
+        ranked = valid
+        ranked_correct = valid_correct
     worst = metrics.pessimistic(c, y)
     parts = metrics.brier_decomposition(c, y, bins)
     parsed = metrics.parse_rate(c)
@@ -91,9 +97,28 @@ def summarize(
     if statuses is not None:
         summary |= violation_rates(statuses)
     if resamples:
-        summary["ece_corrected"] = binned_error(c, y, problem_ids, bins, resamples, seed).estimate
-        summary["ece_null95"] = null_ece(c, bins, min(resamples, 200), seed)
-        summary["ci95"] = intervals(c, y, problem_ids, bins=bins, resamples=resamples, seed=seed)
+        summary["ece_corrected"] = binned_error(
+            confidences=c,
+            correct=y,
+            problem_ids=problem_ids,
+            bins=bins,
+            resamples=resamples,
+            seed=seed,
+        ).estimate
+        summary["ece_null95"] = null_ece(
+            confidences=c,
+            bins=bins,
+            resamples=min(resamples, 200),
+            seed=seed,
+        )
+        summary["ci95"] = intervals(
+            confidences=c,
+            correct=y,
+            problem_ids=problem_ids,
+            bins=bins,
+            resamples=resamples,
+            seed=seed,
+        )
     return summary
 
 
@@ -138,7 +163,13 @@ def intervals(
     }
     for name in ("ece", "pce"):
         error = binned_error(
-            confidences, correct, problem_ids, bins, resamples, seed, over_only=name == "pce"
+            confidences=confidences,
+            correct=correct,
+            problem_ids=problem_ids,
+            bins=bins,
+            resamples=resamples,
+            seed=seed,
+            over_only=name == "pce",
         )
         found[name] = [error.low, error.high]
     return {name: found[name] for name in INTERVALS}

@@ -42,7 +42,9 @@ def latest_iteration(directory: Path) -> int | None:
     except (OSError, UnicodeDecodeError):
         text = ""
     present = iterations(directory)
-    return int(text) if _NUMBER.fullmatch(text) else (present[-1] if present else None)
+    if _NUMBER.fullmatch(text):
+        return int(text)
+    return present[-1] if present else None
 
 
 def digest(path: Path) -> dict[str, Any]:

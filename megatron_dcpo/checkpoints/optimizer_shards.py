@@ -96,7 +96,15 @@ def _own_shards(
     for parameter, start, stop in _owned_ranges(part):
         tensors = main_param_and_states(part, parameter)
         yield {
-            name: list(_shards(bases[id(parameter)], name, tensor.detach(), start, stop))
+            name: list(
+                _shards(
+                    base=bases[id(parameter)],
+                    name=name,
+                    own=tensor.detach(),
+                    start=start,
+                    stop=stop,
+                )
+            )
             for name, tensor in tensors.items()
             if name != "step"  # kept per group
         }
@@ -117,12 +125,16 @@ def _shards(
     """Return the sharded tensors of ``own``: the flat values [``start``, ``stop``) of the parameter
     that ``base`` describes. A factory cuts it in two.
     """
-    pieces = base.build() if isinstance(base, ShardedTensorFactory) else [base]
+    if isinstance(base, ShardedTensorFactory):
+        pieces = base.build()
+    else:
+        pieces = [base]
     for piece in pieces:
         first = (
             piece.data.storage_offset() - base.data.storage_offset()
         )  # of the piece in the flat parameter
-        a, b = max(start, first), min(stop, first + piece.data.numel())
+        a = max(start, first)
+        b = min(stop, first + piece.data.numel())
         at = a - start
         for offset, shape in boxes(piece.local_shape, a - first, b - first):
             ones = (
@@ -163,5 +175,8 @@ def boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
 
     if first > last:
         return within(last, start, stop)
-    whole = [((first, *(0 for _ in shape[1:])), (last - first, *shape[1:]))] if first < last else []
+    if first < last:
+        whole = [((first, *(0 for _ in shape[1:])), (last - first, *shape[1:]))]
+    else:
+        whole = []
     return within(first - 1, start, first * row) + whole + within(last, last * row, stop)

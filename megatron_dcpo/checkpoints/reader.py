@@ -71,7 +71,8 @@ class _Reader(CachedMetadataFileSystemReader):
 
 class _LoadPlanner(strategy.MCoreLoadPlanner):
     def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
-        loaded, name = torch.load(value, weights_only=True), read_item.dest_index.fqn
+        loaded = torch.load(value, weights_only=True)
+        name = read_item.dest_index.fqn
         if self.flatten_state_dict:
             set_element(self.original_state_dict, self.mappings[name], loaded)
         else:
@@ -104,7 +105,8 @@ class SharedRead(strategy.TorchDistLoadShardedStrategy):
         if shares is None:
             return super().load(sharded, directory, *more)
         parts = {_identity(part): part for part in nested_values(sharded)}
-        reader, own = shares.main_rank_for_shard, dist.get_rank(self.replicas)
+        reader = shares.main_rank_for_shard
+        own = dist.get_rank(self.replicas)
         own_parts = {name: part for name, part in parts.items() if reader.get(name, own) == own}
         values = super().load(own_parts, directory, *more)
         for name, rank in reader.items():
@@ -114,9 +116,10 @@ class SharedRead(strategy.TorchDistLoadShardedStrategy):
                 parts[name].init_data(current_device())
                 values[name] = parts[name].data
             form = shares.shard_to_metadata[name]
-            held = (
-                values[name] if name in values else torch.empty(form.local_shape, dtype=form.dtype)
-            )
+            if name in values:
+                held = values[name]
+            else:
+                held = torch.empty(form.local_shape, dtype=form.dtype)
             moved = held.to(current_device()).contiguous()
             dist.broadcast(moved, dist.get_global_rank(self.replicas, rank), self.replicas)
             if moved is not held:
@@ -125,7 +128,9 @@ class SharedRead(strategy.TorchDistLoadShardedStrategy):
 
 
 def _identity(part: Any) -> Any:
-    return shard_id(part) if isinstance(part, ShardedTensor) else part.unique_key
+    if isinstance(part, ShardedTensor):
+        return shard_id(part)
+    return part.unique_key
 
 
 def cause(error: BaseException) -> BaseException:

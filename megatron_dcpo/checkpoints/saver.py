@@ -111,7 +111,10 @@ class Saver:
         background: bool,
         replicas: dist.ProcessGroup | None = None,
     ) -> None:
-        self.directory, self.rank, self.keep, self.background = directory, rank, keep, background
+        self.directory = directory
+        self.rank = rank
+        self.keep = keep
+        self.background = background
         self.replicas = replicas
         self.damaged: set[int] = set()
         self.best: dict[str, Any] | None = None
@@ -145,7 +148,8 @@ class Saver:
 
     def wait(self) -> None:
         """Do the same, however long the writing takes."""
-        pending, self._pending = self._pending, None
+        pending = self._pending
+        self._pending = None
         if pending is None:
             return
         if not pending.completing:
@@ -193,15 +197,24 @@ class Saver:
                 self._fail_if(broadcast_object(error), iteration, temporary)
             writer, metadata = self._plan(state, temporary)
             if self.background:
-                self._known = _Plan(form, metadata, _files_of_buckets(writer.write_buckets, parts))
+                self._known = _Plan(
+                    form=form,
+                    metadata=metadata,
+                    files=_files_of_buckets(writer.write_buckets, parts),
+                )
         else:
             assert self._known is not None
-            writer, metadata = (
-                filesystem_async.FileSystemWriterAsync(temporary),
-                self._known.metadata,
-            )
+            writer = filesystem_async.FileSystemWriterAsync(temporary)
+            metadata = self._known.metadata
             writer.write_buckets = _refreshed(self._known, temporary, parts)
-        return Pending(iteration, temporary, self.rank, writer, metadata, copy.deepcopy(common))
+        return Pending(
+            iteration=iteration,
+            temporary=temporary,
+            rank=self.rank,
+            writer=writer,
+            metadata=metadata,
+            common=copy.deepcopy(common),
+        )
 
     def _plan(self, state: dict[str, Any], temporary: Path) -> tuple[Any, Any]:
         """Return Megatron's writer with this rank's part of the state, and on the first rank the
@@ -235,7 +248,8 @@ class Saver:
     def _rename(
         self, pending: Pending, written: list[tuple[Any, list[Any], dict[str, Any]]]
     ) -> None:
-        temporary, final = pending.temporary, iteration_dir(self.directory, pending.iteration)
+        temporary = pending.temporary
+        final = iteration_dir(self.directory, pending.iteration)
         pending.writer.finish(pending.metadata, [results for _, results, _ in written])
         save_config(CheckpointingConfig("torch_dist", 1), str(temporary))
         files = {name: entry for _, _, part in written for name, entry in part.items()}
@@ -277,11 +291,9 @@ class Saver:
 def last_complete(directory: Path) -> str:
     """Return what the first rank finds there, in words. Collective."""
     last = broadcast_object(latest_iteration(directory))
-    return (
-        f"the last complete checkpoint is iteration {last}"
-        if last is not None
-        else "there is no complete checkpoint"
-    )
+    if last is not None:
+        return f"the last complete checkpoint is iteration {last}"
+    return "there is no complete checkpoint"
 
 
 def remove_leftovers(directory: Path) -> None:
@@ -372,7 +384,10 @@ def _write(pending: Pending) -> None:
                 file.flush()
                 os.fsync(file.fileno())
             pending.files[COMMON] = digest(pending.temporary / COMMON)
-        transforms = [pending.writer.transforms] if hasattr(pending.writer, "transforms") else []
+        if hasattr(pending.writer, "transforms"):
+            transforms = [pending.writer.transforms]
+        else:
+            transforms = []
         for index, bucket in enumerate(pending.writer.write_buckets):
             outcome: queue.Queue[Any] = queue.Queue()
             waiting: queue.Queue[int] = queue.Queue()

@@ -157,7 +157,8 @@ def load_checkpoint(
 def _restore_schedule(optimizer: Optimizer, loaded: dict[str, Any]) -> None:
     """Take the count of steps from the checkpoint, everything else from the configuration."""
     for group in optimizer.param_groups:
-        group["max_lr"], group["min_lr"] = optimizer.scheduler.max_lr, optimizer.scheduler.min_lr
+        group["max_lr"] = optimizer.scheduler.max_lr
+        group["min_lr"] = optimizer.scheduler.min_lr
     optimizer.scheduler.load_state_dict(loaded)
 
 
@@ -176,7 +177,10 @@ def _check_parts(path: Path, optimizer: Optimizer) -> None:
     absent += [part for part in RUN_PARTS if "run" not in absent and part not in common["run"]]
     if absent:
         raise CheckpointingException(f"it has no {', '.join(absent)}")
-    adapter = optimizer.adapter if isinstance(optimizer, AdapterOptimizer) else None
+    if isinstance(optimizer, AdapterOptimizer):
+        adapter = optimizer.adapter
+    else:
+        adapter = None
     if ("adapter" in common) != (adapter is not None):
         how = "with" if "adapter" in common else "without"
         raise UserError(
@@ -191,10 +195,8 @@ def _check_parts(path: Path, optimizer: Optimizer) -> None:
                     f"{value}; keep it to "
                     "resume, or start another run_dir"
                 )
-    saved, now = (
-        common["run"]["distributed_optimizer"],
-        optimizer_shards.is_distributed(optimizer.megatron),
-    )
+    saved = common["run"]["distributed_optimizer"]
+    now = optimizer_shards.is_distributed(optimizer.megatron)
     if not isinstance(saved, bool):
         raise CheckpointingException("run.distributed_optimizer is neither true nor false")
     if saved != now:
@@ -255,7 +257,8 @@ def _check(path: Path, iteration: int, topology: Topology) -> str | None:
     try:
         files = listed_files(path, iteration)
         writers = {name: int(match[1]) for name in files if (match := _WRITER.match(name))}
-        count, world = max(writers.values(), default=0) + 1, topology.world_size
+        count = max(writers.values(), default=0) + 1
+        world = topology.world_size
         mine = [
             item
             for item in files.items()

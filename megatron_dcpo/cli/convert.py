@@ -162,6 +162,7 @@ def main(direction: str, description: str | None) -> int:
 
 def run(args: argparse.Namespace) -> int:
     from megatron_dcpo.conversion.convert import export_checkpoint, import_checkpoint
+    from megatron_dcpo.conversion.megatron_checkpoint import find_checkpoint
 
     with _progress(args.direction) as progress:
         common = {"verify": args.verify, "overwrite": args.overwrite, "progress": progress}
@@ -175,9 +176,8 @@ def run(args: argparse.Namespace) -> int:
             )
         else:
             result = export_checkpoint(
-                args.source,
+                find_checkpoint(args.source, args.checkpoint),
                 args.target,
-                which=args.checkpoint,
                 hf_config=args.hf_config,
                 max_shard_bytes=args.max_shard_size,
                 **common,

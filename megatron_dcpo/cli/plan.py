@@ -125,8 +125,9 @@ def run(args: argparse.Namespace) -> int:
         )
     config = load_config(args.config, args.overrides)
     from megatron_dcpo.planning.advice import as_dict
-    from megatron_dcpo.planning.plan import Machine, make_plan
-    from megatron_dcpo.planning.traffic import Rates
+    from megatron_dcpo.planning.machine import Machine
+    from megatron_dcpo.planning.plan import make_plan
+    from megatron_dcpo.planning.machine import Rates
 
     if args.gpus is None:
         from megatron_dcpo.planning.host import this_machine

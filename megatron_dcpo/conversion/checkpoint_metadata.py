@@ -1,10 +1,10 @@
-"""``.metadata`` of a ``torch.distributed.checkpoint``, read without running what it says: for
+"""``.metadata`` of a ``torch.distributed.checkpoint``, read without running code that it names, for
 conversion and resumption.
 
 The file is a pickle, and unpickling calls whatever the file names. Here it may name the classes of
-the metadata, which are built, and other classes of torch's and Megatron's checkpoints, in whose
-place stands an empty object; any other name is an error. What is read is then held against the
-directory, so that no tensor lies outside its file or its shape.
+the metadata, which are built, and other classes of torch's and Megatron's checkpoints, for which an
+empty object stands in; any other name is an error. The result is then compared with the directory,
+so that no tensor lies outside its file or its shape.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from megatron_dcpo.runtime.megatron_private import MemoryFormat, StorageInfo, ge
 
 METADATA = ".metadata"
 _MOST_BYTES = 4 << 30
-_PLAIN_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")  # of a file in the directory itself
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")  # a file of the directory itself
 
 
 def read_metadata(directory: Path) -> Metadata:
@@ -51,11 +51,7 @@ def read_metadata(directory: Path) -> Metadata:
         raise UserError(
             f"cannot read {error.filename or path}: {error.strerror or error}"
         ) from None
-    except (
-        MemoryError,
-        RecursionError,
-        Exception,
-    ) as error:  # a pickle can make its reader raise anything
+    except Exception as error:  # a pickle can make its reader raise anything
         reason = f"{type(error).__name__}: {one_line(error, 200)}"
         raise UserError(
             f"{path} is damaged ({reason}); restore the file or take another checkpoint"
@@ -64,52 +60,56 @@ def read_metadata(directory: Path) -> Metadata:
     return metadata  # type: ignore[no-any-return]
 
 
-def _check(metadata: Any) -> None:
+def _check(metadata: object) -> None:
     """Check types and boxes. Raises :class:`ValueError`."""
-    _require(isinstance(metadata, Metadata), "not the metadata of a checkpoint")
+    if not isinstance(metadata, Metadata):
+        raise ValueError("not the metadata of a checkpoint")
     _require(isinstance(metadata.state_dict_metadata, dict), "no table of tensors")
     _require(isinstance(metadata.storage_data, dict), "no table of files")
     if not isinstance(getattr(metadata, "storage_meta", None), StorageMeta):
         metadata.storage_meta = StorageMeta()
     for key, entry in metadata.state_dict_metadata.items():
         _require(isinstance(key, str), "a tensor without a name")
-        if isinstance(entry, BytesStorageMetadata):
-            continue
-        _require(
-            isinstance(entry, TensorStorageMetadata), f"{key:.80} is neither a tensor nor an object"
-        )
-        _require(isinstance(entry.properties.dtype, torch.dtype), f"{key:.80} has no element type")
-        size = _whole(entry.size, key)
-        _require(math.prod(size) < 1 << 60, f"{key:.80} has an impossible shape")
-        for chunk in entry.chunks:
-            _require(isinstance(chunk, ChunkStorageMetadata), f"{key:.80} has an odd chunk")
-            offsets, sizes = _whole(chunk.offsets, key), _whole(chunk.sizes, key)
-            inside = len(offsets) == len(sizes) == len(size) and all(
-                start + length <= whole
-                for start, length, whole in zip(offsets, sizes, size, strict=True)
-            )
-            _require(inside, f"{key:.80} has a chunk outside its shape")
+        if not isinstance(entry, BytesStorageMetadata):
+            _check_tensor(key, entry)
     for index, info in metadata.storage_data.items():
-        _require(
-            isinstance(index, MetadataIndex) and isinstance(info, StorageInfo),
-            "an odd entry of a file",
-        )
-        _require(isinstance(index.fqn, str), "a tensor without a name")
-        _whole(index.offset or (), index.fqn)
-        name = info.relative_path
-        plain = isinstance(name, str) and _PLAIN_NAME.fullmatch(name)
-        _require(bool(plain), f"it names the file {name!r:.80}, which is not one of this directory")
-        _whole((info.offset, info.length), name)
-        _require(
-            not getattr(info, "transform_descriptors", None),
-            f"{name:.80} is transformed, which is not supported",
-        )
+        _check_file_entry(index, info)
+
+
+def _check_tensor(key: str, entry: object) -> None:
+    if not isinstance(entry, TensorStorageMetadata):
+        raise ValueError(f"{key:.80} is neither a tensor nor an object")
+    _require(isinstance(entry.properties.dtype, torch.dtype), f"{key:.80} has no element type")
+    shape = _counts(entry.size, key)
+    _require(math.prod(shape) < 1 << 60, f"{key:.80} has an impossible shape")
+    for chunk in entry.chunks:
+        _require(isinstance(chunk, ChunkStorageMetadata), f"{key:.80} has an odd chunk")
+        offsets = _counts(chunk.offsets, key)
+        sizes = _counts(chunk.sizes, key)
+        same_rank = len(offsets) == len(sizes) == len(shape)
+        _require(same_rank, f"{key:.80} has a chunk outside its shape")
+        for start, length, whole in zip(offsets, sizes, shape, strict=True):
+            _require(start + length <= whole, f"{key:.80} has a chunk outside its shape")
+
+
+def _check_file_entry(index: object, info: object) -> None:
+    if not isinstance(index, MetadataIndex) or not isinstance(info, StorageInfo):
+        raise ValueError("an odd entry of a file")
+    _require(isinstance(index.fqn, str), "a tensor without a name")
+    _counts(index.offset or (), index.fqn)
+    name = info.relative_path
+    plain = isinstance(name, str) and _PLAIN_NAME.fullmatch(name)
+    _require(bool(plain), f"it names the file {name!r:.80}, which is not one of this directory")
+    _counts((info.offset, info.length), name)
+    transforms = getattr(info, "transform_descriptors", None)
+    _require(not transforms, f"{name:.80} is transformed, which is not supported")
 
 
 def _check_files(directory: Path, metadata: Metadata) -> None:
     ends: dict[str, int] = {}
     for info in metadata.storage_data.values():
-        ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
+        end = info.offset + info.length
+        ends[info.relative_path] = max(ends.get(info.relative_path, 0), end)
     for name, end in ends.items():
         path = directory / name
         if not path.is_file():
@@ -118,13 +118,16 @@ def _check_files(directory: Path, metadata: Metadata) -> None:
             raise UserError(f"{path} is truncated: {METADATA} promises {end} bytes")
 
 
-def _whole(numbers: Iterable[Any], name: Any) -> tuple[int, ...]:
-    values = tuple(numbers)
-    _require(
-        all(type(n) is int and 0 <= n < 1 << 62 for n in values),
-        f"{name:.80} has a size that is not a count",
-    )
-    return values
+def _counts(numbers: Iterable[object], name: str) -> tuple[int, ...]:
+    """Return ``numbers`` if all of them are counts. Raises :class:`ValueError` naming their owner
+    otherwise.
+    """
+    counts = []
+    for number in numbers:
+        if not (type(number) is int and 0 <= number < 1 << 62):
+            raise ValueError(f"{name:.80} has a size that is not a count")
+        counts.append(number)
+    return tuple(counts)
 
 
 def _require(good: bool, problem: str) -> None:
@@ -133,64 +136,63 @@ def _require(good: bool, problem: str) -> None:
 
 
 class _Opaque:
-    """Stands for what a checkpoint may carry besides its metadata (save plans), which is not
-    needed.
+    """Stands in for objects that a checkpoint may carry besides its metadata (save plans) and that
+    no reader needs.
     """
 
-    def __init__(self, *_: Any, **__: Any) -> None:
+    def __init__(self, *_: object, **__: object) -> None:
         pass
 
-    def __setstate__(self, state: Any) -> None:
+    def __setstate__(self, state: object) -> None:
         pass
 
 
-def _memory_format(owner: Any, name: str) -> Any:
-    """Return ``getattr`` as Python 3.11.0 to 3.11.3 pickles a member of an enumeration, for the one
-    that metadata has.
+def _memory_format(owner: object, name: str) -> object:
+    """Stand in for ``getattr``, by which Python 3.11.0 to 3.11.3 pickle a member of an enumeration.
+    Metadata have one, the memory format.
     """
-    return MemoryFormat[name] if owner is MemoryFormat else _Opaque()
+    if owner is MemoryFormat:
+        return MemoryFormat[name]
+    return _Opaque()
 
 
-_KNOWN: dict[tuple[str, str], Any] = {
-    (cls.__module__, cls.__qualname__): cls
-    for cls in (
-        StorageInfo,
-        BytesStorageMetadata,
-        ChunkStorageMetadata,
-        Metadata,
-        MetadataIndex,
-        StorageMeta,
-        TensorProperties,
-        TensorStorageMetadata,
-        MemoryFormat,
-        OrderedDict,
-        torch.Size,
-    )
-} | {
+_CLASSES = (
+    StorageInfo,
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+    MemoryFormat,
+    OrderedDict,
+    torch.Size,
+)
+_KNOWN: dict[tuple[str, str], object] = {
+    **{(each.__module__, each.__qualname__): each for each in _CLASSES},
     ("builtins", "getattr"): _memory_format,
     ("torch.serialization", "_get_layout"): get_layout,
 }
+# Other classes of these packages are read as opaque objects. A writer's plans have paths.
+_OPAQUE_PACKAGES = ("torch", "megatron", "pathlib")
 
 
 class _MetadataUnpickler(pickle._Unpickler):  # type: ignore[name-defined, misc]
     """Builds the known classes and nothing else.
 
-    Python's own unpickler, not the one in C: that one makes room for whatever number a file gives
-    to an object, and sets attributes of classes.
+    This is Python's own unpickler and not the C one, which allocates memory for whatever size a
+    file gives an object, and which sets attributes of classes.
     """
 
     dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)  # type: ignore[attr-defined]
 
-    def find_class(self, module: str, name: str) -> Any:
+    def find_class(self, module: str, name: str) -> object:
         if (module, name) in _KNOWN:
             return _KNOWN[module, name]
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
-        if module.partition(".")[0] in (
-            "torch",
-            "megatron",
-            "pathlib",
-        ):  # the last: where it was written
+        if module.partition(".")[0] in _OPAQUE_PACKAGES:
             return _Opaque
         raise pickle.UnpicklingError(f"it names {module}.{name}, which metadata have no use for")
 

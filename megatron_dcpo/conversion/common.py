@@ -1,4 +1,6 @@
-"""What import and export share: the record of a conversion, its threads, hashes and verification."""
+"""The parts that import and export share: the record of a conversion, threads, hashes,
+verification.
+"""
 
 from __future__ import annotations
 
@@ -42,15 +44,15 @@ EMBEDDING = "model.embed_tokens.weight"
 _THREADS = min(4, os.cpu_count() or 1)
 
 Progress = Callable[[int, int], None]
-_T = TypeVar("_T")
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """What a conversion did; written as ``conversion.json`` into its result.
+    """What a conversion did, written as ``conversion.json`` into its result.
 
-    ``tensors``: SHA-256 of every Hugging Face tensor that was moved. ``seconds`` without
-    verification.
+    ``tensors`` has the SHA-256 of every Hugging Face tensor that was moved. ``seconds`` does not
+    include verification.
     """
 
     direction: str
@@ -72,13 +74,15 @@ class Conversion:
 class PeakMemory:
     """Samples resident and anonymous memory of this process while the block runs.
 
-    Anonymous memory (heap, buffers) is what a machine must have; resident memory counts mapped
-    files as well, which the kernel can drop.
+    Anonymous memory (heap, buffers) is what a machine must have. Resident memory also counts mapped
+    files, which the kernel can drop.
     """
 
     def __init__(self) -> None:
-        self.resident_bytes = self.anonymous_bytes = 0
-        self._process, self._stop = psutil.Process(), threading.Event()
+        self.resident_bytes = 0
+        self.anonymous_bytes = 0
+        self._process = psutil.Process()
+        self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
     def __enter__(self) -> PeakMemory:
@@ -93,10 +97,9 @@ class PeakMemory:
         stopped = False
         while not stopped:
             sample = self._process.memory_info()
+            anonymous = sample.rss - getattr(sample, "shared", 0)
             self.resident_bytes = max(self.resident_bytes, sample.rss)
-            self.anonymous_bytes = max(
-                self.anonymous_bytes, sample.rss - getattr(sample, "shared", 0)
-            )
+            self.anonymous_bytes = max(self.anonymous_bytes, anonymous)
             stopped = self._stop.wait(0.02)
 
 
@@ -112,9 +115,11 @@ def one_dtype(where: Path, specs: Specs) -> str:
 
 
 def float_dtype(where: Path, specs: Specs) -> str:
-    """Return the element type of the embedding. Megatron's local RMSNorm is fp32 in a bf16 model
-    that was never wrapped, so in a checkpoint other tensors may differ from it; they keep their
-    bits.
+    """Return the element type of the embedding. Raises :class:`UserError` for a tensor of another
+    than the known types.
+
+    Other tensors may differ from it, because Megatron's local RMSNorm is fp32 in a bf16 model that
+    was never wrapped. They keep their bits.
     """
     for name, (_, dtype) in specs.items():
         if dtype not in FLOATS:
@@ -127,24 +132,25 @@ def float_dtype(where: Path, specs: Specs) -> str:
 def verify_bytes(
     arch: Architecture, checkpoint: MegatronCheckpoint, reader: HFReader, progress: Progress
 ) -> float:
-    """Compare source and result, both read again, byte for byte; returns the seconds."""
-    clock, located = time.perf_counter(), locate(arch, checkpoint)
-    count = byte_counter(
-        progress,
-        sum(math.prod(shape) * dtype_bytes(dtype) for shape, dtype in reader.specs.values()),
-    )
+    """Read source and result again and compare them byte for byte; return the seconds it took.
+    Raises :class:`UserError` for a difference.
+    """
+    clock = time.perf_counter()
+    located = locate(arch, checkpoint)
+    total = sum(math.prod(shape) * dtype_bytes(dtype) for shape, dtype in reader.specs.values())
+    count = byte_counter(progress, total)
 
     def compare(parameter: list[Slice]) -> int:
+        nbytes = 0
         for part in parameter:
-            expected = as_bytes(reader.tensor(part.name)).view(-1)[
-                part.start : part.start + part.values.numel()
-            ]
+            stop = part.start + part.values.numel()
+            expected = as_bytes(reader.tensor(part.name)).view(-1)[part.start : stop]
             if not torch.equal(expected, part.values.reshape(-1)):
                 raise UserError(
-                    f"verification failed: {part.name} reads back differently; is the disk in "
-                    "order?"
+                    f"verification failed: {part.name} reads back differently; check the disk"
                 )
-        return sum(part.values.numel() for part in parameter)
+            nbytes += part.values.numel()
+        return nbytes
 
     for nbytes in in_threads(compare, slices(arch, checkpoint, located)):
         count(nbytes)
@@ -153,24 +159,27 @@ def verify_bytes(
 
 @contextmanager
 def few_threads() -> Iterator[ThreadPoolExecutor]:
-    """Open a few threads; what they have not begun when the block ends or fails is dropped."""
-    pool, inner = ThreadPoolExecutor(_THREADS), torch.get_num_threads()
-    torch.set_num_threads(1)  # torch's own threads beside these would wait for a core, spinning
+    """Open a pool of a few threads. When the block ends or fails, tasks that have not begun are
+    dropped.
+    """
+    pool = ThreadPoolExecutor(_THREADS)
+    torch_threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # torch's own threads would compete with these for cores, spinning
     try:
         yield pool
     finally:
         pool.shutdown(cancel_futures=True)
-        torch.set_num_threads(inner)
+        torch.set_num_threads(torch_threads)
 
 
 def in_threads(
-    function: Callable[[list[Slice]], _T], parameters: Iterable[list[Slice]]
-) -> Iterator[_T]:
-    """Yield ``function`` of each parameter, few of which exist at a time: a parameter of joined
-    chunks takes memory.
+    function: Callable[[list[Slice]], Result], parameters: Iterable[list[Slice]]
+) -> Iterator[Result]:
+    """Yield ``function`` of each parameter. Only a few parameters exist at a time, because one that
+    is joined from chunks takes memory.
     """
     with few_threads() as pool:
-        pending: deque[Future[_T]] = deque()
+        pending: deque[Future[Result]] = deque()
         for parameter in parameters:
             pending.append(pool.submit(function, parameter))
             if len(pending) == _THREADS:

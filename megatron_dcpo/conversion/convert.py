@@ -1,10 +1,10 @@
 """Conversion between Hugging Face directories and Megatron ``torch_dist`` checkpoints, by views of
 memory-mapped files.
 
-A checkpoint holds every tensor whole, whatever layout wrote it and whatever layout will read it; so
+A checkpoint holds every tensor whole, whatever layout wrote it and whatever layout will read it, so
 both directions follow the plan of a single rank. Import concatenates slices of Hugging Face tensors
-to Megatron tensors, export copies slices of Megatron tensors into Hugging Face tensors, and nothing
-is computed on the way but hashes.
+into Megatron tensors; export copies slices of Megatron tensors into Hugging Face tensors. Nothing
+but hashes is computed on the way.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
@@ -42,6 +42,7 @@ from megatron_dcpo.conversion.common import (
 from megatron_dcpo.conversion.megatron_checkpoint import (
     MegatronCheckpoint,
     NewChunk,
+    StoredTensor,
     as_bytes,
     find_checkpoint,
     write_checkpoint,
@@ -78,10 +79,9 @@ from megatron_dcpo.weights.layout import Coordinates, Layout
 from megatron_dcpo.weights.planner import Copy, interleavings, padded_vocab_size
 from megatron_dcpo.weights.table import Interleaving, hf_shapes
 
-# What the model is besides its weights (config, tokenizer, the split into files), kept in an
-# imported checkpoint.
+# An imported checkpoint keeps the rest of the model here: config, tokenizer, the split into files.
 HF_SUBDIRECTORY = "hf"
-_CHUNK_BYTES = 2**28  # a reader loads chunks whole, also when it wants a slice
+_CHUNK_BYTES = 2**28  # a reader loads whole chunks, even if it wants a slice
 _OUTPUT = "lm_head.weight"
 
 
@@ -100,17 +100,21 @@ def import_checkpoint(
 ) -> Conversion:
     """Write the Hugging Face directory ``source`` as the Megatron checkpoint ``target``.
 
-    The vocabulary is padded with zeros as Megatron pads it for the two sizes given; a model of
-    another padding loads it all the same. Raises :class:`UserError`, and leaves no ``target``, for
-    every kind of bad input.
+    The vocabulary is padded with zeros as Megatron pads it for the two sizes given; a model with
+    another padding can load it all the same. Raises :class:`UserError`, and leaves no ``target``,
+    for every kind of bad input.
     """
     clock = time.perf_counter()
     with PeakMemory() as memory:
         check_no_overlap(target, source)
         arch = read_architecture(source)
-        padded = padded_vocab_size(
-            arch, Layout(tensor_model_parallel_size, 1, 1, make_vocab_size_divisible_by)
+        layout = Layout(
+            tensor_model_parallel_size=tensor_model_parallel_size,
+            pipeline_model_parallel_size=1,
+            virtual_pipeline_model_parallel_size=1,
+            make_vocab_size_divisible_by=make_vocab_size_divisible_by,
         )
+        padded = padded_vocab_size(arch, layout)
         reader = HFReader(source)
         reader.check(arch)
         dtype = one_dtype(source, {name: reader.specs[name] for name in hf_shapes(arch)})
@@ -120,103 +124,139 @@ def import_checkpoint(
         check_free_space(target, total)
         with new_directory(target, overwrite) as temporary, few_threads() as pool:
             hashing = {name: pool.submit(sha256, reader.tensor(name)) for name in hf_shapes(arch)}
-            write_checkpoint(temporary, chunks, extra_states(arch), byte_counter(progress, total))
+            write_checkpoint(
+                directory=temporary,
+                chunks=chunks,
+                objects=extra_states(arch),
+                count=byte_counter(progress, total),
+            )
             hashes = {name: hashing[name].result() for name in sorted(hashing)}
             side = temporary / HF_SUBDIRECTORY
             side.mkdir()
             copy_side_files(source, side)
             _record_files(source, side, arch)
             seconds = time.perf_counter() - clock
-            checked = (
-                verify_bytes(arch, MegatronCheckpoint(temporary), reader, progress)
-                if verify
-                else None
+            verify_seconds = None
+            if verify:
+                verify_seconds = verify_bytes(
+                    arch=arch,
+                    checkpoint=MegatronCheckpoint(temporary),
+                    reader=reader,
+                    progress=progress,
+                )
+            result = Conversion(
+                direction="import",
+                source=str(source),
+                target=str(target),
+                architecture=arch.name,
+                dtype=dtype,
+                bytes_moved=total,
+                seconds=seconds,
+                verify_seconds=verify_seconds,
+                peak_resident_bytes=memory.resident_bytes,
+                peak_anonymous_bytes=memory.anonymous_bytes,
+                padding={"vocab_size": arch.vocab_size, "padded_vocab_size": padded},
+                ignored=ignored,
+                tensors=hashes,
             )
-            padding = {"vocab_size": arch.vocab_size, "padded_vocab_size": padded}
-            names = "import", str(source), str(target), arch.name, dtype
-            peaks = memory.resident_bytes, memory.anonymous_bytes
-            result = Conversion(*names, total, seconds, checked, *peaks, padding, ignored, hashes)
             write_record(temporary, result)
     return result
 
 
 def _new_chunks(arch: Architecture, reader: HFReader, padded: int) -> Iterator[NewChunk]:
-    """Yield the checkpoint's tensors as chunks that are made of views of the source when they are
-    written.
+    """Yield the checkpoint's tensors as chunks, which become views of the source when they are
+    written. ``padded`` is the number of rows of the vocabulary's tensors.
     """
     kinds = interleavings(arch, WHOLE_MODEL, Coordinates())
     for megatron, copies in row_copies(arch).items():
         rows, *columns = megatron_shape(arch, copies)
-        rows = padded if kinds[megatron] == "vocab" else rows
-        dtype = reader.specs[copies[0].hf][1]
-        key, place = checkpoint_key(megatron)
-        stacked = stack(arch, place)
-        bounds = _chunk_bounds(kinds[megatron], rows, math.prod(columns) * dtype_bytes(dtype))
+        if kinds[megatron] == "vocab":
+            rows = padded
+        _, dtype = reader.specs[copies[0].hf]
+        key, entry = checkpoint_key(megatron)
+        stacked = stack(arch, entry)
+        row_bytes = math.prod(columns) * dtype_bytes(dtype)
+        bounds = _chunk_bounds(kinds[megatron], rows, row_bytes)
         for start, stop in itertools.pairwise(bounds):
-            sizes = (*(1 for _ in stacked), stop - start, *columns)
-            offsets = (*place, start, *(0 for _ in columns))
-            make = partial(_rows, reader, copies, start, stop, sizes)
-            yield NewChunk(key, (*stacked, rows, *columns), offsets, sizes, dtype, make)
+            sizes = ([1] * len(stacked)) + [stop - start] + columns
+            offsets = [*entry, start] + [0] * len(columns)
+            yield NewChunk(
+                key=key,
+                shape=(*stacked, rows, *columns),
+                offsets=tuple(offsets),
+                sizes=tuple(sizes),
+                dtype=dtype,
+                make=partial(_rows, reader, copies, start, stop, tuple(sizes)),
+            )
 
 
 def _rows(
     reader: HFReader, copies: Sequence[Copy], start: int, stop: int, sizes: tuple[int, ...]
 ) -> Tensor:
-    """Return rows ``start:stop`` of the Megatron tensor made of ``copies``, as a tensor of
-    ``sizes``; zeros after the last.
+    """Return rows ``start:stop`` of the Megatron tensor that ``copies`` fill, as a tensor of
+    ``sizes``. Rows after the last copy are zeros.
     """
     parts = []
     for copy in copies:
-        low, high = max(start, copy.start), min(stop, copy.start + copy.length)
+        low = max(start, copy.start)
+        high = min(stop, copy.start + copy.length)
         if low < high:
             shift = copy.hf_start - copy.start
             parts.append(reader.slice(copy.hf)[low + shift : high + shift])
     padding = stop - start - sum(len(part) for part in parts)
     if padding:
-        shape, dtype = reader.tensor(copies[0].hf).shape[1:], reader.tensor(copies[0].hf).dtype
-        parts.append(torch.zeros(padding, *shape, dtype=dtype))
-    return (parts[0] if len(parts) == 1 else torch.cat(parts)).view(sizes)
+        some_tensor = reader.tensor(copies[0].hf)
+        parts.append(torch.zeros(padding, *some_tensor.shape[1:], dtype=some_tensor.dtype))
+    if len(parts) == 1:
+        return parts[0].view(sizes)
+    return torch.cat(parts).view(sizes)
 
 
 def _chunk_bounds(kind: Interleaving, rows: int, row_bytes: int) -> list[int]:
-    """Return where chunks begin and end: Megatron reads the halves of gate and up apart; otherwise
-    whole tensors up to a size.
+    """Return the rows at which chunks begin, and the last row's end. Megatron reads the halves of
+    gate and up separately, so no chunk spans them.
     """
     step = max(1, _CHUNK_BYTES // row_bytes)
-    halves = [(0, rows // 2), (rows // 2, rows)] if kind == "gate_up" else [(0, rows)]
-    return [start for low, high in halves for start in range(low, high, step)] + [rows]
+    if kind != "gate_up":
+        return [*range(0, rows, step), rows]
+    half = rows // 2
+    return [*range(0, half, step), *range(half, rows, step), rows]
 
 
 def _ignored(reader: HFReader, arch: Architecture) -> tuple[str, ...]:
-    """Return the names of superfluous tensors. Raises :class:`UserError` for one that means
-    something ``config.json`` denies.
+    """Return the names of superfluous tensors. Raises :class:`UserError` for a tensor that
+    contradicts ``config.json``.
     """
-    source, extra = reader.model_dir, sorted(set(reader.specs) - set(hf_shapes(arch)))
+    source = reader.model_dir
+    extra = sorted(set(reader.specs) - set(hf_shapes(arch)))
     for name in extra:
         if name.endswith("rotary_emb.inv_freq"):
             continue
         if name != _OUTPUT or not arch.tied_embeddings:
             raise UserError(f"{source}: config.json has no place for the tensor {name}")
-        same = reader.specs[_OUTPUT] == reader.specs[EMBEDDING]
-        if not same or not torch.equal(
-            as_bytes(reader.tensor(_OUTPUT)), as_bytes(reader.tensor(EMBEDDING))
-        ):
+        if not _equals_embedding(reader):
             raise UserError(
                 f"{source}: config.json ties the embeddings, but {_OUTPUT} differs from {EMBEDDING}"
             )
     return tuple(extra)
 
 
+def _equals_embedding(reader: HFReader) -> bool:
+    """Return whether the output layer has type, shape and bytes of the embedding."""
+    if reader.specs[_OUTPUT] != reader.specs[EMBEDDING]:
+        return False
+    return torch.equal(as_bytes(reader.tensor(_OUTPUT)), as_bytes(reader.tensor(EMBEDDING)))
+
+
 def _record_files(source: Path, side: Path, arch: Architecture) -> None:
-    """Keep the index as it is, and write one for a single file too: export makes the same files
-    again.
+    """Keep the index of the source, or write one for a single file, so that export makes the same
+    files again.
     """
     if (source / INDEX).is_file():
         shutil.copyfile(source / INDEX, side / INDEX)
-    else:
-        (side / INDEX).write_text(
-            json.dumps({"weight_map": dict.fromkeys(hf_shapes(arch), SINGLE_FILE)})
-        )
+        return
+    index = {"weight_map": dict.fromkeys(hf_shapes(arch), SINGLE_FILE)}
+    (side / INDEX).write_text(json.dumps(index))
 
 
 # ------------------------------------------------------------------------- Megatron -> Hugging Face
@@ -226,7 +266,6 @@ def export_checkpoint(
     source: Path,
     target: Path,
     *,
-    which: str = "latest",
     hf_config: Path | None = None,
     max_shard_bytes: int | None = None,
     verify: bool = False,
@@ -234,16 +273,16 @@ def export_checkpoint(
     progress: Progress = lambda done, total: None,
 ) -> Conversion:
     """Write the model of the Megatron checkpoint ``source`` as the Hugging Face directory
-    ``target``.
+    ``target``. If ``source`` is the directory of a training's checkpoints, it is the latest one.
 
-    ``which``: of a training's checkpoints, ``latest`` or ``best``. ``hf_config``: the directory
-    with config and tokenizer, unless import left them in the checkpoint. The weights are split into
-    files as they were before import, or into files of at most ``max_shard_bytes``. Raises
-    :class:`UserError`, and leaves no ``target``, for every kind of bad input.
+    ``hf_config`` is the directory with config and tokenizer; without it they are those that import
+    left in the checkpoint. The weights are split into files as they were before import, or into
+    files of at most ``max_shard_bytes``. Raises :class:`UserError`, and leaves no ``target``, for
+    every kind of bad input.
     """
     clock = time.perf_counter()
     with PeakMemory() as memory:
-        source = find_checkpoint(source, which)
+        source = find_checkpoint(source)
         side = hf_config or _hf_directory(source)
         check_no_overlap(target, source, side)
         if not (side / "config.json").is_file():
@@ -251,22 +290,24 @@ def export_checkpoint(
                 f"{side / 'config.json'} is missing; name the model's Hugging Face directory with "
                 "--hf-config"
             )
-        arch, checkpoint = read_architecture(side), MegatronCheckpoint(source)
+        arch = read_architecture(side)
+        checkpoint = MegatronCheckpoint(source)
         located = locate(arch, checkpoint)
-        dtypes = {
-            copy.hf: located[name].dtype
-            for name, copies in row_copies(arch).items()
-            for copy in copies
-        }
-        specs = {name: (shape, dtypes[name]) for name, shape in hf_shapes(arch).items()}
+        specs = _hf_specs(arch, located)
         dtype = float_dtype(source, specs)
-        recorded = None if max_shard_bytes or hf_config else _recorded_files(side, specs)
-        shards = plan_shards(specs, recorded or assign_files(specs, max_shard_bytes or SHARD_BYTES))
+        recorded = None
+        if not max_shard_bytes and not hf_config:
+            recorded = _recorded_files(side, specs)
+        files = recorded or assign_files(specs, max_shard_bytes or SHARD_BYTES)
+        shards = plan_shards(specs, files)
         total = sum(math.prod(shape) * dtype_bytes(name) for shape, name in specs.values())
         check_free_space(target, sum(shard.nbytes for shard in shards))
         with new_directory(target, overwrite) as temporary:
             hashes = _write_shards(
-                temporary, shards, slices(arch, checkpoint, located), byte_counter(progress, total)
+                out=temporary,
+                shards=shards,
+                parameters=slices(arch, checkpoint, located),
+                count=byte_counter(progress, total),
             )
             if recorded and len(shards) > 1:
                 shutil.copyfile(side / INDEX, temporary / INDEX)
@@ -274,26 +315,49 @@ def export_checkpoint(
                 write_index(temporary, shards)
             copy_side_files(side, temporary, dtype)
             seconds = time.perf_counter() - clock
-            checked = (
-                verify_bytes(arch, checkpoint, HFReader(temporary), progress) if verify else None
+            verify_seconds = None
+            if verify:
+                verify_seconds = verify_bytes(
+                    arch=arch,
+                    checkpoint=checkpoint,
+                    reader=HFReader(temporary),
+                    progress=progress,
+                )
+            result = Conversion(
+                direction="export",
+                source=str(source),
+                target=str(target),
+                architecture=arch.name,
+                dtype=dtype,
+                bytes_moved=total,
+                seconds=seconds,
+                verify_seconds=verify_seconds,
+                peak_resident_bytes=memory.resident_bytes,
+                peak_anonymous_bytes=memory.anonymous_bytes,
+                padding={"vocab_size": arch.vocab_size},
+                ignored=(),
+                tensors=dict(sorted(hashes.items())),
             )
-            names = "export", str(source), str(target), arch.name, dtype
-            peaks = memory.resident_bytes, memory.anonymous_bytes
-            tensors = dict(sorted(hashes.items()))
-            padding = {"vocab_size": arch.vocab_size}
-            result = Conversion(*names, total, seconds, checked, *peaks, padding, (), tensors)
             write_record(temporary, result)
     return result
 
 
+def _hf_specs(arch: Architecture, located: Mapping[str, StoredTensor]) -> Specs:
+    """Return shape and element type of every Hugging Face tensor that the export writes."""
+    dtypes = {}
+    for megatron, copies in row_copies(arch).items():
+        for copy in copies:
+            dtypes[copy.hf] = located[megatron].dtype
+    return {name: (shape, dtypes[name]) for name, shape in hf_shapes(arch).items()}
+
+
 def _hf_directory(checkpoint: Path) -> Path:
-    """Return where the model's config and tokenizer are: in the checkpoint, else ``model.path`` of
-    the training that left it (``RUN/checkpoints/iter_N`` beside ``RUN/config.yaml``).
+    """Return the directory with the model's config and tokenizer: the one in the checkpoint, else
+    ``model.path`` of the training that wrote it (``RUN/checkpoints/iter_N``, next to
+    ``RUN/config.yaml``).
     """
-    inside, config = (
-        checkpoint / HF_SUBDIRECTORY,
-        checkpoint.absolute().parent.parent / "config.yaml",
-    )
+    inside = checkpoint / HF_SUBDIRECTORY
+    config = checkpoint.absolute().parent.parent / "config.yaml"
     if inside.is_dir() or not config.is_file():
         return inside
     with suppress(UserError):
@@ -307,25 +371,27 @@ def _write_shards(
     parameters: Iterable[list[Slice]],
     count: Callable[[int], None],
 ) -> dict[str, str]:
-    """Write every slice to its place in the files; returns the SHA-256 of each tensor."""
-    places: dict[str, tuple[int, int]] = {}  # tensor -> (file descriptor, offset)
+    """Write every slice at its offset in the files; return the SHA-256 of each tensor."""
+    descriptors: dict[str, int] = {}  # by tensor
+    offsets: dict[str, int] = {}
     hashes: dict[str, str] = {}
 
     def write(parameter: list[Slice]) -> tuple[dict[str, str], int]:
         digests = {part.name: hashlib.sha256() for part in parameter}
+        nbytes = 0
         for part in parameter:
             digests[part.name].update(part.values.numpy().data)
-            descriptor, offset = places[part.name]
-            _write_at(descriptor, part.values.view(-1).numpy().data, offset + part.start)
-        return {name: digest.hexdigest() for name, digest in digests.items()}, sum(
-            p.values.numel() for p in parameter
-        )
+            data = part.values.view(-1).numpy().data
+            _write_at(descriptors[part.name], data, offsets[part.name] + part.start)
+            nbytes += part.values.numel()
+        return {name: digest.hexdigest() for name, digest in digests.items()}, nbytes
 
     with ExitStack() as stack:
         for shard in shards:
             file = stack.enter_context((out / shard.file).open("wb", buffering=0))
             file.write(shard.header)
-            places |= {name: (file.fileno(), offset) for name, offset in shard.offsets.items()}
+            offsets.update(shard.offsets)
+            descriptors.update(dict.fromkeys(shard.offsets, file.fileno()))
         for digests, nbytes in in_threads(write, parameters):
             hashes |= digests
             count(nbytes)
@@ -335,12 +401,15 @@ def _write_shards(
 def _write_at(descriptor: int, data: memoryview, offset: int) -> None:
     while len(data):
         written = os.pwrite(descriptor, data, offset)
-        data, offset = data[written:], offset + written
+        data = data[written:]
+        offset = offset + written
 
 
 def _recorded_files(side: Path, specs: Specs) -> dict[str, str] | None:
-    """Return tensor name -> file as it was before import, if the record has exactly these tensors."""
+    """Return the file of each tensor before import, if the record has exactly these tensors."""
     if not (side / INDEX).is_file():
         return None
     files = read_weight_map(side)
-    return files if set(files) == set(specs) else None
+    if set(files) != set(specs):
+        return None
+    return files

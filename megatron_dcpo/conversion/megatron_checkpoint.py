@@ -1,10 +1,10 @@
 """Megatron's ``torch_dist`` checkpoints without Megatron: read as memory maps, written one tensor
 at a time.
 
-The format is that of ``torch.distributed.checkpoint``: ``.metadata`` (a pickle: shape and type of
-every tensor, its chunks, and where each chunk lies), ``*.distcp`` (the chunks, each an archive of
-``torch.save``), and from Megatron ``common.pt`` and ``metadata.json``. Tensors are read as bytes:
-``uint8`` of shape [*shape, bytes per element], at whatever offset they lie.
+The format is that of ``torch.distributed.checkpoint``: ``.metadata`` (a pickle with shape and type
+of every tensor, its chunks, and the place of each chunk), ``*.distcp`` (the chunks, each an archive
+of ``torch.save``), and Megatron's ``common.pt`` and ``metadata.json``. Tensors are read as bytes,
+``uint8`` of shape [*shape, bytes per element], because they are not aligned in the files.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import io
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, cast
 
 import numpy as np
 import torch
@@ -40,7 +40,7 @@ from megatron_dcpo.runtime.megatron_private import ArchiveReader, create_file_vi
 from megatron_dcpo.runtime.text import read_json_object
 
 LATEST = "latest_checkpointed_iteration.txt"
-BEST = "best.json"  # what training.keep_best keeps: iteration, metric, value
+BEST = "best.json"  # iteration, metric and value of the checkpoint that training.keep_best keeps
 CONFIG = {
     "sharded_backend": "torch_dist",
     "sharded_backend_version": 1,
@@ -50,8 +50,9 @@ CONFIG = {
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """Return a contiguous tensor as ``uint8`` [*shape, bytes per element], which shares its memory."""
-    return tensor.reshape(-1).view(torch.uint8).view(*tensor.shape, tensor.element_size())
+    """Return a contiguous tensor as ``uint8`` [*shape, bytes per element], sharing its memory."""
+    flat = tensor.reshape(-1).view(torch.uint8)
+    return flat.view(*tensor.shape, tensor.element_size())
 
 
 # ------------------------------------------------------------------------------------------ reading
@@ -72,57 +73,66 @@ class Chunk:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of the checkpoint, of whatever number of chunks. ``dtype`` is torch's name.
+    """A tensor of the checkpoint in any number of chunks. ``dtype`` is torch's name.
 
-    ``place``: the entry of ``chunks`` along their leading axes that this tensor is.
+    If the tensor is one entry of a stacked tensor, ``index`` is its position along the leading axes
+    of the ``chunks``.
     """
 
     key: str
     shape: tuple[int, ...]
     dtype: str
     chunks: tuple[Chunk, ...]
-    place: tuple[int, ...] = ()
+    index: tuple[int, ...] = ()
 
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * dtype_bytes(self.dtype)
 
     def entry(self, number: int) -> StoredTensor:
-        """Return the entry ``number`` along the leading axis, on which Megatron stacks the layers,
-        and the experts on the next.
+        """Return entry ``number`` along the leading axis. Megatron stacks the layers on the first
+        axis and the experts on the second.
         """
-        axis = len(self.place)
-        chunks = tuple(
-            c for c in self.chunks if c.offsets[axis] <= number < c.offsets[axis] + c.sizes[axis]
+        axis = len(self.index)
+        chunks = []
+        for chunk in self.chunks:
+            start = chunk.offsets[axis]
+            if start <= number < start + chunk.sizes[axis]:
+                chunks.append(chunk)
+        return StoredTensor(
+            key=self.key,
+            shape=self.shape[1:],
+            dtype=self.dtype,
+            chunks=tuple(chunks),
+            index=(*self.index, number),
         )
-        return StoredTensor(self.key, self.shape[1:], self.dtype, chunks, (*self.place, number))
 
     def append(self, below: StoredTensor) -> StoredTensor:
-        """Return this tensor and the rows of ``below`` after its own."""
+        """Return this tensor with the rows of ``below`` after its last row."""
         rows = self.shape[0]
-        shifted = tuple(
-            replace(c, offsets=(c.offsets[0] + rows, *c.offsets[1:])) for c in below.chunks
-        )
-        return replace(
-            self, shape=(rows + below.shape[0], *self.shape[1:]), chunks=self.chunks + shifted
-        )
+        chunks = list(self.chunks)
+        for chunk in below.chunks:
+            offsets = (chunk.offsets[0] + rows, *chunk.offsets[1:])
+            chunks.append(replace(chunk, offsets=offsets))
+        shape = (rows + below.shape[0], *self.shape[1:])
+        return replace(self, shape=shape, chunks=tuple(chunks))
 
 
 class MegatronCheckpoint:
-    """The tensors of the checkpoint at ``path`` by their key. Raises :class:`UserError` when it is
+    """The tensors of the checkpoint at ``path`` by their key. Raises :class:`UserError` if it is
     damaged.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._maps: dict[Path, Tensor] = {}
-        self.tensors = dict(self._tensors(read_metadata(path)))
+        self.tensors = self._tensors(read_metadata(path))
 
-    def _tensors(self, metadata: Metadata) -> Iterator[tuple[str, StoredTensor]]:
-        storage = {
-            (index.fqn, tuple(index.offset or ())): info
-            for index, info in metadata.storage_data.items()
-        }
+    def _tensors(self, metadata: Metadata) -> dict[str, StoredTensor]:
+        storage = {}
+        for index, info in metadata.storage_data.items():
+            storage[index.fqn, tuple(index.offset or ())] = info
+        tensors = {}
         for key, entry in metadata.state_dict_metadata.items():
             if not isinstance(entry, TensorStorageMetadata):
                 continue
@@ -133,60 +143,62 @@ class MegatronCheckpoint:
                     raise UserError(
                         f"{self.path / METADATA} is damaged: a chunk of {key} lies in no file"
                     )
-                path = self.path / info.relative_path
                 chunks.append(
-                    Chunk(tuple(chunk.offsets), tuple(chunk.sizes), path, info.offset, info.length)
+                    Chunk(
+                        offsets=tuple(chunk.offsets),
+                        sizes=tuple(chunk.sizes),
+                        path=self.path / info.relative_path,
+                        start=info.offset,
+                        length=info.length,
+                    )
                 )
-            yield (
-                key,
-                StoredTensor(
-                    key, tuple(entry.size), name_of(entry.properties.dtype), tuple(chunks)
-                ),
+            tensors[key] = StoredTensor(
+                key=key,
+                shape=tuple(entry.size),
+                dtype=name_of(entry.properties.dtype),
+                chunks=tuple(chunks),
             )
+        return tensors
 
     def blocks(self, tensor: StoredTensor) -> list[tuple[int, Tensor]]:
-        """Yield (first row, bytes [rows, ..., bytes per element]) of ``tensor`` in order of rows,
-        none of them in two blocks.
+        """Return pairs of a first row and bytes [rows, ..., bytes per element] of ``tensor``, in
+        order of rows; no row is in two blocks.
 
-        Chunks of whole rows are views of the files' maps; chunks of columns are joined. Raises
-        :class:`UserError` for a chunk that is damaged or not what the metadata says.
+        Chunks of whole rows are views of the mapped files; chunks of columns are joined. Raises
+        :class:`UserError` for a chunk that is damaged or contradicts the metadata.
         """
         boxes = []
         for chunk in tensor.chunks:
-            block, offsets = self._map(tensor, chunk), chunk.offsets
-            for number in tensor.place:
-                block, offsets = block[number - offsets[0]], offsets[1:]
+            block = self._map(tensor, chunk)
+            offsets = chunk.offsets
+            for number in tensor.index:
+                block = block[number - offsets[0]]
+                offsets = offsets[1:]
             boxes.append((offsets, block))
         if sum(block.numel() for _, block in boxes) != tensor.nbytes:
             raise UserError(f"{self.path}: the chunks of {tensor.key} do not cover it")
         if not tensor.shape:
             return [(0, block) for _, block in boxes]
-        rows: dict[int, list[Tensor]] = {}
+        columns_of: dict[int, list[Tensor]] = {}  # by first row
         for offsets, block in sorted(boxes, key=lambda box: box[0]):
-            rows.setdefault(offsets[0], []).append(block)
-        return [
-            (start, parts[0] if len(parts) == 1 else torch.cat(parts, dim=1))
-            for start, parts in rows.items()
-        ]
+            columns_of.setdefault(offsets[0], []).append(block)
+        blocks = []
+        for start, columns in columns_of.items():
+            if len(columns) == 1:
+                blocks.append((start, columns[0]))
+            else:
+                blocks.append((start, torch.cat(columns, dim=1)))
+        return blocks
 
     def _map(self, tensor: StoredTensor, chunk: Chunk) -> Tensor:
-        nbytes = math.prod(chunk.sizes) * dtype_bytes(tensor.dtype)
+        """Return the bytes of a chunk as a view of its mapped file."""
         try:
             if chunk.path not in self._maps:
                 self._maps[chunk.path] = torch.from_numpy(np.memmap(chunk.path, np.uint8, "c"))
-            with chunk.path.open("rb") as file, torch.serialization.skip_data():
-                # describes the tensor without reading its values, and never runs code of the file
-                archive = cast(IO[bytes], create_file_view(file, chunk.start, chunk.length))
-                stored = torch.load(archive, map_location="cpu", weights_only=True)
-                archive.seek(0)
-                reader = ArchiveReader(archive)
-                start = reader.get_record_offset("data/0")
-            start += stored.storage_offset() * stored.element_size()
+            stored, start = _locate_in_archive(chunk)
         except OSError as error:
             raise UserError(f"cannot read {chunk.path}: {error.strerror or error}") from None
-        except (
-            Exception
-        ) as error:  # the unpickler, the archive's reader or the file's view may raise anything
+        except Exception as error:  # unpickler, archive reader and file view may raise anything
             reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
             raise UserError(
                 f"{chunk.path} is truncated or damaged at byte {chunk.start} ({reason})"
@@ -198,34 +210,45 @@ class MegatronCheckpoint:
                 f"{chunk.path}: a chunk of {tensor.key} is stored transposed, which is not "
                 "supported"
             )
+        nbytes = math.prod(chunk.sizes) * dtype_bytes(tensor.dtype)
         if start + nbytes > chunk.length:
             raise UserError(
                 f"{chunk.path}: the tensor at byte {chunk.start} is larger than its storage"
             )
-        flat = self._maps[chunk.path][chunk.start + start : chunk.start + start + nbytes]
+        first = chunk.start + start
+        flat = self._maps[chunk.path][first : first + nbytes]
         return flat.view(*chunk.sizes, dtype_bytes(tensor.dtype))
 
 
+def _locate_in_archive(chunk: Chunk) -> tuple[Tensor, int]:
+    """Return the stored tensor without its values, and the byte of the archive at which they begin.
+    Never runs code from the file.
+    """
+    with chunk.path.open("rb") as file, torch.serialization.skip_data():
+        archive = cast(IO[bytes], create_file_view(file, chunk.start, chunk.length))
+        stored = torch.load(archive, map_location="cpu", weights_only=True)
+        archive.seek(0)
+        reader = ArchiveReader(archive)
+        start = reader.get_record_offset("data/0")
+    return stored, start + stored.storage_offset() * stored.element_size()
+
+
 def find_checkpoint(path: Path, which: str = "latest") -> Path:
-    """Return ``path`` itself, or the checkpoint that its ``latest_checkpointed_iteration.txt`` or,
-    ``best``, its ``best.json`` names.
+    """Return ``path`` if it is a checkpoint. If it is the directory of a training's checkpoints,
+    return the ``latest`` one, which its ``latest_checkpointed_iteration.txt`` names, or the
+    ``best`` one, which its ``best.json`` names. Raises :class:`UserError` if there is none.
     """
     if which == "best":
-        if not (path / BEST).is_file():
-            raise UserError(
-                f"{path} has no {BEST}, which names the best checkpoint of a training with "
-                "training.keep_best"
-            )
-        best = read_json_object(path / BEST).get("iteration")
-        if type(best) is not int:
-            raise UserError(f"{path / BEST} is damaged: it names {best!r:.80} and not an iteration")
-        path = path / f"iter_{best:07d}"
+        path = path / f"iter_{_best_iteration(path):07d}"
     tracker = path / LATEST
     if not (path / METADATA).is_file() and tracker.is_file():
         text = tracker.read_text(errors="replace").strip()
         if not re.fullmatch(r"[0-9]{1,18}|[A-Za-z0-9_-]+", text):
             raise UserError(f"{tracker} is damaged: it names {text!r:.80} and not an iteration")
-        path = path / (f"iter_{int(text):07d}" if text.isdigit() else text)
+        name = text
+        if text.isdigit():
+            name = f"iter_{int(text):07d}"
+        path = path / name
     if not path.is_dir():
         raise UserError(f"checkpoint directory {path} does not exist")
     if not (path / METADATA).is_file():
@@ -233,13 +256,25 @@ def find_checkpoint(path: Path, which: str = "latest") -> Path:
     return path
 
 
+def _best_iteration(path: Path) -> int:
+    if not (path / BEST).is_file():
+        raise UserError(
+            f"{path} has no {BEST}, which names the best checkpoint of a training with "
+            "training.keep_best"
+        )
+    best = read_json_object(path / BEST).get("iteration")
+    if type(best) is not int:
+        raise UserError(f"{path / BEST} is damaged: it names {best!r:.80} and not an iteration")
+    return best
+
+
 # ------------------------------------------------------------------------------------------ writing
 
 
 @dataclass(frozen=True)
 class NewChunk:
-    """A box of the tensor ``key`` of ``shape``, at ``offsets`` with ``sizes``; ``make`` returns it
-    when its turn comes.
+    """A box at ``offsets`` with ``sizes`` of the tensor ``key`` of ``shape``. ``make`` returns its
+    values when it is written.
     """
 
     key: str
@@ -250,24 +285,35 @@ class NewChunk:
     make: Callable[[], Tensor]
 
     def item(self) -> WriteItem:
-        box = ChunkStorageMetadata(torch.Size(self.offsets), torch.Size(self.sizes))
+        box = ChunkStorageMetadata(
+            offsets=torch.Size(self.offsets),
+            sizes=torch.Size(self.sizes),
+        )
         data = TensorWriteData(
-            box, TensorProperties(dtype=torch_dtype(self.dtype)), torch.Size(self.shape)
+            chunk=box,
+            properties=TensorProperties(dtype=torch_dtype(self.dtype)),
+            size=torch.Size(self.shape),
         )
         return WriteItem(
-            MetadataIndex(self.key, self.offsets), WriteItemType.SHARD, tensor_data=data
+            index=MetadataIndex(self.key, self.offsets),
+            type=WriteItemType.SHARD,
+            tensor_data=data,
         )
 
 
 class _ChunkPlanner(DefaultSavePlanner):
-    """Makes each tensor only when it is written, so that one chunk is in memory at a time."""
+    """Makes each tensor only when it is written, so that only one chunk is in memory at a time."""
 
     def __init__(
-        self, chunks: Sequence[NewChunk], objects: Mapping[str, Any], count: Callable[[int], None]
+        self,
+        chunks: Sequence[NewChunk],
+        objects: Mapping[str, object],
+        count: Callable[[int], None],
     ) -> None:
         super().__init__()
         self._chunks = {(chunk.key, chunk.offsets): chunk for chunk in chunks}
-        self._objects, self._count = objects, count
+        self._objects = objects
+        self._count = count
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
         if write_item.type == WriteItemType.BYTE_IO:
@@ -282,36 +328,33 @@ class _ChunkPlanner(DefaultSavePlanner):
 
 class _Writer(FileSystemWriter):
     def storage_meta(self) -> StorageMeta:
-        return (
-            StorageMeta()
-        )  # without the directory's temporary name and a random number: equal inputs, equal files
+        # Without the directory's temporary name and a random number: equal inputs give equal files.
+        return StorageMeta()
 
 
 def write_checkpoint(
     directory: Path,
     chunks: Sequence[NewChunk],
-    objects: Mapping[str, Any],
+    objects: Mapping[str, object],
     count: Callable[[int], None],
 ) -> None:
-    """Write a checkpoint of ``chunks`` and of the small ``objects`` that Megatron keeps beside the
-    tensors.
+    """Write a checkpoint with the tensors of ``chunks`` and the small ``objects`` that Megatron
+    keeps with them.
 
-    ``count`` is called with the bytes of each chunk. One thread: a failure in another thread of
-    torch's writer is lost. Raises :class:`OSError` when the disk refuses.
+    ``count`` is called with the bytes of each chunk. There is one thread, because a failure in
+    another thread of torch's writer is lost. Raises :class:`OSError` if the disk refuses.
     """
     items = [chunk.item() for chunk in chunks]
     items += [WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO) for key in objects]
-    # no copying ahead: where torch sees a GPU, it would hold many tensors
+    # no copying ahead: if torch sees a GPU, it would hold many tensors
     writer = _Writer(directory, sync_files=False, thread_count=1, per_thread_copy_ahead=0)
     plans, metadata = create_default_global_save_plan([SavePlan(items)])
+    planner = _ChunkPlanner(chunks, objects, count)
     checksums = torch.serialization.get_crc32_options()
     try:
-        torch.serialization.set_crc32_options(
-            False
-        )  # half of the time of torch.save, and no reader compares them
-        results = writer.write_data(
-            writer.prepare_global_plan(plans)[0], _ChunkPlanner(chunks, objects, count)
-        ).value()
+        # They take half of torch.save's time, and no reader compares them.
+        torch.serialization.set_crc32_options(False)
+        results = writer.write_data(writer.prepare_global_plan(plans)[0], planner).value()
     except RuntimeError as error:
         cause: BaseException | None = error
         while cause is not None and not isinstance(cause, OSError):

@@ -1,10 +1,9 @@
-"""The parameters of a ``GPTModel`` in a checkpoint, whole and under any name Megatron gives them,
-as Hugging Face slices.
+"""The parameters of a ``GPTModel`` in a checkpoint, whole and under any name that Megatron gives
+them, as slices of Hugging Face tensors.
 """
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,9 +21,8 @@ from megatron_dcpo.weights.peft_adapter import KEPT, SCALE, LowRank
 from megatron_dcpo.weights.planner import Copy, interleavings, plan
 from megatron_dcpo.weights.table import LOCAL_NAMES, hf_shapes
 
-WHOLE_MODEL = Layout(
-    make_vocab_size_divisible_by=1, transformer_engine=True
-)  # one rank, Transformer Engine's names
+# one rank, Transformer Engine's names
+WHOLE_MODEL = Layout(make_vocab_size_divisible_by=1, transformer_engine=True)
 _EMBEDDING = "embedding.word_embeddings.weight"
 _LAYER = "decoder.layers."
 _EXPERTS = re.compile(r"(mlp\.experts)(\.linear_fc[12]\.weight)(\d+)")
@@ -35,10 +33,11 @@ _EXTRA_STATES_QK = ("self_attention.q_layernorm", "self_attention.k_layernorm")
 
 
 def row_copies(arch: Architecture) -> dict[str, list[Copy]]:
-    """Map a Megatron parameter (global layer numbers, Transformer Engine's names) -> its copies in
-    order of its rows.
+    """Return the copies of each Megatron parameter (global layer numbers, Transformer Engine's
+    names) in order of its rows.
 
-    One rank holds all columns of what Megatron splits by columns, so every copy is one of rows.
+    One rank holds all columns of the tensors that Megatron splits by columns, so every copy is a
+    copy of rows.
     """
     copies: dict[str, list[Copy]] = {}
     for copy in plan(arch, WHOLE_MODEL, Coordinates()):
@@ -55,8 +54,8 @@ def megatron_shape(arch: Architecture, copies: Sequence[Copy]) -> tuple[int, ...
 
 
 def checkpoint_key(megatron: str) -> tuple[str, tuple[int, ...]]:
-    """Split ``decoder.layers.7.mlp...`` -> (``decoder.layers.mlp...``, (7,)): layers are stacked in
-    a checkpoint, and the experts of a layer, (7, expert).
+    """Split ``decoder.layers.7.mlp...`` into the key ``decoder.layers.mlp...`` and the index (7,),
+    because a checkpoint stacks layers. The index of an expert's parameter is (7, expert).
     """
     if not megatron.startswith(_LAYER):
         return megatron, ()
@@ -67,37 +66,42 @@ def checkpoint_key(megatron: str) -> tuple[str, tuple[int, ...]]:
     return f"{_LAYER}{expert[1]}.experts{expert[2]}", (int(number), int(expert[3]))
 
 
-def stack(arch: Architecture, place: Sequence[int]) -> tuple[int, ...]:
-    """Return the leading axes of a checkpoint's tensor in which the parameter at ``place`` is one
-    entry.
+def stack(arch: Architecture, index: Sequence[int]) -> tuple[int, ...]:
+    """Return the sizes of the leading axes of the checkpoint's tensor in which a parameter with
+    this ``index`` is one entry.
     """
-    return (arch.num_layers, arch.num_experts)[: len(place)]
+    return (arch.num_layers, arch.num_experts)[: len(index)]
 
 
 def extra_states(arch: Architecture) -> dict[str, None]:
-    modules = _EXTRA_STATES + (_EXTRA_STATES_QK if arch.qk_layernorm else ())
-    layers, experts = arch.num_layers, arch.num_experts
-    modules += (
-        ("pre_mlp_layernorm",) if experts else ()
-    )  # a module of its own; else fused to the first linear
-    keys = [
-        f"{_LAYER}{module}._extra_state/shard_{n}_{layers}"
-        for n in range(layers)
-        for module in modules
-    ]
-    for n, linear in itertools.product(range(layers), ("linear_fc1", "linear_fc2")):
-        shards = [f"{n}.{expert}_{layers}.{experts}" for expert in range(experts)] or [
-            f"{n}_{layers}"
-        ]
-        module = "mlp.experts.experts" if experts else "mlp"
-        keys += [f"{_LAYER}{module}.{linear}._extra_state/shard_{shard}" for shard in shards]
-    return dict.fromkeys([*keys, "decoder.final_layernorm._extra_state/shard_0_1"])
+    """Return the keys of the empty extra states that Megatron expects in a checkpoint."""
+    modules = list(_EXTRA_STATES)
+    if arch.qk_layernorm:
+        modules += _EXTRA_STATES_QK
+    if arch.num_experts:
+        # a module of its own; otherwise it is fused into the first linear layer
+        modules.append("pre_mlp_layernorm")
+    layers = arch.num_layers
+    keys = []
+    for layer in range(layers):
+        for module in modules:
+            keys.append(f"{_LAYER}{module}._extra_state/shard_{layer}_{layers}")
+    for layer in range(layers):
+        for linear in ("linear_fc1", "linear_fc2"):
+            if arch.num_experts:
+                prefix = f"{_LAYER}mlp.experts.experts.{linear}._extra_state/shard_"
+                for expert in range(arch.num_experts):
+                    keys.append(f"{prefix}{layer}.{expert}_{layers}.{arch.num_experts}")
+            else:
+                keys.append(f"{_LAYER}mlp.{linear}._extra_state/shard_{layer}_{layers}")
+    keys.append("decoder.final_layernorm._extra_state/shard_0_1")
+    return dict.fromkeys(keys)
 
 
 @dataclass(frozen=True)
 class Slice:
-    """Bytes of the Hugging Face tensor ``name`` from its byte ``start`` on: ``uint8``, contiguous,
-    a view of a map.
+    """Bytes of the Hugging Face tensor ``name``, beginning at its byte ``start``: ``uint8``,
+    contiguous, a view of a mapped file.
     """
 
     name: str
@@ -108,52 +112,56 @@ class Slice:
 def slices(
     arch: Architecture, checkpoint: MegatronCheckpoint, located: Mapping[str, StoredTensor]
 ) -> Iterator[list[Slice]]:
-    """Yield, for each Megatron parameter, its rows as slices of Hugging Face tensors, each tensor's
-    in order; no padding. Merged with the low-rank adapter that a training with ``model.adapter``
-    leaves in a checkpoint.
+    """Yield the rows of each Megatron parameter, without padding, as slices of Hugging Face
+    tensors, those of one tensor in order. A low-rank adapter that a training with ``model.adapter``
+    left in the checkpoint is merged.
 
-    ``located``: what :func:`locate` returned.
+    ``located`` is the result of :func:`locate`.
     """
     for megatron, copies in row_copies(arch).items():
+        dtype = torch_dtype(located[megatron].dtype)
         blocks = checkpoint.blocks(located[megatron])
         parts = []
         for copy in copies:
             for first, block in blocks:
-                low, high = (
-                    max(copy.start, first),
-                    min(copy.start + copy.length, first + len(block)),
-                )
-                if low < high:
-                    row, values = (
-                        copy.hf_start + low - copy.start,
-                        block[low - first : high - first],
+                low = max(copy.start, first)
+                high = min(copy.start + copy.length, first + len(block))
+                if low >= high:
+                    continue
+                row = copy.hf_start + low - copy.start
+                values = block[low - first : high - first]
+                low_rank = _low_rank(checkpoint, copy.hf)
+                if low_rank is not None:
+                    values = _added(values, dtype, low_rank.part(0, row, row + high - low))
+                parts.append(
+                    Slice(
+                        name=copy.hf,
+                        start=row * block[0].numel(),
+                        values=values,
                     )
-                    start = row * block[0].numel()
-                    if (pair := _low_rank(checkpoint, copy.hf)) is not None:
-                        values = _added(
-                            values,
-                            torch_dtype(located[megatron].dtype),
-                            pair.part(0, row, row + high - low),
-                        )
-                    parts.append(Slice(copy.hf, start, values))
+                )
         yield parts
 
 
 def _low_rank(checkpoint: MegatronCheckpoint, name: str) -> LowRank | None:
-    """Return what a checkpoint of a training with ``model.adapter`` adds to the Hugging Face tensor
-    ``name``.
+    """Return the adapter's addition to the Hugging Face tensor ``name``, if the checkpoint is of a
+    training with ``model.adapter``.
     """
     module = f"{KEPT}weight.{name.removesuffix('.weight')}"
-    keys = f"{module}.lora_A.weight", f"{module}.lora_B.weight", SCALE
-    if not all(key in checkpoint.tensors for key in keys):
+    key_A = f"{module}.lora_A.weight"
+    key_B = f"{module}.lora_B.weight"
+    if not checkpoint.tensors.keys() >= {key_A, key_B, SCALE}:
         return None
-    A, B, scale = (
-        torch.cat([block for _, block in checkpoint.blocks(checkpoint.tensors[key])])
-        .view(torch.float32)
-        .squeeze(-1)
-        for key in keys
+    return LowRank(
+        A=_float32(checkpoint, key_A),
+        B=_float32(checkpoint, key_B),
+        scale=float(_float32(checkpoint, SCALE)),
     )
-    return LowRank(A, B, float(scale))
+
+
+def _float32(checkpoint: MegatronCheckpoint, key: str) -> Tensor:
+    blocks = [block for _, block in checkpoint.blocks(checkpoint.tensors[key])]
+    return torch.cat(blocks).view(torch.float32).squeeze(-1)
 
 
 def _added(values: Tensor, dtype: torch.dtype, addition: Tensor) -> Tensor:
@@ -167,8 +175,8 @@ def _added(values: Tensor, dtype: torch.dtype, addition: Tensor) -> Tensor:
 def locate(arch: Architecture, checkpoint: MegatronCheckpoint) -> dict[str, StoredTensor]:
     """Return every Megatron parameter in the checkpoint.
 
-    Raises :class:`UserError` when the checkpoint lacks a tensor, has one too many, or of another
-    shape.
+    Raises :class:`UserError` if the checkpoint lacks a tensor, has one too many, or has one of
+    another shape.
     """
     path = checkpoint.path
     prefix, model = _model_tensors(checkpoint)
@@ -176,10 +184,20 @@ def locate(arch: Architecture, checkpoint: MegatronCheckpoint) -> dict[str, Stor
     located = {}
     kinds = interleavings(arch, WHOLE_MODEL, Coordinates())
     for megatron, copies in row_copies(arch).items():
-        tensor = located[megatron] = _find(model, prefix, megatron, arch, path, used)
+        keys, tensor = _find(
+            model=model,
+            prefix=prefix,
+            megatron=megatron,
+            arch=arch,
+            path=path,
+        )
+        used.update(keys)
+        located[megatron] = tensor
         shape = megatron_shape(arch, copies)
-        padded = kinds[megatron] == "vocab" and tensor.shape[0] > shape[0]
-        if tensor.shape != ((tensor.shape[0], *shape[1:]) if padded else shape):
+        expected = shape
+        if kinds[megatron] == "vocab" and tensor.shape[0] > shape[0]:
+            expected = (tensor.shape[0], *shape[1:])  # with padding
+        if tensor.shape != expected:
             raise UserError(
                 f"{path}: {megatron} has shape {list(tensor.shape)}, config.json implies "
                 f"{list(shape)}"
@@ -190,47 +208,49 @@ def locate(arch: Architecture, checkpoint: MegatronCheckpoint) -> dict[str, Stor
 
 
 def _find(
-    model: Mapping[str, StoredTensor],
-    prefix: str,
-    megatron: str,
-    arch: Architecture,
-    path: Path,
-    used: set[str],
-) -> StoredTensor:
-    """Return the tensor under any of the names Megatron gives it: layers and experts stacked or
-    apart, norms fused or not.
+    model: Mapping[str, StoredTensor], prefix: str, megatron: str, arch: Architecture, path: Path
+) -> tuple[list[str], StoredTensor]:
+    """Return the keys and the tensor of a parameter under any of the names that Megatron gives it:
+    layers and experts stacked or separate, norms fused or not, gate and up in one tensor or in two.
     """
-    key, place = checkpoint_key(megatron)
+    key, index = checkpoint_key(megatron)
     for name in (key, _other_name(key)):
-        apart = [prefix + name]
-        if place:
-            apart.append(f"{prefix}{_LAYER}{place[0]}.{name.removeprefix(_LAYER)}")
-        if len(place) == 2:
-            apart.append(apart[-1].replace(".experts.experts.", f".experts.experts.{place[1]}."))
-        for number, found in enumerate(apart):
-            parts = next(
-                ([*p] for p in ((found,), (found + "_w", found + "_v")) if model.keys() >= {*p}), []
-            )
-            if not parts:
-                continue
-            used.update(parts)
-            tensor = model[parts[0]] if len(parts) == 1 else model[parts[0]].append(model[parts[1]])
-            for entry, size, axis in [
-                *zip(place, stack(arch, place), ("layers", "experts"), strict=False)
-            ][number:]:
-                if tensor.shape[0] != size:
-                    raise UserError(
-                        f"{path}: the checkpoint has {tensor.shape[0]} {axis}, config.json says "
-                        f"{size}"
-                    )
-                tensor = tensor.entry(entry)
-            return tensor
+        for separate_axes, candidate in enumerate(_candidates(prefix + name, prefix, index)):
+            for keys in ([candidate], [candidate + "_w", candidate + "_v"]):
+                if not model.keys() >= set(keys):
+                    continue
+                tensor = model[keys[0]]
+                if len(keys) == 2:
+                    tensor = tensor.append(model[keys[1]])
+                stacked = list(zip(index, stack(arch, index), ("layers", "experts"), strict=False))
+                for entry, size, axis in stacked[separate_axes:]:
+                    if tensor.shape[0] != size:
+                        raise UserError(
+                            f"{path}: the checkpoint has {tensor.shape[0]} {axis}, config.json "
+                            f"says {size}"
+                        )
+                    tensor = tensor.entry(entry)
+                return keys, tensor
     raise UserError(f"{path}: tensor {prefix}{key} is missing; config.json promises it")
 
 
+def _candidates(key: str, prefix: str, index: tuple[int, ...]) -> list[str]:
+    """Return the key with all axes stacked, then with separate layers, then with separate experts
+    too.
+    """
+    candidates = [key]
+    if index:
+        rest = key.removeprefix(prefix + _LAYER)
+        candidates.append(f"{prefix}{_LAYER}{index[0]}.{rest}")
+    if len(index) == 2:
+        one_expert = f".experts.experts.{index[1]}."
+        candidates.append(candidates[-1].replace(".experts.experts.", one_expert))
+    return candidates
+
+
 def _other_name(key: str) -> str:
-    """Return the same in the other layer spec: the local one names the norm before experts as if it
-    were fused.
+    """Return the key in the other layer spec, which fuses norms into linear layers or does not. The
+    local spec names the norm before experts as if it were fused.
     """
     for fused, local in LOCAL_NAMES.items():
         for name, other in ((fused, local), (local, fused)):
@@ -240,21 +260,26 @@ def _other_name(key: str) -> str:
 
 
 def _model_tensors(checkpoint: MegatronCheckpoint) -> tuple[str, dict[str, StoredTensor]]:
-    """Return (prefix, tensors) of the language model in a checkpoint that may hold an optimizer
-    too.
+    """Return the prefix and the tensors of the language model in a checkpoint that may also hold an
+    optimizer.
 
-    Wrappers put ``module.`` or ``model.`` before the names. Raises :class:`UserError` when there is
-    no model.
+    Wrappers put ``module.`` or ``model.`` before the names. Raises :class:`UserError` if there is
+    not exactly one model.
     """
-    prefixes = {
-        key.removesuffix(_EMBEDDING) for key in checkpoint.tensors if key.endswith(_EMBEDDING)
-    }
-    prefixes = {prefix for prefix in prefixes if set(prefix.split(".")) <= {"", "model", "module"}}
+    prefixes = set()
+    for key in checkpoint.tensors:
+        prefix = key.removesuffix(_EMBEDDING)
+        if key.endswith(_EMBEDDING) and set(prefix.split(".")) <= {"", "model", "module"}:
+            prefixes.add(prefix)
     if len(prefixes) != 1:
-        count = f"{len(prefixes)} models" if prefixes else "no GPT model"
+        count = "no GPT model"
+        if prefixes:
+            count = f"{len(prefixes)} models"
         raise UserError(f"{checkpoint.path}: {count} in the checkpoint (looked for {_EMBEDDING})")
     prefix = prefixes.pop()
-    parts = tuple(prefix + part for part in ("embedding.", "decoder.", "output_layer."))
-    return prefix, {
-        key: tensor for key, tensor in checkpoint.tensors.items() if key.startswith(parts)
-    }
+    parts = (prefix + "embedding.", prefix + "decoder.", prefix + "output_layer.")
+    tensors = {}
+    for key, tensor in checkpoint.tensors.items():
+        if key.startswith(parts):
+            tensors[key] = tensor
+    return prefix, tensors

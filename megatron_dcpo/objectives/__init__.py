@@ -87,7 +87,10 @@ def resolve(config: ObjectiveConfig) -> ObjectiveConfig:
             for name, other in METHODS.items()
             if ignored[0] in {*other.reads, *other.own_options}
         ]
-        hint = f", or choose a method that reads it ({', '.join(readers)})" if readers else ""
+        if readers:
+            hint = f", or choose a method that reads it ({', '.join(readers)})"
+        else:
+            hint = ""
         raise UserError(
             f"objective.{ignored[0]} has no effect with objective.name={config.name}; remove it "
             f"(or set it to null){hint}"
@@ -103,7 +106,10 @@ def resolve(config: ObjectiveConfig) -> ObjectiveConfig:
     resolved = ObjectiveConfig(
         **ObjectiveConfig().model_dump() | preset | defaults | config.explicit | {"options": own}
     )
-    needs_length = "overlong_buffer" if resolved.overlong_buffer else "loss_aggregation=constant"
+    if resolved.overlong_buffer:
+        needs_length = "overlong_buffer"
+    else:
+        needs_length = "loss_aggregation=constant"
     if (
         needs_max_response_length(resolved)
         and resolved.max_response_length <= resolved.overlong_buffer
@@ -127,7 +133,8 @@ def written(config: ObjectiveConfig) -> dict[str, Any]:
     """Return the section as ``config.yaml`` has it: every option that the method reads, resolved.
     It reads back alike.
     """
-    method, resolved = find_method(config.name), resolve(config)
+    method = find_method(config.name)
+    resolved = resolve(config)
     read = [
         name for name in ObjectiveConfig.model_fields if name in {*method.reads, "name", "preset"}
     ]

@@ -51,7 +51,9 @@ def normalize(
     if np.ptp(x) < REWARD_TOLERANCE:
         return np.zeros_like(x)
     centered = x - x.mean()
-    return centered / (x.std(ddof=options.ddof) + options.eps) if how == "std" else centered
+    if how == "std":
+        return centered / (x.std(ddof=options.ddof) + options.eps)
+    return centered
 
 
 def batch_scale(A_c: np.ndarray) -> float:
@@ -121,7 +123,10 @@ def calibration_reward(c: np.ndarray, target: np.ndarray, options: ObjectiveConf
     rewards = score(np.where(well_formed, c, 0.5), target)
     penalty = options.malformed_penalty
     if options.malformed_placement == "reasoning":
-        penalty = float(rewards[well_formed].mean()) if well_formed.any() else 0.0
+        if well_formed.any():
+            penalty = float(rewards[well_formed].mean())
+        else:
+            penalty = 0.0
     return np.where(well_formed, rewards, penalty)
 
 
@@ -134,11 +139,9 @@ def scored_confidence(judgement: Judgement, options: ObjectiveConfig) -> float:
         return judgement.confidence
     if options.malformed_placement != "sentinel":
         return np.nan
-    return (
-        SENTINEL
-        if judgement.stated is None
-        else float(np.clip(judgement.stated, -MAX_STATED, MAX_STATED))
-    )
+    if judgement.stated is None:
+        return SENTINEL
+    return float(np.clip(judgement.stated, -MAX_STATED, MAX_STATED))
 
 
 def correctness_reward(R: np.ndarray, c: np.ndarray, options: ObjectiveConfig) -> np.ndarray:

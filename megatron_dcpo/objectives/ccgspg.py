@@ -75,8 +75,8 @@ def defaults(config: ObjectiveConfig) -> Mapping[str, Any]:
 
 
 METHOD = Method(
-    score_group,
-    token_loss,
+    score_group=score_group,
+    token_loss=token_loss,
     reads=COMMON | {"eps"},
     own_options={"beta": 0.01},
     meanings={"beta": "Factor of the cross-entropy of the sequence's own probability against R."},

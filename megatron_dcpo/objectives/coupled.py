@@ -35,7 +35,10 @@ def score_group(
     target = hybrid_target(R, options)
     R_c = calibration_reward(c, target, options)
     return shared_advantage(
-        target, correctness_reward(R, c, options) + options.options["w"] * R_c, R_c, options
+        target=target,
+        rewards=correctness_reward(R, c, options) + options.options["w"] * R_c,
+        R_c=R_c,
+        options=options,
     )
 
 
@@ -45,10 +48,12 @@ def defaults(config: ObjectiveConfig) -> Mapping[str, Any]:
 
 
 READS = COMMON | CLIPPED_LOSS | CALIBRATION_REWARD | REASONING_ADVANTAGE
-OWN_OPTIONS, MEANINGS = (
-    {"w": 1.0},
-    {"w": "Factor of the calibration reward in the sum of both rewards."},
-)
+OWN_OPTIONS = {"w": 1.0}
+MEANINGS = {"w": "Factor of the calibration reward in the sum of both rewards."}
 METHOD = Method(
-    score_group, reads=READS, own_options=OWN_OPTIONS, meanings=MEANINGS, defaults=defaults
+    score_group=score_group,
+    reads=READS,
+    own_options=OWN_OPTIONS,
+    meanings=MEANINGS,
+    defaults=defaults,
 )

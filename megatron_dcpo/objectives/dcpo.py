@@ -72,11 +72,13 @@ def counterfactual_advantage(
 
 def defaults(config: ObjectiveConfig) -> Mapping[str, Any]:
     """Return the baseline with less noise where the score is proper."""
-    return {"confidence_baseline": "counterfactual"} if config.preset == "dcpo_proper" else {}
+    if config.preset == "dcpo_proper":
+        return {"confidence_baseline": "counterfactual"}
+    return {}
 
 
 METHOD = Method(
-    score_group,
+    score_group=score_group,
     reads=COMMON | CLIPPED_LOSS | CALIBRATION_REWARD | REASONING_ADVANTAGE | CONFIDENCE_ADVANTAGE,
     own_options={"confidence_baseline": ("group", "counterfactual")},
     meanings={

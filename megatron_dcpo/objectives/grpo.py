@@ -23,7 +23,12 @@ def score_group(
     no format term.
     """
     nothing = np.full_like(R, np.nan)
-    return shared_advantage(nothing, R.copy(), nothing, options)
+    return shared_advantage(
+        target=nothing,
+        rewards=R.copy(),
+        R_c=nothing,
+        options=options,
+    )
 
 
 METHOD = Method(score_group, reads=COMMON | CLIPPED_LOSS | REASONING_ADVANTAGE)

@@ -111,7 +111,7 @@ class Method:
         weights = self.token_weights(samples, blocks)
         return [
             replaced(
-                sample,
+                value=sample,
                 R=float(R),
                 R_c=float(R_c),
                 advantages=np.select(
@@ -210,7 +210,8 @@ class Method:
             return np.nan
         if sample.mean_old_logprob is not None:
             return sample.mean_old_logprob
-        old, length = sample.old_logprobs, sample.judgement.length
+        old = sample.old_logprobs
+        length = sample.judgement.length
         if old is None or len(old) != length:
             found = "none" if old is None else len(old)
             raise ValueError(

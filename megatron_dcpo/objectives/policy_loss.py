@@ -37,9 +37,11 @@ def clipped_policy_loss(
     A = masked(batch.columns["advantages"].to(rho), batch)
     held = rho.clamp(1 - options.clip_low, 1 + options.clip_high)
     if options.clip == "cispo":
-        losses, binds = -A * held.detach() * masked(outputs.logprobs, batch), held != rho
+        losses = -A * held.detach() * masked(outputs.logprobs, batch)
+        binds = held != rho
     else:
-        losses, binds = (-A * rho).maximum(-A * held), -A * held > -A * rho
+        losses = (-A * rho).maximum(-A * held)
+        binds = -A * held > -A * rho
     if options.dual_clip:
         losses = losses.minimum(options.dual_clip * A.abs())  # binds only where A < 0
     tis = importance_weights(batch, outputs, options)
@@ -64,11 +66,10 @@ def importance_ratio(batch: MicroBatch, outputs: TokenOutputs, options: Objectiv
     """
     logprobs = masked(outputs.logprobs, batch)
     of_engine = options.old_logprobs == "engine"
-    old = (
-        column(batch, "engine_logprobs", "old_logprobs")
-        if of_engine
-        else old_logprobs(batch, outputs)
-    )
+    if of_engine:
+        old = column(batch, "engine_logprobs", "old_logprobs")
+    else:
+        old = old_logprobs(batch, outputs)
     log_ratio = logprobs - masked(old.to(logprobs), batch)
     if options.ratio == "sequence":
         log_ratio = (
@@ -87,14 +88,13 @@ def regularizers(
 
     Raises ValueError when a coefficient asks for log-probs that the batch does not carry.
     """
-    extra, stats = outputs.logprobs.new_zeros(outputs.logprobs.shape), {}
+    extra = outputs.logprobs.new_zeros(outputs.logprobs.shape)
+    stats = {}
     if any(options.blocks("kl_coef")):
         d = masked(column(batch, "ref_logprobs", "kl_coef").to(extra) - outputs.logprobs, batch)
         kl = kl_estimate(d, options.kl_estimator)
-        extra, stats = (
-            extra + per_block(options.blocks("kl_coef"), batch, extra) * kl,
-            by_block("kl", kl, batch),
-        )
+        extra = extra + per_block(options.blocks("kl_coef"), batch, extra) * kl
+        stats = by_block("kl", kl, batch)
     entropy = masked(outputs.entropy.to(extra), batch)
     if any(options.blocks("entropy_coef")):
         extra = extra - per_block(options.blocks("entropy_coef"), batch, extra) * entropy
@@ -131,11 +131,16 @@ def importance_weights(
     engine = column(batch, "engine_logprobs", "tis_level").to(outputs.logprobs)
     log_weight = masked(old_logprobs(batch, outputs).to(engine) - engine, batch)
     if options.tis_level != "token":
-        of_sequences = sequence_sums if options.tis_level == "sequence" else sequence_means
+        if options.tis_level == "sequence":
+            of_sequences = sequence_sums
+        else:
+            of_sequences = sequence_means
         log_weight = of_sequences(log_weight, batch)[batch.sequence_ids]
     weight = log_weight.clamp(max=MAX_LOG_RATIO).exp()
     held = weight.clamp(options.tis_floor, options.tis_cap)
-    return held if options.tis_mode == "truncate" else weight * (held == weight)
+    if options.tis_mode == "truncate":
+        return held
+    return weight * (held == weight)
 
 
 def old_logprobs(batch: MicroBatch, outputs: TokenOutputs) -> Tensor:

@@ -31,7 +31,10 @@ def score_group(
     target = hybrid_target(R, options)
     R_c = calibration_reward(c, target, options)
     A_c = normalize(R_c, options.advantage_normalization_confidence, options)
-    A_r = A_c if options.options["tokens"] == "all" else np.zeros_like(A_c)
+    if options.options["tokens"] == "all":
+        A_r = A_c
+    else:
+        A_r = np.zeros_like(A_c)
     return target, R_c.copy(), R_c, A_r, A_c
 
 
@@ -41,10 +44,10 @@ def defaults(config: ObjectiveConfig) -> Mapping[str, Any]:
 
 
 METHOD = Method(
-    score_group,
+    score_group=score_group,
     reads=COMMON | CLIPPED_LOSS | CALIBRATION_REWARD | CONFIDENCE_ADVANTAGE,
     own_options={"tokens": ("all", "confidence")},
     meanings={"tokens": "Tokens that the calibration reward trains."},
     defaults=defaults,
-    batch_scaled=("A_r", "A_c"),  # one reward, so all tokens have it
+    batch_scaled=("A_r", "A_c"),  # one reward, so all tokens have it,
 )

@@ -16,7 +16,9 @@ from megatron_dcpo.objectives.method import Method
 from megatron_dcpo.objectives.options import CALIBRATION_REWARD, ObjectiveConfig
 
 # Weights of format, accuracy and Brier term in the original code.
-FORMAT, ACCURACY, BRIER = 0.5, 0.5, 0.5
+FORMAT = 0.5
+ACCURACY = 0.5
+BRIER = 0.5
 
 
 def score_group(
@@ -25,11 +27,9 @@ def score_group(
     """Return the scores of r_i = R_i - w (R_i - c_i)^2, malformed r_i = R_i - w (``canonical``), or
     of the published code's sum (``original``).
     """
-    return (
-        original(R, c, options)
-        if options.options["variant"] == "original"
-        else coupled.score_group(R, c, logprob, options)
-    )
+    if options.options["variant"] == "original":
+        return original(R, c, options)
+    return coupled.score_group(R, c, logprob, options)
 
 
 def original(R: np.ndarray, c: np.ndarray, options: ObjectiveConfig) -> Scores:
@@ -42,7 +42,12 @@ def original(R: np.ndarray, c: np.ndarray, options: ObjectiveConfig) -> Scores:
     f = (~np.isnan(c)).astype(np.float64)
     accuracy = f * R
     R_c = f * (FORMAT + BRIER * (1 - np.square(accuracy - np.where(f > 0, c, 0.0))))
-    return shared_advantage(R.copy(), ACCURACY * accuracy + R_c, R_c, options)
+    return shared_advantage(
+        target=R.copy(),
+        rewards=ACCURACY * accuracy + R_c,
+        R_c=R_c,
+        options=options,
+    )
 
 
 def defaults(config: ObjectiveConfig) -> Mapping[str, Any]:
@@ -84,5 +89,9 @@ MEANINGS = {
     "variant": "The reward of the equation, or that of its authors' code.",
 }
 METHOD = Method(
-    score_group, reads=coupled.READS, own_options=OWN_OPTIONS, meanings=MEANINGS, defaults=defaults
+    score_group=score_group,
+    reads=coupled.READS,
+    own_options=OWN_OPTIONS,
+    meanings=MEANINGS,
+    defaults=defaults,
 )

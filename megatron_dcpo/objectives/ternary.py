@@ -24,13 +24,12 @@ def score_group(
     abstained one, or a single answered one, has neither target nor R_c, and A_c = 0.
     """
     answered = ~np.isnan(R)
-    R_a, c_a = R[answered], c[answered]
-    reward, target, R_c, A_c = (
-        np.zeros_like(R),
-        np.full_like(R, np.nan),
-        np.full_like(R, np.nan),
-        np.zeros_like(R),
-    )
+    R_a = R[answered]
+    c_a = c[answered]
+    reward = np.zeros_like(R)
+    target = np.full_like(R, np.nan)
+    R_c = np.full_like(R, np.nan)
+    A_c = np.zeros_like(R)
     reward[answered] = correctness_reward(
         R_a - options.options["abstain_penalty"] * (1 - R_a), c_a, options
     )
@@ -42,7 +41,7 @@ def score_group(
 
 
 METHOD = Method(
-    score_group,
+    score_group=score_group,
     reads=dcpo.METHOD.reads,
     own_options={**dcpo.METHOD.own_options, "abstain_penalty": 1.0},
     meanings={

@@ -77,10 +77,27 @@ def evaluate(group: Mapping[str, Any]) -> dict[str, Any]:
 
 def sample(judgement: Judgement, old_logprobs: Any, index: int) -> TrainingSample:
     """Return a sample of which only the judgement and the old log-probs are known."""
-    ids, old = np.zeros(judgement.length, np.int64), np.asarray(old_logprobs, np.float64)
-    response = Response(judgement.prompt_id, index, ids, old, "stop", 0)
+    ids = np.zeros(judgement.length, np.int64)
+    old = np.asarray(old_logprobs, np.float64)
+    response = Response(
+        prompt_id=judgement.prompt_id,
+        sample_index=index,
+        token_ids=ids,
+        logprobs=old,
+        finish_reason="stop",
+        weights_version=0,
+    )
     return TrainingSample(
-        Prompt(judgement.prompt_id, (), (), "", ""), response, judgement, old_logprobs=old
+        prompt=Prompt(
+            prompt_id=judgement.prompt_id,
+            messages=(),
+            token_ids=(),
+            ground_truth="",
+            task="",
+        ),
+        response=response,
+        judgement=judgement,
+        old_logprobs=old,
     )
 
 
@@ -191,7 +208,10 @@ def parse_judgement(response: Mapping[str, Any], index: int) -> Judgement:
 def read(path: str) -> Mapping[str, Any]:
     """Return the JSON object in ``path``, or on stdin. Raises :class:`UserError`."""
     try:
-        text = sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
+        if path == "-":
+            text = sys.stdin.read()
+        else:
+            text = Path(path).read_text(encoding="utf-8")
         group = parse_json(text)
     except (OSError, ValueError) as error:
         raise UserError(f"--input {path}: {' '.join(str(error).split())}") from None
@@ -219,7 +239,10 @@ def _number(value: Any, name: str, where: str) -> float:
 
 def _check_numbers(values: Any, length: int, where: str) -> None:
     if not isinstance(values, list) or len(values) != length:
-        found = f"{len(values)} values" if isinstance(values, list) else type(values).__name__
+        if isinstance(values, list):
+            found = f"{len(values)} values"
+        else:
+            found = type(values).__name__
         raise UserError(f"{where} must have one value for each of the {length} tokens, got {found}")
     for value in values:
         _number(value, "each value", where)

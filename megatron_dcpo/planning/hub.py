@@ -1,5 +1,5 @@
-"""The sizes of a model that is not on this machine: the public ``config.json`` files in
-``models/``, or the hub's.
+"""The architecture of a model that is not on this machine, from the public ``config.json`` files in
+``models/``, or from the hub.
 """
 
 from __future__ import annotations
@@ -16,12 +16,14 @@ _HUB_NAME = re.compile(r"(?!\.)[\w.-]+/(?!\.)[\w.-]+")
 
 
 def architecture_of(path: str) -> Architecture:
-    """Return the architecture of a model directory, else of the public model of that name. Raises
-    :class:`UserError`.
+    """Return the architecture of a model directory, or of the public model of that name. Raises
+    :class:`UserError` if there is neither.
     """
     if Path(path).is_dir() or not _HUB_NAME.fullmatch(path) or Path(path).parent.is_dir():
         return read_architecture(path)
-    return read_architecture(MODELS / path if (MODELS / path).is_dir() else _fetched(path))
+    if (MODELS / path).is_dir():
+        return read_architecture(MODELS / path)
+    return read_architecture(_fetched(path))
 
 
 @functools.cache
@@ -30,12 +32,12 @@ def _fetched(name: str) -> Path:
 
     try:
         return Path(hf_hub_download(name, "config.json")).parent
-    except (OSError, ValueError) as error:  # of the network, the hub, or its name rules
+    except (OSError, ValueError) as error:  # from the network, the hub, or its rules for names
         known = sorted(
             file.parent.relative_to(MODELS).as_posix() for file in MODELS.glob("*/*/config.json")
         )
         raise UserError(
-            f"model.path={name} is no directory, and the hub does not give its config.json "
-            f"({one_line(error, 150)}); "
-            f"put that file into {name}/, or take one that is known here: {', '.join(known)}"
+            f"model.path={name} is not a directory, and its config.json cannot be had from the hub "
+            f"({one_line(error, 150)}); put that file into {name}/, or use a model that is known "
+            f"here: {', '.join(known)}"
         ) from None

@@ -1,12 +1,14 @@
-"""Weights, gradients and optimizer state of a pipeline stage, as Megatron lays them out. Exact:
-counted parameter by parameter, with the padding of the distributed optimizer's buffers.
+"""The memory of a rank that trains: weights, gradients and optimizer state of its pipeline stage,
+and activations.
 
-What the backward pass keeps of a micro-batch: bytes per token, operator by operator.
+State is exact, as Megatron lays it out: counted parameter by parameter, with the padding of the
+distributed optimizer's buffers. Activations are the bytes per token that the backward pass keeps of
+a micro-batch, operator by operator.
 
-Two layer specs, two formulas. ``local`` is ``policy/layers.py`` (fp32 norms, ungrouped products,
-every operator keeps its own input); it is measured. ``transformer_engine`` keeps less: its fused
-linears hold a norm's input and output once, its fused SwiGLU holds only its input; it follows the
-fused operators' definitions.
+There are two layer specs and so two formulas. ``local`` is ``policy/layers.py`` (fp32 norms,
+ungrouped products, every operator keeps its own input); its formula has been measured.
+``transformer_engine`` keeps less: its fused linear layers hold a norm's input and output once, and
+its fused SwiGLU holds only its input. Its formula follows the definitions of the fused operators.
 
 Symbols, per rank: h hidden size, q and k the widths of queries and keys, f the MLP's width, b bytes
 per number, t tokens. Under sequence parallelism a rank has t / TP tokens between the linear layers.
@@ -26,20 +28,23 @@ from megatron_dcpo.weights.pipeline import chunk_layers, layers_per_stage
 from megatron_dcpo.weights.planner import interleavings, padded_vocab_size, plan
 from megatron_dcpo.weights.table import adapted, hf_shapes
 
-PARAMETER_ALIGNMENT, BUCKET_ALIGNMENT = 64, 128  # numbers; the distributed optimizer's buffers
-LOGITS_AT_ONCE = (
-    1 << 26
-)  # of a chunk on a GPU: policy/output_layer.py, which planning does not import
-# Tied, on the first and the last pipeline stage: a bucket of its own.
+# in numbers, in the buffers of the distributed optimizer
+PARAMETER_ALIGNMENT = 64
+BUCKET_ALIGNMENT = 128
+# The logits of a chunk on a GPU, as in policy/output_layer.py, which planning does not import.
+LOGITS_AT_ONCE = 1 << 26
+# If tied embeddings are on the first and the last pipeline stage, they have a bucket to themselves.
 _SHARED = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 
 @dataclass(frozen=True)
 class State:
-    """Bytes of one rank, all its model chunks together. ``numel``: its parameters, padding and
-    adapter not counted; ``buffer_numel``: the gradient buffers' length, ``expert_numel`` of it
-    experts' that other ranks have others of; ``shard_numel``: parameters of which it holds the
-    optimizer state.
+    """The bytes of one rank, all its model chunks together.
+
+    numel: its parameters, without padding and adapter.
+    buffer_numel: the length of the gradient buffers.
+    expert_numel: the part of ``buffer_numel`` for experts that are divided over ranks.
+    shard_numel: the parameters of which it holds the optimizer state.
     """
 
     numel: int
@@ -58,19 +63,21 @@ class State:
 
 
 def adapter_bytes(arch: Architecture, layout: Layout, config: Config, stage: int) -> int:
-    """Return the bytes of parameters, gradients and moments in fp32 of a pipeline stage's adapter,
-    which every rank has whole.
+    """Return the bytes of a pipeline stage's adapter, which every rank has whole: parameters,
+    gradients and moments in fp32.
     """
-    adapter, shapes = config.model.adapter, hf_shapes(arch)
+    adapter = config.model.adapter
     if adapter is None:
         return 0
+    shapes = hf_shapes(arch)
     numbers = sum(adapter.rank * sum(shapes[name]) for name in adapted(arch, adapter.targets))
-    return 16 * numbers * layers_per_stage(arch.num_layers, layout)[stage] // arch.num_layers
+    layers = layers_per_stage(arch.num_layers, layout)[stage]
+    return 16 * numbers * layers // arch.num_layers
 
 
 def expert_replicas(layout: Layout, data_parallel: int) -> int:
-    """Return how many ranks of a stage hold the same experts, of ``data_parallel`` that hold the
-    same of the rest.
+    """Return how many ranks of a stage hold the same experts, if ``data_parallel`` ranks hold the
+    same other parameters.
     """
     ranks = layout.tensor_model_parallel_size * data_parallel
     return ranks // (layout.expert_model_parallel_size * layout.expert_tensor)
@@ -79,60 +86,101 @@ def expert_replicas(layout: Layout, data_parallel: int) -> int:
 def stage_state(
     arch: Architecture, layout: Layout, config: Config, stage: int, data_parallel: int
 ) -> State:
-    """Return the state of a rank of pipeline ``stage``; with the distributed optimizer, of the one
-    with the largest shard. Of a frozen policy there are weights and an adapter, whose gradients are
-    all that is reduced.
+    """Return the state of a rank of pipeline ``stage``, the one with the largest shard if there is
+    a distributed optimizer. A frozen policy has only weights and an adapter, and only the adapter's
+    gradients are reduced.
     """
-    itemsize, parallel = dtype_bytes(config.model.params_dtype), config.parallel
-    numel, lengths, shards = (
-        0,
-        [0, 0],
-        [[0] * data_parallel, [0] * expert_replicas(layout, data_parallel)],
-    )
+    itemsize = dtype_bytes(config.model.params_dtype)
+    distributed = config.parallel.use_distributed_optimizer
+    # Experts that are divided over ranks have separate buffers.
+    dense = _Buffers(data_parallel, distributed)
+    experts = _Buffers(expert_replicas(layout, data_parallel), distributed)
+    numel = 0
+    shared: tuple[str, ...] = ()
+    if arch.tied_embeddings and layout.pipeline_model_parallel_size > 1:
+        shared = _SHARED
     for virtual in range(layout.virtual_pipeline_model_parallel_size):
-        sizes = parameter_sizes(arch, layout, Coordinates(0, stage, virtual))
-        numel += sum(size for _, size in sizes)
-        bucketing = parallel.overlap_grad_reduce and stage == 0 and virtual == 0
-        bucket_size = max(40_000_000, 1_000_000 * data_parallel) if bucketing else None
-        shared = _SHARED if arch.tied_embeddings and layout.pipeline_model_parallel_size > 1 else ()
-        for experts in (False, True):  # divided over ranks, they have buffers of their own
-            apart = layout.expert_model_parallel_size > 1
-            own = [
-                (size, name in shared)
-                for name, size in sizes
-                if (apart and ".experts." in name) == experts
-            ]
-            if not parallel.use_distributed_optimizer:
-                lengths[experts] += sum(size for size, _ in own)
-                shards[experts][0] += sum(size for size, _ in own)
-                continue
-            for bucket in _buckets(own, len(shards[experts]), bucket_size):
-                lengths[experts] += bucket.length
-                for rank, numel_of_rank in enumerate(_numel_per_rank(bucket, len(shards[experts]))):
-                    shards[experts][rank] += numel_of_rank
+        chunk = Coordinates(tensor=0, pipeline=stage, virtual=virtual)
+        bucket_size = None
+        if config.parallel.overlap_grad_reduce and stage == 0 and virtual == 0:
+            bucket_size = max(40_000_000, 1_000_000 * data_parallel)
+        sizes_of_dense = []
+        sizes_of_experts = []
+        for name, size in parameter_sizes(arch, layout, chunk):
+            numel += size
+            if layout.expert_model_parallel_size > 1 and ".experts." in name:
+                sizes_of_experts.append((size, name in shared))
+            else:
+                sizes_of_dense.append((size, name in shared))
+        dense.add(sizes_of_dense, bucket_size)
+        experts.add(sizes_of_experts, bucket_size)
     adapter = adapter_bytes(arch, layout, config, stage)
     if config.frozen:
-        return State(numel, adapter // 16, 0, 0, itemsize * numel, 0, 0, 0, adapter)
-    buffer_numel, shard = sum(lengths), sum(map(max, shards))
-    padded = buffer_numel if parallel.use_distributed_optimizer else numel
+        return State(
+            numel=numel,
+            buffer_numel=adapter // 16,
+            expert_numel=0,
+            shard_numel=0,
+            weights=itemsize * numel,
+            gradients=0,
+            main_params=0,
+            moments=0,
+            adapter=adapter,
+        )
+    buffer_numel = dense.length + experts.length
+    shard = max(dense.shards) + max(experts.shards)
+    main_params = 0
+    if itemsize == 2:
+        main_params = 4 * shard
     return State(
         numel=numel,
         buffer_numel=buffer_numel,
-        expert_numel=lengths[True],
+        expert_numel=experts.length,
         shard_numel=shard,
-        weights=itemsize * padded,
+        weights=itemsize * (buffer_numel if distributed else numel),
         gradients=4 * buffer_numel,
-        main_params=4 * shard if itemsize == 2 else 0,
+        main_params=main_params,
         moments=8 * shard,
         adapter=adapter,
     )
 
 
-def parameter_sizes(arch: Architecture, layout: Layout, at: Coordinates) -> list[tuple[str, int]]:
-    """Return (name, numbers) of every parameter of a model chunk on one rank, in the model's order."""
-    shapes, kinds = hf_shapes(arch), interleavings(arch, layout, at)
+class _Buffers:
+    """The gradient buffers over ``ranks`` data-parallel ranks: their length, and the numbers whose
+    optimizer state each rank holds.
+    """
+
+    def __init__(self, ranks: int, distributed: bool) -> None:
+        self.length = 0
+        self.shards = [0] * ranks
+        self._distributed = distributed
+
+    def add(self, sizes: Sequence[tuple[int, bool]], bucket_size: int | None) -> None:
+        """Add the parameters of a model chunk: for each its numbers, and whether it is the shared
+        embedding.
+        """
+        if not self._distributed:
+            numbers = sum(size for size, _ in sizes)
+            self.length += numbers
+            self.shards[0] += numbers
+            return
+        ranks = len(self.shards)
+        for bucket in _buckets(sizes, ranks, bucket_size):
+            self.length += bucket.length
+            for rank, numel in enumerate(_numel_per_rank(bucket, ranks)):
+                self.shards[rank] += numel
+
+
+def parameter_sizes(
+    arch: Architecture, layout: Layout, chunk: Coordinates
+) -> list[tuple[str, int]]:
+    """Return name and numbers of every parameter of a model chunk on one rank, in the model's
+    order.
+    """
+    shapes = hf_shapes(arch)
+    kinds = interleavings(arch, layout, chunk)
     sizes = dict.fromkeys(kinds, 0)
-    for copy in plan(arch, layout, at):
+    for copy in plan(arch, layout, chunk):
         shape = shapes[copy.hf]
         if kinds[copy.megatron] == "vocab":
             rows = padded_vocab_size(arch, layout) // layout.tensor_model_parallel_size
@@ -144,7 +192,7 @@ def parameter_sizes(arch: Architecture, layout: Layout, at: Coordinates) -> list
 
 @dataclass(frozen=True)
 class _Bucket:
-    """A stretch of the gradient buffer: ``params`` are (start, stop) within it."""
+    """A stretch of the gradient buffer. ``params`` are start and stop of its parameters."""
 
     length: int
     params: tuple[tuple[int, int], ...]
@@ -153,30 +201,38 @@ class _Bucket:
 def _buckets(
     sizes: Sequence[tuple[int, bool]], data_parallel: int, bucket_size: int | None
 ) -> Iterator[_Bucket]:
-    """Return buckets as Megatron's ``_ParamAndGradBuffer`` makes them: parameters from last to
-    first, each aligned, buckets aligned at their end.
+    """Yield buckets as Megatron's ``_ParamAndGradBuffer`` makes them: parameters from last to
+    first, each aligned, and buckets aligned at their end.
 
-    ``sizes``: (numbers, whether the parameter is the shared embedding).
+    ``sizes`` has the numbers of each parameter, and whether it is the shared embedding.
     """
     alignment = math.lcm(data_parallel, BUCKET_ALIGNMENT)
     params: list[tuple[int, int]] = []
     position = 0
+
+    def bucket() -> _Bucket:
+        return _Bucket(length=-(-position // alignment) * alignment, params=tuple(params))
+
     for size, shared in reversed(sizes):
         position = -(-position // PARAMETER_ALIGNMENT) * PARAMETER_ALIGNMENT
         if shared and params:
-            yield _Bucket(-(-position // alignment) * alignment, tuple(params))
-            params, position = [], 0
+            yield bucket()
+            params = []
+            position = 0
         params.append((position, position + size))
         position += size
         if shared or (bucket_size is not None and position >= bucket_size):
-            yield _Bucket(-(-position // alignment) * alignment, tuple(params))
-            params, position = [], 0
+            yield bucket()
+            params = []
+            position = 0
     if params:
-        yield _Bucket(-(-position // alignment) * alignment, tuple(params))
+        yield bucket()
 
 
 def _numel_per_rank(bucket: _Bucket, ranks: int) -> list[int]:
-    """Return the numbers of the bucket's parameters in each data-parallel rank's equal part of it."""
+    """Return how many numbers of the bucket's parameters are in each data-parallel rank's equal
+    part of it.
+    """
     part = bucket.length // ranks
     numels = [0] * ranks
     for start, stop in bucket.params:
@@ -187,9 +243,11 @@ def _numel_per_rank(bucket: _Bucket, ranks: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Widths:
-    """Sizes of one rank. ``hidden`` is an average: under sequence parallelism a rank has one in TP
-    tokens. ``routed``: inputs of MLPs per token; with experts an average too, which an uneven
-    routing exceeds.
+    """The sizes of a layer on one rank.
+
+    hidden: an average; under sequence parallelism a rank has one in TP tokens.
+    routed: the inputs of MLPs per token; with experts also an average, which uneven routing
+        exceeds.
     """
 
     hidden: float
@@ -206,9 +264,11 @@ class Widths:
 
 @dataclass(frozen=True)
 class Activations:
-    """Bytes at the peak of one rank: ``layers`` kept for the backward pass by all micro-batches in
-    flight, ``logits``: the output layer's, on the last stage, ``working``: the largest transient of
-    one layer's backward pass.
+    """The bytes of one rank at the peak of training.
+
+    layers: kept for the backward pass by all micro-batches in flight.
+    logits: of the output layer, on the last stage.
+    working: the largest transient of one layer's backward pass.
     """
 
     layers: int
@@ -222,7 +282,8 @@ class Activations:
 
 
 def widths(arch: Architecture, layout: Layout, config: Config) -> Widths:
-    tp, etp = layout.tensor_model_parallel_size, layout.expert_tensor
+    tp = layout.tensor_model_parallel_size
+    etp = layout.expert_tensor
     return Widths(
         hidden=arch.hidden_size / (tp if config.parallel.sequence_parallel else 1),
         routed=arch.experts_per_token * etp / tp or 1.0,
@@ -238,103 +299,124 @@ def widths(arch: Architecture, layout: Layout, config: Config) -> Widths:
 
 
 def layer_bytes(arch: Architecture, layout: Layout, config: Config, recompute: str) -> float:
-    """Return the bytes per token that one layer keeps under ``recompute`` (``none``, ``selective``:
-    without what ``parallel.megatron.recompute_modules`` keep, ``full``: its input alone).
+    """Return the bytes per token that one layer keeps under ``recompute``: everything for ``none``,
+    not the activations of ``parallel.megatron.recompute_modules`` for ``selective``, only its input
+    for ``full``.
     """
     w = widths(arch, layout, config)
     b = w.bytes
     if recompute == "full":
         return b * w.hidden
-    kept = _transformer_engine(arch, w) if layout.transformer_engine else _local(arch, w)
+    if layout.transformer_engine:
+        kept = _transformer_engine(arch, w)
+    else:
+        kept = _local(arch, w)
+    adapter = config.model.adapter
+    if adapter is not None:
+        kept += b * adapter.rank * len(adapter.targets)  # A x of every projection
+        if layout.transformer_engine:
+            # The fused norm returns no output, so the adapter computes it again, in fp32.
+            kept += 2 * 4 * w.hidden
     cp = config.parallel.context_parallel_size
-    if (adapter := config.model.adapter) is not None:
-        # A x of every projection; Transformer Engine's fused norm has no output, so the adapter
-        # makes it again, in fp32
-        kept += b * adapter.rank * len(adapter.targets)
-        kept += 2 * 4 * w.hidden if layout.transformer_engine else 0
-    if (
-        cp > 1 and not layout.transformer_engine
-    ):  # the keys and values of all ranks instead of the rank's keys
+    if cp > 1 and not layout.transformer_engine:
+        # the keys and values of all ranks instead of the rank's keys
         kept += b * w.keys * (2 * cp - 1)
-    modules = config.parallel.recompute_modules if recompute == "selective" else ()
+    if recompute == "selective":
+        kept -= _recomputed_bytes(layout, config, w)
+    if arch.num_experts:
+        kept += _routing(arch, w, layout.transformer_engine)
+    return kept
+
+
+def _recomputed_bytes(layout: Layout, config: Config, w: Widths) -> float:
+    """Return the bytes per token that selective recomputation does not keep."""
+    modules = config.parallel.recompute_modules
+    saved = 0.0
     if "core_attn" in modules:
         # The checkpoint keeps q, k and v, which the attention would have kept anyway.
-        kept -= 4 * w.heads + (0 if layout.transformer_engine else b * w.queries)
+        saved += 4 * w.heads
+        if not layout.transformer_engine:
+            saved += w.bytes * w.queries
     if "mlp" in modules:
-        # The checkpoint keeps the MLP's input; the local one's is counted with its norm,
-        # Transformer Engine's has the norm.
-        kept -= _mlp(w, layout.transformer_engine) + (
-            b * w.hidden + 4 if layout.transformer_engine else 0
-        )
-    return kept + (_routing(arch, w, layout.transformer_engine) if arch.num_experts else 0)
+        # The checkpoint keeps the MLP's input. In the local layer that is counted with its norm;
+        # in Transformer Engine's layer the norm is part of the MLP.
+        saved += _mlp(w, layout.transformer_engine)
+        if layout.transformer_engine:
+            saved += w.bytes * w.hidden + 4
+    return saved
 
 
 def stage_layers_bytes(arch: Architecture, layout: Layout, config: Config, stage: int) -> float:
-    """Return the same of all layers of a pipeline stage, as ``parallel.megatron.recompute_method``
-    divides them.
+    """Return :func:`layer_bytes` summed over a pipeline stage, with the recomputation that
+    ``parallel.megatron.recompute_method`` asks for.
     """
-    parallel, vp = config.parallel, layout.virtual_pipeline_model_parallel_size
-    # of a model chunk, the stage's largest: of an uneven stage the schedule may hold it most often
-    layers = max(
-        map(
-            len, chunk_layers(arch.num_layers, layout)[stage :: layout.pipeline_model_parallel_size]
-        )
-    )
-    one = layer_bytes(arch, layout, config, parallel.recompute_granularity)
+    parallel = config.parallel
+    vp = layout.virtual_pipeline_model_parallel_size
+    # The layers of the stage's largest model chunk, of which the schedule may hold the most.
+    chunks = chunk_layers(arch.num_layers, layout)[stage :: layout.pipeline_model_parallel_size]
+    layers = max(len(chunk) for chunk in chunks)
+    one = layer_bytes(arch, layout, config, recompute=parallel.recompute_granularity)
     if parallel.recompute_granularity != "full":
         return vp * layers * one
     if parallel.recompute_method == "uniform":
         return vp * math.ceil(layers / parallel.recompute_num_layers) * one
     recomputed = min(layers, parallel.recompute_num_layers)
-    return vp * (
-        recomputed * one + (layers - recomputed) * layer_bytes(arch, layout, config, "none")
-    )
+    whole = layer_bytes(arch, layout, config, recompute="none")
+    return vp * (recomputed * one + (layers - recomputed) * whole)
 
 
 def recomputed_share(arch: Architecture, layout: Layout, config: Config) -> float:
-    """Return how much of a forward pass the backward pass repeats, roughly."""
+    """Return the part of a forward pass that the backward pass repeats, roughly."""
     parallel = config.parallel
     if parallel.recompute_granularity == "none":
         return 0.0
     if parallel.recompute_granularity == "selective":
-        return 0.1 * ("core_attn" in parallel.recompute_modules) + 0.6 * (
-            "mlp" in parallel.recompute_modules
-        )
+        attention = 0.1 * ("core_attn" in parallel.recompute_modules)
+        mlp = 0.6 * ("mlp" in parallel.recompute_modules)
+        return attention + mlp
     if parallel.recompute_method == "uniform":
         return 1.0
-    chunks = chunk_layers(arch.num_layers, layout)
-    return (
-        sum(min(len(layers), parallel.recompute_num_layers) for layers in chunks) / arch.num_layers
-    )
+    recomputed = 0
+    for layers in chunk_layers(arch.num_layers, layout):
+        recomputed += min(len(layers), parallel.recompute_num_layers)
+    return recomputed / arch.num_layers
 
 
 def _mlp(w: Widths, transformer_engine: bool) -> float:
-    """Return the bytes of fc1's output and SwiGLU's; the local one: fc1's output, SiLU's, the
-    linear half, their product.
+    """Return the bytes per token of an MLP's inner tensors: the outputs of fc1 and SwiGLU (three
+    widths), or, in the local layer, of fc1, SiLU, the linear half and their product (five).
     """
-    return w.bytes * w.ffn * w.routed * (3 if transformer_engine else 5)
+    if transformer_engine:
+        return w.bytes * w.ffn * w.routed * 3
+    return w.bytes * w.ffn * w.routed * 5
 
 
 def _routing(arch: Architecture, w: Widths, transformer_engine: bool) -> float:
-    """Return what experts keep besides: the router's scores and choices; per choice the permuted
-    token, two indices and two weights; the local one keeps SwiGLU's output before it is weighted.
+    """Return the bytes per token that experts keep in addition: the router's scores and choices,
+    and for each choice the permuted token, two indices and two weights. The local layer also keeps
+    SwiGLU's output before it is weighted.
     """
-    kept = w.bytes * (arch.hidden_size + (0 if transformer_engine else w.ffn)) + 24
-    return w.routed * kept + 5 * arch.num_experts * w.hidden / arch.hidden_size
+    width = arch.hidden_size
+    if not transformer_engine:
+        width += w.ffn
+    choice = w.bytes * width + 24
+    return w.routed * choice + 5 * arch.num_experts * w.hidden / arch.hidden_size
 
 
 def _local(arch: Architecture, w: Widths) -> float:
-    b, q, k = w.bytes, w.queries, w.keys
-    norms = 2 * (
-        (4 + 2 * b) * w.hidden + 4
-    )  # fp32 input, normalized, scaled (the next linear's input); 1/rms
-    qkv = b * (q + 2 * k)  # the projection's output, which the values point into
+    b = w.bytes
+    q = w.queries
+    k = w.keys
+    # fp32 input, normalized, scaled (the input of the next linear layer); 1/rms
+    norms = 2 * ((4 + 2 * b) * w.hidden + 4)
+    qkv = b * (q + 2 * k)  # the output of the projection, of which the values are views
     qk_norms = 0
     if arch.qk_layernorm:
-        regrouped = (
-            w.heads != w.groups
-        )  # queries of a group are copied out of the projection's output
-        fp32_inputs = 4 * (q + k) if b == 2 else (4 * q if regrouped else 0)
+        fp32_inputs = 0
+        if b == 2:
+            fp32_inputs = 4 * (q + k)
+        elif w.heads != w.groups:
+            fp32_inputs = 4 * q  # a group's queries are copied out of the projection's output
         qk_norms = fp32_inputs + b * (q + k) + 4 * (w.heads + w.groups)
     rotary = 4 * b * w.head_dim  # cosine and sine, for queries and for keys
     attention = b * (q + k) + b * q + 4 * w.heads  # rotated queries and keys, output, log-sum-exp
@@ -343,10 +425,14 @@ def _local(arch: Architecture, w: Widths) -> float:
 
 
 def _transformer_engine(arch: Architecture, w: Widths) -> float:
-    b, q, k = w.bytes, w.queries, w.keys
+    b = w.bytes
+    q = w.queries
+    k = w.keys
     norms = 2 * (2 * b * w.hidden + 4)  # the norm's input and its output
     qkv = b * (q + 2 * k)
-    qk_norms = b * q + 4 * (w.heads + w.groups) if arch.qk_layernorm else 0
+    qk_norms = 0
+    if arch.qk_layernorm:
+        qk_norms = b * q + 4 * (w.heads + w.groups)
     rotary = 4 * b * w.head_dim
     attention = b * (q + k) + b * q + 4 * w.heads  # the output is the projection's input too
     return norms + qkv + qk_norms + rotary + attention + _mlp(w, True)
@@ -355,15 +441,19 @@ def _transformer_engine(arch: Architecture, w: Widths) -> float:
 def head_bytes(arch: Architecture, layout: Layout, config: Config) -> float:
     """Return the bytes per token that the final norm keeps."""
     w = widths(arch, layout, config)
-    return (w.bytes if layout.transformer_engine else 4 + w.bytes) * w.hidden + 4
+    kept = w.bytes
+    if not layout.transformer_engine:
+        kept += 4
+    return kept * w.hidden + 4
 
 
 def in_flight(layout: Layout, stage: int, micro_batches: int) -> float:
-    """Return how many micro-batches' activations a stage holds at once, as a number of whole
-    stages. 1F1B holds one per stage still to come; the interleaved schedule holds chunks of 1 / VPP
-    of a stage.
+    """Return how many micro-batches' activations a stage holds at once, in units of a whole stage.
+    1F1B holds one for each stage still to come; the interleaved schedule holds chunks of 1 / VPP of
+    a stage.
     """
-    pp, vp = layout.pipeline_model_parallel_size, layout.virtual_pipeline_model_parallel_size
+    pp = layout.pipeline_model_parallel_size
+    vp = layout.virtual_pipeline_model_parallel_size
     if vp == 1:
         return min(pp - stage, micro_batches)
     return min(2 * (pp - stage - 1) + (vp - 1) * pp + 1, micro_batches * vp) / vp
@@ -372,20 +462,22 @@ def in_flight(layout: Layout, stage: int, micro_batches: int) -> float:
 def kept_per_token(
     arch: Architecture, layout: Layout, config: Config, stage: int, flying: float
 ) -> float:
-    """Return the bytes per token that a rank of pipeline ``stage`` keeps of ``flying``
-    micro-batches
+    """Return the bytes per token that a rank of pipeline ``stage`` keeps with ``flying``
+    micro-batches in flight.
     """
-    pp, vp = layout.pipeline_model_parallel_size, layout.virtual_pipeline_model_parallel_size
-    w, recompute = widths(arch, layout, config), config.parallel.recompute_granularity
+    pp = layout.pipeline_model_parallel_size
+    vp = layout.virtual_pipeline_model_parallel_size
+    w = widths(arch, layout, config)
     kept = flying * stage_layers_bytes(arch, layout, config, stage)
     if pp > 1:
-        # A chunk's output stays until its backward pass; its input only as the first layer's,
-        # except that the local bf16 norm keeps a copy in fp32. The first chunk receives nothing,
-        # the last sends nothing.
+        # A chunk's output stays until its backward pass. Its input stays only as the input of the
+        # first layer, except that the local bf16 norm keeps a copy in fp32. The first chunk
+        # receives nothing, and the last one sends nothing.
         between = w.bytes * w.hidden * flying
-        copied = not layout.transformer_engine and w.bytes == 2 and recompute != "full"
         kept += between * (vp - (stage == pp - 1))
-        kept += between * (vp - (stage == 0)) * copied
+        recompute = config.parallel.recompute_granularity
+        if not layout.transformer_engine and w.bytes == 2 and recompute != "full":
+            kept += between * (vp - (stage == 0))
     if stage == pp - 1:
         kept += head_bytes(arch, layout, config)
     return kept
@@ -400,49 +492,61 @@ def stage_activations(
     responses: int,
     micro_batches: int,
 ) -> Activations:
-    """Return the activations of a rank of pipeline ``stage`` with micro-batches of which it has
-    ``tokens``, ``responses`` of them scored.
+    """Return the activations of a rank of pipeline ``stage`` that has ``tokens`` of each of the
+    ``micro_batches``, with ``responses`` of them scored.
     """
-    w, recompute = widths(arch, layout, config), config.parallel.recompute_granularity
-    b, flying = w.bytes, in_flight(layout, stage, micro_batches)
-    last = stage == layout.pipeline_model_parallel_size - 1
-    # Where a layer's backward pass begins: gradients of its output, of fc2's input and of fc2's
-    # weight.
-    working = (
-        int(tokens * w.routed * (b * w.ffn + 8 * arch.hidden_size)) + b * w.ffn * arch.hidden_size
-    )
-    if recompute == "full":  # a unit of layers, as the backward pass finds it
-        unit = (
-            config.parallel.recompute_num_layers
-            if config.parallel.recompute_method == "uniform"
-            else 1
-        )
-        working += int(tokens * unit * layer_bytes(arch, layout, config, "none"))
-    if recompute == "selective" and "mlp" in config.parallel.recompute_modules:
-        working += int(tokens * _mlp(w, layout.transformer_engine))
-    cp = config.parallel.context_parallel_size
-    if (
-        cp > 1
-        # keys and values on their way and their gradients, received beside what is sent; or all
-        # ranks' at once
-    ):
-        working += (
-            tokens * 2 * w.keys * b * (4 if config.parallel.cp_comm_type == "p2p" else 2 * cp)
+    w = widths(arch, layout, config)
+    flying = in_flight(layout, stage, micro_batches)
+    kept = kept_per_token(arch, layout, config, stage, flying)
+    logits = 0
+    if stage == layout.pipeline_model_parallel_size - 1:
+        logits = output_layer_bytes(
+            w=w,
+            hidden=arch.hidden_size,
+            tokens=tokens,
+            responses=responses,
         )
     return Activations(
-        layers=int(tokens * kept_per_token(arch, layout, config, stage, flying)),
-        logits=output_layer_bytes(w, arch.hidden_size, tokens, responses) if last else 0,
-        working=int(working),
+        layers=int(tokens * kept),
+        logits=logits,
+        working=_working_bytes(arch, layout, config, w, tokens),
         in_flight=flying,
     )
 
 
+def _working_bytes(
+    arch: Architecture, layout: Layout, config: Config, w: Widths, tokens: int
+) -> int:
+    """Return the bytes of the largest transient of one layer's backward pass."""
+    parallel = config.parallel
+    b = w.bytes
+    # At the beginning: gradients of the layer's output, of fc2's input and of fc2's weight.
+    working = int(tokens * w.routed * (b * w.ffn + 8 * arch.hidden_size))
+    working += b * w.ffn * arch.hidden_size
+    if parallel.recompute_granularity == "full":
+        # one unit of layers, as the backward pass computes it again
+        unit = 1
+        if parallel.recompute_method == "uniform":
+            unit = parallel.recompute_num_layers
+        working += int(tokens * unit * layer_bytes(arch, layout, config, recompute="none"))
+    if parallel.recompute_granularity == "selective" and "mlp" in parallel.recompute_modules:
+        working += int(tokens * _mlp(w, layout.transformer_engine))
+    cp = parallel.context_parallel_size
+    if cp > 1:
+        # Keys and values and their gradients, those in transit and those received; or those of all
+        # ranks at once.
+        copies = 2 * cp
+        if parallel.cp_comm_type == "p2p":
+            copies = 4
+        working += tokens * 2 * w.keys * b * copies
+    return int(working)
+
+
 def output_layer_bytes(w: Widths, hidden: int, tokens: int, responses: int) -> int:
-    """Return what the output layer works with at its peak (``policy/output_layer.py``): a chunk's
-    logits in fp32 and once more in the model's type (or an eighth of them), the hidden states of
-    all rows, those of the response rows and their gradient.
+    """Return the bytes with which the output layer works at its peak (``policy/output_layer.py``):
+    a chunk's logits in fp32 and again in the model's type (or an eighth of them), the hidden states
+    of all rows, those of the response rows and their gradient.
     """
     chunk = min(LOGITS_AT_ONCE, w.vocab * responses)
-    return int(
-        chunk * (4 + (2 if w.bytes == 2 else 0.5)) + w.bytes * hidden * (tokens + 2 * responses)
-    )
+    bytes_per_logit = 4 + (2 if w.bytes == 2 else 0.5)
+    return int(chunk * bytes_per_logit + w.bytes * hidden * (tokens + 2 * responses))

@@ -1,5 +1,5 @@
-"""Bytes that one rank sends in a step, the arithmetic of a step, and a step time from stated peak
-rates.
+"""The bytes that one rank sends in a step, the arithmetic of a step, and a step time from stated
+peak rates.
 """
 
 from __future__ import annotations
@@ -7,6 +7,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_dcpo.config import Config
+from megatron_dcpo.planning.engine import EngineMemory
+from megatron_dcpo.planning.machine import Machine, Rates
 from megatron_dcpo.planning.memory import State, expert_replicas, recomputed_share
 from megatron_dcpo.runtime.dtypes import dtype_bytes
 from megatron_dcpo.weights.architecture import Architecture
@@ -16,25 +18,13 @@ from megatron_dcpo.weights.planner import padded_vocab_size
 
 
 @dataclass(frozen=True)
-class Rates:
-    """What the estimate assumes of the machine: dense bf16 TFLOP/s and the share of it reached
-    (``mfu``), GB/s of memory, of a GPU's link within its node and to other nodes. The defaults are
-    an H100's.
-    """
-
-    peak_tflops: float = 989.0
-    mfu: float = 0.4
-    hbm_gbps: float = 3350.0
-    nvlink_gbps: float = 450.0
-    link_gbps: float = 50.0
-    gpus_per_node: int = 8
-
-
-@dataclass(frozen=True)
 class Work:
-    """One step's work. ``tokens``: prompt and response tokens of all responses; ``length``: of one;
-    ``micro_batches``: per rank and pass over the whole rollout; ``forward_passes``: without
-    gradient, over all tokens.
+    """The work of one step.
+
+    tokens: prompt and response tokens of all responses.
+    length: the tokens of one prompt and response; ``response_length`` is the response's part.
+    micro_batches: of one rank in a pass over the whole rollout.
+    forward_passes: passes without gradient over all tokens.
     """
 
     tokens: int
@@ -47,13 +37,25 @@ class Work:
 
 @dataclass(frozen=True)
 class BytesSent:
-    """Bytes that the busiest rank sends per step."""
+    """The bytes that the busiest rank sends in a step."""
 
     data_parallel: int
     tensor_parallel: int
     context_parallel: int
     expert_parallel: int
     pipeline: int
+
+
+@dataclass(frozen=True)
+class StepLoad:
+    """Everything in a step that takes time: arithmetic, generation, the bytes that the busiest rank
+    sends, and the bytes that it receives when the engine gets new weights.
+    """
+
+    work: Work
+    engine: EngineMemory
+    traffic: BytesSent
+    resharding: int
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,7 @@ class Seconds:
 
     @property
     def beside(self) -> float:
-        """Return the seconds of a step whose generation runs beside the training
+        """Return the seconds of a step in which generation runs alongside training
         (``rollout.async_steps``).
         """
         return max(self.rollout, self.total - self.rollout - self.resharding) + self.resharding
@@ -85,72 +87,87 @@ class Seconds:
 def step_traffic(
     arch: Architecture, layout: Layout, config: Config, replicas: int, state: State, work: Work
 ) -> BytesSent:
-    """Return the bytes that a rank sends in a step. Ring collectives: an all-gather or
-    reduce-scatter of n bytes over r ranks sends (r - 1) / r * n, an all-reduce twice that.
-    ``state``: of the rank with most gradients, which are sent in fp32. ``replicas``: data- times
-    context-parallel size.
+    """Return the bytes that a rank sends in a step.
+
+    Collectives are rings: an all-gather or reduce-scatter of n bytes over r ranks sends (r - 1) / r
+    * n, an all-reduce twice that. ``state`` is that of the rank with the most gradients, which are
+    sent in fp32. ``replicas`` is data- times context-parallel size.
     """
-    tp, pp = layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size
-    parallel, b = config.parallel, dtype_bytes(config.model.params_dtype)
-    numel, of_experts = state.buffer_numel - state.expert_numel, expert_replicas(layout, replicas)
-    shared = numel * (replicas - 1) / replicas + state.expert_numel * (of_experts - 1) / of_experts
-    per_update = shared * ((4 + b) if parallel.use_distributed_optimizer else 8)
-    tokens = work.tokens / replicas  # of a rank and those it shares its layers with
-    hidden = tokens * arch.hidden_size * b
-    ring = (tp - 1) / tp * hidden
-    layers = max(layers_per_stage(arch.num_layers, layout))
-    # Two linear pairs per layer, one beside experts. Each way an all-reduce, or an all-gather and a
-    # reduce-scatter: the same bytes; sequence parallelism gathers the pairs' inputs once more for
-    # the gradient of the weights.
-    pairs = layers * (1 if arch.num_experts else 2)
-    forward, backward = 2 * ring * pairs, (3 if parallel.sequence_parallel else 2) * ring * pairs
-    repeated = recomputed_share(arch, layout, config) * (parallel.recompute_granularity == "full")
-    ends = 2 * ring  # the embedding's output and the output layer's input gradient
+    tp = layout.tensor_model_parallel_size
+    parallel = config.parallel
+    b = dtype_bytes(config.model.params_dtype)
     passes = work.forward_passes
+    layers = max(layers_per_stage(arch.num_layers, layout))
+    repeated = 0.0
+    if parallel.recompute_granularity == "full":
+        repeated = recomputed_share(arch, layout, config)
+    tokens = work.tokens / replicas  # of a rank and the ranks with which it shares its layers
+    hidden = tokens * arch.hidden_size * b
+
+    dense = state.buffer_numel - state.expert_numel
+    of_experts = expert_replicas(layout, replicas)
+    shared = dense * (replicas - 1) / replicas + state.expert_numel * (of_experts - 1) / of_experts
+    per_number = 8
+    if parallel.use_distributed_optimizer:
+        per_number = 4 + b
+
+    # There are two pairs of linear layers in a layer, or one and the experts. In each direction a
+    # pair has an all-reduce, or an all-gather and a reduce-scatter, which send as many bytes.
+    # Sequence parallelism gathers the inputs again for the gradient of the weights.
+    ring = (tp - 1) / tp * hidden
+    pairs = layers * (1 if arch.num_experts else 2)
+    forward = 2 * ring * pairs
+    backward = (3 if parallel.sequence_parallel else 2) * ring * pairs
+    ends = 2 * ring  # the embedding's output and the gradient in the output layer's input
     tensor = passes * (forward + ends) + forward * (1 + repeated) + backward + 2 * ends
-    boundary = (
-        hidden
-        / (tp if parallel.sequence_parallel else 1)
-        * layout.virtual_pipeline_model_parallel_size
-    )
-    pipeline = boundary * (passes + 2) if pp > 1 else 0.0
+
+    pipeline = 0.0
+    if layout.pipeline_model_parallel_size > 1:
+        boundary = hidden / (tp if parallel.sequence_parallel else 1)
+        boundary = boundary * layout.virtual_pipeline_model_parallel_size
+        pipeline = boundary * (passes + 2)
+
     # Keys and values go once around the context-parallel ranks, on the way back with their
     # gradients.
-    around = (
-        (parallel.context_parallel_size - 1)
-        * tokens
-        * 2
-        * arch.num_query_groups
-        // tp
-        * arch.kv_channels
-        * b
-    )
+    others = parallel.context_parallel_size - 1
+    around = others * tokens * 2 * arch.num_query_groups // tp * arch.kv_channels * b
     context = around * layers * (passes + 3 + repeated)
-    # A token goes to its experts and back, there to all ranks of an expert.
-    ep, etp = layout.expert_model_parallel_size, layout.expert_tensor
+
+    # A token goes to its experts and back, and there to all ranks of an expert.
+    ep = layout.expert_model_parallel_size
+    etp = layout.expert_tensor
     away = arch.experts_per_token * hidden / tp * ((ep - 1) / ep + etp - 1)
     experts = 2 * away * layers * (passes + 2 + repeated)
     return BytesSent(
-        int(work.updates * per_update), int(tensor), int(context), int(experts), int(pipeline)
+        data_parallel=int(work.updates * (shared * per_number)),
+        tensor_parallel=int(tensor),
+        context_parallel=int(context),
+        expert_parallel=int(experts),
+        pipeline=int(pipeline),
     )
 
 
 def forward_flops(arch: Architecture, layout: Layout, work: Work) -> float:
-    """Return the multiply-adds, counted twice, of one forward pass over all tokens of a step;
-    attention is causal.
+    """Return the operations (two for a multiply-add) of one forward pass over all tokens of a step.
+    Attention is causal.
     """
-    return sequence_flops(arch, layout, work.tokens, work.length)
+    return sequence_flops(
+        arch=arch,
+        layout=layout,
+        tokens=work.tokens,
+        length=work.length,
+    )
 
 
 def sequence_flops(arch: Architecture, layout: Layout, tokens: int, length: float) -> float:
-    """Return the same for ``tokens`` in sequences of ``length``."""
+    """Return the operations of a forward pass over ``tokens`` in sequences of ``length``."""
     per_layer, output = _flops_per_token(arch, layout, length)
     return tokens * (arch.num_layers * per_layer + output)
 
 
 def slowest_stage(arch: Architecture, layout: Layout, length: float) -> float:
-    """Work of the pipeline stage that has most, the output layer counted, over the mean of the
-    stages.
+    """Return the work of the pipeline stage that has most, with the output layer, divided by the
+    mean of the stages.
     """
     per_layer, output = _flops_per_token(arch, layout, length)
     work = [layers * per_layer for layers in layers_per_stage(arch.num_layers, layout)]
@@ -161,13 +178,17 @@ def slowest_stage(arch: Architecture, layout: Layout, length: float) -> float:
 def _flops_per_token(arch: Architecture, layout: Layout, length: float) -> tuple[float, float]:
     """Return the operations per token of a layer and of the output layer."""
     d = arch.kv_channels
-    q, k = arch.num_attention_heads * d, arch.num_query_groups * d
-    h, f = arch.hidden_size, arch.ffn_hidden_size
-    # the last term: scores and values over half the length
-    mlp = (
-        3 * h * f * arch.experts_per_token + h * arch.num_experts if arch.num_experts else 3 * h * f
-    )
-    per_layer = 2 * (h * (q + 2 * k) + q * h + mlp) + 2 * q * length
+    q = arch.num_attention_heads * d
+    k = arch.num_query_groups * d
+    h = arch.hidden_size
+    f = arch.ffn_hidden_size
+    if arch.num_experts:
+        mlp = 3 * h * f * arch.experts_per_token + h * arch.num_experts
+    else:
+        mlp = 3 * h * f
+    projections = h * (q + 2 * k) + q * h
+    attention = 2 * q * length  # scores and values over half the length
+    per_layer = 2 * (projections + mlp) + attention
     return per_layer, 2 * h * padded_vocab_size(arch, layout)
 
 
@@ -175,58 +196,65 @@ def step_seconds(
     arch: Architecture,
     layout: Layout,
     config: Config,
-    gpus: int,
-    work: Work,
-    traffic: BytesSent,
-    resharding: int,
-    engine_weights: int,
-    engine_kv: int,
-    concurrent: int,
-    responses_per_engine: int,
-    engine_gpus: int,
+    load: StepLoad,
+    machine: Machine,
     rates: Rates,
 ) -> Seconds:
-    """Estimate the seconds of a step. ``engine_weights``: bytes per engine rank; ``engine_kv``:
-    bytes per token and rank; ``concurrent``: sequences an engine decodes at once; ``engine_gpus``:
-    of engines beside the ``gpus``.
+    """Estimate the seconds of a step.
 
-    A rollout reads the engine's weights and the running sequences' keys and values once per token
-    position; a training pass computes at ``mfu`` of the peak and waits for the slowest stage and
-    for the pipeline to fill, (PP - 1) / (micro-batches x VPP) of its time.
+    A rollout reads, once for each token position, the engine's weights and the keys and values of
+    the running sequences. A training pass computes at ``mfu`` of the peak and waits for the slowest
+    stage, and for the pipeline to fill, (PP - 1) / (micro-batches x VPP) of its time.
     """
-    tp, pp = layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size
-    cp = config.parallel.context_parallel_size
+    work = load.work
+    traffic = load.traffic
+    gpus = machine.gpus
+    tp = layout.tensor_model_parallel_size
+    pp = layout.pipeline_model_parallel_size
+    vp = layout.virtual_pipeline_model_parallel_size
     per_second = gpus * rates.peak_tflops * 1e12 * rates.mfu
-    # micro_batches covers all updates of a step; the pipeline fills once for each.
-    bubble = 1 + (pp - 1) * work.updates / (
-        work.micro_batches * layout.virtual_pipeline_model_parallel_size
-    )
-    forward = (
-        forward_flops(arch, layout, work)
-        / per_second
-        * bubble
-        * slowest_stage(arch, layout, work.length)
-    )
-    # forward, gradients of activations, gradients of weights (not of frozen ones)
+    compute = forward_flops(arch, layout, work) / per_second
+    # micro_batches is the number for all updates of a step; the pipeline fills once for each.
+    bubble = 1 + (pp - 1) * work.updates / (work.micro_batches * vp)
+    forward = compute * bubble * slowest_stage(arch, layout, work.length)
+    # forward, gradients of activations, gradients of the weights unless they are frozen
     factor = 3 - config.frozen + recomputed_share(arch, layout, config)
-    rounds = -(-responses_per_engine // max(1, concurrent))
-    at_once = min(concurrent, responses_per_engine)
-    context = work.length - work.response_length / 2
-    read = rounds * work.response_length * (engine_weights + at_once * context * engine_kv)
-    within, link = rates.nvlink_gbps * 1e9, rates.link_gbps * 1e9
-    across = within if gpus <= rates.gpus_per_node else link
-    reshards = gpus + engine_gpus if engine_gpus else layout.width * pp
+
+    prefill = compute * gpus / (machine.engine_gpus or gpus)
+    rollout = _bytes_read(load) / (rates.hbm_gbps * 1e9) + prefill
+
+    across = rates.bytes_per_second(gpus)
+    within = rates.nvlink_gbps * 1e9
+
+    def link(ranks: int) -> float:
+        if ranks <= rates.gpus_per_node:
+            return within
+        return across
+
+    if machine.engine_gpus:
+        resharding_ranks = gpus + machine.engine_gpus
+    else:
+        resharding_ranks = layout.width * pp
     return Seconds(
-        rollout=read / (rates.hbm_gbps * 1e9)
-        + forward_flops(arch, layout, work) / per_second * gpus / (engine_gpus or gpus),
+        rollout=rollout,
         forward=work.forward_passes * forward,
         update=factor * forward,
-        tensor_parallel=traffic.tensor_parallel / (within if tp <= rates.gpus_per_node else across),
+        tensor_parallel=traffic.tensor_parallel / link(tp),
         context_parallel=traffic.context_parallel
-        / (within if tp * cp <= rates.gpus_per_node else across),
-        expert_parallel=traffic.expert_parallel
-        / (within if layout.width <= rates.gpus_per_node else across),
+        / link(tp * config.parallel.context_parallel_size),
+        expert_parallel=traffic.expert_parallel / link(layout.width),
         data_parallel=traffic.data_parallel / across,
         pipeline=traffic.pipeline / across,
-        resharding=resharding / (within if reshards <= rates.gpus_per_node else link),
+        resharding=load.resharding / rates.bytes_per_second(resharding_ranks),
     )
+
+
+def _bytes_read(load: StepLoad) -> float:
+    """Return the bytes that an engine reads in a rollout: weights, keys and values."""
+    engine = load.engine
+    work = load.work
+    rounds = -(-engine.responses // max(1, engine.concurrent))
+    running = min(engine.concurrent, engine.responses)
+    context = work.length - work.response_length / 2
+    per_position = engine.weights + running * context * engine.kv_per_token
+    return rounds * work.response_length * per_position

@@ -1,11 +1,11 @@
-"""Low-rank adapters (LoRA) on Megatron's parallel linear layers, with an optimizer of their own.
+"""Low-rank adapters (LoRA) on Megatron's parallel linear layers, and their optimizer.
 
-The policy's own parameters are frozen; an adapted layer computes W x + (alpha / rank) B A x.
-Parameters are named and shaped as PEFT has them, by the projections of Hugging Face: a fused layer
-of Megatron's (QKV, gate and up) has one pair for each of its projections. Every rank of a pipeline
-stage holds the stage's pairs whole, in fp32, and computes with its rows of B (columns of A where a
-layer is row-parallel), so that between ranks only A x travels; gradients are summed over the
-stage's ranks (docs/scaling.md#lora).
+The parameters of the policy itself are frozen; an adapted layer computes W x + (alpha / rank) B A
+x. Names and shapes of the parameters are PEFT's, by Hugging Face's projections: one of Megatron's
+fused layers (QKV, gate and up) has one pair A, B for each of its projections. Every rank of a
+pipeline stage holds all pairs of the stage whole, in fp32, and computes with its rows of B (in a
+row-parallel layer, its columns of A), so that only A x travels between ranks. Gradients are summed
+over the stage's ranks (docs/scaling.md#lora).
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import Module
 
 from megatron_dcpo.config import AdapterConfig, Config
 from megatron_dcpo.policy.model import Policy
@@ -39,27 +40,31 @@ from megatron.core.tensor_parallel.mappings import (
     reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
 )
+from megatron.core.transformer.transformer_layer import TransformerLayer
 
 _COLUMN = {"self_attn": ("q_proj", "k_proj", "v_proj"), "mlp": ("gate_proj", "up_proj")}
 _ROW = {"self_attn": "o_proj", "mlp": "down_proj"}
-Hook = Callable[
-    [Any, tuple[Any, ...], tuple[Tensor, Any]], tuple[Tensor, Any] | None
-]  # of a forward pass
+# A Megatron linear layer returns its output and its bias.
+LinearOutput = tuple[Tensor, Tensor | None]
+# a forward hook of such a layer: module, inputs, output -> the output to use instead, if any
+Hook = Callable[[Module, tuple[Tensor, ...], LinearOutput], LinearOutput | None]
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class Adapter:
-    """The adapter of this rank's pipeline stage. ``parameters``: by PEFT's names, fp32, the same on
-    all ranks of the stage.
+    """The adapter of this rank's pipeline stage. ``parameters`` holds its tensors by PEFT's names,
+    in fp32, equal on all ranks of the stage; ``pairs`` holds A and B by the tensor to which their
+    product is added.
 
-    Active in every pass of the policy, but inside :meth:`inactive`.
+    The adapter takes part in every forward pass of the policy, except inside :meth:`inactive`.
     """
 
     def __init__(self, policy: Policy, config: AdapterConfig) -> None:
-        self.policy, self.config = policy, config
+        self.policy = policy
+        self.config = config
         self.active = True
         self.parameters: dict[str, Tensor] = {}
-        self.pairs: dict[str, LowRank] = {}  # by the tensor that they are added to
+        self.pairs: dict[str, LowRank] = {}
         for gpt in policy.gpt:
             for layer in gpt.decoder.layers:
                 self._adapt(layer, layer.layer_number - 1)
@@ -68,7 +73,7 @@ class Adapter:
 
     @contextmanager
     def inactive(self) -> Iterator[None]:
-        """Open the policy without its adapter: the starting policy."""
+        """Use the policy without its adapter, as it was before training."""
         self.active = False
         try:
             yield
@@ -78,61 +83,62 @@ class Adapter:
     def whole(self) -> dict[str, Tensor]:
         """Return the parameters of all stages, on the CPU of every rank. Collective."""
         topology = self.policy.topology
-        once = topology.tp_rank == topology.replica == 0
-        own = (
-            {name: tensor.detach().cpu() for name, tensor in self.parameters.items()}
-            if once
-            else {}
-        )
-        return {name: tensor for part in all_gather_objects(own) for name, tensor in part.items()}
+        stage: dict[str, Tensor] = {}
+        if topology.tp_rank == 0 and topology.replica == 0:
+            stage = {name: tensor.detach().cpu() for name, tensor in self.parameters.items()}
+        parameters = {}
+        for each in all_gather_objects(stage):
+            parameters.update(each)
+        return parameters
 
     def not_finite(self) -> list[str]:
         """Return the names of parameters that hold a NaN or an infinity."""
-        return [
-            name
-            for name, tensor in self.parameters.items()
-            if not torch.isfinite(tensor.detach()).all()
-        ]
+        names = []
+        for name, tensor in self.parameters.items():
+            if not torch.isfinite(tensor.detach()).all():
+                names.append(name)
+        return names
 
     # --------------------------------------------------------------------------------------- layers
-    def _adapt(self, layer: Any, number: int) -> None:
-        arch, name = self.policy.arch, f"model.layers.{number}."
-        attention, mlp = name + "self_attn.", name + "mlp."
-        q, k, v = (self._low_rank(attention + p) for p in _COLUMN["self_attn"])
+    def _adapt(self, layer: TransformerLayer, number: int) -> None:
+        """Add pairs to the linear layers of decoder layer ``number``, counted from 0."""
+        arch = self.policy.arch
+        attention = f"model.layers.{number}.self_attn."
+        mlp = f"model.layers.{number}.mlp."
+        qkv = [self._low_rank(attention + projection) for projection in _COLUMN["self_attn"]]
         rows = self._qkv_rows(arch)
         layer.self_attention.linear_qkv.register_forward_hook(
-            self._column([q, k, v], rows, _by_group(arch, rows))
+            self._column(qkv, rows, _by_group(arch, rows))
         )
-        layer.self_attention.linear_proj.register_forward_hook(
-            self._row(self._low_rank(attention + _ROW["self_attn"]))
+        out = self._low_rank(attention + _ROW["self_attn"])
+        layer.self_attention.linear_proj.register_forward_hook(self._row(out))
+        gate_up = [self._low_rank(mlp + projection) for projection in _COLUMN["mlp"]]
+        rows_of_each = self._shard(arch.ffn_hidden_size)
+        layer.mlp.linear_fc1.register_forward_hook(
+            self._column(gate_up, [rows_of_each, rows_of_each])
         )
-        gate_up = [self._low_rank(mlp + p) for p in _COLUMN["mlp"]]
-        own = self._own(arch.ffn_hidden_size)
-        layer.mlp.linear_fc1.register_forward_hook(self._column(gate_up, [own, own]))
-        layer.mlp.linear_fc2.register_forward_hook(self._row(self._low_rank(mlp + _ROW["mlp"])))
+        down = self._low_rank(mlp + _ROW["mlp"])
+        layer.mlp.linear_fc2.register_forward_hook(self._row(down))
 
     def _low_rank(self, module: str) -> LowRank | None:
-        """Return a new pair for ``module``, B zero; the same on every rank and in every layout."""
+        """Return a new pair for ``module`` with B zero, or None if the module is no target. The
+        numbers are the same on every rank and in every layout.
+        """
         if module.rpartition(".")[2] not in self.config.targets:
             return None
-        out, inside = hf_shapes(self.policy.arch)[f"{module}.weight"]
-        A = first_A(module, self.config.rank, inside)
-        pair = (
-            A.to(current_device()).requires_grad_(),
-            torch.zeros(out, self.config.rank, device=current_device()),
-        )
-        pair[1].requires_grad_()
-        self.parameters[f"{module}.lora_A.weight"], self.parameters[f"{module}.lora_B.weight"] = (
-            pair
-        )
-        low_rank = self.pairs[f"{module}.weight"] = LowRank(
-            *pair, self.config.alpha / self.config.rank
-        )
+        rank = self.config.rank
+        rows, columns = hf_shapes(self.policy.arch)[f"{module}.weight"]
+        A = first_A(module, rank, columns).to(current_device()).requires_grad_()
+        B = torch.zeros(rows, rank, device=current_device()).requires_grad_()
+        self.parameters[f"{module}.lora_A.weight"] = A
+        self.parameters[f"{module}.lora_B.weight"] = B
+        low_rank = LowRank(A=A, B=B, scale=self.config.alpha / rank)
+        self.pairs[f"{module}.weight"] = low_rank
         return low_rank
 
     def share(self, tensor: Tensor) -> Tensor:
-        """Return ``tensor``, of which every tensor-parallel rank will have the whole gradient: each
-        keeps its share, for the sum over ranks.
+        """Return ``tensor``, but divide its gradient by the number of tensor-parallel ranks: each
+        of them computes the whole gradient, and the sum over ranks must be it again.
         """
         if self.policy.topology.tp_size == 1:
             return tensor
@@ -140,88 +146,89 @@ class Adapter:
         return tensor.detach() + (share - share.detach())
 
     def copied(self, x: Tensor) -> Tensor:
-        """Return ``x``, whose gradient is summed over the tensor-parallel ranks."""
+        """Return ``x``, and sum its gradient over the tensor-parallel ranks."""
         topology = self.policy.topology
-        return (
-            x
-            if topology.tp_size == 1
-            else copy_to_tensor_model_parallel_region(x, group=topology.tp_group)
-        )
+        if topology.tp_size == 1:
+            return x
+        return copy_to_tensor_model_parallel_region(x, group=topology.tp_group)
 
     def reduced(self, x: Tensor) -> Tensor:
-        """Return the sum of ``x`` over the tensor-parallel ranks, of which each has the whole
-        gradient.
+        """Return the sum of ``x`` over the tensor-parallel ranks; each of them gets the gradient of
+        the sum.
         """
         topology = self.policy.topology
-        return (
-            x
-            if topology.tp_size == 1
-            else reduce_from_tensor_model_parallel_region(x, group=topology.tp_group)
-        )
+        if topology.tp_size == 1:
+            return x
+        return reduce_from_tensor_model_parallel_region(x, group=topology.tp_group)
 
-    def _own(self, size: int) -> slice:
+    def _shard(self, size: int) -> slice:
         """Return this tensor-parallel rank's part of ``size`` rows or columns."""
-        part = size // self.policy.topology.tp_size
-        return slice(self.policy.topology.tp_rank * part, (self.policy.topology.tp_rank + 1) * part)
+        topology = self.policy.topology
+        part = size // topology.tp_size
+        return slice(topology.tp_rank * part, (topology.tp_rank + 1) * part)
 
     def _qkv_rows(self, arch: Architecture) -> list[slice]:
-        heads, groups = (
-            arch.num_attention_heads * arch.kv_channels,
-            arch.num_query_groups * arch.kv_channels,
-        )
-        return [self._own(heads), self._own(groups), self._own(groups)]
+        queries = self._shard(arch.num_attention_heads * arch.kv_channels)
+        keys = self._shard(arch.num_query_groups * arch.kv_channels)
+        return [queries, keys, keys]
 
     def _column(
         self, pairs: Sequence[LowRank | None], rows: Sequence[slice], order: Tensor | None = None
     ) -> Hook:
-        """Return the hook of a column-parallel layer: each rank adds its own ``rows`` of each
-        projection, in the layer's ``order`` (None: one projection behind the other). Transformer
-        Engine's holds the norm too.
+        """Return the hook of a column-parallel layer, in which each rank adds its ``rows`` of each
+        projection. ``order`` sorts the rows as the layer has them; without it the projections
+        follow one another. Transformer Engine's layer also applies the norm, so the hook does too.
         """
         present = [pair for pair in pairs if pair is not None]
 
         def hook(
-            linear: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Any]
-        ) -> tuple[Tensor, Any] | None:
+            linear: Module, inputs: tuple[Tensor, ...], output: LinearOutput
+        ) -> LinearOutput | None:
             if not self.active or not present:
                 return None
-            x, group = inputs[0], self.policy.topology.tp_group
+            x = inputs[0]
             norm = getattr(linear, "layer_norm_weight", None)
             if norm is not None:
-                x = F.rms_norm(
-                    x.float(), norm.shape, norm.float(), self.policy.arch.layernorm_epsilon
-                ).to(x.dtype)
+                eps = self.policy.arch.layernorm_epsilon
+                x = F.rms_norm(x.float(), norm.shape, norm.float(), eps).to(x.dtype)
             A = torch.cat([pair.A for pair in present])
             if self.policy.config.sequence_parallel:
                 inner = gather_from_sequence_parallel_region(
-                    F.linear(x, A.to(x.dtype)), group=group
+                    F.linear(x, A.to(x.dtype)), group=self.policy.topology.tp_group
                 )
             else:
                 inner = self.copied(F.linear(x, self.share(A).to(x.dtype)))
             B = _diagonal(pairs, rows)
             if order is not None:
                 B = B.index_select(0, order)
-            return _plus(output[0], inner, B, present[0].scale), output[1]
+            result, bias = output
+            return _plus(output=result, inner=inner, B=B, scale=present[0].scale), bias
 
         return hook
 
     def _row(self, pair: LowRank | None) -> Hook:
-        """Return the hook of a row-parallel layer: each rank has its own columns of the input;
-        their parts of A x are summed.
+        """Return the hook of a row-parallel layer, in which each rank has some columns of the
+        input; the ranks' parts of A x are summed.
         """
 
         def hook(
-            linear: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Any]
-        ) -> tuple[Tensor, Any] | None:
+            linear: Module, inputs: tuple[Tensor, ...], output: LinearOutput
+        ) -> LinearOutput | None:
             if not self.active or pair is None:
                 return None
-            x, group = inputs[0], self.policy.topology.tp_group
-            inner = F.linear(x, pair.A[:, self._own(pair.A.shape[1])].to(x.dtype))
+            x = inputs[0]
+            columns = self._shard(pair.A.shape[1])
+            inner = F.linear(x, pair.A[:, columns].to(x.dtype))
             if self.policy.config.sequence_parallel:
-                inner, B = reduce_scatter_to_sequence_parallel_region(inner, group=group), pair.B
+                inner = reduce_scatter_to_sequence_parallel_region(
+                    inner, group=self.policy.topology.tp_group
+                )
+                B = pair.B
             else:
-                inner, B = self.reduced(inner), self.share(pair.B)
-            return _plus(output[0], inner, B, pair.scale), output[1]
+                inner = self.reduced(inner)
+                B = self.share(pair.B)
+            result, bias = output
+            return _plus(output=result, inner=inner, B=B, scale=pair.scale), bias
 
         return hook
 
@@ -230,24 +237,28 @@ def _plus(output: Tensor, inner: Tensor, B: Tensor, scale: float) -> Tensor:
     """Return output [..., out] + scale * inner [..., ranks] B^T [ranks, out], in one product that
     passes over the output once.
     """
-    added = torch.addmm(output.flatten(0, -2), inner.flatten(0, -2) * scale, B.t().to(inner.dtype))
+    rows = inner.flatten(0, -2) * scale
+    added = torch.addmm(output.flatten(0, -2), rows, B.t().to(inner.dtype))
     return added.view_as(output)
 
 
 def _diagonal(pairs: Sequence[LowRank | None], rows: Sequence[slice]) -> Tensor:
-    """Return of each projection its ``rows`` of B, [all rows, ranks of all pairs]: zero where the
-    ranks are not its own.
+    """Return the given ``rows`` of each projection's B as a block-diagonal matrix [all rows, ranks
+    of all pairs]. A projection without a pair has rows of zeros.
     """
-    empty = next(pair.B for pair in pairs if pair is not None).new_zeros
-    blocks = zip(pairs, rows, strict=True)
-    return torch.block_diag(
-        *(empty(own.stop - own.start, 0) if p is None else p.B[own] for p, own in blocks)
-    )
+    some_B = next(pair.B for pair in pairs if pair is not None)
+    blocks = []
+    for pair, part in zip(pairs, rows, strict=True):
+        if pair is None:
+            blocks.append(some_B.new_zeros(part.stop - part.start, 0))
+        else:
+            blocks.append(pair.B[part])
+    return torch.block_diag(*blocks)
 
 
-def _with_gradient(module: Any, inputs: Any, output: Tensor) -> None:
-    """Begin the gradient's path at frozen embeddings all the same: recomputed layers only have one
-    where their input does.
+def _with_gradient(module: Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    """Start the gradient's path at the frozen embeddings: recomputed layers only have a gradient if
+    their input does.
     """
     if torch.is_grad_enabled():
         output.requires_grad_()
@@ -255,16 +266,16 @@ def _with_gradient(module: Any, inputs: Any, output: Tensor) -> None:
 
 @dataclass(frozen=True)
 class MergedPolicy(Policy):
-    """What is exported of a frozen policy with an adapter: its weights plus scale * B A."""
+    """A frozen policy as it is exported with its adapter: weights plus scale * B A."""
 
     adapter: Adapter
 
     @classmethod
     def of(cls, adapter: Adapter) -> MergedPolicy:
-        own = {
-            field.name: getattr(adapter.policy, field.name) for field in dataclasses.fields(Policy)
-        }
-        return cls(**own, adapter=adapter)
+        fields = {}
+        for field in dataclasses.fields(Policy):
+            fields[field.name] = getattr(adapter.policy, field.name)
+        return cls(**fields, adapter=adapter)
 
     @property
     def merged(self) -> tuple[str, ...]:
@@ -274,39 +285,41 @@ class MergedPolicy(Policy):
         return self.adapter.pairs[name].part(dim, start, stop)
 
 
-def first_A(module: str, rank: int, inside: int) -> Tensor:
-    """Return A [rank, inside] of a new pair: PEFT's distribution, and the same numbers wherever it
-    is drawn.
+def first_A(module: str, rank: int, columns: int) -> Tensor:
+    """Return A [rank, columns] of a new pair for ``module``: PEFT's distribution, with numbers that
+    depend on the module's name and shape only.
     """
     seed = int.from_bytes(hashlib.sha256(module.encode()).digest()[:8], "little") >> 1
-    bound = 1 / math.sqrt(inside)
-    return torch.empty(rank, inside).uniform_(
-        -bound, bound, generator=torch.Generator().manual_seed(seed)
-    )
+    generator = torch.Generator().manual_seed(seed)
+    bound = 1 / math.sqrt(columns)
+    return torch.empty(rank, columns).uniform_(-bound, bound, generator=generator)
 
 
 def _by_group(arch: Architecture, rows: Sequence[slice]) -> Tensor:
-    """Return Megatron's order of QKV, as indices into this rank's rows of Q, K and V one behind the
-    other: of each group its query heads, then its key, then its value.
+    """Return Megatron's order of QKV, as indices into this rank's rows of Q, K and V placed one
+    after another: for each group its query heads, then its key, then its value.
     """
-    sizes = [own.stop - own.start for own in rows]
-    parts = torch.arange(sum(sizes), device=current_device()).split(sizes)
-    return torch.cat(
-        [part.view(sizes[1] // arch.kv_channels, -1) for part in parts], dim=-1
-    ).flatten()
+    sizes = [part.stop - part.start for part in rows]
+    groups = sizes[1] // arch.kv_channels
+    q, k, v = torch.arange(sum(sizes), device=current_device()).split(sizes)
+    by_group = [q.view(groups, -1), k.view(groups, -1), v.view(groups, -1)]
+    return torch.cat(by_group, dim=-1).flatten()
 
 
 class AdapterOptimizer:
-    """AdamW on an adapter's parameters: gradients summed over the ranks of the stage, clipped by
-    the norm over all stages; the schedule is Megatron's. It has the methods of
-    :class:`megatron_dcpo.policy.optimizer.PolicyOptimizer`.
+    """AdamW on an adapter's parameters, with the methods of
+    :class:`megatron_dcpo.policy.optimizer.PolicyOptimizer`. Gradients are summed over the ranks of
+    the stage and clipped by their norm over all stages; the schedule is Megatron's.
     """
 
     megatron = None
 
     def __init__(self, adapter: Adapter, config: Config) -> None:
-        options, megatron = config.optimizer, config.parallel.megatron
-        self.adapter, self.clip_grad, self.norm = adapter, options.clip_grad, 0.0
+        options = config.optimizer
+        megatron = config.parallel.megatron
+        self.adapter = adapter
+        self.clip_grad = options.clip_grad
+        self.norm = 0.0
         self.exported: Policy = MergedPolicy.of(adapter)
         self.adam = torch.optim.AdamW(
             list(adapter.parameters.values()),
@@ -350,16 +363,14 @@ class AdapterOptimizer:
         topology = self.adapter.policy.topology
         parameters = list(self.adapter.parameters.values())
         for parameter in parameters:
-            parameter.grad = (
-                torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            )
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
         flat = torch.cat([p.grad.reshape(-1) for p in parameters if p.grad is not None])
         for group in (topology.tp_group, topology.replica_group):
             if group.size() > 1:
                 dist.all_reduce(flat, group=group)
-        for parameter, part in zip(
-            parameters, flat.split([p.numel() for p in parameters]), strict=True
-        ):
+        sizes = [parameter.numel() for parameter in parameters]
+        for parameter, part in zip(parameters, flat.split(sizes), strict=True):
             parameter.grad = part.view_as(parameter)
         square = flat.double().square().sum()
         if topology.pp_size > 1:
@@ -368,7 +379,7 @@ class AdapterOptimizer:
         return self.norm
 
     def step(self) -> None:
-        """Clip by the last :meth:`gradient_norm`, update the parameters and advance the schedule."""
+        """Clip by the last :meth:`gradient_norm`, update the parameters, advance the schedule."""
         if self.clip_grad and self.norm > self.clip_grad:
             for parameter in self.adapter.parameters.values():
                 assert parameter.grad is not None
@@ -386,25 +397,26 @@ class AdapterOptimizer:
     @property
     def done(self) -> int:
         """Return the number of steps taken."""
-        return int(self.adam.state[next(iter(self.adapter.parameters.values()))]["step"])
+        some_parameter = next(iter(self.adapter.parameters.values()))
+        return int(self.adam.state[some_parameter]["step"])
 
     # ---------------------------------------------------------------------------------- checkpoints
     def sharded_state(self) -> dict[str, Any]:
-        """Return parameters and moments under names that do not depend on the layout, the number of
-        steps, the configuration.
+        """Return what a checkpoint keeps: parameters and moments under names that do not depend on
+        the layout, the number of steps, and the adapter's configuration.
         """
         topology = self.adapter.policy.topology
         replica = (0, topology.tp_rank, topology.replica)
-        tensors = {
-            f"{KEPT}{kind}.{name}": ShardedTensor.from_rank_offsets(
-                f"{KEPT}{kind}.{name}", tensor.detach(), replica_id=replica
-            )
-            for name, parameter in self.adapter.parameters.items()
-            for kind, tensor in {"weight": parameter, **self._moments(parameter)}.items()
-        }
-        # for who merges it, and reads no pickled part
+        tensors = {}
+        for name, parameter in self.adapter.parameters.items():
+            for kind, tensor in self._kept(parameter).items():
+                key = f"{KEPT}{kind}.{name}"
+                tensors[key] = ShardedTensor.from_rank_offsets(
+                    key, tensor.detach(), replica_id=replica
+                )
+        # a tensor, for readers that merge the adapter and open no pickled part
         scale = torch.tensor([self.adapter.config.alpha / self.adapter.config.rank])
-        replica = (topology.pp_rank, *replica[1:])
+        replica = (topology.pp_rank, topology.tp_rank, topology.replica)
         tensors[SCALE] = ShardedTensor.from_rank_offsets(SCALE, scale, replica_id=replica)
         return {
             "tensors": tensors,
@@ -413,12 +425,16 @@ class AdapterOptimizer:
         }
 
     def restore(self, loaded: dict[str, Any]) -> None:
-        """Continue from what loading :meth:`sharded_state` gave."""
+        """Continue from ``loaded``, which has the form of :meth:`sharded_state`."""
         with torch.no_grad():
             for name, parameter in self.adapter.parameters.items():
                 self.adam.state[parameter]["step"].fill_(loaded["steps"])
-                for kind, tensor in {"weight": parameter, **self._moments(parameter)}.items():
+                for kind, tensor in self._kept(parameter).items():
                     tensor.copy_(loaded["tensors"][f"{KEPT}{kind}.{name}"])
 
-    def _moments(self, parameter: Tensor) -> dict[str, Tensor]:
-        return {name: self.adam.state[parameter][name] for name in _MOMENTS}
+    def _kept(self, parameter: Tensor) -> dict[str, Tensor]:
+        """Return a parameter and its moments, by the names that checkpoints give them."""
+        kept = {"weight": parameter}
+        for moment in _MOMENTS:
+            kept[moment] = self.adam.state[parameter][moment]
+        return kept

@@ -26,7 +26,8 @@ from megatron_dcpo.types import MicroBatch, TrainingSample
 from megatron.core.packed_seq_params import PackedSeqParams  # isort: skip
 
 
-PER_TOKEN = {  # what the loss reads of each response token, by name, and its type
+# the columns of a micro-batch that the loss reads, one value for each response token
+PER_TOKEN = {
     "advantages": torch.float32,
     "block_ids": torch.int64,
     "weights": torch.float32,
@@ -42,15 +43,21 @@ def sequence_length(sample: TrainingSample) -> int:
 
 
 def assign_to_ranks(lengths: Sequence[int], ranks: int) -> list[list[int]]:
-    """Deal samples over data-parallel ranks, longest first, there and back: equal counts (+-1),
-    near-equal tokens.
+    """Deal samples over data-parallel ranks, longest first and reversing the direction each round:
+    counts differ by at most one, and tokens are nearly equal.
     """
-    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     shares: list[list[int]] = [[] for _ in range(ranks)]
-    for position, index in enumerate(order):
-        turn, place = divmod(position, ranks)
-        shares[place if turn % 2 == 0 else ranks - 1 - place].append(index)
+    for position, index in enumerate(longest_first(lengths)):
+        turn, rank = divmod(position, ranks)
+        if turn % 2 == 1:
+            rank = ranks - 1 - rank
+        shares[rank].append(index)
     return shares
+
+
+def longest_first(lengths: Sequence[int]) -> list[int]:
+    """Return the indices of ``lengths`` from longest to shortest, equal lengths in their order."""
+    return sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
 
 
 def split_micro_batches(
@@ -62,28 +69,44 @@ def split_micro_batches(
     packing: bool,
     multiple_of: int = 1,
 ) -> list[list[int]]:
-    """Return micro-batches (lists of indices into this rank's samples); their number is the same on
-    every rank.
+    """Return this rank's micro-batches as lists of indices into its samples. Their number is the
+    same on every rank and a multiple of ``multiple_of``, as interleaved pipelines require.
 
-    Computed from the lengths of all ranks, so that no collective can disagree inside the schedule.
-    Without packing a micro-batch has ``micro_batch_size`` samples of similar length, with packing
-    at most ``max_tokens`` tokens, as equal as possible. A rank with too few samples gets empty
-    micro-batches. ``multiple_of``: what interleaved pipelines demand.
+    The result is computed from the lengths of all ranks, so that no collective can disagree inside
+    the schedule. Without packing, a micro-batch has ``micro_batch_size`` samples of similar length;
+    with packing, it has at most ``max_tokens`` tokens, as equal as possible. A rank with too few
+    samples gets empty micro-batches.
     """
-    splits = [
-        _pack(ls, max_tokens) if packing else _chunk(ls, micro_batch_size) for ls in lengths_of_rank
-    ]
-    count = -(-max(1, *(len(split) for split in splits)) // multiple_of) * multiple_of
-    even = _spread(lengths_of_rank[rank], count, max_tokens) if packing else None
-    if even is not None:
-        return even
-    split = splits[rank]
+    splits = []
+    for lengths in lengths_of_rank:
+        if packing:
+            splits.append(_pack(lengths, max_tokens))
+        else:
+            splits.append(_chunk(lengths, micro_batch_size))
+    count = max(1, *(len(split) for split in splits))
+    count = round_up(count, multiple_of)
+    if packing:
+        even = _spread(lengths_of_rank[rank], count, max_tokens)
+        if even is not None:
+            return even
+    return _halve_until(splits[rank], count)
+
+
+def round_up(number: int, multiple_of: int) -> int:
+    """Return the smallest multiple of ``multiple_of`` that is at least ``number``."""
+    return -(-number // multiple_of) * multiple_of
+
+
+def _halve_until(split: list[list[int]], count: int) -> list[list[int]]:
+    """Cut the micro-batches with the most samples in two until there are ``count``; add empty ones
+    if none has two samples.
+    """
     while len(split) < count:
-        largest = max(range(len(split)), key=lambda i: len(split[i])) if split else 0
-        if not split or len(split[largest]) < 2:
+        sizes = [len(members) for members in split]
+        if max(sizes, default=0) < 2:
             split.append([])
             continue
-        members = split.pop(largest)
+        members = split.pop(sizes.index(max(sizes)))
         split += [members[0::2], members[1::2]]
     return split
 
@@ -137,55 +160,55 @@ def collate(
     for_loss: bool = True,
     context_parallel: tuple[int, int] = (0, 1),
 ) -> Iterator[MicroBatch]:
-    """Build the micro-batches one at a time. ``multiple_of``: row length multiple (TP size under
-    sequence parallel). ``context_parallel``: rank and size; every sequence is then a multiple of 2
-    x size long.
+    """Build the micro-batches of ``splits``, one at a time.
 
-    ``uniform`` gives all of them one shape: Megatron's interleaved schedule mixes up shapes that
-    differ. A micro-batch without samples has one token, of which nothing is asked. ``for_loss``:
-    with the columns that the loss reads.
+    Rows are a multiple of ``multiple_of`` tokens long (the TP size under sequence parallelism).
+    ``context_parallel`` is this rank and the size of its group; with more than one rank every
+    sequence is a multiple of 2 x size long, and the micro-batch holds this rank's tokens.
+    ``uniform`` gives all micro-batches one shape, because Megatron's interleaved schedule mixes up
+    shapes that differ. With ``for_loss`` they have the columns that the loss reads. A micro-batch
+    without samples has one token, which the loss ignores.
     """
-    chosen = [tuple(samples[i] for i in split) for split in splits]
-    cp = context_parallel[1]
-    chunks = 2 * cp if cp > 1 else 1
-    multiple_of = math.lcm(chunks, cp * multiple_of)
-    sizes = [_packed_size(batch, chunks) if packing else _padded_size(batch) for batch in chosen]
-    largest = tuple(max(column) for column in zip(*sizes, strict=True))
-    for batch, size in zip(chosen, sizes, strict=True):
-        rows, width = largest if uniform else size
-        width = -(-width // multiple_of) * multiple_of
-        offsets = _offsets(batch, None if packing else width, chunks)
-        micro_batch = (
-            _packed(batch, offsets, width, chunks)
-            if packing
-            else _padded(batch, offsets, rows, width)
-        )
-        if cp > 1:
+    batches = [tuple(samples[index] for index in split) for split in splits]
+    cp_size = context_parallel[1]
+    chunks = 1
+    if cp_size > 1:
+        chunks = 2 * cp_size
+    multiple_of = math.lcm(chunks, cp_size * multiple_of)
+    if packing:
+        sizes = [_packed_size(batch, chunks) for batch in batches]
+    else:
+        sizes = [_padded_size(batch) for batch in batches]
+    if uniform:
+        most_rows = max(rows for rows, _ in sizes)
+        most_tokens = max(width for _, width in sizes)
+        sizes = [(most_rows, most_tokens)] * len(batches)
+    for batch, (rows, width) in zip(batches, sizes, strict=True):
+        width = round_up(width, multiple_of)
+        if packing:
+            micro_batch = _packed(batch, width, chunks)
+        else:
+            micro_batch = _padded(batch, rows, width)
+        if cp_size > 1:
             micro_batch = slice_for_rank(micro_batch, context_parallel)
-        yield dataclasses.replace(micro_batch, columns=_columns(batch)) if for_loss else micro_batch
+        if for_loss:
+            micro_batch = dataclasses.replace(micro_batch, columns=_columns(batch))
+        yield micro_batch
 
 
 def _columns(samples: Sequence[TrainingSample]) -> dict[str, Tensor]:
-    """Return the per-token arrays of a micro-batch's samples, in the order of its rows; those that
-    all samples have.
+    """Return the per-token arrays that all samples of a micro-batch have, in the order of its
+    rows.
     """
     columns = {}
     for name, dtype in PER_TOKEN.items():
-        rows = [
-            s.response.logprobs if name == "engine_logprobs" else getattr(s, name) for s in samples
-        ]
+        if name == "engine_logprobs":
+            rows = [sample.response.logprobs for sample in samples]
+        else:
+            rows = [getattr(sample, name) for sample in samples]
         if not any(row is None for row in rows):
             columns[name] = to_device(np.concatenate([np.zeros(0), *rows]), dtype)
     return columns
-
-
-def _offsets(samples: Sequence[TrainingSample], width: int | None, chunks: int) -> list[int]:
-    """Return where each sample begins: every ``width`` tokens, or with the padding between them
-    that ``chunks`` ask for.
-    """
-    if width is not None:
-        return [row * width for row in range(len(samples))]
-    return [0, *itertools.accumulate(_padded_length(sample, chunks) for sample in samples)][:-1]
 
 
 def _padded_length(sample: TrainingSample, chunks: int) -> int:
@@ -200,35 +223,58 @@ def _packed_size(samples: Sequence[TrainingSample], chunks: int) -> tuple[int, i
     return 1, max(chunks, sum(_padded_length(sample, chunks) for sample in samples))
 
 
-def _padded(
-    samples: Sequence[TrainingSample], offsets: Sequence[int], rows: int, width: int
-) -> MicroBatch:
+def _padded(samples: Sequence[TrainingSample], rows: int, width: int) -> MicroBatch:
+    """Return a micro-batch [rows, width], one sample a row."""
     tokens = np.zeros((rows, width), np.int64)
+    offsets = []
     for row, sample in enumerate(samples):
-        tokens[row, : sequence_length(sample)] = np.concatenate(
-            [sample.prompt_ids, sample.response_ids]
-        )
+        ids = np.concatenate([sample.prompt_ids, sample.response_ids])
+        tokens[row, : len(ids)] = ids
+        offsets.append(row * width)
     positions = np.broadcast_to(np.arange(width), tokens.shape)
-    return _micro_batch(samples, tokens, positions, offsets, None)
+    return _micro_batch(
+        samples=samples,
+        tokens=tokens,
+        positions=positions,
+        offsets=offsets,
+        packed=None,
+    )
 
 
-def _packed(
-    samples: Sequence[TrainingSample], offsets: Sequence[int], total: int, chunks: int
-) -> MicroBatch:
-    bounds = [*offsets, offsets[-1] + _padded_length(samples[-1], chunks)] if samples else [0]
+def _packed(samples: Sequence[TrainingSample], total: int, chunks: int) -> MicroBatch:
+    """Return a micro-batch [1, total], one sample after another, each padded to a multiple of
+    ``chunks``.
+    """
     tokens = np.zeros((1, total), np.int64)
     positions = np.zeros((1, total), np.int64)
-    for sample, (start, stop) in zip(samples, itertools.pairwise(bounds), strict=True):
-        tokens[0, start : start + sequence_length(sample)] = np.concatenate(
-            [sample.prompt_ids, sample.response_ids]
-        )
-        positions[0, start:stop] = np.arange(stop - start)
-    if total > bounds[-1]:
-        bounds = [*bounds, total]  # the filling is a sequence of its own, which nothing attends to
-    cu = to_device(bounds, torch.int32)
+    offsets = []
+    end = 0
+    for sample in samples:
+        ids = np.concatenate([sample.prompt_ids, sample.response_ids])
+        start = end
+        end += _padded_length(sample, chunks)
+        tokens[0, start : start + len(ids)] = ids
+        positions[0, start:end] = np.arange(end - start)
+        offsets.append(start)
+    bounds = [*offsets, end]
+    if total > end:
+        bounds.append(total)  # the padding is another sequence, to which nothing attends
+    cu_seqlens = to_device(bounds, torch.int32)
     longest = max(stop - start for start, stop in itertools.pairwise(bounds))
-    params = PackedSeqParams("thd", cu, cu, None, None, longest, longest)
-    return _micro_batch(samples, tokens, positions, offsets, params)
+    params = PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_kv=cu_seqlens,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+    )
+    return _micro_batch(
+        samples=samples,
+        tokens=tokens,
+        positions=positions,
+        offsets=offsets,
+        packed=params,
+    )
 
 
 def _micro_batch(
@@ -238,22 +284,22 @@ def _micro_batch(
     offsets: Sequence[int],
     packed: PackedSeqParams | None,
 ) -> MicroBatch:
+    rows = [np.zeros(0, np.int64)]
+    targets = [np.zeros(0, np.int64)]
+    for sample, offset in zip(samples, offsets, strict=True):
+        first = offset + len(sample.prompt_ids) - 1
+        rows.append(np.arange(first, first + len(sample.response_ids)))
+        targets.append(sample.response_ids)
     lengths = np.array([len(sample.response_ids) for sample in samples], np.int64)
-    first = np.array(
-        [offset + len(s.prompt_ids) - 1 for s, offset in zip(samples, offsets, strict=True)],
-        np.int64,
-    )
-    rows = np.arange(lengths.sum()) + np.repeat(first + lengths - np.cumsum(lengths), lengths)
-    owners = np.repeat(np.arange(len(samples)), lengths)
-    targets = np.concatenate([np.zeros(0, np.int64), *(sample.response_ids for sample in samples)])
+    sequence_ids = np.repeat(np.arange(len(samples)), lengths)
     experts = collate_experts(samples, offsets, tokens.shape)
     return MicroBatch(
         tokens=to_device(tokens),
         position_ids=to_device(positions),
         packed_seq_params=packed,
-        rows=to_device(rows),
-        targets=to_device(targets),
-        sequence_ids=to_device(owners),
+        rows=to_device(np.concatenate(rows)),
+        targets=to_device(np.concatenate(targets)),
+        sequence_ids=to_device(sequence_ids),
         samples=tuple(samples),
         R=to_device([sample.R for sample in samples], torch.float32),
         columns={},

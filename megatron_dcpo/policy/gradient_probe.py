@@ -1,22 +1,19 @@
-"""The gradients of two parts of a loss against each other, per group of layers, under any parallel
+"""Comparison of the gradients of two parts of a loss, for groups of layers, under any parallel
 layout.
 
-One part's gradient is taken by a backward pass of its own and compared with the other's, or with
-the rest of the step's: norms and cosine, under two metrics. While training the parts are the
-reasoning and the confidence tokens; ``training/probe.py`` has more.
+The gradient of one part is taken by a separate backward pass and compared with that of the other
+part, or with the rest of the step's gradient: norms and cosine, under two metrics. In training the
+parts are the reasoning and the confidence tokens; ``training/probe.py`` compares more.
 
 * plain: <a, b> = sum_i a_i b_i;
-* fisher: <a, b> = sum_i a_i b_i / (F_i + damping), the direction in which a natural step would
-trade one part for the
-  other. F is the empirical diagonal Fisher matrix as Adam keeps it, the bias-corrected running mean
-  of squared gradients of
-  the step's loss (before the first step: the sum of the two squares); the damping is ``DAMPING``
-  times the mean of
-  its entries, so that coordinates with hardly any gradient, whose quotients are rounding noise, do
-  not decide.
+* fisher: <a, b> = sum_i a_i b_i / (F_i + damping), the direction in which a natural-gradient step
+  would trade one part for the other. F is the empirical diagonal Fisher matrix as Adam keeps it:
+  the bias-corrected running mean of the squared gradients of the step's loss (before the first
+  step, the sum of the two squares). The damping is ``DAMPING`` times the mean of F, so that
+  coordinates with hardly any gradient, whose quotients are rounding noise, do not decide.
 
 Every inner product counts a parameter once: shards are summed over tensor-parallel ranks (and over
-data-parallel ones with the distributed optimizer), replicated parameters count on one
+data-parallel ranks with the distributed optimizer), replicated parameters count on one
 tensor-parallel rank, tied embeddings on the first stage. These are the rules of Megatron's gradient
 norm (``get_main_grads_for_grad_norm``).
 """
@@ -25,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -37,18 +34,21 @@ from megatron_dcpo.runtime.device import current_device
 from megatron_dcpo.weights.table import number_of_parameters
 
 from megatron.core import tensor_parallel  # isort: skip
+from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.transformer.module import param_is_not_shared
 
 DAMPING = 1e-2
-LAYER_GROUPS = 4  # the layers are reported in that many groups, first to last
+LAYER_GROUPS = 4  # the number of groups in which layers are reported, first to last
 ALL = "all"
 PIECE = 2**22  # elements compared at a time
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
 class GradientPair:
-    """Two gradients a and b under one metric: their norms and the cosine between them (0 where one
-    vanishes).
+    """Two gradients a and b under one metric: their norms and the cosine between them, which is 0
+    if one of them vanishes.
     """
 
     norm_a: float
@@ -57,13 +57,22 @@ class GradientPair:
 
     @classmethod
     def of(cls, aa: float, bb: float, ab: float) -> GradientPair:
-        """Return the pair with these three inner products."""
-        return cls(aa**0.5, bb**0.5, ab / (aa * bb) ** 0.5 if aa > 0 and bb > 0 else 0.0)
+        """Return the pair with the inner products <a, a>, <b, b> and <a, b>."""
+        cosine = 0.0
+        if aa > 0 and bb > 0:
+            cosine = ab / (aa * bb) ** 0.5
+        return cls(norm_a=aa**0.5, norm_b=bb**0.5, cosine=cosine)
+
+    def swapped(self) -> GradientPair:
+        """Exchange a and b."""
+        return GradientPair(norm_a=self.norm_b, norm_b=self.norm_a, cosine=self.cosine)
 
 
 @dataclass(frozen=True)
 class PairComparison:
-    """``plain`` and ``fisher``: {group of layers, or ``all``: the comparison}."""
+    """The comparison of two gradients under both metrics. Keys are groups of layers, and ``all``
+    for the whole model.
+    """
 
     plain: dict[str, GradientPair]
     fisher: dict[str, GradientPair]
@@ -71,52 +80,54 @@ class PairComparison:
     def swapped(self) -> PairComparison:
         """Exchange a and b."""
         return PairComparison(
-            *(
-                {name: GradientPair(p.norm_b, p.norm_a, p.cosine) for name, p in x.items()}
-                for x in (self.plain, self.fisher)
-            )
+            plain={name: pair.swapped() for name, pair in self.plain.items()},
+            fisher={name: pair.swapped() for name, pair in self.fisher.items()},
         )
 
     def metrics(self) -> dict[str, float]:
         """Return the comparison of reasoning (a) and confidence (b) under the names of
-        ``metrics.jsonl``; the whole model, then each group of layers' cosine.
+        ``metrics.jsonl``: first the whole model, then the cosine of each group of layers.
         """
-        whole, natural = self.plain[ALL], self.fisher[ALL]
-        return {
+        whole = self.plain[ALL]
+        metrics = {
             "grad_norm/reasoning": whole.norm_a,
             "grad_norm/confidence": whole.norm_b,
             "grad_cosine/reasoning_confidence": whole.cosine,
-            "grad_cosine_fisher/reasoning_confidence": natural.cosine,
-            **{
-                f"grad_cosine/{name}": pair.cosine
-                for name, pair in self.plain.items()
-                if name != ALL
-            },
+            "grad_cosine_fisher/reasoning_confidence": self.fisher[ALL].cosine,
         }
+        for name, pair in self.plain.items():
+            if name != ALL:
+                metrics[f"grad_cosine/{name}"] = pair.cosine
+        return metrics
 
 
 def probe_block_gradients(
-    policy: Policy, optimizer: Any, part: Callable[[], Any], whole: Callable[[], Any]
-) -> tuple[Any, PairComparison]:
-    """Run the backward passes ``part``, of a term of the loss, and ``whole``, of the loss, and
-    compare the gradient of the term (a) with that of the rest (b), their difference. Collective.
+    policy: Policy,
+    optimizer: MegatronOptimizer,
+    part: Callable[[], object],
+    whole: Callable[[], Result],
+) -> tuple[Result, PairComparison]:
+    """Run two backward passes, ``part`` for one term of the loss and ``whole`` for the loss, and
+    compare the gradient of the term (a) with that of the rest (b), the difference of the two.
+    Return what ``whole`` returned, and the comparison. Collective.
 
-    The gradient of the step is left in the buffers, as without a probe. The rest is exact to the
-    rounding of the two passes: where ``part`` is a hundred times larger, bfloat16 leaves the rest
-    hardly a digit. Returns what ``whole`` does and the measurement.
+    The step's gradient is left in the buffers, as it would be without a probe. The rest is exact to
+    the rounding of the two passes: if the term is a hundred times larger, bfloat16 leaves hardly a
+    digit of the rest.
     """
     _, term = part_gradient(policy, optimizer, part)
     result, total = part_gradient(policy, optimizer, whole, copy=False)
-    return result, compare(policy, optimizer, term, total, is_sum=True)
+    comparison = compare(policy, optimizer, a=term, b=total, is_sum=True)
+    return result, comparison
 
 
 def part_gradient(
-    policy: Policy, optimizer: Any, backward: Callable[[], Any], copy: bool = True
-) -> tuple[Any, list[OwnedGradient]]:
-    """Return result and gradient of one part of the loss, taken by a ``backward`` pass of its own
-    over zeroed buffers. Collective.
+    policy: Policy, optimizer: MegatronOptimizer, backward: Callable[[], Result], copy: bool = True
+) -> tuple[Result, list[OwnedGradient]]:
+    """Return the result of the pass ``backward``, run over zeroed buffers, and the gradient that it
+    leaves there. Collective.
 
-    A ``copy`` is on the host; without one the gradient may share memory with the buffers, which the
+    A ``copy`` is on the host. Without it the gradient may share memory with the buffers, which the
     next pass overwrites.
     """
     zero_gradients(policy, optimizer)
@@ -126,10 +137,10 @@ def part_gradient(
 
 @dataclass(frozen=True)
 class OwnedGradient:
-    """One parameter's (or shard's) gradient that counts on this rank, and its group of layers.
+    """The gradient of one parameter (or shard) that counts on this rank, and its group of layers.
 
-    ``square / correction`` is the mean square of its gradient over past steps; None before the
-    first.
+    ``square / correction`` is the mean square of its gradient over past steps; ``square`` is None
+    before the first step.
     """
 
     group: str
@@ -138,31 +149,37 @@ class OwnedGradient:
     correction: float = 1.0
 
     def pieces(self, other: OwnedGradient, is_sum: bool) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Yield float64 pieces of this gradient, of ``other``'s (less this one, where that
-        ``is_sum`` of both), and of the diagonal Fisher matrix: no large temporaries.
+        """Yield this gradient, the ``other`` one and the diagonal Fisher matrix in float64, a piece
+        at a time to avoid large temporaries. If ``other`` is the sum of both gradients, this one is
+        subtracted from it.
         """
-        x, y = self.gradient.reshape(-1), other.gradient.reshape(-1)
-        square = self.square.reshape(-1) if self.square is not None else None
-        for start in range(0, len(x), PIECE):
-            a, b = (z[start : start + PIECE].to(current_device()).double() for z in (x, y))
-            b = b - a if is_sum else b
-            if square is None:
-                yield a, b, a.square() + b.square()
+        a_whole = self.gradient.reshape(-1)
+        b_whole = other.gradient.reshape(-1)
+        for start in range(0, len(a_whole), PIECE):
+            piece = slice(start, start + PIECE)
+            a = a_whole[piece].to(current_device()).double()
+            b = b_whole[piece].to(current_device()).double()
+            if is_sum:
+                b = b - a
+            if self.square is None:
+                fisher = a.square() + b.square()
             else:
-                yield a, b, square[start : start + PIECE].double() / self.correction
+                fisher = self.square.reshape(-1)[piece].double() / self.correction
+            yield a, b, fisher
 
 
 def compare(
     policy: Policy,
-    optimizer: Any,
+    optimizer: MegatronOptimizer,
     a: list[OwnedGradient],
     b: list[OwnedGradient],
     is_sum: bool = False,
 ) -> PairComparison:
-    """Return norms and cosines of gradients ``a`` and ``b`` (``owned_gradients`` of every rank), by
-    groups of layers and in all; ``is_sum``: of ``a`` and ``b - a``.
+    """Return norms and cosines of the gradients ``a`` and ``b``, each in the form that
+    :func:`owned_gradients` returns on every rank, for groups of layers and for the whole model.
+    With ``is_sum``, ``b`` is the sum of both, and ``a`` is compared with ``b - a``. Collective.
 
-    Two all-reduces of a few numbers, in float64. The Fisher matrix is that of ``a``'s members.
+    It takes two all-reduces of a few float64 numbers. The Fisher matrix is taken from ``a``.
     """
     device = current_device()  # a rank may hold nothing that counts
     group = optimizer_group(optimizer)
@@ -171,9 +188,11 @@ def compare(
         for _, _, fisher in first.pieces(second, is_sum):
             total += fisher.sum()
     dist.all_reduce(total, group=group)
-    # the checkpoint's number of parameters: how many rows pad the vocabulary depends on the layout
-    parameters = number_of_parameters(policy.arch)
-    damping, groups = max(DAMPING * float(total) / parameters, 1e-30), layer_groups(policy)
+    # The mean is over the parameters of the checkpoint, because the number of rows that pad the
+    # vocabulary depends on the layout.
+    damping = max(DAMPING * float(total) / number_of_parameters(policy.arch), 1e-30)
+    groups = layer_groups(policy)
+    # for each group and each metric: <a, a>, <b, b>, <a, b>
     products = torch.zeros(len(groups), 2, 3, dtype=torch.float64, device=device)
     for first, second in zip(a, b, strict=True):
         row = products[groups.index(first.group)]
@@ -182,78 +201,100 @@ def compare(
             row[0] += three.sum(1)
             row[1] += (three / (fisher + damping)).sum(1)
     dist.all_reduce(products, group=group)
-    named = [*zip(groups, products, strict=True), (ALL, products.sum(0))]
-    plain, natural = (
-        {name: GradientPair.of(*row[i].tolist()) for name, row in named} for i in (0, 1)
-    )
-    return PairComparison(plain, natural)
+    plain = {}
+    natural = {}
+    for name, row in [*zip(groups, products, strict=True), (ALL, products.sum(0))]:
+        plain[name] = GradientPair.of(*row[0].tolist())
+        natural[name] = GradientPair.of(*row[1].tolist())
+    return PairComparison(plain=plain, fisher=natural)
 
 
-def owned_gradients(policy: Policy, optimizer: Any, copy: bool = True) -> list[OwnedGradient]:
-    """Return this rank's share of the gradient in the buffers, each parameter of the model on
+def owned_gradients(
+    policy: Policy, optimizer: MegatronOptimizer, copy: bool = True
+) -> list[OwnedGradient]:
+    """Return this rank's share of the gradient in the buffers. Each parameter of the model is on
     exactly one rank of the group.
 
-    A ``copy`` is on the host; without one it may share memory with the buffers.
+    A ``copy`` is on the host. Without it the gradient may share memory with the buffers.
     """
     optimizer.prepare_grads()
-    names = _group_of_parameters(policy)
+    group_of = _group_of_parameters(policy)
     gradients = []
     for part in optimizer_parts(optimizer):
-        settings = {id(p): group for group in part.optimizer.param_groups for p in group["params"]}
+        settings = {}
+        for param_group in part.optimizer.param_groups:
+            for parameter in param_group["params"]:
+                settings[id(parameter)] = param_group
         for model, main in _parameter_pairs(part):
-            if main.grad is None or not param_is_not_shared(main):
-                continue
-            if not tensor_parallel.param_is_not_tensor_parallel_duplicate(
-                main, getattr(part, "tp_group", None)
-            ):
+            if main.grad is None or not _counts_here(main, part):
                 continue
             gradient = main.grad.detach().float()
             if copy:
                 gradient = gradient.to("cpu", copy=True)
-            square, options = (
-                part.optimizer.state.get(main, {}).get("exp_avg_sq"),
-                settings[id(main)],
+            options = settings[id(main)]
+            steps = max(int(options.get("step", 1)), 1)
+            gradients.append(
+                OwnedGradient(
+                    group=group_of[id(model)],
+                    gradient=gradient,
+                    square=part.optimizer.state.get(main, {}).get("exp_avg_sq"),
+                    correction=1 - options["betas"][1] ** steps,
+                )
             )
-            correction = 1 - options["betas"][1] ** max(int(options.get("step", 1)), 1)
-            gradients.append(OwnedGradient(names[id(model)], gradient, square, correction))
     return gradients
+
+
+def _counts_here(parameter: Tensor, part: MegatronOptimizer) -> bool:
+    """Return whether Megatron's gradient norm counts a parameter on this rank."""
+    if not param_is_not_shared(parameter):
+        return False
+    group = getattr(part, "tp_group", None)
+    return tensor_parallel.param_is_not_tensor_parallel_duplicate(parameter, group)
 
 
 def layer_groups(policy: Policy) -> list[str]:
     """Return the names of the groups, equal on all ranks: ``embedding``, ranges of layers (counted
     from 0), ``output``.
     """
-    layers = policy.arch.num_layers
-    return ["embedding", *dict.fromkeys(_layer_group(i, layers) for i in range(layers)), "output"]
+    num_layers = policy.arch.num_layers
+    layers = dict.fromkeys(_layer_group(layer, num_layers) for layer in range(num_layers))
+    return ["embedding", *layers, "output"]
 
 
 def _layer_group(layer: int, num_layers: int) -> str:
     count = min(LAYER_GROUPS, num_layers)
     number = layer * count // num_layers
     members = [i for i in range(num_layers) if i * count // num_layers == number]
-    return f"layers_{members[0]}" if len(members) == 1 else f"layers_{members[0]}_{members[-1]}"
+    if len(members) == 1:
+        return f"layers_{members[0]}"
+    return f"layers_{members[0]}_{members[-1]}"
 
 
 def _group_of_parameters(policy: Policy) -> dict[int, str]:
-    """Return the id of every parameter of this rank -> its group. Tied embeddings belong to
+    """Return the group of every parameter on this rank, by its id. Tied embeddings belong to
     ``embedding``.
     """
     groups = {}
     for gpt in policy.gpt:
-        numbers = {index: layer.layer_number - 1 for index, layer in enumerate(gpt.decoder.layers)}
+        layers = list(gpt.decoder.layers)
         for name, parameter in gpt.named_parameters():
             parts = name.split(".")
             if parts[:2] == ["decoder", "layers"]:
-                groups[id(parameter)] = _layer_group(numbers[int(parts[2])], policy.arch.num_layers)
-            # a last stage's copy of tied embeddings is not counted, so its name does not matter
+                number = layers[int(parts[2])].layer_number - 1
+                group = _layer_group(number, policy.arch.num_layers)
+            elif parts[0] == "embedding":
+                group = "embedding"
             else:
-                groups[id(parameter)] = "embedding" if parts[0] == "embedding" else "output"
+                # The last stage's copy of tied embeddings is not counted, so its group is of no
+                # importance.
+                group = "output"
+            groups[id(parameter)] = group
     return groups
 
 
-def _parameter_pairs(part: Any) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield (parameter of the model, fp32 parameter or shard that the optimizer steps) of one of
-    Megatron's optimizers.
+def _parameter_pairs(part: MegatronOptimizer) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield pairs of a parameter of the model and the fp32 parameter or shard that one of
+    Megatron's optimizers steps for it.
     """
     if hasattr(part, "shard_fp32_groups"):  # DistributedOptimizer
         pairs = [
@@ -266,8 +307,8 @@ def _parameter_pairs(part: Any) -> Iterator[tuple[Tensor, Tensor]]:
             (part.fp32_from_fp32_groups, part.fp32_from_fp32_groups),
         ]
     else:  # FP32Optimizer
-        own = [group["params"] for group in part.optimizer.param_groups]
-        pairs = [(own, own)]
+        parameters = [group["params"] for group in part.optimizer.param_groups]
+        pairs = [(parameters, parameters)]
     for models, mains in pairs:
         for model_group, main_group in zip(models, mains, strict=True):
             yield from zip(model_group, main_group, strict=True)

@@ -1,4 +1,4 @@
-"""``parallel.megatron``: options handed on to Megatron's configuration classes by their names."""
+"""``parallel.megatron``: options that are passed to Megatron's configuration classes by name."""
 
 from __future__ import annotations
 
@@ -13,7 +13,40 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 CLASSES = (TransformerConfig, DistributedDataParallelConfig, OptimizerConfig)
-# What an option of ours decides, or the checkpoint, or the loss scaling of policy/schedule.py.
+# These follow from the checkpoint.
+_FROM_CHECKPOINT = (
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "kv_channels",
+    "normalization",
+    "layernorm_epsilon",
+    "qk_layernorm",
+    "gated_linear_unit",
+    "activation_func",
+    "add_bias_linear",
+    "add_qkv_bias",
+    "num_moe_experts",
+    "moe_ffn_hidden_size",
+    "moe_router_topk",
+    "moe_router_pre_softmax",
+)
+# These follow from how the trainer works, for example from the loss scaling of policy/schedule.py.
+_FROM_TRAINER = (
+    "no_sync_func",
+    "grad_scale_func",
+    "finalize_model_grads_func",
+    "param_sync_func",
+    "variable_seq_lengths",
+    "perform_initialization",
+    "calculate_per_token_loss",
+    "grad_reduce_in_fp32",
+    "average_in_collective",
+    "optimizer",
+)
+# What decides an option instead of ``parallel.megatron``.
 _DECIDED = {
     "tensor_model_parallel_size": "parallel.tensor_model_parallel_size",
     "pipeline_model_parallel_size": "parallel.pipeline_model_parallel_size",
@@ -27,41 +60,17 @@ _DECIDED = {
     "fp16": "model.params_dtype",
     "params_dtype": "model.params_dtype",
     "pipeline_dtype": "model.params_dtype",
-    **{name: f"optimizer.{name}" for name in ("lr", "min_lr", "weight_decay", "clip_grad")},
-    **dict.fromkeys(
-        (
-            "num_layers",
-            "hidden_size",
-            "ffn_hidden_size",
-            "num_attention_heads",
-            "num_query_groups",
-            "kv_channels",
-        ),
-        "model.path",
-    ),
-    **dict.fromkeys(
-        ("normalization", "layernorm_epsilon", "qk_layernorm", "gated_linear_unit"), "model.path"
-    ),
-    **dict.fromkeys(
-        ("activation_func", "add_bias_linear", "add_qkv_bias", "num_moe_experts"), "model.path"
-    ),
-    **dict.fromkeys(
-        ("moe_ffn_hidden_size", "moe_router_topk", "moe_router_pre_softmax"), "model.path"
-    ),
-    **dict.fromkeys(
-        ("no_sync_func", "grad_scale_func", "finalize_model_grads_func", "param_sync_func"),
-        "the trainer",
-    ),
-    **dict.fromkeys(
-        ("variable_seq_lengths", "perform_initialization", "calculate_per_token_loss"),
-        "the trainer",
-    ),
-    **dict.fromkeys(("grad_reduce_in_fp32", "average_in_collective", "optimizer"), "the trainer"),
+    "lr": "optimizer.lr",
+    "min_lr": "optimizer.min_lr",
+    "weight_decay": "optimizer.weight_decay",
+    "clip_grad": "optimizer.clip_grad",
+    **dict.fromkeys(_FROM_CHECKPOINT, "model.path"),
+    **dict.fromkeys(_FROM_TRAINER, "the trainer"),
 }
 
 
 def options_of(kind: type, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those of ``options`` that the Megatron class ``kind`` has."""
+    """Return the ``options`` that are fields of the Megatron class ``kind``."""
     names = {field.name for field in fields(kind)}
     return {name: value for name, value in options.items() if name in names}
 
@@ -72,4 +81,10 @@ def check_megatron_options(options: Mapping[str, Any]) -> None:
     """
     known = {field.name for kind in CLASSES for field in fields(kind)}
     where = f"{', '.join(kind.__name__ for kind in CLASSES)} of the installed megatron-core"
-    check_passed_on("parallel.megatron", options, _DECIDED, known, where)
+    check_passed_on(
+        section="parallel.megatron",
+        options=options,
+        decided=_DECIDED,
+        known=known,
+        where=where,
+    )

@@ -54,8 +54,10 @@ class Policy:
     """The model chunks of this rank (one, or several with virtual pipeline stages), wrapped for
     training.
 
-    ``copies[i]`` maps chunk i to Hugging Face tensors. ``frozen``: it has no gradients, and chunks
-    are not wrapped in DDP. ``fp32_head``: logits are computed in fp32, whatever the parameters are.
+    ``gpt`` holds the bare models and ``chunks`` the same models as the schedules call them, in
+    their wrappers. ``copies[i]`` maps chunk i to Hugging Face tensors. A ``frozen`` policy has no
+    gradients, and its chunks are not wrapped in DDP. With ``fp32_head``, logits are computed in
+    fp32, whatever the type of the parameters.
     """
 
     arch: Architecture
@@ -70,22 +72,26 @@ class Policy:
 
     @property
     def merged(self) -> tuple[str, ...]:
-        """Return the tensors that are exported with an addition: none. See
-        :class:`megatron_dcpo.policy.adapter.MergedPolicy`."""
+        """Return the names of the tensors to which the export adds something. There are none here;
+        :class:`megatron_dcpo.policy.adapter.MergedPolicy` has some.
+        """
         return ()
 
     def addition(self, name: str, dim: int, start: int, stop: int) -> Tensor:
+        """Return what the export adds to rows (or columns) ``start`` to ``stop`` of a merged
+        tensor.
+        """
         raise KeyError(name)
 
     @property
     def output_weight(self) -> Tensor:
         """Return this rank's rows of the output layer, on the last stage."""
         gpt = self.gpt[-1]
-        weight: Tensor = (
-            gpt.shared_embedding_or_output_weight()
-            if self.arch.tied_embeddings
-            else gpt.output_layer.weight
-        )
+        weight: Tensor
+        if self.arch.tied_embeddings:
+            weight = gpt.shared_embedding_or_output_weight()
+        else:
+            weight = gpt.output_layer.weight
         return weight
 
     def parameters(self, chunk: int) -> dict[str, Tensor]:
@@ -100,12 +106,28 @@ def transformer_config(
     transformer_engine: bool = False,
 ) -> TransformerConfig:
     """Return Megatron's configuration of ``arch`` (RMSNorm, SwiGLU, rotary embeddings, grouped
-    queries), with the options of ``parallel.megatron``. Raises :class:`UserError` where Megatron
+    queries), with the options of ``parallel.megatron``. Raises :class:`UserError` if Megatron
     refuses them.
     """
-    on_cpu = capabilities().cpu_initialization
-    interleaved = parallel.virtual_pipeline_model_parallel_size > 1
     options: dict[str, Any] = {
+        **_model_options(arch),
+        **_parallel_options(parallel),
+        **_numeric_options(dtype, transformer_engine),
+        **_recomputation(parallel),
+        **_experts(arch, parallel, transformer_engine),
+        **options_of(TransformerConfig, parallel.megatron),
+        **_pipeline(parallel),
+    }
+    try:
+        return TransformerConfig(**options)
+    except (ValueError, AssertionError, TypeError) as error:
+        raise UserError(
+            f"parallel: Megatron refuses these options ({one_line(error, 300)})"
+        ) from None
+
+
+def _model_options(arch: Architecture) -> dict[str, Any]:
+    return {
         "num_layers": arch.num_layers,
         "hidden_size": arch.hidden_size,
         "ffn_hidden_size": arch.ffn_hidden_size,
@@ -121,26 +143,39 @@ def transformer_config(
         "add_qkv_bias": arch.qkv_bias,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
+        "perform_initialization": False,  # the weights come from a checkpoint
+    }
+
+
+def _parallel_options(parallel: ParallelConfig) -> dict[str, Any]:
+    interleaved = parallel.virtual_pipeline_model_parallel_size > 1
+    return {
         "tensor_model_parallel_size": parallel.tensor_model_parallel_size,
         "pipeline_model_parallel_size": parallel.pipeline_model_parallel_size,
-        # Of two interleaved stages each is the other's next and previous; only the overlapped
-        # transfers keep them apart.
+        # With two interleaved stages, each is both the next and the previous stage of the other.
+        # Only the overlapped transfers keep the two directions apart.
         "overlap_p2p_comm": interleaved,
         "batch_p2p_comm": not interleaved,
         "context_parallel_size": parallel.context_parallel_size,
         "cp_comm_type": parallel.cp_comm_type,
         "sequence_parallel": parallel.sequence_parallel,
+        "variable_seq_lengths": True,
+        # required with variable_seq_lengths, even without experts
+        "moe_token_dispatcher_type": "alltoall",
+    }
+
+
+def _numeric_options(dtype: torch.dtype, transformer_engine: bool) -> dict[str, Any]:
+    on_cpu = capabilities().cpu_initialization
+    # The weight's gradient is added to the fp32 buffer in the product itself, by Transformer
+    # Engine's layers or, in Megatron's own layers, by a kernel from Apex.
+    has_fused_accumulation = transformer_engine or find_spec(APEX_KERNEL) is not None
+    return {
         "bf16": dtype == torch.bfloat16,
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
-        "variable_seq_lengths": True,
-        # required with variable_seq_lengths, also without experts
-        "moe_token_dispatcher_type": "alltoall",
-        "perform_initialization": False,  # the weights come from a checkpoint
         "use_cpu_initialization": on_cpu,
-        # Transformer Engine's layers add it by their own product, Megatron's by a kernel of Apex's
-        "gradient_accumulation_fusion": not on_cpu
-        and (transformer_engine or find_spec(APEX_KERNEL) is not None),
+        "gradient_accumulation_fusion": not on_cpu and has_fused_accumulation,
         "bias_activation_fusion": not on_cpu,
         "masked_softmax_fusion": False,
         "bias_dropout_fusion": not on_cpu,
@@ -148,17 +183,7 @@ def transformer_config(
         "apply_rope_fusion": transformer_engine,
         "persist_layer_norm": False,
         "deterministic_mode": on_cpu,
-        **_recomputation(parallel),
-        **_experts(arch, parallel, transformer_engine),
-        **options_of(TransformerConfig, parallel.megatron),
-        **_pipeline(parallel),
     }
-    try:
-        return TransformerConfig(**options)
-    except (ValueError, AssertionError, TypeError) as error:
-        raise UserError(
-            f"parallel: Megatron refuses these options ({one_line(error, 300)})"
-        ) from None
 
 
 def _recomputation(parallel: ParallelConfig) -> dict[str, Any]:
@@ -196,12 +221,16 @@ def _experts(
 
 def _pipeline(parallel: ParallelConfig) -> dict[str, Any]:
     options = {option: getattr(parallel, option) for option in UNEVEN_PIPELINE}
-    if parallel.pipeline_model_parallel_size == 2 and options["num_layers_in_first_pipeline_stage"]:
-        # The last stage has the rest anyway; told of both, Megatron divides by its number of stages
-        # in between.
+    two_stages = parallel.pipeline_model_parallel_size == 2
+    if two_stages and options["num_layers_in_first_pipeline_stage"]:
+        # The last stage gets the remaining layers anyway. If Megatron is given both numbers, it
+        # divides by the number of stages in between, which is zero here.
         options["num_layers_in_last_pipeline_stage"] = None
-    virtual = parallel.virtual_pipeline_model_parallel_size
-    return {**options, "virtual_pipeline_model_parallel_size": virtual if virtual > 1 else None}
+    options["virtual_pipeline_model_parallel_size"] = None
+    if parallel.virtual_pipeline_model_parallel_size > 1:
+        virtual = parallel.virtual_pipeline_model_parallel_size
+        options["virtual_pipeline_model_parallel_size"] = virtual
+    return options
 
 
 def build_policy(
@@ -210,76 +239,117 @@ def build_policy(
     """Build this rank's chunks and load their slices of ``model.path``, wrapped in Megatron's DDP
     when ``training`` and frozen otherwise.
 
-    Raises :class:`UserError` when the checkpoint is missing or broken or the layout does not divide
-    the model.
+    Raises :class:`UserError` if the checkpoint is missing or broken, or if the layout does not
+    divide the model.
     """
     arch = read_architecture(model.path)
-    engine = use_transformer_engine(model.transformer_impl)
+    transformer_engine = use_transformer_engine(model.transformer_impl)
     if training and topology.rank == 0 and capabilities().transformer_engine:
-        logger.info(
-            "layers: %s", "Transformer Engine" if engine else "local (model.transformer_impl=local)"
-        )
-    layout = Layout.of(parallel, engine)
+        kind = "Transformer Engine"
+        if not transformer_engine:
+            kind = "local (model.transformer_impl=local)"
+        logger.info("layers: %s", kind)
+    layout = Layout.of(parallel, transformer_engine)
     check_layout(arch, layout)
-    check_options(arch, layout, model, parallel)
+    check_options(
+        arch=arch,
+        layout=layout,
+        model=model,
+        parallel=parallel,
+    )
     reader = HFReader(model.path)
     reader.check(arch)
-    config = transformer_config(arch, parallel, torch_dtype(model.params_dtype), engine)
-    gpts, copies = [], []
+    config = transformer_config(
+        arch=arch,
+        parallel=parallel,
+        dtype=torch_dtype(model.params_dtype),
+        transformer_engine=transformer_engine,
+    )
+    gpts = []
+    copies = []
     for virtual in range(layout.virtual_pipeline_model_parallel_size):
-        at = layout.at(topology.part, topology.pp_rank, virtual)
-        gpt = _build_chunk(arch, layout, config, at)
-        copies.append(plan(arch, layout, at))
-        load_into(reader, copies[-1], {name: p.data for name, p in gpt.named_parameters()})
+        coordinates = layout.at(topology.part, topology.pp_rank, virtual)
+        gpt = _build_chunk(arch, layout, config, coordinates)
+        chunk_copies = plan(arch, layout, coordinates)
+        parameters = {name: parameter.data for name, parameter in gpt.named_parameters()}
+        load_into(reader, chunk_copies, parameters)
         gpts.append(gpt)
-    wrapped = [_wrap(gpt, config, parallel, index, training) for index, gpt in enumerate(gpts)]
-    if training and parallel.overlap_grad_reduce:  # only the last micro-batch starts the reduction
-        hooks = [chunk.no_sync for chunk in wrapped]
-        config.no_sync_func = hooks if len(hooks) > 1 else hooks[0]
-    parts = tuple(wrapped), tuple(gpts), tuple(copies)
-    return Policy(arch, layout, config, *parts, topology, not training, fp32_head(model.head_dtype))
+        copies.append(chunk_copies)
+    if training:
+        chunks = [
+            _wrap_for_training(gpt, config, parallel, is_first=index == 0)
+            for index, gpt in enumerate(gpts)
+        ]
+        if parallel.overlap_grad_reduce:
+            # only the last micro-batch starts the reduction
+            hooks = [chunk.no_sync for chunk in chunks]
+            config.no_sync_func = hooks if len(hooks) > 1 else hooks[0]
+    else:
+        chunks = [_mixed_precision(gpt, config).requires_grad_(False) for gpt in gpts]
+    return Policy(
+        arch=arch,
+        layout=layout,
+        config=config,
+        chunks=tuple(chunks),
+        gpt=tuple(gpts),
+        copies=tuple(copies),
+        topology=topology,
+        frozen=not training,
+        fp32_head=fp32_head(model.head_dtype),
+    )
 
 
 def _build_chunk(
-    arch: Architecture, layout: Layout, config: TransformerConfig, at: Coordinates
+    arch: Architecture, layout: Layout, config: TransformerConfig, coordinates: Coordinates
 ) -> GPTModel:
-    pp, vp = layout.pipeline_model_parallel_size, layout.virtual_pipeline_model_parallel_size
+    last_stage = layout.pipeline_model_parallel_size - 1
+    last_virtual = layout.virtual_pipeline_model_parallel_size - 1
+    virtual_stage = None
+    if last_virtual > 0:
+        virtual_stage = coordinates.virtual
+    is_first = coordinates.pipeline == 0 and coordinates.virtual == 0
+    is_last = coordinates.pipeline == last_stage and coordinates.virtual == last_virtual
     spec = layer_spec(config, layout.transformer_engine)
-    layers = get_num_layers_to_build(config, at.virtual if vp > 1 else None, at.pipeline)
+    layers = get_num_layers_to_build(config, virtual_stage, coordinates.pipeline)
     with without_asking_for_apex() if layout.transformer_engine else nullcontext():
         gpt = GPTModel(
             config=config,
             transformer_layer_spec=block_spec(spec, layers, layout.transformer_engine),
             vocab_size=padded_vocab_size(arch, layout),
             max_sequence_length=arch.max_position_embeddings,
-            pre_process=at.pipeline == at.virtual == 0,
-            post_process=at.pipeline == pp - 1 and at.virtual == vp - 1,
+            pre_process=is_first,
+            post_process=is_last,
             share_embeddings_and_output_weights=arch.tied_embeddings,
             position_embedding_type="rope",
             rotary_base=int(arch.rotary_base),
             parallel_output=True,
-            vp_stage=at.virtual if vp > 1 else None,
+            vp_stage=virtual_stage,
         ).to(current_device())
-    # Megatron knows Llama-3.1's scaling by its factor alone; the checkpoint's other numbers matter
-    # as much.
+    # Of Llama-3.1's scaling Megatron reads only the factor; the other numbers of the checkpoint
+    # matter as much.
     gpt.rotary_pos_emb.inv_freq = rotary_inverse_frequencies(arch).to(current_device())
     gpt.model_type = ModelType.encoder_or_decoder
-    if gpt.post_process:  # logits are made of the response rows alone: policy/output_layer.py
+    if gpt.post_process:
+        # logits are computed for the response rows only: policy/output_layer.py
         gpt.output_layer.forward = _hidden_states
-    _mark_tensor_parallel(gpt, sharded_dimensions(arch, layout, at))
+    _mark_tensor_parallel(gpt, sharded_dimensions(arch, layout, coordinates))
     return gpt
 
 
-def _hidden_states(hidden: Tensor, **_: Any) -> tuple[Tensor, None]:
-    """Return, in the place of the output layer's product, [s, b, h] as they are."""
+def _hidden_states(hidden: Tensor, **_: object) -> tuple[Tensor, None]:
+    """Stand in for the output layer's forward pass: return the hidden states [s, b, h] as they
+    are.
+    """
     return hidden, None
 
 
 def _mark_tensor_parallel(gpt: GPTModel, dimensions: dict[str, int | None]) -> None:
-    """Mark the sharded parameters. Megatron does so while it draws random weights, which is skipped
-    here; without the mark its gradient norm counts a sharded parameter on the first tensor-parallel
-    rank only. That holds for experts as well, which another tensor-parallel rank does not have,
-    also where an expert is on one rank.
+    """Mark the sharded parameters as tensor parallel.
+
+    Megatron sets the mark while it draws random weights, which is skipped here. Without it,
+    Megatron's gradient norm counts a sharded parameter on the first tensor-parallel rank only. The
+    parameters of experts need the mark too, because no other tensor-parallel rank has them, even if
+    an expert is whole on one rank.
     """
     for name, parameter in gpt.named_parameters():
         dim = dimensions[name]
@@ -288,11 +358,11 @@ def _mark_tensor_parallel(gpt: GPTModel, dimensions: dict[str, int | None]) -> N
 
 
 def rotary_inverse_frequencies(arch: Architecture) -> Tensor:
-    """Return [kv_channels / 2] fp32 angular frequencies, with Llama-3.1's scaling where the
+    """Return the angular frequencies [kv_channels / 2] in fp32, with Llama-3.1's scaling if the
     checkpoint asks for it.
 
-    Wavelengths above ``original / low`` are stretched by ``factor``, those below ``original /
-    high`` are kept, the ones between are interpolated linearly in the frequency.
+    Wavelengths above ``original / low`` are stretched by ``factor``, wavelengths below ``original /
+    high`` are kept, and those in between are interpolated linearly in the frequency.
     """
     exponent = torch.arange(0, arch.kv_channels, 2, dtype=torch.int64).float() / arch.kv_channels
     inv_freq = 1.0 / (arch.rotary_base**exponent)
@@ -300,27 +370,32 @@ def rotary_inverse_frequencies(arch: Architecture) -> Tensor:
     if scaling is None:
         return inv_freq
     original = scaling.original_max_position_embeddings
-    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    low = scaling.low_freq_factor
+    high = scaling.high_freq_factor
     wavelength = 2 * math.pi / inv_freq
     keep = ((original / wavelength - low) / (high - low)).clamp(0.0, 1.0)
     return (1 - keep) * inv_freq / scaling.factor + keep * inv_freq
 
 
-def _wrap(
-    gpt: GPTModel, config: TransformerConfig, parallel: ParallelConfig, index: int, training: bool
-) -> Any:
-    """Wrap the model for mixed precision, and for training by DDP with fp32 gradients. The
-    schedules read the hooks from ``config``.
+def _mixed_precision(gpt: GPTModel, config: TransformerConfig) -> Float16Module | GPTModel:
+    if config.bf16:
+        return Float16Module(config, gpt)
+    return gpt
+
+
+def _wrap_for_training(
+    gpt: GPTModel, config: TransformerConfig, parallel: ParallelConfig, is_first: bool
+) -> DistributedDataParallel:
+    """Wrap the model for mixed precision, then in DDP with fp32 gradients. The schedules read the
+    hook that finishes the gradients from ``config``.
     """
-    module = Float16Module(config, gpt) if config.bf16 else gpt
-    if not training:
-        return module.requires_grad_(False)
+    module = _mixed_precision(gpt, config)
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=parallel.use_distributed_optimizer,
         **options_of(DistributedDataParallelConfig, parallel.megatron),
     )
     config.finalize_model_grads_func = finalize_model_grads
-    ddp = DistributedDataParallel(config, ddp_config, module, disable_bucketing=index > 0)
+    ddp = DistributedDataParallel(config, ddp_config, module, disable_bucketing=not is_first)
     ddp.broadcast_params()
     return ddp

@@ -22,6 +22,7 @@ from megatron_dcpo.runtime.dtypes import torch_dtype
 from megatron_dcpo.runtime.host_memory import Movable, ledger
 
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # isort: skip
+from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 logger = logging.getLogger(__name__)
@@ -30,16 +31,16 @@ logger = logging.getLogger(__name__)
 class PolicyOptimizer:
     """Megatron's optimizer on a policy's own parameters, with its learning-rate schedule.
 
-    ``megatron``, ``scheduler``: their state stands in checkpoints.
-    :class:`megatron_dcpo.policy.adapter.AdapterOptimizer` has the same methods for the parameters
-    of an adapter.
+    Checkpoints hold the state of ``megatron`` and ``scheduler``. Engines and exports get the
+    weights of ``exported``. :class:`megatron_dcpo.policy.adapter.AdapterOptimizer` has the same
+    methods for the parameters of an adapter.
     """
 
     def __init__(self, policy: Policy, config: Config) -> None:
         self.policy = policy
         self.megatron = build_optimizer(config, policy)
         self.scheduler = build_scheduler(self.megatron, config)
-        self.exported: Policy = policy  # what engines and exports get
+        self.exported: Policy = policy
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -65,17 +66,17 @@ class PolicyOptimizer:
         self.scheduler.step(1)
 
     def gather_parameters(self) -> None:
-        """Gather the parameters where the next forward pass would do it. Collective."""
+        """Gather the parameters now if the next forward pass would do it. Collective."""
         gather_parameters(self.policy)
 
     def not_finite(self) -> list[str]:
-        """Return the names of an adapter's parameters that are not finite: there is none."""
+        """Return an empty list: there is no adapter whose parameters could be not finite."""
         return []
 
 
-def build_optimizer(config: Config, policy: Policy) -> Any:
-    """Return Megatron's AdamW on this rank's parameters (with the distributed optimizer, its shard
-    of them).
+def build_optimizer(config: Config, policy: Policy) -> MegatronOptimizer:
+    """Return Megatron's AdamW on this rank's parameters, or on its shard of them with the
+    distributed optimizer.
     """
     options = config.optimizer
     dtype = torch_dtype(config.model.params_dtype)
@@ -97,29 +98,34 @@ def build_optimizer(config: Config, policy: Policy) -> Any:
     return optimizer
 
 
-def build_scheduler(optimizer: Any, config: Config) -> OptimizerParamScheduler:
+def build_scheduler(
+    optimizer: MegatronOptimizer | torch.optim.Optimizer, config: Config
+) -> OptimizerParamScheduler:
     """Return Megatron's schedule of the learning rate, in optimizer steps."""
-    options, updates = config.optimizer, config.training.updates_per_rollout
+    options = config.optimizer
+    updates = config.training.updates_per_rollout
+    warmup_steps = options.lr_warmup_iters * updates
+    decay_steps = max(config.training.steps * updates, warmup_steps + 1)
     return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
         max_lr=options.lr,
         min_lr=options.min_lr,
-        lr_warmup_steps=options.lr_warmup_iters * updates,
-        lr_decay_steps=max(config.training.steps * updates, options.lr_warmup_iters * updates + 1),
+        lr_warmup_steps=warmup_steps,
+        lr_decay_steps=decay_steps,
         lr_decay_style=options.lr_decay_style,
         start_wd=options.weight_decay,
         end_wd=options.weight_decay,
         wd_incr_steps=0,
         wd_incr_style="constant",
-        # A resumed run takes the count of steps from its checkpoint and everything else from its
+        # A resumed run takes the number of steps from its checkpoint and everything else from its
         # configuration.
         use_checkpoint_opt_param_scheduler=False,
         override_opt_param_scheduler=True,
     )
 
 
-def zero_gradients(policy: Policy, optimizer: Any) -> None:
+def zero_gradients(policy: Policy, optimizer: MegatronOptimizer) -> None:
     """Set the gradients in Megatron's buffers to zero."""
     for chunk in policy.chunks:
         chunk.zero_grad_buffer()
@@ -127,57 +133,64 @@ def zero_gradients(policy: Policy, optimizer: Any) -> None:
 
 
 def gather_parameters(policy: Policy) -> None:
-    """Gather the parameters after an optimizer step that leaves it to the next forward pass, for
-    whoever reads them without one. Collective; nothing to do without
-    ``parallel.megatron.overlap_param_gather``.
+    """Gather the parameters for readers that come before the next forward pass. Collective.
+
+    With ``parallel.megatron.overlap_param_gather`` the optimizer step leaves the gathering to that
+    pass; without the option there is nothing to do.
     """
     for chunk in policy.chunks:
         if chunk.ddp_config.overlap_param_gather:
             chunk.start_param_sync(force_sync=True)
 
 
-def gradient_norm(optimizer: Any) -> float:
-    """Return the norm of the whole gradient, as every rank agrees on it; not a number when any
-    element is not finite.
+def gradient_norm(optimizer: MegatronOptimizer) -> float:
+    """Return the norm of the whole gradient, equal on every rank. It is not finite if an element is
+    not finite.
     """
     optimizer.prepare_grads()
     return float(optimizer.get_grad_norm())
 
 
-def optimizer_group(optimizer: Any) -> dist.ProcessGroup:
-    """Return the ranks over which gradient statistics are summed: model parallel, or all with the
-    distributed optimizer, which experts on several ranks need: the parts of its chain share that
-    group.
+def optimizer_group(optimizer: MegatronOptimizer) -> dist.ProcessGroup:
+    """Return the ranks over which gradient statistics are summed: the model-parallel ranks, or all
+    ranks with the distributed optimizer. (Experts on several ranks need the latter, so the
+    optimizers of a chain share one group.)
     """
     return optimizer.get_grad_stats_parallel_group()
 
 
-def optimizer_parts(optimizer: Any) -> list[Any]:
-    """Return the optimizers of a chain, or the one there is; none of a frozen policy."""
+def optimizer_parts(optimizer: MegatronOptimizer | None) -> list[MegatronOptimizer]:
+    """Return the optimizers of a chain, or the single optimizer; nothing for None, the optimizer of
+    a frozen policy.
+    """
     if optimizer is None:
         return []
     return list(getattr(optimizer, "chained_optimizers", None) or [optimizer])
 
 
 class Offload:
-    """Takes what only an update needs off the device during rollouts, where ``wanted``: gradients
-    (they start at zero anyway), moments, and fp32 main parameters. In fp32 the optimizer works on
-    the policy's own parameters, which stay.
+    """Takes what only an update needs off the device during rollouts, if that is ``wanted``:
+    gradients (which start at zero anyway), moments, and fp32 main parameters. In fp32 the optimizer
+    works on the policy's parameters themselves, which stay.
     """
 
-    def __init__(self, policy: Policy, optimizer: Any, wanted: bool) -> None:
-        self.policy, self.optimizer = policy, optimizer
+    def __init__(self, policy: Policy, optimizer: MegatronOptimizer | None, wanted: bool) -> None:
+        self.policy = policy
+        self.optimizer = optimizer
         self.state = Movable("optimizer", self._state_tensors)
-        self.active = wanted and capabilities().separate_memory and not policy.frozen
-        if wanted and not capabilities().separate_memory:
+        has_device_memory = capabilities().separate_memory
+        self.active = wanted and has_device_memory and not policy.frozen
+        if wanted and not has_device_memory:
             logger.info(
-                "training.offload_optimizer_during_rollout: there is no device to offload from, "
-                "nothing to do"
+                "training.offload_optimizer_during_rollout has no effect: there is no device to "
+                "offload from"
             )
-        self._gradients_are_here()
+        self._record_gradients()
 
     def offload(self) -> None:
-        """Offload before the engine starts or wakes up, whose memory is not torch's to grow."""
+        """Offload before the engine starts or wakes up: it takes its memory from outside torch's
+        allocator.
+        """
         if self.active and not self.state.away:
             for chunk in self.policy.chunks:
                 chunk.offload_grad_buffers()
@@ -186,17 +199,19 @@ class Offload:
         expandable_segments(False)
 
     def reload(self) -> None:
-        """Reload before training, while the engine sleeps; harmless when nothing was offloaded."""
+        """Reload before training, while the engine sleeps. Does no harm if nothing was
+        offloaded.
+        """
         expandable_segments(True)
         if self.state.away:
             self.state.reload()
             for chunk in self.policy.chunks:
                 chunk.restore_grad_buffers()
-            self._gradients_are_here()
+            self._record_gradients()
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
-        """Have the state on the device for a checkpoint, while the engine sleeps."""
+        """Keep the state on the device while a checkpoint is saved and the engine sleeps."""
         was_offloaded = self.state.away
         self.reload()
         yield
@@ -209,23 +224,30 @@ class Offload:
                 for parameter in group["params"]:
                     if self.policy.config.bf16:
                         yield parameter
-                    yield from (
-                        v for v in part.optimizer.state.get(parameter, {}).values() if v.numel() > 1
-                    )
+                    for value in part.optimizer.state.get(parameter, {}).values():
+                        if value.numel() > 1:
+                            yield value
 
-    def _gradients_are_here(self) -> None:
+    def _record_gradients(self) -> None:
+        """Enter the gradient buffers in the ledger of what is on the device."""
         if self.policy.frozen:
             return
-        buffers = [
-            b for chunk in self.policy.chunks for b in chunk.buffers + chunk.expert_parallel_buffers
-        ]
-        ledger.put("gradients", sum(buffer.grad_data.nbytes for buffer in buffers))
+        nbytes = 0
+        for chunk in self.policy.chunks:
+            for buffer in chunk.buffers + chunk.expert_parallel_buffers:
+                nbytes += buffer.grad_data.nbytes
+        ledger.put("gradients", nbytes)
 
 
 def on_host(reference: Policy) -> Movable:
-    """Return the parameters of a frozen policy, on the host between its uses."""
-    parked = Movable(
-        "reference", lambda: (p for gpt in reference.gpt for p in gpt.parameters()), constant=True
-    )
-    parked.offload()
-    return parked
+    """Move the parameters of a frozen policy to the host, where they stay between their uses;
+    return the handle that brings them back.
+    """
+
+    def parameters() -> Iterator[Tensor]:
+        for gpt in reference.gpt:
+            yield from gpt.parameters()
+
+    movable = Movable("reference", parameters, constant=True)
+    movable.offload()
+    return movable

@@ -1,9 +1,9 @@
 """Routing replay: a forward pass whose routers choose the experts that the engine chose for the
 same tokens.
 
-Megatron's router asks an object of its own for its choices where it has one (``router_replay`` in
-``megatron/core/transformer/moe/router.py``); the one here knows which tokens have none, and what is
-computed again.
+If Megatron's router has an object ``router_replay``, it asks that object for its choices
+(``megatron/core/transformer/moe/router.py``). The object here knows which tokens have no recorded
+choices, and which forward passes are computed again.
 """
 
 from __future__ import annotations
@@ -11,37 +11,43 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import numpy as np
 import torch
 from megatron.core import parallel_state
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
+from torch.nn import Module
 
 from megatron_dcpo.types import TrainingSample
 
 
 def collate_experts(
     samples: Sequence[TrainingSample], offsets: Sequence[int], shape: tuple[int, int]
-) -> Any:
-    """Return the choices of a micro-batch's samples, int16 [*shape, layers, k], sample i from place
-    ``offsets[i]`` of the flattened tokens on; -1 where there are none: filling, and the last token
-    of a response, behind which the engine stops. None where the rollout recorded none.
+) -> np.ndarray | None:
+    """Return the choices of a micro-batch's samples, int16 [*shape, layers, k]; None if the rollout
+    recorded none.
+
+    The choices of sample i begin at index ``offsets[i]`` of the flattened tokens. Tokens without
+    choices have -1: padding, and the last token of a response, which the engine never runs.
     """
-    recorded = [sample.response.experts for sample in samples]
-    known = [each for each in recorded if each is not None]
-    if not known:
+    recorded = []
+    for sample in samples:
+        if sample.response.experts is not None:
+            recorded.append(sample.response.experts)
+    if not recorded:
         return None
-    experts = np.full((shape[0] * shape[1], *known[0].shape[1:]), -1, np.int16)
-    for each, offset in zip(known, offsets, strict=True):
-        experts[offset : offset + len(each)] = each
-    return experts.reshape(*shape, *experts.shape[1:])
+    rows, width = shape
+    experts = np.full((rows * width, *recorded[0].shape[1:]), -1, np.int16)
+    for choices, offset in zip(recorded, offsets, strict=True):
+        experts[offset : offset + len(choices)] = choices
+    return experts.reshape(rows, width, *experts.shape[1:])
 
 
 class _Replay:
-    """What a router takes its choices from. ``target``: int16 [tokens, k]; None while nothing is
-    run forward: then it is a recomputation, of the forward passes in their order.
+    """Gives a router its choices. ``target`` holds those of the running forward pass, int16
+    [tokens, k]. While it is None, a pass is a recomputation; recomputations follow the order of the
+    forward passes, whose choices wait in ``again``.
     """
 
     def __init__(self) -> None:
@@ -52,8 +58,8 @@ class _Replay:
         self,
         scores: Tensor,
         topk: int,
-        num_groups: Any,
-        group_topk: Any,
+        num_groups: int | None,
+        group_topk: int | None,
         default: Callable[..., tuple[Tensor, Tensor]],
     ) -> tuple[Tensor, Tensor]:
         """Return the scores [tokens, k] of the experts to take, and their numbers."""
@@ -62,17 +68,17 @@ class _Replay:
             if not self.again:
                 return default(scores, topk, num_groups, group_topk)
             target = self.again.popleft()
-        elif not torch.is_grad_enabled():  # activations are dropped
+        elif not torch.is_grad_enabled():  # activations are dropped, and computed again later
             self.again.append(target)
-        _, own = default(scores, topk, num_groups, group_topk)
-        chosen = torch.where(target < 0, own, target.to(own.dtype))
+        _, default_choice = default(scores, topk, num_groups, group_topk)
+        chosen = torch.where(target < 0, default_choice, target.to(default_choice.dtype))
         return scores.gather(1, chosen), chosen
 
 
 @contextmanager
-def replayed(model: Any, experts: Tensor | None) -> Iterator[None]:
-    """Let the routers of ``model`` take ``experts`` [b, s, layers, k] of this rank's tokens in the
-    forward pass inside.
+def replayed(model: Module, experts: Tensor | None) -> Iterator[None]:
+    """Let the routers of ``model`` choose ``experts`` [b, s, layers, k] for this rank's tokens, in
+    a forward pass inside the context.
     """
     if experts is None:
         yield
@@ -93,15 +99,16 @@ def replayed(model: Any, experts: Tensor | None) -> Iterator[None]:
             router.router_replay.target = None
 
 
-def end_replay(models: Iterable[Any]) -> None:
-    """Leave the routers to themselves. What is only run forward leaves choices that nothing
-    computes again.
+def end_replay(models: Iterable[Module]) -> None:
+    """Let the routers choose for themselves again. This also drops the choices that a forward pass
+    without a backward pass left for a recomputation.
     """
     for router in _routers(models):
         router.router_replay = None
 
 
-def _routers(models: Iterable[Any]) -> Iterator[TopKRouter]:
-    return (
-        module for model in models for module in model.modules() if isinstance(module, TopKRouter)
-    )
+def _routers(models: Iterable[Module]) -> Iterator[TopKRouter]:
+    for model in models:
+        for module in model.modules():
+            if isinstance(module, TopKRouter):
+                yield module

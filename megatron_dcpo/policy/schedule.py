@@ -1,23 +1,25 @@
-"""Forward and backward through Megatron's own schedules, with a loss on the response tokens of each
-micro-batch.
+"""Forward and backward passes through Megatron's own schedules, with a loss on the response tokens
+of each micro-batch.
 
-How the loss is scaled. The token losses carry their global denominators already, so the loss of an
-optimizer step is the plain sum over all tokens of all micro-batches and data-parallel ranks.
-Megatron's schedules divide by ``num_tokens`` and by the number of micro-batches, and DDP averages
-over data- and context-parallel ranks; the closure returns ``num_tokens = 1`` and multiplies the
-other two back (``forward_step_calc_loss`` in ``megatron/core/pipeline_parallel/schedules.py``).
+How the loss is scaled: the losses of the tokens already carry their global denominators, so the
+loss of an optimizer step is the plain sum over all tokens of all micro-batches and data-parallel
+ranks. Megatron's schedules divide by ``num_tokens`` and by the number of micro-batches, and DDP
+averages over data- and context-parallel ranks. The closure returns ``num_tokens = 1`` and
+multiplies by the other two (``forward_step_calc_loss`` in
+``megatron/core/pipeline_parallel/schedules.py``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import Module
 
 from megatron_dcpo.policy.batching import collate, sequence_length
 from megatron_dcpo.policy.context_parallel import gather_over_context_parallel
@@ -32,9 +34,10 @@ from megatron.core.tensor_parallel.mappings import (
     gather_from_sequence_parallel_region,
 )
 
-# -> (contributions of the tokens [n], sums over them; of a part of a micro-batch nobody reads the
-# sums)
+# Returns the contributions of the tokens [n] and statistics, which are sums over the tokens. The
+# statistics of a part of a micro-batch are not read.
 Loss = Callable[[MicroBatch, TokenOutputs], tuple[Tensor, dict[str, Tensor]]]
+Value = TypeVar("Value")
 
 
 def accumulate_gradients(
@@ -47,42 +50,64 @@ def accumulate_gradients(
     packing: bool,
     separable: bool = False,
 ) -> list[dict[str, float]]:
-    """Run one forward-backward over all micro-batches: gradients are left in the DDP buffers,
+    """Run one forward-backward over all micro-batches. The gradients are left in the DDP buffers,
     reduced over ranks.
 
-    ``separable``: a token's contribution depends on its own outputs alone; the loss is then called
-    on parts of a micro-batch as well, and the output layer is passed once, not twice. Returns the
-    statistics of each micro-batch, ``loss`` (the sum of its contributions) among them, on the last
-    pipeline stage, nothing on the others.
+    If the loss is ``separable``, a token's contribution depends on its own outputs alone. The loss
+    is then also called on parts of a micro-batch, and the output layer is passed once, not twice.
+    Returns the statistics of each micro-batch on the last pipeline stage, with ``loss`` (the sum of
+    its contributions) among them, and nothing on the other stages.
     """
-    # What is left of the factor below when the schedule has divided; gradients of a frozen policy's
-    # adapter are sums.
-    upstream = 1 if policy.frozen else policy.topology.dp_size * policy.topology.cp_size
+    # The part of the factor below that remains when the schedule has divided. The gradients of a
+    # frozen policy's adapter are sums over ranks.
+    upstream = 1
+    if not policy.frozen:
+        upstream = policy.topology.dp_size * policy.topology.cp_size
     scale = len(splits) * upstream
 
-    def loss_closure(batch: MicroBatch, output: Any) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    def loss_closure(batch: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor, dict[str, float]]:
         local = batch.local()
-        layer, hidden = _output_layer(policy, local, output, temperature)
+        layer, hidden = _output_layer(
+            policy=policy,
+            batch=local,
+            output=output,
+            temperature=temperature,
+        )
         if separable and hidden.requires_grad:
-            part = lambda rows, outputs: loss(local.part(rows), outputs)[0].sum()  # noqa: E731
-            total, outputs = fused_loss(layer, hidden, local.targets, part, upstream)
-            outputs = _gather_over_context_parallel(policy, batch, outputs)
+
+            def loss_of_rows(rows: slice, outputs: TokenOutputs) -> Tensor:
+                contributions, _ = loss(local.part(rows), outputs)
+                return contributions.sum()
+
+            total, local_outputs = fused_loss(
+                layer=layer,
+                hidden=hidden,
+                targets=local.targets,
+                loss=loss_of_rows,
+                upstream=upstream,
+            )
+            outputs = _gather_over_context_parallel(policy, batch, local_outputs)
             with torch.no_grad():
                 contributions, statistics = loss(batch, outputs)
         else:
-            outputs = _gather_over_context_parallel(
-                policy, batch, token_outputs(layer, hidden, local.targets)
-            )
+            local_outputs = token_outputs(layer, hidden, local.targets)
+            outputs = _gather_over_context_parallel(policy, batch, local_outputs)
             contributions, statistics = loss(batch, outputs)
             total = contributions.sum()
         statistics = {"loss": contributions.detach().sum(), **statistics}
-        values = torch.stack(
-            [value.double() for value in statistics.values()]
-        ).tolist()  # one wait for the device
-        one = torch.ones((), dtype=torch.int, device=hidden.device)
-        return total * scale, one, dict(zip(statistics, values, strict=True))
+        stacked = torch.stack([value.double() for value in statistics.values()])
+        values = stacked.tolist()  # the only wait for the device
+        num_tokens = torch.ones((), dtype=torch.int, device=hidden.device)
+        return total * scale, num_tokens, dict(zip(statistics, values, strict=True))
 
-    return _run(policy, samples, splits, loss_closure, packing, forward_only=False)
+    return _run(
+        policy=policy,
+        samples=samples,
+        splits=splits,
+        closure=loss_closure,
+        packing=packing,
+        forward_only=False,
+    )
 
 
 @torch.no_grad()
@@ -100,27 +125,35 @@ def compute_logprobs(
 
     def collect(batch: MicroBatch, output: Tensor, non_loss_data: bool = True) -> list[np.ndarray]:
         local = batch.local()
-        outputs = token_outputs(*_output_layer(policy, local, output, temperature), local.targets)
+        layer, hidden = _output_layer(
+            policy=policy,
+            batch=local,
+            output=output,
+            temperature=temperature,
+        )
+        outputs = token_outputs(layer, hidden, local.targets)
         logprobs = _gather_over_context_parallel(policy, batch, outputs).logprobs
         counts = [len(sample.response_ids) for sample in batch.samples]
         return [piece.cpu().numpy() for piece in logprobs.split(counts)]
 
-    return _in_order(
-        policy, splits, _run(policy, samples, splits, collect, packing, forward_only=True)
+    by_micro_batch = _run(
+        policy=policy,
+        samples=samples,
+        splits=splits,
+        closure=collect,
+        packing=packing,
+        forward_only=True,
     )
+    by_sample = {}
+    by_micro_batch = broadcast_from_last_stage(policy, by_micro_batch)
+    for indices, pieces in zip(splits, by_micro_batch, strict=True):
+        for index, piece in zip(indices, pieces, strict=True):
+            by_sample[index] = piece
+    return [by_sample[index] for index in range(len(by_sample))]
 
 
-def _in_order(policy: Policy, splits: Sequence[Sequence[int]], parts: list[list[Any]]) -> list[Any]:
-    """Return on every stage what the last stage made of every sample. ``parts``: by micro-batch, as
-    ``splits``.
-    """
-    pairs = zip(splits, broadcast_from_last_stage(policy, parts), strict=True)
-    found = {index: piece for rows, part in pairs for index, piece in zip(rows, part, strict=True)}
-    return [found[index] for index in range(len(found))]
-
-
-def broadcast_from_last_stage(policy: Policy, value: Any) -> Any:
-    """Return ``value`` of the last pipeline stage on every stage."""
+def broadcast_from_last_stage(policy: Policy, value: Value) -> Value:
+    """Return on every pipeline stage the ``value`` of the last one."""
     if policy.topology.pp_size == 1:
         return value
     box = [value]
@@ -138,39 +171,48 @@ def _run(
     packing: bool,
     forward_only: bool,
 ) -> list[Any]:
-    multiple = policy.topology.tp_size if policy.config.sequence_parallel else 1
-    place = policy.topology.cp_rank, policy.topology.cp_size
-    uniform = len(policy.chunks) > 1
-    shapes = partial(
+    """Run Megatron's schedule over the micro-batches. Return what ``closure`` returned for each of
+    them on the last stage, nothing on the other stages.
+    """
+    multiple_of = 1
+    if policy.config.sequence_parallel:
+        multiple_of = policy.topology.tp_size
+    micro_batches = partial(
         collate,
+        samples,
+        splits,
         packing=packing,
-        multiple_of=multiple,
-        uniform=uniform,
+        multiple_of=multiple_of,
+        uniform=len(policy.chunks) > 1,
         for_loss=not forward_only,
-        context_parallel=place,
+        context_parallel=(policy.topology.cp_rank, policy.topology.cp_size),
     )
-    batches = [shapes(samples, splits) for _ in policy.chunks]
+    iterators = [micro_batches() for _ in policy.chunks]
+    options = {}
+    if policy.config.bf16:
+        options = {"fp32_output": False}
     longest = max(map(sequence_length, samples), default=1)
-    found: list[Any] = get_forward_backward_func()(
-        forward_step_func=partial(
-            _forward_step, closure, {"fp32_output": False} if policy.config.bf16 else {}
-        ),
-        data_iterator=batches if len(batches) > 1 else batches[0],
+    results: list[Any] = get_forward_backward_func()(
+        forward_step_func=partial(_forward_step, closure, options),
+        data_iterator=iterators if len(iterators) > 1 else iterators[0],
         model=list(policy.chunks),
         num_microbatches=len(splits),
-        seq_length=longest,  # the schedules only use it when sequence lengths are fixed
+        seq_length=longest,  # the schedules only use it if sequence lengths are fixed
         micro_batch_size=1,
         forward_only=forward_only,
         collect_non_loss_data=forward_only,
     )
     if any(sample.response.experts is not None for sample in samples):
         end_replay(policy.chunks)
-    return found
+    return results
 
 
 def _forward_step(
-    closure: Callable[..., Any], options: dict[str, Any], batches: Iterator[MicroBatch], model: Any
-) -> tuple[Tensor, Any]:
+    closure: Callable[..., Any],
+    options: dict[str, bool],
+    batches: Iterator[MicroBatch],
+    model: Module,
+) -> tuple[Tensor, Callable[..., Any]]:
     batch = next(batches)
     with replayed(model, batch.experts):
         output = model(
@@ -190,27 +232,35 @@ def _gather_over_context_parallel(
     if batch.here is None:
         return outputs
     return gather_over_context_parallel(
-        outputs, batch.here, len(batch.targets), policy.topology.cp_group
+        outputs=outputs,
+        here=batch.here,
+        count=len(batch.targets),
+        group=policy.topology.cp_group,
     )
 
 
 def _output_layer(
     policy: Policy, batch: MicroBatch, output: Tensor, temperature: float
 ) -> tuple[OutputLayer, Tensor]:
-    """Return the output layer, and for it the hidden states [N, h] that score the response tokens.
+    """Return the output layer and the hidden states [N, h] that score the response tokens.
 
-    ``output``: the last stage's hidden states [b, s, h], [b, s / tp, h] under sequence parallelism.
-    Each tensor-parallel rank has the gradient of its own part of the vocabulary; their sum is taken
-    on the way back.
+    ``output`` holds the hidden states of the last stage, [b, s, h], or [b, s / tp, h] under
+    sequence parallelism. Each tensor-parallel rank has the gradient of its own part of the
+    vocabulary; the backward pass sums them.
     """
     group = policy.topology.tp_group
     if policy.config.sequence_parallel:
-        output = gather_from_sequence_parallel_region(
-            output.transpose(0, 1), group=group
-        ).transpose(0, 1)
+        gathered = gather_from_sequence_parallel_region(output.transpose(0, 1), group=group)
+        output = gathered.transpose(0, 1)
     hidden = output.reshape(-1, output.shape[-1]).index_select(0, batch.rows)
     if not policy.config.sequence_parallel:
         hidden = copy_to_tensor_model_parallel_region(hidden, group=group)
-    overlapped = policy.config.no_sync_func is not None
-    size, fp32 = policy.arch.vocab_size, policy.fp32_head
-    return OutputLayer.of(policy.output_weight, size, temperature, group, overlapped, fp32), hidden
+    layer = OutputLayer.of(
+        weight=policy.output_weight,
+        vocab_size=policy.arch.vocab_size,
+        temperature=temperature,
+        group=group,
+        overlapped=policy.config.no_sync_func is not None,
+        fp32=policy.fp32_head,
+    )
+    return layer, hidden

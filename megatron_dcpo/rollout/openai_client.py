@@ -32,7 +32,8 @@ _ROUNDED = (
     1e-3  # servers that compute in half precision report probabilities of slightly more than 1
 )
 # A reply is refused beyond so many bytes of each log-prob, and of everything else.
-_TOKEN_BYTES, _OTHER_BYTES = 1000, 1 << 20
+_TOKEN_BYTES = 1000
+_OTHER_BYTES = 1 << 20
 
 
 class _Request(Protocol):
@@ -73,7 +74,8 @@ class Endpoint:
         for request in requests:
             for repeat in request.repeats:
                 todo.put((request.prompt, repeat))
-        left, stop = todo.qsize(), threading.Event()
+        left = todo.qsize()
+        stop = threading.Event()
         done: queue.SimpleQueue[Response | BaseException] = queue.SimpleQueue()
         for _ in range(min(self.concurrency, left)):
             threading.Thread(target=self._work, args=(todo, done, stop), daemon=True).start()
@@ -94,8 +96,19 @@ class Endpoint:
         """
         path = "/chat/completions" if self.api == "chat" else "/completions"
         tokens = self.sampling.max_tokens * (1 + self.sampling.top_logprobs)
-        read = lambda reply: _response(prompt.prompt_id, repeat, reply["choices"][0], self.api)  # noqa: E731
-        return self._call(path, self._body(prompt, repeat), tokens, read, stop)
+        read = lambda reply: _response(
+            prompt_id=prompt.prompt_id,
+            repeat=repeat,
+            choice=reply["choices"][0],
+            api=self.api,
+        )  # noqa: E731
+        return self._call(
+            path=path,
+            body=self._body(prompt, repeat),
+            tokens=tokens,
+            read=read,
+            stop=stop,
+        )
 
     def _call(
         self,
@@ -175,7 +188,12 @@ def served_model(url: str, api_key: str | None = None, timeout: float = 30.0) ->
     """
     try:
         names = [
-            str(row["id"]) for row in JsonClient(url, api_key, timeout).call("/models")["data"]
+            str(row["id"])
+            for row in JsonClient(
+                url=url,
+                api_key=api_key,
+                timeout=timeout,
+            ).call("/models")["data"]
         ]
     except (HttpError, LookupError, TypeError) as error:
         raise UserError(
@@ -230,8 +248,8 @@ def _response(prompt_id: str, repeat: int, choice: Mapping[str, Any], api: str) 
         map(len, tops), default=0
     )  # servers add the sampled token where it is not among the largest
     return Response(
-        prompt_id,
-        repeat,
+        prompt_id=prompt_id,
+        sample_index=repeat,
         token_ids=np.empty(0, np.int64),
         logprobs=_checked_logprobs(
             [_LOWEST_LOGPROB if value is None else value for value in logprobs], 1
@@ -250,14 +268,14 @@ def _with_reasoning(message: Mapping[str, Any]) -> Any:
     """Return the text of a message, with the thinking that a server's reasoning parser took out of
     it between the tags that the judge knows it by; without an answer it has not ended.
     """
-    text, thinking = (
-        message.get("content") or "",
-        message.get("reasoning_content") or message.get("reasoning"),
-    )
+    text = message.get("content") or ""
+    thinking = message.get("reasoning_content") or message.get("reasoning")
     if not isinstance(thinking, str) or not isinstance(text, str):
         return text
     opening, end = (tag.decode() for tag in KNOWN[0])
-    return f"{opening}{thinking}{end}{text}" if text else f"{opening}{thinking}"
+    if text:
+        return f"{opening}{thinking}{end}{text}"
+    return f"{opening}{thinking}"
 
 
 def _checked_logprobs(values: Sequence[Any], dimensions: int) -> np.ndarray:

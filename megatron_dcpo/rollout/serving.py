@@ -24,7 +24,8 @@ from megatron_dcpo.runtime.device import capabilities, fp32_head
 from megatron_dcpo.runtime.dtypes import dtype_name
 from megatron_dcpo.runtime.http_json import HttpError, JsonClient
 
-_PAUSE_SECONDS, _END_SECONDS = 5.0, 20.0
+_PAUSE_SECONDS = 5.0
+_END_SECONDS = 20.0
 
 
 def server_command(config: Config, engines: int, other: str = "") -> list[str]:
@@ -32,7 +33,8 @@ def server_command(config: Config, engines: int, other: str = "") -> list[str]:
     ``engines`` GPUs, or the ``other`` one with what every server needs to know. Raises
     :class:`UserError`.
     """
-    rollout, model = config.rollout, config.model
+    rollout = config.rollout
+    model = config.model
     if rollout.engine != "server":
         raise UserError(
             f"--engines is for rollout.engine=server, not {rollout.engine}; set it, and "
@@ -74,7 +76,9 @@ class EngineServer:
     def __init__(
         self, command: list[str], endpoint: str, first: int, engines: int, log: Path
     ) -> None:
-        self.command, self.url, self.log = command, endpoint.rstrip("/").removesuffix("/v1"), log
+        self.command = command
+        self.url = endpoint.rstrip("/").removesuffix("/v1")
+        self.log = log
         self.client = JsonClient(self.url, timeout=5.0)
         self.environment = {**os.environ, "VLLM_SERVER_DEV_MODE": "1"}
         self.cores: list[int] = []
@@ -89,7 +93,8 @@ class EngineServer:
                 0, cores[:-engines]
             )  # of this process, and of the ranks that it starts
         self.process: subprocess.Popen[bytes] | None = None
-        self.answers, self.over = threading.Event(), threading.Event()
+        self.answers = threading.Event()
+        self.over = threading.Event()
 
     def __enter__(self) -> EngineServer:
         """Wait until the server answers. Raises :class:`UserError` where it ends before, or another

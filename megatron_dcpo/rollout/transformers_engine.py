@@ -128,10 +128,10 @@ class TransformersEngine(Engine):
         if fp32_head(head_dtype) and head.weight.dtype != torch.float32:
             head.forward = partial(_fp32_logits, head)
         return cls(
-            model.to(current_device()),
-            read_eos_token_ids(Path(model_dir)),
-            max_num_seqs,
-            record_experts,
+            model=model.to(current_device()),
+            eos_token_ids=read_eos_token_ids(Path(model_dir)),
+            max_num_seqs=max_num_seqs,
+            record_experts=record_experts,
         )
 
     def update_weights(self, buckets: Iterable[Sequence[WeightSlice]], version: int) -> None:
@@ -160,7 +160,12 @@ class TransformersEngine(Engine):
         finished, in the order given.
         """
         if partial is not None:
-            yield from self._generate(samples, sampling, step, partial)
+            yield from self._generate(
+                samples=samples,
+                sampling=sampling,
+                step=step,
+                partial=partial,
+            )
             return
         # Similar lengths together: less left padding, and batches that finish together.
         ordered = sorted(samples, key=lambda sample: len(sample[0].token_ids))
@@ -176,15 +181,32 @@ class TransformersEngine(Engine):
         partial: PartialRollout | None = None,
     ) -> Iterator[list[Response]]:
         width = min(sampling.top_logprobs, self.model.config.get_text_config().vocab_size)
-        experts = RecordedExperts(len(samples), sampling.max_tokens) if self._recorder else None
-        batch = _Batch(samples, sampling, step, self.weights_version, partial, width, experts)
+        if self._recorder:
+            experts = RecordedExperts(len(samples), sampling.max_tokens)
+        else:
+            experts = None
+        batch = _Batch(
+            samples=samples,
+            sampling=sampling,
+            step=step,
+            version=self.weights_version,
+            partial=partial,
+            tops=width,
+            experts=experts,
+        )
         eos = torch.tensor(self.eos_token_ids, dtype=torch.int64, device=current_device())
-        slots, waiting = min(self.max_num_seqs, len(samples)), deque(range(len(samples)))
+        slots = min(self.max_num_seqs, len(samples))
+        waiting = deque(range(len(samples)))
         running = _Running.none()
         while waiting or len(running.rows):
             if stop_requested():
                 raise RolloutAbandoned
-            running = self._admit(running, waiting, batch, slots)
+            running = self._admit(
+                running=running,
+                waiting=waiting,
+                batch=batch,
+                slots=slots,
+            )
             rows = running.rows
             token, logprob = sample_token(running.logits, batch.random_of(rows), sampling)
             if sampling.raw_logprobs or sampling.top_logprobs:
@@ -245,7 +267,13 @@ class TransformersEngine(Engine):
             )
         cache.batch_select_indices(rows)
         which = torch.tensor(places, device=current_device())
-        return _Running(which, logits[rows], cache, mask[rows], position[rows])
+        return _Running(
+            rows=which,
+            logits=logits[rows],
+            cache=cache,
+            mask=mask[rows],
+            position=position[rows],
+        )
 
 
 def _fp32_logits(head: Any, hidden: Tensor) -> Tensor:
@@ -267,7 +295,8 @@ def prefill(model: Any, sequences: Sequence[Sequence[int]]) -> tuple[Tensor, Any
     for row, tokens in enumerate(sequences):
         ids[row, width - len(tokens) :] = torch.tensor(tokens)
         mask[row, width - len(tokens) :] = 1
-    ids, mask = ids.to(current_device()), mask.to(current_device())
+    ids = ids.to(current_device())
+    mask = mask.to(current_device())
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     cache = DynamicCache(config=model.config)
     out = model(
@@ -296,18 +325,23 @@ class _Batch:
         tops: int,
         experts: RecordedExperts | None,
     ) -> None:
-        device, longest, total, self.experts = (
-            current_device(),
-            sampling.max_tokens,
-            len(samples),
-            experts,
-        )
-        self.samples, self.sampling, self.step, self.version = samples, sampling, step, version
+        device = current_device()
+        longest = sampling.max_tokens
+        total = len(samples)
+        self.experts = experts
+        self.samples = samples
+        self.sampling = sampling
+        self.step = step
+        self.version = version
         self.begun = [partial.so_far(*sample) if partial else None for sample in samples]
         draws = np.zeros((total, longest))
         for row, ((prompt, index), begun) in enumerate(zip(samples, self.begun, strict=True)):
             draws[row] = uniforms(
-                sampling.seed, begun.step if begun else step, prompt.prompt_id, index, longest
+                seed=sampling.seed,
+                step=begun.step if begun else step,
+                prompt_id=prompt.prompt_id,
+                sample_index=index,
+                count=longest,
             )
         self._random = torch.from_numpy(draws).to(device)
         self._before = [len(begun.token_ids) if begun else 0 for begun in self.begun]
@@ -323,7 +357,9 @@ class _Batch:
     def name(self, place: int) -> Hashable:
         """Return a name that is equal for samples that begin with the same tokens."""
         prompt, index = self.samples[place]
-        return (prompt.prompt_id, index) if self._before[place] else prompt.prompt_id
+        if self._before[place]:
+            return (prompt.prompt_id, index)
+        return prompt.prompt_id
 
     def ids(self, place: int) -> list[int]:
         begun = self.begun[place]
@@ -338,8 +374,10 @@ class _Batch:
 
     def record(self, rows: Tensor, token: Tensor, logprob: Tensor, ends: Tensor) -> Tensor:
         """Note the next token of ``rows``; return which of them are over now, bool [B]."""
-        place, live = self.place(rows), ~self.over[rows]
-        self.tokens[rows, place], self.logprobs[rows, place] = token, logprob
+        place = self.place(rows)
+        live = ~self.over[rows]
+        self.tokens[rows, place] = token
+        self.logprobs[rows, place] = logprob
         self.count[rows] += live
         self.stopped[rows] |= ends & live
         over = live & (ends | (self.count[rows] == self.sampling.max_tokens))
@@ -356,7 +394,8 @@ class _Batch:
         tops = self.tops[rows.cpu(), :longest].numpy()
         found = []
         for place, row in enumerate(rows.tolist()):
-            (prompt, index), part = self.samples[row], slice(self._before[row], lengths[place])
+            (prompt, index) = self.samples[row]
+            part = slice(self._before[row], lengths[place])
             response = Response(
                 prompt_id=prompt.prompt_id,
                 sample_index=index,
@@ -387,7 +426,13 @@ class _Running:
     @classmethod
     def none(cls) -> _Running:
         nothing = torch.zeros(0, dtype=torch.int64, device=current_device())
-        return cls(nothing, nothing, None, nothing, nothing)
+        return cls(
+            rows=nothing,
+            logits=nothing,
+            cache=None,
+            mask=nothing,
+            position=nothing,
+        )
 
     @property
     def can_grow(self) -> bool:
@@ -400,11 +445,9 @@ class _Running:
 
     def keep(self, places: Tensor) -> None:
         self.cache.batch_select_indices(places)
-        self.rows, self.mask, self.position = (
-            self.rows[places],
-            self.mask[places],
-            self.position[places],
-        )
+        self.rows = self.rows[places]
+        self.mask = self.mask[places]
+        self.position = self.position[places]
 
     def step(self, model: Any, token: Tensor) -> None:
         """Sample one more token for every row."""
@@ -435,15 +478,19 @@ class _Running:
             return torch.cat(padded)
 
         for layer, more in zip(self.cache.layers, other.cache.layers, strict=True):
-            layer.keys, layer.values = (
-                both(layer.keys, more.keys, -2),
-                both(layer.values, more.values, -2),
-            )
+            layer.keys = both(layer.keys, more.keys, -2)
+            layer.values = both(layer.values, more.values, -2)
         rows, logits, position = (
             torch.cat([getattr(self, name), getattr(other, name)])
             for name in ("rows", "logits", "position")
         )
-        return _Running(rows, logits, self.cache, both(self.mask, other.mask, 1), position)
+        return _Running(
+            rows=rows,
+            logits=logits,
+            cache=self.cache,
+            mask=both(self.mask, other.mask, 1),
+            position=position,
+        )
 
 
 def sample_token(logits: Tensor, random: Tensor, sampling: SamplingConfig) -> tuple[Tensor, Tensor]:

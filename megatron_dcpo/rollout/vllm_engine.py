@@ -73,7 +73,8 @@ class VllmEngine(Engine):
     """
 
     def __init__(self, model_dir: str | Path, options: VllmOptions) -> None:
-        self.model_dir, self.options = Path(model_dir), options
+        self.model_dir = Path(model_dir)
+        self.options = options
         self.arch = read_architecture(model_dir)
         check_engine(self.arch, options.tensor_model_parallel_size)
         choose_engine("vllm", model_dir)
@@ -113,7 +114,12 @@ class VllmEngine(Engine):
         digests = [b""] * len(samples)
         try:
             with preserve_process_state():
-                for outputs in self._steps(samples, sampling, step, partial):
+                for outputs in self._steps(
+                    samples=samples,
+                    sampling=sampling,
+                    step=step,
+                    partial=partial,
+                ):
                     responses = []
                     for number, completion in outputs:
                         new = self._response(
@@ -145,7 +151,8 @@ class VllmEngine(Engine):
         (None: no token yet). A signal ends it early, but not between the ranks of one engine: they
         would no longer step together.
         """
-        engine, slots = self.llm.llm_engine, min(self.options.at_once, len(samples))
+        engine = self.llm.llm_engine
+        slots = min(self.options.at_once, len(samples))
         unfinished: dict[int, Any] = dict.fromkeys(range(len(samples)))
         for number, (prompt, i) in enumerate(samples):
             begun = partial.so_far(prompt, i) if partial else None
@@ -158,7 +165,14 @@ class VllmEngine(Engine):
             engine.add_request(
                 str(number),
                 tokens,
-                self._params(sampling, step, prompt, i, begun, partial is not None),
+                self._params(
+                    sampling=sampling,
+                    step=step,
+                    prompt=prompt,
+                    index=i,
+                    begun=begun,
+                    partial=partial is not None,
+                ),
             )
         try:
             while engine.has_unfinished_requests():
@@ -201,7 +215,11 @@ class VllmEngine(Engine):
             top_k=sampling.top_k or -1,
             max_tokens=sampling.max_tokens - before,
             seed=request_seed(
-                sampling.seed, begun.step if begun else step, prompt.prompt_id, index, before
+                seed=sampling.seed,
+                step=begun.step if begun else step,
+                prompt_id=prompt.prompt_id,
+                index=index,
+                begun=before,
             ),
             logprobs=sampling.top_logprobs,
             flat_logprobs=True,  # lists of numbers, not an object for each token
@@ -225,7 +243,8 @@ class VllmEngine(Engine):
             raise EngineError(
                 f"{prompt.prompt_id} was sampled by weights {versions}, not {self.weights_version}"
             )
-        ids, why = np.array(completion.token_ids, np.int64), completion.finish_reason
+        ids = np.array(completion.token_ids, np.int64)
+        why = completion.finish_reason
         # of every position the token that was sampled, then the most probable ones, in order
         logprobs = np.array(completion.logprobs.logprobs, np.float32).reshape(
             len(ids), 1 + top_logprobs
@@ -364,7 +383,12 @@ class VllmEngine(Engine):
                 options.max_model_len, self.arch.max_position_embeddings
             )
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        if cache := cache_bytes(self.arch, options, host_memory_available(), ranks):
+        if cache := cache_bytes(
+            arch=self.arch,
+            options=options,
+            available=host_memory_available(),
+            ranks=ranks,
+        ):
             arguments["kv_cache_memory_bytes"] = cache
         if fp32_head(options.head_dtype):
             arguments["hf_overrides"] = {"head_dtype": "float32"} | dict(
@@ -440,7 +464,8 @@ class VllmEngine(Engine):
         name is the same in every job of a machine, and stays behind when a job is killed. Without
         its name it works on, and stands in no one's way.
         """
-        size, rank = self.tensor_model_parallel_size, int(os.environ.get("RANK", "0"))
+        size = self.tensor_model_parallel_size
+        rank = int(os.environ.get("RANK", "0"))
         first = rank - rank % size
         name = f"[{'-'.join(str(r) for r in range(first, first + size))}]-cpushm_{rank % size}"
         for path in Path("/dev/shm").glob(f"*-tp:*-{glob.escape(name)}"):

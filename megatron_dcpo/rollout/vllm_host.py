@@ -107,7 +107,11 @@ def check_engine_arguments(arguments: Mapping[str, Any]) -> None:
 
         known = {field.name for field in fields(EngineArgs)}
     check_passed_on(
-        "rollout.vllm", arguments, _DECIDED, known, "the EngineArgs of the installed vLLM"
+        section="rollout.vllm",
+        options=arguments,
+        decided=_DECIDED,
+        known=known,
+        where="the EngineArgs of the installed vLLM",
     )
 
 
@@ -122,7 +126,8 @@ def cache_bytes(arch: Architecture, options: VllmOptions, available: int, ranks:
     given = options.arguments.get("kv_cache_memory_bytes", 0)
     if given or capabilities().separate_memory:
         return int(given)
-    itemsize, size = dtype_bytes(options.dtype), options.tensor_model_parallel_size
+    itemsize = dtype_bytes(options.dtype)
+    size = options.tensor_model_parallel_size
     longest = min(
         options.max_model_len or arch.max_position_embeddings, arch.max_position_embeddings
     )
@@ -158,10 +163,12 @@ def prepare_environment() -> None:
 @contextlib.contextmanager
 def preserve_process_state() -> Iterator[None]:
     """Put back what vLLM changes in its host: generators, thread count, environment."""
-    python, array = random.getstate(), np.random.get_state()
+    python = random.getstate()
+    array = np.random.get_state()
     cpu = torch.get_rng_state()
     on_device = rng_state()
-    set_num_threads, threads = torch.set_num_threads, torch.get_num_threads()
+    set_num_threads = torch.set_num_threads
+    threads = torch.get_num_threads()
     environment = dict(os.environ)
     try:
         yield

@@ -64,7 +64,10 @@ class SliceOfWhole(Tensor):
         cls, piece: WeightSlice, shape: Sequence[int], keeps: tuple[int, int, int]
     ) -> SliceOfWhole:
         made: SliceOfWhole = wrapper_tensor(cls, shape, piece.values)
-        made.piece, made.keeps, made.window, made.copied = piece, keeps, (0, shape[piece.dim]), [0]
+        made.piece = piece
+        made.keeps = keeps
+        made.window = (0, shape[piece.dim])
+        made.copied = [0]
         return made
 
     @classmethod
@@ -85,13 +88,15 @@ class SliceOfWhole(Tensor):
 
     def _of_shape(self, shape: Sequence[int]) -> SliceOfWhole:
         made = SliceOfWhole(self.piece, shape, self.keeps)
-        made.window, made.copied = self.window, self.copied
+        made.window = self.window
+        made.copied = self.copied
         return made
 
     def _narrowed(
         self, dim: int = 0, start: int | None = None, stop: int | None = None, step: int = 1
     ) -> SliceOfWhole:
-        start, stop = start or 0, min(self.shape[dim] if stop is None else stop, self.shape[dim])
+        start = start or 0
+        stop = min(self.shape[dim] if stop is None else stop, self.shape[dim])
         if (start, stop) != (0, self.shape[dim]) and (dim != self.piece.dim or step != 1):
             raise self._misread(f"narrowed dimension {dim}")
         made = self._of_shape([stop - start if d == dim else n for d, n in enumerate(self.shape)])
@@ -208,11 +213,10 @@ class InProcessTransfer(WeightTransferEngine[_Init, _Update]):
         self.model.load_weights(self._one_by_one(update_info, self._expected))
 
     def finish_weight_update(self) -> None:
-        layers = (
-            [layer for layers in self._expected.layers.values() for layer in layers]
-            if self._expected
-            else []
-        )
+        if self._expected:
+            layers = [layer for layers in self._expected.layers.values() for layer in layers]
+        else:
+            layers = []
         incomplete = sorted({layer.name for layer in layers if layer.missing})
         if incomplete or not layers:
             raise RuntimeError(
@@ -225,14 +229,21 @@ class InProcessTransfer(WeightTransferEngine[_Init, _Update]):
         """Do nothing."""
 
     def _expect(self, arch: Architecture) -> _Expected:
-        size, rank = self.parallel_config.tensor_parallel_size, get_tensor_model_parallel_rank()
-        expected, layers_of = _Expected(), dict[nn.Parameter, list[_Layer]]()
+        size = self.parallel_config.tensor_parallel_size
+        rank = get_tensor_model_parallel_rank()
+        expected = _Expected()
+        layers_of = dict[nn.Parameter, list[_Layer]]()
         for path, module in self.model.named_modules():
             layer = _Layer(path, module)
             for parameter in module.parameters(recurse=False):
                 layers_of.setdefault(parameter, []).append(layer)
         for name, shape in hf_shapes(arch).items():
-            dim, start, stop = expected.slices[name] = engine_slice(arch, name, size, rank)
+            dim, start, stop = expected.slices[name] = engine_slice(
+                arch=arch,
+                name=name,
+                tp=size,
+                rank=rank,
+            )
             expected.layers[name] = layers_of[self.model.get_parameter(self._parameter_name(name))]
             for layer in expected.layers[name]:
                 layer.missing += math.prod(shape) // shape[dim] * (stop - start)

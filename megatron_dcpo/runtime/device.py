@@ -64,9 +64,21 @@ _DEVICE_FAILURES = (
 _NO_MEMORY = ("out of memory", "status_alloc_failed", "the resource allocation failed")
 
 _CPU = Capabilities(
-    False, True, False, False, (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512), 32
+    separate_memory=False,
+    cpu_initialization=True,
+    transformer_engine=False,
+    cuda_graphs=False,
+    attention_head_sizes=(32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512),
+    expert_hidden_multiple=32,
 )
-_GPU = Capabilities(True, False, True, True, None, fp32_products=True)
+_GPU = Capabilities(
+    separate_memory=True,
+    cpu_initialization=False,
+    transformer_engine=True,
+    cuda_graphs=True,
+    attention_head_sizes=None,
+    fp32_products=True,
+)
 
 
 def capabilities() -> Capabilities:
@@ -92,11 +104,9 @@ def fp32_product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> torch.T
 
 def current_device() -> torch.device:
     """Return the device of this process: its own GPU (by ``LOCAL_RANK``), or the CPU."""
-    return (
-        torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-        if has_cuda()
-        else torch.device("cpu")
-    )
+    if has_cuda():
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    return torch.device("cpu")
 
 
 def backend() -> str:
@@ -141,7 +151,9 @@ def to_device(values: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
     other.
     """
     tensor = torch.tensor(values, dtype=dtype)
-    return tensor.pin_memory().to(current_device(), non_blocking=True) if has_cuda() else tensor
+    if has_cuda():
+        return tensor.pin_memory().to(current_device(), non_blocking=True)
+    return tensor
 
 
 def total_memory() -> int:
@@ -256,7 +268,9 @@ def memory_gb() -> dict[str, float]:
 
 def rng_state() -> torch.Tensor:
     """State of the device's generator, on the host."""
-    return torch.cuda.get_rng_state().cpu() if has_cuda() else torch.get_rng_state()
+    if has_cuda():
+        return torch.cuda.get_rng_state().cpu()
+    return torch.get_rng_state()
 
 
 def set_rng_state(state: torch.Tensor) -> None:

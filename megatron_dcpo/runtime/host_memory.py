@@ -59,7 +59,8 @@ class HostCopy:
     """
 
     def __init__(self, like: Tensor) -> None:
-        self.numel, self.dtype = like.numel(), like.dtype
+        self.numel = like.numel()
+        self.dtype = like.dtype
         self._pieces = [pinned(n, self.dtype) for n in self._lengths()]
 
     def fill(self, tensor: Tensor) -> HostCopy:
@@ -77,7 +78,9 @@ class HostCopy:
         return [min(most, self.numel - start) for start in range(0, self.numel, most)]
 
     def _parts(self, tensor: Tensor) -> tuple[Tensor, ...]:
-        return tensor.detach().view(-1).split(self._lengths()) if self.numel else ()
+        if self.numel:
+            return tensor.detach().view(-1).split(self._lengths())
+        return ()
 
 
 class Movable:
@@ -92,7 +95,9 @@ class Movable:
     def __init__(
         self, name: str, tensors: Callable[[], Iterable[Tensor]], constant: bool = False
     ) -> None:
-        self.name, self.constant, self._tensors = name, constant, tensors
+        self.name = name
+        self.constant = constant
+        self._tensors = tensors
         self.away = False
         self._moved: list[tuple[Tensor, int, HostCopy]] = []
         ledger.put(name, sum(t.nbytes for t in self._own()))

@@ -99,7 +99,8 @@ class JsonClient:
                 if not reason:
                     return reply
             except httpx2.HTTPStatusError as error:
-                reason, status = str(error), error.response.status_code
+                reason = str(error)
+                status = error.response.status_code
                 if status not in PASSING:
                     raise HttpError(reason, status) from None
                 after = error.response.headers.get("Retry-After", "").strip()
@@ -126,7 +127,12 @@ class JsonClient:
         headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
         if self.api_key:
             headers["Authorization"] = f"Bearer {self.api_key}"
-        method, data = ("GET", None) if body is None else ("POST", json.dumps(body).encode())
+        if body is None:
+            method = "GET"
+            data = None
+        else:
+            method = "POST"
+            data = json.dumps(body).encode()
         options: dict[str, Any] = {
             "content": data,
             "extensions": {"trace": _end_all_io_at(time.monotonic() + timeout)},
@@ -183,7 +189,8 @@ def _end_all_io_at(deadline: float) -> Callable[[str, dict[str, Any]], None]:
     def hook(event: str, info: dict[str, Any]) -> None:
         if event.endswith((".connect_tcp.complete", ".start_tls.complete")):
             stream = info["return_value"]
-            read, write = stream.read, stream.write
+            read = stream.read
+            write = stream.write
             stream.read = lambda size, timeout=None: read(size, left())
             stream.write = lambda data, timeout=None: [
                 write(data[at : at + _PIECE], left()) for at in range(0, len(data), _PIECE)

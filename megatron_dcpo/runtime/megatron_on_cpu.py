@@ -92,13 +92,12 @@ def _replace_torchs_adam() -> None:
     optimizer: Any = importlib.import_module("megatron.core.optimizer")
     if has_cuda() and not optimizer.USING_PYTORCH_OPTIMIZER:
         return  # a fused one, which runs on CUDA only
-    optimizer.Adam, optimizer.USING_PYTORCH_OPTIMIZER = FusedAdam, False
+    optimizer.Adam = FusedAdam
+    optimizer.USING_PYTORCH_OPTIMIZER = False
     distributed: Any = importlib.import_module("megatron.core.optimizer.distrib_optimizer")
-    distributed.Adam, distributed.HAVE_APEX_OR_TE, distributed.USING_APEX_OPTIMIZER = (
-        FusedAdam,
-        True,
-        True,
-    )
+    distributed.Adam = FusedAdam
+    distributed.HAVE_APEX_OR_TE = True
+    distributed.USING_APEX_OPTIMIZER = True
 
 
 class _InertStream:
@@ -185,7 +184,9 @@ def _patch_megatron() -> None:
 
 def _to_numpy(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
     """Convert to NumPy. Megatron's converts what it moves from the device alone."""
-    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+    if as_numpy and torch.is_tensor(tensor):
+        return tensor.numpy()
+    return tensor
 
 
 def _gather_unequal(gather: Callable[..., Any]) -> Callable[..., Any]:
@@ -319,7 +320,8 @@ class FusedAdam(torch.optim.Optimizer):
 
     def _update(self, group: dict[str, Any], params: list[torch.Tensor]) -> None:
         beta1, beta2 = group["betas"]
-        bias1, bias2 = 1 - beta1 ** group["step"], 1 - beta2 ** group["step"]
+        bias1 = 1 - beta1 ** group["step"]
+        bias2 = 1 - beta2 ** group["step"]
         grads = [p.grad for p in params if p.grad is not None]
         exp_avg = [self.state[p]["exp_avg"] for p in params]
         exp_avg_sq = [self.state[p]["exp_avg_sq"] for p in params]

@@ -85,11 +85,10 @@ def plan_checkpoint(sharded: Any, directory: Path) -> tuple[Any, Any]:
 
     planner = Planner("torch_dist", 1, thread_count=2)  # the default up to 0.16
     # from 0.17 on there are two; the default one is of nvidia-resiliency-ext
-    own = (
-        {"async_strategy": "mcore"}
-        if "async_strategy" in signature(planner.async_save).parameters
-        else {}
-    )
+    if "async_strategy" in signature(planner.async_save).parameters:
+        own = {"async_strategy": "mcore"}
+    else:
+        own = {}
     return planner.async_save(sharded, directory, **own)
 
 

@@ -32,11 +32,10 @@ def load_object(path: str, option: str) -> Any:
     if not place or not name.isidentifier():
         raise UserError(f"{option}={path}: expected file.py:name or package.module:name")
     try:
-        module = (
-            _load_file(Path(place), path, option)
-            if place.endswith(".py")
-            else importlib.import_module(place)
-        )
+        if place.endswith(".py"):
+            module = _load_file(Path(place), path, option)
+        else:
+            module = importlib.import_module(place)
     except UserError:
         raise
     except ModuleNotFoundError as error:

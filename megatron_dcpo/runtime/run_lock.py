@@ -27,7 +27,8 @@ def lock_run_dir(directory: Path, rank: int) -> Iterator[None]:
     Raises :class:`UserError` on every rank when another training holds it, or when it cannot be
     written. On a file system without locks nothing is checked.
     """
-    descriptor, refused = None, None
+    descriptor = None
+    refused = None
     if rank == 0:
         try:
             descriptor = _lock(directory / "lock")

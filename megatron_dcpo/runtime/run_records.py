@@ -11,7 +11,9 @@ from typing import Any
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.runtime.text import read_json_object
 
-CONFIG, RUN, WARNINGS = "config.yaml", "run.json", "warnings.jsonl"
+CONFIG = "config.yaml"
+RUN = "run.json"
+WARNINGS = "warnings.jsonl"
 
 
 def read_launches(directory: Path) -> list[dict[str, Any]]:
@@ -20,14 +22,17 @@ def read_launches(directory: Path) -> list[dict[str, Any]]:
         found = read_json_object(directory / RUN).get("launches")
     except (OSError, UserError):
         return []
-    return [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
+    if isinstance(found, list):
+        return [one for one in found if isinstance(one, dict)]
+    return []
 
 
 def read_warnings(directory: Path) -> list[dict[str, Any]]:
     """Return the warnings of a run: ``step``, ``watcher``, ``text``; a line that a kill cut off is
     left out.
     """
-    path, found = directory / WARNINGS, []
+    path = directory / WARNINGS
+    found = []
     for line in path.read_text().splitlines() if path.is_file() else ():
         try:
             warning = json.loads(line)

@@ -69,7 +69,8 @@ def request_stop(number: int) -> None:
     """Stop as if ``number`` had been received: how one rank's signal reaches the others."""
     global _stopping, _first_at
     if _stopping is None:
-        _stopping, _first_at = number, time.monotonic()
+        _stopping = number
+        _first_at = time.monotonic()
 
 
 def ignore_signals() -> None:

@@ -74,7 +74,10 @@ def read_json_object(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise UserError(f"{path}: {error.strerror or error}") from None
     except ValueError as error:
-        line = f":{error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
+        if isinstance(error, json.JSONDecodeError):
+            line = f":{error.lineno}"
+        else:
+            line = ""
         raise UserError(f"{path}{line}: not valid JSON ({getattr(error, 'msg', error)})") from None
     if not isinstance(value, dict):
         raise UserError(f"{path}: not a JSON object but {type(value).__name__}")

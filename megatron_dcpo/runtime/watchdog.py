@@ -78,10 +78,15 @@ class Watchdog:
     def __init__(
         self, directory: Path, rank: int, world_size: int, budget: float = PHASE_WARNING_SECONDS
     ) -> None:
-        self.directory, self.rank, self.world_size = directory, rank, world_size
+        self.directory = directory
+        self.rank = rank
+        self.world_size = world_size
         self.budget = budget
         self._main = threading.get_ident()
-        self._step, self._phase, self._since, self._count = 0, "setup", time.time(), 0
+        self._step = 0
+        self._phase = "setup"
+        self._since = time.time()
+        self._count = 0
         self._warned_at = 0.0
         self._over = threading.Event()
         self._heard: dict[int, tuple[int, float]] = {}  # rank -> (count, when it changed)
@@ -109,7 +114,10 @@ class Watchdog:
 
     def enter(self, phase: str, step: int) -> None:
         """Note that the main thread begins ``phase`` of ``step``."""
-        self._phase, self._step, self._since, self._warned_at = phase, step, time.time(), 0.0
+        self._phase = phase
+        self._step = step
+        self._since = time.time()
+        self._warned_at = 0.0
         self._write()
 
     def finish(self, clean_exit: bool = True) -> None:
@@ -206,7 +214,10 @@ class Watchdog:
         silent = []
         for rank, beat in self._beats.items():
             count, since = self._heard.get(rank, (-1, now))
-            self._heard[rank] = (count, since) if count == beat.count else (beat.count, now)
+            if count == beat.count:
+                self._heard[rank] = (count, since)
+            else:
+                self._heard[rank] = (beat.count, now)
             # Reading a large model from a slow disk may hold up every thread of a process for long.
             patience = LOST_AFTER_SECONDS * (_SETUP_PATIENCE if beat.phase == "setup" else 1)
             if now - self._heard[rank][1] > patience and beat.phase != _DONE and rank != self.rank:
@@ -257,14 +268,14 @@ class Watchdog:
         self._count += 1
         where = _place_in_code(self._main)
         beat = Heartbeat(
-            self.rank,
-            socket.gethostname(),
-            os.getpid(),
-            self._step,
-            self._phase,
-            self._since,
-            where,
-            self._count,
+            rank=self.rank,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            step=self._step,
+            phase=self._phase,
+            since=self._since,
+            where=where,
+            count=self._count,
         )
         return json.dumps(asdict(beat))
 
@@ -282,7 +293,10 @@ class Watchdog:
             write_atomically(path, self._note() + "\n")
 
     def _out_of_contact(self) -> str:
-        last = f"; the first rank was {self._beats[0]}" if 0 in self._beats else ""
+        if 0 in self._beats:
+            last = f"; the first rank was {self._beats[0]}"
+        else:
+            last = ""
         return (
             f"the job's store at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')} "
             "does not answer: its "
@@ -306,12 +320,14 @@ class Timers:
     """
 
     def __init__(self, watch: Watchdog | None) -> None:
-        self.watch, self.step = watch, 0
+        self.watch = watch
+        self.step = 0
         self.seconds: dict[str, float] = {}
         self.memory: dict[str, float] = {}
 
     def clear(self) -> None:
-        self.seconds, self.memory = {}, {}
+        self.seconds = {}
+        self.memory = {}
 
     @contextlib.contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
@@ -345,7 +361,10 @@ def _places(beats: Iterable[Heartbeat]) -> str:
         ranks.setdefault(f"{beat.phase} of step {beat.step} at {beat.where}", []).append(beat.rank)
     shown = []
     for place, members in list(ranks.items())[:_SHOWN]:
-        more = f" and {len(members) - _SHOWN} more" if len(members) > _SHOWN else ""
+        if len(members) > _SHOWN:
+            more = f" and {len(members) - _SHOWN} more"
+        else:
+            more = ""
         shown.append(f"rank {', '.join(map(str, members[:_SHOWN]))}{more}: {place}")
     return "; ".join(shown)
 

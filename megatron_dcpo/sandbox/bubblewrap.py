@@ -85,9 +85,9 @@ def stdlib() -> str:
 def site_packages() -> str:
     """Return where NumPy is installed; programs see ``PACKAGES`` of it only."""
     spec = util.find_spec("numpy")
-    return (
-        str(Path(spec.origin).parents[1]) if spec and spec.origin else sysconfig.get_path("purelib")
-    )
+    if spec and spec.origin:
+        return str(Path(spec.origin).parents[1])
+    return sysconfig.get_path("purelib")
 
 
 def _extra_libraries() -> list[str]:
@@ -97,7 +97,9 @@ def _extra_libraries() -> list[str]:
     name = os.path.join(
         sysconfig.get_config_var("LIBDIR") or "", sysconfig.get_config_var("LDLIBRARY") or "-"
     )
-    return [os.path.realpath(name)] if name.endswith(".so") and os.path.isfile(name) else []
+    if name.endswith(".so") and os.path.isfile(name):
+        return [os.path.realpath(name)]
+    return []
 
 
 def _reachable(path: str) -> bool:

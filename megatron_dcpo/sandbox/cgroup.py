@@ -55,7 +55,8 @@ class ControlGroups:
     """
 
     def __init__(self, limits: Mapping[str, str], folder: Path | None) -> None:
-        self.limits, self.folder = dict(limits), folder
+        self.limits = dict(limits)
+        self.folder = folder
 
     @contextlib.contextmanager
     def group(self) -> Iterator[Group]:

@@ -48,7 +48,8 @@ from megatron_dcpo.sandbox.tests import (
 __all__ = ["CATEGORIES", "CodeLimits", "CodePool", "CodeVerdict", "judge_programs"]
 
 ATTEMPTS = 3  # of a program whose sandbox died
-_SIGXCPU, _SIGKILL = -24, -9
+_SIGXCPU = -24
+_SIGKILL = -9
 
 
 def judge_programs(
@@ -107,7 +108,11 @@ class CodePool:
         future: Future[CodeVerdict] = Future()
         if program is None or not program.strip():
             future.set_result(
-                CodeVerdict(0, "no_program", "no complete fenced program before the confidence")
+                CodeVerdict(
+                    correct=0,
+                    category="no_program",
+                    detail="no complete fenced program before the confidence",
+                )
             )
             return future
         with self._lock:
@@ -115,7 +120,13 @@ class CodePool:
                 self._started = True
                 for thread in self._threads:
                     thread.start()
-        self._jobs.put(_Job(program, checked, future))
+        self._jobs.put(
+            _Job(
+                program=program,
+                tests=checked,
+                future=future,
+            )
+        )
         return future
 
     def close(self) -> None:
@@ -157,7 +168,8 @@ class SandboxSession:
     """A warm server for programs and, when a task needs it, one for tests. Not thread-safe."""
 
     def __init__(self, level: Level, limits: CodeLimits) -> None:
-        self.level, self.limits = level, limits
+        self.level = level
+        self.limits = limits
         self.servers: dict[Role, Server] = {}
         # Files in memory count for the group of the process that writes them.
         memory = limits.memory_mb + limits.scratch_mb + 2 * limits.output_mb
@@ -181,7 +193,10 @@ class SandboxSession:
         """Return the verdict on ``program``; judged again, in a new sandbox, when the sandbox died,
         within the program's whole time.
         """
-        judge = self._by_output if tests["kind"] == "stdin" else self._by_calls
+        if tests["kind"] == "stdin":
+            judge = self._by_output
+        else:
+            judge = self._by_calls
         deadline = time.monotonic() + self.limits.program_seconds
         for attempt in range(1, ATTEMPTS + 1):
             try:
@@ -191,7 +206,9 @@ class SandboxSession:
                 self.discard()
                 if attempt == ATTEMPTS or not remaining(deadline):
                     return CodeVerdict(
-                        0, "runtime_error", f"the sandbox died, attempt {attempt}: {error}"
+                        correct=0,
+                        category="runtime_error",
+                        detail=f"the sandbox died, attempt {attempt}: {error}",
                     )
         raise AssertionError("unreachable")
 
@@ -215,14 +232,22 @@ class SandboxSession:
                     with self.groups.group() as group:
                         start_run(channel, wall, stdin, out, err, group=group.entry)
                         category, detail = self._category(
-                            end_of_run(channel, wall), out, err, group.exceeded()
+                            ending=end_of_run(channel, wall),
+                            out=out,
+                            err=err,
+                            exceeded=group.exceeded(),
                         )
                     if category == "passed":
                         output = os.pread(out, self.limits.output_mb << 20, 0)
                         if not same_output(output, expected, tests["atol"]):
-                            category, detail = "wrong", "another output than expected"
+                            category = "wrong"
+                            detail = "another output than expected"
                 if category != "passed":
-                    return CodeVerdict(0, category, f"case {place}: {detail}")
+                    return CodeVerdict(
+                        correct=0,
+                        category=category,
+                        detail=f"case {place}: {detail}",
+                    )
         return CodeVerdict(1, "passed")
 
     def _by_calls(self, program: str, tests: dict[str, Any], deadline: float) -> CodeVerdict:
@@ -246,23 +271,44 @@ class SandboxSession:
             )
             checker = self.server("checker")
             verdict = stack.enter_context(
-                running_tests(checker, limits, tests, checker_end.fileno())
+                running_tests(
+                    server=checker,
+                    limits=limits,
+                    tests=tests,
+                    pipe=checker_end.fileno(),
+                )
             )
             program_end.close()
             checker_end.close()
             report = verdict()
             if report["category"] != "gone":
                 return CodeVerdict(
-                    int(report["category"] == "passed"), report["category"], report["detail"]
+                    correct=int(report["category"] == "passed"),
+                    category=report["category"],
+                    detail=report["detail"],
                 )
             try:
                 ending = end_of_run(channel, 2.0, grace=0.0)
             except TimeoutError:
-                return CodeVerdict(0, "runtime_error", "the program closed the pipe of its tests")
-            category, detail = self._category(ending, out, err, group.exceeded())
+                return CodeVerdict(
+                    correct=0,
+                    category="runtime_error",
+                    detail="the program closed the pipe of its tests",
+                )
+            category, detail = self._category(
+                ending=ending,
+                out=out,
+                err=err,
+                exceeded=group.exceeded(),
+            )
             if category == "passed":
-                category, detail = "runtime_error", "the program ended before its tests were done"
-            return CodeVerdict(0, category, detail)
+                category = "runtime_error"
+                detail = "the program ended before its tests were done"
+            return CodeVerdict(
+                correct=0,
+                category=category,
+                detail=detail,
+            )
 
     def _category(self, ending: Ending, out: int, err: int, exceeded: bool) -> tuple[Category, str]:
         """Return the category of an ended process; ``passed`` when it ended by itself, with status

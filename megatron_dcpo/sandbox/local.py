@@ -142,11 +142,17 @@ class Server:
     """
 
     def __init__(self, level: Level, role: Role = "program") -> None:
-        self.level, self.role = level, role
+        self.level = level
+        self.role = role
         self.control, server_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         sources, boot = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         with server_end, boot, sources:
-            self.process = _popen(level, role, server_end, boot)
+            self.process = _popen(
+                level=level,
+                role=role,
+                control=server_end,
+                boot=boot,
+            )
             boot.close()
             server_end.close()
             try:

@@ -43,7 +43,17 @@ def checked_tests(tests: Any, where: str = "tests") -> dict[str, Any]:
         raise UserError(
             f"{where}: kind of tests {kind!r} is unknown; it must be one of {', '.join(KINDS)}"
         )
-    setup = _text(tests, "setup", where, "") or _text(tests, "prompt_prefix", where, "")
+    setup = _text(
+        row=tests,
+        name="setup",
+        where=where,
+        default="",
+    ) or _text(
+        row=tests,
+        name="prompt_prefix",
+        where=where,
+        default="",
+    )
     known: dict[str, Any] = {"kind": kind, "setup": setup}
     if kind == "stdin":
         cases = _cases(tests, where)
@@ -96,7 +106,8 @@ def _function_cases(cases: list[Mapping[str, Any]], where: str) -> dict[str, Any
     encoder = Encoder((), None)
     encoded = []
     for place, case in enumerate(cases, start=1):
-        args, kwargs = case.get("args", []), case.get("kwargs") or {}
+        args = case.get("args", [])
+        kwargs = case.get("kwargs") or {}
         if (
             not isinstance(args, list | tuple)
             or not isinstance(kwargs, Mapping)
@@ -129,7 +140,10 @@ def _text(row: Mapping[str, Any], name: str, where: str, default: str | None = N
     if value is None and default is not None:
         return default
     if not isinstance(value, str):
-        problem = "is missing" if name not in row else f"must be text, got {type(value).__name__}"
+        if name not in row:
+            problem = "is missing"
+        else:
+            problem = f"must be text, got {type(value).__name__}"
         raise UserError(f"{where}: {name} {problem}")
     return value
 

@@ -25,7 +25,8 @@ from megatron_dcpo.evaluation.facts import seconds_left
 from megatron_dcpo.evaluation.heldout import named_sources
 from megatron_dcpo.evaluation.samples import Sample, write_samples
 from megatron_dcpo.objectives import find_method
-from megatron_dcpo.planning.plan import Machine, make_plan
+from megatron_dcpo.planning.machine import Machine
+from megatron_dcpo.planning.plan import make_plan
 from megatron_dcpo.policy.model import Policy
 from megatron_dcpo.runtime.device import capabilities
 from megatron_dcpo.runtime.distributed import Collectives, Topology, broadcast_object

@@ -65,7 +65,11 @@ class _Traits:
 
 ARCHITECTURES: dict[str, _Traits] = {
     "Qwen3ForCausalLM": _Traits("qwen3", qk_layernorm=True),
-    "Qwen3MoeForCausalLM": _Traits("qwen3_moe", qk_layernorm=True, experts=True),
+    "Qwen3MoeForCausalLM": _Traits(
+        name="qwen3_moe",
+        qk_layernorm=True,
+        experts=True,
+    ),
     "LlamaForCausalLM": _Traits("llama"),
     "Qwen2ForCausalLM": _Traits("qwen2", qkv_bias=True),
 }
@@ -164,7 +168,10 @@ def _experts(config: dict[str, Any], source: str) -> dict[str, Any]:
                 "experts alone"
             )
     # transformers 5 writes num_local_experts, the checkpoints on the hub have num_experts
-    number = config["num_experts"] if "num_experts" in config else config["num_local_experts"]
+    if "num_experts" in config:
+        number = config["num_experts"]
+    else:
+        number = config["num_local_experts"]
     chosen = config["num_experts_per_tok"]
     if chosen > number:
         raise UserError(f"{source}: num_experts_per_tok={chosen} is more than the {number} experts")
@@ -183,8 +190,8 @@ def _rope(config: dict[str, Any], source: str) -> tuple[float, RopeScaling | Non
     if kind != "llama3":
         raise UserError(f"{source}: rope type {kind!r} is not supported; known: default, llama3")
     return base, RopeScaling(
-        float(rope["factor"]),
-        float(rope["low_freq_factor"]),
-        float(rope["high_freq_factor"]),
-        int(rope["original_max_position_embeddings"]),
+        factor=float(rope["factor"]),
+        low_freq_factor=float(rope["low_freq_factor"]),
+        high_freq_factor=float(rope["high_freq_factor"]),
+        original_max_position_embeddings=int(rope["original_max_position_embeddings"]),
     )

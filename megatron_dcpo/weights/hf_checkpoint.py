@@ -68,8 +68,10 @@ class HFReader:
             file = safe_open(str(path), framework="pt")
             for name in file.keys():  # noqa: SIM118 - not a mapping
                 self._found.add(name)
-                header, get = file.get_slice(name), partial(file.get_slice, name)
-                shape, dtype = tuple(header.get_shape()), FROM_SAFETENSORS[header.get_dtype()]
+                header = file.get_slice(name)
+                get = partial(file.get_slice, name)
+                shape = tuple(header.get_shape())
+                dtype = FROM_SAFETENSORS[header.get_dtype()]
                 places = expert_places(name, shape)
                 parts = {part: (place[2], shape[2]) for part, place in places.items()} or {
                     name: shape
@@ -125,7 +127,10 @@ class _OneExpert:
     """
 
     def __init__(self, whole: Callable[[], Any], expert: int, first: int, rows: int) -> None:
-        self.whole, self.expert, self.first, self.rows = whole(), expert, first, rows
+        self.whole = whole()
+        self.expert = expert
+        self.first = first
+        self.rows = rows
 
     def __getitem__(self, index: slice | tuple[slice, ...]) -> torch.Tensor:
         rows, *columns = index if isinstance(index, tuple) else (index,)
@@ -162,11 +167,10 @@ def load_into(
         parameters[name].zero_()
     for copy in copies:
         source = reader.slice(copy.hf)
-        values = (
-            source[copy.hf_start : copy.hf_stop]
-            if copy.dim == 0
-            else source[:, copy.hf_start : copy.hf_stop]
-        )
+        if copy.dim == 0:
+            values = source[copy.hf_start : copy.hf_stop]
+        else:
+            values = source[:, copy.hf_start : copy.hf_stop]
         loaded = parameters[copy.megatron].narrow(copy.dim, copy.start, copy.length).copy_(values)
         if not loaded.is_meta and not torch.isfinite(loaded).all():
             file = reader.model_dir / read_weight_map(reader.model_dir).get(copy.hf, SINGLE_FILE)
@@ -226,7 +230,8 @@ def plan_shards(specs: Specs, files: Mapping[str, str]) -> list[Shard]:
         for name in sorted(
             (n for n in specs if files[n] == file), key=lambda n: (-dtype_bytes(specs[n][1]), n)
         ):
-            start, end = end, end + _nbytes(specs[name])
+            start = end
+            end = end + _nbytes(specs[name])
             shape, dtype = specs[name]
             header[name] = {
                 "dtype": SAFETENSORS_CODES[dtype],
@@ -241,7 +246,14 @@ def plan_shards(specs: Specs, files: Mapping[str, str]) -> list[Shard]:
             for name in header
             if name != "__metadata__"
         }
-        shards.append(Shard(file, len(text).to_bytes(8, "little") + text, offsets, data + end))
+        shards.append(
+            Shard(
+                file=file,
+                header=len(text).to_bytes(8, "little") + text,
+                offsets=offsets,
+                nbytes=data + end,
+            )
+        )
     return shards
 
 
@@ -265,7 +277,8 @@ def write_checkpoint(
     that is renamed when complete. Everything that is not weights (config, tokenizer, templates) is
     taken from ``source_dir``.
     """
-    shapes, name = hf_shapes(arch), name_of(dtype)
+    shapes = hf_shapes(arch)
+    name = name_of(dtype)
     specs = {key: (shape, name) for key, shape in shapes.items()}
     shards = plan_shards(specs, assign_files(specs, max_bytes))
     parts = (
@@ -304,7 +317,8 @@ def tensors_on_disk(
     Raises :class:`OSError` when the disk has no room for them. On the disk when the block ends.
     """
     shards = plan_shards(specs, assign_files(specs, max_bytes))
-    tensors, maps = {}, []
+    tensors = {}
+    maps = []
     for shard in shards:
         with (out / shard.file).open("w+b") as file:
             file.write(shard.header)

@@ -55,15 +55,21 @@ class Layout:
         """
         expert = place // self.expert_tensor % self.expert_model_parallel_size
         tensor = place % self.tensor_model_parallel_size
-        return Coordinates(tensor, pipeline, virtual, expert, place % self.expert_tensor)
+        return Coordinates(
+            tensor=tensor,
+            pipeline=pipeline,
+            virtual=virtual,
+            expert=expert,
+            expert_tensor=place % self.expert_tensor,
+        )
 
     @classmethod
     def of(cls, parallel: ParallelConfig, transformer_engine: bool = False) -> Layout:
         """Return the layout of a run's configuration."""
         return cls(
-            parallel.tensor_model_parallel_size,
-            parallel.pipeline_model_parallel_size,
-            parallel.virtual_pipeline_model_parallel_size,
+            tensor_model_parallel_size=parallel.tensor_model_parallel_size,
+            pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+            virtual_pipeline_model_parallel_size=parallel.virtual_pipeline_model_parallel_size,
             transformer_engine=transformer_engine,
             **{option: getattr(parallel, option) for option in (*UNEVEN_PIPELINE, *EXPERTS)},
         )

@@ -31,7 +31,8 @@ class LowRank:
 
     def part(self, dim: int, start: int, stop: int) -> Tensor:
         """Return scale * B A between two indices of dimension ``dim``."""
-        A, B = self.A.detach(), self.B.detach()
+        A = self.A.detach()
+        B = self.B.detach()
         product = B[start:stop] @ A if dim == 0 else B @ A[:, start:stop]
         return product.mul_(self.scale)
 

@@ -26,7 +26,10 @@ def chunk_layers(num_layers: int, layout: Layout) -> tuple[range, ...]:
     """
     stages = layout.pipeline_model_parallel_size * layout.virtual_pipeline_model_parallel_size
     given = layout.pipeline_model_parallel_layout
-    counts = _computed(num_layers, layout) if given is None else _written(num_layers, given, stages)
+    if given is None:
+        counts = _computed(num_layers, layout)
+    else:
+        counts = _written(num_layers, given, stages)
     if min(counts) < 1:
         raise UserError(
             f"parallel: the pipeline's {stages} stage(s), virtual ones counted, would have "
@@ -40,7 +43,8 @@ def chunk_layers(num_layers: int, layout: Layout) -> tuple[range, ...]:
 
 def layers_per_stage(num_layers: int, layout: Layout) -> tuple[int, ...]:
     """Return the number of layers of every pipeline stage, all its chunks together."""
-    pp, chunks = layout.pipeline_model_parallel_size, chunk_layers(num_layers, layout)
+    pp = layout.pipeline_model_parallel_size
+    chunks = chunk_layers(num_layers, layout)
     return tuple(sum(map(len, chunks[stage::pp])) for stage in range(pp))
 
 
@@ -68,26 +72,25 @@ def _computed(num_layers: int, layout: Layout) -> list[int]:
     """Return the layers of each chunk: equal, but for the stages that have a number of their own,
     and less a layer where the embedding or the output layer counts as one.
     """
-    pp, vp = layout.pipeline_model_parallel_size, layout.virtual_pipeline_model_parallel_size
-    embedding, loss = (
-        layout.account_for_embedding_in_pipeline_split,
-        layout.account_for_loss_in_pipeline_split,
-    )
+    pp = layout.pipeline_model_parallel_size
+    vp = layout.virtual_pipeline_model_parallel_size
+    embedding = layout.account_for_embedding_in_pipeline_split
+    loss = layout.account_for_loss_in_pipeline_split
     ends = {
         0: layout.num_layers_in_first_pipeline_stage,
         pp - 1: layout.num_layers_in_last_pipeline_stage,
     }
     own = {stage: layers for stage, layers in ends.items() if layers}
-    left, others = num_layers + embedding + loss - sum(own.values()), pp - len(own)
+    left = num_layers + embedding + loss - sum(own.values())
+    others = pp - len(own)
     middle = left // max(others, 1)
     counts = [own.get(stage, middle) for stage in range(pp)]
     if left < 0 or left != middle * others or any(layers % vp for layers in counts):
         what = f"{num_layers} layers" + " and what counts as one" * (embedding or loss)
-        less = (
-            f" less {' and '.join(map(str, own.values()))} of the first or last stage"
-            if own
-            else ""
-        )
+        if own:
+            less = f" less {' and '.join(map(str, own.values()))} of the first or last stage"
+        else:
+            less = ""
         raise UserError(
             f"parallel.pipeline_model_parallel_size={pp} (x virtual stages = {pp * vp}) does not "
             "divide the model's "

@@ -104,7 +104,8 @@ def check_options(
 
 def check_layout(arch: Architecture, layout: Layout) -> None:
     """Raise :class:`UserError` for a layout that does not divide the model."""
-    tp, pp = layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size
+    tp = layout.tensor_model_parallel_size
+    pp = layout.pipeline_model_parallel_size
     _check_experts(arch, layout)
     for what, size in (
         ("attention heads", arch.num_attention_heads),
@@ -126,11 +127,9 @@ def check_layout(arch: Architecture, layout: Layout) -> None:
 
 
 def _check_experts(arch: Architecture, layout: Layout) -> None:
-    tp, ep, etp = (
-        layout.tensor_model_parallel_size,
-        layout.expert_model_parallel_size,
-        layout.expert_tensor,
-    )
+    tp = layout.tensor_model_parallel_size
+    ep = layout.expert_model_parallel_size
+    etp = layout.expert_tensor
     named = f"parallel.expert_model_parallel_size={ep}"
     for refused, why in (
         (
@@ -166,10 +165,8 @@ def _check_experts(arch: Architecture, layout: Layout) -> None:
 def plan(arch: Architecture, layout: Layout, at: Coordinates) -> tuple[Copy, ...]:
     """Return all copies of the model chunk at ``at``, in parameter order. Deterministic; cached."""
     check_layout(arch, layout)
-    dense, expert = (
-        (layout.tensor_model_parallel_size, at.tensor),
-        (layout.expert_tensor, at.expert_tensor),
-    )
+    dense = (layout.tensor_model_parallel_size, at.tensor)
+    expert = (layout.expert_tensor, at.expert_tensor)
     return tuple(
         copy
         for row, primary, of_expert in _chunk_rows(arch, layout, at)
@@ -207,14 +204,19 @@ def _chunk_rows(
     """Yield the rows of one model chunk with the global numbers filled in on the Hugging Face side;
     whether they are primary, and an expert's.
     """
-    pp, vp = layout.pipeline_model_parallel_size, layout.virtual_pipeline_model_parallel_size
-    first, last = at.pipeline == at.virtual == 0, at.pipeline == pp - 1 and at.virtual == vp - 1
+    pp = layout.pipeline_model_parallel_size
+    vp = layout.virtual_pipeline_model_parallel_size
+    first = at.pipeline == at.virtual == 0
+    last = at.pipeline == pp - 1 and at.virtual == vp - 1
     layers = chunk_layers(arch.num_layers, layout)[at.virtual * pp + at.pipeline]
     if first:
         yield EMBEDDING_ROW, True, False
     for local, layer in enumerate(layers):
         for row in layer_rows(arch):
-            named = transformer_engine_row(arch, row) if layout.transformer_engine else row
+            if layout.transformer_engine:
+                named = transformer_engine_row(arch, row)
+            else:
+                named = row
             experts = experts_of(arch, row)
             if row.of_expert:
                 number = len(experts) // layout.expert_model_parallel_size
@@ -237,23 +239,62 @@ def _copies(
     """
     shapes = hf_shapes(arch)
     if row.interleaving == "replicated":
-        yield Copy(row.hf[0], 0, shapes[row.hf[0]][0], row.megatron, 0, 0, primary and rank == 0)
+        yield Copy(
+            hf=row.hf[0],
+            hf_start=0,
+            hf_stop=shapes[row.hf[0]][0],
+            megatron=row.megatron,
+            start=0,
+            dim=0,
+            primary=primary and rank == 0,
+        )
         return
     if row.interleaving in ("column", "row"):
         dim = 0 if row.interleaving == "column" else 1
         size = shapes[row.hf[0]][dim] // tp
-        yield Copy(row.hf[0], rank * size, (rank + 1) * size, row.megatron, 0, dim, primary)
+        yield Copy(
+            hf=row.hf[0],
+            hf_start=rank * size,
+            hf_stop=(rank + 1) * size,
+            megatron=row.megatron,
+            start=0,
+            dim=dim,
+            primary=primary,
+        )
     elif row.interleaving == "vocab":
         size = padded_vocab_size(arch, layout) // tp
-        start, stop = rank * size, min((rank + 1) * size, arch.vocab_size)
+        start = rank * size
+        stop = min((rank + 1) * size, arch.vocab_size)
         if start < stop:
-            yield Copy(row.hf[0], start, stop, row.megatron, 0, 0, primary)
+            yield Copy(
+                hf=row.hf[0],
+                hf_start=start,
+                hf_stop=stop,
+                megatron=row.megatron,
+                start=0,
+                dim=0,
+                primary=primary,
+            )
     elif row.interleaving == "gate_up":
         size = shapes[row.hf[0]][0] // tp
         for half, name in enumerate(row.hf):
-            yield Copy(name, rank * size, (rank + 1) * size, row.megatron, half * size, 0, primary)
+            yield Copy(
+                hf=name,
+                hf_start=rank * size,
+                hf_stop=(rank + 1) * size,
+                megatron=row.megatron,
+                start=half * size,
+                dim=0,
+                primary=primary,
+            )
     else:
-        yield from _qkv_copies(arch, tp, rank, row, primary)
+        yield from _qkv_copies(
+            arch=arch,
+            tp=tp,
+            rank=rank,
+            row=row,
+            primary=primary,
+        )
 
 
 def _qkv_copies(arch: Architecture, tp: int, rank: int, row: Row, primary: bool) -> Iterator[Copy]:
@@ -264,12 +305,19 @@ def _qkv_copies(arch: Architecture, tp: int, rank: int, row: Row, primary: bool)
     queries = arch.num_attention_heads // arch.num_query_groups * d
     groups = arch.num_query_groups // tp
     for local in range(groups):
-        group, start = rank * groups + local, local * (queries + 2 * d)
+        group = rank * groups + local
+        start = local * (queries + 2 * d)
         for name, size, offset in zip(
             row.hf, (queries, d, d), (0, queries, queries + d), strict=True
         ):
             yield Copy(
-                name, group * size, (group + 1) * size, row.megatron, start + offset, 0, primary
+                hf=name,
+                hf_start=group * size,
+                hf_stop=(group + 1) * size,
+                megatron=row.megatron,
+                start=start + offset,
+                dim=0,
+                primary=primary,
             )
 
 

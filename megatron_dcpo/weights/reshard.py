@@ -81,15 +81,15 @@ def plan_for(
     topology = policy.topology
     itemsize = next(iter(policy.parameters(0).values())).element_size()
     return reshard_plan(
-        policy.arch,
-        policy.layout,
-        engine_tensor_model_parallel_size,
-        topology.replicas,
-        bucket_bytes,
-        itemsize,
-        names,
-        topology.replica,
-        policy.merged,
+        arch=policy.arch,
+        layout=policy.layout,
+        engine_tensor_model_parallel_size=engine_tensor_model_parallel_size,
+        replicas=topology.replicas,
+        bucket_bytes=bucket_bytes,
+        itemsize=itemsize,
+        only=names,
+        replica=topology.replica,
+        merged=policy.merged,
     )
 
 
@@ -103,13 +103,22 @@ def export_buckets(
     cannot be taken (as ``contextlib.closing`` does): the other ranks then stop as well. Raises
     :class:`SynchronizationError` when another rank did, or does not answer.
     """
-    local, traffic = _Local(policy), traffic if traffic is not None else Traffic()
-    dtype, device = local.dtype, current_device()
+    local = _Local(policy)
+    traffic = traffic if traffic is not None else Traffic()
+    dtype = local.dtype
+    device = current_device()
     assembly_buffer = torch.empty(plan.assembled // plan.itemsize, dtype=dtype, device=device)
     recv_buffer = torch.empty(plan.message // plan.itemsize, dtype=dtype, device=device)
     traffic.peak = max(traffic.peak, assembly_buffer.nbytes + recv_buffer.nbytes)
     with ledger.holding("buckets", assembly_buffer.nbytes + recv_buffer.nbytes):
-        yield from _export(policy, plan, traffic, local, assembly_buffer, recv_buffer)
+        yield from _export(
+            policy=policy,
+            plan=plan,
+            traffic=traffic,
+            local=local,
+            assembly_buffer=assembly_buffer,
+            recv_buffer=recv_buffer,
+        )
 
 
 def _export(
@@ -130,7 +139,13 @@ def _export(
         try:
             targets = local.targets(bucket.entries, assembly_buffer)
             for message in bucket.messages:
-                traffic.received += _exchange(policy, local, message, targets, recv_buffer)
+                traffic.received += _exchange(
+                    policy=policy,
+                    local=local,
+                    message=message,
+                    targets=targets,
+                    recv_buffer=recv_buffer,
+                )
         except RuntimeError as error:
             raise SynchronizationError(
                 f"{where}: {progress.who_is_behind(number)} ({one_line(error, 200)})"
@@ -152,7 +167,15 @@ def export_slices(
     """Yield the whole tensors named in ``names`` (default: all), large ones in several parts, on
     every rank of the replica. Collective over the replica.
     """
-    for bucket in export_buckets(policy, plan_for(policy, 1, bucket_bytes, names)):
+    for bucket in export_buckets(
+        policy,
+        plan_for(
+            policy=policy,
+            engine_tensor_model_parallel_size=1,
+            bucket_bytes=bucket_bytes,
+            names=names,
+        ),
+    ):
         yield from bucket
 
 
@@ -194,7 +217,8 @@ class _Local:
     """What this rank holds, by Hugging Face tensor."""
 
     def __init__(self, policy: Shards) -> None:
-        self.policy, topology = policy, policy.topology
+        self.policy = policy
+        topology = policy.topology
         self.rank = topology.place
         self.shapes = hf_shapes(policy.arch)
         self._held: dict[str, list[tuple[Copy, Tensor]]] = {}
@@ -210,16 +234,28 @@ class _Local:
         """Return where the slices of a bucket are or will be: the parameter itself where it has all
         of one, else a part of ``assembly_buffer``, filled with what this rank holds.
         """
-        targets, used = {}, 0
+        targets = {}
+        used = 0
         for entry in entries:
-            name, (dim, start, stop) = entry.hf, entry.slices[self.rank]
-            values = self._in_place(name, dim, start, stop)
+            name = entry.hf
+            (dim, start, stop) = entry.slices[self.rank]
+            values = self._in_place(
+                name=name,
+                dim=dim,
+                start=start,
+                stop=stop,
+            )
             if values is None:
                 shape = _sliced(self.shapes[name], dim, stop - start)
                 values = assembly_buffer[used : used + math.prod(shape)].view(shape)
                 used += values.numel()
                 self.fill(values, name, start)
-            targets[name] = WeightSlice(name, dim, start, values)
+            targets[name] = WeightSlice(
+                name=name,
+                dim=dim,
+                start=start,
+                values=values,
+            )
         return targets
 
     def fill(self, values: Tensor, name: str, start: int) -> None:
@@ -227,10 +263,8 @@ class _Local:
         dimension.
         """
         for copy, parameter in self._held.get(name, ()):
-            first, last = (
-                max(start, copy.hf_start),
-                min(start + values.shape[copy.dim], copy.hf_stop),
-            )
+            first = max(start, copy.hf_start)
+            last = min(start + values.shape[copy.dim], copy.hf_stop)
             if first < last:
                 source = parameter.narrow(
                     copy.dim, copy.start + first - copy.hf_start, last - first
@@ -262,7 +296,8 @@ def _exchange(
     """Send or receive one message; returns the bytes this rank received."""
     if local.rank != message.owner and local.rank not in message.readers:
         return 0
-    group, flat = policy.topology.model_group, recv_buffer[: message.numel]
+    group = policy.topology.model_group
+    flat = recv_buffer[: message.numel]
     shapes = [_sliced(local.shapes[op.hf], op.dim, op.stop - op.start) for op in message.ops]
     views = [
         v.view(s) for v, s in zip(flat.split([op.numel for op in message.ops]), shapes, strict=True)
@@ -274,7 +309,12 @@ def _exchange(
     if len(message.readers) == dist.get_world_size(group) - 1:
         dist.broadcast(flat, group=group, group_src=message.owner)
     else:  # as a batch, in the group's own communicator: NCCL would make one more for every pair
-        way, others = (dist.isend, message.readers) if sends else (dist.irecv, (message.owner,))
+        if sends:
+            way = dist.isend
+            others = message.readers
+        else:
+            way = dist.irecv
+            others = (message.owner,)
         for work in dist.batch_isend_irecv(
             [dist.P2POp(way, flat, group=group, group_peer=rank) for rank in others]
         ):

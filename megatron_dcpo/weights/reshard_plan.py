@@ -158,16 +158,57 @@ def reshard_plan(
     check_engine(arch, engine_tensor_model_parallel_size)
     names = [name for name in hf_shapes(arch) if only is None or name in only]
     ranks = layout.width * layout.pipeline_model_parallel_size
-    at = _engine_ranks(layout, engine_tensor_model_parallel_size, replicas, replica)
+    at = _engine_ranks(
+        layout=layout,
+        engine_tp=engine_tensor_model_parallel_size,
+        replicas=replicas,
+        replica=replica,
+    )
     slices = {
-        n: tuple(engine_slice(arch, n, engine_tensor_model_parallel_size, rank) for rank in at)
+        n: tuple(
+            engine_slice(
+                arch=arch,
+                name=n,
+                tp=engine_tensor_model_parallel_size,
+                rank=rank,
+            )
+            for rank in at
+        )
         for n in names
     }
-    whole = {name: tuple(engine_slice(arch, name, 1, 0) for _ in at) for name in names}
+    whole = {
+        name: tuple(
+            engine_slice(
+                arch=arch,
+                name=name,
+                tp=1,
+                rank=0,
+            )
+            for _ in at
+        )
+        for name in names
+    }
     held_ops = _held(arch, layout, names)
-    message, capacity = _share_of_a_bucket(arch, names, ranks, bucket_bytes, itemsize)
-    buckets, assembled = [], 0
-    for packed in _pack(_entries(arch, held_ops, slices, capacity, merged), capacity, merged):
+    message, capacity = _share_of_a_bucket(
+        arch=arch,
+        names=names,
+        ranks=ranks,
+        bucket_bytes=bucket_bytes,
+        itemsize=itemsize,
+    )
+    buckets = []
+    assembled = 0
+    for packed in _pack(
+        _entries(
+            arch=arch,
+            held_ops=held_ops,
+            slices=slices,
+            capacity=capacity,
+            merged=merged,
+        ),
+        capacity,
+        merged,
+    ):
         messages = _messages([op for _, ops in packed for op in ops], message)
         buckets.append(Bucket(tuple(entry for entry, _ in packed), tuple(messages)))
         assembled = max(assembled, *_sum(_to_assemble(*planned, merged) for planned in packed))
@@ -181,8 +222,18 @@ def reshard_plan(
         received=tuple(
             itemsize * sum(m.numel for m in sent if rank in m.readers) for rank in range(ranks)
         ),
-        least=_least(arch, held_ops, slices, itemsize),
-        least_whole=_least(arch, held_ops, whole, itemsize),
+        least=_least(
+            arch=arch,
+            held_ops=held_ops,
+            slices=slices,
+            itemsize=itemsize,
+        ),
+        least_whole=_least(
+            arch=arch,
+            held_ops=held_ops,
+            slices=whole,
+            itemsize=itemsize,
+        ),
         assembled=itemsize * assembled,
         message=itemsize * max((m.numel for m in sent), default=0),
     )
@@ -203,13 +254,37 @@ def most_received(
     held_ops = _held(arch, layout, list(hf_shapes(arch)))
     most = 0
     for at in {
-        tuple(_engine_ranks(layout, engine_tp, replicas, replica)) for replica in range(replicas)
+        tuple(
+            _engine_ranks(
+                layout=layout,
+                engine_tp=engine_tp,
+                replicas=replicas,
+                replica=replica,
+            )
+        )
+        for replica in range(replicas)
     }:
         slices = {
-            name: tuple(engine_slice(arch, name, engine_tp, rank) for rank in at)
+            name: tuple(
+                engine_slice(
+                    arch=arch,
+                    name=name,
+                    tp=engine_tp,
+                    rank=rank,
+                )
+                for rank in at
+            )
             for name in held_ops
         }
-        most = max(most, *_least(arch, held_ops, slices, itemsize))
+        most = max(
+            most,
+            *_least(
+                arch=arch,
+                held_ops=held_ops,
+                slices=slices,
+                itemsize=itemsize,
+            ),
+        )
     return most
 
 
@@ -220,9 +295,25 @@ def _share_of_a_bucket(
     the widest tensor at least.
     """
     widest = max(
-        (_per_index(arch, name, engine_slice(arch, name, 1, 0)[0]) for name in names), default=1
+        (
+            _per_index(
+                arch,
+                name,
+                engine_slice(
+                    arch=arch,
+                    name=name,
+                    tp=1,
+                    rank=0,
+                )[0],
+            )
+            for name in names
+        ),
+        default=1,
     )
-    message = max(widest, bucket_bytes // MESSAGE_SHARE // itemsize) if ranks > 1 else 0
+    if ranks > 1:
+        message = max(widest, bucket_bytes // MESSAGE_SHARE // itemsize)
+    else:
+        message = 0
     capacity = bucket_bytes // itemsize - message
     if capacity < widest:
         least = widest * itemsize * (2 if ranks > 1 else 1)
@@ -237,7 +328,8 @@ def _engine_ranks(layout: Layout, engine_tp: int, replicas: int, replica: int) -
     """Return the engine's tensor-parallel rank on each rank of a replica. Engines are blocks of
     consecutive ranks; Megatron counts tensor before data before pipeline ranks.
     """
-    width, stages = layout.width, range(layout.pipeline_model_parallel_size)
+    width = layout.width
+    stages = range(layout.pipeline_model_parallel_size)
     return [
         (place + width * (replica + replicas * p)) % engine_tp
         for p in stages
@@ -259,17 +351,28 @@ def _held(arch: Architecture, layout: Layout, names: Sequence[str]) -> _Held:
                 for name, copies in _by_tensor(
                     plan(arch, layout, layout.at(place, pipeline, virtual))
                 ).items():
-                    start, stop = copies[0].hf_start, copies[-1].hf_stop
+                    start = copies[0].hf_start
+                    stop = copies[-1].hf_stop
                     assert sum(copy.length for copy in copies) == stop - start, (
                         "the slices of a rank are neighbors"
                     )
                     numel = (stop - start) * _per_index(arch, name, copies[0].dim)
                     new = TransferOp(
-                        name, copies[0].dim, start, stop, numel, (), (), len(copies) > 1
+                        hf=name,
+                        dim=copies[0].dim,
+                        start=start,
+                        stop=stop,
+                        numel=numel,
+                        holders=(),
+                        readers=(),
+                        interleaved=len(copies) > 1,
                     )
                     op = by_interval[name].get((start, stop), new)
                     if rank not in op.holders:
-                        holders = (rank, *op.holders) if copies[0].primary else (*op.holders, rank)
+                        if copies[0].primary:
+                            holders = (rank, *op.holders)
+                        else:
+                            holders = (*op.holders, rank)
                         by_interval[name][start, stop] = replace(op, holders=holders)
     return {
         name: [op for _, op in sorted(by_interval[name].items(), key=lambda item: item[0])]
@@ -378,7 +481,8 @@ def _pack(
         total = _sum([used, needs]) if bucket else needs
         if bucket and (max(total) > capacity or bucket[-1][0].hf == entry.hf):
             yield bucket
-            bucket, total = [], needs
+            bucket = []
+            total = needs
         bucket.append((entry, ops))
         used = total
     if bucket:
@@ -407,10 +511,18 @@ def _messages(ops: Sequence[TransferOp], limit: int) -> Iterator[Message]:
         message: list[TransferOp] = []
         for op in together:
             if message and sum(o.numel for o in message) + op.numel > limit:
-                yield Message(owner, readers, tuple(message))
+                yield Message(
+                    owner=owner,
+                    readers=readers,
+                    ops=tuple(message),
+                )
                 message = []
             message.append(op)
-        yield Message(owner, readers, tuple(message))
+        yield Message(
+            owner=owner,
+            readers=readers,
+            ops=tuple(message),
+        )
 
 
 VOCABULARY_MULTIPLE = 64  # vLLM pads the vocabulary to a multiple of this before it cuts it
@@ -418,7 +530,8 @@ VOCABULARY_MULTIPLE = 64  # vLLM pads the vocabulary to a multiple of this befor
 
 def check_engine(arch: Architecture, tensor_model_parallel_size: int) -> None:
     """Raise :class:`UserError` for an engine tensor-parallel size that does not divide the model."""
-    tp, groups = tensor_model_parallel_size, arch.num_query_groups
+    tp = tensor_model_parallel_size
+    groups = arch.num_query_groups
     if arch.num_experts and tp > arch.num_experts:
         raise UserError(
             f"rollout.tensor_model_parallel_size={tp} is more than the model's {arch.num_experts} "
@@ -455,7 +568,8 @@ def engine_slice(arch: Architecture, name: str, tp: int, rank: int) -> Slice:
     The dimension is the one Megatron cuts along, too: output rows, or input columns of o_proj and
     down_proj.
     """
-    shape, cut = hf_shapes(arch)[name], engine_cuts(arch)[name]
+    shape = hf_shapes(arch)[name]
+    cut = engine_cuts(arch)[name]
     dim = 1 if cut == "columns" else 0
     if cut == "whole":
         return dim, 0, shape[dim]

@@ -60,7 +60,11 @@ class Row:
         model.
         """
         names = tuple(name.format(layer=hf_layer, expert=hf_expert) for name in self.hf)
-        return Row(self.megatron.format(layer=layer, expert=expert), names, self.interleaving)
+        return Row(
+            megatron=self.megatron.format(layer=layer, expert=expert),
+            hf=names,
+            interleaving=self.interleaving,
+        )
 
     @property
     def engine_cuts(self) -> tuple[EngineCut, ...]:
@@ -80,7 +84,8 @@ _GROUPED_EXPERTS = {
 }
 LOCAL_NAMES = {fused: local for local, fused in _FUSED_NORMS.items()}
 
-_M, _H = "decoder.layers.{layer}.", "model.layers.{layer}."
+_M = "decoder.layers.{layer}."
+_H = "model.layers.{layer}."
 _EMBEDDING = "model.embed_tokens.weight"
 
 
@@ -118,11 +123,15 @@ def expert_places(name: str, shape: Sequence[int]) -> dict[str, tuple[int, int, 
 def _mlp_rows(module: str, hf: str) -> list[Row]:
     return [
         Row(
-            f"{_M}{module}.linear_fc1.weight",
-            (f"{_H}{hf}.gate_proj.weight", f"{_H}{hf}.up_proj.weight"),
-            "gate_up",
+            megatron=f"{_M}{module}.linear_fc1.weight",
+            hf=(f"{_H}{hf}.gate_proj.weight", f"{_H}{hf}.up_proj.weight"),
+            interleaving="gate_up",
         ),
-        Row(f"{_M}{module}.linear_fc2.weight", (f"{_H}{hf}.down_proj.weight",), "row"),
+        Row(
+            megatron=f"{_M}{module}.linear_fc2.weight",
+            hf=(f"{_H}{hf}.down_proj.weight",),
+            interleaving="row",
+        ),
     ]
 
 
@@ -131,44 +140,74 @@ def layer_rows(arch: Architecture) -> tuple[Row, ...]:
     """Return the rows of one decoder layer (Llama's names, which Qwen2 and Qwen3 share)."""
     qkv = tuple(f"{_H}self_attn.{p}_proj" for p in "qkv")
     rows = [
-        Row(f"{_M}input_layernorm.weight", (f"{_H}input_layernorm.weight",), "replicated"),
         Row(
-            f"{_M}self_attention.linear_qkv.weight", tuple(f"{name}.weight" for name in qkv), "qkv"
+            megatron=f"{_M}input_layernorm.weight",
+            hf=(f"{_H}input_layernorm.weight",),
+            interleaving="replicated",
         ),
-        Row(f"{_M}self_attention.linear_proj.weight", (f"{_H}self_attn.o_proj.weight",), "row"),
         Row(
-            f"{_M}pre_mlp_layernorm.weight", (f"{_H}post_attention_layernorm.weight",), "replicated"
+            megatron=f"{_M}self_attention.linear_qkv.weight",
+            hf=tuple(f"{name}.weight" for name in qkv),
+            interleaving="qkv",
+        ),
+        Row(
+            megatron=f"{_M}self_attention.linear_proj.weight",
+            hf=(f"{_H}self_attn.o_proj.weight",),
+            interleaving="row",
+        ),
+        Row(
+            megatron=f"{_M}pre_mlp_layernorm.weight",
+            hf=(f"{_H}post_attention_layernorm.weight",),
+            interleaving="replicated",
         ),
     ]
     if arch.num_experts:
-        rows.append(Row(f"{_M}mlp.router.weight", (f"{_H}mlp.gate.weight",), "replicated"))
+        rows.append(
+            Row(
+                megatron=f"{_M}mlp.router.weight",
+                hf=(f"{_H}mlp.gate.weight",),
+                interleaving="replicated",
+            )
+        )
         rows += _mlp_rows("mlp.experts.local_experts.{expert}", "mlp.experts.{expert}")
     else:
         rows += _mlp_rows("mlp", "mlp")
     if arch.qkv_bias:
         rows.append(
-            Row(f"{_M}self_attention.linear_qkv.bias", tuple(f"{name}.bias" for name in qkv), "qkv")
+            Row(
+                megatron=f"{_M}self_attention.linear_qkv.bias",
+                hf=tuple(f"{name}.bias" for name in qkv),
+                interleaving="qkv",
+            )
         )
     if arch.qk_layernorm:
         rows.append(
             Row(
-                f"{_M}self_attention.q_layernorm.weight",
-                (f"{_H}self_attn.q_norm.weight",),
-                "replicated",
+                megatron=f"{_M}self_attention.q_layernorm.weight",
+                hf=(f"{_H}self_attn.q_norm.weight",),
+                interleaving="replicated",
             )
         )
         rows.append(
             Row(
-                f"{_M}self_attention.k_layernorm.weight",
-                (f"{_H}self_attn.k_norm.weight",),
-                "replicated",
+                megatron=f"{_M}self_attention.k_layernorm.weight",
+                hf=(f"{_H}self_attn.k_norm.weight",),
+                interleaving="replicated",
             )
         )
     return tuple(rows)
 
 
-EMBEDDING_ROW = Row("embedding.word_embeddings.weight", (_EMBEDDING,), "vocab")
-FINAL_NORM_ROW = Row("decoder.final_layernorm.weight", ("model.norm.weight",), "replicated")
+EMBEDDING_ROW = Row(
+    megatron="embedding.word_embeddings.weight",
+    hf=(_EMBEDDING,),
+    interleaving="vocab",
+)
+FINAL_NORM_ROW = Row(
+    megatron="decoder.final_layernorm.weight",
+    hf=("model.norm.weight",),
+    interleaving="replicated",
+)
 
 
 def output_row(arch: Architecture) -> Row:
@@ -176,7 +215,9 @@ def output_row(arch: Architecture) -> Row:
     pipeline stage.
     """
     return Row(
-        "output_layer.weight", (_EMBEDDING if arch.tied_embeddings else "lm_head.weight",), "vocab"
+        megatron="output_layer.weight",
+        hf=(_EMBEDDING if arch.tied_embeddings else "lm_head.weight",),
+        interleaving="vocab",
     )
 
 
@@ -185,8 +226,11 @@ def hf_shapes(arch: Architecture) -> Mapping[str, tuple[int, ...]]:
     """Return every Hugging Face tensor of the architecture with its shape, in checkpoint order.
     Made once: plans ask per tensor.
     """
-    h, f, d = arch.hidden_size, arch.ffn_hidden_size, arch.kv_channels
-    q, kv = arch.num_attention_heads * d, arch.num_query_groups * d
+    h = arch.hidden_size
+    f = arch.ffn_hidden_size
+    d = arch.kv_channels
+    q = arch.num_attention_heads * d
+    kv = arch.num_query_groups * d
     shapes: dict[str, tuple[int, ...]] = {_EMBEDDING: (arch.vocab_size, h)}
     per_layer: dict[str, tuple[int, ...]] = {
         "input_layernorm.weight": (h,),

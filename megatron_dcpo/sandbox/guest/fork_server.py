@@ -35,7 +35,8 @@ MAX_FILES = 64
 
 def serve(settings: dict[str, Any]) -> None:
     """Fork for every message until the judge is gone."""
-    settings["shared"], settings["server"] = _places(settings), os.getpid()
+    settings["shared"] = _places(settings)
+    settings["server"] = os.getpid()
     _become_ordinary(settings)
     for name in settings["modules"]:
         with contextlib.suppress(ImportError):
@@ -57,7 +58,12 @@ def serve(settings: dict[str, Any]) -> None:
         if not message:
             os._exit(0)
         if checker:  # one at a time, and no program is near: this process is the supervisor
-            _supervise(pipes, json.loads(message), settings, None)
+            _supervise(
+                pipes=pipes,
+                limits=json.loads(message),
+                settings=settings,
+                processes=None,
+            )
         elif os.fork() == 0:
             _child(json.loads(message), pipes, settings)
         for pipe in pipes:
@@ -73,7 +79,12 @@ def _child(limits: dict[str, Any], pipes: list[int], settings: dict[str, Any]) -
         if settings["level"] == "bubblewrap":
             _in_namespaces(pipes, limits, settings)
         else:
-            _supervise(pipes, limits, settings, None)
+            _supervise(
+                pipes=pipes,
+                limits=limits,
+                settings=settings,
+                processes=None,
+            )
     except BaseException as error:
         _answer(socket.socket(fileno=pipes[0]), {"failed": f"{type(error).__name__}: {error}"})
     finally:
@@ -92,7 +103,12 @@ def _in_namespaces(pipes: list[int], limits: dict[str, Any], settings: dict[str,
     isolation.set_dumpable(False)
     processes = isolation.private_mounts(limits["scratch_bytes"])
     os.chdir("/tmp")
-    _supervise(pipes, limits, settings, processes)
+    _supervise(
+        pipes=pipes,
+        limits=limits,
+        settings=settings,
+        processes=processes,
+    )
 
 
 def _supervise(
@@ -106,7 +122,8 @@ def _supervise(
     """
     channel = socket.socket(fileno=os.dup(pipes[0]))
     while True:
-        data, given = b"", list[int]()
+        data = b""
+        given = list[int]()
         with contextlib.suppress(ConnectionResetError):  # closed before the last ending was read
             data, given, _, _ = socket.recv_fds(channel, 65536, 6)
         if not data:
@@ -122,10 +139,24 @@ def _supervise(
                 given[1] = (
                     channel.fileno()
                 )  # for the verdict, which need not wait for the process to end
-            _run(pipes[1], given, failed, message.get("group", False), parent, limits, settings)
+            _run(
+                task_file=pipes[1],
+                given=given,
+                failed=failed,
+                grouped=message.get("group", False),
+                parent=parent,
+                limits=limits,
+                settings=settings,
+            )
         for pipe in (*given, failed):
             os.close(pipe)
-        ending = _watch(child, channel, float(message["wall"]), limits["memory_bytes"], processes)
+        ending = _watch(
+            child=child,
+            channel=channel,
+            wall=float(message["wall"]),
+            memory=limits["memory_bytes"],
+            processes=processes,
+        )
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         ending["cpu"] = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
         if failure := os.read(failures, 1000):
@@ -191,7 +222,9 @@ def _memory_of_all(processes: int, limit: int) -> int:
     """
     names = [name for name in os.listdir(processes) if name.isdigit() and name != "1"]
     total = sum(_resident(processes, name) for name in names)
-    return total if total <= limit else sum(_proportional(processes, name) for name in names)
+    if total <= limit:
+        return total
+    return sum(_proportional(processes, name) for name in names)
 
 
 def _resident(processes: int, name: str) -> int:

@@ -15,9 +15,20 @@ from collections.abc import Iterable
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
-CLONE_NEWNS, CLONE_NEWIPC, CLONE_NEWUSER, CLONE_NEWPID = 0x20000, 0x08000000, 0x10000000, 0x20000000
-_MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_REC, _MS_PRIVATE = 1, 2, 4, 8, 0x4000, 0x40000
-_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS = 1, 4, 24, 38
+CLONE_NEWNS = 0x20000
+CLONE_NEWIPC = 0x08000000
+CLONE_NEWUSER = 0x10000000
+CLONE_NEWPID = 0x20000000
+_MS_RDONLY = 1
+_MS_NOSUID = 2
+_MS_NODEV = 4
+_MS_NOEXEC = 8
+_MS_REC = 0x4000
+_MS_PRIVATE = 0x40000
+_PR_SET_PDEATHSIG = 1
+_PR_SET_DUMPABLE = 4
+_PR_CAPBSET_DROP = 24
+_PR_SET_NO_NEW_PRIVS = 38
 _ENOSYS = 38
 
 
@@ -54,7 +65,8 @@ def unshare(flags: int) -> None:
 
 def map_own_user() -> None:
     """Map the user that made a fresh user namespace as its only one, under a number that is not 0."""
-    user, group = os.getuid(), os.getgid()
+    user = os.getuid()
+    group = os.getgid()
     unshare(CLONE_NEWUSER | CLONE_NEWPID | CLONE_NEWNS | CLONE_NEWIPC)
     for name, text in (
         ("setgroups", "deny"),
@@ -79,22 +91,32 @@ def private_mounts(scratch_bytes: int) -> int:
     """Mount an empty /tmp of limited size and an empty /proc. Return the real /proc of this
     namespace, an open directory: what it tells of mounts and processes is for the supervisor alone.
     """
-    mount("none", "/", "", _MS_REC | _MS_PRIVATE)
     mount(
-        "tmpfs",
-        "/tmp",
-        "tmpfs",
-        _MS_NOSUID | _MS_NODEV,
-        f"size={scratch_bytes},nr_inodes=4096,mode=1777",
+        source="none",
+        target="/",
+        kind="",
+        flags=_MS_REC | _MS_PRIVATE,
     )
-    mount("proc", "/proc", "proc", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC)
+    mount(
+        source="tmpfs",
+        target="/tmp",
+        kind="tmpfs",
+        flags=_MS_NOSUID | _MS_NODEV,
+        options=f"size={scratch_bytes},nr_inodes=4096,mode=1777",
+    )
+    mount(
+        source="proc",
+        target="/proc",
+        kind="proc",
+        flags=_MS_NOSUID | _MS_NODEV | _MS_NOEXEC,
+    )
     processes = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY)
     mount(
-        "tmpfs",
-        "/proc",
-        "tmpfs",
-        _MS_NOSUID | _MS_NODEV | _MS_NOEXEC | _MS_RDONLY,
-        "nr_inodes=1,mode=555",
+        source="tmpfs",
+        target="/proc",
+        kind="tmpfs",
+        flags=_MS_NOSUID | _MS_NODEV | _MS_NOEXEC | _MS_RDONLY,
+        options="nr_inodes=1,mode=555",
     )
     return processes
 
@@ -123,8 +145,12 @@ def limit(kind: int, soft: int, hard: int | None = None) -> None:
 
 # ----------------------------------------------------------------------------------------- Landlock
 ABI_OF_TRUNCATE = 3  # the first that knows truncation
-_LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446
-_READ_FILE, _READ_DIR, _WRITE_FILE = 1 << 2, 1 << 3, 1 << 1
+_LANDLOCK_CREATE = 444
+_LANDLOCK_ADD = 445
+_LANDLOCK_RESTRICT = 446
+_READ_FILE = 1 << 2
+_READ_DIR = 1 << 3
+_WRITE_FILE = 1 << 1
 _RIGHTS_BY_ABI = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}
 
 

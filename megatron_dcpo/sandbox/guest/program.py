@@ -43,7 +43,12 @@ def run_program(job: dict[str, Any], calls: int | None, message_bytes: int) -> N
         _fresh_streams()
         module, shared = define(job, "__main__" if calls is None else "solution")
         if calls is not None:
-            Answers(module, shared, calls, message_bytes).serve()
+            Answers(
+                module=module,
+                shared=shared,
+                pipe=calls,
+                message_bytes=message_bytes,
+            ).serve()
         code = 0
     except SystemExit as end:
         code = _exit_code(end)
@@ -78,7 +83,9 @@ def category_code(error: BaseException) -> int:
     """Return the exit status that tells the judge what kind of failure an exception was."""
     if isinstance(error, MemoryError):
         return rpc.EXIT_MEMORY
-    return _EXIT_OF_ERRNO.get(error.errno, 1) if isinstance(error, OSError) else 1
+    if isinstance(error, OSError):
+        return _EXIT_OF_ERRNO.get(error.errno, 1)
+    return 1
 
 
 def _exit_code(end: SystemExit) -> int:
@@ -134,12 +141,10 @@ class Answers:
     def __init__(
         self, module: types.ModuleType, shared: set[str], pipe: int, message_bytes: int
     ) -> None:
-        self.module, self.shared, self.pipe, self.message_bytes = (
-            module,
-            shared,
-            pipe,
-            message_bytes,
-        )
+        self.module = module
+        self.shared = shared
+        self.pipe = pipe
+        self.message_bytes = message_bytes
         self.reader = rpc.Reader(pipe, 1 << 30)
         self.references: dict[int, Any] = {}
         self.numbers: dict[int, int] = {}
@@ -152,13 +157,17 @@ class Answers:
                 message = self.reader.read()
             except rpc.Gone:
                 return
-            answers, size, since = [], 0, time.monotonic()
+            answers = []
+            size = 0
+            since = time.monotonic()
             for call in message["calls"]:
                 answers.append(self.answer(call))
                 size += len(answers[-1])
                 if size > FLUSH_BYTES or time.monotonic() - since > FLUSH_SECONDS:
                     rpc.write_all(self.pipe, b"".join(answers))
-                    answers, size, since = [], 0, time.monotonic()
+                    answers = []
+                    size = 0
+                    since = time.monotonic()
             rpc.write_all(self.pipe, b"".join(answers))
 
     def answer(self, call: dict[str, Any]) -> bytes:

@@ -23,7 +23,9 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 # Exit statuses of a program's process that say more than "an exception", and what they say.
-EXIT_MEMORY, EXIT_FORBIDDEN, EXIT_OUTPUT = 96, 97, 98
+EXIT_MEMORY = 96
+EXIT_FORBIDDEN = 97
+EXIT_OUTPUT = 98
 CATEGORY_OF_EXIT = {EXIT_MEMORY: "memory", EXIT_FORBIDDEN: "forbidden", EXIT_OUTPUT: "output_limit"}
 
 MAX_DEPTH = 400
@@ -40,7 +42,8 @@ _SEQUENCES: dict[type, str] = {
 _MAKERS = {tag: maker for maker, tag in _SEQUENCES.items()}
 _PLAIN = frozenset({type(None), bool, str, float})
 _NUMBERS = re.compile(r"[<>|=][biufc][0-9]{1,2}")
-_NESTED, _INTEGERS = frozenset({list, dict}), frozenset({int})
+_NESTED = frozenset({list, dict})
+_INTEGERS = frozenset({int})
 
 
 class Unsendable(Exception):
@@ -65,7 +68,8 @@ class Encoder:
     """
 
     def __init__(self, by_value: Collection[str], keep: Callable[[Any], int] | None) -> None:
-        self.by_value, self.keep = by_value, keep
+        self.by_value = by_value
+        self.keep = keep
         self.table: list[Any] = []
         self._waiting: list[Any] = []
         self._index: dict[int, int] = {}
@@ -311,8 +315,10 @@ class Reader:
     """Messages from a pipe, each within ``limit`` bytes."""
 
     def __init__(self, pipe: int, limit: int) -> None:
-        self.pipe, self.limit = pipe, limit
-        self._held, self._at = b"", 0
+        self.pipe = pipe
+        self.limit = limit
+        self._held = b""
+        self._at = 0
 
     def read(self, seconds: float | None = None) -> Any:
         """Return the next message. Raises Gone, TooLong, BadMessage, and TimeoutError when it is
@@ -330,11 +336,14 @@ class Reader:
     def _take(self, size: int, deadline: float | None) -> bytes:
         end = self._at + size
         if len(self._held) < end:
-            chunks, have = [self._held[self._at :]], len(self._held) - self._at
+            chunks = [self._held[self._at :]]
+            have = len(self._held) - self._at
             while have < size:
                 chunks.append(self._chunk(deadline))
                 have += len(chunks[-1])
-            self._held, self._at, end = b"".join(chunks), 0, size
+            self._held = b"".join(chunks)
+            self._at = 0
+            end = size
         taken = self._held[self._at : end]
         self._at = end
         return taken

@@ -62,7 +62,8 @@ clone:56:220 kill:62:129 tgkill:234:131 prlimit64:302:261 open:2:-1 openat:257:5
 prctl:157:167 socketpair:53:199 sendto:44:206
 """
 _COMMON = 424
-_CLONE_THREAD, _CLONE_NEW_ANY = 0x10000, 0x7E020080
+_CLONE_THREAD = 0x10000
+_CLONE_NEW_ANY = 0x7E020080
 # F_DUPFD to F_SETLKW, locks of open files, F_DUPFD_CLOEXEC, the size of a pipe, F_GET_SEALS. Not
 # the owner of a file (F_SETOWN, F_SETSIG): it sends signals.
 _FILE_COMMANDS = (0, 1, 2, 3, 4, 5, 6, 7, 36, 37, 38, 1030, 1031, 1032, 1034)
@@ -77,11 +78,20 @@ _UNIX, _STREAMS = (
     (1, 0x801, 0x80001, 0x80801),
 )  # SOCK_STREAM, perhaps not blocking, perhaps closed by exec
 _O_TRUNC = 0x200
-_EPERM, _ENOTTY, _ENOSYS = 1, 25, 38
+_EPERM = 1
+_ENOTTY = 25
+_ENOSYS = 38
 
 _MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
-_ALLOW, _KILL_PROCESS, _REFUSE = 0x7FFF0000, 0x80000000, 0x00050000
-_LOAD, _JUMP, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x05, 0x15, 0x35, 0x45, 0x06
+_ALLOW = 0x7FFF0000
+_KILL_PROCESS = 0x80000000
+_REFUSE = 0x00050000
+_LOAD = 0x20
+_JUMP = 0x05
+_EQUAL = 0x15
+_AT_LEAST = 0x35
+_ANY_BIT = 0x45
+_RETURN = 0x06
 
 Instruction = tuple[int, int, int, int]
 _ALLOWED: Instruction = (_RETURN, 0, 0, _ALLOW)
@@ -144,7 +154,8 @@ def _search(verdicts: Sequence[Instruction], start: int = 0) -> list[Instruction
     if not changes:
         return [verdicts[0]]
     middle = changes[len(changes) // 2]
-    below, above = _search(verdicts[:middle], start), _search(verdicts[middle:], start + middle)
+    below = _search(verdicts[:middle], start)
+    above = _search(verdicts[middle:], start + middle)
     if len(below) < 256:  # what a conditional jump can pass over
         return [(_AT_LEAST, len(below), 0, start + middle), *below, *above]
     return [(_AT_LEAST, 0, 1, start + middle), (_JUMP, 0, 0, len(below)), *below, *above]

@@ -24,7 +24,8 @@ from typing import Any, NoReturn
 
 from megatron_dcpo.sandbox.guest import rpc
 
-EVALPLUS_ATOL, EVALPLUS_RTOL = 1e-6, 1e-7
+EVALPLUS_ATOL = 1e-6
+EVALPLUS_RTOL = 1e-7
 # Modules that assert lists use without importing them.
 _MODULES = (
     "math cmath re sys itertools functools collections heapq bisect string random datetime copy "
@@ -40,14 +41,16 @@ class Stop(BaseException):
 
     def __init__(self, category: str, detail: str) -> None:
         super().__init__(category, detail)
-        self.category, self.detail = category, detail
+        self.category = category
+        self.detail = detail
 
 
 class ProgramClient:
     """Calls to the program, each within ``timeout`` seconds and ``limit`` bytes."""
 
     def __init__(self, pipe: int, timeout: float, limit: int) -> None:
-        self.pipe, self.timeout = pipe, timeout
+        self.pipe = pipe
+        self.timeout = timeout
         self.reader = rpc.Reader(pipe, limit)
         self.classes: dict[str, type] = {}
         self.remotes: dict[int, RemoteObject] = {}
@@ -136,7 +139,10 @@ class ProgramClient:
                 self._stop("wrong", f"the program's answer is not a value: {error}")
         if "raised" in answer:
             kind = getattr(builtins, str(answer["raised"]), None)
-            kind = kind if isinstance(kind, type) and issubclass(kind, Exception) else RuntimeError
+            if isinstance(kind, type) and issubclass(kind, Exception):
+                kind = kind
+            else:
+                kind = RuntimeError
             try:
                 exception = kind(str(answer.get("text", "")))
             except TypeError:  # UnicodeDecodeError and the like want more
@@ -150,7 +156,11 @@ class ProgramClient:
 
     def _remote(self, number: int, kind: str) -> RemoteObject:
         if number not in self.remotes:
-            self.remotes[number] = RemoteObject(self, {"reference": number}, kind)
+            self.remotes[number] = RemoteObject(
+                client=self,
+                on={"reference": number},
+                kind=kind,
+            )
         return self.remotes[number]
 
     def _stop(self, category: str, detail: str) -> Any:
@@ -164,7 +174,9 @@ class RemoteObject:
     """
 
     def __init__(self, client: ProgramClient, on: dict[str, Any], kind: str) -> None:
-        self._client, self._on, self._kind = client, on, kind
+        self._client = client
+        self._on = on
+        self._kind = kind
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._client.call(self._on, None, args, kwargs)
@@ -222,7 +234,12 @@ def run_checks(task: bytes, limits: dict[str, Any]) -> NoReturn:
     sys.setrecursionlimit(10_000)
     signal.setitimer(signal.ITIMER_PROF, limits["program_seconds"])
     category, detail = judge(
-        json.loads(task), ProgramClient(3, limits["test_seconds"], limits["output_bytes"])
+        json.loads(task),
+        ProgramClient(
+            pipe=3,
+            timeout=limits["test_seconds"],
+            limit=limits["output_bytes"],
+        ),
     )
     os.write(verdict, json.dumps({"category": category, "detail": detail[:1000]}).encode())
     os._exit(0)
@@ -279,7 +296,11 @@ def _bind_free_names(code: Any, names: dict[str, Any], client: ProgramClient) ->
         if name == "np" or name in _MODULES.split():
             names[name] = importlib.import_module("numpy" if name == "np" else name)
         else:
-            names[name] = RemoteObject(client, {"name": name}, name)
+            names[name] = RemoteObject(
+                client=client,
+                on={"name": name},
+                kind=name,
+            )
             bound = True
     return bound
 
@@ -324,11 +345,18 @@ def _execute(
     source: str, names: dict[str, Any], client: ProgramClient, target: str | None, entry: str
 ) -> None:
     tree = ast.parse(source)
-    predicted = _predicted_calls(tree, target, names) if target and "inputs" in source else None
+    if target and "inputs" in source:
+        predicted = _predicted_calls(tree, target, names)
+    else:
+        predicted = None
     code = compile(tree, "<tests>", "exec")
     bound = _bind_free_names(code, names, client)
     if not target and not bound and (shadowed := _shadowed(tree)):
-        names[shadowed] = RemoteObject(client, {"name": shadowed}, "function")
+        names[shadowed] = RemoteObject(
+            client=client,
+            on={"name": shadowed},
+            kind="function",
+        )
     if predicted:
         client.prefetch({"name": entry}, predicted)
     exec(code, names)
@@ -336,18 +364,40 @@ def _execute(
 
 def _check(tests: dict[str, Any], client: ProgramClient) -> None:
     names = _namespace(tests, client)
-    _execute(tests["code"], names, client, "candidate", tests["entry_point"])
+    _execute(
+        source=tests["code"],
+        names=names,
+        client=client,
+        target="candidate",
+        entry=tests["entry_point"],
+    )
     if isinstance(names.get("check"), RemoteObject) or not callable(names.get("check")):
         raise NameError("the tests define no check(candidate)")
-    names["check"](RemoteObject(client, {"name": tests["entry_point"]}, "function"))
+    names["check"](
+        RemoteObject(
+            client=client,
+            on={"name": tests["entry_point"]},
+            kind="function",
+        )
+    )
 
 
 def _asserts(tests: dict[str, Any], client: ProgramClient) -> None:
     names = _namespace(tests, client)
     entry = tests.get("entry_point")
     if entry and entry.isidentifier():
-        names[entry] = RemoteObject(client, {"name": entry}, "function")
-    _execute(tests["code"], names, client, entry, entry or "")
+        names[entry] = RemoteObject(
+            client=client,
+            on={"name": entry},
+            kind="function",
+        )
+    _execute(
+        source=tests["code"],
+        names=names,
+        client=client,
+        target=entry,
+        entry=entry or "",
+    )
 
 
 def _function(tests: dict[str, Any], client: ProgramClient) -> None:
@@ -359,7 +409,11 @@ def _function(tests: dict[str, Any], client: ProgramClient) -> None:
     ]
     if not any(case["kwargs"] for case in cases):
         client.prefetch(on, [case["args"] for case in cases])
-    function = RemoteObject(client, on, "function")
+    function = RemoteObject(
+        client=client,
+        on=on,
+        kind="function",
+    )
     for place, case in enumerate(cases, start=1):
         result = function(*case["args"], **case["kwargs"])
         assert same(result, case["expected"], float(tests.get("atol") or 0.0)), f"case {place}"
@@ -370,7 +424,8 @@ def same(result: Any, expected: Any, atol: float) -> bool:
     where the expected value is one or a sequence of them) and 1e-7 relative. Tuples equal lists:
     expected values come from JSON.
     """
-    result, expected = _lists(result), _lists(expected)
+    result = _lists(result)
+    expected = _lists(expected)
     if result == expected:
         return True
     if atol == 0 and not _floats(expected):

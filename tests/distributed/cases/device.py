@@ -22,7 +22,8 @@ from benchmarks.rank_memory import loss, measured_state, storages
 from megatron_dcpo.checkpoints.saver import Saver
 from megatron_dcpo.checkpoints.state import checkpoint_state, load_checkpoint
 from megatron_dcpo.config import Config, ParallelConfig
-from megatron_dcpo.planning.plan import Machine, make_plan
+from megatron_dcpo.planning.machine import Machine
+from megatron_dcpo.planning.plan import make_plan
 from megatron_dcpo.policy import optimizer as policy_optimizer
 from megatron_dcpo.policy.model import Policy, build_policy
 from megatron_dcpo.policy.optimizer import Offload, PolicyOptimizer, on_host, optimizer_parts

@@ -479,14 +479,14 @@ def test_verification_notices_one_wrong_bit(tmp_path, monkeypatch, verb):
     import_checkpoint(source, tmp_path / "megatron")
     verify = convert.verify_bytes
 
-    def damage_and_verify(*arguments):
+    def damage_and_verify(**arguments):
         path = max(tmp_path.glob("out.tmp/*.*"), key=lambda path: path.stat().st_size)
         with path.open("r+b") as file:
             file.seek(-20_000, os.SEEK_END)
             byte = file.read(1)
             file.seek(-20_000, os.SEEK_END)
             file.write(bytes([byte[0] ^ 1]))
-        return verify(*arguments)
+        return verify(**arguments)
 
     monkeypatch.setattr(convert, "verify_bytes", damage_and_verify)
     run = import_checkpoint if verb == "import" else export_checkpoint

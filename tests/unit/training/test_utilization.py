@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from megatron_dcpo.config import ParallelConfig, load_config
-from megatron_dcpo.planning.plan import Machine, make_plan
+from megatron_dcpo.planning.machine import Machine
+from megatron_dcpo.planning.plan import make_plan
 from megatron_dcpo.planning.traffic import forward_flops
 from megatron_dcpo.runtime import device
 from megatron_dcpo.training import metrics, recorder
