@@ -207,11 +207,6 @@ def _check_rollout(rollout: RolloutConfig, objective: ObjectiveConfig, source: s
             "their devices or cores; take rollout.engine=server (dcpo launch N --engines M starts "
             "one)"
         )
-    if rollout.async_update != "batch" and not rollout.async_steps:
-        raise UserError(
-            f"{source}: rollout.async_update={rollout.async_update} needs rollout.async_steps=1; "
-            "set both"
-        )
     if rollout.async_steps and uncorrected:
         raise UserError(
             f"{ahead} trains on tokens of the policy before; correct for it with "

@@ -209,10 +209,6 @@ class RolloutConfig:
     """Generate the next batch while this one trains, with weights that are that many updates older
     (0: one after the other); needs engine=server.
     """
-    async_update: Literal["batch", "immediate"] = "batch"
-    """When the server gets new weights, with async_steps: as soon as its batch is complete, or
-    between two requests of it (immediate).
-    """
 
     @property
     def most_versions_behind(self) -> int:

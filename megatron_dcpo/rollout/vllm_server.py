@@ -1,11 +1,10 @@
-"""An engine in processes of its own: a vLLM server, which gets new weights as files or over NCCL.
-For clusters that split devices.
+"""A vLLM server as the engine, for clusters that split devices between training and rollouts.
 
-The server is started beside the run with ``VLLM_SERVER_DEV_MODE=1`` (vLLM serves the routes that
-replace weights only then) and ``--logprobs-mode processed_logprobs``; all ranks send their prompts
-to the one server. An update is a Hugging Face directory that appears complete or not at all, on a
-disk that both see; or, with ``rollout.weight_transfer=nccl``, the tensors themselves, which rank 0
-broadcasts to the server's workers.
+The server is started with ``VLLM_SERVER_DEV_MODE=1`` (vLLM serves the routes that replace weights
+only then) and ``--logprobs-mode processed_logprobs``. All ranks send their prompts to the one
+server. An update is a Hugging Face directory on a disk that both see, which appears complete or not
+at all; or, with ``rollout.weight_transfer=nccl``, the tensors themselves, which rank 0 broadcasts
+to the server's workers.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ import logging
 import queue
 import shutil
 import socket
-import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -60,12 +58,12 @@ _EMBEDDING, _OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 
 
 class ServerEngine(Engine):
-    """Implements :class:`megatron_dcpo.rollout.engine.Engine`. Updates are collective: rank 0
-    writes and tells the server.
+    """Implements :class:`megatron_dcpo.rollout.engine.Engine` with a server as the engine.
 
-    ``endpoint``: the server's address (with or without ``/v1``). ``exchange``: the directory the
-    weights are put in; None: they travel over NCCL. Raises :class:`UserError` when the server does
-    not answer, or was started without what this needs.
+    ``endpoint`` is the server's address, with or without ``/v1``; ``exchange`` the directory in
+    which weights are put, or None if they travel over NCCL; ``concurrency`` the number of requests
+    of this rank that are under way at once. Raises :class:`UserError` when the server does not
+    answer, or was started without an option that this needs.
     """
 
     tensor_model_parallel_size = 1  # each rank is a client of its own, whatever the server has
@@ -75,14 +73,13 @@ class ServerEngine(Engine):
     ) -> None:
         self.url = endpoint.rstrip("/").removesuffix("/v1")
         self.client = JsonClient(self.url)
-        self.model_dir, self.exchange, self.concurrency = Path(model_dir), exchange, concurrency
+        self.model_dir = Path(model_dir)
+        self.exchange = exchange
+        self.concurrency = concurrency
         self.transfer = _Nccl(self.url, self._call) if exchange is None else None
         self.arch = read_architecture(model_dir)
         self.eos_token_ids = read_eos_token_ids(self.model_dir)
         self.weights_version = 0
-        # A stream has the turn while it has requests under way, an update while it lasts.
-        self.turn, self.may_send = threading.Lock(), threading.Event()
-        self.may_send.set()
         self.model = self._check()
 
     def stream(
@@ -92,11 +89,11 @@ class ServerEngine(Engine):
         step: int = 0,
         partial: PartialRollout | None = None,
     ) -> Generator[list[Response], None, None]:
-        """Yield responses as :class:`megatron_dcpo.rollout.engine.Engine` says. One request per
-        sample, ``concurrency`` at a time. Where new weights come meanwhile, in another thread, what
-        is under way is answered, the rest is sent behind them, and each response has the version
-        that the server had from its request to its reply. Not ``partial``: a request that is taken
-        back gives no tokens, and taking back one rank's takes all ranks'.
+        """Yield responses as :class:`megatron_dcpo.rollout.engine.Engine` says: one request per
+        sample, ``concurrency`` at a time.
+
+        ``partial`` is refused: a request that is withdrawn gives no tokens, and withdrawing the
+        requests of one rank withdraws those of all ranks.
         """
         if partial is not None:
             raise ValueError("rollout.max_staleness is not for rollout.engine=server")
@@ -104,23 +101,31 @@ class ServerEngine(Engine):
             raise ValueError(
                 "this engine trains; to evaluate a server, use dcpo evaluate --endpoint"
             )
-        while samples:
-            self.may_send.wait()
-            with self.turn:
-                if self.may_send.is_set():  # else an update has failed, and is tried again first
-                    samples = yield from self._send(samples, sampling, step)
+        self._check_version()
+        with ThreadPoolExecutor(max(1, min(self.concurrency, len(samples)))) as pool:
+            done: queue.SimpleQueue[Future[Response]] = queue.SimpleQueue()
+            for prompt, index in samples:
+                request = pool.submit(self._sample, prompt, index, sampling, step)
+                request.add_done_callback(done.put)
+            left = len(samples)
+            try:
+                while left:
+                    responses = [done.get().result() for _ in range(max(1, done.qsize()))]
+                    left -= len(responses)
+                    if stop_requested():
+                        raise RolloutAbandoned
+                    # a server that was started again in between has other weights
+                    self._check_version()
+                    yield responses
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
 
     def update_weights(self, buckets: Iterable[Sequence[WeightSlice]], version: int) -> None:
-        """Hand the weights to the server when no rank has a request under way; every rank waits
-        until it has them. Nothing is sent before that has succeeded.
+        """Hand the weights to the server. Collective: rank 0 hands them over when no rank has a
+        request under way, and every rank waits until the server has them.
         """
-        self.may_send.clear()
-        with self.turn:
-            distributed.barrier()
-            self._replace_weights(buckets, version)
-        self.may_send.set()
-
-    def _replace_weights(self, buckets: Iterable[Sequence[WeightSlice]], version: int) -> None:
+        distributed.barrier()
         failure = ""
         if distributed.topology().rank == 0:
             try:
@@ -132,7 +137,7 @@ class ServerEngine(Engine):
                 self._call("/update_weight_version", {"new_version": str(version)})
             except EngineError as error:
                 failure = str(error)
-        for _ in buckets:  # all of them, wherever the failure was: the other ranks send on
+        for _ in buckets:  # to the end, whatever failed: the other ranks go on sending
             pass
         failure = distributed.broadcast_object(failure)
         if failure:
@@ -143,11 +148,9 @@ class ServerEngine(Engine):
         assert self.exchange is not None
         directory = self.exchange.absolute() / f"version_{version}"
         self._write(buckets, directory)
+        arguments = {"weights_path": str(directory)}
         try:
-            self._call(
-                "/collective_rpc",
-                {"method": "reload_weights", "kwargs": {"weights_path": str(directory)}},
-            )
+            self._call("/collective_rpc", {"method": "reload_weights", "kwargs": arguments})
         finally:
             for older in set(directory.parent.glob("version_*")) - {directory}:
                 shutil.rmtree(older, ignore_errors=True)
@@ -156,58 +159,28 @@ class ServerEngine(Engine):
         """Do nothing: the server has devices of its own."""
 
     def restart(self) -> None:
-        """Wait until whoever started the server has started it again. It comes back with the
-        weights it began with.
+        """Wait until the server answers again. Whoever started it has to start it again; it comes
+        back with the weights it began with.
         """
         deadline = time.monotonic() + _RETURN_SECONDS
         while True:
             try:
                 self._call("/health")
-                self.weights_version = 0
-                return
             except EngineError as error:
                 if time.monotonic() > deadline:
                     raise UserError(
                         f"{self.url} has not come back in {_RETURN_SECONDS:.0f} s: {error}"
                     ) from None
+            else:
+                self.weights_version = 0
+                return
             time.sleep(1.0)
 
     # ---------------------------------------------------------------------------------------- parts
-    def _send(
-        self, samples: Samples, sampling: SamplingConfig, step: int
-    ) -> Generator[list[Response], None, list[tuple[Prompt, int]]]:
-        """Yield responses to ``samples`` until all have come, or those that were sent before new
-        weights wait; return the rest.
+    def _sample(self, prompt: Prompt, index: int, sampling: SamplingConfig, step: int) -> Response:
+        """Return the server's response. Raises :class:`EngineError`, also for a reply that cannot
+        be one.
         """
-        self._check_version()
-        held_back: list[tuple[Prompt, int]] = []
-        with ThreadPoolExecutor(max(1, min(self.concurrency, len(samples)))) as pool:
-            done: queue.SimpleQueue[Future[Response | tuple[Prompt, int]]] = queue.SimpleQueue()
-            for prompt, i in samples:
-                pool.submit(self._sample, prompt, i, sampling, step).add_done_callback(done.put)
-            left = len(samples)
-            try:
-                while left:
-                    results = [done.get().result() for _ in range(max(1, done.qsize()))]
-                    left -= len(results)
-                    if stop_requested():
-                        raise RolloutAbandoned
-                    held_back += [result for result in results if isinstance(result, tuple)]
-                    if responses := [result for result in results if isinstance(result, Response)]:
-                        # a server that came back in between has other weights
-                        self._check_version()
-                        yield responses
-            except BaseException:
-                pool.shutdown(wait=False, cancel_futures=True)
-                raise
-        return held_back
-
-    def _sample(
-        self, prompt: Prompt, index: int, sampling: SamplingConfig, step: int
-    ) -> Response | tuple[Prompt, int]:
-        """Return the response, or what was to be sampled where new weights wait."""
-        if not self.may_send.is_set():
-            return prompt, index
         body = {
             "model": self.model,
             "prompt": list(prompt.token_ids),
@@ -226,16 +199,8 @@ class ServerEngine(Engine):
             (choice,) = reply["choices"]
             token_ids = np.array(choice["token_ids"], np.int64)
             logprobs = np.array(choice["logprobs"]["token_logprobs"], np.float32)
-            cut_off = choice["finish_reason"] != "stop"
-            good = (
-                token_ids.shape == logprobs.shape == (token_ids.size,)
-                and 0 < token_ids.size <= sampling.max_tokens
-            )
-            good = good and bool(
-                (token_ids >= 0).all() and (token_ids < self.arch.vocab_size).all()
-            )
-            if not (good and (logprobs <= _ROUNDED).all()):
-                raise ValueError("token ids or log-probs that cannot be")
+            stopped = choice["finish_reason"] == "stop"
+            self._check_tokens(token_ids, logprobs, sampling.max_tokens)
         except (LookupError, TypeError, ValueError, OverflowError) as error:
             raise EngineError(
                 f"{self.url}: unexpected reply ({type(error).__name__}: {one_line(error, 200)})"
@@ -245,9 +210,20 @@ class ServerEngine(Engine):
             sample_index=index,
             token_ids=token_ids,
             logprobs=logprobs,
-            finish_reason="length" if cut_off else "stop",
+            finish_reason="stop" if stopped else "length",
             weights_version=self.weights_version,
         )
+
+    def _check_tokens(self, token_ids: np.ndarray, logprobs: np.ndarray, max_tokens: int) -> None:
+        """Raise ValueError for token ids or log-probs that cannot be."""
+        length = token_ids.size
+        has_one_logprob_each = token_ids.shape == logprobs.shape == (length,)
+        if not has_one_logprob_each or not 0 < length <= max_tokens:
+            raise ValueError(f"{token_ids.shape} token ids with {logprobs.shape} log-probs")
+        if token_ids.min() < 0 or token_ids.max() >= self.arch.vocab_size:
+            raise ValueError("a token id outside the vocabulary")
+        if not (logprobs <= _ROUNDED).all():
+            raise ValueError("a log-prob above 0, or not a number")
 
     def _write(self, buckets: Iterable[Sequence[WeightSlice]], directory: Path) -> None:
         directory.parent.mkdir(parents=True, exist_ok=True)
@@ -311,7 +287,7 @@ class _Nccl:
 
     Rank 0 of the run and the server's workers are one group. A tensor is put together from its
     slices, the server is told its name, element type and shape (``/update_weights``), and both
-    enter its broadcast. Beside a bucket the tensors that are not complete yet are in memory: one or
+    enter its broadcast. Besides a bucket, the tensors that are not complete yet are in memory: one or
     two. vLLM keeps a second copy of the layer that it is loading.
     """
 

@@ -4,14 +4,12 @@ of its own.
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -106,70 +104,11 @@ def test_two_ranks_sample_beside_their_training(
     assert_alike(records, undisturbed)
 
 
-def immediate(served: Served) -> tuple[str, ...]:
-    """New weights within a batch, of which the client has at most 4 responses under way."""
-    served.engine.pause = 0.03
-    return (*options(served), "rollout.async_update=immediate", "rollout.max_num_seqs=4")
-
-
-def assert_reported(records: list[dict[str, Any]], sampled: list[tuple[str, Any]]) -> None:
-    """The staleness that the run reports is that of the weights with which the server sampled."""
-    assert (
-        len(set(sampled))
-        == len({version for version, _ in sampled})
-        == len({weights for _, weights in sampled})
-    )
-    reported: Counter[str] = Counter()
-    for record in records:
-        stale = round(32 * record["rollout/staleness_mean"])
-        reported += Counter({str(record["step"] - 2): stale, str(record["step"] - 1): 32 - stale})
-    assert reported == Counter(version for version, _ in sampled)
-
-
-@pytest.mark.parametrize("processes", [1, 2])
-def test_new_weights_within_a_batch(
-    server: Served, undisturbed: Path, tmp_path: Path, processes: int
-) -> None:
-    records = train(tmp_path / "run", *immediate(server), processes=processes)
-    assert prompts(tmp_path / "run") == prompts(undisturbed)
-    assert records[0]["rollout/staleness_max"] == 0
-    assert all(record["rollout/staleness_max"] <= 1 for record in records)
-    assert any(0 < record["rollout/staleness_mean"] < 1 for record in records), (
-        "two versions in one batch"
-    )
-    assert_reported(records, server.engine.sampled)
-    assert all(record["time/rollout_busy"] > 0 for record in records[1:])
-
-
-def test_a_server_that_dies_while_its_weights_are_replaced_within_a_batch(
-    server: Served, undisturbed: Path, tmp_path: Path
-) -> None:
-    """What had come stays, what was held back is sent with the weights that it gets again."""
-    reload, updates = server.http.reload, itertools.count()
-
-    def dies(body: Any) -> Any:
-        if next(updates) == 2:
-            server.http.version = "0"
-            for parameter in server.engine.model.parameters():
-                parameter.data.zero_()
-            raise RuntimeError("killed while weights are replaced")
-        return reload(body)
-
-    server.http.reload = dies
-    records = train(tmp_path / "run", *immediate(server))
-    assert next(updates) == 1 + 5 + 1
-    assert prompts(tmp_path / "run") == prompts(undisturbed)
-    assert_reported(records, server.engine.sampled)
-
-
-@pytest.mark.parametrize("how", [options, immediate])
-def test_validation_and_an_early_stop_are_those_of_the_step(
-    server: Served, tmp_path: Path, how: Any
-) -> None:
+def test_validation_and_an_early_stop_are_those_of_the_step(server: Served, tmp_path: Path) -> None:
     held_out = f"evaluation.benchmarks=heldout={QUICKSTART / 'data' / 'heldout.jsonl'}"
     more = (held_out, "evaluation.interval=1", "evaluation.limit=8", "training.keep_best=accuracy")
     records = train(
-        tmp_path / "run", *how(server), *more, "training.early_stop=1", "optimizer.lr=0"
+        tmp_path / "run", *options(server), *more, "training.early_stop=1", "optimizer.lr=0"
     )
     assert [record["step"] for record in records] == [0, 1, 2], "step 2 is not better than step 1"
     assert len({record["evaluation/heldout/accuracy"] for record in records}) == 1, (
@@ -180,23 +119,12 @@ def test_validation_and_an_early_stop_are_those_of_the_step(
 def test_a_server_that_loses_everything_in_a_rollout(
     server: Served, undisturbed: Path, tmp_path: Path
 ) -> None:
-    """The batch is generated anew, by the newer weights, from the same prompts."""
+    """The batch is generated again, by the newer weights, from the same prompts."""
     server.engine.fails_with = "1"
     records = train(tmp_path / "run", *options(server))
     assert prompts(tmp_path / "run") == prompts(undisturbed)
     assert [record["rollout/staleness_max"] for record in records] == [0, 1, 0, 1, 1]
     assert_alike(records[:2], undisturbed)
-
-
-def test_a_server_that_loses_everything_within_a_batch_with_new_weights(
-    server: Served, undisturbed: Path, tmp_path: Path
-) -> None:
-    """It got them a moment before."""
-    server.engine.fails_with = "1"
-    records = train(tmp_path / "run", *immediate(server))
-    assert server.engine.fails_with == ""
-    assert prompts(tmp_path / "run") == prompts(undisturbed)
-    assert 0 in [record["rollout/staleness_max"] for record in records[1:]]
 
 
 def test_a_server_slower_than_training_by_ten(
@@ -227,21 +155,14 @@ def wait_for_steps(run_dir: Path, steps: int, process: subprocess.Popen[str]) ->
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize(
-    ("number", "how"),
-    [
-        (signal.SIGKILL, options),
-        pytest.param(signal.SIGUSR1, options, marks=pytest.mark.full),
-        (signal.SIGUSR1, immediate),
-    ],
-)
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGUSR1])
 def test_a_training_that_is_killed_or_warned(
-    server: Served, undisturbed: Path, tmp_path: Path, number: signal.Signals, how: Any
+    server: Served, undisturbed: Path, tmp_path: Path, number: signal.Signals
 ) -> None:
-    """What was on its way is generated anew with the resumed weights: the same prompts, no step
+    """What was on its way is generated again with the resumed weights: the same prompts, no step
     twice.
     """
-    more = how(server)
+    more = options(server)
     server.engine.pause = 0.03
     process = start(tmp_path / "run", *more)
     wait_for_steps(tmp_path / "run", 2, process)
