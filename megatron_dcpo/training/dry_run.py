@@ -32,48 +32,48 @@ from megatron_dcpo.weights.table import hf_shapes, number_of_parameters
 
 
 def describe(config: Config, allow_missing: bool = False) -> dict[str, Any]:
-    """Return the facts of a run, of its data, tokenizer and checkpoint as well; no weights are
-    loaded. Raises :class:`UserError` for what contradicts, and for what is not on this machine
-    unless ``allow_missing``.
+    """Return the facts of a run and of its data, tokenizer and checkpoint. No weights are loaded.
+
+    Raises :class:`UserError` for contradictions, and for files that are not on this machine unless
+    ``allow_missing``.
     """
-    options, plain = (
-        _flat(one) for one in (config.objective, ObjectiveConfig(name=config.objective.name))
-    )
-    check_processes(config, int(os.environ["WORLD_SIZE"]) if "WORLD_SIZE" in os.environ else None)
+    world_size = os.environ.get("WORLD_SIZE")
+    check_processes(config, None if world_size is None else int(world_size))
     check_loggers(config)
     check_pass_through(config)
-    parallel, training, evaluation = config.parallel, config.training, config.evaluation
+    evaluation = config.evaluation
     if evaluation.interval:
         check_validation(config)
     sizes = (
-        parallel.tensor_model_parallel_size,
-        parallel.pipeline_model_parallel_size,
-        parallel.context_parallel_size,
+        config.parallel.tensor_model_parallel_size,
+        config.parallel.pipeline_model_parallel_size,
+        config.parallel.context_parallel_size,
     )
     responses = config.data.prompts_per_step * config.rollout.group_size
-    changed = [
-        f"{name}={value}"
-        for name, value in options.items()
-        if value != plain[name] and name != "preset"
-    ]
-    return {
+    facts = {
         "objective": f"{config.objective.name}, preset {config.objective.preset}",
-        "unlike the paper": ", ".join(changed) or "nothing",
+        "unlike the paper": ", ".join(_changed(config.objective)) or "nothing",
         **_describe_inputs(config, allow_missing),
         "processes": f"a multiple of {math.prod(sizes)}",
         "responses per step": responses,
-        "responses per update": responses // training.updates_per_rollout,
-        "steps": training.steps,
-        **(
-            {
-                "validation": f"every {evaluation.interval} steps on "
-                f"{', '.join(benchmark_names(evaluation))}"
-            }
-            if evaluation.interval
-            else {}
-        ),
-        "run_dir": config.run_dir,
+        "responses per update": responses // config.training.updates_per_rollout,
+        "steps": config.training.steps,
     }
+    if evaluation.interval:
+        names = ", ".join(benchmark_names(evaluation))
+        facts["validation"] = f"every {evaluation.interval} steps on {names}"
+    facts["run_dir"] = config.run_dir
+    return facts
+
+
+def _changed(objective: ObjectiveConfig) -> list[str]:
+    """Return the options of the objective that differ from the paper's, as ``name=value``."""
+    paper = _flat(ObjectiveConfig(name=objective.name))
+    return [
+        f"{name}={value}"
+        for name, value in _flat(objective).items()
+        if value != paper[name] and name != "preset"
+    ]
 
 
 def _flat(objective: ObjectiveConfig) -> dict[str, Any]:
@@ -84,12 +84,11 @@ def _flat(objective: ObjectiveConfig) -> dict[str, Any]:
 
 def _describe_inputs(config: Config, allow_missing: bool) -> dict[str, Any]:
     """Return the facts of model, tokenizer and data."""
-    path, sources = config.model.path, config.data.sources
-    unread = [source.path for source in sources if _is_unread(source.path, allow_missing)]
-    facts = {
-        "model": path,
-        "data": ", ".join(s.path + " (not here)" * (s.path in unread) for s in sources),
-    }
+    path = config.model.path
+    paths = [source.path for source in config.data.sources]
+    unread = [source for source in paths if _is_unread(source, allow_missing)]
+    named = [f"{source} (not here)" if source in unread else source for source in paths]
+    facts = {"model": path, "data": ", ".join(named)}
     absent = allow_missing and not any(Path(path).glob("*.safetensors"))
     if absent and not Path(path).is_dir():
         return facts | {"model": f"{path} (not here)"}
@@ -109,7 +108,8 @@ def _describe_inputs(config: Config, allow_missing: bool) -> dict[str, Any]:
         return facts
     loaded = load_sources(config, tokenizer)
     held_out = None if allow_missing else load_held_out(config, tokenizer, vocabulary)
-    longest, first = check_lengths(config, arch, loaded, held_out), loaded[0].prompts[0].token_ids
+    longest = check_lengths(config, arch, loaded, held_out)
+    first = loaded[0].prompts[0].token_ids
     facts["data"] = ", ".join(
         f"{source.path}: {len(source.prompts):,} problems" for source in loaded
     )
@@ -117,15 +117,16 @@ def _describe_inputs(config: Config, allow_missing: bool) -> dict[str, Any]:
     whole = longest + config.rollout.max_response_length
     facts["longest sequence"] = f"{whole} tokens, at most {arch.max_position_embeddings}"
     facts["first prompt"] = f"{len(first)} tokens: {tokenizer.decode(first)[:500]!r}"
-    warning = too_few_problems(
-        sum(len(source.prompts) for source in loaded), config.data.prompts_per_step
-    )
-    return facts | ({"warning": warning} if warning else {})
+    problems = sum(len(source.prompts) for source in loaded)
+    warning = too_few_problems(problems, config.data.prompts_per_step)
+    if warning:
+        facts["warning"] = warning
+    return facts
 
 
 def _is_unread(path: str, allow_missing: bool) -> bool:
-    """Return whether the data is not on this machine and need not be: it is allowed to, or a run
-    fetches it from the hub.
+    """Return whether the data is not on this machine and need not be: because missing data is
+    allowed, or because a run fetches it from the hub.
     """
     if is_gym(path) or Path(path).expanduser().exists():
         return False

@@ -1,9 +1,9 @@
-"""Where metrics go beside ``metrics.jsonl``: TensorBoard, Weights & Biases, MLflow, SwanLab, or a
+"""Where metrics go besides ``metrics.jsonl``: TensorBoard, Weights & Biases, MLflow, SwanLab, or a
 logger by import path.
 
-Each package is imported only where ``logging.to`` names it, and reads its own environment variables
+Each package is imported only if ``logging.to`` names it, and reads its own environment variables
 (``WANDB_MODE=offline``, ``MLFLOW_TRACKING_URI``, ``SWANLAB_MODE``). A logger that fails while a run
-trains is left out from there on.
+trains is left out from then on.
 """
 
 from __future__ import annotations
@@ -54,13 +54,12 @@ class RunLogger(Protocol):
 
     def finish(self, artifacts: Sequence[Path]) -> None:
         """End the run, however it ended, and keep ``artifacts``: its configuration, and its report
-        where there is one.
+        if there is one.
         """
 
 
-Open = Callable[
-    [Path, Config, int], RunLogger
-]  # run directory, configuration, first step that will be logged
+# run directory, configuration, first step that will be logged
+Open = Callable[[Path, Config, int], RunLogger]
 
 
 def check_loggers(config: Config) -> None:
@@ -69,14 +68,8 @@ def check_loggers(config: Config) -> None:
     """
     for name in config.logging.to:
         if is_import_path(name):
-            check_signature(
-                load_object(name, "logging.to"),
-                name,
-                "logging.to",
-                "directory",
-                "config",
-                "first_step",
-            )
+            opener = load_object(name, "logging.to")
+            check_signature(opener, name, "logging.to", "directory", "config", "first_step")
         elif name not in OPENERS:
             hint = did_you_mean(name, OPENERS)
             raise UserError(
@@ -85,73 +78,83 @@ def check_loggers(config: Config) -> None:
         elif importlib.util.find_spec(name) is None:
             raise UserError(
                 f"logging.to={name}, but the package {name} is not installed; pip install {name}, "
-                "or take it out of "
-                "logging.to"
+                "or remove it from logging.to"
             )
+
+
+class Loggers:
+    """The loggers of a run that still work: one that fails is left out from then on."""
+
+    def __init__(self, verl_names: bool) -> None:
+        self.verl_names = verl_names
+        self.opened: dict[str, RunLogger] = {}
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Hand every logger the finite numbers of a step."""
+        finite = {
+            name: value
+            for name, value in metrics.items()
+            if isinstance(value, int | float) and math.isfinite(value)
+        }
+        if self.verl_names:
+            for ours, verl in VERL_NAMES.items():
+                if ours in finite:
+                    finite[verl] = finite[ours]
+        self._each("log", lambda target: target.log(step, finite))
+
+    def finish(self, artifacts: Sequence[Path]) -> None:
+        """End the run in every logger."""
+        self._each("finish", lambda target: target.finish(artifacts))
+
+    def _each(self, what: str, call: Callable[[RunLogger], None]) -> None:
+        for name, target in list(self.opened.items()):
+            try:
+                call(target)
+            except Exception as error:
+                del self.opened[name]
+                why = f"{type(error).__name__}: {one_line(error, 200)}"
+                logger.warning(
+                    "logging.to=%s failed to %s (%s); the run goes on without it", name, what, why
+                )
 
 
 @contextmanager
 def open_loggers(
     directory: Path, config: Config, first_step: int
 ) -> Iterator[Callable[[int, Mapping[str, Any]], None]]:
-    """Open the loggers of ``logging.to``, which are checked, and yield what hands them the numbers
-    of a step; finish them at the end.
+    """Open the loggers of ``logging.to``, which are checked, and yield a function that hands them
+    the numbers of a step; finish them at the end.
     """
-    opened: dict[str, RunLogger] = {}
-
-    def each(what: str, call: Callable[[RunLogger], None]) -> None:
-        for name, target in list(opened.items()):
-            try:
-                call(target)
-            except Exception as error:
-                del opened[name]
-                why = f"{type(error).__name__}: {one_line(error, 200)}"
-                logger.warning(
-                    "logging.to=%s failed to %s (%s); the run goes on without it", name, what, why
-                )
-
-    def log(step: int, metrics: Mapping[str, Any]) -> None:
-        finite = {
-            k: v for k, v in metrics.items() if isinstance(v, int | float) and math.isfinite(v)
-        }
-        if config.logging.verl_names:
-            finite |= {verl: finite[ours] for ours, verl in VERL_NAMES.items() if ours in finite}
-        each("log", lambda target: target.log(step, finite))
-
+    loggers = Loggers(config.logging.verl_names)
     try:
         for name in config.logging.to:
-            opener: Open = (
-                load_object(name, "logging.to") if is_import_path(name) else OPENERS[name]
-            )
+            opener: Open = OPENERS.get(name) or load_object(name, "logging.to")
             try:
-                opened[name] = opener(directory, config, first_step)
+                loggers.opened[name] = opener(directory, config, first_step)
             except Exception as error:
                 why = f"{type(error).__name__}: {one_line(error, 300)}"
                 raise UserError(
-                    f"logging.to={name} cannot be opened ({why}); mend it, or take it out of "
+                    f"logging.to={name} cannot be opened ({why}); fix it, or remove it from "
                     "logging.to"
                 ) from None
-        yield log
+        yield loggers.log
     finally:
-        if opened.keys() - {"tensorboard"}:
+        if loggers.opened.keys() - {"tensorboard"}:
             _write_report(directory)
-        each(
-            "finish",
-            lambda target: target.finish([p for a in ARTIFACTS if (p := directory / a).is_file()]),
-        )
+        artifacts = [directory / name for name in ARTIFACTS]
+        loggers.finish([path for path in artifacts if path.is_file()])
 
 
 def _write_report(directory: Path) -> None:
-    """Write ``report.html`` of the run for the loggers that keep it. What fails here ends
-    no run.
+    """Write ``report.html`` of the run for the loggers that keep it. A failure here does not end
+    the run.
     """
     from megatron_dcpo.evaluation.report import write_report
     from megatron_dcpo.evaluation.runs import find_runs
 
     try:
-        write_report(
-            find_runs([str(directory)]), directory / "report.html", directory.absolute().name, []
-        )
+        runs = find_runs([str(directory)])
+        write_report(runs, directory / "report.html", directory.absolute().name, [])
     except Exception as error:
         logger.warning(
             "no report for logging.to (%s: %s)", type(error).__name__, one_line(error, 200)
@@ -258,6 +261,7 @@ class SwanLab:
         self.run.finish()
 
 
-OPENERS: Mapping[str, Open] = MappingProxyType(  # by the name of the package, too
+# by the name of the package as well
+OPENERS: Mapping[str, Open] = MappingProxyType(
     {"tensorboard": TensorBoard, "wandb": WandB, "mlflow": MLflow, "swanlab": SwanLab}
 )

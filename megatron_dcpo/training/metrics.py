@@ -31,25 +31,35 @@ def step_metrics(
     samples: Sequence[TrainingSample], statistics: UpdateStatistics, timers: Timers
 ) -> dict[str, Any]:
     """Return the record of one step. Undefined values are NaN here and null in the file."""
+    return {
+        **response_metrics(samples),
+        **update_metrics(samples, statistics),
+        **phase_metrics(samples, timers),
+    }
+
+
+def response_metrics(samples: Sequence[TrainingSample]) -> dict[str, Any]:
+    """Return what the responses of a step are worth: accuracy, calibration, format, length."""
     judgements = [sample.judgement for sample in samples]
     summary = summarize(
-        [j.confidence for j in judgements],
-        [j.correct for j in judgements],
-        statuses=[j.status for j in judgements],
+        [judgement.confidence for judgement in judgements],
+        [judgement.correct for judgement in judgements],
+        statuses=[judgement.status for judgement in judgements],
     )
+    R_c = np.array([sample.R_c for sample in samples])
+    mean_R_c = float(np.nanmean(R_c)) if np.isfinite(R_c).any() else math.nan
+    without_answer = [not judgement.answered for judgement in judgements]
     lengths = [len(sample.response_ids) for sample in samples]
-    r_c = np.array([sample.R_c for sample in samples])
-    unmeasured = dict.fromkeys(("grad_norm/reasoning", "grad_norm/confidence", *COSINES), math.nan)
-    seconds = timers.seconds
+    truncated = [sample.response.finish_reason == "length" for sample in samples]
     return {
         "reward/accuracy": summary["accuracy"],
         **group_metrics(samples),
-        "reward/calibration": float(np.nanmean(r_c)) if np.isfinite(r_c).any() else math.nan,
+        "reward/calibration": mean_R_c,
         "confidence/mean": summary["mean_confidence"],
         "confidence/std": summary["std_confidence"],
         "format/violation_rate": summary["violation_rate"],
         **{f"format/{kind}": summary["violations"][kind] for kind in MALFORMED},
-        "format/no_answer": float(np.mean([not j.answered for j in judgements])),
+        "format/no_answer": float(np.mean(without_answer)),
         **verifier_metrics(judgements),
         "calibration/ece": summary["ece"],
         "calibration/pce": summary["pce"],
@@ -58,7 +68,18 @@ def step_metrics(
         "length/mean": float(np.mean(lengths)),
         "length/max": int(max(lengths)),
         **thinking_metrics(judgements),
-        "length/truncated": float(np.mean([s.response.finish_reason == "length" for s in samples])),
+        "length/truncated": float(np.mean(truncated)),
+    }
+
+
+def update_metrics(
+    samples: Sequence[TrainingSample], statistics: UpdateStatistics
+) -> dict[str, Any]:
+    """Return what the updates of a step measured: losses, gradients, engine against trainer."""
+    unmeasured = dict.fromkeys(("grad_norm/reasoning", "grad_norm/confidence", *COSINES), math.nan)
+    sampled_tokens = sum(map(sequence_length, samples))
+    trained_tokens = sum(map(sequence_length, statistics.trained))
+    return {
         "loss/policy": _mean_of_updates(statistics.losses),
         **loss_metrics(statistics.sums),
         "grad_norm/total": _mean_of_updates(statistics.grad_norms),
@@ -68,71 +89,88 @@ def step_metrics(
         **statistics.maxima,
         "learning_rate": statistics.learning_rate,
         "updates/skipped": statistics.skipped,
-        "train/skipped_tokens": sum(map(sequence_length, samples))
-        - sum(map(sequence_length, statistics.trained)),
-        **{
-            f"tokens/s/{phase}": sum(lengths) / seconds[phase]
-            for phase in ("rollout", "train")
-            if seconds.get(phase)
-        },
-        **{f"time/{phase}": value for phase, value in seconds.items()},
-        **{f"memory/{name}": value for name, value in timers.memory.items()},
+        "train/skipped_tokens": sampled_tokens - trained_tokens,
     }
 
 
+def phase_metrics(samples: Sequence[TrainingSample], timers: Timers) -> dict[str, Any]:
+    """Return seconds, memory and response tokens per second of the phases of a step."""
+    tokens = sum(len(sample.response_ids) for sample in samples)
+    metrics: dict[str, Any] = {}
+    for phase in ("rollout", "train"):
+        seconds = timers.seconds.get(phase)
+        if seconds:
+            metrics[f"tokens/s/{phase}"] = tokens / seconds
+    metrics |= {f"time/{phase}": seconds for phase, seconds in timers.seconds.items()}
+    metrics |= {f"memory/{name}": value for name, value in timers.memory.items()}
+    return metrics
+
+
 def thinking_metrics(judgements: Sequence[Judgement]) -> dict[str, float]:
-    """Return the mean number of tokens of a thinking, its end-of-thinking token included, where a
-    response has one.
+    """Return the mean number of tokens of a thinking trace, its end-of-thinking token included, if
+    any response has one.
     """
-    lengths = [j.thinking_tokens for j in judgements if j.thinking_tokens]
-    return {"length/thinking": float(np.mean(lengths))} if lengths else {}
+    lengths = [judgement.thinking_tokens for judgement in judgements if judgement.thinking_tokens]
+    if not lengths:
+        return {}
+    return {"length/thinking": float(np.mean(lengths))}
 
 
 def group_metrics(samples: Sequence[TrainingSample]) -> dict[str, float]:
     """Return the standard deviation of R within a group, as a mean over groups, and the share of
-    groups in which it is 0: they have no gradient in the reasoning (TRL's names).
+    groups in which it is 0, which have no gradient in the reasoning (TRL's names).
     """
     groups: dict[str, list[float]] = {}
     for sample in samples:
         groups.setdefault(sample.prompt.prompt_id, []).append(sample.R)
     stds = [float(np.std(rewards)) for rewards in groups.values()]
+    are_zero = [std < 1e-6 for std in stds]
     return {
         "reward/std": float(np.mean(stds)),
-        "frac_reward_zero_std": float(np.mean([std < 1e-6 for std in stds])),
+        "frac_reward_zero_std": float(np.mean(are_zero)),
     }
 
 
 def source_metrics(samples: Sequence[TrainingSample], names: Sequence[str]) -> dict[str, float]:
-    """Return accuracy and ECE of each source of a mixture; NaN where a step has none of it."""
-    found: dict[str, float] = {}
+    """Return accuracy and ECE of each source of a mixture; NaN when a step has no response to a
+    problem of it.
+    """
+    metrics: dict[str, float] = {}
     for name in names:
-        own = [sample.judgement for sample in samples if sample.prompt.task == name]
-        summary = summarize([j.confidence for j in own], [j.correct for j in own]) if own else {}
-        found[f"reward/accuracy/{name}"] = summary.get("accuracy", math.nan)
-        found[f"calibration/ece/{name}"] = summary.get("ece", math.nan)
-    return found
+        judgements = [sample.judgement for sample in samples if sample.prompt.task == name]
+        summary: dict[str, Any] = {}
+        if judgements:
+            summary = summarize(
+                [judgement.confidence for judgement in judgements],
+                [judgement.correct for judgement in judgements],
+            )
+        metrics[f"reward/accuracy/{name}"] = summary.get("accuracy", math.nan)
+        metrics[f"calibration/ece/{name}"] = summary.get("ece", math.nan)
+    return metrics
 
 
 def verifier_metrics(judgements: Sequence[Judgement]) -> dict[str, float]:
-    """Return of the responses that users' verifiers judged, where there are any, the share of
-    errors, and the means of the numbers that they gave, ``verifier/score`` first of all.
+    """Return the share of errors among the responses that users' verifiers judged, and the means of
+    the numbers that the verifiers logged, ``verifier/score`` among them; nothing when no response
+    was judged by one.
     """
-    own = [j for j in judgements if j.logged is not None]
-    if not own:
+    judged = [judgement for judgement in judgements if judgement.logged is not None]
+    if not judged:
         return {}
     numbers: dict[str, list[float]] = {}
-    for name, value in (item for j in own for item in (j.logged or {}).items()):
-        if isinstance(value, bool | int | float):
-            numbers.setdefault(f"verifier/{name}", []).append(float(value))
-    errors = float(np.mean([j.category == VERIFIER_ERROR for j in own]))
-    return {
-        "format/verifier_error": errors,
-        **{name: float(np.mean(values)) for name, values in numbers.items()},
-    }
+    for judgement in judged:
+        for name, value in (judgement.logged or {}).items():
+            if isinstance(value, bool | int | float):
+                numbers.setdefault(f"verifier/{name}", []).append(float(value))
+    errors = [judgement.category == VERIFIER_ERROR for judgement in judged]
+    metrics = {"format/verifier_error": float(np.mean(errors))}
+    for name, values in numbers.items():
+        metrics[name] = float(np.mean(values))
+    return metrics
 
 
 def abstention_metrics(samples: Sequence[TrainingSample], always: bool) -> dict[str, float]:
-    """Return ``abstention/...`` of a step in which a response abstained, or ``always``."""
+    """Return ``abstention/...`` if a response abstained, or if the method ``always`` reports it."""
     abstained = [sample.judgement.abstained for sample in samples]
     if not (always or any(abstained)):
         return {}
@@ -143,20 +181,16 @@ def abstention_metrics(samples: Sequence[TrainingSample], always: bool) -> dict[
 def loss_metrics(sums: dict[str, float]) -> dict[str, float]:
     """Return the means of the loss's statistics over all tokens and per block."""
     tokens = {block: max(sums.get(f"tokens/{block}", 0.0), 1.0) for block in BLOCKS}
-
-    def mean(name: str) -> dict[str, float]:
-        total = sum(sums.get(f"{name}/{block}", 0.0) for block in tokens) / sum(tokens.values())
-        return {"": total} | {
-            f"_{block}": sums.get(f"{name}/{block}", 0.0) / count for block, count in tokens.items()
-        }
-
-    known = (*LOSS_METRICS, "tis_weight", "tis_masked")
-    present = [name for name in known if any(f"{name}/{block}" in sums for block in tokens)]
-    return {
-        LOSS_METRICS.get(name, name) + suffix: value
-        for name in present
-        for suffix, value in mean(name).items()
-    }
+    metrics: dict[str, float] = {}
+    for name in (*LOSS_METRICS, "tis_weight", "tis_masked"):
+        if not any(f"{name}/{block}" in sums for block in BLOCKS):
+            continue
+        metric = LOSS_METRICS.get(name, name)
+        totals = {block: sums.get(f"{name}/{block}", 0.0) for block in BLOCKS}
+        metrics[metric] = sum(totals.values()) / sum(tokens.values())
+        for block in BLOCKS:
+            metrics[f"{metric}_{block}"] = totals[block] / tokens[block]
+    return metrics
 
 
 def utilization(
@@ -166,7 +200,8 @@ def utilization(
     (forward and backward of every token of ``samples`` once, without recomputation) per second and
     GPU over the card's dense bf16 peak, and ``tflops/train``.
     """
-    peak, seconds = peak_tflops(), timers.seconds.get("train")
+    peak = peak_tflops()
+    seconds = timers.seconds.get("train")
     if peak is None or not seconds:
         return {}
     lengths = map(sequence_length, samples)

@@ -102,9 +102,8 @@ def _probe(run: Run, batches: int) -> dict[str, Any]:
     seen: list[TrainingSample] = []
     for step in range(1, batches + 1):
         run.offload.offload()
-        run.weight_sync.push(
-            version=step - 1
-        )  # the same weights each time, counted as training counts
+        # the same weights each time, under the version numbers of a training
+        run.weight_sync.push(version=step - 1)
         samples = run.updater.fetch_share(run.rollouts.take(step).samples)
         run.engine.sleep()
         run.offload.reload()
@@ -141,42 +140,47 @@ def parts_of(
     method.
     """
 
-    def scores(method: str, **options: Any) -> dict[str, np.ndarray]:
-        found = build_method(as_method(objective, method, **options)).group_scores(samples)
-        return dict(zip(SCORES, found, strict=True))
+    def scores(method: str, **options: object) -> dict[str, np.ndarray]:
+        rows = build_method(as_method(objective, method, **options)).group_scores(samples)
+        return dict(zip(SCORES, rows, strict=True))
 
     def confidence(baseline: str) -> np.ndarray:
-        return scores(
+        with_baseline = scores(
             "dcpo", confidence_baseline=baseline, advantage_normalization_confidence="mean"
-        )["A_c"]
+        )
+        return with_baseline["A_c"]
 
     options = resolve(as_method(objective, "coupled"))
     scored = build_method(as_method(objective, "dcpo")).score(samples)
-    dcpo, coupled = scores("dcpo"), scores("coupled")
+    dcpo = scores("dcpo")
+    coupled = scores("coupled")
     judgements = [sample.judgement for sample in samples]
     groups: dict[str, list[int]] = {}
     for row, judgement in enumerate(judgements):
         groups.setdefault(judgement.prompt_id, []).append(row)
     c = np.array([np.nan if j.confidence is None else j.confidence for j in judgements], float)
     well_formed = ~np.isnan(c)
-    slope = 2 * (c[well_formed].mean() - dcpo["R"].mean()) if well_formed.any() else 0.0
+    slope = 0.0
+    if well_formed.any():
+        slope = 2 * (c[well_formed].mean() - dcpo["R"].mean())
 
-    columns = {
-        part: np.zeros((2, len(samples))) for part in PARTS
-    }  # on reasoning tokens, on confidence tokens
+    # the advantages of each part on reasoning tokens and on confidence tokens
+    columns = {part: np.zeros((2, len(samples))) for part in PARTS}
     for rows in groups.values():
         stated = np.array(rows)[well_formed[rows]]
         if len(stated):
             columns["mean_calibration"][:, stated] = -slope * (c[stated] - c[stated].mean())
-        R, total = (x["R"][rows] - x["R"][rows].mean() for x in (dcpo, coupled))
+        R = dcpo["R"][rows] - dcpo["R"][rows].mean()
+        total = coupled["R"][rows] - coupled["R"][rows].mean()
         columns["accuracy"][:, rows] = R
         if np.ptp(total) >= REWARD_TOLERANCE:
             std = total.std(ddof=options.ddof) + options.eps
             columns["coupled_accuracy"][:, rows] = R / std
             columns["coupled_calibration"][:, rows] = (total - R) / std
-    columns["dcpo_accuracy"][0], columns["dcpo_calibration"][1] = dcpo["A_r"], dcpo["A_c"]
-    size = np.array([len(groups[j.prompt_id]) for j in judgements])
-    # its own R_c left out of the mean, as the counterfactual one does
+    columns["dcpo_accuracy"][0] = dcpo["A_r"]
+    columns["dcpo_calibration"][1] = dcpo["A_c"]
+    size = np.array([len(groups[judgement.prompt_id]) for judgement in judgements])
+    # the response's own R_c is left out of the mean, as for the counterfactual baseline
     columns["group_baseline"][1] = confidence("group") * size / (size - 1)
     columns["counterfactual"][1] = confidence("counterfactual")
     return {part: _with_advantages(scored, columns[part]) for part in PARTS}
@@ -186,18 +190,18 @@ def _with_advantages(
     samples: Sequence[TrainingSample], advantages: np.ndarray
 ) -> list[TrainingSample]:
     """Return scored samples with other advantages [2, N], of the two blocks."""
-    return [
-        replaced(
-            sample, advantages=np.where(sample.block_ids == BLOCK_REASONING, reasoning, confidence)
-        )
-        for sample, reasoning, confidence in zip(samples, *advantages, strict=True)
-    ]
+    replacements = []
+    for sample, of_sample in zip(samples, advantages.T, strict=True):
+        reasoning, confidence = of_sample
+        columns = np.where(sample.block_ids == BLOCK_REASONING, reasoning, confidence)
+        replacements.append(replaced(sample, advantages=columns))
+    return replacements
 
 
 @dataclass
 class Moments:
-    """Running sum of a part's gradients over batches [fp32], and the squared norm of each batch's
-    (of this rank's share).
+    """The running sum of a part's gradients over batches, fp32, and the squared norm of each
+    batch's gradient, of this rank's share.
     """
 
     sums: list[Tensor] = field(default_factory=list)
@@ -214,9 +218,10 @@ class Moments:
 
     def mean(self, fisher: list[Tensor]) -> list[OwnedGradient]:
         """Return the mean gradient, with ``fisher`` as its metric."""
-        parts = zip(self.groups, self.sums, fisher, strict=True)
+        batches = len(self.norms)
         return [
-            OwnedGradient(group, total / len(self.norms), square) for group, total, square in parts
+            OwnedGradient(group, total / batches, square)
+            for group, total, square in zip(self.groups, self.sums, fisher, strict=True)
         ]
 
 
@@ -225,23 +230,24 @@ def _squared_norm(x: Tensor) -> float:
 
 
 def _measure(run: Run, totals: dict[str, Moments], fisher: list[Tensor]) -> dict[str, Any]:
-    groups = layer_groups(run.policy)
-    conflicts = {
-        name: compare(
-            run.policy, run.optimizer.megatron, totals[a].mean(fisher), totals[b].mean(fisher)
+    conflicts = {}
+    for name, (accuracy, calibration) in PAIRS.items():
+        comparison = compare(
+            run.policy,
+            run.optimizer.megatron,
+            totals[accuracy].mean(fisher),
+            totals[calibration].mean(fisher),
         )
-        for name, (a, b) in PAIRS.items()
-    }
-    noise = {part: _noise(run, totals[part]) for part in PARTS}
+        conflicts[name] = _as_json(comparison)
     return {
-        "layer_groups": [*groups, ALL],
-        "conflict": {name: _as_json(found) for name, found in conflicts.items()},
-        "gradients": noise,
+        "layer_groups": [*layer_groups(run.policy), ALL],
+        "conflict": conflicts,
+        "gradients": {part: _noise(run, totals[part]) for part in PARTS},
     }
 
 
 def _as_json(found: PairComparison) -> dict[str, Any]:
-    """Return every pair as JSON: a is the accuracy's gradient, b the calibration's."""
+    """Return a comparison as JSON: a is the gradient of accuracy, b that of calibration."""
 
     def named(comparison: GradientPair) -> dict[str, float]:
         return {
@@ -257,15 +263,14 @@ def _as_json(found: PairComparison) -> dict[str, Any]:
 
 
 def _noise(run: Run, moments: Moments) -> dict[str, float | None]:
-    """Return the squared norm of the mean gradient and variance of a batch's gradient (trace of the
-    covariance), unbiased.
+    """Return the norm of the mean gradient and the variance of a batch's gradient (the trace of its
+    covariance), both unbiased.
 
     ``signal_to_noise`` = |E g|^2 / tr Cov g of one batch. One batch has no variance.
     """
     n = len(moments.norms)
-    values = torch.tensor(
-        [sum(moments.norms), sum(map(_squared_norm, moments.sums)) / n**2], dtype=torch.float64
-    )
+    squared_norm_of_mean = sum(map(_squared_norm, moments.sums)) / n**2
+    values = torch.tensor([sum(moments.norms), squared_norm_of_mean], dtype=torch.float64)
     values = values.to(current_device())
     dist.all_reduce(values, group=optimizer_group(run.optimizer.megatron))
     squared, mean_squared = values.tolist()
@@ -287,11 +292,17 @@ def _facts(samples: Sequence[TrainingSample]) -> dict[str, float | None]:
     judged = [sample.judgement for sample in samples if sample.judgement.confidence is not None]
     if not judged:
         return dict.fromkeys(("accuracy", "confidence", "covariance", "covariance_within_prompts"))
-    R, c = np.array([j.correct for j in judged]), np.array([j.confidence for j in judged], float)
-    _, prompt, count = np.unique(
-        [j.prompt_id for j in judged], return_inverse=True, return_counts=True
-    )
-    within_R, within_c = (x - (np.bincount(prompt, x) / count)[prompt] for x in (R, c))
+    R = np.array([judgement.correct for judgement in judged])
+    c = np.array([judgement.confidence for judgement in judged], float)
+    prompt_ids = [judgement.prompt_id for judgement in judged]
+    _, prompt, count = np.unique(prompt_ids, return_inverse=True, return_counts=True)
+
+    def within_prompts(values: np.ndarray) -> np.ndarray:
+        means = np.bincount(prompt, values) / count
+        return values - means[prompt]
+
+    within_R = within_prompts(R)
+    within_c = within_prompts(c)
     return {
         "accuracy": float(R.mean()),
         "confidence": float(c.mean()),

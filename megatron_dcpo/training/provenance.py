@@ -1,9 +1,9 @@
-"""Where a run comes from: ``run.json`` and ``config.yaml`` in its directory, what a resume changes,
-an earlier run there.
+"""Where a run comes from: ``run.json`` and ``config.yaml`` in its directory, what a resumption
+changes, and what becomes of an earlier run there.
 
-``run.json`` has an entry for every start and resume: time, command line, version and commit, host,
+``run.json`` has an entry for every start and resumption: time, command line, version and commit, host,
 libraries, device, model and tokenizer by their digests. A configuration that differs from
-``config.yaml`` gets a dated copy beside it.
+``config.yaml`` leaves a dated copy of the old one.
 """
 
 from __future__ import annotations
@@ -37,40 +37,37 @@ logger = logging.getLogger(__name__)
 LIBRARIES = ("torch", "megatron-core", "transformers", "vllm", "transformer-engine", "numpy")
 # What a training leaves in its directory.
 WRITTEN = (
-    *(
-        CONFIG,
-        RUN,
-        "config.until-*.yaml",
-        "metrics.jsonl",
-        "mismatch.jsonl",
-        WARNINGS,
-        "samples",
-        "evaluation",
-    ),
-    *(
-        "tensorboard",
-        "wandb",
-        "swanlab",
-        "mlflow_run_id",
-        "profile",
-        "policy",
-        "adapter",
-        "checkpoints",
-        "report.html",
-    ),
+    CONFIG,
+    RUN,
+    "config.until-*.yaml",
+    "metrics.jsonl",
+    "mismatch.jsonl",
+    WARNINGS,
+    "samples",
+    "evaluation",
+    "tensorboard",
+    "wandb",
+    "swanlab",
+    "mlflow_run_id",
+    "profile",
+    "policy",
+    "adapter",
+    "checkpoints",
+    "report.html",
 )
-METHOD = (
-    "objective.name"  # makes another run of it; what else the checkpoint belongs to, it says itself
-)
+# An option that makes it another run. A checkpoint knows by itself which others it depends on.
+METHOD = "objective.name"
 # Options that say how a run is carried out, not what it computes.
 FREE = ("run_dir", "training.resume", "training.steps", "logging.")
 
 
 def launch(config: Config, processes: int, done: int) -> dict[str, Any]:
-    """Return the entry of ``run.json`` for this start: after ``done`` steps, by as many
-    ``processes``.
+    """Return the entry of ``run.json`` for this start, after ``done`` steps, with ``processes``
+    ranks.
     """
     commit, dirty = source()
+    libraries = {name: _version(name) for name in LIBRARIES}
+    model = Path(config.model.path)
     return {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "after_step": done,
@@ -82,8 +79,8 @@ def launch(config: Config, processes: int, done: int) -> dict[str, Any]:
         "device": device_name(),
         "processes": processes,
         "python": platform.python_version(),
-        "libraries": {name: version for name in LIBRARIES if (version := _version(name))},
-        "model": {"path": config.model.path, **digests(Path(config.model.path))},
+        "libraries": {name: version for name, version in libraries.items() if version},
+        "model": {"path": config.model.path, **digests(model)},
     }
 
 
@@ -95,18 +92,18 @@ def source() -> tuple[str | None, bool | None]:
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(package), *arguments]
-        return subprocess.run(
-            command, capture_output=True, text=True, check=True, timeout=10
-        ).stdout.strip()
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
+        return done.stdout.strip()
 
+    # an installed package may lie in somebody else's checkout
+    if not (package.parent / ".git").exists():
+        return None, None
     try:
-        if not (
-            package.parent / ".git"
-        ).exists():  # an installed package may lie in somebody else's checkout
-            return None, None
-        return git("rev-parse", "HEAD"), bool(git("status", "--porcelain", "--untracked-files=no"))
+        commit = git("rev-parse", "HEAD")
+        changes = git("status", "--porcelain", "--untracked-files=no")
     except (OSError, subprocess.SubprocessError):
         return None, None
+    return commit, bool(changes)
 
 
 def digests(model: Path) -> dict[str, str]:
@@ -114,12 +111,12 @@ def digests(model: Path) -> dict[str, str]:
     as there are files.
     """
     files = {"config_sha256": "config.json", "tokenizer_sha256": "tokenizer.json"}
-    paths = {key: model / name for key, name in files.items()}
-    return {
-        key: hashlib.sha256(path.read_bytes()).hexdigest()
-        for key, path in paths.items()
-        if path.is_file()
-    }
+    found = {}
+    for key, name in files.items():
+        path = model / name
+        if path.is_file():
+            found[key] = hashlib.sha256(path.read_bytes()).hexdigest()
+    return found
 
 
 def prepare(directory: Path, config: Config, rank: int) -> None:
@@ -129,34 +126,41 @@ def prepare(directory: Path, config: Config, rank: int) -> None:
     refused = None
     if rank == 0:
         try:
-            if latest_iteration(directory / "checkpoints") is not None:
-                if config.training.resume == "auto":
-                    check_resume(directory, config)
-            elif aside := move_aside(directory):
-                logger.warning(
-                    "%s held a run without a checkpoint: it is in %s now", directory, aside
-                )
+            _prepare(directory, config)
         except (UserError, OSError) as error:
             refused = str(error)
-    if (refused := broadcast_object(refused)) is not None:
+    refused = broadcast_object(refused)
+    if refused is not None:
         raise UserError(refused)
 
 
+def _prepare(directory: Path, config: Config) -> None:
+    has_checkpoint = latest_iteration(directory / "checkpoints") is not None
+    if has_checkpoint and config.training.resume == "auto":
+        check_resume(directory, config)
+    if has_checkpoint:
+        return  # without --resume auto, the checkpointer refuses
+    aside = move_aside(directory)
+    if aside is not None:
+        logger.warning("%s held a run without a checkpoint: it is in %s now", directory, aside)
+
+
 def check_resume(directory: Path, config: Config) -> None:
-    """Raise :class:`UserError` for what the run in ``directory`` cannot change: the method, the
-    model, its tokenizer.
+    """Raise :class:`UserError` when the configuration changes what a resumed run cannot change: the
+    method, the model, its tokenizer.
     """
     now = digests(Path(config.model.path))
-    before = (read_launches(directory) or [{}])[-1].get("model", {})
+    launches = read_launches(directory)
+    before = launches[-1].get("model", {}) if launches else {}
     for key, what in (
         ("config_sha256", "another model"),
         ("tokenizer_sha256", "another tokenizer"),
     ):
-        if before.get(key, now.get(key)) != now.get(key):
+        if key in before and before[key] != now.get(key):
             raise UserError(
                 f"{directory} was started with {what}, {before.get('path')}, than "
-                f"model.path={config.model.path}; "
-                "name that one to resume, or another run_dir to start anew"
+                f"model.path={config.model.path}; name that one to resume, or another run_dir to "
+                "start again"
             )
     for name, old, new in differences(directory, config):
         if name == METHOD:
@@ -167,7 +171,7 @@ def check_resume(directory: Path, config: Config) -> None:
 
 
 def differences(directory: Path, config: Config) -> Iterator[tuple[str, Any, Any]]:
-    """Yield (option, old, new) of every option that ``config.yaml`` of the run has otherwise."""
+    """Yield (option, old, new) for every option that differs from ``config.yaml`` of the run."""
     path = directory / CONFIG
     if not path.is_file():
         return
@@ -184,10 +188,11 @@ def differences(directory: Path, config: Config) -> Iterator[tuple[str, Any, Any
 
 
 def record_start(directory: Path, config: Config, processes: int, done: int) -> None:
-    """Write ``config.yaml`` and add to ``run.json``. Of a resumed run say what differs from before,
-    and keep a dated copy of the configuration that is replaced.
+    """Write ``config.yaml`` and add an entry to ``run.json``. When a run is resumed, warn of the
+    options that differ, and keep a dated copy of the configuration that is replaced.
     """
-    entry, path = launch(config, processes, done), directory / CONFIG
+    entry = launch(config, processes, done)
+    path = directory / CONFIG
     changed = list(differences(directory, config)) if done else []
     for name, old, new in changed:
         if not name.startswith(FREE):
@@ -196,25 +201,24 @@ def record_start(directory: Path, config: Config, processes: int, done: int) -> 
         stamp = entry["time"].replace(":", "").removesuffix("+0000")
         path.replace(directory / f"config.until-{stamp}.yaml")
     write_atomically(path, to_yaml(config))
-    write_atomically(
-        directory / RUN,
-        json.dumps({"launches": [*read_launches(directory), entry]}, indent=1) + "\n",
-    )
+    launches = [*read_launches(directory), entry]
+    write_atomically(directory / RUN, json.dumps({"launches": launches}, indent=1) + "\n")
 
 
 def move_aside(directory: Path) -> Path | None:
     """Move what an earlier training without a checkpoint left in ``directory`` into
-    ``directory.N``; return where, or None where it has logged nothing.
+    ``directory.N``; return the new place, or None when that training has logged nothing.
     """
     if not any((directory / name).exists() for name in ("metrics.jsonl", "samples", "policy")):
         return None
-    number = next(
-        n for n in range(1, 10_000) if not directory.with_name(f"{directory.name}.{n}").exists()
-    )
+    number = 1
+    while directory.with_name(f"{directory.name}.{number}").exists():
+        number += 1
     aside = directory.with_name(f"{directory.name}.{number}")
     aside.mkdir()
-    for path in [path for pattern in WRITTEN for path in directory.glob(pattern)]:
-        path.rename(aside / path.name)
+    for pattern in WRITTEN:
+        for path in list(directory.glob(pattern)):
+            path.rename(aside / path.name)
     return aside
 
 

@@ -137,10 +137,7 @@ def test_a_logger_that_fails_does_not_end_the_run(tmp_path):
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert (
-        done.stderr.count(
-            "logging.to=mine:opened failed to log (OSError: no route); the run goes on without it"
-        )
-        == 1
+        done.stderr.count("OSError: no route") == 1
     )
     assert "ZeroDivision" not in done.stderr
     assert len(metrics(tmp_path / "run")) == 2
@@ -152,9 +149,8 @@ def test_a_logger_that_cannot_be_opened_ends_the_run_in_one_line(tmp_path):
     )
     done = train(tmp_path, "training.steps=1", "logging.to=[mine:opened]")
     assert done.returncode == 2
-    assert (
-        "logging.to=mine:opened cannot be opened (OSError: no such project); mend it" in done.stderr
-    )
+    assert "logging.to=mine:opened" in done.stderr
+    assert "OSError: no such project" in done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -1,0 +1,142 @@
+"""Updater alone: mini-batches, deals, updates that are skipped; the passes are counted elsewhere."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron_dcpo.config import TrainingConfig, load_config
+from megatron_dcpo.errors import UserError
+from megatron_dcpo.training.updater import Updater, split_groups
+from megatron_dcpo.types import Judgement, TrainingSample
+from tests.helpers.objective_cases import objective, samples_of
+from tests.helpers.paths import QUICKSTART
+from tests.helpers.samplers import one_rank
+
+
+@pytest.fixture(autouse=True, scope="module")
+def group_of_one() -> Iterator[None]:
+    with one_rank():
+        yield
+
+
+class Steps:
+    """An optimizer that notes what it is asked."""
+
+    learning_rate = 0.125
+
+    def __init__(self, norm: float = 1.0) -> None:
+        self.norm = norm
+        self.taken = 0
+        self.gathered = 0
+
+    def zero_gradients(self) -> None:
+        pass
+
+    def gradient_norm(self) -> float:
+        return self.norm
+
+    def step(self) -> None:
+        self.taken += 1
+
+    def gather_parameters(self) -> None:
+        self.gathered += 1
+
+
+class Stubbed(Updater):
+    """An updater whose loss is given, whatever the samples are."""
+
+    loss = 0.5
+
+    def accumulate(self, samples: Any, chosen: Any = None) -> list[dict[str, float]]:
+        return [{"loss": self.loss / 2, "tokens/reasoning": 3.0}, {"loss": self.loss / 2}]
+
+
+def updater(optimizer: Any, ranks: int = 1, rank: int = 0, **training: Any) -> Stubbed:
+    topology = SimpleNamespace(reports=True, rank=rank, dp_size=ranks, dp_rank=rank, pp_size=1)
+    policy: Any = SimpleNamespace(topology=topology)
+    config = load_config(QUICKSTART / "dcpo.yaml")
+    options = TrainingConfig(**{"steps": 1, "gradient_probe_interval": 0, **training})
+    return Stubbed(
+        policy=policy,
+        optimizer=optimizer,
+        method=objective(),
+        reference=None,
+        probe=None,
+        config=dataclasses.replace(config, training=options),
+    )
+
+
+def samples(groups: int = 1, lengths: tuple[int, ...] = (5, 6, 7)) -> list[TrainingSample]:
+    pairs = (1, 0.9), (0, 0.4), (0, 0.1)
+    return samples_of(
+        [
+            Judgement(f"p{group}", R, c, "ok", boundary=3, length=length)
+            for group in range(groups)
+            for (R, c), length in zip(pairs, lengths, strict=True)
+        ]
+    )
+
+
+def test_an_update_returns_scores_and_statistics() -> None:
+    optimizer = Steps()
+    scored, statistics = updater(optimizer).update(samples(), step=1)
+    assert [sample.R for sample in scored] == [1.0, 0.0, 0.0]
+    assert all(sample.weights is not None for sample in scored)
+    assert (statistics.losses, statistics.grad_norms) == ([0.5], [1.0])
+    assert statistics.sums == {"tokens/reasoning": 3.0}
+    assert statistics.learning_rate == 0.125
+    assert len(statistics.trained) == 3
+    assert (optimizer.taken, optimizer.gathered) == (1, 1)
+
+
+def test_an_update_that_is_not_finite_is_skipped_and_counted() -> None:
+    optimizer = Steps(norm=math.inf)
+    target = updater(optimizer, max_nonfinite_steps=2)
+    _, statistics = target.update(samples(), step=1)
+    assert (optimizer.taken, statistics.skipped, statistics.losses) == (0, 1, [])
+    assert target.state_dict()["nonfinite_in_a_row"] == 1
+
+    resumed = updater(optimizer, max_nonfinite_steps=2)
+    resumed.load_state_dict(target.state_dict(), step=1)
+    with pytest.raises(UserError, match=r"training\.max_nonfinite_steps"):
+        resumed.update(samples(), step=2)
+
+    optimizer.norm = 1.0
+    target.update(samples(), step=2)
+    assert target.state_dict()["nonfinite_in_a_row"] == 0
+
+
+def test_every_sample_is_computed_by_one_rank() -> None:
+    """Equal counts, and the chosen ones stay where the whole mini-batch puts them."""
+    batch = samples(groups=4, lengths=(5, 40, 9))
+    shares = [updater(Steps(), ranks=3, rank=rank).deal(batch)[0] for rank in range(3)]
+    assert sorted(index for share in shares for index in share) == list(range(12))
+    assert {len(share) for share in shares} == {4}
+    chosen = {0, 1, 5, 7}
+    for rank, share in enumerate(shares):
+        some, micro_batches = updater(Steps(), ranks=3, rank=rank).deal(batch, chosen)
+        assert some == [index for index in share if index in chosen]
+        places = [place for micro_batch in micro_batches for place in micro_batch]
+        assert sorted(places) == list(range(len(some)))
+
+
+def test_mini_batches_are_whole_groups() -> None:
+    batch = samples(groups=4)
+    shuffled = [batch[index] for index in (3, 0, 6, 9, 1, 4, 7, 10, 2, 5, 8, 11)]
+    parts = split_groups(shuffled, 2)
+    assert [{s.prompt.prompt_id for s in part} for part in parts] == [{"p1", "p0"}, {"p2", "p3"}]
+    assert [len(part) for part in parts] == [6, 6]
+
+
+def test_two_updates_of_a_rollout_are_two_steps() -> None:
+    optimizer = Steps()
+    target = updater(optimizer, updates_per_rollout=2)
+    target.with_old_logprobs = lambda batch: list(batch)  # type: ignore[method-assign]
+    _, statistics = target.update(samples(groups=2), step=1)
+    assert optimizer.taken == len(statistics.losses) == 2
