@@ -154,7 +154,8 @@ def _train(name: str, scratch: Path, model: Path, *sizes: int) -> None:
             log(step, samples, *rest),
         )
         for number, report in enumerate(steps(), 1):
-            run.timers.step, run.sampler.prompts_per_step = number, sizes[(number - 1) % len(sizes)]
+            run.timers.step = number
+            run.rollouts.sampler.prompts_per_step = sizes[(number - 1) % len(sizes)]
             train_step(run, number)
             row = json.loads(run.recorder.metrics_path.read_text().splitlines()[-1])
             samples, whole = trained.pop(), row["time/step"]

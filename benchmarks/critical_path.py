@@ -17,6 +17,7 @@ seconds).
 
 from __future__ import annotations
 
+import json
 import math
 import pickle
 import random
@@ -30,10 +31,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(1, str(Path(__file__).parents[1]))
-from measurement import REPOSITORY, Measurement, Stepper, steps
+from measurement import QUICK, REPOSITORY, Measurement, Stepper, steps
 
-STEPS, WARM_UP = 8, 2
-PACE = 8.0
+STEPS, WARM_UP = (2, 1) if QUICK else (8, 2)
+PACE = 1.0 if QUICK else 8.0
 PHASES = ("rollout", "train", "reshard")
 CODE = (
     "judging.verifier=code",
@@ -113,11 +114,9 @@ def _measure(name: str, directory: Path, overrides: tuple[str, ...], pace: float
 def _paced(stream: Any, seconds: float) -> Any:
     """``Engine.stream`` whose responses are finished at times of their own, whatever they took."""
 
-    def paced(
-        engine: Any, samples: Any, sampling: Any, step: int = 0, **_: Any
-    ) -> Iterator[list[Any]]:
+    def paced(samples: Any, sampling: Any, step: int = 0, **_: Any) -> Iterator[list[Any]]:
         began, due = time.perf_counter(), []
-        for responses in stream(engine, samples, sampling, step):
+        for responses in stream(samples, sampling, step):
             for response in responses:
                 draw = random.Random(f"{response.prompt_id}/{response.sample_index}").gauss(0, 0.7)
                 due.append((min(1.0, 0.25 * math.exp(draw)) * seconds, len(due), response))
@@ -133,44 +132,11 @@ def _train(kind: str, directory: Path, pace: float, overrides: list[str]) -> Non
     them.
     """
     from megatron_dcpo.config import load_config
-    from megatron_dcpo.rollout import TransformersEngine
-    from megatron_dcpo.training import loop
-    from megatron_dcpo.training import run as parts
+    from megatron_dcpo.training.loop import train_step
+    from megatron_dcpo.training.run import build
 
-    judge_many, log, notes = parts.judge_many, parts.Recorder.log, directory / "judgements"
+    notes = directory / "judgements"
     known: dict[Any, Any] = {}
-
-    def judge(responses: Any, prompts: Any, **options: Any) -> Any:
-        names = [(r.weights_version, r.prompt_id, r.sample_index) for r in responses]
-        if kind == "real":
-            judgements = judge_many(responses, prompts, **options)
-            known.update(zip(names, judgements, strict=True))
-            return judgements
-        return [known[name] for name in names]
-
-    turns = steps()
-    report, began = None, 0.0
-
-    def wait_for_a_turn() -> None:
-        nonlocal report, began
-        report = next(turns, None)
-        if kind == "free" and report is not None:
-            known.update(pickle.loads(notes.read_bytes()))
-        began = time.perf_counter()
-
-    def logged(self: Any, step: int, samples: Any, statistics: Any, measured: Any) -> None:
-        seconds = {phase: self.timers.seconds[phase] for phase in PHASES}
-        log(self, step, samples, statistics, measured)
-        whole = time.perf_counter() - began
-        if kind == "real":
-            notes.write_bytes(pickle.dumps(known))
-        assert report is not None
-        report(whole=whole, **seconds, trained=[statistics["losses"], statistics["grad_norms"]])
-        wait_for_a_turn()
-
-    parts.judge_many, parts.Recorder.log = judge, logged  # type: ignore[method-assign, assignment]
-    if pace:
-        TransformersEngine.stream = _paced(TransformersEngine.stream, pace)  # type: ignore[method-assign]
     config = load_config(
         REPOSITORY / "examples/quickstart/dcpo.yaml",
         [
@@ -185,8 +151,33 @@ def _train(kind: str, directory: Path, pace: float, overrides: list[str]) -> Non
             *overrides,
         ],
     )
-    wait_for_a_turn()
-    loop.train(config)
+    with build(config) as run, run.recorder.from_step(1):
+        sampler = run.rollouts.sampler
+        judge_really = sampler.judge
+
+        def judge(responses: Any, prompts: Any) -> Any:
+            names = [(r.weights_version, r.prompt_id, r.sample_index) for r in responses]
+            if kind == "real":
+                judgements = judge_really(responses, prompts)
+                known.update(zip(names, judgements, strict=True))
+                return judgements
+            return [known[name] for name in names]
+
+        sampler.judge = judge
+        if pace:
+            run.engine.stream = _paced(run.engine.stream, pace)  # type: ignore[method-assign]
+        run.weight_sync.push(version=0)
+        for step, report in enumerate(steps(), 1):
+            if kind == "free":
+                known.update(pickle.loads(notes.read_bytes()))
+            began = time.perf_counter()
+            train_step(run, step)
+            whole = time.perf_counter() - began
+            if kind == "real":
+                notes.write_bytes(pickle.dumps(known))
+            row = json.loads(run.recorder.metrics_path.read_text().splitlines()[-1])
+            phases = {phase: row[f"time/{phase}"] for phase in PHASES}
+            report(whole=whole, **phases, trained=[row["loss/policy"], row["grad_norm/total"]])
 
 
 if __name__ == "__main__":

@@ -23,10 +23,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 import policies
-from measurement import DATA, REPOSITORY, Measurement, Stepper, absent, steps
+from measurement import DATA, QUICK, REPOSITORY, Measurement, Stepper, absent, steps
 
 PROMPTS, GROUP, SLOTS, SHORTEN = 16, 4, 64, 4
-STEPS, WARM_UP = 12, 3
+STEPS, WARM_UP = (4, 1) if QUICK else (12, 3)
 ALTERNATIVES = {
     "before": (),
     "after": ("rollout.max_staleness=2", "rollout.oversample=2"),
@@ -65,8 +65,8 @@ def measurements() -> Iterator[Measurement]:
 def simulated(lengths: list[int]) -> Iterator[Measurement]:
     from megatron_dcpo.config import load_config
     from megatron_dcpo.planning.machine import Machine
-    from megatron_dcpo.planning.simulate import Environment, scenarios
     from megatron_dcpo.planning.machine import Rates
+    from megatron_dcpo.planning.simulate import Environment, scenarios
 
     before, after = scenarios(
         load_config(CONFIG, [f"model.path={MODEL}"]),
@@ -169,17 +169,18 @@ def _train(name: str, scratch: Path, model: str) -> None:
     longest = max(lengths) + 1
     options = policies.overrides(Path(model), scratch / name, PROMPTS, GROUP, longest, *more)
     with policies.training_run([*options, "training.micro_batch_size=64"]) as run:
-        sample, began = run.sampler.sample, {}
+        take, began, batches = run.rollouts.take, {}, []
 
-        def sampled(step: int) -> Any:
-            samples = sample(step)
-            for response in (one.response for one in samples):
+        def taken(step: int) -> Any:
+            batch = take(step)
+            batches.append(batch)
+            for response in (one.response for one in batch.samples):
                 if response.step == 1:
                     digest = hashlib.sha256(response.token_ids.tobytes()).hexdigest()
                     began[f"{response.prompt_id}/{response.sample_index}"] = digest
-            return samples
+            return batch
 
-        run.sampler.sample = sampled
+        run.rollouts.take = taken
         for number, report in enumerate(steps(), 1):
             before = (run.engine.slot_steps.total, run.engine.slot_steps.used)
             row = policies.training_step(run, number)
@@ -188,7 +189,7 @@ def _train(name: str, scratch: Path, model: str) -> None:
                 run.engine.slot_steps.used - before[1],
             )
             whole = row["rollout"] + row["judge"] + row["train"] + row["reshard"]
-            stale = run.sampler.metrics.get("rollout/staleness_max", 0)
+            stale = batches.pop().metrics.get("rollout/staleness_max", 0)
             report(
                 rollout=row["rollout"],
                 whole=whole,

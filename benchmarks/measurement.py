@@ -23,6 +23,8 @@ from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 DATA = Path(os.environ.get("DCPO_DATA") or REPOSITORY.parent / "shared" / "data")
+# a form of seconds, which shows that a benchmark runs; its numbers say nothing
+QUICK = os.environ.get("DCPO_QUICK") == "1"
 # another interpreter, for packages that are not to be installed beside ours
 PEERS = os.environ.get("DCPO_PEERS") or sys.executable
 ENVIRONMENT = {
@@ -105,7 +107,10 @@ def absent(name: str, unit: str, other_is: str, reason: str, **fields: Any) -> M
 
 
 def not_installed(package: str) -> str:
-    return f"not installed: pip install {package} (beside ours, or elsewhere: DCPO_PEERS=/path/of/its/python)"
+    return (
+        f"not installed: pip install {package} (in our environment, or in another one: "
+        "DCPO_PEERS=/path/of/its/python)"
+    )
 
 
 def peer_has(module: str) -> bool:

@@ -102,16 +102,16 @@ def measure(
         options += [f"parallel.megatron.{option}" for option in megatron]
         options = policies.overrides(model, Path(scratch, "run"), PROMPTS, GROUP, tokens, *options)
         with policies.training_run(options) as run:
-            samples = run.sampler.sample(1)
+            samples = policies.sampled(run, 1)
             run.engine.sleep()
             _, statistics = run.updater.update(samples, 1)
-    found = mismatch_metrics(statistics["sums"])
+    found = mismatch_metrics(statistics.sums)
     return {
         "head": head,
         "engine": engine,
-        "tokens": int(statistics["sums"]["engine/tokens"]),
+        "tokens": int(statistics.sums["engine/tokens"]),
         **found,
-    } | {LARGEST: statistics["maxima"][LARGEST]}
+    } | {LARGEST: statistics.maxima[LARGEST]}
 
 
 def main() -> None:

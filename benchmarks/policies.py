@@ -9,6 +9,7 @@ import math
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -133,12 +134,28 @@ def training_run(options: list[str], file: str = "grpo.yaml") -> Iterator[Any]:
         yield run
 
 
+def half_right(samples: list[Any]) -> list[Any]:
+    """The samples with half of each group judged right: nothing that a random policy writes is, and
+    a group without a reasoning gradient is not computed.
+    """
+    ordered = sorted(samples, key=lambda sample: sample.response.key)
+    return [
+        replace(sample, judgement=replace(sample.judgement, correct=float(number % 2)))
+        for number, sample in enumerate(ordered)
+    ]
+
+
+def sampled(run: Any, step: int) -> list[Any]:
+    """The responses of a step, half of each group right."""
+    return half_right(run.rollouts.take(step).samples)
+
+
 def training_step(run: Any, step: int) -> dict[str, float]:
-    """One step as the loop takes it; wall seconds of its parts, ``train_cpu``, and its response
-    tokens.
+    """One step as the loop takes it, with half of each group right; wall seconds of its parts,
+    ``train_cpu``, its response tokens and those that were trained on. It has a gradient.
     """
     run.timers.clear()
-    samples = run.sampler.sample(step)
+    samples = sampled(run, step)
     cpu = cpu_seconds()
     with run.timers("train"):
         run.engine.sleep()
@@ -149,11 +166,16 @@ def training_step(run: Any, step: int) -> dict[str, float]:
         run.offload.offload()
         run.weight_sync.push(version=step)
     tokens = sum(len(sample.response_ids) for sample in samples)
+    trained = sum(len(sample.response_ids) for sample in statistics.trained)
+    grad_norm = statistics.grad_norms[-1]
+    assert grad_norm > 0, "a step that trains nothing"
+    assert trained == tokens, "a step that leaves out responses"
     return {
         **run.timers.seconds,
         "train_cpu": cpu,
         "tokens": tokens,
-        "grad_norm": statistics["grad_norms"][-1],
+        "trained_tokens": trained,
+        "grad_norm": grad_norm,
     }
 
 

@@ -85,7 +85,7 @@ def worker(folder: Path, *options: str) -> None:
         for turn in range(ROUNDS + 1):
             row = []
             for position, prompts in enumerate((SMALL, TESTED, LARGE)):
-                run.sampler.prompts_per_step = prompts
+                run.rollouts.sampler.prompts_per_step = prompts
                 row.append(policies.training_step(run, 3 * turn + position + 1))
             rows.append(row)
         if run.policy.topology.rank == 0:

@@ -4,9 +4,9 @@ lengths, one thread each.
     DCPO_PEERS=peers/bin/python python benchmarks/run.py step_trl
 
 Each trains in a process of its own and takes a step when it is its turn: rollout with transformers,
-judging, log-probs, loss, AdamW. Rewards are constant in neither: ours judges (nothing of a random
-policy is right), TRL's reward is the length modulo 7, because GRPO's arithmetic does not depend on
-their values. Times are per response token where lengths differ; peaks are resident memory with the
+judging, log-probs, loss, AdamW. Every response is trained on by both: of ours half of each group is
+right (nothing that a random policy writes is), TRL's reward is the length modulo 7 plus the index
+modulo 3. Times are per response token where lengths differ; peaks are resident memory with the
 interpreter and all imports. The least step has what none can leave out: the model's passes over
 every prompt and token, and Megatron-core's bare update.
 """
@@ -23,6 +23,7 @@ from typing import Any
 
 from measurement import (
     PEERS,
+    QUICK,
     Measurement,
     Stepper,
     Turns,
@@ -61,16 +62,21 @@ CASES = {
 }
 
 
+def cases() -> dict[str, Case]:
+    """All cases; of the form of seconds the smallest, with one round."""
+    return {"131k": replace(CASES["131k"], rounds=1)} if QUICK else CASES
+
+
 def measurements() -> Iterator[Measurement]:
     import policies
 
     if not peer_has("trl"):
-        for name, case in CASES.items():
+        for name, case in cases().items():
             yield absent(
                 f"step_trl/{name}", "s", OTHER, not_installed("trl==1.16.0"), goal=case.goal
             )
         return
-    for name, case in CASES.items():
+    for name, case in cases().items():
         with tempfile.TemporaryDirectory() as scratch:
             model = str(policies.write_policy(Path(scratch, "policy"), case.shape, case.stop))
             with (
@@ -99,7 +105,8 @@ def _compared(
             statistics.median(1e3 * row[clock] / row["tokens"] for row in rows)
             for rows in raw.values()
         )
-        unit = f"ms per response token ({'processor' if clock == 'cpu' else clock} time, median of {len(found)} steps)"
+        named = "processor" if clock == "cpu" else clock
+        unit = f"ms per response token ({named} time, median of {len(found)} steps)"
         if case.bounded:
             least = statistics.median(
                 1e3 * row[f"least_{clock}"] / row["tokens"] for row in raw["ours"]
@@ -148,16 +155,13 @@ def least_step(run: Any, case: Case) -> Callable[[], None]:
     """The passes of the model over a rollout's prompts, each once, and tokens, and the bare update
     of Megatron-core.
     """
+    import policies
     import torch
     from step_megatron import Bare
 
     from megatron_dcpo.rollout.transformers_engine import _Running, prefill
 
-    drawn = run.sampler.sample(1)
-    # half of a group is right: a random policy's groups would have no gradient
-    samples = [
-        replace(s, judgement=replace(s.judgement, correct=i % 2)) for i, s in enumerate(drawn)
-    ]
+    samples = policies.sampled(run, 1)
     bare = Bare(run, run.updater.method.score(samples))
     prompts = [list(s.prompt.ids) for s in samples[:: case.group]]
     tokens = torch.tensor([list(s.response_ids) for s in samples])

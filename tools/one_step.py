@@ -111,7 +111,7 @@ def page(run: Run, built: dict[str, set[str]]) -> str:
     """The step, function by function, in the order of ``training/loop.py``."""
     updater = run.updater
     run.weight_sync.push(version=STEP - 1)
-    samples = run.sampler.sample(STEP)
+    samples = run.rollouts.take(STEP).samples
     prompts = {sample.prompt.prompt_id: sample.prompt for sample in samples}.values()
     old = [sample.old_logprobs for sample in updater.with_old_logprobs(samples)]
     scored = updater.method.score(samples)
