@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+import numpy as np
 import torch
 
 
@@ -146,10 +146,10 @@ def pinned(numel: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(numel, dtype=dtype, pin_memory=has_cuda())
 
 
-def to_device(values: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Return ``values`` of the host as a tensor on the device, which neither has to wait for the
-    other.
-    """
+def to_device(
+    values: np.ndarray | Sequence[float], dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """Return ``values`` of the host as a tensor on the device. Neither side waits for the other."""
     tensor = torch.tensor(values, dtype=dtype)
     if has_cuda():
         return tensor.pin_memory().to(current_device(), non_blocking=True)

@@ -65,7 +65,10 @@ class Heartbeat:
     count: int
 
     def __str__(self) -> str:
-        return f"rank {self.rank} ({self.host}, pid {self.pid}), in {self.phase} of step {self.step} at {self.where}"
+        return (
+            f"rank {self.rank} ({self.host}, pid {self.pid}), in {self.phase} of step {self.step} "
+            f"at {self.where}"
+        )
 
 
 class Watchdog:
@@ -131,7 +134,7 @@ class Watchdog:
                 self._store.set(f"beat/{self.rank}", self._note())
 
     def abort(self, message: str) -> None:
-        """End the job on every rank with ``message``: for what a rank cannot get out of otherwise."""
+        """End the job on every rank with ``message``, if a rank has no other way out."""
         if self._store is not None:
             self._store.set("lost", message)
         self._end_process(message)

@@ -195,8 +195,8 @@ class Server:
 
 
 @contextlib.contextmanager
-def in_memory(data: bytes = b"") -> Any:
-    """Open a file in memory that holds ``data``: the descriptor, at its start."""
+def in_memory(data: bytes = b"") -> Iterator[int]:
+    """Open a file in memory that holds ``data``; yield its descriptor, positioned at the start."""
     descriptor = os.memfd_create("data", os.MFD_CLOEXEC)
     try:
         view = memoryview(data)
@@ -208,9 +208,9 @@ def in_memory(data: bytes = b"") -> Any:
         os.close(descriptor)
 
 
-def receive(channel: socket.socket, seconds: float) -> Any:
-    """Receive one message. Raises SandboxDied when the other side is gone, TimeoutError when
-    nothing comes.
+def receive(channel: socket.socket, seconds: float) -> Any:  # noqa: ANN401 - JSON of any shape
+    """Receive one message. Raises SandboxDied if the other side is gone, TimeoutError if nothing
+    comes.
     """
     if not select.select([channel], [], [], max(0.0, seconds))[0]:
         raise TimeoutError
@@ -283,7 +283,10 @@ def running_tests(
                     "detail": f"the tests took more than {limits.program_seconds:g} s",
                 }
             if ending.code in (-signal.SIGPROF, -signal.SIGXCPU):
-                detail = f"the tests worked more than {limits.test_seconds:g} s on what the program returned"
+                detail = (
+                    f"the tests worked more than {limits.test_seconds:g} s on what the program "
+                    "returned"
+                )
                 return {"category": "timeout", "detail": detail}
             if ending.code == -signal.SIGKILL:
                 raise SandboxDied("the process of the tests was killed")
