@@ -292,7 +292,8 @@ class Decoder:
         return range(*self._integers(value[1:]))
 
     def _fraction(self, value: list[Any]) -> object:
-        return fractions.Fraction(*self._integers(value[1:3]))
+        numerator, denominator = self._integers(value[1:3])
+        return fractions.Fraction(numerator, denominator)
 
     def _array(self, value: list[Any]) -> object:
         return _array(str(value[1]), self._decode(value[2]))
