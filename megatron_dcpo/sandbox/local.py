@@ -1,8 +1,8 @@
-"""Where untrusted programs run: one interface, and behind it the strongest isolation that the
-machine offers.
+"""Runs untrusted programs: one interface to the strongest isolation that the machine offers.
 
-``bubblewrap``: user, pid, mount, network and IPC namespaces. ``landlock``: Landlock, seccomp and
-limits, where user namespaces are switched off. ``unsafe``: limits only; it must be asked for.
+``bubblewrap`` has user, pid, mount, network and IPC namespaces. ``landlock`` has Landlock, seccomp
+and limits, for machines on which user namespaces are switched off. ``unsafe`` has only limits and
+must be asked for.
 
 A ``Server`` is a warm interpreter inside the sandbox; ``Server.spawn`` forks a supervised process
 from it.
@@ -33,7 +33,7 @@ from megatron_dcpo.sandbox import bubblewrap
 Level = Literal["bubblewrap", "landlock", "unsafe"]
 Role = Literal["program", "checker"]
 LEVELS: tuple[Level, ...] = ("bubblewrap", "landlock", "unsafe")
-# Loaded before the fork: what programs import most, so that each does not load it anew.
+# The modules that programs import most are loaded before the fork, and not again in each program.
 _MODULES = (
     "abc argparse array ast atexit bisect calendar cmath collections contextlib copy dataclasses "
     "datetime decimal enum "
