@@ -1,4 +1,4 @@
-"""Calibration as a first-class result. These functions need NumPy only, so users of any other
+"""Calibration as a first-class result. These functions need only NumPy, so users of any other
 trainer can ``from megatron_dcpo.calibration import ece, pce, brier, auroc, summarize`` without
 torch.
 """
@@ -30,10 +30,11 @@ from megatron_dcpo.calibration.selective import (
     accuracy_coverage,
     aurc,
 )
-from megatron_dcpo.calibration.summary import json_ready, summarize, violation_rates
+from megatron_dcpo.calibration.summary import Bootstrap, json_ready, summarize, violation_rates
 
 __all__ = [
     "BinnedError",
+    "Bootstrap",
     "BrierParts",
     "abstention_rates",
     "accuracy",

@@ -1,11 +1,11 @@
-"""Intervals of the binned errors. The plug-in ECE of a finite sample is too large, and the
-percentile bootstrap, whose resamples are larger still, does not contain the true value of a
-calibrated model at all.
+"""Intervals of the binned errors. The plug-in ECE of a finite sample is too large; the resamples of
+the percentile bootstrap are larger still, so that its interval does not even contain the true value
+of a calibrated model.
 
-With x_b = n_b / N (conf_b - acc_b), ECE = sum |x_b| and PCE = sum max(x_b, 0); x_b is about normal
-around its true value m with the standard deviation s_b of a bootstrap over problems, so that E
-max(x_b, 0) = h(m, s_b) with h(m, s) = m Phi(m/s) + s phi(m/s). Corrected for that: 2 max(x, 0) -
-h(x, s) for max(x, 0); |x| = 2 max(x, 0) - x.
+With x_b = n_b / N (conf_b - acc_b), ECE = sum |x_b| and PCE = sum max(x_b, 0). x_b is about normal
+around its true value m, with the standard deviation s_b of a bootstrap over problems, so that E
+max(x_b, 0) = h(m, s_b) with h(m, s) = m Phi(m/s) + s phi(m/s). The corrected values are 2 max(x, 0)
+- h(x, s) for max(x, 0), and |x| = 2 max(x, 0) - x.
 """
 
 from __future__ import annotations
@@ -39,13 +39,12 @@ def binned_error(
     seed: int = 0,
     over_only: bool = False,
 ) -> BinnedError:
-    """Return ECE (``over_only``: PCE) corrected for its bias, with a 95 % interval; whole problems
-    are resampled.
+    """Return ECE (PCE with ``over_only``) corrected for its bias, with a 95 % interval from
+    resampling whole problems. Without a valid row it is NaN.
 
     The interval is estimate ± 1.96 standard deviations of the corrected estimate, cut at 0. It
-    begins at 0 where the plug-in error is not above what 97.5 % of calibrated models with the same
-    noise stay below. Simulated coverage: 92 to 97 % (tests/unit/calibration/test_binned.py). No
-    valid row: NaN.
+    begins at 0 if the plug-in error is not above that of 97.5 % of calibrated models with the same
+    noise. Simulated coverage: 92 to 97 % (tests/unit/calibration/test_binned.py).
     """
     c = metrics.as_confidences(confidences)
     valid = np.flatnonzero(metrics.is_valid(c))
@@ -65,11 +64,13 @@ def binned_error(
     generator = np.random.default_rng(seed)
     drawn = np.empty((resamples, len(x)))
     for i in range(resamples):
-        times = np.bincount(generator.integers(len(count), size=len(count)), minlength=len(count))
+        problems = generator.integers(len(count), size=len(count))
+        times = np.bincount(problems, minlength=len(count))
         drawn[i] = times @ excess / (times @ count)
     deviation = drawn.std(axis=0)
     estimate = float(_corrected(x, deviation, over_only).sum())
-    half = 1.959963984540054 * float(_corrected(drawn, deviation, over_only).sum(axis=1).std())
+    corrected = _corrected(drawn, deviation, over_only).sum(axis=1)
+    half = 1.959963984540054 * float(corrected.std())
     calibrated = np.quantile(_plain(drawn - x, over_only).sum(axis=1), 0.975)
     if _plain(x, over_only).sum() <= calibrated:
         low = 0.0
@@ -81,11 +82,11 @@ def binned_error(
 def null_ece(
     confidences: Confidences, bins: int = DEFAULT_BINS, resamples: int = 1000, seed: int = 0
 ) -> float:
-    """Return what the plug-in ECE of a perfectly calibrated model with these confidences stays
-    below in 95 % of all cases.
+    """Return the value below which the plug-in ECE of a perfectly calibrated model with these
+    confidences stays in 95 % of all cases.
 
-    Its labels are y ~ Bernoulli(c), independent of each other: repeats of a problem that share what
-    c leaves open have a wider band, so this one is strict.
+    Its labels are y ~ Bernoulli(c), independent of each other. Repeats of a problem share whatever
+    c leaves open and have a wider band, so this one is strict.
     """
     c = metrics.as_confidences(confidences)
     c = c[metrics.is_valid(c)].astype(np.float64)

@@ -246,41 +246,46 @@ def logged_curves(
     runs: Mapping[str, Sequence[Mapping[str, Any]]], curves: Sequence[Curve] = TRAINING_CURVES
 ) -> list[Curve]:
     """Return the curves for which at least one run has logged a defined value."""
-    return [
-        c
-        for c in curves
-        if any(len(series(rows, key)[0]) for rows in runs.values() for key in c.keys)
-    ]
+    logged = []
+    for curve in curves:
+        counts = [len(series(rows, key)[0]) for rows in runs.values() for key in curve.keys]
+        if any(counts):
+            logged.append(curve)
+    return logged
 
 
 def validation_curves(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Curve]:
     """Return the curves of the held-out problems on which any of the runs was validated."""
-    keys = (
-        key.split("/")
-        for rows in runs.values()
-        for row in rows
-        for key in row
-        if key.startswith("evaluation/")
-    )
-    return [
-        curve
-        for name in dict.fromkeys(parts[1] for parts in keys)
-        for key in (f"evaluation/{name}/",)
-        for curve in (
+    names: dict[str, None] = {}
+    for rows in runs.values():
+        for row in rows:
+            for key in row:
+                if key.startswith("evaluation/"):
+                    names[key.split("/")[1]] = None
+    curves = []
+    for name in names:
+        prefix = f"evaluation/{name}/"
+        curves += [
             Curve(
                 title=f"{name}: accuracy",
-                keys=(key + "accuracy",),
+                keys=(prefix + "accuracy",),
                 percent=True,
             ),
             Curve(
                 title=f"{name}: mean confidence",
-                keys=(key + "mean_confidence",),
+                keys=(prefix + "mean_confidence",),
                 percent=True,
             ),
-            Curve(f"{name}: ECE (solid), Brier (dashed)", (key + "ece", key + "brier")),
-            Curve(f"{name}: AUROC", (key + "auroc",)),
-        )
-    ]
+            Curve(
+                title=f"{name}: ECE (solid), Brier (dashed)",
+                keys=(prefix + "ece", prefix + "brier"),
+            ),
+            Curve(
+                title=f"{name}: AUROC",
+                keys=(prefix + "auroc",),
+            ),
+        ]
+    return curves
 
 
 # ------------------------------------------------------------------------------------------- panels
@@ -349,9 +354,8 @@ def draw_histogram(axes: Axes, bins: Bins, title: str = "") -> None:
     axes.bar(center, bins.count, 0.94 * width, color="#b4bac2", label="all")
     axes.bar(center, bins.correct_sum, 0.94 * width, color=PALETTE[2], label="correct")
     axes.set(xlim=(0, 1), ylim=_count_range(int(bins.count.max(initial=1))), xlabel="Confidence")
-    axes.set_yscale(
-        "log", nonpositive="clip"
-    )  # after the limits: autoscaling would warn about empty histograms
+    # after the limits, because autoscaling would warn about empty histograms
+    axes.set_yscale("log", nonpositive="clip")
     axes.yaxis.set_major_locator(LogLocator(numticks=5))
     axes.yaxis.set_minor_formatter(NullFormatter())
     axes.set_title(_literal(title), loc="left")
@@ -397,26 +401,26 @@ def save(figure: Figure, path: str | Path) -> list[Path]:
 
 
 def inline_svg(figure: Figure, label: str) -> str:
-    """Return the figure as an ``<svg>`` element for HTML: transparent, ink in ``currentColor``,
-    scales to its container.
+    """Return the figure as an ``<svg>`` element for HTML: transparent, with ink in
+    ``currentColor``, scaling to its container.
 
     ``label`` becomes the accessible name and keeps the ids of several figures on one page apart.
     """
     buffer = io.StringIO()
-    with rc_context(_STYLE | {"svg.hashsalt": label}):
+    with rc_context({**_STYLE, "svg.hashsalt": label}):
         figure.savefig(
             buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None}
         )
-    svg = buffer.getvalue()[buffer.getvalue().index("<svg") :]
-    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL).replace(
-        _INK, "currentColor"
-    )
+    svg = buffer.getvalue()
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    svg = svg.replace(_INK, "currentColor")
     svg = re.sub(r' (?:width|height)="[\d.]+pt"', "", svg, count=2)
-    safe = html.escape(label)
     prefix = re.sub(r"\W+", "-", label)
     svg = re.sub(r'\bid="', f'id="{prefix}-', svg)
     svg = re.sub(r'(xlink:href="#|url\(#)', rf"\g<1>{prefix}-", svg)
-    return svg.replace("<svg", f'<svg role="img" aria-label="{safe}"', 1)
+    name = html.escape(label)
+    return svg.replace("<svg", f'<svg role="img" aria-label="{name}"', 1)
 
 
 # -------------------------------------------------------------------------------------- small parts
@@ -437,7 +441,7 @@ def _figure(width: float, height: float) -> Figure:
 
 
 def _share_colorbar(figure: Figure, axes: list[Axes]) -> None:
-    """Draw the legend of the bar shade: share of samples, on the square-root scale of the shades."""
+    """Draw the legend of the bars' shades: the share of samples, on a square-root scale."""
     shades = ScalarMappable(PowerNorm(0.5, 0.0, 1.0), _SHADES)
     bar = figure.colorbar(shades, ax=axes, shrink=0.5, aspect=28, pad=0.02, location="right")
     bar.set_label("Share of samples", fontsize=8.5)
@@ -459,9 +463,14 @@ def _percent(value: float, _position: int = 0) -> str:
 
 def series(rows: Sequence[Mapping[str, Any]], key: str) -> tuple[np.ndarray, np.ndarray]:
     """Return steps [n] and values [n] of one logged key, without missing and undefined values."""
-    points = [(row["step"], row[key]) for row in rows if row.get(key) is not None and "step" in row]
-    points = [(s, v) for s, v in points if isinstance(v, int | float) and math.isfinite(v)]
-    return np.array([s for s, _ in points], float), np.array([v for _, v in points], float)
+    steps = []
+    values = []
+    for row in rows:
+        value = row.get(key)
+        if "step" in row and isinstance(value, int | float) and math.isfinite(value):
+            steps.append(row["step"])
+            values.append(value)
+    return np.array(steps, float), np.array(values, float)
 
 
 def _running_mean(values: np.ndarray) -> np.ndarray:

@@ -175,8 +175,8 @@ def mce(confidences: Confidences, correct: Correct, bins: int = DEFAULT_BINS) ->
 
 
 def ece_equal_mass(confidences: Confidences, correct: Correct, bins: int = DEFAULT_BINS) -> float:
-    """Return ECE over bins of about equal counts (Nixon 2019): does not hang on where the
-    confidences crowd.
+    """Return ECE over bins of about equal counts (Nixon 2019), which does not depend on where the
+    confidences concentrate.
     """
     rows = bin_rows(
         confidences=confidences,
@@ -202,13 +202,14 @@ def brier(confidences: Confidences, correct: Correct) -> float:
 def brier_decomposition(
     confidences: Confidences, correct: Correct, bins: int = DEFAULT_BINS
 ) -> BrierParts:
-    """Return what the Brier score is made of: miscalibration, discrimination, difficulty, and what
-    the bins blur.
+    """Return the parts of the Brier score: miscalibration, discrimination, difficulty, and the
+    variation within bins.
     """
     rows = bin_rows(confidences, correct, bins)
     n = float(rows.count.sum())
     if n == 0:
-        return BrierParts(*[float("nan")] * 4)
+        nan = float("nan")
+        return BrierParts(reliability=nan, resolution=nan, uncertainty=nan, within_bin=nan)
     base_rate = rows.correct_sum.sum() / n
     gap = np.nan_to_num(rows.confidence - rows.accuracy)
     spread = np.nan_to_num(rows.accuracy - base_rate)
@@ -256,8 +257,8 @@ def auroc(confidences: Confidences, correct: Correct) -> float:
 
 
 def auprc(confidences: Confidences, correct: Correct) -> float:
-    """Average precision: sum over falling thresholds of (recall step) x precision. No correct row:
-    NaN.
+    """Return the average precision: the sum over falling thresholds of (recall step) x precision;
+    NaN without a correct row.
     """
     s, y = ranked_rows(confidences, correct)
     if not (y == 1).any():
@@ -272,8 +273,8 @@ def auprc(confidences: Confidences, correct: Correct) -> float:
 
 
 def overconfidence(confidences: Confidences, correct: Correct) -> float:
-    """Return the mean confidence minus accuracy over the valid rows: positive when the model says
-    more than it holds.
+    """Return the mean confidence minus the accuracy over the valid rows: positive if the model
+    claims more than it achieves.
     """
     c, y = valid_rows(confidences, correct)
     return _mean(c.astype(np.float64)) - _mean(y)
@@ -325,13 +326,12 @@ def bootstrap_ci(
     level: float = 0.95,
     seed: int = 0,
 ) -> tuple[float, float]:
-    """Return the percentile bootstrap interval of ``metric(confidences, correct)``, resampling
-    whole problems.
+    """Return the percentile bootstrap interval of ``metric(confidences, correct)``, from
+    ``resamples`` resamples of whole problems.
 
     Repeats of one problem are not independent, hence the clusters; without ``problem_ids`` every
-    row is its own. Resamples where the metric is NaN (one class only) are left out. Not for ECE and
-    PCE, whose resamples are biased upwards: ``binned.binned_error``. Costs ``resamples``
-    evaluations.
+    row is a cluster. Resamples with a NaN metric (one class only) are left out. Use
+    ``binned.binned_error`` for ECE and PCE, whose resamples are biased upwards.
     """
     c = as_confidences(confidences)
     y = as_correct(correct)

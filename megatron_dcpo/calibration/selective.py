@@ -1,8 +1,8 @@
-"""Answering only when sure: accuracy among the most confident rows, and the area under the
+"""Answering only when certain: accuracy among the most confident rows, and the area under the
 risk-coverage curve. NumPy only.
 
 Rows are taken from the most to the least confident. Rows of equal confidence cannot be told apart,
-so each counts as the mean of its ties: the result does not depend on the order of the rows. Any
+so each counts as the mean of its ties, and the result does not depend on the order of the rows. Any
 score ranks; NaN rows (unparsed) are left out, as in ``auroc``.
 """
 
@@ -36,13 +36,16 @@ def aurc(confidences: Confidences, correct: Correct) -> float:
 
 
 def accuracy_at_coverage(confidences: Confidences, correct: Correct, coverage: float) -> float:
-    """Return the accuracy among the ceil(coverage * N) most confident rows; ``coverage`` in (0, 1]."""
+    """Return the accuracy among the ceil(coverage * N) most confident rows, for a ``coverage`` in
+    (0, 1].
+    """
     if not 0.0 < coverage <= 1.0:
         raise ValueError(f"coverage must be in (0, 1], got {coverage}")
     _, accuracy = accuracy_coverage(confidences, correct)
     if not len(accuracy):
         return float("nan")
-    return float(accuracy[int(np.ceil(round(coverage * len(accuracy), 9))) - 1])
+    count = int(np.ceil(round(coverage * len(accuracy), 9)))
+    return float(accuracy[count - 1])
 
 
 def _expected_hits(confidences: Confidences, correct: Correct) -> np.ndarray:
@@ -57,25 +60,28 @@ def _expected_hits(confidences: Confidences, correct: Correct) -> np.ndarray:
 
 def selective_summary(confidences: Confidences, correct: Correct) -> dict[str, float]:
     """Return AURC and the accuracies at ``COVERAGES``."""
-    at = {
-        f"accuracy_at_{100 * c:.0f}": accuracy_at_coverage(confidences, correct, c)
-        for c in COVERAGES
-    }
-    return {"aurc": aurc(confidences, correct), **at}
+    summary = {"aurc": aurc(confidences, correct)}
+    for coverage in COVERAGES:
+        name = f"accuracy_at_{100 * coverage:.0f}"
+        summary[name] = accuracy_at_coverage(confidences, correct, coverage)
+    return summary
 
 
 def abstention_rates(correct: Correct, abstained: Sequence[bool]) -> dict[str, float]:
-    """Return what becomes of the rows when some of them are not answered: ``rate``, the share that
-    abstains; ``coverage``, the share that is answered; ``selective_accuracy``, of what is answered;
-    ``hallucination_rate``, the share of all rows that is answered wrong (TruthRL).
+    """Return the rates of rows of which some are not answered: ``rate``, the share of abstentions;
+    ``coverage``, the share of answers; ``selective_accuracy`` of the answers; and
+    ``hallucination_rate``, the share of all rows with a wrong answer (TruthRL).
     """
     y = np.asarray(correct, float)
     silent = np.asarray(abstained, bool)
     answered = y[~silent]
+    accuracy = float("nan")
+    if len(answered):
+        accuracy = float(np.mean(answered))
     return {
         "rate": float(np.mean(silent)),
         "coverage": float(np.mean(~silent)),
-        "selective_accuracy": float(np.mean(answered)) if len(answered) else float("nan"),
+        "selective_accuracy": accuracy,
         "hallucination_rate": float(np.sum(1 - answered)) / len(y),
     }
 
@@ -83,9 +89,8 @@ def abstention_rates(correct: Correct, abstained: Sequence[bool]) -> dict[str, f
 def coverage_to_json(
     confidences: Confidences, correct: Correct, points: int = 101
 ) -> dict[str, Sequence[Any]]:
-    """Return the curve thinned to at most ``points`` equally spaced coverages, for pictures."""
+    """Return the curve for pictures, thinned to at most ``points`` equally spaced coverages."""
     coverage, accuracy = accuracy_coverage(confidences, correct)
-    chosen = np.unique(
-        np.linspace(0, len(coverage) - 1, min(points, len(coverage))).round().astype(int)
-    )
+    spaced = np.linspace(0, len(coverage) - 1, min(points, len(coverage)))
+    chosen = np.unique(spaced.round().astype(int))
     return {"coverage": coverage[chosen].tolist(), "accuracy": accuracy[chosen].tolist()}

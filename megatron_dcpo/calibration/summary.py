@@ -1,11 +1,13 @@
-"""One dictionary of numbers for a set of judged samples: the same for a training step and for an
+"""One dictionary of numbers for a set of judged samples, the same for a training step and for an
 evaluation.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -26,43 +28,55 @@ from megatron_dcpo.types import MALFORMED
 INTERVALS = ("accuracy", "ece", "pce", "brier", "auroc")
 
 
+@dataclass(frozen=True)
+class Bootstrap:
+    """A bootstrap over problems: ``problem_ids`` has the problem of each sample (without it every
+    sample is its own problem). Without ``resamples`` there are no intervals.
+    """
+
+    problem_ids: Sequence[Any] | None = None
+    resamples: int = 0
+    seed: int = 0
+
+
+NO_BOOTSTRAP = Bootstrap()
+
+
 def summarize(
     confidences: Confidences,
     correct: Correct,
-    problem_ids: Sequence[Any] | None = None,
     statuses: Sequence[str] | None = None,
     *,
     bins: int = DEFAULT_BINS,
-    resamples: int = 0,
-    seed: int = 0,
+    bootstrap: Bootstrap = NO_BOOTSTRAP,
     ranking_only: bool = False,
 ) -> dict[str, Any]:
-    """Return all metrics of N judged samples. ``None``/NaN/out-of-range confidences are unparsed.
+    """Return all metrics of N judged samples. ``None``, NaN and out-of-range confidences are
+    unparsed. Undefined values are NaN; see :func:`json_ready` for writing them.
 
-    ``accuracy`` is over all N samples, calibration metrics are over the parsed ones
-    (``accuracy_parsed`` is theirs),
-    ``*_worst`` over all N with every unparsed confidence at the wrong end. ``violation_rate`` is
-    the share of
-    ``statuses`` that are not ``ok`` (``violations``: per kind), or 1 - parse_rate without statuses.
-    With ``resamples``
-    > 0 there are ``ci95``: {name: [low, high]}, bootstrapped over ``problem_ids``,
-    ``ece_corrected``, the ECE that its
-    interval is around, and ``ece_null95``, the largest of 95 % of calibrated models. Undefined
-    values are NaN; see
-    ``json_ready`` for writing them. ``ranking_only``: the confidences are scores of any size (a
-    mean log-prob);
-    AUROC, AUPRC and AURC are of all of them, everything else treats what lies outside [0, 1] as
-    unparsed.
+    ``accuracy`` is over all N samples. Calibration metrics and ``accuracy_parsed`` are over the
+    parsed ones; ``*_worst`` are over all N with every unparsed confidence at the wrong end.
+    ``violation_rate`` is the share of ``statuses`` that are not ``ok`` (``violations``: per kind),
+    or 1 - parse_rate without statuses. With a ``bootstrap`` there are also ``ci95``: {name: [low,
+    high]}, ``ece_corrected``, the ECE at the center of its interval, and ``ece_null95``, below
+    which 95 % of calibrated models stay.
+
+    With ``ranking_only`` the confidences are scores of any size (a mean log-prob): AUROC, AUPRC and
+    AURC are over all of them, and everything else treats scores outside [0, 1] as unparsed.
     """
     c = metrics.as_confidences(confidences)
     y = metrics.as_correct(correct)
     valid, valid_correct = metrics.valid_rows(c, y)
+    ranked = valid
+    ranked_correct = valid_correct
     if ranking_only:
         ranked = c
         ranked_correct = y
-    else:
-        ranked = valid
-        ranked_correct = valid_correct
+    mean_confidence = math.nan
+    std_confidence = math.nan
+    if len(valid):
+        mean_confidence = float(valid.mean(dtype=np.float64))
+        std_confidence = float(valid.std(dtype=np.float64))
     worst = metrics.pessimistic(c, y)
     parts = metrics.brier_decomposition(c, y, bins)
     parsed = metrics.parse_rate(c)
@@ -85,8 +99,8 @@ def summarize(
         "auroc": metrics.auroc(ranked, ranked_correct),
         "auprc": metrics.auprc(ranked, ranked_correct),
         **selective_summary(ranked, ranked_correct),
-        "mean_confidence": float(valid.mean(dtype=np.float64)) if len(valid) else math.nan,
-        "std_confidence": float(valid.std(dtype=np.float64)) if len(valid) else math.nan,
+        "mean_confidence": mean_confidence,
+        "std_confidence": std_confidence,
         "overconfidence": metrics.overconfidence(c, y),
         "parse_rate": parsed,
         "violation_rate": 1.0 - parsed,
@@ -96,55 +110,44 @@ def summarize(
     }
     if statuses is not None:
         summary |= violation_rates(statuses)
-    if resamples:
+    if bootstrap.resamples:
         summary["ece_corrected"] = binned_error(
             confidences=c,
             correct=y,
-            problem_ids=problem_ids,
+            problem_ids=bootstrap.problem_ids,
             bins=bins,
-            resamples=resamples,
-            seed=seed,
+            resamples=bootstrap.resamples,
+            seed=bootstrap.seed,
         ).estimate
         summary["ece_null95"] = null_ece(
             confidences=c,
             bins=bins,
-            resamples=min(resamples, 200),
-            seed=seed,
+            resamples=min(bootstrap.resamples, 200),
+            seed=bootstrap.seed,
         )
-        summary["ci95"] = intervals(
-            confidences=c,
-            correct=y,
-            problem_ids=problem_ids,
-            bins=bins,
-            resamples=resamples,
-            seed=seed,
-        )
+        summary["ci95"] = intervals(c, y, bootstrap, bins)
     return summary
 
 
 def violation_rates(statuses: Sequence[str]) -> dict[str, Any]:
-    """Return ``violation_rate`` and ``violations``: {kind: share of all samples}, with every kind
-    there is.
+    """Return ``violation_rate`` and ``violations``, the share of all samples for every kind of
+    violation.
     """
     n = len(statuses)
-    share = {kind: sum(s == kind for s in statuses) / n if n else math.nan for kind in MALFORMED}
+    if not n:
+        return {"violation_rate": math.nan, "violations": dict.fromkeys(MALFORMED, math.nan)}
+    counts = Counter(statuses)
     return {
-        "violation_rate": sum(s != "ok" for s in statuses) / n if n else math.nan,
-        "violations": share,
+        "violation_rate": (n - counts["ok"]) / n,
+        "violations": {kind: counts[kind] / n for kind in MALFORMED},
     }
 
 
 def intervals(
-    confidences: np.ndarray,
-    correct: np.ndarray,
-    problem_ids: Sequence[Any] | None,
-    *,
-    bins: int = DEFAULT_BINS,
-    resamples: int = 1000,
-    seed: int = 0,
+    confidences: np.ndarray, correct: np.ndarray, bootstrap: Bootstrap, bins: int = DEFAULT_BINS
 ) -> dict[str, list[float]]:
-    """Return 95 % intervals [low, high] of ``INTERVALS``, clustered by problem: bootstrap
-    percentiles, and of the binned errors those of ``binned_error``.
+    """Return 95 % intervals [low, high] of ``INTERVALS``: those of ``binned_error`` for the binned
+    errors, bootstrap percentiles for the others.
     """
 
     def auroc_of_valid(c: np.ndarray, y: np.ndarray) -> float:
@@ -155,29 +158,34 @@ def intervals(
         "brier": metrics.brier,
         "auroc": auroc_of_valid,
     }
-    found = {
-        name: list(
-            metrics.bootstrap_ci(function, confidences, correct, problem_ids, resamples, seed=seed)
+    by_name = {}
+    for name, function in functions.items():
+        low, high = metrics.bootstrap_ci(
+            metric=function,
+            confidences=confidences,
+            correct=correct,
+            problem_ids=bootstrap.problem_ids,
+            resamples=bootstrap.resamples,
+            seed=bootstrap.seed,
         )
-        for name, function in functions.items()
-    }
+        by_name[name] = [low, high]
     for name in ("ece", "pce"):
         error = binned_error(
             confidences=confidences,
             correct=correct,
-            problem_ids=problem_ids,
+            problem_ids=bootstrap.problem_ids,
             bins=bins,
-            resamples=resamples,
-            seed=seed,
+            resamples=bootstrap.resamples,
+            seed=bootstrap.seed,
             over_only=name == "pce",
         )
-        found[name] = [error.low, error.high]
-    return {name: found[name] for name in INTERVALS}
+        by_name[name] = [error.low, error.high]
+    return {name: by_name[name] for name in INTERVALS}
 
 
-def json_ready(value: Any) -> Any:
-    """Return the same structure with NaN and infinities as ``None``, NumPy values as Python's and
-    lone surrogates as U+FFFD, for strict JSON in UTF-8.
+def json_ready(value: Any) -> Any:  # noqa: ANN401 - JSON of any shape
+    """Return the value for strict JSON in UTF-8: NaN and infinities as ``None``, NumPy values as
+    Python's, lone surrogates as U+FFFD.
     """
     if isinstance(value, dict):
         return {encodable(str(key)): json_ready(item) for key, item in value.items()}

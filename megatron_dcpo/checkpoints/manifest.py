@@ -1,8 +1,7 @@
-"""What makes a checkpoint complete and intact: a manifest with the size and SHA-256 of each of its
-files.
+"""The manifest that makes a checkpoint complete and intact: size and SHA-256 of each of its files.
 
-The manifest ``integrity.json`` is written last, into a directory that is renamed to
-``iter_0000120`` only then. A directory of that name without a valid manifest was damaged later.
+The manifest ``integrity.json`` is written last, and only then is the directory renamed to
+``iter_0000120``. A directory of that name without a valid manifest was damaged later.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from megatron_dcpo.runtime.text import parse_json
 
 MANIFEST = "integrity.json"
 _NUMBER = re.compile("[0-9]{1,18}")
-_PLAIN_NAME = re.compile(r"\.?[A-Za-z0-9_-][A-Za-z0-9._-]*")  # of a file in the directory itself
+_PLAIN_NAME = re.compile(r"\.?[A-Za-z0-9_-][A-Za-z0-9._-]*")  # a file of the directory itself
 LATEST = "latest_checkpointed_iteration.txt"
 
 
@@ -28,23 +27,22 @@ def iteration_dir(directory: Path, iteration: int) -> Path:
 
 
 def iterations(directory: Path) -> list[int]:
-    """Return the iterations of which ``directory`` holds a checkpoint, intact or not, oldest first."""
+    """Return the iterations whose checkpoints are in ``directory``, intact or not, oldest first."""
     names = [path.name.removeprefix("iter_") for path in directory.glob("iter_*") if path.is_dir()]
     return sorted(int(name) for name in names if _NUMBER.fullmatch(name))
 
 
 def latest_iteration(directory: Path) -> int | None:
-    """Return what ``latest_checkpointed_iteration.txt`` names; without a usable file the newest
-    there is, ``None`` for none.
+    """Return the iteration that ``latest_checkpointed_iteration.txt`` names; without a usable file
+    the newest in the directory, ``None`` if there is none.
     """
     try:
         text = (directory / LATEST).read_text().strip()
     except (OSError, UnicodeDecodeError):
         text = ""
-    present = iterations(directory)
     if _NUMBER.fullmatch(text):
         return int(text)
-    return present[-1] if present else None
+    return max(iterations(directory), default=None)
 
 
 def digest(path: Path) -> dict[str, Any]:
@@ -57,10 +55,12 @@ def digest(path: Path) -> dict[str, Any]:
 
 
 def write_manifest(directory: Path, iteration: int, files: dict[str, dict[str, Any]]) -> None:
-    """Write the manifest of ``files`` (name -> :func:`digest`) and force everything to the disk."""
-    text = json.dumps({"iteration": iteration, "files": dict(sorted(files.items()))}, indent=1)
+    """Write the manifest of ``files``, the :func:`digest` of each by name, and force everything to
+    the disk.
+    """
+    manifest = {"iteration": iteration, "files": dict(sorted(files.items()))}
     with (directory / MANIFEST).open("w") as file:
-        file.write(text + "\n")
+        file.write(json.dumps(manifest, indent=1) + "\n")
         file.flush()
         os.fsync(file.fileno())
     sync_directory(directory)
@@ -80,22 +80,25 @@ def listed_files(directory: Path, iteration: int) -> dict[str, dict[str, Any]]:
     manifest.
     """
     path = directory / MANIFEST
+    damaged = False
     try:
         manifest = parse_json(path.read_bytes())
         files: dict[str, dict[str, Any]] = dict(manifest["files"])
-        wrong = manifest["iteration"] != iteration or not all(
-            type(entry["bytes"]) is int and isinstance(entry["sha256"], str)
-            for entry in files.values()
-        )
+        damaged = manifest["iteration"] != iteration
+        for entry in files.values():
+            if type(entry["bytes"]) is not int or not isinstance(entry["sha256"], str):
+                damaged = True
     except FileNotFoundError:
         raise ValueError(f"{MANIFEST} is missing") from None
     except (OSError, ValueError, LookupError, TypeError):
-        wrong = True
-    if wrong:
+        damaged = True
+    if damaged:
         raise ValueError(f"{MANIFEST} is damaged")
-    outside = next((name for name in files if not _PLAIN_NAME.fullmatch(name)), None)
-    if outside is not None:
-        raise ValueError(f"{MANIFEST} names {outside!r:.80}, which is not a file of this directory")
+    for name in files:
+        if not _PLAIN_NAME.fullmatch(name):
+            raise ValueError(
+                f"{MANIFEST} names {name!r:.80}, which is not a file of this directory"
+            )
     return files
 
 
@@ -104,8 +107,8 @@ def damage(
     files: Iterable[tuple[str, dict[str, Any]]],
     kept: dict[Path, bytes] | None = None,
 ) -> str | None:
-    """Return the first of ``files`` that is not as the manifest says, or ``None``. What was read is
-    added to ``kept``.
+    """Return what is wrong with the first of ``files`` that contradicts the manifest, or ``None``.
+    The contents that were read are added to ``kept``.
     """
     for name, expected in files:
         path = directory / name

@@ -1,19 +1,20 @@
-"""Megatron's loader of checkpoints: without what would run code of those who wrote them, and
-without reading twice.
+"""Megatron's loader of checkpoints, changed so that it runs no code from the files and reads no
+file twice.
 
-torch reads ``.metadata`` with the full unpickler, and the objects that lie beside the tensors as
-well. Importing this replaces both for every load of this process: the metadata by
-``conversion/checkpoint_metadata.py``, the objects by torch's restricted unpickler. Tensors and
-``common.pt`` are read by the latter anyway.
+torch reads ``.metadata``, and the objects stored with the tensors, with the full unpickler.
+Importing this module replaces both for every load of this process: the metadata by
+``conversion/checkpoint_metadata.py``, the objects by torch's restricted unpickler, which reads
+tensors and ``common.pt`` anyway.
 
-Files whose digest was checked are loaded from what was read for it (``CHECKED``); of weights that
-several ranks hold, each reads a share, the one that it wrote where the layout is the same, and
-sends it to the others.
+Files whose digest was checked are loaded from memory (``CHECKED``). If several ranks hold the same
+weights, each reads a share, the one that it wrote if the layout is the same, and sends it to the
+others.
 """
 
 from __future__ import annotations
 
 import io
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
@@ -25,6 +26,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import ReadItem
 
 from megatron_dcpo.conversion.checkpoint_metadata import read_metadata
 from megatron_dcpo.errors import one_line
@@ -36,28 +38,30 @@ from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, 
 from megatron.core.dist_checkpointing.exchange_utils import (
     determine_main_replica_uniform_distribution,
 )
+from megatron.core.dist_checkpointing.mapping import ShardedBase
 from megatron.core.dist_checkpointing.strategies import torch as strategy
 from megatron.core.dist_checkpointing.strategies.cached_metadata_filesystem_reader import (
     CachedMetadataFileSystemReader,
 )
 
-# Read before the load, whose error would come with tracebacks, and not again by it: many chunks
-# take seconds.
+# The metadata are read before the load, whose errors would come with tracebacks. They are cached,
+# because reading many chunks takes seconds.
 metadata_of = lru_cache(maxsize=1)(read_metadata)
 
-
-# Files in memory, from the check to the end of the load
+# the contents of files, from the check to the end of the load
 CHECKED: dict[Path, bytes] = {}
 
 
 class _CheckedFiles(FileSystem):
     @contextmanager
-    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
         content = CHECKED.get(Path(path))
-        with (
-            super().create_stream(path, mode) if content is None else io.BytesIO(content) as stream
-        ):
-            yield stream
+        if content is None:
+            with super().create_stream(path, mode) as stream:
+                yield stream
+        else:
+            with io.BytesIO(content) as stream:
+                yield stream
 
 
 class _Reader(CachedMetadataFileSystemReader):
@@ -70,7 +74,7 @@ class _Reader(CachedMetadataFileSystemReader):
 
 
 class _LoadPlanner(strategy.MCoreLoadPlanner):
-    def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         loaded = torch.load(value, weights_only=True)
         name = read_item.dest_index.fqn
         if self.flatten_state_dict:
@@ -79,7 +83,7 @@ class _LoadPlanner(strategy.MCoreLoadPlanner):
             self.state_dict[name] = loaded
 
 
-def _get_reader(checkpoint_dir: str | Path, *_: Any, **__: Any) -> _Reader:
+def _get_reader(checkpoint_dir: str | Path, *_: object, **__: object) -> _Reader:
     return _Reader(checkpoint_dir)
 
 
@@ -87,8 +91,8 @@ replace_checkpoint_reader(_get_reader, _LoadPlanner)
 
 
 class SharedRead(strategy.TorchDistLoadShardedStrategy):
-    """Ranks of ``replicas`` read a share each of what all of them hold, and receive the others'
-    shares in place.
+    """Lets each rank of ``replicas`` read a share of the tensors that all of them hold, and receive
+    the shares of the others in place.
     """
 
     def __init__(self, replicas: dist.ProcessGroup) -> None:
@@ -96,45 +100,48 @@ class SharedRead(strategy.TorchDistLoadShardedStrategy):
         self.replicas = replicas
 
     @torch.no_grad()
-    def load(
-        self, sharded: Any, directory: Path, *more: Any
-    ) -> Any:  # from 0.17 on: async_strategy
+    def load(self, sharded: dict[str, Any], directory: Path, *more: object) -> dict[str, Any]:
+        # ``more``: since Megatron-core 0.17, async_strategy
         shares = determine_main_replica_uniform_distribution(
             sharded, self.replicas, ignore_groups=True
         )
         if shares is None:
             return super().load(sharded, directory, *more)
         parts = {_identity(part): part for part in nested_values(sharded)}
-        reader = shares.main_rank_for_shard
-        own = dist.get_rank(self.replicas)
-        own_parts = {name: part for name, part in parts.items() if reader.get(name, own) == own}
-        values = super().load(own_parts, directory, *more)
-        for name, rank in reader.items():
+        reader_of = shares.main_rank_for_shard
+        rank = dist.get_rank(self.replicas)
+        to_read = {}
+        for name, part in parts.items():
+            if reader_of.get(name, rank) == rank:
+                to_read[name] = part
+        values = super().load(to_read, directory, *more)
+        for name, reader in reader_of.items():
             if len(shares.all_ranks_for_shard[name]) == 1:
                 continue
-            if rank != own and name in parts:
+            if reader != rank and name in parts:
                 parts[name].init_data(current_device())
                 values[name] = parts[name].data
-            form = shares.shard_to_metadata[name]
             if name in values:
                 held = values[name]
             else:
+                form = shares.shard_to_metadata[name]
                 held = torch.empty(form.local_shape, dtype=form.dtype)
             moved = held.to(current_device()).contiguous()
-            dist.broadcast(moved, dist.get_global_rank(self.replicas, rank), self.replicas)
+            source = dist.get_global_rank(self.replicas, reader)
+            dist.broadcast(moved, source, self.replicas)
             if moved is not held:
                 held.copy_(moved)
         return dict_list_map_outplace(lambda part: values[_identity(part)], sharded)
 
 
-def _identity(part: Any) -> Any:
+def _identity(part: ShardedBase) -> object:
     if isinstance(part, ShardedTensor):
         return shard_id(part)
     return part.unique_key
 
 
 def cause(error: BaseException) -> BaseException:
-    """Return what a rank met, of the error that the collective load makes of it."""
+    """Return the error of a rank from the error that the collective load raises for it."""
     if isinstance(error, CheckpointException) and error.failures:
         return next(iter(error.failures.values()))[0]
     return error

@@ -1,11 +1,11 @@
-"""Writing a checkpoint: planned together, written by every rank for itself, in the background if
+"""Writing a checkpoint: planned together, written by every rank independently, in the background if
 asked, announced last.
 
 Megatron plans which rank writes what (``torch_dist`` format). The writing itself is one function
 per rank that communicates with no other rank, so it can run in a thread on a snapshot of the state
-while training goes on. Only when all ranks have written does the first one complete the directory,
-rename it and name it in ``latest_checkpointed_iteration.txt``: whenever a process ends, the
-previous checkpoint is unchanged.
+while training continues. Only when all ranks have written does the first one complete the
+directory, rename it and name it in ``latest_checkpointed_iteration.txt``. Whenever a process ends,
+the previous checkpoint is unchanged.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.exchange_utils import (
     determine_main_replica_uniform_distribution,
 )
+from megatron.core.dist_checkpointing.mapping import ShardedBase
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
@@ -60,13 +61,20 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
 
 COMMON = "common.pt"
 _NOTHING_FREE = 1 << 20  # bytes
+# what a rank needs for a save; the largest number decides for all ranks
+_KNOWN_PLAN = 0
+_NEW_PLAN = 1
+_FAILED = 2
 
 
 @dataclass
 class Pending:
-    """A checkpoint on its way. ``results``: what this rank wrote; ``error``: why it could not, or
-    later why none could be completed. ``work``: the thread that writes, then the first rank's that
-    completes, once all have written.
+    """A checkpoint that is being written.
+
+    results: what this rank wrote.
+    error: why it could not write, or later why the checkpoint could not be completed.
+    work: the thread that writes; once all ranks have written, the thread in which the first rank
+        completes the checkpoint.
     """
 
     iteration: int
@@ -83,24 +91,36 @@ class Pending:
 
 
 @dataclass(frozen=True)
+class _File:
+    """A file of this rank. Each of its objects and tensors has Megatron's item, the number of the
+    part of the state, and the copy that is written.
+    """
+
+    name: str
+    objects: list[tuple[Any, int, io.BytesIO]]
+    tensors: list[tuple[Any, int, Tensor]]
+
+
+@dataclass(frozen=True)
 class _Plan:
-    """What the next save can take over while the state has the same ``form``: Megatron's plan, and
-    the host's copies. ``files``: (name, objects, tensors), of each: what is written, which part of
-    the state it is, its copy.
+    """What the next save can reuse while the state has the same ``form``: Megatron's plan, and the
+    host's copies in ``files``.
     """
 
     form: list[Any]
     metadata: Any
-    files: list[tuple[str, list[tuple[Any, int, io.BytesIO]], list[tuple[Any, int, Tensor]]]]
+    files: list[_File]
 
 
 class Saver:
-    """Saves into ``directory``, keeps the newest ``keep`` checkpoints. All methods are collective.
+    """Saves into ``directory`` and keeps the newest ``keep`` checkpoints. All methods are
+    collective.
 
-    ``background``: :meth:`begin` returns as soon as the state is copied, into memory that is kept
-    for the next save. ``replicas``: the ranks that hold the same weights share the writing of them.
-    ``damaged``: iterations that failed their check; they do not count among those to keep.
-    ``best``: what ``best.json`` is to say of the best one, which is kept.
+    background: whether :meth:`begin` returns as soon as the state is copied, into memory that is
+        kept for the next save.
+    replicas: the ranks that hold the same weights, and share the writing of them.
+    damaged: iterations that failed their check; they do not count among those to keep.
+    best: the contents of ``best.json``, whose checkpoint is kept.
     """
 
     def __init__(
@@ -122,14 +142,16 @@ class Saver:
         self._known: _Plan | None = None
 
     def begin(self, iteration: int, state: dict[str, Any]) -> None:
-        """Write the sharded ``state``, in the background if so; it is announced by :meth:`finish`,
-        :meth:`wait` or the next :meth:`begin`. Afterwards ``state`` may change.
+        """Write the sharded ``state``, in the background if the saver does so. It is announced by
+        :meth:`finish`, :meth:`wait` or the next :meth:`begin`. ``state`` may change when this
+        returns.
 
-        Raises :class:`UserError` when the disk cannot be written; the previous checkpoint stays the
+        Raises :class:`UserError` if the disk cannot be written; the previous checkpoint stays the
         latest.
         """
         self.wait()
-        self._pending = pending = self._prepare(iteration, state)
+        pending = self._prepare(iteration, state)
+        self._pending = pending
         self._run(_write, pending)
 
     def finish(self) -> None:
@@ -137,9 +159,10 @@ class Saver:
         :meth:`begin` does.
         """
         pending = self._pending
-        if pending is None or max_over_ranks(
-            int(pending.work is not None and pending.work.is_alive())
-        ):
+        if pending is None:
+            return
+        busy = pending.work is not None and pending.work.is_alive()
+        if max_over_ranks(int(busy)):
             return
         if not pending.completing:
             self._announce(pending)
@@ -147,7 +170,9 @@ class Saver:
             self.wait()
 
     def wait(self) -> None:
-        """Do the same, however long the writing takes."""
+        """Make the pending checkpoint the latest, however long the writing takes. Raises as
+        :meth:`begin` does.
+        """
         pending = self._pending
         self._pending = None
         if pending is None:
@@ -158,7 +183,7 @@ class Saver:
             pending.work.join()
         self._fail_if(broadcast_object(pending.error), pending.iteration, pending.temporary)
 
-    def _run(self, work: Callable[..., None], pending: Pending, *more: Any) -> None:
+    def _run(self, work: Callable[..., None], pending: Pending, *more: object) -> None:
         if self.background:
             pending.work = threading.Thread(target=work, args=(pending, *more), name="checkpoint")
             pending.work.start()
@@ -166,14 +191,15 @@ class Saver:
             work(pending, *more)
 
     def _announce(self, pending: Pending) -> None:
-        """Begin to complete on the first rank when all ranks have written."""
+        """Wait for all ranks, then begin to complete the checkpoint on the first rank."""
         if pending.work is not None:
             pending.work.join()
         written = all_gather_objects((pending.error, pending.results, pending.files))
-        pending.error = next(
-            (f"rank {rank}: {part[0]}" for rank, part in enumerate(written) if part[0] is not None),
-            None,
-        )
+        pending.error = None
+        for rank, (error, _, _) in enumerate(written):
+            if error is not None:
+                pending.error = f"rank {rank}: {error}"
+                break
         pending.completing = True
         if pending.error is None and self.rank == 0:
             self._run(self._complete, pending, written)
@@ -181,32 +207,29 @@ class Saver:
     def _prepare(self, iteration: int, state: dict[str, Any]) -> Pending:
         final = iteration_dir(self.directory, iteration)
         temporary = final.with_name(final.name + ".tmp")
-        error: str | None = None
-        if self.rank == 0:
-            try:
-                shutil.rmtree(temporary, ignore_errors=True)
-                temporary.mkdir(parents=True)
-            except OSError as refused:
-                error = _line(refused)
+        error = self._make_directory(temporary)
         sharded, common = save_preprocess(state, validate_access_integrity=False)
         parts = list(nested_values(sharded))
         form = [_form(part) for part in parts]
-        new = self._known is None or self._known.form != form
-        if news := max_over_ranks(2 if error else int(new)):
-            if news == 2:
-                self._fail_if(broadcast_object(error), iteration, temporary)
-            writer, metadata = self._plan(state, temporary)
-            if self.background:
-                self._known = _Plan(
-                    form=form,
-                    metadata=metadata,
-                    files=_files_of_buckets(writer.write_buckets, parts),
-                )
+        if error:
+            need = _FAILED
+        elif self._known is None or self._known.form != form:
+            need = _NEW_PLAN
         else:
+            need = _KNOWN_PLAN
+        need = max_over_ranks(need)
+        if need == _FAILED:
+            self._fail_if(broadcast_object(error), iteration, temporary)
+        if need == _KNOWN_PLAN:
             assert self._known is not None
             writer = filesystem_async.FileSystemWriterAsync(temporary)
             metadata = self._known.metadata
             writer.write_buckets = _refreshed(self._known, temporary, parts)
+        else:
+            writer, metadata = self._plan(state, temporary)
+            if self.background:
+                files = _files_of_buckets(writer.write_buckets, parts)
+                self._known = _Plan(form=form, metadata=metadata, files=files)
         return Pending(
             iteration=iteration,
             temporary=temporary,
@@ -216,26 +239,38 @@ class Saver:
             common=copy.deepcopy(common),
         )
 
+    def _make_directory(self, temporary: Path) -> str | None:
+        """Make an empty directory, on the first rank; return the error if that fails."""
+        if self.rank != 0:
+            return None
+        try:
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir(parents=True)
+        except OSError as refused:
+            return _line(refused)
+        return None
+
     def _plan(self, state: dict[str, Any], temporary: Path) -> tuple[Any, Any]:
         """Return Megatron's writer with this rank's part of the state, and on the first rank the
         metadata.
         """
-        use_queue_of_this_process()  # the thread that writes is in it
+        use_queue_of_this_process()  # the writing thread belongs to it
         sharded, _ = save_preprocess(state)
         if self.replicas is not None:
             shares = determine_main_replica_uniform_distribution(sharded, self.replicas)
             distribute_main_replicas_with_precomputed_distribution(sharded, self.replicas, shares)
         writer, metadata = plan_checkpoint(sharded, temporary)
-        writer.write_buckets = _snapshot(
-            writer.write_buckets, _storages(sharded) if self.background else set()
-        )
+        shared: set[int] = set()
+        if self.background:
+            shared = _storages(sharded)
+        writer.write_buckets = _snapshot(writer.write_buckets, shared)
         return writer, metadata
 
     def _complete(
         self, pending: Pending, written: list[tuple[Any, list[Any], dict[str, Any]]]
     ) -> None:
         """Write, on rank 0, metadata, manifest, the final name and the announcement; then remove
-        what is too old.
+        checkpoints that are too old.
         """
         try:
             self._rename(pending, written)
@@ -252,10 +287,13 @@ class Saver:
         final = iteration_dir(self.directory, pending.iteration)
         pending.writer.finish(pending.metadata, [results for _, results, _ in written])
         save_config(CheckpointingConfig("torch_dist", 1), str(temporary))
-        files = {name: entry for _, _, part in written for name, entry in part.items()}
-        files |= {name: digest(temporary / name) for name in (".metadata", "metadata.json")}
+        files = {}
+        for _, _, of_rank in written:
+            files.update(of_rank)
+        for name in (".metadata", "metadata.json"):
+            files[name] = digest(temporary / name)
         write_manifest(temporary, pending.iteration, files)
-        if final.exists():  # a damaged one, or one of steps that were done again
+        if final.exists():  # a damaged one, or one of steps that were repeated
             aside = final.with_name(final.name + ".replaced.tmp")
             shutil.rmtree(aside, ignore_errors=True)
             os.replace(final, aside)
@@ -265,13 +303,12 @@ class Saver:
         self.damaged.discard(pending.iteration)
 
     def _prune(self) -> None:
-        kept = [
-            iteration for iteration in iterations(self.directory) if iteration not in self.damaged
-        ][-self.keep :]
+        intact = [each for each in iterations(self.directory) if each not in self.damaged]
+        kept = intact[-self.keep :]
         if self.best:
             kept.append(self.best["iteration"])
-        for iteration in iterations(self.directory):
-            if iteration not in kept and iteration not in self.damaged:
+        for iteration in intact:
+            if iteration not in kept:
                 shutil.rmtree(iteration_dir(self.directory, iteration), ignore_errors=True)
         remove_leftovers(self.directory)
 
@@ -289,7 +326,9 @@ class Saver:
 
 
 def last_complete(directory: Path) -> str:
-    """Return what the first rank finds there, in words. Collective."""
+    """Return in words which checkpoint in ``directory`` is the last, as the first rank sees it.
+    Collective.
+    """
     last = broadcast_object(latest_iteration(directory))
     if last is not None:
         return f"the last complete checkpoint is iteration {last}"
@@ -302,80 +341,82 @@ def remove_leftovers(directory: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def _storages(sharded: Any) -> set[int]:
-    """Return where the values of a sharded state lie."""
-    tensors = (
-        part.data
-        for part in nested_values(sharded)
-        if isinstance(part, ShardedTensor) and part.data is not None
-    )
-    return {tensor.untyped_storage().data_ptr() for tensor in tensors}
+def _storages(sharded: dict[str, Any]) -> set[int]:
+    """Return the addresses of the storages of a sharded state."""
+    addresses = set()
+    for part in nested_values(sharded):
+        if isinstance(part, ShardedTensor) and part.data is not None:
+            addresses.add(part.data.untyped_storage().data_ptr())
+    return addresses
 
 
-def _form(part: Any) -> tuple[Any, ...]:
-    """Return which part of the whole it is."""
+def _form(part: ShardedBase) -> tuple[Any, ...]:
+    """Return what identifies a part of the state, apart from its values."""
     if isinstance(part, ShardedTensor):
         return part.key, part.global_offset, part.local_shape, part.dtype, part.replica_id
     return part.unique_key, part.replica_id
 
 
-def _files_of_buckets(buckets: list[Any], parts: list[Any]) -> list[Any]:
-    """Return :attr:`_Plan.files` of Megatron's buckets."""
-    tensors = {
-        (p.key, *p.global_offset): n for n, p in enumerate(parts) if isinstance(p, ShardedTensor)
-    }
-    numbers = tensors | {
-        (p.unique_key,): n for n, p in enumerate(parts) if not isinstance(p, ShardedTensor)
-    }
-    return [
-        (
-            key,
-            *(
-                [
-                    (item, numbers[item.index.fqn, *(item.index.offset or ())], copied)
-                    for item, copied in kind
-                ]
-                for kind in data
-            ),
-        )
-        for _, key, data in buckets
-    ]
+def _files_of_buckets(buckets: list[Any], parts: list[Any]) -> list[_File]:
+    """Return the files of Megatron's buckets."""
+    numbers = {}
+    for number, part in enumerate(parts):
+        if isinstance(part, ShardedTensor):
+            numbers[part.key, *part.global_offset] = number
+    for number, part in enumerate(parts):
+        if not isinstance(part, ShardedTensor):
+            numbers[(part.unique_key,)] = number
+
+    def numbered(items: list[Any]) -> list[Any]:
+        triples = []
+        for item, copied in items:
+            key = (item.index.fqn, *(item.index.offset or ()))
+            triples.append((item, numbers[key], copied))
+        return triples
+
+    files = []
+    for _, name, (objects, tensors) in buckets:
+        files.append(_File(name=name, objects=numbered(objects), tensors=numbered(tensors)))
+    return files
 
 
 def _refreshed(plan: _Plan, directory: Path, parts: list[Any]) -> list[Any]:
-    """Return Megatron's buckets, with the values of now."""
+    """Return Megatron's buckets, refreshed with current values."""
     buckets = []
-    for name, objects, tensors in plan.files:
-        for _, number, host in tensors:
+    for file in plan.files:
+        tensors = []
+        for item, number, host in file.tensors:
             host.copy_(parts[number].data.detach().reshape(host.shape))
-        saved = []
-        for item, number, before in objects:
-            if parts[number].data is not None:  # as before otherwise
-                torch.save([parts[number].data], before := io.BytesIO())
-            saved.append((item, before))
-        buckets.append(
-            (str(directory / name), name, (saved, [(item, host) for item, _, host in tensors]))
-        )
+            tensors.append((item, host))
+        objects = []
+        for item, number, stream in file.objects:
+            if parts[number].data is not None:  # otherwise as before
+                stream = io.BytesIO()
+                torch.save([parts[number].data], stream)
+            objects.append((item, stream))
+        buckets.append((str(directory / file.name), file.name, (objects, tensors)))
     return buckets
 
 
 def _snapshot(buckets: list[Any] | None, shared: set[int]) -> list[Any]:
-    """Return the tensors to write, on the CPU, none of them in a ``shared`` storage. Megatron has
-    copied views of one already.
+    """Return the buckets with their tensors on the CPU, none of them in a ``shared`` storage.
+    Megatron has already copied views of one.
     """
     staged = []
-    for path, key, (data, tensors) in buckets or []:
-        on_host = [
-            (item, t.clone() if t.untyped_storage().data_ptr() in shared else t)
-            for item, t in ((item, t.cpu()) for item, t in tensors)
-        ]
-        staged.append((path, key, (data, on_host)))
+    for path, key, (objects, tensors) in buckets or []:
+        on_host = []
+        for item, tensor in tensors:
+            host = tensor.cpu()
+            if host.untyped_storage().data_ptr() in shared:
+                host = host.clone()
+            on_host.append((item, host))
+        staged.append((path, key, (objects, on_host)))
     return staged
 
 
 def _write(pending: Pending) -> None:
-    """Write this rank's files, force them to the disk and take their digests. Whatever goes wrong
-    is kept in ``error``.
+    """Write this rank's files, force them to the disk and take their digests. Any failure is kept
+    in ``error``.
     """
     try:
         if pending.rank == 0:
@@ -384,10 +425,9 @@ def _write(pending: Pending) -> None:
                 file.flush()
                 os.fsync(file.fileno())
             pending.files[COMMON] = digest(pending.temporary / COMMON)
+        transforms = []
         if hasattr(pending.writer, "transforms"):
             transforms = [pending.writer.transforms]
-        else:
-            transforms = []
         for index, bucket in enumerate(pending.writer.write_buckets):
             outcome: queue.Queue[Any] = queue.Queue()
             waiting: queue.Queue[int] = queue.Queue()
@@ -400,12 +440,13 @@ def _write(pending: Pending) -> None:
                 raise results
             pending.results += results
             pending.files[bucket[1]] = digest(pending.temporary / bucket[1])
-    except (
-        Exception
-    ) as refused:  # nothing may be lost in the thread: a checkpoint with holes would be announced
-        # torch's writer turns a full disk into something about file positions
-        full = shutil.disk_usage(pending.temporary).free < _NOTHING_FREE
-        pending.error = "No space left on device" if full else _line(refused)
+    except Exception as refused:
+        # If an error were lost in the thread, a checkpoint with holes would be announced. torch's
+        # writer turns a full disk into an error about file positions.
+        if shutil.disk_usage(pending.temporary).free < _NOTHING_FREE:
+            pending.error = "No space left on device"
+        else:
+            pending.error = _line(refused)
     finally:
         pending.writer.write_buckets = []  # the snapshot is not needed any more
 

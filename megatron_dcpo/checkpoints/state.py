@@ -1,10 +1,10 @@
-"""What a checkpoint holds, and putting it back. Megatron's layout: ``iter_0000120/`` in its
-``torch_dist`` format.
+"""The state that a checkpoint holds, and how it is restored. The layout is Megatron's,
+``iter_0000120/`` in its ``torch_dist`` format.
 
-Model, optimizer and schedule are Megatron's own state, resumable at another parallel layout. Beside
-them stands ``run``: seed, random generators, data cursor, reward state and engine version. The
-order of the data is a function of the seed, sampling one of seed and step: the cursor says where to
-go on, the generators continue what else draws from them.
+Model, optimizer and schedule are Megatron's own state, which can be resumed at another parallel
+layout. In addition there is ``run``: seed, random generators, data cursor, reward state and engine
+version. The order of the data is a function of the seed, and sampling a function of seed and step,
+so the cursor says where to continue, and the generators serve everything else that draws from them.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ from megatron.core.dist_checkpointing.core import CheckpointingException
 
 logger = logging.getLogger(__name__)
 
-# What a damaged or hostile checkpoint makes its readers raise. No RuntimeError in general: a lost
-# rank raises that.
+# The errors that a damaged or hostile checkpoint causes in its readers. RuntimeError is not among
+# them, because a lost rank raises it.
 _UNREADABLE = (
     OSError,
     LookupError,
@@ -70,40 +70,47 @@ RUN_PARTS = ("iteration", "distributed_optimizer", "seed", "rng_state", "data", 
 def checkpoint_state(
     policy: Policy, optimizer: Optimizer, iteration: int, run: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return the sharded state to save. ``run``: all of :data:`RUN_PARTS` but iteration and
-    generators. Collective.
+    """Return the sharded state to save. ``run`` has all of :data:`RUN_PARTS` except iteration,
+    generators and ``distributed_optimizer``. Collective.
     """
     state = _sharded_state(policy, optimizer, is_loading=False)
     parts = {
         "iteration": iteration,
         "rng_state": gather_rng_states(policy.topology),
         "distributed_optimizer": optimizer_shards.is_distributed(optimizer.megatron),
-    } | run
+        **run,
+    }
     assert set(RUN_PARTS) <= set(parts)
-    # what dist_checkpointing.save(content_metadata=...) adds
-    return state | {"run": parts, "content_metadata": optimizer_shards.METADATA}
+    state["run"] = parts
+    # dist_checkpointing.save adds this for its argument content_metadata
+    state["content_metadata"] = optimizer_shards.METADATA
+    return state
 
 
 def newest_intact(directory: Path, topology: Topology) -> tuple[int | None, dict[int, str]]:
-    """Return the newest checkpoint, of those up to the announced one, whose files are as they were
-    written, and what is wrong with the newer ones. Every rank reads its share of the files.
-    Collective.
+    """Return the newest checkpoint, up to the announced one, whose files are as they were written,
+    and what is wrong with the newer ones. Every rank reads a share of the files. Collective.
 
-    Raises :class:`UserError` when there are checkpoints, but no intact one: training anew would not
-    be a resumption.
+    Raises :class:`UserError` if there are checkpoints but none is intact: starting from the
+    beginning would not be a resumption.
     """
     announced, present = broadcast_object((latest_iteration(directory), iterations(directory)))
     if announced is None:
         return None, {}
-    wrong: dict[int, str] = {}
+    problems: dict[int, str] = {}
     if announced not in present:
-        wrong[announced] = "the directory is missing"
-    for iteration in reversed([i for i in present if i <= announced]):
+        problems[announced] = "the directory is missing"
+    for iteration in reversed(present):
+        if iteration > announced:
+            continue
         problem = _check(iteration_dir(directory, iteration), iteration, topology)
         if problem is None:
-            return iteration, wrong
-        wrong[iteration] = problem
-    listed = "; ".join(f"{iteration_dir(directory, i)}: {why}" for i, why in wrong.items())
+            return iteration, problems
+        problems[iteration] = problem
+    listed = "; ".join(
+        f"{iteration_dir(directory, iteration)}: {problem}"
+        for iteration, problem in problems.items()
+    )
     raise UserError(
         f"no intact checkpoint to resume from ({listed}); restore one, or start in another run_dir"
     )
@@ -112,50 +119,55 @@ def newest_intact(directory: Path, topology: Topology) -> tuple[int | None, dict
 def load_checkpoint(
     directory: Path, iteration: int, policy: Policy, optimizer: Optimizer
 ) -> dict[str, Any]:
-    """Restore policy, optimizer, schedule and random generators in place; returns the ``run`` part.
+    """Restore policy, optimizer, schedule and random generators in place; return the ``run`` part.
     Collective.
 
-    Raises :class:`UserError` naming the checkpoint when a part is missing or unreadable.
+    Raises :class:`UserError` naming the checkpoint if a part is missing or unreadable.
     """
     path = iteration_dir(directory, iteration)
     logging.getLogger("megatron.core.dist_checkpointing").setLevel(logging.ERROR)
     try:
         _check_parts(path, optimizer)
-        try:
-            wanted = _sharded_state(policy, optimizer, is_loading=True)
-            with warnings.catch_warnings():  # of torch, about the type of Megatron's shards
-                warnings.filterwarnings("ignore", "Please use DTensor instead", FutureWarning)
-                loaded = dist_checkpointing.load(
-                    wanted, str(path), SharedRead(policy.topology.replica_group)
-                )
-        finally:
-            metadata_of.cache_clear()
-            CHECKED.clear()
-        for index, gpt in enumerate(policy.gpt):
-            result = gpt.load_state_dict(loaded[_model_key(policy, index)], strict=False)
-            missing = [name for name in result.missing_keys if not name.endswith("_extra_state")]
-            if missing:
-                raise CheckpointingException(f"parameter {missing[0]} missing")
-        optimizer_shards.restore(optimizer.megatron, loaded["optimizer"])
-        if isinstance(optimizer, AdapterOptimizer):
-            optimizer.restore(loaded["adapter"])
-        try:
-            _restore_schedule(optimizer, loaded["opt_param_scheduler"])
-            _restore_rng_states(policy.topology, loaded["run"]["rng_state"])
-        except (
-            RuntimeError
-        ) as error:  # of torch, for a tensor of another size, or in the place of a number
-            raise CheckpointingException(f"opt_param_scheduler or rng_state: {error}") from None
+        loaded = _load(path, policy, optimizer)
+        _restore(loaded, policy, optimizer)
         return dict(loaded["run"])
     except _UNREADABLE as error:
-        met = cause(error)
-        if isinstance(met, UserError):
-            raise met from None
-        raise UserError(f"checkpoint {path} cannot be read ({describe_error(met)})") from None
+        original = cause(error)
+        if isinstance(original, UserError):
+            raise original from None
+        raise UserError(f"checkpoint {path} cannot be read ({describe_error(original)})") from None
+
+
+def _load(path: Path, policy: Policy, optimizer: Optimizer) -> dict[str, Any]:
+    try:
+        wanted = _sharded_state(policy, optimizer, is_loading=True)
+        strategy = SharedRead(policy.topology.replica_group)
+        with warnings.catch_warnings():  # from torch, about the type of Megatron's shards
+            warnings.filterwarnings("ignore", "Please use DTensor instead", FutureWarning)
+            return dist_checkpointing.load(wanted, str(path), strategy)
+    finally:
+        metadata_of.cache_clear()
+        CHECKED.clear()
+
+
+def _restore(loaded: dict[str, Any], policy: Policy, optimizer: Optimizer) -> None:
+    for index, gpt in enumerate(policy.gpt):
+        result = gpt.load_state_dict(loaded[_model_key(policy, index)], strict=False)
+        missing = [name for name in result.missing_keys if not name.endswith("_extra_state")]
+        if missing:
+            raise CheckpointingException(f"parameter {missing[0]} missing")
+    optimizer_shards.restore(optimizer.megatron, loaded["optimizer"])
+    if isinstance(optimizer, AdapterOptimizer):
+        optimizer.restore(loaded["adapter"])
+    try:
+        _restore_schedule(optimizer, loaded["opt_param_scheduler"])
+        _restore_rng_states(policy.topology, loaded["run"]["rng_state"])
+    except RuntimeError as error:  # from torch, for a tensor of another size or instead of a number
+        raise CheckpointingException(f"opt_param_scheduler or rng_state: {error}") from None
 
 
 def _restore_schedule(optimizer: Optimizer, loaded: dict[str, Any]) -> None:
-    """Take the count of steps from the checkpoint, everything else from the configuration."""
+    """Take the number of steps from the checkpoint, everything else from the configuration."""
     for group in optimizer.param_groups:
         group["max_lr"] = optimizer.scheduler.max_lr
         group["min_lr"] = optimizer.scheduler.min_lr
@@ -163,9 +175,7 @@ def _restore_schedule(optimizer: Optimizer, loaded: dict[str, Any]) -> None:
 
 
 def _check_parts(path: Path, optimizer: Optimizer) -> None:
-    """Check, before anything is loaded, that everything which is not a tensor is there and
-    readable.
-    """
+    """Check, before anything is loaded, that all parts other than tensors are readable."""
     metadata_of(path)
     try:
         common = dist_checkpointing.load_common_state_dict(str(path))
@@ -174,27 +184,11 @@ def _check_parts(path: Path, optimizer: Optimizer) -> None:
             f"checkpoint {path} cannot be read (common.pt: {describe_error(error)})"
         ) from None
     absent = [part for part in PARTS if not isinstance(common.get(part), dict)]
-    absent += [part for part in RUN_PARTS if "run" not in absent and part not in common["run"]]
+    if "run" not in absent:
+        absent += [part for part in RUN_PARTS if part not in common["run"]]
     if absent:
         raise CheckpointingException(f"it has no {', '.join(absent)}")
-    if isinstance(optimizer, AdapterOptimizer):
-        adapter = optimizer.adapter
-    else:
-        adapter = None
-    if ("adapter" in common) != (adapter is not None):
-        how = "with" if "adapter" in common else "without"
-        raise UserError(
-            f"checkpoint {path} was saved {how} model.adapter; keep it so to resume, or start "
-            "another run_dir"
-        )
-    if adapter is not None and (then := common["adapter"].get("config")) is not None:
-        for key, value in dataclasses.asdict(adapter.config).items():
-            if then.get(key) != value:
-                raise UserError(
-                    f"checkpoint {path} was saved with model.adapter.{key}={then.get(key)}, not "
-                    f"{value}; keep it to "
-                    "resume, or start another run_dir"
-                )
+    _check_adapter(path, common, optimizer)
     saved = common["run"]["distributed_optimizer"]
     now = optimizer_shards.is_distributed(optimizer.megatron)
     if not isinstance(saved, bool):
@@ -202,90 +196,114 @@ def _check_parts(path: Path, optimizer: Optimizer) -> None:
     if saved != now:
         raise UserError(
             f"checkpoint {path} was saved with "
-            f"parallel.use_distributed_optimizer={str(saved).lower()}, whose state "
-            "Megatron stores in another form; keep the option to resume (TP, PP and DP may change)"
+            f"parallel.use_distributed_optimizer={str(saved).lower()}, whose state Megatron stores "
+            "in another form; keep the option to resume (TP, PP and DP may change)"
         )
+
+
+def _check_adapter(path: Path, common: dict[str, Any], optimizer: Optimizer) -> None:
+    """Raise :class:`UserError` if the checkpoint was saved with another ``model.adapter``."""
+    has_adapter = isinstance(optimizer, AdapterOptimizer)
+    if ("adapter" in common) != has_adapter:
+        how = "with" if "adapter" in common else "without"
+        raise UserError(
+            f"checkpoint {path} was saved {how} model.adapter; resume with the same setting, or "
+            "start another run_dir"
+        )
+    if not isinstance(optimizer, AdapterOptimizer):
+        return
+    saved = common["adapter"].get("config")
+    if saved is None:
+        return
+    for key, value in dataclasses.asdict(optimizer.adapter.config).items():
+        if saved.get(key) != value:
+            raise UserError(
+                f"checkpoint {path} was saved with model.adapter.{key}={saved.get(key)}, not "
+                f"{value}; keep it to resume, or start another run_dir"
+            )
 
 
 def gather_rng_states(topology: Topology) -> dict[str, Any]:
     """Return the generators of each tensor- and pipeline-parallel rank; data-parallel replicas have
-    the same. Collective.
+    the same ones. Collective.
     """
+    trackers = {}
+    for name, state in tensor_parallel.get_cuda_rng_tracker().get_states().items():
+        if isinstance(state, torch.Tensor):
+            state = state.cpu()
+        trackers[name] = state
     _, keys, *rest = np.random.get_state(legacy=True)
-    own = {
+    of_rank = {
         "random_rng_state": random.getstate(),
         "np_rng_state": (torch.from_numpy(np.asarray(keys, np.int64)), *rest),
         "torch_rng_state": torch.get_rng_state(),
         "cuda_rng_state": rng_state(),
-        "rng_tracker_states": {
-            name: state.cpu() if isinstance(state, torch.Tensor) else state
-            for name, state in tensor_parallel.get_cuda_rng_tracker().get_states().items()
-        },
+        "rng_tracker_states": trackers,
     }
-    states = [(_place(topology), own)] * (topology.tp_size * topology.pp_size)
+    states = [(_rank_name(topology), of_rank)] * (topology.tp_size * topology.pp_size)
     if len(states) > 1:
         dist.all_gather_object(states, states[0], group=parallel_state.get_model_parallel_group())
     return dict(states)
 
 
 def _restore_rng_states(topology: Topology, states: dict[str, Any]) -> None:
-    own = states.get(_place(topology))
-    if own is None:
+    state = states.get(_rank_name(topology))
+    if state is None:
         if topology.rank == 0:
             logger.info("saved at another parallel layout: random generators start from the seed")
         return
-    version, internal, gauss = own["random_rng_state"]
+    version, internal, gauss = state["random_rng_state"]
     random.setstate((version, tuple(internal), gauss))
-    keys, *rest = own["np_rng_state"]
+    keys, *rest = state["np_rng_state"]
     np.random.set_state(("MT19937", keys.numpy().astype(np.uint32), *rest))
-    torch.set_rng_state(own["torch_rng_state"])
-    set_rng_state(own["cuda_rng_state"])
-    tensor_parallel.get_cuda_rng_tracker().set_states(own["rng_tracker_states"])
+    torch.set_rng_state(state["torch_rng_state"])
+    set_rng_state(state["cuda_rng_state"])
+    tensor_parallel.get_cuda_rng_tracker().set_states(state["rng_tracker_states"])
 
 
-def _place(topology: Topology) -> str:
-    """Return the tensor- and pipeline-parallel rank in its layout."""
+def _rank_name(topology: Topology) -> str:
+    """Return the name of the tensor- and pipeline-parallel rank in its layout."""
     return f"tp{topology.tp_rank}of{topology.tp_size}_pp{topology.pp_rank}of{topology.pp_size}"
 
 
 def _check(path: Path, iteration: int, topology: Topology) -> str | None:
-    """Return what is wrong with a checkpoint, found by all ranks together. At the same layout, a
-    rank reads what it wrote.
+    """Return what is wrong with a checkpoint, if anything. All ranks check it together; at the same
+    layout, a rank reads the files that it wrote.
     """
     problem: str | None = None
     CHECKED.clear()
     try:
         files = listed_files(path, iteration)
-        writers = {name: int(match[1]) for name in files if (match := _WRITER.match(name))}
+        writers = {}
+        for name in files:
+            match = _WRITER.match(name)
+            if match:
+                writers[name] = int(match[1])
         count = max(writers.values(), default=0) + 1
-        world = topology.world_size
-        mine = [
-            item
-            for item in files.items()
-            if writers.get(item[0], 0) * world // count == topology.rank
-        ]
-        problem = damage(path, mine, CHECKED)
+        share = []
+        for name, expected in files.items():
+            if writers.get(name, 0) * topology.world_size // count == topology.rank:
+                share.append((name, expected))
+        problem = damage(path, share, CHECKED)
     except ValueError as error:
         problem = str(error)
     return next(filter(None, all_gather_objects(problem)), None)
 
 
 def _model_key(policy: Policy, index: int) -> str:
-    return "model" if len(policy.gpt) == 1 else f"model{index}"
+    if len(policy.gpt) == 1:
+        return "model"
+    return f"model{index}"
 
 
 @torch.no_grad()
 def _sharded_state(policy: Policy, optimizer: Optimizer, is_loading: bool) -> dict[str, Any]:
-    model = {
-        _model_key(policy, index): gpt.sharded_state_dict() for index, gpt in enumerate(policy.gpt)
-    }
-    return {
-        **model,
-        "optimizer": optimizer_shards.optimizer_state(optimizer.megatron, model, is_loading),
-        "opt_param_scheduler": optimizer.scheduler.state_dict(),
-        **(
-            {"adapter": optimizer.sharded_state()}
-            if isinstance(optimizer, AdapterOptimizer)
-            else {}
-        ),
-    }
+    model = {}
+    for index, gpt in enumerate(policy.gpt):
+        model[_model_key(policy, index)] = gpt.sharded_state_dict()
+    state = dict(model)
+    state["optimizer"] = optimizer_shards.optimizer_state(optimizer.megatron, model, is_loading)
+    state["opt_param_scheduler"] = optimizer.scheduler.state_dict()
+    if isinstance(optimizer, AdapterOptimizer):
+        state["adapter"] = optimizer.sharded_state()
+    return state

@@ -15,7 +15,13 @@ import numpy as np
 from megatron_dcpo.calibration import metrics
 from megatron_dcpo.calibration.metrics import DEFAULT_BINS, Bins
 from megatron_dcpo.calibration.selective import abstention_rates, coverage_to_json
-from megatron_dcpo.calibration.summary import INTERVALS, json_ready, summarize, violation_rates
+from megatron_dcpo.calibration.summary import (
+    INTERVALS,
+    Bootstrap,
+    json_ready,
+    summarize,
+    violation_rates,
+)
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation.samples import Sample
 
@@ -172,11 +178,9 @@ def _score(
         block = summarize(
             confidences,
             correct,
-            problems,
             statuses,
             bins=bins,
-            resamples=resamples,
-            seed=seed,
+            bootstrap=Bootstrap(problem_ids=problems, resamples=resamples, seed=seed),
             ranking_only=kind in RANKING_ONLY,
         )
         ci95 = block.pop("ci95", {})

@@ -1,14 +1,13 @@
-"""Methods: one file each, registered here. Judged samples in, token advantages and loss
-contributions out.
+"""Methods: one file each, registered here. They turn judged samples into token advantages and loss
+contributions.
 
-| file | what it holds |
+| file | contents |
 |---|---|
-| `options.py`, `presets.py` | every option with its default; named overrides of these |
-| `advantages.py` | the hybrid target, scoring rules, the calibration reward, the normalized
-advantage |
+| `options.py`, `presets.py` | every option with its default; named sets of other defaults |
+| `advantages.py` | hybrid target, scoring rules, calibration reward, normalized advantage |
 | `policy_loss.py` | clipped loss, KL, entropy, importance weights, per token |
-| `method.py` | what a method declares; from its scores to advantages and weights of tokens |
-| `shaping.py` | a soft length penalty, an entropy coefficient that adapts |
+| `method.py` | what a method declares; advantages and weights of tokens from its scores |
+| `shaping.py` | a soft length penalty, an adaptive entropy coefficient |
 | the others | one method each |
 """
 
@@ -51,7 +50,7 @@ def find_method(name: str) -> Method:
     """Return the method ``name``: a key of :data:`METHODS`, or an import path
     (``my_method.py:METHOD``).
 
-    Raises :class:`UserError` where there is none.
+    Raises :class:`UserError` if there is none.
     """
     if is_import_path(name):
         method = load_object(name, "objective.name")
@@ -67,59 +66,68 @@ def find_method(name: str) -> Method:
 
 
 def build_method(config: ObjectiveConfig) -> Method:
-    """Return the method that a configuration describes, every unset option filled in; raises as
-    :func:`resolve`.
+    """Return the method that a configuration describes, with every unset option filled in. Raises
+    as :func:`resolve` does.
     """
     return replace(find_method(config.name), options=resolve(config))
 
 
 def resolve(config: ObjectiveConfig) -> ObjectiveConfig:
-    """Fill every unset option: explicit value, else the method's default, else the preset's, else
-    the paper's.
+    """Fill every unset option with the method's default, else the preset's, else the paper's.
 
-    Raises :class:`UserError` for an unknown method, an option that the method ignores, and options
-    that contradict.
+    Raises :class:`UserError` for an unknown method, for an option that the method ignores, and for
+    options that contradict each other.
     """
     method = find_method(config.name)
-    if ignored := _ignored(config, method):
-        readers = [
-            name
-            for name, other in METHODS.items()
-            if ignored[0] in {*other.reads, *other.own_options}
-        ]
-        if readers:
-            hint = f", or choose a method that reads it ({', '.join(readers)})"
-        else:
-            hint = ""
-        raise UserError(
-            f"objective.{ignored[0]} has no effect with objective.name={config.name}; remove it "
-            f"(or set it to null){hint}"
-        )
-    defaults, preset = (
-        expand_blocks(layer) for layer in (method.defaults(config), PRESETS[config.preset])
-    )
-    own = {
-        name: defaults.pop(name, _first(default)) for name, default in method.own_options.items()
-    } | config.options
-    for name, value in own.items():
+    _refuse_ignored(config, method)
+    defaults = expand_blocks(method.defaults(config))
+    preset = expand_blocks(PRESETS[config.preset])
+    own_options: dict[str, Any] = {}
+    for name, default in method.own_options.items():
+        own_options[name] = defaults.pop(name, _first(default))
+    own_options.update(config.options)
+    for name, value in own_options.items():
         _check_own_option(name, value, method.own_options[name])
-    resolved = ObjectiveConfig(
-        **ObjectiveConfig().model_dump() | preset | defaults | config.explicit | {"options": own}
+    values = ObjectiveConfig().model_dump()
+    for layer in (preset, defaults, config.explicit):
+        values.update(layer)
+    values["options"] = own_options
+    resolved = ObjectiveConfig(**values)
+    _check_length(resolved)
+    return resolved
+
+
+def _refuse_ignored(config: ObjectiveConfig, method: Method) -> None:
+    ignored = _ignored(config, method)
+    if not ignored:
+        return
+    readers = []
+    for name, other in METHODS.items():
+        if ignored[0] in other.reads or ignored[0] in other.own_options:
+            readers.append(name)
+    hint = ""
+    if readers:
+        hint = f", or choose a method that reads it ({', '.join(readers)})"
+    raise UserError(
+        f"objective.{ignored[0]} has no effect with objective.name={config.name}; remove it (or "
+        f"set it to null){hint}"
     )
+
+
+def _check_length(resolved: ObjectiveConfig) -> None:
+    """Raise :class:`UserError` if an option needs the longest response, and it is not known."""
+    if not needs_max_response_length(resolved):
+        return
+    if resolved.max_response_length > resolved.overlong_buffer:
+        return
+    needs_length = "loss_aggregation=constant"
     if resolved.overlong_buffer:
         needs_length = "overlong_buffer"
-    else:
-        needs_length = "loss_aggregation=constant"
-    if (
-        needs_max_response_length(resolved)
-        and resolved.max_response_length <= resolved.overlong_buffer
-    ):
-        raise UserError(
-            f"objective.{needs_length} needs objective.max_response_length above "
-            f"{resolved.overlong_buffer}, the longest "
-            f"response in tokens, not {resolved.max_response_length}"
-        )
-    return resolved
+    raise UserError(
+        f"objective.{needs_length} needs objective.max_response_length above "
+        f"{resolved.overlong_buffer}, the longest response in tokens, not "
+        f"{resolved.max_response_length}"
+    )
 
 
 def needs_max_response_length(config: ObjectiveConfig) -> bool:
@@ -131,24 +139,29 @@ def needs_max_response_length(config: ObjectiveConfig) -> bool:
 
 def written(config: ObjectiveConfig) -> dict[str, Any]:
     """Return the section as ``config.yaml`` has it: every option that the method reads, resolved.
-    It reads back alike.
+    Reading it again gives the same configuration.
     """
     method = find_method(config.name)
     resolved = resolve(config)
-    read = [
-        name for name in ObjectiveConfig.model_fields if name in {*method.reads, "name", "preset"}
-    ]
-    own = {"options": dict(resolved.options)} if resolved.options else {}
-    return {name: getattr(resolved, name) for name in read} | own
+    section = {}
+    for name in ObjectiveConfig.model_fields:
+        if name in method.reads or name in ("name", "preset"):
+            section[name] = getattr(resolved, name)
+    if resolved.options:
+        section["options"] = dict(resolved.options)
+    return section
 
 
-def _first(default: Any) -> Any:
-    return default[0] if isinstance(default, tuple) else default
+def _first(default: object) -> object:
+    """Return the default of an option, which is the first of several choices."""
+    if isinstance(default, tuple):
+        return default[0]
+    return default
 
 
-def _check_own_option(name: str, value: Any, default: Any) -> None:
-    """Raise :class:`UserError` unless ``value`` is of the kind of ``default``: one of a tuple's
-    choices, a finite number, a text, true or false.
+def _check_own_option(name: str, value: object, default: object) -> None:
+    """Raise :class:`UserError` unless ``value`` is of the same kind as ``default``: one of a
+    tuple's choices, a finite number, a text, true or false.
     """
     if isinstance(default, tuple):
         if value not in default:
@@ -156,26 +169,29 @@ def _check_own_option(name: str, value: Any, default: Any) -> None:
                 f"objective.{name}={value}: expected one of {', '.join(map(str, default))}"
             )
         return
-    number = isinstance(default, int | float) and not isinstance(default, bool)
-    kind = (int, float) if number else type(default)
-    if not isinstance(value, kind) or (
-        number and (isinstance(value, bool) or not math.isfinite(value))
-    ):
+    if isinstance(default, int | float) and not isinstance(default, bool):
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        good = is_number and math.isfinite(value)  # type: ignore[arg-type]
+    else:
+        good = isinstance(value, type(default))
+    if not good:
         raise UserError(
             f"objective.{name}={value!r}: expected a value like its default, {default!r}"
         )
 
 
-def as_method(config: ObjectiveConfig, name: str, **options: Any) -> ObjectiveConfig:
-    """Return ``config`` for another method: with ``options``, and without those that this method
-    ignores.
+def as_method(config: ObjectiveConfig, name: str, **options: object) -> ObjectiveConfig:
+    """Return ``config`` for the method ``name``, with ``options`` and without the options that this
+    method ignores.
     """
-    return config.changed(
-        **dict.fromkeys(_ignored(config, METHODS[name])), **{"name": name} | options
-    )
+    changes: dict[str, object] = dict.fromkeys(_ignored(config, METHODS[name]))
+    changes["name"] = name
+    changes.update(options)
+    return config.changed(**changes)
 
 
 def _ignored(config: ObjectiveConfig, method: Method) -> list[str]:
     """Return the options that were set and that ``method`` does not read."""
-    own = [name for name in config.options if name not in method.own_options]
-    return ignored_options(config.explicit, {*method.reads, "options"}) + own
+    ignored = ignored_options(config.explicit, {*method.reads, "options"})
+    ignored += [name for name in config.options if name not in method.own_options]
+    return ignored

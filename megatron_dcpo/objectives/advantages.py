@@ -1,8 +1,8 @@
 """A group of G responses to the same prompt: the target of the confidence, the rewards, the
 normalized advantages.
 
-Every score of a stated confidence is scaled to [-1, 0], 0 the best, so that the default penalty of
--1 for a malformed confidence is never better than an honest answer, whichever score is chosen.
+Every score of a stated confidence is scaled to [-1, 0], where 0 is best, so that the default
+penalty of -1 for a malformed confidence is never better than an honest answer under any score.
 """
 
 from __future__ import annotations
@@ -14,22 +14,21 @@ import numpy as np
 from megatron_dcpo.objectives.options import ConfidenceNormalization, ObjectiveConfig
 from megatron_dcpo.types import BLOCK_CONFIDENCE, BLOCK_REASONING, Judgement
 
-MIN_BATCH_RMS = 0.01  # of the confidence's advantages: what is smaller is not blown up further
-REWARD_TOLERANCE = (
-    1e-6  # rewards closer than this are the same reward: rounding must not become an advantage
-)
+# Advantages of the confidence with a smaller root mean square are not scaled up further.
+MIN_BATCH_RMS = 0.01
+# Rewards closer than this count as equal: rounding must not become an advantage.
+REWARD_TOLERANCE = 1e-6
 SCORE_CLAMP = 0.01  # of the confidence in the logarithmic score
 MAX_STATED = 1e6  # a raw number has no bound; its square must stay finite
-SENTINEL = -1.0  # the released code's confidence of a response that states none
+SENTINEL = -1.0  # the released code's confidence for a response that states none
 
-Scores = tuple[
-    np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray
-]  # target, R, R_c, A_r, A_c: float64 [G] each
+# target, R, R_c, A_r, A_c: float64 [G] each
+Scores = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
 
 def hybrid_target(R: np.ndarray, options: ObjectiveConfig) -> np.ndarray:
-    """Return t_i = lam * Rt + (1 - lam) * R_i, float64 [G]; Rt the group accuracy over all
-    responses, malformed ones too (docs/algorithms.md#3-rewards).
+    """Return t_i = lam * Rt + (1 - lam) * R_i, float64 [G], where Rt is the group's accuracy over
+    all responses, with malformed ones (docs/algorithms.md#3-rewards).
     """
     return options.lam * R.mean() + (1 - options.lam) * R
 
@@ -39,11 +38,11 @@ def normalize(
 ) -> np.ndarray:
     """Return A_i = (x_i - mean x) / (std x + eps), float64 [G] (docs/algorithms.md#4-advantages).
 
-    ``mean``: not divided; ``none``: x itself; ``batch_std``: not divided yet, see
+    ``mean`` does not divide, ``none`` returns x itself, and ``batch_std`` does not divide yet, see
     :func:`batch_scale`.
 
-    A group of identical rewards gives exactly 0: in float32 eight equal rewards can have a std of
-    3e-8.
+    A group of identical rewards gives exactly 0, because in float32 eight equal rewards can have a
+    std of 3e-8.
     """
     x = np.asarray(rewards, dtype=np.float64)
     if how == "none":
@@ -57,11 +56,11 @@ def normalize(
 
 
 def batch_scale(A_c: np.ndarray) -> float:
-    """Return the divisor of the advantages of a whole mini-batch, ``A_c`` [N], with ``batch_std``.
+    """Return the divisor of the advantages ``A_c`` [N] of a whole mini-batch with ``batch_std``.
 
-    Their root mean square, at least ``MIN_BATCH_RMS``. One number for all groups changes the length
-    of the expected gradient and not its direction, so a proper score stays proper, which a group's
-    own std does not allow.
+    It is their root mean square, at least ``MIN_BATCH_RMS``. One number for all groups changes the
+    length of the expected gradient and not its direction, so a proper score stays proper. The std
+    of each group does not allow that.
     """
     return max(float(np.sqrt(np.mean(np.square(A_c)))), MIN_BATCH_RMS)
 
@@ -69,17 +68,17 @@ def batch_scale(A_c: np.ndarray) -> float:
 def shared_advantage(
     target: np.ndarray, rewards: np.ndarray, R_c: np.ndarray, options: ObjectiveConfig
 ) -> Scores:
-    """Return the scores of one scalar reward, one advantage on all tokens: GRPO and everything
-    built on it.
+    """Return the scores with one scalar reward and one advantage on all tokens, as in GRPO and
+    every method built on it.
     """
     advantage = normalize(rewards, options.advantage_normalization_reasoning, options)
     return target, rewards, R_c, advantage, advantage
 
 
 def l1(c: np.ndarray, target: np.ndarray) -> np.ndarray:
-    """Return -|c - t| (paper, hybrid reward). Not proper: its optimum is a median of t, which at
-    lam = 1, where t is the accuracy of G responses, lies within 1/G of E[t], and at lam = 0 is 0 or
-    1.
+    """Return -|c - t| (the paper's hybrid reward). It is not proper: its optimum is a median of t.
+    At lam = 1, where t is the accuracy of G responses, that is within 1/G of E[t]; at lam = 0 it is
+    0 or 1.
     """
     return -np.abs(c - target)
 
@@ -111,12 +110,12 @@ SCORING_RULES: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
 
 
 def calibration_reward(c: np.ndarray, target: np.ndarray, options: ObjectiveConfig) -> np.ndarray:
-    """Return R_c, float64 [G]: the score of the confidence, and for a malformed one what
-    ``malformed_placement`` says.
+    """Return R_c, float64 [G]: the score of the confidence. For a malformed confidence it depends
+    on ``malformed_placement``.
 
-    ``confidence`` and ``both``: the constant ``malformed_penalty`` (right and wrong answers alike).
+    ``confidence`` and ``both``: the constant ``malformed_penalty``, for right and wrong answers.
     ``reasoning``: the mean of the well-formed R_c, hence no confidence advantage; the penalty is in
-    R instead. ``sentinel``: the score of the number that stands for it, which ``c`` has already.
+    R instead. ``sentinel``: the score of the number that replaces it, which ``c`` already has.
     """
     well_formed = ~np.isnan(c)
     score = SCORING_RULES[options.calibration_loss]
@@ -131,9 +130,9 @@ def calibration_reward(c: np.ndarray, target: np.ndarray, options: ObjectiveConf
 
 
 def scored_confidence(judgement: Judgement, options: ObjectiveConfig) -> float:
-    """Return the confidence that is scored: NaN where it is malformed, unless
-    ``malformed_placement`` is ``sentinel``, the released code's: then the number as written, or -1
-    when there is none.
+    """Return the confidence that is scored. It is NaN if malformed, unless ``malformed_placement``
+    is ``sentinel``, as in the released code: then it is the number as written, or -1 if there is
+    none.
     """
     if judgement.confidence is not None:
         return judgement.confidence
@@ -145,7 +144,7 @@ def scored_confidence(judgement: Judgement, options: ObjectiveConfig) -> float:
 
 
 def correctness_reward(R: np.ndarray, c: np.ndarray, options: ObjectiveConfig) -> np.ndarray:
-    """Return R, float64 [G]: 1 for a right answer, else 0; plus the format penalty where it is
+    """Return R, float64 [G]: 1 for a right answer and 0 otherwise, plus the format penalty if it is
     placed on the reasoning.
     """
     if options.malformed_placement in ("reasoning", "both"):
@@ -161,12 +160,12 @@ def block_ids(judgement: Judgement, options: ObjectiveConfig) -> np.ndarray:
 
 
 def confidence_start(judgement: Judgement, options: ObjectiveConfig) -> int:
-    """Return the first token of the confidence block. Only a response without a marker depends on
-    ``fallback``.
+    """Return the first token of the confidence block. ``fallback`` matters only for a response
+    without a marker.
 
-    The splitter gives such a response its EOS as block (``eos``), and nothing when it was
-    truncated. With ``marker_block: reasoning`` the block begins behind the marker: to write it is
-    to stop reasoning.
+    The splitter gives such a response its EOS as block (``eos``), and nothing if it was truncated.
+    With ``marker_block: reasoning`` the block begins after the marker: writing the marker means to
+    stop reasoning.
     """
     no_marker = judgement.status == "missing" or judgement.boundary == judgement.length
     if no_marker and options.fallback == "last_two":

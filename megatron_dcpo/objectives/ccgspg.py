@@ -33,14 +33,17 @@ ONE_MINUS_C_CLAMP = 1e-4
 def score_group(
     R: np.ndarray, c: np.ndarray, logprob: np.ndarray, options: ObjectiveConfig
 ) -> Scores:
-    """Return A_i = (R_i - mean R) / (1 - c_i + eps), c_i = exp(mean_t logp_old) in float64, not
-    divided by a std.
+    """Return A_i = (R_i - mean R) / (1 - c_i + eps) with c_i = exp(mean_t logp_old), in float64 and
+    not divided by a std.
 
-    1 - c_i is held above ``ONE_MINUS_C_CLAMP``: the division would grow without bound as the model
-    grows sure.
+    1 - c_i is kept above ``ONE_MINUS_C_CLAMP``, because the quotient would grow without bound as
+    the model becomes certain.
     """
     one_minus_c = np.maximum(-np.expm1(logprob), ONE_MINUS_C_CLAMP)
-    centered = R - R.mean() if np.ptp(R) >= REWARD_TOLERANCE else 0 * R
+    if np.ptp(R) >= REWARD_TOLERANCE:
+        centered = R - R.mean()
+    else:
+        centered = 0 * R
     A = centered / (one_minus_c + options.eps)
     return R.copy(), R.copy(), np.full_like(A, np.nan), A, A
 
@@ -64,9 +67,9 @@ def token_loss(
     A = masked(batch.columns["advantages"].to(logprobs), batch)
     weights = masked(batch.columns["weights"].to(logprobs), batch)
     losses = weights * (extra - A * log_c[batch.sequence_ids] - regularizer[batch.sequence_ids])
-    return losses, stats | by_block("loss", losses, batch) | by_block(
-        "tokens", losses.new_ones(losses.shape), batch
-    )
+    stats |= by_block("loss", losses, batch)
+    stats |= by_block("tokens", losses.new_ones(losses.shape), batch)
+    return losses, stats
 
 
 def defaults(config: ObjectiveConfig) -> Mapping[str, Any]:

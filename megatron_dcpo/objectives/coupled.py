@@ -44,7 +44,9 @@ def score_group(
 
 def defaults(config: ObjectiveConfig) -> Mapping[str, Any]:
     """Return the weight of the released code, which weighs its squared error by 0.5."""
-    return {"w": 0.5} if config.preset == "verl_compat" else {}
+    if config.preset == "verl_compat":
+        return {"w": 0.5}
+    return {}
 
 
 READS = COMMON | CLIPPED_LOSS | CALIBRATION_REWARD | REASONING_ADVANTAGE

@@ -33,7 +33,7 @@ from megatron_dcpo.objectives.options import (
 def score_group(
     R: np.ndarray, c: np.ndarray, logprob: np.ndarray, options: ObjectiveConfig
 ) -> Scores:
-    """Return two rewards and two advantages, each with the statistics of its own.
+    """Return two rewards and two advantages, each normalized with its own statistics.
 
     t_i = lam * Rt + (1 - lam) * R_i;  R_c,i = -|c_i - t_i|;
     A_r = normalized R, on the reasoning tokens;  A_c = normalized R_c, on the confidence tokens.
@@ -54,24 +54,24 @@ def counterfactual_advantage(
 ) -> np.ndarray:
     """Return A_c,i = S(c_i, t_i) - 1/(G-1) sum_{j != i} S(c_j, t_i), float64 [G].
 
-    The score is a known function of confidence and target, so what the other responses' confidences
-    would have earned on *this* response's target can be computed. They were sampled independently
-    of c_i, so the expected gradient is the group baseline's; but the part of R_c that comes from
-    t_i and not from the choice of c_i cancels.
+    The score is a known function of confidence and target, so one can compute what the confidences
+    of the other responses would have earned on the target of *this* response. They were sampled
+    independently of c_i, so the expected gradient is that of the group baseline; but the part of
+    R_c that comes from t_i and not from the choice of c_i cancels.
     """
     G = len(target)
-    scores = np.stack(
-        [calibration_reward(c, np.full(G, t), options) for t in target]
-    )  # [i, j]: c_j on t_i
-    own = np.diagonal(scores)
-    A_c = own - (scores.sum(axis=1) - own) / (G - 1)
+    # [i, j]: the score of c_j on t_i
+    scores = np.stack([calibration_reward(c, np.full(G, t), options) for t in target])
+    on_own_target = np.diagonal(scores)
+    of_others = (scores.sum(axis=1) - on_own_target) / (G - 1)
+    A_c = on_own_target - of_others
     if options.advantage_normalization_confidence == "std":
         return A_c / (A_c.std(ddof=options.ddof) + options.eps)
     return A_c
 
 
 def defaults(config: ObjectiveConfig) -> Mapping[str, Any]:
-    """Return the baseline with less noise where the score is proper."""
+    """Return the baseline with less noise for the preset with a proper score."""
     if config.preset == "dcpo_proper":
         return {"confidence_baseline": "counterfactual"}
     return {}

@@ -1,10 +1,10 @@
 """The options of every objective, declared once: :class:`ObjectiveConfig`, whose defaults are the
 paper's settings.
 
-The presets (``presets.py``) and the methods' own defaults are overrides of these. A block option
-``X`` (``weight``, ``kl_coef``, ...) is short for ``X_reasoning`` and ``X_confidence``; a specific
-name wins over the short one. ``docs/algorithms.md`` lists every option with its formula and the
-test that proves it.
+The presets (``presets.py``) and the methods' own defaults override these. A block option ``X``
+(``weight``, ``kl_coef``, ...) is short for ``X_reasoning`` and ``X_confidence``; a specific name
+takes precedence over the short one. ``docs/algorithms.md`` lists every option with its formula and
+the test that proves it.
 """
 
 from __future__ import annotations
@@ -145,17 +145,15 @@ class ObjectiveConfig(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _expand(cls, values: Any) -> Any:
-        defaults = {"name": "dcpo", "preset": "paper"}
+    def _expand(cls, values: object) -> object:
         if not isinstance(values, Mapping):
             return values
-        values = expand_blocks(values)
-        own = {name: values.pop(name) for name in OWN_OPTIONS if name in values}
-        return (
-            defaults
-            | values
-            | ({"options": {**(values.get("options") or {}), **own}} if own else {})
-        )
+        expanded: dict[str, Any] = {"name": "dcpo", "preset": "paper"}
+        expanded.update(expand_blocks(values))
+        own_options = {name: expanded.pop(name) for name in OWN_OPTIONS if name in expanded}
+        if own_options:
+            expanded["options"] = {**(expanded.get("options") or {}), **own_options}
+        return expanded
 
     @model_validator(mode="after")
     def _check(self) -> ObjectiveConfig:
@@ -182,19 +180,24 @@ class ObjectiveConfig(BaseModel):
         """Return the options that were set, by the user or by
         :func:`megatron_dcpo.objectives.resolve`.
         """
-        return {
-            name: getattr(self, name)
-            for name in type(self).model_fields
-            if name in self.model_fields_set
-        }
+        given = {}
+        for name in type(self).model_fields:
+            if name in self.model_fields_set:
+                given[name] = getattr(self, name)
+        return given
 
-    def changed(self, **options: Any) -> ObjectiveConfig:
+    def changed(self, **options: object) -> ObjectiveConfig:
         """Return this configuration with other ``options``, checked; ``None`` unsets one."""
-        own = self.options | {name: options.pop(name) for name in OWN_OPTIONS if name in options}
-        own = {name: value for name, value in own.items() if value is not None}
-        return ObjectiveConfig(
-            **self.explicit | expand_blocks(options, keep_unset=True) | {"options": own}
-        )
+        own_options = dict(self.options)
+        for name in OWN_OPTIONS:
+            if name in options:
+                own_options[name] = options.pop(name)
+        values = self.explicit
+        values.update(expand_blocks(options, keep_unset=True))
+        values["options"] = {
+            name: value for name, value in own_options.items() if value is not None
+        }
+        return ObjectiveConfig(**values)
 
     def blocks(self, option: str) -> tuple[Any, ...]:
         """Return the values of a block option, in the order of :data:`BLOCKS`."""
@@ -202,29 +205,26 @@ class ObjectiveConfig(BaseModel):
 
 
 def option_names() -> tuple[str, ...]:
-    """Return every name a user may write in the section: short names of the block options and own
-    options of the package's methods included.
+    """Return every name that a user may write in the section, with the short names of the block
+    options and the methods' own options.
     """
     return (*ObjectiveConfig.model_fields, *BLOCK_OPTIONS, *OWN_OPTIONS)
 
 
 def expand_blocks(values: Mapping[str, Any], keep_unset: bool = False) -> dict[str, Any]:
-    """Replace ``X`` by ``X_reasoning`` and ``X_confidence`` where these are not given; ``None``
-    means not set.
+    """Replace ``X`` by ``X_reasoning`` and ``X_confidence``, unless these are given. ``None`` means
+    not set.
     """
     given = {name: value for name, value in values.items() if keep_unset or value is not None}
     for option in BLOCK_OPTIONS:
         if option in given:
             value = given.pop(option)
-            given = {f"{option}_{block}": value for block in BLOCKS} | given
+            of_blocks = {f"{option}_{block}": value for block in BLOCKS}
+            given = {**of_blocks, **given}
     return given
 
 
-# What a method reads. Every method reads COMMON.
-def _both(*options: str) -> set[str]:
-    return {f"{option}_{block}" for option in options for block in BLOCKS}
-
-
+# The options that methods read. Every method reads COMMON.
 COMMON = frozenset(
     {
         "name",
@@ -234,29 +234,56 @@ COMMON = frozenset(
         "loss_aggregation",
         "mask_truncated",
         "kl_estimator",
+        "max_response_length",
+        "entropy_target",
+        "entropy_delta",
+        "weight_reasoning",
+        "weight_confidence",
+        "kl_coef_reasoning",
+        "kl_coef_confidence",
+        "entropy_coef_reasoning",
+        "entropy_coef_confidence",
     }
-    | {"max_response_length", "entropy_target", "entropy_delta"}
-    | _both("weight", "kl_coef", "entropy_coef")
 )
-CLIPPED_LOSS = frozenset(("ratio", "clip", "clip_low", "clip_high", "dual_clip"))
-CLIPPED_LOSS |= {"old_logprobs", "tis_level", "tis_mode", "tis_floor", "tis_cap"}
+CLIPPED_LOSS = frozenset(
+    {
+        "ratio",
+        "clip",
+        "clip_low",
+        "clip_high",
+        "dual_clip",
+        "old_logprobs",
+        "tis_level",
+        "tis_mode",
+        "tis_floor",
+        "tis_cap",
+    }
+)
 CALIBRATION_REWARD = frozenset(
-    ("lam", "calibration_loss", "malformed_penalty", "malformed_placement")
+    {"lam", "calibration_loss", "malformed_penalty", "malformed_placement"}
 )
-REASONING_ADVANTAGE = frozenset(("advantage_normalization_reasoning", "ddof", "eps"))
-REASONING_ADVANTAGE |= {"overlong_buffer", "overlong_penalty"}
+REASONING_ADVANTAGE = frozenset(
+    {
+        "advantage_normalization_reasoning",
+        "ddof",
+        "eps",
+        "overlong_buffer",
+        "overlong_penalty",
+    }
+)
 CONFIDENCE_ADVANTAGE = frozenset(("advantage_normalization_confidence", "ddof", "eps"))
 
 
 def ignored_options(explicit: Mapping[str, Any], read: Iterable[str]) -> list[str]:
-    """Return the options of ``explicit`` that are not in ``read``. A short name counts where one of
-    its blocks is read.
+    """Return the options of ``explicit`` that are not in ``read``. A short name is read if one of
+    its blocks is.
     """
     read = set(read)
     ignored = []
     for name, value in explicit.items():
         option, _, block = name.rpartition("_")
-        twin = f"{option}_{'confidence' if block == 'reasoning' else 'reasoning'}"
+        other_block = "confidence" if block == "reasoning" else "reasoning"
+        twin = f"{option}_{other_block}"
         short = option in BLOCK_OPTIONS and twin in read and explicit.get(twin) == value
         if name not in read and not short:
             ignored.append(name)

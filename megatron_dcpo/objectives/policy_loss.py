@@ -16,7 +16,7 @@ from megatron_dcpo.types import BLOCK_NONE, BLOCKS, MicroBatch, TokenOutputs
 if TYPE_CHECKING:
     from torch import Tensor
 
-MAX_LOG_RATIO = 20.0  # exp() of more only overflows; every clip and cap lies far below
+MAX_LOG_RATIO = 20.0  # exp() of more only overflows; every clip and cap is far below
 MAX_KL = 10.0  # the released code's bound on one token's k3
 
 Stats = dict[str, "Tensor"]
@@ -28,65 +28,63 @@ def clipped_policy_loss(
     """Return w_t * (-min(rho A, clip(rho, 1 - low, 1 + high) A) + kl_coef KL - entropy_coef H),
     [n].
 
-    rho: :func:`importance_ratio`; each block has its own coefficients; dual clip bounds the loss of
-    negative advantages by dual_clip * |A|; with ``clip: cispo`` the first term is -clip(rho) A
-    logp, where clip(rho) has no gradient (MiniMax-M1, 2025); importance weights of the engine
-    multiply it.
+    rho is :func:`importance_ratio`, and each block has its own coefficients. Dual clip bounds the
+    loss of negative advantages by dual_clip * |A|. With ``clip: cispo`` the first term is
+    -clip(rho) A logp, where clip(rho) has no gradient (MiniMax-M1, 2025). It is multiplied by the
+    engine's importance weights.
     """
     rho = importance_ratio(batch, outputs, options)
     A = masked(batch.columns["advantages"].to(rho), batch)
-    held = rho.clamp(1 - options.clip_low, 1 + options.clip_high)
+    clipped = rho.clamp(1 - options.clip_low, 1 + options.clip_high)
     if options.clip == "cispo":
-        losses = -A * held.detach() * masked(outputs.logprobs, batch)
-        binds = held != rho
+        losses = -A * clipped.detach() * masked(outputs.logprobs, batch)
+        binds = clipped != rho
     else:
-        losses = (-A * rho).maximum(-A * held)
-        binds = -A * held > -A * rho
+        losses = (-A * rho).maximum(-A * clipped)
+        binds = -A * clipped > -A * rho
     if options.dual_clip:
-        losses = losses.minimum(options.dual_clip * A.abs())  # binds only where A < 0
+        losses = losses.minimum(options.dual_clip * A.abs())  # binds only if A < 0
     tis = importance_weights(batch, outputs, options)
     losses = losses * tis
     extra, stats = regularizers(batch, outputs, options)
     losses = (losses + extra) * masked(batch.columns["weights"].to(losses), batch)
-    stats |= by_block("clipped", binds.to(rho), batch) | by_block("ratio", rho, batch)
+    stats |= by_block("clipped", binds.to(rho), batch)
+    stats |= by_block("ratio", rho, batch)
     if options.tis_level != "none":
         stats |= by_block("tis_weight", tis, batch)
         if options.tis_mode == "mask":
             stats |= by_block("tis_masked", (tis == 0).to(tis), batch)
-    return losses, stats | by_block("loss", losses, batch) | by_block(
-        "tokens", rho.new_ones(rho.shape), batch
-    )
+    stats |= by_block("loss", losses, batch)
+    stats |= by_block("tokens", rho.new_ones(rho.shape), batch)
+    return losses, stats
 
 
 def importance_ratio(batch: MicroBatch, outputs: TokenOutputs, options: ObjectiveConfig) -> Tensor:
-    """Return rho of each token [n]: pi / pi_old of the token (with ``old_logprobs: engine`` pi /
-    pi_engine), or with ``ratio: sequence`` the geometric mean over its response, whose gradient is
-    that of the token's own log-prob, so that the blocks keep their own advantages (GSPO-token,
-    Zheng et al. 2025).
+    """Return rho of each token [n]: pi / pi_old, or pi / pi_engine with ``old_logprobs: engine``.
+
+    With ``ratio: sequence`` it is the geometric mean over the response, with the gradient of the
+    token's own log-prob, so that the blocks keep their own advantages (GSPO-token, Zheng et al.
+    2025).
     """
     logprobs = masked(outputs.logprobs, batch)
-    of_engine = options.old_logprobs == "engine"
-    if of_engine:
+    if options.old_logprobs == "engine":
         old = column(batch, "engine_logprobs", "old_logprobs")
     else:
         old = old_logprobs(batch, outputs)
     log_ratio = logprobs - masked(old.to(logprobs), batch)
     if options.ratio == "sequence":
-        log_ratio = (
-            sequence_means(log_ratio.detach(), batch)[batch.sequence_ids]
-            + logprobs
-            - logprobs.detach()
-        )
+        means = sequence_means(log_ratio.detach(), batch)
+        log_ratio = means[batch.sequence_ids] + logprobs - logprobs.detach()
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
 def regularizers(
     batch: MicroBatch, outputs: TokenOutputs, options: ObjectiveConfig
 ) -> tuple[Tensor, Stats]:
-    """Return kl_coef * KL - entropy_coef * H per token [n], each block with its own coefficients;
-    the KL by ``kl_estimate``.
+    """Return kl_coef * KL - entropy_coef * H per token [n], with :func:`kl_estimate` as KL and
+    separate coefficients for each block.
 
-    Raises ValueError when a coefficient asks for log-probs that the batch does not carry.
+    Raises ValueError if a coefficient needs log-probs that the batch does not carry.
     """
     extra = outputs.logprobs.new_zeros(outputs.logprobs.shape)
     stats = {}
@@ -102,12 +100,12 @@ def regularizers(
 
 
 def kl_estimate(d: Tensor, estimator: str) -> Tensor:
-    """Return k1 = -d, k2 = d^2 / 2 or k3 = exp(d) - d - 1, at most ``MAX_KL``, of one token; d =
-    logp_ref - logp.
+    """Return k1 = -d, k2 = d^2 / 2 or k3 = exp(d) - d - 1 of one token, with d = logp_ref - logp;
+    k3 is at most ``MAX_KL``.
 
-    The mean of k1 and of k3 over the policy's samples is KL(policy || reference), but as a loss
-    they have other gradients, in expectation: k1 none, k2 that of KL(policy || reference), k3 that
-    of KL(reference || policy).
+    The mean of k1 and that of k3 over the policy's samples are KL(policy || reference), but as
+    losses they have other gradients, in expectation: k1 none, k2 that of KL(policy || reference),
+    k3 that of KL(reference || policy).
     """
     if estimator == "k1":
         return -d
@@ -120,8 +118,9 @@ def kl_estimate(d: Tensor, estimator: str) -> Tensor:
 def importance_weights(
     batch: MicroBatch, outputs: TokenOutputs, options: ObjectiveConfig
 ) -> Tensor:
-    """Return pi_old / pi_engine of each token, or on each token that of its sequence or its
-    geometric mean, [n], held in [tis_floor, tis_cap], or 0 outside (``mask``); no gradient.
+    """Return the importance weight of each token [n], without gradient: pi_old / pi_engine of the
+    token, or of its sequence, or the geometric mean over its sequence. Weights outside [tis_floor,
+    tis_cap] are brought there, or set to 0 (``mask``).
 
     token, truncate: TIS (Yao et al. 2025); token, mask: IcePop (Ling team 2025); sequence, mask:
     MIS (Liu et al. 2025).
@@ -130,22 +129,20 @@ def importance_weights(
         return outputs.logprobs.new_ones(())
     engine = column(batch, "engine_logprobs", "tis_level").to(outputs.logprobs)
     log_weight = masked(old_logprobs(batch, outputs).to(engine) - engine, batch)
-    if options.tis_level != "token":
-        if options.tis_level == "sequence":
-            of_sequences = sequence_sums
-        else:
-            of_sequences = sequence_means
-        log_weight = of_sequences(log_weight, batch)[batch.sequence_ids]
+    if options.tis_level == "sequence":
+        log_weight = sequence_sums(log_weight, batch)[batch.sequence_ids]
+    elif options.tis_level == "geometric":
+        log_weight = sequence_means(log_weight, batch)[batch.sequence_ids]
     weight = log_weight.clamp(max=MAX_LOG_RATIO).exp()
-    held = weight.clamp(options.tis_floor, options.tis_cap)
+    bounded = weight.clamp(options.tis_floor, options.tis_cap)
     if options.tis_mode == "truncate":
-        return held
-    return weight * (held == weight)
+        return bounded
+    return weight * (bounded == weight)
 
 
 def old_logprobs(batch: MicroBatch, outputs: TokenOutputs) -> Tensor:
-    """Return the log-probs [n] of the policy that sampled: on the only update of a rollout the
-    current one.
+    """Return the log-probs [n] of the policy that sampled, which is the current policy if the
+    rollout has a single update.
     """
     return batch.columns.get("old_logprobs", outputs.logprobs).to(outputs.logprobs).detach()
 
@@ -177,9 +174,10 @@ def by_block(name: str, values: Tensor, batch: MicroBatch) -> Stats:
     """
     if batch.is_part:
         return {}
-    return {
-        f"{name}/{block}": values.detach()[rows].sum() for block, rows in batch.block_rows.items()
-    }
+    sums = {}
+    for block, rows in batch.block_rows.items():
+        sums[f"{name}/{block}"] = values.detach()[rows].sum()
+    return sums
 
 
 def masked(values: Tensor, batch: MicroBatch) -> Tensor:
@@ -190,9 +188,7 @@ def masked(values: Tensor, batch: MicroBatch) -> Tensor:
 
 
 def column(batch: MicroBatch, name: str, option: str) -> Tensor:
-    """Return a column of the batch; raise ValueError where ``option`` needs it and samples have
-    none.
-    """
+    """Return a column of the batch. Raises ValueError if ``option`` needs it and samples have none."""
     if name not in batch.columns:
         raise ValueError(
             f"objective.{option} needs {name} for every response, and the batch has none"

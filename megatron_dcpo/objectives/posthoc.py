@@ -25,8 +25,8 @@ from megatron_dcpo.objectives.options import (
 def score_group(
     R: np.ndarray, c: np.ndarray, logprob: np.ndarray, options: ObjectiveConfig
 ) -> Scores:
-    """Return normalized R_c,i = -(c_i - R_i)^2, on all tokens (``tokens: all``) or on the
-    confidence tokens alone.
+    """Return the normalized R_c,i = -(c_i - R_i)^2 on all tokens (``tokens: all``), or only on the
+    confidence tokens.
     """
     target = hybrid_target(R, options)
     R_c = calibration_reward(c, target, options)

@@ -33,11 +33,11 @@ def score_group(
 
 
 def original(R: np.ndarray, c: np.ndarray, options: ObjectiveConfig) -> Scores:
-    """Return the scores of r = 0.5 f + 0.5 acc + 0.5 (1 - (acc - c)^2) where the format holds (f =
-    1), else of 0.
+    """Return the scores of r = 0.5 f + 0.5 acc + 0.5 (1 - (acc - c)^2) if the format holds (f = 1),
+    otherwise of 0.
 
-    A wrong format voids the accuracy too; reported ``R_c`` is the part of r that is not the
-    accuracy's.
+    A wrong format also voids the accuracy. The reported ``R_c`` is the part of r that does not come
+    from the accuracy.
     """
     f = (~np.isnan(c)).astype(np.float64)
     accuracy = f * R
@@ -51,31 +51,25 @@ def original(R: np.ndarray, c: np.ndarray, options: ObjectiveConfig) -> Scores:
 
 
 def defaults(config: ObjectiveConfig) -> Mapping[str, Any]:
-    """Return the response's own label (lam 0) as target and Brier as score; ``original`` brings its
-    trainer's settings, and its reward has no options: raises :class:`UserError` where one is set.
+    """Return the response's own label (lam 0) as target and Brier as score, and for ``original``
+    the settings of its trainer. Its reward has no options: raises :class:`UserError` if one is set.
     """
-    is_original = config.options.get("variant") == "original"
-    if is_original and (
-        unread := sorted(
-            (CALIBRATION_REWARD & set(config.explicit)) | ({"w"} & set(config.options))
-        )
-    ):
-        raise UserError(
-            f"objective.{unread[0]} has no effect with objective.variant=original, whose reward "
-            "is fixed; remove it (or "
-            "set it to null)"
-        )
     values: dict[str, Any] = {"lam": 0.0, "calibration_loss": "brier"}
     if config.preset == "verl_compat":
         values["w"] = 0.3
-    if is_original:
+    if config.options.get("variant") == "original":
+        unread = CALIBRATION_REWARD & set(config.explicit)
+        unread |= {"w"} & set(config.options)
+        if unread:
+            raise UserError(
+                f"objective.{min(unread)} has no effect with objective.variant=original, whose "
+                "reward is fixed; remove it (or set it to null)"
+            )
         values |= {
             "advantage_normalization": "mean",
             "clip_low": 0.2,
             "clip_high": 0.2,
             "dual_clip": 0.0,
-        }
-        values |= {
             "loss_aggregation": "token_mean",
             "mask_truncated": True,
             "malformed_placement": "confidence",

@@ -1,5 +1,5 @@
-"""What shapes length and entropy beside a method: DAPO's soft length penalty, Skywork-OR1's
-adaptive entropy coefficient.
+"""Options that shape length and entropy in addition to a method: DAPO's soft length penalty and
+Skywork-OR1's adaptive entropy coefficient.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from megatron_dcpo.objectives.options import ObjectiveConfig
 def with_length_penalty(
     scores: Sequence[np.ndarray], lengths: np.ndarray, options: ObjectiveConfig
 ) -> Scores:
-    """Return the scores of the reward R + P, and of A_r its normalization; of A_c too, where it is
-    the same array.
+    """Return the scores with the reward R + P and its normalization as A_r; also as A_c, if that is
+    the same array as A_r.
 
     P = 0 up to max_response_length - overlong_buffer tokens, then falls linearly to
     -overlong_penalty at max_response_length (DAPO, Yu et al. 2025, equation 13). Target and R_c do
@@ -26,18 +26,21 @@ def with_length_penalty(
     over = lengths - (options.max_response_length - options.overlong_buffer)
     R = R - options.overlong_penalty * np.clip(over / options.overlong_buffer, 0.0, 1.0)
     shaped = normalize(R, options.advantage_normalization_reasoning, options)
-    return target, R, R_c, shaped, shaped if A_c is A_r else A_c
+    if A_c is A_r:
+        A_c = shaped
+    return target, R, R_c, shaped, A_c
 
 
 def adapted_entropy_coef(
     coef: float, entropy: float, options: ObjectiveConfig
 ) -> tuple[float, float]:
     """Return the next coefficient of the reasoning's entropy after a step with mean ``entropy``
-    [nats], and what of it acts.
+    [nats], and the coefficient that acts.
 
     c' = max(c + delta, 0) below the target and max(c - delta, 0) above; c' acts while entropy <=
     target (Skywork-OR1, He et al. 2025, section 4).
     """
-    below = entropy <= options.entropy_target
-    coef = max(coef + (options.entropy_delta if below else -options.entropy_delta), 0.0)
-    return coef, coef if below else 0.0
+    if entropy <= options.entropy_target:
+        coef = max(coef + options.entropy_delta, 0.0)
+        return coef, coef
+    return max(coef - options.entropy_delta, 0.0), 0.0

@@ -1,7 +1,7 @@
-"""The ternary reward of TruthRL, beside DCPO's confidence (arXiv 2509.25760;
+"""The ternary reward of TruthRL together with DCPO's confidence (arXiv 2509.25760;
 docs/algorithms.md#2-methods).
 
-To say that the answer is not known is worth more than a wrong answer and less than a right one.
+Saying that one does not know earns more than a wrong answer and less than a right one.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from megatron_dcpo.objectives.options import ObjectiveConfig
 def score_group(
     R: np.ndarray, c: np.ndarray, logprob: np.ndarray, options: ObjectiveConfig
 ) -> Scores:
-    """Return DCPO's scores with r_i = 1 right, 0 abstained (R_i is NaN), -``abstain_penalty`` wrong
-    as reward.
+    """Return DCPO's scores with the reward r_i = 1 for a right answer, 0 for an abstention (R_i is
+    NaN), -``abstain_penalty`` for a wrong one.
 
-    Target, R_c and A_c are those of the answered responses alone, where there are two or more; an
-    abstained one, or a single answered one, has neither target nor R_c, and A_c = 0.
+    Target, R_c and A_c are computed from the answered responses alone, if there are two or more. An
+    abstention, or a single answered response, has neither target nor R_c, and A_c = 0.
     """
     answered = ~np.isnan(R)
     R_a = R[answered]

@@ -1,5 +1,5 @@
-"""Rewards, advantages and loss of a few responses written down as JSON, in float64, without a
-model: ``dcpo objective``.
+"""``dcpo objective``: rewards, advantages and loss of a few responses that are given as JSON, in
+float64 and without a model.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ def evaluate(group: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def sample(judgement: Judgement, old_logprobs: Any, index: int) -> TrainingSample:
-    """Return a sample of which only the judgement and the old log-probs are known."""
+def sample(judgement: Judgement, old_logprobs: Sequence[float], index: int) -> TrainingSample:
+    """Return a sample with only a judgement and old log-probs."""
     ids = np.zeros(judgement.length, np.int64)
     old = np.asarray(old_logprobs, np.float64)
     response = Response(
@@ -130,8 +130,8 @@ def loss(
 def loss_batch(
     samples: Sequence[TrainingSample], columns: Mapping[str, torch.Tensor]
 ) -> MicroBatch:
-    """Return scored samples as one micro-batch in float64 that a loss can read, with more
-    ``columns``; no model could.
+    """Return scored samples as one micro-batch in float64 with more ``columns``. A loss can read
+    it, but no model.
     """
     lengths = [len(s.response_ids) for s in samples]
     nothing = torch.zeros(0, dtype=torch.int64)
@@ -155,7 +155,7 @@ def loss_batch(
     )
 
 
-def parse_options(method: Any, options: Any) -> ObjectiveConfig:
+def parse_options(method: object, options: object) -> ObjectiveConfig:
     """Return ``options`` of ``method``, checked. Raises :class:`UserError` naming the nearest valid
     name.
     """
@@ -222,7 +222,7 @@ def read(path: str) -> Mapping[str, Any]:
     return group
 
 
-def _status(value: Any, where: str) -> ConfidenceStatus:
+def _status(value: object, where: str) -> ConfidenceStatus:
     name = str(value).lower().replace("-", "_").replace(" ", "_")
     name = ALIASES.get(name, name)
     for status in get_args(ConfidenceStatus):
@@ -231,19 +231,18 @@ def _status(value: Any, where: str) -> ConfidenceStatus:
     raise UserError(f"{where}: unknown status {value!r}{did_you_mean(name, STATUSES)}")
 
 
-def _number(value: Any, name: str, where: str) -> float:
+def _number(value: object, name: str, where: str) -> float:
     if isinstance(value, (int, float)) and abs(value) <= sys.float_info.max:
         return float(value)
     raise UserError(f"{where}: {name} must be a finite number, got {str(value)[:40]!r}")
 
 
-def _check_numbers(values: Any, length: int, where: str) -> None:
+def _check_numbers(values: object, length: int, where: str) -> None:
     if not isinstance(values, list) or len(values) != length:
+        given = type(values).__name__
         if isinstance(values, list):
-            found = f"{len(values)} values"
-        else:
-            found = type(values).__name__
-        raise UserError(f"{where} must have one value for each of the {length} tokens, got {found}")
+            given = f"{len(values)} values"
+        raise UserError(f"{where} must have one value for each of the {length} tokens, got {given}")
     for value in values:
         _number(value, "each value", where)
 

@@ -21,7 +21,7 @@ from megatron_dcpo.runtime.text import counted
 from megatron_dcpo.weights.layout import Layout
 from megatron_dcpo.weights.pipeline import layers_per_stage
 from megatron_dcpo.weights.planner import check_layout, check_options
-from megatron_dcpo.weights.reshard_plan import reshard_plan
+from megatron_dcpo.weights.reshard_plan import EngineRanks, reshard_plan
 from megatron_dcpo.weights.table import adapted, number_of_parameters
 
 
@@ -332,8 +332,7 @@ def reshard_facts(config: Config, gpus: int | None = None) -> dict[str, Any]:
     plan = reshard_plan(
         arch=arch,
         layout=layout,
-        engine_tensor_model_parallel_size=engine_tp,
-        replicas=replicas,
+        engines=EngineRanks(tensor_model_parallel_size=engine_tp, replicas=replicas),
         bucket_bytes=config.rollout.bucket_bytes,
         itemsize=dtype_bytes(config.model.params_dtype),
         merged=merged,

@@ -247,13 +247,13 @@ def _diagonal(pairs: Sequence[LowRank | None], rows: Sequence[slice]) -> Tensor:
     of all pairs]. A projection without a pair has rows of zeros.
     """
     some_B = next(pair.B for pair in pairs if pair is not None)
-    blocks = []
-    for pair, part in zip(pairs, rows, strict=True):
+
+    def block(pair: LowRank | None, part: slice) -> Tensor:
         if pair is None:
-            blocks.append(some_B.new_zeros(part.stop - part.start, 0))
-        else:
-            blocks.append(pair.B[part])
-    return torch.block_diag(*blocks)
+            return some_B.new_zeros(part.stop - part.start, 0)
+        return pair.B[part]
+
+    return torch.block_diag(*map(block, pairs, rows))
 
 
 def _with_gradient(module: Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:

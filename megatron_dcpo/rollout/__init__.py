@@ -1,5 +1,5 @@
-"""Engines: what samples responses. The only subpackage that knows transformers' and vLLM's
-generation.
+"""Engines, which sample responses. No other subpackage knows the generation of transformers and
+vLLM.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ _OTHER_TOKENIZERS = ("tokenizer.model", "vocab.json", "tokenizer_config.json")
 
 
 def build_local_engine(choice: str, model_dir: str | Path, options: VllmOptions) -> Engine:
-    """Return an engine in this process. ``choice``: ``auto``, ``vllm`` or ``transformers``.
+    """Return an engine in this process. ``choice`` is ``auto``, ``vllm`` or ``transformers``.
 
-    The transformers engine takes ``dtype``, ``max_num_seqs``, ``head_dtype`` and ``record_experts``
-    of the options and samples on one rank. Raises :class:`UserError` when the model or what is
-    chosen cannot be used.
+    The transformers engine uses ``dtype``, ``max_num_seqs``, ``head_dtype`` and ``record_experts``
+    of the options and samples on one rank. Raises :class:`UserError` if the model or the chosen
+    engine cannot be used.
     """
     if choose_engine(choice, model_dir) == "vllm":
         return VllmEngine(model_dir, options)
@@ -57,23 +57,27 @@ def build_local_engine(choice: str, model_dir: str | Path, options: VllmOptions)
         raise UserError(
             f"rollout.tensor_model_parallel_size={size} needs vLLM, which cannot be used here"
         )
-    ours = options.dtype, options.max_num_seqs, options.head_dtype, options.record_experts
-    return TransformersEngine.from_pretrained(model_dir, *ours)
+    return TransformersEngine.from_pretrained(
+        model_dir=model_dir,
+        dtype=options.dtype,
+        max_num_seqs=options.max_num_seqs,
+        head_dtype=options.head_dtype,
+        record_experts=options.record_experts,
+    )
 
 
-def load_tokenizer(model_dir: str | Path) -> Any:
-    """Load the tokenizer of a checkpoint directory. Raises :class:`UserError` when there is none,
-    or an unusable one.
+def load_tokenizer(model_dir: str | Path) -> Any:  # noqa: ANN401 - transformers' tokenizer
+    """Load the tokenizer of a checkpoint directory. Raises :class:`UserError` if there is none, or
+    only an unusable one.
     """
     redirect_transformers_logging()
-    spec = Path(model_dir) / "tokenizer.json"
+    directory = Path(model_dir)
+    spec = directory / "tokenizer.json"
     if spec.is_file():
-        check_ids(
-            read_json_object(spec), str(spec)
-        )  # the library would make room for the largest id
-    elif not any(
-        (Path(model_dir) / name).is_file() for name in _OTHER_TOKENIZERS
-    ):  # it would make one of a single token
+        # The library would allocate memory for the largest id.
+        check_ids(read_json_object(spec), str(spec))
+    elif not any((directory / name).is_file() for name in _OTHER_TOKENIZERS):
+        # The library would make a tokenizer with a single token.
         raise UserError(
             f"{model_dir} has no tokenizer.json; put the files of the model's tokenizer there"
         )
@@ -81,7 +85,5 @@ def load_tokenizer(model_dir: str | Path) -> Any:
         return auto_class("AutoTokenizer").from_pretrained(
             model_dir, local_files_only=True, trust_remote_code=False
         )
-    except (
-        Exception
-    ) as error:  # the tokenizers library raises plain Exception, others whatever their readers meet
+    except Exception as error:  # the tokenizers library raises plain Exception, readers anything
         raise UserError(f"no usable tokenizer in {model_dir} ({one_line(error, 200)})") from None

@@ -11,7 +11,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 import numpy as np
 
@@ -23,17 +23,13 @@ from megatron_dcpo.rollout.engine import SamplingConfig, sample_seed
 from megatron_dcpo.runtime.http_json import HttpError, JsonClient
 from megatron_dcpo.types import Prompt, Response
 
-_LIKELIEST, _UNLIKELY = (
-    20,
-    -30.0,
-)  # tokens that servers name at most; the log-prob of one that they do not name
-_LOWEST_LOGPROB = -9999.0  # what servers write for minus infinity, which JSON does not have
-_ROUNDED = (
-    1e-3  # servers that compute in half precision report probabilities of slightly more than 1
-)
-# A reply is refused beyond so many bytes of each log-prob, and of everything else.
+_LOWEST_LOGPROB = -9999.0  # servers write it for minus infinity, which JSON does not have
+_ROUNDED = 1e-3  # servers that compute in half precision report probabilities slightly above 1
+# A reply is refused if it has more bytes than these for each log-prob and for everything else.
 _TOKEN_BYTES = 1000
 _OTHER_BYTES = 1 << 20
+
+Result = TypeVar("Result")
 
 
 class _Request(Protocol):
@@ -46,12 +42,12 @@ class _Request(Protocol):
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where to ask and how. ``url`` ends before ``/chat/completions``, usually in ``/v1``.
+    """A server and how it is asked. ``url`` ends before ``/chat/completions``, usually in ``/v1``.
 
-    ``api``: ``chat`` sends messages, which the server puts through its chat template;
-    ``completions`` sends the prompt's token ids, or plain text where it has none. ``extra_body``
-    goes into every request as it is, for instance ``{"chat_template_kwargs": {"enable_thinking":
-    false}}`` for Qwen3 behind vLLM.
+    With ``api`` ``chat``, messages are sent, to which the server applies its chat template; with
+    ``completions``, the token ids of the prompt, or plain text if it has none. ``extra_body`` is
+    added to every request as it is, for instance ``{"chat_template_kwargs": {"enable_thinking":
+    false}}`` for Qwen3 in vLLM.
     """
 
     url: str
@@ -67,8 +63,8 @@ class Endpoint:
     extra_body: Mapping[str, Any] = field(default_factory=dict)
 
     def complete(self, requests: Sequence[_Request]) -> Iterator[list[Response]]:
-        """Yield every repeat of every request, in the order they finish, as many at a time as have
-        finished.
+        """Yield every repeat of every request in the order in which they finish, all finished ones
+        at a time.
         """
         todo: queue.SimpleQueue[tuple[Prompt, int]] = queue.SimpleQueue()
         for request in requests:
@@ -91,21 +87,25 @@ class Endpoint:
             stop.set()
 
     def ask(self, prompt: Prompt, repeat: int, stop: threading.Event | None = None) -> Response:
-        """Return one sample. Raises :class:`UserError` when the server refuses, or cannot be
-        reached ``attempts`` times.
+        """Return one sample. Raises :class:`UserError` if the server refuses, or cannot be reached
+        in ``attempts`` attempts.
         """
-        path = "/chat/completions" if self.api == "chat" else "/completions"
-        tokens = self.sampling.max_tokens * (1 + self.sampling.top_logprobs)
-        read = lambda reply: _response(
-            prompt_id=prompt.prompt_id,
-            repeat=repeat,
-            choice=reply["choices"][0],
-            api=self.api,
-        )  # noqa: E731
+        path = "/completions"
+        if self.api == "chat":
+            path = "/chat/completions"
+
+        def read(reply: Mapping[str, Any]) -> Response:
+            return _response(
+                prompt_id=prompt.prompt_id,
+                repeat=repeat,
+                choice=reply["choices"][0],
+                api=self.api,
+            )
+
         return self._call(
             path=path,
             body=self._body(prompt, repeat),
-            tokens=tokens,
+            logprobs=self.sampling.max_tokens * (1 + self.sampling.top_logprobs),
             read=read,
             stop=stop,
         )
@@ -114,15 +114,21 @@ class Endpoint:
         self,
         path: str,
         body: dict[str, Any],
-        tokens: int,
-        read: Callable[[Any], Any],
-        stop: Any = None,
-    ) -> Any:
-        """Return what ``read`` makes of the reply, of at most that many log-probs."""
-        pauses = self.first_pause, self.longest_pause
-        size = _OTHER_BYTES + tokens * _TOKEN_BYTES
+        logprobs: int,
+        read: Callable[[Any], Result],
+        stop: threading.Event | None = None,
+    ) -> Result:
+        """Return ``read`` of the reply, which may hold at most that many log-probs."""
         try:
-            client = JsonClient(self.url, self.api_key, self.timeout, self.attempts, *pauses, size)
+            client = JsonClient(
+                url=self.url,
+                api_key=self.api_key,
+                timeout=self.timeout,
+                attempts=self.attempts,
+                first_pause=self.first_pause,
+                longest_pause=self.longest_pause,
+                max_reply_bytes=_OTHER_BYTES + logprobs * _TOKEN_BYTES,
+            )
             reply = client.call(path, body, stop=stop)
         except HttpError as error:
             if error.status is not None:
@@ -134,9 +140,8 @@ class Endpoint:
         try:
             return read(reply)
         except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
-            why = client.without_key(
-                f"{type(error).__name__}: {one_line(error, 200)}): {str(reply)[:200]}"
-            )
+            problem = f"{type(error).__name__}: {one_line(error, 200)}): {str(reply)[:200]}"
+            why = client.without_key(problem)
             raise UserError(f"{self.url}: unexpected reply ({why}") from None
 
     def _work(
@@ -166,35 +171,27 @@ class Endpoint:
             "seed": sample_seed(sampling.seed, prompt.prompt_id, repeat),
         }
         if sampling.top_k:
-            body["top_k"] = (
-                sampling.top_k
-            )  # not OpenAI's own, but vLLM, SGLang and llama.cpp know it
+            # not in OpenAI's API, but vLLM, SGLang and llama.cpp know it
+            body["top_k"] = sampling.top_k
         if self.api == "chat":
-            body |= {"messages": list(prompt.messages), "logprobs": True}
+            body["messages"] = list(prompt.messages)
+            body["logprobs"] = True
             if sampling.top_logprobs:
                 body["top_logprobs"] = sampling.top_logprobs
         else:
-            ids = list(prompt.token_ids)
-            body |= {
-                "prompt": ids or plain_text(prompt.messages),
-                "logprobs": sampling.top_logprobs,
-            }
-        return body | dict(self.extra_body)
+            body["prompt"] = list(prompt.token_ids) or plain_text(prompt.messages)
+            body["logprobs"] = sampling.top_logprobs
+        body.update(self.extra_body)
+        return body
 
 
 def served_model(url: str, api_key: str | None = None, timeout: float = 30.0) -> str:
-    """Return the one model a server offers. Raises :class:`UserError` when there are several or
-    none can be asked for.
+    """Return the single model that a server offers. Raises :class:`UserError` if there are several,
+    or if it does not list them.
     """
+    client = JsonClient(url=url, api_key=api_key, timeout=timeout)
     try:
-        names = [
-            str(row["id"])
-            for row in JsonClient(
-                url=url,
-                api_key=api_key,
-                timeout=timeout,
-            ).call("/models")["data"]
-        ]
+        names = [str(row["id"]) for row in client.call("/models")["data"]]
     except (HttpError, LookupError, TypeError) as error:
         raise UserError(
             f"{url}: cannot list its models ({one_line(error)}); name one with --model-name"
@@ -209,11 +206,13 @@ def served_model(url: str, api_key: str | None = None, timeout: float = 30.0) ->
 def _drain(
     done: queue.SimpleQueue[Response | BaseException],
 ) -> tuple[list[Response], BaseException | None]:
-    """Wait for one result, and take what else is there. Waits in slices, so that Ctrl-C is noticed."""
+    """Wait for one result and take all others that are there; return the responses and the error,
+    if any. The wait is in slices, so that Ctrl-C is noticed.
+    """
     batch: list[Response] = []
     while True:
         try:
-            result = done.get(timeout=0.2) if not batch else done.get_nowait()
+            result = done.get_nowait() if batch else done.get(timeout=0.2)
         except queue.Empty:
             if batch:
                 return batch, None
@@ -224,49 +223,56 @@ def _drain(
 
 
 def _response(prompt_id: str, repeat: int, choice: Mapping[str, Any], api: str) -> Response:
-    """Return what a server says of one sample. Raises anything but a crash for what it should not
-    say.
+    """Return one sample from a server's reply. Raises LookupError, TypeError, ValueError and the
+    like for a reply of another form.
     """
     logged = choice.get("logprobs") or {}
+    lengths = []
+    tops = []
     if api == "chat":
         text = _with_reasoning(choice["message"])
-        tokens = logged.get("content") or []
-        logprobs = [row["logprob"] for row in tokens]
-        lengths = [
-            len(row.get("bytes") or str(row.get("token", "")).encode(errors="replace"))
-            for row in tokens
-        ]
-        tops = [[top["logprob"] for top in row.get("top_logprobs") or []] for row in tokens]
+        rows = logged.get("content") or []
+        logprobs = [row["logprob"] for row in rows]
+        for row in rows:
+            token = row.get("bytes") or str(row.get("token", "")).encode(errors="replace")
+            lengths.append(len(token))
+            tops.append([top["logprob"] for top in row.get("top_logprobs") or []])
     else:
         text = choice["text"] or ""
         logprobs = logged.get("token_logprobs") or []
-        lengths = [len(str(token).encode(errors="replace")) for token in logged.get("tokens") or []]
-        tops = [list((row or {}).values()) for row in logged.get("top_logprobs") or []]
+        for token in logged.get("tokens") or []:
+            lengths.append(len(str(token).encode(errors="replace")))
+        for row in logged.get("top_logprobs") or []:
+            tops.append(list((row or {}).values()))
     if not isinstance(text, str):
         raise ValueError(f"a response that is not text but {type(text).__name__}")
-    width = min(
-        map(len, tops), default=0
-    )  # servers add the sampled token where it is not among the largest
+    # Servers add the sampled token if it is not among the most probable ones.
+    width = min(map(len, tops), default=0)
+    top_logprobs = None
+    if width:
+        largest = [sorted(row, reverse=True)[:width] for row in tops]
+        top_logprobs = _checked_logprobs(largest, 2)
+    token_ends = None
+    if len(lengths) == len(logprobs):
+        token_ends = ends_of_tokens(lengths, text)
+    finite = [_LOWEST_LOGPROB if value is None else value for value in logprobs]
     return Response(
         prompt_id=prompt_id,
         sample_index=repeat,
         token_ids=np.empty(0, np.int64),
-        logprobs=_checked_logprobs(
-            [_LOWEST_LOGPROB if value is None else value for value in logprobs], 1
-        ),
+        logprobs=_checked_logprobs(finite, 1),
         finish_reason="length" if choice.get("finish_reason") == "length" else "stop",
         weights_version=0,
-        top_logprobs=_checked_logprobs([sorted(row, reverse=True)[:width] for row in tops], 2)
-        if width
-        else None,
+        top_logprobs=top_logprobs,
         text=text,
-        token_ends=ends_of_tokens(lengths, text) if len(lengths) == len(logprobs) else None,
+        token_ends=token_ends,
     )
 
 
-def _with_reasoning(message: Mapping[str, Any]) -> Any:
-    """Return the text of a message, with the thinking that a server's reasoning parser took out of
-    it between the tags that the judge knows it by; without an answer it has not ended.
+def _with_reasoning(message: Mapping[str, Any]) -> object:
+    """Return the text of a message. If the server's reasoning parser has removed the thinking, it
+    is put back between the tags by which the judge knows it; without an answer, the thinking has
+    not ended.
     """
     text = message.get("content") or ""
     thinking = message.get("reasoning_content") or message.get("reasoning")

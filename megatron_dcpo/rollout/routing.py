@@ -1,4 +1,6 @@
-"""Which experts an engine's routers choose, recorded for the trainer (``rollout.routing_replay``)."""
+"""Records of the experts that an engine's routers choose, for the trainer
+(``rollout.routing_replay``).
+"""
 
 from __future__ import annotations
 
@@ -19,11 +21,12 @@ from megatron_dcpo.types import Prompt
 class ExpertRecorder:
     """Records the choices of a transformers model's routers, forward pass by forward pass."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: torch.nn.Module) -> None:
         self._layers: list[torch.Tensor] = []
-        routers = [
-            module for module in model.modules() if type(module).__name__.endswith("TopKRouter")
-        ]
+        routers = []
+        for module in model.modules():
+            if type(module).__name__.endswith("TopKRouter"):
+                routers.append(module)
         if not routers:
             raise UserError(
                 "rollout.routing_replay=true: no router is found in this model; remove it"
@@ -39,18 +42,18 @@ class ExpertRecorder:
 
 
 class RecordedExperts:
-    """The choices for the samples of a rollout: of each one's prompt, and of its tokens
+    """The choices for the samples of a rollout: for the prompt of each sample, and for its tokens
     [max_tokens, layers, k].
     """
 
     def __init__(self, samples: int, max_tokens: int) -> None:
         self._prompts: list[Any] = [None] * samples
-        self._shape = samples, max_tokens
+        self._shape = (samples, max_tokens)
         self._tokens = np.zeros((0,))
 
-    def note_prompts(self, places: Sequence[int], choices: Sequence[np.ndarray]) -> None:
-        for place, each in zip(places, choices, strict=True):
-            self._prompts[place] = each
+    def note_prompts(self, rows: Sequence[int], choices: Sequence[np.ndarray]) -> None:
+        for row, of_prompt in zip(rows, choices, strict=True):
+            self._prompts[row] = of_prompt
         if not self._tokens.size:
             self._tokens = np.zeros((*self._shape, *choices[0].shape[1:]), np.int16)
 
@@ -67,8 +70,8 @@ class RecordedExperts:
 
 @contextlib.contextmanager
 def every_rank_returns_experts() -> Iterator[None]:
-    """Let every rank of an engine keep the choices. vLLM keeps them on the first one, which has its
-    only scheduler; here each rank has one, which asks for them (``take_output`` in
+    """Let every rank of an engine keep the choices. vLLM keeps them on the first rank, which has
+    its only scheduler; here each rank has a scheduler, which asks for them (``take_output`` in
     ``vllm/distributed/aux_output_connector/connector.py``).
     """
     from vllm.distributed.aux_output_connector import worker
@@ -77,14 +80,14 @@ def every_rank_returns_experts() -> Iterator[None]:
         yield
 
 
-def completed_experts(prompt: Prompt, tokens: int, experts: Any) -> np.ndarray:
+def completed_experts(prompt: Prompt, tokens: int, experts: np.ndarray | None) -> np.ndarray:
     """Return the ``routed_experts`` of a completion of vLLM, [P + T - 1, layers, k]. Raises
-    :class:`EngineError` where they are of another number of tokens.
+    :class:`EngineError` if their number of tokens is another.
     """
     length = len(prompt.token_ids) + tokens - 1
     if experts is None or len(experts) != length:
-        found = "none" if experts is None else len(experts)
+        count = "none" if experts is None else len(experts)
         raise EngineError(
-            f"{prompt.prompt_id}: vLLM returned the experts of {found} tokens, not of {length}"
+            f"{prompt.prompt_id}: vLLM returned the experts of {count} tokens, not of {length}"
         )
     return np.asarray(experts)

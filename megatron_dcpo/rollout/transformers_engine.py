@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 from unittest.mock import patch
 
 import numpy as np
@@ -39,15 +39,18 @@ from megatron_dcpo.types import Response
 from megatron_dcpo.weights.planner import WeightSlice
 from megatron_dcpo.weights.table import expert_places
 
-_COMPACT_BELOW = (
-    0.75  # drop finished rows from the KV cache when less than this share is still running
-)
-_REFILL_BELOW = 0.9  # where others wait for their place
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+# Finished rows are dropped from the KV cache when a smaller share than this is still running; the
+# second number applies if other samples wait for their slots.
+_COMPACT_BELOW = 0.75
+_REFILL_BELOW = 0.9
 
 
 def redirect_transformers_logging() -> None:
-    """Send the warnings of transformers, which quote what a model directory says, the way of all
-    logs, and draw no bar.
+    """Send the warnings of transformers, which quote the files of a model, through our logging, and
+    draw no progress bar.
     """
     from transformers.utils import logging as transformers_logging
 
@@ -56,10 +59,10 @@ def redirect_transformers_logging() -> None:
     transformers_logging.disable_progress_bar()
 
 
-def auto_class(name: str) -> Any:
-    """Return ``AutoTokenizer`` or ``AutoModelForCausalLM``. Their import brings in scikit-learn and
-    pandas (1 s) where it finds them, and that of a model SciPy (0.4 s), for a kind of generation
-    and for losses that are not used here.
+def auto_class(name: str) -> Any:  # noqa: ANN401 - a class of transformers
+    """Return ``AutoTokenizer`` or ``AutoModelForCausalLM``. Their import would bring in installed
+    scikit-learn and pandas (1 s), and that of a model SciPy (0.4 s), for a kind of generation and
+    for losses that are not used here.
     """
     import transformers
 
@@ -77,7 +80,7 @@ class TransformersEngine(Engine):
 
     def __init__(
         self,
-        model: Any,
+        model: PreTrainedModel,
         eos_token_ids: Sequence[int],
         max_num_seqs: int = 512,
         record_experts: bool = False,
@@ -91,11 +94,10 @@ class TransformersEngine(Engine):
         self._parameters: dict[str, Tensor] = {}
         for name, parameter in self.model.named_parameters():
             places = expert_places(name, parameter.shape)
-            views = {
-                own: parameter.data[e, first : first + rows]
-                for own, (e, first, rows) in places.items()
-            }
-            self._parameters |= views or {name: parameter}
+            if not places:
+                self._parameters[name] = parameter
+            for part, (expert, first, rows) in places.items():
+                self._parameters[part] = parameter.data[expert, first : first + rows]
 
     @classmethod
     def from_pretrained(
@@ -106,9 +108,9 @@ class TransformersEngine(Engine):
         head_dtype: str = "auto",
         record_experts: bool = False,
     ) -> TransformersEngine:
-        """Load a Hugging Face checkpoint directory. ``head_dtype``: as ``model.head_dtype``.
-        ``record_experts``: responses have ``experts``. Raises :class:`UserError` when it is missing
-        or unreadable.
+        """Load a Hugging Face checkpoint directory. ``head_dtype`` is that of ``model.head_dtype``;
+        with ``record_experts``, responses have ``experts``. Raises :class:`UserError` if the
+        directory is missing or unreadable.
         """
         check_model_dir(model_dir)
         redirect_transformers_logging()
@@ -155,9 +157,9 @@ class TransformersEngine(Engine):
         step: int = 0,
         partial: PartialRollout | None = None,
     ) -> Generator[list[Response], None, None]:
-        """Yield responses as :class:`megatron_dcpo.rollout.engine.Engine` says. ``max_num_seqs`` at
-        a time to their end; with ``partial`` the next sample takes the place of one that is
-        finished, in the order given.
+        """Yield responses as :class:`megatron_dcpo.rollout.engine.Engine` says: ``max_num_seqs`` at
+        a time to their end. With ``partial`` the next sample, in the order given, gets the slot of
+        a finished one.
         """
         if partial is not None:
             yield from self._generate(
@@ -180,18 +182,16 @@ class TransformersEngine(Engine):
         step: int,
         partial: PartialRollout | None = None,
     ) -> Iterator[list[Response]]:
-        width = min(sampling.top_logprobs, self.model.config.get_text_config().vocab_size)
+        experts = None
         if self._recorder:
             experts = RecordedExperts(len(samples), sampling.max_tokens)
-        else:
-            experts = None
         batch = _Batch(
             samples=samples,
             sampling=sampling,
             step=step,
             version=self.weights_version,
             partial=partial,
-            tops=width,
+            tops=min(sampling.top_logprobs, self.model.config.get_text_config().vocab_size),
             experts=experts,
         )
         eos = torch.tensor(self.eos_token_ids, dtype=torch.int64, device=current_device())
@@ -208,14 +208,7 @@ class TransformersEngine(Engine):
                 slots=slots,
             )
             rows = running.rows
-            token, logprob = sample_token(running.logits, batch.random_of(rows), sampling)
-            if sampling.raw_logprobs or sampling.top_logprobs:
-                raw = torch.log_softmax(running.logits.float(), dim=-1)
-                batch.tops[rows.cpu(), batch.place(rows).cpu()] = raw.topk(
-                    width, dim=-1
-                ).values.cpu()
-                if sampling.raw_logprobs:
-                    logprob = raw.gather(-1, token[:, None]).squeeze(-1)
+            token, logprob = self._sample(running, batch, sampling)
             live = ~batch.over[rows]
             self.slot_steps.total += slots
             self.slot_steps.used += int(live.sum())
@@ -235,57 +228,76 @@ class TransformersEngine(Engine):
                 token = token[keep]
             running.step(self.model, token)
             if self._recorder and experts:
-                experts.note_tokens(
-                    running.rows, batch.count[running.rows], self._recorder.take(len(running.rows))
-                )
+                choices = self._recorder.take(len(running.rows))
+                experts.note_tokens(running.rows, batch.count[running.rows], choices)
+
+    def _sample(
+        self, running: _Running, batch: _Batch, sampling: SamplingConfig
+    ) -> tuple[Tensor, Tensor]:
+        """Return the next token of the running rows and its log-prob; note the most probable
+        tokens' log-probs if the sampling asks for them.
+        """
+        rows = running.rows
+        token, logprob = sample_token(running.logits, batch.random_of(rows), sampling)
+        if not sampling.raw_logprobs and not sampling.top_logprobs:
+            return token, logprob
+        raw = torch.log_softmax(running.logits.float(), dim=-1)
+        tops = raw.topk(batch.tops.shape[-1], dim=-1).values
+        batch.tops[rows.cpu(), batch.position(rows).cpu()] = tops.cpu()
+        if sampling.raw_logprobs:
+            logprob = raw.gather(-1, token[:, None]).squeeze(-1)
+        return token, logprob
 
     def _admit(self, running: _Running, waiting: deque[int], batch: _Batch, slots: int) -> _Running:
-        """Give the free slots to samples that wait: those that continue, and those that begin, in a
-        pass of their own.
+        """Give the free slots to waiting samples: first those that continue, then those that begin,
+        each in a separate pass.
         """
         if len(running.rows) and not running.can_grow:
             return running
-        places = [waiting.popleft() for _ in range(min(len(waiting), slots - len(running.rows)))]
-        for continued in (True, False):
-            if part := [place for place in places if (batch.begun[place] is not None) is continued]:
-                running = running.concatenated(self._prefill(part, batch))
+        free = min(len(waiting), slots - len(running.rows))
+        admitted = [waiting.popleft() for _ in range(free)]
+        continued = [row for row in admitted if batch.begun[row] is not None]
+        new = [row for row in admitted if batch.begun[row] is None]
+        for rows in (continued, new):
+            if rows:
+                running = running.concatenated(self._prefill(rows, batch))
         return running
 
-    def _prefill(self, places: Sequence[int], batch: _Batch) -> _Running:
-        """Run what is there of every sample once, left-padded, and repeat its cache for each of the
-        rows [B] that begin with it.
+    def _prefill(self, rows: Sequence[int], batch: _Batch) -> _Running:
+        """Run every distinct beginning of the samples ``rows`` once, left-padded, and repeat its
+        cache for each of the rows [B] that begin with it.
         """
-        names = [batch.name(place) for place in places]
-        distinct = {name: batch.ids(place) for name, place in zip(names, places, strict=True)}
-        order = {name: row for row, name in enumerate(distinct)}
-        rows = torch.tensor([order[name] for name in names], device=current_device())
+        names = [batch.name(row) for row in rows]
+        distinct = {name: batch.ids(row) for name, row in zip(names, rows, strict=True)}
+        order = {name: index for index, name in enumerate(distinct)}
         logits, cache, mask, position = prefill(self.model, list(distinct.values()))
         if self._recorder and batch.experts:
             taken = self._recorder.take(len(distinct))
-            batch.experts.note_prompts(
-                places, [taken[order[name], -len(distinct[name]) :] for name in names]
-            )
-        cache.batch_select_indices(rows)
-        which = torch.tensor(places, device=current_device())
+            choices = [taken[order[name], -len(distinct[name]) :] for name in names]
+            batch.experts.note_prompts(rows, choices)
+        repeated = torch.tensor([order[name] for name in names], device=current_device())
+        cache.batch_select_indices(repeated)
         return _Running(
-            rows=which,
-            logits=logits[rows],
+            rows=torch.tensor(rows, device=current_device()),
+            logits=logits[repeated],
             cache=cache,
-            mask=mask[rows],
-            position=position[rows],
+            mask=mask[repeated],
+            position=position[repeated],
         )
 
 
-def _fp32_logits(head: Any, hidden: Tensor) -> Tensor:
-    """Return what the output layer ``head`` makes of ``hidden`` [..., h], fp32 [..., V]."""
+def _fp32_logits(head: torch.nn.Linear, hidden: Tensor) -> Tensor:
+    """Return the logits of the output layer ``head`` for ``hidden`` [..., h], fp32 [..., V]."""
     rows = hidden.reshape(-1, hidden.shape[-1])
     out = torch.empty(len(rows), len(head.weight), dtype=torch.float32, device=hidden.device)
     return fp32_product(rows, head.weight.t(), out).view(*hidden.shape[:-1], -1)
 
 
-def prefill(model: Any, sequences: Sequence[Sequence[int]]) -> tuple[Tensor, Any, Tensor, Tensor]:
-    """Run B sequences once, left-padded: logits [B, V] of the next token, the cache, its mask [B,
-    W], last positions [B].
+def prefill(
+    model: PreTrainedModel, sequences: Sequence[Sequence[int]]
+) -> tuple[Tensor, Any, Tensor, Tensor]:
+    """Run B sequences once, left-padded. Return logits [B, V] of the next token, the cache, its
+    mask [B, W], and the last positions [B].
     """
     from transformers import DynamicCache
 
@@ -311,8 +323,8 @@ def prefill(model: Any, sequences: Sequence[Sequence[int]]) -> tuple[Tensor, Any
 
 
 class _Batch:
-    """The samples of one rollout [N], running or not: their random numbers, tokens and log-probs
-    [N, max_tokens].
+    """The samples of one rollout [N], running or not, with their random numbers, tokens and
+    log-probs [N, max_tokens].
     """
 
     def __init__(
@@ -333,51 +345,58 @@ class _Batch:
         self.sampling = sampling
         self.step = step
         self.version = version
-        self.begun = [partial.so_far(*sample) if partial else None for sample in samples]
+        self.begun: list[Response | None] = [None] * total
+        if partial:
+            self.begun = [partial.so_far(prompt, index) for prompt, index in samples]
+        self._before = [0 if begun is None else len(begun.token_ids) for begun in self.begun]
         draws = np.zeros((total, longest))
         for row, ((prompt, index), begun) in enumerate(zip(samples, self.begun, strict=True)):
             draws[row] = uniforms(
                 seed=sampling.seed,
-                step=begun.step if begun else step,
+                step=step if begun is None else begun.step,
                 prompt_id=prompt.prompt_id,
                 sample_index=index,
                 count=longest,
             )
         self._random = torch.from_numpy(draws).to(device)
-        self._before = [len(begun.token_ids) if begun else 0 for begun in self.begun]
-        self.count = torch.tensor(
-            self._before, dtype=torch.int64, device=device
-        )  # of tokens, with those from before
+        # the number of tokens, with those from before
+        self.count = torch.tensor(self._before, dtype=torch.int64, device=device)
         self.tokens = torch.zeros(total, longest, dtype=torch.int64, device=device)
         self.logprobs = torch.zeros(total, longest, dtype=torch.float32, device=device)
         self.tops = torch.zeros(total, longest, tops)
         self.over = torch.zeros(total, dtype=torch.bool, device=device)
         self.stopped = self.over.clone()
 
-    def name(self, place: int) -> Hashable:
+    def name(self, row: int) -> Hashable:
         """Return a name that is equal for samples that begin with the same tokens."""
-        prompt, index = self.samples[place]
-        if self._before[place]:
+        prompt, index = self.samples[row]
+        if self._before[row]:
             return (prompt.prompt_id, index)
         return prompt.prompt_id
 
-    def ids(self, place: int) -> list[int]:
-        begun = self.begun[place]
-        return [*self.samples[place][0].token_ids, *(begun.token_ids.tolist() if begun else ())]
+    def ids(self, row: int) -> list[int]:
+        prompt, _ = self.samples[row]
+        ids = list(prompt.token_ids)
+        begun = self.begun[row]
+        if begun is not None:
+            ids += begun.token_ids.tolist()
+        return ids
 
-    def place(self, rows: Tensor) -> Tensor:
-        """Return the place of the next token; rows that are over write behind what was handed over."""
+    def position(self, rows: Tensor) -> Tensor:
+        """Return the position of the next token. Rows that are over write after the tokens that
+        were handed over.
+        """
         return self.count[rows].clamp(max=self.sampling.max_tokens - 1)
 
     def random_of(self, rows: Tensor) -> Tensor:
-        return self._random[rows, self.place(rows)]
+        return self._random[rows, self.position(rows)]
 
     def record(self, rows: Tensor, token: Tensor, logprob: Tensor, ends: Tensor) -> Tensor:
         """Note the next token of ``rows``; return which of them are over now, bool [B]."""
-        place = self.place(rows)
+        position = self.position(rows)
         live = ~self.over[rows]
-        self.tokens[rows, place] = token
-        self.logprobs[rows, place] = logprob
+        self.tokens[rows, position] = token
+        self.logprobs[rows, position] = logprob
         self.count[rows] += live
         self.stopped[rows] |= ends & live
         over = live & (ends | (self.count[rows] == self.sampling.max_tokens))
@@ -385,36 +404,42 @@ class _Batch:
         return over
 
     def responses(self, rows: Tensor) -> list[Response]:
-        """Build responses from the rows' current state."""
-        lengths, over, stopped = (
-            each[rows].tolist() for each in (self.count, self.over, self.stopped)
-        )
+        """Build responses from the current state of ``rows``."""
+        lengths = self.count[rows].tolist()
+        over = self.over[rows].tolist()
+        stopped = self.stopped[rows].tolist()
         longest = max(lengths, default=0)
-        ids, lps = (each[rows, :longest].cpu().numpy() for each in (self.tokens, self.logprobs))
+        ids = self.tokens[rows, :longest].cpu().numpy()
+        logprobs = self.logprobs[rows, :longest].cpu().numpy()
         tops = self.tops[rows.cpu(), :longest].numpy()
-        found = []
-        for place, row in enumerate(rows.tolist()):
-            (prompt, index) = self.samples[row]
-            part = slice(self._before[row], lengths[place])
+        responses = []
+        for number, row in enumerate(rows.tolist()):
+            prompt, index = self.samples[row]
+            new = slice(self._before[row], lengths[number])
+            finish_reason: Literal["stop", "length", "abort"] = "abort"
+            if stopped[number]:
+                finish_reason = "stop"
+            elif over[number]:
+                finish_reason = "length"
             response = Response(
                 prompt_id=prompt.prompt_id,
                 sample_index=index,
-                token_ids=ids[place, part],
-                logprobs=lps[place, part],
-                finish_reason="stop" if stopped[place] else "length" if over[place] else "abort",
+                token_ids=ids[number, new],
+                logprobs=logprobs[number, new],
+                finish_reason=finish_reason,
                 weights_version=self.version,
-                top_logprobs=tops[place, part] if self.sampling.top_logprobs else None,
-                experts=self.experts.of(row, lengths[place]) if self.experts else None,
+                top_logprobs=tops[number, new] if self.sampling.top_logprobs else None,
+                experts=self.experts.of(row, lengths[number]) if self.experts else None,
                 step=self.step,
             )
-            found.append(append_segment(self.begun[row], response))
-        return found
+            responses.append(append_segment(self.begun[row], response))
+        return responses
 
 
 @dataclass
 class _Running:
-    """What is decoded: the sample of each row [B], logits of its next token [B, V], the cache, its
-    mask [B, W] and the last position [B].
+    """The running samples: the sample of each row [B], the logits of its next token [B, V], the
+    cache, its mask [B, W] and the last position [B].
     """
 
     rows: Tensor
@@ -437,7 +462,7 @@ class _Running:
     @property
     def can_grow(self) -> bool:
         """Return whether every layer keeps the keys of all positions, so that rows of another
-        length can stand beside.
+        length can be added.
         """
         from transformers.cache_utils import DynamicLayer
 
@@ -449,8 +474,8 @@ class _Running:
         self.mask = self.mask[places]
         self.position = self.position[places]
 
-    def step(self, model: Any, token: Tensor) -> None:
-        """Sample one more token for every row."""
+    def step(self, model: PreTrainedModel, token: Tensor) -> None:
+        """Run ``token`` of every row, for the logits of the next one."""
         self.mask = torch.cat([self.mask, self.mask.new_ones(len(self.rows), 1)], dim=1)
         self.position = self.position + 1
         out = model(
@@ -480,24 +505,21 @@ class _Running:
         for layer, more in zip(self.cache.layers, other.cache.layers, strict=True):
             layer.keys = both(layer.keys, more.keys, -2)
             layer.values = both(layer.values, more.values, -2)
-        rows, logits, position = (
-            torch.cat([getattr(self, name), getattr(other, name)])
-            for name in ("rows", "logits", "position")
-        )
         return _Running(
-            rows=rows,
-            logits=logits,
+            rows=torch.cat([self.rows, other.rows]),
+            logits=torch.cat([self.logits, other.logits]),
             cache=self.cache,
             mask=both(self.mask, other.mask, 1),
-            position=position,
+            position=torch.cat([self.position, other.position]),
         )
 
 
 def sample_token(logits: Tensor, random: Tensor, sampling: SamplingConfig) -> tuple[Tensor, Tensor]:
-    """Draw one token per row by inverting the cumulative distribution at ``random`` (float64 [B]).
+    """Draw one token per row of ``logits`` [B, V] by inverting the cumulative distribution at
+    ``random`` (float64 [B]).
 
-    ``logits``: [B, V]. Returns token ids [B] and their log-probs (fp32 [B]) under the distribution
-    that was sampled: temperature, then top-k, then top-p applied, and renormalized.
+    Returns token ids [B] and their log-probs (fp32 [B]) under the distribution that was sampled:
+    temperature, then top-k, then top-p applied, and renormalized.
     """
     z = logits.float() / sampling.temperature
     if sampling.top_k or sampling.top_p < 1.0:
@@ -505,11 +527,8 @@ def sample_token(logits: Tensor, random: Tensor, sampling: SamplingConfig) -> tu
     logp = torch.log_softmax(z, dim=-1)
     cumulative = logp.exp().double().cumsum(-1)
     target = random[:, None] * cumulative[:, -1:]
-    token = (
-        torch.searchsorted(cumulative, target, right=True)
-        .squeeze(-1)
-        .clamp(max=logits.shape[-1] - 1)
-    )
+    token = torch.searchsorted(cumulative, target, right=True).squeeze(-1)
+    token = token.clamp(max=logits.shape[-1] - 1)
     return token, logp.gather(-1, token[:, None]).squeeze(-1)
 
 

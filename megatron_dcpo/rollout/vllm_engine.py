@@ -16,7 +16,7 @@ import logging
 import os
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -60,6 +60,9 @@ from megatron_dcpo.weights.architecture import read_architecture
 from megatron_dcpo.weights.planner import WeightSlice
 from megatron_dcpo.weights.reshard_plan import check_engine
 from megatron_dcpo.weights.table import number_of_parameters
+
+if TYPE_CHECKING:
+    from vllm import LLM, CompletionOutput, SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -204,7 +207,7 @@ class VllmEngine(Engine):
         index: int,
         begun: Response | None,
         partial: bool,
-    ) -> Any:
+    ) -> SamplingParams:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -226,17 +229,27 @@ class VllmEngine(Engine):
             stop_token_ids=list(self.eos_token_ids),
             ignore_eos=True,  # the ids above are the only end, as with every other engine
             detokenize=False,
-            # what is there after every step (a reference, not a copy), for it may be the last one
+            # the output after every step (a reference, not a copy), because it may be the last one
             output_kind=RequestOutputKind.CUMULATIVE if partial else RequestOutputKind.FINAL_ONLY,
         )
 
     def _response(
-        self, prompt: Prompt, index: int, completion: Any, top_logprobs: int, step: int
+        self,
+        prompt: Prompt,
+        index: int,
+        completion: CompletionOutput | None,
+        top_logprobs: int,
+        step: int,
     ) -> Response:
         if completion is None:
-            nothing = np.zeros(0, np.int64), np.zeros(0, np.float32)
             return Response(
-                prompt.prompt_id, index, *nothing, "abort", self.weights_version, step=step
+                prompt_id=prompt.prompt_id,
+                sample_index=index,
+                token_ids=np.zeros(0, np.int64),
+                logprobs=np.zeros(0, np.float32),
+                finish_reason="abort",
+                weights_version=self.weights_version,
+                step=step,
             )
         versions = {span.version for span in completion.weight_versions or ()}
         if versions - {str(self.weights_version)}:
@@ -244,22 +257,26 @@ class VllmEngine(Engine):
                 f"{prompt.prompt_id} was sampled by weights {versions}, not {self.weights_version}"
             )
         ids = np.array(completion.token_ids, np.int64)
-        why = completion.finish_reason
-        # of every position the token that was sampled, then the most probable ones, in order
-        logprobs = np.array(completion.logprobs.logprobs, np.float32).reshape(
-            len(ids), 1 + top_logprobs
-        )
+        finish_reason: Literal["stop", "length", "abort"] = "length"
+        if completion.finish_reason is None:
+            finish_reason = "abort"
+        elif completion.finish_reason == "stop":
+            finish_reason = "stop"
+        # at every position the token that was sampled, then the most probable ones, in order
+        flat = np.array(completion.logprobs.logprobs, np.float32)
+        logprobs = flat.reshape(len(ids), 1 + top_logprobs)
+        experts = None
+        if self.options.record_experts:
+            experts = completed_experts(prompt, len(ids), completion.routed_experts)
         return Response(
             prompt_id=prompt.prompt_id,
             sample_index=index,
             token_ids=ids,
             logprobs=logprobs[:, 0].copy(),
-            finish_reason="abort" if why is None else "stop" if why == "stop" else "length",
+            finish_reason=finish_reason,
             weights_version=self.weights_version,
             top_logprobs=logprobs[:, 1:] if top_logprobs else None,
-            experts=completed_experts(prompt, len(ids), completion.routed_experts)
-            if self.options.record_experts
-            else None,
+            experts=experts,
             step=step,
         )
 
@@ -370,34 +387,39 @@ class VllmEngine(Engine):
         ledger.drop(_CACHE)
         ledger.drop(_WEIGHTS)
 
-    def _start(self) -> Any:
+    def _arguments(self) -> dict[str, Any]:
+        """Return the arguments of vLLM that follow from the options and this process."""
         options = self.options
-        check_release()
-        prepare_environment()
-        self._unlink_shared_memory()
-        arguments = {
-            name: value for name, value in options.arguments.items() if name != "enforce_eager"
-        }
+        arguments = dict(options.arguments)
+        arguments.pop("enforce_eager", None)
         if options.max_model_len:
             arguments["max_model_len"] = min(
                 options.max_model_len, self.arch.max_position_embeddings
             )
-        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        if cache := cache_bytes(
+        cache = cache_bytes(
             arch=self.arch,
             options=options,
             available=host_memory_available(),
-            ranks=ranks,
-        ):
+            ranks=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+        )
+        if cache:
             arguments["kv_cache_memory_bytes"] = cache
         if fp32_head(options.head_dtype):
-            arguments["hf_overrides"] = {"head_dtype": "float32"} | dict(
-                arguments.get("hf_overrides") or {}
-            )
+            overrides = arguments.get("hf_overrides") or {}
+            arguments["hf_overrides"] = {"head_dtype": "float32", **overrides}
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             arguments["distributed_executor_backend"] = "external_launcher"
         if options.record_experts:
             arguments["enable_return_routed_experts"] = True
+        return arguments
+
+    def _start(self) -> LLM:
+        options = self.options
+        check_release()
+        prepare_environment()
+        self._unlink_shared_memory()
+        arguments = self._arguments()
+        eager = options.arguments.get("enforce_eager", False) or not capabilities().cuda_graphs
         try:
             with preserve_process_state(), contextlib.ExitStack() as stack:
                 from vllm import LLM
@@ -413,14 +435,13 @@ class VllmEngine(Engine):
                     tensor_parallel_size=options.tensor_model_parallel_size,
                     gpu_memory_utilization=options.gpu_memory_utilization,
                     max_num_seqs=options.at_once,
-                    enforce_eager=options.arguments.get("enforce_eager", False)
-                    or not capabilities().cuda_graphs,
+                    enforce_eager=eager,
                     logprobs_mode="raw_logprobs" if options.raw_logprobs else "processed_logprobs",
                     load_format="dummy" if options.dummy_weights else "auto",
                     weight_transfer_config={"backend": register()},
                     enable_sleep_mode=self._can_sleep(),
                     skip_tokenizer_init=True,
-                    generation_config="vllm",  # nothing but what SamplingConfig says
+                    generation_config="vllm",  # no defaults besides SamplingConfig
                     seed=options.seed,
                     disable_log_stats=True,
                     **arguments,
@@ -429,15 +450,11 @@ class VllmEngine(Engine):
             raise UserError(
                 f"rollout.engine=vllm: vLLM is installed but cannot be imported ({error})"
             ) from None
-        except (
-            ValueError,
-            torch.OutOfMemoryError,
-        ) as error:  # what it says when the memory does not suffice
+        except (ValueError, torch.OutOfMemoryError) as error:  # if the memory does not suffice
             raise UserError(
                 f"vLLM does not start: {one_line(error, 400)} (rollout.gpu_memory_utilization="
                 f"{options.gpu_memory_utilization:g}, max_num_seqs={options.at_once}, "
-                "max_model_len="
-                f"{options.max_model_len})"
+                f"max_model_len={options.max_model_len})"
             ) from None
         self._unlink_shared_memory()
         self._enter_in_ledger("weights")
@@ -446,14 +463,14 @@ class VllmEngine(Engine):
         self._count_preemptions(llm)
         return llm
 
-    def _count_preemptions(self, llm: Any) -> None:
-        """Count preemptions in the scheduler, which stands in this process: its own statistics
-        would cost time in every step.
+    def _count_preemptions(self, llm: LLM) -> None:
+        """Count preemptions in the scheduler, which runs in this process. vLLM's own statistics
+        would take time in every step.
         """
         scheduler = llm.llm_engine.engine_core.engine_core.scheduler
         preempt = scheduler._preempt_request
 
-        def counted(*arguments: Any, **options: Any) -> Any:
+        def counted(*arguments: object, **options: object) -> object:
             self.slot_steps.preemptions += 1
             return preempt(*arguments, **options)
 

@@ -71,7 +71,13 @@ class SliceOfWhole(Tensor):
         return made
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: torch._ops.OpOverload,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> object:
         given = next(value for value in args if isinstance(value, cls))
         if given.dim() > given.piece.values.dim():
             if func is torch.ops.aten.unbind.int and args[1:] in ((), (0,)):
@@ -153,7 +159,9 @@ class _Layer:
         materialize_layer(self.module, info)
 
     def close(self) -> None:
-        """Complete: let vLLM prepare it for its kernels, as after loading. Nothing to do on a GPU."""
+        """Let vLLM prepare the completed layer for its kernels, as after loading. There is nothing
+        to do on a GPU.
+        """
         method = getattr(self.module, "quant_method", None)
         if method is None:
             return

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+import numpy as np
 import torch
 
 
@@ -38,7 +38,7 @@ class Capabilities:
 
 
 class DeviceLost(RuntimeError):
-    """What this process holds on the device, or needs there, cannot be had back before it ends."""
+    """The device is lost to this process: nothing on it can be used again before the process ends."""
 
 
 # As torch, vLLM's allocator, Transformer Engine, cuBLAS, cuDNN and NCCL report what a new process
@@ -87,15 +87,15 @@ def capabilities() -> Capabilities:
 
 
 def fp32_head(head_dtype: str) -> bool:
-    """Return whether logits are computed in fp32, as ``model.head_dtype`` says: ``fp32``, ``model``
+    """Return whether logits are computed in fp32, given ``model.head_dtype``: ``fp32``, ``model``
     or ``auto``.
     """
     return head_dtype == "fp32" or (head_dtype == "auto" and capabilities().fp32_products)
 
 
 def fp32_product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """Write ``a @ b`` of two matrices in bf16 to ``out`` in fp32, not rounded to bf16 in between.
-    On the CPU by copies in fp32: for comparisons.
+    """Write ``a @ b`` of two bf16 matrices to ``out`` in fp32, without rounding to bf16 in between.
+    On the CPU this uses fp32 copies and serves for comparisons.
     """
     if a.is_cuda:
         return torch.mm(a, b, out_dtype=torch.float32, out=out)
@@ -110,8 +110,8 @@ def current_device() -> torch.device:
 
 
 def backend() -> str:
-    """Return the backend of the default process group: objects travel over gloo, from the host,
-    also where tensors do over NCCL.
+    """Return the backend of the default process group. Objects travel over gloo, from the host,
+    even if tensors travel over NCCL.
     """
     return "cpu:gloo,cuda:nccl" if has_cuda() else "gloo"
 
@@ -132,9 +132,7 @@ def profile(path: Path) -> Iterator[None]:
 
 
 def synchronize() -> None:
-    """Wait for the device, so that a phase timer measures the phase. Nothing to wait for on the
-    CPU.
-    """
+    """Wait for the device, so that a phase timer measures the phase. Does nothing on the CPU."""
     if has_cuda():
         torch.cuda.synchronize()
 
@@ -146,10 +144,10 @@ def pinned(numel: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(numel, dtype=dtype, pin_memory=has_cuda())
 
 
-def to_device(values: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Return ``values`` of the host as a tensor on the device, which neither has to wait for the
-    other.
-    """
+def to_device(
+    values: np.ndarray | Sequence[float], dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """Return ``values`` of the host as a tensor on the device. Neither side waits for the other."""
     tensor = torch.tensor(values, dtype=dtype)
     if has_cuda():
         return tensor.pin_memory().to(current_device(), non_blocking=True)
@@ -157,7 +155,7 @@ def to_device(values: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
 
 
 def total_memory() -> int:
-    """Return the bytes of the device's own memory; 0 where it has none."""
+    """Return the bytes of the device's own memory, 0 if it has none."""
     return torch.cuda.mem_get_info()[1] if has_cuda() else 0
 
 
@@ -206,15 +204,15 @@ def peak_tflops() -> float | None:
 
 
 def empty_cache() -> None:
-    """Give back to the device what torch keeps for later. Nothing to give back on the CPU."""
+    """Give the memory that torch keeps for later back to the device. Does nothing on the CPU."""
     if has_cuda():
         torch.cuda.empty_cache()
 
 
 def expandable_segments(on: bool) -> None:
-    """Let torch's allocator grow the segments that it has (training, whose sizes change), or not
-    (around an engine, whose pools cannot), with nothing kept from before. Nothing to do on the CPU,
-    and where the environment says how.
+    """Set whether torch's allocator grows its segments: it does in training, in which sizes change,
+    and does not around an engine, whose memory pools do not allow it. Cached memory is given back.
+    Does nothing on the CPU, or if the environment decides.
     """
     setting = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
     if not has_cuda() or "expandable_segments" in setting:
@@ -228,9 +226,9 @@ def expandable_segments(on: bool) -> None:
 
 
 def device_failed(error: BaseException | None) -> bool:
-    """Return whether ``error``, or what caused it, is a failure of the device itself (an illegal
-    address, a lost card) or of the way to the others, and not memory that ran out: nothing in this
-    process can use the device any more, neither the policy nor an engine.
+    """Return whether ``error``, or its cause, is a failure of the device itself (an illegal
+    address, a lost card) or of its connection to others, and not a lack of memory. Nothing in this
+    process can use the device after it, neither the policy nor an engine.
     """
     causes = []
     while error is not None and error not in causes:

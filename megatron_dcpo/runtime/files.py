@@ -12,7 +12,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 from megatron_dcpo.errors import UserError
 
@@ -115,7 +114,7 @@ def _termination_raises() -> Iterator[None]:
     removed.
     """
 
-    def stop(*_: Any) -> None:
+    def stop(*_: object) -> None:
         raise SystemExit(128 + signal.SIGTERM)
 
     if (

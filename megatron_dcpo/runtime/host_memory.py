@@ -1,7 +1,7 @@
 """Values that leave the device for the host while something else needs the room, and the ledger of
 what is on the device.
 
-Where the device's memory is the host's (``capabilities().separate_memory``) nothing moves.
+If the device's memory is the host's (not ``capabilities().separate_memory``), nothing moves.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ _PIECE = 2**28  # bytes: torch rounds each pinned allocation up to a power of tw
 
 
 class Ledger:
-    """What this process holds on the device, in bytes: ``weights``, ``gradients``, ``optimizer``,
-    ``reference``, ``engine weights``, ``engine cache``, ``buckets``.
+    """The bytes that this process holds on the device, by name: ``weights``, ``gradients``,
+    ``optimizer``, ``reference``, ``engine weights``, ``engine cache``, ``buckets``.
 
-    Whoever takes or gives back memory of the device says so. ``watchers`` are called after each
-    change with the name and what is held now: a test asserts what may be awake together.
+    All code that takes or gives back device memory enters it here. ``watchers`` are called after
+    each change with the name and the present entries, so that a test can assert what may be on the
+    device together.
     """
 
     def __init__(self) -> None:
@@ -29,7 +30,7 @@ class Ledger:
         self.watchers: list[Callable[[str, dict[str, int]], None]] = []
 
     def put(self, what: str, nbytes: int) -> None:
-        """Enter that ``what`` takes ``nbytes`` now, whatever it took before."""
+        """Enter ``nbytes`` for ``what``, in place of the previous entry."""
         self.held[what] = nbytes
         self._tell(what)
 
@@ -54,17 +55,15 @@ ledger = Ledger()
 
 
 class HostCopy:
-    """The values of a contiguous tensor in the host's memory, pinned for the sake of the transfers'
-    speed.
-    """
+    """The values of a contiguous tensor in the host's memory, pinned for fast transfers."""
 
     def __init__(self, like: Tensor) -> None:
         self.numel = like.numel()
         self.dtype = like.dtype
-        self._pieces = [pinned(n, self.dtype) for n in self._lengths()]
+        self._pieces = [pinned(length, self.dtype) for length in self._lengths()]
 
     def fill(self, tensor: Tensor) -> HostCopy:
-        """Take the values of ``tensor``; they are there after ``synchronize()``."""
+        """Copy the values of ``tensor``; the copy is complete after ``synchronize()``."""
         for piece, part in zip(self._pieces, self._parts(tensor), strict=True):
             piece.copy_(part, non_blocking=True)
         return self
@@ -85,11 +84,11 @@ class HostCopy:
 
 class Movable:
     """Tensors that are on the device or, between :meth:`offload` and :meth:`reload`, on the host.
-    Objects and views stay what they are: only the storage is given back.
+    The objects and their views stay the same; only the storage is given back.
 
-    ``tensors`` is asked at every :meth:`leave` (an optimizer makes its moments late); each has a
-    storage of its own. ``constant``: the values never change and are copied once. ``name``: in the
-    ledger.
+    ``name`` is the name in the ledger. ``tensors`` is called at every :meth:`offload`, because an
+    optimizer creates its moments late; each tensor has a separate storage. The values of
+    ``constant`` tensors never change and are copied once.
     """
 
     def __init__(
@@ -100,17 +99,19 @@ class Movable:
         self._tensors = tensors
         self.away = False
         self._moved: list[tuple[Tensor, int, HostCopy]] = []
-        ledger.put(name, sum(t.nbytes for t in self._own()))
+        ledger.put(name, sum(tensor.nbytes for tensor in self._distinct()))
 
     def offload(self) -> None:
-        """Move the state off the device, where that makes room; harmless when they are away."""
+        """Move the tensors off the device if that makes room. Does nothing if they are away."""
         if self.away or not capabilities().separate_memory:
             return
         before = {id(tensor): copy for tensor, _, copy in self._moved}
         self._moved = []
-        for tensor in self._own():
-            copy = before.get(id(tensor)) or HostCopy(tensor)
-            if not (self.constant and id(tensor) in before):
+        for tensor in self._distinct():
+            copy = before.get(id(tensor))
+            if copy is None:
+                copy = HostCopy(tensor).fill(tensor)
+            elif not self.constant:
                 copy.fill(tensor)
             self._moved.append((tensor, tensor.untyped_storage().nbytes(), copy))
         synchronize()
@@ -121,7 +122,7 @@ class Movable:
         ledger.drop(self.name)
 
     def reload(self) -> None:
-        """Move the state onto the device as it was; harmless when they are there."""
+        """Move the tensors back onto the device. Does nothing if they are there."""
         if not self.away:
             return
         for tensor, size, copy in self._moved:
@@ -133,7 +134,9 @@ class Movable:
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
-        """Have the state on the device inside the block, and afterwards where it was before."""
+        """Keep the tensors on the device inside the block, and then move them back if they were
+        away.
+        """
         was_away = self.away
         self.reload()
         try:
@@ -142,8 +145,10 @@ class Movable:
             if was_away:
                 self.offload()
 
-    def _own(self) -> list[Tensor]:
-        """Return each storage once: tied weights are one."""
-        return list(
-            {t.untyped_storage().data_ptr(): t for t in self._tensors() if t.numel()}.values()
-        )
+    def _distinct(self) -> list[Tensor]:
+        """Return one tensor for each storage; tied weights share one."""
+        by_storage = {}
+        for tensor in self._tensors():
+            if tensor.numel():
+                by_storage[tensor.untyped_storage().data_ptr()] = tensor
+        return list(by_storage.values())

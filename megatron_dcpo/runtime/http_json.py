@@ -22,23 +22,20 @@ from megatron_dcpo.errors import one_line
 from megatron_dcpo.runtime.text import parse_json, printable
 
 logger = logging.getLogger(__name__)
-for _name in (
-    "httpx2",
-    "httpcore2",
-):  # a line for each request; at DEBUG the headers of replies, which may repeat a key
+# They write a line for each request, and at DEBUG the headers of replies, which may repeat a key.
+for _name in ("httpx2", "httpcore2"):
     logging.getLogger(_name).setLevel(logging.WARNING)
 
-PASSING = frozenset(
-    {408, 409, 425, 429, 500, 502, 503, 504}
-)  # statuses after which a request is repeated
+# the statuses after which a request is repeated
+PASSING = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
 _REDIRECTS = range(300, 400)
 _WORDS = 500  # bytes of an error's body that are reported
-_PIECE = 16 << 10  # bytes of a request between two looks at the clock
+_PIECE = 16 << 10  # bytes of a request that are sent before the clock is read again
 
 
 class HttpError(Exception):
-    """No usable answer. ``status``: the HTTP status that refused the request; None when no attempt
-    was answered.
+    """There is no usable answer. ``status`` is the HTTP status that refused the request, None if no
+    attempt was answered.
     """
 
     def __init__(self, message: str, status: int | None = None) -> None:
@@ -50,12 +47,12 @@ class HttpError(Exception):
 class JsonClient:
     """Requests to the server at ``url``. Thread-safe.
 
-    A request that fails in a way that may pass (no connection, time-out, a status of ``PASSING``, a
-    reply that is not JSON) is repeated, ``attempts`` times in all, after pauses that double from
-    ``first_pause`` to ``longest_pause`` seconds, or as long as ``Retry-After`` demands.
-    ``timeout``: seconds of one attempt, to the last byte of the reply. A reply of more than
-    ``max_reply_bytes`` is refused, and so is a redirect: ``api_key`` and the request are for
-    ``url`` alone. No ``repr`` and no error shows the key.
+    A request is repeated if it fails in a way that may pass: no connection, a time-out, a status of
+    ``PASSING``, a reply that is not JSON. There are at most ``attempts``, with pauses that double
+    from ``first_pause`` to ``longest_pause`` seconds, or last as long as ``Retry-After`` demands.
+    ``timeout`` is the number of seconds of one attempt, to the last byte of the reply. A reply of
+    more than ``max_reply_bytes`` is refused, and so is a redirect, because ``api_key`` and the
+    request are for ``url`` alone. No ``repr`` and no error shows the key.
     """
 
     url: str
@@ -75,24 +72,23 @@ class JsonClient:
     def call(
         self,
         path: str,
-        body: Any = None,
+        body: object = None,
         *,
         timeout: float | None = None,
         stop: threading.Event | None = None,
         problem: Callable[[Any], str] = lambda reply: "",
-    ) -> Any:
-        """Return the parsed reply to a POST of ``body``, or to a GET without one; an empty reply is
-        ``{}``.
+    ) -> Any:  # noqa: ANN401 - JSON of any shape
+        """Return the parsed reply to a POST of ``body``, or to a GET without a body; an empty reply
+        is ``{}``.
 
-        ``stop`` ends the pauses when it is set. ``problem``: why a reply has to be asked for again,
-        "" when it is good. Raises :class:`HttpError`.
+        ``stop`` ends the pauses when it is set. ``problem`` returns the reason to repeat the
+        request after a reply, "" if the reply is good. Raises :class:`HttpError`.
         """
         stop = stop or threading.Event()
         reason = ""
         for attempt in range(self.attempts):
-            pause = min(self.longest_pause, self.first_pause * 2.0**attempt) * random.uniform(
-                0.5, 1.0
-            )
+            longest = min(self.longest_pause, self.first_pause * 2.0**attempt)
+            pause = longest * random.uniform(0.5, 1.0)
             try:
                 reply = self._once(path, body, timeout or self.timeout)
                 reason = problem(reply)
@@ -104,42 +100,45 @@ class JsonClient:
                 if status not in PASSING:
                     raise HttpError(reason, status) from None
                 after = error.response.headers.get("Retry-After", "").strip()
-                if after.isdecimal():  # its other form, a date, is left to our own pauses
+                if after.isdecimal():  # its other form, a date, is ignored
                     pause = min(self.longest_pause, float(after))
             except (httpx2.HTTPError, httpx2.InvalidURL, OSError, ValueError) as error:
                 reason = self.without_key(f"{type(error).__name__}: {one_line(error, _WORDS)}")
             if attempt + 1 < self.attempts:
-                logger.debug("%s%s: %s; once more", self.url, path, reason)
+                logger.debug("%s%s: %s; trying again", self.url, path, reason)
                 if stop.wait(pause):
                     break
         raise HttpError(reason)
 
     def without_key(self, text: str) -> str:
-        """Return printable ``text`` of the server, which knows the key and may repeat it, without
-        the key.
+        """Return printable ``text`` of the server without the key, which the server knows and may
+        repeat.
         """
-        return printable(text.replace(self.api_key, "***") if self.api_key else text)
+        if self.api_key:
+            text = text.replace(self.api_key, "***")
+        return printable(text)
 
-    def _once(self, path: str, body: Any, timeout: float) -> Any:
-        """Return the parsed reply to one request. Raises HTTPStatusError, whose text is ours, for
-        any status but 2xx.
+    def _once(self, path: str, body: object, timeout: float) -> Any:  # noqa: ANN401 - JSON
+        """Return the parsed reply to one request. Raises HTTPStatusError, with our text, for any
+        status but 2xx.
         """
         headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
         if self.api_key:
             headers["Authorization"] = f"Bearer {self.api_key}"
-        if body is None:
-            method = "GET"
-            data = None
-        else:
+        method = "GET"
+        content = None
+        if body is not None:
             method = "POST"
-            data = json.dumps(body).encode()
-        options: dict[str, Any] = {
-            "content": data,
-            "extensions": {"trace": _end_all_io_at(time.monotonic() + timeout)},
-        }
+            content = json.dumps(body).encode()
+        deadline = time.monotonic() + timeout
         with (
             httpx2.Client(verify=_trusted(), timeout=timeout, headers=headers) as client,
-            client.stream(method, self.url.rstrip("/") + path, **options) as reply,
+            client.stream(
+                method,
+                self.url.rstrip("/") + path,
+                content=content,
+                extensions={"trace": _end_all_io_at(deadline)},
+            ) as reply,
         ):
             if not reply.is_success:
                 raise httpx2.HTTPStatusError(
@@ -148,13 +147,18 @@ class JsonClient:
             text = _read(reply, self.max_reply_bytes + 1)
         if len(text) > self.max_reply_bytes:
             raise HttpError(f"a reply of more than {self.max_reply_bytes >> 20} MB")
-        return parse_json(text) if text.strip() else {}
+        if not text.strip():
+            return {}
+        return parse_json(text)
 
     def _refusal(self, path: str, reply: httpx2.Response) -> str:
         """Return the status and the first words of a reply that refuses the request."""
         if reply.status_code in _REDIRECTS:
             there = self.without_key(one_line(reply.headers.get("Location"), _WORDS))
-            return f"{self.url}{path} redirects to {there}; redirects are not followed, name the address itself"
+            return (
+                f"{self.url}{path} redirects to {there}; redirects are not followed, name the "
+                "address itself"
+            )
         try:
             words = _read(reply, _WORDS).decode(errors="replace")
         except (httpx2.HTTPError, OSError) as unread:
@@ -163,8 +167,8 @@ class JsonClient:
 
 
 def _read(reply: httpx2.Response, most: int) -> bytes:
-    """Return the first ``most`` bytes of the body as they were sent: decompressed they could be any
-    number.
+    """Return the first ``most`` bytes of the body as they were sent; decompressed, there could be
+    any number.
     """
     text = bytearray()
     for piece in reply.iter_raw():
@@ -176,25 +180,32 @@ def _read(reply: httpx2.Response, most: int) -> bytes:
 
 def _end_all_io_at(deadline: float) -> Callable[[str, dict[str, Any]], None]:
     """Return a trace hook that ends a connection's reads and writes at ``deadline`` (of the
-    monotonic clock): httpx2's own time-out is that of each read, which a server that sends a byte
-    now and then never reaches.
+    monotonic clock). httpx2's own time-out applies to each read, so a server that sends a byte now
+    and then never reaches it.
     """
 
-    def left() -> float:
+    def seconds_left() -> float:
         seconds = deadline - time.monotonic()
         if seconds <= 0:
             raise TimeoutError("the reply was not complete in time")
         return seconds
 
     def hook(event: str, info: dict[str, Any]) -> None:
-        if event.endswith((".connect_tcp.complete", ".start_tls.complete")):
-            stream = info["return_value"]
-            read = stream.read
-            write = stream.write
-            stream.read = lambda size, timeout=None: read(size, left())
-            stream.write = lambda data, timeout=None: [
-                write(data[at : at + _PIECE], left()) for at in range(0, len(data), _PIECE)
-            ]
+        if not event.endswith((".connect_tcp.complete", ".start_tls.complete")):
+            return
+        stream = info["return_value"]
+        read = stream.read
+        write = stream.write
+
+        def read_in_time(size: int, timeout: float | None = None) -> bytes:
+            return read(size, seconds_left())
+
+        def write_in_time(data: bytes, timeout: float | None = None) -> None:
+            for start in range(0, len(data), _PIECE):
+                write(data[start : start + _PIECE], seconds_left())
+
+        stream.read = read_in_time
+        stream.write = write_in_time
 
     return hook
 

@@ -1,23 +1,22 @@
-"""Megatron-core on the CPU over gloo: everything that assumes CUDA, replaced in one place.
+"""Megatron-core on the CPU over gloo: all assumptions of CUDA, replaced in one place.
 
 What is covered, and why nothing more is needed:
 
 1. ``torch.cuda`` queries (current device, streams, synchronization, RNG state) answer for the CPU.
-2. Factory calls with a literal ``device="cuda"`` sit in a handful of Megatron modules. Those
-modules get a ``torch`` whose
-   factories put "cuda" tensors on the CPU. (A ``TorchFunctionMode`` would do it too, at a cost on
-   *every* torch call.)
+2. Factory calls with a literal ``device="cuda"`` are in a handful of Megatron modules. Those get a
+   ``torch`` whose factories put "cuda" tensors on the CPU. (A ``TorchFunctionMode`` would do it
+   too, at a cost on *every* torch call.)
 3. The optimizers compare ``Tensor.type()`` with ``torch.cuda.*Tensor``; within those calls, and
-only there, the CPU types
-   carry that name.
-4. Experts: the dispatcher takes its counts from the device, and gloo gathers equal parts only.
+   only there, the CPU types carry that name.
+4. Experts: the dispatcher takes its counts from the device, and gloo gathers only equal parts.
 5. Apex's ``FusedAdam`` is replaced by the one at the end of this file.
 
-On a machine with CUDA, :func:`ensure` does the last only, and only where Megatron finds neither
-Transformer Engine's Adam nor Apex's: with torch's a run cannot be resumed. Besides, the router asks
-for a function of Transformer Engine's by a name that Megatron leaves undefined without it.
+On a machine with CUDA, :func:`ensure` does only the last, and only if Megatron finds neither
+Transformer Engine's Adam nor Apex's, because a run with torch's Adam cannot be resumed. In addition
+the router needs a name for a function of Transformer Engine that Megatron leaves undefined without
+it.
 
-A release of Megatron that has a name no more is run without the replacement, and one line says so.
+If a release of Megatron lacks a patched name, that patch is skipped, and one line says so.
 """
 
 from __future__ import annotations
@@ -29,13 +28,16 @@ import logging
 import types
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
 from megatron_dcpo.runtime.device import has_cuda
 
 logger = logging.getLogger(__name__)
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 
 _LITERAL_CUDA_MODULES = (
     "pipeline_parallel.schedules",
@@ -72,8 +74,8 @@ def ensure() -> None:
     if _installed:
         return
     _installed = True
-    # Megatron and torch warn at import of what is missing on a machine without CUDA; `dcpo doctor`
-    # reports it.
+    # At import Megatron and torch warn about things that are missing on a machine without CUDA;
+    # `dcpo doctor` reports them.
     warnings.filterwarnings("ignore", module=r"megatron\.core.*")
     warnings.filterwarnings("ignore", message=r".*(Transformer Engine|Apex|apex|modelopt).*")
     logging.getLogger("megatron.core").setLevel(logging.ERROR)
@@ -84,14 +86,17 @@ def ensure() -> None:
     experts: Any = importlib.import_module("megatron.core.transformer.moe.moe_utils")
     experts.te_general_gemm = getattr(experts, "te_general_gemm", None)
     if _missing:
-        what = "%s: not in the installed megatron-core, so not replaced for the CPU; dcpo doctor names the tested releases"
-        logger.warning(what, ", ".join(_missing))
+        logger.warning(
+            "%s: not in the installed megatron-core, so not replaced for the CPU; dcpo doctor "
+            "names the tested releases",
+            ", ".join(_missing),
+        )
 
 
 def _replace_torchs_adam() -> None:
     optimizer: Any = importlib.import_module("megatron.core.optimizer")
     if has_cuda() and not optimizer.USING_PYTORCH_OPTIMIZER:
-        return  # a fused one, which runs on CUDA only
+        return  # a fused optimizer, which runs only on CUDA
     optimizer.Adam = FusedAdam
     optimizer.USING_PYTORCH_OPTIMIZER = False
     distributed: Any = importlib.import_module("megatron.core.optimizer.distrib_optimizer")
@@ -101,25 +106,25 @@ def _replace_torchs_adam() -> None:
 
 
 class _InertStream:
-    """Stands for a CUDA stream or event where there is nothing to order."""
+    """Stands for a CUDA stream or event if there is nothing to order."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: object, **kwargs: object) -> None:
         pass
 
-    def wait_stream(self, *args: Any) -> None:
+    def wait_stream(self, *args: object) -> None:
         pass
 
     wait_event = record = synchronize = wait = wait_stream
 
-    def record_event(self, *args: Any) -> _InertStream:
+    def record_event(self, *args: object) -> _InertStream:
         return self
 
 
 def _patch_torch_cuda() -> None:
     cuda: Any = torch.cuda
     cuda.current_device = lambda: torch.device("cpu")
-    # One function object per name: torch's compiler refuses an object that it finds under two of
-    # its names.
+    # Each name gets a separate function object, because torch's compiler refuses an object that it
+    # finds under two of its names.
     for owner, name in ((cuda, "synchronize"), (cuda, "empty_cache"), (cuda, "set_device")):
         setattr(owner, name, lambda *args, **kwargs: None)
     for name in ("range_push", "range_pop"):
@@ -136,42 +141,34 @@ def _patch_torch_cuda() -> None:
     torch.nn.Module.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign, assignment]
 
 
-def _replace(place: str, name: str, how: Callable[[Any], Any]) -> None:
-    """Put ``how(what is there)`` in the place of ``name`` of a module of Megatron, or of a class in
-    one.
-    """
-    module, _, kind = place.partition(":")
+def _replace(path: str, name: str, how: Callable[[Any], object]) -> None:
+    """Replace ``name`` in a module of Megatron, or in a class of it, by ``how(original)``."""
+    module, _, kind = path.partition(":")
     try:
         owner: Any = importlib.import_module(f"megatron.core.{module}")
-        owner = getattr(owner, kind) if kind else owner
+        if kind:
+            owner = getattr(owner, kind)
         setattr(owner, name, how(getattr(owner, name)))
     except (ImportError, AttributeError):
-        _missing.append(f"{place}.{name}")
+        _missing.append(f"{path}.{name}")
 
 
 def _patch_megatron() -> None:
-    # Megatron wraps small fused operators in torch.compile at import; eager is faster to start and
-    # exact on the CPU.
-    compile_, torch.compile = torch.compile, _eager  # type: ignore[assignment]
+    # Megatron wraps small fused operators in torch.compile at import. Without it, they start faster
+    # and are exact on the CPU.
+    compile_ = torch.compile
+    torch.compile = _eager  # type: ignore[assignment]
     try:
         for name in (*_LITERAL_CUDA_MODULES, "models.gpt", "optimizer", "tensor_parallel.random"):
-            with contextlib.suppress(ModuleNotFoundError):  # said below
+            with contextlib.suppress(ModuleNotFoundError):  # reported below
                 importlib.import_module(f"megatron.core.{name}")
     finally:
         torch.compile = compile_
     torch_on_cpu = _TorchOnCpu()
     for name in _LITERAL_CUDA_MODULES:
         _replace(name, "torch", lambda _: torch_on_cpu)
-    _replace(
-        "tensor_parallel.random",
-        "_get_cuda_rng_state",
-        lambda _: lambda *a, **k: torch.get_rng_state(),
-    )
-    _replace(
-        "tensor_parallel.random",
-        "_set_cuda_rng_state",
-        lambda _: lambda s, *a, **k: torch.set_rng_state(s),
-    )
+    _replace("tensor_parallel.random", "_get_cuda_rng_state", lambda _: _get_rng_state)
+    _replace("tensor_parallel.random", "_set_cuda_rng_state", lambda _: _set_rng_state)
     _replace("optimizer.distrib_optimizer:DistributedOptimizer", "__init__", _with_cuda_type_names)
     _replace(
         "optimizer.optimizer:Float16OptimizerWithFloat16Params", "__init__", _with_cuda_type_names
@@ -182,33 +179,50 @@ def _patch_megatron() -> None:
     _replace("tensor_parallel.mappings", "_reduce_scatter_along_first_dim", _reduce_scatter_unequal)
 
 
-def _to_numpy(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """Convert to NumPy. Megatron's converts what it moves from the device alone."""
-    if as_numpy and torch.is_tensor(tensor):
+def _get_rng_state(*_: object, **__: object) -> torch.Tensor:
+    return torch.get_rng_state()
+
+
+def _set_rng_state(state: torch.Tensor, *_: object, **__: object) -> None:
+    torch.set_rng_state(state)
+
+
+def _to_numpy(tensor: object, as_numpy: bool = False, record_stream: bool = False) -> object:
+    """Convert a tensor to NumPy if asked. Megatron's function only converts tensors that it moves
+    from the device.
+    """
+    if as_numpy and isinstance(tensor, torch.Tensor):
         return tensor.numpy()
     return tensor
 
 
-def _gather_unequal(gather: Callable[..., Any]) -> Callable[..., Any]:
+def _gather_unequal(gather: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     def call(
-        own: torch.Tensor, group: Any, output_split_sizes: list[int] | None = None, *args: Any
+        values: torch.Tensor,
+        group: torch.distributed.ProcessGroup,
+        output_split_sizes: list[int] | None = None,
+        *args: object,
     ) -> torch.Tensor:
         if output_split_sizes is None or group.size() == 1:
-            return gather(own, group, output_split_sizes, *args)
-        padded = own.new_zeros(max(output_split_sizes), *own.shape[1:])
-        padded[: len(own)] = own
+            return gather(values, group, output_split_sizes, *args)
+        padded = values.new_zeros(max(output_split_sizes), *values.shape[1:])
+        padded[: len(values)] = values
         parts = [torch.empty_like(padded) for _ in output_split_sizes]
         torch.distributed.all_gather(parts, padded, group=group)
-        return torch.cat(
-            [part[:size] for part, size in zip(parts, output_split_sizes, strict=True)]
-        )
+        sizes = zip(parts, output_split_sizes, strict=True)
+        return torch.cat([part[:size] for part, size in sizes])
 
     return call
 
 
-def _reduce_scatter_unequal(reduce_scatter: Callable[..., Any]) -> Callable[..., Any]:
+def _reduce_scatter_unequal(
+    reduce_scatter: Callable[..., torch.Tensor],
+) -> Callable[..., torch.Tensor]:
     def call(
-        parts: torch.Tensor, group: Any, input_split_sizes: list[int] | None = None, *args: Any
+        parts: torch.Tensor,
+        group: torch.distributed.ProcessGroup,
+        input_split_sizes: list[int] | None = None,
+        *args: object,
     ) -> torch.Tensor:
         if input_split_sizes is None or group.size() == 1:
             return reduce_scatter(parts, group, input_split_sizes, *args)
@@ -219,13 +233,16 @@ def _reduce_scatter_unequal(reduce_scatter: Callable[..., Any]) -> Callable[...,
     return call
 
 
-def _eager(function: Callable[..., Any] | None = None, **_: Any) -> Any:
-    return function if function is not None else _eager
+def _eager(function: Callable[..., Any] | None = None, **_: object) -> Callable[..., Any]:
+    """Stand in for ``torch.compile`` as a function and as a decorator with options."""
+    if function is None:
+        return _eager
+    return function
 
 
 class _TorchOnCpu(types.ModuleType):
-    """The ``torch`` that Megatron modules with literal ``device="cuda"`` see: the same, but "cuda"
-    means the CPU.
+    """The ``torch`` of Megatron modules with literal ``device="cuda"``: the same module, except
+    that "cuda" means the CPU.
     """
 
     def __init__(self) -> None:
@@ -233,13 +250,13 @@ class _TorchOnCpu(types.ModuleType):
         for name in _FACTORIES:
             setattr(self, name, _on_cpu(getattr(torch, name)))
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(torch, name)
 
 
 def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     @functools.wraps(factory)
-    def call(*args: Any, **kwargs: Any) -> torch.Tensor:
+    def call(*args: object, **kwargs: object) -> torch.Tensor:
         if str(kwargs.get("device", "")).startswith("cuda"):
             kwargs["device"] = "cpu"
         kwargs.pop("pin_memory", None)
@@ -252,9 +269,9 @@ def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
 def _cuda_type_names() -> Iterator[None]:
     original = torch.Tensor.type
 
-    def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> object:  # noqa: ANN401 - as torch's
         answer = original(self, *args, **kwargs)
-        # Parameter.type dispatches here twice, hence the second condition.
+        # Parameter.type comes here twice, hence the second condition.
         if isinstance(answer, str) and not answer.startswith("torch.cuda."):
             return answer.replace("torch.", "torch.cuda.", 1)
         return answer
@@ -266,9 +283,9 @@ def _cuda_type_names() -> Iterator[None]:
         torch.Tensor.type = original  # type: ignore[method-assign]
 
 
-def _with_cuda_type_names(function: Callable[..., Any]) -> Callable[..., Any]:
+def _with_cuda_type_names(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
     @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         with _cuda_type_names():
             return function(*args, **kwargs)
 
@@ -279,11 +296,11 @@ class FusedAdam(torch.optim.Optimizer):
     """Adam with decoupled weight decay (Loshchilov & Hutter 2019, Algorithm 2), with the interface
     and state of Apex's.
 
-    torch's own ``AdamW`` counts ``step`` per parameter, Apex and Transformer Engine count it per
-    parameter group. Megatron's checkpoints follow the latter; with torch's optimizer they either
-    fail to load (``fully_reshardable``) or load without the step count, so that the bias correction
-    of a resumed run silently starts anew. Counting per group removes both. ``adam_w_mode=False``
-    adds the decay to the gradient instead (L2 regularization), as Apex does.
+    torch's own ``AdamW`` counts ``step`` per parameter; Apex and Transformer Engine count it per
+    parameter group, and so do Megatron's checkpoints. With torch's optimizer they either fail to
+    load (``fully_reshardable``) or load without the step count, so that the bias correction of a
+    resumed run silently starts again. Counting per group avoids both. ``adam_w_mode=False`` adds
+    the decay to the gradient instead (L2 regularization), as Apex does.
     """
 
     def __init__(
@@ -294,7 +311,7 @@ class FusedAdam(torch.optim.Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         adam_w_mode: bool = True,
-        # by CUDA graphs, which are not there; Megatron-core passes it from 0.17 on
+        # for CUDA graphs, which do not exist here; Megatron-core passes it from 0.17 on
         capturable: bool = False,
     ) -> None:
         self.adam_w_mode = adam_w_mode
@@ -304,19 +321,20 @@ class FusedAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        """Make one update of every parameter that has a gradient. ``closure`` is not supported
-        (Megatron passes none).
+        """Update every parameter that has a gradient. ``closure`` is not supported (Megatron passes
+        none).
         """
         for group in self.param_groups:
-            params = [p for p in group["params"] if p.grad is not None]
+            parameters = [each for each in group["params"] if each.grad is not None]
             group["step"] = group.get("step", 0) + 1
-            if not params:
+            if not parameters:
                 continue
-            for p in params:
-                if "exp_avg" not in self.state[p]:
-                    self.state[p]["exp_avg"] = torch.zeros_like(p)
-                    self.state[p]["exp_avg_sq"] = torch.zeros_like(p)
-            self._update(group, params)
+            for parameter in parameters:
+                state = self.state[parameter]
+                if "exp_avg" not in state:
+                    state["exp_avg"] = torch.zeros_like(parameter)
+                    state["exp_avg_sq"] = torch.zeros_like(parameter)
+            self._update(group, parameters)
 
     def _update(self, group: dict[str, Any], params: list[torch.Tensor]) -> None:
         beta1, beta2 = group["betas"]

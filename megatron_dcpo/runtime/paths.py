@@ -1,4 +1,4 @@
-"""Where a relative path in a file is looked for: beside that file, then in the working directory."""
+"""Relative paths in a file: they are looked up next to that file, then in the working directory."""
 
 from __future__ import annotations
 

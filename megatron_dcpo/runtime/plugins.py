@@ -16,26 +16,25 @@ from megatron_dcpo.runtime.paths import places
 
 
 def is_import_path(text: str) -> bool:
-    """Return whether ``text`` names an object by import path; names of the package's own parts have
-    no colon.
-    """
+    """Return whether ``text`` is an import path; names of the package's own parts have no colon."""
     return ":" in text
 
 
-def load_object(path: str, option: str) -> Any:
+def load_object(path: str, option: str) -> Any:  # noqa: ANN401 - an object of the user's
     """Return the object that ``path`` names, for the configuration's ``option``.
 
-    A file is seen from the working directory; its own directory is not put on ``sys.path``. Raises
-    :class:`UserError` when there is no such file, module or name, or when importing it fails.
+    The path of a file is relative to the working directory; the file's directory is not put on
+    ``sys.path``. Raises :class:`UserError` if there is no such file, module or name, or if
+    importing it fails.
     """
-    place, _, name = path.rpartition(":")
-    if not place or not name.isidentifier():
+    source, _, name = path.rpartition(":")
+    if not source or not name.isidentifier():
         raise UserError(f"{option}={path}: expected file.py:name or package.module:name")
     try:
-        if place.endswith(".py"):
-            module = _load_file(Path(place), path, option)
+        if source.endswith(".py"):
+            module = _load_file(Path(source), path, option)
         else:
-            module = importlib.import_module(place)
+            module = importlib.import_module(source)
     except UserError:
         raise
     except ModuleNotFoundError as error:
@@ -49,12 +48,12 @@ def load_object(path: str, option: str) -> Any:
         ) from error
     if not hasattr(module, name):
         known = [known for known in vars(module) if not known.startswith("_")]
-        raise UserError(f"{option}={path}: {place} has no {name!r}{did_you_mean(name, known)}")
+        raise UserError(f"{option}={path}: {source} has no {name!r}{did_you_mean(name, known)}")
     return getattr(module, name)
 
 
-def check_signature(function: Any, path: str, option: str, *arguments: str) -> None:
-    """Raise :class:`UserError` unless ``function`` can be called with that many positional
+def check_signature(function: object, path: str, option: str, *arguments: str) -> None:
+    """Raise :class:`UserError` unless ``function`` can be called with these positional
     ``arguments``.
     """
     expected = f"expected a function ({', '.join(arguments)})"
@@ -73,8 +72,9 @@ def check_signature(function: Any, path: str, option: str, *arguments: str) -> N
 def _load_file(file: Path, path: str, option: str) -> ModuleType:
     if not file.is_file():
         raise UserError(f"{option}={path}: no such file {file}{places(file)}")
-    # the same file is one module, under a name that no other file has
-    name = f"megatron_dcpo_user_{file.stem}_{hashlib.sha256(str(file.resolve()).encode()).hexdigest()[:8]}"
+    # a file is loaded once, as a module with a name that no other file has
+    digest = hashlib.sha256(str(file.resolve()).encode()).hexdigest()
+    name = f"megatron_dcpo_user_{file.stem}_{digest[:8]}"
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, file)

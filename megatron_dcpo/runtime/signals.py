@@ -1,9 +1,8 @@
-"""Signals that end a run in good order, and ending with the launcher. No heavy imports: a process
-imports this first.
+"""Signals that end a run in good order, and ending together with the launcher. A process imports
+this first, so it has no heavy imports.
 
-The signals are noted by a thread that reads Python's wake-up descriptor: a plain handler runs
-between two bytecodes of the main thread, and a main thread that waits in a collective executes
-none.
+A thread reads the signals from Python's wake-up descriptor. A plain handler would run between two
+bytecodes of the main thread, and a main thread that waits in a collective executes none.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 LAUNCHER_PID = "DCPO_LAUNCHER_PID"
 _PR_SET_PDEATHSIG = 1
 _LAUNCHER_DIED = signal.SIGUSR2
-# A scheduler signals every process of a job, and the launcher passes on to its workers what it got
-# itself.
+# A scheduler signals every process of a job, and the launcher passes its own signal on to its
+# workers.
 _SAME_SIGNAL_SECONDS = 1.0
 
 _stopping: int | None = None
@@ -35,7 +34,7 @@ _listening = False
 
 
 class RolloutAbandoned(Exception):
-    """Raised by an engine in the middle of a rollout when :func:`stop_requested`."""
+    """Raised by an engine in the middle of a rollout if :func:`stop_requested`."""
 
 
 def install_handlers() -> None:
@@ -59,14 +58,14 @@ def install_handlers() -> None:
 
 
 def stop_requested() -> int | None:
-    """Return the signal that asks this run to stop, if any; cheap enough to ask once per sampled
-    token.
+    """Return the signal that asks this run to stop, if any. It is cheap enough to be called for
+    every sampled token.
     """
     return _stopping
 
 
 def request_stop(number: int) -> None:
-    """Stop as if ``number`` had been received: how one rank's signal reaches the others."""
+    """Stop as if ``number`` had been received; so the signal of one rank reaches the others."""
     global _stopping, _first_at
     if _stopping is None:
         _stopping = number
@@ -91,28 +90,28 @@ def under_launcher() -> bool:
 
 def exit_with_launcher() -> None:
     """Have the kernel end this worker when its launcher ends, so that it does not train without it.
-    Linux; else a no-op.
+    Does nothing on systems other than Linux.
 
-    Only under a launcher: a process started from a shell must survive the shell. After
-    :func:`install_handlers`: the first worker of a node reports what happened, the others are
-    killed without a message.
+    It applies only under a launcher, because a process started from a shell must survive the shell.
+    Call it after :func:`install_handlers`: the first worker of a node reports what happened, the
+    others are killed without a message.
     """
     if not under_launcher() or not sys.platform.startswith("linux"):
         return
-    farewell = _listening and os.environ.get("LOCAL_RANK") == "0"
+    number = signal.SIGKILL
+    if _listening and os.environ.get("LOCAL_RANK") == "0":
+        number = _LAUNCHER_DIED
     with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, _LAUNCHER_DIED if farewell else signal.SIGKILL)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
     launcher = os.environ.get(LAUNCHER_PID)
-    if launcher is not None and os.getppid() != int(
-        launcher
-    ):  # it died before the kernel was asked
-        _launcher_died()
+    if launcher is not None and os.getppid() != int(launcher):
+        _launcher_died()  # before the kernel was asked
 
 
 def as_child() -> Callable[[], None]:
-    """Return what a child that is not of this package runs before its program: it ends with the
-    thread that starts it, and ignores the warning of a scheduler, which would end it before the run
-    is saved.
+    """Return the function that a child outside this package runs before its program. The child then
+    ends with the thread that starts it, and ignores the warning of a scheduler, which would end it
+    before the run is saved.
     """
     library = ctypes.CDLL(None)
 
@@ -154,9 +153,9 @@ def _note(number: int) -> None:
         request_stop(number)
         if os.environ.get("LOCAL_RANK", "0") == "0":
             announce(
-                f"{name_of(number)}: saving at the next boundary, then leaving; once more leaves "
-                "at once"
+                f"{name_of(number)}: saving at the next boundary, then leaving; send it again to "
+                "quit immediately"
             )
     elif not under_launcher() or time.monotonic() - _first_at > _SAME_SIGNAL_SECONDS:
-        announce(f"second signal ({name_of(number)}): leaving at once, nothing more is saved")
+        announce(f"second signal ({name_of(number)}): quitting immediately, nothing more is saved")
         os._exit(128 + number)

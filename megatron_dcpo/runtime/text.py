@@ -1,5 +1,5 @@
-"""Text that others wrote (models, data sets, servers, checkpoints): read as JSON, and shown on a
-terminal. No torch.
+"""Text that others wrote (models, data sets, servers, checkpoints): reading it as JSON and showing
+it on a terminal. Imports no torch.
 """
 
 from __future__ import annotations
@@ -11,12 +11,14 @@ from typing import Any
 
 from megatron_dcpo.errors import UserError
 
-# levels of a JSON value; Python's own limit would be met later, wherever a value is walked through
+# The levels of a JSON value. Python's own limit would only be met later, in any code that walks
+# through a value.
 DEEPEST = 100
 
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
-_SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]"), re.compile(rb"\\u[dD][89a-fA-F]")
-# C0, delete and C1 move the cursor and name windows; the others reorder or break lines, or cannot
+_SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
+_SURROGATE_ESCAPE_IN_BYTES = re.compile(rb"\\u[dD][89a-fA-F]")
+# C0, delete and C1 move the cursor and rename windows; the others reorder or break lines, or cannot
 # be encoded.
 _UNSAFE = re.compile(
     "[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
@@ -25,17 +27,17 @@ _UNSAFE_IN_LINES = re.compile(_UNSAFE.pattern.replace("\x00-\x1f", "\x00-\x08\x0
 
 
 def printable(text: object, lines: bool = False) -> str:
-    r"""Return ``text`` as a terminal may show it: control characters, reordering marks and lone
-    surrogates as ``\x1b``.
+    r"""Return ``text`` as a terminal may show it, with control characters, reordering marks and
+    lone surrogates escaped (``\x1b``).
 
-    ``lines``: newlines and tabs stay, for text of several lines that is ours.
+    With ``lines``, newlines and tabs stay, for our own text of several lines.
     """
     unsafe = _UNSAFE_IN_LINES if lines else _UNSAFE
     return unsafe.sub(lambda match: match[0].encode("unicode_escape").decode(), str(text))
 
 
 def encodable(text: str) -> str:
-    """Return ``text`` without lone surrogates, which UTF-8 does not have: U+FFFD in their place."""
+    """Return ``text`` with U+FFFD for lone surrogates, which UTF-8 does not have."""
     return _LONE_SURROGATE.sub("\ufffd", text)
 
 
@@ -47,22 +49,26 @@ def counted(number: int) -> str:
     return str(number)
 
 
-def parse_json(text: str | bytes) -> Any:
-    """Return the JSON value in ``text``, its strings :func:`encodable`. NaN and Infinity are
+def parse_json(text: str | bytes) -> Any:  # noqa: ANN401 - JSON of any shape
+    """Return the JSON value in ``text``, with its strings :func:`encodable`. NaN and Infinity are
     numbers.
 
     Raises :class:`ValueError` for text that is not JSON or not UTF-8, for a value of more than
-    ``DEEPEST`` levels, and for a whole number of more digits than Python converts.
+    ``DEEPEST`` levels, and for an integer with more digits than Python converts.
     """
     try:
         value = json.loads(text)
     except RecursionError:
         raise ValueError(f"more than {DEEPEST} levels deep") from None
-    opening = ("[", "{") if isinstance(text, str) else (b"[", b"{")
-    if sum(map(text.count, opening)) > DEEPEST and not _is_shallow(value):  # type: ignore[arg-type]
+    if isinstance(text, str):
+        openings = text.count("[") + text.count("{")
+        has_surrogate = bool(_LONE_SURROGATE.search(text) or _SURROGATE_ESCAPE.search(text))
+    else:
+        openings = text.count(b"[") + text.count(b"{")
+        has_surrogate = bool(_SURROGATE_ESCAPE_IN_BYTES.search(text))
+    if openings > DEEPEST and not _is_shallow(value):
         raise ValueError(f"more than {DEEPEST} levels deep")
-    literal = isinstance(text, str) and _LONE_SURROGATE.search(text)
-    if literal or _SURROGATE_ESCAPE[isinstance(text, bytes)].search(text):  # type: ignore[arg-type]
+    if has_surrogate:
         return _map_strings(value)
     return value
 
@@ -73,34 +79,35 @@ def read_json_object(path: Path) -> dict[str, Any]:
         value = parse_json(path.read_bytes())
     except OSError as error:
         raise UserError(f"{path}: {error.strerror or error}") from None
+    except json.JSONDecodeError as error:
+        raise UserError(f"{path}:{error.lineno}: not valid JSON ({error.msg})") from None
     except ValueError as error:
-        if isinstance(error, json.JSONDecodeError):
-            line = f":{error.lineno}"
-        else:
-            line = ""
-        raise UserError(f"{path}{line}: not valid JSON ({getattr(error, 'msg', error)})") from None
+        raise UserError(f"{path}: not valid JSON ({error})") from None
     if not isinstance(value, dict):
         raise UserError(f"{path}: not a JSON object but {type(value).__name__}")
     return value
 
 
-def _is_shallow(value: Any) -> bool:
+def _is_shallow(value: object) -> bool:
     level = [value]
     for _ in range(DEEPEST):
-        inner = (
-            c
-            for v in level
-            for c in (v.values() if isinstance(v, dict) else v if isinstance(v, list) else ())
-        )
-        level = [child for child in inner if isinstance(child, dict | list)]
+        children: list[object] = []
+        for parent in level:
+            if isinstance(parent, dict):
+                children.extend(parent.values())
+            elif isinstance(parent, list):
+                children.extend(parent)
+        level = [child for child in children if isinstance(child, dict | list)]
         if not level:
             return True
     return False
 
 
-def _map_strings(value: Any) -> Any:
+def _map_strings(value: object) -> object:
     if isinstance(value, dict):
         return {encodable(key): _map_strings(item) for key, item in value.items()}
     if isinstance(value, list):
         return [_map_strings(item) for item in value]
-    return encodable(value) if isinstance(value, str) else value
+    if isinstance(value, str):
+        return encodable(value)
+    return value

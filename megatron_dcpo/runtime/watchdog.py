@@ -51,8 +51,8 @@ _SHOWN = 8  # ranks or places named in one line
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """The last note of a rank. ``since``: Unix time at which the phase began; ``count`` grows with
-    every beat.
+    """The last note of a rank. ``since`` is the Unix time at which the phase began; ``count`` grows
+    with every beat.
     """
 
     rank: int
@@ -65,14 +65,18 @@ class Heartbeat:
     count: int
 
     def __str__(self) -> str:
-        return f"rank {self.rank} ({self.host}, pid {self.pid}), in {self.phase} of step {self.step} at {self.where}"
+        return (
+            f"rank {self.rank} ({self.host}, pid {self.pid}), in {self.phase} of step {self.step} "
+            f"at {self.where}"
+        )
 
 
 class Watchdog:
     """Watches from :meth:`start` on; used as a context around everything that communicates.
 
-    Leaving it by an exception that a lost rank has caused ends the process with a line that names
-    the rank: any clean-up would wait for it. So does an error of this rank's device, on every rank.
+    If the block is left by an exception that a lost rank has caused, the process ends with a line
+    that names the rank, because any clean-up would wait for it. An error of this rank's device ends
+    the process in the same way, on every rank.
     """
 
     def __init__(
@@ -95,12 +99,10 @@ class Watchdog:
         self._store: Any = None
 
     def start(self) -> Watchdog:
-        """Begin to beat. Collective."""
+        """Start the heartbeat. Collective."""
         if self.world_size > 1:
             store: Any = default_store()
-            self._store = (
-                store.clone()
-            )  # a connection of its own: the main thread may wait on the other one
+            self._store = store.clone()  # because the main thread may wait on the other connection
             self._store.set_timeout(timedelta(seconds=LOST_AFTER_SECONDS))
             self._store.set(f"beat/{self.rank}", self._note())
             if self.rank == 0:
@@ -121,8 +123,8 @@ class Watchdog:
         self._write()
 
     def finish(self, clean_exit: bool = True) -> None:
-        """Stop watching. ``clean_exit``: this rank ends as planned and the others do not miss it;
-        ranks end at different moments.
+        """Stop watching. With ``clean_exit`` this rank ends as planned, and the others do not miss
+        it; ranks end at different moments.
         """
         self._over.set()
         self.enter(_DONE if clean_exit else "failed", self._step)
@@ -131,7 +133,7 @@ class Watchdog:
                 self._store.set(f"beat/{self.rank}", self._note())
 
     def abort(self, message: str) -> None:
-        """End the job on every rank with ``message``: for what a rank cannot get out of otherwise."""
+        """End the job on every rank with ``message``, if a rank has no other way out."""
         if self._store is not None:
             self._store.set("lost", message)
         self._end_process(message)
@@ -158,8 +160,8 @@ class Watchdog:
         self.finish(clean_exit=error is None or isinstance(error, Stopped))
 
     def _who_is_lost(self) -> str:
-        """Return, after a failed collective, the ranks that beat no more, or nothing when all of
-        them do.
+        """Return, after a failed collective, the ranks without a heartbeat, or nothing if all ranks
+        have one.
         """
         signals.ignore_signals()  # the launcher is about to end all ranks
         try:
@@ -311,12 +313,12 @@ class Watchdog:
 
 
 class Timers:
-    """``with timers("rollout"): ...`` adds to ``seconds["rollout"]``, measured after the device is
-    done, and notes ``memory["rollout/rss"]`` in GB.
+    """Timers of phases: ``with timers("rollout"): ...`` adds to ``seconds["rollout"]``, measured
+    after the device is done, and notes ``memory["rollout/rss"]`` in GB.
 
-    The watchdog is told which phase of ``step`` this rank is in; without one, in a thread beside
-    the main one, only the seconds are taken. ``clear`` after a step is recorded: its checkpoint
-    comes later, and is found in the next record.
+    The watchdog is told which phase of ``step`` this rank is in. Without a watchdog, in a thread
+    besides the main one, only the seconds are measured. Call ``clear`` after a step is recorded;
+    its checkpoint comes later and is part of the next record.
     """
 
     def __init__(self, watch: Watchdog | None) -> None:

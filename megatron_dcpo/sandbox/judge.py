@@ -59,10 +59,10 @@ def judge_programs(
     sandbox: str = "auto",
     workers: int = 2,
 ) -> list[CodeVerdict]:
-    """Return the verdicts in the order of ``items``: (program, tests as ``tests.checked_tests`` has
-    them).
+    """Return the verdicts in the order of ``items``, which are pairs of a program and its tests
+    (``tests.checked_tests``).
 
-    Raises UserError on malformed tests and where no sandbox works.
+    Raises UserError for malformed tests, and if no sandbox works.
     """
     with CodePool(limits=limits or CodeLimits(), sandbox=sandbox, workers=workers) as pool:
         futures = [pool.submit(program, tests) for program, tests in items]
@@ -70,7 +70,7 @@ def judge_programs(
 
 
 class CodePool:
-    """Judges programs side by side in ``workers`` sandboxes. ``submit`` returns at once, so that
+    """Judges programs in ``workers`` sandboxes at a time. ``submit`` returns at once, so that
     judging overlaps whatever the caller does next. Servers start with the first program and stay
     warm until ``close``.
     """
@@ -83,7 +83,7 @@ class CodePool:
         self.limits = limits or CodeLimits()
         self.level = choose(sandbox)
         if self.level != "unsafe":
-            cgroup.place()  # raises here, not in a worker, where the named one does not do
+            cgroup.place()  # raises here, and not in a worker, if the named group is not usable
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._threads = [threading.Thread(target=self._work, daemon=True) for _ in range(workers)]
         self._owner = os.getpid()
@@ -99,8 +99,8 @@ class CodePool:
     def submit(
         self, program: str | None, tests: Mapping[str, Any], where: str = "tests"
     ) -> Future[CodeVerdict]:
-        """Return the verdict to come; None or a blank program is ``no_program``. Raises UserError,
-        naming ``where``, on malformed tests.
+        """Return the future verdict, which is ``no_program`` for None or a blank program. Raises
+        UserError naming ``where`` for malformed tests.
         """
         if self._owner != os.getpid():
             raise RuntimeError("this pool belongs to the process that made it")
@@ -130,7 +130,7 @@ class CodePool:
         return future
 
     def close(self) -> None:
-        """End the sandboxes; programs that still wait are cancelled."""
+        """End the sandboxes; waiting programs are cancelled."""
         if self._owner != os.getpid() or not self._started:
             return
         try:
@@ -190,13 +190,12 @@ class SandboxSession:
         self.servers = {}
 
     def judge(self, program: str, tests: dict[str, Any]) -> CodeVerdict:
-        """Return the verdict on ``program``; judged again, in a new sandbox, when the sandbox died,
-        within the program's whole time.
+        """Return the verdict on ``program``. If the sandbox dies, the program is judged again in a
+        new one, within its whole time.
         """
+        judge = self._by_calls
         if tests["kind"] == "stdin":
             judge = self._by_output
-        else:
-            judge = self._by_calls
         deadline = time.monotonic() + self.limits.program_seconds
         for attempt in range(1, ATTEMPTS + 1):
             try:
@@ -311,8 +310,8 @@ class SandboxSession:
             )
 
     def _category(self, ending: Ending, out: int, err: int, exceeded: bool) -> tuple[Category, str]:
-        """Return the category of an ended process; ``passed`` when it ended by itself, with status
-        0 and within its limits. ``exceeded``: its control group ran out of memory.
+        """Return the category of an ended process, ``passed`` if it ended by itself with status 0
+        and within its limits. ``exceeded`` tells that its control group ran out of memory.
         """
         complaint = last_line(err)
         if ending.reason == "wall":
@@ -323,9 +322,8 @@ class SandboxSession:
             return "output_limit", f"over {self.limits.output_mb} MB of output"
         if ending.code in EXITS:
             return EXITS[ending.code], complaint
-        if ending.code == _SIGXCPU or (
-            ending.code == _SIGKILL and ending.cpu >= self.limits.program_seconds
-        ):
+        killed_late = ending.code == _SIGKILL and ending.cpu >= self.limits.program_seconds
+        if ending.code == _SIGXCPU or killed_late:
             return "timeout", "out of processor time"
         if ending.code:
             return "runtime_error", complaint or f"exit status {ending.code}"

@@ -1,8 +1,8 @@
-"""Where untrusted programs run: one interface, and behind it the strongest isolation that the
-machine offers.
+"""Runs untrusted programs: one interface to the strongest isolation that the machine offers.
 
-``bubblewrap``: user, pid, mount, network and IPC namespaces. ``landlock``: Landlock, seccomp and
-limits, where user namespaces are switched off. ``unsafe``: limits only; it must be asked for.
+``bubblewrap`` has user, pid, mount, network and IPC namespaces. ``landlock`` has Landlock, seccomp
+and limits, for machines on which user namespaces are switched off. ``unsafe`` has only limits and
+must be asked for.
 
 A ``Server`` is a warm interpreter inside the sandbox; ``Server.spawn`` forks a supervised process
 from it.
@@ -33,7 +33,7 @@ from megatron_dcpo.sandbox import bubblewrap
 Level = Literal["bubblewrap", "landlock", "unsafe"]
 Role = Literal["program", "checker"]
 LEVELS: tuple[Level, ...] = ("bubblewrap", "landlock", "unsafe")
-# Loaded before the fork: what programs import most, so that each does not load it anew.
+# The modules that programs import most are loaded before the fork, and not again in each program.
 _MODULES = (
     "abc argparse array ast atexit bisect calendar cmath collections contextlib copy dataclasses "
     "datetime decimal enum "
@@ -195,8 +195,8 @@ class Server:
 
 
 @contextlib.contextmanager
-def in_memory(data: bytes = b"") -> Any:
-    """Open a file in memory that holds ``data``: the descriptor, at its start."""
+def in_memory(data: bytes = b"") -> Iterator[int]:
+    """Open a file in memory that holds ``data``; yield its descriptor, positioned at the start."""
     descriptor = os.memfd_create("data", os.MFD_CLOEXEC)
     try:
         view = memoryview(data)
@@ -208,9 +208,9 @@ def in_memory(data: bytes = b"") -> Any:
         os.close(descriptor)
 
 
-def receive(channel: socket.socket, seconds: float) -> Any:
-    """Receive one message. Raises SandboxDied when the other side is gone, TimeoutError when
-    nothing comes.
+def receive(channel: socket.socket, seconds: float) -> Any:  # noqa: ANN401 - JSON of any shape
+    """Receive one message. Raises SandboxDied if the other side is gone, TimeoutError if nothing
+    comes.
     """
     if not select.select([channel], [], [], max(0.0, seconds))[0]:
         raise TimeoutError
@@ -283,7 +283,10 @@ def running_tests(
                     "detail": f"the tests took more than {limits.program_seconds:g} s",
                 }
             if ending.code in (-signal.SIGPROF, -signal.SIGXCPU):
-                detail = f"the tests worked more than {limits.test_seconds:g} s on what the program returned"
+                detail = (
+                    f"the tests worked more than {limits.test_seconds:g} s on what the program "
+                    "returned"
+                )
                 return {"category": "timeout", "detail": detail}
             if ending.code == -signal.SIGKILL:
                 raise SandboxDied("the process of the tests was killed")

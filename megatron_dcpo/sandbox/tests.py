@@ -22,9 +22,9 @@ _WORD = re.compile(r"\S+")
 KINDS = ("stdin", "check", "asserts", "function")
 
 
-def checked_tests(tests: Any, where: str = "tests") -> dict[str, Any]:
-    """Return the tests as the judge uses them. Raises UserError, naming ``where``, for anything
-    else.
+def checked_tests(tests: object, where: str = "tests") -> dict[str, Any]:
+    """Return the tests as the judge uses them. Raises UserError naming ``where`` for anything that
+    is not one of these:
 
     * ``{"kind": "stdin", "cases": [{"input": str, "output": str}, ...]}``, perhaps ``atol``
     * ``{"kind": "check", "entry_point": str, "code": "def check(candidate): ..."}``
@@ -43,17 +43,9 @@ def checked_tests(tests: Any, where: str = "tests") -> dict[str, Any]:
         raise UserError(
             f"{where}: kind of tests {kind!r} is unknown; it must be one of {', '.join(KINDS)}"
         )
-    setup = _text(
-        row=tests,
-        name="setup",
-        where=where,
-        default="",
-    ) or _text(
-        row=tests,
-        name="prompt_prefix",
-        where=where,
-        default="",
-    )
+    setup = _text(tests, "setup", where, default="")
+    if not setup:
+        setup = _text(tests, "prompt_prefix", where, default="")
     known: dict[str, Any] = {"kind": kind, "setup": setup}
     if kind == "stdin":
         cases = _cases(tests, where)

@@ -1,7 +1,7 @@
-"""A decoder-only model as its Hugging Face ``config.json`` describes it: the facts that the table
-and the policy need.
+"""A decoder-only model as its Hugging Face ``config.json`` describes it, as far as the weight table
+and the policy need it.
 
-Adding an architecture: one entry in :data:`ARCHITECTURES` (what is special about it) and, where the
+To add an architecture, write one entry in :data:`ARCHITECTURES` for its peculiarities and, if its
 tensor names differ from Llama's, rows in :mod:`megatron_dcpo.weights.table`.
 """
 
@@ -18,7 +18,7 @@ from megatron_dcpo.runtime.text import read_json_object
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Llama-3.1's frequency scaling (``rope_type: llama3``). Every number is the checkpoint's own."""
+    """Llama-3.1's frequency scaling (``rope_type: llama3``), with the numbers of the checkpoint."""
 
     factor: float
     low_freq_factor: float
@@ -31,8 +31,8 @@ class Architecture:
     """A decoder-only transformer in Hugging Face terms. Sizes are counts, not bytes.
 
     With ``num_experts`` every layer has that many experts, each an MLP of width
-    ``ffn_hidden_size``; a token goes to ``experts_per_token`` of them, whose weights sum to one
-    where they are ``normalized_experts``.
+    ``ffn_hidden_size``; a token goes to ``experts_per_token`` of them. With ``normalized_experts``
+    the weights of these sum to one.
     """
 
     name: str
@@ -93,7 +93,7 @@ _ABSURD = 1 << 40
 
 
 def read_architecture(model_dir: str | Path) -> Architecture:
-    """Read ``model_dir/config.json``. Raises :class:`UserError` naming what is missing or unknown."""
+    """Read ``model_dir/config.json``. Raises :class:`UserError` for what is missing or unknown."""
     model_dir = Path(model_dir)
     path = model_dir / "config.json"
     if not model_dir.is_dir():
@@ -154,14 +154,11 @@ def parse_architecture(config: dict[str, Any], source: str = "config.json") -> A
 
 
 def _experts(config: dict[str, Any], source: str) -> dict[str, Any]:
-    """Return the options of a mixture of experts in every layer; other mixtures are refused by
-    name.
+    """Return the fields of an architecture with a mixture of experts in every layer. Raises
+    :class:`UserError` for other mixtures.
     """
-    for key, expected in (
-        ("decoder_sparse_step", 1),
-        ("mlp_only_layers", []),
-        ("n_shared_experts", 0),
-    ):
+    supported = {"decoder_sparse_step": 1, "mlp_only_layers": [], "n_shared_experts": 0}
+    for key, expected in supported.items():
         if (config.get(key) or expected) != expected:
             raise UserError(
                 f"{source}: {key}={config[key]!r:.60} is not supported; every layer must be "
@@ -180,8 +177,7 @@ def _experts(config: dict[str, Any], source: str) -> dict[str, Any]:
 
 
 def _rope(config: dict[str, Any], source: str) -> tuple[float, RopeScaling | None]:
-    # transformers 5 writes rope_parameters; older checkpoints have rope_theta and rope_scaling side
-    # by side.
+    # transformers 5 writes rope_parameters; older checkpoints have rope_theta and rope_scaling.
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     base = float(rope.get("rope_theta", config.get("rope_theta", 10000.0)))
     kind = rope.get("rope_type", rope.get("type", "default"))

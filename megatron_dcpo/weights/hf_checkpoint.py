@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -39,24 +39,30 @@ _NOT_SIDE_FILES = (INDEX, "pytorch_model.bin.index.json", "conversion.json")
 _SIDE_DIRECTORIES = ("additional_chat_templates",)
 
 
-class HFReader:
-    """The tensors of a Hugging Face directory, memory-mapped: only what is used is read. A tensor
-    that holds all experts of a layer appears as the experts' own.
+class Sliceable(Protocol):
+    """A tensor of a file that is read as far as it is indexed."""
 
-    ``specs``: shape and type of every tensor. Raises :class:`UserError` for missing, truncated or
-    malformed files, and when the index and the files disagree.
+    def __getitem__(self, index: slice | tuple[slice, ...]) -> torch.Tensor: ...
+
+
+class HFReader:
+    """The tensors of a Hugging Face directory, memory-mapped, so that only used parts are read. A
+    tensor that holds all experts of a layer appears as one tensor for each expert.
+
+    ``specs`` has shape and type of every tensor. Raises :class:`UserError` for missing, truncated
+    or malformed files, and if the index and the files disagree.
     """
 
     def __init__(self, model_dir: str | Path) -> None:
         self.model_dir = Path(model_dir)
         self.specs: dict[str, tuple[tuple[int, ...], str]] = {}
-        self._files: dict[str, Callable[[], Any]] = {}
-        self._found: set[str] = set()
+        self._readers: dict[str, Callable[[], Sliceable]] = {}
+        self._names: set[str] = set()
         weight_map = read_weight_map(self.model_dir)
         for file in sorted(set(weight_map.values()) or {SINGLE_FILE}):
             self._add(self.model_dir / file)
         for name, file in weight_map.items():
-            if name not in self._found:
+            if name not in self._names:
                 raise UserError(
                     f"{self.model_dir / file}: tensor {name} is missing; {INDEX} promises it"
                 )
@@ -67,23 +73,17 @@ class HFReader:
         try:
             file = safe_open(str(path), framework="pt")
             for name in file.keys():  # noqa: SIM118 - not a mapping
-                self._found.add(name)
+                self._names.add(name)
                 header = file.get_slice(name)
-                get = partial(file.get_slice, name)
                 shape = tuple(header.get_shape())
                 dtype = FROM_SAFETENSORS[header.get_dtype()]
+                read = partial(file.get_slice, name)
                 places = expert_places(name, shape)
-                parts = {part: (place[2], shape[2]) for part, place in places.items()} or {
-                    name: shape
-                }
-                if twice := next(filter(self.specs.__contains__, parts), None):
-                    raise UserError(
-                        f"{path}: tensor {twice} is in another file of the checkpoint as well"
-                    )
-                self.specs |= {part: (of_part, dtype) for part, of_part in parts.items()}
-                self._files |= {
-                    part: partial(_OneExpert, get, *place) for part, place in places.items()
-                } or {name: get}
+                if not places:
+                    self._add_tensor(path, name, (shape, dtype), read)
+                for part, (expert, first, rows) in places.items():
+                    read_part = partial(_OneExpert, read, expert, first, rows)
+                    self._add_tensor(path, part, ((rows, shape[2]), dtype), read_part)
         except OSError as error:
             raise UserError(f"cannot read {path}: {error.strerror or error}") from None
         except SafetensorError as error:
@@ -91,21 +91,33 @@ class HFReader:
         except KeyError as error:
             raise UserError(f"{path}: tensor {name} has the unknown element type {error}") from None
 
-    def slice(self, name: str) -> Any:
-        """Return the tensor ``name``: index it to get a view of the map. Raises :class:`UserError`
-        when it is missing.
+    def _add_tensor(
+        self,
+        path: Path,
+        name: str,
+        spec: tuple[tuple[int, ...], str],
+        read: Callable[[], Sliceable],
+    ) -> None:
+        if name in self.specs:
+            raise UserError(f"{path}: tensor {name} is in another file of the checkpoint as well")
+        self.specs[name] = spec
+        self._readers[name] = read
+
+    def slice(self, name: str) -> Sliceable:
+        """Return the tensor ``name``; index it to get a view of the mapped file. Raises
+        :class:`UserError` if it is missing.
         """
-        if name not in self._files:
+        if name not in self._readers:
             raise UserError(f"{self.model_dir}: tensor {name} is missing; config.json promises it")
-        return self._files[name]()
+        return self._readers[name]()
 
     def tensor(self, name: str) -> torch.Tensor:
-        """Return the whole tensor ``name``, a view of the map."""
+        """Return the whole tensor ``name``, a view of the mapped file."""
         tensor: torch.Tensor = self.slice(name)[:]
         return tensor
 
     def check(self, arch: Architecture) -> None:
-        """Raise :class:`UserError` when a tensor is missing or its shape contradicts
+        """Raise :class:`UserError` if a tensor is missing or its shape contradicts
         ``config.json``.
         """
         for name, expected in hf_shapes(arch).items():
@@ -113,7 +125,7 @@ class HFReader:
                 raise UserError(
                     f"{self.model_dir}: tensor {name} is missing; config.json promises it"
                 )
-            shape = self.specs[name][0]
+            shape, _ = self.specs[name]
             if shape != expected:
                 raise UserError(
                     f"{self.model_dir}: {name} has shape {list(shape)}, config.json implies "
@@ -122,27 +134,28 @@ class HFReader:
 
 
 class _OneExpert:
-    """``rows`` rows of one expert, of a tensor of all experts: to be indexed as a tensor of its
-    own.
+    """One expert's ``rows`` rows, beginning at ``first``, of a tensor with all experts. It is
+    indexed like a separate tensor.
     """
 
-    def __init__(self, whole: Callable[[], Any], expert: int, first: int, rows: int) -> None:
-        self.whole = whole()
+    def __init__(self, read: Callable[[], Sliceable], expert: int, first: int, rows: int) -> None:
+        self.whole: Any = read()
         self.expert = expert
         self.first = first
         self.rows = rows
 
     def __getitem__(self, index: slice | tuple[slice, ...]) -> torch.Tensor:
-        rows, *columns = index if isinstance(index, tuple) else (index,)
+        if not isinstance(index, tuple):
+            index = (index,)
+        rows, *columns = index
         start, stop, _ = rows.indices(self.rows)
-        part: torch.Tensor = self.whole[
-            self.expert, self.first + start : self.first + stop, *columns
-        ]
+        of_expert = slice(self.first + start, self.first + stop)
+        part: torch.Tensor = self.whole[self.expert, of_expert, *columns]
         return part
 
 
 def read_weight_map(model_dir: Path) -> dict[str, str]:
-    """Return tensor name -> file from the index; empty for a checkpoint of one file."""
+    """Return the file of each tensor from the index; nothing for a checkpoint of one file."""
     index = model_dir / INDEX
     if not index.is_file():
         if not (model_dir / SINGLE_FILE).is_file():
@@ -160,8 +173,8 @@ def read_weight_map(model_dir: Path) -> dict[str, str]:
 def load_into(
     reader: HFReader, copies: Iterable[Copy], parameters: Mapping[str, torch.Tensor]
 ) -> None:
-    """Execute ``copies`` from the checkpoint into ``parameters``; padding rows are set to zero.
-    Raises :class:`UserError` where a weight is NaN or infinite.
+    """Execute ``copies`` from the checkpoint into ``parameters``; padding rows become zero. Raises
+    :class:`UserError` if a weight is NaN or infinite.
     """
     for name in {copy.megatron for copy in copies if copy.megatron in parameters}:
         parameters[name].zero_()
@@ -171,21 +184,21 @@ def load_into(
             values = source[copy.hf_start : copy.hf_stop]
         else:
             values = source[:, copy.hf_start : copy.hf_stop]
-        loaded = parameters[copy.megatron].narrow(copy.dim, copy.start, copy.length).copy_(values)
-        if not loaded.is_meta and not torch.isfinite(loaded).all():
+        target = parameters[copy.megatron].narrow(copy.dim, copy.start, copy.length)
+        target.copy_(values)
+        if not target.is_meta and not torch.isfinite(target).all():
             file = reader.model_dir / read_weight_map(reader.model_dir).get(copy.hf, SINGLE_FILE)
-            kind = "NaN" if loaded.isnan().any() else "infinity"
-            as_what = f"{kind} in it, as {name_of(loaded.dtype)}"
+            kind = "NaN" if target.isnan().any() else "infinity"
             raise UserError(
-                f"{file}: tensor {copy.hf} has {as_what}; take an intact checkpoint, or another "
-                "params_dtype"
+                f"{file}: tensor {copy.hf} has {kind} in it, as {name_of(target.dtype)}; take an "
+                "intact checkpoint, or another params_dtype"
             )
 
 
 @dataclass(frozen=True)
 class Shard:
-    """One safetensors file to be written: ``header``, then every tensor at its ``offsets`` (from
-    the file's start).
+    """A safetensors file to write: ``header``, then every tensor at its offset from the start of
+    the file.
     """
 
     file: str
@@ -194,13 +207,14 @@ class Shard:
     nbytes: int
 
 
-# What is to be written: tensor name -> (shape, torch's name of its type), in the order of the
-# model.
+# Shape and type (torch's name) of the tensors to write, in the order of the model.
 Specs = Mapping[str, tuple[tuple[int, ...], str]]
 
 
 def assign_files(specs: Specs, max_bytes: int = SHARD_BYTES) -> dict[str, str]:
-    """Return tensor name -> file: in order, files of at most ``max_bytes`` (one tensor at least)."""
+    """Return the file of each tensor: in order, files of at most ``max_bytes``, but with at least
+    one tensor.
+    """
     parts: list[list[str]] = [[]]
     size = 0
     for name, spec in specs.items():
@@ -211,25 +225,25 @@ def assign_files(specs: Specs, max_bytes: int = SHARD_BYTES) -> dict[str, str]:
         size += _nbytes(spec)
     if len(parts) == 1:
         return dict.fromkeys(parts[0], SINGLE_FILE)
-    count = len(parts)
-    return {
-        name: f"model-{i:05d}-of-{count:05d}.safetensors"
-        for i, part in enumerate(parts, 1)
-        for name in part
-    }
+    files = {}
+    for number, part in enumerate(parts, 1):
+        file = f"model-{number:05d}-of-{len(parts):05d}.safetensors"
+        files.update(dict.fromkeys(part, file))
+    return files
 
 
 def plan_shards(specs: Specs, files: Mapping[str, str]) -> list[Shard]:
     """Return headers and offsets, in the order and the form in which the safetensors library writes
-    them.
+    them: larger types first, then by name.
     """
     shards = []
     for file in dict.fromkeys(files[name] for name in specs):
-        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        names = [name for name in specs if files[name] == file]
+        names.sort(key=lambda name: (-dtype_bytes(specs[name][1]), name))
+        header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+        starts = {}
         end = 0
-        for name in sorted(
-            (n for n in specs if files[n] == file), key=lambda n: (-dtype_bytes(specs[n][1]), n)
-        ):
+        for name in names:
             start = end
             end = end + _nbytes(specs[name])
             shape, dtype = specs[name]
@@ -238,19 +252,15 @@ def plan_shards(specs: Specs, files: Mapping[str, str]) -> list[Shard]:
                 "shape": list(shape),
                 "data_offsets": [start, end],
             }
+            starts[name] = start
         text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
         text += b" " * (-len(text) % 8)
         data = 8 + len(text)
-        offsets = {
-            name: data + header[name]["data_offsets"][0]
-            for name in header
-            if name != "__metadata__"
-        }
         shards.append(
             Shard(
                 file=file,
                 header=len(text).to_bytes(8, "little") + text,
-                offsets=offsets,
+                offsets={name: data + start for name, start in starts.items()},
                 nbytes=data + end,
             )
         )
@@ -271,38 +281,32 @@ def write_checkpoint(
     writer: bool,
     max_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Write a Hugging Face directory shard by shard: ``collect`` returns the tensors of one shard.
+    """Write a Hugging Face directory shard by shard; ``collect`` returns the tensors of one shard.
 
-    Collective where ``collect`` is; only the ``writer`` touches the disk, under a temporary name
-    that is renamed when complete. Everything that is not weights (config, tokenizer, templates) is
-    taken from ``source_dir``.
+    Collective if ``collect`` is. Only the ``writer`` touches the disk, under a temporary name that
+    is renamed when the directory is complete. Everything but the weights (config, tokenizer,
+    templates) is taken from ``source_dir``.
     """
     shapes = hf_shapes(arch)
     name = name_of(dtype)
     specs = {key: (shape, name) for key, shape in shapes.items()}
     shards = plan_shards(specs, assign_files(specs, max_bytes))
-    parts = (
-        (shard, collect({key: shapes[key] for key in shapes if key in shard.offsets}))
-        for shard in shards
-    )
+
+    def tensors_of(shard: Shard) -> dict[str, torch.Tensor]:
+        return collect({key: shapes[key] for key in shapes if key in shard.offsets})
+
     if not writer:
-        for _ in parts:
-            pass
+        for shard in shards:
+            tensors_of(shard)
         return
     with new_directory(out, overwrite=True) as temporary:
-        for shard, tensors in parts:
+        for shard in shards:
+            tensors = tensors_of(shard)
             with (temporary / shard.file).open("wb") as file:
                 file.write(shard.header)
                 for key in shard.offsets:
-                    file.write(
-                        tensors[key]
-                        .to(dtype)
-                        .contiguous()
-                        .reshape(-1)
-                        .view(torch.uint8)
-                        .numpy()
-                        .data
-                    )
+                    values = tensors[key].to(dtype).contiguous().reshape(-1)
+                    file.write(values.view(torch.uint8).numpy().data)
         write_index(temporary, shards)
         copy_side_files(source_dir, temporary, name)
 
@@ -311,10 +315,11 @@ def write_checkpoint(
 def tensors_on_disk(
     out: Path, specs: Specs, max_bytes: int = SHARD_BYTES
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """Create the files of a checkpoint in ``out``, and every tensor mapped to its place in them, to
-    be filled slice by slice.
+    """Create the files of a checkpoint in ``out`` and yield every tensor, mapped to its part of
+    them, to be filled slice by slice.
 
-    Raises :class:`OSError` when the disk has no room for them. On the disk when the block ends.
+    Raises :class:`OSError` if the disk has no room for them. They are on the disk when the block
+    ends.
     """
     shards = plan_shards(specs, assign_files(specs, max_bytes))
     tensors = {}
@@ -323,14 +328,14 @@ def tensors_on_disk(
         with (out / shard.file).open("w+b") as file:
             file.write(shard.header)
             file.flush()
-            os.posix_fallocate(
-                file.fileno(), 0, shard.nbytes
-            )  # writing to a map of a full disk would kill the process
-            maps.append(mmap.mmap(file.fileno(), shard.nbytes))
+            # Writing to a map of a full disk would kill the process.
+            os.posix_fallocate(file.fileno(), 0, shard.nbytes)
+            mapped = mmap.mmap(file.fileno(), shard.nbytes)
+        maps.append(mapped)
         for name, offset in shard.offsets.items():
             shape, dtype = specs[name]
             flat = torch.frombuffer(
-                maps[-1], dtype=torch_dtype(dtype), offset=offset, count=math.prod(shape)
+                mapped, dtype=torch_dtype(dtype), offset=offset, count=math.prod(shape)
             )
             tensors[name] = flat.view(shape)
     yield tensors
@@ -340,29 +345,34 @@ def tensors_on_disk(
 
 
 def write_index(out: Path, shards: list[Shard]) -> None:
-    """Write the index of a checkpoint of several files; one file needs none."""
-    if len(shards) > 1:
-        total = sum(shard.nbytes - len(shard.header) for shard in shards)
-        weight_map = {name: shard.file for shard in shards for name in shard.offsets}
-        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-        (out / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    """Write the index of a checkpoint with several files; a single file needs none."""
+    if len(shards) < 2:
+        return
+    total = sum(shard.nbytes - len(shard.header) for shard in shards)
+    weight_map = {}
+    for shard in shards:
+        weight_map.update(dict.fromkeys(shard.offsets, shard.file))
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    (out / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
 def copy_side_files(source_dir: Path, out: Path, dtype: str | None = None) -> None:
-    """Copy what belongs to the model besides its weights (config, tokenizer, templates, remote
-    code, licence); let ``config.json`` name the ``dtype`` of the weights.
+    """Copy the files of the model other than its weights (config, tokenizer, templates, remote
+    code, license); make ``config.json`` name the ``dtype`` of the weights.
     """
     for path in sorted(source_dir.iterdir()):
         if path.is_dir() and path.name in _SIDE_DIRECTORIES:
             shutil.copytree(path, out / path.name)
-        elif path.is_file() and not (
-            path.name.startswith(".")
-            or path.name.endswith(_WEIGHTS)
-            or path.name in _NOT_SIDE_FILES
-        ):
+        elif path.is_file() and _is_side_file(path.name):
             shutil.copyfile(path, out / path.name)
     config = read_json_object(out / "config.json")
     key = "dtype" if "dtype" in config else "torch_dtype"
     if dtype is not None and config.get(key) != dtype:
         config[key] = dtype
         (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _is_side_file(name: str) -> bool:
+    if name.startswith(".") or name.endswith(_WEIGHTS):
+        return False
+    return name not in _NOT_SIDE_FILES

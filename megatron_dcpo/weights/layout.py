@@ -1,5 +1,5 @@
-"""How Megatron cuts a model: the layout of a run, and the place of a rank in it. Names are
-Megatron's options.
+"""How Megatron divides a model: the layout of a run, and the coordinates of a rank in it. The names
+are those of Megatron's options.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ UNEVEN_PIPELINE = (  # options that divide the layers other than equally
     "account_for_loss_in_pipeline_split",
     "pipeline_model_parallel_layout",
 )
-EXPERTS = "expert_model_parallel_size", "expert_tensor_parallel_size"
+EXPERTS = ("expert_model_parallel_size", "expert_tensor_parallel_size")
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How Megatron cuts the model. Names are Megatron's options."""
+    """How Megatron divides the model. The names are those of Megatron's options."""
 
     tensor_model_parallel_size: int = 1
     pipeline_model_parallel_size: int = 1
@@ -37,30 +37,28 @@ class Layout:
 
     @property
     def expert_tensor(self) -> int:
-        """Return ETP, by default TP as in Megatron."""
+        """Return the tensor-parallel size of experts, by default TP as in Megatron."""
         return self.expert_tensor_parallel_size or self.tensor_model_parallel_size
 
     @property
     def width(self) -> int:
-        """Return how many consecutive ranks of a pipeline stage have all of it: TP, or the EP x ETP
-        ranks of all experts.
+        """Return how many consecutive ranks of a pipeline stage hold the whole stage: TP, or the EP
+        x ETP ranks of all experts.
         """
         return max(
             self.tensor_model_parallel_size, self.expert_model_parallel_size * self.expert_tensor
         )
 
-    def at(self, place: int, pipeline: int, virtual: int = 0) -> Coordinates:
-        """Return what the rank at ``place`` of those :attr:`width` has. Megatron counts tensor
-        before expert before data ranks.
+    def at(self, part: int, pipeline: int, virtual: int = 0) -> Coordinates:
+        """Return the coordinates of rank ``part`` among the :attr:`width` ranks of a stage.
+        Megatron counts tensor before expert before data ranks.
         """
-        expert = place // self.expert_tensor % self.expert_model_parallel_size
-        tensor = place % self.tensor_model_parallel_size
         return Coordinates(
-            tensor=tensor,
+            tensor=part % self.tensor_model_parallel_size,
             pipeline=pipeline,
             virtual=virtual,
-            expert=expert,
-            expert_tensor=place % self.expert_tensor,
+            expert=part // self.expert_tensor % self.expert_model_parallel_size,
+            expert_tensor=part % self.expert_tensor,
         )
 
     @classmethod
@@ -77,8 +75,8 @@ class Layout:
 
 @dataclass(frozen=True)
 class Coordinates:
-    """Which piece of the layout: tensor rank, pipeline rank, virtual pipeline stage, rank among the
-    experts' ranks and tensor rank within an expert.
+    """A piece of the layout: tensor rank, pipeline rank, virtual pipeline stage, rank among the
+    experts' ranks, and tensor rank within an expert.
     """
 
     tensor: int = 0

@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron_dcpo.runtime.files import new_directory
 
 DIRECTORY = "adapter"  # in the run's directory
-KEPT = "adapter."  # before its tensors' names in a training's checkpoint
+KEPT = "adapter."  # the prefix of its tensors' names in a training's checkpoint
 SCALE = "adapter.scale"
 _PREFIX = "base_model.model."
 

@@ -1,7 +1,7 @@
-"""Which layers stand where in the pipeline: what Megatron's ``get_num_layers_to_build`` and
-``get_transformer_layer_offset`` say of a process group's rank, for every model chunk of a layout at
-once and without a group: a plan is made where there is no process group, and for more ranks than
-there are here.
+"""The layers of every pipeline stage. Megatron's ``get_num_layers_to_build`` and
+``get_transformer_layer_offset`` give them for one rank of a process group; here they are computed
+for every model chunk of a layout at once and without a group, because a plan is made without one,
+and for more ranks than there are.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ _REPEATED = (r"\(([^)]+)\)\*(\d{1,3})", r"(.)\*(\d{1,3})")  # (tt|)*3, then t*3
 
 @functools.lru_cache(maxsize=1024)
 def chunk_layers(num_layers: int, layout: Layout) -> tuple[range, ...]:
-    """Return the layers, counted from 0, of every model chunk in the model's order: of pipeline
-    stage ``p``, virtual stage ``v`` at ``v * PP + p``.
+    """Return the layers, counted from 0, of every model chunk in the model's order. The chunk of
+    pipeline stage ``p`` and virtual stage ``v`` is at index ``v * PP + p``.
 
     Raises :class:`UserError` for a split that does not add up to ``num_layers`` or leaves a chunk
     without a layer.
@@ -36,9 +36,8 @@ def chunk_layers(num_layers: int, layout: Layout) -> tuple[range, ...]:
             f"{'-'.join(map(str, counts))} of the model's {num_layers} layers; every stage needs "
             "one"
         )
-    return tuple(
-        range(*bounds) for bounds in itertools.pairwise([0, *itertools.accumulate(counts)])
-    )
+    edges = [0, *itertools.accumulate(counts)]
+    return tuple(range(first, last) for first, last in itertools.pairwise(edges))
 
 
 def layers_per_stage(num_layers: int, layout: Layout) -> tuple[int, ...]:
@@ -49,16 +48,19 @@ def layers_per_stage(num_layers: int, layout: Layout) -> tuple[int, ...]:
 
 
 def _written(num_layers: int, given: str, stages: int) -> list[int]:
-    """Return the layers of each chunk in ``pipeline_model_parallel_layout``: ``E`` embedding, ``t``
-    a layer, ``L`` output layer.
+    """Return the layers of each chunk in ``pipeline_model_parallel_layout``, in which ``E`` is the
+    embedding, ``t`` a layer, and ``L`` the output layer.
     """
     text = given.replace(",", "")
     for pattern in _REPEATED:
-        text = re.sub(pattern, lambda found: found[1] * int(found[2]), text)
+        text = re.sub(pattern, lambda match: match[1] * int(match[2]), text)
     parts = text.split("|")
     problem = ""
     if not re.fullmatch("E[t|]*L", text):
-        problem = "is not E (embedding), t (a layer each) and L (output layer) in that order, with | between stages"
+        problem = (
+            "is not E (embedding), t (a layer each) and L (output layer) in that order, with | "
+            "between stages"
+        )
     elif len(parts) != stages:
         problem = f"has {len(parts)} stages; PP x VPP = {stages}"
     elif text.count("t") != num_layers:
@@ -69,8 +71,8 @@ def _written(num_layers: int, given: str, stages: int) -> list[int]:
 
 
 def _computed(num_layers: int, layout: Layout) -> list[int]:
-    """Return the layers of each chunk: equal, but for the stages that have a number of their own,
-    and less a layer where the embedding or the output layer counts as one.
+    """Return the layers of each chunk: equal numbers, except for stages with a configured number,
+    and a layer less if the embedding or the output layer counts as one.
     """
     pp = layout.pipeline_model_parallel_size
     vp = layout.virtual_pipeline_model_parallel_size
@@ -80,21 +82,22 @@ def _computed(num_layers: int, layout: Layout) -> list[int]:
         0: layout.num_layers_in_first_pipeline_stage,
         pp - 1: layout.num_layers_in_last_pipeline_stage,
     }
-    own = {stage: layers for stage, layers in ends.items() if layers}
-    left = num_layers + embedding + loss - sum(own.values())
-    others = pp - len(own)
-    middle = left // max(others, 1)
-    counts = [own.get(stage, middle) for stage in range(pp)]
-    if left < 0 or left != middle * others or any(layers % vp for layers in counts):
-        what = f"{num_layers} layers" + " and what counts as one" * (embedding or loss)
-        if own:
-            less = f" less {' and '.join(map(str, own.values()))} of the first or last stage"
-        else:
-            less = ""
+    configured = {stage: layers for stage, layers in ends.items() if layers}
+    remaining = num_layers + embedding + loss - sum(configured.values())
+    others = pp - len(configured)
+    equal = remaining // max(others, 1)
+    counts = [configured.get(stage, equal) for stage in range(pp)]
+    divides = remaining >= 0 and remaining == equal * others
+    if not divides or any(layers % vp for layers in counts):
+        what = f"{num_layers} layers"
+        if embedding or loss:
+            what += " and what counts as one"
+        if configured:
+            numbers = " and ".join(map(str, configured.values()))
+            what += f" less {numbers} of the first or last stage"
         raise UserError(
             f"parallel.pipeline_model_parallel_size={pp} (x virtual stages = {pp * vp}) does not "
-            "divide the model's "
-            f"{what}{less}; choose a divisor, or split them unevenly: "
+            f"divide the model's {what}; choose a divisor, or split them unevenly: "
             "parallel.megatron.num_layers_in_first_pipeline_stage, "
             "num_layers_in_last_pipeline_stage or pipeline_model_parallel_layout"
         )

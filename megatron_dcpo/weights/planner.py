@@ -13,6 +13,7 @@ import functools
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -38,8 +39,8 @@ from megatron_dcpo.weights.table import (
 
 @dataclass(frozen=True)
 class Copy:
-    """Along ``dim``: Hugging Face ``hf[hf_start:hf_stop]`` is Megatron ``megatron[start:start +
-    hf_stop - hf_start]``.
+    """The Hugging Face slice ``hf[hf_start:hf_stop]`` along ``dim`` is the slice of the Megatron
+    tensor ``megatron`` that begins at ``start``.
 
     ``primary`` marks one owner among the ranks that hold the same values (replicated tensors, tied
     embeddings): export sends primary copies only, import fills all.
@@ -59,8 +60,8 @@ class Copy:
 
 
 def padded_vocab_size(arch: Architecture, layout: Layout) -> int:
-    """Return the vocabulary rows of the embedding after padding: a multiple of
-    ``make_vocab_size_divisible_by`` x TP.
+    """Return the rows of the embedding with padding, a multiple of ``make_vocab_size_divisible_by``
+    x TP.
     """
     multiple = layout.make_vocab_size_divisible_by * layout.tensor_model_parallel_size
     return -(-arch.vocab_size // multiple) * multiple
@@ -165,35 +166,51 @@ def _check_experts(arch: Architecture, layout: Layout) -> None:
 def plan(arch: Architecture, layout: Layout, at: Coordinates) -> tuple[Copy, ...]:
     """Return all copies of the model chunk at ``at``, in parameter order. Deterministic; cached."""
     check_layout(arch, layout)
-    dense = (layout.tensor_model_parallel_size, at.tensor)
-    expert = (layout.expert_tensor, at.expert_tensor)
-    return tuple(
-        copy
-        for row, primary, of_expert in _chunk_rows(arch, layout, at)
-        for copy in _copies(arch, layout, *(expert if of_expert else dense), row, primary)
-    )
+    copies: list[Copy] = []
+    for row, primary, of_expert in _chunk_rows(arch, layout, at):
+        tp = layout.tensor_model_parallel_size
+        rank = at.tensor
+        if of_expert:
+            tp = layout.expert_tensor
+            rank = at.expert_tensor
+        copies.extend(
+            _copies(
+                arch=arch,
+                layout=layout,
+                tp=tp,
+                rank=rank,
+                row=row,
+                primary=primary,
+            )
+        )
+    return tuple(copies)
 
 
 def sharded_dimensions(
     arch: Architecture, layout: Layout, at: Coordinates
 ) -> dict[str, int | None]:
-    """Return, for every parameter of the chunk, the dimension split over tensor-parallel ranks;
-    ``None``: replicated.
+    """Return the dimension of every parameter of the chunk that is split over tensor-parallel
+    ranks, ``None`` for replicated parameters.
     """
-    dims = {"replicated": None, "row": 1}
-    return {
-        row.megatron: dims.get(row.interleaving, 0) for row, *_ in _chunk_rows(arch, layout, at)
-    }
+    dimensions: dict[str, int | None] = {}
+    for row, *_ in _chunk_rows(arch, layout, at):
+        if row.interleaving == "replicated":
+            dimensions[row.megatron] = None
+        elif row.interleaving == "row":
+            dimensions[row.megatron] = 1
+        else:
+            dimensions[row.megatron] = 0
+    return dimensions
 
 
 def interleavings(arch: Architecture, layout: Layout, at: Coordinates) -> dict[str, Interleaving]:
-    """Return, for every parameter of the chunk, how its Hugging Face tensors interleave."""
+    """Return how the Hugging Face tensors of every parameter of the chunk interleave."""
     return {row.megatron: row.interleaving for row, *_ in _chunk_rows(arch, layout, at)}
 
 
 def checksum(copies: tuple[Copy, ...]) -> str:
-    """Return a short fingerprint of a plan: equal on all ranks that should agree, and across
-    releases that move bytes alike.
+    """Return a short fingerprint of a plan. It is equal on all ranks that should agree, and across
+    releases that move the same bytes.
     """
     return hashlib.sha256(repr(copies).encode()).hexdigest()[:16]
 
@@ -201,8 +218,8 @@ def checksum(copies: tuple[Copy, ...]) -> str:
 def _chunk_rows(
     arch: Architecture, layout: Layout, at: Coordinates
 ) -> Iterator[tuple[Row, bool, bool]]:
-    """Yield the rows of one model chunk with the global numbers filled in on the Hugging Face side;
-    whether they are primary, and an expert's.
+    """Yield the rows of one model chunk with the global numbers filled in on the Hugging Face side,
+    whether a row is primary, and whether it is an expert's.
     """
     pp = layout.pipeline_model_parallel_size
     vp = layout.virtual_pipeline_model_parallel_size
@@ -213,79 +230,67 @@ def _chunk_rows(
         yield EMBEDDING_ROW, True, False
     for local, layer in enumerate(layers):
         for row in layer_rows(arch):
+            named = row
             if layout.transformer_engine:
                 named = transformer_engine_row(arch, row)
-            else:
-                named = row
             experts = experts_of(arch, row)
             if row.of_expert:
                 number = len(experts) // layout.expert_model_parallel_size
                 experts = experts[at.expert * number : (at.expert + 1) * number]
             for index, expert in enumerate(experts):
-                yield named.at(local, index, layer, expert), True, row.of_expert
+                numbered = named.at(layer=local, expert=index, hf_layer=layer, hf_expert=expert)
+                yield numbered, True, row.of_expert
     if last:
         yield FINAL_NORM_ROW, True, False
-        if not (
-            arch.tied_embeddings and first
-        ):  # tied and on the embedding's own stage: Megatron shares the tensor
+        # Megatron shares the tensor if it is tied and on the stage of the embedding.
+        if not (arch.tied_embeddings and first):
             yield output_row(arch), not arch.tied_embeddings, False
 
 
 def _copies(
     arch: Architecture, layout: Layout, tp: int, rank: int, row: Row, primary: bool
 ) -> Iterator[Copy]:
-    """Yield the copies of a row of the table. ``tp``, ``rank``: of the ranks that cut this row's
+    """Yield the copies of a row of the table on ``rank`` of the ``tp`` ranks that divide its
     tensors.
     """
     shapes = hf_shapes(arch)
+    shape = shapes[row.hf[0]]
+    copy = partial(Copy, megatron=row.megatron, primary=primary)
     if row.interleaving == "replicated":
         yield Copy(
             hf=row.hf[0],
             hf_start=0,
-            hf_stop=shapes[row.hf[0]][0],
+            hf_stop=shape[0],
             megatron=row.megatron,
             start=0,
             dim=0,
             primary=primary and rank == 0,
         )
-        return
-    if row.interleaving in ("column", "row"):
+    elif row.interleaving in ("column", "row"):
         dim = 0 if row.interleaving == "column" else 1
-        size = shapes[row.hf[0]][dim] // tp
-        yield Copy(
+        size = shape[dim] // tp
+        yield copy(
             hf=row.hf[0],
             hf_start=rank * size,
             hf_stop=(rank + 1) * size,
-            megatron=row.megatron,
             start=0,
             dim=dim,
-            primary=primary,
         )
     elif row.interleaving == "vocab":
         size = padded_vocab_size(arch, layout) // tp
         start = rank * size
         stop = min((rank + 1) * size, arch.vocab_size)
         if start < stop:
-            yield Copy(
-                hf=row.hf[0],
-                hf_start=start,
-                hf_stop=stop,
-                megatron=row.megatron,
-                start=0,
-                dim=0,
-                primary=primary,
-            )
+            yield copy(hf=row.hf[0], hf_start=start, hf_stop=stop, start=0, dim=0)
     elif row.interleaving == "gate_up":
-        size = shapes[row.hf[0]][0] // tp
+        size = shape[0] // tp
         for half, name in enumerate(row.hf):
-            yield Copy(
+            yield copy(
                 hf=name,
                 hf_start=rank * size,
                 hf_stop=(rank + 1) * size,
-                megatron=row.megatron,
                 start=half * size,
                 dim=0,
-                primary=primary,
             )
     else:
         yield from _qkv_copies(
@@ -298,18 +303,18 @@ def _copies(
 
 
 def _qkv_copies(arch: Architecture, tp: int, rank: int, row: Row, primary: bool) -> Iterator[Copy]:
-    """Query group g holds ``heads/groups`` query heads, one key head, one value head, in that
-    order.
+    """Yield the copies of Q, K and V. A query group holds ``heads/groups`` query heads, one key
+    head and one value head, in that order.
     """
     d = arch.kv_channels
     queries = arch.num_attention_heads // arch.num_query_groups * d
     groups = arch.num_query_groups // tp
+    sizes = (queries, d, d)
+    offsets = (0, queries, queries + d)
     for local in range(groups):
         group = rank * groups + local
         start = local * (queries + 2 * d)
-        for name, size, offset in zip(
-            row.hf, (queries, d, d), (0, queries, queries + d), strict=True
-        ):
+        for name, size, offset in zip(row.hf, sizes, offsets, strict=True):
             yield Copy(
                 hf=name,
                 hf_start=group * size,

@@ -1,10 +1,10 @@
-"""Export direction: the policy's shards, on whichever rank of the TP x PP grid, handed on as
-Hugging Face slices.
+"""Export: the shards of a policy, spread over the TP x PP grid, handed on as slices of Hugging Face
+tensors.
 
-The transport of :mod:`megatron_dcpo.weights.reshard_plan`. Every rank of a replica walks the same
-buckets: it puts together what it holds, receives the rest in flat messages, hands the bucket on,
-and acknowledges it to all others before the buffers are used again. The plan is computed on every
-rank alike, so no metadata is sent.
+This is the transport for :mod:`megatron_dcpo.weights.reshard_plan`. Every rank of a replica goes
+through the same buckets: it assembles what it holds, receives the rest in flat messages, hands the
+bucket on, and acknowledges it to all others before the buffers are used again. Every rank computes
+the same plan, so no metadata is sent.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -28,6 +29,7 @@ from megatron_dcpo.weights.planner import Copy, WeightSlice
 from megatron_dcpo.weights.reshard_plan import (
     BUCKET_BYTES,
     BucketEntry,
+    EngineRanks,
     Message,
     ReshardPlan,
     reshard_plan,
@@ -36,7 +38,11 @@ from megatron_dcpo.weights.table import hf_shapes
 
 
 class Shards(Protocol):
-    """What is exported: one rank's op of a model, as ``policy.model.Policy`` has it."""
+    """One rank's shard of the model to export, as ``policy.model.Policy`` has it.
+
+    ``merged`` names the tensors to which the export adds something, on any rank; ``addition``
+    returns, in fp32, what is added to a slice of a tensor that this rank holds.
+    """
 
     @property
     def arch(self) -> Architecture: ...
@@ -47,24 +53,20 @@ class Shards(Protocol):
     @property
     def copies(self) -> tuple[tuple[Copy, ...], ...]: ...
     @property
-    def merged(
-        self,
-    ) -> tuple[str, ...]: ...  # tensors that are exported with an addition, on any rank
-    def addition(
-        self, name: str, dim: int, start: int, stop: int
-    ) -> Tensor: ...  # fp32, of a tensor this rank holds
+    def merged(self) -> tuple[str, ...]: ...
+    def addition(self, name: str, dim: int, start: int, stop: int) -> Tensor: ...
     def parameters(self, chunk: int) -> dict[str, Tensor]: ...
 
 
 class SynchronizationError(RuntimeError):
-    """A rank did not take a bucket: it ended, or its engine refused. Every rank of the replica
-    raises it.
+    """A rank did not take a bucket, because it ended or its engine refused. Every rank of the
+    replica raises this error.
     """
 
 
 @dataclass
 class Traffic:
-    """What the transport counted on this rank, in bytes. ``peak``: of its buffers."""
+    """The bytes that the transport counted on this rank. ``peak`` is the size of its buffers."""
 
     received: int = 0
     peak: int = 0
@@ -83,12 +85,14 @@ def plan_for(
     return reshard_plan(
         arch=policy.arch,
         layout=policy.layout,
-        engine_tensor_model_parallel_size=engine_tensor_model_parallel_size,
-        replicas=topology.replicas,
+        engines=EngineRanks(
+            tensor_model_parallel_size=engine_tensor_model_parallel_size,
+            replicas=topology.replicas,
+            replica=topology.replica,
+        ),
         bucket_bytes=bucket_bytes,
         itemsize=itemsize,
         only=names,
-        replica=topology.replica,
         merged=policy.merged,
     )
 
@@ -96,21 +100,22 @@ def plan_for(
 def export_buckets(
     policy: Shards, plan: ReshardPlan, traffic: Traffic | None = None
 ) -> Generator[list[WeightSlice], None, None]:
-    """Yield the slices this rank's engine keeps, bucket by bucket; large ones come in several
-    parts, one after the other. Collective over the replica.
+    """Yield the slices that this rank's engine keeps, bucket by bucket; large ones come in several
+    consecutive parts. Collective over the replica.
 
-    A bucket's values are valid until the next one is asked for. Close the generator when a bucket
-    cannot be taken (as ``contextlib.closing`` does): the other ranks then stop as well. Raises
-    :class:`SynchronizationError` when another rank did, or does not answer.
+    A bucket's values are valid until the next one is requested. If a bucket cannot be taken, close
+    the generator (as ``contextlib.closing`` does), so that the other ranks stop as well. Raises
+    :class:`SynchronizationError` if another rank stopped or does not answer.
     """
     local = _Local(policy)
-    traffic = traffic if traffic is not None else Traffic()
-    dtype = local.dtype
-    device = current_device()
-    assembly_buffer = torch.empty(plan.assembled // plan.itemsize, dtype=dtype, device=device)
-    recv_buffer = torch.empty(plan.message // plan.itemsize, dtype=dtype, device=device)
-    traffic.peak = max(traffic.peak, assembly_buffer.nbytes + recv_buffer.nbytes)
-    with ledger.holding("buckets", assembly_buffer.nbytes + recv_buffer.nbytes):
+    if traffic is None:
+        traffic = Traffic()
+    new = partial(torch.empty, dtype=local.dtype, device=current_device())
+    assembly_buffer = new(plan.assembled // plan.itemsize)
+    recv_buffer = new(plan.message // plan.itemsize)
+    nbytes = assembly_buffer.nbytes + recv_buffer.nbytes
+    traffic.peak = max(traffic.peak, nbytes)
+    with ledger.holding("buckets", nbytes):
         yield from _export(
             policy=policy,
             plan=plan,
@@ -130,9 +135,10 @@ def _export(
     recv_buffer: Tensor,
 ) -> Generator[list[WeightSlice], None, None]:
     progress = BucketBarrier("reshard", policy.topology.model_group)
-    # NCCL makes a group's communicator at its first call, which has to be one of all its ranks; a
-    # message is of some.
-    if refused := progress.acknowledge(0, True):
+    # NCCL creates a group's communicator at the first call, in which all ranks have to take part. A
+    # message involves only some of them.
+    refused = progress.acknowledge(0, True)
+    if refused:
         raise SynchronizationError(f"weight synchronization: {refused}")
     for number, bucket in enumerate(plan.buckets, 1):
         where = f"weight synchronization, bucket {number} of {len(plan.buckets)}"
@@ -164,23 +170,21 @@ def _export(
 def export_slices(
     policy: Shards, names: tuple[str, ...] | None = None, bucket_bytes: int = BUCKET_BYTES
 ) -> Iterator[WeightSlice]:
-    """Yield the whole tensors named in ``names`` (default: all), large ones in several parts, on
-    every rank of the replica. Collective over the replica.
+    """Yield the whole tensors in ``names`` (by default all), large ones in several parts, on every
+    rank of the replica. Collective over the replica.
     """
-    for bucket in export_buckets(
-        policy,
-        plan_for(
-            policy=policy,
-            engine_tensor_model_parallel_size=1,
-            bucket_bytes=bucket_bytes,
-            names=names,
-        ),
-    ):
+    plan = plan_for(
+        policy=policy,
+        engine_tensor_model_parallel_size=1,
+        bucket_bytes=bucket_bytes,
+        names=names,
+    )
+    for bucket in export_buckets(policy, plan):
         yield from bucket
 
 
 def gather_full(policy: Shards, shapes: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
-    """Return the full tensors named in ``shapes``, on every rank of the replica, on the CPU.
+    """Return the whole tensors of ``shapes``, on the CPU of every rank of the replica.
     Collective.
     """
     dtype = next(iter(policy.parameters(0).values())).dtype
@@ -192,21 +196,21 @@ def gather_full(policy: Shards, shapes: dict[str, tuple[int, ...]]) -> dict[str,
 
 def not_finite(policy: Shards) -> list[str]:
     """Return the names of this rank's tensors that hold a NaN or an infinity. Reads every parameter
-    once, copies nothing.
+    once and copies nothing.
     """
-    broken = []
+    broken = set()
     for chunk, copies in enumerate(policy.copies):
         for name, parameter in policy.parameters(chunk).items():
-            # A sum is finite when all its terms are, unless it overflows; only then is every number
-            # looked at.
-            if (
-                not torch.isfinite(parameter.sum(dtype=torch.float32))
-                and not torch.isfinite(parameter).all()
-            ):
-                broken += [
-                    c.hf for c in copies if c.megatron == name and not _finite_slice(parameter, c)
-                ]
-    return sorted(set(broken))
+            # The sum of finite terms is finite unless it overflows, so that every number is only
+            # examined if the sum is not finite.
+            if torch.isfinite(parameter.sum(dtype=torch.float32)):
+                continue
+            if torch.isfinite(parameter).all():
+                continue
+            for copy in copies:
+                if copy.megatron == name and not _finite_slice(parameter, copy):
+                    broken.add(copy.hf)
+    return sorted(broken)
 
 
 def _finite_slice(parameter: Tensor, copy: Copy) -> bool:
@@ -214,7 +218,7 @@ def _finite_slice(parameter: Tensor, copy: Copy) -> bool:
 
 
 class _Local:
-    """What this rank holds, by Hugging Face tensor."""
+    """The parameters of this rank, by Hugging Face tensor."""
 
     def __init__(self, policy: Shards) -> None:
         self.policy = policy
@@ -231,20 +235,15 @@ class _Local:
     def targets(
         self, entries: Sequence[BucketEntry], assembly_buffer: Tensor
     ) -> dict[str, WeightSlice]:
-        """Return where the slices of a bucket are or will be: the parameter itself where it has all
-        of one, else a part of ``assembly_buffer``, filled with what this rank holds.
+        """Return the slices of a bucket: a view of the parameter if it has the whole slice, else a
+        part of ``assembly_buffer``, filled with the values that this rank holds.
         """
         targets = {}
         used = 0
         for entry in entries:
             name = entry.hf
-            (dim, start, stop) = entry.slices[self.rank]
-            values = self._in_place(
-                name=name,
-                dim=dim,
-                start=start,
-                stop=stop,
-            )
+            dim, start, stop = entry.slices[self.rank]
+            values = self._in_place(name, dim, start, stop)
             if values is None:
                 shape = _sliced(self.shapes[name], dim, stop - start)
                 values = assembly_buffer[used : used + math.prod(shape)].view(shape)
@@ -259,19 +258,19 @@ class _Local:
         return targets
 
     def fill(self, values: Tensor, name: str, start: int) -> None:
-        """Copy what is held of ``name`` into ``values``, which begins at index ``start`` of its cut
-        dimension.
+        """Copy this rank's part of ``name`` into ``values``, which begins at index ``start`` of the
+        dimension that is cut.
         """
         for copy, parameter in self._held.get(name, ()):
+            dim = copy.dim
             first = max(start, copy.hf_start)
-            last = min(start + values.shape[copy.dim], copy.hf_stop)
-            if first < last:
-                source = parameter.narrow(
-                    copy.dim, copy.start + first - copy.hf_start, last - first
-                )
-                if name in self.policy.merged:
-                    source = self.policy.addition(name, copy.dim, first, last).add_(source)
-                values.narrow(copy.dim, first - start, last - first).copy_(source)
+            last = min(start + values.shape[dim], copy.hf_stop)
+            if first >= last:
+                continue
+            source = parameter.narrow(dim, copy.start + first - copy.hf_start, last - first)
+            if name in self.policy.merged:
+                source = self.policy.addition(name, dim, first, last).add_(source)
+            values.narrow(dim, first - start, last - first).copy_(source)
 
     def _in_place(self, name: str, dim: int, start: int, stop: int) -> Tensor | None:
         if name in self.policy.merged:
@@ -283,7 +282,9 @@ class _Local:
 
 
 def _sliced(shape: Sequence[int], dim: int, length: int) -> tuple[int, ...]:
-    return tuple(length if d == dim else n for d, n in enumerate(shape))
+    sliced = list(shape)
+    sliced[dim] = length
+    return tuple(sliced)
 
 
 def _exchange(
@@ -293,35 +294,37 @@ def _exchange(
     targets: dict[str, WeightSlice],
     recv_buffer: Tensor,
 ) -> int:
-    """Send or receive one message; returns the bytes this rank received."""
-    if local.rank != message.owner and local.rank not in message.readers:
-        return 0
-    group = policy.topology.model_group
-    flat = recv_buffer[: message.numel]
-    shapes = [_sliced(local.shapes[op.hf], op.dim, op.stop - op.start) for op in message.ops]
-    views = [
-        v.view(s) for v, s in zip(flat.split([op.numel for op in message.ops]), shapes, strict=True)
-    ]
+    """Send or receive one message; return the bytes that this rank received."""
     sends = local.rank == message.owner
+    if not sends and local.rank not in message.readers:
+        return 0
+    flat = recv_buffer[: message.numel]
+    views = []
+    for op, values in zip(message.ops, flat.split([op.numel for op in message.ops]), strict=True):
+        views.append(values.view(_sliced(local.shapes[op.hf], op.dim, op.stop - op.start)))
     if sends:
         for op, view in zip(message.ops, views, strict=True):
             local.fill(view, op.hf, op.start)
-    if len(message.readers) == dist.get_world_size(group) - 1:
-        dist.broadcast(flat, group=group, group_src=message.owner)
-    else:  # as a batch, in the group's own communicator: NCCL would make one more for every pair
-        if sends:
-            way = dist.isend
-            others = message.readers
-        else:
-            way = dist.irecv
-            others = (message.owner,)
-        for work in dist.batch_isend_irecv(
-            [dist.P2POp(way, flat, group=group, group_peer=rank) for rank in others]
-        ):
-            work.wait()
+    _communicate(flat, message, sends, policy.topology.model_group)
     if sends:
         return 0
     for op, view in zip(message.ops, views, strict=True):
         target = targets[op.hf]
-        target.values.narrow(op.dim, op.start - target.start, op.stop - op.start).copy_(view)
+        start = op.start - target.start
+        target.values.narrow(op.dim, start, op.stop - op.start).copy_(view)
     return flat.nbytes
+
+
+def _communicate(flat: Tensor, message: Message, sends: bool, group: dist.ProcessGroup) -> None:
+    if len(message.readers) == dist.get_world_size(group) - 1:
+        dist.broadcast(flat, group=group, group_src=message.owner)
+        return
+    # A batch uses the group's communicator; for single calls NCCL would create one for every pair.
+    if sends:
+        operations = [
+            dist.P2POp(dist.isend, flat, group=group, group_peer=rank) for rank in message.readers
+        ]
+    else:
+        operations = [dist.P2POp(dist.irecv, flat, group=group, group_peer=message.owner)]
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()

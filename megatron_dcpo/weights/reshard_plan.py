@@ -1,11 +1,11 @@
-"""The plan of a weight synchronization: which bytes go from which trainer rank to which, bucket by
-bucket. Pure.
+"""The plan of a weight synchronization: which bytes go from which trainer rank to which other,
+bucket by bucket. Pure.
 
-Every engine rank gets, of every Hugging Face tensor, the slice it keeps by vLLM's rule for dense
-models (the whole tensor with an engine of one rank). What it holds already as a trainer rank is not
-sent; the rest is sent once, by its owner, so the bytes a rank receives are the least possible. Two
-passes: per tensor the list of :class:`TransferOp`, then the operations packed into buckets; a
-tensor that is larger than a bucket is cut into several entries.
+Every engine rank gets the slice of each Hugging Face tensor that it keeps by vLLM's rule for dense
+models (the whole tensor if an engine has one rank). What it already holds as a trainer rank is not
+sent. The rest is sent once, by its owner, so the bytes that a rank receives are the least possible.
+There are two passes: a list of :class:`TransferOp` for each tensor, then the operations packed into
+buckets. A tensor that is larger than a bucket is cut into several entries.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from megatron_dcpo.weights.table import engine_cuts, hf_shapes
 
 BUCKET_BYTES = 512 * 2**20
 Slice = tuple[int, int, int]  # dimension, start, stop
-# of a bucket, one part in so many is for the message on its way, the rest for what has arrived
+# One part in so many of a bucket is for the message in transit, the rest for values that arrived.
 MESSAGE_SHARE = 8
 
 
 @dataclass(frozen=True)
 class TransferOp:
     """``hf[start:stop]`` along ``dim``, the ranks of the replica that hold it (the owner first) and
-    those that need it.
+    the ranks that need it.
 
-    ``interleaved``: Megatron keeps it in several places (query groups), so a holder has to put it
-    together as well.
+    If it is ``interleaved``, Megatron keeps it in several pieces (query groups), so that a holder
+    has to assemble it as well.
     """
 
     hf: str
@@ -47,19 +47,25 @@ class TransferOp:
     readers: tuple[int, ...]
     interleaved: bool
 
+    @property
+    def per_index(self) -> int:
+        """Return the number of elements in one index of the dimension."""
+        return self.numel // (self.stop - self.start)
+
     def cut(self, start: int, stop: int, readers: tuple[int, ...]) -> TransferOp:
-        """Return ``hf[start:stop]`` of this, for ``readers``."""
-        numel = self.numel // (self.stop - self.start) * (stop - start)
+        """Return ``hf[start:stop]`` of this operation, for ``readers``."""
+        numel = self.per_index * (stop - start)
         return replace(self, start=start, stop=stop, numel=numel, readers=readers)
 
     def overlap(self, slice_: Slice) -> int:
-        """Return the indices of this in a slice of the tensor."""
-        return max(0, min(self.stop, slice_[2]) - max(self.start, slice_[1]))
+        """Return how many indices of this operation are in a slice of the tensor."""
+        _, start, stop = slice_
+        return max(0, min(self.stop, stop) - max(self.start, start))
 
 
 @dataclass(frozen=True)
 class Message:
-    """Operations whose values are sent flat, one after the other, from ``owner`` to ``readers``
+    """Operations whose values are sent flat, one after another, from ``owner`` to ``readers``
     (ranks of the replica).
     """
 
@@ -74,7 +80,9 @@ class Message:
 
 @dataclass(frozen=True)
 class BucketEntry:
-    """Tensor ``hf``, or as much of it as a bucket holds. ``slices``: what each rank keeps of it."""
+    """Tensor ``hf``, or the part of it that a bucket holds. ``slices`` has the slice that each rank
+    keeps.
+    """
 
     hf: str
     slices: tuple[Slice, ...]
@@ -82,27 +90,52 @@ class BucketEntry:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Entries handed to the engine in one call, of every tensor at most one; and the messages that
-    bring what a rank lacks of them.
+    """Entries that the engine gets in one call, at most one of each tensor, and the messages that
+    bring the values that a rank lacks.
     """
 
     entries: tuple[BucketEntry, ...]
     messages: tuple[Message, ...]
 
 
-_Held = dict[str, list[TransferOp]]  # of every tensor, what ranks hold
-_Slices = dict[str, tuple[Slice, ...]]  # of every tensor, what each rank's engine keeps
+_Held = dict[str, list[TransferOp]]  # the intervals of every tensor that ranks hold
+_Slices = dict[str, tuple[Slice, ...]]  # the slice of every tensor that each rank's engine keeps
 _Planned = tuple[BucketEntry, list[TransferOp]]
 
 
 @dataclass(frozen=True)
-class ReshardPlan:
-    """What one synchronization moves within a replica. Bytes; tuples are indexed by the rank within
-    the replica.
+class EngineRanks:
+    """The engines on the ranks of one ``replica`` of the trainer, out of ``replicas``. Each replica
+    synchronizes within itself. Engines are blocks of ``tensor_model_parallel_size`` consecutive
+    ranks, whatever replica these belong to.
+    """
 
-    ``received``: by the messages; ``least``: what a rank needs less what it holds, computed apart
-    from them; ``least_whole``: the same if every rank were given whole tensors. ``assembled``: the
-    largest buffer in which a rank puts slices together; ``message``: the largest message.
+    tensor_model_parallel_size: int = 1
+    replicas: int = 1
+    replica: int = 0
+
+    def on(self, layout: Layout) -> tuple[int, ...]:
+        """Return the engine's tensor-parallel rank on each rank of the replica. Megatron counts
+        tensor before data before pipeline ranks.
+        """
+        ranks = []
+        for stage in range(layout.pipeline_model_parallel_size):
+            first = layout.width * (self.replica + self.replicas * stage)
+            for part in range(layout.width):
+                ranks.append((first + part) % self.tensor_model_parallel_size)
+        return tuple(ranks)
+
+
+@dataclass(frozen=True)
+class ReshardPlan:
+    """The bytes that one synchronization moves within a replica. Tuples are indexed by the rank
+    within the replica.
+
+    received: by the messages.
+    least: the bytes that a rank needs and does not hold, computed independently of the messages.
+    least_whole: the same if every rank were given whole tensors.
+    assembled: the largest buffer in which a rank assembles slices.
+    message: the largest message.
     """
 
     bucket_bytes: int
@@ -118,7 +151,7 @@ class ReshardPlan:
 
     @property
     def peak_bytes(self) -> int:
-        """Return the extra memory of a rank during the synchronization; at most ``bucket_bytes``."""
+        """Return a rank's extra memory during the synchronization, at most ``bucket_bytes``."""
         return self.assembled + self.message
 
     @functools.cached_property
@@ -131,112 +164,84 @@ class ReshardPlan:
 def reshard_plan(
     arch: Architecture,
     layout: Layout,
-    engine_tensor_model_parallel_size: int = 1,
-    replicas: int = 1,
+    engines: EngineRanks,
     bucket_bytes: int = BUCKET_BYTES,
     itemsize: int = 2,
     only: tuple[str, ...] | None = None,
-    replica: int = 0,
     merged: tuple[str, ...] = (),
 ) -> ReshardPlan:
-    """Plan the synchronization of ``arch`` from ``layout`` into engines on the same ranks.
+    """Plan the synchronization of ``arch`` from ``layout`` into ``engines`` on the same ranks.
     Deterministic; cached.
 
     Args:
-        replicas, replica: data-parallel replicas of the trainer and the one in question; each
-        synchronizes within
-            itself. Engines are blocks of consecutive ranks, whatever replica these belong to.
-        bucket_bytes: bound of the extra memory of a rank, the message on its way included.
+        bucket_bytes: bound of a rank's extra memory, with the message in transit.
         itemsize: bytes per number of the trainer's parameters.
-        only: these tensors (export of one file); all by default.
-        merged: tensors to which something is added on the way, so that no parameter is handed on as
-        it is.
+        only: the tensors to synchronize (export of one file); all by default.
+        merged: tensors to which something is added on the way, so that no parameter is passed on as
+            it is.
 
-    Raises :class:`UserError` when the engine's tensor-parallel size does not divide the model, and
-    when a bucket cannot even hold a row of one of its tensors.
+    Raises :class:`UserError` if the engine's tensor-parallel size does not divide the model, or if
+    a bucket cannot hold a single row of one of its tensors.
     """
-    check_engine(arch, engine_tensor_model_parallel_size)
+    engine_tp = engines.tensor_model_parallel_size
+    check_engine(arch, engine_tp)
     names = [name for name in hf_shapes(arch) if only is None or name in only]
-    ranks = layout.width * layout.pipeline_model_parallel_size
-    at = _engine_ranks(
-        layout=layout,
-        engine_tp=engine_tensor_model_parallel_size,
-        replicas=replicas,
-        replica=replica,
-    )
-    slices = {
-        n: tuple(
-            engine_slice(
-                arch=arch,
-                name=n,
-                tp=engine_tensor_model_parallel_size,
-                rank=rank,
-            )
-            for rank in at
-        )
-        for n in names
-    }
-    whole = {
-        name: tuple(
-            engine_slice(
-                arch=arch,
-                name=name,
-                tp=1,
-                rank=0,
-            )
-            for _ in at
-        )
-        for name in names
-    }
+    ranks = range(layout.width * layout.pipeline_model_parallel_size)
+    slices = _engine_slices(arch, names, engine_tp, engines.on(layout))
+    whole = _engine_slices(arch, names, 1, [0 for _ in ranks])
     held_ops = _held(arch, layout, names)
-    message, capacity = _share_of_a_bucket(
+    message_limit, capacity = _share_of_a_bucket(
         arch=arch,
         names=names,
-        ranks=ranks,
+        ranks=len(ranks),
         bucket_bytes=bucket_bytes,
         itemsize=itemsize,
+    )
+    entries = _entries(
+        arch=arch,
+        held_ops=held_ops,
+        slices=slices,
+        capacity=capacity,
+        merged=merged,
     )
     buckets = []
     assembled = 0
-    for packed in _pack(
-        _entries(
-            arch=arch,
-            held_ops=held_ops,
-            slices=slices,
-            capacity=capacity,
-            merged=merged,
-        ),
-        capacity,
-        merged,
-    ):
-        messages = _messages([op for _, ops in packed for op in ops], message)
-        buckets.append(Bucket(tuple(entry for entry, _ in packed), tuple(messages)))
-        assembled = max(assembled, *_sum(_to_assemble(*planned, merged) for planned in packed))
-    sent = [message for bucket in buckets for message in bucket.messages]
+    for packed in _pack(entries, capacity, merged):
+        ops = [op for _, entry_ops in packed for op in entry_ops]
+        bucket = Bucket(
+            entries=tuple(entry for entry, _ in packed),
+            messages=tuple(_messages(ops, message_limit)),
+        )
+        buckets.append(bucket)
+        needs = [_to_assemble(entry, entry_ops, merged) for entry, entry_ops in packed]
+        assembled = max(assembled, *_sum(needs))
+    messages = [message for bucket in buckets for message in bucket.messages]
+    received = []
+    for rank in ranks:
+        numel = sum(message.numel for message in messages if rank in message.readers)
+        received.append(itemsize * numel)
     return ReshardPlan(
         bucket_bytes=bucket_bytes,
         itemsize=itemsize,
-        replicas=replicas,
-        engine_tensor_model_parallel_size=engine_tensor_model_parallel_size,
+        replicas=engines.replicas,
+        engine_tensor_model_parallel_size=engine_tp,
         buckets=tuple(buckets),
-        received=tuple(
-            itemsize * sum(m.numel for m in sent if rank in m.readers) for rank in range(ranks)
-        ),
-        least=_least(
-            arch=arch,
-            held_ops=held_ops,
-            slices=slices,
-            itemsize=itemsize,
-        ),
-        least_whole=_least(
-            arch=arch,
-            held_ops=held_ops,
-            slices=whole,
-            itemsize=itemsize,
-        ),
+        received=tuple(received),
+        least=_least(arch, held_ops, slices, itemsize),
+        least_whole=_least(arch, held_ops, whole, itemsize),
         assembled=itemsize * assembled,
-        message=itemsize * max((m.numel for m in sent), default=0),
+        message=itemsize * max((message.numel for message in messages), default=0),
     )
+
+
+def _engine_slices(
+    arch: Architecture, names: Iterable[str], tp: int, engine_ranks: Sequence[int]
+) -> _Slices:
+    """Return the slices of every tensor that the given ranks of an engine of size ``tp`` keep."""
+    slices = {}
+    for name in names:
+        slices[name] = tuple(engine_slice(arch, name, tp, rank) for rank in engine_ranks)
+    return slices
 
 
 def most_received(
@@ -246,77 +251,41 @@ def most_received(
     replicas: int,
     itemsize: int,
 ) -> int:
-    """Return the bytes that the rank receiving most gets in a synchronization, over all replicas;
+    """Return the bytes that the busiest receiving rank of all replicas gets in a synchronization,
     without planning the messages.
     """
     engine_tp = engine_tensor_model_parallel_size
     check_engine(arch, engine_tp)
     held_ops = _held(arch, layout, list(hf_shapes(arch)))
+    placements = set()
+    for replica in range(replicas):
+        placements.add(EngineRanks(engine_tp, replicas, replica).on(layout))
     most = 0
-    for at in {
-        tuple(
-            _engine_ranks(
-                layout=layout,
-                engine_tp=engine_tp,
-                replicas=replicas,
-                replica=replica,
-            )
-        )
-        for replica in range(replicas)
-    }:
-        slices = {
-            name: tuple(
-                engine_slice(
-                    arch=arch,
-                    name=name,
-                    tp=engine_tp,
-                    rank=rank,
-                )
-                for rank in at
-            )
-            for name in held_ops
-        }
-        most = max(
-            most,
-            *_least(
-                arch=arch,
-                held_ops=held_ops,
-                slices=slices,
-                itemsize=itemsize,
-            ),
-        )
+    for engine_ranks in placements:
+        slices = _engine_slices(arch, held_ops, engine_tp, engine_ranks)
+        most = max(most, *_least(arch, held_ops, slices, itemsize))
     return most
 
 
 def _share_of_a_bucket(
     arch: Architecture, names: Sequence[str], ranks: int, bucket_bytes: int, itemsize: int
 ) -> tuple[int, int]:
-    """Return how many numbers that a message and the buffer of what has arrived may hold; a row of
-    the widest tensor at least.
+    """Return how many numbers a message and the buffer of arrived values may hold, which is at
+    least a row of the widest tensor.
     """
-    widest = max(
-        (
-            _per_index(
-                arch,
-                name,
-                engine_slice(
-                    arch=arch,
-                    name=name,
-                    tp=1,
-                    rank=0,
-                )[0],
-            )
-            for name in names
-        ),
-        default=1,
-    )
+    widest = 1
+    if names:
+        widest = max(
+            _per_index(arch, name, engine_slice(arch, name, tp=1, rank=0)[0]) for name in names
+        )
+    message = 0
     if ranks > 1:
         message = max(widest, bucket_bytes // MESSAGE_SHARE // itemsize)
-    else:
-        message = 0
     capacity = bucket_bytes // itemsize - message
     if capacity < widest:
-        least = widest * itemsize * (2 if ranks > 1 else 1)
+        least = widest * itemsize
+        if ranks > 1:
+            least *= 2
         raise UserError(
             f"rollout.bucket_bytes={bucket_bytes} is too small for this model; it needs {least} "
             "at least"
@@ -324,60 +293,54 @@ def _share_of_a_bucket(
     return message, capacity
 
 
-def _engine_ranks(layout: Layout, engine_tp: int, replicas: int, replica: int) -> list[int]:
-    """Return the engine's tensor-parallel rank on each rank of a replica. Engines are blocks of
-    consecutive ranks; Megatron counts tensor before data before pipeline ranks.
-    """
-    width = layout.width
-    stages = range(layout.pipeline_model_parallel_size)
-    return [
-        (place + width * (replica + replicas * p)) % engine_tp
-        for p in stages
-        for place in range(width)
-    ]
-
-
 def _held(arch: Architecture, layout: Layout, names: Sequence[str]) -> _Held:
-    """Return of every tensor the intervals that ranks hold, disjoint, in the order of their start;
-    no readers yet.
+    """Return the intervals of every tensor that ranks hold: disjoint, in the order of their start,
+    still without readers.
     """
     by_interval: dict[str, dict[tuple[int, int], TransferOp]] = {
         name: {} for name in hf_shapes(arch)
     }
+    for rank, copies_of in _copies_of_ranks(arch, layout):
+        for name, copies in copies_of.items():
+            start = copies[0].hf_start
+            stop = copies[-1].hf_stop
+            contiguous = sum(copy.length for copy in copies) == stop - start
+            assert contiguous, "the slices of a rank are neighbors"
+            op = by_interval[name].get((start, stop))
+            if op is None:
+                op = TransferOp(
+                    hf=name,
+                    dim=copies[0].dim,
+                    start=start,
+                    stop=stop,
+                    numel=(stop - start) * _per_index(arch, name, copies[0].dim),
+                    holders=(),
+                    readers=(),
+                    interleaved=len(copies) > 1,
+                )
+            if rank in op.holders:
+                continue
+            holders = (*op.holders, rank)
+            if copies[0].primary:
+                holders = (rank, *op.holders)
+            by_interval[name][start, stop] = replace(op, holders=holders)
+    held = {}
+    for name in names:
+        intervals = sorted(by_interval[name])
+        held[name] = [by_interval[name][interval] for interval in intervals]
+    return held
+
+
+def _copies_of_ranks(
+    arch: Architecture, layout: Layout
+) -> Iterator[tuple[int, dict[str, list[Copy]]]]:
+    """Yield each rank of the replica and its copies by tensor, one model chunk at a time."""
     for pipeline in range(layout.pipeline_model_parallel_size):
-        for place in range(layout.width):
-            rank = pipeline * layout.width + place
+        for part in range(layout.width):
+            rank = pipeline * layout.width + part
             for virtual in range(layout.virtual_pipeline_model_parallel_size):
-                for name, copies in _by_tensor(
-                    plan(arch, layout, layout.at(place, pipeline, virtual))
-                ).items():
-                    start = copies[0].hf_start
-                    stop = copies[-1].hf_stop
-                    assert sum(copy.length for copy in copies) == stop - start, (
-                        "the slices of a rank are neighbors"
-                    )
-                    numel = (stop - start) * _per_index(arch, name, copies[0].dim)
-                    new = TransferOp(
-                        hf=name,
-                        dim=copies[0].dim,
-                        start=start,
-                        stop=stop,
-                        numel=numel,
-                        holders=(),
-                        readers=(),
-                        interleaved=len(copies) > 1,
-                    )
-                    op = by_interval[name].get((start, stop), new)
-                    if rank not in op.holders:
-                        if copies[0].primary:
-                            holders = (rank, *op.holders)
-                        else:
-                            holders = (*op.holders, rank)
-                        by_interval[name][start, stop] = replace(op, holders=holders)
-    return {
-        name: [op for _, op in sorted(by_interval[name].items(), key=lambda item: item[0])]
-        for name in names
-    }
+                copies = plan(arch, layout, layout.at(part, pipeline, virtual))
+                yield rank, _by_tensor(copies)
 
 
 def _by_tensor(copies: Sequence[Copy]) -> dict[str, list[Copy]]:
@@ -395,26 +358,23 @@ def _per_index(arch: Architecture, name: str, dim: int) -> int:
 
 
 def _least(arch: Architecture, held_ops: _Held, slices: _Slices, itemsize: int) -> tuple[int, ...]:
-    """Return, per rank, the bytes of its slices less those of them that it holds."""
-    ranks = range(len(next(iter(slices.values()), ())))
-    missing = (
-        (rank, op)
-        for ops in held_ops.values()
-        for op in ops
-        for rank in ranks
-        if rank not in op.holders
-    )
-    least = [0 for _ in ranks]
-    for rank, op in missing:
-        least[rank] += itemsize * op.overlap(slices[op.hf][rank]) * _per_index(arch, op.hf, op.dim)
+    """Return the bytes of each rank's slices that it does not hold."""
+    ranks = len(next(iter(slices.values()), ()))
+    least = [0] * ranks
+    for name, ops in held_ops.items():
+        for op in ops:
+            index_bytes = itemsize * _per_index(arch, name, op.dim)
+            for rank in range(ranks):
+                if rank not in op.holders:
+                    least[rank] += index_bytes * op.overlap(slices[name][rank])
     return tuple(least)
 
 
 def _entries(
     arch: Architecture, held_ops: _Held, slices: _Slices, capacity: int, merged: tuple[str, ...]
 ) -> Iterator[_Planned]:
-    """Yield every tensor whole where ``capacity`` numbers are enough on every rank, else each
-    rank's slice in equal parts.
+    """Yield every tensor whole if ``capacity`` numbers are enough for it on every rank, otherwise
+    each rank's slice in equal parts.
     """
     for name, keeps in slices.items():
         entry = BucketEntry(name, keeps)
@@ -426,30 +386,32 @@ def _entries(
         number = -(-length // (capacity // _per_index(arch, name, keeps[0][0])))
         step = -(-length // number)
         for offset in range(0, length, step):
-            part = tuple(
-                (d, min(start + offset, stop), min(start + offset + step, stop))
-                for d, start, stop in keeps
-            )
-            yield BucketEntry(name, part), _transfer_ops(held_ops[name], part)
+            part = []
+            for dim, start, stop in keeps:
+                first = min(start + offset, stop)
+                last = min(start + offset + step, stop)
+                part.append((dim, first, last))
+            yield BucketEntry(name, tuple(part)), _transfer_ops(held_ops[name], part)
 
 
 def _transfer_ops(held_ops: Sequence[TransferOp], keeps: Sequence[Slice]) -> list[TransferOp]:
-    """Return the held intervals of a tensor, cut where the slice of an engine rank begins or ends."""
+    """Return the held intervals of a tensor, cut at the beginning and end of every engine rank's
+    slice.
+    """
+    edges = set()
+    for _, start, stop in keeps:
+        edges |= {start, stop}
     ops = []
     for op in held_ops:
-        assert all(dim == op.dim for dim, _, _ in keeps), (
-            "trainer and engine cut along the same dimension"
-        )
-        bounds = {op.start, op.stop, *(edge for _, *edges in keeps for edge in edges)}
-        for start, stop in itertools.pairwise(
-            sorted(edge for edge in bounds if op.start <= edge <= op.stop)
-        ):
+        same_dim = all(dim == op.dim for dim, _, _ in keeps)
+        assert same_dim, "trainer and engine cut along the same dimension"
+        inside = {edge for edge in edges if op.start < edge < op.stop}
+        for start, stop in itertools.pairwise(sorted({op.start, op.stop} | inside)):
             part = op.cut(start, stop, ())
-            readers = (
-                rank
-                for rank, slice_ in enumerate(keeps)
-                if rank not in op.holders and part.overlap(slice_)
-            )
+            readers = []
+            for rank, slice_ in enumerate(keeps):
+                if rank not in op.holders and part.overlap(slice_):
+                    readers.append(rank)
             ops.append(replace(part, readers=tuple(readers)))
     return ops
 
@@ -457,16 +419,18 @@ def _transfer_ops(held_ops: Sequence[TransferOp], keeps: Sequence[Slice]) -> lis
 def _to_assemble(
     entry: BucketEntry, ops: Sequence[TransferOp], merged: tuple[str, ...]
 ) -> list[int]:
-    """Return how many numbers each rank has to put together in a buffer: none where one parameter
-    of its own has the slice as it is.
+    """Return how many numbers each rank has to assemble in a buffer: none if one of its parameters
+    has the slice as it is.
     """
     needs = []
     for rank, slice_ in enumerate(entry.slices):
         of_rank = [op for op in ops if op.overlap(slice_)]
-        in_place = entry.hf not in merged
-        in_place = in_place and all(rank in op.holders and not op.interleaved for op in of_rank)
-        in_place = in_place and len({op.holders for op in of_rank}) == 1
-        needs.append(0 if in_place else sum(op.numel for op in of_rank))
+        held_as_is = all(rank in op.holders and not op.interleaved for op in of_rank)
+        one_parameter = len({op.holders for op in of_rank}) == 1
+        if held_as_is and one_parameter and entry.hf not in merged:
+            needs.append(0)
+        else:
+            needs.append(sum(op.numel for op in of_rank))
     return needs
 
 
@@ -478,11 +442,13 @@ def _pack(
     used: list[int] = []
     for entry, ops in entries:
         needs = _to_assemble(entry, ops, merged)
-        total = _sum([used, needs]) if bucket else needs
-        if bucket and (max(total) > capacity or bucket[-1][0].hf == entry.hf):
-            yield bucket
-            bucket = []
-            total = needs
+        total = needs
+        if bucket:
+            total = _sum([used, needs])
+            if max(total) > capacity or bucket[-1][0].hf == entry.hf:
+                yield bucket
+                bucket = []
+                total = needs
         bucket.append((entry, ops))
         used = total
     if bucket:
@@ -496,40 +462,34 @@ def _sum(needs: Iterable[list[int]]) -> list[int]:
 
 def _messages(ops: Sequence[TransferOp], limit: int) -> Iterator[Message]:
     """Put operations of one owner and the same readers together, in messages of at most ``limit``
-    numbers (a row at least).
+    numbers (but at least a row).
     """
     routes: dict[tuple[int, tuple[int, ...]], list[TransferOp]] = {}
     for op in ops:
-        if op.readers:
-            step = max(1, limit // (op.numel // (op.stop - op.start)))
-            cuts = (
-                op.cut(at, min(at + step, op.stop), op.readers)
-                for at in range(op.start, op.stop, step)
-            )
-            routes.setdefault((op.holders[0], op.readers), []).extend(cuts)
+        if not op.readers:
+            continue
+        route = routes.setdefault((op.holders[0], op.readers), [])
+        step = max(1, limit // op.per_index)
+        for start in range(op.start, op.stop, step):
+            route.append(op.cut(start, min(start + step, op.stop), op.readers))
     for (owner, readers), together in routes.items():
         message: list[TransferOp] = []
+        numel = 0
         for op in together:
-            if message and sum(o.numel for o in message) + op.numel > limit:
-                yield Message(
-                    owner=owner,
-                    readers=readers,
-                    ops=tuple(message),
-                )
+            if message and numel + op.numel > limit:
+                yield Message(owner=owner, readers=readers, ops=tuple(message))
                 message = []
+                numel = 0
             message.append(op)
-        yield Message(
-            owner=owner,
-            readers=readers,
-            ops=tuple(message),
-        )
+            numel += op.numel
+        yield Message(owner=owner, readers=readers, ops=tuple(message))
 
 
 VOCABULARY_MULTIPLE = 64  # vLLM pads the vocabulary to a multiple of this before it cuts it
 
 
 def check_engine(arch: Architecture, tensor_model_parallel_size: int) -> None:
-    """Raise :class:`UserError` for an engine tensor-parallel size that does not divide the model."""
+    """Raise :class:`UserError` if the engine's tensor-parallel size does not divide the model."""
     tp = tensor_model_parallel_size
     groups = arch.num_query_groups
     if arch.num_experts and tp > arch.num_experts:
@@ -565,7 +525,7 @@ def engine_slice(arch: Architecture, name: str, tp: int, rank: int) -> Slice:
     """Return the slice of tensor ``name`` that engine rank ``rank`` of ``tp`` keeps, by the cut in
     the weight table.
 
-    The dimension is the one Megatron cuts along, too: output rows, or input columns of o_proj and
+    Megatron cuts along the same dimension: output rows, or the input columns of o_proj and
     down_proj.
     """
     shape = hf_shapes(arch)[name]
@@ -574,9 +534,8 @@ def engine_slice(arch: Architecture, name: str, tp: int, rank: int) -> Slice:
     if cut == "whole":
         return dim, 0, shape[dim]
     if cut == "heads" and tp > arch.num_query_groups:
-        head = (
-            rank * arch.num_query_groups // tp
-        )  # fewer key/value heads than ranks: each is repeated
+        # fewer key/value heads than ranks: each head is on several ranks
+        head = rank * arch.num_query_groups // tp
         return dim, head * arch.kv_channels, (head + 1) * arch.kv_channels
     if cut == "vocabulary":
         per_rank = -(-shape[0] // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE // tp

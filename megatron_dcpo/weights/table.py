@@ -1,15 +1,14 @@
-"""The weight table: for every Megatron parameter, the Hugging Face tensors it is made of and how
-they interleave.
+"""The weight table: the Hugging Face tensors that make up each Megatron parameter, and how they
+interleave.
 
-One table serves import, export and resharding. ``{layer}`` stands for the layer's number: global in
-Hugging Face names, local to the pipeline stage in Megatron's. ``{expert}`` stands for an expert's
-in the same way: each is a row of its own.
+One table serves import, export and resharding. ``{layer}`` stands for a layer's number, which is
+global in Hugging Face names and local to the pipeline stage in Megatron's. In the same way,
+``{expert}`` stands for an expert's number; each expert has a row.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -28,9 +27,9 @@ Interleaving = Literal[
     "vocab",  # vocabulary rows, padded at the end to a multiple that divides (dim 0)
 ]
 EngineCut = Literal["whole", "rows", "columns", "heads", "vocabulary"]
-# How a tensor-parallel engine cuts the Hugging Face tensors of a row, in their order. ``heads``:
-# rows, whole heads of which are repeated where there are more ranks; ``vocabulary``: rows, after
-# the engine's own padding.
+# How a tensor-parallel engine cuts the Hugging Face tensors of a row, in their order. ``heads`` are
+# rows of whole heads, which are repeated if there are more ranks; ``vocabulary`` are rows after the
+# engine's padding.
 _ENGINE_CUTS: dict[Interleaving, tuple[EngineCut, ...]] = {
     "replicated": ("whole",),
     "column": ("rows",),
@@ -43,8 +42,8 @@ _ENGINE_CUTS: dict[Interleaving, tuple[EngineCut, ...]] = {
 
 @dataclass(frozen=True)
 class Row:
-    """``megatron``: parameter name in the local layer spec. ``hf``: its tensors, in interleaving
-    order.
+    """The name of a Megatron parameter in the local layer spec, and its Hugging Face tensors in
+    interleaving order.
     """
 
     megatron: str
@@ -72,15 +71,16 @@ class Row:
         return _ENGINE_CUTS[self.interleaving]
 
 
-# Transformer Engine's fused linears hold the norm before them, and its grouped ones all experts; no
-# experts' linear has the norm. Everything else is named alike in both layer specs.
+# Transformer Engine's fused linear layers include the norm before them, and its grouped linear
+# layers hold all experts, without the norm. Both layer specs agree on all other names.
 _FUSED_NORMS = {
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
     "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
 }
+_LOCAL_EXPERT = "mlp.experts.local_experts.{expert}."
 _GROUPED_EXPERTS = {
-    f"mlp.experts.local_experts.{{expert}}.linear_fc{n}.weight": f"mlp.experts.linear_fc{n}.weight{{expert}}"
-    for n in (1, 2)
+    _LOCAL_EXPERT + "linear_fc1.weight": "mlp.experts.linear_fc1.weight{expert}",
+    _LOCAL_EXPERT + "linear_fc2.weight": "mlp.experts.linear_fc2.weight{expert}",
 }
 LOCAL_NAMES = {fused: local for local, fused in _FUSED_NORMS.items()}
 
@@ -99,25 +99,35 @@ def transformer_engine_row(arch: Architecture, row: Row) -> Row:
 
 
 def experts_of(arch: Architecture, row: Row) -> range:
-    """Return the experts that have such a row; one row where it is not an expert's."""
-    return range(arch.num_experts if row.of_expert else 1)
+    """Return the experts that have such a row; a single 0 if it is not an expert's row."""
+    if row.of_expert:
+        return range(arch.num_experts)
+    return range(1)
 
 
 def expert_places(name: str, shape: Sequence[int]) -> dict[str, tuple[int, int, int]]:
-    """Return, of a tensor with all experts of a layer, as transformers holds them in memory:
-    (expert, first row, number of rows) of each expert's own tensors. ``experts.gate_up_proj`` is
-    [E, 2I, H], ``experts.down_proj`` [E, H, I]; empty for others.
+    """Return the tensors of the experts in a tensor that holds all experts of a layer, as
+    transformers has it in memory: for each name the expert, the first row and the number of rows.
+
+    ``experts.gate_up_proj`` is [E, 2I, H], ``experts.down_proj`` [E, H, I]. The result is empty for
+    other tensors.
     """
     module, _, last = name.rpartition(".")
-    parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(last, ())
-    if not parts or not module.endswith(".experts") or len(shape) != 3 or shape[1] % len(parts):
+    parts: tuple[str, ...]
+    if last == "gate_up_proj":
+        parts = ("gate_proj", "up_proj")
+    elif last == "down_proj":
+        parts = ("down_proj",)
+    else:
+        return {}
+    if not module.endswith(".experts") or len(shape) != 3 or shape[1] % len(parts):
         return {}
     rows = shape[1] // len(parts)
-    places = itertools.product(range(shape[0]), enumerate(parts))
-    return {
-        f"{module}.{expert}.{part}.weight": (expert, half * rows, rows)
-        for expert, (half, part) in places
-    }
+    places = {}
+    for expert in range(shape[0]):
+        for index, part in enumerate(parts):
+            places[f"{module}.{expert}.{part}.weight"] = (expert, index * rows, rows)
+    return places
 
 
 def _mlp_rows(module: str, hf: str) -> list[Row]:
@@ -211,8 +221,8 @@ FINAL_NORM_ROW = Row(
 
 
 def output_row(arch: Architecture) -> Row:
-    """Return the output layer: its own tensor, or (tied) a copy of the embedding on the last
-    pipeline stage.
+    """Return the row of the output layer, which has a tensor or, if tied, is a copy of the
+    embedding on the last pipeline stage.
     """
     return Row(
         megatron="output_layer.weight",
@@ -223,16 +233,29 @@ def output_row(arch: Architecture) -> Row:
 
 @functools.lru_cache(maxsize=64)
 def hf_shapes(arch: Architecture) -> Mapping[str, tuple[int, ...]]:
-    """Return every Hugging Face tensor of the architecture with its shape, in checkpoint order.
-    Made once: plans ask per tensor.
+    """Return the shape of every Hugging Face tensor of the architecture, in checkpoint order.
+    Cached, because plans ask for every tensor.
     """
+    h = arch.hidden_size
+    shapes: dict[str, tuple[int, ...]] = {_EMBEDDING: (arch.vocab_size, h)}
+    per_layer = _layer_shapes(arch)
+    for layer in range(arch.num_layers):
+        prefix = _H.format(layer=layer)
+        for name, shape in per_layer.items():
+            shapes[prefix + name] = shape
+    shapes["model.norm.weight"] = (h,)
+    if not arch.tied_embeddings:
+        shapes["lm_head.weight"] = (arch.vocab_size, h)
+    return MappingProxyType(shapes)
+
+
+def _layer_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
     h = arch.hidden_size
     f = arch.ffn_hidden_size
     d = arch.kv_channels
     q = arch.num_attention_heads * d
     kv = arch.num_query_groups * d
-    shapes: dict[str, tuple[int, ...]] = {_EMBEDDING: (arch.vocab_size, h)}
-    per_layer: dict[str, tuple[int, ...]] = {
+    shapes: dict[str, tuple[int, ...]] = {
         "input_layernorm.weight": (h,),
         "self_attn.q_proj.weight": (q, h),
         "self_attn.k_proj.weight": (kv, h),
@@ -240,33 +263,35 @@ def hf_shapes(arch: Architecture) -> Mapping[str, tuple[int, ...]]:
         "self_attn.o_proj.weight": (h, q),
         "post_attention_layernorm.weight": (h,),
     }
+    mlps = ["mlp"]
     if arch.num_experts:
-        per_layer["mlp.gate.weight"] = (arch.num_experts, h)
-    for mlp in [f"mlp.experts.{expert}" for expert in range(arch.num_experts)] or ["mlp"]:
-        per_layer |= {
-            f"{mlp}.{p}_proj.weight": shape
-            for p, shape in (("gate", (f, h)), ("up", (f, h)), ("down", (h, f)))
-        }
+        shapes["mlp.gate.weight"] = (arch.num_experts, h)
+        mlps = [f"mlp.experts.{expert}" for expert in range(arch.num_experts)]
+    for mlp in mlps:
+        shapes[f"{mlp}.gate_proj.weight"] = (f, h)
+        shapes[f"{mlp}.up_proj.weight"] = (f, h)
+        shapes[f"{mlp}.down_proj.weight"] = (h, f)
     if arch.qkv_bias:
-        per_layer |= {f"self_attn.{p}_proj.bias": (n,) for p, n in (("q", q), ("k", kv), ("v", kv))}
+        shapes["self_attn.q_proj.bias"] = (q,)
+        shapes["self_attn.k_proj.bias"] = (kv,)
+        shapes["self_attn.v_proj.bias"] = (kv,)
     if arch.qk_layernorm:
-        per_layer |= {"self_attn.q_norm.weight": (d,), "self_attn.k_norm.weight": (d,)}
-    for layer in range(arch.num_layers):
-        shapes |= {_H.format(layer=layer) + name: shape for name, shape in per_layer.items()}
-    shapes["model.norm.weight"] = (h,)
-    if not arch.tied_embeddings:
-        shapes["lm_head.weight"] = (arch.vocab_size, h)
-    return MappingProxyType(shapes)
+        shapes["self_attn.q_norm.weight"] = (d,)
+        shapes["self_attn.k_norm.weight"] = (d,)
+    return shapes
 
 
 @functools.lru_cache(maxsize=64)
 def engine_cuts(arch: Architecture) -> Mapping[str, EngineCut]:
     """Return how a tensor-parallel engine cuts each Hugging Face tensor of the architecture."""
-    rows = [EMBEDDING_ROW, FINAL_NORM_ROW, output_row(arch)]
-    cuts = {name: cut for row in rows for name, cut in zip(row.hf, row.engine_cuts, strict=True)}
+    cuts: dict[str, EngineCut] = {}
+    for row in (EMBEDDING_ROW, FINAL_NORM_ROW, output_row(arch)):
+        cuts.update(zip(row.hf, row.engine_cuts, strict=True))
     for row in layer_rows(arch):
-        for layer, expert in itertools.product(range(arch.num_layers), experts_of(arch, row)):
-            cuts |= zip(row.at(0, 0, layer, expert).hf, row.engine_cuts, strict=True)
+        for layer in range(arch.num_layers):
+            for expert in experts_of(arch, row):
+                names = row.at(layer=0, expert=0, hf_layer=layer, hf_expert=expert).hf
+                cuts.update(zip(names, row.engine_cuts, strict=True))
     return MappingProxyType(cuts)
 
 
@@ -285,8 +310,8 @@ def number_of_parameters(arch: Architecture) -> int:
 def kv_bytes_per_token(
     arch: Architecture, itemsize: int, tensor_model_parallel_size: int = 1
 ) -> int:
-    """Return the bytes of keys and values of one token in all layers on one engine rank (heads are
-    repeated when there are too few).
+    """Return the bytes of keys and values of one token in all layers on one engine rank. Heads are
+    repeated if there are fewer than ranks.
     """
     groups = -(-arch.num_query_groups // tensor_model_parallel_size)
     return 2 * arch.num_layers * groups * arch.kv_channels * itemsize

@@ -146,7 +146,7 @@ def test_second_signal_ends_at_once(number):
     )
     assert process.stdout.readline() == "ready\n"
     process.send_signal(number)
-    assert "once more leaves at once" in process.stderr.readline()
+    assert "saving at the next boundary" in process.stderr.readline()
     assert process.poll() is None
     process.send_signal(number)
     assert process.wait(60) == 128 + number

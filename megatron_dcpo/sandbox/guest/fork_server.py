@@ -307,7 +307,9 @@ def _confine(settings: dict[str, Any]) -> None:
 
 
 def _filter(settings: dict[str, Any]) -> tuple[bool, bool]:
-    """Return whether the process is alone, and whether it may truncate files (``seccomp.confine``)."""
+    """Return the arguments of ``seccomp.confine``: whether the process is alone, and whether it may
+    truncate files.
+    """
     bubblewrap = settings["level"] == "bubblewrap"
     truncates = bubblewrap or isolation.landlock_abi() >= isolation.ABI_OF_TRUNCATE
     return settings["role"] == "checker" or not bubblewrap, truncates

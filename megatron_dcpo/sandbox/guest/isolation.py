@@ -64,7 +64,7 @@ def unshare(flags: int) -> None:
 
 
 def map_own_user() -> None:
-    """Map the user that made a fresh user namespace as its only one, under a number that is not 0."""
+    """Map the user that made a new user namespace as its only user, with a number other than 0."""
     user = os.getuid()
     group = os.getgid()
     unshare(CLONE_NEWUSER | CLONE_NEWPID | CLONE_NEWNS | CLONE_NEWIPC)

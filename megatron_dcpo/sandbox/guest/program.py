@@ -171,7 +171,9 @@ class Answers:
             rpc.write_all(self.pipe, b"".join(answers))
 
     def answer(self, call: dict[str, Any]) -> bytes:
-        """Return the packed answer to one call, whatever the program does but ending the process."""
+        """Return the packed answer to one call, whatever the program does short of ending the
+        process.
+        """
         try:
             result = self.perform(call)
             encoder = rpc.Encoder(self.shared, self.keep)
@@ -186,7 +188,7 @@ class Answers:
                 {"raised": _builtin_name(error), "text": _text(error), "code": category_code(error)}
             )
 
-    def perform(self, call: dict[str, Any]) -> Any:
+    def perform(self, call: dict[str, Any]) -> object:
         decoder = rpc.Decoder(
             call.get("objects", []), self.by_value(), lambda number, _: self.references[number]
         )
@@ -198,13 +200,14 @@ class Answers:
         if "args" not in call:
             return target
         args = [decoder.decode(value) for value in call["args"]]
-        return target(
-            *args, **{name: decoder.decode(value) for name, value in call.get("kwargs", {}).items()}
-        )
+        kwargs = {}
+        for name, value in call.get("kwargs", {}).items():
+            kwargs[name] = decoder.decode(value)
+        return target(*args, **kwargs)
 
-    def target(self, on: dict[str, Any]) -> Any:
-        """Return a name of the program, a reference given out before, or an entry point as the data
-        sets write it.
+    def target(self, on: dict[str, Any]) -> Any:  # noqa: ANN401 - an object of the program
+        """Return the object that a call is about: a name of the program, a reference given out
+        before, or an entry point as the data sets write it.
         """
         if "reference" in on:
             return self.references[on["reference"]]
@@ -217,21 +220,25 @@ class Answers:
         owner = names.get(method[1])
         if owner is None:
             raise NameError(f"name {method[1]!r} is not defined")
-        bound = getattr(owner() if isinstance(owner, type) else owner, method[2])
-        names[on["name"]] = bound  # one instance for all tests, as the data sets have it
+        if isinstance(owner, type):
+            owner = owner()
+        bound = getattr(owner, method[2])
+        names[on["name"]] = bound  # one instance for all tests, as in the data sets
         return bound
 
     def by_value(self) -> dict[str, type]:
-        return {
-            name: value
-            for name in self.shared
-            if isinstance(value := vars(self.module).get(name), type)
-        }
+        classes = {}
+        for name in self.shared:
+            value = vars(self.module).get(name)
+            if isinstance(value, type):
+                classes[name] = value
+        return classes
 
-    def keep(self, value: Any) -> int:
+    def keep(self, value: object) -> int:
         number = self.numbers.get(id(value))
         if number is None:
-            number = self.numbers[id(value)] = next(self.count)
+            number = next(self.count)
+            self.numbers[id(value)] = number
             self.references[number] = value
         return number
 

@@ -1,8 +1,8 @@
-"""Runs a task's tests in a process of its own and calls the program through a pipe.
+"""Runs a task's tests in a separate process and calls the program through a pipe.
 
-The expected values live here and nowhere else. The program is behind a ``ProgramClient``; what
-comes back is data of builtin types, or a ``RemoteObject`` that stands for an object of the
-program's process. Arguments and results travel by value: a program that changes its arguments in
+The expected values are here and nowhere else. The program is behind a ``ProgramClient``. Its
+answers are data of builtin types, or a ``RemoteObject`` that stands for an object in the program's
+process. Arguments and results travel by value, so that a program that changes its arguments in
 place does not change the tests' copy.
 """
 
@@ -35,8 +35,8 @@ _MODULES = (
 
 
 class Stop(BaseException):
-    """The program cannot go on: its category. No ``Exception``, so that tests do not catch it in
-    passing.
+    """The program cannot continue, with the category of its verdict. It is no ``Exception``, so
+    that tests do not catch it by accident.
     """
 
     def __init__(self, category: str, detail: str) -> None:
@@ -61,37 +61,43 @@ class ProgramClient:
         os.set_blocking(pipe, False)
 
     def call(
-        self, on: dict[str, Any], attribute: str | None, args: Sequence[Any], kwargs: dict[str, Any]
-    ) -> Any:
-        """Return what the program returns; what it raises is raised here as the builtin exception
-        that it derives from.
+        self,
+        on: dict[str, Any],
+        attribute: str | None,
+        args: Sequence[object],
+        kwargs: dict[str, Any],
+    ) -> Any:  # noqa: ANN401 - a value of the program, of any type
+        """Return what the program returns. An exception of the program is raised here as the
+        builtin exception from which it derives.
         """
         self.calls += 1
         if self._prefetched:
             if self._prefetched[0] == _call_key(on, args, kwargs):
                 self._prefetched.popleft()
                 return self._answer()
-            for _ in range(len(self._prefetched)):  # the tests make another call than predicted
+            for _ in range(len(self._prefetched)):  # the tests do not make the predicted call
                 self._receive()
             self._prefetched.clear()
         return self._exchange({"on": on, "attribute": attribute, **self._arguments(args, kwargs)})
 
-    def prefetch(self, on: dict[str, Any], calls: Sequence[Sequence[Any]]) -> None:
-        """Send calls that the tests will make in this order; saves a change of processes per call."""
+    def prefetch(self, on: dict[str, Any], calls: Sequence[Sequence[object]]) -> None:
+        """Send calls that the tests will make in this order, which saves a change of processes for
+        each call.
+        """
         self._send({"calls": [{"on": on, **self._arguments(args, {})} for args in calls]})
         self._prefetched.extend(_call_key(on, args, {}) for args in calls)
 
-    def attribute(self, on: dict[str, Any], name: str) -> Any:
+    def attribute(self, on: dict[str, Any], name: str) -> object:
         return self._exchange({"on": on, "attribute": name})
 
-    def next(self, on: dict[str, Any]) -> Any:
+    def next(self, on: dict[str, Any]) -> object:
         return self._exchange({"on": on, "next": True})
 
-    def _exchange(self, request: dict[str, Any]) -> Any:
+    def _exchange(self, request: dict[str, Any]) -> object:
         self._send({"calls": [request]})
         return self._answer()
 
-    def _arguments(self, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    def _arguments(self, args: Sequence[object], kwargs: dict[str, Any]) -> dict[str, Any]:
         encoder = rpc.Encoder(self.classes.keys(), _number)
         return {
             "args": [encoder.encode(value) for value in args],
@@ -124,12 +130,11 @@ class ProgramClient:
             self._stop("wrong", f"the program's answer is not a value: {error}")
         if not isinstance(answer, dict):
             self._stop("wrong", "the program's answer is not a message")
-        signal.setitimer(
-            signal.ITIMER_PROF, self.timeout
-        )  # ends this process if the answer costs more to compare
+        # ends this process if it takes longer to compare the answer
+        signal.setitimer(signal.ITIMER_PROF, self.timeout)
         return answer
 
-    def _answer(self) -> Any:
+    def _answer(self) -> object:
         answer = self._receive()
         if "ok" in answer:
             try:
@@ -138,17 +143,9 @@ class ProgramClient:
             except rpc.BadMessage as error:
                 self._stop("wrong", f"the program's answer is not a value: {error}")
         if "raised" in answer:
-            kind = getattr(builtins, str(answer["raised"]), None)
-            if isinstance(kind, type) and issubclass(kind, Exception):
-                kind = kind
-            else:
-                kind = RuntimeError
-            try:
-                exception = kind(str(answer.get("text", "")))
-            except TypeError:  # UnicodeDecodeError and the like want more
-                exception = RuntimeError(str(answer.get("text", "")))
+            exception = _exception(str(answer["raised"]), str(answer.get("text", "")))
             code = answer.get("code")
-            self.raised = exception, code if isinstance(code, int) else 1
+            self.raised = (exception, code if isinstance(code, int) else 1)
             raise exception
         if "long" in answer:
             self._stop("output_limit", f"a result of {answer['long']} bytes")
@@ -163,13 +160,24 @@ class ProgramClient:
             )
         return self.remotes[number]
 
-    def _stop(self, category: str, detail: str) -> Any:
+    def _stop(self, category: str, detail: str) -> NoReturn:
         self.stopped = Stop(category, detail)
         raise self.stopped
 
 
+def _exception(name: str, text: str) -> Exception:
+    """Return the builtin exception of that name, RuntimeError if there is none."""
+    kind = getattr(builtins, name, None)
+    if not isinstance(kind, type) or not issubclass(kind, Exception):
+        kind = RuntimeError
+    try:
+        return kind(text)
+    except TypeError:  # UnicodeDecodeError and the like need more arguments
+        return RuntimeError(text)
+
+
 class RemoteObject:
-    """An object of the program's process. It equals itself only: the program's ``__eq__`` is never
+    """An object in the program's process. It equals only itself: the program's ``__eq__`` is never
     called.
     """
 
@@ -178,10 +186,10 @@ class RemoteObject:
         self._on = on
         self._kind = kind
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         return self._client.call(self._on, None, args, kwargs)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         if name.startswith("__"):
             raise AttributeError(name)
         return self._client.attribute(self._on, name)
@@ -189,16 +197,16 @@ class RemoteObject:
     def __iter__(self) -> Iterator[Any]:
         return self._client.call(self._on, "__iter__", (), {})
 
-    def __next__(self) -> Any:
+    def __next__(self) -> object:
         return self._client.next(self._on)
 
     def __len__(self) -> int:
         try:
             return self._client.call(self._on, "__len__", (), {})
-        except AttributeError as error:  # what list() expects of things without a length
+        except AttributeError as error:  # list() expects this of things without a length
             raise TypeError(str(error)) from None
 
-    def __getitem__(self, key: Any) -> Any:
+    def __getitem__(self, key: object) -> object:
         return self._client.call(self._on, "__getitem__", (key,), {})
 
     def __bool__(self) -> bool:
@@ -208,45 +216,44 @@ class RemoteObject:
         return f"<{self._kind} of the program>"
 
 
-def _number(value: Any) -> int:
+def _number(value: object) -> int:
     if isinstance(value, RemoteObject) and "reference" in value._on:
         return int(value._on["reference"])
     raise rpc.Unsendable(f"the tests pass a value of type {type(value).__name__}")
 
 
-def _call_key(on: dict[str, Any], args: Sequence[Any], kwargs: dict[str, Any]) -> bytes:
-    """Return the same for the same call: 1, 1.0 and True are different arguments."""
+def _call_key(on: dict[str, Any], args: Sequence[object], kwargs: dict[str, Any]) -> bytes:
+    """Return equal bytes for equal calls: 1, 1.0 and True are different arguments."""
+    call = (on, list(args), kwargs)
     try:
-        return marshal.dumps(
-            (on, list(args), kwargs), 2
-        )  # a version without references between equal parts
+        return marshal.dumps(call, 2)  # a version without references between equal parts
     except ValueError:
-        return repr((on, list(args), kwargs)).encode(errors="surrogatepass")
+        return repr(call).encode(errors="surrogatepass")
 
 
 def run_checks(task: bytes, limits: dict[str, Any]) -> NoReturn:
-    """Judge one program, which answers on descriptor 3; the verdict goes to 1, the judge:
-    ``{"category", "detail"}``. Ends the process: by SIGPROF when the tests' own work between two
-    calls takes more processor time than one call may.
+    """Judge one program, which answers on descriptor 3, and end the process. The verdict
+    ``{"category", "detail"}`` goes to descriptor 1, the judge. SIGPROF ends the process earlier if
+    the tests' own work between two calls takes more processor time than one call may.
     """
     verdict = os.dup(1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     sys.setrecursionlimit(10_000)
     signal.setitimer(signal.ITIMER_PROF, limits["program_seconds"])
-    category, detail = judge(
-        json.loads(task),
-        ProgramClient(
-            pipe=3,
-            timeout=limits["test_seconds"],
-            limit=limits["output_bytes"],
-        ),
+    client = ProgramClient(
+        pipe=3,
+        timeout=limits["test_seconds"],
+        limit=limits["output_bytes"],
     )
+    category, detail = judge(json.loads(task), client)
     os.write(verdict, json.dumps({"category": category, "detail": detail[:1000]}).encode())
     os._exit(0)
 
 
 def judge(tests: dict[str, Any], client: ProgramClient) -> tuple[str, str]:
-    """Return category and detail. ``gone``: the program's process ended; its exit status tells why."""
+    """Return category and detail. The category ``gone`` means that the program's process ended; its
+    exit status tells why.
+    """
     try:
         _KINDS[tests["kind"]](tests, client)
     except BaseException as error:
@@ -284,17 +291,19 @@ def _namespace(tests: dict[str, Any], client: ProgramClient) -> dict[str, Any]:
     return names
 
 
-def _bind_free_names(code: Any, names: dict[str, Any], client: ProgramClient) -> bool:
-    """Free names of the tests are the program's functions and classes, or well-known modules.
-    Whether there were any of the first. Builtins stay what they are: a program that redefines
-    ``len`` does not change the tests.
+def _bind_free_names(code: CodeType, names: dict[str, Any], client: ProgramClient) -> bool:
+    """Bind the free names of the tests to the program's functions and classes, or to well-known
+    modules; return whether there were any of the program's. Builtins stay what they are, so that a
+    program that redefines ``len`` does not change the tests.
     """
     bound = False
     for name in dict.fromkeys(_globals_read(code)):
         if name in names or hasattr(builtins, name):
             continue
-        if name == "np" or name in _MODULES.split():
-            names[name] = importlib.import_module("numpy" if name == "np" else name)
+        if name == "np":
+            names[name] = importlib.import_module("numpy")
+        elif name in _MODULES.split():
+            names[name] = importlib.import_module(name)
         else:
             names[name] = RemoteObject(
                 client=client,
@@ -306,57 +315,55 @@ def _bind_free_names(code: Any, names: dict[str, Any], client: ProgramClient) ->
 
 
 def _globals_read(code: CodeType) -> Iterator[str]:
-    """Return the global names that the code reads and, at its top level, does not set itself."""
-    own = {
-        step.argval
-        for step in dis.get_instructions(code)
-        if step.opname in ("STORE_NAME", "STORE_GLOBAL")
-    }
+    """Yield the global names that the code reads and does not set itself at its top level."""
+    stored = set()
     for step in dis.get_instructions(code):
-        if step.opname in ("LOAD_NAME", "LOAD_GLOBAL") and step.argval not in own:
+        if step.opname in ("STORE_NAME", "STORE_GLOBAL"):
+            stored.add(step.argval)
+    for step in dis.get_instructions(code):
+        if step.opname in ("LOAD_NAME", "LOAD_GLOBAL") and step.argval not in stored:
             yield step.argval
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from (name for name in _globals_read(constant) if name not in own)
+            for name in _globals_read(constant):
+                if name not in stored:
+                    yield name
 
 
 def _shadowed(tree: ast.Module) -> str | None:
-    """Return the builtin that an assert list is about, when it names nothing else of the program
-    (MBPP 126 tests ``sum``): what is called on ``*inp``, or first in the asserts.
+    """Return the builtin that an assert list tests, if it names nothing else of the program (MBPP
+    126 tests ``sum``): the one that is called on ``*inp``, or the first in the asserts.
     """
-    asserts = [node.test for node in tree.body if isinstance(node, ast.Assert)]
-    calls = [
-        *[
-            call
-            for call in ast.walk(tree)
-            if isinstance(call, ast.Call) and ast.unparse(call).endswith("(*inp)")
-        ],
-        *[call for node in asserts for call in ast.walk(node) if isinstance(call, ast.Call)],
-    ]
-    names = [
-        call.func.id
-        for call in calls
-        if isinstance(call.func, ast.Name) and hasattr(builtins, call.func.id)
-    ]
-    return names[0] if names else None
+    calls = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and ast.unparse(node).endswith("(*inp)"):
+            calls.append(node)
+    for statement in tree.body:
+        if isinstance(statement, ast.Assert):
+            calls += [node for node in ast.walk(statement.test) if isinstance(node, ast.Call)]
+    for call in calls:
+        if isinstance(call.func, ast.Name) and hasattr(builtins, call.func.id):
+            return call.func.id
+    return None
 
 
 def _execute(
     source: str, names: dict[str, Any], client: ProgramClient, target: str | None, entry: str
 ) -> None:
     tree = ast.parse(source)
+    predicted = None
     if target and "inputs" in source:
         predicted = _predicted_calls(tree, target, names)
-    else:
-        predicted = None
     code = compile(tree, "<tests>", "exec")
     bound = _bind_free_names(code, names, client)
-    if not target and not bound and (shadowed := _shadowed(tree)):
-        names[shadowed] = RemoteObject(
-            client=client,
-            on={"name": shadowed},
-            kind="function",
-        )
+    if not target and not bound:
+        shadowed = _shadowed(tree)
+        if shadowed:
+            names[shadowed] = RemoteObject(
+                client=client,
+                on={"name": shadowed},
+                kind="function",
+            )
     if predicted:
         client.prefetch({"name": entry}, predicted)
     exec(code, names)
@@ -404,9 +411,10 @@ def _function(tests: dict[str, Any], client: ProgramClient) -> None:
     _namespace(tests, client)
     decoder = rpc.Decoder(tests.get("objects", []), client.classes, client._remote)
     on = {"name": tests["entry_point"]}
-    cases = [
-        {name: decoder.decode(value) for name, value in case.items()} for case in tests["cases"]
-    ]
+    atol = float(tests.get("atol") or 0.0)
+    cases = []
+    for case in tests["cases"]:
+        cases.append({name: decoder.decode(value) for name, value in case.items()})
     if not any(case["kwargs"] for case in cases):
         client.prefetch(on, [case["args"] for case in cases])
     function = RemoteObject(
@@ -414,15 +422,15 @@ def _function(tests: dict[str, Any], client: ProgramClient) -> None:
         on=on,
         kind="function",
     )
-    for place, case in enumerate(cases, start=1):
+    for number, case in enumerate(cases, start=1):
         result = function(*case["args"], **case["kwargs"])
-        assert same(result, case["expected"], float(tests.get("atol") or 0.0)), f"case {place}"
+        assert same(result, case["expected"], atol), f"case {number}"
 
 
-def same(result: Any, expected: Any, atol: float) -> bool:
-    """Return whether they are equal as evalplus has it: exact, or floats within ``atol`` (1e-6
-    where the expected value is one or a sequence of them) and 1e-7 relative. Tuples equal lists:
-    expected values come from JSON.
+def same(result: object, expected: object, atol: float) -> bool:
+    """Return whether the values are equal by evalplus's rule: exactly, or floats within ``atol``
+    (1e-6 if the expected value is a float or a sequence of floats) and 1e-7 relative. Tuples equal
+    lists, because expected values come from JSON.
     """
     result = _lists(result)
     expected = _lists(expected)
@@ -433,7 +441,7 @@ def same(result: Any, expected: Any, atol: float) -> bool:
     return _close(result, expected, atol or EVALPLUS_ATOL)
 
 
-def _close(result: Any, expected: Any, atol: float) -> bool:
+def _close(result: object, expected: object, atol: float) -> bool:
     """Compare as ``numpy.allclose`` does, but a list of one number is not a number."""
     if isinstance(expected, list):
         if not isinstance(result, list) or len(result) != len(expected):
@@ -449,13 +457,13 @@ def _close(result: Any, expected: Any, atol: float) -> bool:
         return False
 
 
-def _floats(value: Any) -> bool:
-    return isinstance(value, float) or (
-        isinstance(value, list) and all(isinstance(item, float) for item in value)
-    )
+def _floats(value: object) -> bool:
+    if isinstance(value, list):
+        return all(isinstance(item, float) for item in value)
+    return isinstance(value, float)
 
 
-def _lists(value: Any) -> Any:
+def _lists(value: object) -> object:
     if isinstance(value, list | tuple):
         return [_lists(item) for item in value]
     if isinstance(value, dict):
@@ -466,49 +474,45 @@ def _lists(value: Any) -> Any:
 def _predicted_calls(
     tree: ast.Module, target: str, names: dict[str, Any]
 ) -> list[list[Any]] | None:
-    """Return the arguments of the calls to come where the tests have the form of evalplus: ``inputs
-    = [...]`` and one loop over them with one call ``target(*inp)``. None where they have not, or
-    where it cannot be told.
+    """Return the arguments of the coming calls if the tests have evalplus's form: ``inputs =
+    [...]`` and one loop over them with one call ``target(*inp)``. None if they have another form,
+    or if the arguments cannot be told.
     """
-    bodies = [
-        tree.body,
-        *[
-            node.body
-            for node in tree.body
-            if isinstance(node, ast.FunctionDef) and node.name == "check"
-        ],
-    ]
+    bodies = [tree.body]
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef) and node.name == "check":
+            bodies.append(node.body)
     for body in bodies:
-        literals = [
-            node
-            for node in body
-            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "inputs"
-        ]
-        loops = [node for node in body if isinstance(node, ast.For)]
-        if len(literals) == 1 and len(loops) == 1 and _calls_once(loops[0], target):
-            try:
-                inputs = eval(
-                    compile(ast.Expression(literals[0].value), "<inputs>", "eval"),
-                    dict(names, inf=float("inf"), nan=float("nan")),
-                )
-            except Exception:
-                return None
-            if isinstance(inputs, list) and all(isinstance(item, list | tuple) for item in inputs):
-                return [list(item) for item in inputs]
+        literals = []
+        loops = []
+        for node in body:
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "inputs":
+                literals.append(node.value)
+            elif isinstance(node, ast.For):
+                loops.append(node)
+        if len(literals) != 1 or len(loops) != 1 or not _calls_once(loops[0], target):
+            continue
+        try:
+            code = compile(ast.Expression(literals[0]), "<inputs>", "eval")
+            inputs = eval(code, {**names, "inf": float("inf"), "nan": float("nan")})
+        except Exception:
+            return None
+        if isinstance(inputs, list) and all(isinstance(item, list | tuple) for item in inputs):
+            return [list(item) for item in inputs]
     return None
 
 
 def _calls_once(loop: ast.For, target: str) -> bool:
-    calls = [
-        node
-        for node in ast.walk(loop)
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == target
-    ]
-    return (
-        len(calls) == 1
-        and ast.unparse(calls[0]).endswith("(*inp)")
-        and "inputs" in ast.unparse(loop.iter)
-    )
+    """Return whether the loop is over ``inputs`` and has a single call of ``target``, on
+    ``*inp``.
+    """
+    calls = []
+    for node in ast.walk(loop):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == target:
+            calls.append(ast.unparse(node))
+    if len(calls) != 1 or not calls[0].endswith("(*inp)"):
+        return False
+    return "inputs" in ast.unparse(loop.iter)
 
 
 _KINDS: dict[str, Callable[[dict[str, Any], ProgramClient], None]] = {

@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from megatron_dcpo.calibration import json_ready, summarize, violation_rates
+from megatron_dcpo.calibration import Bootstrap, json_ready, summarize, violation_rates
 from megatron_dcpo.types import MALFORMED
 
 
@@ -57,7 +57,7 @@ def test_intervals_hold_the_estimate_and_are_optional() -> None:
     c = generator.random(400)
     y = generator.random(400) < c
     ids = np.repeat(np.arange(100), 4)
-    s = summarize(c, y, ids, resamples=300)
+    s = summarize(c, y, bootstrap=Bootstrap(ids, resamples=300))
     assert set(s["ci95"]) == {"accuracy", "ece", "pce", "brier", "auroc"}
     for name in ("accuracy", "brier", "auroc"):
         low, high = s["ci95"][name]

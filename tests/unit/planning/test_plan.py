@@ -9,7 +9,7 @@ from megatron_dcpo.planning import memory
 from megatron_dcpo.policy import output_layer
 from megatron_dcpo.weights.architecture import parse_architecture
 from megatron_dcpo.weights.layout import Layout
-from megatron_dcpo.weights.reshard_plan import reshard_plan
+from megatron_dcpo.weights.reshard_plan import EngineRanks, reshard_plan
 from tests.helpers.paths import EXAMPLES
 from tests.helpers.shipped import MODELS
 
@@ -100,7 +100,8 @@ def test_resharding_is_what_the_synchronization_moves(plan, gpus, arguments, eng
     assert facts["layout"]["data_parallel_size"] == replicas
     arch = parse_architecture(LLAMA_70B)
     made = [
-        reshard_plan(arch, layout, engine, replicas, itemsize=2, replica=i) for i in range(replicas)
+        reshard_plan(arch, layout, EngineRanks(engine, replicas, i), itemsize=2)
+        for i in range(replicas)
     ]
     assert facts["resharding_bytes"] == max(max(one.received) for one in made)
 

@@ -9,7 +9,7 @@ from megatron_dcpo.errors import UserError
 from megatron_dcpo.weights.architecture import parse_architecture
 from megatron_dcpo.weights.layout import Layout
 from megatron_dcpo.weights.planner import plan
-from megatron_dcpo.weights.reshard_plan import check_engine, engine_slice, reshard_plan
+from megatron_dcpo.weights.reshard_plan import EngineRanks, check_engine, engine_slice, reshard_plan
 from megatron_dcpo.weights.table import hf_shapes
 
 KINDS = {
@@ -82,7 +82,7 @@ def arrives_once(arch, layout, replicas, engine_tp):
     received not held.
     """
     made = reshard_plan(
-        arch, layout, engine_tp, replicas, bucket_bytes=4000, itemsize=4, replica=replicas - 1
+        arch, layout, EngineRanks(engine_tp, replicas, replicas - 1), bucket_bytes=4000, itemsize=4
     )
     shapes, width, pp = hf_shapes(arch), layout.width, layout.pipeline_model_parallel_size
     assert made.received == made.least
@@ -109,7 +109,7 @@ def arrives_once(arch, layout, replicas, engine_tp):
 
 def test_owners_hold_what_they_send_and_buckets_are_in_order():
     arch, layout = architecture(tied=True), Layout(2, 2)
-    made = reshard_plan(arch, layout, 1, 1, 4000, 4)
+    made = reshard_plan(arch, layout, EngineRanks(), 4000, 4)
     names = [entry.hf for bucket in made.buckets for entry in bucket.entries]
     assert list(dict.fromkeys(names)) == list(hf_shapes(arch))
     for message in itertools.chain.from_iterable(bucket.messages for bucket in made.buckets):
@@ -125,7 +125,7 @@ def test_peak_is_one_bucket(bucket_bytes, layout, engine_tp):
     the rank's slice.
     """
     arch = architecture(vocab_size=1000)
-    made = reshard_plan(arch, layout, engine_tp, 2, bucket_bytes, 4)
+    made = reshard_plan(arch, layout, EngineRanks(engine_tp, 2), bucket_bytes, 4)
     assert made.peak_bytes <= bucket_bytes
     ranks = layout.tensor_model_parallel_size * layout.pipeline_model_parallel_size
     for rank in range(ranks):
@@ -163,8 +163,8 @@ def test_a_bucket_smaller_than_a_row_is_refused():
         UserError,
         match=r"rollout.bucket_bytes=4000 is too small for this model; it needs 4096 at least",
     ):
-        reshard_plan(wide, Layout(2, 1), 1, 1, 4000, 4)
-    assert reshard_plan(wide, Layout(2, 1), 1, 1, 4096, 4).peak_bytes <= 4096
+        reshard_plan(wide, Layout(2, 1), EngineRanks(), 4000, 4)
+    assert reshard_plan(wide, Layout(2, 1), EngineRanks(), 4096, 4).peak_bytes <= 4096
 
 
 def test_the_embedding_of_a_large_model_stays_in_the_bucket():
@@ -178,7 +178,7 @@ def test_the_embedding_of_a_large_model_stays_in_the_bucket():
         head_dim=128,
         vocab_size=151936,
     )
-    made = reshard_plan(arch, Layout(2, 1), 1)
+    made = reshard_plan(arch, Layout(2, 1), EngineRanks())
     assert made.peak_bytes <= 512 * 2**20
     assert (
         sum(entry.hf == "model.embed_tokens.weight" for b in made.buckets for entry in b.entries)
@@ -190,11 +190,11 @@ def test_the_embedding_of_a_large_model_stays_in_the_bucket():
 def test_nothing_travels_when_layouts_nest():
     """Qwen3-8B's shapes, trainer and engine both TP 2, a vocabulary that both cut alike."""
     arch = architecture(vocab_size=512)
-    assert reshard_plan(arch, Layout(2, 1), 2, 4, itemsize=2).received == (0, 0)
-    assert reshard_plan(arch, Layout(1, 1), 4, 4, itemsize=2).received == (0,)
+    assert reshard_plan(arch, Layout(2, 1), EngineRanks(2, 4), itemsize=2).received == (0, 0)
+    assert reshard_plan(arch, Layout(1, 1), EngineRanks(4, 4), itemsize=2).received == (0,)
     assert (
-        reshard_plan(arch, Layout(1, 2), 1, 1).least
-        == reshard_plan(arch, Layout(1, 2), 1, 1).least_whole
+        reshard_plan(arch, Layout(1, 2), EngineRanks()).least
+        == reshard_plan(arch, Layout(1, 2), EngineRanks()).least_whole
     )
 
 
@@ -202,11 +202,11 @@ def test_tied_embedding_crosses_once():
     """Both stages hold a copy of it, so it stays; untied, the stages exchange embedding and output
     layer.
     """
-    tied = reshard_plan(architecture(tied=True), Layout(1, 2), 1, 1, itemsize=4)
+    tied = reshard_plan(architecture(tied=True), Layout(1, 2), EngineRanks(), itemsize=4)
     assert not any("embed" in p.hf for b in tied.buckets for m in b.messages for p in m.ops)
     one_way = [
         p.hf
-        for b in reshard_plan(architecture(), Layout(1, 2)).buckets
+        for b in reshard_plan(architecture(), Layout(1, 2), EngineRanks()).buckets
         for m in b.messages
         for p in m.ops
     ]
@@ -216,10 +216,12 @@ def test_tied_embedding_crosses_once():
 def test_checksum_tells_plans_apart():
     arch = architecture()
     sums = [
-        reshard_plan(arch, Layout(2, 1), e, 1, b).checksum for e in (1, 2) for b in (4000, 8000)
+        reshard_plan(arch, Layout(2, 1), EngineRanks(e), b).checksum
+        for e in (1, 2)
+        for b in (4000, 8000)
     ]
     assert len(set(sums)) == 4
-    assert reshard_plan(arch, Layout(2, 1), 1, 1, 4000).checksum == sums[0]
+    assert reshard_plan(arch, Layout(2, 1), EngineRanks(), 4000).checksum == sums[0]
 
 
 @pytest.mark.parametrize(("tp", "what"), [(3, "attention heads"), (16, "attention heads")])
