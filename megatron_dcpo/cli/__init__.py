@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from megatron_dcpo.config import Config
     from megatron_dcpo.sandbox.local import CodeLimits
 
+Subparsers = argparse._SubParsersAction  # argparse has no public name for it
+
 VERBS = {
     "train": "train a policy",
     "config": "the options of a run, and the shipped examples",
@@ -125,9 +127,10 @@ def as_options(words: Sequence[str]) -> list[str]:
     names the configuration, ``--section.key value`` is an override, a bare ``--resume`` means
     ``auto``.
     """
-    if not words or words[0] not in ("train", "plan", "probe"):
+    if not words or words[0] not in ("train", "plan", "probe", "evaluate"):
         return list(words)
     verb, *rest = words
+    names_config = verb != "evaluate"  # whose YAML files belong to --config and --as-trained
     found: list[str] = []
     while rest:
         word, *rest = rest
@@ -138,7 +141,8 @@ def as_options(words: Sequence[str]) -> list[str]:
         elif word == "--resume" and rest[:1] not in (["auto"], ["none"]):
             found += [word, "auto"]
         elif (
-            word.endswith((".yaml", ".yml"))
+            names_config
+            and word.endswith((".yaml", ".yml"))
             and "--config" not in (*words, *found)
             and "=" not in word
         ):
@@ -220,7 +224,6 @@ def add_judging_arguments(parser: Any) -> None:
     )
     parser.add_argument(
         "--sandbox",
-        default="auto",
         metavar="WHERE",
         help="where programs run: auto, bubblewrap, landlock, or unsafe (default auto)",
     )

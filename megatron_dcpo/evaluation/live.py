@@ -18,8 +18,8 @@ from urllib.parse import parse_qs, urlsplit
 from megatron_dcpo.calibration import diagrams
 from megatron_dcpo.calibration.summary import json_ready
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.evaluation.facts import seconds_left, total_steps
 from megatron_dcpo.evaluation.report import choose_samples, pages
+from megatron_dcpo.evaluation.run_description import seconds_left, total_steps
 from megatron_dcpo.evaluation.runs import read_run
 from megatron_dcpo.runtime.text import printable
 

@@ -22,7 +22,7 @@ from markupsafe import Markup
 from megatron_dcpo.calibration import diagrams
 from megatron_dcpo.calibration.metrics import Bins
 from megatron_dcpo.calibration.summary import json_ready
-from megatron_dcpo.evaluation import facts, published
+from megatron_dcpo.evaluation import published, run_description
 from megatron_dcpo.evaluation.published import Published
 from megatron_dcpo.evaluation.runs import EvaluatedRun
 from megatron_dcpo.evaluation.scoring import (
@@ -128,9 +128,9 @@ def render_report(
         labels=[LABELS[key] for key in HEADLINE],
         tables=_tables(runs),
         first_kind=kinds[0] if kinds else "verbal",
-        origins=[facts.origin(run.name, run.path, len(run.metrics)) for run in runs],
-        configured=facts.configured(paths),
-        differences=facts.differences(paths),
+        origins=[run_description.origin(run.name, run.path, len(run.metrics)) for run in runs],
+        configured=run_description.configured(paths),
+        differences=run_description.differences(paths),
         warnings={run.name: found for run in runs if (found := read_warnings(run.path))},
         published=published.compare({run.name: run.evaluation for run in runs}, against),
         panels=_panels(runs, kinds, benchmarks),

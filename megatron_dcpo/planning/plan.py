@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from megatron_dcpo.config import Config
+from megatron_dcpo.config.rules import check_engine_size, check_model_rules
 from megatron_dcpo.errors import UserError, check_world_size
 from megatron_dcpo.objectives import build_method
 from megatron_dcpo.planning.hub import architecture_of
@@ -28,8 +29,9 @@ from megatron_dcpo.planning.traffic import (
 from megatron_dcpo.runtime.dtypes import dtype_bytes
 from megatron_dcpo.weights.architecture import Architecture
 from megatron_dcpo.weights.layout import Layout
-from megatron_dcpo.weights.planner import check_layout, check_options
-from megatron_dcpo.weights.reshard_plan import check_engine, most_received
+from megatron_dcpo.weights.pipeline import chunk_layers
+from megatron_dcpo.weights.planner import check_layout
+from megatron_dcpo.weights.reshard_plan import most_received
 from megatron_dcpo.weights.table import kv_bytes_per_token, number_of_parameters
 
 MOST_GPUS = 4096
@@ -172,7 +174,7 @@ def make_plan(config: Config, machine: Machine, rates: Rates | None = None) -> P
         config.parallel, machine.processor == "gpu" and config.model.transformer_impl != "local"
     )
     check_layout(arch, layout)
-    check_options(arch, layout, config.model, config.parallel)
+    check_model_rules(config, arch, chunk_layers(arch.num_layers, layout))
     context = config.parallel.context_parallel_size
     replicas = _check_gpus(layout, context, machine.gpus)
     data_parallel = replicas // context
@@ -349,7 +351,7 @@ def _engine(arch: Architecture, config: Config, machine: Machine) -> EngineMemor
         raise UserError(
             f"rollout.tensor_model_parallel_size={size} does not divide the {machine.gpus} GPUs"
         )
-    check_engine(arch, size)
+    check_engine_size(arch, size)
     itemsize = dtype_bytes(rollout.vllm.get("dtype", config.model.params_dtype))
     weights = number_of_parameters(arch) * itemsize // size
     kv = kv_bytes_per_token(arch, itemsize, size)

@@ -28,7 +28,6 @@ from megatron_dcpo.weights.layout import UNEVEN_PIPELINE, Coordinates, Layout
 from megatron_dcpo.weights.planner import (
     Copy,
     check_layout,
-    check_options,
     padded_vocab_size,
     plan,
     sharded_dimensions,
@@ -221,7 +220,6 @@ def build_policy(
         )
     layout = Layout.of(parallel, engine)
     check_layout(arch, layout)
-    check_options(arch, layout, model, parallel)
     reader = HFReader(model.path)
     reader.check(arch)
     config = transformer_config(arch, parallel, torch_dtype(model.params_dtype), engine)

@@ -18,7 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from megatron_dcpo.errors import Stopped
-from megatron_dcpo.judging.users import VerifierFailed
+from megatron_dcpo.judging.function_verifier import VerifierFailed
 from megatron_dcpo.rollout import EngineError
 from megatron_dcpo.runtime import distributed
 from megatron_dcpo.runtime.signals import RolloutAbandoned

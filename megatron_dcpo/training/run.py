@@ -18,7 +18,7 @@ from megatron_dcpo.checkpoints.saver import Saver
 from megatron_dcpo.checkpoints.state import Optimizer
 from megatron_dcpo.config import Config
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.evaluation.heldout import HeldOut, load_held_out
+from megatron_dcpo.evaluation.held_out import HeldOut, load_held_out
 from megatron_dcpo.judging.judge import JUDGES
 from megatron_dcpo.judging.token_bytes import token_bytes
 from megatron_dcpo.objectives import build_method

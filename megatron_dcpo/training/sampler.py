@@ -22,7 +22,7 @@ import numpy as np
 
 from megatron_dcpo.config import RolloutConfig
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.judging.users import check_error_rate
+from megatron_dcpo.judging.function_verifier import check_error_rate
 from megatron_dcpo.objectives.method import Method
 from megatron_dcpo.rollout.engine import (
     Engine,

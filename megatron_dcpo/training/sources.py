@@ -14,7 +14,7 @@ from megatron_dcpo.data.datasets import draw_prompts, fingerprint, load_prompts
 from megatron_dcpo.data.gym import gym_path, is_gym
 from megatron_dcpo.data.mixture import LoadedSource, Mixture, curriculum, extended_fingerprint
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.evaluation.heldout import named_sources, verifier_of
+from megatron_dcpo.evaluation.problems import named_sources, verifier_of
 from megatron_dcpo.judging.judge import judge_by_task, judge_many
 from megatron_dcpo.judging.questions import check_questions
 from megatron_dcpo.judging.token_bytes import TokenBytes

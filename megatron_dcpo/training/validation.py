@@ -16,7 +16,8 @@ import numpy as np
 
 from megatron_dcpo.checkpoints.manifest import iterations
 from megatron_dcpo.config import Config
-from megatron_dcpo.evaluation.heldout import HeldOut, improves, value_of
+from megatron_dcpo.evaluation.best_step import improves, value_of
+from megatron_dcpo.evaluation.held_out import HeldOut
 from megatron_dcpo.evaluation.samples import Sample, write_samples
 from megatron_dcpo.rollout import SamplingConfig
 from megatron_dcpo.runtime import signals
