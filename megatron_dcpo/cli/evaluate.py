@@ -22,7 +22,7 @@ from megatron_dcpo.runtime.text import parse_json, printable
 
 if TYPE_CHECKING:
     from megatron_dcpo.cli import Subparsers
-    from megatron_dcpo.config.evaluation import EvaluateConfig
+    from megatron_dcpo.config.evaluation_sections import EvaluateConfig
     from megatron_dcpo.evaluation.evaluate import Progress
 
 logger = logging.getLogger(__name__)

@@ -13,15 +13,18 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_dcpo.cli import VERBS, add_judging_arguments, positive_int, program_limits
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.runtime.text import printable
 from megatron_dcpo.types import CONFIDENCE_TAG
 
+if TYPE_CHECKING:
+    from megatron_dcpo.cli import Subparsers
 
-def add_parser(subparsers: Any) -> None:
+
+def add_parser(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
         "judge",
         help=VERBS["judge"],
@@ -192,7 +195,7 @@ def _read_pairs(path: str) -> list[tuple[str, str]]:
     return pairs
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     """Return a field as text: numbers as they are written, a missing answer as an empty one."""
     if value is None:
         return ""

@@ -133,7 +133,7 @@ def _read(path: Path, including: tuple[Path, ...] = ()) -> DictConfig:
     return merged
 
 
-def validate(values: Any, source: str = "config") -> Config:
+def validate(values: object, source: str = "config") -> Config:
     """Turn plain dictionaries into a :class:`Config`. Raises :class:`UserError` for the first thing
     wrong.
     """
@@ -148,7 +148,7 @@ def validate(values: Any, source: str = "config") -> Config:
     return config
 
 
-def checked(values: Any, kind: type[Built], source: str) -> Built:  # noqa: ANN401 -- YAML's values
+def checked(values: dict[Any, Any], kind: type[Built], source: str) -> Built:
     """Return nested ``values`` as the dataclass ``kind`` of sections, types and ranges checked.
 
     Raises :class:`UserError` for the first thing wrong, with the ``source`` of the values.
@@ -225,7 +225,7 @@ def as_dict(config: Config) -> dict[str, Any]:
     }
 
 
-def flat(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flat(values: object, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield (dotted name, value) of everything set in nested mappings."""
     if isinstance(values, Mapping):
         for key, value in values.items():
@@ -260,7 +260,7 @@ def _check_keys(values: dict[Any, Any], kind: type, source: str, prefix: tuple[s
             _check_keys(value, section, source, (*prefix, str(key)))
 
 
-def section_fields(kind: Any) -> dict[str, Any]:
+def section_fields(kind: object) -> dict[str, Any]:
     """Return the keys of a section with their types; nothing for what is not a section."""
     if kind is ObjectiveConfig:
         return dict.fromkeys(option_names())

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from megatron_dcpo.config.evaluation import (
+from megatron_dcpo.config.evaluation_sections import (
     EndpointConfig,
     EngineConfig,
     EvaluateConfig,
@@ -141,13 +141,16 @@ def _methods(name: str) -> tuple[str, ...]:
 
 
 def _option(
-    name: str, kind: Any, default: Any, meaning: str, methods: tuple[str, ...] = ()
+    name: str, kind: object, default: object, meaning: str, methods: tuple[str, ...] = ()
 ) -> Option:
     return Option(name, _kind(kind), _shown(default), one_line(meaning), methods)
 
 
-def _fields(section: Any) -> Mapping[str, FieldInfo]:
-    return section.model_fields if section is ObjectiveConfig else section.__pydantic_fields__
+def _fields(section: object) -> Mapping[str, FieldInfo]:
+    if section is ObjectiveConfig:
+        return ObjectiveConfig.model_fields
+    fields: Mapping[str, FieldInfo] = getattr(section, "__pydantic_fields__")  # noqa: B009
+    return fields
 
 
 def _meanings(section: type) -> dict[str, str]:
@@ -169,7 +172,7 @@ def _own_meanings(section: type) -> dict[str, str]:
     return found
 
 
-def _kind(annotation: Any, limits: Sequence[Any] = ()) -> str:
+def _kind(annotation: object, limits: Sequence[Any] = ()) -> str:
     """Return a type and its range in words."""
     origin, inner = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
@@ -186,14 +189,15 @@ def _kind(annotation: Any, limits: Sequence[Any] = ()) -> str:
         limit for one in limits for limit in (one.metadata if isinstance(one, FieldInfo) else [one])
     ]
     words = [f"{sign} {value}" for name, sign in _BOUNDS for value in _values(bounds, name)]
-    return " ".join([_KINDS.get(annotation, "mapping"), " and ".join(words)]).strip()
+    word = _KINDS.get(annotation, "mapping") if isinstance(annotation, type) else "mapping"
+    return " ".join([word, " and ".join(words)]).strip()
 
 
 def _values(bounds: Iterable[Any], name: str) -> list[Any]:
     return [getattr(one, name) for one in bounds if getattr(one, name, None) is not None]
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     """Return a default as a YAML file has it, or in words."""
     if value is None or value == {}:
         return "not set"

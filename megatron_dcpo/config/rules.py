@@ -14,17 +14,15 @@ What depends on data, on a tokenizer, or on what is installed, is refused by the
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
+from megatron_dcpo.config.evaluation_sections import EvaluateConfig
 from megatron_dcpo.config.field_types import BUILT_IN
 from megatron_dcpo.config.parallel import ParallelConfig
 from megatron_dcpo.config.sections import Config
 from megatron_dcpo.errors import UserError, check_world_size, did_you_mean
 from megatron_dcpo.objectives import find_method, resolve
 from megatron_dcpo.types import REASONING_GYM
-
-if TYPE_CHECKING:
-    from megatron_dcpo.config.evaluation import EvaluateConfig
 
 Broken = str | None
 VOCABULARY_MULTIPLE = 64  # vLLM pads the vocabulary to a multiple of this before it cuts it
@@ -140,7 +138,7 @@ def check_passed_on(
             raise UserError(f"{section}.{name} is unknown to {where}{hint}")
 
 
-# --------------------------------------------------------------------------------------- parallelism
+# -------------------------------------------------------------------------------------- parallelism
 
 
 @configuration_rule
@@ -252,7 +250,7 @@ def recomputed_modules_need_selective_recomputation(config: Config) -> Broken:
     return None
 
 
-# ----------------------------------------------------------------------------- judging, optimization
+# ---------------------------------------------------------------------------- judging, optimization
 
 
 @configuration_rule
@@ -283,7 +281,7 @@ def min_lr_is_not_above_lr(config: Config) -> Broken:
     return None
 
 
-# -------------------------------------------------------------------------------------- validation
+# --------------------------------------------------------------------------------------- validation
 
 
 @configuration_rule
@@ -319,7 +317,7 @@ def a_validation_needs_benchmarks(config: Config) -> Broken:
     return None
 
 
-# --------------------------------------------------------------------------------- objective, rollout
+# ------------------------------------------------------------------------------- objective, rollout
 
 
 @configuration_rule
@@ -496,7 +494,7 @@ def mini_batches_divide_a_step(config: Config) -> Broken:
     return None
 
 
-# ------------------------------------------------------------------------------------ with the model
+# ----------------------------------------------------------------------------------- with the model
 
 
 @model_rule

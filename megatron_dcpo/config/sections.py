@@ -90,7 +90,7 @@ class SourceConfig:
             raise ValueError("options, size and seed are for path: reasoning_gym:TASK; remove them")
 
 
-def _as_sources(value: Any) -> Any:
+def _as_sources(value: object) -> object:
     """Return one mapping as a list of it, and paths in a list as mappings."""
     if isinstance(value, list | tuple):
         return [{"path": one} if isinstance(one, str) else one for one in value]

@@ -47,7 +47,7 @@ def value_of(metrics: Mapping[str, float], word: str) -> float:
 
 
 def improves(word: str, metrics: Mapping[str, float], best: Mapping[str, float] | None) -> bool:
-    """Return whether ``metrics`` are better than the ``best`` so far; an undefined value never is."""
+    """Return whether ``metrics`` are better than the ``best``; an undefined value never is."""
     new = value_of(metrics, word)
     if math.isnan(new):
         return False

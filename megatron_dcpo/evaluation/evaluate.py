@@ -96,47 +96,66 @@ def evaluate_benchmark(
     if not prompts:
         return []
     judged_by = judged_by or AnswerJudge()
-    benchmark = prompts[0].task
     by_id = {prompt.prompt_id: prompt for prompt in prompts}
-    samples: dict[ResponseKey, Sample] = {}
-    if log is not None:
-        for key, sample in log.finished(benchmark).items():
-            prompt_id, repeat = key
-            if prompt_id in by_id and repeat < repeats:
-                samples[key] = sample
-    total = len(by_id) * repeats
-
-    def show_progress() -> None:
-        if progress is not None:
-            progress(benchmark, len(samples), total)
-
-    def keep(responses: Sequence[Response], judgements: Sequence[Judgement]) -> None:
-        for response, judgement in zip(responses, judgements, strict=True):
-            sample = _sample(by_id[response.prompt_id], response, judgement, keep_features)
-            samples[response.key] = sample
-            if log is not None:
-                log.add(sample)
-        show_progress()
-
-    show_progress()
-    requests = _missing(prompts, repeats, samples)
+    collected = _Collected(by_id, repeats, keep_features, log, progress)
+    requests = _missing(prompts, repeats, collected.samples)
     judged: deque[tuple[Sequence[Response], Future[Sequence[Judgement]]]] = deque()
     try:
         for responses in respond(requests) if requests else ():
             judged.append((responses, JUDGES.submit(judged_by.judge, responses, by_id)))
             while judged and judged[0][1].done():
                 finished, judgements = judged.popleft()
-                keep(finished, judgements.result())
+                collected.add(finished, judgements.result())
     finally:
         while judged:
             finished, judgements = judged.popleft()
-            keep(finished, judgements.result())
+            collected.add(finished, judgements.result())
     position = {prompt.prompt_id: number for number, prompt in enumerate(prompts)}
     ordered = sorted(
-        samples.values(),
+        collected.samples.values(),
         key=lambda sample: (position[sample.prompt.prompt_id], sample.response.sample_index),
     )
     return with_consistency(ordered, judged_by.equivalent)
+
+
+class _Collected:
+    """The samples of a benchmark, those of the log and those that are added."""
+
+    def __init__(
+        self,
+        prompts: Mapping[str, Prompt],
+        repeats: int,
+        keep_features: bool,
+        log: SampleLog | None,
+        progress: Progress | None,
+    ) -> None:
+        self.prompts = prompts
+        self.keep_features = keep_features
+        self.log = log
+        self.progress = progress
+        self.benchmark = next(iter(prompts.values())).task
+        self.total = len(prompts) * repeats
+        self.samples: dict[ResponseKey, Sample] = {}
+        if log is not None:
+            for key, sample in log.finished(self.benchmark).items():
+                prompt_id, repeat = key
+                if prompt_id in prompts and repeat < repeats:
+                    self.samples[key] = sample
+        self._show_progress()
+
+    def add(self, responses: Sequence[Response], judgements: Sequence[Judgement]) -> None:
+        """Add judged responses, and write them to the log."""
+        for response, judgement in zip(responses, judgements, strict=True):
+            prompt = self.prompts[response.prompt_id]
+            sample = _sample(prompt, response, judgement, self.keep_features)
+            self.samples[response.key] = sample
+            if self.log is not None:
+                self.log.add(sample)
+        self._show_progress()
+
+    def _show_progress(self) -> None:
+        if self.progress is not None:
+            self.progress(self.benchmark, len(self.samples), self.total)
 
 
 def _missing(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from megatron_dcpo.config import Config
 from megatron_dcpo.data import render_prompts
+from megatron_dcpo.data.datasets import PromptOptions
 from megatron_dcpo.evaluation.best_step import check_keep_best
 from megatron_dcpo.evaluation.evaluate import AnswerJudge, evaluate_benchmark
 from megatron_dcpo.evaluation.problems import BenchmarkOptions, Problems, load_problems
@@ -48,7 +49,7 @@ class HeldOut:
         of_benchmark: dict[str, list[Response]] = {p.benchmark.name: [] for p in self.problems}
         for response in responses:
             if response.text is None:
-                response = with_text(response, self.tokens, eos_ids)  # noqa: PLW2901
+                response = with_text(response, self.tokens, eos_ids)
             of_benchmark[self.prompts[response.prompt_id].task].append(response)
         samples: list[Sample] = []
         for problems in self.problems:
@@ -114,11 +115,13 @@ def load_held_out(
         rendered = render_prompts(
             one.benchmark.records,
             tokenizer,
-            one.template or config.data.template,
-            limit=options.limit or None,
-            marker=config.judging.marker,
+            PromptOptions(
+                template=one.template or config.data.template,
+                limit=options.limit or None,
+                marker=config.judging.marker,
+                thinking=config.data.thinking,
+            ),
             source=one.benchmark.name,
-            thinking=config.data.thinking,
         )
         prompts.update({prompt.prompt_id: prompt for prompt in rendered})
     return HeldOut(problems, prompts, tokens, options.samples)

@@ -153,7 +153,7 @@ def judge_of(judging: JudgingConfig, find: FindVerifier, name: str) -> TokenJudg
     return partial(judge_many, marker=judging.marker, verifier=verifier, form=form)
 
 
-# ----------------------------------------------------------------------------- sources of a training
+# ---------------------------------------------------------------------------- sources of a training
 
 
 def verifier_of(source: SourceConfig, judging: JudgingConfig) -> str:

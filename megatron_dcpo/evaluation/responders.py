@@ -9,9 +9,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from megatron_dcpo import rollout
-from megatron_dcpo.config.evaluation import EvaluateConfig
+from megatron_dcpo.config.evaluation_sections import EvaluateConfig
 from megatron_dcpo.data import render_prompts
-from megatron_dcpo.data.datasets import message_prompts
+from megatron_dcpo.data.datasets import PromptOptions, message_prompts
 from megatron_dcpo.data.prompts import find_template
 from megatron_dcpo.evaluation.evaluate import Respond, respond_at_once
 from megatron_dcpo.evaluation.posthoc import TOP_LOGPROBS
@@ -109,7 +109,7 @@ def _api(config: EvaluateConfig) -> Literal["chat", "completions"]:
 
 
 def sample_model(config: EvaluateConfig, problems: Sequence[Problems]) -> Responder:
-    """Return the checkpoint directory at ``model.path``, sampled in this process, as a responder."""
+    """Return the checkpoint at ``model.path``, sampled in this process, as a responder."""
     path = config.model.path
     check_model_dir(path)
     tokenizer = rollout.load_tokenizer(path)
@@ -148,11 +148,13 @@ def as_token_ids(
     return render_prompts(
         problems.benchmark.records,
         tokenizer,
-        problems.template or config.data.template,
-        limit=config.evaluation.limit or None,
-        marker=config.judging.marker,
+        PromptOptions(
+            template=problems.template or config.data.template,
+            limit=config.evaluation.limit or None,
+            marker=config.judging.marker,
+            thinking=config.data.thinking,
+        ),
         source=problems.benchmark.name,
-        thinking=config.data.thinking,
     )
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dcpo.config import JudgingConfig
-from megatron_dcpo.config.evaluation import EvaluateConfig
+from megatron_dcpo.config.evaluation_sections import EvaluateConfig
 from megatron_dcpo.data import BENCHMARKS
 from megatron_dcpo.data.gym import VERIFIER
 from megatron_dcpo.data.prompts import find_template

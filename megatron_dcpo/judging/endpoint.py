@@ -75,7 +75,7 @@ class EndpointVerifier:
         return results
 
 
-def _problem(reply: Any, count: int) -> str:
+def _problem(reply: object, count: int) -> str:
     results = reply.get("results") if isinstance(reply, dict) else None
     if isinstance(results, list) and len(results) == count:
         return ""

@@ -12,6 +12,7 @@ from megatron_dcpo import rollout
 from megatron_dcpo.config import JudgingConfig, load_config
 from megatron_dcpo.config.evaluation import load_evaluation
 from megatron_dcpo.data import load_prompts
+from megatron_dcpo.data.datasets import PromptOptions
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation.problems import load_problems
 from megatron_dcpo.evaluation.responders import ask_server
@@ -69,8 +70,10 @@ def test_the_ids_are_those_of_the_training(path, tokenizer_of, tmp_path, monkeyp
     directory, tokenizer = tokenizer_of(config)
     file = tmp_path / "toy.jsonl"
     file.write_text("\n".join(map(json.dumps, ROWS.get(config.judging.verifier, ROWS["math"]))))
-    asked = {"marker": config.judging.marker, "thinking": config.data.thinking}
-    trained = load_prompts(file, tokenizer, config.data.template, **asked)
+    options = PromptOptions(
+        config.data.template, marker=config.judging.marker, thinking=config.data.thinking
+    )
+    trained = load_prompts(file, tokenizer, options)
 
     server = {"endpoint.url": "http://localhost/v1", "endpoint.model": "m", "run_dir": "r"}
     asked_for = load_evaluation(server, as_trained=str(path))

@@ -14,6 +14,7 @@ import pytest
 
 from megatron_dcpo.cli import evaluate as cli
 from megatron_dcpo.data import load_benchmark, render_prompts
+from megatron_dcpo.data.datasets import PromptOptions
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation.evaluate import (
     equivalent_math,
@@ -83,7 +84,7 @@ def evaluated(
 ) -> list[Sample]:
     """The toy benchmark through an engine of this process."""
     loaded = load_benchmark(f"toy={path}")
-    prompts = render_prompts(loaded.records, tokenizer, "raw", limit=limit)
+    prompts = render_prompts(loaded.records, tokenizer, PromptOptions("raw", limit=limit))
     complete = respond_at_once(scripted(tokenizer, truncated), token_bytes(tokenizer), [EOS])
     return evaluate_benchmark(prompts, complete, repeats=len(TEXTS), **options)
 
@@ -272,7 +273,7 @@ def test_all_requests_are_one_submission(tokenizer: Any, benchmark_file: Path) -
     complete = respond_at_once(
         lambda s: submitted.append(len(s)) or stream(s), token_bytes(tokenizer), [EOS]
     )
-    prompts = render_prompts(loaded.records, tokenizer, "raw")
+    prompts = render_prompts(loaded.records, tokenizer, PromptOptions("raw"))
     evaluate_benchmark(prompts, complete, repeats=4)
     assert submitted == [8]
 
@@ -285,7 +286,7 @@ def test_what_was_judged_is_kept_where_the_engine_fails(
         raise RuntimeError("the engine failed")
 
     loaded = load_benchmark(f"toy={benchmark_file}")
-    prompts = render_prompts(loaded.records, tokenizer, "raw")
+    prompts = render_prompts(loaded.records, tokenizer, PromptOptions("raw"))
     complete = respond_at_once(stream, token_bytes(tokenizer), [EOS])
     with SampleLog(tmp_path, {}) as log, pytest.raises(RuntimeError, match="the engine failed"):
         evaluate_benchmark(prompts, complete, repeats=4, log=log)

@@ -11,7 +11,8 @@ import pytest
 
 from megatron_dcpo.cli import as_options
 from megatron_dcpo.cli import evaluate as cli
-from megatron_dcpo.config.evaluation import EvaluateConfig, load_evaluation
+from megatron_dcpo.config.evaluation import load_evaluation
+from megatron_dcpo.config.evaluation_sections import EvaluateConfig
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation.run import settings_of
 from tests.helpers.paths import QUICKSTART
