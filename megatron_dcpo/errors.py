@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
 
 # Exit statuses of every verb besides 0 and Python's own 1 for an unforeseen exception
 # (docs/scaling.md#exit-statuses).
@@ -25,7 +28,9 @@ class UserError(Exception):
 
 
 class Stopped(Exception):
-    """A signal asked the run to end; what is done is saved. ``exit_status``: that of the process."""
+    """A signal asked the run to end, and what is done is saved. The process ends with
+    ``exit_status``.
+    """
 
     def __init__(self, message: str, exit_status: int) -> None:
         super().__init__(message)
@@ -55,7 +60,7 @@ def did_you_mean(word: object, known: Iterable[str]) -> str:
     return f"; valid: {', '.join(known)}" if len(known) <= LONGEST_LIST else ""
 
 
-def validation_message(error: Any) -> str:
+def validation_message(error: ValidationError) -> str:
     """Return the first thing wrong in a pydantic ``ValidationError``, one line: ``section.key: what
     is wrong (found value)``.
     """

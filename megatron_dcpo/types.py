@@ -269,7 +269,7 @@ class TokenOutputs:
     entropy: Tensor
 
 
-def replaced(value: Copied, **fields: Any) -> Copied:
+def replaced(value: Copied, **fields: object) -> Copied:
     """Return ``value`` with other ``fields``: ``dataclasses.replace`` without a look at each field,
     of which a step would take thousands; for what has no ``__post_init__``.
     """

@@ -15,7 +15,12 @@ sys.path.insert(0, str(ROOT))
 
 from omegaconf import OmegaConf  # noqa: E402
 
-from megatron_dcpo.config.reference import Option, options, sections  # noqa: E402
+from megatron_dcpo.config.reference import (  # noqa: E402
+    EVALUATE_SECTIONS,
+    Option,
+    options,
+    sections,
+)
 from megatron_dcpo.objectives.options import BLOCK_OPTIONS, OWN_OPTIONS  # noqa: E402
 
 PAGE = ROOT / "docs" / "options.md"
@@ -38,6 +43,8 @@ OF_SECTION = {
     "`X_reasoning` and\n"
     "`X_confidence` may be written as `X`, for both. An option that the method does not read is "
     "refused.",
+    "evaluate": "`dcpo evaluate` reads `judging` as above, and these sections; each flag is a "
+    "shorthand for an option\n([evaluation](evaluation.md)).",
     "data.path[]": "Where `data.path` is a list, each source has these "
     "([mixtures](bring_your_own.md#data)).",
 }
@@ -63,6 +70,9 @@ def page() -> str:
     parts = [HEAD]
     for section, about in sections().items():
         title = f"`{section}`" if section else "Outside of sections"
+        if section in EVALUATE_SECTIONS:
+            inner = section.removeprefix("evaluate").removeprefix(".")
+            title = f"`dcpo evaluate`: `{inner}`" if inner else "`dcpo evaluate`"
         parts.append(
             f"## {title}\n\n{OF_SECTION.get(section) or wrapped(about.replace('``', '`') + '.')}\n"
         )

@@ -25,9 +25,9 @@ from PIL import Image
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from megatron_dcpo.evaluation.facts import total_steps  # noqa: E402
 from megatron_dcpo.evaluation.live import live_server  # noqa: E402
 from megatron_dcpo.evaluation.report import write_report  # noqa: E402
+from megatron_dcpo.evaluation.run_description import total_steps  # noqa: E402
 from megatron_dcpo.evaluation.runs import find_runs  # noqa: E402
 
 CHROMIUM = next(

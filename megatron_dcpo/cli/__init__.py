@@ -20,7 +20,7 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megatron_dcpo import __version__
 from megatron_dcpo.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR, Stopped, UserError, one_line
@@ -29,6 +29,9 @@ from megatron_dcpo.runtime.text import printable
 if TYPE_CHECKING:
     from megatron_dcpo.config import Config
     from megatron_dcpo.sandbox.local import CodeLimits
+
+    # argparse has no public name for what add_subparsers returns
+    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
 VERBS = {
     "train": "train a policy",
@@ -54,33 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb. Bad input is one line on stderr and status 2; results go to stdout, logs to
     stderr.
     """
-    parser = argparse.ArgumentParser(
-        prog="dcpo",
-        description="Reinforcement learning from verifiable rewards, accurate and calibrated.",
-    )
-    parser.add_argument("--version", action="version", version=f"megatron-dcpo {__version__}")
-    subparsers = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
-    words = [word for word in (sys.argv[1:] if argv is None else argv) if not word.startswith("-")]
-    for (
-        verb,
-        text,
-    ) in VERBS.items():  # only the verb that is called is imported: help answers at once
-        if words[:1] == [verb]:
-            importlib.import_module(f"megatron_dcpo.cli.{verb}").add_parser(subparsers)
-        else:
-            subparsers.add_parser(verb, help=text)
-    for subparser in subparsers.choices.values():
-        subparser.add_argument(
-            "--debug", action="store_true", help="show tracebacks and debug logs"
-        )
-    args, rest = parser.parse_known_args(as_options(sys.argv[1:] if argv is None else argv))
-    # argparse takes overrides in one piece only; those after a later option arrive here.
-    if rest and not (
-        hasattr(args, "overrides") and all("=" in word and word[0] != "-" for word in rest)
-    ):
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    if rest:
-        args.overrides += rest
+    args = _parsed(sys.argv[1:] if argv is None else argv)
     _write_safely(args.debug)
     for noisy in ("httpx", "httpx2", "httpcore2", "urllib3", "matplotlib", "torch", "transformers"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
@@ -112,6 +89,36 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_INTERRUPTED
 
 
+def _parsed(words: Sequence[str]) -> argparse.Namespace:
+    """Return the parsed arguments. Only the module of the verb that is called is imported, so that
+    help answers at once.
+    """
+    parser = argparse.ArgumentParser(
+        prog="dcpo",
+        description="Reinforcement learning from verifiable rewards, accurate and calibrated.",
+    )
+    parser.add_argument("--version", action="version", version=f"megatron-dcpo {__version__}")
+    subparsers = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+    called = next((word for word in words if not word.startswith("-")), None)
+    for verb, text in VERBS.items():
+        if verb == called:
+            importlib.import_module(f"megatron_dcpo.cli.{verb}").add_parser(subparsers)
+        else:
+            subparsers.add_parser(verb, help=text)
+    for subparser in subparsers.choices.values():
+        subparser.add_argument(
+            "--debug", action="store_true", help="show tracebacks and debug logs"
+        )
+    args, rest = parser.parse_known_args(as_options(words))
+    if rest:
+        # argparse takes overrides in one piece only; those after a later option arrive here
+        overrides = all("=" in word and not word.startswith("-") for word in rest)
+        if not (hasattr(args, "overrides") and overrides):
+            parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        args.overrides = [*args.overrides, *rest]
+    return args
+
+
 def _refusal(error: UserError | OSError | ModuleNotFoundError) -> str | None:
     """Return the line that says what the user can mend; None for an error of the program."""
     if isinstance(error, ModuleNotFoundError):
@@ -125,9 +132,10 @@ def as_options(words: Sequence[str]) -> list[str]:
     names the configuration, ``--section.key value`` is an override, a bare ``--resume`` means
     ``auto``.
     """
-    if not words or words[0] not in ("train", "plan", "probe"):
+    if not words or words[0] not in ("train", "plan", "probe", "evaluate"):
         return list(words)
     verb, *rest = words
+    names_config = verb != "evaluate"  # whose YAML files belong to --config and --as-trained
     found: list[str] = []
     while rest:
         word, *rest = rest
@@ -138,7 +146,8 @@ def as_options(words: Sequence[str]) -> list[str]:
         elif word == "--resume" and rest[:1] not in (["auto"], ["none"]):
             found += [word, "auto"]
         elif (
-            word.endswith((".yaml", ".yml"))
+            names_config
+            and word.endswith((".yaml", ".yml"))
             and "--config" not in (*words, *found)
             and "=" not in word
         ):
@@ -207,7 +216,7 @@ def load_config(path: str, overrides: Sequence[str] = ()) -> Config:
     return load_config(path, list(overrides))
 
 
-def add_judging_arguments(parser: Any) -> None:
+def add_judging_arguments(parser: argparse._ActionsContainer) -> None:
     """Add a user's verifier, where programs run, and the limits of both (``program_limits``)."""
     parser.add_argument(
         "--verifier",
@@ -220,7 +229,6 @@ def add_judging_arguments(parser: Any) -> None:
     )
     parser.add_argument(
         "--sandbox",
-        default="auto",
         metavar="WHERE",
         help="where programs run: auto, bubblewrap, landlock, or unsafe (default auto)",
     )

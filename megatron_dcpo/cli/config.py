@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from megatron_dcpo.cli import VERBS
 from megatron_dcpo.errors import UserError, did_you_mean
 
+if TYPE_CHECKING:
+    from megatron_dcpo.cli import Subparsers
+
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"  # of a checkout; a wheel has none
 
 
-def add_parser(subparsers: Any) -> None:
+def add_parser(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
         "config",
         help=VERBS["config"],

@@ -11,19 +11,20 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megatron_dcpo.cli import VERBS, positive_int
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.runtime.text import printable
 
 if TYPE_CHECKING:
+    from megatron_dcpo.cli import Subparsers
     from megatron_dcpo.conversion.common import Conversion, Progress
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
-def add_parser(subparsers: Any) -> None:
+def add_parser(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
         "convert",
         help=VERBS["convert"],
@@ -212,14 +213,14 @@ def _progress(what: str) -> Iterator[Progress]:
         TransferSpeedColumn,
     )
 
-    columns = (
+    with Progress(
         "{task.description}",
         BarColumn(),
         DownloadColumn(),
         TransferSpeedColumn(),
         TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True)) as bars:
+        console=Console(stderr=True),
+    ) as bars:
         task = bars.add_task(what, total=None)
 
         def show(done: int, total: int) -> None:

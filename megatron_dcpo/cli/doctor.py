@@ -11,7 +11,7 @@ import re
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from megatron_dcpo.cli import VERBS
 from megatron_dcpo.errors import pip_install
@@ -26,6 +26,9 @@ REQUIRED = (
     "pydantic",
     "omegaconf",
 )
+
+if TYPE_CHECKING:
+    from megatron_dcpo.cli import Subparsers
 OPTIONAL = {
     "transformer-engine": "the layers on a GPU (without: model.transformer_impl=local, several "
     "times slower)",
@@ -65,7 +68,7 @@ class Finding:
     advice: str = ""
 
 
-def add_parser(subparsers: Any) -> None:
+def add_parser(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser("doctor", help=VERBS["doctor"], description=__doc__)
     parser.add_argument("--json", action="store_true", help="machine-readable output")
     parser.set_defaults(run=run)

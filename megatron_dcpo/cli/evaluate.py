@@ -1,5 +1,7 @@
-"""``dcpo evaluate``: accuracy and calibration of a model on benchmarks, or of responses sampled
-before.
+"""``dcpo evaluate``: accuracy and calibration of a model on benchmarks, or of earlier responses.
+
+Every flag but those of the command itself (``COMMAND``) is a shorthand for an option, which may be
+written as an override as well: ``--repeats 8`` is ``evaluation.samples=8``.
 """
 
 from __future__ import annotations
@@ -9,16 +11,18 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-from megatron_dcpo.cli import VERBS, add_judging_arguments, positive_int, program_limits
+from megatron_dcpo.cli import VERBS, add_judging_arguments, positive_int
+from megatron_dcpo.errors import UserError
 from megatron_dcpo.runtime import signals
 from megatron_dcpo.runtime.text import parse_json, printable
 
 if TYPE_CHECKING:
+    from megatron_dcpo.cli import Subparsers
+    from megatron_dcpo.config.evaluation_sections import EvaluateConfig
     from megatron_dcpo.evaluation.evaluate import Progress
 
 logger = logging.getLogger(__name__)
@@ -32,22 +36,70 @@ KINDS = (
     "token_entropy",
     "consistency",
 )
+# what a flag sets, by its name in the parsed arguments
+SHORTHANDS: Mapping[str, str] = {
+    "model": "model.path",
+    "dtype": "model.params_dtype",
+    "endpoint": "endpoint.url",
+    "model_name": "endpoint.model",
+    "tokenizer": "endpoint.tokenizer",
+    "api": "endpoint.api",
+    "api_key_env": "endpoint.api_key_env",
+    "concurrency": "endpoint.concurrency",
+    "timeout": "endpoint.timeout",
+    "attempts": "endpoint.attempts",
+    "extra_body": "endpoint.extra_body",
+    "out": "run_dir",
+    "benchmarks": "evaluation.benchmarks",
+    "repeats": "evaluation.samples",
+    "confidence": "evaluation.confidence",
+    "features": "evaluation.features",
+    "calibrator": "evaluation.calibrator",
+    "limit": "evaluation.limit",
+    "data_dir": "evaluation.data_dir",
+    "corrections": "evaluation.corrections",
+    "temperature": "evaluation.temperature",
+    "top_p": "evaluation.top_p",
+    "top_k": "evaluation.top_k",
+    "max_tokens": "evaluation.max_tokens",
+    "seed": "evaluation.seed",
+    "resamples": "evaluation.resamples",
+    "template": "data.template",
+    "thinking": "data.thinking",
+    "untested": "data.untested",
+    "batch_size": "rollout.max_num_seqs",
+    "engine": "rollout.engine",
+    "marker": "judging.marker",
+    "verifier": "judging.verifier",
+    "threshold": "judging.threshold",
+    "sandbox": "judging.sandbox",
+    "test_seconds": "judging.test_seconds",
+    "program_seconds": "judging.program_seconds",
+    "memory_mb": "judging.memory_mb",
+}
+_DTYPES = {"auto": "auto", "float32": "fp32", "bfloat16": "bf16"}  # as --dtype has them
 
 
-def add_parser(subparsers: Any) -> None:
+def add_parser(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
         "evaluate",
         help=VERBS["evaluate"],
         description="Sample a model or a server on benchmarks, judge the responses, and write "
-        "evaluation.json, "
-        "samples.jsonl, diagrams and report.html. With --endpoint every finished sample is on "
-        "disk at once, and the "
-        "same command continues an interrupted evaluation. With --samples the responses of an "
-        "earlier evaluation are "
-        "scored again, no model. On several GPUs: dcpo launch N -- evaluate --model DIR ...",
-        argument_default=argparse.SUPPRESS,  # the defaults are those of EvaluationConfig
+        "evaluation.json, samples.jsonl, diagrams and report.html. Every finished sample is on "
+        "disk at once, and the same command continues an interrupted evaluation. With --samples "
+        "the responses of an earlier evaluation are scored again, without a model. On several "
+        "GPUs: dcpo launch N -- evaluate --model DIR ... Flags are shorthands for options "
+        "(docs/options.md#dcpo-evaluate), which may be given as overrides too.",
+        argument_default=argparse.SUPPRESS,  # the defaults are those of the options
     )
-    source = parser.add_mutually_exclusive_group(required=True)
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        default=[],
+        metavar="section.key=value",
+        help="options, for instance judging.test_seconds=30",
+    )
+    source = parser.add_mutually_exclusive_group()
     source.add_argument("--model", metavar="DIR", help="Hugging Face checkpoint directory")
     source.add_argument(
         "--endpoint",
@@ -56,11 +108,15 @@ def add_parser(subparsers: Any) -> None:
     )
     source.add_argument("--samples", metavar="FILE", help="score this samples.jsonl again")
     parser.add_argument(
+        "--config",
+        metavar="FILE",
+        help="read the sections model, data, rollout, judging and evaluation of a configuration",
+    )
+    parser.add_argument(
         "--as-trained",
         metavar="CONFIG",
-        help="prompts as that run had them: its template, marker, thinking, longest response, and "
-        "with --endpoint its "
-        "tokenizer",
+        help="judge and ask as that run did: its section judging, template, thinking and longest "
+        "response, the verifiers and templates of its sources, and with --endpoint its tokenizer",
     )
     parser.add_argument(
         "--benchmarks",
@@ -82,14 +138,13 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--calibrator",
         "--posthoc",
-        dest="posthoc",
         metavar="FILE",
         help="score the post-hoc confidence that dcpo calibrate fitted as well",
     )
     parser.add_argument(
         "--marker",
         type=_marker,
-        help="what opens the confidence line (default <conf>; of --samples: as before)",
+        help="the text that opens the confidence line (default <conf>; with --samples: as before)",
     )
     parser.add_argument(
         "--template",
@@ -99,7 +154,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--thinking",
         choices=["off", "on", "auto"],
-        help="of models that think: off, on, or as the chat template has it (default off)",
+        help="for models that think: off, on, or as the chat template has it (default off)",
     )
     parser.add_argument(
         "--limit", type=positive_int, help="only the first problems of every benchmark"
@@ -118,7 +173,7 @@ def add_parser(subparsers: Any) -> None:
         help="keep programming problems whose tests assert nothing (3 of MBPP+)",
     )
     parser.add_argument(
-        "--rejudge", action="store_true", help="with --samples: judge the responses anew as well"
+        "--rejudge", action="store_true", help="with --samples: judge the responses again as well"
     )
     _add_sampling_arguments(
         parser.add_argument_group("sampling (defaults: the paper's evaluation)")
@@ -140,7 +195,7 @@ def add_parser(subparsers: Any) -> None:
     parser.set_defaults(run=run)
 
 
-def _add_sampling_arguments(sampling: Any) -> None:
+def _add_sampling_arguments(sampling: argparse._ArgumentGroup) -> None:
     sampling.add_argument("--temperature", type=float, help="default 0.7")
     sampling.add_argument("--top-p", type=float, help="default 0.8")
     sampling.add_argument("--top-k", type=int, help="0: off (default 20)")
@@ -156,17 +211,18 @@ def _add_sampling_arguments(sampling: Any) -> None:
     sampling.add_argument(
         "--dtype",
         choices=["auto", "float32", "bfloat16"],
-        help="of --model (default auto: bfloat16 on a GPU, else float32)",
+        type=str,
+        help="element type of --model (default auto: bfloat16 on a GPU, else float32)",
     )
     sampling.add_argument(
         "--engine",
         choices=["auto", "vllm", "transformers"],
-        help="what samples --model; auto (default): vLLM on a GPU where it is installed and can "
-        "run the model",
+        help="what samples --model; auto (default): vLLM on a GPU if it is installed and can run "
+        "the model",
     )
 
 
-def _add_server_arguments(server: Any) -> None:
+def _add_server_arguments(server: argparse._ArgumentGroup) -> None:
     server.add_argument(
         "--model-name", help="model to ask the server for (default: the only one it offers)"
     )
@@ -198,60 +254,104 @@ def _add_server_arguments(server: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from megatron_dcpo.cli.report import print_table
-    from megatron_dcpo.evaluation.evaluate import scored_kinds
-    from megatron_dcpo.evaluation.run import EvaluationConfig, run_evaluation
-    from megatron_dcpo.evaluation.scoring import headline
+    from megatron_dcpo.evaluation.run import run_evaluation
 
     signals.exit_with_launcher()
-    names = {option.name for option in fields(EvaluationConfig)}
-    given = {name: value for name, value in vars(args).items() if name in names}
-    if hasattr(args, "as_trained"):
-        given = as_trained(args.as_trained, server="endpoint" in given) | given
+    given = vars(args)
+    samples = given.get("samples", "")
+    judge_again = given.get("rejudge", False)
+    if judge_again and not samples:
+        raise UserError("--rejudge is for --samples FILE; new responses are judged anyway")
+    config = configuration(given)
     with _progress() as progress:
         evaluation = run_evaluation(
-            EvaluationConfig(limits=program_limits(args), **given), progress
+            config,
+            samples=samples,
+            judge_again=judge_again,
+            fresh=given.get("fresh", False),
+            progress=progress,
         )
-    if not evaluation:  # of another rank than the first
+    if not evaluation:  # on another rank than the first
         return 0
     if args.json:
         print(json.dumps(evaluation, indent=1, allow_nan=False))
         return 0
-    rows = {
-        f"{name} {kind}": headline(evaluation, kind, name)
-        for name, scores in evaluation["benchmarks"].items()
-        for kind in scored_kinds(scores)
-    }
-    if len(evaluation["benchmarks"]) > 1:
-        rows |= {
-            f"overall {kind}": headline(evaluation, kind)
-            for kind in scored_kinds(evaluation["overall"])
-        }
-    print_table(rows, "benchmark")
-    for name, scores in evaluation["benchmarks"].items():
-        if rates := scores.get("abstention"):
-            shown = (f"{key} {value:.3f}" for key, value in rates.items() if value is not None)
-            print(printable(f"{name} abstention: {', '.join(shown)}"))
+    _print_evaluation(evaluation)
     print(printable(f"wrote {args.out}"))
     return 0
 
 
-def as_trained(path: str, server: bool) -> dict[str, Any]:
-    """Return the options that make the prompts of an evaluation those of the run with the
-    configuration at ``path``.
-    """
-    from megatron_dcpo.config import load_config
+def configuration(given: Mapping[str, Any]) -> EvaluateConfig:
+    """Return the configuration that the parsed arguments ask for. Raises :class:`UserError`."""
+    from megatron_dcpo.config.evaluation import load_evaluation
+    from megatron_dcpo.evaluation.run import evaluation_of_samples
 
-    config = load_config(path)
-    judging = config.judging
-    options: dict[str, Any] = {"template": config.data.template, "marker": judging.marker}
-    options |= {"thinking": config.data.thinking}
-    options |= {"verifier": judging.verifier, "threshold": judging.threshold}
-    return (
-        options
-        | {"max_tokens": config.rollout.max_response_length}
-        | ({"tokenizer": config.model.path} if server else {})
+    defaults = {}
+    samples = given.get("samples")
+    if samples:
+        before = evaluation_of_samples(samples)
+        if "marker" in before:
+            defaults["judging"] = {"marker": before["marker"]}
+    return load_evaluation(
+        overrides_of(given),
+        file=given.get("config"),
+        as_trained=given.get("as_trained"),
+        defaults=defaults,
+        evaluates_model=not samples,
     )
+
+
+def overrides_of(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options that flags and overrides set, by dotted name.
+
+    Raises :class:`UserError`, which names both, if they say different things.
+    """
+    from megatron_dcpo.config import parse_overrides
+
+    options = parse_overrides(given.get("overrides", ()))
+    for flag, option in SHORTHANDS.items():
+        if flag not in given:
+            continue
+        value = given[flag]
+        if flag == "dtype":
+            value = _DTYPES[value]
+        if option in options and not _is_same(options[option], value):
+            written = f"--{flag.replace('_', '-')}"
+            raise UserError(
+                f"{written} {given[flag]} and {option}={options[option]} set the same option; "
+                "remove one of them"
+            )
+        options[option] = value
+    return options
+
+
+def _is_same(one: object, other: object) -> bool:
+    """Return whether two values are the same; YAML reads the words on and off as true and false."""
+    words = {True: "on", False: "off"}
+    if isinstance(one, bool) and isinstance(other, str):
+        return words[one] == other
+    return one == other
+
+
+def _print_evaluation(evaluation: Mapping[str, Any]) -> None:
+    """Print the table of results for people."""
+    from megatron_dcpo.cli.report import print_table
+    from megatron_dcpo.evaluation.evaluate import scored_kinds
+    from megatron_dcpo.evaluation.scoring import headline
+
+    rows = {}
+    for name, scores in evaluation["benchmarks"].items():
+        for kind in scored_kinds(scores):
+            rows[f"{name} {kind}"] = headline(evaluation, kind, name)
+    if len(evaluation["benchmarks"]) > 1:
+        for kind in scored_kinds(evaluation["overall"]):
+            rows[f"overall {kind}"] = headline(evaluation, kind)
+    print_table(rows, "benchmark")
+    for name, scores in evaluation["benchmarks"].items():
+        rates = scores.get("abstention")
+        if rates:
+            shown = [f"{key} {value:.3f}" for key, value in rates.items() if value is not None]
+            print(printable(f"{name} abstention: {', '.join(shown)}"))
 
 
 @contextmanager
@@ -266,28 +366,26 @@ def _progress() -> Iterator[Progress]:
         tenths: dict[str, int] = {}
 
         def log(name: str, done: int, total: int) -> None:
-            if tenths.get(name) != (tenth := 10 * done // max(total, 1)):
+            tenth = 10 * done // max(total, 1)
+            if tenths.get(name) != tenth:
                 tenths[name] = tenth
                 logger.info("%s: %d of %d samples", name, done, total)
 
         yield log
         return
     from rich.console import Console
-    from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
+    from rich.progress import MofNCompleteColumn, Progress, TaskID, TimeRemainingColumn
 
-    columns: Sequence[Any] = (
-        *Progress.get_default_columns()[:2],
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True)) as bars:
-        tasks: dict[str, Any] = {}
+    description, bar = Progress.get_default_columns()[:2]
+    counts = MofNCompleteColumn()
+    rest = TimeRemainingColumn()
+    with Progress(description, bar, counts, rest, console=Console(stderr=True)) as bars:
+        tasks: dict[str, TaskID] = {}
 
         def show(name: str, done: int, total: int) -> None:
-            task = tasks.setdefault(name, None)
-            if task is None:
-                task = tasks[name] = bars.add_task(name, total=total)
-            bars.update(task, completed=done)
+            if name not in tasks:
+                tasks[name] = bars.add_task(name, total=total)
+            bars.update(tasks[name], completed=done)
 
         yield show
 

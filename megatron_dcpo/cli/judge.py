@@ -13,15 +13,18 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_dcpo.cli import VERBS, add_judging_arguments, positive_int, program_limits
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.runtime.text import printable
 from megatron_dcpo.types import CONFIDENCE_TAG
 
+if TYPE_CHECKING:
+    from megatron_dcpo.cli import Subparsers
 
-def add_parser(subparsers: Any) -> None:
+
+def add_parser(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
         "judge",
         help=VERBS["judge"],
@@ -93,17 +96,17 @@ def _judge_by_function(args: argparse.Namespace) -> int:
     """Judge each prediction by a verifier of questions or the user's: its text before the
     confidence line, with the other columns.
     """
+    from megatron_dcpo.config import JudgingConfig, checked
     from megatron_dcpo.data.files import read_json_lines
-    from megatron_dcpo.evaluation.run import EvaluationConfig
     from megatron_dcpo.judging.answers import Attempt
     from megatron_dcpo.judging.blocks import split_text
-    from megatron_dcpo.judging.users import check_error_rate
+    from megatron_dcpo.judging.function_verifier import check_error_rate
     from megatron_dcpo.judging.verifiers import verifiers
 
-    options = EvaluationConfig(
-        "", verifier=args.verifier, threshold=args.threshold or 1.0, limits=program_limits(args)
-    )
-    verifier, form = verifiers(options.judging, {})(args.verifier)
+    names = ("verifier", "threshold", "sandbox", "test_seconds", "program_seconds", "memory_mb")
+    given = {name: vars(args)[name] for name in names if vars(args).get(name) is not None}
+    judging = checked(given, JudgingConfig, "dcpo judge")
+    verifier, form = verifiers(judging, {})(args.verifier)
     attempts = []
     for where, row in read_json_lines(args.pairs):
         if not isinstance(row.get("prediction"), str) or "reference" not in row:
@@ -123,7 +126,7 @@ def _judge_by_function(args: argparse.Namespace) -> int:
             sum(map(bool, column)) for column in list(zip(*outcomes, strict=True))[:2] or ((), ())
         )
         print(f"{len(outcomes)} predictions, {right} correct, {failed} not judged (verifier_error)")
-    check_error_rate(outcomes, options.judging.max_error_rate, args.pairs)
+    check_error_rate(outcomes, judging.max_error_rate, args.pairs)
     return 0
 
 
@@ -141,7 +144,7 @@ def _judge_programs(args: argparse.Namespace) -> int:
         check_syntax(checked_tests(tests, where), where)
     workers = args.workers if args.workers is not None else len(os.sched_getaffinity(0))
     counts: Counter[str] = Counter()
-    with CodePool(limits=limits, sandbox=args.sandbox, workers=workers) as pool:
+    with CodePool(limits=limits, sandbox=args.sandbox or "auto", workers=workers) as pool:
         print(f"sandbox: {pool.level}", file=sys.stderr)
         futures = [
             (where, pool.submit(extract_program(response), tests, where))
@@ -192,7 +195,7 @@ def _read_pairs(path: str) -> list[tuple[str, str]]:
     return pairs
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     """Return a field as text: numbers as they are written, a missing answer as an empty one."""
     if value is None:
         return ""

@@ -33,13 +33,16 @@ from megatron_dcpo.errors import (
 from megatron_dcpo.runtime.text import printable
 
 if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+    from megatron_dcpo.cli import Subparsers
     from megatron_dcpo.rollout.serving import EngineServer
 
 _GRACE_SECONDS = 20  # after one rank has failed the others have this long to end by themselves
 _ALONE_SECONDS = 15.0
 
 
-def add_parser(subparsers: Any) -> None:
+def add_parser(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
         "launch",
         help=VERBS["launch"],
@@ -232,7 +235,7 @@ def _end_when_alone() -> None:
             os._exit(EXIT_PEER_LOST)
 
 
-def _pass_on(number: int, _: Any) -> None:
+def _pass_on(number: int, _: object) -> None:
     workers = _workers()
     for worker in workers:
         with contextlib.suppress(OSError):  # it has just ended
@@ -253,8 +256,14 @@ def _workers() -> list[int]:
     return workers
 
 
-def _describe(rank: int, failure: Any) -> str:
+def _describe(rank: int, failure: ProcessFailure) -> str:
+    """Return in a line how a rank ended."""
+    who = f"rank {rank} (pid {failure.pid})"
     if failure.exitcode < 0:
-        return f"rank {rank} (pid {failure.pid}) was killed by {signal.Signals(-failure.exitcode).name}"
-    said = failure.error_file_data.get("message") if os.path.isfile(failure.error_file) else None
-    return f"rank {rank} (pid {failure.pid}) ended with status {failure.exitcode}{f': {said}' if said else ''}"
+        return f"{who} was killed by {signal.Signals(-failure.exitcode).name}"
+    ended = f"{who} ended with status {failure.exitcode}"
+    if os.path.isfile(failure.error_file):
+        said = failure.error_file_data.get("message")
+        if said:
+            return f"{ended}: {said}"
+    return ended

@@ -10,34 +10,41 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_dcpo.cli import VERBS
+
+if TYPE_CHECKING:
+    from megatron_dcpo.cli import Subparsers
 
 INPUT = """\
 the input:
   {"method": "dcpo", "options": {"lam": 0.5}, "responses": [
-    {"version": 2, "prompt_id": "p", "correct": 1, "confidence": 0.9, "status": "ok", "boundary": 2, "length": 3,
+    {"version": 2, "prompt_id": "p", "correct": 1, "confidence": 0.9, "status": "ok",
+     "boundary": 2, "length": 3,
      "logprobs": [-1.0, -0.5, -0.2], "old_logprobs": [-1.1, -0.5, -0.2]},
-    {"version": 2, "prompt_id": "p", "correct": 0, "confidence": null, "status": "missing", "boundary": 1, "length": 2,
+    {"version": 2, "prompt_id": "p", "correct": 0, "confidence": null, "status": "missing",
+     "boundary": 1, "length": 2,
      "logprobs": [-0.7, -0.3], "old_logprobs": [-0.7, -0.3]}]}
 
   method, options  objective.name and the options of objective (dcpo config objective)
-  version          2; a response without a version is read as release 0.2.0 wrote it (n_reasoning, n_confidence)
+  version          2; a response without it is read as release 0.2.0 wrote it
+                   (n_reasoning, n_confidence)
   prompt_id        responses with the same one are a group
   correct          0 or 1, or a reward between
   confidence       what is stated, or null
-  status           ok, missing, multiple, unparsable, out_of_range, trailing_text, before_box or truncated
-  boundary, length the number of reasoning tokens, and of all tokens; without a marker the last token (EOS)
-                   alone is the confidence block
-  logprobs, old_logprobs   one per token, of the current policy and of the policy at the time of sampling
-  engine_logprobs, ref_logprobs, entropy   one per token, if tis_level (old_logprobs: engine), kl_coef,
-                   entropy_coef need them
+  status           ok, missing, multiple, unparsable, out_of_range, trailing_text, before_box
+                   or truncated
+  boundary, length the number of reasoning tokens, and of all tokens; without a marker the last
+                   token (EOS) alone is the confidence block
+  logprobs, old_logprobs   one per token, of the current policy and of the policy that sampled
+  engine_logprobs, ref_logprobs, entropy   one per token, if tis_level (old_logprobs: engine),
+                   kl_coef, entropy_coef need them
   abstained        true or false (default), for ternary
 """
 
 
-def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+def add_parser(subparsers: Subparsers) -> argparse.ArgumentParser:
     """Register the verb; ``run`` is its main."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "objective",
@@ -65,16 +72,16 @@ def table(result: Mapping[str, Any]) -> str:
     """Return one line per response for people."""
     names = ("target", "R", "R_c", "A reasoning", "A confidence")
     advantages = result["advantages"]
-    columns = (
+    rows = zip(
         result["targets"],
         result["R"],
         result["R_c"],
         advantages["reasoning"],
         advantages["confidence"],
+        strict=True,
     )
     lines = ["  i " + "".join(f"{name:>14}" for name in names)]
-    for i, row in enumerate(zip(*columns, strict=True)):
-        lines.append(
-            f"{i:>3} " + "".join(f"{'-' if x is None else format(x, '+.6f'):>14}" for x in row)
-        )
+    for number, row in enumerate(rows):
+        cells = ["-" if value is None else f"{value:+.6f}" for value in row]
+        lines.append(f"{number:>3} " + "".join(f"{cell:>14}" for cell in cells))
     return "\n".join([*lines, f"loss {result['loss']:+.9f}"])

@@ -6,12 +6,15 @@ from __future__ import annotations
 
 import argparse
 import json
-from typing import Any
+from typing import TYPE_CHECKING
 
 from megatron_dcpo.cli import VERBS, load_config, positive_int
 
+if TYPE_CHECKING:
+    from megatron_dcpo.cli import Subparsers
 
-def add_parser(subparsers: Any) -> None:
+
+def add_parser(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
         "plan",
         help=VERBS["plan"],
@@ -125,9 +128,8 @@ def run(args: argparse.Namespace) -> int:
         )
     config = load_config(args.config, args.overrides)
     from megatron_dcpo.planning.advice import as_dict
-    from megatron_dcpo.planning.machine import Machine
+    from megatron_dcpo.planning.machine import Machine, Rates
     from megatron_dcpo.planning.plan import make_plan
-    from megatron_dcpo.planning.machine import Rates
 
     if args.gpus is None:
         from megatron_dcpo.planning.host import this_machine

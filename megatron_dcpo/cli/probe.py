@@ -7,12 +7,15 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from megatron_dcpo.cli import VERBS, load_config
 
+if TYPE_CHECKING:
+    from megatron_dcpo.cli import Subparsers
 
-def add_parser(subparsers: Any) -> None:
+
+def add_parser(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
         "probe",
         help=VERBS["probe"],

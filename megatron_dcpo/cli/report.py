@@ -9,14 +9,17 @@ import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_dcpo.cli import VERBS
 from megatron_dcpo.errors import UserError, one_line
 from megatron_dcpo.runtime.text import printable
 
+if TYPE_CHECKING:
+    from megatron_dcpo.cli import Subparsers
 
-def add_parser(subparsers: Any) -> None:
+
+def add_parser(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
         "report",
         help=VERBS["report"],

@@ -5,12 +5,15 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from typing import Any
+from typing import TYPE_CHECKING
 
 from megatron_dcpo.cli import VERBS, load_config
 
+if TYPE_CHECKING:
+    from megatron_dcpo.cli import Subparsers
 
-def add_parser(subparsers: Any) -> None:
+
+def add_parser(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
         "train",
         help=VERBS["train"],

@@ -9,9 +9,9 @@ name the nearest valid key.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -19,10 +19,10 @@ from pydantic import TypeAdapter, ValidationError
 from yaml import YAMLError
 
 from megatron_dcpo import objectives
-from megatron_dcpo.config.checks import check_compatible
 from megatron_dcpo.config.hints import ELSEWHERE
 from megatron_dcpo.config.parallel import ParallelConfig, PlannedOptions
 from megatron_dcpo.config.paths import seen_from
+from megatron_dcpo.config.rules import check_configuration
 from megatron_dcpo.config.sections import (
     AdapterConfig,
     Config,
@@ -64,6 +64,9 @@ __all__ = [
 ]
 
 
+Built = TypeVar("Built")
+
+
 def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Config:
     """Read ``path``, apply dotted ``overrides`` in order, validate. Raises :class:`UserError`, one
     line per call.
@@ -99,6 +102,16 @@ def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -
         raise
 
 
+def read_file(path: str | Path) -> dict[str, Any]:
+    """Return the nested values of a configuration file and its bases. Raises :class:`UserError`."""
+    try:
+        values = OmegaConf.to_container(_read(Path(path)), resolve=True)
+    except (OmegaConfBaseException, YAMLError, ValueError, TypeError, OSError) as error:
+        raise UserError(f"{path}: {one_line(error, 500)}") from None
+    assert isinstance(values, dict)
+    return {str(name): value for name, value in values.items()}
+
+
 def _read(path: Path, including: tuple[Path, ...] = ()) -> DictConfig:
     if not path.is_file():
         raise UserError(f"config file {path} does not exist{places(path)}")
@@ -120,15 +133,29 @@ def _read(path: Path, including: tuple[Path, ...] = ()) -> DictConfig:
     return merged
 
 
-def validate(values: Any, source: str = "config") -> Config:
+def validate(values: object, source: str = "config") -> Config:
     """Turn plain dictionaries into a :class:`Config`. Raises :class:`UserError` for the first thing
     wrong.
     """
     if not isinstance(values, dict):
         raise UserError(f"{source}: expected a mapping of sections, found {type(values).__name__}")
-    _check_keys(values, Config, source, ())
+    config = checked(values, Config, source)
+    objective = config.objective
+    if objectives.needs_max_response_length(objective) and not objective.max_response_length:
+        objective = objective.changed(max_response_length=config.rollout.max_response_length)
+        config = dataclasses.replace(config, objective=objective)
+    check_configuration(config, source)
+    return config
+
+
+def checked(values: dict[Any, Any], kind: type[Built], source: str) -> Built:
+    """Return nested ``values`` as the dataclass ``kind`` of sections, types and ranges checked.
+
+    Raises :class:`UserError` for the first thing wrong, with the ``source`` of the values.
+    """
+    _check_keys(values, kind, source, ())
     try:
-        config = TypeAdapter(Config).validate_python(values)
+        return TypeAdapter(kind).validate_python(values)
     except ValidationError as error:
         first = error.errors()[0]
         if first["type"] == "missing":
@@ -139,12 +166,47 @@ def validate(values: Any, source: str = "config") -> Config:
         raise UserError(f"{source}: {validation_message(error)}") from None
     except ValueError as error:
         raise UserError(f"{source}: {one_line(error)}") from None
-    objective = config.objective
-    if objectives.needs_max_response_length(objective) and not objective.max_response_length:
-        objective = objective.changed(max_response_length=config.rollout.max_response_length)
-        config = dataclasses.replace(config, objective=objective)
-    check_compatible(config, source)
-    return config
+
+
+def parse_overrides(overrides: Iterable[str]) -> dict[str, Any]:
+    """Return the values of overrides ``section.key=value`` by dotted name, read as YAML. Raises
+    :class:`UserError`.
+    """
+    values: dict[str, Any] = {}
+    for override in overrides:
+        name, equal, _ = override.partition("=")
+        if not equal:
+            raise UserError(f"override {override!r} is not of the form section.key=value")
+        try:
+            value: object = OmegaConf.select(OmegaConf.from_dotlist([override]), name)
+            if OmegaConf.is_config(value):
+                value = OmegaConf.to_container(value, resolve=True)
+        except (OmegaConfBaseException, YAMLError, ValueError, TypeError) as error:
+            raise UserError(f"{override}: {one_line(error, 500)}") from None
+        values[name] = value
+    return values
+
+
+def nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values by dotted name as nested mappings."""
+    result: dict[str, Any] = {}
+    for name, value in values.items():
+        *sections, key = name.split(".")
+        holder = result
+        for section in sections:
+            holder = holder.setdefault(section, {})
+        holder[key] = value
+    return result
+
+
+def merged(values: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """Return nested values with those of ``over``, which win."""
+    result = dict(values)
+    for key, value in over.items():
+        before = result.get(key)
+        both = isinstance(before, Mapping) and isinstance(value, Mapping)
+        result[key] = merged(before, value) if both else value  # type: ignore[arg-type]
+    return result
 
 
 def to_yaml(config: Config) -> str:
@@ -163,7 +225,7 @@ def as_dict(config: Config) -> dict[str, Any]:
     }
 
 
-def flat(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flat(values: object, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield (dotted name, value) of everything set in nested mappings."""
     if isinstance(values, Mapping):
         for key, value in values.items():
@@ -183,7 +245,7 @@ def _check_keys(values: dict[Any, Any], kind: type, source: str, prefix: tuple[s
     """Refuse unknown keys first: pydantic would report them last, and without the nearest valid
     name.
     """
-    known = _fields(kind)
+    known = section_fields(kind)
     for key, value in values.items():
         name = ".".join((*prefix, str(key)))
         if key not in known:
@@ -193,12 +255,12 @@ def _check_keys(values: dict[Any, Any], kind: type, source: str, prefix: tuple[s
             )
             hint = f"did you mean {place}?" if place else f"valid keys: {', '.join(sorted(known))}"
             raise UserError(f"{source}: unknown key {name}; {hint}")
-        section = next((t for t in (known[key], *get_args(known[key])) if _fields(t)), None)
+        section = next((t for t in (known[key], *get_args(known[key])) if section_fields(t)), None)
         if section is not None and isinstance(value, dict):
             _check_keys(value, section, source, (*prefix, str(key)))
 
 
-def _fields(kind: Any) -> dict[str, Any]:
+def section_fields(kind: object) -> dict[str, Any]:
     """Return the keys of a section with their types; nothing for what is not a section."""
     if kind is ObjectiveConfig:
         return dict.fromkeys(option_names())
@@ -211,9 +273,9 @@ def _elsewhere(key: str) -> str | None:
     """Return the dotted name of an option that was given in another section; None if there is no
     option ``key``.
     """
-    if key in _fields(PlannedOptions):
+    if key in section_fields(PlannedOptions):
         return f"parallel.megatron.{key}"
-    for section, kind in _fields(Config).items():
-        if key in _fields(kind):
+    for section, kind in section_fields(Config).items():
+        if key in section_fields(kind):
             return f"{section}.{key}"
     return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
@@ -34,12 +34,14 @@ def _verifier(name: str) -> str:
                 "the address is shown in logs; leave the key out, and set DCPO_VERIFIER_KEY"
             )
     elif name not in BUILT_IN and not is_import_path(name):
-        expected = "math, code, exact, f1, choice, an import path as my_reward.py:verify, or an https:// address"
-        raise ValueError(f"expected {expected}{did_you_mean(name, BUILT_IN)}")
+        raise ValueError(
+            "expected math, code, exact, f1, choice, an import path as my_reward.py:verify, or an "
+            f"https:// address{did_you_mean(name, BUILT_IN)}"
+        )
     return name
 
 
-def _word(value: Any) -> Any:
+def _word(value: object) -> object:
     """Return the word of a value that YAML reads as true or false."""
     return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
 

@@ -1,5 +1,5 @@
-"""The section ``parallel``: Megatron's parallelism under Megatron's names, and every other option of
-Megatron under its own.
+"""The section ``parallel``: Megatron's parallelism under Megatron's names, and every other option
+of Megatron under its own.
 """
 
 from __future__ import annotations

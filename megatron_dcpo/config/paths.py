@@ -25,12 +25,12 @@ def seen_from(values: dict[str, Any], file: Path) -> dict[str, Any]:
     return values
 
 
-def _each(find: Callable[[str, Path], str]) -> Callable[[Any, Path], Any]:
+def _each(find: Callable[[str, Path], str]) -> Callable[[object, Path], object]:
     """Return ``find`` for a text, or each one of a list; other values are left for the checks of
     their type.
     """
 
-    def found(value: Any, folder: Path) -> Any:
+    def found(value: object, folder: Path) -> object:
         if isinstance(value, list):
             return [found(one, folder) for one in value]
         return find(value, folder) if isinstance(value, str) else value
@@ -48,7 +48,7 @@ def _benchmarks(text: str, folder: Path) -> str:
     return ",".join(f"{name}{equal}{beside(path.strip(), folder)}" for name, equal, path in named)
 
 
-def _sources(value: Any, folder: Path) -> Any:
+def _sources(value: object, folder: Path) -> object:
     if isinstance(value, list):
         return [_sources(one, folder) for one in value]
     if isinstance(value, dict):
@@ -58,7 +58,7 @@ def _sources(value: Any, folder: Path) -> Any:
 
 
 _path, _function = _each(beside), _each(_import_path)
-_PATHS: dict[tuple[str, str], Callable[[Any, Path], Any]] = {
+_PATHS: dict[tuple[str, str], Callable[[object, Path], object]] = {
     ("model", "path"): _path,
     ("data", "path"): _sources,
     ("data", "template"): _function,

@@ -5,6 +5,7 @@ and ``dcpo config``.
 from __future__ import annotations
 
 import ast
+import dataclasses
 import inspect
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -14,6 +15,14 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
+from megatron_dcpo.config.evaluation_sections import (
+    EndpointConfig,
+    EngineConfig,
+    EvaluateConfig,
+    EvaluatedModelConfig,
+    EvaluationConfig,
+    PromptConfig,
+)
 from megatron_dcpo.config.parallel import ParallelConfig, PlannedOptions
 from megatron_dcpo.config.sections import (
     AdapterConfig,
@@ -51,6 +60,18 @@ SECTIONS: Mapping[str, type] = MappingProxyType(
         "parallel.megatron": PlannedOptions,
     }
 )
+# What dcpo evaluate reads. ``judging`` is the section of a training.
+EVALUATE_SECTIONS: Mapping[str, type] = MappingProxyType(
+    {
+        "evaluate": EvaluateConfig,
+        "evaluate.model": EvaluatedModelConfig,
+        "evaluate.data": PromptConfig,
+        "evaluate.rollout": EngineConfig,
+        "evaluate.evaluation": EvaluationConfig,
+        "evaluate.endpoint": EndpointConfig,
+    }
+)
+_ALL: Mapping[str, type] = MappingProxyType({**SECTIONS, **EVALUATE_SECTIONS})
 _KINDS = {bool: "true or false", int: "whole number", float: "number", str: "text"}
 _BOUNDS = (("gt", ">"), ("ge", ">="), ("lt", "<"), ("le", "<="))
 
@@ -69,23 +90,34 @@ class Option:
 def sections() -> dict[str, str]:
     """Return every section with what it holds, one line each."""
     return {
-        name: one_line(kind.__doc__).partition(". ")[0].rstrip(".")
-        for name, kind in SECTIONS.items()
+        name: one_line(kind.__doc__).partition(". ")[0].rstrip(".") for name, kind in _ALL.items()
     }
 
 
 def options(section: str) -> list[Option]:
     """Return the options of a section, in the order of their declaration."""
-    prefix = f"{section}." if section else ""
-    found, meanings = [], _meanings(SECTIONS[section])
-    for name, field in _fields(SECTIONS[section]).items():
-        if meaning := meanings.get(name):  # not of a section of sections
-            default = field.get_default(call_default_factory=True)
-            methods = _methods(name) if section == "objective" else ()
-            shown = "required" if field.is_required() else _shown(default)
-            kind = _kind(field.annotation, [field])
-            found.append(Option(prefix + name, kind, shown, one_line(meaning), methods))
-    return found + list(_own_options()) if section == "objective" else found
+    declared = _ALL[section]
+    meanings = _meanings(declared)
+    of_objective = section == "objective"
+    found = []
+    for name, field in _fields(declared).items():
+        meaning = meanings.get(name)
+        if meaning is None:  # a section of its own
+            continue
+        option = Option(
+            name=f"{section}.{name}" if section else name,
+            kind=_kind(field.annotation, [field]),
+            default="required" if field.is_required() else _shown(_default(field)),
+            meaning=one_line(meaning),
+            methods=_methods(name) if of_objective else (),
+        )
+        found.append(option)
+    return [*found, *_own_options()] if of_objective else found
+
+
+def _default(field: FieldInfo) -> object:
+    default = field.get_default(call_default_factory=True)
+    return default.default if isinstance(default, dataclasses.Field) else default
 
 
 def _own_options() -> Iterator[Option]:
@@ -109,17 +141,28 @@ def _methods(name: str) -> tuple[str, ...]:
 
 
 def _option(
-    name: str, kind: Any, default: Any, meaning: str, methods: tuple[str, ...] = ()
+    name: str, kind: object, default: object, meaning: str, methods: tuple[str, ...] = ()
 ) -> Option:
     return Option(name, _kind(kind), _shown(default), one_line(meaning), methods)
 
 
-def _fields(section: Any) -> Mapping[str, FieldInfo]:
-    return section.model_fields if section is ObjectiveConfig else section.__pydantic_fields__
+def _fields(section: object) -> Mapping[str, FieldInfo]:
+    if section is ObjectiveConfig:
+        return ObjectiveConfig.model_fields
+    fields: Mapping[str, FieldInfo] = getattr(section, "__pydantic_fields__")  # noqa: B009
+    return fields
 
 
 def _meanings(section: type) -> dict[str, str]:
-    """Return the text below each option of a class."""
+    """Return the text below each option of a class and of the classes it extends."""
+    found: dict[str, str] = {}
+    for part in reversed(section.__mro__):
+        if part.__module__.startswith("megatron_dcpo."):
+            found |= _own_meanings(part)
+    return found
+
+
+def _own_meanings(section: type) -> dict[str, str]:
     (declared,) = ast.parse(textwrap.dedent(inspect.getsource(section))).body
     assert isinstance(declared, ast.ClassDef)
     found = {}
@@ -129,7 +172,7 @@ def _meanings(section: type) -> dict[str, str]:
     return found
 
 
-def _kind(annotation: Any, limits: Sequence[Any] = ()) -> str:
+def _kind(annotation: object, limits: Sequence[Any] = ()) -> str:
     """Return a type and its range in words."""
     origin, inner = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
@@ -146,14 +189,15 @@ def _kind(annotation: Any, limits: Sequence[Any] = ()) -> str:
         limit for one in limits for limit in (one.metadata if isinstance(one, FieldInfo) else [one])
     ]
     words = [f"{sign} {value}" for name, sign in _BOUNDS for value in _values(bounds, name)]
-    return " ".join([_KINDS.get(annotation, "mapping"), " and ".join(words)]).strip()
+    word = _KINDS.get(annotation, "mapping") if isinstance(annotation, type) else "mapping"
+    return " ".join([word, " and ".join(words)]).strip()
 
 
 def _values(bounds: Iterable[Any], name: str) -> list[Any]:
     return [getattr(one, name) for one in bounds if getattr(one, name, None) is not None]
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     """Return a default as a YAML file has it, or in words."""
     if value is None or value == {}:
         return "not set"

@@ -90,7 +90,7 @@ class SourceConfig:
             raise ValueError("options, size and seed are for path: reasoning_gym:TASK; remove them")
 
 
-def _as_sources(value: Any) -> Any:
+def _as_sources(value: object) -> object:
     """Return one mapping as a list of it, and paths in a list as mappings."""
     if isinstance(value, list | tuple):
         return [{"path": one} if isinstance(one, str) else one for one in value]
@@ -268,27 +268,38 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True, config=STRICT)
-class ValidationConfig:
-    """Validation by the run's own engine, before the first and after the last step too. Sampling:
-    the paper's.
-    """
+class SampledProblemsConfig:
+    """Benchmarks and how they are sampled, in a validation and in ``dcpo evaluate``."""
 
-    interval: NonNegative = 0
-    """Validate every that many steps (0: never)."""
     benchmarks: str | tuple[str, ...] = ""
-    """What to validate on: names (math500, aime24) or NAME=PATH, comma separated or a list."""
+    """Names (math500, aime24) or NAME=PATH, comma separated or a list."""
     samples: Positive = 1
     """Responses to each problem."""
     limit: NonNegative = 0
     """Only the first problems of each benchmark (0: all)."""
     temperature: Annotated[float, Field(gt=0)] = 0.7
-    """As rollout.temperature, of the validation."""
+    """As rollout.temperature, for these problems."""
     top_p: Share = 0.8
-    """As rollout.top_p, of the validation."""
+    """As rollout.top_p, for these problems."""
     top_k: NonNegative = 20
-    """As rollout.top_k, of the validation."""
+    """As rollout.top_k, for these problems."""
     max_tokens: NonNegative = 0
     """Longest response in tokens (0: rollout.max_response_length)."""
+
+    @property
+    def benchmark_list(self) -> str:
+        """Return the benchmarks as one text, separated by commas."""
+        return self.benchmarks if isinstance(self.benchmarks, str) else ",".join(self.benchmarks)
+
+
+@dataclass(frozen=True, config=STRICT)
+class ValidationConfig(SampledProblemsConfig):
+    """Validation by the run's own engine, before the first and after the last step too. Sampling:
+    the paper's.
+    """
+
+    interval: NonNegative = 0
+    """Validate every N steps (0: never)."""
 
 
 @dataclass(frozen=True, config=STRICT)

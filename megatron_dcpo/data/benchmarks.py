@@ -270,7 +270,7 @@ _WINDOW = re.compile(r"(\d{4}-\d{2}-\d{2})\.\.(\d{4}-\d{2}-\d{2})")
 
 
 def find_benchmark(name: str) -> Benchmark:
-    """Return a benchmark by its name, whatever the spelling: MATH-500, math_500, AIME24, aime-2024."""
+    """Return a benchmark by its name in any spelling: MATH-500, math_500, AIME24, aime-2024."""
     key = re.sub(r"[^a-z0-9]", "", name.lower().replace("+", "plus"))
     key = _ALIASES.get(key, key)
     if key not in BENCHMARKS:

@@ -42,7 +42,7 @@ _PYTHON = re.compile(r"(?:python ?3?|py3?)(?:\.[0-9.]+)?", re.IGNORECASE)
 
 
 class CodeProblem(NamedTuple):
-    """A statement as a policy reads it (without any word on the form of the answer) and its tests."""
+    """A statement as a policy reads it, without the request for a form of answer, and its tests."""
 
     statement: str
     tests: Tests
@@ -106,7 +106,7 @@ def _can_fail(tests: Tests) -> bool:
 # --------------------------------------------------------------------------------- tests as columns
 
 
-def tests_of(value: Any) -> Tests:
+def tests_of(value: object) -> Tests:
     """Return the tests of a ``tests`` column: ours (with ``kind``), rllm's, DeepCoder's, PRIME's,
     as JSON text or parsed.
     """
@@ -159,7 +159,7 @@ def _cases(cases: Sequence[Mapping[str, Any]], name: str | None) -> Tests:
     }
 
 
-def _lines(value: Any) -> str:
+def _lines(value: object) -> str:
     """Return text; some sets give lines as a list."""
     return (
         value
@@ -170,7 +170,7 @@ def _lines(value: Any) -> str:
     )
 
 
-def _parsed(value: Any) -> Any:
+def _parsed(value: object) -> Any:  # noqa: ANN401 -- JSON that others wrote
     """Parse JSON, or a literal of Python's (PrimeIntellect writes both); text that is neither stays
     text.
     """
@@ -276,7 +276,8 @@ def _evalplus(row: Row) -> CodeProblem:
 
 
 def _completion_statement(prompt: str) -> str:
-    return f"Write a Python program that contains the complete function below.\n\n```python\n{prompt.strip()}\n```"
+    request = "Write a Python program that contains the complete function below."
+    return f"{request}\n\n```python\n{prompt.strip()}\n```"
 
 
 def _before_function(prompt: str, name: str) -> str:
@@ -303,7 +304,9 @@ def _mbpp_plus(row: Row) -> CodeProblem:
         "    exec(compile(SOURCE, 'tests', 'exec'), "
         f"{{'__name__': 'tests', {entry!r}: candidate}})\n"
     )
-    statement = f"{str(row['prompt']).strip()}\n\nYour program must satisfy this:\n```python\n{row['test_list'][0]}\n```"
+    task = str(row["prompt"]).strip()
+    example = row["test_list"][0]
+    statement = f"{task}\n\nYour program must satisfy this:\n```python\n{example}\n```"
     return CodeProblem(statement, {"kind": "check", "entry_point": entry, "code": code})
 
 
@@ -326,7 +329,7 @@ def _alike(out, exp):
     return isinstance(out, number) and isinstance(exp, number) and isinstance(out, bool) == isinstance(exp, bool)
 
 
-"""
+"""  # noqa: E501 -- the key of the tests is a hash of this text
 
 
 def _mbpp(row: Row) -> CodeProblem:
@@ -367,7 +370,7 @@ def _live_code_bench(row: Row) -> CodeProblem:
     return _stated(statement, tests)
 
 
-def _verl_ground_truth(row: Row) -> Any:
+def _verl_ground_truth(row: Row) -> object:
     """Return the tests of a verl-style row, None when its ground truth is not a set of tests."""
     reward_model = row.get("reward_model")
     raw = reward_model.get("ground_truth") if isinstance(reward_model, Mapping) else None
@@ -447,4 +450,4 @@ def check(candidate):
             assert abs(names["poly"](args[0], out)) <= (ATOL or 1e-6)
         else:
             assert same(out, expected), args
-"""
+"""  # noqa: E501 -- the key of the tests is a hash of this text

@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -38,6 +38,9 @@ from megatron_dcpo.data.gym import gym_rows, is_gym, parse_gym
 from megatron_dcpo.data.questions import question_of
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.types import CONFIDENCE_TAG, Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
@@ -81,63 +84,74 @@ class Record:
 # ------------------------------------------------------------------------------------------ prompts
 
 
+@dataclass(frozen=True)
+class PromptOptions:
+    """How problems become prompts.
+
+    Prompts of more than ``max_prompt_length`` tokens are dropped, and ``limit`` keeps the first
+    ones that are left (None or 0: all). The ``paper`` template asks for a confidence line that
+    begins with ``marker``. ``thinking`` is off, on or auto (``data.thinking``).
+    """
+
+    template: str = "paper"
+    max_prompt_length: int | None = None
+    limit: int | None = None
+    marker: str = CONFIDENCE_TAG
+    thinking: str = "off"
+
+
 def load_prompts(
     path_or_name: str | Path,
-    tokenizer: Any,
-    template: str = "paper",
-    max_prompt_length: int | None = None,
-    limit: int | None = None,
+    tokenizer: PreTrainedTokenizerBase,
+    options: PromptOptions | None = None,
+    *,
     task: str | None = None,
-    marker: str = CONFIDENCE_TAG,
     untested: bool = False,
     keep_columns: bool = False,
-    thinking: str = "off",
 ) -> list[Prompt]:
-    """Return the prompts of a data set: rendered, tokenized, each with an id of its own (equal
+    """Return the prompts of a data set, rendered and tokenized, each with an id of its own (equal
     problems stay separate groups).
 
-    ``path_or_name``: a file, a directory with one data file, a hub name
-    ``owner/name[:config][@split]``, or ``reasoning_gym:TASK``. Prompts of more than
-    ``max_prompt_length`` tokens are dropped, ``limit`` keeps the first ones that are left (``None``
-    or 0: all). ``marker`` is what the ``paper`` template asks the confidence line to begin with;
-    ``thinking``: off, on or auto.
+    ``path_or_name`` is a file, a directory with one data file, a hub name
+    ``owner/name[:config][@split]``, or ``reasoning_gym:TASK``. ``task``, ``untested`` and
+    ``keep_columns`` are those of :func:`load_records`.
     """
     records = load_records(path_or_name, task, untested, keep_columns)
-    options = template, max_prompt_length, limit, marker, str(path_or_name), thinking
-    return render_prompts(records, tokenizer, *options)
+    return render_prompts(records, tokenizer, options, source=str(path_or_name))
 
 
 def render_prompts(
     records: Sequence[Record],
-    tokenizer: Any,
-    template: str = "paper",
-    max_prompt_length: int | None = None,
-    limit: int | None = None,
-    marker: str = CONFIDENCE_TAG,
+    tokenizer: PreTrainedTokenizerBase,
+    options: PromptOptions | None = None,
     source: str = "the data set",
-    thinking: str = "off",
 ) -> list[Prompt]:
-    """Render records through the prompt template. Stops reading at ``limit`` prompts."""
+    """Render records through the prompt template. Stops reading at ``options.limit`` prompts;
+    messages name the ``source``.
+    """
+    options = options or PromptOptions()
+    longest = options.max_prompt_length
     kept: list[Prompt] = []
     too_long = 0
     for record in records:
-        if limit and len(kept) >= limit:
+        if options.limit and len(kept) >= options.limit:
             break
         messages, ids = prompts.render(
-            tokenizer, record.messages, template, marker, record.form, thinking
+            tokenizer,
+            record.messages,
+            options.template,
+            options.marker,
+            record.form,
+            options.thinking,
         )
-        if max_prompt_length is not None and len(ids) > max_prompt_length:
+        if longest is not None and len(ids) > longest:
             too_long += 1
             continue
         kept.append(_prompt(record, messages, tuple(ids)))
     if too_long:
-        logger.warning(
-            "%s: dropped %d prompts longer than %d tokens", source, too_long, max_prompt_length
-        )
+        logger.warning("%s: dropped %d prompts longer than %d tokens", source, too_long, longest)
     if records and not kept:
-        raise UserError(
-            f"{source}: every prompt is longer than {max_prompt_length} tokens; raise the limit"
-        )
+        raise UserError(f"{source}: every prompt is longer than {longest} tokens; raise the limit")
     return kept
 
 
@@ -239,8 +253,14 @@ def load_records(
     keep_columns = keep_columns or gym
     rows = enumerate(gym_rows(str(path_or_name)) if gym else read_rows(path_or_name))
     name = task or task_name(path_or_name)
-    options = name, task is not None, str(path_or_name), untested, keep_columns
-    records, left_out, dropped = split_usable_rows(rows, *options)
+    records, left_out, dropped = split_usable_rows(
+        rows,
+        name,
+        forced=task is not None,
+        source=str(path_or_name),
+        untested=untested,
+        keep_columns=keep_columns,
+    )
     for what, count in dropped.items():
         logger.warning("%s: dropped %d rows %s", path_or_name, count, what)
     if left_out:
@@ -280,7 +300,11 @@ def split_usable_rows(
 
 
 def untested_note(names: Sequence[str]) -> str:
-    return f"left out {len(names)} tasks whose tests assert nothing: {', '.join(names)} (the untested option keeps them)"
+    """Return what to say about programming problems whose tests assert nothing."""
+    return (
+        f"left out {len(names)} tasks whose tests assert nothing: {', '.join(names)} (the untested "
+        "option keeps them)"
+    )
 
 
 def to_record(
@@ -342,7 +366,7 @@ def to_record(
     return Record(name, index, messages, answer, kind=_kind(row), row=aliases) if answer else None
 
 
-def columns(row: Row, name: str, messages: tuple[dict[str, str], ...], answer: Any) -> Row:
+def columns(row: Row, name: str, messages: tuple[dict[str, str], ...], answer: object) -> Row:
     """Return all columns of a row, and under fixed names the ``problem`` as text and its
     ``answer``: a text as :func:`final_answer`, anything else as it is. ``data_source``: the row's,
     else the ``name`` of the data.
@@ -365,7 +389,7 @@ def _kind(row: Row) -> str | None:
     )
 
 
-def final_answer(raw: Any, integer: bool = False) -> str:
+def final_answer(raw: object, integer: bool = False) -> str:
     r"""Return the answer key as text: GSM8K's part behind ``####`` without thousands commas, whole
     floats as integers.
 
@@ -391,8 +415,8 @@ def _first_column(row: Row, names: Sequence[str]) -> str | None:
     return next((name for name in names if name in row), None)
 
 
-def _as_messages(problem: Any, where: str) -> tuple[dict[str, str], ...]:
-    """Return the messages of a problem column, which is text or a verl-style list of chat messages."""
+def _as_messages(problem: object, where: str) -> tuple[dict[str, str], ...]:
+    """Return the messages of a problem column: text, or a list of chat messages as verl has it."""
     if isinstance(problem, str) and problem.strip():
         return ({"role": "user", "content": problem},)
     if isinstance(problem, list | tuple) and problem:

@@ -18,12 +18,15 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl, urlencode
 
 from megatron_dcpo.errors import UserError, did_you_mean, one_line, pip_install
 from megatron_dcpo.runtime.text import parse_json
 from megatron_dcpo.types import REASONING_GYM
+
+if TYPE_CHECKING:
+    from reasoning_gym.factory import ProceduralDataset
 
 VERIFIER = "megatron_dcpo.judging.gym:score"  # what scores the answers
 HELD_OUT_SEED = (
@@ -97,7 +100,7 @@ def gym_rows(path: str) -> list[dict[str, Any]]:
 
 
 @functools.cache
-def dataset_of(task: str) -> Any:
+def dataset_of(task: str) -> ProceduralDataset:
     """Return Reasoning Gym's data set of a task, which is a :class:`GymTask` as JSON."""
     import reasoning_gym
 
@@ -118,7 +121,7 @@ def _rows(task: str) -> Iterator[dict[str, Any]]:
 
 
 def _main() -> None:
-    """Print the rows of the task in the first argument, as JSON lines; or a line that says why not."""
+    """Print the rows of the task in the first argument as JSON lines, or why there are none."""
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # some tasks print
     from reasoning_gym.factory import DATASETS

@@ -14,7 +14,7 @@ import json
 import pickle
 import zlib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 from megatron_dcpo.errors import one_line
 from megatron_dcpo.runtime.text import parse_json
@@ -29,10 +29,10 @@ class _TextOnly(pickle._Unpickler):  # type: ignore[name-defined, misc]
     Python's own unpickler: the one in C makes room for whatever number a pickle gives to an object.
     """
 
-    def find_class(self, module: str, name: str) -> Any:
+    def find_class(self, module: str, name: str) -> NoReturn:
         raise ValueError(f"a pickle that asks for {module}.{name}; official tests hold text only")
 
-    def persistent_load(self, pid: Any) -> Any:
+    def persistent_load(self, pid: object) -> NoReturn:
         raise ValueError("a pickle with persistent references; official tests hold text only")
 
 
@@ -105,7 +105,7 @@ def contest_date(row: Mapping[str, Any]) -> str:
     return "" if value is None else str(value)[:10]
 
 
-def _case_list(value: Any) -> list[Mapping[str, Any]]:
+def _case_list(value: object) -> list[Mapping[str, Any]]:
     if not isinstance(value, list) or not all(
         isinstance(c, Mapping) and {"input", "output"} <= set(c) for c in value
     ):

@@ -62,10 +62,15 @@ class Mixture:
         chosen = chosen[offset : offset + count]
         drawn = []
         for number, (source, ranks) in enumerate(zip(self.sources, self.ranks, strict=True)):
-            own = int(before[number]), int(np.count_nonzero(chosen == number))
-            drawn.append(
-                iter(draw_prompts(source, *own, seed=self.seed, shuffle=self.shuffle, ranks=ranks))
+            prompts = draw_prompts(
+                source,
+                first=int(before[number]),
+                count=int(np.count_nonzero(chosen == number)),
+                seed=self.seed,
+                shuffle=self.shuffle,
+                ranks=ranks,
             )
+            drawn.append(iter(prompts))
         return [next(drawn[number]) for number in chosen]
 
     def _sources_of(self, step: int) -> np.ndarray:

@@ -23,11 +23,14 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.runtime.plugins import check_signature, is_import_path, load_object
 from megatron_dcpo.types import CONFIDENCE_TAG
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 # The newline before the marker matters: without it byte-level BPE merges the end of the answer with
 # the marker ("}<").
@@ -164,7 +167,7 @@ def ask(
     return tuple(dict(message) for message in asked)
 
 
-def _are_messages(value: Any) -> bool:
+def _are_messages(value: object) -> bool:
     """Return whether ``value`` is a list of messages that ends with a user's turn."""
     return (
         isinstance(value, list | tuple)
@@ -183,7 +186,7 @@ def plain_text(messages: tuple[Message, ...]) -> str:
 
 
 def render(
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase,
     messages: tuple[Message, ...],
     template: str,
     marker: str = CONFIDENCE_TAG,
@@ -199,7 +202,9 @@ def render(
     return asked, encode_chat(tokenizer, asked, thinking)
 
 
-def encode_chat(tokenizer: Any, messages: tuple[Message, ...], thinking: str = "off") -> list[int]:
+def encode_chat(
+    tokenizer: PreTrainedTokenizerBase, messages: tuple[Message, ...], thinking: str = "off"
+) -> list[int]:
     """Return the token ids of a chat up to and including the generation prompt, ``thinking`` off or
     on where the template has that switch, auto: as the template has it.
     """
@@ -210,10 +215,11 @@ def encode_chat(tokenizer: Any, messages: tuple[Message, ...], thinking: str = "
             "chat_template.jinja"
         )
     # A switch that the template does not have is ignored silently; a later release may refuse it.
-    switched = thinking != "auto" and "enable_thinking" in str(chat_template)
-    options = {"enable_thinking": thinking == "on"} if switched else {}
+    switches: dict[str, Any] = {}
+    if thinking != "auto" and "enable_thinking" in str(chat_template):
+        switches["enable_thinking"] = thinking == "on"
     text = tokenizer.apply_chat_template(
-        list(messages), tokenize=False, add_generation_prompt=True, **options
+        list(messages), tokenize=False, add_generation_prompt=True, **switches
     )
     # The template writes the special tokens itself; adding them again would double Llama's
     # <|begin_of_text|>.

@@ -74,7 +74,7 @@ def question_of(row: Row, index: int, where: str) -> Question | None:
     return None
 
 
-def accepted_texts(answer: Any) -> list[str]:
+def accepted_texts(answer: object) -> list[str]:
     """Return the texts that answer a question: a text, the texts of a list, the value and aliases
     of an object of TriviaQA; each once, none of them empty.
     """
@@ -85,7 +85,7 @@ def accepted_texts(answer: Any) -> list[str]:
     return list(dict.fromkeys(text for text in texts if text))
 
 
-def letter_index(letter: Any) -> int | None:
+def letter_index(letter: object) -> int | None:
     """Return 0 for A, 1 for B, ...; None for what is no capital letter."""
     found = (
         string.ascii_uppercase.find(letter.strip())
@@ -141,7 +141,7 @@ def _right_option(row: Row, count: int, where: str) -> int:
     return found
 
 
-def _short(question: str, answer: Any, where: str) -> Question:
+def _short(question: str, answer: object, where: str) -> Question:
     texts = accepted_texts(answer)
     if not texts:
         raise UserError(f"{where}: the answer has no text and no alias that is one")
@@ -162,5 +162,5 @@ def _plain(name: str) -> str:
     return name.lower().replace("_", "")
 
 
-def _listed(value: Any) -> list[Any]:
+def _listed(value: object) -> list[Any]:
     return list(value) if isinstance(value, list | tuple) else [value]

@@ -1,8 +1,8 @@
-"""Accuracy and calibration of a model: sample, judge, score, write. The engine is a function, so
-none is known here.
+"""Accuracy and calibration of a model: sample, judge, score, write.
 
-benchmarks --render--> prompts --complete--> responses --judge--> samples.jsonl --score-->
-evaluation.json, pictures
+    prompts --respond--> responses --judge--> samples.jsonl --score--> evaluation.json, pictures
+
+The engine is passed in as a function; this module imports none.
 """
 
 from __future__ import annotations
@@ -10,7 +10,15 @@ from __future__ import annotations
 import json
 import re
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Container,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,7 +26,6 @@ from typing import Any
 
 from megatron_dcpo import codec
 from megatron_dcpo.calibration import diagrams
-from megatron_dcpo.data import LoadedBenchmark
 from megatron_dcpo.evaluation.posthoc import features
 from megatron_dcpo.evaluation.report import summary_of, write_report
 from megatron_dcpo.evaluation.runs import EvaluatedRun, read_run
@@ -35,26 +42,24 @@ from megatron_dcpo.evaluation.scoring import bins_from_json
 from megatron_dcpo.judging.judge import JUDGES, Judge, judge_many, with_text
 from megatron_dcpo.judging.math.pool import equivalent_many
 from megatron_dcpo.judging.token_bytes import TokenBytes
-from megatron_dcpo.types import Judgement, Prompt, Response
+from megatron_dcpo.types import Judgement, Prompt, Response, ResponseKey
 
-Stream = Callable[
-    [Sequence[tuple[Prompt, int]]], Iterable[Sequence[Response]]
-]  # of an engine in this process
-Progress = Callable[[str, int, int], None]
+# an engine in this process: responses to prompts and their repeats, as they finish
+Stream = Callable[[Sequence[tuple[Prompt, int]]], Iterable[Sequence[Response]]]
+Progress = Callable[[str, int, int], None]  # benchmark, samples that are done, all samples
+Equivalent = Callable[[str, str], bool]
 
 
 @dataclass(frozen=True)
 class Request:
-    """A problem and which of its repeats are still to be sampled."""
+    """A problem and the repeats that are still to be sampled."""
 
     prompt: Prompt
     repeats: tuple[int, ...]
 
 
-Complete = Callable[
-    [Sequence[Request]], Iterable[Sequence[Response]]
-]  # with their text, in any order, a few at a time
-Equivalent = Callable[[str, str], bool]
+# responses with their text, in any order, a few at a time
+Respond = Callable[[Sequence[Request]], Iterable[Sequence[Response]]]
 
 
 def equivalent_math(a: str, b: str) -> bool:
@@ -62,88 +67,134 @@ def equivalent_math(a: str, b: str) -> bool:
     return equivalent_many([(a, b)])[0]
 
 
+@dataclass(frozen=True)
+class AnswerJudge:
+    """What judges responses, and what decides whether two of their answers are the same."""
+
+    judge: Judge = judge_many
+    equivalent: Equivalent = equivalent_math
+
+
 def evaluate_benchmark(
-    benchmark: LoadedBenchmark,
     prompts: Sequence[Prompt],
-    complete: Complete,
+    respond: Respond,
     *,
     repeats: int,
-    judge: Judge = judge_many,
-    equivalent: Equivalent = equivalent_math,
-    log: SampleLog | None = None,
+    judged_by: AnswerJudge | None = None,
     keep_features: bool = False,
+    log: SampleLog | None = None,
     progress: Progress | None = None,
 ) -> list[Sample]:
     """Sample every prompt of a benchmark ``repeats`` times and judge the responses while others are
     sampled.
 
     Responses are matched by prompt id and repeat, never by position, so that the samples do not
-    depend on the order in which an engine finishes. What ``log`` holds already is not asked for;
-    what is new is written to it as soon as it is judged, also where the rest does not come.
+    depend on the order in which an engine finishes. Samples that ``log`` holds already are not
+    asked for again. A new one is written to it as soon as it is judged, even if the engine fails
+    later.
     """
+    if not prompts:
+        return []
+    judged_by = judged_by or AnswerJudge()
     by_id = {prompt.prompt_id: prompt for prompt in prompts}
-    total = len(by_id) * repeats
-    logged = log.finished(benchmark.name) if log else {}
-    samples = {
-        key: sample for key, sample in logged.items() if key[0] in by_id and key[1] < repeats
-    }
-    missing = [
-        (p, tuple(r for r in range(repeats) if (p.prompt_id, r) not in samples)) for p in prompts
-    ]
-    requests = [Request(prompt, left) for prompt, left in missing if left]
-    if progress is not None:
-        progress(benchmark.name, len(samples), total)
+    collected = _Collected(by_id, repeats, keep_features, log, progress)
+    requests = _missing(prompts, repeats, collected.samples)
     judged: deque[tuple[Sequence[Response], Future[Sequence[Judgement]]]] = deque()
-
-    def keep(responses: Sequence[Response], judgements: Future[Sequence[Judgement]]) -> None:
-        for response, judgement in zip(responses, judgements.result(), strict=True):
-            sample = _sample(by_id[response.prompt_id], response, judgement, keep_features)
-            samples[response.key] = sample
-            if log is not None:
-                log.add(sample)
-        if progress is not None:
-            progress(benchmark.name, len(samples), total)
-
     try:
-        for responses in complete(requests) if requests else ():
-            judged.append((responses, JUDGES.submit(judge, responses, by_id)))
+        for responses in respond(requests) if requests else ():
+            judged.append((responses, JUDGES.submit(judged_by.judge, responses, by_id)))
             while judged and judged[0][1].done():
-                keep(*judged.popleft())
+                finished, judgements = judged.popleft()
+                collected.add(finished, judgements.result())
     finally:
         while judged:
-            keep(*judged.popleft())
-    order = {prompt.prompt_id: position for position, prompt in enumerate(prompts)}
+            finished, judgements = judged.popleft()
+            collected.add(finished, judgements.result())
+    position = {prompt.prompt_id: number for number, prompt in enumerate(prompts)}
     ordered = sorted(
-        samples.values(),
-        key=lambda sample: (order[sample.prompt.prompt_id], sample.response.sample_index),
+        collected.samples.values(),
+        key=lambda sample: (position[sample.prompt.prompt_id], sample.response.sample_index),
     )
-    return with_consistency(ordered, equivalent)
+    return with_consistency(ordered, judged_by.equivalent)
 
 
-def complete_at_once(stream: Stream, tokens: TokenBytes, eos_ids: Collection[int]) -> Complete:
-    """Return an engine in this process as ``Complete``: it gets all requests together, and how many
-    run at once is its affair.
+class _Collected:
+    """The samples of a benchmark, those of the log and those that are added."""
 
-    ``eos_ids``: the tokens that end a response, no part of its text.
+    def __init__(
+        self,
+        prompts: Mapping[str, Prompt],
+        repeats: int,
+        keep_features: bool,
+        log: SampleLog | None,
+        progress: Progress | None,
+    ) -> None:
+        self.prompts = prompts
+        self.keep_features = keep_features
+        self.log = log
+        self.progress = progress
+        self.benchmark = next(iter(prompts.values())).task
+        self.total = len(prompts) * repeats
+        self.samples: dict[ResponseKey, Sample] = {}
+        if log is not None:
+            for key, sample in log.finished(self.benchmark).items():
+                prompt_id, repeat = key
+                if prompt_id in prompts and repeat < repeats:
+                    self.samples[key] = sample
+        self._show_progress()
+
+    def add(self, responses: Sequence[Response], judgements: Sequence[Judgement]) -> None:
+        """Add judged responses, and write them to the log."""
+        for response, judgement in zip(responses, judgements, strict=True):
+            prompt = self.prompts[response.prompt_id]
+            sample = _sample(prompt, response, judgement, self.keep_features)
+            self.samples[response.key] = sample
+            if self.log is not None:
+                self.log.add(sample)
+        self._show_progress()
+
+    def _show_progress(self) -> None:
+        if self.progress is not None:
+            self.progress(self.benchmark, len(self.samples), self.total)
+
+
+def _missing(
+    prompts: Sequence[Prompt], repeats: int, samples: Container[ResponseKey]
+) -> list[Request]:
+    """Return the prompts with the repeats that are not among the samples."""
+    requests = []
+    for prompt in prompts:
+        left = tuple(n for n in range(repeats) if (prompt.prompt_id, n) not in samples)
+        if left:
+            requests.append(Request(prompt, left))
+    return requests
+
+
+def respond_at_once(stream: Stream, tokens: TokenBytes, eos_ids: Collection[int]) -> Respond:
+    """Return an engine in this process as ``Respond``: it gets all requests together and decides
+    itself how many run at once.
+
+    ``eos_ids`` are the tokens that end a response, which are no part of its text.
     """
 
-    def complete(requests: Sequence[Request]) -> Iterator[list[Response]]:
-        for responses in stream(
-            [(request.prompt, repeat) for request in requests for repeat in request.repeats]
-        ):
-            yield [r if r.text is not None else with_text(r, tokens, eos_ids) for r in responses]
+    def respond(requests: Sequence[Request]) -> Iterator[list[Response]]:
+        asked = [(request.prompt, repeat) for request in requests for repeat in request.repeats]
+        for responses in stream(asked):
+            yield [
+                response if response.text is not None else with_text(response, tokens, eos_ids)
+                for response in responses
+            ]
 
-    return complete
+    return respond
 
 
-def rejudge(
-    samples: Sequence[Sample], judge: Judge = judge_many, equivalent: Equivalent = equivalent_math
-) -> list[Sample]:
+def rejudge(samples: Sequence[Sample], judged_by: AnswerJudge | None = None) -> list[Sample]:
     """Return the same responses judged again, for instance by a better verifier.
 
     What precedes the answer of a model that thinks is known from the first judgement, and so is
     what depends on the tokens, which a sample does not keep.
     """
+    judged_by = judged_by or AnswerJudge()
     prompts: dict[str, Prompt] = {}
     responses = []
     for index, sample in enumerate(samples):
@@ -155,7 +206,7 @@ def rejudge(
         answer = text[sample.judgement.thinking_characters :]
         responses.append(replace(sample.response, prompt_id=prompt_id, text=answer))
     judged = []
-    for sample, judgement in zip(samples, judge(responses, prompts), strict=True):
+    for sample, judgement in zip(samples, judged_by.judge(responses, prompts), strict=True):
         first = sample.judgement
         again = replace(
             judgement,
@@ -167,7 +218,7 @@ def rejudge(
             thinking_characters=first.thinking_characters,
         )
         judged.append(replace(sample, judgement=again))
-    return with_consistency(judged, equivalent)
+    return with_consistency(judged, judged_by.equivalent)
 
 
 def write_evaluation(

@@ -18,8 +18,8 @@ from urllib.parse import parse_qs, urlsplit
 from megatron_dcpo.calibration import diagrams
 from megatron_dcpo.calibration.summary import json_ready
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.evaluation.facts import seconds_left, total_steps
 from megatron_dcpo.evaluation.report import choose_samples, pages
+from megatron_dcpo.evaluation.run_description import seconds_left, total_steps
 from megatron_dcpo.evaluation.runs import read_run
 from megatron_dcpo.runtime.text import printable
 
@@ -104,9 +104,9 @@ class _Handler(BaseHTTPRequestHandler):
     page has.
     """
 
-    def __init__(self, root: Path, *args: Any) -> None:
+    def __init__(self, root: Path, *request: Any) -> None:  # noqa: ANN401 -- of http.server
         self.root = root
-        super().__init__(*args)
+        super().__init__(*request)
 
     def do_GET(self) -> None:
         host = self.headers.get("Host", "").rpartition(":")[0] or self.headers.get("Host", "")
@@ -151,5 +151,5 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(body)
 
-    def log_message(self, *_: Any) -> None:
+    def log_message(self, *_: object) -> None:
         """Log nothing: two requests a second are no news."""

@@ -106,7 +106,7 @@ class Posthoc:
 
     @classmethod
     def load(cls, path: str | Path) -> Posthoc:
-        """Read a predictor. Raises :class:`UserError` for anything that ``save`` has not written."""
+        """Read a predictor. Raises :class:`UserError` for what ``save`` has not written."""
         try:
             with np.load(path, allow_pickle=False) as file:
                 header = parse_json(str(file["header"]))
@@ -237,24 +237,12 @@ def fit(
     Raises :class:`UserError` when there is nothing to learn from: no inputs, one class only, no
     problem on one side.
     """
-    if method not in METHODS:
-        raise UserError(f"unknown method {method!r}; known: {', '.join(METHODS)}")
-    source = source or {"confclass": "mean", "logistic": "response"}.get(method, "token")
-    reads = {"confclass": ("mean", "full"), "logistic": ("response",)}.get(
-        method, tuple(CONFIDENCE_KINDS)
-    )
-    if source not in reads:
-        raise UserError(f"{method} does not read {source!r}; it reads {', '.join(reads)}")
-    if method == "temperature" and source in RANKING_ONLY:
-        raise UserError(
-            f"temperature does not read {source}, which is no probability; take platt or isotonic"
-        )
+    source = _checked_source(method, source)
     outside = [is_held_out(problem_of(sample), held_out, seed) for sample in samples]
-    targets = (
-        soft_targets(samples)
-        if method == "confclass"
-        else np.array([float(s.correct) for s in samples])
-    )
+    targets = np.array([float(sample.correct) for sample in samples])
+    if method == "confclass":
+        targets = soft_targets(samples)
+    weights: Weights
 
     def side(name: str, chosen: Sequence[bool]) -> tuple[np.ndarray, np.ndarray]:
         index = [i for i, taken in enumerate(chosen) if taken]
@@ -272,32 +260,47 @@ def fit(
         side("held out", outside)
     inputs, goals = side("fitted", [not out for out in outside])
     if goals.min() == goals.max():
-        raise UserError(
-            "every response is "
-            + ("correct" if goals.min() else "wrong")
-            + ": nothing to learn from"
-        )
+        outcome = "correct" if goals.min() else "wrong"
+        raise UserError(f"every response is {outcome}: nothing to learn from")
     if method == "confclass":
-        # What decides when to stop is neither fitted nor reported on; with very few problems it is
-        # fitted on as well.
+        # The problems that decide when to stop are neither fitted nor reported on; if there are
+        # very few problems, they are fitted as well.
+        fitted = stopping = (inputs, goals)
         stops = [
             is_held_out(f"stop/{problem_of(sample)}", STOPPING_SHARE, seed) for sample in samples
         ]
-        sides = [
-            [not out and stop is chosen for out, stop in zip(outside, stops, strict=True)]
-            for chosen in (False, True)
-        ]
-        both = all(any(chosen) for chosen in sides)
-        fitted, stopping = (
-            (side("fitted", c) for c in sides) if both else ((inputs, goals), (inputs, goals))
-        )
-        weights: Weights = _fit_perceptron(*fitted, *stopping, seed, epochs, width)
+        inside = [not out and not stop for out, stop in zip(outside, stops, strict=True)]
+        watched = [not out and stop for out, stop in zip(outside, stops, strict=True)]
+        if any(inside) and any(watched):
+            fitted = side("fitted", inside)
+            stopping = side("fitted", watched)
+        weights = _fit_perceptron(fitted, stopping, seed, epochs, width)
     elif method == "logistic":
         weights = _fit_logistic(inputs, goals)
     else:
         weights = _FIT[method](_on_scale(method, source, inputs)[:, 0], goals)
     predictor = Posthoc(method, source, MappingProxyType(dict(weights)))
     return predictor, predictor.apply([s for s, out in zip(samples, outside, strict=True) if out])
+
+
+def _checked_source(method: str, source: str | None) -> str:
+    """Return what a method reads, by default if ``source`` is None. Raises :class:`UserError` for
+    what it does not read.
+    """
+    if method not in METHODS:
+        raise UserError(f"unknown method {method!r}; known: {', '.join(METHODS)}")
+    if source is None:
+        source = {"confclass": "mean", "logistic": "response"}.get(method, "token")
+    reads = {"confclass": ("mean", "full"), "logistic": ("response",)}.get(
+        method, tuple(CONFIDENCE_KINDS)
+    )
+    if source not in reads:
+        raise UserError(f"{method} does not read {source!r}; it reads {', '.join(reads)}")
+    if method == "temperature" and source in RANKING_ONLY:
+        raise UserError(
+            f"temperature does not read {source}, which is no probability; take platt or isotonic"
+        )
+    return source
 
 
 def _logit(c: np.ndarray) -> np.ndarray:
@@ -358,51 +361,53 @@ def _fit_isotonic(c: np.ndarray, y: np.ndarray) -> Weights:
     return {"x": model.X_thresholds_, "y": model.y_thresholds_}
 
 
+Labelled = tuple[np.ndarray, np.ndarray]  # inputs [N, D] and targets [N]
+
+
 def _fit_perceptron(
-    x: np.ndarray,
-    y: np.ndarray,
-    x_stop: np.ndarray,
-    y_stop: np.ndarray,
-    seed: int,
-    epochs: int,
-    width: int,
+    fitted: Labelled, stopping: Labelled, seed: int, epochs: int, width: int
 ) -> Weights:
-    """Fit three layers, standardized inputs; the weights of the epoch with the least cross-entropy
-    on the stopping problems.
+    """Fit three layers on standardized inputs; return the weights of the epoch with the least
+    cross-entropy on the ``stopping`` problems.
     """
     import torch
 
+    x, y = fitted
+    x_stop, y_stop = stopping
     scale = _scale_of(x)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        layers = [
-            torch.nn.Linear(a, b) for a, b in ((x.shape[1], width), (width, width), (width, 1))
-        ]
         model = torch.nn.Sequential(
-            layers[0], torch.nn.ReLU(), layers[1], torch.nn.ReLU(), layers[2]
+            torch.nn.Linear(x.shape[1], width),
+            torch.nn.ReLU(),
+            torch.nn.Linear(width, width),
+            torch.nn.ReLU(),
+            torch.nn.Linear(width, 1),
         )
         optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
-        inside, outside = (
-            torch.tensor(_standardized(scale, part), dtype=torch.float32) for part in (x, x_stop)
-        )
-        target, target_out = (torch.tensor(part, dtype=torch.float32) for part in (y, y_stop))
+        inputs = torch.tensor(_standardized(scale, x), dtype=torch.float32)
+        inputs_stop = torch.tensor(_standardized(scale, x_stop), dtype=torch.float32)
+        target = torch.tensor(y, dtype=torch.float32)
+        target_stop = torch.tensor(y_stop, dtype=torch.float32)
         loss = torch.nn.BCEWithLogitsLoss()
-        best, waited, state = float("inf"), 0, model.state_dict()
+        best = float("inf")
+        waited = 0
+        state = model.state_dict()
         for _ in range(epochs):
-            for rows in torch.randperm(len(inside)).split(256):
+            for rows in torch.randperm(len(inputs)).split(256):
                 optimizer.zero_grad()
-                loss(model(inside[rows]).squeeze(-1), target[rows]).backward()
+                loss(model(inputs[rows]).squeeze(-1), target[rows]).backward()
                 optimizer.step()
             with torch.no_grad():
-                now = float(loss(model(outside).squeeze(-1), target_out))
+                now = float(loss(model(inputs_stop).squeeze(-1), target_stop))
             if now < best - 1e-6:
-                best, waited, state = (
-                    now,
-                    0,
-                    {name: value.clone() for name, value in model.state_dict().items()},
-                )
-            elif (waited := waited + 1) >= 10:
-                break
+                best = now
+                waited = 0
+                state = {name: value.clone() for name, value in model.state_dict().items()}
+            else:
+                waited += 1
+                if waited >= 10:
+                    break
     names = {"0": "1", "2": "2", "4": "3"}
     layer = {
         f"{kind}{names[at]}": state[f"{at}.{kind}"].numpy()

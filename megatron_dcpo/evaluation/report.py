@@ -14,7 +14,7 @@ import re
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
@@ -22,7 +22,7 @@ from markupsafe import Markup
 from megatron_dcpo.calibration import diagrams
 from megatron_dcpo.calibration.metrics import Bins
 from megatron_dcpo.calibration.summary import json_ready
-from megatron_dcpo.evaluation import facts, published
+from megatron_dcpo.evaluation import published, run_description
 from megatron_dcpo.evaluation.published import Published
 from megatron_dcpo.evaluation.runs import EvaluatedRun
 from megatron_dcpo.evaluation.scoring import (
@@ -35,6 +35,9 @@ from megatron_dcpo.evaluation.scoring import (
 from megatron_dcpo.runtime.run_records import read_warnings
 from megatron_dcpo.runtime.text import encodable
 from megatron_dcpo.types import CONFIDENCE_TAG
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 LABELS = {
     "accuracy": "Accuracy",
@@ -128,9 +131,9 @@ def render_report(
         labels=[LABELS[key] for key in HEADLINE],
         tables=_tables(runs),
         first_kind=kinds[0] if kinds else "verbal",
-        origins=[facts.origin(run.name, run.path, len(run.metrics)) for run in runs],
-        configured=facts.configured(paths),
-        differences=facts.differences(paths),
+        origins=[run_description.origin(run.name, run.path, len(run.metrics)) for run in runs],
+        configured=run_description.configured(paths),
+        differences=run_description.differences(paths),
         warnings={run.name: found for run in runs if (found := read_warnings(run.path))},
         published=published.compare({run.name: run.evaluation for run in runs}, against),
         panels=_panels(runs, kinds, benchmarks),
@@ -158,7 +161,7 @@ class _Picture(NamedTuple):
     caption: str = ""
 
 
-def _svg(figure: Any, name: str) -> Markup:
+def _svg(figure: Figure, name: str) -> Markup:
     """Return the picture as HTML of our own: what it says of a run is escaped by matplotlib."""
     return Markup(diagrams.inline_svg(figure, name))
 
@@ -253,19 +256,22 @@ def separable_best(
     return name if apart and not equal else None
 
 
-def format_value(key: str, value: Any, ends: Ends | None = None) -> str:
+def format_value(key: str, value: object, ends: Ends | None = None) -> str:
     """Return a table cell: percentages with one decimal, errors with three, a dash for undefined;
     ``ends`` as ± half their distance.
     """
     if not _is_number(value):
         return "–"
-    half = 0.0 if ends is None else (ends[1] - ends[0]) / 2
+    if key == "n":
+        return f"{value:,.0f}"
+    half = None if ends is None else (ends[1] - ends[0]) / 2
     if key in _PERCENT:
-        return f"{100 * value:.1f}%" + (f" ± {100 * half:.1f}" if ends else "")
-    return f"{value:,.0f}" if key == "n" else f"{value:.3f}" + (f" ± {half:.3f}" if ends else "")
+        return f"{100 * value:.1f}%" + ("" if half is None else f" ± {100 * half:.1f}")
+    return f"{value:.3f}" + ("" if half is None else f" ± {half:.3f}")
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> TypeGuard[float]:
+    """Return whether a value of JSON is a finite number."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
@@ -406,6 +412,6 @@ def _two_blocks(row: Mapping[str, Any], marker: str) -> tuple[str, str]:
     return (text[:at], text[at:]) if at >= 0 else (text, "")
 
 
-def _embedded(value: Any) -> Markup:
+def _embedded(value: object) -> Markup:
     """Return JSON for a script element: it must not be able to close the element."""
     return Markup(json.dumps(json_ready(value), allow_nan=False).replace("<", "\\u003c"))

@@ -10,7 +10,7 @@ from typing import Any
 from megatron_dcpo import codec
 from megatron_dcpo.data.files import read_json_lines
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.evaluation import facts
+from megatron_dcpo.evaluation import run_description
 from megatron_dcpo.evaluation.samples import SETTINGS
 from megatron_dcpo.runtime.text import read_json_object
 
@@ -35,7 +35,7 @@ class EvaluatedRun:
             return ()
         return (
             *sorted(self.evaluation["benchmarks"]),
-            facts.sampling_text(self.settings, self.evaluation),
+            run_description.sampling_text(self.settings, self.evaluation),
         )
 
 

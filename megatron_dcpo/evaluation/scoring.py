@@ -137,7 +137,7 @@ def headline(
 def _score(
     samples: Sequence[Sample], kinds: Sequence[str], bins: int, resamples: int, seed: int
 ) -> dict[str, Any]:
-    """Score one benchmark (or all of them pooled): accuracy, then one block per kind of confidence."""
+    """Score one benchmark, or all of them pooled: accuracy, and a block per kind of confidence."""
     correct = [float(sample.correct) for sample in samples]
     problems = ["/".join(sample.problem_key) for sample in samples]
     repeats = sorted({sample.response.sample_index for sample in samples})
@@ -301,9 +301,11 @@ def bins_to_json(bins: Bins) -> dict[str, list[float]]:
 
 
 def bins_from_json(value: Mapping[str, Sequence[float]]) -> Bins:
-    names = ("edges", "count", "confidence_sum", "correct_sum")
     return Bins(
-        *(np.asarray(value[name], dtype=int if name == "count" else float) for name in names)
+        edges=np.asarray(value["edges"], float),
+        count=np.asarray(value["count"], int),
+        confidence_sum=np.asarray(value["confidence_sum"], float),
+        correct_sum=np.asarray(value["correct_sum"], float),
     )
 
 

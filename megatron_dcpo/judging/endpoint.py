@@ -16,7 +16,7 @@ from typing import Any
 from megatron_dcpo.config import JudgingConfig
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.judging.answers import Attempt, Outcome
-from megatron_dcpo.judging.users import OPTION, outcome_of, warn_once
+from megatron_dcpo.judging.function_verifier import OPTION, outcome_of, warn_once
 from megatron_dcpo.runtime.http_json import HttpError, JsonClient
 
 KEY = "DCPO_VERIFIER_KEY"  # environment variable of the key that is sent as a bearer token
@@ -75,7 +75,7 @@ class EndpointVerifier:
         return results
 
 
-def _problem(reply: Any, count: int) -> str:
+def _problem(reply: object, count: int) -> str:
     results = reply.get("results") if isinstance(reply, dict) else None
     if isinstance(results, list) and len(results) == count:
         return ""

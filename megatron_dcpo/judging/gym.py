@@ -25,5 +25,6 @@ def score(response: str, *, problem: str, reasoning_gym: dict[str, Any]) -> floa
 
 
 @functools.lru_cache(maxsize=256)  # the responses to one problem come together
-def _entry(task: str, index: int) -> Any:
-    return dataset_of(task)[index]
+def _entry(task: str, index: int) -> dict[str, Any]:
+    entry: dict[str, Any] = dataset_of(task)[index]
+    return entry

@@ -11,7 +11,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from megatron_dcpo.judging.answers import BOXED, AnswerForm, Attempt, Outcome
 from megatron_dcpo.judging.blocks import Split, ends_of_tokens, split_blocks, split_text
@@ -91,23 +90,20 @@ def judge_many(
 def judge_by_task(
     responses: Sequence[Response],
     prompts: Mapping[str, Prompt],
-    judges: Mapping[str, Callable[..., Any]],
-    **options: Any,
+    judges: Mapping[str, Callable[..., Sequence[Judgement]]],
+    **options: object,
 ) -> list[Judgement]:
-    """Judge responses to problems of several sources, each by the judge of its task, with
-    ``options``; in order.
+    """Return the judgements of responses to problems of several sources, in order. Each response is
+    judged by the judge of its task, which gets the ``options`` as well.
     """
-    own: dict[str, list[int]] = {}
-    for place, response in enumerate(responses):
-        own.setdefault(prompts[response.prompt_id].task, []).append(place)
+    of_task: dict[str, list[int]] = {}
+    for index, response in enumerate(responses):
+        of_task.setdefault(prompts[response.prompt_id].task, []).append(index)
     judged: dict[int, Judgement] = {}
-    for task, places in own.items():
-        judged |= zip(
-            places,
-            judges[task]([responses[place] for place in places], prompts, **options),
-            strict=True,
-        )
-    return [judged[place] for place in range(len(responses))]
+    for task, indices in of_task.items():
+        asked = [responses[index] for index in indices]
+        judged.update(zip(indices, judges[task](asked, prompts, **options), strict=True))
+    return [judged[index] for index in range(len(responses))]
 
 
 def with_text(response: Response, tokens: TokenBytes, eos_ids: Collection[int]) -> Response:

@@ -90,7 +90,7 @@ class PoolStatistics:
 
 
 class WorkerPool:
-    """``verify(pairs)``: one verdict per pair. Thread-safe; a forked child makes its own workers."""
+    """Judges pairs in workers. Thread-safe; a forked child starts its own workers."""
 
     def __init__(self, work: PoolWork, workers: int | None = None) -> None:
         self.work, self.max_workers = work, workers or cores_per_rank()
@@ -151,7 +151,7 @@ class WorkerPool:
         self._workers = []
         self._forget(None)
 
-    def _ask(self, pair: Pair) -> Any | Future[Any]:
+    def _ask(self, pair: Pair) -> object | Future[object]:
         """Return the verdict on a pair that needs a worker, now or later."""
         if pair in self._cache:
             self.statistics.cached += 1
@@ -333,12 +333,12 @@ class WorkerPool:
         self.statistics.late += not in_time
         self._record(worker.pair, self._lost("late" if not in_time else "its process ended"))
 
-    def _lost(self, word: str) -> Any:
+    def _lost(self, word: str) -> object:
         return self.work.lost(
             f"no verdict in {self.work.wall_seconds:g} s" if word == "late" else word
         )
 
-    def _record(self, pair: Pair, verdict: Any) -> None:
+    def _record(self, pair: Pair, verdict: object) -> None:
         self.statistics.judged += 1
         self._died_on.discard(pair)
         with self._lock:

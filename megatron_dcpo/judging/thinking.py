@@ -8,9 +8,12 @@ text have one answer. Boxes, programs and confidence tags of the thinking are no
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_dcpo.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 PROMPT_TOKENS = (
     32  # at the end of a prompt that may open or end the thinking, which Qwen3's "off" does
@@ -49,7 +52,9 @@ def check_thinking(wanted: str, tags: ThinkingTags | None, tokenizer: str) -> No
         )
 
 
-def keep_thinking(tokenizer: Any, tags: ThinkingTags | None) -> dict[str, Any]:
+def keep_thinking(
+    tokenizer: PreTrainedTokenizerBase | None, tags: ThinkingTags | None
+) -> dict[str, Any]:
     """Return what a server is asked for so that the end-of-thinking token stays in its text, where
     that is a special token; nothing where there is no tokenizer.
     """

@@ -12,12 +12,15 @@ import json
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.judging.thinking import ThinkingTags, find_tags
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 MOST_IDS = 1 << 24  # vocabularies have at most some 2 ** 18
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -42,7 +45,7 @@ class TokenBytes:
         return [self[int(token_id)] for token_id in token_ids]
 
 
-def token_bytes(tokenizer: Any) -> TokenBytes:
+def token_bytes(tokenizer: PreTrainedTokenizerBase) -> TokenBytes:
     """Return the table of a Hugging Face tokenizer (fast), read once from its JSON.
 
     A special or added token stands for its own content. The first token of a sentencepiece response

@@ -10,11 +10,11 @@ from megatron_dcpo.config.field_types import BUILT_IN, QUESTIONS
 from megatron_dcpo.data.gym import VERIFIER
 from megatron_dcpo.judging.answers import BOXED, FENCED, FREE, AnswerForm
 from megatron_dcpo.judging.endpoint import EndpointVerifier
+from megatron_dcpo.judging.function_verifier import FunctionVerifier, load_function
 from megatron_dcpo.judging.judge import Verifier
 from megatron_dcpo.judging.math.pool import verify_answers
 from megatron_dcpo.judging.programs import PackedTests, ProgramVerifier
 from megatron_dcpo.judging.questions import question_verifier
-from megatron_dcpo.judging.users import FunctionVerifier, load_function
 
 FindVerifier = Callable[[str], tuple[Verifier, AnswerForm]]
 

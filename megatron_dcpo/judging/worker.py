@@ -21,7 +21,8 @@ import resource
 import signal
 import threading
 import time
-from typing import Any
+from collections.abc import Callable
+from typing import IO
 
 
 class OutOfTime(BaseException):
@@ -76,7 +77,7 @@ def main() -> None:
             return
 
 
-def _judged(judge: Any, pair: list[str], cpu_seconds: float) -> str:
+def _judged(judge: Callable[..., object], pair: list[str], cpu_seconds: float) -> str:
     """Return the verdict as JSON, ``late``, or ``raised``: sampled text makes sympy and the LaTeX
     grammar raise nearly anything.
     """
@@ -100,11 +101,11 @@ def _memory_in_use() -> tuple[int, int]:
     return int(total) * resource.getpagesize(), int(resident) * resource.getpagesize()
 
 
-def _out_of_time(_signal: int, _frame: Any) -> None:
+def _out_of_time(_signal: int, _frame: object) -> None:
     raise OutOfTime
 
 
-def _say(stream: Any, word: str) -> None:
+def _say(stream: IO[str], word: str) -> None:
     stream.write(word + "\n")
     stream.flush()
 

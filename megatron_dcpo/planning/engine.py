@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_dcpo.config import Config
+from megatron_dcpo.config.rules import check_engine_size
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.planning.machine import GB, Machine
 from megatron_dcpo.runtime.dtypes import dtype_bytes
 from megatron_dcpo.weights.architecture import Architecture
-from megatron_dcpo.weights.reshard_plan import check_engine
 from megatron_dcpo.weights.table import kv_bytes_per_token, number_of_parameters
 
 
@@ -51,7 +51,7 @@ def engine_memory(arch: Architecture, config: Config, machine: Machine) -> Engin
         raise UserError(
             f"rollout.tensor_model_parallel_size={size} does not divide the {machine.gpus} GPUs"
         )
-    check_engine(arch, size)
+    check_engine_size(arch, size)
     if kind == "transformers":
         return _embedded(arch, config, machine)
     if kind == "server":

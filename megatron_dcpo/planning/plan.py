@@ -8,6 +8,7 @@ import math
 from dataclasses import dataclass
 
 from megatron_dcpo.config import Config
+from megatron_dcpo.config.rules import check_model_rules
 from megatron_dcpo.errors import UserError, check_world_size
 from megatron_dcpo.objectives import build_method
 from megatron_dcpo.planning.engine import EngineMemory, engine_memory
@@ -31,7 +32,8 @@ from megatron_dcpo.planning.traffic import (
 from megatron_dcpo.runtime.dtypes import dtype_bytes
 from megatron_dcpo.weights.architecture import Architecture
 from megatron_dcpo.weights.layout import Layout
-from megatron_dcpo.weights.planner import check_layout, check_options
+from megatron_dcpo.weights.pipeline import chunk_layers
+from megatron_dcpo.weights.planner import check_layout
 from megatron_dcpo.weights.reshard_plan import most_received
 from megatron_dcpo.weights.table import number_of_parameters
 
@@ -152,12 +154,7 @@ def make_plan(config: Config, machine: Machine, rates: Rates | None = None) -> P
     transformer_engine = machine.processor == "gpu" and config.model.transformer_impl != "local"
     layout = Layout.of(config.parallel, transformer_engine)
     check_layout(arch, layout)
-    check_options(
-        arch=arch,
-        layout=layout,
-        model=config.model,
-        parallel=config.parallel,
-    )
+    check_model_rules(config, arch, chunk_layers(arch.num_layers, layout))
     context_parallel = config.parallel.context_parallel_size
     replicas = _check_gpus(layout, context_parallel, machine.gpus)
     data_parallel = replicas // context_parallel

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_dcpo.config import Config
+from megatron_dcpo.config.rules import check_model_rules
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.planning.advice import advice, less_recomputation
 from megatron_dcpo.planning.hub import architecture_of
@@ -19,8 +20,8 @@ from megatron_dcpo.planning.plan import Plan
 from megatron_dcpo.runtime.dtypes import dtype_bytes
 from megatron_dcpo.runtime.text import counted
 from megatron_dcpo.weights.layout import Layout
-from megatron_dcpo.weights.pipeline import layers_per_stage
-from megatron_dcpo.weights.planner import check_layout, check_options
+from megatron_dcpo.weights.pipeline import chunk_layers, layers_per_stage
+from megatron_dcpo.weights.planner import check_layout
 from megatron_dcpo.weights.reshard_plan import EngineRanks, reshard_plan
 from megatron_dcpo.weights.table import adapted, number_of_parameters
 
@@ -309,12 +310,7 @@ def reshard_facts(config: Config, gpus: int | None = None) -> dict[str, Any]:
     arch = architecture_of(config.model.path)
     layout = Layout.of(config.parallel)
     check_layout(arch, layout)
-    check_options(
-        arch=arch,
-        layout=layout,
-        model=config.model,
-        parallel=config.parallel,
-    )
+    check_model_rules(config, arch, chunk_layers(arch.num_layers, layout))
     model_parallel = layout.width * layout.pipeline_model_parallel_size
     engine_tp = config.rollout.tensor_model_parallel_size
     if gpus is None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from megatron_dcpo.config.checks import check_passed_on
+from megatron_dcpo.config.rules import check_passed_on
 
 from megatron.core.distributed import DistributedDataParallelConfig  # isort: skip
 from megatron.core.optimizer import OptimizerConfig

@@ -28,7 +28,6 @@ from megatron_dcpo.weights.layout import UNEVEN_PIPELINE, Coordinates, Layout
 from megatron_dcpo.weights.planner import (
     Copy,
     check_layout,
-    check_options,
     padded_vocab_size,
     plan,
     sharded_dimensions,
@@ -251,12 +250,6 @@ def build_policy(
         logger.info("layers: %s", kind)
     layout = Layout.of(parallel, transformer_engine)
     check_layout(arch, layout)
-    check_options(
-        arch=arch,
-        layout=layout,
-        model=model,
-        parallel=parallel,
-    )
     reader = HFReader(model.path)
     reader.check(arch)
     config = transformer_config(

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from megatron_dcpo.config.rules import check_engine_size
 from megatron_dcpo.errors import UserError, one_line
 from megatron_dcpo.rollout.engine import (
     Engine,
@@ -58,7 +59,6 @@ from megatron_dcpo.runtime.signals import RolloutAbandoned, stop_requested
 from megatron_dcpo.types import Prompt, Response
 from megatron_dcpo.weights.architecture import read_architecture
 from megatron_dcpo.weights.planner import WeightSlice
-from megatron_dcpo.weights.reshard_plan import check_engine
 from megatron_dcpo.weights.table import number_of_parameters
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ class VllmEngine(Engine):
         self.model_dir = Path(model_dir)
         self.options = options
         self.arch = read_architecture(model_dir)
-        check_engine(self.arch, options.tensor_model_parallel_size)
+        check_engine_size(self.arch, options.tensor_model_parallel_size)
         choose_engine("vllm", model_dir)
         self.tensor_model_parallel_size = options.tensor_model_parallel_size
         self.eos_token_ids = read_eos_token_ids(self.model_dir)

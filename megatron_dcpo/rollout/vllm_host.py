@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_dcpo.config.checks import check_passed_on
+from megatron_dcpo.config.rules import check_passed_on
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.runtime.device import capabilities, rng_state, set_rng_state
 from megatron_dcpo.runtime.dtypes import dtype_bytes

@@ -13,7 +13,8 @@ from typing import Any
 from megatron_dcpo.config import Config, ObjectiveConfig
 from megatron_dcpo.data.files import is_hub_name
 from megatron_dcpo.data.gym import is_gym
-from megatron_dcpo.evaluation.heldout import benchmark_names, check_validation, load_held_out
+from megatron_dcpo.evaluation.best_step import benchmark_names, check_keep_best
+from megatron_dcpo.evaluation.held_out import load_held_out
 from megatron_dcpo.judging.token_bytes import token_bytes
 from megatron_dcpo.objectives import resolve
 from megatron_dcpo.rollout import load_tokenizer
@@ -43,7 +44,7 @@ def describe(config: Config, allow_missing: bool = False) -> dict[str, Any]:
     check_pass_through(config)
     evaluation = config.evaluation
     if evaluation.interval:
-        check_validation(config)
+        check_keep_best(config)
     sizes = (
         config.parallel.tensor_model_parallel_size,
         config.parallel.pipeline_model_parallel_size,

@@ -8,7 +8,7 @@ import logging
 from contextlib import AbstractContextManager, nullcontext
 
 from megatron_dcpo.config import Config
-from megatron_dcpo.judging.users import VerifierFailed
+from megatron_dcpo.judging.function_verifier import VerifierFailed
 from megatron_dcpo.runtime import distributed
 from megatron_dcpo.runtime.device import profile
 from megatron_dcpo.runtime.run_lock import lock_run_dir

@@ -6,34 +6,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron_dcpo.config import Config
+from megatron_dcpo.config import Config, rules
 from megatron_dcpo.data.mixture import LoadedSource
 from megatron_dcpo.data.prompts import find_template
-from megatron_dcpo.errors import UserError, check_world_size
-from megatron_dcpo.evaluation.heldout import HeldOut, named_sources
+from megatron_dcpo.errors import UserError
+from megatron_dcpo.evaluation.held_out import HeldOut
+from megatron_dcpo.evaluation.problems import named_sources
 from megatron_dcpo.judging.thinking import check_thinking
 from megatron_dcpo.judging.token_bytes import TokenBytes
 from megatron_dcpo.judging.verifiers import check_verifier
 from megatron_dcpo.runtime.device import capabilities
 from megatron_dcpo.weights.architecture import Architecture, read_architecture
 from megatron_dcpo.weights.layout import Layout
-from megatron_dcpo.weights.planner import check_layout, check_options
+from megatron_dcpo.weights.pipeline import chunk_layers
+from megatron_dcpo.weights.planner import check_layout
 
 
 def check_processes(config: Config, processes: int | None) -> None:
     """Check the number of processes, where it is known, and Transformer Engine, where it is needed.
     Raises :class:`UserError`.
     """
-    parallel = config.parallel
     if processes is not None:
-        check_world_size(
-            parallel.tensor_model_parallel_size,
-            parallel.pipeline_model_parallel_size,
-            parallel.context_parallel_size,
-            processes,
-            parallel.expert_model_parallel_size
-            * (parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size),
-        )
+        rules.check_processes(config, processes)
     if config.model.transformer_impl == "transformer_engine" or capabilities().transformer_engine:
         from megatron_dcpo.policy.layers import use_transformer_engine
 
@@ -64,22 +58,7 @@ def check_model(config: Config) -> Architecture:
     check_pass_through(config)
     layout = Layout.of(config.parallel)
     check_layout(arch, layout)
-    check_options(arch, layout, config.model, config.parallel)
-    if arch.num_experts and config.rollout.engine == "server":
-        raise UserError(
-            "with a mixture of experts rollout.engine=server does not get the policy's weights in "
-            "this version; "
-            "take vllm or transformers"
-        )
-    if config.rollout.routing_replay and not arch.num_experts:
-        raise UserError(
-            f"rollout.routing_replay=true: {config.model.path} has no experts; remove it"
-        )
-    if config.rollout.routing_replay and config.parallel.megatron.get("moe_router_fusion"):
-        raise UserError(
-            "rollout.routing_replay does not go with parallel.megatron.moe_router_fusion; remove "
-            "one of them"
-        )
+    rules.check_model_rules(config, arch, chunk_layers(arch.num_layers, layout))
     return arch
 
 

@@ -21,8 +21,8 @@ from megatron_dcpo.calibration import json_ready
 from megatron_dcpo.checkpoints.saver import Saver, last_complete
 from megatron_dcpo.config import Config
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.evaluation.facts import seconds_left
-from megatron_dcpo.evaluation.heldout import named_sources
+from megatron_dcpo.evaluation.problems import named_sources
+from megatron_dcpo.evaluation.run_description import seconds_left
 from megatron_dcpo.evaluation.samples import Sample, write_samples
 from megatron_dcpo.objectives import find_method
 from megatron_dcpo.planning.machine import Machine

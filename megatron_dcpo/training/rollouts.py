@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from typing import Any, Protocol, TypeVar
 
 from megatron_dcpo.errors import Stopped, UserError
-from megatron_dcpo.judging.users import VerifierFailed
+from megatron_dcpo.judging.function_verifier import VerifierFailed
 from megatron_dcpo.rollout import EngineError
 from megatron_dcpo.runtime.distributed import Collectives
 from megatron_dcpo.runtime.signals import RolloutAbandoned

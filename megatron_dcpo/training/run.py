@@ -17,7 +17,7 @@ from megatron_dcpo.checkpoints.saver import Saver
 from megatron_dcpo.checkpoints.state import Optimizer
 from megatron_dcpo.config import Config
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.evaluation.heldout import HeldOut, load_held_out
+from megatron_dcpo.evaluation.held_out import HeldOut, load_held_out
 from megatron_dcpo.judging.token_bytes import TokenBytes, token_bytes
 from megatron_dcpo.objectives import Method, build_method
 from megatron_dcpo.policy.adapter import Adapter, AdapterOptimizer
@@ -304,11 +304,6 @@ def build_engine(config: Config, topology: Topology, held_out: HeldOut | None = 
             concurrency=rollout.max_num_seqs,
         )
     size = rollout.tensor_model_parallel_size
-    if topology.world_size % size:
-        raise UserError(
-            f"rollout.tensor_model_parallel_size={size} does not divide the "
-            f"{topology.world_size} process(es) started"
-        )
     engines = topology.world_size // size
     prompts_of_engine = math.ceil(rollout.oversample * config.data.prompts_per_step / engines)
     arguments = dict(rollout.vllm)  # what no option of ours sets is passed on by name

@@ -23,8 +23,8 @@ import numpy as np
 
 from megatron_dcpo.config import Config
 from megatron_dcpo.errors import UserError
+from megatron_dcpo.judging.function_verifier import check_error_rate
 from megatron_dcpo.judging.judge import JUDGES
-from megatron_dcpo.judging.users import check_error_rate
 from megatron_dcpo.objectives.method import Method
 from megatron_dcpo.rollout.engine import PartialRollout, SamplingConfig, SlotSteps
 from megatron_dcpo.runtime import signals

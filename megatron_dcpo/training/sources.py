@@ -10,11 +10,11 @@ from functools import partial
 from typing import Any
 
 from megatron_dcpo.config import Config
-from megatron_dcpo.data.datasets import draw_prompts, fingerprint, load_prompts
+from megatron_dcpo.data.datasets import PromptOptions, draw_prompts, fingerprint, load_prompts
 from megatron_dcpo.data.gym import gym_path, is_gym
 from megatron_dcpo.data.mixture import LoadedSource, Mixture, curriculum, extended_fingerprint
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.evaluation.heldout import named_sources, verifier_of
+from megatron_dcpo.evaluation.problems import named_sources, verifier_of
 from megatron_dcpo.judging.judge import judge_by_task, judge_many
 from megatron_dcpo.judging.questions import check_questions
 from megatron_dcpo.judging.token_bytes import TokenBytes
@@ -35,14 +35,16 @@ def load_sources(config: Config, tokenizer: Any) -> list[LoadedSource]:
             if is_gym(source.path)
             else source.path,
             tokenizer,
-            source.template or data.template,
-            data.max_prompt_length,
-            data.limit or None,
+            PromptOptions(
+                template=source.template or data.template,
+                max_prompt_length=data.max_prompt_length,
+                limit=data.limit or None,
+                marker=judging.marker,
+                thinking=data.thinking,
+            ),
             task=None if isinstance(data.path, str) else name,
-            marker=judging.marker,
             untested=data.untested,
             keep_columns=is_users(verifier) or bool(data.order),
-            thinking=data.thinking,
         )
         _check_verifier(prompts, verifier, source.path)
         check_questions(verifier, prompts, source.path)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_dcpo.config import Config
-from megatron_dcpo.evaluation.heldout import HeldOut
+from megatron_dcpo.evaluation.held_out import HeldOut
 from megatron_dcpo.evaluation.samples import Sample
 from megatron_dcpo.rollout import SamplingConfig
 from megatron_dcpo.runtime import signals

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-from megatron_dcpo.config import ModelConfig, ParallelConfig
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.weights.architecture import Architecture
 from megatron_dcpo.weights.layout import Coordinates, Layout
@@ -65,42 +64,6 @@ def padded_vocab_size(arch: Architecture, layout: Layout) -> int:
     """
     multiple = layout.make_vocab_size_divisible_by * layout.tensor_model_parallel_size
     return -(-arch.vocab_size // multiple) * multiple
-
-
-def check_options(
-    arch: Architecture, layout: Layout, model: ModelConfig, parallel: ParallelConfig
-) -> None:
-    """Raise :class:`UserError` when the units of a uniform recomputation do not divide a model
-    chunk, and for options that are not right with experts.
-    """
-    for refused, why in (
-        (model.adapter is not None, "model.adapter has no factors for experts; remove it"),
-        (
-            parallel.tensor_model_parallel_size > 1 and not parallel.sequence_parallel,
-            f"parallel.tensor_model_parallel_size={parallel.tensor_model_parallel_size} needs "
-            "parallel.sequence_parallel=true",
-        ),
-        (
-            parallel.expert_model_parallel_size > 1 and not parallel.use_distributed_optimizer,
-            f"parallel.expert_model_parallel_size={parallel.expert_model_parallel_size} needs "
-            "parallel.use_distributed_optimizer=true",
-        ),
-        (
-            parallel.recompute_granularity == "selective" and "mlp" in parallel.recompute_modules,
-            "parallel.megatron.recompute_modules=mlp recomputes nothing; take core_attn, or "
-            "parallel.recompute_granularity=full",
-        ),
-    ):
-        if refused and arch.num_experts:
-            raise UserError(f"with a mixture of experts {why}")
-    unit = parallel.recompute_num_layers
-    for layers in map(len, chunk_layers(arch.num_layers, layout)):
-        if parallel.recompute_method == "uniform" and layers % unit:
-            raise UserError(
-                f"parallel.megatron.recompute_num_layers={unit} does not divide the {layers} "
-                "layers of a pipeline stage's "
-                "chunk; choose a divisor, or parallel.megatron.recompute_method=block"
-            )
 
 
 def check_layout(arch: Architecture, layout: Layout) -> None:

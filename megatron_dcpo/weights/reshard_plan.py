@@ -17,6 +17,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from megatron_dcpo.config.rules import VOCABULARY_MULTIPLE
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.weights.architecture import Architecture
 from megatron_dcpo.weights.layout import Layout
@@ -180,11 +181,10 @@ def reshard_plan(
         merged: tensors to which something is added on the way, so that no parameter is passed on as
             it is.
 
-    Raises :class:`UserError` if the engine's tensor-parallel size does not divide the model, or if
-    a bucket cannot hold a single row of one of its tensors.
+    The engine's tensor-parallel size must divide the model (``config.rules.check_engine_size``).
+    Raises :class:`UserError` if a bucket cannot hold a single row of one of its tensors.
     """
     engine_tp = engines.tensor_model_parallel_size
-    check_engine(arch, engine_tp)
     names = [name for name in hf_shapes(arch) if only is None or name in only]
     ranks = range(layout.width * layout.pipeline_model_parallel_size)
     slices = _engine_slices(arch, names, engine_tp, engines.on(layout))
@@ -255,7 +255,6 @@ def most_received(
     without planning the messages.
     """
     engine_tp = engine_tensor_model_parallel_size
-    check_engine(arch, engine_tp)
     held_ops = _held(arch, layout, list(hf_shapes(arch)))
     placements = set()
     for replica in range(replicas):
@@ -483,42 +482,6 @@ def _messages(ops: Sequence[TransferOp], limit: int) -> Iterator[Message]:
             message.append(op)
             numel += op.numel
         yield Message(owner=owner, readers=readers, ops=tuple(message))
-
-
-VOCABULARY_MULTIPLE = 64  # vLLM pads the vocabulary to a multiple of this before it cuts it
-
-
-def check_engine(arch: Architecture, tensor_model_parallel_size: int) -> None:
-    """Raise :class:`UserError` if the engine's tensor-parallel size does not divide the model."""
-    tp = tensor_model_parallel_size
-    groups = arch.num_query_groups
-    if arch.num_experts and tp > arch.num_experts:
-        raise UserError(
-            f"rollout.tensor_model_parallel_size={tp} is more than the model's {arch.num_experts} "
-            "experts"
-        )
-    for what, size in (
-        ("attention heads", arch.num_attention_heads),
-        ("ffn_hidden_size", arch.ffn_hidden_size),
-    ):
-        if size % tp:
-            raise UserError(
-                f"rollout.tensor_model_parallel_size={tp} does not divide the model's {size} "
-                f"{what}; "
-                f"choose a divisor of {size}"
-            )
-    if max(tp, groups) % min(tp, groups):
-        raise UserError(
-            f"rollout.tensor_model_parallel_size={tp} neither divides the model's {groups} "
-            "key/value heads nor is a "
-            "multiple of them"
-        )
-    padded = -(-arch.vocab_size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
-    if padded % tp:
-        raise UserError(
-            f"rollout.tensor_model_parallel_size={tp} does not divide the padded vocabulary of "
-            f"{padded}"
-        )
 
 
 def engine_slice(arch: Architecture, name: str, tp: int, rank: int) -> Slice:

@@ -107,21 +107,18 @@ def differences(
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 
-    from megatron_dcpo.config import ModelConfig
     from megatron_dcpo.conversion.parameters import extra_states
     from megatron_dcpo.policy import model as policy
     from megatron_dcpo.weights.architecture import parse_architecture
     from megatron_dcpo.weights.layout import Layout
-    from megatron_dcpo.weights.planner import check_options, sharded_dimensions
+    from megatron_dcpo.weights.planner import sharded_dimensions
     from tests.distributed.cases.common import parallel_config
 
     policy.current_device = lambda: HOST
     CudaRNGStatesTracker.fork = lambda self, name=None: nullcontext()  # the generator is the GPU's
     arch = parse_architecture({"architectures": [family], **_SIZES, **changes})
     parallel = parallel_config({"use_distributed_optimizer": True, **options})
-    model = ModelConfig(path="")
     layout = Layout.of(parallel, transformer_engine=True)
-    check_options(arch, layout, model, parallel)
     compared, found = 0, []
     world = layout.width * layout.pipeline_model_parallel_size
     for rank in range(world):

@@ -136,9 +136,7 @@ def test_a_logger_that_fails_does_not_end_the_run(tmp_path):
         tmp_path, "training.steps=2", "training.export_hf=false", "logging.to=[mine:opened]"
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    assert (
-        done.stderr.count("OSError: no route") == 1
-    )
+    assert done.stderr.count("OSError: no route") == 1
     assert "ZeroDivision" not in done.stderr
     assert len(metrics(tmp_path / "run")) == 2
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from megatron_dcpo.evaluation.run import EvaluationConfig, run_evaluation
+from megatron_dcpo.config.evaluation import load_evaluation
+from megatron_dcpo.evaluation.run import run_evaluation
 from tests.helpers.launch import torchrun_all
 from tests.helpers.paths import QUICKSTART
 from tests.helpers.quickstart import metrics, without_clocks
@@ -135,16 +136,18 @@ def test_it_is_what_dcpo_evaluate_finds(
         "megatron_dcpo.evaluation.run.write_evaluation", lambda *_: None
     )  # pictures
     evaluation = run_evaluation(
-        EvaluationConfig(
-            out=tmp_path,
-            model=str(out / name / "policy"),
-            benchmarks=f"a={HELDOUT},b={HELDOUT}",
-            limit=3,
-            repeats=2,
-            template="raw",
-            max_tokens=32,
-            resamples=0,
-            engine="transformers",
+        load_evaluation(
+            {
+                "run_dir": str(tmp_path),
+                "model.path": str(out / name / "policy"),
+                "evaluation.benchmarks": f"a={HELDOUT},b={HELDOUT}",
+                "evaluation.limit": 3,
+                "evaluation.samples": 2,
+                "data.template": "raw",
+                "evaluation.max_tokens": 32,
+                "evaluation.resamples": 0,
+                "rollout.engine": "transformers",
+            }
         )
     )
     for benchmark, scores in evaluation["benchmarks"].items():

@@ -90,9 +90,10 @@ def equivalent(answer: str, key: str) -> bool:
     quick = quick_verdict(left, right)
     if quick is not None:
         return quick
-    ratios = answer_forms.ratio(left), answer_forms.ratio(right)
-    if ratios[0] or ratios[1]:
-        return _proportional(left, right, *ratios)
+    left_ratio = answer_forms.ratio(left)
+    right_ratio = answer_forms.ratio(right)
+    if left_ratio or right_ratio:
+        return _proportional(left, right, left_ratio, right_ratio)
     return _algebraically_equal(left, right)
 
 
@@ -133,7 +134,7 @@ def _algebraically_equal(answer: str, key: str) -> bool:
     return bool(_IMAGINARY.search(answer + " " + key)) and _complex_equal(gold[0], predicted[0])
 
 
-def _clearly_apart(gold: Any, predicted: Any) -> bool:
+def _clearly_apart(gold: object, predicted: object) -> bool:
     """Return whether two expressions in the same symbols differ at a point, by far more than
     rounding.
 
@@ -168,7 +169,7 @@ def _unevaluated() -> tuple[Any, ...]:
     return Derivative, Integral, Limit, Product, Sum
 
 
-def _complex_equal(gold: Any, predicted: Any) -> bool:
+def _complex_equal(gold: object, predicted: object) -> bool:
     """Return whether they are equal as complex numbers, to 30 digits. Only for numbers: with a free
     symbol ``i`` may be an index.
     """

@@ -27,11 +27,15 @@ class VerifierPool(WorkerPool):
         wall_seconds: float = WALL_SECONDS,
     ) -> None:
         load = "megatron_dcpo.judging.math.pool:load"
-        limits = cpu_seconds, wall_seconds, MEMORY_BYTES
-        super().__init__(
-            PoolWork(load, lambda why: False, *limits, quick=lambda pair: quick_verdict(*pair)),
-            workers,
+        work = PoolWork(
+            load,
+            lambda why: False,
+            cpu_seconds=cpu_seconds,
+            wall_seconds=wall_seconds,
+            memory_bytes=MEMORY_BYTES,
+            quick=lambda pair: quick_verdict(*pair),
         )
+        super().__init__(work, workers)
 
 
 def load() -> Callable[[str, str], bool]:

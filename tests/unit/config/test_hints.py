@@ -75,7 +75,8 @@ def test_an_override_is_blamed_and_not_the_file(file: Path) -> None:
             "train --config x.yaml rollout.group_size=4 --seed",
         ),
         ("plan x.yaml --rollout.group_size=4", "plan --config x.yaml rollout.group_size=4"),
-        ("evaluate x.yaml --a.b 4", "evaluate x.yaml --a.b 4"),
+        ("judge x.yaml --a.b 4", "judge x.yaml --a.b 4"),
+        ("evaluate --as-trained x.yaml --a.b 4", "evaluate --as-trained x.yaml a.b=4"),
     ],
 )
 def test_what_users_type(typed: str, understood: str) -> None:

@@ -13,7 +13,7 @@ from megatron_dcpo.config import Config, load_config, to_yaml
 from megatron_dcpo.data.datasets import load_records
 from megatron_dcpo.data.prompts import find_template
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.judging.users import load_function
+from megatron_dcpo.judging.function_verifier import load_function
 from megatron_dcpo.weights.architecture import read_architecture
 
 HEAD = "run_dir: runs/r\n"

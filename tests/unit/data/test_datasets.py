@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatron_dcpo.data import datasets, files
-from megatron_dcpo.data.datasets import final_answer, load_prompts, load_records
+from megatron_dcpo.data.datasets import PromptOptions, final_answer, load_prompts, load_records
 from megatron_dcpo.data.files import read_rows
 from megatron_dcpo.errors import UserError
 from tests.helpers.data import real, write
@@ -181,13 +181,13 @@ def test_long_prompts_are_dropped_and_counted(
         tmp_path / "toy.jsonl", [{"problem": "x" * n, "answer": "1"} for n in (5, 500, 6, 700, 7)]
     )
     with caplog.at_level(logging.WARNING):
-        prompts = load_prompts(path, ByteTokenizer(), "raw", max_prompt_length=100)
+        prompts = load_prompts(path, ByteTokenizer(), PromptOptions("raw", max_prompt_length=100))
     assert [p.prompt_id for p in prompts] == ["toy/0", "toy/2", "toy/4"]
     assert "dropped 2 prompts longer than 100 tokens" in caplog.text
-    assert len(load_prompts(path, ByteTokenizer(), "raw", max_prompt_length=100, limit=2)) == 2
-    assert len(load_prompts(path, ByteTokenizer(), "raw", limit=0)) == 5
+    assert len(load_prompts(path, ByteTokenizer(), PromptOptions("raw", 100, limit=2))) == 2
+    assert len(load_prompts(path, ByteTokenizer(), PromptOptions("raw", limit=0))) == 5
     with pytest.raises(UserError, match="every prompt is longer than 3 tokens"):
-        load_prompts(path, ByteTokenizer(), "raw", max_prompt_length=3)
+        load_prompts(path, ByteTokenizer(), PromptOptions("raw", max_prompt_length=3))
 
 
 def test_rows_without_an_answer_are_dropped_and_counted(

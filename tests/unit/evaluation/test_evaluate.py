@@ -14,12 +14,13 @@ import pytest
 
 from megatron_dcpo.cli import evaluate as cli
 from megatron_dcpo.data import load_benchmark, render_prompts
+from megatron_dcpo.data.datasets import PromptOptions
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation.evaluate import (
-    complete_at_once,
     equivalent_math,
     evaluate_benchmark,
     rejudge,
+    respond_at_once,
     write_evaluation,
 )
 from megatron_dcpo.evaluation.samples import Sample, SampleLog, read_samples
@@ -85,9 +86,9 @@ def evaluated(
 ) -> list[Sample]:
     """The toy benchmark through an engine of this process."""
     loaded = load_benchmark(f"toy={path}")
-    prompts = render_prompts(loaded.records, tokenizer, "raw", limit=limit)
-    complete = complete_at_once(scripted(tokenizer, truncated), token_bytes(tokenizer), [EOS])
-    return evaluate_benchmark(loaded, prompts, complete, repeats=len(TEXTS), **options)
+    prompts = render_prompts(loaded.records, tokenizer, PromptOptions("raw", limit=limit))
+    complete = respond_at_once(scripted(tokenizer, truncated), token_bytes(tokenizer), [EOS])
+    return evaluate_benchmark(prompts, complete, repeats=len(TEXTS), **options)
 
 
 def test_samples_hold_what_was_said(tokenizer: Any, benchmark_file: Path) -> None:
@@ -208,7 +209,7 @@ def test_command_line_samples_and_scores_again(
     """A new evaluation and the re-scoring of its samples.jsonl give the same evaluation.json."""
     stream = scripted(tokenizer)
     engine = SimpleNamespace(stream=lambda samples, sampling: stream(samples), eos_token_ids=(EOS,))
-    monkeypatch.setattr("megatron_dcpo.rollout.engine.check_model_dir", lambda path: None)
+    monkeypatch.setattr("megatron_dcpo.evaluation.responders.check_model_dir", lambda path: None)
     monkeypatch.setattr("megatron_dcpo.rollout.build_local_engine", lambda *args: engine)
     monkeypatch.setattr("megatron_dcpo.rollout.load_tokenizer", lambda path: tokenizer)
     out = tmp_path / "new"
@@ -240,12 +241,12 @@ def test_on_a_gpu_vllm_samples_many_at_once_in_bf16(
 ) -> None:
     stream, asked = scripted(tokenizer), []
     engine = SimpleNamespace(stream=lambda samples, sampling: stream(samples), eos_token_ids=(EOS,))
-    monkeypatch.setattr("megatron_dcpo.rollout.engine.check_model_dir", lambda path: None)
+    monkeypatch.setattr("megatron_dcpo.evaluation.responders.check_model_dir", lambda path: None)
     monkeypatch.setattr(
         "megatron_dcpo.rollout.build_local_engine", lambda *args: asked.append(args[2]) or engine
     )
     monkeypatch.setattr("megatron_dcpo.rollout.load_tokenizer", lambda path: tokenizer)
-    monkeypatch.setattr("megatron_dcpo.evaluation.run.choose_engine", lambda *_: "vllm")
+    monkeypatch.setattr("megatron_dcpo.evaluation.responders.choose_engine", lambda *_: "vllm")
     monkeypatch.setattr(device, "_CPU", device._GPU if gpu else device._CPU)
     common = (
         "--model",
@@ -271,11 +272,11 @@ def test_on_a_gpu_vllm_samples_many_at_once_in_bf16(
 def test_all_requests_are_one_submission(tokenizer: Any, benchmark_file: Path) -> None:
     loaded, submitted = load_benchmark(f"toy={benchmark_file}"), []
     stream = scripted(tokenizer)
-    complete = complete_at_once(
+    complete = respond_at_once(
         lambda s: submitted.append(len(s)) or stream(s), token_bytes(tokenizer), [EOS]
     )
-    prompts = render_prompts(loaded.records, tokenizer, "raw")
-    evaluate_benchmark(loaded, prompts, complete, repeats=4)
+    prompts = render_prompts(loaded.records, tokenizer, PromptOptions("raw"))
+    evaluate_benchmark(prompts, complete, repeats=4)
     assert submitted == [8]
 
 
@@ -287,10 +288,10 @@ def test_what_was_judged_is_kept_where_the_engine_fails(
         raise RuntimeError("the engine failed")
 
     loaded = load_benchmark(f"toy={benchmark_file}")
-    prompts = render_prompts(loaded.records, tokenizer, "raw")
-    complete = complete_at_once(stream, token_bytes(tokenizer), [EOS])
+    prompts = render_prompts(loaded.records, tokenizer, PromptOptions("raw"))
+    complete = respond_at_once(stream, token_bytes(tokenizer), [EOS])
     with SampleLog(tmp_path, {}) as log, pytest.raises(RuntimeError, match="the engine failed"):
-        evaluate_benchmark(loaded, prompts, complete, repeats=4, log=log)
+        evaluate_benchmark(prompts, complete, repeats=4, log=log)
     kept = [
         (s.prompt.prompt_id, s.response.sample_index)
         for s in read_samples(tmp_path / "samples.jsonl")
@@ -322,5 +323,6 @@ def test_command_line_errors(tmp_path: Path, benchmark_file: Path) -> None:
         args = arguments(*options, "--out", str(tmp_path / "out"))
         with pytest.raises(UserError, match=message):
             args.run(args)
-    with pytest.raises(SystemExit):
-        arguments("--out", "x")
+    args = arguments("--out", "x")
+    with pytest.raises(UserError, match="--model, --endpoint and --samples"):
+        args.run(args)

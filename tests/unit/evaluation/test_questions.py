@@ -15,8 +15,9 @@ import pytest
 from megatron_dcpo.cli import main
 from megatron_dcpo.config import JudgingConfig, load_config
 from megatron_dcpo.data.datasets import message_prompts
-from megatron_dcpo.evaluation.evaluate import evaluate_benchmark, write_evaluation
-from megatron_dcpo.evaluation.heldout import load_held_out, load_problems
+from megatron_dcpo.evaluation.evaluate import AnswerJudge, evaluate_benchmark, write_evaluation
+from megatron_dcpo.evaluation.held_out import load_held_out
+from megatron_dcpo.evaluation.problems import load_problems
 from megatron_dcpo.evaluation.samples import Sample, read_samples
 from megatron_dcpo.evaluation.scoring import score_samples
 from megatron_dcpo.judging.token_bytes import TokenBytes
@@ -58,11 +59,12 @@ def evaluated(specs: str, judging: JudgingConfig | None = None) -> list[Sample]:
 
     samples: list[Sample] = []
     for one in load_problems(specs, judging or JudgingConfig()):
-        prompts, how = (
+        samples += evaluate_benchmark(
             message_prompts(one.benchmark.records),
-            {"judge": one.judge, "equivalent": one.equivalent},
+            complete,
+            repeats=len(SAID),
+            judged_by=AnswerJudge(one.judge, one.equivalent),
         )
-        samples += evaluate_benchmark(one.benchmark, prompts, complete, repeats=len(SAID), **how)
     return samples
 
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer
 
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.evaluation.evaluate import rejudge
+from megatron_dcpo.evaluation.evaluate import AnswerJudge, rejudge
 from megatron_dcpo.judging.answers import BOXED, FENCED, FREE, Attempt, Outcome
 from megatron_dcpo.judging.blocks import split_blocks, split_text
 from megatron_dcpo.judging.judge import judge_many, with_text
@@ -209,7 +209,7 @@ def test_judged_again_from_the_sample_alone(
     def judge(responses: Any, prompts: Any) -> Any:
         return judge_many(responses, prompts, verifier=equal)
 
-    (sample_again,) = rejudge([sample], judge, lambda a, b: a == b)
+    (sample_again,) = rejudge([sample], AnswerJudge(judge, lambda a, b: a == b))
     again = sample_again.judgement
     assert (again.answer, again.status, again.correct) == (answer, status, float(answer == "7"))
     assert again.confidence == judgement.confidence

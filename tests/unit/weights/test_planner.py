@@ -5,13 +5,11 @@ once; bad layouts refused.
 import numpy as np
 import pytest
 
-from megatron_dcpo.config import AdapterConfig, ModelConfig, ParallelConfig
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.weights.architecture import Architecture, parse_architecture
 from megatron_dcpo.weights.layout import Coordinates, Layout
 from megatron_dcpo.weights.planner import (
     check_layout,
-    check_options,
     checksum,
     padded_vocab_size,
     plan,
@@ -190,31 +188,6 @@ def test_layouts_of_experts_that_are_wrong_are_refused(layout, message):
 def test_a_dense_model_has_no_experts_to_divide(options):
     with pytest.raises(UserError, match="qwen3 has no experts"):
         check_layout(architecture(), Layout(**options))
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"adapter": AdapterConfig()}, "adapter has no factors for experts"),
-        (
-            {"tensor_model_parallel_size": 2},
-            "tensor_model_parallel_size=2 needs parallel.sequence_parallel=true",
-        ),
-        ({"expert_model_parallel_size": 2}, "needs parallel.use_distributed_optimizer=true"),
-        (
-            {"recompute_granularity": "selective", "megatron": {"recompute_modules": ("mlp",)}},
-            "recompute_modules=mlp recomputes nothing",
-        ),
-    ],
-)
-def test_options_that_are_wrong_with_experts_are_refused(options, message):
-    model, parallel = (
-        ModelConfig("unused", adapter=options.pop("adapter", None)),
-        ParallelConfig(**options),
-    )
-    check_options(architecture(), Layout(), model, parallel)  # right for a dense model
-    with pytest.raises(UserError, match=message):
-        check_options(architecture(**EXPERTS), Layout(), model, parallel)
 
 
 @pytest.mark.parametrize(

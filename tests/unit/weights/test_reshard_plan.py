@@ -5,11 +5,12 @@ import math
 
 import pytest
 
+from megatron_dcpo.config.rules import check_engine_size
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.weights.architecture import parse_architecture
 from megatron_dcpo.weights.layout import Layout
 from megatron_dcpo.weights.planner import plan
-from megatron_dcpo.weights.reshard_plan import EngineRanks, check_engine, engine_slice, reshard_plan
+from megatron_dcpo.weights.reshard_plan import EngineRanks, engine_slice, reshard_plan
 from megatron_dcpo.weights.table import hf_shapes
 
 KINDS = {
@@ -227,9 +228,9 @@ def test_checksum_tells_plans_apart():
 @pytest.mark.parametrize(("tp", "what"), [(3, "attention heads"), (16, "attention heads")])
 def test_engine_sizes_that_do_not_fit(tp, what):
     with pytest.raises(UserError, match=what):
-        check_engine(architecture(), tp)
+        check_engine_size(architecture(), tp)
     with pytest.raises(UserError, match="neither divides"):
-        check_engine(architecture(num_attention_heads=12, num_key_value_heads=4), 6)
-    check_engine(architecture("qwen3_moe"), 4)
+        check_engine_size(architecture(num_attention_heads=12, num_key_value_heads=4), 6)
+    check_engine_size(architecture("qwen3_moe"), 4)
     with pytest.raises(UserError, match="=8 is more than the model's 4 experts"):
-        check_engine(architecture("qwen3_moe"), 8)
+        check_engine_size(architecture("qwen3_moe"), 8)

@@ -21,7 +21,7 @@ import json
 import logging
 import math
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -55,12 +55,13 @@ class FunctionVerifier:
     def __init__(self, path: str, options: JudgingConfig) -> None:
         load_function(path)
         self.options, self.warn = options, warn_once(path)
-        limits = options.test_seconds, options.test_seconds, options.memory_mb << 20
         work = PoolWork(
             f"{__name__}:load",
             _lost,
-            *limits,
-            (path,),
+            cpu_seconds=options.test_seconds,
+            wall_seconds=options.test_seconds,
+            memory_bytes=options.memory_mb << 20,
+            arguments=(path,),
             remember=False,
             beyond_imports=True,
             hash_seed="0",
@@ -80,13 +81,18 @@ def warn_once(name: str) -> Callable[[str], None]:
     def warn(why: str) -> None:
         if not said:
             said.append(why)
-            consequence = "the response counts as wrong and in format/verifier_error; further errors are only counted"
-            logger.warning("%s=%s: %s; %s", OPTION, name, one_line(why, 300), consequence)
+            logger.warning(
+                "%s=%s: %s; the response counts as wrong and in format/verifier_error; further "
+                "errors are only counted",
+                OPTION,
+                name,
+                one_line(why, 300),
+            )
 
     return warn
 
 
-def outcome_of(result: Any, options: JudgingConfig, warn: Callable[[str], None]) -> Outcome:
+def outcome_of(result: object, options: JudgingConfig, warn: Callable[[str], None]) -> Outcome:
     """Return the outcome of what a worker, or a server, answered."""
     if isinstance(result, Mapping) and "error" in result:
         why: str | None = str(result["error"])
@@ -99,7 +105,7 @@ def outcome_of(result: Any, options: JudgingConfig, warn: Callable[[str], None])
     return Outcome(score >= options.threshold, None, score if options.graded else None, result)
 
 
-def _checked(result: Any) -> tuple[str | None, dict[str, Any]]:
+def _checked(result: object) -> tuple[str | None, dict[str, Any]]:
     """Return what is wrong with a result, None where nothing is, and the result as a mapping with a
     finite ``score``.
     """
@@ -120,7 +126,8 @@ def _checked(result: Any) -> tuple[str | None, dict[str, Any]]:
     return None, {"score": float(score), **logged}
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: Any) -> bool | int | float | str:  # noqa: ANN401 -- of NumPy or torch
+    """Return a value that JSON has: a number, or a text that is not too long."""
     value = value.item() if hasattr(value, "item") and getattr(value, "size", 1) == 1 else value
     if isinstance(value, bool | int) or (isinstance(value, float) and math.isfinite(value)):
         return value
@@ -152,7 +159,7 @@ def load(path: str) -> Callable[[str], Any]:
     """
     call = load_function(path)
 
-    def judge(text: str) -> Any:
+    def judge(text: str) -> object:
         reasoning, truth, row = json.loads(text)
         try:
             result = call(reasoning, truth, row)
@@ -168,7 +175,7 @@ def load(path: str) -> Callable[[str], Any]:
     return judge
 
 
-async def _awaited(result: Any) -> Any:
+async def _awaited(result: Awaitable[object]) -> object:
     return await result
 
 
@@ -185,7 +192,7 @@ def load_function(path: str) -> Callable[[str, str, Mapping[str, Any]], Any]:
         ) from None
     everything = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
-    def call(**values: Any) -> Any:
+    def call(**values: object) -> object:
         return function(**{k: v for k, v in values.items() if everything or k in parameters})
 
     if "solution_str" in parameters:

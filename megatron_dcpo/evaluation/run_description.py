@@ -99,5 +99,5 @@ def configured(paths: Mapping[str, Path]) -> Sequence[str]:
     return [name for name, path in paths.items() if options(path)]
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     return "–" if value is None else str(value)

@@ -1,0 +1,651 @@
+"""All rules on what may not be combined. The rest of the package assumes what they promise.
+
+A rule is a function of the configuration, and of the model's shape or the number of processes if it
+needs them. It returns what is wrong and what to do about it, one line that names the options, or
+None. The decorator says when it can be looked at:
+
+    ``configuration_rule``  when a configuration is read
+    ``model_rule``          when ``config.json`` of the model is known
+    ``evaluation_rule``     when the configuration of ``dcpo evaluate`` is read
+
+What depends on data, on a tokenizer, or on what is installed, is refused by the part that finds it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from typing import Protocol
+
+from megatron_dcpo.config.evaluation_sections import EvaluateConfig
+from megatron_dcpo.config.field_types import BUILT_IN
+from megatron_dcpo.config.parallel import ParallelConfig
+from megatron_dcpo.config.sections import Config
+from megatron_dcpo.errors import UserError, check_world_size, did_you_mean
+from megatron_dcpo.objectives import find_method, resolve
+from megatron_dcpo.types import REASONING_GYM
+
+Broken = str | None
+VOCABULARY_MULTIPLE = 64  # vLLM pads the vocabulary to a multiple of this before it cuts it
+
+
+class ModelShape(Protocol):
+    """What rules read of an architecture (``weights.architecture.Architecture``)."""
+
+    @property
+    def num_experts(self) -> int: ...
+    @property
+    def num_attention_heads(self) -> int: ...
+    @property
+    def num_query_groups(self) -> int: ...
+    @property
+    def ffn_hidden_size(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
+
+
+_CONFIGURATION_RULES: list[Callable[[Config], Broken]] = []
+_MODEL_RULES: list[Callable[[Config, ModelShape], Broken]] = []
+_EVALUATION_RULES: list[Callable[[EvaluateConfig], Broken]] = []
+
+
+def configuration_rule(rule: Callable[[Config], Broken]) -> Callable[[Config], Broken]:
+    """Have a rule looked at when a configuration is read."""
+    _CONFIGURATION_RULES.append(rule)
+    return rule
+
+
+def model_rule(
+    rule: Callable[[Config, ModelShape], Broken],
+) -> Callable[[Config, ModelShape], Broken]:
+    """Have a rule looked at when the shape of the model is known."""
+    _MODEL_RULES.append(rule)
+    return rule
+
+
+def evaluation_rule(rule: Callable[[EvaluateConfig], Broken]) -> Callable[[EvaluateConfig], Broken]:
+    """Have a rule looked at when the configuration of an evaluation is read."""
+    _EVALUATION_RULES.append(rule)
+    return rule
+
+
+# ---------------------------------------------------------------------------- when they are checked
+
+
+def check_configuration(config: Config, source: str) -> None:
+    """Raise :class:`UserError` for the first options that may not be combined. ``source`` is the
+    file that they come from.
+    """
+    for rule in _CONFIGURATION_RULES:
+        if why := rule(config):
+            raise UserError(f"{source}: {why}")
+
+
+def check_model_rules(config: Config, model: ModelShape, chunks: Iterable[Sequence[int]]) -> None:
+    """Raise :class:`UserError` for options that are not right for a model. ``chunks`` are the
+    layers of every model chunk, as the pipeline divides them.
+    """
+    for rule in _MODEL_RULES:
+        if why := rule(config, model):
+            raise UserError(why)
+    for layers in chunks:
+        if why := recomputed_units_divide_a_chunk(config.parallel, len(layers)):
+            raise UserError(why)
+
+
+def check_processes(config: Config, processes: int) -> None:
+    """Raise :class:`UserError` for options that the number of processes does not allow."""
+    parallel = config.parallel
+    expert_tensor = parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size
+    check_world_size(
+        parallel.tensor_model_parallel_size,
+        parallel.pipeline_model_parallel_size,
+        parallel.context_parallel_size,
+        processes,
+        experts=parallel.expert_model_parallel_size * expert_tensor,
+    )
+    size = config.rollout.tensor_model_parallel_size
+    if processes % size:
+        raise UserError(
+            f"rollout.tensor_model_parallel_size={size} does not divide the {processes} "
+            "process(es) started"
+        )
+
+
+def check_evaluation(config: EvaluateConfig, source: str) -> None:
+    """Raise :class:`UserError` for options of ``dcpo evaluate`` that may not be combined."""
+    for rule in _EVALUATION_RULES:
+        if why := rule(config):
+            raise UserError(f"{source}: {why}")
+
+
+def check_passed_on(
+    section: str,
+    options: Iterable[str],
+    decided: Mapping[str, str],
+    known: Set[str] | None,
+    where: str,
+) -> None:
+    """Raise :class:`UserError` for an option of a section whose options are passed on by name.
+
+    ``decided`` says what else decides an option, ``known`` are the names that ``where`` knows
+    (None: they are not checked).
+    """
+    for name in options:
+        if name in decided:
+            raise UserError(f"{section}.{name} is decided by {decided[name]}; remove it")
+        if known is not None and name not in known:
+            hint = did_you_mean(name, known - decided.keys())
+            raise UserError(f"{section}.{name} is unknown to {where}{hint}")
+
+
+# -------------------------------------------------------------------------------------- parallelism
+
+
+@configuration_rule
+def cp_comm_type_is_of_context_parallelism(config: Config) -> Broken:
+    parallel = config.parallel
+    without = parallel.context_parallel_size == 1 or parallel.sequence_packing
+    if parallel.cp_comm_type != "p2p" and without:
+        return (
+            f"parallel.megatron.cp_comm_type={parallel.cp_comm_type} needs "
+            "parallel.context_parallel_size > 1 and no sequence_packing"
+        )
+    return None
+
+
+@configuration_rule
+def sequence_parallel_needs_tensor_parallel(config: Config) -> Broken:
+    parallel = config.parallel
+    if parallel.sequence_parallel and parallel.tensor_model_parallel_size == 1:
+        return "parallel.sequence_parallel needs parallel.tensor_model_parallel_size > 1"
+    return None
+
+
+@configuration_rule
+def virtual_stages_need_a_pipeline(config: Config) -> Broken:
+    parallel = config.parallel
+    virtual = parallel.virtual_pipeline_model_parallel_size > 1
+    if virtual and parallel.pipeline_model_parallel_size == 1:
+        return (
+            "parallel.megatron.virtual_pipeline_model_parallel_size > 1 needs "
+            "parallel.pipeline_model_parallel_size > 1"
+        )
+    return None
+
+
+_UNEVEN = (
+    "num_layers_in_*_pipeline_stage, account_for_*_in_pipeline_split and "
+    "pipeline_model_parallel_layout"
+)
+
+
+def _uneven_ways(parallel: ParallelConfig) -> int:
+    """Return in how many ways the options divide the layers unevenly."""
+    first = parallel.num_layers_in_first_pipeline_stage
+    last = parallel.num_layers_in_last_pipeline_stage
+    embedding = parallel.account_for_embedding_in_pipeline_split
+    loss = parallel.account_for_loss_in_pipeline_split
+    ways = (first or last, embedding or loss, parallel.pipeline_model_parallel_layout)
+    return sum(bool(way) for way in ways)
+
+
+@configuration_rule
+def layers_are_divided_in_one_way(config: Config) -> Broken:
+    if _uneven_ways(config.parallel) > 1:
+        return (
+            f"parallel.megatron: {_UNEVEN} divide the layers each in its own way; set one of the "
+            "three"
+        )
+    return None
+
+
+@configuration_rule
+def an_uneven_division_needs_a_pipeline(config: Config) -> Broken:
+    parallel = config.parallel
+    if _uneven_ways(parallel) and parallel.pipeline_model_parallel_size == 1:
+        return f"parallel.megatron: {_UNEVEN} need parallel.pipeline_model_parallel_size > 1"
+    return None
+
+
+@configuration_rule
+def overlap_param_gather_needs_the_distributed_optimizer(config: Config) -> Broken:
+    parallel = config.parallel
+    if parallel.overlap_param_gather and not parallel.use_distributed_optimizer:
+        return (
+            "parallel.megatron.overlap_param_gather needs parallel.use_distributed_optimizer: "
+            "only its parameters are gathered"
+        )
+    return None
+
+
+@configuration_rule
+def overlap_param_gather_needs_overlap_grad_reduce(config: Config) -> Broken:
+    parallel = config.parallel
+    if parallel.overlap_param_gather and not parallel.overlap_grad_reduce:
+        return (
+            "parallel.megatron.overlap_param_gather needs overlap_grad_reduce (Megatron overlaps "
+            "both, or gradients alone)"
+        )
+    return None
+
+
+@configuration_rule
+def recomputed_layers_need_full_recomputation(config: Config) -> Broken:
+    parallel = config.parallel
+    chosen = (parallel.recompute_method, parallel.recompute_num_layers) != ("uniform", 1)
+    if parallel.recompute_granularity != "full" and chosen:
+        return (
+            "parallel.megatron.recompute_method and recompute_num_layers need "
+            "parallel.recompute_granularity=full"
+        )
+    return None
+
+
+@configuration_rule
+def recomputed_modules_need_selective_recomputation(config: Config) -> Broken:
+    parallel = config.parallel
+    chosen = parallel.recompute_modules != ("core_attn",)
+    if parallel.recompute_granularity != "selective" and chosen:
+        return "parallel.megatron.recompute_modules needs parallel.recompute_granularity=selective"
+    return None
+
+
+# ---------------------------------------------------------------------------- judging, optimization
+
+
+@configuration_rule
+def scores_need_a_verifier_that_gives_them(config: Config) -> Broken:
+    judging = config.judging
+    if (judging.graded or judging.threshold < 1) and not _has_scores(config):
+        return (
+            "judging.graded and judging.threshold are for f1, or a verifier of your own; name it, "
+            "or remove them"
+        )
+    return None
+
+
+def _has_scores(config: Config) -> bool:
+    """Return whether any source is judged by a verifier that gives scores between 0 and 1."""
+    for source in config.data.sources:
+        verifier = source.verifier or config.judging.verifier
+        if source.path.startswith(REASONING_GYM) or verifier == "f1" or verifier not in BUILT_IN:
+            return True
+    return False
+
+
+@configuration_rule
+def min_lr_is_not_above_lr(config: Config) -> Broken:
+    optimizer = config.optimizer
+    if optimizer.min_lr > optimizer.lr:
+        return f"optimizer.min_lr={optimizer.min_lr} is above optimizer.lr={optimizer.lr}"
+    return None
+
+
+# --------------------------------------------------------------------------------------- validation
+
+
+@configuration_rule
+def the_best_checkpoint_needs_a_validation(config: Config) -> Broken:
+    training = config.training
+    if not config.evaluation.interval and (training.keep_best or training.early_stop):
+        return (
+            "training.keep_best and training.early_stop need evaluation.interval: every how many "
+            "steps to validate"
+        )
+    return None
+
+
+@configuration_rule
+def an_early_stop_needs_a_metric(config: Config) -> Broken:
+    training = config.training
+    if training.early_stop > 0 and not training.keep_best:
+        return (
+            f"training.early_stop={training.early_stop} needs training.keep_best: the metric that "
+            "it watches"
+        )
+    return None
+
+
+@configuration_rule
+def a_validation_needs_benchmarks(config: Config) -> Broken:
+    evaluation = config.evaluation
+    if evaluation.interval > 0 and not evaluation.benchmarks:
+        return (
+            f"evaluation.interval={evaluation.interval} needs evaluation.benchmarks, for instance "
+            "math500 or NAME=PATH"
+        )
+    return None
+
+
+# ------------------------------------------------------------------------------- objective, rollout
+
+
+@configuration_rule
+def the_objective_reads_its_options(config: Config) -> Broken:
+    try:
+        resolve(config.objective)
+    except UserError as error:
+        return str(error)
+    return None
+
+
+def _is_uncorrected(config: Config) -> bool:
+    """Return whether the loss takes sampled tokens as the trained policy's own."""
+    objective = resolve(config.objective)
+    return objective.tis_level == "none" and objective.old_logprobs == "trainer"
+
+
+@configuration_rule
+def truncated_sampling_needs_a_correction(config: Config) -> Broken:
+    rollout = config.rollout
+    if (rollout.top_p < 1 or rollout.top_k) and _is_uncorrected(config):
+        return (
+            f"rollout.top_p={rollout.top_p}, top_k={rollout.top_k} sample another policy than the "
+            "one trained; set them to 1 and 0, or correct for it with objective.tis_level=token "
+            "(or sequence)"
+        )
+    return None
+
+
+@configuration_rule
+def an_engine_of_several_ranks_is_vllm(config: Config) -> Broken:
+    rollout = config.rollout
+    if rollout.tensor_model_parallel_size > 1 and rollout.engine in ("transformers", "server"):
+        return "rollout.tensor_model_parallel_size > 1 needs rollout.engine=vllm (or auto)"
+    return None
+
+
+@configuration_rule
+def oversampling_needs_a_use(config: Config) -> Broken:
+    rollout = config.rollout
+    if rollout.oversample > 1 and not (rollout.filter_groups or rollout.max_staleness):
+        return (
+            f"rollout.oversample={rollout.oversample:g} has no effect without "
+            "rollout.filter_groups or rollout.max_staleness"
+        )
+    return None
+
+
+@configuration_rule
+def partial_rollouts_need_a_little_oversampling(config: Config) -> Broken:
+    rollout = config.rollout
+    if rollout.max_staleness and not 1 < rollout.oversample <= 2:
+        return (
+            f"rollout.max_staleness={rollout.max_staleness} carries what is unfinished when the "
+            "batch is full, so more prompts than a batch have to be sampled, but not more than "
+            "two: set rollout.oversample above 1, at most 2"
+        )
+    return None
+
+
+@configuration_rule
+def partial_rollouts_need_a_correction(config: Config) -> Broken:
+    staleness = config.rollout.max_staleness
+    if staleness and _is_uncorrected(config):
+        return (
+            f"rollout.max_staleness={staleness} trains on tokens of earlier policies; correct for "
+            "it with objective.tis_level=token (or sequence)"
+        )
+    return None
+
+
+@configuration_rule
+def a_server_has_no_partial_rollouts(config: Config) -> Broken:
+    rollout = config.rollout
+    if rollout.max_staleness and rollout.engine == "server":
+        return (
+            f"rollout.max_staleness={rollout.max_staleness} does not go with "
+            "rollout.engine=server, which gives no tokens of a response it drops"
+        )
+    return None
+
+
+@configuration_rule
+def partial_rollouts_have_no_log_prob_alarm(config: Config) -> Broken:
+    rollout = config.rollout
+    if rollout.max_staleness and rollout.logprob_diff_alarm > 0:
+        return (
+            f"rollout.max_staleness={rollout.max_staleness} does not go with "
+            "rollout.logprob_diff_alarm: tokens of earlier policies differ from the trainer's"
+        )
+    return None
+
+
+@configuration_rule
+def partial_rollouts_have_no_routing_replay(config: Config) -> Broken:
+    rollout = config.rollout
+    if rollout.max_staleness and rollout.routing_replay:
+        return (
+            f"rollout.max_staleness={rollout.max_staleness} does not go with "
+            "rollout.routing_replay: a response that is continued has no experts of its first "
+            "tokens"
+        )
+    return None
+
+
+@configuration_rule
+def generation_beside_training_needs_a_server(config: Config) -> Broken:
+    rollout = config.rollout
+    if rollout.async_steps and rollout.engine != "server":
+        return (
+            f"rollout.async_steps={rollout.async_steps} does not go with "
+            f"rollout.engine={rollout.engine}, which samples in the trainer's own processes, with "
+            "their devices or cores; take rollout.engine=server (dcpo launch N --engines M starts "
+            "one)"
+        )
+    return None
+
+
+@configuration_rule
+def a_rollout_of_ones_own_is_not_continued(config: Config) -> Broken:
+    rollout = config.rollout
+    if rollout.function and rollout.max_staleness:
+        return (
+            f"rollout.max_staleness={rollout.max_staleness} does not go with rollout.function, "
+            "whose responses cannot be continued; remove one of them"
+        )
+    return None
+
+
+@configuration_rule
+def a_rollout_of_ones_own_has_no_routing_replay(config: Config) -> Broken:
+    rollout = config.rollout
+    if rollout.function and rollout.routing_replay:
+        return (
+            "rollout.routing_replay does not go with rollout.function: nobody chose experts for "
+            "tokens that were not sampled; remove one of them"
+        )
+    return None
+
+
+@configuration_rule
+def generation_beside_training_needs_a_correction(config: Config) -> Broken:
+    rollout = config.rollout
+    if rollout.async_steps and _is_uncorrected(config):
+        return (
+            f"rollout.async_steps={rollout.async_steps} trains on tokens of the previous policy; "
+            "correct for it with objective.tis_level=token"
+        )
+    return None
+
+
+@configuration_rule
+def filtered_groups_need_a_method_that_skips_them(config: Config) -> Broken:
+    name = config.objective.name
+    if config.rollout.filter_groups and find_method(name).needs_old_logprobs:
+        return (
+            f"rollout.filter_groups does not go with objective.name={name}, whose loss trains on "
+            "every group; remove it"
+        )
+    return None
+
+
+@configuration_rule
+def a_server_has_an_address(config: Config) -> Broken:
+    rollout = config.rollout
+    if (rollout.engine == "server") != bool(rollout.endpoint):
+        return "rollout.engine=server and rollout.endpoint=URL go together; set both or neither"
+    return None
+
+
+@configuration_rule
+def nccl_transfer_needs_a_server(config: Config) -> Broken:
+    rollout = config.rollout
+    if rollout.weight_transfer == "nccl" and rollout.engine != "server":
+        return "rollout.weight_transfer=nccl is for rollout.engine=server; remove it"
+    return None
+
+
+@configuration_rule
+def mini_batches_divide_a_step(config: Config) -> Broken:
+    updates = config.training.updates_per_rollout
+    prompts = config.data.prompts_per_step
+    if prompts % updates:
+        return (
+            f"training.updates_per_rollout={updates} does not divide "
+            f"data.prompts_per_step={prompts}"
+        )
+    return None
+
+
+# ----------------------------------------------------------------------------------- with the model
+
+
+@model_rule
+def an_adapter_has_no_experts(config: Config, model: ModelShape) -> Broken:
+    if model.num_experts and config.frozen:
+        return "model.adapter: no factors for experts; remove it for a mixture of experts"
+    return None
+
+
+@model_rule
+def experts_need_sequence_parallel(config: Config, model: ModelShape) -> Broken:
+    parallel = config.parallel
+    size = parallel.tensor_model_parallel_size
+    if model.num_experts and size > 1 and not parallel.sequence_parallel:
+        return (
+            f"parallel.tensor_model_parallel_size={size} needs parallel.sequence_parallel=true "
+            "with a mixture of experts"
+        )
+    return None
+
+
+@model_rule
+def divided_experts_need_the_distributed_optimizer(config: Config, model: ModelShape) -> Broken:
+    parallel = config.parallel
+    size = parallel.expert_model_parallel_size
+    if model.num_experts and size > 1 and not parallel.use_distributed_optimizer:
+        return (
+            f"parallel.expert_model_parallel_size={size} needs "
+            "parallel.use_distributed_optimizer=true"
+        )
+    return None
+
+
+@model_rule
+def experts_are_not_recomputed_as_mlp(config: Config, model: ModelShape) -> Broken:
+    parallel = config.parallel
+    selective = parallel.recompute_granularity == "selective"
+    if model.num_experts and selective and "mlp" in parallel.recompute_modules:
+        return (
+            "parallel.megatron.recompute_modules=mlp recomputes nothing with a mixture of "
+            "experts; take core_attn, or parallel.recompute_granularity=full"
+        )
+    return None
+
+
+@model_rule
+def a_server_gets_no_experts(config: Config, model: ModelShape) -> Broken:
+    if model.num_experts and config.rollout.engine == "server":
+        return (
+            "with a mixture of experts rollout.engine=server does not get the policy's weights in "
+            "this version; take vllm or transformers"
+        )
+    return None
+
+
+@model_rule
+def routing_replay_needs_experts(config: Config, model: ModelShape) -> Broken:
+    if config.rollout.routing_replay and not model.num_experts:
+        return f"rollout.routing_replay=true: {config.model.path} has no experts; remove it"
+    return None
+
+
+@model_rule
+def routing_replay_needs_megatrons_own_router(config: Config, model: ModelShape) -> Broken:
+    if config.rollout.routing_replay and config.parallel.megatron.get("moe_router_fusion"):
+        return (
+            "rollout.routing_replay does not go with parallel.megatron.moe_router_fusion; remove "
+            "one of them"
+        )
+    return None
+
+
+def recomputed_units_divide_a_chunk(parallel: ParallelConfig, layers: int) -> Broken:
+    unit = parallel.recompute_num_layers
+    if parallel.recompute_method == "uniform" and layers % unit:
+        return (
+            f"parallel.megatron.recompute_num_layers={unit} does not divide the {layers} layers "
+            "of a pipeline stage's chunk; choose a divisor, or "
+            "parallel.megatron.recompute_method=block"
+        )
+    return None
+
+
+def check_engine_size(model: ModelShape, tensor_model_parallel_size: int) -> None:
+    """Raise :class:`UserError` if the ranks of an engine cannot divide the model."""
+    size = tensor_model_parallel_size
+    option = f"rollout.tensor_model_parallel_size={size}"
+    if model.num_experts and size > model.num_experts:
+        raise UserError(f"{option} is more than the model's {model.num_experts} experts")
+    heads_and_width = {
+        "attention heads": model.num_attention_heads,
+        "ffn_hidden_size": model.ffn_hidden_size,
+    }
+    for what, number in heads_and_width.items():
+        if number % size:
+            raise UserError(
+                f"{option} does not divide the model's {number} {what}; choose a divisor of "
+                f"{number}"
+            )
+    groups = model.num_query_groups
+    if max(size, groups) % min(size, groups):
+        raise UserError(
+            f"{option} neither divides the model's {groups} key/value heads nor is a multiple of "
+            "them"
+        )
+    padded = -(-model.vocab_size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
+    if padded % size:
+        raise UserError(f"{option} does not divide the padded vocabulary of {padded}")
+
+
+# --------------------------------------------------------------------------------- of dcpo evaluate
+
+
+@evaluation_rule
+def a_model_or_a_server_is_evaluated(config: EvaluateConfig) -> Broken:
+    if config.model.path and config.endpoint.url:
+        return "model.path and endpoint.url: evaluate one of them; remove the other"
+    return None
+
+
+@evaluation_rule
+def token_ids_go_to_completions(config: EvaluateConfig) -> Broken:
+    if config.endpoint.tokenizer and config.endpoint.api == "chat":
+        return (
+            "endpoint.tokenizer sends token ids, which only endpoint.api=completions takes; leave "
+            "out --tokenizer or --api"
+        )
+    return None
+
+
+@evaluation_rule
+def thinking_at_a_server_needs_a_tokenizer(config: EvaluateConfig) -> Broken:
+    endpoint = config.endpoint
+    if endpoint.url and config.data.thinking == "on" and not endpoint.tokenizer:
+        return (
+            "data.thinking=on needs endpoint.tokenizer (--tokenizer DIR), which renders the "
+            "prompts here; or leave it out, and switch the server with --extra-body "
+            """'{"chat_template_kwargs": {"enable_thinking": true}}'"""
+        )
+    return None

@@ -1,0 +1,127 @@
+"""The held-out problems of a run that trains: what its validation asks, judges and measures."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+from megatron_dcpo.config import Config
+from megatron_dcpo.data import render_prompts
+from megatron_dcpo.data.datasets import PromptOptions
+from megatron_dcpo.evaluation.best_step import check_keep_best
+from megatron_dcpo.evaluation.evaluate import AnswerJudge, evaluate_benchmark
+from megatron_dcpo.evaluation.problems import BenchmarkOptions, Problems, load_problems
+from megatron_dcpo.evaluation.samples import Sample
+from megatron_dcpo.evaluation.scoring import headline, score_samples
+from megatron_dcpo.judging.judge import with_text
+from megatron_dcpo.judging.token_bytes import TokenBytes
+from megatron_dcpo.types import Prompt, Response
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """The held-out problems of a training run, the ``prompts`` of all benchmarks, in order, by
+    their id, and the number of responses to each (``repeats``).
+    """
+
+    problems: Sequence[Problems]
+    prompts: Mapping[str, Prompt]
+    tokens: TokenBytes
+    repeats: int
+
+    @property
+    def longest(self) -> int:
+        """Return the length of the longest prompt in tokens."""
+        return max(len(prompt.token_ids) for prompt in self.prompts.values())
+
+    def judged(self, responses: Sequence[Response], eos_ids: Sequence[int]) -> list[Sample]:
+        """Return the responses to any of the prompts, judged by their text as in an evaluation.
+
+        The samples have no log-probs: an engine that trains gives those of the distribution that
+        was sampled.
+        """
+        of_benchmark: dict[str, list[Response]] = {p.benchmark.name: [] for p in self.problems}
+        for response in responses:
+            if response.text is None:
+                response = with_text(response, self.tokens, eos_ids)
+            of_benchmark[self.prompts[response.prompt_id].task].append(response)
+        samples: list[Sample] = []
+        for problems in self.problems:
+            samples += self._judged(problems, of_benchmark[problems.benchmark.name])
+        return [
+            sample.measured(token_confidence=None, min_logprob=None, reasoning_logprob=None)
+            for sample in samples
+        ]
+
+    def _judged(self, problems: Problems, responses: Sequence[Response]) -> list[Sample]:
+        asked = dict.fromkeys(response.prompt_id for response in responses)
+        return evaluate_benchmark(
+            [self.prompts[prompt_id] for prompt_id in asked],
+            lambda _: [responses],
+            repeats=self.repeats,
+            judged_by=AnswerJudge(partial(problems.judge, tokens=self.tokens), problems.equivalent),
+        )
+
+    def metrics(self, samples: Sequence[Sample]) -> dict[str, float]:
+        """Return ``evaluation/BENCHMARK/METRIC`` of the stated confidence, as ``dcpo evaluate`` has
+        them; undefined ones are NaN.
+
+        ``samples`` may come in any order.
+        """
+        position = {prompt_id: number for number, prompt_id in enumerate(self.prompts)}
+        ordered = sorted(
+            samples,
+            key=lambda sample: (position[sample.prompt.prompt_id], sample.response.sample_index),
+        )
+        scored = score_samples(ordered, ("verbal",), resamples=0)
+        values: dict[str, float] = {}
+        for name, scores in scored["benchmarks"].items():
+            shown = headline(scored, "verbal", name)
+            del shown["n"]
+            for key in ("mean_length", "mean_thinking", "truncated_rate"):
+                if key in scores:
+                    shown[key] = scores[key]
+            for key, value in scores.get("abstention", {}).items():
+                shown[f"abstention_{key}"] = value
+            for key, value in shown.items():
+                values[f"evaluation/{name}/{key}"] = math.nan if value is None else float(value)
+        return values
+
+
+def load_held_out(
+    config: Config, tokenizer: PreTrainedTokenizerBase, tokens: TokenBytes
+) -> HeldOut | None:
+    """Return what the section ``evaluation`` of a run asks for; None if it is off. Raises
+    :class:`UserError`.
+    """
+    options = config.evaluation
+    if not options.interval:
+        return None
+    check_keep_best(config)
+    problems = load_problems(
+        options.benchmark_list,
+        config.judging,
+        sources=() if isinstance(config.data.path, str) else config.data.sources,
+        options=BenchmarkOptions(untested=config.data.untested),
+    )
+    prompts: dict[str, Prompt] = {}
+    for one in problems:
+        rendered = render_prompts(
+            one.benchmark.records,
+            tokenizer,
+            PromptOptions(
+                template=one.template or config.data.template,
+                limit=options.limit or None,
+                marker=config.judging.marker,
+                thinking=config.data.thinking,
+            ),
+            source=one.benchmark.name,
+        )
+        prompts.update({prompt.prompt_id: prompt for prompt in rendered})
+    return HeldOut(problems, prompts, tokens, options.samples)

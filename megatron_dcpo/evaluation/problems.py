@@ -1,0 +1,202 @@
+"""The problems of an evaluation or a validation, each benchmark with what judges its responses."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+from megatron_dcpo.config import Config, JudgingConfig, SourceConfig
+from megatron_dcpo.config.field_types import QUESTIONS
+from megatron_dcpo.data import BENCHMARKS, LoadedBenchmark, load_benchmark
+from megatron_dcpo.data.benchmarks import name_of, parse_specs
+from megatron_dcpo.data.datasets import task_name
+from megatron_dcpo.data.gym import VERIFIER, is_gym
+from megatron_dcpo.errors import UserError
+from megatron_dcpo.evaluation.evaluate import Equivalent, equivalent_math
+from megatron_dcpo.evaluation.programs import same_program
+from megatron_dcpo.judging.judge import judge_many
+from megatron_dcpo.judging.programs import PackedTests
+from megatron_dcpo.judging.questions import check_questions, same_answer
+from megatron_dcpo.judging.token_bytes import TokenBytes
+from megatron_dcpo.judging.verifiers import FindVerifier, is_users, verifier_for, verifiers
+from megatron_dcpo.types import Judgement, Prompt, Response
+
+logger = logging.getLogger(__name__)
+
+
+class TokenJudge(Protocol):
+    """A judge that takes the tokens of the tokenizer as well, for responses that think."""
+
+    def __call__(
+        self,
+        responses: Sequence[Response],
+        prompts: Mapping[str, Prompt],
+        tokens: TokenBytes | None = None,
+    ) -> Sequence[Judgement]: ...
+
+
+@dataclass(frozen=True)
+class Problems:
+    """A benchmark with what judges its responses.
+
+    ``tests`` are those of its programs, by their key. ``equivalent`` decides whether two answers
+    are the same. ``template`` is the prompt template of the source that the benchmark is, if it has
+    one of its own.
+    """
+
+    benchmark: LoadedBenchmark
+    tests: PackedTests
+    judge: TokenJudge
+    equivalent: Equivalent
+    template: str | None = None
+
+
+@dataclass(frozen=True)
+class BenchmarkOptions:
+    """How benchmark files are read: the directory to look in, whether documented defects are
+    repaired, and whether programs without assertions are kept.
+    """
+
+    data_dir: str | None = None
+    corrections: bool = False
+    untested: bool = False
+
+
+def load_problems(
+    benchmarks: str,
+    judging: JudgingConfig,
+    sources: Sequence[SourceConfig] = (),
+    options: BenchmarkOptions | None = None,
+) -> list[Problems]:
+    """Load a list of benchmarks, separated by commas.
+
+    Programs are judged by their tests, problems of Reasoning Gym by its scorers. Everything else is
+    judged by the verifier of the one of ``sources`` that the benchmark is, by name or path, or else
+    by that of ``judging``, if it is for this form of answer.
+
+    Raises :class:`UserError` for everything that can be wrong with the data, or with running
+    programs here.
+    """
+    options = options or BenchmarkOptions()
+    otherwise = "math" if judging.verifier == "code" else judging.verifier
+    specs = {name_of(spec): spec for spec in parse_specs(benchmarks)}
+    source_of = {
+        name: find_source(name, spec.partition("=")[2].strip(), sources)
+        for name, spec in specs.items()
+    }
+    named_verifiers: dict[str, str] = {}
+    loaded: list[LoadedBenchmark] = []
+    tests: dict[str, bytes] = {}
+    for name, spec in specs.items():
+        source = source_of[name]
+        named_verifiers[name] = otherwise if source is None else verifier_of(source, judging)
+        benchmark = load_benchmark(
+            spec,
+            options.data_dir,
+            options.corrections,
+            options.untested,
+            keep_columns=is_users(named_verifiers[name]),
+        )
+        for warning in benchmark.warnings:
+            logger.warning(warning)
+        loaded.append(benchmark)
+        tests.update(tests_of(benchmark))
+    find = verifiers(judging, tests)
+    problems = []
+    for benchmark in loaded:
+        verifier = _verifier_name(benchmark, named_verifiers[benchmark.name])
+        check_questions(verifier, benchmark.records, benchmark.source)
+        source = source_of[benchmark.name]
+        problems.append(
+            Problems(
+                benchmark=benchmark,
+                tests=tests_of(benchmark),
+                judge=judge_of(judging, find, verifier),
+                equivalent=equivalence(verifier),
+                template=None if source is None else source.template,
+            )
+        )
+    return problems
+
+
+def tests_of(benchmark: LoadedBenchmark) -> dict[str, bytes]:
+    """Return the tests of a benchmark's programs, by their key."""
+    return {r.answer: r.tests for r in benchmark.records if r.tests is not None}
+
+
+def _verifier_name(benchmark: LoadedBenchmark, named: str) -> str:
+    """Return the verifier of a benchmark, for which the user ``named`` one."""
+    if any(record.tests is not None for record in benchmark.records):
+        return "code"
+    if benchmark.is_gym:
+        return VERIFIER
+    form = benchmark.records[0].form
+    return verifier_for(form, named, benchmark.name in BENCHMARKS)
+
+
+def equivalence(verifier: str) -> Equivalent:
+    """Return what decides whether two answers that ``verifier`` judges are the same."""
+    if verifier == "code":
+        return same_program
+    if verifier in QUESTIONS:
+        return same_answer
+    return equivalent_math
+
+
+def judge_of(judging: JudgingConfig, find: FindVerifier, name: str) -> TokenJudge:
+    """Return the judge of the verifier ``name``."""
+    verifier, form = find(name)
+    return partial(judge_many, marker=judging.marker, verifier=verifier, form=form)
+
+
+# ---------------------------------------------------------------------------- sources of a training
+
+
+def verifier_of(source: SourceConfig, judging: JudgingConfig) -> str:
+    """Return the name of the verifier of a source of problems: its own, Reasoning Gym's, or
+    ``judging.verifier``.
+    """
+    if source.verifier:
+        return source.verifier
+    return VERIFIER if is_gym(source.path) else judging.verifier
+
+
+def source_name(source: SourceConfig) -> str:
+    """Return the name of a source: what it is called, or what its file is called."""
+    return source.name or task_name(source.path)
+
+
+def named_sources(config: Config) -> dict[str, SourceConfig]:
+    """Return the sources of ``data.path`` by their names. Raises :class:`UserError` for two of one
+    name.
+    """
+    named: dict[str, SourceConfig] = {}
+    for source in config.data.sources:
+        name = source_name(source)
+        if name in named:
+            raise UserError(
+                f"data.path: two sources are called {name}; give one of them another name"
+            )
+        named[name] = source
+    return named
+
+
+def find_source(name: str, path: str, sources: Iterable[SourceConfig]) -> SourceConfig | None:
+    """Return the source that a benchmark is: one of its name, or else of its path, which may be
+    empty. None if there is none.
+    """
+    same_path = None
+    for source in sources:
+        if source_name(source) == name:
+            return source
+        if path and _is_same_file(source.path, path):
+            same_path = source
+    return same_path
+
+
+def _is_same_file(one: str, other: str) -> bool:
+    return one == other or (Path(one).exists() and Path(one).resolve() == Path(other).resolve())

@@ -1,0 +1,100 @@
+"""The rules on what may not be combined: those that the model or the number of processes decides.
+
+Those of a configuration alone are in ``tests/unit/test_config.py`` and where their part is tested.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron_dcpo.config import rules, validate
+from megatron_dcpo.errors import UserError
+
+DENSE = SimpleNamespace(
+    num_experts=0, num_attention_heads=8, num_query_groups=4, ffn_hidden_size=96, vocab_size=331
+)
+EXPERTS = SimpleNamespace(**{**vars(DENSE), "num_experts": 6})
+CHUNKS = ([0, 1], [2, 3])
+
+
+def config(**sections: Any) -> Any:
+    values = {"run_dir": "r", "model": {"path": "m"}, "data": {"path": "d"}}
+    for name, options in sections.items():
+        values[name] = {**values.get(name, {}), **options}  # type: ignore[dict-item]
+    return validate(values)
+
+
+@pytest.mark.parametrize(
+    ("sections", "option"),
+    [
+        ({"model": {"adapter": {}}}, "model.adapter"),
+        (
+            {"parallel": {"tensor_model_parallel_size": 2}},
+            "parallel.sequence_parallel=true",
+        ),
+        (
+            {"parallel": {"expert_model_parallel_size": 2}},
+            "parallel.use_distributed_optimizer=true",
+        ),
+        (
+            {
+                "parallel": {
+                    "recompute_granularity": "selective",
+                    "megatron": {"recompute_modules": ["mlp"]},
+                }
+            },
+            "parallel.megatron.recompute_modules=mlp",
+        ),
+        (
+            {"rollout": {"engine": "server", "endpoint": "http://h/v1"}},
+            "rollout.engine=server",
+        ),
+    ],
+)
+def test_what_is_wrong_with_experts_is_refused_for_them_alone(
+    sections: dict[str, Any], option: str
+) -> None:
+    of_run = config(**sections)
+    rules.check_model_rules(of_run, DENSE, CHUNKS)
+    with pytest.raises(UserError) as error:
+        rules.check_model_rules(of_run, EXPERTS, CHUNKS)
+    assert option in str(error.value)
+
+
+def test_routing_replay_needs_experts_and_megatrons_router() -> None:
+    replayed = config(rollout={"routing_replay": True})
+    rules.check_model_rules(replayed, EXPERTS, CHUNKS)
+    with pytest.raises(UserError, match=r"rollout\.routing_replay"):
+        rules.check_model_rules(replayed, DENSE, CHUNKS)
+    fused = config(
+        rollout={"routing_replay": True}, parallel={"megatron": {"moe_router_fusion": True}}
+    )
+    with pytest.raises(UserError, match="moe_router_fusion"):
+        rules.check_model_rules(fused, EXPERTS, CHUNKS)
+
+
+def test_recomputed_units_divide_every_chunk() -> None:
+    units = config(
+        parallel={"recompute_granularity": "full", "megatron": {"recompute_num_layers": 2}}
+    )
+    rules.check_model_rules(units, DENSE, CHUNKS)
+    with pytest.raises(UserError, match=r"recompute_num_layers=2"):
+        rules.check_model_rules(units, DENSE, ([0, 1], [2]))
+
+
+def test_the_number_of_processes() -> None:
+    rules.check_processes(config(parallel={"tensor_model_parallel_size": 2}), 4)
+    with pytest.raises(UserError, match="tensor_model_parallel_size=2"):
+        rules.check_processes(config(parallel={"tensor_model_parallel_size": 2}), 3)
+    with pytest.raises(UserError, match=r"rollout\.tensor_model_parallel_size=2"):
+        rules.check_processes(config(rollout={"tensor_model_parallel_size": 2}), 3)
+
+
+def test_every_rule_of_a_configuration_is_broken_by_none_of_the_defaults() -> None:
+    """And there is one function for each, with a name that says it."""
+    rules.check_configuration(config(), "defaults")
+    names = [rule.__name__ for rule in rules._CONFIGURATION_RULES]
+    assert len(names) == len(set(names)) > 20

@@ -1,0 +1,117 @@
+"""The configuration of ``dcpo evaluate``: flags, overrides and files say the same by one name."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_dcpo.cli import as_options
+from megatron_dcpo.cli import evaluate as cli
+from megatron_dcpo.config.evaluation import load_evaluation
+from megatron_dcpo.config.evaluation_sections import EvaluateConfig
+from megatron_dcpo.errors import UserError
+from megatron_dcpo.evaluation.run import settings_of
+from tests.helpers.paths import QUICKSTART
+
+
+def config_of(*words: str) -> EvaluateConfig:
+    parser = argparse.ArgumentParser()
+    cli.add_parser(parser.add_subparsers())
+    asked = as_options(["evaluate", *words, "--out", "r"])
+    return cli.configuration(vars(parser.parse_args(asked)))
+
+
+FLAGS: list[tuple[list[str], str, Any]] = [
+    (["--benchmarks", "a=x,b=y"], "evaluation.benchmarks", "a=x,b=y"),
+    (["--repeats", "3"], "evaluation.samples", 3),
+    (["--temperature", "0.5"], "evaluation.temperature", 0.5),
+    (["--template", "raw"], "data.template", "raw"),
+    (["--thinking", "on"], "data.thinking", "on"),
+    (["--marker", "<sure>"], "judging.marker", "<sure>"),
+    (["--test-seconds", "30"], "judging.test_seconds", 30.0),
+    (["--dtype", "bfloat16"], "model.params_dtype", "bf16"),
+    (["--batch-size", "7"], "rollout.max_num_seqs", 7),
+    (["--engine", "transformers"], "rollout.engine", "transformers"),
+    (["--features"], "evaluation.features", True),
+    (["--resamples", "0"], "evaluation.resamples", 0),
+]
+
+
+@pytest.mark.parametrize(("flag", "option", "value"), FLAGS, ids=[flag[0] for flag, *_ in FLAGS])
+def test_a_flag_is_a_shorthand_for_an_option(flag: list[str], option: str, value: Any) -> None:
+    by_flag = config_of("--model", "m", *flag)
+    by_override = config_of("--model", "m", f"{option}={str(value).lower()}")
+    section, _, name = option.partition(".")
+    assert getattr(getattr(by_flag, section), name) == value
+    assert by_flag == by_override == config_of("--model", "m", *flag, f"{option}={value}")
+
+
+def test_every_shorthand_names_an_option() -> None:
+    config = config_of()
+    for option in cli.SHORTHANDS.values():
+        holder: Any = config
+        for name in option.split("."):
+            assert name in {field.name for field in fields(holder)}, option
+            holder = getattr(holder, name)
+
+
+def test_a_flag_and_an_override_that_differ_are_refused() -> None:
+    with pytest.raises(UserError) as error:
+        config_of("--repeats", "3", "evaluation.samples=4")
+    assert "--repeats 3" in str(error.value)
+    assert "evaluation.samples=4" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [
+        ("objective.lam=1", "objective"),
+        ("rollout.group_size=4", "rollout.group_size"),
+        ("evaluation.interval=4", "evaluation.interval"),
+        ("judging.test_second=4", "judging.test_seconds"),
+        ("judging.test_seconds=0", "judging.test_seconds"),
+    ],
+)
+def test_what_an_evaluation_does_not_read_is_refused(override: str, named: str) -> None:
+    with pytest.raises(UserError) as error:
+        config_of("--model", "m", override)
+    assert named in str(error.value)
+
+
+def test_a_training_configuration_gives_what_an_evaluation_reads(tmp_path: Path) -> None:
+    config = config_of("--config", str(QUICKSTART / "dcpo.yaml"))
+    assert config.run_dir == "r"
+    assert Path(config.model.path).name == "policy"
+    assert config.data.template == "raw"
+    with_server = config_of("--config", str(QUICKSTART / "dcpo.yaml"), "--endpoint", "http://h/v1")
+    assert (with_server.model.path, with_server.endpoint.url) == ("", "http://h/v1")
+    file = tmp_path / "own.yaml"
+    file.write_text("evaluation: {samples: 2, resamples: 5}\nrollout: {group_size: 4}\n")
+    assert config_of("--config", str(file), "--repeats", "9").evaluation.samples == 9
+    assert config_of("--config", str(file)).evaluation.resamples == 5
+    file.write_text("evaluation: {sample: 2}\n")
+    with pytest.raises(UserError, match=r"own\.yaml: .*evaluation\.sample\b"):
+        config_of("--config", str(file))
+    file.write_text("evaluations: {samples: 2}\n")
+    with pytest.raises(UserError, match=r"own\.yaml: .*evaluations"):
+        config_of("--config", str(file))
+
+
+def test_a_model_and_a_server_are_not_evaluated_together() -> None:
+    with pytest.raises(UserError, match=r"model\.path.*endpoint\.url"):
+        config_of("--model", "m", "endpoint.url=http://h/v1")
+
+
+def test_settings_are_those_of_the_last_release() -> None:
+    """A directory of 0.2.0 can be continued; what changes verdicts is added if it was changed."""
+    names = (
+        "template corrections untested temperature top_p top_k max_tokens seed extra_body "
+        "top_logprobs model"
+    )
+    assert set(settings_of(load_evaluation({"run_dir": "r"}), "m")) == set(names.split())
+    slower = load_evaluation({"run_dir": "r", "judging.test_seconds": 30})
+    assert settings_of(slower, "m")["test_seconds"] == 30
