@@ -24,10 +24,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 import policies
-from measurement import Measurement, Stepper, absent, steps
+from measurement import QUICK, Measurement, Stepper, absent, steps
 
-PROMPTS, GROUP, TOKENS, STOP = 4, 7, 512, 0.005
-STEPS, WARM_UP = int(os.environ.get("ASYNC_STEPS", "8")), 2
+SHAPE = "131k" if QUICK else "28M"
+PROMPTS, GROUP, TOKENS, STOP = (4, 7, 32, 0.05) if QUICK else (4, 7, 512, 0.005)
+STEPS, WARM_UP = (1, 1) if QUICK else (int(os.environ.get("ASYNC_STEPS", "8")), 2)
 ALTERNATIVES = {"beside": 1, "after": 0}
 OTHER = "one after the other (rollout.async_steps: 0)"
 SERVER = f"{sys.executable} {policies.QUICKSTART / 'engine_server.py'}"
@@ -97,7 +98,7 @@ def in_turns(sizes: dict[str, list[int]]) -> dict[str, dict[int, list[dict[str, 
         name: {n: [] for n in sizes[name]} for name in ALTERNATIVES
     }
     with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
-        model = policies.write_policy(Path(scratch) / "policy", "28M", stop=STOP)
+        model = policies.write_policy(Path(scratch) / "policy", SHAPE, stop=STOP)
         workers = {
             name: stack.enter_context(
                 Stepper(sys.executable, __file__, name, scratch, str(model), *map(str, sizes[name]))

@@ -18,16 +18,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from measurement import Measurement, alone, in_turns, torchrun
+from measurement import QUICK, Measurement, alone, in_turns, torchrun
 
-ROUNDS = 5
+ROUNDS = 1 if QUICK else 5
+SHAPES = ("131k",) if QUICK else ("28M", "105M")
 
 
 def measurements() -> Iterator[Measurement]:
     import policies
 
     with tempfile.TemporaryDirectory() as scratch:
-        for shape in ("28M", "105M"):
+        for shape in SHAPES:
             model = policies.write_policy(Path(scratch, shape), shape)
             for processes in (1, 2):
                 out = Path(scratch, f"run{processes}")

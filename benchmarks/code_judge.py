@@ -26,7 +26,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from measurement import DATA, Measurement, absent
+from measurement import DATA, QUICK, Measurement, absent
 
 from megatron_dcpo.sandbox.judge import CodeLimits, CodePool
 
@@ -103,7 +103,8 @@ def compare(
 def measurements() -> Iterator[Measurement]:
     file = DATA / "humanevalplus" / "HumanEvalPlus.jsonl.gz"
     if file.exists():
-        yield compare(file, 100, 10, 2, "auto", False)
+        programs = 4 if QUICK else 100
+        yield compare(file, programs, 10, 2, "auto", False)
     else:
         yield absent("code_judge", "s", "an interpreter per test", f"no {file}", goal=0.5)
 

@@ -64,8 +64,7 @@ def measurements() -> Iterator[Measurement]:
 
 def simulated(lengths: list[int]) -> Iterator[Measurement]:
     from megatron_dcpo.config import load_config
-    from megatron_dcpo.planning.machine import Machine
-    from megatron_dcpo.planning.machine import Rates
+    from megatron_dcpo.planning.machine import Machine, Rates
     from megatron_dcpo.planning.simulate import Environment, scenarios
 
     before, after = scenarios(

@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from measurement import Measurement, environment
+from measurement import QUICK, Measurement, environment
 
 SHAPE = {
     "hidden_size": 128,
@@ -41,6 +41,8 @@ def measurements() -> Iterator[Measurement]:
     found = {}
     for head in ("model", "fp32"):
         command = [sys.executable, __file__, "--head", head]
+        if QUICK:
+            command += ["--tokens", "2", "--vocabulary", "2048"]
         done = subprocess.run(
             command, env=environment(), capture_output=True, text=True, check=True
         )

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from measurement import Measurement, absent, in_turns, not_installed, timed
+from measurement import QUICK, Measurement, absent, in_turns, not_installed, timed
 from torch import Tensor
 
 from megatron_dcpo.policy.output_layer import OutputLayer, fused_loss, token_outputs
@@ -126,6 +126,8 @@ def measurements(
     rounds: int = 5,
 ) -> Iterator[Measurement]:
     torch.set_num_threads(1)
+    if QUICK:
+        rows, vocabulary, rounds = 64, 2048, 1
     if not dist.is_initialized():
         os.environ |= {
             "MASTER_ADDR": "localhost",

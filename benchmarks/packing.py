@@ -17,12 +17,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-from measurement import DATA, Measurement
+from measurement import DATA, QUICK, Measurement
 
 from megatron_dcpo.policy.batching import assign_to_ranks, collate, split_micro_batches
 from megatron_dcpo.types import Judgement, Prompt, Response, TrainingSample
 
-RESPONSES, RANKS, MOST = 512, 8, 3000
+RESPONSES, RANKS, MOST = (64, 8, 3000) if QUICK else (512, 8, 3000)
 SETTINGS = {
     "padded, 8 per micro-batch": (False, 1, False, 1),
     "packed": (True, 1, False, 1),

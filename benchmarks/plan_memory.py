@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from measurement import Measurement, torchrun
+from measurement import QUICK, Measurement, torchrun
 
 PP2 = {"pipeline_model_parallel_size": 2}
 RUNS = (
@@ -40,6 +40,8 @@ SETTINGS = (
     ("fp32", "none", True),
     ("fp32", "full", True),
 )
+if QUICK:
+    RUNS, SETTINGS = RUNS[:1], SETTINGS[:1]
 
 
 def make_checkpoint(path: Path, family: str) -> Path:

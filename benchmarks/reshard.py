@@ -17,21 +17,23 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from measurement import Measurement, alone, in_turns, torchrun
+from measurement import QUICK, Measurement, alone, in_turns, torchrun
 
 LAYOUTS = {"1 rank": (1, 1), "TP 2": (2, 1), "PP 2": (1, 2), "TP 2 x PP 2": (2, 2)}
-ROUNDS = 7
+SHAPE, DTYPES, ROUNDS = ("131k", ("fp32",), 1) if QUICK else ("28M", ("bf16", "fp32"), 7)
 
 
 def measurements() -> Iterator[Measurement]:
     import policies
 
     with tempfile.TemporaryDirectory() as scratch:
-        for dtype in ("bf16", "fp32"):
+        for dtype in DTYPES:
             model = policies.write_policy(
-                Path(scratch, dtype), "28M", dtype={"bf16": "bfloat16", "fp32": "float32"}[dtype]
+                Path(scratch, dtype), SHAPE, dtype={"bf16": "bfloat16", "fp32": "float32"}[dtype]
             )
             for name, (tp, pp) in LAYOUTS.items():
+                if QUICK and tp * pp > 2:
+                    continue
                 options = {"model": str(model), "dtype": dtype, "tp": tp, "pp": pp, "out": scratch}
                 torchrun(tp * pp, __file__, json.dumps(options))
                 ranks = [

@@ -145,8 +145,7 @@ def test_every_benchmark_is_found() -> None:
     done = run(RUN.parent, "--list")
     assert set(done.stdout.split()) >= {
         "convert",
-        "gradient_probe",
-        "megatron_bridge",
+        "gathered",
         "packing",
         "plan_memory",
         "verify",
