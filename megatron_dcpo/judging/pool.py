@@ -109,8 +109,8 @@ class WorkerPool:
             Pair, Future[Any]
         ] = {}  # the pairs that wait and those that workers are at
         self._thread: threading.Thread | None = None
-        self._ears, self._bell = socket.socketpair()  # new pairs wake the thread
-        self._bell.setblocking(False)
+        self._wake_reader, self._wake_writer = socket.socketpair()  # new pairs wake the thread
+        self._wake_writer.setblocking(False)
         self._closed = False
         self._lock = threading.Lock()
         self._owner = os.getpid()
@@ -167,7 +167,7 @@ class WorkerPool:
             self._thread = threading.Thread(target=self._serve, name="verifier", daemon=True)
             self._thread.start()
         with contextlib.suppress(BlockingIOError):  # it has not heard the ones before yet
-            self._bell.send(b"!")
+            self._wake_writer.send(b"!")
 
     def _serve(self) -> None:
         """Run the thread, which lives while there is something to judge. An error of the
@@ -180,13 +180,11 @@ class WorkerPool:
 
     def _forget(self, error: BaseException | None) -> None:
         with self._lock:
-            left, self._asked, self._waiting, self._thread, self._closed = (
-                self._asked,
-                {},
-                deque(),
-                None,
-                False,
-            )
+            left = self._asked
+            self._asked = {}
+            self._waiting = deque()
+            self._thread = None
+            self._closed = False
         for future in left.values():
             if error is None:
                 future.cancel()
@@ -203,7 +201,7 @@ class WorkerPool:
     def _judge(self) -> None:
         self._workers = [worker for worker in self._workers if self._alive(worker)]
         with selectors.DefaultSelector() as selector:
-            selector.register(self._ears, selectors.EVENT_READ)
+            selector.register(self._wake_reader, selectors.EVENT_READ)
             for worker in self._workers:
                 selector.register(worker.process.stdout, selectors.EVENT_READ, worker)  # type: ignore[arg-type]
             while self._anything_left():
@@ -211,7 +209,7 @@ class WorkerPool:
                 soonest = min(worker.deadline for worker in self._workers)
                 for event, _ in selector.select(max(0.0, soonest - time.monotonic())):
                     if event.data is None:
-                        self._ears.recv(4096)
+                        self._wake_reader.recv(4096)
                     else:
                         self._on_readable(event.data, selector)
                 for worker in [w for w in self._workers if w.deadline < time.monotonic()]:
@@ -223,11 +221,10 @@ class WorkerPool:
         for worker in list(self._workers):
             if worker.ready and worker.pair is None and waiting:
                 self._send(worker, waiting.popleft())
-        busy = sum(1 for worker in self._workers if worker.pair is None)  # about to be ready
-        target = min(
-            self.max_workers,
-            len(self._workers) + max(0, -(-len(waiting) // self.work.pairs_per_worker) - busy),
-        )
+        about_to_be_ready = sum(worker.pair is None for worker in self._workers)
+        wanted = -(-len(waiting) // self.work.pairs_per_worker)
+        more = max(0, wanted - about_to_be_ready)
+        target = min(self.max_workers, len(self._workers) + more)
         while waiting and len(self._workers) < max(1, target):
             worker = self._start()
             self._workers.append(worker)
@@ -235,39 +232,28 @@ class WorkerPool:
 
     def _start(self) -> Worker:
         work = self.work
-        limits = [
-            "--cpu",
-            work.cpu_seconds,
-            "--wall",
-            work.wall_seconds,
-            "--memory",
-            work.memory_bytes,
-        ]
-        command = [
-            *limits,
-            *["--beyond-imports"] * work.beyond_imports,
-            "--parent",
-            os.getpid(),
-            work.load,
-        ]
-        root = str(
-            Path(__file__).resolve().parents[2]
-        )  # the package, wherever the trainer was started
-        path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+        command = [sys.executable, "-m", "megatron_dcpo.judging.worker"]
+        command += ["--cpu", str(work.cpu_seconds)]
+        command += ["--wall", str(work.wall_seconds)]
+        command += ["--memory", str(work.memory_bytes)]
+        if work.beyond_imports:
+            command.append("--beyond-imports")
+        command += ["--parent", str(os.getpid()), work.load, *work.arguments]
+        package_root = str(Path(__file__).resolve().parents[2])
+        environment = dict(os.environ)
+        environment["PYTHONPATH"] = os.pathsep.join(
+            filter(None, [package_root, os.environ.get("PYTHONPATH")])
+        )
+        environment["OMP_NUM_THREADS"] = "1"
+        if work.hash_seed:
+            environment["PYTHONHASHSEED"] = work.hash_seed
         process = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "megatron_dcpo.judging.worker",
-                *map(str, command),
-                *work.arguments,
-            ],
+            command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-            | ({"PYTHONHASHSEED": work.hash_seed} if work.hash_seed else {}),
-            start_new_session=True,  # what it forks ends with it
+            env=environment,
+            start_new_session=True,  # processes that it forks end with it
         )
         return Worker(process, time.monotonic() + _START_SECONDS)
 
@@ -275,12 +261,10 @@ class WorkerPool:
         worker.pair = pair
         worker.deadline = time.monotonic() + self.work.wall_seconds + _GRACE_SECONDS
         assert worker.process.stdin is not None
-        with contextlib.suppress(
-            BrokenPipeError
-        ):  # its stdout is closed as well, and read as the end of the worker
-            worker.process.stdin.write(
-                json.dumps(pair).encode() + b"\n"
-            )  # ASCII: lone surrogates survive escaped
+        line = json.dumps(pair).encode() + b"\n"  # ASCII: lone surrogates survive escaped
+        # a worker whose stdin is closed is seen to have ended by its stdout
+        with contextlib.suppress(BrokenPipeError):
+            worker.process.stdin.write(line)
             worker.process.stdin.flush()
 
     def _on_readable(self, worker: Worker, selector: selectors.BaseSelector) -> None:
@@ -291,17 +275,20 @@ class WorkerPool:
         worker.received += chunk
         while (end := worker.received.find(b"\n")) >= 0:
             word = bytes(worker.received[:end])
-            last, word = word.startswith(b"last "), word.removeprefix(b"last ")
+            last = word.startswith(b"last ")
+            word = word.removeprefix(b"last ")
             del worker.received[: end + 1]
             worker.deadline = float("inf")
             if word == b"ready":
                 worker.ready = True
             elif worker.pair is not None:
                 self.statistics.late += word == b"late"
-                verdict = (
-                    self._lost(word.decode()) if word in (b"late", b"raised") else json.loads(word)
-                )
-                pair, worker.pair = worker.pair, None
+                if word in (b"late", b"raised"):
+                    verdict = self._lost(word.decode())
+                else:
+                    verdict = json.loads(word)
+                pair = worker.pair
+                worker.pair = None
                 if last:  # it has used up its memory
                     self._retire(worker, selector)
                 self._record(pair, verdict)

@@ -92,13 +92,14 @@ def test_a_policy_that_thinks(policy: Path, tmp_path: Path) -> None:
     thinking = [sample for sample in samples if "</think>" in sample.response.text]
     assert 0 < len(thinking) < len(samples)
     for sample in samples:
-        ends = sample.response.text.find(TAGS[1]) + len(TAGS[1]) if sample in thinking else None
-        assert sample.judgement.thinking_characters == ends
-        assert (sample.judgement.thinking_tokens is None) == (ends is None)
-        assert (
-            sample.judgement.thinking_tokens is None
-            or 0 < sample.judgement.thinking_tokens <= sample.judgement.boundary
-        )
+        text = sample.response.text
+        ends = text.find(TAGS[1]) + len(TAGS[1]) if sample in thinking else 0
+        judgement = sample.judgement
+        assert judgement.thinking_characters == ends
+        if ends:
+            assert 0 < judgement.thinking_tokens <= judgement.boundary
+        else:
+            assert judgement.thinking_tokens == 0
     assert any(sample.correct or sample.judgement.status == "ok" for sample in thinking)
     lengths = [sample.judgement.thinking_tokens for sample in thinking]
     assert metrics(tmp_path / "run")[-1]["evaluation/heldout/mean_thinking"] == sum(lengths) / len(
