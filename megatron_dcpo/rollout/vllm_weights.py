@@ -1,11 +1,10 @@
-"""How weights enter a vLLM engine of this process: a backend of vLLM's own weight-transfer API.
-Imports vLLM.
+"""A backend of vLLM's weight-transfer API for a vLLM engine in this process. Imports vLLM.
 
-The trainer's ranks run the engine in their own process, so nothing is left to transport here: the
-slices of a bucket are given to the model's loaders, which write them to their place in the live
-parameters. On a GPU these are what the kernels read, and no second copy of anything is made. The
-CPU build packs most layers for its kernels and drops what the loader filled: such a layer gets its
-plain parameters back while its slices arrive, then vLLM packs it anew.
+The trainer's ranks run the engine in their own process, so there is nothing to transport: the
+slices of a bucket are given to the model's loaders, which write them into the live parameters. On a
+GPU the kernels read these parameters, and nothing is copied a second time. The CPU build packs most
+layers for its kernels and drops the parameters that the loader filled. Such a layer gets its plain
+parameters back while its slices arrive, and then vLLM packs it again.
 """
 
 from __future__ import annotations

@@ -35,8 +35,8 @@ _METHOD = re.compile(r"^(\w+)(?:\(\))?\.(\w+)$")
 
 
 def run_program(job: dict[str, Any], calls: int | None, message_bytes: int) -> None:
-    """Run a program; ends the process. ``job``: ``program``, ``setup``; ``calls``: the pipe of the
-    tests, None for stdin tests.
+    """Run a program and end the process. ``job`` has ``program`` and ``setup``; ``calls`` is the
+    pipe of the tests, None for stdin tests.
     """
     code = 1
     try:
