@@ -15,7 +15,6 @@ import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-
 from pathlib import Path
 from typing import Any
 

@@ -39,7 +39,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
 
 
 def weights_of(scale: float) -> Any:
-    """The quickstart's policy, and the weights of it whose matrices are ``scale`` times as large."""
+    """The weights of the quickstart's policy with matrices ``scale`` times as large."""
     engine = TransformersEngine.from_pretrained(QUICKSTART / "policy")
     with torch.no_grad():
         for parameter in engine.model.parameters():
