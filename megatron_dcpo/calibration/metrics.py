@@ -99,7 +99,10 @@ def accuracy(correct: Correct) -> float:
 
 
 def bin_rows(
-    confidences: Confidences, correct: Correct, bins: int = DEFAULT_BINS, mass: bool = False
+    confidences: Confidences,
+    correct: Correct,
+    bins: int = DEFAULT_BINS,
+    mass: bool = False,
 ) -> Bins:
     """Sort the valid rows into ``bins`` equal-width bins, or (``mass``) into bins of about equal
     counts.

@@ -75,7 +75,12 @@ class EngineServer:
     """
 
     def __init__(
-        self, command: list[str], endpoint: str, first: int, engines: int, log: Path
+        self,
+        command: list[str],
+        endpoint: str,
+        first: int,
+        engines: int,
+        log: Path,
     ) -> None:
         self.command = command
         self.url = endpoint.rstrip("/").removesuffix("/v1")

@@ -148,7 +148,11 @@ class VllmEngine(Engine):
         self._check_ranks_agree(b"".join(digests))
 
     def _steps(
-        self, samples: Samples, sampling: SamplingConfig, step: int, partial: PartialRollout | None
+        self,
+        samples: Samples,
+        sampling: SamplingConfig,
+        step: int,
+        partial: PartialRollout | None,
     ) -> Iterator[list[tuple[int, Any]]]:
         """Yield what each step of the engine finishes: the number of the sample, its completion
         (None: no token yet). A signal ends it early, but not between the ranks of one engine: they

@@ -60,7 +60,10 @@ class SliceOfWhole(Tensor):
 
     @staticmethod
     def __new__(
-        cls, piece: WeightSlice, shape: Sequence[int], keeps: tuple[int, int, int]
+        cls,
+        piece: WeightSlice,
+        shape: Sequence[int],
+        keeps: tuple[int, int, int],
     ) -> SliceOfWhole:
         made: SliceOfWhole = wrapper_tensor(cls, shape, piece.values)
         made.piece = piece
@@ -98,7 +101,11 @@ class SliceOfWhole(Tensor):
         return made
 
     def _narrowed(
-        self, dim: int = 0, start: int | None = None, stop: int | None = None, step: int = 1
+        self,
+        dim: int = 0,
+        start: int | None = None,
+        stop: int | None = None,
+        step: int = 1,
     ) -> SliceOfWhole:
         start = start or 0
         stop = min(self.shape[dim] if stop is None else stop, self.shape[dim])

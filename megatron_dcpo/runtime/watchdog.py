@@ -78,7 +78,11 @@ class Watchdog:
     """
 
     def __init__(
-        self, directory: Path, rank: int, world_size: int, budget: float = PHASE_WARNING_SECONDS
+        self,
+        directory: Path,
+        rank: int,
+        world_size: int,
+        budget: float = PHASE_WARNING_SECONDS,
     ) -> None:
         self.directory = directory
         self.rank = rank

@@ -260,7 +260,10 @@ def message_of_run(
 
 @contextlib.contextmanager
 def running_tests(
-    server: Server, limits: CodeLimits, tests: dict[str, Any], pipe: int
+    server: Server,
+    limits: CodeLimits,
+    tests: dict[str, Any],
+    pipe: int,
 ) -> Iterator[Callable[[], dict[str, Any]]]:
     """Start the tests of a program that answers on ``pipe``, in a process of ``server``, whose role
     is ``checker``. The function that waits for their verdict: ``category``, ``detail``; it raises
@@ -390,7 +393,10 @@ def _order(level: Level, role: Role) -> dict[str, Any]:
 
 
 def _popen(
-    level: Level, role: Role, control: socket.socket, boot: socket.socket
+    level: Level,
+    role: Role,
+    control: socket.socket,
+    boot: socket.socket,
 ) -> subprocess.Popen[bytes]:
     """Start the interpreter with the two sockets as 3 and 4."""
     python = os.path.realpath(sys.executable)

@@ -68,7 +68,10 @@ def padded_vocab_size(arch: Architecture, layout: Layout) -> int:
 
 
 def check_options(
-    arch: Architecture, layout: Layout, model: ModelConfig, parallel: ParallelConfig
+    arch: Architecture,
+    layout: Layout,
+    model: ModelConfig,
+    parallel: ParallelConfig,
 ) -> None:
     """Raise :class:`UserError` when the units of a uniform recomputation do not divide a model
     chunk, and for options that are not right with experts.
@@ -248,7 +251,12 @@ def _chunk_rows(
 
 
 def _copies(
-    arch: Architecture, layout: Layout, tp: int, rank: int, row: Row, primary: bool
+    arch: Architecture,
+    layout: Layout,
+    tp: int,
+    rank: int,
+    row: Row,
+    primary: bool,
 ) -> Iterator[Copy]:
     """Yield the copies of a row of the table on ``rank`` of the ``tp`` ranks that divide its
     tensors.

@@ -112,7 +112,10 @@ def _in_namespaces(pipes: list[int], limits: dict[str, Any], settings: dict[str,
 
 
 def _supervise(
-    pipes: list[int], limits: dict[str, Any], settings: dict[str, Any], processes: int | None
+    pipes: list[int],
+    limits: dict[str, Any],
+    settings: dict[str, Any],
+    processes: int | None,
 ) -> None:
     """Run the task once per message ``{"wall": seconds}`` with its descriptors, and answer how it
     ended.
@@ -171,7 +174,11 @@ def _answer(channel: socket.socket, ending: dict[str, Any]) -> None:
 
 
 def _watch(
-    child: int, channel: socket.socket, wall: float, memory: int, processes: int | None
+    child: int,
+    channel: socket.socket,
+    wall: float,
+    memory: int,
+    processes: int | None,
 ) -> dict[str, Any]:
     """Wait for the end of ``child``, for its time, for too much memory, or for the judge to lose
     interest.

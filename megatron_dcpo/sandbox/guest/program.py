@@ -139,7 +139,11 @@ class Answers:
     """The program's functions, called by the tests through a pipe."""
 
     def __init__(
-        self, module: types.ModuleType, shared: set[str], pipe: int, message_bytes: int
+        self,
+        module: types.ModuleType,
+        shared: set[str],
+        pipe: int,
+        message_bytes: int,
     ) -> None:
         self.module = module
         self.shared = shared

@@ -229,7 +229,10 @@ class Decoder:
     """
 
     def __init__(
-        self, table: object, classes: Mapping[str, type], refer: Callable[[int, str], object]
+        self,
+        table: object,
+        classes: Mapping[str, type],
+        refer: Callable[[int, str], object],
     ) -> None:
         self.refer = refer
         self.made: list[object] = []
