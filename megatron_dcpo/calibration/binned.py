@@ -80,7 +80,10 @@ def binned_error(
 
 
 def null_ece(
-    confidences: Confidences, bins: int = DEFAULT_BINS, resamples: int = 1000, seed: int = 0
+    confidences: Confidences,
+    bins: int = DEFAULT_BINS,
+    resamples: int = 1000,
+    seed: int = 0,
 ) -> float:
     """Return the value below which the plug-in ECE of a perfectly calibrated model with these
     confidences stays in 95 % of all cases.

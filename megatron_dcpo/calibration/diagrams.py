@@ -156,7 +156,11 @@ def comparison_grid(
     blocks = math.ceil(len(runs) / columns)
     figure = _figure(2.9 * columns + 0.9, 4.7 * blocks)
     grid = figure.subplots(
-        2 * blocks, columns, squeeze=False, height_ratios=[3, 1.25] * blocks, sharex=True
+        2 * blocks,
+        columns,
+        squeeze=False,
+        height_ratios=[3, 1.25] * blocks,
+        sharex=True,
     )
     most = max((int(bins.count.max(initial=0)) for bins in runs.values()), default=1)
     for position, (name, bins) in enumerate(runs.items()):
@@ -227,7 +231,11 @@ def coverage_figure(curves: Mapping[str, Mapping[str, Sequence[float]]], title: 
     for position, (name, curve) in enumerate(curves.items()):
         color = PALETTE[position % len(PALETTE)]
         axes.plot(
-            curve["coverage"], curve["accuracy"], color=color, linewidth=1.7, label=_literal(name)
+            curve["coverage"],
+            curve["accuracy"],
+            color=color,
+            linewidth=1.7,
+            label=_literal(name),
         )
     axes.set(
         xlim=(0, 1),
@@ -305,7 +313,14 @@ def draw_reliability(axes: Axes, bins: Bins, title: str = "", note: str = "") ->
     low, high = wilson_interval(bins.correct_sum[filled], bins.count[filled])
     errors = np.clip([accuracy - low, high - accuracy], 0.0, None)
     axes.errorbar(
-        center, accuracy, errors, fmt="none", ecolor=_INK, elinewidth=0.9, capsize=1.8, alpha=0.75
+        center,
+        accuracy,
+        errors,
+        fmt="none",
+        ecolor=_INK,
+        elinewidth=0.9,
+        capsize=1.8,
+        alpha=0.75,
     )
     over = confidence > accuracy
     for mask, color in ((over, _OVER), (~over, _UNDER)):
@@ -409,7 +424,10 @@ def inline_svg(figure: Figure, label: str) -> str:
     buffer = io.StringIO()
     with rc_context({**_STYLE, "svg.hashsalt": label}):
         figure.savefig(
-            buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None}
+            buffer,
+            format="svg",
+            transparent=True,
+            metadata={"Date": None, "Creator": None},
         )
     svg = buffer.getvalue()
     svg = svg[svg.index("<svg") :]
@@ -490,7 +508,11 @@ def _all_positive(axes: Axes) -> bool:
 
 @contextmanager
 def saved_figure(
-    path: Path, columns: int = 1, rows: int = 1, width: float = 4.6, height: float = 3.3
+    path: Path,
+    columns: int = 1,
+    rows: int = 1,
+    width: float = 4.6,
+    height: float = 3.3,
 ) -> Iterator[list[Axes]]:
     """Open a figure of ``columns`` x ``rows`` axes, saved as ``path`` when the block ends."""
     with rc_context(_PLAIN_STYLE):

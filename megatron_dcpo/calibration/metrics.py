@@ -2,36 +2,32 @@
 only.
 
 Every function takes ``confidences`` [N] and ``correct`` [N] (0/1 or bool). A confidence is *valid*
-when it lies in
-[0, 1]; ``None``, NaN, infinities and numbers outside (a model that says 85, or the reference code's
-sentinels -0.1 and
--0.2 for "not found") are *invalid*. Invalid rows never fall into a bin. Whether they still count in
-the denominator is
-the argument ``denominator``:
+if it lies in [0, 1]; ``None``, NaN, infinities and numbers outside (a model that says 85, or the
+reference code's sentinels -0.1 and -0.2 for "not found") are *invalid*. Invalid rows never fall
+into a bin. The argument ``denominator`` decides whether they still count in the denominator:
 
 - ``"valid"`` (default): N is the number of valid rows, so an unparsable response cannot improve the
-score;
-- ``"all"``: N is every row, as the reference evaluation does it (an invalid row then contributes
-zero error).
+  score;
+- ``"all"``: N is the number of all rows, as in the reference evaluation (an invalid row then
+  contributes zero error).
 
 Bins are equal-width on [0, 1], closed on the right, the first one also on the left: [0, .05], (.05,
-.10], ... (.95, 1]. Verbal confidences sit on the edges (.85, .9, .95), so the rule matters. ``M``
-of the papers is ``bins``, 20 by default.
+.10], ... (.95, 1]. Verbal confidences are often on the edges (.85, .9, .95), so the rule matters.
+``M`` in the papers is ``bins``, 20 by default.
 
 With M bins, n_b rows in bin b, N rows, acc_b and conf_b the means of the bin:
 
     ECE = sum_b n_b / N |acc_b - conf_b|                  (Naeini 2015; Guo 2017)
-    PCE = the same sum over bins with conf_b > acc_b      (DCPO: the over-confident part, so PCE <=
-    ECE always)
+    PCE = the same sum over bins with conf_b > acc_b      (DCPO: the over-confident part, <= ECE)
     MCE = max_b |acc_b - conf_b|
-    Brier = mean (c - y)^2 = reliability - resolution + uncertainty + within-bin   (Murphy 1973;
-    Stephenson 2008)
+    Brier = mean (c - y)^2 = reliability - resolution + uncertainty + within-bin
+                                                          (Murphy 1973; Stephenson 2008)
 
-No rows, or no valid ones: every metric is NaN. One class only: AUROC is NaN; no correct row: AUPRC
-is NaN.
+Without rows, or without valid ones, every metric is NaN. With one class only, AUROC is NaN; without
+a correct row, AUPRC is NaN.
 
 Why not scikit-learn and SciPy (the test suite compares with them, to 1e-12): their import takes a
-second, a training step logs these numbers; they raise or warn where there is one class or no row,
+second, and a training step logs these numbers; they raise or warn for a single class or no row,
 which happens; ``binomtest`` takes one share at a time; and ``scipy.stats.bootstrap`` does not
 resample problems with all their repeats.
 """
@@ -75,7 +71,7 @@ class Bins:
 
     @property
     def excess(self) -> np.ndarray:
-        """Return n_b (conf_b - acc_b) per bin [M]: positive where the model is over-confident."""
+        """Return n_b (conf_b - acc_b) per bin [M], positive if the model is over-confident."""
         return self.confidence_sum - self.correct_sum
 
 
@@ -103,7 +99,10 @@ def accuracy(correct: Correct) -> float:
 
 
 def bin_rows(
-    confidences: Confidences, correct: Correct, bins: int = DEFAULT_BINS, mass: bool = False
+    confidences: Confidences,
+    correct: Correct,
+    bins: int = DEFAULT_BINS,
+    mass: bool = False,
 ) -> Bins:
     """Sort the valid rows into ``bins`` equal-width bins, or (``mass``) into bins of about equal
     counts.
@@ -115,9 +114,8 @@ def bin_rows(
     if bins < 1:
         raise ValueError(f"bins must be at least 1, got {bins}")
     if not mass:
-        edges = (
-            np.arange(bins + 1) / bins
-        )  # i / bins is the double nearest to the edge: 0.15 is exactly its own edge
+        # i / bins is the double nearest to the edge, so that 0.15 is exactly an edge
+        edges = np.arange(bins + 1) / bins
     elif len(c):
         upper = np.quantile(c, np.arange(1, bins + 1) / bins, method="inverted_cdf")
         edges = np.concatenate([[0.0], np.unique(upper)])
@@ -426,7 +424,7 @@ def _mean(values: np.ndarray) -> float:
 
 
 def _ratio(numerator: np.ndarray, count: np.ndarray) -> np.ndarray:
-    """Return numerator / count [M], NaN where the bin is empty."""
+    """Return numerator / count [M], NaN for empty bins."""
     return np.divide(numerator, count, out=np.full(len(count), np.nan), where=count > 0)
 
 

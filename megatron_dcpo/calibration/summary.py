@@ -144,7 +144,10 @@ def violation_rates(statuses: Sequence[str]) -> dict[str, Any]:
 
 
 def intervals(
-    confidences: np.ndarray, correct: np.ndarray, bootstrap: Bootstrap, bins: int = DEFAULT_BINS
+    confidences: np.ndarray,
+    correct: np.ndarray,
+    bootstrap: Bootstrap,
+    bins: int = DEFAULT_BINS,
 ) -> dict[str, list[float]]:
     """Return 95 % intervals [low, high] of ``INTERVALS``: those of ``binned_error`` for the binned
     errors, bootstrap percentiles for the others.

@@ -127,7 +127,11 @@ def _owned_ranges(part: DistributedOptimizer) -> Iterator[tuple[Tensor, int, int
 
 
 def _shards(
-    base: ShardedTensor | ShardedTensorFactory, name: str, values: Tensor, start: int, stop: int
+    base: ShardedTensor | ShardedTensorFactory,
+    name: str,
+    values: Tensor,
+    start: int,
+    stop: int,
 ) -> Iterator[ShardedTensor]:
     """Yield the sharded tensors of ``values``, the flat range [``start``, ``stop``) of the
     parameter that ``base`` describes. A factory cuts the parameter in two.

@@ -68,7 +68,10 @@ RUN_PARTS = ("iteration", "distributed_optimizer", "seed", "rng_state", "data", 
 
 
 def checkpoint_state(
-    policy: Policy, optimizer: Optimizer, iteration: int, run: dict[str, Any]
+    policy: Policy,
+    optimizer: Optimizer,
+    iteration: int,
+    run: dict[str, Any],
 ) -> dict[str, Any]:
     """Return the sharded state to save. ``run`` has all of :data:`RUN_PARTS` except iteration,
     generators and ``distributed_optimizer``. Collective.
@@ -117,7 +120,10 @@ def newest_intact(directory: Path, topology: Topology) -> tuple[int | None, dict
 
 
 def load_checkpoint(
-    directory: Path, iteration: int, policy: Policy, optimizer: Optimizer
+    directory: Path,
+    iteration: int,
+    policy: Policy,
+    optimizer: Optimizer,
 ) -> dict[str, Any]:
     """Restore policy, optimizer, schedule and random generators in place; return the ``run`` part.
     Collective.

@@ -130,7 +130,10 @@ def float_dtype(where: Path, specs: Specs) -> str:
 
 
 def verify_bytes(
-    arch: Architecture, checkpoint: MegatronCheckpoint, reader: HFReader, progress: Progress
+    arch: Architecture,
+    checkpoint: MegatronCheckpoint,
+    reader: HFReader,
+    progress: Progress,
 ) -> float:
     """Read source and result again and compare them byte for byte; return the seconds it took.
     Raises :class:`UserError` for a difference.

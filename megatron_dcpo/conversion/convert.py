@@ -191,7 +191,11 @@ def _new_chunks(arch: Architecture, reader: HFReader, padded: int) -> Iterator[N
 
 
 def _rows(
-    reader: HFReader, copies: Sequence[Copy], start: int, stop: int, sizes: tuple[int, ...]
+    reader: HFReader,
+    copies: Sequence[Copy],
+    start: int,
+    stop: int,
+    sizes: tuple[int, ...],
 ) -> Tensor:
     """Return rows ``start:stop`` of the Megatron tensor that ``copies`` fill, as a tensor of
     ``sizes``. Rows after the last copy are zeros.

@@ -208,7 +208,11 @@ def locate(arch: Architecture, checkpoint: MegatronCheckpoint) -> dict[str, Stor
 
 
 def _find(
-    model: Mapping[str, StoredTensor], prefix: str, megatron: str, arch: Architecture, path: Path
+    model: Mapping[str, StoredTensor],
+    prefix: str,
+    megatron: str,
+    arch: Architecture,
+    path: Path,
 ) -> tuple[list[str], StoredTensor]:
     """Return the keys and the tensor of a parameter under any of the names that Megatron gives it:
     layers and experts stacked or separate, norms fused or not, gate and up in one tensor or in two.

@@ -66,7 +66,10 @@ def batch_scale(A_c: np.ndarray) -> float:
 
 
 def shared_advantage(
-    target: np.ndarray, rewards: np.ndarray, R_c: np.ndarray, options: ObjectiveConfig
+    target: np.ndarray,
+    rewards: np.ndarray,
+    R_c: np.ndarray,
+    options: ObjectiveConfig,
 ) -> Scores:
     """Return the scores with one scalar reward and one advantage on all tokens, as in GRPO and
     every method built on it.

@@ -31,7 +31,10 @@ ONE_MINUS_C_CLAMP = 1e-4
 
 
 def score_group(
-    R: np.ndarray, c: np.ndarray, logprob: np.ndarray, options: ObjectiveConfig
+    R: np.ndarray,
+    c: np.ndarray,
+    logprob: np.ndarray,
+    options: ObjectiveConfig,
 ) -> Scores:
     """Return A_i = (R_i - mean R) / (1 - c_i + eps) with c_i = exp(mean_t logp_old), in float64 and
     not divided by a std.

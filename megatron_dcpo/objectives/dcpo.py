@@ -31,7 +31,10 @@ from megatron_dcpo.objectives.options import (
 
 
 def score_group(
-    R: np.ndarray, c: np.ndarray, logprob: np.ndarray, options: ObjectiveConfig
+    R: np.ndarray,
+    c: np.ndarray,
+    logprob: np.ndarray,
+    options: ObjectiveConfig,
 ) -> Scores:
     """Return two rewards and two advantages, each normalized with its own statistics.
 

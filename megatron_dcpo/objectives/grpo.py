@@ -17,7 +17,10 @@ from megatron_dcpo.objectives.options import (
 
 
 def score_group(
-    R: np.ndarray, c: np.ndarray, logprob: np.ndarray, options: ObjectiveConfig
+    R: np.ndarray,
+    c: np.ndarray,
+    logprob: np.ndarray,
+    options: ObjectiveConfig,
 ) -> Scores:
     """Return A_i = (R_i - mean R) / (std R + eps) on all tokens. No target, no calibration reward,
     no format term.

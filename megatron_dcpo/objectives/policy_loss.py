@@ -188,7 +188,7 @@ def masked(values: Tensor, batch: MicroBatch) -> Tensor:
 
 
 def column(batch: MicroBatch, name: str, option: str) -> Tensor:
-    """Return a column of the batch. Raises ValueError if ``option`` needs it and samples have none."""
+    """Return a column of the batch. Raises ValueError if it is missing; ``option`` needs it."""
     if name not in batch.columns:
         raise ValueError(
             f"objective.{option} needs {name} for every response, and the batch has none"

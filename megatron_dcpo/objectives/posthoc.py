@@ -23,7 +23,10 @@ from megatron_dcpo.objectives.options import (
 
 
 def score_group(
-    R: np.ndarray, c: np.ndarray, logprob: np.ndarray, options: ObjectiveConfig
+    R: np.ndarray,
+    c: np.ndarray,
+    logprob: np.ndarray,
+    options: ObjectiveConfig,
 ) -> Scores:
     """Return the normalized R_c,i = -(c_i - R_i)^2 on all tokens (``tokens: all``), or only on the
     confidence tokens.

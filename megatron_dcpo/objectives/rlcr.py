@@ -22,7 +22,10 @@ BRIER = 0.5
 
 
 def score_group(
-    R: np.ndarray, c: np.ndarray, logprob: np.ndarray, options: ObjectiveConfig
+    R: np.ndarray,
+    c: np.ndarray,
+    logprob: np.ndarray,
+    options: ObjectiveConfig,
 ) -> Scores:
     """Return the scores of r_i = R_i - w (R_i - c_i)^2, malformed r_i = R_i - w (``canonical``), or
     of the published code's sum (``original``).

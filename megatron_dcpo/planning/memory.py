@@ -84,7 +84,11 @@ def expert_replicas(layout: Layout, data_parallel: int) -> int:
 
 
 def stage_state(
-    arch: Architecture, layout: Layout, config: Config, stage: int, data_parallel: int
+    arch: Architecture,
+    layout: Layout,
+    config: Config,
+    stage: int,
+    data_parallel: int,
 ) -> State:
     """Return the state of a rank of pipeline ``stage``, the one with the largest shard if there is
     a distributed optimizer. A frozen policy has only weights and an adapter, and only the adapter's
@@ -460,7 +464,11 @@ def in_flight(layout: Layout, stage: int, micro_batches: int) -> float:
 
 
 def kept_per_token(
-    arch: Architecture, layout: Layout, config: Config, stage: int, flying: float
+    arch: Architecture,
+    layout: Layout,
+    config: Config,
+    stage: int,
+    flying: float,
 ) -> float:
     """Return the bytes per token that a rank of pipeline ``stage`` keeps with ``flying``
     micro-batches in flight.
@@ -515,7 +523,11 @@ def stage_activations(
 
 
 def _working_bytes(
-    arch: Architecture, layout: Layout, config: Config, w: Widths, tokens: int
+    arch: Architecture,
+    layout: Layout,
+    config: Config,
+    w: Widths,
+    tokens: int,
 ) -> int:
     """Return the bytes of the largest transient of one layer's backward pass."""
     parallel = config.parallel

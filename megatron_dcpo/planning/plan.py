@@ -248,7 +248,10 @@ def _check_gpus(layout: Layout, context_parallel_size: int, gpus: int) -> int:
 
 
 def _work(
-    config: Config, layout: Layout, machine: Machine, data_parallel: int
+    config: Config,
+    layout: Layout,
+    machine: Machine,
+    data_parallel: int,
 ) -> tuple[Work, MicroBatches]:
     """Return the work of a step and the micro-batches of an update."""
     training = config.training
@@ -381,7 +384,11 @@ def _saved(layout: Layout, config: Config, state: State, replicas: int) -> int:
 
 
 def _resharding(
-    arch: Architecture, layout: Layout, config: Config, engine: EngineMemory, replicas: int
+    arch: Architecture,
+    layout: Layout,
+    config: Config,
+    engine: EngineMemory,
+    replicas: int,
 ) -> int:
     """Return the bytes that the busiest receiving rank gets in a weight synchronization: the part
     of its engine without the part that it holds, or the whole model from a server's broadcast.

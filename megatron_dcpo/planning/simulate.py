@@ -201,7 +201,11 @@ class _Engine:
 
 
 def simulate(
-    costs: Costs, draw: Iterator[int], responses: int, steps: int, partial: bool = False
+    costs: Costs,
+    draw: Iterator[int],
+    responses: int,
+    steps: int,
+    partial: bool = False,
 ) -> list[Step]:
     """Simulate ``steps`` steps of ``responses`` responses, which are dealt to the engines in turn;
     their lengths come from ``draw``.
@@ -542,7 +546,10 @@ def scenario_facts(simulated: Sequence[Scenario]) -> list[dict[str, Any]]:
 
 
 def scenario_lines(
-    simulated: Sequence[Scenario], rates: Rates, environment: Environment, lengths: str | None
+    simulated: Sequence[Scenario],
+    rates: Rates,
+    environment: Environment,
+    lengths: str | None,
 ) -> list[str]:
     """Return a table of the scenarios, the waits of the first one and of those one step off, and
     the assumptions.

@@ -85,7 +85,12 @@ class Seconds:
 
 
 def step_traffic(
-    arch: Architecture, layout: Layout, config: Config, replicas: int, state: State, work: Work
+    arch: Architecture,
+    layout: Layout,
+    config: Config,
+    replicas: int,
+    state: State,
+    work: Work,
 ) -> BytesSent:
     """Return the bytes that a rank sends in a step.
 

@@ -173,7 +173,10 @@ class Adapter:
         return [queries, keys, keys]
 
     def _column(
-        self, pairs: Sequence[LowRank | None], rows: Sequence[slice], order: Tensor | None = None
+        self,
+        pairs: Sequence[LowRank | None],
+        rows: Sequence[slice],
+        order: Tensor | None = None,
     ) -> Hook:
         """Return the hook of a column-parallel layer, in which each rank adds its ``rows`` of each
         projection. ``order`` sorts the rows as the layer has them; without it the projections

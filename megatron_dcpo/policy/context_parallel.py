@@ -37,7 +37,10 @@ def positions_of(bounds: Sequence[tuple[int, int]], rank: int, size: int) -> np.
 
 
 def gather_keys_and_values(
-    key: Tensor, value: Tensor, bounds: Sequence[tuple[int, int]], group: dist.ProcessGroup
+    key: Tensor,
+    value: Tensor,
+    bounds: Sequence[tuple[int, int]],
+    group: dist.ProcessGroup,
 ) -> tuple[Tensor, Tensor]:
     """Gather this rank's keys and values [s / CP, ...] from all ranks; return them as [s, ...] in
     the order of the tokens. The backward pass sums over ranks.
@@ -58,7 +61,11 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx, values: Tensor, here: Tensor, count: int, group: dist.ProcessGroup
+        ctx: FunctionCtx,
+        values: Tensor,
+        here: Tensor,
+        count: int,
+        group: dist.ProcessGroup,
     ) -> Tensor:
         ctx.save_for_backward(here)
         whole = values.new_zeros(count, *values.shape[1:]).index_copy_(0, here, values)
@@ -72,7 +79,10 @@ class _Gather(torch.autograd.Function):
 
 
 def gather_over_context_parallel(
-    outputs: TokenOutputs, here: Tensor, count: int, group: dist.ProcessGroup
+    outputs: TokenOutputs,
+    here: Tensor,
+    count: int,
+    group: dist.ProcessGroup,
 ) -> TokenOutputs:
     """Return the outputs of all ``count`` response tokens, given the ``outputs`` that this rank has
     at the indices ``here``. Differentiable. Collective.

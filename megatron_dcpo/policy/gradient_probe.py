@@ -122,7 +122,10 @@ def probe_block_gradients(
 
 
 def part_gradient(
-    policy: Policy, optimizer: MegatronOptimizer, backward: Callable[[], Result], copy: bool = True
+    policy: Policy,
+    optimizer: MegatronOptimizer,
+    backward: Callable[[], Result],
+    copy: bool = True,
 ) -> tuple[Result, list[OwnedGradient]]:
     """Return the result of the pass ``backward``, run over zeroed buffers, and the gradient that it
     leaves there. Collective.

@@ -233,7 +233,10 @@ def _pipeline(parallel: ParallelConfig) -> dict[str, Any]:
 
 
 def build_policy(
-    model: ModelConfig, parallel: ParallelConfig, topology: Topology, training: bool = True
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    topology: Topology,
+    training: bool = True,
 ) -> Policy:
     """Build this rank's chunks and load their slices of ``model.path``, wrapped in Megatron's DDP
     when ``training`` and frozen otherwise.
@@ -293,7 +296,10 @@ def build_policy(
 
 
 def _build_chunk(
-    arch: Architecture, layout: Layout, config: TransformerConfig, coordinates: Coordinates
+    arch: Architecture,
+    layout: Layout,
+    config: TransformerConfig,
+    coordinates: Coordinates,
 ) -> GPTModel:
     last_stage = layout.pipeline_model_parallel_size - 1
     last_virtual = layout.virtual_pipeline_model_parallel_size - 1
@@ -377,7 +383,10 @@ def _mixed_precision(gpt: GPTModel, config: TransformerConfig) -> Float16Module 
 
 
 def _wrap_for_training(
-    gpt: GPTModel, config: TransformerConfig, parallel: ParallelConfig, is_first: bool
+    gpt: GPTModel,
+    config: TransformerConfig,
+    parallel: ParallelConfig,
+    is_first: bool,
 ) -> DistributedDataParallel:
     """Wrap the model for mixed precision, then in DDP with fp32 gradients. The schedules read the
     hook that finishes the gradients from ``config``.

@@ -149,7 +149,11 @@ def token_outputs(layer: OutputLayer, hidden: Tensor, targets: Tensor) -> TokenO
 
 
 def fused_loss(
-    layer: OutputLayer, hidden: Tensor, targets: Tensor, loss: PartLoss, upstream: float = 1.0
+    layer: OutputLayer,
+    hidden: Tensor,
+    targets: Tensor,
+    loss: PartLoss,
+    upstream: float = 1.0,
 ) -> tuple[Tensor, TokenOutputs]:
     """Return the sum of ``loss(rows, outputs)`` over the chunks of rows, and all outputs.
     Collective.
@@ -184,7 +188,11 @@ class _LossContext(FunctionCtx):
 class _TokenOutputs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: _OutputContext, hidden: Tensor, weight: Tensor, layer: OutputLayer, targets: Tensor
+        ctx: _OutputContext,
+        hidden: Tensor,
+        weight: Tensor,
+        layer: OutputLayer,
+        targets: Tensor,
     ) -> tuple[Tensor, Tensor]:
         buffers = _OutputBuffers.empty(targets)
         for chunk in _chunks(layer, hidden, targets):

@@ -240,7 +240,10 @@ def _gather_over_context_parallel(
 
 
 def _output_layer(
-    policy: Policy, batch: MicroBatch, output: Tensor, temperature: float
+    policy: Policy,
+    batch: MicroBatch,
+    output: Tensor,
+    temperature: float,
 ) -> tuple[OutputLayer, Tensor]:
     """Return the output layer and the hidden states [N, h] that score the response tokens.
 

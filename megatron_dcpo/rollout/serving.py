@@ -1,5 +1,5 @@
-"""The server of ``rollout.engine=server`` as a child of ``dcpo launch``: started again when it
-ends; the run waits for it, hands it the weights, and goes on.
+"""The server of ``rollout.engine=server`` as a child of ``dcpo launch``. If it ends, it is started
+again; the run waits for it, sends it the weights, and continues.
 """
 
 from __future__ import annotations
@@ -69,12 +69,18 @@ def server_command(config: Config, engines: int, other: str = "") -> list[str]:
 
 
 class EngineServer:
-    """A server, as a context: started and waited for, ended at the end. ``first``: how many GPUs or
-    cores of this node come before the ``engines`` of the server; ``log``: where it writes.
+    """A server as a context: it is started and waited for, and ended when the block ends. ``first``
+    is the number of GPUs or cores of this node before those of the server's ``engines``; ``log`` is
+    the file to which it writes.
     """
 
     def __init__(
-        self, command: list[str], endpoint: str, first: int, engines: int, log: Path
+        self,
+        command: list[str],
+        endpoint: str,
+        first: int,
+        engines: int,
+        log: Path,
     ) -> None:
         self.command = command
         self.url = endpoint.rstrip("/").removesuffix("/v1")
@@ -97,8 +103,8 @@ class EngineServer:
         self.over = threading.Event()
 
     def __enter__(self) -> EngineServer:
-        """Wait until the server answers. Raises :class:`UserError` where it ends before, or another
-        one is there.
+        """Wait until the server answers. Raises :class:`UserError` if it ends before that, or if
+        another server is running.
         """
         if self._healthy():
             raise UserError(

@@ -232,7 +232,10 @@ class TransformersEngine(Engine):
                 experts.note_tokens(running.rows, batch.count[running.rows], choices)
 
     def _sample(
-        self, running: _Running, batch: _Batch, sampling: SamplingConfig
+        self,
+        running: _Running,
+        batch: _Batch,
+        sampling: SamplingConfig,
     ) -> tuple[Tensor, Tensor]:
         """Return the next token of the running rows and its log-prob; note the most probable
         tokens' log-probs if the sampling asks for them.

@@ -87,9 +87,8 @@ class VllmEngine(Engine):
         self.slot_steps: SlotSteps = SlotSteps()
         self._asleep = False
         self.llm: Any = self._start()
-        atexit.register(
-            self._close_at_exit
-        )  # before vLLM's own finalizer, which would tear down groups that are not its own
+        # before vLLM's finalizer, which would tear down process groups of others
+        atexit.register(self._close_at_exit)
 
     # ------------------------------------------------------------------------------------- sampling
     def stream(
@@ -99,10 +98,11 @@ class VllmEngine(Engine):
         step: int = 0,
         partial: PartialRollout | None = None,
     ) -> Generator[list[Response], None, None]:
-        """Yield responses as :class:`megatron_dcpo.rollout.engine.Engine` says. Every sample is a
-        request of its own with its own seed; one that is continued has another seed than before, so
-        that its tokens are not those that it would have had. The ranks of one engine sample each
-        for themselves: at the end they compare what they handed over.
+        """Yield responses as :class:`megatron_dcpo.rollout.engine.Engine` says.
+
+        Every sample is a separate request with its own seed. A continued sample has another seed
+        than before, so its tokens are not those that it would have had. The ranks of one engine
+        sample independently, and compare their responses at the end.
         """
         if (sampling.raw_logprobs or sampling.top_logprobs) and not self.options.raw_logprobs:
             raise ValueError(
@@ -148,7 +148,11 @@ class VllmEngine(Engine):
         self._check_ranks_agree(b"".join(digests))
 
     def _steps(
-        self, samples: Samples, sampling: SamplingConfig, step: int, partial: PartialRollout | None
+        self,
+        samples: Samples,
+        sampling: SamplingConfig,
+        step: int,
+        partial: PartialRollout | None,
     ) -> Iterator[list[tuple[int, Any]]]:
         """Yield what each step of the engine finishes: the number of the sample, its completion
         (None: no token yet). A signal ends it early, but not between the ranks of one engine: they
@@ -350,11 +354,11 @@ class VllmEngine(Engine):
         self.weights_version = 0
 
     def close(self) -> None:
-        """Drop the engine, keep the process group it would tear down with it.
+        """Drop the engine, but keep the process group that it would tear down.
 
-        What sleeps is woken up first: vLLM's allocator unmaps whatever is freed, also what
-        ``sleep`` has unmapped, and after that error gives nothing back. Raises :class:`DeviceLost`
-        where the memory for it is not there.
+        A sleeping engine is woken up first: vLLM's allocator unmaps all memory that is freed, also
+        memory that ``sleep`` has unmapped, and after that error gives nothing back. Raises
+        :class:`DeviceLost` if there is no memory for waking up.
         """
         if self.llm is not None and self._asleep:
             with _ends_the_process("vLLM could not wake up to be closed"):
@@ -477,9 +481,9 @@ class VllmEngine(Engine):
         scheduler._preempt_request = counted
 
     def _unlink_shared_memory(self) -> None:
-        """Unlink shared memory. On the CPU the ranks of an engine talk through shared memory whose
-        name is the same in every job of a machine, and stays behind when a job is killed. Without
-        its name it works on, and stands in no one's way.
+        """Unlink shared memory. On the CPU the ranks of an engine communicate through shared memory
+        whose name is the same in all jobs of a machine, and which remains if a job is killed.
+        Without a name it still works, and conflicts with no other job.
         """
         size = self.tensor_model_parallel_size
         rank = int(os.environ.get("RANK", "0"))
@@ -491,9 +495,7 @@ class VllmEngine(Engine):
 
 @contextlib.contextmanager
 def _restart_may_mend(what: str) -> Iterator[None]:
-    """Raise an error in the block as :class:`EngineError`, but as it is where the device has
-    failed.
-    """
+    """Raise an error in the block as :class:`EngineError`, unless the device has failed."""
     try:
         yield
     except Exception as error:

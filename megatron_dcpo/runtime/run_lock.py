@@ -49,8 +49,8 @@ def lock_run_dir(directory: Path, rank: int) -> Iterator[None]:
 
 
 def _lock(path: Path) -> int:
-    """Return the descriptor that holds the lock. A POSIX lock: it ends with this process, also
-    where its children go on.
+    """Return the descriptor that holds the lock. As a POSIX lock it ends with this process, even if
+    children of it survive.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)

@@ -17,7 +17,7 @@ WARNINGS = "warnings.jsonl"
 
 
 def read_launches(directory: Path) -> list[dict[str, Any]]:
-    """Return the entries of ``run.json``, oldest first; none where it is not there, or damaged."""
+    """Return the entries of ``run.json``, oldest first; none if it is missing or damaged."""
     try:
         found = read_json_object(directory / RUN).get("launches")
     except (OSError, UserError):

@@ -53,7 +53,10 @@ def install_handlers() -> None:
     for number in (*STOP_SIGNALS, _LAUNCHER_DIED):
         signal.signal(number, lambda *_: None)
     threading.Thread(
-        target=_note_signals, args=(reader, writer), name="signals", daemon=True
+        target=_note_signals,
+        args=(reader, writer),
+        name="signals",
+        daemon=True,
     ).start()
 
 

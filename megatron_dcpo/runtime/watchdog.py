@@ -1,17 +1,15 @@
-"""A heartbeat of every rank, in a thread beside the main thread, which may wait in a collective.
+"""A heartbeat of every rank, in a thread besides the main thread, which may wait in a collective.
 
 Every rank notes each second in the job's store what its main thread does: step, phase, line of
 code. From these notes
 
 * a signal that reached one rank reaches all of them within a second or two
-(:mod:`megatron_dcpo.runtime.signals`),
+  (:mod:`megatron_dcpo.runtime.signals`),
 * a rank without a heartbeat for :data:`LOST_AFTER_SECONDS` ends the job with a line that names it.
-Collectives alone
-  would wait for ``parallel.distributed_timeout_minutes`` when a node or a link fails without
-  closing its connections,
-* a phase that exceeds its budget is reported with the place where every rank waits, and with the
-Python stacks in
-  ``run_dir/heartbeat/``.
+  Collectives alone would wait for ``parallel.distributed_timeout_minutes`` if a node or a link
+  fails without closing its connections,
+* a phase that exceeds its budget is reported with the line at which every rank waits, and with the
+  Python stacks in ``run_dir/heartbeat/``.
 """
 
 from __future__ import annotations
@@ -80,7 +78,11 @@ class Watchdog:
     """
 
     def __init__(
-        self, directory: Path, rank: int, world_size: int, budget: float = PHASE_WARNING_SECONDS
+        self,
+        directory: Path,
+        rank: int,
+        world_size: int,
+        budget: float = PHASE_WARNING_SECONDS,
     ) -> None:
         self.directory = directory
         self.rank = rank

@@ -1,11 +1,11 @@
-"""Control groups (version 2) around programs, where the kernel lets us make them.
+"""Control groups (version 2) around programs, if the kernel allows us to make them.
 
-A program's group limits the memory and the number of all its processes together, with what they
-share counted once and without a moment of overshoot. It needs a directory below ``/sys/fs/cgroup``
-whose ``cgroup.subtree_control`` has ``memory`` and ``pids`` (or in which they can be switched on)
-and which this user may write: delegated by systemd (``Delegate=yes`` with ``DelegateSubgroup=``),
-by Slurm's prolog, or root's own. ``DCPO_CGROUP`` names it; otherwise this process's own group and
-the one above are tried. Where there is none, the limits in ``local.py`` stand alone.
+A program's group limits the memory and the number of all its processes together, with shared memory
+counted once and without a moment of overshoot. It needs a directory below ``/sys/fs/cgroup`` which
+this user may write and whose ``cgroup.subtree_control`` has ``memory`` and ``pids`` (or in which
+they can be switched on): delegated by systemd (``Delegate=yes`` with ``DelegateSubgroup=``), by
+Slurm's prolog, or root's own. ``DCPO_CGROUP`` names it; otherwise the group of this process and the
+one above it are tried. If there is none, only the limits in ``local.py`` apply.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _count = itertools.count()
 
 @dataclass(frozen=True)
 class Group:
-    """``entry``: an open descriptor; a process that writes 0 there is in the group, with what it
-    starts.
+    """A control group. A process that writes 0 to the open descriptor ``entry`` joins it, and so do
+    the processes that it starts.
     """
 
     folder: Path | None
@@ -50,8 +50,8 @@ class Group:
 
 
 class ControlGroups:
-    """Makes the groups of one worker's programs, each with ``limits`` (file: text). ``folder``:
-    where.
+    """Makes the groups of one worker's programs in ``folder``, each with ``limits``, the texts of
+    the group's files.
     """
 
     def __init__(self, limits: Mapping[str, str], folder: Path | None) -> None:
@@ -61,7 +61,7 @@ class ControlGroups:
     @contextlib.contextmanager
     def group(self) -> Iterator[Group]:
         """Open a group for one program; at the end everything in it is killed and it is removed.
-        Without a place for groups one that limits nothing.
+        Without a folder for groups it limits nothing.
         """
         if self.folder is None:
             yield Group(None, None)
@@ -70,9 +70,7 @@ class ControlGroups:
         folder.mkdir()
         try:
             for name, value in self.limits.items():
-                if (
-                    folder / name
-                ).exists():  # memory.swap.max is missing where the kernel has no swap
+                if (folder / name).exists():  # a kernel without swap has no memory.swap.max
                     (folder / name).write_text(value)
             entry = os.open(folder / "cgroup.procs", os.O_WRONLY | os.O_CLOEXEC)
             try:
@@ -94,8 +92,8 @@ def limits_of(memory_bytes: int, processes: int) -> dict[str, str]:
 
 @functools.cache
 def place() -> Path | None:
-    """Return where groups with limits can be made. Raises UserError where ``DCPO_CGROUP`` names a
-    place that does not do.
+    """Return a folder in which groups with limits can be made, if there is one. Raises UserError if
+    ``DCPO_CGROUP`` names a folder in which they cannot.
     """
     if named := os.environ.get(VARIABLE):
         if problem := _problem(Path(named)):
@@ -116,7 +114,7 @@ def _candidates() -> Iterator[Path]:
 
 
 def _problem(folder: Path) -> str:
-    """Return why no group with limits can be made in ``folder``, "" where one can."""
+    """Return why no group with limits can be made in ``folder``, "" if one can."""
     try:
         enabled = (folder / "cgroup.subtree_control").read_text().split()
         if missing := [name for name in CONTROLLERS if name not in enabled]:

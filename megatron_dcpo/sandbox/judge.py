@@ -76,7 +76,11 @@ class CodePool:
     """
 
     def __init__(
-        self, *, limits: CodeLimits | None = None, sandbox: str = "auto", workers: int = 2
+        self,
+        *,
+        limits: CodeLimits | None = None,
+        sandbox: str = "auto",
+        workers: int = 2,
     ) -> None:
         if workers < 1:
             raise UserError(f"workers is {workers}: it must be at least 1")
@@ -97,7 +101,10 @@ class CodePool:
         self.close()
 
     def submit(
-        self, program: str | None, tests: Mapping[str, Any], where: str = "tests"
+        self,
+        program: str | None,
+        tests: Mapping[str, Any],
+        where: str = "tests",
     ) -> Future[CodeVerdict]:
         """Return the future verdict, which is ``no_program`` for None or a blank program. Raises
         UserError naming ``where`` for malformed tests.

@@ -127,8 +127,8 @@ class SandboxDied(Exception):
 
 @dataclass(frozen=True)
 class Ending:
-    """How one run of a program ended: its exit code (negative: the signal), and ``wall`` or
-    ``memory`` where it was ended for that.
+    """How one run of a program ended: its exit code (a negative one is the signal), and the reason
+    ``wall`` or ``memory`` if it was ended for that.
     """
 
     code: int
@@ -225,7 +225,7 @@ def receive(channel: socket.socket, seconds: float) -> Any:  # noqa: ANN401 - JS
 
 def start_run(channel: socket.socket, wall: float, *pipes: int, group: int | None = None) -> None:
     """Start the task of a channel once, with stdin, stdout, stderr and perhaps the pipe between
-    program and tests. ``group``: the open ``cgroup.procs`` of the control group that it enters.
+    program and tests. ``group`` is the open ``cgroup.procs`` of the control group that it joins.
     """
     message = {"wall": wall, "group": group is not None}
     try:
@@ -260,7 +260,10 @@ def message_of_run(
 
 @contextlib.contextmanager
 def running_tests(
-    server: Server, limits: CodeLimits, tests: dict[str, Any], pipe: int
+    server: Server,
+    limits: CodeLimits,
+    tests: dict[str, Any],
+    pipe: int,
 ) -> Iterator[Callable[[], dict[str, Any]]]:
     """Start the tests of a program that answers on ``pipe``, in a process of ``server``, whose role
     is ``checker``. The function that waits for their verdict: ``category``, ``detail``; it raises
@@ -311,8 +314,8 @@ def last_line(descriptor: int) -> str:
 
 
 def choose(sandbox: str) -> Level:
-    """Return the level for ``auto`` or a level's name, after a start-up test. Raises UserError
-    where it does not work.
+    """Return the level for ``auto`` or a level's name, after a start-up test. Raises UserError if
+    the level does not work.
     """
     if sandbox == "unsafe":
         return "unsafe"
@@ -390,7 +393,10 @@ def _order(level: Level, role: Role) -> dict[str, Any]:
 
 
 def _popen(
-    level: Level, role: Role, control: socket.socket, boot: socket.socket
+    level: Level,
+    role: Role,
+    control: socket.socket,
+    boot: socket.socket,
 ) -> subprocess.Popen[bytes]:
     """Start the interpreter with the two sockets as 3 and 4."""
     python = os.path.realpath(sys.executable)

@@ -165,10 +165,11 @@ def same_output(output: bytes, expected: str, atol: float = 0.0) -> bool:
     """Return whether two outputs are the same. Lines are compared without white space at their
     ends, and without empty lines at the end of the text.
 
-    A line that differs as text is right when both split into the same number of numerals that are
+    A line that differs as text is right if both split into the same number of numerals that are
     pairwise equal as exact decimals (``1.50`` is ``1.5``, ``1e3`` is ``1000``), or within ``atol``,
-    absolute or relative, where the tests state one. Reads line by line and numeral by numeral,
-    until the first that differs: beside ``output`` itself it needs the memory of its longest line.
+    absolute or relative, if the tests state one. The comparison goes line by line and numeral by
+    numeral to the first difference, so in addition to ``output`` it needs the memory of its longest
+    line.
     """
     lines = _lines(output)
     for goal in expected.rstrip().split("\n"):

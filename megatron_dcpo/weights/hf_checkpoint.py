@@ -335,7 +335,10 @@ def tensors_on_disk(
         for name, offset in shard.offsets.items():
             shape, dtype = specs[name]
             flat = torch.frombuffer(
-                mapped, dtype=torch_dtype(dtype), offset=offset, count=math.prod(shape)
+                mapped,
+                dtype=torch_dtype(dtype),
+                offset=offset,
+                count=math.prod(shape),
             )
             tensors[name] = flat.view(shape)
     yield tensors

@@ -211,7 +211,12 @@ def _chunk_rows(
 
 
 def _copies(
-    arch: Architecture, layout: Layout, tp: int, rank: int, row: Row, primary: bool
+    arch: Architecture,
+    layout: Layout,
+    tp: int,
+    rank: int,
+    row: Row,
+    primary: bool,
 ) -> Iterator[Copy]:
     """Yield the copies of a row of the table on ``rank`` of the ``tp`` ranks that divide its
     tensors.

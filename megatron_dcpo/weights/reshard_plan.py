@@ -235,7 +235,10 @@ def reshard_plan(
 
 
 def _engine_slices(
-    arch: Architecture, names: Iterable[str], tp: int, engine_ranks: Sequence[int]
+    arch: Architecture,
+    names: Iterable[str],
+    tp: int,
+    engine_ranks: Sequence[int],
 ) -> _Slices:
     """Return the slices of every tensor that the given ranks of an engine of size ``tp`` keep."""
     slices = {}
@@ -267,7 +270,11 @@ def most_received(
 
 
 def _share_of_a_bucket(
-    arch: Architecture, names: Sequence[str], ranks: int, bucket_bytes: int, itemsize: int
+    arch: Architecture,
+    names: Sequence[str],
+    ranks: int,
+    bucket_bytes: int,
+    itemsize: int,
 ) -> tuple[int, int]:
     """Return how many numbers a message and the buffer of arrived values may hold, which is at
     least a row of the widest tensor.
@@ -370,7 +377,11 @@ def _least(arch: Architecture, held_ops: _Held, slices: _Slices, itemsize: int) 
 
 
 def _entries(
-    arch: Architecture, held_ops: _Held, slices: _Slices, capacity: int, merged: tuple[str, ...]
+    arch: Architecture,
+    held_ops: _Held,
+    slices: _Slices,
+    capacity: int,
+    merged: tuple[str, ...],
 ) -> Iterator[_Planned]:
     """Yield every tensor whole if ``capacity`` numbers are enough for it on every rank, otherwise
     each rank's slice in equal parts.

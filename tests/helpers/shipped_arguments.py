@@ -54,7 +54,9 @@ def _changed(value: Any) -> dict[str, str]:
 
 def _ddp(config: Config, transformer: Any) -> dict[str, str]:
     with mock.patch.object(model_module, "DistributedDataParallel") as wrapped:
-        model_module._wrap(SimpleNamespace(), _no_bf16(transformer), config.parallel, 0, True)
+        model_module._wrap_for_training(
+            SimpleNamespace(), _no_bf16(transformer), config.parallel, is_first=True
+        )
     return _changed(wrapped.call_args.args[1])
 
 

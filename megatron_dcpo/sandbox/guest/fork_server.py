@@ -1,13 +1,13 @@
 """The warm server of a sandbox: it holds an interpreter with the usual modules loaded and forks one
 process per task.
 
-A task is a program, or the tests of one (a server of role ``checker``). Its supervisor, which it
-can neither trace, read nor signal, runs it once per message. Level ``bubblewrap``: the server is
-inside bubblewrap already; each program gets user, pid, mount and IPC namespaces of its own within,
-and everything in them is killed after each run. Level ``landlock``, and tests on every level: the
-process may start no other and reach no other. Level ``unsafe``: limits only.
+A task is a program, or the tests of one (in a server of role ``checker``). Its supervisor, which it
+can neither trace, read nor signal, runs it once per message. At level ``bubblewrap`` the server is
+inside bubblewrap; each program gets user, pid, mount and IPC namespaces within, and everything in
+them is killed after each run. At level ``landlock``, and for tests at every level, the process may
+start no other process and reach none. At level ``unsafe`` there are only limits.
 
-The server and the supervisor hold no expected values: what is forked from them has a copy of their
+The server and the supervisor hold no expected values, because their forks have a copy of their
 memory.
 """
 
@@ -112,13 +112,16 @@ def _in_namespaces(pipes: list[int], limits: dict[str, Any], settings: dict[str,
 
 
 def _supervise(
-    pipes: list[int], limits: dict[str, Any], settings: dict[str, Any], processes: int | None
+    pipes: list[int],
+    limits: dict[str, Any],
+    settings: dict[str, Any],
+    processes: int | None,
 ) -> None:
-    """Run the task once per message ``{"wall": seconds}`` with its descriptors; answer how it
+    """Run the task once per message ``{"wall": seconds}`` with its descriptors, and answer how it
     ended.
 
-    ``processes``: the /proc of a namespace in which this process is the first; None where the task
-    is one process.
+    ``processes`` is the /proc of a namespace in which this process is the first; None if the task
+    is a single process.
     """
     channel = socket.socket(fileno=os.dup(pipes[0]))
     while True:
@@ -171,7 +174,11 @@ def _answer(channel: socket.socket, ending: dict[str, Any]) -> None:
 
 
 def _watch(
-    child: int, channel: socket.socket, wall: float, memory: int, processes: int | None
+    child: int,
+    channel: socket.socket,
+    wall: float,
+    memory: int,
+    processes: int | None,
 ) -> dict[str, Any]:
     """Wait for the end of ``child``, for its time, for too much memory, or for the judge to lose
     interest.
@@ -351,9 +358,9 @@ def _limit(limits: dict[str, Any], settings: dict[str, Any]) -> None:
 
 
 def _places(settings: dict[str, Any]) -> dict[str, Any]:
-    """Open what a program under Landlock may read, while this process still can: it may have been
-    started by root with a Python that no other user reaches. ``sys.path`` then goes through the
-    open descriptors.
+    """Open the directories that a program under Landlock may read while this process still can: it
+    may have been started by root with a Python that no other user can reach. ``sys.path`` then
+    refers to the open descriptors.
     """
     if settings["level"] != "landlock":
         return {"descriptors": [], "readable": [], "listable": [], "processes": 0}

@@ -1,7 +1,7 @@
 """Confinement by system call: namespaces, capabilities, Landlock and resource limits, through
 ctypes.
 
-Every function raises OSError where the kernel refuses.
+Every function raises OSError if the kernel refuses.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def die_with_parent(parent: int) -> None:
 
 
 def set_dumpable(yes: bool) -> None:
-    """Set whether this process is dumpable: one that is not can be neither traced nor read through
-    /proc by its own user.
+    """Set whether this process is dumpable. Its user can neither trace a process that is not, nor
+    read it through /proc.
     """
     prctl(_PR_SET_DUMPABLE, int(yes))
 
@@ -89,7 +89,7 @@ def mount(source: str, target: str, kind: str, flags: int, options: str = "") ->
 
 def private_mounts(scratch_bytes: int) -> int:
     """Mount an empty /tmp of limited size and an empty /proc. Return the real /proc of this
-    namespace, an open directory: what it tells of mounts and processes is for the supervisor alone.
+    namespace as an open directory, because only the supervisor may read about mounts and processes.
     """
     mount(
         source="none",
@@ -163,8 +163,8 @@ def landlock(readable: Iterable[int], listable: Iterable[int], usable: Iterable[
     """Allow reading below the directories ``readable`` (descriptors), listing ``listable``, and the
     devices ``usable``.
 
-    Everything else of the file system is refused: writing anywhere, other files, other processes'
-    /proc. TCP, abstract sockets and signals to the outside are refused as well where the kernel's
+    Everything else in the file system is refused: writing anywhere, other files, the /proc of other
+    processes. TCP, abstract sockets and signals to the outside are refused as well if the kernel's
     Landlock knows them.
     """
     abi = landlock_abi()

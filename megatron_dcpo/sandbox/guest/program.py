@@ -35,8 +35,8 @@ _METHOD = re.compile(r"^(\w+)(?:\(\))?\.(\w+)$")
 
 
 def run_program(job: dict[str, Any], calls: int | None, message_bytes: int) -> None:
-    """Run a program; ends the process. ``job``: ``program``, ``setup``; ``calls``: the pipe of the
-    tests, None for stdin tests.
+    """Run a program and end the process. ``job`` has ``program`` and ``setup``; ``calls`` is the
+    pipe of the tests, None for stdin tests.
     """
     code = 1
     try:
@@ -139,7 +139,11 @@ class Answers:
     """The program's functions, called by the tests through a pipe."""
 
     def __init__(
-        self, module: types.ModuleType, shared: set[str], pipe: int, message_bytes: int
+        self,
+        module: types.ModuleType,
+        shared: set[str],
+        pipe: int,
+        message_bytes: int,
     ) -> None:
         self.module = module
         self.shared = shared

@@ -48,7 +48,7 @@ _INTEGERS = frozenset({int})
 
 
 class Unsendable(Exception):
-    """A value that does not cross: too deep, or an object where none is allowed."""
+    """A value that cannot be sent: it is too deep, or an object that may not be referred to."""
 
 
 class BadMessage(Exception):
@@ -229,7 +229,10 @@ class Decoder:
     """
 
     def __init__(
-        self, table: object, classes: Mapping[str, type], refer: Callable[[int, str], object]
+        self,
+        table: object,
+        classes: Mapping[str, type],
+        refer: Callable[[int, str], object],
     ) -> None:
         self.refer = refer
         self.made: list[object] = []

@@ -227,7 +227,10 @@ def _refuse(error: int = _EPERM) -> Instruction:
 
 
 def _if_one_of(
-    argument: int, values: Sequence[int], otherwise: Instruction | None = None, high: bool = False
+    argument: int,
+    values: Sequence[int],
+    otherwise: Instruction | None = None,
+    high: bool = False,
 ) -> list[Instruction]:
     """Return the rule that allows a call if its argument is one of ``values``."""
     tests = []

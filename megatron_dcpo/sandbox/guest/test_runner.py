@@ -348,7 +348,11 @@ def _shadowed(tree: ast.Module) -> str | None:
 
 
 def _execute(
-    source: str, names: dict[str, Any], client: ProgramClient, target: str | None, entry: str
+    source: str,
+    names: dict[str, Any],
+    client: ProgramClient,
+    target: str | None,
+    entry: str,
 ) -> None:
     tree = ast.parse(source)
     predicted = None

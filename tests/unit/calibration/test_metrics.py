@@ -235,5 +235,8 @@ def test_wilson_interval() -> None:
 
 
 def test_metrics_do_not_import_torch() -> None:
-    code = "import sys; from megatron_dcpo.calibration import ece, summarize; assert 'torch' not in sys.modules"
+    code = (
+        "import sys; from megatron_dcpo.calibration import ece, summarize; "
+        "assert 'torch' not in sys.modules"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -313,12 +313,13 @@ from pathlib import Path
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.conversion import convert
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job has it ignored
-source, target, limit, kill = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
+source, target = Path(sys.argv[1]), Path(sys.argv[2])
+limit, kill = int(sys.argv[3]), int(sys.argv[4])
 if limit:
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
 sent = []
 def progress(done, total):
-    if kill and done > total // 2 and not sent:  # once: a second signal would interrupt the cleaning up
+    if kill and done > total // 2 and not sent:  # once: a second one would interrupt the clean-up
         sent.append(True)
         os.kill(os.getpid(), kill)
 try:

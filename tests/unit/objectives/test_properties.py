@@ -159,9 +159,7 @@ def test_micro_batches_ranks_and_padding_change_nothing(
 
 
 def pad(batch: MicroBatch, outputs: TokenOutputs, n: int) -> tuple[MicroBatch, TokenOutputs]:
-    """Padding tokens as hostile as they come: NaN log-probs and weights, huge advantages,
-    no block.
-    """
+    """Hostile padding tokens: NaN log-probs and weights, huge advantages, no block."""
     hostile = {"old_logprobs": -1e9, "advantages": 1e9, "weights": float("nan"), "block_ids": 0}
 
     def padded(tensor: torch.Tensor, value: float) -> torch.Tensor:
@@ -307,9 +305,7 @@ def test_batch_std_of_posthoc_scales_all_its_tokens_alike() -> None:
 
 
 def score_of(name: str, c: np.ndarray, target: np.ndarray) -> np.ndarray:
-    """The score of ``name``; the logarithmic one with a clamp below the smallest confidence
-    tried.
-    """
+    """The score of ``name``; the logarithmic one clamps below the smallest confidence tried."""
     return log(c, target, 0.005) if name == "log" else SCORING_RULES[name](c, target)
 
 

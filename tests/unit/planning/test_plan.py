@@ -157,9 +157,7 @@ def test_the_output_layer_is_planned_as_it_works(plan):
 
 
 def test_less_recomputation_is_named_where_it_fits(plan):
-    """Of the ways that repeat less, the fastest that fits; none where the plan itself does
-    not fit.
-    """
+    """The fastest way to recompute less that fits; none if the plan itself does not fit."""
     small = (
         f"{TP}=8",
         f"{PP}=4",
@@ -255,9 +253,7 @@ def test_layers_of_every_stage_are_shown(capsys):
     ],
 )
 def test_responses_of_32k_fit_with_context_parallelism(capsys, name, gpus, tp, cp, recompute):
-    """Each rank has 1 / CP of a sequence's activations; weights and optimizer state are as
-    without.
-    """
+    """Each rank has 1 / CP of a sequence's activations, and all of weights and optimizer state."""
     family = name.lower().replace("-", "_")
     config, model = (
         str(EXAMPLES / family / "math" / "dcpo.yaml"),
@@ -329,9 +325,7 @@ def test_this_machine_without_gpus(capsys):
 
 
 def test_engines_on_gpus_of_their_own(tmp_path, capsys):
-    """Their memory is not the trainer's; a step beside the training is as long as its
-    longer half.
-    """
+    """Their memory is not the trainer's; an overlapped step is as long as its longer half."""
     options = [
         "--config",
         str(EXAMPLES / "qwen3_8b" / "math" / "dcpo_async.yaml"),

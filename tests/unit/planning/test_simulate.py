@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from megatron_dcpo.cli import main
 from megatron_dcpo.config import load_config
 from megatron_dcpo.planning import simulate as module
-from megatron_dcpo.planning.machine import Machine
+from megatron_dcpo.planning.machine import Machine, Rates
 from megatron_dcpo.planning.plan import make_plan
 from megatron_dcpo.planning.simulate import (
     PARTS,
@@ -28,7 +28,6 @@ from megatron_dcpo.planning.simulate import (
     simulate,
     waits,
 )
-from megatron_dcpo.planning.machine import Rates
 from tests.helpers.paths import EXAMPLES, QUICKSTART
 from tests.helpers.shipped import FAMILIES, MODELS
 
@@ -142,9 +141,7 @@ def test_one_step_off_by_hand(generation, training, seconds, engines_wait, train
 @settings(max_examples=60, deadline=None)
 @given(lengths, st.integers(1, 6), st.floats(0, 1e-2), st.floats(0, 1))
 def test_what_is_busy_and_what_waits_is_the_step(drawn, engines, train_token, judge):
-    """Of engines and of trainers, one step off or not; with the same resources it is never
-    slower.
-    """
+    """Engines and trainers, one step off or not; with the same resources it is never slower."""
     costs = replace(COSTS, engines=engines, train_token=train_token, judge=judge)
     after = steps(costs, drawn, count=4)
     beside = one_step_off(after)
@@ -302,7 +299,8 @@ def test_the_command(capsys, tmp_path):
         == 2
     )
     (line,) = capsys.readouterr().err.strip().splitlines()
-    assert "--gpus" in line and "--engine-gpus" in line
+    assert "--gpus" in line
+    assert "--engine-gpus" in line
 
 
 @pytest.mark.parametrize("text", ["", "1 2 x", "0 4"])

@@ -124,9 +124,7 @@ def test_no_rows_leave_the_graph_whole(passes):
 
 @pytest.mark.parametrize("passes", [1, 2])
 def test_a_sure_token_keeps_its_gradient(passes):
-    """Of p = 1 - 1e-9 fp32 keeps nothing; the gradient is p's lack, and right relative to
-    float64.
-    """
+    """fp32 cannot hold p = 1 - 1e-9; the gradient is 1 - p, and right relative to float64."""
     hidden = torch.tensor([[1.0, 0.0]], requires_grad=True)
     weight = torch.tensor([[21.0, 1.0], [0.0, 2.0], [-1.0, 0.5]], requires_grad=True)
     layer, targets = OutputLayer.of(weight, 3), torch.tensor([0])

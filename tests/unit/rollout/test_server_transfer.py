@@ -33,9 +33,7 @@ ARCH = read_architecture(POLICY)
 
 @dataclass
 class Group:
-    """What vLLM's communicator is to the trainer: the server's workers receive what it
-    broadcasts.
-    """
+    """Stands in for vLLM's communicator: the server's workers receive what it broadcasts."""
 
     server: Server
     destroyed: bool = False

@@ -72,9 +72,7 @@ def serve(servers: list[Server], *replies: tuple[int, bytes, dict[str, str]]) ->
 def test_a_redirect_is_refused_and_gets_neither_key_nor_request(
     servers: list[Server], status: int, body: dict[str, str] | None
 ) -> None:
-    """Also one to a host of another name on the same machine, which is how a key once
-    reached it.
-    """
+    """Also one to another host name of the same machine, by which a key once reached it."""
     other = serve(servers, (200, b'{"ok": 1}', {}))
     there = other.url.replace("127.0.0.1", "localhost") + "/elsewhere?key=secret"
     first = serve(servers, (status, b"", {"Location": there}))
