@@ -53,7 +53,10 @@ def _compared(name: str, ranks: list[dict[str, Any]]) -> Iterator[Measurement]:
         )
     seconds = [max(min(rank[side]) for rank in ranks) for side in ("ours", "copy")]
     unit = f"s (wall time of the slowest rank, min of {ROUNDS})"
-    reason = f"{ranks[0]['bytes'] / 1e6:.0f} MB into every engine, {most['received'] / 1e6:.0f} MB of them received"
+    reason = (
+        f"{ranks[0]['bytes'] / 1e6:.0f} MB into every engine, "
+        f"{most['received'] / 1e6:.0f} MB of them received"
+    )
     facts: dict[str, Any] = {"same": same, "reason": reason, "raw": {"ranks": ranks}}
     wired = max(min(rank["copy and wire"]) for rank in ranks) if most["received"] else seconds[1]
     other = "a copy of the same bytes and the same messages over bare gloo"

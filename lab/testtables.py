@@ -300,7 +300,10 @@ def _family(of: Family, columns: Mapping[str, Mapping[str, list[float]]]) -> lis
             for key in METRICS
         ]
         rows.append((TITLES[name], str(len(row["accuracy"])), seeds, *means))
-    text = "Mean over the n pretrainings; a pretraining's number is the mean over its seeds of RL. Skill: ± for other "
+    text = (
+        "Mean over the n pretrainings; a pretraining's number is the mean over its "
+        "seeds of RL. Skill: ± for other "
+    )
     trained = [name for name in columns if name in (*METHODS, "dcpo_proper_digits")]
     return [
         *table(text + "pretrainings (Student's t).", ("n", "seeds", *METRICS), rows),
@@ -328,8 +331,14 @@ def _errors(of: Family) -> list[str]:
                 *(f"{number:.4f}" for number in (plain, corrected, *bands(rs))),
             )
         )
-    text = "Mean ECE of all runs: plug-in; corrected for its bias; what 95 % of calibrated models stay below in "
-    text += "the same mean, where labels are independent, and where they are as alike within a problem as here."
+    text = (
+        "Mean ECE of all runs: plug-in; corrected for its bias; what 95 % of "
+        "calibrated models stay below in "
+    )
+    text += (
+        "the same mean, where labels are independent, and where they are as alike "
+        "within a problem as here."
+    )
     return table(text, ("runs", "ECE", "corrected", "independent", "within problems"), rows)
 
 
@@ -351,7 +360,10 @@ def recalibrated(of: Family, names: Sequence[str]) -> list[str]:
                 f"{score:.4f} / {np.mean([np.mean([skill(r) for r in one]) for one in made]):+.3f}"
             )
         rows.append((TITLES[name], *cells))
-    text = "Brier / skill of each policy's own confidence and log-prob, fitted on half of the test problems and "
+    text = (
+        "Brier / skill of each policy's own confidence and log-prob, fitted on half of "
+        "the test problems and "
+    )
     return table(text + "scored on the other half:", ("stated", *OWN), rows)
 
 
@@ -371,7 +383,10 @@ def _differences(of: Family, start: str, names: Sequence[str], values: Sequence[
             means = np.array([np.mean(seeds, axis=0) for seeds in gaps])
             cells.append(shown(value, crossed(means) if len(means) > 1 else interval(means[0])))
         rows.append((TITLES[name], str(len(means)), *cells))
-    text = f"Minus {TITLES[start]}, same problems, pretrainings and seeds; ± for others of all three, or, in a row of "
+    text = (
+        f"Minus {TITLES[start]}, same problems, pretrainings and seeds; ± for others of "
+        f"all three, or, in a row of "
+    )
     return table(
         text + "one pretraining, for other problems alone:", ("pretrainings", *values), rows
     )

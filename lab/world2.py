@@ -79,8 +79,14 @@ def _markdown(of: Sequence[Mapping[str, Run]]) -> str:
     for name, run, r in cells:
         numbers = [*(scores(r[name])[key] for key in SHOWN), *bands([r[name]["test"]])]
         main.append((ROWS[name], str(run), *(f"{number:.4f}" for number in numbers)))
-    text = "Reachability in a graph, test problems. A run is a seed of RL. Made by `python -m lab world2` from "
-    text += "`world2_records.tar.xz` alone. The last two columns: what 95 % of calibrated models stay below, where "
+    text = (
+        "Reachability in a graph, test problems. A run is a seed of RL. Made by "
+        "`python -m lab world2` from "
+    )
+    text += (
+        "`world2_records.tar.xz` alone. The last two columns: what 95 % of calibrated "
+        "models stay below, where "
+    )
     text += "labels are independent, and where they are as alike within a problem as here."
     lines = ["# Tables of the second world", ""]
     lines += table(text, ("run", *SHOWN, "ECE, independent", "within problems"), main)

@@ -16,7 +16,7 @@ import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
 
 from megatron_dcpo.config import Config, load_config  # noqa: E402
+from megatron_dcpo.rollout import load_tokenizer  # noqa: E402
 from megatron_dcpo.runtime.distributed import destroy  # noqa: E402
 from megatron_dcpo.training.loop import train  # noqa: E402
 from megatron_dcpo.training.run import Run, build  # noqa: E402
@@ -72,6 +73,17 @@ def configuration(directory: str, *more: str) -> Config:
     return load_config(
         QUICKSTART / "dcpo.yaml", [*(f"{key}={value}" for key, value in overrides.items()), *more]
     )
+
+
+@cache
+def tokenizer() -> Any:
+    """The tokenizer of the quickstart's policy."""
+    return load_tokenizer(QUICKSTART / "policy")
+
+
+def decoded(token_ids: list[int]) -> str:
+    """The text of token ids."""
+    return str(tokenizer().decode(token_ids))
 
 
 @contextmanager
@@ -163,22 +175,28 @@ A training step of the quickstart's DCPO, cut to two prompts and four responses 
 the prompts to the new weights. The functions are those of `training/loop.py`, in its order. One
 response is one `TrainingSample` (`types.py`) all the way: every stage returns a copy with its own
 fields filled."""
-JUDGED = """`Sampler.sample` draws the prompts, samples with the engine and hands each response to the judge as
-soon as it is finished; all ranks end up with the same `TrainingSample(prompt, response,
-judgement)`. R is the correctness, c the stated confidence; tokens before the boundary reason, those
-from it on state the confidence."""
-SCORED = """`Updater.update` cuts the samples into mini-batches (`split_groups`; here one) and has the method
+JUDGED = """\
+`Sampler.sample` draws the prompts, samples with the engine and hands each response to the judge as
+soon as it is finished; all ranks get the same `TrainingSample(prompt, response, judgement)`, but
+for the tokens, which stay where they were sampled until a rank computes them (`fetch`). R is the
+correctness, c the stated confidence; tokens before the boundary reason, the others state the
+confidence."""
+SCORED = """\
+`Updater.update` cuts the samples into mini-batches (`split_groups`; here one) and has the method
 score each: `Method.score` calls `score_group` of `objectives/dcpo.py` for every prompt. The target
 mixes the group's accuracy with R (lambda 0.5), R_c = -|c - target|, and both rewards are normalized
 within the group (mean 0, deviation 1)."""
-TOKENS = """A_r stands on its reasoning tokens, A_c on its confidence tokens; the weight is the token's share of
+TOKENS = """\
+A_r stands on its reasoning tokens, A_c on its confidence tokens; the weight is the token's share of
 the loss, 1 / (responses x tokens of the response) (`Method.token_weights`). `Updater.accumulate`
 deals the responses to the data-parallel ranks and runs their micro-batches through Megatron's
-schedule; `collate` puts the columns beside the tokens, and `Method.loss` returns weight x clipped
-loss of every token. The log-probs are the policy's before the update (`Updater.with_old_logprobs`)."""
-SYNCED = """The optimizer moves the policy and `WeightSync.push` hands the new weights to the engine, which from
+schedule; `collate` adds the columns to the tokens, and `Method.loss` returns weight x clipped loss
+of every token. The log-probs are the policy's before the update (`Updater.with_old_logprobs`)."""
+SYNCED = """\
+The optimizer moves the policy and `WeightSync.push` hands the new weights to the engine, which from
 then on samples the next step's responses."""
-CLASSES = """Objects of these classes of `types`, `training`, `objectives` and `policy.batching` are built in a
+CLASSES = """\
+Objects of these classes of `types`, `training`, `objectives` and `policy.batching` are built in a
 run of one step. Those of `types` are the data; of the others there is one, but for `Method` and its
 options (one per method) and `PromptGroup` (one per prompt)."""
 
@@ -203,7 +221,7 @@ def judged_row(run: Run, sample: TrainingSample) -> tuple[Any, ...]:
     place = f"{judgement.boundary} / {judgement.length}"
     return (
         *key(sample),
-        code(run.tokenizer.decode(sample.response_ids.tolist())),
+        code(decoded(sample.response_ids.tolist())),
         f"{judgement.correct:.0f}",
         stated,
         judgement.status,
@@ -224,7 +242,7 @@ def token_rows(run: Run, sample: TrainingSample) -> list[tuple[Any, ...]]:
     return [
         (
             i,
-            code(run.tokenizer.decode([int(t)])),
+            code(decoded([int(t)])),
             names[int(b)],
             f"{a:+.4f}",
             f"{w:.5f}",

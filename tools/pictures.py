@@ -89,7 +89,8 @@ def take(url: str, width: int, height: int, target: Path) -> None:
                 flags=re.DOTALL,
             )
             style = f"border:0; width:{width}px; height:{height}px"
-            frame = f'<body style="margin:0"><iframe srcdoc="{html.escape(drawn)}" style="{style}"></iframe>'
+            inner = f'<iframe srcdoc="{html.escape(drawn)}" style="{style}"></iframe>'
+            frame = f'<body style="margin:0">{inner}'
             page = Path(place) / "frame.html"
             page.write_text(frame)
             url = page.as_uri()

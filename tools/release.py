@@ -33,7 +33,10 @@ def version_of(root: Path) -> str:
 def version_problems(root: Path, version: str) -> Iterator[str]:
     cited = re.findall(r"^version: (.+)$", (root / "CITATION.cff").read_text(), re.MULTILINE)
     if cited != [version]:
-        yield f"CITATION.cff has the version {', '.join(cited) or 'none'}, megatron_dcpo/__init__.py {version}"
+        yield (
+            f"CITATION.cff has the version {', '.join(cited) or 'none'}, "
+            f"megatron_dcpo/__init__.py {version}"
+        )
     if re.search(r"version\s*=\s*[\"']\d", (root / "setup.py").read_text()):
         yield "setup.py names a version; it must read that of megatron_dcpo/__init__.py"
 
@@ -42,7 +45,10 @@ def changelog_problems(text: str, version: str) -> Iterator[str]:
     """The first section is an empty "Unreleased", the second ``## VERSION - DATE`` with entries."""
     sections = re.split(r"^## ", text, flags=re.MULTILINE)[1:]
     if not sections or sections[0].strip() != "Unreleased":
-        yield "CHANGELOG.md: the first section must be an empty Unreleased; move its lines into the release"
+        yield (
+            "CHANGELOG.md: the first section must be an empty Unreleased; move its "
+            "lines into the release"
+        )
     of_version = [
         section for section in sections if re.match(rf"{re.escape(version)}\b(?!\.)", section)
     ]
@@ -87,7 +93,10 @@ def wheel_problems(version: str) -> Iterator[str]:
             command = [f"{venv}/bin/python", "-I", f"{venv}/bin/dcpo", verb]
             done = subprocess.run(command, cwd=place, capture_output=True, text=True)
             if done.returncode or expected not in done.stdout:
-                yield f"dcpo {verb} of the wheel: status {done.returncode}\n{done.stdout}{done.stderr}"
+                yield (
+                    f"dcpo {verb} of the wheel: status "
+                    f"{done.returncode}\n{done.stdout}{done.stderr}"
+                )
 
 
 def _output(*command: str) -> str:

@@ -22,7 +22,10 @@ sys.path.insert(0, str(HERE.parent))
 from comparison import Comparison, compare  # noqa: E402
 
 # The policy is sampled as it was trained: temperature 1, nothing cut off.
-SAMPLING = "--template raw --temperature 1.0 --top-p 1.0 --top-k 0 --max-tokens 32 --batch-size 512 --engine transformers"
+SAMPLING = (
+    "--template raw --temperature 1.0 --top-p 1.0 --top-k 0 --max-tokens 32 "
+    "--batch-size 512 --engine transformers"
+)
 
 
 def main() -> None:

@@ -1,4 +1,5 @@
-"""A rollout of two turns: the policy answers, a tool checks the last digit, the policy answers again.
+"""A rollout of two turns: the policy answers, a tool checks the last digit, the policy answers
+again.
 
 The first turn ends where the policy would state its confidence. The tool multiplies the last digits
 of the problem and writes what it found behind the first answer; then the policy answers once more

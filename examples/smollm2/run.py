@@ -17,7 +17,10 @@ sys.path.insert(0, str(HERE.parent))
 from comparison import Comparison, compare  # noqa: E402
 
 # The policy is sampled as it was trained: temperature 1, nothing cut off.
-SAMPLING = "--template chat --temperature 1.0 --top-p 1.0 --top-k 0 --max-tokens 72 --batch-size 128 --engine transformers"
+SAMPLING = (
+    "--template chat --temperature 1.0 --top-p 1.0 --top-k 0 --max-tokens 72 "
+    "--batch-size 128 --engine transformers"
+)
 
 
 def main() -> None:

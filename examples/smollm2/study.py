@@ -264,7 +264,10 @@ def _policies(runs: Mapping[str, Samples], part: str) -> list[str]:
             mean, spread = np.nanmean(r.confidence), np.nanstd(r.confidence)
             cells = (f"{mean:.3f}", f"{spread:.3f}", f"{length:.1f}", f"{malformed:.4f}")
             rows.append((title, f"{problems} x {repeats}", accuracy, solved, *cells))
-    text = "Policies, with 95 % intervals over problems (bootstrap); one training each. pass@k: of all k responses."
+    text = (
+        "Policies, with 95 % intervals over problems (bootstrap); one training each. "
+        "pass@k: of all k responses."
+    )
     columns = ("responses", "accuracy", "pass@k", "mean c", "sd of c", "tokens", "violations")
     return table(text, columns, rows)
 

@@ -35,7 +35,10 @@ Example = tuple[list[int], list[int]]
 
 
 def response(row: dict[str, Any], random_: random.Random) -> str:
-    return f"{row['solution']}\n\\boxed{{{row['answer']}}}\n<conf> Confidence: {random_.randint(0, 100) / 100:.2f}"
+    return (
+        f"{row['solution']}\n\\boxed{{{row['answer']}}}\n<conf> Confidence: "
+        f"{random_.randint(0, 100) / 100:.2f}"
+    )
 
 
 def read_examples(path: Path, tokenizer: Any, seed: int) -> list[Example]:

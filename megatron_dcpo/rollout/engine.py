@@ -214,7 +214,10 @@ def unsupported(arch: Architecture) -> str:
     """
     multiple = capabilities().expert_hidden_multiple
     if arch.num_experts and arch.hidden_size % multiple:
-        return f"vLLM's experts need a hidden_size that is a multiple of {multiple} (it is {arch.hidden_size})"
+        return (
+            f"vLLM's experts need a hidden_size that is a multiple of {multiple} (it is "
+            f"{arch.hidden_size})"
+        )
     sizes = capabilities().attention_head_sizes
     if sizes is not None and arch.kv_channels not in sizes:
         return f"vLLM's attention on the CPU has no head_dim {arch.kv_channels} (it has {sizes})"

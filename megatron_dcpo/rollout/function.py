@@ -56,10 +56,11 @@ class RolloutContext:
 
 @dataclass(frozen=True)
 class Transcript:
-    """A response to ``prompt`` that grows turn by turn; ``sample_index`` is its number in the group.
+    """A response to ``prompt`` that grows turn by turn; ``sample_index`` is its number in the
+    group.
 
-    ``turns`` are what the engine sampled, with ``token_ids`` and ``logprobs``, and what was written,
-    as token ids.
+    ``turns`` are what the engine sampled, with ``token_ids`` and ``logprobs``, and what was
+    written, as token ids.
     """
 
     prompt: Prompt

@@ -273,7 +273,7 @@ class ServerEngine(Engine):
                 "started anew"
             )
 
-    def _call(self, path: str, body: dict[str, Any] | None = None) -> Any:
+    def _call(self, path: str, body: dict[str, Any] | None = None) -> Any:  # noqa: ANN401 - JSON of vLLM
         """Make one attempt: whether to wait for the server or to give up is decided by who asks."""
         try:
             return self.client.call(path, body, timeout=30.0 if body is None else _REQUEST_SECONDS)
@@ -287,8 +287,8 @@ class _Nccl:
 
     Rank 0 of the run and the server's workers are one group. A tensor is put together from its
     slices, the server is told its name, element type and shape (``/update_weights``), and both
-    enter its broadcast. Besides a bucket, the tensors that are not complete yet are in memory: one or
-    two. vLLM keeps a second copy of the layer that it is loading.
+    enter its broadcast. Besides a bucket, the tensors that are not complete yet are in memory: one
+    or two. vLLM keeps a second copy of the layer that it is loading.
     """
 
     def __init__(self, url: str, call: Callable[..., Any]) -> None:
@@ -334,7 +334,7 @@ class _Nccl:
                 self.group = None
             raise
 
-    def _connected(self) -> Any:
+    def _connected(self) -> Any:  # noqa: ANN401 - a communicator of vLLM
         from vllm.distributed.weight_transfer.nccl_common import trainer_init
 
         info = {

@@ -1,8 +1,8 @@
 """Where a run comes from: ``run.json`` and ``config.yaml`` in its directory, what a resumption
 changes, and what becomes of an earlier run there.
 
-``run.json`` has an entry for every start and resumption: time, command line, version and commit, host,
-libraries, device, model and tokenizer by their digests. A configuration that differs from
+``run.json`` has an entry for every start and resumption: time, command line, version and commit,
+host, libraries, device, model and tokenizer by their digests. A configuration that differs from
 ``config.yaml`` leaves a dated copy of the old one.
 """
 

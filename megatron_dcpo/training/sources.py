@@ -1,5 +1,5 @@
-"""What a run trains on: its sources of prompts, in which order they are drawn, and which judge each
-has.
+"""What a run trains on: its sources of prompts, the order in which they are drawn, and the judge of
+each source.
 """
 
 from __future__ import annotations
@@ -7,9 +7,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 
-from megatron_dcpo.config import Config
+from megatron_dcpo.config import Config, SourceConfig
 from megatron_dcpo.data.datasets import PromptOptions, draw_prompts, fingerprint, load_prompts
 from megatron_dcpo.data.gym import gym_path, is_gym
 from megatron_dcpo.data.mixture import LoadedSource, Mixture, curriculum, extended_fingerprint
@@ -22,50 +22,83 @@ from megatron_dcpo.judging.verifiers import is_users, reads_rows, verifiers
 from megatron_dcpo.training.sampler import Draw
 from megatron_dcpo.types import Judgement, Prompt
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
-def load_sources(config: Config, tokenizer: Any) -> list[LoadedSource]:
+
+def load_sources(config: Config, tokenizer: PreTrainedTokenizerBase) -> list[LoadedSource]:
     """Load what ``data.path`` names. Raises :class:`UserError`."""
-    data, judging = config.data, config.judging
-    whole = sum(source.weight for source in data.sources)
+    total_weight = sum(source.weight for source in config.data.sources)
     loaded = []
     for name, source in named_sources(config).items():
-        verifier = verifier_of(source, judging)
-        prompts: Sequence[Prompt] = load_prompts(
-            gym_path(source.path, source.options, source.size, source.seed)
-            if is_gym(source.path)
-            else source.path,
-            tokenizer,
-            PromptOptions(
-                template=source.template or data.template,
-                max_prompt_length=data.max_prompt_length,
-                limit=data.limit or None,
-                marker=judging.marker,
-                thinking=data.thinking,
-            ),
-            task=None if isinstance(data.path, str) else name,
-            untested=data.untested,
-            keep_columns=is_users(verifier) or bool(data.order),
-        )
+        verifier = verifier_of(source, config.judging)
+        prompts = _prompts_of(config, tokenizer, name, source, verifier)
         _check_verifier(prompts, verifier, source.path)
         check_questions(verifier, prompts, source.path)
-        ranks = curriculum(prompts, data.order, source.path) if data.order else None
-        if not reads_rows(verifier):
-            prompts = [replace(prompt, row=None) for prompt in prompts] if data.order else prompts
+        ranks = None
+        if config.data.order:
+            ranks = curriculum(prompts, config.data.order, source.path)
+            if not reads_rows(verifier):  # only the order has read the columns
+                prompts = [replace(prompt, row=None) for prompt in prompts]
         loaded.append(
-            LoadedSource(name, source.path, prompts, source.weight / whole, verifier, ranks)
+            LoadedSource(
+                name=name,
+                path=source.path,
+                prompts=prompts,
+                weight=source.weight / total_weight,
+                verifier=verifier,
+                ranks=ranks,
+            )
         )
     return loaded
 
 
+def _prompts_of(
+    config: Config,
+    tokenizer: PreTrainedTokenizerBase,
+    name: str,
+    source: SourceConfig,
+    verifier: str,
+) -> Sequence[Prompt]:
+    """Return the prompts of one source, with the columns that its verifier or the order reads."""
+    data = config.data
+    path = source.path
+    if is_gym(path):
+        path = gym_path(path, source.options, source.size, source.seed)
+    return load_prompts(
+        path,
+        tokenizer,
+        PromptOptions(
+            template=source.template or data.template,
+            max_prompt_length=data.max_prompt_length,
+            limit=data.limit or None,
+            marker=config.judging.marker,
+            thinking=data.thinking,
+        ),
+        task=None if isinstance(data.path, str) else name,
+        untested=data.untested,
+        keep_columns=is_users(verifier) or bool(data.order),
+    )
+
+
 def build_draw(config: Config, sources: Sequence[LoadedSource]) -> Draw:
     """Return what gives the prompts at a position of the run."""
-    shuffle, seed = config.data.shuffle, config.seed
     if len(sources) == 1:
         return partial(
-            draw_prompts, sources[0].prompts, seed=seed, shuffle=shuffle, ranks=sources[0].ranks
+            draw_prompts,
+            sources[0].prompts,
+            seed=config.seed,
+            shuffle=config.data.shuffle,
+            ranks=sources[0].ranks,
         )
-    prompts, weights, ranks = zip(*((s.prompts, s.weight, s.ranks) for s in sources), strict=True)
-    return Mixture(prompts, weights, config.data.prompts_per_step, seed, shuffle, ranks)
+    return Mixture(
+        tuple(source.prompts for source in sources),
+        tuple(source.weight for source in sources),
+        config.data.prompts_per_step,
+        config.seed,
+        config.data.shuffle,
+        tuple(source.ranks for source in sources),
+    )
 
 
 def fingerprint_of(sources: Sequence[LoadedSource]) -> str:
@@ -73,7 +106,9 @@ def fingerprint_of(sources: Sequence[LoadedSource]) -> str:
     names = [fingerprint(source.prompts) for source in sources]
     if len(sources) == 1 and sources[0].ranks is None:
         return names[0]
-    return extended_fingerprint(names, [s.weight for s in sources], [s.ranks for s in sources])
+    weights = [source.weight for source in sources]
+    ranks = [source.ranks for source in sources]
+    return extended_fingerprint(names, weights, ranks)
 
 
 def build_judge(
@@ -82,16 +117,20 @@ def build_judge(
     """Return the judge of all sources, which takes ``eos_ids`` as well. Raises :class:`UserError`
     when programs cannot be run safely here.
     """
-    tests = {
-        p.ground_truth: p.tests for source in sources for p in source.prompts if p.tests is not None
-    }
+    tests = {}
+    for source in sources:
+        for prompt in source.prompts:
+            if prompt.tests is not None:
+                tests[prompt.ground_truth] = prompt.tests
     find = verifiers(config.judging, tests)
     judges: dict[str, Callable[..., list[Judgement]]] = {}
     for source in sources:
         verifier, form = find(source.verifier)
         judge = partial(judge_many, tokens=tokens, marker=config.judging.marker)
         judges[source.name] = partial(judge, verifier=verifier, form=form)
-    return partial(judge_by_task, judges=judges) if len(judges) > 1 else judges[sources[0].name]
+    if len(judges) == 1:
+        return judges[sources[0].name]
+    return partial(judge_by_task, judges=judges)
 
 
 def _check_verifier(prompts: Sequence[Prompt], verifier: str, path: str) -> None:
@@ -100,11 +139,9 @@ def _check_verifier(prompts: Sequence[Prompt], verifier: str, path: str) -> None
     if verifier == "math" and with_tests:
         raise UserError(f"{path}: {with_tests} programming problems; set judging.verifier=code")
     for form, names in (("choice", "choice"), ("short", "exact (or f1)")):
-        if verifier == "math" and (asked := sum(prompt.form == form for prompt in prompts)):
-            raise UserError(
-                f"{path}: {asked} questions whose answers are no mathematics; set "
-                f"judging.verifier={names}"
-            )
+        questions = sum(prompt.form == form for prompt in prompts)
+        if verifier == "math" and questions:
+            raise UserError(f"{path}: {questions} non-math questions; set judging.verifier={names}")
     if verifier == "code" and with_tests < len(prompts):
         raise UserError(
             f"{path}: {len(prompts) - with_tests} of {len(prompts)} problems have no tests; "

@@ -45,9 +45,10 @@ def test_responses(text: str, key: str, finished: bool, form: Any) -> None:
     ends = "stop" if finished else "length"
     by_id = Response("p", 0, ids, np.zeros(len(ids)), ends, 0)
     prompts = {"p": Prompt("p", (), (), key, "")}
-    verifier = lambda attempts: [
-        Outcome(bool(quick_verdict(a.answer or "", a.truth))) for a in attempts
-    ]
+
+    def verifier(attempts: Any) -> list[Outcome]:
+        return [Outcome(bool(quick_verdict(a.answer or "", a.truth))) for a in attempts]
+
     by_ids, by_text = judge_many(
         [by_id, replace(by_id, text=text)], prompts, BYTES, {256}, verifier=verifier, form=form
     )

@@ -55,7 +55,10 @@ def test_example_works_as_written(title: str, tmp_path: Path) -> None:
         if edit != "run":
             apply(edit, block, tmp_path)
     code = "\n".join(block for edit, block in SECTIONS[title] if edit == "run")
-    where = "import megatron_dcpo, pathlib; assert pathlib.Path(megatron_dcpo.__file__).is_relative_to(pathlib.Path.cwd())\n"
+    where = (
+        "import megatron_dcpo, pathlib; assert "
+        "pathlib.Path(megatron_dcpo.__file__).is_relative_to(pathlib.Path.cwd())\n"
+    )
     done = subprocess.run(
         [sys.executable, "-c", where + code],
         cwd=tmp_path,

@@ -43,7 +43,10 @@ for name, source in zip(("python", "site", "package"), sys.argv[2:5]):
     mount(source, f"/mnt/{name}", "", 0x5000)
 os.setgroups([]); os.setresgid(12345, 12345, 12345); os.setresuid(12345, 12345, 12345)
 python = f"/mnt/python/bin/python{sys.version_info[0]}.{sys.version_info[1]}"
-code = "import sys; sys.path[:0] = ['/mnt/package', '/mnt/site']; from tests.sandbox.guarantees import *; "
+code = (
+    "import sys; sys.path[:0] = ['/mnt/package', '/mnt/site']; from "
+    "tests.sandbox.guarantees import *; "
+)
 os.chdir("/mnt/package")
 os.execve(python, [python, "-B", "-c", code + f"print(json.dumps(reached({sys.argv[1]!r})))"], {"PATH": "/usr/bin:/bin"})
 """

@@ -20,7 +20,7 @@ HELDOUT = QUICKSTART / "data" / "heldout.jsonl"
 TAGS = ("<think>", "</think>")
 VERIFIER = '''
 def verify(response, answer):
-    """The answer alone, as the policy writes it behind its thinking; none of it is the thinking's."""
+    """The answer alone, as the policy writes it after its thinking."""
     assert "think>" not in response
     return response.replace("\\\\boxed{", "").replace("}", "").strip() == answer
 '''

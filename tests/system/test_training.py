@@ -247,7 +247,10 @@ def test_real_text(tmp_path, shared_data):
     )
     assert len(records) == 2
     assert all(record["engine/logprob_diff_max"] <= 1e-4 for record in records)
-    benchmarks = f"math500={shared_data / 'math500' / 'test.jsonl'},aime24={shared_data / 'aime24' / 'aime24.parquet'}"
+    benchmarks = (
+        f"math500={shared_data / 'math500' / 'test.jsonl'},"
+        f"aime24={shared_data / 'aime24' / 'aime24.parquet'}"
+    )
     options = (
         "--benchmarks",
         benchmarks,

@@ -1,4 +1,6 @@
-"""The codec of judged answers: what is written is read, 0.2.0 is understood, a field costs little."""
+"""The codec of judged answers: what is written is read, 0.2.0 is understood, a field costs
+little.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Every benchmark runs, in a form of seconds: both sides compute the same, and there is a number."""
+"""Every benchmark runs, in a form of seconds: both sides compute the same, and there is a
+number.
+"""
 
 from __future__ import annotations
 

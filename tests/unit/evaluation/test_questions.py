@@ -35,7 +35,10 @@ def specs(tmp_path: Path) -> str:
     table(tmp_path / "gpqa.csv", [GPQA[7]])  # the right option is 7
     lines(tmp_path / "mmlu.jsonl", MMLU)
     lines(tmp_path / "trivia.jsonl", TRIVIA)
-    return f"gpqa={tmp_path / 'gpqa.csv'},mmlupro={tmp_path / 'mmlu.jsonl'},trivia={tmp_path / 'trivia.jsonl'}"
+    return (
+        f"gpqa={tmp_path / 'gpqa.csv'},"
+        f"mmlupro={tmp_path / 'mmlu.jsonl'},trivia={tmp_path / 'trivia.jsonl'}"
+    )
 
 
 def evaluated(specs: str, judging: JudgingConfig | None = None) -> list[Sample]:
@@ -125,7 +128,10 @@ def test_abstentions_are_in_the_summary(
     again = ["evaluate", "--samples", str(tmp_path / "first" / "samples.jsonl"), "--resamples", "0"]
     assert main([*again, "--out", str(tmp_path / "again")]) == 0
     out = capsys.readouterr().out
-    line = "trivia abstention: rate 0.250, coverage 0.750, selective_accuracy 0.333, hallucination_rate 0.500"
+    line = (
+        "trivia abstention: rate 0.250, coverage 0.750, selective_accuracy 0.333, "
+        "hallucination_rate 0.500"
+    )
     assert line in out
 
 

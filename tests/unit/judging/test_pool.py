@@ -176,7 +176,10 @@ def test_memory_of_a_worker_is_bounded(answer: str) -> None:
 
 def test_a_worker_that_has_used_up_its_memory_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     """It judges its pair, says that it was the last one, and ends; no other pair pays for it."""
-    full = "from megatron_dcpo.judging import worker as w; w._memory_in_use = lambda: (0, 1 << 30); w.main()"
+    full = (
+        "from megatron_dcpo.judging import worker as w; w._memory_in_use = lambda: (0, "
+        "1 << 30); w.main()"
+    )
     start = subprocess.Popen
     monkeypatch.setattr(
         pool_module.subprocess,

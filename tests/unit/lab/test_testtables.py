@@ -108,9 +108,9 @@ def archive(path: Path, policies: tuple[str, ...]) -> None:
                         p = round(generator.beta(0.6, 0.4), 3)
                         y = int(generator.random() < p)
                         said = 0.9 if method == "grpo" else p
-                        lines.append(
-                            f"{problem},{y},{said:.2f},{problem if y else 7},{math.log(p + 1e-3):.4g},0.9,12"
-                        )
+                        answer = problem if y else 7
+                        logprob = f"{math.log(p + 1e-3):.4g}"
+                        lines.append(f"{problem},{y},{said:.2f},{answer},{logprob},0.9,12")
                 files[f"{policy}/{method}/1/{part}.csv"] = ("\n".join(lines) + "\n").encode()
     write_archive(path, files)
 

@@ -72,7 +72,7 @@ def test_proposition_2_holds_for_a_fixed_target_and_has_the_wrong_sign_as_stated
 
 
 @pytest.mark.parametrize("loss", ["cross_entropy", "brier_of_the_outcome"])
-def test_of_a_score_linear_in_the_outcome_the_sign_is_the_propositions_up_to_a_confidence_of_one_half(
+def test_the_sign_is_the_propositions_up_to_one_half_for_a_score_linear_in_the_outcome(
     loss: str,
 ) -> None:
     """There the loss of a right response is not the lower one: l_t = S(c, 1) - S(c, 0) >= 0."""
@@ -98,7 +98,7 @@ def test_slopes_are_the_derivatives() -> None:
     assert set(losses) == set(LOSSES)
 
 
-def test_the_stated_inner_product_is_the_change_of_the_objective_along_a_natural_gradient_step() -> (
+def test_the_stated_inner_product_is_the_change_along_a_natural_gradient_step() -> (
     None
 ):
     """Moving theta by eps F^+ grad J changes J_cal by eps times the inner product: upward, though c

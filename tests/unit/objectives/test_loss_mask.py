@@ -1,4 +1,6 @@
-"""Tokens that the policy did not sample are in no block: they have no weight and change nobody's."""
+"""Tokens that the policy did not sample are in no block: they have no weight and change
+nobody's.
+"""
 
 from __future__ import annotations
 

@@ -10,7 +10,10 @@ import pytest
 from tests.helpers.paths import REPOSITORY
 from tools import release
 
-GOOD = "# Changelog\n\n## Unreleased\n\n## 1.2.0 - 2026-11-25\n\n### Added\n\n* A thing.\n\n## 1.1.0\n\nOld.\n"
+GOOD = (
+    "# Changelog\n\n## Unreleased\n\n## 1.2.0 - 2026-11-25\n\n### Added\n\n* A "
+    "thing.\n\n## 1.1.0\n\nOld.\n"
+)
 
 
 def test_this_checkout_names_its_version_once_and_has_its_section() -> None:

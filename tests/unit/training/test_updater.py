@@ -1,4 +1,6 @@
-"""Updater alone: mini-batches, deals, updates that are skipped; the passes are counted elsewhere."""
+"""Updater alone: mini-batches, deals, updates that are skipped; the passes are counted
+elsewhere.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""WeightSync alone: what it does about an engine that fails, and about weights that are not finite."""
+"""WeightSync alone: what it does about an engine that fails, and about weights that are not
+finite.
+"""
 
 from __future__ import annotations
 
