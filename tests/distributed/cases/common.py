@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_dcpo.config.parallel import PLANNED, ParallelConfig
+from megatron_dcpo.config.parallel import ParallelConfig, PlannedOptions
 from megatron_dcpo.config.sections import Config, DataConfig, ModelConfig, OptimizerConfig
 from megatron_dcpo.policy.batching import assign_to_ranks, sequence_length, split_micro_batches
 from megatron_dcpo.runtime.distributed import Topology, initialize
@@ -30,7 +30,7 @@ def parallel_config(options: Mapping[str, Any]) -> ParallelConfig:
     """
     own = dict(options)
     handed_on = own.pop("megatron", {}) | {
-        name: own.pop(name) for name in options if name in PLANNED
+        name: own.pop(name) for name in options if name in PlannedOptions.__pydantic_fields__
     }
     return ParallelConfig(**own, megatron=handed_on)
 
