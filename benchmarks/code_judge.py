@@ -60,7 +60,9 @@ def main() -> None:
     file = args.data / "humanevalplus" / "HumanEvalPlus.jsonl.gz"
     sys.exit(
         0
-        if compare(file, args.programs, args.tests, args.workers, args.sandbox, args.numpy).same
+        if compare(
+            file, args.programs, args.tests, args.workers, args.sandbox, args.numpy
+        ).same
         else 1
     )
 
@@ -71,7 +73,9 @@ def compare(
     """Both on the same programs, one after the other."""
     items = _items(file, programs, tests)
     count = sum(len(cases) for _, _, cases in items)
-    print(f"{len(items)} programs, {count} tests, {workers} workers, load {os.getloadavg()[0]:.1f}")
+    print(
+        f"{len(items)} programs, {count} tests, {workers} workers, load {os.getloadavg()[0]:.1f}"
+    )
     limits = CodeLimits(test_seconds=60, program_seconds=300)
     with CodePool(limits=limits, sandbox=sandbox, workers=workers) as pool:
         start = time.perf_counter()
@@ -97,7 +101,9 @@ def compare(
         f"s (wall time of {len(items)} programs, {count} tests)",
         "an interpreter per test, not isolated",
     )
-    return Measurement("code_judge", seconds, slow, unit, other, goal=0.5, same=ours == naive)
+    return Measurement(
+        "code_judge", seconds, slow, unit, other, goal=0.5, same=ours == naive
+    )
 
 
 def measurements() -> Iterator[Measurement]:
@@ -106,10 +112,14 @@ def measurements() -> Iterator[Measurement]:
         programs = 4 if QUICK else 100
         yield compare(file, programs, 10, 2, "auto", False)
     else:
-        yield absent("code_judge", "s", "an interpreter per test", f"no {file}", goal=0.5)
+        yield absent(
+            "code_judge", "s", "an interpreter per test", f"no {file}", goal=0.5
+        )
 
 
-def _items(path: Path, programs: int, tests: int) -> list[tuple[str, str, list[dict[str, Any]]]]:
+def _items(
+    path: Path, programs: int, tests: int
+) -> list[tuple[str, str, list[dict[str, Any]]]]:
     """Program, entry point and cases. Problems whose answer is not unique are compared by the
     canonical one.
     """
@@ -127,7 +137,10 @@ def _items(path: Path, programs: int, tests: int) -> list[tuple[str, str, list[d
                 for given in inputs
             ]
             changed = right + _CHANGED.format(entry=row["entry_point"])
-            found += [(right, row["entry_point"], cases), (right + "\n", row["entry_point"], cases)]
+            found += [
+                (right, row["entry_point"], cases),
+                (right + "\n", row["entry_point"], cases),
+            ]
             found += [
                 (changed, row["entry_point"], cases),
                 (right + "\n\n", row["entry_point"], cases),
@@ -135,7 +148,9 @@ def _items(path: Path, programs: int, tests: int) -> list[tuple[str, str, list[d
     return found[:programs]
 
 
-def _judged(pool: CodePool, items: list[tuple[str, str, list[dict[str, Any]]]]) -> list[int]:
+def _judged(
+    pool: CodePool, items: list[tuple[str, str, list[dict[str, Any]]]]
+) -> list[int]:
     futures = []
     for program, entry, cases in items:
         tests = {"kind": "function", "entry_point": entry, "cases": cases}

@@ -50,16 +50,19 @@ def measurements() -> Iterator[Measurement]:
     try:
         lengths = solution_lengths(DATA)
     except Exception as error:  # the tokenizers library raises plain Exception
-        reason = (
-            f"not here: math500/test.jsonl and qwen_tokenizer/ below {DATA} (DCPO_DATA): {error}"
-        )
+        reason = f"not here: math500/test.jsonl and qwen_tokenizer/ below {DATA} (DCPO_DATA): {error}"
         yield absent(
-            "long tails", "share of slot-steps in use", "waiting for the longest response", reason
+            "long tails",
+            "share of slot-steps in use",
+            "waiting for the longest response",
+            reason,
         )
         return
     yield from simulated(lengths)
     with tempfile.TemporaryDirectory() as scratch:
-        yield from measured(Path(scratch), [max(1, length // SHORTEN) for length in lengths])
+        yield from measured(
+            Path(scratch), [max(1, length // SHORTEN) for length in lengths]
+        )
 
 
 def simulated(lengths: list[int]) -> Iterator[Measurement]:
@@ -75,7 +78,11 @@ def simulated(lengths: list[int]) -> Iterator[Measurement]:
         lengths,
     )[:2]
     raw = {
-        one.name: {"rollout_s": one.mean("rollout"), "step_s": one.mean("seconds"), **one.shares}
+        one.name: {
+            "rollout_s": one.mean("rollout"),
+            "step_s": one.mean("seconds"),
+            **one.shares,
+        }
         for one in (before, after)
     }
     facts = {"waiting for the longest response": raw}
@@ -90,7 +97,9 @@ def simulated(lengths: list[int]) -> Iterator[Measurement]:
         raw=raw,
     )
     step = [one.mean("seconds") for one in (after, before)]
-    yield Measurement("long tails, simulated 8B: step", *step, "s", *facts, 1.0, raw=raw)
+    yield Measurement(
+        "long tails, simulated 8B: step", *step, "s", *facts, 1.0, raw=raw
+    )
 
 
 def measured(scratch: Path, lengths: list[int]) -> Iterator[Measurement]:
@@ -98,7 +107,8 @@ def measured(scratch: Path, lengths: list[int]) -> Iterator[Measurement]:
     (scratch / "lengths.json").write_text(json.dumps(lengths))
     rows: dict[str, list[dict[str, Any]]] = {name: [] for name in ALTERNATIVES}
     workers = {
-        name: Stepper(sys.executable, __file__, name, str(scratch), str(model)) for name in rows
+        name: Stepper(sys.executable, __file__, name, str(scratch), str(model))
+        for name in rows
     }
     with workers["before"] as before, workers["after"] as after:
         for _ in range(STEPS):
@@ -116,7 +126,10 @@ def measured(scratch: Path, lengths: list[int]) -> Iterator[Measurement]:
         name: {key: sum(row[key] for row in taken[WARM_UP:]) for key in taken[0]}
         for name, taken in rows.items()
     }
-    raw = {name: {"steps": taken, "sums of the last": sums[name]} for name, taken in rows.items()}
+    raw = {
+        name: {"steps": taken, "sums of the last": sums[name]}
+        for name, taken in rows.items()
+    }
     kept = {
         "same": same,
         "raw": raw,
@@ -134,9 +147,17 @@ def measured(scratch: Path, lengths: list[int]) -> Iterator[Measurement]:
         **kept,
     )
     for part in ("rollout", "whole"):
-        per = [1000 * sums[name][part] / sums[name]["tokens"] for name in ("after", "before")]
+        per = [
+            1000 * sums[name][part] / sums[name]["tokens"]
+            for name in ("after", "before")
+        ]
         yield Measurement(
-            f"long tails, embedded engine: {part}", *per, "ms per trained token", other, 1.0, **kept
+            f"long tails, embedded engine: {part}",
+            *per,
+            "ms per trained token",
+            other,
+            1.0,
+            **kept,
         )
 
 
@@ -152,11 +173,16 @@ def _train(name: str, scratch: Path, model: str) -> None:
         def __init__(self, samples: Any, *rest: Any) -> None:
             super().__init__(samples, *rest)
             self.due = torch.tensor(
-                [random.Random(f"{p.prompt_id}/{i}").choice(lengths) for p, i in samples]
+                [
+                    random.Random(f"{p.prompt_id}/{i}").choice(lengths)
+                    for p, i in samples
+                ]
             )
 
         def record(self, rows: Any, token: Any, logprob: Any, ends: Any) -> Any:
-            return super().record(rows, token, logprob, self.count[rows] + 1 >= self.due[rows])
+            return super().record(
+                rows, token, logprob, self.count[rows] + 1 >= self.due[rows]
+            )
 
     transformers_engine._Batch = Forced  # type: ignore[misc]
     more = [
@@ -166,7 +192,9 @@ def _train(name: str, scratch: Path, model: str) -> None:
         *ALTERNATIVES[name],
     ]
     longest = max(lengths) + 1
-    options = policies.overrides(Path(model), scratch / name, PROMPTS, GROUP, longest, *more)
+    options = policies.overrides(
+        Path(model), scratch / name, PROMPTS, GROUP, longest, *more
+    )
     with policies.training_run([*options, "training.micro_batch_size=64"]) as run:
         take, began, batches = run.rollouts.take, {}, []
 

@@ -45,7 +45,12 @@ if QUICK:
 
 
 def make_checkpoint(path: Path, family: str) -> Path:
-    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+    from transformers import (
+        LlamaConfig,
+        LlamaForCausalLM,
+        Qwen3Config,
+        Qwen3ForCausalLM,
+    )
 
     config, model = {
         "qwen3": (Qwen3Config, Qwen3ForCausalLM),
@@ -76,7 +81,9 @@ def ranks_of(processes: int, out: Path, options: dict[str, Any]) -> list[Any]:
         str(Path(__file__).with_name("rank_memory.py")),
         json.dumps(options | {"out": str(out)}),
     )
-    return [json.loads((out / f"rank{rank}.json").read_text()) for rank in range(processes)]
+    return [
+        json.loads((out / f"rank{rank}.json").read_text()) for rank in range(processes)
+    ]
 
 
 def results() -> Iterator[tuple[str, dict[str, Any]]]:
@@ -84,7 +91,10 @@ def results() -> Iterator[tuple[str, dict[str, Any]]]:
     settings = [
         {
             "dtype": dtype,
-            "parallel": {"recompute_granularity": recompute, "sequence_packing": packing},
+            "parallel": {
+                "recompute_granularity": recompute,
+                "sequence_packing": packing,
+            },
         }
         for dtype, recompute, packing in SETTINGS
     ]
@@ -105,8 +115,12 @@ def results() -> Iterator[tuple[str, dict[str, Any]]]:
                 "parallel": parallel,
                 "settings": settings,
             } | lengths
-            for rank, of_rank in enumerate(ranks_of(processes, Path(scratch, "out"), options)):
-                for (dtype, recompute, packing), result in zip(SETTINGS, of_rank, strict=True):
+            for rank, of_rank in enumerate(
+                ranks_of(processes, Path(scratch, "out"), options)
+            ):
+                for (dtype, recompute, packing), result in zip(
+                    SETTINGS, of_rank, strict=True
+                ):
                     how = f"{dtype}, recompute {recompute}, {'packed' if packing else 'padded'}"
                     yield f"{family}, {name}, rank {rank}, {how}", result
 
@@ -118,18 +132,30 @@ def measurements() -> Iterator[Measurement]:
     found = list(results())
     state = [
         (
-            sum(result["predicted"][k] for k in ("weights", "gradients", "main_params", "moments")),
+            sum(
+                result["predicted"][k]
+                for k in ("weights", "gradients", "main_params", "moments")
+            ),
             sum(result["measured"].values()),
             name,
         )
         for name, result in found
     ]
     peaks = [
-        (result["peak"]["predicted"], result["peak"]["measured"] - result["peak"]["unseen"], name)
+        (
+            result["peak"]["predicted"],
+            result["peak"]["measured"] - result["peak"]["unseen"],
+            name,
+        )
         for name, result in found
     ]
-    for what, rows, least, most in (("state", state, 1.0, 1.0), ("peak", peaks, 0.95, 1.05)):
-        ratios = {name: round(predicted / measured, 4) for predicted, measured, name in rows}
+    for what, rows, least, most in (
+        ("state", state, 1.0, 1.0),
+        ("peak", peaks, 0.95, 1.05),
+    ):
+        ratios = {
+            name: round(predicted / measured, 4) for predicted, measured, name in rows
+        }
         for bound, how, goal in ((max, "largest", most), (min, "smallest", least)):
             predicted, measured, name = bound(rows, key=lambda row: row[0] / row[1])
             fields = {
@@ -140,7 +166,12 @@ def measurements() -> Iterator[Measurement]:
             }
             label = f"plan_memory/{what}, {how} ratio"
             yield Measurement(
-                label, predicted, measured, "bytes predicted by dcpo plan", "bytes held", **fields
+                label,
+                predicted,
+                measured,
+                "bytes predicted by dcpo plan",
+                "bytes held",
+                **fields,
             )
 
 
@@ -151,13 +182,26 @@ def main() -> None:
 
 
 def show(result: dict) -> None:
-    rows = {what: (result["predicted"][what], n, 0) for what, n in result["measured"].items()}
-    rows["activations"] = (result["activations"]["predicted"], result["activations"]["measured"], 0)
-    rows["peak"] = tuple(result["peak"][key] for key in ("predicted", "measured", "unseen"))
+    rows = {
+        what: (result["predicted"][what], n, 0)
+        for what, n in result["measured"].items()
+    }
+    rows["activations"] = (
+        result["activations"]["predicted"],
+        result["activations"]["measured"],
+        0,
+    )
+    rows["peak"] = tuple(
+        result["peak"][key] for key in ("predicted", "measured", "unseen")
+    )
     for what, (predicted, measured, unseen) in rows.items():
         ratio = f"{predicted / measured:7.4f}" if measured else "      -"
-        without = f" {unseen:13,} {predicted / (measured - unseen):7.4f}" if unseen else ""
-        print(f"    {what:12} {predicted:13,} {measured:13,} {ratio}{without}", flush=True)
+        without = (
+            f" {unseen:13,} {predicted / (measured - unseen):7.4f}" if unseen else ""
+        )
+        print(
+            f"    {what:12} {predicted:13,} {measured:13,} {ratio}{without}", flush=True
+        )
 
 
 if __name__ == "__main__":

@@ -85,7 +85,11 @@ class Comparison:
         run = self.out / name
         model = self.policy if name == "base" else run / "policy"
         self._sample(
-            model, f"heldout={self.heldout}", run, "--confidence", "verbal,token,consistency"
+            model,
+            f"heldout={self.heldout}",
+            run,
+            "--confidence",
+            "verbal,token,consistency",
         )
 
     def recalibrate(self) -> None:
@@ -94,26 +98,45 @@ class Comparison:
         """
         run, fitted = self.out / RECALIBRATED, self.out / RECALIBRATED / "fitted"
         self._sample(
-            self.out / "grpo" / "policy", f"train={self.train}", fitted, "--limit", str(self.fitted)
+            self.out / "grpo" / "policy",
+            f"train={self.train}",
+            fitted,
+            "--limit",
+            str(self.fitted),
         )
         calibrator = str(run / "calibrator.npz")
         samples = ("--samples", str(fitted / "samples.jsonl"), "--held-out", "0")
-        self._call(run, "calibrate", "--kind", "logistic", *samples, "--out", calibrator)
+        self._call(
+            run, "calibrate", "--kind", "logistic", *samples, "--out", calibrator
+        )
         samples = (
             "--samples",
             str(self.out / "grpo" / "samples.jsonl"),
             "--calibrator",
             calibrator,
         )
-        self._call(run, "evaluate", *samples, "--confidence", "posthoc", "--out", str(run))
+        self._call(
+            run, "evaluate", *samples, "--confidence", "posthoc", "--out", str(run)
+        )
 
     def _sample(self, model: Path, benchmark: str, out: Path, *options: str) -> None:
-        arguments = ("--model", str(model), "--benchmarks", benchmark, "--out", str(out))
-        self._call(out, "evaluate", *arguments, "--repeats", "8", *options, *self.sampling)
+        arguments = (
+            "--model",
+            str(model),
+            "--benchmarks",
+            benchmark,
+            "--out",
+            str(out),
+        )
+        self._call(
+            out, "evaluate", *arguments, "--repeats", "8", *options, *self.sampling
+        )
 
     def report(self) -> None:
         runs = (str(self.out / name) for name in self.rows)
-        self._call(self.out / "base", "report", *runs, "--out", str(self.out / "report.html"))
+        self._call(
+            self.out / "base", "report", *runs, "--out", str(self.out / "report.html")
+        )
 
     def _call(self, run: Path, *arguments: str) -> None:
         """``python -m megatron_dcpo ...`` in a process of its own, its output in
@@ -145,7 +168,10 @@ def compare(comparison: Comparison, workers: int) -> None:
     out, started = comparison.out, time.monotonic()
     start_over_unless_interrupted(comparison)
     with ThreadPoolExecutor(workers) as pool:
-        jobs = [pool.submit(run_one, comparison, name) for name in ("base", *comparison.methods)]
+        jobs = [
+            pool.submit(run_one, comparison, name)
+            for name in ("base", *comparison.methods)
+        ]
         wait(jobs, out, comparison.methods)
     summary = summarize(comparison)
     comparison.report()
@@ -165,7 +191,9 @@ def start_over_unless_interrupted(comparison: Comparison) -> None:
     """
     out, seed = comparison.out, comparison.seed
     marker = out / "seed.txt"
-    if marker.is_file() and (marker.read_text() != str(seed) or (out / "summary.json").is_file()):
+    if marker.is_file() and (
+        marker.read_text() != str(seed) or (out / "summary.json").is_file()
+    ):
         for name in comparison.rows:
             shutil.rmtree(out / name, ignore_errors=True)
         (out / "summary.json").unlink(missing_ok=True)
@@ -193,7 +221,9 @@ def wait(jobs: list[Future[None]], out: Path, methods: tuple[str, ...]) -> None:
                 raise job.exception()
         line = "   ".join(f"{m} {_steps(out / m)}" for m in methods)
         if line != shown and (console.is_terminal or time.monotonic() - said > 30):
-            console.print(line, end="\r" if console.is_terminal else "\n", highlight=False)
+            console.print(
+                line, end="\r" if console.is_terminal else "\n", highlight=False
+            )
             shown, said = line, time.monotonic()
     for job in jobs:
         job.result()
@@ -243,7 +273,9 @@ def draw(out: Path, summary: dict[str, dict[str, float]]) -> None:
         evaluation = json.loads((out / name / "evaluation.json").read_text())
         kind = "posthoc" if name == RECALIBRATED else "verbal"
         bins[title] = bins_from_json(evaluation["benchmarks"]["heldout"][kind]["bins"])
-        notes[title] = f"accuracy {summary[name]['accuracy']:.2f}\nECE {summary[name]['ece']:.3f}"
+        notes[title] = (
+            f"accuracy {summary[name]['accuracy']:.2f}\nECE {summary[name]['ece']:.3f}"
+        )
     save(comparison_grid(bins, notes, columns=len(bins)), out / "reliability.png")
 
 

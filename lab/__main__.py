@@ -19,7 +19,10 @@ def main() -> int:
     """Run one verb; return the exit status."""
     args = _parser().parse_args()
     logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr
+        level=logging.INFO,
+        format="%(asctime)s %(message)s",
+        datefmt="%H:%M:%S",
+        stream=sys.stderr,
     )
     try:
         args.run(args)
@@ -33,10 +36,13 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m lab", description=__doc__)
     verbs = parser.add_subparsers(required=True)
     test = verbs.add_parser(
-        "test", help="train the cells of the test and sample them; finished cells are kept"
+        "test",
+        help="train the cells of the test and sample them; finished cells are kept",
     )
     test.add_argument(
-        "--methods", default=",".join(testgrid.METHODS_OF_THE_TEST), help="default: %(default)s"
+        "--methods",
+        default=",".join(testgrid.METHODS_OF_THE_TEST),
+        help="default: %(default)s",
     )
     tables = verbs.add_parser(
         "test-tables", help="the tables of the test, from the published responses"
@@ -46,7 +52,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     for verb in (test, tables):
         verb.add_argument(
-            "--final", action="store_true", help="the last test: every method in every draw"
+            "--final",
+            action="store_true",
+            help="the last test: every method in every draw",
         )
     second = verbs.add_parser(
         "world2", help="the second world: its tables from the published responses"
@@ -70,7 +78,9 @@ def _parser() -> argparse.ArgumentParser:
         verb.add_argument(
             "--seeds", type=int, default=1, help="of every method on every pretraining"
         )
-        verb.add_argument("--jobs", type=int, default=2, help="processes at a time, one core each")
+        verb.add_argument(
+            "--jobs", type=int, default=2, help="processes at a time, one core each"
+        )
         verb.add_argument(
             "--grid",
             type=Path,
@@ -99,7 +109,9 @@ def _test(args: argparse.Namespace) -> None:
         args.policies.split(","), args.methods.split(","), range(1, args.seeds + 1)
     )
     lab = testgrid.Lab(args.grid.resolve(), args.jobs)
-    (replace(lab, draws=testgrid.FINAL, all_methods=True) if args.final else lab).run(chosen)
+    (replace(lab, draws=testgrid.FINAL, all_methods=True) if args.final else lab).run(
+        chosen
+    )
 
 
 def _tables(args: argparse.Namespace) -> None:
@@ -107,7 +119,8 @@ def _tables(args: argparse.Namespace) -> None:
     test = "final" if args.final else "test"
     if args.grid:
         logging.info(
-            "%d cells packed", testgrid.pack(args.grid, args.out / f"{test}_records.tar.xz")
+            "%d cells packed",
+            testgrid.pack(args.grid, args.out / f"{test}_records.tar.xz"),
         )
     found = testtables.tables(args.out, test)
     print(f"best on the validation problems: {found['best']}")
@@ -115,9 +128,13 @@ def _tables(args: argparse.Namespace) -> None:
 
 def _world2(args: argparse.Namespace) -> None:
     if args.train:
-        cells = testgrid.cells(args.policies.split(","), world2.METHODS, range(1, args.seeds + 1))
+        cells = testgrid.cells(
+            args.policies.split(","), world2.METHODS, range(1, args.seeds + 1)
+        )
         world2.world(args.grid, args.jobs).run(cells)
-        logging.info("%d cells packed", testgrid.pack(args.grid, args.out / world2.RECORDS))
+        logging.info(
+            "%d cells packed", testgrid.pack(args.grid, args.out / world2.RECORDS)
+        )
     world2.tables(args.out / world2.RECORDS, args.out)
 
 

@@ -35,7 +35,16 @@ from megatron_dcpo.errors import UserError
 POLICIES = MappingProxyType(
     {"large": "qwen3_3", "qwen3": "qwen3_2", "llama": "llama"}
 )  # as test.json names them
-METRICS = ("accuracy", "pass_at_8", "ece", "brier", "auroc", "skill", "ece_2x2", "auroc_2x2")
+METRICS = (
+    "accuracy",
+    "pass_at_8",
+    "ece",
+    "brier",
+    "auroc",
+    "skill",
+    "ece_2x2",
+    "auroc_2x2",
+)
 PUBLISHED = MappingProxyType(
     {
         "dcpo_proper_digits": "DCPO-proper, gradient over all digits (80ba0e8)",
@@ -90,12 +99,14 @@ def load(archive: Path, data: Path = EXAMPLES / "data", test: str = "test") -> R
         part = file.removesuffix(".csv")
         if part in ("test", "heldout", "decoding"):
             family, _, pretraining = policy.partition(".")
-            run = runs.setdefault((family, int(pretraining or 0), int(seed)), {}).setdefault(
-                method, {}
-            )
+            run = runs.setdefault(
+                (family, int(pretraining or 0), int(seed)), {}
+            ).setdefault(method, {})
             assert isinstance(run, dict)
             column = METHODS[method].confidence if method in METHODS else "confidence"
-            run[part] = _records(content, kinds["heldout" if part == "heldout" else test], column)
+            run[part] = _records(
+                content, kinds["heldout" if part == "heldout" else test], column
+            )
     return runs
 
 
@@ -109,7 +120,12 @@ def _records(content: bytes, kinds: np.ndarray, column: str) -> Records:
     problem = np.array([int(row["problem"]) for row in rows])
     tokens = np.nan_to_num(numbers("tokens"))
     return Records(
-        problem, kinds[problem], numbers("correct"), numbers(column), numbers("logprob"), tokens
+        problem,
+        kinds[problem],
+        numbers("correct"),
+        numbers(column),
+        numbers("logprob"),
+        tokens,
     )
 
 
@@ -156,11 +172,17 @@ def bands(rs: Sequence[Records], resamples: int = 200) -> tuple[float, float]:
         signs = rng.choice([-1.0, 1.0], size=(resamples, len(residual)))
         alike += np.abs(signs @ residual).sum(axis=1) / len(c) / len(rs)
         values, of_value = np.unique(c, return_inverse=True)
-        drawn = rng.binomial(np.bincount(of_value), values, size=(resamples, len(values)))
-        in_bin = np.searchsorted(bin_rows(c, y).edges[1:], values)[:, None] == np.arange(bins)
+        drawn = rng.binomial(
+            np.bincount(of_value), values, size=(resamples, len(values))
+        )
+        in_bin = np.searchsorted(bin_rows(c, y).edges[1:], values)[
+            :, None
+        ] == np.arange(bins)
         expected = np.bincount(index, weights=c, minlength=bins)
         independent += (
-            np.abs(expected - drawn @ in_bin.astype(float)).sum(axis=1) / len(c) / len(rs)
+            np.abs(expected - drawn @ in_bin.astype(float)).sum(axis=1)
+            / len(c)
+            / len(rs)
         )
     return float(np.quantile(independent, 0.95)), float(np.quantile(alike, 0.95))
 
@@ -195,7 +217,9 @@ def shown(value: str, gap: Interval) -> str:
     return gap.shown(4 if value == "Brier" else 2)
 
 
-def table(text: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+def table(
+    text: str, columns: Sequence[str], rows: Sequence[Sequence[str]]
+) -> list[str]:
     """Return prose in lines of at most 100 columns and a table under it; nothing without rows."""
     if not rows:
         return []
@@ -213,7 +237,9 @@ def tables(out: Path, test: str = "test") -> dict[str, Any]:
     ``best`` is the row with the least Brier score on the validation problems of the first family of
     policies. ``test``: or "final".
     """
-    found: dict[str, dict[int, list[Mapping[str, Run]]]] = {family: {} for family in POLICIES}
+    found: dict[str, dict[int, list[Mapping[str, Run]]]] = {
+        family: {} for family in POLICIES
+    }
     for (family, number, _), methods in sorted(
         load(out / f"{test}_records.tar.xz", test=test).items()
     ):
@@ -236,9 +262,14 @@ def tables(out: Path, test: str = "test") -> dict[str, Any]:
         "",
     ]
     for family, of in families.items():
-        lines += [f"## {POLICIES[family]}", "", *_family(of, policies[POLICIES[family]])]
+        lines += [
+            f"## {POLICIES[family]}",
+            "",
+            *_family(of, policies[POLICIES[family]]),
+        ]
     ranked = [
-        (TITLES[name], f"{value:.4f}") for name, value in sorted(chosen.items(), key=lambda i: i[1])
+        (TITLES[name], f"{value:.4f}")
+        for name, value in sorted(chosen.items(), key=lambda i: i[1])
     ]
     text = "Brier score on the validation problems (fitted rows: on the other half)."
     lines += ["## Choice of the best row", "", *table(text, ("Brier",), ranked)]
@@ -246,7 +277,9 @@ def tables(out: Path, test: str = "test") -> dict[str, Any]:
     return result
 
 
-def _runs_of(of: Family, *names: str, part: str = "test") -> list[tuple[int, Mapping[str, Run]]]:
+def _runs_of(
+    of: Family, *names: str, part: str = "test"
+) -> list[tuple[int, Mapping[str, Run]]]:
     """Return pretraining and rows of every run (one seed on one pretraining) that sampled ``part``
     with all ``names``.
     """
@@ -275,7 +308,10 @@ def _by_pretraining(
 def _columns(of: Family, name: str) -> dict[str, list[float]]:
     """Return ``METRICS`` of one row: one number per pretraining, the mean over its seeds."""
     rows = _by_pretraining(_runs_of(of, name), lambda r: scores(r[name]))
-    return {key: [float(np.mean([row[key] for row in seeds])) for seeds in rows] for key in METRICS}
+    return {
+        key: [float(np.mean([row[key] for row in seeds])) for seeds in rows]
+        for key in METRICS
+    }
 
 
 def _validation(of: Family) -> dict[str, float]:
@@ -283,9 +319,12 @@ def _validation(of: Family) -> dict[str, float]:
     pretraining has there.
     """
     first = [seeds[0] for seeds in of.values()]
-    names = [name for name in TITLES if all("heldout" in r.get(name, {}) for r in first)]
+    names = [
+        name for name in TITLES if all("heldout" in r.get(name, {}) for r in first)
+    ]
     return {
-        name: float(np.mean([scores(r[name], "heldout")["brier"] for r in first])) for name in names
+        name: float(np.mean([scores(r[name], "heldout")["brier"] for r in first]))
+        for name in names
     }
 
 
@@ -293,10 +332,13 @@ def _family(of: Family, columns: Mapping[str, Mapping[str, list[float]]]) -> lis
     rows = []
     for name, row in columns.items():
         seeds = "/".join(
-            str(n) for n in sorted({len(s) for s in _by_pretraining(_runs_of(of, name), id)})
+            str(n)
+            for n in sorted({len(s) for s in _by_pretraining(_runs_of(of, name), id)})
         )
         means = [
-            interval(row[key]).shown(3) if key == "skill" else f"{np.mean(row[key]):.4f}"
+            interval(row[key]).shown(3)
+            if key == "skill"
+            else f"{np.mean(row[key]):.4f}"
             for key in METRICS
         ]
         rows.append((TITLES[name], str(len(row["accuracy"])), seeds, *means))
@@ -322,7 +364,10 @@ def _errors(of: Family) -> list[str]:
         rs = [r[name]["test"] for _, r in _runs_of(of, name)]
         plain = np.mean([ece(r.confidence, r.correct) for r in rs])
         corrected = np.mean(
-            [binned_error(r.confidence, r.correct, r.problem, resamples=100).estimate for r in rs]
+            [
+                binned_error(r.confidence, r.correct, r.problem, resamples=100).estimate
+                for r in rs
+            ]
         )
         rows.append(
             (
@@ -339,7 +384,9 @@ def _errors(of: Family) -> list[str]:
         "the same mean, where labels are independent, and where they are as alike "
         "within a problem as here."
     )
-    return table(text, ("runs", "ECE", "corrected", "independent", "within problems"), rows)
+    return table(
+        text, ("runs", "ECE", "corrected", "independent", "within problems"), rows
+    )
 
 
 def recalibrated(of: Family, names: Sequence[str]) -> list[str]:
@@ -352,7 +399,9 @@ def recalibrated(of: Family, names: Sequence[str]) -> list[str]:
         cells = []
         for fit in (None, *OWN.values()):
             seeds = _by_pretraining(_runs_of(of, name), lambda r, n=name: r[n]["test"])
-            made = [[fitted_by_halves(r, fit) if fit else r for r in one] for one in seeds]
+            made = [
+                [fitted_by_halves(r, fit) if fit else r for r in one] for one in seeds
+            ]
             score = np.mean(
                 [np.mean([brier(r.confidence, r.correct) for r in one]) for one in made]
             )
@@ -367,7 +416,9 @@ def recalibrated(of: Family, names: Sequence[str]) -> list[str]:
     return table(text + "scored on the other half:", ("stated", *OWN), rows)
 
 
-def _differences(of: Family, start: str, names: Sequence[str], values: Sequence[str]) -> list[str]:
+def _differences(
+    of: Family, start: str, names: Sequence[str], values: Sequence[str]
+) -> list[str]:
     """Compare ``names`` with the row ``start`` on the runs that have both. A seed belongs to its
     pretraining, so the spread of the pretrainings' means holds the seeds' too: their means are
     crossed with the problems.
@@ -379,16 +430,22 @@ def _differences(of: Family, start: str, names: Sequence[str], values: Sequence[
             continue
         cells = []
         for value in values:
-            gaps = _by_pretraining(both, lambda r, n=name, v=value: difference(r[n], r[start], v))
+            gaps = _by_pretraining(
+                both, lambda r, n=name, v=value: difference(r[n], r[start], v)
+            )
             means = np.array([np.mean(seeds, axis=0) for seeds in gaps])
-            cells.append(shown(value, crossed(means) if len(means) > 1 else interval(means[0])))
+            cells.append(
+                shown(value, crossed(means) if len(means) > 1 else interval(means[0]))
+            )
         rows.append((TITLES[name], str(len(means)), *cells))
     text = (
         f"Minus {TITLES[start]}, same problems, pretrainings and seeds; ± for others of "
         f"all three, or, in a row of "
     )
     return table(
-        text + "one pretraining, for other problems alone:", ("pretrainings", *values), rows
+        text + "one pretraining, for other problems alone:",
+        ("pretrainings", *values),
+        rows,
     )
 
 
@@ -404,7 +461,9 @@ def ladder(of: Family) -> list[str]:
                 shown(value, interval(difference(r[decoupled], r[coupled], value)))
                 for value in VALUES
             ]
-            rows.append((f"{TITLES[decoupled]} - {TITLES[coupled]}", str(number), *cells))
+            rows.append(
+                (f"{TITLES[decoupled]} - {TITLES[coupled]}", str(number), *cells)
+            )
     return table(
         "Decoupled minus coupled, all else equal; ± for other problems alone:",
         ("pretraining", *VALUES),
@@ -422,9 +481,14 @@ def _decoding(of: Family) -> list[str]:
             rows.append(
                 (
                     TITLES[name],
-                    *(f"{x:.4f}" for x in np.mean([np.mean(seeds, axis=0) for seeds in found], 0)),
+                    *(
+                        f"{x:.4f}"
+                        for x in np.mean([np.mean(seeds, axis=0) for seeds in found], 0)
+                    ),
                 )
             )
     return table(
-        "The paper's decoding (T 0.7, top-p 0.8, top-k 20), mean over pretrainings:", SHOWN, rows
+        "The paper's decoding (T 0.7, top-p 0.8, top-k 20), mean over pretrainings:",
+        SHOWN,
+        rows,
     )

@@ -13,9 +13,8 @@ if TYPE_CHECKING:
 # (docs/scaling.md#exit-statuses).
 EXIT_USER_ERROR = 2
 EXIT_DOES_NOT_FIT = 3  # of dcpo plan
-EXIT_PEER_LOST = (
-    98  # another process of the job died or hung: start the job again with --resume auto
-)
+# another process of the job died or hung: start the job again with --resume auto
+EXIT_PEER_LOST = 98
 EXIT_REQUEUE = 99  # stopped by SIGTERM or SIGUSR1 and saved: Slurm's RequeueExit
 EXIT_INTERRUPTED = 130
 LONGEST_LIST = 60  # names in an error message
@@ -46,7 +45,10 @@ def nearest(word: object, known: Iterable[str], cutoff: float = 0.4) -> str | No
     """Return the one of ``known`` that is most like ``word``; None when none is at least ``cutoff``
     (0 to 1) like it.
     """
-    return next(iter(difflib.get_close_matches(str(word), list(known), n=1, cutoff=cutoff)), None)
+    return next(
+        iter(difflib.get_close_matches(str(word), list(known), n=1, cutoff=cutoff)),
+        None,
+    )
 
 
 def did_you_mean(word: object, known: Iterable[str]) -> str:
@@ -86,7 +88,11 @@ def pip_install(extra: str) -> str:
     packages = []
     for wanted in listed:
         marker, wanted.marker = wanted.marker, None
-        if marker and marker.evaluate({"extra": extra}) and not marker.evaluate({"extra": ""}):
+        if (
+            marker
+            and marker.evaluate({"extra": extra})
+            and not marker.evaluate({"extra": ""})
+        ):
             packages.append(f"'{wanted}'")
     isolation = "--no-build-isolation " * (
         extra == "gpu"
@@ -115,10 +121,14 @@ def check_world_size(
     ``processes``. ``experts``: the ranks of a pipeline stage that have all experts.
     """
     model_parallel = (
-        tensor_model_parallel_size * pipeline_model_parallel_size * context_parallel_size
+        tensor_model_parallel_size
+        * pipeline_model_parallel_size
+        * context_parallel_size
     )
     context = (
-        f" x context_parallel_size={context_parallel_size}" if context_parallel_size > 1 else ""
+        f" x context_parallel_size={context_parallel_size}"
+        if context_parallel_size > 1
+        else ""
     )
     if processes % model_parallel:
         raise UserError(

@@ -68,14 +68,23 @@ def _save_tiny_model(path: Path, family: str, tied: bool, layers: int) -> Path:
         model = LlamaForCausalLM(LlamaConfig(**common, rope_parameters=rope))
     elif family == "qwen2":
         model = Qwen2ForCausalLM(
-            Qwen2Config(**{k: v for k, v in common.items() if k != "head_dim"}, hidden_act="silu")
+            Qwen2Config(
+                **{k: v for k, v in common.items() if k != "head_dim"},
+                hidden_act="silu",
+            )
         )
     elif family.startswith("qwen3_moe"):
         normalized = family != "qwen3_moe_unnormalized"
         # vLLM's kernels pad the one's experts to 64, and change nothing of the shape of the other's
         width = 48 if normalized else 64
-        experts = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": width}
-        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**common, **experts, norm_topk_prob=normalized))
+        experts = {
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": width,
+        }
+        model = Qwen3MoeForCausalLM(
+            Qwen3MoeConfig(**common, **experts, norm_topk_prob=normalized)
+        )
     else:
         model = Qwen3ForCausalLM(Qwen3Config(**common))
     for name, parameter in model.named_parameters():
@@ -95,7 +104,9 @@ def tiny_models(tmp_path_factory: pytest.TempPathFactory):
     def get(family: str, tied: bool = False, layers: int = 4) -> Path:
         key = family, tied, layers
         if key not in made:
-            made[key] = _save_tiny_model(tmp_path_factory.mktemp(f"{family}_{tied}_{layers}"), *key)
+            made[key] = _save_tiny_model(
+                tmp_path_factory.mktemp(f"{family}_{tied}_{layers}"), *key
+            )
         return made[key]
 
     return get

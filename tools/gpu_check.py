@@ -14,7 +14,14 @@ from collections.abc import Callable, Iterable, Mapping
 from importlib import metadata
 from pathlib import Path
 
-VERSIONS = ("torch", "transformers", "megatron-core", "transformer-engine", "vllm", "flash-attn")
+VERSIONS = (
+    "torch",
+    "transformers",
+    "megatron-core",
+    "transformer-engine",
+    "vllm",
+    "flash-attn",
+)
 
 
 def installed(name: str) -> str | None:
@@ -26,7 +33,9 @@ def installed(name: str) -> str | None:
 
 
 def missing(
-    wheels: Iterable[str], pins_always: Iterable[str], version_of: Callable[[str], str | None]
+    wheels: Iterable[str],
+    pins_always: Iterable[str],
+    version_of: Callable[[str], str | None],
 ) -> list[str]:
     """File names of the wheels to install: packages that are absent, and those of ``pins_always``
     at another version.
@@ -75,7 +84,9 @@ def machine() -> dict[str, str]:
         return {"card": "unknown: no torch"} | facts
     if not torch.cuda.is_available():
         return {"card": "no CUDA device"} | facts
-    cards = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    cards = [
+        torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())
+    ]
     named = Counter(f"{card.name}, {card.total_memory / 1e9:.0f} GB" for card in cards)
     card = "; ".join(f"{number} x {name}" for name, number in named.items())
     return {"card": card, "cuda": str(torch.version.cuda)} | facts
@@ -91,7 +102,9 @@ def summary(junit: str, facts: Mapping[str, str], commit: str) -> str:
         problem = case.find("error") if problem is None else problem
         name = f"{case.get('classname', '').split('.')[-1]}::{case.get('name')}"
         if problem is not None:
-            failed.append(f"{name}: {(problem.get('message') or '').strip().splitlines()[:1]}")
+            failed.append(
+                f"{name}: {(problem.get('message') or '').strip().splitlines()[:1]}"
+            )
         elif skipped is not None:
             reasons[skipped.get("message") or "no reason"] += 1
         else:
@@ -107,8 +120,12 @@ def summary(junit: str, facts: Mapping[str, str], commit: str) -> str:
     ]
     lines += [f"{name}: {value}" for name, value in facts.items()]
     lines += [f"failed: {one}" for one in failed]
-    lines += [f"skipped: {number} x {reason}" for reason, number in sorted(reasons.items())]
-    lines += [f"peak memory, measured/planned: {one}" for one in memory or ["not measured"]]
+    lines += [
+        f"skipped: {number} x {reason}" for reason, number in sorted(reasons.items())
+    ]
+    lines += [
+        f"peak memory, measured/planned: {one}" for one in memory or ["not measured"]
+    ]
     if not passed and not failed:
         lines.append("every test was skipped: nothing is known of a GPU")
     return "\n".join(lines)

@@ -96,7 +96,11 @@ def training(out: Path, installed: Installed) -> list[str]:
 def runs(out: Path, installed: Installed) -> list[Run]:
     """Return the ten, in their order. The limits add up to 28 minutes."""
     quickstart = [*DCPO, "train", "--config", "examples/quickstart/dcpo.yaml"]
-    short = (*quickstart, *training(out / "quickstart", installed), "training.save_interval=1")
+    short = (
+        *quickstart,
+        *training(out / "quickstart", installed),
+        "training.save_interval=1",
+    )
     model = out / "qwen3_4b"
     write = (sys.executable, "benchmarks/random_model.py", "Qwen/Qwen3-4B", str(model))
     large = (
@@ -120,22 +124,34 @@ def runs(out: Path, installed: Installed) -> list[Run]:
         f"model.path={REPOSITORY / 'examples/quickstart/policy'}",
         "data.prompts_per_step=8",
     )
-    dry_large = ((*write, "--pretend"), (*pretended_large, "rollout.max_response_length=32", *dry))
+    dry_large = (
+        (*write, "--pretend"),
+        (*pretended_large, "rollout.max_response_length=32", *dry),
+    )
     resume = (*short, "training.steps=5", "--resume", "auto")
     mismatch, copies = (
-        (sys.executable, f"benchmarks/{name}.py") for name in ("mismatch_gpu", "host_copies")
+        (sys.executable, f"benchmarks/{name}.py")
+        for name in ("mismatch_gpu", "host_copies")
     )
     debug = {"NVTE_DEBUG": "1", "NVTE_DEBUG_LEVEL": "2"}
     doctor = (*DCPO, "doctor")
     return [
-        suite("packed_is_padded", 240, state, "packed_is_padded", first=doctor, **debug),
+        suite(
+            "packed_is_padded", 240, state, "packed_is_padded", first=doctor, **debug
+        ),
         suite("three_sleeps", 200, engine, "three_sleeps", ENGINE),
         suite("closed_while_kv_sleeps", 120, engine, "closed_while_kv_sleeps", ENGINE),
-        suite("resumption_and_offloading", 200, state, "resumption or leaves_the_device"),
-        Run("quickstart", 200, ((*short, "training.steps=3"), resume), ((*short, *dry),)),
+        suite(
+            "resumption_and_offloading", 200, state, "resumption or leaves_the_device"
+        ),
+        Run(
+            "quickstart", 200, ((*short, "training.steps=3"), resume), ((*short, *dry),)
+        ),
         suite("memory_is_what", 120, state, "memory_is_what"),
         Run("large", 240, (write, (*large, "training.steps=2")), dry_large),
-        Run("mismatch", 200, (mismatch,), ((*mismatch, "--pretend"),), (ENGINE, LAYERS)),
+        Run(
+            "mismatch", 200, (mismatch,), ((*mismatch, "--pretend"),), (ENGINE, LAYERS)
+        ),
         Run(
             "traced",
             120,
@@ -154,10 +170,14 @@ def runs(out: Path, installed: Installed) -> list[Run]:
     ]
 
 
-def carry_out(run: Run, number: int, out: Path, pretend: bool, limit: float) -> dict[str, object]:
+def carry_out(
+    run: Run, number: int, out: Path, pretend: bool, limit: float
+) -> dict[str, object]:
     """Run its commands until one fails or the time is over; return its line of the summary."""
     log, began, status = out / f"{number:02}_{run.name}.log", time.monotonic(), "passed"
-    environment = os.environ | run.environment | {"PYTHONPATH": os.pathsep.join(_paths())}
+    environment = (
+        os.environ | run.environment | {"PYTHONPATH": os.pathsep.join(_paths())}
+    )
     with log.open("wb") as file:
         for command in run.pretended if pretend else run.commands:
             file.write(f"$ {' '.join(command)}\n".encode())
@@ -193,7 +213,10 @@ def _paths() -> list[str]:
     """Return this checkout, and what stands in the environment besides: packages that were
     installed beside torch.
     """
-    return [str(REPOSITORY), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    return [
+        str(REPOSITORY),
+        *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)),
+    ]
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -223,9 +246,16 @@ def main(installed: Installed = lambda name: find_spec(name) is not None) -> int
     for number, run in enumerate(runs(out, installed), 1):
         if chosen and number not in chosen:
             continue
-        lacking = [NAMES[name] for name in run.needs if not (installed(name) or args.pretend)]
+        lacking = [
+            NAMES[name] for name in run.needs if not (installed(name) or args.pretend)
+        ]
         left = deadline - time.monotonic()
-        line: dict[str, object] = {"run": number, "name": run.name, "seconds": 0.0, "log": ""}
+        line: dict[str, object] = {
+            "run": number,
+            "name": run.name,
+            "seconds": 0.0,
+            "log": "",
+        }
         if lacking:
             line["status"] = f"skipped: {' and '.join(lacking)} not installed"
         elif run.after and done.get(run.after, "passed") != "passed":
@@ -236,11 +266,19 @@ def main(installed: Installed = lambda name: find_spec(name) is not None) -> int
             line = carry_out(run, number, out, args.pretend, min(run.limit, left))
         done[run.name] = str(line["status"])
         lines.append(line)
-        print(f"{number:2} {run.name:26} {line['seconds']:6} s  {line['status']}", flush=True)
-        (out / "summary.json").write_text("[\n" + ",\n".join(map(json.dumps, lines)) + "\n]\n")
+        print(
+            f"{number:2} {run.name:26} {line['seconds']:6} s  {line['status']}",
+            flush=True,
+        )
+        (out / "summary.json").write_text(
+            "[\n" + ",\n".join(map(json.dumps, lines)) + "\n]\n"
+        )
     return (
         0
-        if all(status == "passed" or status.startswith("skipped") for status in done.values())
+        if all(
+            status == "passed" or status.startswith("skipped")
+            for status in done.values()
+        )
         else 1
     )
 

@@ -48,7 +48,9 @@ def wanted(
     seen.add(name)
     for text in there[name].requires or []:
         requirement = Requirement(text)
-        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+        if requirement.marker is not None and not requirement.marker.evaluate(
+            {"extra": ""}
+        ):
             continue
         yield requirement
         other = canonicalize_name(requirement.name)
@@ -56,7 +58,9 @@ def wanted(
             yield from wanted(other, there, seen)
 
 
-def missing(there: dict[str, metadata.Distribution], constraints: str, kept: str) -> list[str]:
+def missing(
+    there: dict[str, metadata.Distribution], constraints: str, kept: str
+) -> list[str]:
     """Return what to add, at the version that this release is tested with where it has one. What an
     image brings (``kept``) is complete, or meant to be without what its metadata names.
     """
@@ -65,7 +69,9 @@ def missing(there: dict[str, metadata.Distribution], constraints: str, kept: str
         for name, version in re.findall(r"^([\w.-]+)==(\S+)$", constraints, re.M)
     }
     lacking = {}
-    for requirement in wanted(ROOT, there, {line.partition("==")[0] for line in kept.split()}):
+    for requirement in wanted(
+        ROOT, there, {line.partition("==")[0] for line in kept.split()}
+    ):
         name = canonicalize_name(requirement.name)
         if name not in there:
             lacking[name] = (
@@ -82,7 +88,11 @@ def unsuitable(there: dict[str, metadata.Distribution], setup: str) -> list[str]
     """
     text = setup[setup.index("install_requires") : setup.index('"vllm"')]
     ours = map(Requirement, re.findall(r'"([A-Za-z][^"]*[<>=][^"]*)"', text))
-    asked = [("this release", one) for one in ours if one.marker is None or one.marker.evaluate()]
+    asked = [
+        ("this release", one)
+        for one in ours
+        if one.marker is None or one.marker.evaluate()
+    ]
     if megatron := there.get("megatron-core"):
         theirs = [
             one

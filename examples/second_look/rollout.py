@@ -21,11 +21,14 @@ MARKER = "<conf>"
 def rollout(samples: Samples, context: RolloutContext) -> Iterator[list[Response]]:
     """Yield a response to every (prompt, index) of ``samples``."""
     first_turns = {
-        (prompt.prompt_id, index): Transcript(prompt, index) for prompt, index in samples
+        (prompt.prompt_id, index): Transcript(prompt, index)
+        for prompt, index in samples
     }
     second_turns = {}
     # half of the tokens for the first turn; responses come in the order in which they end
-    for together in context.sample(samples, max_tokens=context.sampling.max_tokens // 2):
+    for together in context.sample(
+        samples, max_tokens=context.sampling.max_tokens // 2
+    ):
         for turn in together:
             transcript = first_turns[turn.key]
             tokens = tokens_before(MARKER, turn, context)
@@ -36,7 +39,9 @@ def rollout(samples: Samples, context: RolloutContext) -> Iterator[list[Response
 
     longest = max(len(transcript.token_ids) for transcript in second_turns.values())
     asked = [(one.next_prompt(), one.sample_index) for one in second_turns.values()]
-    for together in context.sample(asked, max_tokens=context.sampling.max_tokens - longest):
+    for together in context.sample(
+        asked, max_tokens=context.sampling.max_tokens - longest
+    ):
         yield [second_turns[turn.key].sampled(turn).response() for turn in together]
 
 

@@ -102,7 +102,9 @@ def unpack(archive: Path) -> dict[str, bytes]:
     return read_archive(archive)
 
 
-def load(files: Mapping[str, bytes], scratch: Path) -> dict[str, dict[str, list[Sample]]]:
+def load(
+    files: Mapping[str, bytes], scratch: Path
+) -> dict[str, dict[str, list[Sample]]]:
     """Return the samples by method and part. ``scratch``: a directory to write a file to."""
     found: dict[str, dict[str, list[Sample]]] = {}
     for name, content in files.items():
@@ -121,7 +123,9 @@ def controls_in(files: Mapping[str, bytes]) -> Controls:
     for name, content in files.items():
         if name.endswith(".controls.json"):
             method, _, file = name.partition("/")
-            found.setdefault(method, {})[file.removesuffix(".controls.json")] = json.loads(content)
+            found.setdefault(method, {})[file.removesuffix(".controls.json")] = (
+                json.loads(content)
+            )
     return found
 
 
@@ -138,9 +142,13 @@ def draw(runs: Mapping[str, Samples], path: Path) -> None:
                 [s.correct for s in samples],
             )
             bins[title] = bin_rows(stated, right)
-            notes[title] = f"accuracy {np.mean(right):.2f}\nECE {ece(stated, right):.3f}"
+            notes[title] = (
+                f"accuracy {np.mean(right):.2f}\nECE {ece(stated, right):.3f}"
+            )
     if bins:
-        comparison_grid(bins, notes, columns=len(bins)).savefig(path, dpi=150, facecolor="white")
+        comparison_grid(bins, notes, columns=len(bins)).savefig(
+            path, dpi=150, facecolor="white"
+        )
 
 
 def confidences(
@@ -149,7 +157,10 @@ def confidences(
     """Return every confidence of one policy on ``part``: stated, made from it or from log-probs,
     and controls (of ``controls.py``, by part, where they were made).
     """
-    samples, validation = of[part], of.get("validation") if part != "validation" else None
+    samples, validation = (
+        of[part],
+        of.get("validation") if part != "validation" else None,
+    )
     found = {"stated": as_confidences([s.judgement.confidence for s in samples])}
     if validation:
         for name, (method, source) in {
@@ -167,7 +178,9 @@ def confidences(
         )(found["P(true)"])
     if any(s.response.sample_index for s in samples):
         found["agreement with the other responses"] = agreement(samples)
-    found["lookup, one number per task and size"] = as_confidences(lookup_confidence(samples))
+    found["lookup, one number per task and size"] = as_confidences(
+        lookup_confidence(samples)
+    )
     return found
 
 
@@ -204,7 +217,10 @@ def auroc_within(r: Records) -> float:
     """
     return float(
         np.nanmean(
-            [auroc(r.confidence[r.kind == k], r.correct[r.kind == k]) for k in np.unique(r.kind)]
+            [
+                auroc(r.confidence[r.kind == k], r.correct[r.kind == k])
+                for k in np.unique(r.kind)
+            ]
         )
     )
 
@@ -213,7 +229,9 @@ def resampled(r: Records, value: Values) -> tuple[float, float, float]:
     """Return ``value`` and the ends of its 95 % interval over problems (bootstrap). Not for ECE:
     ``binned_error``.
     """
-    return value(r.confidence, r.correct), *bootstrap_ci(value, r.confidence, r.correct, r.problem)
+    return value(r.confidence, r.correct), *bootstrap_ci(
+        value, r.confidence, r.correct, r.problem
+    )
 
 
 def shown(found: tuple[float, float, float]) -> str:
@@ -236,7 +254,13 @@ def tables(archive: Path, out: Path, scratch: Path) -> str:
         if not of_part:
             continue
         rows = _confidences(of_part, part, controls)
-        lines += [f"## {title}", "", *_policies(of_part, part), *rows, *_by_task(of_part, part)]
+        lines += [
+            f"## {title}",
+            "",
+            *_policies(of_part, part),
+            *rows,
+            *_by_task(of_part, part),
+        ]
     lines += ["## Steps", "", *_steps(files)]
     draw(runs, out / "real_model.png")
     (out / "real_model_tables.md").write_text("\n".join(lines))
@@ -248,7 +272,9 @@ def _policies(runs: Mapping[str, Samples], part: str) -> list[str]:
     for name, title in METHODS.items():
         if name in runs:
             samples = runs[name][part]
-            r = records(samples, as_confidences([s.judgement.confidence for s in samples]))
+            r = records(
+                samples, as_confidences([s.judgement.confidence for s in samples])
+            )
             problems, repeats = (
                 r.problem.max() + 1,
                 max(s.response.sample_index for s in samples) + 1,
@@ -262,17 +288,32 @@ def _policies(runs: Mapping[str, Samples], part: str) -> list[str]:
                 else "–"
             )
             mean, spread = np.nanmean(r.confidence), np.nanstd(r.confidence)
-            cells = (f"{mean:.3f}", f"{spread:.3f}", f"{length:.1f}", f"{malformed:.4f}")
+            cells = (
+                f"{mean:.3f}",
+                f"{spread:.3f}",
+                f"{length:.1f}",
+                f"{malformed:.4f}",
+            )
             rows.append((title, f"{problems} x {repeats}", accuracy, solved, *cells))
     text = (
         "Policies, with 95 % intervals over problems (bootstrap); one training each. "
         "pass@k: of all k responses."
     )
-    columns = ("responses", "accuracy", "pass@k", "mean c", "sd of c", "tokens", "violations")
+    columns = (
+        "responses",
+        "accuracy",
+        "pass@k",
+        "mean c",
+        "sd of c",
+        "tokens",
+        "violations",
+    )
     return table(text, columns, rows)
 
 
-def _confidences(runs: Mapping[str, Samples], part: str, controls: Controls) -> list[str]:
+def _confidences(
+    runs: Mapping[str, Samples], part: str, controls: Controls
+) -> list[str]:
     rows = []
     for name, title in METHODS.items():
         if name not in runs:
@@ -294,7 +335,13 @@ def _confidences(runs: Mapping[str, Samples], part: str, controls: Controls) -> 
             )  # it leaves out the problem itself
             ranks = (shown(resampled(r, auroc)), within)
             rows.append(
-                (f"{title}: {kind}", *scores, shown(resampled(r, brier)), f"{skill:+.3f}", *ranks)
+                (
+                    f"{title}: {kind}",
+                    *scores,
+                    shown(resampled(r, brier)),
+                    f"{skill:+.3f}",
+                    *ranks,
+                )
             )
     text = (
         "Confidences. ECE: plug-in, and corrected for its bias. Band: what 95 % of calibrated "
@@ -305,20 +352,35 @@ def _confidences(runs: Mapping[str, Samples], part: str, controls: Controls) -> 
     )
     return table(
         text,
-        ("ECE", "corrected", "band", "PCE", "Brier", "skill", "AUROC", "AUROC within kinds"),
+        (
+            "ECE",
+            "corrected",
+            "band",
+            "PCE",
+            "Brier",
+            "skill",
+            "AUROC",
+            "AUROC within kinds",
+        ),
         rows,
     )
 
 
 def _by_task(runs: Mapping[str, Samples], part: str) -> list[str]:
-    kinds = sorted({str(s.prompt.kind).split()[0] for of in runs.values() for s in of[part]})
+    kinds = sorted(
+        {str(s.prompt.kind).split()[0] for of in runs.values() for s in of[part]}
+    )
     rows = []
     for name, title in METHODS.items():
         if name in runs and len(kinds) > 1:
             cells = []
             for kind in kinds:
-                own = [s for s in runs[name][part] if str(s.prompt.kind).split()[0] == kind]
-                stated = np.nanmean(as_confidences([s.judgement.confidence for s in own]))
+                own = [
+                    s for s in runs[name][part] if str(s.prompt.kind).split()[0] == kind
+                ]
+                stated = np.nanmean(
+                    as_confidences([s.judgement.confidence for s in own])
+                )
                 cells.append(f"{np.mean([s.correct for s in own]):.3f} / {stated:.3f}")
             rows.append((title, *cells))
     return table("Accuracy / mean stated confidence by task:", kinds, rows)
@@ -331,7 +393,9 @@ def _steps(files: Mapping[str, bytes]) -> list[str]:
         method, _, file = name.partition("/")
         if file == "metrics.jsonl":
             steps = [
-                row for row in map(json.loads, content.decode().splitlines()) if STEPS[0] in row
+                row
+                for row in map(json.loads, content.decode().splitlines())
+                if STEPS[0] in row
             ]  # not step 0's
             middle = len(steps) // 2 - 2
             for label, part in (
@@ -349,7 +413,9 @@ def _steps(files: Mapping[str, bytes]) -> list[str]:
                         *(f"{mean:.3f}" for mean in means),
                     )
                 )
-    return table("Means over five steps of training, of the groups trained on:", STEPS, rows)
+    return table(
+        "Means over five steps of training, of the groups trained on:", STEPS, rows
+    )
 
 
 def main() -> int:
@@ -358,14 +424,22 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--runs", type=Path, help="the evaluated runs to publish first, for instance runs/smollm2"
+        "--runs",
+        type=Path,
+        help="the evaluated runs to publish first, for instance runs/smollm2",
     )
     parser.add_argument(
-        "--out", type=Path, default=Path("docs/lab"), help="where they go (default: %(default)s)"
+        "--out",
+        type=Path,
+        default=Path("docs/lab"),
+        help="where they go (default: %(default)s)",
     )
     args = parser.parse_args()
     logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr
+        level=logging.INFO,
+        format="%(asctime)s %(message)s",
+        datefmt="%H:%M:%S",
+        stream=sys.stderr,
     )
     try:
         if args.runs:

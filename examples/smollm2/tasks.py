@@ -61,7 +61,10 @@ def letter_counting(item: Item) -> list[str]:
     """``see2,three2=4``: the words that have the letter, how often each, and the sum."""
     letter = item["metadata"]["target_letter"].lower()
     counts = [(word, word.lower().count(letter)) for word in item["metadata"]["span"]]
-    return [",".join(f"{word}{n}" for word, n in counts if n) + f"={sum(n for _, n in counts)}"]
+    return [
+        ",".join(f"{word}{n}" for word, n in counts if n)
+        + f"={sum(n for _, n in counts)}"
+    ]
 
 
 def gcd(item: Item) -> list[str]:
@@ -93,7 +96,9 @@ class Task:
 
 TASKS = (
     Task(
-        "chain_sum", {"min_terms": 2, "max_terms": 4, "min_digits": 1, "max_digits": 2}, chain_sum
+        "chain_sum",
+        {"min_terms": 2, "max_terms": 4, "min_digits": 1, "max_digits": 2},
+        chain_sum,
     ),
     Task(
         "leg_counting",
@@ -132,7 +137,9 @@ def generate(task: Task, seed: int) -> Iterator[tuple[Item, list[str]]]:
     """Yield items and their worked solutions without end."""
     # By index: iter() starts a Reasoning Gym data set over. Item i of seed s is item i - 1 of seed
     # s + 1.
-    dataset = reasoning_gym.create_dataset(task.name, size=1, seed=seed * 1_000_000, **task.options)
+    dataset = reasoning_gym.create_dataset(
+        task.name, size=1, seed=seed * 1_000_000, **task.options
+    )
     for index in itertools.count():
         item = dataset[index]
         yield item, task.solve(item)
@@ -170,7 +177,9 @@ def main() -> None:
     for split in SPLITS:
         with (args.out / f"{split}.jsonl").open("w") as file:
             for row, steps in rows(split, taken):
-                solution = {"solution": ",".join(steps)} if split == "warm_start" else {}
+                solution = (
+                    {"solution": ",".join(steps)} if split == "warm_start" else {}
+                )
                 file.write(json.dumps(row | solution) + "\n")
 
 

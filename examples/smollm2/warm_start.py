@@ -47,7 +47,9 @@ def read_examples(path: Path, tokenizer: Any, seed: int) -> list[Example]:
     examples = []
     for row in map(json.loads, path.read_text().splitlines()):
         messages = [{"role": "user", "content": row["problem"]}]
-        prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        prompt = tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True
+        )
         answer = [
             *tokenizer.encode(response(row, random_), add_special_tokens=False),
             tokenizer.eos_token_id,
@@ -63,7 +65,9 @@ def batches(examples: list[Example], size: int, seed: int) -> Iterator[list[Exam
     """
     random_ = random.Random(seed)
     for start in range(0, len(examples), 32 * size):
-        pool = sorted(examples[start : start + 32 * size], key=lambda e: len(e[0]) + len(e[1]))
+        pool = sorted(
+            examples[start : start + 32 * size], key=lambda e: len(e[0]) + len(e[1])
+        )
         cut = [pool[i : i + size] for i in range(0, len(pool), size)]
         random_.shuffle(cut)
         yield from cut
@@ -80,10 +84,14 @@ def response_loss(model: Any, batch: list[Example]) -> Tensor:
     hidden = model.model(
         tokens
     ).last_hidden_state  # padding stands on the right: causal attention never sees it
-    return cross_entropy(model.lm_head(hidden[rows, columns]), tokens[rows, columns + 1])
+    return cross_entropy(
+        model.lm_head(hidden[rows, columns]), tokens[rows, columns + 1]
+    )
 
 
-def train(model: Any, examples: list[Example], batch_size: int, lr: float, seed: int) -> None:
+def train(
+    model: Any, examples: list[Example], batch_size: int, lr: float, seed: int
+) -> None:
     """Train one pass with AdamW: warm-up over a tenth, then cosine to a tenth of ``lr``."""
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True
@@ -111,7 +119,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--base", type=Path, required=True, help="the dequantized model")
+    parser.add_argument(
+        "--base", type=Path, required=True, help="the dequantized model"
+    )
     parser.add_argument(
         "--data", type=Path, required=True, help="the directory written by tasks.py"
     )
@@ -125,7 +135,9 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(args.base)
     tokenizer.chat_template = CHAT_TEMPLATE
     model = AutoModelForCausalLM.from_pretrained(args.base, dtype=torch.float32)
-    examples = read_examples(args.data / "warm_start.jsonl", tokenizer, args.seed)[: args.limit]
+    examples = read_examples(args.data / "warm_start.jsonl", tokenizer, args.seed)[
+        : args.limit
+    ]
     print(
         f"warm start: {len(examples)} examples, {sum(len(p) + len(a) for p, a in examples)} "
         "tokens, "

@@ -96,7 +96,9 @@ def null_ece(
     if not len(c):
         return math.nan
     generator = np.random.default_rng(seed)
-    values = [metrics.ece(c, generator.random(len(c)) < c, bins) for _ in range(resamples)]
+    values = [
+        metrics.ece(c, generator.random(len(c)) < c, bins) for _ in range(resamples)
+    ]
     return float(np.quantile(values, 0.95))
 
 

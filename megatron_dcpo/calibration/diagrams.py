@@ -34,7 +34,16 @@ from megatron_dcpo.calibration.metrics import Bins, wilson_interval
 from megatron_dcpo.runtime.text import printable
 
 # Okabe-Ito: told apart with every kind of color vision. The order is the order of runs.
-PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#7A5195", "#8C8C8C")
+PALETTE = (
+    "#0072B2",
+    "#D55E00",
+    "#009E73",
+    "#CC79A7",
+    "#56B4E9",
+    "#E69F00",
+    "#7A5195",
+    "#8C8C8C",
+)
 _INK = "#1c1d1f"  # replaced by currentColor in inline SVG
 _OVER = "#D55E00"
 _UNDER = "#0072B2"
@@ -195,7 +204,9 @@ def comparison_grid(
 
 
 @rc_context(_STYLE)
-def run_panel(bins: Bins, title: str = "", note: str = "", most: int | None = None) -> Figure:
+def run_panel(
+    bins: Bins, title: str = "", note: str = "", most: int | None = None
+) -> Figure:
     """Draw one run of ``comparison_grid`` alone, for pages that flow. ``most``: the largest bin of
     all runs shown.
     """
@@ -216,7 +227,9 @@ def run_panel(bins: Bins, title: str = "", note: str = "", most: int | None = No
 
 
 @rc_context(_STYLE)
-def curve_figure(runs: Mapping[str, Sequence[Mapping[str, Any]]], curve: Curve) -> Figure:
+def curve_figure(
+    runs: Mapping[str, Sequence[Mapping[str, Any]]], curve: Curve
+) -> Figure:
     """Draw one panel of the training curves alone, without a legend."""
     figure = _figure(4.4, 2.5)
     draw_curve(figure.add_subplot(), runs, curve)
@@ -224,7 +237,9 @@ def curve_figure(runs: Mapping[str, Sequence[Mapping[str, Any]]], curve: Curve) 
 
 
 @rc_context(_STYLE)
-def coverage_figure(curves: Mapping[str, Mapping[str, Sequence[float]]], title: str = "") -> Figure:
+def coverage_figure(
+    curves: Mapping[str, Mapping[str, Sequence[float]]], title: str = ""
+) -> Figure:
     """Draw the accuracy of the most confident samples against their share; one line per name."""
     figure = _figure(4.4, 3.0)
     axes = figure.add_subplot()
@@ -251,12 +266,15 @@ def coverage_figure(curves: Mapping[str, Mapping[str, Sequence[float]]], title: 
 
 
 def logged_curves(
-    runs: Mapping[str, Sequence[Mapping[str, Any]]], curves: Sequence[Curve] = TRAINING_CURVES
+    runs: Mapping[str, Sequence[Mapping[str, Any]]],
+    curves: Sequence[Curve] = TRAINING_CURVES,
 ) -> list[Curve]:
     """Return the curves for which at least one run has logged a defined value."""
     logged = []
     for curve in curves:
-        counts = [len(series(rows, key)[0]) for rows in runs.values() for key in curve.keys]
+        counts = [
+            len(series(rows, key)[0]) for rows in runs.values() for key in curve.keys
+        ]
         if any(counts):
             logged.append(curve)
     return logged
@@ -324,7 +342,14 @@ def draw_reliability(axes: Axes, bins: Bins, title: str = "", note: str = "") ->
     )
     over = confidence > accuracy
     for mask, color in ((over, _OVER), (~over, _UNDER)):
-        axes.scatter(confidence[mask], confidence[mask], s=11, color=color, zorder=3, linewidths=0)
+        axes.scatter(
+            confidence[mask],
+            confidence[mask],
+            s=11,
+            color=color,
+            zorder=3,
+            linewidths=0,
+        )
         axes.vlines(
             confidence[mask],
             accuracy[mask],
@@ -333,7 +358,9 @@ def draw_reliability(axes: Axes, bins: Bins, title: str = "", note: str = "") ->
             linewidth=1.1,
             alpha=0.55,
         )
-    axes.plot([0, 1], [0, 1], linestyle=(0, (4, 3)), linewidth=1.0, color=_INK, alpha=0.65)
+    axes.plot(
+        [0, 1], [0, 1], linestyle=(0, (4, 3)), linewidth=1.0, color=_INK, alpha=0.65
+    )
     axes.set(xlim=(0, 1), ylim=(0, 1.0), xlabel="Confidence")
     axes.set_aspect("equal")
     axes.set_title(_literal(title), loc="left")
@@ -368,7 +395,11 @@ def draw_histogram(axes: Axes, bins: Bins, title: str = "") -> None:
     center = bins.edges[:-1] + width / 2
     axes.bar(center, bins.count, 0.94 * width, color="#b4bac2", label="all")
     axes.bar(center, bins.correct_sum, 0.94 * width, color=PALETTE[2], label="correct")
-    axes.set(xlim=(0, 1), ylim=_count_range(int(bins.count.max(initial=1))), xlabel="Confidence")
+    axes.set(
+        xlim=(0, 1),
+        ylim=_count_range(int(bins.count.max(initial=1))),
+        xlabel="Confidence",
+    )
     # after the limits, because autoscaling would warn about empty histograms
     axes.set_yscale("log", nonpositive="clip")
     axes.yaxis.set_major_locator(LogLocator(numticks=5))
@@ -376,13 +407,17 @@ def draw_histogram(axes: Axes, bins: Bins, title: str = "") -> None:
     axes.set_title(_literal(title), loc="left")
 
 
-def draw_curve(axes: Axes, runs: Mapping[str, Sequence[Mapping[str, Any]]], curve: Curve) -> None:
+def draw_curve(
+    axes: Axes, runs: Mapping[str, Sequence[Mapping[str, Any]]], curve: Curve
+) -> None:
     """Draw all runs overlaid; thin raw values under a running mean."""
     for position, (name, rows) in enumerate(runs.items()):
         color = PALETTE[position % len(PALETTE)]
         for key, style in zip(curve.keys, ("-", (0, (4, 2))), strict=False):
             steps, values = series(rows, key)
-            axes.plot(steps, values, linestyle=style, color=color, linewidth=0.7, alpha=0.28)
+            axes.plot(
+                steps, values, linestyle=style, color=color, linewidth=0.7, alpha=0.28
+            )
             label = _literal(name) if key == curve.keys[0] else None
             axes.plot(
                 steps,
@@ -461,7 +496,9 @@ def _figure(width: float, height: float) -> Figure:
 def _share_colorbar(figure: Figure, axes: list[Axes]) -> None:
     """Draw the legend of the bars' shades: the share of samples, on a square-root scale."""
     shades = ScalarMappable(PowerNorm(0.5, 0.0, 1.0), _SHADES)
-    bar = figure.colorbar(shades, ax=axes, shrink=0.5, aspect=28, pad=0.02, location="right")
+    bar = figure.colorbar(
+        shades, ax=axes, shrink=0.5, aspect=28, pad=0.02, location="right"
+    )
     bar.set_label("Share of samples", fontsize=8.5)
     bar.ax.tick_params(labelsize=8, length=0)
     bar.ax.yaxis.set_major_formatter(FuncFormatter(_percent))
@@ -479,7 +516,9 @@ def _percent(value: float, _position: int = 0) -> str:
     return f"{100 * value:g}%"
 
 
-def series(rows: Sequence[Mapping[str, Any]], key: str) -> tuple[np.ndarray, np.ndarray]:
+def series(
+    rows: Sequence[Mapping[str, Any]], key: str
+) -> tuple[np.ndarray, np.ndarray]:
     """Return steps [n] and values [n] of one logged key, without missing and undefined values."""
     steps = []
     values = []

@@ -135,7 +135,10 @@ def violation_rates(statuses: Sequence[str]) -> dict[str, Any]:
     """
     n = len(statuses)
     if not n:
-        return {"violation_rate": math.nan, "violations": dict.fromkeys(MALFORMED, math.nan)}
+        return {
+            "violation_rate": math.nan,
+            "violations": dict.fromkeys(MALFORMED, math.nan),
+        }
     counts = Counter(statuses)
     return {
         "violation_rate": (n - counts["ok"]) / n,

@@ -23,7 +23,13 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from megatron_dcpo import __version__
-from megatron_dcpo.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR, Stopped, UserError, one_line
+from megatron_dcpo.errors import (
+    EXIT_INTERRUPTED,
+    EXIT_USER_ERROR,
+    Stopped,
+    UserError,
+    one_line,
+)
 from megatron_dcpo.runtime.text import printable
 
 if TYPE_CHECKING:
@@ -59,7 +65,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     args = _parsed(sys.argv[1:] if argv is None else argv)
     _write_safely(args.debug)
-    for noisy in ("httpx", "httpx2", "httpcore2", "urllib3", "matplotlib", "torch", "transformers"):
+    for noisy in (
+        "httpx",
+        "httpx2",
+        "httpcore2",
+        "urllib3",
+        "matplotlib",
+        "torch",
+        "transformers",
+    ):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     try:
         status = int(args.run(args))
@@ -97,7 +111,9 @@ def _parsed(words: Sequence[str]) -> argparse.Namespace:
         prog="dcpo",
         description="Reinforcement learning from verifiable rewards, accurate and calibrated.",
     )
-    parser.add_argument("--version", action="version", version=f"megatron-dcpo {__version__}")
+    parser.add_argument(
+        "--version", action="version", version=f"megatron-dcpo {__version__}"
+    )
     subparsers = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     called = next((word for word in words if not word.startswith("-")), None)
     for verb, text in VERBS.items():
@@ -123,8 +139,16 @@ def _refusal(error: UserError | OSError | ModuleNotFoundError) -> str | None:
     """Return the line that says what the user can mend; None for an error of the program."""
     if isinstance(error, ModuleNotFoundError):
         ours = (error.name or "megatron_dcpo").startswith("megatron_dcpo")
-        return None if ours else f"{error.name} is not installed; call dcpo of .venv (make setup)"
-    return str(error) if isinstance(error, UserError) or error.errno in _DISK_REFUSES else None
+        return (
+            None
+            if ours
+            else f"{error.name} is not installed; call dcpo of .venv (make setup)"
+        )
+    return (
+        str(error)
+        if isinstance(error, UserError) or error.errno in _DISK_REFUSES
+        else None
+    )
 
 
 def as_options(words: Sequence[str]) -> list[str]:
@@ -135,7 +159,9 @@ def as_options(words: Sequence[str]) -> list[str]:
     if not words or words[0] not in ("train", "plan", "probe", "evaluate"):
         return list(words)
     verb, *rest = words
-    names_config = verb != "evaluate"  # whose YAML files belong to --config and --as-trained
+    names_config = (
+        verb != "evaluate"
+    )  # whose YAML files belong to --config and --as-trained
     found: list[str] = []
     while rest:
         word, *rest = rest
@@ -165,7 +191,9 @@ def _write_safely(debug: bool) -> None:
     handler.setFormatter(
         _Formatter("%(asctime)s %(name)s: %(message)s" if debug else "%(message)s")
     )
-    logging.basicConfig(level=logging.DEBUG if debug else logging.INFO, handlers=[handler])
+    logging.basicConfig(
+        level=logging.DEBUG if debug else logging.INFO, handlers=[handler]
+    )
     logging.captureWarnings(True)
     sys.excepthook = _print_traceback
     for stream in (sys.stdout, sys.stderr):
@@ -181,7 +209,9 @@ class _Formatter(logging.Formatter):
 def _print_traceback(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
-    sys.stderr.write(printable("".join(traceback.format_exception(kind, error, trace)), lines=True))
+    sys.stderr.write(
+        printable("".join(traceback.format_exception(kind, error, trace)), lines=True)
+    )
     _tell_launcher(f"{kind.__name__}: {error}")
 
 
@@ -193,7 +223,9 @@ def _tell_launcher(message: str) -> None:
         with contextlib.suppress(OSError):
             write_atomically(
                 Path(file),
-                json.dumps({"message": one_line(message, 500), "timestamp": int(time.time())}),
+                json.dumps(
+                    {"message": one_line(message, 500), "timestamp": int(time.time())}
+                ),
             )
 
 
@@ -225,7 +257,10 @@ def add_judging_arguments(parser: argparse._ActionsContainer) -> None:
         "(docs/bring_your_own.md#a-verifier)",
     )
     parser.add_argument(
-        "--threshold", type=float, metavar="S", help="least score of a right response (default 1)"
+        "--threshold",
+        type=float,
+        metavar="S",
+        help="least score of a right response (default 1)",
     )
     parser.add_argument(
         "--sandbox",
@@ -245,7 +280,10 @@ def add_judging_arguments(parser: argparse._ActionsContainer) -> None:
         help="wall time of all tests of a program (default 60)",
     )
     parser.add_argument(
-        "--memory-mb", type=positive_int, metavar="MB", help="memory of either (default 1024)"
+        "--memory-mb",
+        type=positive_int,
+        metavar="MB",
+        help="memory of either (default 1024)",
     )
 
 
@@ -268,5 +306,7 @@ def positive_int(text: str) -> int:
     except ValueError:
         value = 0
     if value < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
+        raise argparse.ArgumentTypeError(
+            f"must be a whole number of at least 1, got {text!r}"
+        )
     return value

@@ -29,7 +29,11 @@ def add_parser(subparsers: Subparsers) -> None:
         "--features.",
     )
     parser.add_argument(
-        "--samples", nargs="+", metavar="FILE", required=True, help="samples.jsonl of an evaluation"
+        "--samples",
+        nargs="+",
+        metavar="FILE",
+        required=True,
+        help="samples.jsonl of an evaluation",
     )
     parser.add_argument(
         "--kind",
@@ -45,7 +49,10 @@ def add_parser(subparsers: Subparsers) -> None:
         "isotonic); confclass: mean or full (default mean)",
     )
     parser.add_argument(
-        "--out", metavar="FILE", required=True, help="where to save the predictor (.npz)"
+        "--out",
+        metavar="FILE",
+        required=True,
+        help="where to save the predictor (.npz)",
     )
     parser.add_argument(
         "--held-out",
@@ -54,10 +61,15 @@ def add_parser(subparsers: Subparsers) -> None:
         help="share of the problems held out (default 0.2; 0: fit on all)",
     )
     parser.add_argument(
-        "--epochs", type=positive_int, default=200, help="confclass: most passes over the samples"
+        "--epochs",
+        type=positive_int,
+        default=200,
+        help="confclass: most passes over the samples",
     )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", action="store_true", help="print the held-out scores as JSON")
+    parser.add_argument(
+        "--json", action="store_true", help="print the held-out scores as JSON"
+    )
     parser.set_defaults(run=run)
 
 
@@ -92,9 +104,14 @@ def run(args: argparse.Namespace) -> int:
         if predictor.source in ("mean", "full", "response", *RANKING_ONLY)
         else predictor.source
     )
-    rows = {before: posthoc.scores(held_out, before), args.method: posthoc.scores(held_out)}
+    rows = {
+        before: posthoc.scores(held_out, before),
+        args.method: posthoc.scores(held_out),
+    }
     if args.json:
-        print(json.dumps(json_ready({"predictor": args.out, "held_out": rows}), indent=1))
+        print(
+            json.dumps(json_ready({"predictor": args.out, "held_out": rows}), indent=1)
+        )
     else:
         print_table(rows, "held out")
         print(f"wrote {args.out}")

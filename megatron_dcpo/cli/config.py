@@ -12,7 +12,9 @@ from megatron_dcpo.errors import UserError, did_you_mean
 if TYPE_CHECKING:
     from megatron_dcpo.cli import Subparsers
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"  # of a checkout; a wheel has none
+EXAMPLES = (
+    Path(__file__).resolve().parents[2] / "examples"
+)  # of a checkout; a wheel has none
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -23,7 +25,10 @@ def add_parser(subparsers: Subparsers) -> None:
         "meaning.",
     )
     parser.add_argument(
-        "section", nargs="?", metavar="SECTION", help="a section, or one option: rollout.group_size"
+        "section",
+        nargs="?",
+        metavar="SECTION",
+        help="a section, or one option: rollout.group_size",
     )
     parser.add_argument(
         "--example",
@@ -47,7 +52,11 @@ def overview() -> list[str]:
     """Return what sections there are, and the options that are in none."""
     from megatron_dcpo.config.reference import sections
 
-    listed = [f"{name:18} {text.replace('``', '')}" for name, text in sections().items() if name]
+    listed = [
+        f"{name:18} {text.replace('``', '')}"
+        for name, text in sections().items()
+        if name
+    ]
     return [
         *described(""),
         "",
@@ -65,7 +74,9 @@ def described(name: str) -> list[str]:
 
     found = options(name) if name in sections() else []
     if not found:
-        every = {option.name: option for section in sections() for option in options(section)}
+        every = {
+            option.name: option for section in sections() for option in options(section)
+        }
         if name not in every:
             raise UserError(
                 "there is no section or option "

@@ -21,7 +21,15 @@ if TYPE_CHECKING:
     from megatron_dcpo.cli import Subparsers
     from megatron_dcpo.conversion.common import Conversion, Progress
 
-_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+_UNITS = {
+    "": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+}
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -33,14 +41,23 @@ def add_parser(subparsers: Subparsers) -> None:
         "tensor, pipeline and virtual pipeline layout can load. Streams: memory does not grow "
         "with the model.",
     )
-    directions = parser.add_subparsers(dest="direction", required=True, metavar="DIRECTION")
-    imports = directions.add_parser("import", help="Hugging Face directory -> Megatron checkpoint")
-    exports = directions.add_parser("export", help="Megatron checkpoint -> Hugging Face directory")
+    directions = parser.add_subparsers(
+        dest="direction", required=True, metavar="DIRECTION"
+    )
+    imports = directions.add_parser(
+        "import", help="Hugging Face directory -> Megatron checkpoint"
+    )
+    exports = directions.add_parser(
+        "export", help="Megatron checkpoint -> Hugging Face directory"
+    )
     add_import_arguments(imports)
     add_export_arguments(exports)
     for direction in (imports, exports):
         direction.add_argument(
-            "--debug", action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS
+            "--debug",
+            action="store_true",
+            default=argparse.SUPPRESS,
+            help=argparse.SUPPRESS,
         )
     parser.set_defaults(run=run)
 
@@ -138,7 +155,9 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="read the result again and compare every tensor by hash",
     )
-    parser.add_argument("--overwrite", action="store_true", help="replace the target if it exists")
+    parser.add_argument(
+        "--overwrite", action="store_true", help="replace the target if it exists"
+    )
     parser.add_argument(
         "--json", action="store_true", help="print conversion.json instead of a line"
     )
@@ -166,7 +185,11 @@ def run(args: argparse.Namespace) -> int:
     from megatron_dcpo.conversion.megatron_checkpoint import find_checkpoint
 
     with _progress(args.direction) as progress:
-        common = {"verify": args.verify, "overwrite": args.overwrite, "progress": progress}
+        common = {
+            "verify": args.verify,
+            "overwrite": args.overwrite,
+            "progress": progress,
+        }
         if args.direction == "import":
             result = import_checkpoint(
                 args.source,
@@ -189,7 +212,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _line(result: Conversion) -> str:
     verified = (
-        "" if result.verify_seconds is None else f", verified in {result.verify_seconds:.1f} s"
+        ""
+        if result.verify_seconds is None
+        else f", verified in {result.verify_seconds:.1f} s"
     )
     return (
         f"wrote {result.target}: {len(result.tensors)} tensors, {result.bytes_moved / 1e9:.2f} GB "

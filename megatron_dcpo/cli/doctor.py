@@ -47,7 +47,11 @@ OPTIONAL = {
 
 # Python -> releases of Megatron-core whose numbers were tested there (docs/status.md says which,
 # and when)
-TESTED = {(3, 11): ("0.16.1",), (3, 12): ("0.17.1", "0.18.2", "0.19.2"), (3, 13): ("0.19.2",)}
+TESTED = {
+    (3, 11): ("0.16.1",),
+    (3, 12): ("0.17.1", "0.18.2", "0.19.2"),
+    (3, 13): ("0.19.2",),
+}
 
 EXTRAS = {
     "transformer-engine": "gpu",
@@ -81,7 +85,9 @@ def run(args: argparse.Namespace) -> int:
     else:
         for f in findings:
             mark = {True: "ok  ", False: "FAIL", None: "-   "}[f.ok]
-            print(f"{mark} {f.name:22} {f.found}{'  -> ' + f.advice if f.advice else ''}")
+            print(
+                f"{mark} {f.name:22} {f.found}{'  -> ' + f.advice if f.advice else ''}"
+            )
     return 1 if any(f.ok is False for f in findings) else 0
 
 
@@ -91,29 +97,49 @@ def examine() -> list[Finding]:
 
     pins = _constraints()
     here = TESTED.get(sys.version_info[:2], ())
-    matrix = "; ".join(f"{a}.{b}: megatron-core {', '.join(of)}" for (a, b), of in TESTED.items())
+    matrix = "; ".join(
+        f"{a}.{b}: megatron-core {', '.join(of)}" for (a, b), of in TESTED.items()
+    )
     advice = "" if here else f"tested are {matrix}"
-    findings = [Finding("python", platform.python_version(), sys.version_info >= (3, 11), advice)]
+    findings = [
+        Finding(
+            "python", platform.python_version(), sys.version_info >= (3, 11), advice
+        )
+    ]
     for name in REQUIRED:
         version = _version(name)
         pin = pins.get(name)
         tested = (pin, *here) if name == "megatron-core" else (pin,)
-        wrong = version is not None and pin is not None and version.split("+")[0] not in tested
+        wrong = (
+            version is not None
+            and pin is not None
+            and version.split("+")[0] not in tested
+        )
         advice = (
-            f"pip install {name}{'==' + pin if pin else ''}" if version is None or wrong else ""
+            f"pip install {name}{'==' + pin if pin else ''}"
+            if version is None or wrong
+            else ""
         )
         findings.append(
-            Finding(name, version or "missing", version is not None and not wrong, advice)
+            Finding(
+                name, version or "missing", version is not None and not wrong, advice
+            )
         )
     for name, what in OPTIONAL.items():
         version = _version(name)
         how = f"; {pip_install(EXTRAS[name])}" if name in EXTRAS else ""
         findings.append(
-            Finding(name, version or "not installed", None, "" if version else what + how)
+            Finding(
+                name, version or "not installed", None, "" if version else what + how
+            )
         )
     findings.append(Finding("tested with", matrix, None))
     findings.append(
-        Finding("device", f"{current_device()} over {backend()}, {os.cpu_count()} CPU cores", True)
+        Finding(
+            "device",
+            f"{current_device()} over {backend()}, {os.cpu_count()} CPU cores",
+            True,
+        )
     )
     return [*findings, _sandbox()]
 
@@ -124,7 +150,9 @@ def _sandbox() -> Finding:
 
     problems = {level: problem_of(level) for level in ("bubblewrap", "landlock")}  # type: ignore[arg-type]
     usable = next((level for level, problem in problems.items() if not problem), "none")
-    missing = "; ".join(f"{level}: {problem}" for level, problem in problems.items() if problem)
+    missing = "; ".join(
+        f"{level}: {problem}" for level, problem in problems.items() if problem
+    )
     return Finding("sandbox for programs", usable, None, missing)
 
 
@@ -141,6 +169,12 @@ def _constraints() -> dict[str, str]:
     """
     package = Path(__file__).parents[1]
     path = next(
-        p for p in (package / "constraints.txt", package.parent / "constraints.txt") if p.is_file()
+        p
+        for p in (package / "constraints.txt", package.parent / "constraints.txt")
+        if p.is_file()
     )
-    return dict(re.findall(r"^([A-Za-z0-9_.-]+)==([^\s;]+)", path.read_text(), flags=re.MULTILINE))
+    return dict(
+        re.findall(
+            r"^([A-Za-z0-9_.-]+)==([^\s;]+)", path.read_text(), flags=re.MULTILINE
+        )
+    )

@@ -100,13 +100,17 @@ def add_parser(subparsers: Subparsers) -> None:
         help="options, for instance judging.test_seconds=30",
     )
     source = parser.add_mutually_exclusive_group()
-    source.add_argument("--model", metavar="DIR", help="Hugging Face checkpoint directory")
+    source.add_argument(
+        "--model", metavar="DIR", help="Hugging Face checkpoint directory"
+    )
     source.add_argument(
         "--endpoint",
         metavar="URL",
         help="OpenAI-compatible server, for instance http://host:8000/v1",
     )
-    source.add_argument("--samples", metavar="FILE", help="score this samples.jsonl again")
+    source.add_argument(
+        "--samples", metavar="FILE", help="score this samples.jsonl again"
+    )
     parser.add_argument(
         "--config",
         metavar="FILE",
@@ -123,17 +127,25 @@ def add_parser(subparsers: Subparsers) -> None:
         metavar="A,B",
         help="names (math500, aime24, ...) or NAME=PATH of a data file",
     )
-    parser.add_argument("--out", metavar="RUN", required=True, help="directory to write to")
     parser.add_argument(
-        "--fresh", action="store_true", help="drop the samples of an earlier evaluation in --out"
+        "--out", metavar="RUN", required=True, help="directory to write to"
     )
-    parser.add_argument("--repeats", type=positive_int, help="responses per problem (default 4)")
+    parser.add_argument(
+        "--fresh",
+        action="store_true",
+        help="drop the samples of an earlier evaluation in --out",
+    )
+    parser.add_argument(
+        "--repeats", type=positive_int, help="responses per problem (default 4)"
+    )
     parser.add_argument(
         "--confidence",
         help=f"kinds, comma separated (default verbal,token,consistency): {', '.join(KINDS)}",
     )
     parser.add_argument(
-        "--features", action="store_true", help="keep what dcpo calibrate --method confclass reads"
+        "--features",
+        action="store_true",
+        help="keep what dcpo calibrate --method confclass reads",
     )
     parser.add_argument(
         "--calibrator",
@@ -165,7 +177,9 @@ def add_parser(subparsers: Subparsers) -> None:
         help="where benchmark files are (default: $DCPO_DATA, else data/)",
     )
     parser.add_argument(
-        "--corrections", action="store_true", help="repair documented defects of benchmark data"
+        "--corrections",
+        action="store_true",
+        help="repair documented defects of benchmark data",
     )
     parser.add_argument(
         "--untested",
@@ -173,7 +187,9 @@ def add_parser(subparsers: Subparsers) -> None:
         help="keep programming problems whose tests assert nothing (3 of MBPP+)",
     )
     parser.add_argument(
-        "--rejudge", action="store_true", help="with --samples: judge the responses again as well"
+        "--rejudge",
+        action="store_true",
+        help="with --samples: judge the responses again as well",
     )
     _add_sampling_arguments(
         parser.add_argument_group("sampling (defaults: the paper's evaluation)")
@@ -200,7 +216,9 @@ def _add_sampling_arguments(sampling: argparse._ArgumentGroup) -> None:
     sampling.add_argument("--top-p", type=float, help="default 0.8")
     sampling.add_argument("--top-k", type=int, help="0: off (default 20)")
     sampling.add_argument(
-        "--max-tokens", type=positive_int, help="longest response in tokens (default 3000)"
+        "--max-tokens",
+        type=positive_int,
+        help="longest response in tokens (default 3000)",
     )
     sampling.add_argument("--seed", type=int, help="default 0")
     sampling.add_argument(
@@ -224,7 +242,8 @@ def _add_sampling_arguments(sampling: argparse._ArgumentGroup) -> None:
 
 def _add_server_arguments(server: argparse._ArgumentGroup) -> None:
     server.add_argument(
-        "--model-name", help="model to ask the server for (default: the only one it offers)"
+        "--model-name",
+        help="model to ask the server for (default: the only one it offers)",
     )
     server.add_argument(
         "--tokenizer",
@@ -241,12 +260,19 @@ def _add_server_arguments(server: argparse._ArgumentGroup) -> None:
         metavar="NAME",
         help="environment variable of the key (default OPENAI_API_KEY)",
     )
-    server.add_argument("--concurrency", type=positive_int, help="requests at a time (default 32)")
     server.add_argument(
-        "--timeout", type=float, metavar="S", help="seconds to wait for one sample (default 600)"
+        "--concurrency", type=positive_int, help="requests at a time (default 32)"
     )
     server.add_argument(
-        "--attempts", type=positive_int, help="tries per sample, with growing pauses (default 8)"
+        "--timeout",
+        type=float,
+        metavar="S",
+        help="seconds to wait for one sample (default 600)",
+    )
+    server.add_argument(
+        "--attempts",
+        type=positive_int,
+        help="tries per sample, with growing pauses (default 8)",
     )
     server.add_argument(
         "--extra-body", type=_json_object, metavar="JSON", help="added to every request"
@@ -261,7 +287,9 @@ def run(args: argparse.Namespace) -> int:
     samples = given.get("samples", "")
     judge_again = given.get("rejudge", False)
     if judge_again and not samples:
-        raise UserError("--rejudge is for --samples FILE; new responses are judged anyway")
+        raise UserError(
+            "--rejudge is for --samples FILE; new responses are judged anyway"
+        )
     config = configuration(given)
     with _progress() as progress:
         evaluation = run_evaluation(
@@ -350,7 +378,11 @@ def _print_evaluation(evaluation: Mapping[str, Any]) -> None:
     for name, scores in evaluation["benchmarks"].items():
         rates = scores.get("abstention")
         if rates:
-            shown = [f"{key} {value:.3f}" for key, value in rates.items() if value is not None]
+            shown = [
+                f"{key} {value:.3f}"
+                for key, value in rates.items()
+                if value is not None
+            ]
             print(printable(f"{name} abstention: {', '.join(shown)}"))
 
 

@@ -46,16 +46,27 @@ def add_parser(subparsers: Subparsers) -> None:
         help="JSON lines with response and tests ('-': standard input)",
     )
     parser.add_argument(
-        "--json", action="store_true", help="one JSON line per line, in order, with correct"
+        "--json",
+        action="store_true",
+        help="one JSON line per line, in order, with correct",
     )
     add_judging_arguments(parser)
-    for name, old_name in (("test_seconds", "--timeout"), ("program_seconds", "--total-timeout")):
+    for name, old_name in (
+        ("test_seconds", "--timeout"),
+        ("program_seconds", "--total-timeout"),
+    ):
         parser.add_argument(old_name, dest=name, type=float, help=argparse.SUPPRESS)
     parser.add_argument(
-        "--workers", type=positive_int, metavar="N", help="programs at a time (default: the cores)"
+        "--workers",
+        type=positive_int,
+        metavar="N",
+        help="programs at a time (default: the cores)",
     )
     parser.add_argument(
-        "--show", type=int, default=20, help="disagreements with string equality shown (default 20)"
+        "--show",
+        type=int,
+        default=20,
+        help="disagreements with string equality shown (default 20)",
     )
     parser.set_defaults(run=run)
 
@@ -85,7 +96,9 @@ def run(args: argparse.Namespace) -> int:
     )
     for row in numbers["disagreements"][: args.show]:
         verdict = "accepted" if row["correct"] else "rejected"
-        print(f"  {verdict} {row['count']}x  {row['answer']!r}  against  {row['reference']!r}")
+        print(
+            f"  {verdict} {row['count']}x  {row['answer']!r}  against  {row['reference']!r}"
+        )
     hidden = len(numbers["disagreements"]) - args.show
     if hidden > 0:
         print(f"  ... and {hidden} more (--show)")
@@ -103,29 +116,51 @@ def _judge_by_function(args: argparse.Namespace) -> int:
     from megatron_dcpo.judging.function_verifier import check_error_rate
     from megatron_dcpo.judging.verifiers import verifiers
 
-    names = ("verifier", "threshold", "sandbox", "test_seconds", "program_seconds", "memory_mb")
-    given = {name: vars(args)[name] for name in names if vars(args).get(name) is not None}
+    names = (
+        "verifier",
+        "threshold",
+        "sandbox",
+        "test_seconds",
+        "program_seconds",
+        "memory_mb",
+    )
+    given = {
+        name: vars(args)[name] for name in names if vars(args).get(name) is not None
+    }
     judging = checked(given, JudgingConfig, "dcpo judge")
     verifier, form = verifiers(judging, {})(args.verifier)
     attempts = []
     for where, row in read_json_lines(args.pairs):
         if not isinstance(row.get("prediction"), str) or "reference" not in row:
-            raise UserError(f"{where}: expected an object with prediction (text) and reference")
-        reasoning = split_text(row["prediction"], CONFIDENCE_TAG).reasoning.decode(errors="replace")
+            raise UserError(
+                f"{where}: expected an object with prediction (text) and reference"
+            )
+        reasoning = split_text(row["prediction"], CONFIDENCE_TAG).reasoning.decode(
+            errors="replace"
+        )
         columns = {"answer": row["reference"], **row}
-        attempts.append(Attempt(form.extract(reasoning), str(row["reference"]), reasoning, columns))
+        attempts.append(
+            Attempt(form.extract(reasoning), str(row["reference"]), reasoning, columns)
+        )
     outcomes = verifier(attempts)
     for outcome in outcomes if args.json else ():
         print(
             json.dumps(
-                {"correct": outcome.correct, "category": outcome.category, **(outcome.logged or {})}
+                {
+                    "correct": outcome.correct,
+                    "category": outcome.category,
+                    **(outcome.logged or {}),
+                }
             )
         )
     if not args.json:
         right, failed = (
-            sum(map(bool, column)) for column in list(zip(*outcomes, strict=True))[:2] or ((), ())
+            sum(map(bool, column))
+            for column in list(zip(*outcomes, strict=True))[:2] or ((), ())
         )
-        print(f"{len(outcomes)} predictions, {right} correct, {failed} not judged (verifier_error)")
+        print(
+            f"{len(outcomes)} predictions, {right} correct, {failed} not judged (verifier_error)"
+        )
     check_error_rate(outcomes, judging.max_error_rate, args.pairs)
     return 0
 
@@ -144,7 +179,9 @@ def _judge_programs(args: argparse.Namespace) -> int:
         check_syntax(checked_tests(tests, where), where)
     workers = args.workers if args.workers is not None else len(os.sched_getaffinity(0))
     counts: Counter[str] = Counter()
-    with CodePool(limits=limits, sandbox=args.sandbox or "auto", workers=workers) as pool:
+    with CodePool(
+        limits=limits, sandbox=args.sandbox or "auto", workers=workers
+    ) as pool:
         print(f"sandbox: {pool.level}", file=sys.stderr)
         futures = [
             (where, pool.submit(extract_program(response), tests, where))
@@ -155,7 +192,9 @@ def _judge_programs(args: argparse.Namespace) -> int:
             counts[verdict.category] += 1
             if args.json:
                 print(
-                    json.dumps({"correct": verdict.correct, "category": verdict.category}),
+                    json.dumps(
+                        {"correct": verdict.correct, "category": verdict.category}
+                    ),
                     flush=True,
                 )
             elif not verdict.correct:
@@ -175,7 +214,9 @@ def _read_programs(path: str) -> list[tuple[str, str, Any]]:
     rows = []
     for where, row in read_json_lines(path):
         if not isinstance(row.get("response"), str) or "tests" not in row:
-            raise UserError(f"{where}: expected an object with response (text) and tests")
+            raise UserError(
+                f"{where}: expected an object with response (text) and tests"
+            )
         rows.append((where, row["response"], row["tests"]))
     return rows
 
@@ -243,23 +284,35 @@ def judge_pairs(pairs: Sequence[tuple[str, str]]) -> list[JudgedPair]:
     verdicts = equivalent_many(list(zip(answers, references, strict=True)))
     return [
         JudgedPair(
-            answer, reference, correct, "".join(answer.split()) == "".join(reference.split())
+            answer,
+            reference,
+            correct,
+            "".join(answer.split()) == "".join(reference.split()),
         )
-        for answer, reference, correct in zip(answers, references, verdicts, strict=True)
+        for answer, reference, correct in zip(
+            answers, references, verdicts, strict=True
+        )
     ]
 
 
 def report(judged: Sequence[JudgedPair]) -> dict[str, Any]:
     """Return counts, and the distinct pairs on which the two disagree, the most frequent first."""
     differing = Counter(
-        (p.answer, p.reference, p.correct) for p in judged if p.correct != p.string_equal
+        (p.answer, p.reference, p.correct)
+        for p in judged
+        if p.correct != p.string_equal
     )
     return {
         "pairs": len(judged),
         "correct": sum(pair.correct for pair in judged),
         "string_equal": sum(pair.string_equal for pair in judged),
         "disagreements": [
-            {"answer": answer, "reference": reference, "correct": correct, "count": count}
+            {
+                "answer": answer,
+                "reference": reference,
+                "correct": correct,
+                "count": count,
+            }
             for (answer, reference, correct), count in differing.most_common()
         ],
     }

@@ -38,7 +38,9 @@ if TYPE_CHECKING:
     from megatron_dcpo.cli import Subparsers
     from megatron_dcpo.rollout.serving import EngineServer
 
-_GRACE_SECONDS = 20  # after one rank has failed the others have this long to end by themselves
+_GRACE_SECONDS = (
+    20  # after one rank has failed the others have this long to end by themselves
+)
 _ALONE_SECONDS = 15.0
 
 
@@ -56,7 +58,9 @@ def add_parser(subparsers: Subparsers) -> None:
         usage="dcpo launch N [torchrun options] -- VERB ...",
     )
     parser.add_argument(
-        "processes", metavar="N", help="processes on this node, or torchrun's auto, gpu, cpu"
+        "processes",
+        metavar="N",
+        help="processes on this node, or torchrun's auto, gpu, cpu",
     )
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     parser.set_defaults(run=run)
@@ -75,8 +79,14 @@ def run(args: argparse.Namespace) -> int:
             "--engines M, and the number of processes before it, have to be numbers: the engines "
             "come behind"
         )
-    with _engines(int(args.processes), mine.engines, mine.engine_command, verb) as server:
-        return _launch(args.processes, options, verb) if int(args.processes) else server.serve()
+    with _engines(
+        int(args.processes), mine.engines, mine.engine_command, verb
+    ) as server:
+        return (
+            _launch(args.processes, options, verb)
+            if int(args.processes)
+            else server.serve()
+        )
 
 
 def _engines(processes: int, engines: int, other: str, verb: list[str]) -> EngineServer:
@@ -94,7 +104,11 @@ def _engines(processes: int, engines: int, other: str, verb: list[str]) -> Engin
     config = load_config(known.config, [*known.overrides, *rest])
     command = server_command(config, engines, other)
     return EngineServer(
-        command, config.rollout.endpoint, processes, engines, Path(config.run_dir) / "engines.log"
+        command,
+        config.rollout.endpoint,
+        processes,
+        engines,
+        Path(config.run_dir) / "engines.log",
     )
 
 
@@ -110,7 +124,8 @@ def _launch(processes: str, options: list[str], verb: list[str]) -> int:
 
     allow_open_files()
     if not any(
-        option.startswith(("--nnodes", "--rdzv", "--master", "--standalone")) for option in options
+        option.startswith(("--nnodes", "--rdzv", "--master", "--standalone"))
+        for option in options
     ):
         options = ["--standalone", *options]
     os.environ[signals.LAUNCHER_PID] = str(os.getpid())
@@ -177,7 +192,8 @@ def first_failure(failures: dict[int, Any]) -> tuple[int, Any]:
     """
     ended = (-signal.SIGTERM, EXIT_PEER_LOST)
     return min(
-        failures.items(), key=lambda item: (item[1].exitcode in ended, item[1].timestamp, item[0])
+        failures.items(),
+        key=lambda item: (item[1].exitcode in ended, item[1].timestamp, item[0]),
     )
 
 
@@ -203,7 +219,9 @@ def _numa_binding(options: list[str]) -> list[str]:
     """
     from megatron_dcpo.runtime.device import capabilities
 
-    chosen = any(option.startswith(("--numa-binding", "--numa_binding")) for option in options)
+    chosen = any(
+        option.startswith(("--numa-binding", "--numa_binding")) for option in options
+    )
     several = len(glob.glob("/sys/devices/system/node/node[0-9]*")) > 1
     if (
         chosen

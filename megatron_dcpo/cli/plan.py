@@ -23,10 +23,16 @@ def add_parser(subparsers: Subparsers) -> None:
         "or is a name of the hub.",
     )
     parser.add_argument(
-        "--config", required=True, metavar="FILE", help="YAML file with the run's options"
+        "--config",
+        required=True,
+        metavar="FILE",
+        help="YAML file with the run's options",
     )
     parser.add_argument(
-        "overrides", nargs="*", metavar="section.key=value", help="options that override the file"
+        "overrides",
+        nargs="*",
+        metavar="section.key=value",
+        help="options that override the file",
     )
     parser.add_argument(
         "--gpus",
@@ -74,7 +80,9 @@ def add_parser(subparsers: Subparsers) -> None:
         help="mean response length (default: the longest)",
     )
     parser.add_argument(
-        "--simulate", action="store_true", help="a step event by event: what waits for what"
+        "--simulate",
+        action="store_true",
+        help="a step event by event: what waits for what",
     )
     parser.add_argument(
         "--lengths",
@@ -96,7 +104,9 @@ def add_parser(subparsers: Subparsers) -> None:
         help="responses judged at a time (default 16)",
     )
     parser.add_argument(
-        "--reshard", action="store_true", help="only the copy plan of a weight synchronization"
+        "--reshard",
+        action="store_true",
+        help="only the copy plan of a weight synchronization",
     )
     parser.add_argument("--json", action="store_true", help="machine-readable output")
     parser.set_defaults(run=run)
@@ -120,7 +130,9 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(facts) if args.json else "\n".join(reshard_lines(facts)))
         return 0
     if args.mfu > 1:
-        raise UserError(f"--mfu {args.mfu:g} is above 1; it is a share of --peak-tflops")
+        raise UserError(
+            f"--mfu {args.mfu:g} is above 1; it is a share of --peak-tflops"
+        )
     if not 0 <= args.reserve_gb < args.gpu_memory_gb:
         raise UserError(
             f"--reserve-gb {args.reserve_gb:g} is outside 0 ... --gpu-memory-gb "
@@ -162,7 +174,11 @@ def run(args: argparse.Namespace) -> int:
 
         environment = Environment(args.judge_seconds, args.judges_per_node)
         found = scenarios(
-            config, machine, rates, environment, read_lengths(args.lengths) if args.lengths else ()
+            config,
+            machine,
+            rates,
+            environment,
+            read_lengths(args.lengths) if args.lengths else (),
         )
         print(
             json.dumps(scenario_facts(found))

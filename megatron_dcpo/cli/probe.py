@@ -31,15 +31,25 @@ def add_parser(subparsers: Subparsers) -> None:
         "--config", required=True, metavar="FILE", help="YAML file of a training run"
     )
     parser.add_argument(
-        "overrides", nargs="*", metavar="section.key=value", help="options that override the file"
+        "overrides",
+        nargs="*",
+        metavar="section.key=value",
+        help="options that override the file",
     )
     parser.add_argument(
-        "--batches", type=int, default=8, help="steps' worth of responses to sample (default 8)"
+        "--batches",
+        type=int,
+        default=8,
+        help="steps' worth of responses to sample (default 8)",
     )
     parser.add_argument(
-        "--out", metavar="DIR", help="where probe.json and probe.png go (default: the run_dir)"
+        "--out",
+        metavar="DIR",
+        help="where probe.json and probe.png go (default: the run_dir)",
     )
-    parser.add_argument("--json", action="store_true", help="print probe.json to stdout")
+    parser.add_argument(
+        "--json", action="store_true", help="print probe.json to stdout"
+    )
     parser.set_defaults(run=run)
 
 

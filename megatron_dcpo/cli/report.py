@@ -34,14 +34,18 @@ def add_parser(subparsers: Subparsers) -> None:
         metavar="FILE",
         help="where to write the page (default: report.html in the first RUN)",
     )
-    parser.add_argument("--title", default="Accuracy and calibration", help="heading of the page")
+    parser.add_argument(
+        "--title", default="Accuracy and calibration", help="heading of the page"
+    )
     parser.add_argument(
         "--against",
         metavar="paper|FILE",
         help="published numbers to set beside: paper, or a CSV file",
     )
     parser.add_argument(
-        "--json", action="store_true", help="print the comparison as JSON instead of a table"
+        "--json",
+        action="store_true",
+        help="print the comparison as JSON instead of a table",
     )
     parser.add_argument(
         "--serve",
@@ -49,7 +53,10 @@ def add_parser(subparsers: Subparsers) -> None:
         help="follow one RUN in a browser of this machine while it trains",
     )
     parser.add_argument(
-        "--port", type=int, default=8765, help="of --serve (default 8765; 0: any free one)"
+        "--port",
+        type=int,
+        default=8765,
+        help="of --serve (default 8765; 0: any free one)",
     )
     parser.set_defaults(run=run)
 
@@ -80,7 +87,10 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         beside_runs = {"against": beside} if args.against else {}
         print(
-            json.dumps(json_ready({"report": str(page), "runs": numbers, **beside_runs}), indent=1)
+            json.dumps(
+                json_ready({"report": str(page), "runs": numbers, **beside_runs}),
+                indent=1,
+            )
         )
     else:
         print_table(numbers)
@@ -99,7 +109,9 @@ def serve(runs: Sequence[str], port: int) -> int:
         )
     with live_server(runs[0], port) as server:
         print(
-            printable(f"http://{ADDRESS}:{server.server_port}/ shows {runs[0]}; Ctrl-C ends it"),
+            printable(
+                f"http://{ADDRESS}:{server.server_port}/ shows {runs[0]}; Ctrl-C ends it"
+            ),
             flush=True,
         )
         with suppress(KeyboardInterrupt):
@@ -110,11 +122,15 @@ def serve(runs: Sequence[str], port: int) -> int:
 def _print_published(rows: Sequence[Mapping[str, Any]]) -> None:
     for row in rows:
         ours = ", ".join(
-            f"{name} {value:.4g}" for name, value in row["ours"].items() if value is not None
+            f"{name} {value:.4g}"
+            for name, value in row["ours"].items()
+            if value is not None
         )
         mark = f"  ! {row['mark']}" if row["mark"] else ""
         name = f"{row['method']}, {row['benchmark']}, {row['confidence'] or '?'} {row['metric']}"
-        print(printable(f"{name}: printed {row['printed']:.4g}, ours {ours or '–'}{mark}"))
+        print(
+            printable(f"{name}: printed {row['printed']:.4g}, ours {ours or '–'}{mark}")
+        )
 
 
 def print_table(numbers: Mapping[str, Mapping[str, Any]], first: str = "run") -> None:
@@ -131,7 +147,8 @@ def print_table(numbers: Mapping[str, Mapping[str, Any]], first: str = "run") ->
         table.add_column(label, justify="right", no_wrap=True)
     for name, values in numbers.items():
         table.add_row(
-            Text(printable(name)), *[format_value(key, values.get(key)) for key in LABELS]
+            Text(printable(name)),
+            *[format_value(key, values.get(key)) for key in LABELS],
         )
     Console(width=None if Console().is_terminal else 140).print(
         table

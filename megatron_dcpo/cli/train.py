@@ -21,10 +21,16 @@ def add_parser(subparsers: Subparsers) -> None:
         "train ...",
     )
     parser.add_argument(
-        "--config", required=True, metavar="FILE", help="YAML file with the run's options"
+        "--config",
+        required=True,
+        metavar="FILE",
+        help="YAML file with the run's options",
     )
     parser.add_argument(
-        "overrides", nargs="*", metavar="section.key=value", help="options that override the file"
+        "overrides",
+        nargs="*",
+        metavar="section.key=value",
+        help="options that override the file",
     )
     parser.add_argument(
         "--resume",
@@ -42,7 +48,9 @@ def add_parser(subparsers: Subparsers) -> None:
         help="with --dry-run: model and data may be elsewhere",
     )
     parser.add_argument(
-        "--json", action="store_true", help="print the last step's metrics to stdout as JSON"
+        "--json",
+        action="store_true",
+        help="print the last step's metrics to stdout as JSON",
     )
     parser.set_defaults(run=run)
 
@@ -55,7 +63,10 @@ def run(args: argparse.Namespace) -> int:
         allow_open_files()
         signals.install_handlers()
         signals.exit_with_launcher()
-    overrides = [*args.overrides, *([f"training.resume={args.resume}"] if args.resume else [])]
+    overrides = [
+        *args.overrides,
+        *([f"training.resume={args.resume}"] if args.resume else []),
+    ]
     config = load_config(args.config, overrides)
     if args.dry_run:
         from megatron_dcpo.training.dry_run import describe

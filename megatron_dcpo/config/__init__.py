@@ -67,7 +67,9 @@ __all__ = [
 Built = TypeVar("Built")
 
 
-def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Config:
+def load_config(
+    path: str | Path, overrides: list[str] | tuple[str, ...] = ()
+) -> Config:
     """Read ``path``, apply dotted ``overrides`` in order, validate. Raises :class:`UserError`, one
     line per call.
 
@@ -76,9 +78,13 @@ def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -
     """
     for override in overrides:
         if "=" not in override:
-            raise UserError(f"override {override!r} is not of the form section.key=value")
+            raise UserError(
+                f"override {override!r} is not of the form section.key=value"
+            )
     try:
-        merged = OmegaConf.merge(_read(Path(path)), OmegaConf.from_dotlist(list(overrides)))
+        merged = OmegaConf.merge(
+            _read(Path(path)), OmegaConf.from_dotlist(list(overrides))
+        )
         values = OmegaConf.to_container(merged, resolve=True)
     except (
         OmegaConfBaseException,
@@ -98,7 +104,9 @@ def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -
         for override in reversed(overrides):  # the file is not to blame
             name = override.partition("=")[0]
             if name in message or f"unknown key {name.partition('.')[0]};" in message:
-                raise UserError(message.replace(f"{path}: ", f"{override}: ", 1)) from None
+                raise UserError(
+                    message.replace(f"{path}: ", f"{override}: ", 1)
+                ) from None
         raise
 
 
@@ -138,11 +146,18 @@ def validate(values: object, source: str = "config") -> Config:
     wrong.
     """
     if not isinstance(values, dict):
-        raise UserError(f"{source}: expected a mapping of sections, found {type(values).__name__}")
+        raise UserError(
+            f"{source}: expected a mapping of sections, found {type(values).__name__}"
+        )
     config = checked(values, Config, source)
     objective = config.objective
-    if objectives.needs_max_response_length(objective) and not objective.max_response_length:
-        objective = objective.changed(max_response_length=config.rollout.max_response_length)
+    if (
+        objectives.needs_max_response_length(objective)
+        and not objective.max_response_length
+    ):
+        objective = objective.changed(
+            max_response_length=config.rollout.max_response_length
+        )
         config = dataclasses.replace(config, objective=objective)
     check_configuration(config, source)
     return config
@@ -176,7 +191,9 @@ def parse_overrides(overrides: Iterable[str]) -> dict[str, Any]:
     for override in overrides:
         name, equal, _ = override.partition("=")
         if not equal:
-            raise UserError(f"override {override!r} is not of the form section.key=value")
+            raise UserError(
+                f"override {override!r} is not of the form section.key=value"
+            )
         try:
             value: object = OmegaConf.select(OmegaConf.from_dotlist([override]), name)
             if OmegaConf.is_config(value):
@@ -237,11 +254,15 @@ def flat(values: object, prefix: str = "") -> Iterator[tuple[str, Any]]:
 def without_none(values: dict[str, Any]) -> dict[str, Any]:
     """Return nested dictionaries without the keys whose value is None."""
     return {
-        k: without_none(v) if isinstance(v, dict) else v for k, v in values.items() if v is not None
+        k: without_none(v) if isinstance(v, dict) else v
+        for k, v in values.items()
+        if v is not None
     }
 
 
-def _check_keys(values: dict[Any, Any], kind: type, source: str, prefix: tuple[str, ...]) -> None:
+def _check_keys(
+    values: dict[Any, Any], kind: type, source: str, prefix: tuple[str, ...]
+) -> None:
     """Refuse unknown keys first: pydantic would report them last, and without the nearest valid
     name.
     """
@@ -253,9 +274,15 @@ def _check_keys(values: dict[Any, Any], kind: type, source: str, prefix: tuple[s
             place = ELSEWHERE.get(str(key)) or (
                 ".".join((*prefix, near)) if near else _elsewhere(str(key))
             )
-            hint = f"did you mean {place}?" if place else f"valid keys: {', '.join(sorted(known))}"
+            hint = (
+                f"did you mean {place}?"
+                if place
+                else f"valid keys: {', '.join(sorted(known))}"
+            )
             raise UserError(f"{source}: unknown key {name}; {hint}")
-        section = next((t for t in (known[key], *get_args(known[key])) if section_fields(t)), None)
+        section = next(
+            (t for t in (known[key], *get_args(known[key])) if section_fields(t)), None
+        )
         if section is not None and isinstance(value, dict):
             _check_keys(value, section, source, (*prefix, str(key)))
 
@@ -265,7 +292,8 @@ def section_fields(kind: object) -> dict[str, Any]:
     if kind is ObjectiveConfig:
         return dict.fromkeys(option_names())
     return {
-        name: field.annotation for name, field in getattr(kind, "__pydantic_fields__", {}).items()
+        name: field.annotation
+        for name, field in getattr(kind, "__pydantic_fields__", {}).items()
     }
 
 

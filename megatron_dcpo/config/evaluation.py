@@ -91,7 +91,9 @@ def _own_sources(run: Config) -> list[Values]:
     found = []
     for source in run.data.sources:
         if source.verifier or source.template:
-            given = {name: getattr(source, name) for name in ("path", "name", "verifier")}
+            given = {
+                name: getattr(source, name) for name in ("path", "name", "verifier")
+            }
             given["template"] = source.template
             found.append({name: value for name, value in given.items() if value})
     return found
@@ -106,7 +108,11 @@ def values_of_file(path: str) -> Values:
     values = read_file(path)
     data = values.get("data")
     if isinstance(data, dict) and isinstance(data.get("path"), list):
-        training = {"run_dir": "", "model": {"path": ""}, "data": {"path": data["path"]}}
+        training = {
+            "run_dir": "",
+            "model": {"path": ""},
+            "data": {"path": data["path"]},
+        }
         sources = _own_sources(checked(training, Config, path))
         data.setdefault("sources", sources)
     kept: Values = {}

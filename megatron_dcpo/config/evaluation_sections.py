@@ -110,7 +110,9 @@ class EvaluateConfig:
 
     run_dir: str
     """Directory that the evaluation writes to (--out)."""
-    model: EvaluatedModelConfig = dataclasses.field(default_factory=EvaluatedModelConfig)
+    model: EvaluatedModelConfig = dataclasses.field(
+        default_factory=EvaluatedModelConfig
+    )
     data: PromptConfig = dataclasses.field(default_factory=PromptConfig)
     rollout: EngineConfig = dataclasses.field(default_factory=EngineConfig)
     judging: JudgingConfig = dataclasses.field(default_factory=JudgingConfig)

@@ -45,7 +45,9 @@ def _import_path(text: str, folder: Path) -> str:
 
 def _benchmarks(text: str, folder: Path) -> str:
     named = [part.partition("=") for part in text.split(",")]
-    return ",".join(f"{name}{equal}{beside(path.strip(), folder)}" for name, equal, path in named)
+    return ",".join(
+        f"{name}{equal}{beside(path.strip(), folder)}" for name, equal, path in named
+    )
 
 
 def _sources(value: object, folder: Path) -> object:
@@ -53,7 +55,10 @@ def _sources(value: object, folder: Path) -> object:
         return [_sources(one, folder) for one in value]
     if isinstance(value, dict):
         finds = {"path": _path, "verifier": _function, "template": _function}
-        return {key: finds[key](one, folder) if key in finds else one for key, one in value.items()}
+        return {
+            key: finds[key](one, folder) if key in finds else one
+            for key, one in value.items()
+        }
     return _path(value, folder)
 
 

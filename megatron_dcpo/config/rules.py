@@ -25,7 +25,9 @@ from megatron_dcpo.objectives import find_method, resolve
 from megatron_dcpo.types import REASONING_GYM
 
 Broken = str | None
-VOCABULARY_MULTIPLE = 64  # vLLM pads the vocabulary to a multiple of this before it cuts it
+VOCABULARY_MULTIPLE = (
+    64  # vLLM pads the vocabulary to a multiple of this before it cuts it
+)
 
 
 class ModelShape(Protocol):
@@ -62,7 +64,9 @@ def model_rule(
     return rule
 
 
-def evaluation_rule(rule: Callable[[EvaluateConfig], Broken]) -> Callable[[EvaluateConfig], Broken]:
+def evaluation_rule(
+    rule: Callable[[EvaluateConfig], Broken],
+) -> Callable[[EvaluateConfig], Broken]:
     """Have a rule looked at when the configuration of an evaluation is read."""
     _EVALUATION_RULES.append(rule)
     return rule
@@ -80,7 +84,9 @@ def check_configuration(config: Config, source: str) -> None:
             raise UserError(f"{source}: {why}")
 
 
-def check_model_rules(config: Config, model: ModelShape, chunks: Iterable[Sequence[int]]) -> None:
+def check_model_rules(
+    config: Config, model: ModelShape, chunks: Iterable[Sequence[int]]
+) -> None:
     """Raise :class:`UserError` for options that are not right for a model. ``chunks`` are the
     layers of every model chunk, as the pipeline divides them.
     """
@@ -95,7 +101,9 @@ def check_model_rules(config: Config, model: ModelShape, chunks: Iterable[Sequen
 def check_processes(config: Config, processes: int) -> None:
     """Raise :class:`UserError` for options that the number of processes does not allow."""
     parallel = config.parallel
-    expert_tensor = parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size
+    expert_tensor = (
+        parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size
+    )
     check_world_size(
         parallel.tensor_model_parallel_size,
         parallel.pipeline_model_parallel_size,
@@ -132,7 +140,9 @@ def check_passed_on(
     """
     for name in options:
         if name in decided:
-            raise UserError(f"{section}.{name} is decided by {decided[name]}; remove it")
+            raise UserError(
+                f"{section}.{name} is decided by {decided[name]}; remove it"
+            )
         if known is not None and name not in known:
             hint = did_you_mean(name, known - decided.keys())
             raise UserError(f"{section}.{name} is unknown to {where}{hint}")
@@ -157,7 +167,9 @@ def cp_comm_type_is_of_context_parallelism(config: Config) -> Broken:
 def sequence_parallel_needs_tensor_parallel(config: Config) -> Broken:
     parallel = config.parallel
     if parallel.sequence_parallel and parallel.tensor_model_parallel_size == 1:
-        return "parallel.sequence_parallel needs parallel.tensor_model_parallel_size > 1"
+        return (
+            "parallel.sequence_parallel needs parallel.tensor_model_parallel_size > 1"
+        )
     return None
 
 
@@ -232,7 +244,10 @@ def overlap_param_gather_needs_overlap_grad_reduce(config: Config) -> Broken:
 @configuration_rule
 def recomputed_layers_need_full_recomputation(config: Config) -> Broken:
     parallel = config.parallel
-    chosen = (parallel.recompute_method, parallel.recompute_num_layers) != ("uniform", 1)
+    chosen = (parallel.recompute_method, parallel.recompute_num_layers) != (
+        "uniform",
+        1,
+    )
     if parallel.recompute_granularity != "full" and chosen:
         return (
             "parallel.megatron.recompute_method and recompute_num_layers need "
@@ -268,7 +283,11 @@ def _has_scores(config: Config) -> bool:
     """Return whether any source is judged by a verifier that gives scores between 0 and 1."""
     for source in config.data.sources:
         verifier = source.verifier or config.judging.verifier
-        if source.path.startswith(REASONING_GYM) or verifier == "f1" or verifier not in BUILT_IN:
+        if (
+            source.path.startswith(REASONING_GYM)
+            or verifier == "f1"
+            or verifier not in BUILT_IN
+        ):
             return True
     return False
 
@@ -277,7 +296,9 @@ def _has_scores(config: Config) -> bool:
 def min_lr_is_not_above_lr(config: Config) -> Broken:
     optimizer = config.optimizer
     if optimizer.min_lr > optimizer.lr:
-        return f"optimizer.min_lr={optimizer.min_lr} is above optimizer.lr={optimizer.lr}"
+        return (
+            f"optimizer.min_lr={optimizer.min_lr} is above optimizer.lr={optimizer.lr}"
+        )
     return None
 
 
@@ -350,8 +371,13 @@ def truncated_sampling_needs_a_correction(config: Config) -> Broken:
 @configuration_rule
 def an_engine_of_several_ranks_is_vllm(config: Config) -> Broken:
     rollout = config.rollout
-    if rollout.tensor_model_parallel_size > 1 and rollout.engine in ("transformers", "server"):
-        return "rollout.tensor_model_parallel_size > 1 needs rollout.engine=vllm (or auto)"
+    if rollout.tensor_model_parallel_size > 1 and rollout.engine in (
+        "transformers",
+        "server",
+    ):
+        return (
+            "rollout.tensor_model_parallel_size > 1 needs rollout.engine=vllm (or auto)"
+        )
     return None
 
 
@@ -514,7 +540,9 @@ def mini_batches_divide_a_step(config: Config) -> Broken:
 @model_rule
 def an_adapter_has_no_experts(config: Config, model: ModelShape) -> Broken:
     if model.num_experts and config.frozen:
-        return "model.adapter: no factors for experts; remove it for a mixture of experts"
+        return (
+            "model.adapter: no factors for experts; remove it for a mixture of experts"
+        )
     return None
 
 
@@ -531,7 +559,9 @@ def experts_need_sequence_parallel(config: Config, model: ModelShape) -> Broken:
 
 
 @model_rule
-def divided_experts_need_the_distributed_optimizer(config: Config, model: ModelShape) -> Broken:
+def divided_experts_need_the_distributed_optimizer(
+    config: Config, model: ModelShape
+) -> Broken:
     parallel = config.parallel
     size = parallel.expert_model_parallel_size
     if model.num_experts and size > 1 and not parallel.use_distributed_optimizer:
@@ -572,8 +602,12 @@ def routing_replay_needs_experts(config: Config, model: ModelShape) -> Broken:
 
 
 @model_rule
-def routing_replay_needs_megatrons_own_router(config: Config, model: ModelShape) -> Broken:
-    if config.rollout.routing_replay and config.parallel.megatron.get("moe_router_fusion"):
+def routing_replay_needs_megatrons_own_router(
+    config: Config, model: ModelShape
+) -> Broken:
+    if config.rollout.routing_replay and config.parallel.megatron.get(
+        "moe_router_fusion"
+    ):
         return (
             "rollout.routing_replay does not go with parallel.megatron.moe_router_fusion; remove "
             "one of them"
@@ -597,7 +631,9 @@ def check_engine_size(model: ModelShape, tensor_model_parallel_size: int) -> Non
     size = tensor_model_parallel_size
     option = f"rollout.tensor_model_parallel_size={size}"
     if model.num_experts and size > model.num_experts:
-        raise UserError(f"{option} is more than the model's {model.num_experts} experts")
+        raise UserError(
+            f"{option} is more than the model's {model.num_experts} experts"
+        )
     heads_and_width = {
         "attention heads": model.num_attention_heads,
         "ffn_hidden_size": model.ffn_hidden_size,

@@ -26,7 +26,9 @@ from megatron_dcpo.objectives.options import ObjectiveConfig
 from megatron_dcpo.sandbox.local import CodeLimits
 from megatron_dcpo.types import CONFIDENCE_TAG, REASONING_GYM
 
-Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+Projection = Literal[
+    "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"
+]
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -39,7 +41,9 @@ class AdapterConfig:
     """Rank of the factors A and B."""
     alpha: Annotated[float, Field(gt=0)] = 32.0
     """Scale of the adapter: it adds (alpha / rank) B A x."""
-    targets: Annotated[tuple[Projection, ...], Field(min_length=1)] = get_args(Projection)
+    targets: Annotated[tuple[Projection, ...], Field(min_length=1)] = get_args(
+        Projection
+    )
     """Projections of every layer that get factors."""
 
 
@@ -87,7 +91,9 @@ class SourceConfig:
     def __post_init__(self) -> None:
         given = self.options or self.size is not None or self.seed is not None
         if given and not self.path.startswith(REASONING_GYM):
-            raise ValueError("options, size and seed are for path: reasoning_gym:TASK; remove them")
+            raise ValueError(
+                "options, size and seed are for path: reasoning_gym:TASK; remove them"
+            )
 
 
 def _as_sources(value: object) -> object:
@@ -100,7 +106,9 @@ def _as_sources(value: object) -> object:
 Sources = Annotated[
     Annotated[str, Tag("path")]
     | Annotated[tuple[SourceConfig, ...], Field(min_length=1), Tag("sources")],
-    Discriminator(lambda value: "sources" if isinstance(value, list | tuple) else "path"),
+    Discriminator(
+        lambda value: "sources" if isinstance(value, list | tuple) else "path"
+    ),
     BeforeValidator(_as_sources),
 ]
 
@@ -289,7 +297,11 @@ class SampledProblemsConfig:
     @property
     def benchmark_list(self) -> str:
         """Return the benchmarks as one text, separated by commas."""
-        return self.benchmarks if isinstance(self.benchmarks, str) else ",".join(self.benchmarks)
+        return (
+            self.benchmarks
+            if isinstance(self.benchmarks, str)
+            else ",".join(self.benchmarks)
+        )
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -110,7 +110,9 @@ def one_dtype(where: Path, specs: Specs) -> str:
     expected = float_dtype(where, specs)
     for name, (_, dtype) in specs.items():
         if dtype != expected:
-            raise UserError(f"{where}: {name} has dtype {dtype}, but {EMBEDDING} has {expected}")
+            raise UserError(
+                f"{where}: {name} has dtype {dtype}, but {EMBEDDING} has {expected}"
+            )
     return expected
 
 
@@ -140,7 +142,9 @@ def verify_bytes(
     """
     clock = time.perf_counter()
     located = locate(arch, checkpoint)
-    total = sum(math.prod(shape) * dtype_bytes(dtype) for shape, dtype in reader.specs.values())
+    total = sum(
+        math.prod(shape) * dtype_bytes(dtype) for shape, dtype in reader.specs.values()
+    )
     count = byte_counter(progress, total)
 
     def compare(parameter: list[Slice]) -> int:
@@ -167,7 +171,9 @@ def few_threads() -> Iterator[ThreadPoolExecutor]:
     """
     pool = ThreadPoolExecutor(_THREADS)
     torch_threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # torch's own threads would compete with these for cores, spinning
+    torch.set_num_threads(
+        1
+    )  # torch's own threads would compete with these for cores, spinning
     try:
         yield pool
     finally:
@@ -207,4 +213,6 @@ def byte_counter(progress: Progress, total: int) -> Callable[[int], None]:
 
 
 def write_record(directory: Path, result: Conversion) -> None:
-    (directory / "conversion.json").write_text(json.dumps(result.__dict__, indent=1) + "\n")
+    (directory / "conversion.json").write_text(
+        json.dumps(result.__dict__, indent=1) + "\n"
+    )

@@ -60,7 +60,11 @@ from megatron_dcpo.conversion.parameters import (
 )
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.runtime.dtypes import dtype_bytes
-from megatron_dcpo.runtime.files import check_free_space, check_no_overlap, new_directory
+from megatron_dcpo.runtime.files import (
+    check_free_space,
+    check_no_overlap,
+    new_directory,
+)
 from megatron_dcpo.weights.architecture import Architecture, read_architecture
 from megatron_dcpo.weights.hf_checkpoint import (
     INDEX,
@@ -117,13 +121,18 @@ def import_checkpoint(
         padded = padded_vocab_size(arch, layout)
         reader = HFReader(source)
         reader.check(arch)
-        dtype = one_dtype(source, {name: reader.specs[name] for name in hf_shapes(arch)})
+        dtype = one_dtype(
+            source, {name: reader.specs[name] for name in hf_shapes(arch)}
+        )
         ignored = _ignored(reader, arch)
         chunks = list(_new_chunks(arch, reader, padded))
         total = sum(math.prod(chunk.sizes) for chunk in chunks) * dtype_bytes(dtype)
         check_free_space(target, total)
         with new_directory(target, overwrite) as temporary, few_threads() as pool:
-            hashing = {name: pool.submit(sha256, reader.tensor(name)) for name in hf_shapes(arch)}
+            hashing = {
+                name: pool.submit(sha256, reader.tensor(name))
+                for name in hf_shapes(arch)
+            }
             write_checkpoint(
                 directory=temporary,
                 chunks=chunks,
@@ -163,7 +172,9 @@ def import_checkpoint(
     return result
 
 
-def _new_chunks(arch: Architecture, reader: HFReader, padded: int) -> Iterator[NewChunk]:
+def _new_chunks(
+    arch: Architecture, reader: HFReader, padded: int
+) -> Iterator[NewChunk]:
     """Yield the checkpoint's tensors as chunks, which become views of the source when they are
     written. ``padded`` is the number of rows of the vocabulary's tensors.
     """
@@ -210,7 +221,9 @@ def _rows(
     padding = stop - start - sum(len(part) for part in parts)
     if padding:
         some_tensor = reader.tensor(copies[0].hf)
-        parts.append(torch.zeros(padding, *some_tensor.shape[1:], dtype=some_tensor.dtype))
+        parts.append(
+            torch.zeros(padding, *some_tensor.shape[1:], dtype=some_tensor.dtype)
+        )
     if len(parts) == 1:
         return parts[0].view(sizes)
     return torch.cat(parts).view(sizes)
@@ -249,7 +262,9 @@ def _equals_embedding(reader: HFReader) -> bool:
     """Return whether the output layer has type, shape and bytes of the embedding."""
     if reader.specs[_OUTPUT] != reader.specs[EMBEDDING]:
         return False
-    return torch.equal(as_bytes(reader.tensor(_OUTPUT)), as_bytes(reader.tensor(EMBEDDING)))
+    return torch.equal(
+        as_bytes(reader.tensor(_OUTPUT)), as_bytes(reader.tensor(EMBEDDING))
+    )
 
 
 def _record_files(source: Path, side: Path, arch: Architecture) -> None:
@@ -304,7 +319,9 @@ def export_checkpoint(
             recorded = _recorded_files(side, specs)
         files = recorded or assign_files(specs, max_shard_bytes or SHARD_BYTES)
         shards = plan_shards(specs, files)
-        total = sum(math.prod(shape) * dtype_bytes(name) for shape, name in specs.values())
+        total = sum(
+            math.prod(shape) * dtype_bytes(name) for shape, name in specs.values()
+        )
         check_free_space(target, sum(shard.nbytes for shard in shards))
         with new_directory(target, overwrite) as temporary:
             hashes = _write_shards(

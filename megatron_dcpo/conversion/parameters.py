@@ -12,7 +12,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron_dcpo.conversion.megatron_checkpoint import MegatronCheckpoint, StoredTensor, as_bytes
+from megatron_dcpo.conversion.megatron_checkpoint import (
+    MegatronCheckpoint,
+    StoredTensor,
+    as_bytes,
+)
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.runtime.dtypes import torch_dtype
 from megatron_dcpo.weights.architecture import Architecture
@@ -46,7 +50,10 @@ def row_copies(arch: Architecture) -> dict[str, list[Copy]]:
             assert (copy.start, copy.length) == (0, columns)
             copy = replace(copy, start=0, hf_start=0, hf_stop=rows, dim=0)
         copies.setdefault(copy.megatron, []).append(copy)
-    return {name: sorted(group, key=lambda copy: copy.start) for name, group in copies.items()}
+    return {
+        name: sorted(group, key=lambda copy: copy.start)
+        for name, group in copies.items()
+    }
 
 
 def megatron_shape(arch: Architecture, copies: Sequence[Copy]) -> tuple[int, ...]:
@@ -110,7 +117,9 @@ class Slice:
 
 
 def slices(
-    arch: Architecture, checkpoint: MegatronCheckpoint, located: Mapping[str, StoredTensor]
+    arch: Architecture,
+    checkpoint: MegatronCheckpoint,
+    located: Mapping[str, StoredTensor],
 ) -> Iterator[list[Slice]]:
     """Yield the rows of each Megatron parameter, without padding, as slices of Hugging Face
     tensors, those of one tensor in order. A low-rank adapter that a training with ``model.adapter``
@@ -132,7 +141,9 @@ def slices(
                 values = block[low - first : high - first]
                 low_rank = _low_rank(checkpoint, copy.hf)
                 if low_rank is not None:
-                    values = _added(values, dtype, low_rank.part(0, row, row + high - low))
+                    values = _added(
+                        values, dtype, low_rank.part(0, row, row + high - low)
+                    )
                 parts.append(
                     Slice(
                         name=copy.hf,
@@ -168,11 +179,15 @@ def _added(values: Tensor, dtype: torch.dtype, addition: Tensor) -> Tensor:
     """Return ``values`` [rows, columns, bytes] of ``dtype`` plus ``addition`` [rows, columns] fp32,
     as bytes again.
     """
-    total = addition.add_(values.clone().view(dtype).squeeze(-1))  # a map is not aligned
+    total = addition.add_(
+        values.clone().view(dtype).squeeze(-1)
+    )  # a map is not aligned
     return as_bytes(total.to(dtype)).view(values.shape)
 
 
-def locate(arch: Architecture, checkpoint: MegatronCheckpoint) -> dict[str, StoredTensor]:
+def locate(
+    arch: Architecture, checkpoint: MegatronCheckpoint
+) -> dict[str, StoredTensor]:
     """Return every Megatron parameter in the checkpoint.
 
     Raises :class:`UserError` if the checkpoint lacks a tensor, has one too many, or has one of
@@ -203,7 +218,9 @@ def locate(arch: Architecture, checkpoint: MegatronCheckpoint) -> dict[str, Stor
                 f"{list(shape)}"
             )
     for key in sorted(set(model) - used):
-        raise UserError(f"{path}: config.json has no place for the checkpoint's tensor {key}")
+        raise UserError(
+            f"{path}: config.json has no place for the checkpoint's tensor {key}"
+        )
     return located
 
 
@@ -219,14 +236,18 @@ def _find(
     """
     key, index = checkpoint_key(megatron)
     for name in (key, _other_name(key)):
-        for separate_axes, candidate in enumerate(_candidates(prefix + name, prefix, index)):
+        for separate_axes, candidate in enumerate(
+            _candidates(prefix + name, prefix, index)
+        ):
             for keys in ([candidate], [candidate + "_w", candidate + "_v"]):
                 if not model.keys() >= set(keys):
                     continue
                 tensor = model[keys[0]]
                 if len(keys) == 2:
                     tensor = tensor.append(model[keys[1]])
-                stacked = list(zip(index, stack(arch, index), ("layers", "experts"), strict=False))
+                stacked = list(
+                    zip(index, stack(arch, index), ("layers", "experts"), strict=False)
+                )
                 for entry, size, axis in stacked[separate_axes:]:
                     if tensor.shape[0] != size:
                         raise UserError(
@@ -263,7 +284,9 @@ def _other_name(key: str) -> str:
     return key
 
 
-def _model_tensors(checkpoint: MegatronCheckpoint) -> tuple[str, dict[str, StoredTensor]]:
+def _model_tensors(
+    checkpoint: MegatronCheckpoint,
+) -> tuple[str, dict[str, StoredTensor]]:
     """Return the prefix and the tensors of the language model in a checkpoint that may also hold an
     optimizer.
 
@@ -273,13 +296,19 @@ def _model_tensors(checkpoint: MegatronCheckpoint) -> tuple[str, dict[str, Store
     prefixes = set()
     for key in checkpoint.tensors:
         prefix = key.removesuffix(_EMBEDDING)
-        if key.endswith(_EMBEDDING) and set(prefix.split(".")) <= {"", "model", "module"}:
+        if key.endswith(_EMBEDDING) and set(prefix.split(".")) <= {
+            "",
+            "model",
+            "module",
+        }:
             prefixes.add(prefix)
     if len(prefixes) != 1:
         count = "no GPT model"
         if prefixes:
             count = f"{len(prefixes)} models"
-        raise UserError(f"{checkpoint.path}: {count} in the checkpoint (looked for {_EMBEDDING})")
+        raise UserError(
+            f"{checkpoint.path}: {count} in the checkpoint (looked for {_EMBEDDING})"
+        )
     prefix = prefixes.pop()
     parts = (prefix + "embedding.", prefix + "decoder.", prefix + "output_layer.")
     tensors = {}

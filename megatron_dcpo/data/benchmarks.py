@@ -15,7 +15,12 @@ from datetime import date
 from pathlib import Path
 from types import MappingProxyType
 
-from megatron_dcpo.data.datasets import Record, load_records, split_usable_rows, untested_note
+from megatron_dcpo.data.datasets import (
+    Record,
+    load_records,
+    split_usable_rows,
+    untested_note,
+)
 from megatron_dcpo.data.files import Row, read_rows
 from megatron_dcpo.data.gym import HELD_OUT_SEED, gym_path, is_gym, parse_gym
 from megatron_dcpo.data.livecodebench import contest_date
@@ -41,7 +46,9 @@ class Benchmark:
     hub: str
     count: int
     notes: Mapping[str, str] = field(default_factory=dict)
-    corrections: Mapping[str, Mapping[str, str]] = field(default_factory=lambda: NO_FIXES)
+    corrections: Mapping[str, Mapping[str, str]] = field(
+        default_factory=lambda: NO_FIXES
+    )
     parts: tuple[str, ...] = ()
     window: tuple[str, str] | None = None
 
@@ -92,9 +99,7 @@ _AMC24_CORRECTIONS: Mapping[str, Mapping[str, str]] = {
     },
 }
 
-_FIND_ZERO = (
-    "problem 32: the published test swaps two arguments and rejects every program; put right"
-)
+_FIND_ZERO = "problem 32: the published test swaps two arguments and rejects every program; put right"
 
 _ENTRIES = (
     Benchmark(
@@ -107,7 +112,12 @@ _ENTRIES = (
     Benchmark(
         name="aime24",
         title="AIME 2024",
-        files=("aime24/aime24.parquet", "aime24.parquet", "aime24/aime.json", "aime24.jsonl"),
+        files=(
+            "aime24/aime24.parquet",
+            "aime24.parquet",
+            "aime24/aime.json",
+            "aime24.jsonl",
+        ),
         hub="HuggingFaceH4/aime_2024@train",
         count=30,
     ),
@@ -182,23 +192,37 @@ _ENTRIES = (
     Benchmark(
         name="mbppplus",
         title="MBPP+",
-        files=("mbppplus/MbppPlus-OriginFmt.jsonl.gz", "mbppplus/test.parquet", "mbppplus.jsonl"),
+        files=(
+            "mbppplus/MbppPlus-OriginFmt.jsonl.gz",
+            "mbppplus/test.parquet",
+            "mbppplus.jsonl",
+        ),
         hub="evalplus/mbppplus@test",
         count=378,
     ),
     Benchmark(
         name="lcbv5",
         title="LiveCodeBench v5",
-        files=("livecodebench/release_v5.jsonl", "livecodebench_v5.jsonl", "lcb_v5.jsonl"),
+        files=(
+            "livecodebench/release_v5.jsonl",
+            "livecodebench_v5.jsonl",
+            "lcb_v5.jsonl",
+        ),
         hub="livecodebench/code_generation_lite:release_v5@test",
         count=279,
-        parts=tuple(f"livecodebench/test{part}.jsonl" for part in ("", "2", "3", "4", "5")),
+        parts=tuple(
+            f"livecodebench/test{part}.jsonl" for part in ("", "2", "3", "4", "5")
+        ),
         window=("2024-08-01", "2025-02-01"),
     ),
     Benchmark(
         name="lcbv6",
         title="LiveCodeBench v6",
-        files=("livecodebench/release_v6.jsonl", "livecodebench_v6.jsonl", "lcb_v6.jsonl"),
+        files=(
+            "livecodebench/release_v6.jsonl",
+            "livecodebench_v6.jsonl",
+            "lcb_v6.jsonl",
+        ),
         hub="livecodebench/code_generation_lite:release_v6@test",
         count=131,
         parts=("livecodebench/test6.jsonl",),
@@ -207,7 +231,10 @@ _ENTRIES = (
     Benchmark(
         name="leetcode",
         title="LeetCodeDataset v0.3.1 (test)",
-        files=("leetcodedataset/LeetCodeDataset-v0.3.1-test.jsonl.gz", "leetcode.jsonl"),
+        files=(
+            "leetcodedataset/LeetCodeDataset-v0.3.1-test.jsonl.gz",
+            "leetcode.jsonl",
+        ),
         hub="newfacade/LeetCodeDataset@test",
         count=228,
     ),
@@ -226,7 +253,12 @@ _ENTRIES = (
     Benchmark(
         name="mmlupro",
         title="MMLU-Pro",
-        files=("mmlupro/test.parquet", "mmlupro/test.jsonl", "mmlupro.parquet", "mmlupro.jsonl"),
+        files=(
+            "mmlupro/test.parquet",
+            "mmlupro/test.jsonl",
+            "mmlupro.parquet",
+            "mmlupro.jsonl",
+        ),
         hub="TIGER-Lab/MMLU-Pro@test",
         count=12032,
     ),
@@ -255,7 +287,9 @@ _ENTRIES = (
     ),
 )
 
-BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType({entry.name: entry for entry in _ENTRIES})
+BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
+    {entry.name: entry for entry in _ENTRIES}
+)
 _ALIASES = {
     "aime2024": "aime24",
     "aime2025": "aime25",
@@ -354,7 +388,9 @@ def _rows_of(
             seen.add(row["question_id"])
         yield (
             index,
-            {**row, **entry.corrections.get(str(row.get("id")), {})} if corrections else row,
+            {**row, **entry.corrections.get(str(row.get("id")), {})}
+            if corrections
+            else row,
         )
 
 
@@ -417,7 +453,9 @@ def _data_root(data_dir: str | Path | None) -> Path:
     return Path(data_dir or os.environ.get("DCPO_DATA") or "data").expanduser()
 
 
-def _differences(entry: Benchmark, source: str, count: int, corrected: bool) -> tuple[str, ...]:
+def _differences(
+    entry: Benchmark, source: str, count: int, corrected: bool
+) -> tuple[str, ...]:
     warnings = []
     if entry.window:
         warnings.append(

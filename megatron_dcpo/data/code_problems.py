@@ -32,9 +32,7 @@ from megatron_dcpo.sandbox.tests import checked_tests
 Row = Mapping[str, Any]
 Tests = Mapping[str, Any]
 
-READS_STDIN = (
-    "The program reads its input from standard input and writes its output to standard output."
-)
+READS_STDIN = "The program reads its input from standard input and writes its output to standard output."
 _ENTRY_OF_CHECK = re.compile(r"^check\(\s*(.+?)\s*\)\s*$", re.MULTILINE)
 _ENTRY_OF_MBPP = re.compile(r"\bassertion\((\w+)\(\*inp\)")
 _ASSERTS = re.compile(r"\b(?:assert|raise)\b|\.assert[_A-Z]|\bfail\(")
@@ -65,7 +63,9 @@ def tests_key(packed: bytes) -> str:
     return "tests:" + hashlib.sha256(zlib.decompress(packed)).hexdigest()[:16]
 
 
-def code_problem(row: Row, where: str = "row", untested: bool = False) -> CodeProblem | None:
+def code_problem(
+    row: Row, where: str = "row", untested: bool = False
+) -> CodeProblem | None:
     """Return the problem of a row in any of the known formats, None for a row that is not a
     programming problem.
 
@@ -99,7 +99,8 @@ def _can_fail(tests: Tests) -> bool:
     right, and drop it.
     """
     return tests["kind"] in ("stdin", "function") or any(
-        _ASSERTS.search(text) for text in [str(tests.get("code", "")), *tests.get("asserts", ())]
+        _ASSERTS.search(text)
+        for text in [str(tests.get("code", "")), *tests.get("asserts", ())]
     )
 
 
@@ -122,13 +123,17 @@ def tests_of(value: object) -> Tests:
         inputs, outputs = (_parsed(value[name]) for name in names)
         name = value.get("fn_name")
         return _cases(
-            [{"input": i, "output": o} for i, o in zip(inputs, outputs, strict=True)], name
+            [{"input": i, "output": o} for i, o in zip(inputs, outputs, strict=True)],
+            name,
         )
     if isinstance(value, Sequence) and not isinstance(value, str):
         cases = [_parsed(case) for case in value]
         if all(isinstance(case, str) for case in cases):
             return {"kind": "asserts", "asserts": cases}
-        return _cases(cases, next((case["fn_name"] for case in cases if case.get("fn_name")), None))
+        return _cases(
+            cases,
+            next((case["fn_name"] for case in cases if case.get("fn_name")), None),
+        )
     raise ValueError(f"tests are {type(value).__name__}, expected an object or a list")
 
 
@@ -137,14 +142,21 @@ def _cases(cases: Sequence[Mapping[str, Any]], name: str | None) -> Tests:
     if name is None:
         return {
             "kind": "stdin",
-            "cases": [{"input": _lines(c["input"]), "output": _lines(c["output"])} for c in cases],
+            "cases": [
+                {"input": _lines(c["input"]), "output": _lines(c["output"])}
+                for c in cases
+            ],
         }
     arguments, expected = [], []
     for case in cases:
-        given = _parsed(case["input"]) if isinstance(case["input"], str) else case["input"]
+        given = (
+            _parsed(case["input"]) if isinstance(case["input"], str) else case["input"]
+        )
         arguments.append(list(given) if isinstance(given, list | tuple) else [given])
         expected.append(
-            _parsed(case["output"]) if isinstance(case["output"], str) else case["output"]
+            _parsed(case["output"])
+            if isinstance(case["output"], str)
+            else case["output"]
         )
     # APPS and its descendants wrap every value of a set in a list of one.
     if all(isinstance(value, list) and len(value) == 1 for value in expected):
@@ -249,9 +261,16 @@ def _human_eval(row: Row) -> CodeProblem:
     arguments.
     """
     before = _before_function(row["prompt"], row["entry_point"])
-    code = row["test"].replace("_poly(*candidate(*inp), inp)", "abs(_poly(*inp, candidate(*inp)))")
+    code = row["test"].replace(
+        "_poly(*candidate(*inp), inp)", "abs(_poly(*inp, candidate(*inp)))"
+    )
     code = _alike_first(code)
-    tests = {"kind": "check", "entry_point": row["entry_point"], "code": code, "setup": before}
+    tests = {
+        "kind": "check",
+        "entry_point": row["entry_point"],
+        "code": code,
+        "setup": before,
+    }
     return CodeProblem(_completion_statement(row["prompt"]), tests)
 
 
@@ -270,8 +289,16 @@ def _evalplus(row: Row) -> CodeProblem:
         "INPUTS": [*row["base_input"], *row["plus_input"]],
         "ATOL": float(row["atol"]),
     }
-    code = "\n".join(f"{name} = {value!r}" for name, value in names.items()) + _AGAINST_REFERENCE
-    tests = {"kind": "check", "entry_point": row["entry_point"], "code": code, "setup": before}
+    code = (
+        "\n".join(f"{name} = {value!r}" for name, value in names.items())
+        + _AGAINST_REFERENCE
+    )
+    tests = {
+        "kind": "check",
+        "entry_point": row["entry_point"],
+        "code": code,
+        "setup": before,
+    }
     return CodeProblem(_completion_statement(row["prompt"]), tests)
 
 
@@ -316,7 +343,8 @@ def _alike_first(test: str) -> str:
     passes 30 tasks. Shapes and kinds are compared first.
     """
     strict = test.replace(
-        "assert np.allclose(out, exp", "assert _alike(out, exp) and np.allclose(out, exp"
+        "assert np.allclose(out, exp",
+        "assert _alike(out, exp) and np.allclose(out, exp",
     )
     return test if strict == test else _ALIKE + strict
 
@@ -334,12 +362,17 @@ def _alike(out, exp):
 
 def _mbpp(row: Row) -> CodeProblem:
     asserts = list(row["test_list"])
-    setup = "\n".join([*row.get("test_imports", []), row.get("test_setup_code", "") or ""]).strip()
+    setup = "\n".join(
+        [*row.get("test_imports", []), row.get("test_setup_code", "") or ""]
+    ).strip()
     shown = "\n".join(asserts)
     statement = str(row.get("text") or row["prompt"]).strip()
-    tests = {"kind": "asserts", "asserts": asserts} | ({"setup": setup} if setup else {})
+    tests = {"kind": "asserts", "asserts": asserts} | (
+        {"setup": setup} if setup else {}
+    )
     return CodeProblem(
-        f"{statement}\n\nYour program must satisfy these:\n```python\n{shown}\n```", tests
+        f"{statement}\n\nYour program must satisfy these:\n```python\n{shown}\n```",
+        tests,
     )
 
 
@@ -349,9 +382,7 @@ def _leetcode(row: Row) -> CodeProblem:
     """
     statement = row.get("problem_description")
     if statement and row.get("starter_code"):
-        statement = (
-            f"{statement.strip()}\n\nComplete this:\n```python\n{row['starter_code'].rstrip()}\n```"
-        )
+        statement = f"{statement.strip()}\n\nComplete this:\n```python\n{row['starter_code'].rstrip()}\n```"
     tests = {
         "kind": "check",
         "entry_point": row["entry_point"],
@@ -373,9 +404,18 @@ def _live_code_bench(row: Row) -> CodeProblem:
 def _verl_ground_truth(row: Row) -> object:
     """Return the tests of a verl-style row, None when its ground truth is not a set of tests."""
     reward_model = row.get("reward_model")
-    raw = reward_model.get("ground_truth") if isinstance(reward_model, Mapping) else None
-    truth = _parsed(raw) if isinstance(raw, str) and raw.lstrip()[:1] in ("{", "[") else raw
-    if isinstance(truth, Mapping) and {"kind", "inputs", "functional", "test_cases"} & set(truth):
+    raw = (
+        reward_model.get("ground_truth") if isinstance(reward_model, Mapping) else None
+    )
+    truth = (
+        _parsed(raw) if isinstance(raw, str) and raw.lstrip()[:1] in ("{", "[") else raw
+    )
+    if isinstance(truth, Mapping) and {
+        "kind",
+        "inputs",
+        "functional",
+        "test_cases",
+    } & set(truth):
         return truth
     is_cases = (
         isinstance(truth, list)
@@ -400,11 +440,17 @@ class Untested(Exception):
 
 
 _FORMATS: tuple[tuple[Callable[[Row], bool], Callable[[Row], Any]], ...] = (
-    (lambda row: "question_content" in row and "public_test_cases" in row, _live_code_bench),
+    (
+        lambda row: "question_content" in row and "public_test_cases" in row,
+        _live_code_bench,
+    ),
     (lambda row: "plus_input" in row and "canonical_solution" in row, _evalplus),
     (lambda row: "test_list" in row and "test" in row, _mbpp_plus),
     (lambda row: "test_list" in row and ("text" in row or "prompt" in row), _mbpp),
-    (lambda row: {"test", "entry_point", "canonical_solution"} <= set(row), _human_eval),
+    (
+        lambda row: {"test", "entry_point", "canonical_solution"} <= set(row),
+        _human_eval,
+    ),
     (lambda row: {"test", "entry_point", "completion"} <= set(row), _leetcode),
     (lambda row: "verification_info" in row, _verification_info),
     (

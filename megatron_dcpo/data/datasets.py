@@ -149,9 +149,13 @@ def render_prompts(
             continue
         kept.append(_prompt(record, messages, tuple(ids)))
     if too_long:
-        logger.warning("%s: dropped %d prompts longer than %d tokens", source, too_long, longest)
+        logger.warning(
+            "%s: dropped %d prompts longer than %d tokens", source, too_long, longest
+        )
     if records and not kept:
-        raise UserError(f"{source}: every prompt is longer than {longest} tokens; raise the limit")
+        raise UserError(
+            f"{source}: every prompt is longer than {longest} tokens; raise the limit"
+        )
     return kept
 
 
@@ -209,10 +213,16 @@ def draw_prompts(
         epoch, index = divmod(position, len(prompts))
         if epoch != ordered:
             order, ordered = (
-                _order(len(prompts), epoch, seed) if shuffle else np.arange(len(prompts)),
+                _order(len(prompts), epoch, seed)
+                if shuffle
+                else np.arange(len(prompts)),
                 epoch,
             )
-            order = order if ranks is None else order[np.argsort(ranks[order], kind="stable")]
+            order = (
+                order
+                if ranks is None
+                else order[np.argsort(ranks[order], kind="stable")]
+            )
         prompt = prompts[int(order[index])]
         chosen.append(replace(prompt, prompt_id=f"{prompt.prompt_id}@{epoch}"))
     return chosen
@@ -225,7 +235,13 @@ def fingerprint(prompts: Sequence[Prompt]) -> str:
     digest = hashlib.sha256()
     for prompt in prompts:
         digest.update(
-            repr((prompt.prompt_id, list(map(int, prompt.token_ids)), prompt.ground_truth)).encode()
+            repr(
+                (
+                    prompt.prompt_id,
+                    list(map(int, prompt.token_ids)),
+                    prompt.ground_truth,
+                )
+            ).encode()
         )
     return digest.hexdigest()[:16]
 
@@ -345,12 +361,18 @@ def to_record(
         )
     problem = _first_column(row, PROBLEM_COLUMNS)
     reward_model = row.get("reward_model")
-    has_ground_truth = isinstance(reward_model, Mapping) and "ground_truth" in reward_model
+    has_ground_truth = (
+        isinstance(reward_model, Mapping) and "ground_truth" in reward_model
+    )
     answer_column = _first_column(row, ANSWER_COLUMNS)
-    if problem is None or (answer_column is None and not has_ground_truth and not keep_columns):
+    if problem is None or (
+        answer_column is None and not has_ground_truth and not keep_columns
+    ):
         missing = "problem" if problem is None else "answer"
         expected = (
-            PROBLEM_COLUMNS if problem is None else (*ANSWER_COLUMNS, "reward_model.ground_truth")
+            PROBLEM_COLUMNS
+            if problem is None
+            else (*ANSWER_COLUMNS, "reward_model.ground_truth")
         )
         raise UserError(
             f"{where} has no {missing} column; found {', '.join(map(str, row)) or 'nothing'}; "
@@ -363,10 +385,16 @@ def to_record(
         kept = columns(row, name, messages, answer if isinstance(raw, str) else raw)
         return Record(name, index, messages, answer, kind=_kind(row), row=kept)
     aliases = {"answer": raw} if isinstance(raw, list) else None
-    return Record(name, index, messages, answer, kind=_kind(row), row=aliases) if answer else None
+    return (
+        Record(name, index, messages, answer, kind=_kind(row), row=aliases)
+        if answer
+        else None
+    )
 
 
-def columns(row: Row, name: str, messages: tuple[dict[str, str], ...], answer: object) -> Row:
+def columns(
+    row: Row, name: str, messages: tuple[dict[str, str], ...], answer: object
+) -> Row:
     """Return all columns of a row, and under fixed names the ``problem`` as text and its
     ``answer``: a text as :func:`final_answer`, anything else as it is. ``data_source``: the row's,
     else the ``name`` of the data.
@@ -385,7 +413,9 @@ def _kind(row: Row) -> str | None:
     """
     value = next((row[name] for name in KIND_COLUMNS if name in row), None)
     return (
-        str(value)[:100] if isinstance(value, str | int) and not isinstance(value, bool) else None
+        str(value)[:100]
+        if isinstance(value, str | int) and not isinstance(value, bool)
+        else None
     )
 
 
@@ -403,7 +433,9 @@ def final_answer(raw: object, integer: bool = False) -> str:
     text = str(raw).strip()
     if final := text.rsplit("\n", 1)[-1].partition("####")[2].strip():
         return _THOUSANDS.sub("", final)
-    if integer and (digits := re.fullmatch(r"(\d{1,1000})(?:\^\\circ|\^\{\\circ\})?", text)):
+    if integer and (
+        digits := re.fullmatch(r"(\d{1,1000})(?:\^\\circ|\^\{\\circ\})?", text)
+    ):
         return str(int(digits.group(1)))
     return text
 
@@ -425,7 +457,9 @@ def _as_messages(problem: object, where: str) -> tuple[dict[str, str], ...]:
             for m in problem
         )
         if well_formed and problem[-1]["role"] == "user":
-            return tuple({"role": str(m["role"]), "content": m["content"]} for m in problem)
+            return tuple(
+                {"role": str(m["role"]), "content": m["content"]} for m in problem
+            )
     raise UserError(
         f"{where}: the problem is neither text nor a list of messages that ends with the user's"
     )

@@ -51,10 +51,19 @@ def is_gym(path: object) -> bool:
     return str(path).startswith(REASONING_GYM)
 
 
-def gym_path(path: str, options: Mapping[str, Any], size: int | None, seed: int | None) -> str:
+def gym_path(
+    path: str, options: Mapping[str, Any], size: int | None, seed: int | None
+) -> str:
     """Return ``path`` with options written into it, where it has none of that name."""
-    more = {**options, **{k: v for k, v in (("size", size), ("seed", seed)) if v is not None}}
-    query = {name: json.dumps(value) for name, value in more.items() if name not in _query(path)}
+    more = {
+        **options,
+        **{k: v for k, v in (("size", size), ("seed", seed)) if v is not None},
+    }
+    query = {
+        name: json.dumps(value)
+        for name, value in more.items()
+        if name not in _query(path)
+    }
     return f"{path}{'&' if '?' in path else '?'}{urlencode(query)}" if query else path
 
 
@@ -78,7 +87,9 @@ def parse_gym(path: str) -> GymTask:
             raise UserError(
                 f"{path}: {name} must be a whole number of at least {int(name == 'size')}"
             )
-    return GymTask(path.removeprefix(REASONING_GYM).partition("?")[0], options, **numbers)
+    return GymTask(
+        path.removeprefix(REASONING_GYM).partition("?")[0], options, **numbers
+    )
 
 
 def gym_rows(path: str) -> list[dict[str, Any]]:
@@ -88,14 +99,22 @@ def gym_rows(path: str) -> list[dict[str, Any]]:
     """
     task = parse_gym(path)
     if importlib.util.find_spec("reasoning_gym") is None:
-        raise UserError(f"{path}: the package reasoning-gym is not installed; {pip_install('gym')}")
+        raise UserError(
+            f"{path}: the package reasoning-gym is not installed; {pip_install('gym')}"
+        )
     root = str(Path(__file__).resolve().parents[2])
     environment = {**os.environ, "PYTHONHASHSEED": HASH_SEED}
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+    environment["PYTHONPATH"] = os.pathsep.join(
+        filter(None, [root, os.environ.get("PYTHONPATH")])
+    )
     command = [sys.executable, "-m", "megatron_dcpo.data.gym", json.dumps(asdict(task))]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=environment, check=False
+    )
     if done.returncode:
-        raise UserError(f"{path}: {one_line(done.stderr.strip().rpartition(chr(10))[2], 500)}")
+        raise UserError(
+            f"{path}: {one_line(done.stderr.strip().rpartition(chr(10))[2], 500)}"
+        )
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
@@ -115,7 +134,9 @@ def _rows(task: str) -> Iterator[dict[str, Any]]:
     for index in range(len(dataset)):
         entry = dataset[index]
         facts = {**(entry["metadata"].get("difficulty") or {}), **entry["metadata"]}
-        columns = {name: value for name, value in facts.items() if isinstance(value, _SCALARS)}
+        columns = {
+            name: value for name, value in facts.items() if isinstance(value, _SCALARS)
+        }
         own = {"problem": entry["question"], "answer": entry["answer"] or ""}
         yield {**columns, **own, "reasoning_gym": {"task": task, "index": index}}
 

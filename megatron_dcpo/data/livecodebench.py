@@ -30,10 +30,14 @@ class _TextOnly(pickle._Unpickler):  # type: ignore[name-defined, misc]
     """
 
     def find_class(self, module: str, name: str) -> NoReturn:
-        raise ValueError(f"a pickle that asks for {module}.{name}; official tests hold text only")
+        raise ValueError(
+            f"a pickle that asks for {module}.{name}; official tests hold text only"
+        )
 
     def persistent_load(self, pid: object) -> NoReturn:
-        raise ValueError("a pickle with persistent references; official tests hold text only")
+        raise ValueError(
+            "a pickle with persistent references; official tests hold text only"
+        )
 
 
 def decode_private(encoded: str) -> list[Mapping[str, Any]]:
@@ -53,7 +57,9 @@ def decode_private(encoded: str) -> list[Mapping[str, Any]]:
             f"private tests are not base64 of zlib of a pickle ({one_line(error, 200)})"
         ) from None
     if not isinstance(text, str):
-        raise ValueError(f"private tests unpickle to {type(text).__name__}, expected str")
+        raise ValueError(
+            f"private tests unpickle to {type(text).__name__}, expected str"
+        )
     return _case_list(parse_json(text))
 
 
@@ -67,7 +73,11 @@ def tests_of(row: Mapping[str, Any], setup: str) -> Mapping[str, Any]:
     if private:
         cases = [
             *cases,
-            *(decode_private(private) if isinstance(private, str) else _case_list(private)),
+            *(
+                decode_private(private)
+                if isinstance(private, str)
+                else _case_list(private)
+            ),
         ]
     kinds = {str(case.get("testtype", "stdin")) for case in cases}
     if kinds == {"stdin"}:
@@ -78,7 +88,9 @@ def tests_of(row: Mapping[str, Any], setup: str) -> Mapping[str, Any]:
     if kinds != {"functional"}:
         raise ValueError(f"test types {sorted(kinds)}; expected stdin or functional")
     metadata = row.get("metadata") or "{}"
-    name = (parse_json(metadata) if isinstance(metadata, str) else metadata)["func_name"]
+    name = (parse_json(metadata) if isinstance(metadata, str) else metadata)[
+        "func_name"
+    ]
     in_class = "class Solution" in str(row.get("starter_code") or "class Solution")
     return {
         "kind": "function",
@@ -86,7 +98,9 @@ def tests_of(row: Mapping[str, Any], setup: str) -> Mapping[str, Any]:
         "cases": [
             {
                 "args": [
-                    parse_json(line) for line in str(case["input"]).split("\n") if line.strip()
+                    parse_json(line)
+                    for line in str(case["input"]).split("\n")
+                    if line.strip()
                 ],
                 "kwargs": {},
                 "expected": parse_json(case["output"]),

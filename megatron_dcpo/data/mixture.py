@@ -61,7 +61,9 @@ class Mixture:
         )
         chosen = chosen[offset : offset + count]
         drawn = []
-        for number, (source, ranks) in enumerate(zip(self.sources, self.ranks, strict=True)):
+        for number, (source, ranks) in enumerate(
+            zip(self.sources, self.ranks, strict=True)
+        ):
             prompts = draw_prompts(
                 source,
                 first=int(before[number]),
@@ -86,7 +88,8 @@ class Mixture:
         known = self._before or [np.zeros(len(self.sources), np.int64)]
         for earlier in range(len(known) - 1, step):
             known.append(
-                known[-1] + np.bincount(self._sources_of(earlier), minlength=len(self.sources))
+                known[-1]
+                + np.bincount(self._sources_of(earlier), minlength=len(self.sources))
             )
         self._before[:] = known
         return known[step]
@@ -98,7 +101,8 @@ def curriculum(prompts: Sequence[Prompt], column: str, source: str) -> np.ndarra
     """
     values = [(prompt.row or {}).get(column) for prompt in prompts]
     if not (
-        all(isinstance(v, int | float) for v in values) or all(isinstance(v, str) for v in values)
+        all(isinstance(v, int | float) for v in values)
+        or all(isinstance(v, str) for v in values)
     ):
         odd = next(
             p
@@ -114,10 +118,12 @@ def curriculum(prompts: Sequence[Prompt], column: str, source: str) -> np.ndarra
 
 
 def extended_fingerprint(
-    fingerprints: Sequence[str], weights: Sequence[float], ranks: Sequence[np.ndarray | None]
+    fingerprints: Sequence[str],
+    weights: Sequence[float],
+    ranks: Sequence[np.ndarray | None],
 ) -> str:
     """Return a short name of the prompts of all sources, their weights and their order."""
     orders = [None if one is None else one.tolist() for one in ranks]
-    return hashlib.sha256(repr((list(fingerprints), list(weights), orders)).encode()).hexdigest()[
-        :16
-    ]
+    return hashlib.sha256(
+        repr((list(fingerprints), list(weights), orders)).encode()
+    ).hexdigest()[:16]

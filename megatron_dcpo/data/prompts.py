@@ -83,7 +83,9 @@ class Template:
     chat: bool
 
 
-def box_instruction(problem: str, marker: str = CONFIDENCE_TAG, form: str = "math") -> str:
+def box_instruction(
+    problem: str, marker: str = CONFIDENCE_TAG, form: str = "math"
+) -> str:
     """Ask for the answer, unless the problem ends by asking for a box already."""
     problem = problem.rstrip()
     asked = form != "code" and _ASKS_FOR_BOX.search(problem)
@@ -98,11 +100,15 @@ def confidence_instruction(
     return f"{box_instruction(problem, form=form)}{more}\n\n{confidence.format(marker=marker)}"
 
 
-def abstention_instruction(problem: str, marker: str = CONFIDENCE_TAG, form: str = "math") -> str:
+def abstention_instruction(
+    problem: str, marker: str = CONFIDENCE_TAG, form: str = "math"
+) -> str:
     """Ask for the same, and allow to say in the box that the answer is not known; a program has no
     box.
     """
-    return confidence_instruction(problem, marker, form, "" if form == "code" else f"\n{_ABSTAIN}")
+    return confidence_instruction(
+        problem, marker, form, "" if form == "code" else f"\n{_ABSTAIN}"
+    )
 
 
 def as_it_is(problem: str, marker: str = CONFIDENCE_TAG, form: str = "math") -> str:
@@ -129,7 +135,9 @@ def find_template(name: str) -> Template:
         function = load_object(name, "data.template")
         check_signature(function, name, "data.template", "problem", "marker")
         chat = bool(getattr(function, "chat", True))
-        return Template(name, lambda problem, marker, form: function(problem, marker), chat)
+        return Template(
+            name, lambda problem, marker, form: function(problem, marker), chat
+        )
     if name not in TEMPLATES:
         raise UserError(
             f"unknown prompt template {name!r}; known: {', '.join(TEMPLATES)}, or "
@@ -149,14 +157,19 @@ def bare_problem(text: str) -> str:
 
 
 def ask(
-    messages: tuple[Message, ...], template: str, marker: str = CONFIDENCE_TAG, form: str = "math"
+    messages: tuple[Message, ...],
+    template: str,
+    marker: str = CONFIDENCE_TAG,
+    form: str = "math",
 ) -> tuple[Message, ...]:
     """Return the messages as sent. ``messages``: what the data set holds, the problem being the
     last user turn. ``form`` of the answer: a key of :data:`ASKS`.
     """
     if not messages or messages[-1]["role"] != "user":
         raise UserError("a prompt must end with a user message")
-    asked = find_template(template).instruct(bare_problem(messages[-1]["content"]), marker, form)
+    asked = find_template(template).instruct(
+        bare_problem(messages[-1]["content"]), marker, form
+    )
     if isinstance(asked, str):
         return (*messages[:-1], {**messages[-1], "content": asked})
     if not _are_messages(asked):
@@ -173,7 +186,8 @@ def _are_messages(value: object) -> bool:
         isinstance(value, list | tuple)
         and len(value) > 0
         and all(
-            isinstance(m, Mapping) and all(isinstance(m.get(k), str) for k in ("role", "content"))
+            isinstance(m, Mapping)
+            and all(isinstance(m.get(k), str) for k in ("role", "content"))
             for m in value
         )
         and value[-1]["role"] == "user"
@@ -203,7 +217,9 @@ def render(
 
 
 def encode_chat(
-    tokenizer: PreTrainedTokenizerBase, messages: tuple[Message, ...], thinking: str = "off"
+    tokenizer: PreTrainedTokenizerBase,
+    messages: tuple[Message, ...],
+    thinking: str = "off",
 ) -> list[int]:
     """Return the token ids of a chat up to and including the generation prompt, ``thinking`` off or
     on where the template has that switch, auto: as the template has it.

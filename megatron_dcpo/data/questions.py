@@ -23,7 +23,10 @@ from megatron_dcpo.data.files import Row
 from megatron_dcpo.errors import UserError
 
 SHUFFLE_SEED = 0  # of the order of GPQA's options, which have the right one first
-CORRECT, INCORRECT = "Correct Answer", tuple(f"Incorrect Answer {number}" for number in (1, 2, 3))
+CORRECT, INCORRECT = (
+    "Correct Answer",
+    tuple(f"Incorrect Answer {number}" for number in (1, 2, 3)),
+)
 _ALIASES = (
     "value",
     "aliases",
@@ -65,7 +68,11 @@ def question_of(row: Row, index: int, where: str) -> Question | None:
         and ("answer_index" in row or letter_index(answer) is not None)
     ):
         return _choice(
-            _text(row, asked, where), options, _right_option(row, len(options), where), row, where
+            _text(row, asked, where),
+            options,
+            _right_option(row, len(options), where),
+            row,
+            where,
         )
     if isinstance(answer, Mapping) and any(_plain(name) in _ALIASES for name in answer):
         return _short(_text(row, asked, where), answer, where)
@@ -81,7 +88,11 @@ def accepted_texts(answer: object) -> list[str]:
     if isinstance(answer, Mapping):
         fields = {_plain(str(name)): value for name, value in answer.items()}
         answer = [text for name in _ALIASES for text in _listed(fields.get(name))]
-    texts = (str(text).strip() for text in _listed(answer) if isinstance(text, str | int | float))
+    texts = (
+        str(text).strip()
+        for text in _listed(answer)
+        if isinstance(text, str | int | float)
+    )
     return list(dict.fromkeys(text for text in texts if text))
 
 
@@ -99,20 +110,27 @@ def _gpqa(row: Row, index: int, where: str) -> Question:
     options = [_text(row, column, where) for column in (CORRECT, *INCORRECT)]
     order = np.random.default_rng([SHUFFLE_SEED, index]).permutation(len(options))
     right = order.tolist().index(0)
-    return _choice(_text(row, "Question", where), [options[i] for i in order], right, row, where)
+    return _choice(
+        _text(row, "Question", where), [options[i] for i in order], right, row, where
+    )
 
 
-def _choice(question: str, options: Sequence[Any], right: int, row: Row, where: str) -> Question:
+def _choice(
+    question: str, options: Sequence[Any], right: int, row: Row, where: str
+) -> Question:
     if len(options) > len(string.ascii_uppercase):
         raise UserError(
             f"{where}: {len(options)} options; expected at most {len(string.ascii_uppercase)}"
         )
-    if odd := [option for option in options if not isinstance(option, str | int | float)]:
+    if odd := [
+        option for option in options if not isinstance(option, str | int | float)
+    ]:
         raise UserError(f"{where}: an option must be a text, got {odd[0]!r:.60}")
     texts = [str(option).strip() for option in options]
     letter = string.ascii_uppercase[right]
     listed = "\n".join(
-        f"{name}. {text}" for name, text in zip(string.ascii_uppercase, texts, strict=False)
+        f"{name}. {text}"
+        for name, text in zip(string.ascii_uppercase, texts, strict=False)
     )
     kind = row.get("category", row.get("Subdomain"))
     columns = {"answer": letter, "options": texts}
@@ -131,7 +149,9 @@ def _right_option(row: Row, count: int, where: str) -> int:
     found = letter if index is None else index
     if type(found) is not int or not 0 <= found < count:
         given = (
-            f"answer {row.get('answer')!r:.40}" if index is None else f"answer_index {index!r:.40}"
+            f"answer {row.get('answer')!r:.40}"
+            if index is None
+            else f"answer_index {index!r:.40}"
         )
         raise UserError(f"{where}: {given} is none of its {count} options")
     if letter not in (None, found):

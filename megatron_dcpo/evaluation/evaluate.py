@@ -46,7 +46,9 @@ from megatron_dcpo.types import Judgement, Prompt, Response, ResponseKey
 
 # an engine in this process: responses to prompts and their repeats, as they finish
 Stream = Callable[[Sequence[tuple[Prompt, int]]], Iterable[Sequence[Response]]]
-Progress = Callable[[str, int, int], None]  # benchmark, samples that are done, all samples
+Progress = Callable[
+    [str, int, int], None
+]  # benchmark, samples that are done, all samples
 Equivalent = Callable[[str, str], bool]
 
 
@@ -113,7 +115,10 @@ def evaluate_benchmark(
     position = {prompt.prompt_id: number for number, prompt in enumerate(prompts)}
     ordered = sorted(
         collected.samples.values(),
-        key=lambda sample: (position[sample.prompt.prompt_id], sample.response.sample_index),
+        key=lambda sample: (
+            position[sample.prompt.prompt_id],
+            sample.response.sample_index,
+        ),
     )
     return with_consistency(ordered, judged_by.equivalent)
 
@@ -143,7 +148,9 @@ class _Collected:
                     self.samples[key] = sample
         self._show_progress()
 
-    def add(self, responses: Sequence[Response], judgements: Sequence[Judgement]) -> None:
+    def add(
+        self, responses: Sequence[Response], judgements: Sequence[Judgement]
+    ) -> None:
         """Add judged responses, and write them to the log."""
         for response, judgement in zip(responses, judgements, strict=True):
             prompt = self.prompts[response.prompt_id]
@@ -170,7 +177,9 @@ def _missing(
     return requests
 
 
-def respond_at_once(stream: Stream, tokens: TokenBytes, eos_ids: Collection[int]) -> Respond:
+def respond_at_once(
+    stream: Stream, tokens: TokenBytes, eos_ids: Collection[int]
+) -> Respond:
     """Return an engine in this process as ``Respond``: it gets all requests together and decides
     itself how many run at once.
 
@@ -178,17 +187,25 @@ def respond_at_once(stream: Stream, tokens: TokenBytes, eos_ids: Collection[int]
     """
 
     def respond(requests: Sequence[Request]) -> Iterator[list[Response]]:
-        asked = [(request.prompt, repeat) for request in requests for repeat in request.repeats]
+        asked = [
+            (request.prompt, repeat)
+            for request in requests
+            for repeat in request.repeats
+        ]
         for responses in stream(asked):
             yield [
-                response if response.text is not None else with_text(response, tokens, eos_ids)
+                response
+                if response.text is not None
+                else with_text(response, tokens, eos_ids)
                 for response in responses
             ]
 
     return respond
 
 
-def rejudge(samples: Sequence[Sample], judged_by: AnswerJudge | None = None) -> list[Sample]:
+def rejudge(
+    samples: Sequence[Sample], judged_by: AnswerJudge | None = None
+) -> list[Sample]:
     """Return the same responses judged again, for instance by a better verifier.
 
     What precedes the answer of a model that thinks is known from the first judgement, and so is
@@ -206,7 +223,9 @@ def rejudge(samples: Sequence[Sample], judged_by: AnswerJudge | None = None) -> 
         answer = text[sample.judgement.thinking_characters :]
         responses.append(replace(sample.response, prompt_id=prompt_id, text=answer))
     judged = []
-    for sample, judgement in zip(samples, judged_by.judge(responses, prompts), strict=True):
+    for sample, judgement in zip(
+        samples, judged_by.judge(responses, prompts), strict=True
+    ):
         first = sample.judgement
         again = replace(
             judgement,
@@ -222,7 +241,10 @@ def rejudge(samples: Sequence[Sample], judged_by: AnswerJudge | None = None) -> 
 
 
 def write_evaluation(
-    directory: str | Path, evaluation: Mapping[str, Any], samples: Sequence[Sample], title: str = ""
+    directory: str | Path,
+    evaluation: Mapping[str, Any],
+    samples: Sequence[Sample],
+    title: str = "",
 ) -> None:
     """Write ``evaluation.json``, ``samples.jsonl``, ``report.html``, and ``diagrams/`` per
     benchmark and kind of confidence.
@@ -245,7 +267,9 @@ def write_evaluation(
     if len(names) > 1:
         _draw_grids(evaluation["benchmarks"], pictures)
     write_report(
-        [run], root / "report.html", title or f"Evaluation of {evaluation['model'] or run.name}"
+        [run],
+        root / "report.html",
+        title or f"Evaluation of {evaluation['model'] or run.name}",
     )
 
 
@@ -256,12 +280,16 @@ def _draw(
     accuracy-coverage curves of all kinds.
     """
     kinds, name = scored_kinds(scores), benchmark or "overall"
-    file = re.sub(r"[^\w.-]", "_", name)[:100]  # a name of a samples.jsonl may be anything
+    file = re.sub(r"[^\w.-]", "_", name)[
+        :100
+    ]  # a name of a samples.jsonl may be anything
     for kind in kinds:
         values = summary_of(run, kind, benchmark)
         bins = bins_from_json(scores[kind]["bins"])
         note = "\n".join(
-            f"{key.upper()} {values[key]:.3f}" for key in ("ece", "pce") if values[key] is not None
+            f"{key.upper()} {values[key]:.3f}"
+            for key in ("ece", "pce")
+            if values[key] is not None
         )
         heading = f"{name}, {kind} confidence"
         diagrams.save(
@@ -269,7 +297,8 @@ def _draw(
             pictures / f"reliability_{file}_{kind}",
         )
         diagrams.save(
-            diagrams.confidence_histogram(bins, heading), pictures / f"confidence_{file}_{kind}"
+            diagrams.confidence_histogram(bins, heading),
+            pictures / f"confidence_{file}_{kind}",
         )
     curves = {
         kind: scores[kind]["curve"]
@@ -277,7 +306,9 @@ def _draw(
         if scores[kind].get("curve", {}).get("coverage")
     }
     if curves:
-        diagrams.save(diagrams.coverage_figure(curves, name), pictures / f"coverage_{file}")
+        diagrams.save(
+            diagrams.coverage_figure(curves, name), pictures / f"coverage_{file}"
+        )
 
 
 def _draw_grids(benchmarks: Mapping[str, Mapping[str, Any]], pictures: Path) -> None:
@@ -295,7 +326,11 @@ def _draw_grids(benchmarks: Mapping[str, Mapping[str, Any]], pictures: Path) -> 
 
 def scored_kinds(scores: Mapping[str, Any]) -> list[str]:
     """Return the kinds of confidence that one benchmark's scores hold."""
-    return [key for key, block in scores.items() if isinstance(block, Mapping) and "bins" in block]
+    return [
+        key
+        for key, block in scores.items()
+        if isinstance(block, Mapping) and "bins" in block
+    ]
 
 
 def _sample(

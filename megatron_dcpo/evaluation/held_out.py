@@ -40,13 +40,17 @@ class HeldOut:
         """Return the length of the longest prompt in tokens."""
         return max(len(prompt.token_ids) for prompt in self.prompts.values())
 
-    def judged(self, responses: Sequence[Response], eos_ids: Sequence[int]) -> list[Sample]:
+    def judged(
+        self, responses: Sequence[Response], eos_ids: Sequence[int]
+    ) -> list[Sample]:
         """Return the responses to any of the prompts, judged by their text as in an evaluation.
 
         The samples have no log-probs: an engine that trains gives those of the distribution that
         was sampled.
         """
-        of_benchmark: dict[str, list[Response]] = {p.benchmark.name: [] for p in self.problems}
+        of_benchmark: dict[str, list[Response]] = {
+            p.benchmark.name: [] for p in self.problems
+        }
         for response in responses:
             if response.text is None:
                 response = with_text(response, self.tokens, eos_ids)
@@ -55,17 +59,23 @@ class HeldOut:
         for problems in self.problems:
             samples += self._judged(problems, of_benchmark[problems.benchmark.name])
         return [
-            sample.measured(token_confidence=None, min_logprob=None, reasoning_logprob=None)
+            sample.measured(
+                token_confidence=None, min_logprob=None, reasoning_logprob=None
+            )
             for sample in samples
         ]
 
-    def _judged(self, problems: Problems, responses: Sequence[Response]) -> list[Sample]:
+    def _judged(
+        self, problems: Problems, responses: Sequence[Response]
+    ) -> list[Sample]:
         asked = dict.fromkeys(response.prompt_id for response in responses)
         return evaluate_benchmark(
             [self.prompts[prompt_id] for prompt_id in asked],
             lambda _: [responses],
             repeats=self.repeats,
-            judged_by=AnswerJudge(partial(problems.judge, tokens=self.tokens), problems.equivalent),
+            judged_by=AnswerJudge(
+                partial(problems.judge, tokens=self.tokens), problems.equivalent
+            ),
         )
 
     def metrics(self, samples: Sequence[Sample]) -> dict[str, float]:
@@ -77,7 +87,10 @@ class HeldOut:
         position = {prompt_id: number for number, prompt_id in enumerate(self.prompts)}
         ordered = sorted(
             samples,
-            key=lambda sample: (position[sample.prompt.prompt_id], sample.response.sample_index),
+            key=lambda sample: (
+                position[sample.prompt.prompt_id],
+                sample.response.sample_index,
+            ),
         )
         scored = score_samples(ordered, ("verbal",), resamples=0)
         values: dict[str, float] = {}
@@ -90,7 +103,9 @@ class HeldOut:
             for key, value in scores.get("abstention", {}).items():
                 shown[f"abstention_{key}"] = value
             for key, value in shown.items():
-                values[f"evaluation/{name}/{key}"] = math.nan if value is None else float(value)
+                values[f"evaluation/{name}/{key}"] = (
+                    math.nan if value is None else float(value)
+                )
         return values
 
 

@@ -71,15 +71,30 @@ def state(root: Path) -> dict[str, Any]:
 
 def _progress(root: Path, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return how far the run is; None for what is not known."""
-    step, steps = max((row.get("step", 0) for row in rows), default=None), total_steps(root)
-    left = seconds_left(rows, max(steps - step, 0)) if steps and step is not None else None
-    speed = next((row["tokens/s/step"] for row in reversed(rows) if row.get("tokens/s/step")), None)
-    return {"step": step, "steps": steps, "tokens_per_second": speed, "seconds_left": left}
+    step, steps = (
+        max((row.get("step", 0) for row in rows), default=None),
+        total_steps(root),
+    )
+    left = (
+        seconds_left(rows, max(steps - step, 0)) if steps and step is not None else None
+    )
+    speed = next(
+        (row["tokens/s/step"] for row in reversed(rows) if row.get("tokens/s/step")),
+        None,
+    )
+    return {
+        "step": step,
+        "steps": steps,
+        "tokens_per_second": speed,
+        "seconds_left": left,
+    }
 
 
 def _line(rows: Sequence[Mapping[str, Any]], key: str) -> list[list[float]]:
     steps, values = diagrams.series(rows, key)
-    points = [list(point) for point in zip(steps.tolist(), values.tolist(), strict=True)]
+    points = [
+        list(point) for point in zip(steps.tolist(), values.tolist(), strict=True)
+    ]
     return points[:: -(-len(points) // _POINTS) or 1]
 
 
@@ -87,7 +102,14 @@ def _shown(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return a sample; ``pieces``: [text, block, advantage or None] of tokens that follow one
     another.
     """
-    kept = ("training_step", "problem", "ground_truth", "correct", "confidence", "status")
+    kept = (
+        "training_step",
+        "problem",
+        "ground_truth",
+        "correct",
+        "confidence",
+        "status",
+    )
     shown = {key: row.get(key) for key in kept}
     shown["pieces"] = row.get("pieces") or [[row.get("text", ""), "reasoning", None]]
     return shown
@@ -96,7 +118,9 @@ def _shown(row: Mapping[str, Any]) -> dict[str, Any]:
 def _tag(root: Path) -> str:
     """Return a text that changes when the run has written something that the page shows."""
     files = [root / "metrics.jsonl", *sorted((root / "samples").glob("*.jsonl"))[-1:]]
-    return "-".join(f"{f.stat().st_mtime_ns}.{f.stat().st_size}" for f in files if f.exists())
+    return "-".join(
+        f"{f.stat().st_mtime_ns}.{f.stat().st_size}" for f in files if f.exists()
+    )
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -109,7 +133,9 @@ class _Handler(BaseHTTPRequestHandler):
         super().__init__(*request)
 
     def do_GET(self) -> None:
-        host = self.headers.get("Host", "").rpartition(":")[0] or self.headers.get("Host", "")
+        host = self.headers.get("Host", "").rpartition(":")[0] or self.headers.get(
+            "Host", ""
+        )
         asked = urlsplit(self.path)
         if host not in (ADDRESS, "localhost"):
             self._reply(403, "text/plain", "ask for 127.0.0.1 or localhost")

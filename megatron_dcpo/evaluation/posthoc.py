@@ -50,8 +50,12 @@ from megatron_dcpo.evaluation.samples import Sample
 from megatron_dcpo.evaluation.scoring import CONFIDENCE_KINDS, RANKING_ONLY
 from megatron_dcpo.runtime.text import parse_json
 
-TOP_LOGPROBS = 20  # of every token, where a kind of confidence or a predictor reads them
-LOWEST_LOGPROB = -30.0  # below it one log-prob is as good as another, and some engines say -9999
+TOP_LOGPROBS = (
+    20  # of every token, where a kind of confidence or a predictor reads them
+)
+LOWEST_LOGPROB = (
+    -30.0
+)  # below it one log-prob is as good as another, and some engines say -9999
 WIDTH = 2048
 STOPPING_SHARE = 0.1  # of the problems that are not held out
 _EDGE = 1e-6  # logit(0) and logit(1) are infinite
@@ -77,7 +81,9 @@ class Posthoc:
         try:
             inputs, known = inputs_of(samples, self.source)
             values = (
-                _PREDICT[self.method](self.weights, _on_scale(self.method, self.source, inputs))
+                _PREDICT[self.method](
+                    self.weights, _on_scale(self.method, self.source, inputs)
+                )
                 if len(known)
                 else ()
             )
@@ -126,7 +132,9 @@ class Posthoc:
             why = f"{type(error).__name__}: {one_line(error, 200)}"
             raise UserError(f"{path}: not a file of dcpo calibrate ({why})") from None
         if not isinstance(method, str) or method not in METHODS:
-            raise UserError(f"{path}: unknown method {method!r}; known: {', '.join(METHODS)}")
+            raise UserError(
+                f"{path}: unknown method {method!r}; known: {', '.join(METHODS)}"
+            )
         return cls(method, source, MappingProxyType(weights))
 
 
@@ -143,7 +151,8 @@ def features(top_logprobs: np.ndarray | None) -> list[float] | None:
     width = min(TOP_LOGPROBS, top_logprobs.shape[1])
     rows[:, :width] = np.maximum(top_logprobs[:, :width], LOWEST_LOGPROB)
     return [
-        round(float(value), 6) for value in np.concatenate([rows.mean(0), rows.std(0), rows[-1]])
+        round(float(value), 6)
+        for value in np.concatenate([rows.mean(0), rows.std(0), rows[-1]])
     ]
 
 
@@ -155,7 +164,8 @@ def inputs_of(samples: Sequence[Sample], source: str) -> tuple[np.ndarray, np.nd
     elif source in ("mean", "full"):
         width = TOP_LOGPROBS if source == "mean" else 3 * TOP_LOGPROBS
         rows = [
-            None if s.measures.features is None else s.measures.features[:width] for s in samples
+            None if s.measures.features is None else s.measures.features[:width]
+            for s in samples
         ]
     else:
         values = metrics.as_confidences([CONFIDENCE_KINDS[source](s) for s in samples])
@@ -249,7 +259,9 @@ def fit(
         inputs, known = inputs_of([samples[i] for i in index], source)
         if not len(known):
             if not index:
-                raise UserError(f"no problem is {name}; give more problems, or another --held-out")
+                raise UserError(
+                    f"no problem is {name}; give more problems, or another --held-out"
+                )
             needs = _NEEDS.get(source, f"a confidence of the kind {source}")
             raise UserError(
                 f"--kind {method}: none of the {len(index)} responses that are {name} has {needs}"
@@ -267,9 +279,12 @@ def fit(
         # very few problems, they are fitted as well.
         fitted = stopping = (inputs, goals)
         stops = [
-            is_held_out(f"stop/{problem_of(sample)}", STOPPING_SHARE, seed) for sample in samples
+            is_held_out(f"stop/{problem_of(sample)}", STOPPING_SHARE, seed)
+            for sample in samples
         ]
-        inside = [not out and not stop for out, stop in zip(outside, stops, strict=True)]
+        inside = [
+            not out and not stop for out, stop in zip(outside, stops, strict=True)
+        ]
         watched = [not out and stop for out, stop in zip(outside, stops, strict=True)]
         if any(inside) and any(watched):
             fitted = side("fitted", inside)
@@ -280,7 +295,9 @@ def fit(
     else:
         weights = _FIT[method](_on_scale(method, source, inputs)[:, 0], goals)
     predictor = Posthoc(method, source, MappingProxyType(dict(weights)))
-    return predictor, predictor.apply([s for s, out in zip(samples, outside, strict=True) if out])
+    return predictor, predictor.apply(
+        [s for s, out in zip(samples, outside, strict=True) if out]
+    )
 
 
 def _checked_source(method: str, source: str | None) -> str:
@@ -295,7 +312,9 @@ def _checked_source(method: str, source: str | None) -> str:
         method, tuple(CONFIDENCE_KINDS)
     )
     if source not in reads:
-        raise UserError(f"{method} does not read {source!r}; it reads {', '.join(reads)}")
+        raise UserError(
+            f"{method} does not read {source!r}; it reads {', '.join(reads)}"
+        )
     if method == "temperature" and source in RANKING_ONLY:
         raise UserError(
             f"temperature does not read {source}, which is no probability; take platt or isotonic"
@@ -346,12 +365,16 @@ def _fit_logistic(x: np.ndarray, y: np.ndarray) -> Weights:
     from sklearn.linear_model import LogisticRegression
 
     scale = _scale_of(x)
-    model = LogisticRegression(C=1.0, max_iter=1000, tol=1e-8).fit(_standardized(scale, x), y)
+    model = LogisticRegression(C=1.0, max_iter=1000, tol=1e-8).fit(
+        _standardized(scale, x), y
+    )
     return {**scale, "slopes": model.coef_[0], "intercept": model.intercept_[0]}
 
 
 def _predict_logistic(weights: Weights, x: np.ndarray) -> np.ndarray:
-    return _sigmoid(_standardized(weights, x) @ weights["slopes"] + weights["intercept"])
+    return _sigmoid(
+        _standardized(weights, x) @ weights["slopes"] + weights["intercept"]
+    )
 
 
 def _fit_isotonic(c: np.ndarray, y: np.ndarray) -> Weights:
@@ -403,7 +426,9 @@ def _fit_perceptron(
             if now < best - 1e-6:
                 best = now
                 waited = 0
-                state = {name: value.clone() for name, value in model.state_dict().items()}
+                state = {
+                    name: value.clone() for name, value in model.state_dict().items()
+                }
             else:
                 waited += 1
                 if waited >= 10:

@@ -22,7 +22,12 @@ from megatron_dcpo.judging.judge import judge_many
 from megatron_dcpo.judging.programs import PackedTests
 from megatron_dcpo.judging.questions import check_questions, same_answer
 from megatron_dcpo.judging.token_bytes import TokenBytes
-from megatron_dcpo.judging.verifiers import FindVerifier, is_users, verifier_for, verifiers
+from megatron_dcpo.judging.verifiers import (
+    FindVerifier,
+    is_users,
+    verifier_for,
+    verifiers,
+)
 from megatron_dcpo.types import Judgement, Prompt, Response
 
 logger = logging.getLogger(__name__)
@@ -93,7 +98,9 @@ def load_problems(
     tests: dict[str, bytes] = {}
     for name, spec in specs.items():
         source = source_of[name]
-        named_verifiers[name] = otherwise if source is None else verifier_of(source, judging)
+        named_verifiers[name] = (
+            otherwise if source is None else verifier_of(source, judging)
+        )
         benchmark = load_benchmark(
             spec,
             options.data_dir,
@@ -185,7 +192,9 @@ def named_sources(config: Config) -> dict[str, SourceConfig]:
     return named
 
 
-def find_source(name: str, path: str, sources: Iterable[SourceConfig]) -> SourceConfig | None:
+def find_source(
+    name: str, path: str, sources: Iterable[SourceConfig]
+) -> SourceConfig | None:
     """Return the source that a benchmark is: one of its name, or else of its path, which may be
     empty. None if there is none.
     """
@@ -199,4 +208,6 @@ def find_source(name: str, path: str, sources: Iterable[SourceConfig]) -> Source
 
 
 def _is_same_file(one: str, other: str) -> bool:
-    return one == other or (Path(one).exists() and Path(one).resolve() == Path(other).resolve())
+    return one == other or (
+        Path(one).exists() and Path(one).resolve() == Path(other).resolve()
+    )

@@ -36,7 +36,10 @@ def write_tests(tests: PackedTests, path: Path) -> None:
         json.dumps({"key": key, "tests": unpack_tests(packed)}) + "\n"
         for key, packed in sorted(tests.items())
     )
-    with open(path, "wb") as file, gzip.GzipFile("", "wb", mtime=0, fileobj=file) as packed_file:
+    with (
+        open(path, "wb") as file,
+        gzip.GzipFile("", "wb", mtime=0, fileobj=file) as packed_file,
+    ):
         for line in lines:
             packed_file.write(line.encode())
 
@@ -104,7 +107,11 @@ def _local_names(tree: ast.AST) -> set[str]:
                 | ast.ClassDef(name=name)
             ):
                 kept.add(name)
-            case ast.ExceptHandler(name=name) | ast.MatchAs(name=name) | ast.MatchStar(name=name):
+            case (
+                ast.ExceptHandler(name=name)
+                | ast.MatchAs(name=name)
+                | ast.MatchStar(name=name)
+            ):
                 kept.add(name)
             case ast.Global(names=names) | ast.Nonlocal(names=names):
                 kept.update(names)
@@ -125,7 +132,9 @@ class _Renamed(ast.NodeTransformer):
     def visit_Name(self, node: ast.Name) -> ast.AST:
         if node.id not in self.names:
             return node
-        return ast.Name(self.numbers.setdefault(node.id, f"_{len(self.numbers)}"), node.ctx)
+        return ast.Name(
+            self.numbers.setdefault(node.id, f"_{len(self.numbers)}"), node.ctx
+        )
 
     def visit_arg(self, node: ast.arg) -> ast.AST:
         return ast.arg(node.arg)
@@ -138,7 +147,9 @@ class _Renamed(ast.NodeTransformer):
     def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST | None:
         if node.value is None:
             return self.generic_visit(node)
-        return self.visit(ast.copy_location(ast.Assign([node.target], node.value), node))
+        return self.visit(
+            ast.copy_location(ast.Assign([node.target], node.value), node)
+        )
 
 
 def _without_docstring(body: list[ast.stmt]) -> list[ast.stmt]:

@@ -40,7 +40,9 @@ class Published:
 def load_published(name: str) -> list[Published]:
     """Load ``paper``, or a CSV file with the same columns."""
     path: Traversable = (
-        files("megatron_dcpo.evaluation") / "published.csv" if name == "paper" else Path(name)
+        files("megatron_dcpo.evaluation") / "published.csv"
+        if name == "paper"
+        else Path(name)
     )
     columns = [field.name for field in fields(Published)]
     try:
@@ -54,7 +56,11 @@ def load_published(name: str) -> list[Published]:
     for number, row in enumerate(rows, start=2):
         try:
             recomputed = float(row["recomputed"]) if row["recomputed"] else None
-            rest = {name: row[name] for name in columns if name not in ("printed", "recomputed")}
+            rest = {
+                name: row[name]
+                for name in columns
+                if name not in ("printed", "recomputed")
+            }
             published.append(
                 Published(printed=float(row["printed"]), recomputed=recomputed, **rest)
             )
@@ -79,7 +85,12 @@ def our_value(evaluation: Mapping[str, Any] | None, row: Published) -> float | N
     if scores is None:
         return None
     macro = scores.get("macro", {})
-    for place in (macro.get(row.confidence, {}), macro, scores.get(row.confidence, {}), scores):
+    for place in (
+        macro.get(row.confidence, {}),
+        macro,
+        scores.get(row.confidence, {}),
+        scores,
+    ):
         value = place.get(row.metric)
         if isinstance(value, int | float):
             return float(value)
@@ -93,7 +104,10 @@ def compare(
     return [
         {
             **vars(row),
-            "ours": {name: our_value(evaluation, row) for name, evaluation in evaluations.items()},
+            "ours": {
+                name: our_value(evaluation, row)
+                for name, evaluation in evaluations.items()
+            },
         }
         for row in rows
     ]

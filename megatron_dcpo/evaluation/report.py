@@ -82,13 +82,18 @@ def summary_of(
 
 def kinds_of(runs: Sequence[EvaluatedRun]) -> list[str]:
     scores = [run.evaluation["overall"] for run in runs if run.evaluation is not None]
-    return [kind for kind in CONFIDENCE_KINDS if any(kind in overall for overall in scores)]
+    return [
+        kind for kind in CONFIDENCE_KINDS if any(kind in overall for overall in scores)
+    ]
 
 
 def benchmarks_of(runs: Sequence[EvaluatedRun]) -> list[str]:
     return list(
         dict.fromkeys(
-            name for run in runs if run.evaluation for name in run.evaluation["benchmarks"]
+            name
+            for run in runs
+            if run.evaluation
+            for name in run.evaluation["benchmarks"]
         )
     )
 
@@ -118,7 +123,9 @@ def render_report(
     """
     environment = pages()
     environment.filters["breakable"] = lambda name: re.split(r"(?<=[_/-])", name)
-    environment.filters["four_digits"] = lambda value: "–" if value is None else f"{value:.4g}"
+    environment.filters["four_digits"] = lambda value: (
+        "–" if value is None else f"{value:.4g}"
+    )
     kinds, benchmarks = kinds_of(runs), benchmarks_of(runs)
     trained, paths = (
         {run.name: run.metrics for run in runs if run.metrics},
@@ -131,18 +138,25 @@ def render_report(
         labels=[LABELS[key] for key in HEADLINE],
         tables=_tables(runs),
         first_kind=kinds[0] if kinds else "verbal",
-        origins=[run_description.origin(run.name, run.path, len(run.metrics)) for run in runs],
+        origins=[
+            run_description.origin(run.name, run.path, len(run.metrics)) for run in runs
+        ],
         configured=run_description.configured(paths),
         differences=run_description.differences(paths),
-        warnings={run.name: found for run in runs if (found := read_warnings(run.path))},
-        published=published.compare({run.name: run.evaluation for run in runs}, against),
+        warnings={
+            run.name: found for run in runs if (found := read_warnings(run.path))
+        },
+        published=published.compare(
+            {run.name: run.evaluation for run in runs}, against
+        ),
         panels=_panels(runs, kinds, benchmarks),
         coverage=_coverage(runs, kinds),
         legend=list(zip(trained, colors, strict=True)),
         curves=[
             _Picture(_svg(diagrams.curve_figure(trained, curve), curve.title))
             for curve in diagrams.logged_curves(
-                trained, (*diagrams.TRAINING_CURVES, *diagrams.validation_curves(trained))
+                trained,
+                (*diagrams.TRAINING_CURVES, *diagrams.validation_curves(trained)),
             )
         ],
         samples={run.name: _samples(run) for run in runs if run.samples},
@@ -153,7 +167,9 @@ def render_report(
 def pages() -> Environment:
     """Return the templates of this subpackage."""
     loader = PackageLoader("megatron_dcpo.evaluation", "")
-    return Environment(loader=loader, autoescape=True, trim_blocks=True, undefined=StrictUndefined)
+    return Environment(
+        loader=loader, autoescape=True, trim_blocks=True, undefined=StrictUndefined
+    )
 
 
 class _Picture(NamedTuple):
@@ -186,18 +202,28 @@ def _tables(runs: Sequence[EvaluatedRun]) -> list[dict[str, Any]]:
                     )
                     name = f"{place}, {kind} confidence"
                     tables.append(
-                        {"name": name, "open": False, "rows": _cells(having, kind, benchmark)}
+                        {
+                            "name": name,
+                            "open": False,
+                            "rows": _cells(having, kind, benchmark),
+                        }
                     )
     if trained := [run for run in runs if run.evaluation is None]:
         title = "Not evaluated: last training step, as training samples"
-        tables.append({"name": title, "open": True, "rows": _cells(trained, "verbal", None)})
+        tables.append(
+            {"name": title, "open": True, "rows": _cells(trained, "verbal", None)}
+        )
     return tables
 
 
 def _has(run: EvaluatedRun, kind: str, benchmark: str | None) -> bool:
     if run.evaluation is None:
         return False
-    scores = run.evaluation["benchmarks"].get(benchmark) if benchmark else run.evaluation["overall"]
+    scores = (
+        run.evaluation["benchmarks"].get(benchmark)
+        if benchmark
+        else run.evaluation["overall"]
+    )
     return scores is not None and kind in scores
 
 
@@ -226,18 +252,30 @@ def _cells(
 Ends = tuple[float, float]  # of a 95 % interval
 
 
-def intervals_of(run: EvaluatedRun, kind: str, benchmark: str | None) -> dict[str, Ends]:
+def intervals_of(
+    run: EvaluatedRun, kind: str, benchmark: str | None
+) -> dict[str, Ends]:
     """Return the 95 % intervals of an evaluation's headline values, where it has them."""
     if run.evaluation is None:
         return {}
-    scores = run.evaluation["benchmarks"][benchmark] if benchmark else run.evaluation["overall"]
+    scores = (
+        run.evaluation["benchmarks"][benchmark]
+        if benchmark
+        else run.evaluation["overall"]
+    )
     found = scores.get("ci95") or {}
     both = {**found.get(kind, {}), "accuracy": found.get("accuracy")}
-    return {key: tuple(ends) for key, ends in both.items() if ends and all(map(_is_number, ends))}
+    return {
+        key: tuple(ends)
+        for key, ends in both.items()
+        if ends and all(map(_is_number, ends))
+    }
 
 
 def separable_best(
-    key: str, rows: Mapping[str, Mapping[str, Any]], intervals: Mapping[str, Mapping[str, Ends]]
+    key: str,
+    rows: Mapping[str, Mapping[str, Any]],
+    intervals: Mapping[str, Mapping[str, Ends]],
 ) -> str | None:
     """Return the run whose value is better than every other one's with intervals that do not
     overlap; None without one.
@@ -272,7 +310,11 @@ def format_value(key: str, value: object, ends: Ends | None = None) -> str:
 
 def _is_number(value: object) -> TypeGuard[float]:
     """Return whether a value of JSON is a finite number."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return (
+        isinstance(value, int | float)
+        and not isinstance(value, bool)
+        and math.isfinite(value)
+    )
 
 
 def _panels(
@@ -285,12 +327,18 @@ def _panels(
     if len(benchmarks) > 1:
         shown += [(kinds[0], name) for name in benchmarks]
     return [
-        {"kind": kind, "benchmark": benchmark, "pictures": _reliability(runs, kind, benchmark)}
+        {
+            "kind": kind,
+            "benchmark": benchmark,
+            "pictures": _reliability(runs, kind, benchmark),
+        }
         for kind, benchmark in shown
     ]
 
 
-def _reliability(runs: Sequence[EvaluatedRun], kind: str, benchmark: str | None) -> list[_Picture]:
+def _reliability(
+    runs: Sequence[EvaluatedRun], kind: str, benchmark: str | None
+) -> list[_Picture]:
     """Return the reliability diagram over histogram of every run that has this kind of confidence,
     on shared axes.
     """
@@ -299,7 +347,11 @@ def _reliability(runs: Sequence[EvaluatedRun], kind: str, benchmark: str | None)
     for run in runs:
         if run.evaluation is None or not _has(run, kind, benchmark):
             continue
-        scores = run.evaluation["benchmarks"][benchmark] if benchmark else run.evaluation["overall"]
+        scores = (
+            run.evaluation["benchmarks"][benchmark]
+            if benchmark
+            else run.evaluation["overall"]
+        )
         bins[run.name] = bins_from_json(scores[kind]["bins"])
         values = summary_of(run, kind, benchmark)
         notes[run.name] = ", ".join(
@@ -320,7 +372,11 @@ def _reliability(runs: Sequence[EvaluatedRun], kind: str, benchmark: str | None)
 
 def _short(name: str, width: int = 30) -> str:
     """Return a name that fits over a panel: its middle is what is left out."""
-    return name if len(name) <= width else f"{name[: width // 2 - 1]}…{name[-(width // 2) :]}"
+    return (
+        name
+        if len(name) <= width
+        else f"{name[: width // 2 - 1]}…{name[-(width // 2) :]}"
+    )
 
 
 def _coverage(runs: Sequence[EvaluatedRun], kinds: Sequence[str]) -> list[_Picture]:
@@ -341,7 +397,8 @@ def _coverage(runs: Sequence[EvaluatedRun], kinds: Sequence[str]) -> list[_Pictu
         }
         if curves:
             aurc = ", ".join(
-                f"{name} {format_value('aurc', scored[name].get('aurc'))}" for name in curves
+                f"{name} {format_value('aurc', scored[name].get('aurc'))}"
+                for name in curves
             )
             figure = diagrams.coverage_figure(curves, f"{kind} confidence")
             pictures.append(_Picture(_svg(figure, f"coverage {kind}"), f"AURC: {aurc}"))
@@ -414,4 +471,6 @@ def _two_blocks(row: Mapping[str, Any], marker: str) -> tuple[str, str]:
 
 def _embedded(value: object) -> Markup:
     """Return JSON for a script element: it must not be able to close the element."""
-    return Markup(json.dumps(json_ready(value), allow_nan=False).replace("<", "\\u003c"))
+    return Markup(
+        json.dumps(json_ready(value), allow_nan=False).replace("<", "\\u003c")
+    )

@@ -136,7 +136,9 @@ def sample_model(config: EvaluateConfig, problems: Sequence[Problems]) -> Respon
     )
     engine = rollout.build_local_engine(config.rollout.engine, path, options)
     stream = partial(engine.stream, sampling=sampling_of(config))
-    return Responder(path, tokens, render, respond_at_once(stream, tokens, engine.eos_token_ids))
+    return Responder(
+        path, tokens, render, respond_at_once(stream, tokens, engine.eos_token_ids)
+    )
 
 
 def as_token_ids(

@@ -37,7 +37,12 @@ from megatron_dcpo.evaluation.problems import (
     verifier_of,
 )
 from megatron_dcpo.evaluation.programs import is_code, read_tests, write_tests
-from megatron_dcpo.evaluation.responders import Responder, ask_server, sample_model, top_logprobs
+from megatron_dcpo.evaluation.responders import (
+    Responder,
+    ask_server,
+    sample_model,
+    top_logprobs,
+)
 from megatron_dcpo.evaluation.samples import (
     SETTINGS,
     Sample,
@@ -102,7 +107,9 @@ def run_evaluation(
     if predictor is not None:
         judged = predictor.apply(judged)
         kinds = tuple(dict.fromkeys((*kinds, "posthoc")))
-    evaluation = score_samples(judged, kinds, model, resamples=options.resamples, seed=options.seed)
+    evaluation = score_samples(
+        judged, kinds, model, resamples=options.resamples, seed=options.seed
+    )
     if config.judging.marker != CONFIDENCE_TAG:
         evaluation["marker"] = config.judging.marker
     write_evaluation(config.run_dir, evaluation, judged)
@@ -175,7 +182,11 @@ def _verifier_of_sample(sample: Sample, config: EvaluateConfig) -> str:
     if "reasoning_gym" in (prompt.row or {}):
         return VERIFIER
     source = find_source(prompt.task, "", config.data.sources)
-    named = config.judging.verifier if source is None else verifier_of(source, config.judging)
+    named = (
+        config.judging.verifier
+        if source is None
+        else verifier_of(source, config.judging)
+    )
     otherwise = "math" if named == "code" else named
     return verifier_for(prompt.form, otherwise, prompt.task in BENCHMARKS)
 
@@ -207,7 +218,9 @@ def _new_samples(
     share = slice(_rank(), None, ranks)
     log = SampleLog(config.run_dir, settings, fresh) if _rank() == 0 else None
     with log or nullcontext():
-        tests = {key: packed for problems in loaded for key, packed in problems.tests.items()}
+        tests = {
+            key: packed for problems in loaded for key, packed in problems.tests.items()
+        }
         if tests and _rank() == 0:
             write_tests(tests, Path(config.run_dir) / TESTS_FILE)
         samples: list[Sample] = []
@@ -250,7 +263,9 @@ def _load_problems(config: EvaluateConfig) -> list[Problems]:
 
 
 def _judged_by(problems: Problems, responder: Responder) -> AnswerJudge:
-    return AnswerJudge(partial(problems.judge, tokens=responder.tokens), problems.equivalent)
+    return AnswerJudge(
+        partial(problems.judge, tokens=responder.tokens), problems.equivalent
+    )
 
 
 def _check_directory(
@@ -272,7 +287,9 @@ def _of_all_ranks(samples: list[Sample], loaded: Sequence[Problems]) -> list[Sam
     for problems in loaded:
         for record in problems.benchmark.records:
             position[problems.benchmark.name, record.prompt_id] = len(position)
-    gathered = [sample for part in distributed.all_gather_objects(samples) for sample in part]
+    gathered = [
+        sample for part in distributed.all_gather_objects(samples) for sample in part
+    ]
     return sorted(
         gathered,
         key=lambda sample: (position[sample.problem_key], sample.response.sample_index),
@@ -313,7 +330,9 @@ def settings_of(config: EvaluateConfig, model: str) -> dict[str, Any]:
         if getattr(judging, name) != getattr(defaults, name):
             settings[name] = getattr(judging, name)
     if config.data.sources:
-        settings["sources"] = [_source_settings(source) for source in config.data.sources]
+        settings["sources"] = [
+            _source_settings(source) for source in config.data.sources
+        ]
     if config.endpoint.tokenizer:
         settings["tokenizer"] = config.endpoint.tokenizer
     return settings

@@ -34,7 +34,9 @@ def sampling_text(settings: Mapping[str, Any], evaluation: Mapping[str, Any]) ->
     if not settings:
         return ""
     repeats = evaluation.get("overall", {}).get("repeats")
-    parts = [f"{label} {settings[key]}" for key, label in SAMPLING.items() if key in settings]
+    parts = [
+        f"{label} {settings[key]}" for key, label in SAMPLING.items() if key in settings
+    ]
     parts += [f"template {settings['template']}"]
     parts += [f"thinking {settings['thinking']}"] if "thinking" in settings else []
     return ", ".join([*parts, f"{repeats} responses each"] if repeats else parts)
@@ -46,7 +48,9 @@ def origin(name: str, path: Path, steps: int) -> dict[str, Any]:
     """
     launches, config = read_launches(path), options(path)
     last = launches[-1] if launches else {}
-    commit = str(last.get("commit") or "")[:12] + ("+" if last.get("uncommitted_changes") else "")
+    commit = str(last.get("commit") or "")[:12] + (
+        "+" if last.get("uncommitted_changes") else ""
+    )
     return {
         "run": name,
         "model": config.get("model.path", ""),
@@ -54,7 +58,9 @@ def origin(name: str, path: Path, steps: int) -> dict[str, Any]:
         "data": str(config.get("data.path", "")),
         "seed": config.get("seed", ""),
         "steps": steps or "",
-        "started": str(launches[0].get("time", ""))[:16].replace("T", " ") if launches else "",
+        "started": str(launches[0].get("time", ""))[:16].replace("T", " ")
+        if launches
+        else "",
         "version": f"{last.get('version', '')} {commit}".strip(),
         "device": last.get("device", ""),
     }
@@ -89,8 +95,13 @@ def differences(paths: Mapping[str, Path]) -> list[tuple[str, list[str]]]:
     that have any.
     """
     found = {name: values for name, path in paths.items() if (values := options(path))}
-    names = sorted({option for values in found.values() for option in values} - set(_OF_EVERY_RUN))
-    rows = [(option, [_text(values.get(option)) for values in found.values()]) for option in names]
+    names = sorted(
+        {option for values in found.values() for option in values} - set(_OF_EVERY_RUN)
+    )
+    rows = [
+        (option, [_text(values.get(option)) for values in found.values()])
+        for option in names
+    ]
     return [(option, values) for option, values in rows if len(set(values)) > 1]
 
 

@@ -26,7 +26,9 @@ class EvaluatedRun:
     evaluation: Mapping[str, Any] | None
     metrics: Sequence[Mapping[str, Any]]
     samples: Sequence[Mapping[str, Any]]
-    settings: Mapping[str, Any] = field(default_factory=dict)  # how the evaluation was sampled
+    settings: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # how the evaluation was sampled
 
     @property
     def alike(self) -> tuple[Any, ...]:
@@ -57,13 +59,17 @@ def find_runs(paths: Sequence[str | Path]) -> list[EvaluatedRun]:
             if (d / "evaluation.json").exists() or (d / "metrics.jsonl").exists()
         ]
         if not below:
-            raise UserError(f"{root}: neither evaluation.json nor metrics.jsonl in it or below")
+            raise UserError(
+                f"{root}: neither evaluation.json nor metrics.jsonl in it or below"
+            )
         adopted = _adopted(below)
         runs += [
             read_run(
                 directory,
                 adopted.get(directory),
-                root.resolve().name if directory == root else str(directory.relative_to(root)),
+                root.resolve().name
+                if directory == root
+                else str(directory.relative_to(root)),
             )
             for directory in below
             if directory not in adopted.values()
@@ -76,7 +82,10 @@ def read_run(
 ) -> EvaluatedRun:
     """Read a run; its evaluation may lie in a directory of its own."""
     evaluated = evaluation_path or path
-    evaluation_file, metrics_file = evaluated / "evaluation.json", path / "metrics.jsonl"
+    evaluation_file, metrics_file = (
+        evaluated / "evaluation.json",
+        path / "metrics.jsonl",
+    )
     evaluation = _read_json(evaluation_file) if evaluation_file.exists() else None
     rows = (
         [row for _, row in read_json_lines(metrics_file, allow_truncated=True)]
@@ -84,11 +93,18 @@ def read_run(
         else []
     )
     samples: list[dict[str, Any]] = []
-    for file in (evaluated / "samples.jsonl", *sorted((path / "samples").glob("*.jsonl"))[-1:]):
+    for file in (
+        evaluated / "samples.jsonl",
+        *sorted((path / "samples").glob("*.jsonl"))[-1:],
+    ):
         if file.exists():
             samples = _sample_rows(file)
             break
-    settings = read_json_object(evaluated / SETTINGS) if (evaluated / SETTINGS).is_file() else {}
+    settings = (
+        read_json_object(evaluated / SETTINGS)
+        if (evaluated / SETTINGS).is_file()
+        else {}
+    )
     return EvaluatedRun(name or path.name, path, evaluation, rows, samples, settings)
 
 

@@ -129,7 +129,9 @@ def write_samples(samples: Iterable[Sample], path: str | Path) -> None:
 
 def sample_line(sample: Sample) -> str:
     """Return a sample as one line of ``samples.jsonl``."""
-    row = codec.to_row(sample.prompt, sample.response, sample.judgement, sample.measures)
+    row = codec.to_row(
+        sample.prompt, sample.response, sample.judgement, sample.measures
+    )
     return json.dumps(json_ready(row), ensure_ascii=False) + "\n"
 
 
@@ -144,7 +146,9 @@ def read_samples(path: str | Path, allow_truncated: bool = False) -> list[Sample
         try:
             samples.append(sample_of(codec.current(row)))
         except ValueError as error:
-            raise UserError(f"{where}: not a sample of dcpo evaluate ({error})") from None
+            raise UserError(
+                f"{where}: not a sample of dcpo evaluate ({error})"
+            ) from None
     return samples
 
 
@@ -173,7 +177,11 @@ def mean_entropy(top_logprobs: np.ndarray | None) -> float | None:
 
 def geometric_mean_probability(logprobs: Sequence[float]) -> float | None:
     """Return exp(mean log p), in [0, 1]; ``None`` for an empty response."""
-    return min(1.0, math.exp(math.fsum(logprobs) / len(logprobs))) if len(logprobs) else None
+    return (
+        min(1.0, math.exp(math.fsum(logprobs) / len(logprobs)))
+        if len(logprobs)
+        else None
+    )
 
 
 FILE, SETTINGS = "samples.jsonl", "settings.json"
@@ -201,7 +209,8 @@ class SampleLog:
             _cut_truncated_line(self.path)
         self._on_disk = read_samples(self.path) if self.path.exists() else []
         settings_path.write_text(
-            json.dumps(dict(settings), indent=1, sort_keys=True) + "\n", encoding="utf-8"
+            json.dumps(dict(settings), indent=1, sort_keys=True) + "\n",
+            encoding="utf-8",
         )
         self._file: IO[str] = open(self.path, "a", encoding="utf-8")  # noqa: SIM115
 
@@ -226,7 +235,10 @@ class SampleLog:
 
 
 def check_samples(
-    directory: Path, settings: Mapping[str, Any], wanted: Collection[tuple[str, str]], repeats: int
+    directory: Path,
+    settings: Mapping[str, Any],
+    wanted: Collection[tuple[str, str]],
+    repeats: int,
 ) -> None:
     """Raise :class:`UserError` where ``directory`` has samples of other settings, or such as this
     evaluation, of the (benchmark, prompt id) in ``wanted``, does not ask for and would drop.

@@ -87,7 +87,9 @@ def _log(value: float | None) -> float | None:
 
 def parse_kinds(text: str) -> tuple[str, ...]:
     """Return the parts of ``"verbal,token"``, checked."""
-    kinds = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
+    kinds = tuple(
+        dict.fromkeys(part.strip() for part in text.split(",") if part.strip())
+    )
     unknown = [kind for kind in kinds if kind not in CONFIDENCE_KINDS]
     if unknown or not kinds:
         raise UserError(
@@ -114,10 +116,14 @@ def score_samples(
     for sample in samples:
         by_benchmark.setdefault(sample.prompt.task, []).append(sample)
     options = {"bins": bins, "resamples": resamples, "seed": seed}
-    benchmarks = {name: _score(group, kinds, **options) for name, group in by_benchmark.items()}
+    benchmarks = {
+        name: _score(group, kinds, **options) for name, group in by_benchmark.items()
+    }
     # The intervals are the slow part, and one benchmark alone is its own pool.
     overall = (
-        dict(*benchmarks.values()) if len(benchmarks) == 1 else _score(samples, kinds, **options)
+        dict(*benchmarks.values())
+        if len(benchmarks) == 1
+        else _score(samples, kinds, **options)
     )
     overall["macro"] = _macro(benchmarks, kinds)
     return json_ready({"model": model, "benchmarks": benchmarks, "overall": overall})
@@ -135,7 +141,11 @@ def headline(
 
 
 def _score(
-    samples: Sequence[Sample], kinds: Sequence[str], bins: int, resamples: int, seed: int
+    samples: Sequence[Sample],
+    kinds: Sequence[str],
+    bins: int,
+    resamples: int,
+    seed: int,
 ) -> dict[str, Any]:
     """Score one benchmark, or all of them pooled: accuracy, and a block per kind of confidence."""
     correct = [float(sample.correct) for sample in samples]
@@ -148,12 +158,22 @@ def _score(
         "problems": len(set(problems)),
         "repeats": len(repeats),
         "mean_length": _mean([judgement.length for judgement in judgements]),
-        "truncated_rate": _mean([s.response.finish_reason == "length" for s in samples]),
-        "answer_rate": _mean([judgement.answer is not None for judgement in judgements]),
-        "parse_rate": metrics.parse_rate([judgement.confidence for judgement in judgements]),
+        "truncated_rate": _mean(
+            [s.response.finish_reason == "length" for s in samples]
+        ),
+        "answer_rate": _mean(
+            [judgement.answer is not None for judgement in judgements]
+        ),
+        "parse_rate": metrics.parse_rate(
+            [judgement.confidence for judgement in judgements]
+        ),
         **violation_rates([judgement.status for judgement in judgements]),
     }
-    thinking = [judgement.thinking_tokens for judgement in judgements if judgement.thinking_tokens]
+    thinking = [
+        judgement.thinking_tokens
+        for judgement in judgements
+        if judgement.thinking_tokens
+    ]
     if thinking:
         scores["mean_thinking"] = _mean(thinking)
     categories = Counter(j.category for j in judgements if j.category is not None)
@@ -187,7 +207,9 @@ def _score(
         intervals["accuracy"] = ci95.pop("accuracy", None)
         intervals[kind] = ci95
         block["mean"] = block["mean_confidence"]
-        block["skill"] = math.nan if kind in RANKING_ONLY else skill(confidences, lookup, correct)
+        block["skill"] = (
+            math.nan if kind in RANKING_ONLY else skill(confidences, lookup, correct)
+        )
         block["bins"] = bins_to_json(metrics.bin_rows(confidences, correct, bins))
         # all rows with a score where only the rank counts, else the valid ones
         rows = metrics.ranked_rows if kind in RANKING_ONLY else metrics.valid_rows
@@ -195,7 +217,10 @@ def _score(
         block["runs"] = _per_run(samples, kind, repeats, bins)
         scores[kind] = block
     scores["runs"] = _spread(
-        [metrics.accuracy([float(s.correct) for s in _of_repeat(samples, r)]) for r in repeats]
+        [
+            metrics.accuracy([float(s.correct) for s in _of_repeat(samples, r)])
+            for r in repeats
+        ]
     )
     if resamples:
         scores["ci95"] = intervals
@@ -217,7 +242,8 @@ def lookup_confidence(samples: Sequence[Sample]) -> list[float | None]:
         ):
             groups.setdefault(group, []).append(sample)
     right = {
-        group: (sum(s.correct for s in members), len(members)) for group, members in groups.items()
+        group: (sum(s.correct for s in members), len(members))
+        for group, members in groups.items()
     }
 
     def others(sample: Sample) -> float | None:
@@ -233,7 +259,9 @@ def lookup_confidence(samples: Sequence[Sample]) -> list[float | None]:
 
 
 def skill(
-    confidences: Sequence[float | None], lookup: Sequence[float | None], correct: Sequence[float]
+    confidences: Sequence[float | None],
+    lookup: Sequence[float | None],
+    correct: Sequence[float],
 ) -> float:
     """Return 1 - Brier / Brier of the lookup, on the samples that have both; not a number where the
     lookup is perfect.
@@ -256,12 +284,16 @@ def _per_run(
     """Return the calibration metrics of every repeat on its own: mean and sample standard deviation
     over the repeats.
     """
-    values: dict[str, list[float]] = {name: [] for name in INTERVALS if name != "accuracy"}
+    values: dict[str, list[float]] = {
+        name: [] for name in INTERVALS if name != "accuracy"
+    }
     for repeat in repeats:
         rows = _of_repeat(samples, repeat)
         confidences = [CONFIDENCE_KINDS[kind](sample) for sample in rows]
         correct = [float(sample.correct) for sample in rows]
-        summary = summarize(confidences, correct, bins=bins, ranking_only=kind in RANKING_ONLY)
+        summary = summarize(
+            confidences, correct, bins=bins, ranking_only=kind in RANKING_ONLY
+        )
         for name, of_runs in values.items():
             of_runs.append(summary[name])
     return {name: _spread(of_runs) for name, of_runs in values.items()}
@@ -279,14 +311,17 @@ def _spread(values: Sequence[float]) -> dict[str, float]:
     }
 
 
-def _macro(benchmarks: Mapping[str, Mapping[str, Any]], kinds: Sequence[str]) -> dict[str, Any]:
+def _macro(
+    benchmarks: Mapping[str, Mapping[str, Any]], kinds: Sequence[str]
+) -> dict[str, Any]:
     names = [name for name in INTERVALS if name != "accuracy"]
     macro: dict[str, Any] = {
         "accuracy": _mean([scores["accuracy"] for scores in benchmarks.values()])
     }
     for kind in kinds:
         macro[kind] = {
-            name: _spread([s[kind][name] for s in benchmarks.values()])["mean"] for name in names
+            name: _spread([s[kind][name] for s in benchmarks.values()])["mean"]
+            for name in names
         }
     return macro
 

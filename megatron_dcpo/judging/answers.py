@@ -99,7 +99,17 @@ def extract_boxed(text: str) -> str | None:
 # A fence of three or more backticks or tildes on a line of its own, perhaps indented or quoted in a
 # list. Possessive: a line that does not match must not be read again for each way to divide it.
 _OPENING = re.compile(rb"([ \t]*+)(`{3,}+|~{3,}+)([^`\r\n]*+)\r?$")
-_LANGUAGES = (b"", b"python", b"py", b"python2", b"python3", b"py3", b"cpython", b"pypy", b"pypy3")
+_LANGUAGES = (
+    b"",
+    b"python",
+    b"py",
+    b"python2",
+    b"python3",
+    b"py3",
+    b"cpython",
+    b"pypy",
+    b"pypy3",
+)
 
 
 @dataclass(frozen=True)
@@ -125,18 +135,29 @@ def last_fence(content: bytes) -> Fence | None:
     body: list[bytes] = []
     at = 0
     for line in content.split(b"\n"):
-        match = _OPENING.match(line) if line.lstrip(b" \t")[:3] in (b"```", b"~~~") else None
+        match = (
+            _OPENING.match(line)
+            if line.lstrip(b" \t")[:3] in (b"```", b"~~~")
+            else None
+        )
         if opening is not None:
             fence = match[2] if match and not match[3].strip(b" \t") else b""
             if fence[:1] == opening[2][:1] and len(fence) >= len(opening[2]):
                 if opening[3] in _LANGUAGES:
-                    block = Fence(opening[0], min(at + len(line), len(content)), b"\n".join(body))
+                    block = Fence(
+                        opening[0], min(at + len(line), len(content)), b"\n".join(body)
+                    )
                 opening = None
             else:
                 body.append(_without(line.removesuffix(b"\r"), opening[1]))
         elif match:
             words = (
-                match[3].lower().replace(b"{", b" ").replace(b"}", b" ").replace(b".", b" ").split()
+                match[3]
+                .lower()
+                .replace(b"{", b" ")
+                .replace(b"}", b" ")
+                .replace(b".", b" ")
+                .split()
             )
             opening, body = (at, match[1], match[2], words[0] if words else b""), []
         at += len(line) + 1
@@ -174,7 +195,11 @@ def extract_program(response: str, marker: str = CONFIDENCE_TAG) -> str | None:
 
 
 def _without(line: bytes, indentation: bytes) -> bytes:
-    return line[len(indentation) :] if line.startswith(indentation) else line.lstrip(b" \t")
+    return (
+        line[len(indentation) :]
+        if line.startswith(indentation)
+        else line.lstrip(b" \t")
+    )
 
 
 BOXED = AnswerForm("\\boxed", find_marker_after_box, extract_boxed)

@@ -17,7 +17,9 @@ import numpy as np
 from megatron_dcpo.judging.answers import BOXED, AnswerForm
 from megatron_dcpo.judging.token_bytes import TokenBytes
 
-FindStart = Callable[[bytes], int | None]  # where the answer begins (``thinking.answer_start``)
+FindStart = Callable[
+    [bytes], int | None
+]  # where the answer begins (``thinking.answer_start``)
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,11 @@ class Split:
     @property
     def reasoning(self) -> bytes:
         """Return those of them before the marker, all when there is none."""
-        return self.answer if self.marker is None else self.content[self.start : self.marker]
+        return (
+            self.answer
+            if self.marker is None
+            else self.content[self.start : self.marker]
+        )
 
 
 def split_blocks(
@@ -106,7 +112,11 @@ def _start_and_marker(
 ) -> tuple[int | None, int | None]:
     """Return where the answer begins, and the marker that is found behind it."""
     start = find_start(content)
-    at = None if start is None else form.find_marker(content[start:] if start else content, tag)
+    at = (
+        None
+        if start is None
+        else form.find_marker(content[start:] if start else content, tag)
+    )
     return start, None if at is None or start is None else start + at
 
 

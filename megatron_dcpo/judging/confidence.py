@@ -69,5 +69,7 @@ def parse_confidence(
         return ParsedConfidence(None, "trailing_text")
     value = float(number[1])
     if number[1].startswith("-") or value > 1:
-        return ParsedConfidence(None, "out_of_range", value if math.isfinite(value) else None)
+        return ParsedConfidence(
+            None, "out_of_range", value if math.isfinite(value) else None
+        )
     return ParsedConfidence(value, "ok")

@@ -70,7 +70,9 @@ class EndpointVerifier:
             }
             items.append({**named, "columns": own})
         body = json.loads(json.dumps({"items": items}, default=str))
-        reply = self.client.call("", body, problem=lambda reply: _problem(reply, len(items)))
+        reply = self.client.call(
+            "", body, problem=lambda reply: _problem(reply, len(items))
+        )
         results: list[Any] = reply["results"]
         return results
 

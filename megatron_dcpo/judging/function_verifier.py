@@ -35,7 +35,10 @@ from megatron_dcpo.types import VERIFIER_ERROR
 logger = logging.getLogger(__name__)
 
 OPTION = "judging.verifier"
-LOGGED_KEYS, LOGGED_CHARACTERS = 32, 200  # of what a function may add to the records of a response
+LOGGED_KEYS, LOGGED_CHARACTERS = (
+    32,
+    200,
+)  # of what a function may add to the records of a response
 _SIGNATURES = (
     "verify(response, answer, *, problem, **columns), compute_score(data_source, solution_str, "
     "ground_truth, "
@@ -70,8 +73,14 @@ class FunctionVerifier:
 
     def __call__(self, attempts: Sequence[Attempt]) -> list[Outcome]:
         """Return the outcome of each reasoning block."""
-        asked = [(json.dumps([a.reasoning, a.truth, a.row or {}], default=str),) for a in attempts]
-        return [outcome_of(result, self.options, self.warn) for result in self.pool.verify(asked)]
+        asked = [
+            (json.dumps([a.reasoning, a.truth, a.row or {}], default=str),)
+            for a in attempts
+        ]
+        return [
+            outcome_of(result, self.options, self.warn)
+            for result in self.pool.verify(asked)
+        ]
 
 
 def warn_once(name: str) -> Callable[[str], None]:
@@ -92,7 +101,9 @@ def warn_once(name: str) -> Callable[[str], None]:
     return warn
 
 
-def outcome_of(result: object, options: JudgingConfig, warn: Callable[[str], None]) -> Outcome:
+def outcome_of(
+    result: object, options: JudgingConfig, warn: Callable[[str], None]
+) -> Outcome:
     """Return the outcome of what a worker, or a server, answered."""
     if isinstance(result, Mapping) and "error" in result:
         why: str | None = str(result["error"])
@@ -102,7 +113,9 @@ def outcome_of(result: object, options: JudgingConfig, warn: Callable[[str], Non
         warn(why)
         return Outcome(False, VERIFIER_ERROR, 0.0 if options.graded else None, {})
     score = result["score"]
-    return Outcome(score >= options.threshold, None, score if options.graded else None, result)
+    return Outcome(
+        score >= options.threshold, None, score if options.graded else None, result
+    )
 
 
 def _checked(result: object) -> tuple[str | None, dict[str, Any]]:
@@ -112,7 +125,9 @@ def _checked(result: object) -> tuple[str | None, dict[str, Any]]:
     found = dict(result) if isinstance(result, Mapping) else {"score": result}
     score: Any = found.get("score")
     score = score.item() if hasattr(score, "item") else score  # of NumPy or torch
-    if not isinstance(score, bool | int | float) or not 0 <= score <= 1:  # NaN is neither
+    if (
+        not isinstance(score, bool | int | float) or not 0 <= score <= 1
+    ):  # NaN is neither
         return (
             f"returned {result!r:.80}; expected a bool, a number in [0, 1], or a mapping with "
             "such a score",
@@ -128,8 +143,14 @@ def _checked(result: object) -> tuple[str | None, dict[str, Any]]:
 
 def _plain(value: Any) -> bool | int | float | str:  # noqa: ANN401 -- of NumPy or torch
     """Return a value that JSON has: a number, or a text that is not too long."""
-    value = value.item() if hasattr(value, "item") and getattr(value, "size", 1) == 1 else value
-    if isinstance(value, bool | int) or (isinstance(value, float) and math.isfinite(value)):
+    value = (
+        value.item()
+        if hasattr(value, "item") and getattr(value, "size", 1) == 1
+        else value
+    )
+    if isinstance(value, bool | int) or (
+        isinstance(value, float) and math.isfinite(value)
+    ):
         return value
     return str(value)[:LOGGED_CHARACTERS]
 
@@ -193,7 +214,9 @@ def load_function(path: str) -> Callable[[str, str, Mapping[str, Any]], Any]:
     everything = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
     def call(**values: object) -> object:
-        return function(**{k: v for k, v in values.items() if everything or k in parameters})
+        return function(
+            **{k: v for k, v in values.items() if everything or k in parameters}
+        )
 
     if "solution_str" in parameters:
         return lambda text, truth, row: call(
@@ -203,18 +226,26 @@ def load_function(path: str) -> Callable[[str, str, Mapping[str, Any]], Any]:
             extra_info=row.get("extra_info"),
         )
     if "completions" in parameters:
-        return lambda text, truth, row: call(**_as_in_trl(text, {"answer": truth, **row}))
+        return lambda text, truth, row: call(
+            **_as_in_trl(text, {"answer": truth, **row})
+        )
     if "response" in parameters:
         return lambda text, truth, row: call(
             **{"problem": "", "answer": truth, **row, "response": text}
         )
-    raise UserError(f"{OPTION}={path}: expected {_SIGNATURES}; got ({', '.join(parameters)})")
+    raise UserError(
+        f"{OPTION}={path}: expected {_SIGNATURES}; got ({', '.join(parameters)})"
+    )
 
 
 def _as_in_trl(text: str, row: Mapping[str, Any]) -> dict[str, list[Any]]:
     chat = isinstance(row.get("prompt"), list)
     prompt = row["prompt"] if chat else row.get("problem", "")
-    columns = {name: [value] for name, value in row.items() if name not in ("prompt", "completion")}
+    columns = {
+        name: [value]
+        for name, value in row.items()
+        if name not in ("prompt", "completion")
+    }
     return columns | {
         "prompts": [prompt],
         "completions": [[{"role": "assistant", "content": text}] if chat else text],
@@ -225,5 +256,9 @@ def _first_line(error: BaseException) -> str:
     """Return the exception, and the line of the innermost frame, as one line."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if frame.filename != __file__]
-    where = f" ({own[-1].filename}, line {own[-1].lineno}, in {own[-1].name})" if own else ""
+    where = (
+        f" ({own[-1].filename}, line {own[-1].lineno}, in {own[-1].name})"
+        if own
+        else ""
+    )
     return f"{type(error).__name__}: {one_line(error, 150)}{where}"

@@ -21,7 +21,11 @@ def score(response: str, *, problem: str, reasoning_gym: dict[str, Any]) -> floa
         raise ValueError(
             f"problem {index} of {task} is another one here: not the same release of reasoning-gym"
         )
-    return 0.0 if answer is None else float(dataset_of(task).score_answer(answer.strip(), entry))
+    return (
+        0.0
+        if answer is None
+        else float(dataset_of(task).score_answer(answer.strip(), entry))
+    )
 
 
 @functools.lru_cache(maxsize=256)  # the responses to one problem come together

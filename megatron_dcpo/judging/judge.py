@@ -50,10 +50,16 @@ def judge_many(
     confidence token can change R, and behind the thinking, where the tokenizer of ``tokens`` has a
     token that ends it. A response that closes with an EOS is finished whatever the engine reports.
     """
-    splits = [_split(r, prompts[r.prompt_id], tokens, eos_ids, marker, form) for r in responses]
+    splits = [
+        _split(r, prompts[r.prompt_id], tokens, eos_ids, marker, form)
+        for r in responses
+    ]
     attempts = []
     for response, split in zip(responses, splits, strict=True):
-        prompt, reasoning = prompts[response.prompt_id], split.reasoning.decode(errors="replace")
+        prompt, reasoning = (
+            prompts[response.prompt_id],
+            split.reasoning.decode(errors="replace"),
+        )
         attempts.append(
             Attempt(form.extract(reasoning), prompt.ground_truth, reasoning, prompt.row)
         )
@@ -63,7 +69,9 @@ def judge_many(
     ):
         finished = split.ended or response.finish_reason == "stop"
         text = split.answer.decode(errors="replace")
-        parsed = parse_confidence(text, marker=marker, finished=finished, opener=form.opener)
+        parsed = parse_confidence(
+            text, marker=marker, finished=finished, opener=form.opener
+        )
         judgements.append(
             Judgement(
                 prompt_id=response.prompt_id,
@@ -71,9 +79,14 @@ def judge_many(
                 confidence=parsed.confidence,
                 status=parsed.status,
                 boundary=split.boundary,
-                length=len(response.logprobs if response.text is not None else response.token_ids),
+                length=len(
+                    response.logprobs
+                    if response.text is not None
+                    else response.token_ids
+                ),
                 stated=parsed.stated,
-                answered=split.start is not None and form.opener.encode() in split.reasoning,
+                answered=split.start is not None
+                and form.opener.encode() in split.reasoning,
                 marker_end=split.marker_end,
                 answer=attempt.answer,
                 category=outcome.category,
@@ -102,11 +115,15 @@ def judge_by_task(
     judged: dict[int, Judgement] = {}
     for task, indices in of_task.items():
         asked = [responses[index] for index in indices]
-        judged.update(zip(indices, judges[task](asked, prompts, **options), strict=True))
+        judged.update(
+            zip(indices, judges[task](asked, prompts, **options), strict=True)
+        )
     return [judged[index] for index in range(len(responses))]
 
 
-def with_text(response: Response, tokens: TokenBytes, eos_ids: Collection[int]) -> Response:
+def with_text(
+    response: Response, tokens: TokenBytes, eos_ids: Collection[int]
+) -> Response:
     """Return the same response with its ``text``: byte by byte, without its end token; other
     special tokens stay.
 
@@ -135,7 +152,11 @@ def _split(
     form: AnswerForm,
 ) -> Split:
     tags = tokens.thinking if tokens else None
-    before = b"".join(tokens.pieces(prompt.token_ids[-PROMPT_TOKENS:])) if tokens and tags else b""
+    before = (
+        b"".join(tokens.pieces(prompt.token_ids[-PROMPT_TOKENS:]))
+        if tokens and tags
+        else b""
+    )
     find_start = partial(answer_start, tags=tags, prompt=before)
     if response.text is not None:
         return split_text(response.text, marker, form, response.token_ends, find_start)

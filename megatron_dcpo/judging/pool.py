@@ -36,9 +36,15 @@ from typing import Any
 from megatron_dcpo.runtime import cores_per_rank
 
 CACHE_SIZE = 200_000
-CACHE_CHARACTERS = 20_000_000  # a model that writes long answers must not fill the trainer's memory
-_START_SECONDS = 120.0  # imports on a machine that is busy; no pair is waiting in the worker yet
-_GRACE_SECONDS = 1.0  # the worker ends itself at the wall time; the parent only has to notice
+CACHE_CHARACTERS = (
+    20_000_000  # a model that writes long answers must not fill the trainer's memory
+)
+_START_SECONDS = (
+    120.0  # imports on a machine that is busy; no pair is waiting in the worker yet
+)
+_GRACE_SECONDS = (
+    1.0  # the worker ends itself at the wall time; the parent only has to notice
+)
 
 Pair = tuple[str, ...]  # what is judged: an answer and its key, or one JSON text
 
@@ -109,7 +115,9 @@ class WorkerPool:
             Pair, Future[Any]
         ] = {}  # the pairs that wait and those that workers are at
         self._thread: threading.Thread | None = None
-        self._wake_reader, self._wake_writer = socket.socketpair()  # new pairs wake the thread
+        self._wake_reader, self._wake_writer = (
+            socket.socketpair()
+        )  # new pairs wake the thread
         self._wake_writer.setblocking(False)
         self._closed = False
         self._lock = threading.Lock()
@@ -117,7 +125,9 @@ class WorkerPool:
 
     def verify(self, pairs: Sequence[Pair]) -> list[Any]:
         """Return the verdicts in the order of ``pairs``. Never raises on their content."""
-        if self._owner != os.getpid():  # the workers, the thread and the lock are the parent's
+        if (
+            self._owner != os.getpid()
+        ):  # the workers, the thread and the lock are the parent's
             self._reset()
         quick = {pair: self.work.quick(pair) for pair in dict.fromkeys(pairs)}
         with self._lock:
@@ -125,11 +135,14 @@ class WorkerPool:
                 pair: self._ask(pair) if verdict is None else verdict
                 for pair, verdict in quick.items()
             }
-            self.statistics.quick += sum(verdict is not None for verdict in quick.values())
+            self.statistics.quick += sum(
+                verdict is not None for verdict in quick.values()
+            )
             if self._waiting:
                 self._wake()
         found = {
-            pair: one.result() if isinstance(one, Future) else one for pair, one in verdicts.items()
+            pair: one.result() if isinstance(one, Future) else one
+            for pair, one in verdicts.items()
         }
         return [found[pair] for pair in pairs]
 
@@ -164,9 +177,13 @@ class WorkerPool:
 
     def _wake(self) -> None:
         if self._thread is None:
-            self._thread = threading.Thread(target=self._serve, name="verifier", daemon=True)
+            self._thread = threading.Thread(
+                target=self._serve, name="verifier", daemon=True
+            )
             self._thread.start()
-        with contextlib.suppress(BlockingIOError):  # it has not heard the ones before yet
+        with contextlib.suppress(
+            BlockingIOError
+        ):  # it has not heard the ones before yet
             self._wake_writer.send(b"!")
 
     def _serve(self) -> None:
@@ -193,7 +210,9 @@ class WorkerPool:
 
     def _anything_left(self) -> bool:
         with self._lock:
-            if not self._closed and (self._waiting or any(worker.pair for worker in self._workers)):
+            if not self._closed and (
+                self._waiting or any(worker.pair for worker in self._workers)
+            ):
                 return True
             self._thread = None  # the next pair gets a thread of its own
             return False
@@ -212,7 +231,9 @@ class WorkerPool:
                         self._wake_reader.recv(4096)
                     else:
                         self._on_readable(event.data, selector)
-                for worker in [w for w in self._workers if w.deadline < time.monotonic()]:
+                for worker in [
+                    w for w in self._workers if w.deadline < time.monotonic()
+                ]:
                     self._retire(worker, selector)
 
     def _fill(self, selector: selectors.BaseSelector) -> None:
@@ -261,7 +282,9 @@ class WorkerPool:
         worker.pair = pair
         worker.deadline = time.monotonic() + self.work.wall_seconds + _GRACE_SECONDS
         assert worker.process.stdin is not None
-        line = json.dumps(pair).encode() + b"\n"  # ASCII: lone surrogates survive escaped
+        line = (
+            json.dumps(pair).encode() + b"\n"
+        )  # ASCII: lone surrogates survive escaped
         # a worker whose stdin is closed is seen to have ended by its stdout
         with contextlib.suppress(BrokenPipeError):
             worker.process.stdin.write(line)
@@ -313,12 +336,16 @@ class WorkerPool:
         if worker.pair is None:
             return
         in_time = time.monotonic() < worker.deadline - _GRACE_SECONDS
-        if in_time and worker.pair not in self._died_on:  # it may have been killed from outside
+        if (
+            in_time and worker.pair not in self._died_on
+        ):  # it may have been killed from outside
             self._died_on.add(worker.pair)
             self._waiting.appendleft(worker.pair)
             return
         self.statistics.late += not in_time
-        self._record(worker.pair, self._lost("late" if not in_time else "its process ended"))
+        self._record(
+            worker.pair, self._lost("late" if not in_time else "its process ended")
+        )
 
     def _lost(self, word: str) -> object:
         return self.work.lost(
@@ -332,7 +359,10 @@ class WorkerPool:
             if self.work.remember:
                 self._cache[pair] = verdict
                 self._cached_characters += sum(map(len, pair))
-            while len(self._cache) > CACHE_SIZE or self._cached_characters > CACHE_CHARACTERS:
+            while (
+                len(self._cache) > CACHE_SIZE
+                or self._cached_characters > CACHE_CHARACTERS
+            ):
                 oldest, _ = self._cache.popitem(last=False)
                 self._cached_characters -= sum(map(len, oldest))
             asked = self._asked.pop(pair)

@@ -34,8 +34,12 @@ class ProgramVerifier:
         workers: int | None = None,
     ) -> None:
         self.tests = tests
-        self._unpacked = functools.lru_cache(maxsize=KEPT)(lambda key: unpack_tests(tests[key]))
-        self.pool = CodePool(limits=limits, sandbox=sandbox, workers=workers or cores_per_rank())
+        self._unpacked = functools.lru_cache(maxsize=KEPT)(
+            lambda key: unpack_tests(tests[key])
+        )
+        self.pool = CodePool(
+            limits=limits, sandbox=sandbox, workers=workers or cores_per_rank()
+        )
         atexit.register(self.pool.close)
 
     def __call__(self, attempts: Sequence[Attempt]) -> list[Outcome]:
@@ -49,7 +53,8 @@ class ProgramVerifier:
                     "problems"
                 )
         verdicts = [
-            self.pool.submit(a.answer, self._unpacked(a.truth), where=a.truth) for a in attempts
+            self.pool.submit(a.answer, self._unpacked(a.truth), where=a.truth)
+            for a in attempts
         ]
         return [
             Outcome(verdict.correct == 1, verdict.category)

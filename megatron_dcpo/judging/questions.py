@@ -32,7 +32,9 @@ ABSTENTIONS = frozenset(
     for what in whats
 )
 _LONGEST_ABSTENTION = 80  # characters
-_TEX_TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox)\s*\{([^{}]*)\}")
+_TEX_TEXT = re.compile(
+    r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox)\s*\{([^{}]*)\}"
+)
 _PUNCTUATION = str.maketrans("", "", string.punctuation + "‘’´“”")
 _LETTER = re.compile(r"(?:option\s+)?\(?([A-Za-z])\)?[.:)]?")
 _LETTER_AND_TEXT = re.compile(r"\(?([A-Za-z])[.:)]+\s*(\S.*)", re.DOTALL)
@@ -69,7 +71,9 @@ def chosen_letter(answer: str, options: Sequence[str]) -> str | None:
     """
     answer = _option_text(answer)
     letter = _LETTER.fullmatch(answer)
-    if letter and (not options or letter[1].upper() in string.ascii_uppercase[: len(options)]):
+    if letter and (
+        not options or letter[1].upper() in string.ascii_uppercase[: len(options)]
+    ):
         return letter[1].upper()
     texts = [_option_text(option) for option in options]
     both = _LETTER_AND_TEXT.fullmatch(answer)
@@ -79,14 +83,20 @@ def chosen_letter(answer: str, options: Sequence[str]) -> str | None:
         and texts[place : place + 1] == [both[2]]
     ):
         return both[1].upper()
-    return string.ascii_uppercase[texts.index(answer)] if texts.count(answer) == 1 else None
+    return (
+        string.ascii_uppercase[texts.index(answer)]
+        if texts.count(answer) == 1
+        else None
+    )
 
 
 def _option_text(text: str) -> str:
     """Return the text of an option without what TeX adds; punctuation stays: -5 and 5 may both be
     options.
     """
-    return " ".join(_TEX_TEXT.sub(r"\1", text).strip().strip("$").lower().split()).removesuffix(".")
+    return " ".join(
+        _TEX_TEXT.sub(r"\1", text).strip().strip("$").lower().split()
+    ).removesuffix(".")
 
 
 def is_abstention(answer: str | None) -> bool:
@@ -110,11 +120,16 @@ def same_answer(a: str, b: str) -> bool:
 
 def _score_exact(attempt: Attempt, answer: str) -> float:
     given = normalize(answer)
-    return float(any(given == normalize(text) for text in _accepted(attempt.truth, attempt.row)))
+    return float(
+        any(given == normalize(text) for text in _accepted(attempt.truth, attempt.row))
+    )
 
 
 def _score_f1(attempt: Attempt, answer: str) -> float:
-    return max((f1(answer, text) for text in _accepted(attempt.truth, attempt.row)), default=0.0)
+    return max(
+        (f1(answer, text) for text in _accepted(attempt.truth, attempt.row)),
+        default=0.0,
+    )
 
 
 def _score_choice(attempt: Attempt, answer: str) -> float:
@@ -139,11 +154,16 @@ def question_verifier(
     def verify(attempts: Sequence[Attempt]) -> list[Outcome]:
         outcomes = []
         for attempt in attempts:
-            score = 0.0 if attempt.answer is None else SCORES[name](attempt, attempt.answer)
+            score = (
+                0.0 if attempt.answer is None else SCORES[name](attempt, attempt.answer)
+            )
             graded = score if options.graded and name == "f1" else None
             outcomes.append(
                 Outcome(
-                    score >= threshold, None, graded, {"score": score} if name == "f1" else None
+                    score >= threshold,
+                    None,
+                    graded,
+                    {"score": score} if name == "f1" else None,
                 )
             )
         return outcomes
@@ -156,7 +176,9 @@ def check_questions(name: str, problems: Iterable[Any], source: str) -> None:
     ``name`` cannot judge: without an accepted text, or without a letter.
     """
     for problem in problems if name in SCORES else ():
-        truth = str(getattr(problem, "ground_truth", None) or getattr(problem, "answer", ""))
+        truth = str(
+            getattr(problem, "ground_truth", None) or getattr(problem, "answer", "")
+        )
         where = f"{source}: {problem.prompt_id}"
         if name == "choice" and letter_index(truth) is None:
             raise UserError(

@@ -15,9 +15,8 @@ from megatron_dcpo.errors import UserError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-PROMPT_TOKENS = (
-    32  # at the end of a prompt that may open or end the thinking, which Qwen3's "off" does
-)
+# at the end of a prompt that may open or end the thinking, which Qwen3's "off" does
+PROMPT_TOKENS = 32
 
 
 class ThinkingTags(NamedTuple):
@@ -58,12 +57,20 @@ def keep_thinking(
     """Return what a server is asked for so that the end-of-thinking token stays in its text, where
     that is a special token; nothing where there is no tokenizer.
     """
-    tokens = tokenizer.added_tokens_decoder.values() if tokenizer is not None and tags else ()
-    special = any(token.special and token.content.encode() in tags for token in tokens if tags)
+    tokens = (
+        tokenizer.added_tokens_decoder.values()
+        if tokenizer is not None and tags
+        else ()
+    )
+    special = any(
+        token.special and token.content.encode() in tags for token in tokens if tags
+    )
     return {"skip_special_tokens": False} if special else {}
 
 
-def answer_start(content: bytes, tags: ThinkingTags | None, prompt: bytes = b"") -> int | None:
+def answer_start(
+    content: bytes, tags: ThinkingTags | None, prompt: bytes = b""
+) -> int | None:
     """Return the byte of a response at which its answer begins; None where all of it is thinking,
     which has not ended.
 
@@ -77,4 +84,8 @@ def answer_start(content: bytes, tags: ThinkingTags | None, prompt: bytes = b"")
     end = content.find(tags.end)
     if end >= 0:
         return end + len(tags.end)
-    return None if before.endswith(tags.opening) or content.lstrip().startswith(tags.opening) else 0
+    return (
+        None
+        if before.endswith(tags.opening) or content.lstrip().startswith(tags.opening)
+        else 0
+    )

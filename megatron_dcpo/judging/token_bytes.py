@@ -63,8 +63,12 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase) -> TokenBytes:
     to_bytes = {"byte_level": _byte_level, "sentencepiece": _sentencepiece}[_kind(spec)]
     pieces = {index: to_bytes(piece) for piece, index in _vocabulary(spec["model"])}
     pieces |= {token["id"]: token["content"].encode() for token in spec["added_tokens"]}
-    table = tuple(pieces.get(index, b"") for index in range(max(pieces, default=-1) + 1))
-    return TokenBytes(table, find_tags({token["content"] for token in spec["added_tokens"]}))
+    table = tuple(
+        pieces.get(index, b"") for index in range(max(pieces, default=-1) + 1)
+    )
+    return TokenBytes(
+        table, find_tags({token["content"] for token in spec["added_tokens"]})
+    )
 
 
 def check_ids(spec: dict[str, Any], source: str) -> None:
@@ -115,7 +119,9 @@ def _byte_level(piece: str) -> bytes:
 
 def _sentencepiece(piece: str) -> bytes:
     byte = _BYTE_PIECE.fullmatch(piece)
-    return bytes([int(byte[1], 16)]) if byte else piece.replace(_WORD_START, " ").encode()
+    return (
+        bytes([int(byte[1], 16)]) if byte else piece.replace(_WORD_START, " ").encode()
+    )
 
 
 def _gpt2_alphabet() -> dict[int, int]:
@@ -124,7 +130,9 @@ def _gpt2_alphabet() -> dict[int, int]:
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
-    return {byte: byte for byte in printable} | {0x100 + i: byte for i, byte in enumerate(others)}
+    return {byte: byte for byte in printable} | {
+        0x100 + i: byte for i, byte in enumerate(others)
+    }
 
 
 _TO_LATIN_1 = _gpt2_alphabet()

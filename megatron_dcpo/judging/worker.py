@@ -31,13 +31,22 @@ class OutOfTime(BaseException):
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--cpu", type=float, required=True, help="processor seconds per pair")
     parser.add_argument(
-        "--wall", type=float, required=True, help="seconds per pair until the process ends"
+        "--cpu", type=float, required=True, help="processor seconds per pair"
     )
-    parser.add_argument("--memory", type=int, required=True, help="bytes of address space")
     parser.add_argument(
-        "--beyond-imports", action="store_true", help="--memory does not count what imports take"
+        "--wall",
+        type=float,
+        required=True,
+        help="seconds per pair until the process ends",
+    )
+    parser.add_argument(
+        "--memory", type=int, required=True, help="bytes of address space"
+    )
+    parser.add_argument(
+        "--beyond-imports",
+        action="store_true",
+        help="--memory does not count what imports take",
     )
     parser.add_argument("--parent", type=int, required=True)
     parser.add_argument("load", help="module:function of what judges")
@@ -63,10 +72,14 @@ def main() -> None:
     _say(answers, "ready")
     process = os.getpid()
     for line in pairs:
-        faulthandler.dump_traceback_later(limits.wall, exit=True, file=open(os.devnull, "w"))  # noqa: SIM115
+        faulthandler.dump_traceback_later(
+            limits.wall, exit=True, file=open(os.devnull, "w")
+        )  # noqa: SIM115
         word = _judged(judge, json.loads(line), limits.cpu)
         faulthandler.cancel_dump_traceback_later()
-        if os.getpid() != process:  # the judge has forked, and its child came back as well
+        if (
+            os.getpid() != process
+        ):  # the judge has forked, and its child came back as well
             os._exit(0)
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:

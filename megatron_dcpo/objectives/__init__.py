@@ -20,7 +20,11 @@ from typing import Any
 from megatron_dcpo.errors import UserError, did_you_mean
 from megatron_dcpo.objectives import ccgspg, coupled, dcpo, grpo, posthoc, rlcr, ternary
 from megatron_dcpo.objectives.method import Method
-from megatron_dcpo.objectives.options import ObjectiveConfig, expand_blocks, ignored_options
+from megatron_dcpo.objectives.options import (
+    ObjectiveConfig,
+    expand_blocks,
+    ignored_options,
+)
 from megatron_dcpo.objectives.presets import PRESETS
 from megatron_dcpo.runtime.plugins import is_import_path, load_object
 

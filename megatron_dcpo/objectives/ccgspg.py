@@ -69,7 +69,9 @@ def token_loss(
     extra, stats = regularizers(batch, outputs, options)
     A = masked(batch.columns["advantages"].to(logprobs), batch)
     weights = masked(batch.columns["weights"].to(logprobs), batch)
-    losses = weights * (extra - A * log_c[batch.sequence_ids] - regularizer[batch.sequence_ids])
+    losses = weights * (
+        extra - A * log_c[batch.sequence_ids] - regularizer[batch.sequence_ids]
+    )
     stats |= by_block("loss", losses, batch)
     stats |= by_block("tokens", losses.new_ones(losses.shape), batch)
     return losses, stats
@@ -85,7 +87,9 @@ METHOD = Method(
     token_loss=token_loss,
     reads=COMMON | {"eps"},
     own_options={"beta": 0.01},
-    meanings={"beta": "Factor of the cross-entropy of the sequence's own probability against R."},
+    meanings={
+        "beta": "Factor of the cross-entropy of the sequence's own probability against R."
+    },
     defaults=defaults,
     needs_old_logprobs=True,
     separable=False,

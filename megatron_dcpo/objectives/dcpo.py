@@ -82,7 +82,11 @@ def defaults(config: ObjectiveConfig) -> Mapping[str, Any]:
 
 METHOD = Method(
     score_group=score_group,
-    reads=COMMON | CLIPPED_LOSS | CALIBRATION_REWARD | REASONING_ADVANTAGE | CONFIDENCE_ADVANTAGE,
+    reads=COMMON
+    | CLIPPED_LOSS
+    | CALIBRATION_REWARD
+    | REASONING_ADVANTAGE
+    | CONFIDENCE_ADVANTAGE,
     own_options={"confidence_baseline": ("group", "counterfactual")},
     meanings={
         "confidence_baseline": "What R_c is compared with: the R_c of the group, or the scores "

@@ -15,7 +15,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.objectives.advantages import batch_scale, block_ids, scored_confidence
+from megatron_dcpo.objectives.advantages import (
+    batch_scale,
+    block_ids,
+    scored_confidence,
+)
 from megatron_dcpo.objectives.options import CLIPPED_LOSS, COMMON, ObjectiveConfig
 from megatron_dcpo.objectives.policy_loss import Stats, clipped_policy_loss
 from megatron_dcpo.objectives.shaping import with_length_penalty
@@ -39,8 +43,12 @@ SCORES = ("target", "R", "R_c", "A_r", "A_c")
 # and the options to ``SCORES``, float64 [G] each: the target of the confidence, the reward behind
 # A_r, the calibration reward (NaN if the method has none), and the advantages of the reasoning and
 # of the confidence tokens.
-ScoreGroup = Callable[[np.ndarray, np.ndarray, np.ndarray, ObjectiveConfig], Sequence[np.ndarray]]
-TokenLoss = Callable[[MicroBatch, TokenOutputs, ObjectiveConfig], "tuple[Tensor, Stats]"]
+ScoreGroup = Callable[
+    [np.ndarray, np.ndarray, np.ndarray, ObjectiveConfig], Sequence[np.ndarray]
+]
+TokenLoss = Callable[
+    [MicroBatch, TokenOutputs, ObjectiveConfig], "tuple[Tensor, Stats]"
+]
 
 
 def no_defaults(config: ObjectiveConfig) -> Mapping[str, Any]:
@@ -83,7 +91,10 @@ class Method:
         """Return whether :meth:`loss` may be called on some of a micro-batch's tokens, because it
         is a plain sum over them.
         """
-        of_tokens = self.options.ratio == "token" and self.options.tis_level in ("none", "token")
+        of_tokens = self.options.ratio == "token" and self.options.tis_level in (
+            "none",
+            "token",
+        )
         return self.separable and of_tokens
 
     def loss(self, batch: MicroBatch, outputs: TokenOutputs) -> tuple[Tensor, Stats]:
@@ -132,9 +143,15 @@ class Method:
             groups.setdefault(judgement.prompt_id, []).append(row)
         for rows in groups.values():
             _check_group([judgements[row] for row in rows])
-        R = np.array([self._correctness(judgement) for judgement in judgements], np.float64)
-        c = np.array([scored_confidence(each, self.options) for each in judgements], np.float64)
-        logprob = np.array([self._mean_logprob(sample) for sample in samples], np.float64)
+        R = np.array(
+            [self._correctness(judgement) for judgement in judgements], np.float64
+        )
+        c = np.array(
+            [scored_confidence(each, self.options) for each in judgements], np.float64
+        )
+        logprob = np.array(
+            [self._mean_logprob(sample) for sample in samples], np.float64
+        )
         lengths = np.array([judgement.length for judgement in judgements])
         scores = np.full((len(SCORES), len(samples)), np.nan)
         for rows in groups.values():
@@ -142,7 +159,10 @@ class Method:
             if self.options.overlong_buffer:
                 of_group = with_length_penalty(of_group, lengths[rows], self.options)
             scores[:, rows] = of_group
-        if self.options.advantage_normalization_confidence == "batch_std" and not np.isnan(R).all():
+        if (
+            self.options.advantage_normalization_confidence == "batch_std"
+            and not np.isnan(R).all()
+        ):
             order = np.concatenate(list(groups.values()))
             answered = order[~np.isnan(R[order])]
             scale = batch_scale(scores[SCORES.index("A_c"), answered])
@@ -181,7 +201,9 @@ class Method:
         if how == "sequence_mean":
             denominator = np.repeat(sequences * np.maximum(sampled, 1), lengths)
         elif how == "constant":
-            denominator = np.full(len(block), sequences * self.options.max_response_length)
+            denominator = np.full(
+                len(block), sequences * self.options.max_response_length
+            )
         elif how == "token_mean":
             denominator = np.full(len(block), max(sum(counts), 1.0))
         else:
@@ -196,14 +218,22 @@ class Method:
         token with a weight. KL and entropy terms do not count, because every group would have them.
         Raises ValueError if the score needs old log-probs.
         """
-        return any(_has_gradient(sample, sample.weights) for sample in self.score(samples))
+        return any(
+            _has_gradient(sample, sample.weights) for sample in self.score(samples)
+        )
 
     def has_gradient(self, sample: TrainingSample, block: int | None = None) -> bool:
         """Return whether a scored sample can have a gradient, with KL and entropy terms; in
         ``block`` if one is named.
         """
-        regularized = any(self.options.blocks("kl_coef") + self.options.blocks("entropy_coef"))
-        if self.token_loss is not clipped_policy_loss or regularized or self.options.entropy_target:
+        regularized = any(
+            self.options.blocks("kl_coef") + self.options.blocks("entropy_coef")
+        )
+        if (
+            self.token_loss is not clipped_policy_loss
+            or regularized
+            or self.options.entropy_target
+        ):
             return True
         weights = sample.weights
         if weights is None:
@@ -263,7 +293,9 @@ def _check_group(judgements: Sequence[Judgement]) -> None:
         )
     for judgement in judgements:
         c = judgement.confidence
-        if (judgement.status == "ok") != (c is not None) or (c is not None and not 0 <= c <= 1):
+        if (judgement.status == "ok") != (c is not None) or (
+            c is not None and not 0 <= c <= 1
+        ):
             raise UserError(
                 f"prompt {judgement.prompt_id!r}: status {judgement.status!r} with confidence {c}; "
                 "a number in [0, 1] goes with 'ok', and only with it"

@@ -11,7 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from megatron_dcpo.objectives.advantages import Scores, calibration_reward, hybrid_target, normalize
+from megatron_dcpo.objectives.advantages import (
+    Scores,
+    calibration_reward,
+    hybrid_target,
+    normalize,
+)
 from megatron_dcpo.objectives.method import Method
 from megatron_dcpo.objectives.options import (
     CALIBRATION_REWARD,

@@ -40,7 +40,9 @@ def engine_memory(arch: Architecture, config: Config, machine: Machine) -> Engin
     """
     rollout = config.rollout
     if machine.engine_gpus and rollout.engine != "server":
-        raise UserError(f"--engine-gpus is for rollout.engine=server, not {rollout.engine}")
+        raise UserError(
+            f"--engine-gpus is for rollout.engine=server, not {rollout.engine}"
+        )
     kind: str = rollout.engine
     if kind == "auto":
         kind = "vllm" if machine.processor == "gpu" else "transformers"
@@ -120,7 +122,9 @@ def _server(arch: Architecture, config: Config, machine: Machine) -> EngineMemor
     )
 
 
-def _vllm(arch: Architecture, config: Config, machine: Machine, size: int) -> EngineMemory:
+def _vllm(
+    arch: Architecture, config: Config, machine: Machine, size: int
+) -> EngineMemory:
     itemsize = _itemsize(config)
     weights = number_of_parameters(arch) * itemsize // size
     kv = kv_bytes_per_token(arch, itemsize, size)
@@ -161,8 +165,12 @@ def _responses(config: Config, size: int, gpus: int) -> int:
     return prompts * config.rollout.group_size
 
 
-def _concurrent(config: Config, machine: Machine, responses: int, cached_tokens: int) -> int:
+def _concurrent(
+    config: Config, machine: Machine, responses: int, cached_tokens: int
+) -> int:
     """Return the sequences of mean length that run at once with a cache of ``cached_tokens``."""
     rollout = config.rollout
-    mean = config.data.max_prompt_length + (machine.response_tokens or rollout.max_response_length)
+    mean = config.data.max_prompt_length + (
+        machine.response_tokens or rollout.max_response_length
+    )
     return min(rollout.max_num_seqs, responses, cached_tokens // mean)

@@ -19,7 +19,11 @@ def architecture_of(path: str) -> Architecture:
     """Return the architecture of a model directory, or of the public model of that name. Raises
     :class:`UserError` if there is neither.
     """
-    if Path(path).is_dir() or not _HUB_NAME.fullmatch(path) or Path(path).parent.is_dir():
+    if (
+        Path(path).is_dir()
+        or not _HUB_NAME.fullmatch(path)
+        or Path(path).parent.is_dir()
+    ):
         return read_architecture(path)
     if (MODELS / path).is_dir():
         return read_architecture(MODELS / path)
@@ -32,9 +36,13 @@ def _fetched(name: str) -> Path:
 
     try:
         return Path(hf_hub_download(name, "config.json")).parent
-    except (OSError, ValueError) as error:  # from the network, the hub, or its rules for names
+    except (
+        OSError,
+        ValueError,
+    ) as error:  # from the network, the hub, or its rules for names
         known = sorted(
-            file.parent.relative_to(MODELS).as_posix() for file in MODELS.glob("*/*/config.json")
+            file.parent.relative_to(MODELS).as_posix()
+            for file in MODELS.glob("*/*/config.json")
         )
         raise UserError(
             f"model.path={name} is not a directory, and its config.json cannot be had from the hub "

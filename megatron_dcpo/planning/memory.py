@@ -59,10 +59,18 @@ class State:
 
     @property
     def total(self) -> int:
-        return self.weights + self.gradients + self.main_params + self.moments + self.adapter
+        return (
+            self.weights
+            + self.gradients
+            + self.main_params
+            + self.moments
+            + self.adapter
+        )
 
 
-def adapter_bytes(arch: Architecture, layout: Layout, config: Config, stage: int) -> int:
+def adapter_bytes(
+    arch: Architecture, layout: Layout, config: Config, stage: int
+) -> int:
     """Return the bytes of a pipeline stage's adapter, which every rank has whole: parameters,
     gradients and moments in fp32.
     """
@@ -70,7 +78,9 @@ def adapter_bytes(arch: Architecture, layout: Layout, config: Config, stage: int
     if adapter is None:
         return 0
     shapes = hf_shapes(arch)
-    numbers = sum(adapter.rank * sum(shapes[name]) for name in adapted(arch, adapter.targets))
+    numbers = sum(
+        adapter.rank * sum(shapes[name]) for name in adapted(arch, adapter.targets)
+    )
     layers = layers_per_stage(arch.num_layers, layout)[stage]
     return 16 * numbers * layers // arch.num_layers
 
@@ -215,7 +225,9 @@ def _buckets(
     position = 0
 
     def bucket() -> _Bucket:
-        return _Bucket(length=-(-position // alignment) * alignment, params=tuple(params))
+        return _Bucket(
+            length=-(-position // alignment) * alignment, params=tuple(params)
+        )
 
     for size, shared in reversed(sizes):
         position = -(-position // PARAMETER_ALIGNMENT) * PARAMETER_ALIGNMENT
@@ -302,7 +314,9 @@ def widths(arch: Architecture, layout: Layout, config: Config) -> Widths:
     )
 
 
-def layer_bytes(arch: Architecture, layout: Layout, config: Config, recompute: str) -> float:
+def layer_bytes(
+    arch: Architecture, layout: Layout, config: Config, recompute: str
+) -> float:
     """Return the bytes per token that one layer keeps under ``recompute``: everything for ``none``,
     not the activations of ``parallel.megatron.recompute_modules`` for ``selective``, only its input
     for ``full``.
@@ -350,14 +364,18 @@ def _recomputed_bytes(layout: Layout, config: Config, w: Widths) -> float:
     return saved
 
 
-def stage_layers_bytes(arch: Architecture, layout: Layout, config: Config, stage: int) -> float:
+def stage_layers_bytes(
+    arch: Architecture, layout: Layout, config: Config, stage: int
+) -> float:
     """Return :func:`layer_bytes` summed over a pipeline stage, with the recomputation that
     ``parallel.megatron.recompute_method`` asks for.
     """
     parallel = config.parallel
     vp = layout.virtual_pipeline_model_parallel_size
     # The layers of the stage's largest model chunk, of which the schedule may hold the most.
-    chunks = chunk_layers(arch.num_layers, layout)[stage :: layout.pipeline_model_parallel_size]
+    chunks = chunk_layers(arch.num_layers, layout)[
+        stage :: layout.pipeline_model_parallel_size
+    ]
     layers = max(len(chunk) for chunk in chunks)
     one = layer_bytes(arch, layout, config, recompute=parallel.recompute_granularity)
     if parallel.recompute_granularity != "full":
@@ -420,10 +438,14 @@ def _local(arch: Architecture, w: Widths) -> float:
         if b == 2:
             fp32_inputs = 4 * (q + k)
         elif w.heads != w.groups:
-            fp32_inputs = 4 * q  # a group's queries are copied out of the projection's output
+            fp32_inputs = (
+                4 * q
+            )  # a group's queries are copied out of the projection's output
         qk_norms = fp32_inputs + b * (q + k) + 4 * (w.heads + w.groups)
     rotary = 4 * b * w.head_dim  # cosine and sine, for queries and for keys
-    attention = b * (q + k) + b * q + 4 * w.heads  # rotated queries and keys, output, log-sum-exp
+    attention = (
+        b * (q + k) + b * q + 4 * w.heads
+    )  # rotated queries and keys, output, log-sum-exp
     projection = b * q
     return norms + qkv + qk_norms + rotary + attention + projection + _mlp(w, False)
 
@@ -438,7 +460,9 @@ def _transformer_engine(arch: Architecture, w: Widths) -> float:
     if arch.qk_layernorm:
         qk_norms = b * q + 4 * (w.heads + w.groups)
     rotary = 4 * b * w.head_dim
-    attention = b * (q + k) + b * q + 4 * w.heads  # the output is the projection's input too
+    attention = (
+        b * (q + k) + b * q + 4 * w.heads
+    )  # the output is the projection's input too
     return norms + qkv + qk_norms + rotary + attention + _mlp(w, True)
 
 
@@ -540,8 +564,13 @@ def _working_bytes(
         unit = 1
         if parallel.recompute_method == "uniform":
             unit = parallel.recompute_num_layers
-        working += int(tokens * unit * layer_bytes(arch, layout, config, recompute="none"))
-    if parallel.recompute_granularity == "selective" and "mlp" in parallel.recompute_modules:
+        working += int(
+            tokens * unit * layer_bytes(arch, layout, config, recompute="none")
+        )
+    if (
+        parallel.recompute_granularity == "selective"
+        and "mlp" in parallel.recompute_modules
+    ):
         working += int(tokens * _mlp(w, layout.transformer_engine))
     cp = parallel.context_parallel_size
     if cp > 1:

@@ -110,7 +110,9 @@ class Plan:
         resting = max(stage.resting for stage in self.stages)
         if self.engine.kind == "server":
             return resting
-        return resting + self.engine.weights + self.engine.kv_cache + self.engine.sampling
+        return (
+            resting + self.engine.weights + self.engine.kv_cache + self.engine.sampling
+        )
 
     @property
     def saving_bytes(self) -> int:
@@ -151,7 +153,9 @@ def make_plan(config: Config, machine: Machine, rates: Rates | None = None) -> P
     arch = architecture_of(config.model.path)
     _check_positions(arch, config)
     # on GPUs ``auto`` means Transformer Engine, whatever this machine has
-    transformer_engine = machine.processor == "gpu" and config.model.transformer_impl != "local"
+    transformer_engine = (
+        machine.processor == "gpu" and config.model.transformer_impl != "local"
+    )
     layout = Layout.of(config.parallel, transformer_engine)
     check_layout(arch, layout)
     check_model_rules(config, arch, chunk_layers(arch.num_layers, layout))
@@ -266,7 +270,9 @@ def _work(
     per_rank = -(-responses // training.updates_per_rollout // data_parallel) or 1
     sequence = prompt + longest
     if config.parallel.sequence_packing:
-        tokens = min(max(training.max_tokens_per_micro_batch, sequence), per_rank * sequence)
+        tokens = min(
+            max(training.max_tokens_per_micro_batch, sequence), per_rank * sequence
+        )
         samples = max(1, training.max_tokens_per_micro_batch // (prompt + mean))
     else:
         samples = min(training.micro_batch_size, per_rank)
@@ -355,7 +361,9 @@ def _stage(
         offloaded = state.main_params + state.moments
         resting = state.total - offloaded - state.gradients
     reference = 0
-    if _has_reference(config) and not config.frozen:  # a frozen policy is its own reference
+    if (
+        _has_reference(config) and not config.frozen
+    ):  # a frozen policy is its own reference
         reference = weights
     return Stage(
         stage=stage,
@@ -379,7 +387,9 @@ def _saved(layout: Layout, config: Config, state: State, replicas: int) -> int:
         optimizer = (state.main_params + state.moments) // replicas
     weights = state.numel * dtype_bytes(config.model.params_dtype)
     experts = weights * state.expert_numel // max(state.buffer_numel, 1)
-    share = (weights - experts) // replicas + experts // expert_replicas(layout, replicas)
+    share = (weights - experts) // replicas + experts // expert_replicas(
+        layout, replicas
+    )
     return optimizer + share + state.adapter * 3 // 4
 
 

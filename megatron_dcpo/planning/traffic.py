@@ -81,7 +81,10 @@ class Seconds:
         """Return the seconds of a step in which generation runs alongside training
         (``rollout.async_steps``).
         """
-        return max(self.rollout, self.total - self.rollout - self.resharding) + self.resharding
+        return (
+            max(self.rollout, self.total - self.rollout - self.resharding)
+            + self.resharding
+        )
 
 
 def step_traffic(
@@ -106,12 +109,17 @@ def step_traffic(
     repeated = 0.0
     if parallel.recompute_granularity == "full":
         repeated = recomputed_share(arch, layout, config)
-    tokens = work.tokens / replicas  # of a rank and the ranks with which it shares its layers
+    tokens = (
+        work.tokens / replicas
+    )  # of a rank and the ranks with which it shares its layers
     hidden = tokens * arch.hidden_size * b
 
     dense = state.buffer_numel - state.expert_numel
     of_experts = expert_replicas(layout, replicas)
-    shared = dense * (replicas - 1) / replicas + state.expert_numel * (of_experts - 1) / of_experts
+    shared = (
+        dense * (replicas - 1) / replicas
+        + state.expert_numel * (of_experts - 1) / of_experts
+    )
     per_number = 8
     if parallel.use_distributed_optimizer:
         per_number = 4 + b
@@ -123,7 +131,9 @@ def step_traffic(
     pairs = layers * (1 if arch.num_experts else 2)
     forward = 2 * ring * pairs
     backward = (3 if parallel.sequence_parallel else 2) * ring * pairs
-    ends = 2 * ring  # the embedding's output and the gradient in the output layer's input
+    ends = (
+        2 * ring
+    )  # the embedding's output and the gradient in the output layer's input
     tensor = passes * (forward + ends) + forward * (1 + repeated) + backward + 2 * ends
 
     pipeline = 0.0
@@ -164,7 +174,9 @@ def forward_flops(arch: Architecture, layout: Layout, work: Work) -> float:
     )
 
 
-def sequence_flops(arch: Architecture, layout: Layout, tokens: int, length: float) -> float:
+def sequence_flops(
+    arch: Architecture, layout: Layout, tokens: int, length: float
+) -> float:
     """Return the operations of a forward pass over ``tokens`` in sequences of ``length``."""
     per_layer, output = _flops_per_token(arch, layout, length)
     return tokens * (arch.num_layers * per_layer + output)
@@ -180,7 +192,9 @@ def slowest_stage(arch: Architecture, layout: Layout, length: float) -> float:
     return max(work) * len(work) / sum(work)
 
 
-def _flops_per_token(arch: Architecture, layout: Layout, length: float) -> tuple[float, float]:
+def _flops_per_token(
+    arch: Architecture, layout: Layout, length: float
+) -> tuple[float, float]:
     """Return the operations per token of a layer and of the output layer."""
     d = arch.kv_channels
     q = arch.num_attention_heads * d

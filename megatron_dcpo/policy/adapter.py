@@ -85,7 +85,9 @@ class Adapter:
         topology = self.policy.topology
         stage: dict[str, Tensor] = {}
         if topology.tp_rank == 0 and topology.replica == 0:
-            stage = {name: tensor.detach().cpu() for name, tensor in self.parameters.items()}
+            stage = {
+                name: tensor.detach().cpu() for name, tensor in self.parameters.items()
+            }
         parameters = {}
         for each in all_gather_objects(stage):
             parameters.update(each)
@@ -105,7 +107,10 @@ class Adapter:
         arch = self.policy.arch
         attention = f"model.layers.{number}.self_attn."
         mlp = f"model.layers.{number}.mlp."
-        qkv = [self._low_rank(attention + projection) for projection in _COLUMN["self_attn"]]
+        qkv = [
+            self._low_rank(attention + projection)
+            for projection in _COLUMN["self_attn"]
+        ]
         rows = self._qkv_rows(arch)
         layer.self_attention.linear_qkv.register_forward_hook(
             self._column(qkv, rows, _by_group(arch, rows))
@@ -343,7 +348,9 @@ class AdapterOptimizer:
     @property
     def nbytes(self) -> int:
         """Return the bytes of parameters, gradients and moments."""
-        return 4 * sum(parameter.nbytes for parameter in self.adapter.parameters.values())
+        return 4 * sum(
+            parameter.nbytes for parameter in self.adapter.parameters.values()
+        )
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -420,7 +427,9 @@ class AdapterOptimizer:
         # a tensor, for readers that merge the adapter and open no pickled part
         scale = torch.tensor([self.adapter.config.alpha / self.adapter.config.rank])
         replica = (topology.pp_rank, topology.tp_rank, topology.replica)
-        tensors[SCALE] = ShardedTensor.from_rank_offsets(SCALE, scale, replica_id=replica)
+        tensors[SCALE] = ShardedTensor.from_rank_offsets(
+            SCALE, scale, replica_id=replica
+        )
         return {
             "tensors": tensors,
             "steps": self.done,

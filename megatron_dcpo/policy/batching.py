@@ -134,7 +134,9 @@ def _pack(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     return bins
 
 
-def _spread(lengths: Sequence[int], count: int, max_tokens: int) -> list[list[int]] | None:
+def _spread(
+    lengths: Sequence[int], count: int, max_tokens: int
+) -> list[list[int]] | None:
     """Return ``count`` packs of nearly equal size, longest sample first into the emptiest; None if
     one would be too large.
 
@@ -258,7 +260,9 @@ def _packed(samples: Sequence[TrainingSample], total: int, chunks: int) -> Micro
         offsets.append(start)
     bounds = [*offsets, end]
     if total > end:
-        bounds.append(total)  # the padding is another sequence, to which nothing attends
+        bounds.append(
+            total
+        )  # the padding is another sequence, to which nothing attends
     cu_seqlens = to_device(bounds, torch.int32)
     longest = max(stop - start for start, stop in itertools.pairwise(bounds))
     params = PackedSeqParams(

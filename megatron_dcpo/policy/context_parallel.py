@@ -46,7 +46,9 @@ def gather_keys_and_values(
     the order of the tokens. The backward pass sums over ranks.
     """
     size = group.size()
-    both = gather_from_sequence_parallel_region(torch.cat([key, value], dim=-1), group=group)
+    both = gather_from_sequence_parallel_region(
+        torch.cat([key, value], dim=-1), group=group
+    )
     order = np.concatenate([positions_of(bounds, rank, size) for rank in range(size)])
     by_position = torch.from_numpy(np.argsort(order)).to(both.device)
     both = both.index_select(0, by_position)

@@ -81,7 +81,11 @@ class RMSNorm(torch.nn.RMSNorm):
     """
 
     def __init__(
-        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object
+        self,
+        config: TransformerConfig,
+        hidden_size: int,
+        eps: float = 1e-5,
+        **_: object,
     ) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
@@ -132,7 +136,9 @@ class CausalAttention(MegatronModule):
         sequences = list(itertools.pairwise(bounds))
         if size > 1:
             group = parallel_state.get_context_parallel_group()
-            key, value = gather_keys_and_values(key, value, bounds=sequences, group=group)
+            key, value = gather_keys_and_values(
+                key, value, bounds=sequences, group=group
+            )
         if packed_seq_params is None:
             q = query.permute(1, 2, 0, 3)  # [b, heads, s, d]
             k = key.permute(1, 2, 0, 3)
@@ -141,7 +147,9 @@ class CausalAttention(MegatronModule):
             return out.reshape(*out.shape[:2], -1)
         pieces = []
         for start, stop in sequences:
-            rows = slice(start // size, stop // size)  # this rank's queries of the sequence
+            rows = slice(
+                start // size, stop // size
+            )  # this rank's queries of the sequence
             q = query[rows].transpose(0, 1).unsqueeze(0)  # [1, heads, t_i, d]
             k = key[start:stop].transpose(0, 1).unsqueeze(0)
             v = value[start:stop].transpose(0, 1).unsqueeze(0)
@@ -165,11 +173,15 @@ class CausalAttention(MegatronModule):
         width = q.shape[2] // 2
         rank = parallel_state.get_context_parallel_rank()
         outputs = []
-        for queries, chunk in zip(q.split(width, 2), (rank, 2 * size - 1 - rank), strict=True):
+        for queries, chunk in zip(
+            q.split(width, 2), (rank, 2 * size - 1 - rank), strict=True
+        ):
             stop = (chunk + 1) * width
             mask = torch.ones(width, stop, dtype=torch.bool, device=q.device)
             mask = mask.tril(stop - width)
-            outputs.append(attend(queries, k[:, :, :stop], v[:, :, :stop], attn_mask=mask))
+            outputs.append(
+                attend(queries, k[:, :, :stop], v[:, :, :stop], attn_mask=mask)
+            )
         return torch.cat(outputs, 2)
 
 
@@ -184,7 +196,9 @@ def layer_spec(
             qk_layernorm=config.qk_layernorm,
         )
     spec = get_gpt_layer_local_spec(
-        config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
+        config.num_moe_experts,
+        qk_layernorm=config.qk_layernorm,
+        normalization="RMSNorm",
     )
     layer: Any = spec.submodules
     layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
@@ -210,4 +224,10 @@ def block_spec(
     return TransformerBlockSubmodules(layer_specs=[spec] * layers, layer_norm=RMSNorm)
 
 
-__all__ = ["CausalAttention", "RMSNorm", "block_spec", "layer_spec", "use_transformer_engine"]
+__all__ = [
+    "CausalAttention",
+    "RMSNorm",
+    "block_spec",
+    "layer_spec",
+    "use_transformer_engine",
+]

@@ -267,7 +267,9 @@ def build_policy(
         coordinates = layout.at(topology.part, topology.pp_rank, virtual)
         gpt = _build_chunk(arch, layout, config, coordinates)
         chunk_copies = plan(arch, layout, coordinates)
-        parameters = {name: parameter.data for name, parameter in gpt.named_parameters()}
+        parameters = {
+            name: parameter.data for name, parameter in gpt.named_parameters()
+        }
         load_into(reader, chunk_copies, parameters)
         gpts.append(gpt)
         copies.append(chunk_copies)
@@ -353,7 +355,9 @@ def _mark_tensor_parallel(gpt: GPTModel, dimensions: dict[str, int | None]) -> N
     for name, parameter in gpt.named_parameters():
         dim = dimensions[name]
         if dim is not None and not hasattr(parameter, "tensor_model_parallel"):
-            tensor_parallel.set_tensor_model_parallel_attributes(parameter, True, dim, 1)
+            tensor_parallel.set_tensor_model_parallel_attributes(
+                parameter, True, dim, 1
+            )
 
 
 def rotary_inverse_frequencies(arch: Architecture) -> Tensor:
@@ -363,7 +367,10 @@ def rotary_inverse_frequencies(arch: Architecture) -> Tensor:
     Wavelengths above ``original / low`` are stretched by ``factor``, wavelengths below ``original /
     high`` are kept, and those in between are interpolated linearly in the frequency.
     """
-    exponent = torch.arange(0, arch.kv_channels, 2, dtype=torch.int64).float() / arch.kv_channels
+    exponent = (
+        torch.arange(0, arch.kv_channels, 2, dtype=torch.int64).float()
+        / arch.kv_channels
+    )
     inv_freq = 1.0 / (arch.rotary_base**exponent)
     scaling = arch.rope_scaling
     if scaling is None:
@@ -376,7 +383,9 @@ def rotary_inverse_frequencies(arch: Architecture) -> Tensor:
     return (1 - keep) * inv_freq / scaling.factor + keep * inv_freq
 
 
-def _mixed_precision(gpt: GPTModel, config: TransformerConfig) -> Float16Module | GPTModel:
+def _mixed_precision(
+    gpt: GPTModel, config: TransformerConfig
+) -> Float16Module | GPTModel:
     if config.bf16:
         return Float16Module(config, gpt)
     return gpt
@@ -398,6 +407,8 @@ def _wrap_for_training(
         **options_of(DistributedDataParallelConfig, parallel.megatron),
     )
     config.finalize_model_grads_func = finalize_model_grads
-    ddp = DistributedDataParallel(config, ddp_config, module, disable_bucketing=not is_first)
+    ddp = DistributedDataParallel(
+        config, ddp_config, module, disable_bucketing=not is_first
+    )
     ddp.broadcast_params()
     return ddp

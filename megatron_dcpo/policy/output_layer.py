@@ -200,12 +200,16 @@ class _TokenOutputs(torch.autograd.Function):
             buffers.fill(chunk, outputs, logsumexp)
         ctx.layer = layer
         ctx.targets = targets
-        ctx.save_for_backward(hidden, buffers.logsumexp, buffers.logprobs, buffers.entropy)
+        ctx.save_for_backward(
+            hidden, buffers.logsumexp, buffers.logprobs, buffers.entropy
+        )
         ctx.set_materialize_grads(False)
         return buffers.logprobs, buffers.entropy
 
     @staticmethod
-    def backward(ctx: _OutputContext, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: _OutputContext, *grads: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         layer = ctx.layer
         hidden, logsumexp, logprobs, entropy = ctx.saved_tensors
         by_logprob, by_entropy = grads
@@ -244,7 +248,10 @@ class _FusedLoss(torch.autograd.Function):
             outputs, sums, logsumexp = _forward(layer, chunk)
             buffers.fill(chunk, outputs, logsumexp)
             with torch.enable_grad():
-                leaves = [outputs.logprobs.requires_grad_(), outputs.entropy.requires_grad_()]
+                leaves = [
+                    outputs.logprobs.requires_grad_(),
+                    outputs.entropy.requires_grad_(),
+                ]
                 part = loss(chunk.rows, outputs)
                 by_logprob, by_entropy = torch.autograd.grad(
                     part * upstream, leaves, allow_unused=True
@@ -270,14 +277,28 @@ class _FusedLoss(torch.autograd.Function):
         return total, buffers.logprobs, buffers.entropy
 
     @staticmethod
-    def backward(ctx: _LossContext, grad: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: _LossContext, grad: Tensor, *_: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         factor = grad / ctx.upstream
         (hidden,) = ctx.saved_tensors
         weight_gradient = ctx.weight_gradient
-        ctx.weight_gradient = None  # autograd copies a tensor to which there is another reference
-        if weight_gradient is not None and getattr(ctx.weight, "main_grad", None) is None:
+        ctx.weight_gradient = (
+            None  # autograd copies a tensor to which there is another reference
+        )
+        if (
+            weight_gradient is not None
+            and getattr(ctx.weight, "main_grad", None) is None
+        ):
             weight_gradient = weight_gradient.mul_(factor)
-        return (hidden * factor).to(hidden.dtype), weight_gradient, None, None, None, None
+        return (
+            (hidden * factor).to(hidden.dtype),
+            weight_gradient,
+            None,
+            None,
+            None,
+            None,
+        )
 
 
 def _chunks(layer: OutputLayer, hidden: Tensor, targets: Tensor) -> Iterator[_Chunk]:
@@ -389,7 +410,9 @@ class _OutputBuffers:
 
     @classmethod
     def empty(cls, targets: Tensor) -> _OutputBuffers:
-        new = partial(torch.empty, len(targets), dtype=torch.float32, device=targets.device)
+        new = partial(
+            torch.empty, len(targets), dtype=torch.float32, device=targets.device
+        )
         return cls(logprobs=new(), entropy=new(), logsumexp=new())
 
     def fill(self, chunk: _Chunk, outputs: TokenOutputs, logsumexp: Tensor) -> None:

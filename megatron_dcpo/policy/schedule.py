@@ -65,7 +65,9 @@ def accumulate_gradients(
         upstream = policy.topology.dp_size * policy.topology.cp_size
     scale = len(splits) * upstream
 
-    def loss_closure(batch: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor, dict[str, float]]:
+    def loss_closure(
+        batch: MicroBatch, output: Tensor
+    ) -> tuple[Tensor, Tensor, dict[str, float]]:
         local = batch.local()
         layer, hidden = _output_layer(
             policy=policy,
@@ -123,7 +125,9 @@ def compute_logprobs(
     replica.
     """
 
-    def collect(batch: MicroBatch, output: Tensor, non_loss_data: bool = True) -> list[np.ndarray]:
+    def collect(
+        batch: MicroBatch, output: Tensor, non_loss_data: bool = True
+    ) -> list[np.ndarray]:
         local = batch.local()
         layer, hidden = _output_layer(
             policy=policy,
@@ -253,7 +257,9 @@ def _output_layer(
     """
     group = policy.topology.tp_group
     if policy.config.sequence_parallel:
-        gathered = gather_from_sequence_parallel_region(output.transpose(0, 1), group=group)
+        gathered = gather_from_sequence_parallel_region(
+            output.transpose(0, 1), group=group
+        )
         output = gathered.transpose(0, 1)
     hidden = output.reshape(-1, output.shape[-1]).index_select(0, batch.rows)
     if not policy.config.sequence_parallel:

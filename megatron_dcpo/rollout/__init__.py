@@ -43,7 +43,9 @@ __all__ = [
 _OTHER_TOKENIZERS = ("tokenizer.model", "vocab.json", "tokenizer_config.json")
 
 
-def build_local_engine(choice: str, model_dir: str | Path, options: VllmOptions) -> Engine:
+def build_local_engine(
+    choice: str, model_dir: str | Path, options: VllmOptions
+) -> Engine:
     """Return an engine in this process. ``choice`` is ``auto``, ``vllm`` or ``transformers``.
 
     The transformers engine uses ``dtype``, ``max_num_seqs``, ``head_dtype`` and ``record_experts``
@@ -85,5 +87,9 @@ def load_tokenizer(model_dir: str | Path) -> Any:  # noqa: ANN401 - transformers
         return auto_class("AutoTokenizer").from_pretrained(
             model_dir, local_files_only=True, trust_remote_code=False
         )
-    except Exception as error:  # the tokenizers library raises plain Exception, readers anything
-        raise UserError(f"no usable tokenizer in {model_dir} ({one_line(error, 200)})") from None
+    except (
+        Exception
+    ) as error:  # the tokenizers library raises plain Exception, readers anything
+        raise UserError(
+            f"no usable tokenizer in {model_dir} ({one_line(error, 200)})"
+        ) from None

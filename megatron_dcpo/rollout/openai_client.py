@@ -23,8 +23,12 @@ from megatron_dcpo.rollout.engine import SamplingConfig, sample_seed
 from megatron_dcpo.runtime.http_json import HttpError, JsonClient
 from megatron_dcpo.types import Prompt, Response
 
-_LOWEST_LOGPROB = -9999.0  # servers write it for minus infinity, which JSON does not have
-_ROUNDED = 1e-3  # servers that compute in half precision report probabilities slightly above 1
+_LOWEST_LOGPROB = (
+    -9999.0
+)  # servers write it for minus infinity, which JSON does not have
+_ROUNDED = (
+    1e-3  # servers that compute in half precision report probabilities slightly above 1
+)
 # A reply is refused if it has more bytes than these for each log-prob and for everything else.
 _TOKEN_BYTES = 1000
 _OTHER_BYTES = 1 << 20
@@ -74,7 +78,9 @@ class Endpoint:
         stop = threading.Event()
         done: queue.SimpleQueue[Response | BaseException] = queue.SimpleQueue()
         for _ in range(min(self.concurrency, left)):
-            threading.Thread(target=self._work, args=(todo, done, stop), daemon=True).start()
+            threading.Thread(
+                target=self._work, args=(todo, done, stop), daemon=True
+            ).start()
         try:
             while left:
                 batch, failed = _drain(done)
@@ -86,7 +92,9 @@ class Endpoint:
         finally:
             stop.set()
 
-    def ask(self, prompt: Prompt, repeat: int, stop: threading.Event | None = None) -> Response:
+    def ask(
+        self, prompt: Prompt, repeat: int, stop: threading.Event | None = None
+    ) -> Response:
         """Return one sample. Raises :class:`UserError` if the server refuses, or cannot be reached
         in ``attempts`` attempts.
         """
@@ -139,8 +147,16 @@ class Endpoint:
             ) from None
         try:
             return read(reply)
-        except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
-            problem = f"{type(error).__name__}: {one_line(error, 200)}): {str(reply)[:200]}"
+        except (
+            LookupError,
+            TypeError,
+            ValueError,
+            AttributeError,
+            OverflowError,
+        ) as error:
+            problem = (
+                f"{type(error).__name__}: {one_line(error, 200)}): {str(reply)[:200]}"
+            )
             why = client.without_key(problem)
             raise UserError(f"{self.url}: unexpected reply ({why}") from None
 
@@ -222,7 +238,9 @@ def _drain(
         batch.append(result)
 
 
-def _response(prompt_id: str, repeat: int, choice: Mapping[str, Any], api: str) -> Response:
+def _response(
+    prompt_id: str, repeat: int, choice: Mapping[str, Any], api: str
+) -> Response:
     """Return one sample from a server's reply. Raises LookupError, TypeError, ValueError and the
     like for a reply of another form.
     """
@@ -234,7 +252,9 @@ def _response(prompt_id: str, repeat: int, choice: Mapping[str, Any], api: str) 
         rows = logged.get("content") or []
         logprobs = [row["logprob"] for row in rows]
         for row in rows:
-            token = row.get("bytes") or str(row.get("token", "")).encode(errors="replace")
+            token = row.get("bytes") or str(row.get("token", "")).encode(
+                errors="replace"
+            )
             lengths.append(len(token))
             tops.append([top["logprob"] for top in row.get("top_logprobs") or []])
     else:

@@ -57,14 +57,21 @@ def server_command(config: Config, engines: int, other: str = "") -> list[str]:
     ]
     if other:
         return [*shlex.split(other), *common]
-    options: dict[str, Any] = {"logprobs-mode": "processed_logprobs", "data-parallel-size": engines}
+    options: dict[str, Any] = {
+        "logprobs-mode": "processed_logprobs",
+        "data-parallel-size": engines,
+    }
     options["gpu-memory-utilization"] = rollout.gpu_memory_utilization
-    options["max-model-len"] = config.data.max_prompt_length + rollout.max_response_length
+    options["max-model-len"] = (
+        config.data.max_prompt_length + rollout.max_response_length
+    )
     if fp32_head(model.head_dtype):
         options["hf-overrides"] = json.dumps({"head_dtype": "float32"})
     if rollout.weight_transfer == "nccl":
         options["weight-transfer-config"] = json.dumps({"backend": "nccl"})
-    more = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    more = [
+        word for name, value in options.items() for word in (f"--{name}", str(value))
+    ]
     return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *common, *more]
 
 
@@ -92,7 +99,9 @@ class EngineServer:
             visible = os.environ.get(
                 "CUDA_VISIBLE_DEVICES", ",".join(map(str, range(first + engines)))
             ).split(",")
-            self.environment["CUDA_VISIBLE_DEVICES"] = ",".join(visible[first : first + engines])
+            self.environment["CUDA_VISIBLE_DEVICES"] = ",".join(
+                visible[first : first + engines]
+            )
         elif len(cores := sorted(os.sched_getaffinity(0))) >= max(first, 1) + engines:
             self.cores = cores[-engines:]
             os.sched_setaffinity(

@@ -122,7 +122,9 @@ class TransformersEngine(Engine):
                 trust_remote_code=False,
                 use_safetensors=True,
             )
-        except Exception as error:  # transformers raises anything for a damaged directory
+        except (
+            Exception
+        ) as error:  # transformers raises anything for a damaged directory
             raise UserError(
                 f"cannot load a model from {model_dir}: {one_line(error, 500)}"
             ) from None
@@ -136,7 +138,9 @@ class TransformersEngine(Engine):
             record_experts=record_experts,
         )
 
-    def update_weights(self, buckets: Iterable[Sequence[WeightSlice]], version: int) -> None:
+    def update_weights(
+        self, buckets: Iterable[Sequence[WeightSlice]], version: int
+    ) -> None:
         for bucket in buckets:
             for piece in bucket:
                 piece.write_into(self._parameters[piece.name].data)
@@ -172,7 +176,9 @@ class TransformersEngine(Engine):
         # Similar lengths together: less left padding, and batches that finish together.
         ordered = sorted(samples, key=lambda sample: len(sample[0].token_ids))
         for start in range(0, len(ordered), self.max_num_seqs):
-            yield from self._generate(ordered[start : start + self.max_num_seqs], sampling, step)
+            yield from self._generate(
+                ordered[start : start + self.max_num_seqs], sampling, step
+            )
 
     @torch.no_grad()
     def _generate(
@@ -191,10 +197,14 @@ class TransformersEngine(Engine):
             step=step,
             version=self.weights_version,
             partial=partial,
-            tops=min(sampling.top_logprobs, self.model.config.get_text_config().vocab_size),
+            tops=min(
+                sampling.top_logprobs, self.model.config.get_text_config().vocab_size
+            ),
             experts=experts,
         )
-        eos = torch.tensor(self.eos_token_ids, dtype=torch.int64, device=current_device())
+        eos = torch.tensor(
+            self.eos_token_ids, dtype=torch.int64, device=current_device()
+        )
         slots = min(self.max_num_seqs, len(samples))
         waiting = deque(range(len(samples)))
         running = _Running.none()
@@ -251,7 +261,9 @@ class TransformersEngine(Engine):
             logprob = raw.gather(-1, token[:, None]).squeeze(-1)
         return token, logprob
 
-    def _admit(self, running: _Running, waiting: deque[int], batch: _Batch, slots: int) -> _Running:
+    def _admit(
+        self, running: _Running, waiting: deque[int], batch: _Batch, slots: int
+    ) -> _Running:
         """Give the free slots to waiting samples: first those that continue, then those that begin,
         each in a separate pass.
         """
@@ -278,7 +290,9 @@ class TransformersEngine(Engine):
             taken = self._recorder.take(len(distinct))
             choices = [taken[order[name], -len(distinct[name]) :] for name in names]
             batch.experts.note_prompts(rows, choices)
-        repeated = torch.tensor([order[name] for name in names], device=current_device())
+        repeated = torch.tensor(
+            [order[name] for name in names], device=current_device()
+        )
         cache.batch_select_indices(repeated)
         return _Running(
             rows=torch.tensor(rows, device=current_device()),
@@ -292,7 +306,9 @@ class TransformersEngine(Engine):
 def _fp32_logits(head: torch.nn.Linear, hidden: Tensor) -> Tensor:
     """Return the logits of the output layer ``head`` for ``hidden`` [..., h], fp32 [..., V]."""
     rows = hidden.reshape(-1, hidden.shape[-1])
-    out = torch.empty(len(rows), len(head.weight), dtype=torch.float32, device=hidden.device)
+    out = torch.empty(
+        len(rows), len(head.weight), dtype=torch.float32, device=hidden.device
+    )
     return fp32_product(rows, head.weight.t(), out).view(*hidden.shape[:-1], -1)
 
 
@@ -351,9 +367,13 @@ class _Batch:
         self.begun: list[Response | None] = [None] * total
         if partial:
             self.begun = [partial.so_far(prompt, index) for prompt, index in samples]
-        self._before = [0 if begun is None else len(begun.token_ids) for begun in self.begun]
+        self._before = [
+            0 if begun is None else len(begun.token_ids) for begun in self.begun
+        ]
         draws = np.zeros((total, longest))
-        for row, ((prompt, index), begun) in enumerate(zip(samples, self.begun, strict=True)):
+        for row, ((prompt, index), begun) in enumerate(
+            zip(samples, self.begun, strict=True)
+        ):
             draws[row] = uniforms(
                 seed=sampling.seed,
                 step=step if begun is None else begun.step,
@@ -394,7 +414,9 @@ class _Batch:
     def random_of(self, rows: Tensor) -> Tensor:
         return self._random[rows, self.position(rows)]
 
-    def record(self, rows: Tensor, token: Tensor, logprob: Tensor, ends: Tensor) -> Tensor:
+    def record(
+        self, rows: Tensor, token: Tensor, logprob: Tensor, ends: Tensor
+    ) -> Tensor:
         """Note the next token of ``rows``; return which of them are over now, bool [B]."""
         position = self.position(rows)
         live = ~self.over[rows]
@@ -494,7 +516,9 @@ class _Running:
         """Return the rows of both, padded on the left to one width."""
         if not len(self.rows):
             return other
-        unused = int(self.mask.any(0).int().argmax())  # columns whose sequences have all ended
+        unused = int(
+            self.mask.any(0).int().argmax()
+        )  # columns whose sequences have all ended
         width = max(self.mask.shape[1] - unused, other.mask.shape[1])
 
         def both(ours: Tensor, theirs: Tensor, dim: int) -> Tensor:
@@ -517,7 +541,9 @@ class _Running:
         )
 
 
-def sample_token(logits: Tensor, random: Tensor, sampling: SamplingConfig) -> tuple[Tensor, Tensor]:
+def sample_token(
+    logits: Tensor, random: Tensor, sampling: SamplingConfig
+) -> tuple[Tensor, Tensor]:
     """Draw one token per row of ``logits`` [B, V] by inverting the cumulative distribution at
     ``random`` (float64 [B]).
 

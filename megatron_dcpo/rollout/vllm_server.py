@@ -51,9 +51,14 @@ from megatron_dcpo.weights.table import hf_shapes
 
 logger = logging.getLogger(__name__)
 
-_REQUEST_SECONDS, _RETURN_SECONDS = 3600.0, 900.0  # for one request; for a server to come back
+_REQUEST_SECONDS, _RETURN_SECONDS = (
+    3600.0,
+    900.0,
+)  # for one request; for a server to come back
 _ROUNDED = 1e-3  # a log-prob of a probability that rounding has put above 1
-_REFUSED_SECONDS = 2.0  # within which a server says that it takes no weights in this way
+_REFUSED_SECONDS = (
+    2.0  # within which a server says that it takes no weights in this way
+)
 _EMBEDDING, _OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 
 
@@ -66,10 +71,16 @@ class ServerEngine(Engine):
     answer, or was started without an option that this needs.
     """
 
-    tensor_model_parallel_size = 1  # each rank is a client of its own, whatever the server has
+    tensor_model_parallel_size = (
+        1  # each rank is a client of its own, whatever the server has
+    )
 
     def __init__(
-        self, endpoint: str, model_dir: str | Path, exchange: Path | None, concurrency: int = 512
+        self,
+        endpoint: str,
+        model_dir: str | Path,
+        exchange: Path | None,
+        concurrency: int = 512,
     ) -> None:
         self.url = endpoint.rstrip("/").removesuffix("/v1")
         self.client = JsonClient(self.url)
@@ -110,7 +121,9 @@ class ServerEngine(Engine):
             left = len(samples)
             try:
                 while left:
-                    responses = [done.get().result() for _ in range(max(1, done.qsize()))]
+                    responses = [
+                        done.get().result() for _ in range(max(1, done.qsize()))
+                    ]
                     left -= len(responses)
                     if stop_requested():
                         raise RolloutAbandoned
@@ -121,7 +134,9 @@ class ServerEngine(Engine):
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
 
-    def update_weights(self, buckets: Iterable[Sequence[WeightSlice]], version: int) -> None:
+    def update_weights(
+        self, buckets: Iterable[Sequence[WeightSlice]], version: int
+    ) -> None:
         """Hand the weights to the server. Collective: rank 0 hands them over when no rank has a
         request under way, and every rank waits until the server has them.
         """
@@ -130,7 +145,9 @@ class ServerEngine(Engine):
         if distributed.topology().rank == 0:
             try:
                 if self.transfer is not None:
-                    self.transfer.send(buckets, hf_shapes(self.arch), self.arch.tied_embeddings)
+                    self.transfer.send(
+                        buckets, hf_shapes(self.arch), self.arch.tied_embeddings
+                    )
                 else:
                     self._through_files(buckets, version)
                 self._call("/reset_prefix_cache", {})
@@ -144,13 +161,17 @@ class ServerEngine(Engine):
             raise EngineError(failure)
         self.weights_version = version
 
-    def _through_files(self, buckets: Iterable[Sequence[WeightSlice]], version: int) -> None:
+    def _through_files(
+        self, buckets: Iterable[Sequence[WeightSlice]], version: int
+    ) -> None:
         assert self.exchange is not None
         directory = self.exchange.absolute() / f"version_{version}"
         self._write(buckets, directory)
         arguments = {"weights_path": str(directory)}
         try:
-            self._call("/collective_rpc", {"method": "reload_weights", "kwargs": arguments})
+            self._call(
+                "/collective_rpc", {"method": "reload_weights", "kwargs": arguments}
+            )
         finally:
             for older in set(directory.parent.glob("version_*")) - {directory}:
                 shutil.rmtree(older, ignore_errors=True)
@@ -177,7 +198,9 @@ class ServerEngine(Engine):
             time.sleep(1.0)
 
     # ---------------------------------------------------------------------------------------- parts
-    def _sample(self, prompt: Prompt, index: int, sampling: SamplingConfig, step: int) -> Response:
+    def _sample(
+        self, prompt: Prompt, index: int, sampling: SamplingConfig, step: int
+    ) -> Response:
         """Return the server's response. Raises :class:`EngineError`, also for a reply that cannot
         be one.
         """
@@ -214,12 +237,16 @@ class ServerEngine(Engine):
             weights_version=self.weights_version,
         )
 
-    def _check_tokens(self, token_ids: np.ndarray, logprobs: np.ndarray, max_tokens: int) -> None:
+    def _check_tokens(
+        self, token_ids: np.ndarray, logprobs: np.ndarray, max_tokens: int
+    ) -> None:
         """Raise ValueError for token ids or log-probs that cannot be."""
         length = token_ids.size
         has_one_logprob_each = token_ids.shape == logprobs.shape == (length,)
         if not has_one_logprob_each or not 0 < length <= max_tokens:
-            raise ValueError(f"{token_ids.shape} token ids with {logprobs.shape} log-probs")
+            raise ValueError(
+                f"{token_ids.shape} token ids with {logprobs.shape} log-probs"
+            )
         if token_ids.min() < 0 or token_ids.max() >= self.arch.vocab_size:
             raise ValueError("a token id outside the vocabulary")
         if not (logprobs <= _ROUNDED).all():
@@ -231,7 +258,9 @@ class ServerEngine(Engine):
         with new_directory(directory, overwrite=True) as temporary:
             first = next(pieces)
             dtype = name_of(first.values.dtype)
-            specs = {name: (shape, dtype) for name, shape in hf_shapes(self.arch).items()}
+            specs = {
+                name: (shape, dtype) for name, shape in hf_shapes(self.arch).items()
+            }
             if self.arch.tied_embeddings:
                 # vLLM's output layer may keep a packed copy, which the embedding alone does not
                 # refresh.
@@ -247,13 +276,17 @@ class ServerEngine(Engine):
         """Return the name of the model served. Raises :class:`UserError` when the server lacks
         something.
         """
-        needed = "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --logprobs-mode processed_logprobs"
+        needed = (
+            "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --logprobs-mode processed_logprobs"
+        )
         try:
             models = [str(row["id"]) for row in self._call("/v1/models")["data"]]
             self._call("/weight_info")
             info = json.dumps(self._call("/server_info?config_format=json"))
         except (EngineError, LookupError, TypeError) as error:
-            raise UserError(f"rollout.endpoint: {error}; start the server with: {needed}") from None
+            raise UserError(
+                f"rollout.endpoint: {error}; start the server with: {needed}"
+            ) from None
         if "processed_logprobs" not in info:
             raise UserError(
                 f"{self.url} reports log-probs of the raw logits; start it with: {needed}"
@@ -276,7 +309,9 @@ class ServerEngine(Engine):
     def _call(self, path: str, body: dict[str, Any] | None = None) -> Any:  # noqa: ANN401 - JSON of vLLM
         """Make one attempt: whether to wait for the server or to give up is decided by who asks."""
         try:
-            return self.client.call(path, body, timeout=30.0 if body is None else _REQUEST_SECONDS)
+            return self.client.call(
+                path, body, timeout=30.0 if body is None else _REQUEST_SECONDS
+            )
         except HttpError as error:
             raise EngineError(f"{self.url}{path}: {error}") from None
 
@@ -319,7 +354,9 @@ class _Nccl:
             with ThreadPoolExecutor(1) as pool:
                 for tensors in whole_tensors(buckets, shapes, tied):
                     told = pool.submit(
-                        self.call, "/update_weights", {"update_info": described(tensors)}
+                        self.call,
+                        "/update_weights",
+                        {"update_info": described(tensors)},
                     )
                     self._check(told)
                     for tensor in tensors.values():
@@ -344,7 +381,9 @@ class _Nccl:
         }
         with ThreadPoolExecutor(1) as pool:
             told = pool.submit(
-                self.call, "/init_weight_transfer_engine", {"init_info": connection(info)}
+                self.call,
+                "/init_weight_transfer_engine",
+                {"init_info": connection(info)},
             )
             self._check(told)
             group = trainer_init(info)
@@ -358,7 +397,9 @@ class _Nccl:
 
 
 def whole_tensors(
-    buckets: Iterable[Sequence[WeightSlice]], shapes: Mapping[str, Sequence[int]], tied: bool
+    buckets: Iterable[Sequence[WeightSlice]],
+    shapes: Mapping[str, Sequence[int]],
+    tied: bool,
 ) -> Iterator[dict[str, Tensor]]:
     """Yield the tensors that each bucket completes, by name; those that no slice completed are
     missing at the end: :class:`EngineError`. A tied output layer is a tensor of its own: vLLM may
@@ -372,7 +413,9 @@ def whole_tensors(
             tensor, filled = begun.pop(piece.name, (None, 0))
             if tensor is None:
                 tensor = torch.empty(
-                    tuple(shapes[piece.name]), dtype=piece.values.dtype, device=piece.values.device
+                    tuple(shapes[piece.name]),
+                    dtype=piece.values.dtype,
+                    device=piece.values.device,
                 )
             piece.write_into(tensor)
             filled += piece.values.numel()
@@ -386,7 +429,9 @@ def whole_tensors(
         if done:
             yield done
     if left:
-        raise EngineError(f"{len(left)} tensors did not come completely, {min(left)} among them")
+        raise EngineError(
+            f"{len(left)} tensors did not come completely, {min(left)} among them"
+        )
 
 
 def connection(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -400,7 +445,9 @@ def described(tensors: Mapping[str, Tensor]) -> dict[str, list[Any]]:
     """Return what the server is told of the tensors whose broadcasts follow, in their order."""
     return {
         "names": list(tensors),
-        "dtype_names": [str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()],
+        "dtype_names": [
+            str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()
+        ],
         "shapes": [list(tensor.shape) for tensor in tensors.values()],
     }
 

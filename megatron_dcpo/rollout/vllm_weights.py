@@ -23,14 +23,21 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
-from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
+from vllm.model_executor.layers.fused_moe.oracle.unquantized import (
+    UnquantizedMoeBackend,
+)
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
     UnquantizedFusedMoEMethod,
 )
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
-from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    UnquantizedEmbeddingMethod,
+)
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
-from vllm.model_executor.model_loader.reload.meta import materialize_layer, restore_layer_on_meta
+from vllm.model_executor.model_loader.reload.meta import (
+    materialize_layer,
+    restore_layer_on_meta,
+)
 
 from megatron_dcpo.runtime.device import synchronize
 from megatron_dcpo.runtime.megatron_private import wrapper_tensor
@@ -40,7 +47,9 @@ from megatron_dcpo.weights.reshard_plan import engine_slice
 from megatron_dcpo.weights.table import hf_shapes
 
 BACKEND = "megatron_dcpo"
-_UNQUANTIZED = UnquantizedLinearMethod | UnquantizedEmbeddingMethod | UnquantizedFusedMoEMethod
+_UNQUANTIZED = (
+    UnquantizedLinearMethod | UnquantizedEmbeddingMethod | UnquantizedFusedMoEMethod
+)
 
 
 class SliceOfWhole(Tensor):
@@ -55,8 +64,12 @@ class SliceOfWhole(Tensor):
 
     piece: WeightSlice
     keeps: tuple[int, int, int]
-    window: tuple[int, int]  # what this is of the whole tensor, along the dimension of ``keeps``
-    copied: list[int]  # numbers copied so far; shared with the tensors narrowed from this one
+    window: tuple[
+        int, int
+    ]  # what this is of the whole tensor, along the dimension of ``keeps``
+    copied: list[
+        int
+    ]  # numbers copied so far; shared with the tensors narrowed from this one
 
     @staticmethod
     def __new__(
@@ -109,9 +122,13 @@ class SliceOfWhole(Tensor):
     ) -> SliceOfWhole:
         start = start or 0
         stop = min(self.shape[dim] if stop is None else stop, self.shape[dim])
-        if (start, stop) != (0, self.shape[dim]) and (dim != self.piece.dim or step != 1):
+        if (start, stop) != (0, self.shape[dim]) and (
+            dim != self.piece.dim or step != 1
+        ):
             raise self._misread(f"narrowed dimension {dim}")
-        made = self._of_shape([stop - start if d == dim else n for d, n in enumerate(self.shape)])
+        made = self._of_shape(
+            [stop - start if d == dim else n for d, n in enumerate(self.shape)]
+        )
         begin = self.window[0] + (start if dim == self.piece.dim else 0)
         made.window = begin, begin + made.shape[self.piece.dim]
         return made
@@ -150,10 +167,14 @@ class _Layer:
             return
         self.opened = True
         info = get_layerwise_info(self.module)
-        packed = self.module.__dict__.pop("cpu_linear", None) is not None or self._packs_experts
+        packed = (
+            self.module.__dict__.pop("cpu_linear", None) is not None
+            or self._packs_experts
+        )
         live = dict(self.module.named_parameters(recurse=False))
         if all(
-            live[name].shape == loaded.shape for name, loaded in info.restore_metadata[0].items()
+            live[name].shape == loaded.shape
+            for name, loaded in info.restore_metadata[0].items()
         ):
             return
         if not packed:
@@ -228,7 +249,9 @@ class InProcessTransfer(WeightTransferEngine[_Init, _Update]):
 
     def finish_weight_update(self) -> None:
         if self._expected:
-            layers = [layer for layers in self._expected.layers.values() for layer in layers]
+            layers = [
+                layer for layers in self._expected.layers.values() for layer in layers
+            ]
         else:
             layers = []
         incomplete = sorted({layer.name for layer in layers if layer.missing})
@@ -258,7 +281,9 @@ class InProcessTransfer(WeightTransferEngine[_Init, _Update]):
                 tp=size,
                 rank=rank,
             )
-            expected.layers[name] = layers_of[self.model.get_parameter(self._parameter_name(name))]
+            expected.layers[name] = layers_of[
+                self.model.get_parameter(self._parameter_name(name))
+            ]
             for layer in expected.layers[name]:
                 layer.missing += math.prod(shape) // shape[dim] * (stop - start)
                 _check_unquantized(layer)
@@ -273,7 +298,9 @@ class InProcessTransfer(WeightTransferEngine[_Init, _Update]):
             return f"{layer}.mlp.experts.routed_experts.w13_weight"
         return str(self.model.hf_to_vllm_mapper.map_name(name))
 
-    def _one_by_one(self, update: _Update, expected: _Expected) -> Iterator[tuple[str, Tensor]]:
+    def _one_by_one(
+        self, update: _Update, expected: _Expected
+    ) -> Iterator[tuple[str, Tensor]]:
         """Yield tensors to the loader, which asks for the next one when it has copied the one
         before.
         """
@@ -282,7 +309,9 @@ class InProcessTransfer(WeightTransferEngine[_Init, _Update]):
             layers = expected.layers[piece.name]
             for layer in layers:
                 layer.open()
-            tensor = SliceOfWhole(piece, shapes[piece.name], expected.slices[piece.name])
+            tensor = SliceOfWhole(
+                piece, shapes[piece.name], expected.slices[piece.name]
+            )
             yield piece.name, tensor
             if tensor.copied != [piece.values.numel()]:
                 raise RuntimeError(

@@ -103,7 +103,9 @@ class JsonClient:
                 if after.isdecimal():  # its other form, a date, is ignored
                     pause = min(self.longest_pause, float(after))
             except (httpx2.HTTPError, httpx2.InvalidURL, OSError, ValueError) as error:
-                reason = self.without_key(f"{type(error).__name__}: {one_line(error, _WORDS)}")
+                reason = self.without_key(
+                    f"{type(error).__name__}: {one_line(error, _WORDS)}"
+                )
             if attempt + 1 < self.attempts:
                 logger.debug("%s%s: %s; trying again", self.url, path, reason)
                 if stop.wait(pause):
@@ -132,7 +134,9 @@ class JsonClient:
             content = json.dumps(body).encode()
         deadline = time.monotonic() + timeout
         with (
-            httpx2.Client(verify=_trusted(), timeout=timeout, headers=headers) as client,
+            httpx2.Client(
+                verify=_trusted(), timeout=timeout, headers=headers
+            ) as client,
             client.stream(
                 method,
                 self.url.rstrip("/") + path,

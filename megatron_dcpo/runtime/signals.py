@@ -160,5 +160,7 @@ def _note(number: int) -> None:
                 "quit immediately"
             )
     elif not under_launcher() or time.monotonic() - _first_at > _SAME_SIGNAL_SECONDS:
-        announce(f"second signal ({name_of(number)}): quitting immediately, nothing more is saved")
+        announce(
+            f"second signal ({name_of(number)}): quitting immediately, nothing more is saved"
+        )
         os._exit(128 + number)

@@ -64,7 +64,9 @@ def judge_programs(
 
     Raises UserError for malformed tests, and if no sandbox works.
     """
-    with CodePool(limits=limits or CodeLimits(), sandbox=sandbox, workers=workers) as pool:
+    with CodePool(
+        limits=limits or CodeLimits(), sandbox=sandbox, workers=workers
+    ) as pool:
         futures = [pool.submit(program, tests) for program, tests in items]
         return [future.result() for future in futures]
 
@@ -89,7 +91,9 @@ class CodePool:
         if self.level != "unsafe":
             cgroup.place()  # raises here, and not in a worker, if the named group is not usable
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._threads = [threading.Thread(target=self._work, daemon=True) for _ in range(workers)]
+        self._threads = [
+            threading.Thread(target=self._work, daemon=True) for _ in range(workers)
+        ]
         self._owner = os.getpid()
         self._started = False
         self._lock = threading.Lock()
@@ -181,7 +185,9 @@ class SandboxSession:
         # Files in memory count for the group of the process that writes them.
         memory = limits.memory_mb + limits.scratch_mb + 2 * limits.output_mb
         where = None if level == "unsafe" else cgroup.place()
-        self.groups = cgroup.ControlGroups(cgroup.limits_of(memory << 20, limits.processes), where)
+        self.groups = cgroup.ControlGroups(
+            cgroup.limits_of(memory << 20, limits.processes), where
+        )
         self.replaced = 0
 
     def __enter__(self) -> SandboxSession:
@@ -223,7 +229,9 @@ class SandboxSession:
             self.servers[role] = Server(self.level, role)
         return self.servers[role]
 
-    def _by_output(self, program: str, tests: dict[str, Any], deadline: float) -> CodeVerdict:
+    def _by_output(
+        self, program: str, tests: dict[str, Any], deadline: float
+    ) -> CodeVerdict:
         with (
             in_memory(_job(program, tests)) as task,
             self.server("program").spawn(self.limits, task) as channel,
@@ -256,7 +264,9 @@ class SandboxSession:
                     )
         return CodeVerdict(1, "passed")
 
-    def _by_calls(self, program: str, tests: dict[str, Any], deadline: float) -> CodeVerdict:
+    def _by_calls(
+        self, program: str, tests: dict[str, Any], deadline: float
+    ) -> CodeVerdict:
         limits = replace(self.limits, program_seconds=max(0.001, remaining(deadline)))
         with ExitStack() as stack:
             checker_end, program_end = socket.socketpair()
@@ -316,7 +326,9 @@ class SandboxSession:
                 detail=detail,
             )
 
-    def _category(self, ending: Ending, out: int, err: int, exceeded: bool) -> tuple[Category, str]:
+    def _category(
+        self, ending: Ending, out: int, err: int, exceeded: bool
+    ) -> tuple[Category, str]:
         """Return the category of an ended process, ``passed`` if it ended by itself with status 0
         and within its limits. ``exceeded`` tells that its control group ran out of memory.
         """
@@ -329,7 +341,9 @@ class SandboxSession:
             return "output_limit", f"over {self.limits.output_mb} MB of output"
         if ending.code in EXITS:
             return EXITS[ending.code], complaint
-        killed_late = ending.code == _SIGKILL and ending.cpu >= self.limits.program_seconds
+        killed_late = (
+            ending.code == _SIGKILL and ending.cpu >= self.limits.program_seconds
+        )
         if ending.code == _SIGXCPU or killed_late:
             return "timeout", "out of processor time"
         if ending.code:

@@ -61,7 +61,9 @@ def checked_tests(tests: object, where: str = "tests") -> dict[str, Any]:
     if kind != "asserts" or tests.get("entry_point"):
         known["entry_point"] = _filled(tests, "entry_point", where)
     if kind == "function":
-        known.update(_function_cases(_cases(tests, where), where), atol=_atol(tests, where))
+        known.update(
+            _function_cases(_cases(tests, where), where), atol=_atol(tests, where)
+        )
         return known
     asserts = tests.get("asserts")
     if kind == "asserts" and asserts is not None:
@@ -110,10 +112,18 @@ def _function_cases(cases: list[Mapping[str, Any]], where: str) -> dict[str, Any
                 "object)"
             )
         try:
-            parts = {"args": list(args), "kwargs": dict(kwargs), "expected": case["expected"]}
-            encoded.append({name: encoder.encode(value) for name, value in parts.items()})
+            parts = {
+                "args": list(args),
+                "kwargs": dict(kwargs),
+                "expected": case["expected"],
+            }
+            encoded.append(
+                {name: encoder.encode(value) for name, value in parts.items()}
+            )
         except Unsendable as error:
-            raise UserError(f"{where}, case {place}: {error} cannot be sent to a program") from None
+            raise UserError(
+                f"{where}, case {place}: {error} cannot be sent to a program"
+            ) from None
     return {"cases": encoded}
 
 
@@ -123,11 +133,15 @@ def _cases(tests: Mapping[str, Any], where: str) -> list[Mapping[str, Any]]:
         raise UserError(f"{where}: cases must be a list of at least one case")
     for place, case in enumerate(cases, start=1):
         if not isinstance(case, Mapping):
-            raise UserError(f"{where}, case {place}: must be an object, got {type(case).__name__}")
+            raise UserError(
+                f"{where}, case {place}: must be an object, got {type(case).__name__}"
+            )
     return list(cases)
 
 
-def _text(row: Mapping[str, Any], name: str, where: str, default: str | None = None) -> str:
+def _text(
+    row: Mapping[str, Any], name: str, where: str, default: str | None = None
+) -> str:
     value = row.get(name, default)
     if value is None and default is not None:
         return default
@@ -158,7 +172,9 @@ def _atol(tests: Mapping[str, Any], where: str) -> float:
     try:
         return float(value)
     except OverflowError:
-        raise UserError(f"{where}: atol is not a tolerance: too large for a number") from None
+        raise UserError(
+            f"{where}: atol is not a tolerance: too large for a number"
+        ) from None
 
 
 def same_output(output: bytes, expected: str, atol: float = 0.0) -> bool:
@@ -174,7 +190,9 @@ def same_output(output: bytes, expected: str, atol: float = 0.0) -> bool:
     lines = _lines(output)
     for goal in expected.rstrip().split("\n"):
         line = next(lines, None)
-        if line is None or not (line == goal.strip() or _same_numbers(line, goal, atol)):
+        if line is None or not (
+            line == goal.strip() or _same_numbers(line, goal, atol)
+        ):
             return False
     return not any(lines)
 

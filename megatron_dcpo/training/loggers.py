@@ -69,7 +69,9 @@ def check_loggers(config: Config) -> None:
     for name in config.logging.to:
         if is_import_path(name):
             opener = load_object(name, "logging.to")
-            check_signature(opener, name, "logging.to", "directory", "config", "first_step")
+            check_signature(
+                opener, name, "logging.to", "directory", "config", "first_step"
+            )
         elif name not in OPENERS:
             hint = did_you_mean(name, OPENERS)
             raise UserError(
@@ -114,7 +116,10 @@ class Loggers:
                 del self.opened[name]
                 why = f"{type(error).__name__}: {one_line(error, 200)}"
                 logger.warning(
-                    "logging.to=%s failed to %s (%s); the run goes on without it", name, what, why
+                    "logging.to=%s failed to %s (%s); the run goes on without it",
+                    name,
+                    what,
+                    why,
                 )
 
 
@@ -157,13 +162,19 @@ def _write_report(directory: Path) -> None:
         write_report(runs, directory / "report.html", directory.absolute().name, [])
     except Exception as error:
         logger.warning(
-            "no report for logging.to (%s: %s)", type(error).__name__, one_line(error, 200)
+            "no report for logging.to (%s: %s)",
+            type(error).__name__,
+            one_line(error, 200),
         )
 
 
 def project_of(config: Config) -> str:
     """Return ``logging.project``, or the name of the directory that the run directory is in."""
-    return config.logging.project or Path(config.run_dir).absolute().parent.name or "megatron-dcpo"
+    return (
+        config.logging.project
+        or Path(config.run_dir).absolute().parent.name
+        or "megatron-dcpo"
+    )
 
 
 def run_id(directory: Path) -> str:
@@ -177,7 +188,9 @@ class TensorBoard:
     def __init__(self, directory: Path, config: Config, first_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self.writer: Any = SummaryWriter(str(directory / "tensorboard"), purge_step=first_step)
+        self.writer: Any = SummaryWriter(
+            str(directory / "tensorboard"), purge_step=first_step
+        )
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():
@@ -228,7 +241,9 @@ class MLflow:
             return
         run = mlflow.start_run(run_name=directory.absolute().name)
         write_atomically(known, run.info.run_id + "\n")
-        mlflow.log_params({name: str(value)[:500] for name, value in flat(as_dict(config))})
+        mlflow.log_params(
+            {name: str(value)[:500] for name, value in flat(as_dict(config))}
+        )
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self.mlflow.log_metrics(dict(metrics), step=step)

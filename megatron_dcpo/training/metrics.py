@@ -16,9 +16,18 @@ from megatron_dcpo.runtime.device import peak_tflops
 from megatron_dcpo.runtime.watchdog import Timers
 from megatron_dcpo.training.mismatch import mismatch_metrics
 from megatron_dcpo.training.updater import UpdateStatistics
-from megatron_dcpo.types import BLOCKS, MALFORMED, VERIFIER_ERROR, Judgement, TrainingSample
+from megatron_dcpo.types import (
+    BLOCKS,
+    MALFORMED,
+    VERIFIER_ERROR,
+    Judgement,
+    TrainingSample,
+)
 
-COSINES = ("grad_cosine/reasoning_confidence", "grad_cosine_fisher/reasoning_confidence")
+COSINES = (
+    "grad_cosine/reasoning_confidence",
+    "grad_cosine_fisher/reasoning_confidence",
+)
 LOSS_METRICS = {
     "clipped": "loss/clip_fraction",
     "ratio": "loss/ratio",
@@ -76,7 +85,9 @@ def update_metrics(
     samples: Sequence[TrainingSample], statistics: UpdateStatistics
 ) -> dict[str, Any]:
     """Return what the updates of a step measured: losses, gradients, engine against trainer."""
-    unmeasured = dict.fromkeys(("grad_norm/reasoning", "grad_norm/confidence", *COSINES), math.nan)
+    unmeasured = dict.fromkeys(
+        ("grad_norm/reasoning", "grad_norm/confidence", *COSINES), math.nan
+    )
     sampled_tokens = sum(map(sequence_length, samples))
     trained_tokens = sum(map(sequence_length, statistics.trained))
     return {
@@ -110,7 +121,11 @@ def thinking_metrics(judgements: Sequence[Judgement]) -> dict[str, float]:
     """Return the mean number of tokens of a thinking trace, its end-of-thinking token included, if
     any response has one.
     """
-    lengths = [judgement.thinking_tokens for judgement in judgements if judgement.thinking_tokens]
+    lengths = [
+        judgement.thinking_tokens
+        for judgement in judgements
+        if judgement.thinking_tokens
+    ]
     if not lengths:
         return {}
     return {"length/thinking": float(np.mean(lengths))}
@@ -131,13 +146,17 @@ def group_metrics(samples: Sequence[TrainingSample]) -> dict[str, float]:
     }
 
 
-def source_metrics(samples: Sequence[TrainingSample], names: Sequence[str]) -> dict[str, float]:
+def source_metrics(
+    samples: Sequence[TrainingSample], names: Sequence[str]
+) -> dict[str, float]:
     """Return accuracy and ECE of each source of a mixture; NaN when a step has no response to a
     problem of it.
     """
     metrics: dict[str, float] = {}
     for name in names:
-        judgements = [sample.judgement for sample in samples if sample.prompt.task == name]
+        judgements = [
+            sample.judgement for sample in samples if sample.prompt.task == name
+        ]
         summary: dict[str, Any] = {}
         if judgements:
             summary = summarize(
@@ -169,12 +188,16 @@ def verifier_metrics(judgements: Sequence[Judgement]) -> dict[str, float]:
     return metrics
 
 
-def abstention_metrics(samples: Sequence[TrainingSample], always: bool) -> dict[str, float]:
+def abstention_metrics(
+    samples: Sequence[TrainingSample], always: bool
+) -> dict[str, float]:
     """Return ``abstention/...`` if a response abstained, or if the method ``always`` reports it."""
     abstained = [sample.judgement.abstained for sample in samples]
     if not (always or any(abstained)):
         return {}
-    rates = abstention_rates([sample.judgement.correct for sample in samples], abstained)
+    rates = abstention_rates(
+        [sample.judgement.correct for sample in samples], abstained
+    )
     return {f"abstention/{name}": value for name, value in rates.items()}
 
 
@@ -205,7 +228,9 @@ def utilization(
     if peak is None or not seconds:
         return {}
     lengths = map(sequence_length, samples)
-    forward = sum(sequence_flops(policy.arch, policy.layout, length, length) for length in lengths)
+    forward = sum(
+        sequence_flops(policy.arch, policy.layout, length, length) for length in lengths
+    )
     reached = 3 * forward / seconds / policy.topology.world_size / 1e12
     return {"tflops/train": reached, "mfu/train": reached / peak}
 

@@ -28,7 +28,10 @@ def check_processes(config: Config, processes: int | None) -> None:
     """
     if processes is not None:
         rules.check_processes(config, processes)
-    if config.model.transformer_impl == "transformer_engine" or capabilities().transformer_engine:
+    if (
+        config.model.transformer_impl == "transformer_engine"
+        or capabilities().transformer_engine
+    ):
         from megatron_dcpo.policy.layers import use_transformer_engine
 
         use_transformer_engine(config.model.transformer_impl)
@@ -62,7 +65,9 @@ def check_model(config: Config) -> Architecture:
     return arch
 
 
-def check_vocabulary(config: Config, arch: Architecture, vocabulary: TokenBytes) -> None:
+def check_vocabulary(
+    config: Config, arch: Architecture, vocabulary: TokenBytes
+) -> None:
     """Raise :class:`UserError` when the tokenizer has ids that the model has no embedding of, or
     cannot end a thinking that is on.
     """
@@ -76,7 +81,10 @@ def check_vocabulary(config: Config, arch: Architecture, vocabulary: TokenBytes)
 
 
 def check_lengths(
-    config: Config, arch: Architecture, sources: Sequence[LoadedSource], held_out: HeldOut | None
+    config: Config,
+    arch: Architecture,
+    sources: Sequence[LoadedSource],
+    held_out: HeldOut | None,
 ) -> int:
     """Return the length of the longest prompt. Raise :class:`UserError` when it and a response are
     more than the model has positions, in training or in the validation.

@@ -36,7 +36,9 @@ class Progress:
         finally:
             self.bar.stop()
 
-    def log_step(self, step: int, metrics: Mapping[str, Any], seconds_left: float | None) -> None:
+    def log_step(
+        self, step: int, metrics: Mapping[str, Any], seconds_left: float | None
+    ) -> None:
         """Show the row of a step."""
         line = (
             f"acc {metrics['reward/accuracy']:.3f}  conf {metrics['confidence/mean']:.3f}  "
@@ -87,7 +89,12 @@ def validation_line(metrics: Mapping[str, Any]) -> str:
 
 def _bar(total: int, completed: int) -> Bar:
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        TextColumn,
+        TimeRemainingColumn,
+    )
     from rich.progress import Progress as Bar
 
     bar = Bar(

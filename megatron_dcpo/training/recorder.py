@@ -85,8 +85,12 @@ class Recorder:
         self.processes = topology.world_size
         self.metrics_path = directory / "metrics.jsonl"
         self.mismatch_path = directory / "mismatch.jsonl"
-        self.sources = list(named_sources(config)) if len(config.data.sources) > 1 else []
-        self.planned = planned_memory(config, topology.world_size) if self.writes else {}
+        self.sources = (
+            list(named_sources(config)) if len(config.data.sources) > 1 else []
+        )
+        self.planned = (
+            planned_memory(config, topology.world_size) if self.writes else {}
+        )
         self.rows: list[dict[str, Any]] = []  # what the watchers see
         self.warned: list[str] = []  # after the last step
         self.to_loggers: ToLoggers = _to_nobody
@@ -162,7 +166,9 @@ class Recorder:
                     self._write_samples(step, shown)
                 histogram = mismatch_histogram(statistics.sums)
                 edges = list(MISMATCH_EDGES)
-                self._append(self.mismatch_path, {"step": step, "edges": edges, **histogram})
+                self._append(
+                    self.mismatch_path, {"step": step, "edges": edges, **histogram}
+                )
             except OSError as error:
                 refused = _why(error)
         self.timers.clear()
@@ -178,7 +184,10 @@ class Recorder:
             row: dict[str, Any] = {"step": step}
             if rows and rows[-1]["step"] == step:
                 row = rows.pop()
-            lines = [json.dumps(json_ready(each)) + "\n" for each in (*rows, {**row, **measured})]
+            lines = [
+                json.dumps(json_ready(each)) + "\n"
+                for each in (*rows, {**row, **measured})
+            ]
             try:
                 write_atomically(self.metrics_path, "".join(lines))
                 self.to_loggers(step, measured)
@@ -228,7 +237,9 @@ class Recorder:
         }
         seconds = sum(phases.values())
         metrics["time/step"] = seconds
-        metrics["tokens/s/step"] = metrics["length/mean"] * len(samples) / max(seconds, 1e-9)
+        metrics["tokens/s/step"] = (
+            metrics["length/mean"] * len(samples) / max(seconds, 1e-9)
+        )
         return metrics
 
     def _hand_on(self, step: int, metrics: Mapping[str, Any]) -> None:
@@ -312,7 +323,9 @@ def token_pieces(
     advantages = np.round(sample.advantages, 4).tolist()
     marks = zip(blocks, advantages, strict=True)
     pieces: list[tuple[str, str, float | None]] = []
-    for (block, advantage), run in groupby(zip(ids, marks, strict=True), key=itemgetter(1)):
+    for (block, advantage), run in groupby(
+        zip(ids, marks, strict=True), key=itemgetter(1)
+    ):
         tokens = [token for token, _ in run]
         pieces.append((decode(tokens), block, advantage))
     return pieces
@@ -329,7 +342,11 @@ def planned_memory(config: Config, gpus: int) -> dict[str, float]:
     if not capabilities().separate_memory:
         return {}
     plan = make_plan(config, Machine(gpus=gpus))
-    peaks = {"train": plan.largest.total, "save": plan.saving_bytes, "rollout": plan.rollout_bytes}
+    peaks = {
+        "train": plan.largest.total,
+        "save": plan.saving_bytes,
+        "rollout": plan.rollout_bytes,
+    }
     return {f"memory/planned/{phase}": peak / 1e9 for phase, peak in peaks.items()}
 
 

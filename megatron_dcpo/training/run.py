@@ -124,11 +124,17 @@ def build(config: Config) -> Iterator[Run]:
     if topology.rank == 0:
         _warn_of_few_problems(config, inputs.sources)
     directory = Path(config.run_dir)
-    watch = Watchdog(directory / "heartbeat", topology.rank, topology.world_size).start()
+    watch = Watchdog(
+        directory / "heartbeat", topology.rank, topology.world_size
+    ).start()
     timers = Timers(watch)
 
-    policy = build_policy(config.model, config.parallel, topology, training=not config.frozen)
-    ledger.put("weights", sum(p.nbytes for chunk in policy.gpt for p in chunk.parameters()))
+    policy = build_policy(
+        config.model, config.parallel, topology, training=not config.frozen
+    )
+    ledger.put(
+        "weights", sum(p.nbytes for chunk in policy.gpt for p in chunk.parameters())
+    )
     optimizer = build_optimizer(config, policy)
     reference = None
     if any(inputs.method.options.blocks("kl_coef")):
@@ -147,7 +153,9 @@ def build(config: Config) -> Iterator[Run]:
         optimizer=optimizer,
         engine=engine,
         plan=plan_for(
-            optimizer.exported, engine.tensor_model_parallel_size, config.rollout.bucket_bytes
+            optimizer.exported,
+            engine.tensor_model_parallel_size,
+            config.rollout.bucket_bytes,
         ),
         topology=topology,
         watch=watch,
@@ -254,7 +262,9 @@ def build_reference(config: Config, optimizer: Optimizer) -> Reference:
     """
     if isinstance(optimizer, AdapterOptimizer):
         return partial(_opened, optimizer.adapter.policy, optimizer.adapter.inactive)
-    policy = build_policy(config.model, config.parallel, optimizer.policy.topology, training=False)
+    policy = build_policy(
+        config.model, config.parallel, optimizer.policy.topology, training=False
+    )
     return partial(_opened, policy, on_host(policy).on_device)
 
 
@@ -288,7 +298,9 @@ def build_updater(
 
 
 # ---------------------------------------------------------------------------- engine and rollouts
-def build_engine(config: Config, topology: Topology, held_out: HeldOut | None = None) -> Engine:
+def build_engine(
+    config: Config, topology: Topology, held_out: HeldOut | None = None
+) -> Engine:
     """Return the engine of this rank, with any weights: the first synchronization brings the
     policy's. Raises :class:`UserError`.
     """
@@ -305,10 +317,14 @@ def build_engine(config: Config, topology: Topology, held_out: HeldOut | None = 
         )
     size = rollout.tensor_model_parallel_size
     engines = topology.world_size // size
-    prompts_of_engine = math.ceil(rollout.oversample * config.data.prompts_per_step / engines)
+    prompts_of_engine = math.ceil(
+        rollout.oversample * config.data.prompts_per_step / engines
+    )
     arguments = dict(rollout.vllm)  # what no option of ours sets is passed on by name
     dtype = arguments.pop("dtype", config.model.params_dtype)
-    max_model_len = arguments.pop("max_model_len", 0) or longest_sequence(config, held_out)
+    max_model_len = arguments.pop("max_model_len", 0) or longest_sequence(
+        config, held_out
+    )
     sleep = arguments.pop("enable_sleep_mode", True)
     return build_local_engine(
         rollout.engine,
@@ -367,7 +383,9 @@ def build_rollouts(
         draw=build_draw(config, inputs.sources),
         generation=Generation(
             engine=engine,
-            recover=fail_on_all_ranks(collectives) if asynchronous else weight_sync.recover,
+            recover=fail_on_all_ranks(collectives)
+            if asynchronous
+            else weight_sync.recover,
             collectives=collectives,
             function=rollout_stream(config, inputs, engine),
         ),
@@ -420,7 +438,9 @@ def build_validator(
         collectives=Collectives(),
         function=rollout_stream(config, inputs, engine),
     )
-    return Validator(held_out=inputs.held_out, generation=generation, timers=timers, config=config)
+    return Validator(
+        held_out=inputs.held_out, generation=generation, timers=timers, config=config
+    )
 
 
 # ---------------------------------------------------------------------------- checkpoints
@@ -438,7 +458,9 @@ def build_saver(config: Config, topology: Topology) -> Saver:
     )
 
 
-def state_on_device(engine: Engine, offload: Offload) -> Callable[[], AbstractContextManager[None]]:
+def state_on_device(
+    engine: Engine, offload: Offload
+) -> Callable[[], AbstractContextManager[None]]:
     """Return what opens a context in which the engine sleeps and the optimizer's whole state is on
     the device.
     """

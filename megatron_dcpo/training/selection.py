@@ -28,7 +28,9 @@ class Selection:
         self.measured[step] = metrics
         return self._note_best(step)
 
-    def restore(self, measured: Mapping[int, Mapping[str, float]], saved: Collection[int]) -> None:
+    def restore(
+        self, measured: Mapping[int, Mapping[str, float]], saved: Collection[int]
+    ) -> None:
         """Take over the validations of a run that is resumed; ``saved`` are the steps of its intact
         checkpoints.
         """

@@ -10,9 +10,19 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from megatron_dcpo.config import Config, SourceConfig
-from megatron_dcpo.data.datasets import PromptOptions, draw_prompts, fingerprint, load_prompts
+from megatron_dcpo.data.datasets import (
+    PromptOptions,
+    draw_prompts,
+    fingerprint,
+    load_prompts,
+)
 from megatron_dcpo.data.gym import gym_path, is_gym
-from megatron_dcpo.data.mixture import LoadedSource, Mixture, curriculum, extended_fingerprint
+from megatron_dcpo.data.mixture import (
+    LoadedSource,
+    Mixture,
+    curriculum,
+    extended_fingerprint,
+)
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation.problems import named_sources, verifier_of
 from megatron_dcpo.judging.judge import judge_by_task, judge_many
@@ -26,7 +36,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def load_sources(config: Config, tokenizer: PreTrainedTokenizerBase) -> list[LoadedSource]:
+def load_sources(
+    config: Config, tokenizer: PreTrainedTokenizerBase
+) -> list[LoadedSource]:
     """Load what ``data.path`` names. Raises :class:`UserError`."""
     total_weight = sum(source.weight for source in config.data.sources)
     loaded = []
@@ -137,11 +149,15 @@ def _check_verifier(prompts: Sequence[Prompt], verifier: str, path: str) -> None
     """Raise :class:`UserError` when the data is for another verifier."""
     with_tests = sum(prompt.tests is not None for prompt in prompts)
     if verifier == "math" and with_tests:
-        raise UserError(f"{path}: {with_tests} programming problems; set judging.verifier=code")
+        raise UserError(
+            f"{path}: {with_tests} programming problems; set judging.verifier=code"
+        )
     for form, names in (("choice", "choice"), ("short", "exact (or f1)")):
         questions = sum(prompt.form == form for prompt in prompts)
         if verifier == "math" and questions:
-            raise UserError(f"{path}: {questions} non-math questions; set judging.verifier={names}")
+            raise UserError(
+                f"{path}: {questions} non-math questions; set judging.verifier={names}"
+            )
     if verifier == "code" and with_tests < len(prompts):
         raise UserError(
             f"{path}: {len(prompts) - with_tests} of {len(prompts)} problems have no tests; "

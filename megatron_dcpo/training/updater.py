@@ -25,14 +25,24 @@ from megatron_dcpo.config import Config
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.objectives.method import Method, mean_logprob
 from megatron_dcpo.objectives.shaping import adapted_entropy_coef
-from megatron_dcpo.policy.batching import assign_to_ranks, sequence_length, split_micro_batches
+from megatron_dcpo.policy.batching import (
+    assign_to_ranks,
+    sequence_length,
+    split_micro_batches,
+)
 from megatron_dcpo.policy.gradient_probe import PairComparison
 from megatron_dcpo.policy.model import Policy
 from megatron_dcpo.policy.schedule import accumulate_gradients, compute_logprobs
 from megatron_dcpo.runtime.distributed import Collectives
 from megatron_dcpo.training.dealing import fetch, samples_to_train
 from megatron_dcpo.training.mismatch import LARGEST, REDUCED_BY_MAX, mismatch_statistics
-from megatron_dcpo.types import BLOCKS, MicroBatch, TokenOutputs, TrainingSample, replaced
+from megatron_dcpo.types import (
+    BLOCKS,
+    MicroBatch,
+    TokenOutputs,
+    TrainingSample,
+    replaced,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +50,9 @@ Reference = Callable[[], AbstractContextManager[Policy]]
 Accumulate = Callable[[], list[dict[str, float]]]
 # A backward pass of a part of the loss and one of the whole loss -> what the second one returns,
 # and norms and cosine of the part's gradient and the rest's.
-Probe = Callable[[Accumulate, Accumulate], tuple[list[dict[str, float]], PairComparison]]
+Probe = Callable[
+    [Accumulate, Accumulate], tuple[list[dict[str, float]], PairComparison]
+]
 
 
 class Optimizer(Protocol):
@@ -120,17 +132,26 @@ class Updater:
         mini_batches = split_groups(samples, self.training.updates_per_rollout)
         if self.method.needs_old_logprobs:
             mini_batches = [self.fetch_share(mini_batch) for mini_batch in mini_batches]
-            mini_batches = [self.with_old_logprobs(mini_batch) for mini_batch in mini_batches]
-            mini_batches = [self._with_mean_logprobs(mini_batch) for mini_batch in mini_batches]
+            mini_batches = [
+                self.with_old_logprobs(mini_batch) for mini_batch in mini_batches
+            ]
+            mini_batches = [
+                self._with_mean_logprobs(mini_batch) for mini_batch in mini_batches
+            ]
         mini_batches = [self.method.score(mini_batch) for mini_batch in mini_batches]
-        scored_samples = [sample for mini_batch in mini_batches for sample in mini_batch]
+        scored_samples = [
+            sample for mini_batch in mini_batches for sample in mini_batch
+        ]
 
         megatron = self.parallel.megatron
         mini_batches = [
-            samples_to_train(mini_batch, self.method, megatron) for mini_batch in mini_batches
+            samples_to_train(mini_batch, self.method, megatron)
+            for mini_batch in mini_batches
         ]
         mini_batches = [self.fetch_share(mini_batch) for mini_batch in mini_batches]
-        statistics.trained = [sample for mini_batch in mini_batches for sample in mini_batch]
+        statistics.trained = [
+            sample for mini_batch in mini_batches for sample in mini_batch
+        ]
 
         # Log-probs of the policy that sampled are needed as soon as a second update leaves it. On
         # the only update of a rollout the old policy is the current one, and its log-probs are
@@ -138,11 +159,14 @@ class Updater:
         ratio_to_engine = self.method.options.old_logprobs == "engine"
         several = len(mini_batches) > 1
         if several and not self.method.needs_old_logprobs and not ratio_to_engine:
-            mini_batches = [self.with_old_logprobs(mini_batch) for mini_batch in mini_batches]
+            mini_batches = [
+                self.with_old_logprobs(mini_batch) for mini_batch in mini_batches
+            ]
         if self.reference is not None:
             with self.reference() as reference:
                 mini_batches = [
-                    self.with_ref_logprobs(mini_batch, reference) for mini_batch in mini_batches
+                    self.with_ref_logprobs(mini_batch, reference)
+                    for mini_batch in mini_batches
                 ]
         for number, mini_batch in enumerate(mini_batches):
             is_first = number == 0
@@ -237,11 +261,14 @@ class Updater:
         indices, _ = self.deal(samples)
         return fetch(samples, indices, self.collectives)
 
-    def with_old_logprobs(self, samples: Sequence[TrainingSample]) -> list[TrainingSample]:
+    def with_old_logprobs(
+        self, samples: Sequence[TrainingSample]
+    ) -> list[TrainingSample]:
         """Fill ``old_logprobs`` of this rank's samples, by the policy as it is. Collective."""
         rows = self._logprobs(self.policy, samples)
         return [
-            replaced(sample, old_logprobs=rows.get(index)) for index, sample in enumerate(samples)
+            replaced(sample, old_logprobs=rows.get(index))
+            for index, sample in enumerate(samples)
         ]
 
     def with_ref_logprobs(
@@ -251,14 +278,18 @@ class Updater:
         experts by itself. Collective.
         """
         unrouted = [
-            replaced(sample, response=replaced(sample.response, experts=None)) for sample in samples
+            replaced(sample, response=replaced(sample.response, experts=None))
+            for sample in samples
         ]
         rows = self._logprobs(reference, unrouted)
         return [
-            replaced(sample, ref_logprobs=rows.get(index)) for index, sample in enumerate(samples)
+            replaced(sample, ref_logprobs=rows.get(index))
+            for index, sample in enumerate(samples)
         ]
 
-    def _with_mean_logprobs(self, samples: Sequence[TrainingSample]) -> list[TrainingSample]:
+    def _with_mean_logprobs(
+        self, samples: Sequence[TrainingSample]
+    ) -> list[TrainingSample]:
         """Fill ``mean_old_logprob`` of every sample, on all ranks. Collective."""
         here = {
             index: mean_logprob(sample.old_logprobs)
@@ -271,10 +302,13 @@ class Updater:
             for index, mean in of_rank.items()
         }
         return [
-            replaced(sample, mean_old_logprob=means[index]) for index, sample in enumerate(samples)
+            replaced(sample, mean_old_logprob=means[index])
+            for index, sample in enumerate(samples)
         ]
 
-    def _logprobs(self, policy: Policy, samples: Sequence[TrainingSample]) -> dict[int, np.ndarray]:
+    def _logprobs(
+        self, policy: Policy, samples: Sequence[TrainingSample]
+    ) -> dict[int, np.ndarray]:
         """Return the log-probs float32 [T_i] of this rank's samples, by their index. Collective."""
         indices, micro_batches = self.deal(samples)
         rows = compute_logprobs(
@@ -304,7 +338,11 @@ class Updater:
     # -------------------------------------------------------------------------------------- helpers
     def _probe_is_due(self, step: int) -> bool:
         interval = self.training.gradient_probe_interval
-        return self.probe is not None and interval > 0 and (step == 1 or step % interval == 0)
+        return (
+            self.probe is not None
+            and interval > 0
+            and (step == 1 or step % interval == 0)
+        )
 
     def _accumulate_and_probe(
         self, samples: Sequence[TrainingSample], statistics: UpdateStatistics
@@ -316,7 +354,8 @@ class Updater:
         block, chosen = self._block_with_fewer_gradients(samples)
         of_block = [self._without_other_block(sample, block) for sample in samples]
         parts, comparison = self.probe(
-            partial(self.accumulate, of_block, chosen), partial(self.accumulate, samples)
+            partial(self.accumulate, of_block, chosen),
+            partial(self.accumulate, samples),
         )
         if block != "reasoning":
             comparison = comparison.swapped()
@@ -338,7 +377,9 @@ class Updater:
         block = min(with_gradient, key=lambda name: len(with_gradient[name]))
         return block, with_gradient[block]
 
-    def _without_other_block(self, sample: TrainingSample, block: str) -> TrainingSample:
+    def _without_other_block(
+        self, sample: TrainingSample, block: str
+    ) -> TrainingSample:
         """Return the sample with no weight on tokens outside ``block``."""
         assert sample.weights is not None
         weights = np.where(sample.block_ids == BLOCKS[block], sample.weights, 0.0)
@@ -355,7 +396,9 @@ class Updater:
         tokens = statistics.sums.get("tokens/reasoning")
         if tokens:
             entropy = statistics.sums["entropy/reasoning"] / tokens
-            self._set_entropy_coefs(adapted_entropy_coef(coef, entropy, self.method.options))
+            self._set_entropy_coefs(
+                adapted_entropy_coef(coef, entropy, self.method.options)
+            )
 
     def _check_logprob_diff(self, parts: Sequence[dict[str, float]], step: int) -> None:
         """Compare the largest difference of this mini-batch, on any rank, with the threshold,
@@ -373,11 +416,15 @@ class Updater:
             f"sampled token, more than rollout.logprob_diff_alarm={threshold:g}; see mismatch.jsonl"
         )
         if self.rollout.logprob_diff_action == "stop":
-            raise UserError(f"{text}; nothing was updated in this step, the last checkpoint stands")
+            raise UserError(
+                f"{text}; nothing was updated in this step, the last checkpoint stands"
+            )
         if self.topology.rank == 0:
             logger.warning(text)
 
-    def _reduce(self, parts: Sequence[dict[str, float]], statistics: UpdateStatistics) -> float:
+    def _reduce(
+        self, parts: Sequence[dict[str, float]], statistics: UpdateStatistics
+    ) -> float:
         """Add up all micro-batches of all replicas, each counted once; return the loss of the
         update. Collective.
         """
@@ -414,7 +461,10 @@ class Updater:
         values = f"loss {loss}, gradient norm {grad_norm}"
         if self.topology.rank == 0:
             logger.warning(
-                "step %d: update skipped (%s), %d in a row", step, values, self.nonfinite_in_a_row
+                "step %d: update skipped (%s), %d in a row",
+                step,
+                values,
+                self.nonfinite_in_a_row,
             )
         if self.nonfinite_in_a_row >= most:
             raise UserError(
@@ -425,7 +475,9 @@ class Updater:
         return True
 
 
-def split_groups(samples: Sequence[TrainingSample], parts: int) -> list[list[TrainingSample]]:
+def split_groups(
+    samples: Sequence[TrainingSample], parts: int
+) -> list[list[TrainingSample]]:
     """Return ``parts`` mini-batches of whole groups, in the order in which the prompts first
     occur.
     """
@@ -435,6 +487,10 @@ def split_groups(samples: Sequence[TrainingSample], parts: int) -> list[list[Tra
     in_order = list(groups.values())
     size = len(in_order) // parts
     return [
-        [sample for group in in_order[part * size : (part + 1) * size] for sample in group]
+        [
+            sample
+            for group in in_order[part * size : (part + 1) * size]
+            for sample in group
+        ]
         for part in range(parts)
     ]

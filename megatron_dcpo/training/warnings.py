@@ -114,7 +114,9 @@ def entropy_collapsed(rows: Rows) -> str | None:
 
 
 def confidence_constant(rows: Rows) -> str | None:
-    if not _last(rows, "confidence/std", lambda deviation: deviation < 0.005, 2 * STEPS):
+    if not _last(
+        rows, "confidence/std", lambda deviation: deviation < 0.005, 2 * STEPS
+    ):
         return None
     return (
         "every response states the same confidence, which then says nothing about a single answer: "
@@ -175,7 +177,9 @@ def _values(rows: Rows, name: str) -> list[float]:
     return values
 
 
-def _last(rows: Rows, name: str, holds: Callable[[float], bool], steps: int = STEPS) -> bool:
+def _last(
+    rows: Rows, name: str, holds: Callable[[float], bool], steps: int = STEPS
+) -> bool:
     """Return whether a metric was defined, and ``holds`` was true of it, in each of the last
     ``steps``.
     """

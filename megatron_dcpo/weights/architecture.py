@@ -108,7 +108,9 @@ def read_architecture(model_dir: str | Path) -> Architecture:
     return parse_architecture(read_json_object(path), str(path))
 
 
-def parse_architecture(config: dict[str, Any], source: str = "config.json") -> Architecture:
+def parse_architecture(
+    config: dict[str, Any], source: str = "config.json"
+) -> Architecture:
     """Translate the dictionary of a ``config.json``; ``source`` names it in errors."""
     names = config.get("architectures") or ["(none)"]
     name = names[0] if isinstance(names, list) else names
@@ -171,9 +173,15 @@ def _experts(config: dict[str, Any], source: str) -> dict[str, Any]:
         number = config["num_local_experts"]
     chosen = config["num_experts_per_tok"]
     if chosen > number:
-        raise UserError(f"{source}: num_experts_per_tok={chosen} is more than the {number} experts")
+        raise UserError(
+            f"{source}: num_experts_per_tok={chosen} is more than the {number} experts"
+        )
     normalized = bool(config.get("norm_topk_prob", False))
-    return {"num_experts": number, "experts_per_token": chosen, "normalized_experts": normalized}
+    return {
+        "num_experts": number,
+        "experts_per_token": chosen,
+        "normalized_experts": normalized,
+    }
 
 
 def _rope(config: dict[str, Any], source: str) -> tuple[float, RopeScaling | None]:
@@ -184,7 +192,9 @@ def _rope(config: dict[str, Any], source: str) -> tuple[float, RopeScaling | Non
     if kind == "default":
         return base, None
     if kind != "llama3":
-        raise UserError(f"{source}: rope type {kind!r} is not supported; known: default, llama3")
+        raise UserError(
+            f"{source}: rope type {kind!r} is not supported; known: default, llama3"
+        )
     return base, RopeScaling(
         factor=float(rope["factor"]),
         low_freq_factor=float(rope["low_freq_factor"]),

@@ -34,7 +34,17 @@ from megatron_dcpo.weights.table import expert_places, hf_shapes
 SINGLE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 5 * 2**30
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx", ".msgpack", ".h5")
+_WEIGHTS = (
+    ".safetensors",
+    ".bin",
+    ".pt",
+    ".pth",
+    ".ckpt",
+    ".gguf",
+    ".onnx",
+    ".msgpack",
+    ".h5",
+)
 _NOT_SIDE_FILES = (INDEX, "pytorch_model.bin.index.json", "conversion.json")
 _SIDE_DIRECTORIES = ("additional_chat_templates",)
 
@@ -87,9 +97,13 @@ class HFReader:
         except OSError as error:
             raise UserError(f"cannot read {path}: {error.strerror or error}") from None
         except SafetensorError as error:
-            raise UserError(f"{path} is truncated or not a safetensors file ({error})") from None
+            raise UserError(
+                f"{path} is truncated or not a safetensors file ({error})"
+            ) from None
         except KeyError as error:
-            raise UserError(f"{path}: tensor {name} has the unknown element type {error}") from None
+            raise UserError(
+                f"{path}: tensor {name} has the unknown element type {error}"
+            ) from None
 
     def _add_tensor(
         self,
@@ -99,7 +113,9 @@ class HFReader:
         read: Callable[[], Sliceable],
     ) -> None:
         if name in self.specs:
-            raise UserError(f"{path}: tensor {name} is in another file of the checkpoint as well")
+            raise UserError(
+                f"{path}: tensor {name} is in another file of the checkpoint as well"
+            )
         self.specs[name] = spec
         self._readers[name] = read
 
@@ -108,7 +124,9 @@ class HFReader:
         :class:`UserError` if it is missing.
         """
         if name not in self._readers:
-            raise UserError(f"{self.model_dir}: tensor {name} is missing; config.json promises it")
+            raise UserError(
+                f"{self.model_dir}: tensor {name} is missing; config.json promises it"
+            )
         return self._readers[name]()
 
     def tensor(self, name: str) -> torch.Tensor:
@@ -138,7 +156,9 @@ class _OneExpert:
     indexed like a separate tensor.
     """
 
-    def __init__(self, read: Callable[[], Sliceable], expert: int, first: int, rows: int) -> None:
+    def __init__(
+        self, read: Callable[[], Sliceable], expert: int, first: int, rows: int
+    ) -> None:
         self.whole: Any = read()
         self.expert = expert
         self.first = first
@@ -187,7 +207,9 @@ def load_into(
         target = parameters[copy.megatron].narrow(copy.dim, copy.start, copy.length)
         target.copy_(values)
         if not target.is_meta and not torch.isfinite(target).all():
-            file = reader.model_dir / read_weight_map(reader.model_dir).get(copy.hf, SINGLE_FILE)
+            file = reader.model_dir / read_weight_map(reader.model_dir).get(
+                copy.hf, SINGLE_FILE
+            )
             kind = "NaN" if target.isnan().any() else "infinity"
             raise UserError(
                 f"{file}: tensor {copy.hf} has {kind} in it, as {name_of(target.dtype)}; take an "
@@ -355,7 +377,10 @@ def write_index(out: Path, shards: list[Shard]) -> None:
     weight_map = {}
     for shard in shards:
         weight_map.update(dict.fromkeys(shard.offsets, shard.file))
-    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    index = {
+        "metadata": {"total_size": total},
+        "weight_map": dict(sorted(weight_map.items())),
+    }
     (out / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 

@@ -59,7 +59,12 @@ def write_adapter(
         "bias": "none",
         "inference_mode": True,
     }
-    whole = {_PREFIX + name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    whole = {
+        _PREFIX + name: tensor.detach().cpu().contiguous()
+        for name, tensor in tensors.items()
+    }
     with new_directory(directory, overwrite=True) as temporary:
         save_file(whole, temporary / "adapter_model.safetensors")
-        (temporary / "adapter_config.json").write_text(json.dumps(peft, indent=1) + "\n")
+        (temporary / "adapter_config.json").write_text(
+            json.dumps(peft, indent=1) + "\n"
+        )

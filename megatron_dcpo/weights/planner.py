@@ -97,7 +97,8 @@ def _check_experts(arch: Architecture, layout: Layout) -> None:
     named = f"parallel.expert_model_parallel_size={ep}"
     for refused, why in (
         (
-            not arch.num_experts and (ep > 1 or layout.expert_tensor_parallel_size is not None),
+            not arch.num_experts
+            and (ep > 1 or layout.expert_tensor_parallel_size is not None),
             "parallel.expert_model_parallel_size and expert_tensor_parallel_size are for mixtures "
             "of experts; "
             f"{arch.name} has no experts",
@@ -109,7 +110,9 @@ def _check_experts(arch: Architecture, layout: Layout) -> None:
         ),
         (
             etp not in (1, tp)
-            or (ep == 1 and etp != tp),  # the latter: Megatron's gradients of the experts are wrong
+            or (
+                ep == 1 and etp != tp
+            ),  # the latter: Megatron's gradients of the experts are wrong
             f"parallel.expert_tensor_parallel_size={etp} must be "
             f"parallel.tensor_model_parallel_size={tp} or, with "
             "parallel.expert_model_parallel_size > 1, be 1",
@@ -166,7 +169,9 @@ def sharded_dimensions(
     return dimensions
 
 
-def interleavings(arch: Architecture, layout: Layout, at: Coordinates) -> dict[str, Interleaving]:
+def interleavings(
+    arch: Architecture, layout: Layout, at: Coordinates
+) -> dict[str, Interleaving]:
     """Return how the Hugging Face tensors of every parameter of the chunk interleave."""
     return {row.megatron: row.interleaving for row, *_ in _chunk_rows(arch, layout, at)}
 
@@ -201,7 +206,9 @@ def _chunk_rows(
                 number = len(experts) // layout.expert_model_parallel_size
                 experts = experts[at.expert * number : (at.expert + 1) * number]
             for index, expert in enumerate(experts):
-                numbered = named.at(layer=local, expert=index, hf_layer=layer, hf_expert=expert)
+                numbered = named.at(
+                    layer=local, expert=index, hf_layer=layer, hf_expert=expert
+                )
                 yield numbered, True, row.of_expert
     if last:
         yield FINAL_NORM_ROW, True, False
@@ -270,7 +277,9 @@ def _copies(
         )
 
 
-def _qkv_copies(arch: Architecture, tp: int, rank: int, row: Row, primary: bool) -> Iterator[Copy]:
+def _qkv_copies(
+    arch: Architecture, tp: int, rank: int, row: Row, primary: bool
+) -> Iterator[Copy]:
     """Yield the copies of Q, K and V. A query group holds ``heads/groups`` query heads, one key
     head and one value head, in that order.
     """

@@ -100,7 +100,9 @@ class Bucket:
 
 
 _Held = dict[str, list[TransferOp]]  # the intervals of every tensor that ranks hold
-_Slices = dict[str, tuple[Slice, ...]]  # the slice of every tensor that each rank's engine keeps
+_Slices = dict[
+    str, tuple[Slice, ...]
+]  # the slice of every tensor that each rank's engine keeps
 _Planned = tuple[BucketEntry, list[TransferOp]]
 
 
@@ -158,7 +160,9 @@ class ReshardPlan:
     @functools.cached_property
     def checksum(self) -> str:
         """Return a number that is equal on ranks that will move the same bytes."""
-        return hashlib.sha256(repr((self.itemsize, self.buckets)).encode()).hexdigest()[:16]
+        return hashlib.sha256(repr((self.itemsize, self.buckets)).encode()).hexdigest()[
+            :16
+        ]
 
 
 @functools.lru_cache(maxsize=64)
@@ -243,7 +247,9 @@ def _engine_slices(
     """Return the slices of every tensor that the given ranks of an engine of size ``tp`` keep."""
     slices = {}
     for name in names:
-        slices[name] = tuple(engine_slice(arch, name, tp, rank) for rank in engine_ranks)
+        slices[name] = tuple(
+            engine_slice(arch, name, tp, rank) for rank in engine_ranks
+        )
     return slices
 
 
@@ -282,7 +288,8 @@ def _share_of_a_bucket(
     widest = 1
     if names:
         widest = max(
-            _per_index(arch, name, engine_slice(arch, name, tp=1, rank=0)[0]) for name in names
+            _per_index(arch, name, engine_slice(arch, name, tp=1, rank=0)[0])
+            for name in names
         )
     message = 0
     if ranks > 1:
@@ -363,7 +370,9 @@ def _per_index(arch: Architecture, name: str, dim: int) -> int:
     return math.prod(shape) // shape[dim]
 
 
-def _least(arch: Architecture, held_ops: _Held, slices: _Slices, itemsize: int) -> tuple[int, ...]:
+def _least(
+    arch: Architecture, held_ops: _Held, slices: _Slices, itemsize: int
+) -> tuple[int, ...]:
     """Return the bytes of each rank's slices that it does not hold."""
     ranks = len(next(iter(slices.values()), ()))
     least = [0] * ranks
@@ -404,7 +413,9 @@ def _entries(
             yield BucketEntry(name, tuple(part)), _transfer_ops(held_ops[name], part)
 
 
-def _transfer_ops(held_ops: Sequence[TransferOp], keeps: Sequence[Slice]) -> list[TransferOp]:
+def _transfer_ops(
+    held_ops: Sequence[TransferOp], keeps: Sequence[Slice]
+) -> list[TransferOp]:
     """Return the held intervals of a tensor, cut at the beginning and end of every engine rank's
     slice.
     """

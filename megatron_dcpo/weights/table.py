@@ -95,7 +95,9 @@ def transformer_engine_row(arch: Architecture, row: Row) -> Row:
     if arch.num_experts:
         del names["pre_mlp_layernorm.weight"]
     name = row.megatron.removeprefix(_M)
-    return replace(row, megatron=row.megatron.removesuffix(name) + names.get(name, name))
+    return replace(
+        row, megatron=row.megatron.removesuffix(name) + names.get(name, name)
+    )
 
 
 def experts_of(arch: Architecture, row: Row) -> range:

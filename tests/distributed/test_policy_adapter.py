@@ -26,7 +26,12 @@ LAYOUTS = {
     "pp2_vpp2": (
         2,
         {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
-        [{"recompute_granularity": "selective", "recompute_modules": ("core_attn", "mlp")}],
+        [
+            {
+                "recompute_granularity": "selective",
+                "recompute_modules": ("core_attn", "mlp"),
+            }
+        ],
     ),
     "dp2": (2, {}, [{}]),
     "cp2": (2, {"context_parallel_size": 2}, [{}, {"sequence_packing": True}]),
@@ -52,7 +57,10 @@ def one(tiny_models, tmp_path_factory):
     ]
     out = tmp_path_factory.mktemp("one")
     return torchrun(
-        "policy_adapter", 1, out, {"model": str(tiny_models("qwen3", True)), "settings": settings}
+        "policy_adapter",
+        1,
+        out,
+        {"model": str(tiny_models("qwen3", True)), "settings": settings},
     )[0]
 
 
@@ -66,20 +74,34 @@ def trained_by_hand(model_dir, started, targets):
         model_dir, dtype=torch.float32, attn_implementation="eager"
     )
     weights = {name: p.detach() for name, p in model.named_parameters()}
-    modules = [n.removesuffix(".weight") for n in weights if n.split(".")[-2] in targets]
+    modules = [
+        n.removesuffix(".weight") for n in weights if n.split(".")[-2] in targets
+    ]
     A = {m: started[m].requires_grad_() for m in modules}
-    B = {m: torch.zeros(weights[f"{m}.weight"].shape[0], RANK).requires_grad_() for m in modules}
-    adam = torch.optim.AdamW([*A.values(), *B.values()], lr=LR, eps=1e-4, weight_decay=0.0)
+    B = {
+        m: torch.zeros(weights[f"{m}.weight"].shape[0], RANK).requires_grad_()
+        for m in modules
+    }
+    adam = torch.optim.AdamW(
+        [*A.values(), *B.values()], lr=LR, eps=1e-4, weight_decay=0.0
+    )
 
     def merged():
         return weights | {
-            f"{m}.weight": weights[f"{m}.weight"] + ALPHA / RANK * B[m] @ A[m] for m in modules
+            f"{m}.weight": weights[f"{m}.weight"] + ALPHA / RANK * B[m] @ A[m]
+            for m in modules
         }
 
     def logprobs(sample):
-        ids = torch.tensor(np.concatenate([sample.prompt_ids, sample.response_ids]))[None]
-        logits = functional_call(model, merged(), (ids,)).logits[0, len(sample.prompt_ids) - 1 : -1]
-        return logits.log_softmax(-1).gather(-1, torch.tensor(sample.response_ids)[:, None])[:, 0]
+        ids = torch.tensor(np.concatenate([sample.prompt_ids, sample.response_ids]))[
+            None
+        ]
+        logits = functional_call(model, merged(), (ids,)).logits[
+            0, len(sample.prompt_ids) - 1 : -1
+        ]
+        return logits.log_softmax(-1).gather(
+            -1, torch.tensor(sample.response_ids)[:, None]
+        )[:, 0]
 
     samples, losses = samples_for_test(), []
     total = sum(len(sample.response_ids) for sample in samples)
@@ -87,7 +109,8 @@ def trained_by_hand(model_dir, started, targets):
         adam.param_groups[0]["lr"] = LR * (1 - 0.9 * step / 100)
         adam.zero_grad()
         parts = [
-            -((1 + torch.tensor(s.response_ids) % 3) / total * logprobs(s)).sum() for s in samples
+            -((1 + torch.tensor(s.response_ids) % 3) / total * logprobs(s)).sum()
+            for s in samples
         ]
         loss = sum(parts)
         loss.backward()
@@ -119,14 +142,20 @@ def test_it_learns_what_hugging_faces_model_learns(one, which, targets, tiny_mod
     np.testing.assert_allclose(found["losses"], losses, rtol=1e-5)
     assert names.keys() == pairs.keys()
     for name, value in pairs.items():
-        np.testing.assert_allclose(names[name], value, rtol=1e-3, atol=2e-5, err_msg=name)
+        np.testing.assert_allclose(
+            names[name], value, rtol=1e-3, atol=2e-5, err_msg=name
+        )
     for mine, theirs in zip(found["now"], rows, strict=True):
         np.testing.assert_allclose(mine, theirs, atol=1e-4)
     for name, value in merged.items():
-        np.testing.assert_allclose(found["merged"][name], value.detach(), atol=1e-5, err_msg=name)
+        np.testing.assert_allclose(
+            found["merged"][name], value.detach(), atol=1e-5, err_msg=name
+        )
 
 
-def test_the_policy_itself_stays_and_is_what_the_adapter_is_measured_against(one, tiny_models):
+def test_the_policy_itself_stays_and_is_what_the_adapter_is_measured_against(
+    one, tiny_models
+):
     reader = HFReader(tiny_models("qwen3", True))
     for found in one:
         assert found["unchanged"]
@@ -134,7 +163,9 @@ def test_the_policy_itself_stays_and_is_what_the_adapter_is_measured_against(one
         assert found["losses"][-1] < found["losses"][0]
         assert found["before"] == one[0]["before"] != found["now"]
     for name, value in one[2]["merged"].items():
-        same = np.array_equal(np.array(value, np.float32), reader.tensor(name).float().numpy())
+        same = np.array_equal(
+            np.array(value, np.float32), reader.tensor(name).float().numpy()
+        )
         assert same != (name.split(".")[-2] in SOME), name
 
 
@@ -146,9 +177,13 @@ def close(found, expected):
             found["adapter"][name], value, rtol=1e-3, atol=2e-5, err_msg=name
         )
     for name, value in expected["merged"].items():
-        np.testing.assert_allclose(found["merged"][name], value, atol=1e-5, err_msg=name)
+        np.testing.assert_allclose(
+            found["merged"][name], value, atol=1e-5, err_msg=name
+        )
     for row, other in zip(
-        found["now"] + found["before"], expected["now"] + expected["before"], strict=True
+        found["now"] + found["before"],
+        expected["now"] + expected["before"],
+        strict=True,
     ):
         np.testing.assert_allclose(row, other, rtol=1e-5, atol=2e-5)
     received, planned, least = found["bytes"]
@@ -166,7 +201,10 @@ def test_recomputation_and_two_passes_of_the_output_layer_do_not_matter(one):
 @pytest.mark.parametrize("layout", full_only(LAYOUTS, ("tp2_pp2",)))
 def test_layouts_train_the_same_adapter(one, layout, tiny_models, tmp_path):
     ranks, parallel, variants = LAYOUTS[layout]
-    settings = [{"parallel": parallel | variant, "bucket_bytes": 1 << 18} for variant in variants]
+    settings = [
+        {"parallel": parallel | variant, "bucket_bytes": 1 << 18}
+        for variant in variants
+    ]
     for rank in torchrun(
         "policy_adapter",
         ranks,
@@ -178,7 +216,11 @@ def test_layouts_train_the_same_adapter(one, layout, tiny_models, tmp_path):
 
 
 def test_through_the_layers_of_transformer_engine(one, tiny_models, tmp_path):
-    settings = [{"parallel": {"tensor_model_parallel_size": 2, "sequence_parallel": True}}]
+    settings = [
+        {"parallel": {"tensor_model_parallel_size": 2, "sequence_parallel": True}}
+    ]
     options = {"model": str(tiny_models("qwen3", True)), "settings": settings}
-    for rank in torchrun("policy_adapter", 2, tmp_path, options, environment=environment()):
+    for rank in torchrun(
+        "policy_adapter", 2, tmp_path, options, environment=environment()
+    ):
         close(rank[0], one[0])

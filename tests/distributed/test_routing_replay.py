@@ -14,7 +14,8 @@ ONE_PROCESS = {
     "padded": {},
     "packed": PACKED,
     "recomputed": PACKED | FULL,
-    "a_layer_recomputed": FULL | {"recompute_method": "block", "recompute_num_layers": 1},
+    "a_layer_recomputed": FULL
+    | {"recompute_method": "block", "recompute_num_layers": 1},
 }
 TP2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 EP2 = {
@@ -43,10 +44,15 @@ def runs(tiny_models, tmp_path_factory):
     made = {}
     for processes, layouts in ((1, ONE_PROCESS), (2, TWO_PROCESSES)):
         jobs = [
-            ("routing_replay", {"model": str(tiny_models("qwen3_moe", True)), "parallel": p})
+            (
+                "routing_replay",
+                {"model": str(tiny_models("qwen3_moe", True)), "parallel": p},
+            )
             for p in layouts.values()
         ]
-        results = torchrun_all(jobs, processes, tmp_path_factory.mktemp(f"ranks{processes}"))
+        results = torchrun_all(
+            jobs, processes, tmp_path_factory.mktemp(f"ranks{processes}")
+        )
         made |= dict(zip(layouts, results, strict=True))
     return made
 
@@ -61,7 +67,11 @@ def test_no_token_is_routed_otherwise(runs, layout):
         assert max(found["replayed/gaps"]) < EDGE / 5
         assert np.mean(np.array(found["alone/gaps"]) > EDGE) > 0.9
         for name in ("replayed", "alone"):
-            assert found[f"{name}/loss"] == pytest.approx(padded[f"{name}/loss"], rel=1e-4)
-            assert found[f"{name}/norm"] == pytest.approx(padded[f"{name}/norm"], rel=1e-3)
+            assert found[f"{name}/loss"] == pytest.approx(
+                padded[f"{name}/loss"], rel=1e-4
+            )
+            assert found[f"{name}/norm"] == pytest.approx(
+                padded[f"{name}/norm"], rel=1e-3
+            )
     assert padded["replayed/norm"] != pytest.approx(padded["alone/norm"], rel=0.01)
     assert len(set(padded["lengths"])) > 3

@@ -12,7 +12,9 @@ def save_and_resume(result: dict[str, Any]) -> None:
     rounding, since kernels of a GPU add in any order.
     """
     assert result["resumed"] == result["saved"]
-    assert result["fresh"] != result["saved"] != result["trained on"], "which would be seen"
+    assert result["fresh"] != result["saved"] != result["trained on"], (
+        "which would be seen"
+    )
     before, after = result["steps"]
     assert before == after
     assert after[-1] == 2, "steps of the schedule"
@@ -22,7 +24,9 @@ def save_and_resume(result: dict[str, Any]) -> None:
 def offload(result: dict[str, Any], rounding: int) -> None:
     """What leaves is gone from the device, to ``rounding`` bytes, and comes back as it was."""
     before, without_reference, away, back = result["held"]
-    assert before - without_reference == pytest.approx(result["reference"], abs=rounding)
+    assert before - without_reference == pytest.approx(
+        result["reference"], abs=rounding
+    )
     assert without_reference - away == pytest.approx(result["optimizer"], abs=rounding)
     assert back == pytest.approx(before, abs=rounding)
     assert result["after"] == result["before"]

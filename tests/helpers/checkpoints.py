@@ -48,7 +48,9 @@ def save_model(
         } | settings
     config = getattr(transformers, f"{name}Config")(**settings)
     torch.manual_seed(0)
-    model = getattr(transformers, f"{name}ForCausalLM")(config).to(getattr(torch, dtype))
+    model = getattr(transformers, f"{name}ForCausalLM")(config).to(
+        getattr(torch, dtype)
+    )
     for key, parameter in model.named_parameters():
         if "norm" in key or "bias" in key:
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
@@ -82,12 +84,21 @@ def expected_megatron(path: Path, padded: int) -> dict[str, torch.Tensor]:
         for kind in ("weight", "bias"):
             if f"self_attn.q_proj.{kind}" in at:
                 # each group: its query heads, its key head, its value head
-                qkv = [at[f"self_attn.{p}_proj.{kind}"].unflatten(0, (groups, -1)) for p in "qkv"]
-                add(f"self_attention.linear_qkv.{kind}", torch.cat(qkv, dim=1).flatten(0, 1))
+                qkv = [
+                    at[f"self_attn.{p}_proj.{kind}"].unflatten(0, (groups, -1))
+                    for p in "qkv"
+                ]
+                add(
+                    f"self_attention.linear_qkv.{kind}",
+                    torch.cat(qkv, dim=1).flatten(0, 1),
+                )
         add("self_attention.linear_proj.weight", at["self_attn.o_proj.weight"])
         add("self_attention.linear_qkv.layer_norm_weight", at["input_layernorm.weight"])
         if "num_local_experts" in config:
-            experts = [f"mlp.experts.{expert}." for expert in range(config["num_local_experts"])]
+            experts = [
+                f"mlp.experts.{expert}."
+                for expert in range(config["num_local_experts"])
+            ]
             gate, up, down = (
                 torch.stack([at[f"{e}{p}_proj.weight"] for e in experts])
                 for p in ("gate", "up", "down")
@@ -102,15 +113,23 @@ def expected_megatron(path: Path, padded: int) -> dict[str, torch.Tensor]:
                 torch.cat([at["mlp.gate_proj.weight"], at["mlp.up_proj.weight"]]),
             )
             add("mlp.linear_fc2.weight", at["mlp.down_proj.weight"])
-            add("mlp.linear_fc1.layer_norm_weight", at["post_attention_layernorm.weight"])
+            add(
+                "mlp.linear_fc1.layer_norm_weight",
+                at["post_attention_layernorm.weight"],
+            )
         for p in "qk":
             if f"self_attn.{p}_norm.weight" in at:
-                add(f"self_attention.{p}_layernorm.weight", at[f"self_attn.{p}_norm.weight"])
+                add(
+                    f"self_attention.{p}_layernorm.weight",
+                    at[f"self_attn.{p}_norm.weight"],
+                )
     result = {name: torch.stack(tensors) for name, tensors in stacks.items()}
     result["decoder.final_layernorm.weight"] = hf["model.norm.weight"]
 
     def pad(tensor: torch.Tensor) -> torch.Tensor:
-        return torch.cat([tensor, tensor.new_zeros(padded - len(tensor), tensor.shape[1])])
+        return torch.cat(
+            [tensor, tensor.new_zeros(padded - len(tensor), tensor.shape[1])]
+        )
 
     result["embedding.word_embeddings.weight"] = pad(hf["model.embed_tokens.weight"])
     if "lm_head.weight" in hf:

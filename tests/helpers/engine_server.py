@@ -33,7 +33,9 @@ class Engine(TransformersEngine):
     ) -> Iterator[Sequence[Response]]:  # type: ignore[override]
         for responses in super().stream(samples, sampling, step, partial):
             time.sleep(self.pause)
-            self.sampled += [(self.server.version, self.first_weights())] * len(responses)
+            self.sampled += [(self.server.version, self.first_weights())] * len(
+                responses
+            )
             yield responses
             if self.server.version == self.fails_with:
                 self.server.version, self.fails_with = "0", ""

@@ -65,7 +65,11 @@ def run(
 
 
 def train(
-    run_dir: Path, *overrides: str, method: str = "dcpo", processes: int = 1, torchrun: bool = False
+    run_dir: Path,
+    *overrides: str,
+    method: str = "dcpo",
+    processes: int = 1,
+    torchrun: bool = False,
 ) -> list[dict[str, Any]]:
     arguments = (
         "train",
@@ -81,12 +85,19 @@ def train(
 
 
 def metrics(run_dir: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in Path(run_dir, "metrics.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line)
+        for line in Path(run_dir, "metrics.jsonl").read_text().splitlines()
+    ]
 
 
 def without_clocks(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Metrics that a repeated run repeats."""
     return [
-        {k: v for k, v in record.items() if not k.startswith(("time/", "tokens/s", "memory/"))}
+        {
+            k: v
+            for k, v in record.items()
+            if not k.startswith(("time/", "tokens/s", "memory/"))
+        }
         for record in records
     ]

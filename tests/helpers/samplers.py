@@ -14,7 +14,12 @@ import torch.distributed as dist
 
 from megatron_dcpo.config import load_config
 from megatron_dcpo.data.datasets import draw_prompts
-from megatron_dcpo.rollout.engine import PartialRollout, Samples, SamplingConfig, append_segment
+from megatron_dcpo.rollout.engine import (
+    PartialRollout,
+    Samples,
+    SamplingConfig,
+    append_segment,
+)
 from megatron_dcpo.runtime.distributed import Collectives
 from megatron_dcpo.runtime.watchdog import Timers
 from megatron_dcpo.training.generation import Generation
@@ -56,7 +61,10 @@ class Clockwork:
         step: int,
         partial: PartialRollout | None = None,
     ) -> Iterator[list[Response]]:
-        begun = {(p.prompt_id, i): partial.so_far(p, i) if partial else None for p, i in samples}
+        begun = {
+            (p.prompt_id, i): partial.so_far(p, i) if partial else None
+            for p, i in samples
+        }
         self.asked.append(list(begun))
         new = dict.fromkeys(begun, 0)
 
@@ -73,7 +81,8 @@ class Clockwork:
             over = [
                 name
                 for name in new
-                if new[name] + len(getattr(begun[name], "token_ids", ())) >= length_of(*name)
+                if new[name] + len(getattr(begun[name], "token_ids", ()))
+                >= length_of(*name)
             ]
             if over:
                 yield [response(name, "stop") for name in over]
@@ -88,7 +97,9 @@ def number_of(prompt_id: str) -> int:
 
 def all_right(responses: Sequence[Response], by_id: Any) -> list[Judgement]:
     """Judge all responses right, and 0.5 sure."""
-    return [Judgement(r.prompt_id, 1.0, 0.5, "ok", 1, len(r.token_ids)) for r in responses]
+    return [
+        Judgement(r.prompt_id, 1.0, 0.5, "ok", 1, len(r.token_ids)) for r in responses
+    ]
 
 
 def unwatched() -> Timers:
@@ -107,7 +118,9 @@ def sampler_of(
     everything is right, a method that trains on every group, timers that nobody watches, and a
     recovery that finds no failure.
     """
-    config = parts.pop("config", None) or load_config(QUICKSTART / f"{file}.yaml", list(overrides))
+    config = parts.pop("config", None) or load_config(
+        QUICKSTART / f"{file}.yaml", list(overrides)
+    )
     generation = Generation(
         engine=parts.pop("engine", None) or Clockwork(),
         recover=parts.pop("recover", no_failure),
@@ -120,7 +133,9 @@ def sampler_of(
         "timers": unwatched(),
     }
     return Sampler(
-        draw=partial(draw_prompts, prompts, seed=config.seed, shuffle=config.data.shuffle),
+        draw=partial(
+            draw_prompts, prompts, seed=config.seed, shuffle=config.data.shuffle
+        ),
         generation=generation,
         config=config,
         **(stubs | parts),
@@ -128,13 +143,19 @@ def sampler_of(
 
 
 def numbered_sampler(
-    trains: Callable[[int], bool], prompts: int, *overrides: str, file: str = "grpo", **parts: Any
+    trains: Callable[[int], bool],
+    prompts: int,
+    *overrides: str,
+    file: str = "grpo",
+    **parts: Any,
 ) -> Sampler:
     """Return a sampler of so many prompts, named by their numbers; ``trains`` says whether a
     prompt's group trains the policy.
     """
     data = [Prompt(str(i), (), (1,), "1", "t") for i in range(prompts)]
-    chosen = SimpleNamespace(trains=lambda samples: trains(number_of(samples[0].prompt.prompt_id)))
+    chosen = SimpleNamespace(
+        trains=lambda samples: trains(number_of(samples[0].prompt.prompt_id))
+    )
     return sampler_of(data, *overrides, file=file, method=chosen, **parts)
 
 

@@ -7,7 +7,9 @@ from pathlib import Path
 from megatron_dcpo.config import load_config
 from tests.helpers.paths import EXAMPLES, REPOSITORY
 
-MODELS = REPOSITORY / "megatron_dcpo" / "planning" / "models"  # the public config.json files
+MODELS = (
+    REPOSITORY / "megatron_dcpo" / "planning" / "models"
+)  # the public config.json files
 FAMILIES = {
     "smollm2": "HuggingFaceTB/SmolLM2-135M-Instruct",
     "qwen3_8b": "Qwen/Qwen3-8B",
@@ -17,7 +19,9 @@ FAMILIES = {
     "llama3.1_8b": "meta-llama/Llama-3.1-8B-Instruct",
     "llama3.1_70b": "meta-llama/Llama-3.1-70B-Instruct",
 }
-SHIPPED = sorted(path for path in EXAMPLES.rglob("*.yaml") if path.name != "recipe.yaml")
+SHIPPED = sorted(
+    path for path in EXAMPLES.rglob("*.yaml") if path.name != "recipe.yaml"
+)
 
 
 def model_of(path: Path) -> Path:

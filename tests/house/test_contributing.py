@@ -41,7 +41,9 @@ def apply(edit: str, block: str, root: Path) -> None:
 def test_the_page_has_five_examples_with_a_check_each() -> None:
     own = ["A method of your own", "A prompt template"]
     assert list(SECTIONS) == ["A method", *own, "An architecture", "A benchmark"]
-    assert all([edit for edit, _ in blocks].count("run") == 1 for blocks in SECTIONS.values())
+    assert all(
+        [edit for edit, _ in blocks].count("run") == 1 for blocks in SECTIONS.values()
+    )
 
 
 @pytest.mark.parametrize("title", SECTIONS)
@@ -73,7 +75,12 @@ def test_without_its_edits_every_check_fails() -> None:
     lines = ["from megatron_dcpo.errors import UserError"]
     for blocks in SECTIONS.values():
         code = next(block for edit, block in blocks if edit == "run")
-        lines += ["try:", f"    exec({code!r}, {{}})", "except UserError:", "    print('refused')"]
+        lines += [
+            "try:",
+            f"    exec({code!r}, {{}})",
+            "except UserError:",
+            "    print('refused')",
+        ]
     done = subprocess.run(
         [sys.executable, "-c", "\n".join(lines)],
         cwd=ROOT,

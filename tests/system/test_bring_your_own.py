@@ -45,20 +45,25 @@ def test_every_example_of_the_page_runs(tmp_path: Path) -> None:
     assert evaluated["benchmarks"]["mine"]["n"] == 16
     assert "2 predictions, 1 correct, 0 not judged (verifier_error)" in shown
     mixed = metrics(runs / "mixture")[-1]
-    assert {f"reward/accuracy/{name}" for name in ("sums", "numbers", "chain_sum")} <= mixed.keys()
+    assert {
+        f"reward/accuracy/{name}" for name in ("sums", "numbers", "chain_sum")
+    } <= mixed.keys()
     assert {"evaluation/sums/accuracy", "evaluation/chain_sum/accuracy"} <= mixed.keys()
     assert (
-        json.loads((runs / "legs" / "evaluation.json").read_text())["benchmarks"]["leg_counting"][
-            "problems"
-        ]
+        json.loads((runs / "legs" / "evaluation.json").read_text())["benchmarks"][
+            "leg_counting"
+        ]["problems"]
         == 5
     )
     first = json.loads(
-        (runs / "curriculum" / "samples" / "step_000001.jsonl").read_text().splitlines()[0]
+        (runs / "curriculum" / "samples" / "step_000001.jsonl")
+        .read_text()
+        .splitlines()[0]
     )
     assert first["problem"] in ("1+2=", "2+5=")
     logged = [
-        json.loads(line) for line in (runs / "logger" / "accuracy.jsonl").read_text().splitlines()
+        json.loads(line)
+        for line in (runs / "logger" / "accuracy.jsonl").read_text().splitlines()
     ]
     assert [(row["step"], row["accuracy"]) for row in logged] == [
         (row["step"], row["reward/accuracy"]) for row in metrics(runs / "logger")

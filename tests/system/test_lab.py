@@ -24,11 +24,18 @@ RECIPE = [
 ]
 
 
-def run(*arguments: str, launcher: tuple[str, ...] = ("-m",)) -> subprocess.CompletedProcess[str]:
+def run(
+    *arguments: str, launcher: tuple[str, ...] = ("-m",)
+) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
     command = [sys.executable, *launcher, *arguments]
     return subprocess.run(
-        command, capture_output=True, text=True, cwd=REPOSITORY, env=environment, timeout=500
+        command,
+        capture_output=True,
+        text=True,
+        cwd=REPOSITORY,
+        env=environment,
+        timeout=500,
     )
 
 
@@ -43,20 +50,42 @@ def test_a_cell_is_trained_once_and_published(
         grid.run(cells(["qwen3"], ["grpo"], [1]))
         assert caplog.messages.count(f"{missing} of 1 cells to run") == 1
     shown = run(
-        "lab", "test-tables", "--grid", str(tmp_path / "grid"), "--out", str(tmp_path / "docs")
+        "lab",
+        "test-tables",
+        "--grid",
+        str(tmp_path / "grid"),
+        "--out",
+        str(tmp_path / "docs"),
     )
     assert shown.returncode == 0, shown.stderr
-    found = json.loads((tmp_path / "docs" / "test.json").read_text())["policies"]["qwen3_2"]
+    found = json.loads((tmp_path / "docs" / "test.json").read_text())["policies"][
+        "qwen3_2"
+    ]
     assert len(found["grpo"]["ece"]) == len(found["logistic"]["ece"]) == 1
 
 
 def test_probe_leaves_numbers_that_do_not_depend_on_the_layout(tmp_path: Path) -> None:
     """Cosines, norms and variances of every part: one process against TP=2, 1e-5."""
-    one = run("megatron_dcpo", "probe", *RECIPE, "--batches", "2", "--out", str(tmp_path / "one"))
+    one = run(
+        "megatron_dcpo",
+        "probe",
+        *RECIPE,
+        "--batches",
+        "2",
+        "--out",
+        str(tmp_path / "one"),
+    )
     assert one.returncode == 0, one.stderr
     assert "coupled" in one.stdout
     assert (tmp_path / "one" / "probe.png").stat().st_size > 1000
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m")
+    torchrun = (
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "-m",
+    )
     two = run(
         "megatron_dcpo",
         "probe",
@@ -70,7 +99,8 @@ def test_probe_leaves_numbers_that_do_not_depend_on_the_layout(tmp_path: Path) -
     )
     assert two.returncode == 0, two.stderr
     found, expected = (
-        json.loads((tmp_path / name / "probe.json").read_text()) for name in ("two", "one")
+        json.loads((tmp_path / name / "probe.json").read_text())
+        for name in ("two", "one")
     )
     assert found["policy"] == expected["policy"], "the same responses"
     same(found, expected)
@@ -78,7 +108,10 @@ def test_probe_leaves_numbers_that_do_not_depend_on_the_layout(tmp_path: Path) -
     assert abs(conflict["dcpo"]["plain"]["all"]["cosine"]) < abs(
         conflict["coupled"]["plain"]["all"]["cosine"]
     )
-    assert gradients["counterfactual"]["variance"] < gradients["group_baseline"]["variance"]
+    assert (
+        gradients["counterfactual"]["variance"]
+        < gradients["group_baseline"]["variance"]
+    )
 
 
 def same(found: object, expected: object, where: str = "") -> None:

@@ -24,10 +24,21 @@ def verify(response, answer, *, kind):
 @pytest.fixture
 def config(tmp_path: Path) -> Path:
     (tmp_path / "own.py").write_text(OWN)
-    rows = [{"problem": f"{n}+1=", "answer": str(n + 1), "kind": n % 2} for n in range(12)]
-    (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    products = {"path": str(QUICKSTART / "data" / "train.jsonl"), "name": "products", "weight": 2}
-    sums = {"path": str(tmp_path / "sums.jsonl"), "verifier": f"{tmp_path / 'own.py'}:verify"}
+    rows = [
+        {"problem": f"{n}+1=", "answer": str(n + 1), "kind": n % 2} for n in range(12)
+    ]
+    (tmp_path / "sums.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in rows)
+    )
+    products = {
+        "path": str(QUICKSTART / "data" / "train.jsonl"),
+        "name": "products",
+        "weight": 2,
+    }
+    sums = {
+        "path": str(tmp_path / "sums.jsonl"),
+        "verifier": f"{tmp_path / 'own.py'}:verify",
+    }
     gym = {"path": GYM, "options": {"min_terms": 2, "max_terms": 2}, "size": 20}
     values = {
         "base": str(QUICKSTART / "dcpo.yaml"),
@@ -55,7 +66,9 @@ def test_sources_are_mixed_judged_and_measured_apart_and_resumed(
     train(config, tmp_path / "cut", "training.steps=2", *more)
     cut = train(config, tmp_path / "cut", "training.steps=4", "--resume", "auto", *more)
     assert without_clocks(cut) == without_clocks(whole)
-    plain = train(config, tmp_path / "plain", "training.steps=1", "logging.samples_interval=1")[0]
+    plain = train(
+        config, tmp_path / "plain", "training.steps=1", "logging.samples_interval=1"
+    )[0]
     assert 0 < plain["reward/accuracy/products"] < 1
     assert plain["reward/accuracy/sums"] in (0.0, 0.5, 1.0), "by the prompt alone"
     assert plain["reward/accuracy/chain_sum"] < 0.5
@@ -68,10 +81,17 @@ def test_sources_are_mixed_judged_and_measured_apart_and_resumed(
 
 
 def test_a_curriculum_trains_on_the_least_first(tmp_path: Path) -> None:
-    train(QUICKSTART / "dcpo.yaml", tmp_path / "run", "data.order=problem", "training.steps=1")
+    train(
+        QUICKSTART / "dcpo.yaml",
+        tmp_path / "run",
+        "data.order=problem",
+        "training.steps=1",
+    )
     rows = [
         json.loads(line)
-        for line in (tmp_path / "run" / "samples" / "step_000001.jsonl").read_text().splitlines()
+        for line in (tmp_path / "run" / "samples" / "step_000001.jsonl")
+        .read_text()
+        .splitlines()
     ]
     every = [
         json.loads(line)["problem"]
@@ -103,7 +123,9 @@ def test_a_curriculum_trains_on_the_least_first(tmp_path: Path) -> None:
         (("data.path=3",), "data.path"),
     ],
 )
-def test_a_bad_source_is_one_line(tmp_path: Path, overrides: tuple[str, ...], message: str) -> None:
+def test_a_bad_source_is_one_line(
+    tmp_path: Path, overrides: tuple[str, ...], message: str
+) -> None:
     done = run(
         "train",
         "--config",
@@ -135,7 +157,8 @@ def test_a_task_of_reasoning_gym_is_a_benchmark(tmp_path: Path) -> None:
         done = run("evaluate", *source, "--out", tmp_path / out, "--resamples", 0)
         assert done.returncode == 0, done.stderr[-3000:]
     one, two = (
-        (tmp_path / out / "samples.jsonl").read_text().splitlines() for out in ("one", "two")
+        (tmp_path / out / "samples.jsonl").read_text().splitlines()
+        for out in ("one", "two")
     )
     assert one == two
     assert [json.loads(line)["logged"] for line in one] == [{"score": 0.0}] * 3

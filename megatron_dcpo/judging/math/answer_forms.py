@@ -20,9 +20,7 @@ from fractions import Fraction
 from typing import NamedTuple
 
 _NUMERAL = re.compile(r"\(?\s*([0-9A-F]+)\s*\)?\s*_\s*(?:\{\s*(.+?)\s*\}|([0-9]))")
-_BASES = (
-    "two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen"
-)
+_BASES = "two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen"
 _BASE_NAMES = {name: base for base, name in enumerate(_BASES.split(), start=2)}
 _RATIO_MARK = re.compile(
     r"\\colon(?![A-Za-z])|\\ratio(?![A-Za-z])|:|(?<=[0-9\s}])\\text\{\s*to\s*\}|(?<=[0-9]) to "
@@ -34,7 +32,9 @@ _SIMPLE_FRACTION = re.compile(
     r"([+-]?)\s*(?:\\[dtc]?frac\s*\{\s*([+-]?[0-9]+)\s*\}\s*\{\s*([0-9]+)\s*\}|([0-9]+)\s*/\s*([0-9]+))"
 )
 _MIXED = re.compile(r"([+-]?)\s*([0-9]+)\s+([0-9]+)\s*/\s*([0-9]+)")
-_SCIENTIFIC = re.compile(r"([+-]?)\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)[eE]([+-]?[0-9]{1,3})")
+_SCIENTIFIC = re.compile(
+    r"([+-]?)\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)[eE]([+-]?[0-9]{1,3})"
+)
 _REPEATING = re.compile(
     r"([+-]?)\s*([0-9]*)\.([0-9]*)\\(?:overline|bar)\s*(?:\{\s*([0-9]+)\s*\}|([0-9]))"
 )
@@ -76,8 +76,14 @@ def numeral(text: str) -> Numeral | None:
     match = _NUMERAL.fullmatch(text.strip())
     if match is None:
         return None
-    name = re.sub(r"\\text|[{}()\s]", "", match[2] or match[3]).lower().removeprefix("base")
-    base = int(name) if name.isdecimal() and len(name) <= 2 else _BASE_NAMES.get(name, 0)
+    name = (
+        re.sub(r"\\text|[{}()\s]", "", match[2] or match[3])
+        .lower()
+        .removeprefix("base")
+    )
+    base = (
+        int(name) if name.isdecimal() and len(name) <= 2 else _BASE_NAMES.get(name, 0)
+    )
     digits = match[1].lstrip("0") or "0"
     fits = 2 <= base <= 16 and all(int(digit, 16) < base for digit in digits)
     return Numeral(digits, base) if fits and (base > 10 or digits.isdecimal()) else None
@@ -146,7 +152,12 @@ def units_differ(a: str, b: str) -> bool:
     powers of one: cm and m, cm and cm^2.
     """
     first, second = _unit(a), _unit(b)
-    return first is not None and second is not None and first[0] == second[0] and first != second
+    return (
+        first is not None
+        and second is not None
+        and first[0] == second[0]
+        and first != second
+    )
 
 
 def _unit(text: str) -> tuple[str, str, str] | None:
@@ -154,11 +165,15 @@ def _unit(text: str) -> tuple[str, str, str] | None:
     if match is None:
         return None
     words = (match[1] or match[2]).lower().replace(".", " ").split()
-    power = match[3] or {"square": "2", "sq": "2", "cubic": "3"}.get(words[0] if words else "", "1")
+    power = match[3] or {"square": "2", "sq": "2", "cubic": "3"}.get(
+        words[0] if words else "", "1"
+    )
     unit = _UNITS.get(words[-1]) if words else None
     written = text.rstrip()[match.start() + 1 :].lstrip()
     if unit is None or (
-        match[2] and len(match[2]) == 1 and written == text.rstrip()[match.start() + 1 :]
+        match[2]
+        and len(match[2]) == 1
+        and written == text.rstrip()[match.start() + 1 :]
     ):
         return None  # a bare letter directly behind a number is a variable
     return (*unit, power)

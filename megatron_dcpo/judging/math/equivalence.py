@@ -29,11 +29,15 @@ _RELATION = re.compile(r"[<>]|\\(?:leq?|geq?|lt|gt|in)(?![A-Za-z])")
 _IMAGINARY = re.compile(
     r"(?<![A-Za-z\\_{])i(?![A-Za-z])|(?<=[^A-Za-z]\{)i(?![A-Za-z])|\\sqrt\{\s*-|\\mathrm\{i\}"
 )
-_APART = (
-    1e-4  # plain numbers that far apart cannot be equal by math-verify's rounding to six digits
-)
+# plain numbers that far apart cannot be equal by math-verify's rounding to six digits
+_APART = 1e-4
 
-for _name in ("math_verify", "math_verify.parser", "math_verify.grader", "math_verify.utils"):
+for _name in (
+    "math_verify",
+    "math_verify.parser",
+    "math_verify.grader",
+    "math_verify.utils",
+):
     logging.getLogger(_name).setLevel(
         logging.CRITICAL
     )  # it reports every parse without a timeout of its own
@@ -49,7 +53,9 @@ def quick_verdict(answer: str, key: str) -> bool | None:
     if answer == key:
         return True
     if _INTEGER.fullmatch(answer) and _INTEGER.fullmatch(key):
-        return _canonical_integer(answer) == _canonical_integer(key)  # AIME keys are written 025
+        return _canonical_integer(answer) == _canonical_integer(
+            key
+        )  # AIME keys are written 025
     if max(len(answer), len(key)) > MAX_ANSWER:
         return False
     left, right = answer_forms.exact_number(answer), answer_forms.exact_number(key)
@@ -68,7 +74,9 @@ def equivalent(answer: str, key: str) -> bool:
     quick = quick_verdict(answer, key)
     if quick is not None:
         return quick
-    answer, key = (answer_forms.without_base_ten(_undelimited(text)) for text in (answer, key))
+    answer, key = (
+        answer_forms.without_base_ten(_undelimited(text)) for text in (answer, key)
+    )
     if answer == key:
         return bool(key)
     if not answer_forms.is_well_formed(answer):
@@ -85,7 +93,8 @@ def equivalent(answer: str, key: str) -> bool:
     if r"\pi" in left + right and latex.has_degrees(left) != latex.has_degrees(right):
         left, right = latex.degrees_to_radians(left), latex.degrees_to_radians(right)
     left, right = (
-        latex.protect_letters(latex.drop_degrees(text)).strip() for text in (left, right)
+        latex.protect_letters(latex.drop_degrees(text)).strip()
+        for text in (left, right)
     )
     quick = quick_verdict(left, right)
     if quick is not None:
@@ -104,7 +113,9 @@ def _proportional(
         return False  # two times of day that are written differently
     if left is None or right is None:
         parts, single = (left, key) if left else (right or (), answer)
-        return len(parts) == 2 and _algebraically_equal(_quotient(parts[0], parts[1]), single)
+        return len(parts) == 2 and _algebraically_equal(
+            _quotient(parts[0], parts[1]), single
+        )
     return len(left) == len(right) and all(
         _algebraically_equal(_quotient(a, left[0]), _quotient(b, right[0]))
         for a, b in zip(left[1:], right[1:], strict=True)
@@ -128,10 +139,14 @@ def _algebraically_equal(answer: str, key: str) -> bool:
         return False
     if verify(gold, predicted, timeout_seconds=None):
         return True
-    relation = _RELATION.search(answer + " " + key) and not _EQUATION.search(answer + " " + key)
+    relation = _RELATION.search(answer + " " + key) and not _EQUATION.search(
+        answer + " " + key
+    )
     if relation and verify(predicted, gold, timeout_seconds=None):
         return True
-    return bool(_IMAGINARY.search(answer + " " + key)) and _complex_equal(gold[0], predicted[0])
+    return bool(_IMAGINARY.search(answer + " " + key)) and _complex_equal(
+        gold[0], predicted[0]
+    )
 
 
 def _clearly_apart(gold: object, predicted: object) -> bool:
@@ -151,14 +166,22 @@ def _clearly_apart(gold: object, predicted: object) -> bool:
         not s.is_Symbol or s.name in "iIeE" for s in symbols
     ):
         return False
-    if any(not part.is_commutative or part.has(_unevaluated()) for part in (gold, predicted)):
+    if any(
+        not part.is_commutative or part.has(_unevaluated())
+        for part in (gold, predicted)
+    ):
         return False
     ordered = sorted(symbols, key=str)
     point = {
-        symbol: Rational(7 + 4 * n, 5 + 2 * n) + Integer(n) for n, symbol in enumerate(ordered)
+        symbol: Rational(7 + 4 * n, 5 + 2 * n) + Integer(n)
+        for n, symbol in enumerate(ordered)
     }
-    values = [complex(expression.subs(point).evalf(15)) for expression in (gold, predicted)]
-    scale = max(1.0, *map(abs, values)) if all(map(cmath.isfinite, values)) else math.nan
+    values = [
+        complex(expression.subs(point).evalf(15)) for expression in (gold, predicted)
+    ]
+    scale = (
+        max(1.0, *map(abs, values)) if all(map(cmath.isfinite, values)) else math.nan
+    )
     rounded = any(expression.has(Float) for expression in (gold, predicted))
     return abs(values[0] - values[1]) > (1e-4 if rounded else 1e-8) * scale
 
@@ -179,7 +202,9 @@ def _complex_equal(gold: object, predicted: object) -> bool:
     for expression in (gold, predicted):
         if not isinstance(expression, Basic):
             return False
-        value = expression.subs({s: I for s in expression.free_symbols if s.name == "i"}).doit()
+        value = expression.subs(
+            {s: I for s in expression.free_symbols if s.name == "i"}
+        ).doit()
         if not isinstance(value, Expr) or value.free_symbols:
             return False
         values.append(value)
@@ -198,7 +223,8 @@ def _parse(text: str, *, box_first: bool) -> list[Any]:
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
 
     latex = LatexExtractionConfig(
-        boxed_match_priority=0 if box_first else 50, try_extract_without_anchor=not box_first
+        boxed_match_priority=0 if box_first else 50,
+        try_extract_without_anchor=not box_first,
     )
     expression = () if box_first else (ExprExtractionConfig(),)
     parsed: list[Any] = parse(
@@ -218,7 +244,11 @@ def _undelimited(text: str) -> str:
     inner = text[1:-1]
     if len(text) > 2 and text[0] == text[-1] == "$" and "$" not in inner:
         text = inner.strip()
-    if text[:2] + text[-2:] in (r"\(\)", r"\[\]") and len(text) > 4 and text[:2] not in text[2:]:
+    if (
+        text[:2] + text[-2:] in (r"\(\)", r"\[\]")
+        and len(text) > 4
+        and text[:2] not in text[2:]
+    ):
         text = text[2:-2].strip()
     return text
 

@@ -95,20 +95,28 @@ _ROOTS = {"√": r"\sqrt", "∛": r"\sqrt[3]", "∜": r"\sqrt[4]"}
 # three levels, more than answers nest inside one argument
 _BRACES = r"\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\}"
 _TOKEN = rf"(?:{_BRACES}|\\[A-Za-z]+|[0-9A-Za-z])"  # what TeX takes as one argument
-_FRACTION = re.compile(rf"\\([dtc]?frac|[dt]?binom)\s*({_TOKEN})\s*({_TOKEN})(?=(\s*[0-9])?)")
+_FRACTION = re.compile(
+    rf"\\([dtc]?frac|[dt]?binom)\s*({_TOKEN})\s*({_TOKEN})(?=(\s*[0-9])?)"
+)
 _ROOT = re.compile(rf"\\sqrt\s*(\[[^\[\]{{}}]*\])?\s*({_TOKEN})(?=(\s*[0-9])?)")
 _TIGHT_ROOT = re.compile(
     r"([√∛∜])\s*(\([^()]*\)|\{[^{}]*\}|[0-9]+(?:\.[0-9]+)?|[A-Za-z]|\\[A-Za-z]+)?"
 )
 
 _THIN = r"(?:\\[,;:! ]|\\thinspace|~|\{,\}|\{\\,\}|,\\!|\{,\\!\})"
-_THIN_GROUPS = re.compile(rf"(?<![0-9.])([0-9]{{1,3}})((?:{_THIN}\s*[0-9]{{3}})+)(?![0-9])")
-_SPACED = re.compile(r"(\D{0,3})([0-9]{1,3}(?: [0-9]{3})+)(\.[0-9]+)?(\s*(?:\\?%|\\text\{.*\})?)")
+_THIN_GROUPS = re.compile(
+    rf"(?<![0-9.])([0-9]{{1,3}})((?:{_THIN}\s*[0-9]{{3}})+)(?![0-9])"
+)
+_SPACED = re.compile(
+    r"(\D{0,3})([0-9]{1,3}(?: [0-9]{3})+)(\.[0-9]+)?(\s*(?:\\?%|\\text\{.*\})?)"
+)
 _COMMAS = re.compile(
     r"((?:[A-Za-z]\s*=\s*)?[-+]?\s*\\?\$?\s*)([0-9]{1,3}(?:,[0-9]{3})+)(\.[0-9]+)?((?:\s*[^0-9,()\[\]]*)?)"
 )
 
-_DEGREE = re.compile(r"\s*\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![A-Za-z]))|\\degree(?![A-Za-z])")
+_DEGREE = re.compile(
+    r"\s*\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![A-Za-z]))|\\degree(?![A-Za-z])"
+)
 _DROPPED = re.compile(rf"(?<=[0-9A-Za-z)}}])(?:{_DEGREE.pattern})(?!\s*[0-9])")
 _TRIGONOMETRY = re.compile(r"(?<![A-Za-z])(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])")
 _OPERAND = re.compile(
@@ -149,14 +157,16 @@ def plain_symbols(text: str) -> str:
     text = _TIGHT_ROOT.sub(_root_of, text)
     for command, characters in _SCRIPTS.items():
         text = re.sub(f"[{characters}]+", partial(_script, command), text)
-    return _plain("".join(map(_vulgar_fraction, text.translate(_SYMBOL_TABLE)))).translate(
-        _SYMBOL_TABLE
-    )
+    return _plain(
+        "".join(map(_vulgar_fraction, text.translate(_SYMBOL_TABLE)))
+    ).translate(_SYMBOL_TABLE)
 
 
 def _root_of(match: re.Match[str]) -> str:
     inner = match[2] or ""
-    return _ROOTS[match[1]] + (f"{{{inner[1:-1] if inner[0] in '({' else inner}}}" if inner else "")
+    return _ROOTS[match[1]] + (
+        f"{{{inner[1:-1] if inner[0] in '({' else inner}}}" if inner else ""
+    )
 
 
 def _script(command: str, match: re.Match[str]) -> str:
@@ -213,7 +223,9 @@ def _brace(token: str) -> str:
 
 def _factor(last: str, following: str | None) -> str:
     return (
-        r"\cdot " if following and not following[0].isspace() and not last.startswith("{") else ""
+        r"\cdot "
+        if following and not following[0].isspace() and not last.startswith("{")
+        else ""
     )
 
 
@@ -228,7 +240,9 @@ def join_digits(text: str) -> str:
     for pattern in (_SPACED, _COMMAS):
         whole = pattern.fullmatch(text)
         if whole:
-            text = whole[1] + re.sub(r"[ ,]", "", whole[2]) + (whole[3] or "") + whole[4]
+            text = (
+                whole[1] + re.sub(r"[ ,]", "", whole[2]) + (whole[3] or "") + whole[4]
+            )
     return text
 
 

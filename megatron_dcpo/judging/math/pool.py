@@ -71,4 +71,6 @@ def equivalent_many(pairs: Sequence[tuple[str, str]]) -> list[bool]:
     """Return whether each (answer, key) is the same number, set, expression ...; answers without
     their boxes.
     """
-    return shared_pool().verify([(answer.strip(), key.strip()) for answer, key in pairs])
+    return shared_pool().verify(
+        [(answer.strip(), key.strip()) for answer, key in pairs]
+    )

@@ -17,7 +17,9 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 def _mount(source: str, target: str, kind: str, flags: int) -> None:
     if (
-        _libc.mount(source.encode(), target.encode(), kind.encode(), ctypes.c_ulong(flags), None)
+        _libc.mount(
+            source.encode(), target.encode(), kind.encode(), ctypes.c_ulong(flags), None
+        )
         < 0
     ):
         raise OSError(ctypes.get_errno(), f"mount {target}")
@@ -34,7 +36,9 @@ def main(order: dict) -> None:
         flags=0x4000 | 0x40000,
     )
     places = {}
-    descriptors = {number: os.open(path, os.O_PATH) for number, path in order["sources"].items()}
+    descriptors = {
+        number: os.open(path, os.O_PATH) for number, path in order["sources"].items()
+    }
     _mount(
         source="tmpfs",
         target="/tmp",

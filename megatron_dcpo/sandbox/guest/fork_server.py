@@ -57,7 +57,9 @@ def serve(settings: dict[str, Any]) -> None:
         message, pipes, _, _ = socket.recv_fds(control, 65536, 4)
         if not message:
             os._exit(0)
-        if checker:  # one at a time, and no program is near: this process is the supervisor
+        if (
+            checker
+        ):  # one at a time, and no program is near: this process is the supervisor
             _supervise(
                 pipes=pipes,
                 limits=json.loads(message),
@@ -86,12 +88,17 @@ def _child(limits: dict[str, Any], pipes: list[int], settings: dict[str, Any]) -
                 processes=None,
             )
     except BaseException as error:
-        _answer(socket.socket(fileno=pipes[0]), {"failed": f"{type(error).__name__}: {error}"})
+        _answer(
+            socket.socket(fileno=pipes[0]),
+            {"failed": f"{type(error).__name__}: {error}"},
+        )
     finally:
         os._exit(0)
 
 
-def _in_namespaces(pipes: list[int], limits: dict[str, Any], settings: dict[str, Any]) -> None:
+def _in_namespaces(
+    pipes: list[int], limits: dict[str, Any], settings: dict[str, Any]
+) -> None:
     isolation.map_own_user()
     first = os.fork()
     if first:
@@ -127,7 +134,9 @@ def _supervise(
     while True:
         data = b""
         given = list[int]()
-        with contextlib.suppress(ConnectionResetError):  # closed before the last ending was read
+        with contextlib.suppress(
+            ConnectionResetError
+        ):  # closed before the last ending was read
             data, given, _, _ = socket.recv_fds(channel, 65536, 6)
         if not data:
             channel.close()
@@ -161,7 +170,9 @@ def _supervise(
             processes=processes,
         )
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        ending["cpu"] = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+        ending["cpu"] = (
+            after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+        )
         if failure := os.read(failures, 1000):
             ending = {"failed": failure.decode(errors="replace")}
         os.close(failures)
@@ -236,7 +247,9 @@ def _memory_of_all(processes: int, limit: int) -> int:
 
 def _resident(processes: int, name: str) -> int:
     try:
-        return int(_read(processes, f"{name}/statm").split()[1]) * resource.getpagesize()
+        return (
+            int(_read(processes, f"{name}/statm").split()[1]) * resource.getpagesize()
+        )
     except (OSError, IndexError, ValueError):
         return 0
 
@@ -244,7 +257,9 @@ def _resident(processes: int, name: str) -> int:
 def _proportional(processes: int, name: str) -> int:
     try:
         lines = _read(processes, f"{name}/smaps_rollup").splitlines()
-        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(b"Pss:"))
+        return 1024 * next(
+            int(line.split()[1]) for line in lines if line.startswith(b"Pss:")
+        )
     except (OSError, StopIteration, IndexError, ValueError):
         return _resident(processes, name)
 
@@ -285,14 +300,18 @@ def _run(
         os.environ.update(PATH="/usr/bin:/bin", HOME="/tmp", LANG="C.UTF-8")
         os.close(failed)
     except BaseException as error:
-        os.write(failed, f"{type(error).__name__}: {error}".encode()[:1000] or b"unknown")
+        os.write(
+            failed, f"{type(error).__name__}: {error}".encode()[:1000] or b"unknown"
+        )
         os._exit(1)
     if checker:
         from megatron_dcpo.sandbox.guest.test_runner import run_checks
 
         run_checks(task, limits)
     run_program(
-        json.loads(task), calls=3 if len(given) > 3 else None, message_bytes=limits["output_bytes"]
+        json.loads(task),
+        calls=3 if len(given) > 3 else None,
+        message_bytes=limits["output_bytes"],
     )
 
 
@@ -308,7 +327,9 @@ def _confine(settings: dict[str, Any]) -> None:
         isolation.drop_capabilities()
     else:
         isolation.landlock(
-            settings["shared"]["readable"], settings["shared"]["listable"], ["/dev/null"]
+            settings["shared"]["readable"],
+            settings["shared"]["listable"],
+            ["/dev/null"],
         )
     seccomp.confine(*settings["filter"])
 
@@ -348,7 +369,9 @@ def _limit(limits: dict[str, Any], settings: dict[str, Any]) -> None:
     isolation.limit(
         resource.RLIMIT_CORE, 1
     )  # 0 would still start a program that core_pattern names
-    isolation.limit(resource.RLIMIT_NOFILE, MAX_FILES + 16 * len(settings["shared"]["descriptors"]))
+    isolation.limit(
+        resource.RLIMIT_NOFILE, MAX_FILES + 16 * len(settings["shared"]["descriptors"])
+    )
     isolation.limit(resource.RLIMIT_MEMLOCK, 0)
     isolation.limit(resource.RLIMIT_MSGQUEUE, 0)
     if settings["level"] != "unsafe":
@@ -371,7 +394,9 @@ def _places(settings: dict[str, Any]) -> dict[str, Any]:
             opened[name] = os.dup2(descriptor, 900 + len(opened))
             os.close(descriptor)
     if os.geteuid() == 0:
-        sys.path[:] = [f"/proc/self/fd/{opened[name]}" for name in sys.path if name in opened]
+        sys.path[:] = [
+            f"/proc/self/fd/{opened[name]}" for name in sys.path if name in opened
+        ]
         sys.path_importer_cache.clear()
         for package in list(
             sys.modules.values()
@@ -396,7 +421,10 @@ def _through(opened: dict[str, int], place: str) -> str:
 
 def _own_processes() -> int:
     """Return processes and threads of this user, which count against its limit of processes."""
-    user, count = (65534 if os.geteuid() == 0 else os.geteuid()), 64  # other sandboxes come and go
+    user, count = (
+        (65534 if os.geteuid() == 0 else os.geteuid()),
+        64,
+    )  # other sandboxes come and go
     for name in os.listdir("/proc"):
         try:
             if name.isdigit() and os.stat(f"/proc/{name}").st_uid == user:

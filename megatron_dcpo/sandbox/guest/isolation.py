@@ -83,7 +83,8 @@ def map_own_user() -> None:
 def mount(source: str, target: str, kind: str, flags: int, options: str = "") -> None:
     arguments = [text.encode() for text in (source, target, kind)]
     _check(
-        _libc.mount(*arguments, ctypes.c_ulong(flags), options.encode() or None), f"mount {target}"
+        _libc.mount(*arguments, ctypes.c_ulong(flags), options.encode() or None),
+        f"mount {target}",
     )
 
 
@@ -159,7 +160,9 @@ def landlock_abi() -> int:
     return max(0, int(_libc.syscall(_LANDLOCK_CREATE, None, ctypes.c_size_t(0), 1)))
 
 
-def landlock(readable: Iterable[int], listable: Iterable[int], usable: Iterable[str] = ()) -> None:
+def landlock(
+    readable: Iterable[int], listable: Iterable[int], usable: Iterable[str] = ()
+) -> None:
     """Allow reading below the directories ``readable`` (descriptors), listing ``listable``, and the
     devices ``usable``.
 
@@ -177,7 +180,9 @@ def landlock(readable: Iterable[int], listable: Iterable[int], usable: Iterable[
         : 24 if abi >= 6 else 16 if abi >= 4 else 8
     ]
     rules = _check(
-        _libc.syscall(_LANDLOCK_CREATE, attributes, ctypes.c_size_t(len(attributes)), 0),
+        _libc.syscall(
+            _LANDLOCK_CREATE, attributes, ctypes.c_size_t(len(attributes)), 0
+        ),
         "landlock_create_ruleset",
     )
     try:

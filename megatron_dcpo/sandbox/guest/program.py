@@ -30,7 +30,10 @@ _STREAMS = (
     ("stdout", 1, "w", "surrogateescape"),
     ("stderr", 2, "w", "backslashreplace"),
 )
-FLUSH_BYTES, FLUSH_SECONDS = 1 << 16, 0.01  # answers to prefetched calls are gathered this much
+FLUSH_BYTES, FLUSH_SECONDS = (
+    1 << 16,
+    0.01,
+)  # answers to prefetched calls are gathered this much
 _METHOD = re.compile(r"^(\w+)(?:\(\))?\.(\w+)$")
 
 
@@ -66,7 +69,10 @@ def define(job: dict[str, Any], name: str) -> tuple[types.ModuleType, set[str]]:
     module = types.ModuleType(name)
     sys.modules[name] = module
     sys.argv = ["solution.py"]
-    for word in ("exit", "quit"):  # an interpreter started without its site module has none
+    for word in (
+        "exit",
+        "quit",
+    ):  # an interpreter started without its site module has none
         setattr(builtins, word, _sitebuiltins.Quitter(word, ""))
     if job.get("setup"):
         exec(compile(job["setup"], "<setup>", "exec"), module.__dict__)
@@ -181,7 +187,9 @@ class Answers:
         try:
             result = self.perform(call)
             encoder = rpc.Encoder(self.shared, self.keep)
-            packed = rpc.pack({"ok": encoder.encode(result), "objects": encoder.objects()})
+            packed = rpc.pack(
+                {"ok": encoder.encode(result), "objects": encoder.objects()}
+            )
             if len(packed) <= self.message_bytes:
                 return packed
             return rpc.pack({"long": len(packed)})
@@ -189,12 +197,18 @@ class Answers:
             return rpc.pack({"unsendable": str(error)})
         except BaseException as error:
             return rpc.pack(
-                {"raised": _builtin_name(error), "text": _text(error), "code": category_code(error)}
+                {
+                    "raised": _builtin_name(error),
+                    "text": _text(error),
+                    "code": category_code(error),
+                }
             )
 
     def perform(self, call: dict[str, Any]) -> object:
         decoder = rpc.Decoder(
-            call.get("objects", []), self.by_value(), lambda number, _: self.references[number]
+            call.get("objects", []),
+            self.by_value(),
+            lambda number, _: self.references[number],
         )
         target = self.target(call["on"])
         if "next" in call:

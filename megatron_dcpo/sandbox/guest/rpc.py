@@ -26,7 +26,11 @@ from typing import Any
 EXIT_MEMORY = 96
 EXIT_FORBIDDEN = 97
 EXIT_OUTPUT = 98
-CATEGORY_OF_EXIT = {EXIT_MEMORY: "memory", EXIT_FORBIDDEN: "forbidden", EXIT_OUTPUT: "output_limit"}
+CATEGORY_OF_EXIT = {
+    EXIT_MEMORY: "memory",
+    EXIT_FORBIDDEN: "forbidden",
+    EXIT_OUTPUT: "output_limit",
+}
 
 MAX_DEPTH = 400
 # bytes of an array of text, in which every item takes as much as the longest
@@ -68,7 +72,9 @@ class Encoder:
     value; ``keep`` returns the number under which another object can be referred to.
     """
 
-    def __init__(self, by_value: Collection[str], keep: Callable[[object], int] | None) -> None:
+    def __init__(
+        self, by_value: Collection[str], keep: Callable[[object], int] | None
+    ) -> None:
         self.by_value = by_value
         self.keep = keep
         self.table: list[object] = []

@@ -60,7 +60,9 @@ def stock_chunks(arch, vocab_size, dtype, parallel, loads, **config_options):
         **config_options,
     )
     if capabilities().transformer_engine:  # the stand-in
-        spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=arch.qk_layernorm)
+        spec = get_gpt_layer_with_transformer_engine_spec(
+            qk_layernorm=arch.qk_layernorm
+        )
     else:
         experts = {"num_experts": arch.num_experts or None, "moe_grouped_gemm": False}
         spec = get_gpt_layer_local_spec(
@@ -112,14 +114,22 @@ def run(options: dict[str, Any]) -> Any:
         arch = read_architecture(case["model"])
         dtype = torch.bfloat16 if case["dtype"] == "bf16" else torch.float32
         chunks = stock_chunks(
-            arch, case["padded"], dtype, parallel, "checkpoint" in case, **case.get("config", {})
+            arch,
+            case["padded"],
+            dtype,
+            parallel,
+            "checkpoint" in case,
+            **case.get("config", {}),
         )
         if not case.get("mixed"):
             chunks = [
                 chunk.to(dtype) for chunk in chunks
             ]  # as Float16Module does: the local RMSNorm is fp32 otherwise
         if "checkpoint" in case:
-            state = {f"model{i}": chunk.sharded_state_dict() for i, chunk in enumerate(chunks)}
+            state = {
+                f"model{i}": chunk.sharded_state_dict()
+                for i, chunk in enumerate(chunks)
+            }
             if len(chunks) == 1:
                 state = state["model0"]
             loaded = dist_checkpointing.load(state, case["checkpoint"])
@@ -139,7 +149,9 @@ def run(options: dict[str, Any]) -> Any:
                 if "checkpoint" not in case:
                     parameter.data.copy_(expected[name])
                 rows = _vocabulary_rows(arch, case["padded"], name, topology)
-                if not torch.equal(parameter.data[:rows].to(dtype), expected[name][:rows]):
+                if not torch.equal(
+                    parameter.data[:rows].to(dtype), expected[name][:rows]
+                ):
                     different.append(f"case {index} chunk {i} {name}")
         if case.get("run"):
             with vocabulary_of(case["padded"]):
@@ -153,7 +165,9 @@ def run(options: dict[str, Any]) -> Any:
                 f"model{i}": chunk.sharded_state_dict(metadata=metadata)
                 for i, chunk in enumerate(chunks)
             }
-            dist_checkpointing.save(state["model0"] if len(chunks) == 1 else state, case["save"])
+            dist_checkpointing.save(
+                state["model0"] if len(chunks) == 1 else state, case["save"]
+            )
     everyone = [name for names in all_gather_objects(different) for name in names]
     return {"different": everyone}
 

@@ -61,7 +61,9 @@ def fail_alone(watching: Watchdog, rank: int) -> None:
     engine: Any = SimpleNamespace(tensor_model_parallel_size=2)
     topology: Any = SimpleNamespace(rank=rank)
     policy: Any = None
-    sync = weight_sync.WeightSync(policy, optimizer, engine, topology, watching, bucket_bytes=1)
+    sync = weight_sync.WeightSync(
+        policy, optimizer, engine, topology, watching, bucket_bytes=1
+    )
     if rank == 0:
         time.sleep(600)
     sync.recover("out of memory", version=6, restarts=0)

@@ -21,7 +21,10 @@ LONG = ("async_step", "critical_path", "long_tails", "plan_memory", "simulate")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=pytest.mark.full) if name in LONG else name for name in NAMES],
+    [
+        pytest.param(name, marks=pytest.mark.full) if name in LONG else name
+        for name in NAMES
+    ],
 )
 def test_a_benchmark_runs(name: str) -> None:
     from benchmarks.measurement import environment
@@ -35,7 +38,9 @@ def test_a_benchmark_runs(name: str) -> None:
         timeout=540,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    lines = [
+        json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")
+    ]
     assert lines
     for line in lines:
         assert line["ours"] is not None or line["reason"], line["name"]

@@ -31,7 +31,9 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     (tmp_path / "run.yaml").write_text(RUN)
-    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    (tmp_path / "train.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in ROWS)
+    )
     shutil.copytree(QUICKSTART / "policy", tmp_path / "policy")
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "metrics.jsonl").write_text("of an earlier run\n")
@@ -43,7 +45,9 @@ def dry(*overrides: str) -> list[str]:
 
 
 def config(text: str, encoding: str = "utf-8") -> Callable[[Path], None]:
-    return lambda project: (project / "run.yaml").write_bytes(text.encode(encoding)) and None
+    return lambda project: (
+        (project / "run.yaml").write_bytes(text.encode(encoding)) and None
+    )
 
 
 def data(content: bytes | str, name: str = "train.jsonl") -> Callable[[Path], None]:
@@ -106,7 +110,13 @@ def without_tokenizer(project: Path) -> None:
 def one_token_more(project: Path) -> None:
     path = project / "policy" / "tokenizer.json"
     tokenizer = json.loads(path.read_text())
-    token = {"id": 282, "content": "<more>", "single_word": False, "lstrip": False, "rstrip": False}
+    token = {
+        "id": 282,
+        "content": "<more>",
+        "single_word": False,
+        "lstrip": False,
+        "rstrip": False,
+    }
     tokenizer["added_tokens"].append(token | {"normalized": False, "special": True})
     path.write_text(json.dumps(tokenizer))
 
@@ -136,16 +146,36 @@ CASES: dict[str, tuple[Callable[[Path], None], list[str], str]] = {
     ),
     "YAML that is broken": (config("data: [1\nmodel: }"), dry(), "run.yaml"),
     "a tab in YAML": (config("data:\n\tpath: d\n"), dry(), "run.yaml"),
-    "a key twice": (config(RUN + "training: {steps: 2}\n"), dry(), "duplicate key training"),
-    "an unknown key": (nothing, dry("rollout.groupsize=4"), "did you mean rollout.group_size?"),
-    "a section as text": (config(RUN + "optimizer: fast\n"), dry(), "run.yaml: optimizer: "),
+    "a key twice": (
+        config(RUN + "training: {steps: 2}\n"),
+        dry(),
+        "duplicate key training",
+    ),
+    "an unknown key": (
+        nothing,
+        dry("rollout.groupsize=4"),
+        "did you mean rollout.group_size?",
+    ),
+    "a section as text": (
+        config(RUN + "optimizer: fast\n"),
+        dry(),
+        "run.yaml: optimizer: ",
+    ),
     "a text as number": (
         nothing,
         dry("training.steps=ten"),
         "training.steps=ten: training.steps: ",
     ),
-    "half a number": (nothing, dry("training.steps=1.5"), "training.steps=1.5: training.steps: "),
-    "a negative number": (nothing, dry("optimizer.lr=-1"), "optimizer.lr=-1: optimizer.lr: "),
+    "half a number": (
+        nothing,
+        dry("training.steps=1.5"),
+        "training.steps=1.5: training.steps: ",
+    ),
+    "a negative number": (
+        nothing,
+        dry("optimizer.lr=-1"),
+        "optimizer.lr=-1: optimizer.lr: ",
+    ),
     "NaN": (nothing, dry("objective.lam=nan"), "objective.lam"),
     "one response per prompt": (
         nothing,
@@ -185,7 +215,11 @@ CASES: dict[str, tuple[Callable[[Path], None], list[str], str]] = {
         dry("model.path=train.jsonl"),
         "model directory train.jsonl does not exist",
     ),
-    "no config.json": (in_model("config.json", None), dry(), "policy/config.json is missing"),
+    "no config.json": (
+        in_model("config.json", None),
+        dry(),
+        "policy/config.json is missing",
+    ),
     "config.json is broken": (
         in_model("config.json", "{"),
         dry(),
@@ -201,7 +235,11 @@ CASES: dict[str, tuple[Callable[[Path], None], list[str], str]] = {
         dry(),
         "config.json implies",
     ),
-    "more layers than the weights": (in_model_config(num_hidden_layers=3), dry(), "layers.2"),
+    "more layers than the weights": (
+        in_model_config(num_hidden_layers=3),
+        dry(),
+        "layers.2",
+    ),
     "no weights": (in_model("model.safetensors", None), dry(), "no weights to read"),
     "truncated weights": (truncated_weights, dry(), "model.safetensors is truncated"),
     "a git-lfs pointer as weights": (
@@ -210,7 +248,11 @@ CASES: dict[str, tuple[Callable[[Path], None], list[str], str]] = {
         "model.safetensors",
     ),
     "no tokenizer": (without_tokenizer, dry(), "policy has no tokenizer.json"),
-    "half a tokenizer": (in_model("tokenizer.json", None), dry(), "no usable tokenizer in policy"),
+    "half a tokenizer": (
+        in_model("tokenizer.json", None),
+        dry(),
+        "no usable tokenizer in policy",
+    ),
     "a broken tokenizer": (
         in_model("tokenizer.json", "{}"),
         dry(),
@@ -253,7 +295,11 @@ CASES: dict[str, tuple[Callable[[Path], None], list[str], str]] = {
         "d.tsv: unknown kind of data file",
     ),
     "an empty file": (data(""), dry(), "train.jsonl: no problem with an answer in it"),
-    "a line cut in half": (data(ROW + ROW[:20]), dry(), "train.jsonl:2: not valid JSON"),
+    "a line cut in half": (
+        data(ROW + ROW[:20]),
+        dry(),
+        "train.jsonl:2: not valid JSON",
+    ),
     "a line that is no object": (
         data(ROW + "7\n"),
         dry(),
@@ -285,7 +331,11 @@ CASES: dict[str, tuple[Callable[[Path], None], list[str], str]] = {
         "train.jsonl: not UTF-8 text",
     ),
     "UTF-16": (data(ROW.encode("utf-16")), dry(), "train.jsonl: not UTF-8 text"),
-    "gzip that is cut": (data(b"\x1f\x8b\x08\x00"), dry(), "train.jsonl: not UTF-8 text"),
+    "gzip that is cut": (
+        data(b"\x1f\x8b\x08\x00"),
+        dry(),
+        "train.jsonl: not UTF-8 text",
+    ),
     "parquet that is none": (
         data("PAR1", "d.parquet"),
         dry("data.path=d.parquet"),
@@ -302,7 +352,11 @@ CASES: dict[str, tuple[Callable[[Path], None], list[str], str]] = {
         dry("data.max_prompt_length=1"),
         "every prompt is longer than 1 tokens",
     ),
-    "an unknown template": (nothing, dry("data.template=papr"), "unknown prompt template 'papr'"),
+    "an unknown template": (
+        nothing,
+        dry("data.template=papr"),
+        "unknown prompt template 'papr'",
+    ),
     "a template without a chat template": (
         nothing,
         dry("data.template=paper"),
@@ -328,7 +382,11 @@ CASES: dict[str, tuple[Callable[[Path], None], list[str], str]] = {
         dry("judging.verifier=http://host/v"),
         "expected an https:// address",
     ),
-    "validation on nothing": (nothing, dry("evaluation.interval=1"), "needs evaluation.benchmarks"),
+    "validation on nothing": (
+        nothing,
+        dry("evaluation.interval=1"),
+        "needs evaluation.benchmarks",
+    ),
     "an unknown benchmark": (
         nothing,
         dry("evaluation.interval=1", "evaluation.benchmarks=math5000"),
@@ -342,7 +400,15 @@ CASES: dict[str, tuple[Callable[[Path], None], list[str], str]] = {
     # other verbs
     "samples that are not there": (
         nothing,
-        ["evaluate", "--samples", "s.jsonl", "--benchmarks", "mine=train.jsonl", "--out", "o"],
+        [
+            "evaluate",
+            "--samples",
+            "s.jsonl",
+            "--benchmarks",
+            "mine=train.jsonl",
+            "--out",
+            "o",
+        ],
         "s.jsonl",
     ),
     "an evaluation into a file": (
@@ -378,7 +444,11 @@ CASES: dict[str, tuple[Callable[[Path], None], list[str], str]] = {
         ["evaluate", "--model", "no", "--benchmarks", "m=d.jsonl", "--out", "o"],
         "no",
     ),
-    "a report of nothing": (nothing, ["report", "nowhere", "--out", "r.html"], "nowhere"),
+    "a report of nothing": (
+        nothing,
+        ["report", "nowhere", "--out", "r.html"],
+        "nowhere",
+    ),
     "a calibration of nothing": (
         nothing,
         ["calibrate", "--samples", "s.jsonl", "--out", "c.npz"],
@@ -390,7 +460,11 @@ CASES: dict[str, tuple[Callable[[Path], None], list[str], str]] = {
         ["plan", "--config", "run.yaml", "model.path=m", "--gpus", "8"],
         "m does not exist",
     ),
-    "a conversion of nothing": (nothing, ["convert", "import", "--from", "no", "--to", "m"], "no"),
+    "a conversion of nothing": (
+        nothing,
+        ["convert", "import", "--from", "no", "--to", "m"],
+        "no",
+    ),
 }
 
 
@@ -403,7 +477,9 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_one_line_names_it(case: str, project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_line_names_it(
+    case: str, project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     prepare, arguments, named = CASES[case]
     prepare(project)
     before = contents(project)
@@ -426,10 +502,14 @@ FINE: dict[str, Callable[[Path], None]] = {
     ),
     "a byte order mark in YAML": config("\ufeff" + RUN),
     "lines that end in CRLF": data("".join(json.dumps(row) + "\r\n" for row in ROWS)),
-    "blank lines, no newline at the end": data("\n\n".join(json.dumps(row) for row in ROWS)),
+    "blank lines, no newline at the end": data(
+        "\n\n".join(json.dumps(row) for row in ROWS)
+    ),
     "a JSON array": data(json.dumps(ROWS)),
     "numbers as answers": data(
-        "".join(json.dumps({**row, "answer": int(row["answer"])}) + "\n" for row in ROWS)
+        "".join(
+            json.dumps({**row, "answer": int(row["answer"])}) + "\n" for row in ROWS
+        )
     ),
 }
 
@@ -451,7 +531,9 @@ def test_few_problems_are_a_warning_of_the_dry_run(
 ) -> None:
     (project / "train.jsonl").write_text(ROW * 3)
     assert main(dry()) == 0
-    assert "3 problems are fewer than data.prompts_per_step=4" in capsys.readouterr().out
+    assert (
+        "3 problems are fewer than data.prompts_per_step=4" in capsys.readouterr().out
+    )
 
 
 def test_what_is_elsewhere_is_allowed_to_be(

@@ -17,15 +17,23 @@ def test_an_extra_is_named_by_its_packages(extra, monkeypatch):
     """This project is on no index: its extras are named by what they install, as setup.py
     has it.
     """
-    text = re.search(rf'"{extra}": \[(.+?)\],', (REPOSITORY / "setup.py").read_text(), re.DOTALL)
+    text = re.search(
+        rf'"{extra}": \[(.+?)\],', (REPOSITORY / "setup.py").read_text(), re.DOTALL
+    )
     requirements = [line.partition("; ") for line in re.findall(r'"([^"]+)"', text[1])]
-    here = [name for name, _, marker in requirements if not marker or Marker(marker).evaluate()]
+    here = [
+        name
+        for name, _, marker in requirements
+        if not marker or Marker(marker).evaluate()
+    ]
     made = [
         f'{name}; {f"{marker} and " if marker else ""}extra == "{extra}"'
         for name, _, marker in requirements
     ]
     monkeypatch.setattr(
-        importlib.metadata, "requires", lambda _: ["torch>=2", "six; python_version < '3'", *made]
+        importlib.metadata,
+        "requires",
+        lambda _: ["torch>=2", "six; python_version < '3'", *made],
     )
     isolation = "--no-build-isolation " if extra == "gpu" else ""
     assert len(here) == 1
@@ -44,7 +52,8 @@ def test_what_is_missing_comes_with_a_line(monkeypatch):
     monkeypatch.setattr("megatron_dcpo.cli.doctor._version", lambda name: None)
     advice = {finding.name: finding.advice for finding in examine()}
     assert all(
-        "pip install " in advice[name] for name in (*EXTRAS, "flash-attn", "sentencepiece", "torch")
+        "pip install " in advice[name]
+        for name in (*EXTRAS, "flash-attn", "sentencepiece", "torch")
     )
     assert set(EXTRAS) <= set(OPTIONAL)
 
@@ -58,5 +67,7 @@ def test_nothing_tells_to_install_this_project_from_an_index():
     ]
     assert len(files) > 100
     assert not [
-        str(file) for file in files if re.search(r"pip install '?megatron-dcpo", file.read_text())
+        str(file)
+        for file in files
+        if re.search(r"pip install '?megatron-dcpo", file.read_text())
     ]

@@ -26,9 +26,18 @@ PLAN = ["--config", "examples/quickstart/dcpo.yaml", "--gpus", "8"]
             {"numpy", "pydantic", "omegaconf"},
         ),
     ],
-    ids=["train", "plan", "probe", "plan as JSON", "plan as tables", "a refused option"],
+    ids=[
+        "train",
+        "plan",
+        "probe",
+        "plan as JSON",
+        "plan as tables",
+        "a refused option",
+    ],
 )
-def test_a_light_verb_imports_what_it_uses(arguments: list[str], imported: set[str]) -> None:
+def test_a_light_verb_imports_what_it_uses(
+    arguments: list[str], imported: set[str]
+) -> None:
     code = (
         "import sys; from megatron_dcpo.cli import main\n"
         "main(sys.argv[1:])\n"
@@ -45,11 +54,13 @@ def test_a_light_verb_imports_what_it_uses(arguments: list[str], imported: set[s
 
 
 def test_a_reader_that_has_enough_is_no_error() -> None:
-    script = (
-        f"{sys.executable} -m megatron_dcpo config rollout | head -n 1; exit ${{PIPESTATUS[0]}}"
-    )
+    script = f"{sys.executable} -m megatron_dcpo config rollout | head -n 1; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(
-        ["bash", "-c", script], cwd=REPOSITORY, capture_output=True, text=True, check=False
+        ["bash", "-c", script],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert (done.returncode, done.stderr, done.stdout.count("\n")) == (0, "", 1)
 
@@ -57,7 +68,9 @@ def test_a_reader_that_has_enough_is_no_error() -> None:
 def test_a_python_without_the_libraries_is_told_so() -> None:
     """``-S``: no site-packages."""
     command = [sys.executable, "-S", "-m", "megatron_dcpo", "config"]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, cwd=REPOSITORY, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 2
     assert (
         done.stderr

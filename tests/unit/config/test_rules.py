@@ -14,7 +14,11 @@ from megatron_dcpo.config import rules, validate
 from megatron_dcpo.errors import UserError
 
 DENSE = SimpleNamespace(
-    num_experts=0, num_attention_heads=8, num_query_groups=4, ffn_hidden_size=96, vocab_size=331
+    num_experts=0,
+    num_attention_heads=8,
+    num_query_groups=4,
+    ffn_hidden_size=96,
+    vocab_size=331,
 )
 EXPERTS = SimpleNamespace(**{**vars(DENSE), "num_experts": 6})
 CHUNKS = ([0, 1], [2, 3])
@@ -70,7 +74,8 @@ def test_routing_replay_needs_experts_and_megatrons_router() -> None:
     with pytest.raises(UserError, match=r"rollout\.routing_replay"):
         rules.check_model_rules(replayed, DENSE, CHUNKS)
     fused = config(
-        rollout={"routing_replay": True}, parallel={"megatron": {"moe_router_fusion": True}}
+        rollout={"routing_replay": True},
+        parallel={"megatron": {"moe_router_fusion": True}},
     )
     with pytest.raises(UserError, match="moe_router_fusion"):
         rules.check_model_rules(fused, EXPERTS, CHUNKS)
@@ -78,7 +83,10 @@ def test_routing_replay_needs_experts_and_megatrons_router() -> None:
 
 def test_recomputed_units_divide_every_chunk() -> None:
     units = config(
-        parallel={"recompute_granularity": "full", "megatron": {"recompute_num_layers": 2}}
+        parallel={
+            "recompute_granularity": "full",
+            "megatron": {"recompute_num_layers": 2},
+        }
     )
     rules.check_model_rules(units, DENSE, CHUNKS)
     with pytest.raises(UserError, match=r"recompute_num_layers=2"):

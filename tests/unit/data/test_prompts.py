@@ -57,9 +57,14 @@ def test_the_box_is_asked_for_once(problem: str, template: str) -> None:
 
 
 def test_the_request_of_the_reference_files_is_taken_out() -> None:
-    problem = "Find x. Let's think step by step and output the final answer within \\boxed{}."
+    problem = (
+        "Find x. Let's think step by step and output the final answer within \\boxed{}."
+    )
     plain = prompts.render(ByteTokenizer(), user(problem), "paper")
-    assert prompts.render(ByteTokenizer(), user(problem + REFERENCE_SUFFIX), "paper") == plain
+    assert (
+        prompts.render(ByteTokenizer(), user(problem + REFERENCE_SUFFIX), "paper")
+        == plain
+    )
     assert "CONFIDENCE" not in plain[0][0]["content"]
 
 
@@ -75,14 +80,20 @@ def test_thinking_is_switched_off_only_where_the_template_knows_it() -> None:
     assert ignores.options == {"tokenize": False, "add_generation_prompt": True}
 
 
-@pytest.mark.parametrize(("thinking", "switch"), [("off", False), ("on", True), ("auto", None)])
-def test_thinking_off_on_and_as_the_template_has_it(thinking: str, switch: bool | None) -> None:
+@pytest.mark.parametrize(
+    ("thinking", "switch"), [("off", False), ("on", True), ("auto", None)]
+)
+def test_thinking_off_on_and_as_the_template_has_it(
+    thinking: str, switch: bool | None
+) -> None:
     knows, ignores = ByteTokenizer(), ByteTokenizer("{{ messages }}<think>")
     for tokenizer in (knows, ignores):
         prompts.render(tokenizer, user("x"), "paper", thinking=thinking)
     assert knows.options.get("enable_thinking") is switch
     assert "enable_thinking" not in ignores.options
-    assert prompts.render(ByteTokenizer(None), user("x"), "raw", thinking=thinking)[1] == [
+    assert prompts.render(ByteTokenizer(None), user("x"), "raw", thinking=thinking)[
+        1
+    ] == [
         256,
         *b"x",
     ]
@@ -128,10 +139,15 @@ def test_earlier_messages_stay_and_marker_is_configurable() -> None:
 
 def test_errors_name_the_fix() -> None:
     with pytest.raises(
-        UserError, match="unknown prompt template 'papr'; known: paper, abstain, grpo, chat, raw"
+        UserError,
+        match="unknown prompt template 'papr'; known: paper, abstain, grpo, chat, raw",
     ):
         prompts.render(ByteTokenizer(), user("x"), "papr")
-    with pytest.raises(UserError, match="no chat template; use the prompt template 'raw'"):
+    with pytest.raises(
+        UserError, match="no chat template; use the prompt template 'raw'"
+    ):
         prompts.render(ByteTokenizer(None), user("x"), "paper")
     with pytest.raises(UserError, match="end with a user message"):
-        prompts.render(ByteTokenizer(), ({"role": "assistant", "content": "x"},), "paper")
+        prompts.render(
+            ByteTokenizer(), ({"role": "assistant", "content": "x"},), "paper"
+        )

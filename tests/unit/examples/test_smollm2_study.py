@@ -53,7 +53,10 @@ def runs(tmp_path):
     for method, shift in (("base", 0.3), ("grpo", 0.0)):
         for seed, part in enumerate(("test", "validation", "ood")):
             (tmp_path / "runs" / method / part).mkdir(parents=True)
-            write_samples(samples(seed, shift), tmp_path / "runs" / method / part / "samples.jsonl")
+            write_samples(
+                samples(seed, shift),
+                tmp_path / "runs" / method / part / "samples.jsonl",
+            )
     steps = [
         {"step": n, "reward/accuracy": 0.1 * n, **dict.fromkeys(study.STEPS[1:], 0.5)}
         for n in range(10)
@@ -88,7 +91,9 @@ def test_tables_come_from_the_archive_alone(runs, tmp_path):
 
 def test_agreement_leaves_the_response_itself_out():
     answers = ["1", "1", "2", "2", None]
-    of = [make_sample(sample_index=i, answer=answer) for i, answer in enumerate(answers)]
+    of = [
+        make_sample(sample_index=i, answer=answer) for i, answer in enumerate(answers)
+    ]
     assert study.agreement(of) == pytest.approx([0.25] * 4 + [np.nan], nan_ok=True)
 
 

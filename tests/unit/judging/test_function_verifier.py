@@ -88,7 +88,9 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def verifier_of(file: Path, name: str, **options: Any) -> FunctionVerifier:
-    return FunctionVerifier(f"{file}:{name}", JudgingConfig(test_seconds=2.0, **options))
+    return FunctionVerifier(
+        f"{file}:{name}", JudgingConfig(test_seconds=2.0, **options)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +146,11 @@ def test_what_a_function_does_wrong_is_an_error_and_the_next_one_is_judged(
 def test_what_does_no_harm(verify: FunctionVerifier, text: str) -> None:
     """A fork comes back twice, one of them is ended; standard input is empty."""
     assert one(verify, text).category is None
-    assert [one(verify, text).correct for text in ("true", "half", "true")] == [True, False, True]
+    assert [one(verify, text).correct for text in ("true", "half", "true")] == [
+        True,
+        False,
+        True,
+    ]
 
 
 def test_signatures(file: Path, verify: FunctionVerifier) -> None:
@@ -155,7 +161,9 @@ def test_signatures(file: Path, verify: FunctionVerifier) -> None:
     assert one(verl, "s", answer="s", data_source="t", extra_info={"k": 1}).correct
     assert one(verifier_of(file, "reward"), "s", problem="P", level=2).correct
     assert one(
-        verifier_of(file, "reward_of_chats"), "s", prompt=[{"role": "user", "content": "P"}]
+        verifier_of(file, "reward_of_chats"),
+        "s",
+        prompt=[{"role": "user", "content": "P"}],
     ).correct
     with pytest.raises(
         UserError, match=r"unknown: expected verify\(response, answer, .* got \(x, y\)"
@@ -163,10 +171,14 @@ def test_signatures(file: Path, verify: FunctionVerifier) -> None:
         load_function(f"{file}:unknown")
 
 
-def test_one_warning_with_the_line(file: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_one_warning_with_the_line(
+    file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     verifier = verifier_of(file, "verify")
     with caplog.at_level(logging.WARNING):
-        assert [one(verifier, text).category for text in ("raise", "nan")] == [VERIFIER_ERROR] * 2
+        assert [one(verifier, text).category for text in ("raise", "nan")] == [
+            VERIFIER_ERROR
+        ] * 2
     (said,) = caplog.messages
     assert f"ValueError: bad luck ({file}, line 19, in verify)" in said
 
@@ -177,9 +189,9 @@ def test_it_sees_the_reasoning_block_only(file: Path) -> None:
     """
     response = Response("p", 0, (), [], "stop", 0, text="true<conf> 0.9 half")  # type: ignore[arg-type]
     prompt = Prompt("p", (), (), "", "t", row={})
-    judged = judge_many([response], {"p": prompt}, verifier=verifier_of(file, "verify"), form=FREE)[
-        0
-    ]
+    judged = judge_many(
+        [response], {"p": prompt}, verifier=verifier_of(file, "verify"), form=FREE
+    )[0]
     assert (judged.correct, judged.status, judged.answered, judged.R) == (
         1.0,
         "trailing_text",
@@ -200,7 +212,8 @@ def test_the_rate_of_errors_is_that_of_what_the_users_verifier_judged() -> None:
     )
     check_error_rate([math] * 100 + [fine] * 3 + [wrong], 0.25, "step 1")
     with pytest.raises(
-        VerifierFailed, match=r"1 of 4 responses \(step 1\) could not be judged, more than .*=0.2;"
+        VerifierFailed,
+        match=r"1 of 4 responses \(step 1\) could not be judged, more than .*=0.2;",
     ):
         check_error_rate([math] * 100 + [fine] * 3 + [wrong], 0.2, "step 1")
     assert verifier_metrics([math, fine, wrong]) == {

@@ -263,7 +263,8 @@ CLASSES: dict[str, tuple[str, str]] = {
 def pairs(equal: bool) -> list[Any]:
     return [
         pytest.param(
-            *(side.strip() for side in line.strip().split(" | ")), id=f"{name}: {line.strip()}"
+            *(side.strip() for side in line.strip().split(" | ")),
+            id=f"{name}: {line.strip()}",
         )
         for name, sides in CLASSES.items()
         for line in sides[0 if equal else 1].splitlines()
@@ -282,7 +283,8 @@ def test_near_misses_are_rejected(answer: str, key: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("answer", "key"), [("0.3333333", r"\frac{1}{3}"), ("x+1", "1+x"), ("0.333", r"\frac{1}{3}")]
+    ("answer", "key"),
+    [("0.3333333", r"\frac{1}{3}"), ("x+1", "1+x"), ("0.333", r"\frac{1}{3}")],
 )
 def test_verdicts_that_need_algebra_are_not_quick(answer: str, key: str) -> None:
     """Six digits of a decimal are math-verify's own rule; three are not enough."""
@@ -340,7 +342,15 @@ def test_notation_is_total_and_settles(text: str) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["\\frac" * 150, "{" * 1000, "1\\," * 300, "√" * 900, "^\\circ" * 150, "1 " * 500, "(" * 999],
+    [
+        "\\frac" * 150,
+        "{" * 1000,
+        "1\\," * 300,
+        "√" * 900,
+        "^\\circ" * 150,
+        "1 " * 500,
+        "(" * 999,
+    ],
 )
 def test_long_texts_take_no_time(text: str) -> None:
     normalise(text)

@@ -54,9 +54,8 @@ pytestmark = pytest.mark.slow
 
 LENGTHS = (250, 800, 2_500, 8_000, 25_000, 250_000)
 LARGEST_EXPONENT = 1.35
-NOISE_SECONDS = (
-    0.01  # at the longest text: nothing that grows faster than linearly is that fast there
-)
+# at the longest text: nothing that grows faster than linearly is that fast there
+NOISE_SECONDS = 0.01
 HOPELESS_SECONDS = (
     1.0  # at a shorter one: 40 times what the slowest parser here takes at the longest
 )
@@ -110,7 +109,9 @@ CASES: dict[str, Case] = {
         lambda r: judge(r, PROMPT, BYTES, EOS, verifier=by_equality), response, 50_000
     ),
     "judge ids fenced": Case(
-        lambda r: judge(r, PROMPT, BYTES, EOS, verifier=by_equality, form=FENCED), response, 50_000
+        lambda r: judge(r, PROMPT, BYTES, EOS, verifier=by_equality, form=FENCED),
+        response,
+        50_000,
     ),
     "with_text": Case(lambda r: with_text(r, BYTES, EOS), response, 50_000),
     "extract_boxed": Case(extract_boxed),
@@ -166,13 +167,18 @@ def growth(case: Case, maker: Callable[[int], str]) -> float:
         before = seconds(case, case.prepare(maker(length)), 1)
         if before > HOPELESS_SECONDS:
             return math.inf
-    longest, shorter = (case.prepare(maker(length)) for length in (lengths[-1], lengths[-2]))
+    longest, shorter = (
+        case.prepare(maker(length)) for length in (lengths[-1], lengths[-2])
+    )
     last = seconds(case, longest, 1)
     if last < NOISE_SECONDS:
         return 0.0
     exponent = math.inf
     for _ in range(5):  # a busy machine makes single timings longer, never shorter
-        before, last = min(before, seconds(case, shorter, 3)), min(last, seconds(case, longest, 2))
+        before, last = (
+            min(before, seconds(case, shorter, 3)),
+            min(last, seconds(case, longest, 2)),
+        )
         exponent = math.log(max(last, 1e-9) / max(before, 1e-9)) / math.log(
             lengths[-1] / lengths[-2]
         )
@@ -190,7 +196,9 @@ def too_steep(case: Case) -> dict[str, float]:
     finally:
         gc.enable()
     return {
-        name: round(exponent, 2) for name, exponent in found.items() if exponent >= LARGEST_EXPONENT
+        name: round(exponent, 2)
+        for name, exponent in found.items()
+        if exponent >= LARGEST_EXPONENT
     }
 
 
@@ -209,5 +217,10 @@ def test_the_measurement_finds_what_was_cubic(monkeypatch: pytest.MonkeyPatch) -
     maker = HOSTILE["fence, blanks, backtick"]
     assert growth(CASES["extract_program"], maker) >= LARGEST_EXPONENT
     # and a quadratic one: greedy where the real one is possessive
-    monkeypatch.setattr(answers, "_OPENING", re.compile(rb"([ \t]*)(`{3,}|~{3,})([^`\r\n]*)\r?$"))
-    assert growth(CASES["extract_program"], HOSTILE["tildes, backtick"]) >= LARGEST_EXPONENT
+    monkeypatch.setattr(
+        answers, "_OPENING", re.compile(rb"([ \t]*)(`{3,}|~{3,})([^`\r\n]*)\r?$")
+    )
+    assert (
+        growth(CASES["extract_program"], HOSTILE["tildes, backtick"])
+        >= LARGEST_EXPONENT
+    )

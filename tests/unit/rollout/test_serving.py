@@ -86,12 +86,17 @@ def test_a_server_that_ends_is_started_again(
 
 def test_a_server_that_cannot_start_is_an_error(server: EngineServer) -> None:
     server.command = [sys.executable, "-S", "-c", "raise SystemExit('no such model')"]
-    with pytest.raises(UserError, match="ended with status 1 before it answered"), server:
+    with (
+        pytest.raises(UserError, match="ended with status 1 before it answered"),
+        server,
+    ):
         pass
     assert "no such model" in server.log.read_text()
 
 
-def test_another_server_at_the_address_is_an_error(server: EngineServer, tmp_path: Path) -> None:
+def test_another_server_at_the_address_is_an_error(
+    server: EngineServer, tmp_path: Path
+) -> None:
     with server:
         again = EngineServer(server.command, server.url, 10**6, 1, tmp_path / "log")
         with pytest.raises(UserError, match=r"answers at .* already"), again:
@@ -101,9 +106,15 @@ def test_another_server_at_the_address_is_an_error(server: EngineServer, tmp_pat
 def test_the_engines_have_the_devices_behind_the_ranks(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(serving, "capabilities", lambda: SimpleNamespace(separate_memory=True))
+    monkeypatch.setattr(
+        serving, "capabilities", lambda: SimpleNamespace(separate_memory=True)
+    )
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    for own, first, expected in ((None, 6, "6,7"), ("3,4,5,6", 2, "5,6"), (None, 0, "0,1")):
+    for own, first, expected in (
+        (None, 6, "6,7"),
+        ("3,4,5,6", 2, "5,6"),
+        (None, 0, "0,1"),
+    ):
         if own:
             monkeypatch.setenv("CUDA_VISIBLE_DEVICES", own)
         else:
@@ -118,7 +129,13 @@ def test_commands() -> None:
         QUICKSTART / "async.yaml", ["model.params_dtype=bf16", "model.head_dtype=fp32"]
     )
     own = server_command(config, 1, "python server.py --swift")
-    assert own[:5] == ["python", "server.py", "--swift", "--model", str(config.model.path)]
+    assert own[:5] == [
+        "python",
+        "server.py",
+        "--swift",
+        "--model",
+        str(config.model.path),
+    ]
     assert own[5:] == [
         "--host",
         "127.0.0.1",
@@ -132,7 +149,10 @@ def test_commands() -> None:
     command = server_command(config, 8)
     found = dict(pairwise(command))
     assert (found["--data-parallel-size"], found["--max-model-len"]) == ("8", "48")
-    assert (found["--dtype"], found["--logprobs-mode"]) == ("bfloat16", "processed_logprobs")
+    assert (found["--dtype"], found["--logprobs-mode"]) == (
+        "bfloat16",
+        "processed_logprobs",
+    )
     assert found["--hf-overrides"] == '{"head_dtype": "float32"}'
     with pytest.raises(
         UserError, match=r"--engines is for rollout\.engine=server, not transformers"

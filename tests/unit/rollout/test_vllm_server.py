@@ -32,7 +32,9 @@ PROMPT = Prompt("p", (), (1, 2), "5", "")
 @pytest.fixture
 def replies(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     given = dict(HONEST) | {"/v1/completions": {"choices": [CHOICE]}}
-    monkeypatch.setattr(JsonClient, "call", lambda self, path, body=None, **_: given[path])
+    monkeypatch.setattr(
+        JsonClient, "call", lambda self, path, body=None, **_: given[path]
+    )
     return given
 
 
@@ -44,7 +46,10 @@ def sample(tmp_path: Path) -> Any:
 
 def test_an_honest_reply_is_a_response(replies: dict[str, Any], tmp_path: Path) -> None:
     response = sample(tmp_path)
-    assert (response.token_ids.tolist(), response.logprobs.tolist()) == ([1, 2], [-0.5, -1.0])
+    assert (response.token_ids.tolist(), response.logprobs.tolist()) == (
+        [1, 2],
+        [-0.5, -1.0],
+    )
     assert response.finish_reason == "stop"
 
 
@@ -76,7 +81,16 @@ def test_an_odd_reply_is_an_error_of_the_engine(
 
 
 @pytest.mark.parametrize(
-    "reply", [None, [], {}, {"choices": []}, {"choices": [CHOICE, CHOICE]}, {"choices": [1]}, "x"]
+    "reply",
+    [
+        None,
+        [],
+        {},
+        {"choices": []},
+        {"choices": [CHOICE, CHOICE]},
+        {"choices": [1]},
+        "x",
+    ],
 )
 def test_a_reply_of_another_kind_as_well(
     replies: dict[str, Any], tmp_path: Path, reply: Any
@@ -98,7 +112,9 @@ def test_a_server_that_names_no_model(
         sample(tmp_path)
 
 
-@pytest.mark.parametrize("reply", [[], {}, {"weight_version": "1"}, {"weight_version": 0}, "0"])
+@pytest.mark.parametrize(
+    "reply", [[], {}, {"weight_version": "1"}, {"weight_version": 0}, "0"]
+)
 def test_other_weights(replies: dict[str, Any], tmp_path: Path, reply: Any) -> None:
     replies["/weight_info"] = reply
     with pytest.raises(EngineError, match="holds weights version"):

@@ -13,7 +13,9 @@ from tests.helpers.paths import REPOSITORY
 
 CHECK = runpy.run_path(str(REPOSITORY / "tools" / "check_numbers.py"))
 QUOTES = (REPOSITORY / "tools" / "numbers.txt").read_text()
-CODE = re.compile(r"```.*?```|`[^`]*`|\]\([^)]*\)|^#[^\n]*$|^\d\.|\(\d\)", re.DOTALL | re.MULTILINE)
+CODE = re.compile(
+    r"```.*?```|`[^`]*`|\]\([^)]*\)|^#[^\n]*$|^\d\.|\(\d\)", re.DOTALL | re.MULTILINE
+)
 
 
 def problems(name: str, text: str) -> list[str]:
@@ -39,7 +41,8 @@ def test_every_digit_counts(name: str) -> None:
     places = [
         i
         for i in places
-        if i not in left_out and not re.search(r"[A-Z]\d*$|80ba0e?$|18b5f?$", text[i - 6 : i])
+        if i not in left_out
+        and not re.search(r"[A-Z]\d*$|80ba0e?$|18b5f?$", text[i - 6 : i])
     ]
     assert len(places) > 100
     for i in places[:: 1 if begin else 11]:

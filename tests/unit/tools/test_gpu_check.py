@@ -59,12 +59,15 @@ def test_summary(tmp_path):
     assert "one is not two" in next(line for line in lines if "test_bad" in line)
     assert "no room" in next(line for line in lines if "test_broken" in line)
     assert "skipped: 2 x vLLM is not installed" in lines
-    assert lines[-1] == "peak memory, measured/planned: local layers: resting 1.19/1.20 GB"
+    assert (
+        lines[-1] == "peak memory, measured/planned: local layers: resting 1.19/1.20 GB"
+    )
 
 
 def test_summary_of_nothing(tmp_path):
     lines = summary_of(
-        tmp_path, 'import pytest\n@pytest.mark.skip("needs a CUDA device")\ndef test_one(): pass\n'
+        tmp_path,
+        'import pytest\n@pytest.mark.skip("needs a CUDA device")\ndef test_one(): pass\n',
     )
     assert lines[0] == "gpu_check: 0 passed, 0 failed, 1 skipped"
     assert lines[-2:] == [
@@ -88,28 +91,41 @@ def test_what_is_there_is_not_replaced():
         "rich-15.0.0-py3.whl",
     ]
     there = {"matplotlib": "3.10.0", "pydantic-core": "2.41.0", "pytest": "9.2.0"}
-    assert gpu_check.missing(wheels, gpu_check.TOGETHER, there.get) == [wheels[1], wheels[3]]
+    assert gpu_check.missing(wheels, gpu_check.TOGETHER, there.get) == [
+        wheels[1],
+        wheels[3],
+    ]
     assert gpu_check.missing(wheels, gpu_check.TOGETHER, dict.get.__get__({})) == wheels
 
 
 def test_comparison_with_the_plan():
-    predicted = {"resting": 1_200_000_000, "update": 10_000_000_000, "save": 9_000_000_000}
+    predicted = {
+        "resting": 1_200_000_000,
+        "update": 10_000_000_000,
+        "save": 9_000_000_000,
+    }
     rows = memory.compare(predicted, predicted)
     assert [row.ratio for row in rows] == [1, 1, 1]
     assert memory.problems(rows) == []
-    assert memory.shown(rows) == "resting 1.20/1.20 GB, update 10.00/10.00 GB, save 9.00/9.00 GB"
+    assert (
+        memory.shown(rows)
+        == "resting 1.20/1.20 GB, update 10.00/10.00 GB, save 9.00/9.00 GB"
+    )
     more = memory.compare(predicted | {"update": 11_500_000_000}, predicted)
     assert memory.problems(more) == ["update: measured 11.50 GB, planned 10.00 GB"]
-    assert memory.problems(memory.compare(predicted | {"save": 5_000_000_000}, predicted)) == [
-        "save: measured 5.00 GB, planned 9.00 GB"
-    ]
+    assert memory.problems(
+        memory.compare(predicted | {"save": 5_000_000_000}, predicted)
+    ) == ["save: measured 5.00 GB, planned 9.00 GB"]
     with pytest.raises(KeyError, match="save"):
         memory.compare({"resting": 1, "update": 1}, predicted)
 
 
 def test_marks_name_what_is_missing():
     one, two = needs.gpus(2, found=1), needs.gpus(2, found=2)
-    assert (one.args, one.kwargs["reason"]) == ((True,), "needs 2 GPUs, this machine has 1")
+    assert (one.args, one.kwargs["reason"]) == (
+        (True,),
+        "needs 2 GPUs, this machine has 1",
+    )
     assert two.args == (False,)
 
 
@@ -123,7 +139,12 @@ def test_marks_name_what_is_missing():
 )
 def test_bad_use_is_one_line(tmp_path, arguments, said):
     done = subprocess.run(
-        [SCRIPT, *arguments], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=60
+        [SCRIPT, *arguments],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
     )
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert said in done.stderr
@@ -152,10 +173,12 @@ def test_a_wheel_in_pieces_is_joined_checked_and_installed(tmp_path):
         with zipfile.ZipFile(path, "w") as file:
             file.writestr(f"shared/{part}.py", f"NAME = {part!r}\n" + "# more\n" * 100)
             file.writestr(
-                f"{info}/METADATA", f"Metadata-Version: 2.1\nName: shared_{part}\nVersion: 1.0\n"
+                f"{info}/METADATA",
+                f"Metadata-Version: 2.1\nName: shared_{part}\nVersion: 1.0\n",
             )
             file.writestr(
-                f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+                f"{info}/WHEEL",
+                "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
             )
             file.writestr(f"{info}/RECORD", "")
         done = subprocess.run(
@@ -167,12 +190,12 @@ def test_a_wheel_in_pieces_is_joined_checked_and_installed(tmp_path):
         assert done.returncode == 0, done.stderr
         assert "3 pieces of shared_" in done.stdout
     functions = SCRIPT.read_text().rpartition("case ${1:-}")[0]
-    command = (
-        f'{functions}\npython={sys.executable}; install_pieces "{tmp_path / "pieces"}" "{tmp_path}"'
-    )
+    command = f'{functions}\npython={sys.executable}; install_pieces "{tmp_path / "pieces"}" "{tmp_path}"'
 
     def install():
-        return subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+        return subprocess.run(
+            ["bash", "-c", command], capture_output=True, text=True, check=False
+        )
 
     done = install()
     assert done.returncode == 0, done.stderr
@@ -183,4 +206,6 @@ def test_a_wheel_in_pieces_is_joined_checked_and_installed(tmp_path):
     next((tmp_path / "pieces").glob("shared_one*.01")).unlink()
     done = install()
     assert done.returncode == 2
-    assert "shared_one-1.0-py3-none-any.whl: a piece is missing or damaged" in done.stderr
+    assert (
+        "shared_one-1.0-py3-none-any.whl: a piece is missing or damaged" in done.stderr
+    )

@@ -78,16 +78,22 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         return sorted(int(file.stem) for file in directory.glob("*.json"))
 
     monkeypatch.setattr(module, "iterations", steps)
-    monkeypatch.setattr(module, "latest_iteration", lambda path: max(steps(path), default=None))
     monkeypatch.setattr(
-        module, "newest_intact", lambda path, topology: (max(steps(path), default=None), {})
+        module, "latest_iteration", lambda path: max(steps(path), default=None)
+    )
+    monkeypatch.setattr(
+        module,
+        "newest_intact",
+        lambda path, topology: (max(steps(path), default=None), {}),
     )
     monkeypatch.setattr(module, "remove_leftovers", lambda path: None)
     with one_rank():
         yield
 
 
-def checkpointer(directory: Path, parts: dict[str, Any], **options: Any) -> Checkpointer:
+def checkpointer(
+    directory: Path, parts: dict[str, Any], **options: Any
+) -> Checkpointer:
     entered = options.pop("entered", [])
 
     @contextmanager
@@ -118,7 +124,16 @@ def test_it_saves_on_schedule_and_after_the_last_step(tmp_path: Path) -> None:
         saves.save(step)
         saves.announce(step)
     assert saves.saver.calls == [  # type: ignore[attr-defined]
-        *("finish", "begin 2", "finish", "finish", "begin 4", "finish", "begin 5", "wait")
+        *(
+            "finish",
+            "begin 2",
+            "finish",
+            "finish",
+            "begin 4",
+            "finish",
+            "begin 5",
+            "wait",
+        )
     ]
     assert len(entered) == 3, "the state is on the device when it is written"
     saves.save_now(5)
@@ -160,7 +175,13 @@ def test_another_run_is_refused_by_the_option(
 ) -> None:
     checkpointer(tmp_path, {"a": Counter()}).save(2)
     identity = Identity(
-        **{"seed": 1, "prompts_per_step": 8, "shuffle": True, "fingerprint": "abc", **changed}
+        **{
+            "seed": 1,
+            "prompts_per_step": 8,
+            "shuffle": True,
+            "fingerprint": "abc",
+            **changed,
+        }
     )
     other = checkpointer(tmp_path, {"a": Counter()}, resume="auto", identity=identity)
     with pytest.raises(UserError, match=option):
@@ -192,7 +213,12 @@ def test_checkpoints_of_release_0_2_are_read(tmp_path: Path) -> None:
     saves = checkpointer(
         tmp_path, {name: Part(name) for name in ("rollouts", "updater")}, resume="auto"
     )
-    data = {"consumed_prompts": 21, "prompts_per_step": 8, "shuffle": True, "fingerprint": "abc"}
+    data = {
+        "consumed_prompts": 21,
+        "prompts_per_step": 8,
+        "shuffle": True,
+        "fingerprint": "abc",
+    }
     old = {
         "iteration": 2,
         "seed": 1,
@@ -207,7 +233,9 @@ def test_checkpoints_of_release_0_2_are_read(tmp_path: Path) -> None:
     assert seen["updater"] == {"nonfinite_in_a_row": 1}
 
 
-def test_a_signal_saves_and_stops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_saves_and_stops(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     saves = checkpointer(tmp_path, {"a": Counter()})
     saves.stop_if_asked(done=1)  # nobody has asked
     monkeypatch.setattr(signals, "stop_requested", lambda: 10)

@@ -23,20 +23,31 @@ def filling(dull: set[int], *overrides: str) -> Steps:
     """Sampling over 40 prompts of which the groups of ``dull`` train nothing, two responses
     each.
     """
-    settings = ["data.prompts_per_step=4", "rollout.group_size=2", "data.shuffle=false", *overrides]
-    return Steps(numbered_sampler(lambda number: number not in dull, 40, *settings, file="dcpo"))
+    settings = [
+        "data.prompts_per_step=4",
+        "rollout.group_size=2",
+        "data.shuffle=false",
+        *overrides,
+    ]
+    return Steps(
+        numbered_sampler(lambda number: number not in dull, 40, *settings, file="dcpo")
+    )
 
 
 def steps(run: Steps, *numbers: int) -> list[list[int]]:
     """The prompts of each step's batch."""
     return [
-        numbers_of(sample.prompt.prompt_id for sample in run.take(number)) for number in numbers
+        numbers_of(sample.prompt.prompt_id for sample in run.take(number))
+        for number in numbers
     ]
 
 
 def rounds(run: Any) -> list[list[int]]:
     """The prompts of each round so far."""
-    return [numbers_of(prompt_id for prompt_id, _ in asked) for asked in run.sampler.engine.asked]
+    return [
+        numbers_of(prompt_id for prompt_id, _ in asked)
+        for asked in run.sampler.engine.asked
+    ]
 
 
 def numbers_of(prompt_ids: Iterator[str]) -> list[int]:
@@ -52,7 +63,9 @@ def test_dull_groups_are_replaced_by_the_prompts_that_follow() -> None:
         "rollout/groups_filtered": 4,
         "rollout/accuracy": 1.0,
     }
-    assert steps(run, 2) == [[8, 9, 10, 11]], "the next step goes on behind the last one taken"
+    assert steps(run, 2) == [[8, 9, 10, 11]], (
+        "the next step goes on behind the last one taken"
+    )
     assert run.state.position == 12
 
 

@@ -18,7 +18,10 @@ ILLEGAL = [
         "parallel.sequence_parallel needs parallel.tensor_model_parallel_size > 1",
     ),
     ([f"{VPP}=2"], f"{VPP} > 1 needs {PP} > 1"),
-    ([f"{PP}=2", f"{VPP}=2"], "(x virtual stages = 4) does not divide the model's 2 layers"),
+    (
+        [f"{PP}=2", f"{VPP}=2"],
+        "(x virtual stages = 4) does not divide the model's 2 layers",
+    ),
     ([f"{PP}=3"], "does not divide the model's 2 layers"),
     ([f"{TP}=3"], "does not divide the model's 2 attention heads"),
     ([f"{TP}=4"], "does not divide the model's 2 attention heads"),
@@ -39,7 +42,10 @@ ILLEGAL = [
         "parallel.megatron.overlap_param_gather needs parallel.use_distributed_optimizer",
     ),
     (
-        ["parallel.megatron.overlap_param_gather=true", "parallel.use_distributed_optimizer=true"],
+        [
+            "parallel.megatron.overlap_param_gather=true",
+            "parallel.use_distributed_optimizer=true",
+        ],
         "parallel.megatron.overlap_param_gather needs overlap_grad_reduce",
     ),
     (
@@ -57,16 +63,25 @@ ILLEGAL = [
         "recompute_num_layers need parallel.recompute_granularity=full",
     ),
     (
-        ["parallel.recompute_granularity=full", "parallel.megatron.recompute_num_layers=3"],
+        [
+            "parallel.recompute_granularity=full",
+            "parallel.megatron.recompute_num_layers=3",
+        ],
         "parallel.megatron.recompute_num_layers=3 does not divide the 2 layers",
     ),
-    (["parallel.megatron.recompute_method=block"], "parallel.megatron.recompute_method and"),
+    (
+        ["parallel.megatron.recompute_method=block"],
+        "parallel.megatron.recompute_method and",
+    ),
     (
         ["parallel.megatron.recompute_modules=[mlp]"],
         "parallel.megatron.recompute_modules needs parallel.recompute_granularity=selective",
     ),
     (
-        ["parallel.recompute_granularity=selective", "parallel.megatron.recompute_modules=[moe]"],
+        [
+            "parallel.recompute_granularity=selective",
+            "parallel.megatron.recompute_modules=[moe]",
+        ],
         "parallel.megatron.recompute_modules",
     ),
     (
@@ -93,7 +108,9 @@ ILLEGAL += [
 
 
 def dry_run(overrides, capsys):
-    status = main(["train", "--config", str(QUICKSTART / "dcpo.yaml"), "--dry-run", *overrides])
+    status = main(
+        ["train", "--config", str(QUICKSTART / "dcpo.yaml"), "--dry-run", *overrides]
+    )
     return status, capsys.readouterr().err
 
 
@@ -136,7 +153,11 @@ def test_world_size_of_the_launcher(capsys, monkeypatch):
 @pytest.mark.parametrize(
     "overrides",
     [
-        [f"{TP}=2", "parallel.sequence_parallel=true", "parallel.sequence_packing=true"],
+        [
+            f"{TP}=2",
+            "parallel.sequence_parallel=true",
+            "parallel.sequence_packing=true",
+        ],
         [f"{PP}=2", "parallel.recompute_granularity=full"],
         ["parallel.megatron.overlap_grad_reduce=true"],
         [
@@ -150,7 +171,9 @@ def test_legal_combination_passes(overrides, capsys):
     assert dry_run(overrides, capsys)[0] == 0
 
 
-def test_a_gpu_without_transformer_engine_is_refused_unless_local_is_said(capsys, monkeypatch):
+def test_a_gpu_without_transformer_engine_is_refused_unless_local_is_said(
+    capsys, monkeypatch
+):
     from megatron_dcpo.policy import layers
     from megatron_dcpo.runtime.device import _GPU
     from megatron_dcpo.training import preflight
@@ -164,7 +187,8 @@ def test_a_gpu_without_transformer_engine_is_refused_unless_local_is_said(capsys
         status, said = dry_run([f"model.transformer_impl={choice}"], capsys)
         assert status == 2
         assert (
-            f"model.transformer_impl={choice}: on a GPU the layers are Transformer Engine's" in said
+            f"model.transformer_impl={choice}: on a GPU the layers are Transformer Engine's"
+            in said
         )
         assert "ModuleNotFoundError" in said
         assert "set model.transformer_impl=local" in said

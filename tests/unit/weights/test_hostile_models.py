@@ -66,11 +66,15 @@ TOKENIZERS = {
     "not UTF-8": b"\xff\xfe",
     "another kind of JSON": b"[1, 2]",
     "no model": tokenizer_with(model=None),
-    "merges of nothing": tokenizer_with(model=SPEC["model"] | {"merges": [["absent", "gone"]]}),
+    "merges of nothing": tokenizer_with(
+        model=SPEC["model"] | {"merges": [["absent", "gone"]]}
+    ),
     "an absurd id": tokenizer_with(
         model=SPEC["model"] | {"vocab": {"a": 4_000_000_000}, "merges": []}
     ),
-    "text for an id": tokenizer_with(model=SPEC["model"] | {"vocab": {"a": "1"}, "merges": []}),
+    "text for an id": tokenizer_with(
+        model=SPEC["model"] | {"vocab": {"a": "1"}, "merges": []}
+    ),
 }
 
 
@@ -93,7 +97,9 @@ def test_custom_code_of_a_directory_is_not_run(policy: Path, tmp_path: Path) -> 
         "AutoTokenizer": ["code.Tokenizer", None],
         "AutoConfig": "code.Config",
     }
-    (policy / "config.json").write_text(json.dumps(CONFIG | {"auto_map": own, "model_type": "own"}))
+    (policy / "config.json").write_text(
+        json.dumps(CONFIG | {"auto_map": own, "model_type": "own"})
+    )
     (policy / "tokenizer_config.json").write_text(
         json.dumps({"auto_map": own, "tokenizer_class": "Own"})
     )
@@ -145,6 +151,8 @@ def test_an_index_cannot_lead_elsewhere(tmp_path: Path, file: str) -> None:
     (tmp_path / "model.safetensors").write_bytes(header(a=F32))
     directory = tmp_path / "model"
     directory.mkdir()
-    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": file}}))
+    (directory / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"a": file}})
+    )
     with pytest.raises(UserError, match="is missing"):
         HFReader(directory)

@@ -35,7 +35,9 @@ def architecture(**changes) -> Architecture:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("name", ["Qwen3ForCausalLM", "LlamaForCausalLM", "Qwen2ForCausalLM"])
+@pytest.mark.parametrize(
+    "name", ["Qwen3ForCausalLM", "LlamaForCausalLM", "Qwen2ForCausalLM"]
+)
 @pytest.mark.parametrize(
     ("tp", "pp", "vp", "first"),
     [
@@ -51,13 +53,22 @@ def architecture(**changes) -> Architecture:
 def test_primary_copies_cover_every_element_once(name, tied, tp, pp, vp, first):
     arch = architecture(architectures=[name], tie_word_embeddings=tied)
     layout = Layout(
-        tp, pp, vp, 8, transformer_engine=tp == 2, num_layers_in_first_pipeline_stage=first
+        tp,
+        pp,
+        vp,
+        8,
+        transformer_engine=tp == 2,
+        num_layers_in_first_pipeline_stage=first,
     )
     count = {hf: np.zeros(shape, int) for hf, shape in hf_shapes(arch).items()}
-    for at in [Coordinates(t, p, v) for t in range(tp) for p in range(pp) for v in range(vp)]:
+    for at in [
+        Coordinates(t, p, v) for t in range(tp) for p in range(pp) for v in range(vp)
+    ]:
         for copy in plan(arch, layout, at):
             if copy.primary:
-                index = (slice(None),) * copy.dim + (slice(copy.hf_start, copy.hf_stop),)
+                index = (slice(None),) * copy.dim + (
+                    slice(copy.hf_start, copy.hf_stop),
+                )
                 count[copy.hf][index] += 1
     assert all((c == 1).all() for c in count.values())
 
@@ -96,8 +107,12 @@ def test_vocabulary_padding(vocab, tp, padded):
 def test_plan_is_deterministic_and_checksummed():
     first = plan(architecture(), Layout(2, 2), Coordinates(1, 1))
     plan.cache_clear()
-    assert checksum(plan(architecture(), Layout(2, 2), Coordinates(1, 1))) == checksum(first)
-    assert checksum(plan(architecture(), Layout(2, 2), Coordinates(0, 1))) != checksum(first)
+    assert checksum(plan(architecture(), Layout(2, 2), Coordinates(1, 1))) == checksum(
+        first
+    )
+    assert checksum(plan(architecture(), Layout(2, 2), Coordinates(0, 1))) != checksum(
+        first
+    )
 
 
 @pytest.mark.parametrize(
@@ -125,7 +140,14 @@ EXPERTS = {
 @pytest.mark.parametrize("transformer_engine", [False, True])
 @pytest.mark.parametrize(
     ("tp", "pp", "ep", "etp"),
-    [(1, 1, 1, None), (1, 2, 3, None), (2, 1, 2, None), (2, 1, 2, 1), (2, 2, 6, 1), (4, 1, 2, 1)],
+    [
+        (1, 1, 1, None),
+        (1, 2, 3, None),
+        (2, 1, 2, None),
+        (2, 1, 2, 1),
+        (2, 2, 6, 1),
+        (4, 1, 2, 1),
+    ],
 )
 def test_ranks_share_the_experts_evenly(tp, pp, ep, etp, transformer_engine):
     """Of the ranks that have the model once, how many hold an element: of an expert's 1 / (EP x
@@ -140,7 +162,9 @@ def test_ranks_share_the_experts_evenly(tp, pp, ep, etp, transformer_engine):
         names = set()
         for pipeline in range(pp):
             for copy in plan(arch, layout, layout.at(place, pipeline)):
-                index = (slice(None),) * copy.dim + (slice(copy.hf_start, copy.hf_stop),)
+                index = (slice(None),) * copy.dim + (
+                    slice(copy.hf_start, copy.hf_stop),
+                )
                 count[copy.hf][index] += 1
                 names.add(copy.megatron)
         name = (
@@ -149,9 +173,13 @@ def test_ranks_share_the_experts_evenly(tp, pp, ep, etp, transformer_engine):
             else "mlp.experts.local_experts.{e}.linear_fc{n}.weight"
         )
         local = {
-            f"decoder.layers.0.{name.format(n=n, e=e)}" for n in (1, 2) for e in range(6 // ep)
+            f"decoder.layers.0.{name.format(n=n, e=e)}"
+            for n in (1, 2)
+            for e in range(6 // ep)
         }
-        assert {name for name in names if name.startswith("decoder.layers.0.mlp.experts")} == local
+        assert {
+            name for name in names if name.startswith("decoder.layers.0.mlp.experts")
+        } == local
         assert "decoder.layers.0.pre_mlp_layernorm.weight" in names
     for name, found in count.items():
         cut = "proj" in name or "embed" in name or "head" in name
@@ -166,7 +194,10 @@ def test_ranks_share_the_experts_evenly(tp, pp, ep, etp, transformer_engine):
             Layout(expert_model_parallel_size=4),
             "expert_model_parallel_size=4 does not divide the model's 6 experts",
         ),
-        (Layout(2, expert_tensor_parallel_size=1), "expert_tensor_parallel_size=1 must be"),
+        (
+            Layout(2, expert_tensor_parallel_size=1),
+            "expert_tensor_parallel_size=1 must be",
+        ),
         (
             Layout(1, expert_model_parallel_size=2, expert_tensor_parallel_size=2),
             "expert_tensor_parallel_size=2 must be",
@@ -193,9 +224,15 @@ def test_a_dense_model_has_no_experts_to_divide(options):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (EXPERTS | {"decoder_sparse_step": 2}, "decoder_sparse_step=2 is not supported"),
+        (
+            EXPERTS | {"decoder_sparse_step": 2},
+            "decoder_sparse_step=2 is not supported",
+        ),
         (EXPERTS | {"mlp_only_layers": [1]}, "mlp_only_layers="),
-        (EXPERTS | {"num_experts_per_tok": 7}, "num_experts_per_tok=7 is more than the 6 experts"),
+        (
+            EXPERTS | {"num_experts_per_tok": 7},
+            "num_experts_per_tok=7 is more than the 6 experts",
+        ),
         (EXPERTS | {"num_experts": "six"}, "num_experts must be a count"),
         ({"architectures": ["Qwen3MoeForCausalLM"]}, "needs the key"),
         ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM is not supported"),

@@ -79,14 +79,18 @@ class _FusedProduct(torch.autograd.Function):
         (x,), weight = ctx.saved_tensors, ctx.weight
         dummy = None
         if weight.requires_grad:
-            product = (grad.flatten(0, -2).t() @ x.flatten(0, -2)).to(weight.main_grad.dtype)
+            product = (grad.flatten(0, -2).t() @ x.flatten(0, -2)).to(
+                weight.main_grad.dtype
+            )
             if ctx.first:
                 weight.main_grad.copy_(product)
             else:
                 weight.main_grad.add_(product)
             if hasattr(weight, "grad_added_to_main_grad"):
                 weight.grad_added_to_main_grad = True
-                dummy = torch.full_like(weight, torch.nan)  # of any value: the hook drops it
+                dummy = torch.full_like(
+                    weight, torch.nan
+                )  # of any value: the hook drops it
         return grad @ weight, dummy, None
 
 
@@ -103,18 +107,29 @@ class Linear(_Module):
             options.get("parallel_mode"),
             options.get("return_bias", False),
         )
-        self.sequence_parallel = self.tp_size > 1 and options.get("sequence_parallel", False)
+        self.sequence_parallel = self.tp_size > 1 and options.get(
+            "sequence_parallel", False
+        )
         for name, mode in (("out_features", "column"), ("in_features", "row")):
             size = out_features if mode == "column" else in_features
-            setattr(self, name, size // self.tp_size if self.parallel_mode == mode else size)
-        kind = {"dtype": options.get("params_dtype"), "device": options.get("device", "cuda")}
-        self.weight = nn.Parameter(torch.empty(self.out_features, self.in_features, **kind))
+            setattr(
+                self, name, size // self.tp_size if self.parallel_mode == mode else size
+            )
+        kind = {
+            "dtype": options.get("params_dtype"),
+            "device": options.get("device", "cuda"),
+        }
+        self.weight = nn.Parameter(
+            torch.empty(self.out_features, self.in_features, **kind)
+        )
         self.bias = (
             nn.Parameter(torch.zeros(self.out_features, **kind))
             if options.get("bias", True)
             else None
         )
-        _mark(self.weight, 1 if self.parallel_mode == "row" else 0)  # whatever the number of ranks
+        _mark(
+            self.weight, 1 if self.parallel_mode == "row" else 0
+        )  # whatever the number of ranks
         if self.bias is not None and self.parallel_mode == "row":
             self.bias.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
         elif self.bias is not None and self.parallel_mode == "column":
@@ -133,7 +148,9 @@ class Linear(_Module):
                     x, tensor_parallel_output_grad=True, group=self.tp_group
                 )
             else:
-                x = mappings.copy_to_tensor_model_parallel_region(x, group=self.tp_group)
+                x = mappings.copy_to_tensor_model_parallel_region(
+                    x, group=self.tp_group
+                )
         row = self.tp_size > 1 and self.parallel_mode == "row"
         bias = None if row or self.return_bias else self.bias
         if self.fused:
@@ -166,13 +183,18 @@ class LayerNormLinear(Linear):
         assert not norm["zero_centered_gamma"]
         super().__init__(in_features, out_features, **options)
         self.eps = norm["eps"]
-        kind = {"dtype": options.get("params_dtype"), "device": options.get("device", "cuda")}
+        kind = {
+            "dtype": options.get("params_dtype"),
+            "device": options.get("device", "cuda"),
+        }
         self.layer_norm_weight = nn.Parameter(torch.ones(in_features, **kind))
         self.layer_norm_weight.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
 
     @checked("LayerNormLinear.forward")
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Any:
-        return self._multiply(_norm(inp, self.layer_norm_weight, self.eps), is_first_microbatch)
+        return self._multiply(
+            _norm(inp, self.layer_norm_weight, self.eps), is_first_microbatch
+        )
 
 
 class GroupedLinear(_Module):
@@ -199,16 +221,18 @@ class DotProductAttention(_Module):
     """
 
     @checked("DotProductAttention.__init__")
-    def __init__(self, num_attention_heads: int, kv_channels: Any, **options: Any) -> None:
+    def __init__(
+        self, num_attention_heads: int, kv_channels: Any, **options: Any
+    ) -> None:
         super().__init__()
         self.attention_dropout = options.get("attention_dropout", 0.0)
         self.softmax_scale = options.get("softmax_scale")
         self.cp_group = options.get("cp_group")
         if self.cp_group is not None:
             assert options["cp_comm_type"] in ("p2p", "all_gather")
-            assert options["cp_global_ranks"] == torch.distributed.get_process_group_ranks(
-                self.cp_group
-            )
+            assert options[
+                "cp_global_ranks"
+            ] == torch.distributed.get_process_group_ranks(self.cp_group)
         self.register_load_state_dict_post_hook(_extra_state_may_be_missing)
 
     @checked("DotProductAttention.forward")
@@ -229,7 +253,9 @@ class DotProductAttention(_Module):
                 "thd has no other mask in the real package"
             )
             bounds = options["cu_seqlens_q"].tolist()
-            assert options["max_seqlen_q"] >= max(b - a for a, b in itertools.pairwise(bounds))
+            assert options["max_seqlen_q"] >= max(
+                b - a for a, b in itertools.pairwise(bounds)
+            )
             assert bounds[-1] == len(query_layer), (
                 "every token belongs to a sequence, the filler's included"
             )
@@ -241,11 +267,15 @@ class DotProductAttention(_Module):
         assert options["attn_mask_type"] == "causal"
         return self._attend(*layers)
 
-    def _across_ranks(self, layers: tuple[Tensor, ...], options: dict[str, Any]) -> Tensor:
+    def _across_ranks(
+        self, layers: tuple[Tensor, ...], options: dict[str, Any]
+    ) -> Tensor:
         """Keys and values of all ranks in the ranks' order; who sees whom is said by a mask of
         sequences and positions.
         """
-        from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+        from megatron.core.tensor_parallel.mappings import (
+            gather_from_sequence_parallel_region,
+        )
 
         size, packed, bounds = (
             self.cp_group.size(),
@@ -254,14 +284,21 @@ class DotProductAttention(_Module):
         )
         if packed:
             bounds = options["cu_seqlens_q"].tolist()
-            assert bounds[-1] == size * len(layers[0]), "the bounds are those of whole sequences"
+            assert bounds[-1] == size * len(layers[0]), (
+                "the bounds are those of whole sequences"
+            )
             assert all(bound % (2 * size) == 0 for bound in bounds)
         chunks = torch.cat(
-            [torch.arange(b - a) * 2 * size // (b - a) for a, b in itertools.pairwise(bounds)]
+            [
+                torch.arange(b - a) * 2 * size // (b - a)
+                for a, b in itertools.pairwise(bounds)
+            ]
         )
         owners = torch.minimum(chunks, 2 * size - 1 - chunks)
         held = torch.cat([(owners == rank).nonzero()[:, 0] for rank in range(size)])
-        number = torch.bucketize(torch.arange(bounds[-1]), torch.tensor(bounds[1:]), right=True)
+        number = torch.bucketize(
+            torch.arange(bounds[-1]), torch.tensor(bounds[1:]), right=True
+        )
         own = (owners == self.cp_group.rank()).nonzero()[:, 0]
         mask = (number[own, None] == number[held]) & (own[:, None] >= held)
         q, *keys_and_values = (x.unsqueeze(1) if packed else x for x in layers)
@@ -275,5 +312,7 @@ class DotProductAttention(_Module):
     def _attend(self, *layers: Tensor, mask: Tensor | None = None) -> Tensor:
         q, k, v = (x.permute(1, 2, 0, 3) for x in layers)
         how = {"scale": self.softmax_scale, "enable_gqa": q.shape[1] != k.shape[1]}
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, **how)
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, **how
+        )
         return out.permute(2, 0, 1, 3).flatten(2)
