@@ -70,7 +70,10 @@ def _compared(name: str, ranks: list[dict[str, Any]]) -> Iterator[Measurement]:
     unit = (
         f"s (processor time of the loop's thread, of the slowest rank, min of {ROUNDS})"
     )
-    reason = f"the difference, {1e3 * (seconds[0] - seconds[1]):.0f} ms, does not grow with the bytes"
+    reason = (
+        f"the difference, {1e3 * (seconds[0] - seconds[1]):.0f} ms, does not "
+        f"grow with the bytes"
+    )
     facts["bound"] = 1 + described / seconds[1]
     yield Measurement(
         f"{name}, blocked, processor time",

@@ -50,7 +50,10 @@ def measurements() -> Iterator[Measurement]:
     try:
         lengths = solution_lengths(DATA)
     except Exception as error:  # the tokenizers library raises plain Exception
-        reason = f"not here: math500/test.jsonl and qwen_tokenizer/ below {DATA} (DCPO_DATA): {error}"
+        reason = (
+            f"not here: math500/test.jsonl and qwen_tokenizer/ below {DATA} "
+            f"(DCPO_DATA): {error}"
+        )
         yield absent(
             "long tails",
             "share of slot-steps in use",

@@ -187,7 +187,10 @@ def timed(
     is what counts.
     """
     a, b = (how(getattr(turns, clock)) for turns in (ours, other))
-    unit = f"s ({'processor' if clock == 'cpu' else 'wall'} time, {how.__name__} of {len(ours.wall)})"
+    unit = (
+        f"s ({'processor' if clock == 'cpu' else 'wall'} time, {how.__name__} "
+        f"of {len(ours.wall)})"
+    )
     return Measurement(
         name,
         a,

@@ -79,15 +79,19 @@ def inspect_checkpoint(
             "torch_dist",
             {key: (t.shape, t.dtype) for key, t in checkpoint.tensors.items()},
         )
-        digest: Callable[[str], str] = lambda name: _sha256(
-            checkpoint, checkpoint.tensors[name]
-        )  # noqa: E731
+
+        def digest(name: str) -> str:
+            return _sha256(checkpoint, checkpoint.tensors[name])
+
     elif (path / INDEX).is_file() or (path / SINGLE_FILE).is_file():
         reader = HFReader(path)
         kind, specs = "huggingface", reader.specs
-        digest = lambda name: hashlib.sha256(
-            as_bytes(reader.tensor(name)).numpy().data
-        ).hexdigest()  # noqa: E731
+
+        def digest(name: str) -> str:
+            return hashlib.sha256(
+                as_bytes(reader.tensor(name)).numpy().data
+            ).hexdigest()
+
     elif not path.is_dir():
         raise UserError(f"{path} does not exist; name a checkpoint directory")
     else:

@@ -99,7 +99,10 @@ _AMC24_CORRECTIONS: Mapping[str, Mapping[str, str]] = {
     },
 }
 
-_FIND_ZERO = "problem 32: the published test swaps two arguments and rejects every program; put right"
+_FIND_ZERO = (
+    "problem 32: the published test swaps two arguments and rejects every "
+    "program; put right"
+)
 
 _ENTRIES = (
     Benchmark(

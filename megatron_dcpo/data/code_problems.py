@@ -32,7 +32,10 @@ from megatron_dcpo.sandbox.tests import checked_tests
 Row = Mapping[str, Any]
 Tests = Mapping[str, Any]
 
-READS_STDIN = "The program reads its input from standard input and writes its output to standard output."
+READS_STDIN = (
+    "The program reads its input from standard input and writes its output to "
+    "standard output."
+)
 _ENTRY_OF_CHECK = re.compile(r"^check\(\s*(.+?)\s*\)\s*$", re.MULTILINE)
 _ENTRY_OF_MBPP = re.compile(r"\bassertion\((\w+)\(\*inp\)")
 _ASSERTS = re.compile(r"\b(?:assert|raise)\b|\.assert[_A-Z]|\bfail\(")
@@ -382,7 +385,10 @@ def _leetcode(row: Row) -> CodeProblem:
     """
     statement = row.get("problem_description")
     if statement and row.get("starter_code"):
-        statement = f"{statement.strip()}\n\nComplete this:\n```python\n{row['starter_code'].rstrip()}\n```"
+        statement = (
+            f"{statement.strip()}\n\nComplete this:\n```python\n"
+            f"{row['starter_code'].rstrip()}\n```"
+        )
     tests = {
         "kind": "check",
         "entry_point": row["entry_point"],

@@ -71,10 +71,9 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (address_space + limits.memory,) * 2)
     _say(answers, "ready")
     process = os.getpid()
+    nowhere = open(os.devnull, "w")  # noqa: SIM115 - as long as this process lives
     for line in pairs:
-        faulthandler.dump_traceback_later(
-            limits.wall, exit=True, file=open(os.devnull, "w")
-        )  # noqa: SIM115
+        faulthandler.dump_traceback_later(limits.wall, exit=True, file=nowhere)
         word = _judged(judge, json.loads(line), limits.cpu)
         faulthandler.cancel_dump_traceback_later()
         if (

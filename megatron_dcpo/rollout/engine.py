@@ -196,7 +196,10 @@ def choose_engine(
         choice == "auto" and not capabilities().separate_memory
     ):
         return "transformers"
-    reason = f"vLLM is not installed (on a GPU: {pip_install('vllm')}; without one: make setup-engine)"
+    reason = (
+        f"vLLM is not installed (on a GPU: {pip_install('vllm')}; without one: "
+        f"make setup-engine)"
+    )
     if find_spec("vllm") is not None:
         try:
             reason = unsupported(read_architecture(model_dir))

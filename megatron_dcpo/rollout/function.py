@@ -179,7 +179,10 @@ def _problem_of(response: Response, missing: set[ResponseKey], max_tokens: int) 
         return f"{name} was not asked for, or came twice"
     length = len(response.token_ids)
     if not 0 < length <= max_tokens:
-        return f"{name} has {length} tokens; rollout.max_response_length={max_tokens} is for all turns"
+        return (
+            f"{name} has {length} tokens; "
+            f"rollout.max_response_length={max_tokens} is for all turns"
+        )
     if len(response.logprobs) != length:
         return f"{name} has {length} tokens and {len(response.logprobs)} log-probs"
     mask = response.loss_mask

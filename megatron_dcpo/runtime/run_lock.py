@@ -38,7 +38,10 @@ def lock_run_dir(directory: Path, rank: int) -> Iterator[None]:
             refused = str(error)
         except OSError as error:
             reason = error.strerror or error
-            refused = f"cannot write in run_dir {directory} ({reason}); free space or change run_dir"
+            refused = (
+                f"cannot write in run_dir {directory} ({reason}); free space or "
+                f"change run_dir"
+            )
     if (refused := broadcast_object(refused)) is not None:
         raise UserError(refused)
     try:

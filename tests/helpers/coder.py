@@ -13,7 +13,10 @@ NUMBERS = range(2, 8)
 
 
 def response_text(number: int, wrong: int, confidence: int) -> str:
-    return f"```python\ndef f():\n return {number + 7 + wrong}\n```\n<conf> Confidence: 0.{confidence}"
+    return (
+        f"```python\ndef f():\n return {number + 7 + wrong}\n```\n<conf> "
+        f"Confidence: 0.{confidence}"
+    )
 
 
 def problem_rows() -> list[dict[str, Any]]:

@@ -305,5 +305,8 @@ def test_no_call_takes_a_tuple_apart_that_was_packed_for_it() -> None:
         for line in splats(ast.parse(path.read_text()))
     }
     assert not found
-    packed = "def f():\n    parts = 1, 2\n    g(*parts)\n    h(*(1, 2))\n    C(*given)\n    k(*rows)\n"
+    packed = (
+        "def f():\n    parts = 1, 2\n    g(*parts)\n    h(*(1, 2))\n    "
+        "C(*given)\n    k(*rows)\n"
+    )
     assert list(splats(ast.parse(packed))) == [3, 4, 5], "the rule sees what it is for"

@@ -20,7 +20,10 @@ from fractions import Fraction
 from typing import NamedTuple
 
 _NUMERAL = re.compile(r"\(?\s*([0-9A-F]+)\s*\)?\s*_\s*(?:\{\s*(.+?)\s*\}|([0-9]))")
-_BASES = "two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen"
+_BASES = (
+    "two three four five six seven eight nine ten eleven twelve thirteen "
+    "fourteen fifteen sixteen"
+)
 _BASE_NAMES = {name: base for base, name in enumerate(_BASES.split(), start=2)}
 _RATIO_MARK = re.compile(
     r"\\colon(?![A-Za-z])|\\ratio(?![A-Za-z])|:|(?<=[0-9\s}])\\text\{\s*to\s*\}|(?<=[0-9]) to "

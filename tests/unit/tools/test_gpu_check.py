@@ -190,7 +190,8 @@ def test_a_wheel_in_pieces_is_joined_checked_and_installed(tmp_path):
         assert done.returncode == 0, done.stderr
         assert "3 pieces of shared_" in done.stdout
     functions = SCRIPT.read_text().rpartition("case ${1:-}")[0]
-    command = f'{functions}\npython={sys.executable}; install_pieces "{tmp_path / "pieces"}" "{tmp_path}"'
+    install = f'install_pieces "{tmp_path / "pieces"}" "{tmp_path}"'
+    command = f"{functions}\npython={sys.executable}; {install}"
 
     def install():
         return subprocess.run(
