@@ -8,7 +8,7 @@ that has its default is left out. The codec reads the names, types and limits of
 dataclasses, so a new field of a record is written and read without a change here. Rows of release
 0.2.0 have no version and other names; :func:`current` renames them, and nothing else knows them.
 
-The codec is a module of its own, next to ``types.py``, because it needs NumPy and ``types.py`` is
+The codec is not in ``types.py`` because it needs NumPy and ``types.py`` is
 read first by everybody who wants to know what travels.
 """
 

@@ -53,7 +53,7 @@ def nearest(word: object, known: Iterable[str], cutoff: float = 0.4) -> str | No
 
 def did_you_mean(word: object, known: Iterable[str]) -> str:
     """Return the end of an error message: ``; did you mean 'x'?`` with the nearest of ``known``, or
-    the list of them where it is at most ``LONGEST_LIST``; else nothing.
+    the list of names if there are at most ``LONGEST_LIST``; else nothing.
     """
     known = list(known)
     near = nearest(word, known)

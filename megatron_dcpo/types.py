@@ -33,12 +33,12 @@ CONFIDENCE_TAG = (
 )
 
 ConfidenceStatus = Literal[
-    "ok",  # exactly one marker, after the last box, one number in [0, 1], nothing behind it
+    "ok",  # exactly one marker, after the last box, one number in [0, 1], nothing after it
     "missing",  # no marker, but the response ended by itself
     "multiple",  # more than one marker
-    "unparsable",  # a marker without one decimal number behind it
+    "unparsable",  # a marker that no decimal number follows
     "out_of_range",  # a number outside [0, 1]
-    "trailing_text",  # text behind the number
+    "trailing_text",  # text after the number
     "before_box",  # the answer is boxed after the confidence
     "truncated",  # the response hit the length limit before its confidence was complete
 ]
@@ -92,19 +92,20 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Response:
-    """One sampled response: exactly the ids the engine sampled (EOS included) and its log-probs of
-    them.
+    """One sampled response: exactly the ids that the engine sampled, EOS included, and its
+    log-probs of them.
 
-    ``token_ids``: int64 [T]; ``logprobs``: float32 [T], natural log, at the sampling temperature
-    (or of the raw logits where the sampling asked for it), by the weights ``weights_version``.
-    ``finish_reason`` is ``length`` when the response was cut off before EOS, ``abort`` when its
-    rollout ended before it did; one that was continued has ``segments``: the weights version and
-    the number of tokens of each part, oldest first. ``step``: whose random numbers it has.
-    ``top_logprobs``: float32 [T, K], falling, of the raw logits, where asked for. ``text``: the
-    response without its end token, where it is judged by its text; a server gives no ``token_ids``.
-    ``token_ends``: int64 [T], the byte of the text behind each token, where that is known.
-    ``experts``: [P + T - 1, layers, k], the experts chosen for prompt and response, where they are
-    to be replayed.
+    ``token_ids`` are int64 [T]. ``logprobs`` are float32 [T], natural log, at the sampling
+    temperature (or of the raw logits if the sampling asks for them), under the weights
+    ``weights_version``. ``finish_reason`` is ``length`` if the response was cut off before EOS, and
+    ``abort`` if its rollout ended before it did. A response that was continued has ``segments``:
+    the weights version and the number of tokens of each part, oldest first. ``step`` is the step
+    whose RNG stream sampled it.
+
+    Optional: ``top_logprobs``, float32 [T, K], falling, of the raw logits; ``text``, the response
+    without its end token, if it is judged by its text (a server gives no ``token_ids``);
+    ``token_ends``, int64 [T], the byte of the text after each token; ``experts``, int16
+    [P + T - 1, layers, k], the experts chosen for prompt and response, if they are to be replayed.
     """
 
     prompt_id: str
@@ -138,18 +139,20 @@ class Response:
 
 @dataclass(frozen=True)
 class Judgement:
-    """What a response is worth: correctness in {0, 1}, the stated confidence or why there is none,
-    the boundary.
+    """What a response is worth: its correctness, the stated confidence or why there is none, and
+    where its two blocks meet.
 
     Tokens ``[0, boundary)`` of the response are the reasoning block, ``[boundary, length)`` the
-    confidence block; ``boundary`` is None where text was judged whose tokens are not known.
-    ``confidence`` is ``None`` exactly when ``status`` is not ``ok``. ``stated`` is the number as
-    written when it is no valid confidence (``1.2``): the released code of the paper used it raw, so
-    the preset ``verl_compat`` asks for it. ``answered``: an answer begins in the reasoning block,
-    behind the thinking. ``marker_end`` is the first token that begins behind the marker; None where
-    that is not known. ``answer`` is what was judged: the content of the box, or the program;
-    ``category``: how the program ended, or ``verifier_error``. Of a user's verifier: ``logged``;
-    ``score``, R in [0, 1] where ``judging.graded`` asks for it.
+    confidence block; ``boundary`` is None for text whose tokens are not known. ``marker_end`` is
+    the first token that begins after the marker, None if it is not known.
+
+    ``correct`` is 0 or 1, or a number between them that a verifier gives; ``score`` is R in [0, 1]
+    if ``judging.graded`` asks for it. ``confidence`` is None exactly if ``status`` is not ``ok``;
+    ``stated`` is then the number as written, such as 1.2, which the paper's released code used as
+    it is (preset ``verl_compat``). ``answered`` says whether an answer begins in the reasoning
+    block, after the thinking. ``answer`` is what was judged, the content of the box or the program;
+    ``category`` is how the program ended, or ``verifier_error``; ``logged`` is what a user's
+    verifier returned.
     """
 
     prompt_id: str
@@ -172,19 +175,19 @@ class Judgement:
 
     @property
     def R(self) -> float:
-        """Return the reward of the answer: the score where it is graded, else the correctness."""
+        """Return the reward of the answer: the score if it is graded, else the correctness."""
         return self.correct if self.score is None else self.score
 
 
 @dataclass(frozen=True)
 class TrainingSample:
-    """One judged response on its way to the loss. Each stage returns a copy with its own fields
-    filled.
+    """One judged response on its way to the loss. Each stage returns a copy with its fields filled.
 
-    By the policy: ``old_logprobs`` (where the update is not the rollout's only one) and
-    ``ref_logprobs`` (where there is a KL loss), float32 [T]. By the objective: the rewards ``R``
-    and ``R_c``, and for each response token its ``advantages`` float64 [T], its block ``block_ids``
-    int8 [T] (``BLOCK_*``), and its share of the loss ``weights`` float64 [T].
+    The policy fills ``old_logprobs`` (unless the update is the rollout's only one) and
+    ``ref_logprobs`` (if there is a KL loss), float32 [T], on the ranks that compute the sample. The
+    objective fills the rewards ``R`` and ``R_c``, and for each response token its ``advantages``
+    float64 [T], its block ``block_ids`` int8 [T] (``BLOCK_*``), and its share of the loss
+    ``weights`` float64 [T].
     """
 
     prompt: Prompt
@@ -214,20 +217,21 @@ class TrainingSample:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What one forward pass reads, and what the loss reads beside it.
+    """What one forward pass and the loss read.
 
-    ``tokens``, ``position_ids``: int64 [b, s], or [1, t] when packed (``packed_seq_params`` is
-    Megatron's). ``rows``: int64 [N], flat index of the logits that score each response token;
-    ``targets``: int64 [N], those tokens; ``sequence_ids``: int64 [N], 0-based sample of each.
-    ``samples``: in that order; ``R``: [S], their rewards. ``columns``: what the loss reads of each
-    response token, [N] each: ``advantages``, ``block_ids``, ``weights``, ``engine_logprobs``, and
-    where samples have them ``old_logprobs`` and ``ref_logprobs``. ``is_part``: some response tokens
-    of a micro-batch, of which no statistics are taken. ``experts``: int16 [*tokens.shape, layers,
-    k], the experts that routers take for each token; -1 leaves it to them.
+    ``tokens`` and ``position_ids`` are int64 [b, s], or [1, t] when packed (``packed_seq_params``
+    is then Megatron's). ``rows``, int64 [N], are the flat indices of the logits that score each
+    response token, ``targets``, int64 [N], those tokens, and ``sequence_ids``, int64 [N], the
+    number of each token's sample in ``samples``. ``R``, [S], are the rewards of the samples.
+    ``columns`` hold what the loss reads of each response token, [N] each: ``advantages``,
+    ``block_ids``, ``weights``, ``engine_logprobs``, and ``old_logprobs`` and ``ref_logprobs`` if
+    the samples have them. ``is_part`` marks some response tokens of a micro-batch, of which no
+    statistics are taken. ``experts``, int16 [*tokens.shape, layers, k], are the experts that the
+    routers take for each token; -1 leaves the choice to them.
 
-    Under context parallelism ``tokens`` and ``position_ids`` are this rank's, [b, s / CP]. ``here``
-    int64 [n], ascending: the response tokens whose logits this rank has; ``rows`` of the others is
-    -1.
+    Under context parallelism ``tokens`` and ``position_ids`` are this rank's, [b, s / CP], and
+    ``here``, int64 [n], ascending, are the response tokens whose logits this rank has; ``rows`` of
+    the others is -1.
     """
 
     tokens: Tensor

@@ -217,7 +217,7 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def merged(values: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Return nested values with those of ``over``, which win."""
+    """Return nested values, overridden by ``over``."""
     result = dict(values)
     for key, value in over.items():
         before = result.get(key)

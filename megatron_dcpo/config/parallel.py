@@ -68,7 +68,7 @@ class ParallelConfig:
     tensor_model_parallel_size: Positive = 1
     """Ranks that share the matrices of each layer."""
     pipeline_model_parallel_size: Positive = 1
-    """Stages that the layers are divided into, each on ranks of its own."""
+    """Pipeline stages, each on its own ranks, that the layers are divided into."""
     expert_model_parallel_size: Positive = 1
     """Ranks that the experts of a mixture of experts are divided over."""
     expert_tensor_parallel_size: Positive | None = None
@@ -84,7 +84,7 @@ class ParallelConfig:
     recompute_modules.
     """
     sequence_packing: bool = False
-    """Micro-batches are sequences one behind the other without padding
+    """Micro-batches are sequences one after another, without padding
     (training.max_tokens_per_micro_batch).
     """
     distributed_timeout_minutes: Positive = 30

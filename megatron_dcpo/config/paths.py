@@ -13,7 +13,7 @@ from megatron_dcpo.runtime.run_records import CONFIG, RUN
 
 
 def seen_from(values: dict[str, Any], file: Path) -> dict[str, Any]:
-    """Return the values of ``file`` with every path that is found beside it made absolute. A run
+    """Return the values of ``file`` with every path that is found next to it made absolute. A run
     directory's ``config.yaml`` has them as the run's working directory had them.
     """
     if file.name == CONFIG and file.with_name(RUN).exists():

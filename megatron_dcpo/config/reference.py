@@ -78,7 +78,9 @@ _BOUNDS = (("gt", ">"), ("ge", ">="), ("lt", "<"), ("le", "<="))
 
 @dataclass(frozen=True)
 class Option:
-    """``name``: dotted, as a user writes it. ``methods``: those that read it, where not all do."""
+    """One option: ``name`` is dotted, as a user writes it; ``methods`` are the methods that read
+    it, if not all do.
+    """
 
     name: str
     kind: str
@@ -103,7 +105,7 @@ def options(section: str) -> list[Option]:
     found = []
     for name, field in _fields(declared).items():
         meaning = meanings.get(name)
-        if meaning is None:  # a section of its own
+        if meaning is None:  # a section
             continue
         option = Option(
             name=f"{section}.{name}" if section else name,
@@ -144,7 +146,7 @@ def _own_options() -> Iterator[Option]:
 
 
 def _methods(name: str) -> tuple[str, ...]:
-    """Return the methods that read an option of all methods; nothing where every one does."""
+    """Return the methods that read an option of all methods; nothing if every one does."""
     readers = tuple(key for key, method in METHODS.items() if name in method.reads)
     return readers if len(readers) < len(METHODS) else ()
 

@@ -450,7 +450,7 @@ def partial_rollouts_have_no_routing_replay(config: Config) -> Broken:
 
 
 @configuration_rule
-def generation_beside_training_needs_a_server(config: Config) -> Broken:
+def generation_alongside_training_needs_a_server(config: Config) -> Broken:
     rollout = config.rollout
     if rollout.async_steps and rollout.engine != "server":
         return (
@@ -485,7 +485,7 @@ def a_rollout_of_ones_own_has_no_routing_replay(config: Config) -> Broken:
 
 
 @configuration_rule
-def generation_beside_training_needs_a_correction(config: Config) -> Broken:
+def generation_alongside_training_needs_a_correction(config: Config) -> Broken:
     rollout = config.rollout
     if rollout.async_steps and _is_uncorrected(config):
         return (

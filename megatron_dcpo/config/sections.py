@@ -69,7 +69,7 @@ class ModelConfig:
 
 @dataclass(frozen=True, config=STRICT)
 class SourceConfig:
-    """One source of ``data.path``, where it is a list."""
+    """One source of ``data.path``, if it is a list."""
 
     path: Annotated[str, Field(min_length=1)]
     """As data.path: a file, a hub data set, reasoning_gym:TASK."""
@@ -126,8 +126,8 @@ class DataConfig:
     my_prompt.py:render.
     """
     thinking: Thinking = "off"
-    """Whether the chat template asks for thinking, where it has that switch: off, on, or as the
-    template has it (auto); answer and confidence are read behind the end-of-thinking token
+    """Whether the chat template asks for thinking, if it has that switch: off, on, or as the
+    template has it (auto); answer and confidence are read after the end-of-thinking token
     (docs/rollout.md#thinking-models).
     """
     prompts_per_step: Positive = 256
@@ -137,7 +137,7 @@ class DataConfig:
     limit: NonNegative = 0
     """Only the first problems of each source (0: all)."""
     shuffle: bool = True
-    """Each epoch has an order of its own; else that of the file."""
+    """Shuffle the problems in every epoch; otherwise take them in the order of the file."""
     order: str = ""
     """Column that each source is sorted by, the least first (a curriculum); shuffle is then about
     equal ones.
@@ -160,7 +160,7 @@ class RolloutConfig:
     tools (docs/bring_your_own.md#a-rollout); empty: the engine's own sampling.
     """
     engine: Literal["auto", "vllm", "transformers", "server"] = "auto"
-    """What samples: vLLM where it can run the model on a GPU, else transformers (auto); server is
+    """What samples: vLLM if it can run the model on a GPU, else transformers (auto); server is
     vLLM at endpoint.
     """
     tensor_model_parallel_size: Positive = 1
@@ -175,7 +175,7 @@ class RolloutConfig:
     objective.tis_level.
     """
     top_k: NonNegative = 0
-    """Sample from that many most probable tokens (0: from all); needs objective.tis_level."""
+    """Sample from the N most probable tokens (0: from all); needs objective.tis_level."""
     logprob_diff_alarm: Annotated[float, Field(ge=0)] = 0.0
     """Largest difference of a token's log-prob between engine and trainer, in nats, before it
     alarms (0: never).
@@ -208,13 +208,13 @@ class RolloutConfig:
     max_staleness.
     """
     max_refills: NonNegative = 4
-    """Rounds of drawing again, at most, where filter_groups leaves too few."""
+    """Rounds, at most, in which prompts are drawn to replace groups that filter_groups drops."""
     max_staleness: NonNegative = 0
     """End a rollout when the batch is full, and go on with the rest later: most steps between a
     response's first token and its training (0: wait for all).
     """
     async_steps: Annotated[int, Field(ge=0, le=1)] = 0
-    """Generate the next batch while this one trains, with weights that are that many updates older
+    """Generate the next batch while this one trains, with weights that are N updates older
     (0: one after the other); needs engine=server.
     """
 
@@ -329,13 +329,13 @@ class TrainingConfig:
     sequence is alone.
     """
     save_interval: NonNegative = 20
-    """Save a checkpoint every that many steps (0: only at the end)."""
+    """Save a checkpoint every N steps (0: only at the end)."""
     keep_checkpoints: Positive = 2
     """Newest checkpoints that are kept."""
     keep_best: str = ""
     """Metric of the validation, METRIC or BENCHMARK/METRIC, whose best checkpoint is kept too."""
     early_stop: NonNegative = 0
-    """End when that many validations in a row have not improved on keep_best (0: never)."""
+    """End when N validations in a row have not improved on keep_best (0: never)."""
     resume: Literal["none", "auto"] = "none"
     """auto: go on after the newest complete checkpoint of run_dir; none: refuse a run_dir that has
     one.
@@ -343,13 +343,13 @@ class TrainingConfig:
     export_hf: bool = True
     """Leave the trained policy as a Hugging Face directory, policy/."""
     gradient_probe_interval: NonNegative = 50
-    """Compare the gradients of accuracy and calibration in the first step and every that many (0:
+    """Compare the gradients of accuracy and calibration in the first step and every N steps (0:
     never).
     """
     async_save: bool | Literal["auto"] = "auto"
-    """Write checkpoints beside the training, from a copy on the host; auto: on a GPU."""
+    """Write checkpoints alongside the training, from a copy on the host; auto: on a GPU."""
     max_nonfinite_steps: Positive = 3
-    """End after that many updates in a row whose loss or gradient was not finite; each is skipped.
+    """End after N updates in a row whose loss or gradient was not finite; each is skipped.
     """
     profile_steps: tuple[Positive, ...] = ()
     """Steps of which the first rank leaves a trace in profile/."""
@@ -361,7 +361,7 @@ class TrainingConfig:
 
 @dataclass(frozen=True, config=STRICT)
 class LoggingConfig:
-    """What a run writes beside metrics.jsonl."""
+    """What a run writes besides metrics.jsonl."""
 
     to: tuple[str, ...] = ("tensorboard",)
     """Loggers: tensorboard, wandb, mlflow, swanlab, or one of yours by import path."""
@@ -370,7 +370,7 @@ class LoggingConfig:
     verl_names: bool = False
     """Log under verl's names of the metrics, too."""
     samples_interval: NonNegative = 10
-    """Write the judged responses every that many steps (0: never)."""
+    """Write the judged responses every N steps (0: never)."""
 
 
 @dataclass(frozen=True, config=STRICT)

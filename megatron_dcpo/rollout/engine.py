@@ -28,9 +28,10 @@ class SamplingConfig:
     """``n`` responses per prompt. ``top_k`` 0 and ``top_p`` 1 are off; ``max_tokens`` counts EOS.
 
     ``raw_logprobs``: report log-probs of the raw logits instead of the distribution that was
-    sampled (temperature, top-k, top-p). Training needs the latter; evaluation the former, which the
-    temperature of an evaluation does not change (vLLM's ``raw_logprobs``). ``top_logprobs``: also
-    the K largest of every position, always of the raw logits.
+    sampled (temperature, top-k, top-p). Training needs log-probs of the sampled distribution;
+    evaluation needs raw ones, which the temperature of an evaluation does not change (vLLM's
+    ``raw_logprobs``). ``top_logprobs``: also the K largest of every position, always of the raw
+    logits.
     """
 
     n: int = 1
@@ -50,7 +51,7 @@ Samples = Sequence[tuple[Prompt, int]]  # prompt and index of each response
 class PartialRollout:
     """A rollout that ends before its last response. ``should_stop``: asked between two steps of the
     engine whether it does now. ``unfinished``: what an earlier one left, by prompt id and index:
-    continued behind its tokens.
+    continued after its tokens.
     """
 
     should_stop: Callable[[], bool]
@@ -64,7 +65,7 @@ class PartialRollout:
 class SlotSteps:
     """Decoding positions of an engine, added up over its steps: those there were, and those that
     gave a token. ``preemptions``: how often a response lost its place in the cache to another and
-    was computed anew.
+    was computed again.
     """
 
     total: int = 0
@@ -87,7 +88,7 @@ class Engine(Protocol):
     weights_version: int
     eos_token_ids: tuple[int, ...]
     tensor_model_parallel_size: int
-    slot_steps: SlotSteps | None = None  # where the engine knows them
+    slot_steps: SlotSteps | None = None  # if the engine knows them
 
     def stream(
         self,
@@ -140,20 +141,20 @@ class Engine(Protocol):
         return
 
     def sleep(self) -> None:
-        """Give back the memory that the next weights and prompts will need anew, where the engine
+        """Give back the memory that the next weights and prompts will fill again, if the engine
         can.
         """
         ...
 
     def restart(self) -> None:
-        """Start anew after an :class:`EngineError`. The weights have to be updated before the next
+        """Restart after an :class:`EngineError`. The weights have to be updated before the next
         ``generate``.
         """
         ...
 
 
 def check_model_dir(model_dir: str | Path) -> None:
-    """Raise :class:`UserError` where there is no model at all."""
+    """Raise :class:`UserError` if there is no model at all."""
     if not (Path(model_dir) / "config.json").is_file():
         raise UserError(
             f"model directory {model_dir} has no config.json; pass a Hugging Face checkpoint "
@@ -162,7 +163,7 @@ def check_model_dir(model_dir: str | Path) -> None:
 
 
 def read_eos_token_ids(model_dir: Path) -> tuple[int, ...]:
-    """Return the ids that end a response: those of ``generation_config.json``, else of
+    """Return the ids that end a response, from ``generation_config.json``, else from
     ``config.json``.
     """
     for file in ("generation_config.json", "config.json"):
@@ -186,7 +187,7 @@ logger = logging.getLogger(__name__)
 def choose_engine(
     choice: str, model_dir: str | Path
 ) -> Literal["vllm", "transformers"]:
-    """Return the engine's name: ``auto`` takes vLLM on a GPU where it is installed and can run the
+    """Return the engine's name: ``auto`` takes vLLM on a GPU if it is installed and can run the
     model, and says so when it cannot. Without a GPU transformers samples as fast, starts sooner and
     takes less memory (docs/rollout.md).
 
@@ -236,7 +237,7 @@ def unsupported(arch: Architecture) -> str:
 
 
 def append_segment(begun: Response | None, new: Response) -> Response:
-    """Return ``new`` behind the tokens that were there before."""
+    """Return ``new`` appended to the tokens that were there before."""
     if begun is None:
         return new
     before = begun.segments or ((begun.weights_version, len(begun.token_ids)),)
@@ -266,7 +267,7 @@ def uniforms(
 def request_seed(
     seed: int, step: int, prompt_id: str, index: int, begun: int = 0
 ) -> int:
-    """Return a seed of 62 bits, for an engine that draws its numbers itself: other ones behind
+    """Return a seed of 62 bits, for an engine that draws its own numbers, another seed after
     ``begun`` tokens.
     """
     names = (seed, step, prompt_id, index, *((begun,) if begun else ()))

@@ -71,9 +71,7 @@ class ServerEngine(Engine):
     answer, or was started without an option that this needs.
     """
 
-    tensor_model_parallel_size = (
-        1  # each rank is a client of its own, whatever the server has
-    )
+    tensor_model_parallel_size = 1  # each rank is a client, whatever the server has
 
     def __init__(
         self,
@@ -104,7 +102,7 @@ class ServerEngine(Engine):
         sample, ``concurrency`` at a time.
 
         ``partial`` is refused: a request that is withdrawn gives no tokens, and withdrawing the
-        requests of one rank withdraws those of all ranks.
+        requests of one rank withdraws the requests of all ranks.
         """
         if partial is not None:
             raise ValueError("rollout.max_staleness is not for rollout.engine=server")
@@ -293,7 +291,8 @@ class ServerEngine(Engine):
             )
         if len(models) != 1:
             raise UserError(
-                f"{self.url} serves {len(models)} models; training needs a server of its own"
+                f"{self.url} serves {len(models)} models; training needs a server that serves "
+                "only its model"
             )
         return models[0]
 
@@ -303,7 +302,7 @@ class ServerEngine(Engine):
         if served != str(self.weights_version):
             raise EngineError(
                 f"{self.url} holds weights version {served}, not {self.weights_version}: it was "
-                "started anew"
+                "restarted"
             )
 
     def _call(self, path: str, body: dict[str, Any] | None = None) -> Any:  # noqa: ANN401 - JSON of vLLM
@@ -333,7 +332,7 @@ class _Nccl:
             )
         if find_spec("vllm") is None:
             raise UserError(
-                "rollout.weight_transfer=nccl needs vLLM beside the trainer as well "
+                "rollout.weight_transfer=nccl needs vLLM in the trainer's environment as well "
                 f"({pip_install('vllm')})"
             )
         self.url, self.call = url, call
@@ -391,7 +390,7 @@ class _Nccl:
         return group
 
     def _check(self, told: Future[Any]) -> None:
-        """Raise where the server refused: whoever enters a collective without it waits in vain."""
+        """Raise if the server refused: a rank that enters a collective alone waits for ever."""
         if wait([told], _REFUSED_SECONDS if self.group is None else 0.0).done:
             told.result()
 
@@ -402,7 +401,7 @@ def whole_tensors(
     tied: bool,
 ) -> Iterator[dict[str, Tensor]]:
     """Yield the tensors that each bucket completes, by name; those that no slice completed are
-    missing at the end: :class:`EngineError`. A tied output layer is a tensor of its own: vLLM may
+    missing at the end: :class:`EngineError`. A tied output layer is sent as a tensor too: vLLM may
     keep a copy of it.
     """
     begun: dict[str, tuple[Tensor, int]] = {}

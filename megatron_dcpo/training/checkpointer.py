@@ -57,7 +57,7 @@ class Model(Protocol):
     """The sharded state of policy and optimizer."""
 
     def state(self, step: int, run: dict[str, Any]) -> dict[str, Any]:
-        """Return what is written after ``step``; ``run`` are the plain values beside the model."""
+        """Return what is written after ``step``; ``run`` are its plain values."""
         ...
 
     def load(self, directory: Path, step: int) -> dict[str, Any]:

@@ -67,7 +67,7 @@ def mismatch_histogram(sums: dict[str, float]) -> dict[str, list[int]]:
 
 
 def mismatch_metrics(sums: dict[str, float]) -> dict[str, float]:
-    """Return ``engine/kl`` and ``engine/logprob_diff_mean`` of all sampled tokens, and the latter
+    """Return ``engine/kl`` and ``engine/logprob_diff_mean`` of all sampled tokens, and the mean
     of each block.
     """
 

@@ -23,7 +23,7 @@ from megatron_dcpo.weights.planner import check_layout
 
 
 def check_processes(config: Config, processes: int | None) -> None:
-    """Check the number of processes, where it is known, and Transformer Engine, where it is needed.
+    """Check the number of processes, if it is known, and Transformer Engine, if it is needed.
     Raises :class:`UserError`.
     """
     if processes is not None:
@@ -38,7 +38,7 @@ def check_processes(config: Config, processes: int | None) -> None:
 
 
 def check_pass_through(config: Config) -> None:
-    """Check the names of what is handed on to Megatron and vLLM, where they are installed, the
+    """Check the names of options that are passed on to Megatron and vLLM, if installed, the
     prompt template and the verifier. Raises :class:`UserError`.
     """
     find_template(config.data.template)

@@ -2,7 +2,7 @@
 how they agree.
 
 Nothing is trained. For every batch the responses are sampled and judged as in training, and each of
-``PARTS`` is taken by a backward pass of its own, under the configuration's parallel layout:
+``PARTS`` has its own backward pass, under the configuration's parallel layout:
 
 | part | advantage | on |
 |---|---|---|

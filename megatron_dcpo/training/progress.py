@@ -26,7 +26,7 @@ class Progress:
 
     @contextmanager
     def shown(self, done: int) -> Iterator[None]:
-        """Show a bar, if stderr is a terminal; ``done`` steps are behind it."""
+        """Show a bar, if stderr is a terminal; ``done`` steps are finished."""
         if not sys.stderr.isatty():
             yield
             return

@@ -1,4 +1,4 @@
-"""What a run leaves behind while it trains: ``metrics.jsonl``, samples, loggers, progress on a
+"""What a run writes while it trains: ``metrics.jsonl``, samples, loggers, progress on a
 terminal.
 """
 
@@ -337,7 +337,7 @@ def _why(error: OSError) -> str:
 
 def planned_memory(config: Config, gpus: int) -> dict[str, float]:
     """Return ``memory/planned/PHASE`` in GB on a GPU: what ``dcpo plan`` says of the fullest,
-    beside the measured ``memory/PHASE/device``.
+    next to the measured ``memory/PHASE/device``.
     """
     if not capabilities().separate_memory:
         return {}

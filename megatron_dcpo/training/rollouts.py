@@ -85,7 +85,7 @@ class RolloutsInTurn:
 class AsyncRollouts:
     """Samples the batch of the next step in a thread while this step trains.
 
-    The batch on its way is one future. ``sampler`` communicates through a process group of its own
+    The batch on its way is one future. ``sampler`` communicates through a second process group
     and has timers that only count seconds; ``timers`` are the run's. An engine that failed gets new
     weights only when the thread has ended (``recover``); then its batch is sampled again.
     """

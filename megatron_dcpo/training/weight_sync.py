@@ -1,4 +1,4 @@
-"""Handing the policy's weights to the engines, and starting engines anew that failed. Collective
+"""Handing the policy's weights to the engines, and restarting engines that failed. Collective
 over all ranks.
 
 The end of a run: the policy as a Hugging Face directory that any tool can load.
@@ -91,10 +91,10 @@ class WeightSync:
         raise AssertionError("unreachable: the last failure raises")
 
     def recover(self, failure: str, version: int, restarts: int) -> bool:
-        """Start all engines anew and synchronize them, if one failed in generation (``failure`` on
+        """Restart all engines and synchronize them, if one failed in generation (``failure`` on
         its ranks). Collective.
 
-        All together: where vLLM measures the memory that is left, it waits for every rank of the
+        All together: when vLLM measures the memory that is left, it waits for every rank of the
         job. Returns whether one failed. Raises :class:`UserError` after ``MAX_RESTARTS``.
         """
         size = self.engine.tensor_model_parallel_size
@@ -202,7 +202,7 @@ class WeightSync:
             )
         if self.topology.rank == 0:
             logger.warning(
-                "rank %d: %s; every engine starts anew and %s is repeated",
+                "rank %d: %s; every engine is restarted and %s is repeated",
                 *reason,
                 what,
             )
