@@ -116,7 +116,7 @@ class Step:
 
 
 @dataclass(frozen=True, order=True)
-class _Running:
+class _Sequence:
     """A running sequence: the position of the engine at which it ends, its length, and the position
     at which it would have begun without interruptions.
     """
@@ -138,7 +138,7 @@ class _Engine:
 
     costs: Costs
     waiting: deque[tuple[int, int]] = field(default_factory=deque)
-    running: list[_Running] = field(default_factory=list)
+    running: list[_Sequence] = field(default_factory=list)
     position: float = 0.0
     clock: float = 0.0
     due: float = math.inf
@@ -151,7 +151,7 @@ class _Engine:
             self.waiting.append((next(draw), 0))
         while self.waiting and len(self.running) < costs.slots:
             length, done = self.waiting.popleft()
-            sequence = _Running(
+            sequence = _Sequence(
                 ends=self.position + length - done,
                 length=length,
                 begun=self.position - done,
