@@ -270,8 +270,11 @@ def request_seed(
     """Return a seed of 62 bits, for an engine that draws its own numbers, another seed after
     ``begun`` tokens.
     """
-    names = (seed, step, prompt_id, index, *((begun,) if begun else ()))
-    return int.from_bytes(_digest(8, *names), "little") >> 2
+    if begun:
+        digest = _digest(8, seed, step, prompt_id, index, begun)
+    else:
+        digest = _digest(8, seed, step, prompt_id, index)
+    return int.from_bytes(digest, "little") >> 2
 
 
 def sample_seed(seed: int, prompt_id: str, repeat: int) -> int:

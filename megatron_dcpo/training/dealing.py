@@ -113,7 +113,13 @@ def fetch(
     for indices, payloads in zip(missing, sent, strict=True):
         for index, payload in zip(indices, payloads, strict=True):
             sample = samples[index]
-            response = replaced(sample.response, holder=None, **payload._asdict())
+            response = replaced(
+                sample.response,
+                token_ids=payload.token_ids,
+                logprobs=payload.logprobs,
+                experts=payload.experts,
+                holder=None,
+            )
             complete[index] = replaced(sample, response=response)
     return complete
 
