@@ -54,7 +54,7 @@ def _checked(options: dict[str, Any]) -> dict[str, Any]:
         planned = TypeAdapter(PlannedOptions).validate_python(options)
     except ValidationError as error:
         first = error.errors()[0]
-        name = ".".join(map(str, first["loc"]))
+        name = f"parallel.megatron.{first['loc'][0]}"
         raise ValueError(
             f"{name}: {one_line(first['msg'])} (found {first['input']!r})"
         ) from None

@@ -253,7 +253,7 @@ def test_questions_are_trained_on_with_their_verifier(tmp_path: Path) -> None:
         (
             MMLU,
             (),
-            "1 questions whose answers are no mathematics; set judging.verifier=choice",
+            "1 non-math questions; set judging.verifier=choice",
         ),
         (TRIVIA, (), r"set judging.verifier=exact \(or f1\)"),
         (

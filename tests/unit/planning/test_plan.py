@@ -27,7 +27,7 @@ LLAMA_70B = {
 }
 TP, PP, VPP = (
     f"parallel.{name}_model_parallel_size"
-    for name in ("tensor", "pipeline", "virtual_pipeline")
+    for name in ("tensor", "pipeline", "megatron.virtual_pipeline")
 )
 
 

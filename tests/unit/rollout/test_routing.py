@@ -128,7 +128,7 @@ def test_refused_with_partial_rollouts():
     ]
     with pytest.raises(
         UserError,
-        match=r"max_staleness=1 does not go with rollout\.routing_replay: what is continued",
+        match=r"max_staleness=1 does not go with rollout\.routing_replay",
     ):
         load_config(
             EXAMPLES / "quickstart" / "dcpo.yaml",

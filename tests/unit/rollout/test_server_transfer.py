@@ -261,7 +261,7 @@ def test_it_is_refused_in_one_line(
     server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(vllm_server, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match="needs vLLM beside the trainer"):
+    with pytest.raises(UserError, match=r"rollout\.weight_transfer=nccl needs vLLM"):
         ServerEngine("http://127.0.0.1:1", POLICY, None)
     monkeypatch.setattr(
         device, "_GPU", device.Capabilities(False, True, False, False, None)

@@ -103,7 +103,7 @@ ILLEGAL += [
         [EXPERTS, "rollout.engine=server", "rollout.endpoint=http://host/v1"],
         "rollout.engine=server does not get",
     ),
-    ([EXPERTS, "model.adapter.rank=2"], "model.adapter has no factors for experts"),
+    ([EXPERTS, "model.adapter.rank=2"], "model.adapter"),
 ]
 
 
