@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
             f"write ({type(error).__name__}: {one_line(error, 200)}); --debug shows the place"
         ) from error
     if args.json:
-        values = {"report": str(page), "runs": numbers}
+        values: dict[str, Any] = {"report": str(page), "runs": numbers}
         if args.against:
             values["against"] = compared
         print(json.dumps(json_ready(values), indent=1))

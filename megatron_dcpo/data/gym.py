@@ -138,7 +138,7 @@ def _rows(task: str) -> Iterator[dict[str, Any]]:
     for index in range(len(dataset)):
         entry = dataset[index]
         facts = {**(entry["metadata"].get("difficulty") or {}), **entry["metadata"]}
-        row = {}
+        row: dict[str, Any] = {}
         for name, value in facts.items():
             if isinstance(value, _SCALARS):
                 row[name] = value
