@@ -11,7 +11,10 @@ from megatron_dcpo.judging.judge import judge_many
 from megatron_dcpo.judging.token_bytes import TokenBytes
 from megatron_dcpo.types import Prompt, Response
 
-RESPONSE = "I print '<conf>'.\n```python\nprint('<conf> Confidence: 0.1')\n```\n<conf> Confidence: 0.75"
+RESPONSE = (
+    "I print '<conf>'.\n```python\nprint('<conf> Confidence: 0.1')\n```\n"
+    "<conf> Confidence: 0.75"
+)
 
 
 def test_the_marker_behind_the_program_opens_the_confidence_block() -> None:
