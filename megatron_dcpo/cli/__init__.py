@@ -1,7 +1,7 @@
-"""The command line: one module per verb, each with ``add_parser(subparsers)`` and ``run(args) ->
-exit status``.
+"""The command line: one module per verb, each with ``add_parser(subparsers)`` and ``run(args)``,
+which returns the exit status.
 
-At the end: options and types of arguments that several verbs share.
+At the end are the options and the types of arguments that several verbs share.
 """
 
 from __future__ import annotations
@@ -53,14 +53,15 @@ VERBS = {
     "probe": "gradient conflict and variance on a policy",
     "doctor": "check this installation",
 }
-_DISK_REFUSES = (  # full or read-only; then paths that cannot be what they are named as
+# a disk is full or read-only, or a path is not the file or directory it should be
+_DISK_REFUSES = (
     *(errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM),
     *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG),
 )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one verb. Bad input is one line on stderr and status 2; results go to stdout, logs to
+    """Run one verb. Bad input gives one line on stderr and status 2; results go to stdout, logs to
     stderr.
     """
     args = _parsed(sys.argv[1:] if argv is None else argv)
@@ -84,9 +85,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(printable(f"dcpo {args.verb}: {stopped}"), file=sys.stderr)
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(
-            stopped.exit_status
-        )  # everything is saved; a judge may still be busy with the abandoned rollout
+        # everything is saved, but a judge may still be busy with the abandoned rollout
+        os._exit(stopped.exit_status)
     except BrokenPipeError:  # the reader of stdout has enough: dcpo config | head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
@@ -104,8 +104,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parsed(words: Sequence[str]) -> argparse.Namespace:
-    """Return the parsed arguments. Only the module of the verb that is called is imported, so that
-    help answers at once.
+    """Return the parsed arguments. Only the module of the called verb is imported, so that help
+    appears at once.
     """
     parser = argparse.ArgumentParser(
         prog="dcpo",
@@ -127,7 +127,7 @@ def _parsed(words: Sequence[str]) -> argparse.Namespace:
         )
     args, rest = parser.parse_known_args(as_options(words))
     if rest:
-        # argparse takes overrides in one piece only; those after a later option arrive here
+        # argparse takes overrides in one piece only; those after a later option end up here
         overrides = all("=" in word and not word.startswith("-") for word in rest)
         if not (hasattr(args, "overrides") and overrides):
             parser.error(f"unrecognized arguments: {' '.join(rest)}")
@@ -136,64 +136,58 @@ def _parsed(words: Sequence[str]) -> argparse.Namespace:
 
 
 def _refusal(error: UserError | OSError | ModuleNotFoundError) -> str | None:
-    """Return the line that says what the user can mend; None for an error of the program."""
+    """Return the line that says what the user can fix; None for an error of the program."""
     if isinstance(error, ModuleNotFoundError):
-        ours = (error.name or "megatron_dcpo").startswith("megatron_dcpo")
-        return (
-            None
-            if ours
-            else f"{error.name} is not installed; call dcpo of .venv (make setup)"
-        )
-    return (
-        str(error)
-        if isinstance(error, UserError) or error.errno in _DISK_REFUSES
-        else None
-    )
+        missing = error.name or "megatron_dcpo"
+        if missing.startswith("megatron_dcpo"):
+            return None
+        return f"{missing} is not installed; call dcpo of .venv (make setup)"
+    if isinstance(error, UserError) or error.errno in _DISK_REFUSES:
+        return str(error)
+    return None
 
 
 def as_options(words: Sequence[str]) -> list[str]:
-    """Return the words of a verb that takes overrides as its parser has them: ``train x.yaml``
-    names the configuration, ``--section.key value`` is an override, a bare ``--resume`` means
-    ``auto``.
+    """Return the words of a verb that takes overrides in the form its parser expects.
+
+    ``train x.yaml`` names the configuration, ``--section.key value`` is an override, and a bare
+    ``--resume`` means ``auto``.
     """
     if not words or words[0] not in ("train", "plan", "probe", "evaluate"):
         return list(words)
     verb, *rest = words
-    names_config = (
-        verb != "evaluate"
-    )  # whose YAML files belong to --config and --as-trained
-    found: list[str] = []
+    # the YAML files of evaluate belong to --config and --as-trained
+    needs_config = verb != "evaluate" and "--config" not in words
+    options: list[str] = []
     while rest:
-        word, *rest = rest
+        word = rest.pop(0)
         name, equal, value = word.removeprefix("--").partition("=")
         if word.startswith("--") and "." in name:
-            value, rest = (value, rest) if equal or not rest else (rest[0], rest[1:])
-            found.append(f"{name}={value}")
+            if not equal and rest:
+                value = rest.pop(0)
+            options.append(f"{name}={value}")
         elif word == "--resume" and rest[:1] not in (["auto"], ["none"]):
-            found += [word, "auto"]
-        elif (
-            names_config
-            and word.endswith((".yaml", ".yml"))
-            and "--config" not in (*words, *found)
-            and "=" not in word
-        ):
-            found += ["--config", word]
+            options += [word, "auto"]
+        elif needs_config and word.endswith((".yaml", ".yml")) and not equal:
+            options += ["--config", word]
+            needs_config = False
         else:
-            found.append(word)
-    return [verb, *found]
+            options.append(word)
+    return [verb, *options]
 
 
 def _write_safely(debug: bool) -> None:
-    """Write logs and tracebacks, which quote what others wrote: nothing of it may steer the
-    terminal, and no character end a run.
+    """Set up logs and tracebacks. They quote foreign text, which must neither control the terminal
+    nor end a run by a character that cannot be encoded.
     """
+    form = "%(message)s"
+    level = logging.INFO
+    if debug:
+        form = "%(asctime)s %(name)s: %(message)s"
+        level = logging.DEBUG
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(
-        _Formatter("%(asctime)s %(name)s: %(message)s" if debug else "%(message)s")
-    )
-    logging.basicConfig(
-        level=logging.DEBUG if debug else logging.INFO, handlers=[handler]
-    )
+    handler.setFormatter(_Formatter(form))
+    logging.basicConfig(level=level, handlers=[handler])
     logging.captureWarnings(True)
     sys.excepthook = _print_traceback
     for stream in (sys.stdout, sys.stderr):
@@ -209,37 +203,34 @@ class _Formatter(logging.Formatter):
 def _print_traceback(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
-    sys.stderr.write(
-        printable("".join(traceback.format_exception(kind, error, trace)), lines=True)
-    )
+    text = "".join(traceback.format_exception(kind, error, trace))
+    sys.stderr.write(printable(text, lines=True))
     _tell_launcher(f"{kind.__name__}: {error}")
 
 
 def _tell_launcher(message: str) -> None:
-    """Write the error that ends this rank where ``dcpo launch`` and torchrun read it."""
-    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        from megatron_dcpo.runtime.files import write_atomically
+    """Write the error that ends this rank to the file that ``dcpo launch`` and torchrun read."""
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not file:
+        return
+    from megatron_dcpo.runtime.files import write_atomically
 
-        with contextlib.suppress(OSError):
-            write_atomically(
-                Path(file),
-                json.dumps(
-                    {"message": one_line(message, 500), "timestamp": int(time.time())}
-                ),
-            )
+    values = {"message": one_line(message, 500), "timestamp": int(time.time())}
+    with contextlib.suppress(OSError):
+        write_atomically(Path(file), json.dumps(values))
 
 
 def _ranks_differ() -> bool:
-    """Return whether ranks may have errors of their own: before the process groups exist all meet
-    the same one, and one line is enough.
+    """Return whether ranks may have different errors. Before the process groups exist, all ranks
+    have the same one, and one line is enough.
     """
     torch = sys.modules.get("torch")
     return torch is not None and torch.distributed.is_initialized()
 
 
 def load_config(path: str, overrides: Sequence[str] = ()) -> Config:
-    """Call ``config.load_config``; a file that is not there is reported before the schema and its
-    libraries are imported.
+    """Call ``config.load_config``. A missing file is reported before the schema and its libraries
+    are imported.
     """
     if all("=" in override for override in overrides) and not Path(path).is_file():
         raise UserError(f"config file {Path(path)} does not exist")
@@ -249,23 +240,23 @@ def load_config(path: str, overrides: Sequence[str] = ()) -> Config:
 
 
 def add_judging_arguments(parser: argparse._ActionsContainer) -> None:
-    """Add a user's verifier, where programs run, and the limits of both (``program_limits``)."""
+    """Add the options of verifiers, of the sandbox, and of the limits of both."""
     parser.add_argument(
         "--verifier",
         metavar="NAME",
-        help="exact, f1, choice, or your own, file.py:function or https://host "
+        help="exact, f1, choice, or a verifier of yours as file.py:function or https://host "
         "(docs/bring_your_own.md#a-verifier)",
     )
     parser.add_argument(
         "--threshold",
         type=float,
         metavar="S",
-        help="least score of a right response (default 1)",
+        help="lowest score of a correct response (default 1)",
     )
     parser.add_argument(
         "--sandbox",
         metavar="WHERE",
-        help="where programs run: auto, bubblewrap, landlock, or unsafe (default auto)",
+        help="sandbox for programs: auto, bubblewrap, landlock, or unsafe (default auto)",
     )
     parser.add_argument(
         "--test-seconds",
@@ -283,20 +274,22 @@ def add_judging_arguments(parser: argparse._ActionsContainer) -> None:
         "--memory-mb",
         type=positive_int,
         metavar="MB",
-        help="memory of either (default 1024)",
+        help="memory limit of a program or verifier (default 1024)",
     )
 
 
 def program_limits(args: argparse.Namespace) -> CodeLimits:
-    """Return the limits as given, the defaults of ``CodeLimits`` otherwise. Raises
+    """Return the given limits, with the defaults of ``CodeLimits`` for the others. Raises
     :class:`UserError`.
     """
     from megatron_dcpo.sandbox.local import CodeLimits
 
-    names = ("test_seconds", "program_seconds", "memory_mb")
-    return CodeLimits(
-        **{name: vars(args)[name] for name in names if vars(args).get(name) is not None}
-    )
+    given = {}
+    for name in ("test_seconds", "program_seconds", "memory_mb"):
+        value = getattr(args, name, None)
+        if value is not None:
+            given[name] = value
+    return CodeLimits(**given)
 
 
 def positive_int(text: str) -> int:

@@ -18,15 +18,12 @@ def add_parser(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
         "calibrate",
         help=VERBS["calibrate"],
-        description="Fit a logistic regression on a response's log-probs, length and stated "
-        "confidence, ConfClass, "
-        "or temperature, Platt or isotonic scaling of one kind of confidence, on the "
-        "samples.jsonl of dcpo evaluate (of "
-        "training or validation problems, never of those that are reported). Problems are split, "
-        "by a hash, into fitted and "
-        "held-out ones; the scores shown "
-        "are of the held-out ones. ConfClass needs samples drawn with: dcpo evaluate --repeats 20 "
-        "--features.",
+        description="Fit a predictor on the samples.jsonl of dcpo evaluate: a logistic regression "
+        "on a response's log-probs, length and stated confidence; ConfClass; or temperature, Platt "
+        "or isotonic scaling of one kind of confidence. Use training or validation problems, never "
+        "those that are reported. A hash splits the problems into fitted and held-out ones, and "
+        "the scores shown are of the held-out ones. ConfClass needs samples drawn with dcpo "
+        "evaluate --repeats 20 --features.",
     )
     parser.add_argument(
         "--samples",
@@ -44,27 +41,26 @@ def add_parser(subparsers: Subparsers) -> None:
     )
     parser.add_argument(
         "--source",
-        help="what a scaling reads: a kind of confidence (default token; logprob: the reasoning's "
-        "log-prob, with platt or "
-        "isotonic); confclass: mean or full (default mean)",
+        help="input of a scaling: a kind of confidence (default token; platt and isotonic also "
+        "take logprob, the reasoning's log-prob); of confclass: mean or full (default mean)",
     )
     parser.add_argument(
         "--out",
         metavar="FILE",
         required=True,
-        help="where to save the predictor (.npz)",
+        help="file for the predictor (.npz)",
     )
     parser.add_argument(
         "--held-out",
         type=float,
         default=0.2,
-        help="share of the problems held out (default 0.2; 0: fit on all)",
+        help="share of the problems to hold out (default 0.2; 0: fit on all)",
     )
     parser.add_argument(
         "--epochs",
         type=positive_int,
         default=200,
-        help="confclass: most passes over the samples",
+        help="confclass: maximum number of passes over the samples (default 200)",
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
@@ -82,7 +78,9 @@ def run(args: argparse.Namespace) -> int:
 
     if args.source and args.source not in ("mean", "full", "response"):
         parse_kinds(args.source)
-    samples = [sample for path in args.samples for sample in read_samples(path)]
+    samples = []
+    for path in args.samples:
+        samples += read_samples(path)
     predictor, held_out = posthoc.fit(
         args.method,
         samples,
@@ -93,25 +91,21 @@ def run(args: argparse.Namespace) -> int:
     )
     predictor.save(args.out)
     if not held_out:
-        print(
-            json.dumps({"predictor": args.out})
-            if args.json
-            else f"fitted on all problems; wrote {args.out}"
-        )
+        if args.json:
+            print(json.dumps({"predictor": args.out}))
+        else:
+            print(f"fitted on all problems; wrote {args.out}")
         return 0
-    before = (
-        "token"
-        if predictor.source in ("mean", "full", "response", *RANKING_ONLY)
-        else predictor.source
-    )
+    before = predictor.source
+    if before in ("mean", "full", "response", *RANKING_ONLY):
+        before = "token"
     rows = {
         before: posthoc.scores(held_out, before),
         args.method: posthoc.scores(held_out),
     }
     if args.json:
-        print(
-            json.dumps(json_ready({"predictor": args.out, "held_out": rows}), indent=1)
-        )
+        values = {"predictor": args.out, "held_out": rows}
+        print(json.dumps(json_ready(values), indent=1))
     else:
         print_table(rows, "held out")
         print(f"wrote {args.out}")

@@ -12,9 +12,8 @@ from megatron_dcpo.errors import UserError, did_you_mean
 if TYPE_CHECKING:
     from megatron_dcpo.cli import Subparsers
 
-EXAMPLES = (
-    Path(__file__).resolve().parents[2] / "examples"
-)  # of a checkout; a wheel has none
+# in a checkout; a wheel has none
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -28,14 +27,14 @@ def add_parser(subparsers: Subparsers) -> None:
         "section",
         nargs="?",
         metavar="SECTION",
-        help="a section, or one option: rollout.group_size",
+        help="a section, or one option such as rollout.group_size",
     )
     parser.add_argument(
         "--example",
         nargs="?",
         const="",
         metavar="NAME",
-        help="print a shipped example; without NAME their names",
+        help="print a shipped example, or without NAME the names of all",
     )
     parser.set_defaults(run=run)
 
@@ -44,19 +43,19 @@ def run(args: argparse.Namespace) -> int:
     if args.example is not None:
         print(example(args.example), end="")
     else:
-        print("\n".join(described(args.section) if args.section else overview()))
+        lines = described(args.section) if args.section else overview()
+        print("\n".join(lines))
     return 0
 
 
 def overview() -> list[str]:
-    """Return what sections there are, and the options that are in none."""
+    """Return the options outside all sections, and the list of sections."""
     from megatron_dcpo.config.reference import sections
 
-    listed = [
-        f"{name:18} {text.replace('``', '')}"
-        for name, text in sections().items()
-        if name
-    ]
+    listed = []
+    for name, text in sections().items():
+        if name:
+            listed.append(f"{name:18} {text.replace('``', '')}")
     return [
         *described(""),
         "",
@@ -67,40 +66,39 @@ def overview() -> list[str]:
 
 
 def described(name: str) -> list[str]:
-    """Return the options of the section ``name``, or the option of that name. Raises
-    :class:`UserError`.
+    """Return the description of the options of the section ``name``, or of the option with that
+    name. Raises :class:`UserError`.
     """
     from megatron_dcpo.config.reference import options, sections
 
-    found = options(name) if name in sections() else []
-    if not found:
-        every = {
-            option.name: option for section in sections() for option in options(section)
-        }
-        if name not in every:
+    selected = list(options(name)) if name in sections() else []
+    if not selected:
+        by_name = {}
+        for section in sections():
+            for option in options(section):
+                by_name[option.name] = option
+        if name not in by_name:
+            known = [*filter(None, sections()), *by_name]
             raise UserError(
-                "there is no section or option "
-                f"{name!r}{did_you_mean(name, [*filter(None, sections()), *every])}"
+                f"there is no section or option {name!r}{did_you_mean(name, known)}"
             )
-        found = [every[name]]
+        selected = [by_name[name]]
     lines = []
-    for option in found:
-        lines += [
-            f"{option.name}: {option.kind} (default {option.default})",
-            f"    {option.meaning}",
-        ]
-        lines += [f"    read by {', '.join(option.methods)}"] if option.methods else []
+    for option in selected:
+        lines.append(f"{option.name}: {option.kind} (default {option.default})")
+        lines.append(f"    {option.meaning}")
+        if option.methods:
+            lines.append(f"    read by {', '.join(option.methods)}")
     return [line.replace("(default required)", "(required)") for line in lines]
 
 
 def example(name: str) -> str:
-    """Return the text of a shipped example, or the names of all. Raises :class:`UserError` where it
-    is not here.
+    """Return the text of a shipped example, or the names of all examples. Raises
+    :class:`UserError` if there is no such example.
     """
-    files = {
-        str(file.relative_to(EXAMPLES).with_suffix("")): file
-        for file in sorted(EXAMPLES.rglob("*.yaml"))
-    }
+    files: dict[str, Path] = {}
+    for file in sorted(EXAMPLES.rglob("*.yaml")):
+        files[str(file.relative_to(EXAMPLES).with_suffix(""))] = file
     if not files:
         raise UserError(
             "the examples are in the directory examples/ of the repository, not in an installed "

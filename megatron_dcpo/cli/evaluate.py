@@ -36,7 +36,7 @@ KINDS = (
     "token_entropy",
     "consistency",
 )
-# what a flag sets, by its name in the parsed arguments
+# the option that each flag sets, by the name of the flag in the parsed arguments
 SHORTHANDS: Mapping[str, str] = {
     "model": "model.path",
     "dtype": "model.params_dtype",
@@ -77,7 +77,7 @@ SHORTHANDS: Mapping[str, str] = {
     "program_seconds": "judging.program_seconds",
     "memory_mb": "judging.memory_mb",
 }
-_DTYPES = {"auto": "auto", "float32": "fp32", "bfloat16": "bf16"}  # as --dtype has them
+_DTYPES = {"auto": "auto", "float32": "fp32", "bfloat16": "bf16"}  # values of --dtype
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -109,7 +109,9 @@ def add_parser(subparsers: Subparsers) -> None:
         help="OpenAI-compatible server, for instance http://host:8000/v1",
     )
     source.add_argument(
-        "--samples", metavar="FILE", help="score this samples.jsonl again"
+        "--samples",
+        metavar="FILE",
+        help="score the samples in this samples.jsonl again",
     )
     parser.add_argument(
         "--config",
@@ -119,8 +121,9 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--as-trained",
         metavar="CONFIG",
-        help="judge and ask as that run did: its section judging, template, thinking and longest "
-        "response, the verifiers and templates of its sources, and with --endpoint its tokenizer",
+        help="prompt and judge as in that run: use its section judging, template, thinking and "
+        "longest response, the verifiers and templates of its sources, and with --endpoint its "
+        "tokenizer",
     )
     parser.add_argument(
         "--benchmarks",
@@ -145,18 +148,18 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--features",
         action="store_true",
-        help="keep what dcpo calibrate --method confclass reads",
+        help="keep the features that dcpo calibrate --kind confclass reads",
     )
     parser.add_argument(
         "--calibrator",
         "--posthoc",
         metavar="FILE",
-        help="score the post-hoc confidence that dcpo calibrate fitted as well",
+        help="also score the post-hoc confidence that dcpo calibrate has fitted",
     )
     parser.add_argument(
         "--marker",
         type=_marker,
-        help="the text that opens the confidence line (default <conf>; with --samples: as before)",
+        help="text that opens the confidence line (default <conf>; with --samples: as before)",
     )
     parser.add_argument(
         "--template",
@@ -166,7 +169,7 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--thinking",
         choices=["off", "on", "auto"],
-        help="for models that think: off, on, or as the chat template has it (default off)",
+        help="for models that think: off, on, or auto, the chat template's choice (default off)",
     )
     parser.add_argument(
         "--limit", type=positive_int, help="only the first problems of every benchmark"
@@ -174,7 +177,7 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--data-dir",
         metavar="DIR",
-        help="where benchmark files are (default: $DCPO_DATA, else data/)",
+        help="directory of the benchmark files (default: $DCPO_DATA, or data/)",
     )
     parser.add_argument(
         "--corrections",
@@ -189,7 +192,7 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--rejudge",
         action="store_true",
-        help="with --samples: judge the responses again as well",
+        help="with --samples: also judge the responses again",
     )
     _add_sampling_arguments(
         parser.add_argument_group("sampling (defaults: the paper's evaluation)")
@@ -224,26 +227,26 @@ def _add_sampling_arguments(sampling: argparse._ArgumentGroup) -> None:
     sampling.add_argument(
         "--batch-size",
         type=positive_int,
-        help="responses sampled at once (default 64; by vLLM on a GPU 512)",
+        help="responses sampled at a time (default 64; with vLLM on a GPU 512)",
     )
     sampling.add_argument(
         "--dtype",
         choices=["auto", "float32", "bfloat16"],
         type=str,
-        help="element type of --model (default auto: bfloat16 on a GPU, else float32)",
+        help="element type of --model (default auto: bfloat16 on a GPU, otherwise float32)",
     )
     sampling.add_argument(
         "--engine",
         choices=["auto", "vllm", "transformers"],
-        help="what samples --model; auto (default): vLLM on a GPU if it is installed and can run "
-        "the model",
+        help="engine that samples --model (default auto: vLLM on a GPU if it is installed and can "
+        "run the model)",
     )
 
 
 def _add_server_arguments(server: argparse._ArgumentGroup) -> None:
     server.add_argument(
         "--model-name",
-        help="model to ask the server for (default: the only one it offers)",
+        help="name of the model on the server (default: the only one it offers)",
     )
     server.add_argument(
         "--tokenizer",
@@ -253,7 +256,7 @@ def _add_server_arguments(server: argparse._ArgumentGroup) -> None:
     server.add_argument(
         "--api",
         choices=["chat", "completions"],
-        help="default: completions for --template raw, else chat",
+        help="default: completions for --template raw, otherwise chat",
     )
     server.add_argument(
         "--api-key-env",
@@ -275,7 +278,10 @@ def _add_server_arguments(server: argparse._ArgumentGroup) -> None:
         help="tries per sample, with growing pauses (default 8)",
     )
     server.add_argument(
-        "--extra-body", type=_json_object, metavar="JSON", help="added to every request"
+        "--extra-body",
+        type=_json_object,
+        metavar="JSON",
+        help="fields added to every request",
     )
 
 
@@ -288,7 +294,7 @@ def run(args: argparse.Namespace) -> int:
     judge_again = given.get("rejudge", False)
     if judge_again and not samples:
         raise UserError(
-            "--rejudge is for --samples FILE; new responses are judged anyway"
+            "--rejudge needs --samples FILE; new responses are judged anyway"
         )
     config = configuration(given)
     with _progress() as progress:
@@ -299,7 +305,7 @@ def run(args: argparse.Namespace) -> int:
             fresh=given.get("fresh", False),
             progress=progress,
         )
-    if not evaluation:  # on another rank than the first
+    if not evaluation:  # on a rank other than the first
         return 0
     if args.json:
         print(json.dumps(evaluation, indent=1, allow_nan=False))
@@ -310,7 +316,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def configuration(given: Mapping[str, Any]) -> EvaluateConfig:
-    """Return the configuration that the parsed arguments ask for. Raises :class:`UserError`."""
+    """Return the configuration for the parsed arguments. Raises :class:`UserError`."""
     from megatron_dcpo.config.evaluation import load_evaluation
     from megatron_dcpo.evaluation.run import evaluation_of_samples
 
@@ -332,7 +338,7 @@ def configuration(given: Mapping[str, Any]) -> EvaluateConfig:
 def overrides_of(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options that flags and overrides set, by dotted name.
 
-    Raises :class:`UserError`, which names both, if they say different things.
+    Raises :class:`UserError`, which names both, if a flag and an override differ.
     """
     from megatron_dcpo.config import parse_overrides
 
@@ -354,7 +360,7 @@ def overrides_of(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_same(one: object, other: object) -> bool:
-    """Return whether two values are the same; YAML reads the words on and off as true and false."""
+    """Return whether two values are the same. YAML reads the words on and off as true and false."""
     words = {True: "on", False: "off"}
     if isinstance(one, bool) and isinstance(other, str):
         return words[one] == other
@@ -378,18 +384,17 @@ def _print_evaluation(evaluation: Mapping[str, Any]) -> None:
     for name, scores in evaluation["benchmarks"].items():
         rates = scores.get("abstention")
         if rates:
-            shown = [
-                f"{key} {value:.3f}"
-                for key, value in rates.items()
-                if value is not None
-            ]
+            shown = []
+            for key, value in rates.items():
+                if value is not None:
+                    shown.append(f"{key} {value:.3f}")
             print(printable(f"{name} abstention: {', '.join(shown)}"))
 
 
 @contextmanager
 def _progress() -> Iterator[Progress]:
-    """Show a bar with time left on a terminal, ten log lines elsewhere; of several ranks the first
-    one's share.
+    """Show a bar with the time left on a terminal, and ten log lines elsewhere. With several ranks
+    it is the first rank's share.
     """
     if int(os.environ.get("RANK", "0")):
         yield lambda name, done, total: None

@@ -1,7 +1,8 @@
-"""``dcpo judge``: is each prediction its reference, does each program pass its tests?
+"""``dcpo judge``: decide whether each prediction matches its reference, or each program passes its
+tests.
 
-Of pairs, it also prints where the verifier and plain string equality disagree: these pairs are
-worth reading.
+For pairs it also prints those on which the verifier and plain string equality disagree, since they
+are worth reading.
 """
 
 from __future__ import annotations
@@ -29,10 +30,9 @@ def add_parser(subparsers: Subparsers) -> None:
         "judge",
         help=VERBS["judge"],
         description="Judge every line of a file as training and evaluation do. A prediction is a "
-        "whole response, whose "
-        "last complete \\boxed{...} before the confidence line is read, or a bare answer. A "
-        "program is the last complete "
-        "fenced block before the confidence line; it runs in a sandbox (docs/programs.md).",
+        "whole response, whose last complete \\boxed{...} before the confidence line is read, or a "
+        "bare answer. A program is the last complete fenced block before the confidence line; it "
+        "runs in a sandbox (docs/programs.md).",
     )
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument(
@@ -48,7 +48,7 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--json",
         action="store_true",
-        help="one JSON line per line, in order, with correct",
+        help="print one JSON line per input line, in order, with correct",
     )
     add_judging_arguments(parser)
     for name, old_name in (
@@ -60,13 +60,13 @@ def add_parser(subparsers: Subparsers) -> None:
         "--workers",
         type=positive_int,
         metavar="N",
-        help="programs at a time (default: the cores)",
+        help="programs to run at a time (default: the number of cores)",
     )
     parser.add_argument(
         "--show",
         type=int,
         default=20,
-        help="disagreements with string equality shown (default 20)",
+        help="number of disagreements with string equality to print (default 20)",
     )
     parser.set_defaults(run=run)
 
@@ -79,20 +79,17 @@ def run(args: argparse.Namespace) -> int:
     judged = judge_pairs(_read_pairs(args.pairs))
     if args.json:
         for pair in judged:
-            print(
-                json.dumps(
-                    {
-                        "correct": pair.correct,
-                        "answer": pair.answer,
-                        "string_equal": pair.string_equal,
-                    }
-                )
-            )
+            values = {
+                "correct": pair.correct,
+                "answer": pair.answer,
+                "string_equal": pair.string_equal,
+            }
+            print(json.dumps(values))
         return 0
     numbers = report(judged)
     print(
-        f"{numbers['pairs']} pairs, {numbers['correct']} correct, {numbers['string_equal']} equal "
-        "as strings"
+        f"{numbers['pairs']} pairs, {numbers['correct']} correct, "
+        f"{numbers['string_equal']} equal as strings"
     )
     for row in numbers["disagreements"][: args.show]:
         verdict = "accepted" if row["correct"] else "rejected"
@@ -106,8 +103,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _judge_by_function(args: argparse.Namespace) -> int:
-    """Judge each prediction by a verifier of questions or the user's: its text before the
-    confidence line, with the other columns.
+    """Judge each prediction by a verifier of questions or by a user's, which reads the text before
+    the confidence line and the other columns.
     """
     from megatron_dcpo.config import JudgingConfig, checked
     from megatron_dcpo.data.files import read_json_lines
@@ -124,9 +121,11 @@ def _judge_by_function(args: argparse.Namespace) -> int:
         "program_seconds",
         "memory_mb",
     )
-    given = {
-        name: vars(args)[name] for name in names if vars(args).get(name) is not None
-    }
+    given = {}
+    for name in names:
+        value = getattr(args, name, None)
+        if value is not None:
+            given[name] = value
     judging = checked(given, JudgingConfig, "dcpo judge")
     verifier, form = verifiers(judging, {})(args.verifier)
     attempts = []
@@ -135,29 +134,19 @@ def _judge_by_function(args: argparse.Namespace) -> int:
             raise UserError(
                 f"{where}: expected an object with prediction (text) and reference"
             )
-        reasoning = split_text(row["prediction"], CONFIDENCE_TAG).reasoning.decode(
-            errors="replace"
-        )
+        split = split_text(row["prediction"], CONFIDENCE_TAG)
+        reasoning = split.reasoning.decode(errors="replace")
+        answer = form.extract(reasoning)
         columns = {"answer": row["reference"], **row}
-        attempts.append(
-            Attempt(form.extract(reasoning), str(row["reference"]), reasoning, columns)
-        )
+        attempts.append(Attempt(answer, str(row["reference"]), reasoning, columns))
     outcomes = verifier(attempts)
-    for outcome in outcomes if args.json else ():
-        print(
-            json.dumps(
-                {
-                    "correct": outcome.correct,
-                    "category": outcome.category,
-                    **(outcome.logged or {}),
-                }
-            )
-        )
-    if not args.json:
-        right, failed = (
-            sum(map(bool, column))
-            for column in list(zip(*outcomes, strict=True))[:2] or ((), ())
-        )
+    if args.json:
+        for outcome in outcomes:
+            values = {"correct": outcome.correct, "category": outcome.category}
+            print(json.dumps({**values, **(outcome.logged or {})}))
+    else:
+        right = sum(outcome.correct for outcome in outcomes)
+        failed = sum(outcome.category is not None for outcome in outcomes)
         print(
             f"{len(outcomes)} predictions, {right} correct, {failed} not judged (verifier_error)"
         )
@@ -166,7 +155,7 @@ def _judge_by_function(args: argparse.Namespace) -> int:
 
 
 def _judge_programs(args: argparse.Namespace) -> int:
-    """Print one line per program, printed in order as soon as it is known."""
+    """Print one line per program, in order, as soon as its verdict is known."""
     from megatron_dcpo.judging.answers import extract_program
     from megatron_dcpo.sandbox.judge import CodePool
     from megatron_dcpo.sandbox.tests import check_syntax, checked_tests
@@ -183,32 +172,26 @@ def _judge_programs(args: argparse.Namespace) -> int:
         limits=limits, sandbox=args.sandbox or "auto", workers=workers
     ) as pool:
         print(f"sandbox: {pool.level}", file=sys.stderr)
-        futures = [
-            (where, pool.submit(extract_program(response), tests, where))
-            for where, response, tests in rows
-        ]
+        futures = []
+        for where, response, tests in rows:
+            program = extract_program(response)
+            futures.append((where, pool.submit(program, tests, where)))
         for where, future in futures:
             verdict = future.result()
             counts[verdict.category] += 1
             if args.json:
-                print(
-                    json.dumps(
-                        {"correct": verdict.correct, "category": verdict.category}
-                    ),
-                    flush=True,
-                )
+                values = {"correct": verdict.correct, "category": verdict.category}
+                print(json.dumps(values), flush=True)
             elif not verdict.correct:
                 print(printable(f"  {where}: {verdict.category}: {verdict.detail}"))
     if not args.json:
-        print(
-            f"{len(rows)} programs: "
-            + ", ".join(f"{count} {name}" for name, count in counts.most_common())
-        )
+        parts = [f"{count} {name}" for name, count in counts.most_common()]
+        print(f"{len(rows)} programs: {', '.join(parts)}")
     return 0
 
 
 def _read_programs(path: str) -> list[tuple[str, str, Any]]:
-    """Return where each stands, for messages; the response; its tests."""
+    """Return file and line of each program, for messages, its response and its tests."""
     from megatron_dcpo.data.files import read_json_lines
 
     rows = []
@@ -237,7 +220,7 @@ def _read_pairs(path: str) -> list[tuple[str, str]]:
 
 
 def _text(value: object) -> str:
-    """Return a field as text: numbers as they are written, a missing answer as an empty one."""
+    """Return a field as text: numbers as they are written, a missing answer as an empty text."""
     if value is None:
         return ""
     if isinstance(value, str):
@@ -249,8 +232,8 @@ def _text(value: object) -> str:
 
 @dataclass(frozen=True)
 class JudgedPair:
-    """``answer`` is what was read in the prediction; ``string_equal``: it is the reference, blanks
-    aside.
+    """A pair with its verdict. ``answer`` was read in the prediction, and ``string_equal`` says
+    whether it equals the reference apart from white space.
     """
 
     answer: str
@@ -260,11 +243,11 @@ class JudgedPair:
 
 
 def read_answer(prediction: str) -> str:
-    """Return the last complete box before the confidence line; a prediction without any box is a
-    bare answer itself.
+    """Return the last complete box before the confidence line. A prediction without any box is
+    itself a bare answer.
 
     In training and evaluation a response without a box is wrong. Here pairs of bare answers are
-    judged as well, so only a text that has begun a box and not closed it has no answer.
+    judged as well, so only a text with a box that is never closed has no answer.
     """
     from megatron_dcpo.judging.answers import extract_boxed
 
@@ -272,7 +255,9 @@ def read_answer(prediction: str) -> str:
     boxed = extract_boxed(before)
     if boxed is not None:
         return boxed.strip()
-    return "" if "\\boxed" in before else before.strip()
+    if "\\boxed" in before:
+        return ""
+    return before.strip()
 
 
 def judge_pairs(pairs: Sequence[tuple[str, str]]) -> list[JudgedPair]:
@@ -282,37 +267,33 @@ def judge_pairs(pairs: Sequence[tuple[str, str]]) -> list[JudgedPair]:
     answers = [read_answer(prediction) for prediction, _ in pairs]
     references = [reference.strip() for _, reference in pairs]
     verdicts = equivalent_many(list(zip(answers, references, strict=True)))
-    return [
-        JudgedPair(
-            answer,
-            reference,
-            correct,
-            "".join(answer.split()) == "".join(reference.split()),
-        )
-        for answer, reference, correct in zip(
-            answers, references, verdicts, strict=True
-        )
-    ]
+    judged = []
+    for answer, reference, correct in zip(answers, references, verdicts, strict=True):
+        string_equal = "".join(answer.split()) == "".join(reference.split())
+        judged.append(JudgedPair(answer, reference, correct, string_equal))
+    return judged
 
 
 def report(judged: Sequence[JudgedPair]) -> dict[str, Any]:
-    """Return counts, and the distinct pairs on which the two disagree, the most frequent first."""
-    differing = Counter(
-        (p.answer, p.reference, p.correct)
-        for p in judged
-        if p.correct != p.string_equal
-    )
+    """Return counts, and the distinct pairs on which verifier and string equality disagree, the
+    most frequent first.
+    """
+    differing: Counter[JudgedPair] = Counter()
+    for pair in judged:
+        if pair.correct != pair.string_equal:
+            differing[pair] += 1
+    disagreements = []
+    for pair, count in differing.most_common():
+        row = {
+            "answer": pair.answer,
+            "reference": pair.reference,
+            "correct": pair.correct,
+            "count": count,
+        }
+        disagreements.append(row)
     return {
         "pairs": len(judged),
         "correct": sum(pair.correct for pair in judged),
         "string_equal": sum(pair.string_equal for pair in judged),
-        "disagreements": [
-            {
-                "answer": answer,
-                "reference": reference,
-                "correct": correct,
-                "count": count,
-            }
-            for (answer, reference, correct), count in differing.most_common()
-        ],
+        "disagreements": disagreements,
     }

@@ -1,9 +1,9 @@
 """``dcpo launch N [torchrun options] -- train ...``: torchrun that passes signals on and keeps the
 exit status.
 
-torchrun itself answers SIGTERM by killing its workers after a grace period, is ended by SIGUSR1,
-and exits with 1 whatever its workers' status. Here the workers get the signal and act on it, and
-their status is that of the launcher.
+On SIGTERM, torchrun itself kills its workers after a grace period; SIGUSR1 ends it; and it exits
+with 1 whatever the status of its workers. Here the workers get the signal and act on it, and the
+launcher exits with their status.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ if TYPE_CHECKING:
     from megatron_dcpo.cli import Subparsers
     from megatron_dcpo.rollout.serving import EngineServer
 
-_GRACE_SECONDS = (
-    20  # after one rank has failed the others have this long to end by themselves
-)
+# after one rank has failed, the others have this long to end by themselves
+_GRACE_SECONDS = 20
 _ALONE_SECONDS = 15.0
+_RENDEZVOUS = ("--nnodes", "--rdzv", "--master", "--standalone")
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -49,12 +49,10 @@ def add_parser(subparsers: Subparsers) -> None:
         "launch",
         help=VERBS["launch"],
         description="Start a verb in N processes on this node: dcpo launch 8 -- train --config "
-        "F.yaml. "
-        "Options between N and -- are torchrun's, and --engines M: on as many further GPUs (or "
-        "cores) the server of "
-        "rollout.engine=server is started, and again when it ends; with N = 0 it alone. It is "
-        "vLLM's, or that of "
-        "--engine-command. Signals reach the workers; the exit status is theirs.",
+        "F.yaml. Options between N and -- are torchrun's. --engines M also starts the server of "
+        "rollout.engine=server on M further GPUs (or cores), and restarts it if it ends; with "
+        "N = 0 it starts only the server. The server is vLLM's, or the one that --engine-command "
+        "starts. Signals reach the workers; the exit status is theirs.",
         usage="dcpo launch N [torchrun options] -- VERB ...",
     )
     parser.add_argument(
@@ -68,25 +66,22 @@ def add_parser(subparsers: Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     options, verb = _split(args.arguments)
-    own = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
-    own.add_argument("--engines", type=int, default=0)
-    own.add_argument("--engine-command", default="")
-    mine, options = own.parse_known_args(options)
-    if not mine.engines:
-        return _launch(args.processes, options, verb)
-    if not args.processes.isdecimal() or mine.engines < 1:
+    parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
+    parser.add_argument("--engines", type=int, default=0)
+    parser.add_argument("--engine-command", default="")
+    ours, torchrun_options = parser.parse_known_args(options)
+    if not ours.engines:
+        return _launch(args.processes, torchrun_options, verb)
+    if not args.processes.isdecimal() or ours.engines < 1:
         raise UserError(
-            "--engines M, and the number of processes before it, have to be numbers: the engines "
-            "come behind"
+            "--engines M and the number of processes N must be numbers: the engines use the GPUs "
+            "after the first N"
         )
-    with _engines(
-        int(args.processes), mine.engines, mine.engine_command, verb
-    ) as server:
-        return (
-            _launch(args.processes, options, verb)
-            if int(args.processes)
-            else server.serve()
-        )
+    processes = int(args.processes)
+    with _engines(processes, ours.engines, ours.engine_command, verb) as server:
+        if not processes:
+            return server.serve()
+        return _launch(args.processes, torchrun_options, verb)
 
 
 def _engines(processes: int, engines: int, other: str, verb: list[str]) -> EngineServer:
@@ -98,7 +93,7 @@ def _engines(processes: int, engines: int, other: str, verb: list[str]) -> Engin
     words = as_options(verb)
     if words[0] != "train":
         raise UserError(
-            f"--engines is for train, not {words[0]}: only a training has a server of its own"
+            f"--engines is for train, not {words[0]}: only train starts an engine server"
         )
     known, rest = parser.parse_known_args(words)
     config = load_config(known.config, [*known.overrides, *rest])
@@ -123,24 +118,22 @@ def _launch(processes: str, options: list[str], verb: list[str]) -> int:
     from megatron_dcpo.runtime.files import allow_open_files
 
     allow_open_files()
-    if not any(
-        option.startswith(("--nnodes", "--rdzv", "--master", "--standalone"))
-        for option in options
-    ):
+    if not any(option.startswith(_RENDEZVOUS) for option in options):
         options = ["--standalone", *options]
     os.environ[signals.LAUNCHER_PID] = str(os.getpid())
-    # torchrun keeps the signals that only mean an end; the three that mean "stop in good order" are
-    # passed on.
-    os.environ.setdefault(
-        "CUDA_DEVICE_MAX_CONNECTIONS", "1"
-    )  # Megatron's overlap needs the order of its launches
-    options += ["--nproc-per-node", processes, *_numa_binding(options)]
+    # Megatron's overlap relies on the order in which kernels are launched.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    # torchrun handles the signals that just end a run; the three that ask for an orderly stop are
+    # passed on to the workers.
     options = [
         "--signals-to-handle",
         "SIGHUP,SIGQUIT",
         "--shutdown-timeout",
         str(_GRACE_SECONDS),
         *options,
+        "--nproc-per-node",
+        processes,
+        *_numa_binding(options),
     ]
     for number in signals.STOP_SIGNALS:
         signal.signal(number, _pass_on)
@@ -152,21 +145,21 @@ def _launch(processes: str, options: list[str], verb: list[str]) -> int:
     except ChildFailedError as error:
         status = exit_status([failure.exitcode for failure in error.failures.values()])
         if status not in (EXIT_REQUEUE, EXIT_INTERRUPTED):
-            print(
-                printable(f"dcpo launch: {_describe(*first_failure(error.failures))}"),
-                file=sys.stderr,
-            )
+            rank, failure = first_failure(error.failures)
+            message = f"dcpo launch: {_describe(rank, failure)}"
+            print(printable(message), file=sys.stderr)
         return status
     except (
         RendezvousError,
         DistError,
-    ) as error:  # found out by the launcher before its workers' status came
-        if used := port_in_use(error, "--master-port"):
+    ) as error:  # before the workers' status was known
+        used = port_in_use(error, "--master-port")
+        if used:
             raise UserError(used) from None
         print(
-            f"dcpo launch: no rendezvous at {parsed.rdzv_endpoint}: another node did not come, "
-            "has ended, or the link to it "
-            f"is gone ({one_line(error, 200)}); --resume auto continues after the last checkpoint",
+            f"dcpo launch: no rendezvous at {parsed.rdzv_endpoint}: another node did not join, "
+            f"has ended, or cannot be reached ({one_line(error, 200)}); --resume auto continues "
+            "after the last checkpoint",
             file=sys.stderr,
         )
         return EXIT_PEER_LOST
@@ -174,21 +167,20 @@ def _launch(processes: str, options: list[str], verb: list[str]) -> int:
 
 
 def exit_status(exit_codes: list[int]) -> int:
-    """Return one status for several failed workers: first what a user has to correct, then what a
-    requeue continues.
+    """Return one status for several failed workers, in this order of precedence.
 
-    Bad input (2) > a worker's own failure > stopped and saved (99, 130) > lost or killed (98).
+    Bad input (2), an error of a worker, stopped and saved (99, 130), lost or killed (98).
     """
     codes = set(exit_codes)
     if EXIT_USER_ERROR in codes:
         return EXIT_USER_ERROR
-    own = sorted(code for code in codes if code > 0 and code != EXIT_PEER_LOST)
-    return own[0] if own else EXIT_PEER_LOST
+    errors = sorted(code for code in codes if code > 0 and code != EXIT_PEER_LOST)
+    return errors[0] if errors else EXIT_PEER_LOST
 
 
 def first_failure(failures: dict[int, Any]) -> tuple[int, Any]:
-    """Return the rank and failure that came first; those of ranks that were ended because of it
-    come last.
+    """Return the first failure and its rank. Failures of ranks that were ended because of another
+    one come last.
     """
     ended = (-signal.SIGTERM, EXIT_PEER_LOST)
     return min(
@@ -198,14 +190,15 @@ def first_failure(failures: dict[int, Any]) -> tuple[int, Any]:
 
 
 def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """Return torchrun's options and the verb's arguments. argparse drops a ``--`` that follows N at
-    once.
+    """Return torchrun's options and the verb with its arguments. argparse drops a ``--`` that
+    directly follows N.
     """
-    at = arguments.index("--") if "--" in arguments else 0
-    options, verb = (
-        arguments[:at],
-        [word for word in arguments[at : at + 1] if word != "--"] + arguments[at + 1 :],
-    )
+    options: list[str] = []
+    verb = arguments
+    if "--" in arguments:
+        at = arguments.index("--")
+        options = arguments[:at]
+        verb = arguments[at + 1 :]
     if not verb or verb[0].startswith("-"):
         raise UserError(
             "name a verb after --, as in dcpo launch 8 [torchrun options] -- train --config F.yaml"
@@ -214,39 +207,38 @@ def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _numa_binding(options: list[str]) -> list[str]:
-    """Return torchrun's option that keeps each rank on the CPUs beside its GPU, and so its memory;
-    nothing where that is chosen by the user, or cannot be done here.
+    """Return torchrun's option that keeps each rank and its memory on the CPUs next to its GPU.
+
+    Return nothing if the user has chosen a binding, or if this machine cannot bind.
     """
     from megatron_dcpo.runtime.device import capabilities
 
-    chosen = any(
+    if any(
         option.startswith(("--numa-binding", "--numa_binding")) for option in options
-    )
-    several = len(glob.glob("/sys/devices/system/node/node[0-9]*")) > 1
-    if (
-        chosen
-        or not several
-        or not capabilities().separate_memory
-        or shutil.which("numactl") is None
     ):
+        return []
+    if len(glob.glob("/sys/devices/system/node/node[0-9]*")) < 2:
+        return []
+    if not capabilities().separate_memory or shutil.which("numactl") is None:
         return []
     return ["--numa-binding", "node"]
 
 
 def _end_when_alone() -> None:
-    """End the launcher when its own workers have ended: torchrun waits minutes for that of a node
-    that has failed.
+    """End the launcher when the workers of this node have ended, since torchrun waits minutes for
+    the workers of a node that has failed.
     """
-    begun, since = False, time.monotonic()
+    begun = False
+    since = time.monotonic()
     while True:
         time.sleep(1)
         if _workers():
-            begun, since = True, time.monotonic()
+            begun = True
+            since = time.monotonic()
         elif begun and time.monotonic() - since > _ALONE_SECONDS:
             print(
-                "dcpo launch: all workers of this node have ended, torchrun waits for another "
-                "node: leaving; "
-                "--resume auto continues after the last checkpoint",
+                "dcpo launch: all workers of this node have ended and torchrun still waits for "
+                "another node: leaving; --resume auto continues after the last checkpoint",
                 file=sys.stderr,
                 flush=True,
             )
@@ -258,7 +250,7 @@ def _pass_on(number: int, _: object) -> None:
     for worker in workers:
         with contextlib.suppress(OSError):  # it has just ended
             os.kill(worker, number)
-    if not workers:  # none has begun: nothing is lost
+    if not workers:  # none has started, so nothing is lost
         raise SystemExit(EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_REQUEUE)
 
 
@@ -275,7 +267,7 @@ def _workers() -> list[int]:
 
 
 def _describe(rank: int, failure: ProcessFailure) -> str:
-    """Return in a line how a rank ended."""
+    """Return one line that says how a rank ended."""
     who = f"rank {rank} (pid {failure.pid})"
     if failure.exitcode < 0:
         return f"{who} was killed by {signal.Signals(-failure.exitcode).name}"

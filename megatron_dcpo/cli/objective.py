@@ -1,8 +1,8 @@
 """``dcpo objective --input group.json``: rewards, advantages and loss of a few responses, without a
 model.
 
-The numbers a training step would use, computed by the same code in float64. For checking a method
-by hand, for comparing with another implementation, and for the golden tests.
+These are the numbers that a training step would use, computed by the same code in float64. Use it
+to check a method by hand, to compare with another implementation, and for golden tests.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ the input:
   method, options  objective.name and the options of objective (dcpo config objective)
   version          2; a response without it is read as release 0.2.0 wrote it
                    (n_reasoning, n_confidence)
-  prompt_id        responses with the same one are a group
+  prompt_id        responses with the same prompt_id form a group
   correct          0 or 1, or a reward between
-  confidence       what is stated, or null
+  confidence       the stated confidence, or null
   status           ok, missing, multiple, unparsable, out_of_range, trailing_text, before_box
                    or truncated
   boundary, length the number of reasoning tokens, and of all tokens; without a marker the last

@@ -1,5 +1,5 @@
-"""``dcpo plan --config F.yaml --gpus N``: memory, traffic and step time of a run, before it is
-started.
+"""``dcpo plan --config F.yaml --gpus N``: predict memory, traffic and step time of a run before it
+is started.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ def add_parser(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
         "plan",
         help=VERBS["plan"],
-        description="Plan a run from its configuration alone: nothing is started, and model.path "
-        "needs only config.json, "
-        "or is a name of the hub.",
+        description="Plan a run from its configuration alone. Nothing is started, and model.path "
+        "needs only a config.json, or is a name on the hub.",
     )
     parser.add_argument(
         "--config",
@@ -38,14 +37,14 @@ def add_parser(subparsers: Subparsers) -> None:
         "--gpus",
         type=positive_int,
         metavar="N",
-        help="GPUs in all, at most 4096 (default: this machine as it is)",
+        help="number of GPUs, at most 4096 (default: this machine)",
     )
     parser.add_argument(
         "--engine-gpus",
         type=positive_int,
         default=0,
         metavar="M",
-        help="those of rollout.engine=server, beside the N",
+        help="GPUs of rollout.engine=server, in addition to the N",
     )
     for name, default, what in (
         ("gpu-memory-gb", 80.0, "memory of a GPU, GB (1e9 bytes)"),
@@ -82,7 +81,7 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--simulate",
         action="store_true",
-        help="a step event by event: what waits for what",
+        help="simulate a step event by event and show what waits for what",
     )
     parser.add_argument(
         "--lengths",
@@ -94,7 +93,7 @@ def add_parser(subparsers: Subparsers) -> None:
         type=_positive,
         default=0.05,
         metavar="X",
-        help="to judge a response (default 0.05)",
+        help="seconds to judge a response (default 0.05)",
     )
     parser.add_argument(
         "--judges-per-node",
@@ -106,7 +105,7 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--reshard",
         action="store_true",
-        help="only the copy plan of a weight synchronization",
+        help="print only the copy plan of a weight synchronization",
     )
     parser.add_argument("--json", action="store_true", help="machine-readable output")
     parser.set_defaults(run=run)
@@ -173,18 +172,13 @@ def run(args: argparse.Namespace) -> int:
         )
 
         environment = Environment(args.judge_seconds, args.judges_per_node)
-        found = scenarios(
-            config,
-            machine,
-            rates,
-            environment,
-            read_lengths(args.lengths) if args.lengths else (),
-        )
-        print(
-            json.dumps(scenario_facts(found))
-            if args.json
-            else "\n".join(scenario_lines(found, rates, environment, args.lengths))
-        )
+        lengths = read_lengths(args.lengths) if args.lengths else ()
+        simulated = scenarios(config, machine, rates, environment, lengths)
+        if args.json:
+            print(json.dumps(scenario_facts(simulated)))
+        else:
+            lines = scenario_lines(simulated, rates, environment, args.lengths)
+            print("\n".join(lines))
         return 0
     plan = make_plan(config, machine, rates)
     if args.json:

@@ -20,12 +20,10 @@ def add_parser(subparsers: Subparsers) -> None:
         "probe",
         help=VERBS["probe"],
         description="Sample a policy with a training configuration and compare, on the same "
-        "responses, the accuracy and "
-        "the calibration gradient of the coupled objective and of DCPO, per group of layers, "
-        "under the plain and the "
-        "Fisher metric; and the noise of the confidence gradient under both baselines. Nothing is "
-        "trained. "
-        "Under torchrun it uses the configuration's parallel layout.",
+        "responses, the accuracy and the calibration gradient of the coupled objective and of "
+        "DCPO, per group of layers, under the plain and the Fisher metric; and the noise of the "
+        "confidence gradient under both baselines. Nothing is trained. Under torchrun it uses the "
+        "configuration's parallel layout.",
     )
     parser.add_argument(
         "--config", required=True, metavar="FILE", help="YAML file of a training run"
@@ -40,12 +38,12 @@ def add_parser(subparsers: Subparsers) -> None:
         "--batches",
         type=int,
         default=8,
-        help="steps' worth of responses to sample (default 8)",
+        help="number of batches to sample, each with the responses of a step (default 8)",
     )
     parser.add_argument(
         "--out",
         metavar="DIR",
-        help="where probe.json and probe.png go (default: the run_dir)",
+        help="directory of probe.json and probe.png (default: the run_dir)",
     )
     parser.add_argument(
         "--json", action="store_true", help="print probe.json to stdout"
@@ -66,11 +64,10 @@ def run(args: argparse.Namespace) -> int:
         if distributed.topology().rank == 0:
             out = Path(args.out or config.run_dir)
             write_probe(result, out)
-            print(
-                json.dumps(result, indent=1)
-                if args.json
-                else "\n".join([*summary_lines(result), f"wrote {out}"])
-            )
+            if args.json:
+                print(json.dumps(result, indent=1))
+            else:
+                print("\n".join([*summary_lines(result), f"wrote {out}"]))
     finally:
         distributed.destroy()
     return 0

@@ -1,4 +1,4 @@
-"""``dcpo report RUN...``: one self-contained HTML page comparing runs, and the table on the
+"""``dcpo report RUN...``: one self-contained HTML page that compares runs, and a table on the
 terminal.
 """
 
@@ -24,15 +24,14 @@ def add_parser(subparsers: Subparsers) -> None:
         "report",
         help=VERBS["report"],
         description="Compare runs: accuracy and calibration, reliability diagrams, training "
-        "curves, sample responses. "
-        "A RUN is a directory with evaluation.json and/or metrics.jsonl, or one that contains "
-        "such directories.",
+        "curves, sample responses. A RUN is a directory with evaluation.json and/or "
+        "metrics.jsonl, or one that contains such directories.",
     )
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run directory")
     parser.add_argument(
         "--out",
         metavar="FILE",
-        help="where to write the page (default: report.html in the first RUN)",
+        help="file of the page (default: report.html in the first RUN)",
     )
     parser.add_argument(
         "--title", default="Accuracy and calibration", help="heading of the page"
@@ -40,7 +39,7 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--against",
         metavar="paper|FILE",
-        help="published numbers to set beside: paper, or a CSV file",
+        help="published numbers to compare with: paper, or a CSV file",
     )
     parser.add_argument(
         "--json",
@@ -50,51 +49,47 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--serve",
         action="store_true",
-        help="follow one RUN in a browser of this machine while it trains",
+        help="follow one RUN in a browser on this machine while it trains",
     )
     parser.add_argument(
         "--port",
         type=int,
         default=8765,
-        help="of --serve (default 8765; 0: any free one)",
+        help="port of --serve (default 8765; 0: any free port)",
     )
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     from megatron_dcpo.calibration.summary import json_ready
-    from megatron_dcpo.evaluation import (
-        published,
-        report,
-    )  # matplotlib is slow to import; other verbs do not need it
+
+    # imports matplotlib, which is slow and which other verbs do not need
+    from megatron_dcpo.evaluation import published, report
     from megatron_dcpo.evaluation.runs import find_runs
 
     if args.serve:
         return serve(args.runs, args.port)
     runs = find_runs(args.runs)
     against = published.load_published(args.against) if args.against else []
+    target = args.out or Path(args.runs[0]) / "report.html"
+    evaluations = {one.name: one.evaluation for one in runs}
     try:
-        page = report.write_report(
-            runs, args.out or Path(args.runs[0]) / "report.html", args.title, against
-        )
+        page = report.write_report(runs, target, args.title, against)
         numbers = report.comparison(runs)
-        beside = published.compare({one.name: one.evaluation for one in runs}, against)
+        compared = published.compare(evaluations, against)
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise UserError(
-            f"a file of {', '.join(args.runs)} is not what dcpo evaluate and dcpo train write "
-            f"({type(error).__name__}: {one_line(error, 200)}); --debug shows where"
+            f"a file of {', '.join(args.runs)} has another form than dcpo evaluate and dcpo train "
+            f"write ({type(error).__name__}: {one_line(error, 200)}); --debug shows the place"
         ) from error
     if args.json:
-        beside_runs = {"against": beside} if args.against else {}
-        print(
-            json.dumps(
-                json_ready({"report": str(page), "runs": numbers, **beside_runs}),
-                indent=1,
-            )
-        )
+        values: dict[str, Any] = {"report": str(page), "runs": numbers}
+        if args.against:
+            values["against"] = compared
+        print(json.dumps(json_ready(values), indent=1))
     else:
         print_table(numbers)
-        _print_published(beside)
+        _print_published(compared)
         print(printable(f"wrote {page}"))
     return 0
 
@@ -105,15 +100,12 @@ def serve(runs: Sequence[str], port: int) -> int:
 
     if len(runs) > 1:
         raise UserError(
-            f"--serve shows one run, not {len(runs)}; start one for each, with a --port of its own"
+            f"--serve shows one run, not {len(runs)}; start one server per run, each with a "
+            "different --port"
         )
     with live_server(runs[0], port) as server:
-        print(
-            printable(
-                f"http://{ADDRESS}:{server.server_port}/ shows {runs[0]}; Ctrl-C ends it"
-            ),
-            flush=True,
-        )
+        url = f"http://{ADDRESS}:{server.server_port}/"
+        print(printable(f"{url} shows {runs[0]}; Ctrl-C ends it"), flush=True)
         with suppress(KeyboardInterrupt):
             server.serve_forever()
     return 0
@@ -121,20 +113,20 @@ def serve(runs: Sequence[str], port: int) -> int:
 
 def _print_published(rows: Sequence[Mapping[str, Any]]) -> None:
     for row in rows:
-        ours = ", ".join(
-            f"{name} {value:.4g}"
-            for name, value in row["ours"].items()
-            if value is not None
-        )
+        values = []
+        for run_name, value in row["ours"].items():
+            if value is not None:
+                values.append(f"{run_name} {value:.4g}")
+        ours = ", ".join(values) or "–"
         mark = f"  ! {row['mark']}" if row["mark"] else ""
-        name = f"{row['method']}, {row['benchmark']}, {row['confidence'] or '?'} {row['metric']}"
-        print(
-            printable(f"{name}: printed {row['printed']:.4g}, ours {ours or '–'}{mark}")
-        )
+        kind = row["confidence"] or "?"
+        name = f"{row['method']}, {row['benchmark']}, {kind} {row['metric']}"
+        line = f"{name}: printed {row['printed']:.4g}, ours {ours}{mark}"
+        print(printable(line))
 
 
 def print_table(numbers: Mapping[str, Mapping[str, Any]], first: str = "run") -> None:
-    """Print one line per name, the headline metrics as columns."""
+    """Print one line per name, with the headline metrics as columns."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -146,10 +138,9 @@ def print_table(numbers: Mapping[str, Mapping[str, Any]], first: str = "run") ->
     for label in LABELS.values():
         table.add_column(label, justify="right", no_wrap=True)
     for name, values in numbers.items():
-        table.add_row(
-            Text(printable(name)),
-            *[format_value(key, values.get(key)) for key in LABELS],
-        )
-    Console(width=None if Console().is_terminal else 140).print(
-        table
-    )  # in a file nothing has to fit a window
+        cells = [format_value(key, values.get(key)) for key in LABELS]
+        table.add_row(Text(printable(name)), *cells)
+    console = Console()
+    if not console.is_terminal:  # a file has no window to fit
+        console = Console(width=140)
+    console.print(table)

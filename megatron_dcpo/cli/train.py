@@ -35,12 +35,12 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--resume",
         choices=("none", "auto"),
-        help="auto: continue from the newest complete checkpoint",
+        help="auto continues from the newest complete checkpoint",
     )
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="check options, model, tokenizer and data; train nothing",
+        help="check options, model, tokenizer and data without training",
     )
     parser.add_argument(
         "--allow-missing",
@@ -63,20 +63,19 @@ def run(args: argparse.Namespace) -> int:
         allow_open_files()
         signals.install_handlers()
         signals.exit_with_launcher()
-    overrides = [
-        *args.overrides,
-        *([f"training.resume={args.resume}"] if args.resume else []),
-    ]
+    overrides = list(args.overrides)
+    if args.resume:
+        overrides.append(f"training.resume={args.resume}")
     config = load_config(args.config, overrides)
     if args.dry_run:
         from megatron_dcpo.training.dry_run import describe
 
         facts = describe(config, args.allow_missing)
-        print(
-            json.dumps(facts)
-            if args.json
-            else "\n".join(f"{key:24} {value}" for key, value in facts.items())
-        )
+        if args.json:
+            print(json.dumps(facts))
+        else:
+            for key, value in facts.items():
+                print(f"{key:24} {value}")
         return 0
     from megatron_dcpo.runtime import distributed
     from megatron_dcpo.training.loop import train

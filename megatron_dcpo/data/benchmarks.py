@@ -1,8 +1,8 @@
-"""The benchmarks, one entry each: where the data is, how many problems there should be, what is
-known to be wrong.
+"""The benchmarks, one entry each: the location of the data, the number of problems, and the known
+defects.
 
-A benchmark is looked for as a file below the data directory (argument, else ``DCPO_DATA``, else
-``data/``), then on the hub. Any other data file is a benchmark, too: ``NAME=PATH``.
+A benchmark is searched for as a file below the data directory (the argument, or ``DCPO_DATA``, or
+``data/``), then on the hub. Any other data file can be a benchmark too: ``NAME=PATH``.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ NO_FIXES: Mapping[str, Mapping[str, str]] = MappingProxyType({})
 
 @dataclass(frozen=True)
 class Benchmark:
-    """One entry. ``files`` are tried in order below the data directory; ``hub`` is
+    """A benchmark. Its ``files`` are tried in order below the data directory; ``hub`` is
     ``owner/name[:config]@split``.
 
-    ``count`` is the official number of problems; ``notes`` are warnings about a public copy (by
-    file name, or "" for every source); ``corrections`` (row id -> columns) are applied on request
-    only. ``parts``: files that make the set together, as many of them as there are; ``window``:
-    first day and the day after the last of the contests.
+    ``count`` is the official number of problems. ``notes`` are warnings about a public copy, by
+    file name, or "" for every source. ``corrections`` map the id of a row to columns and are
+    applied on request only. ``parts`` are files that together make up the set; those that exist
+    are read. ``window`` holds the first day of the contests and the day after the last.
     """
 
     name: str
@@ -55,7 +55,7 @@ class Benchmark:
 
 @dataclass(frozen=True)
 class LoadedBenchmark:
-    """The problems of a benchmark, the place they came from, and what differs from the official
+    """The problems of a benchmark, their source, and warnings about differences from the official
     set.
     """
 
@@ -66,12 +66,12 @@ class LoadedBenchmark:
 
     @property
     def is_gym(self) -> bool:
-        """Return whether the problems are Reasoning Gym's, which has scorers of its own."""
+        """Return whether the problems are Reasoning Gym's, which brings its scorers."""
         return is_gym(self.source)
 
 
-# Recomputed keys and restored statements of the public AMC 2024 copy (a text extraction): see
-# ``notes`` of the entry.
+# Recomputed keys and restored statements of the public copy of AMC 2024, a text extraction; see
+# the ``notes`` of its entry.
 _AMC24_CORRECTIONS: Mapping[str, Mapping[str, str]] = {
     "2024-amc12b-14": {"answer": "2"},
     "2024-amc12b-15": {"answer": r"\log_2 \frac{3}{\sqrt{7}}"},
@@ -79,10 +79,9 @@ _AMC24_CORRECTIONS: Mapping[str, Mapping[str, str]] = {
     "2024-amc12b-25": {"answer": "243"},
     "2024-amc12b-10": {
         "question": "A list of $9$ real numbers consists of $1$, $2.2$, $3.2$, $5.2$, $6.2$, and "
-        "$7$, as well as "
-        r"$x, y, z$ with $x \leq y \leq z$. The range of the list is $7$, and the mean and median "
-        r"are both positive "
-        "integers. How many ordered triples $(x, y, z)$ are possible?"
+        r"$7$, as well as $x, y, z$ with $x \leq y \leq z$. The range of the list is $7$, and the "
+        "mean and median are both positive integers. How many ordered triples $(x, y, z)$ are "
+        "possible?"
     },
     "2024-amc12b-11": {
         "question": r"Let $x_n = \sin^2 (n^{\circ})$. What is the mean of $x_1, x_2, x_3, \cdots, "
@@ -100,8 +99,8 @@ _AMC24_CORRECTIONS: Mapping[str, Mapping[str, str]] = {
 }
 
 _FIND_ZERO = (
-    "problem 32: the published test swaps two arguments and rejects every "
-    "program; put right"
+    "problem 32: the published test swaps two arguments and rejects every program; "
+    "corrected"
 )
 
 _ENTRIES = (
@@ -144,8 +143,8 @@ _ENTRIES = (
         hub="math-ai/amc23@test",
         count=40,
         notes={
-            "": "the usual 40 problems with integer answers; the DCPO paper's own copy has 46, "
-            "not publicly stored"
+            "": "the usual 40 problems with integer answers; the DCPO paper's copy has 46 and is "
+            "not public"
         },
     ),
     Benchmark(
@@ -156,10 +155,9 @@ _ENTRIES = (
         count=45,
         notes={
             "amc24/amc24.json": "wrong keys in 12B-14, 12B-15, 12B-18, 12B-25 and garbled "
-            "statements in 12B-10, "
-            "12B-11, 12B-20 (the corrections option repairs these seven); 12B-4 has a letter as "
-            "its key; 12A lacks 14, "
-            "18, 20, 22 and 12B lacks 7, 19; the DCPO paper uses 45 problems"
+            "statements in 12B-10, 12B-11, 12B-20 (the corrections option repairs these seven); "
+            "12B-4 has a letter as its key; 12A lacks 14, 18, 20, 22 and 12B lacks 7, 19; the "
+            "DCPO paper uses 45 problems"
         },
         corrections=_AMC24_CORRECTIONS,
     ),
@@ -188,8 +186,7 @@ _ENTRIES = (
             "HumanEvalPlus.jsonl.gz": "inputs only: expected values are what the reference "
             "solution returns",
             "HumanEvalPlus-Mini.jsonl.gz": "the reduced set of inputs, easier than HumanEval+; "
-            "expected values are what "
-            "the reference solution returns",
+            "expected values are what the reference solution returns",
         },
     ),
     Benchmark(
@@ -375,26 +372,27 @@ def _rows_of(
     entry: Benchmark, sources: Sequence[str], corrections: bool
 ) -> Iterator[tuple[int, Row]]:
     """Yield the rows of the window with their numbers, each question once, corrected on request."""
-    first, end = entry.window or ("", "")
     seen = set()
-    # decided before anything of a row is decoded
-    rows = (
-        row
-        for source in sources
-        for row in read_rows(source)
-        if not entry.window or first <= contest_date(row) < end
-    )
-    for index, row in enumerate(rows):
+    for index, row in enumerate(_rows_in_window(entry, sources)):
         if row.get("question_id") is not None and entry.window:
             if row["question_id"] in seen:
                 continue
             seen.add(row["question_id"])
-        yield (
-            index,
-            {**row, **entry.corrections.get(str(row.get("id")), {})}
-            if corrections
-            else row,
-        )
+        if corrections:
+            row = {**row, **entry.corrections.get(str(row.get("id")), {})}
+        yield index, row
+
+
+def _rows_in_window(entry: Benchmark, sources: Sequence[str]) -> Iterator[Row]:
+    """Yield the rows whose contest is in the window of the benchmark, before they are decoded."""
+    for source in sources:
+        for row in read_rows(source):
+            if entry.window is None:
+                yield row
+                continue
+            first, end = entry.window
+            if first <= contest_date(row) < end:
+                yield row
 
 
 def _parse_window(spec: str, dates: str, entry: Benchmark) -> tuple[str, str]:
@@ -402,7 +400,8 @@ def _parse_window(spec: str, dates: str, entry: Benchmark) -> tuple[str, str]:
     if match is None or entry.window is None:
         dated = ", ".join(name for name, known in BENCHMARKS.items() if known.window)
         raise UserError(
-            f"bad benchmark {spec!r}; a window is FROM..TO as 2024-08-01..2025-02-01, for {dated}"
+            f"bad benchmark {spec!r}; {dated} take a window FROM..TO, such as "
+            "2024-08-01..2025-02-01"
         )
     try:
         first, end = (date.fromisoformat(day) for day in match.groups())
@@ -414,7 +413,9 @@ def _parse_window(spec: str, dates: str, entry: Benchmark) -> tuple[str, str]:
 
 
 def parse_specs(text: str) -> list[str]:
-    """Return the parts of ``"math500, AIME24,mine=a.jsonl"``; the same name twice is an error."""
+    """Return the parts of ``"math500, AIME24,mine=a.jsonl"``. Raises :class:`UserError` if a name
+    occurs twice.
+    """
     specs = [part.strip() for part in text.split(",") if part.strip()]
     if not specs:
         raise UserError(f"no benchmark named; known: {', '.join(BENCHMARKS)}")
@@ -429,11 +430,9 @@ def name_of(spec: str) -> str:
     """Return the name of a benchmark as :func:`load_benchmark` gives it. Reads no data."""
     if is_gym(spec):
         return parse_gym(spec).name
-    return (
-        spec.partition("=")[0].strip()
-        if "=" in spec
-        else find_benchmark(spec.partition(":")[0]).name
-    )
+    if "=" in spec:
+        return spec.partition("=")[0].strip()
+    return find_benchmark(spec.partition(":")[0]).name
 
 
 def _find_sources(entry: Benchmark, data_dir: str | Path | None) -> list[str]:
@@ -462,11 +461,11 @@ def _differences(
     warnings = []
     if entry.window:
         warnings.append(
-            f"{entry.name}: contests from {entry.window[0]} until before {entry.window[1]}"
+            f"{entry.name}: contests from {entry.window[0]} to the day before {entry.window[1]}"
         )
     if entry.count and count != entry.count:
         warnings.append(
-            f"{entry.name}: {count} problems where {entry.count} are expected ({source})"
+            f"{entry.name}: {count} problems instead of {entry.count} ({source})"
         )
     for file, note in entry.notes.items():
         if source.endswith(file):

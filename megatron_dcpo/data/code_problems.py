@@ -1,17 +1,14 @@
-"""Programming problems: every public format becomes a statement and one of the four kinds of tests.
+"""Programming problems: read every public format as a statement and one of four kinds of tests.
 
-| kind | tests | from |
-|---|---|---|
-| ``stdin`` | input and expected output of a whole program | contest sets, LiveCodeBench,
-PrimeIntellect |
-| ``function`` | arguments and expected value of ``entry_point`` | LiveCodeBench, PrimeIntellect,
-DeepCoder |
-| ``check`` | code with ``check(candidate)`` | HumanEval(+), MBPP+, LeetCodeDataset, rllm |
-| ``asserts`` | a list of assertions | MBPP |
+- ``stdin``: input and expected output of a whole program (contest sets, LiveCodeBench,
+  PrimeIntellect);
+- ``function``: arguments and expected value of ``entry_point`` (LiveCodeBench, PrimeIntellect,
+  DeepCoder);
+- ``check``: code that defines ``check(candidate)`` (HumanEval(+), MBPP+, LeetCodeDataset, rllm);
+- ``asserts``: a list of assertions (MBPP).
 
-``sandbox/`` runs them. Tests are kept packed (``pack_tests``), because a set of them may be
-megabytes; a response is judged against the key ``tests_key`` of its problem, which is what
-``ground_truth`` holds.
+``sandbox/`` runs them. Tests are kept packed (``pack_tests``), because one set can take megabytes.
+The ``ground_truth`` of a problem is the key of its tests (``tests_key``).
 """
 
 from __future__ import annotations
@@ -33,8 +30,8 @@ Row = Mapping[str, Any]
 Tests = Mapping[str, Any]
 
 READS_STDIN = (
-    "The program reads its input from standard input and writes its output to "
-    "standard output."
+    "The program reads its input from standard input and writes its output to standard "
+    "output."
 )
 _ENTRY_OF_CHECK = re.compile(r"^check\(\s*(.+?)\s*\)\s*$", re.MULTILINE)
 _ENTRY_OF_MBPP = re.compile(r"\bassertion\((\w+)\(\*inp\)")
@@ -43,14 +40,14 @@ _PYTHON = re.compile(r"(?:python ?3?|py3?)(?:\.[0-9.]+)?", re.IGNORECASE)
 
 
 class CodeProblem(NamedTuple):
-    """A statement as a policy reads it, without the request for a form of answer, and its tests."""
+    """A statement as a policy reads it, without the request for a form of answer, and the tests."""
 
     statement: str
     tests: Tests
 
 
 def pack_tests(tests: Tests) -> bytes:
-    """Return the compressed JSON: keys are sorted, so that equal tests are equal bytes."""
+    """Return the tests as compressed JSON with sorted keys, so that equal tests are equal bytes."""
     return zlib.compress(json.dumps(tests, sort_keys=True).encode(), level=3)
 
 
@@ -60,8 +57,8 @@ def unpack_tests(packed: bytes) -> Tests:
 
 
 def tests_key(packed: bytes) -> str:
-    """Return the name of a set of tests, the same in every run: ``tests:`` and 16 hex digits of a
-    hash of their JSON.
+    """Return the name of a set of tests: ``tests:`` and 16 hex digits of a hash of their JSON. It
+    is the same in every run.
     """
     return "tests:" + hashlib.sha256(zlib.decompress(packed)).hexdigest()[:16]
 
@@ -69,11 +66,11 @@ def tests_key(packed: bytes) -> str:
 def code_problem(
     row: Row, where: str = "row", untested: bool = False
 ) -> CodeProblem | None:
-    """Return the problem of a row in any of the known formats, None for a row that is not a
-    programming problem.
+    """Return the problem in a row of any known format, None for a row that is not a programming
+    problem.
 
-    Raises :class:`UserError` for a row that looks like one of them and cannot be read as one, and
-    :class:`Untested`, unless ``untested`` ones are wanted, for tests that any program passes.
+    Raises :class:`UserError` for a row that looks like a known format and cannot be read as one,
+    and :class:`Untested` for tests that any program passes, unless ``untested`` is set.
     """
     for applies, read in _FORMATS:
         if applies(row):
@@ -99,20 +96,20 @@ def code_problem(
 
 def _can_fail(tests: Tests) -> bool:
     """Return whether the tests assert anything. Three tasks of MBPP+ compute whether the output is
-    right, and drop it.
+    right and discard the result.
     """
-    return tests["kind"] in ("stdin", "function") or any(
-        _ASSERTS.search(text)
-        for text in [str(tests.get("code", "")), *tests.get("asserts", ())]
-    )
+    if tests["kind"] in ("stdin", "function"):
+        return True
+    texts = [str(tests.get("code", "")), *tests.get("asserts", ())]
+    return any(_ASSERTS.search(text) for text in texts)
 
 
 # --------------------------------------------------------------------------------- tests as columns
 
 
 def tests_of(value: object) -> Tests:
-    """Return the tests of a ``tests`` column: ours (with ``kind``), rllm's, DeepCoder's, PRIME's,
-    as JSON text or parsed.
+    """Return the tests in a ``tests`` column, as JSON text or parsed. It may have our format (with
+    ``kind``), or that of rllm, DeepCoder or PRIME.
     """
     value = _parsed(value)
     if isinstance(value, Mapping):
@@ -122,72 +119,61 @@ def tests_of(value: object) -> Tests:
             return _functional(str(value["functional"]))
         if "test_cases" in value:
             return tests_of(value["test_cases"])
-        names = ("inputs", "outputs") if "inputs" in value else ("input", "output")
-        inputs, outputs = (_parsed(value[name]) for name in names)
-        name = value.get("fn_name")
-        return _cases(
-            [{"input": i, "output": o} for i, o in zip(inputs, outputs, strict=True)],
-            name,
-        )
+        if "inputs" in value:
+            inputs = _parsed(value["inputs"])
+            outputs = _parsed(value["outputs"])
+        else:
+            inputs = _parsed(value["input"])
+            outputs = _parsed(value["output"])
+        cases = []
+        for given, expected in zip(inputs, outputs, strict=True):
+            cases.append({"input": given, "output": expected})
+        return _cases(cases, value.get("fn_name"))
     if isinstance(value, Sequence) and not isinstance(value, str):
         cases = [_parsed(case) for case in value]
         if all(isinstance(case, str) for case in cases):
             return {"kind": "asserts", "asserts": cases}
-        return _cases(
-            cases,
-            next((case["fn_name"] for case in cases if case.get("fn_name")), None),
-        )
+        names = [case["fn_name"] for case in cases if case.get("fn_name")]
+        return _cases(cases, names[0] if names else None)
     raise ValueError(f"tests are {type(value).__name__}, expected an object or a list")
 
 
 def _cases(cases: Sequence[Mapping[str, Any]], name: str | None) -> Tests:
-    """Return inputs with outputs: a function's when it has a name, a whole program's otherwise."""
+    """Return the tests with these inputs and outputs: those of a function if it has a ``name``, or
+    else those of a whole program.
+    """
+    tested: list[dict[str, Any]] = []
     if name is None:
-        return {
-            "kind": "stdin",
-            "cases": [
-                {"input": _lines(c["input"]), "output": _lines(c["output"])}
-                for c in cases
-            ],
-        }
-    arguments, expected = [], []
-    for case in cases:
-        given = (
-            _parsed(case["input"]) if isinstance(case["input"], str) else case["input"]
-        )
-        arguments.append(list(given) if isinstance(given, list | tuple) else [given])
-        expected.append(
-            _parsed(case["output"])
-            if isinstance(case["output"], str)
-            else case["output"]
-        )
+        for case in cases:
+            given = _lines(case["input"])
+            tested.append({"input": given, "output": _lines(case["output"])})
+        return {"kind": "stdin", "cases": tested}
+    outputs = [_parsed(case["output"]) for case in cases]
     # APPS and its descendants wrap every value of a set in a list of one.
-    if all(isinstance(value, list) and len(value) == 1 for value in expected):
-        expected = [value[0] for value in expected]
-    return {
-        "kind": "function",
-        "entry_point": name,
-        "cases": [
-            {"args": a, "kwargs": {}, "expected": e}
-            for a, e in zip(arguments, expected, strict=True)
-        ],
-    }
+    if all(isinstance(value, list) and len(value) == 1 for value in outputs):
+        outputs = [value[0] for value in outputs]
+    for case, expected in zip(cases, outputs, strict=True):
+        arguments = _parsed(case["input"])
+        if isinstance(arguments, list | tuple):
+            arguments = list(arguments)
+        else:
+            arguments = [arguments]
+        tested.append({"args": arguments, "kwargs": {}, "expected": expected})
+    return {"kind": "function", "entry_point": name, "cases": tested}
 
 
 def _lines(value: object) -> str:
-    """Return text; some sets give lines as a list."""
-    return (
-        value
-        if isinstance(value, str)
-        else "\n".join(map(str, value))
-        if isinstance(value, list)
-        else str(value)
-    )
+    """Return the value as text; some sets have lists of lines."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list):
+        return "\n".join(map(str, value))
+    return str(value)
 
 
 def _parsed(value: object) -> Any:  # noqa: ANN401 -- JSON that others wrote
-    """Parse JSON, or a literal of Python's (PrimeIntellect writes both); text that is neither stays
-    text.
+    """Parse a text as JSON or as a Python literal (PrimeIntellect writes both); any other value is
+    returned as it is.
     """
     if not isinstance(value, str):
         return value
@@ -201,8 +187,8 @@ def _parsed(value: object) -> Any:  # noqa: ANN401 -- JSON that others wrote
 
 
 def _functional(code: str) -> Tests:
-    """Return rllm's tests: the definition of ``check`` and, in the last line, its call with what is
-    to be tested.
+    """Return rllm's tests, which define ``check`` and call it in the last line with the object to
+    test.
     """
     calls = list(_ENTRY_OF_CHECK.finditer(code))
     if not calls:
@@ -220,20 +206,19 @@ def _functional(code: str) -> Tests:
 
 
 def _native(row: Row) -> CodeProblem:
-    """Return a statement column and a ``tests`` column."""
+    """Return the problem of a row with a statement and a ``tests`` column."""
     tests = tests_of(row["tests"])
-    statement = str(
-        next(row[name] for name in ("problem", "question", "prompt") if name in row)
-    ).strip()
-    return _stated(statement, tests)
+    statements = [row[name] for name in _STATEMENTS if name in row]
+    return _stated(str(statements[0]).strip(), tests)
+
+
+_STATEMENTS = ("problem", "question", "prompt")
 
 
 def _stated(statement: str, tests: Tests) -> CodeProblem:
-    if (
-        tests.get("kind") == "stdin"
-        and "standard input" not in statement
-        and "stdin" not in statement
-    ):
+    """Return a problem whose statement says how the program is called."""
+    says_stdin = "standard input" in statement or "stdin" in statement
+    if tests.get("kind") == "stdin" and not says_stdin:
         statement = f"{statement}\n\n{READS_STDIN}"
     if tests.get("kind") == "function" and str(tests["entry_point"]) not in statement:
         statement = f"{statement}\n\nWrite a function `{tests['entry_point']}`."
@@ -241,7 +226,7 @@ def _stated(statement: str, tests: Tests) -> CodeProblem:
 
 
 def _verification_info(row: Row) -> CodeProblem | None:
-    """Return the problem of a PrimeIntellect or open-r1 row. Tests in other languages than Python
+    """Return the problem of a PrimeIntellect or open-r1 row. Tests in languages other than Python
     are not used.
     """
     info = _parsed(row["verification_info"])
@@ -257,11 +242,11 @@ def _verification_info(row: Row) -> CodeProblem | None:
 
 
 def _human_eval(row: Row) -> CodeProblem:
-    """Return the problem of a HumanEval row, or HumanEval+ in the same format. What stands before
-    the function belongs to the program.
+    """Return the problem of a row of HumanEval, or of HumanEval+ in its format. The code before the
+    function is part of the program.
 
-    The published HumanEval+ in this format cannot be solved in problem 32: its test swaps two
-    arguments.
+    Problem 32 of the published HumanEval+ in this format has no solution, because its test swaps
+    two arguments; this is corrected.
     """
     before = _before_function(row["prompt"], row["entry_point"])
     code = row["test"].replace(
@@ -278,8 +263,8 @@ def _human_eval(row: Row) -> CodeProblem:
 
 
 def _evalplus(row: Row) -> CodeProblem:
-    """Read evalplus' own format: inputs only; the expected values are what the reference solution
-    returns on them.
+    """Return the problem of a row in evalplus' format. It has inputs only; the expected values are
+    what the reference solution returns.
     """
     if str(row["task_id"]).startswith("Mbpp"):
         raise ValueError(
@@ -292,10 +277,8 @@ def _evalplus(row: Row) -> CodeProblem:
         "INPUTS": [*row["base_input"], *row["plus_input"]],
         "ATOL": float(row["atol"]),
     }
-    code = (
-        "\n".join(f"{name} = {value!r}" for name, value in names.items())
-        + _AGAINST_REFERENCE
-    )
+    assignments = [f"{name} = {value!r}" for name, value in names.items()]
+    code = "\n".join(assignments) + _AGAINST_REFERENCE
     tests = {
         "kind": "check",
         "entry_point": row["entry_point"],
@@ -311,17 +294,19 @@ def _completion_statement(prompt: str) -> str:
 
 
 def _before_function(prompt: str, name: str) -> str:
-    """Return imports and helper functions that a prompt gives before the function to be written."""
+    """Return the imports and helper functions before the function that a prompt asks for."""
     start = re.search(rf"^def {re.escape(name)}\b", prompt, re.MULTILINE)
-    return prompt[: start.start()] if start else ""
+    if start is None:
+        return ""
+    return prompt[: start.start()]
 
 
 def _mbpp_plus(row: Row) -> CodeProblem:
     """Return the problem of an MBPP+ row in MBPP's format: ``test`` runs at the top level and calls
     the function by its name.
 
-    One input of problem 255 has 1.7 million combinations of 77 words as its result, gigabytes to
-    compare: left out.
+    One input of problem 255 is left out: its result are 1.7 million combinations of 77 words,
+    gigabytes to compare.
     """
     entry = _ENTRY_OF_MBPP.findall(row["test"])[-1]
     test = _alike_first(row["test"])
@@ -341,15 +326,18 @@ def _mbpp_plus(row: Row) -> CodeProblem:
 
 
 def _alike_first(test: str) -> str:
-    """Return tests that compare the form first. NumPy finds an empty list close to every number,
-    and a number close to a list of it, by broadcasting: with the released tests ``return []``
-    passes 30 tasks. Shapes and kinds are compared first.
+    """Return the tests with a comparison of shapes and types before that of numbers.
+
+    By broadcasting, NumPy finds an empty list close to every number, and a number close to a list
+    of it: ``return []`` passes the released tests of 30 tasks.
     """
     strict = test.replace(
         "assert np.allclose(out, exp",
         "assert _alike(out, exp) and np.allclose(out, exp",
     )
-    return test if strict == test else _ALIKE + strict
+    if strict == test:
+        return test
+    return _ALIKE + strict
 
 
 _ALIKE = """\
@@ -364,19 +352,17 @@ def _alike(out, exp):
 
 
 def _mbpp(row: Row) -> CodeProblem:
+    """Return the problem of an MBPP row."""
     asserts = list(row["test_list"])
-    setup = "\n".join(
-        [*row.get("test_imports", []), row.get("test_setup_code", "") or ""]
-    ).strip()
+    tests: dict[str, Any] = {"kind": "asserts", "asserts": asserts}
+    setup_lines = [*row.get("test_imports", []), row.get("test_setup_code", "") or ""]
+    setup = "\n".join(setup_lines).strip()
+    if setup:
+        tests["setup"] = setup
     shown = "\n".join(asserts)
-    statement = str(row.get("text") or row["prompt"]).strip()
-    tests = {"kind": "asserts", "asserts": asserts} | (
-        {"setup": setup} if setup else {}
-    )
-    return CodeProblem(
-        f"{statement}\n\nYour program must satisfy these:\n```python\n{shown}\n```",
-        tests,
-    )
+    task = str(row.get("text") or row["prompt"]).strip()
+    request = f"Your program must satisfy these:\n```python\n{shown}\n```"
+    return CodeProblem(f"{task}\n\n{request}", tests)
 
 
 def _leetcode(row: Row) -> CodeProblem:
@@ -385,10 +371,8 @@ def _leetcode(row: Row) -> CodeProblem:
     """
     statement = row.get("problem_description")
     if statement and row.get("starter_code"):
-        statement = (
-            f"{statement.strip()}\n\nComplete this:\n```python\n"
-            f"{row['starter_code'].rstrip()}\n```"
-        )
+        starter = row["starter_code"].rstrip()
+        statement = f"{statement.strip()}\n\nComplete this:\n```python\n{starter}\n```"
     tests = {
         "kind": "check",
         "entry_point": row["entry_point"],
@@ -408,27 +392,25 @@ def _live_code_bench(row: Row) -> CodeProblem:
 
 
 def _verl_ground_truth(row: Row) -> object:
-    """Return the tests of a verl-style row, None when its ground truth is not a set of tests."""
+    """Return the tests of a verl-style row, None if its ground truth is not a set of tests."""
     reward_model = row.get("reward_model")
-    raw = (
-        reward_model.get("ground_truth") if isinstance(reward_model, Mapping) else None
-    )
-    truth = (
-        _parsed(raw) if isinstance(raw, str) and raw.lstrip()[:1] in ("{", "[") else raw
-    )
-    if isinstance(truth, Mapping) and {
-        "kind",
-        "inputs",
-        "functional",
-        "test_cases",
-    } & set(truth):
-        return truth
-    is_cases = (
-        isinstance(truth, list)
-        and truth
-        and all(isinstance(c, Mapping) and "output" in c for c in truth)
-    )
-    return truth if is_cases else None
+    if not isinstance(reward_model, Mapping):
+        return None
+    truth = reward_model.get("ground_truth")
+    if isinstance(truth, str) and truth.lstrip()[:1] in ("{", "["):
+        truth = _parsed(truth)
+    if isinstance(truth, Mapping):
+        is_tests = not _TEST_FIELDS.isdisjoint(truth)
+        return truth if is_tests else None
+    if not isinstance(truth, list) or not truth:
+        return None
+    for case in truth:
+        if not isinstance(case, Mapping) or "output" not in case:
+            return None
+    return truth
+
+
+_TEST_FIELDS = frozenset({"kind", "inputs", "functional", "test_cases"})
 
 
 def _verl(row: Row) -> CodeProblem:
@@ -438,11 +420,11 @@ def _verl(row: Row) -> CodeProblem:
 
 
 class OtherLanguage(Exception):
-    """The tests of a row are for programs in another language than Python."""
+    """The tests of a row are for programs in a language other than Python."""
 
 
 class Untested(Exception):
-    """The tests of a row, which the argument names, pass whatever a program does."""
+    """The tests of a row, which the argument names, pass for any program."""
 
 
 _FORMATS: tuple[tuple[Callable[[Row], bool], Callable[[Row], Any]], ...] = (
@@ -469,8 +451,8 @@ _FORMATS: tuple[tuple[Callable[[Row], bool], Callable[[Row], Any]], ...] = (
     (lambda row: "prompt" in row and _verl_ground_truth(row) is not None, _verl),
 )
 
-# evalplus' rule: equal, or both floats (or lists of them) within the tolerance; find_zero is judged
-# by its residue.
+# evalplus' rule: the values are equal, or floats (or lists of floats) within the tolerance;
+# find_zero is judged by its residue.
 _AGAINST_REFERENCE = """
 
 import copy

@@ -1,10 +1,10 @@
 """Reasoning Gym's procedural tasks as data: ``reasoning_gym:TASK``, or
 ``reasoning_gym:TASK?min_terms=3&size=100&seed=7``.
 
-Problem i of a task is a function of its options and of seed + i. They are made in a process of
-their own: some tasks depend on the order of Python's sets, which ``PYTHONHASHSEED`` fixes, and what
-they draw or print is no affair of a run. ``judging/gym.py`` makes the same problem again to score
-an answer.
+Problem i of a task is a function of its options and of seed + i. The problems are made in a
+separate process, because some tasks depend on the order of Python's sets, which ``PYTHONHASHSEED``
+fixes, and because their random numbers and printed text must not affect a run. ``judging/gym.py``
+makes the same problem again to score an answer.
 """
 
 from __future__ import annotations
@@ -28,17 +28,16 @@ from megatron_dcpo.types import REASONING_GYM
 if TYPE_CHECKING:
     from reasoning_gym.factory import ProceduralDataset
 
-VERIFIER = "megatron_dcpo.judging.gym:score"  # what scores the answers
-HELD_OUT_SEED = (
-    10**9
-)  # of a benchmark: training counts from its seed, 0 unless it is named, and does not come here
+VERIFIER = "megatron_dcpo.judging.gym:score"  # the function that scores the answers
+# The seed of benchmarks. Training counts up from its seed, by default 0, and does not get this far.
+HELD_OUT_SEED = 10**9
 HASH_SEED = "0"
 _SCALARS = str | int | float | bool
 
 
 @dataclass(frozen=True)
 class GymTask:
-    """Problems ``seed`` to ``seed + size - 1`` of the task ``name`` with ``options`` of its own."""
+    """Problems ``seed`` to ``seed + size - 1`` of the task ``name`` with its ``options``."""
 
     name: str
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -54,17 +53,21 @@ def is_gym(path: object) -> bool:
 def gym_path(
     path: str, options: Mapping[str, Any], size: int | None, seed: int | None
 ) -> str:
-    """Return ``path`` with options written into it, where it has none of that name."""
-    more = {
-        **options,
-        **{k: v for k, v in (("size", size), ("seed", seed)) if v is not None},
-    }
-    query = {
-        name: json.dumps(value)
-        for name, value in more.items()
-        if name not in _query(path)
-    }
-    return f"{path}{'&' if '?' in path else '?'}{urlencode(query)}" if query else path
+    """Return ``path`` with the options added that it does not set itself."""
+    more = dict(options)
+    if size is not None:
+        more["size"] = size
+    if seed is not None:
+        more["seed"] = seed
+    known = _query(path)
+    query = {}
+    for name, value in more.items():
+        if name not in known:
+            query[name] = json.dumps(value)
+    if not query:
+        return path
+    separator = "&" if "?" in path else "?"
+    return f"{path}{separator}{urlencode(query)}"
 
 
 def _query(path: str) -> dict[str, str]:
@@ -72,30 +75,32 @@ def _query(path: str) -> dict[str, str]:
 
 
 def parse_gym(path: str) -> GymTask:
-    """Return the task that ``path`` names. Raises :class:`UserError` for a size or seed that is
-    none.
-    """
+    """Return the task that ``path`` names. Raises :class:`UserError` for a bad size or seed."""
     options: dict[str, Any] = {}
     for name, text in _query(path).items():
         try:
             options[name] = parse_json(text)
         except ValueError:
             options[name] = text
-    numbers = {name: options.pop(name) for name in ("size", "seed") if name in options}
-    for name, value in numbers.items():
-        if type(value) is not int or value < (name == "size"):
+    numbers: dict[str, int] = {}
+    for name, least in (("size", 1), ("seed", 0)):
+        if name not in options:
+            continue
+        value = options.pop(name)
+        if type(value) is not int or value < least:
             raise UserError(
-                f"{path}: {name} must be a whole number of at least {int(name == 'size')}"
+                f"{path}: {name} must be a whole number of at least {least}"
             )
-    return GymTask(
-        path.removeprefix(REASONING_GYM).partition("?")[0], options, **numbers
-    )
+        numbers[name] = value
+    task = path.removeprefix(REASONING_GYM).partition("?")[0]
+    return GymTask(task, options, **numbers)
 
 
 def gym_rows(path: str) -> list[dict[str, Any]]:
-    """Return the problems of a task as rows: ``problem``, ``answer`` (empty where many are right),
-    the numbers and texts of its metadata, and in ``reasoning_gym`` what makes it again. Raises
-    :class:`UserError`.
+    """Return the problems of a task as rows. Raises :class:`UserError`.
+
+    A row holds ``problem``, ``answer`` (empty if many are right), the numbers and texts of the
+    metadata, and in ``reasoning_gym`` the values from which the problem can be made again.
     """
     task = parse_gym(path)
     if importlib.util.find_spec("reasoning_gym") is None:
@@ -112,9 +117,8 @@ def gym_rows(path: str) -> list[dict[str, Any]]:
         command, capture_output=True, text=True, env=environment, check=False
     )
     if done.returncode:
-        raise UserError(
-            f"{path}: {one_line(done.stderr.strip().rpartition(chr(10))[2], 500)}"
-        )
+        last_line = done.stderr.strip().rpartition("\n")[2]
+        raise UserError(f"{path}: {one_line(last_line, 500)}")
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
@@ -134,15 +138,18 @@ def _rows(task: str) -> Iterator[dict[str, Any]]:
     for index in range(len(dataset)):
         entry = dataset[index]
         facts = {**(entry["metadata"].get("difficulty") or {}), **entry["metadata"]}
-        columns = {
-            name: value for name, value in facts.items() if isinstance(value, _SCALARS)
-        }
-        own = {"problem": entry["question"], "answer": entry["answer"] or ""}
-        yield {**columns, **own, "reasoning_gym": {"task": task, "index": index}}
+        row: dict[str, Any] = {}
+        for name, value in facts.items():
+            if isinstance(value, _SCALARS):
+                row[name] = value
+        row["problem"] = entry["question"]
+        row["answer"] = entry["answer"] or ""
+        row["reasoning_gym"] = {"task": task, "index": index}
+        yield row
 
 
 def _main() -> None:
-    """Print the rows of the task in the first argument as JSON lines, or why there are none."""
+    """Print the rows of the task in the first argument as JSON lines, or an error."""
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # some tasks print
     from reasoning_gym.factory import DATASETS

@@ -1,4 +1,4 @@
-"""Which validation is the best: the words of ``training.keep_best`` and ``training.early_stop``."""
+"""Decide which validation is the best, for ``training.keep_best`` and ``training.early_stop``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_dcpo.evaluation.scoring import BETTER
 
 
 def benchmark_names(options: ValidationConfig) -> list[str]:
-    """Return the names of the benchmarks of a run, as its metrics have them."""
+    """Return the names of a run's benchmarks as its metrics spell them."""
     return [name_of(spec) for spec in parse_specs(options.benchmark_list)]
 
 
@@ -43,13 +43,15 @@ def value_of(metrics: Mapping[str, float], word: str) -> float:
     benchmark, metric = _parts(word)
     wanted = f"evaluation/{benchmark}/{metric}" if benchmark else f"/{metric}"
     values = [value for key, value in metrics.items() if key.endswith(wanted)]
-    return sum(values) / len(values) if values else math.nan
+    if not values:
+        return math.nan
+    return sum(values) / len(values)
 
 
 def improves(
     word: str, metrics: Mapping[str, float], best: Mapping[str, float] | None
 ) -> bool:
-    """Return whether ``metrics`` are better than the ``best``; an undefined value never is."""
+    """Return whether ``metrics`` are better than ``best``; an undefined value never is."""
     new = value_of(metrics, word)
     if math.isnan(new):
         return False

@@ -26,6 +26,7 @@ from typing import Any
 
 from megatron_dcpo import codec
 from megatron_dcpo.calibration import diagrams
+from megatron_dcpo.calibration.metrics import Bins
 from megatron_dcpo.evaluation.posthoc import features
 from megatron_dcpo.evaluation.report import summary_of, write_report
 from megatron_dcpo.evaluation.runs import EvaluatedRun, read_run
@@ -44,11 +45,10 @@ from megatron_dcpo.judging.math.pool import equivalent_many
 from megatron_dcpo.judging.token_bytes import TokenBytes
 from megatron_dcpo.types import Judgement, Prompt, Response, ResponseKey
 
-# an engine in this process: responses to prompts and their repeats, as they finish
+# an engine in this process, which yields responses to (prompt, repeat) as they finish
 Stream = Callable[[Sequence[tuple[Prompt, int]]], Iterable[Sequence[Response]]]
-Progress = Callable[
-    [str, int, int], None
-]  # benchmark, samples that are done, all samples
+# benchmark, finished samples, all samples
+Progress = Callable[[str, int, int], None]
 Equivalent = Callable[[str, str], bool]
 
 
@@ -65,13 +65,13 @@ Respond = Callable[[Sequence[Request]], Iterable[Sequence[Response]]]
 
 
 def equivalent_math(a: str, b: str) -> bool:
-    """Return whether two boxed answers are the same number, set, expression ..."""
+    """Return whether two boxed answers are the same number, set, expression and so on."""
     return equivalent_many([(a, b)])[0]
 
 
 @dataclass(frozen=True)
 class AnswerJudge:
-    """What judges responses, and what decides whether two of their answers are the same."""
+    """A judge of responses, and a test of whether two answers are equivalent."""
 
     judge: Judge = judge_many
     equivalent: Equivalent = equivalent_math
@@ -124,7 +124,7 @@ def evaluate_benchmark(
 
 
 class _Collected:
-    """The samples of a benchmark, those of the log and those that are added."""
+    """The samples of a benchmark: those in the log and those that are added."""
 
     def __init__(
         self,
@@ -151,7 +151,7 @@ class _Collected:
     def add(
         self, responses: Sequence[Response], judgements: Sequence[Judgement]
     ) -> None:
-        """Add judged responses, and write them to the log."""
+        """Add judged responses and write them to the log."""
         for response, judgement in zip(responses, judgements, strict=True):
             prompt = self.prompts[response.prompt_id]
             sample = _sample(prompt, response, judgement, self.keep_features)
@@ -183,22 +183,21 @@ def respond_at_once(
     """Return an engine in this process as ``Respond``: it gets all requests together and decides
     itself how many run at once.
 
-    ``eos_ids`` are the tokens that end a response, which are no part of its text.
+    ``eos_ids`` are the tokens that end a response, which are not part of its text.
     """
 
     def respond(requests: Sequence[Request]) -> Iterator[list[Response]]:
-        asked = [
-            (request.prompt, repeat)
-            for request in requests
-            for repeat in request.repeats
-        ]
+        asked: list[tuple[Prompt, int]] = []
+        for request in requests:
+            for repeat in request.repeats:
+                asked.append((request.prompt, repeat))
         for responses in stream(asked):
-            yield [
-                response
-                if response.text is not None
-                else with_text(response, tokens, eos_ids)
-                for response in responses
-            ]
+            finished = []
+            for response in responses:
+                if response.text is None:
+                    response = with_text(response, tokens, eos_ids)
+                finished.append(response)
+            yield finished
 
     return respond
 
@@ -208,8 +207,8 @@ def rejudge(
 ) -> list[Sample]:
     """Return the same responses judged again, for instance by a better verifier.
 
-    What precedes the answer of a model that thinks is known from the first judgement, and so is
-    what depends on the tokens, which a sample does not keep.
+    A sample does not keep its tokens. Everything that depends on them, and the length of the
+    thinking before the answer, is taken from the first judgement.
     """
     judged_by = judged_by or AnswerJudge()
     prompts: dict[str, Prompt] = {}
@@ -257,80 +256,69 @@ def write_evaluation(
     (root / "evaluation.json").write_text(text + "\n", encoding="utf-8")
     run = read_run(root)
     names: list[str | None] = [*evaluation["benchmarks"]]
-    for benchmark in names if len(names) == 1 else [None, *names]:
-        _draw(
-            evaluation["benchmarks"][benchmark] if benchmark else evaluation["overall"],
-            run,
-            benchmark,
-            pictures,
-        )
-    if len(names) > 1:
+    if len(names) != 1:
+        names = [None, *names]
+    for benchmark in names:
+        scores = evaluation["overall"]
+        if benchmark:
+            scores = evaluation["benchmarks"][benchmark]
+        _draw(scores, run, benchmark, pictures)
+    if len(evaluation["benchmarks"]) > 1:
         _draw_grids(evaluation["benchmarks"], pictures)
-    write_report(
-        [run],
-        root / "report.html",
-        title or f"Evaluation of {evaluation['model'] or run.name}",
-    )
+    if not title:
+        title = f"Evaluation of {evaluation['model'] or run.name}"
+    write_report([run], root / "report.html", title)
 
 
 def _draw(
     scores: Mapping[str, Any], run: EvaluatedRun, benchmark: str | None, pictures: Path
 ) -> None:
-    """Draw the reliability diagram and histogram of every kind of confidence, and the
+    """Draw the reliability diagram and the histogram of every kind of confidence, and the
     accuracy-coverage curves of all kinds.
     """
-    kinds, name = scored_kinds(scores), benchmark or "overall"
-    file = re.sub(r"[^\w.-]", "_", name)[
-        :100
-    ]  # a name of a samples.jsonl may be anything
-    for kind in kinds:
+    name = benchmark or "overall"
+    # a benchmark's name in a samples.jsonl may be any text
+    file = re.sub(r"[^\w.-]", "_", name)[:100]
+    curves = {}
+    for kind in scored_kinds(scores):
         values = summary_of(run, kind, benchmark)
         bins = bins_from_json(scores[kind]["bins"])
-        note = "\n".join(
-            f"{key.upper()} {values[key]:.3f}"
-            for key in ("ece", "pce")
-            if values[key] is not None
-        )
+        notes = []
+        for key in ("ece", "pce"):
+            if values[key] is not None:
+                notes.append(f"{key.upper()} {values[key]:.3f}")
         heading = f"{name}, {kind} confidence"
-        diagrams.save(
-            diagrams.reliability_diagram(bins, heading, note),
-            pictures / f"reliability_{file}_{kind}",
-        )
-        diagrams.save(
-            diagrams.confidence_histogram(bins, heading),
-            pictures / f"confidence_{file}_{kind}",
-        )
-    curves = {
-        kind: scores[kind]["curve"]
-        for kind in kinds
-        if scores[kind].get("curve", {}).get("coverage")
-    }
+        reliability = diagrams.reliability_diagram(bins, heading, "\n".join(notes))
+        diagrams.save(reliability, pictures / f"reliability_{file}_{kind}")
+        histogram = diagrams.confidence_histogram(bins, heading)
+        diagrams.save(histogram, pictures / f"confidence_{file}_{kind}")
+        curve = scores[kind].get("curve", {})
+        if curve.get("coverage"):
+            curves[kind] = curve
     if curves:
-        diagrams.save(
-            diagrams.coverage_figure(curves, name), pictures / f"coverage_{file}"
-        )
+        coverage = diagrams.coverage_figure(curves, name)
+        diagrams.save(coverage, pictures / f"coverage_{file}")
 
 
 def _draw_grids(benchmarks: Mapping[str, Mapping[str, Any]], pictures: Path) -> None:
-    """Draw one picture per kind of confidence: all benchmarks side by side, on the same axes."""
-    for kind in dict.fromkeys(
-        kind for scores in benchmarks.values() for kind in scored_kinds(scores)
-    ):
-        bins = {
-            name: bins_from_json(scores[kind]["bins"])
-            for name, scores in benchmarks.items()
-            if kind in scores
-        }
-        diagrams.save(diagrams.comparison_grid(bins), pictures / f"grid_{kind}")
+    """Draw a picture per kind of confidence, with all benchmarks side by side on the same axes."""
+    bins_of_kind: dict[str, dict[str, Bins]] = {}
+    for name, scores in benchmarks.items():
+        for kind in scored_kinds(scores):
+            bins = bins_from_json(scores[kind]["bins"])
+            bins_of_kind.setdefault(kind, {})[name] = bins
+    for kind, bins_of_benchmark in bins_of_kind.items():
+        grid = diagrams.comparison_grid(bins_of_benchmark)
+        diagrams.save(grid, pictures / f"grid_{kind}")
 
 
 def scored_kinds(scores: Mapping[str, Any]) -> list[str]:
-    """Return the kinds of confidence that one benchmark's scores hold."""
-    return [
-        key
-        for key, block in scores.items()
-        if isinstance(block, Mapping) and "bins" in block
-    ]
+    """Return the kinds of confidence in the scores of a benchmark."""
+    kinds = []
+    for key, block in scores.items():
+        if isinstance(block, Mapping) and "bins" in block:
+            kinds.append(key)
+    return kinds
 
 
 def _sample(

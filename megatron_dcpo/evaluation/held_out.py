@@ -1,4 +1,4 @@
-"""The held-out problems of a run that trains: what its validation asks, judges and measures."""
+"""The held-out problems of a training run, which its validation asks, judges and measures."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from megatron_dcpo.config import Config
+from megatron_dcpo.config import Config, SourceConfig
 from megatron_dcpo.data import render_prompts
 from megatron_dcpo.data.datasets import PromptOptions
 from megatron_dcpo.evaluation.best_step import check_keep_best
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """The held-out problems of a training run, the ``prompts`` of all benchmarks, in order, by
-    their id, and the number of responses to each (``repeats``).
+    """The held-out problems of a training run, with the ``prompts`` of all benchmarks, in order, by
+    their ids, and the number of responses to each (``repeats``).
     """
 
     problems: Sequence[Problems]
@@ -45,12 +45,12 @@ class HeldOut:
     ) -> list[Sample]:
         """Return the responses to any of the prompts, judged by their text as in an evaluation.
 
-        The samples have no log-probs: an engine that trains gives those of the distribution that
-        was sampled.
+        The samples have no log-probs, because the engine of a training run returns those of the
+        sampling distribution, with its temperature.
         """
-        of_benchmark: dict[str, list[Response]] = {
-            p.benchmark.name: [] for p in self.problems
-        }
+        of_benchmark: dict[str, list[Response]] = {}
+        for problems in self.problems:
+            of_benchmark[problems.benchmark.name] = []
         for response in responses:
             if response.text is None:
                 response = with_text(response, self.tokens, eos_ids)
@@ -58,12 +58,12 @@ class HeldOut:
         samples: list[Sample] = []
         for problems in self.problems:
             samples += self._judged(problems, of_benchmark[problems.benchmark.name])
-        return [
-            sample.measured(
-                token_confidence=None, min_logprob=None, reasoning_logprob=None
-            )
-            for sample in samples
-        ]
+        unknown = {
+            "token_confidence": None,
+            "min_logprob": None,
+            "reasoning_logprob": None,
+        }
+        return [sample.measured(**unknown) for sample in samples]
 
     def _judged(
         self, problems: Problems, responses: Sequence[Response]
@@ -79,8 +79,8 @@ class HeldOut:
         )
 
     def metrics(self, samples: Sequence[Sample]) -> dict[str, float]:
-        """Return ``evaluation/BENCHMARK/METRIC`` of the stated confidence, as ``dcpo evaluate`` has
-        them; undefined ones are NaN.
+        """Return ``evaluation/BENCHMARK/METRIC`` for the stated confidence, as ``dcpo evaluate``
+        computes them; undefined values are NaN.
 
         ``samples`` may come in any order.
         """
@@ -112,17 +112,20 @@ class HeldOut:
 def load_held_out(
     config: Config, tokenizer: PreTrainedTokenizerBase, tokens: TokenBytes
 ) -> HeldOut | None:
-    """Return what the section ``evaluation`` of a run asks for; None if it is off. Raises
-    :class:`UserError`.
+    """Return the held-out problems that a run's ``evaluation`` section names; None if it is off.
+    Raises :class:`UserError`.
     """
     options = config.evaluation
     if not options.interval:
         return None
     check_keep_best(config)
+    sources: Sequence[SourceConfig] = ()
+    if not isinstance(config.data.path, str):
+        sources = config.data.sources
     problems = load_problems(
         options.benchmark_list,
         config.judging,
-        sources=() if isinstance(config.data.path, str) else config.data.sources,
+        sources=sources,
         options=BenchmarkOptions(untested=config.data.untested),
     )
     prompts: dict[str, Prompt] = {}

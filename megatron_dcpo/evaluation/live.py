@@ -1,13 +1,14 @@
 """``dcpo report RUN --serve``: a page on this machine that follows a run while it trains.
 
-The page asks for JSON every two seconds and draws what is new; it loads nothing else. Only
-addresses of this machine are answered, and only when they were asked for by a name of it, so that
-no page of the internet can read a run (DNS rebinding).
+The page asks for JSON every two seconds and draws what is new; it loads nothing else. The server
+listens on the loopback address only and answers only requests for a local host name, so that no
+page of the internet can read a run (DNS rebinding).
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -24,11 +25,11 @@ from megatron_dcpo.evaluation.runs import read_run
 from megatron_dcpo.runtime.text import printable
 
 ADDRESS = "127.0.0.1"
-_POINTS = 1000  # of a curve: what a screen shows
+_POINTS = 1000  # per curve, as many as a screen shows
 
 
 def live_server(run: str | Path, port: int) -> ThreadingHTTPServer:
-    """Return a server that listens on this machine alone; ``port`` 0: any free one. Raises
+    """Return a server that listens on this machine only; with ``port`` 0 on any free port. Raises
     :class:`UserError`.
     """
     root = Path(run)
@@ -44,44 +45,37 @@ def live_server(run: str | Path, port: int) -> ThreadingHTTPServer:
 
 
 def state(root: Path) -> dict[str, Any]:
-    """Return what the page shows of the run: ``step`` of ``steps``, ``tokens_per_second``,
-    ``seconds_left``, ``curves`` (title, percent, lines of [step, value] points), ``samples``.
+    """Return the data of the page: ``step`` of ``steps``, ``tokens_per_second``, ``seconds_left``,
+    ``curves`` (title, percent, lines of [step, value] points) and ``samples``.
     """
     run = read_run(root)
     trained = {run.name: run.metrics}
-    curves = diagrams.logged_curves(
-        trained, (*diagrams.TRAINING_CURVES, *diagrams.validation_curves(trained))
-    )
-    return json_ready(  # type: ignore[no-any-return]
-        {
-            "name": root.resolve().name,
-            **_progress(root, run.metrics),
-            "curves": [
-                {
-                    "title": c.title,
-                    "percent": c.percent,
-                    "lines": [_line(run.metrics, key) for key in c.keys],
-                }
-                for c in curves
-            ],
-            "samples": [_shown(row) for row in choose_samples(run.samples)],
-        }
-    )
+    known = (*diagrams.TRAINING_CURVES, *diagrams.validation_curves(trained))
+    curves = []
+    for curve in diagrams.logged_curves(trained, known):
+        lines = [_line(run.metrics, key) for key in curve.keys]
+        curves.append({"title": curve.title, "percent": curve.percent, "lines": lines})
+    values = {
+        "name": root.resolve().name,
+        **_progress(root, run.metrics),
+        "curves": curves,
+        "samples": [_shown(row) for row in choose_samples(run.samples)],
+    }
+    return json_ready(values)  # type: ignore[no-any-return]
 
 
 def _progress(root: Path, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return how far the run is; None for what is not known."""
-    step, steps = (
-        max((row.get("step", 0) for row in rows), default=None),
-        total_steps(root),
-    )
-    left = (
-        seconds_left(rows, max(steps - step, 0)) if steps and step is not None else None
-    )
-    speed = next(
-        (row["tokens/s/step"] for row in reversed(rows) if row.get("tokens/s/step")),
-        None,
-    )
+    """Return how far the run has come; unknown values are None."""
+    step = max((row.get("step", 0) for row in rows), default=None)
+    steps = total_steps(root)
+    left = None
+    if steps and step is not None:
+        left = seconds_left(rows, max(steps - step, 0))
+    speed = None
+    for row in reversed(rows):
+        if row.get("tokens/s/step"):
+            speed = row["tokens/s/step"]
+            break
     return {
         "step": step,
         "steps": steps,
@@ -91,16 +85,18 @@ def _progress(root: Path, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _line(rows: Sequence[Mapping[str, Any]], key: str) -> list[list[float]]:
+    """Return the [step, value] points of a metric, at most ``_POINTS`` of them."""
     steps, values = diagrams.series(rows, key)
-    points = [
-        list(point) for point in zip(steps.tolist(), values.tolist(), strict=True)
-    ]
-    return points[:: -(-len(points) // _POINTS) or 1]
+    points = []
+    for step, value in zip(steps.tolist(), values.tolist(), strict=True):
+        points.append([step, value])
+    stride = max(1, math.ceil(len(points) / _POINTS))
+    return points[::stride]
 
 
 def _shown(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a sample; ``pieces``: [text, block, advantage or None] of tokens that follow one
-    another.
+    """Return a sample. Its ``pieces`` are runs of adjacent tokens as [text, block, advantage or
+    None].
     """
     kept = (
         "training_step",
@@ -116,16 +112,18 @@ def _shown(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _tag(root: Path) -> str:
-    """Return a text that changes when the run has written something that the page shows."""
-    files = [root / "metrics.jsonl", *sorted((root / "samples").glob("*.jsonl"))[-1:]]
-    return "-".join(
-        f"{f.stat().st_mtime_ns}.{f.stat().st_size}" for f in files if f.exists()
-    )
+    """Return a text that changes whenever the run writes something that the page shows."""
+    newest_samples = sorted((root / "samples").glob("*.jsonl"))[-1:]
+    parts = []
+    for path in (root / "metrics.jsonl", *newest_samples):
+        if path.exists():
+            parts.append(f"{path.stat().st_mtime_ns}.{path.stat().st_size}")
+    return "-".join(parts)
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """``/``: the page; ``/data?have=TAG``: the state, or 204 where it is still the one that the
-    page has.
+    """Answers ``/`` with the page, and ``/data?have=TAG`` with the state, or with status 204 if the
+    page has the current one already.
     """
 
     def __init__(self, root: Path, *request: Any) -> None:  # noqa: ANN401 -- of http.server
@@ -133,18 +131,14 @@ class _Handler(BaseHTTPRequestHandler):
         super().__init__(*request)
 
     def do_GET(self) -> None:
-        host = self.headers.get("Host", "").rpartition(":")[0] or self.headers.get(
-            "Host", ""
-        )
+        named = self.headers.get("Host", "")
+        host = named.rpartition(":")[0] or named
         asked = urlsplit(self.path)
         if host not in (ADDRESS, "localhost"):
             self._reply(403, "text/plain", "ask for 127.0.0.1 or localhost")
         elif asked.path == "/":
-            page = (
-                pages()
-                .get_template("live.html.j2")
-                .render(title=printable(self.root.resolve().name))
-            )
+            template = pages().get_template("live.html.j2")
+            page = template.render(title=printable(self.root.resolve().name))
             self._reply(200, "text/html", page)
         elif asked.path == "/data":
             tag = _tag(self.root)
@@ -152,12 +146,10 @@ class _Handler(BaseHTTPRequestHandler):
                 self._reply(204, "application/json", "")
                 return
             try:
-                self._reply(
-                    200,
-                    "application/json",
-                    json.dumps({"tag": tag} | state(self.root), allow_nan=False),
-                )
-            except UserError as error:  # a file that is being written anew
+                values = {"tag": tag, **state(self.root)}
+                text = json.dumps(values, allow_nan=False)
+                self._reply(200, "application/json", text)
+            except UserError as error:  # a file that is being rewritten
                 self._reply(503, "text/plain", str(error))
         else:
             self._reply(404, "text/plain", "not here")
@@ -170,12 +162,11 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Cache-Control", "no-store")
         self.send_header(
             "Content-Security-Policy",
-            "default-src 'none'; style-src "
-            "'unsafe-inline'; "
+            "default-src 'none'; style-src 'unsafe-inline'; "
             "script-src 'unsafe-inline'; connect-src 'self'",
         )
         self.end_headers()
         self.wfile.write(body)
 
     def log_message(self, *_: object) -> None:
-        """Log nothing: two requests a second are no news."""
+        """Log nothing, since the page asks every two seconds."""

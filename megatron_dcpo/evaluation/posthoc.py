@@ -1,31 +1,30 @@
-r"""Confidence after the fact: predictors trained on judged samples, the policy stays as it is.
+r"""Post-hoc confidence: predictors that are trained on judged samples and leave the policy as it
+is.
 
-| method | predicts | from |
-|---|---|---|
-| ``confclass`` | the share of correct repeats of the problem (soft target) | the 20 largest
-log-probs of every token |
-| ``logistic`` | a logistic regression | stated confidence, sum and mean of the reasoning's
-log-probs, length |
-| ``temperature`` | :math:`\sigma(\mathrm{logit}(c)/T)` | one kind of confidence c |
-| ``platt`` | :math:`\sigma(a\,\mathrm{logit}(c)+b)` | one kind of confidence c |
-| ``isotonic`` | the best non-decreasing step function of c | one kind of confidence c |
+- ``confclass`` predicts the share of correct repeats of the problem (a soft target) from the 20
+  largest log-probs of every token;
+- ``logistic`` is a logistic regression on the stated confidence, the sum and mean of the
+  reasoning's log-probs, and the length;
+- ``temperature`` is :math:`\sigma(\mathrm{logit}(c)/T)` of one kind of confidence c;
+- ``platt`` is :math:`\sigma(a\,\mathrm{logit}(c)+b)`;
+- ``isotonic`` is the best non-decreasing step function of c.
 
 ``logistic`` reads whether a confidence is stated, its logit, the sum s of the reasoning block's
 log-probs, log(1 - s), their mean and the number of tokens, standardized, with an L2 penalty. It is
-the row to beat: a confidence that a policy states is worth its training where it knows more than
-that (docs/lab/README.md).
+the row to beat: training a policy to state its confidence pays only if the stated confidence knows
+more than that (docs/lab/README.md).
 
-Of a kind in nats (``logprob``: the sum of the reasoning block's log-probs) there is no logit:
-``platt`` scales the value.
+A kind in nats (``logprob``, the sum of the reasoning block's log-probs) has no logit; ``platt``
+scales the value itself.
 
 ConfClass has the settings of the DCPO paper (docs/evaluation.md#post-hoc-confidence): 20 runs,
 top-20 log-probs, a three-layer perceptron of width 2048, cross-entropy with soft targets, lr 1e-4.
-Where the paper is silent: the mean over the tokens of the 20 sorted log-probs is the input
-(``full`` adds their standard deviation and the last token's), standardized; Adam, batches of 256,
-early stopping on a tenth of the fitted problems. The scalings are controls: if one of them does as
-well, the classifier has learned nothing but the scale. Fitting, stopping and reporting never share
-a problem: the split is by problem, by a hash, so that it is the same in every run and for every
-method.
+The paper leaves the rest open. Here the input is the mean over the tokens of the 20 sorted
+log-probs (``full`` adds their standard deviation and those of the last token), standardized;
+training uses Adam, batches of 256, and early stopping on a tenth of the fitted problems. The
+scalings are controls: if one of them does as well, the classifier has learned nothing but the
+scale. Fitting, stopping and reporting never share a problem: a hash splits the problems, so that
+the split is the same in every run and for every method.
 """
 
 from __future__ import annotations
@@ -50,12 +49,10 @@ from megatron_dcpo.evaluation.samples import Sample
 from megatron_dcpo.evaluation.scoring import CONFIDENCE_KINDS, RANKING_ONLY
 from megatron_dcpo.runtime.text import parse_json
 
-TOP_LOGPROBS = (
-    20  # of every token, where a kind of confidence or a predictor reads them
-)
-LOWEST_LOGPROB = (
-    -30.0
-)  # below it one log-prob is as good as another, and some engines say -9999
+# per token, if a kind of confidence or a predictor reads them
+TOP_LOGPROBS = 20
+# lower ones are clipped to it: some engines return -9999
+LOWEST_LOGPROB = -30.0
 WIDTH = 2048
 STOPPING_SHARE = 0.1  # of the problems that are not held out
 _EDGE = 1e-6  # logit(0) and logit(1) are infinite
@@ -65,8 +62,8 @@ Weights = Mapping[str, np.ndarray]
 
 @dataclass(frozen=True)
 class Posthoc:
-    """A fitted predictor. ``source``: ``mean`` or ``full`` features, ``response``, or the kind of
-    confidence scaled.
+    """A fitted predictor. Its ``source`` is ``mean`` or ``full`` features, ``response``, or the
+    kind of confidence that is scaled.
     """
 
     method: str
@@ -74,19 +71,14 @@ class Posthoc:
     weights: Weights
 
     def predict(self, samples: Sequence[Sample]) -> list[float | None]:
-        """Return the confidence in [0, 1] per sample, None where the sample lacks what it is made
-        from.
-        """
+        """Return the confidence in [0, 1] of each sample, None for one that lacks the inputs."""
         predictions: list[float | None] = [None] * len(samples)
         try:
             inputs, known = inputs_of(samples, self.source)
-            values = (
-                _PREDICT[self.method](
-                    self.weights, _on_scale(self.method, self.source, inputs)
-                )
-                if len(known)
-                else ()
-            )
+            if not len(known):
+                return predictions
+            scaled = _on_scale(self.method, self.source, inputs)
+            values = _PREDICT[self.method](self.weights, scaled)
             for index, value in zip(known, values, strict=True):
                 predictions[index] = float(value)
         except (LookupError, TypeError, ValueError) as error:
@@ -112,12 +104,13 @@ class Posthoc:
 
     @classmethod
     def load(cls, path: str | Path) -> Posthoc:
-        """Read a predictor. Raises :class:`UserError` for what ``save`` has not written."""
+        """Read a predictor. Raises :class:`UserError` for a file that ``save`` has not written."""
         try:
             with np.load(path, allow_pickle=False) as file:
                 header = parse_json(str(file["header"]))
                 weights = {name: file[name] for name in file.files if name != "header"}
-                method, source = header["method"], header["source"]
+                method = header["method"]
+                source = header["source"]
         except FileNotFoundError:
             raise UserError(f"{path}: no such file") from None
         except (
@@ -130,7 +123,9 @@ class Posthoc:
             MemoryError,
         ) as error:
             why = f"{type(error).__name__}: {one_line(error, 200)}"
-            raise UserError(f"{path}: not a file of dcpo calibrate ({why})") from None
+            raise UserError(
+                f"{path}: not a predictor of dcpo calibrate ({why})"
+            ) from None
         if not isinstance(method, str) or method not in METHODS:
             raise UserError(
                 f"{path}: unknown method {method!r}; known: {', '.join(METHODS)}"
@@ -142,18 +137,16 @@ class Posthoc:
 
 
 def features(top_logprobs: np.ndarray | None) -> list[float] | None:
-    """Return [3 * 20]: mean, standard deviation over the tokens, and last token, of the falling
-    log-probs [T, K].
+    """Return the features [3 * 20] of log-probs [T, K] in falling order: their mean and standard
+    deviation over the tokens, and those of the last token.
     """
     if top_logprobs is None or top_logprobs.size == 0:
         return None
     rows = np.full((len(top_logprobs), TOP_LOGPROBS), LOWEST_LOGPROB)
     width = min(TOP_LOGPROBS, top_logprobs.shape[1])
     rows[:, :width] = np.maximum(top_logprobs[:, :width], LOWEST_LOGPROB)
-    return [
-        round(float(value), 6)
-        for value in np.concatenate([rows.mean(0), rows.std(0), rows[-1]])
-    ]
+    values = np.concatenate([rows.mean(0), rows.std(0), rows[-1]])
+    return [round(float(value), 6) for value in values]
 
 
 def inputs_of(samples: Sequence[Sample], source: str) -> tuple[np.ndarray, np.ndarray]:
@@ -163,21 +156,26 @@ def inputs_of(samples: Sequence[Sample], source: str) -> tuple[np.ndarray, np.nd
         rows = [response_features(s) for s in samples]
     elif source in ("mean", "full"):
         width = TOP_LOGPROBS if source == "mean" else 3 * TOP_LOGPROBS
-        rows = [
-            None if s.measures.features is None else s.measures.features[:width]
-            for s in samples
-        ]
+        rows = []
+        for sample in samples:
+            known_features = sample.measures.features
+            rows.append(None if known_features is None else known_features[:width])
     else:
         values = metrics.as_confidences([CONFIDENCE_KINDS[source](s) for s in samples])
-        lowest, highest = (-math.inf, 0.0) if source in RANKING_ONLY else (0.0, 1.0)
+        lowest = 0.0
+        highest = 1.0
+        if source in RANKING_ONLY:
+            lowest = -math.inf
+            highest = 0.0
         rows = [[value] if lowest <= value <= highest else None for value in values]
     known = [index for index, row in enumerate(rows) if row is not None]
     return np.array([rows[index] for index in known], np.float64), np.array(known, int)
 
 
 def response_features(sample: Sample) -> list[float] | None:
-    """Return [6]: whether a confidence is stated and its logit, sum s of the reasoning's log-probs,
-    log(1 - s), their mean, the number of tokens; None where the log-probs are not known.
+    """Return six inputs: whether a confidence is stated, its logit, the sum s of the reasoning's
+    log-probs, log(1 - s), the mean log-prob, and the number of tokens. None if the log-probs are
+    not known.
     """
     s = sample.measures.reasoning_logprob
     length = sample.judgement.boundary
@@ -190,18 +188,16 @@ def response_features(sample: Sample) -> list[float] | None:
 
 
 def _on_scale(method: str, source: str, inputs: np.ndarray) -> np.ndarray:
-    """Return what a scaling is linear in: logits of a probability, nats as they are. The other
-    methods read their inputs.
+    """Return the values that a scaling is linear in: the logits of probabilities, or values in nats
+    unchanged. The other methods read their inputs as they are.
     """
-    return (
-        _logit(inputs)
-        if method in ("temperature", "platt") and source not in RANKING_ONLY
-        else inputs
-    )
+    if method in ("temperature", "platt") and source not in RANKING_ONLY:
+        return _logit(inputs)
+    return inputs
 
 
 def is_held_out(problem: str, share: float, seed: int) -> bool:
-    """Return whether a problem belongs to the held-out share; all its repeats do, or none."""
+    """Return whether a problem, with all its repeats, belongs to the held-out share."""
     digest = hashlib.blake2b(f"{seed}/{problem}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") < share * 2.0**64
 
@@ -212,7 +208,7 @@ def problem_of(sample: Sample) -> str:
 
 
 def soft_targets(samples: Sequence[Sample]) -> np.ndarray:
-    """Return [N]: the share of correct ones among all repeats of the sample's problem."""
+    """Return, for each sample, the share of correct repeats of its problem [N]."""
     groups: dict[str, list[bool]] = {}
     for sample in samples:
         groups.setdefault(problem_of(sample), []).append(sample.correct)
@@ -240,12 +236,12 @@ def fit(
     epochs: int = 200,
     width: int = WIDTH,
 ) -> tuple[Posthoc, list[Sample]]:
-    """Fit on the problems that are not held out (``held_out`` 0: on all).
+    """Fit a predictor on the problems that are not held out, or on all if ``held_out`` is 0.
 
     Returns the predictor and the held-out samples with its predictions.
 
-    Raises :class:`UserError` when there is nothing to learn from: no inputs, one class only, no
-    problem on one side.
+    Raises :class:`UserError` if there is nothing to learn from: no inputs, only one class, or no
+    problem on one side of the split.
     """
     source = _checked_source(method, source)
     outside = [is_held_out(problem_of(sample), held_out, seed) for sample in samples]
@@ -256,12 +252,12 @@ def fit(
 
     def side(name: str, chosen: Sequence[bool]) -> tuple[np.ndarray, np.ndarray]:
         index = [i for i, taken in enumerate(chosen) if taken]
+        if not index:
+            raise UserError(
+                f"no problem is {name}; give more problems, or another --held-out"
+            )
         inputs, known = inputs_of([samples[i] for i in index], source)
         if not len(known):
-            if not index:
-                raise UserError(
-                    f"no problem is {name}; give more problems, or another --held-out"
-                )
             needs = _NEEDS.get(source, f"a confidence of the kind {source}")
             raise UserError(
                 f"--kind {method}: none of the {len(index)} responses that are {name} has {needs}"
@@ -275,8 +271,8 @@ def fit(
         outcome = "correct" if goals.min() else "wrong"
         raise UserError(f"every response is {outcome}: nothing to learn from")
     if method == "confclass":
-        # The problems that decide when to stop are neither fitted nor reported on; if there are
-        # very few problems, they are fitted as well.
+        # The problems that decide when to stop are neither fitted nor reported on, unless there are
+        # so few problems that they have to be fitted as well.
         fitted = stopping = (inputs, goals)
         stops = [
             is_held_out(f"stop/{problem_of(sample)}", STOPPING_SHARE, seed)
@@ -295,14 +291,13 @@ def fit(
     else:
         weights = _FIT[method](_on_scale(method, source, inputs)[:, 0], goals)
     predictor = Posthoc(method, source, MappingProxyType(dict(weights)))
-    return predictor, predictor.apply(
-        [s for s, out in zip(samples, outside, strict=True) if out]
-    )
+    held_out_samples = [s for s, out in zip(samples, outside, strict=True) if out]
+    return predictor, predictor.apply(held_out_samples)
 
 
 def _checked_source(method: str, source: str | None) -> str:
-    """Return what a method reads, by default if ``source`` is None. Raises :class:`UserError` for
-    what it does not read.
+    """Return the source that a method reads, its default if ``source`` is None. Raises
+    :class:`UserError` for a source that it does not read.
     """
     if method not in METHODS:
         raise UserError(f"unknown method {method!r}; known: {', '.join(METHODS)}")
@@ -317,7 +312,8 @@ def _checked_source(method: str, source: str | None) -> str:
         )
     if method == "temperature" and source in RANKING_ONLY:
         raise UserError(
-            f"temperature does not read {source}, which is no probability; take platt or isotonic"
+            f"temperature does not read {source}, which is not a probability; use platt or "
+            "isotonic"
         )
     return source
 
@@ -433,13 +429,11 @@ def _fit_perceptron(
                 waited += 1
                 if waited >= 10:
                     break
-    names = {"0": "1", "2": "2", "4": "3"}
-    layer = {
-        f"{kind}{names[at]}": state[f"{at}.{kind}"].numpy()
-        for at in names
-        for kind in ("weight", "bias")
-    }
-    return {**scale, **layer}
+    weights = dict(scale)
+    for position, number in (("0", "1"), ("2", "2"), ("4", "3")):
+        for kind in ("weight", "bias"):
+            weights[f"{kind}{number}"] = state[f"{position}.{kind}"].numpy()
+    return weights
 
 
 # --------------------------------------------------------------------------------------- predicting
@@ -471,7 +465,5 @@ def scores(samples: Sequence[Sample], kind: str = "posthoc") -> dict[str, Any]:
     """Return ECE, Brier score, AUROC and mean of one kind of confidence."""
     values = [CONFIDENCE_KINDS[kind](sample) for sample in samples]
     summary = summarize(values, [float(sample.correct) for sample in samples])
-    return {
-        name: summary[name]
-        for name in ("n", "accuracy", "mean_confidence", "ece", "pce", "brier", "auroc")
-    }
+    names = ("n", "accuracy", "mean_confidence", "ece", "pce", "brier", "auroc")
+    return {name: summary[name] for name in names}

@@ -1,4 +1,4 @@
-"""The problems of an evaluation or a validation, each benchmark with what judges its responses."""
+"""The problems of an evaluation or a validation, each benchmark with the judge of its responses."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 class TokenJudge(Protocol):
-    """A judge that takes the tokens of the tokenizer as well, for responses that think."""
+    """A judge that also takes the tokenizer's tokens, for the responses of thinking models."""
 
     def __call__(
         self,
@@ -46,11 +46,11 @@ class TokenJudge(Protocol):
 
 @dataclass(frozen=True)
 class Problems:
-    """A benchmark with what judges its responses.
+    """A benchmark with the judge of its responses.
 
-    ``tests`` are those of its programs, by their key. ``equivalent`` decides whether two answers
-    are the same. ``template`` is the prompt template of the source that the benchmark is, if it has
-    one of its own.
+    ``tests`` are the tests of its programs, by their keys. ``equivalent`` decides whether two
+    answers are the same. ``template`` is the prompt template of the source that matches the
+    benchmark, if that source names one.
     """
 
     benchmark: LoadedBenchmark
@@ -79,28 +79,28 @@ def load_problems(
 ) -> list[Problems]:
     """Load a list of benchmarks, separated by commas.
 
-    Programs are judged by their tests, problems of Reasoning Gym by its scorers. Everything else is
-    judged by the verifier of the one of ``sources`` that the benchmark is, by name or path, or else
-    by that of ``judging``, if it is for this form of answer.
+    Programs are judged by their tests, and Reasoning Gym's problems by its scorers. Other problems
+    are judged by the verifier of the source in ``sources`` that matches the benchmark by name or
+    path, or else by ``judging.verifier``, if it suits the form of the answers.
 
     Raises :class:`UserError` for everything that can be wrong with the data, or with running
-    programs here.
+    programs on this machine.
     """
     options = options or BenchmarkOptions()
     otherwise = "math" if judging.verifier == "code" else judging.verifier
     specs = {name_of(spec): spec for spec in parse_specs(benchmarks)}
-    source_of = {
-        name: find_source(name, spec.partition("=")[2].strip(), sources)
-        for name, spec in specs.items()
-    }
+    source_of: dict[str, SourceConfig | None] = {}
+    for name, spec in specs.items():
+        path = spec.partition("=")[2].strip()
+        source_of[name] = find_source(name, path, sources)
     named_verifiers: dict[str, str] = {}
     loaded: list[LoadedBenchmark] = []
     tests: dict[str, bytes] = {}
     for name, spec in specs.items():
         source = source_of[name]
-        named_verifiers[name] = (
-            otherwise if source is None else verifier_of(source, judging)
-        )
+        named_verifiers[name] = otherwise
+        if source is not None:
+            named_verifiers[name] = verifier_of(source, judging)
         benchmark = load_benchmark(
             spec,
             options.data_dir,
@@ -131,12 +131,12 @@ def load_problems(
 
 
 def tests_of(benchmark: LoadedBenchmark) -> dict[str, bytes]:
-    """Return the tests of a benchmark's programs, by their key."""
+    """Return the tests of a benchmark's programs, by their keys."""
     return {r.answer: r.tests for r in benchmark.records if r.tests is not None}
 
 
 def _verifier_name(benchmark: LoadedBenchmark, named: str) -> str:
-    """Return the verifier of a benchmark, for which the user ``named`` one."""
+    """Return the verifier of a benchmark, given the one that the user ``named``."""
     if any(record.tests is not None for record in benchmark.records):
         return "code"
     if benchmark.is_gym:
@@ -146,7 +146,7 @@ def _verifier_name(benchmark: LoadedBenchmark, named: str) -> str:
 
 
 def equivalence(verifier: str) -> Equivalent:
-    """Return what decides whether two answers that ``verifier`` judges are the same."""
+    """Return the test of whether two answers that ``verifier`` judges are the same."""
     if verifier == "code":
         return same_program
     if verifier in QUESTIONS:
@@ -164,22 +164,24 @@ def judge_of(judging: JudgingConfig, find: FindVerifier, name: str) -> TokenJudg
 
 
 def verifier_of(source: SourceConfig, judging: JudgingConfig) -> str:
-    """Return the name of the verifier of a source of problems: its own, Reasoning Gym's, or
-    ``judging.verifier``.
+    """Return the name of the verifier of a source of problems: the one that the source names,
+    Reasoning Gym's, or ``judging.verifier``.
     """
     if source.verifier:
         return source.verifier
-    return VERIFIER if is_gym(source.path) else judging.verifier
+    if is_gym(source.path):
+        return VERIFIER
+    return judging.verifier
 
 
 def source_name(source: SourceConfig) -> str:
-    """Return the name of a source: what it is called, or what its file is called."""
+    """Return the name of a source: the one given, or else the name of its file."""
     return source.name or task_name(source.path)
 
 
 def named_sources(config: Config) -> dict[str, SourceConfig]:
-    """Return the sources of ``data.path`` by their names. Raises :class:`UserError` for two of one
-    name.
+    """Return the sources of ``data.path`` by their names. Raises :class:`UserError` if two have the
+    same name.
     """
     named: dict[str, SourceConfig] = {}
     for source in config.data.sources:
@@ -195,8 +197,8 @@ def named_sources(config: Config) -> dict[str, SourceConfig]:
 def find_source(
     name: str, path: str, sources: Iterable[SourceConfig]
 ) -> SourceConfig | None:
-    """Return the source that a benchmark is: one of its name, or else of its path, which may be
-    empty. None if there is none.
+    """Return the source that matches a benchmark: one with its name, or else with its path, which
+    may be empty. None if there is none.
     """
     same_path = None
     for source in sources:
@@ -208,6 +210,6 @@ def find_source(
 
 
 def _is_same_file(one: str, other: str) -> bool:
-    return one == other or (
-        Path(one).exists() and Path(one).resolve() == Path(other).resolve()
-    )
+    if one == other:
+        return True
+    return Path(one).exists() and Path(one).resolve() == Path(other).resolve()

@@ -1,10 +1,10 @@
-"""Programs in an evaluation: the tests beside ``samples.jsonl``, and whether two programs are the
-same text.
+"""Programs in an evaluation: the file of their tests next to ``samples.jsonl``, and the comparison
+of two programs as text.
 
-Layout, comments, docstrings, annotations and names of local variables do not count. This is what
-agreement among sampled programs means (the consistency confidence). It reads no test and runs
-nothing, so it cannot know what is right; programs that do the same by other means count as
-different.
+Layout, comments, docstrings, annotations and names of local variables do not count. The consistency
+confidence measures the agreement among sampled programs in this sense. The comparison reads no
+tests and runs nothing, so it cannot know what is right, and programs that do the same by other
+means count as different.
 """
 
 from __future__ import annotations
@@ -29,55 +29,53 @@ def is_code(sample: Sample) -> bool:
 
 
 def write_tests(tests: PackedTests, path: Path) -> None:
-    """Write one line per set of tests, so that the samples beside it can be judged again without
-    the benchmark's files.
+    """Write one line per set of tests, so that the samples next to the file can be judged again
+    without the benchmark's files.
     """
-    lines = (
-        json.dumps({"key": key, "tests": unpack_tests(packed)}) + "\n"
-        for key, packed in sorted(tests.items())
-    )
     with (
         open(path, "wb") as file,
         gzip.GzipFile("", "wb", mtime=0, fileobj=file) as packed_file,
     ):
-        for line in lines:
+        for key, packed in sorted(tests.items()):
+            line = json.dumps({"key": key, "tests": unpack_tests(packed)}) + "\n"
             packed_file.write(line.encode())
 
 
 def read_tests(path: Path, keys: Iterable[str]) -> dict[str, bytes]:
-    """Return the tests of ``keys``. Raises :class:`UserError` for missing ones and for tests that
-    are not the key's.
+    """Return the tests of ``keys``. Raises :class:`UserError` if some are missing or do not match
+    their key.
     """
-    missing, tests = set(keys), {}
+    missing = set(keys)
+    tests = {}
     if path.exists():
         for where, row in read_json_lines(path):
             checked_tests(row.get("tests"), where)
             packed = pack_tests(row["tests"])
             if row.get("key") != tests_key(packed):
                 raise UserError(
-                    f"{where}: the tests are not those of {row.get('key')}; evaluate again"
+                    f"{where}: the tests do not match {row.get('key')}; evaluate again"
                 )
             if row["key"] in missing:
                 tests[row["key"]] = packed
     missing -= set(tests)
     if missing:
         raise UserError(
-            f"{path}: no tests for {len(missing)} problems; it must lie beside the samples to "
-            "judge them"
+            f"{path}: no tests for {len(missing)} problems; judging needs this file next to the "
+            "samples"
         )
     return tests
 
 
-MAX_PROGRAM = 20_000  # characters; beyond it programs are compared as they are
+MAX_PROGRAM = 20_000  # characters; longer programs are compared as they are
 
 
 def normal_form(program: str) -> str:
-    """Return the same text for programs that differ in layout and names only; the program itself
-    where Python cannot read it.
+    """Return a text that is the same for programs that differ only in layout and names; the program
+    itself if Python cannot parse it.
 
-    Renamed are names that the program assigns. Parameters, functions, classes, imported names, and
-    whatever is also used as an attribute or a keyword, keep theirs: tests and other parts of the
-    program refer to them.
+    Names that the program assigns are renamed. Parameters, functions, classes, imported names, and
+    names that are also used as an attribute or a keyword are kept, because tests and other parts of
+    the program refer to them.
     """
     if len(program) > MAX_PROGRAM:
         return program
@@ -94,7 +92,9 @@ def same_program(a: str, b: str) -> bool:
 
 
 def _local_names(tree: ast.AST) -> set[str]:
-    assigned, kept = set(), set()
+    """Return the names that a program assigns and that nothing outside may refer to."""
+    assigned = set()
+    kept = set()
     for node in ast.walk(tree):
         match node:
             case ast.Name(id=name, ctx=ast.Store()):
@@ -121,8 +121,8 @@ def _local_names(tree: ast.AST) -> set[str]:
 
 
 class _Renamed(ast.NodeTransformer):
-    """Assigned names become ``_0``, ``_1`` ... in the order in which they are met; docstrings and
-    annotations go.
+    """Renames assigned names to ``_0``, ``_1`` and so on, in order of appearance, and drops
+    docstrings and annotations.
     """
 
     def __init__(self, names: set[str]) -> None:
@@ -132,9 +132,8 @@ class _Renamed(ast.NodeTransformer):
     def visit_Name(self, node: ast.Name) -> ast.AST:
         if node.id not in self.names:
             return node
-        return ast.Name(
-            self.numbers.setdefault(node.id, f"_{len(self.numbers)}"), node.ctx
-        )
+        new_name = self.numbers.setdefault(node.id, f"_{len(self.numbers)}")
+        return ast.Name(new_name, node.ctx)
 
     def visit_arg(self, node: ast.arg) -> ast.AST:
         return ast.arg(node.arg)
@@ -159,4 +158,6 @@ def _without_docstring(body: list[ast.stmt]) -> list[ast.stmt]:
         and isinstance(first.value, ast.Constant)
         and isinstance(first.value.value, str)
     )
-    return body[1:] or [ast.Pass()] if is_text else body
+    if not is_text:
+        return body
+    return body[1:] or [ast.Pass()]

@@ -1,10 +1,9 @@
-"""Our numbers beside published ones: ``published.csv`` (or a file of the same columns) against
-evaluations.
+"""Evaluations compared with published numbers, from ``published.csv`` or a file with its columns.
 
-The shipped file holds the numbers of the DCPO paper that are known to this project at second hand,
-not its whole tables. ``recomputed`` is what the paper's own columns give where that differs from
-what it prints; ``mark`` says what does not fit. Besides the cells marked, PCE exceeds ECE in 23 of
-the 50 cells per benchmark, which shared bins exclude.
+The shipped file holds the numbers of the DCPO paper that this project knows at second hand, not the
+paper's whole tables. ``recomputed`` is the value that follows from the paper's other columns, if it
+differs from the printed one; ``mark`` names the discrepancy. Apart from the marked cells, PCE
+exceeds ECE in 23 of the 50 cells per benchmark, which shared bins exclude.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ from megatron_dcpo.errors import UserError
 
 @dataclass(frozen=True)
 class Published:
-    """One printed number. ``confidence``: the kind, or "" where it is not known; shares are in [0,
-    1].
+    """One printed number; shares are in [0, 1]. ``confidence`` is the kind of confidence, or "" if
+    it is not known.
     """
 
     method: str
@@ -39,11 +38,9 @@ class Published:
 
 def load_published(name: str) -> list[Published]:
     """Load ``paper``, or a CSV file with the same columns."""
-    path: Traversable = (
-        files("megatron_dcpo.evaluation") / "published.csv"
-        if name == "paper"
-        else Path(name)
-    )
+    path: Traversable = Path(name)
+    if name == "paper":
+        path = files("megatron_dcpo.evaluation") / "published.csv"
     columns = [field.name for field in fields(Published)]
     try:
         rows = list(csv.DictReader(io.StringIO(path.read_text(encoding="utf-8"))))
@@ -56,13 +53,17 @@ def load_published(name: str) -> list[Published]:
     for number, row in enumerate(rows, start=2):
         try:
             recomputed = float(row["recomputed"]) if row["recomputed"] else None
-            rest = {
-                name: row[name]
-                for name in columns
-                if name not in ("printed", "recomputed")
-            }
             published.append(
-                Published(printed=float(row["printed"]), recomputed=recomputed, **rest)
+                Published(
+                    method=row["method"],
+                    benchmark=row["benchmark"],
+                    confidence=row["confidence"],
+                    metric=row["metric"],
+                    printed=float(row["printed"]),
+                    recomputed=recomputed,
+                    mark=row["mark"],
+                    source=row["source"],
+                )
             )
         except (KeyError, ValueError, TypeError) as error:
             raise UserError(
@@ -72,26 +73,25 @@ def load_published(name: str) -> list[Published]:
 
 
 def our_value(evaluation: Mapping[str, Any] | None, row: Published) -> float | None:
-    """Return the same number of an evaluation; overall is the mean of its benchmarks, as the paper
-    has it, where defined.
+    """Return the value of an evaluation that corresponds to a published one, None if it has none.
+    Overall values are means over the benchmarks, as in the paper, if those are defined.
     """
     if evaluation is None:
         return None
-    scores = (
-        evaluation["overall"]
-        if row.benchmark == "overall"
-        else evaluation["benchmarks"].get(row.benchmark)
-    )
+    if row.benchmark == "overall":
+        scores = evaluation["overall"]
+    else:
+        scores = evaluation["benchmarks"].get(row.benchmark)
     if scores is None:
         return None
     macro = scores.get("macro", {})
-    for place in (
+    for block in (
         macro.get(row.confidence, {}),
         macro,
         scores.get(row.confidence, {}),
         scores,
     ):
-        value = place.get(row.metric)
+        value = block.get(row.metric)
         if isinstance(value, int | float):
             return float(value)
     return None
@@ -100,14 +100,11 @@ def our_value(evaluation: Mapping[str, Any] | None, row: Published) -> float | N
 def compare(
     evaluations: Mapping[str, Mapping[str, Any] | None], rows: Sequence[Published]
 ) -> list[dict[str, Any]]:
-    """Return every published row with the value of every run, for JSON and for the page."""
-    return [
-        {
-            **vars(row),
-            "ours": {
-                name: our_value(evaluation, row)
-                for name, evaluation in evaluations.items()
-            },
-        }
-        for row in rows
-    ]
+    """Return every published row with the values of all runs (``ours``), for JSON and the page."""
+    compared = []
+    for row in rows:
+        ours = {}
+        for name, evaluation in evaluations.items():
+            ours[name] = our_value(evaluation, row)
+        compared.append({**vars(row), "ours": ours})
+    return compared

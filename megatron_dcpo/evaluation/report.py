@@ -1,9 +1,10 @@
-"""One self-contained HTML page that compares runs: table, reliability diagrams, training curves,
-sample responses.
+"""One self-contained HTML page that compares runs: tables, reliability diagrams, training curves
+and sample responses.
 
 A run is a directory with ``evaluation.json`` (and ``samples.jsonl``) and/or ``metrics.jsonl`` (and
-``samples/``), or one that contains such directories. The page needs no network: styles and SVG
-pictures are inside, it follows the reader's light or dark mode and folds to one column on a phone.
+``samples/``), or one that contains such directories. The page needs no network: its styles and SVG
+pictures are embedded. It follows the reader's light or dark mode and folds to one column on a
+phone.
 """
 
 from __future__ import annotations
@@ -59,8 +60,8 @@ _SAMPLES_SHOWN = 6
 
 
 def comparison(runs: Sequence[EvaluatedRun]) -> dict[str, dict[str, Any]]:
-    """Return ``HEADLINE`` per run: of the evaluation, or of the last logged training step where
-    there is none.
+    """Return the ``HEADLINE`` values of each run's evaluation, or of its last logged training step
+    if it has no evaluation.
     """
     return {run.name: summary_of(run) for run in runs}
 
@@ -81,21 +82,21 @@ def summary_of(
 
 
 def kinds_of(runs: Sequence[EvaluatedRun]) -> list[str]:
-    scores = [run.evaluation["overall"] for run in runs if run.evaluation is not None]
-    return [
-        kind for kind in CONFIDENCE_KINDS if any(kind in overall for overall in scores)
-    ]
+    """Return the kinds of confidence that at least one run has been scored with."""
+    scored: set[str] = set()
+    for run in runs:
+        if run.evaluation is not None:
+            scored.update(run.evaluation["overall"])
+    return [kind for kind in CONFIDENCE_KINDS if kind in scored]
 
 
 def benchmarks_of(runs: Sequence[EvaluatedRun]) -> list[str]:
-    return list(
-        dict.fromkeys(
-            name
-            for run in runs
-            if run.evaluation
-            for name in run.evaluation["benchmarks"]
-        )
-    )
+    """Return the names of all benchmarks of the runs, in order of appearance."""
+    names: dict[str, None] = {}
+    for run in runs:
+        if run.evaluation:
+            names.update(dict.fromkeys(run.evaluation["benchmarks"]))
+    return list(names)
 
 
 # ----------------------------------------------------------------------------------------- the page
@@ -118,50 +119,50 @@ def render_report(
     title: str = "Accuracy and calibration",
     against: Sequence[Published] = (),
 ) -> str:
-    """Return the page as one string (``report.html.j2``). ``against``: published numbers to set
-    beside.
+    """Return the page as one string (``report.html.j2``). It compares the runs with the published
+    numbers ``against`` as well.
     """
     environment = pages()
     environment.filters["breakable"] = lambda name: re.split(r"(?<=[_/-])", name)
-    environment.filters["four_digits"] = lambda value: (
-        "–" if value is None else f"{value:.4g}"
-    )
-    kinds, benchmarks = kinds_of(runs), benchmarks_of(runs)
-    trained, paths = (
-        {run.name: run.metrics for run in runs if run.metrics},
-        {run.name: run.path for run in runs},
-    )
-    colors = (diagrams.PALETTE[i % len(diagrams.PALETTE)] for i in range(len(trained)))
+    environment.filters["four_digits"] = _four_digits
+    kinds = kinds_of(runs)
+    benchmarks = benchmarks_of(runs)
+    trained = {run.name: run.metrics for run in runs if run.metrics}
+    paths = {run.name: run.path for run in runs}
+    evaluations = {run.name: run.evaluation for run in runs}
+    legend = []
+    for index, name in enumerate(trained):
+        legend.append((name, diagrams.PALETTE[index % len(diagrams.PALETTE)]))
+    origins = []
+    warnings = {}
+    for run in runs:
+        steps = len(run.metrics)
+        origins.append(run_description.origin(run.name, run.path, steps))
+        messages = read_warnings(run.path)
+        if messages:
+            warnings[run.name] = messages
     return environment.get_template("report.html.j2").render(
         title=title,
         runs=[run.name for run in runs],
         labels=[LABELS[key] for key in HEADLINE],
         tables=_tables(runs),
         first_kind=kinds[0] if kinds else "verbal",
-        origins=[
-            run_description.origin(run.name, run.path, len(run.metrics)) for run in runs
-        ],
+        origins=origins,
         configured=run_description.configured(paths),
         differences=run_description.differences(paths),
-        warnings={
-            run.name: found for run in runs if (found := read_warnings(run.path))
-        },
-        published=published.compare(
-            {run.name: run.evaluation for run in runs}, against
-        ),
+        warnings=warnings,
+        published=published.compare(evaluations, against),
         panels=_panels(runs, kinds, benchmarks),
         coverage=_coverage(runs, kinds),
-        legend=list(zip(trained, colors, strict=True)),
-        curves=[
-            _Picture(_svg(diagrams.curve_figure(trained, curve), curve.title))
-            for curve in diagrams.logged_curves(
-                trained,
-                (*diagrams.TRAINING_CURVES, *diagrams.validation_curves(trained)),
-            )
-        ],
+        legend=legend,
+        curves=_curves(trained),
         samples={run.name: _samples(run) for run in runs if run.samples},
         data=_embedded(comparison(runs)),
     )
+
+
+def _four_digits(value: float | None) -> str:
+    return "–" if value is None else f"{value:.4g}"
 
 
 def pages() -> Environment:
@@ -178,75 +179,107 @@ class _Picture(NamedTuple):
 
 
 def _svg(figure: Figure, name: str) -> Markup:
-    """Return the picture as HTML of our own: what it says of a run is escaped by matplotlib."""
+    """Return the picture as trusted HTML: matplotlib escapes every text of a run in it."""
     return Markup(diagrams.inline_svg(figure, name))
 
 
+def _curves(trained: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[_Picture]:
+    """Return the training and validation curves, with all runs in each picture."""
+    known = (*diagrams.TRAINING_CURVES, *diagrams.validation_curves(trained))
+    pictures = []
+    for curve in diagrams.logged_curves(trained, known):
+        figure = diagrams.curve_figure(trained, curve)
+        pictures.append(_Picture(_svg(figure, curve.title)))
+    return pictures
+
+
 def _tables(runs: Sequence[EvaluatedRun]) -> list[dict[str, Any]]:
-    """Return the tables of results: runs evaluated alike together, a headline and one per benchmark
-    and kind of confidence where there are several; at last those that were only trained.
+    """Return the tables of results. Runs that were evaluated alike share a headline table, and one
+    table per benchmark and kind of confidence if there are several. The runs that were only trained
+    come last.
     """
     tables: list[dict[str, Any]] = []
     for alike in dict.fromkeys(run.alike for run in runs if run.evaluation is not None):
-        group = [run for run in runs if run.alike == alike]
-        kinds, benchmarks = kinds_of(group), benchmarks_of(group)
-        first = kinds[0] if kinds else "verbal"
-        title = "; ".join(filter(None, (", ".join(benchmarks), alike[-1])))
-        tables.append({"name": title, "open": True, "rows": _cells(group, first, None)})
-        for benchmark in [None, *benchmarks] if len(benchmarks) > 1 else [None]:
-            for kind in kinds:
-                having = [run for run in group if _has(run, kind, benchmark)]
-                if having and (benchmark is not None or kind != first):
-                    place = benchmark or (
-                        "All benchmarks" if len(benchmarks) > 1 else benchmarks[0]
-                    )
-                    name = f"{place}, {kind} confidence"
-                    tables.append(
-                        {
-                            "name": name,
-                            "open": False,
-                            "rows": _cells(having, kind, benchmark),
-                        }
-                    )
-    if trained := [run for run in runs if run.evaluation is None]:
-        title = "Not evaluated: last training step, as training samples"
-        tables.append(
-            {"name": title, "open": True, "rows": _cells(trained, "verbal", None)}
+        tables += _tables_of_group(
+            [run for run in runs if run.alike == alike], alike[-1]
         )
+    trained = [run for run in runs if run.evaluation is None]
+    if trained:
+        title = "Not evaluated: last training step, as training samples"
+        rows = _cells(trained, "verbal", None)
+        tables.append({"name": title, "open": True, "rows": rows})
     return tables
 
 
-def _has(run: EvaluatedRun, kind: str, benchmark: str | None) -> bool:
+def _tables_of_group(
+    group: Sequence[EvaluatedRun], sampling: str
+) -> list[dict[str, Any]]:
+    """Return the headline table and the detailed tables of runs that were evaluated alike."""
+    kinds = kinds_of(group)
+    benchmarks = benchmarks_of(group)
+    first = kinds[0] if kinds else "verbal"
+    title = "; ".join(filter(None, (", ".join(benchmarks), sampling)))
+    headline_rows = _cells(group, first, None)
+    tables: list[dict[str, Any]] = [
+        {"name": title, "open": True, "rows": headline_rows}
+    ]
+    several = len(benchmarks) > 1
+    choices: list[str | None] = [None]
+    if several:
+        choices += benchmarks
+    for benchmark in choices:
+        for kind in kinds:
+            if benchmark is None and kind == first:
+                continue  # the headline table
+            scored = [run for run in group if _has(run, kind, benchmark)]
+            if not scored:
+                continue
+            if benchmark is not None:
+                scope = benchmark
+            elif several:
+                scope = "All benchmarks"
+            else:
+                scope = benchmarks[0]
+            name = f"{scope}, {kind} confidence"
+            rows = _cells(scored, kind, benchmark)
+            tables.append({"name": name, "open": False, "rows": rows})
+    return tables
+
+
+def _scores(run: EvaluatedRun, benchmark: str | None) -> Mapping[str, Any] | None:
+    """Return the scores of a run's evaluation on a benchmark, or on all of them; None if there are
+    none.
+    """
     if run.evaluation is None:
-        return False
-    scores = (
-        run.evaluation["benchmarks"].get(benchmark)
-        if benchmark
-        else run.evaluation["overall"]
-    )
+        return None
+    if not benchmark:
+        return run.evaluation["overall"]  # type: ignore[no-any-return]
+    return run.evaluation["benchmarks"].get(benchmark)  # type: ignore[no-any-return]
+
+
+def _has(run: EvaluatedRun, kind: str, benchmark: str | None) -> bool:
+    scores = _scores(run, benchmark)
     return scores is not None and kind in scores
 
 
 def _cells(
     runs: Sequence[EvaluatedRun], kind: str, benchmark: str | None
 ) -> dict[str, list[dict[str, Any]]]:
-    """Return, per run, the text of each headline value with the half width of its 95 % interval,
-    and whether it is the best of its column: better than every other one by more than their
-    intervals.
+    """Return, for each run, the text of each headline value with the half width of its 95 %
+    interval, and whether it is the best of its column: better than all others, with intervals that
+    do not overlap.
     """
     rows = {run.name: summary_of(run, kind, benchmark) for run in runs}
     intervals = {run.name: intervals_of(run, kind, benchmark) for run in runs}
     best = {key: separable_best(key, rows, intervals) for key in HEADLINE}
-    return {
-        name: [
-            {
-                "text": format_value(key, row.get(key), intervals[name].get(key)),
-                "best": best[key] == name,
-            }
-            for key in HEADLINE
-        ]
-        for name, row in rows.items()
-    }
+    table: dict[str, list[dict[str, Any]]] = {}
+    for name, row in rows.items():
+        cells: list[dict[str, Any]] = []
+        for key in HEADLINE:
+            text = format_value(key, row.get(key), intervals[name].get(key))
+            cells.append({"text": text, "best": best[key] == name})
+        table[name] = cells
+    return table
 
 
 Ends = tuple[float, float]  # of a 95 % interval
@@ -255,21 +288,18 @@ Ends = tuple[float, float]  # of a 95 % interval
 def intervals_of(
     run: EvaluatedRun, kind: str, benchmark: str | None
 ) -> dict[str, Ends]:
-    """Return the 95 % intervals of an evaluation's headline values, where it has them."""
-    if run.evaluation is None:
+    """Return the 95 % intervals of an evaluation's headline values, as far as it has them."""
+    scores = _scores(run, benchmark)
+    if scores is None:
         return {}
-    scores = (
-        run.evaluation["benchmarks"][benchmark]
-        if benchmark
-        else run.evaluation["overall"]
-    )
-    found = scores.get("ci95") or {}
-    both = {**found.get(kind, {}), "accuracy": found.get("accuracy")}
-    return {
-        key: tuple(ends)
-        for key, ends in both.items()
-        if ends and all(map(_is_number, ends))
-    }
+    ci95 = scores.get("ci95") or {}
+    candidates = {**ci95.get(kind, {}), "accuracy": ci95.get("accuracy")}
+    intervals: dict[str, Ends] = {}
+    for key, ends in candidates.items():
+        if ends and all(map(_is_number, ends)):
+            low, high = ends
+            intervals[key] = (low, high)
+    return intervals
 
 
 def separable_best(
@@ -277,14 +307,12 @@ def separable_best(
     rows: Mapping[str, Mapping[str, Any]],
     intervals: Mapping[str, Mapping[str, Ends]],
 ) -> str | None:
-    """Return the run whose value is better than every other one's with intervals that do not
-    overlap; None without one.
+    """Return the run whose value is better than that of every other run, with intervals that do not
+    overlap; None if there is no such run.
     """
-    if (
-        key not in BETTER
-        or len(rows) < 2
-        or any(key not in of_run for of_run in intervals.values())
-    ):
+    if key not in BETTER or len(rows) < 2:
+        return None
+    if any(key not in of_run for of_run in intervals.values()):
         return None
     best = BETTER[key](rows[name][key] for name in rows)
     (name, *equal) = [name for name in rows if rows[name][key] == best]
@@ -295,127 +323,110 @@ def separable_best(
 
 
 def format_value(key: str, value: object, ends: Ends | None = None) -> str:
-    """Return a table cell: percentages with one decimal, errors with three, a dash for undefined;
-    ``ends`` as ± half their distance.
+    """Return the text of a table cell. Percentages have one decimal, errors three; an undefined
+    value is a dash. The half width of the interval with these ``ends`` follows after ±.
     """
     if not _is_number(value):
         return "–"
     if key == "n":
         return f"{value:,.0f}"
-    half = None if ends is None else (ends[1] - ends[0]) / 2
     if key in _PERCENT:
-        return f"{100 * value:.1f}%" + ("" if half is None else f" ± {100 * half:.1f}")
-    return f"{value:.3f}" + ("" if half is None else f" ± {half:.3f}")
+        text = f"{100 * value:.1f}%"
+        if ends is not None:
+            half = (ends[1] - ends[0]) / 2
+            text += f" ± {100 * half:.1f}"
+        return text
+    text = f"{value:.3f}"
+    if ends is not None:
+        half = (ends[1] - ends[0]) / 2
+        text += f" ± {half:.3f}"
+    return text
 
 
 def _is_number(value: object) -> TypeGuard[float]:
-    """Return whether a value of JSON is a finite number."""
-    return (
-        isinstance(value, int | float)
-        and not isinstance(value, bool)
-        and math.isfinite(value)
-    )
+    """Return whether a JSON value is a finite number."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return math.isfinite(value)
 
 
 def _panels(
     runs: Sequence[EvaluatedRun], kinds: Sequence[str], benchmarks: Sequence[str]
 ) -> list[dict[str, Any]]:
-    """Return the reliability diagrams of all runs: per kind of confidence overall, then of the
-    first kind per benchmark.
+    """Return the reliability diagrams of all runs: one panel per kind of confidence over all
+    benchmarks, then one per benchmark for the first kind.
     """
     shown: list[tuple[str, str | None]] = [(kind, None) for kind in kinds]
     if len(benchmarks) > 1:
         shown += [(kinds[0], name) for name in benchmarks]
-    return [
-        {
-            "kind": kind,
-            "benchmark": benchmark,
-            "pictures": _reliability(runs, kind, benchmark),
-        }
-        for kind, benchmark in shown
-    ]
+    panels = []
+    for kind, benchmark in shown:
+        pictures = _reliability(runs, kind, benchmark)
+        panels.append({"kind": kind, "benchmark": benchmark, "pictures": pictures})
+    return panels
 
 
 def _reliability(
     runs: Sequence[EvaluatedRun], kind: str, benchmark: str | None
 ) -> list[_Picture]:
-    """Return the reliability diagram over histogram of every run that has this kind of confidence,
-    on shared axes.
+    """Return a reliability diagram above a histogram, on shared axes, for every run that has this
+    kind of confidence.
     """
     bins: dict[str, Bins] = {}
     notes: dict[str, str] = {}
     for run in runs:
-        if run.evaluation is None or not _has(run, kind, benchmark):
+        scores = _scores(run, benchmark)
+        if scores is None or kind not in scores:
             continue
-        scores = (
-            run.evaluation["benchmarks"][benchmark]
-            if benchmark
-            else run.evaluation["overall"]
-        )
         bins[run.name] = bins_from_json(scores[kind]["bins"])
         values = summary_of(run, kind, benchmark)
-        notes[run.name] = ", ".join(
-            f"{LABELS[key]} {format_value(key, values[key])}" for key in _NOTED
-        )
+        noted = [f"{LABELS[key]} {format_value(key, values[key])}" for key in _NOTED]
+        notes[run.name] = ", ".join(noted)
     most = max((int(b.count.max(initial=1)) for b in bins.values()), default=1)
-    return [
-        _Picture(
-            _svg(
-                diagrams.run_panel(rows, _short(name), most=most),
-                f"{name} {benchmark or 'overall'} {kind} reliability",
-            ),
-            notes[name],
-        )
-        for name, rows in bins.items()
-    ]
+    pictures = []
+    for name, rows in bins.items():
+        figure = diagrams.run_panel(rows, _short(name), most=most)
+        label = f"{name} {benchmark or 'overall'} {kind} reliability"
+        pictures.append(_Picture(_svg(figure, label), notes[name]))
+    return pictures
 
 
 def _short(name: str, width: int = 30) -> str:
-    """Return a name that fits over a panel: its middle is what is left out."""
-    return (
-        name
-        if len(name) <= width
-        else f"{name[: width // 2 - 1]}…{name[-(width // 2) :]}"
-    )
+    """Return a name that fits above a panel, without its middle if it is too long."""
+    if len(name) <= width:
+        return name
+    return f"{name[: width // 2 - 1]}…{name[-(width // 2) :]}"
 
 
 def _coverage(runs: Sequence[EvaluatedRun], kinds: Sequence[str]) -> list[_Picture]:
-    """Return the accuracy of the most confident share of the samples, one picture per kind of
+    """Return accuracy against coverage, from the most confident samples on: one picture per kind of
     confidence, all runs overlaid.
     """
     pictures = []
     for kind in kinds:
-        scored = {
-            run.name: run.evaluation["overall"].get(kind, {})
-            for run in runs
-            if run.evaluation is not None
-        }
-        curves = {
-            name: scores["curve"]
-            for name, scores in scored.items()
-            if scores.get("curve", {}).get("coverage")
-        }
+        curves: dict[str, Any] = {}
+        areas = []
+        for run in runs:
+            scores = (_scores(run, None) or {}).get(kind, {})
+            if scores.get("curve", {}).get("coverage"):
+                curves[run.name] = scores["curve"]
+                areas.append(f"{run.name} {format_value('aurc', scores.get('aurc'))}")
         if curves:
-            aurc = ", ".join(
-                f"{name} {format_value('aurc', scored[name].get('aurc'))}"
-                for name in curves
-            )
             figure = diagrams.coverage_figure(curves, f"{kind} confidence")
-            pictures.append(_Picture(_svg(figure, f"coverage {kind}"), f"AURC: {aurc}"))
+            caption = f"AURC: {', '.join(areas)}"
+            pictures.append(_Picture(_svg(figure, f"coverage {kind}"), caption))
     return pictures
 
 
 def _samples(run: EvaluatedRun) -> list[dict[str, str]]:
-    """Return what the page shows of a few responses of a run."""
+    """Return the texts that the page shows of a few responses of a run."""
     marker = (run.evaluation or {}).get("marker", CONFIDENCE_TAG)
     shown = []
     for row in choose_samples(run.samples):
         reasoning, confidence = _two_blocks(row, marker)
-        stated = (
-            f"says {row['confidence']:.2f}"
-            if _is_number(row.get("confidence"))
-            else row.get("status", "no confidence")
-        )
+        stated = row.get("status", "no confidence")
+        if _is_number(row.get("confidence")):
+            stated = f"says {row['confidence']:.2f}"
         shown.append(
             {
                 "verdict": "correct" if row.get("correct") else "wrong",
@@ -432,8 +443,8 @@ def _samples(run: EvaluatedRun) -> list[dict[str, str]]:
 def choose_samples(
     samples: Sequence[Mapping[str, Any]], count: int = _SAMPLES_SHOWN
 ) -> list[Mapping[str, Any]]:
-    """Return over-confident mistakes, doubted and sure correct answers, malformed ones, in turns;
-    no problem twice.
+    """Return over-confident mistakes, correct answers of low and of high confidence, and malformed
+    ones in turn, at most one response to a problem.
     """
     stated = [row for row in samples if _is_number(row.get("confidence"))]
     by_confidence = sorted(stated, key=lambda row: -row["confidence"])
@@ -456,8 +467,8 @@ def choose_samples(
 
 
 def _two_blocks(row: Mapping[str, Any], marker: str) -> tuple[str, str]:
-    """Return the reasoning and the confidence block of a response: as the trainer split it, or for
-    an evaluation split at the last marker.
+    """Return the reasoning and the confidence block of a response, as the trainer split it; the
+    response of an evaluation is split at the last marker.
     """
     blocks = {"reasoning": "", "confidence": ""}
     for text, block, _ in row.get("pieces") or ():
@@ -466,11 +477,12 @@ def _two_blocks(row: Mapping[str, Any], marker: str) -> tuple[str, str]:
         return blocks["reasoning"], blocks["confidence"]
     text = str(row.get("text") or "")
     at = text.rfind(marker)
-    return (text[:at], text[at:]) if at >= 0 else (text, "")
+    if at < 0:
+        return text, ""
+    return text[:at], text[at:]
 
 
 def _embedded(value: object) -> Markup:
-    """Return JSON for a script element: it must not be able to close the element."""
-    return Markup(
-        json.dumps(json_ready(value), allow_nan=False).replace("<", "\\u003c")
-    )
+    """Return JSON for a script element, escaped so that it cannot close the element."""
+    text = json.dumps(json_ready(value), allow_nan=False)
+    return Markup(text.replace("<", "\\u003c"))

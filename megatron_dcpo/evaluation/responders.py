@@ -31,14 +31,14 @@ if TYPE_CHECKING:
 Render = Callable[[Problems], list[Prompt]]
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
-_MANY = 512  # responses at once by vLLM on a GPU
-_FEW = 64
+_MANY = 512  # concurrent responses of vLLM on a GPU
+_FEW = 64  # and of any other engine
 
 
 @dataclass(frozen=True)
 class Responder:
-    """What responds: the name of the model, the tokens of its tokenizer as far as they are known,
-    the prompts that it takes, and the function that samples them.
+    """A model that responds: its name, the tokens of its tokenizer as far as they are known, the
+    function that renders its prompts, and the function that samples them.
     """
 
     model: str
@@ -48,7 +48,7 @@ class Responder:
 
 
 def sampling_of(config: EvaluateConfig) -> SamplingConfig:
-    """Return how the responses of an evaluation are sampled."""
+    """Return the sampling options of an evaluation."""
     options = config.evaluation
     return SamplingConfig(
         n=options.samples,
@@ -63,7 +63,7 @@ def sampling_of(config: EvaluateConfig) -> SamplingConfig:
 
 
 def top_logprobs(config: EvaluateConfig) -> int:
-    """Return how many of the largest log-probs of every token are asked for."""
+    """Return how many of the largest log-probs are requested for every token."""
     options = config.evaluation
     wanted = options.features or "token_entropy" in parse_kinds(options.confidence)
     return TOP_LOGPROBS if wanted else 0
@@ -73,7 +73,7 @@ def ask_server(config: EvaluateConfig) -> Responder:
     """Return the server at ``endpoint.url`` as a responder.
 
     With ``endpoint.tokenizer`` the prompts are token ids, otherwise messages. Without it nothing is
-    known about the tokens except that ``<think>`` opens a thinking.
+    known about the tokens, and ``<think>`` is taken to open the thinking.
     """
     options = config.endpoint
     tokenizer = None
@@ -144,9 +144,7 @@ def sample_model(config: EvaluateConfig, problems: Sequence[Problems]) -> Respon
 def as_token_ids(
     config: EvaluateConfig, tokenizer: PreTrainedTokenizerBase, problems: Problems
 ) -> list[Prompt]:
-    """Return the prompts of a benchmark as training has them: through its template and the
-    tokenizer.
-    """
+    """Return the prompts of a benchmark, rendered as in training by template and tokenizer."""
     return render_prompts(
         problems.benchmark.records,
         tokenizer,

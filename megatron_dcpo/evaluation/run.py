@@ -1,6 +1,4 @@
-"""A whole evaluation from one configuration: where the responses come from, how they are judged,
-what is scored.
-"""
+"""Run a whole evaluation from one configuration: obtain the responses, judge them, score them."""
 
 from __future__ import annotations
 
@@ -58,9 +56,9 @@ from megatron_dcpo.runtime import distributed
 from megatron_dcpo.runtime.text import read_json_object
 from megatron_dcpo.types import CONFIDENCE_TAG
 
-_LONGEST_MINUTES = 24 * 60  # that a rank waits for the slowest one
+_LONGEST_MINUTES = 24 * 60  # for which a rank waits for the slowest one
 TESTS_FILE = "tests.jsonl.gz"  # next to samples.jsonl: needed to judge programs again
-# options of judging that are in settings.json only if they are not the defaults
+# judging options that settings.json names only if they differ from the defaults
 _JUDGED_BY = ("test_seconds", "program_seconds", "memory_mb", "graded")
 
 
@@ -72,7 +70,7 @@ def run_evaluation(
     fresh: bool = False,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """Sample, judge, score, and write everything to ``config.run_dir``; return the content of
+    """Sample, judge and score, and write everything to ``config.run_dir``; return the content of
     ``evaluation.json``.
 
     With ``samples``, a file of an earlier evaluation, nothing is sampled, and the responses are
@@ -81,7 +79,7 @@ def run_evaluation(
 
     Under ``dcpo launch N`` every rank is an engine that samples and judges its share of the prompts
     of the model; the first one scores and writes, and the others return nothing. Raises
-    :class:`UserError` on bad input, as early as it can be known.
+    :class:`UserError` for bad input, as early as possible.
     """
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     if ranks > 1 and not config.model.path:
@@ -127,7 +125,7 @@ def _rank() -> int:
 
 
 def evaluation_of_samples(samples: str) -> dict[str, Any]:
-    """Return the evaluation.json next to a file of samples, nothing if there is none."""
+    """Return the ``evaluation.json`` next to a file of samples, {} if there is none."""
     path = Path(samples).with_name("evaluation.json")
     return read_json_object(path) if path.exists() else {}
 
@@ -138,10 +136,10 @@ def evaluation_of_samples(samples: str) -> dict[str, Any]:
 def _old_samples(
     config: EvaluateConfig, path: str, *, judge_again: bool, fresh: bool
 ) -> list[Sample]:
-    """Read the responses of an earlier evaluation, judged again if that is asked for."""
+    """Read the responses of an earlier evaluation, and judge them again if ``judge_again``."""
     samples = read_samples(path)
     if not samples:
-        raise UserError(f"{path}: no samples in it")
+        raise UserError(f"{path}: the file has no samples")
     directory = Path(config.run_dir)
     holds_samples = (directory / SETTINGS).is_file() and not fresh
     if holds_samples and directory.resolve() != Path(path).resolve().parent:
@@ -162,7 +160,7 @@ def _old_samples(
 def _judge_again(
     samples: Sequence[Sample], tests: PackedTests, config: EvaluateConfig
 ) -> list[Sample]:
-    """Judge programs and everything else again, each by its verifier, in the order given."""
+    """Judge all samples again, each by its verifier; return them in the order given."""
     find = verifiers(config.judging, tests)
     of_verifier: dict[str, list[int]] = {}
     for index, sample in enumerate(samples):
@@ -182,13 +180,12 @@ def _verifier_of_sample(sample: Sample, config: EvaluateConfig) -> str:
     if "reasoning_gym" in (prompt.row or {}):
         return VERIFIER
     source = find_source(prompt.task, "", config.data.sources)
-    named = (
-        config.judging.verifier
-        if source is None
-        else verifier_of(source, config.judging)
-    )
-    otherwise = "math" if named == "code" else named
-    return verifier_for(prompt.form, otherwise, prompt.task in BENCHMARKS)
+    named = config.judging.verifier
+    if source is not None:
+        named = verifier_of(source, config.judging)
+    if named == "code":
+        named = "math"
+    return verifier_for(prompt.form, named, prompt.task in BENCHMARKS)
 
 
 # -------------------------------------------------------------------------------------- new samples
@@ -197,8 +194,9 @@ def _verifier_of_sample(sample: Sample, config: EvaluateConfig) -> str:
 def _new_samples(
     config: EvaluateConfig, ranks: int, *, fresh: bool, progress: Progress | None
 ) -> tuple[list[Sample], str]:
-    """Sample the model or the server on every benchmark and judge; return the samples and the name
-    of the model. Each of several ``ranks`` samples its share, and gets the samples of all.
+    """Sample the model or the server on every benchmark and judge the responses; return the samples
+    and the name of the model. Each of several ``ranks`` samples its share and gets the samples of
+    all ranks.
     """
     loaded = _load_problems(config)
     if ranks > 1:
@@ -212,15 +210,15 @@ def _new_samples(
     else:
         settings = settings_of(config, config.model.path)
         settings["weights"] = _weights(Path(config.model.path))
-        if _rank() == 0 and not fresh:  # before the model is loaded, which takes long
+        if _rank() == 0 and not fresh:  # before the slow loading of the model
             check(settings)
         responder = sample_model(config, loaded)
     share = slice(_rank(), None, ranks)
     log = SampleLog(config.run_dir, settings, fresh) if _rank() == 0 else None
     with log or nullcontext():
-        tests = {
-            key: packed for problems in loaded for key, packed in problems.tests.items()
-        }
+        tests: dict[str, bytes] = {}
+        for problems in loaded:
+            tests.update(problems.tests)
         if tests and _rank() == 0:
             write_tests(tests, Path(config.run_dir) / TESTS_FILE)
         samples: list[Sample] = []
@@ -241,8 +239,8 @@ def _new_samples(
 
 
 def _load_problems(config: EvaluateConfig) -> list[Problems]:
-    """Load the benchmarks. Whatever can be wrong with the data, or with running programs here, is
-    known afterwards, before the model is loaded.
+    """Load the benchmarks. This comes before the model is loaded, because it finds everything that
+    can be wrong with the data or with running programs on this machine.
     """
     options = config.evaluation
     if not options.benchmarks:
@@ -263,9 +261,8 @@ def _load_problems(config: EvaluateConfig) -> list[Problems]:
 
 
 def _judged_by(problems: Problems, responder: Responder) -> AnswerJudge:
-    return AnswerJudge(
-        partial(problems.judge, tokens=responder.tokens), problems.equivalent
-    )
+    judge = partial(problems.judge, tokens=responder.tokens)
+    return AnswerJudge(judge, problems.equivalent)
 
 
 def _check_directory(
@@ -273,11 +270,10 @@ def _check_directory(
 ) -> None:
     """Raise :class:`UserError` if the samples in the directory are not those of this evaluation."""
     limit = config.evaluation.limit or None
-    wanted = {
-        (problems.benchmark.name, record.prompt_id)
-        for problems in loaded
-        for record in problems.benchmark.records[:limit]
-    }
+    wanted: set[tuple[str, str]] = set()
+    for problems in loaded:
+        for record in problems.benchmark.records[:limit]:
+            wanted.add((problems.benchmark.name, record.prompt_id))
     check_samples(Path(config.run_dir), settings, wanted, config.evaluation.samples)
 
 
@@ -287,9 +283,9 @@ def _of_all_ranks(samples: list[Sample], loaded: Sequence[Problems]) -> list[Sam
     for problems in loaded:
         for record in problems.benchmark.records:
             position[problems.benchmark.name, record.prompt_id] = len(position)
-    gathered = [
-        sample for part in distributed.all_gather_objects(samples) for sample in part
-    ]
+    gathered: list[Sample] = []
+    for part in distributed.all_gather_objects(samples):
+        gathered += part
     return sorted(
         gathered,
         key=lambda sample: (position[sample.problem_key], sample.response.sample_index),
@@ -297,11 +293,12 @@ def _of_all_ranks(samples: list[Sample], loaded: Sequence[Problems]) -> list[Sam
 
 
 def settings_of(config: EvaluateConfig, model: str) -> dict[str, Any]:
-    """Return what ``settings.json`` says of the samples of ``model``: an evaluation is continued
-    with the same settings only.
+    """Return the content of ``settings.json`` for samples of ``model``; an evaluation is continued
+    only with the same settings.
 
-    The address of a server, its load and the number of repeats may change between two runs. What
-    only some evaluations have is left out of the others', whose directories then stay usable.
+    The address of a server, its load and the number of repeats may change between two runs. Options
+    that only some evaluations use are left out of the settings of the others, whose directories
+    stay usable when such an option is added.
     """
     options = config.evaluation
     settings: dict[str, Any] = {
@@ -339,13 +336,14 @@ def settings_of(config: EvaluateConfig, model: str) -> dict[str, Any]:
 
 
 def _source_settings(source: object) -> dict[str, Any]:
+    """Return the options of a source that decide what is sampled and how it is judged."""
     values = dataclasses.asdict(source)  # type: ignore[call-overload]
     return {name: values[name] for name in ("path", "name", "verifier", "template")}
 
 
 def _weights(model: Path) -> dict[str, list[int]]:
-    """Return size and time (ns) of a model's files: a directory may hold other weights under the
-    same name later.
+    """Return size (bytes) and modification time (ns) of a model's files, because a directory may
+    later hold other weights under the same name.
     """
     sizes = {}
     for path in sorted(model.glob("*")):

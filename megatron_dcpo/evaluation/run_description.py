@@ -1,5 +1,5 @@
-"""What a report says of its runs besides their results: where they come from, how they differ, what
-they were warned of.
+"""What a report says about its runs besides their results: where they come from and how they
+differ.
 """
 
 from __future__ import annotations
@@ -22,35 +22,43 @@ SAMPLING = {
     "top_k": "top-k",
     "max_tokens": "tokens at most",
 }
-# Options that differ without making another run of it.
+# Options that differ between runs of the same configuration.
 _OF_EVERY_RUN = ("run_dir", "seed", "training.resume")
-_RECENT = 10  # steps whose median says how long the others take
+_RECENT = 10  # steps whose median time predicts the remaining ones
 
 
 def sampling_text(settings: Mapping[str, Any], evaluation: Mapping[str, Any]) -> str:
-    """Return how the responses of an evaluation were drawn, in words; "" where its settings are not
+    """Return how the responses of an evaluation were sampled, in words; "" if its settings are not
     known.
     """
     if not settings:
         return ""
+    parts = []
+    for key, label in SAMPLING.items():
+        if key in settings:
+            parts.append(f"{label} {settings[key]}")
+    parts.append(f"template {settings['template']}")
+    if "thinking" in settings:
+        parts.append(f"thinking {settings['thinking']}")
     repeats = evaluation.get("overall", {}).get("repeats")
-    parts = [
-        f"{label} {settings[key]}" for key, label in SAMPLING.items() if key in settings
-    ]
-    parts += [f"template {settings['template']}"]
-    parts += [f"thinking {settings['thinking']}"] if "thinking" in settings else []
-    return ", ".join([*parts, f"{repeats} responses each"] if repeats else parts)
+    if repeats:
+        parts.append(f"{repeats} responses each")
+    return ", ".join(parts)
 
 
 def origin(name: str, path: Path, steps: int) -> dict[str, Any]:
-    """Return a row of the table of runs, from ``run.json`` and ``config.yaml``; empty cells where
-    there is neither.
+    """Return a row of the table of runs, from ``run.json`` and ``config.yaml``. Values that neither
+    file has are empty.
     """
-    launches, config = read_launches(path), options(path)
+    launches = read_launches(path)
+    config = options(path)
     last = launches[-1] if launches else {}
-    commit = str(last.get("commit") or "")[:12] + (
-        "+" if last.get("uncommitted_changes") else ""
-    )
+    commit = str(last.get("commit") or "")[:12]
+    if last.get("uncommitted_changes"):
+        commit += "+"
+    started = ""
+    if launches:
+        started = str(launches[0].get("time", ""))[:16].replace("T", " ")
     return {
         "run": name,
         "model": config.get("model.path", ""),
@@ -58,17 +66,15 @@ def origin(name: str, path: Path, steps: int) -> dict[str, Any]:
         "data": str(config.get("data.path", "")),
         "seed": config.get("seed", ""),
         "steps": steps or "",
-        "started": str(launches[0].get("time", ""))[:16].replace("T", " ")
-        if launches
-        else "",
+        "started": started,
         "version": f"{last.get('version', '')} {commit}".strip(),
         "device": last.get("device", ""),
     }
 
 
 def options(path: Path) -> dict[str, Any]:
-    """Return the options of a run by dotted name; none where its ``config.yaml`` is not there, or
-    not readable.
+    """Return the options of a run by dotted name; none if its ``config.yaml`` is missing or cannot
+    be read.
     """
     try:
         return dict(flat(OmegaConf.to_container(OmegaConf.load(path / CONFIG))))
@@ -77,32 +83,36 @@ def options(path: Path) -> dict[str, Any]:
 
 
 def total_steps(path: Path) -> int | None:
-    """Return ``training.steps`` of a run's ``config.yaml``, where there is one."""
+    """Return ``training.steps`` from the ``config.yaml`` of a run, None if it has none."""
     steps = options(path).get("training.steps")
     return steps if isinstance(steps, int) else None
 
 
 def seconds_left(rows: Sequence[Mapping[str, Any]], steps: int) -> float | None:
-    """Return how long the ``steps`` that are left take, by the median of the last ones; None where
+    """Return how long the remaining ``steps`` will take, from the median of the last steps; None if
     none was timed.
     """
     recent = [row["time/step"] for row in rows if row.get("time/step")][-_RECENT:]
-    return steps * float(np.median(recent)) if recent else None
+    if not recent:
+        return None
+    return steps * float(np.median(recent))
 
 
 def differences(paths: Mapping[str, Path]) -> list[tuple[str, list[str]]]:
-    """Return the options in which the runs differ, with each run's value, in the order of the runs
-    that have any.
+    """Return the options in which the runs differ, each with the values of the runs that have
+    options, in their order.
     """
-    found = {name: values for name, path in paths.items() if (values := options(path))}
-    names = sorted(
-        {option for values in found.values() for option in values} - set(_OF_EVERY_RUN)
-    )
-    rows = [
-        (option, [_text(values.get(option)) for values in found.values()])
-        for option in names
-    ]
-    return [(option, values) for option, values in rows if len(set(values)) > 1]
+    options_of_runs = [options(path) for path in paths.values()]
+    known = [values for values in options_of_runs if values]
+    names: set[str] = set()
+    for values in known:
+        names.update(values)
+    rows = []
+    for name in sorted(names.difference(_OF_EVERY_RUN)):
+        texts = [_text(values.get(name)) for values in known]
+        if len(set(texts)) > 1:
+            rows.append((name, texts))
+    return rows
 
 
 def configured(paths: Mapping[str, Path]) -> Sequence[str]:

@@ -17,8 +17,8 @@ from megatron_dcpo.runtime.text import read_json_object
 
 @dataclass(frozen=True)
 class EvaluatedRun:
-    """The files of one run. ``evaluation``: evaluation.json; ``metrics``: rows; ``samples``: judged
-    responses.
+    """The files of one run: the content of ``evaluation.json``, the rows of ``metrics.jsonl``,
+    judged responses, and the ``settings`` that the evaluation sampled with.
     """
 
     name: str
@@ -26,13 +26,11 @@ class EvaluatedRun:
     evaluation: Mapping[str, Any] | None
     metrics: Sequence[Mapping[str, Any]]
     samples: Sequence[Mapping[str, Any]]
-    settings: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # how the evaluation was sampled
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def alike(self) -> tuple[Any, ...]:
-        """Return what runs must have in common to stand in one table: benchmarks and sampling."""
+        """Return what runs in one table must have in common: benchmarks and sampling."""
         if self.evaluation is None:
             return ()
         return (
@@ -53,63 +51,63 @@ def find_runs(paths: Sequence[str | Path]) -> list[EvaluatedRun]:
         if not root.is_dir():
             raise UserError(f"{root}: no such run directory")
         directories = (root, *sorted(d for d in root.rglob("*") if d.is_dir()))
-        below = [
-            d
-            for d in directories
-            if (d / "evaluation.json").exists() or (d / "metrics.jsonl").exists()
-        ]
+        below = [directory for directory in directories if _is_run(directory)]
         if not below:
             raise UserError(
                 f"{root}: neither evaluation.json nor metrics.jsonl in it or below"
             )
         adopted = _adopted(below)
-        runs += [
-            read_run(
-                directory,
-                adopted.get(directory),
-                root.resolve().name
-                if directory == root
-                else str(directory.relative_to(root)),
-            )
-            for directory in below
-            if directory not in adopted.values()
-        ]
+        for directory in below:
+            if directory in adopted.values():
+                continue
+            name = str(directory.relative_to(root))
+            if directory == root:
+                name = root.resolve().name
+            runs.append(read_run(directory, adopted.get(directory), name))
     return _distinct(runs)
+
+
+def _is_run(directory: Path) -> bool:
+    return any(
+        (directory / name).exists() for name in ("evaluation.json", "metrics.jsonl")
+    )
 
 
 def read_run(
     path: Path, evaluation_path: Path | None = None, name: str | None = None
 ) -> EvaluatedRun:
-    """Read a run; its evaluation may lie in a directory of its own."""
+    """Read a run, whose evaluation may be in another directory, ``evaluation_path``."""
     evaluated = evaluation_path or path
-    evaluation_file, metrics_file = (
-        evaluated / "evaluation.json",
-        path / "metrics.jsonl",
-    )
-    evaluation = _read_json(evaluation_file) if evaluation_file.exists() else None
-    rows = (
-        [row for _, row in read_json_lines(metrics_file, allow_truncated=True)]
-        if metrics_file.exists()
-        else []
-    )
+    evaluation_file = evaluated / "evaluation.json"
+    evaluation = None
+    if evaluation_file.exists():
+        evaluation = _read_json(evaluation_file)
+    metrics_file = path / "metrics.jsonl"
+    metrics = []
+    if metrics_file.exists():
+        for _, row in read_json_lines(metrics_file, allow_truncated=True):
+            metrics.append(row)
+    newest_samples = sorted((path / "samples").glob("*.jsonl"))[-1:]
     samples: list[dict[str, Any]] = []
-    for file in (
-        evaluated / "samples.jsonl",
-        *sorted((path / "samples").glob("*.jsonl"))[-1:],
-    ):
+    for file in (evaluated / "samples.jsonl", *newest_samples):
         if file.exists():
             samples = _sample_rows(file)
             break
-    settings = (
-        read_json_object(evaluated / SETTINGS)
-        if (evaluated / SETTINGS).is_file()
-        else {}
+    settings = {}
+    if (evaluated / SETTINGS).is_file():
+        settings = read_json_object(evaluated / SETTINGS)
+    return EvaluatedRun(
+        name=name or path.name,
+        path=path,
+        evaluation=evaluation,
+        metrics=metrics,
+        samples=samples,
+        settings=settings,
     )
-    return EvaluatedRun(name or path.name, path, evaluation, rows, samples, settings)
 
 
 def _sample_rows(path: Path) -> list[dict[str, Any]]:
-    """Return the judged answers in a file as rows. A page shows whatever they hold."""
+    """Return the judged answers in a file as rows. They are not checked any further."""
     rows = []
     for where, row in read_json_lines(path, allow_truncated=True):
         try:
@@ -120,7 +118,7 @@ def _sample_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def _adopted(directories: Sequence[Path]) -> dict[Path, Path]:
-    """Return training directory -> the only evaluation directory below it."""
+    """Map each training directory to the evaluation directory below it, if there is just one."""
     adopted = {}
     for parent in directories:
         if (parent / "evaluation.json").exists():
@@ -132,23 +130,24 @@ def _adopted(directories: Sequence[Path]) -> dict[Path, Path]:
 
 
 def _distinct(runs: Sequence[EvaluatedRun]) -> list[EvaluatedRun]:
-    """Return the runs under distinct names: those that occur twice get their parent directory in
-    front.
+    """Return the runs under distinct names: a name that occurs more than once is prefixed with the
+    run's parent directory.
     """
     names = [run.name for run in runs]
-    return [
-        replace(run, name=f"{run.path.resolve().parent.name}/{run.name}")
-        if names.count(run.name) > 1
-        else run
-        for run in runs
-    ]
+    renamed = []
+    for run in runs:
+        if names.count(run.name) > 1:
+            parent = run.path.resolve().parent.name
+            run = replace(run, name=f"{parent}/{run.name}")
+        renamed.append(run)
+    return renamed
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     value = read_json_object(path)
     if not all(isinstance(value.get(part), dict) for part in ("overall", "benchmarks")):
         raise UserError(
-            f"{path}: not an evaluation (no 'overall' and 'benchmarks'); write it with dcpo "
-            "evaluate"
+            f"{path}: not an evaluation (no 'overall' and 'benchmarks'); write it with "
+            "dcpo evaluate"
         )
     return value

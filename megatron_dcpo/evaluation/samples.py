@@ -1,5 +1,4 @@
-"""The sample of an evaluation: a judged response with what was measured, one line of
-``samples.jsonl``.
+"""The sample of an evaluation, one line of ``samples.jsonl``: a judged response and its measures.
 
 ``SampleLog`` holds the samples of an evaluation in progress: each is on disk as soon as it is
 judged, and none is sampled twice.
@@ -26,23 +25,23 @@ from megatron_dcpo.runtime.files import write_atomically
 from megatron_dcpo.runtime.text import read_json_object
 from megatron_dcpo.types import Judgement, Limits, Probability, Prompt, Response
 
-# engines round a log-prob of 0 up
+# rounding in an engine can lift a log-prob of 0 slightly above 0
 LogProbability = Annotated[float, Limits(-math.inf, 1e-3)]
 
 
 @dataclass(frozen=True)
 class Measures:
-    """What an evaluation derives from a response: its kinds of confidence, apart from the stated
-    one, and what post-hoc predictors read. None stands for what is not known.
+    """The values that an evaluation derives from a response: all kinds of confidence except the
+    stated one, and the inputs of post-hoc predictors. None means not known.
 
     ``token_confidence`` is exp(mean log p), the geometric mean over all sampled tokens, EOS
-    included, of the raw logits (no temperature). ``min_logprob`` (nats) is that of the least likely
-    token. ``mean_entropy`` (nats) is the mean over tokens of the entropy of the engine's largest
-    log-probs, where the rest of the mass counts as one more token; it is a lower bound.
+    included, of the raw logits (no temperature). ``min_logprob`` (nats) is the log-prob of the
+    least likely token. ``mean_entropy`` (nats) is the mean over tokens of the entropy of the
+    engine's largest log-probs, with the rest of the mass as one more token; it is a lower bound.
     ``reasoning_logprob`` (nats) is the sum over the reasoning block. ``consistency_confidence`` is
     the share of the problem's repeats whose answer is equivalent to this one, None without an
-    answer. ``features`` are what ConfClass reads (``posthoc.features``), ``posthoc_confidence`` is
-    what a predictor makes of them.
+    answer. ``features`` are the inputs of ConfClass (``posthoc.features``), and
+    ``posthoc_confidence`` is the output of a predictor.
     """
 
     token_confidence: Probability | None = None
@@ -70,7 +69,7 @@ class Sample:
 
     @property
     def problem_key(self) -> tuple[str, str]:
-        """Return benchmark and prompt id, which name the problem."""
+        """Return benchmark and prompt id, which together name the problem."""
         return self.prompt.task, self.prompt.prompt_id
 
     @property
@@ -110,20 +109,22 @@ def with_consistency(
 def answer_classes(
     answers: Sequence[str | None], equivalent: Callable[[str, str], bool]
 ) -> list[str | None]:
-    """Return, for every answer, the representative of its class, ``None`` for no answer."""
+    """Return, for every answer, the representative of its class; None without an answer."""
     representative: dict[str, str] = {}
     for answer in answers:
         if answer is None or answer in representative:
             continue
-        known = dict.fromkeys(representative.values())
-        representative[answer] = next(
-            (other for other in known if equivalent(answer, other)), answer
-        )
+        chosen = answer
+        for other in dict.fromkeys(representative.values()):
+            if equivalent(answer, other):
+                chosen = other
+                break
+        representative[answer] = chosen
     return [None if answer is None else representative[answer] for answer in answers]
 
 
 def write_samples(samples: Iterable[Sample], path: str | Path) -> None:
-    """Complete or not there: an older file stays until the new one is written."""
+    """Write a file of samples atomically: an older file stays until the new one is complete."""
     write_atomically(Path(path), "".join(map(sample_line, samples)))
 
 
@@ -138,8 +139,8 @@ def sample_line(sample: Sample) -> str:
 def read_samples(path: str | Path, allow_truncated: bool = False) -> list[Sample]:
     """Return the samples in a file of this release or of 0.2.0; unknown keys are ignored.
 
-    ``allow_truncated`` leaves out a broken last line, as a killed evaluation leaves it. Raises
-    :class:`UserError`, which names file and line, for anything else that is not a sample.
+    ``allow_truncated`` leaves out a broken last line, which a killed evaluation leaves behind.
+    Raises :class:`UserError`, which names file and line, for anything else that is not a sample.
     """
     samples = []
     for where, row in read_json_lines(path, allow_truncated):
@@ -163,8 +164,8 @@ def sample_of(row: Mapping[str, object]) -> Sample:
 
 
 def mean_entropy(top_logprobs: np.ndarray | None) -> float | None:
-    """Return the mean over tokens of -sum p log p of the K largest [T, K] and of the remaining
-    mass, in nats.
+    """Return the mean over tokens of -sum p log p in nats, where the sum runs over the K largest
+    log-probs [T, K] and the remaining mass.
     """
     if top_logprobs is None or top_logprobs.size == 0:
         return None
@@ -177,22 +178,21 @@ def mean_entropy(top_logprobs: np.ndarray | None) -> float | None:
 
 def geometric_mean_probability(logprobs: Sequence[float]) -> float | None:
     """Return exp(mean log p), in [0, 1]; ``None`` for an empty response."""
-    return (
-        min(1.0, math.exp(math.fsum(logprobs) / len(logprobs)))
-        if len(logprobs)
-        else None
-    )
+    if not len(logprobs):
+        return None
+    return min(1.0, math.exp(math.fsum(logprobs) / len(logprobs)))
 
 
-FILE, SETTINGS = "samples.jsonl", "settings.json"
+FILE = "samples.jsonl"
+SETTINGS = "settings.json"
 
 
 class SampleLog:
-    """``samples.jsonl`` of a run directory, appended to line by line, with ``settings.json`` beside
-    it.
+    """``samples.jsonl`` of a run directory, appended to line by line, next to its
+    ``settings.json``.
 
-    A directory that holds samples drawn with other settings is refused: they must not be mixed. A
-    last line that a killed process left unfinished is cut off; its sample is drawn again.
+    A directory that holds samples drawn with other settings is refused, since they must not be
+    mixed. A last line that a killed process left unfinished is cut off; its sample is drawn again.
     """
 
     def __init__(
@@ -200,7 +200,8 @@ class SampleLog:
     ) -> None:
         root = Path(directory)
         root.mkdir(parents=True, exist_ok=True)
-        self.path, settings_path = root / FILE, root / SETTINGS
+        self.path = root / FILE
+        settings_path = root / SETTINGS
         if fresh:
             self.path.unlink(missing_ok=True)
             settings_path.unlink(missing_ok=True)
@@ -215,7 +216,7 @@ class SampleLog:
         self._file: IO[str] = open(self.path, "a", encoding="utf-8")  # noqa: SIM115
 
     def finished(self, benchmark: str) -> dict[tuple[str, int], Sample]:
-        """Return the samples of a benchmark that were on disk, by prompt id and repeat."""
+        """Return a benchmark's samples that were on disk at the start, by prompt id and repeat."""
         return {s.response.key: s for s in self._on_disk if s.prompt.task == benchmark}
 
     def add(self, sample: Sample) -> None:
@@ -240,8 +241,8 @@ def check_samples(
     wanted: Collection[tuple[str, str]],
     repeats: int,
 ) -> None:
-    """Raise :class:`UserError` where ``directory`` has samples of other settings, or such as this
-    evaluation, of the (benchmark, prompt id) in ``wanted``, does not ask for and would drop.
+    """Raise :class:`UserError` if ``directory`` has samples drawn with other settings, or samples
+    that an evaluation of the (benchmark, prompt id) in ``wanted`` does not ask for and would drop.
     """
     if not (directory / FILE).exists():
         return
@@ -254,8 +255,7 @@ def check_samples(
     if dropped:
         raise UserError(
             f"{directory} holds {len(before)} samples, {dropped} of which this evaluation does "
-            "not ask for; give another "
-            "--out, or --fresh to drop them"
+            "not ask for; give another --out, or --fresh to drop them"
         )
 
 
@@ -270,8 +270,7 @@ def _check_settings(path: Path, settings: Mapping[str, Any]) -> None:
         if before.get(name) != settings.get(name):
             raise UserError(
                 f"{path.parent} was begun with {name} = {before.get(name)!r}, now it is "
-                f"{settings.get(name)!r}; "
-                "give another --out, or --fresh to drop its samples"
+                f"{settings.get(name)!r}; give another --out, or --fresh to drop its samples"
             )
 
 

@@ -1,5 +1,5 @@
-"""From judged samples to ``evaluation.json``. Needs no model: old ``samples.jsonl`` files can be
-scored again.
+"""Compute ``evaluation.json`` from judged samples. This needs no model, so the ``samples.jsonl`` of
+an earlier evaluation can be scored again.
 """
 
 from __future__ import annotations
@@ -40,9 +40,8 @@ CONFIDENCE_KINDS: Mapping[str, Callable[[Sample], float | None]] = MappingProxyT
         "posthoc": lambda sample: sample.measures.posthoc_confidence,
     }
 )
-RANKING_ONLY = frozenset(
-    {"token_mean_logprob", "logprob"}
-)  # in nats, no probability: they rank, nothing else
+# in nats, not probabilities: they rank samples and do nothing else
+RANKING_ONLY = frozenset({"token_mean_logprob", "logprob"})
 BETTER: Mapping[str, Callable[..., float]] = MappingProxyType(
     {
         "accuracy": max,
@@ -86,10 +85,11 @@ def _log(value: float | None) -> float | None:
 
 
 def parse_kinds(text: str) -> tuple[str, ...]:
-    """Return the parts of ``"verbal,token"``, checked."""
-    kinds = tuple(
-        dict.fromkeys(part.strip() for part in text.split(",") if part.strip())
-    )
+    """Return the distinct kinds of confidence in a list such as ``"verbal,token"``. Raises
+    :class:`UserError` for an unknown kind and an empty list.
+    """
+    parts = [part.strip() for part in text.split(",")]
+    kinds = tuple(dict.fromkeys(filter(None, parts)))
     unknown = [kind for kind in kinds if kind not in CONFIDENCE_KINDS]
     if unknown or not kinds:
         raise UserError(
@@ -106,11 +106,11 @@ def score_samples(
     resamples: int = 1000,
     seed: int = 0,
 ) -> dict[str, Any]:
-    """Return ``{"model", "benchmarks": {NAME: scores}, "overall": scores}``, strict JSON (undefined
-    values are ``None``).
+    """Return ``{"model", "benchmarks": {NAME: scores}, "overall": scores}`` as strict JSON, with
+    None for undefined values.
 
     ``overall`` pools the samples of all benchmarks; its ``macro`` is the plain mean over
-    benchmarks, which is what the papers of the field print as "Overall".
+    benchmarks, which papers usually print as "Overall".
     """
     by_benchmark: dict[str, list[Sample]] = {}
     for sample in samples:
@@ -119,12 +119,11 @@ def score_samples(
     benchmarks = {
         name: _score(group, kinds, **options) for name, group in by_benchmark.items()
     }
-    # The intervals are the slow part, and one benchmark alone is its own pool.
-    overall = (
-        dict(*benchmarks.values())
-        if len(benchmarks) == 1
-        else _score(samples, kinds, **options)
-    )
+    if len(benchmarks) == 1:
+        # Its pooled scores are its scores, and computing their intervals is slow.
+        overall = dict(*benchmarks.values())
+    else:
+        overall = _score(samples, kinds, **options)
     overall["macro"] = _macro(benchmarks, kinds)
     return json_ready({"model": model, "benchmarks": benchmarks, "overall": overall})
 
@@ -132,8 +131,8 @@ def score_samples(
 def headline(
     evaluation: Mapping[str, Any], kind: str = "verbal", benchmark: str | None = None
 ) -> dict[str, Any]:
-    """Return the one-line summary of an evaluation: ``HEADLINE`` of one kind of confidence, overall
-    or of one benchmark.
+    """Return the one-line summary of an evaluation: its ``HEADLINE`` values for one kind of
+    confidence, overall or on one benchmark.
     """
     scores = evaluation["benchmarks"][benchmark] if benchmark else evaluation["overall"]
     flat = {**scores.get(kind, {}), "accuracy": scores["accuracy"], "n": scores["n"]}
@@ -147,40 +146,34 @@ def _score(
     resamples: int,
     seed: int,
 ) -> dict[str, Any]:
-    """Score one benchmark, or all of them pooled: accuracy, and a block per kind of confidence."""
+    """Score one benchmark, or all of them pooled: accuracy and a block per kind of confidence."""
     correct = [float(sample.correct) for sample in samples]
     problems = ["/".join(sample.problem_key) for sample in samples]
     repeats = sorted({sample.response.sample_index for sample in samples})
     judgements = [sample.judgement for sample in samples]
+    truncated = [sample.response.finish_reason == "length" for sample in samples]
+    answered = [judgement.answer is not None for judgement in judgements]
+    stated = [judgement.confidence for judgement in judgements]
     scores: dict[str, Any] = {
         "accuracy": metrics.accuracy(correct),
         "n": len(samples),
         "problems": len(set(problems)),
         "repeats": len(repeats),
         "mean_length": _mean([judgement.length for judgement in judgements]),
-        "truncated_rate": _mean(
-            [s.response.finish_reason == "length" for s in samples]
-        ),
-        "answer_rate": _mean(
-            [judgement.answer is not None for judgement in judgements]
-        ),
-        "parse_rate": metrics.parse_rate(
-            [judgement.confidence for judgement in judgements]
-        ),
+        "truncated_rate": _mean(truncated),
+        "answer_rate": _mean(answered),
+        "parse_rate": metrics.parse_rate(stated),
         **violation_rates([judgement.status for judgement in judgements]),
     }
-    thinking = [
-        judgement.thinking_tokens
-        for judgement in judgements
-        if judgement.thinking_tokens
-    ]
+    thinking = [j.thinking_tokens for j in judgements if j.thinking_tokens]
     if thinking:
         scores["mean_thinking"] = _mean(thinking)
     categories = Counter(j.category for j in judgements if j.category is not None)
     if categories:
-        scores["categories"] = {
-            name: count / len(samples) for name, count in sorted(categories.items())
-        }
+        shares = {}
+        for name, count in sorted(categories.items()):
+            shares[name] = count / len(samples)
+        scores["categories"] = shares
     abstained = [judgement.abstained for judgement in judgements]
     if any(abstained):
         scores["abstention"] = abstention_rates(correct, abstained)
@@ -207,30 +200,40 @@ def _score(
         intervals["accuracy"] = ci95.pop("accuracy", None)
         intervals[kind] = ci95
         block["mean"] = block["mean_confidence"]
-        block["skill"] = (
-            math.nan if kind in RANKING_ONLY else skill(confidences, lookup, correct)
-        )
+        block["skill"] = math.nan
+        if kind not in RANKING_ONLY:
+            block["skill"] = skill(confidences, lookup, correct)
         block["bins"] = bins_to_json(metrics.bin_rows(confidences, correct, bins))
-        # all rows with a score where only the rank counts, else the valid ones
-        rows = metrics.ranked_rows if kind in RANKING_ONLY else metrics.valid_rows
-        block["curve"] = coverage_to_json(*rows(confidences, correct))
+        block["curve"] = _coverage_curve(kind, confidences, correct)
         block["runs"] = _per_run(samples, kind, repeats, bins)
         scores[kind] = block
-    scores["runs"] = _spread(
-        [
-            metrics.accuracy([float(s.correct) for s in _of_repeat(samples, r)])
-            for r in repeats
-        ]
-    )
+    accuracies = []
+    for repeat in repeats:
+        rows = _of_repeat(samples, repeat)
+        accuracies.append(metrics.accuracy([float(sample.correct) for sample in rows]))
+    scores["runs"] = _spread(accuracies)
     if resamples:
         scores["ci95"] = intervals
     return scores
 
 
+def _coverage_curve(
+    kind: str, confidences: Sequence[float | None], correct: Sequence[float]
+) -> Mapping[str, Sequence[Any]]:
+    """Return the accuracy-coverage curve of one kind of confidence."""
+    if kind in RANKING_ONLY:
+        scored, outcomes = metrics.ranked_rows(confidences, correct)
+    else:
+        scored, outcomes = metrics.valid_rows(confidences, correct)
+    return coverage_to_json(scored, outcomes)
+
+
 def lookup_confidence(samples: Sequence[Sample]) -> list[float | None]:
-    """Return for each sample the accuracy of the other problems of its benchmark and kind; of its
-    benchmark where there is no other of the kind, None where there is none at all. What every
-    calibrated method has to beat.
+    """Return, for each sample, the accuracy on the other problems of its benchmark and kind, which
+    is the baseline that a calibrated method has to beat.
+
+    If the benchmark has no other problem of the kind, all its other problems count; None if there
+    are none.
     """
     groups: dict[tuple[str, ...], list[Sample]] = {}
     for sample in samples:
@@ -241,18 +244,17 @@ def lookup_confidence(samples: Sequence[Sample]) -> list[float | None]:
             (prompt.task, "", prompt.prompt_id),
         ):
             groups.setdefault(group, []).append(sample)
-    right = {
-        group: (sum(s.correct for s in members), len(members))
-        for group, members in groups.items()
-    }
+    right: dict[tuple[str, ...], int] = {}
+    for key, members in groups.items():
+        right[key] = sum(member.correct for member in members)
 
     def others(sample: Sample) -> float | None:
         prompt = sample.prompt
-        own_right, own_count = right[prompt.task, "", prompt.prompt_id]
+        problem = (prompt.task, "", prompt.prompt_id)
         for group in ((prompt.task, str(prompt.kind)), (prompt.task,)):
-            all_right, count = right[group]
-            if count > own_count:
-                return (all_right - own_right) / (count - own_count)
+            count = len(groups[group]) - len(groups[problem])
+            if count > 0:
+                return (right[group] - right[problem]) / count
         return None
 
     return [others(sample) for sample in samples]
@@ -263,25 +265,26 @@ def skill(
     lookup: Sequence[float | None],
     correct: Sequence[float],
 ) -> float:
-    """Return 1 - Brier / Brier of the lookup, on the samples that have both; not a number where the
-    lookup is perfect.
+    """Return 1 - Brier / (Brier of the lookup), on the samples that have both; NaN if the lookup is
+    perfect.
     """
-    rows = [
-        row
-        for row in zip(confidences, lookup, correct, strict=True)
-        if row[0] is not None and row[1] is not None
-    ]
+    rows = []
+    for row in zip(confidences, lookup, correct, strict=True):
+        if row[0] is not None and row[1] is not None:
+            rows.append(row)
     if not rows:
         return math.nan
     c, guess, y = (np.array(column, float) for column in zip(*rows, strict=True))
     reference = float(np.mean((guess - y) ** 2))
-    return 1.0 - float(np.mean((c - y) ** 2)) / reference if reference else math.nan
+    if not reference:
+        return math.nan
+    return 1.0 - float(np.mean((c - y) ** 2)) / reference
 
 
 def _per_run(
     samples: Sequence[Sample], kind: str, repeats: Sequence[int], bins: int
 ) -> dict[str, Any]:
-    """Return the calibration metrics of every repeat on its own: mean and sample standard deviation
+    """Return the calibration metrics of single repeats: their mean and sample standard deviation
     over the repeats.
     """
     values: dict[str, list[float]] = {
@@ -305,10 +308,10 @@ def _of_repeat(samples: Sequence[Sample], repeat: int) -> list[Sample]:
 
 def _spread(values: Sequence[float]) -> dict[str, float]:
     defined = [value for value in values if not math.isnan(value)]
-    return {
-        "mean": _mean(defined),
-        "sd": float(np.std(defined, ddof=1)) if len(defined) > 1 else math.nan,
-    }
+    deviation = math.nan
+    if len(defined) > 1:
+        deviation = float(np.std(defined, ddof=1))
+    return {"mean": _mean(defined), "sd": deviation}
 
 
 def _macro(
@@ -319,10 +322,11 @@ def _macro(
         "accuracy": _mean([scores["accuracy"] for scores in benchmarks.values()])
     }
     for kind in kinds:
-        macro[kind] = {
-            name: _spread([s[kind][name] for s in benchmarks.values()])["mean"]
-            for name in names
-        }
+        means = {}
+        for name in names:
+            values = [scores[kind][name] for scores in benchmarks.values()]
+            means[name] = _spread(values)["mean"]
+        macro[kind] = means
     return macro
 
 

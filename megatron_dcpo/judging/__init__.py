@@ -1,3 +1,3 @@
-"""From a response (token ids or text) to correctness, confidence and the boundary between the two
-blocks.
+"""Judge a response, given as token ids or as text: its correctness, its confidence, and the
+boundary between its two blocks.
 """

@@ -1,8 +1,8 @@
-r"""How an answer is marked in a response: a box for mathematics, a fenced block for programs.
+r"""How a response marks its answer: with a box for mathematics, with a fenced block for programs.
 
 The confidence line follows the answer, so the form of the answer decides where the confidence block
-begins. A box is brace-matched ``\boxed{...}``, found in one pass; a program is the last complete
-fenced block of Python.
+begins. A box is ``\boxed{...}`` with matching braces, found in one pass; a program is the last
+complete fenced block of Python.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from megatron_dcpo.types import CONFIDENCE_TAG
 
 
 class AnswerForm(NamedTuple):
-    """``opener`` begins an answer ("": any text does); ``find_marker(content, marker)`` is the
-    offset of the marker that opens the confidence block, None when there is none;
-    ``extract(reasoning)`` is the answer, None when there is none.
+    """How answers are marked. ``opener`` is the text that begins an answer; if it is empty, any
+    text is an answer. ``find_marker(content, marker)`` returns the offset of the marker that opens
+    the confidence block, and ``extract(reasoning)`` the answer; both return None if there is none.
     """
 
     opener: str
@@ -27,7 +27,7 @@ class AnswerForm(NamedTuple):
 
 
 class Attempt(NamedTuple):
-    """What a verifier decides: the answer that was read, its ground truth, and for a user's
+    """The input of a verifier: the answer that was read, its ground truth, and for a user's
     verifier the whole reasoning block and the row of the data.
     """
 
@@ -38,9 +38,9 @@ class Attempt(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """Whether an answer is right. ``category``: how its program ended
-    (``sandbox.tests.CATEGORIES``), or ``verifier_error``. Of a user's verifier: what it has
-    ``logged``; its ``score`` in [0, 1] where that is the reward.
+    """Whether an answer is right. The ``category`` says how its program ended
+    (``sandbox.tests.CATEGORIES``), or is ``verifier_error``. A user's verifier also has the values
+    that it ``logged``, and a ``score`` in [0, 1] if the score is the reward.
     """
 
     correct: bool
@@ -50,23 +50,25 @@ class Outcome(NamedTuple):
 
 
 def find_marker_after_box(content: bytes, marker: bytes) -> int | None:
-    """Return, with several markers, the first one behind the last complete box: the answer and
-    everything before it is reasoning even where the marker was only talked about. When no marker
-    follows the last box, the last marker.
+    """Return the offset of the first marker after the last complete box, or of the last marker if
+    none follows the box; None if there is no marker.
+
+    The answer and everything before it is reasoning, even if it mentions the marker.
     """
     box = last_box(content)
-    after = content.find(marker, box.end if box else 0)
-    at = after if after >= 0 else content.rfind(marker)
+    at = content.find(marker, box.end if box else 0)
+    if at < 0:
+        at = content.rfind(marker)
     return at if at >= 0 else None
 
 
-# An escaped brace (\\{) is not a brace of TeX's; an escaped backslash hides nothing behind it.
+# An escaped brace (\\{) does not group in TeX; an escaped backslash does not escape what follows.
 _TOKEN = re.compile(rb"\\boxed\s*\{|\\.|[{}]", re.DOTALL)
 
 
 class Box(NamedTuple):
-    """Offsets of a complete box: ``\\boxed{`` starts at ``start``, its content is ``[inner, end -
-    1)``.
+    """Offsets of a complete box: ``\\boxed{`` begins at ``start``, and the content is
+    ``[inner, end - 1)``.
     """
 
     start: int
@@ -75,7 +77,7 @@ class Box(NamedTuple):
 
 
 def last_box(text: bytes) -> Box | None:
-    """Return the complete box that opens last, or None. Linear, however many boxes stay open."""
+    """Return the complete box that opens last, or None. Linear even if many boxes stay open."""
     best: Box | None = None
     open_braces: list[tuple[int, int, bool]] = []
     for token in _TOKEN.finditer(text):
@@ -90,14 +92,17 @@ def last_box(text: bytes) -> Box | None:
 
 
 def extract_boxed(text: str) -> str | None:
-    """Return the content of the complete box that opens last, None when there is none."""
+    """Return the content of the complete box that opens last, None if there is none."""
     content = text.encode(errors="surrogatepass")
     box = last_box(content)
-    return content[box.inner : box.end - 1].decode(errors="replace") if box else None
+    if box is None:
+        return None
+    return content[box.inner : box.end - 1].decode(errors="replace")
 
 
-# A fence of three or more backticks or tildes on a line of its own, perhaps indented or quoted in a
-# list. Possessive: a line that does not match must not be read again for each way to divide it.
+# A fence of three or more backticks or tildes on a line of its own, perhaps indented, as in a list.
+# The quantifiers are possessive, so that a line that does not match is not read again for each way
+# to divide it.
 _OPENING = re.compile(rb"([ \t]*+)(`{3,}+|~{3,}+)([^`\r\n]*+)\r?$")
 _LANGUAGES = (
     b"",
@@ -112,10 +117,22 @@ _LANGUAGES = (
 )
 
 
+_AS_SPACES = bytes.maketrans(b"{}.", b"   ")
+
+
+class _Opening(NamedTuple):
+    """An opening fence: its offset, its indentation, the fence itself and the language."""
+
+    start: int
+    indentation: bytes
+    fence: bytes
+    language: bytes
+
+
 @dataclass(frozen=True)
 class Fence:
-    """Bytes ``[start, end)`` of a fenced block, its fences included, and its lines without common
-    indentation.
+    """A fenced block: the bytes ``[start, end)`` including its fences, and its lines without the
+    indentation of the fence.
     """
 
     start: int
@@ -126,68 +143,67 @@ class Fence:
 def last_fence(content: bytes) -> Fence | None:
     """Return the last complete block that is marked as Python or not marked at all.
 
-    A block ends at a line with nothing but at least as many of the same character. An opening fence
-    that is never closed opens nothing: blocks before it count. Blocks in other languages are passed
-    over. Linear in the length.
+    A block ends at a line that holds only the character of its opening fence, at least as many
+    times. An opening fence that is never closed opens nothing, and the blocks before it count.
+    Blocks in other languages are skipped. Linear in the length.
     """
     block = None
-    opening: tuple[int, bytes, bytes, bytes] | None = None
+    opening: _Opening | None = None
     body: list[bytes] = []
     at = 0
     for line in content.split(b"\n"):
-        match = (
-            _OPENING.match(line)
-            if line.lstrip(b" \t")[:3] in (b"```", b"~~~")
-            else None
-        )
+        match = None
+        if line.lstrip(b" \t")[:3] in (b"```", b"~~~"):
+            match = _OPENING.match(line)
         if opening is not None:
             fence = match[2] if match and not match[3].strip(b" \t") else b""
-            if fence[:1] == opening[2][:1] and len(fence) >= len(opening[2]):
-                if opening[3] in _LANGUAGES:
-                    block = Fence(
-                        opening[0], min(at + len(line), len(content)), b"\n".join(body)
-                    )
+            if fence[:1] == opening.fence[:1] and len(fence) >= len(opening.fence):
+                if opening.language in _LANGUAGES:
+                    end = min(at + len(line), len(content))
+                    block = Fence(opening.start, end, b"\n".join(body))
                 opening = None
             else:
-                body.append(_without(line.removesuffix(b"\r"), opening[1]))
+                body.append(_without(line.removesuffix(b"\r"), opening.indentation))
         elif match:
-            words = (
-                match[3]
-                .lower()
-                .replace(b"{", b" ")
-                .replace(b"}", b" ")
-                .replace(b".", b" ")
-                .split()
-            )
-            opening, body = (at, match[1], match[2], words[0] if words else b""), []
+            language = _language(match[3])
+            opening = _Opening(at, match[1], match[2], language)
+            body = []
         at += len(line) + 1
     return block
 
 
+def _language(info: bytes) -> bytes:
+    """Return the first word after an opening fence, in lower case; b"" if there is none."""
+    words = info.lower().translate(_AS_SPACES).split()
+    return words[0] if words else b""
+
+
 def find_marker_after_program(content: bytes, marker: bytes) -> int | None:
     """Return the offset of the marker that opens the confidence block of a response with a program,
-    None when there is none.
+    None if there is none.
 
-    The first marker behind the last complete block; else, when no marker follows a block, the last
-    one before it. A marker inside the block is part of the program.
+    This is the first marker after the last complete block, or the last one before the block if none
+    follows it. A marker inside the block is part of the program.
     """
     fence = last_fence(content)
     after = content.find(marker, fence.end if fence else 0)
     if after >= 0:
         return after
-    before = content.rfind(marker, 0, fence.start) if fence else -1
+    if fence is None:
+        return None
+    before = content.rfind(marker, 0, fence.start)
     return before if before >= 0 else None
 
 
 def extract_fenced(reasoning: str) -> str | None:
-    """Return the last complete fenced program of a reasoning block, None when there is none."""
+    """Return the last complete fenced program of a reasoning block, None if there is none."""
     fence = last_fence(reasoning.encode(errors="surrogatepass"))
     return None if fence is None else fence.program.decode(errors="surrogatepass")
 
 
 def extract_program(response: str, marker: str = CONFIDENCE_TAG) -> str | None:
-    """Return the same of a whole response. A block after the confidence line is not an answer: R
-    does not depend on it.
+    """Return the last complete fenced program of a whole response. A block after the confidence
+    line is not an answer, and R does not depend on it.
     """
     content = response.encode(errors="surrogatepass")
     fence = last_fence(content[: find_marker_after_program(content, marker.encode())])
@@ -195,15 +211,12 @@ def extract_program(response: str, marker: str = CONFIDENCE_TAG) -> str | None:
 
 
 def _without(line: bytes, indentation: bytes) -> bytes:
-    return (
-        line[len(indentation) :]
-        if line.startswith(indentation)
-        else line.lstrip(b" \t")
-    )
+    if line.startswith(indentation):
+        return line[len(indentation) :]
+    return line.lstrip(b" \t")
 
 
 BOXED = AnswerForm("\\boxed", find_marker_after_box, extract_boxed)
-FREE = AnswerForm(
-    "", find_marker_after_box, extract_boxed
-)  # of a user's verifier: whatever is reasoning is an answer
+# for a user's verifier: the whole reasoning block is an answer
+FREE = AnswerForm("", find_marker_after_box, extract_boxed)
 FENCED = AnswerForm("```", find_marker_after_program, extract_fenced)

@@ -1,9 +1,9 @@
-"""Reasoning block and confidence block of a response, on its sampled token ids by cumulative byte
+"""Split the sampled token ids of a response into reasoning and confidence block, by cumulative byte
 offsets.
 
 The confidence block is every token whose first byte lies at or after the first byte of the marker,
-EOS included. A token that straddles the marker (``}<`` of ``\boxed{5}<conf>``) stays with the
-reasoning: it carries answer text. The two blocks always partition the response
+EOS included. A token that straddles the marker (``}<`` in ``\boxed{5}<conf>``) stays with the
+reasoning, because it carries answer text. The two blocks always partition the response
 (docs/algorithms.md#1-judging-from-sampled-ids-to-r-c-boundary).
 """
 
@@ -17,21 +17,20 @@ import numpy as np
 from megatron_dcpo.judging.answers import BOXED, AnswerForm
 from megatron_dcpo.judging.token_bytes import TokenBytes
 
-FindStart = Callable[
-    [bytes], int | None
-]  # where the answer begins (``thinking.answer_start``)
+# returns the byte at which the answer begins (``thinking.answer_start``)
+FindStart = Callable[[bytes], int | None]
 
 
 @dataclass(frozen=True)
 class Split:
-    """Tokens ``[0, boundary)`` reason, ``[boundary, T)`` state the confidence; None of a text whose
-    tokens are not known.
+    """A response split in two: tokens ``[0, boundary)`` reason and ``[boundary, T)`` state the
+    confidence. ``boundary`` and ``marker_end`` are None if the tokens of a text are not known.
 
-    ``content`` are the bytes of the response without its final EOS; ``marker`` is the byte offset
-    of the marker in it, None when there is none. ``ended`` says whether the response closes with an
-    EOS. ``marker_end`` is the first token that begins behind the marker. ``start`` is the byte at
-    which the answer begins, behind the thinking, None when there is no answer; ``thinking`` counts
-    the tokens before it.
+    ``content`` holds the bytes of the response without its final EOS, and ``marker`` the byte
+    offset of the marker in it, None if there is none. ``ended`` says whether the response closes
+    with an EOS. ``marker_end`` is the first token that begins after the marker. ``start`` is the
+    byte at which the answer begins, after the thinking, None if there is no answer; ``thinking`` is
+    the number of tokens before it.
     """
 
     boundary: int | None
@@ -44,17 +43,17 @@ class Split:
 
     @property
     def answer(self) -> bytes:
-        """Return the bytes behind the thinking."""
-        return b"" if self.start is None else self.content[self.start :]
+        """Return the bytes after the thinking."""
+        if self.start is None:
+            return b""
+        return self.content[self.start :]
 
     @property
     def reasoning(self) -> bytes:
-        """Return those of them before the marker, all when there is none."""
-        return (
-            self.answer
-            if self.marker is None
-            else self.content[self.start : self.marker]
-        )
+        """Return the bytes of the answer before the marker, all of them if there is no marker."""
+        if self.marker is None:
+            return self.answer
+        return self.content[self.start : self.marker]
 
 
 def split_blocks(
@@ -65,17 +64,20 @@ def split_blocks(
     form: AnswerForm = BOXED,
     find_start: FindStart = lambda content: 0,
 ) -> Split:
-    """Split a response of T tokens, whose answer begins where ``find_start`` says.
+    """Split a response of T tokens; ``find_start`` tells at which byte its answer begins.
 
-    Without a marker the block is the EOS alone: ending there was the wrong decision, and so it
-    carries the penalty. A truncated response without a marker has an empty confidence block.
+    Without a marker the confidence block is the EOS alone: ending there was the wrong decision, so
+    the EOS carries the penalty. A truncated response without a marker has an empty confidence
+    block.
     """
     ended = len(token_ids) > 0 and int(token_ids[-1]) in eos_ids
     pieces = tokens.pieces(token_ids[: len(token_ids) - ended])
     content = b"".join(pieces)
     tag = marker.encode()
     start, at = _start_and_marker(content, tag, form, find_start)
-    ends = np.cumsum([*map(len, pieces)]) if at is not None or start else None
+    ends = None
+    if at is not None or start:
+        ends = np.cumsum([len(piece) for piece in pieces])
     thinking = _thinking(ends, start, len(pieces))
     if at is None:
         return Split(len(pieces), len(pieces), content, None, ended, start, thinking)
@@ -91,14 +93,16 @@ def split_text(
     token_ends: np.ndarray | None = None,
     find_start: FindStart = lambda content: 0,
 ) -> Split:
-    """Split a response by its text, without its end token; ``token_ends`` as in ``Response``.
-    Whether it ended is not known here.
+    """Split a response by its text, which lacks the end token, so that whether the response ended
+    is not known here. ``token_ends`` is that of ``Response``.
     """
-    content, tag = text.encode(errors="surrogatepass"), marker.encode()
+    content = text.encode(errors="surrogatepass")
+    tag = marker.encode()
     start, at = _start_and_marker(content, tag, form, find_start)
     if token_ends is None:
-        return Split(None, None, content, at, False, start, 0 if start == 0 else None)
-    # all but an end token, which ends behind the text
+        tokens_before = 0 if start == 0 else None
+        return Split(None, None, content, at, False, start, tokens_before)
+    # all but an end token, which ends after the text
     boundary = int(np.searchsorted(token_ends, len(content), side="right"))
     thinking = _thinking(token_ends, start, boundary)
     if at is None:
@@ -110,32 +114,39 @@ def split_text(
 def _start_and_marker(
     content: bytes, tag: bytes, form: AnswerForm, find_start: FindStart
 ) -> tuple[int | None, int | None]:
-    """Return where the answer begins, and the marker that is found behind it."""
+    """Return the offset of the answer, and the offset of the marker in or after it."""
     start = find_start(content)
-    at = (
-        None
-        if start is None
-        else form.find_marker(content[start:] if start else content, tag)
-    )
-    return start, None if at is None or start is None else start + at
+    if start is None:
+        return None, None
+    at = form.find_marker(content[start:], tag)
+    if at is None:
+        return start, None
+    return start, start + at
 
 
 def _thinking(ends: np.ndarray | None, start: int | None, everything: int) -> int:
     """Return how many tokens begin before the answer."""
     if start is None:
         return everything
-    return _tokens_before(ends, start)[0] if start and ends is not None else 0
+    if not start or ends is None:
+        return 0
+    return _tokens_before(ends, start)[0]
 
 
-def _tokens_before(ends: np.ndarray, *places: int) -> list[int]:
-    """Return how many tokens begin before each byte."""
+def _tokens_before(ends: np.ndarray, *offsets: int) -> list[int]:
+    """Return, for each byte offset, how many tokens begin before it."""
     starts = np.concatenate([[0], ends])[:-1]
-    return [int(place) for place in np.searchsorted(starts, places)]
+    return [int(count) for count in np.searchsorted(starts, offsets)]
 
 
 def ends_of_tokens(lengths: Sequence[int], text: str) -> np.ndarray | None:
-    """Return the byte behind each token, from their ``lengths`` in bytes; None where they do not
-    make up ``text``, or characters were replaced in it. One end token may stand behind the text.
+    """Return the offset of the byte after each token, from their ``lengths`` in bytes.
+
+    None if the tokens do not make up ``text``, or if characters were replaced in it. One end token
+    may follow the text.
     """
-    ends, size = np.cumsum([0, *lengths]), len(text.encode(errors="surrogatepass"))
-    return ends[1:] if size in ends[-2:] and "\ufffd" not in text else None
+    ends = np.cumsum([0, *lengths])
+    size = len(text.encode(errors="surrogatepass"))
+    if size not in ends[-2:] or "\ufffd" in text:
+        return None
+    return ends[1:]

@@ -1,11 +1,11 @@
 """The strict parser of the stated confidence: ``<conf> Confidence: 0.83`` at the very end of a
 finished response.
 
-Exactly one marker, after the last ``\\boxed`` (or the last fenced program); the word
-``Confidence:`` is optional and case-insensitive; one plain decimal in [0, 1]; only white space
-behind it. Everything else is malformed, each kind under its own name
-(docs/algorithms.md#1-judging-from-sampled-ids-to-r-c-boundary). Linear in the length of the text,
-and total: no input raises.
+There must be exactly one marker, after the last ``\\boxed`` (or the last fenced program). The word
+``Confidence:`` is optional and case-insensitive. One plain decimal in [0, 1] must follow, and only
+white space after it. Everything else is malformed, each kind under its own name
+(docs/algorithms.md#1-judging-from-sampled-ids-to-r-c-boundary). Linear in the length of the text;
+no input raises.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _BLANK = re.compile(_SPACE)
 
 @dataclass(frozen=True)
 class ParsedConfidence:
-    """``confidence`` in [0, 1] exactly when ``status`` is ``ok``; ``stated`` is a finite number
-    outside [0, 1].
+    """The result of parsing: ``confidence`` is in [0, 1] if ``status`` is ``ok`` and None
+    otherwise; ``stated`` is a finite number outside [0, 1], if one was stated.
     """
 
     confidence: float | None
@@ -43,11 +43,11 @@ def parse_confidence(
 
     Args:
         text: the response without its EOS; bytes that are not UTF-8 may have been decoded with
-        ``errors="replace"``.
-        finished: the model ended the response itself. An unfinished one is ``truncated`` whatever
-        it holds: its
-            number may be cut (``0.8`` of ``0.83``).
-        opener: what an answer begins with; one behind the marker is ``before_box``. "": nothing is.
+            ``errors="replace"``.
+        finished: whether the model ended the response itself. An unfinished one is ``truncated``
+            whatever it holds, because its number may be cut (``0.8`` of ``0.83``).
+        opener: the text that begins an answer. One after the marker makes the response
+            ``before_box``; with "" none does.
 
     The kinds are tried in the order truncated, missing, multiple, before_box, unparsable,
     trailing_text, out_of_range; the first that applies is the status. A negative number is out of
@@ -69,7 +69,6 @@ def parse_confidence(
         return ParsedConfidence(None, "trailing_text")
     value = float(number[1])
     if number[1].startswith("-") or value > 1:
-        return ParsedConfidence(
-            None, "out_of_range", value if math.isfinite(value) else None
-        )
+        stated = value if math.isfinite(value) else None
+        return ParsedConfidence(None, "out_of_range", stated)
     return ParsedConfidence(value, "ok")

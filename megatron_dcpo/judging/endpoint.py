@@ -1,9 +1,9 @@
-"""A user's verifier behind an address: responses are posted in batches as JSON
+"""A user's verifier on a server, to which responses are posted in batches as JSON
 (docs/bring_your_own.md#a-reward-server).
 
-request  {"items": [{"response": ..., "answer": ..., "problem": ..., "columns": {...}}, ...]} reply
-{"results": [...]}, one per item: a bool, a number in [0, 1], a mapping with such a score, or
-{"error": why}
+The request is ``{"items": [{"response", "answer", "problem", "columns": {...}}, ...]}``, the reply
+``{"results": [...]}`` with one result per item: a bool, a number in [0, 1], a mapping with such a
+``score``, or ``{"error": why}``.
 """
 
 from __future__ import annotations
@@ -19,20 +19,21 @@ from megatron_dcpo.judging.answers import Attempt, Outcome
 from megatron_dcpo.judging.function_verifier import OPTION, outcome_of, warn_once
 from megatron_dcpo.runtime.http_json import HttpError, JsonClient
 
-KEY = "DCPO_VERIFIER_KEY"  # environment variable of the key that is sent as a bearer token
+KEY = "DCPO_VERIFIER_KEY"  # environment variable of the key sent as a bearer token
 BATCH = 64
 ATTEMPTS = 4
 MAX_REPLY_BYTES = 8 << 20
 
 
 class EndpointVerifier:
-    """The verifier (``judge.Verifier``) at ``url``. What it does not answer within
-    ``judging.program_seconds`` and ``ATTEMPTS`` tries is an error of each response. Raises
-    :class:`UserError` where nothing answers at once.
+    """The verifier (``judge.Verifier``) at ``url``. If it does not answer a batch within
+    ``judging.program_seconds`` in any of ``ATTEMPTS`` tries, each response of the batch is a
+    ``verifier_error``. Raises :class:`UserError` if no server answers at the start.
     """
 
     def __init__(self, url: str, options: JudgingConfig) -> None:
-        self.options, self.warn = options, warn_once(url)
+        self.options = options
+        self.warn = warn_once(url)
         try:
             self.client = JsonClient(
                 url,
@@ -62,13 +63,14 @@ class EndpointVerifier:
     def _post(self, batch: Sequence[Attempt]) -> list[Any]:
         items = []
         for attempt in batch:
-            own = {"problem": "", "answer": attempt.truth, **(attempt.row or {})}
-            named = {
+            columns = {"problem": "", "answer": attempt.truth, **(attempt.row or {})}
+            item = {
                 "response": attempt.reasoning,
-                "answer": own.pop("answer"),
-                "problem": own.pop("problem"),
+                "answer": columns.pop("answer"),
+                "problem": columns.pop("problem"),
+                "columns": columns,
             }
-            items.append({**named, "columns": own})
+            items.append(item)
         body = json.loads(json.dumps({"items": items}, default=str))
         reply = self.client.call(
             "", body, problem=lambda reply: _problem(reply, len(items))
@@ -78,8 +80,11 @@ class EndpointVerifier:
 
 
 def _problem(reply: object, count: int) -> str:
-    results = reply.get("results") if isinstance(reply, dict) else None
-    if isinstance(results, list) and len(results) == count:
-        return ""
-    found = f"{len(results)} results" if isinstance(results, list) else f"{reply!r:.60}"
-    return f"expected a JSON object with {count} results, got {found}"
+    """Return what is wrong with a reply, "" if nothing is."""
+    got = f"{reply!r:.60}"
+    if isinstance(reply, dict) and isinstance(reply.get("results"), list):
+        results = reply["results"]
+        if len(results) == count:
+            return ""
+        got = f"{len(results)} results"
+    return f"expected a JSON object with {count} results, got {got}"

@@ -1,16 +1,16 @@
-"""A user's verifier: a function by import path, which runs in killable worker processes.
+"""A user's verifier: a function, named by its import path, that runs in killable worker processes.
 
-Its signature is told by its parameter names:
+The names of its parameters tell which signature it has:
 
-* ``verify(response, answer, *, problem, **columns)``: of the row of the data what it has parameters
-for;
-* verl's ``compute_score(data_source, solution_str, ground_truth, extra_info=None)``;
-* TRL's ``reward(prompts, completions, **columns)``: lists of one, texts, or messages where the
-row's ``prompt`` is.
+* ``verify(response, answer, *, problem, **columns)`` gets those columns of the data's row that it
+  has parameters for;
+* ``compute_score(data_source, solution_str, ground_truth, extra_info=None)`` is verl's;
+* ``reward(prompts, completions, **columns)`` is TRL's. It gets lists of one element, a text, or
+  messages if the row's ``prompt`` is a list of messages.
 
-It sees the reasoning block only, and returns a bool, a number in [0, 1], or a mapping with such a
-``score`` and what is to be logged; it may be ``async``. Whatever else it does is a
-``verifier_error``: the response is wrong, and the run goes on.
+The function sees the reasoning block only. It returns a bool, a number in [0, 1], or a mapping with
+such a ``score`` and values to log; it may be ``async``. Anything else, an exception included, is a
+``verifier_error``: the response counts as wrong, and the run goes on.
 """
 
 from __future__ import annotations
@@ -35,29 +35,29 @@ from megatron_dcpo.types import VERIFIER_ERROR
 logger = logging.getLogger(__name__)
 
 OPTION = "judging.verifier"
-LOGGED_KEYS, LOGGED_CHARACTERS = (
-    32,
-    200,
-)  # of what a function may add to the records of a response
+# limits of the values that a function may add to the record of a response
+LOGGED_KEYS = 32
+LOGGED_CHARACTERS = 200
 _SIGNATURES = (
-    "verify(response, answer, *, problem, **columns), compute_score(data_source, solution_str, "
-    "ground_truth, "
-    "extra_info=None) or reward(prompts, completions, **columns)"
+    "verify(response, answer, *, problem, **columns), "
+    "compute_score(data_source, solution_str, ground_truth, extra_info=None) "
+    "or reward(prompts, completions, **columns)"
 )
 
 
 class VerifierFailed(UserError):
-    """Too many responses of a step, or of a benchmark, were not judged."""
+    """Too many responses of a step or a benchmark could not be judged."""
 
 
 class FunctionVerifier:
     """The verifier (``judge.Verifier``) that calls the function at ``path``. Raises
-    :class:`UserError` where there is none with a known signature.
+    :class:`UserError` if there is no function with a known signature.
     """
 
     def __init__(self, path: str, options: JudgingConfig) -> None:
         load_function(path)
-        self.options, self.warn = options, warn_once(path)
+        self.options = options
+        self.warn = warn_once(path)
         work = PoolWork(
             f"{__name__}:load",
             _lost,
@@ -73,18 +73,16 @@ class FunctionVerifier:
 
     def __call__(self, attempts: Sequence[Attempt]) -> list[Outcome]:
         """Return the outcome of each reasoning block."""
-        asked = [
-            (json.dumps([a.reasoning, a.truth, a.row or {}], default=str),)
-            for a in attempts
-        ]
-        return [
-            outcome_of(result, self.options, self.warn)
-            for result in self.pool.verify(asked)
-        ]
+        asked = []
+        for attempt in attempts:
+            arguments = [attempt.reasoning, attempt.truth, attempt.row or {}]
+            asked.append((json.dumps(arguments, default=str),))
+        results = self.pool.verify(asked)
+        return [outcome_of(result, self.options, self.warn) for result in results]
 
 
 def warn_once(name: str) -> Callable[[str], None]:
-    """Return what logs the first error of the verifier ``name``."""
+    """Return a function that logs the first error of the verifier ``name``."""
     said: list[str] = []
 
     def warn(why: str) -> None:
@@ -104,53 +102,53 @@ def warn_once(name: str) -> Callable[[str], None]:
 def outcome_of(
     result: object, options: JudgingConfig, warn: Callable[[str], None]
 ) -> Outcome:
-    """Return the outcome of what a worker, or a server, answered."""
+    """Return the outcome for the result from a worker or a server."""
+    logged: dict[str, Any] = {}
     if isinstance(result, Mapping) and "error" in result:
         why: str | None = str(result["error"])
     else:
-        why, result = _checked(result)
+        why, logged = _checked(result)
     if why is not None:
         warn(why)
         return Outcome(False, VERIFIER_ERROR, 0.0 if options.graded else None, {})
-    score = result["score"]
+    score = logged["score"]
     return Outcome(
-        score >= options.threshold, None, score if options.graded else None, result
+        correct=score >= options.threshold,
+        category=None,
+        score=score if options.graded else None,
+        logged=logged,
     )
 
 
 def _checked(result: object) -> tuple[str | None, dict[str, Any]]:
-    """Return what is wrong with a result, None where nothing is, and the result as a mapping with a
+    """Return what is wrong with a result, None if nothing is, and the result as a mapping with a
     finite ``score``.
     """
-    found = dict(result) if isinstance(result, Mapping) else {"score": result}
-    score: Any = found.get("score")
-    score = score.item() if hasattr(score, "item") else score  # of NumPy or torch
-    if (
-        not isinstance(score, bool | int | float) or not 0 <= score <= 1
-    ):  # NaN is neither
-        return (
+    values = dict(result) if isinstance(result, Mapping) else {"score": result}
+    score: Any = values.get("score")
+    if hasattr(score, "item"):  # a scalar of NumPy or torch
+        score = score.item()
+    is_number = isinstance(score, bool | int | float)
+    if not is_number or not 0 <= score <= 1:  # no comparison holds for NaN
+        why = (
             f"returned {result!r:.80}; expected a bool, a number in [0, 1], or a mapping with "
-            "such a score",
-            {},
+            "such a score"
         )
-    logged = {
-        str(k)[:LOGGED_CHARACTERS]: _plain(v)
-        for k, v in list(found.items())[: LOGGED_KEYS + 1]
-        if k != "score"
-    }
-    return None, {"score": float(score), **logged}
+        return why, {}
+    checked: dict[str, Any] = {"score": float(score)}
+    for key, value in list(values.items())[: LOGGED_KEYS + 1]:
+        if key != "score":
+            checked[str(key)[:LOGGED_CHARACTERS]] = _plain(value)
+    return None, checked
 
 
 def _plain(value: Any) -> bool | int | float | str:  # noqa: ANN401 -- of NumPy or torch
-    """Return a value that JSON has: a number, or a text that is not too long."""
-    value = (
-        value.item()
-        if hasattr(value, "item") and getattr(value, "size", 1) == 1
-        else value
-    )
-    if isinstance(value, bool | int) or (
-        isinstance(value, float) and math.isfinite(value)
-    ):
+    """Return a value that JSON can hold: a number, or a text that is not too long."""
+    if hasattr(value, "item") and getattr(value, "size", 1) == 1:
+        value = value.item()
+    if isinstance(value, bool | int):
+        return value
+    if isinstance(value, float) and math.isfinite(value):
         return value
     return str(value)[:LOGGED_CHARACTERS]
 
@@ -160,14 +158,14 @@ def _lost(why: str) -> dict[str, str]:
 
 
 def check_error_rate(judgements: Sequence[Any], largest: float, what: str) -> None:
-    """Raise :class:`VerifierFailed` where more than ``largest`` of what users' verifiers judged are
-    errors; the judgements may be samples of an evaluation.
+    """Raise :class:`VerifierFailed` if more than the share ``largest`` of the judgements by users'
+    verifiers are errors.
     """
-    own = [j.category == VERIFIER_ERROR for j in judgements if j.logged is not None]
-    if own and sum(own) > largest * len(own):
+    failed = [j.category == VERIFIER_ERROR for j in judgements if j.logged is not None]
+    if failed and sum(failed) > largest * len(failed):
         raise VerifierFailed(
-            f"{OPTION}: {sum(own)} of {len(own)} responses ({what}) could not be judged, more than "
-            f"judging.max_error_rate={largest:g}; the warning above says why"
+            f"{OPTION}: {sum(failed)} of {len(failed)} responses ({what}) could not be judged, "
+            f"more than judging.max_error_rate={largest:g}; the warning above says why"
         )
 
 
@@ -175,8 +173,8 @@ def check_error_rate(judgements: Sequence[Any], largest: float, what: str) -> No
 
 
 def load(path: str) -> Callable[[str], Any]:
-    """Return what a worker calls for each response: it gives the result as plain values, or
-    ``{"error": why}``.
+    """Return the function that a worker calls for each response. It returns the result as plain
+    values, or ``{"error": why}``.
     """
     call = load_function(path)
 
@@ -201,22 +199,22 @@ async def _awaited(result: Awaitable[object]) -> object:
 
 
 def load_function(path: str) -> Callable[[str, str, Mapping[str, Any]], Any]:
-    """Return the function at ``path`` as one of reasoning block, ground truth and row. Raises
-    :class:`UserError`.
+    """Return the function at ``path`` as a function of reasoning block, ground truth and row.
+    Raises :class:`UserError` if there is none with a known signature.
     """
     function = load_object(path, OPTION)
     try:
         parameters = inspect.signature(function).parameters
-    except (TypeError, ValueError):  # no function, or a builtin without a signature
+    except (TypeError, ValueError):  # not a function, or a builtin without a signature
         raise UserError(
             f"{OPTION}={path}: expected {_SIGNATURES}; got {type(function).__name__}"
         ) from None
     everything = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
     def call(**values: object) -> object:
-        return function(
-            **{k: v for k, v in values.items() if everything or k in parameters}
-        )
+        if not everything:
+            values = {k: v for k, v in values.items() if k in parameters}
+        return function(**values)
 
     if "solution_str" in parameters:
         return lambda text, truth, row: call(
@@ -239,26 +237,26 @@ def load_function(path: str) -> Callable[[str, str, Mapping[str, Any]], Any]:
 
 
 def _as_in_trl(text: str, row: Mapping[str, Any]) -> dict[str, list[Any]]:
-    chat = isinstance(row.get("prompt"), list)
-    prompt = row["prompt"] if chat else row.get("problem", "")
-    columns = {
-        name: [value]
-        for name, value in row.items()
-        if name not in ("prompt", "completion")
-    }
-    return columns | {
-        "prompts": [prompt],
-        "completions": [[{"role": "assistant", "content": text}] if chat else text],
-    }
+    """Return the arguments of a reward function of TRL: each column as a list of one value."""
+    columns: dict[str, list[Any]] = {}
+    for name, value in row.items():
+        if name not in ("prompt", "completion"):
+            columns[name] = [value]
+    if isinstance(row.get("prompt"), list):
+        columns["prompts"] = [row["prompt"]]
+        columns["completions"] = [[{"role": "assistant", "content": text}]]
+    else:
+        columns["prompts"] = [row.get("problem", "")]
+        columns["completions"] = [text]
+    return columns
 
 
 def _first_line(error: BaseException) -> str:
-    """Return the exception, and the line of the innermost frame, as one line."""
+    """Return the exception and the innermost line of the user's code on one line."""
+    text = f"{type(error).__name__}: {one_line(error, 150)}"
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if frame.filename != __file__]
-    where = (
-        f" ({own[-1].filename}, line {own[-1].lineno}, in {own[-1].name})"
-        if own
-        else ""
-    )
-    return f"{type(error).__name__}: {one_line(error, 150)}{where}"
+    users_frames = [frame for frame in frames if frame.filename != __file__]
+    if users_frames:
+        last = users_frames[-1]
+        text += f" ({last.filename}, line {last.lineno}, in {last.name})"
+    return text

@@ -1,5 +1,5 @@
-"""Score an answer to a problem of Reasoning Gym by its task's own rule: a user's verifier that the
-package brings.
+"""Score an answer to a problem of Reasoning Gym by the rule of its task. This is a user's verifier
+that comes with the package.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from megatron_dcpo.judging.answers import extract_boxed
 def score(response: str, *, problem: str, reasoning_gym: dict[str, Any]) -> float:
     """Return the score of the boxed answer, in [0, 1]; 0 without a box."""
     task, index = reasoning_gym["task"], reasoning_gym["index"]
-    entry, answer = _entry(task, index), extract_boxed(response)
+    entry = _entry(task, index)
+    answer = extract_boxed(response)
     if entry["question"] != problem:
         raise ValueError(
-            f"problem {index} of {task} is another one here: not the same release of reasoning-gym"
+            f"problem {index} of {task} differs in the installed release of reasoning-gym; install "
+            "the release that made the data"
         )
-    return (
-        0.0
-        if answer is None
-        else float(dataset_of(task).score_answer(answer.strip(), entry))
-    )
+    if answer is None:
+        return 0.0
+    return float(dataset_of(task).score_answer(answer.strip(), entry))
 
 
 @functools.lru_cache(maxsize=256)  # the responses to one problem come together

@@ -1,8 +1,8 @@
-"""A response becomes a judgement: where its blocks meet, whether its answer is right, which
-confidence it states.
+"""Turn a response into a judgement: the boundary of its blocks, whether its answer is right, and
+the confidence that it states.
 
-One judge for training (sampled token ids) and for evaluation (text: a server's, or a file's of an
-earlier evaluation).
+Training (sampled token ids) and evaluation (text from a server or from the file of an earlier
+evaluation) share this judge.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from megatron_dcpo.judging.thinking import PROMPT_TOKENS, answer_start
 from megatron_dcpo.judging.token_bytes import TokenBytes
 from megatron_dcpo.types import CONFIDENCE_TAG, Judgement, Prompt, Response
 
-# Threads that wait for the judge's processes: a slow response keeps the processes from no other.
-# They live as long as this process: sandboxes that die with their parent die with the thread that
-# began them.
+# Threads that wait for the judge's processes, so that a slow response does not block the others.
+# They live as long as this process, because a sandbox that dies with its parent already dies with
+# the thread that started it.
 JUDGES = ThreadPoolExecutor(max_workers=32, thread_name_prefix="judge")
 
-Verifier = Callable[[Sequence[Attempt]], Sequence[Outcome]]  # the outcomes in order
-Judge = Callable[
-    [Sequence[Response], Mapping[str, Prompt]], Sequence[Judgement]
-]  # the prompts by their id
+# returns the outcomes in the order of the attempts
+Verifier = Callable[[Sequence[Attempt]], Sequence[Outcome]]
+# gets the prompts by their ids
+Judge = Callable[[Sequence[Response], Mapping[str, Prompt]], Sequence[Judgement]]
 
 
 def judge_many(
@@ -42,27 +42,23 @@ def judge_many(
     verifier: Verifier = verify_answers,
     form: AnswerForm = BOXED,
 ) -> list[Judgement]:
-    """Judge responses, each to its prompt in ``prompts`` (by id), side by side where answers need
-    algebra.
+    """Judge responses to their prompts, which ``prompts`` holds by id. Answers that need algebra
+    are judged in parallel.
 
     A response with ``text`` is judged by its text, every other one by its token ids, which needs
     ``tokens`` and ``eos_ids``. The answer is read in the reasoning block only, so that no
-    confidence token can change R, and behind the thinking, where the tokenizer of ``tokens`` has a
+    confidence token can change R, and after the thinking, if the tokenizer of ``tokens`` has a
     token that ends it. A response that closes with an EOS is finished whatever the engine reports.
     """
-    splits = [
-        _split(r, prompts[r.prompt_id], tokens, eos_ids, marker, form)
-        for r in responses
-    ]
+    splits = []
     attempts = []
-    for response, split in zip(responses, splits, strict=True):
-        prompt, reasoning = (
-            prompts[response.prompt_id],
-            split.reasoning.decode(errors="replace"),
-        )
-        attempts.append(
-            Attempt(form.extract(reasoning), prompt.ground_truth, reasoning, prompt.row)
-        )
+    for response in responses:
+        prompt = prompts[response.prompt_id]
+        split = _split(response, prompt, tokens, eos_ids, marker, form)
+        splits.append(split)
+        reasoning = split.reasoning.decode(errors="replace")
+        answer = form.extract(reasoning)
+        attempts.append(Attempt(answer, prompt.ground_truth, reasoning, prompt.row))
     judgements = []
     for response, split, attempt, outcome in zip(
         responses, splits, attempts, verifier(attempts), strict=True
@@ -72,6 +68,7 @@ def judge_many(
         parsed = parse_confidence(
             text, marker=marker, finished=finished, opener=form.opener
         )
+        has_answer = split.start is not None
         judgements.append(
             Judgement(
                 prompt_id=response.prompt_id,
@@ -79,14 +76,9 @@ def judge_many(
                 confidence=parsed.confidence,
                 status=parsed.status,
                 boundary=split.boundary,
-                length=len(
-                    response.logprobs
-                    if response.text is not None
-                    else response.token_ids
-                ),
+                length=_length(response),
                 stated=parsed.stated,
-                answered=split.start is not None
-                and form.opener.encode() in split.reasoning,
+                answered=has_answer and form.opener.encode() in split.reasoning,
                 marker_end=split.marker_end,
                 answer=attempt.answer,
                 category=outcome.category,
@@ -106,8 +98,8 @@ def judge_by_task(
     judges: Mapping[str, Callable[..., Sequence[Judgement]]],
     **options: object,
 ) -> list[Judgement]:
-    """Return the judgements of responses to problems of several sources, in order. Each response is
-    judged by the judge of its task, which gets the ``options`` as well.
+    """Return the judgements of responses to problems of several sources, in order. The judge of its
+    task judges each response and also gets the ``options``.
     """
     of_task: dict[str, list[int]] = {}
     for index, response in enumerate(responses):
@@ -115,26 +107,28 @@ def judge_by_task(
     judged: dict[int, Judgement] = {}
     for task, indices in of_task.items():
         asked = [responses[index] for index in indices]
-        judged.update(
-            zip(indices, judges[task](asked, prompts, **options), strict=True)
-        )
+        judgements = judges[task](asked, prompts, **options)
+        judged.update(zip(indices, judgements, strict=True))
     return [judged[index] for index in range(len(responses))]
 
 
 def with_text(
     response: Response, tokens: TokenBytes, eos_ids: Collection[int]
 ) -> Response:
-    """Return the same response with its ``text``: byte by byte, without its end token; other
-    special tokens stay.
+    """Return a copy of the response with its ``text``, decoded byte by byte without the end token;
+    other special tokens stay.
 
-    ``finish_reason`` becomes ``stop`` where an EOS closes the response, so that the text is judged
-    as the ids are.
+    ``finish_reason`` becomes ``stop`` if an EOS closes the response, so that the text is judged as
+    the ids are.
     """
     ids = response.token_ids
     ended = len(ids) > 0 and int(ids[-1]) in eos_ids
     pieces = tokens.pieces(ids[: len(ids) - ended])
     text = b"".join(pieces).decode(errors="replace")
-    ends = ends_of_tokens([*map(len, pieces), *[1] * ended], text)
+    lengths = [len(piece) for piece in pieces]
+    if ended:
+        lengths.append(1)
+    ends = ends_of_tokens(lengths, text)
     return replace(
         response,
         text=text,
@@ -151,19 +145,18 @@ def _split(
     marker: str,
     form: AnswerForm,
 ) -> Split:
-    tags = tokens.thinking if tokens else None
-    before = (
-        b"".join(tokens.pieces(prompt.token_ids[-PROMPT_TOKENS:]))
-        if tokens and tags
-        else b""
-    )
+    tags = None
+    before = b""
+    if tokens:
+        tags = tokens.thinking
+        if tags:
+            before = b"".join(tokens.pieces(prompt.token_ids[-PROMPT_TOKENS:]))
     find_start = partial(answer_start, tags=tags, prompt=before)
     if response.text is not None:
         return split_text(response.text, marker, form, response.token_ends, find_start)
     if tokens is None:
         raise ValueError(
-            f"response to prompt {response.prompt_id!r}: token ids are judged with a vocabulary "
-            "only"
+            f"response to prompt {response.prompt_id!r}: judging token ids needs a vocabulary"
         )
     return split_blocks(response.token_ids, tokens, eos_ids, marker, form, find_start)
 
@@ -172,8 +165,12 @@ def _characters(response: Response, split: Split) -> int:
     """Return the length of the thinking in the response's text."""
     if split.start == 0:
         return 0
-    return len(
-        split.content[: split.start].decode(
-            errors="replace" if response.text is None else "surrogatepass"
-        )
-    )
+    errors = "replace" if response.text is None else "surrogatepass"
+    return len(split.content[: split.start].decode(errors=errors))
+
+
+def _length(response: Response) -> int:
+    """Return the number of tokens of a response."""
+    if response.text is not None:
+        return len(response.logprobs)
+    return len(response.token_ids)

@@ -1,16 +1,16 @@
-"""Judge in processes with hard limits of time and memory: neither a hanging sympy nor a user's
-function stops a run.
+"""Judge in processes with hard limits on time and memory, so that neither a hanging sympy nor a
+user's function stops a run.
 
-What needs no process is decided here at once (``PoolWork.quick``). The rest is cached where it may
-be and judged by workers, which are started when the first such pair comes, one more for every
-``PoolWork.pairs_per_worker`` that wait. One thread serves the workers while there is a pair to
-judge; callers in any thread wait for their own pairs only. A worker that overruns its wall time or
-dies is replaced; its pair is lost (``PoolWork.lost``). Memory is bounded: ``PoolWork.memory_bytes``
-for each worker, and for the verdicts kept here ``CACHE_SIZE`` pairs of ``CACHE_CHARACTERS``
-characters together.
+Pairs that need no process are decided here at once (``PoolWork.quick``). The others go to workers,
+and their verdicts are cached if ``PoolWork.remember`` allows it. The first such pair starts a
+worker, and every ``PoolWork.pairs_per_worker`` waiting pairs start another. One thread serves the
+workers while there is a pair to judge; callers in any thread wait only for the pairs that they have
+passed. A worker that overruns its wall time or dies is replaced, and its pair is lost
+(``PoolWork.lost``). Memory is bounded: ``PoolWork.memory_bytes`` for each worker, and for the
+verdicts kept here ``CACHE_SIZE`` pairs of ``CACHE_CHARACTERS`` characters together.
 
-The workers are plain subprocesses: they inherit no torch threads, no gloo sockets and no lock of
-the trainer, and need no ``__main__`` guard in a user's script.
+The workers are plain subprocesses: they inherit no torch threads, gloo sockets or locks of the
+trainer, and need no ``__main__`` guard in a user's script.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import json
+import math
 import os
 import selectors
 import signal
@@ -36,28 +37,28 @@ from typing import Any
 from megatron_dcpo.runtime import cores_per_rank
 
 CACHE_SIZE = 200_000
-CACHE_CHARACTERS = (
-    20_000_000  # a model that writes long answers must not fill the trainer's memory
-)
-_START_SECONDS = (
-    120.0  # imports on a machine that is busy; no pair is waiting in the worker yet
-)
-_GRACE_SECONDS = (
-    1.0  # the worker ends itself at the wall time; the parent only has to notice
-)
+# a model that writes long answers must not fill the trainer's memory
+CACHE_CHARACTERS = 20_000_000
+# for the imports, on a busy machine; no pair is waiting in the worker yet
+_START_SECONDS = 120.0
+# a worker ends itself at its wall time, and the parent only has to notice
+_GRACE_SECONDS = 1.0
 
-Pair = tuple[str, ...]  # what is judged: an answer and its key, or one JSON text
+Pair = tuple[str, ...]  # to be judged: an answer and its key, or one JSON text
 
 
 @dataclass(frozen=True)
 class PoolWork:
-    """What the workers of a pool do. ``load``: import path of a function that a worker calls once,
-    with ``arguments``; what it returns is called with each pair, and its verdict travels as JSON.
+    """The work of a pool's workers.
 
-    ``lost(why)``: the verdict on a pair that ran out of time, raised, or ended its worker.
-    ``quick``: the verdict on a pair that needs no worker, else None. ``remember``: equal pairs have
-    equal verdicts. ``beyond_imports``: ``memory_bytes`` do not count what imports take.
-    ``hash_seed``: Python's, of sets and dictionaries ("": another one in each worker).
+    A worker calls the function with the import path ``load`` once, with ``arguments``. The function
+    that this returns is called with each pair, and its verdict travels as JSON.
+
+    ``lost(why)`` returns the verdict on a pair that ran out of time, raised, or ended its worker.
+    ``quick(pair)`` returns the verdict on a pair that needs no worker, or else None. ``remember``
+    says that equal pairs have equal verdicts. With ``beyond_imports``, ``memory_bytes`` do not
+    include what the imports take. ``hash_seed`` is PYTHONHASHSEED; if it is empty, each worker
+    draws its own.
     """
 
     load: str
@@ -75,7 +76,7 @@ class PoolWork:
 
 @dataclass
 class Worker:
-    """A process, the pair it is at (None: idle, or not ready yet), and until when it may be."""
+    """A process, its current pair (None if it is idle or not ready yet), and its deadline."""
 
     process: subprocess.Popen[bytes]
     deadline: float
@@ -86,7 +87,7 @@ class Worker:
 
 @dataclass
 class PoolStatistics:
-    """What happened to the pairs since the pool was made."""
+    """Counts of what happened to the pairs since the pool was made."""
 
     quick: int = 0
     cached: int = 0
@@ -99,25 +100,24 @@ class WorkerPool:
     """Judges pairs in workers. Thread-safe; a forked child starts its own workers."""
 
     def __init__(self, work: PoolWork, workers: int | None = None) -> None:
-        self.work, self.max_workers = work, workers or cores_per_rank()
+        self.work = work
+        self.max_workers = workers or cores_per_rank()
         self._reset()
         atexit.register(self.close)
 
     def _reset(self) -> None:
-        """Begin an empty pool of this process."""
+        """Start with an empty pool in this process."""
         self.statistics = PoolStatistics()
         self._workers: list[Worker] = []
         self._cache: OrderedDict[Pair, Any] = OrderedDict()
         self._cached_characters = 0
         self._died_on: set[Pair] = set()
         self._waiting: deque[Pair] = deque()
-        self._asked: dict[
-            Pair, Future[Any]
-        ] = {}  # the pairs that wait and those that workers are at
+        # the pairs that wait and those that workers are judging
+        self._asked: dict[Pair, Future[Any]] = {}
         self._thread: threading.Thread | None = None
-        self._wake_reader, self._wake_writer = (
-            socket.socketpair()
-        )  # new pairs wake the thread
+        # new pairs wake the thread
+        self._wake_reader, self._wake_writer = socket.socketpair()
         self._wake_writer.setblocking(False)
         self._closed = False
         self._lock = threading.Lock()
@@ -125,29 +125,28 @@ class WorkerPool:
 
     def verify(self, pairs: Sequence[Pair]) -> list[Any]:
         """Return the verdicts in the order of ``pairs``. Never raises on their content."""
-        if (
-            self._owner != os.getpid()
-        ):  # the workers, the thread and the lock are the parent's
-            self._reset()
+        if self._owner != os.getpid():
+            self._reset()  # the workers, the thread and the lock belong to the parent
         quick = {pair: self.work.quick(pair) for pair in dict.fromkeys(pairs)}
+        pending: dict[Pair, Any] = {}
         with self._lock:
-            verdicts = {
-                pair: self._ask(pair) if verdict is None else verdict
-                for pair, verdict in quick.items()
-            }
-            self.statistics.quick += sum(
-                verdict is not None for verdict in quick.values()
-            )
+            for pair, verdict in quick.items():
+                if verdict is None:
+                    pending[pair] = self._ask(pair)
+                else:
+                    pending[pair] = verdict
+                    self.statistics.quick += 1
             if self._waiting:
                 self._wake()
-        found = {
-            pair: one.result() if isinstance(one, Future) else one
-            for pair, one in verdicts.items()
-        }
-        return [found[pair] for pair in pairs]
+        verdicts: dict[Pair, Any] = {}
+        for pair, verdict in pending.items():
+            if isinstance(verdict, Future):
+                verdict = verdict.result()
+            verdicts[pair] = verdict
+        return [verdicts[pair] for pair in pairs]
 
     def close(self) -> None:
-        """End the workers; pairs that still wait are cancelled. The pool can be used again
+        """End the workers and cancel the pairs that still wait. The pool can be used again
         afterwards.
         """
         if self._owner != os.getpid():
@@ -165,7 +164,7 @@ class WorkerPool:
         self._forget(None)
 
     def _ask(self, pair: Pair) -> object | Future[object]:
-        """Return the verdict on a pair that needs a worker, now or later."""
+        """Return the verdict on a pair that needs a worker, or a future that will hold it."""
         if pair in self._cache:
             self.statistics.cached += 1
             self._cache.move_to_end(pair)
@@ -181,14 +180,13 @@ class WorkerPool:
                 target=self._serve, name="verifier", daemon=True
             )
             self._thread.start()
-        with contextlib.suppress(
-            BlockingIOError
-        ):  # it has not heard the ones before yet
+        # the socket is full if the thread has not read the earlier calls yet
+        with contextlib.suppress(BlockingIOError):
             self._wake_writer.send(b"!")
 
     def _serve(self) -> None:
-        """Run the thread, which lives while there is something to judge. An error of the
-        installation goes to all who wait.
+        """Judge while there are pairs, as the thread of the pool. An error of the installation is
+        raised in all callers that wait.
         """
         try:
             self._judge()
@@ -214,7 +212,7 @@ class WorkerPool:
                 self._waiting or any(worker.pair for worker in self._workers)
             ):
                 return True
-            self._thread = None  # the next pair gets a thread of its own
+            self._thread = None  # the next pair starts a new thread
             return False
 
     def _judge(self) -> None:
@@ -231,19 +229,18 @@ class WorkerPool:
                         self._wake_reader.recv(4096)
                     else:
                         self._on_readable(event.data, selector)
-                for worker in [
-                    w for w in self._workers if w.deadline < time.monotonic()
-                ]:
+                now = time.monotonic()
+                for worker in [w for w in self._workers if w.deadline < now]:
                     self._retire(worker, selector)
 
     def _fill(self, selector: selectors.BaseSelector) -> None:
-        """Give every idle worker a pair; start workers while there is much to do."""
+        """Give every idle worker a pair, and start more workers if many pairs wait."""
         waiting = self._waiting
         for worker in list(self._workers):
             if worker.ready and worker.pair is None and waiting:
                 self._send(worker, waiting.popleft())
         about_to_be_ready = sum(worker.pair is None for worker in self._workers)
-        wanted = -(-len(waiting) // self.work.pairs_per_worker)
+        wanted = math.ceil(len(waiting) / self.work.pairs_per_worker)
         more = max(0, wanted - about_to_be_ready)
         target = min(self.max_workers, len(self._workers) + more)
         while waiting and len(self._workers) < max(1, target):
@@ -274,7 +271,7 @@ class WorkerPool:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             env=environment,
-            start_new_session=True,  # processes that it forks end with it
+            start_new_session=True,  # so that the processes it forks end with it
         )
         return Worker(process, time.monotonic() + _START_SECONDS)
 
@@ -282,10 +279,9 @@ class WorkerPool:
         worker.pair = pair
         worker.deadline = time.monotonic() + self.work.wall_seconds + _GRACE_SECONDS
         assert worker.process.stdin is not None
-        line = (
-            json.dumps(pair).encode() + b"\n"
-        )  # ASCII: lone surrogates survive escaped
-        # a worker whose stdin is closed is seen to have ended by its stdout
+        # ASCII, in which lone surrogates survive as escapes
+        line = json.dumps(pair).encode() + b"\n"
+        # that a worker has ended shows in its stdout
         with contextlib.suppress(BrokenPipeError):
             worker.process.stdin.write(line)
             worker.process.stdin.flush()
@@ -312,15 +308,16 @@ class WorkerPool:
                     verdict = json.loads(word)
                 pair = worker.pair
                 worker.pair = None
-                if last:  # it has used up its memory
+                if last:  # the worker holds too much memory for another pair
                     self._retire(worker, selector)
                 self._record(pair, verdict)
                 if last:
                     return
 
     def _retire(self, worker: Worker, selector: selectors.BaseSelector) -> None:
-        """Give up a worker that is late or gone. Its pair is lost, at the latest when a second
-        worker dies on it; one that never became ready is an error of the installation.
+        """Give up a worker that is late or gone. Its pair is lost, unless the worker died in time
+        and the pair has not ended another one before. A worker that never became ready is an error
+        of the installation.
         """
         selector.unregister(worker.process.stdout)  # type: ignore[arg-type]
         self._workers.remove(worker)
@@ -329,28 +326,30 @@ class WorkerPool:
             raise RuntimeError(
                 f"a verifier process did not start (exit status {worker.process.returncode}); try: "
                 f"{sys.executable} -m megatron_dcpo.judging.worker --cpu 1 --wall 1 --memory "
-                f"{self.work.memory_bytes} "
-                f"--parent {os.getpid()} {' '.join([self.work.load, *self.work.arguments])}"
+                f"{self.work.memory_bytes} --parent {os.getpid()} "
+                f"{' '.join([self.work.load, *self.work.arguments])}"
             )
         self.statistics.replaced += 1
         if worker.pair is None:
             return
         in_time = time.monotonic() < worker.deadline - _GRACE_SECONDS
-        if (
-            in_time and worker.pair not in self._died_on
-        ):  # it may have been killed from outside
+        if in_time and worker.pair not in self._died_on:
+            # it may have been killed from outside
             self._died_on.add(worker.pair)
             self._waiting.appendleft(worker.pair)
             return
-        self.statistics.late += not in_time
-        self._record(
-            worker.pair, self._lost("late" if not in_time else "its process ended")
-        )
+        if in_time:
+            verdict = self._lost("its process ended")
+        else:
+            self.statistics.late += 1
+            verdict = self._lost("late")
+        self._record(worker.pair, verdict)
 
-    def _lost(self, word: str) -> object:
-        return self.work.lost(
-            f"no verdict in {self.work.wall_seconds:g} s" if word == "late" else word
-        )
+    def _lost(self, why: str) -> object:
+        """Return the verdict on a lost pair."""
+        if why == "late":
+            why = f"no verdict in {self.work.wall_seconds:g} s"
+        return self.work.lost(why)
 
     def _record(self, pair: Pair, verdict: object) -> None:
         self.statistics.judged += 1
@@ -369,8 +368,10 @@ class WorkerPool:
         asked.set_result(verdict)
 
     def _alive(self, worker: Worker) -> bool:
-        """Return the workers that live. Some may have been killed meanwhile, by the kernel for
-        instance; those of a thread that failed still owe an answer that nobody waits for.
+        """Return whether a worker is alive and idle, and end it otherwise.
+
+        It may have been killed in the meantime, for instance by the kernel, or still owe a thread
+        that failed an answer that nobody waits for.
         """
         if worker.process.poll() is None and worker.pair is None:
             return True

@@ -1,4 +1,4 @@
-"""R for programs: the program of a response against the tests of its problem, in the sandbox."""
+"""R for programs: run the program of a response on the tests of its problem, in the sandbox."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from megatron_dcpo.judging.answers import Attempt, Outcome
 from megatron_dcpo.runtime import cores_per_rank
 from megatron_dcpo.sandbox.judge import CodeLimits, CodePool
 
-KEPT = 32  # problems whose tests stay unpacked: the responses to one finish at different times
-PackedTests = Mapping[
-    str, bytes
-]  # by their key, which is the ground truth of a programming problem
+# problems whose tests stay unpacked, because the responses to one problem finish at various times
+KEPT = 32
+# by their key, which is the ground truth of a programming problem
+PackedTests = Mapping[str, bytes]
 
 
 class ProgramVerifier:
     """The verifier (``judge.Verifier``) of programming problems whose packed tests are ``tests``.
 
     All batches share the same warm sandboxes, which start with the first program and end with the
-    process. Raises :class:`UserError` at once where no sandbox works, and when called with a ground
+    process. Raises :class:`UserError` at once if no sandbox works, and when called with a ground
     truth that is not the key of tests.
     """
 
@@ -52,11 +52,12 @@ class ProgramVerifier:
                     f"no tests for {attempt.truth!r}: the data of a code run must be programming "
                     "problems"
                 )
-        verdicts = [
-            self.pool.submit(a.answer, self._unpacked(a.truth), where=a.truth)
-            for a in attempts
-        ]
-        return [
-            Outcome(verdict.correct == 1, verdict.category)
-            for verdict in (v.result() for v in verdicts)
-        ]
+        pending = []
+        for attempt in attempts:
+            tests = self._unpacked(attempt.truth)
+            pending.append(self.pool.submit(attempt.answer, tests, where=attempt.truth))
+        outcomes = []
+        for future in pending:
+            verdict = future.result()
+            outcomes.append(Outcome(verdict.correct == 1, verdict.category))
+        return outcomes

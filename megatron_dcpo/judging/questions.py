@@ -1,12 +1,12 @@
-r"""Is the boxed answer to a question right? ``exact``, ``f1``, ``choice``; and does it say that it
-is not known?
+r"""Decide whether the boxed answer to a question is right, and whether it is an abstention.
 
-``exact``   one of the accepted texts, as SQuAD compares them (:func:`normalize`) ``f1``      the
-largest F1 of the words against any accepted text; right from ``judging.threshold`` on ``choice``
-the letter of the right option, or its text
+- ``exact`` asks for one of the accepted texts, compared as in SQuAD (:func:`normalize`);
+- ``f1`` takes the largest F1 of the words against any accepted text, which is right from
+  ``judging.threshold`` on;
+- ``choice`` asks for the letter of the right option, or its text.
 
-What is accepted is the row's ``answer`` where that is a list or TriviaQA's object
-(``data.questions.accepted_texts``), else the ground truth. No box is wrong.
+The accepted texts are those of the row's ``answer`` if that is a list or TriviaQA's object
+(``data.questions.accepted_texts``), or else the ground truth. A response without a box is wrong.
 """
 
 from __future__ import annotations
@@ -23,13 +23,20 @@ from megatron_dcpo.errors import UserError
 from megatron_dcpo.judging.answers import Attempt, Outcome
 
 ABSTENTIONS = frozenset(
-    f"{who}{what}"
-    for who, whats in {
-        "": ("dont know", "do not know", "idk", "unknown", "not sure", "unsure"),
-        "i ": ("dont know", "do not know", "am not sure", "am unsure"),
-        "im ": ("not sure", "unsure"),
-    }.items()
-    for what in whats
+    {
+        "dont know",
+        "do not know",
+        "idk",
+        "unknown",
+        "not sure",
+        "unsure",
+        "i dont know",
+        "i do not know",
+        "i am not sure",
+        "i am unsure",
+        "im not sure",
+        "im unsure",
+    }
 )
 _LONGEST_ABSTENTION = 80  # characters
 _TEX_TEXT = re.compile(
@@ -42,94 +49,87 @@ _LETTER_AND_TEXT = re.compile(r"\(?([A-Za-z])[.:)]+\s*(\S.*)", re.DOTALL)
 
 def normalize(text: str) -> str:
     """Return the text as SQuAD, HotpotQA and TriviaQA compare it: lower case, without punctuation,
-    articles and repeated white space; TeX's text commands give their content.
+    articles and repeated white space. TeX's text commands are replaced with their content.
     """
     plain = _TEX_TEXT.sub(r"\1", text).replace("~", " ").lower().translate(_PUNCTUATION)
-    return (
-        " ".join(word for word in plain.split() if word not in ("a", "an", "the"))
-        or text.strip().lower()
-    )
+    words = [word for word in plain.split() if word not in ("a", "an", "the")]
+    return " ".join(words) or text.strip().lower()
 
 
 def f1(answer: str, truth: str) -> float:
-    """Return the harmonic mean of precision and recall of the normalized words, as SQuAD counts
-    them; yes and no, as HotpotQA has it, are right or wrong.
+    """Return the harmonic mean of precision and recall of the normalized words, as in SQuAD. As in
+    HotpotQA, yes and no score 0 or 1, nothing in between.
     """
-    given, wanted = normalize(answer).split(), normalize(truth).split()
+    given = normalize(answer).split()
+    wanted = normalize(truth).split()
     if given != wanted and (given in _NO_PARTS or wanted in _NO_PARTS):
         return 0.0
     common = sum((Counter(given) & Counter(wanted)).values())
-    return 2 * common / (len(given) + len(wanted)) if common else 0.0
+    if not common:
+        return 0.0
+    return 2 * common / (len(given) + len(wanted))
 
 
 _NO_PARTS = (["yes"], ["no"], ["noanswer"])
 
 
 def chosen_letter(answer: str, options: Sequence[str]) -> str | None:
-    """Return the letter of the option that an answer names: by its letter, by its text, or by both;
-    None where it names none, or the two differ. ``options`` may be empty: then any letter counts.
+    """Return the letter of the option that an answer names by its letter, by its text, or by both.
+
+    None if it names no option, or if letter and text differ. Without ``options`` any letter counts.
     """
     answer = _option_text(answer)
-    letter = _LETTER.fullmatch(answer)
-    if letter and (
-        not options or letter[1].upper() in string.ascii_uppercase[: len(options)]
-    ):
-        return letter[1].upper()
+    match = _LETTER.fullmatch(answer)
+    if match:
+        letter = match[1].upper()
+        if not options or letter in string.ascii_uppercase[: len(options)]:
+            return letter
     texts = [_option_text(option) for option in options]
     both = _LETTER_AND_TEXT.fullmatch(answer)
-    if (
-        both
-        and (place := letter_index(both[1].upper())) is not None
-        and texts[place : place + 1] == [both[2]]
-    ):
-        return both[1].upper()
-    return (
-        string.ascii_uppercase[texts.index(answer)]
-        if texts.count(answer) == 1
-        else None
-    )
+    if both:
+        letter = both[1].upper()
+        position = letter_index(letter)
+        if position is not None and texts[position : position + 1] == [both[2]]:
+            return letter
+    if texts.count(answer) != 1:
+        return None
+    return string.ascii_uppercase[texts.index(answer)]
 
 
 def _option_text(text: str) -> str:
-    """Return the text of an option without what TeX adds; punctuation stays: -5 and 5 may both be
-    options.
+    """Return the text of an option without TeX markup. Punctuation stays, since -5 and 5 may both
+    be options.
     """
-    return " ".join(
-        _TEX_TEXT.sub(r"\1", text).strip().strip("$").lower().split()
-    ).removesuffix(".")
+    plain = _TEX_TEXT.sub(r"\1", text).strip().strip("$").lower()
+    return " ".join(plain.split()).removesuffix(".")
 
 
 def is_abstention(answer: str | None) -> bool:
     """Return whether the content of a box says that the answer is not known."""
-    return (
-        answer is not None
-        and len(answer) <= _LONGEST_ABSTENTION
-        and normalize(answer) in ABSTENTIONS
-    )
+    if answer is None or len(answer) > _LONGEST_ABSTENTION:
+        return False
+    return normalize(answer) in ABSTENTIONS
 
 
 def same_answer(a: str, b: str) -> bool:
     """Return whether two answers to one question are the same text, or the same letter."""
-    return normalize(a) == normalize(b) or (chosen_letter(a, ()) or a) == (
-        chosen_letter(b, ()) or b
-    )
+    if normalize(a) == normalize(b):
+        return True
+    return (chosen_letter(a, ()) or a) == (chosen_letter(b, ()) or b)
 
 
 # ---------------------------------------------------------------------------------------- verifiers
 
 
 def _score_exact(attempt: Attempt, answer: str) -> float:
+    accepted = _accepted(attempt.truth, attempt.row)
     given = normalize(answer)
-    return float(
-        any(given == normalize(text) for text in _accepted(attempt.truth, attempt.row))
-    )
+    return float(any(given == normalize(text) for text in accepted))
 
 
 def _score_f1(attempt: Attempt, answer: str) -> float:
-    return max(
-        (f1(answer, text) for text in _accepted(attempt.truth, attempt.row)),
-        default=0.0,
-    )
+    accepted = _accepted(attempt.truth, attempt.row)
+    return max((f1(answer, text) for text in accepted), default=0.0)
 
 
 def _score_choice(attempt: Attempt, answer: str) -> float:
@@ -148,34 +148,32 @@ SCORES: Mapping[str, Callable[[Attempt, str], float]] = {
 def question_verifier(
     name: str, options: JudgingConfig
 ) -> Callable[[Sequence[Attempt]], list[Outcome]]:
-    """Return the verifier (``judge.Verifier``) of a name in :data:`SCORES`."""
+    """Return the verifier (``judge.Verifier``) of a ``name`` in :data:`SCORES`."""
     threshold = options.threshold if name == "f1" else 1.0
 
     def verify(attempts: Sequence[Attempt]) -> list[Outcome]:
         outcomes = []
         for attempt in attempts:
-            score = (
-                0.0 if attempt.answer is None else SCORES[name](attempt, attempt.answer)
-            )
-            graded = score if options.graded and name == "f1" else None
-            outcomes.append(
-                Outcome(
-                    score >= threshold,
-                    None,
-                    graded,
-                    {"score": score} if name == "f1" else None,
-                )
-            )
+            score = 0.0
+            if attempt.answer is not None:
+                score = SCORES[name](attempt, attempt.answer)
+            outcome = Outcome(score >= threshold)
+            if name == "f1":
+                graded = score if options.graded else None
+                outcome = outcome._replace(score=graded, logged={"score": score})
+            outcomes.append(outcome)
         return outcomes
 
     return verify
 
 
 def check_questions(name: str, problems: Iterable[Any], source: str) -> None:
-    """Raise :class:`UserError` for the first of the problems (records or prompts) that the verifier
-    ``name`` cannot judge: without an accepted text, or without a letter.
+    """Raise :class:`UserError` for the first problem (a record or a prompt) that the verifier
+    ``name`` cannot judge, because it has no accepted text or no letter.
     """
-    for problem in problems if name in SCORES else ():
+    if name not in SCORES:
+        return
+    for problem in problems:
         truth = str(
             getattr(problem, "ground_truth", None) or getattr(problem, "answer", "")
         )
@@ -194,4 +192,6 @@ def check_questions(name: str, problems: Iterable[Any], source: str) -> None:
 
 def _accepted(truth: str, row: Mapping[str, Any] | None) -> list[str]:
     answer = (row or {}).get("answer")
-    return accepted_texts(answer if isinstance(answer, list | Mapping) else truth)
+    if isinstance(answer, list | Mapping):
+        return accepted_texts(answer)
+    return accepted_texts(truth)

@@ -1,4 +1,4 @@
-"""Which verifier a name stands for, and how the answers that it judges are marked."""
+"""Find the verifier of a name, and the form of the answers that it judges."""
 
 from __future__ import annotations
 
@@ -20,40 +20,45 @@ FindVerifier = Callable[[str], tuple[Verifier, AnswerForm]]
 
 
 def is_users(name: str) -> bool:
-    """Return whether a verifier is the user's own, which reads the columns of the row."""
+    """Return whether a verifier is the user's. Such a verifier reads the columns of the row."""
     return name not in BUILT_IN
 
 
 def reads_rows(name: str) -> bool:
-    """Return whether a verifier reads the columns of the row: a user's own, or one of questions."""
+    """Return whether a verifier reads the columns of the row: a user's, or one for questions."""
     return name in QUESTIONS or is_users(name)
 
 
 def verifier_for(form: str, named: str, registered: bool = False) -> str:
-    """Return the verifier of problems whose answer is of a ``form`` (``data.prompts.ASKS``), where
-    the user ``named`` one; a verifier of questions is not for the mathematics of a ``registered``
-    benchmark.
+    """Return the verifier for problems whose answers have a ``form`` (``data.prompts.ASKS``), given
+    the one that the user ``named``. A verifier of questions does not apply to the mathematics of a
+    ``registered`` benchmark.
     """
     if is_users(named):
         return named
-    if form in ("choice", "short"):
-        return "choice" if form == "choice" else "f1" if named == "f1" else "exact"
-    return "math" if registered and named in QUESTIONS else named
+    if form == "choice":
+        return "choice"
+    if form == "short":
+        return "f1" if named == "f1" else "exact"
+    if registered and named in QUESTIONS:
+        return "math"
+    return named
 
 
 def check_verifier(name: str) -> None:
-    """Raise :class:`UserError` where the user's function is not there, or has another signature.
-    Asks no server.
+    """Raise :class:`UserError` if the user's function does not exist or has an unknown signature.
+    Servers are not asked.
     """
     if is_users(name) and "://" not in name:
         load_function(name)
 
 
 def verifiers(options: JudgingConfig, tests: PackedTests) -> FindVerifier:
-    """Return what gives the verifier of a name, each built once; ``tests``: of programs, by their
-    key.
+    """Return a function that finds the verifier of a name and builds each once. ``tests`` are those
+    of programs, by their keys.
 
-    It raises :class:`UserError` where there is none, or where programs cannot be run safely here.
+    The function raises :class:`UserError` if there is no such verifier, or if programs cannot be
+    run safely on this machine.
     """
 
     @functools.cache

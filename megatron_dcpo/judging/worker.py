@@ -1,12 +1,12 @@
 """One worker process: a JSON list per line on stdin, a verdict as JSON per line on stdout. Started
 by ``pool.py``, never by hand.
 
-It imports what its work names and nothing else of weight. Three limits bound every pair: processor
-time (``--cpu``, an exception that sympy cannot swallow for ever, so that a busy machine does not
-change verdicts), wall time (``--wall``, a watchdog that ends the process even inside a big-integer
-operation), and memory (``--memory``, bytes of address space; a worker that holds half of it after a
-pair says so and ends, so that no pair is judged in what others have left over). It ends when its
-parent does.
+It imports only what its work needs. Three limits bound every pair: processor time (``--cpu``, an
+exception that sympy cannot swallow forever; a busy machine does not change verdicts), wall time
+(``--wall``, a watchdog that ends the process even inside a big-integer operation), and memory
+(``--memory``, bytes of address space). A worker that holds half of that memory after a pair says so
+and ends, so that no pair depends on the memory that earlier ones have left. The worker ends when
+its parent does.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import IO
 
 
 class OutOfTime(BaseException):
-    """No ``Exception``: neither sympy nor math-verify catches it in passing."""
+    """Not an ``Exception``, so that neither sympy nor math-verify catches it in passing."""
 
 
 def main() -> None:
@@ -38,7 +38,7 @@ def main() -> None:
         "--wall",
         type=float,
         required=True,
-        help="seconds per pair until the process ends",
+        help="wall-clock seconds per pair until the process ends",
     )
     parser.add_argument(
         "--memory", type=int, required=True, help="bytes of address space"
@@ -46,23 +46,21 @@ def main() -> None:
     parser.add_argument(
         "--beyond-imports",
         action="store_true",
-        help="--memory does not count what imports take",
+        help="--memory does not include what the imports take",
     )
     parser.add_argument("--parent", type=int, required=True)
-    parser.add_argument("load", help="module:function of what judges")
+    parser.add_argument("load", help="module:function that returns the judge")
     parser.add_argument("arguments", nargs="*")
     limits = parser.parse_args()
-    # whatever a library prints must not be read as a verdict, and no pair be read by a user's
-    # function
-    pairs, answers = (
-        os.fdopen(os.dup(0), encoding="utf-8"),
-        os.fdopen(os.dup(1), "w", encoding="utf-8"),
-    )
+    # Nothing that a library prints may be taken for a verdict, and a user's function must not read
+    # the pairs.
+    pairs = os.fdopen(os.dup(0), encoding="utf-8")
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
     threading.Thread(target=_end_with, args=(limits.parent,), daemon=True).start()
     signal.signal(signal.SIGPROF, _out_of_time)
-    for stop in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # the parent's affair
+    for stop in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # for the parent only
         signal.signal(stop, signal.SIG_IGN)
 
     module, _, name = limits.load.partition(":")
@@ -76,9 +74,7 @@ def main() -> None:
         faulthandler.dump_traceback_later(limits.wall, exit=True, file=nowhere)
         word = _judged(judge, json.loads(line), limits.cpu)
         faulthandler.cancel_dump_traceback_later()
-        if (
-            os.getpid() != process
-        ):  # the judge has forked, and its child came back as well
+        if os.getpid() != process:  # a child that the judge has forked
             os._exit(0)
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:
@@ -90,11 +86,11 @@ def main() -> None:
 
 
 def _judged(judge: Callable[..., object], pair: list[str], cpu_seconds: float) -> str:
-    """Return the verdict as JSON, ``late``, or ``raised``: sampled text makes sympy and the LaTeX
-    grammar raise nearly anything.
+    """Return the verdict as JSON, ``late``, or ``raised``, since sampled text makes sympy and the
+    LaTeX grammar raise almost anything.
     """
     try:
-        # Repeated: a bare ``except`` somewhere in between may swallow the first one.
+        # The signal repeats, because a bare ``except`` on the way may swallow the first one.
         signal.setitimer(signal.ITIMER_PROF, cpu_seconds, 0.2)
         try:
             return json.dumps(judge(*pair))
@@ -123,12 +119,12 @@ def _say(stream: IO[str], word: str) -> None:
 
 
 def _end_with(parent: int) -> None:
-    """End with the parent: killed, it closes no pipe that a sibling has inherited, but its process
-    id is gone.
+    """End with the parent. A killed parent leaves open the pipes that a sibling has inherited, so
+    its process id is watched instead.
     """
     while os.getppid() == parent:
         time.sleep(1.0)
-    if os.getpgrp() == os.getpid():  # with all that it has forked
+    if os.getpgrp() == os.getpid():  # with all processes that it has forked
         os.killpg(0, signal.SIGKILL)
     os._exit(0)
 

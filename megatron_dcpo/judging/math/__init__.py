@@ -1,3 +1,3 @@
-"""Is an answer of mathematics right? ``verifier.py`` asks ``pool.py``, whose processes run
+"""Decide whether a mathematical answer is right: ``pool.py`` starts the processes, which run
 ``equivalence.py``.
 """

@@ -1,14 +1,13 @@
-r"""Answers whose shape decides before their value does: numerals with a base, ratios, brackets,
-units, plain numbers.
+r"""Recognize answers whose form matters before their value does: numerals with a base, ratios,
+brackets, units, plain numbers.
 
-math-verify reads ``120_5`` as ``120``, a ratio of three as its first two parts, ``(1, 2)`` as ``{1,
-2}`` and drops units. Here these shapes are told apart, by rules that would rather reject:
+math-verify reads ``120_5`` as ``120``, a ratio of three as its first two parts, ``(1, 2)`` as
+``{1, 2}``, and drops units. Here these forms are told apart, by rules that reject in case of doubt:
 
-- a numeral with a base equals the same digits with the same base; ``_{10}`` is not a mark.
-``120_5`` is not ``120`` and
-  not ``35``: which base was asked for is part of the question;
-- ratios are equal when they are proportional, ``3:4 = 6:8 = 3/4``; two clock times (``2:30``) must
-be the same time;
+- a numeral with a base equals the same digits with the same base; ``_{10}`` changes nothing.
+  ``120_5`` is neither ``120`` nor ``35``, because the base is part of the question;
+- ratios are equal if they are proportional, ``3:4 = 6:8 = 3/4``; two clock times (``2:30``) must be
+  the same time;
 - a set in braces is not a tuple, a point or an interval;
 - two different known units of the same kind (``cm``, ``m``) differ; a missing unit is forgiven.
 """
@@ -21,8 +20,8 @@ from typing import NamedTuple
 
 _NUMERAL = re.compile(r"\(?\s*([0-9A-F]+)\s*\)?\s*_\s*(?:\{\s*(.+?)\s*\}|([0-9]))")
 _BASES = (
-    "two three four five six seven eight nine ten eleven twelve thirteen "
-    "fourteen fifteen sixteen"
+    "two three four five six seven eight nine ten eleven twelve thirteen fourteen "
+    "fifteen sixteen"
 )
 _BASE_NAMES = {name: base for base, name in enumerate(_BASES.split(), start=2)}
 _RATIO_MARK = re.compile(
@@ -46,25 +45,57 @@ _TRAILING_UNIT = re.compile(
     r"]|~|\s)*(?:\\(?:text|mathrm|mbox|textrm|rm)\s*\{\s*([^{}]*?)\s*\}|([A-Za-z][A-Za-z .]*))"
     r"\s*(?:\^\s*\{?\s*([23])\s*\}?)?$"
 )
-# Spelling -> (kind, unit). Only units that answers are commonly given in; an unknown unit makes no
-# answer wrong.
-_UNITS: dict[str, tuple[str, str]] = {
-    spelling: (kind, names.split()[0])
-    for kind, row in {
-        "length": "mm millimeter millimeters|cm centimeter centimeters centimetres|m meter meters "
-        "metre metres"
-        "|km kilometer kilometers kilometres|in inch inches|ft foot feet|yd yard yards|mi mile "
-        "miles",
-        "mass": "g gram grams|kg kilogram kilograms|lb lbs pound pounds|oz ounce ounces",
-        "time": "s sec second seconds|min minute minutes|h hr hour hours|day days|week "
-        "weeks|month months|year years",
-        "volume": "ml milliliter milliliters|l liter liters litres|gallon gallons",
-        "money": "dollar dollars|cent cents",
-        "angle": "degree degrees|radian radians",
-    }.items()
-    for names in row.split("|")
-    for spelling in names.split()
+# The spellings of each unit, by kind. Only units that are common in answers; an unknown unit makes
+# no answer wrong.
+_SPELLINGS = {
+    "length": (
+        "mm millimeter millimeters",
+        "cm centimeter centimeters centimetres",
+        "m meter meters metre metres",
+        "km kilometer kilometers kilometres",
+        "in inch inches",
+        "ft foot feet",
+        "yd yard yards",
+        "mi mile miles",
+    ),
+    "mass": (
+        "g gram grams",
+        "kg kilogram kilograms",
+        "lb lbs pound pounds",
+        "oz ounce ounces",
+    ),
+    "time": (
+        "s sec second seconds",
+        "min minute minutes",
+        "h hr hour hours",
+        "day days",
+        "week weeks",
+        "month months",
+        "year years",
+    ),
+    "volume": (
+        "ml milliliter milliliters",
+        "l liter liters litres",
+        "gallon gallons",
+    ),
+    "money": ("dollar dollars", "cent cents"),
+    "angle": ("degree degrees", "radian radians"),
 }
+
+
+def _units() -> dict[str, tuple[str, str]]:
+    """Return kind and unit of every spelling."""
+    units: dict[str, tuple[str, str]] = {}
+    for kind, rows in _SPELLINGS.items():
+        for row in rows:
+            names = row.split()
+            for spelling in names:
+                units[spelling] = (kind, names[0])
+    return units
+
+
+_UNITS = _units()
+_POWERS = {"square": "2", "sq": "2", "cubic": "3"}
 
 
 class Numeral(NamedTuple):
@@ -73,33 +104,34 @@ class Numeral(NamedTuple):
 
 
 def numeral(text: str) -> Numeral | None:
-    r"""Parse ``2516_8``, ``204_{5}``, ``AB_{16}``, ``12_{\text{five}}``, ``(120)_5``; None for all
-    else, as ``x_1``.
+    r"""Parse ``2516_8``, ``204_{5}``, ``AB_{16}``, ``12_{\text{five}}`` or ``(120)_5``; return None
+    for anything else, such as ``x_1``.
     """
     match = _NUMERAL.fullmatch(text.strip())
     if match is None:
         return None
-    name = (
-        re.sub(r"\\text|[{}()\s]", "", match[2] or match[3])
-        .lower()
-        .removeprefix("base")
-    )
-    base = (
-        int(name) if name.isdecimal() and len(name) <= 2 else _BASE_NAMES.get(name, 0)
-    )
+    name = re.sub(r"\\text|[{}()\s]", "", match[2] or match[3]).lower()
+    name = name.removeprefix("base")
+    if name.isdecimal() and len(name) <= 2:
+        base = int(name)
+    else:
+        base = _BASE_NAMES.get(name, 0)
     digits = match[1].lstrip("0") or "0"
-    fits = 2 <= base <= 16 and all(int(digit, 16) < base for digit in digits)
-    return Numeral(digits, base) if fits and (base > 10 or digits.isdecimal()) else None
+    if not 2 <= base <= 16 or any(int(digit, 16) >= base for digit in digits):
+        return None
+    if base <= 10 and not digits.isdecimal():
+        return None
+    return Numeral(digits, base)
 
 
 def without_base_ten(text: str) -> str:
-    """Return the plain number of a numeral marked as decimal."""
+    """Return the plain number of a numeral marked as decimal, any other text unchanged."""
     number = numeral(text)
     return number.digits if number is not None and number.base == 10 else text
 
 
 def ratio(text: str) -> tuple[str, ...] | None:
-    """Return the parts of ``3:4:5``, or None. Colons inside brackets separate something else."""
+    """Return the parts of ``3:4:5``, or None. A colon within brackets does not mark a ratio."""
     if any(bracket in text for bracket in "([|<>=,"):
         return None
     parts = tuple(part.strip() for part in _RATIO_MARK.split(text))
@@ -127,20 +159,22 @@ def is_well_formed(text: str) -> bool:
 
 
 def is_braced_set(text: str) -> bool | None:
-    r"""Return True for ``\{..\}``, False for a tuple, point or interval, None for what has no
-    brackets around a list.
+    r"""Return True for ``\{..\}``, False for a tuple, point or interval, and None for a text that
+    is not a list in brackets.
     """
     bare = text.strip().replace("\\lbrace", "\\{").replace("\\rbrace", "\\}")
     if "," not in bare or _closes_early(bare):
         return None
     if bare.startswith(r"\{") and bare.endswith(r"\}"):
         return True
-    return False if bare[0] in "([" and bare[-1] in ")]" else None
+    if bare[0] in "([" and bare[-1] in ")]":
+        return False
+    return None
 
 
 def _closes_early(text: str) -> bool:
-    """Return whether the first bracket closes before the end: (1,2),(3,4) is a list of two, nothing
-    with one bracket.
+    """Return whether the first bracket closes before the end, as in (1,2),(3,4), which is a list of
+    two and not one tuple.
     """
     depth = 0
     for position, character in enumerate(text):
@@ -151,35 +185,35 @@ def _closes_early(text: str) -> bool:
 
 
 def units_differ(a: str, b: str) -> bool:
-    """Return whether these are two known units of the same kind that are not the same, or different
-    powers of one: cm and m, cm and cm^2.
+    """Return whether two answers have different known units of the same kind, such as cm and m, or
+    different powers of a unit, such as cm and cm^2.
     """
-    first, second = _unit(a), _unit(b)
-    return (
-        first is not None
-        and second is not None
-        and first[0] == second[0]
-        and first != second
-    )
+    first = _unit(a)
+    second = _unit(b)
+    if first is None or second is None:
+        return False
+    return first[0] == second[0] and first != second
 
 
 def _unit(text: str) -> tuple[str, str, str] | None:
+    """Return kind, unit and power of the unit after a number, None if there is none or it is not
+    known.
+    """
     match = _TRAILING_UNIT.search(text.strip())
     if match is None:
         return None
     words = (match[1] or match[2]).lower().replace(".", " ").split()
-    power = match[3] or {"square": "2", "sq": "2", "cubic": "3"}.get(
-        words[0] if words else "", "1"
-    )
-    unit = _UNITS.get(words[-1]) if words else None
-    written = text.rstrip()[match.start() + 1 :].lstrip()
-    if unit is None or (
-        match[2]
-        and len(match[2]) == 1
-        and written == text.rstrip()[match.start() + 1 :]
-    ):
-        return None  # a bare letter directly behind a number is a variable
-    return (*unit, power)
+    if not words:
+        return None
+    unit = _UNITS.get(words[-1])
+    if unit is None:
+        return None
+    after_number = text.rstrip()[match.start() + 1 :]
+    if match[2] and len(match[2]) == 1 and not after_number[:1].isspace():
+        return None  # a bare letter directly after a number is a variable
+    power = match[3] or _POWERS.get(words[0], "1")
+    kind, name = unit
+    return kind, name, power
 
 
 def exact_number(text: str) -> Fraction | None:

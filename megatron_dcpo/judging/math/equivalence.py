@@ -1,9 +1,9 @@
-r"""Are two answers the same? Normalization, then shapes, then math-verify. Imported by the worker
-processes: no torch.
+r"""Decide whether two answers are equivalent: by normalization, then by their forms, then by
+math-verify. The worker processes import this module, so it imports no torch.
 
-math-verify is used as OpenCompass' evaluator uses it (LaTeX with the box first, first match,
-nothing without an anchor; docs/evaluation.md#the-verifier), with the key as ``verify``'s first
-argument as the library documents it. That order decides what an equation may stand for: with the
+math-verify is used as in OpenCompass' evaluator (LaTeX with the box first, first match, nothing
+without an anchor; docs/evaluation.md#the-verifier), and the key is the first argument of
+``verify``, as the library documents it. That order decides what an equation may stand for: with the
 arguments reversed, the answer ``1`` would pass for the key ``x^2 + y^2 = 1``. The reversed order is
 tried only for inequalities and memberships: there it lets ``-1 < x < 2`` be ``(-1, 2)``.
 """
@@ -12,14 +12,13 @@ from __future__ import annotations
 
 import cmath
 import logging
-import math
 import re
 from functools import lru_cache
 from typing import Any
 
 from megatron_dcpo.judging.math import answer_forms, latex
 
-# characters of an answer or a key; no key is near it, and sympy's time grows with what it is fed
+# characters of an answer or a key; keys are far shorter, and sympy's time grows with the length
 MAX_ANSWER = 1_000
 
 _INTEGER = re.compile(r"[+-]?[0-9]+")
@@ -29,7 +28,7 @@ _RELATION = re.compile(r"[<>]|\\(?:leq?|geq?|lt|gt|in)(?![A-Za-z])")
 _IMAGINARY = re.compile(
     r"(?<![A-Za-z\\_{])i(?![A-Za-z])|(?<=[^A-Za-z]\{)i(?![A-Za-z])|\\sqrt\{\s*-|\\mathrm\{i\}"
 )
-# plain numbers that far apart cannot be equal by math-verify's rounding to six digits
+# plain numbers this far apart cannot be equal under math-verify's rounding to six digits
 _APART = 1e-4
 
 for _name in (
@@ -38,27 +37,27 @@ for _name in (
     "math_verify.grader",
     "math_verify.utils",
 ):
-    logging.getLogger(_name).setLevel(
-        logging.CRITICAL
-    )  # it reports every parse without a timeout of its own
+    # it reports every parse that does not use its timeout
+    logging.getLogger(_name).setLevel(logging.CRITICAL)
 
 
 def quick_verdict(answer: str, key: str) -> bool | None:
-    """Return the verdict where no algebra is needed, None where it is. Microseconds; any text;
+    """Return the verdict if it needs no algebra, None if it does. Takes microseconds and any text;
     never raises.
     """
-    answer, key = answer.strip(), key.strip()
+    answer = answer.strip()
+    key = key.strip()
     if not answer or not key:
         return False
     if answer == key:
         return True
     if _INTEGER.fullmatch(answer) and _INTEGER.fullmatch(key):
-        return _canonical_integer(answer) == _canonical_integer(
-            key
-        )  # AIME keys are written 025
+        # AIME keys are written 025
+        return _canonical_integer(answer) == _canonical_integer(key)
     if max(len(answer), len(key)) > MAX_ANSWER:
         return False
-    left, right = answer_forms.exact_number(answer), answer_forms.exact_number(key)
+    left = answer_forms.exact_number(answer)
+    right = answer_forms.exact_number(key)
     if left is not None and right is not None:
         if left == right:
             return True
@@ -68,34 +67,34 @@ def quick_verdict(answer: str, key: str) -> bool | None:
 
 
 def equivalent(answer: str, key: str) -> bool:
-    """Return whether ``answer`` is ``key`` in another form. May take for ever: call it where it can
-    be interrupted.
+    """Return whether ``answer`` is equivalent to ``key``. This may take forever; call it in a
+    process that can be interrupted.
     """
     quick = quick_verdict(answer, key)
     if quick is not None:
         return quick
-    answer, key = (
-        answer_forms.without_base_ten(_undelimited(text)) for text in (answer, key)
-    )
+    answer = answer_forms.without_base_ten(_undelimited(answer))
+    key = answer_forms.without_base_ten(_undelimited(key))
     if answer == key:
         return bool(key)
     if not answer_forms.is_well_formed(answer):
         return False
-    numerals = answer_forms.numeral(answer), answer_forms.numeral(key)
-    if any(numerals):
-        return numerals[0] == numerals[1]
-    if answer_forms.units_differ(answer, key) or {
-        answer_forms.is_braced_set(answer),
-        answer_forms.is_braced_set(key),
-    } == {True, False}:
+    answer_numeral = answer_forms.numeral(answer)
+    key_numeral = answer_forms.numeral(key)
+    if answer_numeral or key_numeral:
+        return answer_numeral == key_numeral
+    if answer_forms.units_differ(answer, key):
         return False
-    left, right = latex.spell_out(answer), latex.spell_out(key)
+    are_sets = {answer_forms.is_braced_set(answer), answer_forms.is_braced_set(key)}
+    if are_sets == {True, False}:
+        return False
+    left = latex.spell_out(answer)
+    right = latex.spell_out(key)
     if r"\pi" in left + right and latex.has_degrees(left) != latex.has_degrees(right):
-        left, right = latex.degrees_to_radians(left), latex.degrees_to_radians(right)
-    left, right = (
-        latex.protect_letters(latex.drop_degrees(text)).strip()
-        for text in (left, right)
-    )
+        left = latex.degrees_to_radians(left)
+        right = latex.degrees_to_radians(right)
+    left = latex.protect_letters(latex.drop_degrees(left)).strip()
+    right = latex.protect_letters(latex.drop_degrees(right)).strip()
     quick = quick_verdict(left, right)
     if quick is not None:
         return quick
@@ -112,14 +111,21 @@ def _proportional(
     if answer_forms.is_clock(answer) and answer_forms.is_clock(key):
         return False  # two times of day that are written differently
     if left is None or right is None:
-        parts, single = (left, key) if left else (right or (), answer)
-        return len(parts) == 2 and _algebraically_equal(
-            _quotient(parts[0], parts[1]), single
-        )
-    return len(left) == len(right) and all(
-        _algebraically_equal(_quotient(a, left[0]), _quotient(b, right[0]))
-        for a, b in zip(left[1:], right[1:], strict=True)
-    )
+        if left:
+            parts = left
+            single = key
+        else:
+            parts = right or ()
+            single = answer
+        if len(parts) != 2:
+            return False
+        return _algebraically_equal(_quotient(parts[0], parts[1]), single)
+    if len(left) != len(right):
+        return False
+    for a, b in zip(left[1:], right[1:], strict=True):
+        if not _algebraically_equal(_quotient(a, left[0]), _quotient(b, right[0])):
+            return False
+    return True
 
 
 def _quotient(top: str, bottom: str) -> str:
@@ -139,51 +145,47 @@ def _algebraically_equal(answer: str, key: str) -> bool:
         return False
     if verify(gold, predicted, timeout_seconds=None):
         return True
-    relation = _RELATION.search(answer + " " + key) and not _EQUATION.search(
-        answer + " " + key
-    )
-    if relation and verify(predicted, gold, timeout_seconds=None):
+    both = answer + " " + key
+    is_relation = _RELATION.search(both) and not _EQUATION.search(both)
+    if is_relation and verify(predicted, gold, timeout_seconds=None):
         return True
-    return bool(_IMAGINARY.search(answer + " " + key)) and _complex_equal(
-        gold[0], predicted[0]
-    )
+    if not _IMAGINARY.search(both):
+        return False
+    return _complex_equal(gold[0], predicted[0])
 
 
 def _clearly_apart(gold: object, predicted: object) -> bool:
-    """Return whether two expressions in the same symbols differ at a point, by far more than
+    """Return whether two expressions in the same symbols differ at a point by far more than
     rounding.
 
-    Spares math-verify's ``simplify`` on most wrong answers, which is where its time goes.
-    Percentages have rules of their own, and ``i`` may be the imaginary unit: those are left to the
-    rest.
+    This avoids math-verify's ``simplify`` on most wrong answers, which takes most of its time.
+    Percentages have their own rules, and ``i`` may be the imaginary unit, so both are left to the
+    other checks.
     """
     from sympy import Expr, Float, Integer, Rational
 
     if not (isinstance(gold, Expr) and isinstance(predicted, Expr)):
         return False
     symbols = gold.free_symbols
-    if symbols != predicted.free_symbols or any(
-        not s.is_Symbol or s.name in "iIeE" for s in symbols
-    ):
+    if symbols != predicted.free_symbols:
         return False
-    if any(
-        not part.is_commutative or part.has(_unevaluated())
-        for part in (gold, predicted)
-    ):
+    if any(not symbol.is_Symbol or symbol.name in "iIeE" for symbol in symbols):
         return False
-    ordered = sorted(symbols, key=str)
-    point = {
-        symbol: Rational(7 + 4 * n, 5 + 2 * n) + Integer(n)
-        for n, symbol in enumerate(ordered)
-    }
-    values = [
-        complex(expression.subs(point).evalf(15)) for expression in (gold, predicted)
-    ]
-    scale = (
-        max(1.0, *map(abs, values)) if all(map(cmath.isfinite, values)) else math.nan
-    )
-    rounded = any(expression.has(Float) for expression in (gold, predicted))
-    return abs(values[0] - values[1]) > (1e-4 if rounded else 1e-8) * scale
+    for expression in (gold, predicted):
+        if not expression.is_commutative or expression.has(_unevaluated()):
+            return False
+    point = {}
+    for n, symbol in enumerate(sorted(symbols, key=str)):
+        point[symbol] = Rational(7 + 4 * n, 5 + 2 * n) + Integer(n)
+    gold_value = complex(gold.subs(point).evalf(15))
+    predicted_value = complex(predicted.subs(point).evalf(15))
+    if not cmath.isfinite(gold_value) or not cmath.isfinite(predicted_value):
+        return False
+    scale = max(1.0, abs(gold_value), abs(predicted_value))
+    tolerance = 1e-8
+    if gold.has(Float) or predicted.has(Float):
+        tolerance = 1e-4
+    return abs(gold_value - predicted_value) > tolerance * scale
 
 
 def _unevaluated() -> tuple[Any, ...]:
@@ -193,8 +195,8 @@ def _unevaluated() -> tuple[Any, ...]:
 
 
 def _complex_equal(gold: object, predicted: object) -> bool:
-    """Return whether they are equal as complex numbers, to 30 digits. Only for numbers: with a free
-    symbol ``i`` may be an index.
+    """Return whether two numbers are equal as complex numbers, to 30 digits. False for expressions
+    with free symbols, in which ``i`` may be an index.
     """
     from sympy import Basic, Expr, I
 
@@ -202,9 +204,8 @@ def _complex_equal(gold: object, predicted: object) -> bool:
     for expression in (gold, predicted):
         if not isinstance(expression, Basic):
             return False
-        value = expression.subs(
-            {s: I for s in expression.free_symbols if s.name == "i"}
-        ).doit()
+        units = [s for s in expression.free_symbols if s.name == "i"]
+        value = expression.subs(dict.fromkeys(units, I)).doit()
         if not isinstance(value, Expr) or value.free_symbols:
             return False
         values.append(value)
@@ -215,8 +216,10 @@ def _complex_equal(gold: object, predicted: object) -> bool:
 
 @lru_cache(maxsize=4096)
 def _parse_key(key: str) -> list[Any]:
-    """Parse a key, which is judged against G responses, once."""
-    return _parse(key if _IN_MATH.search(key) else f"${key}$", box_first=False)
+    """Parse a key. It is cached, because a key is compared with all responses of its group."""
+    if not _IN_MATH.search(key):
+        key = f"${key}$"
+    return _parse(key, box_first=False)
 
 
 def _parse(text: str, *, box_first: bool) -> list[Any]:
@@ -237,22 +240,21 @@ def _parse(text: str, *, box_first: bool) -> list[Any]:
 
 
 def _undelimited(text: str) -> str:
-    r"""Return the text without the ``$...$``, ``\(...\)`` or ``\[...\]`` around the whole of it and
-    without sizes. ``\$36`` is money and stays.
+    r"""Return the text without sizes and without the ``$...$``, ``\(...\)`` or ``\[...\]`` around
+    the whole of it. ``\$36`` is money and stays.
     """
     text = latex.without_sizes(text).strip()
     inner = text[1:-1]
     if len(text) > 2 and text[0] == text[-1] == "$" and "$" not in inner:
         text = inner.strip()
-    if (
-        text[:2] + text[-2:] in (r"\(\)", r"\[\]")
-        and len(text) > 4
-        and text[:2] not in text[2:]
-    ):
+    delimited = text[:2] + text[-2:] in (r"\(\)", r"\[\]")
+    if delimited and len(text) > 4 and text[:2] not in text[2:]:
         text = text[2:-2].strip()
     return text
 
 
 def _canonical_integer(text: str) -> str:
     digits = text.lstrip("+-").lstrip("0") or "0"
-    return "-" + digits if text.startswith("-") and digits != "0" else digits
+    if text.startswith("-") and digits != "0":
+        return "-" + digits
+    return digits

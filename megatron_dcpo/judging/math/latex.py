@@ -1,21 +1,21 @@
-r"""Answers in one notation, before math-verify reads them: plain text in, plain text out, no sympy.
+r"""Rewrite answers in one notation before math-verify reads them: text in, text out, no sympy.
 
 math-verify errs on whole classes of spellings. Each class has a function here and tests in both
 directions (``tests/unit/judging/test_latex.py``):
 
-| class | example | becomes |
-|---|---|---|
-| unicode symbols | ``2√3``, ``½``, ``−5``, ``x²`` | ``2\sqrt{3}``, ``\frac{1}{2}``, ``-5``,
-``x^{2}`` |
-| shorthand arguments | ``\frac43``, ``\frac\pi2``, ``\sqrt[3]2`` | ``\frac{4}{3}`` ... : TeX takes
-one token per argument |
-| number spacing | ``1\,000``, ``10 000``, ``1{,}000``, ``1,000`` | ``1000``; ``(1,000)`` and
-``1,00`` stay as they are |
-| degrees | ``\sin 30^\circ`` | ``\sin (\frac{(30)\pi}{180})``; a degree sign outside trigonometry
-is dropped |
-| trailing letters | ``2t`` | ``2{t}``: math-verify would take ``t`` for a unit and drop it |
+- Unicode symbols: ``2√3``, ``½``, ``−5``, ``x²`` become ``2\sqrt{3}``, ``\frac{1}{2}``, ``-5``,
+  ``x^{2}``.
+- Shorthand arguments: ``\frac43``, ``\frac\pi2``, ``\sqrt[3]2`` become ``\frac{4}{3}`` and so on,
+  since TeX takes one token per argument.
+- Digit grouping: ``1\,000``, ``10 000``, ``1{,}000``, ``1,000`` lose their separators; ``(1,000)``
+  and ``1,00`` stay as they are.
+- Degrees: ``\sin 30^\circ`` becomes ``\sin (\frac{(30)\pi}{180})``; a degree sign outside
+  trigonometry is dropped.
+- Trailing letters: ``2t`` becomes ``2{t}``, because math-verify would take ``t`` for a unit and
+  drop it.
 
-Every function is linear in the length of the text, up to a constant depth of braces, and total.
+Every function is linear in the length of the text, up to a constant depth of braces, and accepts
+any text.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ _SYMBOL_TABLE = str.maketrans(_SYMBOLS)
 _SCRIPTS = {"^": "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻⁼⁽⁾ⁿⁱ", "_": "₀₁₂₃₄₅₆₇₈₉₊₋₌₍₎"}
 _ROOTS = {"√": r"\sqrt", "∛": r"\sqrt[3]", "∜": r"\sqrt[4]"}
 
-# three levels, more than answers nest inside one argument
+# three levels, deeper than answers nest within one argument
 _BRACES = r"\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\}"
 _TOKEN = rf"(?:{_BRACES}|\\[A-Za-z]+|[0-9A-Za-z])"  # what TeX takes as one argument
 _FRACTION = re.compile(
@@ -123,9 +123,8 @@ _OPERAND = re.compile(
     rf"([0-9]+(?:\.[0-9]+)?|\\frac{_BRACES}{_BRACES}|\([^()]*\)|{_BRACES}|\\[A-Za-z]+|[A-Za-z])$"
 )
 _TRAILING_LETTERS = re.compile(r"(?<![A-Za-z\\])((?<=[0-9}])(?:[a-zA-Z]|ab|bc|cc))$")
-_END = re.compile(
-    r"(?:[.,;]|\\[,;:! ]|\\$|~|\s)+$"
-)  # full stops and TeX spaces; the last blank may be stripped off
+# full stops and TeX spaces; the last blank may have been stripped
+_END = re.compile(r"(?:[.,;]|\\[,;:! ]|\\$|~|\s)+$")
 _BLACKBOARD = re.compile(r"\\mathbb\s*([A-Z])")
 _WRAPPERS = re.compile(
     r"\\(?:left|right|big|Big|bigg|Bigg)(?=[()\[\]|.]|\\[{}])|\\(?:displaystyle|limits)(?![A-Za-z])"
@@ -133,7 +132,7 @@ _WRAPPERS = re.compile(
 
 
 def spell_out(text: str) -> str:
-    """Spell out everything but what a degree sign outside trigonometry means, which depends on the
+    """Spell out everything except degree signs outside trigonometry, whose meaning depends on the
     other side.
     """
     text = expand_arguments(plain_symbols(_END.sub("", text.strip())))
@@ -142,31 +141,34 @@ def spell_out(text: str) -> str:
 
 
 def without_sizes(text: str) -> str:
-    r"""Return the text without ``\left``, ``\right``, ``\big`` and ``\displaystyle``, which change
-    no meaning.
+    r"""Return the text without ``\left``, ``\right``, ``\big`` and ``\displaystyle``, which do not
+    change its meaning.
     """
     return _WRAPPERS.sub("", text)
 
 
 def plain_symbols(text: str) -> str:
-    """Write Unicode mathematics as LaTeX. Compatibility forms (full-width digits, thin spaces)
-    become their plain ones.
+    """Write Unicode mathematics as LaTeX. Compatibility characters (full-width digits, thin spaces)
+    become plain ones.
     """
     if text.isascii():
         return text
     text = _TIGHT_ROOT.sub(_root_of, text)
     for command, characters in _SCRIPTS.items():
         text = re.sub(f"[{characters}]+", partial(_script, command), text)
-    return _plain(
-        "".join(map(_vulgar_fraction, text.translate(_SYMBOL_TABLE)))
-    ).translate(_SYMBOL_TABLE)
+    text = text.translate(_SYMBOL_TABLE)
+    text = "".join(_vulgar_fraction(character) for character in text)
+    return _plain(text).translate(_SYMBOL_TABLE)
 
 
 def _root_of(match: re.Match[str]) -> str:
+    command = _ROOTS[match[1]]
     inner = match[2] or ""
-    return _ROOTS[match[1]] + (
-        f"{{{inner[1:-1] if inner[0] in '({' else inner}}}" if inner else ""
-    )
+    if not inner:
+        return command
+    if inner[0] in "({":
+        inner = inner[1:-1]
+    return f"{command}{{{inner}}}"
 
 
 def _script(command: str, match: re.Match[str]) -> str:
@@ -175,11 +177,9 @@ def _script(command: str, match: re.Match[str]) -> str:
 
 def _vulgar_fraction(character: str) -> str:
     top, slash, bottom = unicodedata.normalize("NFKD", character).partition("⁄")
-    return (
-        rf"\frac{{{top}}}{{{bottom}}}"
-        if slash and top.isdecimal() and bottom.isdecimal()
-        else character
-    )
+    if slash and top.isdecimal() and bottom.isdecimal():
+        return rf"\frac{{{top}}}{{{bottom}}}"
+    return character
 
 
 def _plain(text: str) -> str:
@@ -187,17 +187,14 @@ def _plain(text: str) -> str:
 
 
 def expand_arguments(text: str) -> str:
-    r"""Rewrite ``\frac43`` to ``\frac{4}{3}``, ``\sqrt2`` to ``\sqrt{2}``, as TeX reads them: one
-    token per argument.
+    r"""Rewrite ``\frac43`` as ``\frac{4}{3}`` and ``\sqrt2`` as ``\sqrt{2}``, as TeX reads them,
+    with one token per argument.
 
-    A digit that follows directly is a factor, not a part of the argument: ``\frac123`` is one half
-    times three.
+    A digit that follows directly is a factor and not a part of the argument: ``\frac123`` is one
+    half times three.
     """
-    for _ in range(
-        3
-        # a command that is an argument itself, \frac\sqrt2 2, is found once the inner one has
-        # braces
-    ):
+    # several passes: in \frac\sqrt2 2 the outer command matches once the inner one has braces
+    for _ in range(3):
         expanded = _FRACTION.sub(_braced_fraction, _ROOT.sub(_braced_root, text))
         if expanded == text:
             break
@@ -211,7 +208,9 @@ def _braced_root(match: re.Match[str]) -> str:
 
 def _braced_fraction(match: re.Match[str]) -> str:
     if match[2] == r"\sqrt" or match[3] == r"\sqrt":
-        return match[0]  # its argument is not braced: no fraction TeX would read either
+        return match[
+            0
+        ]  # an argument without braces; TeX would not read this fraction either
     return rf"\{match[1].lstrip('dtc')}{_brace(match[2])}{_brace(match[3])}" + _factor(
         match[3], match[4]
     )
@@ -222,65 +221,71 @@ def _brace(token: str) -> str:
 
 
 def _factor(last: str, following: str | None) -> str:
-    return (
-        r"\cdot "
-        if following and not following[0].isspace() and not last.startswith("{")
-        else ""
-    )
+    """Return a product sign if a digit follows the last argument directly."""
+    if not following or following[0].isspace() or last.startswith("{"):
+        return ""
+    return r"\cdot "
 
 
 def join_digits(text: str) -> str:
-    r"""Join thousands written apart to one number.
+    r"""Join the digit groups of a number.
 
-    ``1\,000`` and ``1{,}000`` anywhere; ``1 000`` and ``1,000`` only as the whole answer, because a
-    comma or a space between brackets separates the members of a list or a tuple. Groups must have
-    three digits: ``1,00`` stays.
+    ``1\,000`` and ``1{,}000`` are joined anywhere, ``1 000`` and ``1,000`` only as the whole
+    answer, because a comma or a space within brackets separates the members of a list or a tuple.
+    Groups must have three digits: ``1,00`` stays.
     """
     text = _THIN_GROUPS.sub(lambda m: m[1] + re.sub(r"[^0-9]", "", m[2]), text)
     for pattern in (_SPACED, _COMMAS):
         whole = pattern.fullmatch(text)
         if whole:
-            text = (
-                whole[1] + re.sub(r"[ ,]", "", whole[2]) + (whole[3] or "") + whole[4]
-            )
+            digits = re.sub(r"[ ,]", "", whole[2])
+            decimals = whole[3] or ""
+            text = whole[1] + digits + decimals + whole[4]
     return text
 
 
 def has_degrees(text: str) -> bool:
-    """Return whether a degree sign is left in a spelled-out text."""
+    """Return whether a spelled-out text still has a degree sign."""
     return _DEGREE.search(text) is not None
 
 
 def degrees_in_trigonometry(text: str) -> str:
-    """Write arguments of trigonometric functions that are given in degrees in radians: math-verify
-    would drop the sign.
+    """Write degrees in radians if the text has a trigonometric function, since math-verify would
+    drop the sign.
     """
-    return degrees_to_radians(text) if _TRIGONOMETRY.search(text) else text
+    if not _TRIGONOMETRY.search(text):
+        return text
+    return degrees_to_radians(text)
 
 
 def degrees_to_radians(text: str) -> str:
-    parts, rest = [], text
+    """Write every angle in degrees as a fraction of pi."""
+    parts = []
+    rest = text
     while (sign := _DEGREE.search(rest)) is not None:
-        before, rest = rest[: sign.start()], rest[sign.end() :]
+        before = rest[: sign.start()]
+        rest = rest[sign.end() :]
         operand = _OPERAND.search(before)
         if operand is None:
             parts.append(before)
             continue
-        angle = operand[1][1:-1] if operand[1][0] == "{" else operand[1]
+        angle = operand[1]
+        if angle[0] == "{":
+            angle = angle[1:-1]
         parts.append(before[: operand.start()] + rf"(\frac{{({angle})\pi}}{{180}})")
     return "".join([*parts, rest])
 
 
 def drop_degrees(text: str) -> str:
-    """Move a sign that stands behind something, but not between two numbers: ``201°60`` is no
-    20160.
+    """Drop degree signs after a number, letter or bracket, but not between two numbers: ``201°60``
+    is not 20160.
     """
     return _DROPPED.sub("", text)
 
 
 def protect_letters(text: str) -> str:
-    r"""Rewrite ``2t`` to ``2{t}``. math-verify takes a letter at the end for a unit (``t``, ``h``,
-    ``m``, ``ab`` ...) and drops it; directly behind a number or a brace it is a variable. ``5 m``
-    and ``5\text{ m}`` still are five.
+    r"""Rewrite ``2t`` as ``2{t}``. math-verify takes a letter at the end for a unit (``t``, ``h``,
+    ``m``, ``ab`` and so on) and drops it, but directly after a number or a brace it is a variable.
+    ``5 m`` and ``5\text{ m}`` are still five.
     """
     return _TRAILING_LETTERS.sub(r"{\1}", text)

@@ -1,5 +1,5 @@
-"""Is an answer of mathematics right? Most pairs need no algebra (``quick_verdict``); the others go
-to worker processes.
+"""Decide whether a mathematical answer is right. Most pairs need no algebra (``quick_verdict``);
+the others go to worker processes.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ MEMORY_BYTES = 1 << 30
 
 
 class VerifierPool(WorkerPool):
-    """``verify(pairs)``: one bool per (answer, key). What is late, raises or ends its process is
-    wrong.
+    """A pool whose ``verify(pairs)`` returns one bool per (answer, key). An answer whose judging
+    takes too long, raises, or ends its process is wrong.
     """
 
     def __init__(
@@ -39,8 +39,8 @@ class VerifierPool(WorkerPool):
 
 
 def load() -> Callable[[str, str], bool]:
-    """Return what a worker calls for each pair, its grammar loaded: the first pair should not pay
-    for it.
+    """Return the function that a worker calls for each pair. Its grammar is loaded here, so that
+    the first pair does not pay for it.
     """
     from megatron_dcpo.judging.math.equivalence import equivalent
 
@@ -57,9 +57,9 @@ def shared_pool() -> VerifierPool:
 
 
 def verify_answers(attempts: Sequence[Attempt]) -> list[Outcome]:
-    """Return the outcome of each answer against its key, side by side. No answer is a wrong one.
+    """Return the outcome of each answer against its key, judged in parallel.
 
-    Nothing raises: what cannot be parsed, or not in time, is wrong.
+    Nothing raises: no answer, and an answer that cannot be parsed in time, is wrong.
     """
     answers = [attempt.answer for attempt in attempts]
     pairs = [(a.answer, a.truth) for a in attempts if a.answer is not None]
@@ -68,9 +68,8 @@ def verify_answers(attempts: Sequence[Attempt]) -> list[Outcome]:
 
 
 def equivalent_many(pairs: Sequence[tuple[str, str]]) -> list[bool]:
-    """Return whether each (answer, key) is the same number, set, expression ...; answers without
-    their boxes.
+    """Return whether answer and key of each pair are the same number, set, expression and so on.
+    The answers come without their boxes.
     """
-    return shared_pool().verify(
-        [(answer.strip(), key.strip()) for answer, key in pairs]
-    )
+    stripped = [(answer.strip(), key.strip()) for answer, key in pairs]
+    return shared_pool().verify(stripped)

@@ -59,7 +59,7 @@ def test_real_benchmarks(name: str, found: int) -> None:
     loaded = load_benchmark(name, DATA)
     assert len(loaded.records) == found
     assert {record.task for record in loaded.records} == {name}
-    counted = [w for w in loaded.warnings if "are expected" in w]
+    counted = [w for w in loaded.warnings if f" {BENCHMARKS[name].count} " in w]
     assert bool(counted) == (found != BENCHMARKS[name].count)
 
 
@@ -126,9 +126,9 @@ def test_ad_hoc_benchmark_and_the_data_directory(
     assert loaded.records[0].prompt_id == "held-out/0"
     (tmp_path / "math500.jsonl").write_text("\n".join(rows))
     monkeypatch.setenv("DCPO_DATA", str(tmp_path))
-    assert load_benchmark("MATH-500").warnings == (
-        f"math500: 3 problems where 500 are expected ({tmp_path / 'math500.jsonl'})",
-    )
+    (warning,) = load_benchmark("MATH-500").warnings
+    for named in ("math500", "3 problems", "500", str(tmp_path / "math500.jsonl")):
+        assert named in warning
 
 
 def test_missing_data_says_where_it_was_looked_for(

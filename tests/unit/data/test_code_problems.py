@@ -448,12 +448,8 @@ def test_windows_by_contest_date_over_several_files(tmp_path: Path) -> None:
     assert len(v5.records) == 2, (
         "the first day belongs to the window, the last does not; no problem twice"
     )
-    assert any(
-        "2 problems where 279 are expected" in warning for warning in v5.warnings
-    )
-    assert any(
-        "from 2024-08-01 until before 2025-02-01" in warning for warning in v5.warnings
-    )
+    assert any("2 problems" in w and "279" in w for w in v5.warnings)
+    assert any("2024-08-01" in w and "2025-02-01" in w for w in v5.warnings)
     assert len(load_benchmark("lcb_v6", tmp_path).records) == 2
     chosen = load_benchmark("lcbv5:2024-07-01..2024-08-01", tmp_path)
     assert len(chosen.records) == 1

@@ -88,7 +88,9 @@ def lines(path: Path, *rows: Any) -> Path:
 def test_gpqa_is_shuffled_the_same_way_every_time(tmp_path: Path) -> None:
     path = table(tmp_path / "gpqa_diamond.csv", GPQA)
     loaded = load_benchmark("GPQA-diamond", tmp_path)
-    assert loaded.warnings == (f"gpqa: 40 problems where 198 are expected ({path})",)
+    (warning,) = loaded.warnings
+    for named in ("gpqa", "40 problems", "198", str(path)):
+        assert named in warning
     first = loaded.records[0]
     assert first.problem.startswith('What is "0",\nplus zero?\n\nA. ')
     assert (first.form, first.kind) == ("choice", "Arithmetic, simple")

@@ -166,10 +166,8 @@ def test_judging_and_sources_are_those_of_the_run(tmp_path):
         assert getattr(config.judging, name) == value, name
     assert config.data.thinking == "auto"
     assert config.model.path == "other"
-    benchmarks = (
-        f"first={tmp_path}/three.jsonl,again={tmp_path}/two.jsonl,"
-        f"math={tmp_path}/three.jsonl"
-    )
+    three = tmp_path / "three.jsonl"
+    benchmarks = f"first={three},again={tmp_path}/two.jsonl,math={three}"
     loaded = load_problems(benchmarks, config.judging, config.data.sources)
     half_right = Response(
         "p", 0, np.empty(0), np.empty(0), "stop", 0, text="\\boxed{4 more}"

@@ -166,7 +166,7 @@ def test_signatures(file: Path, verify: FunctionVerifier) -> None:
         prompt=[{"role": "user", "content": "P"}],
     ).correct
     with pytest.raises(
-        UserError, match=r"unknown: expected verify\(response, answer, .* got \(x, y\)"
+        UserError, match=r"unknown: .*verify\(response, answer, .*\(x, y\)"
     ):
         load_function(f"{file}:unknown")
 
@@ -213,7 +213,7 @@ def test_the_rate_of_errors_is_that_of_what_the_users_verifier_judged() -> None:
     check_error_rate([math] * 100 + [fine] * 3 + [wrong], 0.25, "step 1")
     with pytest.raises(
         VerifierFailed,
-        match=r"1 of 4 responses \(step 1\) could not be judged, more than .*=0.2;",
+        match=r"1 of 4 .*step 1.*judging\.max_error_rate=0\.2",
     ):
         check_error_rate([math] * 100 + [fine] * 3 + [wrong], 0.2, "step 1")
     assert verifier_metrics([math, fine, wrong]) == {

@@ -376,7 +376,7 @@ def test_tokens_of_known_tokenizers() -> None:
 def test_on_without_the_token_is_refused_in_one_line() -> None:
     with pytest.raises(
         UserError,
-        match=r"thinking=on: the tokenizer of MODEL has no end-of-thinking token \(</think>,",
+        match=r"thinking=on: .*MODEL.*</think>",
     ):
         check_thinking("on", None, "MODEL")
     for wanted, tags in (("on", THINK), ("off", None), ("auto", None)):
