@@ -54,10 +54,8 @@ def test_a_light_verb_imports_what_it_uses(
 
 
 def test_a_reader_that_has_enough_is_no_error() -> None:
-    script = (
-        f"{sys.executable} -m megatron_dcpo config rollout | head -n 1; exit "
-        f"${{PIPESTATUS[0]}}"
-    )
+    command = f"{sys.executable} -m megatron_dcpo config rollout"
+    script = f"{command} | head -n 1; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(
         ["bash", "-c", script],
         cwd=REPOSITORY,

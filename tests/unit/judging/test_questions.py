@@ -253,23 +253,23 @@ def test_questions_are_trained_on_with_their_verifier(tmp_path: Path) -> None:
         (
             MMLU,
             (),
-            "1 non-math questions; set judging.verifier=choice",
+            r"\b1 .*judging\.verifier=choice",
         ),
-        (TRIVIA, (), r"set judging.verifier=exact \(or f1\)"),
+        (TRIVIA, (), r"judging\.verifier=exact.*f1"),
         (
             {"problem": "?", "answer": "42"},
             ("judging.verifier=choice",),
-            "rows/0: .*capital letter as answer, got '42'",
+            r"rows/0: .*judging\.verifier=choice.*'42'",
         ),
         (
             {"problem": "?", "answer": []},
             ("judging.verifier=exact",),
-            "rows/0: .*list of texts, as answer; found none",
+            r"rows/0: .*judging\.verifier=exact",
         ),
         (
             MMLU,
             ("judging.verifier=choice", "judging.graded=true"),
-            "are for f1, or a verifier of your own",
+            r"judging\.graded.*f1",
         ),
         (
             MMLU,
