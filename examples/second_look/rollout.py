@@ -16,6 +16,7 @@ from megatron_dcpo.rollout import RolloutContext, Samples, Transcript
 from megatron_dcpo.types import Prompt, Response
 
 MARKER = "<conf>"
+HINT_TOKENS = 4  # that the tool writes, at most
 
 
 def rollout(samples: Samples, context: RolloutContext) -> Iterator[list[Response]]:
@@ -25,10 +26,10 @@ def rollout(samples: Samples, context: RolloutContext) -> Iterator[list[Response
         for prompt, index in samples
     }
     second_turns = {}
-    # half of the tokens for the first turn; responses come in the order in which they end
-    for together in context.sample(
-        samples, max_tokens=context.sampling.max_tokens // 2
-    ):
+    # The same length for both turns, whatever the others of this rank have written: a response
+    # depends on its prompt, its index and the weights alone.
+    length = (context.sampling.max_tokens - HINT_TOKENS) // 2
+    for together in context.sample(samples, max_tokens=length):
         for turn in together:
             transcript = first_turns[turn.key]
             tokens = tokens_before(MARKER, turn, context)
@@ -37,11 +38,8 @@ def rollout(samples: Samples, context: RolloutContext) -> Iterator[list[Response
             prompt = transcript.next_prompt()
             second_turns[prompt.prompt_id, turn.sample_index] = transcript
 
-    longest = max(len(transcript.token_ids) for transcript in second_turns.values())
     asked = [(one.next_prompt(), one.sample_index) for one in second_turns.values()]
-    for together in context.sample(
-        asked, max_tokens=context.sampling.max_tokens - longest
-    ):
+    for together in context.sample(asked, max_tokens=length):
         yield [second_turns[turn.key].sampled(turn).response() for turn in together]
 
 

@@ -76,12 +76,13 @@ class Transcript:
     def next_prompt(self) -> Prompt:
         """Return what the engine is asked next: the prompt and everything after it.
 
-        It has an id of its own, so that the turn has random numbers of its own.
+        No other turn and no other response has its id: engines read equal ids as equal prompts, and
+        the turn has its own random numbers.
         """
         number = sum(isinstance(turn, Response) for turn in self.turns) + 1
         return replace(
             self.prompt,
-            prompt_id=f"{self.prompt.prompt_id}/turn {number}",
+            prompt_id=f"{self.prompt.prompt_id}/{self.sample_index}/turn {number}",
             token_ids=(*self.prompt.token_ids, *self.token_ids.tolist()),
         )
 

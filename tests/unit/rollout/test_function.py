@@ -48,6 +48,8 @@ def test_turns_become_one_response() -> None:
     assert second.prompt_id != PROMPT.prompt_id, (
         "the second turn has random numbers of its own"
     )
+    other = Transcript(PROMPT, 0).sampled(turn("p", 5)).next_prompt()
+    assert other.prompt_id != second.prompt_id, "equal ids are equal prompts to engines"
     response = transcript.sampled(turn(second.prompt_id, 4, 9, index=1)).response()
     assert response.key == ("p", 1)
     assert response.token_ids.tolist() == [5, 6, 8, 8, 4, 9]
