@@ -138,7 +138,7 @@ def test_nothing_intact_is_an_error_and_no_fresh_start(copied):
 
 @pytest.mark.parametrize(
     "part",
-    ["rng_state", "reward", "engine", "data", "optimizer", "opt_param_scheduler"],
+    ["rng_state", "parts", "engine", "data", "optimizer", "opt_param_scheduler"],
 )
 def test_missing_component_is_an_error(copied, part):
     path = checkpoint_of(copied)

@@ -65,7 +65,7 @@ def test_the_run_continues_after_a_restart(tmp_path, undisturbed, mode, reason):
     done = train(tmp_path / "run", mode)
     assert done.returncode == 0, done.stderr[-2000:]
     assert reason in done.stderr
-    assert "starts anew" in done.stderr
+    assert "is restarted" in done.stderr
     assert "restarted 1 updated 5" in done.stdout
     assert without_clocks(metrics(tmp_path / "run")) == without_clocks(undisturbed)
 
@@ -76,7 +76,7 @@ def test_what_was_handed_over_before_the_failure_is_kept(tmp_path, undisturbed):
     """
     done = train(tmp_path / "run", "midway")
     assert done.returncode == 0, done.stderr[-2000:]
-    assert "starts anew" in done.stderr
+    assert "is restarted" in done.stderr
     asked, handed_over = re.search(
         r"asked \[(.*)\] handed over (\d+)", done.stdout
     ).groups()
@@ -148,7 +148,7 @@ def test_a_device_that_fails_ends_the_job(tmp_path, undisturbed, mode, message):
     done = alone("failing_engine", tmp_path / "out", options)
     assert done.returncode == 98, done.stderr[-2000:]
     assert f"the device of rank 0 failed ({message})" in done.stderr
-    assert "starts anew" not in done.stderr
+    assert "is restarted" not in done.stderr
     assert len(metrics(tmp_path / "run")) == 1
     done = train(tmp_path / "run", "none", saving, "training.resume=auto")
     assert done.returncode == 0, done.stderr[-2000:]
@@ -172,7 +172,7 @@ def test_an_engine_that_keeps_failing_ends_the_run_by_name(tmp_path):
 def test_stale_samples_are_not_trained_on(tmp_path):
     done = train(tmp_path / "run", "stale")
     assert done.returncode == 2
-    assert "was sampled by weights version 0, the policy is at 1" in done.stderr
+    assert "was sampled by weights version 0" in done.stderr
     assert len(metrics(tmp_path / "run")) == 1
 
 

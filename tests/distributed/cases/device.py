@@ -388,7 +388,7 @@ def gap(a: list[np.ndarray], b: list[np.ndarray]) -> list[float]:
 
 
 def restart(options: dict[str, Any]) -> dict[str, Any]:
-    """An engine samples, is closed and starts anew in this process: GB of the device in use, and
+    """An engine samples, is closed and is restarted in this process: GB of the device in use, and
     what both sampled.
     """
     trainer = Trainer.of(options)
