@@ -129,7 +129,7 @@ class Generation:
         if self.function is not None:
             stream = self.function(samples, sampling, step)
         elif partial is not None:
-            stream = self.engine.stream(samples, sampling, step, partial)
+            stream = self.engine.stream(samples, sampling, step, partial=partial)
         else:
             stream = self.engine.stream(samples, sampling, step)
         try:

@@ -8,7 +8,6 @@ import html
 import json
 import re
 import subprocess
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,7 @@ from megatron_dcpo.evaluation import published, report
 from megatron_dcpo.evaluation.evaluate import write_evaluation
 from megatron_dcpo.evaluation.runs import find_runs
 from megatron_dcpo.evaluation.scoring import score_samples
-from tests.helpers.evaluated import make_samples, trained
+from tests.helpers.evaluated import changed, make_samples, trained
 from tools.pictures import CHROMIUM
 
 # Runs in a copy of the page once everything is loaded; what it finds is read from the dumped outer
@@ -88,8 +87,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for seed, name in enumerate(names):
         samples = make_samples(seed=seed)
         samples += [
-            replace(sample, benchmark="math500")
-            for sample in make_samples(seed=seed + 10)
+            changed(sample, task="math500") for sample in make_samples(seed=seed + 10)
         ]
         evaluation = score_samples(
             samples, ["verbal", "token", "consistency"], model=name, resamples=0
