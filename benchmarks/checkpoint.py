@@ -148,9 +148,7 @@ def worker(options: dict[str, Any]) -> None:
         assert saver._pending is not None
         assert saver._pending.work is not None
         assert saver._known is not None
-        own[:] = [
-            host for _, _, tensors in saver._known.files for _, _, host in tensors
-        ]
+        own[:] = [host for file in saver._known.files for _, _, host in file.tensors]
         saver._pending.work.join()
         barrier()
         begin, cpu = time.perf_counter(), time.thread_time()

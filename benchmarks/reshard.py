@@ -122,7 +122,7 @@ def worker(options: dict[str, Any]) -> None:
         tensor_model_parallel_size=options["tp"],
         pipeline_model_parallel_size=options["pp"],
     )
-    topology = initialize(options["tp"], options["pp"])
+    topology = initialize(parallel.sizes)
     settings = ModelConfig(
         path=options["model"], params_dtype=options["dtype"], transformer_impl="local"
     )
