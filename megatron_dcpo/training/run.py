@@ -18,7 +18,7 @@ from megatron_dcpo.checkpoints.state import Optimizer
 from megatron_dcpo.config import Config
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation.held_out import HeldOut, load_held_out
-from megatron_dcpo.judging.token_bytes import TokenBytes, token_bytes
+from megatron_dcpo.judging.token_bytes import token_bytes
 from megatron_dcpo.objectives import Method, build_method
 from megatron_dcpo.policy.adapter import Adapter, AdapterOptimizer
 from megatron_dcpo.policy.gradient_probe import probe_block_gradients
@@ -70,7 +70,6 @@ from megatron_dcpo.training.validation import Validator
 from megatron_dcpo.training.warnings import too_few_problems
 from megatron_dcpo.training.weight_sync import WeightSync
 from megatron_dcpo.types import Judgement, Response
-from megatron_dcpo.weights.architecture import Architecture
 from megatron_dcpo.weights.reshard import plan_for
 
 logger = logging.getLogger(__name__)
@@ -101,9 +100,7 @@ class Inputs:
     """What a run reads before anything is allocated: all of it has been checked."""
 
     method: Method
-    arch: Architecture
     tokenizer: PreTrainedTokenizerBase
-    vocabulary: TokenBytes
     sources: list[LoadedSource]
     held_out: HeldOut | None
     judge: Callable[..., list[Judgement]]  # takes the end tokens of the engine too
@@ -223,9 +220,7 @@ def read_inputs(config: Config) -> Inputs:
     check_lengths(config, arch, sources, held_out)
     return Inputs(
         method=method,
-        arch=arch,
         tokenizer=tokenizer,
-        vocabulary=vocabulary,
         sources=sources,
         held_out=held_out,
         judge=build_judge(config, sources, tokens=vocabulary),
