@@ -45,7 +45,7 @@ from megatron.core.dist_checkpointing.dict_utils import (
 from megatron.core.dist_checkpointing.exchange_utils import (
     determine_main_replica_uniform_distribution,
 )
-from megatron.core.dist_checkpointing.mapping import ShardedBase
+from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.strategies import torch as strategy
 from megatron.core.dist_checkpointing.strategies.cached_metadata_filesystem_reader import (
     CachedMetadataFileSystemReader,
@@ -145,7 +145,7 @@ class SharedRead(strategy.TorchDistLoadShardedStrategy):
         return dict_list_map_outplace(lambda part: values[_identity(part)], sharded)
 
 
-def _identity(part: ShardedBase) -> object:
+def _identity(part: ShardedTensor | ShardedObject) -> object:
     if isinstance(part, ShardedTensor):
         return shard_id(part)
     return part.unique_key

@@ -55,7 +55,7 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.exchange_utils import (
     determine_main_replica_uniform_distribution,
 )
-from megatron.core.dist_checkpointing.mapping import ShardedBase
+from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
@@ -366,7 +366,7 @@ def _storages(sharded: dict[str, Any]) -> set[int]:
     return addresses
 
 
-def _form(part: ShardedBase) -> tuple[Any, ...]:
+def _form(part: ShardedTensor | ShardedObject) -> tuple[Any, ...]:
     """Return what identifies a part of the state, apart from its values."""
     if isinstance(part, ShardedTensor):
         return (

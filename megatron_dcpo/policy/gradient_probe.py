@@ -38,7 +38,12 @@ from megatron_dcpo.runtime.device import current_device
 from megatron_dcpo.weights.table import number_of_parameters
 
 from megatron.core import tensor_parallel  # isort: skip
-from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import (
+    Float16OptimizerWithFloat16Params,
+    FP32Optimizer,
+    MegatronOptimizer,
+)
 from megatron.core.transformer.module import param_is_not_shared
 
 DAMPING = 1e-2
@@ -303,21 +308,23 @@ def _group_of_parameters(policy: Policy) -> dict[int, str]:
     return groups
 
 
-def _parameter_pairs(part: MegatronOptimizer) -> Iterator[tuple[Tensor, Tensor]]:
+def _parameter_pairs(
+    part: DistributedOptimizer | Float16OptimizerWithFloat16Params | FP32Optimizer,
+) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield pairs of a parameter of the model and the fp32 parameter or shard that one of
     Megatron's optimizers steps for it.
     """
-    if hasattr(part, "shard_fp32_groups"):  # DistributedOptimizer
+    if isinstance(part, DistributedOptimizer):
         pairs = [
             (part.model_fp32_groups, part.shard_fp32_groups),
             (part.model_float16_groups, part.shard_fp32_from_float16_groups),
         ]
-    elif hasattr(part, "float16_groups"):  # Float16OptimizerWithFloat16Params
+    elif isinstance(part, Float16OptimizerWithFloat16Params):
         pairs = [
             (part.float16_groups, part.fp32_from_float16_groups),
             (part.fp32_from_fp32_groups, part.fp32_from_fp32_groups),
         ]
-    else:  # FP32Optimizer
+    else:
         parameters = [group["params"] for group in part.optimizer.param_groups]
         pairs = [(parameters, parameters)]
     for models, mains in pairs:

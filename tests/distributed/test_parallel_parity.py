@@ -214,7 +214,9 @@ def agrees(ranks, expected, parallel):
     for index, values in expected["logprobs"].items():
         np.testing.assert_allclose(logprobs[index], values, atol=1e-4)
     for rank in ranks:
-        np.testing.assert_allclose(rank["losses"], expected["losses"], rtol=1e-5)
+        # Updates amplify rounding: the first loss precedes them, the others follow one and two.
+        np.testing.assert_allclose(rank["losses"][0], expected["losses"][0], rtol=1e-6)
+        np.testing.assert_allclose(rank["losses"], expected["losses"], rtol=3e-5)
         np.testing.assert_allclose(rank["norms"], expected["norms"], rtol=2e-5)
         same_probe(rank["probes"][0], expected["probes"][0], rtol=1e-5)
         same_probe(

@@ -277,6 +277,7 @@ def splats(tree: ast.Module) -> Iterator[int]:
             for node in ast.walk(function)
             if isinstance(node, ast.Assign)
             and isinstance(node.value, ast.Tuple | ast.List)
+            and node.value.elts
             for target in node.targets
             if isinstance(target, ast.Name)
         }
@@ -307,6 +308,6 @@ def test_no_call_takes_a_tuple_apart_that_was_packed_for_it() -> None:
     assert not found
     packed = (
         "def f():\n    parts = 1, 2\n    g(*parts)\n    h(*(1, 2))\n    "
-        "C(*given)\n    k(*rows)\n"
+        "C(*given)\n    rows = []\n    k(*rows)\n"
     )
     assert list(splats(ast.parse(packed))) == [3, 4, 5], "the rule sees what it is for"

@@ -56,14 +56,12 @@ def fail_alone(watching: Watchdog, rank: int) -> None:
     from megatron_dcpo.training import weight_sync
 
     weight_sync.LOST_AFTER_SECONDS = 3.0
-    weight_sync.plan_for = lambda *_: None
     optimizer: Any = SimpleNamespace(exported=None)
     engine: Any = SimpleNamespace(tensor_model_parallel_size=2)
     topology: Any = SimpleNamespace(rank=rank)
     policy: Any = None
-    sync = weight_sync.WeightSync(
-        policy, optimizer, engine, topology, watching, bucket_bytes=1
-    )
+    plan: Any = None
+    sync = weight_sync.WeightSync(policy, optimizer, engine, plan, topology, watching)
     if rank == 0:
         time.sleep(600)
     sync.recover("out of memory", version=6, restarts=0)
