@@ -72,6 +72,7 @@ from megatron_dcpo.weights.hf_checkpoint import (
     Shard,
     Specs,
     assign_files,
+    check_side_files,
     copy_side_files,
     plan_shards,
     read_weight_map,
@@ -108,6 +109,7 @@ def import_checkpoint(
     clock = time.perf_counter()
     with PeakMemory() as memory:
         check_no_overlap(target, source)
+        check_side_files(source)
         arch = read_architecture(source)
         layout = Layout(
             tensor_model_parallel_size=tensor_model_parallel_size,
@@ -278,6 +280,7 @@ def export_checkpoint(
                 f"{side / 'config.json'} is missing; name the model's Hugging Face directory with "
                 "--hf-config"
             )
+        check_side_files(side)
         arch = read_architecture(side, weights_elsewhere=True)
         checkpoint = MegatronCheckpoint(source)
         located = locate(arch, checkpoint)

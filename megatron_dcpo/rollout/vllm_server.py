@@ -34,9 +34,9 @@ from megatron_dcpo.rollout.engine import (
     PartialRollout,
     Samples,
     SamplingConfig,
-    read_eos_token_ids,
     request_seed,
 )
+from megatron_dcpo.rollout.tokens import read_eos_token_ids
 from megatron_dcpo.runtime import distributed
 from megatron_dcpo.runtime.device import capabilities, synchronize
 from megatron_dcpo.runtime.dtypes import name_of

@@ -164,6 +164,16 @@ def read_architecture(
     return parse_architecture(config, str(path))
 
 
+def is_known(config: dict[str, Any]) -> bool:
+    """Return whether the dictionary of a ``config.json`` names an architecture of
+    :data:`ARCHITECTURES`.
+    """
+    names = config.get("architectures") or []
+    if not isinstance(names, list):
+        names = [names]
+    return any(name in ARCHITECTURES for name in names if isinstance(name, str))
+
+
 def parse_architecture(
     config: dict[str, Any], source: str = "config.json"
 ) -> Architecture:
