@@ -19,12 +19,15 @@ _MARKER = ".being-written"  # locked by the process that writes the directory
 
 
 def write_atomically(path: Path, data: str | bytes) -> None:
-    """Write ``path`` (text as UTF-8); an older file stays until the new one is complete. Raises
-    :class:`OSError`.
+    """Write ``path`` (text as UTF-8) to the disk; an older file stays until the new one is
+    complete. Raises :class:`OSError`.
     """
     temporary = path.with_name(f"{path.name}.{threading.get_ident()}.tmp")
     try:
-        temporary.write_bytes(data.encode() if isinstance(data, str) else data)
+        with temporary.open("wb") as file:
+            file.write(data.encode() if isinstance(data, str) else data)
+            file.flush()
+            os.fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
