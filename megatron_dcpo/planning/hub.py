@@ -5,14 +5,16 @@
 from __future__ import annotations
 
 import functools
-import re
 from pathlib import Path
 
 from megatron_dcpo.errors import UserError, one_line
-from megatron_dcpo.weights.architecture import Architecture, read_architecture
+from megatron_dcpo.weights.architecture import (
+    HUB_NAME,
+    Architecture,
+    read_architecture,
+)
 
 MODELS = Path(__file__).with_name("models")
-_HUB_NAME = re.compile(r"(?!\.)[\w.-]+/(?!\.)[\w.-]+")
 
 
 def architecture_of(path: str) -> Architecture:
@@ -22,7 +24,7 @@ def architecture_of(path: str) -> Architecture:
     """
     if (
         Path(path).is_dir()
-        or not _HUB_NAME.fullmatch(path)
+        or not HUB_NAME.fullmatch(path)
         or Path(path).parent.is_dir()
     ):
         arch = read_architecture(path)

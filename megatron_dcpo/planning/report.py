@@ -49,10 +49,10 @@ def print_plan(plan: Plan) -> None:
     faster = less_recomputation(plan)
     if faster:
         name, other = faster
+        training = _gb(other.largest.total + _always(other))
         console.print(
-            f"parallel.recompute_granularity={name} would fit as well: training "
-            f"{_gb(other.largest.total + _always(other))} GB, update {other.seconds.update:.0f} s instead of "
-            f"{plan.seconds.update:.0f} s"
+            f"parallel.recompute_granularity={name} would fit as well: training {training} GB, "
+            f"update {other.seconds.update:.0f} s instead of {plan.seconds.update:.0f} s"
         )
 
 

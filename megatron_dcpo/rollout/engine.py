@@ -19,7 +19,12 @@ from megatron_dcpo.errors import UserError, pip_install
 from megatron_dcpo.runtime.device import capabilities
 from megatron_dcpo.runtime.text import read_json_object
 from megatron_dcpo.types import Prompt, Response, ResponseKey
-from megatron_dcpo.weights.architecture import Architecture, is_known, read_architecture
+from megatron_dcpo.weights.architecture import (
+    Architecture,
+    check_model_dir,
+    is_known,
+    read_architecture,
+)
 from megatron_dcpo.weights.config_keys import check_unquantized
 from megatron_dcpo.weights.hf_checkpoint import HFReader
 from megatron_dcpo.weights.planner import WeightSlice
@@ -153,15 +158,6 @@ class Engine(Protocol):
         ``generate``.
         """
         ...
-
-
-def check_model_dir(model_dir: str | Path) -> None:
-    """Raise :class:`UserError` if there is no model at all."""
-    if not (Path(model_dir) / "config.json").is_file():
-        raise UserError(
-            f"model directory {model_dir} has no config.json; pass a Hugging Face checkpoint "
-            "directory"
-        )
 
 
 def check_sampled_model(model_dir: str | Path) -> int:

@@ -25,7 +25,6 @@ from megatron_dcpo.rollout.engine import (
     SamplingConfig,
     SlotSteps,
     append_segment,
-    check_model_dir,
     uniforms,
 )
 from megatron_dcpo.rollout.routing import ExpertRecorder, RecordedExperts
@@ -38,6 +37,7 @@ from megatron_dcpo.runtime.device import current_device, fp32_head, fp32_product
 from megatron_dcpo.runtime.dtypes import torch_dtype
 from megatron_dcpo.runtime.signals import RolloutAbandoned, stop_requested
 from megatron_dcpo.types import Response
+from megatron_dcpo.weights.architecture import check_model_dir
 from megatron_dcpo.weights.planner import WeightSlice
 from megatron_dcpo.weights.table import expert_places
 

@@ -8,6 +8,7 @@ tensor names differ from Llama's, rows in :mod:`megatron_dcpo.weights.table`.
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -22,6 +23,8 @@ from megatron_dcpo.weights.config_keys import (
     check_unquantized,
 )
 
+# OWNER/NAME, as the hub writes it
+HUB_NAME = re.compile(r"(?!\.)[\w.-]+/(?!\.)[\w.-]+")
 # the activations of an MLP under the names of transformers; "swish" is "silu"
 Activation = Literal["silu", "gelu", "gelu_pytorch_tanh", "relu"]
 
@@ -149,19 +152,41 @@ def read_architecture(
     """
     model_dir = Path(model_dir)
     path = model_dir / "config.json"
-    if not model_dir.is_dir():
-        raise UserError(
-            f"model directory {model_dir} does not exist{places(model_dir)}; pass a Hugging Face "
-            "checkpoint directory"
-        )
-    if not path.is_file():
-        raise UserError(
-            f"{path} is missing; {model_dir} is not a Hugging Face checkpoint directory"
-        )
+    check_model_dir(model_dir)
     config = read_json_object(path)
     if not weights_elsewhere:
         check_unquantized(config, str(path))
     return parse_architecture(config, str(path))
+
+
+def check_model_dir(model_dir: str | Path) -> None:
+    """Raise :class:`UserError`, with what to pass instead, if there is no model."""
+    directory = Path(model_dir)
+    if (directory / "config.json").is_file():
+        return
+    if directory.is_file():
+        raise UserError(
+            f"{directory} is a file; pass the directory that holds config.json and the weights"
+        )
+    if (directory / "policy" / "config.json").is_file():
+        raise UserError(
+            f"{directory} is the directory of a run; its trained model is {directory / 'policy'}"
+        )
+    if directory.is_dir():
+        raise UserError(
+            f"{directory / 'config.json'} is missing; {directory} is not a Hugging Face checkpoint "
+            "directory"
+        )
+    if HUB_NAME.fullmatch(str(model_dir)) and not directory.parent.is_dir():
+        raise UserError(
+            f"model directory {model_dir} does not exist{places(model_dir)}; if it is a name on "
+            f"the hub, download it: hf download {model_dir} --local-dir {directory.name}, and pass "
+            f"{directory.name}"
+        )
+    raise UserError(
+        f"model directory {model_dir} does not exist{places(model_dir)}; pass a Hugging Face "
+        "checkpoint directory"
+    )
 
 
 def is_known(config: dict[str, Any]) -> bool:

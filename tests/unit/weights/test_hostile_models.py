@@ -342,3 +342,23 @@ def test_an_index_cannot_lead_elsewhere(tmp_path: Path, file: str) -> None:
     )
     with pytest.raises(UserError, match="is missing"):
         HFReader(directory)
+
+
+@pytest.mark.parametrize(
+    ("path", "named"),
+    [
+        ("Qwen/Qwen3-0.6B", "hf download Qwen/Qwen3-0.6B"),
+        ("run", "run/policy"),
+        ("run/policy/config.json", "is a file"),
+        ("elsewhere/down/there", "does not exist"),
+        ("empty", "config.json is missing"),
+    ],
+)
+def test_what_is_no_model_directory_says_what_to_pass(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, named: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(QUICKSTART / "policy", tmp_path / "run" / "policy")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match=named):
+        read_architecture(path)
