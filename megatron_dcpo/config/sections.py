@@ -15,6 +15,7 @@ from pydantic.dataclasses import dataclass
 
 from megatron_dcpo.config.field_types import (
     STRICT,
+    Names,
     NonNegative,
     Positive,
     Share,
@@ -363,7 +364,7 @@ class TrainingConfig:
 class LoggingConfig:
     """What a run writes besides metrics.jsonl."""
 
-    to: tuple[str, ...] = ("tensorboard",)
+    to: Names = ("tensorboard",)
     """Loggers: tensorboard, wandb, mlflow, swanlab, or one of yours by import path."""
     project: str = ""
     """Project of wandb, mlflow and swanlab; empty: the name of the directory that run_dir is in."""
