@@ -352,4 +352,5 @@ class SandboxSession:
 
 
 def _job(program: str, tests: Mapping[str, Any]) -> bytes:
-    return json.dumps({"program": program, "setup": tests["setup"]}).encode()
+    job = {"program": program, "setup": tests["setup"], "rule": tests["rule"]}
+    return json.dumps(job).encode()

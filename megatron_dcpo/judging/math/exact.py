@@ -70,15 +70,20 @@ def certainly_unequal(a: object, b: object) -> bool:
         return False
     if a.has(_PERCENT) or b.has(_PERCENT):
         return _percentages_differ(a, b)
-    for expression in (a, b):
-        if not expression.is_commutative or expression.has(*_UNEVALUATED):
-            return False
+    if not (a.is_commutative and b.is_commutative):
+        return False
+    if a.has(*_UNEVALUATED) or b.has(*_UNEVALUATED):
+        return False
     point = sample_point(a, b)
     if point is None:
         return False
     if point:
-        a = a.subs(point)
-        b = b.subs(point)
+        return _values_differ(a.subs(point), b.subs(point))
+    return _values_differ(a, b)
+
+
+def _values_differ(a: Expr, b: Expr) -> bool:
+    """Return whether two expressions without symbols certainly differ."""
     if a.has(Float) or b.has(Float):
         return _decimals_differ(_decimals_as_fractions(a), _decimals_as_fractions(b))
     left = _fraction(a)
@@ -96,9 +101,10 @@ def _percentages_differ(a: Expr, b: Expr) -> bool:
     right = grader.get_pct_val(b)
     if left is not None and right is not None:
         return certainly_unequal(left, right)
-    number, other = (left, b) if left is not None else (right, a)
+    number = right if left is None else left
+    other = a if left is None else b
     # a percentage within an expression
-    if number is None or number.has(_PERCENT) or other.has(_PERCENT):
+    if not isinstance(number, Expr) or number.has(_PERCENT) or other.has(_PERCENT):
         return False
     hundredth = Mul(number, Rational(1, 100), evaluate=False)
     return certainly_unequal(number, other) and certainly_unequal(hundredth, other)

@@ -50,7 +50,8 @@ _NUMBER_WORDS = (
 )
 _CONNECTIVES = (
     "and or nor to mod modulo remainder if when where for by from than less more greater between "
-    "is are not only no none with without except times plus minus over divided choose factorial base"
+    "is are not only no none with without except times plus minus over divided choose factorial "
+    "base"
 )
 _TIMES_OF_DAY = "am pm ad bc bce ce st nd rd th"
 _NAMES = "pi e i sqrt infinity log ln exp sin cos tan cot sec csc"
