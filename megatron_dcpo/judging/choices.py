@@ -14,7 +14,10 @@ import unicodedata
 from collections.abc import Sequence
 
 from megatron_dcpo.data.questions import letter_index
+from megatron_dcpo.judging.math import latex
+from megatron_dcpo.judging.math.equivalence import quick_verdict
 
+LONGEST_ANSWER = 10_000  # characters
 _TEX_TEXT = re.compile(
     r"\\(?:text[a-z]*|math(?:rm|bf|sf|it|tt)|mbox|fbox|boxed|underline|emph|bf|rm)\s*\{([^{}]*)\}"
 )
@@ -42,6 +45,9 @@ _HEAD = re.compile(
 )
 # what separates a letter from the text of its option
 _SEPARATOR = re.compile(rf"\s*(?:[.:)\]]+{_MARK}|[-–—]+(?=\s)|[-=]>|→)\s*")
+# digits, signs and formulas, in which punctuation has a meaning
+_NOT_WORDS = re.compile(r"[0-9\\^_=<>+*/]|(?<![a-z])-|(?<![a-z])[a-z](?![a-z'’])")
+_DENIALS = frozenset({"not", "neither", "nor", "or", "either", "isn't", "never"})
 _TIGHT_DASH = re.compile(r"^[-–—]+(?=[a-z])")
 _ANOTHER = re.compile(r"(?<![a-z0-9])[(\[]?[a-z][)\]:]")
 _OTHER_LETTER = re.compile(
@@ -55,15 +61,15 @@ def chosen_letter(answer: str, options: Sequence[str]) -> str | None:
     None if it names no option, or if letter and text differ. Without ``options`` any letter counts,
     whatever text follows it.
     """
+    if len(answer) > LONGEST_ANSWER:
+        return None
     given = option_text(answer)
     texts = [option_text(option) for option in options]
     for form in _without_phrases(given):
         letter = _bare_letter(form, texts)
         if letter is not None:
             return letter
-        if texts.count(form) == 1:
-            return string.ascii_uppercase[texts.index(form)]
-        letter = _letter_and_text(form, texts)
+        letter = _letter_of_text(form, texts) or _letter_and_text(form, texts)
         if letter is not None:
             return letter
     return None
@@ -96,6 +102,36 @@ def _bare_letter(text: str, texts: Sequence[str]) -> str | None:
     if match is None or match["after"].strip(" .:,)*_`\"'”’»"):
         return None
     return _known(match["letter"], texts)
+
+
+def _letter_of_text(text: str, texts: Sequence[str]) -> str | None:
+    """Return the letter of the one option with this text or, if none has it, of the one that writes
+    the same otherwise. A text that two options have names neither.
+    """
+    for is_same in (str.__eq__, _same_text):
+        places = [n for n, option in enumerate(texts) if is_same(text, option)]
+        if places:
+            return string.ascii_uppercase[places[0]] if len(places) == 1 else None
+    return None
+
+
+def _same_text(a: str, b: str) -> bool:
+    """Return whether two texts without TeX's markup say the same: the same words, or the same
+    number or formula in another notation. Signs and decimal points are not left out.
+    """
+    if quick_verdict(a, b):
+        return True
+    first = latex.spell_out(a)
+    second = latex.spell_out(b)
+    if quick_verdict(first, second):
+        return True
+    if _NOT_WORDS.search(a + b):
+        return first.replace(" ", "") == second.replace(" ", "") != ""
+    return _bare_words(a) == _bare_words(b) != ""
+
+
+def _bare_words(text: str) -> str:
+    return "".join(character for character in text if character.isalnum())
 
 
 def _known(letter: str, texts: Sequence[str]) -> str | None:
@@ -153,35 +189,44 @@ def _letter_and_text(text: str, texts: Sequence[str]) -> str | None:
         return letter if separated and not lists else None
     position = string.ascii_uppercase.index(letter)
     own = texts[position]
-    # what follows a bracket or a space may begin with a sign: "(A) -5"
-    whole = option_text(after).lstrip(" ,;=")
-    if whole in texts:
-        return letter if whole == own else None
-    for said in (rest, _TIGHT_DASH.sub("", whole), whole.strip("()")):
-        if said == own:
+    readings = [rest]
+    if separator is None:
+        # what follows a bracket or a space may begin with a sign: "(A) -5"
+        whole = rest.lstrip(" ,;=")
+        readings = [whole, _TIGHT_DASH.sub("", whole), whole.strip("()")]
+    for said in readings:
+        named = _letter_of_text(said, texts)
+        if named is not None:
+            return letter if named == letter else None
+        if said == own:  # which another option has too
             return letter
-    if not separated or rest in texts or _OTHER_LETTER.match(rest):
+    if not separated or _OTHER_LETTER.match(rest):
         return None
     others = [text for place, text in enumerate(texts) if place != position]
     return letter if _says_the_same(rest, own, others) else None
 
 
 def _says_the_same(rest: str, own: str, others: Sequence[str]) -> bool:
-    """Return whether a text is the beginning of an option, or begins with the whole of it and then
-    speaks of no other one.
+    """Return whether a text is the beginning of an option, or has all words of the option in a row
+    and then speaks of no other one.
     """
     given = _words(rest)
     wanted = _words(own)
-    common = min(len(given), len(wanted))
-    if not common or given[:common] != wanted[:common]:
-        return False
-    more = given[common:]
-    if not more:
+    if given and given == wanted[: len(given)]:
         return True
-    beyond = " ".join(more)
-    names_another = any(" ".join(_words(text)) in beyond for text in others)
-    lists_another = _ANOTHER.search(beyond) or more[0] in ("or", "and", "nor")
-    return not names_another and not lists_another
+    padded = f" {' '.join(given)} "
+    before, found, beyond = padded.partition(f" {' '.join(wanted)} ")
+    if not wanted or not found:
+        return False
+    around = f"{before} | {beyond}"
+    for text in others:
+        words = " ".join(_words(text))
+        if words and f" {words} " in f" {around} ":
+            return False
+    denied = not _DENIALS.isdisjoint(before.split())
+    continued = beyond.split()[:1]
+    listed = bool(continued) and continued[0] in ("or", "and", "nor")
+    return not (denied or listed or _ANOTHER.search(around))
 
 
 def _words(text: str) -> list[str]:
