@@ -352,5 +352,5 @@ class SandboxSession:
 
 
 def _job(program: str, tests: Mapping[str, Any]) -> bytes:
-    job = {"program": program, "setup": tests["setup"], "rule": tests["rule"]}
-    return json.dumps(job).encode()
+    job = {name: tests[name] for name in ("rule", "imports", "setup")}
+    return json.dumps({"program": program, **job}).encode()

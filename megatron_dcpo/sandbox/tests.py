@@ -35,7 +35,7 @@ _USUAL_NAMES = [
 USUAL_IMPORTS = "\n".join(
     [*_USUAL_NAMES, f"import {', '.join(_USUAL_MODULES.split())}"]
 )
-LIVECODEBENCH_SETUP = (
+LIVECODEBENCH_IMPORTS = (
     f"{USUAL_IMPORTS}\nsys.setrecursionlimit(50000)\nsys.set_int_max_str_digits(50000)"
 )
 
@@ -52,12 +52,12 @@ def checked_tests(tests: object, where: str = "tests") -> dict[str, Any]:
       perhaps ``atol``
 
     ``setup`` (or ``prompt_prefix``): the task's own code, such as imports and ``class ListNode``,
-    which is run before the program and before the tests, each in their process. Tests of a function
-    without one get :data:`USUAL_IMPORTS`.
+    which is run before the program and before the tests, each in their process. A program for tests
+    of a function without one finds :data:`USUAL_IMPORTS`.
 
-    ``"rule": "livecodebench"``, of ``stdin`` and ``function``: :data:`LIVECODEBENCH_SETUP` comes
-    before the setup; a program that reads standard input is run by ``program.called_once``, and
-    its exit status does not count; values must be equal.
+    ``"rule": "livecodebench"``, of ``stdin`` and ``function``: the program finds
+    :data:`LIVECODEBENCH_IMPORTS`; one that reads standard input is run by ``program.called_once``,
+    and its exit status does not count; values must be equal.
     """
     if not isinstance(tests, Mapping):
         raise UserError(f"{where}: tests must be an object, got {type(tests).__name__}")
@@ -66,10 +66,13 @@ def checked_tests(tests: object, where: str = "tests") -> dict[str, Any]:
         raise UserError(
             f"{where}: kind of tests {kind!r} is unknown; it must be one of {', '.join(KINDS)}"
         )
+    rule = _rule(tests, where)
+    setup = _setup(tests, where)
     known: dict[str, Any] = {
         "kind": kind,
-        "setup": _setup(tests, where),
-        "rule": _rule(tests, where),
+        "rule": rule,
+        "imports": _imports(tests, setup),
+        "setup": setup,
     }
     if kind == "stdin":
         cases = _cases(tests, where)
@@ -121,13 +124,16 @@ def _rule(tests: Mapping[str, Any], where: str) -> str | None:
 
 def _setup(tests: Mapping[str, Any], where: str) -> str:
     setup = _text(tests, "setup", where, default="")
-    if not setup:
-        setup = _text(tests, "prompt_prefix", where, default="")
+    return setup or _text(tests, "prompt_prefix", where, default="")
+
+
+def _imports(tests: Mapping[str, Any], setup: str) -> str:
+    """Return the code whose names a program finds as if they were builtin."""
     if tests.get("rule") == LIVECODEBENCH:
-        return f"{LIVECODEBENCH_SETUP}\n{setup}"
+        return LIVECODEBENCH_IMPORTS
     if tests["kind"] == "function" and not setup:
         return USUAL_IMPORTS
-    return setup
+    return ""
 
 
 def check_syntax(tests: Mapping[str, Any], where: str = "tests") -> None:

@@ -413,6 +413,31 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
         function(([3], 3)),
         "passed",
     ),
+    "a function of the imports is not the program's": (
+        "x = gcd(4, 6)",
+        function(([4, 6], 2), entry="gcd"),
+        "runtime_error",
+    ),
+    "nor is it by LiveCodeBench's rule": (
+        "x = gcd(4, 6)",
+        function(([4, 6], 2), entry="gcd", rule="livecodebench"),
+        "runtime_error",
+    ),
+    "a function that the program imports": (
+        "from math import gcd",
+        function(([4, 6], 2), entry="gcd"),
+        "passed",
+    ),
+    "a method named as what it calls": (
+        "class Solution:\n    def gcd(self, a, b): return gcd(a, b)",
+        function(([4, 6], 2), entry="gcd", rule="livecodebench"),
+        "passed",
+    ),
+    "an import that builtins have": (
+        "class Solution:\n    def f(self): return pow(2, 5, 7)",
+        function(([], 4), rule="livecodebench"),
+        "passed",
+    ),
     "method by a plain function": (
         "def f(x): return x",
         function(([3], 3), entry="Solution().f"),

@@ -41,8 +41,8 @@ _METHOD = re.compile(r"^(\w+)(?:\(\))?\.(\w+)$")
 
 
 def run_program(job: dict[str, Any], calls: int | None, message_bytes: int) -> None:
-    """Run a program and end the process. ``job`` has ``program``, ``setup`` and ``rule``; ``calls``
-    is the pipe of the tests, None for stdin tests.
+    """Run a program and end the process. ``job`` has ``program``, ``imports``, ``setup`` and
+    ``rule`` (``sandbox/tests.py``); ``calls`` is the pipe of the tests, None for stdin tests.
     """
     code = 1
     by_livecodebench = job.get("rule") == LIVECODEBENCH
@@ -111,6 +111,8 @@ def define(job: dict[str, Any], name: str) -> tuple[types.ModuleType, set[str]]:
         "quit",
     ):  # an interpreter started without its site module has none
         setattr(builtins, word, _sitebuiltins.Quitter(word, ""))
+    if job.get("imports"):
+        _add_builtins(job["imports"])
     if job.get("setup"):
         exec(compile(job["setup"], "<setup>", "exec"), module.__dict__)
     shared = {
@@ -120,6 +122,17 @@ def define(job: dict[str, Any], name: str) -> tuple[types.ModuleType, set[str]]:
     }
     exec(compile(job["program"], "<program>", "exec"), module.__dict__)
     return module, shared
+
+
+def _add_builtins(imports: str) -> None:
+    """Make the names that ``imports`` brings builtin, so that the program finds them and a function
+    that the tests ask for must still be its own.
+    """
+    names: dict[str, Any] = {}
+    exec(compile(imports, "<imports>", "exec"), names)
+    for name, value in names.items():
+        if not name.startswith("__") and not hasattr(builtins, name):
+            setattr(builtins, name, value)
 
 
 def category_code(error: BaseException) -> int:
@@ -317,7 +330,9 @@ class Answers:
 
 def _builtin_name(error: BaseException) -> str:
     for kind in type(error).__mro__:
-        if getattr(builtins, kind.__name__, None) is kind:
+        is_builtin = getattr(builtins, kind.__name__, None) is kind
+        # the names of imports are there too
+        if is_builtin and kind.__module__ == "builtins":
             return kind.__name__
     return "Exception"
 

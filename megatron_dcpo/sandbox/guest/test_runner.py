@@ -25,7 +25,6 @@ from typing import Any, NoReturn
 from megatron_dcpo.sandbox.guest import rpc
 from megatron_dcpo.sandbox.guest.program import LIVECODEBENCH
 
-RECURSION_LIMIT = 10_000
 EVALPLUS_ATOL = 1e-6
 EVALPLUS_RTOL = 1e-7
 # Modules that assert lists use without importing them.
@@ -258,7 +257,7 @@ def run_checks(task: bytes, limits: dict[str, Any]) -> NoReturn:
     """
     verdict = os.dup(1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    sys.setrecursionlimit(RECURSION_LIMIT)
+    sys.setrecursionlimit(10_000)
     signal.setitimer(signal.ITIMER_PROF, limits["program_seconds"])
     client = ProgramClient(
         pipe=3,
@@ -307,8 +306,6 @@ def _namespace(tests: dict[str, Any], client: ProgramClient) -> dict[str, Any]:
     names: dict[str, Any] = {"__name__": "tests", "__builtins__": builtins}
     if tests.get("setup"):
         exec(compile(tests["setup"], "<setup>", "exec"), names)
-        # a setup may ask for more, for the program
-        sys.setrecursionlimit(RECURSION_LIMIT)
     client.classes = {
         name: value
         for name, value in names.items()
