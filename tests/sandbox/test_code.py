@@ -381,6 +381,17 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
         SUM,
         "passed",
     ),
+    "/dev/stdin in bytes": (
+        "import os\nassert os.path.isfile('/dev/stdin') and not os.path.exists('/dev/fd/9')\n"
+        "print(sum(map(int, open(b'/dev/stdin', 'rb').read().split())))",
+        SUM,
+        "passed",
+    ),
+    "no other name is one of a standard file": (
+        "open('/dev/stdin/')",
+        SUM,
+        "runtime_error",
+    ),
     "/dev/stdin by fileinput": (
         "import fileinput\nfor line in fileinput.input('/dev/stdin'):\n"
         "    print(sum(map(int, line.split())))",

@@ -46,7 +46,9 @@ _UNIT_WORDS = re.compile(
 _COMMAND = re.compile(r"\\[A-Za-z]+")
 # after a number these change what it says
 _NUMBER_WORDS = (
-    "half hundred thousand million billion trillion dozen percent squared cubed"
+    "half third quarter halves thirds quarters fourths fifths sixths sevenths eighths ninths "
+    "tenths hundredths thousandths tens hundred hundreds thousand thousands million millions billion "
+    "billions trillion dozen dozens percent squared cubed below negative"
 )
 _CONNECTIVES = (
     "and or nor to mod modulo remainder if when where for by from than less more greater between "

@@ -27,6 +27,12 @@ def provide() -> None:
     builtins.open = io.open = _open
     os.open = _os_open
     os.stat = _stat
+    # modules ask these sets what the functions can do
+    for known in (os.supports_dir_fd, os.supports_fd, os.supports_follow_symlinks):
+        if _real_os_open in known:
+            known.add(_os_open)
+        if _real_stat in known:
+            known.add(_stat)
 
 
 def _descriptor(file: object) -> int | None:

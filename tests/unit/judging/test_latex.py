@@ -141,6 +141,8 @@ CLASSES: dict[str, tuple[str, str]] = {
         5 dollars | 5\text{ cents}
         5 students | 5 teachers
         5 million | 5
+        5 tenths | 5
+        5 degrees below zero | 5
         5 or 6 | 5
         5 mod 7 | 5
         3 dollars and 5 cents | 3
