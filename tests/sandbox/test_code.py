@@ -445,8 +445,8 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
         "passed",
     ),
     "an import that builtins have": (
-        "class Solution:\n    def f(self): return pow(2, 5, 7)",
-        function(([], 4), rule="livecodebench"),
+        "class Solution:\n    def f(self, x): return pow(x, 5, 7)",
+        function(([2], 4), rule="livecodebench"),
         "passed",
     ),
     "method by a plain function": (
@@ -508,8 +508,8 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
         "runtime_error",
     ),
     "leaves a method": (
-        "class Solution:\n    def f(self): sys.exit(0)",
-        function(([], None), entry="Solution().f", rule="livecodebench"),
+        "class Solution:\n    def f(self, x): sys.exit(0)",
+        function(([1], None), entry="Solution().f", rule="livecodebench"),
         "runtime_error",
     ),
     "the last block under main": (
@@ -528,7 +528,7 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
         "runtime_error",
     ),
     "returns at its top level": ("print(3)\nreturn", livecodebench("3"), "passed"),
-    "imports alone": ("import os", livecodebench(""), "passed"),
+    "imports alone": ("import os", livecodebench(""), "runtime_error"),
     "no Python": ("print(", livecodebench(""), "runtime_error"),
     "blank lines before the output": (
         "print('\\n\\n3')",
@@ -542,18 +542,18 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "a blank line within": ("print('3\\n\\n4')", livecodebench("3\n4"), "wrong"),
     "a value next to the float": (
-        "class Solution:\n    def f(self): return 0.5000001",
-        function(([], 0.5), entry="Solution().f", rule="livecodebench"),
+        "class Solution:\n    def f(self, x): return x + 0.0000001",
+        function(([0.5], 0.5), entry="Solution().f", rule="livecodebench"),
         "wrong",
     ),
     "a tuple for a list": (
-        "class Solution:\n    def f(self): return (1, 2)",
-        function(([], [1, 2]), entry="Solution().f", rule="livecodebench"),
+        "class Solution:\n    def f(self, x): return (x, 2)",
+        function(([1], [1, 2]), entry="Solution().f", rule="livecodebench"),
         "passed",
     ),
     "tuples within a list": (
-        "class Solution:\n    def f(self): return [(1, 2)]",
-        function(([], [[1, 2]]), entry="Solution().f", rule="livecodebench"),
+        "class Solution:\n    def f(self, x): return [(x, 2)]",
+        function(([1], [[1, 2]]), entry="Solution().f", rule="livecodebench"),
         "wrong",
     ),
 }

@@ -47,8 +47,8 @@ _COMMAND = re.compile(r"\\[A-Za-z]+")
 # after a number these change what it says
 _NUMBER_WORDS = (
     "half third quarter halves thirds quarters fourths fifths sixths sevenths eighths ninths "
-    "tenths hundredths thousandths tens hundred hundreds thousand thousands million millions billion "
-    "billions trillion dozen dozens percent squared cubed below negative"
+    "tenths hundredths thousandths tens hundred hundreds thousand thousands million millions "
+    "billion billions trillion dozen dozens percent squared cubed below negative"
 )
 _CONNECTIVES = (
     "and or nor to mod modulo remainder if when where for by from than less more greater between "

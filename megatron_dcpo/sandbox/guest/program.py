@@ -80,7 +80,7 @@ def called_once(program: str) -> ast.Module:
     """Return a program that reads standard input as LiveCodeBench runs it: its imports first, and
     everything else as the body of a function that is called once, so that its variables are local
     there. A last block under ``if __name__ == "__main__"`` counts as written without the condition;
-    any other one does not run.
+    any other one does not run. Raises SyntaxError for a program that only imports, too.
     """
     statements = ast.parse(program, "<program>").body
     last = statements[-1] if statements else None
@@ -91,10 +91,12 @@ def called_once(program: str) -> ast.Module:
     for statement in statements:
         is_import = isinstance(statement, ast.Import | ast.ImportFrom)
         (imports if is_import else body).append(statement)
+    if not body:
+        raise SyntaxError("the program only imports")
     frame = ast.parse("def wrapped_function():\n    pass\nwrapped_function()")
     function = frame.body[0]
     assert isinstance(function, ast.FunctionDef)
-    function.body = body or function.body
+    function.body = body
     frame.body = [*imports, *frame.body]
     return frame
 
