@@ -89,3 +89,6 @@ def test_dcpo_evaluate_prints_it(
     toy = written["benchmarks"]["toy"]
     assert toy["pass_at_k"] == pytest.approx({"1": 1 / 6, "2": 1 / 3, "3": 1 / 2})
     assert set(toy["ci95"]["pass_at_k"]) == {"1", "2", "3"}
+    page = (out / "report.html").read_text()
+    assert all(f"<th>pass@{k}</th>" in page for k in (1, 2, 3))
+    assert "<td>50.0%" in page
