@@ -22,8 +22,9 @@ from megatron_dcpo.sandbox.guest.rpc import CATEGORY_OF_EXIT, Encoder, Unsendabl
 _WORD = re.compile(r"\S+")
 KINDS = ("stdin", "check", "asserts", "function")
 # How tests want their programs run and compared beyond what their kind says: as LiveCodeBench's
-# runner (lcb_runner/evaluation/testing_util.py at commit 28fef95) does.
+# runner (lcb_runner/evaluation/testing_util.py at this commit) does.
 RULES = (LIVECODEBENCH,)
+LIVECODEBENCH_COMMIT = "28fef95"
 # The names that solutions of LiveCodeBench, LeetCode and the like use without importing them.
 _USUAL_MODULES = (
     "string re datetime collections heapq bisect copy math random statistics itertools functools "

@@ -27,6 +27,7 @@ from megatron_dcpo.data.datasets import load_records, message_prompts
 from megatron_dcpo.data.files import read_rows
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.sandbox.judge import judge_programs
+from megatron_dcpo.sandbox.tests import LIVECODEBENCH_COMMIT
 from tests.helpers.data import real, reference_solution, write
 from tests.helpers.paths import DATA
 
@@ -500,6 +501,7 @@ def test_windows_by_contest_date_over_several_files(tmp_path: Path) -> None:
     )
     assert any("2 problems" in w and "279" in w for w in v5.warnings)
     assert any("2024-08-01" in w and "2025-02-01" in w for w in v5.warnings)
+    assert any(LIVECODEBENCH_COMMIT in w for w in v5.warnings)
     assert len(load_benchmark("lcb_v6", tmp_path).records) == 2
     chosen = load_benchmark("lcbv5:2024-07-01..2024-08-01", tmp_path)
     assert len(chosen.records) == 1
