@@ -31,6 +31,7 @@ _ALIASES = (
     "value",
     "aliases",
     "normalizedaliases",
+    "humananswers",
 )  # of an answer of TriviaQA, without underscores
 
 
