@@ -61,9 +61,30 @@ _SAMPLES_SHOWN = 6
 
 def comparison(runs: Sequence[EvaluatedRun]) -> dict[str, dict[str, Any]]:
     """Return the ``HEADLINE`` values of each run's evaluation, or of its last logged training step
-    if it has no evaluation.
+    if it has no evaluation. An evaluation with a calibrator has a second row, for the recalibrated
+    confidence.
     """
-    return {run.name: summary_of(run) for run in runs}
+    return {row.name: summary_of(row.run, row.kind) for row in _rows_of(runs, "verbal")}
+
+
+class _Row(NamedTuple):
+    """A row of a table of results: a run, scored by one kind of confidence."""
+
+    name: str
+    run: EvaluatedRun
+    kind: str
+
+
+def _rows_of(runs: Sequence[EvaluatedRun], kind: str) -> list[_Row]:
+    """Return the rows of the runs' headline table: each run by ``kind``, and again by its
+    recalibrated confidence if it has one.
+    """
+    rows = []
+    for run in runs:
+        rows.append(_Row(run.name, run, kind))
+        if kind != "posthoc" and _has(run, "posthoc", None):
+            rows.append(_Row(f"{run.name}, recalibrated", run, "posthoc"))
+    return rows
 
 
 def summary_of(
@@ -137,7 +158,8 @@ def render_report(
     warnings = {}
     for run in runs:
         steps = len(run.metrics)
-        origins.append(run_description.origin(run.name, run.path, steps))
+        model = str((run.evaluation or {}).get("model") or "")
+        origins.append(run_description.origin(run.name, run.path, steps, model))
         messages = read_warnings(run.path)
         if messages:
             warnings[run.name] = messages
@@ -205,7 +227,8 @@ def _tables(runs: Sequence[EvaluatedRun]) -> list[dict[str, Any]]:
     trained = [run for run in runs if run.evaluation is None]
     if trained:
         title = "Not evaluated: last training step, as training samples"
-        tables.append(_table(title, _cells(trained, "verbal", None), is_open=True))
+        rows = _cells(_rows_of(trained, "verbal"), None)
+        tables.append(_table(title, rows, is_open=True))
     return tables
 
 
@@ -229,7 +252,7 @@ def _tables_of_group(
     benchmarks = benchmarks_of(group)
     first = kinds[0] if kinds else "verbal"
     title = "; ".join(filter(None, (", ".join(benchmarks), sampling)))
-    headline_rows = _cells(group, first, None)
+    headline_rows = _cells(_rows_of(group, first), None)
     tables = [_table(title, headline_rows, is_open=True)]
     several = len(benchmarks) > 1
     choices: list[str | None] = [None]
@@ -249,7 +272,8 @@ def _tables_of_group(
             else:
                 scope = benchmarks[0]
             name = f"{scope}, {kind} confidence"
-            tables.append(_table(name, _cells(scored, kind, benchmark)))
+            rows = [_Row(run.name, run, kind) for run in scored]
+            tables.append(_table(name, _cells(rows, benchmark)))
         tables += _passes(group, benchmark, len(benchmarks))
     return tables
 
@@ -297,14 +321,17 @@ def _has(run: EvaluatedRun, kind: str, benchmark: str | None) -> bool:
 
 
 def _cells(
-    runs: Sequence[EvaluatedRun], kind: str, benchmark: str | None
+    table_rows: Sequence[_Row], benchmark: str | None
 ) -> dict[str, list[dict[str, Any]]]:
-    """Return, for each run, the text of each headline value with the half width of its 95 %
+    """Return, for each row, the text of each headline value with the half width of its 95 %
     interval, and whether it is the best of its column: better than all others, with intervals that
     do not overlap.
     """
-    rows = {run.name: summary_of(run, kind, benchmark) for run in runs}
-    intervals = {run.name: intervals_of(run, kind, benchmark) for run in runs}
+    rows = {}
+    intervals = {}
+    for name, run, kind in table_rows:
+        rows[name] = summary_of(run, kind, benchmark)
+        intervals[name] = intervals_of(run, kind, benchmark)
     best = {key: separable_best(key, rows, intervals) for key in HEADLINE}
     table: dict[str, list[dict[str, Any]]] = {}
     for name, row in rows.items():

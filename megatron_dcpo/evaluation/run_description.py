@@ -46,9 +46,11 @@ def sampling_text(settings: Mapping[str, Any], evaluation: Mapping[str, Any]) ->
     return ", ".join(parts)
 
 
-def origin(name: str, path: Path, steps: int) -> dict[str, Any]:
-    """Return a row of the table of runs, from ``run.json`` and ``config.yaml``. Values that neither
-    file has are empty.
+def origin(
+    name: str, path: Path, steps: int, evaluated_model: str = ""
+) -> dict[str, Any]:
+    """Return a row of the table of runs, from ``run.json`` and ``config.yaml``, and for an
+    evaluation the model that it names. Values that none of them has are empty.
     """
     launches = read_launches(path)
     config = options(path)
@@ -61,7 +63,7 @@ def origin(name: str, path: Path, steps: int) -> dict[str, Any]:
         started = str(launches[0].get("time", ""))[:16].replace("T", " ")
     return {
         "run": name,
-        "model": config.get("model.path", ""),
+        "model": config.get("model.path") or evaluated_model,
         "method": config.get("objective.name", ""),
         "data": str(config.get("data.path", "")),
         "seed": config.get("seed", ""),

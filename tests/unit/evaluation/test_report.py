@@ -7,6 +7,7 @@ import json
 import re
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -88,6 +89,24 @@ def test_runs_on_different_benchmarks_are_said_to_be_so(tmp_path: Path) -> None:
 def test_intervals_stand_beside_the_values() -> None:
     assert report.format_value("accuracy", 0.65, (0.61, 0.69)) == "65.0% ± 4.0"
     assert report.format_value("ece", 0.1, (0.08, 0.13)) == "0.100 ± 0.025"
+
+
+def test_a_recalibrated_run_stands_in_the_main_table(tmp_path: Path) -> None:
+    evaluated(tmp_path / "grpo")
+    calibrated = evaluated(tmp_path / "grpo_calibrated")
+    overall: Any = calibrated["overall"]
+    overall["posthoc"] = overall["verbal"] | {"ece": 0.0123, "auroc": 0.9876}
+    (tmp_path / "grpo_calibrated" / "evaluation.json").write_text(
+        json.dumps(calibrated | {"model": "hubmodel"})
+    )
+    runs = find_runs([tmp_path])
+    table = report._tables(runs)[0]
+    names = ["grpo", "grpo_calibrated", "grpo_calibrated, recalibrated"]
+    assert list(table["rows"]) == names
+    texts = [cell["text"] for cell in table["rows"][names[-1]]]
+    assert any(text.startswith("0.012") for text in texts)
+    assert report.comparison(runs)[names[-1]]["auroc"] == 0.9876
+    assert "hubmodel" in report.render_report(runs), "the model of an evaluation"
 
 
 def test_only_what_is_separable_is_bold() -> None:
