@@ -47,8 +47,8 @@ def load_tokenizer(model_dir: str | Path) -> Any:  # noqa: ANN401 - transformers
 
 
 def read_eos_token_ids(model_dir: Path) -> tuple[int, ...]:
-    """Return the ids that end a response: those of ``generation_config.json`` and ``config.json``,
-    and the end token of the tokenizer. Models name in one of them what the others lack.
+    """Return the ids that end a response, from ``generation_config.json``, ``config.json`` and the
+    tokenizer. Models name in one of them what the others lack.
 
     Raises :class:`UserError` if there is none at all.
     """

@@ -50,7 +50,7 @@ WITHOUT_INFLUENCE = frozenset(
         "transformers_version",
         "unsloth_fixed",
         "unsloth_version",
-        # tokens: end tokens are read with those of generation_config.json and the tokenizer
+        # special tokens: megatron_dcpo.rollout.tokens reads the end tokens
         "bos_token_id",
         "cls_token_id",
         "decoder_start_token_id",
@@ -144,8 +144,8 @@ QUANTIZED_KEYS = ("quantization_config", "compression_config", "quantization")
 
 @dataclass(frozen=True)
 class Keys:
-    """The keys that one architecture has beside those of all: ``translated`` ones, and ``fixed``
-    ones with the values that are built here. ``window_is_optional`` if its ``sliding_window`` is
+    """The keys that one architecture has in addition: ``translated`` ones, and ``fixed`` ones with
+    the values that are built here. ``window_is_optional`` if its ``sliding_window`` is
     only read when ``use_sliding_window`` is true.
     """
 
@@ -196,8 +196,8 @@ def _check_whose_model(config: Mapping[str, Any], keys: Keys, source: str) -> No
             )
     if config.get("auto_map"):
         raise UserError(
-            f"{source}: auto_map={config['auto_map']!r:.80} lets the model run code of its own, "
-            "which never happens here; remove it if the model is the architecture as transformers "
+            f"{source}: auto_map={config['auto_map']!r:.80} asks for the model's own code, which is "
+            "never run here; remove it if the model is the architecture as transformers "
             "has it"
         )
 
