@@ -196,9 +196,8 @@ def _check_whose_model(config: Mapping[str, Any], keys: Keys, source: str) -> No
             )
     if config.get("auto_map"):
         raise UserError(
-            f"{source}: auto_map={config['auto_map']!r:.80} asks for the model's own code, which is "
-            "never run here; remove it if the model is the architecture as transformers "
-            "has it"
+            f"{source}: auto_map={config['auto_map']!r:.80} asks for the model's own code, which "
+            "is never run here; remove it if the model is the architecture as transformers has it"
         )
 
 
