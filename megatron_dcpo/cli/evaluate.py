@@ -382,6 +382,14 @@ def _print_evaluation(evaluation: Mapping[str, Any]) -> None:
             rows[f"overall {kind}"] = headline(evaluation, kind)
     print_table(rows, "benchmark")
     for name, scores in evaluation["benchmarks"].items():
+        if "refused_rate" in scores:
+            share = f"{100 * scores['refused_rate']:.1f}%"
+            print(
+                printable(
+                    f"{name}: the server refused {share} of the samples (refused_rate); they "
+                    "count as wrong"
+                )
+            )
         rates = scores.get("abstention")
         if rates:
             shown = []

@@ -13,12 +13,14 @@ is a ``UserError`` that names the line or the column.
 
 from __future__ import annotations
 
+import datetime
 import functools
 import hashlib
 import logging
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -90,7 +92,8 @@ class PromptOptions:
 
     Prompts of more than ``max_prompt_length`` tokens are dropped, and ``limit`` keeps the first
     ones that are left (None or 0: all). The ``paper`` template asks for a confidence line that
-    begins with ``marker``. ``thinking`` is off, on or auto (``data.thinking``).
+    begins with ``marker``. ``thinking`` is off, on or auto (``data.thinking``). ``date`` is the one
+    that a chat template writes, None for today's.
     """
 
     template: str = "paper"
@@ -98,6 +101,7 @@ class PromptOptions:
     limit: int | None = None
     marker: str = CONFIDENCE_TAG
     thinking: str = "off"
+    date: datetime.date | None = None
 
 
 def load_prompts(
@@ -136,14 +140,16 @@ def render_prompts(
     for record in records:
         if options.limit and len(kept) >= options.limit:
             break
-        messages, ids = prompts.render(
-            tokenizer,
-            record.messages,
-            options.template,
-            options.marker,
-            record.form,
-            options.thinking,
-        )
+        with _naming_row(source, record):
+            messages, ids = prompts.render(
+                tokenizer,
+                record.messages,
+                options.template,
+                options.marker,
+                record.form,
+                options.thinking,
+                options.date,
+            )
         if longest is not None and len(ids) > longest:
             too_long += 1
             continue
@@ -168,10 +174,21 @@ def message_prompts(
     """Return the same prompts for a server, which has its own tokenizer and chat template:
     messages, no token ids.
     """
-    return [
-        _prompt(record, prompts.ask(record.messages, template, marker, record.form), ())
-        for record in records[: limit or None]
-    ]
+    asked = []
+    for record in records[: limit or None]:
+        with _naming_row(record.task, record):
+            messages = prompts.ask(record.messages, template, marker, record.form)
+        asked.append(_prompt(record, messages, ()))
+    return asked
+
+
+@contextmanager
+def _naming_row(source: str, record: Record) -> Iterator[None]:
+    """Say in a :class:`prompts.PromptError` which row it is."""
+    try:
+        yield
+    except prompts.PromptError as error:
+        raise UserError(f"{source}: row {record.index + 1}: {error}") from error
 
 
 def _prompt(

@@ -27,6 +27,7 @@ from typing import Any
 from megatron_dcpo import codec
 from megatron_dcpo.calibration import diagrams
 from megatron_dcpo.calibration.metrics import Bins
+from megatron_dcpo.errors import UserError, one_line
 from megatron_dcpo.evaluation.posthoc import features
 from megatron_dcpo.evaluation.report import summary_of, write_report
 from megatron_dcpo.evaluation.runs import EvaluatedRun, read_run
@@ -43,6 +44,7 @@ from megatron_dcpo.evaluation.scoring import bins_from_json
 from megatron_dcpo.judging.judge import JUDGES, Judge, judge_many, with_text
 from megatron_dcpo.judging.math.pool import equivalent_many
 from megatron_dcpo.judging.token_bytes import TokenBytes
+from megatron_dcpo.runtime.files import write_atomically
 from megatron_dcpo.types import Judgement, Prompt, Response, ResponseKey
 
 # an engine in this process, which yields responses to (prompt, repeat) as they finish
@@ -50,6 +52,8 @@ Stream = Callable[[Sequence[tuple[Prompt, int]]], Iterable[Sequence[Response]]]
 # benchmark, finished samples, all samples
 Progress = Callable[[str, int, int], None]
 Equivalent = Callable[[str, str], bool]
+# the share of a benchmark's prompts that a server may refuse before the evaluation ends
+REFUSED_SHARE = 0.1
 
 
 @dataclass(frozen=True)
@@ -93,7 +97,7 @@ def evaluate_benchmark(
     Responses are matched by prompt id and repeat, never by position, so that the samples do not
     depend on the order in which an engine finishes. Samples that ``log`` holds already are not
     asked for again. A new one is written to it as soon as it is judged, even if the engine fails
-    later.
+    later. Raises :class:`UserError` if a server refuses too many prompts (``REFUSED_SHARE``).
     """
     if not prompts:
         return []
@@ -108,10 +112,12 @@ def evaluate_benchmark(
             while judged and judged[0][1].done():
                 finished, judgements = judged.popleft()
                 collected.add(finished, judgements.result())
+                collected.check_refusals()
     finally:
         while judged:
             finished, judgements = judged.popleft()
             collected.add(finished, judgements.result())
+    collected.check_refusals()
     position = {prompt.prompt_id: number for number, prompt in enumerate(prompts)}
     ordered = sorted(
         collected.samples.values(),
@@ -159,6 +165,23 @@ class _Collected:
             if self.log is not None:
                 self.log.add(sample)
         self._show_progress()
+
+    def check_refusals(self) -> None:
+        """Raise :class:`UserError` if the server has refused every prompt, or more than
+        ``REFUSED_SHARE`` of them (one prompt may always be refused).
+        """
+        refused = {}
+        for sample in self.samples.values():
+            if sample.response.refusal is not None:
+                refused[sample.prompt.prompt_id] = sample.response.refusal
+        allowed = max(1, int(REFUSED_SHARE * len(self.prompts)))
+        if len(refused) > allowed or len(refused) == len(self.prompts):
+            words = one_line(next(iter(refused.values())), 300)
+            raise UserError(
+                f"{self.benchmark}: the server has refused {len(refused)} of {len(self.prompts)} "
+                f"prompts, the first with: {words}; correct evaluation.max_tokens, the prompts or "
+                "the server; the same command asks the refused ones again"
+            )
 
     def _show_progress(self) -> None:
         if self.progress is not None:
@@ -253,7 +276,7 @@ def write_evaluation(
     root.mkdir(parents=True, exist_ok=True)
     write_samples(samples, root / "samples.jsonl")
     text = json.dumps(evaluation, indent=1, allow_nan=False, ensure_ascii=False)
-    (root / "evaluation.json").write_text(text + "\n", encoding="utf-8")
+    write_atomically(root / "evaluation.json", text + "\n")
     run = read_run(root)
     names: list[str | None] = [*evaluation["benchmarks"]]
     if len(names) != 1:

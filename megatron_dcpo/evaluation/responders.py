@@ -21,7 +21,7 @@ from megatron_dcpo.judging.thinking import KNOWN, check_thinking, keep_thinking
 from megatron_dcpo.judging.token_bytes import TokenBytes, token_bytes
 from megatron_dcpo.rollout import SamplingConfig, VllmOptions, choose_engine
 from megatron_dcpo.rollout.engine import check_model_dir
-from megatron_dcpo.rollout.openai_client import Endpoint, served_model
+from megatron_dcpo.rollout.openai_client import Endpoint, check_address, served_model
 from megatron_dcpo.runtime.device import capabilities
 from megatron_dcpo.types import Prompt
 
@@ -76,6 +76,7 @@ def ask_server(config: EvaluateConfig) -> Responder:
     known about the tokens, and ``<think>`` is taken to open the thinking.
     """
     options = config.endpoint
+    check_address(options.url)
     tokenizer = None
     tokens = TokenBytes((), KNOWN[0])
     render: Render = partial(_as_messages, config)

@@ -19,12 +19,24 @@ _MARKER = ".being-written"  # locked by the process that writes the directory
 
 
 def write_atomically(path: Path, data: str | bytes) -> None:
-    """Write ``path`` (text as UTF-8); an older file stays until the new one is complete. Raises
-    :class:`OSError`.
+    """Write ``path`` (text as UTF-8); an older file stays until the new one is complete. What is no
+    regular file, such as ``/dev/stdout``, is written as it is. Raises :class:`OSError`.
+    """
+    if path.exists() and not path.is_file():
+        path.write_bytes(data.encode() if isinstance(data, str) else data)
+        return
+    with replacing(path) as temporary:
+        temporary.write_bytes(data.encode() if isinstance(data, str) else data)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield the name of a file that replaces ``path`` when the block ends, and is removed when the
+    block fails.
     """
     temporary = path.with_name(f"{path.name}.{threading.get_ident()}.tmp")
     try:
-        temporary.write_bytes(data.encode() if isinstance(data, str) else data)
+        yield temporary
         os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)

@@ -26,6 +26,7 @@ from megatron_dcpo.training.preflight import (
     check_processes,
     check_vocabulary,
 )
+from megatron_dcpo.training.provenance import date_of
 from megatron_dcpo.training.sources import load_sources
 from megatron_dcpo.training.warnings import too_few_problems
 from megatron_dcpo.weights.hf_checkpoint import HFReader
@@ -109,8 +110,11 @@ def _describe_inputs(config: Config, allow_missing: bool) -> dict[str, Any]:
     )
     if unread:
         return facts
-    loaded = load_sources(config, tokenizer)
-    held_out = None if allow_missing else load_held_out(config, tokenizer, vocabulary)
+    date = date_of(config)
+    loaded = load_sources(config, tokenizer, date)
+    held_out = None
+    if not allow_missing:
+        held_out = load_held_out(config, tokenizer, vocabulary, date)
     longest = check_lengths(config, arch, loaded, held_out)
     first = loaded[0].prompts[0].token_ids
     facts["data"] = ", ".join(
