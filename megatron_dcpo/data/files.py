@@ -31,7 +31,9 @@ _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?(@[\w.-]+)?\Z")
 
 
 def read_rows(path_or_name: str | Path) -> Iterator[Row]:
-    """Yield the rows of a file, of a directory's only data file, or of a hub data set."""
+    """Yield the rows of a file, of a directory's only data file, or of a hub data set. Raises
+    :class:`UserError` for what cannot be read, and for a file that has changed at the end.
+    """
     path = Path(path_or_name).expanduser()
     if path.is_dir():
         path = _only_data_file(path)
@@ -40,6 +42,24 @@ def read_rows(path_or_name: str | Path) -> Iterator[Row]:
             yield from _read_hub(path_or_name)
             return
         raise UserError(f"{path_or_name}: no such data file{places(path_or_name)}")
+    before = _state(path)
+    yield from _read_file(path)
+    if _state(path) != before:
+        raise UserError(
+            f"{path} was changed while it was read; run the same command again when it is complete"
+        )
+
+
+def _state(path: Path) -> tuple[int, int, int] | None:
+    """Return what changes when a file is written or replaced; None if it is gone."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def _read_file(path: Path) -> Iterator[Row]:
     name = path.name.removesuffix(".gz")
     if name.endswith(".parquet"):
         yield from _read_parquet(path)

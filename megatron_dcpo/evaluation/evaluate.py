@@ -8,6 +8,7 @@ The engine is passed in as a function; this module imports none.
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections import deque
 from collections.abc import (
@@ -33,10 +34,16 @@ from megatron_dcpo.evaluation.report import summary_of, write_report
 from megatron_dcpo.evaluation.runs import EvaluatedRun, read_run
 from megatron_dcpo.evaluation.samples import (
     Measures,
+    Origin,
     Sample,
     SampleLog,
+    digest_asked,
+    digest_judged,
     geometric_mean_probability,
+    is_judged_so,
+    is_sample_of,
     mean_entropy,
+    of_prompt,
     with_consistency,
     write_samples,
 )
@@ -46,6 +53,8 @@ from megatron_dcpo.judging.math.pool import equivalent_many
 from megatron_dcpo.judging.token_bytes import TokenBytes
 from megatron_dcpo.runtime.files import write_atomically
 from megatron_dcpo.types import Judgement, Prompt, Response, ResponseKey
+
+logger = logging.getLogger(__name__)
 
 # an engine in this process, which yields responses to (prompt, repeat) as they finish
 Stream = Callable[[Sequence[tuple[Prompt, int]]], Iterable[Sequence[Response]]]
@@ -75,10 +84,13 @@ def equivalent_math(a: str, b: str) -> bool:
 
 @dataclass(frozen=True)
 class AnswerJudge:
-    """A judge of responses, and a test of whether two answers are equivalent."""
+    """A judge of responses, a test of whether two answers are equivalent, and the ``digest`` of the
+    verifier ("" if it is not known), by which samples are known that were judged by another one.
+    """
 
     judge: Judge = judge_many
     equivalent: Equivalent = equivalent_math
+    digest: str = ""
 
 
 def evaluate_benchmark(
@@ -103,7 +115,9 @@ def evaluate_benchmark(
         return []
     judged_by = judged_by or AnswerJudge()
     by_id = {prompt.prompt_id: prompt for prompt in prompts}
-    collected = _Collected(by_id, repeats, keep_features, log, progress)
+    collected = _Collected(by_id, repeats, judged_by, keep_features, log)
+    collected.progress = progress
+    collected.continue_from({} if log is None else log.finished(collected.benchmark))
     requests = _missing(prompts, repeats, collected.samples)
     judged: deque[tuple[Sequence[Response], Future[Sequence[Judgement]]]] = deque()
     try:
@@ -136,22 +150,58 @@ class _Collected:
         self,
         prompts: Mapping[str, Prompt],
         repeats: int,
+        judged_by: AnswerJudge,
         keep_features: bool,
         log: SampleLog | None,
-        progress: Progress | None,
     ) -> None:
         self.prompts = prompts
+        self.repeats = repeats
+        self.judged_by = judged_by
         self.keep_features = keep_features
         self.log = log
-        self.progress = progress
+        self.progress: Progress | None = None
         self.benchmark = next(iter(prompts.values())).task
-        self.total = len(prompts) * repeats
         self.samples: dict[ResponseKey, Sample] = {}
-        if log is not None:
-            for key, sample in log.finished(self.benchmark).items():
-                prompt_id, repeat = key
-                if prompt_id in prompts and repeat < repeats:
-                    self.samples[key] = sample
+        self.origins: dict[str, Origin] = {}
+        for prompt_id, prompt in prompts.items():
+            self.origins[prompt_id] = Origin(
+                asked=digest_asked(prompt),
+                judged_by=digest_judged(prompt, judged_by.digest),
+            )
+
+    def continue_from(self, finished: Mapping[ResponseKey, Sample]) -> None:
+        """Take the samples of an earlier evaluation that are responses to these prompts. Those that
+        were judged by another key or verifier are judged again.
+        """
+        stale = []
+        for key, sample in finished.items():
+            prompt_id, repeat = key
+            prompt = self.prompts.get(prompt_id)
+            if prompt is None or repeat >= self.repeats:
+                continue
+            origin = self.origins[prompt_id]
+            assert origin.asked is not None
+            if sample.response.refusal or not is_sample_of(
+                sample, prompt, origin.asked
+            ):
+                continue
+            is_current = is_judged_so(sample, prompt, origin.judged_by)
+            sample = replace(of_prompt(sample, prompt), origin=origin)
+            if is_current:
+                self.samples[key] = sample
+            else:
+                stale.append(sample)
+        if stale:
+            logger.warning(
+                "%s: judging %d saved samples again, because their keys or the verifier have "
+                "changed; nothing is sampled for that",
+                self.benchmark,
+                len(stale),
+            )
+            for sample in rejudge(stale, self.judged_by):
+                self.samples[sample.response.key] = sample
+                if self.log is not None:
+                    self.log.add(sample)
         self._show_progress()
 
     def add(
@@ -161,6 +211,7 @@ class _Collected:
         for response, judgement in zip(responses, judgements, strict=True):
             prompt = self.prompts[response.prompt_id]
             sample = _sample(prompt, response, judgement, self.keep_features)
+            sample = replace(sample, origin=self.origins[response.prompt_id])
             self.samples[response.key] = sample
             if self.log is not None:
                 self.log.add(sample)
@@ -185,7 +236,8 @@ class _Collected:
 
     def _show_progress(self) -> None:
         if self.progress is not None:
-            self.progress(self.benchmark, len(self.samples), self.total)
+            total = len(self.prompts) * self.repeats
+            self.progress(self.benchmark, len(self.samples), total)
 
 
 def _missing(
@@ -258,7 +310,10 @@ def rejudge(
             thinking_tokens=first.thinking_tokens,
             thinking_characters=first.thinking_characters,
         )
-        judged.append(replace(sample, judgement=again))
+        origin = replace(
+            sample.origin, judged_by=digest_judged(sample.prompt, judged_by.digest)
+        )
+        judged.append(replace(sample, judgement=again, origin=origin))
     return with_consistency(judged, judged_by.equivalent)
 
 

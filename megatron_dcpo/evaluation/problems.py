@@ -24,6 +24,7 @@ from megatron_dcpo.judging.questions import check_questions, same_answer
 from megatron_dcpo.judging.token_bytes import TokenBytes
 from megatron_dcpo.judging.verifiers import (
     FindVerifier,
+    digest_of,
     is_users,
     verifier_for,
     verifiers,
@@ -50,7 +51,8 @@ class Problems:
 
     ``tests`` are the tests of its programs, by their keys. ``equivalent`` decides whether two
     answers are the same. ``template`` is the prompt template of the source that matches the
-    benchmark, if that source names one.
+    benchmark, if that source names one. ``verifier`` is the name of its verifier, and ``digest``
+    that of the verifier's code and options (``judging.verifiers.digest_of``).
     """
 
     benchmark: LoadedBenchmark
@@ -58,6 +60,8 @@ class Problems:
     judge: TokenJudge
     equivalent: Equivalent
     template: str | None = None
+    verifier: str = ""
+    digest: str = ""
 
 
 @dataclass(frozen=True)
@@ -125,6 +129,8 @@ def load_problems(
                 judge=judge_of(judging, find, verifier),
                 equivalent=equivalence(verifier),
                 template=None if source is None else source.template,
+                verifier=verifier,
+                digest=digest_of(verifier, judging),
             )
         )
     return problems

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -69,10 +70,11 @@ def top_logprobs(config: EvaluateConfig) -> int:
     return TOP_LOGPROBS if wanted else 0
 
 
-def ask_server(config: EvaluateConfig) -> Responder:
+def ask_server(config: EvaluateConfig, date: datetime.date) -> Responder:
     """Return the server at ``endpoint.url`` as a responder.
 
-    With ``endpoint.tokenizer`` the prompts are token ids, otherwise messages. Without it nothing is
+    With ``endpoint.tokenizer`` the prompts are token ids, in which chat templates write the
+    ``date``, otherwise messages. Without it nothing is
     known about the tokens, and ``<think>`` is taken to open the thinking.
     """
     options = config.endpoint
@@ -83,7 +85,7 @@ def ask_server(config: EvaluateConfig) -> Responder:
     if options.tokenizer:
         tokenizer = rollout.load_tokenizer(options.tokenizer)
         tokens = token_bytes(tokenizer)
-        render = partial(as_token_ids, config, tokenizer)
+        render = partial(as_token_ids, config, tokenizer, date)
     check_thinking(config.data.thinking, tokens.thinking, options.tokenizer)
     api_key = os.environ.get(options.api_key_env) or None
     model = options.model or served_model(options.url, api_key)
@@ -109,14 +111,16 @@ def _api(config: EvaluateConfig) -> Literal["chat", "completions"]:
     return "chat"
 
 
-def sample_model(config: EvaluateConfig, problems: Sequence[Problems]) -> Responder:
+def sample_model(
+    config: EvaluateConfig, problems: Sequence[Problems], date: datetime.date
+) -> Responder:
     """Return the checkpoint at ``model.path``, sampled in this process, as a responder."""
     path = config.model.path
     check_model_dir(path)
     tokenizer = rollout.load_tokenizer(path)
     tokens = token_bytes(tokenizer)
     check_thinking(config.data.thinking, tokens.thinking, path)
-    render = partial(as_token_ids, config, tokenizer)
+    render = partial(as_token_ids, config, tokenizer, date)
     longest = 0
     for one in problems:
         for prompt in render(one):
@@ -143,9 +147,14 @@ def sample_model(config: EvaluateConfig, problems: Sequence[Problems]) -> Respon
 
 
 def as_token_ids(
-    config: EvaluateConfig, tokenizer: PreTrainedTokenizerBase, problems: Problems
+    config: EvaluateConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    date: datetime.date,
+    problems: Problems,
 ) -> list[Prompt]:
-    """Return the prompts of a benchmark, rendered as in training by template and tokenizer."""
+    """Return the prompts of a benchmark, rendered as in training by template and tokenizer. Chat
+    templates write the ``date``.
+    """
     return render_prompts(
         problems.benchmark.records,
         tokenizer,
@@ -154,6 +163,7 @@ def as_token_ids(
             limit=config.evaluation.limit or None,
             marker=config.judging.marker,
             thinking=config.data.thinking,
+            date=date,
         ),
         source=problems.benchmark.name,
     )
