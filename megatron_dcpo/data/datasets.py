@@ -16,6 +16,7 @@ from __future__ import annotations
 import datetime
 import functools
 import hashlib
+import json
 import logging
 import re
 from collections import Counter
@@ -28,6 +29,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megatron_dcpo.data import prompts
+from megatron_dcpo.data.answers import answer_of, is_structured
 from megatron_dcpo.data.code_problems import (
     OtherLanguage,
     Untested,
@@ -363,7 +365,7 @@ def to_record(
         messages, key = _as_messages(code.statement, where), tests_key(packed)
         kept = columns(row, name, messages, key) if keep_columns else None
         return Record(name, index, messages, key, packed, _kind(row), kept, "code")
-    question = question_of(row, index, where)
+    question = question_of(row, index, where, strict=not keep_columns)
     if question is not None:
         messages, own = _as_messages(question.text, where), question.columns
         kept = {**columns(row, name, messages, None), **own} if keep_columns else own
@@ -396,17 +398,31 @@ def to_record(
             f"expected one of {', '.join(expected)}"
         )
     raw = reward_model["ground_truth"] if has_ground_truth else row.get(answer_column)  # type: ignore[index, arg-type]
-    answer = final_answer(raw, integer="aime" in name.lower() or "aime_number" in row)
     messages = _as_messages(row[problem], where)
+    is_aime = "aime" in name.lower() or "aime_number" in row
     if keep_columns:
+        answer = _shown(raw, is_aime)
         kept = columns(row, name, messages, answer if isinstance(raw, str) else raw)
         return Record(name, index, messages, answer, kind=_kind(row), row=kept)
-    aliases = {"answer": raw} if isinstance(raw, list) else None
-    return (
-        Record(name, index, messages, answer, kind=_kind(row), row=aliases)
-        if answer
-        else None
-    )
+    if not is_structured(raw):
+        answer_of(raw, where)  # refuses what is no text and no number
+        answer = final_answer(raw, integer=is_aime)
+        if not answer:
+            return None
+        return Record(name, index, messages, answer, kind=_kind(row))
+    found = answer_of(raw, where)
+    if not found.texts:
+        raise UserError(f"{where}: the answer has no text and no alias that is one")
+    shown = final_answer(found.texts[0], integer=is_aime)
+    read = None if found.column is None else {"answer": found.column}
+    return Record(name, index, messages, shown, kind=_kind(row), row=read)
+
+
+def _shown(raw: object, integer: bool) -> str:
+    """Return the answer as text where a user's verifier reads the value itself."""
+    if isinstance(raw, list | tuple | Mapping):
+        return json.dumps(raw, default=str, ensure_ascii=False)
+    return final_answer(raw, integer=integer)
 
 
 def columns(

@@ -13,7 +13,7 @@ from megatron_dcpo.config import Config, JudgingConfig, SourceConfig
 from megatron_dcpo.config.field_types import QUESTIONS
 from megatron_dcpo.data import BENCHMARKS, LoadedBenchmark, load_benchmark
 from megatron_dcpo.data.benchmarks import name_of, parse_specs
-from megatron_dcpo.data.datasets import task_name
+from megatron_dcpo.data.datasets import Record, task_name
 from megatron_dcpo.data.gym import VERIFIER, is_gym
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation.evaluate import Equivalent, equivalent_math
@@ -120,7 +120,7 @@ def load_problems(
     problems = []
     for benchmark in loaded:
         verifier = _verifier_name(benchmark, named_verifiers[benchmark.name])
-        check_questions(verifier, benchmark.records, benchmark.source)
+        check_answers(verifier, benchmark.records, benchmark.source)
         source = source_of[benchmark.name]
         problems.append(
             Problems(
@@ -134,6 +134,24 @@ def load_problems(
             )
         )
     return problems
+
+
+def check_answers(
+    verifier: str, problems: Iterable[Record | Prompt], source: str
+) -> None:
+    """Raise :class:`UserError` for the first problem that the verifier cannot judge, because it has
+    no answer of the verifier's form, or several if the verifier takes one.
+    """
+    check_questions(verifier, problems, source)
+    if verifier != "math":
+        return
+    for problem in problems:
+        answer = (problem.row or {}).get("answer")
+        if isinstance(answer, list | Mapping):
+            raise UserError(
+                f"{source}: {problem.prompt_id}: the answer has several texts, {answer!r:.60}; "
+                "judging.verifier=math takes one, exact and f1 take any of them"
+            )
 
 
 def tests_of(benchmark: LoadedBenchmark) -> dict[str, bytes]:

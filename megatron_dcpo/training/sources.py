@@ -25,9 +25,12 @@ from megatron_dcpo.data.mixture import (
     extended_fingerprint,
 )
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.evaluation.problems import named_sources, verifier_of
+from megatron_dcpo.evaluation.problems import (
+    check_answers,
+    named_sources,
+    verifier_of,
+)
 from megatron_dcpo.judging.judge import judge_by_task, judge_many
-from megatron_dcpo.judging.questions import check_questions
 from megatron_dcpo.judging.token_bytes import TokenBytes
 from megatron_dcpo.judging.verifiers import is_users, reads_rows, verifiers
 from megatron_dcpo.training.sampler import Draw
@@ -59,7 +62,7 @@ def load_sources(
             keep_columns=is_users(verifier) or bool(config.data.order),
         )
         _check_verifier(prompts, verifier, source.path)
-        check_questions(verifier, prompts, source.path)
+        check_answers(verifier, prompts, source.path)
         ranks = None
         if config.data.order:
             ranks = curriculum(prompts, config.data.order, source.path)
