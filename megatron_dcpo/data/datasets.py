@@ -24,6 +24,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -50,8 +51,12 @@ logger = logging.getLogger(__name__)
 
 PROBLEM_COLUMNS = ("problem", "question", "prompt")
 KIND_COLUMNS = ("kind", "type", "level", "difficulty", "subject")
+NO_COLUMNS: Mapping[str, str] = MappingProxyType({})
+_ABSENT = object()
 ANSWER_COLUMNS = ("answer", "ground_truth", "final_answer")
 _GENERIC_STEMS = {"train", "test", "validation", "val", "dev", "data"}
+# what names the parts of a data set: -00000-of-00003, or the rest of a pattern
+_PART = re.compile(r"-\d{5}-of-\d{5}\Z|[-_.]*[*?\[].*\Z")
 _THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 
 
@@ -114,15 +119,16 @@ def load_prompts(
     task: str | None = None,
     untested: bool = False,
     keep_columns: bool = False,
+    columns: Mapping[str, str] = NO_COLUMNS,
 ) -> list[Prompt]:
     """Return the prompts of a data set, rendered and tokenized, each with an id of its own (equal
     problems stay separate groups).
 
     ``path_or_name`` is a file, a directory with one data file, a hub name
-    ``owner/name[:config][@split]``, or ``reasoning_gym:TASK``. ``task``, ``untested`` and
-    ``keep_columns`` are those of :func:`load_records`.
+    ``owner/name[:config][@split]``, or ``reasoning_gym:TASK``. ``task``, ``untested``,
+    ``keep_columns`` and ``columns`` are those of :func:`load_records`.
     """
-    records = load_records(path_or_name, task, untested, keep_columns)
+    records = load_records(path_or_name, task, untested, keep_columns, columns)
     return render_prompts(records, tokenizer, options, source=str(path_or_name))
 
 
@@ -278,15 +284,25 @@ def load_records(
     task: str | None = None,
     untested: bool = False,
     keep_columns: bool = False,
+    columns: Mapping[str, str] = NO_COLUMNS,
+    must_have_columns: bool = True,
 ) -> list[Record]:
     """Return all problems with an answer. ``task`` names them, by default the row's ``data_source``
     or the file's name. ``untested`` keeps programming problems whose tests assert nothing,
     ``keep_columns`` the :func:`columns` of each row for a user's verifier, which may do without an
     answer.
+
+    ``columns`` are the names under which a file has problem, answer and so on; a row without one of
+    them is refused, or read as it is unless it ``must_have_columns``.
     """
     gym = is_gym(path_or_name)
     keep_columns = keep_columns or gym
-    rows = enumerate(gym_rows(str(path_or_name)) if gym else read_rows(path_or_name))
+    rows: Iterable[tuple[int, Row]]
+    if gym:
+        rows = enumerate(gym_rows(str(path_or_name)))
+    else:
+        found = enumerate(read_rows(path_or_name))
+        rows = _renamed(found, columns, str(path_or_name), must_have_columns)
     name = task or task_name(path_or_name)
     records, left_out, dropped = split_usable_rows(
         rows,
@@ -303,6 +319,44 @@ def load_records(
     if not records:
         raise UserError(f"{path_or_name}: no problem with an answer in it")
     return records
+
+
+def _renamed(
+    rows: Iterable[tuple[int, Row]],
+    columns: Mapping[str, str],
+    source: str,
+    must_have: bool,
+) -> Iterator[tuple[int, Row]]:
+    """Yield the rows with their columns under our names too. A name with dots is a field of an
+    object (``extra_info.answer``). The answer that is named stands for the one in ``reward_model``.
+    """
+    for index, row in rows:
+        values = {ours: _field(row, theirs) for ours, theirs in columns.items()}
+        missing = [columns[ours] for ours, value in values.items() if value is _ABSENT]
+        if missing and must_have:
+            raise UserError(
+                f"{source}: row {index + 1} has no column {missing[0]!r}, which data.columns "
+                f"names; found {', '.join(map(str, row)) or 'nothing'}"
+            )
+        if missing:
+            yield index, row
+            continue
+        kept = dict(row)
+        if "answer" in values:
+            kept.pop("reward_model", None)
+        yield index, {**kept, **values}
+
+
+def _field(row: Row, name: str) -> object:
+    """Return a column, or a field of an object in it; ``_ABSENT`` if there is none."""
+    if name in row:
+        return row[name]
+    value: object = row
+    for part in name.split("."):
+        if not isinstance(value, Mapping) or part not in value:
+            return _ABSENT
+        value = value[part]
+    return value
 
 
 def split_usable_rows(
@@ -500,11 +554,13 @@ def _as_messages(problem: object, where: str) -> tuple[dict[str, str], ...]:
 
 def task_name(path_or_name: str | Path) -> str:
     """Return a task's name: ``.../math500/test.jsonl`` -> math500; ``.../aime24.parquet`` ->
-    aime24; ``owner/name@test`` -> name; ``reasoning_gym:chain_sum`` -> chain_sum.
+    aime24; ``.../mine/train-*.parquet`` -> mine; ``owner/name@test`` -> name;
+    ``reasoning_gym:chain_sum`` -> chain_sum.
     """
     if is_gym(path_or_name):
         return parse_gym(str(path_or_name)).name
     path = Path(str(path_or_name).partition("@")[0].partition(":")[0])
     stem = path.name.removesuffix(".gz")
     stem = stem.rsplit(".", 1)[0] if stem.endswith(ROW_SUFFIXES) else stem
+    stem = _PART.sub("", stem) or "data"
     return path.parent.name if stem in _GENERIC_STEMS and path.parent.name else stem

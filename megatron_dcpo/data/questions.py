@@ -34,7 +34,7 @@ CORRECT, INCORRECT = (
     "Correct Answer",
     tuple(f"Incorrect Answer {number}" for number in (1, 2, 3)),
 )
-_ASKED = ("question", "problem", "Question", "question_stem", "Problem", "prompt")
+_ASKED = ("problem", "question", "Question", "question_stem", "Problem", "prompt")
 _ALIASES = (
     "value",
     "aliases",

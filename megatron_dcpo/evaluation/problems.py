@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -67,12 +67,14 @@ class Problems:
 @dataclass(frozen=True)
 class BenchmarkOptions:
     """How benchmark files are read: the directory to look in, whether documented defects are
-    repaired, and whether programs without assertions are kept.
+    repaired, whether programs without assertions are kept, and the columns of files that no source
+    matches.
     """
 
     data_dir: str | None = None
     corrections: bool = False
     untested: bool = False
+    columns: Mapping[str, str] = field(default_factory=dict)
 
 
 def load_problems(
@@ -111,6 +113,7 @@ def load_problems(
             options.corrections,
             options.untested,
             keep_columns=is_users(named_verifiers[name]),
+            columns=options.columns if source is None else source.columns,
         )
         for warning in benchmark.warnings:
             logger.warning(warning)

@@ -285,6 +285,7 @@ def _load_problems(config: EvaluateConfig) -> list[Problems]:
             data_dir=options.data_dir or None,
             corrections=options.corrections,
             untested=config.data.untested,
+            columns=config.data.columns,
         ),
     )
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dcpo.config import Config, ObjectiveConfig
-from megatron_dcpo.data.files import is_hub_name
+from megatron_dcpo.data.files import is_here, is_hub_name
 from megatron_dcpo.data.gym import is_gym
 from megatron_dcpo.evaluation.best_step import benchmark_names, check_keep_best
 from megatron_dcpo.evaluation.held_out import load_held_out
@@ -139,7 +139,7 @@ def _is_unread(path: str, allow_missing: bool) -> bool:
     """Return whether the data is not on this machine and need not be: because missing data is
     allowed, or because a run fetches it from the hub.
     """
-    if is_gym(path) or Path(path).expanduser().exists():
+    if is_gym(path) or is_here(path):
         return False
     return allow_missing or (
         is_hub_name(path) and importlib.util.find_spec("datasets") is not None

@@ -60,6 +60,7 @@ def load_sources(
             task=None if isinstance(config.data.path, str) else name,
             untested=config.data.untested,
             keep_columns=is_users(verifier) or bool(config.data.order),
+            columns=source.columns,
         )
         _check_verifier(prompts, verifier, source.path)
         check_answers(verifier, prompts, source.path)
