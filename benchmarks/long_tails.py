@@ -173,8 +173,8 @@ def _train(name: str, scratch: Path, model: str) -> None:
     lengths = json.loads((scratch / "lengths.json").read_text())
 
     class Forced(transformers_engine._Batch):
-        def __init__(self, samples: Any, *rest: Any) -> None:
-            super().__init__(samples, *rest)
+        def __init__(self, samples: Any, **rest: Any) -> None:
+            super().__init__(samples=samples, **rest)
             self.due = torch.tensor(
                 [
                     random.Random(f"{p.prompt_id}/{i}").choice(lengths)

@@ -55,7 +55,10 @@ def _save_tiny_model(path: Path, family: str, tied: bool, layers: int) -> Path:
         "initializer_range": 0.2,  # peaky enough for an error to show
         "eos_token_id": 0,
     }
-    if family == "llama":
+    if family == "llama_biases":
+        biases = {"attention_bias": True, "mlp_bias": True, "hidden_act": "gelu"}
+        model = LlamaForCausalLM(LlamaConfig(**common, **biases))
+    elif family == "llama":
         rope = {
             "rope_type": "llama3",
             "rope_theta": 500000.0,
@@ -85,6 +88,9 @@ def _save_tiny_model(path: Path, family: str, tied: bool, layers: int) -> Path:
         model = Qwen3MoeForCausalLM(
             Qwen3MoeConfig(**common, **experts, norm_topk_prob=normalized)
         )
+    elif family == "qwen3_biases":
+        biases = {"attention_bias": True, "hidden_act": "relu"}
+        model = Qwen3ForCausalLM(Qwen3Config(**common, **biases))
     else:
         model = Qwen3ForCausalLM(Qwen3Config(**common))
     for name, parameter in model.named_parameters():

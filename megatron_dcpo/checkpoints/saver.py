@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import io
 import json
+import logging
 import os
 import queue
 import shutil
@@ -48,6 +49,7 @@ from megatron_dcpo.runtime.megatron_private import (
     plan_checkpoint,
     use_queue_of_this_process,
 )
+from megatron_dcpo.runtime.text import read_json_object
 
 from megatron.core.dist_checkpointing import ShardedTensor  # isort: skip
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
@@ -61,6 +63,8 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     distribute_main_replicas_with_precomputed_distribution,
 )
+
+logger = logging.getLogger(__name__)
 
 COMMON = "common.pt"
 _NOTHING_FREE = 1 << 20  # bytes
@@ -187,6 +191,21 @@ class Saver:
         self._fail_if(
             broadcast_object(pending.error), pending.iteration, pending.temporary
         )
+
+    def give_up(self, iteration: int) -> None:
+        """Complete the pending checkpoint of an earlier iteration; remove that of ``iteration``,
+        unless it has been announced. Raises as :meth:`begin` does.
+        """
+        pending = self._pending
+        if pending is None or pending.iteration != iteration or pending.completing:
+            self.wait()
+            return
+        self._pending = None
+        if pending.work is not None:
+            pending.work.join()
+        barrier()
+        if self.rank == 0:
+            shutil.rmtree(pending.temporary, ignore_errors=True)
 
     def _run(self, work: Callable[..., None], pending: Pending, *more: object) -> None:
         if self.background:
@@ -339,6 +358,29 @@ class Saver:
             f"{last_complete(self.directory)}. Free space or change run_dir, and continue with "
             "--resume auto"
         )
+
+
+def read_best(directory: Path) -> dict[str, Any] | None:
+    """Return the contents of ``best.json``; None if there is none, or only a damaged one, of which
+    a warning tells.
+    """
+    path = directory / BEST
+    if not path.is_file():
+        return None
+    try:
+        best = read_json_object(path)
+        return {
+            "iteration": int(best["iteration"]),
+            "metric": str(best["metric"]),
+            "value": float(best["value"]),
+        }
+    except (UserError, KeyError, TypeError, ValueError) as damaged:
+        logger.warning(
+            "%s is damaged (%s): metrics.jsonl names the best checkpoint",
+            path,
+            one_line(damaged, 200),
+        )
+        return None
 
 
 def last_complete(directory: Path) -> str:

@@ -15,6 +15,7 @@ import json
 import logging
 import os
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Sequence
@@ -30,6 +31,7 @@ from megatron_dcpo.errors import (
     UserError,
     one_line,
 )
+from megatron_dcpo.runtime import signals
 from megatron_dcpo.runtime.text import printable
 
 if TYPE_CHECKING:
@@ -53,6 +55,8 @@ VERBS = {
     "probe": "gradient conflict and variance on a policy",
     "doctor": "check this installation",
 }
+# the verbs that run on several ranks
+_ON_RANKS = ("train", "evaluate", "probe")
 # a disk is full or read-only, or a path is not the file or directory it should be
 _DISK_REFUSES = (
     *(errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM),
@@ -64,7 +68,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb. Bad input gives one line on stderr and status 2; results go to stdout, logs to
     stderr.
     """
-    args = _parsed(sys.argv[1:] if argv is None else argv)
+    try:
+        args = _parsed(sys.argv[1:] if argv is None else argv)
+        return _run(args)
+    except KeyboardInterrupt:  # also while modules are imported
+        print("dcpo: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+
+
+def _run(args: argparse.Namespace) -> int:
+    """Run the verb of the arguments, and return its exit status."""
     _write_safely(args.debug)
     for noisy in (
         "httpx",
@@ -81,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return status
     except Stopped as stopped:
-        if os.environ.get("RANK", "0") == "0":
+        if not _first_rank_prints(args.verb):
             print(printable(f"dcpo {args.verb}: {stopped}"), file=sys.stderr)
         sys.stdout.flush()
         sys.stderr.flush()
@@ -94,13 +107,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         refusal = _refusal(error)
         if args.debug or refusal is None:
             raise
-        if os.environ.get("RANK", "0") == "0" or _ranks_differ():
+        if _ranks_differ() or not _first_rank_prints(args.verb):
             print(printable(f"dcpo {args.verb}: error: {refusal}"), file=sys.stderr)
         _tell_launcher(refusal)
         return EXIT_USER_ERROR
-    except KeyboardInterrupt:
-        print(f"dcpo {args.verb}: interrupted", file=sys.stderr)
-        return EXIT_INTERRUPTED
 
 
 def _parsed(words: Sequence[str]) -> argparse.Namespace:
@@ -190,6 +200,8 @@ def _write_safely(debug: bool) -> None:
     logging.basicConfig(level=level, handlers=[handler])
     logging.captureWarnings(True)
     sys.excepthook = _print_traceback
+    if not debug:
+        threading.excepthook = _print_thread_error
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
@@ -208,6 +220,15 @@ def _print_traceback(
     _tell_launcher(f"{kind.__name__}: {error}")
 
 
+def _print_thread_error(ended: threading.ExceptHookArgs) -> None:
+    """Print a line for a library's thread that an error ended. TensorBoard's does when the disk is
+    full, and the run goes on without it.
+    """
+    thread = ended.thread.name if ended.thread else "of a library"
+    error = f"{ended.exc_type.__name__}: {one_line(ended.exc_value, 300)}"
+    print(printable(f"dcpo: thread {thread} ended ({error})"), file=sys.stderr)
+
+
 def _tell_launcher(message: str) -> None:
     """Write the error that ends this rank to the file that ``dcpo launch`` and torchrun read."""
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
@@ -218,6 +239,17 @@ def _tell_launcher(message: str) -> None:
     values = {"message": one_line(message, 500), "timestamp": int(time.time())}
     with contextlib.suppress(OSError):
         write_atomically(Path(file), json.dumps(values))
+
+
+def _first_rank_prints(verb: str) -> bool:
+    """Return whether the first rank of the job prints what this one would. A rank in the
+    environment alone says nothing: a shell may have it from elsewhere.
+    """
+    return (
+        verb in _ON_RANKS
+        and signals.under_launcher()
+        and os.environ.get("RANK", "0") != "0"
+    )
 
 
 def _ranks_differ() -> bool:

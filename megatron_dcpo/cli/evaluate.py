@@ -404,7 +404,7 @@ def _progress() -> Iterator[Progress]:
     """Show a bar with the time left on a terminal, and ten log lines elsewhere. With several ranks
     it is the first rank's share.
     """
-    if int(os.environ.get("RANK", "0")):
+    if os.environ.get("RANK", "0") != "0":
         yield lambda name, done, total: None
         return
     if not sys.stderr.isatty():

@@ -39,8 +39,8 @@ from megatron_dcpo.weights.hf_checkpoint import (
     HFReader,
     Specs,
 )
+from megatron_dcpo.weights.table import EMBEDDING
 
-EMBEDDING = "model.embed_tokens.weight"
 _THREADS = min(4, os.cpu_count() or 1)
 
 Progress = Callable[[int, int], None]

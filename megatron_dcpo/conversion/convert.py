@@ -26,7 +26,6 @@ from torch import Tensor
 
 from megatron_dcpo.config import load_config
 from megatron_dcpo.conversion.common import (
-    EMBEDDING,
     Conversion,
     PeakMemory,
     Progress,
@@ -43,7 +42,6 @@ from megatron_dcpo.conversion.megatron_checkpoint import (
     MegatronCheckpoint,
     NewChunk,
     StoredTensor,
-    as_bytes,
     find_checkpoint,
     write_checkpoint,
 )
@@ -74,6 +72,7 @@ from megatron_dcpo.weights.hf_checkpoint import (
     Shard,
     Specs,
     assign_files,
+    check_side_files,
     copy_side_files,
     plan_shards,
     read_weight_map,
@@ -86,7 +85,6 @@ from megatron_dcpo.weights.table import Interleaving, hf_shapes
 # An imported checkpoint keeps the rest of the model here: config, tokenizer, the split into files.
 HF_SUBDIRECTORY = "hf"
 _CHUNK_BYTES = 2**28  # a reader loads whole chunks, even if it wants a slice
-_OUTPUT = "lm_head.weight"
 
 
 # ------------------------------------------------------------------------- Hugging Face -> Megatron
@@ -111,6 +109,7 @@ def import_checkpoint(
     clock = time.perf_counter()
     with PeakMemory() as memory:
         check_no_overlap(target, source)
+        check_side_files(source)
         arch = read_architecture(source)
         layout = Layout(
             tensor_model_parallel_size=tensor_model_parallel_size,
@@ -120,11 +119,10 @@ def import_checkpoint(
         )
         padded = padded_vocab_size(arch, layout)
         reader = HFReader(source)
-        reader.check(arch)
+        ignored = reader.check(arch)
         dtype = one_dtype(
             source, {name: reader.specs[name] for name in hf_shapes(arch)}
         )
-        ignored = _ignored(reader, arch)
         chunks = list(_new_chunks(arch, reader, padded))
         total = sum(math.prod(chunk.sizes) for chunk in chunks) * dtype_bytes(dtype)
         check_free_space(target, total)
@@ -240,33 +238,6 @@ def _chunk_bounds(kind: Interleaving, rows: int, row_bytes: int) -> list[int]:
     return [*range(0, half, step), *range(half, rows, step), rows]
 
 
-def _ignored(reader: HFReader, arch: Architecture) -> tuple[str, ...]:
-    """Return the names of superfluous tensors. Raises :class:`UserError` for a tensor that
-    contradicts ``config.json``.
-    """
-    source = reader.model_dir
-    extra = sorted(set(reader.specs) - set(hf_shapes(arch)))
-    for name in extra:
-        if name.endswith("rotary_emb.inv_freq"):
-            continue
-        if name != _OUTPUT or not arch.tied_embeddings:
-            raise UserError(f"{source}: config.json has no place for the tensor {name}")
-        if not _equals_embedding(reader):
-            raise UserError(
-                f"{source}: config.json ties the embeddings, but {_OUTPUT} differs from {EMBEDDING}"
-            )
-    return tuple(extra)
-
-
-def _equals_embedding(reader: HFReader) -> bool:
-    """Return whether the output layer has type, shape and bytes of the embedding."""
-    if reader.specs[_OUTPUT] != reader.specs[EMBEDDING]:
-        return False
-    return torch.equal(
-        as_bytes(reader.tensor(_OUTPUT)), as_bytes(reader.tensor(EMBEDDING))
-    )
-
-
 def _record_files(source: Path, side: Path, arch: Architecture) -> None:
     """Keep the index of the source, or write one for a single file, so that export makes the same
     files again.
@@ -309,7 +280,8 @@ def export_checkpoint(
                 f"{side / 'config.json'} is missing; name the model's Hugging Face directory with "
                 "--hf-config"
             )
-        arch = read_architecture(side)
+        check_side_files(side)
+        arch = read_architecture(side, weights_elsewhere=True)
         checkpoint = MegatronCheckpoint(source)
         located = locate(arch, checkpoint)
         specs = _hf_specs(arch, located)

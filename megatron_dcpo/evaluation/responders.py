@@ -21,8 +21,9 @@ from megatron_dcpo.evaluation.scoring import parse_kinds
 from megatron_dcpo.judging.thinking import KNOWN, check_thinking, keep_thinking
 from megatron_dcpo.judging.token_bytes import TokenBytes, token_bytes
 from megatron_dcpo.rollout import SamplingConfig, VllmOptions, choose_engine
-from megatron_dcpo.rollout.engine import check_model_dir
+from megatron_dcpo.rollout.engine import check_sampled_model
 from megatron_dcpo.rollout.openai_client import Endpoint, check_address, served_model
+from megatron_dcpo.rollout.tokens import check_vocabulary
 from megatron_dcpo.runtime.device import capabilities
 from megatron_dcpo.types import Prompt
 
@@ -116,10 +117,11 @@ def sample_model(
 ) -> Responder:
     """Return the checkpoint at ``model.path``, sampled in this process, as a responder."""
     path = config.model.path
-    check_model_dir(path)
+    vocab_size = check_sampled_model(path)
     tokenizer = rollout.load_tokenizer(path)
     tokens = token_bytes(tokenizer)
     check_thinking(config.data.thinking, tokens.thinking, path)
+    check_vocabulary(path, tokens, vocab_size)
     render = partial(as_token_ids, config, tokenizer, date)
     longest = 0
     for one in problems:

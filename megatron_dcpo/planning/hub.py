@@ -5,26 +5,34 @@
 from __future__ import annotations
 
 import functools
-import re
 from pathlib import Path
 
 from megatron_dcpo.errors import UserError, one_line
-from megatron_dcpo.weights.architecture import Architecture, read_architecture
+from megatron_dcpo.weights.architecture import (
+    HUB_NAME,
+    Architecture,
+    read_architecture,
+)
 
 MODELS = Path(__file__).with_name("models")
-_HUB_NAME = re.compile(r"(?!\.)[\w.-]+/(?!\.)[\w.-]+")
 
 
 def architecture_of(path: str) -> Architecture:
     """Return the architecture of a model directory, or of the public model of that name. Raises
-    :class:`UserError` if there is neither.
+    :class:`UserError` if there is neither, or if the weights in the directory are not those that
+    its ``config.json`` describes.
     """
     if (
         Path(path).is_dir()
-        or not _HUB_NAME.fullmatch(path)
+        or not HUB_NAME.fullmatch(path)
         or Path(path).parent.is_dir()
     ):
-        return read_architecture(path)
+        arch = read_architecture(path)
+        if any(Path(path).glob("*.safetensors")):
+            from megatron_dcpo.weights.hf_checkpoint import HFReader  # imports torch
+
+            HFReader(path).check(arch)
+        return arch
     if (MODELS / path).is_dir():
         return read_architecture(MODELS / path)
     return read_architecture(_fetched(path))

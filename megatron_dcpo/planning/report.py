@@ -49,10 +49,10 @@ def print_plan(plan: Plan) -> None:
     faster = less_recomputation(plan)
     if faster:
         name, other = faster
+        training = _gb(other.largest.total + _always(other))
         console.print(
-            f"parallel.recompute_granularity={name} would fit as well: training "
-            f"{_gb(other.largest.total)} GB, update {other.seconds.update:.0f} s instead of "
-            f"{plan.seconds.update:.0f} s"
+            f"parallel.recompute_granularity={name} would fit as well: training {training} GB, "
+            f"update {other.seconds.update:.0f} s instead of {plan.seconds.update:.0f} s"
         )
 
 
@@ -133,9 +133,7 @@ def _memory(plan: Plan) -> Table:
                 row.name, _gb(row.training), _gb(row.saving), _gb(row.rollout)
             )
     table.add_section()
-    always = int(plan.machine.reserve_gb * GB)
-    if plan.on_cpu:
-        always += plan.host_copies
+    always = _always(plan)
     table.add_row(
         "total",
         _gb(plan.largest.total + always),
@@ -143,6 +141,14 @@ def _memory(plan: Plan) -> Table:
         _gb(plan.rollout_bytes + always),
     )
     return table
+
+
+def _always(plan: Plan) -> int:
+    """Return the bytes that are taken in every phase."""
+    always = int(plan.machine.reserve_gb * GB)
+    if plan.on_cpu:
+        always += plan.host_copies
+    return always
 
 
 def _state_rows(plan: Plan) -> list[_MemoryRow]:

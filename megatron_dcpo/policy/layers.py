@@ -7,6 +7,7 @@ materializes the score matrix.
 
 from __future__ import annotations
 
+import copy
 import importlib
 import itertools
 from functools import partial
@@ -20,6 +21,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -185,16 +187,45 @@ class CausalAttention(MegatronModule):
         return torch.cat(outputs, 2)
 
 
+class BiasedAttention(SelfAttention):
+    """Megatron's self-attention, with or without the ``output_bias``, which Megatron's
+    ``add_bias_linear`` gives to the attention and the MLP or to neither.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        *args: object,
+        output_bias: bool,
+        **kwargs: object,
+    ) -> None:
+        of_attention = copy.copy(config)
+        of_attention.add_bias_linear = output_bias
+        super().__init__(of_attention, *args, **kwargs)
+
+
 def layer_spec(
-    config: TransformerConfig, transformer_engine: bool
+    config: TransformerConfig, transformer_engine: bool, output_bias: bool
 ) -> ModuleSpec | TransformerBlockSubmodules:
-    """Return Megatron's spec of one layer of the model that ``config`` describes."""
+    """Return Megatron's spec of one layer of the model that ``config`` describes, with or without a
+    bias after the attention.
+    """
     if transformer_engine:
-        return get_gpt_layer_with_transformer_engine_spec(
+        spec = get_gpt_layer_with_transformer_engine_spec(
             config.num_moe_experts,
             moe_grouped_gemm=config.moe_grouped_gemm,
             qk_layernorm=config.qk_layernorm,
         )
+    else:
+        spec = _local_spec(config)
+    if output_bias != config.add_bias_linear:
+        attention: Any = spec.submodules.self_attention
+        attention.module = BiasedAttention
+        attention.params = {**attention.params, "output_bias": output_bias}
+    return spec
+
+
+def _local_spec(config: TransformerConfig) -> ModuleSpec:
     spec = get_gpt_layer_local_spec(
         config.num_moe_experts,
         qk_layernorm=config.qk_layernorm,

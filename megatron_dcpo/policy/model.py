@@ -6,23 +6,34 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_dcpo.config import ModelConfig, ParallelConfig
 from megatron_dcpo.errors import UserError, one_line
-from megatron_dcpo.policy.layers import block_spec, layer_spec, use_transformer_engine
+from megatron_dcpo.policy.layers import (
+    block_spec,
+    layer_spec,
+    use_transformer_engine,
+)
 from megatron_dcpo.policy.megatron_options import options_of
 from megatron_dcpo.runtime.device import capabilities, current_device, fp32_head
 from megatron_dcpo.runtime.distributed import Topology
 from megatron_dcpo.runtime.dtypes import torch_dtype
 from megatron_dcpo.runtime.megatron_private import APEX_KERNEL, without_asking_for_apex
-from megatron_dcpo.weights.architecture import Architecture, read_architecture
+from megatron_dcpo.weights.architecture import (
+    Activation,
+    Architecture,
+    read_architecture,
+)
 from megatron_dcpo.weights.hf_checkpoint import HFReader, load_into
 from megatron_dcpo.weights.layout import UNEVEN_PIPELINE, Coordinates, Layout
 from megatron_dcpo.weights.planner import (
@@ -46,6 +57,14 @@ from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 logger = logging.getLogger(__name__)
+
+# as transformers computes them
+ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+}
 
 
 @dataclass(frozen=True)
@@ -111,7 +130,7 @@ def transformer_config(
     options: dict[str, Any] = {
         **_model_options(arch),
         **_parallel_options(parallel),
-        **_numeric_options(dtype, transformer_engine),
+        **_numeric_options(arch, dtype, transformer_engine),
         **_recomputation(parallel),
         **_experts(arch, parallel, transformer_engine),
         **options_of(TransformerConfig, parallel.megatron),
@@ -137,8 +156,8 @@ def _model_options(arch: Architecture) -> dict[str, Any]:
         "layernorm_epsilon": arch.layernorm_epsilon,
         "qk_layernorm": arch.qk_layernorm,
         "gated_linear_unit": True,
-        "activation_func": torch.nn.functional.silu,
-        "add_bias_linear": False,
+        "activation_func": ACTIVATIONS[arch.activation],
+        "add_bias_linear": arch.mlp_bias,
         "add_qkv_bias": arch.qkv_bias,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
@@ -164,7 +183,9 @@ def _parallel_options(parallel: ParallelConfig) -> dict[str, Any]:
     }
 
 
-def _numeric_options(dtype: torch.dtype, transformer_engine: bool) -> dict[str, Any]:
+def _numeric_options(
+    arch: Architecture, dtype: torch.dtype, transformer_engine: bool
+) -> dict[str, Any]:
     on_cpu = capabilities().cpu_initialization
     # The weight's gradient is added to the fp32 buffer in the product itself, by Transformer
     # Engine's layers or, in Megatron's own layers, by a kernel from Apex.
@@ -175,7 +196,8 @@ def _numeric_options(dtype: torch.dtype, transformer_engine: bool) -> dict[str, 
         "pipeline_dtype": dtype,
         "use_cpu_initialization": on_cpu,
         "gradient_accumulation_fusion": not on_cpu and has_fused_accumulation,
-        "bias_activation_fusion": not on_cpu,
+        # Megatron's fused kernel of GELU is an approximation, and of others there is none.
+        "bias_activation_fusion": not on_cpu and arch.activation == "silu",
         "masked_softmax_fusion": False,
         "bias_dropout_fusion": not on_cpu,
         # unfused, packed sequences wait for the host four times a layer
@@ -310,7 +332,11 @@ def _build_chunk(
         virtual_stage = coordinates.virtual
     is_first = coordinates.pipeline == 0 and coordinates.virtual == 0
     is_last = coordinates.pipeline == last_stage and coordinates.virtual == last_virtual
-    spec = layer_spec(config, layout.transformer_engine)
+    spec = layer_spec(
+        config,
+        transformer_engine=layout.transformer_engine,
+        output_bias=arch.output_bias,
+    )
     layers = get_num_layers_to_build(config, virtual_stage, coordinates.pipeline)
     with without_asking_for_apex() if layout.transformer_engine else nullcontext():
         gpt = GPTModel(

@@ -5,10 +5,8 @@ vLLM.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
-from megatron_dcpo.errors import UserError, one_line
-from megatron_dcpo.judging.token_bytes import check_ids
+from megatron_dcpo.errors import UserError
 from megatron_dcpo.rollout.engine import (
     Engine,
     EngineError,
@@ -17,14 +15,10 @@ from megatron_dcpo.rollout.engine import (
     choose_engine,
 )
 from megatron_dcpo.rollout.function import RolloutContext, Transcript
-from megatron_dcpo.rollout.transformers_engine import (
-    TransformersEngine,
-    auto_class,
-    redirect_transformers_logging,
-)
+from megatron_dcpo.rollout.tokens import load_tokenizer
+from megatron_dcpo.rollout.transformers_engine import TransformersEngine
 from megatron_dcpo.rollout.vllm_engine import VllmEngine
 from megatron_dcpo.rollout.vllm_host import VllmOptions
-from megatron_dcpo.runtime.text import read_json_object
 
 __all__ = [
     "Engine",
@@ -39,8 +33,6 @@ __all__ = [
     "choose_engine",
     "load_tokenizer",
 ]
-
-_OTHER_TOKENIZERS = ("tokenizer.model", "vocab.json", "tokenizer_config.json")
 
 
 def build_local_engine(
@@ -66,30 +58,3 @@ def build_local_engine(
         head_dtype=options.head_dtype,
         record_experts=options.record_experts,
     )
-
-
-def load_tokenizer(model_dir: str | Path) -> Any:  # noqa: ANN401 - transformers' tokenizer
-    """Load the tokenizer of a checkpoint directory. Raises :class:`UserError` if there is none, or
-    only an unusable one.
-    """
-    redirect_transformers_logging()
-    directory = Path(model_dir)
-    spec = directory / "tokenizer.json"
-    if spec.is_file():
-        # The library would allocate memory for the largest id.
-        check_ids(read_json_object(spec), str(spec))
-    elif not any((directory / name).is_file() for name in _OTHER_TOKENIZERS):
-        # The library would make a tokenizer with a single token.
-        raise UserError(
-            f"{model_dir} has no tokenizer.json; put the files of the model's tokenizer there"
-        )
-    try:
-        return auto_class("AutoTokenizer").from_pretrained(
-            model_dir, local_files_only=True, trust_remote_code=False
-        )
-    except (
-        Exception
-    ) as error:  # the tokenizers library raises plain Exception, readers anything
-        raise UserError(
-            f"no usable tokenizer in {model_dir} ({one_line(error, 200)})"
-        ) from None

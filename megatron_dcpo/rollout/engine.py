@@ -19,7 +19,14 @@ from megatron_dcpo.errors import UserError, pip_install
 from megatron_dcpo.runtime.device import capabilities
 from megatron_dcpo.runtime.text import read_json_object
 from megatron_dcpo.types import Prompt, Response, ResponseKey
-from megatron_dcpo.weights.architecture import Architecture, read_architecture
+from megatron_dcpo.weights.architecture import (
+    Architecture,
+    check_model_dir,
+    is_known,
+    read_architecture,
+)
+from megatron_dcpo.weights.config_keys import check_unquantized
+from megatron_dcpo.weights.hf_checkpoint import HFReader
 from megatron_dcpo.weights.planner import WeightSlice
 
 
@@ -153,32 +160,25 @@ class Engine(Protocol):
         ...
 
 
-def check_model_dir(model_dir: str | Path) -> None:
-    """Raise :class:`UserError` if there is no model at all."""
-    if not (Path(model_dir) / "config.json").is_file():
-        raise UserError(
-            f"model directory {model_dir} has no config.json; pass a Hugging Face checkpoint "
-            "directory"
-        )
-
-
-def read_eos_token_ids(model_dir: Path) -> tuple[int, ...]:
-    """Return the ids that end a response, from ``generation_config.json``, else from
-    ``config.json``.
+def check_sampled_model(model_dir: str | Path) -> int:
+    """Return the number of embeddings of a model that is sampled and not trained. Raises
+    :class:`UserError` if it is not the model that its ``config.json`` describes, as far as this is
+    known: an architecture that only transformers has is trusted to it.
     """
-    for file in ("generation_config.json", "config.json"):
-        path = model_dir / file
-        ids = read_json_object(path).get("eos_token_id") if path.is_file() else None
-        if ids is not None:
-            ids = ids if isinstance(ids, list) else [ids]
-            if not ids or not all(type(one) is int for one in ids):
-                raise UserError(
-                    f"{path}: eos_token_id must be a token id or a list of them"
-                )
-            return tuple(ids)
-    raise UserError(
-        f"{model_dir}: neither generation_config.json nor config.json names eos_token_id"
-    )
+    check_model_dir(model_dir)
+    path = Path(model_dir) / "config.json"
+    config = read_json_object(path)
+    check_unquantized(config, str(path))
+    if is_known(config):
+        arch = read_architecture(model_dir)
+        HFReader(model_dir).check(arch)
+        return arch.vocab_size
+    size = config.get("vocab_size")
+    if size is None and isinstance(config.get("text_config"), dict):
+        size = config["text_config"].get("vocab_size")
+    if type(size) is not int:
+        raise UserError(f"{path}: vocab_size must be a count, not {size!r:.40}")
+    return size
 
 
 logger = logging.getLogger(__name__)

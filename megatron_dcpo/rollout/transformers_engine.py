@@ -10,10 +10,8 @@ from collections import deque
 from collections.abc import Generator, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
-from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -27,15 +25,19 @@ from megatron_dcpo.rollout.engine import (
     SamplingConfig,
     SlotSteps,
     append_segment,
-    check_model_dir,
-    read_eos_token_ids,
     uniforms,
 )
 from megatron_dcpo.rollout.routing import ExpertRecorder, RecordedExperts
+from megatron_dcpo.rollout.tokens import read_eos_token_ids
+from megatron_dcpo.rollout.transformers_library import (
+    auto_class,
+    redirect_transformers_logging,
+)
 from megatron_dcpo.runtime.device import current_device, fp32_head, fp32_product
 from megatron_dcpo.runtime.dtypes import torch_dtype
 from megatron_dcpo.runtime.signals import RolloutAbandoned, stop_requested
 from megatron_dcpo.types import Response
+from megatron_dcpo.weights.architecture import check_model_dir
 from megatron_dcpo.weights.planner import WeightSlice
 from megatron_dcpo.weights.table import expert_places
 
@@ -46,31 +48,6 @@ if TYPE_CHECKING:
 # second number applies if other samples wait for their slots.
 _COMPACT_BELOW = 0.75
 _REFILL_BELOW = 0.9
-
-
-def redirect_transformers_logging() -> None:
-    """Send the warnings of transformers, which quote the files of a model, through our logging, and
-    draw no progress bar.
-    """
-    from transformers.utils import logging as transformers_logging
-
-    transformers_logging.disable_default_handler()
-    transformers_logging.enable_propagation()
-    transformers_logging.disable_progress_bar()
-
-
-def auto_class(name: str) -> Any:  # noqa: ANN401 - a class of transformers
-    """Return ``AutoTokenizer`` or ``AutoModelForCausalLM``. Their import would bring in installed
-    scikit-learn and pandas (1 s), and that of a model SciPy (0.4 s), for a kind of generation and
-    for losses that are not used here.
-    """
-    import transformers
-
-    without = partial(patch.object, transformers.utils, new=bool)
-    with without("is_sklearn_available"), without("is_scipy_available"):
-        if name == "AutoModelForCausalLM":
-            import_module("transformers.loss.loss_utils")
-        return getattr(transformers, name)
 
 
 class TransformersEngine(Engine):

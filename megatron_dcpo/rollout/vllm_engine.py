@@ -33,10 +33,10 @@ from megatron_dcpo.rollout.engine import (
     SlotSteps,
     append_segment,
     choose_engine,
-    read_eos_token_ids,
     request_seed,
 )
 from megatron_dcpo.rollout.routing import completed_experts, every_rank_returns_experts
+from megatron_dcpo.rollout.tokens import read_eos_token_ids
 from megatron_dcpo.rollout.vllm_host import (
     VllmOptions,
     cache_bytes,

@@ -34,9 +34,9 @@ from megatron_dcpo.rollout.engine import (
     PartialRollout,
     Samples,
     SamplingConfig,
-    read_eos_token_ids,
     request_seed,
 )
+from megatron_dcpo.rollout.tokens import read_eos_token_ids
 from megatron_dcpo.runtime import distributed
 from megatron_dcpo.runtime.device import capabilities, synchronize
 from megatron_dcpo.runtime.dtypes import name_of
@@ -47,7 +47,7 @@ from megatron_dcpo.types import Prompt, Response
 from megatron_dcpo.weights.architecture import read_architecture
 from megatron_dcpo.weights.hf_checkpoint import copy_side_files, tensors_on_disk
 from megatron_dcpo.weights.planner import WeightSlice
-from megatron_dcpo.weights.table import hf_shapes
+from megatron_dcpo.weights.table import EMBEDDING, OUTPUT, hf_shapes
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +59,6 @@ _ROUNDED = 1e-3  # a log-prob of a probability that rounding has put above 1
 _REFUSED_SECONDS = (
     2.0  # within which a server says that it takes no weights in this way
 )
-_EMBEDDING, _OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 
 
 class ServerEngine(Engine):
@@ -262,12 +261,12 @@ class ServerEngine(Engine):
             if self.arch.tied_embeddings:
                 # vLLM's output layer may keep a packed copy, which the embedding alone does not
                 # refresh.
-                specs[_OUTPUT] = specs[_EMBEDDING]
+                specs[OUTPUT] = specs[EMBEDDING]
             with tensors_on_disk(temporary, specs) as tensors:
                 for piece in itertools.chain([first], pieces):
                     piece.write_into(tensors[piece.name])
-                    if self.arch.tied_embeddings and piece.name == _EMBEDDING:
-                        piece.write_into(tensors[_OUTPUT])
+                    if self.arch.tied_embeddings and piece.name == EMBEDDING:
+                        piece.write_into(tensors[OUTPUT])
             copy_side_files(self.model_dir, temporary)
 
     def _check(self) -> str:
@@ -423,7 +422,7 @@ def whole_tensors(
                 continue
             left.remove(piece.name)
             done |= {piece.name: tensor} | (
-                {_OUTPUT: tensor} if tied and piece.name == _EMBEDDING else {}
+                {OUTPUT: tensor} if tied and piece.name == EMBEDDING else {}
             )
         if done:
             yield done

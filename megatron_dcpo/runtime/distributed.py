@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import random
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -110,6 +111,7 @@ def initialize(
     the sizes do not divide the world size, or when the port of the job is in use.
     """
     sizes = sizes or ParallelSizes()
+    complete_environment()
     check_world_size(
         sizes.tensor_model_parallel_size,
         sizes.pipeline_model_parallel_size,
@@ -142,13 +144,6 @@ def initialize(
 def _initialize_default_group(timeout_minutes: int) -> None:
     if has_cuda():
         torch.cuda.set_device(current_device())
-    if "RANK" not in os.environ:
-        os.environ |= {
-            "RANK": "0",
-            "WORLD_SIZE": "1",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": "0",
-        }
     # No device_id: with one, every new group is an ncclCommSplit of the whole world, and Megatron
     # makes several groups per rank. Barriers of this group run over gloo.
     try:
@@ -157,6 +152,46 @@ def _initialize_default_group(timeout_minutes: int) -> None:
         if used := port_in_use(error, "MASTER_PORT"):
             raise UserError(used) from None
         raise
+
+
+def complete_environment() -> None:
+    """Make a process that no launcher started a world of one. Raises :class:`UserError` if the
+    environment describes a rank of a job that cannot be reached.
+    """
+    rank = os.environ.get("RANK")
+    size = os.environ.get("WORLD_SIZE")
+    if (rank or "0") == "0" and (size or "1") == "1":
+        alone = {
+            "RANK": "0",
+            "WORLD_SIZE": "1",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": "0",
+        }
+        for name, value in alone.items():
+            os.environ.setdefault(name, value)
+        return
+    missing = [
+        name
+        for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        if not os.environ.get(name)
+    ]
+    if missing:
+        raise UserError(
+            f"the environment has RANK={rank} and WORLD_SIZE={size}, but not "
+            f"{', '.join(missing)}; start the ranks with dcpo launch or torchrun, or unset RANK "
+            "and WORLD_SIZE for one process"
+        )
+    for name, text in (("RANK", rank), ("WORLD_SIZE", size)):
+        if not (text or "").isdecimal():
+            raise UserError(f"{name}={text} in the environment must be a number")
+    address = os.environ["MASTER_ADDR"]
+    try:
+        socket.getaddrinfo(address, None)
+    except OSError as error:
+        raise UserError(
+            f"MASTER_ADDR={address} cannot be resolved ({one_line(error)}); it must name the first "
+            "node of the job"
+        ) from None
 
 
 def topology() -> Topology:

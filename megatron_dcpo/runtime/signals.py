@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from megatron_dcpo.errors import EXIT_PEER_LOST
+from megatron_dcpo.errors import EXIT_INTERRUPTED, EXIT_PEER_LOST, EXIT_REQUEUE
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 LAUNCHER_PID = "DCPO_LAUNCHER_PID"
@@ -27,6 +27,7 @@ _LAUNCHER_DIED = signal.SIGUSR2
 # workers.
 _SAME_SIGNAL_SECONDS = 1.0
 
+_begun = False
 _stopping: int | None = None
 _first_at = 0.0
 _ignoring = False
@@ -38,8 +39,8 @@ class RolloutAbandoned(Exception):
 
 
 def install_handlers() -> None:
-    """Let SIGTERM, SIGUSR1 and SIGINT ask the run to stop from now on; a second one ends the
-    process at once. Idempotent.
+    """Let SIGTERM, SIGUSR1 and SIGINT end the process at once, and from :func:`begin_saving` on ask
+    the run to stop, where a second one ends the process at once. Idempotent.
 
     Main thread only. Under a launcher a repetition within a second counts as the same signal.
     """
@@ -58,6 +59,12 @@ def install_handlers() -> None:
         name="signals",
         daemon=True,
     ).start()
+
+
+def begin_saving() -> None:
+    """From now on a signal is waited for until the run has saved what it did."""
+    global _begun
+    _begun = True
 
 
 def stop_requested() -> int | None:
@@ -152,6 +159,11 @@ def _note_signals(reader: socket.socket, writer: socket.socket) -> None:
 def _note(number: int) -> None:
     if _ignoring:
         return
+    if not _begun:
+        # Connecting and loading may take minutes without reaching any boundary.
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            announce(f"{name_of(number)}: ends before the first step, nothing to save")
+        os._exit(EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_REQUEUE)
     if _stopping is None:
         request_stop(number)
         if os.environ.get("LOCAL_RANK", "0") == "0":

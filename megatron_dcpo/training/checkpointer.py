@@ -15,7 +15,7 @@ from megatron_dcpo.checkpoints.manifest import (
     iterations,
     latest_iteration,
 )
-from megatron_dcpo.checkpoints.saver import Saver, remove_leftovers
+from megatron_dcpo.checkpoints.saver import Saver, read_best, remove_leftovers
 from megatron_dcpo.checkpoints.state import (
     Optimizer,
     checkpoint_state,
@@ -208,6 +208,15 @@ class Checkpointer:
         removed.
         """
         self.saver.best = {"iteration": step, "metric": metric, "value": value}
+
+    def recorded_best(self) -> dict[str, Any] | None:
+        """Return the contents of ``best.json`` as the first rank reads them: ``iteration``,
+        ``metric`` and ``value``.
+        """
+        best = None
+        if self.topology.rank == 0:
+            best = read_best(self.saver.directory)
+        return broadcast_object(best)
 
     def intact_steps(self) -> list[int]:
         """Return the steps of the checkpoints on the disk, without those found damaged."""

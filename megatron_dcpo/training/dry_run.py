@@ -24,7 +24,7 @@ from megatron_dcpo.training.preflight import (
     check_model,
     check_pass_through,
     check_processes,
-    check_vocabulary,
+    check_tokens,
 )
 from megatron_dcpo.training.provenance import date_of
 from megatron_dcpo.training.sources import load_sources
@@ -104,7 +104,7 @@ def _describe_inputs(config: Config, allow_missing: bool) -> dict[str, Any]:
     )
     tokenizer = load_tokenizer(path)
     vocabulary = token_bytes(tokenizer)
-    check_vocabulary(config, arch, vocabulary)
+    check_tokens(config, arch, vocabulary)
     facts["tokenizer"] = (
         f"{len(vocabulary.table):,} tokens, at most {arch.vocab_size:,}"
     )

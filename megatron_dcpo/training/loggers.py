@@ -8,10 +8,11 @@ trains is left out from then on.
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
+import json
 import logging
 import math
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,9 +23,11 @@ from megatron_dcpo.config import Config, as_dict, flat
 from megatron_dcpo.errors import UserError, did_you_mean, one_line
 from megatron_dcpo.runtime.files import write_atomically
 from megatron_dcpo.runtime.plugins import check_signature, is_import_path, load_object
+from megatron_dcpo.runtime.text import read_json_object
 
 logger = logging.getLogger(__name__)
 
+_IDS = "logger_ids.json"  # in the run directory
 ARTIFACTS = ("config.yaml", "report.html")  # of the run directory
 # what verl calls the same number
 VERL_NAMES = MappingProxyType(
@@ -177,9 +180,38 @@ def project_of(config: Config) -> str:
     )
 
 
-def run_id(directory: Path) -> str:
-    """Return a name that a resumed run has again."""
-    return hashlib.sha256(str(directory.absolute()).encode()).hexdigest()[:16]
+def known_id(directory: Path, name: str, first_step: int) -> str | None:
+    """Return the id under which the logger ``name`` knows the run of ``directory``; None for a new
+    run: one that begins at step 1, or in a copy of another run's directory.
+    """
+    path = directory / _IDS
+    if first_step == 1 or not path.is_file():
+        return None
+    known = read_json_object(path).get(name)
+    if not isinstance(known, dict) or not isinstance(known.get("id"), str):
+        return None
+    # a directory that was moved keeps its inode, a copy has neither path nor inode
+    here = (str(directory.absolute()), directory.stat().st_ino)
+    if known.get("directory") != here[0] and known.get("inode") != here[1]:
+        logger.info(
+            "logging.to=%s: %s is a copy of another run's, a new run begins",
+            name,
+            here[0],
+        )
+        return None
+    return str(known["id"])
+
+
+def remember_id(directory: Path, name: str, value: str) -> None:
+    """Keep the id of the run in its directory, for :func:`known_id`."""
+    path = directory / _IDS
+    ids = read_json_object(path) if path.is_file() else {}
+    ids[name] = {
+        "id": value,
+        "directory": str(directory.absolute()),
+        "inode": directory.stat().st_ino,
+    }
+    write_atomically(path, json.dumps(ids, indent=2) + "\n")
 
 
 class TensorBoard:
@@ -201,20 +233,22 @@ class TensorBoard:
 
 
 class WandB:
-    """Continues the Weights & Biases run of this run directory."""
+    """Continues the Weights & Biases run of this run directory, or begins a new one."""
 
     def __init__(self, directory: Path, config: Config, first_step: int) -> None:
         import wandb
 
+        identity = known_id(directory, "wandb", first_step) or uuid.uuid4().hex[:16]
         self.wandb: Any = wandb
         self.run: Any = wandb.init(
             project=project_of(config),
             name=directory.absolute().name,
-            id=run_id(directory),
+            id=identity,
             resume="allow",
             dir=str(directory),
             config=as_dict(config),
         )
+        remember_id(directory, "wandb", identity)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self.run.log(dict(metrics), step=step)
@@ -228,19 +262,19 @@ class WandB:
 
 
 class MLflow:
-    """Continues the MLflow run whose id is in ``run_dir/mlflow_run_id``."""
+    """Continues the MLflow run of this run directory, or begins a new one."""
 
     def __init__(self, directory: Path, config: Config, first_step: int) -> None:
         import mlflow
 
         self.mlflow: Any = mlflow
-        known = directory / "mlflow_run_id"
+        identity = known_id(directory, "mlflow", first_step)
         mlflow.set_experiment(project_of(config))
-        if known.is_file():
-            mlflow.start_run(run_id=known.read_text().strip())
+        if identity is not None:
+            mlflow.start_run(run_id=identity)
             return
         run = mlflow.start_run(run_name=directory.absolute().name)
-        write_atomically(known, run.info.run_id + "\n")
+        remember_id(directory, "mlflow", str(run.info.run_id))
         mlflow.log_params(
             {name: str(value)[:500] for name, value in flat(as_dict(config))}
         )
@@ -255,19 +289,24 @@ class MLflow:
 
 
 class SwanLab:
-    """Continues the SwanLab run of this run directory. SwanLab keeps no files: the configuration
-    goes along as values.
+    """Continues the SwanLab run of this run directory, or begins a new one. SwanLab keeps no files:
+    the configuration goes along as values.
     """
 
     def __init__(self, directory: Path, config: Config, first_step: int) -> None:
         import swanlab
 
+        # SwanLab wants 21 small letters and digits
+        identity = known_id(directory, "swanlab", first_step) or uuid.uuid4().hex[:21]
         self.run: Any = swanlab.init(
             project=project_of(config),
             experiment_name=directory.absolute().name,
+            id=identity,
+            resume="allow",
             logdir=str(directory / "swanlab"),
             config=as_dict(config),
         )
+        remember_id(directory, "swanlab", identity)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self.run.log(dict(metrics), step=step)

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 from megatron_dcpo.config import Config
 from megatron_dcpo.judging.function_verifier import VerifierFailed
-from megatron_dcpo.runtime import distributed
+from megatron_dcpo.runtime import distributed, signals
 from megatron_dcpo.runtime.device import profile
 from megatron_dcpo.runtime.run_lock import lock_run_dir
 from megatron_dcpo.runtime.signals import RolloutAbandoned
@@ -32,6 +32,7 @@ def train(config: Config) -> None:
     everything done is saved.
     """
     with build(config) as run, lock_run_dir(run.directory, run.policy.topology.rank):
+        signals.begin_saving()
         provenance.prepare(run.directory, config, run.policy.topology.rank)
         done = run.checkpointer.resume()
         _restore_validations(run, done)
@@ -145,6 +146,9 @@ def _restore_validations(run: Run, done: int) -> None:
         return
     selection = run.selection
     measured = run.recorder.logged_validations(done)
+    best = run.checkpointer.recorded_best()
+    if best is not None and best["iteration"] <= done:
+        selection.recall(best["iteration"], best["metric"], best["value"], measured)
     selection.restore(measured, saved=run.checkpointer.intact_steps())
     if selection.best_step is not None:
         value = selection.value(selection.best_step)

@@ -5,6 +5,7 @@ lengths.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from megatron_dcpo.config import Config, rules
 from megatron_dcpo.data.mixture import LoadedSource
@@ -15,8 +16,10 @@ from megatron_dcpo.evaluation.problems import named_sources
 from megatron_dcpo.judging.thinking import check_thinking
 from megatron_dcpo.judging.token_bytes import TokenBytes
 from megatron_dcpo.judging.verifiers import check_verifier
+from megatron_dcpo.rollout.tokens import check_vocabulary
 from megatron_dcpo.runtime.device import capabilities
 from megatron_dcpo.weights.architecture import Architecture, read_architecture
+from megatron_dcpo.weights.hf_checkpoint import check_side_files
 from megatron_dcpo.weights.layout import Layout
 from megatron_dcpo.weights.pipeline import chunk_layers
 from megatron_dcpo.weights.planner import check_layout
@@ -58,6 +61,7 @@ def check_pass_through(config: Config) -> None:
 def check_model(config: Config) -> Architecture:
     """Return the architecture, checked against the parallel layout. Raises :class:`UserError`."""
     arch = read_architecture(config.model.path)
+    check_side_files(Path(config.model.path))
     check_pass_through(config)
     layout = Layout.of(config.parallel)
     check_layout(arch, layout)
@@ -65,19 +69,13 @@ def check_model(config: Config) -> Architecture:
     return arch
 
 
-def check_vocabulary(
-    config: Config, arch: Architecture, vocabulary: TokenBytes
-) -> None:
-    """Raise :class:`UserError` when the tokenizer has ids that the model has no embedding of, or
-    cannot end a thinking that is on.
+def check_tokens(config: Config, arch: Architecture, vocabulary: TokenBytes) -> None:
+    """Raise :class:`UserError` when the tokenizer or the model's end tokens have ids that the model
+    has no embedding of, when no token ends a response, or when the tokenizer cannot end a thinking
+    that is on.
     """
     check_thinking(config.data.thinking, vocabulary.thinking, config.model.path)
-    if len(vocabulary.table) > arch.vocab_size:
-        raise UserError(
-            f"the tokenizer of {config.model.path} has {len(vocabulary.table)} tokens, its "
-            "config.json a vocab_size of "
-            f"{arch.vocab_size}; give the model its own tokenizer"
-        )
+    check_vocabulary(config.model.path, vocabulary, arch.vocab_size)
 
 
 def check_lengths(

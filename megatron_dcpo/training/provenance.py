@@ -13,6 +13,7 @@ import importlib.metadata
 import json
 import logging
 import platform
+import shutil
 import socket
 import subprocess
 import sys
@@ -62,7 +63,7 @@ WRITTEN = (
     "tensorboard",
     "wandb",
     "swanlab",
-    "mlflow_run_id",
+    "logger_ids.json",
     "profile",
     "policy",
     "adapter",
@@ -225,13 +226,28 @@ def record_start(directory: Path, config: Config, processes: int, done: int) -> 
     """
     entry = launch(config, processes, done)
     path = directory / CONFIG
-    changed = list(differences(directory, config)) if done else []
-    for name, old, new in changed:
+    changed = {}
+    if done:
+        for name, old, new in differences(directory, config):
+            if name not in ("run_dir", "training.resume"):
+                changed[name] = (old, new)
+    for name, (old, new) in changed.items():
         if not name.startswith(FREE):
             logger.warning("resumed with %s=%s, before %s", name, new, old)
+    decay = config.optimizer.lr_decay_style
+    if "training.steps" in changed and decay != "constant":
+        old, new = changed["training.steps"]
+        logger.warning(
+            "resumed with training.steps=%s, before %s: the %s decay of the learning rate ends at "
+            "step %s from now on",
+            new,
+            old,
+            decay,
+            new,
+        )
     if changed:
         stamp = entry["time"].replace(":", "").removesuffix("+0000")
-        path.replace(directory / f"config.until-{stamp}.yaml")
+        shutil.copyfile(path, directory / f"config.until-{stamp}.yaml")
     write_atomically(path, to_yaml(config))
     launches = [*read_launches(directory), entry]
     write_atomically(

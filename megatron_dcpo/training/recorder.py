@@ -7,8 +7,9 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -62,7 +63,7 @@ class Recorder:
     """Writes on rank 0; on the other ranks a call only takes part in what is collective.
 
     Files are open inside ``with recorder.from_step(n)``. ``decode`` turns token ids into text.
-    ``saver`` is waited for before a full disk ends the run.
+    ``saver`` gives up the checkpoint of a step whose records the disk refuses.
     """
 
     def __init__(
@@ -148,8 +149,9 @@ class Recorder:
         """Record one step and clear the timers. Collective. ``measured`` are the metrics that other
         parts counted.
 
-        Raises :class:`UserError` on every rank when the disk refuses, after the checkpoint on its
-        way is complete.
+        The records are on the disk when this returns. Raises :class:`UserError` on every rank when
+        the disk refuses, after the checkpoint of an earlier step is complete; that of this step is
+        given up, so that a resumed run does the step again and records it.
         """
         shown: list[TrainingSample] = []
         if self._samples_are_due(step):
@@ -262,7 +264,7 @@ class Recorder:
     def _end_if(self, refused: str | None, step: int) -> None:
         refused = broadcast_object(refused)
         if refused is not None:
-            self.saver.wait()  # it says so itself if that checkpoint was refused too
+            self.saver.give_up(step)
             raise UserError(
                 f"cannot write the records of step {step} in {self.directory} ({refused}); "
                 f"{last_complete(self.saver.directory)}. Free space, and continue with --resume "
@@ -273,14 +275,17 @@ class Recorder:
     def _append(path: Path, row: Mapping[str, Any]) -> None:
         with path.open("a") as file:
             file.write(json.dumps(json_ready(row)) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
 
     def _write_samples(self, step: int, samples: Sequence[TrainingSample]) -> None:
         directory = self.directory / "samples"
         directory.mkdir(exist_ok=True)
-        with (directory / f"step_{step:06d}.jsonl").open("w", encoding="utf-8") as file:
-            for sample in samples[:SAMPLES_PER_STEP]:
-                row = sample_row(sample, step, self.decode)
-                file.write(json.dumps(json_ready(row), ensure_ascii=False) + "\n")
+        lines = []
+        for sample in samples[:SAMPLES_PER_STEP]:
+            row = sample_row(sample, step, self.decode)
+            lines.append(json.dumps(json_ready(row), ensure_ascii=False) + "\n")
+        write_atomically(directory / f"step_{step:06d}.jsonl", "".join(lines))
 
 
 def sample_row(
@@ -352,20 +357,42 @@ def planned_memory(config: Config, gpus: int) -> dict[str, float]:
 
 def _keep_steps_before(path: Path, first_step: int) -> None:
     """Drop the records of steps that will be done again: a killed run has usually logged past its
-    last checkpoint.
+    last checkpoint. A warning names the rows that are damaged, which are dropped too.
     """
-    if path.exists():
-        kept = [row for row in logged_rows(path) if row["step"] < first_step]
-        write_atomically(path, "".join(json.dumps(row) + "\n" for row in kept))
+    if not path.exists():
+        return
+    rows, damaged = _read_rows(path)
+    if damaged:
+        logger.warning(
+            "%s is damaged in line %s; these rows are lost", path, ", ".join(damaged)
+        )
+    kept = [row for row in rows if row["step"] < first_step]
+    write_atomically(path, "".join(json.dumps(row) + "\n" for row in kept))
 
 
 def logged_rows(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of ``metrics.jsonl`` or ``mismatch.jsonl`` that have a step; without the line
-    that a kill cut off.
+    """Return the rows of ``metrics.jsonl`` or ``mismatch.jsonl`` that are intact and have a
+    step.
+    """
+    if not path.exists():
+        return []
+    return _read_rows(path)[0]
+
+
+def _read_rows(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return the intact rows and the numbers of the damaged lines. A last line without its end was
+    cut off by a kill and is not counted.
     """
     rows = []
-    for line in path.read_text().splitlines() if path.exists() else ():
-        with suppress(ValueError, KeyError, TypeError, OverflowError):
-            row = parse_json(line)
+    damaged = []
+    lines = path.read_bytes().split(b"\n")
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            row = parse_json(line.decode())
             rows.append(row | {"step": int(row["step"])})
-    return rows
+        except (ValueError, KeyError, TypeError, OverflowError):
+            if number < len(lines):
+                damaged.append(str(number))
+    return rows, damaged

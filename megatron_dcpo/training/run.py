@@ -46,7 +46,7 @@ from megatron_dcpo.training.preflight import (
     check_lengths,
     check_model,
     check_processes,
-    check_vocabulary,
+    check_tokens,
 )
 from megatron_dcpo.training.provenance import date_of
 from megatron_dcpo.training.recorder import Recorder
@@ -216,7 +216,7 @@ def read_inputs(config: Config) -> Inputs:
     check_loggers(config)
     tokenizer = load_tokenizer(config.model.path)
     vocabulary = token_bytes(tokenizer)
-    check_vocabulary(config, arch, vocabulary)
+    check_tokens(config, arch, vocabulary)
     date = date_of(config)
     sources = load_sources(config, tokenizer, date)
     held_out = load_held_out(config, tokenizer, vocabulary, date)

@@ -39,6 +39,19 @@ class Selection:
             if step in self.measured:
                 self._note_best(step)
 
+    def recall(
+        self,
+        step: int,
+        metric: str,
+        value: float,
+        measured: dict[int, dict[str, float]],
+    ) -> None:
+        """Add to ``measured`` what ``best.json`` says of the best step, if the records of that step
+        are lost.
+        """
+        if metric == self.metric and step not in measured:
+            measured[step] = {f"evaluation/{metric.removeprefix('evaluation/')}": value}
+
     def value(self, step: int) -> float:
         """Return the value of the metric after ``step``."""
         return value_of(self.measured[step], self.metric)

@@ -7,13 +7,26 @@ tensor names differ from Llama's, rows in :mod:`megatron_dcpo.weights.table`.
 
 from __future__ import annotations
 
+import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 from megatron_dcpo.errors import UserError, one_line
 from megatron_dcpo.runtime.paths import places
 from megatron_dcpo.runtime.text import read_json_object
+from megatron_dcpo.weights.config_keys import (
+    Keys,
+    check_keys,
+    check_said_once,
+    check_unquantized,
+)
+
+# OWNER/NAME, as the hub writes it
+HUB_NAME = re.compile(r"(?!\.)[\w.-]+/(?!\.)[\w.-]+")
+# the activations of an MLP under the names of transformers; "swish" is "silu"
+Activation = Literal["silu", "gelu", "gelu_pytorch_tanh", "relu"]
 
 
 @dataclass(frozen=True)
@@ -32,7 +45,8 @@ class Architecture:
 
     With ``num_experts`` every layer has that many experts, each an MLP of width
     ``ffn_hidden_size``; a token goes to ``experts_per_token`` of them. With ``normalized_experts``
-    the weights of these sum to one.
+    the weights of these sum to one. ``output_bias`` is the bias of the projection behind the
+    attention, ``mlp_bias`` those of the three projections of an MLP.
     """
 
     name: str
@@ -50,6 +64,9 @@ class Architecture:
     tied_embeddings: bool
     qk_layernorm: bool
     qkv_bias: bool
+    output_bias: bool = False
+    mlp_bias: bool = False
+    activation: Activation = "silu"
     num_experts: int = 0
     experts_per_token: int = 0
     normalized_experts: bool = False
@@ -57,21 +74,52 @@ class Architecture:
 
 @dataclass(frozen=True)
 class _Traits:
-    name: str
+    """What the name of an architecture implies, and the ``keys`` of its configuration. With
+    ``always_qkv_bias`` there are biases whatever ``attention_bias`` says.
+    """
+
+    keys: Keys
     qk_layernorm: bool = False
-    qkv_bias: bool = False
+    always_qkv_bias: bool = False
     experts: bool = False
 
 
 ARCHITECTURES: dict[str, _Traits] = {
-    "Qwen3ForCausalLM": _Traits("qwen3", qk_layernorm=True),
+    "Qwen3ForCausalLM": _Traits(
+        keys=Keys(model_type="qwen3", window_is_optional=True),
+        qk_layernorm=True,
+    ),
     "Qwen3MoeForCausalLM": _Traits(
-        name="qwen3_moe",
+        keys=Keys(
+            model_type="qwen3_moe",
+            translated=frozenset(
+                {
+                    "decoder_sparse_step",
+                    "mlp_only_layers",
+                    "moe_intermediate_size",
+                    "n_shared_experts",
+                    "norm_topk_prob",
+                    "num_experts",
+                    "num_experts_per_tok",
+                    "num_local_experts",
+                }
+            ),
+            window_is_optional=True,
+        ),
         qk_layernorm=True,
         experts=True,
     ),
-    "LlamaForCausalLM": _Traits("llama"),
-    "Qwen2ForCausalLM": _Traits("qwen2", qkv_bias=True),
+    "LlamaForCausalLM": _Traits(
+        keys=Keys(model_type="llama", translated=frozenset({"mlp_bias"})),
+    ),
+    "Qwen2ForCausalLM": _Traits(
+        keys=Keys(
+            model_type="qwen2",
+            fixed={"attention_bias": (True,)},
+            window_is_optional=True,
+        ),
+        always_qkv_bias=True,
+    ),
 }
 
 
@@ -90,45 +138,92 @@ _SIZES = (
     "moe_intermediate_size",
 )
 _ABSURD = 1 << 40
+_SWITCHES = ("attention_bias", "mlp_bias", "norm_topk_prob", "tie_word_embeddings")
 
 
-def read_architecture(model_dir: str | Path) -> Architecture:
-    """Read ``model_dir/config.json``. Raises :class:`UserError` for what is missing or unknown."""
+def read_architecture(
+    model_dir: str | Path, weights_elsewhere: bool = False
+) -> Architecture:
+    """Read ``model_dir/config.json``. Raises :class:`UserError` for what is missing, unknown or
+    not supported.
+
+    With ``weights_elsewhere`` the directory gives its configuration to weights that are not its
+    own, so that it may say that its own are quantized.
+    """
     model_dir = Path(model_dir)
     path = model_dir / "config.json"
-    if not model_dir.is_dir():
+    check_model_dir(model_dir)
+    config = read_json_object(path)
+    if not weights_elsewhere:
+        check_unquantized(config, str(path))
+    return parse_architecture(config, str(path))
+
+
+def check_model_dir(model_dir: str | Path) -> None:
+    """Raise :class:`UserError`, with what to pass instead, if there is no model."""
+    directory = Path(model_dir)
+    if (directory / "config.json").is_file():
+        return
+    if directory.is_file():
         raise UserError(
-            f"model directory {model_dir} does not exist{places(model_dir)}; pass a Hugging Face "
-            "checkpoint directory"
+            f"{directory} is a file; pass the directory that holds config.json and the weights"
         )
-    if not path.is_file():
+    if (directory / "policy" / "config.json").is_file():
         raise UserError(
-            f"{path} is missing; {model_dir} is not a Hugging Face checkpoint directory"
+            f"{directory} is the directory of a run; its trained model is {directory / 'policy'}"
         )
-    return parse_architecture(read_json_object(path), str(path))
+    if directory.is_dir():
+        raise UserError(
+            f"{directory / 'config.json'} is missing; {directory} is not a Hugging Face checkpoint "
+            "directory"
+        )
+    if HUB_NAME.fullmatch(str(model_dir)) and not directory.parent.is_dir():
+        raise UserError(
+            f"model directory {model_dir} does not exist{places(model_dir)}; if it is a name on "
+            f"the hub, download it: hf download {model_dir} --local-dir {directory.name}, and pass "
+            f"{directory.name}"
+        )
+    raise UserError(
+        f"model directory {model_dir} does not exist{places(model_dir)}; pass a Hugging Face "
+        "checkpoint directory"
+    )
+
+
+def is_known(config: dict[str, Any]) -> bool:
+    """Return whether the dictionary of a ``config.json`` names an architecture of
+    :data:`ARCHITECTURES`.
+    """
+    names = config.get("architectures") or []
+    if not isinstance(names, list):
+        names = [names]
+    return any(name in ARCHITECTURES for name in names if isinstance(name, str))
 
 
 def parse_architecture(
     config: dict[str, Any], source: str = "config.json"
 ) -> Architecture:
-    """Translate the dictionary of a ``config.json``; ``source`` names it in errors."""
-    names = config.get("architectures") or ["(none)"]
-    name = names[0] if isinstance(names, list) else names
-    traits = ARCHITECTURES.get(str(name))
-    if traits is None:
-        raise UserError(
-            f"{source}: architecture {name} is not supported; known: {', '.join(ARCHITECTURES)}"
-        )
+    """Translate the dictionary of a ``config.json``; ``source`` names it in errors.
+
+    Raises :class:`UserError` if a key may describe another model than the one that is built.
+    """
+    name, traits = _traits(config, source)
+    check_said_once(config, source)
+    check_keys(config, traits.keys, source)
     for key in _SIZES:
         value = config.get(key)
         if value is not None and not (type(value) is int and 0 < value < _ABSURD):
             raise UserError(f"{source}: {key} must be a count, not {value!r:.40}")
+    for key in _SWITCHES:
+        value = config.get(key)
+        if value is not None and not isinstance(value, bool):
+            raise UserError(f"{source}: {key} must be true or false, not {value!r:.40}")
+    attention_bias = bool(config.get("attention_bias")) and not traits.always_qkv_bias
     try:
         heads = config["num_attention_heads"]
         base, scaling = _rope(config, source)
         experts = _experts(config, source) if traits.experts else {}
         return Architecture(
-            name=traits.name,
+            name=traits.keys.model_type,
             num_layers=config["num_hidden_layers"],
             hidden_size=config["hidden_size"],
             ffn_hidden_size=config[
@@ -139,12 +234,15 @@ def parse_architecture(
             kv_channels=config.get("head_dim") or config["hidden_size"] // heads,
             vocab_size=config["vocab_size"],
             max_position_embeddings=config["max_position_embeddings"],
-            layernorm_epsilon=float(config["rms_norm_eps"]),
+            layernorm_epsilon=_positive(config, "rms_norm_eps", source),
             rotary_base=base,
             rope_scaling=scaling,
             tied_embeddings=bool(config.get("tie_word_embeddings", False)),
             qk_layernorm=traits.qk_layernorm,
-            qkv_bias=traits.qkv_bias or bool(config.get("attention_bias", False)),
+            qkv_bias=traits.always_qkv_bias or attention_bias,
+            output_bias=attention_bias,
+            mlp_bias=bool(config.get("mlp_bias")),
+            activation=_activation(config, source),
             **experts,
         )
     except KeyError as error:
@@ -153,6 +251,45 @@ def parse_architecture(
         raise UserError(
             f"{source}: not the configuration of a {name} ({one_line(error, 200)})"
         ) from None
+
+
+def _traits(config: dict[str, Any], source: str) -> tuple[str, _Traits]:
+    """Return the architecture's name and its traits."""
+    names = config.get("architectures") or ["(none)"]
+    if not isinstance(names, list):
+        names = [names]
+    name = str(names[0])
+    if len(names) > 1:
+        raise UserError(f"{source}: architectures must be one name, not {names!r:.80}")
+    if name not in ARCHITECTURES:
+        raise UserError(
+            f"{source}: architecture {name} is not supported; known: {', '.join(ARCHITECTURES)}"
+        )
+    return name, ARCHITECTURES[name]
+
+
+def _positive(config: dict[str, Any], key: str, source: str) -> float:
+    """Return a number that must be positive and finite. Raises KeyError if it is missing."""
+    value = float(config[key])
+    if not 0 < value < math.inf:
+        raise UserError(
+            f"{source}: {key} must be positive and finite, not {config[key]!r:.40}"
+        )
+    return value
+
+
+def _activation(config: dict[str, Any], source: str) -> Activation:
+    name = config.get("hidden_act") or "silu"
+    if name == "swish":
+        name = "silu"
+    for known in get_args(Activation):
+        if name == known:
+            activation: Activation = known
+            return activation
+    raise UserError(
+        f"{source}: hidden_act={name!r:.60} is not supported, and it changes the model; known: "
+        f"{', '.join(get_args(Activation))}"
+    )
 
 
 def _experts(config: dict[str, Any], source: str) -> dict[str, Any]:
@@ -184,20 +321,51 @@ def _experts(config: dict[str, Any], source: str) -> dict[str, Any]:
     }
 
 
+_LLAMA3 = (
+    "factor",
+    "high_freq_factor",
+    "low_freq_factor",
+    "original_max_position_embeddings",
+)
+
+
 def _rope(config: dict[str, Any], source: str) -> tuple[float, RopeScaling | None]:
+    """Return the base and the scaling of the rotary frequencies."""
     # transformers 5 writes rope_parameters; older checkpoints have rope_theta and rope_scaling.
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    base = float(rope.get("rope_theta", config.get("rope_theta", 10000.0)))
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind == "default":
-        return base, None
-    if kind != "llama3":
+    key = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
+    rope = dict(config.get(key) or {})
+    # transformers prefers the theta inside, and the newer name of the type
+    rope.setdefault("rope_theta", config.get("rope_theta"))
+    if rope["rope_theta"] is None:
+        rope["rope_theta"] = 10000.0
+    rope.setdefault("rope_type", rope.get("type", "default"))
+    base = _positive(rope, "rope_theta", source)
+    kind = rope["rope_type"]
+    if kind not in ("default", "llama3"):
         raise UserError(
             f"{source}: rope type {kind!r} is not supported; known: default, llama3"
         )
+    understood = {"rope_theta", "rope_type", "type"}
+    if kind == "llama3":
+        understood |= set(_LLAMA3)
+    if rope.get("partial_rotary_factor") == 1:
+        understood.add("partial_rotary_factor")
+    for name, value in rope.items():
+        if value is not None and name not in understood:
+            raise UserError(
+                f"{source}: {key}.{name}={value!r:.60} is not supported with the rope type {kind}, "
+                "and it may change the model; remove the key if it does not"
+            )
+    if kind == "default":
+        return base, None
+    factor, high, low, original = (_positive(rope, name, source) for name in _LLAMA3)
+    if high <= low:
+        raise UserError(
+            f"{source}: {key}.high_freq_factor={high:g} must be more than low_freq_factor={low:g}"
+        )
     return base, RopeScaling(
-        factor=float(rope["factor"]),
-        low_freq_factor=float(rope["low_freq_factor"]),
-        high_freq_factor=float(rope["high_freq_factor"]),
-        original_max_position_embeddings=int(rope["original_max_position_embeddings"]),
+        factor=factor,
+        low_freq_factor=low,
+        high_freq_factor=high,
+        original_max_position_embeddings=int(original),
     )

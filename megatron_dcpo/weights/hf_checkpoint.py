@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.runtime.dtypes import (
+    FLOATS,
     FROM_SAFETENSORS,
     SAFETENSORS_CODES,
     dtype_bytes,
@@ -28,8 +29,9 @@ from megatron_dcpo.runtime.dtypes import (
 from megatron_dcpo.runtime.files import new_directory
 from megatron_dcpo.runtime.text import read_json_object
 from megatron_dcpo.weights.architecture import Architecture
+from megatron_dcpo.weights.config_keys import QUANTIZED_KEYS
 from megatron_dcpo.weights.planner import Copy
-from megatron_dcpo.weights.table import expert_places, hf_shapes
+from megatron_dcpo.weights.table import EMBEDDING, OUTPUT, expert_places, hf_shapes
 
 SINGLE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -45,6 +47,8 @@ _WEIGHTS = (
     ".msgpack",
     ".h5",
 )
+# what transformers computes itself and ignores in files
+_BUFFERS = (".rotary_emb.inv_freq", ".self_attn.bias", ".self_attn.masked_bias")
 _NOT_SIDE_FILES = (INDEX, "pytorch_model.bin.index.json", "conversion.json")
 _SIDE_DIRECTORIES = ("additional_chat_templates",)
 
@@ -134,21 +138,61 @@ class HFReader:
         tensor: torch.Tensor = self.slice(name)[:]
         return tensor
 
-    def check(self, arch: Architecture) -> None:
-        """Raise :class:`UserError` if a tensor is missing or its shape contradicts
-        ``config.json``.
+    def check(self, arch: Architecture) -> tuple[str, ...]:
+        """Return the names of the tensors that are not needed: buffers, and the output layer if it
+        equals the embedding to which ``config.json`` ties it.
+
+        Raises :class:`UserError` if a tensor is missing, quantized or without a place in the
+        model, or if its shape contradicts ``config.json``.
         """
-        for name, expected in hf_shapes(arch).items():
+        shapes = hf_shapes(arch)
+        for name, (_, dtype) in self.specs.items():
+            if dtype not in FLOATS and not name.endswith(_BUFFERS):
+                raise UserError(
+                    f"{self.model_dir}: tensor {name} has the element type {dtype}; quantized "
+                    f"weights are not supported (known: {', '.join(FLOATS)}), take the model's "
+                    "bf16 or fp32 weights"
+                )
+        for name in shapes:
             if name not in self.specs:
                 raise UserError(
                     f"{self.model_dir}: tensor {name} is missing; config.json promises it"
                 )
+        extra = sorted(set(self.specs) - set(shapes))
+        for name in extra:
+            self._check_extra(name, arch)
+        for name, expected in shapes.items():
             shape, _ = self.specs[name]
             if shape != expected:
                 raise UserError(
                     f"{self.model_dir}: {name} has shape {list(shape)}, config.json implies "
                     f"{list(expected)}"
                 )
+        return tuple(extra)
+
+    def _check_extra(self, name: str, arch: Architecture) -> None:
+        """Raise :class:`UserError` if a tensor that the architecture lacks is more than a copy or
+        a buffer.
+        """
+        if name.endswith(_BUFFERS):
+            return
+        if name != OUTPUT or not arch.tied_embeddings:
+            raise UserError(
+                f"{self.model_dir}: config.json has no place for the tensor {name}"
+            )
+        if self.specs[OUTPUT] == self.specs[EMBEDDING]:
+            head = _as_bytes(self.tensor(OUTPUT))
+            if torch.equal(head, _as_bytes(self.tensor(EMBEDDING))):
+                return
+        raise UserError(
+            f"{self.model_dir}: config.json ties the embeddings, but {OUTPUT} differs from "
+            f"{EMBEDDING}; set tie_word_embeddings to false, or remove {OUTPUT}"
+        )
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor's bytes, which are equal for equal NaNs too."""
+    return tensor.contiguous().view(torch.uint8)
 
 
 class _OneExpert:
@@ -384,20 +428,56 @@ def write_index(out: Path, shards: list[Shard]) -> None:
     (out / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
+def check_side_files(model_dir: Path) -> None:
+    """Raise :class:`UserError` if a file that goes with every export of the model is a link to
+    something outside the directory, which may be anybody's. A snapshot in the hub's cache links to
+    the blobs beside it.
+    """
+    _side_files(model_dir)
+
+
 def copy_side_files(source_dir: Path, out: Path, dtype: str | None = None) -> None:
     """Copy the files of the model other than its weights (config, tokenizer, templates, remote
-    code, license); make ``config.json`` name the ``dtype`` of the weights.
+    code, license). With ``dtype``, ``config.json`` describes weights of that type: it names the
+    type, and no quantization.
     """
-    for path in sorted(source_dir.iterdir()):
-        if path.is_dir() and path.name in _SIDE_DIRECTORIES:
-            shutil.copytree(path, out / path.name)
-        elif path.is_file() and _is_side_file(path.name):
-            shutil.copyfile(path, out / path.name)
+    for path in _side_files(source_dir):
+        target = out / path.relative_to(source_dir)
+        target.parent.mkdir(exist_ok=True)
+        shutil.copyfile(path, target)
+    if dtype is None:
+        return
     config = read_json_object(out / "config.json")
-    key = "dtype" if "dtype" in config else "torch_dtype"
-    if dtype is not None and config.get(key) != dtype:
-        config[key] = dtype
-        (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    described = {
+        key: value for key, value in config.items() if key not in QUANTIZED_KEYS
+    }
+    keys = [key for key in ("dtype", "torch_dtype") if key in config]
+    described.update(dict.fromkeys(keys or ["torch_dtype"], dtype))
+    if described != config:
+        (out / "config.json").write_text(json.dumps(described, indent=2) + "\n")
+
+
+def _side_files(model_dir: Path) -> list[Path]:
+    """Return the files of the model other than its weights. Raises :class:`UserError` for a link
+    that leads out of the directory.
+    """
+    files = []
+    for path in sorted(model_dir.iterdir()):
+        if path.name in _SIDE_DIRECTORIES and path.is_dir():
+            files += sorted(part for part in path.rglob("*") if part.is_file())
+        elif _is_side_file(path.name) and path.is_file():
+            files.append(path)
+    inside = [model_dir.resolve()]
+    if model_dir.parent.name == "snapshots":
+        inside.append(model_dir.parent.parent.resolve() / "blobs")
+    for path in files:
+        real = path.resolve()
+        if not any(real.is_relative_to(directory) for directory in inside):
+            raise UserError(
+                f"{path} is a link out of the model directory, to {real}; a copy of it would go "
+                "into every export. Replace the link by the file, or remove it"
+            )
+    return files
 
 
 def _is_side_file(name: str) -> bool:

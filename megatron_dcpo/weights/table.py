@@ -86,7 +86,8 @@ LOCAL_NAMES = {fused: local for local, fused in _FUSED_NORMS.items()}
 
 _M = "decoder.layers.{layer}."
 _H = "model.layers.{layer}."
-_EMBEDDING = "model.embed_tokens.weight"
+EMBEDDING = "model.embed_tokens.weight"
+OUTPUT = "lm_head.weight"
 
 
 def transformer_engine_row(arch: Architecture, row: Row) -> Row:
@@ -192,6 +193,29 @@ def layer_rows(arch: Architecture) -> tuple[Row, ...]:
                 interleaving="qkv",
             )
         )
+    if arch.output_bias:
+        rows.append(
+            Row(
+                megatron=f"{_M}self_attention.linear_proj.bias",
+                hf=(f"{_H}self_attn.o_proj.bias",),
+                interleaving="replicated",
+            )
+        )
+    if arch.mlp_bias:
+        rows.append(
+            Row(
+                megatron=f"{_M}mlp.linear_fc1.bias",
+                hf=(f"{_H}mlp.gate_proj.bias", f"{_H}mlp.up_proj.bias"),
+                interleaving="gate_up",
+            )
+        )
+        rows.append(
+            Row(
+                megatron=f"{_M}mlp.linear_fc2.bias",
+                hf=(f"{_H}mlp.down_proj.bias",),
+                interleaving="replicated",
+            )
+        )
     if arch.qk_layernorm:
         rows.append(
             Row(
@@ -212,7 +236,7 @@ def layer_rows(arch: Architecture) -> tuple[Row, ...]:
 
 EMBEDDING_ROW = Row(
     megatron="embedding.word_embeddings.weight",
-    hf=(_EMBEDDING,),
+    hf=(EMBEDDING,),
     interleaving="vocab",
 )
 FINAL_NORM_ROW = Row(
@@ -228,7 +252,7 @@ def output_row(arch: Architecture) -> Row:
     """
     return Row(
         megatron="output_layer.weight",
-        hf=(_EMBEDDING if arch.tied_embeddings else "lm_head.weight",),
+        hf=(EMBEDDING if arch.tied_embeddings else OUTPUT,),
         interleaving="vocab",
     )
 
@@ -239,7 +263,7 @@ def hf_shapes(arch: Architecture) -> Mapping[str, tuple[int, ...]]:
     Cached, because plans ask for every tensor.
     """
     h = arch.hidden_size
-    shapes: dict[str, tuple[int, ...]] = {_EMBEDDING: (arch.vocab_size, h)}
+    shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (arch.vocab_size, h)}
     per_layer = _layer_shapes(arch)
     for layer in range(arch.num_layers):
         prefix = _H.format(layer=layer)
@@ -247,7 +271,7 @@ def hf_shapes(arch: Architecture) -> Mapping[str, tuple[int, ...]]:
             shapes[prefix + name] = shape
     shapes["model.norm.weight"] = (h,)
     if not arch.tied_embeddings:
-        shapes["lm_head.weight"] = (arch.vocab_size, h)
+        shapes[OUTPUT] = (arch.vocab_size, h)
     return MappingProxyType(shapes)
 
 
@@ -277,6 +301,12 @@ def _layer_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
         shapes["self_attn.q_proj.bias"] = (q,)
         shapes["self_attn.k_proj.bias"] = (kv,)
         shapes["self_attn.v_proj.bias"] = (kv,)
+    if arch.output_bias:
+        shapes["self_attn.o_proj.bias"] = (h,)
+    if arch.mlp_bias:
+        shapes["mlp.gate_proj.bias"] = (f,)
+        shapes["mlp.up_proj.bias"] = (f,)
+        shapes["mlp.down_proj.bias"] = (h,)
     if arch.qk_layernorm:
         shapes["self_attn.q_norm.weight"] = (d,)
         shapes["self_attn.k_norm.weight"] = (d,)

@@ -93,6 +93,12 @@ def expected_megatron(path: Path, padded: int) -> dict[str, torch.Tensor]:
                     torch.cat(qkv, dim=1).flatten(0, 1),
                 )
         add("self_attention.linear_proj.weight", at["self_attn.o_proj.weight"])
+        if "self_attn.o_proj.bias" in at:
+            add("self_attention.linear_proj.bias", at["self_attn.o_proj.bias"])
+        if "mlp.down_proj.bias" in at:
+            gate_up = [at["mlp.gate_proj.bias"], at["mlp.up_proj.bias"]]
+            add("mlp.linear_fc1.bias", torch.cat(gate_up))
+            add("mlp.linear_fc2.bias", at["mlp.down_proj.bias"])
         add("self_attention.linear_qkv.layer_norm_weight", at["input_layernorm.weight"])
         if "num_local_experts" in config:
             experts = [

@@ -168,7 +168,7 @@ def _serve() -> None:
     import torch._dynamo  # noqa: F401
 
     import megatron_dcpo.training.loop  # noqa: F401
-    from megatron_dcpo.rollout.transformers_engine import auto_class
+    from megatron_dcpo.rollout.transformers_library import auto_class
 
     auto_class(
         "AutoModelForCausalLM"

@@ -54,12 +54,12 @@ def imported(code: str, *names: str) -> set[str]:
     return set(done.stdout.split()) & set(names)
 
 
-def test_a_plan_does_without_torch() -> None:
+def test_a_plan_without_weights_does_without_torch() -> None:
     code = "from megatron_dcpo.cli import main\n"
     code += (
         f"main(['plan', '--config', {str(QUICKSTART / 'dcpo.yaml')!r}, '--gpus', '8', "
     )
-    code += f"'model.path={QUICKSTART / 'policy'}'])"
+    code += "'model.path=Qwen/Qwen3-0.6B'])"
     assert imported(code, "torch", "numpy") == {"numpy"}
 
 

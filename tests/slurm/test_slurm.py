@@ -118,6 +118,21 @@ def test_warned_job_is_requeued_resumes_and_finishes(cluster, tmp_path):
     )
 
 
+def test_a_cancelled_job_saves_and_stays_cancelled(cluster, tmp_path):
+    run_dir, log = tmp_path / "run", tmp_path / "job.log"
+    job, _ = submit(
+        cluster, run_dir, f"training.steps={STEPS}", "training.save_interval=0"
+    )
+    wait_for(lambda: log.exists() and "step 3/" in log.read_text(), log, 300)
+    cluster.call("scancel", job)
+    wait_for(lambda: "cancelled: not requeued" in log.read_text(), log, 120)
+    wait_for(lambda: cluster.job(job)["JobState"] == "CANCELLED", log, 120)
+    time.sleep(5)
+    facts = cluster.job(job)
+    assert (facts["JobState"], facts["Restarts"]) == ("CANCELLED", "0")
+    assert list((run_dir / "checkpoints").glob("iter_*")), "what was done is saved"
+
+
 def test_killed_rank_is_requeued_from_the_last_checkpoint(cluster, tmp_path):
     run_dir, log = tmp_path / "run", tmp_path / "job.log"
     job, logs = submit(

@@ -53,10 +53,14 @@ def test_the_directory_says_where_the_run_comes_from(finished: Path) -> None:
 def test_a_resume_says_what_differs_and_keeps_what_was(
     finished: Path, tmp_path: Path
 ) -> None:
-    done = again(finished, tmp_path / "run", "objective.lam=1.0", "optimizer.lr=1e-5")
+    changes = ("objective.lam=1.0", "optimizer.lr=1e-5", "optimizer.min_lr=1e-6")
+    done = again(
+        finished, tmp_path / "run", *changes, "optimizer.lr_decay_style=linear"
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     assert "resumed with objective.lam=1.0, before 0.5" in done.stderr
     assert "resumed with optimizer.lr=1e-05, before 0.0003" in done.stderr
+    assert "resumed with training.steps=3, before 2: the linear decay" in done.stderr
     assert "FutureWarning" not in done.stderr
     assert [
         entry["after_step"]

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from megatron_dcpo.cli.launch import exit_status
-from megatron_dcpo.errors import EXIT_PEER_LOST, EXIT_REQUEUE
+from megatron_dcpo.errors import EXIT_INTERRUPTED, EXIT_PEER_LOST, EXIT_REQUEUE
 from tests.helpers.paths import QUICKSTART, REPOSITORY
 from tests.helpers.quickstart import SMALL, command, metrics, run, without_clocks
 
@@ -153,6 +153,7 @@ LISTENING = """
 import time
 from megatron_dcpo.runtime import signals
 signals.install_handlers()
+signals.begin_saving()
 print("ready", flush=True)
 time.sleep(600)
 """
@@ -187,6 +188,29 @@ def run(args):
 torch.distributed.run.run = run
 main(["launch", "1", "--nnodes", "2", "--", "train"])
 """
+
+
+@pytest.mark.parametrize(
+    ("number", "status"),
+    [
+        (signal.SIGTERM, EXIT_REQUEUE),
+        (signal.SIGUSR1, EXIT_REQUEUE),
+        (signal.SIGINT, EXIT_INTERRUPTED),
+    ],
+)
+def test_a_signal_before_the_first_step_ends_at_once(number, status):
+    """Also where the main thread waits for peers that never come."""
+    code = (
+        "import threading\nfrom megatron_dcpo.runtime import signals\n"
+        "signals.install_handlers()\nprint('waiting', flush=True)\n"
+        "threading.Event().wait(60)\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=REPOSITORY
+    )
+    assert process.stdout.readline() == "waiting\n"
+    process.send_signal(number)
+    assert process.wait(30) == status
 
 
 def test_launcher_does_not_wait_for_a_lost_node():

@@ -21,6 +21,7 @@ def run(options: dict[str, Any]) -> None:
     scenario, directory = options["scenario"], Path(options["out"])
     watchdog.LOST_AFTER_SECONDS = 5.0
     signals.install_handlers()
+    signals.begin_saving()
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     with Watchdog(directory, rank, dist.get_world_size(), budget=5).start() as watching:

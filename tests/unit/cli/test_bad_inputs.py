@@ -213,7 +213,7 @@ CASES: dict[str, tuple[Callable[[Path], None], list[str], str]] = {
     "a file as model": (
         nothing,
         dry("model.path=train.jsonl"),
-        "model directory train.jsonl does not exist",
+        "train.jsonl is a file",
     ),
     "no config.json": (
         in_model("config.json", None),

@@ -10,7 +10,9 @@ import pytest
 from tests.helpers.paths import REPOSITORY
 
 HEAVY = ("torch", "transformers", "numpy", "pydantic", "omegaconf", "rich")
+# a model without weights here, whose tensors cannot be looked at
 PLAN = ["--config", "examples/quickstart/dcpo.yaml", "--gpus", "8"]
+PLAN += ["model.path=Qwen/Qwen3-0.6B"]
 
 
 @pytest.mark.parametrize(

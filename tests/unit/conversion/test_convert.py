@@ -62,6 +62,30 @@ def test_round_trip_gives_the_same_files(tmp_path, family, tied, dtype, max_shar
     )
 
 
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("llama", {"attention_bias": True, "mlp_bias": True, "hidden_act": "gelu"}),
+        ("llama", {"mlp_bias": True}),
+        ("qwen3_moe", {"attention_bias": True, "hidden_act": "relu"}),
+    ],
+)
+def test_biases_come_back_to_the_byte(tmp_path, family, options):
+    source = save_model(tmp_path / "hf", family, **options)
+    import_checkpoint(source, tmp_path / "megatron", verify=True)
+    export_checkpoint(tmp_path / "megatron", tmp_path / "back", verify=True)
+    for name in ("model.safetensors", "config.json"):
+        assert filecmp.cmp(source / name, tmp_path / "back" / name, shallow=False)
+    expected = expected_megatron(source, padded=384)
+    assert any(name.endswith("linear_proj.bias") for name in expected) == bool(
+        options.get("attention_bias")
+    )
+    found = {name: torch.full_like(tensor, 7.0) for name, tensor in expected.items()}
+    dcp.load(found, checkpoint_id=tmp_path / "megatron", no_dist=True)
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+
+
 def fused(source, out):
     """The checkpoint with the experts of a layer in one tensor, as in transformers' memory: [E, 2I,
     H], [E, H, I].
@@ -342,13 +366,13 @@ def test_worked_example_of_a_new_architecture(tmp_path, monkeypatch):
     """docs/conversion.md: Mistral has Llama's names, so one entry is all."""
     from megatron_dcpo.weights import architecture
 
-    source = save_model(tmp_path / "hf", "mistral")
+    source = save_model(tmp_path / "hf", "mistral", sliding_window=None)
     with pytest.raises(UserError, match="MistralForCausalLM is not supported"):
         import_checkpoint(source, tmp_path / "megatron")
     monkeypatch.setitem(
         architecture.ARCHITECTURES,
         "MistralForCausalLM",
-        architecture._Traits("mistral"),
+        architecture._Traits(architecture.Keys(model_type="mistral")),
     )
     import_checkpoint(source, tmp_path / "megatron", verify=True)
     export_checkpoint(tmp_path / "megatron", tmp_path / "back", verify=True)

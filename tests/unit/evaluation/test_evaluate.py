@@ -236,7 +236,10 @@ def test_command_line_samples_and_scores_again(
         stream=lambda samples, sampling: stream(samples), eos_token_ids=(EOS,)
     )
     monkeypatch.setattr(
-        "megatron_dcpo.evaluation.responders.check_model_dir", lambda path: None
+        "megatron_dcpo.evaluation.responders.check_sampled_model", lambda path: 1000
+    )
+    monkeypatch.setattr(
+        "megatron_dcpo.evaluation.responders.check_vocabulary", lambda *args: None
     )
     monkeypatch.setattr(
         "megatron_dcpo.rollout.build_local_engine", lambda *args: engine
@@ -284,7 +287,10 @@ def test_on_a_gpu_vllm_samples_many_at_once_in_bf16(
         stream=lambda samples, sampling: stream(samples), eos_token_ids=(EOS,)
     )
     monkeypatch.setattr(
-        "megatron_dcpo.evaluation.responders.check_model_dir", lambda path: None
+        "megatron_dcpo.evaluation.responders.check_sampled_model", lambda path: 1000
+    )
+    monkeypatch.setattr(
+        "megatron_dcpo.evaluation.responders.check_vocabulary", lambda *args: None
     )
     monkeypatch.setattr(
         "megatron_dcpo.rollout.build_local_engine",

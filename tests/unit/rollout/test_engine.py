@@ -1,15 +1,19 @@
 """What ``auto`` means with and without vLLM, and for a model that vLLM cannot run on the CPU."""
 
 import json
+import shutil
 from importlib.machinery import ModuleSpec
 
 import pytest
 
 from megatron_dcpo.config import validate
 from megatron_dcpo.errors import UserError
+from megatron_dcpo.judging.token_bytes import TokenBytes
 from megatron_dcpo.rollout import choose_engine, engine
-from megatron_dcpo.rollout.engine import read_eos_token_ids, request_seed
+from megatron_dcpo.rollout.engine import request_seed
+from megatron_dcpo.rollout.tokens import check_vocabulary, read_eos_token_ids
 from megatron_dcpo.runtime import device
+from tests.helpers.paths import QUICKSTART
 
 
 @pytest.fixture
@@ -101,13 +105,28 @@ def test_seeds_differ_in_everything_they_are_made_of():
     assert request_seed(1, 2, "a", 3) == request_seed(1, 2, "a", 3)
 
 
-def test_eos_of_the_generation_config_comes_first(model):
+def test_every_end_token_of_the_model_ends_a_response(model):
     assert read_eos_token_ids(model()) == (3,)
-    (model() / "generation_config.json").write_text('{"eos_token_id": [5, 6]}')
-    assert read_eos_token_ids(model()) == (5, 6)
-    (model(eos_token_id=None) / "generation_config.json").unlink()
-    with pytest.raises(UserError, match="names eos_token_id"):
+    generation = model() / "generation_config.json"
+    generation.write_text('{"eos_token_id": [5, 6]}')
+    assert read_eos_token_ids(model()) == (5, 6, 3)
+    shutil.copyfile(
+        QUICKSTART / "policy" / "tokenizer.json", model() / "tokenizer.json"
+    )
+    settings = {"eos_token": {"__type": "AddedToken", "content": "<|endoftext|>"}}
+    (model() / "tokenizer_config.json").write_text(json.dumps(settings))
+    assert read_eos_token_ids(model()) == (5, 6, 3, 280)
+    generation.unlink()
+    assert read_eos_token_ids(model(eos_token_id=None)) == (280,)
+    (model() / "tokenizer_config.json").unlink()
+    with pytest.raises(UserError, match="eos_token_id"):
         read_eos_token_ids(model(eos_token_id=None))
+
+
+@pytest.mark.parametrize("eos", [282, -1])
+def test_an_end_token_without_an_embedding_is_refused(model, eos):
+    with pytest.raises(UserError, match=f"eos_token_id {eos}"):
+        check_vocabulary(model(eos_token_id=eos), TokenBytes((b"a",) * 9), 282)
 
 
 @pytest.mark.parametrize(

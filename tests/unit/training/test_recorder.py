@@ -37,7 +37,9 @@ def recorder(directory: Path, rank: int = 0, **options: Any) -> Recorder:
     config = load_config(QUICKSTART / "dcpo.yaml", [*settings, f"run_dir={directory}"])
     policy: Any = SimpleNamespace(arch=SimpleNamespace(num_experts=0))
     topology: Any = SimpleNamespace(rank=rank, world_size=1)
-    saver: Any = SimpleNamespace(wait=lambda: None, directory=directory / "checkpoints")
+    saver: Any = SimpleNamespace(
+        give_up=lambda step: None, directory=directory / "checkpoints"
+    )
     return Recorder(
         directory=directory,
         config=config,
@@ -129,12 +131,34 @@ def test_other_ranks_write_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-def test_a_full_disk_ends_the_run_after_the_checkpoint_on_its_way(
+def test_damaged_rows_are_named_and_cost_only_themselves(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    target = recorder(tmp_path / "run")
+    with target.from_step(1):
+        measured = {"evaluation/held/accuracy": 0.5, "evaluation/held/ece": 0.1}
+        record(target, 1, 2, 3, 4, **measured)
+    path = tmp_path / "run" / "metrics.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    lines[1] = lines[1].replace(b'"step"', b'"stfp"')
+    lines[2] = lines[2].replace(b"length", b"\xfflngth", 1)
+    path.write_bytes(b"".join(lines) + b'{"step": 5, "cut')
+    again = recorder(tmp_path / "run")
+    assert again.logged_validations(done=4).keys() == {1, 4}
+    with again.from_step(5):
+        record(again, 5)
+    assert [row["step"] for row in rows(tmp_path / "run")] == [1, 4, 5]
+    warnings = [text for text in caplog.messages if str(path) in text]
+    assert len(warnings) == 1
+    assert "line 2, 3;" in warnings[0]
+
+
+def test_a_full_disk_ends_the_run_and_gives_up_the_checkpoint_of_the_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    waited = []
+    given_up = []
     target = recorder(tmp_path / "run")
-    target.saver.wait = lambda: waited.append(True)  # type: ignore[method-assign, assignment]
+    target.saver.give_up = given_up.append  # type: ignore[method-assign, assignment]
 
     def full(path: Path, row: Any) -> None:
         raise OSError(28, "No space left on device", str(path))
@@ -143,4 +167,4 @@ def test_a_full_disk_ends_the_run_after_the_checkpoint_on_its_way(
         monkeypatch.setattr(Recorder, "_append", staticmethod(full))
         with pytest.raises(UserError, match="No space left"):
             record(target, 1)
-    assert waited
+    assert given_up == [1]

@@ -48,3 +48,19 @@ def test_a_resumed_run_knows_its_validations_but_only_its_own_checkpoints() -> N
     assert selection.best_step == 3, "the checkpoint of step 1 is gone"
     assert selection.measured == measured
     assert selection.stagnation() == (2, 1), "an early stop counts what was measured"
+
+
+def test_best_json_names_the_best_step_if_its_records_are_lost() -> None:
+    for metric in ("heldout/accuracy", "accuracy"):
+        selection = Selection(metric, patience=0)
+        measured = {4: metrics(0.7), 6: metrics(0.6)}
+        selection.recall(2, metric, 0.9, measured)
+        selection.recall(4, metric, 0.1, measured)
+        selection.restore(measured, saved=[2, 6])
+        assert selection.best_step == 2
+        assert selection.value(2) == 0.9
+        assert measured[4] == metrics(0.7), "records that are there are kept"
+    other = Selection("ece", patience=0)
+    measured = {4: metrics(0.7)}
+    other.recall(2, "accuracy", 0.9, measured)
+    assert 2 not in measured, "best.json is of another metric"

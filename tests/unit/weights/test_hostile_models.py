@@ -11,13 +11,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.judging.token_bytes import token_bytes
 from megatron_dcpo.rollout import TransformersEngine, load_tokenizer
-from megatron_dcpo.rollout.engine import read_eos_token_ids
-from megatron_dcpo.weights.architecture import parse_architecture
-from megatron_dcpo.weights.hf_checkpoint import HFReader
+from megatron_dcpo.rollout.tokens import read_eos_token_ids
+from megatron_dcpo.weights.architecture import parse_architecture, read_architecture
+from megatron_dcpo.weights.hf_checkpoint import (
+    HFReader,
+    check_side_files,
+    copy_side_files,
+)
 from tests.helpers.paths import QUICKSTART
 
 CONFIG = json.loads((QUICKSTART / "policy" / "config.json").read_text())
@@ -37,7 +43,10 @@ def policy(tmp_path: Path) -> Path:
         ({"hidden_size": "32"}, "hidden_size must be a count"),
         ({"hidden_size": True}, "hidden_size must be a count"),
         ({"rms_norm_eps": "small"}, "not the configuration of a"),
-        ({"rope_parameters": [1]}, "not the configuration of a"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps must be positive"),
+        ({"rms_norm_eps": -1e-6}, "rms_norm_eps must be positive"),
+        ({"rope_parameters": [1]}, "rope_parameters must be a mapping"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings must be true or"),
         ({"architectures": {"a": 1}}, "is not supported"),
         ({"architectures": [["Qwen3ForCausalLM"]]}, "is not supported"),
     ],
@@ -45,6 +54,183 @@ def policy(tmp_path: Path) -> Path:
 def test_configurations_that_cannot_be(change: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError, match=said):
         parse_architecture(CONFIG | change)
+
+
+LLAMA = {
+    **{key: CONFIG[key] for key in CONFIG if key not in ("layer_types", "model_type")},
+    "architectures": ["LlamaForCausalLM"],
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+@pytest.mark.parametrize(
+    ("base", "change", "named"),
+    [
+        (CONFIG, {"hidden_act": "gelu_new"}, "hidden_act"),
+        (CONFIG, {"use_sliding_window": True}, "use_sliding_window"),
+        (
+            CONFIG,
+            {"layer_types": ["full_attention", "sliding_attention"]},
+            "layer_types",
+        ),
+        (CONFIG, {"mlp_bias": True}, "mlp_bias"),
+        (CONFIG, {"attention_dropout": 0.1}, "attention_dropout"),
+        (CONFIG, {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        (CONFIG, {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
+        (CONFIG, {"num_nextn_predict_layers": 1}, "num_nextn_predict_layers"),
+        (CONFIG, {"num_experts": 4}, "num_experts"),
+        (CONFIG, {"auto_map": {"AutoModelForCausalLM": "modeling.Mine"}}, "auto_map"),
+        (CONFIG, {"text_config": {"hidden_size": 64}}, "text_config"),
+        (CONFIG, {"model_type": "llama"}, "model_type"),
+        (
+            CONFIG,
+            {"architectures": ["Qwen3ForCausalLM", "LlamaForCausalLM"]},
+            "architectures",
+        ),
+        (LLAMA, {"sliding_window": 128}, "sliding_window"),
+        (LLAMA, {"pretraining_tp": 2}, "pretraining_tp"),
+        (LLAMA, {"rope_interleaved": True}, "rope_interleaved"),
+        (
+            LLAMA,
+            {"architectures": ["Qwen2ForCausalLM"], "attention_bias": False},
+            "attention_bias",
+        ),
+        (
+            LLAMA,
+            {"rope_parameters": LLAMA3 | {"attention_factor": 1.2}},
+            "attention_factor",
+        ),
+        (
+            LLAMA,
+            {"rope_parameters": LLAMA3 | {"high_freq_factor": 1.0}},
+            "high_freq_factor",
+        ),
+        (LLAMA, {"rope_parameters": LLAMA3 | {"factor": 0}}, "factor"),
+        (
+            LLAMA,
+            {"rope_parameters": {"rope_theta": 0.0}, "rope_theta": None},
+            "rope_theta",
+        ),
+    ],
+)
+def test_keys_of_another_model_are_named(
+    base: dict[str, Any], change: dict[str, Any], named: str
+) -> None:
+    parse_architecture(base)
+    with pytest.raises(UserError, match=named):
+        parse_architecture(base | change)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "change"),
+    [
+        ("rope_parameters", "rope_scaling", {"type": "linear", "factor": 2.0}),
+        ("rope_parameters", "rope_scaling", LLAMA3),
+        ("rope_parameters", "rope_theta", 500000.0),
+        ("rope_parameters", "rope_parameters", {"type": "llama3", "rope_type": "yarn"}),
+        ("dtype", "torch_dtype", "bfloat16"),
+    ],
+)
+def test_keys_that_contradict_each_other_are_both_named(
+    first: str, second: str, change: Any
+) -> None:
+    with pytest.raises(UserError) as raised:
+        parse_architecture(CONFIG | {second: change})
+    assert first in str(raised.value)
+    assert second in str(raised.value)
+
+
+def test_keys_that_say_one_thing_twice_are_read() -> None:
+    twice = {
+        "rope_scaling": {"type": "llama3", **LLAMA3},
+        "rope_parameters": LLAMA3,
+        "rope_theta": 10000.0,
+    }
+    scaling = parse_architecture(CONFIG | twice).rope_scaling
+    assert scaling is not None
+    assert scaling.factor == LLAMA3["factor"]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("quantization_config", {"quant_method": "fp8"}),
+        ("quantization_config", {"load_in_8bit": True}),
+        ("compression_config", {"format": "pack-quantized"}),
+        ("quantization", {"group_size": 64, "bits": 4}),
+    ],
+)
+def test_quantized_weights_are_refused_and_the_key_is_not_exported(
+    policy: Path, tmp_path: Path, key: str, value: dict[str, Any]
+) -> None:
+    config = {key: value, "dtype": "bfloat16", "torch_dtype": "bfloat16"}
+    (policy / "config.json").write_text(json.dumps(CONFIG | config))
+    with pytest.raises(UserError, match=f"{key} says that the weights are quantized"):
+        read_architecture(policy)
+    assert read_architecture(policy, weights_elsewhere=True).hidden_size == 64
+    (tmp_path / "out").mkdir()
+    copy_side_files(policy, tmp_path / "out", "float32")
+    exported = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert key not in exported
+    assert exported["dtype"] == exported["torch_dtype"] == "float32"
+
+
+def test_tensors_without_a_place_are_refused(policy: Path) -> None:
+    arch = read_architecture(policy)
+    path = policy / "model.safetensors"
+    tensors = load_file(path)
+    buffer = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    head = {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
+    save_file(tensors | head | {buffer: torch.ones(16)}, path)
+    assert HFReader(policy).check(arch) == ("lm_head.weight", buffer)
+    head["lm_head.weight"][0, 0] += 1
+    save_file(tensors | head, path)
+    with pytest.raises(UserError, match=r"lm_head\.weight differs"):
+        HFReader(policy).check(arch)
+    bias = "model.layers.0.mlp.up_proj.bias"
+    save_file(tensors | {bias: torch.ones(192)}, path)
+    with pytest.raises(UserError, match=bias):
+        HFReader(policy).check(arch)
+    norm = "model.norm.weight"
+    save_file(tensors | {norm: tensors[norm].to(torch.float8_e4m3fn)}, path)
+    with pytest.raises(UserError, match="float8_e4m3fn"):
+        HFReader(policy).check(arch)
+
+
+def test_links_out_of_the_directory_are_refused(policy: Path, tmp_path: Path) -> None:
+    secret = tmp_path / "id_rsa"
+    secret.write_text("secret")
+    check_side_files(policy)
+    for name in ("notes.txt", "additional_chat_templates"):
+        if name == "notes.txt":
+            link = policy / name
+            link.symlink_to(secret)
+        else:
+            (policy / name).mkdir()
+            link = policy / name / "default.jinja"
+            link.symlink_to(secret)
+        with pytest.raises(UserError, match=link.name):
+            check_side_files(policy)
+        link.unlink()
+    # a snapshot of the hub's cache links to the blobs beside it
+    snapshot = tmp_path / "models--a--b" / "snapshots" / "1234"
+    blobs = tmp_path / "models--a--b" / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for file in policy.iterdir():
+        if file.is_file():
+            shutil.copyfile(file, blobs / file.name)
+            (snapshot / file.name).symlink_to(f"../../blobs/{file.name}")
+    (tmp_path / "out").mkdir()
+    copy_side_files(snapshot, tmp_path / "out")
+    assert (tmp_path / "out" / "config.json").is_file()
 
 
 @pytest.mark.parametrize("ids", ["2", [], ["2"], [[2]], {"a": 1}, True, 2.0])
@@ -156,3 +342,23 @@ def test_an_index_cannot_lead_elsewhere(tmp_path: Path, file: str) -> None:
     )
     with pytest.raises(UserError, match="is missing"):
         HFReader(directory)
+
+
+@pytest.mark.parametrize(
+    ("path", "named"),
+    [
+        ("Qwen/Qwen3-0.6B", "hf download Qwen/Qwen3-0.6B"),
+        ("run", "run/policy"),
+        ("run/policy/config.json", "is a file"),
+        ("elsewhere/down/there", "does not exist"),
+        ("empty", "config.json is missing"),
+    ],
+)
+def test_what_is_no_model_directory_says_what_to_pass(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, named: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(QUICKSTART / "policy", tmp_path / "run" / "policy")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match=named):
+        read_architecture(path)

@@ -34,10 +34,13 @@ def architecture(kind="qwen3", tied=False, **changes):
         "max_position_embeddings": 512,
         "rms_norm_eps": 1e-6,
         "tie_word_embeddings": tied,
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 32,
     }
+    if kind == "qwen3_moe":
+        config |= {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+        }
     return parse_architecture(config | changes)
 
 

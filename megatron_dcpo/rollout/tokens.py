@@ -1,0 +1,112 @@
+"""The tokens of a model directory: its tokenizer, the tokens that end a response, and whether the
+model has an embedding of all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from megatron_dcpo.errors import UserError, one_line
+from megatron_dcpo.judging.token_bytes import TokenBytes, check_ids
+from megatron_dcpo.rollout.transformers_library import (
+    auto_class,
+    redirect_transformers_logging,
+)
+from megatron_dcpo.runtime.text import read_json_object
+
+_OTHER_TOKENIZERS = ("tokenizer.model", "vocab.json", "tokenizer_config.json")
+
+
+def load_tokenizer(model_dir: str | Path) -> Any:  # noqa: ANN401 - transformers' tokenizer
+    """Load the tokenizer of a checkpoint directory. Raises :class:`UserError` if there is none, or
+    only an unusable one.
+    """
+    redirect_transformers_logging()
+    directory = Path(model_dir)
+    spec = directory / "tokenizer.json"
+    if spec.is_file():
+        # The library would allocate memory for the largest id.
+        check_ids(read_json_object(spec), str(spec))
+    elif not any((directory / name).is_file() for name in _OTHER_TOKENIZERS):
+        # The library would make a tokenizer with a single token.
+        raise UserError(
+            f"{model_dir} has no tokenizer.json; put the files of the model's tokenizer there"
+        )
+    try:
+        return auto_class("AutoTokenizer").from_pretrained(
+            model_dir, local_files_only=True, trust_remote_code=False
+        )
+    except (
+        Exception
+    ) as error:  # the tokenizers library raises plain Exception, readers anything
+        raise UserError(
+            f"no usable tokenizer in {model_dir} ({one_line(error, 200)})"
+        ) from None
+
+
+def read_eos_token_ids(model_dir: Path) -> tuple[int, ...]:
+    """Return the ids that end a response: those of ``generation_config.json`` and ``config.json``,
+    and the end token of the tokenizer. Models name in one of them what the others lack.
+
+    Raises :class:`UserError` if there is none at all.
+    """
+    ids: list[int] = []
+    for file in ("generation_config.json", "config.json"):
+        path = model_dir / file
+        named = read_json_object(path).get("eos_token_id") if path.is_file() else None
+        if named is None:
+            continue
+        named = named if isinstance(named, list) else [named]
+        if not named or not all(type(one) is int for one in named):
+            raise UserError(
+                f"{path}: eos_token_id must be a token id or a list of them"
+            )
+        ids += named
+    ids += _end_of_tokenizer(model_dir)
+    if not ids:
+        raise UserError(
+            f"{model_dir}: no token ends a response: neither generation_config.json nor "
+            "config.json names eos_token_id, nor tokenizer_config.json eos_token"
+        )
+    return tuple(dict.fromkeys(ids))
+
+
+def check_vocabulary(
+    model_dir: str | Path, vocabulary: TokenBytes, vocab_size: int
+) -> None:
+    """Raise :class:`UserError` if the tokenizer, or a token that ends a response, has ids of which
+    a model with ``vocab_size`` embeddings has none, or if no token ends a response.
+    """
+    if len(vocabulary.table) > vocab_size:
+        raise UserError(
+            f"the tokenizer of {model_dir} has {len(vocabulary.table)} tokens, its config.json a "
+            f"vocab_size of {vocab_size}; give the model its own tokenizer"
+        )
+    for token in read_eos_token_ids(Path(model_dir)):
+        if not 0 <= token < vocab_size:
+            raise UserError(
+                f"{model_dir}: eos_token_id {token} is not below the vocab_size of {vocab_size} "
+                "in config.json"
+            )
+
+
+def _end_of_tokenizer(model_dir: Path) -> Iterator[int]:
+    """Yield the id of the tokenizer's end token, if it names one."""
+    path = model_dir / "tokenizer_config.json"
+    if not path.is_file():
+        return
+    name = read_json_object(path).get("eos_token")
+    if isinstance(name, dict):
+        name = name.get("content")
+    if name is None:
+        return
+    if not isinstance(name, str):
+        raise UserError(f"{path}: eos_token must be a token, not {name!r:.60}")
+    token = load_tokenizer(model_dir).convert_tokens_to_ids(name)
+    if token is None:
+        raise UserError(
+            f"{path}: eos_token {name!r:.60} is not a token of the tokenizer"
+        )
+    yield token

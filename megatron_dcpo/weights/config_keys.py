@@ -1,0 +1,283 @@
+"""The keys of a Hugging Face ``config.json``, as far as they decide which model it is.
+
+A key is translated by :mod:`megatron_dcpo.weights.architecture`, or it has no influence on the
+forward pass, or it has one value under which the model is the one that is built here. Any other key
+or value is refused by name: a model that differs from its configuration would be trained without a
+sign of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_dcpo.errors import UserError
+
+# translated by megatron_dcpo.weights.architecture
+TRANSLATED = frozenset(
+    {
+        "architectures",
+        "attention_bias",
+        "head_dim",
+        "hidden_act",
+        "hidden_size",
+        "intermediate_size",
+        "max_position_embeddings",
+        "num_attention_heads",
+        "num_hidden_layers",
+        "num_key_value_heads",
+        "rms_norm_eps",
+        "rope_parameters",
+        "rope_scaling",
+        "rope_theta",
+        "tie_word_embeddings",
+        "vocab_size",
+    }
+)
+
+# Nothing in the forward pass of a decoder reads these.
+WITHOUT_INFLUENCE = frozenset(
+    {
+        # where the file comes from and who writes it
+        "_name_or_path",
+        "finetuning_task",
+        "is_decoder",
+        "is_llama_config",
+        "name_or_path",
+        "task_specific_params",
+        "transformers.js_config",
+        "transformers_version",
+        "unsloth_fixed",
+        "unsloth_version",
+        # tokens: end tokens are read with those of generation_config.json and the tokenizer
+        "bos_token_id",
+        "cls_token_id",
+        "decoder_start_token_id",
+        "eos_token_id",
+        "mask_token_id",
+        "pad_token_id",
+        "prefix",
+        "sep_token_id",
+        "tokenizer_class",
+        "unk_token_id",
+        # types and kernels: model.params_dtype and the engine's options decide
+        "_attn_implementation",
+        "_attn_implementation_autoset",
+        "_experts_implementation",
+        "attn_implementation",
+        "chunk_size_feed_forward",
+        "dtype",
+        "torch_dtype",
+        "torchscript",
+        "use_bfloat16",
+        "use_cache",
+        # initialization and losses of other trainers
+        "id2label",
+        "initializer_range",
+        "label2id",
+        "num_labels",
+        "output_router_logits",
+        "problem_type",
+        "router_aux_loss_coef",
+        # what a call returns
+        "output_attentions",
+        "output_hidden_states",
+        "return_dict",
+        "return_dict_in_generate",
+        "use_return_dict",
+        # defaults of generation, which old releases of transformers kept here
+        "bad_words_ids",
+        "begin_suppress_tokens",
+        "diversity_penalty",
+        "do_sample",
+        "early_stopping",
+        "encoder_no_repeat_ngram_size",
+        "exponential_decay_length_penalty",
+        "forced_bos_token_id",
+        "forced_eos_token_id",
+        "length_penalty",
+        "max_length",
+        "max_new_tokens",
+        "min_length",
+        "no_repeat_ngram_size",
+        "num_beam_groups",
+        "num_beams",
+        "num_return_sequences",
+        "output_scores",
+        "remove_invalid_values",
+        "repetition_penalty",
+        "suppress_tokens",
+        "temperature",
+        "tf_legacy_loss",
+        "top_k",
+        "top_p",
+        "typical_p",
+        # the first layers with a sliding window, which use_sliding_window turns on
+        "max_window_layers",
+    }
+)
+
+# With one of these values, the key says what is built here anyway. A missing key and null do too.
+FIXED: dict[str, tuple[object, ...]] = {
+    "add_cross_attention": (False,),
+    "attention_dropout": (0,),
+    "embd_pdrop": (0,),
+    "hidden_dropout": (0,),
+    "is_encoder_decoder": (False,),
+    "num_nextn_predict_layers": (0,),
+    "partial_rotary_factor": (1,),
+    "pretraining_tp": (1,),
+    "pruned_heads": ({},),
+    "resid_pdrop": (0,),
+    "rope_interleaved": (False,),
+    "tie_encoder_decoder": (False,),
+    "use_mrope": (False,),
+    # only the architectures that have use_sliding_window ignore it without
+    "sliding_window": (),
+    "use_sliding_window": (False,),
+}
+
+# what describes quantized weights
+QUANTIZED_KEYS = ("quantization_config", "compression_config", "quantization")
+
+
+@dataclass(frozen=True)
+class Keys:
+    """The keys that one architecture has beside those of all: ``translated`` ones, and ``fixed``
+    ones with the values that are built here. ``window_is_optional`` if its ``sliding_window`` is
+    only read when ``use_sliding_window`` is true.
+    """
+
+    model_type: str
+    translated: frozenset[str] = frozenset()
+    fixed: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
+    window_is_optional: bool = False
+
+
+def check_keys(config: Mapping[str, Any], keys: Keys, source: str) -> None:
+    """Raise :class:`UserError` if a key of ``config``, read from ``source``, may describe another
+    model than the one that is built from it.
+    """
+    _check_whose_model(config, keys, source)
+    fixed = {**FIXED, **keys.fixed}
+    understood = (TRANSLATED | WITHOUT_INFLUENCE | keys.translated) - set(keys.fixed)
+    understood |= {"model_type", *QUANTIZED_KEYS}
+    if keys.window_is_optional:
+        understood |= {"sliding_window"}
+    for key, value in config.items():
+        if value is None or key in understood:
+            continue
+        if key == "layer_types":
+            _check_layer_types(value, source)
+        elif key not in fixed:
+            raise UserError(
+                f"{source}: {key}={value!r:.60} is not known for {config['architectures']!r:.60}, "
+                "and it may change the model; remove the key if it does not"
+            )
+        elif value not in fixed[key]:
+            raise _unsupported(key, value, source)
+
+
+def _check_whose_model(config: Mapping[str, Any], keys: Keys, source: str) -> None:
+    """Raise :class:`UserError` if the file describes a model of another kind, a model inside
+    another or one with code of its own.
+    """
+    if (config.get("model_type") or keys.model_type) != keys.model_type:
+        raise UserError(
+            f"{source}: model_type={config['model_type']!r:.60} contradicts architectures="
+            f"{config['architectures']!r:.60}, whose model_type is {keys.model_type}"
+        )
+    for key in ("text_config", "vision_config"):
+        if config.get(key):
+            raise UserError(
+                f"{source}: {key} describes a model inside this one, which is not supported; "
+                "extract the language model, with its configuration at the top of the file"
+            )
+    if config.get("auto_map"):
+        raise UserError(
+            f"{source}: auto_map={config['auto_map']!r:.80} lets the model run code of its own, "
+            "which never happens here; remove it if the model is the architecture as transformers "
+            "has it"
+        )
+
+
+def check_unquantized(config: Mapping[str, Any], source: str) -> None:
+    """Raise :class:`UserError` if the weights that go with ``config`` are quantized."""
+    for key in QUANTIZED_KEYS:
+        value = config.get(key)
+        if not value:
+            continue
+        method = "unknown"
+        if isinstance(value, dict):
+            method = value.get("quant_method") or value.get("quant_algo") or method
+        raise UserError(
+            f"{source}: {key} says that the weights are quantized ({method!s:.40}), which is not "
+            "supported; take the model's bf16 or fp32 weights. A quantized model can be evaluated "
+            "behind a server: dcpo evaluate --endpoint"
+        )
+
+
+def check_said_once(config: Mapping[str, Any], source: str) -> None:
+    """Raise :class:`UserError` naming both keys if two that mean the same differ."""
+    for first, second in (
+        ("dtype", "torch_dtype"),
+        ("num_experts", "num_local_experts"),
+    ):
+        _check_equal(
+            (first, config.get(first)), (second, config.get(second)), source=source
+        )
+    thetas = [("rope_theta", config.get("rope_theta"))]
+    scalings = []
+    for key in ("rope_parameters", "rope_scaling"):
+        rope = config.get(key)
+        if not rope:
+            continue
+        if not isinstance(rope, dict):
+            raise UserError(f"{source}: {key} must be a mapping, not {rope!r:.60}")
+        _check_equal(
+            (f"{key}.rope_type", rope.get("rope_type")),
+            (f"{key}.type", rope.get("type")),
+            source=source,
+        )
+        thetas.append((f"{key}.rope_theta", rope.get("rope_theta")))
+        scalings.append((key, _scaling(rope)))
+    given = [(name, value) for name, value in thetas if value is not None]
+    for name, value in given[1:]:
+        _check_equal(given[0], (name, value), source=source)
+    if len(scalings) > 1:
+        _check_equal(scalings[0], scalings[1], source=source)
+
+
+def _check_layer_types(value: object, source: str) -> None:
+    kinds = value if isinstance(value, list) else [value]
+    for kind in kinds:
+        if kind != "full_attention":
+            raise _unsupported("layer_types", kind, source)
+
+
+def _unsupported(key: str, value: object, source: str) -> UserError:
+    return UserError(
+        f"{source}: {key}={value!r:.60} is not supported, and it changes the model"
+    )
+
+
+def _scaling(rope: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a mapping says of the frequencies, without their base."""
+    scaling = {
+        key: value
+        for key, value in rope.items()
+        if key not in ("type", "rope_type", "rope_theta") and value is not None
+    }
+    return {"rope_type": rope.get("rope_type", rope.get("type", "default")), **scaling}
+
+
+def _check_equal(
+    first: tuple[str, object], second: tuple[str, object], source: str
+) -> None:
+    if first[1] is None or second[1] is None or first[1] == second[1]:
+        return
+    raise UserError(
+        f"{source}: {first[0]}={first[1]!r:.80} and {second[0]}={second[1]!r:.80} say one thing "
+        "differently; remove one of them"
+    )
