@@ -358,8 +358,12 @@ class SampleLog:
         return {s.response.key: s for s in self._on_disk if s.prompt.task == benchmark}
 
     def add(self, sample: Sample) -> None:
-        self._file.write(sample_line(sample))
-        self._file.flush()
+        try:
+            self._file.write(sample_line(sample))
+            self._file.flush()
+        except OSError as error:
+            error.filename = str(self.path)
+            raise
 
     def __enter__(self) -> SampleLog:
         return self
