@@ -22,6 +22,7 @@ _ALIASES = ("aliases", "normalizedaliases", "humananswers")
 _BESIDE = frozenset(
     {"type", "style", "normalizedvalue", "answerstart", "matchedwikientityname"}
 )
+_BOX = "\\boxed{"
 FORMS = (
     "a text, a number, a list of texts, an object with one of them as target, answer, "
     "ground_truth or value (and aliases), or one of these as JSON text"
@@ -48,6 +49,21 @@ def answer_of(raw: object, where: str) -> Answer:
     if isinstance(value, Mapping) and any(_plain(name) in _ALIASES for name in value):
         column = value
     return Answer(texts, column)
+
+
+def last_box(text: str) -> str | None:
+    r"""Return the content of the last ``\boxed{...}`` whose braces match, None if there is none: a
+    column that holds a worked solution (TRL's ``solution``) marks its answer so.
+    """
+    end = len(text)
+    while (start := text.rfind(_BOX, 0, end)) >= 0:
+        depth = 1
+        for at in range(start + len(_BOX), len(text)):
+            depth += (text[at] == "{") - (text[at] == "}")
+            if depth == 0:
+                return text[start + len(_BOX) : at].strip()
+        end = start
+    return None
 
 
 def is_structured(raw: object) -> bool:

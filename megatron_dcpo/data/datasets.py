@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megatron_dcpo.data import prompts
-from megatron_dcpo.data.answers import answer_of, is_structured
+from megatron_dcpo.data.answers import answer_of, is_structured, last_box
 from megatron_dcpo.data.code_problems import (
     OtherLanguage,
     Untested,
@@ -507,8 +507,8 @@ def _kind(row: Row) -> str | None:
 
 
 def final_answer(raw: object, integer: bool = False) -> str:
-    r"""Return the answer key as text: GSM8K's part behind ``####`` without thousands commas, whole
-    floats as integers.
+    r"""Return the answer key as text: GSM8K's part behind ``####`` without thousands commas, the
+    last box of a worked solution, whole floats as integers.
 
     ``integer`` (AIME keys): leading zeros and a degree sign are notation: 025 -> 25, 336^\circ ->
     336.
@@ -520,6 +520,8 @@ def final_answer(raw: object, integer: bool = False) -> str:
     text = str(raw).strip()
     if final := text.rsplit("\n", 1)[-1].partition("####")[2].strip():
         return _THOUSANDS.sub("", final)
+    if boxed := last_box(text):
+        return boxed
     if integer and (
         digits := re.fullmatch(r"(\d{1,1000})(?:\^\\circ|\^\{\\circ\})?", text)
     ):

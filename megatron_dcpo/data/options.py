@@ -24,9 +24,12 @@ from megatron_dcpo.runtime.text import parse_json
 
 LETTERS = string.ascii_uppercase
 COLUMNS = ("options", "choices")
-# Columns that say which option is right, in the order in which they are asked.
+# Columns that say which option is right, in the order in which they are asked; the last ones, which
+# may be about something else, only if no other says it.
 INDEX_COLUMNS = ("answer_index", "answer_idx", "cop")
-KEY_COLUMNS = (*INDEX_COLUMNS, "answerKey", "correct", "answer", "Answer", "label")
+_FIRST_KEYS = (*INDEX_COLUMNS, "answerKey", "answer", "Answer")
+_LAST_KEYS = ("correct", "label")
+KEY_COLUMNS = (*_FIRST_KEYS, *_LAST_KEYS)
 FORMS = (
     "a list of texts, an object from letter to text, a text with the lines A. … B. …, or "
     "text and label as lists; and which one is right as letter, index from 0 or text in one of "
@@ -56,10 +59,11 @@ def options_of(row: Row, where: str) -> Options | None:
         return _read(question["choices"], f"{where}: question.choices")
     for names in _LETTER_COLUMNS:
         present = [name for name in names if _is_text(row.get(name))]
-        if len(present) > 1 and present == list(names[: len(present)]):
-            return _checked(
-                [row[name] for name in present], list(LETTERS[: len(present)]), where
-            )
+        labels = list(LETTERS[: len(present)])
+        if len(present) < 2 or present != list(names[: len(present)]):
+            continue
+        if names[0] == "opa" or any(row.get(key) in labels for key in KEY_COLUMNS):
+            return _checked([row[name] for name in present], labels, where)
     return None
 
 
@@ -71,12 +75,12 @@ def right_option(row: Row, options: Options, where: str) -> int:
     unclear: list[str] = []
     for column in KEY_COLUMNS:
         value = row.get(column)
-        if value is None or value == "":
+        if value is None or value == "" or (found and column in _LAST_KEYS):
             continue
         place = _place(column, value, options)
         if place is not None:
             found[column] = place
-        elif column in (*INDEX_COLUMNS, "answerKey", "answer"):
+        elif column in _FIRST_KEYS:
             unclear.append(f"{column} {value!r:.40}")
     if unclear and not (found and _is_free_text(row, unclear)):
         raise UserError(
@@ -99,6 +103,8 @@ def right_option(row: Row, options: Options, where: str) -> int:
 
 def shows_options(text: str, options: Options) -> bool:
     """Return whether a question lists its options already."""
+    if not all(option in text for option in options.texts):
+        return False
     at = 0
     for number, option in enumerate(options.texts):
         listed = re.compile(

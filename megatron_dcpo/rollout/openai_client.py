@@ -308,7 +308,7 @@ def _passing_problem(reply: object) -> str:
             return ""
     if error:
         status = error.get("code") if isinstance(error, Mapping) else None
-        words = f"HTTP 200 with the error {one_line(error, 500)}"
+        words = f"HTTP 200 with the error {one_line(error)}"
         if type(status) is int and 400 <= status < 600 and not may_pass(status):
             raise HttpError(words, status)
         if _REFUSED_CONTENT.search(words) or _REFUSED_LENGTH.search(words):

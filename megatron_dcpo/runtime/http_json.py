@@ -96,7 +96,8 @@ class JsonClient:
         is ``{}``.
 
         ``stop`` ends the pauses when it is set. ``problem`` returns the reason to repeat the
-        request after a reply, "" if the reply is good. Raises :class:`HttpError`.
+        request after a reply, "" if the reply is good, and raises :class:`HttpError` if repeating
+        it is of no use. Raises :class:`HttpError`.
         """
         stop = stop or threading.Event()
         reason = ""
@@ -107,9 +108,12 @@ class JsonClient:
             unreachable = False
             try:
                 reply = self._once(path, body, timeout or self.timeout)
-                reason = self.without_key(problem(reply))
+                reason = self.without_key(problem(reply))[:_WORDS]
                 if not reason:
                     return reply
+            except HttpError as error:
+                words = self.without_key(str(error))[:_WORDS]
+                raise HttpError(words, error.status) from None
             except httpx2.HTTPStatusError as error:
                 reason = str(error)
                 status = error.response.status_code

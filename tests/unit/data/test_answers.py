@@ -294,6 +294,20 @@ def test_options_that_are_not_understood_are_refused(row: Any, tmp_path: Path) -
     assert len(load_records(path, keep_columns=True)) == 2 or "answer" not in row
 
 
+def test_columns_that_are_called_by_letters_need_a_letter_as_key(
+    tmp_path: Path,
+) -> None:
+    row = {"problem": "A x = B?", "A": "2", "B": "4", "answer": "2"}
+    (record,) = load_records(lines(tmp_path / "a.jsonl", row))
+    assert (record.problem, record.form) == ("A x = B?", "math")
+
+
+def test_a_label_of_something_else_does_not_matter(tmp_path: Path) -> None:
+    row = {"question": "?", "options": ["3", "4"], "answer": "B", "label": 0}
+    (record,) = load_records(lines(tmp_path / "a.jsonl", row))
+    assert record.answer == "B"
+
+
 def test_empty_options_are_none(tmp_path: Path) -> None:
     rows = [
         {"question": "1?", "answer": "1", "options": empty}

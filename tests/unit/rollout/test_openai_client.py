@@ -242,6 +242,15 @@ def test_a_lasting_error_under_the_status_200_is_an_error_at_once(
     assert len(server.asked) == 1
 
 
+def test_no_error_under_the_status_200_shows_the_key(server: FakeServer) -> None:
+    for code in (401, 502):
+        error = {"message": "w" * 440 + " the key s3cret-key is unknown", "code": code}
+        server.reply = lambda body, error=error: (200, {"error": error}, {})
+        with pytest.raises(UserError) as caught:
+            endpoint(server, api_key="s3cret-key", attempts=1).ask(prompts(1)[0], 0)
+        assert "s3cret" not in str(caught.value)
+
+
 # what servers say of one prompt: vLLM, SGLang, TGI, llama.cpp, Anthropic, OpenAI, Azure, DeepSeek
 REFUSED_PROMPTS = [
     (
