@@ -323,7 +323,12 @@ def _accepts(
             for text, (_, expected) in pairs
         )
     module, shared = define(
-        {"program": _program(tests, answer), "setup": tests["setup"]}, "solution"
+        {
+            "program": _program(tests, answer),
+            "imports": tests["imports"],
+            "setup": tests["setup"],
+        },
+        "solution",
     )
     client.answer_with(Answers(module, shared, -1, 16 << 20))
     if tests["kind"] == "check":

@@ -135,8 +135,8 @@ def check_world_size(
             f"parallel: tensor_model_parallel_size={tensor_model_parallel_size} x "
             "pipeline_model_parallel_size="
             f"{pipeline_model_parallel_size}{context} = {model_parallel} does not divide the "
-            f"{processes} process(es) "
-            f"started; launch with torchrun --nproc-per-node a multiple of {model_parallel}"
+            f"{processes} process(es) started; start a multiple of {model_parallel}, as by dcpo "
+            f"launch {model_parallel} -- train ..."
         )
     if processes % (experts * pipeline_model_parallel_size):
         raise UserError(

@@ -479,7 +479,8 @@ def ece_debiased(
 
     sqrt(max(0, sum_b n_b/N [(acc_b - conf_b)^2 - acc_b (1 - acc_b) / (n_b - 1)])). The plain ECE of
     a perfectly calibrated model is positive for every finite sample; this one is near zero. A bin
-    of one row is not corrected.
+    of one row, whose variance is not known, adds nothing to the sum, as in the authors' package
+    (uncertainty-calibration 0.1.4).
     """
     rows = bin_rows(confidences, correct, bins)
     filled = rows.count > 0
@@ -489,4 +490,5 @@ def ece_debiased(
     accuracy = rows.accuracy[filled]
     gap = rows.confidence[filled] - rows.accuracy[filled]
     variance = accuracy * (1.0 - accuracy) / np.maximum(count - 1, 1)
-    return float(np.sqrt(max(0.0, ((count / count.sum()) * (gap**2 - variance)).sum())))
+    error = np.where(count > 1, gap**2 - variance, 0.0)
+    return float(np.sqrt(max(0.0, ((count / count.sum()) * error).sum())))

@@ -14,6 +14,7 @@ import io
 import json
 import logging
 import os
+import re
 import sys
 import threading
 import time
@@ -29,6 +30,7 @@ from megatron_dcpo.errors import (
     EXIT_USER_ERROR,
     Stopped,
     UserError,
+    did_you_mean,
     one_line,
 )
 from megatron_dcpo.runtime import signals
@@ -140,7 +142,9 @@ def _parsed(words: Sequence[str]) -> argparse.Namespace:
         # argparse takes overrides in one piece only; those after a later option end up here
         overrides = all("=" in word and not word.startswith("-") for word in rest)
         if not (hasattr(args, "overrides") and overrides):
-            parser.error(f"unrecognized arguments: {' '.join(rest)}")
+            usage = subparsers.choices[args.verb].format_usage()
+            hint = did_you_mean(rest[0], re.findall(r"--[a-z][a-z-]*", usage))
+            parser.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
         args.overrides = [*args.overrides, *rest]
     return args
 

@@ -11,7 +11,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -381,15 +381,12 @@ def _print_evaluation(evaluation: Mapping[str, Any]) -> None:
         for kind in scored_kinds(evaluation["overall"]):
             rows[f"overall {kind}"] = headline(evaluation, kind)
     print_table(rows, "benchmark")
+    scored = dict(evaluation["benchmarks"])
+    if len(scored) > 1:
+        scored["overall"] = evaluation["overall"]
+    _print_passes(scored)
     for name, scores in evaluation["benchmarks"].items():
-        if "refused_rate" in scores:
-            share = f"{100 * scores['refused_rate']:.1f}%"
-            print(
-                printable(
-                    f"{name}: the server refused {share} of the samples (refused_rate); they "
-                    "count as wrong"
-                )
-            )
+        _print_refusals(name, scores)
         rates = scores.get("abstention")
         if rates:
             shown = []
@@ -397,6 +394,54 @@ def _print_evaluation(evaluation: Mapping[str, Any]) -> None:
                 if value is not None:
                     shown.append(f"{key} {value:.3f}")
             print(printable(f"{name} abstention: {', '.join(shown)}"))
+
+
+def _print_passes(scored: Mapping[str, Mapping[str, Any]]) -> None:
+    """Print pass@k of each benchmark, in percent, with its 95 % interval."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    sizes: dict[str, None] = {}
+    for scores in scored.values():
+        sizes.update(dict.fromkeys(scores.get("pass_at_k", {})))
+    if not sizes:
+        return
+    table = Table(box=None, pad_edge=False)
+    table.add_column("benchmark", no_wrap=True)
+    columns = sorted(sizes, key=int)
+    for k in columns:
+        table.add_column(f"pass@{k}", justify="right", no_wrap=True)
+    for name, scores in scored.items():
+        ends_of = (scores.get("ci95") or {}).get("pass_at_k", {})
+        cells = []
+        for k in columns:
+            value = scores.get("pass_at_k", {}).get(k)
+            cells.append(_percent(value, ends_of.get(k)))
+        table.add_row(Text(printable(name)), *cells)
+    console = Console()
+    if not console.is_terminal:  # a file has no window to fit
+        console = Console(width=140)
+    console.print(table, markup=False)
+
+
+def _percent(value: float | None, ends: Sequence[float] | None) -> str:
+    """Return ``50.0% (41.2 to 58.8)``, or a dash for a value that there is not."""
+    if value is None:
+        return "–"
+    text = f"{100 * value:.1f}%"
+    if ends:
+        low, high = ends
+        text += f" ({100 * low:.1f} to {100 * high:.1f})"
+    return text
+
+
+def _print_refusals(name: str, scores: Mapping[str, Any]) -> None:
+    if "refused_rate" not in scores:
+        return
+    share = f"{100 * scores['refused_rate']:.1f}%"
+    said = f"{name}: the server refused {share} of the samples (refused_rate)"
+    print(printable(f"{said}; they count as wrong"))
 
 
 @contextmanager

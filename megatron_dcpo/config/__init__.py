@@ -123,6 +123,10 @@ def read_file(path: str | Path) -> dict[str, Any]:
 def _read(path: Path, including: tuple[Path, ...] = ()) -> DictConfig:
     if not path.is_file():
         raise UserError(f"config file {path} does not exist{places(path)}")
+    if path.suffix not in (".yaml", ".yml", ".json"):
+        raise UserError(
+            f"{path}: a configuration is a YAML file (.yaml); data belongs to data.path"
+        )
     if path.resolve() in including:
         raise UserError(f"config file {path} is its own base")
     values = OmegaConf.load(path)

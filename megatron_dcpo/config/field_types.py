@@ -53,6 +53,14 @@ def _word(value: object) -> object:
     return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
 
 
+def _names(value: object) -> object:
+    """Return the names of a list that is written as one text, separated by commas."""
+    if isinstance(value, str):
+        return tuple(name.strip() for name in value.split(",") if name.strip())
+    return value
+
+
+Names = Annotated[tuple[str, ...], BeforeValidator(_names)]
 Thinking = Annotated[Literal["off", "on", "auto"], BeforeValidator(_word)]
 VerifierName = Annotated[str, AfterValidator(_verifier)]
 # from our names of columns to those of a file

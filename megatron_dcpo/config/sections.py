@@ -16,6 +16,7 @@ from pydantic.dataclasses import dataclass
 from megatron_dcpo.config.field_types import (
     STRICT,
     Columns,
+    Names,
     NonNegative,
     Positive,
     Share,
@@ -382,7 +383,7 @@ class TrainingConfig:
 class LoggingConfig:
     """What a run writes besides metrics.jsonl."""
 
-    to: tuple[str, ...] = ("tensorboard",)
+    to: Names = ("tensorboard",)
     """Loggers: tensorboard, wandb, mlflow, swanlab, or one of yours by import path."""
     project: str = ""
     """Project of wandb, mlflow and swanlab; empty: the name of the directory that run_dir is in."""

@@ -26,6 +26,7 @@ from megatron_dcpo.data.files import Row, read_rows
 from megatron_dcpo.data.gym import HELD_OUT_SEED, gym_path, is_gym, parse_gym
 from megatron_dcpo.data.livecodebench import contest_date
 from megatron_dcpo.errors import UserError
+from megatron_dcpo.sandbox.tests import LIVECODEBENCH_COMMIT
 
 NO_FIXES: Mapping[str, Mapping[str, str]] = MappingProxyType({})
 
@@ -464,7 +465,8 @@ def _differences(
     warnings = []
     if entry.window:
         warnings.append(
-            f"{entry.name}: contests from {entry.window[0]} to the day before {entry.window[1]}"
+            f"{entry.name}: contests from {entry.window[0]} to the day before {entry.window[1]}, "
+            f"by LiveCodeBench's rule at commit {LIVECODEBENCH_COMMIT}"
         )
     if entry.count and count != entry.count:
         warnings.append(

@@ -107,9 +107,10 @@ def _can_fail(tests: Tests) -> bool:
 # --------------------------------------------------------------------------------- tests as columns
 
 
-def tests_of(value: object) -> Tests:
+def tests_of(value: object, row: Row) -> Tests:
     """Return the tests in a ``tests`` column, as JSON text or parsed. It may have our format (with
-    ``kind``), or that of rllm, DeepCoder or PRIME.
+    ``kind``), or that of rllm, DeepCoder or PRIME. The other columns of the ``row`` may name the
+    function.
     """
     value = _parsed(value)
     if isinstance(value, Mapping):
@@ -118,7 +119,7 @@ def tests_of(value: object) -> Tests:
         if "functional" in value:
             return _functional(str(value["functional"]))
         if "test_cases" in value:
-            return tests_of(value["test_cases"])
+            return tests_of(value["test_cases"], row)
         if "inputs" in value:
             inputs = _parsed(value["inputs"])
             outputs = _parsed(value["outputs"])
@@ -133,6 +134,8 @@ def tests_of(value: object) -> Tests:
         cases = [_parsed(case) for case in value]
         if all(isinstance(case, str) for case in cases):
             return {"kind": "asserts", "asserts": cases}
+        if livecodebench.has_form(cases):
+            return livecodebench.tests_of_cases(cases, row)
         names = [case["fn_name"] for case in cases if case.get("fn_name")]
         return _cases(cases, names[0] if names else None)
     raise ValueError(f"tests are {type(value).__name__}, expected an object or a list")
@@ -207,9 +210,12 @@ def _functional(code: str) -> Tests:
 
 def _native(row: Row) -> CodeProblem:
     """Return the problem of a row with a statement and a ``tests`` column."""
-    tests = tests_of(row["tests"])
+    tests = tests_of(row["tests"], row)
     statements = [row[name] for name in _STATEMENTS if name in row]
-    return _stated(str(statements[0]).strip(), tests)
+    statement = str(statements[0]).strip()
+    if tests.get("kind") == "function":
+        statement = _with_starter(statement, row)
+    return _stated(statement, tests)
 
 
 _STATEMENTS = ("problem", "question", "prompt")
@@ -220,9 +226,21 @@ def _stated(statement: str, tests: Tests) -> CodeProblem:
     says_stdin = "standard input" in statement or "stdin" in statement
     if tests.get("kind") == "stdin" and not says_stdin:
         statement = f"{statement}\n\n{READS_STDIN}"
-    if tests.get("kind") == "function" and str(tests["entry_point"]) not in statement:
-        statement = f"{statement}\n\nWrite a function `{tests['entry_point']}`."
+    if tests.get("kind") == "function":
+        owner, _, name = str(tests["entry_point"]).rpartition(".")
+        if name not in statement:
+            owner = owner.removesuffix("()")
+            what = f"class `{owner}` with a method" if owner else "function"
+            statement = f"{statement}\n\nWrite a {what} `{name}`."
     return CodeProblem(statement, tests)
+
+
+def _with_starter(statement: str, row: Row) -> str:
+    """Return the statement with the row's starter code, unless it shows it already."""
+    starter = str(row.get("starter_code") or "").strip()
+    if not starter or starter in statement:
+        return statement
+    return f"{statement}\n\nComplete this:\n```python\n{starter}\n```"
 
 
 def _verification_info(row: Row) -> CodeProblem | None:
@@ -238,7 +256,7 @@ def _verification_info(row: Row) -> CodeProblem | None:
         for name in ("prompt", "problem", "problem_statement", "question")
         if row.get(name)
     )
-    return _stated(str(statement).strip(), tests_of(info))
+    return _stated(str(statement).strip(), tests_of(info, row))
 
 
 def _human_eval(row: Row) -> CodeProblem:
@@ -383,12 +401,9 @@ def _leetcode(row: Row) -> CodeProblem:
 
 
 def _live_code_bench(row: Row) -> CodeProblem:
-    starter = str(row.get("starter_code") or "").rstrip()
-    tests = livecodebench.tests_of(row, LEETCODE_SETUP)
+    tests = livecodebench.tests_of(row)
     statement = str(row["question_content"]).strip()
-    if starter:
-        statement = f"{statement}\n\nComplete this:\n```python\n{starter}\n```"
-    return _stated(statement, tests)
+    return _stated(_with_starter(statement, row), tests)
 
 
 def _verl_ground_truth(row: Row) -> object:
@@ -416,7 +431,7 @@ _TEST_FIELDS = frozenset({"kind", "inputs", "functional", "test_cases"})
 def _verl(row: Row) -> CodeProblem:
     messages = row["prompt"]
     statement = messages if isinstance(messages, str) else messages[-1]["content"]
-    return _stated(str(statement).strip(), tests_of(_verl_ground_truth(row)))
+    return _stated(str(statement).strip(), tests_of(_verl_ground_truth(row), row))
 
 
 class OtherLanguage(Exception):

@@ -39,6 +39,7 @@ _ALIASES = (
     "value",
     "aliases",
     "normalizedaliases",
+    "humananswers",
 )  # of an answer of TriviaQA, without underscores
 
 

@@ -20,7 +20,11 @@ from megatron_dcpo.evaluation.evaluate import Equivalent, equivalent_math
 from megatron_dcpo.evaluation.programs import same_program
 from megatron_dcpo.judging.judge import judge_many
 from megatron_dcpo.judging.programs import PackedTests
-from megatron_dcpo.judging.questions import check_questions, same_answer
+from megatron_dcpo.judging.questions import (
+    check_questions,
+    same_answer,
+    same_choice,
+)
 from megatron_dcpo.judging.token_bytes import TokenBytes
 from megatron_dcpo.judging.verifiers import (
     FindVerifier,
@@ -176,6 +180,8 @@ def equivalence(verifier: str) -> Equivalent:
     """Return the test of whether two answers that ``verifier`` judges are the same."""
     if verifier == "code":
         return same_program
+    if verifier == "choice":
+        return same_choice
     if verifier in QUESTIONS:
         return same_answer
     return equivalent_math

@@ -157,7 +157,6 @@ def render_report(
     return environment.get_template("report.html.j2").render(
         title=title,
         runs=[run.name for run in runs],
-        labels=[LABELS[key] for key in HEADLINE],
         tables=_tables(runs),
         first_kind=kinds[0] if kinds else "verbal",
         origins=origins,
@@ -219,9 +218,20 @@ def _tables(runs: Sequence[EvaluatedRun]) -> list[dict[str, Any]]:
     trained = [run for run in runs if run.evaluation is None]
     if trained:
         title = "Not evaluated: last training step, as training samples"
-        rows = _cells(trained, "verbal", None)
-        tables.append({"name": title, "open": True, "rows": rows})
+        tables.append(_table(title, _cells(trained, "verbal", None), is_open=True))
     return tables
+
+
+def _table(
+    name: str,
+    rows: Mapping[str, Sequence[Mapping[str, Any]]],
+    *,
+    is_open: bool = False,
+    labels: Sequence[str] = (),
+) -> dict[str, Any]:
+    """Return a table for the page, by default with the headline's columns."""
+    columns = labels or [LABELS[key] for key in HEADLINE]
+    return {"name": name, "open": is_open, "rows": rows, "labels": columns}
 
 
 def _tables_of_group(
@@ -233,9 +243,7 @@ def _tables_of_group(
     first = kinds[0] if kinds else "verbal"
     title = "; ".join(filter(None, (", ".join(benchmarks), sampling)))
     headline_rows = _cells(group, first, None)
-    tables: list[dict[str, Any]] = [
-        {"name": title, "open": True, "rows": headline_rows}
-    ]
+    tables = [_table(title, headline_rows, is_open=True)]
     several = len(benchmarks) > 1
     choices: list[str | None] = [None]
     if several:
@@ -254,9 +262,35 @@ def _tables_of_group(
             else:
                 scope = benchmarks[0]
             name = f"{scope}, {kind} confidence"
-            rows = _cells(scored, kind, benchmark)
-            tables.append({"name": name, "open": False, "rows": rows})
+            tables.append(_table(name, _cells(scored, kind, benchmark)))
+        tables += _passes(group, benchmark, len(benchmarks))
     return tables
+
+
+def _passes(
+    group: Sequence[EvaluatedRun], benchmark: str | None, benchmarks: int
+) -> list[dict[str, Any]]:
+    """Return the table of pass@k of a benchmark, or of all of them; none if no run has it."""
+    scored = {run.name: _scores(run, benchmark) or {} for run in group}
+    sizes: set[str] = set()
+    for scores in scored.values():
+        sizes.update(scores.get("pass_at_k", {}))
+    if not sizes:
+        return []
+    columns = sorted(sizes, key=int)
+    rows: dict[str, list[dict[str, Any]]] = {}
+    for name, scores in scored.items():
+        values = scores.get("pass_at_k", {})
+        ends_of = (scores.get("ci95") or {}).get("pass_at_k", {})
+        rows[name] = []
+        for k in columns:
+            text = format_value("accuracy", values.get(k), ends_of.get(k))
+            rows[name].append({"text": text, "best": False})
+    scope = "All benchmarks, " if benchmark is None and benchmarks > 1 else ""
+    if benchmark is not None:
+        scope = f"{benchmark}, "
+    labels = [f"pass@{k}" for k in columns]
+    return [_table(f"{scope}pass@k", rows, labels=labels)]
 
 
 def _scores(run: EvaluatedRun, benchmark: str | None) -> Mapping[str, Any] | None:

@@ -23,6 +23,7 @@ from megatron_dcpo.calibration.summary import (
     violation_rates,
 )
 from megatron_dcpo.errors import UserError
+from megatron_dcpo.evaluation.passes import passes
 from megatron_dcpo.evaluation.samples import Sample
 
 CONFIDENCE_KINDS: Mapping[str, Callable[[Sample], float | None]] = MappingProxyType(
@@ -172,6 +173,8 @@ def _score(
         **violation_rates([judgement.status for judgement in judgements]),
     }
     scores.update(_refused(samples))
+    passed = passes(samples, resamples, seed)
+    scores["pass_at_k"] = {str(k): value for k, value in passed.values.items()}
     thinking = [j.thinking_tokens for j in judgements if j.thinking_tokens]
     if thinking:
         scores["mean_thinking"] = _mean(thinking)
@@ -189,7 +192,9 @@ def _score(
         "kinds": len({(sample.prompt.task, sample.prompt.kind) for sample in samples}),
         **summarize(lookup, correct),
     }
-    intervals: dict[str, Any] = {}
+    intervals: dict[str, Any] = {
+        "pass_at_k": {str(k): ends for k, ends in passed.intervals.items()}
+    }
     for kind in kinds:
         confidences = [CONFIDENCE_KINDS[kind](sample) for sample in samples]
         statuses = None
@@ -327,6 +332,12 @@ def _macro(
     names = [name for name in INTERVALS if name != "accuracy"]
     macro: dict[str, Any] = {
         "accuracy": _mean([scores["accuracy"] for scores in benchmarks.values()])
+    }
+    sizes = [set(scores["pass_at_k"]) for scores in benchmarks.values()]
+    common = set.intersection(*sizes) if sizes else set()
+    macro["pass_at_k"] = {
+        k: _mean([scores["pass_at_k"][k] for scores in benchmarks.values()])
+        for k in sorted(common, key=int)
     }
     for kind in kinds:
         means = {}

@@ -1,9 +1,10 @@
 r"""Decide whether the boxed answer to a question is right, and whether it is an abstention.
 
-- ``exact`` asks for one of the accepted texts, compared as in SQuAD (:func:`normalize`);
+- ``exact`` asks for one of the accepted texts, compared as SQuAD's script does (:func:`normalize`),
+  or as TriviaQA's does if the row has TriviaQA's object (:func:`normalize_triviaqa`);
 - ``f1`` takes the largest F1 of the words against any accepted text, which is right from
   ``judging.threshold`` on;
-- ``choice`` asks for the letter of the right option, or its text.
+- ``choice`` asks for the letter of the right option, or its text (``choices.py``).
 
 The accepted texts are those of the row's ``answer`` if that is a list or TriviaQA's object
 (``data.questions.accepted_texts``), or else the ground truth. A response without a box is wrong.
@@ -21,6 +22,7 @@ from megatron_dcpo.config import JudgingConfig
 from megatron_dcpo.data.questions import accepted_texts, letter_index
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.judging.answers import Attempt, Outcome
+from megatron_dcpo.judging.choices import bare_letter, chosen_letter
 
 ABSTENTIONS = frozenset(
     {
@@ -42,26 +44,46 @@ _LONGEST_ABSTENTION = 80  # characters
 _TEX_TEXT = re.compile(
     r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox)\s*\{([^{}]*)\}"
 )
-_PUNCTUATION = str.maketrans("", "", string.punctuation + "‘’´“”")
-_LETTER = re.compile(r"(?:option\s+)?\(?([A-Za-z])\)?[.:)]?")
-_LETTER_AND_TEXT = re.compile(r"\(?([A-Za-z])[.:)]+\s*(\S.*)", re.DOTALL)
+_ARTICLE = re.compile(r"\b(?:a|an|the)\b")
+_NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
+_SPACE_FOR_PUNCTUATION = str.maketrans(dict.fromkeys(string.punctuation + "‘’´`", " "))
+_STRAIGHT = str.maketrans("‘’´“”", "'''\"\"")
+Normalize = Callable[[str], str]
 
 
 def normalize(text: str) -> str:
-    """Return the text as SQuAD, HotpotQA and TriviaQA compare it: lower case, without punctuation,
-    articles and repeated white space. TeX's text commands are replaced with their content.
+    """Return the text as the scripts of SQuAD and HotpotQA compare it: in lower case, without
+    ASCII's punctuation, articles and repeated white space.
+
+    Two things differ: TeX's text commands are replaced with their content, and a text of which
+    nothing would be left stays as it is.
     """
-    plain = _TEX_TEXT.sub(r"\1", text).replace("~", " ").lower().translate(_PUNCTUATION)
-    words = [word for word in plain.split() if word not in ("a", "an", "the")]
-    return " ".join(words) or text.strip().lower()
+    plain = _without_tex(text).lower().translate(_NO_PUNCTUATION)
+    return _without_articles(plain) or text.strip().lower()
 
 
-def f1(answer: str, truth: str) -> float:
+def normalize_triviaqa(text: str) -> str:
+    """Return the text as TriviaQA's script compares it: as :func:`normalize`, but punctuation and
+    typographic apostrophes become spaces. ``AC/DC`` is ``AC DC``, ``U.S.`` is not ``US``.
+    """
+    plain = _without_tex(text).lower().translate(_SPACE_FOR_PUNCTUATION)
+    return _without_articles(plain) or text.strip().lower()
+
+
+def _without_tex(text: str) -> str:
+    return _TEX_TEXT.sub(r"\1", text).replace("~", " ")
+
+
+def _without_articles(text: str) -> str:
+    return " ".join(_ARTICLE.sub(" ", text).split())
+
+
+def f1(answer: str, truth: str, normalized: Normalize = normalize) -> float:
     """Return the harmonic mean of precision and recall of the normalized words, as in SQuAD. As in
     HotpotQA, yes and no score 0 or 1, nothing in between.
     """
-    given = normalize(answer).split()
-    wanted = normalize(truth).split()
+    given = normalized(answer).split()
+    wanted = normalized(truth).split()
     if given != wanted and (given in _NO_PARTS or wanted in _NO_PARTS):
         return 0.0
     common = sum((Counter(given) & Counter(wanted)).values())
@@ -73,46 +95,22 @@ def f1(answer: str, truth: str) -> float:
 _NO_PARTS = (["yes"], ["no"], ["noanswer"])
 
 
-def chosen_letter(answer: str, options: Sequence[str]) -> str | None:
-    """Return the letter of the option that an answer names by its letter, by its text, or by both.
-
-    None if it names no option, or if letter and text differ. Without ``options`` any letter counts.
-    """
-    answer = _option_text(answer)
-    match = _LETTER.fullmatch(answer)
-    if match:
-        letter = match[1].upper()
-        if not options or letter in string.ascii_uppercase[: len(options)]:
-            return letter
-    texts = [_option_text(option) for option in options]
-    both = _LETTER_AND_TEXT.fullmatch(answer)
-    if both:
-        letter = both[1].upper()
-        position = letter_index(letter)
-        if position is not None and texts[position : position + 1] == [both[2]]:
-            return letter
-    if texts.count(answer) != 1:
-        return None
-    return string.ascii_uppercase[texts.index(answer)]
-
-
-def _option_text(text: str) -> str:
-    """Return the text of an option without TeX markup. Punctuation stays, since -5 and 5 may both
-    be options.
-    """
-    plain = _TEX_TEXT.sub(r"\1", text).strip().strip("$").lower()
-    return " ".join(plain.split()).removesuffix(".")
-
-
 def is_abstention(answer: str | None) -> bool:
     """Return whether the content of a box says that the answer is not known."""
     if answer is None or len(answer) > _LONGEST_ABSTENTION:
         return False
-    return normalize(answer) in ABSTENTIONS
+    return normalize(answer.translate(_STRAIGHT)) in ABSTENTIONS
 
 
 def same_answer(a: str, b: str) -> bool:
     """Return whether two answers to one question are the same text, or the same letter."""
+    if normalize(a) == normalize(b):
+        return True
+    return (bare_letter(a) or a) == (bare_letter(b) or b)
+
+
+def same_choice(a: str, b: str) -> bool:
+    """Return whether two answers to one question with options name the same letter or text."""
     if normalize(a) == normalize(b):
         return True
     return (chosen_letter(a, ()) or a) == (chosen_letter(b, ()) or b)
@@ -122,14 +120,16 @@ def same_answer(a: str, b: str) -> bool:
 
 
 def _score_exact(attempt: Attempt, answer: str) -> float:
+    normalized = _normalization(attempt.row)
     accepted = _accepted(attempt.truth, attempt.row)
-    given = normalize(answer)
-    return float(any(given == normalize(text) for text in accepted))
+    given = normalized(answer)
+    return float(any(given == normalized(text) for text in accepted))
 
 
 def _score_f1(attempt: Attempt, answer: str) -> float:
+    normalized = _normalization(attempt.row)
     accepted = _accepted(attempt.truth, attempt.row)
-    return max((f1(answer, text) for text in accepted), default=0.0)
+    return max((f1(answer, text, normalized) for text in accepted), default=0.0)
 
 
 def _score_choice(attempt: Attempt, answer: str) -> float:
@@ -195,3 +195,10 @@ def _accepted(truth: str, row: Mapping[str, Any] | None) -> list[str]:
     if isinstance(answer, list | Mapping):
         return accepted_texts(answer)
     return accepted_texts(truth)
+
+
+def _normalization(row: Mapping[str, Any] | None) -> Normalize:
+    """Return TriviaQA's normalization for a row with TriviaQA's object, or else SQuAD's."""
+    if isinstance((row or {}).get("answer"), Mapping):
+        return normalize_triviaqa
+    return normalize

@@ -71,9 +71,12 @@ def find_method(name: str) -> Method:
 
 def build_method(config: ObjectiveConfig) -> Method:
     """Return the method that a configuration describes, with every unset option filled in. Raises
-    as :func:`resolve` does.
+    as :func:`resolve` does, and :class:`UserError` if a user's method cannot score a group.
     """
-    return replace(find_method(config.name), options=resolve(config))
+    method = replace(find_method(config.name), options=resolve(config))
+    if is_import_path(config.name):
+        method.check_scores()
+    return method
 
 
 def resolve(config: ObjectiveConfig) -> ObjectiveConfig:

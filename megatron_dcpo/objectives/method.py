@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megatron_dcpo.errors import UserError
+from megatron_dcpo.errors import UserError, one_line
 from megatron_dcpo.objectives.advantages import (
     batch_scale,
     block_ids,
@@ -23,6 +23,7 @@ from megatron_dcpo.objectives.advantages import (
 from megatron_dcpo.objectives.options import CLIPPED_LOSS, COMMON, ObjectiveConfig
 from megatron_dcpo.objectives.policy_loss import Stats, clipped_policy_loss
 from megatron_dcpo.objectives.shaping import with_length_penalty
+from megatron_dcpo.runtime.plugins import is_import_path, raised
 from megatron_dcpo.types import (
     BLOCK_CONFIDENCE,
     BLOCK_NONE,
@@ -99,9 +100,26 @@ class Method:
 
     def loss(self, batch: MicroBatch, outputs: TokenOutputs) -> tuple[Tensor, Stats]:
         """Return per-token contributions [n] of a micro-batch, and statistics that add up over
-        micro-batches and ranks.
+        micro-batches and ranks. Raises :class:`UserError` if a user's loss fails.
         """
-        return self.token_loss(batch, outputs, self.options)
+        name = self.options.name
+        try:
+            return self.token_loss(batch, outputs, self.options)
+        except (TypeError, ValueError, LookupError, AttributeError) as error:
+            if not is_import_path(name):
+                raise
+            raise UserError(
+                f"objective.name={name} failed in its loss: {raised(error)}"
+            ) from error
+
+    def check_scores(self) -> None:
+        """Raise :class:`UserError` if the method cannot score a group of four responses of which
+        two are right: better before a rollout than after it.
+        """
+        correct = np.array([1.0, 1.0, 0.0, 0.0])
+        confidence = np.array([0.9, 0.6, 0.7, 0.2])
+        logprob = np.array([-0.5, -0.7, -0.9, -1.1])
+        self._scores_of_group(correct, confidence, logprob)
 
     def with_entropy_coef(self, coef: float) -> Method:
         """Return the method with another coefficient of the reasoning's entropy
@@ -155,7 +173,7 @@ class Method:
         lengths = np.array([judgement.length for judgement in judgements])
         scores = np.full((len(SCORES), len(samples)), np.nan)
         for rows in groups.values():
-            of_group = self.score_group(R[rows], c[rows], logprob[rows], self.options)
+            of_group = self._scores_of_group(R[rows], c[rows], logprob[rows])
             if self.options.overlong_buffer:
                 of_group = with_length_penalty(of_group, lengths[rows], self.options)
             scores[:, rows] = of_group
@@ -168,6 +186,33 @@ class Method:
             scale = batch_scale(scores[SCORES.index("A_c"), answered])
             for name in self.batch_scaled:
                 scores[SCORES.index(name)] /= scale
+        return scores
+
+    def _scores_of_group(
+        self, R: np.ndarray, c: np.ndarray, logprob: np.ndarray
+    ) -> Sequence[np.ndarray]:
+        """Return :data:`SCORES` of a group, float64 [G] each. Raises :class:`UserError` if a user's
+        method fails or returns something else.
+        """
+        name = self.options.name
+        try:
+            scores = self.score_group(R, c, logprob, self.options)
+        except Exception as error:
+            if not is_import_path(name):
+                raise
+            raise UserError(
+                f"objective.name={name} failed to score a group: {raised(error)}"
+            ) from error
+        try:
+            shapes = [np.asarray(each, np.float64).shape for each in scores]
+        except (TypeError, ValueError) as error:
+            shapes = [(one_line(error, 100),)]
+        if shapes != [R.shape] * len(SCORES):
+            raise UserError(
+                f"objective.name={name}: score_group must return {len(SCORES)} arrays "
+                f"({', '.join(SCORES)}) with a number for each of the {len(R)} responses, not "
+                f"arrays of the shapes {shapes}"
+            )
         return scores
 
     def _correctness(self, judgement: Judgement) -> float:

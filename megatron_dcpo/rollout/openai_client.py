@@ -29,6 +29,8 @@ from megatron_dcpo.types import Prompt, Response
 _LOWEST_LOGPROB = (
     -9999.0
 )  # servers write it for minus infinity, which JSON does not have
+# how servers say that a response ended with an end token or at a stop text
+_FINISHED = frozenset({"stop", "eos", "eos_token", "end_turn", "stop_sequence"})
 _ROUNDED = (
     1e-3  # servers that compute in half precision report probabilities slightly above 1
 )
@@ -406,12 +408,21 @@ def _response(
         sample_index=repeat,
         token_ids=np.empty(0, np.int64),
         logprobs=_checked_logprobs(finite, 1),
-        finish_reason="length" if choice.get("finish_reason") == "length" else "stop",
+        finish_reason="stop" if _is_finished(choice) else "length",
         weights_version=0,
         top_logprobs=top_logprobs,
         text=text,
         token_ends=token_ends,
     )
+
+
+def _is_finished(choice: Mapping[str, Any]) -> bool:
+    """Return whether the model ended its response itself. Every reason that is not known to say so
+    (``length``, ``max_tokens``, ``content_filter``, ``abort``, none at all) means that it did not:
+    the last number may be cut.
+    """
+    reason = choice.get("finish_reason")
+    return isinstance(reason, str) and reason.lower() in _FINISHED
 
 
 def _with_reasoning(message: Mapping[str, Any]) -> object:

@@ -7,12 +7,15 @@ import importlib
 import importlib.util
 import inspect
 import sys
+import traceback
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from megatron_dcpo.errors import UserError, did_you_mean, one_line
 from megatron_dcpo.runtime.paths import places
+
+_PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def is_import_path(text: str) -> bool:
@@ -45,8 +48,7 @@ def load_object(path: str, option: str) -> Any:  # noqa: ANN401 - an object of t
         ) from None
     except Exception as error:
         raise UserError(
-            f"{option}={path}: importing it failed with {type(error).__name__}: "
-            f"{one_line(error, 200)}"
+            f"{option}={path}: importing it failed with {raised(error)}"
         ) from error
     if not hasattr(module, name):
         known = [known for known in vars(module) if not known.startswith("_")]
@@ -147,3 +149,18 @@ def _load_file(file: Path, path: str, option: str) -> ModuleType:
         del sys.modules[name]
         raise
     return module
+
+
+def raised(error: BaseException) -> str:
+    """Return an exception of a user's code on one line, with the innermost line of a file that is
+    neither this package's nor an installed library's.
+    """
+    text = f"{type(error).__name__}: {one_line(error, 150)}"
+    if isinstance(error, SyntaxError):
+        return text  # which names its file and line
+    frames = traceback.extract_tb(error.__traceback__)
+    for frame in reversed(frames):
+        is_foreign = "site-packages" in frame.filename or "<" in frame.filename
+        if not is_foreign and not Path(frame.filename).is_relative_to(_PACKAGE):
+            return f"{text} ({frame.filename}, line {frame.lineno}, in {frame.name})"
+    return text

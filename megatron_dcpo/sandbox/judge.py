@@ -352,4 +352,5 @@ class SandboxSession:
 
 
 def _job(program: str, tests: Mapping[str, Any]) -> bytes:
-    return json.dumps({"program": program, "setup": tests["setup"]}).encode()
+    job = {name: tests[name] for name in ("rule", "imports", "setup")}
+    return json.dumps({"program": program, **job}).encode()

@@ -41,7 +41,15 @@ _MODULES = (
     "random re statistics "
     "string struct sys textwrap threading time traceback types typing"
 )
-_SOURCES = ("rpc", "isolation", "seccomp", "program", "test_runner", "fork_server")
+_SOURCES = (
+    "rpc",
+    "isolation",
+    "seccomp",
+    "standard_files",
+    "program",
+    "test_runner",
+    "fork_server",
+)
 _START_SECONDS = 60.0
 _GRACE_SECONDS = 5.0  # beyond a wall time that the supervisor keeps itself
 

@@ -3,7 +3,7 @@ verdict's categories.
 
 Numbers are compared by the rule of the data they come from, hence in two places: outputs here, as
 LiveCodeBench does (line by line, first as text, then as exact decimals); values of function calls
-in ``guest/test_runner.py``, as evalplus does.
+in ``guest/test_runner.py``, as evalplus does, or as LiveCodeBench does if the tests name its rule.
 """
 
 from __future__ import annotations
@@ -16,10 +16,29 @@ from itertools import zip_longest
 from typing import Any, Literal, get_args
 
 from megatron_dcpo.errors import UserError
+from megatron_dcpo.sandbox.guest.program import LIVECODEBENCH
 from megatron_dcpo.sandbox.guest.rpc import CATEGORY_OF_EXIT, Encoder, Unsendable
 
 _WORD = re.compile(r"\S+")
 KINDS = ("stdin", "check", "asserts", "function")
+# How tests want their programs run and compared beyond what their kind says: as LiveCodeBench's
+# runner (lcb_runner/evaluation/testing_util.py at this commit) does.
+RULES = (LIVECODEBENCH,)
+LIVECODEBENCH_COMMIT = "28fef95"
+# The names that solutions of LiveCodeBench, LeetCode and the like use without importing them.
+_USUAL_MODULES = (
+    "string re datetime collections heapq bisect copy math random statistics itertools functools "
+    "operator io sys json"
+)
+_USUAL_NAMES = [
+    f"from {name} import *" for name in [*_USUAL_MODULES.split(), "builtins", "typing"]
+]
+USUAL_IMPORTS = "\n".join(
+    [*_USUAL_NAMES, f"import {', '.join(_USUAL_MODULES.split())}"]
+)
+LIVECODEBENCH_IMPORTS = (
+    f"{USUAL_IMPORTS}\nsys.setrecursionlimit(50000)\nsys.set_int_max_str_digits(50000)"
+)
 
 
 def checked_tests(tests: object, where: str = "tests") -> dict[str, Any]:
@@ -34,7 +53,12 @@ def checked_tests(tests: object, where: str = "tests") -> dict[str, Any]:
       perhaps ``atol``
 
     ``setup`` (or ``prompt_prefix``): the task's own code, such as imports and ``class ListNode``,
-    which is run before the program and before the tests, each in their process.
+    which is run before the program and before the tests, each in their process. A program for tests
+    of a function without one finds :data:`USUAL_IMPORTS`.
+
+    ``"rule": "livecodebench"``, of ``stdin`` and ``function``: the program finds
+    :data:`LIVECODEBENCH_IMPORTS`; one that reads standard input is run by ``program.called_once``,
+    and its exit status does not count; values must be equal.
     """
     if not isinstance(tests, Mapping):
         raise UserError(f"{where}: tests must be an object, got {type(tests).__name__}")
@@ -43,10 +67,14 @@ def checked_tests(tests: object, where: str = "tests") -> dict[str, Any]:
         raise UserError(
             f"{where}: kind of tests {kind!r} is unknown; it must be one of {', '.join(KINDS)}"
         )
-    setup = _text(tests, "setup", where, default="")
-    if not setup:
-        setup = _text(tests, "prompt_prefix", where, default="")
-    known: dict[str, Any] = {"kind": kind, "setup": setup}
+    rule = _rule(tests, where)
+    setup = _setup(tests, where)
+    known: dict[str, Any] = {
+        "kind": kind,
+        "rule": rule,
+        "imports": _imports(tests, setup),
+        "setup": setup,
+    }
     if kind == "stdin":
         cases = _cases(tests, where)
         known["cases"] = [
@@ -81,6 +109,32 @@ def checked_tests(tests: object, where: str = "tests") -> dict[str, Any]:
     if not known["code"].strip():
         raise UserError(f"{where}: the tests are empty")
     return known
+
+
+def _rule(tests: Mapping[str, Any], where: str) -> str | None:
+    rule = tests.get("rule")
+    if rule is None:
+        return None
+    if rule not in RULES or tests["kind"] not in ("stdin", "function"):
+        raise UserError(
+            f"{where}: rule {rule!r:.60} of {tests['kind']} tests is unknown; "
+            f"stdin and function tests may have one of {', '.join(RULES)}"
+        )
+    return str(rule)
+
+
+def _setup(tests: Mapping[str, Any], where: str) -> str:
+    setup = _text(tests, "setup", where, default="")
+    return setup or _text(tests, "prompt_prefix", where, default="")
+
+
+def _imports(tests: Mapping[str, Any], setup: str) -> str:
+    """Return the code whose names a program finds as if they were builtin."""
+    if tests.get("rule") == LIVECODEBENCH:
+        return LIVECODEBENCH_IMPORTS
+    if tests["kind"] == "function" and not setup:
+        return USUAL_IMPORTS
+    return ""
 
 
 def check_syntax(tests: Mapping[str, Any], where: str = "tests") -> None:
@@ -179,7 +233,7 @@ def _atol(tests: Mapping[str, Any], where: str) -> float:
 
 def same_output(output: bytes, expected: str, atol: float = 0.0) -> bool:
     """Return whether two outputs are the same. Lines are compared without white space at their
-    ends, and without empty lines at the end of the text.
+    ends, and the texts without empty lines at their beginning and end.
 
     A line that differs as text is right if both split into the same number of numerals that are
     pairwise equal as exact decimals (``1.50`` is ``1.5``, ``1e3`` is ``1000``), or within ``atol``,
@@ -188,7 +242,7 @@ def same_output(output: bytes, expected: str, atol: float = 0.0) -> bool:
     line.
     """
     lines = _lines(output)
-    for goal in expected.rstrip().split("\n"):
+    for goal in expected.strip().split("\n"):
         line = next(lines, None)
         if line is None or not (
             line == goal.strip() or _same_numbers(line, goal, atol)
@@ -198,12 +252,21 @@ def same_output(output: bytes, expected: str, atol: float = 0.0) -> bool:
 
 
 def _lines(output: bytes) -> Iterator[str]:
+    """Yield the lines from the first one that is not empty on; one empty line of an output without
+    text.
+    """
     at = 0
+    begun = False
     while at <= len(output):
         end = output.find(b"\n", at)
         end = len(output) if end < 0 else end
-        yield output[at:end].decode(errors="replace").strip()
+        line = output[at:end].decode(errors="replace").strip()
+        begun = begun or line != ""
+        if begun:
+            yield line
         at = end + 1
+    if not begun:
+        yield ""
 
 
 def _same_numbers(line: str, expected: str, atol: float) -> bool:

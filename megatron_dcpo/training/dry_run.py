@@ -16,7 +16,7 @@ from megatron_dcpo.data.gym import is_gym
 from megatron_dcpo.evaluation.best_step import benchmark_names, check_keep_best
 from megatron_dcpo.evaluation.held_out import load_held_out
 from megatron_dcpo.judging.token_bytes import token_bytes
-from megatron_dcpo.objectives import resolve
+from megatron_dcpo.objectives import build_method, resolve
 from megatron_dcpo.rollout import load_tokenizer
 from megatron_dcpo.training.loggers import check_loggers
 from megatron_dcpo.training.preflight import (
@@ -42,6 +42,7 @@ def describe(config: Config, allow_missing: bool = False) -> dict[str, Any]:
     world_size = os.environ.get("WORLD_SIZE")
     check_processes(config, None if world_size is None else int(world_size))
     check_loggers(config)
+    build_method(config.objective)
     check_pass_through(config)
     evaluation = config.evaluation
     if evaluation.interval:

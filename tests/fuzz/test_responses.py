@@ -14,15 +14,17 @@ from hypothesis import strategies as st
 from megatron_dcpo.evaluation.programs import normal_form, same_program
 from megatron_dcpo.evaluation.samples import Sample, sample_line, sample_of
 from megatron_dcpo.judging.answers import BOXED, FENCED, Outcome, extract_program
+from megatron_dcpo.judging.choices import chosen_letter
 from megatron_dcpo.judging.judge import judge_many
 from megatron_dcpo.judging.math import answer_forms, latex
 from megatron_dcpo.judging.math.equivalence import quick_verdict
 from megatron_dcpo.judging.questions import (
-    chosen_letter,
     f1,
     is_abstention,
     normalize,
+    normalize_triviaqa,
     same_answer,
+    same_choice,
 )
 from megatron_dcpo.judging.thinking import KNOWN
 from megatron_dcpo.judging.token_bytes import TokenBytes
@@ -153,6 +155,8 @@ def test_answers_of_mathematics(answer: str, key: str) -> None:
 @given(answer=responses, truth=responses, options=st.lists(responses, max_size=5))
 def test_answers_to_questions(answer: str, truth: str, options: list[str]) -> None:
     assert isinstance(normalize(answer), str)
+    assert isinstance(normalize_triviaqa(answer), str)
+    assert same_choice(answer, answer)
     assert f1(answer, truth) == pytest.approx(f1(truth, answer))
     assert 0 <= f1(answer, truth) <= 1
     assert chosen_letter(answer, options) in (

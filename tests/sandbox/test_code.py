@@ -53,6 +53,11 @@ def asserts(*lines: str, **more: Any) -> dict[str, Any]:
     return {"kind": "asserts", "asserts": list(lines), **more}
 
 
+def livecodebench(output: str, given: str = "") -> dict[str, Any]:
+    cases = [{"input": given, "output": output}]
+    return {"kind": "stdin", "rule": "livecodebench", "cases": cases}
+
+
 def function(
     *cases: tuple[list[Any], Any], entry: str = "f", **more: Any
 ) -> dict[str, Any]:
@@ -349,6 +354,208 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
         function(([1], 1), ([0], 0)),
         "runtime_error",
     ),
+    # the names of standard files
+    "/dev/stdin": (
+        "import sys\nsys.stdin = open('/dev/stdin')\nprint(sum(map(int, input().split())))",
+        SUM,
+        "passed",
+    ),
+    "/proc/self/fd/0": (
+        "print(sum(map(int, open('/proc/self/fd/0').read().split())))",
+        SUM,
+        "passed",
+    ),
+    "/dev/fd/0 as a descriptor": (
+        "import os\nprint(sum(map(int, os.read(os.open('/dev/fd/0', os.O_RDONLY), 99).split())))",
+        SUM,
+        "passed",
+    ),
+    "/dev/stdin by pathlib": (
+        "import pathlib\np = pathlib.Path('/dev/stdin')\nassert p.exists()\n"
+        "print(sum(map(int, p.read_text().split())))",
+        SUM,
+        "passed",
+    ),
+    "/dev/stdin by numpy": (
+        "import numpy\nprint(int(numpy.loadtxt('/dev/stdin').sum()))",
+        SUM,
+        "passed",
+    ),
+    "/dev/stdin in bytes": (
+        "import os\nassert os.path.isfile('/dev/stdin') and not os.path.exists('/dev/fd/9')\n"
+        "print(sum(map(int, open(b'/dev/stdin', 'rb').read().split())))",
+        SUM,
+        "passed",
+    ),
+    "no other name is one of a standard file": (
+        "open('/dev/stdin/')",
+        SUM,
+        "runtime_error",
+    ),
+    "/dev/stdin by fileinput": (
+        "import fileinput\nfor line in fileinput.input('/dev/stdin'):\n"
+        "    print(sum(map(int, line.split())))",
+        SUM,
+        "passed",
+    ),
+    "/dev/stdout": (
+        "out = open('/dev/stdout', 'w')\nprint('3', file=out, flush=True)\nprint('4')",
+        {"kind": "stdin", "cases": [{"input": "", "output": "3\n4\n"}]},
+        "passed",
+    ),
+    "/dev/stderr is not the output": (
+        "open('/dev/stderr', 'w').write('4')\nprint('3')",
+        {"kind": "stdin", "cases": [{"input": "", "output": "3"}]},
+        "passed",
+    ),
+    # functions of programs with and without a class
+    "function by a class": (
+        "class Solution:\n    def f(self, x: List[int]) -> int: return sum(x)",
+        function(([[1, 2]], 3), ([[4]], 4)),
+        "passed",
+    ),
+    "function by a static method": (
+        "class Solution:\n    @staticmethod\n    def f(x): return x",
+        function(([3], 3)),
+        "passed",
+    ),
+    "function next to another class": (
+        "class Solution:\n    def g(self): pass\ndef f(x): return x",
+        function(([3], 3)),
+        "passed",
+    ),
+    "a function of the imports is not the program's": (
+        "x = gcd(4, 6)",
+        function(([4, 6], 2), entry="gcd"),
+        "runtime_error",
+    ),
+    "nor is it by LiveCodeBench's rule": (
+        "x = gcd(4, 6)",
+        function(([4, 6], 2), entry="gcd", rule="livecodebench"),
+        "runtime_error",
+    ),
+    "a function that the program imports": (
+        "from math import gcd",
+        function(([4, 6], 2), entry="gcd"),
+        "passed",
+    ),
+    "a method named as what it calls": (
+        "class Solution:\n    def gcd(self, a, b): return gcd(a, b)",
+        function(([4, 6], 2), entry="gcd", rule="livecodebench"),
+        "passed",
+    ),
+    "an import that builtins have": (
+        "class Solution:\n    def f(self, x): return pow(x, 5, 7)",
+        function(([2], 4), rule="livecodebench"),
+        "passed",
+    ),
+    "method by a plain function": (
+        "def f(x): return x",
+        function(([3], 3), entry="Solution().f"),
+        "passed",
+    ),
+    "neither function nor class": (
+        "def g(x): return x",
+        function(([3], 3), entry="Solution().f"),
+        "runtime_error",
+    ),
+    "a method is no function of a check": (
+        "class Solution:\n    def f(self): return 3",
+        check("assert candidate() == 3"),
+        "runtime_error",
+    ),
+    # LiveCodeBench
+    "imports of LiveCodeBench": (
+        "d = deque(map(int, sys.stdin.read().split()))\nd = copy.deepcopy(d)\n"
+        "print(gcd(*d), json.dumps([median(d)]), bisect.bisect([1, 2], 1), defaultdict(int)[0])",
+        livecodebench("2 [3.0] 1 0", "2 4\n"),
+        "passed",
+    ),
+    "no imports elsewhere": (
+        "d = deque()",
+        {"kind": "stdin", "cases": [{"input": "", "output": ""}]},
+        "runtime_error",
+    ),
+    "imports of LiveCodeBench for a method": (
+        "class Solution:\n    def f(self, x: List[int]) -> float: return median(x)",
+        function(([[3, 1, 2]], 2), entry="Solution().f", rule="livecodebench"),
+        "passed",
+    ),
+    "deep recursion": (
+        "def depth(n): return 0 if n == 0 else 1 + depth(n - 1)\nprint(depth(20000))",
+        livecodebench("20000"),
+        "passed",
+    ),
+    "deep recursion of a method": (
+        "class Solution:\n    def f(self, n): return 0 if n == 0 else 1 + self.f(n - 1)",
+        function(([20000], 20000), entry="Solution().f", rule="livecodebench"),
+        "passed",
+    ),
+    "leaves with status 1": ("print(3)\nsys.exit(1)", livecodebench("3"), "passed"),
+    "leaves with status 1 elsewhere": (
+        "import sys\nprint(3)\nsys.exit(1)",
+        {"kind": "stdin", "cases": [{"input": "", "output": "3"}]},
+        "runtime_error",
+    ),
+    "leaves with a status of the sandbox": (
+        "print(4)\nexit(96)",
+        livecodebench("3"),
+        "wrong",
+    ),
+    "raises after the right output": (
+        "print(3)\nraise ValueError",
+        livecodebench("3"),
+        "runtime_error",
+    ),
+    "leaves a method": (
+        "class Solution:\n    def f(self, x): sys.exit(0)",
+        function(([1], None), entry="Solution().f", rule="livecodebench"),
+        "runtime_error",
+    ),
+    "the last block under main": (
+        "def main(): print(3)\nif __name__ == '__main__':\n    main()",
+        livecodebench("3"),
+        "passed",
+    ),
+    "a block under main before the end": (
+        "if __name__ == '__main__':\n    print(3)\nx = 4",
+        livecodebench("3"),
+        "wrong",
+    ),
+    "variables of a program are local": (
+        "n = 0\ndef count():\n    global n\n    n += 1\ncount()\nprint(n)",
+        livecodebench("1"),
+        "runtime_error",
+    ),
+    "returns at its top level": ("print(3)\nreturn", livecodebench("3"), "passed"),
+    "imports alone": ("import os", livecodebench(""), "runtime_error"),
+    "no Python": ("print(", livecodebench(""), "runtime_error"),
+    "blank lines before the output": (
+        "print('\\n\\n3')",
+        livecodebench("3"),
+        "passed",
+    ),
+    "an expected output that begins with a blank line": (
+        "print(3)",
+        livecodebench("\n3\n"),
+        "passed",
+    ),
+    "a blank line within": ("print('3\\n\\n4')", livecodebench("3\n4"), "wrong"),
+    "a value next to the float": (
+        "class Solution:\n    def f(self, x): return x + 0.0000001",
+        function(([0.5], 0.5), entry="Solution().f", rule="livecodebench"),
+        "wrong",
+    ),
+    "a tuple for a list": (
+        "class Solution:\n    def f(self, x): return (x, 2)",
+        function(([1], [1, 2]), entry="Solution().f", rule="livecodebench"),
+        "passed",
+    ),
+    "tuples within a list": (
+        "class Solution:\n    def f(self, x): return [(x, 2)]",
+        function(([1], [[1, 2]]), entry="Solution().f", rule="livecodebench"),
+        "wrong",
+    ),
 }
 
 
@@ -481,6 +688,11 @@ def test_a_killed_judge_leaves_nothing(tmp_path: Path) -> None:
             {"kind": "pytest"},
             "kind of tests 'pytest' is unknown; it must be one of stdin, check, asserts, function",
         ),
+        (
+            {"kind": "stdin", "rule": "apps", "cases": [{"input": "", "output": ""}]},
+            "rule 'apps' of stdin",
+        ),
+        ({**asserts("f()"), "rule": "livecodebench"}, "rule 'livecodebench' of assert"),
         ({"kind": "stdin"}, "at least one case"),
         ({"kind": "stdin", "cases": []}, "at least one case"),
         ({"kind": "stdin", "cases": [3]}, "case 1: must be an object"),
@@ -531,7 +743,12 @@ def test_tests_that_are_no_python() -> None:
     [
         ("3", "3\n", 0, True),
         ("3 \n\n", "3", 0, True),
-        ("\n3", "3", 0, False),
+        ("\n3", "3", 0, True),
+        ("3", "\n\n3\n", 0, True),
+        ("3\n\n4", "3\n4", 0, False),
+        ("\n \n", "", 0, True),
+        ("\n3", "", 0, False),
+        (" ", "\n", 0, True),
         (" 3", "3", 0, True),
         ("3\r\n4", "3\n4", 0, True),
         ("1.50", "1.5", 0, True),

@@ -33,9 +33,14 @@ _DECIMAL = re.compile(r"([+-]?)\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)")
 _SIMPLE_FRACTION = re.compile(
     r"([+-]?)\s*(?:\\[dtc]?frac\s*\{\s*([+-]?[0-9]+)\s*\}\s*\{\s*([0-9]+)\s*\}|([0-9]+)\s*/\s*([0-9]+))"
 )
-_MIXED = re.compile(r"([+-]?)\s*([0-9]+)\s+([0-9]+)\s*/\s*([0-9]+)")
+_MIXED = re.compile(
+    r"([+-]?)\s*([0-9]+)(?:\s+([1-9][0-9]*)\s*/\s*([0-9]+)"
+    r"|(?:\s|~|\\[ ,;:!])*\\[dtc]?frac\s*\{\s*([0-9]+)\s*\}\s*\{\s*([0-9]+)\s*\})"
+)
 _SCIENTIFIC = re.compile(
-    r"([+-]?)\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)[eE]([+-]?[0-9]{1,3})"
+    r"([+-]?)\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)"
+    r"(?:[eE]([+-]?[0-9]{1,3})"
+    r"|\s*(?:\\times|\\cdot|\*)\s*10\s*\^\s*(?:\{\s*([+-]?[0-9]{1,4})\s*\}|([0-9])))"
 )
 _REPEATING = re.compile(
     r"([+-]?)\s*([0-9]*)\.([0-9]*)\\(?:overline|bar)\s*(?:\{\s*([0-9]+)\s*\}|([0-9]))"
@@ -219,8 +224,8 @@ def _unit(text: str) -> tuple[str, str, str] | None:
 def exact_number(text: str) -> Fraction | None:
     r"""Return the value of a plain number, None for everything else.
 
-    Plain are integers, decimals (``1.5e3`` and ``0.1\overline{6}`` too), ``a/b``, ``\frac{a}{b}``
-    and ``1 1/2``.
+    Plain are integers, decimals (``1.5e3``, ``1.5\times 10^{3}`` and ``0.1\overline{6}`` too),
+    ``a/b``, ``\frac{a}{b}``, ``1 1/2`` and ``1\frac{1}{2}``.
     """
     text = text.strip()
     if len(text) > 200:
@@ -230,10 +235,10 @@ def exact_number(text: str) -> Fraction | None:
     elif match := _SIMPLE_FRACTION.fullmatch(text):
         value = _fraction(match[2] or match[4], match[3] or match[5])
     elif match := _MIXED.fullmatch(text):
-        part = _fraction(match[3], match[4])
+        part = _fraction(match[3] or match[5], match[4] or match[6])
         value = None if part is None or part >= 1 else int(match[2]) + part
     elif match := _SCIENTIFIC.fullmatch(text):
-        value = Fraction(match[2]) * Fraction(10) ** int(match[3])
+        value = Fraction(match[2]) * Fraction(10) ** _exponent(match)
     elif match := _REPEATING.fullmatch(text):
         period = match[4] or match[5]
         digits = Fraction(int(period), 10 ** len(period) - 1) / 10 ** len(match[3])
@@ -241,6 +246,27 @@ def exact_number(text: str) -> Fraction | None:
     else:
         return None
     return -value if value is not None and match[1] == "-" else value
+
+
+def last_place(text: str) -> Fraction | None:
+    r"""Return what a unit of the last digit of a decimal is worth: ``0.01`` for ``6.88``, ``1e-9``
+    for ``6.88\times 10^{-7}``. None for any number that is written without a decimal point, which
+    is exact, and for everything else.
+    """
+    text = text.strip()
+    exponent = 0
+    if match := _SCIENTIFIC.fullmatch(text):
+        exponent = _exponent(match)
+    else:
+        match = _DECIMAL.fullmatch(text)
+    if match is None or "." not in match[2]:
+        return None
+    places = len(match[2].partition(".")[2])
+    return Fraction(10) ** (exponent - places)
+
+
+def _exponent(scientific: re.Match[str]) -> int:
+    return int(scientific[3] or scientific[4] or scientific[5])
 
 
 def _fraction(top: str, bottom: str) -> Fraction | None:

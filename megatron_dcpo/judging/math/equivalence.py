@@ -13,10 +13,11 @@ from __future__ import annotations
 import cmath
 import logging
 import re
+from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
-from megatron_dcpo.judging.math import answer_forms, latex
+from megatron_dcpo.judging.math import answer_forms, latex, plain_text
 
 # characters of an answer or a key; keys are far shorter, and sympy's time grows with the length
 MAX_ANSWER = 1_000
@@ -28,8 +29,10 @@ _RELATION = re.compile(r"[<>]|\\(?:leq?|geq?|lt|gt|in)(?![A-Za-z])")
 _IMAGINARY = re.compile(
     r"(?<![A-Za-z\\_{])i(?![A-Za-z])|(?<=[^A-Za-z]\{)i(?![A-Za-z])|\\sqrt\{\s*-|\\mathrm\{i\}"
 )
-# plain numbers this far apart cannot be equal under math-verify's rounding to six digits
-_APART = 1e-4
+# a decimal agrees with another number to these places, as for math-verify, and to the digits that
+# the key gives; with a key without a decimal point, to this part of its value
+_PLACES = 6
+_PART = Fraction(2, 100_000)
 
 for _name in (
     "math_verify",
@@ -58,18 +61,32 @@ def quick_verdict(answer: str, key: str) -> bool | None:
         return False
     left = answer_forms.exact_number(answer)
     right = answer_forms.exact_number(key)
-    if left is not None and right is not None:
-        if left == right:
-            return True
-        if abs(left - right) > _APART:
-            return False
-    return None
+    if left is None or right is None:
+        return None
+    if left == right:
+        return True
+    place = answer_forms.last_place(key)
+    if place is not None:
+        tolerance = place / 2
+    elif answer_forms.last_place(answer) is not None:
+        tolerance = _PART * abs(right)
+    else:  # two exact values
+        return False
+    alike = round(left, _PLACES) == round(right, _PLACES)
+    return alike and abs(left - right) <= tolerance
 
 
 def equivalent(answer: str, key: str) -> bool:
-    """Return whether ``answer`` is equivalent to ``key``. This may take forever; call it in a
-    process that can be interrupted.
+    """Return whether ``answer`` is equivalent to ``key``. An answer that sympy or the LaTeX grammar
+    cannot take is not. This may take forever; call it in a process that can be interrupted.
     """
+    try:
+        return _equivalent(answer, key)
+    except Exception:  # sympy raises almost anything: TypeError for C(5,2)
+        return False
+
+
+def _equivalent(answer: str, key: str) -> bool:
     quick = quick_verdict(answer, key)
     if quick is not None:
         return quick
@@ -88,8 +105,7 @@ def equivalent(answer: str, key: str) -> bool:
     are_sets = {answer_forms.is_braced_set(answer), answer_forms.is_braced_set(key)}
     if are_sets == {True, False}:
         return False
-    left = latex.spell_out(answer)
-    right = latex.spell_out(key)
+    left, right = _without_units(latex.spell_out(answer), latex.spell_out(key))
     if r"\pi" in left + right and latex.has_degrees(left) != latex.has_degrees(right):
         left = latex.degrees_to_radians(left)
         right = latex.degrees_to_radians(right)
@@ -103,6 +119,17 @@ def equivalent(answer: str, key: str) -> bool:
     if left_ratio or right_ratio:
         return _proportional(left, right, left_ratio, right_ratio)
     return _algebraically_equal(left, right)
+
+
+def _without_units(answer: str, key: str) -> tuple[str, str]:
+    """Return both without the words after a number. ``5 apples`` is ``5``, but two answers with
+    different words keep them.
+    """
+    answer_number, answer_words = plain_text.split_unit(answer)
+    key_number, key_words = plain_text.split_unit(key)
+    if answer_words and key_words and answer_words != key_words:
+        return answer, key
+    return answer_number, key_number
 
 
 def _proportional(
@@ -135,8 +162,11 @@ def _quotient(top: str, bottom: str) -> str:
 def _algebraically_equal(answer: str, key: str) -> bool:
     from math_verify import verify
 
+    from megatron_dcpo.judging.math import exact
+
     if answer == key:
         return True
+    exact.compare_exactly()
     gold = _parse_key(key)
     predicted = _parse(f"\\boxed{{{answer}}}", box_first=True)
     if not gold or not predicted:
@@ -162,21 +192,21 @@ def _clearly_apart(gold: object, predicted: object) -> bool:
     Percentages have their own rules, and ``i`` may be the imaginary unit, so both are left to the
     other checks.
     """
-    from sympy import Expr, Float, Integer, Rational
+    from sympy import Derivative, Expr, Float, Integral, Limit, Product, Sum
+
+    from megatron_dcpo.judging.math import exact
 
     if not (isinstance(gold, Expr) and isinstance(predicted, Expr)):
         return False
-    symbols = gold.free_symbols
-    if symbols != predicted.free_symbols:
-        return False
-    if any(not symbol.is_Symbol or symbol.name in "iIeE" for symbol in symbols):
+    if gold.free_symbols != predicted.free_symbols:
         return False
     for expression in (gold, predicted):
-        if not expression.is_commutative or expression.has(_unevaluated()):
+        unevaluated = expression.has(Derivative, Integral, Limit, Product, Sum)
+        if not expression.is_commutative or unevaluated:
             return False
-    point = {}
-    for n, symbol in enumerate(sorted(symbols, key=str)):
-        point[symbol] = Rational(7 + 4 * n, 5 + 2 * n) + Integer(n)
+    point = exact.sample_point(gold, predicted)
+    if point is None:
+        return False
     gold_value = complex(gold.subs(point).evalf(15))
     predicted_value = complex(predicted.subs(point).evalf(15))
     if not cmath.isfinite(gold_value) or not cmath.isfinite(predicted_value):
@@ -188,17 +218,13 @@ def _clearly_apart(gold: object, predicted: object) -> bool:
     return abs(gold_value - predicted_value) > tolerance * scale
 
 
-def _unevaluated() -> tuple[Any, ...]:
-    from sympy import Derivative, Integral, Limit, Product, Sum
-
-    return Derivative, Integral, Limit, Product, Sum
-
-
 def _complex_equal(gold: object, predicted: object) -> bool:
-    """Return whether two numbers are equal as complex numbers, to 30 digits. False for expressions
-    with free symbols, in which ``i`` may be an index.
+    """Return whether two numbers are equal as complex numbers, to 30 digits and not certainly
+    unequal. False for expressions with free symbols, in which ``i`` may be an index.
     """
     from sympy import Basic, Expr, I
+
+    from megatron_dcpo.judging.math import exact
 
     values = []
     for expression in (gold, predicted):
@@ -209,6 +235,8 @@ def _complex_equal(gold: object, predicted: object) -> bool:
         if not isinstance(value, Expr) or value.free_symbols:
             return False
         values.append(value)
+    if exact.certainly_unequal(values[0], values[1]):
+        return False
     difference = (values[0] - values[1]).evalf(30)
     scale = max(1.0, abs(complex(values[0].evalf(30))))
     return bool(abs(complex(difference)) < 1e-12 * scale)

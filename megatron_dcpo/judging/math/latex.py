@@ -24,6 +24,8 @@ import re
 import unicodedata
 from functools import partial
 
+from megatron_dcpo.judging.math import plain_text
+
 _SYMBOLS = {
     "−": "-",
     "–": "-",
@@ -135,7 +137,8 @@ def spell_out(text: str) -> str:
     """Spell out everything except degree signs outside trigonometry, whose meaning depends on the
     other side.
     """
-    text = expand_arguments(plain_symbols(_END.sub("", text.strip())))
+    text = plain_text.spell_out(plain_symbols(_END.sub("", text.strip())))
+    text = expand_arguments(text)
     text = _BLACKBOARD.sub(r"\\mathbb{\1}", text.replace(r"\varnothing", r"\emptyset"))
     return degrees_in_trigonometry(join_digits(without_sizes(text)).strip())
 

@@ -6,6 +6,7 @@
 | `isolation.py` | namespaces, capabilities, Landlock, limits, by system call |
 | `seccomp.py` | the system calls that are allowed |
 | `program.py` | runs a program on stdin, or answers calls to its functions |
+| `standard_files.py` | opens stdin, stdout and stderr by their names in /dev and /proc |
 | `test_runner.py` | runs the tests, in another process, and calls the program through a pipe |
 | `rpc.py` | values and messages between the two, without pickle |
 

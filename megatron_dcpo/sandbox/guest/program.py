@@ -7,6 +7,7 @@ each.
 from __future__ import annotations
 
 import _sitebuiltins
+import ast
 import builtins
 import itertools
 import os
@@ -17,7 +18,7 @@ import traceback
 import types
 from typing import Any
 
-from megatron_dcpo.sandbox.guest import rpc
+from megatron_dcpo.sandbox.guest import rpc, standard_files
 
 # EPERM, EACCES, EROFS, ENETUNREACH; EFBIG; ENOMEM
 _EXIT_OF_ERRNO: dict[int | None, int] = {
@@ -34,17 +35,28 @@ FLUSH_BYTES, FLUSH_SECONDS = (
     1 << 16,
     0.01,
 )  # answers to prefetched calls are gathered this much
+LIVECODEBENCH = "livecodebench"  # the rule of tests (``sandbox/tests.py``)
+_IS_MAIN = "__name__ == '__main__'"
 _METHOD = re.compile(r"^(\w+)(?:\(\))?\.(\w+)$")
 
 
 def run_program(job: dict[str, Any], calls: int | None, message_bytes: int) -> None:
-    """Run a program and end the process. ``job`` has ``program`` and ``setup``; ``calls`` is the
-    pipe of the tests, None for stdin tests.
+    """Run a program and end the process. ``job`` has ``program``, ``imports``, ``setup`` and
+    ``rule`` (``sandbox/tests.py``); ``calls`` is the pipe of the tests, None for stdin tests.
     """
     code = 1
+    by_livecodebench = job.get("rule") == LIVECODEBENCH
     try:
         _fresh_streams()
-        module, shared = define(job, "__main__" if calls is None else "solution")
+        standard_files.provide()
+        if calls is not None:
+            name = "solution"
+        elif by_livecodebench:
+            name = "tmp_sol"  # as there
+            job = {**job, "program": called_once(job["program"])}
+        else:
+            name = "__main__"
+        module, shared = define(job, name)
         if calls is not None:
             Answers(
                 module=module,
@@ -55,11 +67,38 @@ def run_program(job: dict[str, Any], calls: int | None, message_bytes: int) -> N
         code = 0
     except SystemExit as end:
         code = _exit_code(end)
+        if by_livecodebench and calls is None:
+            code = 0  # there the output alone decides
     except BaseException as error:
         code = category_code(error)
         _complain()
     finally:
         _end(code)
+
+
+def called_once(program: str) -> ast.Module:
+    """Return a program that reads standard input as LiveCodeBench runs it: its imports first, and
+    everything else as the body of a function that is called once, so that its variables are local
+    there. A last block under ``if __name__ == "__main__"`` counts as written without the condition;
+    any other one does not run. Raises SyntaxError for a program that only imports, too.
+    """
+    statements = ast.parse(program, "<program>").body
+    last = statements[-1] if statements else None
+    if isinstance(last, ast.If) and ast.unparse(last.test) == _IS_MAIN:
+        statements = [*statements[:-1], *last.body]
+    imports: list[ast.stmt] = []
+    body: list[ast.stmt] = []
+    for statement in statements:
+        is_import = isinstance(statement, ast.Import | ast.ImportFrom)
+        (imports if is_import else body).append(statement)
+    if not body:
+        raise SyntaxError("the program only imports")
+    frame = ast.parse("def wrapped_function():\n    pass\nwrapped_function()")
+    function = frame.body[0]
+    assert isinstance(function, ast.FunctionDef)
+    function.body = body
+    frame.body = [*imports, *frame.body]
+    return frame
 
 
 def define(job: dict[str, Any], name: str) -> tuple[types.ModuleType, set[str]]:
@@ -74,6 +113,8 @@ def define(job: dict[str, Any], name: str) -> tuple[types.ModuleType, set[str]]:
         "quit",
     ):  # an interpreter started without its site module has none
         setattr(builtins, word, _sitebuiltins.Quitter(word, ""))
+    if job.get("imports"):
+        _add_builtins(job["imports"])
     if job.get("setup"):
         exec(compile(job["setup"], "<setup>", "exec"), module.__dict__)
     shared = {
@@ -83,6 +124,17 @@ def define(job: dict[str, Any], name: str) -> tuple[types.ModuleType, set[str]]:
     }
     exec(compile(job["program"], "<program>", "exec"), module.__dict__)
     return module, shared
+
+
+def _add_builtins(imports: str) -> None:
+    """Make the names that ``imports`` brings builtin, so that the program finds them and a function
+    that the tests ask for must still be its own.
+    """
+    names: dict[str, Any] = {}
+    exec(compile(imports, "<imports>", "exec"), names)
+    for name, value in names.items():
+        if not name.startswith("__") and not hasattr(builtins, name):
+            setattr(builtins, name, value)
 
 
 def category_code(error: BaseException) -> int:
@@ -229,6 +281,8 @@ class Answers:
         """
         if "reference" in on:
             return self.references[on["reference"]]
+        if "function" in on:
+            return self.function(on["function"])
         names = vars(self.module)
         if on["name"] in names:
             return names[on["name"]]
@@ -243,6 +297,21 @@ class Answers:
         bound = getattr(owner, method[2])
         names[on["name"]] = bound  # one instance for all tests, as in the data sets
         return bound
+
+    def function(self, entry: str) -> Any:  # noqa: ANN401 - of the program
+        """Return what the tests of a function call, ``total`` or ``Solution().total``: the method
+        of the program's class Solution if it has one, or else its function, as verl and
+        LiveCodeBench do.
+        """
+        names = vars(self.module)
+        method = _METHOD.match(entry)
+        owner, name = (method[1], method[2]) if method else ("Solution", entry)
+        owns = isinstance(names.get(owner), type) and hasattr(names[owner], name)
+        if owns:
+            return self.target({"name": f"{owner}().{name}"})
+        if method is not None and name in names:
+            return names[name]
+        return self.target({"name": entry})
 
     def by_value(self) -> dict[str, type]:
         classes = {}
@@ -263,7 +332,9 @@ class Answers:
 
 def _builtin_name(error: BaseException) -> str:
     for kind in type(error).__mro__:
-        if getattr(builtins, kind.__name__, None) is kind:
+        is_builtin = getattr(builtins, kind.__name__, None) is kind
+        # the names of imports are there too
+        if is_builtin and kind.__module__ == "builtins":
             return kind.__name__
     return "Exception"
 

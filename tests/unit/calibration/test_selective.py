@@ -93,6 +93,29 @@ def test_debiasing_takes_the_bias_of_a_calibrated_model() -> None:
     assert np.mean(debiased) < 0.002
 
 
+def test_bins_of_one_row_add_nothing_to_the_debiased_error() -> None:
+    """Numbers of uncertainty-calibration 0.1.4, ``unbiased_l2_ce`` over ten bins of equal width."""
+    assert ece_debiased([0.05, 0.95], [1, 0]) == 0.0
+    c = [0.05, 0.12, 0.33, 0.37, 0.38, 0.51, 0.62, 0.84, 0.88, 0.97]
+    y = [1, 0, 1, 1, 1, 0, 0, 0, 1, 0]
+    pair = 2 / 10 * ((0.86 - 0.5) ** 2 - 0.25)
+    three = 3 / 10 * (0.36 - 1.0) ** 2
+    by_hand = (pair + three) ** 0.5
+    assert by_hand == pytest.approx(0.31432467291003413, abs=1e-12)
+    assert ece_debiased(c, y, bins=10) == pytest.approx(by_hand, abs=1e-12)
+
+
+def test_a_calibrated_model_of_ten_rows_has_little_debiased_error() -> None:
+    generator = np.random.default_rng(1)
+    plain, debiased = [], []
+    for _ in range(400):
+        c = generator.random(10)
+        y = (generator.random(10) < c).astype(float)
+        plain.append(ece(c, y))
+        debiased.append(ece_debiased(c, y))
+    assert np.mean(debiased) < 0.4 * np.mean(plain)
+
+
 @given(
     st.lists(
         st.tuples(

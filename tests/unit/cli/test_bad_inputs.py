@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatron_dcpo.cli import main
+from megatron_dcpo.config import load_config
 from tests.helpers.evaluated import evaluated
 from tests.helpers.paths import QUICKSTART
 
@@ -203,6 +204,11 @@ CASES: dict[str, tuple[Callable[[Path], None], list[str], str]] = {
         config(RUN.replace("run_dir: run", "run_dir: ${home}")),
         dry(),
         "home",
+    ),
+    "a table as configuration": (
+        data("problem,answer\n", "rows.csv"),
+        ["train", "--config", "rows.csv", "--dry-run"],
+        "rows.csv: a configuration is a YAML file",
     ),
     # the model
     "no model": (
@@ -545,3 +551,18 @@ def test_what_is_elsewhere_is_allowed_to_be(
     shutil.rmtree(project / "policy")
     assert main(dry("--allow-missing")) == 0
     assert "policy (not here)" in capsys.readouterr().out
+
+
+def test_a_misspelled_option_names_the_nearest(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([*dry(), "--resme=auto"])
+    assert ended.value.code == 2
+    assert "'--resume'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("written", ["wandb,mine.py:log", "[wandb,'mine.py:log']"])
+def test_loggers_are_a_list_or_one_text(project: Path, written: str) -> None:
+    config = load_config("run.yaml", [f"logging.to={written}"])
+    assert config.logging.to == ("wandb", "mine.py:log")

@@ -27,6 +27,7 @@ from megatron_dcpo.data.datasets import load_records, message_prompts
 from megatron_dcpo.data.files import read_rows
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.sandbox.judge import judge_programs
+from megatron_dcpo.sandbox.tests import LIVECODEBENCH_COMMIT
 from tests.helpers.data import real, reference_solution, write
 from tests.helpers.paths import DATA
 
@@ -371,7 +372,7 @@ def lcb_row(
 
 def test_live_code_bench_stdin_and_functional() -> None:
     tests = read_tests_of(lcb_row(1, "2025-01-02"))
-    assert tests["kind"] == "stdin"
+    assert (tests["kind"], tests["rule"]) == ("stdin", "livecodebench")
     assert tests["cases"] == [
         {"input": "1 2\n", "output": "3\n"},
         {"input": "5 5\n", "output": "10\n"},
@@ -392,7 +393,57 @@ def test_live_code_bench_stdin_and_functional() -> None:
         found.tests["cases"]
         == [{"args": [[1, 2], "a"], "kwargs": {}, "expected": [True]}] * 2
     )
+    assert found.tests["rule"] == "livecodebench"
     assert "def f(self, a, b)" in found.statement
+
+
+STARTER = "class Solution:\n    def total(self, nums: List[int]) -> int:\n        "
+
+
+def deepcoder_row(**other: Any) -> dict[str, Any]:
+    case = {
+        "input": "[1, 2]\n3",
+        "output": "6",
+        "testtype": "functional",
+        "metadata": {"func_name": "total"},
+    }
+    return {"problem": "Return the sum.", "tests": json.dumps([case]), **other}
+
+
+@pytest.mark.parametrize(
+    ("columns", "entry"),
+    [
+        ({"starter_code": STARTER}, "Solution().total"),
+        ({"starter_code": "def total(nums, more):"}, "total"),
+        ({"starter_code": ""}, "Solution().total"),
+        ({"metadata": {"func_name": "total"}}, "Solution().total"),
+        ({"metadata": '{"func_name": "total"}'}, "Solution().total"),
+    ],
+)
+def test_functional_tests_of_deepcoder(columns: dict[str, Any], entry: str) -> None:
+    row = deepcoder_row(**columns)
+    if "metadata" in columns:
+        row["tests"] = row["tests"].replace("func_name", "other")
+    found = code_problem(row)
+    assert found is not None
+    assert found.tests == {
+        "kind": "function",
+        "rule": "livecodebench",
+        "entry_point": entry,
+        "cases": [{"args": [[1, 2], 3], "kwargs": {}, "expected": 6}],
+    }
+    assert "standard input" not in found.statement
+    assert "total" in found.statement
+    assert columns.get("starter_code", "").strip() in found.statement
+
+
+def test_stdin_tests_of_deepcoder_and_tests_without_a_name() -> None:
+    case = {"input": "1 2\n", "output": "3\n", "testtype": "stdin"}
+    tests = read_tests_of({"problem": "Add.", "tests": [case]})
+    assert (tests["kind"], tests["rule"]) == ("stdin", "livecodebench")
+    unnamed = {"input": "1", "output": "3", "testtype": "functional"}
+    with pytest.raises(UserError, match="func_name"):
+        code_problem({"problem": "Add.", "tests": [unnamed]})
 
 
 class Hostile:
@@ -450,6 +501,7 @@ def test_windows_by_contest_date_over_several_files(tmp_path: Path) -> None:
     )
     assert any("2 problems" in w and "279" in w for w in v5.warnings)
     assert any("2024-08-01" in w and "2025-02-01" in w for w in v5.warnings)
+    assert any(LIVECODEBENCH_COMMIT in w for w in v5.warnings)
     assert len(load_benchmark("lcb_v6", tmp_path).records) == 2
     chosen = load_benchmark("lcbv5:2024-07-01..2024-08-01", tmp_path)
     assert len(chosen.records) == 1

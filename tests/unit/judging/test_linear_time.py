@@ -38,9 +38,12 @@ from megatron_dcpo.judging.answers import (
     extract_program,
 )
 from megatron_dcpo.judging.blocks import split_text
+from megatron_dcpo.judging.choices import chosen_letter
 from megatron_dcpo.judging.confidence import parse_confidence
 from megatron_dcpo.judging.judge import with_text
+from megatron_dcpo.judging.math import plain_text
 from megatron_dcpo.judging.math.equivalence import quick_verdict
+from megatron_dcpo.judging.questions import normalize, normalize_triviaqa
 from megatron_dcpo.judging.token_bytes import TokenBytes
 from megatron_dcpo.rollout.openai_client import _response
 from megatron_dcpo.runtime.text import encodable, parse_json, printable
@@ -120,6 +123,19 @@ CASES: dict[str, Case] = {
     "parse_confidence": Case(lambda text: parse_confidence(text, finished=True)),
     "quick_verdict of an answer": Case(lambda text: quick_verdict(text, "x+1")),
     "quick_verdict of a key": Case(lambda text: quick_verdict("x+1", text)),
+    "plain_text.spell_out": Case(plain_text.spell_out, longest=8_000),
+    "split_unit": Case(plain_text.split_unit, longest=8_000),
+    "chosen_letter": Case(
+        lambda text: chosen_letter(text, ["Paris", "1/2", "b) x"]), longest=8_000
+    ),
+    "chosen_letter without options": Case(
+        lambda text: chosen_letter(text, ()), longest=8_000
+    ),
+    "chosen_letter of long options": Case(
+        lambda text: chosen_letter("b) x", [text, text[1:]]), longest=8_000
+    ),
+    "normalize": Case(normalize),
+    "normalize_triviaqa": Case(normalize_triviaqa),
     "normal_form": Case(normal_form, longest=19_000),
     "bare_problem": Case(bare_problem),
     "box_instruction": Case(box_instruction),

@@ -14,15 +14,17 @@ from megatron_dcpo.config import JudgingConfig, load_config
 from megatron_dcpo.data.datasets import Record
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.judging.answers import Attempt
+from megatron_dcpo.judging.choices import chosen_letter
 from megatron_dcpo.judging.judge import judge_many
 from megatron_dcpo.judging.questions import (
     check_questions,
-    chosen_letter,
     f1,
     is_abstention,
     normalize,
+    normalize_triviaqa,
     question_verifier,
     same_answer,
+    same_choice,
 )
 from megatron_dcpo.judging.verifiers import verifier_for, verifiers
 from megatron_dcpo.training.sources import load_sources
@@ -49,12 +51,45 @@ def correct(
         ("New~York", "new york"),
         ("U.S.", "us"),
         ("Andy Warhol's theatre", "andy warhols theatre"),
+        ("Andy Warhol\u2019s", "andy warhol\u2019s"),  # ASCII's punctuation only
+        ("Spider-Man", "spiderman"),
+        ("1,000", "1000"),
         ("The", "the"),  # nothing would be left
         ("?!", "?!"),
     ],
 )
 def test_texts_are_compared_as_squad_does(text: str, normal: str) -> None:
     assert normalize(text) == normal
+
+
+@pytest.mark.parametrize(
+    ("text", "normal"),
+    [
+        ("Spider-Man", "spider man"),
+        ("AC/DC", "ac dc"),
+        ("U.S.A.", "u s"),  # its "a" is an article
+        ("1,000", "1 000"),
+        ("Andy Warhol\u2019s", "andy warhol s"),
+        ("The_Beatles", "beatles"),
+        (r"\text{An apple}", "apple"),
+        ("The", "the"),
+    ],
+)
+def test_texts_of_triviaqa_are_compared_as_its_script_does(
+    text: str, normal: str
+) -> None:
+    assert normalize_triviaqa(text) == normal
+
+
+def test_the_comparison_is_that_of_the_data() -> None:
+    trivia = {"answer": {"Value": "AC/DC", "Aliases": ["AC/DC"]}}
+    assert correct("exact", "AC DC", "AC/DC", trivia)
+    assert not correct("exact", "ACDC", "AC/DC", trivia)
+    assert correct("f1", "AC DC", "AC/DC", trivia)
+    assert correct("exact", "ACDC", "AC/DC", {"answer": ["AC/DC"]})
+    assert not correct("exact", "AC DC", "AC/DC", {"answer": ["AC/DC"]})
+    humans = {"answer": {"Aliases": ["x"], "HumanAnswers": ["AC/DC"]}}
+    assert correct("exact", "ac dc", "x", humans)
 
 
 @pytest.mark.parametrize(
@@ -123,6 +158,176 @@ def test_the_letter_or_the_text_of_an_option(answer: str, letter: str | None) ->
     assert chosen_letter(answer, ["5", "-5", "both of  them.", "x"]) == letter
 
 
+OPTIONS = ["Paris", "Rome", "a dog", "3.5 m"]
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        *(
+            r"\textbf{(B)}\ Rome",
+            r"\text{(B) }Rome",
+            r"\textbf{B. }Rome",
+            r"\mathrm{(B)}",
+        ),
+        *(
+            r"\textbf{(B) Rome}",
+            r"\boxed{\textbf{(B)}}",
+            r"\underline{B}",
+            r"\(B\)",
+            r"B\)",
+        ),
+        *(
+            r"\textcolor{red}{B}",
+            r"B\quad Rome",
+            r"\left(B\right)",
+            "$B$",
+            "{B}",
+            "\uff08\uff22\uff09",
+        ),
+        *(
+            "B ) Rome",
+            "B) Rome",
+            "B)Rome",
+            "B: Rome",
+            "B:Rome",
+            "B - Rome",
+            "B \u2013 Rome",
+            "B-Rome",
+        ),
+        *(
+            "Option B: Rome",
+            "Option B",
+            "Choice (b)",
+            "**B**",
+            "**B**: Rome",
+            "**B) Rome**",
+        ),
+        *(
+            "[B]",
+            "<B>",
+            "`B`",
+            "\u201cB\u201d",
+            "B,  rome",
+            "B (Rome)",
+            "B = Rome",
+            "B -> Rome",
+        ),
+        *(
+            "The answer is B",
+            "The correct answer is (B).",
+            "the best answer is B: Rome",
+        ),
+        *(
+            "Answer: B",
+            "My answer: B",
+            "So the answer is option B.",
+            "The answer is Rome",
+        ),
+        *(
+            "(B) is the correct answer",
+            "Option B is correct",
+            "B) Rome, because it is older",
+        ),
+    ],
+)
+def test_letters_as_people_and_models_write_them(answer: str) -> None:
+    assert chosen_letter(answer, OPTIONS) == "B"
+    assert correct("choice", answer, "B", {"options": OPTIONS})
+    assert not correct("choice", answer, "A", {"options": OPTIONS})
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        *("A - Rome", "B) Paris", "B. a dog", "B 3.5 m"),  # two options
+        *(
+            "A or B",
+            "A, B",
+            "A/B",
+            "AB",
+            "B and C",
+            "Option A or B",
+            "A. B",
+            "Options B",
+        ),
+        *(
+            "B) Rome and A) Paris",
+            "B) Rome or Paris",
+            "not B",
+            "neither",
+            "E",
+            "E) Rome is not",
+        ),
+        *(
+            "Boston",
+            "bread",
+            "b-movie",
+            "i.e. Rome",
+            "e.g. Rome",
+            "A-frame",
+            "a big house",
+        ),
+        *("D) 3", "D) -3.5 m", "B) 4", "", "\\text{}", "()", "**"),
+    ],
+)
+def test_no_letter_and_two_letters(answer: str) -> None:
+    assert chosen_letter(answer, OPTIONS) is None
+
+
+@pytest.mark.parametrize(
+    ("answer", "options", "letter"),
+    [
+        (r"\textbf{(B)}\ 4", ["3", "4"], "B"),
+        ("B) $4$", ["3", "$4$"], "B"),
+        (r"\textbf{(D)}~\frac{1}{2}", ["1", "2", "3", r"$\frac{1}{2}$"], "D"),
+        ("(B) -5", ["5", "-5"], "B"),
+        ("(A) -5", ["5", "-5"], None),
+        ("A - 5", ["5", "-5"], "A"),
+        ("C) both", ["one", "two", "both of them"], "C"),
+        ("a dog", ["cat", "a dog"], "B"),
+        (r"\textbf{(B)}\ \frac12", ["1", r"$\frac{1}{2}$"], "B"),
+        ("1/2", ["1", r"$\frac{1}{2}$"], "B"),
+        (r"2\sqrt3", ["3", r"$2\sqrt{3}$"], "B"),
+        ("B) 0.50", ["0.5", "0.05"], None),
+        ("B) 3.5", ["3.5", "35"], None),
+        ("A) 35", ["3.5", "35"], None),
+        ("B) jewelry-store", ["bank", "jewelry store"], "B"),
+        ("Jewelry Store!", ["bank", "jewelry store"], "B"),
+        ("B) It is Rome", ["Paris", "Rome"], "B"),
+        ("B) It is not Rome", ["Paris", "Rome"], None),
+        ("B) Rome, not Paris", ["Paris", "Rome"], None),
+        ("B) Rome or Milan", ["Paris", "Rome"], None),
+        ("B) Romeo", ["Paris", "Rome"], None),
+        ("B) Rome, which is old and not far", ["Paris", "Rome"], "B"),
+        ("x^2", ["x2", "x^2"], "B"),
+        ("A) x^2", ["x2", "x^2"], None),
+        ("true", ["True", "False"], "A"),
+        ("A) yes", ["yes", "yes"], "A"),
+    ],
+)
+def test_letters_next_to_texts(
+    answer: str, options: list[str], letter: str | None
+) -> None:
+    assert chosen_letter(answer, options) == letter
+
+
+@pytest.mark.parametrize(
+    ("answer", "letter"),
+    [
+        ("B", "B"),
+        ("B. Rome", "B"),
+        ("Answer: (b)", "B"),
+        ("B Rome", None),
+        ("B) Rome and A) Paris", None),
+        ("A. B", None),
+        ("a dog", None),
+    ],
+)
+def test_letters_without_options(answer: str, letter: str | None) -> None:
+    assert chosen_letter(answer, ()) == letter
+
+
 def test_choice() -> None:
     row = {"options": ["Paris", "Rome"], "answer": "B"}
     assert [
@@ -142,6 +347,9 @@ def test_repeats_agree_by_letter_or_text() -> None:
     assert same_answer("(B)", "b")
     assert same_answer("The Beatles", "beatles")
     assert not same_answer("A", "B")
+    assert not same_answer("M. Night Shyamalan", "M. Butterfly")
+    assert same_choice("B. Rome", r"\textbf{(B)}")
+    assert not same_choice("A. Paris", "B. Rome")
 
 
 @pytest.mark.parametrize(

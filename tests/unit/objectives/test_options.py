@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
 from megatron_dcpo.errors import UserError
+from megatron_dcpo.judging.confidence import parse_confidence
 from megatron_dcpo.objectives import METHODS, ObjectiveConfig, resolve
+from megatron_dcpo.objectives.advantages import scored_confidence
 from megatron_dcpo.objectives.options import OWN_OPTIONS
-from tests.helpers.objective_cases import objective
+from tests.helpers.objective_cases import judgement, objective
 
 
 def test_options_resolve_explicit_then_method_then_preset() -> None:
@@ -140,3 +143,36 @@ def test_options_of_a_method_are_checked() -> None:
     ):
         with pytest.raises(UserError, match=message):
             objective(**options)
+
+
+@pytest.mark.parametrize(
+    ("text", "finished", "scored"),
+    [
+        ("\\boxed{1}\nCONFIDENCE: 0.8", True, 0.8),
+        ("\\boxed{1}\nCONFIDENCE: -0.3", True, -0.3),
+        ("\\boxed{1}\nCONFIDENCE: 2.5", True, 2.5),
+        ("\\boxed{1}\nCONFIDENCE: 10.5", True, 10.5),
+        ("\\boxed{1}\nCONFIDENCE: 85%", True, -1.0),
+        ("\\boxed{1}\nCONFIDENCE: 8e-1", True, -1.0),
+        ("\\boxed{1}\nCONFIDENCE: 0,8", True, -1.0),
+        ("\\boxed{1}\nCONFIDENCE: 0.8.", True, -1.0),
+        ("\\boxed{1}\nCONFIDENCE: 0.8 sure", True, -1.0),
+        ("\\boxed{1}\nCONFIDENCE: 00.5", True, 0.5),
+        ("\\boxed{1}\nCONFIDENCE: 0.8\nCONFIDENCE: 0.9", True, -1.0),
+        ("CONFIDENCE: 0.8\n\\boxed{1}", True, -1.0),
+        ("\\boxed{1}\nCONFIDENCE: 0.8", False, -1.0),
+        ("\\boxed{1}\nConfidence: 0.8", True, -1.0),
+        ("\\boxed{1}", True, -1.0),
+    ],
+)
+def test_numbers_that_the_released_code_reads_otherwise(
+    text: str, finished: bool, scored: float
+) -> None:
+    """The table of docs/algorithms.md#6-presets: what ``verl_compat`` scores."""
+    options = resolve(ObjectiveConfig(preset="verl_compat"))
+    parsed = parse_confidence(text, marker="CONFIDENCE:", finished=finished)
+    read = replace(
+        judgement("p", 1.0, parsed.confidence, status=parsed.status),
+        stated=parsed.stated,
+    )
+    assert scored_confidence(read, options) == scored

@@ -27,7 +27,12 @@ from megatron_dcpo.judging.thinking import KNOWN
 from megatron_dcpo.judging.token_bytes import TokenBytes
 from megatron_dcpo.rollout import SamplingConfig
 from megatron_dcpo.rollout.engine import sample_seed
-from megatron_dcpo.rollout.openai_client import Endpoint, check_address, served_model
+from megatron_dcpo.rollout.openai_client import (
+    Endpoint,
+    _response,
+    check_address,
+    served_model,
+)
 from megatron_dcpo.types import Prompt, Response
 from tests.helpers.fake_server import FakeServer, Reply, good_reply
 
@@ -364,6 +369,44 @@ def test_odd_replies_are_named(server: FakeServer, reply: dict[str, Any]) -> Non
     server.reply = lambda body: (200, reply, {})
     with pytest.raises(UserError, match="unexpected reply"):
         all_of(endpoint(server).complete([Request(prompts(1)[0], (0,))]))
+
+
+@pytest.mark.parametrize("api", ["chat", "completions"])
+@pytest.mark.parametrize(
+    ("reason", "finish_reason"),
+    [
+        ("stop", "stop"),
+        ("STOP", "stop"),
+        ("eos_token", "stop"),
+        ("end_turn", "stop"),
+        ("stop_sequence", "stop"),
+        ("length", "length"),
+        ("max_tokens", "length"),
+        ("content_filter", "length"),
+        ("model_length", "length"),
+        ("abort", "length"),
+        ("tool_calls", "length"),
+        ("a reason of next year", "length"),
+        ("", "length"),
+        (None, "length"),
+        ({"type": "stop"}, "length"),
+    ],
+)
+def test_a_response_is_finished_if_its_reason_is_known_to_say_so(
+    reason: object, finish_reason: str, api: str
+) -> None:
+    text = "So \\boxed{12}.\n<conf> Confidence: 0.8"
+    choice = {"message": {"content": text}, "text": text, "finish_reason": reason}
+    response = _response("p0", 0, choice, api)
+    assert response.finish_reason == finish_reason
+    (judged,) = judge_many([response], {"p0": prompts(1)[0]})
+    status = "ok" if finish_reason == "stop" else "truncated"
+    assert judged.status == status
+
+
+def test_a_response_without_a_reason_is_not_finished() -> None:
+    response = _response("p0", 0, {"message": {"content": "x"}}, "chat")
+    assert response.finish_reason == "length"
 
 
 @pytest.mark.parametrize("field", ["reasoning_content", "reasoning"])

@@ -53,6 +53,14 @@ def test_an_honest_reply_is_a_response(replies: dict[str, Any], tmp_path: Path) 
     assert response.finish_reason == "stop"
 
 
+@pytest.mark.parametrize("reason", ["length", "abort", "error", "repetition", None])
+def test_any_other_reason_is_unfinished(
+    replies: dict[str, Any], tmp_path: Path, reason: str | None
+) -> None:
+    replies["/v1/completions"] = {"choices": [CHOICE | {"finish_reason": reason}]}
+    assert sample(tmp_path).finish_reason == "length"
+
+
 @pytest.mark.parametrize(
     "odd",
     [
