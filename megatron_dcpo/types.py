@@ -125,6 +125,9 @@ class Response:
     loss_mask: np.ndarray | None = None
     # the rank that has the tokens, when this rank does not (training/dealing.py)
     holder: int | None = None
+    # what a server said that refused this prompt (a content filter, its context length); the text
+    # is then empty
+    refusal: str | None = None
 
     @property
     def key(self) -> ResponseKey:

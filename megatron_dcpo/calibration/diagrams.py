@@ -31,6 +31,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from megatron_dcpo.calibration.metrics import Bins, wilson_interval
+from megatron_dcpo.codec import LARGEST
 from megatron_dcpo.runtime.text import printable
 
 # Okabe-Ito: told apart with every kind of color vision. The order is the order of runs.
@@ -524,10 +525,15 @@ def series(
     values = []
     for row in rows:
         value = row.get(key)
-        if "step" in row and isinstance(value, int | float) and math.isfinite(value):
+        if _can_be_drawn(row.get("step")) and _can_be_drawn(value):
             steps.append(row["step"])
             values.append(value)
     return np.array(steps, float), np.array(values, float)
+
+
+def _can_be_drawn(value: object) -> bool:
+    """Return whether a value of JSON is a number that a float holds; NaN is not."""
+    return isinstance(value, int | float) and abs(value) < LARGEST
 
 
 def _running_mean(values: np.ndarray) -> np.ndarray:

@@ -386,6 +386,7 @@ def _print_evaluation(evaluation: Mapping[str, Any]) -> None:
         scored["overall"] = evaluation["overall"]
     _print_passes(scored)
     for name, scores in evaluation["benchmarks"].items():
+        _print_refusals(name, scores)
         rates = scores.get("abstention")
         if rates:
             shown = []
@@ -433,6 +434,14 @@ def _percent(value: float | None, ends: Sequence[float] | None) -> str:
         low, high = ends
         text += f" ({100 * low:.1f} to {100 * high:.1f})"
     return text
+
+
+def _print_refusals(name: str, scores: Mapping[str, Any]) -> None:
+    if "refused_rate" not in scores:
+        return
+    share = f"{100 * scores['refused_rate']:.1f}%"
+    said = f"{name}: the server refused {share} of the samples (refused_rate)"
+    print(printable(f"{said}; they count as wrong"))
 
 
 @contextmanager

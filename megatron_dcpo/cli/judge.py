@@ -111,7 +111,7 @@ def _judge_by_function(args: argparse.Namespace) -> int:
     from megatron_dcpo.judging.answers import Attempt
     from megatron_dcpo.judging.blocks import split_text
     from megatron_dcpo.judging.function_verifier import check_error_rate
-    from megatron_dcpo.judging.verifiers import verifiers
+    from megatron_dcpo.judging.verifiers import is_users, verifiers
 
     names = (
         "verifier",
@@ -138,7 +138,10 @@ def _judge_by_function(args: argparse.Namespace) -> int:
         reasoning = split.reasoning.decode(errors="replace")
         answer = form.extract(reasoning)
         columns = {"answer": row["reference"], **row}
-        attempts.append(Attempt(answer, str(row["reference"]), reasoning, columns))
+        truth = str(row["reference"])
+        if not is_users(args.verifier):
+            truth = _add_question_columns(columns, where)
+        attempts.append(Attempt(answer, truth, reasoning, columns))
     outcomes = verifier(attempts)
     if args.json:
         for outcome in outcomes:
@@ -152,6 +155,23 @@ def _judge_by_function(args: argparse.Namespace) -> int:
         )
     check_error_rate(outcomes, judging.max_error_rate, args.pairs)
     return 0
+
+
+def _add_question_columns(columns: dict[str, Any], where: str) -> str:
+    """Return the reference of a pair as text ("" accepts no answer), and set the columns that the
+    verifiers of questions read. Raises :class:`UserError` for a reference or for
+    options that are not understood.
+    """
+    from megatron_dcpo.data.answers import answer_of
+    from megatron_dcpo.data.options import options_of
+
+    found = answer_of(columns["reference"], where)
+    truth = found.texts[0] if found.texts else ""
+    columns["answer"] = found.column or truth
+    options = options_of(columns, where)
+    if options is not None:
+        columns["options"] = options.texts
+    return truth
 
 
 def _judge_programs(args: argparse.Namespace) -> int:
@@ -210,13 +230,29 @@ def _read_pairs(path: str) -> list[tuple[str, str]]:
     pairs = []
     for where, row in read_json_lines(path):
         try:
-            pairs.append((_text(row["prediction"]), _text(row["reference"])))
+            pairs.append(
+                (_text(row["prediction"]), _reference(row["reference"], where))
+            )
         except (KeyError, TypeError) as error:
             raise UserError(
                 f"{where}: expected an object with prediction and reference "
                 f"({type(error).__name__}: {error})"
             ) from None
     return pairs
+
+
+def _reference(value: object, where: str) -> str:
+    """Return the reference of a pair as text; of a list or an object, its only text."""
+    from megatron_dcpo.data.answers import answer_of, is_structured
+
+    if not is_structured(value):
+        return _text(value)
+    texts = answer_of(value, where).texts
+    if len(texts) != 1:
+        raise UserError(
+            f"{where}: the reference has {len(texts)} texts; expected one, or --verifier exact"
+        )
+    return texts[0]
 
 
 def _text(value: object) -> str:

@@ -77,7 +77,10 @@ def run(args: argparse.Namespace) -> int:
         page = report.write_report(runs, target, args.title, against)
         numbers = report.comparison(runs)
         compared = published.compare(evaluations, against)
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        if not args.json:
+            print_table(numbers)
+            _print_published(compared)
+    except report.OTHER_FORM as error:
         raise UserError(
             f"a file of {', '.join(args.runs)} has another form than dcpo evaluate and dcpo train "
             f"write ({type(error).__name__}: {one_line(error, 200)}); --debug shows the place"
@@ -88,8 +91,6 @@ def run(args: argparse.Namespace) -> int:
             values["against"] = compared
         print(json.dumps(json_ready(values), indent=1))
     else:
-        print_table(numbers)
-        _print_published(compared)
         print(printable(f"wrote {page}"))
     return 0
 

@@ -73,6 +73,8 @@ def values_as_trained(path: str, server: bool) -> Values:
     """
     run = load_config(path)
     data: Values = {"template": run.data.template, "thinking": run.data.thinking}
+    if run.data.columns:
+        data["columns"] = dict(run.data.columns)
     data["sources"] = _own_sources(run)
     values: Values = {
         "judging": dataclasses.asdict(run.judging),
@@ -85,16 +87,14 @@ def values_as_trained(path: str, server: bool) -> Values:
 
 
 def _own_sources(run: Config) -> list[Values]:
-    """Return the sources of a run that have a verifier or a template of their own."""
+    """Return the sources of a run that have a verifier, a template or columns of their own."""
     if isinstance(run.data.path, str):
         return []
     found = []
     for source in run.data.sources:
-        if source.verifier or source.template:
-            given = {
-                name: getattr(source, name) for name in ("path", "name", "verifier")
-            }
-            given["template"] = source.template
+        if source.verifier or source.template or source.columns:
+            names = ("path", "name", "verifier", "template", "columns")
+            given = {name: getattr(source, name) for name in names}
             found.append({name: value for name, value in given.items() if value})
     return found
 

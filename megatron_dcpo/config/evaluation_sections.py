@@ -8,7 +8,13 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from megatron_dcpo.config.field_types import STRICT, NonNegative, Positive, Thinking
+from megatron_dcpo.config.field_types import (
+    STRICT,
+    Columns,
+    NonNegative,
+    Positive,
+    Thinking,
+)
 from megatron_dcpo.config.sections import (
     DataConfig,
     JudgingConfig,
@@ -38,6 +44,8 @@ class PromptConfig:
     """As data.thinking of a training (--thinking)."""
     untested: bool = DataConfig.untested
     """Keep programming problems whose tests assert nothing (--untested)."""
+    columns: Columns = dataclasses.field(default_factory=dict)
+    """As data.columns of a training, for benchmarks of your own files that have them."""
     sources: tuple[SourceConfig, ...] = ()
     """Sources of a training; a benchmark of the same name or path has their verifier and template
     (--as-trained).

@@ -16,6 +16,7 @@ NonNegative = Annotated[int, Field(ge=0)]
 Share = Annotated[float, Field(gt=0, le=1)]
 QUESTIONS = ("exact", "f1", "choice")
 BUILT_IN = ("math", "code", *QUESTIONS)  # verifiers
+COLUMNS = ("problem", "answer", "options", "answer_index", "kind", "tests")
 LOCAL = ("localhost", "127.0.0.1", "::1")
 
 
@@ -41,6 +42,12 @@ def _verifier(name: str) -> str:
     return name
 
 
+def _column(name: str) -> str:
+    if name not in COLUMNS:
+        raise ValueError(f"no column of ours{did_you_mean(name, COLUMNS)}")
+    return name
+
+
 def _word(value: object) -> object:
     """Return the word of a value that YAML reads as true or false."""
     return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
@@ -56,3 +63,7 @@ def _names(value: object) -> object:
 Names = Annotated[tuple[str, ...], BeforeValidator(_names)]
 Thinking = Annotated[Literal["off", "on", "auto"], BeforeValidator(_word)]
 VerifierName = Annotated[str, AfterValidator(_verifier)]
+# from our names of columns to those of a file
+Columns = dict[
+    Annotated[str, AfterValidator(_column)], Annotated[str, Field(min_length=1)]
+]

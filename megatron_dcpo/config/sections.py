@@ -15,6 +15,7 @@ from pydantic.dataclasses import dataclass
 
 from megatron_dcpo.config.field_types import (
     STRICT,
+    Columns,
     Names,
     NonNegative,
     Positive,
@@ -88,6 +89,8 @@ class SourceConfig:
     """Problems that Reasoning Gym makes of the task."""
     seed: NonNegative | None = None
     """Seed of the problems that Reasoning Gym makes."""
+    columns: Columns = dataclasses.field(default_factory=dict)
+    """Used instead of data.columns."""
 
     def __post_init__(self) -> None:
         given = self.options or self.size is not None or self.seed is not None
@@ -95,6 +98,15 @@ class SourceConfig:
             raise ValueError(
                 "options, size and seed are for path: reasoning_gym:TASK; remove them"
             )
+        if self.columns and self.path.startswith(REASONING_GYM):
+            raise ValueError("columns are for files and hub data sets; remove them")
+
+
+def _with_columns(source: SourceConfig, columns: dict[str, str]) -> SourceConfig:
+    """Return a source with these columns, unless it has its own or is made by Reasoning Gym."""
+    if source.columns or not columns or source.path.startswith(REASONING_GYM):
+        return source
+    return dataclasses.replace(source, columns=columns)
 
 
 def _as_sources(value: object) -> object:
@@ -119,8 +131,13 @@ class DataConfig:
     """The problems, and how they become prompts."""
 
     path: Sources
-    """A jsonl, json or parquet file, a hub data set, reasoning_gym:TASK, or a list of sources that
-    are mixed by weight (docs/bring_your_own.md#data).
+    """A file of JSON lines, JSON, CSV, parquet or Arrow, several by a pattern (train-*.parquet), a
+    folder of save_to_disk, a hub data set, reasoning_gym:TASK, or a list of sources that are mixed
+    by weight (docs/bring_your_own.md#data).
+    """
+    columns: Columns = dataclasses.field(default_factory=dict)
+    """Columns of the file by our names, {problem: prompt, answer: solution}, where it has others;
+    with dots a field, extra_info.answer.
     """
     template: str = "paper"
     """How a problem becomes a prompt: paper, abstain, grpo, chat, raw, or a function of yours,
@@ -148,8 +165,10 @@ class DataConfig:
 
     @property
     def sources(self) -> tuple[SourceConfig, ...]:
-        """Return the sources of ``path``, of one path too."""
-        return (SourceConfig(self.path),) if isinstance(self.path, str) else self.path
+        """Return the sources of ``path``, of one path too, with the ``columns`` of each."""
+        if isinstance(self.path, str):
+            return (_with_columns(SourceConfig(self.path), self.columns),)
+        return tuple(_with_columns(source, self.columns) for source in self.path)
 
 
 @dataclass(frozen=True, config=STRICT)

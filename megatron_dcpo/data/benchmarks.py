@@ -16,6 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from megatron_dcpo.data.datasets import (
+    NO_COLUMNS,
     Record,
     load_records,
     split_usable_rows,
@@ -322,11 +323,12 @@ def load_benchmark(
     corrections: bool = False,
     untested: bool = False,
     keep_columns: bool = False,
+    columns: Mapping[str, str] = NO_COLUMNS,
 ) -> LoadedBenchmark:
     """Return a registered benchmark by name, ``NAME=PATH``, or ``reasoning_gym:TASK``.
 
     ``corrections`` repairs documented defects of the data; ``untested`` and ``keep_columns`` as in
-    :func:`load_records`.
+    :func:`load_records`. ``columns`` are for the rows of a file at PATH that have all of them.
 
     A name may be followed by another window of contest dates: ``lcbv5:2024-10-01..2025-02-01``, the
     last day left out.
@@ -341,9 +343,10 @@ def load_benchmark(
                 f"bad benchmark {spec!r}; write NAME=PATH, NAME of letters, digits and . _ -"
             )
         path = gym_path(path, {}, None, HELD_OUT_SEED) if is_gym(path) else path
-        return LoadedBenchmark(
-            name, path, tuple(load_records(path, name, untested, keep_columns)), ()
+        records = load_records(
+            path, name, untested, keep_columns, columns, must_have_columns=False
         )
+        return LoadedBenchmark(name, path, tuple(records), ())
     entry = find_benchmark(name)
     if dates:
         entry = replace(entry, window=_parse_window(spec, dates, entry), count=0)

@@ -13,19 +13,24 @@ is a ``UserError`` that names the line or the column.
 
 from __future__ import annotations
 
+import datetime
 import functools
 import hashlib
+import json
 import logging
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from megatron_dcpo.data import prompts
+from megatron_dcpo.data.answers import answer_of, is_structured, last_box
 from megatron_dcpo.data.code_problems import (
     OtherLanguage,
     Untested,
@@ -46,8 +51,12 @@ logger = logging.getLogger(__name__)
 
 PROBLEM_COLUMNS = ("problem", "question", "prompt")
 KIND_COLUMNS = ("kind", "type", "level", "difficulty", "subject")
+NO_COLUMNS: Mapping[str, str] = MappingProxyType({})
+_ABSENT = object()
 ANSWER_COLUMNS = ("answer", "ground_truth", "final_answer")
 _GENERIC_STEMS = {"train", "test", "validation", "val", "dev", "data"}
+# what names the parts of a data set: -00000-of-00003, or the rest of a pattern
+_PART = re.compile(r"-\d{5}-of-\d{5}\Z|[-_.]*[*?\[].*\Z")
 _THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 
 
@@ -90,7 +99,8 @@ class PromptOptions:
 
     Prompts of more than ``max_prompt_length`` tokens are dropped, and ``limit`` keeps the first
     ones that are left (None or 0: all). The ``paper`` template asks for a confidence line that
-    begins with ``marker``. ``thinking`` is off, on or auto (``data.thinking``).
+    begins with ``marker``. ``thinking`` is off, on or auto (``data.thinking``). ``date`` is the one
+    that a chat template writes, None for today's.
     """
 
     template: str = "paper"
@@ -98,6 +108,7 @@ class PromptOptions:
     limit: int | None = None
     marker: str = CONFIDENCE_TAG
     thinking: str = "off"
+    date: datetime.date | None = None
 
 
 def load_prompts(
@@ -108,15 +119,16 @@ def load_prompts(
     task: str | None = None,
     untested: bool = False,
     keep_columns: bool = False,
+    columns: Mapping[str, str] = NO_COLUMNS,
 ) -> list[Prompt]:
     """Return the prompts of a data set, rendered and tokenized, each with an id of its own (equal
     problems stay separate groups).
 
     ``path_or_name`` is a file, a directory with one data file, a hub name
-    ``owner/name[:config][@split]``, or ``reasoning_gym:TASK``. ``task``, ``untested`` and
-    ``keep_columns`` are those of :func:`load_records`.
+    ``owner/name[:config][@split]``, or ``reasoning_gym:TASK``. ``task``, ``untested``,
+    ``keep_columns`` and ``columns`` are those of :func:`load_records`.
     """
-    records = load_records(path_or_name, task, untested, keep_columns)
+    records = load_records(path_or_name, task, untested, keep_columns, columns)
     return render_prompts(records, tokenizer, options, source=str(path_or_name))
 
 
@@ -136,14 +148,16 @@ def render_prompts(
     for record in records:
         if options.limit and len(kept) >= options.limit:
             break
-        messages, ids = prompts.render(
-            tokenizer,
-            record.messages,
-            options.template,
-            options.marker,
-            record.form,
-            options.thinking,
-        )
+        with _naming_row(source, record):
+            messages, ids = prompts.render(
+                tokenizer,
+                record.messages,
+                options.template,
+                options.marker,
+                record.form,
+                options.thinking,
+                options.date,
+            )
         if longest is not None and len(ids) > longest:
             too_long += 1
             continue
@@ -168,10 +182,21 @@ def message_prompts(
     """Return the same prompts for a server, which has its own tokenizer and chat template:
     messages, no token ids.
     """
-    return [
-        _prompt(record, prompts.ask(record.messages, template, marker, record.form), ())
-        for record in records[: limit or None]
-    ]
+    asked = []
+    for record in records[: limit or None]:
+        with _naming_row(record.task, record):
+            messages = prompts.ask(record.messages, template, marker, record.form)
+        asked.append(_prompt(record, messages, ()))
+    return asked
+
+
+@contextmanager
+def _naming_row(source: str, record: Record) -> Iterator[None]:
+    """Say in a :class:`prompts.PromptError` which row it is."""
+    try:
+        yield
+    except prompts.PromptError as error:
+        raise UserError(f"{source}: row {record.index + 1}: {error}") from error
 
 
 def _prompt(
@@ -259,15 +284,25 @@ def load_records(
     task: str | None = None,
     untested: bool = False,
     keep_columns: bool = False,
+    columns: Mapping[str, str] = NO_COLUMNS,
+    must_have_columns: bool = True,
 ) -> list[Record]:
     """Return all problems with an answer. ``task`` names them, by default the row's ``data_source``
     or the file's name. ``untested`` keeps programming problems whose tests assert nothing,
     ``keep_columns`` the :func:`columns` of each row for a user's verifier, which may do without an
     answer.
+
+    ``columns`` are the names under which a file has problem, answer and so on; a row without one of
+    them is refused, or read as it is unless it ``must_have_columns``.
     """
     gym = is_gym(path_or_name)
     keep_columns = keep_columns or gym
-    rows = enumerate(gym_rows(str(path_or_name)) if gym else read_rows(path_or_name))
+    rows: Iterable[tuple[int, Row]]
+    if gym:
+        rows = enumerate(gym_rows(str(path_or_name)))
+    else:
+        found = enumerate(read_rows(path_or_name))
+        rows = _renamed(found, columns, str(path_or_name), must_have_columns)
     name = task or task_name(path_or_name)
     records, left_out, dropped = split_usable_rows(
         rows,
@@ -284,6 +319,44 @@ def load_records(
     if not records:
         raise UserError(f"{path_or_name}: no problem with an answer in it")
     return records
+
+
+def _renamed(
+    rows: Iterable[tuple[int, Row]],
+    columns: Mapping[str, str],
+    source: str,
+    must_have: bool,
+) -> Iterator[tuple[int, Row]]:
+    """Yield the rows with their columns under our names too. A name with dots is a field of an
+    object (``extra_info.answer``). The answer that is named stands for the one in ``reward_model``.
+    """
+    for index, row in rows:
+        values = {ours: _field(row, theirs) for ours, theirs in columns.items()}
+        missing = [columns[ours] for ours, value in values.items() if value is _ABSENT]
+        if missing and must_have:
+            raise UserError(
+                f"{source}: row {index + 1} has no column {missing[0]!r}, which data.columns "
+                f"names; found {', '.join(map(str, row)) or 'nothing'}"
+            )
+        if missing:
+            yield index, row
+            continue
+        kept = dict(row)
+        if "answer" in values:
+            kept.pop("reward_model", None)
+        yield index, {**kept, **values}
+
+
+def _field(row: Row, name: str) -> object:
+    """Return a column, or a field of an object in it; ``_ABSENT`` if there is none."""
+    if name in row:
+        return row[name]
+    value: object = row
+    for part in name.split("."):
+        if not isinstance(value, Mapping) or part not in value:
+            return _ABSENT
+        value = value[part]
+    return value
 
 
 def split_usable_rows(
@@ -346,7 +419,7 @@ def to_record(
         messages, key = _as_messages(code.statement, where), tests_key(packed)
         kept = columns(row, name, messages, key) if keep_columns else None
         return Record(name, index, messages, key, packed, _kind(row), kept, "code")
-    question = question_of(row, index, where)
+    question = question_of(row, index, where, strict=not keep_columns)
     if question is not None:
         messages, own = _as_messages(question.text, where), question.columns
         kept = {**columns(row, name, messages, None), **own} if keep_columns else own
@@ -379,17 +452,31 @@ def to_record(
             f"expected one of {', '.join(expected)}"
         )
     raw = reward_model["ground_truth"] if has_ground_truth else row.get(answer_column)  # type: ignore[index, arg-type]
-    answer = final_answer(raw, integer="aime" in name.lower() or "aime_number" in row)
     messages = _as_messages(row[problem], where)
+    is_aime = "aime" in name.lower() or "aime_number" in row
     if keep_columns:
+        answer = _shown(raw, is_aime)
         kept = columns(row, name, messages, answer if isinstance(raw, str) else raw)
         return Record(name, index, messages, answer, kind=_kind(row), row=kept)
-    aliases = {"answer": raw} if isinstance(raw, list) else None
-    return (
-        Record(name, index, messages, answer, kind=_kind(row), row=aliases)
-        if answer
-        else None
-    )
+    if not is_structured(raw):
+        answer_of(raw, where)  # refuses what is no text and no number
+        answer = final_answer(raw, integer=is_aime)
+        if not answer:
+            return None
+        return Record(name, index, messages, answer, kind=_kind(row))
+    found = answer_of(raw, where)
+    if not found.texts:
+        raise UserError(f"{where}: the answer has no text and no alias that is one")
+    shown = final_answer(found.texts[0], integer=is_aime)
+    read = None if found.column is None else {"answer": found.column}
+    return Record(name, index, messages, shown, kind=_kind(row), row=read)
+
+
+def _shown(raw: object, integer: bool) -> str:
+    """Return the answer as text where a user's verifier reads the value itself."""
+    if isinstance(raw, list | tuple | Mapping):
+        return json.dumps(raw, default=str, ensure_ascii=False)
+    return final_answer(raw, integer=integer)
 
 
 def columns(
@@ -420,8 +507,8 @@ def _kind(row: Row) -> str | None:
 
 
 def final_answer(raw: object, integer: bool = False) -> str:
-    r"""Return the answer key as text: GSM8K's part behind ``####`` without thousands commas, whole
-    floats as integers.
+    r"""Return the answer key as text: GSM8K's part behind ``####`` without thousands commas, the
+    last box of a worked solution, whole floats as integers.
 
     ``integer`` (AIME keys): leading zeros and a degree sign are notation: 025 -> 25, 336^\circ ->
     336.
@@ -433,6 +520,8 @@ def final_answer(raw: object, integer: bool = False) -> str:
     text = str(raw).strip()
     if final := text.rsplit("\n", 1)[-1].partition("####")[2].strip():
         return _THOUSANDS.sub("", final)
+    if boxed := last_box(text):
+        return boxed
     if integer and (
         digits := re.fullmatch(r"(\d{1,1000})(?:\^\\circ|\^\{\\circ\})?", text)
     ):
@@ -467,11 +556,13 @@ def _as_messages(problem: object, where: str) -> tuple[dict[str, str], ...]:
 
 def task_name(path_or_name: str | Path) -> str:
     """Return a task's name: ``.../math500/test.jsonl`` -> math500; ``.../aime24.parquet`` ->
-    aime24; ``owner/name@test`` -> name; ``reasoning_gym:chain_sum`` -> chain_sum.
+    aime24; ``.../mine/train-*.parquet`` -> mine; ``owner/name@test`` -> name;
+    ``reasoning_gym:chain_sum`` -> chain_sum.
     """
     if is_gym(path_or_name):
         return parse_gym(str(path_or_name)).name
     path = Path(str(path_or_name).partition("@")[0].partition(":")[0])
     stem = path.name.removesuffix(".gz")
     stem = stem.rsplit(".", 1)[0] if stem.endswith(ROW_SUFFIXES) else stem
+    stem = _PART.sub("", stem) or "data"
     return path.parent.name if stem in _GENERIC_STEMS and path.parent.name else stem

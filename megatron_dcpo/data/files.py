@@ -1,10 +1,13 @@
-"""Rows of data files: JSON, JSON lines, CSV (also gzip-compressed), parquet, and hub data sets.
-What cannot be read is a ``UserError`` that names the line.
+"""Rows of data files: JSON, JSON lines, CSV (also gzip-compressed), parquet, Arrow, folders that
+``save_to_disk`` of the datasets library has written, and hub data sets. Several files are one data
+set when a pattern (``train-*.parquet``) or their names (``-00000-of-00003``) say so. What cannot be
+read is a ``UserError`` that names the line.
 """
 
 from __future__ import annotations
 
 import csv
+import glob
 import gzip
 import json
 import re
@@ -18,31 +21,90 @@ from typing import Any, TextIO
 
 from megatron_dcpo.errors import UserError, one_line
 from megatron_dcpo.runtime.paths import places
-from megatron_dcpo.runtime.text import parse_json
+from megatron_dcpo.runtime.text import parse_json, read_json_object
 
 Row = Mapping[str, Any]
 
-ROW_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
+ROW_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".arrow")
 SUFFIXES = (*ROW_SUFFIXES, ".jsonl.gz", ".json.gz", ".csv.gz")
 LONGEST = (
     1 << 30
 )  # characters of a line, or of a JSON array: compressed, they may be a small file
+# what save_to_disk writes beside the Arrow files of a split, and above its splits
+_STATE, _SPLITS = "state.json", "dataset_dict.json"
+_SHARD = re.compile(
+    r"(?P<split>.+)-(?P<number>\d{5})-of-(?P<total>\d{5})(?P<suffix>\..+)"
+)
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?(@[\w.-]+)?\Z")
 
 
 def read_rows(path_or_name: str | Path) -> Iterator[Row]:
-    """Yield the rows of a file, of a directory's only data file, or of a hub data set."""
+    """Yield the rows of a file, of the files that a pattern matches, of the data in a directory, or
+    of a hub data set. Raises :class:`UserError` for what cannot be read, and for a file that has
+    changed at the end.
+    """
+    files = _data_files(path_or_name)
+    if not files:
+        yield from _read_hub(str(path_or_name))
+        return
+    before = [_state(path) for path in files]
+    for path in files:
+        yield from _read_file(path)
+    for path, state in zip(files, before, strict=True):
+        if _state(path) != state:
+            raise UserError(
+                f"{path} was changed while it was read; run the same command again when it is "
+                "complete"
+            )
+
+
+def is_here(path_or_name: str) -> bool:
+    """Return whether a file, a directory, or a file that a pattern matches is on this machine."""
+    path = Path(path_or_name).expanduser()
+    return path.exists() or bool(_matches(path))
+
+
+def _data_files(path_or_name: str | Path) -> list[Path]:
+    """Return the files of a data set in order, none for a name on the hub. Raises
+    :class:`UserError` if there are none, or if they are not one data set.
+    """
     path = Path(path_or_name).expanduser()
     if path.is_dir():
-        path = _only_data_file(path)
-    if not path.exists():
-        if isinstance(path_or_name, str) and is_hub_name(path_or_name):
-            yield from _read_hub(path_or_name)
-            return
-        raise UserError(f"{path_or_name}: no such data file{places(path_or_name)}")
+        return _files_of_directory(path)
+    if path.exists():
+        return [path]
+    matches = _matches(path)
+    if matches:
+        _check_complete(matches, str(path_or_name))
+        return matches
+    if isinstance(path_or_name, str) and is_hub_name(path_or_name):
+        return []
+    raise UserError(f"{path_or_name}: no such data file{places(path_or_name)}")
+
+
+def _matches(pattern: Path) -> list[Path]:
+    """Return the files that a pattern with ``*``, ``?`` or ``[...]`` matches, by name."""
+    if not glob.has_magic(str(pattern)):
+        return []
+    found = (Path(name) for name in glob.glob(str(pattern), recursive=True))
+    return sorted(path for path in found if path.is_file())
+
+
+def _state(path: Path) -> tuple[int, int, int] | None:
+    """Return what changes when a file is written or replaced; None if it is gone."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def _read_file(path: Path) -> Iterator[Row]:
     name = path.name.removesuffix(".gz")
     if name.endswith(".parquet"):
         yield from _read_parquet(path)
+    elif name.endswith(".arrow"):
+        yield from _read_arrow(path)
     elif name.endswith((".jsonl", ".json")):
         yield from _read_json(path)
     elif name.endswith(".csv"):
@@ -210,6 +272,30 @@ def _read_parquet(path: Path) -> Iterator[Row]:
         ) from None
 
 
+def _read_arrow(path: Path) -> Iterator[Row]:
+    """Yield the rows of a stream of Arrow, as save_to_disk writes it, or of an Arrow file."""
+    try:
+        import pyarrow
+        from pyarrow import ipc
+    except ImportError:
+        raise UserError(
+            f"{path}: reading Arrow needs pyarrow; `pip install pyarrow`"
+        ) from None
+    try:
+        with pyarrow.memory_map(str(path)) as source:
+            try:
+                batches: Any = ipc.open_stream(source)
+            except pyarrow.ArrowInvalid:
+                file = ipc.open_file(source)
+                batches = map(file.get_batch, range(file.num_record_batches))
+            for batch in batches:
+                yield from batch.to_pylist()
+    except (pyarrow.ArrowException, OSError, ValueError) as error:
+        raise UserError(
+            f"{path}: not a readable Arrow file ({one_line(error, 200)})"
+        ) from None
+
+
 def _read_hub(name: str) -> Iterator[Row]:
     """Read ``owner/name[:config][@split]`` through the ``datasets`` library, which is optional."""
     try:
@@ -235,15 +321,72 @@ def _read_hub(name: str) -> Iterator[Row]:
     yield from rows
 
 
-def _only_data_file(directory: Path) -> Path:
+def _files_of_directory(directory: Path) -> list[Path]:
+    """Return the files of the data set in a directory: what save_to_disk wrote, the only data file,
+    or all parts of one.
+    """
+    if (directory / _SPLITS).is_file():
+        return _files_of_directory(_only_split(directory))
+    if (directory / _STATE).is_file():
+        return _files_of_state(directory)
     files = sorted(file for file in directory.iterdir() if file.name.endswith(SUFFIXES))
+    shards = [_SHARD.fullmatch(file.name) for file in files]
+    parts_of = {match and (match["split"], match["suffix"]) for match in shards}
+    if files and len(parts_of) == 1 and None not in parts_of:
+        _check_complete(files, str(directory))
+        return files
     if len(files) == 1:
-        return files[0]
-    names = ", ".join(file.name for file in files) or "none"
+        return files
+    names = ", ".join(file.name for file in files[:20]) or "none"
     raise UserError(
-        f"{directory}: expected exactly one data file in this directory, found {names}; name the "
-        "file"
+        f"{directory}: expected exactly one data file in this directory, or all parts of one, "
+        f"found {names}; name the file, or a pattern such as {directory}/train-*.parquet"
     )
+
+
+def _only_split(directory: Path) -> Path:
+    splits = read_json_object(directory / _SPLITS).get("splits")
+    names = [str(name) for name in splits] if isinstance(splits, list) else []
+    if len(names) == 1 and (directory / names[0]).is_dir():
+        return directory / names[0]
+    raise UserError(
+        f"{directory}: a data set with the splits {', '.join(names) or 'none'}; name one, as "
+        f"{directory / (names[0] if names else 'train')}"
+    )
+
+
+def _files_of_state(directory: Path) -> list[Path]:
+    """Return the Arrow files that ``state.json`` of save_to_disk lists."""
+    listed = read_json_object(directory / _STATE).get("_data_files")
+    files = []
+    for entry in listed if isinstance(listed, list) else ():
+        name = entry.get("filename") if isinstance(entry, Mapping) else None
+        if not isinstance(name, str) or not (directory / name).is_file():
+            raise UserError(
+                f"{directory}: {_STATE} lists {name!r:.60}, which is not there; copy the whole "
+                "folder"
+            )
+        files.append(directory / name)
+    if not files:
+        raise UserError(f"{directory}: {_STATE} lists no data file")
+    return files
+
+
+def _check_complete(files: list[Path], source: str) -> None:
+    """Raise :class:`UserError` if a part of a data set in numbered parts is missing."""
+    present: dict[tuple[str, int], set[int]] = {}
+    for file in files:
+        match = _SHARD.fullmatch(file.name)
+        if match is not None:
+            key = (str(file.with_name(match["split"])), int(match["total"]))
+            present.setdefault(key, set()).add(int(match["number"]))
+    for (split, total), numbers in present.items():
+        missing = sorted(set(range(total)) - numbers)
+        if missing:
+            raise UserError(
+                f"{source}: {len(missing)} of the {total} parts of {split} are missing, the first "
+                f"is {split}-{missing[0]:05d}-of-{total:05d}; fetch them, or name the files to read"
+            )
 
 
 def is_hub_name(name: str) -> bool:

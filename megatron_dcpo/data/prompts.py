@@ -19,13 +19,15 @@ system message of ours, and with thinking switched off, or on, where the templat
 
 from __future__ import annotations
 
+import datetime
 import re
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from megatron_dcpo.errors import UserError
+from megatron_dcpo.errors import UserError, one_line
 from megatron_dcpo.runtime.plugins import check_signature, is_import_path, load_object
 from megatron_dcpo.types import CONFIDENCE_TAG
 
@@ -70,6 +72,10 @@ _REFERENCE_LINE = re.compile(r"Also output a sing\w+ line")
 _REFERENCE_BOX = r"Please put your final answer within \boxed{}."
 
 Message = dict[str, str]
+
+
+class PromptError(UserError):
+    """The prompt of a problem cannot be made: the chat template, or the user's, refuses it."""
 
 
 @dataclass(frozen=True)
@@ -167,13 +173,20 @@ def ask(
     """
     if not messages or messages[-1]["role"] != "user":
         raise UserError("a prompt must end with a user message")
-    asked = find_template(template).instruct(
-        bare_problem(messages[-1]["content"]), marker, form
-    )
+    instruct = find_template(template).instruct
+    problem = bare_problem(messages[-1]["content"])
+    try:
+        asked = instruct(problem, marker, form)
+    except Exception as error:  # of a user's function
+        frames = traceback.extract_tb(error.__traceback__)
+        raise PromptError(
+            f"data.template={template}: {type(error).__name__}: {one_line(error, 200)} "
+            f"({frames[-1].filename}, line {frames[-1].lineno})"
+        ) from error
     if isinstance(asked, str):
         return (*messages[:-1], {**messages[-1], "content": asked})
     if not _are_messages(asked):
-        raise UserError(
+        raise PromptError(
             f"data.template={template}: expected a text or messages with role and content, got "
             f"{asked!r:.60}"
         )
@@ -206,23 +219,32 @@ def render(
     marker: str = CONFIDENCE_TAG,
     form: str = "math",
     thinking: str = "off",
+    date: datetime.date | None = None,
 ) -> tuple[tuple[Message, ...], list[int]]:
     """Return the messages as sent and their token ids, ready to be continued. ``thinking``:
-    ``data.thinking``.
+    ``data.thinking``; ``date``: that of :func:`encode_chat`.
     """
     asked = ask(messages, template, marker, form)
-    if not find_template(template).chat:
-        return asked, list(tokenizer.encode(plain_text(asked)))
-    return asked, encode_chat(tokenizer, asked, thinking)
+    if find_template(template).chat:
+        token_ids = encode_chat(tokenizer, asked, thinking, date)
+    else:
+        token_ids = list(tokenizer.encode(plain_text(asked)))
+    if not token_ids:
+        raise PromptError("the prompt has no tokens: its template writes nothing")
+    return asked, token_ids
 
 
 def encode_chat(
     tokenizer: PreTrainedTokenizerBase,
     messages: tuple[Message, ...],
     thinking: str = "off",
+    date: datetime.date | None = None,
 ) -> list[int]:
     """Return the token ids of a chat up to and including the generation prompt, ``thinking`` off or
-    on where the template has that switch, auto: as the template has it.
+    on where the template has that switch, auto: as the template has it. ``date`` is what a template
+    writes as the current one (Llama 3.2's ``strftime_now``), today if it is None.
+
+    Raises :class:`PromptError`, which names the line of the template, if it cannot be applied.
     """
     chat_template = getattr(tokenizer, "chat_template", None)
     if not chat_template:
@@ -234,9 +256,48 @@ def encode_chat(
     switches: dict[str, Any] = {}
     if thinking != "auto" and "enable_thinking" in str(chat_template):
         switches["enable_thinking"] = thinking == "on"
-    text = tokenizer.apply_chat_template(
-        list(messages), tokenize=False, add_generation_prompt=True, **switches
-    )
+    if "strftime_now" in str(chat_template):
+        day = date or datetime.date.today()
+        midnight = datetime.datetime.combine(day, datetime.time())
+        switches["strftime_now"] = midnight.strftime
+    if isinstance(chat_template, dict) and "default" not in chat_template:
+        raise PromptError(
+            f"the tokenizer has several chat templates ({', '.join(sorted(chat_template))}) and "
+            "none that is called default; rename one, or keep only one"
+        )
+    try:
+        text = tokenizer.apply_chat_template(
+            list(messages),
+            tokenize=False,
+            add_generation_prompt=True,
+            **switches,
+        )
+    except Exception as error:  # a template is a program: it raises anything
+        raise PromptError(
+            f"the chat template{_line_of_template(error)} cannot be applied: "
+            f"{type(error).__name__}: {one_line(error, 200)}"
+        ) from error
+    assert isinstance(text, str)
+    if _without_space(messages[-1]["content"]) not in _without_space(text):
+        raise PromptError(
+            "the chat template leaves out the problem, the text of the last message; correct the "
+            "names in it, or use data.template=raw"
+        )
     # The template writes the special tokens itself; adding them again would double Llama's
     # <|begin_of_text|>.
     return list(tokenizer.encode(text, add_special_tokens=False))
+
+
+def _without_space(text: str) -> str:
+    return "".join(text.split())
+
+
+def _line_of_template(error: Exception) -> str:
+    """Return ``, line N`` of the template for an error of Jinja's parser or of the template's code,
+    "" for any other.
+    """
+    line = getattr(error, "lineno", None)  # of a syntax error
+    for frame in traceback.extract_tb(error.__traceback__):
+        if frame.filename in ("<template>", "<unknown>"):
+            line = frame.lineno
+    return "" if line is None else f", line {line},"

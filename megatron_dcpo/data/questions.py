@@ -8,6 +8,7 @@ are shuffled |
 letter |
 | TriviaQA | ``question``, ``answer`` with ``value`` and ``aliases`` (or capitalized) | any of these
 texts |
+| any other with options | ``options.py`` | a letter |
 | HotpotQA | ``question``, ``answer``, ``supporting_facts``; ``context`` is left out | the text |
 """
 
@@ -20,6 +21,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megatron_dcpo.data.files import Row
+from megatron_dcpo.data.options import (
+    Options,
+    options_of,
+    right_option,
+    shows_options,
+)
 from megatron_dcpo.errors import UserError
 
 SHUFFLE_SEED = 0  # of the order of GPQA's options, which have the right one first
@@ -27,6 +34,7 @@ CORRECT, INCORRECT = (
     "Correct Answer",
     tuple(f"Incorrect Answer {number}" for number in (1, 2, 3)),
 )
+_ASKED = ("problem", "question", "Question", "question_stem", "Problem", "prompt")
 _ALIASES = (
     "value",
     "aliases",
@@ -47,34 +55,24 @@ class Question(NamedTuple):
     kind: str | None = None
 
 
-def question_of(row: Row, index: int, where: str) -> Question | None:
+def question_of(
+    row: Row, index: int, where: str, strict: bool = True
+) -> Question | None:
     """Return the question of a row in one of the formats, None for any other row. ``index`` of the
-    row decides the order of the options that are shuffled. Raises :class:`UserError` for a row of a
-    format that cannot be read as one.
+    row decides the order of the options that are shuffled.
+
+    Raises :class:`UserError` for a row of a format that cannot be read as one; options that are not
+    understood only if ``strict``, since a user's verifier may know what they are.
     """
     if CORRECT in row or INCORRECT[0] in row:
         return _gpqa(row, index, where)
-    options, answer = row.get("options"), row.get("answer", row.get("Answer"))
+    answer = row.get("answer", row.get("Answer"))
     asked = next(
-        (
-            column
-            for column in ("question", "problem", "Question")
-            if isinstance(row.get(column), str)
-        ),
-        "question",
+        (name for name in _ASKED if isinstance(row.get(name), str)), "question"
     )
-    if (
-        isinstance(options, list)
-        and options
-        and ("answer_index" in row or letter_index(answer) is not None)
-    ):
-        return _choice(
-            _text(row, asked, where),
-            options,
-            _right_option(row, len(options), where),
-            row,
-            where,
-        )
+    choice = _choice_of_row(row, asked, where, strict)
+    if choice is not None:
+        return choice
     if isinstance(answer, Mapping) and any(_plain(name) in _ALIASES for name in answer):
         return _short(_text(row, asked, where), answer, where)
     if "supporting_facts" in row and "answer" in row:
@@ -135,8 +133,11 @@ def _choice(
     )
     kind = row.get("category", row.get("Subdomain"))
     columns = {"answer": letter, "options": texts}
+    text = f"{question}\n\n{listed}"
+    if shows_options(question, Options(texts, [])):
+        text = question
     return Question(
-        f"{question}\n\n{listed}",
+        text,
         letter,
         "choice",
         columns,
@@ -144,22 +145,34 @@ def _choice(
     )
 
 
-def _right_option(row: Row, count: int, where: str) -> int:
-    """Return the place of the right option, by ``answer_index``, ``answer`` (a letter), or both."""
-    index, letter = row.get("answer_index"), letter_index(row.get("answer"))
-    found = letter if index is None else index
-    if type(found) is not int or not 0 <= found < count:
-        given = (
-            f"answer {row.get('answer')!r:.40}"
-            if index is None
-            else f"answer_index {index!r:.40}"
-        )
-        raise UserError(f"{where}: {given} is none of its {count} options")
-    if letter not in (None, found):
-        raise UserError(
-            f"{where}: answer {row['answer']!r:.40} and answer_index {index} are two options"
-        )
-    return found
+def _choice_of_row(row: Row, asked: str, where: str, strict: bool) -> Question | None:
+    """Return the question of a row with options, which are shown after it; None if it has none."""
+    try:
+        options = options_of(row, where)
+        if options is None:
+            return None
+        messages = row.get("prompt")
+        if asked == "question" and isinstance(messages, list | tuple):
+            if _last_text_shows(messages, options):
+                return None
+            raise UserError(
+                f"{where}: the prompt does not show its {len(options.texts)} options; give it as "
+                "a text, to which they are added"
+            )
+        right = right_option(row, options, where)
+    except UserError:
+        if strict:
+            raise
+        return None
+    stem = row.get("question")
+    text = _text(stem, "stem", where) if isinstance(stem, Mapping) else ""
+    return _choice(text or _text(row, asked, where), options.texts, right, row, where)
+
+
+def _last_text_shows(messages: Sequence[Any], options: Options) -> bool:
+    last = messages[-1] if messages else None
+    content = last.get("content") if isinstance(last, Mapping) else None
+    return isinstance(content, str) and shows_options(content, options)
 
 
 def _short(question: str, answer: object, where: str) -> Question:

@@ -8,6 +8,7 @@ The engine is passed in as a function; this module imports none.
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections import deque
 from collections.abc import (
@@ -27,15 +28,22 @@ from typing import Any
 from megatron_dcpo import codec
 from megatron_dcpo.calibration import diagrams
 from megatron_dcpo.calibration.metrics import Bins
+from megatron_dcpo.errors import UserError, one_line
 from megatron_dcpo.evaluation.posthoc import features
 from megatron_dcpo.evaluation.report import summary_of, write_report
 from megatron_dcpo.evaluation.runs import EvaluatedRun, read_run
 from megatron_dcpo.evaluation.samples import (
     Measures,
+    Origin,
     Sample,
     SampleLog,
+    digest_asked,
+    digest_judged,
     geometric_mean_probability,
+    is_judged_so,
+    is_sample_of,
     mean_entropy,
+    of_prompt,
     with_consistency,
     write_samples,
 )
@@ -43,13 +51,18 @@ from megatron_dcpo.evaluation.scoring import bins_from_json
 from megatron_dcpo.judging.judge import JUDGES, Judge, judge_many, with_text
 from megatron_dcpo.judging.math.pool import equivalent_many
 from megatron_dcpo.judging.token_bytes import TokenBytes
+from megatron_dcpo.runtime.files import write_atomically
 from megatron_dcpo.types import Judgement, Prompt, Response, ResponseKey
+
+logger = logging.getLogger(__name__)
 
 # an engine in this process, which yields responses to (prompt, repeat) as they finish
 Stream = Callable[[Sequence[tuple[Prompt, int]]], Iterable[Sequence[Response]]]
 # benchmark, finished samples, all samples
 Progress = Callable[[str, int, int], None]
 Equivalent = Callable[[str, str], bool]
+# the share of a benchmark's prompts that a server may refuse before the evaluation ends
+REFUSED_SHARE = 0.1
 
 
 @dataclass(frozen=True)
@@ -71,10 +84,13 @@ def equivalent_math(a: str, b: str) -> bool:
 
 @dataclass(frozen=True)
 class AnswerJudge:
-    """A judge of responses, and a test of whether two answers are equivalent."""
+    """A judge of responses, a test of whether two answers are equivalent, and the ``digest`` of the
+    verifier ("" if it is not known), by which samples are known that were judged by another one.
+    """
 
     judge: Judge = judge_many
     equivalent: Equivalent = equivalent_math
+    digest: str = ""
 
 
 def evaluate_benchmark(
@@ -93,13 +109,15 @@ def evaluate_benchmark(
     Responses are matched by prompt id and repeat, never by position, so that the samples do not
     depend on the order in which an engine finishes. Samples that ``log`` holds already are not
     asked for again. A new one is written to it as soon as it is judged, even if the engine fails
-    later.
+    later. Raises :class:`UserError` if a server refuses too many prompts (``REFUSED_SHARE``).
     """
     if not prompts:
         return []
     judged_by = judged_by or AnswerJudge()
     by_id = {prompt.prompt_id: prompt for prompt in prompts}
-    collected = _Collected(by_id, repeats, keep_features, log, progress)
+    collected = _Collected(by_id, repeats, judged_by, keep_features, log)
+    collected.progress = progress
+    collected.continue_from({} if log is None else log.finished(collected.benchmark))
     requests = _missing(prompts, repeats, collected.samples)
     judged: deque[tuple[Sequence[Response], Future[Sequence[Judgement]]]] = deque()
     try:
@@ -108,10 +126,12 @@ def evaluate_benchmark(
             while judged and judged[0][1].done():
                 finished, judgements = judged.popleft()
                 collected.add(finished, judgements.result())
+                collected.check_refusals()
     finally:
         while judged:
             finished, judgements = judged.popleft()
             collected.add(finished, judgements.result())
+    collected.check_refusals()
     position = {prompt.prompt_id: number for number, prompt in enumerate(prompts)}
     ordered = sorted(
         collected.samples.values(),
@@ -130,22 +150,58 @@ class _Collected:
         self,
         prompts: Mapping[str, Prompt],
         repeats: int,
+        judged_by: AnswerJudge,
         keep_features: bool,
         log: SampleLog | None,
-        progress: Progress | None,
     ) -> None:
         self.prompts = prompts
+        self.repeats = repeats
+        self.judged_by = judged_by
         self.keep_features = keep_features
         self.log = log
-        self.progress = progress
+        self.progress: Progress | None = None
         self.benchmark = next(iter(prompts.values())).task
-        self.total = len(prompts) * repeats
         self.samples: dict[ResponseKey, Sample] = {}
-        if log is not None:
-            for key, sample in log.finished(self.benchmark).items():
-                prompt_id, repeat = key
-                if prompt_id in prompts and repeat < repeats:
-                    self.samples[key] = sample
+        self.origins: dict[str, Origin] = {}
+        for prompt_id, prompt in prompts.items():
+            self.origins[prompt_id] = Origin(
+                asked=digest_asked(prompt),
+                judged_by=digest_judged(prompt, judged_by.digest),
+            )
+
+    def continue_from(self, finished: Mapping[ResponseKey, Sample]) -> None:
+        """Take the samples of an earlier evaluation that are responses to these prompts. Those that
+        were judged by another key or verifier are judged again.
+        """
+        stale = []
+        for key, sample in finished.items():
+            prompt_id, repeat = key
+            prompt = self.prompts.get(prompt_id)
+            if prompt is None or repeat >= self.repeats:
+                continue
+            origin = self.origins[prompt_id]
+            assert origin.asked is not None
+            if sample.response.refusal or not is_sample_of(
+                sample, prompt, origin.asked
+            ):
+                continue
+            is_current = is_judged_so(sample, prompt, origin.judged_by)
+            sample = replace(of_prompt(sample, prompt), origin=origin)
+            if is_current:
+                self.samples[key] = sample
+            else:
+                stale.append(sample)
+        if stale:
+            logger.warning(
+                "%s: judging %d saved samples again, because their keys or the verifier have "
+                "changed; nothing is sampled for that",
+                self.benchmark,
+                len(stale),
+            )
+            for sample in rejudge(stale, self.judged_by):
+                self.samples[sample.response.key] = sample
+                if self.log is not None:
+                    self.log.add(sample)
         self._show_progress()
 
     def add(
@@ -155,14 +211,33 @@ class _Collected:
         for response, judgement in zip(responses, judgements, strict=True):
             prompt = self.prompts[response.prompt_id]
             sample = _sample(prompt, response, judgement, self.keep_features)
+            sample = replace(sample, origin=self.origins[response.prompt_id])
             self.samples[response.key] = sample
             if self.log is not None:
                 self.log.add(sample)
         self._show_progress()
 
+    def check_refusals(self) -> None:
+        """Raise :class:`UserError` if the server has refused every prompt, or more than
+        ``REFUSED_SHARE`` of them (one prompt may always be refused).
+        """
+        refused = {}
+        for sample in self.samples.values():
+            if sample.response.refusal is not None:
+                refused[sample.prompt.prompt_id] = sample.response.refusal
+        allowed = max(1, int(REFUSED_SHARE * len(self.prompts)))
+        if len(refused) > allowed or len(refused) == len(self.prompts):
+            words = one_line(next(iter(refused.values())), 300)
+            raise UserError(
+                f"{self.benchmark}: the server has refused {len(refused)} of {len(self.prompts)} "
+                f"prompts, the first with: {words}; correct evaluation.max_tokens, the prompts or "
+                "the server; the same command asks the refused ones again"
+            )
+
     def _show_progress(self) -> None:
         if self.progress is not None:
-            self.progress(self.benchmark, len(self.samples), self.total)
+            total = len(self.prompts) * self.repeats
+            self.progress(self.benchmark, len(self.samples), total)
 
 
 def _missing(
@@ -235,7 +310,10 @@ def rejudge(
             thinking_tokens=first.thinking_tokens,
             thinking_characters=first.thinking_characters,
         )
-        judged.append(replace(sample, judgement=again))
+        origin = replace(
+            sample.origin, judged_by=digest_judged(sample.prompt, judged_by.digest)
+        )
+        judged.append(replace(sample, judgement=again, origin=origin))
     return with_consistency(judged, judged_by.equivalent)
 
 
@@ -253,7 +331,7 @@ def write_evaluation(
     root.mkdir(parents=True, exist_ok=True)
     write_samples(samples, root / "samples.jsonl")
     text = json.dumps(evaluation, indent=1, allow_nan=False, ensure_ascii=False)
-    (root / "evaluation.json").write_text(text + "\n", encoding="utf-8")
+    write_atomically(root / "evaluation.json", text + "\n")
     run = read_run(root)
     names: list[str | None] = [*evaluation["benchmarks"]]
     if len(names) != 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -110,10 +111,14 @@ class HeldOut:
 
 
 def load_held_out(
-    config: Config, tokenizer: PreTrainedTokenizerBase, tokens: TokenBytes
+    config: Config,
+    tokenizer: PreTrainedTokenizerBase,
+    tokens: TokenBytes,
+    date: datetime.date | None = None,
 ) -> HeldOut | None:
     """Return the held-out problems that a run's ``evaluation`` section names; None if it is off.
-    Raises :class:`UserError`.
+
+    Chat templates write the ``date``. Raises :class:`UserError`.
     """
     options = config.evaluation
     if not options.interval:
@@ -126,7 +131,9 @@ def load_held_out(
         options.benchmark_list,
         config.judging,
         sources=sources,
-        options=BenchmarkOptions(untested=config.data.untested),
+        options=BenchmarkOptions(
+            untested=config.data.untested, columns=config.data.columns
+        ),
     )
     prompts: dict[str, Prompt] = {}
     for one in problems:
@@ -138,6 +145,7 @@ def load_held_out(
                 limit=options.limit or None,
                 marker=config.judging.marker,
                 thinking=config.data.thinking,
+                date=date,
             ),
             source=one.benchmark.name,
         )

@@ -18,8 +18,8 @@ from urllib.parse import parse_qs, urlsplit
 
 from megatron_dcpo.calibration import diagrams
 from megatron_dcpo.calibration.summary import json_ready
-from megatron_dcpo.errors import UserError
-from megatron_dcpo.evaluation.report import choose_samples, pages
+from megatron_dcpo.errors import UserError, one_line
+from megatron_dcpo.evaluation.report import OTHER_FORM, choose_samples, pages
 from megatron_dcpo.evaluation.run_description import seconds_left, total_steps
 from megatron_dcpo.evaluation.runs import read_run
 from megatron_dcpo.runtime.text import printable
@@ -66,7 +66,8 @@ def state(root: Path) -> dict[str, Any]:
 
 def _progress(root: Path, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return how far the run has come; unknown values are None."""
-    step = max((row.get("step", 0) for row in rows), default=None)
+    steps_done = [row["step"] for row in rows if isinstance(row.get("step"), int)]
+    step = max(steps_done, default=None)
     steps = total_steps(root)
     left = None
     if steps and step is not None:
@@ -151,6 +152,11 @@ class _Handler(BaseHTTPRequestHandler):
                 self._reply(200, "application/json", text)
             except UserError as error:  # a file that is being rewritten
                 self._reply(503, "text/plain", str(error))
+            except OTHER_FORM as error:
+                why = f"{type(error).__name__}: {one_line(error, 200)}"
+                self._reply(
+                    503, "text/plain", f"a file of {self.root} is damaged ({why})"
+                )
         else:
             self._reply(404, "text/plain", "not here")
 

@@ -30,6 +30,7 @@ the split is the same in every run and for every method.
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import math
 import zipfile
@@ -47,6 +48,7 @@ from megatron_dcpo.calibration.summary import summarize
 from megatron_dcpo.errors import UserError, one_line
 from megatron_dcpo.evaluation.samples import Sample
 from megatron_dcpo.evaluation.scoring import CONFIDENCE_KINDS, RANKING_ONLY
+from megatron_dcpo.runtime.files import write_atomically
 from megatron_dcpo.runtime.text import parse_json
 
 # per token, if a kind of confidence or a predictor reads them
@@ -99,8 +101,9 @@ class Posthoc:
     def save(self, path: str | Path) -> None:
         header = json.dumps({"method": self.method, "source": self.source})
         arrays: dict[str, Any] = {"header": np.array(header), **self.weights}
-        with open(path, "wb") as file:
-            np.savez(file, **arrays)
+        content = io.BytesIO()
+        np.savez(content, **arrays)
+        write_atomically(Path(path), content.getvalue())
 
     @classmethod
     def load(cls, path: str | Path) -> Posthoc:

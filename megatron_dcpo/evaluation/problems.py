@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -13,7 +13,7 @@ from megatron_dcpo.config import Config, JudgingConfig, SourceConfig
 from megatron_dcpo.config.field_types import QUESTIONS
 from megatron_dcpo.data import BENCHMARKS, LoadedBenchmark, load_benchmark
 from megatron_dcpo.data.benchmarks import name_of, parse_specs
-from megatron_dcpo.data.datasets import task_name
+from megatron_dcpo.data.datasets import Record, task_name
 from megatron_dcpo.data.gym import VERIFIER, is_gym
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation.evaluate import Equivalent, equivalent_math
@@ -28,6 +28,7 @@ from megatron_dcpo.judging.questions import (
 from megatron_dcpo.judging.token_bytes import TokenBytes
 from megatron_dcpo.judging.verifiers import (
     FindVerifier,
+    digest_of,
     is_users,
     verifier_for,
     verifiers,
@@ -54,7 +55,8 @@ class Problems:
 
     ``tests`` are the tests of its programs, by their keys. ``equivalent`` decides whether two
     answers are the same. ``template`` is the prompt template of the source that matches the
-    benchmark, if that source names one.
+    benchmark, if that source names one. ``verifier`` is the name of its verifier, and ``digest``
+    that of the verifier's code and options (``judging.verifiers.digest_of``).
     """
 
     benchmark: LoadedBenchmark
@@ -62,17 +64,21 @@ class Problems:
     judge: TokenJudge
     equivalent: Equivalent
     template: str | None = None
+    verifier: str = ""
+    digest: str = ""
 
 
 @dataclass(frozen=True)
 class BenchmarkOptions:
     """How benchmark files are read: the directory to look in, whether documented defects are
-    repaired, and whether programs without assertions are kept.
+    repaired, whether programs without assertions are kept, and the columns of files that no source
+    matches.
     """
 
     data_dir: str | None = None
     corrections: bool = False
     untested: bool = False
+    columns: Mapping[str, str] = field(default_factory=dict)
 
 
 def load_problems(
@@ -111,6 +117,7 @@ def load_problems(
             options.corrections,
             options.untested,
             keep_columns=is_users(named_verifiers[name]),
+            columns=options.columns if source is None else source.columns,
         )
         for warning in benchmark.warnings:
             logger.warning(warning)
@@ -120,7 +127,7 @@ def load_problems(
     problems = []
     for benchmark in loaded:
         verifier = _verifier_name(benchmark, named_verifiers[benchmark.name])
-        check_questions(verifier, benchmark.records, benchmark.source)
+        check_answers(verifier, benchmark.records, benchmark.source)
         source = source_of[benchmark.name]
         problems.append(
             Problems(
@@ -129,9 +136,29 @@ def load_problems(
                 judge=judge_of(judging, find, verifier),
                 equivalent=equivalence(verifier),
                 template=None if source is None else source.template,
+                verifier=verifier,
+                digest=digest_of(verifier, judging),
             )
         )
     return problems
+
+
+def check_answers(
+    verifier: str, problems: Iterable[Record | Prompt], source: str
+) -> None:
+    """Raise :class:`UserError` for the first problem that the verifier cannot judge, because it has
+    no answer of the verifier's form, or several if the verifier takes one.
+    """
+    check_questions(verifier, problems, source)
+    if verifier != "math":
+        return
+    for problem in problems:
+        answer = (problem.row or {}).get("answer")
+        if isinstance(answer, list | Mapping):
+            raise UserError(
+                f"{source}: {problem.prompt_id}: the answer has several texts, {answer!r:.60}; "
+                "judging.verifier=math takes one, exact and f1 take any of them"
+            )
 
 
 def tests_of(benchmark: LoadedBenchmark) -> dict[str, bytes]:

@@ -20,6 +20,7 @@ from megatron_dcpo.data.files import read_json_lines
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation.samples import Sample
 from megatron_dcpo.judging.programs import PackedTests
+from megatron_dcpo.runtime.files import replacing
 from megatron_dcpo.sandbox.tests import checked_tests
 
 
@@ -33,7 +34,8 @@ def write_tests(tests: PackedTests, path: Path) -> None:
     without the benchmark's files.
     """
     with (
-        open(path, "wb") as file,
+        replacing(path) as temporary,
+        open(temporary, "wb") as file,
         gzip.GzipFile("", "wb", mtime=0, fileobj=file) as packed_file,
     ):
         for key, packed in sorted(tests.items()):

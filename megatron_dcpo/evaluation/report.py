@@ -10,7 +10,6 @@ phone.
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -23,6 +22,7 @@ from markupsafe import Markup
 from megatron_dcpo.calibration import diagrams
 from megatron_dcpo.calibration.metrics import Bins
 from megatron_dcpo.calibration.summary import json_ready
+from megatron_dcpo.codec import LARGEST
 from megatron_dcpo.evaluation import published, run_description
 from megatron_dcpo.evaluation.published import Published
 from megatron_dcpo.evaluation.runs import EvaluatedRun
@@ -33,6 +33,7 @@ from megatron_dcpo.evaluation.scoring import (
     bins_from_json,
     headline,
 )
+from megatron_dcpo.runtime.files import write_atomically
 from megatron_dcpo.runtime.run_records import read_warnings
 from megatron_dcpo.runtime.text import encodable
 from megatron_dcpo.types import CONFIDENCE_TAG
@@ -54,6 +55,17 @@ LABELS = {
 _PERCENT = {"accuracy", "mean_confidence", "violation_rate"}
 _NOTED = ("accuracy", "ece", "pce", "auroc")
 _SAMPLES_SHOWN = 6
+
+
+# What a file of another form raises on the way through a report.
+OTHER_FORM = (
+    LookupError,
+    TypeError,
+    ValueError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+)
 
 
 # -------------------------------------------------------------------------------------- the numbers
@@ -131,7 +143,8 @@ def write_report(
 ) -> Path:
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(encodable(render_report(runs, title, against)), encoding="utf-8")
+    page = encodable(render_report(runs, title, against))
+    write_atomically(target, page)
     return target
 
 
@@ -408,7 +421,9 @@ def _is_number(value: object) -> TypeGuard[float]:
     """Return whether a JSON value is a finite number."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
-    return math.isfinite(value)
+    return (
+        abs(value) < LARGEST
+    )  # not so for NaN, nor for an integer that no float holds
 
 
 def _panels(

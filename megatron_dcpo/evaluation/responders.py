@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from megatron_dcpo.judging.thinking import KNOWN, check_thinking, keep_thinking
 from megatron_dcpo.judging.token_bytes import TokenBytes, token_bytes
 from megatron_dcpo.rollout import SamplingConfig, VllmOptions, choose_engine
 from megatron_dcpo.rollout.engine import check_sampled_model
-from megatron_dcpo.rollout.openai_client import Endpoint, served_model
+from megatron_dcpo.rollout.openai_client import Endpoint, check_address, served_model
 from megatron_dcpo.rollout.tokens import check_vocabulary
 from megatron_dcpo.runtime.device import capabilities
 from megatron_dcpo.types import Prompt
@@ -70,20 +71,22 @@ def top_logprobs(config: EvaluateConfig) -> int:
     return TOP_LOGPROBS if wanted else 0
 
 
-def ask_server(config: EvaluateConfig) -> Responder:
+def ask_server(config: EvaluateConfig, date: datetime.date) -> Responder:
     """Return the server at ``endpoint.url`` as a responder.
 
-    With ``endpoint.tokenizer`` the prompts are token ids, otherwise messages. Without it nothing is
+    With ``endpoint.tokenizer`` the prompts are token ids, in which chat templates write the
+    ``date``, otherwise messages. Without it nothing is
     known about the tokens, and ``<think>`` is taken to open the thinking.
     """
     options = config.endpoint
+    check_address(options.url)
     tokenizer = None
     tokens = TokenBytes((), KNOWN[0])
     render: Render = partial(_as_messages, config)
     if options.tokenizer:
         tokenizer = rollout.load_tokenizer(options.tokenizer)
         tokens = token_bytes(tokenizer)
-        render = partial(as_token_ids, config, tokenizer)
+        render = partial(as_token_ids, config, tokenizer, date)
     check_thinking(config.data.thinking, tokens.thinking, options.tokenizer)
     api_key = os.environ.get(options.api_key_env) or None
     model = options.model or served_model(options.url, api_key)
@@ -109,7 +112,9 @@ def _api(config: EvaluateConfig) -> Literal["chat", "completions"]:
     return "chat"
 
 
-def sample_model(config: EvaluateConfig, problems: Sequence[Problems]) -> Responder:
+def sample_model(
+    config: EvaluateConfig, problems: Sequence[Problems], date: datetime.date
+) -> Responder:
     """Return the checkpoint at ``model.path``, sampled in this process, as a responder."""
     path = config.model.path
     vocab_size = check_sampled_model(path)
@@ -117,7 +122,7 @@ def sample_model(config: EvaluateConfig, problems: Sequence[Problems]) -> Respon
     tokens = token_bytes(tokenizer)
     check_thinking(config.data.thinking, tokens.thinking, path)
     check_vocabulary(path, tokens, vocab_size)
-    render = partial(as_token_ids, config, tokenizer)
+    render = partial(as_token_ids, config, tokenizer, date)
     longest = 0
     for one in problems:
         for prompt in render(one):
@@ -144,9 +149,14 @@ def sample_model(config: EvaluateConfig, problems: Sequence[Problems]) -> Respon
 
 
 def as_token_ids(
-    config: EvaluateConfig, tokenizer: PreTrainedTokenizerBase, problems: Problems
+    config: EvaluateConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    date: datetime.date,
+    problems: Problems,
 ) -> list[Prompt]:
-    """Return the prompts of a benchmark, rendered as in training by template and tokenizer."""
+    """Return the prompts of a benchmark, rendered as in training by template and tokenizer. Chat
+    templates write the ``date``.
+    """
     return render_prompts(
         problems.benchmark.records,
         tokenizer,
@@ -155,6 +165,7 @@ def as_token_ids(
             limit=config.evaluation.limit or None,
             marker=config.judging.marker,
             thinking=config.data.thinking,
+            date=date,
         ),
         source=problems.benchmark.name,
     )

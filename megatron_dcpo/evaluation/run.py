@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import os
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -42,17 +43,25 @@ from megatron_dcpo.evaluation.responders import (
     top_logprobs,
 )
 from megatron_dcpo.evaluation.samples import (
+    DATE,
     SETTINGS,
     Sample,
     SampleLog,
     check_samples,
+    date_of,
     read_samples,
 )
 from megatron_dcpo.evaluation.scoring import parse_kinds, score_samples
 from megatron_dcpo.judging.function_verifier import check_error_rate
 from megatron_dcpo.judging.programs import PackedTests
-from megatron_dcpo.judging.verifiers import reads_rows, verifier_for, verifiers
+from megatron_dcpo.judging.verifiers import (
+    digest_of,
+    reads_rows,
+    verifier_for,
+    verifiers,
+)
 from megatron_dcpo.runtime import distributed
+from megatron_dcpo.runtime.run_records import today
 from megatron_dcpo.runtime.text import read_json_object
 from megatron_dcpo.types import CONFIDENCE_TAG
 
@@ -167,7 +176,11 @@ def _judge_again(
         of_verifier.setdefault(_verifier_of_sample(sample, config), []).append(index)
     judged: dict[int, Sample] = {}
     for name, indices in of_verifier.items():
-        judged_by = AnswerJudge(judge_of(config.judging, find, name), equivalence(name))
+        judged_by = AnswerJudge(
+            judge=judge_of(config.judging, find, name),
+            equivalent=equivalence(name),
+            digest=digest_of(name, config.judging),
+        )
         again = rejudge([samples[index] for index in indices], judged_by)
         judged.update(zip(indices, again, strict=True))
     return [judged[index] for index in range(len(samples))]
@@ -199,32 +212,37 @@ def _new_samples(
     all ranks.
     """
     loaded = _load_problems(config)
+    date = None if fresh else date_of(config.run_dir)
+    date = date or today()
     if ranks > 1:
         distributed.initialize(timeout_minutes=_LONGEST_MINUTES)
     check = partial(_check_directory, config, loaded)
     if config.endpoint.url:
-        responder = ask_server(config)
-        settings = settings_of(config, responder.model)
+        responder = ask_server(config, date)
+        settings = settings_of(config, responder.model, date)
         if not fresh:
             check(settings)
     else:
-        settings = settings_of(config, config.model.path)
+        settings = settings_of(config, config.model.path, date)
         settings["weights"] = _weights(Path(config.model.path))
         if _rank() == 0 and not fresh:  # before the slow loading of the model
             check(settings)
-        responder = sample_model(config, loaded)
+        responder = sample_model(config, loaded, date)
     share = slice(_rank(), None, ranks)
+    prompts = [responder.render(problems) for problems in loaded]
     log = SampleLog(config.run_dir, settings, fresh) if _rank() == 0 else None
     with log or nullcontext():
+        if log is not None:
+            log.match([prompt for rendered in prompts for prompt in rendered])
         tests: dict[str, bytes] = {}
         for problems in loaded:
             tests.update(problems.tests)
         if tests and _rank() == 0:
             write_tests(tests, Path(config.run_dir) / TESTS_FILE)
         samples: list[Sample] = []
-        for problems in loaded:
+        for problems, rendered in zip(loaded, prompts, strict=True):
             samples += evaluate_benchmark(
-                responder.render(problems)[share],
+                rendered[share],
                 responder.respond,
                 repeats=config.evaluation.samples,
                 judged_by=_judged_by(problems, responder),
@@ -235,7 +253,18 @@ def _new_samples(
     if ranks > 1:
         samples = _of_all_ranks(samples, loaded)
         distributed.destroy()
+    _check_same_verifiers(config, loaded)
     return samples, responder.model
+
+
+def _check_same_verifiers(config: EvaluateConfig, loaded: Sequence[Problems]) -> None:
+    """Raise :class:`UserError` if a user's verifier was edited while it judged."""
+    for problems in loaded:
+        if digest_of(problems.verifier, config.judging) != problems.digest:
+            raise UserError(
+                f"judging.verifier={problems.verifier}: the file was changed while responses were "
+                f"judged; the same command judges those in {config.run_dir} again"
+            )
 
 
 def _load_problems(config: EvaluateConfig) -> list[Problems]:
@@ -256,13 +285,14 @@ def _load_problems(config: EvaluateConfig) -> list[Problems]:
             data_dir=options.data_dir or None,
             corrections=options.corrections,
             untested=config.data.untested,
+            columns=config.data.columns,
         ),
     )
 
 
 def _judged_by(problems: Problems, responder: Responder) -> AnswerJudge:
     judge = partial(problems.judge, tokens=responder.tokens)
-    return AnswerJudge(judge, problems.equivalent)
+    return AnswerJudge(judge, problems.equivalent, problems.digest)
 
 
 def _check_directory(
@@ -292,9 +322,11 @@ def _of_all_ranks(samples: list[Sample], loaded: Sequence[Problems]) -> list[Sam
     )
 
 
-def settings_of(config: EvaluateConfig, model: str) -> dict[str, Any]:
+def settings_of(
+    config: EvaluateConfig, model: str, date: datetime.date
+) -> dict[str, Any]:
     """Return the content of ``settings.json`` for samples of ``model``; an evaluation is continued
-    only with the same settings.
+    only with the same settings, and with the ``date`` that it began with.
 
     The address of a server, its load and the number of repeats may change between two runs. Options
     that only some evaluations use are left out of the settings of the others, whose directories
@@ -313,6 +345,7 @@ def settings_of(config: EvaluateConfig, model: str) -> dict[str, Any]:
         "extra_body": config.endpoint.extra_body,
         "top_logprobs": top_logprobs(config),
         "model": model,
+        DATE: date.isoformat(),
     }
     judging = config.judging
     if judging.marker != CONFIDENCE_TAG:

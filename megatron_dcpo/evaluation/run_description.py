@@ -24,6 +24,7 @@ SAMPLING = {
 }
 # Options that differ between runs of the same configuration.
 _OF_EVERY_RUN = ("run_dir", "seed", "training.resume")
+_MOST_STEPS = 10**12  # more are a damaged configuration
 _RECENT = 10  # steps whose median time predicts the remaining ones
 
 
@@ -80,14 +81,14 @@ def options(path: Path) -> dict[str, Any]:
     """
     try:
         return dict(flat(OmegaConf.to_container(OmegaConf.load(path / CONFIG))))
-    except (OSError, OmegaConfBaseException, YAMLError, ValueError):
+    except (OSError, OmegaConfBaseException, YAMLError, ValueError, RecursionError):
         return {}
 
 
 def total_steps(path: Path) -> int | None:
     """Return ``training.steps`` from the ``config.yaml`` of a run, None if it has none."""
     steps = options(path).get("training.steps")
-    return steps if isinstance(steps, int) else None
+    return steps if isinstance(steps, int) and 0 < steps < _MOST_STEPS else None
 
 
 def seconds_left(rows: Sequence[Mapping[str, Any]], steps: int) -> float | None:

@@ -6,11 +6,15 @@ judged, and none is sampled twice.
 
 from __future__ import annotations
 
+import hashlib
 import json
+import logging
 import math
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from datetime import date
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Annotated, Any
@@ -22,8 +26,11 @@ from megatron_dcpo.calibration.summary import json_ready
 from megatron_dcpo.data.files import read_json_lines
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.runtime.files import write_atomically
+from megatron_dcpo.runtime.run_records import parse_date
 from megatron_dcpo.runtime.text import read_json_object
 from megatron_dcpo.types import Judgement, Limits, Probability, Prompt, Response
+
+logger = logging.getLogger(__name__)
 
 # rounding in an engine can lift a log-prob of 0 slightly above 0
 LogProbability = Annotated[float, Limits(-math.inf, 1e-3)]
@@ -54,6 +61,17 @@ class Measures:
 
 
 @dataclass(frozen=True)
+class Origin:
+    """What a sample was made of, as short digests: ``asked`` of the prompt as it was sent,
+    ``judged_by`` of the key, the columns and the verifier (:func:`digest_asked`,
+    :func:`digest_judged`). None is not known: files of earlier releases have none.
+    """
+
+    asked: str | None = None
+    judged_by: str | None = None
+
+
+@dataclass(frozen=True)
 class Sample:
     """One response to one problem of a benchmark, judged and measured; ``prompt.task`` is the
     benchmark, ``response.sample_index`` the repeat.
@@ -66,6 +84,7 @@ class Sample:
     response: Response
     judgement: Judgement
     measures: Measures = Measures()
+    origin: Origin = Origin()
 
     @property
     def problem_key(self) -> tuple[str, str]:
@@ -131,7 +150,11 @@ def write_samples(samples: Iterable[Sample], path: str | Path) -> None:
 def sample_line(sample: Sample) -> str:
     """Return a sample as one line of ``samples.jsonl``."""
     row = codec.to_row(
-        sample.prompt, sample.response, sample.judgement, sample.measures
+        sample.prompt,
+        sample.response,
+        sample.judgement,
+        sample.measures,
+        sample.origin,
     )
     return json.dumps(json_ready(row), ensure_ascii=False) + "\n"
 
@@ -160,6 +183,7 @@ def sample_of(row: Mapping[str, object]) -> Sample:
         response=codec.from_row(Response, row),
         judgement=codec.from_row(Judgement, row),
         measures=codec.from_row(Measures, row),
+        origin=codec.from_row(Origin, row),
     )
 
 
@@ -183,8 +207,98 @@ def geometric_mean_probability(logprobs: Sequence[float]) -> float | None:
     return min(1.0, math.exp(math.fsum(logprobs) / len(logprobs)))
 
 
+# ------------------------------------------------------------------- samples that fit an evaluation
+
+
+def digest_asked(prompt: Prompt) -> str:
+    """Return a short digest of a prompt as it is sent: its messages and its tokens."""
+    sent = [list(prompt.messages), list(map(int, prompt.token_ids))]
+    return _digest(sent)
+
+
+def digest_judged(prompt: Prompt, verifier: str) -> str | None:
+    """Return a short digest of what a response to a prompt is judged by: key, columns, form of the
+    answer, and the digest of the ``verifier``; None if that is not known.
+    """
+    if not verifier:
+        return None
+    return _digest([prompt.ground_truth, prompt.row, prompt.form, verifier])
+
+
+def _digest(value: object) -> str:
+    text = json.dumps(value, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def is_sample_of(sample: Sample, prompt: Prompt, asked: str) -> bool:
+    """Return whether a sample is a response to this prompt, whose digest is ``asked``. One of an
+    earlier release is known by its problem only.
+    """
+    if sample.origin.asked is None:
+        return sample.prompt.problem == prompt.problem
+    return sample.origin.asked == asked
+
+
+def is_judged_so(sample: Sample, prompt: Prompt, judged_by: str | None) -> bool:
+    """Return whether a sample was judged by this key and this verifier, whose digest is
+    ``judged_by``. One of an earlier release is known by its key and columns only.
+    """
+    before = sample.origin.judged_by
+    if before is None or judged_by is None:
+        same_key = sample.prompt.ground_truth == prompt.ground_truth
+        return same_key and _digest(sample.prompt.row) == _digest(prompt.row)
+    return before == judged_by
+
+
+def of_prompt(sample: Sample, prompt: Prompt) -> Sample:
+    """Return a sample under the id of ``prompt``, with its key and columns."""
+    return replace(
+        sample,
+        prompt=codec.as_read(prompt),
+        response=replace(sample.response, prompt_id=prompt.prompt_id),
+        judgement=replace(sample.judgement, prompt_id=prompt.prompt_id),
+    )
+
+
+def matched(
+    samples: Sequence[Sample], prompts: Sequence[Prompt]
+) -> tuple[list[Sample], list[Sample]]:
+    """Return the samples that are responses to one of the prompts, and the others.
+
+    A problem that has moved in its file keeps its samples, under its new id. Of two samples with
+    one key the last counts. Refused prompts have no samples.
+    """
+    last: dict[tuple[str, str, int], Sample] = {}
+    for sample in samples:
+        if sample.response.refusal is None:
+            last[(*sample.problem_key, sample.response.sample_index)] = sample
+    by_key = {(prompt.task, prompt.prompt_id): prompt for prompt in prompts}
+    asked = {key: digest_asked(prompt) for key, prompt in by_key.items()}
+    kept: dict[tuple[str, str, int], Sample] = {}
+    homeless: dict[tuple[str, str | None, int], list[Sample]] = {}
+    for key, sample in last.items():
+        task, prompt_id, repeat = key
+        prompt = by_key.get((task, prompt_id))
+        if prompt is not None and is_sample_of(sample, prompt, asked[task, prompt_id]):
+            kept[key] = sample
+        else:
+            place = (task, sample.origin.asked, repeat)
+            homeless.setdefault(place, []).append(sample)
+    repeats = sorted({repeat for _, _, repeat in last})
+    for (task, prompt_id), prompt in by_key.items():
+        for repeat in repeats:
+            moved = homeless.get((task, asked[task, prompt_id], repeat))
+            if moved and (task, prompt_id, repeat) not in kept:
+                kept[task, prompt_id, repeat] = of_prompt(moved.pop(0), prompt)
+    others = [sample for left in homeless.values() for sample in left]
+    return list(kept.values()), others
+
+
 FILE = "samples.jsonl"
+REPLACED = "samples.replaced.jsonl"  # of problems that are other ones now
 SETTINGS = "settings.json"
+# A setting that continues instead of being compared: the date that the chat template writes.
+DATE = "date"
 
 
 class SampleLog:
@@ -193,6 +307,7 @@ class SampleLog:
 
     A directory that holds samples drawn with other settings is refused, since they must not be
     mixed. A last line that a killed process left unfinished is cut off; its sample is drawn again.
+    :meth:`match` sets the samples of other problems aside.
     """
 
     def __init__(
@@ -209,19 +324,46 @@ class SampleLog:
             _check_settings(settings_path, settings)
             _cut_truncated_line(self.path)
         self._on_disk = read_samples(self.path) if self.path.exists() else []
-        settings_path.write_text(
-            json.dumps(dict(settings), indent=1, sort_keys=True) + "\n",
-            encoding="utf-8",
-        )
+        text = json.dumps(dict(settings), indent=1, sort_keys=True) + "\n"
+        write_atomically(settings_path, text)
         self._file: IO[str] = open(self.path, "a", encoding="utf-8")  # noqa: SIM115
+
+    def match(self, prompts: Sequence[Prompt]) -> None:
+        """Keep the samples of these prompts, all that the evaluation asks. The others move to
+        ``REPLACED``, which only grows, and a line says so.
+        """
+        kept, others = matched(self._on_disk, prompts)
+        same = zip(kept, self._on_disk, strict=False)
+        if len(kept) == len(self._on_disk) and all(one is other for one, other in same):
+            return
+        if others:
+            replaced = self.path.with_name(REPLACED)
+            with open(replaced, "a", encoding="utf-8") as file:
+                file.writelines(map(sample_line, others))
+            names = sorted({sample.prompt.prompt_id for sample in others})
+            logger.warning(
+                "%d samples are of other problems than those that are asked now (%s); they are in "
+                "%s, and these problems are sampled again",
+                len(others),
+                shortened(names),
+                replaced,
+            )
+        self._file.close()
+        write_samples(kept, self.path)
+        self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115
+        self._on_disk = kept
 
     def finished(self, benchmark: str) -> dict[tuple[str, int], Sample]:
         """Return a benchmark's samples that were on disk at the start, by prompt id and repeat."""
         return {s.response.key: s for s in self._on_disk if s.prompt.task == benchmark}
 
     def add(self, sample: Sample) -> None:
-        self._file.write(sample_line(sample))
-        self._file.flush()
+        try:
+            self._file.write(sample_line(sample))
+            self._file.flush()
+        except OSError as error:
+            error.filename = str(self.path)
+            raise
 
     def __enter__(self) -> SampleLog:
         return self
@@ -266,12 +408,28 @@ def _check_settings(path: Path, settings: Mapping[str, Any]) -> None:
         raise UserError(
             f"{path.parent} holds samples of unknown settings; give another --out, or --fresh"
         ) from None
-    for name in sorted({*before, *settings}):
+    for name in sorted({*before, *settings} - {DATE}):
         if before.get(name) != settings.get(name):
             raise UserError(
                 f"{path.parent} was begun with {name} = {before.get(name)!r}, now it is "
                 f"{settings.get(name)!r}; give another --out, or --fresh to drop its samples"
             )
+
+
+def date_of(directory: str | Path) -> date | None:
+    """Return the date with which the samples in a directory were asked, None if there are none."""
+    root = Path(directory)
+    if not (root / FILE).exists():
+        return None
+    with suppress(UserError):
+        return parse_date(read_json_object(root / SETTINGS).get(DATE))
+    return None
+
+
+def shortened(names: Sequence[str], most: int = 5) -> str:
+    """Return the first names of a list, and how many there are besides."""
+    shown = ", ".join(names[:most])
+    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
 
 
 def _cut_truncated_line(path: Path) -> None:

@@ -140,6 +140,12 @@ def headline(
     return {key: flat.get(key) for key in HEADLINE}
 
 
+def _refused(samples: Sequence[Sample]) -> dict[str, float]:
+    """Return the share of samples that a server refused, if it refused any."""
+    refused = sum(sample.response.refusal is not None for sample in samples)
+    return {"refused_rate": refused / len(samples)} if refused else {}
+
+
 def _score(
     samples: Sequence[Sample],
     kinds: Sequence[str],
@@ -166,6 +172,7 @@ def _score(
         "parse_rate": metrics.parse_rate(stated),
         **violation_rates([judgement.status for judgement in judgements]),
     }
+    scores.update(_refused(samples))
     passed = passes(samples, resamples, seed)
     scores["pass_at_k"] = {str(k): value for k, value in passed.values.items()}
     thinking = [j.thinking_tokens for j in judgements if j.thinking_tokens]

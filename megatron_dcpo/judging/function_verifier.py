@@ -19,17 +19,18 @@ import asyncio
 import inspect
 import json
 import logging
-import math
 import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from megatron_dcpo.codec import LARGEST
 from megatron_dcpo.config import JudgingConfig
 from megatron_dcpo.errors import UserError, one_line
 from megatron_dcpo.judging.answers import Attempt, Outcome
 from megatron_dcpo.judging.pool import PoolWork, WorkerPool
 from megatron_dcpo.runtime.plugins import load_object
+from megatron_dcpo.runtime.text import printable
 from megatron_dcpo.types import VERIFIER_ERROR
 
 logger = logging.getLogger(__name__)
@@ -38,6 +39,7 @@ OPTION = "judging.verifier"
 # limits of the values that a function may add to the record of a response
 LOGGED_KEYS = 32
 LOGGED_CHARACTERS = 200
+_SHOWN_BITS = 4096  # of an integer; Python writes no more than 4300 digits
 _SIGNATURES = (
     "verify(response, answer, *, problem, **columns), "
     "compute_score(data_source, solution_str, ground_truth, extra_info=None) "
@@ -93,7 +95,7 @@ def warn_once(name: str) -> Callable[[str], None]:
                 "errors are only counted",
                 OPTION,
                 name,
-                one_line(why, 300),
+                printable(one_line(why, 300)),
             )
 
     return warn
@@ -104,7 +106,7 @@ def outcome_of(
 ) -> Outcome:
     """Return the outcome for the result from a worker or a server."""
     logged: dict[str, Any] = {}
-    if isinstance(result, Mapping) and "error" in result:
+    if isinstance(result, Mapping) and "error" in result and "score" not in result:
         why: str | None = str(result["error"])
     else:
         why, logged = _checked(result)
@@ -123,6 +125,9 @@ def outcome_of(
 def _checked(result: object) -> tuple[str | None, dict[str, Any]]:
     """Return what is wrong with a result, None if nothing is, and the result as a mapping with a
     finite ``score``.
+
+    An entry ``error`` beside a score that can be used is logged like any other. Entries without a
+    value are left out.
     """
     values = dict(result) if isinstance(result, Mapping) else {"score": result}
     score: Any = values.get("score")
@@ -134,23 +139,27 @@ def _checked(result: object) -> tuple[str | None, dict[str, Any]]:
             f"returned {result!r:.80}; expected a bool, a number in [0, 1], or a mapping with "
             "such a score"
         )
+        if values.get("error") is not None:
+            why = str(values["error"])
         return why, {}
     checked: dict[str, Any] = {"score": float(score)}
     for key, value in list(values.items())[: LOGGED_KEYS + 1]:
-        if key != "score":
-            checked[str(key)[:LOGGED_CHARACTERS]] = _plain(value)
+        if key != "score" and value is not None:
+            checked[printable(key)[:LOGGED_CHARACTERS]] = _plain(value)
     return None, checked
 
 
 def _plain(value: Any) -> bool | int | float | str:  # noqa: ANN401 -- of NumPy or torch
-    """Return a value that JSON can hold: a number, or a text that is not too long."""
+    """Return a value that JSON and the metrics can hold: a number that can be computed with, or a
+    printable text that is not too long.
+    """
     if hasattr(value, "item") and getattr(value, "size", 1) == 1:
         value = value.item()
-    if isinstance(value, bool | int):
+    if isinstance(value, int | float) and abs(value) < LARGEST:  # not so for NaN
         return value
-    if isinstance(value, float) and math.isfinite(value):
-        return value
-    return str(value)[:LOGGED_CHARACTERS]
+    if isinstance(value, int) and value.bit_length() > _SHOWN_BITS:
+        return f"an integer of {value.bit_length()} bits"
+    return printable(value, lines=True)[:LOGGED_CHARACTERS]
 
 
 def _lost(why: str) -> dict[str, str]:

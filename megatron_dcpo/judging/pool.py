@@ -6,8 +6,10 @@ and their verdicts are cached if ``PoolWork.remember`` allows it. The first such
 worker, and every ``PoolWork.pairs_per_worker`` waiting pairs start another. One thread serves the
 workers while there is a pair to judge; callers in any thread wait only for the pairs that they have
 passed. A worker that overruns its wall time or dies is replaced, and its pair is lost
-(``PoolWork.lost``). Memory is bounded: ``PoolWork.memory_bytes`` for each worker, and for the
-verdicts kept here ``CACHE_SIZE`` pairs of ``CACHE_CHARACTERS`` characters together.
+(``PoolWork.lost``). One that is killed, or late, while it starts is replaced, up to ``STARTS``
+times in a row; one that ends by itself is an error of the installation. Memory is bounded:
+``PoolWork.memory_bytes`` for each worker, and for the verdicts kept here ``CACHE_SIZE`` pairs of
+``CACHE_CHARACTERS`` characters together.
 
 The workers are plain subprocesses: they inherit no torch threads, gloo sockets or locks of the
 trainer, and need no ``__main__`` guard in a user's script.
@@ -34,6 +36,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron_dcpo.errors import UserError
 from megatron_dcpo.runtime import cores_per_rank
 
 CACHE_SIZE = 200_000
@@ -41,6 +44,8 @@ CACHE_SIZE = 200_000
 CACHE_CHARACTERS = 20_000_000
 # for the imports, on a busy machine; no pair is waiting in the worker yet
 _START_SECONDS = 120.0
+# workers in a row that may be killed, or be late, before one is ready
+STARTS = 5
 # a worker ends itself at its wall time, and the parent only has to notice
 _GRACE_SECONDS = 1.0
 
@@ -76,10 +81,13 @@ class PoolWork:
 
 @dataclass
 class Worker:
-    """A process, its current pair (None if it is idle or not ready yet), and its deadline."""
+    """A process, its current pair (None if it is idle or not ready yet), and its deadline.
+    ``failed_before`` counts the starts in a row that had failed when it was started.
+    """
 
     process: subprocess.Popen[bytes]
     deadline: float
+    failed_before: int = 0
     ready: bool = False
     pair: Pair | None = None
     received: bytearray = field(default_factory=bytearray)
@@ -94,6 +102,10 @@ class PoolStatistics:
     judged: int = 0
     late: int = 0
     replaced: int = 0
+
+
+class WorkerNotStarted(UserError):
+    """The verifier processes do not start on this machine."""
 
 
 class WorkerPool:
@@ -112,6 +124,7 @@ class WorkerPool:
         self._cache: OrderedDict[Pair, Any] = OrderedDict()
         self._cached_characters = 0
         self._died_on: set[Pair] = set()
+        self._failed_starts = 0  # since a worker was ready
         self._waiting: deque[Pair] = deque()
         # the pairs that wait and those that workers are judging
         self._asked: dict[Pair, Future[Any]] = {}
@@ -273,7 +286,11 @@ class WorkerPool:
             env=environment,
             start_new_session=True,  # so that the processes it forks end with it
         )
-        return Worker(process, time.monotonic() + _START_SECONDS)
+        return Worker(
+            process=process,
+            deadline=time.monotonic() + _START_SECONDS,
+            failed_before=self._failed_starts,
+        )
 
     def _send(self, worker: Worker, pair: Pair) -> None:
         worker.pair = pair
@@ -300,6 +317,7 @@ class WorkerPool:
             worker.deadline = float("inf")
             if word == b"ready":
                 worker.ready = True
+                self._failed_starts = 0
             elif worker.pair is not None:
                 self.statistics.late += word == b"late"
                 if word in (b"late", b"raised"):
@@ -316,14 +334,27 @@ class WorkerPool:
 
     def _retire(self, worker: Worker, selector: selectors.BaseSelector) -> None:
         """Give up a worker that is late or gone. Its pair is lost, unless the worker died in time
-        and the pair has not ended another one before. A worker that never became ready is an error
-        of the installation.
+        and the pair has not ended another one before. Raises :class:`WorkerNotStarted` if a worker
+        ended by itself before it was ready, or if too many in a row were not ready.
         """
         selector.unregister(worker.process.stdout)  # type: ignore[arg-type]
         self._workers.remove(worker)
+        in_time = time.monotonic() < worker.deadline - _GRACE_SECONDS
+        if not worker.ready and in_time:
+            # its output is closed: it is gone, or about to end with a status of its own
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                worker.process.wait(_GRACE_SECONDS)
         _end(worker)
         if not worker.ready:
-            raise RuntimeError(
+            # those that start side by side, and are killed together, have failed once
+            failed = max(self._failed_starts, worker.failed_before + 1)
+            self._failed_starts = failed
+            # a late one has just been killed here, another by the kernel or an operator
+            was_killed = worker.process.returncode < 0
+            if was_killed and failed < STARTS:
+                self.statistics.replaced += 1
+                return
+            raise WorkerNotStarted(
                 f"a verifier process did not start (exit status {worker.process.returncode}); try: "
                 f"{sys.executable} -m megatron_dcpo.judging.worker --cpu 1 --wall 1 --memory "
                 f"{self.work.memory_bytes} --parent {os.getpid()} "
@@ -332,7 +363,6 @@ class WorkerPool:
         self.statistics.replaced += 1
         if worker.pair is None:
             return
-        in_time = time.monotonic() < worker.deadline - _GRACE_SECONDS
         if in_time and worker.pair not in self._died_on:
             # it may have been killed from outside
             self._died_on.add(worker.pair)

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 from collections.abc import Callable
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 from megatron_dcpo.config import JudgingConfig
 from megatron_dcpo.config.field_types import BUILT_IN, QUESTIONS
@@ -15,6 +19,7 @@ from megatron_dcpo.judging.judge import Verifier
 from megatron_dcpo.judging.math.pool import verify_answers
 from megatron_dcpo.judging.programs import PackedTests, ProgramVerifier
 from megatron_dcpo.judging.questions import question_verifier
+from megatron_dcpo.runtime.plugins import source_digest
 
 FindVerifier = Callable[[str], tuple[Verifier, AnswerForm]]
 
@@ -43,6 +48,42 @@ def verifier_for(form: str, named: str, registered: bool = False) -> str:
     if registered and named in QUESTIONS:
         return "math"
     return named
+
+
+def digest_of(name: str, options: JudgingConfig) -> str:
+    """Return a short digest of all that a verdict of the verifier ``name`` depends on besides the
+    response and the row: its code, here or in a user's file, and the options. A server is known by
+    its address only.
+    """
+    if is_users(name):
+        code = name
+        if "://" not in name:
+            code += source_digest(name, "judging.verifier")
+    else:
+        code = f"{name} {_own_code()}"
+    read = (
+        options.marker,
+        options.threshold,
+        options.graded,
+        options.test_seconds,
+        options.program_seconds,
+        options.memory_mb,
+    )
+    return hashlib.sha256(repr((code, read)).encode()).hexdigest()[:16]
+
+
+@functools.cache
+def _own_code() -> str:
+    """Return a digest of this package's verifiers and sandbox, and of the libraries they use."""
+    digest = hashlib.sha256()
+    package = Path(__file__).resolve().parents[1]
+    for part in ("judging", "sandbox"):
+        for file in sorted((package / part).rglob("*.py")):
+            digest.update(file.read_bytes())
+    for library in ("math-verify", "sympy", "reasoning-gym"):
+        with suppress(PackageNotFoundError):
+            digest.update(f"{library} {version(library)}".encode())
+    return digest.hexdigest()
 
 
 def check_verifier(name: str) -> None:

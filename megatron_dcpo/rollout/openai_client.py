@@ -1,13 +1,16 @@
 """Samples from an OpenAI-compatible server: concurrent, with retries, one request per sample.
 
-A request that fails in a way that may pass is repeated (``runtime/http_json.py``); any other answer
-is an error at once, with the server's own words. Finished samples are handed over as soon as they
-are there, so that an interrupted evaluation loses none.
+A request that fails in a way that may pass is repeated (``runtime/http_json.py``), also an error
+under the status 200 and a reply without choices. A prompt that is refused for what it holds (a
+content filter, the length of the context) is an empty response with the server's words as its
+``refusal``; any other answer is an error at once, with the server's own words. Finished samples are
+handed over as soon as they are there, so that an interrupted evaluation loses none.
 """
 
 from __future__ import annotations
 
 import queue
+import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +23,7 @@ from megatron_dcpo.errors import UserError, one_line
 from megatron_dcpo.judging.blocks import ends_of_tokens
 from megatron_dcpo.judging.thinking import KNOWN
 from megatron_dcpo.rollout.engine import SamplingConfig, sample_seed
-from megatron_dcpo.runtime.http_json import HttpError, JsonClient
+from megatron_dcpo.runtime.http_json import HttpError, JsonClient, may_pass
 from megatron_dcpo.types import Prompt, Response
 
 _LOWEST_LOGPROB = (
@@ -34,6 +37,27 @@ _ROUNDED = (
 # A reply is refused if it has more bytes than these for each log-prob and for everything else.
 _TOKEN_BYTES = 1000
 _OTHER_BYTES = 1 << 20
+
+# Statuses of a refusal that may be the prompt's, and the words of servers that refuse it for what
+# it holds (OpenAI, Azure, Gemini, DeepSeek, DashScope) or for its length (vLLM, SGLang, TGI,
+# llama.cpp, Anthropic).
+_OF_THE_PROMPT = frozenset({400, 403, 413, 422})
+_TOO_LARGE = 413
+_REFUSED_CONTENT = re.compile(
+    r"content[ _-]?(filter|management|policy|exists risk)|invalid_prompt|moderation|safety"
+    r"|usage polic|inappropriate content|data_?inspection",
+    re.IGNORECASE,
+)
+_REFUSED_LENGTH = re.compile(
+    r"context[ _-]?(length|size|window)|maximum (context|input|model|sequence|prompt) length"
+    r"|(prompt|input|request|sequence)[^.]{0,40} (is |are )?(too|longer|exceed)"
+    r"|max_model_len|max_total_tokens|tokens? count[^.]{0,40} exceed|must have less than \d+ tokens"
+    r"|max_new_tokens` must be",
+    re.IGNORECASE,
+)
+# paths of requests, which users copy together with the address
+_REQUEST_PATHS = ("/chat/completions", "/completions", "/models")
+_VERSIONED = re.compile(r"/v\d+[a-z0-9]*\Z")
 
 Result = TypeVar("Result")
 
@@ -97,8 +121,9 @@ class Endpoint:
     def ask(
         self, prompt: Prompt, repeat: int, stop: threading.Event | None = None
     ) -> Response:
-        """Return one sample. Raises :class:`UserError` if the server refuses, or cannot be reached
-        in ``attempts`` attempts.
+        """Return one sample. One that is refused for its prompt is empty and has a ``refusal``.
+        Raises :class:`UserError` if the server refuses for another reason, or cannot be reached in
+        ``attempts`` attempts.
         """
         path = "/completions"
         if self.api == "chat":
@@ -112,13 +137,16 @@ class Endpoint:
                 api=self.api,
             )
 
-        return self._call(
-            path=path,
-            body=self._body(prompt, repeat),
-            logprobs=self.sampling.max_tokens * (1 + self.sampling.top_logprobs),
-            read=read,
-            stop=stop,
-        )
+        try:
+            return self._call(
+                path=path,
+                body=self._body(prompt, repeat),
+                logprobs=self.sampling.max_tokens * (1 + self.sampling.top_logprobs),
+                read=read,
+                stop=stop,
+            )
+        except HttpError as refused:
+            return _refused_response(prompt.prompt_id, repeat, str(refused))
 
     def _call(
         self,
@@ -128,7 +156,9 @@ class Endpoint:
         read: Callable[[Any], Result],
         stop: threading.Event | None = None,
     ) -> Result:
-        """Return ``read`` of the reply, which may hold at most that many log-probs."""
+        """Return ``read`` of the reply, which may hold at most that many log-probs. Raises
+        :class:`HttpError` if the prompt is refused, :class:`UserError` for anything else.
+        """
         try:
             client = JsonClient(
                 url=self.url,
@@ -139,10 +169,13 @@ class Endpoint:
                 longest_pause=self.longest_pause,
                 max_reply_bytes=_OTHER_BYTES + logprobs * _TOKEN_BYTES,
             )
-            reply = client.call(path, body, stop=stop)
+            reply = client.call(path, body, stop=stop, problem=_passing_problem)
         except HttpError as error:
+            if _refuses_prompt(error):
+                raise
             if error.status is not None:
-                raise UserError(f"{self.url}: {error}") from None
+                hint = _address_hint(self.url, error.status)
+                raise UserError(f"{self.url}: {error}{hint}") from None
             raise UserError(
                 f"{self.url}: no answer after {self.attempts} attempts ({error}); the same "
                 "command continues"
@@ -156,11 +189,11 @@ class Endpoint:
             AttributeError,
             OverflowError,
         ) as error:
-            problem = (
-                f"{type(error).__name__}: {one_line(error, 200)}): {str(reply)[:200]}"
-            )
-            why = client.without_key(problem)
-            raise UserError(f"{self.url}: unexpected reply ({why}") from None
+            why = client.without_key(f"{type(error).__name__}: {one_line(error)}")
+            got = client.without_key(str(reply))
+            raise UserError(
+                f"{self.url}: unexpected reply ({why[:200]}): {got[:200]}"
+            ) from None
 
     def _work(
         self,
@@ -209,8 +242,19 @@ def served_model(url: str, api_key: str | None = None, timeout: float = 30.0) ->
     """
     client = JsonClient(url=url, api_key=api_key, timeout=timeout)
     try:
-        names = [str(row["id"]) for row in client.call("/models")["data"]]
+        names = _model_names(client)
     except (HttpError, LookupError, TypeError) as error:
+        if isinstance(error, HttpError) and error.unreachable:
+            raise UserError(
+                f"{url}: no server accepts connections there ({error}); start it, or correct "
+                "host and port of --endpoint"
+            ) from None
+        if _VERSIONED.search(url.rstrip("/")) is None:
+            below = f"{url.rstrip('/')}/v1"
+            if _lists_models(JsonClient(url=below, api_key=api_key, timeout=timeout)):
+                raise UserError(
+                    f"{url}: the server answers below /v1; give --endpoint {below}"
+                ) from None
         raise UserError(
             f"{url}: cannot list its models ({one_line(error)}); name one with --model-name"
         ) from None
@@ -219,6 +263,87 @@ def served_model(url: str, api_key: str | None = None, timeout: float = 30.0) ->
             f"{url} offers {', '.join(names)[:1000] or 'no model'}; name one with --model-name"
         )
     return names[0]
+
+
+def _model_names(client: JsonClient) -> list[str]:
+    return [str(row["id"]) for row in client.call("/models")["data"]]
+
+
+def _lists_models(client: JsonClient) -> bool:
+    try:
+        return bool(_model_names(client))
+    except (HttpError, LookupError, TypeError):
+        return False
+
+
+def check_address(url: str) -> None:
+    """Raise :class:`UserError` for the address of a request instead of that of the server."""
+    for path in _REQUEST_PATHS:
+        if url.rstrip("/").endswith(path):
+            base = url.rstrip("/").removesuffix(path)
+            raise UserError(
+                f"{url} is the address of a request; give the part before {path}: "
+                f"--endpoint {base}"
+            )
+
+
+def _address_hint(url: str, status: int) -> str:
+    """Return what to say of an address that the server does not know, if it lacks a version."""
+    if status not in (404, 405) or _VERSIONED.search(url.rstrip("/")):
+        return ""
+    return f"; most servers answer below /v1: try --endpoint {url.rstrip('/')}/v1"
+
+
+def _passing_problem(reply: object) -> str:
+    """Return why a reply with the status 200 has to be asked for again, "" if it need not: an error
+    of the server behind it, or no choices.
+
+    Raises :class:`HttpError` for an error with a status that will not pass.
+    """
+    if not isinstance(reply, Mapping):
+        return ""
+    choices = reply.get("choices")
+    error = reply.get("error")
+    if isinstance(choices, list) and choices and isinstance(choices[0], Mapping):
+        error = choices[0].get("error") or error
+        if not error or choices[0].get("message") or choices[0].get("text"):
+            return ""
+    if error:
+        status = error.get("code") if isinstance(error, Mapping) else None
+        words = f"HTTP 200 with the error {one_line(error)}"
+        if type(status) is int and 400 <= status < 600 and not may_pass(status):
+            raise HttpError(words, status)
+        if _REFUSED_CONTENT.search(words) or _REFUSED_LENGTH.search(words):
+            raise HttpError(words, 400)
+        return words
+    if choices in ([], None):
+        return "a reply without choices"
+    return ""
+
+
+def _refuses_prompt(error: HttpError) -> bool:
+    """Return whether a server refuses this prompt, and may take others."""
+    if error.status not in _OF_THE_PROMPT:
+        return False
+    words = str(error)
+    return (
+        error.status == _TOO_LARGE
+        or _REFUSED_CONTENT.search(words) is not None
+        or _REFUSED_LENGTH.search(words) is not None
+    )
+
+
+def _refused_response(prompt_id: str, repeat: int, words: str) -> Response:
+    return Response(
+        prompt_id=prompt_id,
+        sample_index=repeat,
+        token_ids=np.empty(0, np.int64),
+        logprobs=np.empty(0, np.float32),
+        finish_reason="stop",
+        weights_version=0,
+        text="",
+        refusal=words,
+    )
 
 
 def _drain(

@@ -20,16 +20,31 @@ _MARKER = ".being-written"  # locked by the process that writes the directory
 
 def write_atomically(path: Path, data: str | bytes) -> None:
     """Write ``path`` (text as UTF-8) to the disk; an older file stays until the new one is
-    complete. Raises :class:`OSError`.
+    complete. What is no regular file, such as ``/dev/stdout``, is written as it is. Raises
+    :class:`OSError`.
+    """
+    content = data.encode() if isinstance(data, str) else data
+    if path.exists() and not path.is_file():
+        path.write_bytes(content)
+        return
+    with replacing(path) as temporary:
+        temporary.write_bytes(content)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield the name of a file that is written to the disk and replaces ``path`` when the block
+    ends, and is removed when the block fails.
     """
     temporary = path.with_name(f"{path.name}.{threading.get_ident()}.tmp")
     try:
-        with temporary.open("wb") as file:
-            file.write(data.encode() if isinstance(data, str) else data)
-            file.flush()
+        yield temporary
+        with temporary.open("rb") as file:
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException as error:
+        if isinstance(error, OSError) and error.filename is None:
+            error.filename = str(path)  # a full disk does not say what it was about
         temporary.unlink(missing_ok=True)
         raise
 

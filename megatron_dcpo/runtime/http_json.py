@@ -26,30 +26,44 @@ logger = logging.getLogger(__name__)
 for _name in ("httpx2", "httpcore2"):
     logging.getLogger(_name).setLevel(logging.WARNING)
 
-# the statuses after which a request is repeated
-PASSING = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
+# The statuses below 500 after which a request is repeated.
+_PASSING = frozenset({408, 409, 425, 429})
+# The server does not know the method, the version of HTTP or the extension: it never will.
+_LASTING = frozenset({501, 505, 510})
 _REDIRECTS = range(300, 400)
-_WORDS = 500  # bytes of an error's body that are reported
+_WORDS = 500  # characters of an error's body that are reported
+_MOST_WORDS = 16 << 10  # bytes of it that are read
 _PIECE = 16 << 10  # bytes of a request that are sent before the clock is read again
 
 
 class HttpError(Exception):
     """There is no usable answer. ``status`` is the HTTP status that refused the request, None if no
-    attempt was answered.
+    attempt was answered. ``unreachable`` says that nobody accepted the connection of the last one.
     """
 
-    def __init__(self, message: str, status: int | None = None) -> None:
+    def __init__(
+        self, message: str, status: int | None = None, unreachable: bool = False
+    ) -> None:
         super().__init__(message)
         self.status = status
+        self.unreachable = unreachable
+
+
+def may_pass(status: int) -> bool:
+    """Return whether a request with that HTTP status is worth repeating: the server, or a proxy in
+    front of it (520 to 530, 529), is busy or broken for a while.
+    """
+    return status in _PASSING or (status >= 500 and status not in _LASTING)
 
 
 @dataclass(frozen=True)
 class JsonClient:
     """Requests to the server at ``url``. Thread-safe.
 
-    A request is repeated if it fails in a way that may pass: no connection, a time-out, a status of
-    ``PASSING``, a reply that is not JSON. There are at most ``attempts``, with pauses that double
-    from ``first_pause`` to ``longest_pause`` seconds, or last as long as ``Retry-After`` demands.
+    A request is repeated if it fails in a way that may pass: no connection, a time-out, a status
+    that :func:`may_pass`, a reply that is not JSON. There are at most ``attempts``, with pauses
+    that double from ``first_pause`` to ``longest_pause`` seconds, or last as long as
+    ``Retry-After`` demands.
     ``timeout`` is the number of seconds of one attempt, to the last byte of the reply. A reply of
     more than ``max_reply_bytes`` is refused, and so is a redirect, because ``api_key`` and the
     request are for ``url`` alone. No ``repr`` and no error shows the key.
@@ -82,43 +96,53 @@ class JsonClient:
         is ``{}``.
 
         ``stop`` ends the pauses when it is set. ``problem`` returns the reason to repeat the
-        request after a reply, "" if the reply is good. Raises :class:`HttpError`.
+        request after a reply, "" if the reply is good, and raises :class:`HttpError` if repeating
+        it is of no use. Raises :class:`HttpError`.
         """
         stop = stop or threading.Event()
         reason = ""
+        unreachable = False
         for attempt in range(self.attempts):
             longest = min(self.longest_pause, self.first_pause * 2.0**attempt)
             pause = longest * random.uniform(0.5, 1.0)
+            unreachable = False
             try:
                 reply = self._once(path, body, timeout or self.timeout)
-                reason = problem(reply)
+                reason = self.without_key(problem(reply))[:_WORDS]
                 if not reason:
                     return reply
+            except HttpError as error:
+                words = self.without_key(str(error))[:_WORDS]
+                raise HttpError(words, error.status) from None
             except httpx2.HTTPStatusError as error:
                 reason = str(error)
                 status = error.response.status_code
-                if status not in PASSING:
+                if not may_pass(status):
                     raise HttpError(reason, status) from None
                 after = error.response.headers.get("Retry-After", "").strip()
                 if after.isdecimal():  # its other form, a date, is ignored
                     pause = min(self.longest_pause, float(after))
             except (httpx2.HTTPError, httpx2.InvalidURL, OSError, ValueError) as error:
-                reason = self.without_key(
-                    f"{type(error).__name__}: {one_line(error, _WORDS)}"
-                )
+                words = self.without_key(one_line(error))[:_WORDS]
+                reason = f"{type(error).__name__}: {words}"
+                unreachable = isinstance(error, httpx2.ConnectError)
             if attempt + 1 < self.attempts:
                 logger.debug("%s%s: %s; trying again", self.url, path, reason)
                 if stop.wait(pause):
                     break
-        raise HttpError(reason)
+        raise HttpError(reason, unreachable=unreachable)
 
-    def without_key(self, text: str) -> str:
+    def without_key(self, text: str, lines: bool = False) -> str:
         """Return printable ``text`` of the server without the key, which the server knows and may
-        repeat.
+        repeat; with ``lines``, newlines and tabs stay.
+
+        Text is cut afterwards: of a key that is cut before, a part would be left.
         """
         if self.api_key:
             text = text.replace(self.api_key, "***")
-        return printable(text)
+            # as it stands in JSON and in Python's texts
+            text = text.replace(json.dumps(self.api_key)[1:-1], "***")
+        return printable(text, lines=lines)
 
     def _once(self, path: str, body: object, timeout: float) -> Any:  # noqa: ANN401 - JSON
         """Return the parsed reply to one request. Raises HTTPStatusError, with our text, for any
@@ -158,16 +182,18 @@ class JsonClient:
     def _refusal(self, path: str, reply: httpx2.Response) -> str:
         """Return the status and the first words of a reply that refuses the request."""
         if reply.status_code in _REDIRECTS:
-            there = self.without_key(one_line(reply.headers.get("Location"), _WORDS))
+            there = self.without_key(one_line(reply.headers.get("Location")))[:_WORDS]
             return (
                 f"{self.url}{path} redirects to {there}; redirects are not followed, name the "
                 "address itself"
             )
         try:
-            words = _read(reply, _WORDS).decode(errors="replace")
+            words = _read(reply, _MOST_WORDS).decode(errors="replace")
         except (httpx2.HTTPError, OSError) as unread:
             words = type(unread).__name__
-        return self.without_key(f"HTTP {reply.status_code} {one_line(words)}".strip())
+        # a key at the end of what was read would be cut: it is beyond what is shown
+        words = self.without_key(one_line(words))[:_WORDS]
+        return f"HTTP {reply.status_code} {words}".strip()
 
 
 def _read(reply: httpx2.Response, most: int) -> bytes:

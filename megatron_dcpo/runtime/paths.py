@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import os
 from pathlib import Path
 
@@ -20,7 +21,7 @@ def beside(path: str, folder: Path) -> str:
     ):
         return path
     candidate = folder.absolute() / path
-    if candidate.exists():
+    if candidate.exists() or (glob.has_magic(path) and glob.glob(str(candidate))):
         return os.path.normpath(candidate)
     _BESIDE[os.path.normpath(path)] = folder.absolute()
     return path

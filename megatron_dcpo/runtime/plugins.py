@@ -58,6 +58,61 @@ def load_object(path: str, option: str) -> Any:  # noqa: ANN401 - an object of t
     return getattr(module, name)
 
 
+def source_digest(path: str, option: str) -> str:
+    """Return a short digest of the source of the object that ``path`` names: of its file, and of
+    the modules in the same directory or below it that it imports at its top level, also by way of
+    others.
+
+    Raises :class:`UserError` as :func:`load_object` does, or if the file cannot be read.
+    """
+    load_object(path, option)
+    source = path.rpartition(":")[0]
+    module = _load_file(Path(source), path, option) if source.endswith(".py") else None
+    module = module or importlib.import_module(source)
+    digest = hashlib.sha256()
+    for file in sorted(_source_files(module)):
+        try:
+            digest.update(hashlib.sha256(file.read_bytes()).digest())
+        except OSError as error:
+            raise UserError(
+                f"{option}={path}: cannot read {file} ({error.strerror or error})"
+            ) from None
+    return digest.hexdigest()[:16]
+
+
+def _source_files(module: ModuleType) -> set[Path]:
+    """Return the file of a module and those of the modules beside or below it that it uses; the
+    libraries of the environment are not among them.
+    """
+    first = getattr(module, "__file__", None)
+    if first is None:  # of a namespace package, or built in
+        return set()
+    root = Path(first).resolve().parent
+    files: set[Path] = set()
+    waiting = [module]
+    while waiting:
+        current = waiting.pop()
+        name = getattr(current, "__file__", None)
+        if name is None:
+            continue
+        file = Path(name).resolve()
+        is_users = root in file.parents and "site-packages" not in file.parts
+        if file in files or not (is_users or current is module):
+            continue
+        files.add(file)
+        for value in list(vars(current).values()):
+            used = value
+            if not isinstance(value, ModuleType):
+                used = sys.modules.get(str(getattr(value, "__module__", "")))
+            if isinstance(used, ModuleType) and not _is_ours(used):
+                waiting.append(used)
+    return files
+
+
+def _is_ours(module: ModuleType) -> bool:
+    return module.__name__.partition(".")[0] == __name__.partition(".")[0]
+
+
 def check_signature(function: object, path: str, option: str, *arguments: str) -> None:
     """Raise :class:`UserError` unless ``function`` can be called with these positional
     ``arguments``.

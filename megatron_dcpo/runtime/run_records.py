@@ -4,7 +4,11 @@ and ``warnings.jsonl``.
 
 from __future__ import annotations
 
+import functools
 import json
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +29,35 @@ def read_launches(directory: Path) -> list[dict[str, Any]]:
     if isinstance(found, list):
         return [one for one in found if isinstance(one, dict)]
     return []
+
+
+@functools.cache
+def today() -> date:
+    """Return the date at which this process asked first: all its prompts have the same."""
+    return datetime.now().date()
+
+
+def parse_date(text: object) -> date | None:
+    """Return the date in a record, None for anything else."""
+    with suppress(ValueError, TypeError):
+        return date.fromisoformat(str(text))
+    return None
+
+
+def first_date(launches: Sequence[Mapping[str, Any]]) -> date | None:
+    """Return the date that the chat template wrote when a run was started, from its launches, the
+    oldest first. For launches of a release that did not record it: the day of the last start from
+    step 0.
+    """
+    for launch in reversed(launches):
+        recorded = parse_date(launch.get("date"))
+        if recorded is not None:
+            return recorded
+        if launch.get("after_step") == 0:
+            with suppress(ValueError, TypeError):
+                started = datetime.fromisoformat(str(launch.get("time")))
+                return started.replace(tzinfo=started.tzinfo or UTC).astimezone().date()
+    return None
 
 
 def read_warnings(directory: Path) -> list[dict[str, Any]]:

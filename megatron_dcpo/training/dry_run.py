@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dcpo.config import Config, ObjectiveConfig
-from megatron_dcpo.data.files import is_hub_name
+from megatron_dcpo.data.files import is_here, is_hub_name
 from megatron_dcpo.data.gym import is_gym
 from megatron_dcpo.evaluation.best_step import benchmark_names, check_keep_best
 from megatron_dcpo.evaluation.held_out import load_held_out
@@ -26,6 +26,7 @@ from megatron_dcpo.training.preflight import (
     check_processes,
     check_tokens,
 )
+from megatron_dcpo.training.provenance import date_of
 from megatron_dcpo.training.sources import load_sources
 from megatron_dcpo.training.warnings import too_few_problems
 from megatron_dcpo.weights.hf_checkpoint import HFReader
@@ -110,8 +111,11 @@ def _describe_inputs(config: Config, allow_missing: bool) -> dict[str, Any]:
     )
     if unread:
         return facts
-    loaded = load_sources(config, tokenizer)
-    held_out = None if allow_missing else load_held_out(config, tokenizer, vocabulary)
+    date = date_of(config)
+    loaded = load_sources(config, tokenizer, date)
+    held_out = None
+    if not allow_missing:
+        held_out = load_held_out(config, tokenizer, vocabulary, date)
     longest = check_lengths(config, arch, loaded, held_out)
     first = loaded[0].prompts[0].token_ids
     facts["data"] = ", ".join(
@@ -136,7 +140,7 @@ def _is_unread(path: str, allow_missing: bool) -> bool:
     """Return whether the data is not on this machine and need not be: because missing data is
     allowed, or because a run fetches it from the hub.
     """
-    if is_gym(path) or Path(path).expanduser().exists():
+    if is_gym(path) or is_here(path):
         return False
     return allow_missing or (
         is_hub_name(path) and importlib.util.find_spec("datasets") is not None

@@ -18,6 +18,7 @@ from megatron_dcpo.judging.token_bytes import TokenBytes
 from megatron_dcpo.judging.verifiers import check_verifier
 from megatron_dcpo.rollout.tokens import check_vocabulary
 from megatron_dcpo.runtime.device import capabilities
+from megatron_dcpo.types import Prompt
 from megatron_dcpo.weights.architecture import Architecture, read_architecture
 from megatron_dcpo.weights.hf_checkpoint import check_side_files
 from megatron_dcpo.weights.layout import Layout
@@ -87,21 +88,43 @@ def check_lengths(
     """Return the length of the longest prompt. Raise :class:`UserError` when it and a response are
     more than the model has positions, in training or in the validation.
     """
-    longest, response = (
-        max(len(p.token_ids) for s in sources for p in s.prompts),
-        config.rollout.max_response_length,
+    response = config.rollout.max_response_length
+    longest = max(
+        (prompt for source in sources for prompt in source.prompts), key=_length
     )
-    lengths = [(longest, response, "rollout.max_response_length")]
+    _check_positions(config, arch, longest, "rollout.max_response_length", response)
     if held_out:
         limit = config.evaluation.max_tokens
         name = "evaluation.max_tokens" if limit else "rollout.max_response_length"
-        lengths.append((held_out.longest, limit or response, name))
-    for prompt, tokens, name in lengths:
-        if prompt + tokens > arch.max_position_embeddings:
-            raise UserError(
-                f"{name}={tokens} and a prompt of {prompt} tokens are more than "
-                f"{config.model.path} has positions "
-                f"(max_position_embeddings={arch.max_position_embeddings}); lower it, or "
-                "data.max_prompt_length"
-            )
-    return longest
+        asked = max(held_out.prompts.values(), key=_length)
+        _check_positions(
+            config, arch, asked, name, limit or response, of_benchmark=True
+        )
+    return _length(longest)
+
+
+def _length(prompt: Prompt) -> int:
+    return len(prompt.token_ids)
+
+
+def _check_positions(
+    config: Config,
+    arch: Architecture,
+    prompt: Prompt,
+    name: str,
+    tokens: int,
+    of_benchmark: bool = False,
+) -> None:
+    """Raise :class:`UserError` when a prompt and a response of at most ``tokens``, which the option
+    ``name`` says, are more than the model has positions.
+    """
+    if _length(prompt) + tokens <= arch.max_position_embeddings:
+        return
+    shorter = "data.max_prompt_length"
+    if of_benchmark:
+        shorter = f"leave {prompt.task} out of evaluation.benchmarks"
+    raise UserError(
+        f"{name}={tokens} and the prompt {prompt.prompt_id} of {_length(prompt)} tokens are more "
+        f"than {config.model.path} has positions "
+        f"(max_position_embeddings={arch.max_position_embeddings}); lower it, or {shorter}"
+    )

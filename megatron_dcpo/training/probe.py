@@ -58,6 +58,7 @@ from megatron_dcpo.policy.gradient_probe import (
 )
 from megatron_dcpo.policy.optimizer import optimizer_group, zero_gradients
 from megatron_dcpo.runtime.device import current_device
+from megatron_dcpo.runtime.files import write_atomically
 from megatron_dcpo.training.run import Run, build
 from megatron_dcpo.types import BLOCK_REASONING, TrainingSample, replaced
 
@@ -347,7 +348,7 @@ def _facts(samples: Sequence[TrainingSample]) -> dict[str, float | None]:
 def write_probe(found: dict[str, Any], out: Path) -> None:
     """Write ``probe.json`` and ``probe.png`` in ``out``."""
     out.mkdir(parents=True, exist_ok=True)
-    (out / "probe.json").write_text(json.dumps(found, indent=1) + "\n")
+    write_atomically(out / "probe.json", json.dumps(found, indent=1) + "\n")
     draw_probe(found, out / "probe.png")
 
 

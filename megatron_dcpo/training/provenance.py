@@ -18,7 +18,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from datetime import UTC, datetime
+from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,14 @@ from megatron_dcpo.errors import UserError
 from megatron_dcpo.runtime.device import device_name
 from megatron_dcpo.runtime.distributed import broadcast_object
 from megatron_dcpo.runtime.files import write_atomically
-from megatron_dcpo.runtime.run_records import CONFIG, RUN, WARNINGS, read_launches
+from megatron_dcpo.runtime.run_records import (
+    CONFIG,
+    RUN,
+    WARNINGS,
+    first_date,
+    read_launches,
+    today,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +76,20 @@ METHOD = "objective.name"
 FREE = ("run_dir", "training.resume", "training.steps", "logging.")
 
 
+def date_of(config: Config) -> date:
+    """Return the date that a chat template writes in this run's prompts: that of its start if it is
+    resumed, otherwise today's.
+    """
+    directory = Path(config.run_dir)
+    if config.training.resume == "auto" and has_checkpoint(directory):
+        return first_date(read_launches(directory)) or today()
+    return today()
+
+
+def has_checkpoint(directory: Path) -> bool:
+    return latest_iteration(directory / "checkpoints") is not None
+
+
 def launch(config: Config, processes: int, done: int) -> dict[str, Any]:
     """Return the entry of ``run.json`` for this start, after ``done`` steps, with ``processes``
     ranks.
@@ -78,6 +99,7 @@ def launch(config: Config, processes: int, done: int) -> dict[str, Any]:
     model = Path(config.model.path)
     return {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "date": date_of(config).isoformat(),
         "after_step": done,
         "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
         "version": __version__,
@@ -145,10 +167,9 @@ def prepare(directory: Path, config: Config, rank: int) -> None:
 
 
 def _prepare(directory: Path, config: Config) -> None:
-    has_checkpoint = latest_iteration(directory / "checkpoints") is not None
-    if has_checkpoint and config.training.resume == "auto":
-        check_resume(directory, config)
-    if has_checkpoint:
+    if has_checkpoint(directory):
+        if config.training.resume == "auto":
+            check_resume(directory, config)
         return  # without --resume auto, the checkpointer refuses
     aside = move_aside(directory)
     if aside is not None:

@@ -48,6 +48,7 @@ from megatron_dcpo.training.preflight import (
     check_processes,
     check_tokens,
 )
+from megatron_dcpo.training.provenance import date_of
 from megatron_dcpo.training.recorder import Recorder
 from megatron_dcpo.training.rollouts import (
     AsyncRollouts,
@@ -118,6 +119,7 @@ def build(config: Config) -> Iterator[Run]:
         seed=config.seed,
         timeout_minutes=config.parallel.distributed_timeout_minutes,
     )
+    _check_same_prompts(inputs.sources)
     if topology.rank == 0:
         _warn_of_few_problems(config, inputs.sources)
     directory = Path(config.run_dir)
@@ -215,8 +217,9 @@ def read_inputs(config: Config) -> Inputs:
     tokenizer = load_tokenizer(config.model.path)
     vocabulary = token_bytes(tokenizer)
     check_tokens(config, arch, vocabulary)
-    sources = load_sources(config, tokenizer)
-    held_out = load_held_out(config, tokenizer, vocabulary)
+    date = date_of(config)
+    sources = load_sources(config, tokenizer, date)
+    held_out = load_held_out(config, tokenizer, vocabulary, date)
     check_lengths(config, arch, sources, held_out)
     return Inputs(
         method=method,
@@ -225,6 +228,16 @@ def read_inputs(config: Config) -> Inputs:
         held_out=held_out,
         judge=build_judge(config, sources, tokens=vocabulary),
     )
+
+
+def _check_same_prompts(sources: Sequence[LoadedSource]) -> None:
+    """Raise :class:`UserError` on every rank if they have read different prompts. Collective."""
+    if len(set(distributed.all_gather_objects(fingerprint_of(sources)))) > 1:
+        raise UserError(
+            "the ranks have read different prompts: data.path, data.template or the date has "
+            "changed while they started, or it is another file on another node; start the run "
+            "again"
+        )
 
 
 def decode(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> str:

@@ -4,6 +4,7 @@ each source.
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -24,9 +25,12 @@ from megatron_dcpo.data.mixture import (
     extended_fingerprint,
 )
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.evaluation.problems import named_sources, verifier_of
+from megatron_dcpo.evaluation.problems import (
+    check_answers,
+    named_sources,
+    verifier_of,
+)
 from megatron_dcpo.judging.judge import judge_by_task, judge_many
-from megatron_dcpo.judging.questions import check_questions
 from megatron_dcpo.judging.token_bytes import TokenBytes
 from megatron_dcpo.judging.verifiers import is_users, reads_rows, verifiers
 from megatron_dcpo.training.sampler import Draw
@@ -37,16 +41,29 @@ if TYPE_CHECKING:
 
 
 def load_sources(
-    config: Config, tokenizer: PreTrainedTokenizerBase
+    config: Config,
+    tokenizer: PreTrainedTokenizerBase,
+    date: datetime.date | None = None,
 ) -> list[LoadedSource]:
-    """Load what ``data.path`` names. Raises :class:`UserError`."""
+    """Load what ``data.path`` names. Raises :class:`UserError`.
+
+    Chat templates write the ``date``, None for today's.
+    """
     total_weight = sum(source.weight for source in config.data.sources)
     loaded = []
     for name, source in named_sources(config).items():
         verifier = verifier_of(source, config.judging)
-        prompts = _prompts_of(config, tokenizer, name, source, verifier)
+        prompts = load_prompts(
+            _path_of(source),
+            tokenizer,
+            _prompt_options(config, source, date),
+            task=None if isinstance(config.data.path, str) else name,
+            untested=config.data.untested,
+            keep_columns=is_users(verifier) or bool(config.data.order),
+            columns=source.columns,
+        )
         _check_verifier(prompts, verifier, source.path)
-        check_questions(verifier, prompts, source.path)
+        check_answers(verifier, prompts, source.path)
         ranks = None
         if config.data.order:
             ranks = curriculum(prompts, config.data.order, source.path)
@@ -65,31 +82,23 @@ def load_sources(
     return loaded
 
 
-def _prompts_of(
-    config: Config,
-    tokenizer: PreTrainedTokenizerBase,
-    name: str,
-    source: SourceConfig,
-    verifier: str,
-) -> Sequence[Prompt]:
-    """Return the prompts of one source, with the columns that its verifier or the order reads."""
+def _path_of(source: SourceConfig) -> str:
+    if is_gym(source.path):
+        return gym_path(source.path, source.options, source.size, source.seed)
+    return source.path
+
+
+def _prompt_options(
+    config: Config, source: SourceConfig, date: datetime.date | None
+) -> PromptOptions:
     data = config.data
-    path = source.path
-    if is_gym(path):
-        path = gym_path(path, source.options, source.size, source.seed)
-    return load_prompts(
-        path,
-        tokenizer,
-        PromptOptions(
-            template=source.template or data.template,
-            max_prompt_length=data.max_prompt_length,
-            limit=data.limit or None,
-            marker=config.judging.marker,
-            thinking=data.thinking,
-        ),
-        task=None if isinstance(data.path, str) else name,
-        untested=data.untested,
-        keep_columns=is_users(verifier) or bool(data.order),
+    return PromptOptions(
+        template=source.template or data.template,
+        max_prompt_length=data.max_prompt_length,
+        limit=data.limit or None,
+        marker=config.judging.marker,
+        thinking=data.thinking,
+        date=date,
     )
 
 

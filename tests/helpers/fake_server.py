@@ -57,6 +57,7 @@ class FakeServer:
     port: int = 0
     asked: list[dict[str, Any]] = field(default_factory=list)
     answered: list[dict[str, Any]] = field(default_factory=list)
+    models_below: str = "/"  # the paths under which the models are listed
     most_at_once: int = 0
     _at_once: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -68,6 +69,9 @@ class FakeServer:
             def log_message(self, format: str, *args: Any) -> None: ...
 
             def do_GET(self) -> None:
+                if not self.path.startswith(fake.models_below):
+                    self._send((404, {"detail": "Not Found"}, {}))
+                    return
                 self._send((200, {"data": [{"id": "fake"}]}, {}))
 
             def do_POST(self) -> None:

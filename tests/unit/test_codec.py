@@ -19,7 +19,13 @@ import pytest
 from megatron_dcpo import codec
 from megatron_dcpo.calibration import json_ready
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.evaluation.samples import Measures, Sample, read_samples, sample_line
+from megatron_dcpo.evaluation.samples import (
+    Measures,
+    Origin,
+    Sample,
+    read_samples,
+    sample_line,
+)
 from megatron_dcpo.types import Judgement, Prompt, Response
 from tests.helpers.evaluated import A_SAMPLE, rows_of
 from tests.helpers.paths import REPOSITORY
@@ -215,7 +221,7 @@ def test_every_key_is_documented() -> None:
     table = table[: table.index("\n## ", 1)]
     documented = set(re.findall(r"`(\w+)`", table))
     keys = {"version", "training_step", "pieces"}
-    for kind in (Prompt, Response, Judgement, Measures):
+    for kind in (Prompt, Response, Judgement, Measures, Origin):
         absent = codec.NOT_IN_FILES.get(kind, {})
         keys |= {field.name for field in dataclasses.fields(kind)} - set(absent)
     assert keys <= documented

@@ -178,6 +178,10 @@ def test_plain_columns(tmp_path: Path, column: str, answer: str) -> None:
         (7, False, "7"),
         (None, False, ""),
         ("  \\frac{1}{2} ", False, "\\frac{1}{2}"),
+        ("So \\boxed{1}, thus \\boxed{\\frac{1}{2}}.", False, "\\frac{1}{2}"),
+        ("\\boxed{025}", False, "025"),
+        ("so \\boxed{3} or \\boxed{4", False, "3"),
+        ("\\boxed{}", False, "\\boxed{}"),
     ],
 )
 def test_final_answer(raw: object, integer: bool, expected: str) -> None:

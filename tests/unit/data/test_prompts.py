@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
+from transformers import PreTrainedTokenizerBase
 
 from megatron_dcpo.data import prompts
+from megatron_dcpo.data.datasets import (
+    PromptOptions,
+    Record,
+    message_prompts,
+    render_prompts,
+)
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.rollout import load_tokenizer
+from tests.helpers.paths import QUICKSTART
 from tests.helpers.tokenizers import ByteTokenizer, save_qwen3
 
 REFERENCE_SUFFIX = (
@@ -135,6 +145,75 @@ def test_earlier_messages_stay_and_marker_is_configurable() -> None:
     assert messages[0] == chat[0]
     assert "[sure] Confidence: 0.83" in messages[1]["content"]
     assert "<conf>" not in messages[1]["content"]
+
+
+def with_template(chat_template: Any) -> PreTrainedTokenizerBase:
+    tokenizer = load_tokenizer(QUICKSTART / "policy")
+    tokenizer.chat_template = chat_template
+    return tokenizer
+
+
+def test_the_date_that_a_template_writes_is_the_one_given() -> None:
+    """Llama-3.2-Instruct writes it in its system message."""
+    tokenizer = with_template(
+        "{{ strftime_now('%d.%m.%Y %H') }} {{ messages[-1].content }}"
+    )
+    day = datetime.date(2026, 2, 28)
+    ids = prompts.encode_chat(tokenizer, user("1+2="), date=day)
+    assert tokenizer.decode(ids) == "28.02.2026 00 1+2="
+    today = prompts.encode_chat(tokenizer, user("1+2="))
+    assert str(datetime.date.today().year) in tokenizer.decode(today)
+
+
+SYSTEM = ({"role": "system", "content": "1"}, *user("2"))
+
+
+@pytest.mark.parametrize(
+    ("chat_template", "line"),
+    [
+        (
+            "a\n{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}",
+            2,
+        ),
+        ("a\n\n{% if %}", 3),
+        ("{{ nothing.content }}", 1),
+        ("\n{{ messages[1].content + 1 }}", 2),
+        ("{{ 1 / 0 }}", 1),
+        ({"tool_use": "{{ messages }}"}, None),
+        ("{% if false %}x{% endif %}", None),
+        ("1{{ mesages }}", None),
+    ],
+)
+def test_a_chat_template_that_cannot_be_applied_is_one_line(
+    chat_template: object, line: int | None
+) -> None:
+    """Also one that writes nothing, or not the problem. The row is named."""
+    record = Record("t", 4, SYSTEM, "3")
+    with pytest.raises(UserError) as caught:
+        render_prompts(
+            [record], with_template(chat_template), PromptOptions("chat"), "f.jsonl"
+        )
+    said = str(caught.value)
+    assert said.startswith("f.jsonl: row 5: ")
+    assert "\n" not in said
+    assert line is None or f", line {line}," in said
+
+
+def test_a_users_template_that_raises_is_one_line(tmp_path: Path) -> None:
+    file = tmp_path / "raising_prompt.py"
+    file.write_text("def render(problem, marker):\n    return problem[9]\n")
+    record = Record("t", 4, user("x"), "3")
+    for render in (
+        lambda: render_prompts(
+            [record], ByteTokenizer(), PromptOptions(f"{file}:render")
+        ),
+        lambda: message_prompts([record], f"{file}:render"),
+    ):
+        with pytest.raises(
+            UserError, match=r"row 5: data.template=.*IndexError"
+        ) as caught:
+            render()
+        assert f"{file}, line 2" in str(caught.value)
 
 
 def test_errors_name_the_fix() -> None:

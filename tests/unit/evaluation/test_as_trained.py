@@ -18,6 +18,7 @@ from megatron_dcpo.evaluation.problems import load_problems
 from megatron_dcpo.evaluation.responders import ask_server
 from megatron_dcpo.judging.token_bytes import token_bytes
 from megatron_dcpo.rollout import load_tokenizer
+from megatron_dcpo.runtime.run_records import today
 from megatron_dcpo.types import Prompt, Response
 from tests.helpers.paths import EXAMPLES, REPOSITORY
 from tests.helpers.tokenizers import save_qwen3
@@ -101,7 +102,7 @@ def test_the_ids_are_those_of_the_training(path, tokenizer_of, tmp_path, monkeyp
     monkeypatch.setattr(
         "megatron_dcpo.evaluation.responders.token_bytes", token_bytes_once
     )
-    responder = ask_server(evaluated)
+    responder = ask_server(evaluated, today())
     endpoint = responder.respond.__self__
     assert endpoint.api == "completions"
     assert endpoint.sampling.max_tokens == config.rollout.max_response_length

@@ -15,6 +15,7 @@ from megatron_dcpo.config.evaluation import load_evaluation
 from megatron_dcpo.config.evaluation_sections import EvaluateConfig
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation.run import settings_of
+from megatron_dcpo.runtime.run_records import today
 from tests.helpers.paths import QUICKSTART
 
 
@@ -124,8 +125,7 @@ def test_settings_are_those_of_the_last_release() -> None:
         "template corrections untested temperature top_p top_k max_tokens seed extra_body "
         "top_logprobs model"
     )
-    assert set(settings_of(load_evaluation({"run_dir": "r"}), "m")) == set(
-        names.split()
-    )
+    settings = settings_of(load_evaluation({"run_dir": "r"}), "m", today())
+    assert set(settings) == {*names.split(), "date"}
     slower = load_evaluation({"run_dir": "r", "judging.test_seconds": 30})
-    assert settings_of(slower, "m")["test_seconds"] == 30
+    assert settings_of(slower, "m", today())["test_seconds"] == 30

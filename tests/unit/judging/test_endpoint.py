@@ -153,6 +153,42 @@ def test_another_reply_is_an_error_of_each_response(
     assert len(caplog.messages) == 1
 
 
+def test_a_score_with_an_error_that_is_null_is_a_score() -> None:
+    text = b'{"results": [{"score": 1, "error": null, "n": 1' + b"0" * 400 + b"}]}"
+    with serving(answering(lambda body: (200, text))) as url:
+        outcome = verifier_at(url)([Attempt(None, "", "", None)])[0]
+    assert (outcome.correct, outcome.category) == (True, None)
+    assert outcome.logged == {"score": 1.0, "n": "1" + "0" * 199}
+
+
+def test_no_result_and_no_error_shows_the_key(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also none that stands where the text is cut, and none with characters that JSON escapes."""
+    key = 'the"secret' + "0123456789" * 20
+    monkeypatch.setenv(KEY, key)
+    logged = {"score": 1, key: "x" * 150 + key, "list": [key], "deep": {"a": key}}
+    replies = iter(
+        [
+            {"results": [logged]},
+            {"results": [{"error": "x" * 280 + key}]},
+            {"wrong": key},
+        ]
+    )
+
+    def reply(body: Any) -> tuple[int, bytes]:
+        return 200, json.dumps(next(replies, {"wrong": key})).encode()
+
+    with serving(answering(reply)) as url, caplog.at_level(logging.DEBUG):
+        outcome = verifier_at(url)([Attempt(None, "", "", None)])[0]
+        for _ in range(2):
+            verifier_at(url)([Attempt(None, "", "", None)])
+    shown = json.dumps(outcome.logged) + caplog.text
+    assert outcome.logged is not None
+    assert outcome.logged["***"] == "x" * 150 + "***"
+    assert "secret" not in shown
+
+
 def test_where_nothing_listens_is_one_line() -> None:
     with serving(answering(lambda body: (200, b""))) as url:
         pass

@@ -31,6 +31,10 @@ import numpy as np
 
 RESULTS = {
     "true": True, "one": 1, "half": 0.5, "numpy": np.float32(0.25), "mapping": {"score": 0.5, "steps": 3, "why": "x" * 900},
+    "logs an error": {"score": 1, "error": 0.25}, "no error": {"score": 1, "error": None},
+    "error alone": {"error": "down"}, "error and no score": {"score": None, "error": "down"},
+    "large": {"score": 1, "n": 10 ** 400, "m": -10 ** 5000, "f": 1e308, "kept": 2 ** 70},
+    "escapes": {"score": 1, "\\x1b[31mred" + "k" * 900: "\\x1b[2J" + "\\ud800" + "x" * 900},
     "nan": float("nan"), "none": None, "two": 2, "text": "yes", "list": [1.0, 0.0], "no score": {"right": 1},
 }
 
@@ -118,9 +122,42 @@ def test_results(verify: FunctionVerifier, file: Path) -> None:
     assert one(graded, "none")[:3] == (False, VERIFIER_ERROR, 0.0)
 
 
+def test_an_error_beside_a_score_is_logged(verify: FunctionVerifier) -> None:
+    """An entry without a value is not."""
+    assert one(verify, "logs an error") == Outcome(
+        True, None, None, {"score": 1.0, "error": 0.25}
+    )
+    assert one(verify, "no error") == Outcome(True, None, None, {"score": 1.0})
+
+
+def test_numbers_that_no_float_holds_are_logged_as_texts(
+    verify: FunctionVerifier,
+) -> None:
+    outcome = one(verify, "large")
+    assert outcome.correct
+    assert outcome.logged is not None
+    assert outcome.logged["kept"] == 2**70
+    assert outcome.logged["n"] == "1" + "0" * 199
+    assert outcome.logged["m"].startswith("an integer of 16610 bits")
+    assert outcome.logged["f"] == "1e+308"
+    judgement = Judgement("p", 1.0, 0.5, "ok", 1, 2, logged=outcome.logged)
+    assert verifier_metrics([judgement] * 4)["verifier/kept"] == float(2**70)
+
+
+def test_names_and_texts_are_printable_and_bounded(verify: FunctionVerifier) -> None:
+    logged = one(verify, "escapes").logged
+    assert logged is not None
+    ((name, value),) = [item for item in logged.items() if item[0] != "score"]
+    assert name.startswith(r"\x1b[31mredkkk")
+    assert value.startswith(r"\x1b[2J\ud800xxx")
+    assert (len(name), len(value)) == (200, 200)
+
+
 @pytest.mark.parametrize(
     "text",
     [
+        "error alone",
+        "error and no score",
         "nan",
         "none",
         "two",
@@ -180,7 +217,7 @@ def test_one_warning_with_the_line(
             VERIFIER_ERROR
         ] * 2
     (said,) = caplog.messages
-    assert f"ValueError: bad luck ({file}, line 19, in verify)" in said
+    assert f"ValueError: bad luck ({file}, line 23, in verify)" in said
 
 
 def test_it_sees_the_reasoning_block_only(file: Path) -> None:

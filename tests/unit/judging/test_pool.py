@@ -17,6 +17,7 @@ import pytest
 
 from megatron_dcpo.judging import pool as pool_module
 from megatron_dcpo.judging.math.pool import MEMORY_BYTES, VerifierPool
+from megatron_dcpo.judging.pool import STARTS, WorkerNotStarted
 
 pytestmark = pytest.mark.slow
 HANGING = ["9^{9^{9^{9}}}", "100000000!", r"\sum_{k=1}^{10000000} \frac{1}{k^2+k+1}"]
@@ -290,8 +291,64 @@ def test_a_worker_that_cannot_start_is_an_error_for_all_who_wait(
     monkeypatch.setattr(pool_module.sys, "executable", "/bin/false")
     pool = VerifierPool(workers=1)
     for _ in range(2):
-        with pytest.raises(RuntimeError, match="a verifier process did not start"):
+        with pytest.raises(WorkerNotStarted, match="a verifier process did not start"):
             pool.verify([("x+1", "1+x")])
+
+
+@pytest.mark.parametrize("kills", [1, STARTS - 1, STARTS])
+def test_a_worker_killed_while_it_starts_is_replaced(
+    kills: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the kernel or an operator; not for ever."""
+    pool = VerifierPool(workers=1)
+    start = pool._start
+    started: list[int] = []
+
+    def start_and_kill() -> pool_module.Worker:
+        worker = start()
+        started.append(worker.process.pid)
+        if len(started) <= kills:
+            os.kill(worker.process.pid, signal.SIGKILL)
+        return worker
+
+    monkeypatch.setattr(pool, "_start", start_and_kill)
+    try:
+        if kills < STARTS:
+            assert pool.verify([("x+1", "1+x")]) == [True]
+            assert len(started) == kills + 1
+            assert pool.statistics.replaced == kills
+            # they are counted in a row
+            assert pool._failed_starts == 0
+        else:
+            with pytest.raises(WorkerNotStarted):
+                pool.verify([("x+1", "1+x")])
+            assert len(started) == STARTS
+    finally:
+        pool.close()
+
+
+def test_workers_that_are_killed_together_have_failed_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    many = STARTS + 2
+    pool = VerifierPool(workers=many)
+    start = pool._start
+    started: list[int] = []
+
+    def start_and_kill() -> pool_module.Worker:
+        worker = start()
+        started.append(worker.process.pid)
+        if len(started) <= many:
+            os.kill(worker.process.pid, signal.SIGKILL)
+        return worker
+
+    monkeypatch.setattr(pool, "_start", start_and_kill)
+    pairs = [(f"x+{n}", f"{n}+x") for n in range(many * pool.work.pairs_per_worker)]
+    try:
+        assert pool.verify(pairs) == [True] * len(pairs)
+        assert len(started) > many
+    finally:
+        pool.close()
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,12 @@ from megatron_dcpo.judging.thinking import KNOWN
 from megatron_dcpo.judging.token_bytes import TokenBytes
 from megatron_dcpo.rollout import SamplingConfig
 from megatron_dcpo.rollout.engine import sample_seed
-from megatron_dcpo.rollout.openai_client import Endpoint, _response, served_model
+from megatron_dcpo.rollout.openai_client import (
+    Endpoint,
+    _response,
+    check_address,
+    served_model,
+)
 from megatron_dcpo.types import Prompt, Response
 from tests.helpers.fake_server import FakeServer, Reply, good_reply
 
@@ -204,8 +209,130 @@ def test_a_server_that_is_gone_is_an_error_after_all_attempts(
     server.stop()
     with pytest.raises(UserError, match="no answer after 3 attempts"):
         all_of(endpoint(server, attempts=3).complete([Request(prompts(1)[0], (0,))]))
-    with pytest.raises(UserError, match="cannot list its models"):
+    with pytest.raises(UserError, match="no server accepts connections there"):
         served_model(server.url)
+
+
+ERRORS_OF_200 = [
+    {"error": {"message": "upstream overloaded", "code": 502}},
+    {"error": "overloaded"},
+    {"id": "x", "choices": []},
+    {"id": "x", "choices": None},
+    {},
+    {"choices": [{"error": {"code": 502}, "finish_reason": "error", "message": {}}]},
+]
+
+
+@pytest.mark.parametrize("bad", ERRORS_OF_200)
+def test_errors_under_the_status_200_are_repeated(
+    server: FakeServer, bad: dict[str, Any]
+) -> None:
+    server.reply = lambda body: (
+        (200, bad, {}) if len(server.asked) <= 2 else good_reply(body)
+    )
+    assert len(all_of(endpoint(server).complete([Request(prompts(1)[0], (0,))]))) == 1
+    assert len(server.asked) == 3
+    server.reply = lambda body: (200, bad, {})
+    with pytest.raises(UserError, match="no answer after 3 attempts"):
+        endpoint(server, attempts=3).ask(prompts(1)[0], 0)
+
+
+def test_a_lasting_error_under_the_status_200_is_an_error_at_once(
+    server: FakeServer,
+) -> None:
+    bad = {"error": {"message": "no such key", "code": 401}}
+    server.reply = lambda body: (200, bad, {})
+    with pytest.raises(UserError, match="no such key"):
+        endpoint(server).ask(prompts(1)[0], 0)
+    assert len(server.asked) == 1
+
+
+def test_no_error_under_the_status_200_shows_the_key(server: FakeServer) -> None:
+    for code in (401, 502):
+        error = {"message": "w" * 440 + " the key s3cret-key is unknown", "code": code}
+        server.reply = lambda body, error=error: (200, {"error": error}, {})
+        with pytest.raises(UserError) as caught:
+            endpoint(server, api_key="s3cret-key", attempts=1).ask(prompts(1)[0], 0)
+        assert "s3cret" not in str(caught.value)
+
+
+# what servers say of one prompt: vLLM, SGLang, TGI, llama.cpp, Anthropic, OpenAI, Azure, DeepSeek
+REFUSED_PROMPTS = [
+    (
+        400,
+        {
+            "message": "This model's maximum context length is 4096 tokens. However, you "
+            "requested 9000 tokens",
+            "code": 400,
+        },
+    ),
+    (400, {"message": "The input (9000 tokens) is longer than the model's context"}),
+    (
+        422,
+        {
+            "error": "Input validation error: `inputs` must have less than 4096 tokens",
+            "error_type": "validation",
+        },
+    ),
+    (400, {"error": {"message": "the request exceeds the available context size"}}),
+    (400, {"error": {"message": "prompt is too long: 200001 tokens > 199999 maximum"}}),
+    (400, {"error": {"code": "context_length_exceeded", "message": "Please reduce"}}),
+    (413, {}),
+    (
+        400,
+        {"error": {"code": "content_filter", "message": "The response was filtered"}},
+    ),
+    (403, {"error": {"message": "your request was flagged by moderation"}}),
+    (400, {"error": {"message": "Content Exists Risk"}}),
+    (200, {"error": {"code": 400, "message": "maximum context length is 4096"}}),
+]
+
+
+@pytest.mark.parametrize(("status", "body"), REFUSED_PROMPTS)
+def test_a_prompt_that_is_refused_is_an_empty_response(
+    server: FakeServer, status: int, body: dict[str, Any]
+) -> None:
+    server.reply = lambda _: (status, body, {})
+    response = endpoint(server).ask(prompts(1)[0], 0)
+    assert (response.text, len(response.logprobs)) == ("", 0)
+    assert response.refusal is not None
+    assert len(server.asked) == 1
+
+
+@pytest.mark.parametrize(
+    ("status", "body"),
+    [
+        (400, {"error": "no such model"}),
+        (401, {"error": "content of the key is wrong"}),
+        (404, {"error": "context_length_exceeded"}),
+        (400, {"error": {"message": "Unsupported parameter: 'max_tokens'"}}),
+    ],
+)
+def test_other_refusals_are_errors(
+    server: FakeServer, status: int, body: dict[str, Any]
+) -> None:
+    server.reply = lambda _: (status, body, {})
+    with pytest.raises(UserError, match=f"HTTP {status}"):
+        endpoint(server).ask(prompts(1)[0], 0)
+
+
+def test_wrong_addresses_are_said_by_name(
+    server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for path in ("/chat/completions", "/completions", "/models/"):
+        with pytest.raises(UserError, match="address of a request") as caught:
+            check_address(server.url + path)
+        assert f"--endpoint {server.url}" in str(caught.value)
+    check_address(server.url)
+    server.models_below = "/v1"
+    with pytest.raises(UserError) as caught:
+        served_model(server.url.removesuffix("/v1"))
+    assert f"--endpoint {server.url}" in str(caught.value)
+    server.reply = lambda _: (404, {}, {})
+    with pytest.raises(UserError, match=r"--endpoint .*/v1"):
+        Endpoint(
+            server.url.removesuffix("/v1"), "fake", SamplingConfig(max_tokens=9)
+        ).ask(prompts(1)[0], 0)
 
 
 def _choice(content: Any = "text", logprobs: Any = None) -> dict[str, Any]:
@@ -217,9 +344,7 @@ def _choice(content: Any = "text", logprobs: Any = None) -> dict[str, Any]:
 
 
 ODD_REPLIES = [
-    {},
     [],
-    {"choices": []},
     {"choices": {"a": 1}},
     {"choices": [[]]},
     {"choices": [{"message": "text"}]},

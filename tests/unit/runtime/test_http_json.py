@@ -103,6 +103,16 @@ def test_no_message_shows_the_key(servers: list[Server]) -> None:
             JsonClient(echo.url, "secret").call("/")
 
 
+@pytest.mark.parametrize("before", range(460, 505, 5))
+def test_no_part_of_a_key_is_left_where_a_text_is_cut(
+    servers: list[Server], before: int
+) -> None:
+    echo = serve(servers, (401, b"w" * before + b"secret-key rest", {}))
+    with pytest.raises(HttpError) as caught:
+        JsonClient(echo.url, "secret-key").call("/")
+    assert "s" not in str(caught.value).removeprefix("HTTP 401 ").replace(" rest", "")
+
+
 def test_no_log_shows_the_key(
     servers: list[Server], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -216,6 +226,48 @@ def test_what_may_pass_is_repeated_and_a_refusal_is_not(servers: list[Server]) -
     with pytest.raises(HttpError, match="HTTP 401 no such key") as caught:
         JsonClient(refused.url, attempts=5).call("/")
     assert (caught.value.status, len(refused.keys)) == (401, 1)
+
+
+@pytest.mark.parametrize(
+    ("status", "repeated"),
+    [
+        (500, True),
+        (507, True),
+        (520, True),
+        (524, True),
+        (529, True),
+        (530, True),
+        (400, False),
+        (404, False),
+        (501, False),
+        (505, False),
+    ],
+)
+def test_which_statuses_are_repeated(
+    servers: list[Server], status: int, repeated: bool
+) -> None:
+    """Also those of proxies in front of the server (Cloudflare's 520 to 530)."""
+    server = serve(servers, (status, b"", {}), (200, b"1", {}))
+    client = JsonClient(server.url, attempts=2, first_pause=0.01)
+    if repeated:
+        assert client.call("/") == 1
+    else:
+        with pytest.raises(HttpError) as caught:
+            client.call("/")
+        assert caught.value.status == status
+    assert len(server.keys) == 1 + repeated
+
+
+def test_nobody_who_listens_is_told_apart(servers: list[Server]) -> None:
+    down = serve(servers, (503, b"", {}))
+    with pytest.raises(HttpError) as caught:
+        JsonClient(down.url).call("/")
+    assert not caught.value.unreachable
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+    with pytest.raises(HttpError) as caught:
+        JsonClient(f"http://127.0.0.1:{port}").call("/")
+    assert caught.value.unreachable
 
 
 def test_a_stop_ends_the_pauses(servers: list[Server]) -> None:

@@ -1,6 +1,9 @@
 """Every illegal combination is named by a dry run, in one line, before anything is allocated."""
 
+import json
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -131,6 +134,35 @@ def test_illegal_combination_is_named(overrides, message, capsys):
     assert message in said
     assert len(said.splitlines()) == 1
     assert len(said) < 600
+
+
+@pytest.mark.parametrize(
+    ("long", "named", "fix"),
+    [
+        ("data.path", "rollout.max_response_length", "data.max_prompt_length"),
+        ("evaluation.benchmarks", "evaluation.max_tokens", "evaluation.benchmarks"),
+    ],
+)
+def test_a_prompt_beyond_the_positions_is_named(
+    long: str, named: str, fix: str, tmp_path: Path, capsys: Any
+) -> None:
+    """The benchmark's is not the training's: data.max_prompt_length does nothing for it."""
+    for name, problem in (("short", "1+2="), ("long", "1+2=" * 80)):
+        row = json.dumps({"problem": problem, "answer": "3"})
+        (tmp_path / f"{name}.jsonl").write_text(row + "\n")
+    trained = tmp_path / ("long.jsonl" if long == "data.path" else "short.jsonl")
+    overrides = [
+        f"data.path={trained}",
+        "data.max_prompt_length=1000",
+        "evaluation.interval=1",
+        "evaluation.max_tokens=8",
+        f"evaluation.benchmarks=long={tmp_path / 'long.jsonl'}",
+    ]
+    status, said = dry_run(overrides, capsys)
+    assert status == 2
+    assert named in said
+    assert "long/0" in said
+    assert fix in said
 
 
 def test_an_option_far_from_megatrons_names_the_classes_not_their_fields(capsys):

@@ -1,0 +1,260 @@
+"""Data sets in several files, in folders of the datasets library, and under other columns."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as parquet
+import pytest
+from pyarrow import ipc
+
+from megatron_dcpo.cli import main
+from megatron_dcpo.config import JudgingConfig, load_config
+from megatron_dcpo.config.evaluation import load_evaluation
+from megatron_dcpo.data.datasets import load_records, task_name
+from megatron_dcpo.data.files import is_here, read_rows
+from megatron_dcpo.errors import UserError
+from megatron_dcpo.evaluation.problems import BenchmarkOptions, load_problems
+from megatron_dcpo.training.sources import load_sources
+from tests.helpers.paths import QUICKSTART
+from tests.helpers.tokenizers import ByteTokenizer
+
+
+def row(number: int) -> dict[str, Any]:
+    return {"problem": f"{number}+0=", "answer": str(number)}
+
+
+def write_parquet(path: Path, *numbers: int) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    parquet.write_table(pa.Table.from_pylist([row(n) for n in numbers]), path)
+
+
+def save_to_disk(directory: Path, *parts: list[int]) -> Path:
+    """Write a folder as ``datasets.Dataset.save_to_disk`` does."""
+    directory.mkdir(parents=True)
+    names = []
+    for number, rows in enumerate(parts):
+        name = f"data-{number:05d}-of-{len(parts):05d}.arrow"
+        table = pa.Table.from_pylist([row(n) for n in rows])
+        with ipc.new_stream(str(directory / name), table.schema) as writer:
+            writer.write_table(table)
+        names.append({"filename": name})
+    state = {"_data_files": names, "_fingerprint": "x", "_split": "train"}
+    (directory / "state.json").write_text(json.dumps(state))
+    (directory / "dataset_info.json").write_text("{}")
+    return directory
+
+
+def problems(path: Path | str) -> list[str]:
+    return [found["problem"] for found in read_rows(path)]
+
+
+def test_parts_are_read_by_a_pattern_and_as_a_directory(tmp_path: Path) -> None:
+    for part in range(3):
+        name = f"train-{part:05d}-of-00003.parquet"
+        write_parquet(tmp_path / "mine" / "data" / name, 2 * part, 2 * part + 1)
+    folder = tmp_path / "mine" / "data"
+    expected = [f"{n}+0=" for n in range(6)]
+    assert problems(folder / "train-*.parquet") == expected
+    assert problems(folder) == expected
+    (tmp_path / "elsewhere").mkdir()
+    assert is_here(str(folder / "tr*"))
+    assert not is_here(str(folder / "te*"))
+    records = load_records(folder / "train-*.parquet")
+    assert [record.prompt_id for record in records] == [f"data/{n}" for n in range(6)]
+
+
+def test_files_of_any_kind_are_read_by_a_pattern(tmp_path: Path) -> None:
+    for name, number in (("b.jsonl", 2), ("a.jsonl", 1)):
+        (tmp_path / name).write_text(json.dumps(row(number)) + "\n")
+    (tmp_path / "c.csv").write_text("problem,answer\n3+0=,3\n")
+    assert problems(tmp_path / "*") == ["1+0=", "2+0=", "3+0="]
+    with pytest.raises(UserError, match="no such data file"):
+        problems(tmp_path / "*.parquet")
+
+
+def test_a_missing_part_is_refused(tmp_path: Path) -> None:
+    for part in (0, 2):
+        write_parquet(tmp_path / f"train-{part:05d}-of-00003.parquet", part)
+    for path in (tmp_path, tmp_path / "train-*.parquet"):
+        with pytest.raises(UserError, match="train-00001-of-00003"):
+            problems(path)
+
+
+def test_a_directory_of_several_data_sets_is_refused(tmp_path: Path) -> None:
+    write_parquet(tmp_path / "train-00000-of-00001.parquet", 1)
+    write_parquet(tmp_path / "test-00000-of-00001.parquet", 2)
+    with pytest.raises(UserError, match=r"train-\*\.parquet"):
+        problems(tmp_path)
+
+
+def test_folders_of_save_to_disk(tmp_path: Path) -> None:
+    assert problems(save_to_disk(tmp_path / "one", [1, 2], [3])) == [
+        "1+0=",
+        "2+0=",
+        "3+0=",
+    ]
+    both = tmp_path / "both"
+    for split in ("train", "test"):
+        save_to_disk(both / split, [1 if split == "train" else 2])
+    (both / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    with pytest.raises(UserError, match=r"train, test.*both/train"):
+        problems(both)
+    assert problems(both / "test") == ["2+0="]
+    assert task_name(both / "test") == "both"
+    (both / "dataset_dict.json").write_text('{"splits": ["test"]}')
+    assert problems(both) == ["2+0="]
+
+
+def test_arrow_files(tmp_path: Path) -> None:
+    table = pa.Table.from_pylist([row(1), row(2)])
+    with ipc.new_file(str(tmp_path / "a.arrow"), table.schema) as writer:
+        writer.write_table(table)
+    assert problems(tmp_path / "a.arrow") == ["1+0=", "2+0="]
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("state.json", "{"),
+        ("state.json", '{"_data_files": []}'),
+        ("state.json", '{"_data_files": [{"filename": "none.arrow"}]}'),
+        ("state.json", '{"_data_files": 3}'),
+        ("data-00000-of-00001.arrow", "no Arrow"),
+        ("data-00000-of-00001.arrow", ""),
+        ("dataset_dict.json", '{"splits": 3}'),
+    ],
+)
+def test_damaged_folders_are_one_line(file: str, content: str, tmp_path: Path) -> None:
+    folder = save_to_disk(tmp_path / "one", [1])
+    (folder / file).write_text(content)
+    with pytest.raises(UserError) as caught:
+        problems(folder)
+    assert str(folder) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("mine/train-*.parquet", "mine"),
+        ("sums-*.jsonl", "sums"),
+        ("x/sums-00000-of-00002.parquet", "sums"),
+        ("mine/*.parquet", "mine"),
+        ("mine/test[12].csv", "mine"),
+    ],
+)
+def test_names_of_patterns(path: str, name: str) -> None:
+    assert task_name(path) == name
+
+
+# ------------------------------------------------------------------------------------------ columns
+
+TRL = {"prompt": "1+2=", "solution": "3", "extra": {"deep": {"answer": "4"}}}
+
+
+def write(path: Path, *rows: Any) -> Path:
+    path.write_text("".join(json.dumps(one) + "\n" for one in rows))
+    return path
+
+
+def config_of(tmp_path: Path, *overrides: str) -> Any:
+    given = [f"run_dir={tmp_path / 'run'}", "data.template=raw", *overrides]
+    return load_config(QUICKSTART / "dcpo.yaml", given)
+
+
+def test_columns_of_a_training(tmp_path: Path) -> None:
+    path = write(tmp_path / "trl.jsonl", TRL)
+    config = config_of(
+        tmp_path,
+        f"data.path={path}",
+        "data.columns={problem: prompt, answer: solution}",
+    )
+    (source,) = load_sources(config, ByteTokenizer())
+    assert (source.prompts[0].problem, source.prompts[0].ground_truth) == ("1+2=", "3")
+    deep = config_of(
+        tmp_path, f"data.path={path}", "data.columns={answer: extra.deep.answer}"
+    )
+    assert load_sources(deep, ByteTokenizer())[0].prompts[0].ground_truth == "4"
+
+
+def test_a_named_answer_stands_for_that_of_verl(tmp_path: Path) -> None:
+    verl = {"prompt": "1+2=", "reward_model": {"ground_truth": "9"}, "gold": "3"}
+    (record,) = load_records(
+        write(tmp_path / "v.jsonl", verl), columns={"answer": "gold"}
+    )
+    assert record.answer == "3"
+
+
+def test_columns_of_sources(tmp_path: Path) -> None:
+    one = write(tmp_path / "one.jsonl", TRL)
+    two = write(tmp_path / "two.jsonl", {"q": "2+2=", "a": "4"})
+    sources = (
+        f"data.path=[{{path: {one}}}, "
+        f"{{path: {two}, columns: {{problem: q, answer: a}}}}, "
+        "{path: 'reasoning_gym:chain_sum'}]"
+    )
+    config = config_of(tmp_path, sources, "data.columns={answer: solution}")
+    assert [source.columns for source in config.data.sources] == [
+        {"answer": "solution"},
+        {"problem": "q", "answer": "a"},
+        {},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("columns", "named"),
+    [
+        ("{problem: qustion}", r"row 1.*'qustion'.*prompt, solution"),
+        ("{answer: extra.shallow}", r"row 1.*'extra\.shallow'"),
+        ("{probem: prompt}", r"data\.columns.*problem"),
+        ("{problem: ''}", r"data\.columns"),
+    ],
+)
+def test_a_column_that_is_not_there_is_refused(
+    columns: str, named: str, tmp_path: Path
+) -> None:
+    path = write(tmp_path / "trl.jsonl", TRL)
+    with pytest.raises(UserError, match=named):
+        load_sources(
+            config_of(tmp_path, f"data.path={path}", f"data.columns={columns}"),
+            ByteTokenizer(),
+        )
+
+
+def test_columns_in_an_evaluation(tmp_path: Path) -> None:
+    """A file that has them is read by them; one in our columns is read as it is."""
+    trl = write(tmp_path / "trl.jsonl", TRL)
+    ours = write(tmp_path / "ours.jsonl", row(7))
+    options = BenchmarkOptions(columns={"problem": "prompt", "answer": "solution"})
+    loaded = load_problems(f"a={trl},b={ours}", JudgingConfig(), options=options)
+    answers = [one.benchmark.records[0].answer for one in loaded]
+    assert answers == ["3", "7"]
+    training = tmp_path / "config.yaml"
+    training.write_text(
+        f"run_dir: r\nmodel: {{path: m}}\ndata:\n  path: {trl}\n"
+        "  columns: {problem: prompt, answer: solution}\n"
+    )
+    for given in ({"as_trained": str(training)}, {"file": str(training)}):
+        config = load_evaluation({"run_dir": "e"}, **given)  # type: ignore[arg-type]
+        assert config.data.columns == {"problem": "prompt", "answer": "solution"}
+
+
+def test_a_pattern_is_searched_for_beside_the_configuration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for part in range(2):
+        write_parquet(tmp_path / "c" / "data" / f"train-{part:05d}-of-00002.parquet", 1)
+    text = (QUICKSTART / "dcpo.yaml").read_text()
+    named = "path: examples/quickstart/data/train.jsonl"
+    assert named in text
+    text = text.replace(named, "path: data/train-*.parquet")
+    (tmp_path / "c" / "own.yaml").write_text(text)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    command = ["train", "--config", str(tmp_path / "c" / "own.yaml"), "--dry-run"]
+    assert main([*command, f"model.path={QUICKSTART / 'policy'}"]) == 0
+    assert "2 problems" in capsys.readouterr().out
