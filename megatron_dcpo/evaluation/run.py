@@ -42,6 +42,7 @@ from megatron_dcpo.evaluation.responders import (
     sample_model,
     top_logprobs,
 )
+from megatron_dcpo.evaluation.run_description import SAMPLING
 from megatron_dcpo.evaluation.samples import (
     DATE,
     SETTINGS,
@@ -119,6 +120,8 @@ def run_evaluation(
     )
     if config.judging.marker != CONFIDENCE_TAG:
         evaluation["marker"] = config.judging.marker
+    source = Path(samples) if samples else Path(config.run_dir, "samples.jsonl")
+    evaluation["sampled"] = _sampling_of(source)
     write_evaluation(config.run_dir, evaluation, judged)
     if judge_again or not samples:
         check_error_rate(
@@ -137,6 +140,14 @@ def evaluation_of_samples(samples: str) -> dict[str, Any]:
     """Return the ``evaluation.json`` next to a file of samples, {} if there is none."""
     path = Path(samples).with_name("evaluation.json")
     return read_json_object(path) if path.exists() else {}
+
+
+def _sampling_of(samples: Path) -> dict[str, Any]:
+    """Return how a file of samples was sampled, from the settings next to it; {} if unknown."""
+    path = samples.with_name(SETTINGS)
+    settings = read_json_object(path) if path.exists() else {}
+    keys = (*SAMPLING, "template", "thinking")
+    return {key: settings[key] for key in keys if key in settings}
 
 
 # --------------------------------------------------------------------------------- earlier samples

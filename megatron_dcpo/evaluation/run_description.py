@@ -38,7 +38,8 @@ def sampling_text(settings: Mapping[str, Any], evaluation: Mapping[str, Any]) ->
     for key, label in SAMPLING.items():
         if key in settings:
             parts.append(f"{label} {settings[key]}")
-    parts.append(f"template {settings['template']}")
+    if "template" in settings:
+        parts.append(f"template {settings['template']}")
     if "thinking" in settings:
         parts.append(f"thinking {settings['thinking']}")
     repeats = evaluation.get("overall", {}).get("repeats")

@@ -93,7 +93,9 @@ def read_run(
         if file.exists():
             samples = _sample_rows(file)
             break
-    settings = {}
+    settings: Mapping[str, Any] = {}
+    if isinstance(evaluation, dict) and isinstance(evaluation.get("sampled"), dict):
+        settings = evaluation["sampled"]
     if (evaluated / SETTINGS).is_file():
         settings = read_json_object(evaluated / SETTINGS)
     return EvaluatedRun(

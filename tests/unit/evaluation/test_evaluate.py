@@ -259,6 +259,7 @@ def test_command_line_samples_and_scores_again(
     )
     assert args.run(args) == 0
     printed = json.loads(capsys.readouterr().out)
+    assert printed["sampled"]["template"] == "raw"
     for extra in ([], ["--rejudge"]):
         args = arguments(
             "--samples",
@@ -380,7 +381,7 @@ def test_command_line_errors(tmp_path: Path, benchmark_file: Path) -> None:
     toy = f"toy={benchmark_file}"
     for options, message in (
         (["--model", "m"], "--benchmarks is missing"),
-        (["--model", str(tmp_path), "--benchmarks", toy], r"no config\.json"),
+        (["--model", str(tmp_path), "--benchmarks", toy], r"config\.json is missing"),
         (["--model", "m", "--benchmarks", "mathx"], "unknown benchmark 'mathx'"),
         (
             ["--model", "m", "--benchmarks", toy, "--template", "x"],
