@@ -430,8 +430,7 @@ def write_index(out: Path, shards: list[Shard]) -> None:
 
 def check_side_files(model_dir: Path) -> None:
     """Raise :class:`UserError` if a file that goes with every export of the model is a link to
-    something outside the directory, which may be anybody's. A snapshot in the hub's cache links to
-    the blobs beside it.
+    something outside the directory, which may be anybody's. Blobs in the hub's cache are allowed.
     """
     _side_files(model_dir)
 
@@ -467,17 +466,23 @@ def _side_files(model_dir: Path) -> list[Path]:
             files += sorted(part for part in path.rglob("*") if part.is_file())
         elif _is_side_file(path.name) and path.is_file():
             files.append(path)
-    inside = [model_dir.resolve()]
-    if model_dir.parent.name == "snapshots":
-        inside.append(model_dir.parent.parent.resolve() / "blobs")
+    inside = model_dir.resolve()
     for path in files:
         real = path.resolve()
-        if not any(real.is_relative_to(directory) for directory in inside):
+        if not (real.is_relative_to(inside) or _is_in_hub_cache(real)):
             raise UserError(
                 f"{path} is a link out of the model directory, to {real}; a copy of it would go "
                 "into every export. Replace the link by the file, or remove it"
             )
     return files
+
+
+def _is_in_hub_cache(path: Path) -> bool:
+    """Return whether a file is a blob of a model in a cache of huggingface_hub, to which snapshots
+    and older downloads link.
+    """
+    blobs = path.parent
+    return blobs.name == "blobs" and blobs.parent.name.startswith("models--")
 
 
 def _is_side_file(name: str) -> bool:
