@@ -80,7 +80,7 @@ def fill():
     except OSError: pass
     return ends
 """
-_UNTIL_STARTED = """
+_START_PROCESSES = """
 def start(work, processes):
     for _ in range(processes):
         started, say = os.pipe()
@@ -197,7 +197,7 @@ def test_sockets_count_as_memory(session: SandboxSession) -> None:
     """What socket pairs hold is in the kernel, and in no process's memory."""
     _only_with_processes(session)
     work = "start(lambda say: fill(), processes=20)"
-    program = _FILL_SOCKETS + _UNTIL_STARTED + work
+    program = _FILL_SOCKETS + _START_PROCESSES + work
     verdict = verdict_of(session, program=program, output="alive")
     assert (verdict.correct, verdict.category) == (0, "memory")
 
@@ -207,7 +207,9 @@ def test_sockets_that_processes_share_count_once(session: SandboxSession) -> Non
     _only_with_processes(session)
     pairs = "pairs = [socket.socketpair() for _ in range(25)]\n"
     work = "start(lambda say: None, processes=20)"
-    verdict = verdict_of(session, program=pairs + _UNTIL_STARTED + work, output="alive")
+    verdict = verdict_of(
+        session, program=pairs + _START_PROCESSES + work, output="alive"
+    )
     assert verdict.category == "passed", verdict
 
 
@@ -226,7 +228,7 @@ def work(say):
         time.sleep(60)
     threading.Thread(target=hold).start()
     libc.syscall(EXIT, 0)
-{_UNTIL_STARTED}
+{_START_PROCESSES}
 start(work, processes=3)
 """
     verdict = verdict_of(session, program=program, output="alive")

@@ -2,10 +2,10 @@
 process per task.
 
 A task is a program, or the tests of one (in a server of role ``checker``). Its supervisor, which it
-can neither trace, read nor signal, runs it once per message. At level ``bubblewrap`` the server is
-inside bubblewrap; each program gets user, pid, mount and IPC namespaces within, and everything in
-them is killed after each run. At level ``landlock``, and for tests at every level, the process may
-start no other process and reach none. At level ``unsafe`` there are only limits.
+can neither trace, read, signal nor limit, runs it once per message. At level ``bubblewrap`` the
+server is inside bubblewrap; each program gets user, pid, mount and IPC namespaces within, and
+everything in them is killed after each run. At level ``landlock``, and for tests at every level,
+the process may start no other process and reach none. At level ``unsafe`` there are only limits.
 
 The server and the supervisor hold no expected values, because their forks have a copy of their
 memory.
