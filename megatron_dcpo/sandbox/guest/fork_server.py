@@ -2,10 +2,10 @@
 process per task.
 
 A task is a program, or the tests of one (in a server of role ``checker``). Its supervisor, which it
-can neither trace, read nor signal, runs it once per message. At level ``bubblewrap`` the server is
-inside bubblewrap; each program gets user, pid, mount and IPC namespaces within, and everything in
-them is killed after each run. At level ``landlock``, and for tests at every level, the process may
-start no other process and reach none. At level ``unsafe`` there are only limits.
+can neither trace, read, signal nor limit, runs it once per message. At level ``bubblewrap`` the
+server is inside bubblewrap; each program gets user, pid, mount and IPC namespaces within, and
+everything in them is killed after each run. At level ``landlock``, and for tests at every level,
+the process may start no other process and reach none. At level ``unsafe`` there are only limits.
 
 The server and the supervisor hold no expected values, because their forks have a copy of their
 memory.
@@ -199,6 +199,7 @@ def _watch(
     poll.register(handle, select.POLLIN)
     poll.register(channel, select.POLLIN)
     deadline = time.monotonic() + wall
+    socket_bytes = 0 if processes is None else _largest_socket()
     reason = ""
     while not reason:
         left = deadline - time.monotonic()
@@ -210,8 +211,12 @@ def _watch(
             break
         if events:
             reason = "cancelled"
-        elif processes is not None and _memory_of_all(processes, memory) > memory:
-            reason = "memory"
+        elif processes is not None:
+            used = _memory_of_all(
+                processes=processes, limit=memory, socket_bytes=socket_bytes
+            )
+            if used > memory:
+                reason = "memory"
     os.close(handle)
     if processes is None:
         os.kill(child, signal.SIGKILL)
@@ -233,35 +238,86 @@ def _reap() -> None:
         pass
 
 
-def _memory_of_all(processes: int, limit: int) -> int:
-    """Return the bytes in memory of the namespace's processes but the first. Where the plain sum
-    passes ``limit``, pages that several processes share count once (their proportional size; a
-    process that hides it counts whole).
+def _memory_of_all(processes: int, limit: int, socket_bytes: int) -> int:
+    """Return the bytes in memory of the namespace's processes but the first, and ``socket_bytes``
+    for every socket that they hold. Where the plain sum passes ``limit``, pages that several
+    processes share count once (their proportional size; a process that hides it counts whole).
     """
     names = [name for name in os.listdir(processes) if name.isdigit() and name != "1"]
-    total = sum(_resident(processes, name) for name in names)
-    if total <= limit:
-        return total
-    return sum(_proportional(processes, name) for name in names)
+    places = [_living_thread(processes, name) for name in names]
+    of_sockets = socket_bytes * len(_sockets(processes, places))
+    total = sum(_resident(processes, place) for place in places)
+    if total + of_sockets <= limit:
+        return total + of_sockets
+    return of_sockets + sum(_proportional(processes, place) for place in places)
 
 
-def _resident(processes: int, name: str) -> int:
+def _living_thread(processes: int, name: str) -> str:
+    """Return the place in ``processes`` that tells about the process ``name``: its own, or that of
+    a further thread if its first one has ended, because its own then shows no memory and no files.
+    """
+    if _resident(processes, name):
+        return name
+    for thread in _listed(processes, f"{name}/task"):
+        place = f"{name}/task/{thread}"
+        if _resident(processes, place):
+            return place
+    return name
+
+
+def _sockets(processes: int, places: list[str]) -> set[str]:
+    """Return the sockets that processes hold, each once however many hold it."""
+    found = set()
+    for place in places:
+        for descriptor in _listed(processes, f"{place}/fd"):
+            with contextlib.suppress(OSError):  # closed meanwhile
+                target = os.readlink(f"{place}/fd/{descriptor}", dir_fd=processes)
+                if target.startswith("socket:"):
+                    found.add(target)
+    return found
+
+
+def _largest_socket() -> int:
+    """Return the most bytes that the kernel keeps unread for a socket: the send buffer of its peer,
+    which may be closed, and the last piece sent, which may pass the buffer's end by half its size.
+    """
+    ends = socket.socketpair()
+    with ends[0], ends[1]:
+        buffer = ends[0].getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
+    return buffer + buffer // 2
+
+
+def _resident(processes: int, place: str) -> int:
     try:
         return (
-            int(_read(processes, f"{name}/statm").split()[1]) * resource.getpagesize()
+            int(_read(processes, f"{place}/statm").split()[1]) * resource.getpagesize()
         )
     except (OSError, IndexError, ValueError):
         return 0
 
 
-def _proportional(processes: int, name: str) -> int:
+def _proportional(processes: int, place: str) -> int:
     try:
-        lines = _read(processes, f"{name}/smaps_rollup").splitlines()
+        lines = _read(processes, f"{place}/smaps_rollup").splitlines()
         return 1024 * next(
             int(line.split()[1]) for line in lines if line.startswith(b"Pss:")
         )
     except (OSError, StopIteration, IndexError, ValueError):
-        return _resident(processes, name)
+        return _resident(processes, place)
+
+
+def _listed(folder: int, name: str) -> list[str]:
+    """Return the names in a directory, none if it is gone."""
+    try:
+        descriptor = os.open(name, os.O_RDONLY | os.O_DIRECTORY, dir_fd=folder)
+    except OSError:
+        return []
+    try:
+        return os.listdir(descriptor)
+    except OSError:
+        return []
+    finally:
+        os.close(descriptor)
 
 
 def _read(folder: int, name: str) -> bytes:

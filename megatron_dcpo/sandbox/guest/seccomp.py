@@ -20,7 +20,7 @@ from megatron_dcpo.sandbox.guest.isolation import prctl
 # name:number on x86-64:number on aarch64 (-1: there is none)
 _EVERYWHERE = """
 read:0:63 write:1:64 pread64:17:67 pwrite64:18:68 readv:19:65 writev:20:66 preadv:295:69
-pwritev:296:70 preadv2:327:286 pwritev2:328:287 lseek:8:62 close:3:57 close_range:436:436 stat:4:-1
+pwritev:296:70 preadv2:327:286 pwritev2:328:287 lseek:8:62 close:3:57 stat:4:-1
 fstat:5:80 lstat:6:-1 newfstatat:262:79 statx:332:291 access:21:-1 faccessat:269:48
 faccessat2:439:439 readlink:89:-1 readlinkat:267:78 getdents:78:-1 getdents64:217:61 getcwd:79:17
 chdir:80:49 fchdir:81:50 fsync:74:82 fdatasync:75:83 ftruncate:77:46 fadvise64:221:223 dup:32:23
@@ -50,9 +50,9 @@ getpeername:52:205
 """
 # For a program that has its own namespaces: processes, signals to them, and files in its /tmp.
 _IN_NAMESPACES = """
-clone:56:220 fork:57:-1 vfork:58:-1 execve:59:221 execveat:322:281 kill:62:129 tkill:200:130
+fork:57:-1 vfork:58:-1 execve:59:221 execveat:322:281 kill:62:129 tkill:200:130
 tgkill:234:131 rt_sigqueueinfo:129:138 rt_tgsigqueueinfo:297:240 pidfd_open:434:434
-pidfd_send_signal:424:424 setsid:112:157 setpgid:109:154 prlimit64:302:261 open:2:-1 openat:257:56
+pidfd_send_signal:424:424 setsid:112:157 setpgid:109:154 open:2:-1 openat:257:56
 creat:85:-1 flock:73:32 chmod:90:-1 fchmod:91:52 fchmodat:268:53 fchmodat2:452:452 utime:132:-1
 utimes:235:-1 utimensat:280:88 futimesat:261:-1 rename:82:-1 renameat:264:38 renameat2:316:276
 mkdir:83:-1 mkdirat:258:34 rmdir:84:-1 unlink:87:-1 unlinkat:263:35 link:86:-1 linkat:265:37
@@ -62,9 +62,10 @@ getxattr:191:8 lgetxattr:192:9 fgetxattr:193:10 listxattr:194:11 llistxattr:195:
 # Decided by an argument, below.
 _DECIDED = """
 clone:56:220 kill:62:129 tgkill:234:131 prlimit64:302:261 open:2:-1 openat:257:56 fcntl:72:25
-ioctl:16:29 prctl:157:167 socketpair:53:199 sendto:44:206
+ioctl:16:29 prctl:157:167 socketpair:53:199 sendto:44:206 close_range:436:436
 """
 _COMMON = 424
+_CLONE_FILES = 0x400
 _CLONE_THREAD = 0x10000
 _CLONE_NEW_ANY = 0x7E020080
 # F_DUPFD to F_SETLKW, locks of open files, F_DUPFD_CLOEXEC, the size of a pipe, F_GET_SEALS. Not
@@ -79,6 +80,9 @@ _PROCESS_OPTIONS = (15, 16, 23, 38, 39, 0x53564D41)
 _UNIX = 1
 # SOCK_STREAM, perhaps non-blocking, perhaps closed by exec
 _STREAMS = (1, 0x801, 0x80001, 0x80801)
+# none, CLOSE_RANGE_CLOEXEC. Not CLOSE_RANGE_UNSHARE: a thread that has descriptors of its own has
+# as many as a process.
+_CLOSINGS = (0, 4)
 _O_TRUNC = 0x200
 _EPERM = 1
 _ENOTTY = 25
@@ -107,10 +111,11 @@ def supported() -> bool:
 def confine(alone: bool, truncates: bool = True) -> None:
     """Install the filter for good. Raises OSError if the kernel refuses.
 
-    ``alone`` is for a process that shares its user with processes outside: it starts no other
-    process, and neither signals nor limits another. Without ``truncates``, opening a file with
-    O_TRUNC is refused as well, because that empties even a file that is opened for reading; kernels
-    whose Landlock does not know truncation need this.
+    A process sets no limits but its own, not those of its supervisor either, and all its threads
+    share its descriptors. ``alone`` is for a process that shares its user with processes outside:
+    it starts no other process and signals none. Without ``truncates``, opening a file with O_TRUNC
+    is refused as well, because that empties even a file that is opened for reading; kernels whose
+    Landlock does not know truncation need this.
     """
     column, machine = _MACHINES[platform.machine()]
     program: list[Instruction] = [
@@ -190,7 +195,14 @@ def _rules(alone: bool, truncates: bool) -> dict[str, list[Instruction]]:
     commands = []
     for command in range(1036):
         commands.append(_ALLOWED if command in _FILE_COMMANDS else _refuse())
-    no_new_namespace = [_argument(0), (_ANY_BIT, 0, 1, _CLONE_NEW_ANY), _refuse()]
+    new_task = [
+        _argument(0),
+        (_ANY_BIT, 0, 1, _CLONE_NEW_ANY),
+        _refuse(),
+        (_ANY_BIT, 0, 2, _CLONE_THREAD),
+        (_ANY_BIT, 1, 0, _CLONE_FILES),
+        _refuse(),
+    ]
     without_address = _if_one_of(4, (0,), high=True)
     rules = {
         "fcntl": [_argument(1), *_search(commands)],
@@ -203,13 +215,14 @@ def _rules(alone: bool, truncates: bool) -> dict[str, list[Instruction]]:
             *_if_one_of(1, _STREAMS),
         ],
         "sendto": [_argument(4), (_EQUAL, 1, 0, 0), _refuse(), *without_address],
-        "clone": [*no_new_namespace, _ALLOWED],
+        "clone": [*new_task, _ALLOWED],
+        "close_range": _if_one_of(2, _CLOSINGS),
+        "prlimit64": _if_one_of(0, (0,)),  # the process that asks
     }
     if not alone:
         return rules
     only_threads = [(_ANY_BIT, 1, 0, _CLONE_THREAD), _refuse(), _ALLOWED]
-    rules["clone"] = [*no_new_namespace, *only_threads]
-    rules["prlimit64"] = _if_one_of(0, (0,))
+    rules["clone"] = [*new_task, *only_threads]
     if not truncates:
         for name, flags in (("open", 1), ("openat", 2)):
             rules[name] = [
