@@ -109,8 +109,8 @@ def import_checkpoint(
     clock = time.perf_counter()
     with PeakMemory() as memory:
         check_no_overlap(target, source)
-        check_side_files(source)
         arch = read_architecture(source)
+        check_side_files(source)
         layout = Layout(
             tensor_model_parallel_size=tensor_model_parallel_size,
             pipeline_model_parallel_size=1,
@@ -280,8 +280,8 @@ def export_checkpoint(
                 f"{side / 'config.json'} is missing; name the model's Hugging Face directory with "
                 "--hf-config"
             )
-        check_side_files(side)
         arch = read_architecture(side, weights_elsewhere=True)
+        check_side_files(side)
         checkpoint = MegatronCheckpoint(source)
         located = locate(arch, checkpoint)
         specs = _hf_specs(arch, located)

@@ -8,6 +8,7 @@ question.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from decimal import Decimal
 from typing import NamedTuple
@@ -22,7 +23,7 @@ _ALIASES = ("aliases", "normalizedaliases", "humananswers")
 _BESIDE = frozenset(
     {"type", "style", "normalizedvalue", "answerstart", "matchedwikientityname"}
 )
-_BOX = "\\boxed{"
+_BRACES = re.compile(r"\\boxed\{|[{}]")
 FORMS = (
     "a text, a number, a list of texts, an object with one of them as target, answer, "
     "ground_truth or value (and aliases), or one of these as JSON text"
@@ -55,15 +56,18 @@ def last_box(text: str) -> str | None:
     r"""Return the content of the last ``\boxed{...}`` whose braces match, None if there is none: a
     column that holds a worked solution (TRL's ``solution``) marks its answer so.
     """
-    end = len(text)
-    while (start := text.rfind(_BOX, 0, end)) >= 0:
-        depth = 1
-        for at in range(start + len(_BOX), len(text)):
-            depth += (text[at] == "{") - (text[at] == "}")
-            if depth == 0:
-                return text[start + len(_BOX) : at].strip()
-        end = start
-    return None
+    last_start = -1
+    content = None
+    opened: list[tuple[int, int, bool]] = []  # start, end of the brace, is a box
+    for token in _BRACES.finditer(text):
+        if token[0] != "}":
+            opened.append((token.start(), token.end(), token[0] != "{"))
+        elif opened:
+            start, inner, is_box = opened.pop()
+            if is_box and start > last_start:
+                last_start = start
+                content = text[inner : token.start()]
+    return None if content is None else content.strip()
 
 
 def is_structured(raw: object) -> bool:

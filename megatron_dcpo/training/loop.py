@@ -147,7 +147,8 @@ def _restore_validations(run: Run, done: int) -> None:
     selection = run.selection
     measured = run.recorder.logged_validations(done)
     best = run.checkpointer.recorded_best()
-    if best is not None and best["iteration"] <= done:
+    # the validation of the step after which the run resumes is made again if it is lost
+    if best is not None and best["iteration"] < done:
         selection.recall(best["iteration"], best["metric"], best["value"], measured)
     selection.restore(measured, saved=run.checkpointer.intact_steps())
     if selection.best_step is not None:
