@@ -96,7 +96,8 @@ class Comparison:
         """Fit a confidence on GRPO's responses to training problems and put it in the place of the
         stated one.
         """
-        run, fitted = self.out / RECALIBRATED, self.out / RECALIBRATED / "fitted"
+        run = self.out / RECALIBRATED
+        fitted = self.out / "fitted"  # not below the run, whose report it is no part of
         self._sample(
             self.out / "grpo" / "policy",
             f"train={self.train}",

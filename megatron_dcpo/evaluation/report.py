@@ -89,12 +89,16 @@ class _Row(NamedTuple):
 
 def _rows_of(runs: Sequence[EvaluatedRun], kind: str) -> list[_Row]:
     """Return the rows of the runs' headline table: each run by ``kind``, and again by its
-    recalibrated confidence if it has one.
+    recalibrated confidence if it has one. A run that has only that has one row.
     """
     rows = []
     for run in runs:
+        recalibrated = kind != "posthoc" and _has(run, "posthoc", None)
+        if recalibrated and not _has(run, kind, None):
+            rows.append(_Row(run.name, run, "posthoc"))
+            continue
         rows.append(_Row(run.name, run, kind))
-        if kind != "posthoc" and _has(run, "posthoc", None):
+        if recalibrated:
             rows.append(_Row(f"{run.name}, recalibrated", run, "posthoc"))
     return rows
 
