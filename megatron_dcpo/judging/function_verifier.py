@@ -19,7 +19,6 @@ import asyncio
 import inspect
 import json
 import logging
-import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -29,7 +28,7 @@ from megatron_dcpo.config import JudgingConfig
 from megatron_dcpo.errors import UserError, one_line
 from megatron_dcpo.judging.answers import Attempt, Outcome
 from megatron_dcpo.judging.pool import PoolWork, WorkerPool
-from megatron_dcpo.runtime.plugins import load_object
+from megatron_dcpo.runtime.plugins import load_object, raised
 from megatron_dcpo.runtime.text import printable
 from megatron_dcpo.types import VERIFIER_ERROR
 
@@ -197,7 +196,7 @@ def load(path: str) -> Callable[[str], Any]:
                 result = result[0]
             why, result = _checked(result)
         except (Exception, SystemExit) as error:
-            why = _first_line(error)
+            why = raised(error)
         return result if why is None else {"error": why}
 
     return judge
@@ -258,14 +257,3 @@ def _as_in_trl(text: str, row: Mapping[str, Any]) -> dict[str, list[Any]]:
         columns["prompts"] = [row.get("problem", "")]
         columns["completions"] = [text]
     return columns
-
-
-def _first_line(error: BaseException) -> str:
-    """Return the exception and the innermost line of the user's code on one line."""
-    text = f"{type(error).__name__}: {one_line(error, 150)}"
-    frames = traceback.extract_tb(error.__traceback__)
-    users_frames = [frame for frame in frames if frame.filename != __file__]
-    if users_frames:
-        last = users_frames[-1]
-        text += f" ({last.filename}, line {last.lineno}, in {last.name})"
-    return text

@@ -111,7 +111,7 @@ def initialize(
     the sizes do not divide the world size, or when the port of the job is in use.
     """
     sizes = sizes or ParallelSizes()
-    complete_environment()
+    _complete_environment()
     check_world_size(
         sizes.tensor_model_parallel_size,
         sizes.pipeline_model_parallel_size,
@@ -154,7 +154,7 @@ def _initialize_default_group(timeout_minutes: int) -> None:
         raise
 
 
-def complete_environment() -> None:
+def _complete_environment() -> None:
     """Make a process that no launcher started a world of one. Raises :class:`UserError` if the
     environment describes a rank of a job that cannot be reached.
     """

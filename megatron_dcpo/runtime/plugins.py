@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
+import sysconfig
 import traceback
 from pathlib import Path
 from types import ModuleType
@@ -16,6 +17,7 @@ from megatron_dcpo.errors import UserError, did_you_mean, one_line
 from megatron_dcpo.runtime.paths import places
 
 _PACKAGE = Path(__file__).resolve().parents[1]
+_STDLIB = sysconfig.get_path("stdlib")
 
 
 def is_import_path(text: str) -> bool:
@@ -152,15 +154,21 @@ def _load_file(file: Path, path: str, option: str) -> ModuleType:
 
 
 def raised(error: BaseException) -> str:
-    """Return an exception of a user's code on one line, with the innermost line of a file that is
-    neither this package's nor an installed library's.
+    """Return an exception of a user's code on one line, with the innermost line of the user's own
+    file. If there is none, it is the innermost line outside this package.
     """
     text = f"{type(error).__name__}: {one_line(error, 150)}"
     if isinstance(error, SyntaxError):
         return text  # which names its file and line
-    frames = traceback.extract_tb(error.__traceback__)
-    for frame in reversed(frames):
-        is_foreign = "site-packages" in frame.filename or "<" in frame.filename
-        if not is_foreign and not Path(frame.filename).is_relative_to(_PACKAGE):
-            return f"{text} ({frame.filename}, line {frame.lineno}, in {frame.name})"
+    outside = []
+    users = []
+    for frame in traceback.extract_tb(error.__traceback__):
+        if Path(frame.filename).is_relative_to(_PACKAGE):
+            continue
+        outside.append(frame)
+        is_library = "site-packages" in frame.filename or "<" in frame.filename
+        if not is_library and not Path(frame.filename).is_relative_to(_STDLIB):
+            users.append(frame)
+    for frame in (users or outside)[-1:]:
+        text += f" ({frame.filename}, line {frame.lineno}, in {frame.name})"
     return text

@@ -21,6 +21,10 @@ WRONG = {
     ),
     "nothing": ("    return None\n", "must return 5 arrays"),
     "a mistake": ("    return R / options.nothing\n", r"mine\.py, line 4, in score"),
+    "a mistake in a library": (
+        "    import json\n    return json.loads('{')\n",
+        r"mine\.py, line 5, in score",
+    ),
     "words": ("    return [['a'] * 4] * 5\n", "must return 5 arrays"),
 }
 
