@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from megatron_dcpo.config import load_config
@@ -149,7 +150,8 @@ def test_a_killed_sandbox_is_replaced_and_its_program_judged_again() -> None:
     )
     thread.start()
     time.sleep(0.7)
-    for pid in set(below(os.getpid())) - before:
+    # parents first: a supervisor that outlives its program reports the program's end as a verdict
+    for pid in _parents_first(set(below(os.getpid())) - before):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     thread.join(60)
@@ -164,3 +166,12 @@ def test_a_killed_sandbox_is_replaced_and_its_program_judged_again() -> None:
         judge([Attempt(quick, "tests:b")])
     judge.pool.close()
     assert set(below(os.getpid())) - before == set(), "nothing is left running"
+
+
+def _parents_first(pids: set[int]) -> list[int]:
+    """``pids`` by the number of their ancestors; those that have ended are left out."""
+    depth = {}
+    for pid in pids:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            depth[pid] = len(psutil.Process(pid).parents())
+    return sorted(depth, key=depth.__getitem__)
