@@ -69,7 +69,7 @@ def saturated_push(objective: ObjectiveConfig, confidences: np.ndarray) -> float
     c = np.asarray(confidences, np.float64)
     return float(
         np.abs(confidence_advantages(np.ones(len(c)), c, options)).max()
-        * options.weight_confidence
+        * options.weights[1]
     )
 
 

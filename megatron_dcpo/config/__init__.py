@@ -154,6 +154,13 @@ def validate(values: object, source: str = "config") -> Config:
             f"{source}: expected a mapping of sections, found {type(values).__name__}"
         )
     config = checked(values, Config, source)
+    config = dataclasses.replace(config, objective=_completed_objective(config))
+    check_configuration(config, source)
+    return config
+
+
+def _completed_objective(config: Config) -> ObjectiveConfig:
+    """Return the objective with the options that follow from the rollout."""
     objective = config.objective
     if (
         objectives.needs_max_response_length(objective)
@@ -162,9 +169,13 @@ def validate(values: object, source: str = "config") -> Config:
         objective = objective.changed(
             max_response_length=config.rollout.max_response_length
         )
-        config = dataclasses.replace(config, objective=objective)
-    check_configuration(config, source)
-    return config
+    if (
+        config.rollout.filter_groups == "reasoning"
+        and "block_groups" not in objective.explicit
+        and "block_groups" in objectives.find_method(objective.name).reads
+    ):
+        objective = objective.changed(block_groups="signal")
+    return objective
 
 
 def checked(values: dict[Any, Any], kind: type[Built], source: str) -> Built:

@@ -60,6 +60,14 @@ def _names(value: object) -> object:
     return value
 
 
+def _groups(value: object) -> object:
+    """Return the meaning of a filter of groups that is written as true or false."""
+    if isinstance(value, bool):
+        return {True: "reasoning", False: "none"}[value]
+    return value
+
+
+FilterGroups = Annotated[Literal["none", "reasoning", "any"], BeforeValidator(_groups)]
 Names = Annotated[tuple[str, ...], BeforeValidator(_names)]
 Thinking = Annotated[Literal["off", "on", "auto"], BeforeValidator(_word)]
 VerifierName = Annotated[str, AfterValidator(_verifier)]

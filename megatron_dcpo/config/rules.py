@@ -384,7 +384,8 @@ def an_engine_of_several_ranks_is_vllm(config: Config) -> Broken:
 @configuration_rule
 def oversampling_needs_a_use(config: Config) -> Broken:
     rollout = config.rollout
-    if rollout.oversample > 1 and not (rollout.filter_groups or rollout.max_staleness):
+    filters = rollout.filter_groups != "none"
+    if rollout.oversample > 1 and not (filters or rollout.max_staleness):
         return (
             f"rollout.oversample={rollout.oversample:g} has no effect without "
             "rollout.filter_groups or rollout.max_staleness"
@@ -498,10 +499,52 @@ def generation_alongside_training_needs_a_correction(config: Config) -> Broken:
 @configuration_rule
 def filtered_groups_need_a_method_that_skips_them(config: Config) -> Broken:
     name = config.objective.name
-    if config.rollout.filter_groups and find_method(name).needs_old_logprobs:
+    if config.rollout.filter_groups != "none" and find_method(name).needs_old_logprobs:
         return (
             f"rollout.filter_groups does not go with objective.name={name}, whose loss trains on "
             "every group; remove it"
+        )
+    return None
+
+
+@configuration_rule
+def a_filter_by_the_reasoning_needs_a_reward_for_correctness(config: Config) -> Broken:
+    if config.rollout.filter_groups != "reasoning":
+        return None
+    objective = config.objective
+    if "block_groups" not in find_method(objective.name).reads:
+        return (
+            f"rollout.filter_groups=reasoning does not go with objective.name={objective.name}, "
+            "whose reasoning has no reward for correctness (or whose reads lack block_groups); "
+            "set rollout.filter_groups=any, or remove it"
+        )
+    resolved = resolve(objective)
+    if resolved.weight_reasoning == 0:
+        return (
+            "rollout.filter_groups=reasoning waits for groups that train the reasoning, and "
+            "objective.weight_reasoning=0 trains none; set rollout.filter_groups=any, or remove it"
+        )
+    if resolved.block_groups == "all":
+        return (
+            "rollout.filter_groups=reasoning draws groups that train the confidence alone, and "
+            "objective.block_groups=all trains both blocks on every group; remove one of them"
+        )
+    return None
+
+
+@configuration_rule
+def a_balanced_confidence_needs_the_gradients_of_the_blocks(config: Config) -> Broken:
+    if config.objective.weight_confidence != "balanced":
+        return None
+    if not config.training.gradient_probe_interval:
+        return (
+            "objective.weight_confidence=balanced reads the gradients of the two blocks; set "
+            "training.gradient_probe_interval (each measurement is a second backward pass)"
+        )
+    if config.model.adapter is not None:
+        return (
+            "objective.weight_confidence=balanced does not go with model.adapter, whose "
+            "gradients by block are not measured; set a number"
         )
     return None
 

@@ -8,6 +8,7 @@ The text below an option is its meaning, in ``docs/options.md`` and for ``dcpo c
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
@@ -16,6 +17,7 @@ from pydantic.dataclasses import dataclass
 from megatron_dcpo.config.field_types import (
     STRICT,
     Columns,
+    FilterGroups,
     Names,
     NonNegative,
     Positive,
@@ -221,14 +223,16 @@ class RolloutConfig:
     """
     vllm: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Engine arguments of vLLM, passed on by name (docs/rollout.md#options-of-vllm)."""
-    filter_groups: bool = False
-    """Replace groups that would train neither block by the next prompts."""
+    filter_groups: FilterGroups = "none"
+    """Draw prompts until prompts_per_step groups have a signal in the reasoning (reasoning, or
+    true), the others train the confidence alone; until as many train any block (any); or take all.
+    """
     oversample: Annotated[float, Field(ge=1, le=16)] = 1.0
     """Prompts drawn for each one that is missing, by filter_groups; for each of a step, by
     max_staleness.
     """
     max_refills: NonNegative = 4
-    """Rounds, at most, in which prompts are drawn to replace groups that filter_groups drops."""
+    """Rounds, at most, in which further prompts are drawn because of filter_groups."""
     max_staleness: NonNegative = 0
     """End a rollout when the batch is full, and go on with the rest later: most steps between a
     response's first token and its training (0: wait for all).
@@ -411,6 +415,17 @@ class Config:
     training: TrainingConfig = dataclasses.field(default_factory=TrainingConfig)
     evaluation: ValidationConfig = dataclasses.field(default_factory=ValidationConfig)
     logging: LoggingConfig = dataclasses.field(default_factory=LoggingConfig)
+
+    @property
+    def most_groups(self) -> int:
+        """Return the most groups that a step may train on. With ``filter_groups: reasoning`` these
+        are all that its rounds draw when no group is informative.
+        """
+        per_step = self.data.prompts_per_step
+        if self.rollout.filter_groups != "reasoning":
+            return per_step
+        per_round = math.ceil(per_step * self.rollout.oversample)
+        return per_round * (1 + self.rollout.max_refills)
 
     @property
     def frozen(self) -> bool:

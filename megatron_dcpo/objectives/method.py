@@ -16,6 +16,7 @@ import numpy as np
 
 from megatron_dcpo.errors import UserError, one_line
 from megatron_dcpo.objectives.advantages import (
+    REWARD_TOLERANCE,
     batch_scale,
     block_ids,
     scored_confidence,
@@ -28,6 +29,7 @@ from megatron_dcpo.types import (
     BLOCK_CONFIDENCE,
     BLOCK_NONE,
     BLOCK_REASONING,
+    BLOCKS,
     Judgement,
     MicroBatch,
     TokenOutputs,
@@ -128,16 +130,24 @@ class Method:
         options = self.options.model_copy(update={"entropy_coef_reasoning": coef})
         return replace(self, options=options)
 
+    def with_confidence_weight(self, weight: float) -> Method:
+        """Return the method with another factor of the confidence's loss
+        (``weight_confidence: balanced``).
+        """
+        options = self.options.model_copy(update={"weight_confidence": weight})
+        return replace(self, options=options)
+
     def score(self, samples: Sequence[TrainingSample]) -> list[TrainingSample]:
         """Return the samples of a mini-batch with rewards, advantages, blocks and token weights.
 
-        Groups are collected by prompt id, in any order; the denominators of the weights count all
-        ``samples``. Raises :class:`UserError` for a group of one, ValueError if log-probs are
-        missing.
+        Groups are collected by prompt id, in any order; the denominators of the weights count the
+        responses of the mini-batch, or of the groups that :meth:`block_members` names. Raises
+        :class:`UserError` for a group of one, ValueError if log-probs are missing.
         """
         scores = self.group_scores(samples)
         blocks = [blocks_of(sample, self.options) for sample in samples]
-        weights = self.token_weights(samples, blocks)
+        members = self.block_members(samples, blocks, scores)
+        weights = self.token_weights(blocks, members)
         scored = []
         for index, sample in enumerate(samples):
             _, R, R_c, A_r, A_c = scores[:, index]
@@ -156,14 +166,10 @@ class Method:
     def group_scores(self, samples: Sequence[TrainingSample]) -> np.ndarray:
         """Return :data:`SCORES` of every sample, float64 [5, N]. Raises as :meth:`score` does."""
         judgements = [sample.judgement for sample in samples]
-        groups: dict[str, list[int]] = {}
-        for row, judgement in enumerate(judgements):
-            groups.setdefault(judgement.prompt_id, []).append(row)
+        groups = rows_of_groups(samples)
         for rows in groups.values():
             _check_group([judgements[row] for row in rows])
-        R = np.array(
-            [self._correctness(judgement) for judgement in judgements], np.float64
-        )
+        R = self._all_correctness(samples)
         c = np.array(
             [scored_confidence(each, self.options) for each in judgements], np.float64
         )
@@ -220,72 +226,143 @@ class Method:
             return np.nan
         return judgement.R
 
-    def token_weights(
-        self, samples: Sequence[TrainingSample], blocks: Sequence[np.ndarray]
-    ) -> list[np.ndarray]:
-        """Return each token's share of the loss, float64 [T_i] per response.
+    def block_members(
+        self,
+        samples: Sequence[TrainingSample],
+        blocks: Sequence[np.ndarray],
+        scores: np.ndarray,
+    ) -> np.ndarray:
+        """Return which samples each block trains on, bool [2, N], in the order of :data:`BLOCKS`.
 
-        By ``loss_aggregation`` it is weight_b / (N_sequences |o_i|), weight_b / N_tokens, weight_b
-        / N_b or weight_b / (N_sequences L), where N counts the trained part of all ``samples`` and
-        L is ``max_response_length``. Responses that are not trained (``mask_truncated``) have 0.
+        None trains on a response that ``mask_truncated`` leaves out. With ``block_groups: signal``
+        a block trains on the groups alone in which it has a signal: a response with tokens in the
+        block and an advantage other than 0 there. The reasoning's signal is also that correctness
+        differs in the group, so that the same groups count for every method.
         """
-        trained = np.ones(len(samples), np.float64)
-        if self.options.mask_truncated:
-            for index, sample in enumerate(samples):
-                if sample.judgement.status == "truncated":
-                    trained[index] = 0.0
+        trained = self._trained(samples)
+        members = np.stack([trained, trained])
+        if self.options.block_groups == "all":
+            return members
+        advantages = (scores[SCORES.index("A_r")], scores[SCORES.index("A_c")])
+        correctness = self._all_correctness(samples)
+        for rows in rows_of_groups(samples).values():
+            for place, block_id in enumerate(BLOCKS.values()):
+                has_signal = any(
+                    trained[row]
+                    and advantages[place][row] != 0
+                    and np.any(blocks[row] == block_id)
+                    for row in rows
+                )
+                if block_id == BLOCK_REASONING:
+                    has_signal = has_signal and differ(correctness[rows])
+                if not has_signal:
+                    members[place, rows] = False
+        return members
+
+    def token_weights(
+        self, blocks: Sequence[np.ndarray], members: np.ndarray
+    ) -> list[np.ndarray]:
+        """Return each token's share of the loss, float64 [T_i] per response, from the block of each
+        token and the ``members`` of both blocks, bool [2, N].
+
+        By ``loss_aggregation`` a token of block b has weight_b / (N_sequences |o_i|), weight_b /
+        N_tokens, weight_b / N_b or weight_b / (N_sequences L). N counts the members of b: their
+        number, their tokens of both blocks, or of b; L is ``max_response_length``. Tokens of other
+        responses have 0.
+        """
         lengths = np.array([len(block) for block in blocks], np.int64)
         sampled = np.array([np.count_nonzero(block) for block in blocks], np.int64)
-        block = np.concatenate([np.empty(0, np.int8), *blocks])
-        trained_tokens = np.repeat(trained, lengths)
-        sequences = max(trained.sum(), 1.0)
-        counts = []
-        for each in (BLOCK_REASONING, BLOCK_CONFIDENCE):
-            counts.append(float(np.count_nonzero((block == each) * trained_tokens)))
+        sequences = np.maximum(members.sum(axis=1), 1.0)
+        tokens = np.maximum(members @ sampled, 1.0)
+        of_block = []
+        for member, block_id in zip(members, BLOCKS.values(), strict=True):
+            counts = [np.count_nonzero(block == block_id) for block in blocks]
+            of_block.append(max(float(np.dot(member, counts)), 1.0))
+        # from here on per token, indexed by its block: tokens of no block have the weight 0
+        token_block = np.concatenate([np.empty(0, np.int8), *blocks])
         how = self.options.loss_aggregation
         if how == "sequence_mean":
-            denominator = np.repeat(sequences * np.maximum(sampled, 1), lengths)
+            denominator = by_block_id(sequences)[token_block]
+            denominator = denominator * np.repeat(np.maximum(sampled, 1), lengths)
         elif how == "constant":
-            denominator = np.full(
-                len(block), sequences * self.options.max_response_length
-            )
+            denominator = by_block_id(sequences)[token_block]
+            denominator = denominator * self.options.max_response_length
         elif how == "token_mean":
-            denominator = np.full(len(block), max(sum(counts), 1.0))
+            denominator = by_block_id(tokens)[token_block]
         else:
-            of_block = np.array([1.0, max(counts[0], 1.0), max(counts[1], 1.0)])
-            denominator = of_block[block]
-        weight = np.array([0.0, *self.options.blocks("weight")])  # indexed by block id
-        weights = weight[block] / denominator * trained_tokens
+            denominator = by_block_id(of_block)[token_block]
+        is_member = np.zeros(len(token_block), np.float64)
+        for member, block_id in zip(members, BLOCKS.values(), strict=True):
+            of_this_block = token_block == block_id
+            is_member[of_this_block] = np.repeat(member, lengths)[of_this_block]
+        weight = np.array([0.0, *self.options.weights])  # indexed by block id
+        weights = weight[token_block] / denominator * is_member
         return np.split(weights, np.cumsum(lengths)[:-1])[: len(lengths)]
+
+    def is_informative(self, samples: Sequence[TrainingSample]) -> bool:
+        """Return whether the reasoning learns from a group which of its answers are right: their
+        correctness differs, and a reasoning token has an advantage other than 0 and a weight. Of a
+        method whose score needs old log-probs only the correctness is looked at.
+
+        A reward that differs in equally right answers (a length, a stated confidence) does not
+        count, so that the same groups are informative for every method.
+        """
+        if not differ(self._all_correctness(samples)):
+            return False
+        if self.needs_old_logprobs:
+            return True
+        return any(
+            self.has_advantage(sample, BLOCK_REASONING)
+            for sample in self.score(samples)
+        )
 
     def trains(self, samples: Sequence[TrainingSample]) -> bool:
         """Return whether a group has a gradient in either block: an advantage other than 0 on a
         token with a weight. KL and entropy terms do not count, because every group would have them.
         Raises ValueError if the score needs old log-probs.
         """
-        return any(
-            _has_gradient(sample, sample.weights) for sample in self.score(samples)
-        )
+        return any(self.has_advantage(sample) for sample in self.score(samples))
 
     def has_gradient(self, sample: TrainingSample, block: int | None = None) -> bool:
         """Return whether a scored sample can have a gradient, with KL and entropy terms; in
         ``block`` if one is named.
         """
+        weights = sample.weights
+        if weights is None:
+            return True
+        is_clipped = self.token_loss is clipped_policy_loss
+        if block is not None:
+            weights = np.where(sample.block_ids == block, weights, 0.0)
+        if is_clipped and not weights.any():
+            return False
         regularized = any(
             self.options.blocks("kl_coef") + self.options.blocks("entropy_coef")
         )
-        if (
-            self.token_loss is not clipped_policy_loss
-            or regularized
-            or self.options.entropy_target
-        ):
+        if not is_clipped or regularized or self.options.entropy_target:
             return True
-        weights = sample.weights
-        if weights is None:
-            return False
+        return self.has_advantage(sample, block)
+
+    @staticmethod
+    def has_advantage(sample: TrainingSample, block: int | None = None) -> bool:
+        """Return whether a token of a scored sample has a weight and an advantage other than 0; in
+        ``block`` if one is named.
+        """
+        pushed = sample.weights * sample.advantages  # type: ignore[operator]
         if block is not None:
-            weights = np.where(sample.block_ids == block, weights, 0.0)
-        return _has_gradient(sample, weights)
+            pushed = np.where(sample.block_ids == block, pushed, 0.0)
+        return bool(np.any(pushed))
+
+    def _trained(self, samples: Sequence[TrainingSample]) -> np.ndarray:
+        """Return which samples are trained on at all (``mask_truncated``), bool [N]."""
+        if not self.options.mask_truncated:
+            return np.ones(len(samples), bool)
+        return np.array([sample.judgement.status != "truncated" for sample in samples])
+
+    def _all_correctness(self, samples: Sequence[TrainingSample]) -> np.ndarray:
+        """Return R of every sample, NaN for an abstention that the method rewards, float64 [N]."""
+        return np.array(
+            [self._correctness(sample.judgement) for sample in samples], np.float64
+        )
 
     def _mean_logprob(self, sample: TrainingSample) -> float:
         if not self.needs_old_logprobs:
@@ -308,6 +385,33 @@ def mean_logprob(logprobs: np.ndarray) -> float:
     return float(np.asarray(logprobs, np.float64).mean()) if len(logprobs) else 0.0
 
 
+def rows_of_groups(samples: Sequence[TrainingSample]) -> dict[str, list[int]]:
+    """Return the indices of the samples of each prompt, by its id, in the order in which they first
+    occur.
+    """
+    groups: dict[str, list[int]] = {}
+    for row, sample in enumerate(samples):
+        groups.setdefault(sample.judgement.prompt_id, []).append(row)
+    return groups
+
+
+def differ(correctness: np.ndarray) -> bool:
+    """Return whether the answers of a group are not all equally right, from R [G], NaN for an
+    abstention.
+    """
+    abstained = np.isnan(correctness)
+    if abstained.all():
+        return False
+    return bool(abstained.any() or np.ptp(correctness) >= REWARD_TOLERANCE)
+
+
+def by_block_id(of_blocks: Sequence[float] | np.ndarray) -> np.ndarray:
+    """Return values of the two blocks, in the order of :data:`BLOCKS`, as an array that block ids
+    index; a token of no block gets 1.
+    """
+    return np.array([1.0, *of_blocks])
+
+
 def _token_advantages(blocks: np.ndarray, A_r: float, A_c: float) -> np.ndarray:
     """Return A_r on reasoning tokens, A_c on confidence tokens, 0 on tokens of neither block."""
     advantages = np.zeros(len(blocks))
@@ -324,10 +428,6 @@ def blocks_of(sample: TrainingSample, options: ObjectiveConfig) -> np.ndarray:
     if sample.response.loss_mask is not None:
         blocks[~sample.response.loss_mask] = BLOCK_NONE
     return blocks
-
-
-def _has_gradient(sample: TrainingSample, weights: np.ndarray | None) -> bool:
-    return bool(np.any(weights * sample.advantages))  # type: ignore[operator]
 
 
 def _check_group(judgements: Sequence[Judgement]) -> None:

@@ -100,12 +100,18 @@ class ObjectiveConfig(BaseModel):
     """Tokens that overlong_buffer and loss_aggregation=constant are relative to (0:
     rollout.max_response_length).
     """
+    block_groups: Literal["all", "signal"] = "all"
+    """Groups that each block trains on and whose responses its denominators count: all of the
+    mini-batch, or those with a signal in that block (the default of rollout.filter_groups).
+    """
     mask_truncated: bool = False
     """Truncated responses train nothing; they still count in the statistics of their group."""
     weight_reasoning: NonNegative = 1.0
     """Factor of all terms of the loss on reasoning tokens."""
-    weight_confidence: NonNegative = 1.0
-    """Factor of all terms of the loss on confidence tokens."""
+    weight_confidence: NonNegative | Literal["balanced"] = 1.0
+    """Factor of all terms of the loss on confidence tokens; balanced adapts it to the two blocks'
+    gradients, which training.gradient_probe_interval measures.
+    """
     ratio: Literal["token", "sequence"] = "token"
     """Ratio of new to old probability: of a token, or its geometric mean over the response (GSPO).
     """
@@ -216,6 +222,16 @@ class ObjectiveConfig(BaseModel):
         }
         return ObjectiveConfig(**values)
 
+    @property
+    def weights(self) -> tuple[float, float]:
+        """Return the factors of the two blocks, in the order of :data:`BLOCKS`. One that adapts
+        itself begins with 1.
+        """
+        confidence = self.weight_confidence
+        if confidence == "balanced":
+            return self.weight_reasoning, 1.0
+        return self.weight_reasoning, confidence
+
     def blocks(self, option: str) -> tuple[Any, ...]:
         """Return the values of a block option, in the order of :data:`BLOCKS`."""
         return tuple(getattr(self, f"{option}_{block}") for block in BLOCKS)
@@ -268,6 +284,7 @@ COMMON = frozenset(
 )
 CLIPPED_LOSS = frozenset(
     {
+        "block_groups",
         "ratio",
         "clip",
         "clip_low",

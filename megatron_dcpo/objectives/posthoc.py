@@ -53,7 +53,9 @@ def defaults(config: ObjectiveConfig) -> Mapping[str, Any]:
 
 METHOD = Method(
     score_group=score_group,
-    reads=COMMON | CLIPPED_LOSS | CALIBRATION_REWARD | CONFIDENCE_ADVANTAGE,
+    # no reward for correctness, hence no signal of the reasoning by which groups could be chosen
+    reads=(COMMON | CLIPPED_LOSS | CALIBRATION_REWARD | CONFIDENCE_ADVANTAGE)
+    - {"block_groups"},
     own_options={"tokens": ("all", "confidence")},
     meanings={"tokens": "Tokens that the calibration reward trains."},
     defaults=defaults,

@@ -266,7 +266,7 @@ def _work(
         raise UserError(
             f"--response-tokens {mean} is outside 1 ... rollout.max_response_length={longest}"
         )
-    responses = config.data.prompts_per_step * config.rollout.group_size
+    responses = config.most_groups * config.rollout.group_size
     per_rank = -(-responses // training.updates_per_rollout // data_parallel) or 1
     sequence = prompt + longest
     if config.parallel.sequence_packing:

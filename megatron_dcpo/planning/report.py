@@ -321,9 +321,17 @@ def _assumptions(plan: Plan) -> str:
             f"of memory, {rates.nvlink_gbps:g} GB/s in a node of {rates.gpus_per_node}, "
             f"{rates.link_gbps:g} GB/s between nodes"
         )
+    config = plan.config
+    groups = ""
+    if config.most_groups > config.data.prompts_per_step:
+        groups = (
+            f" A step trains on {config.data.prompts_per_step} groups with a signal in the "
+            f"reasoning, and on at most {config.most_groups} in all (rollout.filter_groups, "
+            "rollout.max_refills): the plan is for the most."
+        )
     return (
-        f"{speed}; prompts of {plan.config.data.max_prompt_length} and responses of "
-        f"{plan.work.response_length} tokens; layers of {layers}; judging takes no time."
+        f"{speed}; prompts of {config.data.max_prompt_length} and responses of "
+        f"{plan.work.response_length} tokens; layers of {layers}; judging takes no time.{groups}"
     )
 
 

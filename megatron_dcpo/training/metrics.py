@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from megatron_dcpo.calibration import abstention_rates, summarize
+from megatron_dcpo.objectives.method import Method
 from megatron_dcpo.planning.traffic import sequence_flops
 from megatron_dcpo.policy.batching import sequence_length
 from megatron_dcpo.policy.model import Policy
@@ -63,9 +65,12 @@ def response_metrics(samples: Sequence[TrainingSample]) -> dict[str, Any]:
     return {
         "reward/accuracy": summary["accuracy"],
         **group_metrics(samples),
+        **signal_metrics(samples),
         "reward/calibration": mean_R_c,
         "confidence/mean": summary["mean_confidence"],
         "confidence/std": summary["std_confidence"],
+        "confidence/extremes": extremes(judgements),
+        "answer/most_frequent": most_frequent_answer(judgements),
         "format/violation_rate": summary["violation_rate"],
         **{f"format/{kind}": summary["violations"][kind] for kind in MALFORMED},
         "format/no_answer": float(np.mean(without_answer)),
@@ -146,11 +151,46 @@ def group_metrics(samples: Sequence[TrainingSample]) -> dict[str, float]:
     }
 
 
+def signal_metrics(samples: Sequence[TrainingSample]) -> dict[str, float]:
+    """Return for each block the share of the batch's groups that have a signal in it: a token with
+    a weight and an advantage other than 0.
+    """
+    groups = {sample.prompt.prompt_id for sample in samples}
+    metrics = {}
+    for block, block_id in BLOCKS.items():
+        with_signal = {
+            sample.prompt.prompt_id
+            for sample in samples
+            if Method.has_advantage(sample, block_id)
+        }
+        metrics[f"signal/{block}"] = len(with_signal) / len(groups)
+    return metrics
+
+
+def extremes(judgements: Sequence[Judgement]) -> float:
+    """Return the share of the valid confidences that are exactly 0 or 1; NaN if none is valid."""
+    valid = [each.confidence for each in judgements if each.confidence is not None]
+    if not valid:
+        return math.nan
+    return float(np.mean([confidence in (0.0, 1.0) for confidence in valid]))
+
+
+def most_frequent_answer(judgements: Sequence[Judgement]) -> float:
+    """Return the share of the responses that give the most frequent answer, as text; NaN if none
+    gives one.
+    """
+    answers = Counter(each.answer for each in judgements if each.answer is not None)
+    if not answers:
+        return math.nan
+    ((_, times),) = answers.most_common(1)
+    return times / len(judgements)
+
+
 def source_metrics(
     samples: Sequence[TrainingSample], names: Sequence[str]
 ) -> dict[str, float]:
-    """Return accuracy and ECE of each source of a mixture; NaN when a step has no response to a
-    problem of it.
+    """Return accuracy, ECE and the share of the most frequent answer of each source of a mixture;
+    NaN when a step has no response to a problem of it.
     """
     metrics: dict[str, float] = {}
     for name in names:
@@ -165,6 +205,7 @@ def source_metrics(
             )
         metrics[f"reward/accuracy/{name}"] = summary.get("accuracy", math.nan)
         metrics[f"calibration/ece/{name}"] = summary.get("ece", math.nan)
+        metrics[f"answer/most_frequent/{name}"] = most_frequent_answer(judgements)
     return metrics
 
 

@@ -8,11 +8,13 @@ a resumed run generates it again.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import logging
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from math import isnan, nan
 from typing import Any, Protocol, TypeVar
 
 from megatron_dcpo.errors import Stopped, UserError
@@ -23,7 +25,7 @@ from megatron_dcpo.runtime.signals import RolloutAbandoned
 from megatron_dcpo.runtime.watchdog import Timers
 from megatron_dcpo.training.generation import Recover
 from megatron_dcpo.training.groups import restored_groups, saved_groups
-from megatron_dcpo.training.sampler import Batch, Sampler, SamplerState
+from megatron_dcpo.training.sampler import Batch, Sampler, SamplerState, Totals
 
 logger = logging.getLogger(__name__)
 
@@ -204,6 +206,7 @@ class SavedRollouts:
             "consumed_prompts": state.position,
             "carried": saved_groups(state.carried),
             "group_size": self.sampler.rollout.group_size,
+            "totals": dataclasses.asdict(state.totals),
         }
 
     def load_state_dict(self, saved: Mapping[str, Any], step: int) -> None:
@@ -242,4 +245,18 @@ class SavedRollouts:
                 f"the checkpoint of step {step} carries an unfinished response of {longest} "
                 "tokens; set rollout.max_response_length above that to resume"
             )
-        self.rollouts.state = SamplerState(position=position, carried=tuple(carried))
+        # checkpoints of earlier releases do not count
+        totals = saved.get("totals", {"informative_groups": nan, "responses": nan})
+        self.rollouts.state = SamplerState(
+            position=position,
+            carried=tuple(carried),
+            totals=Totals(
+                informative_groups=_count(totals["informative_groups"]),
+                responses=_count(totals["responses"]),
+            ),
+        )
+
+
+def _count(saved: float) -> float:
+    """Return a saved count: a whole number, or NaN when it is not known."""
+    return saved if isnan(saved) else int(saved)

@@ -91,15 +91,28 @@ class PromptGroup:
 
 
 @dataclass(frozen=True)
+class Totals:
+    """Sums over the steps of a run: informative groups that were trained on
+    (:meth:`Method.is_informative`), and responses that were sampled and judged, whether a step took
+    them or not. NaN after a resumption from a checkpoint that did not count them.
+    """
+
+    informative_groups: float = 0
+    responses: float = 0
+
+
+@dataclass(frozen=True)
 class SamplerState:
     """What sampling passes from one step to the next; equal on all ranks.
 
     ``position`` is the place in the run of the next prompt to draw, ``carried`` the groups that
-    ``rollout.max_staleness`` left for the next step, with their tokens.
+    ``rollout.max_staleness`` left for the next step, with their tokens. ``totals`` count what the
+    run has sampled and trained on.
     """
 
     position: int = 0
     carried: tuple[PromptGroup, ...] = ()
+    totals: Totals = Totals()
 
 
 @dataclass(frozen=True)
@@ -114,19 +127,20 @@ class Batch:
 class Drawn:
     """What a step has drawn so far.
 
-    ``trainable`` and ``untrainable`` groups are finished; ``waiting`` groups go into the next round
-    or, when there is none, to the next step. ``position`` is the place of the next prompt to draw.
+    ``wanted`` and ``other`` groups are finished: those that the step draws for, and those that came
+    with them. ``waiting`` groups go into the next round or, when there is none, to the next step.
+    ``position`` is the place of the next prompt to draw.
     """
 
-    trainable: list[PromptGroup]
-    untrainable: list[PromptGroup]
+    wanted: list[PromptGroup]
+    other: list[PromptGroup]
     waiting: list[PromptGroup]
     position: int
 
     @property
     def finished(self) -> list[PromptGroup]:
         """Return all groups whose responses are judged."""
-        return [*self.trainable, *self.untrainable]
+        return [*self.wanted, *self.other]
 
 
 class Sampler:
@@ -170,12 +184,14 @@ class Sampler:
     ) -> tuple[Batch, SamplerState]:
         """Return the judged responses of ``step``, and the state for the next one. Collective.
 
-        The engine has the weights ``version``. With ``rollout.filter_groups``, groups that train
-        neither block are replaced by the prompts that follow, in rounds; what is missing after the
-        last round is filled up with such groups, in the order in which they were drawn. The next
-        step begins after the last group taken. With ``rollout.max_staleness``, a round ends when as
-        many groups are finished as are missing; the others, and finished groups in excess, are
-        carried to the next step, which draws as many fewer.
+        The engine has the weights ``version``. With ``rollout.filter_groups``, prompts are drawn in
+        rounds until ``prompts_per_step`` groups are of the kind that the step wants, and the next
+        step begins after the last of these. With ``reasoning`` these groups are informative, and
+        the batch has the other groups drawn as well, which train the confidence alone; with ``any``
+        it has them only to fill up what is missing after the last round. With
+        ``rollout.max_staleness``, a round ends when as many groups are finished as are missing; the
+        others, and wanted groups in excess, are carried to the next step, which draws as many
+        fewer.
 
         Raises :class:`RolloutAbandoned` on all ranks when a signal cut the rollout short, and
         :class:`VerifierFailed` when a user's verifier did not judge enough responses.
@@ -186,12 +202,21 @@ class Sampler:
             sample.judgement for group in drawn.finished for sample in group.samples
         ]
         check_error_rate(judged, self.max_error_rate, f"step {step}")
-        chosen = self._choose(drawn, step)
-        samples = [sample for group in chosen for sample in group.samples]
-        state = self._next_state(drawn, chosen)
-        metrics = self._slot_metrics(slots_before)
-        if self.rollout.filter_groups:
-            metrics |= _filter_metrics(drawn)
+        batch = self._choose(drawn, step)
+        samples = [sample for group in batch for sample in group.samples]
+        counts = Totals(
+            informative_groups=sum(
+                self.method.is_informative(group.samples) for group in batch
+            ),
+            responses=_judged([*drawn.finished, *drawn.waiting])
+            - _judged(state.carried),
+        )
+        state = self._next_state(drawn, state.totals, counts)
+        metrics = self._slot_metrics(slots_before) | _count_metrics(
+            counts, state.totals
+        )
+        if self.rollout.filter_groups != "none":
+            metrics |= _filter_metrics(drawn, batch)
         if self.rollout.most_versions_behind:
             metrics |= _staleness_metrics(samples, step)
         if self.rollout.max_staleness:
@@ -206,15 +231,17 @@ class Sampler:
 
     # ------------------------------------------------------------------------------ which groups
     def _draw_rounds(self, state: SamplerState, step: int, version: int) -> Drawn:
-        """Draw prompts until enough groups train the policy, or for as many rounds as allowed."""
+        """Draw prompts until there are enough groups of the wanted kind, or for as many rounds as
+        allowed.
+        """
         drawn = Drawn(
-            trainable=[],
-            untrainable=[],
+            wanted=[],
+            other=[],
             waiting=list(state.carried),
             position=state.position,
         )
         for _ in range(self.rollout.max_refills + 1):
-            missing = self.prompts_per_step - len(drawn.trainable)
+            missing = self.prompts_per_step - len(drawn.wanted)
             count = math.ceil(missing * self.rollout.oversample) - len(drawn.waiting)
             count = max(0, count)
             groups = [
@@ -233,50 +260,67 @@ class Sampler:
             )
             finished = [group for group in groups if not group.unfinished]
             for group in finished:
-                trains = not self.rollout.filter_groups or self.method.trains(
-                    group.samples
-                )
-                (drawn.trainable if trains else drawn.untrainable).append(group)
+                is_wanted = self._is_wanted(group)
+                (drawn.wanted if is_wanted else drawn.other).append(group)
             drawn = replace(
                 drawn,
                 waiting=[group for group in groups if group.unfinished],
                 position=drawn.position + count,
             )
-            if len(drawn.trainable) >= self.prompts_per_step:
+            if len(drawn.wanted) >= self.prompts_per_step:
                 break
         return drawn
 
+    def _is_wanted(self, group: PromptGroup) -> bool:
+        """Return whether a finished group is of the kind that the step draws for."""
+        if self.rollout.filter_groups == "reasoning":
+            return self.method.is_informative(group.samples)
+        if self.rollout.filter_groups == "any":
+            return self.method.trains(group.samples)
+        return True
+
     def _choose(self, drawn: Drawn, step: int) -> list[PromptGroup]:
-        """Return the groups of the batch in the order of the run: the first that train the policy,
-        filled up with others when they are too few.
+        """Return the groups of the batch in the order of the run: the first of the wanted kind, and
+        those of the others that go with them.
         """
-        chosen = sorted(drawn.trainable, key=_position)[: self.prompts_per_step]
-        missing = self.prompts_per_step - len(chosen)
-        if not missing:
-            return chosen
-        if self.collectives.rank == 0:
+        wanted = sorted(drawn.wanted, key=_position)[: self.prompts_per_step]
+        missing = self.prompts_per_step - len(wanted)
+        if missing and self.collectives.rank == 0:
             logger.warning(
-                "step %d: %d of %d groups drawn train the policy (rollout.max_refills=%d); "
-                "%d others fill up the batch",
+                "step %d: of %d groups drawn only %d have a signal (rollout.filter_groups=%s, "
+                "rollout.max_refills=%d), %d fewer than data.prompts_per_step",
                 step,
-                len(drawn.trainable),
                 len(drawn.finished),
+                len(wanted),
+                self.rollout.filter_groups,
                 self.rollout.max_refills,
                 missing,
             )
-        others = sorted(drawn.untrainable, key=_position)[:missing]
-        return sorted([*chosen, *others], key=_position)
+        others = sorted(drawn.other, key=_position)
+        if self.rollout.filter_groups != "reasoning":
+            others = others[:missing]
+        elif not missing and not self.rollout.max_staleness:
+            # those after the last wanted group are drawn again by the next step
+            last = wanted[-1].position
+            others = [group for group in others if group.position < last]
+        return sorted([*wanted, *others], key=_position)
 
-    def _next_state(self, drawn: Drawn, chosen: Sequence[PromptGroup]) -> SamplerState:
+    def _next_state(self, drawn: Drawn, before: Totals, counts: Totals) -> SamplerState:
         """Return where the next step goes on."""
+        totals = Totals(
+            informative_groups=before.informative_groups + counts.informative_groups,
+            responses=before.responses + counts.responses,
+        )
+        in_order = sorted(drawn.wanted, key=_position)
         if self.rollout.max_staleness:
-            excess = sorted(drawn.trainable, key=_position)[self.prompts_per_step :]
+            excess = in_order[self.prompts_per_step :]
             carried = sorted([*drawn.waiting, *excess], key=_position)
-            return SamplerState(position=drawn.position, carried=tuple(carried))
-        if len(drawn.trainable) < self.prompts_per_step:
-            return SamplerState(position=drawn.position)
+            return SamplerState(drawn.position, tuple(carried), totals)
+        if len(in_order) < self.prompts_per_step:
+            return SamplerState(drawn.position, totals=totals)
         # Prompts that were drawn in excess and not taken are drawn again.
-        return SamplerState(position=chosen[-1].position + 1)
+        last = in_order[self.prompts_per_step - 1]
+        return SamplerState(last.position + 1, totals=totals)
 
     # ------------------------------------------------------------------------------ one round
     def _generate_and_judge(
@@ -543,13 +587,31 @@ def _check_versions(responses: Sequence[Response], version: int, oldest: int) ->
         )
 
 
-def _filter_metrics(drawn: Drawn) -> dict[str, float]:
+def _judged(groups: Sequence[PromptGroup]) -> int:
+    """Return the number of judged responses of ``groups``."""
+    return sum(len(group.samples) for group in groups)
+
+
+def _count_metrics(counts: Totals, totals: Totals) -> dict[str, float]:
+    """Return what a step sampled and trained on, and the sums of the run so far."""
+    return {
+        "rollout/informative_groups": counts.informative_groups,
+        "rollout/informative_groups_total": totals.informative_groups,
+        "rollout/responses": counts.responses,
+        "rollout/responses_total": totals.responses,
+    }
+
+
+def _filter_metrics(drawn: Drawn, batch: Sequence[PromptGroup]) -> dict[str, float]:
+    """Return how many groups were drawn and left out of the batch, and the accuracy of all."""
     correct = [
         sample.judgement.correct for group in drawn.finished for sample in group.samples
     ]
+    taken = {group.position for group in batch}
+    left_out = [group for group in drawn.finished if group.position not in taken]
     return {
         "rollout/prompts_drawn": len(drawn.finished),
-        "rollout/groups_filtered": len(drawn.untrainable),
+        "rollout/groups_filtered": len(left_out),
         "rollout/accuracy": float(np.mean(correct)),
     }
 

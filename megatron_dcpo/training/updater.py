@@ -24,7 +24,7 @@ import torch
 from megatron_dcpo.config import Config
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.objectives.method import Method, mean_logprob
-from megatron_dcpo.objectives.shaping import adapted_entropy_coef
+from megatron_dcpo.objectives.shaping import adapted_entropy_coef, balanced_weight
 from megatron_dcpo.policy.batching import (
     assign_to_ranks,
     sequence_length,
@@ -118,6 +118,9 @@ class Updater:
         coef = method.options.entropy_coef_reasoning
         # with entropy_target: the next coefficient, and the one that acts now
         self.entropy_coefs = (coef, coef)
+        self.balances_blocks = method.options.weight_confidence == "balanced"
+        if self.balances_blocks:
+            self._set_confidence_weight(1.0)
 
     def update(
         self, samples: Sequence[TrainingSample], step: int
@@ -129,7 +132,9 @@ class Updater:
         too many in a row.
         """
         statistics = UpdateStatistics()
-        mini_batches = split_groups(samples, self.training.updates_per_rollout)
+        mini_batches = split_groups(
+            samples, self.training.updates_per_rollout, self._counts_as_full
+        )
         if self.method.needs_old_logprobs:
             mini_batches = [self.fetch_share(mini_batch) for mini_batch in mini_batches]
             mini_batches = [
@@ -177,6 +182,8 @@ class Updater:
         self.optimizer.gather_parameters()
         if self.method.options.entropy_target:
             self._adapt_entropy_coef(statistics)
+        if self.balances_blocks:
+            self._adapt_confidence_weight(statistics)
         return scored_samples, statistics
 
     def update_once(
@@ -326,6 +333,7 @@ class Updater:
         return {
             "nonfinite_in_a_row": self.nonfinite_in_a_row,
             "entropy_coefs": self.entropy_coefs,
+            "weight_confidence": self.method.options.weights[1],
         }
 
     def load_state_dict(self, saved: Mapping[str, Any], step: int) -> None:
@@ -334,8 +342,16 @@ class Updater:
         if self.method.options.entropy_target and "entropy_coefs" in saved:
             coef, acting = saved["entropy_coefs"]
             self._set_entropy_coefs((float(coef), float(acting)))
+        if self.balances_blocks and "weight_confidence" in saved:
+            self._set_confidence_weight(float(saved["weight_confidence"]))
 
     # -------------------------------------------------------------------------------------- helpers
+    def _counts_as_full(self, group: Sequence[TrainingSample]) -> bool:
+        """Return whether a group trains both blocks, as far as the filter of groups knows."""
+        if self.rollout.filter_groups != "reasoning":
+            return True
+        return self.method.is_informative(group)
+
     def _probe_is_due(self, step: int) -> bool:
         interval = self.training.gradient_probe_interval
         return (
@@ -399,6 +415,24 @@ class Updater:
             self._set_entropy_coefs(
                 adapted_entropy_coef(coef, entropy, self.method.options)
             )
+
+    def _set_confidence_weight(self, weight: float) -> None:
+        self.method = self.method.with_confidence_weight(weight)
+
+    def _adapt_confidence_weight(self, statistics: UpdateStatistics) -> None:
+        """Set the weight of the confidence for the next step, if this one has measured the
+        gradients of the blocks.
+        """
+        weight = self.method.options.weights[1]
+        statistics.coefficients["loss/weight_confidence"] = weight
+        measured = statistics.block_gradients
+        if measured:
+            next_weight = balanced_weight(
+                weight,
+                reasoning_norm=measured["grad_norm/reasoning"],
+                confidence_norm=measured["grad_norm/confidence"],
+            )
+            self._set_confidence_weight(next_weight)
 
     def _check_logprob_diff(self, parts: Sequence[dict[str, float]], step: int) -> None:
         """Compare the largest difference of this mini-batch, on any rank, with the threshold,
@@ -476,21 +510,26 @@ class Updater:
 
 
 def split_groups(
-    samples: Sequence[TrainingSample], parts: int
+    samples: Sequence[TrainingSample],
+    parts: int,
+    is_full: Callable[[Sequence[TrainingSample]], bool],
 ) -> list[list[TrainingSample]]:
     """Return ``parts`` mini-batches of whole groups, in the order in which the prompts first
     occur.
+
+    The groups that ``is_full`` says train every block, and the other ones, are each divided as
+    evenly as they can be, so that no mini-batch lacks either kind.
     """
     groups: dict[str, list[TrainingSample]] = {}
     for sample in samples:
         groups.setdefault(sample.prompt.prompt_id, []).append(sample)
     in_order = list(groups.values())
-    size = len(in_order) // parts
-    return [
-        [
-            sample
-            for group in in_order[part * size : (part + 1) * size]
-            for sample in group
-        ]
-        for part in range(parts)
-    ]
+    full = [place for place, group in enumerate(in_order) if is_full(group)]
+    others = [place for place in range(len(in_order)) if place not in set(full)]
+    mini_batches = []
+    for of_full, of_others in zip(
+        np.array_split(full, parts), np.array_split(others, parts), strict=True
+    ):
+        places = sorted([*of_full.astype(int), *of_others.astype(int)])
+        mini_batches.append([sample for place in places for sample in in_order[place]])
+    return mini_batches

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from megatron_dcpo.objectives.options import ObjectiveConfig
 from megatron_dcpo.runtime.run_records import WARNINGS, read_warnings
 
 Rows = Sequence[Mapping[str, Any]]
@@ -114,15 +115,39 @@ def entropy_collapsed(rows: Rows) -> str | None:
 
 
 def confidence_constant(rows: Rows) -> str | None:
-    if not _last(
-        rows, "confidence/std", lambda deviation: deviation < 0.005, 2 * STEPS
-    ):
+    if not _last(rows, "confidence/std", lambda deviation: deviation < 0.02, 2 * STEPS):
         return None
     return (
         "every response states the same confidence, which then says nothing about a single answer: "
         "lower optimizer.lr, or keep other values in reach with "
         "objective.entropy_coef_confidence=0.02"
     )
+
+
+def confidence_is_a_bit(rows: Rows) -> str | None:
+    if not _last(rows, "confidence/extremes", lambda share: share > 0.9, 2 * STEPS):
+        return None
+    return (
+        "nine in ten confidences are exactly 0 or 1: a guess at right or wrong, not a probability; "
+        "preset=paper drives them there, objective.preset=dcpo_proper does not "
+        "(docs/algorithms.md#4-advantages)"
+    )
+
+
+def one_answer(rows: Rows) -> str | None:
+    """Of the whole step, or of one source of a mixture."""
+    names = [name for name in rows[-1] if name.startswith("answer/most_frequent")]
+    for name in sorted(names):
+        if not _last(rows, name, lambda share: share > 0.5, 2 * STEPS):
+            continue
+        source = name.removeprefix("answer/most_frequent").removeprefix("/")
+        of_source = f" of {source}" if source else ""
+        return (
+            f"more than half of the responses{of_source} give the same answer: the policy may be "
+            "guessing; compare with the prompt-blind accuracy that dcpo evaluate prints, and look "
+            "at samples/"
+        )
+    return None
 
 
 WATCHERS: tuple[Callable[[Rows], str | None], ...] = (
@@ -135,6 +160,8 @@ WATCHERS: tuple[Callable[[Rows], str | None], ...] = (
     at_the_limit,
     entropy_collapsed,
     confidence_constant,
+    confidence_is_a_bit,
+    one_answer,
 )
 
 
@@ -164,6 +191,21 @@ def too_few_problems(problems: int, per_step: int) -> str | None:
     return (
         f"{problems} problems are fewer than data.prompts_per_step={per_step}: problems come twice "
         "in a step; lower it, or add problems"
+    )
+
+
+def drift_of_the_confidence(options: ObjectiveConfig, reads: Set[str]) -> str | None:
+    """Return a warning when a method divides the confidence's advantages by the group's own
+    standard deviation (docs/algorithms.md#4-advantages).
+    """
+    name = "advantage_normalization_confidence"
+    if name not in reads or options.advantage_normalization_confidence != "std":
+        return None
+    return (
+        f"objective.{name}=std (preset {options.preset}) divides by the standard deviation of the "
+        "group: where the stated confidence does not tell problems apart, this drives it to 0 when "
+        "more groups are all wrong than all right, and to 1 otherwise; "
+        "objective.preset=dcpo_proper does not"
     )
 
 

@@ -129,7 +129,9 @@ def sampler_of(
     )
     stubs: dict[str, Any] = {
         "judge": all_right,
-        "method": SimpleNamespace(trains=lambda samples: True),
+        "method": SimpleNamespace(
+            trains=lambda samples: True, is_informative=lambda samples: True
+        ),
         "timers": unwatched(),
     }
     return Sampler(
@@ -153,9 +155,11 @@ def numbered_sampler(
     prompt's group trains the policy.
     """
     data = [Prompt(str(i), (), (1,), "1", "t") for i in range(prompts)]
-    chosen = SimpleNamespace(
-        trains=lambda samples: trains(number_of(samples[0].prompt.prompt_id))
-    )
+
+    def is_chosen(samples: Sequence[TrainingSample]) -> bool:
+        return trains(number_of(samples[0].prompt.prompt_id))
+
+    chosen = SimpleNamespace(trains=is_chosen, is_informative=is_chosen)
     return sampler_of(data, *overrides, file=file, method=chosen, **parts)
 
 

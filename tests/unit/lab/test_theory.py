@@ -331,7 +331,7 @@ def settle(
                 np.bincount(picked.ravel(), A.ravel(), len(levels)) / A.size
                 - pi[row] * A.mean()
             )
-            theta[row] += 0.2 * options.weight_confidence * pushed
+            theta[row] += 0.2 * options.weights[1] * pushed
         tail.append(pi @ levels)
     return np.mean(tail[-steps // 4 :], axis=0)
 

@@ -231,7 +231,7 @@ def test_scaling_the_calibration_reward_moves_confidence_tokens_only(
     plain = objective(preset="dcpo_proper")
     scored = score(plain, rows, old)
     scaled = objective(
-        preset="dcpo_proper", weight_confidence=plain.options.weight_confidence * scale
+        preset="dcpo_proper", weight_confidence=plain.options.weights[1] * scale
     )
     _, before = loss_and_gradient(plain, rows, old, new)
     _, after = loss_and_gradient(scaled, rows, old, new)

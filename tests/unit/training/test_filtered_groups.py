@@ -1,4 +1,4 @@
-"""``rollout.filter_groups``: which prompts are taken when the groups of some train nothing."""
+"""``rollout.filter_groups``: which prompts are taken when the groups of some have no signal."""
 
 from __future__ import annotations
 
@@ -54,15 +54,75 @@ def numbers_of(prompt_ids: Iterator[str]) -> list[int]:
     return [number_of(prompt_id) for prompt_id in dict.fromkeys(prompt_ids)]
 
 
+def counts(run: Steps) -> dict[str, float]:
+    """What the last step says of the groups it drew."""
+    return {
+        name.removeprefix("rollout/"): value
+        for name, value in run.metrics.items()
+        if name != "rollout/accuracy"
+    }
+
+
+# ------------------------------------------------------------------- by the reasoning (true)
+
+
+def test_prompts_are_drawn_until_enough_groups_are_informative() -> None:
+    """The dull groups that came with them stay in the batch, for the confidence."""
+    run = filling({0, 2, 5, 6}, "rollout.filter_groups=reasoning")
+    assert steps(run, 1) == [[0, 1, 2, 3, 4, 5, 6, 7]]
+    assert rounds(run) == [[0, 1, 2, 3], [4, 5], [6], [7]]
+    assert counts(run) == {
+        "prompts_drawn": 8,
+        "groups_filtered": 0,
+        "informative_groups": 4,
+        "informative_groups_total": 4,
+        "responses": 16,
+        "responses_total": 16,
+    }
+    assert steps(run, 2) == [[8, 9, 10, 11]]
+    assert run.state.position == 12
+    assert counts(run)["informative_groups_total"] == 8
+    assert counts(run)["responses_total"] == 24
+
+
+def test_true_means_reasoning() -> None:
+    run = filling({0}, "rollout.filter_groups=true")
+    assert run.sampler.rollout.filter_groups == "reasoning"
+    assert steps(run, 1) == [[0, 1, 2, 3, 4]]
+
+
+def test_groups_behind_the_last_informative_one_are_drawn_again() -> None:
+    """They are in no batch twice, though their responses were sampled twice."""
+    run = filling({0, 5}, "rollout.filter_groups=true", "rollout.oversample=1.5")
+    assert steps(run, 1) == [[0, 1, 2, 3, 4]]
+    assert rounds(run) == [[0, 1, 2, 3, 4, 5]]
+    assert counts(run)["groups_filtered"] == 1
+    assert counts(run)["responses"] == 12
+    assert run.state.position == 5
+    assert steps(run, 2) == [[5, 6, 7, 8, 9]]
+
+
+def test_all_that_was_drawn_trains_the_confidence_when_no_group_is_informative(
+    caplog: Any,
+) -> None:
+    run = filling(set(range(40)), "rollout.filter_groups=true", "rollout.max_refills=2")
+    assert steps(run, 1) == [list(range(12))]
+    assert len(rounds(run)) == 3
+    (warning,) = caplog.messages
+    assert "rollout.max_refills=2" in warning
+    assert counts(run)["informative_groups"] == 0
+    assert run.state.position == 12
+
+
+# ------------------------------------------------------------------- by any block
+
+
 def test_dull_groups_are_replaced_by_the_prompts_that_follow() -> None:
-    run = filling({0, 2, 5, 6}, "rollout.filter_groups=true")
+    run = filling({0, 2, 5, 6}, "rollout.filter_groups=any")
     assert steps(run, 1) == [[1, 3, 4, 7]]
     assert rounds(run) == [[0, 1, 2, 3], [4, 5], [6], [7]]
-    assert run.metrics == {
-        "rollout/prompts_drawn": 8,
-        "rollout/groups_filtered": 4,
-        "rollout/accuracy": 1.0,
-    }
+    assert counts(run)["prompts_drawn"] == 8
+    assert counts(run)["groups_filtered"] == 4
     assert steps(run, 2) == [[8, 9, 10, 11]], (
         "the next step goes on behind the last one taken"
     )
@@ -70,20 +130,18 @@ def test_dull_groups_are_replaced_by_the_prompts_that_follow() -> None:
 
 
 def test_what_is_drawn_ahead_and_not_taken_is_drawn_again() -> None:
-    run = filling({0}, "rollout.filter_groups=true", "rollout.oversample=1.5")
+    run = filling({0}, "rollout.filter_groups=any", "rollout.oversample=1.5")
     assert steps(run, 1, 2) == [[1, 2, 3, 4], [5, 6, 7, 8]]
     assert rounds(run) == [[0, 1, 2, 3, 4, 5], [5, 6, 7, 8, 9, 10]]
     assert run.state.position == 9
 
 
 def test_there_is_an_end_when_every_group_is_dull(caplog: Any) -> None:
-    run = filling(set(range(40)), "rollout.filter_groups=true", "rollout.max_refills=2")
+    run = filling(set(range(40)), "rollout.filter_groups=any", "rollout.max_refills=2")
     assert steps(run, 1) == [[0, 1, 2, 3]]
     assert len(rounds(run)) == 3
-    assert (
-        "0 of 12 groups drawn train the policy (rollout.max_refills=2); 4 others fill up"
-        in caplog.text
-    )
+    (warning,) = caplog.messages
+    assert "rollout.max_refills=2" in warning
     assert run.state.position == 12
     assert steps(run, 2) == [[12, 13, 14, 15]]
 
@@ -91,7 +149,8 @@ def test_there_is_an_end_when_every_group_is_dull(caplog: Any) -> None:
 def test_without_the_filter_every_group_is_taken() -> None:
     run = filling(set(range(40)))
     assert steps(run, 1, 2) == rounds(run) == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert (run.state.position, run.metrics) == (8, {})
+    assert run.state.position == 8
+    assert "rollout/groups_filtered" not in run.metrics
 
 
 @pytest.mark.parametrize(
@@ -99,12 +158,33 @@ def test_without_the_filter_every_group_is_taken() -> None:
     [
         (
             ["rollout.oversample=2"],
-            "rollout.oversample=2 has no effect without rollout.filter_groups",
+            "rollout.filter_groups",
         ),
         (
             ["rollout.filter_groups=true", "objective.name=ccgspg"],
-            "does not go with objective.name=ccgspg",
+            "objective.name=ccgspg",
         ),
+        (
+            ["rollout.filter_groups=true", "objective.name=posthoc"],
+            "rollout.filter_groups=any",
+        ),
+        (
+            ["rollout.filter_groups=true", "objective.weight_reasoning=0"],
+            "objective.weight_reasoning",
+        ),
+        (
+            ["rollout.filter_groups=true", "objective.block_groups=all"],
+            "objective.block_groups",
+        ),
+        (
+            [
+                "objective.name=dcpo",
+                "objective.weight_confidence=balanced",
+                "training.gradient_probe_interval=0",
+            ],
+            "training.gradient_probe_interval",
+        ),
+        (["rollout.filter_groups=confidence"], "rollout.filter_groups"),
     ],
 )
 def test_what_does_not_go_together(overrides: list[str], message: str) -> None:

@@ -54,19 +54,20 @@ def stale_run(*overrides: str) -> Any:
 
 @pytest.mark.parametrize("staleness", [1, 2, 4])
 @pytest.mark.parametrize("oversample", [1.3, 2.0])
-@pytest.mark.parametrize("filtered", [False, True])
+@pytest.mark.parametrize("groups", ["none", "reasoning", "any"])
 def test_every_group_is_trained_on_once_and_in_time(
-    staleness: int, oversample: float, filtered: bool
+    staleness: int, oversample: float, groups: str
 ) -> None:
     options = [f"rollout.max_staleness={staleness}", f"rollout.oversample={oversample}"]
-    run = stale_run(*options, f"rollout.filter_groups={filtered}", "data.shuffle=false")
+    run = stale_run(*options, f"rollout.filter_groups={groups}", "data.shuffle=false")
     trained: list[str] = []
     oldest = 0
     for step in range(1, 31):
         samples = run.take(step)
-        assert len(samples) == 18
         batch = list(dict.fromkeys(sample.prompt.prompt_id for sample in samples))
-        assert [s.response.sample_index for s in samples] == [0, 1, 2] * 6
+        with_signal = [name for name in batch if number_of(name) % 3 > 0]
+        assert len(batch if groups != "reasoning" else with_signal) == 6
+        assert [s.response.sample_index for s in samples] == [0, 1, 2] * len(batch)
         for sample in samples:
             response = sample.response
             assert len(response.token_ids) == length_of(
@@ -87,12 +88,18 @@ def test_every_group_is_trained_on_once_and_in_time(
         kept = [
             name
             for name in drawn
-            if not filtered or number_of(name) % 3 > 0 or name in carried
+            if groups != "any" or number_of(name) % 3 > 0 or name in carried
         ]
         assert sorted([*trained, *carried]) == sorted(kept), (
             "a prompt was lost or is there twice"
         )
         assert len(run.state.carried) <= round(6 * (oversample - 1) + 0.5)
+    assert run.state.totals.informative_groups == sum(
+        number_of(name) % 3 > 0 for name in trained
+    )
+    judged = 3 * len(trained) + sum(len(group.samples) for group in run.state.carried)
+    if groups != "any":  # nothing was left out
+        assert run.state.totals.responses == judged
     assert oldest == staleness if staleness == 1 else oldest > 0
 
 
@@ -126,7 +133,8 @@ def test_with_none_the_batch_is_what_it_always_was() -> None:
             (step - 1, ())
         }
     assert [len(asked) for asked in run.sampler.engine.asked] == [18, 18]
-    assert (run.state.position, run.metrics, run.state.carried) == (12, {}, ())
+    assert (run.state.position, run.state.carried) == (12, ())
+    assert not any("stale" in name or "carried" in name for name in run.metrics)
 
 
 def test_too_old_or_too_new_responses_are_refused() -> None:

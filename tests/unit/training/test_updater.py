@@ -10,10 +10,12 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from megatron_dcpo.config import TrainingConfig, load_config
 from megatron_dcpo.errors import UserError
+from megatron_dcpo.policy.gradient_probe import ALL, GradientPair, PairComparison
 from megatron_dcpo.training.updater import Updater, split_groups
 from megatron_dcpo.types import Judgement, TrainingSample
 from tests.helpers.objective_cases import objective, samples_of
@@ -138,12 +140,23 @@ def test_every_sample_is_computed_by_one_rank() -> None:
 def test_mini_batches_are_whole_groups() -> None:
     batch = samples(groups=4)
     shuffled = [batch[index] for index in (3, 0, 6, 9, 1, 4, 7, 10, 2, 5, 8, 11)]
-    parts = split_groups(shuffled, 2)
+    parts = split_groups(shuffled, 2, is_full=lambda group: True)
     assert [{s.prompt.prompt_id for s in part} for part in parts] == [
         {"p1", "p0"},
         {"p2", "p3"},
     ]
     assert [len(part) for part in parts] == [6, 6]
+
+
+def test_mini_batches_have_as_many_groups_of_either_kind() -> None:
+    """No group is left out when the numbers do not divide."""
+    batch = samples(groups=7)
+    full = {"p0", "p1", "p2", "p6"}
+    parts = split_groups(
+        batch, 2, is_full=lambda group: group[0].prompt.prompt_id in full
+    )
+    names = [list(dict.fromkeys(s.prompt.prompt_id for s in part)) for part in parts]
+    assert names == [["p0", "p1", "p3", "p4"], ["p2", "p5", "p6"]]
 
 
 def test_two_updates_of_a_rollout_are_two_steps() -> None:
@@ -152,3 +165,24 @@ def test_two_updates_of_a_rollout_are_two_steps() -> None:
     target.with_old_logprobs = lambda batch: list(batch)  # type: ignore[method-assign]
     _, statistics = target.update(samples(groups=2), step=1)
     assert optimizer.taken == len(statistics.losses) == 2
+
+
+def test_a_balanced_confidence_follows_what_the_probe_measures() -> None:
+    """The weight acts in the step after the measurement, and is kept across a resumption."""
+    target = updater(Steps(), gradient_probe_interval=1)
+    target.balances_blocks = True
+    norms = GradientPair.of(1.0, 0.36, 0.0)  # reasoning 1, confidence .6
+    comparison = PairComparison(plain={ALL: norms}, fisher={ALL: norms})
+    target.probe = lambda part, whole: (whole(), comparison)
+    scored, statistics = target.update(samples(groups=2), step=1)
+    assert statistics.coefficients["loss/weight_confidence"] == 1.0
+    before = scored[0].weights
+    scored, statistics = target.update(samples(groups=2), step=2)
+    assert statistics.coefficients["loss/weight_confidence"] == 0.5
+    assert before is not None
+    np.testing.assert_allclose(scored[0].weights[3:], before[3:] / 2)
+    np.testing.assert_array_equal(scored[0].weights[:3], before[:3])
+    resumed = updater(Steps(), gradient_probe_interval=1)
+    resumed.balances_blocks = True
+    resumed.load_state_dict(target.state_dict(), step=2)
+    assert resumed.method.options.weights == (1.0, 0.25)

@@ -23,6 +23,9 @@ def healthy(step: int) -> dict[str, Any]:
         "length/truncated": 0.1,
         "entropy": 0.8 / (1 + step / 20),
         "confidence/std": 0.1,
+        "confidence/extremes": 0.5,
+        "answer/most_frequent": 0.2,
+        "answer/most_frequent/sums": 0.3,
     }
 
 
@@ -35,7 +38,9 @@ HOPELESS: dict[str, dict[str, Any]] = {
     "mismatch_growing": {"engine/kl": 0.05},
     "at_the_limit": {"length/truncated": 0.7},
     "entropy_collapsed": {"entropy": 1e-3},
-    "confidence_constant": {"confidence/std": 0.0},
+    "confidence_constant": {"confidence/std": 0.015},
+    "confidence_is_a_bit": {"confidence/extremes": 0.95},
+    "one_answer": {"answer/most_frequent/sums": 0.6},
 }
 
 
