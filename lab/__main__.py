@@ -1,4 +1,4 @@
-"""``python -m lab test|test-tables|world2|theory``: run the lab; the results are in
+"""``python -m lab test|test-tables|world2|price|theory``: run the lab; the results are in
 `docs/lab/README.md`.
 """
 
@@ -10,7 +10,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from lab import testgrid, testtables, world2
+from lab import price, testgrid, testtables, world2
 from lab.theory.run import write_theory
 from megatron_dcpo.errors import UserError
 
@@ -64,6 +64,16 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="first train, sample and publish; finished cells are kept",
     )
+    of_price = verbs.add_parser(
+        "price",
+        help="the price in accuracy at equal informative groups: its tables from the published "
+        "responses",
+    )
+    of_price.add_argument(
+        "--train",
+        action="store_true",
+        help="first train, sample and publish; finished cells are kept",
+    )
     theory = verbs.add_parser(
         "theory", help="the exact small cases and the drift of the second world's run"
     )
@@ -71,6 +81,7 @@ def _parser() -> argparse.ArgumentParser:
     for verb, cells, policies in (
         (test, "runs/lab_test", of_test),
         (second, "runs/world2", "graphs.1"),
+        (of_price, "runs/price", of_test),
     ):
         verb.add_argument(
             "--policies", default=policies, help="pretrainings (default: %(default)s)"
@@ -91,6 +102,7 @@ def _parser() -> argparse.ArgumentParser:
         (test, _test),
         (tables, _tables),
         (second, _world2),
+        (of_price, _price),
         (theory, lambda a: write_theory(a.out)),
     ):
         verb.set_defaults(run=run)
@@ -136,6 +148,18 @@ def _world2(args: argparse.Namespace) -> None:
             "%d cells packed", testgrid.pack(args.grid, args.out / world2.RECORDS)
         )
     world2.tables(args.out / world2.RECORDS, args.out)
+
+
+def _price(args: argparse.Namespace) -> None:
+    if args.train:
+        cells = testgrid.cells(
+            args.policies.split(","), price.ROWS, range(1, args.seeds + 1)
+        )
+        price.lab(args.grid, args.jobs).run(cells)
+        logging.info(
+            "%d cells packed", testgrid.pack(args.grid, args.out / price.RECORDS)
+        )
+    price.tables(args.out / price.RECORDS, args.out)
 
 
 if __name__ == "__main__":

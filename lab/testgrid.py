@@ -39,6 +39,7 @@ EXAMPLES = REPOSITORY / "examples" / "lab"
 
 PROPER = ("objective.preset=dcpo_proper", "objective.entropy_coef_confidence=0.02")
 BRIER_LAM0 = ("objective.calibration_loss=brier", "objective.lam=0")
+INFORMATIVE = ("rollout.filter_groups=reasoning", "rollout.max_refills=3")
 COUPLED, MEAN = "objective.name=coupled", "objective.advantage_normalization=mean"
 
 
@@ -84,6 +85,17 @@ METHODS: Mapping[str, Method] = MappingProxyType(
         ),
         "dcpo_brier_mean": Method(
             "DCPO, Brier, lambda 0, mean only", (*BRIER_LAM0, MEAN)
+        ),
+        # at equal informative groups (lab/price.py)
+        "grpo_informative": Method(
+            "GRPO, informative groups", ("objective.name=grpo", *INFORMATIVE)
+        ),
+        "dcpo_proper_informative": Method(
+            "DCPO-proper, informative groups", (*PROPER, *INFORMATIVE)
+        ),
+        "rlcr_informative": Method(
+            "RLCR, authors' settings, informative groups",
+            ("objective.name=rlcr", "objective.variant=original", *INFORMATIVE),
         ),
     }
 )
@@ -333,6 +345,8 @@ CURVES = (
     "calibration/brier",
     "calibration/auroc",
     "length/mean",
+    "rollout/informative_groups_total",
+    "rollout/responses_total",
 )
 STEPS_PER_POINT = 10  # of a published curve
 

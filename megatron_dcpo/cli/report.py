@@ -8,6 +8,7 @@ import argparse
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -65,6 +66,7 @@ def run(args: argparse.Namespace) -> int:
 
     # imports matplotlib, which is slow and which other verbs do not need
     from megatron_dcpo.evaluation import published, report
+    from megatron_dcpo.evaluation.equal_data import at_equal_data
     from megatron_dcpo.evaluation.runs import find_runs
 
     if args.serve:
@@ -87,6 +89,7 @@ def run(args: argparse.Namespace) -> int:
         ) from error
     if args.json:
         values: dict[str, Any] = {"report": str(page), "runs": numbers}
+        values["equal_data"] = [asdict(equal) for equal in at_equal_data(runs)]
         if args.against:
             values["against"] = compared
         print(json.dumps(json_ready(values), indent=1))

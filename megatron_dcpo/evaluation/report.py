@@ -24,6 +24,7 @@ from megatron_dcpo.calibration.metrics import Bins
 from megatron_dcpo.calibration.summary import json_ready
 from megatron_dcpo.codec import LARGEST
 from megatron_dcpo.evaluation import published, run_description
+from megatron_dcpo.evaluation.equal_data import STEPS, TOTALS, VALUES, at_equal_data
 from megatron_dcpo.evaluation.published import Published
 from megatron_dcpo.evaluation.runs import EvaluatedRun
 from megatron_dcpo.evaluation.scoring import (
@@ -246,6 +247,28 @@ def _tables(runs: Sequence[EvaluatedRun]) -> list[dict[str, Any]]:
         title = "Not evaluated: last training step, as training samples"
         rows = _cells(_rows_of(trained, "verbal"), None)
         tables.append(_table(title, rows, is_open=True))
+    return [*tables, *_equal_data_tables(runs)]
+
+
+def _equal_data_tables(runs: Sequence[EvaluatedRun]) -> list[dict[str, Any]]:
+    """Return the trainings at equal informative groups and at equal responses."""
+    tables = []
+    for equal in at_equal_data(runs):
+        rows = {}
+        for name, values in equal.rows.items():
+            cells = []
+            for key, value in values.items():
+                is_count = key not in VALUES
+                text = format_value("n" if is_count else key, value)
+                cells.append({"text": text, "best": False})
+            rows[name] = cells
+        title = (
+            f"Training, after {equal.amount:,} {equal.what} each (mean of "
+            f"{STEPS} steps, of sampled responses)"
+        )
+        labels = ["Step", *(what.capitalize() for what in TOTALS)]
+        labels += [LABELS[key] for key in VALUES]
+        tables.append(_table(title, rows, labels=labels))
     return tables
 
 

@@ -1,0 +1,160 @@
+"""The price of a stated confidence in accuracy, at equal informative groups: GRPO, DCPO-proper and
+RLCR, each drawing until 32 groups of a step have right and wrong answers.
+
+The design was committed before the first run (``docs/lab/price.md``).
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from lab.fitted import Records, Run, logistic
+from lab.results import Interval, interval, read_archive, write_json
+from lab.testgrid import DRAWS, Lab
+from lab.testtables import TITLES, difference, load, scores, table
+from megatron_dcpo.calibration import brier
+
+RECORDS = "price_records.tar.xz"
+STEPS = 250
+START = "grpo_informative"
+ROWS = (START, "dcpo_proper_informative", "rlcr_informative")
+SHOWN = ("accuracy", "pass_at_8", "ece", "brier", "auroc")
+MARGIN = 0.5  # points of accuracy: a method whose interval stays above -MARGIN is not inferior
+
+
+def lab(out: Path, jobs: int) -> Lab:
+    """Return the cells below ``out``: every method on the test and the validation problems."""
+    draws = MappingProxyType({name: DRAWS[name] for name in ("test", "choosing")})
+    return Lab(out.resolve(), jobs, steps=STEPS, draws=draws, all_methods=True)
+
+
+def tables(archive: Path, out: Path) -> dict[str, Any]:
+    """Write ``price.json`` and ``price_tables.md``; return the former: of each method its values by
+    pretraining, and their differences from GRPO on the same pretraining and problems.
+    """
+    runs = {
+        pretraining: methods
+        for (_, pretraining, seed), methods in sorted(load(archive).items())
+        if seed == 1
+    }
+    counts = _counts(archive)
+    result: dict[str, Any] = {}
+    for name in ROWS:
+        with_name = {n: r[name] for n, r in runs.items() if "test" in r.get(name, {})}
+        both = [n for n in with_name if START in runs[n]]
+        result[name] = {
+            "pretrainings": list(with_name),
+            **{key: [scores(run)[key] for run in with_name.values()] for key in SHOWN},
+            "skill_against_logistic": [
+                against_logistic(run) for run in with_name.values()
+            ],
+            "informative_groups": [counts[n, name][0] for n in with_name],
+            "responses": [counts[n, name][1] for n in with_name],
+            "price": {
+                value: [
+                    float(np.mean(difference(runs[n][name], runs[n][START], value)))
+                    for n in both
+                ]
+                for value in ("accuracy, points", "pass@8, points")
+            },
+        }
+    write_json(out / "price.json", result)
+    (out / "price_tables.md").write_text(_markdown(result))
+    return result
+
+
+def against_logistic(run: Run) -> float:
+    """Return 1 - Brier of the stated confidence / Brier of the logistic regression with the type of
+    problem that was fitted on the same policy's validation responses.
+    """
+    test: Records = run["test"]
+    fitted = test.stating(logistic(run["heldout"])(test))
+    return 1 - brier(test.confidence, test.correct) / brier(
+        fitted.confidence, fitted.correct
+    )
+
+
+def _counts(archive: Path) -> dict[tuple[int, str], tuple[float, float]]:
+    """Return the informative groups and the responses of each run (pretraining, method) at the end
+    of its curve.
+    """
+    counts = {}
+    for path, content in read_archive(archive).items():
+        policy, method, seed, file = path.split("/")
+        if file != "curve.csv" or seed != "1":
+            continue
+        *_, last = csv.DictReader(io.StringIO(content.decode()))
+        pretraining = int(policy.partition(".")[2] or 0)
+        counts[pretraining, method] = (
+            float(last["rollout/informative_groups_total"]),
+            float(last["rollout/responses_total"]),
+        )
+    return counts
+
+
+def _markdown(result: Mapping[str, Any]) -> str:
+    lines = [
+        "# Tables: the price at equal informative groups",
+        "",
+        f"By `python -m lab price` from `{RECORDS}`; the design is in [price.md](price.md).",
+        "",
+    ]
+    columns = (*SHOWN, "skill_against_logistic", "informative_groups", "responses")
+    rows = []
+    for name in ROWS:
+        found = result[name]
+        if not found["pretrainings"]:
+            continue
+        means = [_mean(found[key]) for key in columns]
+        rows.append((TITLES[name], str(len(found["pretrainings"])), *means))
+    lines += table("Mean over the n pretrainings.", ("n", *columns), rows)
+    lines += _prices(result)
+    return "\n".join(lines)
+
+
+def _prices(result: Mapping[str, Any]) -> list[str]:
+    rows = []
+    for name in ROWS[1:]:
+        price: Mapping[str, Sequence[float]] = result[name]["price"]
+        n = len(price["accuracy, points"])
+        if not n:
+            continue
+        gaps = {value: interval(of_value) for value, of_value in price.items()}
+        rows.append(
+            (
+                TITLES[name],
+                str(n),
+                *(gap.shown(2) for gap in gaps.values()),
+                verdict(gaps["accuracy, points"]),
+            )
+        )
+    return table(
+        f"Minus {TITLES[START]}, same pretrainings and problems; ± for other pretrainings "
+        f"(Student's t). Not inferior: the interval of the accuracy stays above -{MARGIN}.",
+        ("n", "accuracy, points", "pass@8, points", "verdict"),
+        rows,
+    )
+
+
+def verdict(gap: Interval) -> str:
+    """Return what a difference of accuracies says about the margin."""
+    if math.isnan(gap.low):
+        return "no interval"
+    if gap.low > -MARGIN:
+        return "not inferior"
+    if gap.high < -MARGIN:
+        return "inferior"
+    return "not decided"
+
+
+def _mean(values: Sequence[float]) -> str:
+    mean = float(np.mean(values))
+    return f"{mean:,.0f}" if mean > 100 else f"{mean:.4f}"

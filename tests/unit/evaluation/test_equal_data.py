@@ -1,0 +1,77 @@
+"""Trainings compared at equal informative groups and at equal responses."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_dcpo.evaluation.equal_data import at_equal_data
+from megatron_dcpo.evaluation.report import render_report
+from megatron_dcpo.evaluation.runs import EvaluatedRun
+
+
+def trained(name: str, rows: list[dict[str, Any]]) -> EvaluatedRun:
+    return EvaluatedRun(
+        name=name, path=Path(name), evaluation=None, metrics=rows, samples=[]
+    )
+
+
+def rows(
+    steps: int, groups: int, responses: int, **more: float
+) -> list[dict[str, Any]]:
+    """Records of a run whose accuracy rises by .01 a step."""
+    return [
+        {
+            "step": step,
+            "rollout/informative_groups_total": groups * step,
+            "rollout/responses_total": responses * step,
+            "reward/accuracy": step / 100,
+            **more,
+        }
+        for step in range(1, steps + 1)
+    ]
+
+
+def test_runs_are_read_where_they_have_seen_as_much() -> None:
+    fast = trained("grpo", rows(40, groups=20, responses=200))
+    slow = trained("dcpo", rows(40, groups=10, responses=80))
+    groups, responses = at_equal_data([fast, slow])
+    assert (groups.what, groups.amount) == ("informative groups", 400)
+    assert groups.rows["grpo"]["step"] == 20
+    assert groups.rows["dcpo"]["step"] == 40
+    # the mean of the ten steps up to there
+    assert groups.rows["grpo"]["accuracy"] == pytest.approx(0.155)
+    assert groups.rows["dcpo"]["accuracy"] == pytest.approx(0.355)
+    assert groups.rows["grpo"]["responses"] == 4000
+    assert (responses.what, responses.amount) == ("responses", 3200)
+    assert responses.rows["grpo"]["step"] == 16
+
+
+def test_the_accuracy_is_that_of_all_that_was_sampled() -> None:
+    """A filter that drops groups leaves those that are neither all right nor all wrong."""
+    filtered = trained("any", rows(10, 5, 90, **{"rollout/accuracy": 0.25}))
+    equal = at_equal_data([filtered, trained("none", rows(10, 5, 90))])
+    assert equal[0].rows["any"]["accuracy"] == 0.25
+
+
+def test_runs_that_did_not_count_have_no_part() -> None:
+    old = trained("old", [{"step": 1, "reward/accuracy": 0.5}])
+    resumed = trained("resumed", rows(3, 5, 90))
+    for row in resumed.metrics:
+        row["rollout/informative_groups_total"] = math.nan  # type: ignore[index]
+    assert at_equal_data([old, trained("new", rows(3, 5, 90))]) == []
+    counted = at_equal_data([resumed, trained("new", rows(3, 5, 90)), old])
+    assert [equal.what for equal in counted] == ["responses"]
+    assert set(counted[0].rows) == {"resumed", "new"}
+
+
+def test_the_report_has_a_table_of_each() -> None:
+    page = render_report(
+        [trained("grpo", rows(40, 20, 200)), trained("dcpo", rows(40, 10, 80))]
+    )
+    assert "400 informative groups" in page
+    assert "3,200 responses" in page
+    assert "15.5%" in page
