@@ -6,8 +6,7 @@ The design was committed before the first run (``docs/lab/price.md``).
 
 from __future__ import annotations
 
-import csv
-import io
+import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,7 +22,7 @@ from lab.testtables import TITLES, difference, load, scores, table
 from megatron_dcpo.calibration import brier
 
 RECORDS = "price_records.tar.xz"
-STEPS = 250
+STEPS = 200
 START = "grpo_informative"
 ROWS = (START, "dcpo_proper_informative", "rlcr_informative")
 SHOWN = ("accuracy", "pass_at_8", "ece", "brier", "auroc")
@@ -83,20 +82,14 @@ def against_logistic(run: Run) -> float:
 
 
 def _counts(archive: Path) -> dict[tuple[int, str], tuple[float, float]]:
-    """Return the informative groups and the responses of each run (pretraining, method) at the end
-    of its curve.
-    """
+    """Return the informative groups and the responses of each run (pretraining, method)."""
     counts = {}
     for path, content in read_archive(archive).items():
         policy, method, seed, file = path.split("/")
-        if file != "curve.csv" or seed != "1":
-            continue
-        *_, last = csv.DictReader(io.StringIO(content.decode()))
-        pretraining = int(policy.partition(".")[2] or 0)
-        counts[pretraining, method] = (
-            float(last["rollout/informative_groups_total"]),
-            float(last["rollout/responses_total"]),
-        )
+        if file == "cell.json" and seed == "1":
+            cell = json.loads(content)
+            pretraining = int(policy.partition(".")[2] or 0)
+            counts[pretraining, method] = cell["informative_groups"], cell["responses"]
     return counts
 
 

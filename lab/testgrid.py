@@ -308,6 +308,7 @@ class Lab:
         record = asdict(cell) | {
             "commit": commit(),
             "seconds": round(time.monotonic() - began, 1),
+            **totals(run / "metrics.jsonl"),
         }
         write_atomically(run / "cell.json", json.dumps(record, indent=1) + "\n")
         return record
@@ -328,6 +329,19 @@ class Lab:
             )
 
 
+def totals(metrics: Path) -> dict[str, float]:
+    """Return the informative groups that a training learned from and the responses it sampled;
+    nothing for a policy that was not trained.
+    """
+    if not metrics.is_file():
+        return {}
+    *_, (_, last) = read_json_lines(metrics)
+    return {
+        name: last[f"rollout/{name}_total"]
+        for name in ("informative_groups", "responses")
+    }
+
+
 def commit() -> str:
     """Return the commit of the code, with ``+`` where files differ from it; "" outside a git
     checkout.
@@ -345,8 +359,6 @@ CURVES = (
     "calibration/brier",
     "calibration/auroc",
     "length/mean",
-    "rollout/informative_groups_total",
-    "rollout/responses_total",
 )
 STEPS_PER_POINT = 10  # of a published curve
 

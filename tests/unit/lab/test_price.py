@@ -1,0 +1,72 @@
+"""The tables of the price: what is paired, and what the margin decides."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lab import price
+from lab.results import interval, write_archive
+
+
+def responses(rng: np.random.Generator, accuracy: float) -> bytes:
+    """Eight responses to each of 20 problems, stated with the confidence that they deserve."""
+    lines = ["problem,correct,confidence,answer,logprob,token,tokens"]
+    for problem in range(20):
+        for _ in range(8):
+            correct = int(rng.random() < accuracy)
+            logprob = -0.1 - rng.random() - (1 - correct)
+            lines.append(f"{problem},{correct},{accuracy},1,{logprob:.3f},0.5,12")
+    return "\n".join(lines).encode()
+
+
+@pytest.fixture
+def archive(tmp_path: Path) -> Path:
+    rng = np.random.default_rng(0)
+    files = {}
+    accuracies = {"grpo_informative": 0.6, "dcpo_proper_informative": 0.4}
+    for pretraining in (1, 2, 3):
+        for method, accuracy in accuracies.items():
+            name = f"large.{pretraining}/{method}/1"
+            cell = {"informative_groups": 100 * pretraining, "responses": 3200}
+            files[f"{name}/cell.json"] = json.dumps(cell).encode()
+            files[f"{name}/test.csv"] = responses(rng, accuracy)
+            files[f"{name}/heldout.csv"] = responses(rng, accuracy)
+    path = tmp_path / price.RECORDS
+    write_archive(path, files)
+    return path
+
+
+def test_a_method_is_compared_on_the_same_pretraining(
+    archive: Path, tmp_path: Path
+) -> None:
+    found = price.tables(archive, tmp_path)
+    proper = found["dcpo_proper_informative"]
+    grpo = found["grpo_informative"]
+    np.testing.assert_allclose(
+        proper["price"]["accuracy, points"],
+        100 * (np.array(proper["accuracy"]) - grpo["accuracy"]),
+    )
+    assert -35 < np.mean(proper["price"]["accuracy, points"]) < -10
+    assert proper["informative_groups"] == [100, 200, 300]
+    assert found["rlcr_informative"]["pretrainings"] == []
+    assert all(skill < 0 for skill in proper["skill_against_logistic"])
+    tables = (tmp_path / "price_tables.md").read_text()
+    assert "| 3 |" in tables
+    assert "inferior" in tables
+
+
+@pytest.mark.parametrize(
+    ("differences", "verdict"),
+    [
+        ([0.1, -0.1, 0.0, 0.2], "not inferior"),
+        ([-2.0, -2.1, -1.9, -2.2], "inferior"),
+        ([-2.0, 1.0, 0.3, -0.9], "not decided"),
+        ([0.3], "no interval"),
+    ],
+)
+def test_the_margin_decides(differences: list[float], verdict: str) -> None:
+    assert price.verdict(interval(differences)) == verdict
