@@ -62,7 +62,7 @@ from megatron_dcpo.weights.planner import WeightSlice
 from megatron_dcpo.weights.table import number_of_parameters
 
 if TYPE_CHECKING:
-    from vllm import LLM, CompletionOutput, SamplingParams
+    from vllm import LLM, CompletionOutput, LLMEngine, SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -208,10 +208,13 @@ class VllmEngine(Engine):
                     yield completions
                 if partial is not None and partial.should_stop():
                     engine.abort_request([str(number) for number in unfinished])
+                    drain(engine)
                     yield list(unfinished.items())
                     return
+            drain(engine)
         except (RolloutAbandoned, GeneratorExit):
             engine.abort_request([str(number) for number in unfinished])
+            drain(engine)
             raise
 
     def _params(
@@ -524,6 +527,19 @@ class VllmEngine(Engine):
         name = f"[{'-'.join(str(r) for r in range(first, first + size))}]-cpushm_{rank % size}"
         for path in Path("/dev/shm").glob(f"*-tp:*-{glob.escape(name)}"):
             path.unlink(missing_ok=True)
+
+
+def drain(engine: LLMEngine) -> None:
+    """Step until vLLM has read every batch that it began.
+
+    With asynchronous scheduling, the default on a GPU, a batch is under way while the one before is
+    read. So when the last request ends, or is aborted, a batch is left that nobody reads; a reset
+    of the prefix cache or sleep would come between its two halves, and the next rollout would fail
+    on its remains.
+    """
+    core = engine.engine_core.engine_core  # type: ignore[attr-defined]
+    while core.batch_queue:
+        engine.step()
 
 
 @contextlib.contextmanager
