@@ -87,6 +87,7 @@ def run(args: argparse.Namespace) -> int:
 def _engines(processes: int, engines: int, other: str, verb: list[str]) -> EngineServer:
     """Return the server of the run that ``verb`` starts."""
     from megatron_dcpo.rollout.serving import EngineServer, server_command
+    from megatron_dcpo.training.run import longest_of
 
     parser = argparse.ArgumentParser(add_help=False)
     train.add_parser(parser.add_subparsers(dest="verb"))
@@ -97,7 +98,7 @@ def _engines(processes: int, engines: int, other: str, verb: list[str]) -> Engin
         )
     known, rest = parser.parse_known_args(words)
     config = load_config(known.config, [*known.overrides, *rest])
-    command = server_command(config, engines, other)
+    command = server_command(config, engines, longest_of(config), other)
     return EngineServer(
         command,
         config.rollout.endpoint,

@@ -18,6 +18,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from megatron_dcpo.config import Config
+from megatron_dcpo.config.field_types import LOCAL
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.runtime import signals
 from megatron_dcpo.runtime.device import capabilities, fp32_head
@@ -28,10 +29,12 @@ _PAUSE_SECONDS = 5.0
 _END_SECONDS = 20.0
 
 
-def server_command(config: Config, engines: int, other: str = "") -> list[str]:
+def server_command(
+    config: Config, engines: int, longest: int, other: str = ""
+) -> list[str]:
     """Return the command that serves ``config``'s model: vLLM's with an engine on each of
-    ``engines`` GPUs, or the ``other`` one with what every server needs to know. Raises
-    :class:`UserError`.
+    ``engines`` GPUs for sequences of at most ``longest`` tokens, or the ``other`` one with what
+    every server needs to know. Raises :class:`UserError`.
     """
     rollout = config.rollout
     model = config.model
@@ -41,11 +44,15 @@ def server_command(config: Config, engines: int, other: str = "") -> list[str]:
             "rollout.endpoint"
         )
     address = urlsplit(rollout.endpoint)
+    host = address.hostname or LOCAL[0]
+    if host not in LOCAL:
+        # Debian's /etc/hosts gives a node's own name an address of the loopback device
+        host = "0.0.0.0"
     common = [
         "--model",
         model.path,
         "--host",
-        address.hostname or "127.0.0.1",
+        host,
         "--port",
         str(address.port or 8000),
     ]
@@ -62,9 +69,8 @@ def server_command(config: Config, engines: int, other: str = "") -> list[str]:
         "data-parallel-size": engines,
     }
     options["gpu-memory-utilization"] = rollout.gpu_memory_utilization
-    options["max-model-len"] = (
-        config.data.max_prompt_length + rollout.max_response_length
-    )
+    options["max-model-len"] = longest
+    options["generation-config"] = "vllm"  # no defaults besides SamplingConfig
     if fp32_head(model.head_dtype):
         options["hf-overrides"] = json.dumps({"head_dtype": "float32"})
     if rollout.weight_transfer == "nccl":
@@ -92,7 +98,7 @@ class EngineServer:
         self.command = command
         self.url = endpoint.rstrip("/").removesuffix("/v1")
         self.log = log
-        self.client = JsonClient(self.url, timeout=5.0)
+        self.client = JsonClient(self.url, timeout=5.0, through_proxy=False)
         self.environment = {**os.environ, "VLLM_SERVER_DEV_MODE": "1"}
         self.cores: list[int] = []
         if capabilities().separate_memory:

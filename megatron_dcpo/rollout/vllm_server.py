@@ -55,6 +55,9 @@ _REQUEST_SECONDS, _RETURN_SECONDS = (
     3600.0,
     900.0,
 )  # for one request; for a server to come back
+# How long a run waits for a server that has not answered yet, and the statuses of one that starts.
+START_SECONDS = 900.0
+_STARTING = (502, 503, 504)
 _ROUNDED = 1e-3  # a log-prob of a probability that rounding has put above 1
 _REFUSED_SECONDS = (
     2.0  # within which a server says that it takes no weights in this way
@@ -80,7 +83,7 @@ class ServerEngine(Engine):
         concurrency: int = 512,
     ) -> None:
         self.url = endpoint.rstrip("/").removesuffix("/v1")
-        self.client = JsonClient(self.url)
+        self.client = JsonClient(self.url, through_proxy=False)
         self.model_dir = Path(model_dir)
         self.exchange = exchange
         self.concurrency = concurrency
@@ -88,6 +91,7 @@ class ServerEngine(Engine):
         self.arch = read_architecture(model_dir)
         self.eos_token_ids = read_eos_token_ids(self.model_dir)
         self.weights_version = 0
+        self._wait_for_start()
         self.model = self._check()
 
     def stream(
@@ -147,7 +151,7 @@ class ServerEngine(Engine):
                     )
                 else:
                     self._through_files(buckets, version)
-                self._call("/reset_prefix_cache", {})
+                self._reset_prefix_cache()
                 self._call("/update_weight_version", {"new_version": str(version)})
             except EngineError as error:
                 failure = str(error)
@@ -157,6 +161,16 @@ class ServerEngine(Engine):
         if failure:
             raise EngineError(failure)
         self.weights_version = version
+
+    def _reset_prefix_cache(self) -> None:
+        """Have the server forget what the old weights computed. It answers with status 200 when it
+        could not.
+        """
+        reply = self._call("/reset_prefix_cache", {})
+        if isinstance(reply, dict) and reply.get("success") is False:
+            raise EngineError(
+                f"{self.url} did not clear its prefix cache: a request is still running"
+            )
 
     def _through_files(
         self, buckets: Iterable[Sequence[WeightSlice]], version: int
@@ -269,12 +283,45 @@ class ServerEngine(Engine):
                         piece.write_into(tensors[OUTPUT])
             copy_side_files(self.model_dir, temporary)
 
+    def _wait_for_start(self) -> None:
+        """Wait until the server answers at all: a scheduler starts it at the same time as the run,
+        and it loads its model for minutes. Raises :class:`UserError` after START_SECONDS.
+        """
+        began = time.monotonic()
+        has_said = False
+        while True:
+            try:
+                self.client.call("/health", timeout=30.0)
+            except HttpError as error:
+                may_come = error.unreachable or error.status in _STARTING
+                if not may_come:
+                    return  # it answers; whether as it should is checked next
+                waited = time.monotonic() - began
+                if waited > START_SECONDS:
+                    raise UserError(
+                        f"rollout.endpoint: no server answers at {self.url} after "
+                        f"{START_SECONDS:.0f} s ({error}); start one, as dcpo launch --engines "
+                        "does, or correct the address"
+                    ) from None
+                if not has_said and distributed.Collectives().rank == 0:
+                    logger.info(
+                        "waiting for a server at %s, for %.0f s at most (%s)",
+                        self.url,
+                        START_SECONDS,
+                        error,
+                    )
+                    has_said = True
+            else:
+                return
+            time.sleep(1.0)
+
     def _check(self) -> str:
         """Return the name of the model served. Raises :class:`UserError` when the server lacks
         something.
         """
         needed = (
-            "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --logprobs-mode processed_logprobs"
+            "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --logprobs-mode processed_logprobs "
+            "--generation-config vllm"
         )
         try:
             models = [str(row["id"]) for row in self._call("/v1/models")["data"]]

@@ -66,7 +66,8 @@ class JsonClient:
     ``Retry-After`` demands.
     ``timeout`` is the number of seconds of one attempt, to the last byte of the reply. A reply of
     more than ``max_reply_bytes`` is refused, and so is a redirect, because ``api_key`` and the
-    request are for ``url`` alone. No ``repr`` and no error shows the key.
+    request are for ``url`` alone. No ``repr`` and no error shows the key. Without
+    ``through_proxy`` the proxies of the environment are left out, which know no nodes of a job.
     """
 
     url: str
@@ -76,6 +77,7 @@ class JsonClient:
     first_pause: float = 0.5
     longest_pause: float = 60.0
     max_reply_bytes: int = 64 << 20
+    through_proxy: bool = True
 
     def __post_init__(self) -> None:
         if self.api_key and not (self.api_key.isascii() and self.api_key.isprintable()):
@@ -159,7 +161,10 @@ class JsonClient:
         deadline = time.monotonic() + timeout
         with (
             httpx2.Client(
-                verify=_trusted(), timeout=timeout, headers=headers
+                verify=_trusted(),
+                timeout=timeout,
+                headers=headers,
+                trust_env=self.through_proxy,
             ) as client,
             client.stream(
                 method,

@@ -359,6 +359,17 @@ def build_engine(
     )
 
 
+def longest_of(config: Config) -> int:
+    """Return :func:`longest_sequence` of a configuration whose data has not been read: what a
+    server must be able to hold. Raises :class:`UserError` as reading the held-out problems does.
+    """
+    if not config.evaluation.benchmarks:
+        return longest_sequence(config, None)
+    tokenizer = load_tokenizer(config.model.path)
+    held_out = load_held_out(config, tokenizer, token_bytes(tokenizer), date_of(config))
+    return longest_sequence(config, held_out)
+
+
 def longest_sequence(config: Config, held_out: HeldOut | None) -> int:
     """Return the tokens of the longest prompt and response that the engine may have to hold.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -18,6 +19,8 @@ from megatron_dcpo.config import load_config
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.rollout import serving
 from megatron_dcpo.rollout.serving import EngineServer, server_command
+from megatron_dcpo.runtime.http_json import HttpError, JsonClient
+from megatron_dcpo.training.run import longest_of
 from tests.helpers.paths import QUICKSTART
 
 # answers /health, and says which cores it has
@@ -128,7 +131,7 @@ def test_commands() -> None:
     config = load_config(
         QUICKSTART / "async.yaml", ["model.params_dtype=bf16", "model.head_dtype=fp32"]
     )
-    own = server_command(config, 1, "python server.py --swift")
+    own = server_command(config, 1, 48, "python server.py --swift")
     assert own[:5] == [
         "python",
         "server.py",
@@ -146,15 +149,59 @@ def test_commands() -> None:
         "--dtype",
         "bfloat16",
     ]
-    command = server_command(config, 8)
+    command = server_command(config, 8, 48)
     found = dict(pairwise(command))
     assert (found["--data-parallel-size"], found["--max-model-len"]) == ("8", "48")
     assert (found["--dtype"], found["--logprobs-mode"]) == (
         "bfloat16",
         "processed_logprobs",
     )
+    assert found["--generation-config"] == "vllm", (
+        "the model's own defaults would bend the distribution that is trained on"
+    )
     assert found["--hf-overrides"] == '{"head_dtype": "float32"}'
     with pytest.raises(
         UserError, match=r"--engines is for rollout\.engine=server, not transformers"
     ):
-        server_command(load_config(QUICKSTART / "dcpo.yaml"), 1)
+        server_command(load_config(QUICKSTART / "dcpo.yaml"), 1, 48)
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "host"),
+    [
+        ("http://localhost:8011/v1", "localhost"),
+        ("http://node02:8000/v1", "0.0.0.0"),
+    ],
+)
+def test_a_server_for_other_nodes_is_bound_to_all_interfaces(
+    endpoint: str, host: str
+) -> None:
+    config = load_config(QUICKSTART / "async.yaml", [f"rollout.endpoint={endpoint}"])
+    found = dict(pairwise(server_command(config, 1, 48)))
+    assert found["--host"] == host
+
+
+def test_held_out_problems_count_in_the_longest_sequence(tmp_path: Path) -> None:
+    trained = load_config(QUICKSTART / "async.yaml")
+    assert longest_of(trained) == 16 + trained.rollout.max_response_length
+    problems = tmp_path / "long.jsonl"
+    row = {"problem": "+".join(["1"] * 40) + "=", "answer": "40"}
+    problems.write_text(json.dumps(row) + "\n")
+    validated = load_config(
+        QUICKSTART / "async.yaml",
+        [f"evaluation.benchmarks=long={problems}", "evaluation.interval=1"],
+    )
+    assert longest_of(validated) > 80 + trained.rollout.max_response_length - 8
+
+
+def test_a_server_is_asked_without_the_proxy_of_the_environment(
+    server: EngineServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:1")
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    monkeypatch.setenv("NO_PROXY", "")
+    monkeypatch.setenv("no_proxy", "")
+    with server:
+        assert server._healthy()
+        with pytest.raises(HttpError):
+            JsonClient(server.url, timeout=2.0).call("/health")

@@ -10,13 +10,16 @@ from typing import Any
 import pytest
 
 from megatron_dcpo.errors import UserError
+from megatron_dcpo.rollout import vllm_server
 from megatron_dcpo.rollout.engine import EngineError, SamplingConfig
 from megatron_dcpo.rollout.vllm_server import ServerEngine
-from megatron_dcpo.runtime.http_json import JsonClient
+from megatron_dcpo.runtime.http_json import HttpError, JsonClient
 from megatron_dcpo.types import Prompt
 from tests.helpers.paths import QUICKSTART
+from tests.helpers.samplers import one_rank
 
 HONEST: dict[str, Any] = {
+    "/health": {},
     "/v1/models": {"data": [{"id": "m"}]},
     "/weight_info": {"weight_version": "0"},
     "/server_info?config_format=json": {"logprobs_mode": "processed_logprobs"},
@@ -127,3 +130,59 @@ def test_other_weights(replies: dict[str, Any], tmp_path: Path, reply: Any) -> N
     replies["/weight_info"] = reply
     with pytest.raises(EngineError, match="holds weights version"):
         sample(tmp_path)
+
+
+# ------------------------------------------------------------------- a server that starts
+
+
+def failing(error: HttpError, times: int, replies: dict[str, Any]) -> Any:
+    """Answers to ``/health``: ``error`` so many times, then the server is there."""
+    left = [error] * times
+
+    def call(self: JsonClient, path: str, body: Any = None, **_: Any) -> Any:
+        if path == "/health" and left:
+            raise left.pop()
+        return replies.get(path, {})
+
+    return call
+
+
+@pytest.mark.parametrize(
+    "error",
+    [HttpError("refused", unreachable=True), HttpError("HTTP 503", status=503)],
+)
+def test_a_run_waits_for_a_server_that_starts(
+    error: HttpError,
+    replies: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pauses: list[float] = []
+    monkeypatch.setattr(vllm_server.time, "sleep", pauses.append)
+    monkeypatch.setattr(JsonClient, "call", failing(error, 3, replies))
+    with one_rank():
+        assert sample(tmp_path).finish_reason == "stop"
+    assert len(pauses) == 3
+
+
+def test_it_waits_for_a_limited_time(
+    replies: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused = HttpError("refused", unreachable=True)
+    monkeypatch.setattr(vllm_server, "START_SECONDS", 0.0)
+    monkeypatch.setattr(vllm_server.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(JsonClient, "call", failing(refused, 10**6, replies))
+    with one_rank(), pytest.raises(UserError, match=r"rollout\.endpoint"):
+        sample(tmp_path)
+
+
+def test_a_cache_that_was_not_cleared_is_an_error(
+    replies: dict[str, Any], tmp_path: Path
+) -> None:
+    """vLLM answers with status 200 then too."""
+    engine = ServerEngine("http://server", QUICKSTART / "policy", tmp_path)
+    replies["/reset_prefix_cache"] = {"success": False}
+    with pytest.raises(EngineError, match="prefix cache"):
+        engine._reset_prefix_cache()
+    replies["/reset_prefix_cache"] = {}
+    engine._reset_prefix_cache()
