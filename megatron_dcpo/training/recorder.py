@@ -50,7 +50,7 @@ from megatron_dcpo.training.mismatch import (
 from megatron_dcpo.training.progress import Progress
 from megatron_dcpo.training.provenance import record_start
 from megatron_dcpo.training.updater import UpdateStatistics
-from megatron_dcpo.training.warnings import new_warnings
+from megatron_dcpo.training.warnings import new_warnings, warnings_of_the_start
 from megatron_dcpo.types import BLOCKS, TrainingSample, replaced
 
 logger = logging.getLogger(__name__)
@@ -111,6 +111,8 @@ class Recorder:
             for path in (self.metrics_path, self.mismatch_path):
                 _keep_steps_before(path, first_step)
             self.rows = logged_rows(self.metrics_path)
+            for text in warnings_of_the_start(self.directory, self.config.objective):
+                logger.warning("%s", text)
         except OSError as refused:
             raise UserError(
                 f"cannot write in run_dir {self.directory} ({_why(refused)}); free space or "

@@ -68,7 +68,7 @@ from megatron_dcpo.training.sources import (
 )
 from megatron_dcpo.training.updater import Reference, Updater
 from megatron_dcpo.training.validation import Validator
-from megatron_dcpo.training.warnings import drift_of_the_confidence, too_few_problems
+from megatron_dcpo.training.warnings import too_few_problems
 from megatron_dcpo.training.weight_sync import WeightSync
 from megatron_dcpo.types import Judgement, Response
 from megatron_dcpo.weights.reshard import plan_for
@@ -121,7 +121,7 @@ def build(config: Config) -> Iterator[Run]:
     )
     _check_same_prompts(inputs.sources)
     if topology.rank == 0:
-        _warn_before_training(config, inputs)
+        _warn_of_few_problems(config, inputs.sources)
     directory = Path(config.run_dir)
     watch = Watchdog(
         directory / "heartbeat", topology.rank, topology.world_size
@@ -245,16 +245,11 @@ def decode(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> str:
     return str(tokenizer.decode(list(token_ids)))
 
 
-def _warn_before_training(config: Config, inputs: Inputs) -> None:
-    problems = sum(len(source.prompts) for source in inputs.sources)
-    few = too_few_problems(problems, config.data.prompts_per_step)
-    if few:
-        paths = ", ".join(source.path for source in inputs.sources)
-        logger.warning("%s: %s", paths, few)
-    method = inputs.method
-    drift = drift_of_the_confidence(method.options, method.reads)
-    if drift:
-        logger.warning("%s", drift)
+def _warn_of_few_problems(config: Config, sources: list[LoadedSource]) -> None:
+    problems = sum(len(source.prompts) for source in sources)
+    text = too_few_problems(problems, config.data.prompts_per_step)
+    if text:
+        logger.warning("%s: %s", ", ".join(source.path for source in sources), text)
 
 
 # ---------------------------------------------------------------------------- policy and optimizer

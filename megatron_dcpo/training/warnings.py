@@ -14,6 +14,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from megatron_dcpo.objectives import find_method, resolve
 from megatron_dcpo.objectives.options import ObjectiveConfig
 from megatron_dcpo.runtime.run_records import WARNINGS, read_warnings
 
@@ -176,12 +177,30 @@ def new_warnings(directory: Path, rows: Rows) -> list[str]:
         text = watcher(rows) if name not in have_warned else None
         if text:
             new[name] = text
-    if new:
-        with (directory / WARNINGS).open("a") as file:
-            for name, text in new.items():
-                row = {"step": rows[-1]["step"], "watcher": name, "text": text}
-                file.write(json.dumps(row) + "\n")
+    _write(directory, rows[-1]["step"], new)
     return list(new.values())
+
+
+def warnings_of_the_start(directory: Path, config: ObjectiveConfig) -> list[str]:
+    """Return the warnings that need no step, and add those to ``warnings.jsonl`` that it lacks."""
+    method = find_method(config.name)
+    found: dict[str, str] = {}
+    drift = drift_of_the_confidence(resolve(config), method.reads)
+    if drift:
+        found[drift_of_the_confidence.__name__] = drift
+    have_warned = {warning["watcher"] for warning in read_warnings(directory)}
+    new = {name: text for name, text in found.items() if name not in have_warned}
+    _write(directory, 0, new)
+    return list(found.values())
+
+
+def _write(directory: Path, step: int, warnings: Mapping[str, str]) -> None:
+    if not warnings:
+        return
+    with (directory / WARNINGS).open("a") as file:
+        for name, text in warnings.items():
+            row = {"step": step, "watcher": name, "text": text}
+            file.write(json.dumps(row) + "\n")
 
 
 def too_few_problems(problems: int, per_step: int) -> str | None:

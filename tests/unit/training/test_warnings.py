@@ -8,8 +8,14 @@ from typing import Any
 
 import pytest
 
+from megatron_dcpo.objectives.options import ObjectiveConfig
 from megatron_dcpo.runtime.run_records import read_warnings
-from megatron_dcpo.training.warnings import WATCHERS, new_warnings, too_few_problems
+from megatron_dcpo.training.warnings import (
+    WATCHERS,
+    new_warnings,
+    too_few_problems,
+    warnings_of_the_start,
+)
 
 
 def healthy(step: int) -> dict[str, Any]:
@@ -128,3 +134,30 @@ def test_problems_fewer_than_a_step_needs() -> None:
     assert "3 problems are fewer than data.prompts_per_step=8" in str(
         too_few_problems(3, 8)
     )
+
+
+# ------------------------------------------------------------------- before the first step
+
+
+@pytest.mark.parametrize(
+    ("objective", "warns"),
+    [
+        ({"name": "dcpo"}, True),
+        ({"name": "dcpo", "preset": "verl_compat"}, True),
+        ({"name": "dcpo", "preset": "dcpo_proper"}, False),
+        ({"name": "dcpo", "advantage_normalization_confidence": "mean"}, False),
+        ({"name": "grpo"}, False),
+        ({"name": "rlcr"}, False),
+    ],
+)
+def test_a_group_std_of_the_confidence_is_said_at_the_start(
+    objective: dict[str, Any], warns: bool, tmp_path: Path
+) -> None:
+    """Also by a resumed run, but it is in the file once."""
+    config = ObjectiveConfig(**objective)
+    for _ in range(2):
+        texts = warnings_of_the_start(tmp_path, config)
+        assert len(texts) == int(warns)
+    written = read_warnings(tmp_path)
+    assert [each["watcher"] for each in written] == ["drift_of_the_confidence"] * warns
+    assert all("advantage_normalization_confidence" in each["text"] for each in written)
