@@ -54,10 +54,10 @@ def test_what_is_wrong_is_named() -> None:
     text = (REPOSITORY / "docs" / "lab" / "README.md").read_text()
     (said,) = problems(
         "docs/lab/README.md",
-        text.replace("nothing fitted, is at .236", "nothing fitted, is at .263"),
+        text.replace("**the run states .225**", "**the run states .252**"),
     )
-    assert "nothing fitted, is at .263" in said
-    assert "0.236" in said
+    assert "the run states .252" in said
+    assert "0.225" in said
     (said,) = problems("docs/lab/README.md", text + "\nAnd 17 more.\n")
     assert "And 17 more" in said
     (said,) = problems("docs/lab/README.md", text.replace("for all 2,000", "for most"))
