@@ -58,7 +58,7 @@ DERIVED = MappingProxyType(
         "lookup": "lookup, one number per type",
         "logprob": "log-prob of the reasoning, isotonic",
         "logprob_type": "log-prob of the reasoning, isotonic per type",
-        "logistic": "logistic regression: log-prob, length, type",
+        "logistic": "logistic regression: log-prob, length, task",
         "adapter_isotonic": "adapter, isotonic",
         "adapter_tokens_isotonic": "adapter, tokens of its own, isotonic",
     }

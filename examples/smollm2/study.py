@@ -21,6 +21,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -40,6 +41,7 @@ from megatron_dcpo.evaluation.posthoc import fit  # noqa: E402
 from megatron_dcpo.evaluation.samples import Sample, read_samples  # noqa: E402
 
 RECORDS = "real_model_records.tar.xz"
+BAR = "logistic regression: log-prob, length, task"
 LOOKUP = "lookup, one number per task and size"
 GROUP_SIZE = 8  # responses to a prompt in training
 METHODS = MappingProxyType(
@@ -183,6 +185,8 @@ def confidences(
         }.items():
             predictor, _ = fit(method, validation, source, held_out=0)
             found[name] = as_confidences(predictor.predict(samples))
+        predictor, _ = fit("logistic", by_task(validation), "task", held_out=0)
+        found[BAR] = as_confidences(predictor.predict(by_task(samples)))
     found |= {name: np.array(values) for name, values in controls.get(part, {}).items()}
     if validation and "P(true)" in found:
         known = np.array(controls["validation"]["P(true)"])
@@ -408,6 +412,11 @@ def _confidences(
 def task_of(sample: Sample) -> str:
     """Return the task: the first word of the kind, which has the size behind it."""
     return str(sample.prompt.kind).split()[0]
+
+
+def by_task(samples: Sequence[Sample]) -> list[Sample]:
+    """Return the samples with their task as kind, without the size."""
+    return [replace(s, prompt=replace(s.prompt, kind=task_of(s))) for s in samples]
 
 
 def tasks_of(runs: Mapping[str, Samples], part: str) -> list[str]:

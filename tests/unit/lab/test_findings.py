@@ -20,7 +20,7 @@ READ = runpy.run_path(str(REPOSITORY / "tools" / "check_numbers.py"))
 TEST = "test_tables.md qwen3_3 / "
 PER_TYPE, LOGISTIC = (
     "log-prob of the reasoning, isotonic per type",
-    "logistic regression: log-prob, length, type",
+    "logistic regression: log-prob, length, task",
 )
 PROPER, RLCR = (
     "DCPO-proper, gradient over all digits (80ba0e8)",
