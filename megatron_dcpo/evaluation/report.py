@@ -57,6 +57,8 @@ _NOTED = ("accuracy", "ece", "pce", "auroc")
 _SAMPLES_SHOWN = 6
 
 
+_MOST_KINDS_SHOWN = 20
+_PROMPT_BLIND = "(prompt-blind)"  # a row that is no run
 # What a file of another form raises on the way through a report.
 OTHER_FORM = (
     LookupError,
@@ -292,7 +294,43 @@ def _tables_of_group(
             rows = [_Row(run.name, run, kind) for run in scored]
             tables.append(_table(name, _cells(rows, benchmark)))
         tables += _passes(group, benchmark, len(benchmarks))
+        if benchmark is not None:
+            tables += _by_kind(group, benchmark)
+        elif len(benchmarks) == 1:
+            tables += _by_kind(group, benchmarks[0])
     return tables
+
+
+def _by_kind(group: Sequence[EvaluatedRun], benchmark: str) -> list[dict[str, Any]]:
+    """Return the table of a benchmark's accuracy, of all its problems and by their kind, under that
+    of always giving the most frequent answer; none if no run has it.
+    """
+    scored = {run.name: _scores(run, benchmark) or {} for run in group}
+    kinds: dict[str, None] = {}
+    for scores in scored.values():
+        kinds.update(dict.fromkeys(scores.get("by_kind", {})))
+    if not any("prompt_blind" in scores for scores in scored.values()):
+        return []
+    shown = list(kinds)[:_MOST_KINDS_SHOWN]
+    blind: dict[str, float] = {}
+    rows: dict[str, list[dict[str, Any]]] = {_PROMPT_BLIND: []}
+    for name, scores in scored.items():
+        parts = {"all": scores, **scores.get("by_kind", {})}
+        rows[name] = []
+        for kind in ("all", *shown):
+            part = parts.get(kind, {})
+            text = format_value("accuracy", part.get("accuracy"))
+            rows[name].append({"text": text, "best": False})
+            guessed = part.get("prompt_blind", {}).get("accuracy")
+            if guessed is not None:
+                blind.setdefault(kind, guessed)
+    for kind in ("all", *shown):
+        text = format_value("accuracy", blind.get(kind))
+        rows[_PROMPT_BLIND].append({"text": text, "best": False})
+    title = (
+        f"{benchmark}, accuracy by kind, and of always giving the most frequent answer"
+    )
+    return [_table(title, rows, labels=["all", *shown])]
 
 
 def _passes(
