@@ -5,7 +5,7 @@
 ``--runs`` it makes the tables of the published records. These are the judged samples of ``dcpo
 evaluate`` (``runs/smollm2/METHOD/PART/samples.jsonl``) and the metrics of the trainings. Whatever
 is fitted, the lookup too, is fitted on the validation problems of the same policy, never on the
-test's; on the validation problems each half is given what was fitted on the other one.
+test's; the lookup of the validation problems themselves is fitted on the other half of them.
 
 The published records are of four tasks of which two can be guessed, and their study is withdrawn
 (``docs/lab/real_model.md``): tables that show it come first.

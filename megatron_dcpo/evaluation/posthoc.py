@@ -68,6 +68,7 @@ _EDGE = 1e-6  # logit(0) and logit(1) are infinite
 # what a logistic regression may read
 FEATURES = ("response", "reasoning", "task")
 TASK_COLUMN = "kind"
+MOST_TASKS = 200  # a column with more values is nearly a name of the problem
 # the place of log(1 - s) among the features of the reasoning, whose slope a task may change
 _SURPRISE = 1
 
@@ -250,9 +251,9 @@ def tasks_of(samples: Sequence[Sample], column: str) -> list[str | None]:
         )
         others = ", ".join(["kind", "task", *columns])
         raise UserError(
-            f"no task: none of the {len(samples)} responses has the column {column}; name another "
-            f"one with dcpo calibrate --task-column ({others}), or fit without the task: "
-            "--features reasoning"
+            f"no task: none of the {len(samples)} responses has a text or a whole number in the "
+            f"column {column}; name another one with dcpo calibrate --task-column ({others}), or "
+            "fit without the task: --features reasoning"
         )
     return tasks
 
@@ -511,6 +512,11 @@ def _fit_with_tasks(
     from sklearn.linear_model import LogisticRegression
 
     names = np.array(sorted({task for task in tasks if task is not None}))
+    if len(names) > MOST_TASKS:
+        raise UserError(
+            f"--task-column: {len(names)} different values in {len(tasks)} responses are no tasks "
+            f"(at most {MOST_TASKS}); name another column"
+        )
     scale = _scale_of(x)
     z = _standardized(scale, x)
     width = x.shape[1]

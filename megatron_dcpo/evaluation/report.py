@@ -55,10 +55,9 @@ LABELS = {
 _PERCENT = {"accuracy", "mean_confidence", "violation_rate"}
 _NOTED = ("accuracy", "ece", "pce", "auroc")
 _SAMPLES_SHOWN = 6
-
-
 _MOST_KINDS_SHOWN = 20
 _PROMPT_BLIND = "(prompt-blind)"  # a row that is no run
+
 # What a file of another form raises on the way through a report.
 OTHER_FORM = (
     LookupError,
@@ -312,25 +311,23 @@ def _by_kind(group: Sequence[EvaluatedRun], benchmark: str) -> list[dict[str, An
     if not any("prompt_blind" in scores for scores in scored.values()):
         return []
     shown = list(kinds)[:_MOST_KINDS_SHOWN]
-    blind: dict[str, float] = {}
-    rows: dict[str, list[dict[str, Any]]] = {_PROMPT_BLIND: []}
+    accuracies: dict[str, list[float | None]] = {}
+    blind: list[float | None] = [None] * (1 + len(shown))
     for name, scores in scored.items():
-        parts = {"all": scores, **scores.get("by_kind", {})}
-        rows[name] = []
-        for kind in ("all", *shown):
-            part = parts.get(kind, {})
-            text = format_value("accuracy", part.get("accuracy"))
-            rows[name].append({"text": text, "best": False})
-            guessed = part.get("prompt_blind", {}).get("accuracy")
-            if guessed is not None:
-                blind.setdefault(kind, guessed)
-    for kind in ("all", *shown):
-        text = format_value("accuracy", blind.get(kind))
-        rows[_PROMPT_BLIND].append({"text": text, "best": False})
+        of_kinds = scores.get("by_kind", {})
+        parts = [scores, *(of_kinds.get(kind, {}) for kind in shown)]
+        accuracies[name] = [part.get("accuracy") for part in parts]
+        for column, part in enumerate(parts):
+            if blind[column] is None:
+                blind[column] = part.get("prompt_blind", {}).get("accuracy")
+    rows: dict[str, list[dict[str, Any]]] = {}
+    for name, values in {_PROMPT_BLIND: blind, **accuracies}.items():
+        texts = [format_value("accuracy", value) for value in values]
+        rows[name] = [{"text": text, "best": False} for text in texts]
     title = (
         f"{benchmark}, accuracy by kind, and of always giving the most frequent answer"
     )
-    return [_table(title, rows, labels=["all", *shown])]
+    return [_table(title, rows, labels=["all problems", *shown])]
 
 
 def _passes(

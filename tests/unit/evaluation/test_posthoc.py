@@ -188,7 +188,7 @@ def planted(
             make_sample(
                 prompt_id=f"p{number}",
                 kind=task,
-                row={"topic": task},
+                row={"topic": task, "number": number},
                 correct=float(generator.random() < p),
                 reasoning_logprob=nats,
                 boundary=int(generator.integers(10, 20)),
@@ -284,6 +284,7 @@ def test_the_benchmark_can_be_the_task() -> None:
     ("options", "named"),
     [
         (["--features", "task", "--task-column", "subject"], "subject"),
+        (["--features", "task", "--task-column", "number"], "--task-column"),
         (["--task-column", "kind"], "--task-column"),
         (["--features", "reasoning", "--task-column", "kind"], "--task-column"),
         (["--features", "task", "--kind", "platt"], "--features"),
