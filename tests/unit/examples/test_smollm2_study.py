@@ -14,7 +14,7 @@ import pytest
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation.samples import Sample, write_samples
 from tests.helpers.evaluated import changed, make_sample
-from tests.helpers.paths import EXAMPLES
+from tests.helpers.paths import EXAMPLES, REPOSITORY
 
 study = SimpleNamespace(**runpy.run_path(str(EXAMPLES / "smollm2" / "study.py")))
 
@@ -156,3 +156,10 @@ def test_without_records_one_line(tmp_path):
         study.unpack(tmp_path / "none.tar.xz")
     with pytest.raises(UserError, match=r"no METHOD/PART/samples\.jsonl"):
         study.pack(tmp_path, tmp_path / "out.tar.xz")
+
+
+@pytest.mark.slow
+def test_the_published_tables_are_those_of_the_published_records(tmp_path):
+    published = REPOSITORY / "docs" / "lab"
+    text = study.tables(published / study.RECORDS, tmp_path, tmp_path)
+    assert text == (published / "real_model_tables.md").read_text()
