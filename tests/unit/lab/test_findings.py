@@ -87,8 +87,8 @@ def test_finding_9_decoupling_keeps_pass_at_8_under_brier_alone() -> None:
 
 
 def test_finding_10_a_price_in_accuracy_is_shown_for_dcpo_proper_and_rlcr() -> None:
-    """Against all three seeds of GRPO on each pretraining; against the first seed alone, which the
-    referee of the third report found, RLCR's interval covered 0.
+    """Against all three seeds of GRPO on each pretraining. Against the first seed alone RLCR's
+    interval covered 0.
     """
     rows = ("DCPO", RLCR, PROPER)
     assert [

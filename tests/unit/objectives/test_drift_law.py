@@ -34,7 +34,7 @@ from megatron_dcpo.objectives import ObjectiveConfig, resolve
 from megatron_dcpo.objectives.dcpo import score_group
 
 SPREADS = (0.05, 0.01, 0.001)
-PAIRS = 1000  # of groups with opposite noise
+PAIRS = 400  # of groups with opposite noise
 
 # problem accuracies and their shares
 MIXTURES = {
