@@ -23,7 +23,18 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-RECALIBRATED = "grpo_recalibrated"
+# GRPO's policy with a confidence fitted on its log-probs, and what the regression reads. The last
+# one is the bar: a stated confidence has to know more than log-prob, length and task.
+RECALIBRATED = {"grpo_recalibrated": "response", "grpo_recalibrated_task": "task"}
+TITLES = {
+    "base": "before RL",
+    "grpo": "GRPO",
+    "dcpo": "DCPO",
+    "dcpo_proper": "DCPO, proper score",
+    "rlcr": "RLCR",
+    "grpo_recalibrated": "GRPO, recalibrated",
+    "grpo_recalibrated_task": "the same, with the task",
+}
 COLUMNS = {
     "accuracy": "acc.",
     "ece": "ECE",
@@ -60,7 +71,9 @@ class Comparison:
 
     @property
     def rows(self) -> tuple[str, ...]:
-        return ("base", *self.methods, *[RECALIBRATED] * ("grpo" in self.methods))
+        if "grpo" not in self.methods:
+            return ("base", *self.methods)
+        return ("base", *self.methods, *RECALIBRATED)
 
     def train_method(self, method: str) -> None:
         run = self.out / method
@@ -93,10 +106,9 @@ class Comparison:
         )
 
     def recalibrate(self) -> None:
-        """Fit a confidence on GRPO's responses to training problems and put it in the place of the
+        """Fit confidences on GRPO's responses to training problems and put each in the place of the
         stated one.
         """
-        run = self.out / RECALIBRATED
         fitted = self.out / "fitted"  # not below the run, whose report it is no part of
         self._sample(
             self.out / "grpo" / "policy",
@@ -105,20 +117,33 @@ class Comparison:
             "--limit",
             str(self.fitted),
         )
-        calibrator = str(run / "calibrator.npz")
-        samples = ("--samples", str(fitted / "samples.jsonl"), "--held-out", "0")
-        self._call(
-            run, "calibrate", "--kind", "logistic", *samples, "--out", calibrator
-        )
-        samples = (
-            "--samples",
-            str(self.out / "grpo" / "samples.jsonl"),
-            "--calibrator",
-            calibrator,
-        )
-        self._call(
-            run, "evaluate", *samples, "--confidence", "posthoc", "--out", str(run)
-        )
+        for name, features in RECALIBRATED.items():
+            run = self.out / name
+            calibrator = str(run / "calibrator.npz")
+            self._call(
+                run,
+                "calibrate",
+                "--features",
+                features,
+                "--samples",
+                str(fitted / "samples.jsonl"),
+                "--held-out",
+                "0",
+                "--out",
+                calibrator,
+            )
+            self._call(
+                run,
+                "evaluate",
+                "--samples",
+                str(self.out / "grpo" / "samples.jsonl"),
+                "--calibrator",
+                calibrator,
+                "--confidence",
+                "posthoc",
+                "--out",
+                str(run),
+            )
 
     def _sample(self, model: Path, benchmark: str, out: Path, *options: str) -> None:
         arguments = (
@@ -236,7 +261,7 @@ def summarize(comparison: Comparison) -> dict[str, dict[str, float]]:
     """
     summary, kinds = {}, dict.fromkeys(comparison.rows, "verbal")
     if "grpo" in comparison.methods:
-        kinds |= {RECALIBRATED: "posthoc", "lookup": "lookup"}
+        kinds |= {**dict.fromkeys(RECALIBRATED, "posthoc"), "lookup": "lookup"}
     for name, kind in kinds.items():
         source = "grpo" if name == "lookup" else name
         result = json.loads((comparison.out / source / "evaluation.json").read_text())[
@@ -259,20 +284,12 @@ def draw(out: Path, summary: dict[str, dict[str, float]]) -> None:
     from megatron_dcpo.calibration.diagrams import comparison_grid, save
     from megatron_dcpo.evaluation.scoring import bins_from_json
 
-    titles = {
-        "base": "before RL",
-        "grpo": "GRPO",
-        "dcpo": "DCPO",
-        "dcpo_proper": "DCPO, proper score",
-        "rlcr": "RLCR",
-    }
-    titles[RECALIBRATED] = "GRPO, recalibrated"
     bins, notes = {}, {}
-    for name, title in titles.items():
-        if name not in summary:
-            continue
+    for name, title in TITLES.items():
+        if name not in summary or name == "grpo_recalibrated_task":
+            continue  # the picture has room for five, and this one looks like its neighbor
         evaluation = json.loads((out / name / "evaluation.json").read_text())
-        kind = "posthoc" if name == RECALIBRATED else "verbal"
+        kind = "posthoc" if name in RECALIBRATED else "verbal"
         bins[title] = bins_from_json(evaluation["benchmarks"]["heldout"][kind]["bins"])
         notes[title] = (
             f"accuracy {summary[name]['accuracy']:.2f}\nECE {summary[name]['ece']:.3f}"
@@ -284,8 +301,9 @@ def show(summary: dict[str, dict[str, float]]) -> None:
     caption = (
         "acc.: accuracy; skill: 1 - Brier / Brier of the lookup; conf.: mean confidence; viol.: "
         "share without a valid one. "
-        "lookup: GRPO's accuracy on other problems of the same kind, what a calibrated confidence "
-        "has to beat"
+        "grpo_recalibrated: logistic regression on GRPO's log-probs, length and stated "
+        "confidence; with _task: on log-prob, length and task, the bar for a stated confidence. "
+        "lookup: GRPO's accuracy on other problems of the same kind"
     )
     table = Table(
         title=f"Held-out problems, {summary['base']['n']} responses",

@@ -44,6 +44,7 @@ METRICS = (
     "skill",
     "ece_2x2",
     "auroc_2x2",
+    "zero_or_one",
 )
 PUBLISHED = MappingProxyType(
     {
@@ -57,7 +58,7 @@ DERIVED = MappingProxyType(
         "lookup": "lookup, one number per type",
         "logprob": "log-prob of the reasoning, isotonic",
         "logprob_type": "log-prob of the reasoning, isotonic per type",
-        "logistic": "logistic regression: log-prob, length, type",
+        "logistic": "logistic regression: log-prob, length, task",
         "adapter_isotonic": "adapter, isotonic",
         "adapter_tokens_isotonic": "adapter, tokens of its own, isotonic",
     }
@@ -149,7 +150,16 @@ def scores(run: Run, part: str = "test") -> dict[str, float]:
         "skill": skill(r),
         "ece_2x2": ece(c[between], y[between]) if between.any() else math.nan,
         "auroc_2x2": auroc(c[between], y[between]) if between.any() else math.nan,
+        "zero_or_one": zero_or_one(c),
     }
+
+
+def zero_or_one(confidence: np.ndarray) -> float:
+    """Return the share of the confidences there are that are exactly 0 or 1: those of a policy that
+    states a bit, not a probability.
+    """
+    stated = confidence[~np.isnan(confidence)]
+    return float(np.mean(np.isin(stated, (0, 1)))) if len(stated) else math.nan
 
 
 def bands(rs: Sequence[Records], resamples: int = 200) -> tuple[float, float]:
@@ -211,6 +221,31 @@ VALUES: Mapping[str, Callable[[Records], np.ndarray]] = MappingProxyType(
 def difference(one: Run, other: Run, value: str) -> np.ndarray:
     """Return [problems], one row minus the other on the test."""
     return VALUES[value](one["test"]) - VALUES[value](other["test"])
+
+
+def mean_differences(of: Family, name: str, start: str, value: str) -> np.ndarray:
+    """Return [pretrainings, problems] of a training minus another one on the test: the mean over
+    all seeds of the one less the mean over all seeds of the other. Two trainings of one seed have
+    nothing in common but the policy that they start from, so seeds are no pairs.
+    """
+    gaps = []
+    for number, seeds in of.items():
+        runs = {number: seeds}
+        one = [VALUES[value](r[name]["test"]) for _, r in _runs_of(runs, name)]
+        other = [VALUES[value](r[start]["test"]) for _, r in _runs_of(runs, start)]
+        if one and other:
+            gaps.append(np.mean(one, axis=0) - np.mean(other, axis=0))
+    return np.array(gaps)
+
+
+def paired_differences(of: Family, name: str, start: str, value: str) -> np.ndarray:
+    """Return [pretrainings, problems] of a confidence minus another one on the test: of every run
+    that has both, since they are of one policy, and then the mean over the seeds.
+    """
+    gaps = _by_pretraining(
+        _runs_of(of, name, start), lambda r: difference(r[name], r[start], value)
+    )
+    return np.array([np.mean(seeds, axis=0) for seeds in gaps])
 
 
 def shown(value: str, gap: Interval) -> str:
@@ -419,29 +454,26 @@ def recalibrated(of: Family, names: Sequence[str]) -> list[str]:
 def _differences(
     of: Family, start: str, names: Sequence[str], values: Sequence[str]
 ) -> list[str]:
-    """Compare ``names`` with the row ``start`` on the runs that have both. A seed belongs to its
-    pretraining, so the spread of the pretrainings' means holds the seeds' too: their means are
-    crossed with the problems.
+    """Compare ``names`` with the row ``start``. A seed belongs to its pretraining, so the spread of
+    the pretrainings' means holds the seeds' too: their means are crossed with the problems.
     """
+    trainings = start in METHODS
+    compare = mean_differences if trainings else paired_differences
     rows = []
     for name in names:
-        both = _runs_of(of, name, start)
-        if name == start or not both:
+        if name == start or not _runs_of(of, name, start):
             continue
         cells = []
         for value in values:
-            gaps = _by_pretraining(
-                both, lambda r, n=name, v=value: difference(r[n], r[start], v)
-            )
-            means = np.array([np.mean(seeds, axis=0) for seeds in gaps])
+            means = compare(of, name, start, value)
             cells.append(
                 shown(value, crossed(means) if len(means) > 1 else interval(means[0]))
             )
         rows.append((TITLES[name], str(len(means)), *cells))
-    text = (
-        f"Minus {TITLES[start]}, same problems, pretrainings and seeds; ± for others of "
-        f"all three, or, in a row of "
-    )
+    same = "pretrainings and seeds; ± for others of all three"
+    if trainings:
+        same = "pretrainings, all seeds of both; ± for others of all three"
+    text = f"Minus {TITLES[start]}, same problems, {same}, or, in a row of "
     return table(
         text + "one pretraining, for other problems alone:",
         ("pretrainings", *values),

@@ -1,12 +1,13 @@
-"""Compare every number of ``docs/lab/README.md`` and of the README's quickstart table with the
-records (``make lint``).
+"""Compare every number of ``docs/lab/README.md``, of ``docs/lab/real_model.md`` and of the README's
+quickstart table with the records (``make lint``).
 
 ``tools/numbers.txt`` quotes the pages: ``page PATH``, then entries ``quote`` or ``quote => source +
 source``. In a quote with sources every ``#`` stands for a number of the page, in order. A source is
 a path in a JSON file, as in ``theory.json drift/stable/0``, or cells of a table, ``test_tables.md
 HEADING / BEGIN OF THE TEXT ABOVE | ROW | COLUMN; COLUMN``, with all their numbers; behind ``abs``
-without their sign. A quote without sources stands for itself: settings, and under ``from the
-referee`` or ``not recorded`` what no record has. No number of a page may be left over.
+without their sign, behind ``first`` the first number of each cell alone. A quote without sources
+stands for itself: settings, and under ``from the referee`` or ``not recorded`` what no record has.
+No number of a page may be left over, up to a comment ``<!-- no records from here on -->``.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ def check_page(name: str, text: str, entries: list[str], records: Path) -> list[
     """
     if "<!-- quickstart table -->" in text:
         text = text.partition("<!-- quickstart table -->")[2].partition("\n\n")[0]
+    text = text.partition("<!-- no records from here on -->")[0]
     text = re.sub(r"```.*?```", " ", text, flags=re.DOTALL)
     text = " ".join(
         re.sub(
@@ -98,7 +100,8 @@ def same(shown: str, expected: float) -> bool:
 
 def values(source: str, records: Path) -> list[float]:
     """Return the numbers of a source."""
-    file, _, where = source.removeprefix("abs ").partition(" ")
+    first = source.startswith("first ")
+    file, _, where = source.removeprefix("first ").removeprefix("abs ").partition(" ")
     path = next(
         path for path in (records / file, records / "lab" / file) if path.is_file()
     )
@@ -117,7 +120,7 @@ def values(source: str, records: Path) -> list[float]:
         numbers = [
             float(n)
             for column in columns.split("; ")
-            for n in re.findall(NUMBER, cells[column])
+            for n in re.findall(NUMBER, cells[column])[: 1 if first else None]
         ]
     return [abs(number) for number in numbers] if source.startswith("abs ") else numbers
 

@@ -4,9 +4,10 @@
 ``make quickstart-moe`` (``--experts``): the same from a Qwen3-MoE of four experts.
 
 GRPO, DCPO (the paper's settings) and DCPO-proper start from the same policy and differ in
-``objective`` only. Base and the three results are evaluated on the same held-out problems. Two rows
-need no training: GRPO, recalibrated, is GRPO's policy whose confidence is a logistic regression on
-its log-probs, fitted on responses to training problems; the lookup says of every problem how often
+``objective`` only. Base and the three results are evaluated on the same held-out problems. Three
+rows need no training: GRPO, recalibrated, is GRPO's policy whose confidence is a logistic
+regression on its log-probs, fitted on responses to training problems, and once more with the type
+of the problem, which is the bar for a stated confidence; the lookup says of every problem how often
 GRPO is right on others of its kind. What is left in --out: ``examples/comparison.py``.
 """
 

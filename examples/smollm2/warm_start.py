@@ -1,4 +1,4 @@
-"""Supervised warm start: teach SmolLM2-135M-Instruct the four tasks and the format, in about ten
+"""Supervised warm start: teach SmolLM2-135M-Instruct the tasks and the format, in about ten
 minutes of two cores.
 
     python warm_start.py --base DIR --data DIR --out DIR

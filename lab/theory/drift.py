@@ -1,10 +1,12 @@
-"""Where the paper's advantages drive a stated confidence: a calculation with nothing fitted,
-checked on a trained run.
+"""Where the paper's advantages drive a stated confidence: a calculation from the labels and the
+spread of a trained run, compared with what this run states. It is a check of consistency and no
+prediction.
 
 A policy states c = m + noise (Gaussian, cut to [0, 1]) whatever the problem is. The expected
 gradient on m is in proportion to E[A_c,i (c_i - m)], averaged over groups; where it is zero and
-falling, m is stable. The groups are those of a published run: each test problem's responses, as
-many of them right as were right.
+falling, m is stable. For a spread that shrinks the drift has a closed form
+(docs/algorithms.md#4-advantages). The groups are those of a published run: each test problem's
+responses, as many of them right as were right.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ import json
 from typing import TYPE_CHECKING
 
 from megatron_dcpo.cli import VERBS, positive_int
+from megatron_dcpo.errors import UserError
 
 if TYPE_CHECKING:
     from megatron_dcpo.cli import Subparsers
@@ -19,7 +20,8 @@ def add_parser(subparsers: Subparsers) -> None:
         "calibrate",
         help=VERBS["calibrate"],
         description="Fit a predictor on the samples.jsonl of dcpo evaluate: a logistic regression "
-        "on a response's log-probs, length and stated confidence; ConfClass; or temperature, Platt "
+        "on a response's log-probs and length, and on what it states (--features response) or the "
+        "task (--features task); ConfClass; or temperature, Platt "
         "or isotonic scaling of one kind of confidence. Use training or validation problems, never "
         "those that are reported. A hash splits the problems into fitted and held-out ones, and "
         "the scores shown are of the held-out ones. ConfClass needs samples drawn with dcpo "
@@ -43,6 +45,19 @@ def add_parser(subparsers: Subparsers) -> None:
         "--source",
         help="input of a scaling: a kind of confidence (default token; platt and isotonic also "
         "take logprob, the reasoning's log-prob); of confclass: mean or full (default mean)",
+    )
+    parser.add_argument(
+        "--features",
+        choices=("response", "reasoning", "task"),
+        help="inputs of logistic: log-probs, length and the stated confidence (response, default); "
+        "without what is stated (reasoning); the same with the task, which a stated confidence has "
+        "to beat (task)",
+    )
+    parser.add_argument(
+        "--task-column",
+        metavar="NAME",
+        help="features task: where the task stands: kind (default), task (the benchmark), or a "
+        "column that the samples keep in row",
     )
     parser.add_argument(
         "--out",
@@ -69,6 +84,27 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.set_defaults(run=run)
 
 
+# sources that are no kind of confidence
+_INPUTS = ("mean", "full", "response", "reasoning", "task")
+
+
+def _source(args: argparse.Namespace) -> str | None:
+    """Return what the predictor reads, by ``--source``, or ``--features`` and ``--task-column``.
+    Raises :class:`UserError` for options that do not go together.
+    """
+    if args.task_column and args.features != "task":
+        raise UserError("--task-column goes with --features task")
+    if args.features and args.method != "logistic":
+        raise UserError(
+            f"--features goes with --kind logistic; --kind {args.method} reads --source"
+        )
+    if args.features and args.source and args.source != args.features:
+        raise UserError(f"--features {args.features} and --source {args.source} differ")
+    if args.features == "task" and args.task_column:
+        return f"task:{args.task_column}"
+    return str(args.features) if args.features else args.source
+
+
 def run(args: argparse.Namespace) -> int:
     from megatron_dcpo.calibration.summary import json_ready
     from megatron_dcpo.cli.report import print_table
@@ -76,15 +112,16 @@ def run(args: argparse.Namespace) -> int:
     from megatron_dcpo.evaluation.samples import read_samples
     from megatron_dcpo.evaluation.scoring import RANKING_ONLY, parse_kinds
 
-    if args.source and args.source not in ("mean", "full", "response"):
-        parse_kinds(args.source)
+    source = _source(args)
+    if source and source.partition(":")[0] not in _INPUTS:
+        parse_kinds(source)
     samples = []
     for path in args.samples:
         samples += read_samples(path)
     predictor, held_out = posthoc.fit(
         args.method,
         samples,
-        args.source,
+        source,
         held_out=args.held_out,
         seed=args.seed,
         epochs=args.epochs,
@@ -97,7 +134,7 @@ def run(args: argparse.Namespace) -> int:
             print(f"fitted on all problems; wrote {args.out}")
         return 0
     before = predictor.source
-    if before in ("mean", "full", "response", *RANKING_ONLY):
+    if before.partition(":")[0] in (*_INPUTS, *RANKING_ONLY):
         before = "token"
     rows = {
         before: posthoc.scores(held_out, before),

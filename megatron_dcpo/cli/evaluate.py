@@ -80,6 +80,10 @@ SHORTHANDS: Mapping[str, str] = {
 _DTYPES = {"auto": "auto", "float32": "fp32", "bfloat16": "bf16"}  # values of --dtype
 
 
+_MOST_KINDS_SHOWN = 20
+_LONGEST_ANSWER = 30
+
+
 def add_parser(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
         "evaluate",
@@ -385,6 +389,7 @@ def _print_evaluation(evaluation: Mapping[str, Any]) -> None:
     if len(scored) > 1:
         scored["overall"] = evaluation["overall"]
     _print_passes(scored)
+    _print_guesses(scored)
     for name, scores in evaluation["benchmarks"].items():
         _print_refusals(name, scores)
         rates = scores.get("abstention")
@@ -419,6 +424,41 @@ def _print_passes(scored: Mapping[str, Mapping[str, Any]]) -> None:
             value = scores.get("pass_at_k", {}).get(k)
             cells.append(_percent(value, ends_of.get(k)))
         table.add_row(Text(printable(name)), *cells)
+    console = Console()
+    if not console.is_terminal:  # a file has no window to fit
+        console = Console(width=140)
+    console.print(table, markup=False)
+
+
+def _print_guesses(scored: Mapping[str, Mapping[str, Any]]) -> None:
+    """Print the accuracy of each benchmark and of each of its kinds, beside that of always giving
+    its most frequent answer.
+    """
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False)
+    table.add_column("kind", no_wrap=True)
+    for column in ("problems", "accuracy", "prompt-blind"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("by always answering", no_wrap=True)
+    for name, scores in scored.items():
+        parts = {name: scores}
+        kinds = scores.get("by_kind", {})
+        for kind, of_kind in list(kinds.items())[:_MOST_KINDS_SHOWN]:
+            parts[f"  {kind}"] = of_kind
+        for title, part in parts.items():
+            blind = part.get("prompt_blind", {})
+            table.add_row(
+                Text(printable(title)),
+                str(part.get("problems", "–")),
+                _percent(part.get("accuracy"), None),
+                _percent(blind.get("accuracy"), None),
+                Text(printable(str(blind.get("answer", "")))[:_LONGEST_ANSWER]),
+            )
+        if len(kinds) > _MOST_KINDS_SHOWN:
+            table.add_row(f"  {len(kinds) - _MOST_KINDS_SHOWN} more kinds")
     console = Console()
     if not console.is_terminal:  # a file has no window to fit
         console = Console(width=140)

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PROBLEM_COLUMNS = ("problem", "question", "prompt")
-KIND_COLUMNS = ("kind", "type", "level", "difficulty", "subject")
+KIND_COLUMNS = ("kind", "type", "level", "difficulty", "subject", "task")
 NO_COLUMNS: Mapping[str, str] = MappingProxyType({})
 _ABSENT = object()
 ANSWER_COLUMNS = ("answer", "ground_truth", "final_answer")

@@ -47,7 +47,7 @@ from megatron_dcpo.evaluation.samples import (
     with_consistency,
     write_samples,
 )
-from megatron_dcpo.evaluation.scoring import bins_from_json
+from megatron_dcpo.evaluation.scoring import CONFIDENCE_KINDS, bins_from_json
 from megatron_dcpo.judging.judge import JUDGES, Judge, judge_many, with_text
 from megatron_dcpo.judging.math.pool import equivalent_many
 from megatron_dcpo.judging.token_bytes import TokenBytes
@@ -394,7 +394,8 @@ def scored_kinds(scores: Mapping[str, Any]) -> list[str]:
     """Return the kinds of confidence in the scores of a benchmark."""
     kinds = []
     for key, block in scores.items():
-        if isinstance(block, Mapping) and "bins" in block:
+        is_kind = key in CONFIDENCE_KINDS
+        if is_kind and isinstance(block, Mapping) and "bins" in block:
             kinds.append(key)
     return kinds
 

@@ -10,9 +10,13 @@ is.
 - ``isotonic`` is the best non-decreasing step function of c.
 
 ``logistic`` reads whether a confidence is stated, its logit, the sum s of the reasoning block's
-log-probs, log(1 - s), their mean and the number of tokens, standardized, with an L2 penalty. It is
-the row to beat: training a policy to state its confidence pays only if the stated confidence knows
-more than that (docs/lab/README.md).
+log-probs, log(1 - s), their mean and the number of tokens, standardized, with an L2 penalty. From
+other inputs it reads less or more: ``reasoning`` leaves out what is stated, and ``task`` adds the
+task to ``reasoning``: an intercept and a slope over log(1 - s) for each, as deviations from those
+of all tasks, which the penalty keeps small. **With the task it is the row to beat**: training a
+policy to state its confidence pays only if the stated confidence knows more than that
+(docs/lab/README.md). A response of a task that was not fitted gets the intercept and the slope of
+all tasks.
 
 A kind in nats (``logprob``, the sum of the reasoning block's log-probs) has no logit; ``platt``
 scales the value itself.
@@ -32,9 +36,11 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import logging
 import math
 import zipfile
 import zlib
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,13 +65,23 @@ WIDTH = 2048
 STOPPING_SHARE = 0.1  # of the problems that are not held out
 _EDGE = 1e-6  # logit(0) and logit(1) are infinite
 
+# what a logistic regression may read
+FEATURES = ("response", "reasoning", "task")
+TASK_COLUMN = "kind"
+MOST_TASKS = 200  # a column with more values is nearly a name of the problem
+# the place of log(1 - s) among the features of the reasoning, whose slope a task may change
+_SURPRISE = 1
+
+logger = logging.getLogger(__name__)
+
 Weights = Mapping[str, np.ndarray]
 
 
 @dataclass(frozen=True)
 class Posthoc:
-    """A fitted predictor. Its ``source`` is ``mean`` or ``full`` features, ``response``, or the
-    kind of confidence that is scaled.
+    """A fitted predictor. Its ``source`` is ``mean`` or ``full`` features, one of ``FEATURES``
+    (``task:COLUMN`` if the task is in another column than ``TASK_COLUMN``), or the kind of
+    confidence that is scaled.
     """
 
     method: str
@@ -79,6 +95,11 @@ class Posthoc:
             inputs, known = inputs_of(samples, self.source)
             if not len(known):
                 return predictions
+            column = task_column(self.source)
+            if column is not None:
+                tasks = tasks_of([samples[i] for i in known], column)
+                inputs = with_tasks(inputs, tasks, self.weights["tasks"])
+                _say_new_tasks(tasks, self.weights["tasks"], column)
             scaled = _on_scale(self.method, self.source, inputs)
             values = _PREDICT[self.method](self.weights, scaled)
             for index, value in zip(known, values, strict=True):
@@ -133,6 +154,8 @@ class Posthoc:
             raise UserError(
                 f"{path}: unknown method {method!r}; known: {', '.join(METHODS)}"
             )
+        if not isinstance(source, str):
+            raise UserError(f"{path}: unknown source {source!r}; fit it again")
         return cls(method, source, MappingProxyType(weights))
 
 
@@ -153,10 +176,14 @@ def features(top_logprobs: np.ndarray | None) -> list[float] | None:
 
 
 def inputs_of(samples: Sequence[Sample], source: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return inputs [n, D] and the indices [n] of the samples that have them."""
+    """Return inputs [n, D] and the indices [n] of the samples that have them; of the source
+    ``task`` those of the reasoning (:func:`with_tasks` adds the task's).
+    """
     rows: list[list[float] | None]
     if source == "response":
         rows = [response_features(s) for s in samples]
+    elif source == "reasoning" or task_column(source) is not None:
+        rows = [reasoning_features(s) for s in samples]
     elif source in ("mean", "full"):
         width = TOP_LOGPROBS if source == "mean" else 3 * TOP_LOGPROBS
         rows = []
@@ -180,14 +207,94 @@ def response_features(sample: Sample) -> list[float] | None:
     log-probs, log(1 - s), the mean log-prob, and the number of tokens. None if the log-probs are
     not known.
     """
-    s = sample.measures.reasoning_logprob
-    length = sample.judgement.boundary
-    if s is None or length is None:
+    of_reasoning = reasoning_features(sample)
+    if of_reasoning is None:
         return None
     confidence = sample.judgement.confidence
     stated = confidence is not None
     logit = float(_logit(np.array(confidence))) if stated else 0.0
-    return [float(stated), logit, s, math.log1p(-s), s / max(length, 1), float(length)]
+    return [float(stated), logit, *of_reasoning]
+
+
+def reasoning_features(sample: Sample) -> list[float] | None:
+    """Return four inputs: the sum s of the reasoning's log-probs, log(1 - s), the mean log-prob,
+    and the number of tokens. None if the log-probs are not known.
+    """
+    s = sample.measures.reasoning_logprob
+    length = sample.judgement.boundary
+    if s is None or length is None:
+        return None
+    return [s, math.log1p(-s), s / max(length, 1), float(length)]
+
+
+# -------------------------------------------------------------------------------------------- tasks
+
+
+def task_column(source: str) -> str | None:
+    """Return the column that a source reads the task from; None if it reads none."""
+    name, _, column = source.partition(":")
+    if name != "task":
+        return None
+    return column or TASK_COLUMN
+
+
+def tasks_of(samples: Sequence[Sample], column: str) -> list[str | None]:
+    """Return the task of each sample, None for a sample without one: its ``kind``, its benchmark
+    (``task``), or what a column of its data says that the samples keep (``row``).
+
+    Raises :class:`UserError` if no sample has the column.
+    """
+    tasks = [_task_of(sample, column) for sample in samples]
+    if all(task is None for task in tasks):
+        columns = sorted(
+            {name for sample in samples for name in sample.prompt.row or ()}
+        )
+        others = ", ".join(["kind", "task", *columns])
+        raise UserError(
+            f"no task: none of the {len(samples)} responses has a text or a whole number in the "
+            f"column {column}; name another one with dcpo calibrate --task-column ({others}), or "
+            "fit without the task: --features reasoning"
+        )
+    return tasks
+
+
+def _task_of(sample: Sample, column: str) -> str | None:
+    prompt = sample.prompt
+    named: dict[str, Any] = {"kind": prompt.kind, "task": prompt.task}
+    value = named.get(column, (prompt.row or {}).get(column))
+    if isinstance(value, bool) or not isinstance(value, str | int):
+        return None
+    return str(value)
+
+
+def with_tasks(
+    inputs: np.ndarray, tasks: Sequence[str | None], fitted: np.ndarray
+) -> np.ndarray:
+    """Return inputs [n, D] with a column for each of the K ``fitted`` tasks, 1 where the response
+    is of that task, [n, D + K].
+    """
+    names = np.array([task or "" for task in tasks])
+    known = np.array([task is not None for task in tasks])
+    is_task = (names[:, None] == fitted[None, :]) & known[:, None]
+    return np.hstack([inputs, is_task.astype(np.float64)])
+
+
+def _say_new_tasks(
+    tasks: Sequence[str | None], fitted: np.ndarray, column: str
+) -> None:
+    """Log how many responses are of no task that was fitted."""
+    counts = Counter(task for task in tasks if task not in set(fitted.tolist()))
+    if not counts:
+        return
+    names = ", ".join(sorted(str(name) for name in counts if name is not None)[:5])
+    logger.warning(
+        "%d of %d responses have another %s than those that were fitted (%s), or none: they get "
+        "the intercept and the slope of all tasks",
+        counts.total(),
+        len(tasks),
+        column,
+        names or "none",
+    )
 
 
 def _on_scale(method: str, source: str, inputs: np.ndarray) -> np.ndarray:
@@ -221,9 +328,14 @@ def soft_targets(samples: Sequence[Sample]) -> np.ndarray:
 # ------------------------------------------------------------------------------------------ fitting
 
 _FEATURES = "features (sample with dcpo evaluate --repeats 20 --features)"
+_LOGPROBS = (
+    "log-probs of its reasoning (sample with dcpo evaluate --model, or from an endpoint that "
+    "returns log-probs)"
+)
 _NEEDS = {
-    "response": "log-probs of its reasoning (sample with dcpo evaluate --model, or from an "
-    "endpoint that returns log-probs)",
+    "response": _LOGPROBS,
+    "reasoning": _LOGPROBS,
+    "task": _LOGPROBS,
     "mean": _FEATURES,
     "full": _FEATURES,
 }
@@ -247,6 +359,7 @@ def fit(
     problem on one side of the split.
     """
     source = _checked_source(method, source)
+    column = task_column(source)
     outside = [is_held_out(problem_of(sample), held_out, seed) for sample in samples]
     targets = np.array([float(sample.correct) for sample in samples])
     if method == "confclass":
@@ -261,7 +374,9 @@ def fit(
             )
         inputs, known = inputs_of([samples[i] for i in index], source)
         if not len(known):
-            needs = _NEEDS.get(source, f"a confidence of the kind {source}")
+            needs = _NEEDS.get(
+                source.partition(":")[0], f"a confidence of the kind {source}"
+            )
             raise UserError(
                 f"--kind {method}: none of the {len(index)} responses that are {name} has {needs}"
             )
@@ -289,10 +404,13 @@ def fit(
             fitted = side("fitted", inside)
             stopping = side("fitted", watched)
         weights = _fit_perceptron(fitted, stopping, seed, epochs, width)
-    elif method == "logistic":
-        weights = _fit_logistic(inputs, goals)
+    elif column is not None:
+        fitted_on = [s for s, out in zip(samples, outside, strict=True) if not out]
+        _, known = inputs_of(fitted_on, source)
+        tasks = tasks_of([fitted_on[i] for i in known], column)
+        weights = _fit_with_tasks(inputs, tasks, goals)
     else:
-        weights = _FIT[method](_on_scale(method, source, inputs)[:, 0], goals)
+        weights = _FIT[method](_on_scale(method, source, inputs), goals)
     predictor = Posthoc(method, source, MappingProxyType(dict(weights)))
     held_out_samples = [s for s, out in zip(samples, outside, strict=True) if out]
     return predictor, predictor.apply(held_out_samples)
@@ -306,10 +424,10 @@ def _checked_source(method: str, source: str | None) -> str:
         raise UserError(f"unknown method {method!r}; known: {', '.join(METHODS)}")
     if source is None:
         source = {"confclass": "mean", "logistic": "response"}.get(method, "token")
-    reads = {"confclass": ("mean", "full"), "logistic": ("response",)}.get(
+    reads = {"confclass": ("mean", "full"), "logistic": FEATURES}.get(
         method, tuple(CONFIDENCE_KINDS)
     )
-    if source not in reads:
+    if source.partition(":")[0] not in reads:
         raise UserError(
             f"{method} does not read {source!r}; it reads {', '.join(reads)}"
         )
@@ -371,9 +489,51 @@ def _fit_logistic(x: np.ndarray, y: np.ndarray) -> Weights:
 
 
 def _predict_logistic(weights: Weights, x: np.ndarray) -> np.ndarray:
-    return _sigmoid(
-        _standardized(weights, x) @ weights["slopes"] + weights["intercept"]
-    )
+    """Return the probabilities of inputs [N, D], or [N, D + K] with a column for each of K
+    tasks.
+    """
+    width = len(weights["slopes"])
+    z = _standardized(weights, x[:, :width])
+    logits = z @ weights["slopes"] + weights["intercept"]
+    if "tasks" in weights:
+        is_task = x[:, width:]
+        logits = logits + is_task @ weights["task_intercepts"]
+        logits = logits + (is_task @ weights["task_slopes"]) * z[:, _SURPRISE]
+    return _sigmoid(logits)
+
+
+def _fit_with_tasks(
+    x: np.ndarray, tasks: Sequence[str | None], y: np.ndarray
+) -> Weights:
+    """Fit a logistic regression on the reasoning's inputs [N, 4] and the tasks [N], each of which
+    has an intercept and a slope of its own over log(1 - s). A single task has no deviations: the
+    fit is that without tasks.
+    """
+    from sklearn.linear_model import LogisticRegression
+
+    names = np.array(sorted({task for task in tasks if task is not None}))
+    if len(names) > MOST_TASKS:
+        raise UserError(
+            f"--task-column: {len(names)} different values in {len(tasks)} responses are no tasks "
+            f"(at most {MOST_TASKS}); name another column"
+        )
+    scale = _scale_of(x)
+    z = _standardized(scale, x)
+    width = x.shape[1]
+    is_task = with_tasks(x, tasks, names)[:, width:]
+    if len(names) == 1:
+        is_task = np.zeros_like(is_task)
+    model = LogisticRegression(C=1.0, max_iter=1000, tol=1e-8)
+    model.fit(np.hstack([z, is_task, is_task * z[:, [_SURPRISE]]]), y)
+    coefficients = model.coef_[0]
+    return {
+        **scale,
+        "slopes": coefficients[:width],
+        "intercept": model.intercept_[0],
+        "tasks": names,
+        "task_intercepts": coefficients[width : width + len(names)],
+        "task_slopes": coefficients[width + len(names) :],
+    }
 
 
 def _fit_isotonic(c: np.ndarray, y: np.ndarray) -> Weights:
@@ -450,7 +610,12 @@ def _predict_perceptron(weights: Weights, x: np.ndarray) -> np.ndarray:
 
 
 _FIT: Mapping[str, Callable[[np.ndarray, np.ndarray], Weights]] = MappingProxyType(
-    {"temperature": _fit_temperature, "platt": _fit_platt, "isotonic": _fit_isotonic}
+    {
+        "logistic": _fit_logistic,
+        "temperature": lambda x, y: _fit_temperature(x[:, 0], y),
+        "platt": lambda x, y: _fit_platt(x[:, 0], y),
+        "isotonic": lambda x, y: _fit_isotonic(x[:, 0], y),
+    }
 )
 _PREDICT: Mapping[str, Callable[[Weights, np.ndarray], np.ndarray]] = MappingProxyType(
     {

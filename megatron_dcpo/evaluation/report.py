@@ -56,7 +56,8 @@ LABELS = {
 _PERCENT = {"accuracy", "mean_confidence", "violation_rate"}
 _NOTED = ("accuracy", "ece", "pce", "auroc")
 _SAMPLES_SHOWN = 6
-
+_MOST_KINDS_SHOWN = 20
+_PROMPT_BLIND = "(prompt-blind)"  # a row that is no run
 
 # What a file of another form raises on the way through a report.
 OTHER_FORM = (
@@ -315,7 +316,41 @@ def _tables_of_group(
             rows = [_Row(run.name, run, kind) for run in scored]
             tables.append(_table(name, _cells(rows, benchmark)))
         tables += _passes(group, benchmark, len(benchmarks))
+        if benchmark is not None:
+            tables += _by_kind(group, benchmark)
+        elif len(benchmarks) == 1:
+            tables += _by_kind(group, benchmarks[0])
     return tables
+
+
+def _by_kind(group: Sequence[EvaluatedRun], benchmark: str) -> list[dict[str, Any]]:
+    """Return the table of a benchmark's accuracy, of all its problems and by their kind, under that
+    of always giving the most frequent answer; none if no run has it.
+    """
+    scored = {run.name: _scores(run, benchmark) or {} for run in group}
+    kinds: dict[str, None] = {}
+    for scores in scored.values():
+        kinds.update(dict.fromkeys(scores.get("by_kind", {})))
+    if not any("prompt_blind" in scores for scores in scored.values()):
+        return []
+    shown = list(kinds)[:_MOST_KINDS_SHOWN]
+    accuracies: dict[str, list[float | None]] = {}
+    blind: list[float | None] = [None] * (1 + len(shown))
+    for name, scores in scored.items():
+        of_kinds = scores.get("by_kind", {})
+        parts = [scores, *(of_kinds.get(kind, {}) for kind in shown)]
+        accuracies[name] = [part.get("accuracy") for part in parts]
+        for column, part in enumerate(parts):
+            if blind[column] is None:
+                blind[column] = part.get("prompt_blind", {}).get("accuracy")
+    rows: dict[str, list[dict[str, Any]]] = {}
+    for name, values in {_PROMPT_BLIND: blind, **accuracies}.items():
+        texts = [format_value("accuracy", value) for value in values]
+        rows[name] = [{"text": text, "best": False} for text in texts]
+    title = (
+        f"{benchmark}, accuracy by kind, and of always giving the most frequent answer"
+    )
+    return [_table(title, rows, labels=["all problems", *shown])]
 
 
 def _passes(

@@ -23,6 +23,7 @@ from megatron_dcpo.calibration.summary import (
     violation_rates,
 )
 from megatron_dcpo.errors import UserError
+from megatron_dcpo.evaluation.guessing import by_kind, prompt_blind
 from megatron_dcpo.evaluation.passes import passes
 from megatron_dcpo.evaluation.samples import Sample
 
@@ -146,6 +147,12 @@ def _refused(samples: Sequence[Sample]) -> dict[str, float]:
     return {"refused_rate": refused / len(samples)} if refused else {}
 
 
+def _guessed(samples: Sequence[Sample]) -> dict[str, Any]:
+    """Return ``prompt_blind`` and ``by_kind``, where there is something to say."""
+    found = {"prompt_blind": prompt_blind(samples), "by_kind": by_kind(samples)}
+    return {name: value for name, value in found.items() if value}
+
+
 def _score(
     samples: Sequence[Sample],
     kinds: Sequence[str],
@@ -173,6 +180,7 @@ def _score(
         **violation_rates([judgement.status for judgement in judgements]),
     }
     scores.update(_refused(samples))
+    scores.update(_guessed(samples))
     passed = passes(samples, resamples, seed)
     scores["pass_at_k"] = {str(k): value for k, value in passed.values.items()}
     thinking = [j.thinking_tokens for j in judgements if j.thinking_tokens]

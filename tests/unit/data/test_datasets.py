@@ -381,3 +381,22 @@ def test_an_answer_key_of_many_digits_is_text(tmp_path: Path) -> None:
     path.write_text('{"problem": "a\\ud800", "answer": "\\udfff"}\n')
     (record,) = load_records(path)
     assert (record.problem, record.answer) == ("a\ufffd", "\ufffd")
+
+
+@pytest.mark.parametrize(
+    ("columns", "kind"),
+    [
+        ({"task": "sums"}, "sums"),
+        ({"task": "sums", "type": "2x2"}, "2x2"),
+        ({"level": 3, "task": "sums"}, "3"),
+        ({"task": ["sums"]}, None),
+        ({"task": True}, None),
+        ({}, None),
+    ],
+)
+def test_the_kind_of_a_problem_is_the_first_column_that_names_one(
+    columns: dict[str, object], kind: str | None, tmp_path: Path
+) -> None:
+    row = {"problem": "1+1?", "answer": "2", **columns}
+    (record,) = load_records(write(tmp_path / "a.jsonl", [row]))
+    assert record.kind == kind

@@ -168,6 +168,156 @@ def test_logistic_is_the_peers_regression() -> None:
     np.testing.assert_allclose(predictor.predict(samples), expected, atol=1e-6)
 
 
+INTERCEPTS = {"sums": 4.0, "products": -3.0, "legs": 0.5}
+SLOPES = {"sums": -3.0, "products": 2.0, "legs": 0.0}
+
+
+def planted(
+    tasks: tuple[str, ...] = ("sums", "products", "legs"), seed: int = 5
+) -> list[Sample]:
+    """Responses that are right with a probability whose logit is linear in log(1 - s), with other
+    coefficients in each task.
+    """
+    generator = np.random.default_rng(seed)
+    samples = []
+    for number in range(1500 * len(tasks)):
+        task = tasks[number % len(tasks)]
+        nats = -float(np.expm1(generator.uniform(0.2, 2.5)))
+        p = planted_probability(task, nats)
+        samples.append(
+            make_sample(
+                prompt_id=f"p{number}",
+                kind=task,
+                row={"topic": task, "number": number},
+                correct=float(generator.random() < p),
+                reasoning_logprob=nats,
+                boundary=int(generator.integers(10, 20)),
+                length=25,
+            )
+        )
+    return samples
+
+
+def planted_probability(task: str, nats: float) -> float:
+    logit = INTERCEPTS[task] + SLOPES[task] * np.log1p(-nats)
+    return float(1 / (1 + np.exp(-logit)))
+
+
+def truth_of(samples: list[Sample]) -> np.ndarray:
+    found = []
+    for sample in samples:
+        nats = sample.measures.reasoning_logprob
+        assert nats is not None
+        found.append(planted_probability(str(sample.prompt.kind), nats))
+    return np.array(found)
+
+
+def test_the_task_recovers_a_calibration_that_depends_on_it() -> None:
+    blind, _ = posthoc.fit("logistic", planted(), "reasoning", held_out=0.0)
+    with_task, _ = posthoc.fit("logistic", planted(), "task", held_out=0.0)
+    new = planted(seed=6)
+    truth = truth_of(new)
+    errors = {
+        name: np.abs(np.array(predictor.predict(new)) - truth).mean()
+        for name, predictor in (("blind", blind), ("task", with_task))
+    }
+    assert errors["task"] < 0.02
+    assert errors["blind"] > 0.1
+    brier = {
+        name: posthoc.scores(predictor.apply(new))["brier"]
+        for name, predictor in (("blind", blind), ("task", with_task))
+    }
+    assert brier["task"] < brier["blind"] - 0.03
+    best = float(np.mean((truth - [s.correct for s in new]) ** 2))
+    assert brier["task"] == pytest.approx(best, abs=0.003)
+
+
+def test_with_one_task_the_fit_is_the_one_without() -> None:
+    samples = planted(("sums",))
+    blind, _ = posthoc.fit("logistic", samples, "reasoning", held_out=0.0)
+    with_task, _ = posthoc.fit("logistic", samples, "task", held_out=0.0)
+    np.testing.assert_allclose(
+        with_task.predict(samples), blind.predict(samples), atol=1e-7
+    )
+
+
+def test_a_task_that_was_not_fitted_gets_the_slope_of_all_and_is_counted(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    predictor, _ = posthoc.fit("logistic", planted(), "task", held_out=0.0)
+    known = planted(seed=7)[:6]
+    w = predictor.weights
+    x = np.array([posthoc.reasoning_features(s) for s in known])
+    z = (x - w["mean"]) / w["deviation"]
+    of_all = 1 / (1 + np.exp(-(z @ w["slopes"] + w["intercept"])))
+    predictor.predict(known)
+    assert caplog.records == []
+    new = [changed(s, kind="gcd") for s in known[:5]] + [changed(known[5], kind=None)]
+    np.testing.assert_allclose(predictor.predict(new), of_all, atol=1e-12)
+    (said,) = caplog.records
+    assert "6 of 6" in said.getMessage()
+    assert "gcd" in said.getMessage()
+
+
+def test_the_file_says_which_column_and_which_tasks(tmp_path: Path) -> None:
+    samples = planted()
+    predictor, _ = posthoc.fit("logistic", samples, "task:topic", held_out=0.0)
+    predictor.save(tmp_path / "p.npz")
+    read = posthoc.Posthoc.load(tmp_path / "p.npz")
+    assert read.source == "task:topic"
+    assert read.weights["tasks"].tolist() == ["legs", "products", "sums"]
+    unnamed = [changed(s, kind=None) for s in samples]
+    assert read.predict(unnamed) == predictor.predict(samples)
+    without = [changed(s, row=None) for s in samples]
+    with pytest.raises(UserError, match=r"topic.*kind, task"):
+        read.predict(without)
+
+
+def test_the_benchmark_can_be_the_task() -> None:
+    samples = [changed(s, task=s.prompt.kind, kind=None) for s in planted()]
+    predictor, _ = posthoc.fit("logistic", samples, "task:task", held_out=0.0)
+    by_kind, _ = posthoc.fit("logistic", planted(), "task", held_out=0.0)
+    assert predictor.predict(samples) == by_kind.predict(planted())
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (["--features", "task", "--task-column", "subject"], "subject"),
+        (["--features", "task", "--task-column", "number"], "--task-column"),
+        (["--task-column", "kind"], "--task-column"),
+        (["--features", "reasoning", "--task-column", "kind"], "--task-column"),
+        (["--features", "task", "--kind", "platt"], "--features"),
+        (["--features", "task", "--source", "response"], "--source"),
+    ],
+)
+def test_options_of_the_task_that_go_wrong_are_named(
+    options: list[str],
+    named: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    write_samples(planted(), tmp_path / "s.jsonl")
+    files = ["--samples", str(tmp_path / "s.jsonl"), "--out", str(tmp_path / "p.npz")]
+    assert main(["calibrate", *files, *options]) == 2
+    assert named in capsys.readouterr().err
+    assert not (tmp_path / "p.npz").exists()
+
+
+def test_calibrate_with_the_task(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_samples(planted(), tmp_path / "s.jsonl")
+    files = ["--samples", str(tmp_path / "s.jsonl"), "--out", str(tmp_path / "p.npz")]
+    brier = {}
+    for features in ("reasoning", "task"):
+        assert main(["calibrate", *files, "--features", features, "--json"]) == 0
+        held_out = json.loads(capsys.readouterr().out)["held_out"]
+        brier[features] = held_out["logistic"]["brier"]
+    assert brier["task"] < brier["reasoning"] - 0.03
+    assert posthoc.Posthoc.load(tmp_path / "p.npz").source == "task"
+
+
 def test_calibrate_kind_logprob(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -20,7 +20,7 @@ READ = runpy.run_path(str(REPOSITORY / "tools" / "check_numbers.py"))
 TEST = "test_tables.md qwen3_3 / "
 PER_TYPE, LOGISTIC = (
     "log-prob of the reasoning, isotonic per type",
-    "logistic regression: log-prob, length, type",
+    "logistic regression: log-prob, length, task",
 )
 PROPER, RLCR = (
     "DCPO-proper, gradient over all digits (80ba0e8)",
@@ -86,13 +86,16 @@ def test_finding_9_decoupling_keeps_pass_at_8_under_brier_alone() -> None:
     assert all(cells(row + "pass@8, points")[0] > 0 for row in rows[2:])
 
 
-def test_finding_10_a_price_in_accuracy_is_shown_for_dcpo_proper_alone() -> None:
+def test_finding_10_a_price_in_accuracy_is_shown_for_dcpo_proper_and_rlcr() -> None:
+    """Against all three seeds of GRPO on each pretraining. Against the first seed alone RLCR's
+    interval covered 0.
+    """
     rows = ("DCPO", RLCR, PROPER)
     assert [
         covers_zero(f"{TEST}Minus GRPO | {row} | accuracy, points") for row in rows
     ] == [
         True,
-        True,
+        False,
         False,
     ]
     assert all(
@@ -105,6 +108,17 @@ def test_finding_10_a_price_in_accuracy_is_shown_for_dcpo_proper_alone() -> None
     skills = {row: cells(f"{TEST}Mean over | {row} | skill") for row in rows}
     assert skills["DCPO"][0] < -skills["DCPO"][1]
     assert skills[PROPER][0] > skills[PROPER][1]
+
+
+def test_dcpo_states_a_bit_and_no_other_stated_confidence_does() -> None:
+    shares = {
+        row: cells(f"{TEST}Mean over | {row} | zero_or_one")[0]
+        for row in ("GRPO", "DCPO", RLCR, PROPER)
+    }
+    assert shares.pop("DCPO") > 0.95
+    assert max(shares.values()) < 0.1
+    llama = "test_tables.md llama / Mean over | DCPO | zero_or_one"
+    assert cells(llama)[0] > 0.99
 
 
 def test_findings_5_and_8_the_rows_are_shown() -> None:

@@ -28,8 +28,11 @@ from lab.testtables import (
     bands,
     ladder,
     load,
+    mean_differences,
+    paired_differences,
     skill,
     tables,
+    zero_or_one,
 )
 from megatron_dcpo.calibration import ece
 from megatron_dcpo.errors import UserError
@@ -112,6 +115,27 @@ def test_the_ladder_compares_each_rung_on_the_pretrainings_that_have_both() -> N
         f"| DCPO - coupled | 2 | {points} | {points} | +0.0000 ± 0.0000 |"
     ]
     assert ladder({1: [{"dcpo": decoupled}]}) == []
+
+
+def test_trainings_are_compared_over_all_seeds_and_confidences_run_by_run() -> None:
+    """GRPO has two seeds, right in 1/2 and 0 of problem 0; the other method has one, right in
+    1 of it. As trainings they differ by the mean of both seeds, as confidences of one run by that
+    run's.
+    """
+    first, second, other = (
+        {"test": records([0, 0, 1, 1], y, [0.5] * 4)}
+        for y in ([1, 0, 0, 0], [0, 0, 0, 0], [1, 1, 0, 0])
+    )
+    of = {1: [{"grpo": first, "dcpo": other}, {"grpo": second}]}
+    value = "accuracy, points"
+    assert mean_differences(of, "dcpo", "grpo", value).tolist() == [[75, 0]]
+    assert paired_differences(of, "dcpo", "grpo", value).tolist() == [[50, 0]]
+    assert mean_differences({2: [{"grpo": first}]}, "dcpo", "grpo", value).size == 0
+
+
+def test_a_bit_is_counted_among_what_is_stated() -> None:
+    assert zero_or_one(np.array([0, 1, 0.5, 0.99, np.nan])) == 0.5
+    assert np.isnan(zero_or_one(np.array([np.nan])))
 
 
 def archive(path: Path, policies: tuple[str, ...]) -> None:
