@@ -58,8 +58,9 @@ policy: setup
 	$(BIN)/python examples/quickstart/make_policy.py
 	$(BIN)/python examples/quickstart/make_policy.py --family qwen3_moe --out examples/quickstart/moe --data examples/quickstart/data
 
+# three workers on two cores: a quarter of the time tests wait, for signals, servers and watchdogs
 test: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(IN_ORDER) -m "not full" --hypothesis-profile=ci --durations=20 tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 $(IN_ORDER) -m "not full" --hypothesis-profile=ci --durations=20 tests
 
 # everything: more cases of the sandboxes, two to three times as many examples of each property
 test-full: setup

@@ -15,7 +15,16 @@ from tests.helpers.paths import REPOSITORY
 
 NAMES = list(benchmarks(FOLDER))
 # tens of seconds even so: other processes, sandboxes, paces
-LONG = ("async_step", "critical_path", "long_tails", "plan_memory", "simulate")
+LONG = (
+    "async_step",
+    "checkpoint",
+    "critical_path",
+    "long_tails",
+    "mismatch",
+    "plan_memory",
+    "reshard",
+    "simulate",
+)
 
 
 @pytest.mark.slow
