@@ -33,6 +33,8 @@ def _save_tiny_model(path: Path, family: str, tied: bool, layers: int) -> Path:
     from transformers import (
         LlamaConfig,
         LlamaForCausalLM,
+        MistralConfig,
+        MistralForCausalLM,
         Qwen2Config,
         Qwen2ForCausalLM,
         Qwen3Config,
@@ -69,6 +71,8 @@ def _save_tiny_model(path: Path, family: str, tied: bool, layers: int) -> Path:
             "original_max_position_embeddings": 64,
         }
         model = LlamaForCausalLM(LlamaConfig(**common, rope_parameters=rope))
+    elif family == "mistral":
+        model = MistralForCausalLM(MistralConfig(**common, sliding_window=None))
     elif family == "qwen2":
         model = Qwen2ForCausalLM(
             Qwen2Config(

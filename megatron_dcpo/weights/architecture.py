@@ -112,6 +112,13 @@ ARCHITECTURES: dict[str, _Traits] = {
     "LlamaForCausalLM": _Traits(
         keys=Keys(model_type="llama", translated=frozenset({"mlp_bias"})),
     ),
+    "MistralForCausalLM": _Traits(
+        keys=Keys(
+            model_type="mistral",
+            fixed={"attention_bias": (False,)},
+            spelled_out={"num_key_value_heads": 8, "sliding_window": 4096},
+        ),
+    ),
     "Qwen2ForCausalLM": _Traits(
         keys=Keys(
             model_type="qwen2",

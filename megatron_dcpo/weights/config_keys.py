@@ -146,13 +146,15 @@ QUANTIZED_KEYS = ("quantization_config", "compression_config", "quantization")
 class Keys:
     """The keys that one architecture has in addition: ``translated`` ones, and ``fixed`` ones with
     the values that are built here. ``window_is_optional`` if its ``sliding_window`` is
-    only read when ``use_sliding_window`` is true.
+    only read when ``use_sliding_window`` is true. ``spelled_out`` are keys without which
+    transformers builds another model than this package does; null is a value.
     """
 
     model_type: str
     translated: frozenset[str] = frozenset()
     fixed: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
     window_is_optional: bool = False
+    spelled_out: Mapping[str, object] = field(default_factory=dict)
 
 
 def check_keys(config: Mapping[str, Any], keys: Keys, source: str) -> None:
@@ -165,6 +167,12 @@ def check_keys(config: Mapping[str, Any], keys: Keys, source: str) -> None:
     understood |= {"model_type", *QUANTIZED_KEYS}
     if keys.window_is_optional:
         understood |= {"sliding_window"}
+    for key, default in keys.spelled_out.items():
+        if key not in config:
+            raise UserError(
+                f"{source}: {key} is missing, for which transformers takes {default!r}; write the "
+                "model's own value (null is one)"
+            )
     for key, value in config.items():
         if value is None or key in understood:
             continue

@@ -80,7 +80,7 @@ RESUMED = {
 # biases of attention and MLP with GELU, and of the attention alone with ReLU
 BIASES = [("llama_biases", False), ("qwen3_biases", True)]
 ONE_PROCESS = [("qwen3", False), ("qwen3", True), ("llama", False), ("qwen2", True)]
-ONE_PROCESS += BIASES
+ONE_PROCESS += [*BIASES, ("mistral", False)]
 QWEN3, LLAMA = (
     ("qwen3", True),
     ("llama", False),
@@ -91,6 +91,7 @@ SEVERAL += [
     for layout in ("tp2", "pp2", "tp2_pp2", "tp2_sequence_parallel_packed")
 ]
 SEVERAL += [("tp2_sequence_parallel_packed", which) for which in BIASES]
+SEVERAL += [("tp2_pp2", ("mistral", False))]
 SEVERAL += [("pp2", BIASES[0]), ("tp2_pp2", BIASES[1])]
 MICRO_BATCHES = (1, 3, 12)
 

@@ -68,6 +68,7 @@ def test_round_trip_gives_the_same_files(tmp_path, family, tied, dtype, max_shar
         ("llama", {"attention_bias": True, "mlp_bias": True, "hidden_act": "gelu"}),
         ("llama", {"mlp_bias": True}),
         ("qwen3_moe", {"attention_bias": True, "hidden_act": "relu"}),
+        ("mistral", {"sliding_window": None, "head_dim": 16}),
     ],
 )
 def test_biases_come_back_to_the_byte(tmp_path, family, options):

@@ -24,6 +24,7 @@ from megatron_dcpo.weights.hf_checkpoint import (
     check_side_files,
     copy_side_files,
 )
+from megatron_dcpo.weights.table import number_of_parameters
 from tests.helpers.paths import QUICKSTART
 
 CONFIG = json.loads((QUICKSTART / "policy" / "config.json").read_text())
@@ -60,6 +61,29 @@ LLAMA = {
     **{key: CONFIG[key] for key in CONFIG if key not in ("layer_types", "model_type")},
     "architectures": ["LlamaForCausalLM"],
 }
+# mistralai/Mistral-7B-Instruct-v0.3
+MISTRAL = {
+    "architectures": ["MistralForCausalLM"],
+    "attention_dropout": 0.0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 32768,
+    "model_type": "mistral",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 1000000.0,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "vocab_size": 32768,
+}
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,
@@ -95,6 +119,9 @@ LLAMA3 = {
             "architectures",
         ),
         (LLAMA, {"sliding_window": 128}, "sliding_window"),
+        (MISTRAL, {"sliding_window": 4096}, "sliding_window"),
+        (MISTRAL, {"attention_bias": True}, "attention_bias"),
+        (MISTRAL, {"mlp_bias": True}, "mlp_bias"),
         (LLAMA, {"pretraining_tp": 2}, "pretraining_tp"),
         (LLAMA, {"rope_interleaved": True}, "rope_interleaved"),
         (
@@ -362,3 +389,17 @@ def test_what_is_no_model_directory_says_what_to_pass(
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match=named):
         read_architecture(path)
+
+
+def test_a_released_mistral_is_read() -> None:
+    arch = parse_architecture(MISTRAL)
+    assert (arch.rotary_base, arch.num_query_groups, arch.kv_channels) == (1e6, 8, 128)
+    assert number_of_parameters(arch) == 7_248_023_552
+
+
+@pytest.mark.parametrize("key", ["sliding_window", "num_key_value_heads"])
+def test_a_key_whose_default_is_another_model_must_be_there(key: str) -> None:
+    """transformers takes a window of 4096 and 8 key/value heads for a Mistral that names none."""
+    config = {name: value for name, value in MISTRAL.items() if name != key}
+    with pytest.raises(UserError, match=key):
+        parse_architecture(config)
