@@ -17,7 +17,7 @@ from megatron_dcpo.config import (
     checked,
     load_config,
     merged,
-    nested,
+    overridden,
     parse_overrides,
     read_file,
     section_fields,
@@ -55,10 +55,11 @@ def load_evaluation(
         if asks_server or not evaluates_model:
             from_file.get("model", {}).pop("path", None)
         layers.append(from_file)
-    layers.append(nested(overrides))
     values: Values = {}
     for layer in layers:
         values = merged(values, layer)
+    for name, value in overrides.items():
+        values = overridden(values, name, value)
     source = "dcpo evaluate" if file is None else file
     config = checked(values, EvaluateConfig, source)
     check_evaluation(config, source)

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
+import yaml
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+)
 
 from megatron_dcpo.errors import did_you_mean
 from megatron_dcpo.runtime.plugins import is_import_path
@@ -42,6 +52,65 @@ def _verifier(name: str) -> str:
     return name
 
 
+@dataclass(frozen=True)
+class WeightedVerifier:
+    """One of several verifiers that judge the same responses, and its weight, a positive number."""
+
+    name: str
+    weight: float = 1.0
+
+
+def _verifier_choice(value: object) -> str | tuple[WeightedVerifier, ...]:
+    """Return the verifier of a name, or those of a mapping from names to weights, which may also be
+    the YAML text of one.
+
+    A list has names of weight 1, or mappings ``{name, weight}`` as ``config.yaml`` has them.
+    """
+    if isinstance(value, str) and value.lstrip().startswith("{"):
+        try:
+            value = yaml.safe_load(value)
+        except yaml.YAMLError:
+            raise ValueError("expected {my_reward.py:verify: 0.7, ...}") from None
+    if isinstance(value, str):
+        return _verifier(value)
+    members: list[WeightedVerifier] = []
+    for one in _listed_verifiers(value):
+        member = one if isinstance(one, WeightedVerifier) else _weighted_verifier(one)
+        if any(member.name == other.name for other in members):
+            raise ValueError(f"{member.name} is named twice; give it one weight")
+        members.append(member)
+    if not members:
+        raise ValueError("no verifier is named; name one, or several with weights")
+    return tuple(members)
+
+
+def _listed_verifiers(value: object) -> Sequence[object]:
+    """Return what names one verifier each in a mapping or a list."""
+    if isinstance(value, Mapping):
+        return [{"name": name, "weight": weight} for name, weight in value.items()]
+    if isinstance(value, list | tuple):
+        return value
+    raise ValueError(
+        "expected the name of a verifier, or a mapping from names to weights"
+    )
+
+
+def _weighted_verifier(one: object) -> WeightedVerifier:
+    values = {"name": one} if isinstance(one, str) else one
+    if not isinstance(values, Mapping) or not values.keys() <= {"name", "weight"}:
+        raise ValueError(f"expected a verifier and its weight, got {one!r:.80}")
+    name = values.get("name")
+    weight = values.get("weight", 1.0)
+    if not isinstance(name, str):
+        raise ValueError(f"expected the name of a verifier, got {name!r:.80}")
+    is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
+    if not is_number or not 0 < weight < math.inf:
+        raise ValueError(
+            f"the weight of {name} must be a positive number, got {weight!r:.40}"
+        )
+    return WeightedVerifier(_verifier(name), float(weight))
+
+
 def _column(name: str) -> str:
     if name not in COLUMNS:
         raise ValueError(f"no column of ours{did_you_mean(name, COLUMNS)}")
@@ -62,8 +131,24 @@ def _names(value: object) -> object:
 
 Names = Annotated[tuple[str, ...], BeforeValidator(_names)]
 Thinking = Annotated[Literal["off", "on", "auto"], BeforeValidator(_word)]
-VerifierName = Annotated[str, AfterValidator(_verifier)]
+VerifierChoice = Annotated[
+    str | tuple[WeightedVerifier, ...], PlainValidator(_verifier_choice)
+]
 # from our names of columns to those of a file
 Columns = dict[
     Annotated[str, AfterValidator(_column)], Annotated[str, Field(min_length=1)]
 ]
+
+
+def members(verifier: VerifierChoice) -> tuple[WeightedVerifier, ...]:
+    """Return the verifiers that judge a response; of a name, that one alone."""
+    if isinstance(verifier, str):
+        return (WeightedVerifier(verifier),)
+    return verifier
+
+
+def as_written(verifier: VerifierChoice) -> str | dict[str, float]:
+    """Return a verifier as a YAML file has it: its name, or a mapping from names to weights."""
+    if isinstance(verifier, str):
+        return verifier
+    return {member.name: member.weight for member in verifier}

@@ -11,6 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from megatron_dcpo.config import Config, SourceConfig
+from megatron_dcpo.config.field_types import VerifierChoice, members
 from megatron_dcpo.data.datasets import (
     PromptOptions,
     draw_prompts,
@@ -75,7 +76,6 @@ def load_sources(
                 path=source.path,
                 prompts=prompts,
                 weight=source.weight / total_weight,
-                verifier=verifier,
                 ranks=ranks,
             )
         )
@@ -145,8 +145,10 @@ def build_judge(
                 tests[prompt.ground_truth] = prompt.tests
     find = verifiers(config.judging, tests)
     judges: dict[str, Callable[..., list[Judgement]]] = {}
+    named = named_sources(config)
     for source in sources:
-        verifier, form = find(source.verifier)
+        chosen = verifier_of(named[source.name], config.judging)
+        verifier, form = find(chosen)
         judge = partial(judge_many, tokens=tokens, marker=config.judging.marker)
         judges[source.name] = partial(judge, verifier=verifier, form=form)
     if len(judges) == 1:
@@ -154,8 +156,15 @@ def build_judge(
     return partial(judge_by_task, judges=judges)
 
 
-def _check_verifier(prompts: Sequence[Prompt], verifier: str, path: str) -> None:
+def _check_verifier(
+    prompts: Sequence[Prompt], chosen: VerifierChoice, path: str
+) -> None:
     """Raise :class:`UserError` when the data is for another verifier."""
+    for member in members(chosen):
+        _check_named_verifier(prompts, member.name, path)
+
+
+def _check_named_verifier(prompts: Sequence[Prompt], verifier: str, path: str) -> None:
     with_tests = sum(prompt.tests is not None for prompt in prompts)
     if verifier == "math" and with_tests:
         raise UserError(
