@@ -26,7 +26,7 @@ NonNegative = Annotated[int, Field(ge=0)]
 Share = Annotated[float, Field(gt=0, le=1)]
 QUESTIONS = ("exact", "f1", "choice")
 BUILT_IN = ("math", "code", *QUESTIONS)  # verifiers
-COLUMNS = ("problem", "answer", "options", "answer_index", "kind", "tests")
+COLUMNS = ("problem", "answer", "options", "answer_index", "kind", "tests", "context")
 LOCAL = ("localhost", "127.0.0.1", "::1")
 
 
@@ -117,6 +117,21 @@ def _column(name: str) -> str:
     return name
 
 
+def _empty_context(columns: object) -> object:
+    """Return a context that YAML reads as null as an empty name."""
+    if isinstance(columns, Mapping) and columns.get("context", "") is None:
+        return {**columns, "context": ""}
+    return columns
+
+
+def _named_columns(columns: dict[str, str]) -> dict[str, str]:
+    """Refuse an empty name, except of the context, which is then left out."""
+    for ours, theirs in columns.items():
+        if not theirs and ours != "context":
+            raise ValueError(f"expected the name of a column for {ours}")
+    return columns
+
+
 def _word(value: object) -> object:
     """Return the word of a value that YAML reads as true or false."""
     return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
@@ -135,8 +150,10 @@ VerifierChoice = Annotated[
     str | tuple[WeightedVerifier, ...], PlainValidator(_verifier_choice)
 ]
 # from our names of columns to those of a file
-Columns = dict[
-    Annotated[str, AfterValidator(_column)], Annotated[str, Field(min_length=1)]
+Columns = Annotated[
+    dict[Annotated[str, AfterValidator(_column)], str],
+    BeforeValidator(_empty_context),
+    AfterValidator(_named_columns),
 ]
 
 

@@ -137,7 +137,7 @@ class DataConfig:
     """
     columns: Columns = dataclasses.field(default_factory=dict)
     """Columns of the file by our names, {problem: prompt, answer: solution}, where it has others;
-    with dots a field, extra_info.answer.
+    with dots a field, extra_info.answer. context: '' leaves a passage out.
     """
     template: str = "paper"
     """How a problem becomes a prompt: paper, abstain, grpo, chat, raw, or a function of yours,

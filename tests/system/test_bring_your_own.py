@@ -52,6 +52,7 @@ def test_every_example_of_the_page_runs(tmp_path: Path) -> None:
     score = 0.6 * math + 0.3 * own + 0.1 * short
     assert weighted["verifier/score"] == pytest.approx(score, abs=1e-9)
     assert weighted["reward/accuracy"] == math
+    assert "12=3*4, 8=2*4." in shown
     mixed = metrics(runs / "mixture")[-1]
     assert {
         f"reward/accuracy/{name}" for name in ("sums", "numbers", "chain_sum")
