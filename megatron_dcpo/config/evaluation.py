@@ -88,7 +88,7 @@ def values_as_trained(path: str, server: bool) -> Values:
 
 
 def _own_sources(run: Config) -> list[Values]:
-    """Return the sources of a run that have a verifier, a template or columns of their own."""
+    """Return the sources of a run that have their own verifier, template or columns."""
     if isinstance(run.data.path, str):
         return []
     found = []

@@ -61,8 +61,8 @@ class WeightedVerifier:
 
 
 def _verifier_choice(value: object) -> str | tuple[WeightedVerifier, ...]:
-    """Return the verifier of a name, or those of a mapping from names to weights, which may also be
-    the YAML text of one.
+    """Return the verifier of a name, or the verifiers of a mapping from names to weights, which may
+    also be the YAML text of one.
 
     A list has names of weight 1, or mappings ``{name, weight}`` as ``config.yaml`` has them.
     """
@@ -149,7 +149,7 @@ Thinking = Annotated[Literal["off", "on", "auto"], BeforeValidator(_word)]
 VerifierChoice = Annotated[
     str | tuple[WeightedVerifier, ...], PlainValidator(_verifier_choice)
 ]
-# from our names of columns to those of a file
+# from our names of columns to a file's names
 Columns = Annotated[
     dict[Annotated[str, AfterValidator(_column)], str],
     BeforeValidator(_empty_context),

@@ -128,12 +128,12 @@ def load_prompts(
     keep_columns: bool = False,
     columns: Mapping[str, str] = NO_COLUMNS,
 ) -> list[Prompt]:
-    """Return the prompts of a data set, rendered and tokenized, each with an id of its own (equal
+    """Return the prompts of a data set, rendered and tokenized, each with its own id (equal
     problems stay separate groups).
 
     ``path_or_name`` is a file, a directory with one data file, a hub name
     ``owner/name[:config][@split]``, or ``reasoning_gym:TASK``. ``task``, ``untested``,
-    ``keep_columns`` and ``columns`` are those of :func:`load_records`.
+    ``keep_columns`` and ``columns`` as in :func:`load_records`.
     """
     records = load_records(path_or_name, task, untested, keep_columns, columns)
     return render_prompts(records, tokenizer, options, source=str(path_or_name))

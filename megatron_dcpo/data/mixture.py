@@ -15,7 +15,9 @@ from megatron_dcpo.data.datasets import draw_prompts
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.types import Prompt
 
-_STREAM = 0x6D6978  # separates these random numbers from those of the epochs
+_STREAM = (
+    0x6D6978  # separates these random numbers from the random numbers of the epochs
+)
 
 
 @dataclass(frozen=True)

@@ -32,8 +32,8 @@ _FIX = "name a column of text by data.columns: {context: NAME}, or leave it out 
 
 
 def passage_of(row: Row, where: str) -> str:
-    """Return the passage of a row, "" if it has none. HotpotQA's objects, and those of other sets
-    in its format, are left out (``questions.py``).
+    """Return the passage of a row, "" if it has none. HotpotQA's objects, and objects of other
+    sets in its format, are left out (``questions.py``).
 
     Raises :class:`UserError` for several passages, and for one that is not a text.
     """

@@ -310,7 +310,7 @@ def _judged_by(problems: Problems, responder: Responder) -> AnswerJudge:
 def _check_directory(
     config: EvaluateConfig, loaded: Sequence[Problems], settings: dict[str, Any]
 ) -> None:
-    """Raise :class:`UserError` if the samples in the directory are not those of this evaluation."""
+    """Raise :class:`UserError` if the directory has samples of another evaluation."""
     limit = config.evaluation.limit or None
     wanted: set[tuple[str, str]] = set()
     for problems in loaded:

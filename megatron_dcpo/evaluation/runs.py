@@ -43,7 +43,7 @@ class EvaluatedRun:
 def find_runs(paths: Sequence[str | Path]) -> list[EvaluatedRun]:
     """Return the runs at or below ``paths``, in the order given, subdirectories by name.
 
-    A training run without an evaluation of its own takes the one evaluation below it, if there is
+    A training run without its own evaluation takes the one evaluation below it, if there is
     exactly one.
     """
     runs: list[EvaluatedRun] = []

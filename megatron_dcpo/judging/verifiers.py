@@ -144,8 +144,8 @@ def form_of(verifier: VerifierChoice) -> AnswerForm:
 
 
 def verifiers(options: JudgingConfig, tests: PackedTests) -> FindVerifier:
-    """Return a function that finds a verifier and builds each once. ``tests`` are those of
-    programs, by their keys.
+    """Return a function that finds a verifier and builds each once. ``tests`` are the tests
+    of programs, by their keys.
 
     The function raises :class:`UserError` if there is no such verifier, or if programs cannot be
     run safely on this machine.

@@ -178,7 +178,7 @@ def test_an_edited_template_is_asked_again(
 def test_an_edited_verifier_judges_again(
     evaluate: Evaluate, server: FakeServer, tmp_path: Path
 ) -> None:
-    """Also one that imports another file beside it, which is edited."""
+    """Also one that imports another file next to it, which is edited."""
     options = ("--verifier", "my_reward.py:verify")
     file = tmp_path / "my_reward.py"
     file.write_text("def verify(response, answer):\n    return True\n")

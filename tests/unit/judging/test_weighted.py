@@ -235,7 +235,7 @@ def test_a_mapping_is_read_written_and_read_again(tmp_path: Path, file: Path) ->
 
 
 def test_a_later_mapping_replaces_an_earlier_one(tmp_path: Path) -> None:
-    """Also that of a base, and an override; weights of two files would not be those of either."""
+    """Also of a base, and in an override: merged, they would have the weights of neither."""
     (tmp_path / "base.yaml").write_text(
         "run_dir: r\nmodel: {path: m}\ndata: {path: d}\n"
         "judging: {verifier: {math: 1, exact: 2}}\n"
