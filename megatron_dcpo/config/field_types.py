@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -104,7 +104,7 @@ def _weighted_verifier(one: object) -> WeightedVerifier:
     if not isinstance(name, str):
         raise ValueError(f"expected the name of a verifier, got {name!r:.80}")
     is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
-    if not is_number or not 0 < weight < math.inf:
+    if not is_number or not 0 < weight <= sys.float_info.max:
         raise ValueError(
             f"the weight of {name} must be a positive number, got {weight!r:.40}"
         )
