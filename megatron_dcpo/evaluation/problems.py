@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from megatron_dcpo.config import Config, JudgingConfig, SourceConfig
 from megatron_dcpo.config.field_types import (
@@ -132,6 +132,8 @@ def load_problems(
     problems = []
     for benchmark in loaded:
         verifier = _verifier_of_benchmark(benchmark, named_verifiers[benchmark.name])
+        answered = with_answers(verifier, benchmark.records, benchmark.source)
+        benchmark = replace(benchmark, records=tuple(answered))
         check_answers(verifier, benchmark.records, benchmark.source)
         source = source_of[benchmark.name]
         problems.append(
@@ -175,19 +177,43 @@ def _check_one_answer(problems: Iterable[Record | Prompt], source: str) -> None:
 def _check_plain_answers(
     name: str, problems: Iterable[Record | Prompt], source: str
 ) -> None:
-    """Raise :class:`UserError` for the first answer that is missing, or that is the JSON text of a
-    list or an object. Rows whose columns are kept, for a user's verifier or for ``data.order``, may
-    have one; the built-in verifier ``name`` would compare it as it stands.
+    """Raise :class:`UserError` for the first answer that is the JSON text of a list or an object.
+    Rows whose columns are kept, for a user's verifier or for ``data.order``, may have one; the
+    built-in verifier ``name`` would compare it as it stands.
     """
     for problem in problems:
-        truth = problem.answer if isinstance(problem, Record) else problem.ground_truth
-        answer = (problem.row or {}).get("answer", truth)
-        is_json = isinstance(answer, str) and is_structured(answer)
-        if is_json or not truth:
+        answer = (problem.row or {}).get("answer")
+        if isinstance(answer, str) and is_structured(answer):
             raise UserError(
-                f"{source}: {problem.prompt_id}: judging.verifier={name} needs a text, a number or "
-                f"a list of texts as answer where a row's columns are kept, got {answer!r:.60}"
+                f"{source}: {problem.prompt_id}: the answer is the JSON text {answer!r:.60}; where "
+                f"a row's columns are kept, judging.verifier={name} needs a text, a number or a "
+                "list of texts"
             )
+
+
+AnyProblem = TypeVar("AnyProblem", Record, Prompt)
+
+
+def with_answers(
+    verifier: VerifierChoice, problems: Sequence[AnyProblem], source: str
+) -> list[AnyProblem]:
+    """Return the problems that have an answer, if a built-in verifier, or one of several, needs it;
+    how many are dropped is logged. Rows whose columns are kept may have none.
+
+    Raises :class:`UserError` if none is left.
+    """
+    if all(member.name not in BUILT_IN for member in members(verifier)):
+        return list(problems)
+    kept = []
+    for problem in problems:
+        if problem.answer if isinstance(problem, Record) else problem.ground_truth:
+            kept.append(problem)
+    dropped = len(problems) - len(kept)
+    if dropped:
+        logger.warning("%s: dropped %d rows without an answer", source, dropped)
+    if not kept:
+        raise UserError(f"{source}: no problem with an answer in it")
+    return kept
 
 
 def judges_programs(verifier: VerifierChoice) -> bool:

@@ -30,6 +30,7 @@ from megatron_dcpo.evaluation.problems import (
     check_answers,
     named_sources,
     verifier_of,
+    with_answers,
 )
 from megatron_dcpo.judging.judge import judge_by_task, judge_many
 from megatron_dcpo.judging.token_bytes import TokenBytes
@@ -63,6 +64,7 @@ def load_sources(
             keep_columns=is_users(verifier) or bool(config.data.order),
             columns=source.columns,
         )
+        prompts = with_answers(verifier, prompts, source.path)
         _check_verifier(prompts, verifier, source.path)
         check_answers(verifier, prompts, source.path)
         ranks = None

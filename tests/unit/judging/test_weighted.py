@@ -426,10 +426,37 @@ def test_rows_that_a_built_in_member_cannot_judge_are_refused(
     )
     config = load_config(QUICKSTART / "dcpo.yaml", overrides)
     with pytest.raises(
-        UserError, match=rf"rows\.jsonl.*{verifier}|set judging"
+        UserError, match=rf"rows\.jsonl.*({verifier}|an answer)|set judging"
     ) as said:
         load_sources(config, ByteTokenizer())
     assert "\n" not in str(said.value)
+
+
+@pytest.mark.parametrize("order", ["", "level"])
+def test_rows_without_an_answer_are_dropped_as_by_the_built_in_member_alone(
+    order: str, tmp_path: Path, file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also where it is the order that keeps the columns; a user's verifier alone needs none."""
+    answered = {"problem": "1+1=", "answer": "2", "level": 1}
+    open_ended = {"problem": "Why?", "answer": None, "level": 2}
+    path = write(tmp_path / "rows.jsonl", answered, open_ended)
+    own = f"{file}:right"
+    for verifier, count in (
+        ("math", 1),
+        (f"{{math: 1, '{own}': 1}}", 1),
+        (f"{{'{own}': 1}}", 2),
+        (own, 2),
+    ):
+        overrides = (f"data.path={path}", f"data.order='{order}'")
+        config = load_config(
+            QUICKSTART / "dcpo.yaml", (*overrides, f"judging.verifier={verifier}")
+        )
+        caplog.clear()
+        (source,) = load_sources(config, ByteTokenizer())
+        assert len(source.prompts) == count
+        assert ("dropped 1 rows" in caplog.text) == (count == 1)
+        (problems,) = load_problems(f"own={path}", config.judging)
+        assert len(problems.benchmark.records) == count
 
 
 def test_built_in_members_alone_need_no_columns(tmp_path: Path) -> None:
