@@ -93,9 +93,10 @@ test-fast: setup
 test-grid: setup
 	OMP_NUM_THREADS=1 DCPO_GRID=full $(BIN)/python -m pytest -s tests/distributed/test_grid.py
 
-# 20 SIGKILLs at random moments, half of them in the middle of a save (the suite makes 4), and one failure of each kind of file
+# 20 SIGKILLs at random moments, half of them in the middle of a save (the suite makes 4), every signal in every phase of a step
+# (the suite: two), and one failure of each kind of file
 test-resilience: setup
-	OMP_NUM_THREADS=1 DCPO_KILLS=20 $(BIN)/python -m pytest tests/system/test_checkpoints.py tests/system/test_signals.py \
+	OMP_NUM_THREADS=1 DCPO_KILLS=20 DCPO_SIGNALS=all $(BIN)/python -m pytest tests/system/test_checkpoints.py tests/system/test_signals.py \
 		tests/distributed/test_watch.py tests/distributed/test_nonfinite.py tests/system/test_faults.py
 
 # 500 steps of the quickstart: memory, threads, files, processes, shared memory

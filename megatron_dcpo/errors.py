@@ -62,15 +62,24 @@ def did_you_mean(word: object, known: Iterable[str]) -> str:
     return f"; valid: {', '.join(known)}" if len(known) <= LONGEST_LIST else ""
 
 
+def validated_name(error: ValidationError) -> str:
+    """Return the dotted name of the first thing wrong, without the tags in parentheses that say
+    which of several types a value was read as.
+    """
+    parts = [str(part) for part in error.errors()[0]["loc"]]
+    return ".".join(part for part in parts if not part.startswith("("))
+
+
 def validation_message(error: ValidationError) -> str:
     """Return the first thing wrong in a pydantic ``ValidationError``, one line: ``section.key: what
     is wrong (found value)``.
     """
     first = error.errors()[0]
     message = one_line(first["msg"]).removeprefix("Value error, ")
+    name = validated_name(error)
     if not isinstance(first["input"], str | int | float | bool | list | type(None)):
-        return ": ".join((".".join(map(str, first["loc"])), message)).removeprefix(": ")
-    return f"{'.'.join(map(str, first['loc']))}: {message} (found {first['input']!r})"
+        return f"{name}: {message}".removeprefix(": ")
+    return f"{name}: {message} (found {first['input']!r})"
 
 
 def pip_install(extra: str) -> str:

@@ -38,7 +38,7 @@ by the names of others, who document them: `parallel.megatron`
 Reasoning Gym).
 """
 OF_SECTION = {
-    "": "At the top of the file, beside the sections.",
+    "": "At the top of the file, next to the sections.",
     "objective": "The method, and what its formulas read ([algorithms](algorithms.md)). Each "
     "`X_reasoning` and\n"
     "`X_confidence` may be written as `X`, for both. An option that the method does not read is "

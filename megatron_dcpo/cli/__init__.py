@@ -280,8 +280,9 @@ def add_judging_arguments(parser: argparse._ActionsContainer) -> None:
     parser.add_argument(
         "--verifier",
         metavar="NAME",
-        help="exact, f1, choice, or a verifier of yours as file.py:function or https://host "
-        "(docs/bring_your_own.md#a-verifier)",
+        help="exact, f1, choice, a verifier of yours as file.py:function or https://host "
+        "(docs/bring_your_own.md#a-verifier), or several with weights, "
+        "'{my.py:right: 0.7, my.py:short: 0.3}'",
     )
     parser.add_argument(
         "--threshold",

@@ -103,15 +103,17 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _judge_by_function(args: argparse.Namespace) -> int:
-    """Judge each prediction by a verifier of questions or by a user's, which reads the text before
-    the confidence line and the other columns.
+    """Judge each prediction by a verifier of questions, by a user's, or by several verifiers; they
+    read the text before the confidence line and the other columns.
     """
     from megatron_dcpo.config import JudgingConfig, checked
+    from megatron_dcpo.config.field_types import BUILT_IN, members
     from megatron_dcpo.data.files import read_json_lines
     from megatron_dcpo.judging.answers import Attempt
     from megatron_dcpo.judging.blocks import split_text
     from megatron_dcpo.judging.function_verifier import check_error_rate
-    from megatron_dcpo.judging.verifiers import is_users, verifiers
+    from megatron_dcpo.judging.verifiers import verifiers
+    from megatron_dcpo.types import VERIFIER_ERROR
 
     names = (
         "verifier",
@@ -127,7 +129,8 @@ def _judge_by_function(args: argparse.Namespace) -> int:
         if value is not None:
             given[name] = value
     judging = checked(given, JudgingConfig, "dcpo judge")
-    verifier, form = verifiers(judging, {})(args.verifier)
+    verifier, form = verifiers(judging, {})(judging.verifier)
+    built_in = any(member.name in BUILT_IN for member in members(judging.verifier))
     attempts = []
     for where, row in read_json_lines(args.pairs):
         if not isinstance(row.get("prediction"), str) or "reference" not in row:
@@ -139,7 +142,7 @@ def _judge_by_function(args: argparse.Namespace) -> int:
         answer = form.extract(reasoning)
         columns = {"answer": row["reference"], **row}
         truth = str(row["reference"])
-        if not is_users(args.verifier):
+        if built_in:
             truth = _add_question_columns(columns, where)
         attempts.append(Attempt(answer, truth, reasoning, columns))
     outcomes = verifier(attempts)
@@ -149,7 +152,7 @@ def _judge_by_function(args: argparse.Namespace) -> int:
             print(json.dumps({**values, **(outcome.logged or {})}))
     else:
         right = sum(outcome.correct for outcome in outcomes)
-        failed = sum(outcome.category is not None for outcome in outcomes)
+        failed = sum(outcome.category == VERIFIER_ERROR for outcome in outcomes)
         print(
             f"{len(outcomes)} predictions, {right} correct, {failed} not judged (verifier_error)"
         )

@@ -18,6 +18,7 @@ from megatron_dcpo.runtime.text import printable
 
 if TYPE_CHECKING:
     from megatron_dcpo.cli import Subparsers
+    from megatron_dcpo.evaluation.runs import EvaluatedRun
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -81,6 +82,7 @@ def run(args: argparse.Namespace) -> int:
         compared = published.compare(evaluations, against)
         if not args.json:
             print_table(numbers)
+            _print_unevaluated(runs)
             _print_published(compared)
     except report.OTHER_FORM as error:
         raise UserError(
@@ -90,6 +92,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         values: dict[str, Any] = {"report": str(page), "runs": numbers}
         values["equal_data"] = [asdict(equal) for equal in at_equal_data(runs)]
+        values["not_evaluated"] = [one.name for one in runs if one.evaluation is None]
         if args.against:
             values["against"] = compared
         print(json.dumps(json_ready(values), indent=1))
@@ -113,6 +116,15 @@ def serve(runs: Sequence[str], port: int) -> int:
         with suppress(KeyboardInterrupt):
             server.serve_forever()
     return 0
+
+
+def _print_unevaluated(runs: Sequence[EvaluatedRun]) -> None:
+    """Say of each run without an evaluation what its row is, and how to evaluate it."""
+    from megatron_dcpo.evaluation.runs import unevaluated
+
+    for run in runs:
+        if run.evaluation is None:
+            print(printable(f"{run.name}: {unevaluated(run.path)}"))
 
 
 def _print_published(rows: Sequence[Mapping[str, Any]]) -> None:

@@ -9,7 +9,8 @@ name the nearest valid key.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
@@ -36,7 +37,13 @@ from megatron_dcpo.config.sections import (
     TrainingConfig,
     ValidationConfig,
 )
-from megatron_dcpo.errors import UserError, nearest, one_line, validation_message
+from megatron_dcpo.errors import (
+    UserError,
+    nearest,
+    one_line,
+    validated_name,
+    validation_message,
+)
 from megatron_dcpo.objectives.options import ObjectiveConfig, option_names
 from megatron_dcpo.runtime.paths import beside, places
 from megatron_dcpo.sandbox.local import CodeLimits
@@ -76,16 +83,12 @@ def load_config(
     A file may name another as ``base``: it then holds only what differs. Paths in a file:
     ``config/paths.py``.
     """
-    for override in overrides:
-        if "=" not in override:
-            raise UserError(
-                f"override {override!r} is not of the form section.key=value"
-            )
     try:
-        merged = OmegaConf.merge(
-            _read(Path(path)), OmegaConf.from_dotlist(list(overrides))
-        )
-        values = OmegaConf.to_container(merged, resolve=True)
+        given: Any = OmegaConf.to_container(_read(Path(path)))
+        for override in overrides:
+            name, value = _parsed(override)
+            given = overridden(given, name, value)
+        values = OmegaConf.to_container(OmegaConf.create(given), resolve=True)
     except (
         OmegaConfBaseException,
         YAMLError,
@@ -102,7 +105,7 @@ def load_config(
     except UserError as error:
         message = str(error)
         for override in reversed(overrides):  # the file is not to blame
-            name = override.partition("=")[0]
+            name = re.sub(r"\[(\w+)\]", r".\1", override.partition("=")[0])
             if name in message or f"unknown key {name.partition('.')[0]};" in message:
                 raise UserError(
                     message.replace(f"{path}: ", f"{override}: ", 1)
@@ -187,9 +190,8 @@ def checked(values: dict[Any, Any], kind: type[Built], source: str) -> Built:
     try:
         return TypeAdapter(kind).validate_python(values)
     except ValidationError as error:
-        first = error.errors()[0]
-        if first["type"] == "missing":
-            where = ".".join(map(str, first["loc"]))
+        if error.errors()[0]["type"] == "missing":
+            where = validated_name(error)
             raise UserError(
                 f"{source}: {where} is required; add it to the file or pass {where}=..."
             ) from None
@@ -204,31 +206,71 @@ def parse_overrides(overrides: Iterable[str]) -> dict[str, Any]:
     """
     values: dict[str, Any] = {}
     for override in overrides:
-        name, equal, _ = override.partition("=")
-        if not equal:
-            raise UserError(
-                f"override {override!r} is not of the form section.key=value"
-            )
         try:
-            value: object = OmegaConf.select(OmegaConf.from_dotlist([override]), name)
-            if OmegaConf.is_config(value):
-                value = OmegaConf.to_container(value, resolve=True)
-        except (OmegaConfBaseException, YAMLError, ValueError, TypeError) as error:
+            name, value = _parsed(override)
+            values[name] = OmegaConf.to_container(
+                OmegaConf.create({"value": value}), resolve=True
+            )["value"]  # type: ignore[index, call-overload]
+        except (OmegaConfBaseException, ValueError, TypeError) as error:
             raise UserError(f"{override}: {one_line(error, 500)}") from None
-        values[name] = value
     return values
 
 
-def nested(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values by dotted name as nested mappings."""
-    result: dict[str, Any] = {}
-    for name, value in values.items():
-        *sections, key = name.split(".")
-        holder = result
-        for section in sections:
-            holder = holder.setdefault(section, {})
-        holder[key] = value
-    return result
+def _parsed(override: str) -> tuple[str, Any]:
+    """Return name and value of an override, the value read as YAML. Raises :class:`UserError`."""
+    name, equal, text = override.partition("=")
+    if not (name and equal):
+        raise UserError(f"override {override!r} is not of the form section.key=value")
+    try:
+        values = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))
+    except (OmegaConfBaseException, YAMLError, ValueError, TypeError) as error:
+        raise UserError(f"{override}: {one_line(error, 500)}") from None
+    assert isinstance(values, dict)
+    return name, values["value"]
+
+
+def overridden(values: object, name: str, value: object) -> dict[str, Any]:
+    """Return nested ``values`` with another ``value`` of the dotted ``name``.
+
+    A number in the name is a place in a list, counted from 0: ``data.path.0.weight`` or
+    ``data.path[0].weight``. A mapping is merged into a mapping; anything else is replaced.
+
+    Raises :class:`UserError` if a part of the name is no place in a list, or is below a value that
+    has no parts.
+    """
+    parts = re.sub(r"\[(\w+)\]", r".\1", name).split(".")
+    changed = _overridden(values, parts, value, ())
+    assert isinstance(changed, dict)
+    return changed
+
+
+def _overridden(
+    holder: object, parts: Sequence[str], value: object, above: tuple[str, ...]
+) -> object:
+    if not parts:
+        both = isinstance(holder, Mapping) and isinstance(value, Mapping)
+        return merged(holder, value) if both else value  # type: ignore[arg-type]
+    key, *rest = parts
+    name = ".".join((*above, *parts))
+    place = ".".join(above)
+    if isinstance(holder, list | tuple):
+        if not (key.isdecimal() and int(key) < len(holder)):
+            raise UserError(
+                f"override {name}: {place} is a list of {len(holder)}; name a place in it, "
+                f"{place}.0 to {place}.{len(holder) - 1}, or give the whole list"
+            )
+        entries = list(holder)
+        entry = entries[int(key)]
+        entries[int(key)] = _overridden(entry, rest, value, (*above, key))
+        return entries
+    if not isinstance(holder, Mapping | None):
+        raise UserError(
+            f"override {name}: {place} is {holder!r:.80}, which has no {key}; give {place}=... as "
+            "a whole"
+        )
+    before = holder or {}
+    inner = _overridden(before.get(key), rest, value, (*above, key))
+    return {**before, key: inner}
 
 
 def merged(values: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from megatron_dcpo.config import (
     checked,
     load_config,
     merged,
-    nested,
+    overridden,
     parse_overrides,
     read_file,
     section_fields,
@@ -55,10 +55,11 @@ def load_evaluation(
         if asks_server or not evaluates_model:
             from_file.get("model", {}).pop("path", None)
         layers.append(from_file)
-    layers.append(nested(overrides))
     values: Values = {}
     for layer in layers:
         values = merged(values, layer)
+    for name, value in overrides.items():
+        values = overridden(values, name, value)
     source = "dcpo evaluate" if file is None else file
     config = checked(values, EvaluateConfig, source)
     check_evaluation(config, source)
@@ -87,7 +88,7 @@ def values_as_trained(path: str, server: bool) -> Values:
 
 
 def _own_sources(run: Config) -> list[Values]:
-    """Return the sources of a run that have a verifier, a template or columns of their own."""
+    """Return the sources of a run that have their own verifier, template or columns."""
     if isinstance(run.data.path, str):
         return []
     found = []

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
+import yaml
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+)
 
 from megatron_dcpo.errors import did_you_mean
 from megatron_dcpo.runtime.plugins import is_import_path
@@ -16,7 +26,7 @@ NonNegative = Annotated[int, Field(ge=0)]
 Share = Annotated[float, Field(gt=0, le=1)]
 QUESTIONS = ("exact", "f1", "choice")
 BUILT_IN = ("math", "code", *QUESTIONS)  # verifiers
-COLUMNS = ("problem", "answer", "options", "answer_index", "kind", "tests")
+COLUMNS = ("problem", "answer", "options", "answer_index", "kind", "tests", "context")
 LOCAL = ("localhost", "127.0.0.1", "::1")
 
 
@@ -42,10 +52,84 @@ def _verifier(name: str) -> str:
     return name
 
 
+@dataclass(frozen=True)
+class WeightedVerifier:
+    """One of several verifiers that judge the same responses, and its weight, a positive number."""
+
+    name: str
+    weight: float = 1.0
+
+
+def _verifier_choice(value: object) -> str | tuple[WeightedVerifier, ...]:
+    """Return the verifier of a name, or the verifiers of a mapping from names to weights, which may
+    also be the YAML text of one.
+
+    A list has names of weight 1, or mappings ``{name, weight}`` as ``config.yaml`` has them.
+    """
+    if isinstance(value, str) and value.lstrip().startswith("{"):
+        try:
+            value = yaml.safe_load(value)
+        except yaml.YAMLError:
+            raise ValueError("expected {my_reward.py:verify: 0.7, ...}") from None
+    if isinstance(value, str):
+        return _verifier(value)
+    members: list[WeightedVerifier] = []
+    for one in _listed_verifiers(value):
+        member = one if isinstance(one, WeightedVerifier) else _weighted_verifier(one)
+        if any(member.name == other.name for other in members):
+            raise ValueError(f"{member.name} is named twice; give it one weight")
+        members.append(member)
+    if not members:
+        raise ValueError("no verifier is named; name one, or several with weights")
+    return tuple(members)
+
+
+def _listed_verifiers(value: object) -> Sequence[object]:
+    """Return what names one verifier each in a mapping or a list."""
+    if isinstance(value, Mapping):
+        return [{"name": name, "weight": weight} for name, weight in value.items()]
+    if isinstance(value, list | tuple):
+        return value
+    raise ValueError(
+        "expected the name of a verifier, or a mapping from names to weights"
+    )
+
+
+def _weighted_verifier(one: object) -> WeightedVerifier:
+    values = {"name": one} if isinstance(one, str) else one
+    if not isinstance(values, Mapping) or not values.keys() <= {"name", "weight"}:
+        raise ValueError(f"expected a verifier and its weight, got {one!r:.80}")
+    name = values.get("name")
+    weight = values.get("weight", 1.0)
+    if not isinstance(name, str):
+        raise ValueError(f"expected the name of a verifier, got {name!r:.80}")
+    is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
+    if not is_number or not 0 < weight <= sys.float_info.max:
+        raise ValueError(
+            f"the weight of {name} must be a positive number, got {weight!r:.40}"
+        )
+    return WeightedVerifier(_verifier(name), float(weight))
+
+
 def _column(name: str) -> str:
     if name not in COLUMNS:
         raise ValueError(f"no column of ours{did_you_mean(name, COLUMNS)}")
     return name
+
+
+def _empty_context(columns: object) -> object:
+    """Return a context that YAML reads as null as an empty name."""
+    if isinstance(columns, Mapping) and columns.get("context", "") is None:
+        return {**columns, "context": ""}
+    return columns
+
+
+def _named_columns(columns: dict[str, str]) -> dict[str, str]:
+    """Refuse an empty name, except of the context, which is then left out."""
+    for ours, theirs in columns.items():
+        if not theirs and ours != "context":
+            raise ValueError(f"expected the name of a column for {ours}")
+    return columns
 
 
 def _word(value: object) -> object:
@@ -70,8 +154,26 @@ def _groups(value: object) -> object:
 FilterGroups = Annotated[Literal["none", "reasoning", "any"], BeforeValidator(_groups)]
 Names = Annotated[tuple[str, ...], BeforeValidator(_names)]
 Thinking = Annotated[Literal["off", "on", "auto"], BeforeValidator(_word)]
-VerifierName = Annotated[str, AfterValidator(_verifier)]
-# from our names of columns to those of a file
-Columns = dict[
-    Annotated[str, AfterValidator(_column)], Annotated[str, Field(min_length=1)]
+VerifierChoice = Annotated[
+    str | tuple[WeightedVerifier, ...], PlainValidator(_verifier_choice)
 ]
+# from our names of columns to a file's names
+Columns = Annotated[
+    dict[Annotated[str, AfterValidator(_column)], str],
+    BeforeValidator(_empty_context),
+    AfterValidator(_named_columns),
+]
+
+
+def members(verifier: VerifierChoice) -> tuple[WeightedVerifier, ...]:
+    """Return the verifiers that judge a response; of a name, that one alone."""
+    if isinstance(verifier, str):
+        return (WeightedVerifier(verifier),)
+    return verifier
+
+
+def as_written(verifier: VerifierChoice) -> str | dict[str, float]:
+    """Return a verifier as a YAML file has it: its name, or a mapping from names to weights."""
+    if isinstance(verifier, str):
+        return verifier
+    return {member.name: member.weight for member in verifier}

@@ -28,6 +28,7 @@ ELSEWHERE: Mapping[str, str] = MappingProxyType(
         "resume_from_checkpoint": "training.resume",
         "output_dir": "run_dir",
         "reward_funcs": "judging.verifier",
+        "reward_weights": "judging.verifier",
         "model_name_or_path": "model.path",
         "dataset_name": "data.path",
         "vllm_importance_sampling_cap": "objective.tis_cap",

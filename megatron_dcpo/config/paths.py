@@ -54,7 +54,7 @@ def _sources(value: object, folder: Path) -> object:
     if isinstance(value, list):
         return [_sources(one, folder) for one in value]
     if isinstance(value, dict):
-        finds = {"path": _path, "verifier": _function, "template": _function}
+        finds = {"path": _path, "verifier": _verifier, "template": _function}
         return {
             key: finds[key](one, folder) if key in finds else one
             for key, one in value.items()
@@ -62,12 +62,28 @@ def _sources(value: object, folder: Path) -> object:
     return _path(value, folder)
 
 
+def _verifier(value: object, folder: Path) -> object:
+    """Return a verifier with its paths found. Those of a mapping to weights become a list, so that
+    a file that is based on this one, or an override, replaces them instead of adding to them.
+    """
+    if isinstance(value, list):
+        return [_verifier(one, folder) for one in value]
+    if not isinstance(value, dict):
+        return _function(value, folder)
+    if isinstance(value.get("name"), str):  # of a list
+        return {**value, "name": _import_path(value["name"], folder)}
+    return [
+        {"name": _function(name, folder), "weight": weight}
+        for name, weight in value.items()
+    ]
+
+
 _path, _function = _each(beside), _each(_import_path)
 _PATHS: dict[tuple[str, str], Callable[[object, Path], object]] = {
     ("model", "path"): _path,
     ("data", "path"): _sources,
     ("data", "template"): _function,
-    ("judging", "verifier"): _function,
+    ("judging", "verifier"): _verifier,
     ("rollout", "function"): _function,
     ("objective", "name"): _function,
     ("evaluation", "benchmarks"): _each(_benchmarks),

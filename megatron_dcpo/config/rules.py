@@ -273,14 +273,16 @@ def scores_need_a_verifier_that_gives_them(config: Config) -> Broken:
     judging = config.judging
     if (judging.graded or judging.threshold < 1) and not _has_scores(config):
         return (
-            "judging.graded and judging.threshold are for f1, or a verifier of your own; name it, "
-            "or remove them"
+            "judging.graded and judging.threshold are for f1, a verifier of yours, or several with "
+            "weights; name it, or remove them"
         )
     return None
 
 
 def _has_scores(config: Config) -> bool:
-    """Return whether any source is judged by a verifier that gives scores between 0 and 1."""
+    """Return whether any source is judged by a verifier that gives scores between 0 and 1: f1, a
+    user's, or several with weights.
+    """
     for source in config.data.sources:
         verifier = source.verifier or config.judging.verifier
         if (

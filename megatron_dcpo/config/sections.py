@@ -23,7 +23,7 @@ from megatron_dcpo.config.field_types import (
     Positive,
     Share,
     Thinking,
-    VerifierName,
+    VerifierChoice,
 )
 from megatron_dcpo.config.parallel import ParallelConfig
 from megatron_dcpo.objectives.options import ObjectiveConfig
@@ -81,7 +81,7 @@ class SourceConfig:
     """What the source is called in the metrics; empty: as its file."""
     weight: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
     """Share of every step, of the sum of all weights."""
-    verifier: VerifierName | None = None
+    verifier: VerifierChoice | None = None
     """Used instead of judging.verifier."""
     template: str | None = None
     """Used instead of data.template."""
@@ -119,10 +119,10 @@ def _as_sources(value: object) -> object:
 
 
 Sources = Annotated[
-    Annotated[str, Tag("path")]
-    | Annotated[tuple[SourceConfig, ...], Field(min_length=1), Tag("sources")],
+    Annotated[str, Tag("(path)")]
+    | Annotated[tuple[SourceConfig, ...], Field(min_length=1), Tag("(sources)")],
     Discriminator(
-        lambda value: "sources" if isinstance(value, list | tuple) else "path"
+        lambda value: "(sources)" if isinstance(value, list | tuple) else "(path)"
     ),
     BeforeValidator(_as_sources),
 ]
@@ -139,7 +139,7 @@ class DataConfig:
     """
     columns: Columns = dataclasses.field(default_factory=dict)
     """Columns of the file by our names, {problem: prompt, answer: solution}, where it has others;
-    with dots a field, extra_info.answer.
+    with dots a field, extra_info.answer. context: '' leaves a passage out.
     """
     template: str = "paper"
     """How a problem becomes a prompt: paper, abstain, grpo, chat, raw, or a function of yours,
@@ -254,15 +254,18 @@ class JudgingConfig:
 
     marker: Annotated[str, Field(min_length=1)] = CONFIDENCE_TAG
     """The confidence tag: the text that opens the confidence block."""
-    verifier: VerifierName = "math"
+    verifier: VerifierChoice = "math"
     """What decides correctness: math, code, of questions exact, f1 or choice
-    (docs/bring_your_own.md#questions), a function of yours (my_reward.py:verify), or a server
-    (https://host/path; docs/bring_your_own.md#a-verifier).
+    (docs/bring_your_own.md#questions), a function of yours (my_reward.py:verify), a server
+    (https://host/path; docs/bring_your_own.md#a-verifier), or several of them with weights,
+    {my_reward.py:right: 0.7, my_reward.py:short: 0.3} (docs/bring_your_own.md#several-verifiers).
     """
     threshold: Share = 1.0
-    """Least score of a right response, by f1 or a verifier of yours."""
+    """Least score of a right response, by f1, a verifier of yours, or several verifiers."""
     graded: bool = False
-    """The reward is the score of your verifier itself, else 1 from threshold on and 0 below."""
+    """The reward is the score of f1, your verifier, or several verifiers itself, else 1 from
+    threshold on and 0 below.
+    """
     max_error_rate: Annotated[float, Field(ge=0, le=1)] = 0.05
     """Share of a step's responses that your verifier may fail on before the run ends."""
     sandbox: Annotated[str, Field(min_length=1)] = "auto"

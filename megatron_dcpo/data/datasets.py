@@ -5,7 +5,8 @@ problem/answer columns.
     (tokens, unique id)
 
 A row with tests instead of an answer is a programming problem (``code_problems.py`` has the
-formats), one with options or with aliases of its answer a question (``questions.py``).
+formats), one with options or with aliases of its answer a question (``questions.py``). A passage
+next to a question is put before it (``passages.py``).
 
 Whatever is dropped on the way (no answer, too long) is counted and logged, and what cannot be read
 is a ``UserError`` that names the line or the column.
@@ -40,6 +41,12 @@ from megatron_dcpo.data.code_problems import (
 )
 from megatron_dcpo.data.files import ROW_SUFFIXES, Row, read_rows
 from megatron_dcpo.data.gym import gym_rows, is_gym, parse_gym
+from megatron_dcpo.data.passages import (
+    has_media,
+    passage_of,
+    passage_text,
+    with_passage,
+)
 from megatron_dcpo.data.questions import question_of
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.types import CONFIDENCE_TAG, Prompt
@@ -121,12 +128,12 @@ def load_prompts(
     keep_columns: bool = False,
     columns: Mapping[str, str] = NO_COLUMNS,
 ) -> list[Prompt]:
-    """Return the prompts of a data set, rendered and tokenized, each with an id of its own (equal
+    """Return the prompts of a data set, rendered and tokenized, each with its own id (equal
     problems stay separate groups).
 
     ``path_or_name`` is a file, a directory with one data file, a hub name
     ``owner/name[:config][@split]``, or ``reasoning_gym:TASK``. ``task``, ``untested``,
-    ``keep_columns`` and ``columns`` are those of :func:`load_records`.
+    ``keep_columns`` and ``columns`` as in :func:`load_records`.
     """
     records = load_records(path_or_name, task, untested, keep_columns, columns)
     return render_prompts(records, tokenizer, options, source=str(path_or_name))
@@ -304,6 +311,7 @@ def load_records(
         found = enumerate(read_rows(path_or_name))
         rows = _renamed(found, columns, str(path_or_name), must_have_columns)
     name = task or task_name(path_or_name)
+    passage = columns.get("context")
     records, left_out, dropped = split_usable_rows(
         rows,
         name,
@@ -311,6 +319,7 @@ def load_records(
         source=str(path_or_name),
         untested=untested,
         keep_columns=keep_columns,
+        passage="" if gym else passage,
     )
     for what, count in dropped.items():
         logger.warning("%s: dropped %d rows %s", path_or_name, count, what)
@@ -331,7 +340,11 @@ def _renamed(
     object (``extra_info.answer``). The answer that is named stands for the one in ``reward_model``.
     """
     for index, row in rows:
-        values = {ours: _field(row, theirs) for ours, theirs in columns.items()}
+        values = {
+            ours: _field(row, theirs)
+            for ours, theirs in columns.items()
+            if ours != "context" or theirs
+        }
         missing = [columns[ours] for ours, value in values.items() if value is _ABSENT]
         if missing and must_have:
             raise UserError(
@@ -341,6 +354,7 @@ def _renamed(
         if missing:
             yield index, row
             continue
+        values.pop("context", None)
         kept = dict(row)
         if "answer" in values:
             kept.pop("reward_model", None)
@@ -366,14 +380,23 @@ def split_usable_rows(
     source: str,
     untested: bool,
     keep_columns: bool = False,
+    passage: str | None = None,
 ) -> tuple[list[Record], list[str], Counter[str]]:
     """Return the problems among the numbered ``rows``, the names of those whose tests assert
     nothing, and how many were dropped for which other reason.
+
+    ``passage`` is the column of the passage that a question is about: None for one of the known
+    names (``passages.py``), "" for none.
     """
     records: list[Record] = []
     left_out: list[str] = []
     dropped: Counter[str] = Counter()
     for index, row in rows:
+        if has_media(row):
+            dropped[
+                "with an image, a film or a sound, which the policy cannot read"
+            ] += 1
+            continue
         try:
             record = to_record(row, index, task, forced, source, untested, keep_columns)
         except OtherLanguage:
@@ -384,8 +407,30 @@ def split_usable_rows(
             if record is None:
                 dropped["without an answer"] += 1
             else:
-                records.append(record)
+                where = f"{source}: row {index + 1}"
+                records.append(_about(record, _passage(row, passage, where)))
     return records, left_out, dropped
+
+
+def _passage(row: Row, column: str | None, where: str) -> str:
+    """Return the passage of a row in a named column, or in one of a known name; "" if the name is
+    empty or if there is none.
+    """
+    if column == "":
+        return ""
+    value = _ABSENT if column is None else _field(row, column)
+    if column is None or value is _ABSENT:
+        return passage_of(row, where)
+    return passage_text(value, column, where)
+
+
+def _about(record: Record, passage: str) -> Record:
+    """Return a problem with the passage before it."""
+    messages = with_passage(record.messages, passage)
+    about = replace(record, messages=messages)
+    if record.row is not None and "problem" in record.row:
+        about = replace(about, row={**record.row, "problem": about.problem})
+    return about
 
 
 def untested_note(names: Sequence[str]) -> str:

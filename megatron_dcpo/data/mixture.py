@@ -15,20 +15,19 @@ from megatron_dcpo.data.datasets import draw_prompts
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.types import Prompt
 
-_STREAM = 0x6D6978  # separates these random numbers from those of the epochs
+_STREAM = (
+    0x6D6978  # separates these random numbers from the random numbers of the epochs
+)
 
 
 @dataclass(frozen=True)
 class LoadedSource:
-    """The prompts of a source, its weight, and the name of its verifier. ``ranks`` order the
-    prompts in a curriculum.
-    """
+    """The prompts of a source, and its weight. ``ranks`` order the prompts in a curriculum."""
 
     name: str
     path: str
     prompts: Sequence[Prompt]
     weight: float
-    verifier: str
     ranks: np.ndarray | None
 
 

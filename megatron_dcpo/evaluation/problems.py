@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from megatron_dcpo.config import Config, JudgingConfig, SourceConfig
-from megatron_dcpo.config.field_types import QUESTIONS
+from megatron_dcpo.config.field_types import (
+    BUILT_IN,
+    QUESTIONS,
+    VerifierChoice,
+    members,
+)
 from megatron_dcpo.data import BENCHMARKS, LoadedBenchmark, load_benchmark
+from megatron_dcpo.data.answers import is_structured
 from megatron_dcpo.data.benchmarks import name_of, parse_specs
 from megatron_dcpo.data.datasets import Record, task_name
 from megatron_dcpo.data.gym import VERIFIER, is_gym
@@ -55,8 +61,8 @@ class Problems:
 
     ``tests`` are the tests of its programs, by their keys. ``equivalent`` decides whether two
     answers are the same. ``template`` is the prompt template of the source that matches the
-    benchmark, if that source names one. ``verifier`` is the name of its verifier, and ``digest``
-    that of the verifier's code and options (``judging.verifiers.digest_of``).
+    benchmark, if that source names one. ``verifier`` is what its responses are judged by, and
+    ``digest`` that of the verifier's code and options (``judging.verifiers.digest_of``).
     """
 
     benchmark: LoadedBenchmark
@@ -64,7 +70,7 @@ class Problems:
     judge: TokenJudge
     equivalent: Equivalent
     template: str | None = None
-    verifier: str = ""
+    verifier: VerifierChoice = ""
     digest: str = ""
 
 
@@ -97,18 +103,17 @@ def load_problems(
     programs on this machine.
     """
     options = options or BenchmarkOptions()
-    otherwise = "math" if judging.verifier == "code" else judging.verifier
     specs = {name_of(spec): spec for spec in parse_specs(benchmarks)}
     source_of: dict[str, SourceConfig | None] = {}
     for name, spec in specs.items():
         path = spec.partition("=")[2].strip()
         source_of[name] = find_source(name, path, sources)
-    named_verifiers: dict[str, str] = {}
+    named_verifiers: dict[str, VerifierChoice] = {}
     loaded: list[LoadedBenchmark] = []
     tests: dict[str, bytes] = {}
     for name, spec in specs.items():
         source = source_of[name]
-        named_verifiers[name] = otherwise
+        named_verifiers[name] = judging.verifier
         if source is not None:
             named_verifiers[name] = verifier_of(source, judging)
         benchmark = load_benchmark(
@@ -126,7 +131,9 @@ def load_problems(
     find = verifiers(judging, tests)
     problems = []
     for benchmark in loaded:
-        verifier = _verifier_name(benchmark, named_verifiers[benchmark.name])
+        verifier = _verifier_of_benchmark(benchmark, named_verifiers[benchmark.name])
+        answered = with_answers(verifier, benchmark.records, benchmark.source)
+        benchmark = replace(benchmark, records=tuple(answered))
         check_answers(verifier, benchmark.records, benchmark.source)
         source = source_of[benchmark.name]
         problems.append(
@@ -144,14 +151,20 @@ def load_problems(
 
 
 def check_answers(
-    verifier: str, problems: Iterable[Record | Prompt], source: str
+    verifier: VerifierChoice, problems: Sequence[Record | Prompt], source: str
 ) -> None:
-    """Raise :class:`UserError` for the first problem that the verifier cannot judge, because it has
-    no answer of the verifier's form, or several if the verifier takes one.
+    """Raise :class:`UserError` for the first problem that the verifier, or one of several, cannot
+    judge, because it has no answer of the verifier's form, or several if the verifier takes one.
     """
-    check_questions(verifier, problems, source)
-    if verifier != "math":
-        return
+    for member in members(verifier):
+        if member.name in BUILT_IN:
+            _check_plain_answers(member.name, problems, source)
+        check_questions(member.name, problems, source)
+        if member.name == "math":
+            _check_one_answer(problems, source)
+
+
+def _check_one_answer(problems: Iterable[Record | Prompt], source: str) -> None:
     for problem in problems:
         answer = (problem.row or {}).get("answer")
         if isinstance(answer, list | Mapping):
@@ -161,44 +174,98 @@ def check_answers(
             )
 
 
+def _check_plain_answers(
+    name: str, problems: Iterable[Record | Prompt], source: str
+) -> None:
+    """Raise :class:`UserError` for the first answer that is the JSON text of a list or an object.
+    Rows whose columns are kept, for a user's verifier or for ``data.order``, may have one; the
+    built-in verifier ``name`` would compare it as it stands.
+    """
+    for problem in problems:
+        answer = (problem.row or {}).get("answer")
+        if isinstance(answer, str) and is_structured(answer):
+            raise UserError(
+                f"{source}: {problem.prompt_id}: the answer is the JSON text {answer!r:.60}; where "
+                f"a row's columns are kept, judging.verifier={name} needs a text, a number or a "
+                "list of texts"
+            )
+
+
+AnyProblem = TypeVar("AnyProblem", Record, Prompt)
+
+
+def with_answers(
+    verifier: VerifierChoice, problems: Sequence[AnyProblem], source: str
+) -> list[AnyProblem]:
+    """Return the problems that have an answer, if a built-in verifier, or one of several, needs it;
+    how many are dropped is logged. Rows whose columns are kept may have none.
+
+    Raises :class:`UserError` if none is left.
+    """
+    if all(member.name not in BUILT_IN for member in members(verifier)):
+        return list(problems)
+    kept = []
+    for problem in problems:
+        if problem.answer if isinstance(problem, Record) else problem.ground_truth:
+            kept.append(problem)
+    dropped = len(problems) - len(kept)
+    if dropped:
+        logger.warning("%s: dropped %d rows without an answer", source, dropped)
+    if not kept:
+        raise UserError(f"{source}: no problem with an answer in it")
+    return kept
+
+
+def judges_programs(verifier: VerifierChoice) -> bool:
+    """Return whether a verifier, or one of several, is ``code``."""
+    return any(member.name == "code" for member in members(verifier))
+
+
 def tests_of(benchmark: LoadedBenchmark) -> dict[str, bytes]:
     """Return the tests of a benchmark's programs, by their keys."""
     return {r.answer: r.tests for r in benchmark.records if r.tests is not None}
 
 
-def _verifier_name(benchmark: LoadedBenchmark, named: str) -> str:
+def _verifier_of_benchmark(
+    benchmark: LoadedBenchmark, named: VerifierChoice
+) -> VerifierChoice:
     """Return the verifier of a benchmark, given the one that the user ``named``."""
     if any(record.tests is not None for record in benchmark.records):
-        return "code"
+        return named if judges_programs(named) else "code"
     if benchmark.is_gym:
         return VERIFIER
+    if judges_programs(named):
+        named = "math"
     form = benchmark.records[0].form
     return verifier_for(form, named, benchmark.name in BENCHMARKS)
 
 
-def equivalence(verifier: str) -> Equivalent:
+def equivalence(verifier: VerifierChoice) -> Equivalent:
     """Return the test of whether two answers that ``verifier`` judges are the same."""
-    if verifier == "code":
+    names = [member.name for member in members(verifier)]
+    if "code" in names:
         return same_program
-    if verifier == "choice":
+    if "choice" in names:
         return same_choice
-    if verifier in QUESTIONS:
+    if any(name in QUESTIONS for name in names):
         return same_answer
     return equivalent_math
 
 
-def judge_of(judging: JudgingConfig, find: FindVerifier, name: str) -> TokenJudge:
-    """Return the judge of the verifier ``name``."""
-    verifier, form = find(name)
+def judge_of(
+    judging: JudgingConfig, find: FindVerifier, chosen: VerifierChoice
+) -> TokenJudge:
+    """Return the judge of the ``chosen`` verifier."""
+    verifier, form = find(chosen)
     return partial(judge_many, marker=judging.marker, verifier=verifier, form=form)
 
 
 # ---------------------------------------------------------------------------- sources of a training
 
 
-def verifier_of(source: SourceConfig, judging: JudgingConfig) -> str:
-    """Return the name of the verifier of a source of problems: the one that the source names,
-    Reasoning Gym's, or ``judging.verifier``.
+def verifier_of(source: SourceConfig, judging: JudgingConfig) -> VerifierChoice:
+    """Return the verifier of a source of problems: the one that the source names, Reasoning Gym's,
+    or ``judging.verifier``.
     """
     if source.verifier:
         return source.verifier

@@ -245,7 +245,10 @@ def _tables(runs: Sequence[EvaluatedRun]) -> list[dict[str, Any]]:
         )
     trained = [run for run in runs if run.evaluation is None]
     if trained:
-        title = "Not evaluated: last training step, as training samples"
+        title = (
+            "Not evaluated: last training step, as training samples (on a benchmark: dcpo evaluate "
+            "--model RUN/policy --as-trained RUN/config.yaml)"
+        )
         rows = _cells(_rows_of(trained, "verbal"), None)
         tables.append(_table(title, rows, is_open=True))
     return [*tables, *_equal_data_tables(runs)]

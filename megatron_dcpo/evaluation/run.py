@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import datetime
 import os
 from collections.abc import Sequence
@@ -12,8 +11,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron_dcpo.config import JudgingConfig
+from megatron_dcpo.config import JudgingConfig, SourceConfig
 from megatron_dcpo.config.evaluation_sections import EvaluateConfig
+from megatron_dcpo.config.field_types import VerifierChoice, as_written
 from megatron_dcpo.data import BENCHMARKS
 from megatron_dcpo.data.gym import VERIFIER
 from megatron_dcpo.data.prompts import find_template
@@ -32,6 +32,7 @@ from megatron_dcpo.evaluation.problems import (
     equivalence,
     find_source,
     judge_of,
+    judges_programs,
     load_problems,
     verifier_of,
 )
@@ -182,32 +183,32 @@ def _judge_again(
 ) -> list[Sample]:
     """Judge all samples again, each by its verifier; return them in the order given."""
     find = verifiers(config.judging, tests)
-    of_verifier: dict[str, list[int]] = {}
+    of_verifier: dict[VerifierChoice, list[int]] = {}
     for index, sample in enumerate(samples):
         of_verifier.setdefault(_verifier_of_sample(sample, config), []).append(index)
     judged: dict[int, Sample] = {}
-    for name, indices in of_verifier.items():
+    for verifier, indices in of_verifier.items():
         judged_by = AnswerJudge(
-            judge=judge_of(config.judging, find, name),
-            equivalent=equivalence(name),
-            digest=digest_of(name, config.judging),
+            judge=judge_of(config.judging, find, verifier),
+            equivalent=equivalence(verifier),
+            digest=digest_of(verifier, config.judging),
         )
         again = rejudge([samples[index] for index in indices], judged_by)
         judged.update(zip(indices, again, strict=True))
     return [judged[index] for index in range(len(samples))]
 
 
-def _verifier_of_sample(sample: Sample, config: EvaluateConfig) -> str:
+def _verifier_of_sample(sample: Sample, config: EvaluateConfig) -> VerifierChoice:
     prompt = sample.prompt
-    if is_code(sample):
-        return "code"
-    if "reasoning_gym" in (prompt.row or {}):
-        return VERIFIER
     source = find_source(prompt.task, "", config.data.sources)
     named = config.judging.verifier
     if source is not None:
         named = verifier_of(source, config.judging)
-    if named == "code":
+    if is_code(sample):
+        return named if judges_programs(named) else "code"
+    if "reasoning_gym" in (prompt.row or {}):
+        return VERIFIER
+    if judges_programs(named):
         named = "math"
     return verifier_for(prompt.form, named, prompt.task in BENCHMARKS)
 
@@ -273,8 +274,8 @@ def _check_same_verifiers(config: EvaluateConfig, loaded: Sequence[Problems]) ->
     for problems in loaded:
         if digest_of(problems.verifier, config.judging) != problems.digest:
             raise UserError(
-                f"judging.verifier={problems.verifier}: the file was changed while responses were "
-                f"judged; the same command judges those in {config.run_dir} again"
+                f"judging.verifier={as_written(problems.verifier)}: the file was changed while "
+                f"responses were judged; the same command judges those in {config.run_dir} again"
             )
 
 
@@ -309,7 +310,7 @@ def _judged_by(problems: Problems, responder: Responder) -> AnswerJudge:
 def _check_directory(
     config: EvaluateConfig, loaded: Sequence[Problems], settings: dict[str, Any]
 ) -> None:
-    """Raise :class:`UserError` if the samples in the directory are not those of this evaluation."""
+    """Raise :class:`UserError` if the directory has samples of another evaluation."""
     limit = config.evaluation.limit or None
     wanted: set[tuple[str, str]] = set()
     for problems in loaded:
@@ -364,7 +365,7 @@ def settings_of(
     if config.data.thinking != "off":
         settings["thinking"] = config.data.thinking
     if reads_rows(judging.verifier):
-        settings["verifier"] = judging.verifier
+        settings["verifier"] = as_written(judging.verifier)
         settings["threshold"] = judging.threshold
     defaults = JudgingConfig()
     for name in _JUDGED_BY:
@@ -379,10 +380,14 @@ def settings_of(
     return settings
 
 
-def _source_settings(source: object) -> dict[str, Any]:
+def _source_settings(source: SourceConfig) -> dict[str, Any]:
     """Return the options of a source that decide what is sampled and how it is judged."""
-    values = dataclasses.asdict(source)  # type: ignore[call-overload]
-    return {name: values[name] for name in ("path", "name", "verifier", "template")}
+    return {
+        "path": source.path,
+        "name": source.name,
+        "verifier": source.verifier and as_written(source.verifier),
+        "template": source.template,
+    }
 
 
 def _weights(model: Path) -> dict[str, list[int]]:

@@ -12,6 +12,7 @@ from megatron_dcpo.data.files import read_json_lines
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation import run_description
 from megatron_dcpo.evaluation.samples import SETTINGS
+from megatron_dcpo.runtime.run_records import CONFIG
 from megatron_dcpo.runtime.text import read_json_object
 
 
@@ -42,7 +43,7 @@ class EvaluatedRun:
 def find_runs(paths: Sequence[str | Path]) -> list[EvaluatedRun]:
     """Return the runs at or below ``paths``, in the order given, subdirectories by name.
 
-    A training run without an evaluation of its own takes the one evaluation below it, if there is
+    A training run without its own evaluation takes the one evaluation below it, if there is
     exactly one.
     """
     runs: list[EvaluatedRun] = []
@@ -65,6 +66,20 @@ def find_runs(paths: Sequence[str | Path]) -> list[EvaluatedRun]:
                 name = root.resolve().name
             runs.append(read_run(directory, adopted.get(directory), name))
     return _distinct(runs)
+
+
+def unevaluated(path: Path) -> str:
+    """Return what the numbers of a run are that was never evaluated, and how to evaluate it."""
+    policy = path / "policy"
+    how = (
+        f"evaluate it by dcpo evaluate --model {policy} --as-trained {path / CONFIG} --benchmarks "
+        f"NAMES --out {path / 'eval'}"
+    )
+    if not policy.is_dir():
+        how = f"its policy is in {policy} when it has ended, for dcpo evaluate"
+    return (
+        f"never evaluated; its numbers are of the last training step's responses; {how}"
+    )
 
 
 def _is_run(directory: Path) -> bool:

@@ -21,6 +21,7 @@ from megatron_dcpo.errors import UserError, did_you_mean
 from megatron_dcpo.objectives import ccgspg, coupled, dcpo, grpo, posthoc, rlcr, ternary
 from megatron_dcpo.objectives.method import Method
 from megatron_dcpo.objectives.options import (
+    OWN_OPTIONS,
     ObjectiveConfig,
     expand_blocks,
     ignored_options,
@@ -108,6 +109,15 @@ def _refuse_ignored(config: ObjectiveConfig, method: Method) -> None:
     ignored = _ignored(config, method)
     if not ignored:
         return
+    if ignored[0] in config.options and ignored[0] not in OWN_OPTIONS:
+        valid = "it has no options"
+        if ignored[0] in ObjectiveConfig.model_fields:
+            valid = f"write objective.{ignored[0]}"
+        elif method.own_options:
+            valid = did_you_mean(ignored[0], method.own_options).removeprefix("; ")
+        raise UserError(
+            f"objective.options.{ignored[0]}: no option of objective.name={config.name}; {valid}"
+        )
     readers = []
     for name, other in METHODS.items():
         if ignored[0] in other.reads or ignored[0] in other.own_options:

@@ -52,9 +52,9 @@ class ObjectiveConfig(BaseModel):
     preset: Preset = "paper"
     """Other defaults for all options of the section (docs/algorithms.md#6-presets)."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """The method's own options; those of the package's methods may stand beside it as well."""
+    """The method's own options; the package's methods may have theirs in the section itself."""
     lam: Unit = 0.5
-    """Share of the group's accuracy in the target of the confidence, beside the response's own
+    """Share of the group's accuracy in the target of the confidence, next to the response's own
     label [lambda].
     """
     calibration_loss: Literal["l1", "brier", "log", "spherical"] = "l1"

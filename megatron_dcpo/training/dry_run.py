@@ -7,10 +7,12 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
-from megatron_dcpo.config import Config, ObjectiveConfig
+from megatron_dcpo.config import Config, ObjectiveConfig, as_dict, flat
 from megatron_dcpo.data.files import is_here, is_hub_name
 from megatron_dcpo.data.gym import is_gym
 from megatron_dcpo.evaluation.best_step import benchmark_names, check_keep_best
@@ -31,6 +33,34 @@ from megatron_dcpo.training.sources import load_sources
 from megatron_dcpo.training.warnings import too_few_problems
 from megatron_dcpo.weights.hf_checkpoint import HFReader
 from megatron_dcpo.weights.table import hf_shapes, number_of_parameters
+
+# The paper's method, its ablations, and what it compares with (docs/algorithms.md#2-methods).
+PAPER_METHODS = ("grpo", "dcpo", "coupled", "rlcr", "ccgspg", "posthoc")
+# The paper's values of the options that decide what a step computes. Methods without a confidence
+# line are asked by the template grpo.
+PAPER_SETTINGS: Mapping[str, tuple[object, ...]] = MappingProxyType(
+    {
+        "data.template": ("paper", "grpo"),
+        "data.prompts_per_step": (256,),
+        "rollout.group_size": (8,),
+        "rollout.temperature": (1.0,),
+        "rollout.top_p": (1.0,),
+        "rollout.top_k": (0,),
+        "rollout.max_response_length": (3000,),
+        "rollout.function": ("",),
+        "rollout.filter_groups": (False,),
+        "rollout.max_staleness": (0,),
+        "rollout.async_steps": (0,),
+        "judging.graded": (False,),
+        "optimizer.lr": (1e-6,),
+        "optimizer.lr_decay_style": ("constant",),
+        "optimizer.lr_warmup_iters": (0,),
+        "optimizer.weight_decay": (0.01,),
+        "optimizer.clip_grad": (1.0,),
+        "training.updates_per_rollout": (4,),
+        "training.steps": (120,),
+    }
+)
 
 
 def describe(config: Config, allow_missing: bool = False) -> dict[str, Any]:
@@ -55,7 +85,7 @@ def describe(config: Config, allow_missing: bool = False) -> dict[str, Any]:
     responses = config.data.prompts_per_step * config.rollout.group_size
     facts = {
         "objective": f"{config.objective.name}, preset {config.objective.preset}",
-        "unlike the paper": ", ".join(_changed(config.objective)) or "nothing",
+        "unlike the paper": ", ".join(unlike_the_paper(config)) or "nothing",
         **_describe_inputs(config, allow_missing),
         "processes": f"a multiple of {math.prod(sizes)}",
         "responses per step": responses,
@@ -69,14 +99,25 @@ def describe(config: Config, allow_missing: bool = False) -> dict[str, Any]:
     return facts
 
 
-def _changed(objective: ObjectiveConfig) -> list[str]:
-    """Return the options of the objective that differ from the paper's, as ``name=value``."""
-    paper = _flat(ObjectiveConfig(name=objective.name))
-    return [
-        f"{name}={value}"
-        for name, value in _flat(objective).items()
-        if value != paper[name] and name != "preset"
-    ]
+def unlike_the_paper(config: Config) -> list[str]:
+    """Return the options that decide what a step computes and differ from the paper's, as
+    ``name=value``: method, objective, batch, sampling, optimizer. Model and data are not compared.
+    """
+    objective = config.objective
+    changed = []
+    if objective.name not in PAPER_METHODS:
+        changed.append(f"objective.name={objective.name}")
+    usual = _flat(ObjectiveConfig(name=objective.name))
+    for name, value in _flat(objective).items():
+        if value != usual[name] and name != "preset":
+            changed.append(f"objective.{name}={value}")
+    values = dict(flat(as_dict(config)))
+    for name, papers in PAPER_SETTINGS.items():
+        if values[name] not in papers:
+            changed.append(f"{name}={values[name]}")
+    if config.frozen:
+        changed.append("model.adapter")
+    return changed
 
 
 def _flat(objective: ObjectiveConfig) -> dict[str, Any]:

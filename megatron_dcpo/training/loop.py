@@ -99,13 +99,23 @@ def _start(run: Run, done: int) -> None:
     run.weight_sync.push(version=done)
     run.recorder.log_evaluation(done, _validate(run, done))
     run.timers.clear()
-    if is_first_rank and done < config.training.steps:
-        logger.info(
-            "step %d begins: %d responses of at most %d tokens",
-            done + 1,
-            config.data.prompts_per_step * config.rollout.group_size,
-            config.rollout.max_response_length,
+    if is_first_rank:
+        logger.info(what_follows(config, done))
+
+
+def what_follows(config: Config, done: int) -> str:
+    """Return what follows after ``done`` steps: the next one, or the end of a finished run."""
+    steps = config.training.steps
+    if done >= steps:
+        return (
+            f"{config.run_dir} is already done: {done} steps trained, training.steps={steps}; "
+            f"to train on, raise it, for instance training.steps={2 * done}"
         )
+    responses = config.data.prompts_per_step * config.rollout.group_size
+    return (
+        f"step {done + 1} begins: {responses} responses of at most "
+        f"{config.rollout.max_response_length} tokens"
+    )
 
 
 # -------------------------------------------------------------------------------- validation

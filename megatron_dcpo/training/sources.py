@@ -11,6 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from megatron_dcpo.config import Config, SourceConfig
+from megatron_dcpo.config.field_types import VerifierChoice, members
 from megatron_dcpo.data.datasets import (
     PromptOptions,
     draw_prompts,
@@ -29,6 +30,7 @@ from megatron_dcpo.evaluation.problems import (
     check_answers,
     named_sources,
     verifier_of,
+    with_answers,
 )
 from megatron_dcpo.judging.judge import judge_by_task, judge_many
 from megatron_dcpo.judging.token_bytes import TokenBytes
@@ -62,6 +64,7 @@ def load_sources(
             keep_columns=is_users(verifier) or bool(config.data.order),
             columns=source.columns,
         )
+        prompts = with_answers(verifier, prompts, source.path)
         _check_verifier(prompts, verifier, source.path)
         check_answers(verifier, prompts, source.path)
         ranks = None
@@ -75,7 +78,6 @@ def load_sources(
                 path=source.path,
                 prompts=prompts,
                 weight=source.weight / total_weight,
-                verifier=verifier,
                 ranks=ranks,
             )
         )
@@ -145,8 +147,10 @@ def build_judge(
                 tests[prompt.ground_truth] = prompt.tests
     find = verifiers(config.judging, tests)
     judges: dict[str, Callable[..., list[Judgement]]] = {}
+    named = named_sources(config)
     for source in sources:
-        verifier, form = find(source.verifier)
+        chosen = verifier_of(named[source.name], config.judging)
+        verifier, form = find(chosen)
         judge = partial(judge_many, tokens=tokens, marker=config.judging.marker)
         judges[source.name] = partial(judge, verifier=verifier, form=form)
     if len(judges) == 1:
@@ -154,8 +158,15 @@ def build_judge(
     return partial(judge_by_task, judges=judges)
 
 
-def _check_verifier(prompts: Sequence[Prompt], verifier: str, path: str) -> None:
+def _check_verifier(
+    prompts: Sequence[Prompt], chosen: VerifierChoice, path: str
+) -> None:
     """Raise :class:`UserError` when the data is for another verifier."""
+    for member in members(chosen):
+        _check_named_verifier(prompts, member.name, path)
+
+
+def _check_named_verifier(prompts: Sequence[Prompt], verifier: str, path: str) -> None:
     with_tests = sum(prompt.tests is not None for prompt in prompts)
     if verifier == "math" and with_tests:
         raise UserError(

@@ -11,6 +11,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.helpers.paths import QUICKSTART, REPOSITORY
 from tests.helpers.quickstart import metrics
 
@@ -44,6 +46,13 @@ def test_every_example_of_the_page_runs(tmp_path: Path) -> None:
     evaluated = json.loads((runs / "evaluated" / "evaluation.json").read_text())
     assert evaluated["benchmarks"]["mine"]["n"] == 16
     assert "2 predictions, 1 correct, 0 not judged (verifier_error)" in shown
+    weighted = metrics(runs / "weighted")[0]
+    parts = ("math", "my_reward.verify", "my_style.short")
+    math, own, short = (weighted[f"verifier/{part}"] for part in parts)
+    score = 0.6 * math + 0.3 * own + 0.1 * short
+    assert weighted["verifier/score"] == pytest.approx(score, abs=1e-9)
+    assert weighted["reward/accuracy"] == math
+    assert "12=3*4, 8=2*4." in shown
     mixed = metrics(runs / "mixture")[-1]
     assert {
         f"reward/accuracy/{name}" for name in ("sums", "numbers", "chain_sum")

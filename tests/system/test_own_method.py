@@ -112,7 +112,7 @@ def test_it_trains_and_its_option_counts(directory: Path) -> None:
         ),
         (
             ("objective.name=my_method.py:METHOD", "objective.options.gama=2"),
-            "objective.gama has no effect with objective.name=my_method.py:METHOD",
+            "objective.options.gama",
         ),
         (
             ("objective.name=my_method.py:METHOD", "objective.options.gamma=much"),

@@ -160,31 +160,25 @@ def test_evaluation_keeps_what_judging_again_needs(directory: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "message"),
+    ("overrides", "named"),
     [
-        (
-            ("judging.verifier=my_reward.py:verfy",),
-            "my_reward.py has no 'verfy'; did you mean 'verify'?",
-        ),
-        (
-            ("judging.verifier=mth",),
-            "judging.verifier: expected math, code, exact, f1, choice, an import path as "
-            "my_reward.py:verify",
-        ),
+        (("judging.verifier=my_reward.py:verfy",), ["'verfy'", "'verify'"]),
+        (("judging.verifier=mth",), ["judging.verifier=mth", "'math'"]),
         (
             ("judging.verifier=my_reward.py:extract_boxed",),
-            "expected verify(response, answer, *, problem, **columns)",
+            ["my_reward.py:extract_boxed", "verify(response, answer"],
         ),
         (
-            ("judging.graded=true",),
-            "judging.graded and judging.threshold are for f1, or a verifier of your own",
+            ("judging.verifier={math: 1, 'my_reward.py:verfy': 1}",),
+            ["'verfy'", "'verify'"],
         ),
+        (("judging.graded=true",), ["judging.graded", "judging.threshold", "f1"]),
     ],
 )
 def test_a_bad_option_is_one_line(
-    directory: Path, overrides: tuple[str, ...], message: str
+    directory: Path, overrides: tuple[str, ...], named: list[str]
 ) -> None:
     done = train(directory, "--dry-run", "run_dir=run", *overrides)
     assert done.returncode == 2
-    assert message in done.stderr
+    assert [name for name in named if name not in done.stderr] == []
     assert len(done.stderr.strip().splitlines()) == 1

@@ -16,6 +16,8 @@ import pytest
 
 from megatron_dcpo.cli.launch import exit_status
 from megatron_dcpo.errors import EXIT_INTERRUPTED, EXIT_PEER_LOST, EXIT_REQUEUE
+from tests.helpers import warm
+from tests.helpers.launch import ENVIRONMENT, ranks
 from tests.helpers.paths import QUICKSTART, REPOSITORY
 from tests.helpers.quickstart import SMALL, command, metrics, run, without_clocks
 
@@ -175,6 +177,109 @@ def test_second_signal_ends_at_once(number):
     process.send_signal(number)
     assert process.wait(60) == 128 + number
     process.communicate()
+
+
+# Every kind of signal in every phase of a step, DCPO_SIGNALS=all; otherwise two of them.
+PHASES = ("setup", "rollout", "judge", "train", "save", "reshard", "evaluation")
+NAMES = ("SIGTERM", "SIGUSR1", "SIGINT")
+KINDS = ("once", "twice", "one of two ranks")
+EVERY = [(phase, name, kind) for phase in PHASES for name in NAMES for kind in KINDS]
+FEW = [("train", "SIGTERM", "twice"), ("evaluation", "SIGUSR1", "once")]
+SIGNALLED_STEP = 3
+SIGNALLED = (
+    "train",
+    "--config",
+    QUICKSTART / "dcpo.yaml",
+    *SMALL,
+    "training.steps=4",
+    "training.save_interval=2",
+    "evaluation.interval=1",
+    "evaluation.limit=4",
+    f"evaluation.benchmarks=heldout={QUICKSTART / 'data' / 'heldout.jsonl'}",
+    "--resume",
+    "auto",
+)
+
+
+@pytest.fixture(scope="module")
+def unsignalled(tmp_path_factory):
+    """Return the directory of the run of so many ranks that gets no signal."""
+    made = {}
+
+    def of(processes):
+        if processes not in made:
+            made[processes] = tmp_path_factory.mktemp("unsignalled") / "run"
+            words = (*SIGNALLED, f"run_dir={made[processes]}")
+            assert run(*words, processes=processes).returncode == 0
+        return made[processes]
+
+    return of
+
+
+def signalled(phase, name, kind, run_dir):
+    """Return the exit statuses of the ranks of a run of which the last one gets a signal, and what
+    they said.
+    """
+    processes = 2 if kind == "one of two ranks" else 1
+    times = 2 if kind == "twice" else 1
+    how = (phase, SIGNALLED_STEP, name, times, processes - 1)
+    words = [*map(str, how), *map(str, SIGNALLED), f"run_dir={run_dir}"]
+    if processes == 1:
+        environment = os.environ | ENVIRONMENT
+        done = warm.run("tests.helpers.signalled", words, [environment], 120)
+        return [done.returncode], done.stderr
+    first, last = (
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.helpers.signalled", *words],
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=REPOSITORY,
+            env=os.environ | own,
+        )
+        for own in ranks(processes)
+    )
+    said = last.communicate(timeout=120)[1]
+    if phase == "setup":  # the first one would wait for it; a launcher would end it
+        first.kill()
+    said += first.communicate(timeout=120)[1]
+    return [first.returncode, last.returncode], said
+
+
+@pytest.mark.parametrize(
+    ("phase", "name", "kind"), EVERY if os.environ.get("DCPO_SIGNALS") else FEW
+)
+def test_a_signal_in_any_phase_loses_nothing_that_was_saved(
+    phase, name, kind, unsignalled, tmp_path
+):
+    """The first signal saves the step that is done, a second one leaves at once, and before the
+    first step the first one does; the run then continues and ends as one that got none.
+    """
+    run_dir = tmp_path / "run"
+    statuses, said = signalled(phase, name, kind, run_dir)
+    has_begun = phase != "setup"
+    status = EXIT_INTERRUPTED if name == "SIGINT" else EXIT_REQUEUE
+    if has_begun and kind == "twice":
+        status = 128 + signal.Signals[name]
+    assert statuses[-1] == status, said[-3000:]
+    assert "Traceback" not in said
+    if not has_begun:
+        assert not (run_dir / "metrics.jsonl").exists()
+    else:
+        assert set(statuses) == {status}, said[-3000:]
+    if has_begun and kind != "twice":
+        # a rollout is cut short; what follows it is finished
+        done = SIGNALLED_STEP - (phase == "rollout")
+        assert saved_step(run_dir) == done == metrics(run_dir)[-1]["step"]
+    processes = len(statuses)
+    resumed = run(*SIGNALLED, f"run_dir={run_dir}", processes=processes)
+    assert resumed.returncode == 0, resumed.stderr[-3000:]
+    whole = unsignalled(processes)
+    assert without_clocks(metrics(run_dir)) == without_clocks(metrics(whole))
+    assert weights(run_dir) == weights(whole)
+
+
+def weights(run_dir):
+    return (run_dir / "policy" / "model.safetensors").read_bytes()
 
 
 STUCK = """

@@ -7,6 +7,7 @@ from pydantic import ValidationError
 
 from megatron_dcpo.cli import main
 from megatron_dcpo.config import ParallelConfig, load_config, to_yaml
+from megatron_dcpo.config.evaluation import load_evaluation
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.objectives import METHODS, resolve
 from tests.helpers.paths import EXAMPLES
@@ -138,3 +139,60 @@ def test_an_option_of_megatron_in_another_section_is_pointed_to_its_own(tmp_path
         load_config(tmp_path / "c.yaml", ["parallel.cp_comm_type=p2p"])
     with pytest.raises(UserError, match=r"parallel\.megatron.*cp_comm_type"):
         load_config(tmp_path / "c.yaml", ["parallel.megatron.cp_comm_type=ring"])
+
+
+@pytest.mark.parametrize(
+    ("override", "value"),
+    [
+        ("data.path.0.weight=5", (5.0, 2.0)),
+        ("data.path[1].weight=5", (1.0, 5.0)),
+        ("data.path.1={path: c, weight: 3}", (1.0, 3.0)),
+        ("data.path=[{path: c, weight: 4}]", (4.0,)),
+    ],
+)
+def test_an_override_names_a_place_in_a_list(tmp_path, override, value):
+    sources = "[{path: a}, {path: b, weight: 2}]"
+    (tmp_path / "c.yaml").write_text(BASE.replace("path: d", f"path: {sources}"))
+    sources = load_config(tmp_path / "c.yaml", [override]).data.sources
+    assert tuple(source.weight for source in sources) == value
+
+
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [
+        ("data.path.2.weight=5", "data.path.0 to data.path.1"),
+        ("data.path.-1.weight=5", "data.path.0 to data.path.1"),
+        ("data.path.b.weight=5", "data.path.0 to data.path.1"),
+        ("data.path.0.weight=0", "data.path.0.weight=0"),
+        ("data.path[0].weight=0", "data.path[0].weight=0"),
+        ("data.path.0.wieght=5", "data.path.0.wieght=5"),
+        ("data.path.1.weight=5", "data.path.1="),
+        ("model.path.0=x", "model.path=..."),
+        ("model.path.name=x", "model.path=..."),
+        ("=x", "section.key=value"),
+    ],
+)
+def test_a_place_that_a_list_does_not_have_is_named(tmp_path, override, named):
+    (tmp_path / "c.yaml").write_text(BASE.replace("path: d", "path: [{path: a}, b]"))
+    with pytest.raises(UserError) as error:
+        load_config(tmp_path / "c.yaml", [override])
+    assert named in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_an_evaluation_s_override_names_a_place_in_a_list_too():
+    given = {"run_dir": "e", "data.sources": [{"path": "a"}, {"path": "b"}]}
+    changed = {"data.sources.1.template": "raw"}
+    config = load_evaluation({**given, **changed})
+    assert [source.template for source in config.data.sources] == [None, "raw"]
+    with pytest.raises(UserError, match=r"data\.sources\.0 to data\.sources\.1"):
+        load_evaluation({**given, "data.sources.2.template": "raw"})
+
+
+def test_overrides_keep_interpolations_and_merge_mappings(tmp_path):
+    (tmp_path / "c.yaml").write_text(BASE + "rollout: {vllm: {a: 1, b: 2}}\n")
+    overrides = ["run_dir=x", "model.path=${run_dir}/m", "rollout.vllm={b: 3}"]
+    config = load_config(tmp_path / "c.yaml", [*overrides, "model.adapter.rank=4"])
+    assert config.model.path == "x/m"
+    assert config.rollout.vllm == {"a": 1, "b": 3}
+    assert config.model.adapter.rank == 4

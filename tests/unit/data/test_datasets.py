@@ -7,6 +7,7 @@ from __future__ import annotations
 import gzip
 import json
 import logging
+import re
 from pathlib import Path
 
 import pytest
@@ -76,7 +77,7 @@ def test_real_files_load_with_their_count(file: str) -> None:
     path, (rows, problems) = real(file), REAL_FILES[file]
     assert sum(1 for _ in read_rows(path)) == rows
     if problems is None:
-        with pytest.raises(UserError, match=r"use MbppPlus-OriginFmt"):
+        with pytest.raises(UserError, match=r"MbppPlus-OriginFmt"):
             load_records(path)
         return
     records = load_records(path)
@@ -142,7 +143,7 @@ def test_verl_rows(tmp_path: Path) -> None:
             "toy/0",
             "toy/1",
             "toy/2",
-        ]  # equal problems keep groups of their own
+        ]  # equal problems keep their own groups
         assert {p.ground_truth for p in prompts} == {"2"}
         assert {p.task for p in prompts} == {"toy"}
         assert isinstance(prompts[0].token_ids, tuple)
@@ -215,13 +216,15 @@ def test_long_prompts_are_dropped_and_counted(
             path, ByteTokenizer(), PromptOptions("raw", max_prompt_length=100)
         )
     assert [p.prompt_id for p in prompts] == ["toy/0", "toy/2", "toy/4"]
-    assert "dropped 2 prompts longer than 100 tokens" in caplog.text
+    (dropped,) = caplog.messages
+    assert dropped.startswith(str(path))
+    assert re.findall(r"\b\d+\b", dropped.removeprefix(str(path))) == ["2", "100"]
     assert (
         len(load_prompts(path, ByteTokenizer(), PromptOptions("raw", 100, limit=2)))
         == 2
     )
     assert len(load_prompts(path, ByteTokenizer(), PromptOptions("raw", limit=0))) == 5
-    with pytest.raises(UserError, match="every prompt is longer than 3 tokens"):
+    with pytest.raises(UserError, match=r"toy\.jsonl: .*\b3 tokens"):
         load_prompts(path, ByteTokenizer(), PromptOptions("raw", max_prompt_length=3))
 
 
@@ -234,7 +237,9 @@ def test_rows_without_an_answer_are_dropped_and_counted(
     )
     with caplog.at_level(logging.WARNING):
         assert [r.prompt_id for r in load_records(path)] == ["t/1"]
-    assert "dropped 1 rows without an answer" in caplog.text
+    (dropped,) = caplog.messages
+    assert dropped.startswith(str(path))
+    assert "1 rows" in dropped
 
 
 @pytest.mark.parametrize(
@@ -242,32 +247,32 @@ def test_rows_without_an_answer_are_dropped_and_counted(
     [
         (
             '{"problem": "a", "answer": "1"}\n{"problem": "b", \n',
-            r"bad\.jsonl:2: not valid JSON \(.*\); fix or remove",
+            r"bad\.jsonl:2\b",
         ),
         (
             '{"problem": "a", "answer": "1"}\n\n[1]\n',
-            r"bad\.jsonl:3: not a JSON object but list",
+            r"bad\.jsonl:3\b.*list",
         ),
         (
             '{"text": "a", "answer": "1"}\n',
-            r"row 1 has no problem column; found text, answer; expected one of problem",
+            r"row 1\b.*text, answer.*problem, question, prompt",
         ),
         (
             '{"problem": "a", "solution": "1"}\n',
-            r"row 1 has no answer column; found problem, solution",
+            r"row 1\b.*problem, solution.*answer, ground_truth",
         ),
         (
             '{"problem": 5, "answer": "1"}\n',
-            r"row 1: the problem is neither text nor a list of messages",
+            r"row 1\b.*problem",
         ),
-        ('{"problem": "a", "answer": null}\n', r"no problem with an answer"),
+        ('{"problem": "a", "answer": null}\n', r"bad\.jsonl\b.*answer"),
         (
             "version https://git-lfs.github.com/spec/v1\noid sha256:1\n",
-            r"only a git-lfs pointer",
+            r"bad\.jsonl\b.*git lfs pull",
         ),
-        ("", r"no problem with an answer"),
-        ('[{"problem": "a"},\n 3', r"bad\.jsonl:2: not valid JSON"),
-        ("[1]", r"element 1 must be an object, got int"),
+        ("", r"bad\.jsonl\b.*answer"),
+        ('[{"problem": "a"},\n 3', r"bad\.jsonl:2\b"),
+        ("[1]", r"bad\.jsonl\b.*element 1\b.*int"),
     ],
 )
 def test_broken_files_name_the_line(tmp_path: Path, content: str, message: str) -> None:
@@ -277,23 +282,20 @@ def test_broken_files_name_the_line(tmp_path: Path, content: str, message: str) 
 
 
 def test_missing_and_strange_files(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no such data file"):
-        load_records(tmp_path / "none.jsonl")
-    with pytest.raises(UserError, match=r"\./none/here: no such data file"):
-        load_records("./none/here")
     (tmp_path / "a.tsv").write_text("x")
-    with pytest.raises(UserError, match="unknown kind of data file"):
-        load_records(tmp_path / "a.tsv")
     (tmp_path / "a.parquet").write_bytes(b"not parquet")
-    with pytest.raises(UserError, match="not a readable parquet file"):
-        load_records(tmp_path / "a.parquet")
     (tmp_path / "a.jsonl").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(UserError, match="not UTF-8"):
-        load_records(tmp_path / "a.jsonl")
-    with pytest.raises(
-        UserError, match=r"exactly one data file.*found a\.jsonl, a\.parquet"
+    for path, named in (
+        (tmp_path / "none.jsonl", r"none\.jsonl"),
+        ("./none/here", r"\./none/here"),
+        (tmp_path / "a.tsv", r"a\.tsv.*\.jsonl.*\.parquet"),
+        (tmp_path / "a.parquet", r"a\.parquet"),
+        (tmp_path / "a.jsonl", r"a\.jsonl.*UTF-8"),
+        (tmp_path, r"a\.jsonl, a\.parquet"),
     ):
-        load_records(tmp_path)
+        with pytest.raises(UserError, match=named) as refused:
+            load_records(path)
+        assert "\n" not in str(refused.value)
 
 
 def test_a_directory_with_one_file(tmp_path: Path) -> None:
@@ -305,10 +307,7 @@ def test_a_directory_with_one_file(tmp_path: Path) -> None:
 
 def test_hub_names_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "datasets", None)
-    with pytest.raises(
-        UserError,
-        match="owner/name@test: no such file, and reading it from the hub needs the datasets",
-    ):
+    with pytest.raises(UserError, match=r"owner/name@test\b.*datasets"):
         load_records("owner/name@test")
 
 
@@ -332,7 +331,7 @@ def test_hub_names_with_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     assert load_records("owner/name:main@test")[0].answer == "1000"
     assert load_records("owner/name")[0].task == "name"
     assert seen == [("owner/name", "main", "test"), ("owner/name", None, "train")]
-    with pytest.raises(UserError, match=r"cannot load it from the hub \(offline\)"):
+    with pytest.raises(UserError, match=r"owner/gone\b.*offline"):
         load_records("owner/gone")
 
 
@@ -346,23 +345,23 @@ def test_a_small_file_cannot_fill_the_memory(
     path.write_bytes(
         gzip.compress((f"[{row}]" if "json." in name else row + "\n").encode())
     )
-    with pytest.raises(UserError, match=r"more than .* M characters"):
+    with pytest.raises(UserError, match=re.escape(name)):
         load_records(path)
 
 
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (b"[" * 10**5, "levels deep"),
-        (b'{"problem": ' + b"[" * 10**5, ":1: not valid JSON"),
-        (b'[{"problem": "?", "answer": ' + b"9" * 5000 + b"}]", "not valid JSON"),
+        (b"[" * 10**5, r"rows\.json"),
+        (b'{"problem": ' + b"[" * 10**5, r"rows\.json:1\b"),
+        (b'[{"problem": "?", "answer": ' + b"9" * 5000 + b"}]", r"rows\.json"),
         (
             gzip.compress(b'{"problem": "?"}', mtime=0)[:-9] + b"\xff" * 9,
-            "not UTF-8 text",
+            r"rows\.json.*UTF-8",
         ),
         (
             gzip.compress(b'{"problem": "?"}', mtime=0)[:12] + b"\xff" * 9,
-            "not UTF-8 text",
+            r"rows\.json.*UTF-8",
         ),
     ],
 )

@@ -103,28 +103,31 @@ def test_answers_are_scored_by_the_task() -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "message"),
+    ("path", "named"),
     [
         (
             "reasoning_gym:leg_countin",
-            "has no task 'leg_countin'; did you mean 'leg_counting'?",
+            ["'leg_countin'", "'leg_counting'"],
         ),
         (
             "reasoning_gym:chain_sum?min_term=2",
-            "unexpected keyword argument 'min_term'",
+            ["chain_sum", "'min_term'"],
         ),
-        ("reasoning_gym:chain_sum?min_terms=9&max_terms=2", "AssertionError"),
-        ("reasoning_gym:chain_sum?size=0", "size must be a whole number of at least 1"),
+        (
+            "reasoning_gym:chain_sum?min_terms=9&max_terms=2",
+            ["chain_sum", "AssertionError"],
+        ),
+        ("reasoning_gym:chain_sum?size=0", ["size"]),
     ],
 )
-def test_what_is_wrong_is_one_line(path: str, message: str) -> None:
+def test_what_is_wrong_is_one_line(path: str, named: list[str]) -> None:
     with pytest.raises(UserError) as refused:
         load_records(path)
-    assert message in str(refused.value)
+    assert [name for name in named if name not in str(refused.value)] == []
     assert "\n" not in str(refused.value)
 
 
 def test_without_the_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(gym.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"not installed; pip install 'reasoning-gym=="):
+    with pytest.raises(UserError, match=r"pip install 'reasoning-gym=="):
         load_records(SMALL)

@@ -194,9 +194,9 @@ def test_a_chat_template_that_cannot_be_applied_is_one_line(
             [record], with_template(chat_template), PromptOptions("chat"), "f.jsonl"
         )
     said = str(caught.value)
-    assert said.startswith("f.jsonl: row 5: ")
+    assert said.startswith("f.jsonl: row 5")
     assert "\n" not in said
-    assert line is None or f", line {line}," in said
+    assert line is None or f"line {line}" in said
 
 
 def test_a_users_template_that_raises_is_one_line(tmp_path: Path) -> None:
@@ -210,7 +210,7 @@ def test_a_users_template_that_raises_is_one_line(tmp_path: Path) -> None:
         lambda: message_prompts([record], f"{file}:render"),
     ):
         with pytest.raises(
-            UserError, match=r"row 5: data.template=.*IndexError"
+            UserError, match=r"row 5\b.*data\.template=.*IndexError"
         ) as caught:
             render()
         assert f"{file}, line 2" in str(caught.value)
@@ -219,14 +219,12 @@ def test_a_users_template_that_raises_is_one_line(tmp_path: Path) -> None:
 def test_errors_name_the_fix() -> None:
     with pytest.raises(
         UserError,
-        match="unknown prompt template 'papr'; known: paper, abstain, grpo, chat, raw",
+        match=r"'papr'.*paper, abstain, grpo, chat, raw",
     ):
         prompts.render(ByteTokenizer(), user("x"), "papr")
-    with pytest.raises(
-        UserError, match="no chat template; use the prompt template 'raw'"
-    ):
+    with pytest.raises(UserError, match="'raw'"):
         prompts.render(ByteTokenizer(None), user("x"), "paper")
-    with pytest.raises(UserError, match="end with a user message"):
+    with pytest.raises(UserError, match=r"\buser\b"):
         prompts.render(
             ByteTokenizer(), ({"role": "assistant", "content": "x"},), "paper"
         )

@@ -178,7 +178,7 @@ def test_an_edited_template_is_asked_again(
 def test_an_edited_verifier_judges_again(
     evaluate: Evaluate, server: FakeServer, tmp_path: Path
 ) -> None:
-    """Also one that imports another file beside it, which is edited."""
+    """Also one that imports another file next to it, which is edited."""
     options = ("--verifier", "my_reward.py:verify")
     file = tmp_path / "my_reward.py"
     file.write_text("def verify(response, answer):\n    return True\n")
@@ -187,6 +187,34 @@ def test_an_edited_verifier_judges_again(
     file.write_text("def verify(response, answer):\n    return False\n")
     assert evaluate(options=options) == 0
     assert correct_of() == {"5*5?": [False, False]}
+    assert len(server.asked) == 2
+
+
+def test_an_edited_member_of_several_verifiers_judges_again(
+    evaluate: Evaluate, server: FakeServer, tmp_path: Path
+) -> None:
+    """And a changed weight is another evaluation, which ``--rejudge`` makes of the samples."""
+
+    def options(weight: float) -> tuple[str, ...]:
+        verifier = f"{{math: {weight}, 'my_reward.py:verify': 1}}"
+        return ("--verifier", verifier, "--threshold", "0.5")
+
+    file = tmp_path / "my_reward.py"
+    file.write_text("def verify(response, answer):\n    return True\n")
+    assert evaluate(B, options=options(1)) == 0
+    assert correct_of() == {"5*5?": [True, True]}
+    file.write_text("def verify(response, answer):\n    return False\n")
+    assert evaluate(options=options(1)) == 0
+    assert correct_of() == {"5*5?": [False, False]}
+    file.write_text("def verify(response, answer):\n    return True\n")
+    assert evaluate(options=options(2)) == 2
+    again = ["evaluate", "--samples", "out/samples.jsonl", "--rejudge", "--out", "out"]
+    _forget_modules()
+    assert main([*again, "--resamples", "0", *options(2)]) == 0
+    assert correct_of() == {"5*5?": [False, False]}, "1/3 is less than 0.5"
+    _forget_modules()
+    assert main([*again, "--resamples", "0", *options(0.5)]) == 0
+    assert correct_of() == {"5*5?": [True, True]}, "2/3 is not"
     assert len(server.asked) == 2
 
 

@@ -242,6 +242,31 @@ def test_a_training_run_alone(tmp_path: Path) -> None:
     assert "<mark>&lt;conf&gt; sure</mark>" in page
 
 
+def test_a_run_that_was_never_evaluated_says_how(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Once it has a policy; and only such a run."""
+    evaluated(tmp_path / "base")
+    trained(tmp_path / "run")
+    command = ["report", str(tmp_path / "base"), str(tmp_path / "run")]
+    assert main(command) == 0
+    (line,) = [
+        line
+        for line in capsys.readouterr().out.splitlines()
+        if line.startswith("run: ")
+    ]
+    assert "never evaluated" in line
+    assert "--as-trained" not in line
+    (tmp_path / "run" / "policy").mkdir()
+    assert main(command) == 0
+    said = capsys.readouterr().out
+    assert f"--model {tmp_path}/run/policy" in said
+    assert f"--as-trained {tmp_path}/run/config.yaml" in said
+    assert "base: " not in said
+    assert main([*command, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["not_evaluated"] == ["run"]
+
+
 def test_a_line_cut_off_by_a_kill_is_left_out(tmp_path: Path) -> None:
     trained(tmp_path / "run")
     with (tmp_path / "run" / "metrics.jsonl").open("a") as file:

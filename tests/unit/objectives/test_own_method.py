@@ -54,3 +54,24 @@ def test_a_mistake_is_named_before_a_rollout(tmp_path: Path, case: str) -> None:
 def test_a_file_that_python_cannot_read_is_named_with_its_line(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"mine\.py, line 4"):
         build_method(method(tmp_path, "    return (\n"))
+
+
+@pytest.mark.parametrize(
+    ("own", "wrong", "named"),
+    [
+        ('{"gamma": 1.0, "kind": ("a", "b")}', "gama", "'gamma'"),
+        ('{"gamma": 1.0, "kind": ("a", "b")}', "zzz", "gamma, kind"),
+        ("{}", "gamma", "no options"),
+        ('{"gamma": 1.0}', "lam", "write objective.lam"),
+    ],
+)
+def test_a_wrong_option_of_ones_method_names_the_valid_ones(
+    tmp_path: Path, own: str, wrong: str, named: str
+) -> None:
+    config = method(tmp_path, RIGHT)
+    file = tmp_path / "mine.py"
+    file.write_text(file.read_text().replace("=score)", f"=score, own_options={own})"))
+    with pytest.raises(UserError, match=rf"objective\.options\.{wrong}: ") as refused:
+        build_method(ObjectiveConfig(name=config.name, options={wrong: 2.0}))
+    assert named in str(refused.value)
+    assert "\n" not in str(refused.value)

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from megatron_dcpo.cli import main
-from tests.helpers.paths import QUICKSTART
+from megatron_dcpo.config import load_config
+from megatron_dcpo.training.dry_run import unlike_the_paper
+from tests.helpers.paths import EXAMPLES, QUICKSTART
 
 TP, PP, VPP = (
     f"parallel.{name}_model_parallel_size"
@@ -226,3 +228,26 @@ def test_a_gpu_without_transformer_engine_is_refused_unless_local_is_said(
         assert "set model.transformer_impl=local" in said
         assert len(said.splitlines()) == 1
     assert dry_run(["model.transformer_impl=local"], capsys)[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("example", "overrides", "differs"),
+    [
+        ("qwen3_8b/math/ccgspg", [], []),
+        ("qwen3_8b/math/dcpo", [], ["objective.tis_level=token"]),
+        ("qwen3_8b/math/ccgspg", ["rollout.group_size=4"], ["rollout.group_size=4"]),
+        ("qwen3_8b/math/ccgspg", ["model.adapter.rank=4"], ["model.adapter"]),
+        ("qwen3_8b/math/ccgspg", ["optimizer.lr=2e-6"], ["optimizer.lr=2e-06"]),
+    ],
+)
+def test_what_is_unlike_the_paper(
+    example: str, overrides: list[str], differs: list[str]
+) -> None:
+    config = load_config(EXAMPLES / f"{example}.yaml", overrides)
+    assert unlike_the_paper(config) == differs
+
+
+def test_a_method_that_the_paper_has_not_is_unlike_it() -> None:
+    differs = unlike_the_paper(load_config(QUICKSTART / "ternary.yaml"))
+    assert "objective.name=ternary" in differs
+    assert "data.prompts_per_step=48" in differs

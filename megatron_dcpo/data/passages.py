@@ -1,0 +1,106 @@
+"""The passage that a question is about: a text in a column next to the question, which is put
+before it. Without it the question would be another one.
+
+Data sets call the column ``context`` (SQuAD, PubMedQA), ``passage`` (BoolQ, DROP), ``article``
+(RACE), ``story`` (CoQA), ``paragraph``, ``document``, ``body`` (SVAMP), ``theory``, ``premises`` or
+``table``, in lower or upper case; Alpaca has ``input`` next to ``instruction``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from megatron_dcpo.data.files import Row
+from megatron_dcpo.errors import UserError
+
+PASSAGE_COLUMNS = (
+    "context",
+    "passage",
+    "article",
+    "paragraph",
+    "story",
+    "document",
+    "body",
+    "theory",
+    "premises",
+    "table",
+)
+# Columns of what is seen or heard, without which a question is another one, too.
+MEDIA_COLUMNS = ("image", "images", "video", "videos", "audio", "audios")
+_FIX = "name a column of text by data.columns: {context: NAME}, or leave it out by {context: ''}"
+
+
+def passage_of(row: Row, where: str) -> str:
+    """Return the passage of a row, "" if it has none. HotpotQA's objects, and objects of other
+    sets in its format, are left out (``questions.py``).
+
+    Raises :class:`UserError` for several passages, and for one that is not a text.
+    """
+    names = set(PASSAGE_COLUMNS)
+    if "instruction" in row:
+        names.add("input")
+    found: dict[str, str] = {}
+    for column, value in row.items():
+        if str(column).lower() not in names:
+            continue
+        if "supporting_facts" in row and not isinstance(value, str):
+            continue
+        text = passage_text(value, str(column), where)
+        if text and text not in found.values():
+            found[str(column)] = text
+    if len(found) > 1:
+        raise UserError(
+            f"{where} has several passages, in {', '.join(found)}; join them in the file, or "
+            f"{_FIX}"
+        )
+    return next(iter(found.values()), "")
+
+
+def passage_text(value: object, column: str, where: str) -> str:
+    """Return the text in a column of passages: a text, or a list of texts as paragraphs. Raises
+    :class:`UserError` for anything else.
+    """
+    if _is_missing(value):
+        return ""
+    if isinstance(value, str):
+        return value.strip()
+    if isinstance(value, list | tuple) and all(isinstance(one, str) for one in value):
+        return "\n\n".join(one.strip() for one in value).strip()
+    raise UserError(
+        f"{where}: the question has a passage in column {column!r} that is not a text, "
+        f"{value!r:.60}; {_FIX}"
+    )
+
+
+def with_passage(
+    messages: tuple[dict[str, str], ...], passage: str
+) -> tuple[dict[str, str], ...]:
+    """Return the messages with the passage before the problem, which is the last of them, and an
+    empty line between; unchanged if there is none, or if a message shows it already.
+    """
+    if any(_words(passage) in _words(message["content"]) for message in messages):
+        return messages
+    *before, last = messages
+    content = f"{passage}\n\n{last['content']}"
+    return (*before, {**last, "content": content})
+
+
+def has_media(row: Row) -> bool:
+    """Return whether a row has an image, a film or a sound."""
+    for column, value in row.items():
+        if str(column).lower() not in MEDIA_COLUMNS or _is_missing(value):
+            continue
+        if value or not isinstance(value, str | list | tuple | Mapping):
+            return True
+    return False
+
+
+def _is_missing(value: object) -> bool:
+    """Return whether a table has no value: null, or NaN."""
+    return value is None or (isinstance(value, float) and math.isnan(value))
+
+
+def _words(text: str) -> str:
+    """Return a text with single spaces, by which two are compared."""
+    return " ".join(text.split())

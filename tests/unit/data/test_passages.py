@@ -1,0 +1,185 @@
+"""The passage of a question is part of its problem: put before it, left out by name, or refused."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_dcpo.config import load_config
+from megatron_dcpo.data.benchmarks import load_benchmark
+from megatron_dcpo.data.datasets import Record, load_records
+from megatron_dcpo.errors import UserError
+from megatron_dcpo.training.sources import load_sources
+from tests.helpers.paths import QUICKSTART
+from tests.helpers.tokenizers import ByteTokenizer
+
+SQUAD = {
+    "id": "5",
+    "title": "Normans",
+    "context": "The Normans were in Normandy.\n",
+    "question": "Where were the Normans?",
+    "answers": {"text": ["Normandy", "in Normandy"], "answer_start": [20, 17]},
+}
+SHOWN = "The Normans were in Normandy.\n\nWhere were the Normans?"
+PLAIN = {"question": "Who?", "answer": "Ann"}
+CHAT = [
+    {"role": "system", "content": "Be short."},
+    {"role": "user", "content": "Who?"},
+]
+
+
+def write(path: Path, *rows: dict[str, Any]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def loaded(tmp_path: Path, *rows: dict[str, Any], **options: Any) -> list[Record]:
+    return load_records(write(tmp_path / "rows.jsonl", *rows), **options)
+
+
+def test_the_passage_is_before_the_question(tmp_path: Path) -> None:
+    (record,) = loaded(tmp_path, SQUAD, columns={"answer": "answers"})
+    assert record.problem == SHOWN
+    assert record.answer == "Normandy"
+
+
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        ({**PLAIN, "passage": "Ann did."}, "Ann did.\n\nWho?"),
+        ({**PLAIN, "Body": "Ann did."}, "Ann did.\n\nWho?"),
+        ({**PLAIN, "article": ["Ann did. ", "Bo not."]}, "Ann did.\n\nBo not.\n\nWho?"),
+        ({**PLAIN, "context": None}, "Who?"),
+        ({**PLAIN, "context": " "}, "Who?"),
+        ({**PLAIN, "context": float("nan")}, "Who?"),
+        ({**PLAIN, "context": []}, "Who?"),
+        ({**PLAIN, "context": "A.", "passage": "A."}, "A.\n\nWho?"),
+        ({**PLAIN, "context": "A.", "passage": None}, "A.\n\nWho?"),
+        ({**PLAIN, "input": "A."}, "Who?"),
+        ({**PLAIN, "input": "A.", "instruction": "Who?"}, "A.\n\nWho?"),
+    ],
+)
+def test_known_columns(row: dict[str, Any], problem: str, tmp_path: Path) -> None:
+    (record,) = loaded(tmp_path, row)
+    assert record.problem == problem
+
+
+def test_a_question_that_shows_its_passage_is_not_given_it_twice(
+    tmp_path: Path,
+) -> None:
+    """Apart from white space, and in any message."""
+    shown = {"question": "Read: Ann\n did. Who?", "answer": "A", "context": "Ann did."}
+    system = {"prompt": [{**CHAT[0], "content": "Ann did."}, CHAT[1]], "answer": "A"}
+    records = loaded(tmp_path, shown, {**system, "context": "Ann did."})
+    assert [record.problem for record in records] == ["Read: Ann\n did. Who?", "Who?"]
+
+
+def test_messages_get_the_passage_in_the_last_one(tmp_path: Path) -> None:
+    row = {"prompt": CHAT, "answer": "A", "context": "Ann did."}
+    (record,) = loaded(tmp_path, row)
+    assert record.messages == (CHAT[0], {**CHAT[1], "content": "Ann did.\n\nWho?"})
+
+
+def test_options_stay_after_the_question(tmp_path: Path) -> None:
+    """RACE's row: article, question, options, answer."""
+    row = {"article": "Ann did.", "question": "Who?", "options": ["Bo", "Ann"]}
+    (record,) = loaded(tmp_path, {**row, "answer": "B"})
+    assert record.problem == "Ann did.\n\nWho?\n\nA. Bo\nB. Ann"
+    assert (record.answer, record.form) == ("B", "choice")
+
+
+def test_a_users_verifier_sees_the_problem_as_asked(tmp_path: Path) -> None:
+    (record,) = loaded(tmp_path, SQUAD, keep_columns=True)
+    assert record.row is not None
+    assert record.row["problem"] == SHOWN
+    assert record.row["question"] == SQUAD["question"]
+    assert record.row["context"] == SQUAD["context"]
+
+
+def test_a_column_is_named_or_left_out(tmp_path: Path) -> None:
+    row = {**PLAIN, "context": "old", "facts": {"text": "Ann did."}}
+    for name, problem in (
+        ("facts.text", "Ann did.\n\nWho?"),
+        ("context", "old\n\nWho?"),
+        ("", "Who?"),
+    ):
+        (record,) = loaded(tmp_path, row, columns={"context": name})
+        assert record.problem == problem
+    with pytest.raises(UserError, match=r"row 1 .*'evidence'"):
+        loaded(tmp_path, row, columns={"context": "evidence"})
+
+
+@pytest.mark.parametrize(
+    ("row", "named"),
+    [
+        ({**PLAIN, "context": {"contexts": ["A."]}}, r"'context'"),
+        ({**PLAIN, "Context": [["Ann", ["did"]]]}, r"'Context'"),
+        ({**PLAIN, "context": 7}, r"'context'.*7"),
+        ({**PLAIN, "context": "A.", "table": "a | b"}, r"context, table"),
+    ],
+)
+def test_what_is_no_one_text_is_refused(
+    row: dict[str, Any], named: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match=rf"row 2\b.*{named}.*data\.columns") as refused:
+        loaded(tmp_path, PLAIN, row)
+    assert "\n" not in str(refused.value)
+    assert loaded(tmp_path, row, columns={"context": ""})[0].problem == "Who?"
+
+
+def test_hotpotqa_is_asked_without_its_articles(tmp_path: Path) -> None:
+    row = {
+        **PLAIN,
+        "supporting_facts": {"title": ["Ann"], "sent_id": [0]},
+        "context": {"title": ["Ann"], "sentences": [["Ann did."]]},
+    }
+    assert loaded(tmp_path, row)[0].problem == "Who?"
+
+
+def test_rows_with_an_image_are_dropped_aloud(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [
+        {**PLAIN, "image": None},
+        {**PLAIN, "images": []},
+        {**PLAIN, "image": {"bytes": "x", "path": None}},
+        {**PLAIN, "images": ["a.png"]},
+        {**PLAIN, "Audio": "a.wav"},
+    ]
+    with caplog.at_level(logging.WARNING):
+        records = loaded(tmp_path, *rows)
+    assert [record.index for record in records] == [0, 1]
+    assert "dropped 3 rows" in caplog.text
+    with pytest.raises(UserError, match=r"rows\.jsonl"):
+        loaded(tmp_path, rows[2])
+
+
+def test_training_and_benchmark_ask_the_same(tmp_path: Path) -> None:
+    path = write(tmp_path / "squad.jsonl", SQUAD)
+    overrides = [
+        f"data.path={path}",
+        "data.columns={answer: answers}",
+        "data.max_prompt_length=200",
+        "judging.verifier=exact",
+    ]
+    config = load_config(QUICKSTART / "dcpo.yaml", overrides)
+    (source,) = load_sources(config, ByteTokenizer())  # type: ignore[arg-type]
+    benchmark = load_benchmark(f"own={path}", columns=config.data.columns)
+    assert source.prompts[0].problem == benchmark.records[0].problem == SHOWN
+    left_out = load_config(
+        QUICKSTART / "dcpo.yaml", [*overrides, "data.columns.context="]
+    )
+    (source,) = load_sources(left_out, ByteTokenizer())  # type: ignore[arg-type]
+    assert source.prompts[0].problem == SQUAD["question"]
+
+
+@pytest.mark.parametrize(
+    "override", ["data.columns={problem: ''}", "data.columns={contxt: a}"]
+)
+def test_other_columns_need_a_name(override: str) -> None:
+    with pytest.raises(UserError, match=r"data\.columns"):
+        load_config(QUICKSTART / "dcpo.yaml", [override])
