@@ -21,10 +21,10 @@
 #       2.11.0, by `pip download --no-deps --no-build-isolation` of a Python that has a CUDA build of torch.
 set -euo pipefail
 
-PACKAGES="annotated-types antlr4-python3-runtime contourpy cycler einops fonttools hypothesis iniconfig kiwisolver
+PACKAGES="annotated-types antlr4-python3-runtime contourpy cycler einops fonttools httpcore2 httpx2 hypothesis iniconfig kiwisolver
     latex2sympy2_extended markdown-it-py math-verify matplotlib mdurl megatron-core omegaconf pillow pluggy psutil pydantic
     pydantic_core Pygments pyparsing pytest pytest-timeout python-dateutil rich sentencepiece sortedcontainers
-    typing-inspection typing_extensions"
+    truststore typing-inspection typing_extensions"
 LARGEST=60000000 # bytes
 
 fail() {
