@@ -111,7 +111,7 @@ def check_processes(config: Config, processes: int) -> None:
         processes,
         experts=parallel.expert_model_parallel_size * expert_tensor,
     )
-    size = config.rollout.tensor_model_parallel_size
+    size = config.rollout.ranks_of_an_engine
     if processes % size:
         raise UserError(
             f"rollout.tensor_model_parallel_size={size} does not divide the {processes} "
@@ -369,15 +369,10 @@ def truncated_sampling_needs_a_correction(config: Config) -> Broken:
 
 
 @configuration_rule
-def an_engine_of_several_ranks_is_vllm(config: Config) -> Broken:
+def an_engine_of_several_gpus_is_vllm(config: Config) -> Broken:
     rollout = config.rollout
-    if rollout.tensor_model_parallel_size > 1 and rollout.engine in (
-        "transformers",
-        "server",
-    ):
-        return (
-            "rollout.tensor_model_parallel_size > 1 needs rollout.engine=vllm (or auto)"
-        )
+    if rollout.tensor_model_parallel_size > 1 and rollout.engine == "transformers":
+        return "rollout.tensor_model_parallel_size > 1 needs rollout.engine=vllm, auto or server"
     return None
 
 
@@ -667,6 +662,18 @@ def recomputed_units_divide_a_chunk(parallel: ParallelConfig, layers: int) -> Br
             "parallel.megatron.recompute_method=block"
         )
     return None
+
+
+def check_engine_gpus(config: Config, gpus: int, option: str) -> None:
+    """Raise :class:`UserError` if the GPUs of a server, which ``option`` gives, are not whole
+    engines.
+    """
+    size = config.rollout.tensor_model_parallel_size
+    if gpus % size:
+        raise UserError(
+            f"rollout.tensor_model_parallel_size={size} does not divide the {gpus} GPUs of "
+            f"{option}; every engine of a server has {size}"
+        )
 
 
 def check_engine_size(model: ModelShape, tensor_model_parallel_size: int) -> None:

@@ -186,7 +186,7 @@ class RolloutConfig:
     vLLM at endpoint.
     """
     tensor_model_parallel_size: Positive = 1
-    """Ranks of one vLLM engine, whatever the training has."""
+    """GPUs of one vLLM engine, whatever the training has: ranks, or GPUs of the server."""
     gpu_memory_utilization: Share = 0.6
     """Share of the GPU's memory that vLLM may take."""
     bucket_bytes: Annotated[int, Field(ge=1024)] = 512 * 2**20
@@ -241,6 +241,13 @@ class RolloutConfig:
     """Generate the next batch while this one trains, with weights that are N updates older
     (0: one after the other); needs engine=server.
     """
+
+    @property
+    def ranks_of_an_engine(self) -> int:
+        """Return how many ranks of the training are one engine. Of a server's engines none is."""
+        if self.engine == "server":
+            return 1
+        return self.tensor_model_parallel_size
 
     @property
     def most_versions_behind(self) -> int:

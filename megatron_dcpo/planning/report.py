@@ -348,7 +348,7 @@ def reshard_facts(config: Config, gpus: int | None = None) -> dict[str, Any]:
     check_layout(arch, layout)
     check_model_rules(config, arch, chunk_layers(arch.num_layers, layout))
     model_parallel = layout.width * layout.pipeline_model_parallel_size
-    engine_tp = config.rollout.tensor_model_parallel_size
+    engine_tp = config.rollout.ranks_of_an_engine
     if gpus is None:
         gpus = max(model_parallel, engine_tp)
     for what, size in (

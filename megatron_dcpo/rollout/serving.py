@@ -19,11 +19,13 @@ from urllib.parse import urlsplit
 
 from megatron_dcpo.config import Config
 from megatron_dcpo.config.field_types import LOCAL
+from megatron_dcpo.config.rules import check_engine_gpus, check_engine_size
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.runtime import signals
 from megatron_dcpo.runtime.device import capabilities, fp32_head
 from megatron_dcpo.runtime.dtypes import dtype_name
 from megatron_dcpo.runtime.http_json import HttpError, JsonClient
+from megatron_dcpo.weights.architecture import read_architecture
 
 _PAUSE_SECONDS = 5.0
 _END_SECONDS = 20.0
@@ -32,9 +34,9 @@ _END_SECONDS = 20.0
 def server_command(
     config: Config, engines: int, longest: int, other: str = ""
 ) -> list[str]:
-    """Return the command that serves ``config``'s model: vLLM's with an engine on each of
-    ``engines`` GPUs for sequences of at most ``longest`` tokens, or the ``other`` one with what
-    every server needs to know. Raises :class:`UserError`.
+    """Return the command that serves ``config``'s model on ``engines`` GPUs: vLLM's, with an engine
+    on every ``rollout.tensor_model_parallel_size`` of them, for sequences of at most ``longest``
+    tokens, or the ``other`` one with what every server needs to know. Raises :class:`UserError`.
     """
     rollout = config.rollout
     model = config.model
@@ -43,6 +45,9 @@ def server_command(
             f"--engines is for rollout.engine=server, not {rollout.engine}; set it, and "
             "rollout.endpoint"
         )
+    size = rollout.tensor_model_parallel_size
+    check_engine_gpus(config, engines, "--engines")
+    check_engine_size(read_architecture(model.path), size)
     address = urlsplit(rollout.endpoint)
     host = address.hostname or LOCAL[0]
     if host not in LOCAL:
@@ -66,7 +71,8 @@ def server_command(
         return [*shlex.split(other), *common]
     options: dict[str, Any] = {
         "logprobs-mode": "processed_logprobs",
-        "data-parallel-size": engines,
+        "tensor-parallel-size": size,
+        "data-parallel-size": engines // size,
     }
     options["gpu-memory-utilization"] = rollout.gpu_memory_utilization
     options["max-model-len"] = longest

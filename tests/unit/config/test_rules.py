@@ -99,6 +99,17 @@ def test_the_number_of_processes() -> None:
         rules.check_processes(config(parallel={"tensor_model_parallel_size": 2}), 3)
     with pytest.raises(UserError, match=r"rollout\.tensor_model_parallel_size=2"):
         rules.check_processes(config(rollout={"tensor_model_parallel_size": 2}), 3)
+    server = {"engine": "server", "endpoint": "http://h/v1"}
+    of_server = config(rollout={**server, "tensor_model_parallel_size": 2})
+    rules.check_processes(of_server, 3)  # its engines have other GPUs
+
+
+def test_the_gpus_of_a_server_are_whole_engines() -> None:
+    server = {"engine": "server", "endpoint": "http://h/v1"}
+    of_server = config(rollout={**server, "tensor_model_parallel_size": 4})
+    rules.check_engine_gpus(of_server, 8, "--engines")
+    with pytest.raises(UserError, match=r"parallel_size=4 .*--engines"):
+        rules.check_engine_gpus(of_server, 6, "--engines")
 
 
 def test_every_rule_of_a_configuration_is_broken_by_none_of_the_defaults() -> None:

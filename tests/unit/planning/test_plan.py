@@ -425,13 +425,26 @@ def test_engines_on_gpus_of_their_own(tmp_path, capsys):
     )
     half = run("--engine-gpus", "4")["step_seconds"]["rollout"]
     assert 1.5 * seconds["rollout"] < half < 2.5 * seconds["rollout"]
-    large = run("--engine-gpus", "8", "rollout.gpu_memory_utilization=0.25")["engine"]
-    assert large["tensor_model_parallel_size"] == 2, "16.4 GB leave no third of 20 GB"
     assert main(["plan", *options, "--gpus", "8", "--engine-gpus", "8"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "DP 8 x TP 1, each GPU 16.38 GB of weights" in shown
     assert "(rollout.async_steps)" in shown
     assert "engine weights" not in shown
+    two = "rollout.tensor_model_parallel_size=2"
+    assert run("--engine-gpus", "8", two)["engine"]["weights"] == both["parameters"]
+    assert main(["plan", *options, "--gpus", "8", "--engine-gpus", "7", two]) == 2
+    refusal = capsys.readouterr().err
+    assert "rollout.tensor_model_parallel_size=2" in refusal
+    assert "--engine-gpus" in refusal
+    little = "rollout.gpu_memory_utilization=0.2"
+    planned = ["plan", *options, "--gpus", "8", "--engine-gpus", "8", little, "--json"]
+    assert main(planned) == 3, "16.4 GB of weights in 16 GB"
+    facts = json.loads(capsys.readouterr().out)
+    assert not facts["fits"]
+    (change,) = facts["change"]
+    assert change.startswith(two)
+    assert main([*planned, two]) == 0
+    capsys.readouterr()
     elsewhere = [
         *options[:1],
         str(EXAMPLES / "qwen3_8b" / "math" / "dcpo.yaml"),
