@@ -86,7 +86,12 @@ def run(args: argparse.Namespace) -> int:
 
 def _engines(processes: int, engines: int, other: str, verb: list[str]) -> EngineServer:
     """Return the server of the run that ``verb`` starts."""
-    from megatron_dcpo.rollout.serving import EngineServer, server_command
+    from megatron_dcpo.rollout.serving import (
+        EngineServer,
+        log_name,
+        own_endpoint,
+        server_command,
+    )
     from megatron_dcpo.training.run import longest_of
 
     parser = argparse.ArgumentParser(add_help=False)
@@ -99,12 +104,13 @@ def _engines(processes: int, engines: int, other: str, verb: list[str]) -> Engin
     known, rest = parser.parse_known_args(words)
     config = load_config(known.config, [*known.overrides, *rest])
     command = server_command(config, engines, longest_of(config), other)
+    endpoint = own_endpoint(config)
     return EngineServer(
         command,
-        config.rollout.endpoint,
+        endpoint,
         processes,
         engines,
-        Path(config.run_dir) / "engines.log",
+        Path(config.run_dir) / log_name(endpoint),
     )
 
 

@@ -117,6 +117,17 @@ def check_processes(config: Config, processes: int) -> None:
             f"rollout.tensor_model_parallel_size={size} does not divide the {processes} "
             "process(es) started"
         )
+    check_servers(config, processes)
+
+
+def check_servers(config: Config, processes: int) -> None:
+    """Raise :class:`UserError` if there are servers that no process would ask."""
+    servers = len(config.rollout.endpoint)
+    if servers > processes:
+        raise UserError(
+            f"rollout.endpoint names {servers} servers for {processes} process(es), each of which "
+            "asks one; leave servers out, or start more processes"
+        )
 
 
 def check_evaluation(config: EvaluateConfig, source: str) -> None:
@@ -549,6 +560,10 @@ def a_server_has_an_address(config: Config) -> Broken:
     rollout = config.rollout
     if (rollout.engine == "server") != bool(rollout.endpoint):
         return "rollout.engine=server and rollout.endpoint=URL go together; set both or neither"
+    servers = [url.rstrip("/").removesuffix("/v1") for url in rollout.endpoint]
+    for server in servers:
+        if servers.count(server) > 1:
+            return f"rollout.endpoint names {server} twice; name every server once"
     return None
 
 

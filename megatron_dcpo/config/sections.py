@@ -204,8 +204,10 @@ class RolloutConfig:
     """
     logprob_diff_action: Literal["warn", "stop"] = "warn"
     """What logprob_diff_alarm does: a line in the log, or the end of the run."""
-    endpoint: str = ""
-    """Address of the vLLM server of engine=server, as http://host:8000/v1."""
+    endpoint: Names = ()
+    """Addresses of the vLLM servers of engine=server, as http://host:8000/v1; comma separated or a
+    list. Every rank asks one of them.
+    """
     weight_transfer: Literal["files", "nccl"] = "files"
     """How the server gets the weights: by a directory on a disk that both see, or from GPU to GPU.
     """

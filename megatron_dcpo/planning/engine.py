@@ -5,7 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_dcpo.config import Config
-from megatron_dcpo.config.rules import check_engine_gpus, check_engine_size
+from megatron_dcpo.config.rules import (
+    check_engine_gpus,
+    check_engine_size,
+    check_servers,
+)
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.planning.machine import GB, Machine
 from megatron_dcpo.runtime.dtypes import dtype_bytes
@@ -52,6 +56,7 @@ def engine_memory(arch: Architecture, config: Config, machine: Machine) -> Engin
     check_engine_size(arch, size)
     if kind == "server":
         check_engine_gpus(config, machine.engine_gpus, "--engine-gpus")
+        check_servers(config, machine.gpus)
         return _server(arch, config, machine, size)
     if machine.gpus % size:
         raise UserError(

@@ -48,7 +48,7 @@ def server_command(
     size = rollout.tensor_model_parallel_size
     check_engine_gpus(config, engines, "--engines")
     check_engine_size(read_architecture(model.path), size)
-    address = urlsplit(rollout.endpoint)
+    address = urlsplit(own_endpoint(config))
     host = address.hostname or LOCAL[0]
     if host not in LOCAL:
         # Debian's /etc/hosts gives a node's own name an address of the loopback device
@@ -85,6 +85,28 @@ def server_command(
         word for name, value in options.items() for word in (f"--{name}", str(value))
     ]
     return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *common, *more]
+
+
+def own_endpoint(config: Config) -> str:
+    """Return the address of the one server that a launcher starts. Raises :class:`UserError`."""
+    endpoints = config.rollout.endpoint
+    if len(endpoints) > 1:
+        raise UserError(
+            f"--engines starts one server, and rollout.endpoint names {len(endpoints)}: give the "
+            f"launcher on each node its own address alone (rollout.endpoint={endpoints[0]}), and "
+            "the training all of them"
+        )
+    return endpoints[0]
+
+
+def log_name(endpoint: str) -> str:
+    """Return the name of the file in the run's directory to which the server at ``endpoint``
+    writes: several nodes have one each.
+    """
+    host = urlsplit(endpoint).hostname
+    if host is None or host in LOCAL:
+        return "engines.log"
+    return f"engines-{host}.log"
 
 
 class EngineServer:

@@ -112,6 +112,18 @@ def test_the_gpus_of_a_server_are_whole_engines() -> None:
         rules.check_engine_gpus(of_server, 6, "--engines")
 
 
+def test_servers_and_their_addresses() -> None:
+    server = {"engine": "server", "endpoint": "http://a:1/v1, http://b:1"}
+    two = config(rollout=server)
+    assert two.rollout.endpoint == ("http://a:1/v1", "http://b:1")
+    rules.check_processes(two, 2)
+    with pytest.raises(UserError, match=r"rollout\.endpoint .*2 servers"):
+        rules.check_processes(two, 1)
+    twice = {**server, "endpoint": ["http://a:1/v1", "http://a:1/"]}
+    with pytest.raises(UserError, match=r"rollout\.endpoint names http://a:1 twice"):
+        config(rollout=twice)
+
+
 def test_every_rule_of_a_configuration_is_broken_by_none_of_the_defaults() -> None:
     """And there is one function for each, with a name that says it."""
     rules.check_configuration(config(), "defaults")

@@ -199,6 +199,20 @@ def test_a_server_for_other_nodes_is_bound_to_all_interfaces(
     assert found["--host"] == host
 
 
+def test_a_launcher_starts_one_of_several_servers() -> None:
+    two = "rollout.endpoint=http://node1:8000/v1,http://node2:8000/v1"
+    config = load_config(QUICKSTART / "async.yaml", [two])
+    with pytest.raises(UserError, match=r"--engines .*rollout\.endpoint names 2"):
+        server_command(config, 1, 48)
+
+
+def test_servers_of_several_nodes_have_logs_of_their_own() -> None:
+    names = [
+        serving.log_name(f"http://{host}:1/v1") for host in ("a", "b", "localhost")
+    ]
+    assert names == ["engines-a.log", "engines-b.log", "engines.log"]
+
+
 def test_held_out_problems_count_in_the_longest_sequence(tmp_path: Path) -> None:
     trained = load_config(QUICKSTART / "async.yaml")
     assert longest_of(trained) == 16 + trained.rollout.max_response_length
