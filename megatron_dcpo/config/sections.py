@@ -173,6 +173,13 @@ class DataConfig:
         return tuple(_with_columns(source, self.columns) for source in self.path)
 
 
+# The longest that a server may take for one response, the wait in its queue included. Only a server
+# that hangs should reach it: one that ends closes its connections, and a host that is lost is
+# noticed in two minutes (runtime/http_json.py). 2,048 responses of 32,768 tokens of an 8B model
+# take eight GPUs three hours by dcpo plan, which says when a rollout takes longer than this.
+REQUEST_SECONDS = 6 * 3600.0
+
+
 @dataclass(frozen=True, config=STRICT)
 class RolloutConfig:
     """How responses are sampled, and how the engine gets the weights."""

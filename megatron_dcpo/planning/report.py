@@ -12,6 +12,7 @@ from rich.table import Table
 
 from megatron_dcpo.config import Config
 from megatron_dcpo.config.rules import check_model_rules
+from megatron_dcpo.config.sections import REQUEST_SECONDS
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.planning.advice import advice, less_recomputation
 from megatron_dcpo.planning.hub import architecture_of
@@ -38,6 +39,12 @@ def print_plan(plan: Plan) -> None:
         console.print(_host(plan))
     console.print(_traffic(plan))
     console.print(_assumptions(plan))
+    if plan.machine.engine_gpus and plan.seconds.rollout > REQUEST_SECONDS:
+        console.print(
+            f"A response waits in the servers' queue for up to {plan.seconds.rollout:.0f} s, and "
+            f"may take {REQUEST_SECONDS:.0f} s: more --engine-gpus, a smaller "
+            "data.prompts_per_step, or a shorter rollout.max_response_length"
+        )
     limit = f"{plan.machine.gpu_memory_gb:.4g} GB"
     if not plan.fits:
         changes = "; ".join(advice(plan))

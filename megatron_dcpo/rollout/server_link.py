@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from megatron_dcpo.config.sections import REQUEST_SECONDS
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.rollout.engine import EngineError
 from megatron_dcpo.runtime import distributed
@@ -15,7 +16,7 @@ from megatron_dcpo.runtime.http_json import HttpError, JsonClient
 
 logger = logging.getLogger(__name__)
 
-_ASK_SECONDS, _REQUEST_SECONDS = 30.0, 3600.0
+_ASK_SECONDS = 30.0
 # How long a run waits for a server that has not answered yet, and for one that is started again.
 START_SECONDS = 900.0
 RETURN_SECONDS = 900.0
@@ -37,18 +38,34 @@ class ServerLink:
         self,
         path: str,
         body: dict[str, Any] | None = None,
-        timeout: float = _REQUEST_SECONDS,
+        timeout: float | None = None,
     ) -> Any:  # noqa: ANN401 - JSON of vLLM
         """Make one attempt: whether to wait for the server or to give up is decided by who asks.
-        ``timeout`` is the number of seconds of a request with a ``body``. Raises
-        :class:`EngineError`.
+        Without a ``timeout`` a question may take 30 seconds, a request with a ``body``
+        REQUEST_SECONDS. Raises :class:`EngineError`.
         """
-        if body is None:
-            timeout = _ASK_SECONDS
+        if timeout is None:
+            timeout = _ASK_SECONDS if body is None else REQUEST_SECONDS
         try:
             return self.client.call(path, body, timeout=timeout)
         except HttpError as error:
             raise EngineError(f"{self.url}{path}: {error}") from None
+
+    def complete(self, body: dict[str, Any]) -> Any:  # noqa: ANN401 - JSON of vLLM
+        """Return the reply to the request for one response. Raises :class:`EngineError`, and
+        :class:`UserError` if it took too long, which it would again.
+        """
+        began = time.monotonic()
+        try:
+            return self.call("/v1/completions", body)
+        except EngineError as error:
+            if time.monotonic() - began < REQUEST_SECONDS:
+                raise
+            raise UserError(
+                f"{error}: a response took more than {REQUEST_SECONDS:.0f} s, the server's queue "
+                "included; give it more GPUs (dcpo launch --engines), or lower "
+                "data.prompts_per_step or rollout.max_response_length; if it hangs, end it"
+            ) from None
 
     # ------------------------------------------------------------------------------ is it there?
     def wait_for_start(self) -> None:

@@ -224,7 +224,7 @@ class ServerEngine(Engine):
             "logprobs": 0,
             "return_token_ids": True,
         }
-        reply = self.server.call("/v1/completions", body)
+        reply = self.server.complete(body)
         try:
             (choice,) = reply["choices"]
             token_ids = np.array(choice["token_ids"], np.int64)

@@ -457,6 +457,16 @@ def test_engines_on_gpus_of_their_own(tmp_path, capsys):
     )
 
 
+@pytest.mark.parametrize(("engines", "too_long"), [("8", False), ("2", True)])
+def test_a_rollout_longer_than_a_request_may_take_is_said(capsys, engines, too_long):
+    long = ("rollout.max_response_length=32768", f"model.path={MODELS}/Qwen/Qwen3-8B")
+    config = EXAMPLES / "qwen3_8b" / "math" / "dcpo_async.yaml"
+    options = ["--config", str(config), "--gpus", "8", "--engine-gpus", engines]
+    main(["plan", *options, *long])
+    shown = capsys.readouterr().out
+    assert ("data.prompts_per_step" in shown) == too_long
+
+
 def test_the_engines_log_probs_as_old_ones_are_a_pass_less(plan):
     two, none = "training.updates_per_rollout=2", "objective.tis_level=none"
     by_trainer, by_engine = (

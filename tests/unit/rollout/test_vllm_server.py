@@ -187,3 +187,26 @@ def test_a_cache_that_was_not_cleared_is_an_error(
     replies["/reset_prefix_cache"] = {}
     replies["/update_weight_version"] = {}
     engine.server.adopt(1)
+
+
+# ------------------------------------------------------------------- a request that takes long
+
+
+@pytest.mark.parametrize("limit", [0.0, 60.0])
+def test_a_response_that_takes_too_long_is_told_from_a_server_that_fails(
+    replies: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    limit: float,
+) -> None:
+    def call(self: JsonClient, path: str, body: Any = None, **_: Any) -> Any:
+        if path == "/v1/completions":
+            raise HttpError("the reply was not complete in time")
+        return replies[path]
+
+    monkeypatch.setattr(server_link, "REQUEST_SECONDS", limit)
+    monkeypatch.setattr(JsonClient, "call", call)
+    with pytest.raises((UserError, EngineError)) as caught:
+        sample(tmp_path)
+    assert isinstance(caught.value, UserError) == (limit == 0.0)
+    assert ("--engines" in str(caught.value)) == (limit == 0.0)
