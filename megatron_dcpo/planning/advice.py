@@ -7,6 +7,7 @@ from dataclasses import asdict, replace
 from typing import Any, Literal
 
 from megatron_dcpo.errors import UserError
+from megatron_dcpo.planning.lead import lead_of
 from megatron_dcpo.planning.machine import GB
 from megatron_dcpo.planning.plan import Plan, Stage, make_plan
 from megatron_dcpo.weights.pipeline import layers_per_stage
@@ -157,6 +158,7 @@ def as_dict(plan: Plan) -> dict[str, Any]:
         "bytes_sent_per_step": asdict(plan.traffic),
         "resharding_bytes": plan.resharding,
         "step_seconds": seconds,
+        "signal_lead_seconds": lead_of(plan).seconds,
         "assumptions": {
             **asdict(plan.rates),
             "reserve_gb": plan.machine.reserve_gb,

@@ -16,6 +16,7 @@ from megatron_dcpo.config.sections import REQUEST_SECONDS
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.planning.advice import advice, less_recomputation
 from megatron_dcpo.planning.hub import architecture_of
+from megatron_dcpo.planning.lead import lead_line
 from megatron_dcpo.planning.machine import GB
 from megatron_dcpo.planning.plan import Plan
 from megatron_dcpo.runtime.dtypes import dtype_bytes
@@ -39,6 +40,8 @@ def print_plan(plan: Plan) -> None:
         console.print(_host(plan))
     console.print(_traffic(plan))
     console.print(_assumptions(plan))
+    if not plan.on_cpu:
+        console.print(lead_line(plan))
     if plan.machine.engine_gpus and plan.seconds.rollout > REQUEST_SECONDS:
         console.print(
             f"A response waits in the servers' queue for up to {plan.seconds.rollout:.0f} s, and "
