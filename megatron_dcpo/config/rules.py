@@ -556,6 +556,26 @@ def a_balanced_confidence_needs_the_gradients_of_the_blocks(config: Config) -> B
 
 
 @configuration_rule
+def weights_have_sixteen_bits_or_more(config: Config) -> Broken:
+    """The local layers ignore ``fp8`` without a word; with Transformer Engine's nothing pads a
+    micro-batch to the multiples of tokens that its FP8 kernels ask for.
+    """
+    for name, value in config.parallel.megatron.items():
+        if value and ("fp8" in name or "fp4" in name or name == "quant_recipe"):
+            return (
+                f"parallel.megatron.{name}: FP8 and FP4 are not supported in this version "
+                "(micro-batches are not padded for it, and engines get weights as they are); "
+                "remove it"
+            )
+    if config.rollout.vllm.get("quantization"):
+        return (
+            "rollout.vllm.quantization is not supported in this version: every update would have "
+            "to quantize the weights for the engine; remove it"
+        )
+    return None
+
+
+@configuration_rule
 def a_server_has_an_address(config: Config) -> Broken:
     rollout = config.rollout
     if (rollout.engine == "server") != bool(rollout.endpoint):

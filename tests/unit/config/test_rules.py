@@ -112,6 +112,26 @@ def test_the_gpus_of_a_server_are_whole_engines() -> None:
         rules.check_engine_gpus(of_server, 6, "--engines")
 
 
+@pytest.mark.parametrize(
+    ("section", "key", "option", "value"),
+    [
+        ("parallel", "megatron", "fp8", "hybrid"),
+        ("parallel", "megatron", "fp8_param", True),
+        ("parallel", "megatron", "fp4", "e2m1"),
+        ("parallel", "megatron", "fp8_param_gather", True),
+        ("parallel", "megatron", "quant_recipe", "x"),
+        ("rollout", "vllm", "quantization", "fp8"),
+    ],
+)
+def test_fewer_bits_are_refused_by_name(
+    section: str, key: str, option: str, value: object
+) -> None:
+    with pytest.raises(UserError) as error:
+        config(**{section: {key: {option: value}}})
+    assert f"{section}.{key}.{option}" in str(error.value)
+    config(**{section: {key: {option: None}}})
+
+
 def test_servers_and_their_addresses() -> None:
     server = {"engine": "server", "endpoint": "http://a:1/v1, http://b:1"}
     two = config(rollout=server)
