@@ -55,7 +55,14 @@ def engine_memory(arch: Architecture, config: Config, machine: Machine) -> Engin
     size = rollout.tensor_model_parallel_size
     check_engine_size(arch, size)
     if kind == "server":
-        check_engine_gpus(config, machine.engine_gpus, "--engine-gpus")
+        servers = max(1, len(rollout.endpoint))
+        if machine.engine_gpus % servers:
+            raise UserError(
+                f"--engine-gpus {machine.engine_gpus} is not a multiple of the {servers} servers "
+                "of rollout.endpoint"
+            )
+        each = machine.engine_gpus // servers
+        check_engine_gpus(config, each, "a server (--engine-gpus)")
         check_servers(config, machine.gpus)
         return _server(arch, config, machine, size)
     if machine.gpus % size:

@@ -436,6 +436,17 @@ def test_engines_on_gpus_of_their_own(tmp_path, capsys):
     refusal = capsys.readouterr().err
     assert "rollout.tensor_model_parallel_size=2" in refusal
     assert "--engine-gpus" in refusal
+    both_nodes = "rollout.endpoint=http://a/v1,http://b/v1"
+    assert run("--engine-gpus", "4", two, both_nodes)["engine_gpus"] == 4
+    for engines in ("5", "6"):  # not two servers; three GPUs each
+        more = ["--gpus", "8", "--engine-gpus", engines, two, both_nodes]
+        assert main(["plan", *options, *more]) == 2
+        assert "--engine-gpus" in capsys.readouterr().err
+    assert (
+        main(["plan", *options, "--gpus", "2", both_nodes, "rollout.endpoint=a,b,c"])
+        == 2
+    )
+    assert "rollout.endpoint" in capsys.readouterr().err
     little = "rollout.gpu_memory_utilization=0.2"
     planned = ["plan", *options, "--gpus", "8", "--engine-gpus", "8", little, "--json"]
     assert main(planned) == 3, "16.4 GB of weights in 16 GB"
