@@ -196,8 +196,8 @@ class ServerEngine(Engine):
         """Do nothing: the servers have devices of their own."""
 
     def restart(self) -> None:
-        """Wait until every server answers again. Whoever started them has to start them again; one
-        that was comes back with the weights it began with.
+        """Wait until every server answers again. Whoever started one that ended has to start it
+        again; it has the weights that it began with then.
         """
         deadline = time.monotonic() + RETURN_SECONDS
         for server in self.servers:
