@@ -1,10 +1,10 @@
 """What ``tools/install_beside.sh`` asks of an image's environment.
 
-install_beside.py kept                      its packages, as constraints install_beside.py check
-SETUP.PY            whether those that this package needs suit it install_beside.py missing
-CONSTRAINTS.TXT KEPT   requirements that are not there, those of what was added too
-install_beside.py same KEPT                 whether every package of KEPT is still there at its
-version
+* ``kept``: its packages, as constraints
+* ``check SETUP.PY``: whether those that this package needs suit it, and one another
+* ``missing CONSTRAINTS.TXT KEPT``: requirements that are not there, those of what was added too
+* ``same KEPT``: whether every package of KEPT is still there at its version
+* ``note KEPT``: leaves KEPT beside this package's metadata, where ``dcpo doctor`` finds it
 """
 
 from __future__ import annotations
@@ -30,6 +30,12 @@ def environment(path: str | None) -> dict[str, metadata.Distribution]:
         for one in reversed(list(found))
         if one.metadata["Name"]
     }
+
+
+def metadata_of(package: metadata.Distribution) -> Path:
+    """Return the directory of a package's metadata, for files that ``read_text`` finds."""
+    name = f"{package.metadata['Name'].replace('-', '_')}-{package.version}.dist-info"
+    return Path(str(package.locate_file(name)))
 
 
 def suits(requirement: Requirement, version: str) -> bool:
@@ -84,7 +90,7 @@ def missing(
 
 def unsuitable(there: dict[str, metadata.Distribution], setup: str) -> list[str]:
     """Return what is there and out of the range of ``install_requires``, of the extra ``gpu``, or,
-    of Transformer Engine, of the image's own Megatron-core.
+    of Transformer Engine, of the Megatron-core that is there.
     """
     text = setup[setup.index("install_requires") : setup.index('"vllm"')]
     ours = map(Requirement, re.findall(r'"([A-Za-z][^"]*[<>=][^"]*)"', text))
@@ -99,7 +105,7 @@ def unsuitable(there: dict[str, metadata.Distribution], setup: str) -> list[str]
             for one in map(Requirement, megatron.requires or [])
             if one.name == "transformer-engine"
         ]
-        asked += [(f"its Megatron-core {megatron.version}", one) for one in theirs]
+        asked += [(f"Megatron-core {megatron.version}", one) for one in theirs]
     problems = []
     for who, requirement in asked:
         found = there.get(canonicalize_name(requirement.name))
@@ -115,7 +121,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("verb", choices=("kept", "check", "missing", "same"))
+    parser.add_argument("verb", choices=("kept", "check", "missing", "same", "note"))
     parser.add_argument("file", nargs="?", type=Path)
     parser.add_argument("kept", nargs="?", type=Path)
     parser.add_argument("--path")
@@ -127,6 +133,8 @@ def main() -> None:
         print("\n".join(sorted(pins)))
     elif args.verb == "missing":
         print("\n".join(missing(there, text, args.kept.read_text())))
+    elif args.verb == "note":
+        metadata_of(there[ROOT]).joinpath("kept.txt").write_text(text)
     else:
         problems = (
             unsuitable(there, text)

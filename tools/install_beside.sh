@@ -31,4 +31,6 @@ while missing=$(beside missing constraints.txt "$kept") && [ -n "$missing" ]; do
     # shellcheck disable=SC2086 # requirements, one a line
     install $missing
 done
+beside check setup.py  # the image's Transformer Engine and a Megatron-core that was added
 beside same "$kept"
+beside note "$kept"

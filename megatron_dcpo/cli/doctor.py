@@ -96,6 +96,7 @@ def examine() -> list[Finding]:
     from megatron_dcpo.runtime.device import backend, current_device
 
     pins = _constraints()
+    kept = _kept()
     here = TESTED.get(sys.version_info[:2], ())
     rows = []
     for (major, minor), releases in TESTED.items():
@@ -105,7 +106,10 @@ def examine() -> list[Finding]:
     supported = sys.version_info >= (3, 11)
     findings = [Finding("python", platform.python_version(), supported, advice)]
     for name in REQUIRED:
-        findings.append(_required(name, pins.get(name), here))
+        finding = _required(name, pins.get(name), here)
+        if not finding.ok and kept.get(name) == finding.found:
+            finding = _of_the_image(finding, pins[name])
+        findings.append(finding)
     for name, use in OPTIONAL.items():
         findings.append(_optional(name, use))
     findings.append(Finding("tested with", matrix, None))
@@ -130,6 +134,14 @@ def _required(name: str, pin: str | None, megatron: Sequence[str]) -> Finding:
     if pin is not None and version.split("+")[0] not in tested:
         return Finding(name, version, False, command)
     return Finding(name, version, True)
+
+
+def _of_the_image(finding: Finding, pin: str) -> Finding:
+    """Return what there is to say of a package that an image brought: its other packages are built
+    for that one, and ``tools/install_beside.sh`` has found it in the range of this release.
+    """
+    advice = f"the image's own, which stays (tested with {pin})"
+    return Finding(finding.name, finding.found, True, advice)
 
 
 def _optional(name: str, use: str) -> Finding:
@@ -164,6 +176,18 @@ def _version(name: str) -> str | None:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def _kept() -> dict[str, str]:
+    """Return the versions of what was in an image before ``tools/install_beside.sh`` added this
+    package to it; nothing anywhere else.
+    """
+    try:
+        text = importlib.metadata.distribution("megatron-dcpo").read_text("kept.txt")
+    except importlib.metadata.PackageNotFoundError:
+        text = None
+    lines = [line.partition("==") for line in (text or "").split()]
+    return {name: version for name, _, version in lines}
 
 
 def _constraints() -> dict[str, str]:

@@ -86,7 +86,12 @@ def run(args: argparse.Namespace) -> int:
 
 def _engines(processes: int, engines: int, other: str, verb: list[str]) -> EngineServer:
     """Return the server of the run that ``verb`` starts."""
-    from megatron_dcpo.rollout.serving import EngineServer, server_command
+    from megatron_dcpo.rollout.serving import (
+        EngineServer,
+        log_name,
+        own_endpoint,
+        server_command,
+    )
     from megatron_dcpo.training.run import longest_of
 
     parser = argparse.ArgumentParser(add_help=False)
@@ -99,12 +104,13 @@ def _engines(processes: int, engines: int, other: str, verb: list[str]) -> Engin
     known, rest = parser.parse_known_args(words)
     config = load_config(known.config, [*known.overrides, *rest])
     command = server_command(config, engines, longest_of(config), other)
+    endpoint = own_endpoint(config)
     return EngineServer(
         command,
-        config.rollout.endpoint,
+        endpoint,
         processes,
         engines,
-        Path(config.run_dir) / "engines.log",
+        Path(config.run_dir) / log_name(endpoint),
     )
 
 
@@ -210,7 +216,8 @@ def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
 def _numa_binding(options: list[str]) -> list[str]:
     """Return torchrun's option that keeps each rank and its memory on the CPUs next to its GPU.
 
-    Return nothing if the user has chosen a binding, or if this machine cannot bind.
+    Return nothing if the user has chosen a binding, if this machine cannot bind, or if this job has
+    no CPU of some node: torch ends a rank whose GPU is next to such a one.
     """
     from megatron_dcpo.runtime.device import capabilities
 
@@ -218,11 +225,26 @@ def _numa_binding(options: list[str]) -> list[str]:
         option.startswith(("--numa-binding", "--numa_binding")) for option in options
     ):
         return []
-    if len(glob.glob("/sys/devices/system/node/node[0-9]*")) < 2:
+    nodes = [Path(node) for node in glob.glob("/sys/devices/system/node/node[0-9]*")]
+    if len(nodes) < 2:
         return []
     if not capabilities().separate_memory or shutil.which("numactl") is None:
         return []
+    ours = os.sched_getaffinity(0)
+    for node in nodes:
+        if ours.isdisjoint(_cpus((node / "cpulist").read_text())):
+            return []
     return ["--numa-binding", "node"]
+
+
+def _cpus(text: str) -> set[int]:
+    """Return the numbers of a list of the kernel's, as ``0-3,8``; of none for an empty one."""
+    cpus: set[int] = set()
+    for part in text.strip().split(","):
+        if part:
+            first, _, last = part.partition("-")
+            cpus.update(range(int(first), int(last or first) + 1))
+    return cpus
 
 
 def _end_when_alone() -> None:

@@ -111,11 +111,22 @@ def check_processes(config: Config, processes: int) -> None:
         processes,
         experts=parallel.expert_model_parallel_size * expert_tensor,
     )
-    size = config.rollout.tensor_model_parallel_size
+    size = config.rollout.ranks_of_an_engine
     if processes % size:
         raise UserError(
             f"rollout.tensor_model_parallel_size={size} does not divide the {processes} "
             "process(es) started"
+        )
+    check_servers(config, processes)
+
+
+def check_servers(config: Config, processes: int) -> None:
+    """Raise :class:`UserError` if there are servers that no process would ask."""
+    servers = len(config.rollout.endpoint)
+    if servers > processes:
+        raise UserError(
+            f"rollout.endpoint names {servers} servers for {processes} process(es), each of which "
+            "asks one; leave servers out, or start more processes"
         )
 
 
@@ -371,15 +382,10 @@ def truncated_sampling_needs_a_correction(config: Config) -> Broken:
 
 
 @configuration_rule
-def an_engine_of_several_ranks_is_vllm(config: Config) -> Broken:
+def an_engine_of_several_gpus_is_vllm(config: Config) -> Broken:
     rollout = config.rollout
-    if rollout.tensor_model_parallel_size > 1 and rollout.engine in (
-        "transformers",
-        "server",
-    ):
-        return (
-            "rollout.tensor_model_parallel_size > 1 needs rollout.engine=vllm (or auto)"
-        )
+    if rollout.tensor_model_parallel_size > 1 and rollout.engine == "transformers":
+        return "rollout.tensor_model_parallel_size > 1 needs rollout.engine=vllm, auto or server"
     return None
 
 
@@ -552,10 +558,34 @@ def a_balanced_confidence_needs_the_gradients_of_the_blocks(config: Config) -> B
 
 
 @configuration_rule
+def weights_have_sixteen_bits_or_more(config: Config) -> Broken:
+    """The local layers ignore ``fp8`` without a word; with Transformer Engine's nothing pads a
+    micro-batch to the multiples of tokens that its FP8 kernels ask for.
+    """
+    for name, value in config.parallel.megatron.items():
+        if value and ("fp8" in name or "fp4" in name or name == "quant_recipe"):
+            return (
+                f"parallel.megatron.{name}: FP8 and FP4 are not supported in this version "
+                "(micro-batches are not padded for it, and engines get weights as they are); "
+                "remove it"
+            )
+    if config.rollout.vllm.get("quantization"):
+        return (
+            "rollout.vllm.quantization is not supported in this version: every update would have "
+            "to quantize the weights for the engine; remove it"
+        )
+    return None
+
+
+@configuration_rule
 def a_server_has_an_address(config: Config) -> Broken:
     rollout = config.rollout
     if (rollout.engine == "server") != bool(rollout.endpoint):
         return "rollout.engine=server and rollout.endpoint=URL go together; set both or neither"
+    servers = [url.rstrip("/").removesuffix("/v1") for url in rollout.endpoint]
+    for server in servers:
+        if servers.count(server) > 1:
+            return f"rollout.endpoint names {server} twice; name every server once"
     return None
 
 
@@ -669,6 +699,18 @@ def recomputed_units_divide_a_chunk(parallel: ParallelConfig, layers: int) -> Br
             "parallel.megatron.recompute_method=block"
         )
     return None
+
+
+def check_engine_gpus(config: Config, gpus: int, option: str) -> None:
+    """Raise :class:`UserError` if the GPUs of a server, which ``option`` gives, are not whole
+    engines.
+    """
+    size = config.rollout.tensor_model_parallel_size
+    if gpus % size:
+        raise UserError(
+            f"rollout.tensor_model_parallel_size={size} does not divide the {gpus} GPUs of "
+            f"{option}; every engine of a server has {size}"
+        )
 
 
 def check_engine_size(model: ModelShape, tensor_model_parallel_size: int) -> None:

@@ -173,6 +173,13 @@ class DataConfig:
         return tuple(_with_columns(source, self.columns) for source in self.path)
 
 
+# The longest that a server may take for one response, the wait in its queue included. Only a server
+# that hangs should reach it: one that ends closes its connections, and a host that is lost is
+# noticed in two minutes (runtime/http_json.py). 2,048 responses of 32,768 tokens of an 8B model
+# take eight GPUs three hours by dcpo plan, which says when a rollout takes longer than this.
+REQUEST_SECONDS = 6 * 3600.0
+
+
 @dataclass(frozen=True, config=STRICT)
 class RolloutConfig:
     """How responses are sampled, and how the engine gets the weights."""
@@ -186,7 +193,7 @@ class RolloutConfig:
     vLLM at endpoint.
     """
     tensor_model_parallel_size: Positive = 1
-    """Ranks of one vLLM engine, whatever the training has."""
+    """GPUs of one vLLM engine, whatever the training has: ranks, or GPUs of the server."""
     gpu_memory_utilization: Share = 0.6
     """Share of the GPU's memory that vLLM may take."""
     bucket_bytes: Annotated[int, Field(ge=1024)] = 512 * 2**20
@@ -204,8 +211,10 @@ class RolloutConfig:
     """
     logprob_diff_action: Literal["warn", "stop"] = "warn"
     """What logprob_diff_alarm does: a line in the log, or the end of the run."""
-    endpoint: str = ""
-    """Address of the vLLM server of engine=server, as http://host:8000/v1."""
+    endpoint: Names = ()
+    """Addresses of the vLLM servers of engine=server, as http://host:8000/v1; comma separated or a
+    list. Every rank asks one of them.
+    """
     weight_transfer: Literal["files", "nccl"] = "files"
     """How the server gets the weights: by a directory on a disk that both see, or from GPU to GPU.
     """
@@ -241,6 +250,13 @@ class RolloutConfig:
     """Generate the next batch while this one trains, with weights that are N updates older
     (0: one after the other); needs engine=server.
     """
+
+    @property
+    def ranks_of_an_engine(self) -> int:
+        """Return how many ranks of the training are one engine. Of a server's engines none is."""
+        if self.engine == "server":
+            return 1
+        return self.tensor_model_parallel_size
 
     @property
     def most_versions_behind(self) -> int:

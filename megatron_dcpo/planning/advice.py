@@ -6,6 +6,8 @@ import math
 from dataclasses import asdict, replace
 from typing import Any, Literal
 
+from megatron_dcpo.errors import UserError
+from megatron_dcpo.planning.lead import lead_of
 from megatron_dcpo.planning.machine import GB
 from megatron_dcpo.planning.plan import Plan, Stage, make_plan
 from megatron_dcpo.weights.pipeline import layers_per_stage
@@ -24,7 +26,30 @@ def advice(plan: Plan) -> list[str]:
         changes += _engine_advice(plan, limit)
     if plan.largest.total > limit:
         changes += _training_advice(plan, limit)
+    if not plan.engine_fits:
+        changes.append(_larger_engine(plan))
     return changes
+
+
+def _larger_engine(plan: Plan) -> str:
+    """Return what makes room for a sequence in an engine that has none."""
+    rollout = plan.config.rollout
+    for size in (2, 4, 8, 16):
+        if size <= rollout.tensor_model_parallel_size:
+            continue
+        larger = replace(rollout, tensor_model_parallel_size=size)
+        try:
+            other = make_plan(
+                replace(plan.config, rollout=larger), plan.machine, plan.rates
+            )
+        except UserError:  # it does not divide the GPUs, or the model
+            continue
+        if other.engine_fits:
+            return f"rollout.tensor_model_parallel_size={size}, for room for a response"
+    return (
+        "an engine has no room for a response: a larger rollout.gpu_memory_utilization, a shorter "
+        "rollout.max_response_length, or more GPUs for an engine"
+    )
 
 
 def _training_advice(plan: Plan, limit: float) -> list[str]:
@@ -133,6 +158,7 @@ def as_dict(plan: Plan) -> dict[str, Any]:
         "bytes_sent_per_step": asdict(plan.traffic),
         "resharding_bytes": plan.resharding,
         "step_seconds": seconds,
+        "signal_lead_seconds": lead_of(plan).seconds,
         "assumptions": {
             **asdict(plan.rates),
             "reserve_gb": plan.machine.reserve_gb,

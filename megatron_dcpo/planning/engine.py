@@ -5,7 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_dcpo.config import Config
-from megatron_dcpo.config.rules import check_engine_size
+from megatron_dcpo.config.rules import (
+    check_engine_gpus,
+    check_engine_size,
+    check_servers,
+)
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.planning.machine import GB, Machine
 from megatron_dcpo.runtime.dtypes import dtype_bytes
@@ -46,18 +50,25 @@ def engine_memory(arch: Architecture, config: Config, machine: Machine) -> Engin
     kind: str = rollout.engine
     if kind == "auto":
         kind = "vllm" if machine.processor == "gpu" else "transformers"
-    size = 1
-    if kind == "vllm":
-        size = rollout.tensor_model_parallel_size
+    if kind == "transformers":
+        return _embedded(arch, config, machine)
+    size = rollout.tensor_model_parallel_size
+    check_engine_size(arch, size)
+    if kind == "server":
+        servers = max(1, len(rollout.endpoint))
+        if machine.engine_gpus % servers:
+            raise UserError(
+                f"--engine-gpus {machine.engine_gpus} is not a multiple of the {servers} servers "
+                "of rollout.endpoint"
+            )
+        each = machine.engine_gpus // servers
+        check_engine_gpus(config, each, "a server (--engine-gpus)")
+        check_servers(config, machine.gpus)
+        return _server(arch, config, machine, size)
     if machine.gpus % size:
         raise UserError(
             f"rollout.tensor_model_parallel_size={size} does not divide the {machine.gpus} GPUs"
         )
-    check_engine_size(arch, size)
-    if kind == "transformers":
-        return _embedded(arch, config, machine)
-    if kind == "server":
-        return _server(arch, config, machine)
     return _vllm(arch, config, machine, size)
 
 
@@ -87,32 +98,31 @@ def _embedded(arch: Architecture, config: Config, machine: Machine) -> EngineMem
     )
 
 
-def _server(arch: Architecture, config: Config, machine: Machine) -> EngineMemory:
-    itemsize = _itemsize(config)
+def _server(
+    arch: Architecture, config: Config, machine: Machine, size: int
+) -> EngineMemory:
+    # dcpo launch --engines passes this type on, and nothing of rollout.vllm
+    itemsize = dtype_bytes(config.model.params_dtype)
     if not machine.engine_gpus:
         return EngineMemory(
             kind="server",
-            tensor_model_parallel_size=1,
+            tensor_model_parallel_size=size,
             weights=0,
             kv_cache=0,
-            kv_per_token=kv_bytes_per_token(arch, itemsize, 1),
+            kv_per_token=kv_bytes_per_token(arch, itemsize, size),
             sampling=0,
             concurrent=config.rollout.max_num_seqs,
             responses=_responses(config, size=1, gpus=machine.gpus),
             resident=0,
         )
-    weights = number_of_parameters(arch) * itemsize
-    share = _share(config, machine)
-    # the fewest GPUs for an engine that leave a third of its memory to keys and values
-    sizes = [size for size in (1, 2, 4, 8) if machine.engine_gpus % size == 0]
-    size = next((size for size in sizes if weights / size < share * 2 / 3), sizes[-1])
+    weights = number_of_parameters(arch) * itemsize // size
     kv = kv_bytes_per_token(arch, itemsize, size)
     responses = _responses(config, size=size, gpus=machine.engine_gpus)
-    cache = _cache(config, share - weights // size)
+    cache = max(0, _share(config, machine) - weights)
     return EngineMemory(
         kind="server",
         tensor_model_parallel_size=size,
-        weights=weights // size,
+        weights=weights,
         kv_cache=cache,
         kv_per_token=kv,
         sampling=0,

@@ -45,7 +45,7 @@ def this_machine(config: Config, response_tokens: int = 0) -> tuple[Machine, Rat
         * layout.pipeline_model_parallel_size
         * parallel.context_parallel_size
     )
-    processes = math.lcm(ranks, config.rollout.tensor_model_parallel_size)
+    processes = math.lcm(ranks, config.rollout.ranks_of_an_engine)
     machine = Machine(
         gpus=processes,
         gpu_memory_gb=host_memory_total() / GB / processes,

@@ -141,8 +141,22 @@ class Plan:
         return int(peak + self.machine.reserve_gb * GB)
 
     @property
+    def engine_fits(self) -> bool:
+        """Return whether an engine with a share of its GPU set aside has room in it for its weights
+        and the keys and values of one longest sequence: vLLM does not start without.
+        """
+        engine = self.engine
+        has_a_share = engine.kind == "vllm" or self.machine.engine_gpus > 0
+        if not has_a_share:
+            return True
+        longest = (
+            self.config.data.max_prompt_length + self.config.rollout.max_response_length
+        )
+        return engine.kv_cache >= longest * engine.kv_per_token
+
+    @property
     def fits(self) -> bool:
-        return self.peak <= self.machine.gpu_memory_gb * GB
+        return self.engine_fits and self.peak <= self.machine.gpu_memory_gb * GB
 
 
 def make_plan(config: Config, machine: Machine, rates: Rates | None = None) -> Plan:

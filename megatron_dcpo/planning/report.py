@@ -12,9 +12,11 @@ from rich.table import Table
 
 from megatron_dcpo.config import Config
 from megatron_dcpo.config.rules import check_model_rules
+from megatron_dcpo.config.sections import REQUEST_SECONDS
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.planning.advice import advice, less_recomputation
 from megatron_dcpo.planning.hub import architecture_of
+from megatron_dcpo.planning.lead import lead_line
 from megatron_dcpo.planning.machine import GB
 from megatron_dcpo.planning.plan import Plan
 from megatron_dcpo.runtime.dtypes import dtype_bytes
@@ -38,6 +40,14 @@ def print_plan(plan: Plan) -> None:
         console.print(_host(plan))
     console.print(_traffic(plan))
     console.print(_assumptions(plan))
+    if not plan.on_cpu:
+        console.print(lead_line(plan))
+    if plan.machine.engine_gpus and plan.seconds.rollout > REQUEST_SECONDS:
+        console.print(
+            f"A response waits in the servers' queue for up to {plan.seconds.rollout:.0f} s, and "
+            f"may take {REQUEST_SECONDS:.0f} s: more --engine-gpus, a smaller "
+            "data.prompts_per_step, or a shorter rollout.max_response_length"
+        )
     limit = f"{plan.machine.gpu_memory_gb:.4g} GB"
     if not plan.fits:
         changes = "; ".join(advice(plan))
@@ -348,7 +358,7 @@ def reshard_facts(config: Config, gpus: int | None = None) -> dict[str, Any]:
     check_layout(arch, layout)
     check_model_rules(config, arch, chunk_layers(arch.num_layers, layout))
     model_parallel = layout.width * layout.pipeline_model_parallel_size
-    engine_tp = config.rollout.tensor_model_parallel_size
+    engine_tp = config.rollout.ranks_of_an_engine
     if gpus is None:
         gpus = max(model_parallel, engine_tp)
     for what, size in (

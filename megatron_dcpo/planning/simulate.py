@@ -445,18 +445,13 @@ _Named = Iterator[tuple[str, Config, Machine]]
 
 
 def _fitting(alternatives: _Named, rates: Rates) -> Iterator[tuple[str, Plan]]:
-    """Yield the plans that fit and whose engine holds at least one sequence."""
+    """Yield the plans that fit."""
     for name, config, machine in alternatives:
         try:
             plan = make_plan(config, machine, rates)
         except UserError:
             continue
-        # The plan's verdict on a server is a verdict on the trainers alone.
-        engine = plan.engine
-        longest = config.data.max_prompt_length + config.rollout.max_response_length
-        holds_one = engine.kv_cache >= longest * engine.kv_per_token
-        engine_fits = engine.weights + engine.kv_cache <= machine.gpu_memory_gb * GB
-        if plan.fits and holds_one and engine_fits:
+        if plan.fits:
             yield name, plan
 
 

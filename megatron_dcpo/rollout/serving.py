@@ -19,11 +19,13 @@ from urllib.parse import urlsplit
 
 from megatron_dcpo.config import Config
 from megatron_dcpo.config.field_types import LOCAL
+from megatron_dcpo.config.rules import check_engine_gpus, check_engine_size
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.runtime import signals
 from megatron_dcpo.runtime.device import capabilities, fp32_head
 from megatron_dcpo.runtime.dtypes import dtype_name
 from megatron_dcpo.runtime.http_json import HttpError, JsonClient
+from megatron_dcpo.weights.architecture import read_architecture
 
 _PAUSE_SECONDS = 5.0
 _END_SECONDS = 20.0
@@ -32,9 +34,9 @@ _END_SECONDS = 20.0
 def server_command(
     config: Config, engines: int, longest: int, other: str = ""
 ) -> list[str]:
-    """Return the command that serves ``config``'s model: vLLM's with an engine on each of
-    ``engines`` GPUs for sequences of at most ``longest`` tokens, or the ``other`` one with what
-    every server needs to know. Raises :class:`UserError`.
+    """Return the command that serves ``config``'s model on ``engines`` GPUs: vLLM's, with an engine
+    on every ``rollout.tensor_model_parallel_size`` of them, for sequences of at most ``longest``
+    tokens, or the ``other`` one with what every server needs to know. Raises :class:`UserError`.
     """
     rollout = config.rollout
     model = config.model
@@ -43,7 +45,10 @@ def server_command(
             f"--engines is for rollout.engine=server, not {rollout.engine}; set it, and "
             "rollout.endpoint"
         )
-    address = urlsplit(rollout.endpoint)
+    size = rollout.tensor_model_parallel_size
+    check_engine_gpus(config, engines, "--engines")
+    check_engine_size(read_architecture(model.path), size)
+    address = urlsplit(own_endpoint(config))
     host = address.hostname or LOCAL[0]
     if host not in LOCAL:
         # Debian's /etc/hosts gives a node's own name an address of the loopback device
@@ -66,7 +71,8 @@ def server_command(
         return [*shlex.split(other), *common]
     options: dict[str, Any] = {
         "logprobs-mode": "processed_logprobs",
-        "data-parallel-size": engines,
+        "tensor-parallel-size": size,
+        "data-parallel-size": engines // size,
     }
     options["gpu-memory-utilization"] = rollout.gpu_memory_utilization
     options["max-model-len"] = longest
@@ -79,6 +85,28 @@ def server_command(
         word for name, value in options.items() for word in (f"--{name}", str(value))
     ]
     return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *common, *more]
+
+
+def own_endpoint(config: Config) -> str:
+    """Return the address of the one server that a launcher starts. Raises :class:`UserError`."""
+    endpoints = config.rollout.endpoint
+    if len(endpoints) > 1:
+        raise UserError(
+            f"--engines starts one server, and rollout.endpoint names {len(endpoints)}: give the "
+            f"launcher on each node its own address alone (rollout.endpoint={endpoints[0]}), and "
+            "the training all of them"
+        )
+    return endpoints[0]
+
+
+def log_name(endpoint: str) -> str:
+    """Return the name of the file in the run's directory to which the server at ``endpoint``
+    writes: several nodes have one each.
+    """
+    host = urlsplit(endpoint).hostname
+    if host is None or host in LOCAL:
+        return "engines.log"
+    return f"engines-{host}.log"
 
 
 class EngineServer:

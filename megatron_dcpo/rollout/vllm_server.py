@@ -1,23 +1,22 @@
-"""A vLLM server as the engine, for clusters that split devices between training and rollouts.
+"""vLLM servers as the engine, for clusters that split devices between training and rollouts.
 
-The server is started with ``VLLM_SERVER_DEV_MODE=1`` (vLLM serves the routes that replace weights
-only then) and ``--logprobs-mode processed_logprobs``. All ranks send their prompts to the one
-server. An update is a Hugging Face directory on a disk that both see, which appears complete or not
-at all; or, with ``rollout.weight_transfer=nccl``, the tensors themselves, which rank 0 broadcasts
-to the server's workers.
+A server is started with ``VLLM_SERVER_DEV_MODE=1`` (vLLM serves the routes that replace weights
+only then) and ``--logprobs-mode processed_logprobs``. Each rank sends its prompts to one of the
+servers, and all of them get every update: a Hugging Face directory on a disk that all see, which
+appears complete or not at all; or, with ``rollout.weight_transfer=nccl``, the tensors themselves,
+which rank 0 broadcasts to the workers of each server.
 """
 
 from __future__ import annotations
 
 import itertools
-import json
-import logging
 import queue
 import shutil
 import socket
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -36,12 +35,12 @@ from megatron_dcpo.rollout.engine import (
     SamplingConfig,
     request_seed,
 )
+from megatron_dcpo.rollout.server_link import RETURN_SECONDS, ServerLink
 from megatron_dcpo.rollout.tokens import read_eos_token_ids
 from megatron_dcpo.runtime import distributed
 from megatron_dcpo.runtime.device import capabilities, synchronize
 from megatron_dcpo.runtime.dtypes import name_of
 from megatron_dcpo.runtime.files import new_directory
-from megatron_dcpo.runtime.http_json import HttpError, JsonClient
 from megatron_dcpo.runtime.signals import RolloutAbandoned, stop_requested
 from megatron_dcpo.types import Prompt, Response
 from megatron_dcpo.weights.architecture import read_architecture
@@ -49,50 +48,47 @@ from megatron_dcpo.weights.hf_checkpoint import copy_side_files, tensors_on_disk
 from megatron_dcpo.weights.planner import WeightSlice
 from megatron_dcpo.weights.table import EMBEDDING, OUTPUT, hf_shapes
 
-logger = logging.getLogger(__name__)
-
-_REQUEST_SECONDS, _RETURN_SECONDS = (
-    3600.0,
-    900.0,
-)  # for one request; for a server to come back
-# How long a run waits for a server that has not answered yet, and the statuses of one that starts.
-START_SECONDS = 900.0
-_STARTING = (502, 503, 504)
 _ROUNDED = 1e-3  # a log-prob of a probability that rounding has put above 1
 _REFUSED_SECONDS = (
     2.0  # within which a server says that it takes no weights in this way
 )
+_GIVE_UP_SECONDS = 60.0  # for a server to end an update that was broken off
 
 
 class ServerEngine(Engine):
-    """Implements :class:`megatron_dcpo.rollout.engine.Engine` with a server as the engine.
+    """Implements :class:`megatron_dcpo.rollout.engine.Engine` with servers as the engine.
 
-    ``endpoint`` is the server's address, with or without ``/v1``; ``exchange`` the directory in
-    which weights are put, or None if they travel over NCCL; ``concurrency`` the number of requests
-    of this rank that are under way at once. Raises :class:`UserError` when the server does not
-    answer, or was started without an option that this needs.
+    ``endpoints`` are the servers' addresses, with or without ``/v1``, of which ``rank`` asks the
+    one at its number modulo theirs; ``exchange`` is the directory in which weights are put, or None
+    if they travel over NCCL; ``concurrency`` the number of requests of this rank that are under way
+    at once. Raises :class:`UserError` when a server does not answer, or was started without an
+    option that this needs.
     """
 
-    tensor_model_parallel_size = 1  # each rank is a client, whatever the server has
+    tensor_model_parallel_size = 1  # each rank is a client, whatever the servers have
 
     def __init__(
         self,
-        endpoint: str,
+        endpoints: Sequence[str],
         model_dir: str | Path,
         exchange: Path | None,
+        rank: int = 0,
         concurrency: int = 512,
     ) -> None:
-        self.url = endpoint.rstrip("/").removesuffix("/v1")
-        self.client = JsonClient(self.url, through_proxy=False)
+        self.servers = [ServerLink(endpoint) for endpoint in endpoints]
+        self.server = self.servers[rank % len(self.servers)]  # that this rank asks
         self.model_dir = Path(model_dir)
         self.exchange = exchange
         self.concurrency = concurrency
-        self.transfer = _Nccl(self.url, self._call) if exchange is None else None
+        self.links = []
+        if exchange is None:
+            self.links = [_Nccl(server) for server in self.servers]
         self.arch = read_architecture(model_dir)
         self.eos_token_ids = read_eos_token_ids(self.model_dir)
         self.weights_version = 0
-        self._wait_for_start()
-        self.model = self._check()
+        for server in self.servers:
+            server.wait_for_start()
+            server.check()
 
     def stream(
         self,
@@ -113,7 +109,7 @@ class ServerEngine(Engine):
             raise ValueError(
                 "this engine trains; to evaluate a server, use dcpo evaluate --endpoint"
             )
-        self._check_version()
+        self.server.check_version(self.weights_version)
         with ThreadPoolExecutor(max(1, min(self.concurrency, len(samples)))) as pool:
             done: queue.SimpleQueue[Future[Response]] = queue.SimpleQueue()
             for prompt, index in samples:
@@ -129,7 +125,7 @@ class ServerEngine(Engine):
                     if stop_requested():
                         raise RolloutAbandoned
                     # a server that was started again in between has other weights
-                    self._check_version()
+                    self.server.check_version(self.weights_version)
                     yield responses
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
@@ -138,21 +134,19 @@ class ServerEngine(Engine):
     def update_weights(
         self, buckets: Iterable[Sequence[WeightSlice]], version: int
     ) -> None:
-        """Hand the weights to the server. Collective: rank 0 hands them over when no rank has a
-        request under way, and every rank waits until the server has them.
+        """Hand the weights to every server. Collective: rank 0 hands them over when no rank has a
+        request under way, and every rank waits until all servers have them.
         """
         distributed.barrier()
         failure = ""
         if distributed.topology().rank == 0:
             try:
-                if self.transfer is not None:
-                    self.transfer.send(
-                        buckets, hf_shapes(self.arch), self.arch.tied_embeddings
-                    )
+                if self.links:
+                    self._over_nccl(buckets)
                 else:
                     self._through_files(buckets, version)
-                self._reset_prefix_cache()
-                self._call("/update_weight_version", {"new_version": str(version)})
+                for server in self.servers:
+                    server.adopt(version)
             except EngineError as error:
                 failure = str(error)
         for _ in buckets:  # to the end, whatever failed: the other ranks go on sending
@@ -162,51 +156,53 @@ class ServerEngine(Engine):
             raise EngineError(failure)
         self.weights_version = version
 
-    def _reset_prefix_cache(self) -> None:
-        """Have the server forget what the old weights computed. It answers with status 200 when it
-        could not.
+    def _over_nccl(self, buckets: Iterable[Sequence[WeightSlice]]) -> None:
+        """Broadcast every tensor to the workers of one server after the other. Raises
+        :class:`EngineError`; all groups are then given up, and the next update makes others.
         """
-        reply = self._call("/reset_prefix_cache", {})
-        if isinstance(reply, dict) and reply.get("success") is False:
-            raise EngineError(
-                f"{self.url} did not clear its prefix cache: a request is still running"
-            )
+        shapes = hf_shapes(self.arch)
+        try:
+            for link in self.links:
+                link.begin()
+            for tensors in whole_tensors(buckets, shapes, self.arch.tied_embeddings):
+                for link in self.links:
+                    link.send(tensors)
+            for link in self.links:
+                link.finish()
+        except EngineError:
+            for link in self.links:
+                link.give_up()
+            raise
 
     def _through_files(
         self, buckets: Iterable[Sequence[WeightSlice]], version: int
     ) -> None:
+        """Write the weights once, and have every server read them, all at the same time."""
         assert self.exchange is not None
         directory = self.exchange.absolute() / f"version_{version}"
         self._write(buckets, directory)
-        arguments = {"weights_path": str(directory)}
         try:
-            self._call(
-                "/collective_rpc", {"method": "reload_weights", "kwargs": arguments}
-            )
+            with ThreadPoolExecutor(len(self.servers)) as pool:
+                told = [
+                    pool.submit(server.reload, directory) for server in self.servers
+                ]
+            for answer in told:
+                answer.result()
         finally:
             for older in set(directory.parent.glob("version_*")) - {directory}:
                 shutil.rmtree(older, ignore_errors=True)
 
     def sleep(self) -> None:
-        """Do nothing: the server has devices of its own."""
+        """Do nothing: the servers have devices of their own."""
 
     def restart(self) -> None:
-        """Wait until the server answers again. Whoever started it has to start it again; it comes
-        back with the weights it began with.
+        """Wait until every server answers again. Whoever started one that ended has to start it
+        again; it has the weights that it began with then.
         """
-        deadline = time.monotonic() + _RETURN_SECONDS
-        while True:
-            try:
-                self._call("/health")
-            except EngineError as error:
-                if time.monotonic() > deadline:
-                    raise UserError(
-                        f"{self.url} has not come back in {_RETURN_SECONDS:.0f} s: {error}"
-                    ) from None
-            else:
-                self.weights_version = 0
-                return
-            time.sleep(1.0)
+        deadline = time.monotonic() + RETURN_SECONDS
+        for server in self.servers:
+            server.wait_for_return(deadline)
+        self.weights_version = 0
 
     # ---------------------------------------------------------------------------------------- parts
     def _sample(
@@ -216,7 +212,7 @@ class ServerEngine(Engine):
         be one.
         """
         body = {
-            "model": self.model,
+            "model": self.server.model,
             "prompt": list(prompt.token_ids),
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
@@ -228,7 +224,7 @@ class ServerEngine(Engine):
             "logprobs": 0,
             "return_token_ids": True,
         }
-        reply = self._call("/v1/completions", body)
+        reply = self.server.complete(body)
         try:
             (choice,) = reply["choices"]
             token_ids = np.array(choice["token_ids"], np.int64)
@@ -236,9 +232,8 @@ class ServerEngine(Engine):
             stopped = choice["finish_reason"] == "stop"
             self._check_tokens(token_ids, logprobs, sampling.max_tokens)
         except (LookupError, TypeError, ValueError, OverflowError) as error:
-            raise EngineError(
-                f"{self.url}: unexpected reply ({type(error).__name__}: {one_line(error, 200)})"
-            ) from None
+            what = f"{type(error).__name__}: {one_line(error, 200)}"
+            raise EngineError(f"{self.server.url}: unexpected reply ({what})") from None
         return Response(
             prompt_id=prompt.prompt_id,
             sample_index=index,
@@ -283,95 +278,18 @@ class ServerEngine(Engine):
                         piece.write_into(tensors[OUTPUT])
             copy_side_files(self.model_dir, temporary)
 
-    def _wait_for_start(self) -> None:
-        """Wait until the server answers at all: a scheduler starts it at the same time as the run,
-        and it loads its model for minutes. Raises :class:`UserError` after START_SECONDS.
-        """
-        began = time.monotonic()
-        has_said = False
-        while True:
-            try:
-                self.client.call("/health", timeout=30.0)
-            except HttpError as error:
-                may_come = error.unreachable or error.status in _STARTING
-                if not may_come:
-                    return  # it answers; whether as it should is checked next
-                waited = time.monotonic() - began
-                if waited > START_SECONDS:
-                    raise UserError(
-                        f"rollout.endpoint: no server answers at {self.url} after "
-                        f"{START_SECONDS:.0f} s ({error}); start one, as dcpo launch --engines "
-                        "does, or correct the address"
-                    ) from None
-                if not has_said and distributed.Collectives().rank == 0:
-                    logger.info(
-                        "waiting for a server at %s, for %.0f s at most (%s)",
-                        self.url,
-                        START_SECONDS,
-                        error,
-                    )
-                    has_said = True
-            else:
-                return
-            time.sleep(1.0)
-
-    def _check(self) -> str:
-        """Return the name of the model served. Raises :class:`UserError` when the server lacks
-        something.
-        """
-        needed = (
-            "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --logprobs-mode processed_logprobs "
-            "--generation-config vllm"
-        )
-        try:
-            models = [str(row["id"]) for row in self._call("/v1/models")["data"]]
-            self._call("/weight_info")
-            info = json.dumps(self._call("/server_info?config_format=json"))
-        except (EngineError, LookupError, TypeError) as error:
-            raise UserError(
-                f"rollout.endpoint: {error}; start the server with: {needed}"
-            ) from None
-        if "processed_logprobs" not in info:
-            raise UserError(
-                f"{self.url} reports log-probs of the raw logits; start it with: {needed}"
-            )
-        if len(models) != 1:
-            raise UserError(
-                f"{self.url} serves {len(models)} models; training needs a server that serves "
-                "only its model"
-            )
-        return models[0]
-
-    def _check_version(self) -> None:
-        info = self._call("/weight_info")
-        served = info.get("weight_version") if isinstance(info, dict) else None
-        if served != str(self.weights_version):
-            raise EngineError(
-                f"{self.url} holds weights version {served}, not {self.weights_version}: it was "
-                "restarted"
-            )
-
-    def _call(self, path: str, body: dict[str, Any] | None = None) -> Any:  # noqa: ANN401 - JSON of vLLM
-        """Make one attempt: whether to wait for the server or to give up is decided by who asks."""
-        try:
-            return self.client.call(
-                path, body, timeout=30.0 if body is None else _REQUEST_SECONDS
-            )
-        except HttpError as error:
-            raise EngineError(f"{self.url}{path}: {error}") from None
-
 
 class _Nccl:
     """vLLM's dense NCCL backend (``vllm serve --weight-transfer-config '{"backend": "nccl"}'``),
     its trainer's side.
 
-    Rank 0 of the run and the server's workers are one group. A tensor is put together from its
+    Rank 0 of the run and the workers of one server are a group. A tensor is put together from its
     slices, the server is told its name, element type and shape (``/update_weights``), and both
     enter its broadcast. Besides a bucket, the tensors that are not complete yet are in memory: one
     or two. vLLM keeps a second copy of the layer that it is loading.
     """
 
-    def __init__(self, url: str, call: Callable[..., Any]) -> None:
+    def __init__(self, server: ServerLink) -> None:
         if not capabilities().separate_memory:
             raise UserError(
                 "rollout.weight_transfer=nccl needs a GPU for the training; set it to files"
@@ -381,52 +299,53 @@ class _Nccl:
                 "rollout.weight_transfer=nccl needs vLLM in the trainer's environment as well "
                 f"({pip_install('vllm')})"
             )
-        self.url, self.call = url, call
+        self.server = server
         self.group: Any = None
 
-    def send(
-        self,
-        buckets: Iterable[Sequence[WeightSlice]],
-        shapes: Mapping[str, Sequence[int]],
-        tied: bool,
-    ) -> None:
-        """Send all tensors of ``shapes``. Raises :class:`EngineError`; the group is then given up,
-        and the next call makes another.
-        """
-        try:
-            group = self.group = self.group or self._connected()
-            self.call("/start_weight_update", {})
-            with ThreadPoolExecutor(1) as pool:
-                for tensors in whole_tensors(buckets, shapes, tied):
-                    told = pool.submit(
-                        self.call,
-                        "/update_weights",
-                        {"update_info": described(tensors)},
-                    )
-                    self._check(told)
-                    for tensor in tensors.values():
-                        group.broadcast(tensor, src=0)
-                    told.result()
-                    # the bucket may be overwritten as soon as the next one is asked for
-                    synchronize()
-            self.call("/finish_weight_update", {})
-        except EngineError:
-            if self.group is not None:
-                self.group.destroy()
-                self.group = None
-            raise
+    def begin(self) -> None:
+        """Open the group, if it is not, and tell the server that tensors come."""
+        if self.group is None:
+            self.group = self._connected()
+        self.server.call("/start_weight_update", {})
+
+    def send(self, tensors: Mapping[str, Tensor]) -> None:
+        """Send tensors. They may be overwritten when it returns."""
+        with ThreadPoolExecutor(1) as pool:
+            told = pool.submit(
+                self.server.call,
+                "/update_weights",
+                {"update_info": described(tensors)},
+            )
+            self._check(told)
+            for tensor in tensors.values():
+                self.group.broadcast(tensor, src=0)
+            told.result()
+        synchronize()
+
+    def finish(self) -> None:
+        """Tell the server that it has all tensors."""
+        self.server.call("/finish_weight_update", {})
+
+    def give_up(self) -> None:
+        """Leave the group, and a server that still answers without an update half begun."""
+        if self.group is None:
+            return
+        self.group.destroy()
+        self.group = None
+        with suppress(EngineError):
+            self.server.call("/finish_weight_update", {}, _GIVE_UP_SECONDS)
 
     def _connected(self) -> Any:  # noqa: ANN401 - a communicator of vLLM
         from vllm.distributed.weight_transfer.nccl_common import trainer_init
 
         info = {
-            "master_address": _address_towards(self.url),
+            "master_address": _address_towards(self.server.url),
             "master_port": _free_port(),
-            "world_size": 1 + int(self.call("/get_world_size")["world_size"]),
+            "world_size": 1 + int(self.server.call("/get_world_size")["world_size"]),
         }
         with ThreadPoolExecutor(1) as pool:
             told = pool.submit(
-                self.call,
+                self.server.call,
                 "/init_weight_transfer_engine",
                 {"init_info": connection(info)},
             )

@@ -9,6 +9,7 @@ import functools
 import json
 import logging
 import random
+import socket
 import ssl
 import threading
 import time
@@ -33,6 +34,7 @@ _LASTING = frozenset({501, 505, 510})
 _REDIRECTS = range(300, 400)
 _WORDS = 500  # characters of an error's body that are reported
 _MOST_WORDS = 16 << 10  # bytes of it that are read
+_LOST_SECONDS = 120  # without an answer of the host's kernel
 _PIECE = 16 << 10  # bytes of a request that are sent before the clock is read again
 
 
@@ -67,7 +69,8 @@ class JsonClient:
     ``timeout`` is the number of seconds of one attempt, to the last byte of the reply. A reply of
     more than ``max_reply_bytes`` is refused, and so is a redirect, because ``api_key`` and the
     request are for ``url`` alone. No ``repr`` and no error shows the key. Without
-    ``through_proxy`` the proxies of the environment are left out, which know no nodes of a job.
+    ``through_proxy`` the proxies of the environment are left out, which know no nodes of a job; and
+    a host that is lost ends a request, however long that may take, after _LOST_SECONDS.
     """
 
     url: str
@@ -165,6 +168,7 @@ class JsonClient:
                 timeout=timeout,
                 headers=headers,
                 trust_env=self.through_proxy,
+                transport=None if self.through_proxy else _watched(),
             ) as client,
             client.stream(
                 method,
@@ -243,6 +247,19 @@ def _end_all_io_at(deadline: float) -> Callable[[str, dict[str, Any]], None]:
         stream.write = write_in_time
 
     return hook
+
+
+def _watched() -> httpx2.HTTPTransport:
+    """Return a transport whose idle connections are probed by the kernel."""
+    options = [
+        (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+        (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _LOST_SECONDS // 2),
+        (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10),
+        (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * _LOST_SECONDS),
+    ]
+    return httpx2.HTTPTransport(
+        verify=_trusted(), trust_env=False, socket_options=options
+    )
 
 
 @functools.cache

@@ -318,9 +318,10 @@ def build_engine(
 
         exchange = Path(config.run_dir) / "engine_weights"
         return ServerEngine(
-            endpoint=rollout.endpoint,
+            endpoints=rollout.endpoint,
             model_dir=config.model.path,
             exchange=exchange if rollout.weight_transfer == "files" else None,
+            rank=topology.rank,
             concurrency=rollout.max_num_seqs,
         )
     size = rollout.tensor_model_parallel_size

@@ -185,9 +185,15 @@ def test_bad_input_is_not_requeued(cluster, tmp_path, number_of_nodes):
 
 
 def submit_instead(
-    cluster, folder, launcher, *header, number_of_nodes=1, **environment
+    cluster,
+    folder,
+    launcher,
+    *header,
+    number_of_nodes=1,
+    script=SCRIPT,
+    **environment,
 ):
-    """The batch script with ``launcher`` (bash) in the place of ``python -m megatron_dcpo
+    """A batch script with ``launcher`` (bash) in the place of ``python -m megatron_dcpo
     launch``.
     """
     stand_in = folder / "bin" / "python"
@@ -206,7 +212,7 @@ def submit_instead(
         *header,
     ]
     return cluster.call(
-        "sbatch", *words, SCRIPT, "config.yaml", environment=environment, cwd=folder
+        "sbatch", *words, script, "config.yaml", environment=environment, cwd=folder
     ).strip()
 
 
@@ -254,6 +260,34 @@ def test_what_is_requeued(cluster, tmp_path, what):
         " ".join((facts["JobState"], facts["Restarts"], facts["ExitCode"])) == ends
     ), said
     assert ("crashed too often" in said) == ends.startswith("FAILED 1")
+
+
+SERVES = """case "$*" in *--engines*)
+    touch serves$SLURM_RESTART_COUNT
+    trap '' USR1
+    while :; do sleep 0.1; done
+esac
+"""
+
+
+def test_training_and_its_servers_on_nodes_of_their_own(cluster, tmp_path):
+    """The warning reaches the training alone; servers end with it, in both attempts."""
+    log = tmp_path / "job.log"
+    beside = SCRIPT.with_name("async.sbatch")
+    launcher = SERVES + ONCE.format(WARNED.format(99))
+    job = submit_instead(cluster, tmp_path, launcher, number_of_nodes=2, script=beside)
+    wait_for(
+        lambda: len([*tmp_path.glob("started*"), *tmp_path.glob("serves")]) == 2,
+        log,
+        60,
+    )
+    cluster.call("scancel", "--signal=USR1", "--batch", job)
+    facts, said = finish(cluster, job, log, 120), log.read_text()
+    ends = " ".join((facts["JobState"], facts["Restarts"], facts["ExitCode"]))
+    assert ends == "COMPLETED 1 0:0", said
+    assert "ended with status 99 after a warning" in said
+    served = sorted(path.name for path in tmp_path.glob("serves*"))
+    assert served == ["serves", "serves1"]
 
 
 def test_job_that_may_not_requeue_itself_is_requeued_by_its_status(cluster, tmp_path):

@@ -20,7 +20,7 @@ import pytest
 from megatron_dcpo.errors import EXIT_REQUEUE
 from tests.helpers.engine_server import SCRIPT, Served
 from tests.helpers.paths import QUICKSTART, REPOSITORY
-from tests.helpers.quickstart import SMALL, command, metrics, train
+from tests.helpers.quickstart import SMALL, command, metrics, train, without_clocks
 
 MORE = (
     "objective.tis_level=token",
@@ -108,6 +108,30 @@ def test_two_ranks_sample_beside_their_training(
     assert prompts(tmp_path / "run") == prompts(undisturbed)
     assert [record["rollout/staleness_max"] for record in records] == [0, 1, 1, 1, 1]
     assert_alike(records, undisturbed)
+
+
+def test_two_servers_are_one_bit_for_bit_and_one_may_die(tmp_path: Path) -> None:
+    """Two ranks, each with a server of its own, and then with one that is started again."""
+    two_steps = (*MORE, "training.steps=2", "rollout.engine=server")
+    with Served(together=1) as first, Served(together=1) as second:
+
+        def records(name: str, *servers: Served) -> list[dict[str, Any]]:
+            endpoints = ",".join(server.endpoint for server in servers)
+            where = f"rollout.endpoint={endpoints}"
+            return train(tmp_path / name, *two_steps, where, processes=2)
+
+        alone = without_clocks(records("one", first))
+        asked = len(second.engine.sampled)
+        together = without_clocks(records("two", first, second))
+        assert asked == 0
+        assert len(second.engine.sampled) == 32, "half of two steps"
+        assert together == alone
+        second.engine.fails_with = "1"
+        second.engine.failing = lambda: second.start_again(1.0)
+        before = second.engine
+        disturbed = without_clocks(records("again", first, second))
+        assert second.engine is not before, "it was away"
+        assert disturbed == alone
 
 
 def test_validation_and_an_early_stop_are_those_of_the_step(

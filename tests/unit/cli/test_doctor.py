@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import re
+from types import SimpleNamespace
 
 import pytest
 from packaging.markers import Marker
@@ -56,6 +57,24 @@ def test_what_is_missing_comes_with_a_line(monkeypatch):
         for name in (*EXTRAS, "flash-attn", "sentencepiece", "torch")
     )
     assert set(EXTRAS) <= set(OPTIONAL)
+
+
+@pytest.mark.parametrize(
+    "kept", ["torch==2.10.0a0+b5.nv25.11\nrich==1\n", "rich==1", None]
+)
+def test_what_an_image_brought_stays(monkeypatch, kept):
+    """``tools/install_beside.sh`` leaves the list; a package that came later is not in it."""
+    needs = importlib.metadata.requires("megatron-dcpo")
+    beside = SimpleNamespace(read_text={"kept.txt": kept}.get, requires=needs)
+    monkeypatch.setattr(importlib.metadata, "distribution", lambda name: beside)
+    versions = {"torch": "2.10.0a0+b5.nv25.11"}
+    monkeypatch.setattr("megatron_dcpo.cli.doctor._version", versions.get)
+    found = {finding.name: finding for finding in examine()}
+    of_the_image = bool(kept) and "torch" in kept
+    assert found["torch"].found == versions["torch"]
+    assert found["torch"].ok == of_the_image
+    assert ("pip install" in found["torch"].advice) != of_the_image
+    assert found["numpy"].ok is False, "it is missing"
 
 
 def test_nothing_tells_to_install_this_project_from_an_index():

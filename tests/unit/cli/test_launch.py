@@ -15,31 +15,41 @@ from megatron_dcpo.cli import launch
 from megatron_dcpo.runtime import device
 from tests.helpers.paths import QUICKSTART, REPOSITORY
 
-NODES = ["/sys/devices/system/node/node0", "/sys/devices/system/node/node1"]
-
 
 @pytest.mark.parametrize(
-    ("gpu", "nodes", "numactl", "options", "bound"),
+    ("gpu", "cpulists", "numactl", "options", "bound"),
     [
-        (True, NODES, "/usr/bin/numactl", [], True),
-        (False, NODES, "/usr/bin/numactl", [], False),
-        (True, NODES[:1], "/usr/bin/numactl", [], False),
-        (True, NODES, None, [], False),  # torchrun would fail
+        (True, ["0-1", "2-3"], "/usr/bin/numactl", [], True),
+        (False, ["0-1", "2-3"], "/usr/bin/numactl", [], False),
+        (True, ["0-3"], "/usr/bin/numactl", [], False),
+        (True, ["0-1", "2-3"], None, [], False),  # torchrun would fail
         (
             True,
-            NODES,
+            ["0-1", "2-3"],
             "/usr/bin/numactl",
             ["--numa-binding=exclusive"],
             False,
         ),  # as the user says
+        (True, ["0,2,4-6", "1,3,7"], "/usr/bin/numactl", [], True),
+        (True, ["0-3", "4-7"], "/usr/bin/numactl", [], False),  # not of this job
+        (True, ["0-3", ""], "/usr/bin/numactl", [], False),  # of memory alone
     ],
 )
-def test_ranks_stay_beside_their_gpus(monkeypatch, gpu, nodes, numactl, options, bound):
+def test_ranks_stay_beside_their_gpus(
+    monkeypatch, tmp_path, gpu, cpulists, numactl, options, bound
+):
+    nodes = []
+    for number, cpus in enumerate(cpulists):
+        node = tmp_path / f"node{number}"
+        node.mkdir()
+        (node / "cpulist").write_text(cpus + "\n")
+        nodes.append(str(node))
     monkeypatch.setattr(
         device, "capabilities", lambda: SimpleNamespace(separate_memory=gpu)
     )
     monkeypatch.setattr(glob, "glob", lambda pattern: nodes)
     monkeypatch.setattr(shutil, "which", lambda name: numactl)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1, 2, 3})
     assert launch._numa_binding(options) == (
         ["--numa-binding", "node"] if bound else []
     )

@@ -99,6 +99,49 @@ def test_the_number_of_processes() -> None:
         rules.check_processes(config(parallel={"tensor_model_parallel_size": 2}), 3)
     with pytest.raises(UserError, match=r"rollout\.tensor_model_parallel_size=2"):
         rules.check_processes(config(rollout={"tensor_model_parallel_size": 2}), 3)
+    server = {"engine": "server", "endpoint": "http://h/v1"}
+    of_server = config(rollout={**server, "tensor_model_parallel_size": 2})
+    rules.check_processes(of_server, 3)  # its engines have other GPUs
+
+
+def test_the_gpus_of_a_server_are_whole_engines() -> None:
+    server = {"engine": "server", "endpoint": "http://h/v1"}
+    of_server = config(rollout={**server, "tensor_model_parallel_size": 4})
+    rules.check_engine_gpus(of_server, 8, "--engines")
+    with pytest.raises(UserError, match=r"parallel_size=4 .*--engines"):
+        rules.check_engine_gpus(of_server, 6, "--engines")
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "option", "value"),
+    [
+        ("parallel", "megatron", "fp8", "hybrid"),
+        ("parallel", "megatron", "fp8_param", True),
+        ("parallel", "megatron", "fp4", "e2m1"),
+        ("parallel", "megatron", "fp8_param_gather", True),
+        ("parallel", "megatron", "quant_recipe", "x"),
+        ("rollout", "vllm", "quantization", "fp8"),
+    ],
+)
+def test_fewer_bits_are_refused_by_name(
+    section: str, key: str, option: str, value: object
+) -> None:
+    with pytest.raises(UserError) as error:
+        config(**{section: {key: {option: value}}})
+    assert f"{section}.{key}.{option}" in str(error.value)
+    config(**{section: {key: {option: None}}})
+
+
+def test_servers_and_their_addresses() -> None:
+    server = {"engine": "server", "endpoint": "http://a:1/v1, http://b:1"}
+    two = config(rollout=server)
+    assert two.rollout.endpoint == ("http://a:1/v1", "http://b:1")
+    rules.check_processes(two, 2)
+    with pytest.raises(UserError, match=r"rollout\.endpoint .*2 servers"):
+        rules.check_processes(two, 1)
+    twice = {**server, "endpoint": ["http://a:1/v1", "http://a:1/"]}
+    with pytest.raises(UserError, match=r"rollout\.endpoint names http://a:1 twice"):
+        config(rollout=twice)
 
 
 def test_every_rule_of_a_configuration_is_broken_by_none_of_the_defaults() -> None:

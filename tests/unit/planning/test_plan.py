@@ -425,13 +425,37 @@ def test_engines_on_gpus_of_their_own(tmp_path, capsys):
     )
     half = run("--engine-gpus", "4")["step_seconds"]["rollout"]
     assert 1.5 * seconds["rollout"] < half < 2.5 * seconds["rollout"]
-    large = run("--engine-gpus", "8", "rollout.gpu_memory_utilization=0.25")["engine"]
-    assert large["tensor_model_parallel_size"] == 2, "16.4 GB leave no third of 20 GB"
     assert main(["plan", *options, "--gpus", "8", "--engine-gpus", "8"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "DP 8 x TP 1, each GPU 16.38 GB of weights" in shown
     assert "(rollout.async_steps)" in shown
     assert "engine weights" not in shown
+    two = "rollout.tensor_model_parallel_size=2"
+    assert run("--engine-gpus", "8", two)["engine"]["weights"] == both["parameters"]
+    assert main(["plan", *options, "--gpus", "8", "--engine-gpus", "7", two]) == 2
+    refusal = capsys.readouterr().err
+    assert "rollout.tensor_model_parallel_size=2" in refusal
+    assert "--engine-gpus" in refusal
+    both_nodes = "rollout.endpoint=http://a/v1,http://b/v1"
+    assert run("--engine-gpus", "4", two, both_nodes)["engine_gpus"] == 4
+    for engines in ("5", "6"):  # not two servers; three GPUs each
+        more = ["--gpus", "8", "--engine-gpus", engines, two, both_nodes]
+        assert main(["plan", *options, *more]) == 2
+        assert "--engine-gpus" in capsys.readouterr().err
+    assert (
+        main(["plan", *options, "--gpus", "2", both_nodes, "rollout.endpoint=a,b,c"])
+        == 2
+    )
+    assert "rollout.endpoint" in capsys.readouterr().err
+    little = "rollout.gpu_memory_utilization=0.2"
+    planned = ["plan", *options, "--gpus", "8", "--engine-gpus", "8", little, "--json"]
+    assert main(planned) == 3, "16.4 GB of weights in 16 GB"
+    facts = json.loads(capsys.readouterr().out)
+    assert not facts["fits"]
+    (change,) = facts["change"]
+    assert change.startswith(two)
+    assert main([*planned, two]) == 0
+    capsys.readouterr()
     elsewhere = [
         *options[:1],
         str(EXAMPLES / "qwen3_8b" / "math" / "dcpo.yaml"),
@@ -442,6 +466,16 @@ def test_engines_on_gpus_of_their_own(tmp_path, capsys):
         "--engine-gpus is for rollout.engine=server, not auto"
         in capsys.readouterr().err
     )
+
+
+@pytest.mark.parametrize(("engines", "too_long"), [("8", False), ("2", True)])
+def test_a_rollout_longer_than_a_request_may_take_is_said(capsys, engines, too_long):
+    long = ("rollout.max_response_length=32768", f"model.path={MODELS}/Qwen/Qwen3-8B")
+    config = EXAMPLES / "qwen3_8b" / "math" / "dcpo_async.yaml"
+    options = ["--config", str(config), "--gpus", "8", "--engine-gpus", engines]
+    main(["plan", *options, *long])
+    shown = capsys.readouterr().out
+    assert ("data.prompts_per_step" in shown) == too_long
 
 
 def test_the_engines_log_probs_as_old_ones_are_a_pass_less(plan):

@@ -40,7 +40,7 @@ def test_fits_gpus_of_80_gb(path):
 
 
 def test_the_large_ones_are_all_here():
-    assert len(LARGE) == 54
+    assert len(LARGE) == 55
     for path in LARGE:
         family, name = path.relative_to(EXAMPLES).parts[0], load_config(path).model.path
         assert name.startswith("runs/") or name == FAMILIES[family]

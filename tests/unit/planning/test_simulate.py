@@ -257,14 +257,13 @@ def test_engines_without_room_for_a_response_are_no_split():
         EXAMPLES / "llama3.1_70b" / "math" / "dcpo.yaml",
         MODELS / FAMILIES["llama3.1_70b"],
     )
-    more = [
-        "rollout.engine=server",
-        "rollout.endpoint=http://x/v1",
-        "rollout.tensor_model_parallel_size=1",
-    ]
-    config = load_config(path, [f"model.path={model}", *more])
-    candidates = [(str(m), config, Machine(64, engine_gpus=m)) for m in (1, 2, 8)]
-    assert make_plan(config, candidates[0][2]).fits, "of the trainers alone"
+    more = ["rollout.engine=server", "rollout.endpoint=http://x/v1"]
+    candidates = []
+    for size in (1, 2, 8):
+        engine = f"rollout.tensor_model_parallel_size={size}"
+        config = load_config(path, [f"model.path={model}", *more, engine])
+        assert make_plan(config, Machine(64)).fits, "of the trainers alone"
+        candidates.append((str(size), config, Machine(64, engine_gpus=8)))
     assert [name for name, _ in module._fitting(iter(candidates), Rates())] == ["8"], (
         "141 GB of weights"
     )

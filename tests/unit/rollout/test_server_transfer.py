@@ -18,7 +18,7 @@ from megatron_dcpo.config import load_config
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.rollout import vllm_server
 from megatron_dcpo.rollout.engine import EngineError
-from megatron_dcpo.rollout.vllm_server import ServerEngine
+from megatron_dcpo.rollout.vllm_server import ServerEngine, connection
 from megatron_dcpo.runtime import device, distributed
 from megatron_dcpo.runtime.http_json import HttpError, JsonClient
 from megatron_dcpo.weights.architecture import read_architecture
@@ -139,7 +139,10 @@ def random_weights() -> dict[str, torch.Tensor]:
 def test_the_server_gets_every_tensor_whole(
     server: Server, parts: int, per_bucket: int
 ) -> None:
-    engine, weights = ServerEngine("http://127.0.0.1:1", POLICY, None), random_weights()
+    engine, weights = (
+        ServerEngine(["http://127.0.0.1:1"], POLICY, None),
+        random_weights(),
+    )
     for version in (1, 2):
         server.asked.clear()
         server.arrived.clear()
@@ -172,8 +175,88 @@ def test_the_server_gets_every_tensor_whole(
     assert len(server.groups) == 1, "one group for all updates"
 
 
+FIRST, SECOND = "http://127.0.0.1:1", "http://127.0.0.1:2"
+
+
+@pytest.fixture
+def second(server: Server, monkeypatch: pytest.MonkeyPatch) -> Server:
+    """Another server; ``FIRST`` and ``SECOND`` are the addresses of both."""
+    other = Server()
+    at = {FIRST: server, SECOND: other}
+    nccl: Any = sys.modules["vllm.distributed.weight_transfer.nccl_common"]
+
+    def trainer_init(info: dict[str, Any]) -> Group:
+        """The group is that of the server that was told of it last."""
+        waiting = [
+            one
+            for one in at.values()
+            if ("/init_weight_transfer_engine", {"init_info": connection(info)})
+            in one.asked
+        ]
+        return waiting[-1].trainer_init(info)
+
+    monkeypatch.setattr(nccl, "trainer_init", trainer_init)
+    monkeypatch.setattr(
+        JsonClient,
+        "call",
+        lambda self, path, body=None, **_: at[self.url].call(path, body),
+    )
+    return other
+
+
+def test_every_server_gets_the_tensors_in_a_group_of_its_own(
+    server: Server, second: Server
+) -> None:
+    engine = ServerEngine([FIRST, SECOND], POLICY, None)
+    weights = random_weights()
+    engine.update_weights(cut(weights, 3, 5), 1)
+    for one in (server, second):
+        arrived = one.weights()
+        assert all(torch.equal(arrived[name], weights[name]) for name in weights)
+        assert len(one.groups) == 1
+        assert one.asked[-1] == ("/update_weight_version", {"new_version": "1"})
+
+
+def test_a_server_that_fails_costs_the_others_their_group_and_no_update(
+    server: Server, second: Server
+) -> None:
+    engine = ServerEngine([FIRST, SECOND], POLICY, None)
+    second.refuse = "/update_weights"
+    with pytest.raises(EngineError, match=SECOND):
+        engine.update_weights(cut(random_weights(), 2, 7), 1)
+    for one in (server, second):
+        assert [group.destroyed for group in one.groups] == [True]
+        assert one.asked[-1][0] == "/finish_weight_update", "no update is left open"
+        one.asked.clear()
+        one.arrived.clear()
+    second.refuse = ""
+    weights = random_weights()
+    engine.update_weights(cut(weights, 2, 7), 1)
+    for one in (server, second):
+        assert len(one.groups) == 2
+        assert torch.equal(
+            one.weights()["model.norm.weight"], weights["model.norm.weight"]
+        )
+
+
+def test_every_server_reads_the_same_directory(
+    server: Server, second: Server, tmp_path: Path
+) -> None:
+    engine = ServerEngine([FIRST, SECOND], POLICY, tmp_path / "exchange")
+    engine.update_weights(cut(random_weights(), 2, 5), 1)
+    told = []
+    for one in (server, second):
+        told += [body for path, body in one.asked if path == "/collective_rpc"]
+        assert one.asked[-1] == ("/update_weight_version", {"new_version": "1"})
+    assert told[0] == told[1]
+    second.refuse = "/collective_rpc"
+    with pytest.raises(EngineError, match=SECOND):
+        engine.update_weights(cut(random_weights(), 2, 5), 2)
+    assert engine.weights_version == 1
+
+
 def test_files_are_complete_and_older_ones_go(server: Server, tmp_path: Path) -> None:
-    engine = ServerEngine("http://127.0.0.1:1", POLICY, tmp_path / "exchange")
+    engine = ServerEngine(["http://127.0.0.1:1"], POLICY, tmp_path / "exchange")
     for version in (1, 2):
         weights = random_weights()
         engine.update_weights(cut(weights, 2, 5), version)
@@ -199,7 +282,7 @@ def test_files_are_complete_and_older_ones_go(server: Server, tmp_path: Path) ->
 def test_the_workers_are_told_of_the_group_that_the_trainer_opens(
     server: Server,
 ) -> None:
-    ServerEngine("http://127.0.0.1:1", POLICY, None).update_weights(
+    ServerEngine(["http://127.0.0.1:1"], POLICY, None).update_weights(
         cut(random_weights(), 1, 9), 1
     )
     told = next(
@@ -218,7 +301,7 @@ def test_the_workers_are_told_of_the_group_that_the_trainer_opens(
 def test_a_refusal_is_an_error_of_the_engine_and_the_next_update_connects_anew(
     server: Server, refuse: str
 ) -> None:
-    engine = ServerEngine("http://127.0.0.1:1", POLICY, None)
+    engine = ServerEngine(["http://127.0.0.1:1"], POLICY, None)
     server.refuse = refuse
     taken: list[Sequence[WeightSlice]] = []
     buckets = cut(random_weights(), 2, 7)
@@ -242,7 +325,7 @@ def test_a_refusal_is_an_error_of_the_engine_and_the_next_update_connects_anew(
 
 
 def test_a_tensor_that_does_not_come_completely(server: Server) -> None:
-    engine = ServerEngine("http://127.0.0.1:1", POLICY, None)
+    engine = ServerEngine(["http://127.0.0.1:1"], POLICY, None)
     with pytest.raises(
         EngineError,
         match=r"1 tensors did not come completely, model\.norm\.weight among them",
@@ -262,13 +345,13 @@ def test_it_is_refused_in_one_line(
 ) -> None:
     monkeypatch.setattr(vllm_server, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"rollout\.weight_transfer=nccl needs vLLM"):
-        ServerEngine("http://127.0.0.1:1", POLICY, None)
+        ServerEngine(["http://127.0.0.1:1"], POLICY, None)
     monkeypatch.setattr(
         device, "_GPU", device.Capabilities(False, True, False, False, None)
     )
     monkeypatch.setattr(device, "_CPU", device._GPU)
     with pytest.raises(UserError, match="needs a GPU"):
-        ServerEngine("http://127.0.0.1:1", POLICY, None)
+        ServerEngine(["http://127.0.0.1:1"], POLICY, None)
     with pytest.raises(
         UserError, match=r"rollout\.weight_transfer=nccl is for rollout\.engine=server"
     ):

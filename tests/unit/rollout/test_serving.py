@@ -21,6 +21,7 @@ from megatron_dcpo.rollout import serving
 from megatron_dcpo.rollout.serving import EngineServer, server_command
 from megatron_dcpo.runtime.http_json import HttpError, JsonClient
 from megatron_dcpo.training.run import longest_of
+from megatron_dcpo.weights.architecture import read_architecture
 from tests.helpers.paths import QUICKSTART
 
 # answers /health, and says which cores it has
@@ -127,6 +128,22 @@ def test_the_engines_have_the_devices_behind_the_ranks(
         assert made.environment["VLLM_SERVER_DEV_MODE"] == "1"
 
 
+def test_an_engine_of_several_gpus() -> None:
+    two = "rollout.tensor_model_parallel_size=2"
+    config = load_config(QUICKSTART / "async.yaml", [two])
+    found = dict(pairwise(server_command(config, 4, 48)))
+    sizes = (found["--tensor-parallel-size"], found["--data-parallel-size"])
+    assert sizes == ("2", "2")
+    for other in ("", "python server.py"):
+        with pytest.raises(UserError, match=r"parallel_size=2 .*--engines"):
+            server_command(config, 3, 48, other)
+    heads = read_architecture(QUICKSTART / "policy").num_attention_heads
+    many = f"rollout.tensor_model_parallel_size={2 * heads}"
+    config = load_config(QUICKSTART / "async.yaml", [many])
+    with pytest.raises(UserError, match="attention heads"):
+        server_command(config, 2 * heads, 48)
+
+
 def test_commands() -> None:
     config = load_config(
         QUICKSTART / "async.yaml", ["model.params_dtype=bf16", "model.head_dtype=fp32"]
@@ -152,6 +169,7 @@ def test_commands() -> None:
     command = server_command(config, 8, 48)
     found = dict(pairwise(command))
     assert (found["--data-parallel-size"], found["--max-model-len"]) == ("8", "48")
+    assert found["--tensor-parallel-size"] == "1"
     assert (found["--dtype"], found["--logprobs-mode"]) == (
         "bfloat16",
         "processed_logprobs",
@@ -179,6 +197,20 @@ def test_a_server_for_other_nodes_is_bound_to_all_interfaces(
     config = load_config(QUICKSTART / "async.yaml", [f"rollout.endpoint={endpoint}"])
     found = dict(pairwise(server_command(config, 1, 48)))
     assert found["--host"] == host
+
+
+def test_a_launcher_starts_one_of_several_servers() -> None:
+    two = "rollout.endpoint=http://node1:8000/v1,http://node2:8000/v1"
+    config = load_config(QUICKSTART / "async.yaml", [two])
+    with pytest.raises(UserError, match=r"--engines .*rollout\.endpoint names 2"):
+        server_command(config, 1, 48)
+
+
+def test_servers_of_several_nodes_have_logs_of_their_own() -> None:
+    names = [
+        serving.log_name(f"http://{host}:1/v1") for host in ("a", "b", "localhost")
+    ]
+    assert names == ["engines-a.log", "engines-b.log", "engines.log"]
 
 
 def test_held_out_problems_count_in_the_longest_sequence(tmp_path: Path) -> None:

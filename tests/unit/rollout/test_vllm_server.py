@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.rollout import vllm_server
+from megatron_dcpo.rollout import server_link
 from megatron_dcpo.rollout.engine import EngineError, SamplingConfig
 from megatron_dcpo.rollout.vllm_server import ServerEngine
 from megatron_dcpo.runtime.http_json import HttpError, JsonClient
@@ -42,7 +42,7 @@ def replies(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 def sample(tmp_path: Path) -> Any:
-    engine = ServerEngine("http://server", QUICKSTART / "policy", tmp_path)
+    engine = ServerEngine(["http://server"], QUICKSTART / "policy", tmp_path)
     (response,) = engine.generate([PROMPT], SamplingConfig(max_tokens=2))
     return response
 
@@ -158,7 +158,7 @@ def test_a_run_waits_for_a_server_that_starts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pauses: list[float] = []
-    monkeypatch.setattr(vllm_server.time, "sleep", pauses.append)
+    monkeypatch.setattr(server_link.time, "sleep", pauses.append)
     monkeypatch.setattr(JsonClient, "call", failing(error, 3, replies))
     with one_rank():
         assert sample(tmp_path).finish_reason == "stop"
@@ -169,8 +169,8 @@ def test_it_waits_for_a_limited_time(
     replies: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refused = HttpError("refused", unreachable=True)
-    monkeypatch.setattr(vllm_server, "START_SECONDS", 0.0)
-    monkeypatch.setattr(vllm_server.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(server_link, "START_SECONDS", 0.0)
+    monkeypatch.setattr(server_link.time, "sleep", lambda seconds: None)
     monkeypatch.setattr(JsonClient, "call", failing(refused, 10**6, replies))
     with one_rank(), pytest.raises(UserError, match=r"rollout\.endpoint"):
         sample(tmp_path)
@@ -180,9 +180,33 @@ def test_a_cache_that_was_not_cleared_is_an_error(
     replies: dict[str, Any], tmp_path: Path
 ) -> None:
     """vLLM answers with status 200 then too."""
-    engine = ServerEngine("http://server", QUICKSTART / "policy", tmp_path)
+    engine = ServerEngine(["http://server"], QUICKSTART / "policy", tmp_path)
     replies["/reset_prefix_cache"] = {"success": False}
     with pytest.raises(EngineError, match="prefix cache"):
-        engine._reset_prefix_cache()
+        engine.server.adopt(1)
     replies["/reset_prefix_cache"] = {}
-    engine._reset_prefix_cache()
+    replies["/update_weight_version"] = {}
+    engine.server.adopt(1)
+
+
+# ------------------------------------------------------------------- a request that takes long
+
+
+@pytest.mark.parametrize("limit", [0.0, 60.0])
+def test_a_response_that_takes_too_long_is_told_from_a_server_that_fails(
+    replies: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    limit: float,
+) -> None:
+    def call(self: JsonClient, path: str, body: Any = None, **_: Any) -> Any:
+        if path == "/v1/completions":
+            raise HttpError("the reply was not complete in time")
+        return replies[path]
+
+    monkeypatch.setattr(server_link, "REQUEST_SECONDS", limit)
+    monkeypatch.setattr(JsonClient, "call", call)
+    with pytest.raises((UserError, EngineError)) as caught:
+        sample(tmp_path)
+    assert isinstance(caught.value, UserError) == (limit == 0.0)
+    assert ("--engines" in str(caught.value)) == (limit == 0.0)

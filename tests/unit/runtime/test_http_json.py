@@ -277,3 +277,26 @@ def test_a_stop_ends_the_pauses(servers: list[Server]) -> None:
     with pytest.raises(HttpError, match="HTTP 503") as caught:
         JsonClient(down.url, attempts=9, first_pause=60).call("/", stop=stop)
     assert (caught.value.status, len(down.keys)) == (None, 1)
+
+
+@pytest.mark.parametrize("of_a_job", [True, False])
+def test_a_lost_host_of_the_job_is_noticed_by_the_kernel(
+    servers: list[Server], monkeypatch: pytest.MonkeyPatch, of_a_job: bool
+) -> None:
+    """A request may wait for hours; nothing of its connection is heard meanwhile."""
+    asked: dict[Any, Any] = {}
+    real = socket.socket.setsockopt
+
+    def note(self: socket.socket, level: int, name: int, *value: Any) -> None:
+        asked[level, name] = value[0]
+        real(self, level, name, *value)
+
+    there = serve(servers, (200, b"1", {}))
+    monkeypatch.setattr(socket.socket, "setsockopt", note)
+    assert JsonClient(there.url, through_proxy=not of_a_job).call("/") == 1
+    watched = {
+        (socket.SOL_SOCKET, socket.SO_KEEPALIVE): 1,
+        (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT): 120_000,
+    }
+    for option, value in watched.items():
+        assert asked.get(option) == (value if of_a_job else None)

@@ -30,6 +30,7 @@ NEEDS = {
 BESIDE = {
     "rich": ["markdown-it-py>=2.2.0", "pygments>=2.13"],
     "markdown-it-py": ["mdurl"],
+    "megatron-core": ["transformer-engine[pytorch]<2.11.0,>=2.9.0a0; extra == 'dev'"],
 }  # what an added one needs
 
 
@@ -112,7 +113,7 @@ def image(tmp_path):
     return run
 
 
-def test_what_the_image_has_stays_and_the_rest_is_added(image):
+def test_what_the_image_has_stays_and_the_rest_is_added(image, tmp_path):
     done, there = image()
     assert done.returncode == 0, done.stderr
     assert IMAGE.items() <= there.items()
@@ -126,6 +127,11 @@ def test_what_the_image_has_stays_and_the_rest_is_added(image):
         "mdurl",
     } <= there.keys()
     assert not {"vllm", "nvidia_nothing", "pytest", "triton"} & there.keys()
+    (kept,) = (tmp_path / "venv" / "lib").glob("*/site-packages/*/kept.txt")
+    assert kept.parent.name == "megatron_dcpo-0.2.0.dist-info"  # where doctor looks
+    lines = kept.read_text().split()
+    assert f"torch=={IMAGE['torch']}" in lines
+    assert not [line for line in lines if line.startswith("omegaconf")]
 
 
 def test_a_missing_megatron_is_the_tested_one(image):
@@ -134,13 +140,20 @@ def test_a_missing_megatron_is_the_tested_one(image):
     assert there["megatron_core"] == "0.16.1"
 
 
+def test_transformer_engine_is_compared_with_a_megatron_that_is_added(image):
+    done, _ = image(megatron_core="", transformer_engine="2.11.0+70f53666")
+    assert done.returncode == 2
+    said = "transformer-engine 2.11.0+70f53666, Megatron-core 0.16.1 needs"
+    assert said in done.stderr
+
+
 def test_an_image_that_does_not_suit_is_named(image):
     done, there = image(megatron_core="0.20.0", transformer_engine="2.14.0")
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
     assert "the image has megatron-core 0.20.0, this release needs" in done.stderr
     assert (
-        "the image has transformer-engine 2.14.0, its Megatron-core 0.20.0 needs <2.12.0,>=2.9.0a0"
+        "the image has transformer-engine 2.14.0, Megatron-core 0.20.0 needs <2.12.0,>=2.9.0a0"
         in done.stderr
     )
     assert "megatron_dcpo" not in there

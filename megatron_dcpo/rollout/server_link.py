@@ -1,0 +1,171 @@
+"""One vLLM server of ``rollout.endpoint``: whether it is there, and which weights it has."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+from megatron_dcpo.config.sections import REQUEST_SECONDS
+from megatron_dcpo.errors import UserError
+from megatron_dcpo.rollout.engine import EngineError
+from megatron_dcpo.runtime import distributed
+from megatron_dcpo.runtime.http_json import HttpError, JsonClient
+
+logger = logging.getLogger(__name__)
+
+_ASK_SECONDS = 30.0
+# How long a run waits for a server that has not answered yet, and for one that is started again.
+START_SECONDS = 900.0
+RETURN_SECONDS = 900.0
+# The statuses of a server that starts.
+_STARTING = (502, 503, 504)
+
+
+class ServerLink:
+    """The server at ``endpoint``, an address with or without ``/v1``. ``model`` is the name of what
+    it serves, once :meth:`check` has asked it.
+    """
+
+    def __init__(self, endpoint: str) -> None:
+        self.url = endpoint.rstrip("/").removesuffix("/v1")
+        self.client = JsonClient(self.url, through_proxy=False)
+        self.model = ""
+
+    def call(
+        self,
+        path: str,
+        body: dict[str, Any] | None = None,
+        timeout: float | None = None,
+    ) -> Any:  # noqa: ANN401 - JSON of vLLM
+        """Make one attempt: whether to wait for the server or to give up is decided by who asks.
+        Without a ``timeout`` a question may take 30 seconds, a request with a ``body``
+        REQUEST_SECONDS. Raises :class:`EngineError`.
+        """
+        if timeout is None:
+            timeout = _ASK_SECONDS if body is None else REQUEST_SECONDS
+        try:
+            return self.client.call(path, body, timeout=timeout)
+        except HttpError as error:
+            raise EngineError(f"{self.url}{path}: {error}") from None
+
+    def complete(self, body: dict[str, Any]) -> Any:  # noqa: ANN401 - JSON of vLLM
+        """Return the reply to the request for one response. Raises :class:`EngineError`, and
+        :class:`UserError` if it took too long, which it would again.
+        """
+        began = time.monotonic()
+        try:
+            return self.call("/v1/completions", body)
+        except EngineError as error:
+            if time.monotonic() - began < REQUEST_SECONDS:
+                raise
+            raise UserError(
+                f"{error}: a response took more than {REQUEST_SECONDS:.0f} s, the server's queue "
+                "included; give it more GPUs (dcpo launch --engines), or lower "
+                "data.prompts_per_step or rollout.max_response_length; if it hangs, end it"
+            ) from None
+
+    # ------------------------------------------------------------------------------ is it there?
+    def wait_for_start(self) -> None:
+        """Wait until the server answers at all: a scheduler starts it at the same time as the run,
+        and it loads its model for minutes. Raises :class:`UserError` after START_SECONDS.
+        """
+        began = time.monotonic()
+        has_said = False
+        while True:
+            try:
+                self.client.call("/health", timeout=_ASK_SECONDS)
+            except HttpError as error:
+                may_come = error.unreachable or error.status in _STARTING
+                if not may_come:
+                    return  # it answers; whether as it should is checked next
+                waited = time.monotonic() - began
+                if waited > START_SECONDS:
+                    raise UserError(
+                        f"rollout.endpoint: no server answers at {self.url} after "
+                        f"{START_SECONDS:.0f} s ({error}); start one, as dcpo launch --engines "
+                        "does, or correct the address"
+                    ) from None
+                if not has_said and distributed.Collectives().rank == 0:
+                    logger.info(
+                        "waiting for a server at %s, for %.0f s at most (%s)",
+                        self.url,
+                        START_SECONDS,
+                        error,
+                    )
+                    has_said = True
+            else:
+                return
+            time.sleep(1.0)
+
+    def wait_for_return(self, deadline: float) -> None:
+        """Wait until the server answers again, until ``deadline`` of the monotonic clock at most.
+        Raises :class:`UserError`.
+        """
+        while True:
+            try:
+                self.call("/health")
+            except EngineError as error:
+                if time.monotonic() > deadline:
+                    raise UserError(
+                        f"{self.url} has not come back in {RETURN_SECONDS:.0f} s: {error}"
+                    ) from None
+            else:
+                return
+            time.sleep(1.0)
+
+    def check(self) -> None:
+        """Ask for the name of the model served. Raises :class:`UserError` when the server lacks
+        something.
+        """
+        needed = (
+            "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --logprobs-mode processed_logprobs "
+            "--generation-config vllm"
+        )
+        try:
+            models = [str(row["id"]) for row in self.call("/v1/models")["data"]]
+            self.call("/weight_info")
+            info = json.dumps(self.call("/server_info?config_format=json"))
+        except (EngineError, LookupError, TypeError) as error:
+            raise UserError(
+                f"rollout.endpoint: {error}; start the server with: {needed}"
+            ) from None
+        if "processed_logprobs" not in info:
+            raise UserError(
+                f"{self.url} reports log-probs of the raw logits; start it with: {needed}"
+            )
+        if len(models) != 1:
+            raise UserError(
+                f"{self.url} serves {len(models)} models; training needs a server that serves "
+                "only its model"
+            )
+        self.model = models[0]
+
+    # --------------------------------------------------------------------------- which weights?
+    def check_version(self, version: int) -> None:
+        """Raise :class:`EngineError` if the server has other weights than ``version``."""
+        info = self.call("/weight_info")
+        served = info.get("weight_version") if isinstance(info, dict) else None
+        if served != str(version):
+            raise EngineError(
+                f"{self.url} holds weights version {served}, not {version}: it was restarted"
+            )
+
+    def reload(self, directory: Path) -> None:
+        """Have the server read its weights from a Hugging Face directory."""
+        arguments = {"weights_path": str(directory)}
+        self.call("/collective_rpc", {"method": "reload_weights", "kwargs": arguments})
+
+    def adopt(self, version: int) -> None:
+        """Have the server forget what the old weights computed, and call the new ones
+        ``version``.
+        """
+        reply = self.call("/reset_prefix_cache", {})
+        if isinstance(reply, dict) and reply.get("success") is False:
+            # with status 200 all the same
+            raise EngineError(
+                f"{self.url} did not clear its prefix cache: a request is still running"
+            )
+        self.call("/update_weight_version", {"new_version": str(version)})
