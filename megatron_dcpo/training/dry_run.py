@@ -48,7 +48,7 @@ PAPER_SETTINGS: Mapping[str, tuple[object, ...]] = MappingProxyType(
         "rollout.top_k": (0,),
         "rollout.max_response_length": (3000,),
         "rollout.function": ("",),
-        "rollout.filter_groups": (False,),
+        "rollout.filter_groups": ("none",),
         "rollout.max_staleness": (0,),
         "rollout.async_steps": (0,),
         "judging.graded": (False,),

@@ -364,16 +364,16 @@ def test_tied_checkpoint_with_a_copy_of_the_embedding(tmp_path):
 
 
 def test_worked_example_of_a_new_architecture(tmp_path, monkeypatch):
-    """docs/conversion.md: Mistral has Llama's names, so one entry is all."""
+    """docs/conversion.md: Ministral has Llama's names, so one entry is all."""
     from megatron_dcpo.weights import architecture
 
-    source = save_model(tmp_path / "hf", "mistral", sliding_window=None)
-    with pytest.raises(UserError, match="MistralForCausalLM is not supported"):
+    source = save_model(tmp_path / "hf", "ministral", sliding_window=None, head_dim=16)
+    with pytest.raises(UserError, match="MinistralForCausalLM"):
         import_checkpoint(source, tmp_path / "megatron")
     monkeypatch.setitem(
         architecture.ARCHITECTURES,
-        "MistralForCausalLM",
-        architecture._Traits(architecture.Keys(model_type="mistral")),
+        "MinistralForCausalLM",
+        architecture._Traits(architecture.Keys(model_type="ministral")),
     )
     import_checkpoint(source, tmp_path / "megatron", verify=True)
     export_checkpoint(tmp_path / "megatron", tmp_path / "back", verify=True)
