@@ -10,6 +10,7 @@ import pytest
 
 from lab import price
 from lab.results import interval, write_archive
+from tests.helpers.paths import REPOSITORY
 
 
 def responses(rng: np.random.Generator, accuracy: float) -> bytes:
@@ -70,3 +71,18 @@ def test_a_method_is_compared_on_the_same_pretraining(
 )
 def test_the_margin_decides(differences: list[float], verdict: str) -> None:
     assert price.verdict(interval(differences)) == verdict
+
+
+def test_the_published_runs_lose_less_than_half_a_point() -> None:
+    """docs/lab/price.md: the preregistered comparison, and that the groups were nearly equal."""
+    found = json.loads((REPOSITORY / "docs" / "lab" / "price.json").read_text())
+    proper = found["dcpo_proper_informative"]
+    gap = interval(proper["price"]["accuracy, points"])
+    assert proper["pretrainings"] == [1, 2, 3, 4, 5]
+    assert price.verdict(gap) == "not inferior"
+    assert -0.5 < gap.low < 0 < gap.high
+    groups = found["grpo_informative"]["informative_groups"]
+    for ours, theirs in zip(proper["informative_groups"], groups, strict=True):
+        assert ours == pytest.approx(theirs, rel=0.05)
+    # what the policy states is no match for its own log-probs, recalibrated with the task
+    assert max(proper["skill_against_logistic"]) < 0
