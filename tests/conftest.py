@@ -17,6 +17,16 @@ hypothesis.settings.register_profile("ci", deadline=None, max_examples=50)
 hypothesis.settings.load_profile("shared machine")
 
 
+@pytest.fixture(autouse=True)
+def _no_world_of_an_earlier_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forget the world of one that an earlier test made of this process: a dry run takes it for the
+    number of processes that were started.
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            monkeypatch.delenv(name, raising=False)
+
+
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
     """Real benchmark and training files; tests that need them say so when they are absent."""

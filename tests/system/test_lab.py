@@ -64,6 +64,7 @@ def test_a_cell_is_trained_once_and_published(
     assert len(found["grpo"]["ece"]) == len(found["logistic"]["ece"]) == 1
 
 
+@pytest.mark.full
 def test_probe_leaves_numbers_that_do_not_depend_on_the_layout(tmp_path: Path) -> None:
     """Cosines, norms and variances of every part: one process against TP=2, 1e-5."""
     one = run(

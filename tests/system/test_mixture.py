@@ -139,6 +139,7 @@ def test_a_bad_source_is_one_line(
     assert len(done.stderr.strip().splitlines()) == 1
 
 
+@pytest.mark.full
 def test_a_task_of_reasoning_gym_is_a_benchmark(tmp_path: Path) -> None:
     """Its samples hold what judging them again needs."""
     sampled = (
