@@ -7,6 +7,7 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -139,27 +140,29 @@ def _tables(args: argparse.Namespace) -> None:
 
 
 def _world2(args: argparse.Namespace) -> None:
+    records = args.out / world2.RECORDS
     if args.train:
-        cells = testgrid.cells(
-            args.policies.split(","), world2.METHODS, range(1, args.seeds + 1)
-        )
-        world2.world(args.grid, args.jobs).run(cells)
-        logging.info(
-            "%d cells packed", testgrid.pack(args.grid, args.out / world2.RECORDS)
-        )
-    world2.tables(args.out / world2.RECORDS, args.out)
+        _train(args, world2.world(args.grid, args.jobs), world2.METHODS, records)
+    world2.tables(records, args.out)
 
 
 def _price(args: argparse.Namespace) -> None:
+    records = args.out / price.RECORDS
     if args.train:
-        cells = testgrid.cells(
-            args.policies.split(","), price.ROWS, range(1, args.seeds + 1)
-        )
-        price.lab(args.grid, args.jobs).run(cells)
-        logging.info(
-            "%d cells packed", testgrid.pack(args.grid, args.out / price.RECORDS)
-        )
-    price.tables(args.out / price.RECORDS, args.out)
+        _train(args, price.lab(args.grid, args.jobs), price.ROWS, records)
+    price.tables(records, args.out)
+
+
+def _train(
+    args: argparse.Namespace,
+    lab: testgrid.Lab,
+    methods: Sequence[str],
+    records: Path,
+) -> None:
+    """Train and sample the cells that are not finished, and pack all of them into ``records``."""
+    policies = args.policies.split(",")
+    lab.run(testgrid.cells(policies, methods, range(1, args.seeds + 1)))
+    logging.info("%d cells packed", testgrid.pack(args.grid, records))
 
 
 if __name__ == "__main__":

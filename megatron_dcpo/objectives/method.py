@@ -243,7 +243,7 @@ class Method:
         members = np.stack([trained, trained])
         if self.options.block_groups == "all":
             return members
-        advantages = (scores[SCORES.index("A_r")], scores[SCORES.index("A_c")])
+        advantages = scores[[SCORES.index("A_r"), SCORES.index("A_c")]]
         correctness = self._all_correctness(samples)
         for rows in rows_of_groups(samples).values():
             for place, block_id in enumerate(BLOCKS.values()):

@@ -99,7 +99,7 @@ class Recorder:
 
     @contextmanager
     def from_step(self, first_step: int) -> Iterator[None]:
-        """Open the records, without those of steps that will be done again. Raises
+        """Open the records, without the steps that will be done again. Raises
         :class:`UserError`.
         """
         if not self.writes:

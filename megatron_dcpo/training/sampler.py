@@ -205,9 +205,7 @@ class Sampler:
         batch = self._choose(drawn, step)
         samples = [sample for group in batch for sample in group.samples]
         counts = Totals(
-            informative_groups=sum(
-                self.method.is_informative(group.samples) for group in batch
-            ),
+            informative_groups=self._informative(drawn, batch),
             responses=_judged([*drawn.finished, *drawn.waiting])
             - _judged(state.carried),
         )
@@ -278,6 +276,12 @@ class Sampler:
         if self.rollout.filter_groups == "any":
             return self.method.trains(group.samples)
         return True
+
+    def _informative(self, drawn: Drawn, batch: Sequence[PromptGroup]) -> int:
+        """Return how many groups of the batch are informative."""
+        if self.rollout.filter_groups == "reasoning":  # known since they were drawn
+            return min(len(drawn.wanted), self.prompts_per_step)
+        return sum(self.method.is_informative(group.samples) for group in batch)
 
     def _choose(self, drawn: Drawn, step: int) -> list[PromptGroup]:
         """Return the groups of the batch in the order of the run: the first of the wanted kind, and

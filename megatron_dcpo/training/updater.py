@@ -23,7 +23,7 @@ import torch
 
 from megatron_dcpo.config import Config
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.objectives.method import Method, mean_logprob
+from megatron_dcpo.objectives.method import Method, mean_logprob, rows_of_groups
 from megatron_dcpo.objectives.shaping import adapted_entropy_coef, balanced_weight
 from megatron_dcpo.policy.batching import (
     assign_to_ranks,
@@ -159,8 +159,8 @@ class Updater:
         ]
 
         # Log-probs of the policy that sampled are needed as soon as a second update leaves it. On
-        # the only update of a rollout the old policy is the current one, and its log-probs are
-        # those of the forward pass itself.
+        # the only update of a rollout the old policy is the current one, and the forward pass itself
+        # gives its log-probs.
         ratio_to_engine = self.method.options.old_logprobs == "engine"
         several = len(mini_batches) > 1
         if several and not self.method.needs_old_logprobs and not ratio_to_engine:
@@ -520,12 +520,13 @@ def split_groups(
     The groups that ``is_full`` says train every block, and the other ones, are each divided as
     evenly as they can be, so that no mini-batch lacks either kind.
     """
-    groups: dict[str, list[TrainingSample]] = {}
-    for sample in samples:
-        groups.setdefault(sample.prompt.prompt_id, []).append(sample)
-    in_order = list(groups.values())
-    full = [place for place, group in enumerate(in_order) if is_full(group)]
-    others = [place for place in range(len(in_order)) if place not in set(full)]
+    in_order = [
+        [samples[row] for row in rows] for rows in rows_of_groups(samples).values()
+    ]
+    full: list[int] = []
+    others: list[int] = []
+    for place, group in enumerate(in_order):
+        (full if is_full(group) else others).append(place)
     mini_batches = []
     for of_full, of_others in zip(
         np.array_split(full, parts), np.array_split(others, parts), strict=True
