@@ -159,8 +159,8 @@ class Updater:
         ]
 
         # Log-probs of the policy that sampled are needed as soon as a second update leaves it. On
-        # the only update of a rollout the old policy is the current one, and the forward pass itself
-        # gives its log-probs.
+        # the only update of a rollout the old policy is the current one, and the forward pass
+        # itself gives its log-probs.
         ratio_to_engine = self.method.options.old_logprobs == "engine"
         several = len(mini_batches) > 1
         if several and not self.method.needs_old_logprobs and not ratio_to_engine:
