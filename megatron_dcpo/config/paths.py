@@ -87,5 +87,6 @@ _PATHS: dict[tuple[str, str], Callable[[object, Path], object]] = {
     ("rollout", "function"): _function,
     ("objective", "name"): _function,
     ("evaluation", "benchmarks"): _each(_benchmarks),
+    ("evaluation", "path"): _path,
     ("logging", "to"): _function,
 }

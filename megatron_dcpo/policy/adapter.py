@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Module
 
-from megatron_dcpo.config import AdapterConfig, Config
+from megatron_dcpo.config import AdapterConfig, RunConfig
 from megatron_dcpo.policy.model import Policy
 from megatron_dcpo.policy.optimizer import build_scheduler
 from megatron_dcpo.runtime.device import current_device
@@ -322,7 +322,7 @@ class AdapterOptimizer:
 
     megatron = None
 
-    def __init__(self, adapter: Adapter, config: Config) -> None:
+    def __init__(self, adapter: Adapter, config: RunConfig) -> None:
         options = config.optimizer
         megatron = config.parallel.megatron
         self.adapter = adapter

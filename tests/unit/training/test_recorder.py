@@ -13,7 +13,7 @@ import pytest
 from megatron_dcpo.config import load_config
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.training.recorder import Recorder
-from megatron_dcpo.training.updater import UpdateStatistics
+from megatron_dcpo.training.trainer import UpdateStatistics
 from megatron_dcpo.types import Judgement, TrainingSample
 from tests.helpers.objective_cases import objective, samples_of
 from tests.helpers.paths import QUICKSTART
