@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 from pydantic.dataclasses import dataclass
@@ -41,14 +41,27 @@ class AdapterConfig:
     layer.
     """
 
-    rank: Positive = 16
-    """Rank of the factors A and B."""
-    alpha: Annotated[float, Field(gt=0)] = 32.0
-    """Scale of the adapter: it adds (alpha / rank) B A x."""
-    targets: Annotated[tuple[Projection, ...], Field(min_length=1)] = get_args(
-        Projection
-    )
-    """Projections of every layer that get factors."""
+    rank: Positive | None = None
+    """Rank of the factors A and B; 16 if it is not set."""
+    alpha: Annotated[float, Field(gt=0)] | None = None
+    """Scale of the adapter: it adds (alpha / rank) B A x; 32 if it is not set."""
+    targets: Annotated[tuple[Projection, ...], Field(min_length=1)] | None = None
+    """Projections of every layer that get factors; all of them if it is not set."""
+    path: str = ""
+    """Directory of an adapter in PEFT's format to go on from, a run's adapter/ for instance; it
+    brings its own rank, alpha and targets.
+    """
+
+    def __post_init__(self) -> None:
+        given = [
+            name
+            for name in ("rank", "alpha", "targets")
+            if getattr(self, name) is not None
+        ]
+        if self.path and given:
+            raise ValueError(
+                f"model.adapter.path has its own {given[0]}; remove model.adapter.{given[0]}"
+            )
 
 
 @dataclass(frozen=True, config=STRICT)

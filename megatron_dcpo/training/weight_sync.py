@@ -246,14 +246,10 @@ def export_policy(directory: Path, model: ModelConfig, optimizer: Optimizer) -> 
         writer=writer,
     )
     if isinstance(optimizer, AdapterOptimizer):
-        tensors, lora = optimizer.adapter.whole(), optimizer.adapter.config
+        adapter = optimizer.adapter
+        tensors = adapter.whole()
         if writer:
             write_adapter(
-                directory / DIRECTORY,
-                tensors,
-                lora.rank,
-                lora.alpha,
-                lora.targets,
-                model.path,
+                directory / DIRECTORY, tensors, shape=adapter.shape, base=model.path
             )
     return out

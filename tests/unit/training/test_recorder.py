@@ -164,7 +164,7 @@ def test_a_full_disk_ends_the_run_and_gives_up_the_checkpoint_of_the_step(
         raise OSError(28, "No space left on device", str(path))
 
     with target.from_step(1):
-        monkeypatch.setattr(Recorder, "_append", staticmethod(full))
+        monkeypatch.setattr(Recorder, "append", staticmethod(full))
         with pytest.raises(UserError, match="No space left"):
             record(target, 1)
     assert given_up == [1]
