@@ -94,23 +94,22 @@ def _load(args: argparse.Namespace) -> SupervisedConfig:
 
 def _print_facts(config: SupervisedConfig, as_json: bool) -> None:
     """Print what a run would train on."""
+    from megatron_dcpo.rollout import load_tokenizer
     from megatron_dcpo.training.supervised import read_inputs, with_steps
 
     inputs = read_inputs(config)
-    lengths = [
-        len(each.prompt.token_ids) + len(each.response_ids)
-        for each in inputs.demonstrations
-    ]
+    samples = [example.samples()[0] for example in inputs.examples]
+    lengths = [sample.length for sample in samples]
     steps = with_steps(config, len(lengths)).training.steps
-    first = inputs.demonstrations[0]
+    tokenizer = load_tokenizer(config.model.path)
     facts = {
         "demonstrations": len(lengths),
         "held_out": len(inputs.held_out),
         "steps": steps,
         "longest": max(lengths),
         "mean_length": round(sum(lengths) / len(lengths), 1),
-        "prompt": inputs.tokenizer.decode(list(first.prompt.token_ids)),
-        "response": inputs.tokenizer.decode(first.response_ids.tolist()),
+        "prompt": tokenizer.decode(samples[0].prompt_ids.tolist()),
+        "response": tokenizer.decode(samples[0].response_ids.tolist()),
     }
     if as_json:
         print(json.dumps(facts))

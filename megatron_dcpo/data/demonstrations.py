@@ -27,10 +27,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megatron_dcpo.data import prompts
-from megatron_dcpo.data.datasets import PromptOptions, in_epochs, task_name
+from megatron_dcpo.data.datasets import PromptOptions, task_name
 from megatron_dcpo.data.files import Row, read_rows
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.types import Prompt
+from megatron_dcpo.types import (
+    BLOCK_REASONING,
+    Judgement,
+    Prompt,
+    Response,
+    TrainingSample,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -52,6 +58,56 @@ class Demonstration:
     prompt: Prompt
     response_ids: np.ndarray
     weights: np.ndarray
+
+    @property
+    def weight(self) -> float:
+        """Return the sum of the weights of its tokens."""
+        return float(self.weights.sum())
+
+    @property
+    def length(self) -> int:
+        """Return the number of tokens of prompt and response."""
+        return len(self.prompt.token_ids) + len(self.response_ids)
+
+    def samples(self) -> list[TrainingSample]:
+        """Return it as the sample of a training, whose response nobody sampled and judged."""
+        length = len(self.response_ids)
+        sample = TrainingSample(
+            prompt=self.prompt,
+            response=Response(
+                prompt_id=self.prompt.prompt_id,
+                sample_index=0,
+                token_ids=self.response_ids,
+                logprobs=np.zeros(length, np.float32),
+                finish_reason="stop",
+                weights_version=0,
+            ),
+            judgement=Judgement(
+                prompt_id=self.prompt.prompt_id,
+                correct=1.0,
+                confidence=None,
+                status="missing",
+                boundary=length,
+                length=length,
+            ),
+            R=1.0,
+            block_ids=np.full(length, BLOCK_REASONING, np.int8),
+            weights=self.weights,
+        )
+        return [sample]
+
+    def loss(self, logprobs: Sequence[np.ndarray]) -> float:
+        """Return the weighted sum of -log p over its tokens."""
+        (row,) = logprobs
+        return -float(self.weights @ row.astype(np.float64))
+
+    def digest(self) -> bytes:
+        """Return a digest of its tokens and weights."""
+        whole = hashlib.sha256(self.prompt.ids.tobytes())
+        whole.update(b"/")
+        whole.update(self.response_ids.tobytes())
+        whole.update(self.weights.tobytes())
+        return whole.digest()
 
 
 @dataclass(frozen=True)
@@ -93,8 +149,7 @@ def load_demonstrations(
         demonstration = _tokenized(
             conversation, tokenizer, options, name=f"{task_name(path)}/{number}"
         )
-        length = len(demonstration.prompt.token_ids) + len(demonstration.response_ids)
-        if length > max_length:
+        if demonstration.length > max_length:
             too_long += 1
             continue
         if not demonstration.weights.any():
@@ -127,33 +182,6 @@ def load_demonstrations(
             f"{path}: no row is left to train on; see the lines above, and data.max_length"
         )
     return kept
-
-
-def draw_demonstrations(
-    demonstrations: Sequence[Demonstration],
-    step: int,
-    per_step: int,
-    *,
-    seed: int,
-    shuffle: bool,
-) -> list[Demonstration]:
-    """Return the demonstrations of a step, counted from 1: epoch after epoch, each in its own order
-    if ``shuffle``. A function of seed and step alone, so that a resumed run goes on with the next.
-    """
-    first = (step - 1) * per_step
-    places = in_epochs(len(demonstrations), first, per_step, seed=seed, shuffle=shuffle)
-    return [demonstrations[index] for _, index in places]
-
-
-def fingerprint_of_demonstrations(demonstrations: Sequence[Demonstration]) -> str:
-    """Return a short name of what is trained on: equal if a resumed run would train on the same."""
-    digest = hashlib.sha256()
-    for each in demonstrations:
-        digest.update(each.prompt.ids.tobytes())
-        digest.update(each.response_ids.tobytes())
-        digest.update(each.weights.tobytes())
-        digest.update(b"/")
-    return digest.hexdigest()[:16]
 
 
 # ------------------------------------------------------------------------------------------- rows

@@ -2,17 +2,19 @@
 of RL, without an engine.
 
     for step in range(done + 1, steps + 1):
-        samples = run.draw(step)                   # demonstrations, their weights over the step's
+        samples = run.draw(step)                   # of examples, their weights over the step's
         statistics = run.update(samples, step)     # forward and backward, one update
         run.checkpointer.save(step)
         run.records.log(step, statistics, run.validate(step))
 
-A demonstration is a :class:`TrainingSample` whose response nobody sampled and nobody judged.
+An example is one or several :class:`TrainingSample` whose responses nobody sampled and nobody
+judged: a demonstration here, an answer and its confidence for ``dcpo calibrate --kind adapter``.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import logging
 import math
 import os
@@ -20,6 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -27,13 +30,8 @@ from transformers import PreTrainedTokenizerBase
 from megatron_dcpo.checkpoints.saver import Saver
 from megatron_dcpo.checkpoints.state import Optimizer
 from megatron_dcpo.config.supervised import SupervisedConfig
-from megatron_dcpo.data.datasets import PromptOptions
-from megatron_dcpo.data.demonstrations import (
-    Demonstration,
-    draw_demonstrations,
-    fingerprint_of_demonstrations,
-    load_demonstrations,
-)
+from megatron_dcpo.data.datasets import PromptOptions, in_epochs
+from megatron_dcpo.data.demonstrations import Demonstration, load_demonstrations
 from megatron_dcpo.data.prompts import find_template
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.judging.thinking import check_thinking
@@ -55,15 +53,31 @@ from megatron_dcpo.training.records import Records, why_refused
 from megatron_dcpo.training.run import build_optimizer, build_saver
 from megatron_dcpo.training.trainer import Trainer, UpdateStatistics
 from megatron_dcpo.training.weight_sync import export_policy
-from megatron_dcpo.types import (
-    BLOCK_REASONING,
-    Judgement,
-    Response,
-    TrainingSample,
-)
+from megatron_dcpo.types import TrainingSample, replaced
 from megatron_dcpo.weights.architecture import Architecture
 
 logger = logging.getLogger(__name__)
+
+
+class Example(Protocol):
+    """What is learned from: a demonstration, or an answer whose confidence is learned."""
+
+    @property
+    def weight(self) -> float:
+        """Return what it counts in the mean over a step."""
+        ...
+
+    def samples(self) -> list[TrainingSample]:
+        """Return its samples, with the weights of their tokens as if it were alone."""
+        ...
+
+    def loss(self, logprobs: Sequence[np.ndarray]) -> float:
+        """Return its loss, times its weight, at the log-probs of :meth:`samples`."""
+        ...
+
+    def digest(self) -> bytes:
+        """Return a digest of everything that is learned from it."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -73,15 +87,14 @@ class SupervisedInputs:
     """
 
     loss: SupervisedLoss
-    tokenizer: PreTrainedTokenizerBase
-    demonstrations: list[Demonstration]
-    held_out: list[Demonstration]
+    examples: Sequence[Example]
+    held_out: Sequence[Example] = ()
 
 
 @dataclass(frozen=True)
 class SupervisedRun:
     """The parts of a supervised training on this rank. ``config`` has the number of steps that the
-    demonstrations make.
+    examples make.
     """
 
     config: SupervisedConfig
@@ -94,16 +107,18 @@ class SupervisedRun:
     records: SupervisedRecords
 
     def draw(self, step: int) -> list[TrainingSample]:
-        """Return the samples of a step, equal on all ranks."""
+        """Return the samples of a step, equal on all ranks. It is a function of seed and step
+        alone, so that a resumed run goes on with the next ones.
+        """
         data = self.config.data
-        drawn = draw_demonstrations(
-            self.inputs.demonstrations,
-            step,
-            data.examples_per_step,
+        places = in_epochs(
+            len(self.inputs.examples),
+            first=(step - 1) * data.examples_per_step,
+            count=data.examples_per_step,
             seed=self.config.seed,
             shuffle=data.shuffle,
         )
-        return as_samples(drawn)
+        return samples_of([self.inputs.examples[index] for _, index in places])
 
     def update(self, samples: Sequence[TrainingSample], step: int) -> UpdateStatistics:
         """Take one step of the optimizer on the samples. Collective."""
@@ -117,37 +132,40 @@ class SupervisedRun:
         return statistics
 
     def validate(self, step: int) -> dict[str, float]:
-        """Return ``evaluation/loss`` of the policy after ``step``, if it is due: the mean -log p of
-        a token of the held-out demonstrations, weighted as they say. Collective.
+        """Return ``evaluation/loss`` of the policy after ``step``, if it is due: the mean loss of
+        the held-out examples. Collective.
         """
         interval = self.config.evaluation.interval
         is_last = step == self.config.training.steps
         if not interval or not (step % interval == 0 or is_last):
             return {}
-        per_step = self.config.data.examples_per_step
         held_out = self.inputs.held_out
         total = 0.0
-        weight = 0.0
-        for start in range(0, len(held_out), per_step):
-            demonstrations = held_out[start : start + per_step]
-            total += self._nll(demonstrations)
-            weight += sum(float(each.weights.sum()) for each in demonstrations)
-        return {"evaluation/loss": total / weight}
+        rows = logprobs_of(
+            self.trainer, held_out, at_once=self.config.data.examples_per_step
+        )
+        for example, logprobs in zip(held_out, rows, strict=True):
+            total += example.loss(logprobs)
+        return {"evaluation/loss": total / sum(example.weight for example in held_out)}
 
-    def _nll(self, demonstrations: Sequence[Demonstration]) -> float:
-        """Return the weighted sum of -log p over the tokens of all demonstrations. Collective."""
-        trainer = self.trainer
-        samples = as_samples(demonstrations)
-        rows = trainer.logprobs(trainer.policy, samples)
-        here = {
-            index: -float(demonstrations[index].weights @ logprobs.astype(np.float64))
-            for index, logprobs in rows.items()
-        }
-        by_index: dict[int, float] = {}
+
+def logprobs_of(
+    trainer: Trainer, examples: Sequence[Example], at_once: int
+) -> list[list[np.ndarray]]:
+    """Return the log-probs of every example's samples under the trainer's policy, on all ranks;
+    ``at_once`` examples go through the schedule together. Collective.
+    """
+    found: list[list[np.ndarray]] = []
+    for start in range(0, len(examples), at_once):
+        by_example = [each.samples() for each in examples[start : start + at_once]]
+        samples = [sample for of_example in by_example for sample in of_example]
+        here = trainer.logprobs(trainer.policy, samples)
+        rows: dict[int, np.ndarray] = {}
         for of_rank in trainer.collectives.gather(here):
-            by_index |= of_rank
-        # in the order of the samples: the sum is the same on every layout
-        return sum(by_index[index] for index in range(len(samples)))
+            rows |= of_rank
+        in_order = iter(rows[index] for index in range(len(samples)))
+        found += [[next(in_order) for _ in of_example] for of_example in by_example]
+    return found
 
 
 class SupervisedRecords(Records):
@@ -236,41 +254,25 @@ def _only(values: Sequence[float]) -> float:
     return values[0] if values else math.nan
 
 
-def as_samples(demonstrations: Sequence[Demonstration]) -> list[TrainingSample]:
-    """Return the demonstrations of a step as samples. The weight of a token is its own, over the
-    sum of the weights of the whole step, so that the loss is their weighted mean.
+def samples_of(examples: Sequence[Example]) -> list[TrainingSample]:
+    """Return the samples of a step's examples. The weights of their tokens are divided by the sum
+    of the examples' weights, so that the sum of the contributions is the mean loss.
     """
-    total = sum(float(each.weights.sum()) for each in demonstrations)
-    return [_as_sample(each, total) for each in demonstrations]
+    total = sum(example.weight for example in examples)
+    samples = []
+    for example in examples:
+        for sample in example.samples():
+            assert sample.weights is not None
+            samples.append(replaced(sample, weights=sample.weights / total))
+    return samples
 
 
-def _as_sample(demonstration: Demonstration, total: float) -> TrainingSample:
-    prompt = demonstration.prompt
-    ids = demonstration.response_ids
-    length = len(ids)
-    return TrainingSample(
-        prompt=prompt,
-        response=Response(
-            prompt_id=prompt.prompt_id,
-            sample_index=0,
-            token_ids=ids,
-            logprobs=np.zeros(length, np.float32),
-            finish_reason="stop",
-            weights_version=0,
-        ),
-        # a demonstration counts as right; nobody has judged it
-        judgement=Judgement(
-            prompt_id=prompt.prompt_id,
-            correct=1.0,
-            confidence=None,
-            status="missing",
-            boundary=length,
-            length=length,
-        ),
-        R=1.0,
-        block_ids=np.full(length, BLOCK_REASONING, np.int8),
-        weights=demonstration.weights / total,
-    )
+def fingerprint_of(examples: Sequence[Example]) -> str:
+    """Return a short name of what is trained on: equal if a resumed run would train on the same."""
+    digest = hashlib.sha256()
+    for example in examples:
+        digest.update(example.digest())
+    return digest.hexdigest()[:16]
 
 
 # --------------------------------------------------------------------------------------- the loop
@@ -282,23 +284,29 @@ def fine_tune(config: SupervisedConfig) -> None:
     Raises :class:`UserError` on bad input, and :class:`Stopped` after a signal, when everything
     done is saved.
     """
-    with build(config) as run:
-        rank = run.policy.topology.rank
-        directory = run.records.directory
-        with lock_run_dir(directory, rank):
-            signals.begin_saving()
-            provenance.prepare(directory, run.config, rank)
-            done = run.checkpointer.resume()
-            with run.records.from_step(done + 1):
-                _start(run, done)
-                for step in range(done + 1, run.config.training.steps + 1):
-                    run.timers.step = step
-                    train_step(run, step)
-                    run.checkpointer.stop_if_asked(done=step)
-            if run.config.training.export_hf:
-                with run.timers("export"):
-                    export_policy(directory, run.config.model, run.optimizer)
-            distributed.barrier()
+    with (
+        build(config, read_inputs(config)) as run,
+        lock_run_dir(run.records.directory, run.policy.topology.rank),
+    ):
+        train_all_steps(run)
+        if config.training.export_hf:
+            with run.timers("export"):
+                export_policy(run.records.directory, config.model, run.optimizer)
+        distributed.barrier()
+
+
+def train_all_steps(run: SupervisedRun) -> None:
+    """Train the steps that are left, in a run directory that is locked. Collective."""
+    directory = run.records.directory
+    signals.begin_saving()
+    provenance.prepare(directory, run.config, run.policy.topology.rank)
+    done = run.checkpointer.resume()
+    with run.records.from_step(done + 1):
+        _start(run, done)
+        for step in range(done + 1, run.config.training.steps + 1):
+            run.timers.step = step
+            train_step(run, step)
+            run.checkpointer.stop_if_asked(done=step)
 
 
 def train_step(run: SupervisedRun, step: int) -> None:
@@ -319,8 +327,8 @@ def _start(run: SupervisedRun, done: int) -> None:
     steps = run.config.training.steps
     if run.policy.topology.rank == 0:
         logger.info(
-            "%d demonstrations, %d steps of %d; %s",
-            len(run.inputs.demonstrations),
+            "%d examples, %d steps of %d; %s",
+            len(run.inputs.examples),
             steps,
             run.config.data.examples_per_step,
             f"step {done + 1} begins" if done < steps else "already done",
@@ -332,22 +340,23 @@ def _start(run: SupervisedRun, done: int) -> None:
 
 # ------------------------------------------------------------------------------------- the parts
 @contextmanager
-def build(config: SupervisedConfig) -> Iterator[SupervisedRun]:
-    """Open a run: check what it reads, then build all parts. Collective.
+def build(
+    config: SupervisedConfig, inputs: SupervisedInputs
+) -> Iterator[SupervisedRun]:
+    """Open a run: build all parts. Collective.
 
     Raises :class:`UserError` on bad input.
     """
-    inputs = read_inputs(config)
-    config = with_steps(config, len(inputs.demonstrations))
+    config = with_steps(config, len(inputs.examples))
     topology = distributed.initialize(
         config.parallel.sizes,
         seed=config.seed,
         timeout_minutes=config.parallel.distributed_timeout_minutes,
     )
-    fingerprint = fingerprint_of_demonstrations(inputs.demonstrations)
+    fingerprint = fingerprint_of(inputs.examples)
     if len(set(distributed.all_gather_objects(fingerprint))) > 1:
         raise UserError(
-            "the ranks have read different demonstrations: data.path, data.template or the date "
+            "the ranks have read different examples: data.path, data.template or the date "
             "has changed while they started; start the run again"
         )
     directory = Path(config.run_dir)
@@ -396,12 +405,12 @@ def build(config: SupervisedConfig) -> Iterator[SupervisedRun]:
         yield run
 
 
-def with_steps(config: SupervisedConfig, demonstrations: int) -> SupervisedConfig:
-    """Return the configuration with the number of steps that so many demonstrations make: those of
-    all epochs, of which the last may begin another one to be full.
+def with_steps(config: SupervisedConfig, examples: int) -> SupervisedConfig:
+    """Return the configuration with the number of steps that so many examples make: those of all
+    epochs, of which the last may begin another one to be full.
     """
-    examples = config.training.epochs * demonstrations
-    steps = math.ceil(examples / config.data.examples_per_step)
+    in_all_epochs = config.training.epochs * examples
+    steps = math.ceil(in_all_epochs / config.data.examples_per_step)
     if config.training.steps:
         steps = min(steps, config.training.steps)
     training = dataclasses.replace(config.training, steps=steps)
@@ -409,10 +418,27 @@ def with_steps(config: SupervisedConfig, demonstrations: int) -> SupervisedConfi
 
 
 def read_inputs(config: SupervisedConfig) -> SupervisedInputs:
-    """Read and check model, tokenizer, loss and data, the cheap checks first. Raises
+    """Read and check model, tokenizer, loss and demonstrations, the cheap checks first. Raises
     :class:`UserError`.
     """
     loss = find_loss(config.objective.name)
+    tokenizer, arch = read_model(config)
+    held_out: list[Demonstration] = []
+    if config.evaluation.path:
+        held_out = _load(config, config.evaluation.path, tokenizer, arch)
+    return SupervisedInputs(
+        loss=loss,
+        examples=_load(config, config.data.path, tokenizer, arch),
+        held_out=held_out,
+    )
+
+
+def read_model(
+    config: SupervisedConfig,
+) -> tuple[PreTrainedTokenizerBase, Architecture]:
+    """Return the tokenizer and the architecture of the model, checked against the configuration.
+    Raises :class:`UserError`.
+    """
     find_template(config.data.template)
     arch = check_architecture(config)
     check_processes(config, int(os.environ.get("WORLD_SIZE", "1")))
@@ -421,15 +447,7 @@ def read_inputs(config: SupervisedConfig) -> SupervisedInputs:
     vocabulary = token_bytes(tokenizer)
     check_thinking(config.data.thinking, vocabulary.thinking, config.model.path)
     check_vocabulary(config.model.path, vocabulary, arch.vocab_size)
-    held_out = []
-    if config.evaluation.path:
-        held_out = _load(config, config.evaluation.path, tokenizer, arch)
-    return SupervisedInputs(
-        loss=loss,
-        tokenizer=tokenizer,
-        demonstrations=_load(config, config.data.path, tokenizer, arch),
-        held_out=held_out,
-    )
+    return tokenizer, arch
 
 
 def _load(

@@ -13,8 +13,6 @@ import pytest
 from megatron_dcpo.data.datasets import PromptOptions
 from megatron_dcpo.data.demonstrations import (
     Demonstration,
-    draw_demonstrations,
-    fingerprint_of_demonstrations,
     load_demonstrations,
 )
 from megatron_dcpo.errors import UserError
@@ -167,25 +165,10 @@ def test_what_is_no_demonstration_is_refused_by_its_row(
         load(tmp_path, good, row)
 
 
-def test_steps_go_through_the_epochs(tmp_path: Path) -> None:
-    rows = [{"prompt": f"{i}=", "response": str(i)} for i in range(5)]
-    all_ = load(tmp_path, *rows)
-    drawn = [
-        text(each.prompt.token_ids)
-        for step in (1, 2, 3, 4, 5)
-        for each in draw_demonstrations(all_, step, 2, seed=1, shuffle=True)
-    ]
-    assert sorted(drawn[:5]) == sorted(drawn[5:]) == [f"{i}=" for i in range(5)]
-    assert drawn[:5] != drawn[5:], "each epoch has its own order"
-    in_order = draw_demonstrations(all_, 3, 2, seed=1, shuffle=False)
-    assert [text(each.prompt.token_ids) for each in in_order] == ["4=", "0="]
-
-
-def test_the_fingerprint_sees_weights(tmp_path: Path) -> None:
+def test_the_digest_sees_weights(tmp_path: Path) -> None:
     row = {"prompt": "2*3=", "response": "6"}
     (one,) = load(tmp_path, row)
     (other,) = load(tmp_path, row | {"weight": 2})
-    assert fingerprint_of_demonstrations([one]) != fingerprint_of_demonstrations(
-        [other]
-    )
+    (same,) = load(tmp_path, row)
+    assert one.digest() == same.digest() != other.digest()
     assert np.array_equal(one.response_ids, other.response_ids)
