@@ -24,8 +24,8 @@ def add_parser(subparsers: Subparsers) -> None:
         "task (--features task); ConfClass; temperature, Platt "
         "or isotonic scaling of one kind of confidence; or a low-rank adapter of a model, which "
         "states the confidence (--kind adapter --model DIR). Use training or validation problems, "
-        "never those that are reported. A hash splits the problems into fitted and held-out ones, and "
-        "the scores shown are of the held-out ones. ConfClass needs samples drawn with dcpo "
+        "never those that are reported. A hash splits the problems into fitted and held-out ones, "
+        "and the scores shown are of the held-out ones. ConfClass needs samples drawn with dcpo "
         "evaluate --repeats 20 --features.",
     )
     parser.add_argument(
