@@ -168,7 +168,7 @@ def as_options(words: Sequence[str]) -> list[str]:
     ``train x.yaml`` names the configuration, ``--section.key value`` is an override, and a bare
     ``--resume`` means ``auto``.
     """
-    if not words or words[0] not in ("train", "plan", "probe", "evaluate"):
+    if not words or words[0] not in ("train", "sft", "plan", "probe", "evaluate"):
         return list(words)
     verb, *rest = words
     # the YAML files of evaluate belong to --config and --as-trained
