@@ -184,8 +184,10 @@ def instruction(template: str, marker: str, form: str) -> tuple[str, ...]:
         asked = find_template(template).instruct(_PLACE, marker, form)
     except Exception:  # a template of the user's is a program, or a file that is gone
         return ()
-    text = asked
-    if not isinstance(text, str):
-        text = _PLACE.join(message["content"] for message in asked)
+    if isinstance(asked, str):
+        texts = [asked]
+    else:
+        texts = [message["content"] for message in asked]
+    text = _PLACE.join(texts)
     parts = [part.strip() for part in text.split(_PLACE)]
     return tuple(part for part in parts if part)

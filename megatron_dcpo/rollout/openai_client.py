@@ -23,6 +23,7 @@ from megatron_dcpo.errors import UserError, one_line
 from megatron_dcpo.judging.replies import response_of_choice
 from megatron_dcpo.rollout.engine import SamplingConfig, sample_seed
 from megatron_dcpo.runtime.http_json import HttpError, JsonClient, may_pass
+from megatron_dcpo.runtime.served_models import VERSIONED
 from megatron_dcpo.types import Prompt, Response
 
 # A reply is refused if it has more bytes than these for each log-prob and for everything else.
@@ -46,10 +47,6 @@ _REFUSED_LENGTH = re.compile(
     r"|max_new_tokens` must be",
     re.IGNORECASE,
 )
-# paths of requests, which users copy together with the address
-_REQUEST_PATHS = ("/chat/completions", "/completions", "/models")
-_VERSIONED = re.compile(r"/v\d+[a-z0-9]*\Z")
-
 Result = TypeVar("Result")
 
 
@@ -227,60 +224,9 @@ class Endpoint:
         return body
 
 
-def served_model(url: str, api_key: str | None = None, timeout: float = 30.0) -> str:
-    """Return the single model that a server offers. Raises :class:`UserError` if there are several,
-    or if it does not list them.
-    """
-    client = JsonClient(url=url, api_key=api_key, timeout=timeout)
-    try:
-        names = _model_names(client)
-    except (HttpError, LookupError, TypeError) as error:
-        if isinstance(error, HttpError) and error.unreachable:
-            raise UserError(
-                f"{url}: no server accepts connections there ({error}); start it, or correct "
-                "host and port of --endpoint"
-            ) from None
-        if _VERSIONED.search(url.rstrip("/")) is None:
-            below = f"{url.rstrip('/')}/v1"
-            if _lists_models(JsonClient(url=below, api_key=api_key, timeout=timeout)):
-                raise UserError(
-                    f"{url}: the server answers below /v1; give --endpoint {below}"
-                ) from None
-        raise UserError(
-            f"{url}: cannot list its models ({one_line(error)}); name one with --model-name"
-        ) from None
-    if len(names) != 1:
-        raise UserError(
-            f"{url} offers {', '.join(names)[:1000] or 'no model'}; name one with --model-name"
-        )
-    return names[0]
-
-
-def _model_names(client: JsonClient) -> list[str]:
-    return [str(row["id"]) for row in client.call("/models")["data"]]
-
-
-def _lists_models(client: JsonClient) -> bool:
-    try:
-        return bool(_model_names(client))
-    except (HttpError, LookupError, TypeError):
-        return False
-
-
-def check_address(url: str) -> None:
-    """Raise :class:`UserError` for the address of a request instead of that of the server."""
-    for path in _REQUEST_PATHS:
-        if url.rstrip("/").endswith(path):
-            base = url.rstrip("/").removesuffix(path)
-            raise UserError(
-                f"{url} is the address of a request; give the part before {path}: "
-                f"--endpoint {base}"
-            )
-
-
 def _address_hint(url: str, status: int) -> str:
     """Return what to say of an address that the server does not know, if it lacks a version."""
-    if status not in (404, 405) or _VERSIONED.search(url.rstrip("/")):
+    if status not in (404, 405) or VERSIONED.search(url.rstrip("/")):
         return ""
     return f"; most servers answer below /v1: try --endpoint {url.rstrip('/')}/v1"
 

@@ -30,9 +30,8 @@ from megatron_dcpo.rollout import SamplingConfig
 from megatron_dcpo.rollout.engine import sample_seed
 from megatron_dcpo.rollout.openai_client import (
     Endpoint,
-    check_address,
-    served_model,
 )
+from megatron_dcpo.runtime.served_models import check_address, served_model
 from megatron_dcpo.types import Prompt, Response
 from tests.helpers.fake_server import FakeServer, Reply, good_reply
 
