@@ -6,7 +6,11 @@ leaves.
 from __future__ import annotations
 
 import asyncio
+import itertools
+import ssl
+import time
 from contextlib import suppress
+from http.cookiejar import DefaultCookiePolicy
 
 import httpx2
 
@@ -37,6 +41,10 @@ _OF_THE_CONNECTION = frozenset(
 )
 _OURS = _OF_THE_CONNECTION | {b"host", b"content-length"}
 _CONNECT_SECONDS = 10.0
+# a pool looks at all its connections for each request: many small ones are cheaper
+_POOLS = 32
+_IDLE_SECONDS = 4.0  # less than the 5 after which uvicorn closes a connection
+_STALE_SECONDS = 1.0  # within which the use of a closed connection fails
 _OWN_VERSION = "/v1"  # which the clients' addresses end in
 
 
@@ -50,8 +58,20 @@ class Forward:
         self.root = VERSIONED.sub("", self.url)
         # a model answers when it is done: only the connection has a time-out
         timeout = httpx2.Timeout(None, connect=_CONNECT_SECONDS)
-        limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
-        self.client = httpx2.AsyncClient(timeout=timeout, limits=limits)
+        limits = httpx2.Limits(
+            max_connections=None,
+            max_keepalive_connections=None,
+            keepalive_expiry=_IDLE_SECONDS,
+        )
+        trusted = ssl.create_default_context()
+        self.clients = []
+        for _ in range(_POOLS):
+            client = httpx2.AsyncClient(verify=trusted, timeout=timeout, limits=limits)
+            # what one client of ours gets or sends is nothing to another one
+            client.headers.clear()
+            client.cookies.jar.set_policy(DefaultCookiePolicy(allowed_domains=[]))
+            self.clients.append(client)
+        self.turns = itertools.cycle(self.clients)
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -65,7 +85,8 @@ class Forward:
         await receive()
         await send({"type": "lifespan.startup.complete"})
         await receive()
-        await self.client.aclose()
+        for client in self.clients:
+            await client.aclose()
         await send({"type": "lifespan.shutdown.complete"})
 
     async def _pass_on(self, scope: Message, receive: Receive, send: Send) -> None:
@@ -91,14 +112,8 @@ class Forward:
 
     async def _answer(self, scope: Message, content: bytes, send: Send) -> None:
         """Send one request on, and its answer back. Raises :class:`UpstreamError`."""
-        request = self.client.build_request(
-            scope["method"],
-            self.address(scope),
-            headers=[h for h in scope["headers"] if h[0].lower() not in _OURS],
-            content=content,
-        )
         try:
-            reply = await self.client.send(request, stream=True)
+            reply = await self._begun(scope, content)
         except (httpx2.HTTPError, httpx2.InvalidURL, OSError) as error:
             raise UpstreamError(
                 f"{self.url} does not answer ({_named(error)})"
@@ -125,6 +140,25 @@ class Forward:
         finally:
             await reply.aclose()
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _begun(self, scope: Message, content: bytes) -> httpx2.Response:
+        """Return a reply of which the head is there. A connection that the upstream closes at the
+        moment in which it is used again is replaced by a new one.
+        """
+        client = next(self.turns)
+        request = client.build_request(
+            scope["method"],
+            self.address(scope),
+            headers=[h for h in scope["headers"] if h[0].lower() not in _OURS],
+            content=content,
+        )
+        begun = time.monotonic()
+        try:
+            return await client.send(request, stream=True)
+        except (httpx2.RemoteProtocolError, httpx2.ReadError, httpx2.WriteError):
+            if time.monotonic() - begun > _STALE_SECONDS:
+                raise
+            return await client.send(request, stream=True)
 
     def address(self, scope: Message) -> str:
         """Return the upstream's address for a request."""
