@@ -150,7 +150,7 @@ class Forward:
             scope["method"],
             self.address(scope),
             headers=[h for h in scope["headers"] if h[0].lower() not in _OURS],
-            content=content,
+            content=content or None,
         )
         begun = time.monotonic()
         try:
