@@ -28,7 +28,7 @@ LAYERS = (
     ("weights",),
     ("policy", "rollout", "conversion"),
     ("checkpoints", "planning", "evaluation"),
-    ("training",),
+    ("training", "serving"),
     ("cli",),
 )
 LAYER = {
