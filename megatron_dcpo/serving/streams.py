@@ -50,7 +50,7 @@ class StreamedChoice:
             return
         withheld = self.text[self.sent :]
         safe = safe_length(withheld, self.scorer.marker)
-        self._write_text(choice, withheld[:safe])
+        self.write_text(choice, withheld[:safe])
         self.sent += safe
 
     def whole(self, finish_reason: object) -> Chunk:
@@ -79,7 +79,7 @@ class StreamedChoice:
         self.is_over = True
         rest = self._piece_of(choice) + shown[self.sent :]
         if rest:
-            self._write_text(choice, rest)
+            self.write_text(choice, rest)
         self.sent = len(self.text)
 
     def withheld(self) -> str:
@@ -107,7 +107,8 @@ class StreamedChoice:
         piece = holder.get(name) if isinstance(holder, dict) else None
         return piece if isinstance(piece, str) else ""
 
-    def _write_text(self, choice: Chunk, text: str) -> None:
+    def write_text(self, choice: Chunk, text: str) -> None:
+        """Make a text that of a chunk."""
         if self.asked.api != "chat":
             choice["text"] = text
             return
@@ -159,7 +160,7 @@ class Stream:
             if choice.is_over or not text:
                 continue
             last: Chunk = {"index": index, "finish_reason": None}
-            choice._write_text(last, text)
+            choice.write_text(last, text)
             choice.sent = len(choice.text)
             chunks.append(_event_of({**self.last, "choices": [last]}))
         rest = self.rest
