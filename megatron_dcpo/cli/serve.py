@@ -54,6 +54,7 @@ def run(args: argparse.Namespace) -> int:
     from prometheus_client import CollectorRegistry
 
     from megatron_dcpo.runtime.served_models import check_address, list_models
+    from megatron_dcpo.serving.adapter import served_adapter
     from megatron_dcpo.serving.calibrator import check_models
     from megatron_dcpo.serving.forward import Forward
     from megatron_dcpo.serving.middleware import ConfidenceMiddleware
@@ -64,10 +65,14 @@ def run(args: argparse.Namespace) -> int:
     scorer = scorer_of(args)
     api_key = os.environ.get(args.api_key_env) or None
     fix = "a proxy needs a server that lists them"
-    names = names_of(list_models(args.endpoint, fix, api_key))
+    rows = list_models(args.endpoint, fix, api_key)
+    names = names_of(rows)
+    reader = None
+    if args.adapter:
+        reader = served_adapter(args.adapter, scorer.marker, rows)
     if scorer.calibrator is not None:
         check_models(scorer.calibrator, args.calibrator, names)
-    service = build_service(scorer, CollectorRegistry(), names)
+    service = build_service(scorer, CollectorRegistry(), names, reader)
     app = ConfidenceMiddleware(Forward(args.endpoint), service)
     listening = _listen(args.host, args.port)
     config = uvicorn.Config(

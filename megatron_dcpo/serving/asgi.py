@@ -15,6 +15,7 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Message, Receive, Send], Awaitable[None]]
 
 _MOST_BYTES = 64 << 20  # of a request
+_REPLACED = (b"content-length", b"accept-encoding", b"transfer-encoding")
 _JSON = (b"content-type", b"application/json")
 
 
@@ -56,6 +57,20 @@ async def until_client_leaves(receive: Receive) -> None:
     """Wait until the client has gone."""
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+def request_of(scope: Message, content: bytes) -> tuple[Message, Message]:
+    """Return the scope of a request, and the message of its body, with another body. The answer to
+    it is not compressed, so that it can be read.
+    """
+    headers = []
+    for name, value in scope["headers"]:
+        if name not in _REPLACED:
+            headers.append((name, value))
+    headers.append((b"accept-encoding", b"identity"))
+    headers.append((b"content-length", str(len(content)).encode()))
+    body = {"type": "http.request", "body": content, "more_body": False}
+    return {**scope, "headers": headers}, body
 
 
 async def send_error(send: Send, status: int, words: str) -> None:

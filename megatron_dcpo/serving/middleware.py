@@ -6,6 +6,7 @@ megatron_dcpo.serving.ConfidenceMiddleware``).
 from __future__ import annotations
 
 import time
+from typing import Any
 
 from megatron_dcpo.errors import one_line
 from megatron_dcpo.serving.asgi import (
@@ -16,11 +17,18 @@ from megatron_dcpo.serving.asgi import (
     Receive,
     Send,
     UpstreamError,
+    request_of,
     send_error,
     whole_body,
 )
 from megatron_dcpo.serving.asking import PATHS, Asked, ask, read_body
-from megatron_dcpo.serving.replies import compact, error_body, scored_reply
+from megatron_dcpo.serving.replies import (
+    Score,
+    Scoring,
+    compact,
+    error_body,
+    scored_reply,
+)
 from megatron_dcpo.serving.scorer import Scored
 from megatron_dcpo.serving.service import Service
 from megatron_dcpo.serving.streams import Stream
@@ -113,17 +121,33 @@ class ConfidenceMiddleware:
         """Send a request on and its answer back; return the status. A request that is refused only
         because log-probs were asked for is sent again as the client made it.
         """
-        answer = _Answer(self.service, asked, send)
+        answer = _Answer(self.service, asked, self._score(asked, scope), send)
         await answer.of(self.app, scope, receive)
         if answer.refused is None:
             return answer.status
         why = one_line(answer.refused.decode(errors="replace"), 200)
         reason = f"no_logprobs: the upstream refuses log-probs ({why})"
-        plain = _Answer(self.service, asked.without_logprobs(reason), send)
+        asked = asked.without_logprobs(reason)
+        plain = _Answer(self.service, asked, self._score(asked, scope), send)
         await plain.of(self.app, scope, receive)
         if plain.status == 200:
             self.service.without_logprobs[scope["path"]] = reason
         return plain.status
+
+    def _score(self, asked: Asked, scope: Message) -> Score:
+        """Return how the choices of a request are scored: by what they hold, or by an adapter,
+        which the application is asked for.
+        """
+        scorer = self.service.scorer
+        reader = self.service.reader
+
+        async def score(choice: dict[str, Any], index: int) -> Scored:
+            scored = scorer.score(asked, choice)
+            if reader is None:
+                return scored
+            return await reader.score(asked, choice, index, scored, self.app, scope)
+
+        return score
 
 
 class _Answer:
@@ -133,9 +157,14 @@ class _Answer:
     may not be refused.
     """
 
-    def __init__(self, service: Service, asked: Asked, send: Send) -> None:
+    def __init__(
+        self, service: Service, asked: Asked, score: Score, send: Send
+    ) -> None:
         self.service = service
         self.asked = asked
+        self.scoring = Scoring(
+            asked=asked, scorer=service.scorer, score=score, told=self._told
+        )
         self.to_client = send
         self.status = 502
         self.start: Message = {}
@@ -146,20 +175,8 @@ class _Answer:
 
     async def of(self, app: App, scope: Message, receive: Receive) -> None:
         """Let the application answer. Raises :class:`UpstreamError` if nothing was sent by then."""
-        content = compact(self.asked.sent)
-        headers = []
-        for name, value in scope["headers"]:
-            if name not in (
-                b"content-length",
-                b"accept-encoding",
-                b"transfer-encoding",
-            ):
-                headers.append((name, value))
-        # a compressed answer could not be read
-        headers.append((b"accept-encoding", b"identity"))
-        headers.append((b"content-length", str(len(content)).encode()))
-        request = {"type": "http.request", "body": content, "more_body": False}
-        given = [request]
+        request, body = request_of(scope, compact(self.asked.sent))
+        given = [body]
 
         async def receive_once() -> Message:
             if given:
@@ -167,7 +184,7 @@ class _Answer:
             return await receive()
 
         try:
-            await app({**scope, "headers": headers}, receive_once, self._send)
+            await app(request, receive_once, self._send)
         except UpstreamError as error:
             await self._broken(error)
 
@@ -198,7 +215,7 @@ class _Answer:
         kind = _header(message, b"content-type")
         plain = not _header(message, b"content-encoding")
         if self.status == 200 and plain and kind.startswith(b"text/event-stream"):
-            self.stream = Stream(self.asked, self.service.scorer, self._told)
+            self.stream = Stream(self.scoring)
             await self._start(message)
         elif self.status == 200 and plain and kind.startswith(b"application/json"):
             self.whole = bytearray()
@@ -224,8 +241,7 @@ class _Answer:
             await self.to_client(message)
 
     async def _send_whole(self, content: bytes) -> None:
-        scorer = self.service.scorer
-        content = scored_reply(content, self.asked, scorer, self._told)
+        content = await scored_reply(content, self.scoring)
         headers = []
         for name, value in self.start.get("headers", ()):
             if name.lower() != b"content-length":
@@ -236,7 +252,7 @@ class _Answer:
 
     async def _send_events(self, stream: Stream, piece: bytes, is_last: bool) -> None:
         try:
-            content = stream.feed(piece)
+            content = await stream.feed(piece)
         except ValueError as error:
             raise UpstreamError(f"the upstream sends {error}") from None
         if is_last:

@@ -13,6 +13,7 @@ from prometheus_client import REGISTRY
 
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.runtime.served_models import ModelRow
+from megatron_dcpo.serving.adapter import AdapterReader
 from megatron_dcpo.serving.arguments import add_scoring_arguments
 from megatron_dcpo.serving.calibrator import Calibrator, Names, load_calibrator
 from megatron_dcpo.serving.scorer import Scorer, choose_threshold, form_of_fit
@@ -28,6 +29,11 @@ def scorer_of(args: argparse.Namespace) -> Scorer:
     """Return the scorer for parsed options. Raises :class:`UserError` for what does not go
     together.
     """
+    if args.adapter and (args.calibrator or args.abstain_above is not None):
+        raise UserError(
+            "--adapter goes with neither --calibrator nor --abstain-above: its confidence is the "
+            "answer, and no held-out answers say its risk"
+        )
     calibrator = None
     if args.calibrator:
         calibrator = load_calibrator(args.calibrator, args.accept_mismatch)
@@ -91,4 +97,8 @@ def service_from_environment() -> Service:
     parser = argparse.ArgumentParser(prog=ENVIRONMENT)
     add_scoring_arguments(parser)
     args = parser.parse_args(shlex.split(os.environ.get(ENVIRONMENT, "")))
-    return build_service(scorer_of(args), REGISTRY, is_proxy=False)
+    scorer = scorer_of(args)
+    reader = None
+    if args.adapter:
+        reader = AdapterReader(args.adapter, base="", marker=scorer.marker)
+    return build_service(scorer, REGISTRY, reader=reader, is_proxy=False)

@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Any
 
 from megatron_dcpo.serving.asking import Asked, hide_logprobs
 from megatron_dcpo.serving.scorer import Scored, Scorer
 
+# returns the confidence of a whole choice, given its index
+Score = Callable[[dict[str, Any], int], Awaitable[Scored]]
 # is told the id of a response, the index of a choice and its confidence
 Told = Callable[[str, int, Scored], None]
 
 
-def scored_reply(content: bytes, asked: Asked, scorer: Scorer, told: Told) -> bytes:
+@dataclass(frozen=True)
+class Scoring:
+    """How the choices of one request are scored and shown, and who is told."""
+
+    asked: Asked
+    scorer: Scorer
+    score: Score
+    told: Told
+
+
+async def scored_reply(content: bytes, scoring: Scoring) -> bytes:
     """Return the body of a reply with a confidence in each choice; one that is no reply of this
     kind is returned unchanged.
     """
@@ -25,21 +38,23 @@ def scored_reply(content: bytes, asked: Asked, scorer: Scorer, told: Told) -> by
         return content
     for position, choice in enumerate(reply["choices"]):
         if isinstance(choice, dict):
-            scored = scorer.score(asked, choice)
-            _show(choice, asked, scorer, scored)
-            told(str(reply.get("id") or ""), index_of(choice, position), scored)
+            index = index_of(choice, position)
+            scored = await scoring.score(choice, index)
+            _show(choice, scoring, scored)
+            scoring.told(str(reply.get("id") or ""), index, scored)
     return compact(reply)
 
 
-def _show(choice: dict[str, Any], asked: Asked, scorer: Scorer, scored: Scored) -> None:
+def _show(choice: dict[str, Any], scoring: Scoring, scored: Scored) -> None:
     """Change a choice into what the client gets."""
+    asked = scoring.asked
     holder = choice
     name = "text"
     if asked.api == "chat":
         holder = choice.get("message")  # type: ignore[assignment]
         name = "content"
     if isinstance(holder, dict) and isinstance(holder.get(name), str):
-        holder[name] = scorer.shown(holder[name], asked, scored)
+        holder[name] = scoring.scorer.shown(holder[name], asked, scored)
     hide_logprobs(choice, asked)
     choice.update(scored.fields())
 

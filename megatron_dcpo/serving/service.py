@@ -17,6 +17,7 @@ from starlette.responses import Response as HttpResponse
 from starlette.routing import Route, Router
 
 from megatron_dcpo.calibration.summary import json_ready
+from megatron_dcpo.serving.adapter import AdapterReader
 from megatron_dcpo.serving.asking import read_body
 from megatron_dcpo.serving.calibrator import PLAIN, Names
 from megatron_dcpo.serving.feedback import MOST_ANSWERS, Feedback, UnknownAnswerError
@@ -35,7 +36,7 @@ _MOST_FEEDBACK = 1 << 16  # bytes of a verdict
 class Service:
     """``paths`` are those that ``pages`` answers; all others are the application's. ``names`` are
     those of the upstream's models. ``without_logprobs`` has, for each path on which the upstream
-    has refused log-probs, the reason to give.
+    has refused log-probs, the reason to give. ``reader`` asks an adapter for the confidences.
     """
 
     scorer: Scorer
@@ -44,6 +45,7 @@ class Service:
     pages: Router
     paths: frozenset[str]
     names: Names = field(default_factory=dict)
+    reader: AdapterReader | None = None
     without_logprobs: dict[str, str] = field(default_factory=dict)
 
 
@@ -51,6 +53,7 @@ def build_service(
     scorer: Scorer,
     registry: CollectorRegistry,
     names: Names | None = None,
+    reader: AdapterReader | None = None,
     is_proxy: bool = True,
 ) -> Service:
     """Return the service of a proxy, with a page and its metrics; or of a middleware, whose
@@ -75,6 +78,7 @@ def build_service(
         pages=Router(routes),
         paths=frozenset(route.path for route in routes),
         names=names or {},
+        reader=reader,
     )
 
 

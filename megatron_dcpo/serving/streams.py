@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from megatron_dcpo.serving.asking import Asked, hide_logprobs
-from megatron_dcpo.serving.replies import Told, compact, index_of
+from megatron_dcpo.serving.replies import Scoring, compact, index_of
 from megatron_dcpo.serving.scorer import Scorer
 from megatron_dcpo.serving.withholding import safe_length
 
@@ -130,22 +130,20 @@ class StreamedChoice:
 class Stream:
     """The events of one reply. ``feed`` takes bytes as they come and returns those to pass on."""
 
-    def __init__(self, asked: Asked, scorer: Scorer, told: Told) -> None:
-        self.asked = asked
-        self.scorer = scorer
-        self.told = told
+    def __init__(self, scoring: Scoring) -> None:
+        self.scoring = scoring
         self.choices: dict[int, StreamedChoice] = {}
         self.rest = b""
         self.last: Chunk = {}
 
-    def feed(self, piece: bytes) -> bytes:
+    async def feed(self, piece: bytes) -> bytes:
         """Return what the client gets for a piece of the upstream's stream. Raises ValueError for
         an event that has no end.
         """
         self.rest += piece
         out = []
         for event in self._events():
-            out.append(self._event(event))
+            out.append(await self._event(event))
         if len(self.rest) > LONGEST_EVENT:
             raise ValueError(f"an event of more than {LONGEST_EVENT >> 20} MB")
         return b"".join(out)
@@ -175,7 +173,7 @@ class Stream:
             start = end.end()
         self.rest = self.rest[start:]
 
-    def _event(self, event: bytes) -> bytes:
+    async def _event(self, event: bytes) -> bytes:
         """Return an event as the client gets it; one that holds no choices as it is."""
         if not event.startswith(_DATA):
             return event
@@ -188,22 +186,25 @@ class Stream:
         self.last = {name: chunk[name] for name in chunk if name != "usage"}
         for position, choice in enumerate(chunk["choices"]):
             if isinstance(choice, dict):
-                self._choice(choice, index_of(choice, position), str(chunk.get("id")))
+                index = index_of(choice, position)
+                await self._choice(choice, index, str(chunk.get("id") or ""))
         return _event_of(chunk)
 
-    def _choice(self, choice: Chunk, index: int, name: str) -> None:
+    async def _choice(self, choice: Chunk, index: int, name: str) -> None:
         if index not in self.choices:
-            self.choices[index] = StreamedChoice(self.asked, self.scorer)
+            asked = self.scoring.asked
+            self.choices[index] = StreamedChoice(asked, self.scoring.scorer)
         streamed = self.choices[index]
         streamed.take(choice)
         reason = choice.get("finish_reason")
         if reason is None or streamed.is_over:
             return
-        scored = self.scorer.score(self.asked, streamed.whole(reason))
-        shown = self.scorer.shown(streamed.text, self.asked, scored)
+        scored = await self.scoring.score(streamed.whole(reason), index)
+        scorer = self.scoring.scorer
+        shown = scorer.shown(streamed.text, self.scoring.asked, scored)
         streamed.finish(choice, shown)
         choice.update(scored.fields())
-        self.told(name, index, scored)
+        self.scoring.told(name, index, scored)
 
 
 def _event_of(chunk: Chunk) -> bytes:
