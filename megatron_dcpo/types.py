@@ -214,8 +214,30 @@ class TrainingSample:
 
     @property
     def response_ids(self) -> np.ndarray:
-        """Return the response's token ids, int64 [T]."""
+        """Return the response's token ids, int64 [T]: those that are scored."""
         return self.response.token_ids
+
+    @property
+    def length(self) -> int:
+        """Return the number of tokens of the forward pass."""
+        return len(self.prompt_ids) + len(self.response_ids)
+
+    @property
+    def input_ids(self) -> np.ndarray:
+        """Return the tokens of the forward pass, int64 [P + T]."""
+        import numpy as np
+
+        return np.concatenate([self.prompt_ids, self.response_ids])
+
+    @property
+    def places(self) -> np.ndarray:
+        """Return the position of the input whose logits score each response token, int64 [T]: the
+        one before it.
+        """
+        import numpy as np
+
+        first = len(self.prompt_ids) - 1
+        return np.arange(first, first + len(self.response_ids))
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from omegaconf import OmegaConf  # noqa: E402
 
 from megatron_dcpo.config.reference import (  # noqa: E402
     EVALUATE_SECTIONS,
+    SUPERVISED_SECTIONS,
     Option,
     options,
     sections,
@@ -45,6 +46,9 @@ OF_SECTION = {
     "refused.",
     "evaluate": "`dcpo evaluate` reads `judging` as above, and these sections; each flag is a "
     "shorthand for an option\n([evaluation](evaluation.md)).",
+    "sft.data": "`dcpo sft` reads `model`, `parallel`, `optimizer` and `logging` as above, and\n"
+    "these sections ([supervised training](supervised.md)). The demonstrations, and how they\n"
+    "become tokens.",
     "data.path[]": "Where `data.path` is a list, each source has these "
     "([mixtures](bring_your_own.md#data)).",
 }
@@ -73,6 +77,8 @@ def page() -> str:
         if section in EVALUATE_SECTIONS:
             inner = section.removeprefix("evaluate").removeprefix(".")
             title = f"`dcpo evaluate`: `{inner}`" if inner else "`dcpo evaluate`"
+        if section in SUPERVISED_SECTIONS:
+            title = f"`dcpo sft`: `{section.removeprefix('sft.')}`"
         parts.append(
             f"## {title}\n\n{OF_SECTION.get(section) or wrapped(about.replace('``', '`') + '.')}\n"
         )
@@ -129,6 +135,9 @@ def set_by_examples() -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for file in sorted((ROOT / "examples").rglob("*.yaml")):
         for name in names(OmegaConf.to_container(OmegaConf.load(file))):
+            section = f"sft.{name.partition('.')[0]}"
+            if file.name == "sft.yaml" and section in SUPERVISED_SECTIONS:
+                name = f"sft.{name}"
             found.setdefault(name, []).append(str(file.relative_to(ROOT / "examples")))
     return found
 

@@ -18,7 +18,9 @@ if [ ! -f "$out/base/config.json" ]; then
 fi
 [ -f "$out/data/warm_start.jsonl" ] || "$python" "$here/tasks.py" --out "$out/data"
 if [ ! -f "$out/policy/config.json" ]; then
-    "$python" "$here/warm_start.py" --base "$out/base" --data "$out/data" --out "$out/policy.partial"
-    mv "$out/policy.partial" "$out/policy"
+    "$python" "$here/warm_start.py" --base "$out/base" --data "$out/data" --out "$out"
+    "$python" -m megatron_dcpo sft --config "$here/sft.yaml" --resume auto "run_dir=$out/warm_start" "model.path=$out/start" \
+        "data.path=$out/demonstrations.jsonl"
+    ln -sfn warm_start/policy "$out/policy"
 fi
 echo "prepared: $out/policy, $out/data"

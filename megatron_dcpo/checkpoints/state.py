@@ -9,7 +9,6 @@ so the cursor says where to continue, and the generators serve everything else t
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import pickle
 import random
@@ -48,6 +47,7 @@ from megatron_dcpo.runtime.distributed import (
     all_gather_objects,
     broadcast_object,
 )
+from megatron_dcpo.weights.adapter_shape import described
 
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel  # isort: skip
 from megatron.core.dist_checkpointing.core import CheckpointingException
@@ -256,8 +256,8 @@ def _check_adapter(path: Path, common: dict[str, Any], optimizer: Optimizer) -> 
     saved = common["adapter"].get("config")
     if saved is None:
         return
-    for key, value in dataclasses.asdict(optimizer.adapter.config).items():
-        if saved.get(key) != value:
+    for key, value in described(optimizer.adapter.config).items():
+        if saved.get(key, "") != value:  # earlier checkpoints have no path
             raise UserError(
                 f"checkpoint {path} was saved with model.adapter.{key}={saved.get(key)}, not "
                 f"{value}; keep it to resume, or start another run_dir"

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 
 VERBS = {
     "train": "train a policy",
+    "sft": "train a model on demonstrations: a warm start, the format of a confidence",
     "config": "the options of a run, and the shipped examples",
     "launch": "start a verb on several processes or nodes",
     "evaluate": "accuracy and calibration of a model",
@@ -59,7 +60,7 @@ VERBS = {
     "doctor": "check this installation",
 }
 # the verbs that run on several ranks
-_ON_RANKS = ("train", "evaluate", "probe")
+_ON_RANKS = ("train", "sft", "evaluate", "probe")
 # a disk is full or read-only, or a path is not the file or directory it should be
 _DISK_REFUSES = (
     *(errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM),

@@ -1,5 +1,5 @@
 """``dcpo calibrate``: fit a post-hoc confidence on judged samples; ``dcpo evaluate --calibrator``
-uses it.
+uses it. With ``--kind adapter`` it is a low-rank adapter (``cli/calibrate_adapter.py``).
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ def add_parser(subparsers: Subparsers) -> None:
         help=VERBS["calibrate"],
         description="Fit a predictor on the samples.jsonl of dcpo evaluate: a logistic regression "
         "on a response's log-probs and length, and on what it states (--features response) or the "
-        "task (--features task); ConfClass; or temperature, Platt "
-        "or isotonic scaling of one kind of confidence. Use training or validation problems, never "
-        "those that are reported. A hash splits the problems into fitted and held-out ones, and "
-        "the scores shown are of the held-out ones. ConfClass needs samples drawn with dcpo "
+        "task (--features task); ConfClass; temperature, Platt "
+        "or isotonic scaling of one kind of confidence; or a low-rank adapter of a model, which "
+        "states the confidence (--kind adapter --model DIR). Use training or validation problems, "
+        "never those that are reported. A hash splits the problems into fitted and held-out ones, "
+        "and the scores shown are of the held-out ones. ConfClass needs samples drawn with dcpo "
         "evaluate --repeats 20 --features.",
     )
     parser.add_argument(
@@ -43,7 +44,7 @@ def add_parser(subparsers: Subparsers) -> None:
         "--method",
         dest="method",
         default="logistic",
-        help="logistic (default), confclass, temperature, platt or isotonic",
+        help="logistic (default), confclass, temperature, platt, isotonic or adapter",
     )
     parser.add_argument(
         "--source",
@@ -67,7 +68,8 @@ def add_parser(subparsers: Subparsers) -> None:
         "--out",
         metavar="FILE",
         required=True,
-        help="file for the predictor (.npz)",
+        help="file for the predictor (.npz); of an adapter the run directory, or with --apply the "
+        "samples with its confidence (.jsonl)",
     )
     parser.add_argument(
         "--held-out",
@@ -82,6 +84,31 @@ def add_parser(subparsers: Subparsers) -> None:
         help="confclass: maximum number of passes over the samples (default 200)",
     )
     parser.add_argument("--seed", type=int, default=0)
+    of_adapter = parser.add_argument_group("adapter")
+    of_adapter.add_argument(
+        "--model",
+        metavar="DIR",
+        help="Hugging Face checkpoint that the adapter is added to: the policy of the samples, or "
+        "another model",
+    )
+    of_adapter.add_argument(
+        "--teacher",
+        choices=("correct", "logistic"),
+        help="what the confidence learns: whether the answer is right (correct, default), or what "
+        "a logistic regression fitted on other problems says (logistic)",
+    )
+    of_adapter.add_argument(
+        "--apply",
+        metavar="RUN",
+        help="fit nothing: write --samples with the confidence of the adapter in RUN to --out",
+    )
+    of_adapter.add_argument(
+        "overrides",
+        nargs="*",
+        default=[],
+        metavar="section.key=value",
+        help="options of dcpo sft for the training of the adapter, as optimizer.lr=1e-4",
+    )
     parser.add_argument(
         "--json", action="store_true", help="print the held-out scores as JSON"
     )
@@ -109,7 +136,21 @@ def _source(args: argparse.Namespace) -> str | None:
     return str(args.features) if args.features else args.source
 
 
+def _refuse_options_of_adapter(args: argparse.Namespace) -> None:
+    """Raise :class:`UserError` for an option that only ``--kind adapter`` reads."""
+    for name in ("model", "teacher"):
+        if getattr(args, name):
+            raise UserError(f"--{name} goes with --kind adapter")
+    if args.overrides:
+        raise UserError(f"{args.overrides[0]} goes with --kind adapter")
+
+
 def run(args: argparse.Namespace) -> int:
+    if args.method == "adapter" or args.apply:
+        from megatron_dcpo.cli import calibrate_adapter
+
+        return calibrate_adapter.run(args)
+    _refuse_options_of_adapter(args)
     from megatron_dcpo.calibration.summary import json_ready
     from megatron_dcpo.cli.report import print_table
     from megatron_dcpo.evaluation import posthoc

@@ -39,6 +39,7 @@ KINDS = (
 # the option that each flag sets, by the name of the flag in the parsed arguments
 SHORTHANDS: Mapping[str, str] = {
     "model": "model.path",
+    "adapter": "model.adapter_path",
     "dtype": "model.params_dtype",
     "endpoint": "endpoint.url",
     "model_name": "endpoint.model",
@@ -106,6 +107,11 @@ def add_parser(subparsers: Subparsers) -> None:
     source = parser.add_mutually_exclusive_group()
     source.add_argument(
         "--model", metavar="DIR", help="Hugging Face checkpoint directory"
+    )
+    parser.add_argument(
+        "--adapter",
+        metavar="DIR",
+        help="adapter in PEFT's format that is added to --model",
     )
     source.add_argument(
         "--endpoint",

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
@@ -30,9 +30,11 @@ from megatron_dcpo.config.sections import (
     DataConfig,
     JudgingConfig,
     LoggingConfig,
+    LoopConfig,
     ModelConfig,
     OptimizerConfig,
     RolloutConfig,
+    RunConfig,
     SourceConfig,
     TrainingConfig,
     ValidationConfig,
@@ -55,11 +57,13 @@ __all__ = [
     "DataConfig",
     "JudgingConfig",
     "LoggingConfig",
+    "LoopConfig",
     "ModelConfig",
     "ObjectiveConfig",
     "OptimizerConfig",
     "ParallelConfig",
     "RolloutConfig",
+    "RunConfig",
     "SourceConfig",
     "TrainingConfig",
     "ValidationConfig",
@@ -74,11 +78,18 @@ __all__ = [
 Built = TypeVar("Built")
 
 
-def load_config(
-    path: str | Path, overrides: list[str] | tuple[str, ...] = ()
-) -> Config:
-    """Read ``path``, apply dotted ``overrides`` in order, validate. Raises :class:`UserError`, one
-    line per call.
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Return the configuration of a training by RL: :func:`read` and :func:`validate`."""
+    return read(path, overrides, validate)
+
+
+def read(
+    path: str | Path,
+    overrides: Sequence[str],
+    validated: Callable[[object, str], Built],
+) -> Built:
+    """Read ``path``, apply dotted ``overrides`` in order, and return what ``validated`` makes of
+    the values and their source. Raises :class:`UserError`, one line per call.
 
     A file may name another as ``base``: it then holds only what differs. Paths in a file:
     ``config/paths.py``.
@@ -101,7 +112,7 @@ def load_config(
     except RecursionError:
         raise UserError(f"{path}: nested too deeply") from None
     try:
-        return validate(values, str(path))
+        return validated(values, str(path))
     except UserError as error:
         message = str(error)
         for override in reversed(overrides):  # the file is not to blame
@@ -283,20 +294,21 @@ def merged(values: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]
     return result
 
 
-def to_yaml(config: Config) -> str:
+def to_yaml(config: RunConfig) -> str:
     """Return the whole configuration, defaults included, as ``config.yaml`` of a run directory has
     it.
     """
     return OmegaConf.to_yaml(OmegaConf.create(as_dict(config)))
 
 
-def as_dict(config: Config) -> dict[str, Any]:
+def as_dict(config: RunConfig) -> dict[str, Any]:
     """Return the configuration as plain dictionaries, the objective's options resolved, without
     what is not set.
     """
-    return without_none(dataclasses.asdict(config)) | {
-        "objective": objectives.written(config.objective)
-    }
+    values = without_none(dataclasses.asdict(config))
+    if isinstance(config, Config):
+        values["objective"] = objectives.written(config.objective)
+    return values
 
 
 def flat(values: object, prefix: str = "") -> Iterator[tuple[str, Any]]:

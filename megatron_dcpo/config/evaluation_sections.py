@@ -30,6 +30,10 @@ class EvaluatedModelConfig:
 
     path: str = ""
     """Directory of a Hugging Face checkpoint (--model)."""
+    adapter_path: str = ""
+    """Directory of an adapter in PEFT's format that is added to it, a run's adapter/ for instance
+    (--adapter).
+    """
     params_dtype: Literal["auto", "fp32", "bf16"] = "auto"
     """Element type of the parameters; auto: bf16 on a GPU, else fp32 (--dtype)."""
 

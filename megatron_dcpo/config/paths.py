@@ -19,7 +19,9 @@ def seen_from(values: dict[str, Any], file: Path) -> dict[str, Any]:
     if file.name == CONFIG and file.with_name(RUN).exists():
         return values
     for (section, key), find in _PATHS.items():
-        holder = values.get(section)
+        holder: object = values
+        for part in section.split("."):
+            holder = holder.get(part) if isinstance(holder, dict) else None
         if isinstance(holder, dict) and key in holder:
             holder[key] = find(holder[key], file.parent)
     return values
@@ -81,11 +83,13 @@ def _verifier(value: object, folder: Path) -> object:
 _path, _function = _each(beside), _each(_import_path)
 _PATHS: dict[tuple[str, str], Callable[[object, Path], object]] = {
     ("model", "path"): _path,
+    ("model.adapter", "path"): _path,
     ("data", "path"): _sources,
     ("data", "template"): _function,
     ("judging", "verifier"): _verifier,
     ("rollout", "function"): _function,
     ("objective", "name"): _function,
     ("evaluation", "benchmarks"): _each(_benchmarks),
+    ("evaluation", "path"): _path,
     ("logging", "to"): _function,
 }

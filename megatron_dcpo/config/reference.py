@@ -37,6 +37,12 @@ from megatron_dcpo.config.sections import (
     TrainingConfig,
     ValidationConfig,
 )
+from megatron_dcpo.config.supervised import (
+    DemonstrationsConfig,
+    SupervisedLoopConfig,
+    SupervisedLossConfig,
+    SupervisedValidationConfig,
+)
 from megatron_dcpo.errors import one_line
 from megatron_dcpo.objectives import METHODS
 from megatron_dcpo.objectives.options import ObjectiveConfig
@@ -71,7 +77,19 @@ EVALUATE_SECTIONS: Mapping[str, type] = MappingProxyType(
         "evaluate.endpoint": EndpointConfig,
     }
 )
-_ALL: Mapping[str, type] = MappingProxyType({**SECTIONS, **EVALUATE_SECTIONS})
+# What dcpo sft has of its own. The sections ``model``, ``parallel``, ``optimizer`` and ``logging``
+# are those of dcpo train.
+SUPERVISED_SECTIONS: Mapping[str, type] = MappingProxyType(
+    {
+        "sft.data": DemonstrationsConfig,
+        "sft.objective": SupervisedLossConfig,
+        "sft.training": SupervisedLoopConfig,
+        "sft.evaluation": SupervisedValidationConfig,
+    }
+)
+_ALL: Mapping[str, type] = MappingProxyType(
+    {**SECTIONS, **EVALUATE_SECTIONS, **SUPERVISED_SECTIONS}
+)
 _KINDS = {bool: "true or false", int: "whole number", float: "number", str: "text"}
 _BOUNDS = (("gt", ">"), ("ge", ">="), ("lt", "<"), ("le", "<="))
 

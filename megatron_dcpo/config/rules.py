@@ -4,8 +4,10 @@ A rule is a function of the configuration, and of the model's shape or the numbe
 needs them. It returns what is wrong and what to do about it, one line that names the options, or
 None. The decorator says when it can be looked at:
 
-    ``configuration_rule``  when a configuration is read
-    ``model_rule``          when ``config.json`` of the model is known
+    ``run_rule``            when the configuration of any training is read
+    ``run_model_rule``      of any training, when ``config.json`` of the model is known
+    ``configuration_rule``  when the configuration of ``dcpo train`` is read
+    ``model_rule``          of ``dcpo train``, when ``config.json`` of the model is known
     ``evaluation_rule``     when the configuration of ``dcpo evaluate`` is read
 
 What depends on data, on a tokenizer, or on what is installed, is refused by the part that finds it.
@@ -19,7 +21,7 @@ from typing import Protocol
 from megatron_dcpo.config.evaluation_sections import EvaluateConfig
 from megatron_dcpo.config.field_types import BUILT_IN
 from megatron_dcpo.config.parallel import ParallelConfig
-from megatron_dcpo.config.sections import Config
+from megatron_dcpo.config.sections import Config, RunConfig
 from megatron_dcpo.errors import UserError, check_world_size, did_you_mean
 from megatron_dcpo.objectives import find_method, resolve
 from megatron_dcpo.types import REASONING_GYM
@@ -45,13 +47,29 @@ class ModelShape(Protocol):
     def vocab_size(self) -> int: ...
 
 
+_RUN_RULES: list[Callable[[RunConfig], Broken]] = []
+_RUN_MODEL_RULES: list[Callable[[RunConfig, ModelShape], Broken]] = []
 _CONFIGURATION_RULES: list[Callable[[Config], Broken]] = []
 _MODEL_RULES: list[Callable[[Config, ModelShape], Broken]] = []
 _EVALUATION_RULES: list[Callable[[EvaluateConfig], Broken]] = []
 
 
+def run_rule(rule: Callable[[RunConfig], Broken]) -> Callable[[RunConfig], Broken]:
+    """Have a rule looked at when the configuration of any training is read."""
+    _RUN_RULES.append(rule)
+    return rule
+
+
+def run_model_rule(
+    rule: Callable[[RunConfig, ModelShape], Broken],
+) -> Callable[[RunConfig, ModelShape], Broken]:
+    """Have a rule looked at when the shape of the model of any training is known."""
+    _RUN_MODEL_RULES.append(rule)
+    return rule
+
+
 def configuration_rule(rule: Callable[[Config], Broken]) -> Callable[[Config], Broken]:
-    """Have a rule looked at when a configuration is read."""
+    """Have a rule looked at when the configuration of ``dcpo train`` is read."""
     _CONFIGURATION_RULES.append(rule)
     return rule
 
@@ -59,7 +77,7 @@ def configuration_rule(rule: Callable[[Config], Broken]) -> Callable[[Config], B
 def model_rule(
     rule: Callable[[Config, ModelShape], Broken],
 ) -> Callable[[Config, ModelShape], Broken]:
-    """Have a rule looked at when the shape of the model is known."""
+    """Have a rule looked at when the shape of the model of ``dcpo train`` is known."""
     _MODEL_RULES.append(rule)
     return rule
 
@@ -75,30 +93,39 @@ def evaluation_rule(
 # ---------------------------------------------------------------------------- when they are checked
 
 
-def check_configuration(config: Config, source: str) -> None:
+def check_configuration(config: RunConfig, source: str) -> None:
     """Raise :class:`UserError` for the first options that may not be combined. ``source`` is the
     file that they come from.
     """
+    for of_any_run in _RUN_RULES:
+        if why := of_any_run(config):
+            raise UserError(f"{source}: {why}")
+    if not isinstance(config, Config):
+        return
     for rule in _CONFIGURATION_RULES:
         if why := rule(config):
             raise UserError(f"{source}: {why}")
 
 
 def check_model_rules(
-    config: Config, model: ModelShape, chunks: Iterable[Sequence[int]]
+    config: RunConfig, model: ModelShape, chunks: Iterable[Sequence[int]]
 ) -> None:
     """Raise :class:`UserError` for options that are not right for a model. ``chunks`` are the
     layers of every model chunk, as the pipeline divides them.
     """
-    for rule in _MODEL_RULES:
-        if why := rule(config, model):
+    for of_any_run in _RUN_MODEL_RULES:
+        if why := of_any_run(config, model):
             raise UserError(why)
+    if isinstance(config, Config):
+        for rule in _MODEL_RULES:
+            if why := rule(config, model):
+                raise UserError(why)
     for layers in chunks:
         if why := recomputed_units_divide_a_chunk(config.parallel, len(layers)):
             raise UserError(why)
 
 
-def check_processes(config: Config, processes: int) -> None:
+def check_processes(config: RunConfig, processes: int) -> None:
     """Raise :class:`UserError` for options that the number of processes does not allow."""
     parallel = config.parallel
     expert_tensor = (
@@ -111,6 +138,11 @@ def check_processes(config: Config, processes: int) -> None:
         processes,
         experts=parallel.expert_model_parallel_size * expert_tensor,
     )
+    if isinstance(config, Config):
+        _check_engines(config, processes)
+
+
+def _check_engines(config: Config, processes: int) -> None:
     size = config.rollout.ranks_of_an_engine
     if processes % size:
         raise UserError(
@@ -162,8 +194,8 @@ def check_passed_on(
 # -------------------------------------------------------------------------------------- parallelism
 
 
-@configuration_rule
-def cp_comm_type_is_of_context_parallelism(config: Config) -> Broken:
+@run_rule
+def cp_comm_type_is_of_context_parallelism(config: RunConfig) -> Broken:
     parallel = config.parallel
     without = parallel.context_parallel_size == 1 or parallel.sequence_packing
     if parallel.cp_comm_type != "p2p" and without:
@@ -174,8 +206,8 @@ def cp_comm_type_is_of_context_parallelism(config: Config) -> Broken:
     return None
 
 
-@configuration_rule
-def sequence_parallel_needs_tensor_parallel(config: Config) -> Broken:
+@run_rule
+def sequence_parallel_needs_tensor_parallel(config: RunConfig) -> Broken:
     parallel = config.parallel
     if parallel.sequence_parallel and parallel.tensor_model_parallel_size == 1:
         return (
@@ -184,8 +216,8 @@ def sequence_parallel_needs_tensor_parallel(config: Config) -> Broken:
     return None
 
 
-@configuration_rule
-def virtual_stages_need_a_pipeline(config: Config) -> Broken:
+@run_rule
+def virtual_stages_need_a_pipeline(config: RunConfig) -> Broken:
     parallel = config.parallel
     virtual = parallel.virtual_pipeline_model_parallel_size > 1
     if virtual and parallel.pipeline_model_parallel_size == 1:
@@ -212,8 +244,8 @@ def _uneven_ways(parallel: ParallelConfig) -> int:
     return sum(bool(way) for way in ways)
 
 
-@configuration_rule
-def layers_are_divided_in_one_way(config: Config) -> Broken:
+@run_rule
+def layers_are_divided_in_one_way(config: RunConfig) -> Broken:
     if _uneven_ways(config.parallel) > 1:
         return (
             f"parallel.megatron: {_UNEVEN} divide the layers each in its own way; set one of the "
@@ -222,16 +254,16 @@ def layers_are_divided_in_one_way(config: Config) -> Broken:
     return None
 
 
-@configuration_rule
-def an_uneven_division_needs_a_pipeline(config: Config) -> Broken:
+@run_rule
+def an_uneven_division_needs_a_pipeline(config: RunConfig) -> Broken:
     parallel = config.parallel
     if _uneven_ways(parallel) and parallel.pipeline_model_parallel_size == 1:
         return f"parallel.megatron: {_UNEVEN} need parallel.pipeline_model_parallel_size > 1"
     return None
 
 
-@configuration_rule
-def overlap_param_gather_needs_the_distributed_optimizer(config: Config) -> Broken:
+@run_rule
+def overlap_param_gather_needs_the_distributed_optimizer(config: RunConfig) -> Broken:
     parallel = config.parallel
     if parallel.overlap_param_gather and not parallel.use_distributed_optimizer:
         return (
@@ -241,8 +273,8 @@ def overlap_param_gather_needs_the_distributed_optimizer(config: Config) -> Brok
     return None
 
 
-@configuration_rule
-def overlap_param_gather_needs_overlap_grad_reduce(config: Config) -> Broken:
+@run_rule
+def overlap_param_gather_needs_overlap_grad_reduce(config: RunConfig) -> Broken:
     parallel = config.parallel
     if parallel.overlap_param_gather and not parallel.overlap_grad_reduce:
         return (
@@ -252,8 +284,8 @@ def overlap_param_gather_needs_overlap_grad_reduce(config: Config) -> Broken:
     return None
 
 
-@configuration_rule
-def recomputed_layers_need_full_recomputation(config: Config) -> Broken:
+@run_rule
+def recomputed_layers_need_full_recomputation(config: RunConfig) -> Broken:
     parallel = config.parallel
     chosen = (parallel.recompute_method, parallel.recompute_num_layers) != (
         "uniform",
@@ -267,8 +299,8 @@ def recomputed_layers_need_full_recomputation(config: Config) -> Broken:
     return None
 
 
-@configuration_rule
-def recomputed_modules_need_selective_recomputation(config: Config) -> Broken:
+@run_rule
+def recomputed_modules_need_selective_recomputation(config: RunConfig) -> Broken:
     parallel = config.parallel
     chosen = parallel.recompute_modules != ("core_attn",)
     if parallel.recompute_granularity != "selective" and chosen:
@@ -305,8 +337,8 @@ def _has_scores(config: Config) -> bool:
     return False
 
 
-@configuration_rule
-def min_lr_is_not_above_lr(config: Config) -> Broken:
+@run_rule
+def min_lr_is_not_above_lr(config: RunConfig) -> Broken:
     optimizer = config.optimizer
     if optimizer.min_lr > optimizer.lr:
         return (
@@ -557,8 +589,8 @@ def a_balanced_confidence_needs_the_gradients_of_the_blocks(config: Config) -> B
     return None
 
 
-@configuration_rule
-def weights_have_sixteen_bits_or_more(config: Config) -> Broken:
+@run_rule
+def weights_have_sixteen_bits_or_more(config: RunConfig) -> Broken:
     """The local layers ignore ``fp8`` without a word; with Transformer Engine's nothing pads a
     micro-batch to the multiples of tokens that its FP8 kernels ask for.
     """
@@ -569,6 +601,11 @@ def weights_have_sixteen_bits_or_more(config: Config) -> Broken:
                 "(micro-batches are not padded for it, and engines get weights as they are); "
                 "remove it"
             )
+    return None
+
+
+@configuration_rule
+def an_engine_gets_its_weights_as_they_are(config: Config) -> Broken:
     if config.rollout.vllm.get("quantization"):
         return (
             "rollout.vllm.quantization is not supported in this version: every update would have "
@@ -612,8 +649,8 @@ def mini_batches_divide_a_step(config: Config) -> Broken:
 # ----------------------------------------------------------------------------------- with the model
 
 
-@model_rule
-def an_adapter_has_no_experts(config: Config, model: ModelShape) -> Broken:
+@run_model_rule
+def an_adapter_has_no_experts(config: RunConfig, model: ModelShape) -> Broken:
     if model.num_experts and config.frozen:
         return (
             "model.adapter: no factors for experts; remove it for a mixture of experts"
@@ -621,8 +658,8 @@ def an_adapter_has_no_experts(config: Config, model: ModelShape) -> Broken:
     return None
 
 
-@model_rule
-def experts_need_sequence_parallel(config: Config, model: ModelShape) -> Broken:
+@run_model_rule
+def experts_need_sequence_parallel(config: RunConfig, model: ModelShape) -> Broken:
     parallel = config.parallel
     size = parallel.tensor_model_parallel_size
     if model.num_experts and size > 1 and not parallel.sequence_parallel:
@@ -633,9 +670,9 @@ def experts_need_sequence_parallel(config: Config, model: ModelShape) -> Broken:
     return None
 
 
-@model_rule
+@run_model_rule
 def divided_experts_need_the_distributed_optimizer(
-    config: Config, model: ModelShape
+    config: RunConfig, model: ModelShape
 ) -> Broken:
     parallel = config.parallel
     size = parallel.expert_model_parallel_size
@@ -647,8 +684,8 @@ def divided_experts_need_the_distributed_optimizer(
     return None
 
 
-@model_rule
-def experts_are_not_recomputed_as_mlp(config: Config, model: ModelShape) -> Broken:
+@run_model_rule
+def experts_are_not_recomputed_as_mlp(config: RunConfig, model: ModelShape) -> Broken:
     parallel = config.parallel
     selective = parallel.recompute_granularity == "selective"
     if model.num_experts and selective and "mlp" in parallel.recompute_modules:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 from pydantic.dataclasses import dataclass
@@ -41,14 +41,27 @@ class AdapterConfig:
     layer.
     """
 
-    rank: Positive = 16
-    """Rank of the factors A and B."""
-    alpha: Annotated[float, Field(gt=0)] = 32.0
-    """Scale of the adapter: it adds (alpha / rank) B A x."""
-    targets: Annotated[tuple[Projection, ...], Field(min_length=1)] = get_args(
-        Projection
-    )
-    """Projections of every layer that get factors."""
+    rank: Positive | None = None
+    """Rank of the factors A and B; 16 if it is not set."""
+    alpha: Annotated[float, Field(gt=0)] | None = None
+    """Scale of the adapter: it adds (alpha / rank) B A x; 32 if it is not set."""
+    targets: Annotated[tuple[Projection, ...], Field(min_length=1)] | None = None
+    """Projections of every layer that get factors; all of them if it is not set."""
+    path: str = ""
+    """Directory of an adapter in PEFT's format to go on from, a run's adapter/ for instance; it
+    brings its own rank, alpha and targets.
+    """
+
+    def __post_init__(self) -> None:
+        given = [
+            name
+            for name in ("rank", "alpha", "targets")
+            if getattr(self, name) is not None
+        ]
+        if self.path and given:
+            raise ValueError(
+                f"model.adapter.path has its own {given[0]}; remove model.adapter.{given[0]}"
+            )
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -358,13 +371,11 @@ class ValidationConfig(SampledProblemsConfig):
 
 
 @dataclass(frozen=True, config=STRICT)
-class TrainingConfig:
-    """The loop: steps, updates, checkpoints."""
+class LoopConfig:
+    """The loop of any training: steps, micro-batches, checkpoints."""
 
     steps: Positive = 120
     """Steps of the run: a rollout and its updates each."""
-    updates_per_rollout: Positive = 1
-    """Updates of the optimizer on one rollout (mini-batches); divides data.prompts_per_step."""
     micro_batch_size: Positive = 8
     """Sequences of a forward and backward pass on a rank; without parallel.sequence_packing."""
     max_tokens_per_micro_batch: Positive = 16384
@@ -375,24 +386,37 @@ class TrainingConfig:
     """Save a checkpoint every N steps (0: only at the end)."""
     keep_checkpoints: Positive = 2
     """Newest checkpoints that are kept."""
-    keep_best: str = ""
-    """Metric of the validation, METRIC or BENCHMARK/METRIC, whose best checkpoint is kept too."""
-    early_stop: NonNegative = 0
-    """End when N validations in a row have not improved on keep_best (0: never)."""
     resume: Literal["none", "auto"] = "none"
     """auto: go on after the newest complete checkpoint of run_dir; none: refuse a run_dir that has
     one.
     """
     export_hf: bool = True
     """Leave the trained policy as a Hugging Face directory, policy/."""
-    gradient_probe_interval: NonNegative = 50
-    """Compare the gradients of accuracy and calibration in the first step and every N steps (0:
-    never).
-    """
     async_save: bool | Literal["auto"] = "auto"
     """Write checkpoints alongside the training, from a copy on the host; auto: on a GPU."""
     max_nonfinite_steps: Positive = 3
     """End after N updates in a row whose loss or gradient was not finite; each is skipped.
+    """
+
+    @property
+    def updates_per_step(self) -> int:
+        """Return how many updates of the optimizer a step takes."""
+        return 1
+
+
+@dataclass(frozen=True, config=STRICT)
+class TrainingConfig(LoopConfig):
+    """The loop: steps, updates, checkpoints."""
+
+    updates_per_rollout: Positive = 1
+    """Updates of the optimizer on one rollout (mini-batches); divides data.prompts_per_step."""
+    keep_best: str = ""
+    """Metric of the validation, METRIC or BENCHMARK/METRIC, whose best checkpoint is kept too."""
+    early_stop: NonNegative = 0
+    """End when N validations in a row have not improved on keep_best (0: never)."""
+    gradient_probe_interval: NonNegative = 50
+    """Compare the gradients of accuracy and calibration in the first step and every N steps (0:
+    never).
     """
     profile_steps: tuple[Positive, ...] = ()
     """Steps of which the first rank leaves a trace in profile/."""
@@ -400,6 +424,11 @@ class TrainingConfig:
     """The state of the optimizer waits in the host's memory while responses are sampled."""
     on_warning: Literal["log", "stop"] = "log"
     """What a warning (docs/metrics.md#warnings) does: a line in the log, or the end of the run."""
+
+    @property
+    def updates_per_step(self) -> int:
+        """Return how many updates of the optimizer a step takes."""
+        return self.updates_per_rollout
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -416,24 +445,40 @@ class LoggingConfig:
     """Write the judged responses every N steps (0: never)."""
 
 
-@dataclass(frozen=True, config=STRICT)
-class Config:
-    """One training run; ``config.yaml`` of the run directory holds it in full."""
+@dataclass(frozen=True, config=STRICT, kw_only=True)
+class RunConfig:
+    """What every training has, by reinforcement (:class:`Config`) or supervised
+    (``config/supervised.py``).
+    """
 
     run_dir: str
     """Directory that the run writes to, seen from the working directory."""
-    model: ModelConfig
-    data: DataConfig
     seed: int = 1
     """Seed of the sampling and of the order of the data."""
+    model: ModelConfig
     parallel: ParallelConfig = dataclasses.field(default_factory=ParallelConfig)
+    optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
+    training: LoopConfig
+    logging: LoggingConfig = dataclasses.field(default_factory=LoggingConfig)
+
+    @property
+    def frozen(self) -> bool:
+        """Return whether the model's own parameters stay as they are, because ``model.adapter`` is
+        trained.
+        """
+        return self.model.adapter is not None
+
+
+@dataclass(frozen=True, config=STRICT, kw_only=True)
+class Config(RunConfig):
+    """One training run; ``config.yaml`` of the run directory holds it in full."""
+
+    data: DataConfig
     rollout: RolloutConfig = dataclasses.field(default_factory=RolloutConfig)
     judging: JudgingConfig = dataclasses.field(default_factory=JudgingConfig)
     objective: ObjectiveConfig = dataclasses.field(default_factory=ObjectiveConfig)
-    optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
     training: TrainingConfig = dataclasses.field(default_factory=TrainingConfig)
     evaluation: ValidationConfig = dataclasses.field(default_factory=ValidationConfig)
-    logging: LoggingConfig = dataclasses.field(default_factory=LoggingConfig)
 
     @property
     def most_groups(self) -> int:
@@ -445,10 +490,3 @@ class Config:
             return per_step
         per_round = math.ceil(per_step * self.rollout.oversample)
         return per_round * (1 + self.rollout.max_refills)
-
-    @property
-    def frozen(self) -> bool:
-        """Return whether the model's own parameters stay as they are, because ``model.adapter`` is
-        trained.
-        """
-        return self.model.adapter is not None

@@ -21,7 +21,7 @@ from megatron_dcpo.errors import UserError
 from megatron_dcpo.runtime.dtypes import torch_dtype
 from megatron_dcpo.weights.architecture import Architecture
 from megatron_dcpo.weights.layout import Coordinates, Layout
-from megatron_dcpo.weights.peft_adapter import KEPT, SCALE, LowRank
+from megatron_dcpo.weights.peft_adapter import KEPT, SCALE, LowRank, scale_key
 from megatron_dcpo.weights.planner import Copy, interleavings, plan
 from megatron_dcpo.weights.table import LOCAL_NAMES, hf_shapes
 
@@ -161,12 +161,14 @@ def _low_rank(checkpoint: MegatronCheckpoint, name: str) -> LowRank | None:
     module = f"{KEPT}weight.{name.removesuffix('.weight')}"
     key_A = f"{module}.lora_A.weight"
     key_B = f"{module}.lora_B.weight"
-    if not checkpoint.tensors.keys() >= {key_A, key_B, SCALE}:
+    if not checkpoint.tensors.keys() >= {key_A, key_B}:
         return None
+    of_module = scale_key(name.removesuffix(".weight"))
+    key = of_module if of_module in checkpoint.tensors else SCALE
     return LowRank(
         A=_float32(checkpoint, key_A),
         B=_float32(checkpoint, key_B),
-        scale=float(_float32(checkpoint, SCALE)),
+        scale=float(_float32(checkpoint, key)),
     )
 
 

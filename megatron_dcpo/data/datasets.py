@@ -240,24 +240,35 @@ def draw_prompts(
     appended to ``prompt_id``, so that a prompt met twice in one step forms two groups.
     """
     chosen = []
-    order, ordered = np.arange(0), -1
-    for position in range(first, first + count):
-        epoch, index = divmod(position, len(prompts))
-        if epoch != ordered:
-            order, ordered = (
-                _order(len(prompts), epoch, seed)
-                if shuffle
-                else np.arange(len(prompts)),
-                epoch,
-            )
-            order = (
-                order
-                if ranks is None
-                else order[np.argsort(ranks[order], kind="stable")]
-            )
-        prompt = prompts[int(order[index])]
+    for epoch, index in in_epochs(
+        len(prompts), first, count, seed=seed, shuffle=shuffle, ranks=ranks
+    ):
+        prompt = prompts[index]
         chosen.append(replace(prompt, prompt_id=f"{prompt.prompt_id}@{epoch}"))
     return chosen
+
+
+def in_epochs(
+    n: int,
+    first: int,
+    count: int,
+    *,
+    seed: int,
+    shuffle: bool,
+    ranks: np.ndarray | None = None,
+) -> Iterator[tuple[int, int]]:
+    """Yield (epoch, index) of ``count`` of ``n`` items from the ``first`` (0-based) on, in the
+    order of :func:`draw_prompts`.
+    """
+    order, ordered = np.arange(0), -1
+    for position in range(first, first + count):
+        epoch, place = divmod(position, n)
+        if epoch != ordered:
+            order = _order(n, epoch, seed) if shuffle else np.arange(n)
+            if ranks is not None:
+                order = order[np.argsort(ranks[order], kind="stable")]
+            ordered = epoch
+        yield epoch, int(order[place])
 
 
 def fingerprint(prompts: Sequence[Prompt]) -> str:

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from megatron_dcpo import rollout
@@ -27,6 +28,9 @@ from megatron_dcpo.rollout.tokens import check_vocabulary
 from megatron_dcpo.runtime.device import capabilities
 from megatron_dcpo.runtime.served_models import check_address, served_model
 from megatron_dcpo.types import Prompt
+from megatron_dcpo.weights import adapter_shape
+from megatron_dcpo.weights.architecture import read_architecture
+from megatron_dcpo.weights.peft_adapter import merged_tensors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -119,6 +123,9 @@ def sample_model(
     """Return the checkpoint at ``model.path``, sampled in this process, as a responder."""
     path = config.model.path
     vocab_size = check_sampled_model(path)
+    adapter = config.model.adapter_path
+    if adapter:
+        adapter_shape.read_shape(Path(adapter), read_architecture(path))
     tokenizer = rollout.load_tokenizer(path)
     tokens = token_bytes(tokenizer)
     check_thinking(config.data.thinking, tokens.thinking, path)
@@ -143,10 +150,24 @@ def sample_model(
         seed=config.evaluation.seed,
     )
     engine = rollout.build_local_engine(config.rollout.engine, path, options)
+    if adapter:
+        # one tensor at a time: the whole model stays where it is
+        merged = ([each] for each in merged_tensors(Path(path), Path(adapter)))
+        engine.update_weights(merged, version=0)
     stream = partial(engine.stream, sampling=sampling_of(config))
     return Responder(
-        path, tokens, render, respond_at_once(stream, tokens, engine.eos_token_ids)
+        model_name(config),
+        tokens,
+        render,
+        respond_at_once(stream, tokens, engine.eos_token_ids),
     )
+
+
+def model_name(config: EvaluateConfig) -> str:
+    """Return what the results call the model that is sampled in this process."""
+    if config.model.adapter_path:
+        return f"{config.model.path} + {config.model.adapter_path}"
+    return config.model.path
 
 
 def as_token_ids(

@@ -40,6 +40,7 @@ from megatron_dcpo.evaluation.programs import is_code, read_tests, write_tests
 from megatron_dcpo.evaluation.responders import (
     Responder,
     ask_server,
+    model_name,
     sample_model,
     top_logprobs,
 )
@@ -97,6 +98,10 @@ def run_evaluation(
         raise UserError(
             f"{ranks} processes were started, but only --model is sampled by several; leave out "
             "dcpo launch"
+        )
+    if config.model.adapter_path and not config.model.path:
+        raise UserError(
+            "--adapter is added to --model; name the model it was trained on"
         )
     if not (samples or config.model.path or config.endpoint.url):
         raise UserError("one of --model, --endpoint and --samples is required")
@@ -235,8 +240,8 @@ def _new_samples(
         if not fresh:
             check(settings)
     else:
-        settings = settings_of(config, config.model.path, date)
-        settings["weights"] = _weights(Path(config.model.path))
+        settings = settings_of(config, model_name(config), date)
+        settings |= _files_of(config)
         if _rank() == 0 and not fresh:  # before the slow loading of the model
             check(settings)
         responder = sample_model(config, loaded, date)
@@ -388,6 +393,14 @@ def _source_settings(source: SourceConfig) -> dict[str, Any]:
         "verifier": source.verifier and as_written(source.verifier),
         "template": source.template,
     }
+
+
+def _files_of(config: EvaluateConfig) -> dict[str, dict[str, list[int]]]:
+    """Return what the files of the model, and of its adapter, are in ``settings.json``."""
+    files = {"weights": _weights(Path(config.model.path))}
+    if config.model.adapter_path:
+        files["adapter"] = _weights(Path(config.model.adapter_path))
+    return files
 
 
 def _weights(model: Path) -> dict[str, list[int]]:

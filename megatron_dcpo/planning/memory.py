@@ -22,11 +22,12 @@ from dataclasses import dataclass
 
 from megatron_dcpo.config import Config
 from megatron_dcpo.runtime.dtypes import dtype_bytes
+from megatron_dcpo.weights.adapter_shape import adapter_shape
 from megatron_dcpo.weights.architecture import Architecture
 from megatron_dcpo.weights.layout import Coordinates, Layout
 from megatron_dcpo.weights.pipeline import chunk_layers, layers_per_stage
 from megatron_dcpo.weights.planner import interleavings, padded_vocab_size, plan
-from megatron_dcpo.weights.table import adapted, hf_shapes
+from megatron_dcpo.weights.table import hf_shapes
 
 # in numbers, in the buffers of the distributed optimizer
 PARAMETER_ALIGNMENT = 64
@@ -78,8 +79,9 @@ def adapter_bytes(
     if adapter is None:
         return 0
     shapes = hf_shapes(arch)
+    ranks = adapter_shape(adapter, arch).ranks
     numbers = sum(
-        adapter.rank * sum(shapes[name]) for name in adapted(arch, adapter.targets)
+        rank * sum(shapes[f"{module}.weight"]) for module, rank in ranks.items()
     )
     layers = layers_per_stage(arch.num_layers, layout)[stage]
     return 16 * numbers * layers // arch.num_layers
@@ -331,7 +333,8 @@ def layer_bytes(
         kept = _local(arch, w)
     adapter = config.model.adapter
     if adapter is not None:
-        kept += b * adapter.rank * len(adapter.targets)  # A x of every projection
+        # A x of every projection, on average over the layers
+        kept += b * sum(adapter_shape(adapter, arch).ranks.values()) // arch.num_layers
         if layout.transformer_engine:
             # The fused norm returns no output, so the adapter computes it again, in fp32.
             kept += 2 * 4 * w.hidden

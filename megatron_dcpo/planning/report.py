@@ -21,11 +21,12 @@ from megatron_dcpo.planning.machine import GB
 from megatron_dcpo.planning.plan import Plan
 from megatron_dcpo.runtime.dtypes import dtype_bytes
 from megatron_dcpo.runtime.text import counted
+from megatron_dcpo.weights.adapter_shape import adapter_shape
 from megatron_dcpo.weights.layout import Layout
 from megatron_dcpo.weights.pipeline import chunk_layers, layers_per_stage
 from megatron_dcpo.weights.planner import check_layout
 from megatron_dcpo.weights.reshard_plan import EngineRanks, reshard_plan
-from megatron_dcpo.weights.table import adapted, number_of_parameters
+from megatron_dcpo.weights.table import number_of_parameters
 
 
 def print_plan(plan: Plan) -> None:
@@ -370,7 +371,7 @@ def reshard_facts(config: Config, gpus: int | None = None) -> dict[str, Any]:
     replicas = gpus // model_parallel
     merged: tuple[str, ...] = ()
     if config.model.adapter:
-        merged = adapted(arch, config.model.adapter.targets)
+        merged = adapter_shape(config.model.adapter, arch).tensors
     plan = reshard_plan(
         arch=arch,
         layout=layout,

@@ -16,6 +16,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,14 +25,21 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Module
 
-from megatron_dcpo.config import AdapterConfig, Config
+from megatron_dcpo.config import AdapterConfig, RunConfig
 from megatron_dcpo.policy.model import Policy
 from megatron_dcpo.policy.optimizer import build_scheduler
 from megatron_dcpo.runtime.device import current_device
 from megatron_dcpo.runtime.distributed import all_gather_objects
+from megatron_dcpo.weights.adapter_shape import adapter_shape, described
 from megatron_dcpo.weights.architecture import Architecture
-from megatron_dcpo.weights.peft_adapter import KEPT, SCALE, LowRank
-from megatron_dcpo.weights.table import adapted, hf_shapes
+from megatron_dcpo.weights.peft_adapter import (
+    KEPT,
+    SCALE,
+    LowRank,
+    read_low_rank,
+    scale_key,
+)
+from megatron_dcpo.weights.table import hf_shapes
 
 from megatron.core.dist_checkpointing import ShardedTensor  # isort: skip
 from megatron.core.tensor_parallel.mappings import (
@@ -54,7 +62,7 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 class Adapter:
     """The adapter of this rank's pipeline stage. ``parameters`` holds its tensors by PEFT's names,
     in fp32, equal on all ranks of the stage; ``pairs`` holds A and B by the tensor to which their
-    product is added.
+    product is added. They begin as ``start`` says, or else with B zero.
 
     The adapter takes part in every forward pass of the policy, except inside :meth:`inactive`.
     """
@@ -62,6 +70,10 @@ class Adapter:
     def __init__(self, policy: Policy, config: AdapterConfig) -> None:
         self.policy = policy
         self.config = config
+        self.shape = adapter_shape(config, policy.arch)
+        self.start: dict[str, LowRank] = {}
+        if config.path:
+            self.start = read_low_rank(Path(config.path), policy.arch)
         self.active = True
         self.parameters: dict[str, Tensor] = {}
         self.pairs: dict[str, LowRank] = {}
@@ -126,19 +138,25 @@ class Adapter:
         layer.mlp.linear_fc2.register_forward_hook(self._row(down))
 
     def _low_rank(self, module: str) -> LowRank | None:
-        """Return a new pair for ``module`` with B zero, or None if the module is no target. The
-        numbers are the same on every rank and in every layout.
+        """Return the pair for ``module``, or None if the module is not adapted. The numbers are the
+        same on every rank and in every layout.
         """
-        if module.rpartition(".")[2] not in self.config.targets:
+        if module not in self.shape.ranks:
             return None
-        rank = self.config.rank
-        rows, columns = hf_shapes(self.policy.arch)[f"{module}.weight"]
-        A = first_A(module, rank, columns).to(current_device()).requires_grad_()
-        B = torch.zeros(rows, rank, device=current_device()).requires_grad_()
+        name = f"{module}.weight"
+        rank = self.shape.ranks[module]
+        rows, columns = hf_shapes(self.policy.arch)[name]
+        A = first_A(module, rank, columns)
+        B = torch.zeros(rows, rank)
+        if name in self.start:
+            A = self.start[name].A
+            B = self.start[name].B
+        A = A.to(current_device()).requires_grad_()
+        B = B.to(current_device()).requires_grad_()
         self.parameters[f"{module}.lora_A.weight"] = A
         self.parameters[f"{module}.lora_B.weight"] = B
-        low_rank = LowRank(A=A, B=B, scale=self.config.alpha / rank)
-        self.pairs[f"{module}.weight"] = low_rank
+        low_rank = LowRank(A=A, B=B, scale=self.shape.scales[module])
+        self.pairs[name] = low_rank
         return low_rank
 
     def share(self, tensor: Tensor) -> Tensor:
@@ -210,7 +228,8 @@ class Adapter:
             if order is not None:
                 B = B.index_select(0, order)
             result, bias = output
-            return _plus(output=result, inner=inner, B=B, scale=present[0].scale), bias
+            scaled = _scaled(inner, present)
+            return _plus(output=result, scaled=scaled, B=B), bias
 
         return hook
 
@@ -236,17 +255,29 @@ class Adapter:
                 inner = self.reduced(inner)
                 B = self.share(pair.B)
             result, bias = output
-            return _plus(output=result, inner=inner, B=B, scale=pair.scale), bias
+            scaled = _scaled(inner, [pair])
+            return _plus(output=result, scaled=scaled, B=B), bias
 
         return hook
 
 
-def _plus(output: Tensor, inner: Tensor, B: Tensor, scale: float) -> Tensor:
-    """Return output [..., out] + scale * inner [..., ranks] B^T [ranks, out], in one product that
-    passes over the output once.
+def _scaled(inner: Tensor, pairs: Sequence[LowRank]) -> Tensor:
+    """Return the products A x of one or several pairs, [n, ranks], each times the scale of its
+    pair.
     """
-    rows = inner.flatten(0, -2) * scale
-    added = torch.addmm(output.flatten(0, -2), rows, B.t().to(inner.dtype))
+    rows = inner.flatten(0, -2)
+    if len({pair.scale for pair in pairs}) == 1:
+        return rows * pairs[0].scale
+    # in fp32, as a Python number is multiplied too
+    scales = [torch.full((pair.A.shape[0],), pair.scale) for pair in pairs]
+    return (rows.float() * torch.cat(scales).to(rows.device)).to(rows.dtype)
+
+
+def _plus(output: Tensor, scaled: Tensor, B: Tensor) -> Tensor:
+    """Return output [..., out] + scaled [n, ranks] B^T [ranks, out], in one product that passes
+    over the output once.
+    """
+    added = torch.addmm(output.flatten(0, -2), scaled, B.t().to(scaled.dtype))
     return added.view_as(output)
 
 
@@ -287,7 +318,7 @@ class MergedPolicy(Policy):
 
     @property
     def merged(self) -> tuple[str, ...]:
-        return adapted(self.arch, self.adapter.config.targets)
+        return self.adapter.shape.tensors
 
     def addition(self, name: str, dim: int, start: int, stop: int) -> Tensor:
         return self.adapter.pairs[name].part(dim, start, stop)
@@ -322,7 +353,7 @@ class AdapterOptimizer:
 
     megatron = None
 
-    def __init__(self, adapter: Adapter, config: Config) -> None:
+    def __init__(self, adapter: Adapter, config: RunConfig) -> None:
         options = config.optimizer
         megatron = config.parallel.megatron
         self.adapter = adapter
@@ -424,16 +455,23 @@ class AdapterOptimizer:
                 tensors[key] = ShardedTensor.from_rank_offsets(
                     key, tensor.detach(), replica_id=replica
                 )
-        # a tensor, for readers that merge the adapter and open no pickled part
-        scale = torch.tensor([self.adapter.config.alpha / self.adapter.config.rank])
+        # tensors, for readers that merge the adapter and open no pickled part
         replica = (topology.pp_rank, topology.tp_rank, topology.replica)
-        tensors[SCALE] = ShardedTensor.from_rank_offsets(
-            SCALE, scale, replica_id=replica
-        )
+        scale = self.adapter.shape.scale
+        scales = {SCALE: scale}
+        if scale is None:
+            scales = {
+                scale_key(module): value
+                for module, value in self.adapter.shape.scales.items()
+            }
+        for key, value in scales.items():
+            tensors[key] = ShardedTensor.from_rank_offsets(
+                key, torch.tensor([value]), replica_id=replica
+            )
         return {
             "tensors": tensors,
             "steps": self.done,
-            "config": dataclasses.asdict(self.adapter.config),
+            "config": described(self.adapter.config),
         }
 
     def restore(self, loaded: dict[str, Any]) -> None:

@@ -38,8 +38,8 @@ PER_TOKEN = {
 
 
 def sequence_length(sample: TrainingSample) -> int:
-    """Return the number of tokens of prompt and response."""
-    return len(sample.prompt_ids) + len(sample.response_ids)
+    """Return the number of tokens of a sample's forward pass."""
+    return sample.length
 
 
 def assign_to_ranks(lengths: Sequence[int], ranks: int) -> list[list[int]]:
@@ -230,7 +230,7 @@ def _padded(samples: Sequence[TrainingSample], rows: int, width: int) -> MicroBa
     tokens = np.zeros((rows, width), np.int64)
     offsets = []
     for row, sample in enumerate(samples):
-        ids = np.concatenate([sample.prompt_ids, sample.response_ids])
+        ids = sample.input_ids
         tokens[row, : len(ids)] = ids
         offsets.append(row * width)
     positions = np.broadcast_to(np.arange(width), tokens.shape)
@@ -252,7 +252,7 @@ def _packed(samples: Sequence[TrainingSample], total: int, chunks: int) -> Micro
     offsets = []
     end = 0
     for sample in samples:
-        ids = np.concatenate([sample.prompt_ids, sample.response_ids])
+        ids = sample.input_ids
         start = end
         end += _padded_length(sample, chunks)
         tokens[0, start : start + len(ids)] = ids
@@ -291,8 +291,7 @@ def _micro_batch(
     rows = [np.zeros(0, np.int64)]
     targets = [np.zeros(0, np.int64)]
     for sample, offset in zip(samples, offsets, strict=True):
-        first = offset + len(sample.prompt_ids) - 1
-        rows.append(np.arange(first, first + len(sample.response_ids)))
+        rows.append(offset + sample.places)
         targets.append(sample.response_ids)
     lengths = np.array([len(sample.response_ids) for sample in samples], np.int64)
     sequence_ids = np.repeat(np.arange(len(samples)), lengths)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_dcpo.config import Config
+from megatron_dcpo.config import RunConfig
 from megatron_dcpo.policy.megatron_options import options_of
 from megatron_dcpo.policy.model import Policy
 from megatron_dcpo.runtime.device import capabilities, expandable_segments
@@ -36,7 +36,7 @@ class PolicyOptimizer:
     methods for the parameters of an adapter.
     """
 
-    def __init__(self, policy: Policy, config: Config) -> None:
+    def __init__(self, policy: Policy, config: RunConfig) -> None:
         self.policy = policy
         self.megatron = build_optimizer(config, policy)
         self.scheduler = build_scheduler(self.megatron, config)
@@ -74,7 +74,7 @@ class PolicyOptimizer:
         return []
 
 
-def build_optimizer(config: Config, policy: Policy) -> MegatronOptimizer:
+def build_optimizer(config: RunConfig, policy: Policy) -> MegatronOptimizer:
     """Return Megatron's AdamW on this rank's parameters, or on its shard of them with the
     distributed optimizer.
     """
@@ -99,11 +99,11 @@ def build_optimizer(config: Config, policy: Policy) -> MegatronOptimizer:
 
 
 def build_scheduler(
-    optimizer: MegatronOptimizer | torch.optim.Optimizer, config: Config
+    optimizer: MegatronOptimizer | torch.optim.Optimizer, config: RunConfig
 ) -> OptimizerParamScheduler:
     """Return Megatron's schedule of the learning rate, in optimizer steps."""
     options = config.optimizer
-    updates = config.training.updates_per_rollout
+    updates = config.training.updates_per_step
     warmup_steps = options.lr_warmup_iters * updates
     decay_steps = max(config.training.steps * updates, warmup_steps + 1)
     return OptimizerParamScheduler(

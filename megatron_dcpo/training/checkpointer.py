@@ -22,7 +22,7 @@ from megatron_dcpo.checkpoints.state import (
     load_checkpoint,
     newest_intact,
 )
-from megatron_dcpo.config import TrainingConfig
+from megatron_dcpo.config import LoopConfig
 from megatron_dcpo.errors import (
     EXIT_INTERRUPTED,
     EXIT_REQUEUE,
@@ -85,27 +85,24 @@ class MegatronModel:
 class Identity:
     """What must be the same when a run is resumed: otherwise it would be another run from there on.
 
-    ``fingerprint`` names the prompts that the sources hold.
+    ``data`` are options of the section ``data``, ``fingerprint`` names what the sources hold.
     """
 
     seed: int
-    prompts_per_step: int
-    shuffle: bool
+    data: Mapping[str, int | bool]
     fingerprint: str
 
     def check(self, saved: Mapping[str, Any], directory: Path) -> None:
         """Raise :class:`UserError` when a checkpoint is of another run."""
-        data = saved["data"]
-        for option, now, then in (
-            ("seed", self.seed, saved["seed"]),
-            ("data.prompts_per_step", self.prompts_per_step, data["prompts_per_step"]),
-            ("data.shuffle", self.shuffle, data["shuffle"]),
-        ):
+        values = {"seed": (self.seed, saved["seed"])}
+        for option, value in self.data.items():
+            values[f"data.{option}"] = (value, saved["data"][option])
+        for option, (now, then) in values.items():
             if now != then:
                 raise UserError(
                     f"{directory} was started with {option}={then}, not {now}; keep it to resume"
                 )
-        if data["fingerprint"] != self.fingerprint:
+        if saved["data"]["fingerprint"] != self.fingerprint:
             raise UserError(
                 f"{directory} was started with other prompts than data.path holds now (or they are "
                 "formatted differently); restore them to resume, or start another run_dir"
@@ -128,7 +125,7 @@ class Checkpointer:
         identity: Identity,
         on_device: Callable[[], AbstractContextManager[None]],
         topology: Topology,
-        training: TrainingConfig,
+        training: LoopConfig,
     ) -> None:
         self.saver = saver
         self.directory = saver.directory.parent
@@ -246,10 +243,8 @@ class Checkpointer:
 
     def stop_if_warned(self, warned: Sequence[str], done: int) -> None:
         """Checkpoint and raise :class:`UserError` when the first rank was ``warned`` after the
-        ``done`` steps and ``training.on_warning`` is ``stop``.
+        ``done`` steps; for ``training.on_warning: stop``.
         """
-        if self.training.on_warning != "stop":
-            return
         text = broadcast_object("; ".join(warned))
         if not text:
             return
@@ -287,8 +282,7 @@ class Checkpointer:
         run = {
             "seed": self.identity.seed,
             "data": {
-                "prompts_per_step": self.identity.prompts_per_step,
-                "shuffle": self.identity.shuffle,
+                **self.identity.data,
                 "fingerprint": self.identity.fingerprint,
             },
             "engine": {

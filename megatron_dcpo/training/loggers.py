@@ -19,7 +19,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
 
-from megatron_dcpo.config import Config, as_dict, flat
+from megatron_dcpo.config import RunConfig, as_dict, flat
 from megatron_dcpo.errors import UserError, did_you_mean, one_line
 from megatron_dcpo.runtime.files import write_atomically
 from megatron_dcpo.runtime.plugins import check_signature, is_import_path, load_object
@@ -62,10 +62,10 @@ class RunLogger(Protocol):
 
 
 # run directory, configuration, first step that will be logged
-Open = Callable[[Path, Config, int], RunLogger]
+Open = Callable[[Path, RunConfig, int], RunLogger]
 
 
-def check_loggers(config: Config) -> None:
+def check_loggers(config: RunConfig) -> None:
     """Raise :class:`UserError` for a logger of ``logging.to`` that is unknown, cannot be loaded, or
     is not installed.
     """
@@ -128,7 +128,7 @@ class Loggers:
 
 @contextmanager
 def open_loggers(
-    directory: Path, config: Config, first_step: int
+    directory: Path, config: RunConfig, first_step: int
 ) -> Iterator[Callable[[int, Mapping[str, Any]], None]]:
     """Open the loggers of ``logging.to``, which are checked, and yield a function that hands them
     the numbers of a step; finish them at the end.
@@ -171,7 +171,7 @@ def _write_report(directory: Path) -> None:
         )
 
 
-def project_of(config: Config) -> str:
+def project_of(config: RunConfig) -> str:
     """Return ``logging.project``, or the name of the directory that the run directory is in."""
     return (
         config.logging.project
@@ -217,7 +217,7 @@ def remember_id(directory: Path, name: str, value: str) -> None:
 class TensorBoard:
     """Writes events to ``run_dir/tensorboard``."""
 
-    def __init__(self, directory: Path, config: Config, first_step: int) -> None:
+    def __init__(self, directory: Path, config: RunConfig, first_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         self.writer: Any = SummaryWriter(
@@ -235,7 +235,7 @@ class TensorBoard:
 class WandB:
     """Continues the Weights & Biases run of this run directory, or begins a new one."""
 
-    def __init__(self, directory: Path, config: Config, first_step: int) -> None:
+    def __init__(self, directory: Path, config: RunConfig, first_step: int) -> None:
         import wandb
 
         identity = known_id(directory, "wandb", first_step) or uuid.uuid4().hex[:16]
@@ -264,7 +264,7 @@ class WandB:
 class MLflow:
     """Continues the MLflow run of this run directory, or begins a new one."""
 
-    def __init__(self, directory: Path, config: Config, first_step: int) -> None:
+    def __init__(self, directory: Path, config: RunConfig, first_step: int) -> None:
         import mlflow
 
         self.mlflow: Any = mlflow
@@ -293,7 +293,7 @@ class SwanLab:
     the configuration goes along as values.
     """
 
-    def __init__(self, directory: Path, config: Config, first_step: int) -> None:
+    def __init__(self, directory: Path, config: RunConfig, first_step: int) -> None:
         import swanlab
 
         # SwanLab wants 21 small letters and digits

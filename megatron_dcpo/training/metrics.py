@@ -17,7 +17,7 @@ from megatron_dcpo.policy.model import Policy
 from megatron_dcpo.runtime.device import peak_tflops
 from megatron_dcpo.runtime.watchdog import Timers
 from megatron_dcpo.training.mismatch import mismatch_metrics
-from megatron_dcpo.training.updater import UpdateStatistics
+from megatron_dcpo.training.trainer import UpdateStatistics
 from megatron_dcpo.types import (
     BLOCKS,
     MALFORMED,

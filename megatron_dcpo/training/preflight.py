@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_dcpo.config import Config, rules
+from megatron_dcpo.config import Config, RunConfig, rules
 from megatron_dcpo.data.mixture import LoadedSource
 from megatron_dcpo.data.prompts import find_template
 from megatron_dcpo.errors import UserError
@@ -26,7 +26,7 @@ from megatron_dcpo.weights.pipeline import chunk_layers
 from megatron_dcpo.weights.planner import check_layout
 
 
-def check_processes(config: Config, processes: int | None) -> None:
+def check_processes(config: RunConfig, processes: int | None) -> None:
     """Check the number of processes, if it is known, and Transformer Engine, if it is needed.
     Raises :class:`UserError`.
     """
@@ -49,21 +49,36 @@ def check_pass_through(config: Config) -> None:
     for source in named_sources(config).values():
         find_template(source.template or config.data.template)
         check_verifier(source.verifier or config.judging.verifier)
-    if config.parallel.megatron:
-        from megatron_dcpo.policy.megatron_options import check_megatron_options
-
-        check_megatron_options(config.parallel.megatron)
+    check_names_of_megatron(config)
     if config.rollout.vllm:
         from megatron_dcpo.rollout.vllm_host import check_engine_arguments
 
         check_engine_arguments(config.rollout.vllm)
 
 
+def check_names_of_megatron(config: RunConfig) -> None:
+    """Check the names of options that are passed on to Megatron, if it is installed. Raises
+    :class:`UserError`.
+    """
+    if config.parallel.megatron:
+        from megatron_dcpo.policy.megatron_options import check_megatron_options
+
+        check_megatron_options(config.parallel.megatron)
+
+
 def check_model(config: Config) -> Architecture:
+    """Return the architecture of a run of RL, checked against all its options. Raises
+    :class:`UserError`.
+    """
+    check_pass_through(config)
+    return check_architecture(config)
+
+
+def check_architecture(config: RunConfig) -> Architecture:
     """Return the architecture, checked against the parallel layout. Raises :class:`UserError`."""
     arch = read_architecture(config.model.path)
     check_side_files(Path(config.model.path))
-    check_pass_through(config)
+    check_names_of_megatron(config)
     layout = Layout.of(config.parallel)
     check_layout(arch, layout)
     rules.check_model_rules(config, arch, chunk_layers(arch.num_layers, layout))

@@ -36,36 +36,45 @@ class Progress:
         finally:
             self.bar.stop()
 
-    def log_step(
-        self, step: int, metrics: Mapping[str, Any], seconds_left: float | None
+    def show(
+        self,
+        step: int,
+        line: str,
+        speed: str,
+        details: str,
+        note: str = "",
     ) -> None:
-        """Show the row of a step."""
-        line = (
-            f"acc {metrics['reward/accuracy']:.3f}  conf {metrics['confidence/mean']:.3f}  "
-            f"ECE {metrics['calibration/ece']:.3f}  AUROC {metrics['calibration/auroc']:.3f}  "
-            f"length {metrics['length/mean']:.0f}"
-        )
-        speed = f"{metrics['tokens/s/step']:,.0f} tokens/s"
+        """Show a step: a ``line`` of its metrics and its ``speed``, and in the log the
+        ``details`` between them and a ``note`` at the end.
+        """
         if self.bar is not None:
             task = self.bar.task_ids[0]
             self.bar.update(task, completed=step, line=f"{line}  {speed}")
             return
+        logger.info(
+            "step %d/%d  %s  %s  %s%s", step, self.steps, line, details, speed, note
+        )
+
+    def log_step(
+        self, step: int, metrics: Mapping[str, Any], seconds_left: float | None
+    ) -> None:
+        """Show the row of a step of RL."""
         left = ""
         if seconds_left:
             left = f"  {timedelta(seconds=round(seconds_left))} left"
         probed = ""
         if metrics["grad_norm/reasoning"] >= 0:  # it is NaN without the probe
             probed = ", the gradient probe's pass included"
-        logger.info(
-            "step %d/%d  %s  loss %+.4f  %.2f s  %s%s%s",
+        self.show(
             step,
-            self.steps,
-            line,
-            metrics["loss/policy"],
-            metrics["time/step"],
-            speed,
-            left,
-            probed,
+            line=(
+                f"acc {metrics['reward/accuracy']:.3f}  conf {metrics['confidence/mean']:.3f}  "
+                f"ECE {metrics['calibration/ece']:.3f}  AUROC {metrics['calibration/auroc']:.3f}  "
+                f"length {metrics['length/mean']:.0f}"
+            ),
+            speed=f"{metrics['tokens/s/step']:,.0f} tokens/s",
+            details=f"loss {metrics['loss/policy']:+.4f}  {metrics['time/step']:.2f} s",
+            note=f"{left}{probed}",
         )
 
     def log_validation(self, step: int, metrics: Mapping[str, Any]) -> None:

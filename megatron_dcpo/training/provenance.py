@@ -26,7 +26,7 @@ from omegaconf import OmegaConf
 
 from megatron_dcpo import __version__
 from megatron_dcpo.checkpoints.manifest import latest_iteration
-from megatron_dcpo.config import Config, flat, to_yaml
+from megatron_dcpo.config import RunConfig, flat, to_yaml
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.runtime.device import device_name
 from megatron_dcpo.runtime.distributed import broadcast_object
@@ -76,7 +76,7 @@ METHOD = "objective.name"
 FREE = ("run_dir", "training.resume", "training.steps", "logging.")
 
 
-def date_of(config: Config) -> date:
+def date_of(config: RunConfig) -> date:
     """Return the date that a chat template writes in this run's prompts: that of its start if it is
     resumed, otherwise today's.
     """
@@ -90,7 +90,7 @@ def has_checkpoint(directory: Path) -> bool:
     return latest_iteration(directory / "checkpoints") is not None
 
 
-def launch(config: Config, processes: int, done: int) -> dict[str, Any]:
+def launch(config: RunConfig, processes: int, done: int) -> dict[str, Any]:
     """Return the entry of ``run.json`` for this start, after ``done`` steps, with ``processes``
     ranks.
     """
@@ -151,7 +151,7 @@ def digests(model: Path) -> dict[str, str]:
     return found
 
 
-def prepare(directory: Path, config: Config, rank: int) -> None:
+def prepare(directory: Path, config: RunConfig, rank: int) -> None:
     """Check what ``directory`` holds before anything is written there: a run to continue, or one to
     move aside. Collective; raises :class:`UserError` on every rank.
     """
@@ -166,7 +166,7 @@ def prepare(directory: Path, config: Config, rank: int) -> None:
         raise UserError(refused)
 
 
-def _prepare(directory: Path, config: Config) -> None:
+def _prepare(directory: Path, config: RunConfig) -> None:
     if has_checkpoint(directory):
         if config.training.resume == "auto":
             check_resume(directory, config)
@@ -178,7 +178,7 @@ def _prepare(directory: Path, config: Config) -> None:
         )
 
 
-def check_resume(directory: Path, config: Config) -> None:
+def check_resume(directory: Path, config: RunConfig) -> None:
     """Raise :class:`UserError` when the configuration changes what a resumed run cannot change: the
     method, the model, its tokenizer.
     """
@@ -203,7 +203,7 @@ def check_resume(directory: Path, config: Config) -> None:
             )
 
 
-def differences(directory: Path, config: Config) -> Iterator[tuple[str, Any, Any]]:
+def differences(directory: Path, config: RunConfig) -> Iterator[tuple[str, Any, Any]]:
     """Yield (option, old, new) for every option that differs from ``config.yaml`` of the run."""
     path = directory / CONFIG
     if not path.is_file():
@@ -220,7 +220,7 @@ def differences(directory: Path, config: Config) -> Iterator[tuple[str, Any, Any
             yield name, old.get(name), new.get(name)
 
 
-def record_start(directory: Path, config: Config, processes: int, done: int) -> None:
+def record_start(directory: Path, config: RunConfig, processes: int, done: int) -> None:
     """Write ``config.yaml`` and add an entry to ``run.json``. When a run is resumed, warn of the
     options that differ, and keep a dated copy of the configuration that is replaced.
     """

@@ -7,9 +7,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -19,9 +17,8 @@ import numpy as np
 
 from megatron_dcpo import codec
 from megatron_dcpo.calibration import json_ready
-from megatron_dcpo.checkpoints.saver import Saver, last_complete
+from megatron_dcpo.checkpoints.saver import Saver
 from megatron_dcpo.config import Config
-from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation.problems import named_sources
 from megatron_dcpo.evaluation.run_description import seconds_left
 from megatron_dcpo.evaluation.samples import Sample, write_samples
@@ -32,10 +29,8 @@ from megatron_dcpo.policy.model import Policy
 from megatron_dcpo.runtime.device import capabilities
 from megatron_dcpo.runtime.distributed import Collectives, Topology, broadcast_object
 from megatron_dcpo.runtime.files import write_atomically
-from megatron_dcpo.runtime.text import parse_json
 from megatron_dcpo.runtime.watchdog import Timers
 from megatron_dcpo.training.dealing import fetch
-from megatron_dcpo.training.loggers import open_loggers
 from megatron_dcpo.training.metrics import (
     abstention_metrics,
     source_metrics,
@@ -47,19 +42,17 @@ from megatron_dcpo.training.mismatch import (
     mismatch_histogram,
     routing_mismatch,
 )
-from megatron_dcpo.training.progress import Progress
-from megatron_dcpo.training.provenance import record_start
-from megatron_dcpo.training.updater import UpdateStatistics
+from megatron_dcpo.training.records import Records, logged_rows, why_refused
+from megatron_dcpo.training.trainer import UpdateStatistics
 from megatron_dcpo.training.warnings import new_warnings, warnings_of_the_start
 from megatron_dcpo.types import BLOCKS, TrainingSample, replaced
 
 logger = logging.getLogger(__name__)
 
 SAMPLES_PER_STEP = 32  # judged responses written
-ToLoggers = Callable[[int, Mapping[str, Any]], None]
 
 
-class Recorder:
+class Recorder(Records):
     """Writes on rank 0; on the other ranks a call only takes part in what is collective.
 
     Files are open inside ``with recorder.from_step(n)``. ``decode`` turns token ids into text.
@@ -76,15 +69,17 @@ class Recorder:
         timers: Timers,
         saver: Saver,
     ) -> None:
-        self.directory = directory
+        super().__init__(
+            directory=directory,
+            config=config,
+            topology=topology,
+            saver=saver,
+            by_step=("metrics.jsonl", "mismatch.jsonl"),
+        )
         self.config = config
         self.policy = policy
         self.decode = decode
         self.timers = timers
-        self.saver = saver
-        self.writes = topology.rank == 0
-        self.processes = topology.world_size
-        self.metrics_path = directory / "metrics.jsonl"
         self.mismatch_path = directory / "mismatch.jsonl"
         self.sources = (
             list(named_sources(config)) if len(config.data.sources) > 1 else []
@@ -92,38 +87,11 @@ class Recorder:
         self.planned = (
             planned_memory(config, topology.world_size) if self.writes else {}
         )
-        self.rows: list[dict[str, Any]] = []  # what the watchers see
         self.warned: list[str] = []  # after the last step
-        self.to_loggers: ToLoggers = _to_nobody
-        self.progress = Progress(config.training.steps)
 
-    @contextmanager
-    def from_step(self, first_step: int) -> Iterator[None]:
-        """Open the records, without the steps that will be done again. Raises
-        :class:`UserError`.
-        """
-        if not self.writes:
-            yield
-            return
-        try:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            record_start(self.directory, self.config, self.processes, first_step - 1)
-            for path in (self.metrics_path, self.mismatch_path):
-                _keep_steps_before(path, first_step)
-            self.rows = logged_rows(self.metrics_path)
-            for text in warnings_of_the_start(self.directory, self.config.objective):
-                logger.warning("%s", text)
-        except OSError as refused:
-            raise UserError(
-                f"cannot write in run_dir {self.directory} ({_why(refused)}); free space or "
-                "change run_dir"
-            ) from None
-        with ExitStack() as stack:
-            self.to_loggers = stack.enter_context(
-                open_loggers(self.directory, self.config, first_step)
-            )
-            stack.enter_context(self.progress.shown(done=first_step - 1))
-            yield
+    def warnings_of_the_start(self) -> list[str]:
+        """Return what is odd about the run before its first step."""
+        return warnings_of_the_start(self.directory, self.config.objective)
 
     def logged_validations(self, done: int) -> dict[int, dict[str, float]]:
         """Return ``evaluation/BENCHMARK/METRIC`` of the validations up to the step ``done``, by
@@ -164,19 +132,19 @@ class Recorder:
         if self.writes:
             metrics = self._metrics(step, samples, statistics, measured)
             try:
-                self._append(self.metrics_path, metrics)
+                self.append(self.metrics_path, metrics)
                 self._hand_on(step, metrics)
                 if shown:
                     self._write_samples(step, shown)
                 histogram = mismatch_histogram(statistics.sums)
                 edges = list(MISMATCH_EDGES)
-                self._append(
+                self.append(
                     self.mismatch_path, {"step": step, "edges": edges, **histogram}
                 )
             except OSError as error:
-                refused = _why(error)
+                refused = why_refused(error)
         self.timers.clear()
-        self._end_if(refused, step)
+        self.end_if(refused, step)
 
     def log_evaluation(self, step: int, measured: Mapping[str, float]) -> None:
         """Record the validation of a step whose training is not recorded now: before the first one,
@@ -197,8 +165,8 @@ class Recorder:
                 self.to_loggers(step, measured)
                 self.progress.log_validation(step, measured)
             except OSError as error:
-                refused = _why(error)
-        self._end_if(refused, step)
+                refused = why_refused(error)
+        self.end_if(refused, step)
 
     def write_validation(self, step: int, samples: Sequence[Sample]) -> None:
         """Write ``evaluation/step_000010.jsonl``, which ``dcpo evaluate --samples`` reads.
@@ -263,23 +231,6 @@ class Recorder:
             return False
         return step == 1 or step % interval == 0 or step == self.config.training.steps
 
-    def _end_if(self, refused: str | None, step: int) -> None:
-        refused = broadcast_object(refused)
-        if refused is not None:
-            self.saver.give_up(step)
-            raise UserError(
-                f"cannot write the records of step {step} in {self.directory} ({refused}); "
-                f"{last_complete(self.saver.directory)}. Free space, and continue with --resume "
-                "auto"
-            )
-
-    @staticmethod
-    def _append(path: Path, row: Mapping[str, Any]) -> None:
-        with path.open("a") as file:
-            file.write(json.dumps(json_ready(row)) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-
     def _write_samples(self, step: int, samples: Sequence[TrainingSample]) -> None:
         directory = self.directory / "samples"
         directory.mkdir(exist_ok=True)
@@ -308,10 +259,6 @@ def sample_row(
     return row
 
 
-def _to_nobody(step: int, metrics: Mapping[str, Any]) -> None:
-    """Show metrics to no logger: none is open."""
-
-
 def token_pieces(
     sample: TrainingSample, decode: Callable[[Sequence[int]], str]
 ) -> list[tuple[str, str, float | None]]:
@@ -338,10 +285,6 @@ def token_pieces(
     return pieces
 
 
-def _why(error: OSError) -> str:
-    return f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}"
-
-
 def planned_memory(config: Config, gpus: int) -> dict[str, float]:
     """Return ``memory/planned/PHASE`` in GB on a GPU: what ``dcpo plan`` says of the fullest,
     next to the measured ``memory/PHASE/device``.
@@ -355,46 +298,3 @@ def planned_memory(config: Config, gpus: int) -> dict[str, float]:
         "rollout": plan.rollout_bytes,
     }
     return {f"memory/planned/{phase}": peak / 1e9 for phase, peak in peaks.items()}
-
-
-def _keep_steps_before(path: Path, first_step: int) -> None:
-    """Drop the records of steps that will be done again: a killed run has usually logged past its
-    last checkpoint. A warning names the rows that are damaged, which are dropped too.
-    """
-    if not path.exists():
-        return
-    rows, damaged = _read_rows(path)
-    if damaged:
-        logger.warning(
-            "%s is damaged in line %s; these rows are lost", path, ", ".join(damaged)
-        )
-    kept = [row for row in rows if row["step"] < first_step]
-    write_atomically(path, "".join(json.dumps(row) + "\n" for row in kept))
-
-
-def logged_rows(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of ``metrics.jsonl`` or ``mismatch.jsonl`` that are intact and have a
-    step.
-    """
-    if not path.exists():
-        return []
-    return _read_rows(path)[0]
-
-
-def _read_rows(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return the intact rows and the numbers of the damaged lines. A last line without its end was
-    cut off by a kill and is not counted.
-    """
-    rows = []
-    damaged = []
-    lines = path.read_bytes().split(b"\n")
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            row = parse_json(line.decode())
-            rows.append(row | {"step": int(row["step"])})
-        except (ValueError, KeyError, TypeError, OverflowError):
-            if number < len(lines):
-                damaged.append(str(number))
-    return rows, damaged

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from megatron_dcpo.checkpoints.saver import Saver
 from megatron_dcpo.checkpoints.state import Optimizer
-from megatron_dcpo.config import Config
+from megatron_dcpo.config import Config, RunConfig
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation.held_out import HeldOut, load_held_out
 from megatron_dcpo.judging.token_bytes import token_bytes
@@ -168,8 +168,10 @@ def build(config: Config) -> Iterator[Run]:
         parts={"rollouts": SavedRollouts(rollouts), "updater": updater},
         identity=Identity(
             seed=config.seed,
-            prompts_per_step=config.data.prompts_per_step,
-            shuffle=config.data.shuffle,
+            data={
+                "prompts_per_step": config.data.prompts_per_step,
+                "shuffle": config.data.shuffle,
+            },
             fingerprint=fingerprint_of(inputs.sources),
         ),
         on_device=state_on_device(engine, offload),
@@ -253,7 +255,7 @@ def _warn_of_few_problems(config: Config, sources: list[LoadedSource]) -> None:
 
 
 # ---------------------------------------------------------------------------- policy and optimizer
-def build_optimizer(config: Config, policy: Policy) -> Optimizer:
+def build_optimizer(config: RunConfig, policy: Policy) -> Optimizer:
     """Return the optimizer of the policy's parameters, or of the adapter of ``model.adapter``,
     which is added to the policy.
     """
@@ -464,7 +466,7 @@ def build_validator(
 
 
 # ---------------------------------------------------------------------------- checkpoints
-def build_saver(config: Config, topology: Topology) -> Saver:
+def build_saver(config: RunConfig, topology: Topology) -> Saver:
     """Return the writer of this rank's checkpoints."""
     in_background = config.training.async_save
     if in_background == "auto":

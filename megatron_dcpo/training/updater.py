@@ -11,12 +11,10 @@ denominators are global. Tokens are on the ranks that compute them (training/dea
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,17 +23,11 @@ from megatron_dcpo.config import Config
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.objectives.method import Method, mean_logprob, rows_of_groups
 from megatron_dcpo.objectives.shaping import adapted_entropy_coef, balanced_weight
-from megatron_dcpo.policy.batching import (
-    assign_to_ranks,
-    sequence_length,
-    split_micro_batches,
-)
 from megatron_dcpo.policy.gradient_probe import PairComparison
 from megatron_dcpo.policy.model import Policy
-from megatron_dcpo.policy.schedule import accumulate_gradients, compute_logprobs
-from megatron_dcpo.runtime.distributed import Collectives
-from megatron_dcpo.training.dealing import fetch, samples_to_train
-from megatron_dcpo.training.mismatch import LARGEST, REDUCED_BY_MAX, mismatch_statistics
+from megatron_dcpo.training.dealing import samples_to_train
+from megatron_dcpo.training.mismatch import LARGEST, mismatch_statistics
+from megatron_dcpo.training.trainer import Optimizer, Trainer, UpdateStatistics
 from megatron_dcpo.types import (
     BLOCKS,
     MicroBatch,
@@ -55,40 +47,8 @@ Probe = Callable[
 ]
 
 
-class Optimizer(Protocol):
-    """What an update asks of an optimizer: policy/optimizer.py has Megatron's, policy/adapter.py an
-    adapter's.
-    """
-
-    @property
-    def learning_rate(self) -> float: ...
-    def zero_gradients(self) -> None: ...
-    def gradient_norm(self) -> float: ...
-    def step(self) -> None: ...
-    def gather_parameters(self) -> None: ...
-
-
-@dataclass
-class UpdateStatistics:
-    """What the updates of one rollout measured.
-
-    ``sums`` add up over tokens and ranks, ``maxima`` do not. ``trained`` are the samples that took
-    part in forward and backward, ``skipped`` counts updates that were not finite.
-    """
-
-    sums: dict[str, float] = field(default_factory=dict)
-    maxima: dict[str, float] = field(default_factory=dict)
-    losses: list[float] = field(default_factory=list)
-    grad_norms: list[float] = field(default_factory=list)
-    block_gradients: dict[str, float] = field(default_factory=dict)
-    coefficients: dict[str, float] = field(default_factory=dict)
-    learning_rate: float = 0.0
-    skipped: int = 0
-    trained: list[TrainingSample] = field(default_factory=list)
-
-
-class Updater:
-    """Takes optimizer steps on the ``policy``.
+class Updater(Trainer):
+    """Takes optimizer steps on the ``policy``, on scored samples.
 
     ``reference`` opens the starting policy, which a KL loss needs. ``probe`` compares the gradients
     of the two blocks; None when the optimizer cannot be asked for them.
@@ -103,17 +63,19 @@ class Updater:
         probe: Probe | None,
         config: Config,
     ) -> None:
-        self.policy = policy
-        self.optimizer = optimizer
+        super().__init__(
+            policy=policy,
+            optimizer=optimizer,
+            parallel=config.parallel,
+            training=config.training,
+            temperature=config.rollout.temperature,
+        )
         self.method = method
         self.reference = reference
         self.probe = probe
-        self.topology = policy.topology
-        self.collectives = Collectives()
-        self.parallel = config.parallel
         self.rollout = config.rollout
-        self.training = config.training
-        self.nonfinite_in_a_row = 0
+        self.updates_per_rollout = config.training.updates_per_rollout
+        self.probe_interval = config.training.gradient_probe_interval
         self.measures_mismatch = True
         coef = method.options.entropy_coef_reasoning
         # with entropy_target: the next coefficient, and the one that acts now
@@ -133,7 +95,7 @@ class Updater:
         """
         statistics = UpdateStatistics()
         mini_batches = split_groups(
-            samples, self.training.updates_per_rollout, self._counts_as_full
+            samples, self.updates_per_rollout, self._counts_as_full
         )
         if self.method.needs_old_logprobs:
             mini_batches = [self.fetch_share(mini_batch) for mini_batch in mini_batches]
@@ -200,14 +162,7 @@ class Updater:
             self.optimizer.zero_gradients()
             parts = self.accumulate(samples)
         self._check_logprob_diff(parts, step)
-        loss = self._reduce(parts, statistics)
-        grad_norm = self.optimizer.gradient_norm()
-        statistics.learning_rate = self.optimizer.learning_rate
-        if self._skip_nonfinite(loss, grad_norm, statistics, step):
-            return
-        self.optimizer.step()
-        statistics.grad_norms.append(grad_norm)
-        statistics.losses.append(loss)
+        self.take_step(parts, statistics, step)
 
     def accumulate(
         self, samples: Sequence[TrainingSample], chosen: Collection[int] | None = None
@@ -218,15 +173,11 @@ class Updater:
         Only the samples at the indices ``chosen`` are computed; None computes all of them. This
         rank must have the tokens of its share (:meth:`fetch_share`).
         """
-        indices, micro_batches = self.deal(samples, chosen)
-        return accumulate_gradients(
-            self.policy,
-            [samples[index] for index in indices],
-            micro_batches,
+        return self.backward(
+            samples,
             self._loss,
             separable=self.method.loss_is_separable,
-            temperature=self.rollout.temperature,
-            packing=self.parallel.sequence_packing,
+            chosen=chosen,
         )
 
     def _loss(
@@ -237,42 +188,11 @@ class Updater:
             statistics = statistics | mismatch_statistics(batch, outputs)
         return contributions, statistics
 
-    def deal(
-        self, samples: Sequence[TrainingSample], chosen: Collection[int] | None = None
-    ) -> tuple[list[int], list[list[int]]]:
-        """Deal a mini-batch, equal on all ranks, over the data-parallel ranks: return the indices
-        of this rank's samples, and its micro-batches as lists of places in the list of these.
-
-        Which rank has a sample depends on the whole mini-batch, so that the ``chosen`` samples are
-        where the others would be computed with them.
-        """
-        lengths = [sequence_length(sample) for sample in samples]
-        shares = assign_to_ranks(lengths, self.topology.dp_size)
-        if chosen is not None:
-            shares = [[index for index in share if index in chosen] for share in shares]
-        virtual = self.parallel.virtual_pipeline_model_parallel_size > 1
-        micro_batches = split_micro_batches(
-            [[lengths[index] for index in share] for share in shares],
-            self.topology.dp_rank,
-            micro_batch_size=self.training.micro_batch_size,
-            max_tokens=self.training.max_tokens_per_micro_batch,
-            packing=self.parallel.sequence_packing,
-            multiple_of=self.topology.pp_size if virtual else 1,
-        )
-        return shares[self.topology.dp_rank], micro_batches
-
-    def fetch_share(self, samples: Sequence[TrainingSample]) -> list[TrainingSample]:
-        """Return a mini-batch with the tokens of the samples that this rank computes.
-        Collective.
-        """
-        indices, _ = self.deal(samples)
-        return fetch(samples, indices, self.collectives)
-
     def with_old_logprobs(
         self, samples: Sequence[TrainingSample]
     ) -> list[TrainingSample]:
         """Fill ``old_logprobs`` of this rank's samples, by the policy as it is. Collective."""
-        rows = self._logprobs(self.policy, samples)
+        rows = self.logprobs(self.policy, samples)
         return [
             replaced(sample, old_logprobs=rows.get(index))
             for index, sample in enumerate(samples)
@@ -288,7 +208,7 @@ class Updater:
             replaced(sample, response=replaced(sample.response, experts=None))
             for sample in samples
         ]
-        rows = self._logprobs(reference, unrouted)
+        rows = self.logprobs(reference, unrouted)
         return [
             replaced(sample, ref_logprobs=rows.get(index))
             for index, sample in enumerate(samples)
@@ -313,32 +233,18 @@ class Updater:
             for index, sample in enumerate(samples)
         ]
 
-    def _logprobs(
-        self, policy: Policy, samples: Sequence[TrainingSample]
-    ) -> dict[int, np.ndarray]:
-        """Return the log-probs float32 [T_i] of this rank's samples, by their index. Collective."""
-        indices, micro_batches = self.deal(samples)
-        rows = compute_logprobs(
-            policy,
-            [samples[index] for index in indices],
-            micro_batches,
-            temperature=self.rollout.temperature,
-            packing=self.parallel.sequence_packing,
-        )
-        return dict(zip(indices, rows, strict=True))
-
     # ------------------------------------------------------------------------------ checkpoints
     def state_dict(self) -> dict[str, Any]:
         """Return what the next update needs of the earlier ones."""
         return {
-            "nonfinite_in_a_row": self.nonfinite_in_a_row,
+            **super().state_dict(),
             "entropy_coefs": self.entropy_coefs,
             "weight_confidence": self.method.options.weights[1],
         }
 
     def load_state_dict(self, saved: Mapping[str, Any], step: int) -> None:
         """Go on after ``step``. Raises what odd values raise."""
-        self.nonfinite_in_a_row = int(saved["nonfinite_in_a_row"])
+        super().load_state_dict(saved, step)
         if self.method.options.entropy_target and "entropy_coefs" in saved:
             coef, acting = saved["entropy_coefs"]
             self._set_entropy_coefs((float(coef), float(acting)))
@@ -353,7 +259,7 @@ class Updater:
         return self.method.is_informative(group)
 
     def _probe_is_due(self, step: int) -> bool:
-        interval = self.training.gradient_probe_interval
+        interval = self.probe_interval
         return (
             self.probe is not None
             and interval > 0
@@ -455,58 +361,6 @@ class Updater:
             )
         if self.topology.rank == 0:
             logger.warning(text)
-
-    def _reduce(
-        self, parts: Sequence[dict[str, float]], statistics: UpdateStatistics
-    ) -> float:
-        """Add up all micro-batches of all replicas, each counted once; return the loss of the
-        update. Collective.
-        """
-        loss = 0.0
-        sums = statistics.sums
-        maxima = statistics.maxima
-        reported = list(parts) if self.topology.reports else []
-        for of_rank in self.collectives.gather(reported):
-            for part in of_rank:
-                for key, value in part.items():
-                    if key == "loss":
-                        loss += value
-                    elif key in REDUCED_BY_MAX:
-                        maxima[key] = max(maxima.get(key, 0.0), value)
-                    else:
-                        sums[key] = sums.get(key, 0.0) + value
-        return loss
-
-    def _skip_nonfinite(
-        self, loss: float, grad_norm: float, statistics: UpdateStatistics, step: int
-    ) -> bool:
-        """Return whether loss or gradient is infinite or not a number on any rank: then parameters,
-        optimizer and schedule stay as they are. Collective. Raises :class:`UserError` after
-        ``training.max_nonfinite_steps`` such updates in a row.
-        """
-        most = self.training.max_nonfinite_steps
-        is_finite = math.isfinite(loss) and math.isfinite(grad_norm)
-        if not self.collectives.max(int(not is_finite)):
-            self.nonfinite_in_a_row = 0
-            return False
-        self.optimizer.zero_gradients()
-        statistics.skipped += 1
-        self.nonfinite_in_a_row += 1
-        values = f"loss {loss}, gradient norm {grad_norm}"
-        if self.topology.rank == 0:
-            logger.warning(
-                "step %d: update skipped (%s), %d in a row",
-                step,
-                values,
-                self.nonfinite_in_a_row,
-            )
-        if self.nonfinite_in_a_row >= most:
-            raise UserError(
-                f"{most} updates in a row without a finite loss and gradient "
-                f"(training.max_nonfinite_steps), the last in step {step}: {values}; continue from "
-                "the last checkpoint with --resume auto and a lower optimizer.lr"
-            )
-        return True
 
 
 def split_groups(

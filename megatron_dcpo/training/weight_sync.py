@@ -14,7 +14,7 @@ from pathlib import Path
 from megatron_dcpo.checkpoints.state import Optimizer
 from megatron_dcpo.config import ModelConfig
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.policy.adapter import AdapterOptimizer
+from megatron_dcpo.policy.adapter import Adapter, AdapterOptimizer
 from megatron_dcpo.policy.model import Policy
 from megatron_dcpo.rollout import Engine, EngineError
 from megatron_dcpo.runtime.device import device_failed
@@ -246,14 +246,14 @@ def export_policy(directory: Path, model: ModelConfig, optimizer: Optimizer) -> 
         writer=writer,
     )
     if isinstance(optimizer, AdapterOptimizer):
-        tensors, lora = optimizer.adapter.whole(), optimizer.adapter.config
-        if writer:
-            write_adapter(
-                directory / DIRECTORY,
-                tensors,
-                lora.rank,
-                lora.alpha,
-                lora.targets,
-                model.path,
-            )
+        export_adapter(directory, model, optimizer.adapter)
+    return out
+
+
+def export_adapter(directory: Path, model: ModelConfig, adapter: Adapter) -> Path:
+    """Write ``directory/adapter`` in PEFT's format. Collective."""
+    tensors = adapter.whole()
+    out = directory / DIRECTORY
+    if adapter.policy.topology.rank == 0:
+        write_adapter(out, tensors, shape=adapter.shape, base=model.path)
     return out

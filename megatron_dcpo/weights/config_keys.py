@@ -40,6 +40,7 @@ TRANSLATED = frozenset(
 WITHOUT_INFLUENCE = frozenset(
     {
         # where the file comes from and who writes it
+        "_model_name_or_path",  # of a dequantized GGUF file
         "_name_or_path",
         "finetuning_task",
         "is_decoder",

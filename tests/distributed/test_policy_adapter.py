@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.func import functional_call
 
-from megatron_dcpo.config import AdapterConfig
 from megatron_dcpo.policy.adapter import first_A
+from megatron_dcpo.weights.adapter_shape import PROJECTIONS
 from megatron_dcpo.weights.hf_checkpoint import HFReader
 from tests.distributed.cases.common import samples_for_test
 from tests.distributed.cases.policy_adapter import ALPHA, LR, RANK, STEPS
@@ -137,7 +137,7 @@ def test_it_learns_what_hugging_faces_model_learns(one, which, targets, tiny_mod
         if ".lora_A." in n
     }
     losses, pairs, rows, merged = trained_by_hand(
-        tiny_models("qwen3", True), started, targets or AdapterConfig().targets
+        tiny_models("qwen3", True), started, targets or PROJECTIONS
     )
     np.testing.assert_allclose(found["losses"], losses, rtol=1e-5)
     assert names.keys() == pairs.keys()

@@ -19,9 +19,8 @@ FAMILIES = {
     "llama3.1_8b": "meta-llama/Llama-3.1-8B-Instruct",
     "llama3.1_70b": "meta-llama/Llama-3.1-70B-Instruct",
 }
-SHIPPED = sorted(
-    path for path in EXAMPLES.rglob("*.yaml") if path.name != "recipe.yaml"
-)
+TRAINED = sorted(path for path in EXAMPLES.rglob("*.yaml") if path.name != "sft.yaml")
+SHIPPED = [path for path in TRAINED if path.name != "recipe.yaml"]
 
 
 def model_of(path: Path) -> Path:

@@ -12,6 +12,7 @@ from pathlib import Path
 from megatron_dcpo.config import load_config
 from megatron_dcpo.objectives import ObjectiveConfig, find_method, resolve
 from megatron_dcpo.objectives.options import BLOCK_OPTIONS
+from tests.helpers.shipped import TRAINED
 
 ROOT = Path(__file__).parents[2]
 RECORDED = json.loads((Path(__file__).parent / "resolved_options.json").read_text())
@@ -39,12 +40,11 @@ def resolved(config: ObjectiveConfig) -> dict[str, object]:
 
 def test_shipped_configurations_resolve_as_recorded() -> None:
     paper = resolved(ObjectiveConfig())
-    files = sorted((ROOT / "examples").rglob("*.yaml"))
     changed = {
         str(file.relative_to(ROOT)): {
             name: value for name, value in options.items() if value != paper.get(name)
         }
-        for file in files
+        for file in TRAINED
         for options in [resolved(load_config(file).objective)]
     }
     assert {name: changed[name] for name in RECORDED} == RECORDED
@@ -52,10 +52,7 @@ def test_shipped_configurations_resolve_as_recorded() -> None:
 
 def test_engine_and_trainer_in_bf16_are_corrected_and_watched() -> None:
     """Rounding alone makes them two policies; what has no importance ratio (CCGSPG) is watched."""
-    configs = {
-        str(file.relative_to(ROOT)): load_config(file)
-        for file in (ROOT / "examples").rglob("*.yaml")
-    }
+    configs = {str(file.relative_to(ROOT)): load_config(file) for file in TRAINED}
     bf16 = {
         name: config
         for name, config in configs.items()

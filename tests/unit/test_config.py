@@ -11,11 +11,10 @@ from megatron_dcpo.config.evaluation import load_evaluation
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.objectives import METHODS, resolve
 from tests.helpers.paths import EXAMPLES
+from tests.helpers.shipped import TRAINED
 
-SHIPPED = sorted(EXAMPLES.glob("**/*.yaml"))
 
-
-@pytest.mark.parametrize("path", SHIPPED, ids=lambda p: str(p.relative_to(EXAMPLES)))
+@pytest.mark.parametrize("path", TRAINED, ids=lambda p: str(p.relative_to(EXAMPLES)))
 def test_every_shipped_config_dry_runs(path, capsys, monkeypatch):
     monkeypatch.chdir(EXAMPLES.parent)
     assert (

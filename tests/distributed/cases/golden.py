@@ -24,7 +24,8 @@ from megatron_dcpo.policy.model import build_policy
 from megatron_dcpo.policy.optimizer import PolicyOptimizer
 from megatron_dcpo.runtime.distributed import all_gather_objects
 from megatron_dcpo.training.dealing import samples_to_train
-from megatron_dcpo.training.updater import Updater, UpdateStatistics
+from megatron_dcpo.training.trainer import UpdateStatistics
+from megatron_dcpo.training.updater import Updater
 from megatron_dcpo.types import Judgement, Prompt, Response, TrainingSample, replaced
 from tests.distributed.cases.common import (
     config_for_test,

@@ -13,6 +13,7 @@ from megatron_dcpo.policy.adapter import Adapter, AdapterOptimizer, MergedPolicy
 from megatron_dcpo.policy.model import build_policy
 from megatron_dcpo.policy.schedule import accumulate_gradients, compute_logprobs
 from megatron_dcpo.runtime.distributed import all_gather_objects
+from megatron_dcpo.weights.adapter_shape import PROJECTIONS
 from megatron_dcpo.weights.reshard import Traffic, export_buckets, gather_full, plan_for
 from megatron_dcpo.weights.table import hf_shapes
 from tests.distributed.cases.common import (
@@ -52,7 +53,7 @@ def measure(
     shape = AdapterConfig(
         rank=RANK,
         alpha=ALPHA,
-        targets=tuple(setting.get("targets", AdapterConfig().targets)),
+        targets=tuple(setting.get("targets", PROJECTIONS)),
     )
     optimizer = AdapterOptimizer(Adapter(policy, shape), config)
     adapter, samples = optimizer.adapter, samples_for_test()

@@ -21,11 +21,9 @@ from megatron_dcpo.rollout import load_tokenizer
 from megatron_dcpo.runtime.run_records import today
 from megatron_dcpo.types import Prompt, Response
 from tests.helpers.paths import EXAMPLES, REPOSITORY
+from tests.helpers.shipped import SHIPPED
 from tests.helpers.tokenizers import save_qwen3
 
-CONFIGS = sorted(
-    path for path in EXAMPLES.rglob("*.yaml") if path.name != "recipe.yaml"
-)
 ROWS = {
     "math": [
         {"problem": "What is 2+2?", "answer": "4"},
@@ -70,7 +68,7 @@ def tokenizer_of(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "path", CONFIGS, ids=lambda path: str(path.relative_to(EXAMPLES))
+    "path", SHIPPED, ids=lambda path: str(path.relative_to(EXAMPLES))
 )
 def test_the_ids_are_those_of_the_training(path, tokenizer_of, tmp_path, monkeypatch):
     config = load_config(path)

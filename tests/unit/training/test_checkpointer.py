@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -18,7 +19,9 @@ from megatron_dcpo.training import checkpointer as module
 from megatron_dcpo.training.checkpointer import Checkpointer, Identity
 from tests.helpers.samplers import one_rank
 
-IDENTITY = Identity(seed=1, prompts_per_step=8, shuffle=True, fingerprint="abc")
+IDENTITY = Identity(
+    seed=1, data={"prompts_per_step": 8, "shuffle": True}, fingerprint="abc"
+)
 
 
 class Folder:
@@ -165,8 +168,8 @@ def test_a_run_that_has_checkpoints_is_not_overwritten(tmp_path: Path) -> None:
     ("changed", "option"),
     [
         ({"seed": 2}, "seed"),
-        ({"prompts_per_step": 4}, "data.prompts_per_step"),
-        ({"shuffle": False}, "data.shuffle"),
+        ({"data": {"prompts_per_step": 4, "shuffle": True}}, "data.prompts_per_step"),
+        ({"data": {"prompts_per_step": 8, "shuffle": False}}, "data.shuffle"),
         ({"fingerprint": "other"}, "data.path"),
     ],
 )
@@ -174,15 +177,7 @@ def test_another_run_is_refused_by_the_option(
     tmp_path: Path, changed: dict[str, Any], option: str
 ) -> None:
     checkpointer(tmp_path, {"a": Counter()}).save(2)
-    identity = Identity(
-        **{
-            "seed": 1,
-            "prompts_per_step": 8,
-            "shuffle": True,
-            "fingerprint": "abc",
-            **changed,
-        }
-    )
+    identity = dataclasses.replace(IDENTITY, **changed)
     other = checkpointer(tmp_path, {"a": Counter()}, resume="auto", identity=identity)
     with pytest.raises(UserError, match=option):
         other.resume()
@@ -247,8 +242,7 @@ def test_a_signal_saves_and_stops(
 
 
 def test_a_warning_stops_a_run_that_asks_for_it(tmp_path: Path) -> None:
-    checkpointer(tmp_path, {}).stop_if_warned(["odd"], done=3)
-    strict = checkpointer(tmp_path, {}, on_warning="stop")
+    strict = checkpointer(tmp_path, {})
     strict.stop_if_warned([], done=3)
     with pytest.raises(UserError, match=r"training\.on_warning"):
         strict.stop_if_warned(["odd"], done=3)

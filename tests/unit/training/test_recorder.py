@@ -13,7 +13,7 @@ import pytest
 from megatron_dcpo.config import load_config
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.training.recorder import Recorder
-from megatron_dcpo.training.updater import UpdateStatistics
+from megatron_dcpo.training.trainer import UpdateStatistics
 from megatron_dcpo.types import Judgement, TrainingSample
 from tests.helpers.objective_cases import objective, samples_of
 from tests.helpers.paths import QUICKSTART
@@ -164,7 +164,7 @@ def test_a_full_disk_ends_the_run_and_gives_up_the_checkpoint_of_the_step(
         raise OSError(28, "No space left on device", str(path))
 
     with target.from_step(1):
-        monkeypatch.setattr(Recorder, "_append", staticmethod(full))
+        monkeypatch.setattr(Recorder, "append", staticmethod(full))
         with pytest.raises(UserError, match="No space left"):
             record(target, 1)
     assert given_up == [1]

@@ -1,0 +1,209 @@
+"""``dcpo calibrate --kind adapter``: a low-rank adapter that states a confidence, fitted on judged
+samples, or read out on others (``--apply``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_dcpo.errors import UserError
+from megatron_dcpo.types import CONFIDENCE_TAG
+
+if TYPE_CHECKING:
+    from megatron_dcpo.config.supervised import SupervisedConfig
+    from megatron_dcpo.evaluation.samples import Sample
+    from megatron_dcpo.training.confidence_adapter import Asking, Reading
+
+# what the training of an adapter begins with; section.key=value overrides it
+DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "data": {"examples_per_step": 32},
+    "optimizer": {"lr": 1e-4, "weight_decay": 0.0},
+    "training": {"epochs": 2, "save_interval": 0, "export_hf": False},
+}
+
+
+def run(args: argparse.Namespace) -> int:
+    from megatron_dcpo.evaluation.samples import read_samples
+    from megatron_dcpo.runtime import distributed, signals
+
+    _check_options(args)
+    settings = _settings_of(args.samples)
+    samples = []
+    for path in args.samples:
+        samples += read_samples(path)
+    signals.install_handlers()
+    try:
+        if args.apply:
+            return _apply(args, samples, settings)
+        return _fit(args, samples, settings)
+    finally:
+        distributed.destroy()
+
+
+def _check_options(args: argparse.Namespace) -> None:
+    for name in ("source", "features", "task_column"):
+        if getattr(args, name):
+            option = name.replace("_", "-")
+            raise UserError(f"--{option} does not go with --kind adapter; remove it")
+    if args.apply:
+        if args.teacher:
+            raise UserError("--teacher does not go with --apply, which fits nothing")
+        return
+    if not args.model:
+        raise UserError(
+            "--kind adapter needs --model DIR: the model that the adapter is added to"
+        )
+
+
+def _fit(
+    args: argparse.Namespace, samples: Sequence[Sample], settings: Mapping[str, Any]
+) -> int:
+    from megatron_dcpo.calibration.summary import json_ready
+    from megatron_dcpo.cli.report import print_table
+    from megatron_dcpo.evaluation import posthoc
+    from megatron_dcpo.training.confidence_adapter import FitOptions, fit
+
+    adapter: dict[str, Any] = {"rank": 16}
+    config = _configured(args, settings, run_dir=args.out, adapter=adapter)
+    read = fit(
+        config,
+        samples,
+        _asking(settings),
+        FitOptions(
+            teacher=args.teacher or "correct", held_out=args.held_out, seed=args.seed
+        ),
+    )
+    if not read:
+        print(f"fitted on all problems; wrote {args.out}")
+        return 0
+    rows = {
+        kind: posthoc.scores([sample for sample, _ in read], kind)
+        for kind in ("verbal", "token")
+    }
+    rows["adapter"] = posthoc.scores(with_readings(read, as_text=False))
+    rows["adapter, as text"] = posthoc.scores(with_readings(read, as_text=True))
+    if args.json:
+        values = {"adapter": args.out, "held_out": rows}
+        print(json.dumps(json_ready(values), indent=1))
+    else:
+        print_table(rows, "held out")
+        print(f"wrote {args.out}")
+    return 0
+
+
+def _apply(
+    args: argparse.Namespace, samples: Sequence[Sample], settings: Mapping[str, Any]
+) -> int:
+    from megatron_dcpo.evaluation.samples import write_samples
+    from megatron_dcpo.training.confidence_adapter import (
+        adapter_of,
+        described,
+        read_out,
+    )
+
+    directory = Path(args.apply)
+    fitted = described(directory)
+    args.model = args.model or str(fitted["model"])
+    for name in ("template", "thinking", "marker"):
+        now = settings.get(name, fitted[name])
+        if now != fitted[name]:
+            raise UserError(
+                f"{directory} was fitted on answers asked with {name}={fitted[name]}, these were "
+                f"with {now}; fit an adapter on such answers"
+            )
+    adapter = {"path": adapter_of(directory)}
+    config = _configured(
+        args, {**settings, **fitted}, run_dir=str(directory), adapter=adapter
+    )
+    readings = read_out(config, samples, _asking({**settings, **fitted}))
+    read = list(zip(samples, readings, strict=True))
+    write_samples(with_readings(read, as_text=False), Path(args.out))
+    if not args.json:
+        known = sum(reading is not None for reading in readings)
+        print(
+            f"{known} of {len(samples)} responses have a confidence; wrote {args.out}"
+        )
+    else:
+        print(json.dumps({"samples": args.out, "n": len(samples)}))
+    return 0
+
+
+def with_readings(
+    read: Sequence[tuple[Sample, Reading | None]], as_text: bool
+) -> list[Sample]:
+    """Return the samples with ``posthoc_confidence``: the expected one, or the one stated."""
+    found = []
+    for sample, reading in read:
+        confidence = None
+        if reading is not None:
+            confidence = reading.text if as_text else reading.expected
+        found.append(sample.measured(posthoc_confidence=confidence))
+    return found
+
+
+def _configured(
+    args: argparse.Namespace,
+    settings: Mapping[str, Any],
+    run_dir: str,
+    adapter: Mapping[str, Any],
+) -> SupervisedConfig:
+    """Return the configuration of the training, or of what is read out of its adapter."""
+    from megatron_dcpo.config import merged, overridden, parse_overrides
+    from megatron_dcpo.config.supervised import validate_supervised
+
+    own: dict[str, Any] = {
+        "run_dir": run_dir,
+        "seed": args.seed,
+        "model": {"path": args.model, "adapter": dict(adapter)},
+        "data": {
+            "path": args.samples[0],
+            "template": settings.get("template", "paper"),
+            "thinking": settings.get("thinking", "off"),
+        },
+    }
+    values = merged(DEFAULTS, own)
+    for name, value in parse_overrides(args.overrides).items():
+        values = overridden(values, name, value)
+    if args.held_out and not args.apply:
+        path = {"path": args.samples[0]}
+        values["evaluation"] = {
+            "interval": 10**9,
+            **values.get("evaluation", {}),
+            **path,
+        }
+    return validate_supervised(values, "dcpo calibrate")
+
+
+def _settings_of(paths: Sequence[str]) -> dict[str, Any]:
+    """Return the settings of the evaluation beside the samples, nothing if there are none. Raises
+    :class:`UserError` if those of several files differ in what decides a prompt.
+    """
+    from megatron_dcpo.evaluation.samples import SETTINGS
+    from megatron_dcpo.runtime.text import read_json_object
+
+    found: list[dict[str, Any]] = []
+    for path in paths:
+        beside = Path(path).with_name(SETTINGS)
+        found.append(read_json_object(beside) if beside.is_file() else {})
+    for name in ("template", "thinking", "marker"):
+        if len({str(settings.get(name)) for settings in found}) > 1:
+            raise UserError(
+                f"--samples: the files were asked with different settings ({name}); fit one "
+                "adapter on each"
+            )
+    return found[0]
+
+
+def _asking(settings: Mapping[str, Any]) -> Asking:
+    from megatron_dcpo.evaluation.samples import DATE
+    from megatron_dcpo.runtime.run_records import parse_date
+    from megatron_dcpo.training.confidence_adapter import Asking
+
+    return Asking(
+        marker=str(settings.get("marker", CONFIDENCE_TAG)),
+        date=parse_date(settings.get(DATE)),
+    )

@@ -1,0 +1,202 @@
+"""The confidences that can be stated behind an answer, as sequences of tokens whose log-probs say
+how probable each is.
+
+How a tokenizer cuts the hundred and one numbers is its own affair. Those whose tokens are equal but
+for the last one are one :class:`Branch`: with a token for each digit these are ``0.0`` to ``0.9``
+and ``1.0``, of which the first has the ten last tokens ``0`` to ``9``. A branch is one sequence, in
+which one position scores all its last tokens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from megatron_dcpo.objectives.expected_brier import CONFIDENCES, TEXTS, score
+from megatron_dcpo.types import (
+    BLOCK_CONFIDENCE,
+    BLOCK_REASONING,
+    Judgement,
+    Prompt,
+    Response,
+    TrainingSample,
+)
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class Branch:
+    """Confidences whose tokens differ in the last one only: the tokens before it, the last tokens,
+    and the places of the confidences in ``CONFIDENCES``.
+    """
+
+    before: tuple[int, ...]
+    last: tuple[int, ...]
+    places: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """The tokens that all confidences begin with (the tag, and what is before the number), and the
+    branches behind them.
+    """
+
+    opening: tuple[int, ...]
+    branches: tuple[Branch, ...]
+
+    @classmethod
+    def of(cls, tokenizer: PreTrainedTokenizerBase, marker: str) -> Candidates:
+        """Return the candidates as ``tokenizer`` cuts them."""
+        paths = [
+            tuple(
+                tokenizer.encode(
+                    f"{marker} Confidence: {text}", add_special_tokens=False
+                )
+            )
+            for text in TEXTS
+        ]
+        same = itertools.takewhile(
+            lambda tokens: len(set(tokens)) == 1, zip(*paths, strict=False)
+        )
+        common = len(list(same))
+        # a position that scores the first token of the number has to be left
+        common = min(common, min(map(len, paths)) - 1)
+        members: dict[tuple[int, ...], list[int]] = {}
+        for place, path in enumerate(paths):
+            members.setdefault(path[common:-1], []).append(place)
+        branches = tuple(
+            Branch(
+                before=before,
+                last=tuple(paths[place][-1] for place in places),
+                places=tuple(places),
+            )
+            for before, places in members.items()
+        )
+        return cls(opening=paths[0][:common], branches=branches)
+
+
+@dataclass(frozen=True)
+class CandidateSample(TrainingSample):
+    """A branch behind an answer. The prompt ends where the number begins, the input goes on with
+    ``before``, and the response tokens are what is scored: those of ``before``, each at its place,
+    and all last tokens at the place behind them.
+    """
+
+    before: tuple[int, ...] = ()
+
+    @property
+    def input_ids(self) -> np.ndarray:
+        """Return the tokens of the forward pass, int64."""
+        return np.array([*self.prompt.token_ids, *self.before], np.int64)
+
+    @property
+    def length(self) -> int:
+        """Return the number of tokens of the forward pass."""
+        return len(self.prompt.token_ids) + len(self.before)
+
+    @property
+    def places(self) -> np.ndarray:
+        """Return the position whose logits score each response token, int64."""
+        first = len(self.prompt.token_ids) - 1
+        at_before = np.arange(first, first + len(self.before))
+        last_tokens = len(self.response_ids) - len(self.before)
+        return np.append(at_before, np.full(last_tokens, first + len(self.before)))
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An answer whose confidence is learned or read: the tokens of prompt and response up to the
+    number, and the ``target`` of its confidence in [0, 1].
+    """
+
+    name: str
+    token_ids: tuple[int, ...]
+    target: float
+    candidates: Candidates
+
+    @property
+    def weight(self) -> float:
+        """Return what the answer counts in the mean over a step."""
+        return 1.0
+
+    @property
+    def length(self) -> int:
+        """Return the number of tokens of its longest sequence."""
+        branches = self.candidates.branches
+        return len(self.token_ids) + max(len(branch.before) for branch in branches)
+
+    def samples(self) -> list[TrainingSample]:
+        """Return a sample for each branch."""
+        prompt = Prompt(
+            prompt_id=self.name,
+            messages=(),
+            token_ids=self.token_ids,
+            ground_truth="",
+            task="",
+        )
+        scores = score(self.target)
+        found: list[TrainingSample] = []
+        for index, branch in enumerate(self.candidates.branches):
+            ids = np.array([*branch.before, *branch.last], np.int64)
+            is_last = np.arange(len(ids)) >= len(branch.before)
+            of_last = np.zeros(len(ids))
+            of_last[is_last] = scores[list(branch.places)]
+            found.append(
+                CandidateSample(
+                    prompt=prompt,
+                    response=Response(
+                        prompt_id=self.name,
+                        sample_index=index,
+                        token_ids=ids,
+                        logprobs=np.zeros(len(ids), np.float32),
+                        finish_reason="stop",
+                        weights_version=0,
+                    ),
+                    judgement=Judgement(
+                        prompt_id=self.name,
+                        correct=self.target,
+                        confidence=None,
+                        status="missing",
+                        boundary=0,
+                        length=len(ids),
+                    ),
+                    R=self.target,
+                    block_ids=np.where(
+                        is_last, BLOCK_CONFIDENCE, BLOCK_REASONING
+                    ).astype(np.int8),
+                    advantages=of_last,
+                    weights=is_last.astype(np.float64),
+                    before=branch.before,
+                )
+            )
+        return found
+
+    def digest(self) -> bytes:
+        """Return a digest of its tokens and its target."""
+        whole = hashlib.sha256(np.array(self.token_ids, np.int64).tobytes())
+        whole.update(np.float64(self.target).tobytes())
+        return whole.digest()
+
+    def loss(self, logprobs: Sequence[np.ndarray]) -> float:
+        """Return the expected Brier score, at the log-probs of :meth:`samples`."""
+        probabilities = self.probabilities(logprobs)
+        return float(1.0 - probabilities @ score(self.target))
+
+    def probabilities(self, logprobs: Sequence[np.ndarray]) -> np.ndarray:
+        """Return the probability of every confidence, float64 [101], at the log-probs of
+        :meth:`samples`; they add up to less than 1 if other text is probable too.
+        """
+        found = np.zeros(len(CONFIDENCES))
+        for branch, row in zip(self.candidates.branches, logprobs, strict=True):
+            values = row.astype(np.float64)
+            count = len(branch.before)
+            path = values[:count].sum() + values[count:]
+            found[list(branch.places)] = np.exp(path)
+        return found

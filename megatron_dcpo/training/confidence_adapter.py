@@ -1,0 +1,387 @@
+"""A confidence with parameters of its own: a low-rank adapter that learns, on labelled answers,
+what the model states behind its confidence tag, and changes nothing before it.
+
+    fit(config, samples, options)     -> the held-out samples, with the confidence of the adapter
+    read_out(config, samples, ...)    -> other samples with the confidence of a fitted adapter
+
+The answers are those of any policy: a file of ``dcpo evaluate``, sampled here or by a server. They
+stand as they are, so their accuracy is what it was. The loss is the expected Brier score over all
+confidences (``objectives/expected_brier.py``). The confidence that is read out is the mean over
+them, and as text the most probable one.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from megatron_dcpo.config.supervised import SupervisedConfig
+from megatron_dcpo.data import prompts
+from megatron_dcpo.errors import UserError
+from megatron_dcpo.evaluation import posthoc
+from megatron_dcpo.evaluation.samples import Sample, digest_asked
+from megatron_dcpo.objectives.expected_brier import CONFIDENCES, EXPECTED_BRIER
+from megatron_dcpo.policy.adapter import AdapterOptimizer
+from megatron_dcpo.policy.model import build_policy
+from megatron_dcpo.runtime import distributed
+from megatron_dcpo.runtime.files import write_atomically
+from megatron_dcpo.runtime.run_lock import lock_run_dir
+from megatron_dcpo.runtime.text import read_json_object
+from megatron_dcpo.training.candidates import Answer, Candidates
+from megatron_dcpo.training.run import build_optimizer
+from megatron_dcpo.training.supervised import (
+    SupervisedInputs,
+    build,
+    logprobs_of,
+    read_model,
+    train_all_steps,
+)
+from megatron_dcpo.training.trainer import Trainer
+from megatron_dcpo.training.weight_sync import DIRECTORY, export_adapter
+from megatron_dcpo.types import Prompt
+from megatron_dcpo.weights.architecture import Architecture
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+FEWEST_LABELS = 50
+FOLDS = 5
+DESCRIPTION = "confidence.json"  # beside the adapter
+
+
+@dataclass(frozen=True)
+class Asking:
+    """How the samples were asked: what has to be the same when a confidence is learned and read."""
+
+    marker: str
+    date: datetime.date | None = None
+
+
+@dataclass(frozen=True)
+class FitOptions:
+    """``teacher``: what the confidence is to be, ``correct`` (1 if the answer is right) or
+    ``logistic`` (:func:`taught`). The share ``held_out`` of the problems is not fitted.
+    """
+
+    teacher: str = "correct"
+    held_out: float = 0.2
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What an adapter says of an answer: the ``expected`` confidence, the one that it would state
+    as text, and the probability of all confidences together.
+    """
+
+    expected: float
+    text: float
+    mass: float
+
+
+def fit(
+    config: SupervisedConfig,
+    samples: Sequence[Sample],
+    asking: Asking,
+    options: FitOptions,
+) -> list[tuple[Sample, Reading | None]]:
+    """Train the adapter of ``config.model.adapter`` on the problems that are not held out, and
+    return the held-out samples with what it says of them, None of an answer that is not finished.
+    Collective.
+
+    Leaves ``adapter/`` and ``confidence.json`` in ``config.run_dir``, beside what a training leaves
+    there. Raises :class:`UserError` for samples that there is nothing to learn from.
+    """
+    check_labels(samples)
+    tokenizer, arch = read_model(config)
+    is_held_out = [
+        posthoc.is_held_out(posthoc.problem_of(sample), options.held_out, options.seed)
+        for sample in samples
+    ]
+    fitted = [s for s, out in zip(samples, is_held_out, strict=True) if not out]
+    others = [s for s, out in zip(samples, is_held_out, strict=True) if out]
+    if options.held_out and not others:
+        raise UserError(
+            "no problem is held out; give more problems, or another --held-out"
+        )
+    check_labels(fitted)
+    targets = [float(sample.correct) for sample in fitted]
+    if options.teacher == "logistic":
+        targets = taught(fitted, options.seed)
+    maker = AnswerMaker.of(config, tokenizer, arch, asking)
+    learned = [each for each in maker.answers(fitted, targets) if each is not None]
+    if not learned:
+        raise UserError("none of the responses is finished: nothing to learn from")
+    measured = maker.answers(others, [float(sample.correct) for sample in others])
+    inputs = SupervisedInputs(
+        loss=EXPECTED_BRIER,
+        examples=learned,
+        held_out=[each for each in measured if each is not None],
+    )
+    with (
+        build(config, inputs) as run,
+        lock_run_dir(run.records.directory, run.policy.topology.rank),
+    ):
+        train_all_steps(run)
+        assert isinstance(run.optimizer, AdapterOptimizer)
+        directory = run.records.directory
+        export_adapter(directory, config.model, run.optimizer.adapter)
+        if run.policy.topology.rank == 0:
+            _describe(directory, config, asking, options, len(learned))
+        readings = _readings(run.trainer, measured, config.data.examples_per_step)
+        distributed.barrier()
+    return list(zip(others, readings, strict=True))
+
+
+def read_out(
+    config: SupervisedConfig, samples: Sequence[Sample], asking: Asking
+) -> list[Reading | None]:
+    """Return what the adapter at ``config.model.adapter.path`` says of every sample, None of an
+    answer that is not finished. Collective.
+    """
+    tokenizer, arch = read_model(config)
+    answers = AnswerMaker.of(config, tokenizer, arch, asking).answers(
+        samples, [float(sample.correct) for sample in samples]
+    )
+    topology = distributed.initialize(
+        config.parallel.sizes,
+        seed=config.seed,
+        timeout_minutes=config.parallel.distributed_timeout_minutes,
+    )
+    policy = build_policy(config.model, config.parallel, topology, training=False)
+    trainer = Trainer(
+        policy=policy,
+        optimizer=build_optimizer(config, policy),
+        parallel=config.parallel,
+        training=config.training,
+    )
+    return _readings(trainer, answers, config.data.examples_per_step)
+
+
+def _readings(
+    trainer: Trainer, answers: Sequence[Answer | None], at_once: int
+) -> list[Reading | None]:
+    known = [answer for answer in answers if answer is not None]
+    rows = iter(logprobs_of(trainer, known, at_once))
+    readings: list[Reading | None] = []
+    for answer in answers:
+        if answer is None:
+            readings.append(None)
+            continue
+        readings.append(reading_of(answer.probabilities(next(rows))))
+    return readings
+
+
+def reading_of(probabilities: np.ndarray) -> Reading | None:
+    """Return the reading of the confidences' probabilities [101]; None if they are all 0."""
+    mass = float(probabilities.sum())
+    if not mass > 0:
+        return None
+    expected = float(probabilities @ CONFIDENCES / mass)
+    text = float(CONFIDENCES[int(probabilities.argmax())])
+    return Reading(expected=min(expected, 1.0), text=text, mass=mass)
+
+
+# ----------------------------------------------------------------------------------------- answers
+@dataclass(frozen=True)
+class AnswerMaker:
+    """Makes answers of samples: the tokens of what was asked and answered, up to the number."""
+
+    config: SupervisedConfig
+    tokenizer: PreTrainedTokenizerBase
+    candidates: Candidates
+    asking: Asking
+    most_tokens: int
+
+    @classmethod
+    def of(
+        cls,
+        config: SupervisedConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        arch: Architecture,
+        asking: Asking,
+    ) -> AnswerMaker:
+        return cls(
+            config=config,
+            tokenizer=tokenizer,
+            candidates=Candidates.of(tokenizer, asking.marker),
+            asking=asking,
+            most_tokens=min(config.data.max_length, arch.max_position_embeddings),
+        )
+
+    def answers(
+        self, samples: Sequence[Sample], targets: Sequence[float]
+    ) -> list[Answer | None]:
+        """Return an answer for each sample; None for one that is not finished or too long. Raises
+        :class:`UserError` if a sample was asked something else than is put here.
+        """
+        found: list[Answer | None] = []
+        asked: dict[tuple[str, str], tuple[int, ...]] = {}
+        for sample, target in zip(samples, targets, strict=True):
+            if sample.problem_key not in asked:
+                asked[sample.problem_key] = self._asked(sample)
+            found.append(self._answer(sample, asked[sample.problem_key], target))
+        unfinished = sum(s.response.finish_reason != "stop" for s in samples)
+        if unfinished:
+            logger.warning(
+                "%d of %d responses are not finished and have no confidence",
+                unfinished,
+                len(samples),
+            )
+        too_long = found.count(None) - unfinished
+        if too_long:
+            logger.warning(
+                "%d responses are longer than %d tokens with their prompt "
+                "(data.max_length) and have no confidence",
+                too_long,
+                self.most_tokens,
+            )
+        return found
+
+    def _answer(
+        self, sample: Sample, prompt_ids: tuple[int, ...], target: float
+    ) -> Answer | None:
+        if sample.response.finish_reason != "stop":
+            return None
+        text = sample.response.text or ""
+        # the newline before the tag keeps the tokens of the answer apart from it
+        before_tag = text.partition(self.asking.marker)[0].rstrip() + "\n"
+        ids = self.tokenizer.encode(before_tag, add_special_tokens=False)
+        answer = Answer(
+            name=f"{posthoc.problem_of(sample)}/{sample.response.sample_index}",
+            token_ids=(*prompt_ids, *ids, *self.candidates.opening),
+            target=target,
+            candidates=self.candidates,
+        )
+        return answer if answer.length <= self.most_tokens else None
+
+    def _asked(self, sample: Sample) -> tuple[int, ...]:
+        """Return the tokens of the prompt, and check that they are what the sample was asked."""
+        data = self.config.data
+        problem = sample.prompt.problem
+        if not problem:
+            raise UserError(
+                f"the samples do not hold the problems ({sample.prompt.prompt_id}); sample them "
+                "again with this release"
+            )
+        messages, ids = prompts.render(
+            self.tokenizer,
+            ({"role": "user", "content": problem},),
+            data.template,
+            self.asking.marker,
+            sample.prompt.form,
+            data.thinking,
+            self.asking.date,
+        )
+        with_tokens = Prompt(
+            prompt_id="",
+            messages=messages,
+            token_ids=tuple(ids),
+            ground_truth="",
+            task="",
+        )
+        as_messages = replace(with_tokens, token_ids=())
+        known = {digest_asked(with_tokens), digest_asked(as_messages)}
+        if sample.origin.asked is not None and sample.origin.asked not in known:
+            raise UserError(
+                f"{sample.prompt.prompt_id} was asked with another prompt than "
+                f"data.template={data.template} makes of it here; name the template that it was "
+                "asked with (and the tokenizer's directory as --model)"
+            )
+        return tuple(ids)
+
+
+# ------------------------------------------------------------------------------ labels and teacher
+def check_labels(samples: Sequence[Sample]) -> None:
+    """Raise :class:`UserError` if there are too few labels, or only right or only wrong answers."""
+    if len(samples) < FEWEST_LABELS:
+        raise UserError(
+            f"{len(samples)} labelled answers are too few to fit an adapter; give at least "
+            f"{FEWEST_LABELS}"
+        )
+    outcomes = {sample.correct for sample in samples}
+    if len(outcomes) == 1:
+        outcome = "correct" if outcomes.pop() else "wrong"
+        raise UserError(f"every response is {outcome}: nothing to learn from")
+
+
+def taught(samples: Sequence[Sample], seed: int) -> list[float]:
+    """Return what a logistic regression that was fitted on other problems says of each sample
+    (cross-fitting over :data:`FOLDS` parts of the problems).
+
+    It reads the log-probs of the reasoning, the length, and the task if the samples name several.
+    Its expectation is that of the correctness, and it varies less; a target that mixes in the mean
+    of the problem's own answers would not have that expectation.
+    """
+    source = (
+        "task" if len({s.prompt.kind for s in samples} - {None}) > 1 else "reasoning"
+    )
+    folds = np.array([_fold(posthoc.problem_of(sample), seed) for sample in samples])
+    targets = [float(sample.correct) for sample in samples]
+    for fold in range(FOLDS):
+        outside = [s for s, own in zip(samples, folds, strict=True) if own != fold]
+        inside = np.flatnonzero(folds == fold)
+        predictor, _ = posthoc.fit("logistic", outside, source, held_out=0.0)
+        predicted = predictor.predict([samples[index] for index in inside])
+        for index, value in zip(inside, predicted, strict=True):
+            if value is not None:
+                targets[index] = value
+    return targets
+
+
+def _fold(problem: str, seed: int) -> int:
+    for fold in range(FOLDS - 1):
+        share = (fold + 1) / FOLDS
+        if posthoc.is_held_out(f"fold/{problem}", share, seed):
+            return fold
+    return FOLDS - 1
+
+
+# ----------------------------------------------------------------------------- what it is fitted on
+def _describe(
+    directory: Path,
+    config: SupervisedConfig,
+    asking: Asking,
+    options: FitOptions,
+    answers: int,
+) -> None:
+    description = {
+        "kind": "adapter",
+        "model": config.model.path,
+        "template": config.data.template,
+        "thinking": config.data.thinking,
+        "marker": asking.marker,
+        "teacher": options.teacher,
+        "held_out": options.held_out,
+        "seed": options.seed,
+        "answers": answers,
+    }
+    text = json.dumps(description, indent=1) + "\n"
+    write_atomically(directory / DESCRIPTION, text)
+
+
+def described(directory: Path) -> dict[str, object]:
+    """Return what the adapter of :func:`fit` in ``directory`` was fitted on. Raises
+    :class:`UserError` if it is none.
+    """
+    path = directory / DESCRIPTION
+    if not path.is_file() or not (directory / DIRECTORY).is_dir():
+        raise UserError(
+            f"{directory}: no confidence adapter ({DESCRIPTION} and {DIRECTORY}/ are expected); "
+            "dcpo calibrate --kind adapter makes one"
+        )
+    return read_json_object(path)
+
+
+def adapter_of(directory: Path) -> str:
+    """Return the directory of the adapter that :func:`fit` left in ``directory``."""
+    return str(directory / DIRECTORY)

@@ -1,0 +1,473 @@
+"""Supervised training: the loop of ``dcpo sft``, on the policy, optimizer, schedule and checkpoints
+of RL, without an engine.
+
+    for step in range(done + 1, steps + 1):
+        samples = run.draw(step)                   # of examples, their weights over the step's
+        statistics = run.update(samples, step)     # forward and backward, one update
+        run.checkpointer.save(step)
+        run.records.log(step, statistics, run.validate(step))
+
+An example is one or several :class:`TrainingSample` whose responses nobody sampled and nobody
+judged: a demonstration here, an answer and its confidence for ``dcpo calibrate --kind adapter``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import logging
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from megatron_dcpo.checkpoints.saver import Saver
+from megatron_dcpo.checkpoints.state import Optimizer
+from megatron_dcpo.config.supervised import SupervisedConfig
+from megatron_dcpo.data.datasets import PromptOptions, in_epochs
+from megatron_dcpo.data.demonstrations import Demonstration, load_demonstrations
+from megatron_dcpo.data.prompts import find_template
+from megatron_dcpo.errors import UserError
+from megatron_dcpo.judging.thinking import check_thinking
+from megatron_dcpo.judging.token_bytes import token_bytes
+from megatron_dcpo.objectives.supervised import SupervisedLoss, find_loss
+from megatron_dcpo.policy.batching import sequence_length
+from megatron_dcpo.policy.model import Policy, build_policy
+from megatron_dcpo.rollout import load_tokenizer
+from megatron_dcpo.rollout.tokens import check_vocabulary
+from megatron_dcpo.runtime import distributed, signals
+from megatron_dcpo.runtime.distributed import Topology
+from megatron_dcpo.runtime.run_lock import lock_run_dir
+from megatron_dcpo.runtime.watchdog import Timers, Watchdog
+from megatron_dcpo.training import provenance
+from megatron_dcpo.training.checkpointer import Checkpointer, Identity, MegatronModel
+from megatron_dcpo.training.loggers import check_loggers
+from megatron_dcpo.training.preflight import check_architecture, check_processes
+from megatron_dcpo.training.records import Records, why_refused
+from megatron_dcpo.training.run import build_optimizer, build_saver
+from megatron_dcpo.training.trainer import Trainer, UpdateStatistics
+from megatron_dcpo.training.weight_sync import export_policy
+from megatron_dcpo.types import TrainingSample, replaced
+from megatron_dcpo.weights.architecture import Architecture
+
+logger = logging.getLogger(__name__)
+
+
+class Example(Protocol):
+    """What is learned from: a demonstration, or an answer whose confidence is learned."""
+
+    @property
+    def weight(self) -> float:
+        """Return what it counts in the mean over a step."""
+        ...
+
+    def samples(self) -> list[TrainingSample]:
+        """Return its samples, with the weights of their tokens as if it were alone."""
+        ...
+
+    def loss(self, logprobs: Sequence[np.ndarray]) -> float:
+        """Return its loss, times its weight, at the log-probs of :meth:`samples`."""
+        ...
+
+    def digest(self) -> bytes:
+        """Return a digest of everything that is learned from it."""
+        ...
+
+
+@dataclass(frozen=True)
+class SupervisedInputs:
+    """What a run reads before anything is allocated: all of it has been checked. ``held_out`` is
+    empty if nothing is measured.
+    """
+
+    loss: SupervisedLoss
+    examples: Sequence[Example]
+    held_out: Sequence[Example] = ()
+
+
+@dataclass(frozen=True)
+class SupervisedRun:
+    """The parts of a supervised training on this rank. ``config`` has the number of steps that the
+    examples make.
+    """
+
+    config: SupervisedConfig
+    inputs: SupervisedInputs
+    policy: Policy
+    optimizer: Optimizer
+    trainer: Trainer
+    timers: Timers
+    checkpointer: Checkpointer
+    records: SupervisedRecords
+
+    def draw(self, step: int) -> list[TrainingSample]:
+        """Return the samples of a step, equal on all ranks. It is a function of seed and step
+        alone, so that a resumed run goes on with the next ones.
+        """
+        data = self.config.data
+        places = in_epochs(
+            len(self.inputs.examples),
+            first=(step - 1) * data.examples_per_step,
+            count=data.examples_per_step,
+            seed=self.config.seed,
+            shuffle=data.shuffle,
+        )
+        return samples_of([self.inputs.examples[index] for _, index in places])
+
+    def update(self, samples: Sequence[TrainingSample], step: int) -> UpdateStatistics:
+        """Take one step of the optimizer on the samples. Collective."""
+        statistics = UpdateStatistics(trained=list(samples))
+        self.optimizer.zero_gradients()
+        parts = self.trainer.backward(
+            samples, self.inputs.loss, separable=self.inputs.loss.separable
+        )
+        self.trainer.take_step(parts, statistics, step)
+        self.optimizer.gather_parameters()
+        return statistics
+
+    def validate(self, step: int) -> dict[str, float]:
+        """Return ``evaluation/loss`` of the policy after ``step``, if it is due: the mean loss of
+        the held-out examples. Collective.
+        """
+        interval = self.config.evaluation.interval
+        is_last = step == self.config.training.steps
+        if not interval or not (step % interval == 0 or is_last):
+            return {}
+        held_out = self.inputs.held_out
+        total = 0.0
+        rows = logprobs_of(
+            self.trainer, held_out, at_once=self.config.data.examples_per_step
+        )
+        for example, logprobs in zip(held_out, rows, strict=True):
+            total += example.loss(logprobs)
+        return {"evaluation/loss": total / sum(example.weight for example in held_out)}
+
+
+def logprobs_of(
+    trainer: Trainer, examples: Sequence[Example], at_once: int
+) -> list[list[np.ndarray]]:
+    """Return the log-probs of every example's samples under the trainer's policy, on all ranks;
+    ``at_once`` examples go through the schedule together. Collective.
+    """
+    found: list[list[np.ndarray]] = []
+    for start in range(0, len(examples), at_once):
+        by_example = [each.samples() for each in examples[start : start + at_once]]
+        samples = [sample for of_example in by_example for sample in of_example]
+        here = trainer.logprobs(trainer.policy, samples)
+        rows: dict[int, np.ndarray] = {}
+        for of_rank in trainer.collectives.gather(here):
+            rows |= of_rank
+        in_order = iter(rows[index] for index in range(len(samples)))
+        found += [[next(in_order) for _ in of_example] for of_example in by_example]
+    return found
+
+
+class SupervisedRecords(Records):
+    """``metrics.jsonl`` of a supervised training."""
+
+    def __init__(
+        self,
+        config: SupervisedConfig,
+        topology: Topology,
+        timers: Timers,
+        saver: Saver,
+    ) -> None:
+        super().__init__(
+            directory=Path(config.run_dir),
+            config=config,
+            topology=topology,
+            saver=saver,
+        )
+        self.timers = timers
+
+    def log(
+        self, step: int, statistics: UpdateStatistics, measured: Mapping[str, float]
+    ) -> None:
+        """Record one step and clear the timers. Collective. Raises as
+        :meth:`megatron_dcpo.training.recorder.Recorder.log`.
+        """
+        refused: str | None = None
+        if self.writes:
+            row = {**self._row(step, statistics), **measured}
+            try:
+                self.append(self.metrics_path, row)
+                self.to_loggers(step, row)
+            except OSError as error:
+                refused = why_refused(error)
+            self.rows.append(row)
+            self._show(step, row)
+        self.timers.clear()
+        self.end_if(refused, step)
+
+    def log_start(self, measured: Mapping[str, float]) -> None:
+        """Record the validation before the first step, if there is one. Collective."""
+        refused: str | None = None
+        if self.writes and measured:
+            logger.info("before training: held out %.4f", measured["evaluation/loss"])
+            try:
+                self.append(self.metrics_path, {"step": 0, **measured})
+                self.to_loggers(0, measured)
+            except OSError as error:
+                refused = why_refused(error)
+        self.end_if(refused, step=0)
+
+    def _row(self, step: int, statistics: UpdateStatistics) -> dict[str, float]:
+        """Return the metrics of a step. ``loss`` is NaN if the update was skipped."""
+        tokens = sum(map(sequence_length, statistics.trained))
+        trained = 0
+        for sample in statistics.trained:
+            assert sample.weights is not None
+            trained += int(np.count_nonzero(sample.weights))
+        seconds = self.timers.seconds
+        return {
+            "step": step,
+            "loss": _only(statistics.losses),
+            "grad_norm/total": _only(statistics.grad_norms),
+            "learning_rate": statistics.learning_rate,
+            "updates/skipped": statistics.skipped,
+            "tokens/step": tokens,
+            "tokens/trained": trained,
+            "tokens/s/train": tokens / max(seconds.get("train", 0.0), 1e-9),
+            **{f"time/{phase}": value for phase, value in seconds.items()},
+            "time/step": sum(seconds.values()),
+        }
+
+    def _show(self, step: int, row: Mapping[str, float]) -> None:
+        line = f"loss {row['loss']:.4f}"
+        if "evaluation/loss" in row:
+            line += f"  held out {row['evaluation/loss']:.4f}"
+        self.progress.show(
+            step,
+            line=line,
+            speed=f"{row['tokens/s/train']:,.0f} tokens/s",
+            details=f"{row['time/step']:.2f} s",
+        )
+
+
+def _only(values: Sequence[float]) -> float:
+    return values[0] if values else math.nan
+
+
+def samples_of(examples: Sequence[Example]) -> list[TrainingSample]:
+    """Return the samples of a step's examples. The weights of their tokens are divided by the sum
+    of the examples' weights, so that the sum of the contributions is the mean loss.
+    """
+    total = sum(example.weight for example in examples)
+    samples = []
+    for example in examples:
+        for sample in example.samples():
+            assert sample.weights is not None
+            samples.append(replaced(sample, weights=sample.weights / total))
+    return samples
+
+
+def fingerprint_of(examples: Sequence[Example]) -> str:
+    """Return a short name of what is trained on: equal if a resumed run would train on the same."""
+    digest = hashlib.sha256()
+    for example in examples:
+        digest.update(example.digest())
+    return digest.hexdigest()[:16]
+
+
+# --------------------------------------------------------------------------------------- the loop
+def fine_tune(config: SupervisedConfig) -> None:
+    """Train as ``config`` says; collective over all processes of ``torchrun``.
+
+    Leaves ``config.yaml``, ``metrics.jsonl``, ``checkpoints/``, TensorBoard events and the trained
+    policy as a Hugging Face directory ``policy/`` in ``run_dir``, and an adapter in ``adapter/``.
+    Raises :class:`UserError` on bad input, and :class:`Stopped` after a signal, when everything
+    done is saved.
+    """
+    with (
+        build(config, read_inputs(config)) as run,
+        lock_run_dir(run.records.directory, run.policy.topology.rank),
+    ):
+        train_all_steps(run)
+        if config.training.export_hf:
+            with run.timers("export"):
+                export_policy(run.records.directory, config.model, run.optimizer)
+        distributed.barrier()
+
+
+def train_all_steps(run: SupervisedRun) -> None:
+    """Train the steps that are left, in a run directory that is locked. Collective."""
+    directory = run.records.directory
+    signals.begin_saving()
+    provenance.prepare(directory, run.config, run.policy.topology.rank)
+    done = run.checkpointer.resume()
+    with run.records.from_step(done + 1):
+        _start(run, done)
+        for step in range(done + 1, run.config.training.steps + 1):
+            run.timers.step = step
+            train_step(run, step)
+            run.checkpointer.stop_if_asked(done=step)
+
+
+def train_step(run: SupervisedRun, step: int) -> None:
+    """Draw, update, save, validate, record. Collective."""
+    with run.timers("train"), run.checkpointer.completing():
+        statistics = run.update(run.draw(step), step)
+    with run.timers("save"):
+        run.checkpointer.save(step)
+    with run.timers("evaluate"):
+        measured = run.validate(step)
+    run.records.log(step, statistics, measured)
+    with run.timers("save"):
+        run.checkpointer.announce(step)  # now that the records of the step are written
+
+
+def _start(run: SupervisedRun, done: int) -> None:
+    """Say what follows, and measure the policy before the first step."""
+    steps = run.config.training.steps
+    if run.policy.topology.rank == 0:
+        logger.info(
+            "%d examples, %d steps of %d; %s",
+            len(run.inputs.examples),
+            steps,
+            run.config.data.examples_per_step,
+            f"step {done + 1} begins" if done < steps else "already done",
+        )
+    if done == 0:
+        run.records.log_start(run.validate(0))
+    run.timers.clear()
+
+
+# ------------------------------------------------------------------------------------- the parts
+@contextmanager
+def build(
+    config: SupervisedConfig, inputs: SupervisedInputs
+) -> Iterator[SupervisedRun]:
+    """Open a run: build all parts. Collective.
+
+    Raises :class:`UserError` on bad input.
+    """
+    config = with_steps(config, len(inputs.examples))
+    topology = distributed.initialize(
+        config.parallel.sizes,
+        seed=config.seed,
+        timeout_minutes=config.parallel.distributed_timeout_minutes,
+    )
+    fingerprint = fingerprint_of(inputs.examples)
+    if len(set(distributed.all_gather_objects(fingerprint))) > 1:
+        raise UserError(
+            "the ranks have read different examples: data.path, data.template or the date "
+            "has changed while they started; start the run again"
+        )
+    directory = Path(config.run_dir)
+    watch = Watchdog(
+        directory / "heartbeat", topology.rank, topology.world_size
+    ).start()
+    timers = Timers(watch)
+    policy = build_policy(
+        config.model, config.parallel, topology, training=not config.frozen
+    )
+    optimizer = build_optimizer(config, policy)
+    trainer = Trainer(
+        policy=policy,
+        optimizer=optimizer,
+        parallel=config.parallel,
+        training=config.training,
+    )
+    saver = build_saver(config, topology)
+    checkpointer = Checkpointer(
+        saver=saver,
+        model=MegatronModel(policy, optimizer),
+        parts={"trainer": trainer},
+        identity=Identity(
+            seed=config.seed,
+            data={
+                "examples_per_step": config.data.examples_per_step,
+                "shuffle": config.data.shuffle,
+            },
+            fingerprint=fingerprint,
+        ),
+        on_device=nullcontext,
+        topology=topology,
+        training=config.training,
+    )
+    run = SupervisedRun(
+        config=config,
+        inputs=inputs,
+        policy=policy,
+        optimizer=optimizer,
+        trainer=trainer,
+        timers=timers,
+        checkpointer=checkpointer,
+        records=SupervisedRecords(config, topology, timers, saver),
+    )
+    with watch:
+        yield run
+
+
+def with_steps(config: SupervisedConfig, examples: int) -> SupervisedConfig:
+    """Return the configuration with the number of steps that so many examples make: those of all
+    epochs, of which the last may begin another one to be full.
+    """
+    in_all_epochs = config.training.epochs * examples
+    steps = math.ceil(in_all_epochs / config.data.examples_per_step)
+    if config.training.steps:
+        steps = min(steps, config.training.steps)
+    training = dataclasses.replace(config.training, steps=steps)
+    return dataclasses.replace(config, training=training)
+
+
+def read_inputs(config: SupervisedConfig) -> SupervisedInputs:
+    """Read and check model, tokenizer, loss and demonstrations, the cheap checks first. Raises
+    :class:`UserError`.
+    """
+    loss = find_loss(config.objective.name)
+    tokenizer, arch = read_model(config)
+    held_out: list[Demonstration] = []
+    if config.evaluation.path:
+        held_out = _load(config, config.evaluation.path, tokenizer, arch)
+    return SupervisedInputs(
+        loss=loss,
+        examples=_load(config, config.data.path, tokenizer, arch),
+        held_out=held_out,
+    )
+
+
+def read_model(
+    config: SupervisedConfig,
+) -> tuple[PreTrainedTokenizerBase, Architecture]:
+    """Return the tokenizer and the architecture of the model, checked against the configuration.
+    Raises :class:`UserError`.
+    """
+    find_template(config.data.template)
+    arch = check_architecture(config)
+    check_processes(config, int(os.environ.get("WORLD_SIZE", "1")))
+    check_loggers(config)
+    tokenizer = load_tokenizer(config.model.path)
+    vocabulary = token_bytes(tokenizer)
+    check_thinking(config.data.thinking, vocabulary.thinking, config.model.path)
+    check_vocabulary(config.model.path, vocabulary, arch.vocab_size)
+    return tokenizer, arch
+
+
+def _load(
+    config: SupervisedConfig,
+    path: str,
+    tokenizer: PreTrainedTokenizerBase,
+    arch: Architecture,
+) -> list[Demonstration]:
+    data = config.data
+    is_held_out = path == config.evaluation.path
+    options = PromptOptions(
+        template=data.template,
+        thinking=data.thinking,
+        limit=0 if is_held_out else data.limit,
+        date=provenance.date_of(config),
+    )
+    return load_demonstrations(
+        path,
+        tokenizer,
+        options,
+        columns={str(ours): theirs for ours, theirs in data.columns.items()},
+        max_length=min(data.max_length, arch.max_position_embeddings),
+    )
