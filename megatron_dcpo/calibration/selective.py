@@ -9,11 +9,17 @@ score ranks; NaN rows (unparsed) are left out, as in ``auroc``.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from megatron_dcpo.calibration.metrics import Confidences, Correct, ranked_rows
+from megatron_dcpo.calibration.metrics import (
+    Confidences,
+    Correct,
+    ranked_rows,
+    wilson_interval,
+)
 
 COVERAGES = (0.5, 0.8, 0.9)
 
@@ -50,6 +56,47 @@ def accuracy_at_coverage(
         return float("nan")
     count = int(np.ceil(round(coverage * len(accuracy), 9)))
     return float(accuracy[count - 1])
+
+
+@dataclass(frozen=True)
+class Threshold:
+    """The least ``confidence`` that is answered. Of the N rows by which it was chosen the share
+    ``coverage`` is answered, and of those the share ``risk`` is wrong; ``low`` and ``high`` are the
+    ends of its 95 % interval (Wilson).
+    """
+
+    confidence: float
+    coverage: float
+    risk: float
+    low: float
+    high: float
+
+
+def threshold_for_risk(
+    confidences: Confidences, correct: Correct, risk: float
+) -> Threshold | None:
+    """Return the threshold that answers most while at most the share ``risk`` of the answers is
+    wrong; None if no threshold does.
+    """
+    s, y = ranked_rows(confidences, correct)
+    order = np.argsort(-s, kind="stable")
+    s = s[order]
+    wrong = np.cumsum(1.0 - y[order])
+    answered = np.arange(1, len(s) + 1)
+    # a threshold answers all rows of one confidence, or none
+    is_last = np.append(s[1:] != s[:-1], True) if len(s) else np.zeros(0, bool)
+    kept = np.flatnonzero(is_last & (wrong / answered <= risk))
+    if not len(kept):
+        return None
+    k = int(kept[-1])
+    low, high = wilson_interval(wrong[k : k + 1], answered[k : k + 1])
+    return Threshold(
+        confidence=float(s[k]),
+        coverage=float(answered[k] / len(s)),
+        risk=float(wrong[k] / answered[k]),
+        low=float(low[0]),
+        high=float(high[0]),
+    )
 
 
 def _expected_hits(confidences: Confidences, correct: Correct) -> np.ndarray:

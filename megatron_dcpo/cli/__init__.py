@@ -52,6 +52,7 @@ VERBS = {
     "report": "one self-contained HTML page comparing runs",
     "judge": "judge pairs of prediction and reference",
     "calibrate": "fit a post-hoc confidence on judged samples",
+    "serve": "an OpenAI-compatible proxy whose answers carry a calibrated confidence",
     "convert": "Hugging Face <-> Megatron checkpoints",
     "objective": "rewards, advantages and loss of a few responses, without a model",
     "plan": "what a run will need: memory per GPU, bytes moved, time per step",

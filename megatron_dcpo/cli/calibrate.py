@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from megatron_dcpo.cli import VERBS, positive_int
@@ -13,6 +15,8 @@ from megatron_dcpo.errors import UserError
 
 if TYPE_CHECKING:
     from megatron_dcpo.cli import Subparsers
+
+logger = logging.getLogger(__name__)
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -150,6 +154,7 @@ def run(args: argparse.Namespace) -> int:
     from megatron_dcpo.calibration.summary import json_ready
     from megatron_dcpo.cli.report import print_table
     from megatron_dcpo.evaluation import posthoc
+    from megatron_dcpo.evaluation.fit_record import fitted_on_of, record_of
     from megatron_dcpo.evaluation.samples import read_samples
     from megatron_dcpo.evaluation.scoring import RANKING_ONLY, parse_kinds
 
@@ -167,7 +172,15 @@ def run(args: argparse.Namespace) -> int:
         seed=args.seed,
         epochs=args.epochs,
     )
-    predictor.save(args.out)
+    fitted_on = fitted_on_of(args.samples, samples)
+    if fitted_on is None:
+        logger.warning(
+            "there is no settings.json next to the samples, so the predictor does not say what it "
+            "was fitted on, and dcpo serve takes it only with --accept-mismatch"
+        )
+    confidences = predictor.predict(held_out or samples)
+    record = record_of(fitted_on, held_out, confidences)
+    replace(predictor, record=record).save(args.out)
     if not held_out:
         if args.json:
             print(json.dumps({"predictor": args.out}))

@@ -25,24 +25,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_dcpo import codec
 from megatron_dcpo.calibration import diagrams
 from megatron_dcpo.calibration.metrics import Bins
 from megatron_dcpo.errors import UserError, one_line
-from megatron_dcpo.evaluation.posthoc import features
+from megatron_dcpo.evaluation.measuring import measured_sample
 from megatron_dcpo.evaluation.report import summary_of, write_report
 from megatron_dcpo.evaluation.runs import EvaluatedRun, read_run
 from megatron_dcpo.evaluation.samples import (
-    Measures,
     Origin,
     Sample,
     SampleLog,
     digest_asked,
     digest_judged,
-    geometric_mean_probability,
     is_judged_so,
     is_sample_of,
-    mean_entropy,
     of_prompt,
     with_consistency,
     write_samples,
@@ -210,7 +206,7 @@ class _Collected:
         """Add judged responses and write them to the log."""
         for response, judgement in zip(responses, judgements, strict=True):
             prompt = self.prompts[response.prompt_id]
-            sample = _sample(prompt, response, judgement, self.keep_features)
+            sample = measured_sample(prompt, response, judgement, self.keep_features)
             sample = replace(sample, origin=self.origins[response.prompt_id])
             self.samples[response.key] = sample
             if self.log is not None:
@@ -398,26 +394,3 @@ def scored_kinds(scores: Mapping[str, Any]) -> list[str]:
         if is_kind and isinstance(block, Mapping) and "bins" in block:
             kinds.append(key)
     return kinds
-
-
-def _sample(
-    prompt: Prompt, response: Response, judgement: Judgement, keep_features: bool
-) -> Sample:
-    """Return a judged response with its measures, without its tokens."""
-    logprobs = [float(value) for value in response.logprobs]
-    reasoning_logprob = None
-    if judgement.boundary is not None:
-        reasoning_logprob = min(0.0, sum(logprobs[: judgement.boundary]))
-    measures = Measures(
-        token_confidence=geometric_mean_probability(logprobs),
-        min_logprob=min(logprobs, default=None),
-        mean_entropy=mean_entropy(response.top_logprobs),
-        reasoning_logprob=reasoning_logprob,
-        features=features(response.top_logprobs) if keep_features else None,
-    )
-    return Sample(
-        prompt=codec.as_read(prompt),
-        response=codec.as_read(response),
-        judgement=judgement,
-        measures=measures,
-    )

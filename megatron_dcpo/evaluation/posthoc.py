@@ -52,6 +52,7 @@ import numpy as np
 from megatron_dcpo.calibration import metrics
 from megatron_dcpo.calibration.summary import summarize
 from megatron_dcpo.errors import UserError, one_line
+from megatron_dcpo.evaluation.fit_record import FitRecord, read_record
 from megatron_dcpo.evaluation.samples import Sample
 from megatron_dcpo.evaluation.scoring import CONFIDENCE_KINDS, RANKING_ONLY
 from megatron_dcpo.runtime.files import write_atomically
@@ -81,12 +82,14 @@ Weights = Mapping[str, np.ndarray]
 class Posthoc:
     """A fitted predictor. Its ``source`` is ``mean`` or ``full`` features, one of ``FEATURES``
     (``task:COLUMN`` if the task is in another column than ``TASK_COLUMN``), or the kind of
-    confidence that is scaled.
+    confidence that is scaled. ``record`` says what it was fitted on, None in a file of an earlier
+    release.
     """
 
     method: str
     source: str
     weights: Weights
+    record: FitRecord | None = None
 
     def predict(self, samples: Sequence[Sample]) -> list[float | None]:
         """Return the confidence in [0, 1] of each sample, None for one that lacks the inputs."""
@@ -120,8 +123,12 @@ class Posthoc:
         ]
 
     def save(self, path: str | Path) -> None:
-        header = json.dumps({"method": self.method, "source": self.source})
-        arrays: dict[str, Any] = {"header": np.array(header), **self.weights}
+        header = {"method": self.method, "source": self.source}
+        arrays: dict[str, Any] = dict(self.weights)
+        if self.record is not None:
+            header |= self.record.header()
+            arrays |= self.record.arrays()
+        arrays["header"] = np.array(json.dumps(header))
         content = io.BytesIO()
         np.savez(content, **arrays)
         write_atomically(Path(path), content.getvalue())
@@ -132,9 +139,10 @@ class Posthoc:
         try:
             with np.load(path, allow_pickle=False) as file:
                 header = parse_json(str(file["header"]))
-                weights = {name: file[name] for name in file.files if name != "header"}
+                arrays = {name: file[name] for name in file.files if name != "header"}
                 method = header["method"]
                 source = header["source"]
+                record, weights = read_record(header, arrays)
         except FileNotFoundError:
             raise UserError(f"{path}: no such file") from None
         except (
@@ -142,6 +150,7 @@ class Posthoc:
             ValueError,
             LookupError,
             TypeError,
+            AttributeError,
             zipfile.BadZipFile,
             zlib.error,
             MemoryError,
@@ -156,7 +165,7 @@ class Posthoc:
             )
         if not isinstance(source, str):
             raise UserError(f"{path}: unknown source {source!r}; fit it again")
-        return cls(method, source, MappingProxyType(weights))
+        return cls(method, source, MappingProxyType(weights), record)
 
 
 # ------------------------------------------------------------------------------------------- inputs

@@ -23,9 +23,10 @@ from megatron_dcpo.judging.thinking import KNOWN, check_thinking, keep_thinking
 from megatron_dcpo.judging.token_bytes import TokenBytes, token_bytes
 from megatron_dcpo.rollout import SamplingConfig, VllmOptions, choose_engine
 from megatron_dcpo.rollout.engine import check_sampled_model
-from megatron_dcpo.rollout.openai_client import Endpoint, check_address, served_model
+from megatron_dcpo.rollout.openai_client import Endpoint
 from megatron_dcpo.rollout.tokens import check_vocabulary
 from megatron_dcpo.runtime.device import capabilities
+from megatron_dcpo.runtime.served_models import check_address, served_model
 from megatron_dcpo.types import Prompt
 from megatron_dcpo.weights import adapter_shape
 from megatron_dcpo.weights.architecture import read_architecture

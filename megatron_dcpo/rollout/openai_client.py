@@ -20,20 +20,12 @@ import numpy as np
 
 from megatron_dcpo.data.prompts import plain_text
 from megatron_dcpo.errors import UserError, one_line
-from megatron_dcpo.judging.blocks import ends_of_tokens
-from megatron_dcpo.judging.thinking import KNOWN
+from megatron_dcpo.judging.replies import response_of_choice
 from megatron_dcpo.rollout.engine import SamplingConfig, sample_seed
 from megatron_dcpo.runtime.http_json import HttpError, JsonClient, may_pass
+from megatron_dcpo.runtime.served_models import VERSIONED
 from megatron_dcpo.types import Prompt, Response
 
-_LOWEST_LOGPROB = (
-    -9999.0
-)  # servers write it for minus infinity, which JSON does not have
-# how servers say that a response ended with an end token or at a stop text
-_FINISHED = frozenset({"stop", "eos", "eos_token", "end_turn", "stop_sequence"})
-_ROUNDED = (
-    1e-3  # servers that compute in half precision report probabilities slightly above 1
-)
 # A reply is refused if it has more bytes than these for each log-prob and for everything else.
 _TOKEN_BYTES = 1000
 _OTHER_BYTES = 1 << 20
@@ -55,10 +47,6 @@ _REFUSED_LENGTH = re.compile(
     r"|max_new_tokens` must be",
     re.IGNORECASE,
 )
-# paths of requests, which users copy together with the address
-_REQUEST_PATHS = ("/chat/completions", "/completions", "/models")
-_VERSIONED = re.compile(r"/v\d+[a-z0-9]*\Z")
-
 Result = TypeVar("Result")
 
 
@@ -130,7 +118,7 @@ class Endpoint:
             path = "/chat/completions"
 
         def read(reply: Mapping[str, Any]) -> Response:
-            return _response(
+            return response_of_choice(
                 prompt_id=prompt.prompt_id,
                 repeat=repeat,
                 choice=reply["choices"][0],
@@ -236,60 +224,9 @@ class Endpoint:
         return body
 
 
-def served_model(url: str, api_key: str | None = None, timeout: float = 30.0) -> str:
-    """Return the single model that a server offers. Raises :class:`UserError` if there are several,
-    or if it does not list them.
-    """
-    client = JsonClient(url=url, api_key=api_key, timeout=timeout)
-    try:
-        names = _model_names(client)
-    except (HttpError, LookupError, TypeError) as error:
-        if isinstance(error, HttpError) and error.unreachable:
-            raise UserError(
-                f"{url}: no server accepts connections there ({error}); start it, or correct "
-                "host and port of --endpoint"
-            ) from None
-        if _VERSIONED.search(url.rstrip("/")) is None:
-            below = f"{url.rstrip('/')}/v1"
-            if _lists_models(JsonClient(url=below, api_key=api_key, timeout=timeout)):
-                raise UserError(
-                    f"{url}: the server answers below /v1; give --endpoint {below}"
-                ) from None
-        raise UserError(
-            f"{url}: cannot list its models ({one_line(error)}); name one with --model-name"
-        ) from None
-    if len(names) != 1:
-        raise UserError(
-            f"{url} offers {', '.join(names)[:1000] or 'no model'}; name one with --model-name"
-        )
-    return names[0]
-
-
-def _model_names(client: JsonClient) -> list[str]:
-    return [str(row["id"]) for row in client.call("/models")["data"]]
-
-
-def _lists_models(client: JsonClient) -> bool:
-    try:
-        return bool(_model_names(client))
-    except (HttpError, LookupError, TypeError):
-        return False
-
-
-def check_address(url: str) -> None:
-    """Raise :class:`UserError` for the address of a request instead of that of the server."""
-    for path in _REQUEST_PATHS:
-        if url.rstrip("/").endswith(path):
-            base = url.rstrip("/").removesuffix(path)
-            raise UserError(
-                f"{url} is the address of a request; give the part before {path}: "
-                f"--endpoint {base}"
-            )
-
-
 def _address_hint(url: str, status: int) -> str:
     """Return what to say of an address that the server does not know, if it lacks a version."""
-    if status not in (404, 405) or _VERSIONED.search(url.rstrip("/")):
+    if status not in (404, 405) or VERSIONED.search(url.rstrip("/")):
         return ""
     return f"; most servers answer below /v1: try --endpoint {url.rstrip('/')}/v1"
 
@@ -363,86 +300,3 @@ def _drain(
         if isinstance(result, BaseException):
             return batch, result
         batch.append(result)
-
-
-def _response(
-    prompt_id: str, repeat: int, choice: Mapping[str, Any], api: str
-) -> Response:
-    """Return one sample from a server's reply. Raises LookupError, TypeError, ValueError and the
-    like for a reply of another form.
-    """
-    logged = choice.get("logprobs") or {}
-    lengths = []
-    tops = []
-    if api == "chat":
-        text = _with_reasoning(choice["message"])
-        rows = logged.get("content") or []
-        logprobs = [row["logprob"] for row in rows]
-        for row in rows:
-            token = row.get("bytes") or str(row.get("token", "")).encode(
-                errors="replace"
-            )
-            lengths.append(len(token))
-            tops.append([top["logprob"] for top in row.get("top_logprobs") or []])
-    else:
-        text = choice["text"] or ""
-        logprobs = logged.get("token_logprobs") or []
-        for token in logged.get("tokens") or []:
-            lengths.append(len(str(token).encode(errors="replace")))
-        for row in logged.get("top_logprobs") or []:
-            tops.append(list((row or {}).values()))
-    if not isinstance(text, str):
-        raise ValueError(f"a response that is not text but {type(text).__name__}")
-    # Servers add the sampled token if it is not among the most probable ones.
-    width = min(map(len, tops), default=0)
-    top_logprobs = None
-    if width:
-        largest = [sorted(row, reverse=True)[:width] for row in tops]
-        top_logprobs = _checked_logprobs(largest, 2)
-    token_ends = None
-    if len(lengths) == len(logprobs):
-        token_ends = ends_of_tokens(lengths, text)
-    finite = [_LOWEST_LOGPROB if value is None else value for value in logprobs]
-    return Response(
-        prompt_id=prompt_id,
-        sample_index=repeat,
-        token_ids=np.empty(0, np.int64),
-        logprobs=_checked_logprobs(finite, 1),
-        finish_reason="stop" if _is_finished(choice) else "length",
-        weights_version=0,
-        top_logprobs=top_logprobs,
-        text=text,
-        token_ends=token_ends,
-    )
-
-
-def _is_finished(choice: Mapping[str, Any]) -> bool:
-    """Return whether the model ended its response itself. Every reason that is not known to say so
-    (``length``, ``max_tokens``, ``content_filter``, ``abort``, none at all) means that it did not:
-    the last number may be cut.
-    """
-    reason = choice.get("finish_reason")
-    return isinstance(reason, str) and reason.lower() in _FINISHED
-
-
-def _with_reasoning(message: Mapping[str, Any]) -> object:
-    """Return the text of a message. If the server's reasoning parser has removed the thinking, it
-    is put back between the tags by which the judge knows it; without an answer, the thinking has
-    not ended.
-    """
-    text = message.get("content") or ""
-    thinking = message.get("reasoning_content") or message.get("reasoning")
-    if not isinstance(thinking, str) or not isinstance(text, str):
-        return text
-    opening, end = (tag.decode() for tag in KNOWN[0])
-    if text:
-        return f"{opening}{thinking}{end}{text}"
-    return f"{opening}{thinking}"
-
-
-def _checked_logprobs(values: Sequence[Any], dimensions: int) -> np.ndarray:
-    """Return float32 [T] or [T, K], between the lowest that servers write and 0."""
-    array = np.array(values, np.float32)
-    if array.ndim != dimensions or not (array <= _ROUNDED).all():
-        raise ValueError("a log-prob that is not a number of at most 0")
-    return np.maximum(array, _LOWEST_LOGPROB)

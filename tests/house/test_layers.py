@@ -28,7 +28,7 @@ LAYERS = (
     ("weights",),
     ("policy", "rollout", "conversion"),
     ("checkpoints", "planning", "evaluation"),
-    ("training",),
+    ("training", "serving"),
     ("cli",),
 )
 LAYER = {
@@ -184,7 +184,7 @@ def own_names(tree: ast.Module) -> set[str]:
     names = {
         node.name
         for node in ast.walk(tree)
-        if isinstance(node, ast.FunctionDef | ast.ClassDef)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
     }
     stored = [
         node

@@ -44,8 +44,8 @@ from megatron_dcpo.judging.judge import with_text
 from megatron_dcpo.judging.math import plain_text
 from megatron_dcpo.judging.math.equivalence import quick_verdict
 from megatron_dcpo.judging.questions import normalize, normalize_triviaqa
+from megatron_dcpo.judging.replies import response_of_choice
 from megatron_dcpo.judging.token_bytes import TokenBytes
-from megatron_dcpo.rollout.openai_client import _response
 from megatron_dcpo.runtime.text import encodable, parse_json, printable
 from megatron_dcpo.types import Prompt, Response
 from tests.helpers.cases import full_only
@@ -144,7 +144,7 @@ CASES: dict[str, Case] = {
     "sample_line": Case(sample_line, sample),
     "report": Case(report, longest=25_000),
     "reply of a server": Case(
-        lambda row: _response("p", 0, row, "chat"),
+        lambda row: response_of_choice("p", 0, row, "chat"),
         lambda text: {"message": {"content": text}, "finish_reason": "stop"},
     ),
     "parse_json": Case(parse_json, json.dumps),

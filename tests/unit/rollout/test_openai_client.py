@@ -23,16 +23,15 @@ from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation.evaluate import Request
 from megatron_dcpo.evaluation.samples import read_samples
 from megatron_dcpo.judging.judge import judge_many
+from megatron_dcpo.judging.replies import response_of_choice
 from megatron_dcpo.judging.thinking import KNOWN
 from megatron_dcpo.judging.token_bytes import TokenBytes
 from megatron_dcpo.rollout import SamplingConfig
 from megatron_dcpo.rollout.engine import sample_seed
 from megatron_dcpo.rollout.openai_client import (
     Endpoint,
-    _response,
-    check_address,
-    served_model,
 )
+from megatron_dcpo.runtime.served_models import check_address, served_model
 from megatron_dcpo.types import Prompt, Response
 from tests.helpers.fake_server import FakeServer, Reply, good_reply
 
@@ -397,7 +396,7 @@ def test_a_response_is_finished_if_its_reason_is_known_to_say_so(
 ) -> None:
     text = "So \\boxed{12}.\n<conf> Confidence: 0.8"
     choice = {"message": {"content": text}, "text": text, "finish_reason": reason}
-    response = _response("p0", 0, choice, api)
+    response = response_of_choice("p0", 0, choice, api)
     assert response.finish_reason == finish_reason
     (judged,) = judge_many([response], {"p0": prompts(1)[0]})
     status = "ok" if finish_reason == "stop" else "truncated"
@@ -405,7 +404,7 @@ def test_a_response_is_finished_if_its_reason_is_known_to_say_so(
 
 
 def test_a_response_without_a_reason_is_not_finished() -> None:
-    response = _response("p0", 0, {"message": {"content": "x"}}, "chat")
+    response = response_of_choice("p0", 0, {"message": {"content": "x"}}, "chat")
     assert response.finish_reason == "length"
 
 

@@ -1,0 +1,193 @@
+"""What a post-hoc predictor was fitted on, and how confident it was then: kept in its file, so that
+``dcpo serve`` can refuse another model, another prompt or another sampling, choose a threshold for
+a risk, and notice a drift.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from megatron_dcpo.calibration.metrics import bin_rows
+from megatron_dcpo.data.prompts import ASKS, find_template
+from megatron_dcpo.evaluation.programs import is_code
+from megatron_dcpo.evaluation.samples import SETTINGS, Sample
+from megatron_dcpo.runtime.text import read_json_object
+from megatron_dcpo.types import CONFIDENCE_TAG
+
+_PLACE = "@@the problem@@"  # where a template puts the problem
+_ARRAYS = ("held_out_confidences", "held_out_correct", "counts")
+# names of the arrays in the predictor's file begin with it
+_PREFIX = "record/"
+
+Value = TypeVar("Value", str, int, float)
+
+
+@dataclass(frozen=True)
+class FittedOn:
+    """The labelled answers of a predictor: each field has the distinct values that there were.
+
+    ``instructions`` has, for each template and form of the answer, the texts that the template puts
+    around a problem. ``forms`` are those of ``data.prompts.ASKS``.
+    """
+
+    models: tuple[str, ...]
+    templates: tuple[str, ...]
+    instructions: tuple[tuple[str, ...], ...]
+    temperatures: tuple[float, ...]
+    top_ps: tuple[float, ...]
+    top_ks: tuple[int, ...]
+    markers: tuple[str, ...]
+    forms: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class FitRecord:
+    """``fitted_on`` is None if it is not known. ``held_out_confidences`` and ``held_out_correct``
+    [H] are the predictions on held-out answers and their labels, empty if none was held out.
+    ``counts`` [20] is the histogram of the predictions on held-out answers, or else on all.
+    """
+
+    fitted_on: FittedOn | None
+    held_out_confidences: np.ndarray
+    held_out_correct: np.ndarray
+    counts: np.ndarray
+
+    def header(self) -> dict[str, Any]:
+        """Return what the header of a predictor's file says of the record."""
+        if self.fitted_on is None:
+            return {"fitted_on": None}
+        return {"fitted_on": asdict(self.fitted_on)}
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Return the arrays of a predictor's file that are the record's."""
+        return {_PREFIX + name: getattr(self, name) for name in _ARRAYS}
+
+
+def record_of(
+    fitted_on: FittedOn | None,
+    held_out: Sequence[Sample],
+    predictions: Sequence[float | None],
+) -> FitRecord:
+    """Return the record of a fit. ``held_out`` are samples with a post-hoc confidence;
+    ``predictions`` those whose distribution is kept.
+    """
+    confidences = []
+    correct = []
+    for sample in held_out:
+        if sample.measures.posthoc_confidence is not None:
+            confidences.append(sample.measures.posthoc_confidence)
+            correct.append(float(sample.correct))
+    known = [value for value in predictions if value is not None]
+    return FitRecord(
+        fitted_on=fitted_on,
+        held_out_confidences=np.array(confidences, np.float64),
+        held_out_correct=np.array(correct, np.float64),
+        counts=bin_rows(known, np.zeros(len(known))).count,
+    )
+
+
+def read_record(
+    header: Mapping[str, Any], arrays: Mapping[str, np.ndarray]
+) -> tuple[FitRecord | None, dict[str, np.ndarray]]:
+    """Return the record in a predictor's file, None in one of an earlier release, and the other
+    arrays. Raises LookupError, TypeError or ValueError for a damaged one.
+    """
+    rest = {}
+    of_record = {}
+    for name, array in arrays.items():
+        if name.startswith(_PREFIX):
+            of_record[name.removeprefix(_PREFIX)] = array
+        else:
+            rest[name] = array
+    if "fitted_on" not in header:
+        return None, rest
+    fitted_on = None
+    if header["fitted_on"] is not None:
+        fitted_on = _fitted_on(header["fitted_on"])
+    record = FitRecord(
+        fitted_on=fitted_on,
+        held_out_confidences=of_record["held_out_confidences"],
+        held_out_correct=of_record["held_out_correct"],
+        counts=of_record["counts"],
+    )
+    return record, rest
+
+
+def _fitted_on(values: Mapping[str, Any]) -> FittedOn:
+    """Return the values of a header, whose lists JSON has in the place of tuples."""
+    given = {name: tuple(value) for name, value in values.items()}
+    given["instructions"] = tuple(map(tuple, given["instructions"]))
+    return FittedOn(**given)
+
+
+def fitted_on_of(paths: Iterable[str], samples: Sequence[Sample]) -> FittedOn | None:
+    """Return what the ``samples`` of these files were, from the ``settings.json`` next to each of
+    them; None if one has none, or an incomplete one.
+    """
+    settings = []
+    for path in paths:
+        file = Path(path).with_name(SETTINGS)
+        if not file.is_file():
+            return None
+        settings.append(read_json_object(file))
+    try:
+        return _fitted_on_settings(settings, samples)
+    except (LookupError, TypeError, ValueError, AttributeError):
+        return None
+
+
+def _fitted_on_settings(
+    settings: Sequence[Mapping[str, Any]], samples: Sequence[Sample]
+) -> FittedOn:
+    forms = _distinct(["code" if is_code(s) else s.prompt.form for s in samples])
+    markers = _distinct([str(one.get("marker", CONFIDENCE_TAG)) for one in settings])
+    templates = []
+    for one in settings:
+        templates.append(str(one["template"]))
+        for source in one.get("sources", ()):
+            if source.get("template"):
+                templates.append(str(source["template"]))
+    instructions = [
+        instruction(template, marker, form)
+        for template in _distinct(templates)
+        for marker in markers
+        for form in forms
+    ]
+    return FittedOn(
+        models=_distinct([str(one["model"]) for one in settings]),
+        templates=_distinct(templates),
+        instructions=tuple(dict.fromkeys(instructions)),
+        temperatures=_distinct([float(one["temperature"]) for one in settings]),
+        top_ps=_distinct([float(one["top_p"]) for one in settings]),
+        top_ks=_distinct([int(one["top_k"]) for one in settings]),
+        markers=markers,
+        forms=forms,
+    )
+
+
+def _distinct(values: Sequence[Value]) -> tuple[Value, ...]:
+    return tuple(dict.fromkeys(values))
+
+
+def instruction(template: str, marker: str, form: str) -> tuple[str, ...]:
+    """Return the texts that a template puts before and after a problem, none for one that leaves it
+    as it is, or that is not there any more.
+    """
+    if form not in ASKS:
+        form = "math"
+    try:
+        asked = find_template(template).instruct(_PLACE, marker, form)
+    except Exception:  # a template of the user's is a program, or a file that is gone
+        return ()
+    if isinstance(asked, str):
+        texts = [asked]
+    else:
+        texts = [message["content"] for message in asked]
+    text = _PLACE.join(texts)
+    parts = [part.strip() for part in text.split(_PLACE)]
+    return tuple(part for part in parts if part)

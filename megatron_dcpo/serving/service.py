@@ -1,0 +1,172 @@
+"""What a middleware needs besides the application behind it: how choices are scored, what is
+counted, and the pages that it answers itself.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from prometheus_client import CollectorRegistry, generate_latest
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request as HttpRequest
+from starlette.responses import HTMLResponse, JSONResponse
+from starlette.responses import Response as HttpResponse
+from starlette.routing import Route, Router
+
+from megatron_dcpo.calibration.summary import json_ready
+from megatron_dcpo.serving.adapter import AdapterReader
+from megatron_dcpo.serving.asking import read_body
+from megatron_dcpo.serving.calibrator import PLAIN, Names
+from megatron_dcpo.serving.feedback import MOST_ANSWERS, Feedback, UnknownAnswerError
+from megatron_dcpo.serving.metrics import ServingMetrics
+from megatron_dcpo.serving.replies import error_body
+from megatron_dcpo.serving.scorer import Scorer
+
+Page = Callable[[HttpRequest], Awaitable[HttpResponse]]
+
+_PAGE = Path(__file__).with_name("page.html")
+_TEXT_FORMAT = "text/plain; version=0.0.4; charset=utf-8"
+_MOST_FEEDBACK = 1 << 16  # bytes of a verdict
+
+
+@dataclass(frozen=True)
+class Service:
+    """``paths`` are those that ``pages`` answers; all others are the application's. ``names`` are
+    those of the upstream's models. ``without_logprobs`` has, for each path on which the upstream
+    has refused log-probs, the reason to give. ``reader`` asks an adapter for the confidences.
+    """
+
+    scorer: Scorer
+    metrics: ServingMetrics
+    feedback: Feedback
+    pages: Router
+    paths: frozenset[str]
+    names: Names = field(default_factory=dict)
+    reader: AdapterReader | None = None
+    without_logprobs: dict[str, str] = field(default_factory=dict)
+
+
+def build_service(
+    scorer: Scorer,
+    registry: CollectorRegistry,
+    names: Names | None = None,
+    reader: AdapterReader | None = None,
+    is_proxy: bool = True,
+) -> Service:
+    """Return the service of a proxy, with a page and its metrics; or of a middleware, whose
+    application shows the metrics of its ``registry`` itself.
+    """
+    feedback = Feedback()
+    fitted = None
+    if scorer.calibrator is not None and scorer.calibrator.record is not None:
+        fitted = scorer.calibrator.record.counts
+    metrics = ServingMetrics(registry, feedback, fitted)
+    verdicts = _feedback_page(feedback)
+    routes = [Route("/feedback", verdicts, methods=["GET", "POST"])]
+    if is_proxy:
+        routes += [
+            Route("/metrics", _metrics_page(registry)),
+            Route("/", _question_page(scorer)),
+        ]
+    return Service(
+        scorer=scorer,
+        metrics=metrics,
+        feedback=feedback,
+        pages=Router(routes),
+        paths=frozenset(route.path for route in routes),
+        names=names or {},
+        reader=reader,
+    )
+
+
+def _feedback_page(feedback: Feedback) -> Page:
+    """Return what answers ``/feedback``: a verdict is taken, or the running error is told."""
+
+    async def page(request: HttpRequest) -> HttpResponse:
+        if request.method == "GET":
+            error = await run_in_threadpool(feedback.error)
+            values = {
+                "verdicts": error.n,
+                "ece": error.ece,
+                "ece_corrected": error.corrected.estimate,
+                "ece_interval": [error.corrected.low, error.corrected.high],
+            }
+            return JSONResponse(json_ready(values))
+        try:
+            verdict = _verdict(await request.body())
+            confidence = feedback.judge(verdict.answer, verdict.index, verdict.correct)
+        except UnknownAnswerError as error:
+            words = (
+                f"no answer with the id {error} and this index is remembered; the last "
+                f"{MOST_ANSWERS} are"
+            )
+            return _refusal(404, words)
+        except ValueError as error:
+            words = (
+                f'{error}; send {{"id": "chatcmpl-...", "index": 0, "correct": true}}'
+            )
+            return _refusal(400, words)
+        counted = confidence is not None
+        return JSONResponse({"confidence": confidence, "counted": counted})
+
+    return page
+
+
+@dataclass(frozen=True)
+class _Verdict:
+    answer: str
+    index: int
+    correct: bool
+
+
+def _verdict(content: bytes) -> _Verdict:
+    """Return the verdict in a body. Raises ValueError for anything else."""
+    if len(content) > _MOST_FEEDBACK:
+        raise ValueError(f"a verdict of more than {_MOST_FEEDBACK >> 10} KB")
+    body = read_body(content)
+    answer = body.get("id")
+    index = body.get("index", 0)
+    correct = body.get("correct")
+    if not isinstance(answer, str):
+        raise ValueError("id is not the id of an answer")
+    if isinstance(index, bool) or not isinstance(index, int):
+        raise ValueError("index is not the number of a choice")
+    if correct not in (True, False, 0, 1):
+        raise ValueError("correct is neither true nor false")
+    return _Verdict(answer, index, bool(correct))
+
+
+def _refusal(status: int, words: str) -> HttpResponse:
+    return JSONResponse(error_body(status, words), status_code=status)
+
+
+def _metrics_page(registry: CollectorRegistry) -> Page:
+    async def page(request: HttpRequest) -> HttpResponse:
+        text = await run_in_threadpool(generate_latest, registry)
+        return HttpResponse(text, media_type=_TEXT_FORMAT)
+
+    return page
+
+
+def _question_page(scorer: Scorer) -> Page:
+    """Return what answers ``/``: a page that asks as the predictor was fitted."""
+    api = "chat"
+    instruction = ""
+    fitted_on = None
+    if scorer.calibrator is not None:
+        fitted_on = scorer.calibrator.fitted_on
+    if fitted_on is not None:
+        if set(fitted_on.templates) == {PLAIN}:
+            api = "completions"
+        if fitted_on.instructions and len(fitted_on.instructions[0]) == 1:
+            instruction = fitted_on.instructions[0][0]
+    given = json.dumps({"api": api, "instruction": instruction}).replace("<", "\\u003c")
+    html = _PAGE.read_text(encoding="utf-8").replace("{{given}}", given)
+
+    async def page(request: HttpRequest) -> HttpResponse:
+        return HTMLResponse(html)
+
+    return page

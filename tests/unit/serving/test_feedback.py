@@ -1,0 +1,155 @@
+"""Verdicts give a running error; ``/metrics`` counts what was served and notices a drift."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import httpx2
+import numpy as np
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from megatron_dcpo.calibration import binned_error, ece
+from megatron_dcpo.serving import feedback as module
+from megatron_dcpo.serving.feedback import Feedback, UnknownAnswerError
+from megatron_dcpo.serving.metrics import drift_of
+from megatron_dcpo.serving.scorer import Scorer
+from tests.helpers.serving import CHAT, Proxied, halving, proxied, scorer_with
+
+
+def values(proxy: Proxied) -> dict[str, float]:
+    """Every sample of ``/metrics``, without those of when it began."""
+    reply = httpx2.get(f"{proxy.at.root}/metrics")
+    assert reply.headers["content-type"].startswith("text/plain; version=0.0.4")
+    found = {}
+    for family in text_string_to_metric_families(reply.text):
+        for sample in family.samples:
+            labels = "".join(f" {name}" for name in sample.labels.values())
+            found[sample.name + labels] = sample.value
+    return found
+
+
+def test_metrics_count_requests_confidences_and_reasons() -> None:
+    with proxied(scorer_with(halving())) as proxy:
+        for _ in range(3):
+            proxy.choice({**CHAT, "n": 2})
+        proxy.upstream.says = lambda body, index: "no tag"
+        proxy.choice(CHAT)
+        proxy.upstream.error = (429, {})
+        proxy.post(CHAT)
+        found = values(proxy)
+        path = "/v1/chat/completions"
+        assert found[f"dcpo_requests_total {path} 200"] == 4
+        assert found[f"dcpo_requests_total {path} 429"] == 1
+        assert found[f"dcpo_request_seconds_count {path}"] == 5
+        assert found["dcpo_confidence_bucket 0.4"] == 0
+        assert found["dcpo_confidence_bucket 0.45"] == 6
+        assert found["dcpo_confidence_missing_total missing"] == 1
+        # all of six confidences in (.4, .45], where the fit has 40 % at most .4
+        assert found["dcpo_confidence_drift"] == pytest.approx(0.55)
+        assert found["dcpo_confidence_drift_limit"] == pytest.approx(
+            1.358 * math.sqrt(106 / 600), rel=1e-6
+        )
+
+
+def test_a_verdict_counts_once_and_the_error_has_a_band() -> None:
+    with proxied(Scorer()) as proxy:
+        url = f"{proxy.at.root}/feedback"
+        assert httpx2.get(url).json() == {
+            "verdicts": 0,
+            "ece": None,
+            "ece_corrected": None,
+            "ece_interval": [None, None],
+        }
+        names = [proxy.post({**CHAT, "n": 2}).json()["id"] for _ in range(20)]
+        for number, name in enumerate(names):
+            for right in (number % 2 == 0, number % 4 != 3):  # the last word counts
+                verdict = {"id": name, "index": 1, "correct": right}
+                reply = httpx2.post(url, json=verdict)
+                assert reply.json() == {"confidence": 0.83, "counted": True}
+        error = httpx2.get(url).json()
+        correct = [number % 4 != 3 for number in range(20)]
+        assert error["verdicts"] == 20
+        assert error["ece"] == pytest.approx(ece([0.83] * 20, correct))
+        low, high = error["ece_interval"]
+        band = binned_error([0.83] * 20, correct, resamples=300)
+        assert (low, high) == (pytest.approx(band.low), pytest.approx(band.high))
+        found = values(proxy)
+        assert found["dcpo_verdicts"] == 20
+        assert found["dcpo_ece"] == error["ece"]
+        assert found["dcpo_ece_high"] == high
+
+
+def test_a_verdict_on_an_answer_without_confidence_does_not_count() -> None:
+    with proxied(Scorer()) as proxy:
+        proxy.upstream.says = lambda body, index: "no tag"
+        name = proxy.post(CHAT).json()["id"]
+        url = f"{proxy.at.root}/feedback"
+        reply = httpx2.post(url, json={"id": name, "correct": 1})
+        assert reply.json() == {"confidence": None, "counted": False}
+        assert httpx2.get(url).json()["verdicts"] == 0
+
+
+@pytest.mark.parametrize(
+    ("content", "status"),
+    [
+        (b"{", 400),
+        (b"[]", 400),
+        (b"{}", 400),
+        (b'{"id": 1, "correct": true}', 400),
+        (b'{"id": "x", "correct": "yes"}', 400),
+        (b'{"id": "x", "correct": 2}', 400),
+        (b'{"id": "x", "correct": null}', 400),
+        (b'{"id": "x", "correct": []}', 400),
+        (b'{"id": "x", "index": "0", "correct": true}', 400),
+        (b'{"id": "never served", "correct": true}', 404),
+        (b'{"id": "' + b"x" * 100_000 + b'", "correct": true}', 400),
+    ],
+)
+def test_what_is_no_verdict_is_refused_in_one_line(content: bytes, status: int) -> None:
+    with proxied(Scorer()) as proxy:
+        reply = httpx2.post(f"{proxy.at.root}/feedback", content=content)
+        assert reply.status_code == status
+        assert "\n" not in reply.json()["error"]["message"]
+        assert httpx2.get(f"{proxy.at.root}/feedback").json()["verdicts"] == 0
+
+
+def test_memory_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MOST_ANSWERS", 3)
+    monkeypatch.setattr(module, "MOST_VERDICTS", 2)
+    one = Feedback()
+    for number in range(5):
+        one.remember(f"a{number}", 0, 0.5)
+    with pytest.raises(UnknownAnswerError):
+        one.judge("a1", 0, True)
+    for number in (2, 3, 4):
+        one.judge(f"a{number}", 0, True)
+    assert one.error().n == 2
+
+
+def test_drift_is_that_of_the_cumulative_shares() -> None:
+    fitted = np.zeros(20, int)
+    fitted[0] = 100
+    assert drift_of(fitted, [0.01] * 50)[0] == 0
+    assert drift_of(fitted, [0.01, 0.99])[0] == pytest.approx(0.5)
+    assert drift_of(fitted, [0.99])[0] == 1
+    assert math.isnan(drift_of(fitted, [])[0])
+    generator = np.random.default_rng(0)
+    even = np.full(20, 50)
+    beyond = []
+    for _ in range(300):
+        drift, limit = drift_of(even, generator.random(200).tolist())
+        beyond.append(drift > limit)
+    assert np.mean(beyond) < 0.07, "the limit is rarely passed without a drift"
+
+
+def test_the_page_asks_as_the_predictor_was_fitted() -> None:
+    with proxied(scorer_with(halving())) as proxy:
+        page = httpx2.get(f"{proxy.at.root}/")
+        assert page.headers["content-type"].startswith("text/html")
+        given = re.search(r"const given = (\{.*\});", page.text)
+        assert given is not None
+        assert '"api": "chat"' in given[1]
+        assert "Please reason step by step" in given[1]
+        assert "<conf>" not in given[1], "no tag of HTML"
