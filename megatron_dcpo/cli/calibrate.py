@@ -98,6 +98,13 @@ def add_parser(subparsers: Subparsers) -> None:
         "a logistic regression fitted on other problems says (logistic)",
     )
     of_adapter.add_argument(
+        "--decimals",
+        type=int,
+        choices=(1, 2),
+        help="decimals of the stated confidence: 2 (default), or 1, which takes two sequences an "
+        "answer instead of eleven where every digit is a token",
+    )
+    of_adapter.add_argument(
         "--apply",
         metavar="RUN",
         help="fit nothing: write --samples with the confidence of the adapter in RUN to --out",
@@ -138,7 +145,7 @@ def _source(args: argparse.Namespace) -> str | None:
 
 def _refuse_options_of_adapter(args: argparse.Namespace) -> None:
     """Raise :class:`UserError` for an option that only ``--kind adapter`` reads."""
-    for name in ("model", "teacher"):
+    for name in ("model", "teacher", "decimals"):
         if getattr(args, name):
             raise UserError(f"--{name} goes with --kind adapter")
     if args.overrides:
