@@ -7,6 +7,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import re
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -152,7 +153,23 @@ def _refuse_options_of_adapter(args: argparse.Namespace) -> None:
         raise UserError(f"{args.overrides[0]} goes with --kind adapter")
 
 
+# section.key=value
+_OVERRIDE = re.compile(r"[a-z_]+(\.[a-z_]+)+=")
+
+
+def _separate_overrides(args: argparse.Namespace) -> None:
+    """Move options that follow the files of ``--samples`` to the overrides: argparse takes every
+    word up to the next flag for a file.
+    """
+    words = args.samples
+    args.samples = [word for word in words if not _OVERRIDE.match(word)]
+    args.overrides = [word for word in words if _OVERRIDE.match(word)] + args.overrides
+    if not args.samples:
+        raise UserError("--samples names no file; name one before the options")
+
+
 def run(args: argparse.Namespace) -> int:
+    _separate_overrides(args)
     if args.method == "adapter" or args.apply:
         from megatron_dcpo.cli import calibrate_adapter
 
