@@ -79,6 +79,7 @@ setup(
         "pyarrow>=15",
         "rich>=13.7",
         "jinja2>=3.1",
+        "zstandard>=0.22",  # of Inspect's logs
         "packaging",
     ],
     extras_require={
@@ -108,7 +109,11 @@ setup(
             "reasoning-gym==0.1.25",
         ],
     },
-    entry_points={"console_scripts": ["dcpo=megatron_dcpo.cli:main"]},
+    entry_points={
+        "console_scripts": ["dcpo=megatron_dcpo.cli:main"],
+        # Inspect finds the scorer megatron_dcpo/calibrated by it
+        "inspect_ai": ["megatron_dcpo=megatron_dcpo.evaluation.inspect_scorer"],
+    },
     classifiers=[
         *(
             f"Programming Language :: Python :: {version}"

@@ -179,7 +179,7 @@ def run(args: argparse.Namespace) -> int:
     from megatron_dcpo.cli.report import print_table
     from megatron_dcpo.evaluation import posthoc
     from megatron_dcpo.evaluation.fit_record import fitted_on_of, record_of
-    from megatron_dcpo.evaluation.samples import read_samples
+    from megatron_dcpo.evaluation.foreign import read_any
     from megatron_dcpo.evaluation.scoring import RANKING_ONLY, parse_kinds
 
     source = _source(args)
@@ -187,7 +187,7 @@ def run(args: argparse.Namespace) -> int:
         parse_kinds(source)
     samples = []
     for path in args.samples:
-        samples += read_samples(path)
+        samples += read_any(path)
     predictor, held_out = posthoc.fit(
         args.method,
         samples,

@@ -121,7 +121,14 @@ def add_parser(subparsers: Subparsers) -> None:
     source.add_argument(
         "--samples",
         metavar="FILE",
-        help="score the samples in this samples.jsonl again",
+        help="score the samples in this samples.jsonl again, or a log of Inspect, lm-eval, TRL or "
+        "verl, or a table",
+    )
+    parser.add_argument(
+        "--columns",
+        metavar="OURS=THEIRS,...",
+        help="with --samples: columns of a table, correct=NAME, confidence=NAME; text, problem, "
+        "group, task, kind",
     )
     parser.add_argument(
         "--config",
@@ -296,11 +303,15 @@ def _add_server_arguments(server: argparse._ArgumentGroup) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from megatron_dcpo.evaluation.foreign import parse_columns
     from megatron_dcpo.evaluation.run import run_evaluation
 
     signals.exit_with_launcher()
     given = vars(args)
     samples = given.get("samples", "")
+    columns = given.pop("columns", None)
+    if columns and not samples:
+        raise UserError("--columns names those of --samples FILE")
     judge_again = given.get("rejudge", False)
     if judge_again and not samples:
         raise UserError(
@@ -314,6 +325,7 @@ def run(args: argparse.Namespace) -> int:
             judge_again=judge_again,
             fresh=given.get("fresh", False),
             progress=progress,
+            columns=parse_columns(columns) if columns else None,
         )
     if not evaluation:  # on a rank other than the first
         return 0

@@ -29,7 +29,18 @@ def add_parser(subparsers: Subparsers) -> None:
         "curves, sample responses. A RUN is a directory with evaluation.json and/or "
         "metrics.jsonl, or one that contains such directories.",
     )
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="run directory")
+    parser.add_argument(
+        "runs",
+        nargs="+",
+        metavar="RUN",
+        help="run directory, or a file: samples of ours, a log of Inspect, lm-eval, TRL or verl, "
+        "or a table",
+    )
+    parser.add_argument(
+        "--columns",
+        metavar="OURS=THEIRS,...",
+        help="columns of a table: correct=NAME, confidence=NAME; text, problem, group, task, kind",
+    )
     parser.add_argument(
         "--out",
         metavar="FILE",
@@ -68,13 +79,18 @@ def run(args: argparse.Namespace) -> int:
     # imports matplotlib, which is slow and which other verbs do not need
     from megatron_dcpo.evaluation import published, report
     from megatron_dcpo.evaluation.equal_data import at_equal_data
+    from megatron_dcpo.evaluation.foreign import parse_columns
     from megatron_dcpo.evaluation.runs import find_runs
 
     if args.serve:
         return serve(args.runs, args.port)
-    runs = find_runs(args.runs)
+    columns = parse_columns(args.columns) if args.columns else None
+    runs = find_runs(args.runs, columns)
     against = published.load_published(args.against) if args.against else []
-    target = args.out or Path(args.runs[0]) / "report.html"
+    first = Path(args.runs[0])
+    target = args.out or first / "report.html"
+    if first.is_file() and not args.out:
+        target = first.with_name(f"{first.stem}.report.html")
     evaluations = {one.name: one.evaluation for one in runs}
     try:
         page = report.write_report(runs, target, args.title, against)

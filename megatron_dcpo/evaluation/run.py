@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -25,6 +25,7 @@ from megatron_dcpo.evaluation.evaluate import (
     rejudge,
     write_evaluation,
 )
+from megatron_dcpo.evaluation.foreign import read_any
 from megatron_dcpo.evaluation.posthoc import Posthoc
 from megatron_dcpo.evaluation.problems import (
     BenchmarkOptions,
@@ -51,7 +52,6 @@ from megatron_dcpo.evaluation.samples import (
     SampleLog,
     check_samples,
     date_of,
-    read_samples,
 )
 from megatron_dcpo.evaluation.scoring import parse_kinds, score_samples
 from megatron_dcpo.judging.function_verifier import check_error_rate
@@ -79,11 +79,13 @@ def run_evaluation(
     judge_again: bool = False,
     fresh: bool = False,
     progress: Progress | None = None,
+    columns: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """Sample, judge and score, and write everything to ``config.run_dir``; return the content of
     ``evaluation.json``.
 
-    With ``samples``, a file of an earlier evaluation, nothing is sampled, and the responses are
+    With ``samples``, a file of an earlier evaluation or a log of somebody else's whose ``columns``
+    are named (``foreign.py``), nothing is sampled, and the responses are
     judged again only with ``judge_again``. ``fresh`` drops the samples of an earlier evaluation in
     the directory; otherwise it is continued.
 
@@ -110,7 +112,9 @@ def run_evaluation(
         options = replace(options, features=True)
         config = replace(config, evaluation=options)
     if samples:
-        judged = _old_samples(config, samples, judge_again=judge_again, fresh=fresh)
+        judged = _old_samples(
+            config, samples, judge_again=judge_again, fresh=fresh, columns=columns
+        )
         model = str(evaluation_of_samples(samples).get("model", ""))
     else:
         judged, model = _new_samples(config, ranks, fresh=fresh, progress=progress)
@@ -158,10 +162,17 @@ def _sampling_of(samples: Path) -> dict[str, Any]:
 
 
 def _old_samples(
-    config: EvaluateConfig, path: str, *, judge_again: bool, fresh: bool
+    config: EvaluateConfig,
+    path: str,
+    *,
+    judge_again: bool,
+    fresh: bool,
+    columns: Mapping[str, str] | None,
 ) -> list[Sample]:
-    """Read the responses of an earlier evaluation, and judge them again if ``judge_again``."""
-    samples = read_samples(path)
+    """Read the responses of an earlier evaluation, or of somebody else's log, and judge them again
+    if ``judge_again``.
+    """
+    samples = read_any(path, columns, config.judging.marker)
     if not samples:
         raise UserError(f"{path}: the file has no samples")
     directory = Path(config.run_dir)

@@ -8,10 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dcpo import codec
+from megatron_dcpo.calibration import json_ready
 from megatron_dcpo.data.files import read_json_lines
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation import run_description
+from megatron_dcpo.evaluation.foreign import read_any
 from megatron_dcpo.evaluation.samples import SETTINGS
+from megatron_dcpo.evaluation.scoring import score_samples
 from megatron_dcpo.runtime.run_records import CONFIG
 from megatron_dcpo.runtime.text import read_json_object
 
@@ -40,8 +43,11 @@ class EvaluatedRun:
         )
 
 
-def find_runs(paths: Sequence[str | Path]) -> list[EvaluatedRun]:
-    """Return the runs at or below ``paths``, in the order given, subdirectories by name.
+def find_runs(
+    paths: Sequence[str | Path], columns: Mapping[str, str] | None = None
+) -> list[EvaluatedRun]:
+    """Return the runs at or below ``paths``, in the order given, subdirectories by name. A file is
+    a run of its own: samples of ours, or a log of somebody else's, whose ``columns`` are named.
 
     A training run without its own evaluation takes the one evaluation below it, if there is
     exactly one.
@@ -49,6 +55,9 @@ def find_runs(paths: Sequence[str | Path]) -> list[EvaluatedRun]:
     runs: list[EvaluatedRun] = []
     for given in paths:
         root = Path(given)
+        if root.is_file():
+            runs.append(run_of_file(root, columns))
+            continue
         if not root.is_dir():
             raise UserError(f"{root}: no such run directory")
         directories = (root, *sorted(d for d in root.rglob("*") if d.is_dir()))
@@ -66,6 +75,22 @@ def find_runs(paths: Sequence[str | Path]) -> list[EvaluatedRun]:
                 name = root.resolve().name
             runs.append(read_run(directory, adopted.get(directory), name))
     return _distinct(runs)
+
+
+def run_of_file(path: Path, columns: Mapping[str, str] | None = None) -> EvaluatedRun:
+    """Return the samples in a file as a run, scored by every confidence that they have. Raises
+    :class:`UserError` as :func:`megatron_dcpo.evaluation.foreign.read_any` does.
+    """
+    samples = read_any(path, columns)
+    kinds = ["verbal"]
+    if any(sample.measures.token_confidence is not None for sample in samples):
+        kinds.append("token")
+    rows = []
+    for sample in samples:
+        parts = (sample.prompt, sample.response, sample.judgement, sample.measures)
+        rows.append(json_ready(codec.to_row(*parts)))
+    evaluation = score_samples(samples, kinds, path.name, resamples=1000, seed=0)
+    return EvaluatedRun(path.stem, path, evaluation, metrics=(), samples=rows)
 
 
 def unevaluated(path: Path) -> str:

@@ -1,0 +1,62 @@
+"""Metrics for a task of lm-eval: accuracy, ECE, Brier score and AUROC of the confidence that a
+generated answer states.
+
+A task names them in its YAML, through a file beside it (``examples/elsewhere/lm_eval_task``):
+
+    process_results: !function calibration.process_results
+    metric_list:
+      - {metric: accuracy, aggregation: mean, higher_is_better: true}
+      - {metric: ece, aggregation: !function calibration.ece, higher_is_better: false}
+
+The samples of a run (``--log_samples``) are read by ``dcpo report``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megatron_dcpo import calibration
+from megatron_dcpo.evaluation.evaluate import equivalent_math
+from megatron_dcpo.judging.answers import extract_boxed
+from megatron_dcpo.judging.confidence import parse_confidence
+from megatron_dcpo.types import CONFIDENCE_TAG
+
+# a confidence, None if none is stated, and whether the answer is right
+Pair = tuple[float | None, float]
+
+
+def process_results(
+    doc: Mapping[str, Any],
+    results: Sequence[str],
+    target: str = "answer",
+    marker: str = CONFIDENCE_TAG,
+) -> dict[str, Any]:
+    """Return the metrics of one document: the answer in the last box is compared with the column
+    ``target``.
+    """
+    text = results[0]
+    answer = extract_boxed(text.partition(marker)[0])
+    right = answer is not None and equivalent_math(answer, str(doc[target]))
+    parsed = parse_confidence(text, marker=marker, finished=True, opener="")
+    pair: Pair = (parsed.confidence, float(right))
+    return {"accuracy": float(right), "ece": pair, "brier": pair, "auroc": pair}
+
+
+def ece(pairs: Sequence[Pair]) -> float:
+    """Return the expected calibration error of a task, ten bins of equal width."""
+    return calibration.ece(*_columns(pairs))
+
+
+def brier(pairs: Sequence[Pair]) -> float:
+    """Return the Brier score of a task."""
+    return calibration.brier(*_columns(pairs))
+
+
+def auroc(pairs: Sequence[Pair]) -> float:
+    """Return the area under the ROC curve of a task."""
+    return calibration.auroc(*_columns(pairs))
+
+
+def _columns(pairs: Sequence[Pair]) -> tuple[list[float | None], list[float]]:
+    return [confidence for confidence, _ in pairs], [correct for _, correct in pairs]

@@ -1,0 +1,207 @@
+"""Logs that others wrote become samples: small files that the packages wrote themselves (Inspect
+0.3.285, lm-eval 0.4.13, TRL 1.16) or that follow verl's writer, and tables.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_dcpo.cli import main
+from megatron_dcpo.errors import UserError
+from megatron_dcpo.evaluation.foreign import parse_columns, read_any
+from tests.helpers.paths import REPOSITORY
+
+FOREIGN = REPOSITORY / "tests" / "fixtures" / "foreign"
+
+
+def shown(path: Path, **columns: str) -> list[tuple[str, float, float | None]]:
+    """Problem, verdict and confidence of every sample."""
+    return [
+        (s.prompt.prompt_id, s.judgement.correct, s.judgement.confidence)
+        for s in read_any(path, columns or None)
+    ]
+
+
+def test_inspects_log() -> None:
+    assert shown(FOREIGN / "arith.eval") == [
+        ("a", 1.0, 0.9),
+        ("b", 0.0, 0.7),
+        ("c", 1.0, 0.4),
+        ("d", 0.0, None),
+    ]
+    (first, *_) = read_any(FOREIGN / "arith.eval")
+    assert (first.prompt.task, first.prompt.problem) == ("arith", "2*3=")
+
+
+def test_lm_evals_generations() -> None:
+    (path,) = FOREIGN.glob("samples_gen_*")
+    samples = read_any(path)
+    assert [s.prompt.task for s in samples] == ["gen"] * 3
+    assert [s.judgement.confidence for s in samples] == [0.99] * 3
+    assert samples[0].prompt.problem == "2*3="
+
+
+def test_lm_evals_choices_have_the_share_of_the_chosen_one() -> None:
+    (path,) = FOREIGN.glob("samples_arith_*")
+    first = read_any(path)[0]
+    logprobs = [-37.61513137817383, -33.25900650024414, -43.790130615234375]
+    share = math.exp(logprobs[1]) / sum(map(math.exp, logprobs))
+    assert first.judgement.confidence == pytest.approx(share, rel=1e-9)
+    assert first.measures.token_confidence == first.judgement.confidence
+
+
+def test_trls_completions() -> None:
+    samples = read_any(FOREIGN / "completions_00001.parquet")
+    assert len(samples) == 8
+    assert len({s.prompt.prompt_id for s in samples}) == 2
+    assert [s.response.sample_index for s in samples] == [0, 1, 2, 3] * 2
+    assert sum(s.judgement.correct for s in samples) == 7
+
+
+def test_verls_rollouts() -> None:
+    assert shown(FOREIGN / "1.jsonl") == [("2*3=", 1.0, 0.8), ("2*3=", 0.0, 0.9)]
+
+
+def test_a_table_by_its_columns(tmp_path: Path) -> None:
+    path = tmp_path / "mine.csv"
+    with path.open("w", newline="") as file:
+        rows = csv.writer(file)
+        rows.writerow(["id", "p", "right"])
+        rows.writerows([["x", "0.25", "1"], ["x", "", "0"], ["y", "1.0", "True"]])
+    columns = parse_columns("correct=right,confidence=p,group=id")
+    assert shown(path, **columns) == [
+        ("x", 1.0, 0.25),
+        ("x", 0.0, None),
+        ("y", 1.0, 1.0),
+    ]
+
+
+def test_our_own_samples_stay_what_they_are(tmp_path: Path) -> None:
+    row = {
+        "version": 2,
+        "prompt_id": "a",
+        "ground_truth": "6",
+        "task": "t",
+        "sample_index": 0,
+        "finish_reason": "stop",
+        "weights_version": 0,
+        "text": "6",
+        "correct": 1.0,
+        "confidence": 0.5,
+        "status": "ok",
+        "boundary": None,
+        "length": 0,
+    }
+    path = tmp_path / "samples.jsonl"
+    path.write_text(json.dumps(row) + "\n")
+    assert shown(path) == [("a", 1.0, 0.5)]
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "columns", "named"),
+    [
+        ("a.jsonl", [{"x": 1, "y": 2}], {}, "--columns"),
+        ("a.jsonl", [{"x": 1}], {"confidence": "x"}, "correct"),
+        ("a.jsonl", [{"x": 1}], {"correct": "y"}, "'y'"),
+        ("a.jsonl", [{"x": 7}], {"correct": "x"}, "row 1"),
+        ("a.jsonl", [{"x": 1, "p": 1.2}], {"correct": "x", "confidence": "p"}, "1.2"),
+        ("a.jsonl", [{"input": "a", "output": "b", "score": 3.5}], {}, "3.5"),
+        (
+            "a.jsonl",
+            [
+                {
+                    "step": 1,
+                    "prompt": "a",
+                    "completion": "b",
+                    "advantage": 0,
+                    "r": 1,
+                    "s": 1,
+                }
+            ],
+            {},
+            "r, s",
+        ),
+        (
+            "a.jsonl",
+            [
+                {
+                    "doc_id": 1,
+                    "resps": [["a"]],
+                    "target": "b",
+                    "bleu": 1,
+                    "metrics": ["bleu"],
+                }
+            ],
+            {},
+            "bleu",
+        ),
+    ],
+)
+def test_what_has_no_verdict_is_refused_by_name(
+    tmp_path: Path,
+    name: str,
+    rows: list[dict[str, Any]],
+    columns: dict[str, str],
+    named: str,
+) -> None:
+    path = tmp_path / name
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(UserError, match=named):
+        read_any(path, columns or None)
+
+
+def test_a_damaged_log_is_named(tmp_path: Path) -> None:
+    whole = (FOREIGN / "arith.eval").read_bytes()
+    damaged = tmp_path / "a.eval"
+    middle = len(whole) // 4
+    damaged.write_bytes(whole[:middle] + bytes(3000) + whole[middle + 3000 :])
+    with pytest.raises(UserError, match=r"a\.eval"):
+        read_any(damaged)
+    without = tmp_path / "b.eval"
+    with zipfile.ZipFile(without, "w") as log:
+        log.writestr("header.json", "{}")
+    with pytest.raises(UserError, match="verdict"):
+        read_any(without)
+
+
+@pytest.mark.parametrize("text", ["correct", "correct=", "right=x"])
+def test_odd_columns_are_refused(text: str) -> None:
+    with pytest.raises(UserError, match="--columns"):
+        parse_columns(text)
+
+
+def test_a_report_of_all_of_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "report.html"
+    files = [str(path) for path in sorted(FOREIGN.iterdir())]
+    assert main(["report", *files, "--out", str(page)]) == 0
+    assert "arith" in capsys.readouterr().out
+    assert page.read_text().count("<svg") >= 2
+    # and one of them on its own, beside itself
+    copied = tmp_path / "arith.eval"
+    copied.write_bytes((FOREIGN / "arith.eval").read_bytes())
+    assert main(["report", str(copied)]) == 0
+    assert (tmp_path / "arith.report.html").is_file()
+
+
+def test_a_log_is_evaluated(tmp_path: Path) -> None:
+    out = tmp_path / "scored"
+    arguments = [
+        "evaluate",
+        "--samples",
+        str(FOREIGN / "arith.eval"),
+        "--out",
+        str(out),
+    ]
+    assert main([*arguments, "--confidence", "verbal", "--resamples", "0"]) == 0
+    evaluation = json.loads((out / "evaluation.json").read_text())
+    assert evaluation["overall"]["accuracy"] == 0.5
+    assert evaluation["overall"]["verbal"]["parse_rate"] == 0.75
