@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import socket
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from megatron_dcpo.cli import VERBS
@@ -91,7 +92,8 @@ def run(args: argparse.Namespace) -> int:
         ),
         flush=True,
     )
-    uvicorn.Server(config).run(sockets=[listening])
+    with suppress(KeyboardInterrupt):
+        uvicorn.Server(config).run(sockets=[listening])
     return 0
 
 

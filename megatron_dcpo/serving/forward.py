@@ -39,7 +39,7 @@ _OF_THE_CONNECTION = frozenset(
         b"upgrade",
     )
 )
-_OURS = _OF_THE_CONNECTION | {b"host", b"content-length"}
+_OURS = _OF_THE_CONNECTION | {b"host", b"content-length", b"expect"}
 _CONNECT_SECONDS = 10.0
 # a pool looks at all its connections for each request: many small ones are cheaper
 _POOLS = 32

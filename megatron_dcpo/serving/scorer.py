@@ -4,6 +4,7 @@ that was fitted on such measures. What cannot be computed is None, with the reas
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -177,9 +178,12 @@ class Scorer:
     def _predicted(self, sample: Sample) -> float | None:
         assert self.calibrator is not None
         try:
-            return self.calibrator.predictor.predict([sample])[0]
+            confidence = self.calibrator.predictor.predict([sample])[0]
         except UserError:
             return None
+        if confidence is None or not math.isfinite(confidence):
+            return None
+        return confidence
 
     def shown(self, text: str, asked: Asked, scored: Scored) -> str:
         """Return the text of an answer as the client gets it.
