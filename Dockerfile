@@ -45,7 +45,7 @@ RUN NVTE_FRAMEWORK=pytorch pip install --no-cache-dir --no-build-isolation "tran
 ARG FLASH_ATTN=
 RUN test -z "${FLASH_ATTN:-}" || FLASH_ATTN_CUDA_ARCHS="80" pip install --no-cache-dir --no-build-isolation --no-deps flash-attn==2.8.3
 COPY . .
-RUN pip install --no-cache-dir --constraint constraints.txt ".[hub]" pytest pytest-timeout pytest-xdist
+RUN pip install --no-cache-dir --constraint constraints.txt ".[train,hub]" pytest pytest-timeout pytest-xdist
 # torch's own pin, 9.20.0.48, lacks libcudnn_engines_tensor_ir. Last: whatever needs torch would put the pin back
 RUN pip install --no-cache-dir --no-deps nvidia-cudnn-cu13==9.21.1.3 && dcpo --version
 

@@ -14,6 +14,21 @@ VERSION = re.search(
 ).group(1)
 
 
+# What training needs, and the evaluation of a model in this process.
+TRAIN = [
+    "torch>=2.6",
+    "megatron-core>=0.16,<0.20",
+    "transformers>=5.5,<5.20",
+    "safetensors>=0.5",
+    "pandas>=2.1",
+    "tensorboard>=2.16",
+    # what Megatron-core imports without declaring
+    "einops",
+    "sentencepiece",  # of slow tokenizers
+    "psutil",
+]
+
+
 class BuildWithPins(build_py):
     """`dcpo doctor` names the tested versions: constraints.txt travels with the package."""
 
@@ -47,11 +62,8 @@ setup(
         "megatron_dcpo.planning": ["models/*/*/config.json"],
         "megatron_dcpo.serving": ["page.html"],
     },
+    # Calibration, judging, reports, evaluation of servers, dcpo serve: neither torch nor Megatron.
     install_requires=[
-        "torch>=2.6",
-        "megatron-core>=0.16,<0.20",
-        "transformers>=5.5,<5.20",
-        "safetensors>=0.5",
         "httpx2>=2.0,<3",  # what huggingface_hub uses
         # dcpo serve
         "starlette>=0.40",
@@ -65,20 +77,13 @@ setup(
         "scikit-learn>=1.4",
         "matplotlib>=3.8",
         "pyarrow>=15",
-        "pandas>=2.1",
-        "tensorboard>=2.16",
         "rich>=13.7",
         "jinja2>=3.1",
-        # what Megatron-core imports without declaring
-        "einops",
-        "sentencepiece",  # of slow tokenizers
         "packaging",
-        "psutil",
     ],
     extras_require={
-        # without a GPU: nothing beyond the base; the name is there so that `.[cpu,dev]` says what
-        # is meant
-        "cpu": [],
+        "train": TRAIN,
+        "cpu": TRAIN,  # training without a GPU: nothing more
         "gpu": [  # below 2.12 as Megatron-core 0.16 declares, which is all that Python 3.11 has
             "transformer-engine[pytorch]>=2.9,<2.12; python_version<'3.12'",
             "transformer-engine[pytorch]>=2.9; python_version>='3.12'",

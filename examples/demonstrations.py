@@ -1,8 +1,8 @@
 """Demonstrations of the format that RL rewards, from answers that a model gave itself.
 
     dcpo evaluate --model MODEL --benchmarks train=train.jsonl --repeats 4 --out runs/answers
-    python examples/demonstrations.py --samples runs/answers/samples.jsonl --out demonstrations.jsonl
-    dcpo sft --config examples/quickstart/sft.yaml data.path=demonstrations.jsonl
+    python examples/demonstrations.py --samples runs/answers/samples.jsonl --out shown.jsonl
+    dcpo sft --config examples/quickstart/sft.yaml data.path=shown.jsonl
 
 Of every problem the first right answers are kept (rejection sampling), at most ``--per-problem`` of
 them. Behind each stands a confidence drawn uniformly from 0.00 to 1.00, which does not look at the

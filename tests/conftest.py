@@ -102,6 +102,15 @@ def _save_tiny_model(path: Path, family: str, tied: bool, layers: int) -> Path:
         model = Qwen3MoeForCausalLM(
             Qwen3MoeConfig(**common, **experts, norm_topk_prob=normalized)
         )
+    elif family == "qwen3_yarn":
+        # the sequences of the tests go beyond the original context
+        rope = {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 32,
+        }
+        model = Qwen3ForCausalLM(Qwen3Config(**common, rope_parameters=rope))
     elif family == "qwen3_biases":
         biases = {"attention_bias": True, "hidden_act": "relu"}
         model = Qwen3ForCausalLM(Qwen3Config(**common, **biases))

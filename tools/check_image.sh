@@ -59,7 +59,7 @@ while IFS= read -r step; do
     if [ -n "$inspect" ]; then
         case $command in
             *flash-attn*) continue ;;
-            *'".[hub]"'*) command='pip install --no-cache-dir --constraint constraints.txt --editable ".[cpu,dev]"' ;;
+            *'".[train,hub]"'*) command='pip install --no-cache-dir --constraint constraints.txt --editable ".[cpu,dev]"' ;;
         esac
     fi
     echo "== $command"

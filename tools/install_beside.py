@@ -52,10 +52,11 @@ def wanted(
     not asked.
     """
     seen.add(name)
+    extra = "train" if name == ROOT else ""
     for text in there[name].requires or []:
         requirement = Requirement(text)
         if requirement.marker is not None and not requirement.marker.evaluate(
-            {"extra": ""}
+            {"extra": extra}
         ):
             continue
         yield requirement
@@ -89,10 +90,10 @@ def missing(
 
 
 def unsuitable(there: dict[str, metadata.Distribution], setup: str) -> list[str]:
-    """Return what is there and out of the range of ``install_requires``, of the extra ``gpu``, or,
-    of Transformer Engine, of the Megatron-core that is there.
+    """Return what is there and out of the range of ``TRAIN``, ``install_requires`` or the extra
+    ``gpu``, or, of Transformer Engine, of the Megatron-core that is there.
     """
-    text = setup[setup.index("install_requires") : setup.index('"vllm"')]
+    text = setup[setup.index("TRAIN = ") : setup.index('"vllm"')]
     ours = map(Requirement, re.findall(r'"([A-Za-z][^"]*[<>=][^"]*)"', text))
     asked = [
         ("this release", one)

@@ -32,6 +32,7 @@ from megatron_dcpo.errors import (
     UserError,
     did_you_mean,
     one_line,
+    pip_install,
 )
 from megatron_dcpo.runtime import signals
 from megatron_dcpo.runtime.text import printable
@@ -157,7 +158,10 @@ def _refusal(error: UserError | OSError | ModuleNotFoundError) -> str | None:
         missing = error.name or "megatron_dcpo"
         if missing.startswith("megatron_dcpo"):
             return None
-        return f"{missing} is not installed; call dcpo of .venv (make setup)"
+        how = pip_install("train")
+        if (Path(__file__).parents[2] / "Makefile").is_file():
+            how = "call dcpo of .venv (make setup), or pip install '.[train]'"
+        return f"{missing} is not installed, which this verb needs; {how}"
     if isinstance(error, UserError) or error.errno in _DISK_REFUSES:
         return str(error)
     return None
@@ -169,7 +173,7 @@ def as_options(words: Sequence[str]) -> list[str]:
     ``train x.yaml`` names the configuration, ``--section.key value`` is an override, and a bare
     ``--resume`` means ``auto``.
     """
-    if not words or words[0] not in ("train", "plan", "probe", "evaluate"):
+    if not words or words[0] not in ("train", "sft", "plan", "probe", "evaluate"):
         return list(words)
     verb, *rest = words
     # the YAML files of evaluate belong to --config and --as-trained

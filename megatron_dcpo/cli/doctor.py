@@ -28,6 +28,8 @@ REQUIRED = (
     "omegaconf",
 )
 
+OF_TRAINING = ("torch", "megatron-core", "transformers", "safetensors")
+
 if TYPE_CHECKING:
     from megatron_dcpo.cli import Subparsers
 OPTIONAL = {
@@ -92,7 +94,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def examine() -> list[Finding]:
-    """Return all findings, the required parts first."""
+    """Return all findings, the required parts first. Without torch they are those of an
+    installation that does not train.
+    """
+    if _version("torch") is None and not _is_for_training():
+        return _light()
     from megatron_dcpo.runtime.device import backend, current_device
 
     pins = _constraints()
@@ -115,6 +121,28 @@ def examine() -> list[Finding]:
     findings.append(Finding("tested with", matrix, None))
     device = f"{current_device()} over {backend()}, {os.cpu_count()} CPU cores"
     findings.append(Finding("device", device, True))
+    return [*findings, _sandbox()]
+
+
+def _is_for_training() -> bool:
+    """Return whether any package is there that only training needs."""
+    return any(_version(name) for name in ("megatron-core", "transformers"))
+
+
+def _light() -> list[Finding]:
+    """Return the findings of an installation without the extra ``train``."""
+    pins = _constraints()
+    findings = [
+        Finding("python", platform.python_version(), sys.version_info >= (3, 11))
+    ]
+    for name in REQUIRED:
+        if name not in OF_TRAINING:
+            findings.append(_required(name, pins.get(name), ()))
+    verbs = (
+        "calibrate, evaluate of an endpoint or of samples, judge, plan, report, serve"
+    )
+    advice = f"{verbs} work without; {pip_install('train')}"
+    findings.append(Finding("training", "not installed", None, advice))
     return [*findings, _sandbox()]
 
 

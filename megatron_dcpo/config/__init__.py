@@ -167,6 +167,12 @@ def validate(values: object, source: str = "config") -> Config:
         raise UserError(
             f"{source}: expected a mapping of sections, found {type(values).__name__}"
         )
+    data = values.get("data")
+    if isinstance(data, dict) and "examples_per_step" in data:
+        raise UserError(
+            f"{source}: a configuration of dcpo sft (data.examples_per_step), which trains on "
+            "demonstrations; this reads one of dcpo train"
+        )
     config = checked(values, Config, source)
     config = dataclasses.replace(config, objective=_completed_objective(config))
     check_configuration(config, source)

@@ -41,7 +41,6 @@ from megatron_dcpo.evaluation.responders import (
     Responder,
     ask_server,
     model_name,
-    sample_model,
     top_logprobs,
 )
 from megatron_dcpo.evaluation.run_description import SAMPLING
@@ -63,7 +62,6 @@ from megatron_dcpo.judging.verifiers import (
     verifier_for,
     verifiers,
 )
-from megatron_dcpo.runtime import distributed
 from megatron_dcpo.runtime.run_records import today
 from megatron_dcpo.runtime.text import read_json_object
 from megatron_dcpo.types import CONFIDENCE_TAG
@@ -232,6 +230,8 @@ def _new_samples(
     date = None if fresh else date_of(config.run_dir)
     date = date or today()
     if ranks > 1:
+        from megatron_dcpo.runtime import distributed
+
         distributed.initialize(timeout_minutes=_LONGEST_MINUTES)
     check = partial(_check_directory, config, loaded)
     if config.endpoint.url:
@@ -244,6 +244,8 @@ def _new_samples(
         settings |= _files_of(config)
         if _rank() == 0 and not fresh:  # before the slow loading of the model
             check(settings)
+        from megatron_dcpo.evaluation.local_model import sample_model
+
         responder = sample_model(config, loaded, date)
     share = slice(_rank(), None, ranks)
     prompts = [responder.render(problems) for problems in loaded]
@@ -269,6 +271,8 @@ def _new_samples(
             )
     if ranks > 1:
         samples = _of_all_ranks(samples, loaded)
+        from megatron_dcpo.runtime import distributed
+
         distributed.destroy()
     _check_same_verifiers(config, loaded)
     return samples, responder.model
@@ -331,6 +335,8 @@ def _of_all_ranks(samples: list[Sample], loaded: Sequence[Problems]) -> list[Sam
         for record in problems.benchmark.records:
             position[problems.benchmark.name, record.prompt_id] = len(position)
     gathered: list[Sample] = []
+    from megatron_dcpo.runtime import distributed
+
     for part in distributed.all_gather_objects(samples):
         gathered += part
     return sorted(

@@ -71,15 +71,24 @@ def find_runs(paths: Sequence[str | Path]) -> list[EvaluatedRun]:
 def unevaluated(path: Path) -> str:
     """Return what the numbers of a run are that was never evaluated, and how to evaluate it."""
     policy = path / "policy"
+    numbers = "its numbers are of the last training step's responses"
+    as_trained = f"--as-trained {path / CONFIG} "
+    if is_supervised(path):
+        numbers = "supervised training has only losses"
+        as_trained = ""
     how = (
-        f"evaluate it by dcpo evaluate --model {policy} --as-trained {path / CONFIG} --benchmarks "
-        f"NAMES --out {path / 'eval'}"
+        f"evaluate it by dcpo evaluate --model {policy} {as_trained}--benchmarks NAMES --out "
+        f"{path / 'eval'}"
     )
     if not policy.is_dir():
         how = f"its policy is in {policy} when it has ended, for dcpo evaluate"
-    return (
-        f"never evaluated; its numbers are of the last training step's responses; {how}"
-    )
+    return f"never evaluated; {numbers}; {how}"
+
+
+def is_supervised(path: Path) -> bool:
+    """Return whether a run directory is that of ``dcpo sft``."""
+    config = path / CONFIG
+    return config.is_file() and "\n  examples_per_step:" in config.read_text()
 
 
 def _is_run(directory: Path) -> bool:

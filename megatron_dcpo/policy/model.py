@@ -32,6 +32,7 @@ from megatron_dcpo.runtime.megatron_private import APEX_KERNEL, without_asking_f
 from megatron_dcpo.weights.architecture import (
     Activation,
     Architecture,
+    YarnScaling,
     read_architecture,
 )
 from megatron_dcpo.weights.hf_checkpoint import HFReader, load_into
@@ -162,7 +163,18 @@ def _model_options(arch: Architecture) -> dict[str, Any]:
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "perform_initialization": False,  # the weights come from a checkpoint
+        "softmax_scale": softmax_scale(arch),
     }
+
+
+def softmax_scale(arch: Architecture) -> float | None:
+    """Return the factor of the attention's scores, None for 1 / sqrt(kv_channels). YaRN multiplies
+    cosine and sine, and so queries and keys, by its factor: the scores by its square.
+    """
+    if not isinstance(arch.rope_scaling, YarnScaling):
+        return None
+    factor: float = arch.rope_scaling.attention_factor
+    return factor**2 / math.sqrt(arch.kv_channels)
 
 
 def _parallel_options(parallel: ParallelConfig) -> dict[str, Any]:
@@ -352,8 +364,8 @@ def _build_chunk(
             parallel_output=True,
             vp_stage=virtual_stage,
         ).to(current_device())
-    # Of Llama-3.1's scaling Megatron reads only the factor; the other numbers of the checkpoint
-    # matter as much.
+    # Of Llama-3.1's scaling Megatron reads only the factor, and of YaRN's nothing; all numbers of
+    # the checkpoint matter.
     gpt.rotary_pos_emb.inv_freq = rotary_inverse_frequencies(arch).to(current_device())
     gpt.model_type = ModelType.encoder_or_decoder
     if gpt.post_process:
@@ -387,11 +399,11 @@ def _mark_tensor_parallel(gpt: GPTModel, dimensions: dict[str, int | None]) -> N
 
 
 def rotary_inverse_frequencies(arch: Architecture) -> Tensor:
-    """Return the angular frequencies [kv_channels / 2] in fp32, with Llama-3.1's scaling if the
-    checkpoint asks for it.
+    """Return the angular frequencies [kv_channels / 2] in fp32, with the scaling that the
+    checkpoint asks for.
 
-    Wavelengths above ``original / low`` are stretched by ``factor``, wavelengths below ``original /
-    high`` are kept, and those in between are interpolated linearly in the frequency.
+    Llama-3.1's: wavelengths above ``original / low`` are stretched by ``factor``, wavelengths below
+    ``original / high`` are kept, and those in between are interpolated linearly in the frequency.
     """
     exponent = (
         torch.arange(0, arch.kv_channels, 2, dtype=torch.int64).float()
@@ -401,12 +413,40 @@ def rotary_inverse_frequencies(arch: Architecture) -> Tensor:
     scaling = arch.rope_scaling
     if scaling is None:
         return inv_freq
+    if isinstance(scaling, YarnScaling):
+        return _yarn_frequencies(inv_freq, arch.rotary_base, scaling)
     original = scaling.original_max_position_embeddings
     low = scaling.low_freq_factor
     high = scaling.high_freq_factor
     wavelength = 2 * math.pi / inv_freq
     keep = ((original / wavelength - low) / (high - low)).clamp(0.0, 1.0)
     return (1 - keep) * inv_freq / scaling.factor + keep * inv_freq
+
+
+def _yarn_frequencies(inv_freq: Tensor, base: float, scaling: YarnScaling) -> Tensor:
+    """Return YaRN's frequencies [d / 2]: between the dimensions that turn ``beta_fast`` and
+    ``beta_slow`` times in the original context, from the own frequency to that divided by
+    ``factor``.
+    """
+    d = 2 * len(inv_freq)
+
+    def dimension(rotations: float) -> float:
+        """Return the dimension that turns so often in the original context."""
+        wavelength = scaling.original_max_position_embeddings / rotations
+        return d * math.log(wavelength / (2 * math.pi)) / (2 * math.log(base))
+
+    low = dimension(scaling.beta_fast)
+    high = dimension(scaling.beta_slow)
+    if scaling.truncate:
+        low = math.floor(low)
+        high = math.ceil(high)
+    low = max(low, 0)
+    high = min(high, d - 1)
+    if low == high:
+        high += 0.001
+    ramp = ((torch.arange(d // 2).float() - low) / (high - low)).clamp(0.0, 1.0)
+    kept = 1 - ramp
+    return inv_freq / scaling.factor * (1 - kept) + inv_freq * kept
 
 
 def _mixed_precision(

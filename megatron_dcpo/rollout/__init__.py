@@ -1,24 +1,22 @@
 """Engines, which sample responses. No other subpackage knows the generation of transformers and
 vLLM.
+
+What is named here is imported when it is asked for: a server is evaluated without torch.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
+import importlib
+from typing import TYPE_CHECKING, Any
 
-from megatron_dcpo.errors import UserError
-from megatron_dcpo.rollout.engine import (
-    Engine,
-    EngineError,
-    Samples,
-    SamplingConfig,
-    choose_engine,
-)
-from megatron_dcpo.rollout.function import RolloutContext, Transcript
-from megatron_dcpo.rollout.tokens import load_tokenizer
-from megatron_dcpo.rollout.transformers_engine import TransformersEngine
-from megatron_dcpo.rollout.vllm_engine import VllmEngine
-from megatron_dcpo.rollout.vllm_host import VllmOptions
+if TYPE_CHECKING:
+    from megatron_dcpo.rollout.engine import Engine, EngineError, choose_engine
+    from megatron_dcpo.rollout.function import RolloutContext, Transcript
+    from megatron_dcpo.rollout.local_engine import build_local_engine
+    from megatron_dcpo.rollout.sampling import Samples, SamplingConfig
+    from megatron_dcpo.rollout.tokens import load_tokenizer
+    from megatron_dcpo.rollout.transformers_engine import TransformersEngine
+    from megatron_dcpo.rollout.vllm_host import VllmOptions
 
 __all__ = [
     "Engine",
@@ -34,27 +32,23 @@ __all__ = [
     "load_tokenizer",
 ]
 
+_MODULES = {
+    "Engine": "engine",
+    "EngineError": "engine",
+    "RolloutContext": "function",
+    "Samples": "sampling",
+    "SamplingConfig": "sampling",
+    "Transcript": "function",
+    "TransformersEngine": "transformers_engine",
+    "VllmOptions": "vllm_host",
+    "build_local_engine": "local_engine",
+    "choose_engine": "engine",
+    "load_tokenizer": "tokens",
+}
 
-def build_local_engine(
-    choice: str, model_dir: str | Path, options: VllmOptions
-) -> Engine:
-    """Return an engine in this process. ``choice`` is ``auto``, ``vllm`` or ``transformers``.
 
-    The transformers engine uses ``dtype``, ``max_num_seqs``, ``head_dtype`` and ``record_experts``
-    of the options and samples on one rank. Raises :class:`UserError` if the model or the chosen
-    engine cannot be used.
-    """
-    if choose_engine(choice, model_dir) == "vllm":
-        return VllmEngine(model_dir, options)
-    size = options.tensor_model_parallel_size
-    if size > 1:
-        raise UserError(
-            f"rollout.tensor_model_parallel_size={size} needs vLLM, which cannot be used here"
-        )
-    return TransformersEngine.from_pretrained(
-        model_dir=model_dir,
-        dtype=options.dtype,
-        max_num_seqs=options.max_num_seqs,
-        head_dtype=options.head_dtype,
-        record_experts=options.record_experts,
-    )
+def __getattr__(name: str) -> Any:  # noqa: ANN401 - any of the names above
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = importlib.import_module(f"{__name__}.{_MODULES[name]}")
+    return getattr(module, name)

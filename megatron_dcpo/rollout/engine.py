@@ -5,7 +5,6 @@ split over ranks.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,6 +15,7 @@ from typing import Literal, Protocol
 import numpy as np
 
 from megatron_dcpo.errors import UserError, pip_install
+from megatron_dcpo.rollout.sampling import Samples, SamplingConfig, digest_of
 from megatron_dcpo.runtime.device import capabilities
 from megatron_dcpo.runtime.text import read_json_object
 from megatron_dcpo.types import Prompt, Response, ResponseKey
@@ -28,30 +28,6 @@ from megatron_dcpo.weights.architecture import (
 from megatron_dcpo.weights.config_keys import check_unquantized
 from megatron_dcpo.weights.hf_checkpoint import HFReader
 from megatron_dcpo.weights.planner import WeightSlice
-
-
-@dataclass(frozen=True)
-class SamplingConfig:
-    """``n`` responses per prompt. ``top_k`` 0 and ``top_p`` 1 are off; ``max_tokens`` counts EOS.
-
-    ``raw_logprobs``: report log-probs of the raw logits instead of the distribution that was
-    sampled (temperature, top-k, top-p). Training needs log-probs of the sampled distribution;
-    evaluation needs raw ones, which the temperature of an evaluation does not change (vLLM's
-    ``raw_logprobs``). ``top_logprobs``: also the K largest of every position, always of the raw
-    logits.
-    """
-
-    n: int = 1
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    max_tokens: int = 3000
-    seed: int = 0
-    raw_logprobs: bool = False
-    top_logprobs: int = 0
-
-
-Samples = Sequence[tuple[Prompt, int]]  # prompt and index of each response
 
 
 @dataclass(frozen=True)
@@ -260,7 +236,7 @@ def uniforms(
     """Return float64 [count] uniform numbers in [0, 1), counted (Philox): a longer ``count`` begins
     with the same ones.
     """
-    key = np.frombuffer(_digest(16, seed, step, prompt_id, sample_index), np.uint64)
+    key = np.frombuffer(digest_of(16, seed, step, prompt_id, sample_index), np.uint64)
     return np.random.Generator(np.random.Philox(key=key)).random(count)
 
 
@@ -271,20 +247,7 @@ def request_seed(
     ``begun`` tokens.
     """
     if begun:
-        digest = _digest(8, seed, step, prompt_id, index, begun)
+        digest = digest_of(8, seed, step, prompt_id, index, begun)
     else:
-        digest = _digest(8, seed, step, prompt_id, index)
+        digest = digest_of(8, seed, step, prompt_id, index)
     return int.from_bytes(digest, "little") >> 2
-
-
-def sample_seed(seed: int, prompt_id: str, repeat: int) -> int:
-    """Return a seed of 31 bits, for a server that is evaluated: servers differ in how wide a seed
-    they take.
-    """
-    return int.from_bytes(_digest(4, seed, prompt_id, repeat), "little") >> 1
-
-
-def _digest(size: int, *names: object) -> bytes:
-    return hashlib.blake2b(
-        "/".join(map(str, names)).encode(), digest_size=size
-    ).digest()

@@ -21,7 +21,7 @@ import numpy as np
 from megatron_dcpo.data.prompts import plain_text
 from megatron_dcpo.errors import UserError, one_line
 from megatron_dcpo.judging.replies import response_of_choice
-from megatron_dcpo.rollout.engine import SamplingConfig, sample_seed
+from megatron_dcpo.rollout.sampling import SamplingConfig, sample_seed
 from megatron_dcpo.runtime.http_json import HttpError, JsonClient, may_pass
 from megatron_dcpo.runtime.served_models import VERSIONED
 from megatron_dcpo.types import Prompt, Response

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-from safetensors import SafetensorError, safe_open
-
 from megatron_dcpo.config import AdapterConfig
 from megatron_dcpo.config.sections import Projection
 from megatron_dcpo.errors import UserError, one_line
@@ -183,6 +181,8 @@ def _shapes_of_factors(directory: Path) -> dict[str, dict[str, tuple[int, ...]]]
     """Return the shapes of the factors A and B, by module. Raises :class:`UserError` for a tensor
     that is neither.
     """
+    from safetensors import SafetensorError, safe_open
+
     path = directory / WEIGHTS
     if not path.is_file():
         raise UserError(

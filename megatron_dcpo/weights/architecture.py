@@ -40,6 +40,33 @@ class RopeScaling:
 
 
 @dataclass(frozen=True)
+class YarnScaling:
+    """YaRN's frequency scaling (``rope_type: yarn``; Peng et al. 2023), with the numbers of the
+    checkpoint. It is static: sequences of every length are computed with it.
+
+    A frequency that turns more than ``beta_fast`` times in the original context is kept, one that
+    turns less than ``beta_slow`` times is divided by ``factor``, and between the two dimensions,
+    rounded outwards if ``truncate``, the share changes linearly.
+    """
+
+    factor: float
+    original_max_position_embeddings: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+
+    @property
+    def attention_factor(self) -> float:
+        """Return the factor of cosine and sine, for queries and for keys."""
+        return yarn_attention_factor(self.factor)
+
+
+def yarn_attention_factor(factor: float) -> float:
+    """Return 0.1 ln(factor) + 1, YaRN's factor of cosine and sine."""
+    return 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+@dataclass(frozen=True)
 class Architecture:
     """A decoder-only transformer in Hugging Face terms. Sizes are counts, not bytes.
 
@@ -60,7 +87,7 @@ class Architecture:
     max_position_embeddings: int
     layernorm_epsilon: float
     rotary_base: float
-    rope_scaling: RopeScaling | None
+    rope_scaling: RopeScaling | YarnScaling | None
     tied_embeddings: bool
     qk_layernorm: bool
     qkv_bias: bool
@@ -240,7 +267,7 @@ def parse_architecture(
             num_query_groups=config.get("num_key_value_heads") or heads,
             kv_channels=config.get("head_dim") or config["hidden_size"] // heads,
             vocab_size=config["vocab_size"],
-            max_position_embeddings=config["max_position_embeddings"],
+            max_position_embeddings=_positions(config, scaling),
             layernorm_epsilon=_positive(config, "rms_norm_eps", source),
             rotary_base=base,
             rope_scaling=scaling,
@@ -328,6 +355,27 @@ def _experts(config: dict[str, Any], source: str) -> dict[str, Any]:
     }
 
 
+def _positions(
+    config: dict[str, Any], scaling: RopeScaling | YarnScaling | None
+) -> int:
+    """Return how many positions the model has: with YaRN those of the longer context, which model
+    cards that add it to ``config.json`` do not write into ``max_position_embeddings``.
+    """
+    positions: int = config["max_position_embeddings"]
+    if isinstance(scaling, YarnScaling):
+        longer = int(scaling.factor * scaling.original_max_position_embeddings)
+        positions = max(positions, longer)
+    return positions
+
+
+_YARN = (
+    "factor",
+    "original_max_position_embeddings",
+    "beta_fast",
+    "beta_slow",
+    "truncate",
+    "attention_factor",
+)
 _LLAMA3 = (
     "factor",
     "high_freq_factor",
@@ -336,7 +384,9 @@ _LLAMA3 = (
 )
 
 
-def _rope(config: dict[str, Any], source: str) -> tuple[float, RopeScaling | None]:
+def _rope(
+    config: dict[str, Any], source: str
+) -> tuple[float, RopeScaling | YarnScaling | None]:
     """Return the base and the scaling of the rotary frequencies."""
     # transformers 5 writes rope_parameters; older checkpoints have rope_theta and rope_scaling.
     key = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
@@ -348,13 +398,12 @@ def _rope(config: dict[str, Any], source: str) -> tuple[float, RopeScaling | Non
     rope.setdefault("rope_type", rope.get("type", "default"))
     base = _positive(rope, "rope_theta", source)
     kind = rope["rope_type"]
-    if kind not in ("default", "llama3"):
+    if kind not in ("default", "llama3", "yarn"):
         raise UserError(
-            f"{source}: rope type {kind!r} is not supported; known: default, llama3"
+            f"{source}: rope type {kind!r} is not supported; known: default, llama3, yarn"
         )
     understood = {"rope_theta", "rope_type", "type"}
-    if kind == "llama3":
-        understood |= set(_LLAMA3)
+    understood |= {"llama3": set(_LLAMA3), "yarn": set(_YARN)}.get(kind, set())
     if rope.get("partial_rotary_factor") == 1:
         understood.add("partial_rotary_factor")
     for name, value in rope.items():
@@ -365,6 +414,8 @@ def _rope(config: dict[str, Any], source: str) -> tuple[float, RopeScaling | Non
             )
     if kind == "default":
         return base, None
+    if kind == "yarn":
+        return base, _yarn(rope, key, source)
     factor, high, low, original = (_positive(rope, name, source) for name in _LLAMA3)
     if high <= low:
         raise UserError(
@@ -375,4 +426,44 @@ def _rope(config: dict[str, Any], source: str) -> tuple[float, RopeScaling | Non
         low_freq_factor=low,
         high_freq_factor=high,
         original_max_position_embeddings=int(original),
+    )
+
+
+def _yarn(rope: dict[str, Any], key: str, source: str) -> YarnScaling:
+    """Return YaRN's scaling. Raises :class:`UserError` for a factor of the attention that is not
+    YaRN's own: engines compute it from ``factor`` alone.
+    """
+    factor = _positive(rope, "factor", source)
+    if factor < 1:
+        raise UserError(f"{source}: {key}.factor={factor:g} must be at least 1")
+    numbers = {"beta_fast": 32.0, "beta_slow": 1.0}
+    for name in numbers:
+        if rope.get(name) is not None:
+            numbers[name] = _positive(rope, name, source)
+    if numbers["beta_fast"] <= numbers["beta_slow"]:
+        raise UserError(
+            f"{source}: {key}.beta_fast={numbers['beta_fast']:g} must be more than "
+            f"beta_slow={numbers['beta_slow']:g}"
+        )
+    truncate = rope.get("truncate", True)
+    if not isinstance(truncate, bool):
+        raise UserError(
+            f"{source}: {key}.truncate must be true or false, not {truncate!r:.40}"
+        )
+    given = rope.get("attention_factor")
+    own = yarn_attention_factor(factor)
+    if given is not None and not math.isclose(float(given), own, rel_tol=1e-6):
+        raise UserError(
+            f"{source}: {key}.attention_factor={given!r:.40} is not supported with the rope type "
+            f"yarn, whose engines take {own:.6g} for factor={factor:g}; remove the key if that is "
+            "the model's"
+        )
+    return YarnScaling(
+        factor=factor,
+        original_max_position_embeddings=int(
+            _positive(rope, "original_max_position_embeddings", source)
+        ),
+        beta_fast=numbers["beta_fast"],
+        beta_slow=numbers["beta_slow"],
+        truncate=truncate,
     )

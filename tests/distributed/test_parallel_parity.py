@@ -81,6 +81,8 @@ RESUMED = {
 BIASES = [("llama_biases", False), ("qwen3_biases", True)]
 ONE_PROCESS = [("qwen3", False), ("qwen3", True), ("llama", False), ("qwen2", True)]
 ONE_PROCESS += [*BIASES, ("mistral", False)]
+YARN = ("qwen3_yarn", True)
+ONE_PROCESS += [YARN]
 QWEN3, LLAMA = (
     ("qwen3", True),
     ("llama", False),
@@ -92,6 +94,10 @@ SEVERAL += [
 ]
 SEVERAL += [("tp2_sequence_parallel_packed", which) for which in BIASES]
 SEVERAL += [("tp2_pp2", ("mistral", False))]
+SEVERAL += [
+    (layout, YARN)
+    for layout in ("tp2_pp2", "tp2_sequence_parallel_packed", "cp2_packed")
+]
 SEVERAL += [("pp2", BIASES[0]), ("tp2_pp2", BIASES[1])]
 MICRO_BATCHES = (1, 3, 12)
 

@@ -236,10 +236,10 @@ def test_command_line_samples_and_scores_again(
         stream=lambda samples, sampling: stream(samples), eos_token_ids=(EOS,)
     )
     monkeypatch.setattr(
-        "megatron_dcpo.evaluation.responders.check_sampled_model", lambda path: 1000
+        "megatron_dcpo.evaluation.local_model.check_sampled_model", lambda path: 1000
     )
     monkeypatch.setattr(
-        "megatron_dcpo.evaluation.responders.check_vocabulary", lambda *args: None
+        "megatron_dcpo.evaluation.local_model.check_vocabulary", lambda *args: None
     )
     monkeypatch.setattr(
         "megatron_dcpo.rollout.build_local_engine", lambda *args: engine
@@ -288,10 +288,10 @@ def test_on_a_gpu_vllm_samples_many_at_once_in_bf16(
         stream=lambda samples, sampling: stream(samples), eos_token_ids=(EOS,)
     )
     monkeypatch.setattr(
-        "megatron_dcpo.evaluation.responders.check_sampled_model", lambda path: 1000
+        "megatron_dcpo.evaluation.local_model.check_sampled_model", lambda path: 1000
     )
     monkeypatch.setattr(
-        "megatron_dcpo.evaluation.responders.check_vocabulary", lambda *args: None
+        "megatron_dcpo.evaluation.local_model.check_vocabulary", lambda *args: None
     )
     monkeypatch.setattr(
         "megatron_dcpo.rollout.build_local_engine",
@@ -299,7 +299,7 @@ def test_on_a_gpu_vllm_samples_many_at_once_in_bf16(
     )
     monkeypatch.setattr("megatron_dcpo.rollout.load_tokenizer", lambda path: tokenizer)
     monkeypatch.setattr(
-        "megatron_dcpo.evaluation.responders.choose_engine", lambda *_: "vllm"
+        "megatron_dcpo.evaluation.local_model.choose_engine", lambda *_: "vllm"
     )
     monkeypatch.setattr(device, "_CPU", device._GPU if gpu else device._CPU)
     common = (

@@ -2,11 +2,17 @@
 once; bad layouts refused.
 """
 
+import math
+
 import numpy as np
 import pytest
 
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.weights.architecture import Architecture, parse_architecture
+from megatron_dcpo.weights.architecture import (
+    Architecture,
+    YarnScaling,
+    parse_architecture,
+)
 from megatron_dcpo.weights.layout import Coordinates, Layout
 from megatron_dcpo.weights.planner import (
     check_layout,
@@ -221,6 +227,25 @@ def test_a_dense_model_has_no_experts_to_divide(options):
         check_layout(architecture(), Layout(**options))
 
 
+YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 32768,
+}
+
+
+def test_yarn_is_read_as_model_cards_write_it() -> None:
+    """Qwen3's card adds it to rope_scaling and leaves the number of positions as it is."""
+    arch = architecture(rope_scaling=YARN, max_position_embeddings=40960)
+    assert arch.max_position_embeddings == 131072
+    scaling = arch.rope_scaling
+    assert isinstance(scaling, YarnScaling)
+    assert (scaling.beta_fast, scaling.beta_slow, scaling.truncate) == (32, 1, True)
+    assert scaling.attention_factor == pytest.approx(0.1 * math.log(4) + 1)
+    own = YARN | {"attention_factor": 0.1 * math.log(4) + 1}
+    assert architecture(rope_scaling=own).rope_scaling == scaling
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -236,7 +261,14 @@ def test_a_dense_model_has_no_experts_to_divide(options):
         (EXPERTS | {"num_experts": "six"}, "num_experts must be a count"),
         ({"architectures": ["Qwen3MoeForCausalLM"]}, "needs the key"),
         ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM is not supported"),
-        ({"rope_scaling": {"rope_type": "yarn"}}, "yarn"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "factor"),
+        ({"rope_scaling": YARN | {"mscale": 0.7}}, "mscale"),
+        ({"rope_scaling": YARN | {"attention_factor": 1.0}}, "attention_factor"),
+        ({"rope_scaling": YARN | {"beta_fast": 1, "beta_slow": 2}}, "beta_fast"),
+        ({"rope_scaling": YARN | {"factor": 0.5}}, "factor"),
+        ({"rope_scaling": YARN | {"truncate": 1}}, "truncate"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "linear"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "dynamic"),
     ],
 )
 def test_unknown_architectures_are_refused(changes, message):

@@ -1,0 +1,78 @@
+"""A model that an evaluation samples in this process."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+from megatron_dcpo import rollout
+from megatron_dcpo.config.evaluation_sections import EvaluateConfig
+from megatron_dcpo.evaluation.evaluate import respond_at_once
+from megatron_dcpo.evaluation.problems import Problems
+from megatron_dcpo.evaluation.responders import (
+    Responder,
+    as_token_ids,
+    model_name,
+    sampling_of,
+)
+from megatron_dcpo.judging.thinking import check_thinking
+from megatron_dcpo.judging.token_bytes import token_bytes
+from megatron_dcpo.rollout.engine import check_sampled_model, choose_engine
+from megatron_dcpo.rollout.tokens import check_vocabulary
+from megatron_dcpo.rollout.vllm_host import VllmOptions
+from megatron_dcpo.runtime.device import capabilities
+from megatron_dcpo.weights import adapter_shape
+from megatron_dcpo.weights.architecture import read_architecture
+from megatron_dcpo.weights.peft_adapter import merged_tensors
+
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+_MANY = 512  # concurrent responses of vLLM on a GPU
+_FEW = 64  # and of any other engine
+
+
+def sample_model(
+    config: EvaluateConfig, problems: Sequence[Problems], date: datetime.date
+) -> Responder:
+    """Return the checkpoint at ``model.path``, sampled in this process, as a responder."""
+    path = config.model.path
+    vocab_size = check_sampled_model(path)
+    adapter = config.model.adapter_path
+    if adapter:
+        adapter_shape.read_shape(Path(adapter), read_architecture(path))
+    tokenizer = rollout.load_tokenizer(path)
+    tokens = token_bytes(tokenizer)
+    check_thinking(config.data.thinking, tokens.thinking, path)
+    check_vocabulary(path, tokens, vocab_size)
+    render = partial(as_token_ids, config, tokenizer, date)
+    longest = 0
+    for one in problems:
+        for prompt in render(one):
+            longest = max(longest, len(prompt.token_ids))
+    on_gpu = capabilities().separate_memory
+    many = on_gpu and choose_engine(config.rollout.engine, path) == "vllm"
+    dtype = config.model.params_dtype
+    if dtype == "auto":
+        dtype = "bf16" if on_gpu else "fp32"
+    options = VllmOptions(
+        dtype=_DTYPES[dtype],
+        gpu_memory_utilization=0.9 if many else 0.6,
+        max_model_len=longest + config.max_tokens,
+        max_num_seqs=config.rollout.max_num_seqs or (_MANY if many else _FEW),
+        sleep=False,
+        raw_logprobs=True,
+        seed=config.evaluation.seed,
+    )
+    engine = rollout.build_local_engine(config.rollout.engine, path, options)
+    if adapter:
+        # one tensor at a time: the whole model stays where it is
+        merged = ([each] for each in merged_tensors(Path(path), Path(adapter)))
+        engine.update_weights(merged, version=0)
+    stream = partial(engine.stream, sampling=sampling_of(config))
+    return Responder(
+        model_name(config),
+        tokens,
+        render,
+        respond_at_once(stream, tokens, engine.eos_token_ids),
+    )

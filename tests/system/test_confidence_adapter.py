@@ -1,0 +1,201 @@
+"""``dcpo calibrate --kind adapter`` as a user runs it, on answers of the quickstart's policy."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.paths import QUICKSTART
+from tests.helpers.quickstart import metrics, run
+
+POLICY = QUICKSTART / "policy"
+FAST = [
+    "model.params_dtype=fp32",
+    "training.micro_batch_size=64",
+    "training.steps=6",
+    "data.examples_per_step=16",
+    "optimizer.lr=0.003",
+    "logging.to=[]",
+]
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("answers") / "run"
+    done = run(
+        "evaluate",
+        *("--model", POLICY, "--out", out),
+        *("--benchmarks", f"train={QUICKSTART / 'data' / 'train.jsonl'}"),
+        *["--template", "raw", "--limit", "40", "--repeats", "2", "--max-tokens", "32"],
+        *[
+            "--engine",
+            "transformers",
+            "--resamples",
+            "0",
+            "--temperature",
+            "1",
+            "--top-p",
+            "1",
+        ],
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return out / "samples.jsonl"
+
+
+def calibrate(
+    samples: Path, out: Path, *arguments: object, processes: int = 1
+) -> subprocess.CompletedProcess[str]:
+    return run(
+        "calibrate",
+        *("--kind", "adapter", "--model", POLICY),
+        *("--samples", samples, "--out", out),
+        *arguments,
+        processes=processes,
+    )
+
+
+@pytest.fixture(scope="module")
+def fitted(answers: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("fitted") / "run"
+    done = calibrate(answers, directory, "--json", *FAST)
+    assert done.returncode == 0, done.stderr[-2000:]
+    scores = json.loads(done.stdout)["held_out"]
+    assert scores["adapter"]["n"] == scores["verbal"]["n"]
+    assert scores["adapter"]["accuracy"] == scores["verbal"]["accuracy"]
+    return directory
+
+
+def test_it_learns(fitted: Path) -> None:
+    logged = metrics(fitted)
+    assert logged[-1]["evaluation/loss"] < logged[0]["evaluation/loss"]
+    assert logged[-1]["loss"] < logged[1]["loss"]
+    assert not (fitted / "policy").exists(), "the policy stays as it is"
+
+
+def test_it_is_the_same_at_another_layout(
+    answers: Path, fitted: Path, tmp_path: Path
+) -> None:
+    done = calibrate(
+        answers,
+        tmp_path / "run",
+        *FAST,
+        "parallel.tensor_model_parallel_size=2",
+        "parallel.sequence_packing=true",
+        processes=2,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    for key in ("loss", "evaluation/loss"):
+        ours = [row[key] for row in metrics(tmp_path / "run") if key in row]
+        one = [row[key] for row in metrics(fitted) if key in row]
+        assert ours == pytest.approx(one, rel=1e-4)
+
+
+def test_it_is_read_out_and_scored(answers: Path, fitted: Path, tmp_path: Path) -> None:
+    """The answers stand as they are; only their confidence is another one."""
+    out = tmp_path / "with.jsonl"
+    done = run(
+        "calibrate",
+        *("--apply", fitted, "--samples", answers, "--out", out),
+        "model.params_dtype=fp32",
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    before = [json.loads(line) for line in answers.read_text().splitlines()]
+    after = [json.loads(line) for line in out.read_text().splitlines()]
+    for old, new in zip(before, after, strict=True):
+        confidence = new.pop("posthoc_confidence", None)
+        assert new == old
+        assert (confidence is None) == (old["finish_reason"] != "stop")
+        assert confidence is None or 0 <= confidence <= 1
+    done = run(
+        "evaluate",
+        *("--samples", out, "--out", tmp_path / "scored"),
+        *["--confidence", "posthoc,verbal", "--resamples", "0"],
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def changed(samples: Path, out: Path, change: Any, lines: int | None = None) -> Path:
+    """Write the samples again, each line changed."""
+    rows = [json.loads(line) for line in samples.read_text().splitlines()[:lines]]
+    out.parent.mkdir(exist_ok=True)
+    out.write_text("".join(json.dumps({**row, **change(row)}) + "\n" for row in rows))
+    settings = samples.with_name("settings.json")
+    out.with_name("settings.json").write_text(settings.read_text())
+    return out
+
+
+def test_a_teacher_that_knows_other_problems(answers: Path, tmp_path: Path) -> None:
+    done = calibrate(
+        answers, tmp_path / "run", "--teacher", "logistic", "--held-out", "0", *FAST
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    described = json.loads((tmp_path / "run" / "confidence.json").read_text())
+    assert (described["teacher"], described["answers"]) == ("logistic", 80)
+
+
+@pytest.mark.parametrize(
+    ("change", "lines", "arguments", "named"),
+    [
+        (lambda row: {"correct": 1.0}, None, [], "correct"),
+        (lambda row: {}, 30, [], "50"),
+        (lambda row: {"finish_reason": "length"}, None, [], "finished"),
+        (lambda row: {"problem": ""}, None, [], "problem"),
+        (lambda row: {}, None, ["data.template=chat"], "template"),
+        (lambda row: {"asked": "0" * 16}, None, [], "data.template"),
+        (lambda row: {}, None, ["--features", "task"], "--features"),
+        (lambda row: {}, None, ["model.adapter.rank=0"], "model.adapter.rank"),
+    ],
+)
+def test_bad_input_is_one_line(
+    answers: Path,
+    tmp_path: Path,
+    change: Any,
+    lines: int | None,
+    arguments: list[str],
+    named: str,
+) -> None:
+    samples = changed(answers, tmp_path / "changed" / "samples.jsonl", change, lines)
+    done = calibrate(samples, tmp_path / "run", *FAST, *arguments)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert named in done.stderr.strip().splitlines()[-1]
+    assert not (tmp_path / "run" / "adapter").exists()
+
+
+def test_options_of_the_adapter_are_refused_elsewhere(
+    answers: Path, fitted: Path, tmp_path: Path
+) -> None:
+    for arguments, named in (
+        (["--kind", "logistic", "--teacher", "logistic"], "--teacher"),
+        (["--kind", "isotonic", "optimizer.lr=1"], "optimizer.lr"),
+        (["--kind", "adapter"], "--model"),
+        (["--apply", str(tmp_path)], "confidence.json"),
+        (["--apply", str(fitted), "--teacher", "correct"], "--teacher"),
+    ):
+        done = run(
+            "calibrate",
+            *("--samples", answers, "--out", tmp_path / "out.npz"),
+            *arguments,
+        )
+        assert done.returncode == 2
+        assert named in done.stderr.strip().splitlines()[-1]
+
+
+def test_answers_that_were_asked_otherwise_are_not_read(
+    answers: Path, fitted: Path, tmp_path: Path
+) -> None:
+    samples = changed(answers, tmp_path / "b" / "samples.jsonl", lambda row: {})
+    settings = json.loads(samples.with_name("settings.json").read_text())
+    settings["template"] = "paper"
+    samples.with_name("settings.json").write_text(json.dumps(settings))
+    done = run(
+        "calibrate",
+        *("--apply", fitted, "--samples", samples, "--out", tmp_path / "out.jsonl"),
+    )
+    assert done.returncode == 2
+    assert "template" in done.stderr.strip().splitlines()[-1]
+    assert not (tmp_path / "out.jsonl").exists()
