@@ -151,7 +151,7 @@ class Scorer:
         if self.calibrator is not None:
             source = self.calibrator.predictor.source
             kind = source if source in CONFIDENCE_KINDS else kind
-        return CONFIDENCE_KINDS[kind](sample)
+        return _finite(CONFIDENCE_KINDS[kind](sample))
 
     def _missing(self, asked: Asked, choice: Mapping[str, Any], sample: Sample) -> str:
         """Return why a sample lacks what the confidence is computed from, "" if it does not."""
@@ -178,12 +178,9 @@ class Scorer:
     def _predicted(self, sample: Sample) -> float | None:
         assert self.calibrator is not None
         try:
-            confidence = self.calibrator.predictor.predict([sample])[0]
+            return _finite(self.calibrator.predictor.predict([sample])[0])
         except UserError:
             return None
-        if confidence is None or not math.isfinite(confidence):
-            return None
-        return confidence
 
     def shown(self, text: str, asked: Asked, scored: Scored) -> str:
         """Return the text of an answer as the client gets it.
@@ -198,6 +195,13 @@ class Scorer:
         if scored.abstains and self.abstention:
             text = f"{text}\n\n{self.abstention}"
         return text
+
+
+def _finite(value: float | None) -> float | None:
+    """Return a number that JSON has, None for any other."""
+    if value is None or not math.isfinite(value):
+        return None
+    return value
 
 
 def _not_judged(attempts: Sequence[Attempt]) -> list[Outcome]:
