@@ -1,4 +1,4 @@
-"""``python -m lab test|test-tables|world2|price|theory``: run the lab; the results are in
+"""``python -m lab test|test-tables|world2|price|adapter|theory``: run the lab; the results are in
 `docs/lab/README.md`.
 """
 
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from lab import price, testgrid, testtables, world2
+from lab import adapter, price, testgrid, testtables, world2
 from lab.theory.run import write_theory
 from megatron_dcpo.errors import UserError
 
@@ -75,6 +75,21 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="first train, sample and publish; finished cells are kept",
     )
+    own = verbs.add_parser(
+        "adapter",
+        help="a confidence with parameters of its own against the bar: its tables",
+    )
+    own.add_argument(
+        "--train",
+        action="store_true",
+        help="first train, sample and fit; finished parts are kept",
+    )
+    own.add_argument(
+        "--grid",
+        type=Path,
+        default=Path("runs/adapter_study"),
+        help="where the runs are (default: %(default)s)",
+    )
     theory = verbs.add_parser(
         "theory", help="the exact small cases and the drift of the second world's run"
     )
@@ -104,6 +119,7 @@ def _parser() -> argparse.ArgumentParser:
         (tables, _tables),
         (second, _world2),
         (of_price, _price),
+        (own, _adapter),
         (theory, lambda a: write_theory(a.out)),
     ):
         verb.set_defaults(run=run)
@@ -151,6 +167,12 @@ def _price(args: argparse.Namespace) -> None:
     if args.train:
         _train(args, price.lab(args.grid, args.jobs), price.ROWS, records)
     price.tables(records, args.out)
+
+
+def _adapter(args: argparse.Namespace) -> None:
+    if args.train:
+        adapter.train(args.grid.resolve())
+    adapter.tables(args.grid.resolve(), args.out)
 
 
 def _train(

@@ -158,9 +158,10 @@ def _refusal(error: UserError | OSError | ModuleNotFoundError) -> str | None:
         missing = error.name or "megatron_dcpo"
         if missing.startswith("megatron_dcpo"):
             return None
-        how = pip_install("train")
         if (Path(__file__).parents[2] / "Makefile").is_file():
             how = "call dcpo of .venv (make setup), or pip install '.[train]'"
+        else:
+            how = pip_install("train")
         return f"{missing} is not installed, which this verb needs; {how}"
     if isinstance(error, UserError) or error.errno in _DISK_REFUSES:
         return str(error)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import re
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -98,6 +99,13 @@ def add_parser(subparsers: Subparsers) -> None:
         "a logistic regression fitted on other problems says (logistic)",
     )
     of_adapter.add_argument(
+        "--decimals",
+        type=int,
+        choices=(1, 2),
+        help="decimals of the stated confidence: 2 (default), or 1, which takes two sequences an "
+        "answer instead of eleven where every digit is a token",
+    )
+    of_adapter.add_argument(
         "--apply",
         metavar="RUN",
         help="fit nothing: write --samples with the confidence of the adapter in RUN to --out",
@@ -138,14 +146,30 @@ def _source(args: argparse.Namespace) -> str | None:
 
 def _refuse_options_of_adapter(args: argparse.Namespace) -> None:
     """Raise :class:`UserError` for an option that only ``--kind adapter`` reads."""
-    for name in ("model", "teacher"):
+    for name in ("model", "teacher", "decimals"):
         if getattr(args, name):
             raise UserError(f"--{name} goes with --kind adapter")
     if args.overrides:
         raise UserError(f"{args.overrides[0]} goes with --kind adapter")
 
 
+# section.key=value
+_OVERRIDE = re.compile(r"[a-z_]+(\.[a-z_]+)+=")
+
+
+def _separate_overrides(args: argparse.Namespace) -> None:
+    """Move options that follow the files of ``--samples`` to the overrides: argparse takes every
+    word up to the next flag for a file.
+    """
+    words = args.samples
+    args.samples = [word for word in words if not _OVERRIDE.match(word)]
+    args.overrides = [word for word in words if _OVERRIDE.match(word)] + args.overrides
+    if not args.samples:
+        raise UserError("--samples names no file; name one before the options")
+
+
 def run(args: argparse.Namespace) -> int:
+    _separate_overrides(args)
     if args.method == "adapter" or args.apply:
         from megatron_dcpo.cli import calibrate_adapter
 

@@ -50,8 +50,11 @@ def _check_options(args: argparse.Namespace) -> None:
             option = name.replace("_", "-")
             raise UserError(f"--{option} does not go with --kind adapter; remove it")
     if args.apply:
-        if args.teacher:
-            raise UserError("--teacher does not go with --apply, which fits nothing")
+        for name in ("teacher", "decimals"):
+            if getattr(args, name):
+                raise UserError(
+                    f"--{name} does not go with --apply, which fits nothing"
+                )
         return
     if not args.model:
         raise UserError(
@@ -72,7 +75,7 @@ def _fit(
     read = fit(
         config,
         samples,
-        _asking(settings),
+        _asking(settings, decimals=args.decimals or 2),
         FitOptions(
             teacher=args.teacher or "correct", held_out=args.held_out, seed=args.seed
         ),
@@ -119,7 +122,8 @@ def _apply(
     config = _configured(
         args, {**settings, **fitted}, run_dir=str(directory), adapter=adapter
     )
-    readings = read_out(config, samples, _asking({**settings, **fitted}))
+    asking = _asking({**settings, **fitted}, decimals=int(str(fitted["decimals"])))
+    readings = read_out(config, samples, asking)
     read = list(zip(samples, readings, strict=True))
     write_samples(with_readings(read, as_text=False), Path(args.out))
     if not args.json:
@@ -198,7 +202,7 @@ def _settings_of(paths: Sequence[str]) -> dict[str, Any]:
     return found[0]
 
 
-def _asking(settings: Mapping[str, Any]) -> Asking:
+def _asking(settings: Mapping[str, Any], decimals: int) -> Asking:
     from megatron_dcpo.evaluation.samples import DATE
     from megatron_dcpo.runtime.run_records import parse_date
     from megatron_dcpo.training.confidence_adapter import Asking
@@ -206,4 +210,5 @@ def _asking(settings: Mapping[str, Any]) -> Asking:
     return Asking(
         marker=str(settings.get("marker", CONFIDENCE_TAG)),
         date=parse_date(settings.get(DATE)),
+        decimals=decimals,
     )

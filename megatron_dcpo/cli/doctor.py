@@ -131,13 +131,12 @@ def _is_for_training() -> bool:
 
 def _light() -> list[Finding]:
     """Return the findings of an installation without the extra ``train``."""
-    pins = _constraints()
     findings = [
         Finding("python", platform.python_version(), sys.version_info >= (3, 11))
     ]
     for name in REQUIRED:
         if name not in OF_TRAINING:
-            findings.append(_required(name, pins.get(name), ()))
+            findings.append(_required(name, pin=None, megatron=()))
     verbs = (
         "calibrate, evaluate of an endpoint or of samples, judge, plan, report, serve"
     )

@@ -55,7 +55,7 @@ class SupervisedLossConfig:
     """The loss of a token."""
 
     name: str = "cross_entropy"
-    """cross_entropy, or a function of yours, my_loss.py:token_loss
+    """Loss of a token: cross_entropy, or a function of yours, my_loss.py:token_loss
     (docs/supervised.md#a-loss-of-your-own).
     """
 

@@ -1,7 +1,7 @@
 """The confidences that can be stated behind an answer, as sequences of tokens whose log-probs say
 how probable each is.
 
-How a tokenizer cuts the hundred and one numbers is its own affair. Those whose tokens are equal but
+How a tokenizer cuts the numbers is its own affair. Those whose tokens are equal but
 for the last one are one :class:`Branch`: with a token for each digit these are ``0.0`` to ``0.9``
 and ``1.0``, of which the first has the ten last tokens ``0`` to ``9``. A branch is one sequence, in
 which one position scores all its last tokens.
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megatron_dcpo.objectives.expected_brier import CONFIDENCES, TEXTS, score
+from megatron_dcpo.objectives.expected_brier import score
 from megatron_dcpo.types import (
     BLOCK_CONFIDENCE,
     BLOCK_REASONING,
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Branch:
     """Confidences whose tokens differ in the last one only: the tokens before it, the last tokens,
-    and the places of the confidences in ``CONFIDENCES``.
+    and the places of the confidences in ``Candidates.confidences``.
     """
 
     before: tuple[int, ...]
@@ -44,23 +44,28 @@ class Branch:
 
 @dataclass(frozen=True)
 class Candidates:
-    """The tokens that all confidences begin with (the tag, and what is before the number), and the
-    branches behind them.
+    """The ``confidences`` that can be stated, float64 [C], the tokens that all of them begin with
+    (the tag, and what is before the number), and the branches behind these.
     """
 
+    confidences: np.ndarray
     opening: tuple[int, ...]
     branches: tuple[Branch, ...]
 
     @classmethod
-    def of(cls, tokenizer: PreTrainedTokenizerBase, marker: str) -> Candidates:
-        """Return the candidates as ``tokenizer`` cuts them."""
+    def of(
+        cls, tokenizer: PreTrainedTokenizerBase, marker: str, decimals: int = 2
+    ) -> Candidates:
+        """Return the numbers from 0 to 1 with so many ``decimals``, as ``tokenizer`` cuts them."""
+        confidences = np.arange(10**decimals + 1) / 10**decimals
+        texts = [f"{confidence:.{decimals}f}" for confidence in confidences]
         paths = [
             tuple(
                 tokenizer.encode(
                     f"{marker} Confidence: {text}", add_special_tokens=False
                 )
             )
-            for text in TEXTS
+            for text in texts
         ]
         same = itertools.takewhile(
             lambda tokens: len(set(tokens)) == 1, zip(*paths, strict=False)
@@ -79,7 +84,9 @@ class Candidates:
             )
             for before, places in members.items()
         )
-        return cls(opening=paths[0][:common], branches=branches)
+        return cls(
+            confidences=confidences, opening=paths[0][:common], branches=branches
+        )
 
 
 @dataclass(frozen=True)
@@ -90,6 +97,7 @@ class CandidateSample(TrainingSample):
     """
 
     before: tuple[int, ...] = ()
+    confidences: int = 1  # of the answer, over all its branches
 
     @property
     def input_ids(self) -> np.ndarray:
@@ -111,7 +119,7 @@ class CandidateSample(TrainingSample):
 
 
 @dataclass(frozen=True)
-class Answer:
+class JudgedAnswer:
     """An answer whose confidence is learned or read: the tokens of prompt and response up to the
     number, and the ``target`` of its confidence in [0, 1].
     """
@@ -141,7 +149,7 @@ class Answer:
             ground_truth="",
             task="",
         )
-        scores = score(self.target)
+        scores = score(self.candidates.confidences, self.target)
         found: list[TrainingSample] = []
         for index, branch in enumerate(self.candidates.branches):
             ids = np.array([*branch.before, *branch.last], np.int64)
@@ -174,6 +182,7 @@ class Answer:
                     advantages=of_last,
                     weights=is_last.astype(np.float64),
                     before=branch.before,
+                    confidences=len(self.candidates.confidences),
                 )
             )
         return found
@@ -187,13 +196,14 @@ class Answer:
     def loss(self, logprobs: Sequence[np.ndarray]) -> float:
         """Return the expected Brier score, at the log-probs of :meth:`samples`."""
         probabilities = self.probabilities(logprobs)
-        return float(1.0 - probabilities @ score(self.target))
+        scores = score(self.candidates.confidences, self.target)
+        return float(1.0 - probabilities @ scores)
 
     def probabilities(self, logprobs: Sequence[np.ndarray]) -> np.ndarray:
-        """Return the probability of every confidence, float64 [101], at the log-probs of
+        """Return the probability of every confidence, float64 [C], at the log-probs of
         :meth:`samples`; they add up to less than 1 if other text is probable too.
         """
-        found = np.zeros(len(CONFIDENCES))
+        found = np.zeros(len(self.candidates.confidences))
         for branch, row in zip(self.candidates.branches, logprobs, strict=True):
             values = row.astype(np.float64)
             count = len(branch.before)

@@ -27,14 +27,14 @@ from megatron_dcpo.data import prompts
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation import posthoc
 from megatron_dcpo.evaluation.samples import Sample, digest_asked
-from megatron_dcpo.objectives.expected_brier import CONFIDENCES, EXPECTED_BRIER
+from megatron_dcpo.objectives.expected_brier import EXPECTED_BRIER
 from megatron_dcpo.policy.adapter import AdapterOptimizer
 from megatron_dcpo.policy.model import build_policy
 from megatron_dcpo.runtime import distributed
 from megatron_dcpo.runtime.files import write_atomically
 from megatron_dcpo.runtime.run_lock import lock_run_dir
 from megatron_dcpo.runtime.text import read_json_object
-from megatron_dcpo.training.candidates import Answer, Candidates
+from megatron_dcpo.training.candidates import Candidates, JudgedAnswer
 from megatron_dcpo.training.run import build_optimizer
 from megatron_dcpo.training.supervised import (
     SupervisedInputs,
@@ -64,6 +64,7 @@ class Asking:
 
     marker: str
     date: datetime.date | None = None
+    decimals: int = 2  # of a stated confidence
 
 
 @dataclass(frozen=True)
@@ -168,7 +169,7 @@ def read_out(
 
 
 def _readings(
-    trainer: Trainer, answers: Sequence[Answer | None], at_once: int
+    trainer: Trainer, answers: Sequence[JudgedAnswer | None], at_once: int
 ) -> list[Reading | None]:
     known = [answer for answer in answers if answer is not None]
     rows = iter(logprobs_of(trainer, known, at_once))
@@ -177,17 +178,20 @@ def _readings(
         if answer is None:
             readings.append(None)
             continue
-        readings.append(reading_of(answer.probabilities(next(rows))))
+        probabilities = answer.probabilities(next(rows))
+        readings.append(reading_of(probabilities, answer.candidates.confidences))
     return readings
 
 
-def reading_of(probabilities: np.ndarray) -> Reading | None:
-    """Return the reading of the confidences' probabilities [101]; None if they are all 0."""
+def reading_of(probabilities: np.ndarray, confidences: np.ndarray) -> Reading | None:
+    """Return the reading of the ``confidences`` [C] by their probabilities [C]; None if these are
+    all 0.
+    """
     mass = float(probabilities.sum())
     if not mass > 0:
         return None
-    expected = float(probabilities @ CONFIDENCES / mass)
-    text = float(CONFIDENCES[int(probabilities.argmax())])
+    expected = float(probabilities @ confidences / mass)
+    text = float(confidences[int(probabilities.argmax())])
     return Reading(expected=min(expected, 1.0), text=text, mass=mass)
 
 
@@ -213,18 +217,18 @@ class AnswerMaker:
         return cls(
             config=config,
             tokenizer=tokenizer,
-            candidates=Candidates.of(tokenizer, asking.marker),
+            candidates=Candidates.of(tokenizer, asking.marker, asking.decimals),
             asking=asking,
             most_tokens=min(config.data.max_length, arch.max_position_embeddings),
         )
 
     def answers(
         self, samples: Sequence[Sample], targets: Sequence[float]
-    ) -> list[Answer | None]:
+    ) -> list[JudgedAnswer | None]:
         """Return an answer for each sample; None for one that is not finished or too long. Raises
         :class:`UserError` if a sample was asked something else than is put here.
         """
-        found: list[Answer | None] = []
+        found: list[JudgedAnswer | None] = []
         asked: dict[tuple[str, str], tuple[int, ...]] = {}
         for sample, target in zip(samples, targets, strict=True):
             if sample.problem_key not in asked:
@@ -249,14 +253,14 @@ class AnswerMaker:
 
     def _answer(
         self, sample: Sample, prompt_ids: tuple[int, ...], target: float
-    ) -> Answer | None:
+    ) -> JudgedAnswer | None:
         if sample.response.finish_reason != "stop":
             return None
         text = sample.response.text or ""
         # the newline before the tag keeps the tokens of the answer apart from it
         before_tag = text.partition(self.asking.marker)[0].rstrip() + "\n"
         ids = self.tokenizer.encode(before_tag, add_special_tokens=False)
-        answer = Answer(
+        answer = JudgedAnswer(
             name=f"{posthoc.problem_of(sample)}/{sample.response.sample_index}",
             token_ids=(*prompt_ids, *ids, *self.candidates.opening),
             target=target,
@@ -360,6 +364,7 @@ def _describe(
         "template": config.data.template,
         "thinking": config.data.thinking,
         "marker": asking.marker,
+        "decimals": asking.decimals,
         "teacher": options.teacher,
         "held_out": options.held_out,
         "seed": options.seed,

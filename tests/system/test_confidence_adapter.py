@@ -99,8 +99,8 @@ def test_it_is_read_out_and_scored(answers: Path, fitted: Path, tmp_path: Path) 
     out = tmp_path / "with.jsonl"
     done = run(
         "calibrate",
-        *("--apply", fitted, "--samples", answers, "--out", out),
-        "model.params_dtype=fp32",
+        *("--apply", fitted, "--out", out, "--samples", answers),
+        "model.params_dtype=fp32",  # an option, not a file
     )
     assert done.returncode == 0, done.stderr[-2000:]
     before = [json.loads(line) for line in answers.read_text().splitlines()]

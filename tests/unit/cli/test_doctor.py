@@ -8,6 +8,7 @@ import pytest
 from packaging.markers import Marker
 from packaging.requirements import Requirement
 
+from megatron_dcpo.cli import doctor
 from megatron_dcpo.cli.doctor import EXTRAS, OPTIONAL, examine
 from megatron_dcpo.errors import pip_install
 from tests.helpers.paths import REPOSITORY
@@ -51,6 +52,7 @@ def test_without_metadata_the_checkout_is_installed(monkeypatch):
 
 def test_what_is_missing_comes_with_a_line(monkeypatch):
     monkeypatch.setattr("megatron_dcpo.cli.doctor._version", lambda name: None)
+    monkeypatch.setattr("megatron_dcpo.cli.doctor._is_for_training", lambda: True)
     advice = {finding.name: finding.advice for finding in examine()}
     assert all(
         "pip install " in advice[name]
@@ -90,3 +92,21 @@ def test_nothing_tells_to_install_this_project_from_an_index():
         for file in files
         if re.search(r"pip install '?megatron-dcpo", file.read_text())
     ]
+
+
+def test_an_installation_without_training_is_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        doctor,
+        "_version",
+        lambda name: None if name in doctor.OF_TRAINING else "1.0",
+    )
+    found = {finding.name: finding for finding in examine()}
+    assert all(finding.ok is not False for finding in found.values())
+    assert "pip install" in found["training"].advice
+    # but one of them alone is a broken installation
+    monkeypatch.setattr(
+        doctor, "_version", lambda name: None if name == "transformers" else "1.0"
+    )
+    assert {f.name for f in examine() if f.ok is False} >= {"transformers"}

@@ -75,7 +75,6 @@ def test_a_python_without_the_libraries_is_told_so() -> None:
         command, cwd=REPOSITORY, capture_output=True, text=True, check=False
     )
     assert done.returncode == 2
-    assert (
-        done.stderr
-        == "dcpo config: error: omegaconf is not installed; call dcpo of .venv (make setup)\n"
-    )
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("dcpo config: error: omegaconf is not installed")
+    assert "make setup" in line

@@ -13,10 +13,10 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from megatron_dcpo.objectives.expected_brier import CONFIDENCES, TEXTS, expected_brier
+from megatron_dcpo.objectives.expected_brier import expected_brier
 from megatron_dcpo.policy.batching import collate, sequence_length
 from megatron_dcpo.rollout import load_tokenizer
-from megatron_dcpo.training.candidates import Answer, Candidates
+from megatron_dcpo.training.candidates import Candidates, JudgedAnswer
 from megatron_dcpo.training.confidence_adapter import reading_of
 from megatron_dcpo.training.supervised import samples_of
 from megatron_dcpo.types import TokenOutputs
@@ -24,6 +24,7 @@ from tests.helpers.paths import QUICKSTART
 
 DIGITS = load_tokenizer(QUICKSTART / "policy")
 VOCABULARY = 300
+CONFIDENCES = np.arange(101) / 100
 
 
 def with_numbers() -> PreTrainedTokenizerFast:
@@ -58,22 +59,27 @@ def scored(sample: Any) -> np.ndarray:
     )
 
 
-def answer(tokenizer: Any, target: float) -> Answer:
-    candidates = Candidates.of(tokenizer, "<conf>")
-    return Answer("a", (7, 8, 9, *candidates.opening), target, candidates)
+def answer(tokenizer: Any, target: float, decimals: int = 2) -> JudgedAnswer:
+    candidates = Candidates.of(tokenizer, "<conf>", decimals)
+    return JudgedAnswer("a", (7, 8, 9, *candidates.opening), target, candidates)
 
 
-@pytest.mark.parametrize(("tokenizer", "sequences"), [(DIGITS, 11), (None, 2)])
+@pytest.mark.parametrize(
+    ("tokenizer", "decimals", "sequences"),
+    [(DIGITS, 2, 11), (DIGITS, 1, 2), (None, 2, 2)],
+)
 def test_every_confidence_has_the_probability_of_its_text(
-    tokenizer: Any, sequences: int
+    tokenizer: Any, decimals: int, sequences: int
 ) -> None:
     tokenizer = tokenizer or with_numbers()
-    one = answer(tokenizer, 0.0)
+    one = answer(tokenizer, 0.0, decimals)
     samples = one.samples()
     assert len(samples) == sequences
     found = one.probabilities([scored(sample) for sample in samples])
     opening = len(one.candidates.opening)
-    for text, probability in zip(TEXTS, found, strict=True):
+    assert len(found) == 10**decimals + 1
+    for place, probability in enumerate(found):
+        text = f"{place / 10**decimals:.{decimals}f}"
         path = tokenizer.encode(f"<conf> Confidence: {text}", add_special_tokens=False)
         ids = list(one.token_ids)
         assert path[:opening] == list(one.candidates.opening)
@@ -154,8 +160,8 @@ def test_the_digest_sees_the_target() -> None:
 def test_a_reading_is_the_mean_and_the_mode() -> None:
     probabilities = np.zeros(101)
     probabilities[[20, 80]] = (0.1, 0.3)
-    reading = reading_of(probabilities)
+    reading = reading_of(probabilities, CONFIDENCES)
     assert reading is not None
     assert reading.expected == pytest.approx(0.65)
     assert (reading.text, reading.mass) == (0.8, pytest.approx(0.4))
-    assert reading_of(np.zeros(101)) is None
+    assert reading_of(np.zeros(101), CONFIDENCES) is None
