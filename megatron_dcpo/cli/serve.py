@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import socket
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from megatron_dcpo.cli import VERBS
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
     from megatron_dcpo.cli import Subparsers
 
 _WAITING = 2048  # connections that the kernel holds until they are accepted
+_OBJECTS = 50_000  # that are made before the garbage collector looks at them
 _END_SECONDS = 5  # for requests that are under way when the server is ended
 
 
@@ -91,7 +94,13 @@ def run(args: argparse.Namespace) -> int:
         ),
         flush=True,
     )
-    uvicorn.Server(config).run(sockets=[listening])
+    # what is imported stays: the garbage collector need not look at it again and again, nor at
+    # every few hundred of the objects that a reply consists of
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(_OBJECTS)
+    with suppress(KeyboardInterrupt):
+        uvicorn.Server(config).run(sockets=[listening])
     return 0
 
 

@@ -104,7 +104,7 @@ def _asked_logprobs(body: Mapping[str, Any], api: Api) -> tuple[bool, int]:
         tops = body.get("top_logprobs")
     if isinstance(tops, bool) or not isinstance(tops, int):
         tops = 0
-    return True, tops
+    return True, max(tops, 0)
 
 
 def _labels(body: Mapping[str, Any]) -> dict[str, str]:
@@ -125,23 +125,30 @@ def hide_logprobs(choice: dict[str, Any], asked: Asked) -> None:
     if not isinstance(logged, dict):
         return
     if asked.api == "chat":
-        for row in logged.get("content") or []:
-            if isinstance(row, dict) and row.get("top_logprobs"):
+        for row in list_of(logged, "content"):
+            if isinstance(row, dict) and list_of(row, "top_logprobs"):
                 row["top_logprobs"] = row["top_logprobs"][: asked.shown_tops]
         return
     rows = []
-    tokens = logged.get("tokens") or []
-    for position, top in enumerate(logged.get("top_logprobs") or []):
+    tokens = list_of(logged, "tokens")
+    for position, top in enumerate(list_of(logged, "top_logprobs")):
         sampled = tokens[position] if position < len(tokens) else None
         rows.append(_largest(top, asked.shown_tops, sampled))
     logged["top_logprobs"] = rows or None
+
+
+def list_of(values: Mapping[str, Any], name: str) -> list[Any]:
+    """Return the list under a name, an empty one if there is none."""
+    found = values.get(name)
+    return found if isinstance(found, list) else []
 
 
 def _largest(top: object, count: int, sampled: object) -> object:
     """Return the ``count`` largest log-probs of a token, and that of the sampled one."""
     if not isinstance(top, dict):
         return top
-    ordered = sorted(top, key=lambda token: -top[token])
+    numbers = [token for token in top if isinstance(top[token], int | float)]
+    ordered = sorted(numbers, key=lambda token: -top[token])
     kept = set(ordered[:count])
     return {
         token: value

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import re
 import ssl
 import time
 from contextlib import suppress
@@ -39,7 +40,7 @@ _OF_THE_CONNECTION = frozenset(
         b"upgrade",
     )
 )
-_OURS = _OF_THE_CONNECTION | {b"host", b"content-length"}
+_OURS = _OF_THE_CONNECTION | {b"host", b"content-length", b"expect"}
 _CONNECT_SECONDS = 10.0
 # a pool looks at all its connections for each request: many small ones are cheaper
 _POOLS = 32
@@ -56,6 +57,8 @@ class Forward:
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
         self.root = VERSIONED.sub("", self.url)
+        # as errors name it: an address may hold a password
+        self.named = re.sub(r"//[^/@]*@", "//", self.url)
         # a model answers when it is done: only the connection has a time-out
         timeout = httpx2.Timeout(None, connect=_CONNECT_SECONDS)
         limits = httpx2.Limits(
@@ -116,7 +119,7 @@ class Forward:
             reply = await self._begun(scope, content)
         except (httpx2.HTTPError, httpx2.InvalidURL, OSError) as error:
             raise UpstreamError(
-                f"{self.url} does not answer ({_named(error)})"
+                f"{self.named} does not answer ({_named(error)})"
             ) from None
         try:
             headers = []
@@ -135,7 +138,7 @@ class Forward:
                 await send(body)
         except (httpx2.HTTPError, OSError) as error:
             raise UpstreamError(
-                f"{self.url} ended in the middle of its answer ({_named(error)})"
+                f"{self.named} ended in the middle of its answer ({_named(error)})"
             ) from None
         finally:
             await reply.aclose()

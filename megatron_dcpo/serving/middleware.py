@@ -1,6 +1,6 @@
 """The ASGI middleware that puts a confidence into the answers of the application behind it: the
 forwarder of ``dcpo serve``, or vLLM's own server (``--middleware
-megatron_dcpo.serving.ConfidenceMiddleware``).
+megatron_dcpo.serving.middleware.ConfidenceMiddleware``).
 """
 
 from __future__ import annotations
@@ -111,8 +111,9 @@ class ConfidenceMiddleware:
             words = f"the body is not a JSON object: {error}"
             raise BadRequestError(words) from None
         asked = ask(body, PATHS[path], service.scorer.calibrator, service.names)
-        if asked.adds_logprobs and path in service.without_logprobs:
-            asked = asked.without_logprobs(service.without_logprobs[path])
+        reason = service.without_logprobs.get((path, str(body.get("model"))))
+        if asked.adds_logprobs and reason is not None:
+            asked = asked.without_logprobs(reason)
         return asked
 
     async def _exchange(
@@ -131,7 +132,8 @@ class ConfidenceMiddleware:
         plain = _Answer(self.service, asked, self._score(asked, scope), send)
         await plain.of(self.app, scope, receive)
         if plain.status == 200:
-            self.service.without_logprobs[scope["path"]] = reason
+            model = str(asked.body.get("model"))
+            self.service.without_logprobs[scope["path"], model] = reason
         return plain.status
 
     def _score(self, asked: Asked, scope: Message) -> Score:

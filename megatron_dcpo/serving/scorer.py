@@ -4,6 +4,7 @@ that was fitted on such measures. What cannot be computed is None, with the reas
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -150,7 +151,7 @@ class Scorer:
         if self.calibrator is not None:
             source = self.calibrator.predictor.source
             kind = source if source in CONFIDENCE_KINDS else kind
-        return CONFIDENCE_KINDS[kind](sample)
+        return _finite(CONFIDENCE_KINDS[kind](sample))
 
     def _missing(self, asked: Asked, choice: Mapping[str, Any], sample: Sample) -> str:
         """Return why a sample lacks what the confidence is computed from, "" if it does not."""
@@ -177,7 +178,7 @@ class Scorer:
     def _predicted(self, sample: Sample) -> float | None:
         assert self.calibrator is not None
         try:
-            return self.calibrator.predictor.predict([sample])[0]
+            return _finite(self.calibrator.predictor.predict([sample])[0])
         except UserError:
             return None
 
@@ -194,6 +195,13 @@ class Scorer:
         if scored.abstains and self.abstention:
             text = f"{text}\n\n{self.abstention}"
         return text
+
+
+def _finite(value: float | None) -> float | None:
+    """Return a number that JSON has, None for any other."""
+    if value is None or not math.isfinite(value):
+        return None
+    return value
 
 
 def _not_judged(attempts: Sequence[Attempt]) -> list[Outcome]:

@@ -35,8 +35,9 @@ _MOST_FEEDBACK = 1 << 16  # bytes of a verdict
 @dataclass(frozen=True)
 class Service:
     """``paths`` are those that ``pages`` answers; all others are the application's. ``names`` are
-    those of the upstream's models. ``without_logprobs`` has, for each path on which the upstream
-    has refused log-probs, the reason to give. ``reader`` asks an adapter for the confidences.
+    those of the upstream's models. ``reader`` asks an adapter for the confidences.
+    ``without_logprobs`` has, for each path and model for which the upstream has refused log-probs,
+    the reason to give.
     """
 
     scorer: Scorer
@@ -46,7 +47,7 @@ class Service:
     paths: frozenset[str]
     names: Names = field(default_factory=dict)
     reader: AdapterReader | None = None
-    without_logprobs: dict[str, str] = field(default_factory=dict)
+    without_logprobs: dict[tuple[str, str], str] = field(default_factory=dict)
 
 
 def build_service(

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from megatron_dcpo.serving.asking import Asked, hide_logprobs
+from megatron_dcpo.serving.asking import Asked, hide_logprobs, list_of
 from megatron_dcpo.serving.replies import Scoring, compact, index_of
 from megatron_dcpo.serving.scorer import Scorer
 from megatron_dcpo.serving.withholding import safe_length
@@ -120,11 +120,11 @@ class StreamedChoice:
         if not isinstance(logged, dict):
             return
         if self.asked.api == "chat":
-            self.rows += logged.get("content") or []
+            self.rows += list_of(logged, "content")
             return
-        self.tokens += logged.get("tokens") or []
-        self.logprobs += logged.get("token_logprobs") or []
-        self.tops += logged.get("top_logprobs") or []
+        self.tokens += list_of(logged, "tokens")
+        self.logprobs += list_of(logged, "token_logprobs")
+        self.tops += list_of(logged, "top_logprobs")
 
 
 class Stream:

@@ -30,6 +30,7 @@ from megatron_dcpo.calibration import (
     nll,
     summarize,
 )
+from megatron_dcpo.calibration.selective import threshold_for_risk
 
 rows = st.lists(
     st.tuples(st.sampled_from([0.0, 0.05, 0.15, 0.5, 0.85, 0.95, 1.0]), st.booleans()),
@@ -152,3 +153,31 @@ def test_scores_that_only_rank() -> None:
     assert np.isnan(found["ece"])
     assert found["parse_rate"] == 0.0
     assert np.isnan(summarize([-0.1, -0.5, -3.0], [1, 1, 0])["auroc"])
+
+
+@given(rows, st.sampled_from([0.0, 0.1, 0.25, 0.5]))
+@settings(max_examples=200, deadline=None)
+def test_the_threshold_answers_most_at_the_stated_risk(
+    pairs: list[tuple[float, bool]], risk: float
+) -> None:
+    """By trying every confidence as the threshold."""
+    c, y = np.array([p[0] for p in pairs]), np.array([float(p[1]) for p in pairs])
+    best = None
+    for threshold in np.unique(c):
+        above = y[c >= threshold]
+        if 1 - above.mean() <= risk + 1e-12 and (best is None or len(above) > best[1]):
+            best = (threshold, len(above), 1 - above.mean())
+    found = threshold_for_risk(c, y, risk)
+    if best is None:
+        assert found is None
+        return
+    assert found is not None
+    assert found.confidence == best[0]
+    assert found.coverage == pytest.approx(best[1] / len(c))
+    assert found.risk == pytest.approx(best[2])
+    assert found.low <= found.risk + 1e-9 <= found.high + 1e-9
+
+
+def test_no_rows_have_no_threshold() -> None:
+    assert threshold_for_risk([], [], 0.5) is None
+    assert threshold_for_risk([None, 0.5], [1, 0], 0.5) is None

@@ -31,6 +31,7 @@ from tests.helpers.serving import (
     record,
     scorer_with,
 )
+from tests.helpers.upstream import events_of
 
 NAMES = {"policy": ("policy", "/models/policy"), "other": ("other",)}
 
@@ -195,7 +196,11 @@ def test_an_answer_below_the_threshold_says_so() -> None:
         below = proxy.choice(CHAT)
         assert below["confidence"] == pytest.approx(0.415)
         assert below["confidence_abstains"] is True
-        assert below["message"]["content"].endswith("\n\nBetter ask somebody.")
+        text = below["message"]["content"]
+        assert text == "2*3 is \\boxed{6}\n\n\nBetter ask somebody."
+        events = events_of(proxy.post({**CHAT, "stream": True}).content)[:-2]
+        pieces = [event["choices"][0]["delta"]["content"] for event in events]
+        assert "".join(pieces) == text
         proxy.upstream.says = lambda body, index: "\\boxed{6} <conf> 1.0"
         above = proxy.choice(CHAT)
         assert above["confidence_abstains"] is False

@@ -231,8 +231,27 @@ def test_an_upstream_that_refuses_log_probs_is_asked_as_the_client_asked(
         assert len(proxy.upstream.asked) == expected
         assert proxy.upstream.asked[-1] == CHAT
     assert streamed(proxy, CHAT)[0]["confidence"] is None
+    proxy.choice({**CHAT, "model": "other"})
+    assert len(proxy.upstream.asked) == 5, "another model is not known to refuse them"
     refused = proxy.post({**CHAT, "logprobs": True})
     assert refused.status_code == 400, "the client's own log-probs are the client's"
+
+
+def test_a_number_that_json_does_not_have_is_null() -> None:
+    """The log of a probability of 0; the predictor is clipped there."""
+    with proxied(scorer_with(replace(halving(), source="token_mean_logprob"))) as proxy:
+        logged = proxy.upstream.logged
+
+        def impossible(*given: Any) -> dict[str, Any]:
+            found = logged(*given)
+            for row in found["content"]:
+                row["logprob"] = -9999.0
+            return found
+
+        proxy.upstream.logged = impossible  # type: ignore[method-assign]
+        choice = proxy.choice(CHAT)
+        assert choice["confidence"] == 0.0
+        assert choice["confidence_raw"] is None
 
 
 def test_a_call_of_a_tool_has_none(proxy: Proxied) -> None:

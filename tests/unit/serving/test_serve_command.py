@@ -79,7 +79,7 @@ def test_the_command_serves_until_it_is_ended(tmp_path: Path) -> None:
         assert reply.headers.get_list("server") == ["uvicorn"], "the upstream's alone"
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=30)
-        assert process.returncode in (0, 130)
+        assert process.returncode == 0
         assert "Traceback" not in out + err
         with socket.socket() as free:
             free.bind(("127.0.0.1", int(url.rpartition(":")[2].removesuffix("/v1"))))
