@@ -132,7 +132,7 @@ def worker(options: dict[str, Any]) -> None:
         name: torch.zeros(shape, dtype=dtype)
         for name, shape in hf_shapes(policy.arch).items()
     }
-    reader = HFReader(options["model"])
+    reader = HFReader(options["model"], policy.arch)
     source = {name: reader.tensor(name).to(dtype).clone() for name in engine}
     planning = []
     for _ in range(2):

@@ -45,6 +45,8 @@ def _save_tiny_model(path: Path, family: str, tied: bool, layers: int) -> Path:
         LlamaForCausalLM,
         MistralConfig,
         MistralForCausalLM,
+        Phi3Config,
+        Phi3ForCausalLM,
         Qwen2Config,
         Qwen2ForCausalLM,
         Qwen3Config,
@@ -83,6 +85,9 @@ def _save_tiny_model(path: Path, family: str, tied: bool, layers: int) -> Path:
         model = LlamaForCausalLM(LlamaConfig(**common, rope_parameters=rope))
     elif family == "mistral":
         model = MistralForCausalLM(MistralConfig(**common, sliding_window=None))
+    elif family == "phi3":
+        # special tokens inside the small vocabulary
+        model = Phi3ForCausalLM(Phi3Config(**common, bos_token_id=1, pad_token_id=0))
     elif family == "qwen2":
         model = Qwen2ForCausalLM(
             Qwen2Config(

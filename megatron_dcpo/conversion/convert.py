@@ -80,7 +80,13 @@ from megatron_dcpo.weights.hf_checkpoint import (
 )
 from megatron_dcpo.weights.layout import Coordinates, Layout
 from megatron_dcpo.weights.planner import Copy, interleavings, padded_vocab_size
-from megatron_dcpo.weights.table import Interleaving, hf_shapes
+from megatron_dcpo.weights.table import (
+    Interleaving,
+    fused_parts,
+    hf_shapes,
+    stored_names,
+    stored_shapes,
+)
 
 # An imported checkpoint keeps the rest of the model here: config, tokenizer, the split into files.
 HF_SUBDIRECTORY = "hf"
@@ -118,7 +124,7 @@ def import_checkpoint(
             make_vocab_size_divisible_by=make_vocab_size_divisible_by,
         )
         padded = padded_vocab_size(arch, layout)
-        reader = HFReader(source)
+        reader = HFReader(source, arch)
         ignored = reader.check(arch)
         dtype = one_dtype(
             source, {name: reader.specs[name] for name in hf_shapes(arch)}
@@ -245,7 +251,7 @@ def _record_files(source: Path, side: Path, arch: Architecture) -> None:
     if (source / INDEX).is_file():
         shutil.copyfile(source / INDEX, side / INDEX)
         return
-    index = {"weight_map": dict.fromkeys(hf_shapes(arch), SINGLE_FILE)}
+    index = {"weight_map": dict.fromkeys(stored_shapes(arch), SINGLE_FILE)}
     (side / INDEX).write_text(json.dumps(index))
 
 
@@ -298,6 +304,8 @@ def export_checkpoint(
         with new_directory(target, overwrite) as temporary:
             hashes = _write_shards(
                 out=temporary,
+                arch=arch,
+                specs=specs,
                 shards=shards,
                 parameters=slices(arch, checkpoint, located),
                 count=byte_counter(progress, total),
@@ -313,7 +321,7 @@ def export_checkpoint(
                 verify_seconds = verify_bytes(
                     arch=arch,
                     checkpoint=checkpoint,
-                    reader=HFReader(temporary),
+                    reader=HFReader(temporary, arch),
                     progress=progress,
                 )
             result = Conversion(
@@ -336,12 +344,14 @@ def export_checkpoint(
 
 
 def _hf_specs(arch: Architecture, located: Mapping[str, StoredTensor]) -> Specs:
-    """Return shape and element type of every Hugging Face tensor that the export writes."""
+    """Return shape and element type of every Hugging Face tensor that the export writes. The parts
+    of a fused one come from one Megatron parameter, which has one type.
+    """
     dtypes = {}
     for megatron, copies in row_copies(arch).items():
         for copy in copies:
-            dtypes[copy.hf] = located[megatron].dtype
-    return {name: (shape, dtypes[name]) for name, shape in hf_shapes(arch).items()}
+            dtypes[stored_names(arch)[copy.hf]] = located[megatron].dtype
+    return {name: (shape, dtypes[name]) for name, shape in stored_shapes(arch).items()}
 
 
 def _hf_directory(checkpoint: Path) -> Path:
@@ -360,11 +370,15 @@ def _hf_directory(checkpoint: Path) -> Path:
 
 def _write_shards(
     out: Path,
+    arch: Architecture,
+    specs: Specs,
     shards: Sequence[Shard],
     parameters: Iterable[list[Slice]],
     count: Callable[[int], None],
 ) -> dict[str, str]:
-    """Write every slice at its offset in the files; return the SHA-256 of each tensor."""
+    """Write every slice at its offset in the files; return the SHA-256 of each of the table's
+    tensors.
+    """
     descriptors: dict[str, int] = {}  # by tensor
     offsets: dict[str, int] = {}
     hashes: dict[str, str] = {}
@@ -385,6 +399,12 @@ def _write_shards(
             file.write(shard.header)
             offsets.update(shard.offsets)
             descriptors.update(dict.fromkeys(shard.offsets, file.fileno()))
+        for whole, parts in fused_parts(arch).items():
+            (_, columns), dtype = specs[whole]
+            row_bytes = columns * dtype_bytes(dtype)
+            for part in parts:
+                descriptors[part.name] = descriptors[whole]
+                offsets[part.name] = offsets[whole] + part.first * row_bytes
         for digests, nbytes in in_threads(write, parameters):
             hashes |= digests
             count(nbytes)

@@ -31,7 +31,7 @@ def architecture_of(path: str) -> Architecture:
         if any(Path(path).glob("*.safetensors")):
             from megatron_dcpo.weights.hf_checkpoint import HFReader  # imports torch
 
-            HFReader(path).check(arch)
+            HFReader(path, arch).check(arch)
         return arch
     if (MODELS / path).is_dir():
         return read_architecture(MODELS / path)

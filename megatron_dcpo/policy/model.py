@@ -287,7 +287,7 @@ def build_policy(
         logger.info("layers: %s", kind)
     layout = Layout.of(parallel, transformer_engine)
     check_layout(arch, layout)
-    reader = HFReader(model.path)
+    reader = HFReader(model.path, arch)
     reader.check(arch)
     config = transformer_config(
         arch=arch,

@@ -147,7 +147,7 @@ def check_sampled_model(model_dir: str | Path) -> int:
     check_unquantized(config, str(path))
     if is_known(config):
         arch = read_architecture(model_dir)
-        HFReader(model_dir).check(arch)
+        HFReader(model_dir, arch).check(arch)
         return arch.vocab_size
     size = config.get("vocab_size")
     if size is None and isinstance(config.get("text_config"), dict):

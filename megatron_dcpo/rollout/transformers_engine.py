@@ -36,10 +36,16 @@ from megatron_dcpo.rollout.transformers_library import (
 from megatron_dcpo.runtime.device import current_device, fp32_head, fp32_product
 from megatron_dcpo.runtime.dtypes import torch_dtype
 from megatron_dcpo.runtime.signals import RolloutAbandoned, stop_requested
+from megatron_dcpo.runtime.text import read_json_object
 from megatron_dcpo.types import Response
-from megatron_dcpo.weights.architecture import check_model_dir
+from megatron_dcpo.weights.architecture import (
+    Architecture,
+    check_model_dir,
+    is_known,
+    parse_architecture,
+)
+from megatron_dcpo.weights.hf_checkpoint import in_parts
 from megatron_dcpo.weights.planner import WeightSlice
-from megatron_dcpo.weights.table import expert_places
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -61,6 +67,7 @@ class TransformersEngine(Engine):
         eos_token_ids: Sequence[int],
         max_num_seqs: int = 512,
         record_experts: bool = False,
+        arch: Architecture | None = None,
     ) -> None:
         self._recorder = ExpertRecorder(model) if record_experts else None
         self.model = model.eval().requires_grad_(False)
@@ -68,13 +75,10 @@ class TransformersEngine(Engine):
         self.max_num_seqs = max_num_seqs
         self.weights_version = 0
         self.slot_steps: SlotSteps = SlotSteps()
-        self._parameters: dict[str, Tensor] = {}
-        for name, parameter in self.model.named_parameters():
-            places = expert_places(name, parameter.shape)
-            if not places:
-                self._parameters[name] = parameter
-            for part, (expert, first, rows) in places.items():
-                self._parameters[part] = parameter.data[expert, first : first + rows]
+        self._parameters = in_parts(
+            arch,
+            {name: parameter.data for name, parameter in self.model.named_parameters()},
+        )
 
     @classmethod
     def from_pretrained(
@@ -113,6 +117,7 @@ class TransformersEngine(Engine):
             eos_token_ids=read_eos_token_ids(Path(model_dir)),
             max_num_seqs=max_num_seqs,
             record_experts=record_experts,
+            arch=_known_architecture(Path(model_dir)),
         )
 
     def update_weights(
@@ -120,7 +125,7 @@ class TransformersEngine(Engine):
     ) -> None:
         for bucket in buckets:
             for piece in bucket:
-                piece.write_into(self._parameters[piece.name].data)
+                piece.write_into(self._parameters[piece.name])
         self.weights_version = version
 
     def sleep(self) -> None:
@@ -278,6 +283,17 @@ class TransformersEngine(Engine):
             mask=mask[repeated],
             position=position[repeated],
         )
+
+
+def _known_architecture(model_dir: Path) -> Architecture | None:
+    """Return the architecture of a model that can be trained here. One that only transformers has
+    is sampled all the same.
+    """
+    path = model_dir / "config.json"
+    config = read_json_object(path)
+    if not is_known(config):
+        return None
+    return parse_architecture(config, str(path))
 
 
 def _fp32_logits(head: torch.nn.Linear, hidden: Tensor) -> Tensor:

@@ -44,9 +44,18 @@ from megatron_dcpo.runtime.files import new_directory
 from megatron_dcpo.runtime.signals import RolloutAbandoned, stop_requested
 from megatron_dcpo.types import Prompt, Response
 from megatron_dcpo.weights.architecture import read_architecture
-from megatron_dcpo.weights.hf_checkpoint import copy_side_files, tensors_on_disk
+from megatron_dcpo.weights.hf_checkpoint import (
+    copy_side_files,
+    in_parts,
+    tensors_on_disk,
+)
 from megatron_dcpo.weights.planner import WeightSlice
-from megatron_dcpo.weights.table import EMBEDDING, OUTPUT, hf_shapes
+from megatron_dcpo.weights.table import (
+    EMBEDDING,
+    OUTPUT,
+    hf_shapes,
+    stored_shapes,
+)
 
 _ROUNDED = 1e-3  # a log-prob of a probability that rounding has put above 1
 _REFUSED_SECONDS = (
@@ -265,13 +274,14 @@ class ServerEngine(Engine):
             first = next(pieces)
             dtype = name_of(first.values.dtype)
             specs = {
-                name: (shape, dtype) for name, shape in hf_shapes(self.arch).items()
+                name: (shape, dtype) for name, shape in stored_shapes(self.arch).items()
             }
             if self.arch.tied_embeddings:
                 # vLLM's output layer may keep a packed copy, which the embedding alone does not
                 # refresh.
                 specs[OUTPUT] = specs[EMBEDDING]
-            with tensors_on_disk(temporary, specs) as tensors:
+            with tensors_on_disk(temporary, specs) as stored:
+                tensors = in_parts(self.arch, stored)
                 for piece in itertools.chain([first], pieces):
                     piece.write_into(tensors[piece.name])
                     if self.arch.tied_embeddings and piece.name == EMBEDDING:

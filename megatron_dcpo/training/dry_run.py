@@ -32,7 +32,7 @@ from megatron_dcpo.training.provenance import date_of
 from megatron_dcpo.training.sources import load_sources
 from megatron_dcpo.training.warnings import too_few_problems
 from megatron_dcpo.weights.hf_checkpoint import HFReader
-from megatron_dcpo.weights.table import hf_shapes, number_of_parameters
+from megatron_dcpo.weights.table import number_of_parameters, stored_shapes
 
 # The paper's method, its ablations, and what it compares with (docs/algorithms.md#2-methods).
 PAPER_METHODS = ("grpo", "dcpo", "coupled", "rlcr", "ccgspg", "posthoc")
@@ -140,9 +140,9 @@ def _describe_inputs(config: Config, allow_missing: bool) -> dict[str, Any]:
     facts["model"] += f": {arch.name}, {number_of_parameters(arch):,} parameters"
     if absent:
         return facts
-    HFReader(path).check(arch)
+    HFReader(path, arch).check(arch)
     facts["model"] += (
-        f"; its {len(hf_shapes(arch)):,} tensors have the shapes that config.json implies"
+        f"; its {len(stored_shapes(arch)):,} tensors have the shapes that config.json implies"
     )
     tokenizer = load_tokenizer(path)
     vocabulary = token_bytes(tokenizer)

@@ -107,6 +107,7 @@ def adapter_shape(config: AdapterConfig, arch: Architecture) -> AdapterShape:
     """Return the shape of ``model.adapter``: that of the adapter at its path, or of a new one.
     Raises :class:`UserError`.
     """
+    _check_apart(arch)
     if config.path:
         return read_shape(Path(config.path), arch)
     targets = config.targets or PROJECTIONS
@@ -136,6 +137,7 @@ def read_shape(directory: Path, arch: Architecture) -> AdapterShape:
     """Return the shape of the adapter in ``directory``. Raises :class:`UserError` for what is no
     adapter, for one that adds something else than scale * B A, and for one of another model.
     """
+    _check_apart(arch)
     path = directory / CONFIG
     of_factors = _shapes_of_factors(directory)
     if not path.is_file():
@@ -167,6 +169,15 @@ def read_shape(directory: Path, arch: Architecture) -> AdapterShape:
         raise UserError(f"{directory}: the adapter holds no factors")
     dropout = float(config.get("lora_dropout") or 0.0)
     return AdapterShape(ranks=ranks, scales=scales, dropout=dropout)
+
+
+def _check_apart(arch: Architecture) -> None:
+    """Raise :class:`UserError` if PEFT would have other projections than the weight table."""
+    if arch.fused_projections:
+        raise UserError(
+            f"model.adapter is not supported for {arch.name}, whose layers have queries, keys and "
+            "values in one projection, and gate and up in another; train all parameters"
+        )
 
 
 def factor_names(module: str) -> tuple[str, str]:

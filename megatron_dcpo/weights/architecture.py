@@ -73,7 +73,8 @@ class Architecture:
     With ``num_experts`` every layer has that many experts, each an MLP of width
     ``ffn_hidden_size``; a token goes to ``experts_per_token`` of them. With ``normalized_experts``
     the weights of these sum to one. ``output_bias`` is the bias of the projection behind the
-    attention, ``mlp_bias`` those of the three projections of an MLP.
+    attention, ``mlp_bias`` those of the three projections of an MLP. With ``fused_projections`` a
+    checkpoint holds queries, keys and values of a layer in one tensor, and gate and up in another.
     """
 
     name: str
@@ -97,18 +98,22 @@ class Architecture:
     num_experts: int = 0
     experts_per_token: int = 0
     normalized_experts: bool = False
+    fused_projections: bool = False
 
 
 @dataclass(frozen=True)
 class _Traits:
     """What the name of an architecture implies, and the ``keys`` of its configuration. With
-    ``always_qkv_bias`` there are biases whatever ``attention_bias`` says.
+    ``always_qkv_bias`` there are biases whatever ``attention_bias`` says. transformers knows
+    ``rope_types`` for it under these names.
     """
 
     keys: Keys
     qk_layernorm: bool = False
     always_qkv_bias: bool = False
     experts: bool = False
+    fused_projections: bool = False
+    rope_types: tuple[str, ...] = ("default", "llama3", "yarn")
 
 
 ARCHITECTURES: dict[str, _Traits] = {
@@ -153,6 +158,19 @@ ARCHITECTURES: dict[str, _Traits] = {
             window_is_optional=True,
         ),
         always_qkv_bias=True,
+    ),
+    # Phi-4 too
+    "Phi3ForCausalLM": _Traits(
+        keys=Keys(
+            model_type="phi3",
+            # which only longrope reads
+            translated=frozenset({"original_max_position_embeddings"}),
+            fixed={"attention_bias": (False,)},
+            window_may_cover_all=True,
+        ),
+        fused_projections=True,
+        # transformers takes yarn for longrope here
+        rope_types=("default",),
     ),
 }
 
@@ -254,7 +272,7 @@ def parse_architecture(
     attention_bias = bool(config.get("attention_bias")) and not traits.always_qkv_bias
     try:
         heads = config["num_attention_heads"]
-        base, scaling = _rope(config, source)
+        base, scaling = _rope(config, traits.rope_types, source)
         experts = _experts(config, source) if traits.experts else {}
         return Architecture(
             name=traits.keys.model_type,
@@ -277,6 +295,7 @@ def parse_architecture(
             output_bias=attention_bias,
             mlp_bias=bool(config.get("mlp_bias")),
             activation=_activation(config, source),
+            fused_projections=traits.fused_projections,
             **experts,
         )
     except KeyError as error:
@@ -385,9 +404,9 @@ _LLAMA3 = (
 
 
 def _rope(
-    config: dict[str, Any], source: str
+    config: dict[str, Any], known: tuple[str, ...], source: str
 ) -> tuple[float, RopeScaling | YarnScaling | None]:
-    """Return the base and the scaling of the rotary frequencies."""
+    """Return the base and the scaling of the rotary frequencies, of one of the ``known`` types."""
     # transformers 5 writes rope_parameters; older checkpoints have rope_theta and rope_scaling.
     key = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
     rope = dict(config.get(key) or {})
@@ -398,9 +417,10 @@ def _rope(
     rope.setdefault("rope_type", rope.get("type", "default"))
     base = _positive(rope, "rope_theta", source)
     kind = rope["rope_type"]
-    if kind not in ("default", "llama3", "yarn"):
+    if kind not in known:
         raise UserError(
-            f"{source}: rope type {kind!r} is not supported; known: default, llama3, yarn"
+            f"{source}: {key} has the rope type {kind!r:.40}, which is not supported; known for "
+            f"{config['architectures']!r:.60}: {', '.join(known)}"
         )
     understood = {"rope_theta", "rope_type", "type"}
     understood |= {"llama3": set(_LLAMA3), "yarn": set(_YARN)}.get(kind, set())

@@ -147,14 +147,16 @@ QUANTIZED_KEYS = ("quantization_config", "compression_config", "quantization")
 class Keys:
     """The keys that one architecture has in addition: ``translated`` ones, and ``fixed`` ones with
     the values that are built here. ``window_is_optional`` if its ``sliding_window`` is
-    only read when ``use_sliding_window`` is true. ``spelled_out`` are keys without which
-    transformers builds another model than this package does; null is a value.
+    only read when ``use_sliding_window`` is true, ``window_may_cover_all`` if it may be at least
+    ``max_position_embeddings``, under which it cuts nothing off. ``spelled_out`` are keys without
+    which transformers builds another model than this package does; null is a value.
     """
 
     model_type: str
     translated: frozenset[str] = frozenset()
     fixed: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
     window_is_optional: bool = False
+    window_may_cover_all: bool = False
     spelled_out: Mapping[str, object] = field(default_factory=dict)
 
 
@@ -166,7 +168,7 @@ def check_keys(config: Mapping[str, Any], keys: Keys, source: str) -> None:
     fixed = {**FIXED, **keys.fixed}
     understood = (TRANSLATED | WITHOUT_INFLUENCE | keys.translated) - set(keys.fixed)
     understood |= {"model_type", *QUANTIZED_KEYS}
-    if keys.window_is_optional:
+    if keys.window_is_optional or _window_covers_all(config, keys):
         understood |= {"sliding_window"}
     for key, default in keys.spelled_out.items():
         if key not in config:
@@ -186,6 +188,15 @@ def check_keys(config: Mapping[str, Any], keys: Keys, source: str) -> None:
             )
         elif value not in fixed[key]:
             raise _unsupported(key, value, source)
+
+
+def _window_covers_all(config: Mapping[str, Any], keys: Keys) -> bool:
+    """Return whether the sliding window is one under which every token attends to all before it."""
+    window = config.get("sliding_window")
+    positions = config.get("max_position_embeddings")
+    if not keys.window_may_cover_all or type(window) is not int:
+        return False
+    return type(positions) is int and window >= positions
 
 
 def _check_whose_model(config: Mapping[str, Any], keys: Keys, source: str) -> None:

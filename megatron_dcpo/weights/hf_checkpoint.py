@@ -31,7 +31,16 @@ from megatron_dcpo.runtime.text import read_json_object
 from megatron_dcpo.weights.architecture import Architecture
 from megatron_dcpo.weights.config_keys import QUANTIZED_KEYS
 from megatron_dcpo.weights.planner import Copy
-from megatron_dcpo.weights.table import EMBEDDING, OUTPUT, expert_places, hf_shapes
+from megatron_dcpo.weights.table import (
+    EMBEDDING,
+    OUTPUT,
+    Part,
+    fused_parts,
+    hf_shapes,
+    parts_of,
+    stored_names,
+    stored_shapes,
+)
 
 SINGLE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -61,15 +70,18 @@ class Sliceable(Protocol):
 
 class HFReader:
     """The tensors of a Hugging Face directory, memory-mapped, so that only used parts are read. A
-    tensor that holds all experts of a layer appears as one tensor for each expert.
+    tensor that holds all experts of a layer appears as one tensor for each expert, and with
+    ``arch`` a fused one as the weight table's.
 
     ``specs`` has shape and type of every tensor. Raises :class:`UserError` for missing, truncated
     or malformed files, and if the index and the files disagree.
     """
 
-    def __init__(self, model_dir: str | Path) -> None:
+    def __init__(self, model_dir: str | Path, arch: Architecture | None = None) -> None:
         self.model_dir = Path(model_dir)
+        self.arch = arch
         self.specs: dict[str, tuple[tuple[int, ...], str]] = {}
+        self.files: dict[str, Path] = {}
         self._readers: dict[str, Callable[[], Sliceable]] = {}
         self._names: set[str] = set()
         weight_map = read_weight_map(self.model_dir)
@@ -92,12 +104,14 @@ class HFReader:
                 shape = tuple(header.get_shape())
                 dtype = FROM_SAFETENSORS[header.get_dtype()]
                 read = partial(file.get_slice, name)
-                places = expert_places(name, shape)
-                if not places:
+                self._check_fused(path, name, shape)
+                parts = parts_of(name, shape, self.arch)
+                if not parts:
                     self._add_tensor(path, name, (shape, dtype), read)
-                for part, (expert, first, rows) in places.items():
-                    read_part = partial(_OneExpert, read, expert, first, rows)
-                    self._add_tensor(path, part, ((rows, shape[2]), dtype), read_part)
+                for part in parts:
+                    read_part = partial(_PartOfTensor, read, part)
+                    spec = ((part.rows, shape[-1]), dtype)
+                    self._add_tensor(path, part.name, spec, read_part)
         except OSError as error:
             raise UserError(f"cannot read {path}: {error.strerror or error}") from None
         except SafetensorError as error:
@@ -108,6 +122,16 @@ class HFReader:
             raise UserError(
                 f"{path}: tensor {name} has the unknown element type {error}"
             ) from None
+
+    def _check_fused(self, path: Path, name: str, shape: tuple[int, ...]) -> None:
+        """Raise :class:`UserError` if a fused tensor has not the rows and columns of its parts."""
+        if self.arch is None or name not in fused_parts(self.arch):
+            return
+        expected = stored_shapes(self.arch)[name]
+        if shape != expected:
+            raise UserError(
+                f"{path}: {name} has shape {list(shape)}, config.json implies {list(expected)}"
+            )
 
     def _add_tensor(
         self,
@@ -121,6 +145,7 @@ class HFReader:
                 f"{path}: tensor {name} is in another file of the checkpoint as well"
             )
         self.specs[name] = spec
+        self.files[name] = path
         self._readers[name] = read
 
     def slice(self, name: str) -> Sliceable:
@@ -153,8 +178,8 @@ class HFReader:
                     f"weights are not supported (known: {', '.join(FLOATS)}), take the model's "
                     "bf16 or fp32 weights"
                 )
-        for name in shapes:
-            if name not in self.specs:
+        for name in (*fused_parts(arch), *shapes):
+            if name not in self.specs and name not in self._names:
                 raise UserError(
                     f"{self.model_dir}: tensor {name} is missing; config.json promises it"
                 )
@@ -195,26 +220,26 @@ def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(torch.uint8)
 
 
-class _OneExpert:
-    """One expert's ``rows`` rows, beginning at ``first``, of a tensor with all experts. It is
-    indexed like a separate tensor.
+class _PartOfTensor:
+    """A part of a tensor that holds several of the table's. It is indexed like a separate
+    tensor.
     """
 
-    def __init__(
-        self, read: Callable[[], Sliceable], expert: int, first: int, rows: int
-    ) -> None:
+    def __init__(self, read: Callable[[], Sliceable], part: Part) -> None:
         self.whole: Any = read()
-        self.expert = expert
-        self.first = first
-        self.rows = rows
+        self.place = part
 
     def __getitem__(self, index: slice | tuple[slice, ...]) -> torch.Tensor:
         if not isinstance(index, tuple):
             index = (index,)
         rows, *columns = index
-        start, stop, _ = rows.indices(self.rows)
-        of_expert = slice(self.first + start, self.first + stop)
-        part: torch.Tensor = self.whole[self.expert, of_expert, *columns]
+        start, stop, _ = rows.indices(self.place.rows)
+        of_part = slice(self.place.first + start, self.place.first + stop)
+        part: torch.Tensor
+        if self.place.expert is None:
+            part = self.whole[of_part, *columns]
+        else:
+            part = self.whole[self.place.expert, of_part, *columns]
         return part
 
 
@@ -251,12 +276,10 @@ def load_into(
         target = parameters[copy.megatron].narrow(copy.dim, copy.start, copy.length)
         target.copy_(values)
         if not target.is_meta and not torch.isfinite(target).all():
-            file = reader.model_dir / read_weight_map(reader.model_dir).get(
-                copy.hf, SINGLE_FILE
-            )
             kind = "NaN" if target.isnan().any() else "infinity"
             raise UserError(
-                f"{file}: tensor {copy.hf} has {kind} in it, as {name_of(target.dtype)}; take an "
+                f"{reader.files[copy.hf]}: tensor {copy.hf} has {kind} in it, as "
+                f"{name_of(target.dtype)}; take an "
                 "intact checkpoint, or another params_dtype"
             )
 
@@ -347,19 +370,23 @@ def write_checkpoint(
     writer: bool,
     max_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Write a Hugging Face directory shard by shard; ``collect`` returns the tensors of one shard.
+    """Write a Hugging Face directory shard by shard; ``collect`` returns the table's tensors of one
+    shard.
 
     Collective if ``collect`` is. Only the ``writer`` touches the disk, under a temporary name that
     is renamed when the directory is complete. Everything but the weights (config, tokenizer,
     templates) is taken from ``source_dir``.
     """
-    shapes = hf_shapes(arch)
     name = name_of(dtype)
-    specs = {key: (shape, name) for key, shape in shapes.items()}
+    specs = {key: (shape, name) for key, shape in stored_shapes(arch).items()}
     shards = plan_shards(specs, assign_files(specs, max_bytes))
 
     def tensors_of(shard: Shard) -> dict[str, torch.Tensor]:
-        return collect({key: shapes[key] for key in shapes if key in shard.offsets})
+        shapes = {}
+        for key, shape in hf_shapes(arch).items():
+            if stored_names(arch)[key] in shard.offsets:
+                shapes[key] = shape
+        return joined(arch, collect(shapes))
 
     if not writer:
         for shard in shards:
@@ -375,6 +402,35 @@ def write_checkpoint(
                     file.write(values.view(torch.uint8).numpy().data)
         write_index(temporary, shards)
         copy_side_files(source_dir, temporary, name)
+
+
+def joined(
+    arch: Architecture, tensors: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Return tensors of the table as a checkpoint holds them: those that belong into a fused one as
+    one.
+    """
+    stored = dict(tensors)
+    for whole, parts in fused_parts(arch).items():
+        if parts[0].name in stored:
+            stored[whole] = torch.cat([stored.pop(part.name) for part in parts])
+    return stored
+
+
+def in_parts(
+    arch: Architecture | None, stored: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Return the tensors of a checkpoint or of a model of transformers as the table has them; the
+    parts of one that holds several are views.
+    """
+    tensors = {}
+    for name, tensor in stored.items():
+        parts = parts_of(name, tensor.shape, arch)
+        if not parts:
+            tensors[name] = tensor
+        for part in parts:
+            tensors[part.name] = part.of(tensor)
+    return tensors
 
 
 @contextmanager

@@ -13,7 +13,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 from megatron_dcpo.weights.architecture import Architecture
 
@@ -71,6 +74,24 @@ class Row:
         return _ENGINE_CUTS[self.interleaving]
 
 
+@dataclass(frozen=True)
+class Part:
+    """The table's tensor ``name`` is rows ``first : first + rows`` of a tensor that holds several;
+    of one with a first dimension for experts, rows of ``expert``.
+    """
+
+    name: str
+    first: int
+    rows: int
+    expert: int | None = None
+
+    def of(self, whole: Tensor) -> Tensor:
+        """Return the part of ``whole``, a view."""
+        if self.expert is not None:
+            whole = whole[self.expert]
+        return whole[self.first : self.first + self.rows]
+
+
 # Transformer Engine's fused linear layers include the norm before them, and its grouped linear
 # layers hold all experts, without the norm. Both layer specs agree on all other names.
 _FUSED_NORMS = {
@@ -83,6 +104,15 @@ _GROUPED_EXPERTS = {
     _LOCAL_EXPERT + "linear_fc2.weight": "mlp.experts.linear_fc2.weight{expert}",
 }
 LOCAL_NAMES = {fused: local for local, fused in _FUSED_NORMS.items()}
+# What ``fused_projections`` hold, from the first row to the last.
+_FUSED_PROJECTIONS = {
+    "self_attn.qkv_proj": (
+        "self_attn.q_proj",
+        "self_attn.k_proj",
+        "self_attn.v_proj",
+    ),
+    "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
+}
 
 _M = "decoder.layers.{layer}."
 _H = "model.layers.{layer}."
@@ -108,29 +138,95 @@ def experts_of(arch: Architecture, row: Row) -> range:
     return range(1)
 
 
-def expert_places(name: str, shape: Sequence[int]) -> dict[str, tuple[int, int, int]]:
-    """Return the tensors of the experts in a tensor that holds all experts of a layer, as
-    transformers has it in memory: for each name the expert, the first row and the number of rows.
+def parts_of(
+    name: str, shape: Sequence[int], arch: Architecture | None
+) -> tuple[Part, ...]:
+    """Return the table's tensors in a tensor that holds several, on disk or in the memory of
+    transformers; nothing for other tensors. Without ``arch`` only experts are found.
+    """
+    if arch is not None and name in fused_parts(arch):
+        return fused_parts(arch)[name]
+    return _experts_in(name, shape)
 
-    ``experts.gate_up_proj`` is [E, 2I, H], ``experts.down_proj`` [E, H, I]. The result is empty for
-    other tensors.
+
+def _experts_in(name: str, shape: Sequence[int]) -> tuple[Part, ...]:
+    """Return the tensors of the experts in a tensor that holds all experts of a layer:
+    ``experts.gate_up_proj`` is [E, 2I, H], ``experts.down_proj`` [E, H, I].
     """
     module, _, last = name.rpartition(".")
-    parts: tuple[str, ...]
+    projections: tuple[str, ...]
     if last == "gate_up_proj":
-        parts = ("gate_proj", "up_proj")
+        projections = ("gate_proj", "up_proj")
     elif last == "down_proj":
-        parts = ("down_proj",)
+        projections = ("down_proj",)
     else:
-        return {}
-    if not module.endswith(".experts") or len(shape) != 3 or shape[1] % len(parts):
-        return {}
-    rows = shape[1] // len(parts)
-    places = {}
+        return ()
+    if (
+        not module.endswith(".experts")
+        or len(shape) != 3
+        or shape[1] % len(projections)
+    ):
+        return ()
+    rows = shape[1] // len(projections)
+    parts = []
     for expert in range(shape[0]):
-        for index, part in enumerate(parts):
-            places[f"{module}.{expert}.{part}.weight"] = (expert, index * rows, rows)
-    return places
+        for index, projection in enumerate(projections):
+            parts.append(
+                Part(
+                    name=f"{module}.{expert}.{projection}.weight",
+                    first=index * rows,
+                    rows=rows,
+                    expert=expert,
+                )
+            )
+    return tuple(parts)
+
+
+@functools.lru_cache(maxsize=64)
+def fused_parts(arch: Architecture) -> Mapping[str, tuple[Part, ...]]:
+    """Return the tensors of a checkpoint that hold several of the table's, one below the other,
+    with their parts in this order; nothing for an architecture without ``fused_projections``.
+    """
+    fused: dict[str, tuple[Part, ...]] = {}
+    if not arch.fused_projections:
+        return MappingProxyType(fused)
+    shapes = hf_shapes(arch)
+    for layer in range(arch.num_layers):
+        prefix = _H.format(layer=layer)
+        for whole, projections in _FUSED_PROJECTIONS.items():
+            parts = []
+            first = 0
+            for projection in projections:
+                name = f"{prefix}{projection}.weight"
+                rows = shapes[name][0]
+                parts.append(Part(name=name, first=first, rows=rows))
+                first = first + rows
+            fused[f"{prefix}{whole}.weight"] = tuple(parts)
+    return MappingProxyType(fused)
+
+
+@functools.lru_cache(maxsize=64)
+def stored_names(arch: Architecture) -> Mapping[str, str]:
+    """Return for each of the table's tensors the one of a checkpoint that holds it."""
+    names = {name: name for name in hf_shapes(arch)}
+    for whole, parts in fused_parts(arch).items():
+        names.update({part.name: whole for part in parts})
+    return MappingProxyType(names)
+
+
+@functools.lru_cache(maxsize=64)
+def stored_shapes(arch: Architecture) -> Mapping[str, tuple[int, ...]]:
+    """Return the shape of every tensor of a checkpoint of the architecture: those of
+    :func:`hf_shapes`, and the fused ones in the place of their parts.
+    """
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, shape in hf_shapes(arch).items():
+        stored = stored_names(arch)[name]
+        rows, *columns = shape
+        if stored in shapes:
+            rows = rows + shapes[stored][0]
+        shapes[stored] = (rows, *columns)
+    return MappingProxyType(shapes)
 
 
 def _mlp_rows(module: str, hf: str) -> list[Row]:
@@ -259,8 +355,8 @@ def output_row(arch: Architecture) -> Row:
 
 @functools.lru_cache(maxsize=64)
 def hf_shapes(arch: Architecture) -> Mapping[str, tuple[int, ...]]:
-    """Return the shape of every Hugging Face tensor of the architecture, in checkpoint order.
-    Cached, because plans ask for every tensor.
+    """Return the shape of every Hugging Face tensor of the table, in checkpoint order; a checkpoint
+    may hold several in one (:func:`stored_shapes`). Cached, because plans ask for every tensor.
     """
     h = arch.hidden_size
     shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (arch.vocab_size, h)}

@@ -82,7 +82,9 @@ BIASES = [("llama_biases", False), ("qwen3_biases", True)]
 ONE_PROCESS = [("qwen3", False), ("qwen3", True), ("llama", False), ("qwen2", True)]
 ONE_PROCESS += [*BIASES, ("mistral", False)]
 YARN = ("qwen3_yarn", True)
-ONE_PROCESS += [YARN]
+# queries, keys and values in one tensor, gate and up in another
+PHI3 = ("phi3", False)
+ONE_PROCESS += [YARN, PHI3]
 QWEN3, LLAMA = (
     ("qwen3", True),
     ("llama", False),
@@ -98,6 +100,7 @@ SEVERAL += [
     (layout, YARN)
     for layout in ("tp2_pp2", "tp2_sequence_parallel_packed", "cp2_packed")
 ]
+SEVERAL += [(layout, PHI3) for layout in ("tp2_pp2", "tp2_sequence_parallel_packed")]
 SEVERAL += [("pp2", BIASES[0]), ("tp2_pp2", BIASES[1])]
 MICRO_BATCHES = (1, 3, 12)
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-FAMILIES = ("qwen3", "qwen3_moe", "llama", "qwen2")
+FAMILIES = ("qwen3", "qwen3_moe", "llama", "qwen2", "phi3")
 SMALL = {
     "vocab_size": 331,
     "hidden_size": 32,
@@ -40,6 +40,8 @@ def save_model(
     settings: dict[str, Any] = SMALL | {"tie_word_embeddings": tied} | options
     if family.startswith("qwen3"):
         settings = {"head_dim": 16} | settings
+    if family == "phi3":
+        settings = {"bos_token_id": 1, "pad_token_id": 0} | settings
     if family == "qwen3_moe":
         settings = {
             "num_experts": 4,
@@ -81,6 +83,14 @@ def expected_megatron(path: Path, padded: int) -> dict[str, torch.Tensor]:
             for key, t in hf.items()
             if f".layers.{layer}." in key
         }
+        if "self_attn.qkv_proj.weight" in at:
+            qkv = at["self_attn.qkv_proj.weight"]
+            d = config["hidden_size"] // config["num_attention_heads"]
+            sizes = [config["num_attention_heads"] * d, groups * d, groups * d]
+            for p, part in zip("qkv", qkv.split(sizes), strict=True):
+                at[f"self_attn.{p}_proj.weight"] = part
+            gate, up = at["mlp.gate_up_proj.weight"].chunk(2)
+            at |= {"mlp.gate_proj.weight": gate, "mlp.up_proj.weight": up}
         for kind in ("weight", "bias"):
             if f"self_attn.q_proj.{kind}" in at:
                 # each group: its query heads, its key head, its value head
