@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import hypothesis
 import pytest
 
 from tests.helpers.paths import DATA
+
+if TYPE_CHECKING:
+    import torch
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # no test depends on how busy the machine is; make test has --hypothesis-profile=ci
@@ -86,8 +90,12 @@ def _save_tiny_model(path: Path, family: str, tied: bool, layers: int) -> Path:
     elif family == "mistral":
         model = MistralForCausalLM(MistralConfig(**common, sliding_window=None))
     elif family == "phi3":
-        # special tokens inside the small vocabulary
-        model = Phi3ForCausalLM(Phi3Config(**common, bos_token_id=1, pad_token_id=0))
+        # special tokens inside the small vocabulary; the numbers are those of "mistral"
+        special = {"bos_token_id": 1, "pad_token_id": 0}
+        model = Phi3ForCausalLM(Phi3Config(**common, **special, rms_norm_eps=1e-6))
+        torch.manual_seed(0)
+        apart = MistralForCausalLM(MistralConfig(**common, sliding_window=None))
+        model.load_state_dict(_fused(apart.state_dict()))
     elif family == "qwen2":
         model = Qwen2ForCausalLM(
             Qwen2Config(
@@ -126,6 +134,26 @@ def _save_tiny_model(path: Path, family: str, tied: bool, layers: int) -> Path:
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
     model.save_pretrained(path)
     return path
+
+
+def _fused(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the tensors of a model with queries, keys and values of each layer in one, and gate
+    and up in another, as Phi-3 has them.
+    """
+    import torch
+
+    tensors = dict(tensors)
+    for first in [name for name in tensors if name.endswith(".q_proj.weight")]:
+        names = [first.replace(".q_proj.", f".{p}_proj.") for p in "qkv"]
+        tensors[first.replace(".q_proj.", ".qkv_proj.")] = torch.cat(
+            [tensors.pop(name) for name in names]
+        )
+    for first in [name for name in tensors if name.endswith(".gate_proj.weight")]:
+        names = [first, first.replace(".gate_proj.", ".up_proj.")]
+        tensors[first.replace(".gate_proj.", ".gate_up_proj.")] = torch.cat(
+            [tensors.pop(name) for name in names]
+        )
+    return tensors
 
 
 @pytest.fixture(scope="session")

@@ -19,6 +19,7 @@ from megatron_dcpo.judging.verifiers import check_verifier
 from megatron_dcpo.rollout.tokens import check_vocabulary
 from megatron_dcpo.runtime.device import capabilities
 from megatron_dcpo.types import Prompt
+from megatron_dcpo.weights.adapter_shape import check_adaptable
 from megatron_dcpo.weights.architecture import Architecture, read_architecture
 from megatron_dcpo.weights.hf_checkpoint import check_side_files
 from megatron_dcpo.weights.layout import Layout
@@ -81,6 +82,8 @@ def check_architecture(config: RunConfig) -> Architecture:
     check_names_of_megatron(config)
     layout = Layout.of(config.parallel)
     check_layout(arch, layout)
+    if config.model.adapter is not None:
+        check_adaptable(arch)
     rules.check_model_rules(config, arch, chunk_layers(arch.num_layers, layout))
     return arch
 

@@ -107,7 +107,7 @@ def adapter_shape(config: AdapterConfig, arch: Architecture) -> AdapterShape:
     """Return the shape of ``model.adapter``: that of the adapter at its path, or of a new one.
     Raises :class:`UserError`.
     """
-    _check_apart(arch)
+    check_adaptable(arch)
     if config.path:
         return read_shape(Path(config.path), arch)
     targets = config.targets or PROJECTIONS
@@ -137,7 +137,7 @@ def read_shape(directory: Path, arch: Architecture) -> AdapterShape:
     """Return the shape of the adapter in ``directory``. Raises :class:`UserError` for what is no
     adapter, for one that adds something else than scale * B A, and for one of another model.
     """
-    _check_apart(arch)
+    check_adaptable(arch)
     path = directory / CONFIG
     of_factors = _shapes_of_factors(directory)
     if not path.is_file():
@@ -171,7 +171,7 @@ def read_shape(directory: Path, arch: Architecture) -> AdapterShape:
     return AdapterShape(ranks=ranks, scales=scales, dropout=dropout)
 
 
-def _check_apart(arch: Architecture) -> None:
+def check_adaptable(arch: Architecture) -> None:
     """Raise :class:`UserError` if PEFT would have other projections than the weight table."""
     if arch.fused_projections:
         raise UserError(

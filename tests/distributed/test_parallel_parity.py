@@ -208,6 +208,15 @@ def test_layout_equals_one_process(runs, one_process, layout, which):
     agrees(runs(layout, *which), one_process(*which), LAYOUTS[layout][1])
 
 
+def test_fused_projections_are_bit_for_bit_those_apart(one_process):
+    """Phi-3 with the numbers of a Mistral: fused or not, reading and training give the same."""
+    fused, apart = one_process(*PHI3), one_process("mistral", False)
+    assert fused["losses"] == apart["losses"]
+    assert fused["norms"] == apart["norms"]
+    for index, values in apart["logprobs"].items():
+        np.testing.assert_array_equal(fused["logprobs"][index], values)
+
+
 @pytest.mark.parametrize("layout", UNEVEN)
 def test_uneven_pipeline_equals_one_process(runs, layout):
     layers, _, parallel = UNEVEN[layout]

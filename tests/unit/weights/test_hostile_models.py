@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.judging.token_bytes import token_bytes
+from megatron_dcpo.planning.hub import MODELS
 from megatron_dcpo.rollout import TransformersEngine, load_tokenizer
 from megatron_dcpo.rollout.tokens import read_eos_token_ids
 from megatron_dcpo.weights.architecture import parse_architecture, read_architecture
@@ -84,6 +85,12 @@ MISTRAL = {
     "use_cache": True,
     "vocab_size": 32768,
 }
+PHI4 = json.loads((MODELS / "microsoft" / "phi-4" / "config.json").read_text())
+LONGROPE = {
+    "type": "longrope",
+    "short_factor": [1.0] * 64,
+    "long_factor": [2.0] * 64,
+}
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,
@@ -122,6 +129,15 @@ LLAMA3 = {
         (MISTRAL, {"sliding_window": 4096}, "sliding_window"),
         (MISTRAL, {"attention_bias": True}, "attention_bias"),
         (MISTRAL, {"mlp_bias": True}, "mlp_bias"),
+        (PHI4, {"sliding_window": 16383}, "sliding_window"),
+        (PHI4, {"attention_bias": True}, "attention_bias"),
+        (PHI4, {"mlp_bias": True}, "mlp_bias"),
+        (PHI4, {"partial_rotary_factor": 0.75}, "partial_rotary_factor"),
+        (PHI4, {"resid_pdrop": 0.1}, "resid_pdrop"),
+        (PHI4, {"embd_pdrop": 0.1}, "embd_pdrop"),
+        (PHI4, {"rope_scaling": LONGROPE}, "longrope"),
+        # transformers takes it for longrope
+        (PHI4, {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "yarn"),
         (LLAMA, {"pretraining_tp": 2}, "pretraining_tp"),
         (LLAMA, {"rope_interleaved": True}, "rope_interleaved"),
         (
@@ -389,6 +405,22 @@ def test_what_is_no_model_directory_says_what_to_pass(
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match=named):
         read_architecture(path)
+
+
+def test_a_released_phi4_is_read() -> None:
+    arch = parse_architecture(PHI4)
+    assert (arch.rotary_base, arch.num_query_groups, arch.kv_channels) == (
+        25e4,
+        10,
+        128,
+    )
+    assert number_of_parameters(arch) == 14_659_507_200
+
+
+def test_a_window_that_covers_all_positions_is_none() -> None:
+    assert parse_architecture(PHI4 | {"sliding_window": 16384}) == parse_architecture(
+        PHI4
+    )
 
 
 def test_a_released_mistral_is_read() -> None:
