@@ -208,7 +208,7 @@ def read_architecture(
     config = read_json_object(path)
     if not weights_elsewhere:
         check_unquantized(config, str(path))
-    return parse_architecture(config, str(path))
+    return parse_architecture(config, str(path), model_dir)
 
 
 def check_model_dir(model_dir: str | Path) -> None:
@@ -252,13 +252,16 @@ def is_known(config: dict[str, Any]) -> bool:
 
 
 def parse_architecture(
-    config: dict[str, Any], source: str = "config.json"
+    config: dict[str, Any],
+    source: str = "config.json",
+    model_dir: Path | None = None,
 ) -> Architecture:
-    """Translate the dictionary of a ``config.json``; ``source`` names it in errors.
+    """Translate the dictionary of a ``config.json``; ``source`` names it in errors. Weights in
+    ``model_dir`` help to say what is near an architecture that is not known.
 
     Raises :class:`UserError` if a key may describe another model than the one that is built.
     """
-    name, traits = _traits(config, source)
+    name, traits = _traits(config, source, model_dir)
     check_said_once(config, source)
     check_keys(config, traits.keys, source)
     for key in _SIZES:
@@ -306,7 +309,9 @@ def parse_architecture(
         ) from None
 
 
-def _traits(config: dict[str, Any], source: str) -> tuple[str, _Traits]:
+def _traits(
+    config: dict[str, Any], source: str, model_dir: Path | None
+) -> tuple[str, _Traits]:
     """Return the architecture's name and its traits."""
     names = config.get("architectures") or ["(none)"]
     if not isinstance(names, list):
@@ -315,9 +320,10 @@ def _traits(config: dict[str, Any], source: str) -> tuple[str, _Traits]:
     if len(names) > 1:
         raise UserError(f"{source}: architectures must be one name, not {names!r:.80}")
     if name not in ARCHITECTURES:
-        raise UserError(
-            f"{source}: architecture {name} is not supported; known: {', '.join(ARCHITECTURES)}"
-        )
+        # which parses the smallest model of every architecture
+        from megatron_dcpo.weights.nearest import unknown_architecture
+
+        raise UserError(unknown_architecture(config, name, source, model_dir))
     return name, ARCHITECTURES[name]
 
 

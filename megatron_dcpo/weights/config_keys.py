@@ -165,29 +165,44 @@ def check_keys(config: Mapping[str, Any], keys: Keys, source: str) -> None:
     model than the one that is built from it.
     """
     _check_whose_model(config, keys, source)
-    fixed = {**FIXED, **keys.fixed}
-    understood = (TRANSLATED | WITHOUT_INFLUENCE | keys.translated) - set(keys.fixed)
-    understood |= {"model_type", *QUANTIZED_KEYS}
-    if keys.window_is_optional or _window_covers_all(config, keys):
-        understood |= {"sliding_window"}
     for key, default in keys.spelled_out.items():
         if key not in config:
             raise UserError(
                 f"{source}: {key} is missing, for which transformers takes {default!r}; write the "
                 "model's own value (null is one)"
             )
+    for key in keys_without_place(config, keys):
+        value = config[key]
+        if key == "layer_types":
+            raise _unsupported(key, _other_kinds(value)[0], source)
+        if key in FIXED or key in keys.fixed:
+            raise _unsupported(key, value, source)
+        raise UserError(
+            f"{source}: {key}={value!r:.60} is not known for {config['architectures']!r:.60}, "
+            "and it may change the model; remove the key if it does not"
+        )
+
+
+def keys_without_place(config: Mapping[str, Any], keys: Keys) -> tuple[str, ...]:
+    """Return the keys of ``config`` that may describe another model than the one that is built for
+    an architecture with these ``keys``, in their order.
+    """
+    fixed = {**FIXED, **keys.fixed}
+    understood = (TRANSLATED | WITHOUT_INFLUENCE | keys.translated) - set(keys.fixed)
+    understood |= {"model_type", *QUANTIZED_KEYS}
+    if keys.window_is_optional or _window_covers_all(config, keys):
+        understood |= {"sliding_window"}
+    found = []
     for key, value in config.items():
         if value is None or key in understood:
             continue
         if key == "layer_types":
-            _check_layer_types(value, source)
-        elif key not in fixed:
-            raise UserError(
-                f"{source}: {key}={value!r:.60} is not known for {config['architectures']!r:.60}, "
-                "and it may change the model; remove the key if it does not"
-            )
-        elif value not in fixed[key]:
-            raise _unsupported(key, value, source)
+            has_place = not _other_kinds(value)
+        else:
+            has_place = value in fixed.get(key, ())
+        if not has_place:
+            found.append(key)
+    return tuple(found)
 
 
 def _window_covers_all(config: Mapping[str, Any], keys: Keys) -> bool:
@@ -268,11 +283,10 @@ def check_said_once(config: Mapping[str, Any], source: str) -> None:
         _check_equal(scalings[0], scalings[1], source=source)
 
 
-def _check_layer_types(value: object, source: str) -> None:
-    kinds = value if isinstance(value, list) else [value]
-    for kind in kinds:
-        if kind != "full_attention":
-            raise _unsupported("layer_types", kind, source)
+def _other_kinds(layer_types: object) -> list[object]:
+    """Return the kinds of layers without full attention."""
+    kinds = layer_types if isinstance(layer_types, list) else [layer_types]
+    return [kind for kind in kinds if kind != "full_attention"]
 
 
 def _unsupported(key: str, value: object, source: str) -> UserError:

@@ -23,6 +23,7 @@ pytestmark = [
 ]
 
 MODELS = [("qwen3", True), ("qwen3", False), ("llama", True), ("llama", False)]
+MODELS += [("phi3", False)]
 BUCKET_BYTES = 8192
 LAYOUTS = {"tp1": (1, 1), "tp2": (2, 1), "pp2": (1, 2), "tp2_pp2": (2, 2)}
 EXPERTS = [("qwen3_moe", True), ("qwen3_moe_unnormalized", False)]

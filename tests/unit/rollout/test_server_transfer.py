@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from megatron_dcpo.config import load_config
 from megatron_dcpo.errors import UserError
@@ -24,7 +25,8 @@ from megatron_dcpo.runtime.http_json import HttpError, JsonClient
 from megatron_dcpo.weights.architecture import read_architecture
 from megatron_dcpo.weights.hf_checkpoint import HFReader
 from megatron_dcpo.weights.planner import WeightSlice
-from megatron_dcpo.weights.table import hf_shapes
+from megatron_dcpo.weights.table import hf_shapes, stored_shapes
+from tests.helpers.checkpoints import save_model
 from tests.helpers.paths import QUICKSTART
 
 POLICY = QUICKSTART / "policy"
@@ -277,6 +279,23 @@ def test_files_are_complete_and_older_ones_go(server: Server, tmp_path: Path) ->
     with pytest.raises(EngineError, match="no such backend"):
         engine.update_weights(cut(weights, 2, 5), 3)
     assert engine.weights_version == 2
+
+
+def test_fused_projections_are_files_as_the_checkpoint_has_them(
+    server: Server, tmp_path: Path
+) -> None:
+    source = save_model(tmp_path / "hf", "phi3")
+    arch = read_architecture(source)
+    engine = ServerEngine(["http://127.0.0.1:1"], source, tmp_path / "exchange")
+    weights = {name: torch.randn(shape) for name, shape in hf_shapes(arch).items()}
+    engine.update_weights(cut(weights, 2, 5), 1)
+    (directory,) = (tmp_path / "exchange").iterdir()
+    assert (
+        load_file(directory / "model.safetensors").keys() == stored_shapes(arch).keys()
+    )
+    reader = HFReader(directory, arch)
+    for name, tensor in weights.items():
+        assert torch.equal(reader.tensor(name), tensor), name
 
 
 def test_the_workers_are_told_of_the_group_that_the_trainer_opens(

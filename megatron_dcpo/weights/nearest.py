@@ -1,0 +1,201 @@
+"""Of an architecture that is not known here: which known one is nearest, and what differs."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_dcpo.errors import one_line
+from megatron_dcpo.weights.architecture import ARCHITECTURES, parse_architecture
+from megatron_dcpo.weights.config_keys import keys_without_place
+from megatron_dcpo.weights.table import stored_shapes
+
+LONGEST = 400
+# of the line, however long the file's path is
+_AT_LEAST = 300
+# a tensor of the first layer, whatever the modules around it are called
+_FIRST_LAYER = re.compile(r"(?:[A-Za-z_]\w*\.)+0\.(.+)")
+_SUFFIX = "ForCausalLM"
+_EXPERT = re.compile(r"\.experts\.\d+\.")
+# of a kind; a line has no room for more
+_MOST_NAMES = 40
+# sizes of a model that is only asked for the names of its tensors
+_COUNTS = (
+    "hidden_size",
+    "intermediate_size",
+    "max_position_embeddings",
+    "num_attention_heads",
+    "num_hidden_layers",
+    "num_key_value_heads",
+    "vocab_size",
+)
+_COUNTS_OF_EXPERTS = ("moe_intermediate_size", "num_experts", "num_experts_per_tok")
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Between a model and the architecture ``known``: the model's ``keys`` and ``tensors`` (of
+    layer 0) that have no place there, and what is there and the model lacks.
+    """
+
+    known: str
+    keys: tuple[str, ...]
+    tensors: tuple[str, ...]
+    lacking: tuple[str, ...]
+    weights: bool
+
+    @property
+    def size(self) -> int:
+        return len(self.keys) + len(self.tensors) + len(self.lacking)
+
+
+def unknown_architecture(
+    config: Mapping[str, Any], name: str, source: str, model_dir: Path | None
+) -> str:
+    """Return the line of an error for a ``config.json``, read from ``source``, whose architecture
+    ``name`` is not known. It has at most 400 characters, unless the path is long. Weights in
+    ``model_dir`` are looked at if there are any.
+    """
+    difference = nearest_architecture(config, name, model_dir)
+    known = ", ".join(each.removesuffix(_SUFFIX) for each in ARCHITECTURES)
+    start = (
+        f"architecture {one_line(name, 60)} is not supported; known: "
+        f"{known} ({_SUFFIX}); nearest is {difference.known}, "
+    )
+    room = max(_AT_LEAST, LONGEST - len(source) - len(": ")) - len(start)
+    return f"{source}: {start}{_told(difference, room)}"
+
+
+def nearest_architecture(
+    config: Mapping[str, Any], name: str, model_dir: Path | None
+) -> Difference:
+    """Return what differs from the known architecture from which least differs; of several the one
+    with the most similar name.
+    """
+    tensors = _first_layer(model_dir)
+    differences = [_difference(known, config, tensors) for known in ARCHITECTURES]
+
+    def rank(difference: Difference) -> tuple[int, float]:
+        similar = difflib.SequenceMatcher(None, difference.known, name).ratio()
+        return difference.size, -similar
+
+    return min(differences, key=rank)
+
+
+def _difference(
+    known: str, config: Mapping[str, Any], tensors: frozenset[str]
+) -> Difference:
+    traits = ARCHITECTURES[known]
+    lacking = [key for key in traits.keys.spelled_out if key not in config]
+    if traits.experts and not config.keys() & {"num_experts", "num_local_experts"}:
+        lacking.append("num_experts")
+    without_place: list[str] = []
+    if tensors:
+        expected = _names_of(known, config)
+        without_place = sorted(tensors - expected)
+        lacking += sorted(expected - tensors)
+    return Difference(
+        known=known,
+        keys=keys_without_place(config, traits.keys),
+        tensors=tuple(without_place),
+        lacking=tuple(lacking),
+        weights=bool(tensors),
+    )
+
+
+def _names_of(known: str, config: Mapping[str, Any]) -> frozenset[str]:
+    """Return the tensors of layer 0 of a known architecture, with the biases that ``config`` asks
+    for.
+    """
+    traits = ARCHITECTURES[known]
+    smallest: dict[str, Any] = {"architectures": [known], "rms_norm_eps": 1.0}
+    smallest |= dict.fromkeys(traits.keys.spelled_out)
+    smallest |= dict.fromkeys(_COUNTS, 1)
+    if traits.experts:
+        smallest |= dict.fromkeys(_COUNTS_OF_EXPERTS, 1)
+    for switch in ("attention_bias", "mlp_bias"):
+        asked = {switch: config.get(switch)}
+        if asked[switch] is True and not keys_without_place(asked, traits.keys):
+            smallest |= asked
+    return _first_of(stored_shapes(parse_architecture(smallest)))
+
+
+def _first_layer(model_dir: Path | None) -> frozenset[str]:
+    """Return the tensors of layer 0 in a model directory, without the prefix of the layer; nothing
+    if there are none that can be read.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    if model_dir is None:
+        return frozenset()
+    names: list[str] = []
+    try:
+        for path in model_dir.glob("*.safetensors"):
+            with safe_open(path, framework="np") as file:
+                names += file.keys()
+    except (OSError, SafetensorError):
+        return frozenset()
+    return _first_of(names)
+
+
+def _first_of(names: Sequence[str] | Mapping[str, object]) -> frozenset[str]:
+    """Return the names of layer 0 without its prefix; experts have one name for all."""
+    found = set()
+    for name in names:
+        match = _FIRST_LAYER.fullmatch(name)
+        if match and not name.endswith(".inv_freq"):
+            found.add(_EXPERT.sub(".experts.*.", f".{match[1]}")[1:])
+    return frozenset(found)
+
+
+def _told(difference: Difference, room: int) -> str:
+    """Return what differs, with as many names as there is room for, of every kind about as many."""
+    kinds = (difference.keys, difference.tensors, difference.lacking)
+    named = [0, 0, 0]
+    told = _sentence(difference, named)
+    for more in range(_MOST_NAMES * len(kinds)):
+        kind = more % len(kinds)
+        if named[kind] == len(kinds[kind]):
+            continue
+        named[kind] += 1
+        longer = _sentence(difference, named)
+        if len(longer) > room:
+            named[kind] -= 1
+        else:
+            told = longer
+    return told
+
+
+def _sentence(difference: Difference, named: Sequence[int]) -> str:
+    """Return what differs; ``named`` says how many names of each kind."""
+    without_place = []
+    if difference.keys:
+        without_place.append(_listed("key", difference.keys, named[0]))
+    if difference.tensors:
+        without_place.append(_listed("layer tensor", difference.tensors, named[1]))
+    if without_place:
+        told = f"which has no place for the {' and the '.join(without_place)}"
+    elif difference.weights:
+        told = "which has a place for all keys and tensors"
+    else:
+        told = "which has a place for all keys (there are no weights to compare)"
+    if difference.lacking:
+        told += f"; without its {_listed('name', difference.lacking, named[2])}"
+    return told
+
+
+def _listed(kind: str, names: Sequence[str], named: int) -> str:
+    """Return the first names and how many more there are."""
+    if named == 0:
+        return f"{len(names)} {kind}{'s' if len(names) > 1 else ''}"
+    shown = [one_line(name.removesuffix(".weight"), 60) for name in names[:named]]
+    listed = ", ".join(shown)
+    if len(names) > named:
+        listed += f" and {len(names) - named} more"
+    if kind == "name":
+        return listed
+    return f"{kind}{'s' if len(names) > 1 else ''} {listed}"
