@@ -11,7 +11,7 @@ import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 from megatron_dcpo.errors import UserError, one_line
 from megatron_dcpo.runtime.paths import places
@@ -22,83 +22,17 @@ from megatron_dcpo.weights.config_keys import (
     check_said_once,
     check_unquantized,
 )
+from megatron_dcpo.weights.decoder import (
+    Activation,
+    Architecture,
+    RopeScaling,
+    YarnScaling,
+    yarn_attention_factor,
+)
+from megatron_dcpo.weights.nearest import Family, unknown_architecture
 
 # OWNER/NAME, as the hub writes it
 HUB_NAME = re.compile(r"(?!\.)[\w.-]+/(?!\.)[\w.-]+")
-# the activations of an MLP under the names of transformers; "swish" is "silu"
-Activation = Literal["silu", "gelu", "gelu_pytorch_tanh", "relu"]
-
-
-@dataclass(frozen=True)
-class RopeScaling:
-    """Llama-3.1's frequency scaling (``rope_type: llama3``), with the numbers of the checkpoint."""
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_position_embeddings: int
-
-
-@dataclass(frozen=True)
-class YarnScaling:
-    """YaRN's frequency scaling (``rope_type: yarn``; Peng et al. 2023), with the numbers of the
-    checkpoint. It is static: sequences of every length are computed with it.
-
-    A frequency that turns more than ``beta_fast`` times in the original context is kept, one that
-    turns less than ``beta_slow`` times is divided by ``factor``, and between the two dimensions,
-    rounded outwards if ``truncate``, the share changes linearly.
-    """
-
-    factor: float
-    original_max_position_embeddings: int
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    truncate: bool = True
-
-    @property
-    def attention_factor(self) -> float:
-        """Return the factor of cosine and sine, for queries and for keys."""
-        return yarn_attention_factor(self.factor)
-
-
-def yarn_attention_factor(factor: float) -> float:
-    """Return 0.1 ln(factor) + 1, YaRN's factor of cosine and sine."""
-    return 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
-
-
-@dataclass(frozen=True)
-class Architecture:
-    """A decoder-only transformer in Hugging Face terms. Sizes are counts, not bytes.
-
-    With ``num_experts`` every layer has that many experts, each an MLP of width
-    ``ffn_hidden_size``; a token goes to ``experts_per_token`` of them. With ``normalized_experts``
-    the weights of these sum to one. ``output_bias`` is the bias of the projection behind the
-    attention, ``mlp_bias`` those of the three projections of an MLP. With ``fused_projections`` a
-    checkpoint holds queries, keys and values of a layer in one tensor, and gate and up in another.
-    """
-
-    name: str
-    num_layers: int
-    hidden_size: int
-    ffn_hidden_size: int
-    num_attention_heads: int
-    num_query_groups: int
-    kv_channels: int
-    vocab_size: int
-    max_position_embeddings: int
-    layernorm_epsilon: float
-    rotary_base: float
-    rope_scaling: RopeScaling | YarnScaling | None
-    tied_embeddings: bool
-    qk_layernorm: bool
-    qkv_bias: bool
-    output_bias: bool = False
-    mlp_bias: bool = False
-    activation: Activation = "silu"
-    num_experts: int = 0
-    experts_per_token: int = 0
-    normalized_experts: bool = False
-    fused_projections: bool = False
 
 
 @dataclass(frozen=True)
@@ -320,11 +254,40 @@ def _traits(
     if len(names) > 1:
         raise UserError(f"{source}: architectures must be one name, not {names!r:.80}")
     if name not in ARCHITECTURES:
-        # which parses the smallest model of every architecture
-        from megatron_dcpo.weights.nearest import unknown_architecture
-
-        raise UserError(unknown_architecture(config, name, source, model_dir))
+        raise UserError(
+            unknown_architecture(config, name, source, model_dir, known_families())
+        )
     return name, ARCHITECTURES[name]
+
+
+def known_families() -> list[Family]:
+    """Return the architectures as far as an unknown one is compared with them."""
+    return [_family(name, traits) for name, traits in ARCHITECTURES.items()]
+
+
+def _family(name: str, traits: _Traits) -> Family:
+    """Return a known architecture with its smallest model, whose tensors have the names of all."""
+    smallest = Architecture(
+        name=traits.keys.model_type,
+        num_layers=1,
+        hidden_size=1,
+        ffn_hidden_size=1,
+        num_attention_heads=1,
+        num_query_groups=1,
+        kv_channels=1,
+        vocab_size=1,
+        max_position_embeddings=1,
+        layernorm_epsilon=1.0,
+        rotary_base=1.0,
+        rope_scaling=None,
+        tied_embeddings=False,
+        qk_layernorm=traits.qk_layernorm,
+        qkv_bias=traits.always_qkv_bias,
+        num_experts=int(traits.experts),
+        experts_per_token=int(traits.experts),
+        fused_projections=traits.fused_projections,
+    )
+    return Family(name=name, keys=traits.keys, smallest=smallest)
 
 
 def _positive(config: dict[str, Any], key: str, source: str) -> float:

@@ -34,7 +34,7 @@ from megatron_dcpo.weights.planner import Copy
 from megatron_dcpo.weights.table import (
     EMBEDDING,
     OUTPUT,
-    Part,
+    StoredPart,
     fused_parts,
     hf_shapes,
     parts_of,
@@ -225,7 +225,7 @@ class _PartOfTensor:
     tensor.
     """
 
-    def __init__(self, read: Callable[[], Sliceable], part: Part) -> None:
+    def __init__(self, read: Callable[[], Sliceable], part: StoredPart) -> None:
         self.whole: Any = read()
         self.place = part
 

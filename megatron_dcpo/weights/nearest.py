@@ -5,13 +5,13 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from megatron_dcpo.errors import one_line
-from megatron_dcpo.weights.architecture import ARCHITECTURES, parse_architecture
-from megatron_dcpo.weights.config_keys import keys_without_place
+from megatron_dcpo.weights.config_keys import Keys, keys_without_place
+from megatron_dcpo.weights.decoder import Architecture
 from megatron_dcpo.weights.table import stored_shapes
 
 LONGEST = 400
@@ -23,17 +23,15 @@ _SUFFIX = "ForCausalLM"
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 # of a kind; a line has no room for more
 _MOST_NAMES = 40
-# sizes of a model that is only asked for the names of its tensors
-_COUNTS = (
-    "hidden_size",
-    "intermediate_size",
-    "max_position_embeddings",
-    "num_attention_heads",
-    "num_hidden_layers",
-    "num_key_value_heads",
-    "vocab_size",
-)
-_COUNTS_OF_EXPERTS = ("moe_intermediate_size", "num_experts", "num_experts_per_tok")
+
+
+@dataclass(frozen=True)
+class Family:
+    """A known architecture: its keys, and its ``smallest`` model, for the names of tensors."""
+
+    name: str
+    keys: Keys
+    smallest: Architecture
 
 
 @dataclass(frozen=True)
@@ -54,14 +52,18 @@ class Difference:
 
 
 def unknown_architecture(
-    config: Mapping[str, Any], name: str, source: str, model_dir: Path | None
+    config: Mapping[str, Any],
+    name: str,
+    source: str,
+    model_dir: Path | None,
+    families: Sequence[Family],
 ) -> str:
     """Return the line of an error for a ``config.json``, read from ``source``, whose architecture
     ``name`` is not known. It has at most 400 characters, unless the path is long. Weights in
     ``model_dir`` are looked at if there are any.
     """
-    difference = nearest_architecture(config, name, model_dir)
-    known = ", ".join(each.removesuffix(_SUFFIX) for each in ARCHITECTURES)
+    difference = nearest_architecture(config, name, model_dir, families)
+    known = ", ".join(family.name.removesuffix(_SUFFIX) for family in families)
     start = (
         f"architecture {one_line(name, 60)} is not supported; known: "
         f"{known} ({_SUFFIX}); nearest is {difference.known}, "
@@ -71,13 +73,16 @@ def unknown_architecture(
 
 
 def nearest_architecture(
-    config: Mapping[str, Any], name: str, model_dir: Path | None
+    config: Mapping[str, Any],
+    name: str,
+    model_dir: Path | None,
+    families: Sequence[Family],
 ) -> Difference:
     """Return what differs from the known architecture from which least differs; of several the one
     with the most similar name.
     """
     tensors = _first_layer(model_dir)
-    differences = [_difference(known, config, tensors) for known in ARCHITECTURES]
+    differences = [_difference(family, config, tensors) for family in families]
 
     def rank(difference: Difference) -> tuple[int, float]:
         similar = difflib.SequenceMatcher(None, difference.known, name).ratio()
@@ -87,41 +92,41 @@ def nearest_architecture(
 
 
 def _difference(
-    known: str, config: Mapping[str, Any], tensors: frozenset[str]
+    family: Family, config: Mapping[str, Any], tensors: frozenset[str]
 ) -> Difference:
-    traits = ARCHITECTURES[known]
-    lacking = [key for key in traits.keys.spelled_out if key not in config]
-    if traits.experts and not config.keys() & {"num_experts", "num_local_experts"}:
+    lacking = [key for key in family.keys.spelled_out if key not in config]
+    counts_experts = config.keys() & {"num_experts", "num_local_experts"}
+    if family.smallest.num_experts and not counts_experts:
         lacking.append("num_experts")
     without_place: list[str] = []
     if tensors:
-        expected = _names_of(known, config)
+        expected = _first_of(stored_shapes(_with_biases(family, config)))
         without_place = sorted(tensors - expected)
         lacking += sorted(expected - tensors)
     return Difference(
-        known=known,
-        keys=keys_without_place(config, traits.keys),
+        known=family.name,
+        keys=keys_without_place(config, family.keys),
         tensors=tuple(without_place),
         lacking=tuple(lacking),
         weights=bool(tensors),
     )
 
 
-def _names_of(known: str, config: Mapping[str, Any]) -> frozenset[str]:
-    """Return the tensors of layer 0 of a known architecture, with the biases that ``config`` asks
-    for.
+def _with_biases(family: Family, config: Mapping[str, Any]) -> Architecture:
+    """Return the smallest model with the biases that ``config`` asks for, if the family knows the
+    key.
     """
-    traits = ARCHITECTURES[known]
-    smallest: dict[str, Any] = {"architectures": [known], "rms_norm_eps": 1.0}
-    smallest |= dict.fromkeys(traits.keys.spelled_out)
-    smallest |= dict.fromkeys(_COUNTS, 1)
-    if traits.experts:
-        smallest |= dict.fromkeys(_COUNTS_OF_EXPERTS, 1)
-    for switch in ("attention_bias", "mlp_bias"):
-        asked = {switch: config.get(switch)}
-        if asked[switch] is True and not keys_without_place(asked, traits.keys):
-            smallest |= asked
-    return _first_of(stored_shapes(parse_architecture(smallest)))
+
+    def asks_for(switch: str) -> bool:
+        has_place = not keys_without_place({switch: True}, family.keys)
+        return config.get(switch) is True and has_place
+
+    arch = family.smallest
+    if asks_for("attention_bias") and not arch.qkv_bias:
+        arch = replace(arch, qkv_bias=True, output_bias=True)
+    if asks_for("mlp_bias"):
+        arch = replace(arch, mlp_bias=True)
+    return arch
 
 
 def _first_layer(model_dir: Path | None) -> frozenset[str]:

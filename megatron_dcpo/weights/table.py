@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from torch import Tensor
 
-from megatron_dcpo.weights.architecture import Architecture
+from megatron_dcpo.weights.decoder import Architecture
 
 Interleaving = Literal[
     "replicated",  # every tensor-parallel rank holds the whole tensor
@@ -75,7 +75,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Part:
+class StoredPart:
     """The table's tensor ``name`` is rows ``first : first + rows`` of a tensor that holds several;
     of one with a first dimension for experts, rows of ``expert``.
     """
@@ -140,7 +140,7 @@ def experts_of(arch: Architecture, row: Row) -> range:
 
 def parts_of(
     name: str, shape: Sequence[int], arch: Architecture | None
-) -> tuple[Part, ...]:
+) -> tuple[StoredPart, ...]:
     """Return the table's tensors in a tensor that holds several, on disk or in the memory of
     transformers; nothing for other tensors. Without ``arch`` only experts are found.
     """
@@ -149,7 +149,7 @@ def parts_of(
     return _experts_in(name, shape)
 
 
-def _experts_in(name: str, shape: Sequence[int]) -> tuple[Part, ...]:
+def _experts_in(name: str, shape: Sequence[int]) -> tuple[StoredPart, ...]:
     """Return the tensors of the experts in a tensor that holds all experts of a layer:
     ``experts.gate_up_proj`` is [E, 2I, H], ``experts.down_proj`` [E, H, I].
     """
@@ -172,7 +172,7 @@ def _experts_in(name: str, shape: Sequence[int]) -> tuple[Part, ...]:
     for expert in range(shape[0]):
         for index, projection in enumerate(projections):
             parts.append(
-                Part(
+                StoredPart(
                     name=f"{module}.{expert}.{projection}.weight",
                     first=index * rows,
                     rows=rows,
@@ -183,11 +183,11 @@ def _experts_in(name: str, shape: Sequence[int]) -> tuple[Part, ...]:
 
 
 @functools.lru_cache(maxsize=64)
-def fused_parts(arch: Architecture) -> Mapping[str, tuple[Part, ...]]:
+def fused_parts(arch: Architecture) -> Mapping[str, tuple[StoredPart, ...]]:
     """Return the tensors of a checkpoint that hold several of the table's, one below the other,
     with their parts in this order; nothing for an architecture without ``fused_projections``.
     """
-    fused: dict[str, tuple[Part, ...]] = {}
+    fused: dict[str, tuple[StoredPart, ...]] = {}
     if not arch.fused_projections:
         return MappingProxyType(fused)
     shapes = hf_shapes(arch)
@@ -199,7 +199,7 @@ def fused_parts(arch: Architecture) -> Mapping[str, tuple[Part, ...]]:
             for projection in projections:
                 name = f"{prefix}{projection}.weight"
                 rows = shapes[name][0]
-                parts.append(Part(name=name, first=first, rows=rows))
+                parts.append(StoredPart(name=name, first=first, rows=rows))
                 first = first + rows
             fused[f"{prefix}{whole}.weight"] = tuple(parts)
     return MappingProxyType(fused)

@@ -11,6 +11,7 @@ import pytest
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.weights.architecture import (
     ARCHITECTURES,
+    known_families,
     parse_architecture,
     read_architecture,
 )
@@ -42,7 +43,7 @@ def line_of(path: Path) -> str:
 
 def test_gemma3_differs_in_keys_and_norms(tmp_path: Path) -> None:
     path, config = saved(tmp_path / "model", "Gemma3")
-    found = nearest_architecture(config, "Gemma3ForCausalLM", path)
+    found = nearest_architecture(config, "Gemma3ForCausalLM", path, known_families())
     assert found.known == "Qwen3ForCausalLM"
     assert {"query_pre_attn_scalar", "layer_types"} <= set(found.keys)
     assert found.tensors == (
@@ -58,7 +59,7 @@ def test_gemma3_differs_in_keys_and_norms(tmp_path: Path) -> None:
 
 def test_olmo2_differs_in_norms_that_only_the_weights_show(tmp_path: Path) -> None:
     path, config = saved(tmp_path / "model", "Olmo2")
-    found = nearest_architecture(config, "Olmo2ForCausalLM", path)
+    found = nearest_architecture(config, "Olmo2ForCausalLM", path, known_families())
     assert (found.known, found.keys) == ("Qwen3ForCausalLM", ())
     assert found.tensors == ("post_feedforward_layernorm.weight",)
     assert found.lacking == ("input_layernorm.weight",)
@@ -77,7 +78,7 @@ def test_a_known_model_under_another_name_is_nearest_to_itself(
     path = save_model(tmp_path / "model", family)
     config = json.loads((path / "config.json").read_text())
     name = config["architectures"][0]
-    found = nearest_architecture(config, f"My{name}", path)
+    found = nearest_architecture(config, f"My{name}", path, known_families())
     assert (found.known, found.size) == (name, 0)
     config["architectures"] = [f"My{name}"]
     (path / "config.json").write_text(json.dumps(config))
