@@ -269,7 +269,7 @@ def _page(result: Mapping[str, Any]) -> str:
     lines = [
         "# Tables: a confidence with parameters of its own",
         "",
-        f"Seeds {', '.join(map(str, result['seeds']))}; means over them.",
+        f"Mean over seeds {', '.join(map(str, result['seeds']))}:",
         "",
         "| | Brier | AUROC | risk at half coverage |",
         "|---|---|---|---|",
@@ -277,8 +277,8 @@ def _page(result: Mapping[str, Any]) -> str:
     for arm, values in result["arms"].items():
         means = [np.mean(values[key]) for key in ("brier", "auroc", "risk_at_half")]
         lines.append(f"| {arm} | " + " | ".join(f"{mean:.4f}" for mean in means) + " |")
-    lines += ["", "Brier minus the bar's, 95 % intervals:", ""]
-    header = ["", *next(iter(result["minus_bar"].values()))]
+    lines += ["", "With 95 % intervals:", ""]
+    header = ["Brier minus the bar's", *next(iter(result["minus_bar"].values()))]
     lines += ["| " + " | ".join(header) + " |", "|---" * len(header) + "|"]
     for arm, rows in result["minus_bar"].items():
         shown = [
