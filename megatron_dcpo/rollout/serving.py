@@ -82,6 +82,9 @@ def server_command(
     command = [*serve, model.path, *_words({**common, **options})]
     if not capabilities().cuda_graphs:
         command.append("--enforce-eager")
+    if not capabilities().separate_memory:
+        # as in vllm_engine.py: a split prompt fails
+        command.append("--no-enable-chunked-prefill")
     return command
 
 
