@@ -17,7 +17,7 @@ OURS="megatron-core omegaconf antlr4-python3-runtime latex2sympy2_extended math-
     pydantic_core httpx2 httpcore2 truststore"
 ENGINE="vllm==0.32.0 msgspec cbor2 pyzmq oss-harmony openai sniffio pybase64 cachetools xgrammar==0.2.8 apache-tvm-ffi==0.1.11
     fastapi<0.137 starlette partial-json-parser llguidance<1.8 compressed-tensors==0.17.0 loguru"
-LAYERS="transformer_engine==2.11.0 transformer_engine_cu13==2.11.0"
+LAYERS="transformer_engine==2.11.0 transformer_engine_cu13==2.11.0 onnxscript onnx onnx-ir ml_dtypes protobuf nvdlfw-inspect"
 NOT_CARRIED=(vllm/vllm-rs 'vllm/third_party/deep_gemm/*' 'vllm/third_party/fmha_sm100/*' 'vllm/_flashmla*' 'vllm/_flashkda*'
     'vllm/_qutlass*' 'vllm/_deepselect*' 'vllm/vllm_flash_attn/_vllm_fa2_C*' 'transformer_engine/jax/*' '*/static/*' '*.jpg' '*.png')
 root=$(cd "$(dirname "$0")/.." && pwd)
