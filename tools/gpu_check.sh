@@ -1,7 +1,7 @@
 #!/bin/bash
 # A quarter of an hour on a bare GPU machine: what only a GPU can show, most telling first.
 #
-#     tools/gpu_check.sh pack ARCHIVE [TE_WHEEL]              here: what such a machine lacks, 47 MB
+#     tools/gpu_check.sh pack ARCHIVE [TE_WHEEL]              here: what such a machine lacks, 50 MB
 #     tools/gpu_check.sh run ARCHIVE RESULTS SECONDS [NAMES]  there, from this checkout: the items, in SECONDS at most
 #     DRY=1 tools/gpu_check.sh run ARCHIVE|- RESULTS SECONDS  here: tests are collected, trainings are dry runs
 #
@@ -16,7 +16,9 @@ MACHINE="torch transformers httpx h11 numpy triton pytest pytest-timeout hypothe
 OURS="megatron-core omegaconf antlr4-python3-runtime latex2sympy2_extended math-verify annotated-types typing-inspection pydantic
     pydantic_core httpx2 httpcore2 truststore"
 ENGINE="vllm==0.32.0 msgspec cbor2 pyzmq oss-harmony openai sniffio pybase64 cachetools xgrammar==0.2.8 apache-tvm-ffi==0.1.11
-    fastapi<0.137 starlette partial-json-parser llguidance<1.8 compressed-tensors==0.17.0 loguru"
+    fastapi<0.137 starlette partial-json-parser llguidance<1.8 compressed-tensors==0.17.0 loguru
+    cloudpickle urllib3 requests aiohttp aiosignal aiohappyeyeballs frozenlist multidict yarl propcache attrs uvloop py-cpuinfo
+    prometheus-client"
 LAYERS="transformer_engine==2.11.0 transformer_engine_cu13==2.11.0 onnxscript onnx onnx-ir ml_dtypes protobuf nvdlfw-inspect"
 NOT_CARRIED=(vllm/vllm-rs 'vllm/third_party/deep_gemm/*' 'vllm/third_party/fmha_sm100/*' 'vllm/_flashmla*' 'vllm/_flashkda*'
     'vllm/_qutlass*' 'vllm/_deepselect*' 'vllm/vllm_flash_attn/_vllm_fa2_C*' 'transformer_engine/jax/*' '*/static/*' '*.jpg' '*.png')
