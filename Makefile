@@ -146,7 +146,7 @@ gpu-check: setup
 # a Python 3.12, in this one otherwise
 GPU_MACHINE := build/gpu_machine
 gpu-check-dry: setup
-	if command -v python3.12 >/dev/null; then $(MAKE) $(GPU_MACHINE)/.installed && \
+	if python3.12 -c "" 2>/dev/null; then $(MAKE) $(GPU_MACHINE)/.installed && \
 		{ test -f $(GPU_KIT) || $(MAKE) gpu-check; } && \
 		DRY=1 PYTHON=$(CURDIR)/$(GPU_MACHINE)/bin/python tools/gpu_check.sh run $(GPU_KIT) build/gpu_check_dry 1500; \
 	else echo "gpu-check-dry: no python3.12 here: in this environment" >&2; \
