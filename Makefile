@@ -136,13 +136,27 @@ test-multinode: setup
 test-gpu: setup
 	$(BIN)/python -m pytest -rs tests/gpu
 
-# the same for a GPU machine without this repository or a network: an archive, and there `tools/gpu_check.sh run ARCHIVE`
+# for a GPU machine without a network: an archive of what it lacks; there, from a checkout, `tools/gpu_check.sh run`.
+# TE_WHEEL: of transformer_engine_torch, compiled for that machine's torch
+GPU_KIT := build/gpu_check.tar.xz
 gpu-check: setup
-	PYTHON=$(BIN)/python tools/gpu_check.sh pack
+	PYTHON=$(BIN)/python tools/gpu_check.sh pack $(GPU_KIT) $(TE_WHEEL)
 
-# the ten runs of half an hour on a GPU (tools/gpu_runs.py), each command looked up instead of run: minutes
+# the same items here, tests collected and trainings dry runs: in an environment like that machine's (5 GB) where there is
+# a Python 3.12, in this one otherwise
+GPU_MACHINE := build/gpu_machine
 gpu-check-dry: setup
-	PYTHON=$(BIN)/python tools/gpu_check.sh dry
+	if python3.12 -c "" 2>/dev/null; then $(MAKE) $(GPU_MACHINE)/.installed && \
+		{ test -f $(GPU_KIT) || $(MAKE) gpu-check; } && \
+		DRY=1 PYTHON=$(CURDIR)/$(GPU_MACHINE)/bin/python tools/gpu_check.sh run $(GPU_KIT) build/gpu_check_dry 1500; \
+	else echo "gpu-check-dry: no python3.12 here: in this environment" >&2; \
+		DRY=1 PYTHON=$(CURDIR)/$(BIN)/python tools/gpu_check.sh run - build/gpu_check_dry 1500; fi
+
+$(GPU_MACHINE)/.installed: tools/gpu_check.sh
+	python3.12 -m venv $(GPU_MACHINE)
+	$(GPU_MACHINE)/bin/python -m pip install --quiet torch==2.11.0 transformers==5.17.0 numpy==2.5.2 \
+		$$(sed -n 's/^MACHINE="\(.*\)"/\1/p' tools/gpu_check.sh)
+	touch $@
 
 lint: setup
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy

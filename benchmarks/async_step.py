@@ -6,7 +6,9 @@ each.
 Each alternative is a training of the 28M policy on one core and a server of its own on another,
 whose responses are ragged; both take their steps in turns, so that one works while the other waits.
 The learning rate is 0: both sample the same tokens, whatever the age of the weights. The bound is
-what a step would take whose shorter half costs nothing.
+what a step would take whose shorter half costs nothing, and the goal is a step of 1.05 times that:
+how far it is below one after the other depends on the balance of the two halves, which is the
+machine's.
 """
 
 from __future__ import annotations
@@ -44,6 +46,11 @@ def measurements() -> Iterator[Measurement]:
             "async step, 28M", "s", OTHER, "two cores are needed, one for each"
         )
         return
+    yield from compared(rows)
+
+
+def compared(rows: dict[str, list[dict[str, Any]]]) -> Iterator[Measurement]:
+    """The steps ``beside`` and ``after``: over the bound, against each other, and who waits."""
     prompts = [[row.pop("prompts") for row in taken] for taken in rows.values()]
     for row in (row for taken in rows.values() for row in taken):
         row["tokens"] = sum(row.pop("lengths"))
@@ -66,19 +73,24 @@ def measurements() -> Iterator[Measurement]:
         "the other a step is "
         f"{parts[0]:.2f} s of generation and {parts[1]:.2f} s of the rest",
     }
-    bound = {
-        "bound": max(parts) / sum(parts),
-        "bound_is": "the longer of generation and the rest alone",
-    }
     unit = f"s (wall time, median of {STEPS})"
+    yield Measurement(
+        "async step, 28M: a step over its bound",
+        beside_["wall"],
+        max(parts),
+        unit,
+        "the longer of generation and the rest alone, one after the other",
+        1.05,
+        **facts,
+    )
     yield Measurement(
         "async step, 28M: a whole step",
         beside_["wall"],
         after_["wall"],
         unit,
         OTHER,
-        0.62,
-        **bound,
+        bound=max(parts) / sum(parts),
+        bound_is="the longer of generation and the rest alone",
         **facts,
     )
     for who in ("trainer", "engine"):
@@ -133,6 +145,7 @@ def _train(name: str, scratch: Path, model: Path, *sizes: int) -> None:
     from megatron_dcpo.config import load_config
     from megatron_dcpo.rollout.serving import EngineServer, server_command
     from megatron_dcpo.training.loop import train_step
+    from megatron_dcpo.training.run import longest_of
 
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -157,9 +170,8 @@ def _train(name: str, scratch: Path, model: Path, *sizes: int) -> None:
     options = policies.overrides(
         model, scratch / name, max(sizes), GROUP, TOKENS, *more
     )
-    command = server_command(
-        load_config(str(policies.QUICKSTART / "grpo.yaml"), options), 1, SERVER
-    )
+    config = load_config(str(policies.QUICKSTART / "grpo.yaml"), options)
+    command = server_command(config, 1, longest_of(config), SERVER)
     trained: list[Any] = []
     with (
         EngineServer(command, endpoint, 1, 1, scratch / f"{name}.log"),

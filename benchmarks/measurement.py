@@ -27,9 +27,11 @@ DATA = Path(os.environ.get("DCPO_DATA") or REPOSITORY.parent / "shared" / "data"
 QUICK = os.environ.get("DCPO_QUICK") == "1"
 # another interpreter, for packages that are not to be installed beside ours
 PEERS = os.environ.get("DCPO_PEERS") or sys.executable
+# this checkout first; what was installed beside it (tools/gpu_check.sh) stays
+PATHS = [str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
-    "PYTHONPATH": str(REPOSITORY),
+    "PYTHONPATH": os.pathsep.join(PATHS),
     "HF_HUB_OFFLINE": "1",
     "TQDM_DISABLE": "1",
 }

@@ -1,6 +1,6 @@
 """Write random weights in the shape of a public model, with the quickstart's tokenizer.
 
-    python benchmarks/random_model.py Qwen/Qwen3-4B OUT [--pretend]
+    python benchmarks/random_model.py Qwen/Qwen3-1.7B OUT [--pretend]
 
 Made on the device, where it takes seconds. ``--pretend``: of two layers and a hidden size of 64, on
 the CPU.
@@ -16,8 +16,8 @@ from pathlib import Path
 from measurement import REPOSITORY
 
 # by the shipped config.json that it differs least from
-QWEN3_4B = {"hidden_size": 2560, "intermediate_size": 9728, "tie_word_embeddings": True}
-OTHERS = {"Qwen/Qwen3-4B": ("Qwen/Qwen3-8B", QWEN3_4B)}
+QWEN3_17B = {"hidden_size": 2048, "intermediate_size": 6144}
+OTHERS = {"Qwen/Qwen3-1.7B": ("Qwen/Qwen3-0.6B", QWEN3_17B)}
 
 
 def main() -> None:

@@ -9,12 +9,15 @@ import itertools
 import json
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import schedules
 
 sys.path.insert(1, str(Path(__file__).parents[1]))
@@ -151,14 +154,17 @@ def measured_activations(policy, samples, splits, packing: bool) -> int:
     return saved["bytes"]
 
 
-def measured_peak(policy, samples, splits, packing: bool) -> tuple[int, int]:
+def measured_peak(policy, samples, splits, packing: bool) -> int:
     """Most bytes that one forward-backward has allocated at a time, as torch's CPU allocator counts
-    them, and how many of them may have been free already: gloo's threads release what they sent,
-    and the profiler does not see it.
+    them, with the buffers that Megatron makes for it and keeps.
     """
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
-    ) as profiler:
+    parallel_state.get_global_memory_buffer().buffer.clear()
+    with (
+        patch.object(dist.Work, "wait", _wait_for_gloo),
+        torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+        ) as profiler,
+    ):
         accumulate_gradients(
             policy,
             samples,
@@ -173,12 +179,22 @@ def measured_peak(policy, samples, splits, packing: bool) -> tuple[int, int]:
         for event in profiler.profiler.kineto_results.events()
         if event.name() == "[memory]"
     ]
-    live = list(
-        itertools.accumulate(
-            e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())
-        )
+    live = itertools.accumulate(
+        event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())
     )
-    return max(live), max(0, live[-1])
+    return max(live)
+
+
+_wait = dist.Work.wait
+
+
+def _wait_for_gloo(work: dist.Work, *arguments: Any) -> Any:
+    """Wait, and let gloo's threads drop a message's memory before the thread that waits does: what
+    they release the profiler does not see.
+    """
+    done = _wait(work, *arguments)
+    time.sleep(0.003)
+    return done
 
 
 def loss(batch, outputs):
@@ -241,11 +257,9 @@ def measure(options: dict[str, Any]) -> list[dict[str, Any]]:
         if options.get(
             "peak"
         ):  # only where the model is large enough for the formula's terms to be all there is
-            measured, unseen = measured_peak(policy, samples, splits, packing)
             result["peak"] = {
                 "predicted": stage_activations(*at).total,
-                "measured": measured,
-                "unseen": unseen,
+                "measured": measured_peak(policy, samples, splits, packing),
             }
         if options.get("activations"):
             measured = measured_activations(policy, samples, splits, packing)

@@ -170,9 +170,11 @@ def _price(args: argparse.Namespace) -> None:
 
 
 def _adapter(args: argparse.Namespace) -> None:
+    records = args.out / adapter.RECORDS
     if args.train:
         adapter.train(args.grid.resolve())
-    adapter.tables(args.grid.resolve(), args.out)
+        logging.info("%d seeds packed", adapter.pack(args.grid.resolve(), records))
+    adapter.tables(records, args.out)
 
 
 def _train(

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from lab.results import write_json
+from lab.results import read_archive, write_archive, write_json
 from megatron_dcpo.calibration import accuracy_at_coverage, auroc
 from megatron_dcpo.evaluation import posthoc
 from megatron_dcpo.evaluation.samples import Sample, read_samples
@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 ROOT = Path(__file__).resolve().parents[1]
 QUICKSTART = ROOT / "examples" / "quickstart"
+RECORDS = "adapter_records.tar.xz"
 SEEDS = (1, 2, 3)
 SAMPLING = "--template raw --max-tokens 32 --temperature 1.0 --top-p 1.0 --top-k 0"
 ADAPTER = (
@@ -150,22 +151,41 @@ def dcpo(*arguments: object) -> None:
 
 
 # ----------------------------------------------------------------------------------------- results
-def tables(out: Path, page: Path) -> dict[str, Any]:
-    """Write ``adapter.json`` and ``adapter_tables.md`` into ``page``; return the former."""
-    confidences: dict[int, dict[str, np.ndarray]] = {}
-    labels: dict[int, np.ndarray] = {}
-    problems: dict[int, list[str]] = {}
+def pack(out: Path, archive: Path) -> int:
+    """Write every tested answer's problem, verdict and confidences of the seeds that are finished;
+    return how many these are.
+    """
+    files = {}
     for seed in SEEDS:
         directory = out / f"seed{seed}"
         if not (directory / f"{list(ADAPTERS)[-1]}.jsonl").is_file():
             continue
         tested = read_samples(directory / "test" / "samples.jsonl")
-        labels[seed] = np.array([float(sample.correct) for sample in tested])
-        problems[seed] = [posthoc.problem_of(sample) for sample in tested]
-        confidences[seed] = _arms(directory, tested)
-    result: dict[str, Any] = {"seeds": list(labels), "arms": {}, "minus_bar": {}}
-    for arm in confidences[next(iter(labels))]:
-        by_seed = [(confidences[seed][arm], labels[seed]) for seed in labels]
+        rows = {
+            "problem": [posthoc.problem_of(sample) for sample in tested],
+            "correct": [float(sample.correct) for sample in tested],
+            "arms": {
+                arm: np.round(values, 4).tolist()
+                for arm, values in _arms(directory, tested).items()
+            },
+        }
+        files[f"seed{seed}.json"] = json.dumps(rows).encode()
+    write_archive(archive, files)
+    return len(files)
+
+
+def tables(archive: Path, page: Path) -> dict[str, Any]:
+    """Write ``adapter.json`` and ``adapter_tables.md`` into ``page``; return the former."""
+    seeds = {
+        name.removesuffix(".json").removeprefix("seed"): json.loads(content)
+        for name, content in sorted(read_archive(archive).items())
+    }
+    result: dict[str, Any] = {"seeds": list(seeds), "arms": {}, "minus_bar": {}}
+    for arm in next(iter(seeds.values()))["arms"]:
+        by_seed = [
+            (np.array(rows["arms"][arm]), np.array(rows["correct"]))
+            for rows in seeds.values()
+        ]
         result["arms"][arm] = {
             "brier": [float(np.mean((c - y) ** 2)) for c, y in by_seed],
             "auroc": [float(auroc(c, y)) for c, y in by_seed],
@@ -174,7 +194,7 @@ def tables(out: Path, page: Path) -> dict[str, Any]:
             ],
         }
     for arm in ("adapter", "adapter, teacher", "boosted trees"):
-        result["minus_bar"][arm] = _minus_bar(arm, confidences, labels, problems)
+        result["minus_bar"][arm] = _minus_bar(arm, seeds)
     write_json(page / "adapter.json", result)
     (page / "adapter_tables.md").write_text(_page(result))
     return result
@@ -223,39 +243,33 @@ def _boosted(fitted: Sequence[Sample], tested: Sequence[Sample]) -> list[float |
     return predictions
 
 
-def _minus_bar(
-    arm: str,
-    confidences: Mapping[int, Mapping[str, np.ndarray]],
-    labels: Mapping[int, np.ndarray],
-    problems: Mapping[int, Sequence[str]],
-) -> dict[str, Any]:
+def _minus_bar(arm: str, seeds: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """Return Brier(arm) - Brier(bar): for each seed the mean over problems with its 95 % interval
     by the bootstrap over problems, and the same pooled over seeds and problems.
     """
     chosen = np.random.default_rng(0)
-    by_seed = []
-    for seed, y in labels.items():
-        of_seed = confidences[seed]
-        difference = (of_seed[arm] - y) ** 2 - (of_seed["bar"] - y) ** 2
-        _, place = np.unique(problems[seed], return_inverse=True)
-        means = np.bincount(place, difference) / np.bincount(place)
-        by_seed.append(means)
-    rows = {}
-    for name, values in {
-        **{f"seed {seed}": means for seed, means in zip(labels, by_seed, strict=True)},
-        "pooled": np.mean(by_seed, axis=0),
-    }.items():
+    rows_of = {}
+    for seed, rows in seeds.items():
+        y = np.array(rows["correct"])
+        of_arm = (np.array(rows["arms"][arm]) - y) ** 2
+        of_bar = (np.array(rows["arms"]["bar"]) - y) ** 2
+        _, place = np.unique(rows["problem"], return_inverse=True)
+        by_problem = np.bincount(place, of_arm - of_bar) / np.bincount(place)
+        rows_of[f"seed {seed}"] = by_problem
+    rows_of["pooled"] = np.mean(list(rows_of.values()), axis=0)
+    found = {}
+    for name, values in rows_of.items():
         draws = chosen.integers(len(values), size=(RESAMPLES, len(values)))
         low, high = np.quantile(values[draws].mean(axis=1), (0.025, 0.975))
-        rows[name] = [float(values.mean()), float(low), float(high)]
-    return rows
+        found[name] = [float(values.mean()), float(low), float(high)]
+    return found
 
 
 def _page(result: Mapping[str, Any]) -> str:
     lines = [
         "# Tables: a confidence with parameters of its own",
         "",
-        f"Seeds {', '.join(map(str, result['seeds']))}; means over them.",
+        f"Mean over seeds {', '.join(map(str, result['seeds']))}:",
         "",
         "| | Brier | AUROC | risk at half coverage |",
         "|---|---|---|---|",
@@ -263,8 +277,8 @@ def _page(result: Mapping[str, Any]) -> str:
     for arm, values in result["arms"].items():
         means = [np.mean(values[key]) for key in ("brier", "auroc", "risk_at_half")]
         lines.append(f"| {arm} | " + " | ".join(f"{mean:.4f}" for mean in means) + " |")
-    lines += ["", "Brier minus the bar's, 95 % intervals:", ""]
-    header = ["", *next(iter(result["minus_bar"].values()))]
+    lines += ["", "With 95 % intervals:", ""]
+    header = ["Brier minus the bar's", *next(iter(result["minus_bar"].values()))]
     lines += ["| " + " | ".join(header) + " |", "|---" * len(header) + "|"]
     for arm, rows in result["minus_bar"].items():
         shown = [

@@ -1,31 +1,30 @@
 #!/bin/bash
-# tests/gpu on a machine that has a GPU, torch and transformers, and neither this repository nor a network.
+# A quarter of an hour on a bare GPU machine: what only a GPU can show, most telling first.
 #
-#     tools/gpu_check.sh pack [ARCHIVE]              here: the repository as committed and what such a machine lacks
-#     tools/gpu_check.sh run ARCHIVE [DIRECTORY]     there: unpack, install, test; prints one summary
-#     tools/gpu_check.sh runs ARCHIVE [DIRECTORY]    there: unpack, install, the ten runs of tools/gpu_runs.py in 28 minutes
-#     tools/gpu_check.sh split FILE [DIRECTORY]      here: a large wheel in pieces, for a machine that takes no large files
-#     tools/gpu_check.sh dry [DIRECTORY]             here: the same ten, each command looked up instead of run
+#     tools/gpu_check.sh pack ARCHIVE [TE_WHEEL]              here: what such a machine lacks, 50 MB
+#     tools/gpu_check.sh run ARCHIVE RESULTS SECONDS [NAMES]  there, from this checkout: the items, in SECONDS at most
+#     DRY=1 tools/gpu_check.sh run ARCHIVE|- RESULTS SECONDS  here: tests are collected, trainings are dry runs
 #
-# The script travels in the archive: there, `tar -xOf ARCHIVE repository/tools/gpu_check.sh | bash -s run ARCHIVE`.
-#
-# pack  ARCHIVE is build/gpu_check.tar.gz unless named, less than 60 MB. GPU_PYTHON (3.12) is the Python of the other
-#       machine: wheels with compiled code are made for one. PYTHON: an interpreter with pip, to download with. Versions are
-#       those of constraints.txt. torch, transformers and their dependencies are not carried, nor anything with CUDA.
-# run   DIRECTORY (default: a temporary one, removed at the end) gets the repository, the packages, log and junit.xml.
-#       PYTHON (python3): the interpreter that has torch. What it has already is not replaced. PYTEST: more options.
-#       Ends with pytest's status: 0 also where every test was skipped, for the summary says so.
-# split FILE.00, FILE.01, ... of at most PIECE (60,000,000) bytes and FILE.sha256 go into DIRECTORY (build/pieces). There, `run`
-#       and `runs` join what lies in PIECES (pieces, beside the archive) and install it, sources compiled there.
-#       So Transformer Engine: transformer_engine and transformer_engine_cu13 (wheels), transformer_engine_torch (sources),
-#       2.11.0, by `pip download --no-deps --no-build-isolation` of a Python that has a CUDA build of torch.
-set -euo pipefail
-
-PACKAGES="annotated-types antlr4-python3-runtime contourpy cycler einops fonttools httpcore2 httpx2 hypothesis iniconfig kiwisolver
-    latex2sympy2_extended markdown-it-py math-verify matplotlib mdurl megatron-core omegaconf pillow pluggy psutil pydantic
-    pydantic_core Pygments pyparsing pytest pytest-timeout python-dateutil rich sentencepiece sortedcontainers
-    truststore typing-inspection typing_extensions"
-LARGEST=60000000 # bytes
+# There: x86-64, a Hopper GPU, Python 3.12 with MACHINE (torch 2.11 for CUDA 13, transformers 5.17), no network.
+# pack  needs pip, unzip, xz and 2 GB of disk. vLLM's libraries keep Hopper's code alone (tools/prune_fatbin.py). TE_WHEEL: of
+#       transformer_engine_torch 2.11.0, compiled for that torch; without it the layers are the local ones.
+# run   ARCHIVE -: nothing is unpacked. Each item has a limit, a log and a line; NAMES: only these, comma separated. PYTHON: the
+#       interpreter (python3). In RESULTS lies one all.tar.gz at the end. The status is 0 if no item failed.
+set -uo pipefail
+# shellcheck disable=SC2034 # read by tests/unit/tools/test_gpu_check.py, with the names below
+MACHINE="torch transformers httpx h11 numpy triton pytest pytest-timeout hypothesis psutil einops rich matplotlib sentencepiece packaging pyyaml"
+OURS="megatron-core omegaconf antlr4-python3-runtime latex2sympy2_extended math-verify annotated-types typing-inspection pydantic
+    pydantic_core httpx2 httpcore2 truststore"
+ENGINE="vllm==0.32.0 msgspec cbor2 pyzmq oss-harmony openai sniffio pybase64 cachetools xgrammar==0.2.8 apache-tvm-ffi==0.1.11
+    fastapi<0.137 starlette partial-json-parser llguidance<1.8 compressed-tensors==0.17.0 loguru
+    cloudpickle urllib3 requests aiohttp aiosignal aiohappyeyeballs frozenlist multidict yarl propcache attrs uvloop py-cpuinfo
+    prometheus-client"
+LAYERS="transformer_engine==2.11.0 transformer_engine_cu13==2.11.0 onnxscript onnx onnx-ir ml_dtypes protobuf nvdlfw-inspect"
+NOT_CARRIED=(vllm/vllm-rs 'vllm/third_party/deep_gemm/*' 'vllm/third_party/fmha_sm100/*' 'vllm/_flashmla*' 'vllm/_flashkda*'
+    'vllm/_qutlass*' 'vllm/_deepselect*' 'vllm/vllm_flash_attn/_vllm_fa2_C*' 'transformer_engine/jax/*' '*/static/*' '*.jpg' '*.png')
+root=$(cd "$(dirname "$0")/.." && pwd)
+python=${PYTHON:-python3}
+failed=()
 
 fail() {
     echo "gpu_check.sh: $1" >&2
@@ -33,110 +32,107 @@ fail() {
 }
 
 pack() {
-    cd "$(dirname "$0")/.."
-    local archive=${1:-build/gpu_check.tar.gz} version=${GPU_PYTHON:-3.12} pins=() platforms=() name size
-    case $version in [3].[0-9]*) ;; *) fail "GPU_PYTHON=$version: write it as 3.12" ;; esac
-    staging=$(mktemp -d)
-    trap 'rm -rf "$staging"' EXIT
-    mkdir "$staging/wheels" "$staging/repository"
-    [ -z "$(git status --porcelain --untracked-files=no)" ] || echo "gpu_check.sh: uncommitted changes are not packed" >&2
-    git archive HEAD | tar -x -C "$staging/repository"
-    git rev-parse HEAD >"$staging/commit"
-    for name in $PACKAGES; do
-        pins+=("$(grep -i "^$name==" constraints.txt)") || fail "constraints.txt has no version of $name"
-    done
-    for name in 2_28 2_27 2_24 2_17 2_12; do platforms+=(--platform "manylinux_${name}_x86_64"); done
-    "${PYTHON:-python3}" -m pip download --quiet --no-deps --only-binary=:all: --python-version "$version" \
-        --implementation cp "${platforms[@]}" --platform manylinux2014_x86_64 --dest "$staging/wheels" "${pins[@]}"
-    mkdir -p "$(dirname "$archive")"
-    tar -C "$staging" -czf "$archive" commit wheels repository
-    size=$(stat -c %s "$archive")
-    echo "$archive: $size bytes, ${#pins[@]} packages for Python $version"
-    [ "$size" -lt "$LARGEST" ] || fail "$archive has $size bytes, $LARGEST are allowed"
+    set -e
+    local archive te_wheel pins=() there platform name wheel
+    archive=$(realpath -m "${1:-$root/build/gpu_check.tar.xz}") te_wheel=${2:+$(realpath "$2")}
+    work=$(mktemp -d)
+    trap 'rm -rf "$work"' EXIT
+    mkdir -p "$work/site" "$work/wheels" "$(dirname "$archive")"
+    for name in $OURS; do pins+=("$(grep -i "^$name==" "$root/constraints.txt")") || fail "constraints.txt has no version of $name"; done
+    there=(--no-deps --only-binary=:all: --python-version 3.12 --implementation cp)
+    for platform in 2_31 2_28 2_27 2_26 2_24 2_17 2_12 2_5; do there+=(--platform "manylinux_${platform}_x86_64"); done
+    there+=(--platform manylinux2014_x86_64 --platform manylinux1_x86_64)
+    # shellcheck disable=SC2086 # names, separated by spaces
+    "$python" -m pip download --quiet "${there[@]}" --dest "$work/wheels" "${pins[@]}" $ENGINE ${te_wheel:+$LAYERS}
+    for wheel in "$work"/wheels/*.whl $te_wheel; do unzip -qo "$wheel" -d "$work/site" -x "${NOT_CARRIED[@]}" || [ $? = 11 ]; done
+    find "$work/site" -name '*.so' -size +1M -exec "$python" "$root/tools/prune_fatbin.py" 90 {} +
+    find "$work/site" \( -name __pycache__ -o -name tests \) -prune -exec rm -rf {} +
+    tar -C "$work" -c site | xz -T0 -9e >"$archive"
+    echo "$archive: $(stat -c %s "$archive") bytes"
 }
 
-split() {
-    local file=${1:-} directory=${2:-build/pieces} name
-    [ -f "$file" ] || fail "no such file: '$file'"
-    name=$(basename "$file")
-    mkdir -p "$directory"
-    command split --bytes "${PIECE:-$LARGEST}" --numeric-suffixes "$file" "$directory/$name."
-    (cd "$(dirname "$file")" && sha256sum "$name") >"$directory/$name.sha256"
-    echo "$directory: $(find "$directory" -name "$name.[0-9]*" | wc -l) pieces of $name"
+has() { "$python" -c "import importlib.util as u, sys; sys.exit(not u.find_spec('$1'))"; }
+
+tests() { # FILE SELECTION
+    echo "$python -m pytest -q -rs -p no:cacheprovider ${dry:+--collect-only} tests/gpu/$1 -k '$2'"
 }
 
-# joins the pieces in $1 and installs what they make into $2
-install_pieces() {
-    local sum name root joined=()
-    for sum in "$1"/*.sha256; do
-        [ -f "$sum" ] || continue
-        name=$(basename "$sum" .sha256)
-        cat "$1/$name".[0-9]* >"$2/$name"
-        (cd "$2" && sha256sum --check --status "$sum") || fail "$name: a piece is missing or damaged in $1"
-        joined+=("$2/$name")
-    done
-    [ "${#joined[@]}" -gt 0 ] || return 0
-    root=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/nvidia
-    # by one command: pip does not merge two packages that share a directory into a target one after the other
-    CPATH="$root/cu13/include:$root/cudnn/include:$root/nccl/include:${CPATH:-}" NVTE_FRAMEWORK=pytorch \
-        "$python" -m pip install --quiet --no-index --no-deps --no-build-isolation --disable-pip-version-check \
-        --target "$2/site" "${joined[@]}" || fail "what was joined of $1 cannot be installed here: ${joined[*]##*/}"
-    rm "${joined[@]}"
+train() { # CONFIG OPTIONS
+    echo "$python -m megatron_dcpo train --config examples/quickstart/$1 ${dry:+--dry-run} logging.to=[] training.export_hf=false ${*:2}"
 }
 
-# unpacks and installs: sets directory and python, and the environment of what follows
-prepare() {
-    local archive=${1:-} missing
-    python=${PYTHON:-python3}
-    [ -f "$archive" ] || fail "no such archive: '$archive'; make one with: tools/gpu_check.sh pack"
-    if [ -n "${2:-}" ]; then
-        mkdir -p "$2"
-        directory=$(cd "$2" && pwd)
-    else
-        directory=$(mktemp -d)
-        staging=$directory
-        trap 'rm -rf "$staging"' EXIT
+item() { # NAME LIMIT COMMAND
+    [ -z "$only" ] || [[ ,$only, == *,$1,* ]] || return 0
+    local left=$((deadline - SECONDS)) began=$SECONDS limit=$2 leader status=over
+    [ "$left" -ge 10 ] || { echo "$1: no time left"; return 0; }
+    [ "$limit" -lt "$left" ] || limit=$left
+    echo "\$ $3" >"$results/$1.log"
+    setsid bash -c "$3" >>"$results/$1.log" 2>&1 &
+    leader=$!
+    while kill -0 "$leader" 2>/dev/null && [ $((SECONDS - began)) -lt "$limit" ]; do sleep 0.5; done
+    if kill -0 "$leader" 2>/dev/null; then echo "over its $limit s" >>"$results/$1.log"; else wait "$leader"; status=$?; fi
+    kill -KILL -- "-$leader" 2>/dev/null # what it left as well: its ranks hold the memory that the next one needs
+    find "$work/$1" \( -name metrics.jsonl -o -name '*trace*.json*' \) -size -12M -exec cp {} "$results" \; 2>/dev/null
+    printf '%-20s status %-4s %4s s  %s\n' "$1" "$status" $((SECONDS - began)) \
+        "$(grep -vE '^(INFO|WARNING)' "$results/$1.log" | tail -1 | cut -c1-150)"
+    [ "$status" = 0 ] || failed+=("$1")
+}
+
+items() {
+    local bf16 eager model layers=local engine=transformers
+    if has transformer_engine && [ -z "$dry" ]; then layers=transformer_engine; fi
+    if has vllm; then engine=vllm; fi
+    bf16="model.params_dtype=bf16 model.transformer_impl=$layers rollout.engine=$engine objective.tis_level=token"
+    bf16+=" parallel.use_distributed_optimizer=true parallel.sequence_packing=true training.offload_optimizer_during_rollout=true"
+    eager=rollout.vllm.enforce_eager=true # no minutes for kernels
+    model=$work/qwen3_1.7b
+    # the releases are not the pins, for which doctor ends with 1
+    item machine 60 "nvidia-smi; $python -m megatron_dcpo doctor; true"
+    item sampler 120 "$(tests test_engine_on_gpu.py samples_what_it_says)"
+    item first_step 120 "$(tests test_training_on_gpu.py first_step)"
+    item packed_is_padded 150 "$(tests test_state_on_gpu.py packed_is_padded)"
+    item three_sleeps 150 "$(tests test_engine_on_gpu.py three_sleeps)"
+    item quickstart 150 "$(train dcpo.yaml "$bf16" $eager training.steps=4 training.save_interval=2 "run_dir=$work/quickstart") &&
+        $(train dcpo.yaml "$bf16" $eager training.steps=6 training.save_interval=2 "run_dir=$work/quickstart" --resume auto)"
+    item experts 120 "$(train dcpo.yaml "$bf16" $eager model.path=examples/quickstart/moe/policy rollout.routing_replay=true \
+        training.steps=4 "run_dir=$work/experts")"
+    item resumption 100 "$(tests test_state_on_gpu.py resumption)"
+    item large 200 "$python benchmarks/random_model.py Qwen/Qwen3-1.7B $model ${dry:+--pretend} && $(train dcpo.yaml "$bf16" $eager \
+        "model.path=$model" rollout.max_response_length=512 training.max_tokens_per_micro_batch=4096 data.prompts_per_step=32 \
+        training.save_interval=0 training.steps=3 'training.profile_steps=[3]' "run_dir=$work/large")"
+    item graphs 200 "$(train dcpo.yaml "$bf16" training.steps=2 "run_dir=$work/graphs")"
+    item leaves_the_device 120 "$(tests test_state_on_gpu.py leaves_the_device)"
+    item memory 120 "$(tests test_state_on_gpu.py memory_is_what) -s"
+    item closed_engine 120 "$(tests test_engine_on_gpu.py closed)"
+    item evaluation 90 "$(tests test_training_on_gpu.py evaluation)"
+    item in_bf16 90 "$(tests test_training_on_gpu.py in_bf16)"
+    if [ -n "$dry" ] || [ $layers$engine = transformer_enginevllm ]; then
+        item mismatch 200 "$python benchmarks/mismatch_gpu.py ${dry:+--pretend}"
     fi
-    tar -C "$directory" -xzf "$archive"
-    "$python" -c 'import torch, transformers' || fail "$python has no torch or no transformers; name another in PYTHON"
-    missing=$("$python" "$directory/repository/tools/gpu_check.py" missing "$directory/wheels")
-    if [ -n "$missing" ]; then
-        # into a directory of its own: a virtual environment of a virtual environment's Python would not see its torch
-        printf '%s\n' "$missing" | sed "s|^|$directory/wheels/|" >"$directory/missing.txt"
-        "$python" -m pip install --quiet --no-index --no-deps --no-compile --disable-pip-version-check \
-            --upgrade --target "$directory/site" --requirement "$directory/missing.txt"
-    fi
-    install_pieces "$(realpath "${PIECES:-$(dirname "$archive")/pieces}")" "$directory"
-    export PYTHONPATH="$directory/repository:$directory/site" HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
-    export PYTHONDONTWRITEBYTECODE=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-    cd "$directory/repository"
-}
-
-runs() {
-    prepare "$@"
-    [ -n "${2:-}" ] || trap - EXIT # the logs are what it is for
-    echo "gpu_check.sh: logs and summary.json in $directory/runs" >&2
-    "$python" tools/gpu_runs.py "$directory/runs"
-}
-
-dry() {
-    cd "$(dirname "$0")/.."
-    "${PYTHON:-python3}" tools/gpu_runs.py "${1:-build/gpu_check_dry}" --pretend
+    item host_copies 60 "$python benchmarks/host_copies.py ${dry:+--pretend}"
 }
 
 run() {
-    local status=0
-    prepare "$@"
-    # shellcheck disable=SC2086 # options, separated by spaces
-    "$python" -m pytest -p no:cacheprovider -rs --junitxml="$directory/junit.xml" ${PYTEST:-} tests/gpu \
-        >"$directory/log" 2>&1 || status=$?
-    [ -f "$directory/junit.xml" ] || { tail -n 40 "$directory/log" >&2; fail "pytest ended with $status before its tests"; }
-    [ "$status" = 0 ] || tail -c 20000 "$directory/log"
-    "$python" tools/gpu_check.py summary "$directory/junit.xml" "$directory/commit"
-    return "$status"
+    local archive=${1:-} name
+    [ $# -ge 3 ] || fail "usage: gpu_check.sh run ARCHIVE RESULTS SECONDS [NAMES]"
+    [ "$archive" = - ] || [ -f "$archive" ] || fail "no such archive: '$archive'; make one with: tools/gpu_check.sh pack"
+    [ "$3" -gt 0 ] 2>/dev/null || fail "SECONDS is a whole number, not '$3'"
+    deadline=$((SECONDS + $3)) only=${4:-} dry=${DRY:-}
+    mkdir -p "$2"
+    results=$(realpath "$2") work=$(mktemp -d)
+    trap 'rm -rf "$work"' EXIT
+    [ "$archive" = - ] || tar -C "$work" -xJf "$archive" || fail "$archive cannot be unpacked"
+    cd "$root" || exit 2
+    export PYTHONPATH="$root:$work/site${PYTHONPATH:+:$PYTHONPATH}" HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+    export PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-4} VLLM_NO_USAGE_STATS=1
+    export VLLM_USE_FLASHINFER_SAMPLER=0 # it would be compiled
+    items
+    for name in "${failed[@]}"; do echo "---- $name" && tail -25 "$results/$name.log" | cut -c1-300; done
+    tar -C "$results" -czf "$work/all.tar.gz" --exclude all.tar.gz . && find "$results" -mindepth 1 -delete && mv "$work/all.tar.gz" "$results"
+    [ "${#failed[@]}" = 0 ]
 }
 
 case ${1:-} in
-    pack | run | runs | dry | split) "$@" ;;
-    *) fail "usage: gpu_check.sh pack [ARCHIVE] | run ARCHIVE [DIRECTORY] | runs ARCHIVE [DIRECTORY] | split FILE [DIRECTORY] | dry [DIRECTORY]" ;;
+    pack | run) "$@" ;;
+    *) fail "usage: gpu_check.sh pack [ARCHIVE] [TE_WHEEL] | run ARCHIVE RESULTS SECONDS [NAMES]" ;;
 esac

@@ -134,6 +134,8 @@ def set_by_examples() -> dict[str, list[str]]:
     """
     found: dict[str, list[str]] = {}
     for file in sorted((ROOT / "examples").rglob("*.yaml")):
+        if "elsewhere" in file.parts:  # of other programs
+            continue
         for name in names(OmegaConf.to_container(OmegaConf.load(file))):
             section = f"sft.{name.partition('.')[0]}"
             if file.name == "sft.yaml" and section in SUPERVISED_SECTIONS:

@@ -98,6 +98,8 @@ def example(name: str) -> str:
     """
     files: dict[str, Path] = {}
     for file in sorted(EXAMPLES.rglob("*.yaml")):
+        if "elsewhere" in file.parts:  # of other programs
+            continue
         files[str(file.relative_to(EXAMPLES).with_suffix(""))] = file
     if not files:
         raise UserError(

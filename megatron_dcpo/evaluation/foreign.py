@@ -20,8 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zstandard import ZstdDecompressor, ZstdError
-
 from megatron_dcpo.codec import NO_TOKENS
 from megatron_dcpo.data.files import read_rows
 from megatron_dcpo.errors import UserError, did_you_mean, one_line
@@ -207,7 +205,7 @@ def _inspect(file: Path) -> Iterator[Answered]:
     """
     try:
         header, samples = _parts_of_inspect(file)
-    except (OSError, LookupError, ValueError, zlib.error, ZstdError) as error:
+    except (OSError, LookupError, ValueError, zlib.error) as error:
         raise UserError(
             f"{file}: not a readable log of Inspect ({one_line(error, 200)}); inspect log convert "
             "writes it anew"
@@ -258,9 +256,14 @@ def _entry(file: Path, log: zipfile.ZipFile, entry: zipfile.ZipInfo) -> bytes:
         )
         raw.seek(sum(lengths), 1)
         packed = raw.read(entry.compress_size)
-    unpacked: bytes = ZstdDecompressor().decompress(
-        packed, max_output_size=entry.file_size
-    )
+    from zstandard import ZstdDecompressor, ZstdError
+
+    try:
+        unpacked: bytes = ZstdDecompressor().decompress(
+            packed, max_output_size=entry.file_size
+        )
+    except ZstdError as error:
+        raise ValueError(str(error)) from None
     return unpacked
 
 

@@ -32,8 +32,10 @@ from megatron_dcpo.weights.table import hf_shapes
 # in numbers, in the buffers of the distributed optimizer
 PARAMETER_ALIGNMENT = 64
 BUCKET_ALIGNMENT = 128
-# The logits of a chunk on a GPU, as in policy/output_layer.py, which planning does not import.
+# The logits of a chunk on a GPU, and the elements of a product for the gradient of the weight, as
+# in policy/output_layer.py, which planning does not import.
 LOGITS_AT_ONCE = 1 << 26
+PRODUCT_ELEMENTS = 1 << 23
 # If tied embeddings are on the first and the last pipeline stage, they have a bucket to themselves.
 _SHARED = ("embedding.word_embeddings.weight", "output_layer.weight")
 
@@ -263,6 +265,7 @@ def _numel_per_rank(bucket: _Bucket, ranks: int) -> list[int]:
 class Widths:
     """The sizes of a layer on one rank.
 
+    vocab: the tokens of which it has the logits, without padding.
     hidden: an average; under sequence parallelism a rank has one in TP tokens.
     routed: the inputs of MLPs per token; with experts also an average, which uneven routing
         exceeds.
@@ -285,8 +288,8 @@ class Activations:
     """The bytes of one rank at the peak of training.
 
     layers: kept for the backward pass by all micro-batches in flight.
-    logits: of the output layer, on the last stage.
-    working: the largest transient of one layer's backward pass.
+    logits: of the output layer, on the last stage, with what else is alive in a forward pass.
+    working: the largest transient of one layer's backward pass, with what else is alive there.
     """
 
     layers: int
@@ -310,7 +313,7 @@ def widths(arch: Architecture, layout: Layout, config: Config) -> Widths:
         heads=arch.num_attention_heads // tp,
         groups=arch.num_query_groups // tp,
         ffn=arch.ffn_hidden_size // etp,
-        vocab=padded_vocab_size(arch, layout) // tp,
+        vocab=min(arch.vocab_size, padded_vocab_size(arch, layout) // tp),
         head_dim=arch.kv_channels,
         bytes=dtype_bytes(config.model.params_dtype),
     )
@@ -533,18 +536,35 @@ def stage_activations(
     w = widths(arch, layout, config)
     flying = in_flight(layout, stage, micro_batches)
     kept = kept_per_token(arch, layout, config, stage, flying)
+    is_last = stage == layout.pipeline_model_parallel_size - 1
+    has_passed_one_back = stage > 0 and micro_batches > 1
+    between = int(tokens * w.bytes * w.hidden)
+    gathered = 0
+    if config.parallel.sequence_parallel:
+        gathered = tokens * w.bytes * arch.hidden_size
     logits = 0
-    if stage == layout.pipeline_model_parallel_size - 1:
+    if is_last:
         logits = output_layer_bytes(
             w=w,
             hidden=arch.hidden_size,
             tokens=tokens,
             responses=responses,
+            learns=not config.frozen,
         )
+        # Until the next loss is there, Megatron's schedule has the last one, whose graph has its
+        # input, and the gradient that it sent.
+        logits += 2 * between * has_passed_one_back
+        if not layout.transformer_engine:
+            # Megatron's buffer for the whole sequences, which it never gives back
+            logits += gathered
+    working = _working_bytes(arch, layout, config, w, tokens)
+    # the gradient that it sent last, and the one that it received for this micro-batch
+    working += between * (has_passed_one_back + (not is_last))
+    working += gathered
     return Activations(
         layers=int(tokens * kept),
         logits=logits,
-        working=_working_bytes(arch, layout, config, w, tokens),
+        working=working,
         in_flight=flying,
     )
 
@@ -570,6 +590,10 @@ def _working_bytes(
         working += int(
             tokens * unit * layer_bytes(arch, layout, config, recompute="none")
         )
+        if layout.transformer_engine or b == 4:
+            # The first norm's input is the one that is kept; a bf16 norm of the local layer has a
+            # copy in fp32.
+            working -= int(tokens * b * w.hidden)
     if (
         parallel.recompute_granularity == "selective"
         and "mlp" in parallel.recompute_modules
@@ -586,11 +610,18 @@ def _working_bytes(
     return int(working)
 
 
-def output_layer_bytes(w: Widths, hidden: int, tokens: int, responses: int) -> int:
+def output_layer_bytes(
+    w: Widths, hidden: int, tokens: int, responses: int, learns: bool = True
+) -> int:
     """Return the bytes with which the output layer works at its peak (``policy/output_layer.py``):
     a chunk's logits in fp32 and again in the model's type (or an eighth of them), the hidden states
-    of all rows, those of the response rows and their gradient.
+    of all rows, those of the response rows and their gradient, and, if the layer ``learns`` and has
+    another type than its gradient's sums, one product for them.
     """
     chunk = min(LOGITS_AT_ONCE, w.vocab * responses)
     bytes_per_logit = 4 + (2 if w.bytes == 2 else 0.5)
-    return int(chunk * bytes_per_logit + w.bytes * hidden * (tokens + 2 * responses))
+    product = 0
+    if learns and w.bytes == 2:
+        product = w.bytes * min(PRODUCT_ELEMENTS, w.vocab * hidden)
+    rows = w.bytes * hidden * (tokens + 2 * responses)
+    return int(chunk * bytes_per_logit + rows + product)

@@ -400,6 +400,18 @@ def _to_logit_gradient(
     chunk.scatter_targets(at_target)
 
 
+def _add(sums: Tensor, product: Tensor) -> None:
+    """Add a product of another type. On a CPU torch makes a copy in the sums' type first, so there
+    it is a part at a time.
+    """
+    size = len(sums)
+    if not capabilities().separate_memory:
+        size = max(1, BLOCK_ELEMENTS // sums.shape[1])
+    for start in range(0, len(sums), size):
+        part = slice(start, start + size)
+        sums[part] += product[part]
+
+
 @dataclass(frozen=True)
 class _OutputBuffers:
     """The outputs of all chunks together, [N] each."""
@@ -451,7 +463,7 @@ class _Gradient:
         size = max(1, PRODUCT_ELEMENTS // sums.shape[1])
         for start in range(0, len(sums), size):
             part = slice(start, start + size)
-            sums[part] += dz[:, part].t() @ hidden
+            _add(sums[part], dz[:, part].t() @ hidden)
 
     def for_weight(self, layer: OutputLayer) -> Tensor | None:
         """Return the weight's gradient as autograd is to see it.

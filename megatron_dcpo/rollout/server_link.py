@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -39,25 +40,26 @@ class ServerLink:
         path: str,
         body: dict[str, Any] | None = None,
         timeout: float | None = None,
+        stop: threading.Event | None = None,
     ) -> Any:  # noqa: ANN401 - JSON of vLLM
         """Make one attempt: whether to wait for the server or to give up is decided by who asks.
         Without a ``timeout`` a question may take 30 seconds, a request with a ``body``
-        REQUEST_SECONDS. Raises :class:`EngineError`.
+        REQUEST_SECONDS; ``stop`` withdraws it. Raises :class:`EngineError`.
         """
         if timeout is None:
             timeout = _ASK_SECONDS if body is None else REQUEST_SECONDS
         try:
-            return self.client.call(path, body, timeout=timeout)
+            return self.client.call(path, body, timeout=timeout, stop=stop)
         except HttpError as error:
             raise EngineError(f"{self.url}{path}: {error}") from None
 
-    def complete(self, body: dict[str, Any]) -> Any:  # noqa: ANN401 - JSON of vLLM
-        """Return the reply to the request for one response. Raises :class:`EngineError`, and
-        :class:`UserError` if it took too long, which it would again.
+    def complete(self, body: dict[str, Any], stop: threading.Event) -> Any:  # noqa: ANN401 - JSON of vLLM
+        """Return the reply to the request for one response; ``stop`` withdraws it. Raises
+        :class:`EngineError`, and :class:`UserError` if it took too long, which it would again.
         """
         began = time.monotonic()
         try:
-            return self.call("/v1/completions", body)
+            return self.call("/v1/completions", body, stop=stop)
         except EngineError as error:
             if time.monotonic() - began < REQUEST_SECONDS:
                 raise

@@ -21,8 +21,13 @@ from megatron_dcpo.config import Config
 from megatron_dcpo.config.field_types import LOCAL
 from megatron_dcpo.config.rules import check_engine_gpus, check_engine_size
 from megatron_dcpo.errors import UserError
+from megatron_dcpo.rollout.vllm_host import VllmOptions, cache_bytes
 from megatron_dcpo.runtime import signals
-from megatron_dcpo.runtime.device import capabilities, fp32_head
+from megatron_dcpo.runtime.device import (
+    capabilities,
+    fp32_head,
+    host_memory_available,
+)
 from megatron_dcpo.runtime.dtypes import dtype_name
 from megatron_dcpo.runtime.http_json import HttpError, JsonClient
 from megatron_dcpo.weights.architecture import read_architecture
@@ -53,38 +58,66 @@ def server_command(
     if host not in LOCAL:
         # Debian's /etc/hosts gives a node's own name an address of the loopback device
         host = "0.0.0.0"
-    common = [
-        "--model",
-        model.path,
-        "--host",
-        host,
-        "--port",
-        str(address.port or 8000),
-    ]
-    common += [
-        "--max-num-seqs",
-        str(rollout.max_num_seqs),
-        "--dtype",
-        dtype_name(model.params_dtype),
-    ]
+    common: dict[str, Any] = {
+        "host": host,
+        "port": address.port or 8000,
+        "max-num-seqs": rollout.max_num_seqs,
+        "dtype": dtype_name(model.params_dtype),
+    }
     if other:
-        return [*shlex.split(other), *common]
+        return [*shlex.split(other), *_words({"model": model.path, **common})]
     options: dict[str, Any] = {
         "logprobs-mode": "processed_logprobs",
         "tensor-parallel-size": size,
         "data-parallel-size": engines // size,
     }
-    options["gpu-memory-utilization"] = rollout.gpu_memory_utilization
+    options |= _memory(config, engines, longest)
     options["max-model-len"] = longest
     options["generation-config"] = "vllm"  # no defaults besides SamplingConfig
     if fp32_head(model.head_dtype):
         options["hf-overrides"] = json.dumps({"head_dtype": "float32"})
     if rollout.weight_transfer == "nccl":
         options["weight-transfer-config"] = json.dumps({"backend": "nccl"})
-    more = [
+    serve = [sys.executable, "-m", "megatron_dcpo.rollout.vllm_serve", "serve"]
+    command = [*serve, model.path, *_words({**common, **options})]
+    if not capabilities().cuda_graphs:
+        command.append("--enforce-eager")
+    if not capabilities().separate_memory:
+        # as in vllm_engine.py: a split prompt fails
+        command.append("--no-enable-chunked-prefill")
+    return command
+
+
+def _words(options: dict[str, Any]) -> list[str]:
+    return [
         word for name, value in options.items() for word in (f"--{name}", str(value))
     ]
-    return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *common, *more]
+
+
+def _memory(config: Config, engines: int, longest: int) -> dict[str, Any]:
+    """Return vLLM's options for the memory that the ``engines`` GPUs or cores of a server use.
+
+    Without a memory of its own each of vLLM's workers would take ``gpu_memory_utilization`` of the
+    host's, whatever their number.
+    """
+    rollout = config.rollout
+    options: dict[str, Any] = {"gpu-memory-utilization": rollout.gpu_memory_utilization}
+    if capabilities().separate_memory:
+        return options
+    options["kv-cache-memory-bytes"] = cache_bytes(
+        arch=read_architecture(config.model.path),
+        options=VllmOptions(
+            dtype=config.model.params_dtype,
+            tensor_model_parallel_size=rollout.tensor_model_parallel_size,
+            gpu_memory_utilization=rollout.gpu_memory_utilization,
+            max_model_len=longest,
+            max_num_seqs=rollout.max_num_seqs,
+            responses=config.data.prompts_per_step * rollout.group_size,
+        ),
+        available=host_memory_available(),
+        ranks=engines,
+    )
+    return options
 
 
 def own_endpoint(config: Config) -> str:
@@ -107,6 +140,17 @@ def log_name(endpoint: str) -> str:
     if host is None or host in LOCAL:
         return "engines.log"
     return f"engines-{host}.log"
+
+
+def _cores_apart(first: int, engines: int) -> list[int]:
+    """Return the cores of the engines, and take them from this process and the ranks that it
+    starts; none if there are too few for ``first`` ranks and the engines.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < max(first, 1) + engines:
+        return []
+    os.sched_setaffinity(0, cores[:-engines])
+    return cores[-engines:]
 
 
 class EngineServer:
@@ -136,11 +180,10 @@ class EngineServer:
             self.environment["CUDA_VISIBLE_DEVICES"] = ",".join(
                 visible[first : first + engines]
             )
-        elif len(cores := sorted(os.sched_getaffinity(0))) >= max(first, 1) + engines:
-            self.cores = cores[-engines:]
-            os.sched_setaffinity(
-                0, cores[:-engines]
-            )  # of this process, and of the ranks that it starts
+        else:
+            # vLLM binds each worker to a NUMA node of its own, and ends where there are too few
+            self.environment.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+            self.cores = _cores_apart(first, engines)
         self.process: subprocess.Popen[bytes] | None = None
         self.answers = threading.Event()
         self.over = threading.Event()

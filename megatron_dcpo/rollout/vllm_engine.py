@@ -436,6 +436,10 @@ class VllmEngine(Engine):
         )
         if cache:
             arguments["kv_cache_memory_bytes"] = cache
+        if not capabilities().separate_memory:
+            # vLLM's CPU build fails where the prompt of a request with a seed is split: its runner
+            # turns the generator back, which one of the CPU refuses.
+            arguments.setdefault("enable_chunked_prefill", False)
         if fp32_head(options.head_dtype):
             overrides = arguments.get("hf_overrides") or {}
             arguments["hf_overrides"] = {"head_dtype": "float32", **overrides}

@@ -13,6 +13,7 @@ import itertools
 import queue
 import shutil
 import socket
+import threading
 import time
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -61,6 +62,7 @@ _ROUNDED = 1e-3  # a log-prob of a probability that rounding has put above 1
 _REFUSED_SECONDS = (
     2.0  # within which a server says that it takes no weights in this way
 )
+_LOOK_SECONDS = 0.5  # between two looks for a signal, while no response comes
 _GIVE_UP_SECONDS = 60.0  # for a server to end an update that was broken off
 
 
@@ -109,8 +111,8 @@ class ServerEngine(Engine):
         """Yield responses as :class:`megatron_dcpo.rollout.engine.Engine` says: one request per
         sample, ``concurrency`` at a time.
 
-        ``partial`` is refused: a request that is withdrawn gives no tokens, and withdrawing the
-        requests of one rank withdraws the requests of all ranks.
+        A rollout that is given up withdraws what is under way, by closing the connections.
+        ``partial`` is refused: a request that is withdrawn gives no tokens.
         """
         if partial is not None:
             raise ValueError("rollout.max_staleness is not for rollout.engine=server")
@@ -119,24 +121,24 @@ class ServerEngine(Engine):
                 "this engine trains; to evaluate a server, use dcpo evaluate --endpoint"
             )
         self.server.check_version(self.weights_version)
+        withdraw = threading.Event()
         with ThreadPoolExecutor(max(1, min(self.concurrency, len(samples)))) as pool:
             done: queue.SimpleQueue[Future[Response]] = queue.SimpleQueue()
-            for prompt, index in samples:
-                request = pool.submit(self._sample, prompt, index, sampling, step)
+            for sample in samples:
+                request = pool.submit(self._sample, sample, sampling, step, withdraw)
                 request.add_done_callback(done.put)
             left = len(samples)
             try:
                 while left:
-                    responses = [
-                        done.get().result() for _ in range(max(1, done.qsize()))
-                    ]
+                    first = _next(done)
+                    others = [done.get() for _ in range(done.qsize())]
+                    responses = [request.result() for request in (first, *others)]
                     left -= len(responses)
-                    if stop_requested():
-                        raise RolloutAbandoned
                     # a server that was started again in between has other weights
                     self.server.check_version(self.weights_version)
                     yield responses
             except BaseException:
+                withdraw.set()
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
 
@@ -215,11 +217,16 @@ class ServerEngine(Engine):
 
     # ---------------------------------------------------------------------------------------- parts
     def _sample(
-        self, prompt: Prompt, index: int, sampling: SamplingConfig, step: int
+        self,
+        sample: tuple[Prompt, int],
+        sampling: SamplingConfig,
+        step: int,
+        withdraw: threading.Event,
     ) -> Response:
         """Return the server's response. Raises :class:`EngineError`, also for a reply that cannot
         be one.
         """
+        prompt, index = sample
         body = {
             "model": self.server.model,
             "prompt": list(prompt.token_ids),
@@ -233,7 +240,7 @@ class ServerEngine(Engine):
             "logprobs": 0,
             "return_token_ids": True,
         }
-        reply = self.server.complete(body)
+        reply = self.server.complete(body, withdraw)
         try:
             (choice,) = reply["choices"]
             token_ids = np.array(choice["token_ids"], np.int64)
@@ -287,6 +294,17 @@ class ServerEngine(Engine):
                     if self.arch.tied_embeddings and piece.name == EMBEDDING:
                         piece.write_into(tensors[OUTPUT])
             copy_side_files(self.model_dir, temporary)
+
+
+def _next(done: queue.SimpleQueue[Future[Response]]) -> Future[Response]:
+    """Wait for the next request that is done. Raises :class:`RolloutAbandoned` soon after a
+    signal.
+    """
+    while True:
+        if stop_requested():
+            raise RolloutAbandoned
+        with suppress(queue.Empty):
+            return done.get(timeout=_LOOK_SECONDS)
 
 
 class _Nccl:

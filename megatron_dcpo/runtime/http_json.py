@@ -5,6 +5,7 @@ A server may answer with anything, at any speed: what is read of it, and for how
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import logging
@@ -17,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import httpcore2
 import httpx2
 
 from megatron_dcpo.errors import one_line
@@ -36,6 +38,7 @@ _WORDS = 500  # characters of an error's body that are reported
 _MOST_WORDS = 16 << 10  # bytes of it that are read
 _LOST_SECONDS = 120  # without an answer of the host's kernel
 _PIECE = 16 << 10  # bytes of a request that are sent before the clock is read again
+_LOOK_SECONDS = 0.5  # between two looks at whether the reply is still wanted
 
 
 class HttpError(Exception):
@@ -100,9 +103,10 @@ class JsonClient:
         """Return the parsed reply to a POST of ``body``, or to a GET without a body; an empty reply
         is ``{}``.
 
-        ``stop`` ends the pauses when it is set. ``problem`` returns the reason to repeat the
-        request after a reply, "" if the reply is good, and raises :class:`HttpError` if repeating
-        it is of no use. Raises :class:`HttpError`.
+        ``stop`` ends the request, or the pause after it, when it is set: the connection is closed,
+        by which a server sees that nobody waits for its reply. ``problem`` returns the reason to
+        repeat the request after a reply, "" if the reply is good, and raises :class:`HttpError` if
+        repeating it is of no use. Raises :class:`HttpError`.
         """
         stop = stop or threading.Event()
         reason = ""
@@ -112,7 +116,7 @@ class JsonClient:
             pause = longest * random.uniform(0.5, 1.0)
             unreachable = False
             try:
-                reply = self._once(path, body, timeout or self.timeout)
+                reply = self._once(path, body, timeout or self.timeout, stop)
                 reason = self.without_key(problem(reply))[:_WORDS]
                 if not reason:
                     return reply
@@ -149,7 +153,9 @@ class JsonClient:
             text = text.replace(json.dumps(self.api_key)[1:-1], "***")
         return printable(text, lines=lines)
 
-    def _once(self, path: str, body: object, timeout: float) -> Any:  # noqa: ANN401 - JSON
+    def _once(
+        self, path: str, body: object, timeout: float, stop: threading.Event
+    ) -> Any:  # noqa: ANN401 - JSON
         """Return the parsed reply to one request. Raises HTTPStatusError, with our text, for any
         status but 2xx.
         """
@@ -161,7 +167,7 @@ class JsonClient:
         if body is not None:
             method = "POST"
             content = json.dumps(body).encode()
-        deadline = time.monotonic() + timeout
+        patience = _Patience(time.monotonic() + timeout, stop)
         with (
             httpx2.Client(
                 verify=_trusted(),
@@ -174,7 +180,7 @@ class JsonClient:
                 method,
                 self.url.rstrip("/") + path,
                 content=content,
-                extensions={"trace": _end_all_io_at(deadline)},
+                extensions={"trace": _end_all_io(patience)},
             ) as reply,
         ):
             if not reply.is_success:
@@ -217,17 +223,26 @@ def _read(reply: httpx2.Response, most: int) -> bytes:
     return bytes(text[:most])
 
 
-def _end_all_io_at(deadline: float) -> Callable[[str, dict[str, Any]], None]:
-    """Return a trace hook that ends a connection's reads and writes at ``deadline`` (of the
-    monotonic clock). httpx2's own time-out applies to each read, so a server that sends a byte now
-    and then never reaches it.
-    """
+@dataclass(frozen=True)
+class _Patience:
+    """How long a reply is waited for: until ``deadline`` of the monotonic clock, or ``stop``."""
 
-    def seconds_left() -> float:
-        seconds = deadline - time.monotonic()
+    deadline: float
+    stop: threading.Event
+
+    def seconds_left(self) -> float:
+        if self.stop.is_set():
+            raise HttpError("the request was withdrawn")
+        seconds = self.deadline - time.monotonic()
         if seconds <= 0:
             raise TimeoutError("the reply was not complete in time")
         return seconds
+
+
+def _end_all_io(patience: _Patience) -> Callable[[str, dict[str, Any]], None]:
+    """Return a trace hook that ends a connection's reads and writes with ``patience``. httpx2's own
+    time-out applies to each read, so a server that sends a byte now and then never reaches it.
+    """
 
     def hook(event: str, info: dict[str, Any]) -> None:
         if not event.endswith((".connect_tcp.complete", ".start_tls.complete")):
@@ -237,11 +252,14 @@ def _end_all_io_at(deadline: float) -> Callable[[str, dict[str, Any]], None]:
         write = stream.write
 
         def read_in_time(size: int, timeout: float | None = None) -> bytes:
-            return read(size, seconds_left())
+            while True:
+                seconds = min(patience.seconds_left(), _LOOK_SECONDS)
+                with contextlib.suppress(httpcore2.ReadTimeout):
+                    return bytes(read(size, seconds))
 
         def write_in_time(data: bytes, timeout: float | None = None) -> None:
             for start in range(0, len(data), _PIECE):
-                write(data[start : start + _PIECE], seconds_left())
+                write(data[start : start + _PIECE], patience.seconds_left())
 
         stream.read = read_in_time
         stream.write = write_in_time

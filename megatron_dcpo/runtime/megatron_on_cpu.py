@@ -8,8 +8,10 @@ What is covered, and why nothing more is needed:
    too, at a cost on *every* torch call.)
 3. The optimizers compare ``Tensor.type()`` with ``torch.cuda.*Tensor``; within those calls, and
    only there, the CPU types carry that name.
-4. Experts: the dispatcher takes its counts from the device, and gloo gathers only equal parts.
-5. Apex's ``FusedAdam`` is replaced by the one at the end of this file.
+4. Norm and clipping of the gradients are Megatron's own, also where Transformer Engine or Apex is
+   installed (the image on a login node), whose kernels refuse tensors of the CPU.
+5. Experts: the dispatcher takes its counts from the device, and gloo gathers only equal parts.
+6. Apex's ``FusedAdam`` is replaced by the one at the end of this file.
 
 On a machine with CUDA, :func:`ensure` does only the last, and only if Megatron finds neither
 Transformer Engine's Adam nor Apex's, because a run with torch's Adam cannot be resumed. In addition
@@ -195,6 +197,7 @@ def _patch_megatron() -> None:
     _replace(
         "optimizer.optimizer", "clip_grad_by_total_norm_fp32", _with_cuda_type_names
     )
+    _replace_fused_kernels()
     _replace(
         "transformer.moe.token_dispatcher",
         "maybe_move_tensor_to_cpu",
@@ -206,6 +209,23 @@ def _patch_megatron() -> None:
         "_reduce_scatter_along_first_dim",
         _reduce_scatter_unequal,
     )
+
+
+def _replace_fused_kernels() -> None:
+    utils: Any = importlib.import_module("megatron.core.utils")
+    applier = ("multi_tensor_applier", utils.local_multi_tensor_applier)
+    scale = ("multi_tensor_scale_impl", utils.local_multi_tensor_scale)
+    norm = ("l2_norm_impl", utils.local_multi_tensor_l2_norm)
+    for module, kernels in (
+        ("optimizer.clip_grads", (applier, scale, norm)),
+        ("optimizer.optimizer", (applier, scale)),
+    ):
+        for name, function in kernels:
+            _replace(module, name, _always(function))
+
+
+def _always(function: object) -> Callable[[object], object]:
+    return lambda _: function
 
 
 def _get_rng_state(*_: object, **__: object) -> torch.Tensor:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import datetime
 import json
 import logging
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -320,26 +321,55 @@ def check_labels(samples: Sequence[Sample]) -> None:
 
 def taught(samples: Sequence[Sample], seed: int) -> list[float]:
     """Return what a logistic regression that was fitted on other problems says of each sample
-    (cross-fitting over :data:`FOLDS` parts of the problems).
+    (cross-fitting over :data:`FOLDS` parts of the problems); of a sample without log-probs, whether
+    it is right.
 
-    It reads the log-probs of the reasoning, the length, and the task if the samples name several.
-    Its expectation is that of the correctness, and it varies less; a target that mixes in the mean
-    of the problem's own answers would not have that expectation.
+    It reads the log-probs of the reasoning, the length, the task, and the share of the problem's
+    other answers that are equivalent. Its expectation is that of the correctness, and it varies
+    less; a target that mixes in the mean of the problem's own verdicts would not have that
+    expectation.
     """
-    source = (
-        "task" if len({s.prompt.kind for s in samples} - {None}) > 1 else "reasoning"
-    )
-    folds = np.array([_fold(posthoc.problem_of(sample), seed) for sample in samples])
-    targets = [float(sample.correct) for sample in samples]
-    for fold in range(FOLDS):
-        outside = [s for s, own in zip(samples, folds, strict=True) if own != fold]
-        inside = np.flatnonzero(folds == fold)
-        predictor, _ = posthoc.fit("logistic", outside, source, held_out=0.0)
-        predicted = predictor.predict([samples[index] for index in inside])
-        for index, value in zip(inside, predicted, strict=True):
-            if value is not None:
-                targets[index] = value
-    return targets
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import StandardScaler
+
+    targets = np.array([float(sample.correct) for sample in samples])
+    inputs, known = posthoc.inputs_of(samples, "reasoning")
+    if not len(known):
+        raise UserError(
+            "--teacher logistic: none of the responses has log-probs of its reasoning; sample them "
+            "with dcpo evaluate --model, or from an endpoint that returns log-probs"
+        )
+    labelled = [samples[index] for index in known]
+    tasks = [str(sample.prompt.kind) for sample in labelled]
+    inputs = posthoc.with_tasks(inputs, tasks, np.array(sorted(set(tasks))))
+    inputs = np.column_stack([inputs, _agreement(labelled)])
+    correct = targets[known]
+    folds = np.array([_fold(posthoc.problem_of(sample), seed) for sample in labelled])
+    for fold in np.unique(folds):
+        inside = folds == fold
+        if len(set(correct[~inside])) < 2:
+            continue
+        model = make_pipeline(StandardScaler(), LogisticRegression(max_iter=1000))
+        model.fit(inputs[~inside], correct[~inside])
+        targets[known[inside]] = model.predict_proba(inputs[inside])[:, 1]
+    return targets.tolist()
+
+
+def _agreement(samples: Sequence[Sample]) -> np.ndarray:
+    """Return the share of the problem's other answers that are equivalent to each one, float64 [N];
+    one half where there is no answer, or no other one.
+    """
+    repeats = Counter(sample.problem_key for sample in samples)
+    found = []
+    for sample in samples:
+        share = sample.measures.consistency_confidence  # of all answers, its own too
+        count = repeats[sample.problem_key]
+        agreement = 0.5
+        if share is not None and count > 1:
+            agreement = min(max((share * count - 1) / (count - 1), 0.0), 1.0)
+        found.append(agreement)
+    return np.array(found)
 
 
 def _fold(problem: str, seed: int) -> int:

@@ -261,7 +261,14 @@ def build_optimizer(config: RunConfig, policy: Policy) -> Optimizer:
     """
     if config.model.adapter is None:
         return PolicyOptimizer(policy, config)
-    optimizer = AdapterOptimizer(Adapter(policy, config.model.adapter), config)
+    adapter = Adapter(policy, config.model.adapter)
+    if adapter.shape.dropout and policy.topology.rank == 0:
+        logger.warning(
+            "%s was trained with lora_dropout=%g, which is not applied here",
+            config.model.adapter.path,
+            adapter.shape.dropout,
+        )
+    optimizer = AdapterOptimizer(adapter, config)
     ledger.put("adapter", optimizer.nbytes)
     return optimizer
 

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.gpu import checks
 from tests.helpers.launch import torchrun
 from tests.helpers.vllm import at_length, needs_vllm, prompts_for_test
 
@@ -103,6 +104,20 @@ def test_one_process(tiny_models: Any, tmp_path: Path) -> None:
     ranks = run(tiny_models, tmp_path, models, 1, 1, 1)
     check(ranks)
     assert [of_model["received"] for of_model in ranks[0].values()] == [0, 0]
+
+
+@at_length
+def test_the_sampler(tiny_models: Any, tmp_path: Path) -> None:
+    """What ``tests/gpu`` asks of the model runner of a GPU first, of the one of the CPU build."""
+    options = {
+        "model": str(tiny_models("qwen3", True)),
+        "prompt": list(range(5, 25)),
+        "draws": 4096,
+        "leave_at_once": True,
+    }
+    (result,) = torchrun("engine_sampler", 1, tmp_path, options)
+    assert not result["second_runner"]
+    checks.sampler(result)
 
 
 @at_length

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 
@@ -55,3 +56,17 @@ def restart(result: dict[str, Any]) -> None:
     assert first == second
     assert any(first)
     assert result["version"] == 1
+
+
+def sampler(result: dict[str, Any]) -> None:
+    """Tokens come as often as their probabilities say, and with the log-probs of these."""
+    assert result["largest"] <= 1e-3
+    expected = np.array(result["expected"])
+    drawn = np.array(result["drawn"])
+    draws = drawn.sum()
+    often = expected * draws >= 5
+    assert often.sum() >= 3
+    assert drawn[expected * draws < 1e-3].sum() <= 1
+    surplus = (drawn[often] - draws * expected[often]) ** 2 / (draws * expected[often])
+    degrees = often.sum()
+    assert surplus.sum() <= degrees + 5 * np.sqrt(2 * degrees), "chi-square"

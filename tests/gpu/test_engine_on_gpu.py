@@ -11,6 +11,22 @@ from tests.helpers.launch import torchrun
 pytestmark = [needs.CUDA, needs.VLLM, pytest.mark.timeout(1800)]
 
 
+def test_the_second_model_runner_samples_what_it_says(tiny_models, tmp_path):
+    """On a GPU vLLM has another runner and another sampler than its CPU build, and two batches in
+    flight.
+    """
+    options = {
+        "model": str(tiny_models("qwen3", True)),
+        "prompt": list(range(5, 25)),
+        "draws": 4096,
+        "leave_at_once": True,
+    }
+    (result,) = torchrun("engine_sampler", 1, tmp_path, options)
+    assert result["second_runner"]
+    assert result["in_flight"] == 2
+    checks.sampler(result)
+
+
 def check_parity(tiny_models, out, tp, engine_tp):
     """bf16, the engine put to sleep before each of three updates: as far from the trainer as
     transformers in bf16 is from itself in fp32, by half; and nothing received that was there.

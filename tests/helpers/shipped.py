@@ -19,7 +19,8 @@ FAMILIES = {
     "llama3.1_8b": "meta-llama/Llama-3.1-8B-Instruct",
     "llama3.1_70b": "meta-llama/Llama-3.1-70B-Instruct",
 }
-TRAINED = sorted(path for path in EXAMPLES.rglob("*.yaml") if path.name != "sft.yaml")
+ALL = sorted(path for path in EXAMPLES.rglob("*.yaml") if "elsewhere" not in path.parts)
+TRAINED = [path for path in ALL if path.name != "sft.yaml"]
 SHIPPED = [path for path in TRAINED if path.name != "recipe.yaml"]
 
 

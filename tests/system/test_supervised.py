@@ -20,6 +20,7 @@ from tests.helpers.quickstart import metrics, run, train, without_clocks
 STEPS = 6
 PER_STEP = 8
 LR = 1e-3
+FULL = pytest.mark.full  # for make test-full
 
 
 @pytest.fixture(scope="module")
@@ -159,9 +160,9 @@ def test_it_learns_what_plain_pytorch_learns(rows: Path, finished: Path) -> None
                 "parallel.sequence_packing=true",
             ],
         ),
-        (2, ["parallel.pipeline_model_parallel_size=2"]),
-        (2, ["parallel.context_parallel_size=2"]),
-        (2, ["parallel.use_distributed_optimizer=true"]),
+        pytest.param(2, ["parallel.pipeline_model_parallel_size=2"], marks=FULL),
+        pytest.param(2, ["parallel.context_parallel_size=2"], marks=FULL),
+        pytest.param(2, ["parallel.use_distributed_optimizer=true"], marks=FULL),
     ],
 )
 def test_every_layout_learns_the_same(
@@ -192,7 +193,9 @@ def digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-@pytest.mark.parametrize("adapter", [[], ["model.adapter.rank=4"]])
+@pytest.mark.parametrize(
+    "adapter", [[], pytest.param(["model.adapter.rank=4"], marks=FULL)]
+)
 def test_a_resumed_run_is_the_undisturbed_one(
     rows: Path, tmp_path: Path, adapter: list[str]
 ) -> None:
@@ -209,8 +212,8 @@ def test_a_resumed_run_is_the_undisturbed_one(
     "changed",
     [
         "data.examples_per_step=4",
-        "data.shuffle=true",
-        "seed=2",
+        pytest.param("data.shuffle=true", marks=FULL),
+        pytest.param("seed=2", marks=FULL),
         "data.limit=30",
         "model.adapter.rank=4",
     ],

@@ -8,6 +8,7 @@ import pytest
 
 from megatron_dcpo.cli import config, main
 from tests.helpers.paths import EXAMPLES
+from tests.helpers.shipped import ALL
 
 
 def test_sections_options_and_one_option(capsys: pytest.CaptureFixture) -> None:
@@ -30,9 +31,7 @@ def test_sections_options_and_one_option(capsys: pytest.CaptureFixture) -> None:
 def test_examples_are_listed_and_printed(capsys: pytest.CaptureFixture) -> None:
     assert main(["config", "--example"]) == 0
     names = capsys.readouterr().out.split()
-    assert names == sorted(
-        str(f.relative_to(EXAMPLES))[: -len(".yaml")] for f in EXAMPLES.rglob("*.yaml")
-    )
+    assert names == sorted(str(f.relative_to(EXAMPLES))[: -len(".yaml")] for f in ALL)
     for name in ("quickstart/grpo", "examples/quickstart/grpo.yaml"):
         assert main(["config", "--example", name]) == 0
         assert (

@@ -144,6 +144,21 @@ def test_an_engine_of_several_gpus() -> None:
         server_command(config, 2 * heads, 48)
 
 
+def test_without_a_gpu_the_engines_share_the_memory(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Each would take its share of the whole host, and bind to a NUMA node of its own."""
+    monkeypatch.setattr(serving, "host_memory_available", lambda: 64 << 20)
+    config = load_config(QUICKSTART / "async.yaml")
+    shares = []
+    for engines in (1, 2, 4):
+        found = dict(pairwise(server_command(config, engines, 48)))
+        shares.append(engines * int(found["--kv-cache-memory-bytes"]))
+    assert max(shares) <= 0.6 * (64 << 20)
+    made = EngineServer([], "http://h:1/v1", 10**6, 2, tmp_path)
+    assert made.environment["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
+
+
 def test_commands() -> None:
     config = load_config(
         QUICKSTART / "async.yaml", ["model.params_dtype=bf16", "model.head_dtype=fp32"]

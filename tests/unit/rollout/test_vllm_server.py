@@ -4,16 +4,18 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.rollout import server_link
+from megatron_dcpo.rollout import server_link, vllm_server
 from megatron_dcpo.rollout.engine import EngineError, SamplingConfig
 from megatron_dcpo.rollout.vllm_server import ServerEngine
 from megatron_dcpo.runtime.http_json import HttpError, JsonClient
+from megatron_dcpo.runtime.signals import RolloutAbandoned
 from megatron_dcpo.types import Prompt
 from tests.helpers.paths import QUICKSTART
 from tests.helpers.samplers import one_rank
@@ -210,3 +212,24 @@ def test_a_response_that_takes_too_long_is_told_from_a_server_that_fails(
         sample(tmp_path)
     assert isinstance(caught.value, UserError) == (limit == 0.0)
     assert ("--engines" in str(caught.value)) == (limit == 0.0)
+
+
+def test_a_signal_withdraws_what_is_under_way(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The rollout ends while its request would go on."""
+    withdrawn = threading.Event()
+
+    def call(self: JsonClient, path: str, body: Any = None, **options: Any) -> Any:
+        if path != "/v1/completions":
+            return HONEST[path]
+        assert options["stop"].wait(60)
+        withdrawn.set()
+        raise HttpError("the request was withdrawn")
+
+    monkeypatch.setattr(JsonClient, "call", call)
+    looks = iter(range(10**6))
+    monkeypatch.setattr(vllm_server, "stop_requested", lambda: next(looks) > 0)
+    with pytest.raises(RolloutAbandoned):
+        sample(tmp_path)
+    assert withdrawn.is_set()

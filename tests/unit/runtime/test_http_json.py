@@ -273,10 +273,40 @@ def test_nobody_who_listens_is_told_apart(servers: list[Server]) -> None:
 def test_a_stop_ends_the_pauses(servers: list[Server]) -> None:
     down = serve(servers, (503, b"", {}))
     stop = threading.Event()
-    stop.set()
+    client = JsonClient(down.url, attempts=9, first_pause=60)
+    stopped_in_a_pause = threading.Timer(0.3, stop.set)
+    stopped_in_a_pause.start()
     with pytest.raises(HttpError, match="HTTP 503") as caught:
-        JsonClient(down.url, attempts=9, first_pause=60).call("/", stop=stop)
+        client.call("/", stop=stop)
     assert (caught.value.status, len(down.keys)) == (None, 1)
+
+
+def test_a_stop_withdraws_the_request() -> None:
+    """The server sees that its client is gone, as soon as it stops waiting."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        stop = threading.Event()
+        client = JsonClient(f"http://127.0.0.1:{listening.getsockname()[1]}")
+        errors: list[BaseException] = []
+
+        def ask() -> None:
+            try:
+                client.call("/", {"prompt": "?"}, stop=stop)
+            except HttpError as error:
+                errors.append(error)
+
+        asking = threading.Thread(target=ask)
+        asking.start()
+        connection, _ = listening.accept()
+        with connection:
+            connection.settimeout(20)
+            while b"?" not in connection.recv(1 << 16):
+                pass
+            assert asking.is_alive()
+            stop.set()
+            assert connection.recv(1) == b"", "the end of the connection"
+        asking.join(20)
+    assert not asking.is_alive()
+    assert "withdrawn" in str(errors[0])
 
 
 @pytest.mark.parametrize("of_a_job", [True, False])

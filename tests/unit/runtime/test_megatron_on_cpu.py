@@ -3,6 +3,7 @@ of Megatron's calls.
 """
 
 import copy
+import os
 import subprocess
 import sys
 
@@ -12,6 +13,7 @@ import torch
 from megatron_dcpo.runtime import megatron_on_cpu
 from megatron_dcpo.runtime.device import has_cuda
 from megatron_dcpo.runtime.megatron_on_cpu import FusedAdam, ensure
+from tests.helpers.transformer_engine import environment
 
 
 def trained(optimizer_class, steps, **options):
@@ -114,6 +116,47 @@ def test_on_a_gpu_only_torchs_adam_is_replaced(installed):
     """
     done = subprocess.run(
         [sys.executable, "-c", IN_A_FRESH_PROCESS, installed],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+WITH_KERNELS_OF_A_GPU = """
+import torch
+from megatron_dcpo.runtime import megatron_on_cpu
+megatron_on_cpu.ensure()
+from megatron.core.optimizer import Adam, clip_grads, optimizer
+from transformer_engine.pytorch import optimizers
+for kernel in (optimizers.multi_tensor_l2norm, optimizers.multi_tensor_scale):
+    try:
+        kernel()
+    except RuntimeError:
+        continue
+    raise SystemExit("the stand-in takes tensors of the CPU")
+dist = torch.distributed
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+weight = torch.nn.Parameter(torch.zeros(2))
+weight.grad = torch.tensor([3.0, 4.0])
+norm = clip_grads.get_grad_norm_fp32([weight.grad])
+assert norm == 5.0, norm
+optimizer.clip_grad_by_total_norm_fp32([weight], max_norm=1.0, total_norm=norm)
+assert torch.allclose(weight.grad, torch.tensor([0.6, 0.8]), atol=1e-5), weight.grad
+there = [torch.zeros(2)]
+optimizer._multi_tensor_copy_this_to_that([weight.grad], there, torch.zeros(1))
+assert torch.equal(there[0], weight.grad)
+Adam([weight], lr=0.1).step()
+assert (weight < 0).all()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(has_cuda(), reason="with CUDA the kernels run")
+def test_transformer_engine_without_a_gpu():
+    """The image on a login node: its kernels for norm, clipping and update are not called."""
+    done = subprocess.run(
+        [sys.executable, "-c", WITH_KERNELS_OF_A_GPU],
+        env=os.environ | environment(),
         capture_output=True,
         text=True,
     )

@@ -1,101 +1,207 @@
-"""The summary of ``tools/gpu_check.sh``, what it installs, the comparison with the plan, and the
-marks of ``tests/gpu``.
+"""``tools/gpu_check.sh``: what it carries, its limits, its words; the comparison with the plan, and
+the marks of ``tests/gpu``.
 """
 
+from __future__ import annotations
+
 import os
+import re
 import subprocess
 import sys
-import zipfile
+import tarfile
+import time
+from contextlib import suppress
+from importlib import metadata
+from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.gpu import needs
 from tests.helpers import memory
 from tests.helpers.paths import REPOSITORY
-from tools import gpu_check
 
 SCRIPT = REPOSITORY / "tools" / "gpu_check.sh"
-SUITE = """
-import pytest
-def test_good(record_property):
-    record_property("memory against the plan", "local layers: resting 1.19/1.20 GB")
-def test_bad(): assert 1 == 2, "one is not two"
-@pytest.mark.parametrize("n", [1, 2])
-def test_without(n): pytest.skip("vLLM is not installed")
-@pytest.fixture
-def broken(): raise RuntimeError("no room")
-def test_broken(broken): pass
+# Imports every module of the package; those of extras and of dcpo serve, which no item starts, have
+# rooms of their own.
+IMPORT_ALL = """
+import importlib, pkgutil
+import megatron_dcpo
+for module in pkgutil.walk_packages(megatron_dcpo.__path__, "megatron_dcpo."):
+    if module.name.endswith("__main__"):
+        continue
+    try:
+        importlib.import_module(module.name)
+    except ModuleNotFoundError as error:
+        if error.name not in (
+            "reasoning_gym",
+            "vllm",
+            "inspect_ai",
+            "starlette",
+            "uvicorn",
+            "prometheus_client",
+        ):
+            raise
 """
 
 
-def summary_of(tmp_path, suite):
-    (tmp_path / "test_it.py").write_text(suite)
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "--junitxml",
-        "junit.xml",
-        "test_it.py",
-    ]
-    subprocess.run(command, cwd=tmp_path, capture_output=True, check=False, timeout=120)
-    junit = (tmp_path / "junit.xml").read_text()
-    return gpu_check.summary(
-        junit, {"card": "1 x NVIDIA X, 80 GB", "torch": "2.13.0"}, "abc"
-    ).splitlines()
+def names(variable: str) -> list[str]:
+    """The packages that the script names."""
+    return SCRIPT.read_text().split(f'\n{variable}="')[1].split('"')[0].split()
 
 
-def test_summary(tmp_path):
-    lines = summary_of(tmp_path, SUITE)
-    assert lines[:4] == [
-        "gpu_check: 1 passed, 2 failed, 2 skipped",
-        "commit: abc",
-        "card: 1 x NVIDIA X, 80 GB",
-        "torch: 2.13.0",
-    ]
-    assert "one is not two" in next(line for line in lines if "test_bad" in line)
-    assert "no room" in next(line for line in lines if "test_broken" in line)
-    assert "skipped: 2 x vLLM is not installed" in lines
-    assert (
-        lines[-1] == "peak memory, measured/planned: local layers: resting 1.19/1.20 GB"
+def canonical(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def with_what_they_need(packages: list[str]) -> set[str]:
+    """Packages and everything that they require, as far as it is installed here."""
+    found: set[str] = set()
+    todo = [canonical(name) for name in packages]
+    while todo:
+        name = todo.pop()
+        if name in found:
+            continue
+        found.add(name)
+        with suppress(metadata.PackageNotFoundError):
+            for needed in metadata.requires(name) or []:
+                if "extra ==" not in needed:
+                    todo.append(canonical(re.split(r"[^\w.-]", needed)[0]))
+    return found
+
+
+def only(site: Path, packages: set[str]) -> subprocess.CompletedProcess[str]:
+    """Import everything in a Python that has nothing but these packages."""
+    site.mkdir()
+    for package in packages:
+        with suppress(metadata.PackageNotFoundError):
+            distribution = metadata.distribution(package)
+            tops = {file.parts[0] for file in distribution.files or ()} - {"..", "bin"}
+            for top in tops - {"__pycache__"}:
+                if not (site / top).exists():
+                    (site / top).symlink_to(distribution.locate_file(top))
+    return subprocess.run(
+        [sys.executable, "-S", "-c", IMPORT_ALL],
+        cwd=REPOSITORY,
+        env={"PATH": os.environ["PATH"], "PYTHONPATH": f"{REPOSITORY}:{site}"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=200,
     )
 
 
-def test_summary_of_nothing(tmp_path):
-    lines = summary_of(
+def test_what_is_carried_suffices(tmp_path: Path) -> None:
+    """With what the machine has, in an environment that has nothing else."""
+    there = with_what_they_need(names("MACHINE")) | set(map(canonical, names("OURS")))
+    done = only(tmp_path / "site", there)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("missing", ["httpx2", "omegaconf", "megatron-core"])
+def test_a_package_that_is_not_carried_is_seen(tmp_path: Path, missing: str) -> None:
+    there = with_what_they_need(names("MACHINE")) | set(map(canonical, names("OURS")))
+    done = only(tmp_path / "site", there - {missing})
+    assert done.returncode == 1
+    assert "No module named" in done.stderr
+
+
+def test_every_package_is_pinned() -> None:
+    """What is carried of ours has a version in constraints.txt; nothing of it is torch's."""
+    pinned = {
+        line.split("==")[0].lower()
+        for line in (REPOSITORY / "constraints.txt").read_text().splitlines()
+        if "==" in line
+    }
+    assert {name.lower() for name in names("OURS")} <= pinned
+    assert not set(names("OURS")) & set(names("MACHINE"))
+
+
+def run(tmp_path: Path, *arguments: object, **environment: str) -> tuple[int, str]:
+    done = subprocess.run(
+        [SCRIPT, *map(str, arguments)],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHON": sys.executable} | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def stand_in(tmp_path: Path, script: str) -> dict[str, str]:
+    """A Python that does something else, for every item."""
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\n{script}\n")
+    python.chmod(0o755)
+    return {"PYTHON": str(python)}
+
+
+@pytest.mark.slow
+def test_an_item_has_a_log_and_a_line(tmp_path: Path) -> None:
+    """Here: a test is collected."""
+    results = tmp_path / "results"
+    status, said = run(
+        tmp_path, "run", "-", results, 200, "resumption,evaluation", DRY="1"
+    )
+    assert status == 0, said
+    assert [line.split()[0] for line in said.splitlines()] == [
+        "resumption",
+        "evaluation",
+    ]
+    assert [path.name for path in results.iterdir()] == ["all.tar.gz"]
+    with tarfile.open(results / "all.tar.gz") as archive:
+        files = {Path(name).name for name in archive.getnames()}
+    assert {"resumption.log", "evaluation.log"} <= files
+
+
+def test_an_item_that_fails(tmp_path: Path) -> None:
+    failing = stand_in(tmp_path, "echo no room >&2; exit 3")
+    status, said = run(
+        tmp_path, "run", "-", "results", 60, "memory,host_copies", **failing
+    )
+    assert status == 1
+    lines = said.splitlines()
+    assert [line.split()[:3] for line in lines[:2]] == [
+        ["memory", "status", "3"],
+        ["host_copies", "status", "3"],
+    ]
+    for name in ("memory", "host_copies"):
+        assert "no room" in said.partition(f"---- {name}\n")[2], "the end of its log"
+
+
+def test_the_time_is_kept_to(tmp_path: Path) -> None:
+    """What an item has left ends with it."""
+    waiting = stand_in(
         tmp_path,
-        'import pytest\n@pytest.mark.skip("needs a CUDA device")\ndef test_one(): pass\n',
+        f'case "$1" in -c) exit 1;; esac; sleep 300 & echo $! > {tmp_path}/child; wait',
     )
-    assert lines[0] == "gpu_check: 0 passed, 0 failed, 1 skipped"
-    assert lines[-2:] == [
-        "peak memory, measured/planned: not measured",
-        "every test was skipped: nothing is known of a GPU",
-    ]
+    began = time.monotonic()
+    status, said = run(tmp_path, "run", "-", "results", 11, "experts,graphs", **waiting)
+    assert status == 1
+    assert time.monotonic() - began < 30
+    assert "experts" in said.splitlines()[0]
+    assert "graphs: no time left" in said
+    child = int((tmp_path / "child").read_text())
+    if psutil.pid_exists(child):  # nobody has asked for its status
+        assert psutil.Process(child).status() == psutil.STATUS_ZOMBIE
 
 
-def test_machine_says_what_is_here():
-    facts = gpu_check.machine()
-    assert facts["torch"].startswith("2.")
-    assert facts["megatron-core"] == "0.16.1"
-
-
-def test_what_is_there_is_not_replaced():
-    """But for packages that must be of one another's version."""
-    wheels = [
-        "matplotlib-3.11.2-cp312.whl",
-        "pydantic_core-2.50.4-cp312.whl",
-        "pytest-9.2.0-py3.whl",
-        "rich-15.0.0-py3.whl",
-    ]
-    there = {"matplotlib": "3.10.0", "pydantic-core": "2.41.0", "pytest": "9.2.0"}
-    assert gpu_check.missing(wheels, gpu_check.TOGETHER, there.get) == [
-        wheels[1],
-        wheels[3],
-    ]
-    assert gpu_check.missing(wheels, gpu_check.TOGETHER, dict.get.__get__({})) == wheels
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["run", "nowhere.tar.xz", "results", "60"],
+        ["run", "-", "results", "soon"],
+        ["run"],
+        ["fly"],
+        [],
+    ],
+)
+def test_bad_use_is_one_line(tmp_path: Path, arguments: list[str]) -> None:
+    status, said = run(tmp_path, *arguments)
+    assert (status, said.count("\n")) == (2, 1)
+    assert said.startswith("gpu_check.sh: ")
 
 
 def test_comparison_with_the_plan():
@@ -127,86 +233,3 @@ def test_marks_name_what_is_missing():
         "needs 2 GPUs, this machine has 1",
     )
     assert two.args == (False,)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["run", "nowhere.tar.gz"], "no such archive: 'nowhere.tar.gz'"),
-        (["fly"], "usage: gpu_check.sh pack"),
-        ([], "usage: gpu_check.sh pack"),
-    ],
-)
-def test_bad_use_is_one_line(tmp_path, arguments, said):
-    done = subprocess.run(
-        [SCRIPT, *arguments],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-    )
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert said in done.stderr
-
-
-def test_every_package_is_pinned():
-    """What is packed has a version in constraints.txt; nothing of it is torch's or CUDA's."""
-    text = SCRIPT.read_text()
-    names = text.split('PACKAGES="')[1].split('"')[0].split()
-    pinned = {
-        gpu_check.canonical(line.split("==")[0])
-        for line in (REPOSITORY / "constraints.txt").open()
-        if "==" in line
-    }
-    packed = {gpu_check.canonical(name) for name in names}
-    assert packed <= pinned
-    assert not packed & {"torch", "transformers", "numpy", "tokenizers", "safetensors"}
-    assert set(gpu_check.TOGETHER) <= packed
-
-
-def test_a_wheel_in_pieces_is_joined_checked_and_installed(tmp_path):
-    """Two wheels that share a directory, as Transformer Engine's do."""
-    for part in ("one", "two"):
-        path = tmp_path / f"shared_{part}-1.0-py3-none-any.whl"
-        info = f"shared_{part}-1.0.dist-info"
-        with zipfile.ZipFile(path, "w") as file:
-            file.writestr(f"shared/{part}.py", f"NAME = {part!r}\n" + "# more\n" * 100)
-            file.writestr(
-                f"{info}/METADATA",
-                f"Metadata-Version: 2.1\nName: shared_{part}\nVersion: 1.0\n",
-            )
-            file.writestr(
-                f"{info}/WHEEL",
-                "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
-            )
-            file.writestr(f"{info}/RECORD", "")
-        done = subprocess.run(
-            [SCRIPT, "split", path, tmp_path / "pieces"],
-            env=os.environ | {"PIECE": "500"},
-            capture_output=True,
-            text=True,
-        )
-        assert done.returncode == 0, done.stderr
-        assert "3 pieces of shared_" in done.stdout
-    functions = SCRIPT.read_text().rpartition("case ${1:-}")[0]
-    install = f'install_pieces "{tmp_path / "pieces"}" "{tmp_path}"'
-    command = f"{functions}\npython={sys.executable}; {install}"
-
-    def install():
-        return subprocess.run(
-            ["bash", "-c", command], capture_output=True, text=True, check=False
-        )
-
-    done = install()
-    assert done.returncode == 0, done.stderr
-    assert {path.name for path in (tmp_path / "site" / "shared").glob("*.py")} == {
-        "one.py",
-        "two.py",
-    }
-    next((tmp_path / "pieces").glob("shared_one*.01")).unlink()
-    done = install()
-    assert done.returncode == 2
-    assert (
-        "shared_one-1.0-py3-none-any.whl: a piece is missing or damaged" in done.stderr
-    )

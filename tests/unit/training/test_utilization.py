@@ -41,7 +41,7 @@ def test_utilization_of_the_training_phase(monkeypatch):
     policy = SimpleNamespace(
         arch=arch, layout=layout, topology=SimpleNamespace(world_size=8)
     )
-    samples = [SimpleNamespace(prompt_ids=range(200), response_ids=range(1800))] * 16
+    samples = [SimpleNamespace(length=2000)] * 16
     timers = SimpleNamespace(seconds={"train": 2.0})
     assert metrics.utilization(policy, samples, timers) == {}, "nothing on the CPU"
     monkeypatch.setattr(metrics, "peak_tflops", lambda: 989.0)

@@ -1,0 +1,80 @@
+"""The teacher of a confidence adapter: what a regression fitted on other problems says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_dcpo.errors import UserError
+from megatron_dcpo.evaluation.samples import Measures, Sample
+from megatron_dcpo.training.confidence_adapter import _agreement, taught
+from megatron_dcpo.types import Judgement, Prompt, Response
+
+
+def sample(problem: int, repeat: int, correct: bool, **measures: Any) -> Sample:
+    name = str(problem)
+    empty = np.zeros(0)
+    return Sample(
+        prompt=Prompt(name, (), (), "6", "task", problem="2*3=", kind="a"),
+        response=Response(name, repeat, empty, empty, "stop", 0, text="6"),
+        judgement=Judgement(name, float(correct), 0.5, "ok", boundary=4, length=8),
+        measures=Measures(**measures),
+    )
+
+
+def answers(informative: bool = True) -> list[Sample]:
+    """Right answers are more probable; every fifth one is wrong all the same."""
+    chosen = np.random.default_rng(0)
+    found = []
+    for index in range(200):
+        right = bool(chosen.random() < 0.6)
+        logprob = -1.0 if right == (index % 5 != 0) else -8.0
+        measures = {"reasoning_logprob": logprob} if informative else {}
+        found.append(sample(index // 2, index % 2, right, **measures))
+    return found
+
+
+def test_it_knows_what_the_log_probs_know() -> None:
+    samples = answers()
+    targets = np.array(taught(samples, seed=0))
+    correct = np.array([float(each.correct) for each in samples])
+    assert ((targets > 0) & (targets < 1)).all()
+    probable = np.array([each.measures.reasoning_logprob == -1.0 for each in samples])
+    assert targets[probable].mean() > 0.7 > 0.4 > targets[~probable].mean()
+    assert targets.mean() == pytest.approx(correct.mean(), abs=0.05)
+
+
+def test_an_answer_does_not_teach_itself() -> None:
+    """A verdict that is turned around changes no target of its own problem."""
+    samples = answers()
+    before = taught(samples, seed=0)
+    turned = [
+        sample(
+            0,
+            repeat,
+            not each.correct,
+            reasoning_logprob=each.measures.reasoning_logprob,
+        )
+        for repeat, each in enumerate(samples[:2])
+    ]
+    after = taught([*turned, *samples[2:]], seed=0)
+    assert after[:2] == pytest.approx(before[:2], abs=1e-12)
+    assert after[2:] != before[2:]
+
+
+def test_agreement_is_with_the_others() -> None:
+    """Of three answers two agree: each of the two with half of the others, the third with none."""
+    shares = (2 / 3, 2 / 3, 1 / 3)
+    samples = [
+        sample(0, repeat, True, consistency_confidence=share)
+        for repeat, share in enumerate(shares)
+    ]
+    samples.append(sample(1, 0, True, consistency_confidence=1.0))
+    assert _agreement(samples).tolist() == pytest.approx([0.5, 0.5, 0.0, 0.5])
+
+
+def test_without_log_probs_there_is_no_teacher() -> None:
+    with pytest.raises(UserError, match="log-probs"):
+        taught(answers(informative=False), seed=0)
