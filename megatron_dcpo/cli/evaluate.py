@@ -121,8 +121,8 @@ def add_parser(subparsers: Subparsers) -> None:
     source.add_argument(
         "--samples",
         metavar="FILE",
-        help="score the samples in this samples.jsonl again, or a log of Inspect, lm-eval, TRL or "
-        "verl, or a table",
+        help="score the samples in this samples.jsonl again, or another tool's log "
+        "(docs/elsewhere.md), or a table",
     )
     parser.add_argument(
         "--columns",

@@ -33,7 +33,7 @@ def add_parser(subparsers: Subparsers) -> None:
         "runs",
         nargs="+",
         metavar="RUN",
-        help="run directory, or a file: samples of ours, a log of Inspect, lm-eval, TRL or verl, "
+        help="run directory, or a file: samples of ours, another tool's log (docs/elsewhere.md), "
         "or a table",
     )
     parser.add_argument(

@@ -1,5 +1,6 @@
 """Logs that others wrote become samples: small files that the packages wrote themselves (Inspect
-0.3.285, lm-eval 0.4.13, TRL 1.16) or that follow verl's writer, and tables.
+0.3.285, lm-eval 0.4.13, lighteval 0.13.0, TRL 1.16, verifiers 0.4.0) or that follow verl's writer,
+and tables.
 """
 
 from __future__ import annotations
@@ -67,6 +68,104 @@ def test_trls_completions() -> None:
 
 def test_verls_rollouts() -> None:
     assert shown(FOREIGN / "1.jsonl") == [("2*3=", 1.0, 0.8), ("2*3=", 0.0, 0.9)]
+
+
+def test_lightevals_generations() -> None:
+    (path,) = FOREIGN.glob("details_arith*")
+    assert shown(path) == [("0", 1.0, 0.9), ("1", 0.0, 0.7), ("2", 1.0, None)]
+    first = read_any(path)[0].prompt
+    assert (first.task, first.problem, first.ground_truth) == (
+        "arith",
+        "Question: 2*3=",
+        "6",
+    )
+
+
+def test_lightevals_choices_have_the_share_of_the_chosen_one() -> None:
+    (path,) = FOREIGN.glob("details_pick*")
+    first, second = read_any(path)
+    share = 1 / (1 + math.exp(-1) + math.exp(-2))
+    assert first.judgement.confidence == pytest.approx(share, rel=1e-12)
+    assert first.measures.token_confidence == first.judgement.confidence
+    assert (first.prompt.ground_truth, second.prompt.ground_truth) == ("A", "C")
+    assert (first.judgement.correct, second.judgement.correct) == (1.0, 0.0)
+
+
+def test_traces_of_verifiers_and_prime_rl(caplog: pytest.LogCaptureFixture) -> None:
+    samples = read_any(FOREIGN / "traces.jsonl")
+    assert shown(FOREIGN / "traces.jsonl") == [
+        ("2*3=", 1.0, 0.9),
+        ("2*3=", 0.0, 0.7),
+        ("3*3=", 0.0, None),
+    ]
+    assert [s.response.sample_index for s in samples] == [0, 1, 0]
+    assert [s.response.finish_reason for s in samples] == ["stop", "stop", "length"]
+    assert "1 of 4" in caplog.text, "the failed episode is counted"
+
+
+def test_a_judges_trace_is_no_answer(tmp_path: Path) -> None:
+    episode = json.loads((FOREIGN / "traces.jsonl").read_text().splitlines()[0])
+    judge = json.loads(json.dumps(episode["traces"][0]))
+    judge["agent"]["trainable"] = False
+    judge["rewards"]["correct"]["score"] = 0.0
+    episode["traces"].append(judge)
+    path = tmp_path / "traces.jsonl"
+    path.write_text(json.dumps(episode) + "\n")
+    assert shown(path) == [("2*3=", 1.0, 0.9)]
+
+
+def test_a_column_inside_another_one() -> None:
+    columns = parse_columns(
+        "correct=traces.0.rewards.correct.score,"
+        "text=traces.0.nodes.1.message.content,group=task.key"
+    )
+    with pytest.raises(UserError, match=r"row 4.*traces\.0"):
+        read_any(FOREIGN / "traces.jsonl", columns)
+    (path,) = FOREIGN.glob("details_arith*")
+    columns = parse_columns(
+        "correct=metric.extractive_match,text=model_response.text.0,group=doc.id"
+    )
+    assert shown(path, **columns) == shown(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"metric": {"f1": 0.5, "bleu": 0.1}}, "f1, bleu"),
+        ({"metric": {}}, "none"),
+        ({"model_response": {"text": ["a", "b"]}}, "2 responses"),
+        ({"doc": {}}, "--columns"),
+    ],
+)
+def test_odd_details_are_refused(
+    tmp_path: Path, change: dict[str, Any], named: str
+) -> None:
+    row = {
+        "doc": {
+            "id": "1",
+            "query": "q",
+            "choices": ["a"],
+            "gold_index": 0,
+            "task_name": "t|0",
+        },
+        "metric": {"em": 1.0},
+        "model_response": {"text": ["a"]},
+    }
+    path = tmp_path / "details.jsonl"
+    path.write_text(json.dumps(row) + "\n")
+    assert shown(path) == [("1", 1.0, None)]
+    path.write_text(json.dumps({**row, **change}) + "\n")
+    with pytest.raises(UserError, match=named):
+        read_any(path)
+
+
+def test_several_rewards_of_a_trace_are_refused_by_name(tmp_path: Path) -> None:
+    episode = json.loads((FOREIGN / "traces.jsonl").read_text().splitlines()[0])
+    episode["traces"][0]["rewards"]["format"] = {"score": 1.0, "weight": 0.2}
+    path = tmp_path / "traces.jsonl"
+    path.write_text(json.dumps(episode) + "\n")
+    with pytest.raises(UserError, match="correct, format"):
+        read_any(path)
 
 
 def test_a_table_by_its_columns(tmp_path: Path) -> None:

@@ -1,0 +1,179 @@
+"""Samples that others wrote: the logs of Inspect, lm-eval and lighteval, TRL's completions, verl's
+rollouts, the traces of verifiers and prime-rl, or a table with a confidence and a verdict. They
+become our samples, which every verb reads.
+
+    samples = read_any("logs/2026-01-01_gsm8k.eval")
+    samples = read_any("results.csv", {"confidence": "p", "correct": "right"})
+
+Where a log has no confidence of its own, the one that the response states behind the confidence tag
+is read, as ``dcpo evaluate`` reads it. Verdicts are those of the log.
+"""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from megatron_dcpo.codec import NO_TOKENS
+from megatron_dcpo.data.files import read_rows
+from megatron_dcpo.errors import UserError, did_you_mean, one_line
+from megatron_dcpo.evaluation.foreign.answered import Answered, share, verdict
+from megatron_dcpo.evaluation.foreign.inspect_log import read_inspect
+from megatron_dcpo.evaluation.foreign.rows import FORMS, Form
+from megatron_dcpo.evaluation.samples import Measures, Sample, read_samples
+from megatron_dcpo.judging.confidence import parse_confidence
+from megatron_dcpo.types import CONFIDENCE_TAG, Judgement, Prompt, Response
+
+# what --columns may name: verdict and confidence, and what is shown or counted by
+COLUMNS = ("correct", "confidence", "text", "problem", "group", "task", "kind")
+
+
+def read_any(
+    path: str | Path,
+    columns: Mapping[str, str] | None = None,
+    marker: str = CONFIDENCE_TAG,
+) -> list[Sample]:
+    """Return the samples in a file of ``dcpo evaluate``, or in a log of somebody else's.
+
+    ``columns`` names those of a table by our names (:data:`COLUMNS`). Raises :class:`UserError` for
+    a file of an unknown form, and for rows without a verdict.
+    """
+    file = Path(path)
+    if not file.is_file():
+        raise UserError(f"{file}: no such file")
+    if columns:
+        return _as_samples(_table(file, columns), file, marker)
+    if zipfile.is_zipfile(file) and file.suffix == ".eval":
+        return _as_samples(read_inspect(file), file, marker)
+    first = next(iter(read_rows(file)), None)
+    if first is None:
+        raise UserError(f"{file}: the file has no rows")
+    if {"prompt_id", "status"} <= set(first) or "version" in first:
+        return read_samples(file)
+    for form in FORMS:
+        if form.columns <= set(first):
+            return _as_samples(_rows_of(form, file), file, marker)
+    found = ", ".join(map(str, first))
+    known = "; ".join(form.name for form in FORMS)
+    raise UserError(
+        f"{file}: neither samples of dcpo evaluate nor a known log (Inspect's .eval; {known}); it "
+        f"has the columns {found}: name them, --columns correct=NAME,confidence=NAME"
+    )
+
+
+def parse_columns(text: str) -> dict[str, str]:
+    """Return ``{"correct": "right"}`` of ``correct=right``, comma separated. Raises
+    :class:`UserError`.
+    """
+    columns = {}
+    for part in filter(None, text.split(",")):
+        ours, equal, theirs = part.partition("=")
+        if not equal or not theirs:
+            raise UserError(f"--columns {part}: expected OURS=THEIRS")
+        if ours not in COLUMNS:
+            raise UserError(
+                f"--columns {part}: {ours} is no column of ours{did_you_mean(ours, COLUMNS)}; "
+                f"known: {', '.join(COLUMNS)}"
+            )
+        columns[ours] = theirs
+    return columns
+
+
+def _as_samples(answered: Iterator[Answered], file: Path, marker: str) -> list[Sample]:
+    repeats: dict[tuple[str, str], int] = {}
+    samples = []
+    for one in answered:
+        task = one.task or file.stem
+        place = repeats.get((task, one.group), 0)
+        repeats[task, one.group] = place + 1
+        parsed = parse_confidence(
+            one.text, marker=marker, finished=one.finished, opener=""
+        )
+        confidence, status = parsed.confidence, parsed.status
+        if one.confidence is not None:
+            confidence, status = one.confidence, "ok"
+        judgement = Judgement(
+            prompt_id=one.group,
+            correct=one.correct,
+            confidence=confidence,
+            status=status,
+            boundary=None,
+            length=0,
+        )
+        samples.append(
+            Sample(
+                prompt=Prompt(
+                    prompt_id=one.group,
+                    messages=(),
+                    token_ids=(),
+                    ground_truth=one.answer,
+                    task=task,
+                    problem=one.problem,
+                    kind=one.kind,
+                ),
+                response=Response(
+                    prompt_id=one.group,
+                    sample_index=place,
+                    token_ids=NO_TOKENS,
+                    logprobs=NO_TOKENS,
+                    finish_reason="stop" if one.finished else "length",
+                    weights_version=0,
+                    text=one.text,
+                ),
+                judgement=judgement,
+                measures=Measures(token_confidence=one.probability),
+            )
+        )
+    if not samples:
+        raise UserError(f"{file}: the log has no answered problem with a verdict")
+    return samples
+
+
+def _rows_of(form: Form, file: Path) -> Iterator[Answered]:
+    try:
+        yield from form.read(file)
+    except (LookupError, TypeError, AttributeError) as error:
+        raise UserError(
+            f"{file}: not as {form.name} are written by the release that is known here "
+            f"({type(error).__name__}: {one_line(error, 100)}); name the columns, "
+            "--columns correct=NAME,confidence=NAME"
+        ) from None
+
+
+# ----------------------------------------------------------------------------------------- tables
+def _table(file: Path, columns: Mapping[str, str]) -> Iterator[Answered]:
+    if "correct" not in columns:
+        raise UserError("--columns must name the verdict: correct=NAME")
+    for number, row in enumerate(read_rows(file), start=1):
+        where = f"{file}: row {number}"
+        values = {ours: _at(row, theirs, where) for ours, theirs in columns.items()}
+        confidence = values.get("confidence")
+        yield Answered(
+            group=str(values.get("group", number)),
+            correct=verdict(values["correct"], where),
+            confidence=None if confidence in (None, "") else share(confidence, where),
+            text=str(values.get("text") or ""),
+            problem=str(values.get("problem") or ""),
+            task=str(values.get("task") or ""),
+            kind=str(values["kind"]) if values.get("kind") is not None else None,
+        )
+
+
+def _at(row: Mapping[str, object], name: str, where: str) -> object:
+    """Return a column of a row, or what is inside one: ``metric.f1``, ``texts.0``."""
+    if name in row:
+        return row[name]
+    value: object = row
+    try:
+        for part in name.split("."):
+            if isinstance(value, Mapping):
+                value = value[part]
+            elif isinstance(value, list):
+                value = value[int(part)]
+            else:
+                raise LookupError(part)
+    except (LookupError, ValueError):
+        found = ", ".join(map(str, row))
+        raise UserError(f"{where} has no column {name!r}; found {found}") from None
+    return value

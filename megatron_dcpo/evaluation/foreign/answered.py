@@ -1,0 +1,77 @@
+"""One answered problem of somebody else's log, and how verdicts and texts are read in all logs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_dcpo.errors import UserError
+
+_RIGHT = {"c": 1.0, "correct": 1.0, "true": 1.0, "yes": 1.0}
+_WRONG = {"i": 0.0, "incorrect": 0.0, "false": 0.0, "no": 0.0, "n": 0.0}
+
+
+@dataclass(frozen=True)
+class Answered:
+    """One answered problem of a log. ``group`` names the problem, ``correct`` is a verdict in
+    [0, 1], and ``confidence`` None if only the text may state one. ``probability`` is what
+    the model gives its answer, where the log knows it.
+    """
+
+    group: str
+    correct: float
+    text: str
+    confidence: float | None = None
+    problem: str = ""
+    answer: str = ""
+    task: str = ""
+    kind: str | None = None
+    probability: float | None = None
+    finished: bool = True
+
+
+def verdict(value: object, where: str) -> float:
+    """Return a verdict in [0, 1]: a number, a truth value, or Inspect's letters. Raises
+    :class:`UserError`, which names ``where``, for anything else.
+    """
+    if isinstance(value, str):
+        word = value.strip().lower()
+        if word in _RIGHT or word in _WRONG:
+            return {**_RIGHT, **_WRONG}[word]
+    return share(value, where)
+
+
+def share(value: object, where: str) -> float:
+    """Return a number from 0 to 1. Raises :class:`UserError` for anything else."""
+    try:
+        number = float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        number = math.nan
+    if not 0 <= number <= 1:
+        raise UserError(f"{where}: {value!r:.60} is not a number from 0 to 1")
+    return number
+
+
+def share_of_best(log_likelihoods: Sequence[float]) -> float:
+    """Return what the softmax of the options' log-likelihoods gives the most likely one."""
+    largest = max(log_likelihoods)
+    return 1.0 / sum(math.exp(value - largest) for value in log_likelihoods)
+
+
+def content_of(message: Mapping[str, Any]) -> str:
+    """Return the text of a message, whose content may be a list of parts."""
+    content = message.get("content") or ""
+    if isinstance(content, str):
+        return content
+    return "".join(part.get("text", "") for part in content)
+
+
+def last_content(value: object) -> str:
+    """Return a prompt, or the last message of a list of them."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, Sequence) and value and isinstance(value[-1], Mapping):
+        return content_of(value[-1])
+    return ""
