@@ -15,7 +15,7 @@ BIN := $(VENV)/bin
 # a file stays on one worker (its fixtures are made once); the long ones of distributed and system come first
 IN_ORDER := --dist loadfile --no-loadscope-reorder
 
-.PHONY: setup setup-engine setup-sandbox quickstart quickstart-moe smollm2 serve policy test test-full test-fast test-sandbox test-changed test-python spine test-engine test-browser test-peft test-grid test-resilience test-soak test-slurm \
+.PHONY: setup setup-engine setup-sandbox quickstart quickstart-moe smollm2 serve calculator policy test test-full test-fast test-sandbox test-changed test-python spine test-engine test-browser test-peft test-grid test-resilience test-soak test-slurm \
 	test-multinode test-gpu gpu-check gpu-check-dry attacks code-data reference-solutions check-transformer-engine test-cuda-wheels lint fuzz pictures release clean
 
 setup: $(VENV)/.installed
@@ -57,6 +57,10 @@ smollm2: setup
 # the quickstart's policy behind a server, and dcpo serve in front of it: a page with answers and their confidences
 serve: setup
 	$(BIN)/python examples/serve/run.py
+
+# a policy that learns to call a tool: supervised training, then DCPO over two turns; about five minutes on two cores
+calculator: setup
+	PYTHON=$(BIN)/python examples/calculator/run.sh
 
 # rebuild the starting policies and the problems of the quickstart (they are in git)
 policy: setup

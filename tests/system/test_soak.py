@@ -57,6 +57,7 @@ def shared_memory(pid):
     return {name for name in (*mapped, *opened) if name.startswith("/dev/shm/")}
 
 
+@pytest.mark.full
 @pytest.mark.timeout(7200)
 def test_nothing_leaks(tmp_path):
     run_dir = tmp_path / "run"

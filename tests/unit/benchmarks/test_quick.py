@@ -23,6 +23,7 @@ LONG = (
     "mismatch",
     "plan_memory",
     "reshard",
+    "sft_step",
     "simulate",
 )
 

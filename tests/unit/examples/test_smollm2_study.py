@@ -159,6 +159,7 @@ def test_without_records_one_line(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_the_published_tables_are_those_of_the_published_records(tmp_path):
     published = REPOSITORY / "docs" / "lab"
     text = study.tables(published / study.RECORDS, tmp_path, tmp_path)
