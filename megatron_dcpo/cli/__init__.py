@@ -35,6 +35,7 @@ from megatron_dcpo.errors import (
     pip_install,
 )
 from megatron_dcpo.runtime import signals
+from megatron_dcpo.runtime.paths import places
 from megatron_dcpo.runtime.text import printable
 
 if TYPE_CHECKING:
@@ -275,11 +276,33 @@ def load_config(path: str, overrides: Sequence[str] = ()) -> Config:
     """Call ``config.load_config``. A missing file is reported before the schema and its libraries
     are imported.
     """
-    if all("=" in override for override in overrides) and not Path(path).is_file():
-        raise UserError(f"config file {Path(path)} does not exist")
+    if all("=" in override for override in overrides):
+        check_config_exists(path)
     from megatron_dcpo.config import load_config
 
     return load_config(path, list(overrides))
+
+
+def check_config_exists(path: str) -> None:
+    """Raise :class:`UserError` if there is no such file."""
+    if not Path(path).is_file():
+        raise UserError(f"config file {path} does not exist{places(path)}")
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add ``--config`` and what overrides it."""
+    parser.add_argument(
+        "--config",
+        required=True,
+        metavar="FILE",
+        help="YAML file with the run's options",
+    )
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="section.key=value",
+        help="options that override the file",
+    )
 
 
 def add_judging_arguments(parser: argparse._ActionsContainer) -> None:

@@ -8,7 +8,7 @@ import argparse
 import json
 from typing import TYPE_CHECKING
 
-from megatron_dcpo.cli import VERBS, load_config, positive_int
+from megatron_dcpo.cli import VERBS, add_config_arguments, load_config, positive_int
 
 if TYPE_CHECKING:
     from megatron_dcpo.cli import Subparsers
@@ -21,18 +21,7 @@ def add_parser(subparsers: Subparsers) -> None:
         description="Plan a run from its configuration alone. Nothing is started, and model.path "
         "needs only a config.json, or is a name on the hub.",
     )
-    parser.add_argument(
-        "--config",
-        required=True,
-        metavar="FILE",
-        help="YAML file with the run's options",
-    )
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        metavar="section.key=value",
-        help="options that override the file",
-    )
+    add_config_arguments(parser)
     parser.add_argument(
         "--gpus",
         type=positive_int,

@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_dcpo.cli import VERBS, load_config
+from megatron_dcpo.cli import VERBS, add_config_arguments, load_config
 
 if TYPE_CHECKING:
     from megatron_dcpo.cli import Subparsers
@@ -25,15 +25,7 @@ def add_parser(subparsers: Subparsers) -> None:
         "confidence gradient under both baselines. Nothing is trained. Under torchrun it uses the "
         "configuration's parallel layout.",
     )
-    parser.add_argument(
-        "--config", required=True, metavar="FILE", help="YAML file of a training run"
-    )
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        metavar="section.key=value",
-        help="options that override the file",
-    )
+    add_config_arguments(parser)
     parser.add_argument(
         "--batches",
         type=int,

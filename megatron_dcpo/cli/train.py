@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
-from megatron_dcpo.cli import VERBS, load_config
+from megatron_dcpo.cli import VERBS, add_config_arguments, load_config
 
 if TYPE_CHECKING:
     from megatron_dcpo.cli import Subparsers
@@ -20,18 +21,35 @@ def add_parser(subparsers: Subparsers) -> None:
         description="Train a policy by RL. Start several processes with torchrun -m megatron_dcpo "
         "train ...",
     )
+    add_run_arguments(parser)
     parser.add_argument(
-        "--config",
-        required=True,
-        metavar="FILE",
-        help="YAML file with the run's options",
+        "--allow-missing",
+        action="store_true",
+        help="with --dry-run: model and data may be elsewhere",
     )
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        metavar="section.key=value",
-        help="options that override the file",
-    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    prepare_process(args)
+    config = load_config(args.config, overrides_of(args))
+    if args.dry_run:
+        from megatron_dcpo.training.dry_run import describe
+
+        print_facts(describe(config, args.allow_missing), as_json=args.json)
+        return 0
+    from megatron_dcpo.training.loop import train
+
+    carry_out(lambda: train(config), config.run_dir, as_json=args.json)
+    return 0
+
+
+# ------------------------------------------------------ what dcpo train and dcpo sft have in common
+def add_run_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of a verb that trains: configuration, ``--resume``, ``--dry-run``,
+    ``--json``.
+    """
+    add_config_arguments(parser)
     parser.add_argument(
         "--resume",
         choices=("none", "auto"),
@@ -43,48 +61,49 @@ def add_parser(subparsers: Subparsers) -> None:
         help="check options, model, tokenizer and data without training",
     )
     parser.add_argument(
-        "--allow-missing",
-        action="store_true",
-        help="with --dry-run: model and data may be elsewhere",
-    )
-    parser.add_argument(
         "--json",
         action="store_true",
         help="print the last step's metrics to stdout as JSON",
     )
-    parser.set_defaults(run=run)
 
 
-def run(args: argparse.Namespace) -> int:
+def prepare_process(args: argparse.Namespace) -> None:
+    """Set the limit of open files and the handlers of signals, unless nothing will be trained."""
+    if args.dry_run:
+        return
     from megatron_dcpo.runtime import signals
     from megatron_dcpo.runtime.files import allow_open_files
 
-    if not args.dry_run:
-        allow_open_files()
-        signals.install_handlers()
-        signals.exit_with_launcher()
+    allow_open_files()
+    signals.install_handlers()
+    signals.exit_with_launcher()
+
+
+def overrides_of(args: argparse.Namespace) -> list[str]:
+    """Return the overrides of the command line, ``--resume`` among them."""
     overrides = list(args.overrides)
     if args.resume:
         overrides.append(f"training.resume={args.resume}")
-    config = load_config(args.config, overrides)
-    if args.dry_run:
-        from megatron_dcpo.training.dry_run import describe
+    return overrides
 
-        facts = describe(config, args.allow_missing)
-        if args.json:
-            print(json.dumps(facts))
-        else:
-            for key, value in facts.items():
-                print(f"{key:24} {value}")
-        return 0
+
+def print_facts(facts: Mapping[str, Any], as_json: bool) -> None:
+    """Print what ``--dry-run`` has found."""
+    if as_json:
+        print(json.dumps(facts))
+        return
+    for key, value in facts.items():
+        print(f"{key:24} {value}")
+
+
+def carry_out(train: Callable[[], None], run_dir: str, as_json: bool) -> None:
+    """Train, print the last step's metrics if they are wanted, and close the process groups."""
     from megatron_dcpo.runtime import distributed
-    from megatron_dcpo.training.loop import train
 
     try:
-        train(config)
-        if args.json and distributed.topology().rank == 0:
-            with open(f"{config.run_dir}/metrics.jsonl") as file:
+        train()
+        if as_json and distributed.topology().rank == 0:
+            with open(f"{run_dir}/metrics.jsonl") as file:
                 sys.stdout.write(file.readlines()[-1])
     finally:
         distributed.destroy()
-    return 0
