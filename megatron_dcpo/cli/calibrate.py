@@ -5,7 +5,6 @@ uses it. With ``--kind adapter`` it is a low-rank adapter (``cli/calibrate_adapt
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import re
 from dataclasses import replace
@@ -175,8 +174,7 @@ def run(args: argparse.Namespace) -> int:
 
         return calibrate_adapter.run(args)
     _refuse_options_of_adapter(args)
-    from megatron_dcpo.calibration.summary import json_ready
-    from megatron_dcpo.cli.report import print_table
+    from megatron_dcpo.cli.report import show_scores
     from megatron_dcpo.evaluation import posthoc
     from megatron_dcpo.evaluation.fit_record import fitted_on_of, record_of
     from megatron_dcpo.evaluation.foreign import read_any
@@ -205,23 +203,14 @@ def run(args: argparse.Namespace) -> int:
     confidences = predictor.predict(held_out or samples)
     record = record_of(fitted_on, held_out, confidences)
     replace(predictor, record=record).save(args.out)
-    if not held_out:
-        if args.json:
-            print(json.dumps({"predictor": args.out}))
-        else:
-            print(f"fitted on all problems; wrote {args.out}")
-        return 0
-    before = predictor.source
-    if before.partition(":")[0] in (*_INPUTS, *RANKING_ONLY):
-        before = "token"
-    rows = {
-        before: posthoc.scores(held_out, before),
-        args.method: posthoc.scores(held_out),
-    }
-    if args.json:
-        values = {"predictor": args.out, "held_out": rows}
-        print(json.dumps(json_ready(values), indent=1))
-    else:
-        print_table(rows, "held out")
-        print(f"wrote {args.out}")
+    rows = {}
+    if held_out:
+        before = predictor.source
+        if before.partition(":")[0] in (*_INPUTS, *RANKING_ONLY):
+            before = "token"
+        rows = {
+            before: posthoc.scores(held_out, before),
+            args.method: posthoc.scores(held_out),
+        }
+    show_scores("predictor", args.out, rows, as_json=args.json)
     return 0

@@ -65,8 +65,7 @@ def _check_options(args: argparse.Namespace) -> None:
 def _fit(
     args: argparse.Namespace, samples: Sequence[Sample], settings: Mapping[str, Any]
 ) -> int:
-    from megatron_dcpo.calibration.summary import json_ready
-    from megatron_dcpo.cli.report import print_table
+    from megatron_dcpo.cli.report import show_scores
     from megatron_dcpo.evaluation import posthoc
     from megatron_dcpo.training.confidence_adapter import FitOptions, fit
 
@@ -80,21 +79,13 @@ def _fit(
             teacher=args.teacher or "correct", held_out=args.held_out, seed=args.seed
         ),
     )
-    if not read:
-        print(f"fitted on all problems; wrote {args.out}")
-        return 0
-    rows = {
-        kind: posthoc.scores([sample for sample, _ in read], kind)
-        for kind in ("verbal", "token")
-    }
-    rows["adapter"] = posthoc.scores(with_readings(read, as_text=False))
-    rows["adapter, as text"] = posthoc.scores(with_readings(read, as_text=True))
-    if args.json:
-        values = {"adapter": args.out, "held_out": rows}
-        print(json.dumps(json_ready(values), indent=1))
-    else:
-        print_table(rows, "held out")
-        print(f"wrote {args.out}")
+    rows = {}
+    if read:
+        stated = [sample for sample, _ in read]
+        rows = {kind: posthoc.scores(stated, kind) for kind in ("verbal", "token")}
+        rows["adapter"] = posthoc.scores(with_readings(read, as_text=False))
+        rows["adapter, as text"] = posthoc.scores(with_readings(read, as_text=True))
+    show_scores("adapter", args.out, rows, as_json=args.json)
     return 0
 
 
@@ -183,16 +174,12 @@ def _configured(
 
 
 def _settings_of(paths: Sequence[str]) -> dict[str, Any]:
-    """Return the settings of the evaluation beside the samples, nothing if there are none. Raises
-    :class:`UserError` if those of several files differ in what decides a prompt.
+    """Return how the samples were asked, {} if nothing says it. Raises :class:`UserError` if
+    several files differ in what decides a prompt.
     """
-    from megatron_dcpo.evaluation.samples import SETTINGS
-    from megatron_dcpo.runtime.text import read_json_object
+    from megatron_dcpo.evaluation.samples import settings_next_to
 
-    found: list[dict[str, Any]] = []
-    for path in paths:
-        beside = Path(path).with_name(SETTINGS)
-        found.append(read_json_object(beside) if beside.is_file() else {})
+    found = [settings_next_to(path) or {} for path in paths]
     for name in ("template", "thinking", "marker"):
         if len({str(settings.get(name)) for settings in found}) > 1:
             raise UserError(

@@ -94,8 +94,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def examine() -> list[Finding]:
-    """Return all findings, the required parts first. Without torch they are those of an
-    installation that does not train.
+    """Return all findings, the required parts first. Without torch the installation counts as one
+    that does not train.
     """
     if _version("torch") is None and not _is_for_training():
         return _light()

@@ -311,7 +311,7 @@ def run(args: argparse.Namespace) -> int:
     samples = given.get("samples", "")
     columns = given.pop("columns", None)
     if columns and not samples:
-        raise UserError("--columns names those of --samples FILE")
+        raise UserError("--columns names columns of --samples FILE")
     judge_again = given.get("rejudge", False)
     if judge_again and not samples:
         raise UserError(

@@ -176,3 +176,22 @@ def print_table(numbers: Mapping[str, Mapping[str, Any]], first: str = "run") ->
     if not console.is_terminal:  # a file has no window to fit
         console = Console(width=140)
     console.print(table)
+
+
+def show_scores(
+    what: str, out: str, rows: Mapping[str, Mapping[str, Any]], as_json: bool
+) -> None:
+    """Print where a fitted confidence is, and its scores on the held-out problems by name, if there
+    are any.
+    """
+    from megatron_dcpo.calibration.summary import json_ready
+
+    if as_json and rows:
+        print(json.dumps(json_ready({what: out, "held_out": rows}), indent=1))
+    elif as_json:
+        print(json.dumps({what: out}))
+    elif rows:
+        print_table(rows, "held out")
+        print(f"wrote {out}")
+    else:
+        print(f"fitted on all problems; wrote {out}")

@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
         app,  # type: ignore[arg-type]
         log_level="warning",
         access_log=False,
-        # those of the upstream stand in its answers
+        # the answers have the upstream's headers
         server_header=False,
         date_header=False,
         timeout_graceful_shutdown=_END_SECONDS,

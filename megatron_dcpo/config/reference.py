@@ -77,8 +77,8 @@ EVALUATE_SECTIONS: Mapping[str, type] = MappingProxyType(
         "evaluate.endpoint": EndpointConfig,
     }
 )
-# What dcpo sft has of its own. The sections ``model``, ``parallel``, ``optimizer`` and ``logging``
-# are those of dcpo train.
+# The sections that dcpo sft alone has. It shares ``model``, ``parallel``, ``optimizer`` and
+# ``logging`` with dcpo train.
 SUPERVISED_SECTIONS: Mapping[str, type] = MappingProxyType(
     {
         "sft.data": DemonstrationsConfig,

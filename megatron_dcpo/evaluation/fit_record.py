@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -15,8 +14,7 @@ import numpy as np
 from megatron_dcpo.calibration.metrics import bin_rows
 from megatron_dcpo.data.prompts import ASKS, find_template
 from megatron_dcpo.evaluation.programs import is_code
-from megatron_dcpo.evaluation.samples import SETTINGS, Sample
-from megatron_dcpo.runtime.text import read_json_object
+from megatron_dcpo.evaluation.samples import Sample, settings_next_to
 from megatron_dcpo.types import CONFIDENCE_TAG
 
 _PLACE = "@@the problem@@"  # where a template puts the problem
@@ -131,10 +129,10 @@ def fitted_on_of(paths: Iterable[str], samples: Sequence[Sample]) -> FittedOn | 
     """
     settings = []
     for path in paths:
-        file = Path(path).with_name(SETTINGS)
-        if not file.is_file():
+        found = settings_next_to(path)
+        if found is None:
             return None
-        settings.append(read_json_object(file))
+        settings.append(found)
     try:
         return _fitted_on_settings(settings, samples)
     except (LookupError, TypeError, ValueError, AttributeError):

@@ -52,6 +52,7 @@ from megatron_dcpo.evaluation.samples import (
     SampleLog,
     check_samples,
     date_of,
+    settings_next_to,
 )
 from megatron_dcpo.evaluation.scoring import parse_kinds, score_samples
 from megatron_dcpo.judging.function_verifier import check_error_rate
@@ -152,8 +153,7 @@ def evaluation_of_samples(samples: str) -> dict[str, Any]:
 
 def _sampling_of(samples: Path) -> dict[str, Any]:
     """Return how a file of samples was sampled, from the settings next to it; {} if unknown."""
-    path = samples.with_name(SETTINGS)
-    settings = read_json_object(path) if path.exists() else {}
+    settings = settings_next_to(samples) or {}
     keys = (*SAMPLING, "template", "thinking")
     return {key: settings[key] for key in keys if key in settings}
 

@@ -301,6 +301,14 @@ SETTINGS = "settings.json"
 DATE = "date"
 
 
+def settings_next_to(samples: str | Path) -> dict[str, Any] | None:
+    """Return how the samples of a file were asked, from the settings in its directory; None if
+    there are none. Raises :class:`UserError` if they cannot be read.
+    """
+    path = Path(samples).with_name(SETTINGS)
+    return read_json_object(path) if path.is_file() else None
+
+
 class SampleLog:
     """``samples.jsonl`` of a run directory, appended to line by line, next to its
     ``settings.json``.

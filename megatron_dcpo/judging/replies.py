@@ -13,6 +13,8 @@ from megatron_dcpo.judging.blocks import ends_of_tokens
 from megatron_dcpo.judging.thinking import KNOWN
 from megatron_dcpo.types import Response
 
+# what reading a reply of another form raises
+UNREADABLE = (LookupError, TypeError, ValueError, AttributeError, OverflowError)
 # servers write it for minus infinity, which JSON does not have
 _LOWEST_LOGPROB = -9999.0
 # how servers say that a response ended with an end token or at a stop text
@@ -24,8 +26,8 @@ _ROUNDED = 1e-3
 def response_of_choice(
     prompt_id: str, repeat: int, choice: Mapping[str, Any], api: str
 ) -> Response:
-    """Return one sample from a server's reply. Raises LookupError, TypeError, ValueError and the
-    like for a reply of another form.
+    """Return one sample from a server's reply. Raises one of :data:`UNREADABLE` for a reply
+    of another form.
     """
     logged = choice.get("logprobs") or {}
     lengths = []

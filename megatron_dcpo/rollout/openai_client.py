@@ -20,7 +20,7 @@ import numpy as np
 
 from megatron_dcpo.data.prompts import plain_text
 from megatron_dcpo.errors import UserError, one_line
-from megatron_dcpo.judging.replies import response_of_choice
+from megatron_dcpo.judging.replies import UNREADABLE, response_of_choice
 from megatron_dcpo.rollout.sampling import SamplingConfig, sample_seed
 from megatron_dcpo.runtime.http_json import HttpError, JsonClient, may_pass
 from megatron_dcpo.runtime.served_models import VERSIONED
@@ -170,13 +170,7 @@ class Endpoint:
             ) from None
         try:
             return read(reply)
-        except (
-            LookupError,
-            TypeError,
-            ValueError,
-            AttributeError,
-            OverflowError,
-        ) as error:
+        except UNREADABLE as error:
             why = client.without_key(f"{type(error).__name__}: {one_line(error)}")
             got = client.without_key(str(reply))
             raise UserError(

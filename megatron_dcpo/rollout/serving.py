@@ -181,7 +181,7 @@ class EngineServer:
                 visible[first : first + engines]
             )
         else:
-            # vLLM binds each worker to a NUMA node of its own, and ends where there are too few
+            # vLLM binds each worker to another NUMA node, and ends if there are too few
             self.environment.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
             self.cores = _cores_apart(first, engines)
         self.process: subprocess.Popen[bytes] | None = None

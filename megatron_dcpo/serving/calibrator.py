@@ -121,7 +121,7 @@ def load_calibrator(path: str | Path, accept_mismatch: bool = False) -> Calibrat
     if record is None or record.fitted_on is None:
         raise UserError(
             f"{path}: it does not say on which model, template and sampling it was fitted; fit it "
-            "again with dcpo calibrate, the samples.jsonl beside their settings.json, or give "
+            "again with dcpo calibrate, the samples.jsonl next to their settings.json, or give "
             "--accept-mismatch"
         )
     if len(record.fitted_on.markers) != 1:

@@ -91,7 +91,7 @@ class ServingMetrics(Collector):
             yield GaugeMetricFamily(
                 "dcpo_confidence_drift",
                 "Largest difference between the cumulative distributions of the last confidences "
-                "and of those of the fit, over 20 bins",
+                "and of the fitted ones, over 20 bins",
                 value=drift,
             )
             yield GaugeMetricFamily(

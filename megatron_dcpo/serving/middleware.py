@@ -1,4 +1,4 @@
-"""The ASGI middleware that puts a confidence into the answers of the application behind it: the
+"""The ASGI middleware that puts a confidence into the answers of the application that it wraps: the
 forwarder of ``dcpo serve``, or vLLM's own server (``--middleware
 megatron_dcpo.serving.middleware.ConfidenceMiddleware``).
 """

@@ -16,7 +16,7 @@ from megatron_dcpo.evaluation.samples import Sample
 from megatron_dcpo.evaluation.scoring import CONFIDENCE_KINDS
 from megatron_dcpo.judging.answers import BOXED, FENCED, AnswerForm, Attempt, Outcome
 from megatron_dcpo.judging.judge import judge_many
-from megatron_dcpo.judging.replies import response_of_choice
+from megatron_dcpo.judging.replies import UNREADABLE, response_of_choice
 from megatron_dcpo.judging.thinking import KNOWN
 from megatron_dcpo.judging.token_bytes import TokenBytes
 from megatron_dcpo.serving.asking import Asked
@@ -87,13 +87,7 @@ class Scorer:
         """Return the confidence of a whole choice, with its log-probs."""
         try:
             sample = self._sample(asked, choice)
-        except (
-            LookupError,
-            TypeError,
-            ValueError,
-            AttributeError,
-            OverflowError,
-        ) as error:
+        except UNREADABLE as error:
             return self._none(f"unreadable: {type(error).__name__}")
         has_block = sample.judgement.status == "ok"
         raw = self._raw(sample)

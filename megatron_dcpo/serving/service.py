@@ -1,4 +1,4 @@
-"""What a middleware needs besides the application behind it: how choices are scored, what is
+"""What a middleware needs besides the application that it wraps: how choices are scored, what is
 counted, and the pages that it answers itself.
 """
 

@@ -1,4 +1,4 @@
-"""A confidence with parameters of its own: a low-rank adapter that learns, on labelled answers,
+"""A confidence with its own parameters: a low-rank adapter that learns, on labelled answers,
 what the model states behind its confidence tag, and changes nothing before it.
 
     fit(config, samples, options)     -> the held-out samples, with the confidence of the adapter
@@ -36,7 +36,7 @@ from megatron_dcpo.runtime.files import write_atomically
 from megatron_dcpo.runtime.run_lock import lock_run_dir
 from megatron_dcpo.runtime.text import read_json_object
 from megatron_dcpo.training.candidates import Candidates, JudgedAnswer
-from megatron_dcpo.training.run import build_optimizer
+from megatron_dcpo.training.run import build_optimizer, open_topology
 from megatron_dcpo.training.supervised import (
     SupervisedInputs,
     build,
@@ -56,7 +56,7 @@ logger = logging.getLogger(__name__)
 
 FEWEST_LABELS = 50
 FOLDS = 5
-DESCRIPTION = "confidence.json"  # beside the adapter
+DESCRIPTION = "confidence.json"  # next to adapter/
 
 
 @dataclass(frozen=True)
@@ -154,11 +154,7 @@ def read_out(
     answers = AnswerMaker.of(config, tokenizer, arch, asking).answers(
         samples, [float(sample.correct) for sample in samples]
     )
-    topology = distributed.initialize(
-        config.parallel.sizes,
-        seed=config.seed,
-        timeout_minutes=config.parallel.distributed_timeout_minutes,
-    )
+    topology = open_topology(config)
     policy = build_policy(config.model, config.parallel, topology, training=False)
     trainer = Trainer(
         policy=policy,

@@ -1,4 +1,4 @@
-"""The files of a run that grow with its steps, and the loggers beside them: what RL and supervised
+"""The files of a run that grow with its steps, and its loggers: what RL and supervised
 training have in common. A resumed run goes on where its checkpoint is, and a step whose records the
 disk refuses is not checkpointed.
 """

@@ -114,18 +114,12 @@ def build(config: Config) -> Iterator[Run]:
     Raises :class:`UserError` on bad input.
     """
     inputs = read_inputs(config)
-    topology = distributed.initialize(
-        config.parallel.sizes,
-        seed=config.seed,
-        timeout_minutes=config.parallel.distributed_timeout_minutes,
-    )
+    topology = open_topology(config)
     _check_same_prompts(inputs.sources)
     if topology.rank == 0:
         _warn_of_few_problems(config, inputs.sources)
     directory = Path(config.run_dir)
-    watch = Watchdog(
-        directory / "heartbeat", topology.rank, topology.world_size
-    ).start()
+    watch = start_watch(directory, topology)
     timers = Timers(watch)
 
     policy = build_policy(
@@ -252,6 +246,22 @@ def _warn_of_few_problems(config: Config, sources: list[LoadedSource]) -> None:
     text = too_few_problems(problems, config.data.prompts_per_step)
     if text:
         logger.warning("%s: %s", ", ".join(source.path for source in sources), text)
+
+
+# ---------------------------------------------------------------------------- processes
+def open_topology(config: RunConfig) -> Topology:
+    """Open the process groups of a configuration, and return this rank's place. Collective."""
+    return distributed.initialize(
+        config.parallel.sizes,
+        seed=config.seed,
+        timeout_minutes=config.parallel.distributed_timeout_minutes,
+    )
+
+
+def start_watch(directory: Path, topology: Topology) -> Watchdog:
+    """Start what notices a rank that no longer moves, by heartbeats in the run directory."""
+    heartbeat = directory / "heartbeat"
+    return Watchdog(heartbeat, topology.rank, topology.world_size).start()
 
 
 # ---------------------------------------------------------------------------- policy and optimizer

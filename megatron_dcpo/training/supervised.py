@@ -44,13 +44,18 @@ from megatron_dcpo.rollout.tokens import check_vocabulary
 from megatron_dcpo.runtime import distributed, signals
 from megatron_dcpo.runtime.distributed import Topology
 from megatron_dcpo.runtime.run_lock import lock_run_dir
-from megatron_dcpo.runtime.watchdog import Timers, Watchdog
+from megatron_dcpo.runtime.watchdog import Timers
 from megatron_dcpo.training import provenance
 from megatron_dcpo.training.checkpointer import Checkpointer, Identity, MegatronModel
 from megatron_dcpo.training.loggers import check_loggers
 from megatron_dcpo.training.preflight import check_architecture, check_processes
 from megatron_dcpo.training.records import Records, why_refused
-from megatron_dcpo.training.run import build_optimizer, build_saver
+from megatron_dcpo.training.run import (
+    build_optimizer,
+    build_saver,
+    open_topology,
+    start_watch,
+)
 from megatron_dcpo.training.trainer import Trainer, UpdateStatistics
 from megatron_dcpo.training.weight_sync import export_policy
 from megatron_dcpo.types import TrainingSample, replaced
@@ -348,11 +353,7 @@ def build(
     Raises :class:`UserError` on bad input.
     """
     config = with_steps(config, len(inputs.examples))
-    topology = distributed.initialize(
-        config.parallel.sizes,
-        seed=config.seed,
-        timeout_minutes=config.parallel.distributed_timeout_minutes,
-    )
+    topology = open_topology(config)
     fingerprint = fingerprint_of(inputs.examples)
     if len(set(distributed.all_gather_objects(fingerprint))) > 1:
         raise UserError(
@@ -360,9 +361,7 @@ def build(
             "has changed while they started; start the run again"
         )
     directory = Path(config.run_dir)
-    watch = Watchdog(
-        directory / "heartbeat", topology.rank, topology.world_size
-    ).start()
+    watch = start_watch(directory, topology)
     timers = Timers(watch)
     policy = build_policy(
         config.model, config.parallel, topology, training=not config.frozen
@@ -406,8 +405,8 @@ def build(
 
 
 def with_steps(config: SupervisedConfig, examples: int) -> SupervisedConfig:
-    """Return the configuration with the number of steps that so many examples make: those of all
-    epochs, of which the last may begin another one to be full.
+    """Return the configuration with the number of steps that so many examples make in all epochs.
+    The last step may begin another epoch, to be full.
     """
     in_all_epochs = config.training.epochs * examples
     steps = math.ceil(in_all_epochs / config.data.examples_per_step)

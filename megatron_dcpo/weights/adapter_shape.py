@@ -236,7 +236,7 @@ def _check_factors(
     if factors["A"] != (rank, columns) or factors["B"] != (rows, rank):
         raise UserError(
             f"{directory}: {module} has factors of the shapes {list(factors['A'])} and "
-            f"{list(factors['B'])}, and not those of rank {rank:g} for the model's weight "
+            f"{list(factors['B'])}, which rank {rank:g} does not have for the model's weight "
             f"{list(shape)}; is the adapter of another model?"
         )
 

@@ -346,7 +346,7 @@ def _experts(config: dict[str, Any], source: str) -> dict[str, Any]:
 def _positions(
     config: dict[str, Any], scaling: RopeScaling | YarnScaling | None
 ) -> int:
-    """Return how many positions the model has: with YaRN those of the longer context, which model
+    """Return how many positions the model has. With YaRN this is the longer context, which model
     cards that add it to ``config.json`` do not write into ``max_position_embeddings``.
     """
     positions: int = config["max_position_embeddings"]

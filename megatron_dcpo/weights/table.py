@@ -216,8 +216,8 @@ def stored_names(arch: Architecture) -> Mapping[str, str]:
 
 @functools.lru_cache(maxsize=64)
 def stored_shapes(arch: Architecture) -> Mapping[str, tuple[int, ...]]:
-    """Return the shape of every tensor of a checkpoint of the architecture: those of
-    :func:`hf_shapes`, and the fused ones in the place of their parts.
+    """Return the shape of every tensor of a checkpoint of the architecture: as
+    :func:`hf_shapes`, with fused tensors in the place of their parts.
     """
     shapes: dict[str, tuple[int, ...]] = {}
     for name, shape in hf_shapes(arch).items():

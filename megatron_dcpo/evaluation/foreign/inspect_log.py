@@ -33,7 +33,7 @@ def read_inspect(file: Path) -> Iterator[Answered]:
     except (OSError, LookupError, ValueError, zlib.error) as error:
         raise UserError(
             f"{file}: not a readable log of Inspect ({one_line(error, 200)}); inspect log convert "
-            "writes it anew"
+            "writes it again"
         ) from None
     task = str(header.get("eval", {}).get("task") or file.stem)
     without_score = 0
