@@ -109,12 +109,7 @@ def test_one_process(tiny_models: Any, tmp_path: Path) -> None:
 @at_length
 def test_the_sampler(tiny_models: Any, tmp_path: Path) -> None:
     """What ``tests/gpu`` asks of the model runner of a GPU first, of the one of the CPU build."""
-    options = {
-        "model": str(tiny_models("qwen3", True)),
-        "prompt": list(range(5, 25)),
-        "draws": 4096,
-        "leave_at_once": True,
-    }
+    options = checks.sampler_options(str(tiny_models("qwen3", True)))
     (result,) = torchrun("engine_sampler", 1, tmp_path, options)
     assert not result["second_runner"]
     checks.sampler(result)

@@ -58,6 +58,16 @@ def restart(result: dict[str, Any]) -> None:
     assert result["version"] == 1
 
 
+def sampler_options(model: str) -> dict[str, Any]:
+    """What the job ``engine_sampler`` is asked, whose result :func:`sampler` checks."""
+    return {
+        "model": model,
+        "prompt": list(range(5, 25)),
+        "draws": 4096,
+        "leave_at_once": True,
+    }
+
+
 def sampler(result: dict[str, Any]) -> None:
     """Tokens come as often as their probabilities say, and with the log-probs of these."""
     assert result["largest"] <= 1e-3

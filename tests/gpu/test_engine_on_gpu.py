@@ -15,12 +15,7 @@ def test_the_second_model_runner_samples_what_it_says(tiny_models, tmp_path):
     """On a GPU vLLM has another runner and another sampler than its CPU build, and two batches in
     flight.
     """
-    options = {
-        "model": str(tiny_models("qwen3", True)),
-        "prompt": list(range(5, 25)),
-        "draws": 4096,
-        "leave_at_once": True,
-    }
+    options = checks.sampler_options(str(tiny_models("qwen3", True)))
     (result,) = torchrun("engine_sampler", 1, tmp_path, options)
     assert result["second_runner"]
     assert result["in_flight"] == 2
