@@ -10,10 +10,10 @@ no input raises.
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import dataclass
 
+from megatron_dcpo.codec import LARGEST
 from megatron_dcpo.types import CONFIDENCE_TAG, ConfidenceStatus
 
 _SPACE = r"[ \t\r\n\f\v]*"
@@ -28,7 +28,8 @@ _BLANK = re.compile(_SPACE)
 @dataclass(frozen=True)
 class ParsedConfidence:
     """The result of parsing: ``confidence`` is in [0, 1] if ``status`` is ``ok`` and None
-    otherwise; ``stated`` is a finite number outside [0, 1], if one was stated.
+    otherwise; ``stated`` is the number outside [0, 1] that was stated, if it can be computed with
+    (:data:`megatron_dcpo.codec.LARGEST`).
     """
 
     confidence: float | None
@@ -69,6 +70,6 @@ def parse_confidence(
         return ParsedConfidence(None, "trailing_text")
     value = float(number[1])
     if number[1].startswith("-") or value > 1:
-        stated = value if math.isfinite(value) else None
+        stated = value if abs(value) < LARGEST else None
         return ParsedConfidence(None, "out_of_range", stated)
     return ParsedConfidence(value, "ok")

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_dcpo import codec
 from megatron_dcpo.judging.confidence import parse_confidence
-from megatron_dcpo.types import MALFORMED
+from megatron_dcpo.types import MALFORMED, Judgement
 
 BOX = "so \\boxed{5}\n"
 
@@ -81,6 +82,24 @@ def test_the_number_as_written_is_kept_only_out_of_range_and_finite() -> None:
     assert parse_confidence(BOX + "<conf> 85", finished=True).stated == 85.0
     assert parse_confidence(BOX + "<conf> " + "9" * 5000, finished=True).stated is None
     assert parse_confidence(BOX + "<conf> 0.5", finished=True).stated is None
+
+
+@pytest.mark.parametrize("zeros", [299, 300, 308, 309])
+def test_a_number_that_was_kept_is_read_again(zeros: int) -> None:
+    """A response with a longer one once made its whole file unreadable."""
+    text = f"{BOX}<conf> 1{'0' * zeros}"
+    parsed = parse_confidence(text, finished=True)
+    assert parsed.status == "out_of_range"
+    judgement = Judgement(
+        prompt_id="p",
+        correct=0.0,
+        confidence=None,
+        status=parsed.status,
+        boundary=None,
+        length=0,
+        stated=parsed.stated,
+    )
+    assert codec.from_row(Judgement, codec.to_row(judgement)) == judgement
 
 
 def test_an_unfinished_number_is_never_believed() -> None:
