@@ -45,10 +45,18 @@ def shared_data() -> Path:
 def _save_tiny_model(path: Path, family: str, tied: bool, layers: int) -> Path:
     import torch
     from transformers import (
+        Gemma3ForCausalLM,
+        Gemma3TextConfig,
+        Glm4Config,
+        Glm4ForCausalLM,
         LlamaConfig,
         LlamaForCausalLM,
         MistralConfig,
         MistralForCausalLM,
+        Olmo2Config,
+        Olmo2ForCausalLM,
+        Olmo3Config,
+        Olmo3ForCausalLM,
         Phi3Config,
         Phi3ForCausalLM,
         Qwen2Config,
@@ -96,6 +104,39 @@ def _save_tiny_model(path: Path, family: str, tied: bool, layers: int) -> Path:
         torch.manual_seed(0)
         apart = MistralForCausalLM(MistralConfig(**common, sliding_window=None))
         model.load_state_dict(_fused(apart.state_dict()))
+    elif family == "glm4":
+        model = Glm4ForCausalLM(Glm4Config(**common, pad_token_id=0))
+    elif family == "olmo2":
+        model = Olmo2ForCausalLM(Olmo2Config(**common, pad_token_id=0))
+    elif family == "olmo3":
+        # windows shorter than the sequences of the tests, which go beyond the original context
+        yarn = {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 32,
+        }
+        rope = {
+            "full_attention": yarn,
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        }
+        windows = {"sliding_window": 7, "rope_parameters": rope}
+        model = Olmo3ForCausalLM(Olmo3Config(**common, **windows, pad_token_id=0))
+    elif family == "gemma3":
+        rope = {
+            "full_attention": {
+                "rope_type": "linear",
+                "rope_theta": 1e6,
+                "factor": 8.0,
+            },
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        }
+        windows = {"sliding_window": 7, "rope_parameters": rope}
+        windows["layer_types"] = ["sliding_attention", "full_attention"] * (layers // 2)
+        special = {"bos_token_id": 1, "pad_token_id": 0}
+        model = Gemma3ForCausalLM(
+            Gemma3TextConfig(**common, **windows, **special, query_pre_attn_scalar=48)
+        )
     elif family == "qwen2":
         model = Qwen2ForCausalLM(
             Qwen2Config(
@@ -129,9 +170,11 @@ def _save_tiny_model(path: Path, family: str, tied: bool, layers: int) -> Path:
         model = Qwen3ForCausalLM(Qwen3Config(**common, **biases))
     else:
         model = Qwen3ForCausalLM(Qwen3Config(**common))
+    # Gemma's norms multiply by 1 + weight.
+    center = 0.0 if family == "gemma3" else 1.0
     for name, parameter in model.named_parameters():
         if "norm" in name or "bias" in name:
-            torch.nn.init.uniform_(parameter, 0.5, 1.5)
+            torch.nn.init.uniform_(parameter, center - 0.5, center + 0.5)
     model.save_pretrained(path)
     return path
 

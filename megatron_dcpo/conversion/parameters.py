@@ -23,7 +23,7 @@ from megatron_dcpo.weights.architecture import Architecture
 from megatron_dcpo.weights.layout import Coordinates, Layout
 from megatron_dcpo.weights.peft_adapter import KEPT, SCALE, LowRank, scale_key
 from megatron_dcpo.weights.planner import Copy, interleavings, plan
-from megatron_dcpo.weights.table import LOCAL_NAMES, hf_shapes
+from megatron_dcpo.weights.table import LOCAL_NAMES, OUTPUT_NORMS, hf_shapes
 
 # one rank, Transformer Engine's names
 WHOLE_MODEL = Layout(make_vocab_size_divisible_by=1, transformer_engine=True)
@@ -67,6 +67,8 @@ def checkpoint_key(megatron: str) -> tuple[str, tuple[int, ...]]:
     if not megatron.startswith(_LAYER):
         return megatron, ()
     number, _, rest = megatron.removeprefix(_LAYER).partition(".")
+    for norm, in_checkpoint in OUTPUT_NORMS.items():
+        rest = rest.replace(norm, in_checkpoint)
     expert = _EXPERTS.fullmatch(rest)
     if expert is None:
         return _LAYER + rest, (int(number),)
@@ -82,12 +84,7 @@ def stack(arch: Architecture, index: Sequence[int]) -> tuple[int, ...]:
 
 def extra_states(arch: Architecture) -> dict[str, None]:
     """Return the keys of the empty extra states that Megatron expects in a checkpoint."""
-    modules = list(_EXTRA_STATES)
-    if arch.qk_layernorm:
-        modules += _EXTRA_STATES_QK
-    if arch.num_experts:
-        # a module of its own; otherwise it is fused into the first linear layer
-        modules.append("pre_mlp_layernorm")
+    modules = _modules_with_extra_state(arch)
     layers = arch.num_layers
     keys = []
     for layer in range(layers):
@@ -103,6 +100,21 @@ def extra_states(arch: Architecture) -> dict[str, None]:
                 keys.append(f"{_LAYER}mlp.{linear}._extra_state/shard_{layer}_{layers}")
     keys.append("decoder.final_layernorm._extra_state/shard_0_1")
     return dict.fromkeys(keys)
+
+
+def _modules_with_extra_state(arch: Architecture) -> list[str]:
+    """Return the modules of a layer that have one, but for the linear layers of the MLP."""
+    modules = list(_EXTRA_STATES)
+    if arch.qk_layernorm:
+        modules += _EXTRA_STATES_QK
+    if arch.norms.attention_output is not None:
+        modules.append("self_attention.linear_proj.post_layernorm")
+    if arch.norms.mlp_output is not None:
+        modules.append("mlp.linear_fc2.post_layernorm")
+    if arch.num_experts:
+        # a module of its own; otherwise it is fused into the first linear layer
+        modules.append("pre_mlp_layernorm")
+    return modules
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,9 @@
 
 The local spec is Megatron's own with two parts replaced: an RMSNorm that takes part in sequence
 parallelism, and a core attention that takes padded batches and packed sequences alike and never
-materializes the score matrix.
+materializes the score matrix. What an architecture has and no option of Megatron's configuration
+describes is put into either spec: norms of the outputs of attention and MLP, one norm over all
+heads of a token, and what differs between layers with and without a sliding window.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import copy
 import importlib
 import itertools
+from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
 
@@ -23,15 +26,23 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import (
+    is_layer_window_attention,
+    make_sharded_tensors_for_checkpoint,
+)
 from torch import Tensor
 
 from megatron_dcpo.errors import UserError, one_line, pip_install
 from megatron_dcpo.policy.context_parallel import gather_keys_and_values
+from megatron_dcpo.policy.rotary import has_two_rotations, of_layer, softmax_scale
 from megatron_dcpo.runtime.device import capabilities
+from megatron_dcpo.weights.decoder import Architecture
+from megatron_dcpo.weights.table import OUTPUT_NORMS
 
 
 def use_transformer_engine(choice: str) -> bool:
@@ -90,13 +101,125 @@ class RMSNorm(torch.nn.RMSNorm):
         **_: object,
     ) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        self.zero_centered = config.layernorm_zero_centered_gamma
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
         # Hugging Face's order: normalize in fp32, round to the activation type, then scale.
         eps = cast(float, self.eps)
         normalized = F.rms_norm(x.float(), self.normalized_shape, weight=None, eps=eps)
+        if self.zero_centered:
+            # Gemma rounds after scaling.
+            return (normalized * (1.0 + self.weight.float())).to(x.dtype)
         return normalized.to(x.dtype) * self.weight
+
+
+class NormOfHeads(MegatronModule):
+    """One root-mean-square norm over all heads of a token, of which a tensor-parallel rank has
+    some. Takes and returns [..., heads / TP, d].
+    """
+
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5
+    ) -> None:
+        super().__init__(config=config)
+        self.eps = eps
+        self.size = self.heads(config) * hidden_size
+        width = self.size // config.tensor_model_parallel_size
+        self.weight = torch.nn.Parameter(torch.ones(width, dtype=config.params_dtype))
+
+    @staticmethod
+    def heads(config: TransformerConfig) -> int:
+        """Return the number of heads on all ranks."""
+        raise NotImplementedError
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the normed heads."""
+        of_token = x.flatten(-2).float()
+        squares = of_token.square().sum(-1, keepdim=True)
+        if self.config.tensor_model_parallel_size > 1:
+            squares = _SumOverRanks.apply(squares)
+        normalized = of_token * torch.rsqrt(squares / self.size + self.eps)
+        return (normalized.to(x.dtype) * self.weight).view_as(x)
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """Return the weight, split over the tensor-parallel ranks, for Megatron's checkpoints."""
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True),
+            prefix,
+            {"weight": 0},
+            sharded_offsets,
+        )
+
+
+class NormOfQueries(NormOfHeads):
+    """The norm over all query heads."""
+
+    @staticmethod
+    def heads(config: TransformerConfig) -> int:
+        return config.num_attention_heads
+
+
+class NormOfKeys(NormOfHeads):
+    """The norm over all key heads."""
+
+    @staticmethod
+    def heads(config: TransformerConfig) -> int:
+        groups: int = config.num_query_groups
+        return groups
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """The sum over the tensor-parallel ranks, each of which goes on with it in its own way: the
+    gradient is the sum of theirs.
+    """
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return _summed(x)
+
+    @staticmethod
+    def backward(ctx: object, gradient: Tensor) -> Tensor:
+        return _summed(gradient)
+
+
+def _summed(x: Tensor) -> Tensor:
+    total = x.clone()
+    group = parallel_state.get_tensor_model_parallel_group()
+    torch.distributed.all_reduce(total, group=group)
+    return total
+
+
+class NormedResidual(MegatronModule):
+    """The end of a layer's half: the output of attention or MLP is normed and then added to the
+    residual, in the place of Megatron's ``get_bias_dropout_add``.
+    """
+
+    def __init__(self, config: TransformerConfig, norm: Any) -> None:  # noqa: ANN401 - a class
+        super().__init__(config=config)
+        self.norm = norm(
+            config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon
+        )
+
+    def forward(self, training: bool, fused: bool) -> Callable[..., Tensor]:
+        """Return the function that Megatron's layer calls; there is no dropout."""
+
+        def add(
+            output_and_bias: tuple[Tensor, Tensor | None],
+            residual: Tensor,
+            dropout: float,
+        ) -> Tensor:
+            output, bias = output_and_bias
+            if bias is not None:
+                output = output + bias
+            return residual + self.norm(output)
+
+        return add
 
 
 class CausalAttention(MegatronModule):
@@ -116,6 +239,11 @@ class CausalAttention(MegatronModule):
     ) -> None:
         super().__init__(config=config)
         self.softmax_scale = softmax_scale
+        self.window: int | None = None  # tokens that one attends to, itself among them
+        if is_layer_window_attention(
+            config.window_size, config.window_attn_skip_freq, layer_number
+        ):
+            self.window = config.window_size[0] + 1
 
     def forward(
         self,
@@ -169,8 +297,11 @@ class CausalAttention(MegatronModule):
             enable_gqa=q.shape[1] != k.shape[1],
         )
         size = self.config.context_parallel_size
-        if size == 1:
+        tokens = k.shape[2]
+        if size == 1 and (self.window is None or self.window >= tokens):
             return attend(q, k, v, is_causal=True)
+        if size == 1:
+            return attend(q, k, v, attn_mask=self._mask(tokens, tokens, q.device))
         # Each of this rank's two chunks of queries sees the keys up to its own end.
         width = q.shape[2] // 2
         rank = parallel_state.get_context_parallel_rank()
@@ -179,37 +310,68 @@ class CausalAttention(MegatronModule):
             q.split(width, 2), (rank, 2 * size - 1 - rank), strict=True
         ):
             stop = (chunk + 1) * width
-            mask = torch.ones(width, stop, dtype=torch.bool, device=q.device)
-            mask = mask.tril(stop - width)
+            mask = self._mask(width, stop, q.device)
             outputs.append(
                 attend(queries, k[:, :, :stop], v[:, :, :stop], attn_mask=mask)
             )
         return torch.cat(outputs, 2)
 
+    def _mask(self, queries: int, keys: int, device: torch.device) -> Tensor:
+        """Return which of the keys [0, ``keys``) the last ``queries`` tokens among them attend to,
+        bool [queries, keys].
+        """
+        mask = torch.ones(queries, keys, dtype=torch.bool, device=device)
+        mask = mask.tril(keys - queries)
+        if self.window is not None:
+            mask = mask.triu(keys - queries - self.window + 1)
+        return mask
 
-class BiasedAttention(SelfAttention):
-    """Megatron's self-attention, with or without the ``output_bias``, which Megatron's
-    ``add_bias_linear`` gives to the attention and the MLP or to neither.
+
+class ArchitectureAttention(SelfAttention):
+    """Megatron's self-attention with what its options give to all layers alike, or to the
+    attention and the MLP alike: the bias of the output projection, and the rotary frequencies and
+    the scale of the scores in layers with and without a sliding window.
     """
 
     def __init__(
         self,
         config: TransformerConfig,
         *args: object,
-        output_bias: bool,
+        arch: Architecture,
+        layer_number: int,
         **kwargs: object,
     ) -> None:
+        self.has_window = arch.has_window(layer_number - 1)
+        self.two_rotations = has_two_rotations(arch)
         of_attention = copy.copy(config)
-        of_attention.add_bias_linear = output_bias
-        super().__init__(of_attention, *args, **kwargs)
+        of_attention.add_bias_linear = arch.output_bias
+        of_attention.softmax_scale = softmax_scale(arch, self.has_window)
+        super().__init__(
+            of_attention,
+            *args,
+            layer_number=layer_number,
+            **kwargs,
+        )
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        *args: object,
+        rotary_pos_emb: Tensor | None = None,
+        **kwargs: object,
+    ) -> object:
+        """Attend with the layer's half of ``rotary_pos_emb``, the angles [s, 1, 1, 2 d]."""
+        if self.two_rotations and rotary_pos_emb is not None:
+            rotary_pos_emb = of_layer(rotary_pos_emb, self.has_window)
+        return super().forward(
+            hidden_states, *args, rotary_pos_emb=rotary_pos_emb, **kwargs
+        )
 
 
 def layer_spec(
-    config: TransformerConfig, transformer_engine: bool, output_bias: bool
+    arch: Architecture, config: TransformerConfig, transformer_engine: bool
 ) -> ModuleSpec | TransformerBlockSubmodules:
-    """Return Megatron's spec of one layer of the model that ``config`` describes, with or without a
-    bias after the attention.
-    """
+    """Return Megatron's spec of one layer of ``arch``, of which ``config`` describes the rest."""
     if transformer_engine:
         spec = get_gpt_layer_with_transformer_engine_spec(
             config.num_moe_experts,
@@ -218,11 +380,55 @@ def layer_spec(
         )
     else:
         spec = _local_spec(config)
-    if output_bias != config.add_bias_linear:
+    if arch.output_bias != config.add_bias_linear or arch.sliding_window is not None:
         attention: Any = spec.submodules.self_attention
-        attention.module = BiasedAttention
-        attention.params = {**attention.params, "output_bias": output_bias}
+        attention.module = ArchitectureAttention
+        attention.params = {**attention.params, "arch": arch}
+    _put_norms(spec, arch, config, transformer_engine)
     return spec
+
+
+def _put_norms(
+    spec: Any,  # noqa: ANN401 - a spec of Megatron's, whose submodules have no common type
+    arch: Architecture,
+    config: TransformerConfig,
+    transformer_engine: bool,
+) -> None:
+    """Put the norms of ``arch`` where they differ from Megatron's into ``spec``."""
+    layer = spec.submodules
+    attention = layer.self_attention.submodules
+    norm: type = RMSNorm
+    if transformer_engine:
+        from megatron.core.extensions.transformer_engine import (
+            TEColumnParallelLinear,
+            TENorm,
+        )
+
+        norm = TENorm
+        # Transformer Engine's linear layers include the norm before them.
+        if arch.norms.attention_input is None:
+            attention.linear_qkv = TEColumnParallelLinear
+        if arch.norms.mlp_input is None:
+            layer.mlp.submodules.linear_fc1 = TEColumnParallelLinear
+    else:
+        if arch.norms.attention_input is None:
+            layer.input_layernorm = IdentityOp
+        if arch.norms.mlp_input is None:
+            layer.pre_mlp_layernorm = IdentityOp
+    for name, place in (
+        (arch.norms.attention_output, "self_attn_bda"),
+        (arch.norms.mlp_output, "mlp_bda"),
+    ):
+        if name is not None:
+            params = {"config": config, "norm": norm}
+            setattr(layer, place, ModuleSpec(module=NormedResidual, params=params))
+    layer.sharded_state_dict_keys_map = {
+        **layer.sharded_state_dict_keys_map,
+        **OUTPUT_NORMS,
+    }
+    if arch.whole_qk_layernorm:
+        attention.q_layernorm = NormOfQueries
+        attention.k_layernorm = NormOfKeys
 
 
 def _local_spec(config: TransformerConfig) -> ModuleSpec:

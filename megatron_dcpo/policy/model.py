@@ -5,7 +5,6 @@ the weight table.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from megatron_dcpo.policy.layers import (
     use_transformer_engine,
 )
 from megatron_dcpo.policy.megatron_options import options_of
+from megatron_dcpo.policy.rotary import set_rotary_frequencies, softmax_scale
 from megatron_dcpo.runtime.device import capabilities, current_device, fp32_head
 from megatron_dcpo.runtime.distributed import Topology
 from megatron_dcpo.runtime.dtypes import torch_dtype
@@ -32,7 +32,6 @@ from megatron_dcpo.runtime.megatron_private import APEX_KERNEL, without_asking_f
 from megatron_dcpo.weights.architecture import (
     Activation,
     Architecture,
-    YarnScaling,
     read_architecture,
 )
 from megatron_dcpo.weights.hf_checkpoint import HFReader, load_into
@@ -164,17 +163,21 @@ def _model_options(arch: Architecture) -> dict[str, Any]:
         "attention_dropout": 0.0,
         "perform_initialization": False,  # the weights come from a checkpoint
         "softmax_scale": softmax_scale(arch),
+        "layernorm_zero_centered_gamma": arch.zero_centered_norms,
+        "rotary_interleaved": arch.rotary_interleaved,
+        **_window_options(arch),
     }
 
 
-def softmax_scale(arch: Architecture) -> float | None:
-    """Return the factor of the attention's scores, None for 1 / sqrt(kv_channels). YaRN multiplies
-    cosine and sine, and so queries and keys, by its factor: the scores by its square.
-    """
-    if not isinstance(arch.rope_scaling, YarnScaling):
-        return None
-    factor: float = arch.rope_scaling.attention_factor
-    return factor**2 / math.sqrt(arch.kv_channels)
+def _window_options(arch: Architecture) -> dict[str, Any]:
+    window = arch.sliding_window
+    if window is None:
+        return {}
+    return {
+        # tokens before and after the one that attends
+        "window_size": (window.size - 1, 0),
+        "window_attn_skip_freq": [int(has_window) for has_window in window.layers],
+    }
 
 
 def _parallel_options(parallel: ParallelConfig) -> dict[str, Any]:
@@ -212,8 +215,9 @@ def _numeric_options(
         "bias_activation_fusion": not on_cpu and arch.activation == "silu",
         "masked_softmax_fusion": False,
         "bias_dropout_fusion": not on_cpu,
-        # unfused, packed sequences wait for the host four times a layer
-        "apply_rope_fusion": transformer_engine,
+        # Unfused, packed sequences wait for the host four times a layer, but fused, Megatron does
+        # not tell the kernel that their pairs are neighbors.
+        "apply_rope_fusion": transformer_engine and not arch.rotary_interleaved,
         "persist_layer_norm": False,
         "deterministic_mode": on_cpu,
     }
@@ -344,11 +348,7 @@ def _build_chunk(
         virtual_stage = coordinates.virtual
     is_first = coordinates.pipeline == 0 and coordinates.virtual == 0
     is_last = coordinates.pipeline == last_stage and coordinates.virtual == last_virtual
-    spec = layer_spec(
-        config,
-        transformer_engine=layout.transformer_engine,
-        output_bias=arch.output_bias,
-    )
+    spec = layer_spec(arch, config, transformer_engine=layout.transformer_engine)
     layers = get_num_layers_to_build(config, virtual_stage, coordinates.pipeline)
     with without_asking_for_apex() if layout.transformer_engine else nullcontext():
         gpt = GPTModel(
@@ -360,19 +360,27 @@ def _build_chunk(
             post_process=is_last,
             share_embeddings_and_output_weights=arch.tied_embeddings,
             position_embedding_type="rope",
+            rotary_percent=arch.rotary_percent,
             rotary_base=int(arch.rotary_base),
             parallel_output=True,
             vp_stage=virtual_stage,
         ).to(current_device())
-    # Of Llama-3.1's scaling Megatron reads only the factor, and of YaRN's nothing; all numbers of
-    # the checkpoint matter.
-    gpt.rotary_pos_emb.inv_freq = rotary_inverse_frequencies(arch).to(current_device())
+    set_rotary_frequencies(gpt, arch)
+    if is_first and arch.embedding_scale is not None:
+        gpt.embedding.register_forward_hook(partial(_scale, arch.embedding_scale))
     gpt.model_type = ModelType.encoder_or_decoder
     if gpt.post_process:
         # logits are computed for the response rows only: policy/output_layer.py
         gpt.output_layer.forward = _hidden_states
     _mark_tensor_parallel(gpt, sharded_dimensions(arch, layout, coordinates))
     return gpt
+
+
+def _scale(
+    scale: float, module: torch.nn.Module, inputs: object, output: Tensor
+) -> Tensor:
+    """Return the embeddings times ``scale``, which is rounded to their type, as Gemma does."""
+    return output * torch.tensor(scale, dtype=output.dtype, device=output.device)
 
 
 def _hidden_states(hidden: Tensor, **_: object) -> tuple[Tensor, None]:
@@ -396,57 +404,6 @@ def _mark_tensor_parallel(gpt: GPTModel, dimensions: dict[str, int | None]) -> N
             tensor_parallel.set_tensor_model_parallel_attributes(
                 parameter, True, dim, 1
             )
-
-
-def rotary_inverse_frequencies(arch: Architecture) -> Tensor:
-    """Return the angular frequencies [kv_channels / 2] in fp32, with the scaling that the
-    checkpoint asks for.
-
-    Llama-3.1's: wavelengths above ``original / low`` are stretched by ``factor``, wavelengths below
-    ``original / high`` are kept, and those in between are interpolated linearly in the frequency.
-    """
-    exponent = (
-        torch.arange(0, arch.kv_channels, 2, dtype=torch.int64).float()
-        / arch.kv_channels
-    )
-    inv_freq = 1.0 / (arch.rotary_base**exponent)
-    scaling = arch.rope_scaling
-    if scaling is None:
-        return inv_freq
-    if isinstance(scaling, YarnScaling):
-        return _yarn_frequencies(inv_freq, arch.rotary_base, scaling)
-    original = scaling.original_max_position_embeddings
-    low = scaling.low_freq_factor
-    high = scaling.high_freq_factor
-    wavelength = 2 * math.pi / inv_freq
-    keep = ((original / wavelength - low) / (high - low)).clamp(0.0, 1.0)
-    return (1 - keep) * inv_freq / scaling.factor + keep * inv_freq
-
-
-def _yarn_frequencies(inv_freq: Tensor, base: float, scaling: YarnScaling) -> Tensor:
-    """Return YaRN's frequencies [d / 2]: between the dimensions that turn ``beta_fast`` and
-    ``beta_slow`` times in the original context, from the own frequency to that divided by
-    ``factor``.
-    """
-    d = 2 * len(inv_freq)
-
-    def dimension(rotations: float) -> float:
-        """Return the dimension that turns so often in the original context."""
-        wavelength = scaling.original_max_position_embeddings / rotations
-        return d * math.log(wavelength / (2 * math.pi)) / (2 * math.log(base))
-
-    low = dimension(scaling.beta_fast)
-    high = dimension(scaling.beta_slow)
-    if scaling.truncate:
-        low = math.floor(low)
-        high = math.ceil(high)
-    low = max(low, 0)
-    high = min(high, d - 1)
-    if low == high:
-        high += 0.001
-    ramp = ((torch.arange(d // 2).float() - low) / (high - low)).clamp(0.0, 1.0)
-    kept = 1 - ramp
-    return inv_freq / scaling.factor * (1 - kept) + inv_freq * kept
 
 
 def _mixed_precision(

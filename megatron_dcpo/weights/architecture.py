@@ -23,9 +23,13 @@ from megatron_dcpo.weights.config_keys import (
     check_unquantized,
 )
 from megatron_dcpo.weights.decoder import (
+    LLAMA_NORMS,
     Activation,
     Architecture,
+    LayerNorms,
+    LinearScaling,
     RopeScaling,
+    SlidingWindow,
     YarnScaling,
     yarn_attention_factor,
 )
@@ -36,19 +40,68 @@ HUB_NAME = re.compile(r"(?!\.)[\w.-]+/(?!\.)[\w.-]+")
 
 
 @dataclass(frozen=True)
+class _Windows:
+    """A family in which some layers have a sliding window. Without ``layer_types`` every
+    ``period``-th has none. The base of the others' rotary frequencies is ``rope_theta``, unless the
+    key ``theta_key`` has another.
+    """
+
+    period: int
+    rope_theta: float
+    theta_key: str | None = None
+
+
+@dataclass(frozen=True)
 class _Traits:
     """What the name of an architecture implies, and the ``keys`` of its configuration. With
-    ``always_qkv_bias`` there are biases whatever ``attention_bias`` says. transformers knows
-    ``rope_types`` for it under these names.
+    ``always_qkv_bias`` there are biases whatever ``attention_bias`` says, which is also about the
+    output projection if it ``biases_the_output``. transformers knows ``rope_types`` for it under
+    these names, and takes ``rope_theta``, ``partial_rotary_factor``, ``hidden_act`` (under the name
+    ``activation_key``) and ``tied_embeddings`` where the configuration is silent; a family without
+    a ``partial_rotary_factor`` rotates all dimensions. With ``scaled_embeddings`` they are
+    multiplied by the root of the hidden size. The other fields are those of
+    :class:`~megatron_dcpo.weights.decoder.Architecture`.
     """
 
     keys: Keys
     qk_layernorm: bool = False
+    whole_qk_layernorm: bool = False
+    norms: LayerNorms = LLAMA_NORMS
+    zero_centered_norms: bool = False
     always_qkv_bias: bool = False
+    biases_the_output: bool = True
     experts: bool = False
-    fused_projections: bool = False
+    fused_projections: tuple[str, ...] = ()
     rope_types: tuple[str, ...] = ("default", "llama3", "yarn")
+    rope_theta: float = 10000.0
+    partial_rotary_factor: float | None = None
+    rotary_interleaved: bool = False
+    windows: _Windows | None = None
+    activation_key: str = "hidden_act"
+    hidden_act: str = "silu"
+    tied_embeddings: bool = False
+    scaled_embeddings: bool = False
 
+    @property
+    def implied(self) -> dict[str, Any]:
+        """Return the fields of an architecture that no key of its configuration decides."""
+        return {
+            "name": self.keys.model_type,
+            "qk_layernorm": self.qk_layernorm,
+            "whole_qk_layernorm": self.whole_qk_layernorm,
+            "norms": self.norms,
+            "zero_centered_norms": self.zero_centered_norms,
+            "fused_projections": self.fused_projections,
+            "rotary_interleaved": self.rotary_interleaved,
+        }
+
+
+_BEHIND = LayerNorms(
+    attention_input=None,
+    attention_output="post_attention_layernorm",
+    mlp_input=None,
+    mlp_output="post_feedforward_layernorm",
+)
 
 ARCHITECTURES: dict[str, _Traits] = {
     "Qwen3ForCausalLM": _Traits(
@@ -102,9 +155,90 @@ ARCHITECTURES: dict[str, _Traits] = {
             fixed={"attention_bias": (False,)},
             window_may_cover_all=True,
         ),
-        fused_projections=True,
+        fused_projections=("qkv_proj", "gate_up_proj"),
         # transformers takes yarn for longrope here
         rope_types=("default",),
+    ),
+    # GLM-4-0414 and GLM-Z1, not the older GLM-4-9B
+    "Glm4ForCausalLM": _Traits(
+        keys=Keys(
+            model_type="glm4",
+            translated=frozenset({"partial_rotary_factor"}),
+            spelled_out={
+                "attention_bias": True,
+                "head_dim": 128,
+                "num_key_value_heads": 2,
+            },
+        ),
+        norms=LayerNorms(
+            attention_output="post_self_attn_layernorm",
+            mlp_output="post_mlp_layernorm",
+        ),
+        biases_the_output=False,
+        fused_projections=("gate_up_proj",),
+        rope_types=("default",),
+        partial_rotary_factor=0.5,
+        rotary_interleaved=True,
+    ),
+    "Olmo2ForCausalLM": _Traits(
+        keys=Keys(model_type="olmo2"),
+        norms=_BEHIND,
+        whole_qk_layernorm=True,
+    ),
+    "Olmo3ForCausalLM": _Traits(
+        keys=Keys(
+            model_type="olmo3",
+            translated=frozenset({"layer_types", "sliding_window"}),
+            spelled_out={"sliding_window": 4096},
+        ),
+        norms=_BEHIND,
+        whole_qk_layernorm=True,
+        rope_theta=500000.0,
+        windows=_Windows(period=4, rope_theta=500000.0),
+    ),
+    # the language model of Gemma 3
+    "Gemma3ForCausalLM": _Traits(
+        keys=Keys(
+            model_type="gemma3_text",
+            translated=frozenset(
+                {
+                    "_sliding_window_pattern",
+                    "hidden_activation",
+                    "layer_types",
+                    "query_pre_attn_scalar",
+                    "rope_local_base_freq",
+                    "sliding_window",
+                    "sliding_window_pattern",
+                }
+            ),
+            fixed={
+                "attn_logit_softcapping": (),
+                "final_logit_softcapping": (),
+                "hidden_act": (),  # which is not read
+                "use_bidirectional_attention": (False,),
+            },
+            spelled_out={
+                "head_dim": 256,
+                "num_key_value_heads": 4,
+                "sliding_window": 4096,
+            },
+        ),
+        qk_layernorm=True,
+        norms=LayerNorms(
+            attention_output="post_attention_layernorm",
+            mlp_input="pre_feedforward_layernorm",
+            mlp_output="post_feedforward_layernorm",
+        ),
+        zero_centered_norms=True,
+        rope_types=("default", "linear"),
+        rope_theta=1e6,
+        windows=_Windows(
+            period=6, rope_theta=10000.0, theta_key="rope_local_base_freq"
+        ),
+        activation_key="hidden_activation",
+        hidden_act="gelu_pytorch_tanh",
+        tied_embeddings=True,
+        scaled_embeddings=True,
     ),
 }
 
@@ -122,6 +256,9 @@ _SIZES = (
     "num_local_experts",
     "num_experts_per_tok",
     "moe_intermediate_size",
+    "sliding_window",
+    "sliding_window_pattern",
+    "_sliding_window_pattern",
 )
 _ABSURD = 1 << 40
 _SWITCHES = ("attention_bias", "mlp_bias", "norm_topk_prob", "tie_word_embeddings")
@@ -209,10 +346,13 @@ def parse_architecture(
     attention_bias = bool(config.get("attention_bias")) and not traits.always_qkv_bias
     try:
         heads = config["num_attention_heads"]
-        base, scaling = _rope(config, traits.rope_types, source)
+        kv_channels = config.get("head_dim") or config["hidden_size"] // heads
+        window = None
+        if traits.windows is not None:
+            window = _sliding_window(config, traits.windows, source)
+        base, scaling = _rope(_of_full_layers(config, traits, source), traits, source)
         experts = _experts(config, source) if traits.experts else {}
         return Architecture(
-            name=traits.keys.model_type,
             num_layers=config["num_hidden_layers"],
             hidden_size=config["hidden_size"],
             ffn_hidden_size=config[
@@ -220,19 +360,24 @@ def parse_architecture(
             ],
             num_attention_heads=heads,
             num_query_groups=config.get("num_key_value_heads") or heads,
-            kv_channels=config.get("head_dim") or config["hidden_size"] // heads,
+            kv_channels=kv_channels,
             vocab_size=config["vocab_size"],
             max_position_embeddings=_positions(config, scaling),
             layernorm_epsilon=_positive(config, "rms_norm_eps", source),
             rotary_base=base,
             rope_scaling=scaling,
-            tied_embeddings=bool(config.get("tie_word_embeddings", False)),
-            qk_layernorm=traits.qk_layernorm,
+            tied_embeddings=bool(
+                config.get("tie_word_embeddings", traits.tied_embeddings)
+            ),
             qkv_bias=traits.always_qkv_bias or attention_bias,
-            output_bias=attention_bias,
+            output_bias=attention_bias and traits.biases_the_output,
             mlp_bias=bool(config.get("mlp_bias")),
-            activation=_activation(config, source),
-            fused_projections=traits.fused_projections,
+            activation=_activation(config, traits, source),
+            rotary_percent=_rotary_percent(config, traits, kv_channels, source),
+            query_scalar=_query_scalar(config, traits, source),
+            embedding_scale=_embedding_scale(config, traits),
+            sliding_window=window,
+            **traits.implied,
             **experts,
         )
     except KeyError as error:
@@ -268,7 +413,6 @@ def known_families() -> list[Family]:
 def _family(name: str, traits: _Traits) -> Family:
     """Return a known architecture with its smallest model, whose tensors have the names of all."""
     smallest = Architecture(
-        name=traits.keys.model_type,
         num_layers=1,
         hidden_size=1,
         ffn_hidden_size=1,
@@ -281,13 +425,17 @@ def _family(name: str, traits: _Traits) -> Family:
         rotary_base=1.0,
         rope_scaling=None,
         tied_embeddings=False,
-        qk_layernorm=traits.qk_layernorm,
         qkv_bias=traits.always_qkv_bias,
         num_experts=int(traits.experts),
         experts_per_token=int(traits.experts),
-        fused_projections=traits.fused_projections,
+        **traits.implied,
     )
-    return Family(name=name, keys=traits.keys, smallest=smallest)
+    return Family(
+        name=name,
+        keys=traits.keys,
+        smallest=smallest,
+        biases_the_output=traits.biases_the_output,
+    )
 
 
 def _positive(config: dict[str, Any], key: str, source: str) -> float:
@@ -300,8 +448,9 @@ def _positive(config: dict[str, Any], key: str, source: str) -> float:
     return value
 
 
-def _activation(config: dict[str, Any], source: str) -> Activation:
-    name = config.get("hidden_act") or "silu"
+def _activation(config: dict[str, Any], traits: _Traits, source: str) -> Activation:
+    key = traits.activation_key
+    name = config.get(key) or traits.hidden_act
     if name == "swish":
         name = "silu"
     for known in get_args(Activation):
@@ -309,7 +458,7 @@ def _activation(config: dict[str, Any], source: str) -> Activation:
             activation: Activation = known
             return activation
     raise UserError(
-        f"{source}: hidden_act={name!r:.60} is not supported, and it changes the model; known: "
+        f"{source}: {key}={name!r:.60} is not supported, and it changes the model; known: "
         f"{', '.join(get_args(Activation))}"
     )
 
@@ -343,8 +492,127 @@ def _experts(config: dict[str, Any], source: str) -> dict[str, Any]:
     }
 
 
+def _rotary_percent(
+    config: dict[str, Any], traits: _Traits, kv_channels: int, source: str
+) -> float:
+    """Return the part of a head's dimensions that is rotated."""
+    if traits.partial_rotary_factor is None:
+        return 1.0
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    given = [config.get("partial_rotary_factor"), rope.get("partial_rotary_factor")]
+    factors = {float(factor) for factor in given if factor is not None}
+    if len(factors) > 1:
+        raise UserError(
+            f"{source}: partial_rotary_factor={given[0]!r:.40} and {given[1]!r:.40} among the "
+            "parameters of the rotary embedding say one thing differently; remove one of them"
+        )
+    factor = factors.pop() if factors else traits.partial_rotary_factor
+    rotated = int(kv_channels * factor) if 0 < factor <= 1 else 0
+    if rotated < 2 or rotated % 2:
+        raise UserError(
+            f"{source}: partial_rotary_factor={factor:g} must be above 0, at most 1, and leave an "
+            f"even number of a head's {kv_channels} dimensions"
+        )
+    return factor
+
+
+def _query_scalar(config: dict[str, Any], traits: _Traits, source: str) -> float | None:
+    """Return the number by whose root scores are divided, None for the dimensions of a head."""
+    if "query_pre_attn_scalar" not in traits.keys.translated:
+        return None
+    return _positive(config, "query_pre_attn_scalar", source)
+
+
+def _embedding_scale(config: dict[str, Any], traits: _Traits) -> float | None:
+    if not traits.scaled_embeddings:
+        return None
+    return math.sqrt(config["hidden_size"])
+
+
+_KINDS = ("full_attention", "sliding_attention")
+
+
+def _sliding_window(
+    config: dict[str, Any], windows: _Windows, source: str
+) -> SlidingWindow | None:
+    """Return the window of a family in which some layers have one."""
+    layers = config["num_hidden_layers"]
+    kinds = config.get("layer_types")
+    if kinds is None:
+        period = windows.period
+        for key in ("sliding_window_pattern", "_sliding_window_pattern"):
+            period = config.get(key) or period
+        kinds = [_KINDS[(layer + 1) % period > 0] for layer in range(layers)]
+    if len(kinds) != layers or not set(kinds) <= set(_KINDS):
+        raise UserError(
+            f"{source}: layer_types={kinds!r:.60} must name {' or '.join(_KINDS)} for each of the "
+            f"{layers} layers"
+        )
+    size = config["sliding_window"]
+    if "sliding_attention" not in kinds or size is None:
+        return None
+    return SlidingWindow(
+        size=size,
+        layers=tuple(kind == "sliding_attention" for kind in kinds),
+        rotary_base=_sliding_base(config, windows, source),
+    )
+
+
+def _sliding_base(config: dict[str, Any], windows: _Windows, source: str) -> float:
+    """Return the base of the rotary frequencies in the layers with a window. Raises
+    :class:`UserError` if they would be scaled.
+    """
+    nested = config.get("rope_parameters")
+    if nested:
+        rope = {"rope_theta": windows.rope_theta, **nested["sliding_attention"]}
+        if rope.get("rope_type", "default") != "default" or rope.keys() - {
+            "rope_theta",
+            "rope_type",
+        }:
+            raise UserError(
+                f"{source}: rope_parameters.sliding_attention={rope!r:.80} is not supported, and "
+                "it changes the model; known there: rope_theta, and the rope_type default"
+            )
+        return _positive(rope, "rope_theta", source)
+    if windows.theta_key is not None and config.get(windows.theta_key) is not None:
+        return _positive(config, windows.theta_key, source)
+    given = config.get("rope_theta")
+    if windows.theta_key is None and given not in (None, windows.rope_theta):
+        raise UserError(
+            f"{source}: rope_theta={given!r:.40} is of the layers without a sliding window only, "
+            "or of all, depending on the release of transformers; write rope_parameters with "
+            "full_attention and sliding_attention"
+        )
+    return windows.rope_theta
+
+
+def _of_full_layers(
+    config: dict[str, Any], traits: _Traits, source: str
+) -> dict[str, Any]:
+    """Return the configuration with the rotary embedding of the layers without a window as if it
+    were that of all.
+    """
+    nested = config.get("rope_parameters")
+    if traits.windows is None or not nested:
+        return config
+    if set(nested) != set(_KINDS) or not all(
+        map(isinstance, nested.values(), [dict] * 2)
+    ):
+        raise UserError(
+            f"{source}: rope_parameters={nested!r:.80} must have {' and '.join(_KINDS)}"
+        )
+    full = nested["full_attention"]
+    theta = config.get("rope_theta")
+    if theta is not None and full.get("rope_theta", theta) != theta:
+        raise UserError(
+            f"{source}: rope_theta={theta!r:.40} and rope_parameters.full_attention say one thing "
+            "differently; remove one of them"
+        )
+    return {**config, "rope_parameters": full}
+
+
 def _positions(
-    config: dict[str, Any], scaling: RopeScaling | YarnScaling | None
+    config: dict[str, Any], scaling: RopeScaling | YarnScaling | LinearScaling | None
 ) -> int:
     """Return how many positions the model has. With YaRN this is the longer context, which model
     cards that add it to ``config.json`` do not write into ``max_position_embeddings``.
@@ -373,16 +641,17 @@ _LLAMA3 = (
 
 
 def _rope(
-    config: dict[str, Any], known: tuple[str, ...], source: str
-) -> tuple[float, RopeScaling | YarnScaling | None]:
-    """Return the base and the scaling of the rotary frequencies, of one of the ``known`` types."""
+    config: dict[str, Any], traits: _Traits, source: str
+) -> tuple[float, RopeScaling | YarnScaling | LinearScaling | None]:
+    """Return the base and the scaling of the rotary frequencies."""
+    known = traits.rope_types
     # transformers 5 writes rope_parameters; older checkpoints have rope_theta and rope_scaling.
     key = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
     rope = dict(config.get(key) or {})
     # transformers prefers the theta inside, and the newer name of the type
     rope.setdefault("rope_theta", config.get("rope_theta"))
     if rope["rope_theta"] is None:
-        rope["rope_theta"] = 10000.0
+        rope["rope_theta"] = traits.rope_theta
     rope.setdefault("rope_type", rope.get("type", "default"))
     base = _positive(rope, "rope_theta", source)
     kind = rope["rope_type"]
@@ -392,8 +661,10 @@ def _rope(
             f"{config['architectures']!r:.60}: {', '.join(known)}"
         )
     understood = {"rope_theta", "rope_type", "type"}
-    understood |= {"llama3": set(_LLAMA3), "yarn": set(_YARN)}.get(kind, set())
-    if rope.get("partial_rotary_factor") == 1:
+    of_kind = {"llama3": set(_LLAMA3), "yarn": set(_YARN), "linear": {"factor"}}
+    understood |= of_kind.get(kind, set())
+    is_partial = traits.partial_rotary_factor is not None
+    if is_partial or rope.get("partial_rotary_factor") == 1:
         understood.add("partial_rotary_factor")
     for name, value in rope.items():
         if value is not None and name not in understood:
@@ -403,6 +674,8 @@ def _rope(
             )
     if kind == "default":
         return base, None
+    if kind == "linear":
+        return base, LinearScaling(_positive(rope, "factor", source))
     if kind == "yarn":
         return base, _yarn(rope, key, source)
     factor, high, low, original = (_positive(rope, name, source) for name in _LLAMA3)

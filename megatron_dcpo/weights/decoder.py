@@ -42,9 +42,42 @@ class YarnScaling:
         return yarn_attention_factor(self.factor)
 
 
+@dataclass(frozen=True)
+class LinearScaling:
+    """Frequencies divided by ``factor`` (``rope_type: linear``), at every length."""
+
+    factor: float
+
+
 def yarn_attention_factor(factor: float) -> float:
     """Return 0.1 ln(factor) + 1, YaRN's factor of cosine and sine."""
     return 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+@dataclass(frozen=True)
+class LayerNorms:
+    """The norms of a layer under their Hugging Face names, None where there is none: of the inputs
+    of attention and MLP, and of their outputs before they are added to the residual.
+    """
+
+    attention_input: str | None = "input_layernorm"
+    attention_output: str | None = None
+    mlp_input: str | None = "post_attention_layernorm"
+    mlp_output: str | None = None
+
+
+LLAMA_NORMS = LayerNorms()
+
+
+@dataclass(frozen=True)
+class SlidingWindow:
+    """In the ``layers`` that are true, a token attends to the last ``size`` tokens, itself among
+    them. These layers have rotary frequencies of their own: those of ``rotary_base``, not scaled.
+    """
+
+    size: int
+    layers: tuple[bool, ...]
+    rotary_base: float
 
 
 @dataclass(frozen=True)
@@ -54,8 +87,15 @@ class Architecture:
     With ``num_experts`` every layer has that many experts, each an MLP of width
     ``ffn_hidden_size``; a token goes to ``experts_per_token`` of them. With ``normalized_experts``
     the weights of these sum to one. ``output_bias`` is the bias of the projection behind the
-    attention, ``mlp_bias`` those of the three projections of an MLP. With ``fused_projections`` a
-    checkpoint holds queries, keys and values of a layer in one tensor, and gate and up in another.
+    attention, ``mlp_bias`` those of the three projections of an MLP. ``fused_projections`` names
+    the tensors of a layer in which a checkpoint holds several projections (``qkv_proj``,
+    ``gate_up_proj``).
+
+    Queries and keys are normed head by head with ``qk_layernorm``, all heads of a token together
+    with ``whole_qk_layernorm``. ``zero_centered_norms`` multiply by 1 + weight. The first
+    ``rotary_percent`` of each head's dimensions are rotated, ``rotary_interleaved`` in pairs of
+    neighbors. The scores of the attention are divided by the root of ``query_scalar``, or else of
+    ``kv_channels``. Embeddings are multiplied by ``embedding_scale``.
     """
 
     name: str
@@ -69,7 +109,7 @@ class Architecture:
     max_position_embeddings: int
     layernorm_epsilon: float
     rotary_base: float
-    rope_scaling: RopeScaling | YarnScaling | None
+    rope_scaling: RopeScaling | YarnScaling | LinearScaling | None
     tied_embeddings: bool
     qk_layernorm: bool
     qkv_bias: bool
@@ -79,4 +119,21 @@ class Architecture:
     num_experts: int = 0
     experts_per_token: int = 0
     normalized_experts: bool = False
-    fused_projections: bool = False
+    fused_projections: tuple[str, ...] = ()
+    norms: LayerNorms = LLAMA_NORMS
+    whole_qk_layernorm: bool = False
+    zero_centered_norms: bool = False
+    rotary_percent: float = 1.0
+    rotary_interleaved: bool = False
+    query_scalar: float | None = None
+    embedding_scale: float | None = None
+    sliding_window: SlidingWindow | None = None
+
+    @property
+    def rotary_dimensions(self) -> int:
+        """Return how many dimensions of a head are rotated."""
+        return int(self.kv_channels * self.rotary_percent)
+
+    def has_window(self, layer: int) -> bool:
+        """Return whether a token attends to a window only in ``layer``, counted from 0."""
+        return self.sliding_window is not None and self.sliding_window.layers[layer]

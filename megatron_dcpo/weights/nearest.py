@@ -27,11 +27,14 @@ _MOST_NAMES = 40
 
 @dataclass(frozen=True)
 class Family:
-    """A known architecture: its keys, and its ``smallest`` model, for the names of tensors."""
+    """A known architecture: its keys, and its ``smallest`` model, for the names of tensors.
+    ``attention_bias`` is also about the output projection if it ``biases_the_output``.
+    """
 
     name: str
     keys: Keys
     smallest: Architecture
+    biases_the_output: bool
 
 
 @dataclass(frozen=True)
@@ -123,7 +126,7 @@ def _with_biases(family: Family, config: Mapping[str, Any]) -> Architecture:
 
     arch = family.smallest
     if asks_for("attention_bias") and not arch.qkv_bias:
-        arch = replace(arch, qkv_bias=True, output_bias=True)
+        arch = replace(arch, qkv_bias=True, output_bias=family.biases_the_output)
     if asks_for("mlp_bias"):
         arch = replace(arch, mlp_bias=True)
     return arch

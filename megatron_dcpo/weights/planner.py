@@ -241,8 +241,8 @@ def _copies(
             dim=0,
             primary=primary and rank == 0,
         )
-    elif row.interleaving in ("column", "row"):
-        dim = 0 if row.interleaving == "column" else 1
+    elif row.interleaving in ("column", "norm_of_heads", "row"):
+        dim = 1 if row.interleaving == "row" else 0
         size = shape[dim] // tp
         yield copy(
             hf=row.hf[0],

@@ -8,6 +8,7 @@ global in Hugging Face names and local to the pipeline stage in Megatron's. In t
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Mapping, Sequence
@@ -24,6 +25,8 @@ Interleaving = Literal[
     "replicated",  # every tensor-parallel rank holds the whole tensor
     "column",  # output rows are split over tensor-parallel ranks (dim 0)
     "row",  # input columns are split (dim 1)
+    # the weight of a norm over all heads: each rank has its heads' (dim 0), an engine the whole
+    "norm_of_heads",
     "qkv",  # per query group: its query heads, then its key head, then its value head (dim 0)
     # per rank: its rows of the gate projection, then its rows of the up projection (dim 0)
     "gate_up",
@@ -37,6 +40,7 @@ _ENGINE_CUTS: dict[Interleaving, tuple[EngineCut, ...]] = {
     "replicated": ("whole",),
     "column": ("rows",),
     "row": ("columns",),
+    "norm_of_heads": ("whole",),
     "qkv": ("rows", "heads", "heads"),
     "gate_up": ("rows", "rows"),
     "vocab": ("vocabulary",),
@@ -104,6 +108,12 @@ _GROUPED_EXPERTS = {
     _LOCAL_EXPERT + "linear_fc2.weight": "mlp.experts.linear_fc2.weight{expert}",
 }
 LOCAL_NAMES = {fused: local for local, fused in _FUSED_NORMS.items()}
+# The norms of outputs under the names that Megatron Bridge gives them in checkpoints. Here they are
+# no part of the linear layers, so that an adapter adds to what is normed.
+OUTPUT_NORMS = {
+    "self_attn_bda.norm.": "self_attention.linear_proj.post_layernorm.",
+    "mlp_bda.norm.": "mlp.linear_fc2.post_layernorm.",
+}
 # What ``fused_projections`` hold, from the first row to the last.
 _FUSED_PROJECTIONS = {
     "self_attn.qkv_proj": (
@@ -188,12 +198,12 @@ def fused_parts(arch: Architecture) -> Mapping[str, tuple[StoredPart, ...]]:
     with their parts in this order; nothing for an architecture without ``fused_projections``.
     """
     fused: dict[str, tuple[StoredPart, ...]] = {}
-    if not arch.fused_projections:
-        return MappingProxyType(fused)
     shapes = hf_shapes(arch)
     for layer in range(arch.num_layers):
         prefix = _H.format(layer=layer)
         for whole, projections in _FUSED_PROJECTIONS.items():
+            if whole.rpartition(".")[2] not in arch.fused_projections:
+                continue
             parts = []
             first = 0
             for projection in projections:
@@ -244,16 +254,24 @@ def _mlp_rows(module: str, hf: str) -> list[Row]:
     ]
 
 
+def _norm_row(megatron: str, hf: str | None) -> list[Row]:
+    """Return the row of a norm, nothing if the layer does not have it."""
+    if hf is None:
+        return []
+    row = Row(
+        megatron=f"{_M}{megatron}.weight",
+        hf=(f"{_H}{hf}.weight",),
+        interleaving="replicated",
+    )
+    return [row]
+
+
 @functools.lru_cache(maxsize=64)
 def layer_rows(arch: Architecture) -> tuple[Row, ...]:
     """Return the rows of one decoder layer (Llama's names, which Qwen2 and Qwen3 share)."""
     qkv = tuple(f"{_H}self_attn.{p}_proj" for p in "qkv")
     rows = [
-        Row(
-            megatron=f"{_M}input_layernorm.weight",
-            hf=(f"{_H}input_layernorm.weight",),
-            interleaving="replicated",
-        ),
+        *_norm_row("input_layernorm", arch.norms.attention_input),
         Row(
             megatron=f"{_M}self_attention.linear_qkv.weight",
             hf=tuple(f"{name}.weight" for name in qkv),
@@ -264,11 +282,9 @@ def layer_rows(arch: Architecture) -> tuple[Row, ...]:
             hf=(f"{_H}self_attn.o_proj.weight",),
             interleaving="row",
         ),
-        Row(
-            megatron=f"{_M}pre_mlp_layernorm.weight",
-            hf=(f"{_H}post_attention_layernorm.weight",),
-            interleaving="replicated",
-        ),
+        *_norm_row("self_attn_bda.norm", arch.norms.attention_output),
+        *_norm_row("pre_mlp_layernorm", arch.norms.mlp_input),
+        *_norm_row("mlp_bda.norm", arch.norms.mlp_output),
     ]
     if arch.num_experts:
         rows.append(
@@ -312,21 +328,18 @@ def layer_rows(arch: Architecture) -> tuple[Row, ...]:
                 interleaving="replicated",
             )
         )
-    if arch.qk_layernorm:
-        rows.append(
-            Row(
-                megatron=f"{_M}self_attention.q_layernorm.weight",
-                hf=(f"{_H}self_attn.q_norm.weight",),
-                interleaving="replicated",
-            )
+    if arch.qk_layernorm or arch.whole_qk_layernorm:
+        interleaving: Interleaving = (
+            "norm_of_heads" if arch.whole_qk_layernorm else "replicated"
         )
-        rows.append(
-            Row(
-                megatron=f"{_M}self_attention.k_layernorm.weight",
-                hf=(f"{_H}self_attn.k_norm.weight",),
-                interleaving="replicated",
+        for p in "qk":
+            rows.append(
+                Row(
+                    megatron=f"{_M}self_attention.{p}_layernorm.weight",
+                    hf=(f"{_H}self_attn.{p}_norm.weight",),
+                    interleaving=interleaving,
+                )
             )
-        )
     return tuple(rows)
 
 
@@ -377,14 +390,17 @@ def _layer_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
     d = arch.kv_channels
     q = arch.num_attention_heads * d
     kv = arch.num_query_groups * d
-    shapes: dict[str, tuple[int, ...]] = {
-        "input_layernorm.weight": (h,),
-        "self_attn.q_proj.weight": (q, h),
-        "self_attn.k_proj.weight": (kv, h),
-        "self_attn.v_proj.weight": (kv, h),
-        "self_attn.o_proj.weight": (h, q),
-        "post_attention_layernorm.weight": (h,),
-    }
+    shapes: dict[str, tuple[int, ...]] = {}
+    before, *others = dataclasses.astuple(arch.norms)
+    if before is not None:
+        shapes[f"{before}.weight"] = (h,)
+    shapes["self_attn.q_proj.weight"] = (q, h)
+    shapes["self_attn.k_proj.weight"] = (kv, h)
+    shapes["self_attn.v_proj.weight"] = (kv, h)
+    shapes["self_attn.o_proj.weight"] = (h, q)
+    for norm in others:
+        if norm is not None:
+            shapes[f"{norm}.weight"] = (h,)
     mlps = ["mlp"]
     if arch.num_experts:
         shapes["mlp.gate.weight"] = (arch.num_experts, h)
@@ -403,10 +419,21 @@ def _layer_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
         shapes["mlp.gate_proj.bias"] = (f,)
         shapes["mlp.up_proj.bias"] = (f,)
         shapes["mlp.down_proj.bias"] = (h,)
-    if arch.qk_layernorm:
-        shapes["self_attn.q_norm.weight"] = (d,)
-        shapes["self_attn.k_norm.weight"] = (d,)
-    return shapes
+    return shapes | _qk_norm_shapes(arch)
+
+
+def _qk_norm_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
+    d = arch.kv_channels
+    queries = keys = d
+    if arch.whole_qk_layernorm:
+        queries = arch.num_attention_heads * d
+        keys = arch.num_query_groups * d
+    elif not arch.qk_layernorm:
+        return {}
+    return {
+        "self_attn.q_norm.weight": (queries,),
+        "self_attn.k_norm.weight": (keys,),
+    }
 
 
 @functools.lru_cache(maxsize=64)

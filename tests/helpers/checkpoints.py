@@ -11,7 +11,17 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-FAMILIES = ("qwen3", "qwen3_moe", "llama", "qwen2", "phi3")
+FAMILIES = (
+    "qwen3",
+    "qwen3_moe",
+    "llama",
+    "qwen2",
+    "phi3",
+    "glm4",
+    "olmo2",
+    "olmo3",
+    "gemma3",
+)
 SMALL = {
     "vocab_size": 331,
     "hidden_size": 32,
@@ -40,15 +50,18 @@ def save_model(
     settings: dict[str, Any] = SMALL | {"tie_word_embeddings": tied} | options
     if family.startswith("qwen3"):
         settings = {"head_dim": 16} | settings
-    if family == "phi3":
+    if family in ("phi3", "glm4", "olmo2", "olmo3", "gemma3"):
         settings = {"bos_token_id": 1, "pad_token_id": 0} | settings
+    if family == "gemma3":
+        settings = {"head_dim": 16} | settings
     if family == "qwen3_moe":
         settings = {
             "num_experts": 4,
             "num_experts_per_tok": 2,
             "moe_intermediate_size": 24,
         } | settings
-    config = getattr(transformers, f"{name}Config")(**settings)
+    of_text = "Text" if family == "gemma3" else ""
+    config = getattr(transformers, f"{name}{of_text}Config")(**settings)
     torch.manual_seed(0)
     model = getattr(transformers, f"{name}ForCausalLM")(config).to(
         getattr(torch, dtype)
@@ -66,6 +79,32 @@ def load_model(path: Path) -> dict[str, torch.Tensor]:
     for file in path.glob("*.safetensors"):
         tensors |= load_file(file)
     return tensors
+
+
+def norms_of_layer(model_type: str) -> dict[str, str | None]:
+    """The norms of a dense layer: Megatron's names in a checkpoint, and the family's."""
+    before_and_after_attention = ["input_layernorm", None]
+    before_and_after_mlp = ["post_attention_layernorm", None]
+    if model_type == "glm4":
+        before_and_after_attention[1] = "post_self_attn_layernorm"
+        before_and_after_mlp[1] = "post_mlp_layernorm"
+    elif model_type.startswith("olmo"):
+        before_and_after_attention = [None, "post_attention_layernorm"]
+        before_and_after_mlp = [None, "post_feedforward_layernorm"]
+    elif model_type.startswith("gemma"):
+        before_and_after_attention[1] = "post_attention_layernorm"
+        before_and_after_mlp = [
+            "pre_feedforward_layernorm",
+            "post_feedforward_layernorm",
+        ]
+    names = (
+        "self_attention.linear_qkv.layer_norm_weight",
+        "self_attention.linear_proj.post_layernorm.weight",
+        "mlp.linear_fc1.layer_norm_weight",
+        "mlp.linear_fc2.post_layernorm.weight",
+    )
+    norms = (*before_and_after_attention, *before_and_after_mlp)
+    return dict(zip(names, norms, strict=True))
 
 
 def expected_megatron(path: Path, padded: int) -> dict[str, torch.Tensor]:
@@ -89,6 +128,7 @@ def expected_megatron(path: Path, padded: int) -> dict[str, torch.Tensor]:
             sizes = [config["num_attention_heads"] * d, groups * d, groups * d]
             for p, part in zip("qkv", qkv.split(sizes), strict=True):
                 at[f"self_attn.{p}_proj.weight"] = part
+        if "mlp.gate_up_proj.weight" in at:
             gate, up = at["mlp.gate_up_proj.weight"].chunk(2)
             at |= {"mlp.gate_proj.weight": gate, "mlp.up_proj.weight": up}
         for kind in ("weight", "bias"):
@@ -109,7 +149,10 @@ def expected_megatron(path: Path, padded: int) -> dict[str, torch.Tensor]:
             gate_up = [at["mlp.gate_proj.bias"], at["mlp.up_proj.bias"]]
             add("mlp.linear_fc1.bias", torch.cat(gate_up))
             add("mlp.linear_fc2.bias", at["mlp.down_proj.bias"])
-        add("self_attention.linear_qkv.layer_norm_weight", at["input_layernorm.weight"])
+        norms = norms_of_layer(config["model_type"])
+        for name, norm in norms.items():
+            if norm is not None and "num_local_experts" not in config:
+                add(name, at[f"{norm}.weight"])
         if "num_local_experts" in config:
             experts = [
                 f"mlp.experts.{expert}."
@@ -122,6 +165,10 @@ def expected_megatron(path: Path, padded: int) -> dict[str, torch.Tensor]:
             add("mlp.experts.experts.linear_fc1.weight", torch.cat([gate, up], dim=1))
             add("mlp.experts.experts.linear_fc2.weight", down)
             add("mlp.router.weight", at["mlp.gate.weight"])
+            add(
+                "self_attention.linear_qkv.layer_norm_weight",
+                at["input_layernorm.weight"],
+            )
             add("pre_mlp_layernorm.weight", at["post_attention_layernorm.weight"])
         else:
             add(
@@ -129,10 +176,6 @@ def expected_megatron(path: Path, padded: int) -> dict[str, torch.Tensor]:
                 torch.cat([at["mlp.gate_proj.weight"], at["mlp.up_proj.weight"]]),
             )
             add("mlp.linear_fc2.weight", at["mlp.down_proj.weight"])
-            add(
-                "mlp.linear_fc1.layer_norm_weight",
-                at["post_attention_layernorm.weight"],
-            )
         for p in "qk":
             if f"self_attn.{p}_norm.weight" in at:
                 add(

@@ -160,7 +160,9 @@ def run(options: dict[str, Any]) -> Any:
         "weights": weights,
         "layers": "transformer_engine" if policy.layout.transformer_engine else "local",
         "replicated": [
-            digest(p) for name, p in policy.gpt[0].named_parameters() if "norm" in name
+            digest(p)
+            for name, p in policy.gpt[0].named_parameters()
+            if "norm" in name and not getattr(p, "tensor_model_parallel", False)
         ],
         "probes": probes,
     }

@@ -16,7 +16,7 @@ from megatron_dcpo.weights.architecture import (
     read_architecture,
 )
 from megatron_dcpo.weights.nearest import LONGEST, nearest_architecture
-from tests.helpers.checkpoints import SMALL, save_model
+from tests.helpers.checkpoints import FAMILIES, SMALL, save_model
 
 SPECIAL = {"bos_token_id": 1, "pad_token_id": 0}
 
@@ -25,8 +25,7 @@ def saved(path: Path, family: str) -> tuple[Path, dict[str, Any]]:
     """A tiny model of transformers', and its configuration."""
     import transformers
 
-    of_text = "Text" if family == "Gemma3" else ""
-    config = getattr(transformers, f"{family}{of_text}Config")(**SMALL, **SPECIAL)
+    config = getattr(transformers, f"{family}Config")(**SMALL, **SPECIAL)
     model = getattr(transformers, f"{family}ForCausalLM")(config)
     model.save_pretrained(path)
     return path, json.loads((path / "config.json").read_text())
@@ -41,36 +40,33 @@ def line_of(path: Path) -> str:
     return line
 
 
-def test_gemma3_differs_in_keys_and_norms(tmp_path: Path) -> None:
-    path, config = saved(tmp_path / "model", "Gemma3")
-    found = nearest_architecture(config, "Gemma3ForCausalLM", path, known_families())
-    assert found.known == "Qwen3ForCausalLM"
-    assert {"query_pre_attn_scalar", "layer_types"} <= set(found.keys)
-    assert found.tensors == (
-        "post_feedforward_layernorm.weight",
-        "pre_feedforward_layernorm.weight",
-    )
-    assert found.lacking == ()
+def test_gemma2_differs_in_keys_and_norms(tmp_path: Path) -> None:
+    path, config = saved(tmp_path / "model", "Gemma2")
+    found = nearest_architecture(config, "Gemma2ForCausalLM", path, known_families())
+    assert found.known == "Gemma3ForCausalLM"
+    assert found.keys == ("attn_logit_softcapping", "final_logit_softcapping")
+    assert found.lacking == ("self_attn.k_norm.weight", "self_attn.q_norm.weight")
     line = line_of(path)
     known = [name.removesuffix("ForCausalLM") for name in ARCHITECTURES]
-    for named in ("Gemma3ForCausalLM", *known, found.keys[0], "feedforward_layernorm"):
+    for named in ("Gemma2ForCausalLM", *known, found.keys[0], "k_norm"):
         assert named in line
 
 
-def test_olmo2_differs_in_norms_that_only_the_weights_show(tmp_path: Path) -> None:
-    path, config = saved(tmp_path / "model", "Olmo2")
-    found = nearest_architecture(config, "Olmo2ForCausalLM", path, known_families())
-    assert (found.known, found.keys) == ("Qwen3ForCausalLM", ())
-    assert found.tensors == ("post_feedforward_layernorm.weight",)
-    assert found.lacking == ("input_layernorm.weight",)
-    line = line_of(path)
-    assert "post_feedforward_layernorm" in line
-    assert "input_layernorm" in line
+def test_glm_differs_in_norms_that_only_the_weights_show(tmp_path: Path) -> None:
+    path, config = saved(tmp_path / "model", "Glm")
+    found = nearest_architecture(config, "GlmForCausalLM", path, known_families())
+    assert (found.known, found.keys) == ("Glm4ForCausalLM", ())
+    assert found.tensors == ()
+    assert found.lacking == (
+        "post_mlp_layernorm.weight",
+        "post_self_attn_layernorm.weight",
+    )
+    assert "post_mlp_layernorm" in line_of(path)
     with pytest.raises(UserError, match="no weights"):
         parse_architecture(config)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "llama", "qwen2", "phi3"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_known_model_under_another_name_is_nearest_to_itself(
     tmp_path: Path, family: str
 ) -> None:
@@ -86,9 +82,9 @@ def test_a_known_model_under_another_name_is_nearest_to_itself(
 
 
 def test_damaged_weights_do_not_hide_the_name(tmp_path: Path) -> None:
-    path, _ = saved(tmp_path / "model", "Olmo2")
+    path, _ = saved(tmp_path / "model", "Glm")
     (path / "model.safetensors").write_bytes(b"no tensors")
-    assert "Olmo2ForCausalLM" in line_of(path)
+    assert "GlmForCausalLM" in line_of(path)
 
 
 def test_names_of_any_length_stay_in_the_line(tmp_path: Path) -> None:

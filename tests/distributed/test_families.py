@@ -1,0 +1,80 @@
+"""Families with layers of another form than Llama's (norms behind attention and MLP, one norm over
+all heads, partial and interleaved rotations, sliding windows): log-probs and the gradient of every
+tensor against transformers, and every layout against one process.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.distributed.test_parallel_parity import LAYOUTS, agrees
+from tests.helpers.launch import torchrun_all
+
+FAMILIES = ("glm4", "olmo2", "olmo3", "gemma3")
+TIED = ("gemma3",)
+# the others are in the full suite
+QUICK = {
+    ("glm4", "tp2_sequence_parallel_packed"),
+    ("olmo3", "tp2_pp2"),
+    ("gemma3", "cp2_packed"),
+}
+CASES = [
+    pytest.param(
+        family,
+        layout,
+        marks=[] if (family, layout) in QUICK else [pytest.mark.full],
+    )
+    for family in FAMILIES
+    for layout in LAYOUTS
+]
+
+
+@pytest.fixture(scope="module")
+def model(tiny_models):
+    return lambda family: str(tiny_models(family, family in TIED))
+
+
+@pytest.fixture(scope="module")
+def against_transformers(model, tmp_path_factory):
+    jobs = [("gradients", {"model": model(family)}) for family in FAMILIES]
+    results = torchrun_all(jobs, 1, tmp_path_factory.mktemp("gradients"))
+    return dict(zip(FAMILIES, [ranks[0] for ranks in results], strict=True))
+
+
+@pytest.fixture(scope="module")
+def policy_of(model, tmp_path_factory):
+    """Return the ranks' results of a family in a layout; each is computed once."""
+    made = {}
+
+    def get(family, layout):
+        if (family, layout) not in made:
+            processes, parallel = LAYOUTS.get(layout, (1, {}))
+            options = {"model": model(family), "parallel": parallel}
+            options |= {"probe": True, "bucket_bytes": 20_000}
+            out = tmp_path_factory.mktemp(f"{family}_{layout}")
+            made[family, layout] = torchrun_all([("policy", options)], processes, out)[
+                0
+            ]
+        return made[family, layout]
+
+    return get
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logprobs_and_gradients_are_those_of_transformers(against_transformers, family):
+    """In fp32: log-probs to a few units in the last place, gradients of each tensor to 3e-6 of its
+    largest number.
+    """
+    found = against_transformers[family]
+    assert found["logprobs"] <= 4e-6
+    for name, difference in found["gradients"].items():
+        assert difference <= 3e-6, name
+
+
+@pytest.mark.parametrize(("family", "layout"), CASES)
+def test_layout_equals_one_process(policy_of, family, layout):
+    agrees(
+        policy_of(family, layout),
+        policy_of(family, "one process")[0],
+        LAYOUTS[layout][1],
+    )
