@@ -45,6 +45,8 @@ class ModelShape(Protocol):
     def ffn_hidden_size(self) -> int: ...
     @property
     def vocab_size(self) -> int: ...
+    @property
+    def sliding_window(self) -> object | None: ...
 
 
 _RUN_RULES: list[Callable[[RunConfig], Broken]] = []
@@ -656,6 +658,23 @@ def an_adapter_has_no_experts(config: RunConfig, model: ModelShape) -> Broken:
             "model.adapter: no factors for experts; remove it for a mixture of experts"
         )
     return None
+
+
+@run_model_rule
+def windows_in_context_parallelism(config: RunConfig, model: ModelShape) -> Broken:
+    """As Transformer Engine has them. The local layers gather the keys whatever the option says."""
+    parallel = config.parallel
+    if model.sliding_window is None or parallel.context_parallel_size == 1:
+        return None
+    gathers = parallel.cp_comm_type == "all_gather" and not parallel.sequence_packing
+    if gathers or config.model.transformer_impl == "local":
+        return None
+    return (
+        f"parallel.context_parallel_size={parallel.context_parallel_size}: some layers of "
+        f"{config.model.path} have a sliding window, with which Transformer Engine needs "
+        "parallel.megatron.cp_comm_type=all_gather and parallel.sequence_packing=false; set them, "
+        "or take tensor or pipeline parallelism instead"
+    )
 
 
 @run_model_rule

@@ -215,8 +215,10 @@ class Adapter:
             x = inputs[0]
             norm = getattr(linear, "layer_norm_weight", None)
             if norm is not None:
-                eps = self.policy.arch.layernorm_epsilon
-                x = F.rms_norm(x.float(), norm.shape, norm.float(), eps).to(x.dtype)
+                arch = self.policy.arch
+                scale = norm.float() + arch.zero_centered_norms
+                eps = arch.layernorm_epsilon
+                x = F.rms_norm(x.float(), norm.shape, scale, eps).to(x.dtype)
             A = torch.cat([pair.A for pair in present])
             if self.policy.config.sequence_parallel:
                 inner = gather_from_sequence_parallel_region(

@@ -296,7 +296,14 @@ class InProcessTransfer(WeightTransferEngine[_Init, _Update]):
         layer, of_expert, _ = name.partition(".mlp.experts.")
         if of_expert:
             return f"{layer}.mlp.experts.routed_experts.w13_weight"
-        return str(self.model.hf_to_vllm_mapper.map_name(name))
+        # A model's loader maps the names first, and then that of the model inside it.
+        mappers = [self.model.hf_to_vllm_mapper]
+        inner = getattr(self.model.model, "hf_to_vllm_mapper", None)
+        if inner is not None and inner is not mappers[0]:
+            mappers.append(inner)
+        for mapper in mappers:
+            name = str(mapper.map_name(name))
+        return name
 
     def _one_by_one(
         self, update: _Update, expected: _Expected

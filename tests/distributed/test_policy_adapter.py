@@ -64,6 +64,17 @@ def one(tiny_models, tmp_path_factory):
     )[0]
 
 
+@pytest.fixture(scope="module")
+def gemma(tiny_models, tmp_path_factory):
+    """Norms that multiply by 1 + weight, also of what a layer with a pair returns."""
+    out = tmp_path_factory.mktemp("gemma")
+    options = {
+        "model": str(tiny_models("gemma3", True)),
+        "settings": [{"parallel": {}}],
+    }
+    return torchrun("policy_adapter", 1, out, options)[0][0]
+
+
 def trained_by_hand(model_dir, started, targets):
     """Losses, pairs and log-probs of ``STEPS`` steps of torch's AdamW on W + (alpha / rank) B A, in
     the model of Hugging Face; A as ours began, B zero.
@@ -126,9 +137,18 @@ def trained_by_hand(model_dir, started, targets):
     return losses, pairs, rows, merged()
 
 
-@pytest.mark.parametrize(("which", "targets"), [(0, None), (2, SOME)])
+@pytest.mark.parametrize(("which", "targets"), [(0, PROJECTIONS), (2, SOME)])
 def test_it_learns_what_hugging_faces_model_learns(one, which, targets, tiny_models):
-    found, names = one[which], one[which]["adapter"]
+    learned(one[which], tiny_models("qwen3", True), targets)
+
+
+def test_with_norms_behind_the_adapted_layers(gemma, tiny_models):
+    learned(gemma, tiny_models("gemma3", True), PROJECTIONS)
+
+
+def learned(found, model_dir, targets):
+    """It is what Hugging Face's model learns by hand."""
+    names = found["adapter"]
     started = {
         n.removesuffix(".lora_A.weight"): first_A(
             n.removesuffix(".lora_A.weight"), RANK, np.shape(v)[1]
@@ -136,9 +156,7 @@ def test_it_learns_what_hugging_faces_model_learns(one, which, targets, tiny_mod
         for n, v in names.items()
         if ".lora_A." in n
     }
-    losses, pairs, rows, merged = trained_by_hand(
-        tiny_models("qwen3", True), started, targets or PROJECTIONS
-    )
+    losses, pairs, rows, merged = trained_by_hand(model_dir, started, targets)
     np.testing.assert_allclose(found["losses"], losses, rtol=1e-5)
     assert names.keys() == pairs.keys()
     for name, value in pairs.items():
@@ -215,12 +233,16 @@ def test_layouts_train_the_same_adapter(one, layout, tiny_models, tmp_path):
             close(found, one[0])
 
 
-def test_through_the_layers_of_transformer_engine(one, tiny_models, tmp_path):
+@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
+def test_through_the_layers_of_transformer_engine(
+    one, gemma, family, tiny_models, tmp_path
+):
     settings = [
         {"parallel": {"tensor_model_parallel_size": 2, "sequence_parallel": True}}
     ]
-    options = {"model": str(tiny_models("qwen3", True)), "settings": settings}
+    options = {"model": str(tiny_models(family, True)), "settings": settings}
+    expected = {"qwen3": one[0], "gemma3": gemma}[family]
     for rank in torchrun(
         "policy_adapter", 2, tmp_path, options, environment=environment()
     ):
-        close(rank[0], one[0])
+        close(rank[0], expected)

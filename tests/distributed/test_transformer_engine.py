@@ -58,12 +58,16 @@ LAYOUTS = {
     ),
 }
 FAMILIES = [("qwen3", True), ("llama", False), ("qwen2", True)]
+OTHER_FORMS = [("glm4", False), ("olmo3", False), ("gemma3", True)]
 RUNS = [
     (layout, which)
     for layout in LAYOUTS
     for which in FAMILIES
     if which == FAMILIES[0] or layout in ("one", "tp2")
 ]
+RUNS += [("tp2_sequence_parallel_packed", which) for which in OTHER_FORMS]
+RUNS += [("cp2", OTHER_FORMS[2])]
+FAMILIES += OTHER_FORMS
 
 
 @pytest.fixture(scope="module")

@@ -30,11 +30,12 @@ def _mark(parameter: Any, dim: int) -> None:
         setattr(parameter, name, value)
 
 
-def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def _norm(x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tensor:
     """In fp32 with the scale in fp32, then rounded once: the kernels' order, which differs from
     Hugging Face's in bf16.
     """
-    return (F.rms_norm(x.float(), weight.shape, None, eps) * weight.float()).to(x.dtype)
+    scale = weight.float() + zero_centered
+    return (F.rms_norm(x.float(), weight.shape, None, eps) * scale).to(x.dtype)
 
 
 class RMSNorm(_Module):
@@ -43,7 +44,7 @@ class RMSNorm(_Module):
         super().__init__()
         size = options.get("hidden_size") or normalized_shape
         self.eps = options.get("eps", 1e-5)
-        assert not options.get("zero_centered_gamma")
+        self.zero_centered_gamma = bool(options.get("zero_centered_gamma"))
         self.weight = nn.Parameter(
             torch.ones(
                 size,
@@ -54,7 +55,7 @@ class RMSNorm(_Module):
         self.weight.sequence_parallel = bool(options.get("sequence_parallel"))  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
-        return _norm(x, self.weight, self.eps)
+        return _norm(x, self.weight, self.eps, self.zero_centered_gamma)
 
 
 class LayerNorm:
@@ -180,8 +181,8 @@ class LayerNormLinear(Linear):
         }
         options.pop("return_layernorm_output", None)
         assert norm["normalization"] == "RMSNorm"
-        assert not norm["zero_centered_gamma"]
         super().__init__(in_features, out_features, **options)
+        self.zero_centered_gamma = bool(norm["zero_centered_gamma"])
         self.eps = norm["eps"]
         kind = {
             "dtype": options.get("params_dtype"),
@@ -192,9 +193,8 @@ class LayerNormLinear(Linear):
 
     @checked("LayerNormLinear.forward")
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Any:
-        return self._multiply(
-            _norm(inp, self.layer_norm_weight, self.eps), is_first_microbatch
-        )
+        normed = _norm(inp, self.layer_norm_weight, self.eps, self.zero_centered_gamma)
+        return self._multiply(normed, is_first_microbatch)
 
 
 class GroupedLinear(_Module):
@@ -227,9 +227,12 @@ class DotProductAttention(_Module):
         super().__init__()
         self.attention_dropout = options.get("attention_dropout", 0.0)
         self.softmax_scale = options.get("softmax_scale")
+        # tokens before and after the one that attends; -1 for all
+        self.window = options.get("window_size") or (-1, 0)
         self.cp_group = options.get("cp_group")
         if self.cp_group is not None:
             assert options["cp_comm_type"] in ("p2p", "all_gather")
+            assert self.window == (-1, 0) or options["cp_comm_type"] == "all_gather"
             assert options[
                 "cp_global_ranks"
             ] == torch.distributed.get_process_group_ranks(self.cp_group)
@@ -300,7 +303,7 @@ class DotProductAttention(_Module):
             torch.arange(bounds[-1]), torch.tensor(bounds[1:]), right=True
         )
         own = (owners == self.cp_group.rank()).nonzero()[:, 0]
-        mask = (number[own, None] == number[held]) & (own[:, None] >= held)
+        mask = (number[own, None] == number[held]) & self._sees(own, held)
         q, *keys_and_values = (x.unsqueeze(1) if packed else x for x in layers)
         gathered = (
             gather_from_sequence_parallel_region(x.contiguous(), group=self.cp_group)
@@ -309,8 +312,18 @@ class DotProductAttention(_Module):
         out = self._attend(q, *gathered, mask=mask)
         return out.squeeze(1) if packed else out
 
+    def _sees(self, queries: Tensor, keys: Tensor) -> Tensor:
+        """Which keys a query sees, by their positions."""
+        before = queries[:, None] - keys
+        if self.window == (-1, 0):
+            return before >= 0
+        return (before >= 0) & (before <= self.window[0])
+
     def _attend(self, *layers: Tensor, mask: Tensor | None = None) -> Tensor:
         q, k, v = (x.permute(1, 2, 0, 3) for x in layers)
+        if mask is None and self.window != (-1, 0):
+            tokens = torch.arange(q.shape[2])
+            mask = self._sees(tokens, tokens)
         how = {"scale": self.softmax_scale, "enable_gqa": q.shape[1] != k.shape[1]}
         out = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, **how
