@@ -435,19 +435,19 @@ def _local(arch: Architecture, w: Widths) -> float:
     b = w.bytes
     q = w.queries
     k = w.keys
-    # fp32 input, normalized, scaled (the input of the next linear layer); 1/rms
-    norms = 2 * ((4 + 2 * b) * w.hidden + 4)
+    norms = _local_norms(arch, w)
     qkv = b * (q + 2 * k)  # the output of the projection, of which the values are views
     qk_norms = 0
-    if arch.qk_layernorm:
+    if arch.qk_layernorm or arch.whole_qk_layernorm:
         fp32_inputs = 0
-        if b == 2:
+        if b == 2 or arch.whole_qk_layernorm:
             fp32_inputs = 4 * (q + k)
         elif w.heads != w.groups:
             fp32_inputs = (
                 4 * q
             )  # a group's queries are copied out of the projection's output
-        qk_norms = fp32_inputs + b * (q + k) + 4 * (w.heads + w.groups)
+        normalized = 4 if arch.zero_centered_norms else b
+        qk_norms = fp32_inputs + normalized * (q + k) + 4 * (w.heads + w.groups)
     rotary = 4 * b * w.head_dim  # cosine and sine, for queries and for keys
     attention = (
         b * (q + k) + b * q + 4 * w.heads
@@ -456,15 +456,54 @@ def _local(arch: Architecture, w: Widths) -> float:
     return norms + qkv + qk_norms + rotary + attention + projection + _mlp(w, False)
 
 
+def _local_norms(arch: Architecture, w: Widths) -> float:
+    """Return the bytes per token of a layer's norms: the input in fp32, what is normalized, and for
+    a norm of the input of attention or MLP what is scaled, which the linear layer keeps; 1/rms.
+    Without such a norm the linear layer keeps the hidden state itself.
+    """
+    b = w.bytes
+    normalized = 4 if arch.zero_centered_norms else b
+    total = 0.0
+    for norm in (arch.norms.attention_input, arch.norms.mlp_input):
+        if norm is None:
+            total += b * w.hidden
+        else:
+            total += (4 + normalized + b) * w.hidden + 4
+    for norm in (arch.norms.attention_output, arch.norms.mlp_output):
+        if norm is not None:
+            total += (4 + normalized) * w.hidden + 4
+    return total
+
+
+def _transformer_engine_norms(arch: Architecture, w: Widths) -> float:
+    """Return the bytes per token of a layer's norms: the input, and for a norm of the input of
+    attention or MLP the output, which the linear layer keeps.
+    """
+    b = w.bytes
+    total = 0.0
+    for norm in (arch.norms.attention_input, arch.norms.mlp_input):
+        if norm is None:
+            total += b * w.hidden
+        else:
+            total += 2 * b * w.hidden + 4
+    for norm in (arch.norms.attention_output, arch.norms.mlp_output):
+        if norm is not None:
+            total += b * w.hidden + 4
+    return total
+
+
 def _transformer_engine(arch: Architecture, w: Widths) -> float:
     b = w.bytes
     q = w.queries
     k = w.keys
-    norms = 2 * (2 * b * w.hidden + 4)  # the norm's input and its output
+    norms = _transformer_engine_norms(arch, w)
     qkv = b * (q + 2 * k)
     qk_norms = 0
     if arch.qk_layernorm:
         qk_norms = b * q + 4 * (w.heads + w.groups)
+    if arch.whole_qk_layernorm:
+        # the norm of megatron_dcpo/policy/layers.py: its input in fp32, and what is normalized
+        qk_norms = (4 + b) * (q + k)
     rotary = 4 * b * w.head_dim
     attention = (
         b * (q + k) + b * q + 4 * w.heads

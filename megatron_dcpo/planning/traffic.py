@@ -206,7 +206,13 @@ def _flops_per_token(
     else:
         mlp = 3 * h * f
     projections = h * (q + 2 * k) + q * h
-    attention = 2 * q * length  # scores and values over half the length
+    # scores and values over half the length, or over a window where a layer has one
+    attended = length
+    window = arch.sliding_window
+    if window is not None:
+        share = sum(window.layers) / arch.num_layers
+        attended = (1 - share) * length + share * min(length, 2 * window.size)
+    attention = 2 * q * attended
     per_layer = 2 * (projections + mlp) + attention
     return per_layer, 2 * h * padded_vocab_size(arch, layout)
 

@@ -48,7 +48,7 @@ def encodable(text: str) -> str:
 def counted(number: int) -> str:
     """Return a large number in words: ``8.19 billion``, ``135 million``, ``125 thousand``."""
     for size, word in ((1e9, "billion"), (1e6, "million"), (1e3, "thousand")):
-        if number >= size:
+        if number >= 0.9995 * size:  # which is written as 1 of it
             return f"{number / size:.3g} {word}"
     return str(number)
 

@@ -90,6 +90,7 @@ WITHOUT_INFLUENCE = frozenset(
         # defaults of generation, which old releases of transformers kept here
         "bad_words_ids",
         "begin_suppress_tokens",
+        "cache_implementation",
         "diversity_penalty",
         "do_sample",
         "early_stopping",

@@ -5,9 +5,15 @@ tensor against transformers, and every layout against one process.
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import numpy as np
 import pytest
 
+from megatron_dcpo.conversion.convert import export_checkpoint
+from tests.distributed.cases.policy import digest
 from tests.distributed.test_parallel_parity import LAYOUTS, agrees
+from tests.helpers.checkpoints import load_model
 from tests.helpers.launch import torchrun_all
 
 FAMILIES = ("glm4", "olmo2", "olmo3", "gemma3")
@@ -78,3 +84,32 @@ def test_layout_equals_one_process(policy_of, family, layout):
         policy_of(family, "one process")[0],
         LAYOUTS[layout][1],
     )
+
+
+SAVED = {"olmo3": {"tensor_model_parallel_size": 2}, "gemma3": {}}
+
+
+@pytest.mark.parametrize("family", SAVED)
+def test_a_checkpoint_resumes_in_another_layout_and_is_exported(
+    family, model, tmp_path_factory
+):
+    """Saved after one of three steps: one process goes on in the same way, and the exported model
+    is the one that was saved.
+    """
+    directory = tmp_path_factory.mktemp("saved")
+    checkpoints = directory / "checkpoints"
+    options = {"model": model(family)}
+    saving = {"save": str(checkpoints), "parallel": SAVED[family]}
+    (went_on,) = torchrun_all([("policy", options | saving)], 2, directory / "two")
+    loading = options | {"load": str(checkpoints)}
+    jobs = [("policy", loading | {"steps": steps}) for steps in (2, 0)]
+    (resumed,), (loaded,) = torchrun_all(jobs, 1, directory / "one")
+    np.testing.assert_allclose(resumed["losses"], went_on[0]["losses"][1:], rtol=1e-5)
+    np.testing.assert_allclose(resumed["norms"], went_on[0]["norms"][1:], rtol=2e-5)
+    export_checkpoint(
+        checkpoints, directory / "exported", hf_config=Path(model(family))
+    )
+    exported = load_model(directory / "exported")
+    assert exported.keys() == loaded["weights"].keys()
+    for name, tensor in exported.items():
+        assert digest(tensor) == loaded["weights"][name], name

@@ -19,7 +19,9 @@ DENSE = SimpleNamespace(
     num_query_groups=4,
     ffn_hidden_size=96,
     vocab_size=331,
+    sliding_window=None,
 )
+WINDOWS = SimpleNamespace(**{**vars(DENSE), "sliding_window": object()})
 EXPERTS = SimpleNamespace(**{**vars(DENSE), "num_experts": 6})
 CHUNKS = ([0, 1], [2, 3])
 
@@ -79,6 +81,45 @@ def test_routing_replay_needs_experts_and_megatrons_router() -> None:
     )
     with pytest.raises(UserError, match="moe_router_fusion"):
         rules.check_model_rules(fused, EXPERTS, CHUNKS)
+
+
+@pytest.mark.parametrize(
+    ("sections", "refused"),
+    [
+        ({"parallel": {"context_parallel_size": 2}}, True),
+        (
+            {"parallel": {"context_parallel_size": 2, "sequence_packing": True}},
+            True,
+        ),
+        (
+            {
+                "parallel": {
+                    "context_parallel_size": 2,
+                    "megatron": {"cp_comm_type": "all_gather"},
+                    "sequence_packing": False,
+                }
+            },
+            False,
+        ),
+        (
+            {
+                "parallel": {"context_parallel_size": 2},
+                "model": {"transformer_impl": "local"},
+            },
+            False,
+        ),
+    ],
+)
+def test_windows_in_context_parallelism(
+    sections: dict[str, Any], refused: bool
+) -> None:
+    of_run = config(**sections)
+    rules.check_model_rules(of_run, DENSE, CHUNKS)
+    if not refused:
+        rules.check_model_rules(of_run, WINDOWS, CHUNKS)
+        return
+    with pytest.raises(UserError, match="cp_comm_type=all_gather"):
+        rules.check_model_rules(of_run, WINDOWS, CHUNKS)
 
 
 def test_recomputed_units_divide_every_chunk() -> None:

@@ -1,0 +1,148 @@
+"""Families whose layers are not Llama's: released configurations in both forms of the key for
+rotary embeddings, and what is refused by name.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from megatron_dcpo.errors import UserError
+from megatron_dcpo.planning.hub import MODELS
+from megatron_dcpo.weights.architecture import parse_architecture
+from megatron_dcpo.weights.decoder import (
+    LinearScaling,
+    SlidingWindow,
+    YarnScaling,
+)
+from megatron_dcpo.weights.table import number_of_parameters
+
+# parameters as the model cards count them
+RELEASED = {
+    "zai-org/GLM-4-32B-0414": 32_566_081_536,
+    "allenai/OLMo-2-1124-13B-Instruct": 13_716_198_400,
+    "allenai/Olmo-3-7B-Instruct": 7_298_011_136,
+    "google/gemma-3-1b-it": 999_885_952,
+}
+GLM4, OLMO2, OLMO3, GEMMA3 = RELEASED
+
+
+def released(name: str) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((MODELS / name / "config.json").read_text())
+    return config
+
+
+@pytest.mark.parametrize("name", RELEASED)
+def test_a_released_model_is_read_as_transformers_reads_it(name: str) -> None:
+    """What transformers writes for it, in its newer form, is the same model."""
+    from transformers import AutoConfig
+
+    arch = parse_architecture(released(name))
+    assert number_of_parameters(arch) == RELEASED[name]
+    config = AutoConfig.from_pretrained(MODELS / name)
+    rewritten = json.loads(config.to_json_string(use_diff=False))
+    assert "rope_parameters" in rewritten
+    assert parse_architecture(rewritten) == arch
+    if arch.sliding_window is not None:
+        kinds = [kind == "sliding_attention" for kind in config.layer_types]
+        assert list(arch.sliding_window.layers) == kinds
+
+
+def test_windows_and_scaling_of_released_models() -> None:
+    olmo3 = parse_architecture(released(OLMO3))
+    assert olmo3.rope_scaling == YarnScaling(
+        factor=8.0, original_max_position_embeddings=8192
+    )
+    assert olmo3.sliding_window == SlidingWindow(
+        size=4096, layers=(True, True, True, False) * 8, rotary_base=500000.0
+    )
+    gemma3 = parse_architecture(released(GEMMA3))
+    assert gemma3.tied_embeddings
+    assert gemma3.embedding_scale == pytest.approx(1152**0.5)
+    assert gemma3.sliding_window is not None
+    assert gemma3.sliding_window.layers[:6] == (True,) * 5 + (False,)
+    assert (gemma3.rotary_base, gemma3.sliding_window.rotary_base) == (1e6, 1e4)
+    # of the larger models
+    scaled = released(GEMMA3) | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+    assert parse_architecture(scaled).rope_scaling == LinearScaling(8.0)
+
+
+def test_layer_types_without_a_window_are_llamas() -> None:
+    everywhere = {"layer_types": ["full_attention"] * 32}
+    assert parse_architecture(released(OLMO3) | everywhere).sliding_window is None
+    assert (
+        parse_architecture(released(OLMO3) | {"sliding_window": None}).sliding_window
+        is None
+    )
+
+
+NESTED = {
+    "full_attention": {"rope_type": "default", "rope_theta": 1e6},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "named"),
+    [
+        (GLM4, {"partial_rotary_factor": 0.0}, "partial_rotary_factor"),
+        (GLM4, {"partial_rotary_factor": 1.5}, "partial_rotary_factor"),
+        (
+            GLM4,
+            {"rope_parameters": {"partial_rotary_factor": 0.25}},
+            "partial_rotary_factor",
+        ),
+        (GLM4, {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "yarn"),
+        (GLM4, {"layer_types": ["sliding_attention"] * 61}, "layer_types"),
+        (OLMO2, {"clip_qkv": 8.0}, "clip_qkv"),
+        (OLMO2, {"rope_scaling": {"type": "linear", "factor": 2.0}}, "linear"),
+        (OLMO3, {"layer_types": ["full_attention"]}, "layer_types"),
+        (OLMO3, {"layer_types": ["chunked_attention"] * 32}, "layer_types"),
+        (OLMO3, {"rope_theta": 10000.0}, "rope_theta"),
+        (OLMO3, {"rope_parameters": {"full_attention": {}}}, "rope_parameters"),
+        (OLMO3, {"sliding_window": 0}, "sliding_window"),
+        (GEMMA3, {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
+        (GEMMA3, {"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
+        (GEMMA3, {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        (GEMMA3, {"hidden_act": "silu"}, "hidden_act"),
+        (GEMMA3, {"hidden_activation": "gelu_new"}, "hidden_activation"),
+        (GEMMA3, {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar"),
+        (GEMMA3, {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "dynamic"),
+        (GEMMA3, {"rope_parameters": NESTED, "rope_theta": 5e5}, "rope_theta"),
+        (
+            GEMMA3,
+            {
+                "rope_parameters": NESTED
+                | {"sliding_attention": {"rope_type": "linear", "factor": 8.0}}
+            },
+            "sliding_attention",
+        ),
+        (GEMMA3, {"text_config": {"hidden_size": 64}}, "text_config"),
+    ],
+)
+def test_what_would_be_another_model_is_refused_by_name(
+    name: str, change: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(UserError, match=named):
+        parse_architecture(released(name) | change)
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        (GLM4, "attention_bias"),
+        (GLM4, "num_key_value_heads"),
+        (OLMO3, "sliding_window"),
+        (GEMMA3, "head_dim"),
+        (GEMMA3, "query_pre_attn_scalar"),
+    ],
+)
+def test_a_key_for_which_transformers_has_another_default_must_be_there(
+    name: str, key: str
+) -> None:
+    config = released(name)
+    del config[key]
+    with pytest.raises(UserError, match=key):
+        parse_architecture(config)
