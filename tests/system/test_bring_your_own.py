@@ -7,12 +7,14 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.helpers import warm
 from tests.helpers.paths import QUICKSTART, REPOSITORY
 from tests.helpers.quickstart import metrics
 
@@ -22,23 +24,20 @@ BLOCKS = re.findall(r"<!-- test: (.+?) -->\n```\w+\n(.*?)```", PAGE, re.DOTALL)
 
 def test_every_example_of_the_page_runs(tmp_path: Path) -> None:
     (tmp_path / "policy").symlink_to(QUICKSTART / "policy")
-    environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
-    dcpo = f'set -e; dcpo() {{ {sys.executable} -m megatron_dcpo "$@"; }}\n'
+    environment = {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
     shown = ""
     for what, block in BLOCKS:
         if what.startswith("file "):
             (tmp_path / what.removeprefix("file ")).write_text(block)
             continue
-        done = subprocess.run(
-            ["bash", "-c", dcpo + block],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=600,
-            env=environment,
-        )
-        assert done.returncode == 0, done.stderr[-3000:]
-        shown += done.stdout
+        for line in block.replace("\\\n", " ").splitlines():
+            command, *arguments = shlex.split(line, comments=True)
+            assert command == "dcpo"
+            done = warm.run(
+                "megatron_dcpo", arguments, [environment], timeout=600, cwd=tmp_path
+            )
+            assert done.returncode == 0, done.stderr[-3000:]
+            shown += done.stdout
     runs = tmp_path / "runs"
     graded = metrics(runs / "verifier")[0]
     assert graded["reward/accuracy"] <= graded["verifier/score"]
