@@ -329,8 +329,8 @@ class CausalAttention(MegatronModule):
 
 class ArchitectureAttention(SelfAttention):
     """Megatron's self-attention with what its options give to all layers alike, or to the
-    attention and the MLP alike: the bias of the output projection, and the rotary frequencies and
-    the scale of the scores in layers with and without a sliding window.
+    attention and the MLP alike: the bias of the output projection, one norm over all heads, and the
+    rotary frequencies and the scale of the scores in layers with and without a sliding window.
     """
 
     def __init__(
@@ -346,6 +346,9 @@ class ArchitectureAttention(SelfAttention):
         of_attention = copy.copy(config)
         of_attention.add_bias_linear = arch.output_bias
         of_attention.softmax_scale = softmax_scale(arch, self.has_window)
+        # Only here: for the whole model it would have Megatron add up the gradients of weights of
+        # which each tensor-parallel rank has its own.
+        of_attention.qk_layernorm = arch.qk_layernorm or arch.whole_qk_layernorm
         super().__init__(
             of_attention,
             *args,
@@ -380,7 +383,11 @@ def layer_spec(
         )
     else:
         spec = _local_spec(config)
-    if arch.output_bias != config.add_bias_linear or arch.sliding_window is not None:
+    if (
+        arch.output_bias != config.add_bias_linear
+        or arch.sliding_window is not None
+        or arch.whole_qk_layernorm
+    ):
         attention: Any = spec.submodules.self_attention
         attention.module = ArchitectureAttention
         attention.params = {**attention.params, "arch": arch}
