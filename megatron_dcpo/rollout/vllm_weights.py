@@ -297,10 +297,11 @@ class InProcessTransfer(WeightTransferEngine[_Init, _Update]):
         if of_expert:
             return f"{layer}.mlp.experts.routed_experts.w13_weight"
         # A model's loader maps the names first, and then that of the model inside it.
-        mappers = [self.model.hf_to_vllm_mapper]
-        inner = getattr(self.model.model, "hf_to_vllm_mapper", None)
-        if inner is not None and inner is not mappers[0]:
-            mappers.append(inner)
+        mappers = []
+        for model in (self.model, self.model.model):
+            mapper = getattr(model, "hf_to_vllm_mapper", None)
+            if mapper is not None and mapper not in mappers:
+                mappers.append(mapper)
         for mapper in mappers:
             name = str(mapper.map_name(name))
         return name

@@ -28,6 +28,7 @@ MODELS += [("phi3", False)]
 BUCKET_BYTES = 8192
 LAYOUTS = {"tp1": (1, 1), "tp2": (2, 1), "pp2": (1, 2), "tp2_pp2": (2, 2)}
 EXPERTS = [("qwen3_moe", True), ("qwen3_moe_unnormalized", False)]
+MIXTURES = [("qwen2_moe", False), ("glm4_moe", True)]
 EP2 = {"expert_model_parallel_size": 2, "use_distributed_optimizer": True}
 
 

@@ -1,0 +1,63 @@
+"""Mixtures of experts whose layers differ, with shared experts and routers with a sigmoid: log-probs
+and gradients are those of transformers, and every layout gives those of one process.
+"""
+
+import pytest
+
+from tests.distributed.test_parallel_parity import agrees
+from tests.helpers.launch import torchrun_all
+
+DO = {"use_distributed_optimizer": True}
+EP2 = DO | {"expert_model_parallel_size": 2}
+TP2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+ETP1 = {"expert_tensor_parallel_size": 1}
+PP2 = {"pipeline_model_parallel_size": 2}
+PACKED = {"sequence_packing": True}
+FULL = {"recompute_granularity": "full"}
+# in "alone" the first stage has only the layer without experts
+ALONE = PP2 | {"num_layers_in_first_pipeline_stage": 1}
+LAYOUTS = {
+    "ep2": (2, EP2),
+    "ep2_packed_recomputed": (2, EP2 | PACKED | FULL),
+    "cp2_packed": (2, DO | PACKED | {"context_parallel_size": 2}),
+    "tp2": (2, TP2),
+    "tp2_ep2_etp1_packed": (2, TP2 | EP2 | ETP1 | PACKED),
+    "pp2_alone": (2, DO | ALONE),
+    "pp2_virtual2": (2, PP2 | {"virtual_pipeline_model_parallel_size": 2}),
+    "ep2_pp2_alone": (4, EP2 | ALONE),
+    "tp2_ep2": (4, TP2 | EP2),
+}
+FAMILIES = ("dots1", "qwen2_moe")
+
+
+@pytest.fixture(scope="module")
+def runs(tiny_models, tmp_path_factory):
+    wanted = {}
+    for family in FAMILIES:
+        model = {
+            "model": str(tiny_models(family)),
+            "probe": True,
+            "bucket_bytes": 20_000,
+            "micro_batch_size": 3,
+        }
+        wanted[family, "one"] = (1, model)
+        for name, (processes, parallel) in LAYOUTS.items():
+            wanted[family, name] = (processes, model | {"parallel": parallel})
+    made = {}
+
+    def get(*name):
+        if name not in made:
+            processes = wanted[name][0]
+            names = [other for other in wanted if wanted[other][0] == processes]
+            out = tmp_path_factory.mktemp(f"ranks{processes}")
+            jobs = [("policy", wanted[other][1]) for other in names]
+            made.update(zip(names, torchrun_all(jobs, processes, out), strict=True))
+        return made[name]
+
+    return get
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_layout_equals_one_process(runs, family, layout):
+    agrees(runs(family, layout), runs(family, "one")[0], LAYOUTS[layout][1])
