@@ -520,6 +520,13 @@ def _family(name: str, traits: _Traits) -> Family:
     )
 
 
+def _given(config: dict[str, Any], key: str) -> Any:  # noqa: ANN401 - checked before
+    """Return a value that must be there. Raises KeyError if it is missing or null."""
+    if config.get(key) is None:
+        raise KeyError(key)
+    return config[key]
+
+
 def _positive(config: dict[str, Any], key: str, source: str) -> float:
     """Return a number that must be positive and finite. Raises KeyError if it is missing."""
     value = float(config[key])
@@ -554,9 +561,9 @@ def _experts(config: dict[str, Any], traits: _Traits, source: str) -> dict[str, 
     """Return the fields of an architecture with a mixture of experts. Raises :class:`UserError` for
     other mixtures.
     """
-    chosen = config["num_experts_per_tok"]
+    chosen = _given(config, "num_experts_per_tok")
     if traits.router == "sigmoid":
-        number = config["n_routed_experts"]
+        number = _given(config, "n_routed_experts")
         fields = _sigmoid_router(config, source)
     else:
         # transformers 5 writes num_local_experts, the checkpoints on the hub have num_experts
@@ -609,9 +616,12 @@ def _sigmoid_router(config: dict[str, Any], source: str) -> dict[str, Any]:
     """Return the fields of DeepSeek-V3's mixtures: leading layers without experts, a sigmoid with
     a correction bias, and shared experts, which are one of their width together.
     """
-    chosen = config["num_experts_per_tok"]
-    number = config["n_routed_experts"]
-    normalized = bool(config["norm_topk_prob"])
+    chosen = _given(config, "num_experts_per_tok")
+    number = _given(config, "n_routed_experts")
+    normalized = bool(_given(config, "norm_topk_prob"))
+    layers = config["num_hidden_layers"]
+    dense = min(_given(config, "first_k_dense_replace"), layers)
+    width = _given(config, "moe_intermediate_size")
     if normalized != (chosen > 1):
         raise UserError(
             f"{source}: norm_topk_prob={normalized} with num_experts_per_tok={chosen} is not "
@@ -629,20 +639,18 @@ def _sigmoid_router(config: dict[str, Any], source: str) -> dict[str, Any]:
         raise UserError(
             f"{source}: n_group={groups} with topk_group={group_topk} and num_experts_per_tok="
             f"{chosen} is not supported: transformers compares groups by their best 2 experts, "
-            f"Megatron by their best num_experts_per_tok / topk_group"
+            "Megatron by their best num_experts_per_tok / topk_group"
         )
-    scale = config.get("routed_scaling_factor")
+    scale = 1.0
+    if config.get("routed_scaling_factor") is not None:
+        scale = _positive(config, "routed_scaling_factor", source)
     return {
-        "dense_layers": tuple(
-            range(min(config["first_k_dense_replace"], config["num_hidden_layers"]))
-        ),
+        "dense_layers": tuple(range(dense)),
         "normalized_experts": normalized,
-        "shared_ffn_hidden_size": (
-            (config["n_shared_experts"] or 0) * config["moe_intermediate_size"]
-        ),
+        "shared_ffn_hidden_size": _given(config, "n_shared_experts") * width,
         "router_score": "sigmoid",
         "router_bias": True,
-        "router_scale": 1.0 if scale is None else _positive(config, "routed_scaling_factor", source),
+        "router_scale": scale,
         "router_groups": groups,
         "router_group_topk": group_topk,
         "nextn_layers": config.get("num_nextn_predict_layers") or 0,

@@ -27,7 +27,7 @@ LAYOUTS = {
     "ep2_pp2_alone": (4, EP2 | ALONE),
     "tp2_ep2": (4, TP2 | EP2),
 }
-FAMILIES = ("dots1", "qwen2_moe")
+FAMILIES = ("glm4_moe", "dots1", "qwen2_moe")
 
 
 @pytest.fixture(scope="module")

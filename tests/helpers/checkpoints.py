@@ -90,7 +90,8 @@ def save_model(
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
     for key, buffer in model.named_buffers():
         if "correction_bias" in key:
-            torch.nn.init.uniform_(buffer, -0.3, 0.3)
+            # fp32 whatever the type of the weights, as in the checkpoints on the hub
+            buffer.data = torch.empty(len(buffer)).uniform_(-0.3, 0.3)
     model.save_pretrained(path, max_shard_size=max_shard_size)
     (path / "tokenizer_config.json").write_text(json.dumps({"model_max_length": 128}))
     return path
