@@ -2,8 +2,11 @@
 and gradients are those of transformers, and every layout gives those of one process.
 """
 
+import numpy as np
 import pytest
+import torch
 
+from tests.distributed.cases.common import samples_for_test
 from tests.distributed.test_parallel_parity import agrees
 from tests.helpers.launch import torchrun_all
 
@@ -27,6 +30,8 @@ LAYOUTS = {
     "ep2_pp2_alone": (4, EP2 | ALONE),
     "tp2_ep2": (4, TP2 | EP2),
 }
+# what a run of GLM-4.5 that saved after one step at "ep2" continues at
+RESUMED = {"ep2": (2, EP2), "pp2_alone": (2, DO | ALONE)}
 FAMILIES = ("glm4_moe", "dots1", "qwen2_moe")
 
 
@@ -43,6 +48,13 @@ def runs(tiny_models, tmp_path_factory):
         wanted[family, "one"] = (1, model)
         for name, (processes, parallel) in LAYOUTS.items():
             wanted[family, name] = (processes, model | {"parallel": parallel})
+    saved = str(tmp_path_factory.mktemp("saved") / "checkpoints")
+    again = wanted["glm4_moe", "one"][1] | {"probe": False}
+    on = {"parallel": EP2, "steps": 3, "save": saved}
+    wanted["glm4_moe", "went_on"] = (2, again | on)
+    for name, (processes, parallel) in RESUMED.items():
+        options = {"parallel": parallel, "steps": 2, "load": saved}
+        wanted["resumed", name] = (processes, again | options)
     made = {}
 
     def get(*name):
@@ -61,3 +73,33 @@ def runs(tiny_models, tmp_path_factory):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_layout_equals_one_process(runs, family, layout):
     agrees(runs(family, layout), runs(family, "one")[0], LAYOUTS[layout][1])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_one_process_equals_transformers(tiny_models, runs, family):
+    """HF forward = Megatron forward: fp32 |difference of log-probs| <= 1e-4."""
+    from transformers import AutoModelForCausalLM
+
+    directory = tiny_models(family)
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    ours = runs(family, "one")[0]["logprobs"]
+    for index, sample in enumerate(samples_for_test()):
+        ids = torch.tensor(np.concatenate([sample.prompt_ids, sample.response_ids]))
+        target = torch.tensor(sample.response_ids)[:, None]
+        with torch.no_grad():
+            logits = model(ids[None]).logits[0, len(sample.prompt_ids) - 1 : -1]
+        theirs = torch.log_softmax(logits, -1).gather(-1, target).squeeze(-1)
+        np.testing.assert_allclose(ours[str(index)], theirs.numpy(), atol=1e-5)
+
+
+@pytest.mark.parametrize("layout", RESUMED)
+def test_resumes_at_another_layout(runs, layout):
+    """At the same layout bit for bit."""
+    went_on, resumed = runs("glm4_moe", "went_on")[0], runs("resumed", layout)[0]
+    exact = layout == "ep2"
+    for name, tolerance in (("losses", 1e-5), ("norms", 2e-5)):
+        tolerance = 0 if exact else tolerance
+        np.testing.assert_allclose(
+            resumed[name], went_on[name][1:], rtol=tolerance, err_msg=name
+        )
+    assert not exact or resumed["weights"] == went_on["weights"]
