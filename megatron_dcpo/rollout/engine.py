@@ -31,6 +31,8 @@ from megatron_dcpo.weights.planner import WeightSlice
 
 # removed behind vLLM 0.23
 _NOT_IN_VLLM = ("dots1",)
+# no released model of it does
+_NOT_TIED_IN_VLLM = ("glm4_moe",)
 
 
 @dataclass(frozen=True)
@@ -205,6 +207,8 @@ def unsupported(arch: Architecture) -> str:
     """
     if arch.name in _NOT_IN_VLLM:
         return f"vLLM has no {arch.name} any more"
+    if arch.name in _NOT_TIED_IN_VLLM and arch.tied_embeddings:
+        return f"vLLM does not tie the embeddings of {arch.name}"
     multiple = capabilities().expert_hidden_multiple
     if arch.num_experts and arch.hidden_size % multiple:
         return (
