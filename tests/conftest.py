@@ -45,12 +45,12 @@ def shared_data() -> Path:
 def _save_tiny_model(path: Path, family: str, tied: bool, layers: int) -> Path:
     import torch
     from transformers import (
+        Dots1Config,
+        Dots1ForCausalLM,
         Gemma3ForCausalLM,
         Gemma3TextConfig,
         Glm4Config,
         Glm4ForCausalLM,
-        Dots1Config,
-        Dots1ForCausalLM,
         Glm4MoeConfig,
         Glm4MoeForCausalLM,
         LlamaConfig,

@@ -124,7 +124,9 @@ def extra_states(arch: Architecture) -> dict[str, None]:
             mlp = "mlp.shared_experts"
             keys += _extra_states_of_experts(arch, layer)
         if not arch.has_experts(layer) or arch.shared_ffn_hidden_size:
-            keys += [_extra_state(arch, layer, f"{mlp}.{linear}") for linear in _LINEARS]
+            keys += [
+                _extra_state(arch, layer, f"{mlp}.{linear}") for linear in _LINEARS
+            ]
     keys.append("decoder.final_layernorm._extra_state/shard_0_1")
     return dict.fromkeys(keys)
 

@@ -627,7 +627,9 @@ def stage_activations(
             # Megatron's buffer for the whole sequences, which it never gives back
             logits += gathered
     working = max(
-        _working_bytes(arch, layout, config, widths(arch, layout, config, layer), tokens)
+        _working_bytes(
+            arch, layout, config, widths(arch, layout, config, layer), tokens
+        )
         for layer in layer_of_each_kind(arch)
     )
     # the gradient that it sent last, and the one that it received for this micro-batch

@@ -125,8 +125,9 @@ def step_traffic(
         per_number = 4 + b
 
     # There are two pairs of linear layers in a layer, or one and the experts, unless there is a
-    # shared one among these. In each direction a pair has an all-reduce, or an all-gather and a reduce-scatter, which send as many bytes.
-    # Sequence parallelism gathers the inputs again for the gradient of the weights.
+    # shared one among these. In each direction a pair has an all-reduce, or an all-gather and a
+    # reduce-scatter, which send as many bytes. Sequence parallelism gathers the inputs again for
+    # the gradient of the weights.
     ring = (tp - 1) / tp * hidden
     with_experts = _most_with_experts(arch, layout)
     pairs = 2 * layers

@@ -281,7 +281,10 @@ def _router(arch: Architecture) -> dict[str, Any]:
     options: dict[str, Any] = {"moe_router_score_function": arch.router_score}
     if arch.router_bias:
         # Megatron adds this rate times a sign to the bias after every step.
-        options |= {"moe_router_enable_expert_bias": True, "moe_router_bias_update_rate": 0.0}
+        options |= {
+            "moe_router_enable_expert_bias": True,
+            "moe_router_bias_update_rate": 0.0,
+        }
     if arch.router_scale != 1:
         options["moe_router_topk_scaling_factor"] = arch.router_scale
     if arch.router_groups > 1:

@@ -42,8 +42,8 @@ class ExpertRecorder:
     def _take(
         self,
         layer: int,
-        router: torch.nn.Module,  # noqa: ARG002 - as torch calls it
-        inputs: object,  # noqa: ARG002
+        router: torch.nn.Module,
+        inputs: object,
         output: tuple[torch.Tensor, ...],
     ) -> None:
         """Keep the chosen [tokens, k] of a router's output: logits, weights of the chosen, and
@@ -63,7 +63,7 @@ class ExpertRecorder:
 
 
 def _layer_of(module: str) -> int:
-    """Return the number of the layer that a module of transformers is in (``model.layers.3.mlp``)."""
+    """Return the number of the layer of a module of transformers (``model.layers.3.mlp.gate``)."""
     _, _, inside = module.partition("layers.")
     return int(inside.partition(".")[0])
 

@@ -29,8 +29,8 @@ from megatron_dcpo.weights.decoder import (
     LayerNorms,
     LinearScaling,
     RopeScaling,
-    SlidingWindow,
     RouterScore,
+    SlidingWindow,
     YarnScaling,
     yarn_attention_factor,
 )
@@ -407,20 +407,7 @@ def parse_architecture(
     name, traits = _traits(config, source, model_dir)
     check_said_once(config, source)
     check_keys(config, traits.keys, source)
-    for key in _SIZES:
-        value = config.get(key)
-        if key == "sliding_window" and traits.windows is None:
-            continue  # transformers writes 0 for a model of Qwen2-MoE that has none
-        if value is not None and not (type(value) is int and 0 < value < _ABSURD):
-            raise UserError(f"{source}: {key} must be a count, not {value!r:.40}")
-    for key in _NUMBERS:
-        value = config.get(key)
-        if value is not None and not (type(value) is int and 0 <= value < _ABSURD):
-            raise UserError(f"{source}: {key} must be a number, not {value!r:.40}")
-    for key in _SWITCHES:
-        value = config.get(key)
-        if value is not None and not isinstance(value, bool):
-            raise UserError(f"{source}: {key} must be true or false, not {value!r:.40}")
+    _check_types(config, traits, source)
     attention_bias = bool(config.get("attention_bias")) and not traits.always_qkv_bias
     try:
         heads = config["num_attention_heads"]
@@ -463,6 +450,24 @@ def parse_architecture(
         raise UserError(
             f"{source}: not the configuration of a {name} ({one_line(error, 200)})"
         ) from None
+
+
+def _check_types(config: dict[str, Any], traits: _Traits, source: str) -> None:
+    """Raise :class:`UserError` for a key that is no count, number or switch and ought to be one."""
+    for key in _SIZES:
+        value = config.get(key)
+        if key == "sliding_window" and traits.windows is None:
+            continue  # transformers writes 0 for a model of Qwen2-MoE that has none
+        if value is not None and not (type(value) is int and 0 < value < _ABSURD):
+            raise UserError(f"{source}: {key} must be a count, not {value!r:.40}")
+    for key in _NUMBERS:
+        value = config.get(key)
+        if value is not None and not (type(value) is int and 0 <= value < _ABSURD):
+            raise UserError(f"{source}: {key} must be a number, not {value!r:.40}")
+    for key in _SWITCHES:
+        value = config.get(key)
+        if value is not None and not isinstance(value, bool):
+            raise UserError(f"{source}: {key} must be true or false, not {value!r:.40}")
 
 
 def _traits(
@@ -567,7 +572,9 @@ def _experts(config: dict[str, Any], traits: _Traits, source: str) -> dict[str, 
         fields = _sigmoid_router(config, source)
     else:
         # transformers 5 writes num_local_experts, the checkpoints on the hub have num_experts
-        number = config["num_experts" if "num_experts" in config else "num_local_experts"]
+        number = config[
+            "num_experts" if "num_experts" in config else "num_local_experts"
+        ]
         fields = _softmax_router(config, traits, source)
     if chosen > number:
         raise UserError(
@@ -598,9 +605,7 @@ def _softmax_router(
         )
     step = config.get("decoder_sparse_step") or 1
     dense = [
-        layer
-        for layer in range(layers)
-        if layer in only_mlp or (layer + 1) % step
+        layer for layer in range(layers) if layer in only_mlp or (layer + 1) % step
     ]
     fields: dict[str, Any] = {
         "dense_layers": tuple(dense),

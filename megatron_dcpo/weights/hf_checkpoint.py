@@ -489,7 +489,9 @@ def write_checkpoint(
         for shard in shards:
             tensors = tensors_of(shard)
 
-            def read(key: str, tensors: dict[str, torch.Tensor] = tensors) -> torch.Tensor:
+            def read(
+                key: str, tensors: dict[str, torch.Tensor] = tensors
+            ) -> torch.Tensor:
                 if key in carried.specs:
                     return carried.tensor(key)
                 return tensors[key].to(torch_dtype(specs[key][1]))

@@ -135,9 +135,7 @@ def _as_configured(family: Family, config: Mapping[str, Any]) -> Architecture:
     if asks_for("use_qk_norm"):
         arch = replace(arch, qk_layernorm=True)
     if arch.num_experts and any(config.get(key) for key in _DENSE_LAYERS):
-        arch = replace(
-            arch, num_layers=2, dense_layers=(0,), dense_ffn_hidden_size=1
-        )
+        arch = replace(arch, num_layers=2, dense_layers=(0,), dense_ffn_hidden_size=1)
     return arch
 
 

@@ -436,6 +436,23 @@ def _layer_shapes(arch: Architecture, layer: int) -> dict[str, tuple[int, ...]]:
     for norm in others:
         if norm is not None:
             shapes[f"{norm}.weight"] = (h,)
+    shapes |= _mlp_shapes(arch, layer)
+    if arch.qkv_bias:
+        shapes["self_attn.q_proj.bias"] = (q,)
+        shapes["self_attn.k_proj.bias"] = (kv,)
+        shapes["self_attn.v_proj.bias"] = (kv,)
+    if arch.output_bias:
+        shapes["self_attn.o_proj.bias"] = (h,)
+    if arch.mlp_bias:
+        shapes["mlp.gate_proj.bias"] = (arch.ffn_hidden_size,)
+        shapes["mlp.up_proj.bias"] = (arch.ffn_hidden_size,)
+        shapes["mlp.down_proj.bias"] = (h,)
+    return shapes | _qk_norm_shapes(arch)
+
+
+def _mlp_shapes(arch: Architecture, layer: int) -> dict[str, tuple[int, ...]]:
+    h = arch.hidden_size
+    shapes: dict[str, tuple[int, ...]] = {}
     mlps = {"mlp": arch.ffn_hidden_size}
     if layer in arch.dense_layers:
         mlps = {"mlp": arch.dense_ffn_hidden_size}
@@ -453,17 +470,7 @@ def _layer_shapes(arch: Architecture, layer: int) -> dict[str, tuple[int, ...]]:
         shapes[f"{mlp}.gate_proj.weight"] = (f, h)
         shapes[f"{mlp}.up_proj.weight"] = (f, h)
         shapes[f"{mlp}.down_proj.weight"] = (h, f)
-    if arch.qkv_bias:
-        shapes["self_attn.q_proj.bias"] = (q,)
-        shapes["self_attn.k_proj.bias"] = (kv,)
-        shapes["self_attn.v_proj.bias"] = (kv,)
-    if arch.output_bias:
-        shapes["self_attn.o_proj.bias"] = (h,)
-    if arch.mlp_bias:
-        shapes["mlp.gate_proj.bias"] = (arch.ffn_hidden_size,)
-        shapes["mlp.up_proj.bias"] = (arch.ffn_hidden_size,)
-        shapes["mlp.down_proj.bias"] = (h,)
-    return shapes | _qk_norm_shapes(arch)
+    return shapes
 
 
 def _qk_norm_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
@@ -509,7 +516,9 @@ def is_constant(name: str) -> bool:
 def number_of_parameters(arch: Architecture) -> int:
     """Return the number of parameters of the whole model: tied embeddings once, no padding."""
     shapes = hf_shapes(arch)
-    return sum(math.prod(shape) for name, shape in shapes.items() if not is_constant(name))
+    return sum(
+        math.prod(shape) for name, shape in shapes.items() if not is_constant(name)
+    )
 
 
 def kv_bytes_per_token(

@@ -1,5 +1,5 @@
-"""Mixtures of experts whose layers differ, with shared experts and routers with a sigmoid: log-probs
-and gradients are those of transformers, and every layout gives those of one process.
+"""Mixtures of experts whose layers differ, with shared experts and routers with a sigmoid:
+transformers gives the log-probs of one process, and every layout its losses and gradients.
 """
 
 import numpy as np

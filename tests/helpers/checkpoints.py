@@ -67,7 +67,9 @@ def save_model(
     if family == "gemma3":
         settings = {"head_dim": 16} | settings
     if family in ("glm4_moe", "dots1"):
-        settings = {"head_dim": 16, "sliding_window": None} | _SIGMOID_EXPERTS | settings
+        settings = (
+            {"head_dim": 16, "sliding_window": None} | _SIGMOID_EXPERTS | settings
+        )
     if family == "glm4_moe":
         del settings["sliding_window"]
         settings = {"use_qk_norm": True, "attention_bias": True} | settings
