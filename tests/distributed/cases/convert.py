@@ -115,7 +115,7 @@ def block_of(arch, loads, config, vp_stage, pp_rank):
         pp_rank=pp_rank,
     )
     block.layer_specs = [
-        local_spec(arch, loads, kinds["MoELayer" in str(spec.submodules.mlp.module)])
+        local_spec(arch, loads, kinds["MoELayer" in repr(spec.submodules.mlp)])
         for spec in block.layer_specs
     ]
     return block
