@@ -45,10 +45,14 @@ def shared_data() -> Path:
 def _save_tiny_model(path: Path, family: str, tied: bool, layers: int) -> Path:
     import torch
     from transformers import (
+        Dots1Config,
+        Dots1ForCausalLM,
         Gemma3ForCausalLM,
         Gemma3TextConfig,
         Glm4Config,
         Glm4ForCausalLM,
+        Glm4MoeConfig,
+        Glm4MoeForCausalLM,
         LlamaConfig,
         LlamaForCausalLM,
         MistralConfig,
@@ -61,6 +65,8 @@ def _save_tiny_model(path: Path, family: str, tied: bool, layers: int) -> Path:
         Phi3ForCausalLM,
         Qwen2Config,
         Qwen2ForCausalLM,
+        Qwen2MoeConfig,
+        Qwen2MoeForCausalLM,
         Qwen3Config,
         Qwen3ForCausalLM,
         Qwen3MoeConfig,
@@ -156,6 +162,34 @@ def _save_tiny_model(path: Path, family: str, tied: bool, layers: int) -> Path:
         model = Qwen3MoeForCausalLM(
             Qwen3MoeConfig(**common, **experts, norm_topk_prob=normalized)
         )
+    elif family in ("glm4_moe", "dots1"):
+        experts = {
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 64,
+            "n_shared_experts": 2,
+            "first_k_dense_replace": 1,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 2.5,
+        }
+        if family == "dots1":
+            grouped = {"n_group": 4, "topk_group": 2, "sliding_window": None}
+            model = Dots1ForCausalLM(Dots1Config(**common, **experts, **grouped))
+        else:
+            attention = {"attention_bias": True, "use_qk_norm": True}
+            model = Glm4MoeForCausalLM(Glm4MoeConfig(**common, **experts, **attention))
+    elif family == "qwen2_moe":
+        experts = {
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 64,
+            "shared_expert_intermediate_size": 80,
+            "mlp_only_layers": [layers - 1],
+        }
+        # vLLM reads no head_dim here, and has one of 32
+        sizes = {k: v for k, v in common.items() if k != "head_dim"}
+        sizes |= {"hidden_size": 128, "initializer_range": 0.1}
+        model = Qwen2MoeForCausalLM(Qwen2MoeConfig(**sizes, **experts))
     elif family == "qwen3_yarn":
         # the sequences of the tests go beyond the original context
         rope = {
@@ -175,6 +209,10 @@ def _save_tiny_model(path: Path, family: str, tied: bool, layers: int) -> Path:
     for name, parameter in model.named_parameters():
         if "norm" in name or "bias" in name:
             torch.nn.init.uniform_(parameter, center - 0.5, center + 0.5)
+    for name, buffer in model.named_buffers():
+        if "correction_bias" in name:
+            # as wide as the scores, so that it decides which experts are chosen
+            torch.nn.init.uniform_(buffer, -0.3, 0.3)
     model.save_pretrained(path)
     return path
 

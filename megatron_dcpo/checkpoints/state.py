@@ -191,6 +191,7 @@ def _restore(loaded: dict[str, Any], policy: Policy, optimizer: Optimizer) -> No
         ]
         if missing:
             raise CheckpointingException(f"parameter {missing[0]} missing")
+    _check_constants(policy)
     optimizer_shards.restore(optimizer.megatron, loaded["optimizer"])
     if isinstance(optimizer, AdapterOptimizer):
         optimizer.restore(loaded["adapter"])
@@ -203,6 +204,22 @@ def _restore(loaded: dict[str, Any], policy: Policy, optimizer: Optimizer) -> No
         raise CheckpointingException(
             f"opt_param_scheduler or rng_state: {error}"
         ) from None
+
+
+def _check_constants(policy: Policy) -> None:
+    """Raise :class:`UserError` if the checkpoint has other constants than ``model.path``, from
+    which engines get them.
+    """
+    for chunk, copies in enumerate(policy.copies):
+        restored = policy.parameters(chunk)
+        for copy in copies:
+            expected = policy.constants.get(copy.hf)
+            if expected is None or torch.equal(restored[copy.megatron], expected):
+                continue
+            raise UserError(
+                f"{copy.hf} in the checkpoint is not that of model.path, and training does not "
+                "change it; resume with the model that the run began with"
+            )
 
 
 def _restore_schedule(optimizer: Optimizer, loaded: dict[str, Any]) -> None:

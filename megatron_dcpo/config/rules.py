@@ -44,6 +44,10 @@ class ModelShape(Protocol):
     @property
     def ffn_hidden_size(self) -> int: ...
     @property
+    def dense_ffn_hidden_size(self) -> int: ...
+    @property
+    def shared_ffn_hidden_size(self) -> int: ...
+    @property
     def vocab_size(self) -> int: ...
     @property
     def sliding_window(self) -> object | None: ...
@@ -780,6 +784,8 @@ def check_engine_size(model: ModelShape, tensor_model_parallel_size: int) -> Non
     heads_and_width = {
         "attention heads": model.num_attention_heads,
         "ffn_hidden_size": model.ffn_hidden_size,
+        "ffn_hidden_size of a shared expert": model.shared_ffn_hidden_size,
+        "ffn_hidden_size of a layer without experts": model.dense_ffn_hidden_size,
     }
     for what, number in heads_and_width.items():
         if number % size:

@@ -42,19 +42,19 @@ from megatron_dcpo.conversion.megatron_checkpoint import (
     MegatronCheckpoint,
     NewChunk,
     StoredTensor,
+    as_bytes,
     find_checkpoint,
     write_checkpoint,
 )
 from megatron_dcpo.conversion.parameters import (
     WHOLE_MODEL,
     Slice,
-    checkpoint_key,
     extra_states,
     locate,
     megatron_shape,
+    place_of,
     row_copies,
     slices,
-    stack,
 )
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.runtime.dtypes import dtype_bytes
@@ -68,6 +68,7 @@ from megatron_dcpo.weights.hf_checkpoint import (
     INDEX,
     SHARD_BYTES,
     SINGLE_FILE,
+    Carried,
     HFReader,
     Shard,
     Specs,
@@ -84,6 +85,7 @@ from megatron_dcpo.weights.table import (
     Interleaving,
     fused_parts,
     hf_shapes,
+    is_constant,
     stored_names,
     stored_shapes,
 )
@@ -126,16 +128,21 @@ def import_checkpoint(
         padded = padded_vocab_size(arch, layout)
         reader = HFReader(source, arch)
         ignored = reader.check(arch)
+        moved = list(hf_shapes(arch))
         dtype = one_dtype(
-            source, {name: reader.specs[name] for name in hf_shapes(arch)}
+            source,
+            {name: reader.specs[name] for name in moved if not is_constant(name)},
         )
         chunks = list(_new_chunks(arch, reader, padded))
-        total = sum(math.prod(chunk.sizes) for chunk in chunks) * dtype_bytes(dtype)
+        total = sum(
+            math.prod(chunk.sizes) * dtype_bytes(chunk.dtype) for chunk in chunks
+        )
         check_free_space(target, total)
         with new_directory(target, overwrite) as temporary, few_threads() as pool:
+            carried = Carried.of(reader, arch)
             hashing = {
                 name: pool.submit(sha256, reader.tensor(name))
-                for name in hf_shapes(arch)
+                for name in (*moved, *carried.specs)
             }
             write_checkpoint(
                 directory=temporary,
@@ -147,7 +154,8 @@ def import_checkpoint(
             side = temporary / HF_SUBDIRECTORY
             side.mkdir()
             copy_side_files(source, side)
-            _record_files(source, side, arch)
+            carried.keep(side)
+            _record_files(source, side, [*stored_shapes(arch), *carried.specs])
             seconds = time.perf_counter() - clock
             verify_seconds = None
             if verify:
@@ -188,16 +196,15 @@ def _new_chunks(
         if kinds[megatron] == "vocab":
             rows = padded
         _, dtype = reader.specs[copies[0].hf]
-        key, entry = checkpoint_key(megatron)
-        stacked = stack(arch, entry)
+        place = place_of(arch, megatron)
         row_bytes = math.prod(columns) * dtype_bytes(dtype)
         bounds = _chunk_bounds(kinds[megatron], rows, row_bytes)
         for start, stop in itertools.pairwise(bounds):
-            sizes = ([1] * len(stacked)) + [stop - start] + columns
-            offsets = [*entry, start] + [0] * len(columns)
+            sizes = ([1] * len(place.stack)) + [stop - start] + columns
+            offsets = [*place.index, start] + [0] * len(columns)
             yield NewChunk(
-                key=key,
-                shape=(*stacked, rows, *columns),
+                key=place.key,
+                shape=(*place.stack, rows, *columns),
                 offsets=tuple(offsets),
                 sizes=tuple(sizes),
                 dtype=dtype,
@@ -244,14 +251,14 @@ def _chunk_bounds(kind: Interleaving, rows: int, row_bytes: int) -> list[int]:
     return [*range(0, half, step), *range(half, rows, step), rows]
 
 
-def _record_files(source: Path, side: Path, arch: Architecture) -> None:
+def _record_files(source: Path, side: Path, names: Sequence[str]) -> None:
     """Keep the index of the source, or write one for a single file, so that export makes the same
     files again.
     """
     if (source / INDEX).is_file():
         shutil.copyfile(source / INDEX, side / INDEX)
         return
-    index = {"weight_map": dict.fromkeys(stored_shapes(arch), SINGLE_FILE)}
+    index = {"weight_map": dict.fromkeys(names, SINGLE_FILE)}
     (side / INDEX).write_text(json.dumps(index))
 
 
@@ -290,7 +297,8 @@ def export_checkpoint(
         check_side_files(side)
         checkpoint = MegatronCheckpoint(source)
         located = locate(arch, checkpoint)
-        specs = _hf_specs(arch, located)
+        carried = Carried.beside(side, arch)
+        specs = {**_hf_specs(arch, located), **carried.specs}
         dtype = float_dtype(source, specs)
         recorded = None
         if not max_shard_bytes and not hf_config:
@@ -307,7 +315,9 @@ def export_checkpoint(
                 arch=arch,
                 specs=specs,
                 shards=shards,
-                parameters=slices(arch, checkpoint, located),
+                parameters=itertools.chain(
+                    slices(arch, checkpoint, located), _carried_slices(carried)
+                ),
                 count=byte_counter(progress, total),
             )
             if recorded and len(shards) > 1:
@@ -352,6 +362,11 @@ def _hf_specs(arch: Architecture, located: Mapping[str, StoredTensor]) -> Specs:
         for copy in copies:
             dtypes[stored_names(arch)[copy.hf]] = located[megatron].dtype
     return {name: (shape, dtypes[name]) for name, shape in stored_shapes(arch).items()}
+
+
+def _carried_slices(carried: Carried) -> Iterator[list[Slice]]:
+    for name in carried.specs:
+        yield [Slice(name=name, start=0, values=as_bytes(carried.tensor(name)))]
 
 
 def _hf_directory(checkpoint: Path) -> Path:

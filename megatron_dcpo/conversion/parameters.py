@@ -34,6 +34,7 @@ _EXPERTS = re.compile(r"(mlp\.experts)(\.linear_fc[12]\.weight)(\d+)")
 # Transformer Engine spec.
 _EXTRA_STATES = ("self_attention.linear_qkv", "self_attention.linear_proj")
 _EXTRA_STATES_QK = ("self_attention.q_layernorm", "self_attention.k_layernorm")
+_LINEARS = ("linear_fc1", "linear_fc2")
 
 
 def row_copies(arch: Architecture) -> dict[str, list[Copy]]:
@@ -60,9 +61,38 @@ def megatron_shape(arch: Architecture, copies: Sequence[Copy]) -> tuple[int, ...
     return (sum(copy.length for copy in copies), *hf_shapes(arch)[copies[0].hf][1:])
 
 
-def checkpoint_key(megatron: str) -> tuple[str, tuple[int, ...]]:
+def has_stacked_layers(arch: Architecture) -> bool:
+    """Return whether Megatron writes a parameter of all layers as one tensor. It does not if the
+    layers have different parameters.
+    """
+    return not arch.dense_layers
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a parameter is in a checkpoint: entry ``index`` along the leading axes of tensor
+    ``key``, which have the sizes ``stack``.
+    """
+
+    key: str
+    index: tuple[int, ...]
+    stack: tuple[int, ...]
+
+
+def place_of(arch: Architecture, megatron: str) -> Place:
+    """Return the place that Megatron gives a parameter in a checkpoint that it writes."""
+    key, index = stacked_key(megatron)
+    sizes = stack(arch, index)
+    if index and not has_stacked_layers(arch):
+        _, key, *_ = _candidates(key, "", index)
+        index = index[1:]
+        sizes = sizes[1:]
+    return Place(key=key, index=index, stack=sizes)
+
+
+def stacked_key(megatron: str) -> tuple[str, tuple[int, ...]]:
     """Split ``decoder.layers.7.mlp...`` into the key ``decoder.layers.mlp...`` and the index (7,),
-    because a checkpoint stacks layers. The index of an expert's parameter is (7, expert).
+    for a checkpoint that stacks layers. The index of an expert's parameter is (7, expert).
     """
     if not megatron.startswith(_LAYER):
         return megatron, ()
@@ -84,25 +114,24 @@ def stack(arch: Architecture, index: Sequence[int]) -> tuple[int, ...]:
 
 def extra_states(arch: Architecture) -> dict[str, None]:
     """Return the keys of the empty extra states that Megatron expects in a checkpoint."""
-    modules = _modules_with_extra_state(arch)
-    layers = arch.num_layers
     keys = []
-    for layer in range(layers):
-        for module in modules:
-            keys.append(f"{_LAYER}{module}._extra_state/shard_{layer}_{layers}")
-    for layer in range(layers):
-        for linear in ("linear_fc1", "linear_fc2"):
-            if arch.num_experts:
-                prefix = f"{_LAYER}mlp.experts.experts.{linear}._extra_state/shard_"
-                for expert in range(arch.num_experts):
-                    keys.append(f"{prefix}{layer}.{expert}_{layers}.{arch.num_experts}")
-            else:
-                keys.append(f"{_LAYER}mlp.{linear}._extra_state/shard_{layer}_{layers}")
+    for layer in range(arch.num_layers):
+        modules = _modules_with_extra_state(arch, layer)
+        keys += [_extra_state(arch, layer, module) for module in modules]
+    for layer in range(arch.num_layers):
+        mlp = "mlp"
+        if arch.has_experts(layer):
+            mlp = "mlp.shared_experts"
+            keys += _extra_states_of_experts(arch, layer)
+        if not arch.has_experts(layer) or arch.shared_ffn_hidden_size:
+            keys += [
+                _extra_state(arch, layer, f"{mlp}.{linear}") for linear in _LINEARS
+            ]
     keys.append("decoder.final_layernorm._extra_state/shard_0_1")
     return dict.fromkeys(keys)
 
 
-def _modules_with_extra_state(arch: Architecture) -> list[str]:
+def _modules_with_extra_state(arch: Architecture, layer: int) -> list[str]:
     """Return the modules of a layer that have one, but for the linear layers of the MLP."""
     modules = list(_EXTRA_STATES)
     if arch.qk_layernorm:
@@ -111,10 +140,36 @@ def _modules_with_extra_state(arch: Architecture) -> list[str]:
         modules.append("self_attention.linear_proj.post_layernorm")
     if arch.norms.mlp_output is not None:
         modules.append("mlp.linear_fc2.post_layernorm")
-    if arch.num_experts:
+    if arch.has_experts(layer):
         # a module of its own; otherwise it is fused into the first linear layer
         modules.append("pre_mlp_layernorm")
     return modules
+
+
+def _extra_states_of_experts(arch: Architecture, layer: int) -> list[str]:
+    keys = []
+    for linear in _LINEARS:
+        for expert in range(arch.num_experts):
+            module = f"mlp.experts.experts.{linear}"
+            keys.append(_extra_state(arch, layer, module, (expert, arch.num_experts)))
+    return keys
+
+
+def _extra_state(
+    arch: Architecture, layer: int, module: str, *inner: tuple[int, int]
+) -> str:
+    """Return the key of a module's extra state: its position on the leading axes, ``inner`` ones
+    behind the layers', and their sizes.
+    """
+    if has_stacked_layers(arch):
+        prefix = _LAYER
+        axes = [(layer, arch.num_layers), *inner]
+    else:
+        prefix = f"{_LAYER}{layer}."
+        axes = list(inner) or [(0, 1)]
+    position = ".".join(str(entry) for entry, _ in axes)
+    sizes = ".".join(str(size) for _, size in axes)
+    return f"{prefix}{module}._extra_state/shard_{position}_{sizes}"
 
 
 @dataclass(frozen=True)
@@ -248,7 +303,7 @@ def _find(
     """Return the keys and the tensor of a parameter under any of the names that Megatron gives it:
     layers and experts stacked or separate, norms fused or not, gate and up in one tensor or in two.
     """
-    key, index = checkpoint_key(megatron)
+    key, index = stacked_key(megatron)
     for name in (key, _other_name(key)):
         for separate_axes, candidate in enumerate(
             _candidates(prefix + name, prefix, index)

@@ -16,6 +16,7 @@ per number, t tokens. Under sequence parallelism a rank has t / TP tokens betwee
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ from megatron_dcpo.weights.architecture import Architecture
 from megatron_dcpo.weights.layout import Coordinates, Layout
 from megatron_dcpo.weights.pipeline import chunk_layers, layers_per_stage
 from megatron_dcpo.weights.planner import interleavings, padded_vocab_size, plan
-from megatron_dcpo.weights.table import hf_shapes
+from megatron_dcpo.weights.table import hf_shapes, is_constant
 
 # in numbers, in the buffers of the distributed optimizer
 PARAMETER_ALIGNMENT = 64
@@ -199,6 +200,9 @@ def parameter_sizes(
     kinds = interleavings(arch, layout, chunk)
     sizes = dict.fromkeys(kinds, 0)
     for copy in plan(arch, layout, chunk):
+        if is_constant(copy.hf):
+            del sizes[copy.megatron]
+            continue
         shape = shapes[copy.hf]
         if kinds[copy.megatron] == "vocab":
             rows = padded_vocab_size(arch, layout) // layout.tensor_model_parallel_size
@@ -263,12 +267,13 @@ def _numel_per_rank(bucket: _Bucket, ranks: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Widths:
-    """The sizes of a layer on one rank.
+    """The sizes of one layer on one rank.
 
     vocab: the tokens of which it has the logits, without padding.
     hidden: an average; under sequence parallelism a rank has one in TP tokens.
     routed: the inputs of MLPs per token; with experts also an average, which uneven routing
         exceeds.
+    shared: the width of the shared expert, which all tokens go through.
     """
 
     hidden: float
@@ -278,6 +283,7 @@ class Widths:
     heads: int
     groups: int
     ffn: int
+    shared: int
     vocab: int
     head_dim: int
     bytes: int
@@ -302,17 +308,34 @@ class Activations:
         return self.layers + max(self.logits, self.working)
 
 
-def widths(arch: Architecture, layout: Layout, config: Config) -> Widths:
+def layer_of_each_kind(arch: Architecture) -> tuple[int, ...]:
+    """Return a layer of each kind, with experts and without."""
+    by_kind = {arch.has_experts(layer): layer for layer in range(arch.num_layers)}
+    return tuple(by_kind.values())
+
+
+def widths(
+    arch: Architecture, layout: Layout, config: Config, layer: int = -1
+) -> Widths:
+    """Return the sizes of ``layer``, by default the last one."""
     tp = layout.tensor_model_parallel_size
     etp = layout.expert_tensor
+    routed = 1.0
+    ffn = (arch.dense_ffn_hidden_size or arch.ffn_hidden_size) // tp
+    shared = 0
+    if arch.has_experts(layer % arch.num_layers):
+        routed = arch.experts_per_token * etp / tp
+        ffn = arch.ffn_hidden_size // etp
+        shared = arch.shared_ffn_hidden_size // tp
     return Widths(
         hidden=arch.hidden_size / (tp if config.parallel.sequence_parallel else 1),
-        routed=arch.experts_per_token * etp / tp or 1.0,
+        routed=routed,
         queries=arch.num_attention_heads * arch.kv_channels // tp,
         keys=arch.num_query_groups * arch.kv_channels // tp,
         heads=arch.num_attention_heads // tp,
         groups=arch.num_query_groups // tp,
-        ffn=arch.ffn_hidden_size // etp,
+        ffn=ffn,
+        shared=shared,
         vocab=min(arch.vocab_size, padded_vocab_size(arch, layout) // tp),
         head_dim=arch.kv_channels,
         bytes=dtype_bytes(config.model.params_dtype),
@@ -320,13 +343,13 @@ def widths(arch: Architecture, layout: Layout, config: Config) -> Widths:
 
 
 def layer_bytes(
-    arch: Architecture, layout: Layout, config: Config, recompute: str
+    arch: Architecture, layout: Layout, config: Config, layer: int, recompute: str
 ) -> float:
-    """Return the bytes per token that one layer keeps under ``recompute``: everything for ``none``,
+    """Return the bytes per token that ``layer`` keeps under ``recompute``: everything for ``none``,
     not the activations of ``parallel.megatron.recompute_modules`` for ``selective``, only its input
     for ``full``.
     """
-    w = widths(arch, layout, config)
+    w = widths(arch, layout, config, layer)
     b = w.bytes
     if recompute == "full":
         return b * w.hidden
@@ -347,7 +370,7 @@ def layer_bytes(
         kept += b * w.keys * (2 * cp - 1)
     if recompute == "selective":
         kept -= _recomputed_bytes(layout, config, w)
-    if arch.num_experts:
+    if arch.has_experts(layer):
         kept += _routing(arch, w, layout.transformer_engine)
     return kept
 
@@ -378,19 +401,25 @@ def stage_layers_bytes(
     """
     parallel = config.parallel
     vp = layout.virtual_pipeline_model_parallel_size
-    # The layers of the stage's largest model chunk, of which the schedule may hold the most.
     chunks = chunk_layers(arch.num_layers, layout)[
         stage :: layout.pipeline_model_parallel_size
     ]
-    layers = max(len(chunk) for chunk in chunks)
-    one = layer_bytes(arch, layout, config, recompute=parallel.recompute_granularity)
-    if parallel.recompute_granularity != "full":
-        return vp * layers * one
-    if parallel.recompute_method == "uniform":
-        return vp * math.ceil(layers / parallel.recompute_num_layers) * one
-    recomputed = min(layers, parallel.recompute_num_layers)
-    whole = layer_bytes(arch, layout, config, recompute="none")
-    return vp * (recomputed * one + (layers - recomputed) * whole)
+    kept = functools.partial(layer_bytes, arch, layout, config)
+    of_chunks = []
+    for layers in chunks:
+        recompute: str = parallel.recompute_granularity
+        if recompute == "full" and parallel.recompute_method == "uniform":
+            # the input of every unit
+            layers = layers[:: parallel.recompute_num_layers]
+        recomputed = len(layers)
+        if recompute == "full" and parallel.recompute_method == "block":
+            recomputed = parallel.recompute_num_layers
+        of_chunks.append(
+            sum(kept(layer, recompute=recompute) for layer in layers[:recomputed])
+            + sum(kept(layer, recompute="none") for layer in layers[recomputed:])
+        )
+    # The schedule may hold the most of the stage's largest model chunk.
+    return vp * max(of_chunks)
 
 
 def recomputed_share(arch: Architecture, layout: Layout, config: Config) -> float:
@@ -414,9 +443,10 @@ def _mlp(w: Widths, transformer_engine: bool) -> float:
     """Return the bytes per token of an MLP's inner tensors: the outputs of fc1 and SwiGLU (three
     widths), or, in the local layer, of fc1, SiLU, the linear half and their product (five).
     """
+    numbers = w.ffn * w.routed + w.shared
     if transformer_engine:
-        return w.bytes * w.ffn * w.routed * 3
-    return w.bytes * w.ffn * w.routed * 5
+        return w.bytes * numbers * 3
+    return w.bytes * numbers * 5
 
 
 def _routing(arch: Architecture, w: Widths, transformer_engine: bool) -> float:
@@ -596,7 +626,12 @@ def stage_activations(
         if not layout.transformer_engine:
             # Megatron's buffer for the whole sequences, which it never gives back
             logits += gathered
-    working = _working_bytes(arch, layout, config, w, tokens)
+    working = max(
+        _working_bytes(
+            arch, layout, config, widths(arch, layout, config, layer), tokens
+        )
+        for layer in layer_of_each_kind(arch)
+    )
     # the gradient that it sent last, and the one that it received for this micro-batch
     working += between * (has_passed_one_back + (not is_last))
     working += gathered
@@ -615,7 +650,9 @@ def _working_bytes(
     w: Widths,
     tokens: int,
 ) -> int:
-    """Return the bytes of the largest transient of one layer's backward pass."""
+    """Return the bytes of the largest transient of the backward pass of one layer, which has the
+    sizes ``w``.
+    """
     parallel = config.parallel
     b = w.bytes
     # At the beginning: gradients of the layer's output, of fc2's input and of fc2's weight.
@@ -626,9 +663,11 @@ def _working_bytes(
         unit = 1
         if parallel.recompute_method == "uniform":
             unit = parallel.recompute_num_layers
-        working += int(
-            tokens * unit * layer_bytes(arch, layout, config, recompute="none")
+        largest = max(
+            layer_bytes(arch, layout, config, layer, recompute="none")
+            for layer in layer_of_each_kind(arch)
         )
+        working += int(tokens * unit * largest)
         if layout.transformer_engine or b == 4:
             # The first norm's input is the one that is kept; a bf16 norm of the local layer has a
             # copy in fp32.

@@ -13,7 +13,7 @@ from megatron_dcpo.planning.memory import State, expert_replicas, recomputed_sha
 from megatron_dcpo.runtime.dtypes import dtype_bytes
 from megatron_dcpo.weights.architecture import Architecture
 from megatron_dcpo.weights.layout import Layout
-from megatron_dcpo.weights.pipeline import layers_per_stage
+from megatron_dcpo.weights.pipeline import chunk_layers, layers_per_stage
 from megatron_dcpo.weights.planner import padded_vocab_size
 
 
@@ -124,11 +124,15 @@ def step_traffic(
     if parallel.use_distributed_optimizer:
         per_number = 4 + b
 
-    # There are two pairs of linear layers in a layer, or one and the experts. In each direction a
-    # pair has an all-reduce, or an all-gather and a reduce-scatter, which send as many bytes.
-    # Sequence parallelism gathers the inputs again for the gradient of the weights.
+    # There are two pairs of linear layers in a layer, or one and the experts, unless there is a
+    # shared one among these. In each direction a pair has an all-reduce, or an all-gather and a
+    # reduce-scatter, which send as many bytes. Sequence parallelism gathers the inputs again for
+    # the gradient of the weights.
     ring = (tp - 1) / tp * hidden
-    pairs = layers * (1 if arch.num_experts else 2)
+    with_experts = _most_with_experts(arch, layout)
+    pairs = 2 * layers
+    if not arch.shared_ffn_hidden_size:
+        pairs -= with_experts
     forward = 2 * ring * pairs
     backward = (3 if parallel.sequence_parallel else 2) * ring * pairs
     ends = (
@@ -152,7 +156,7 @@ def step_traffic(
     ep = layout.expert_model_parallel_size
     etp = layout.expert_tensor
     away = arch.experts_per_token * hidden / tp * ((ep - 1) / ep + etp - 1)
-    experts = 2 * away * layers * (passes + 2 + repeated)
+    experts = 2 * away * with_experts * (passes + 2 + repeated)
     return BytesSent(
         data_parallel=int(work.updates * (shared * per_number)),
         tensor_parallel=int(tensor),
@@ -179,7 +183,7 @@ def sequence_flops(
 ) -> float:
     """Return the operations of a forward pass over ``tokens`` in sequences of ``length``."""
     per_layer, output = _flops_per_token(arch, layout, length)
-    return tokens * (arch.num_layers * per_layer + output)
+    return tokens * (sum(per_layer) + output)
 
 
 def slowest_stage(arch: Architecture, layout: Layout, length: float) -> float:
@@ -187,33 +191,44 @@ def slowest_stage(arch: Architecture, layout: Layout, length: float) -> float:
     mean of the stages.
     """
     per_layer, output = _flops_per_token(arch, layout, length)
-    work = [layers * per_layer for layers in layers_per_stage(arch.num_layers, layout)]
+    work = [0.0] * layout.pipeline_model_parallel_size
+    for number, layers in enumerate(chunk_layers(arch.num_layers, layout)):
+        work[number % len(work)] += sum(per_layer[layers.start : layers.stop])
     work[-1] += output
     return max(work) * len(work) / sum(work)
 
 
+def _most_with_experts(arch: Architecture, layout: Layout) -> int:
+    """Return the number of layers with experts in the pipeline stage that has most of them."""
+    of_stages = [0] * layout.pipeline_model_parallel_size
+    for number, layers in enumerate(chunk_layers(arch.num_layers, layout)):
+        of_stages[number % len(of_stages)] += sum(map(arch.has_experts, layers))
+    return max(of_stages)
+
+
 def _flops_per_token(
     arch: Architecture, layout: Layout, length: float
-) -> tuple[float, float]:
-    """Return the operations per token of a layer and of the output layer."""
+) -> tuple[list[float], float]:
+    """Return the operations per token of each layer and of the output layer."""
     d = arch.kv_channels
     q = arch.num_attention_heads * d
     k = arch.num_query_groups * d
     h = arch.hidden_size
-    f = arch.ffn_hidden_size
-    if arch.num_experts:
-        mlp = 3 * h * f * arch.experts_per_token + h * arch.num_experts
-    else:
-        mlp = 3 * h * f
     projections = h * (q + 2 * k) + q * h
-    # scores and values over half the length, or over a window where a layer has one
-    attended = length
-    window = arch.sliding_window
-    if window is not None:
-        share = sum(window.layers) / arch.num_layers
-        attended = (1 - share) * length + share * min(length, 2 * window.size)
-    attention = 2 * q * attended
-    per_layer = 2 * (projections + mlp) + attention
+    per_layer = []
+    for layer in range(arch.num_layers):
+        # scores and values over half the length, or over the layer's window
+        attended = length
+        if arch.sliding_window is not None and arch.has_window(layer):
+            attended = min(length, 2 * arch.sliding_window.size)
+        width = arch.dense_ffn_hidden_size or arch.ffn_hidden_size
+        router = 0
+        if arch.has_experts(layer):
+            width = arch.ffn_hidden_size * arch.experts_per_token
+            width += arch.shared_ffn_hidden_size
+            router = h * arch.num_experts
+        products = projections + 3 * h * width + router
+        per_layer.append(2 * products + 2 * q * attended)
     return per_layer, 2 * h * padded_vocab_size(arch, layout)
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import importlib
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -29,7 +29,10 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_block import (
+    LayerNormImpl,
+    TransformerBlockSubmodules,
+)
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import (
     is_layer_window_attention,
@@ -372,17 +375,23 @@ class ArchitectureAttention(SelfAttention):
 
 
 def layer_spec(
-    arch: Architecture, config: TransformerConfig, transformer_engine: bool
+    arch: Architecture,
+    config: TransformerConfig,
+    transformer_engine: bool,
+    experts: bool,
 ) -> ModuleSpec | TransformerBlockSubmodules:
-    """Return Megatron's spec of one layer of ``arch``, of which ``config`` describes the rest."""
+    """Return Megatron's spec of one layer of ``arch``, with ``experts`` or with a single MLP;
+    ``config`` describes the rest.
+    """
+    num_experts = config.num_moe_experts if experts else None
     if transformer_engine:
         spec = get_gpt_layer_with_transformer_engine_spec(
-            config.num_moe_experts,
+            num_experts,
             moe_grouped_gemm=config.moe_grouped_gemm,
             qk_layernorm=config.qk_layernorm,
         )
     else:
-        spec = _local_spec(config)
+        spec = _local_spec(config, num_experts)
     if (
         arch.output_bias != config.add_bias_linear
         or arch.sliding_window is not None
@@ -438,15 +447,15 @@ def _put_norms(
         attention.k_layernorm = NormOfKeys
 
 
-def _local_spec(config: TransformerConfig) -> ModuleSpec:
+def _local_spec(config: TransformerConfig, num_experts: int | None) -> ModuleSpec:
     spec = get_gpt_layer_local_spec(
-        config.num_moe_experts,
+        num_experts,
         qk_layernorm=config.qk_layernorm,
         normalization="RMSNorm",
     )
     layer: Any = spec.submodules
     layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
-    if config.num_moe_experts:
+    if num_experts:
         # The norm keeps its name in checkpoints, as in Transformer Engine's spec, whose experts
         # have no norm fused to them.
         del layer.sharded_state_dict_keys_map["pre_mlp_layernorm."]
@@ -458,14 +467,11 @@ def _local_spec(config: TransformerConfig) -> ModuleSpec:
 
 
 def block_spec(
-    spec: ModuleSpec, layers: int, transformer_engine: bool
-) -> ModuleSpec | TransformerBlockSubmodules:
-    """Return the spec of a pipeline stage: ``layers`` layers and the final norm. With Transformer
-    Engine it is the layer's ``spec``, from which Megatron builds both.
-    """
-    if transformer_engine:
-        return spec
-    return TransformerBlockSubmodules(layer_specs=[spec] * layers, layer_norm=RMSNorm)
+    specs: Sequence[ModuleSpec], transformer_engine: bool
+) -> TransformerBlockSubmodules:
+    """Return the spec of a pipeline stage: its layers' ``specs`` and the final norm."""
+    norm = LayerNormImpl if transformer_engine else RMSNorm
+    return TransformerBlockSubmodules(layer_specs=list(specs), layer_norm=norm)
 
 
 __all__ = [

@@ -39,6 +39,14 @@ _FROM_CHECKPOINT = (
     "moe_ffn_hidden_size",
     "moe_router_topk",
     "moe_router_pre_softmax",
+    "moe_layer_freq",
+    "moe_router_enable_expert_bias",
+    "moe_router_group_topk",
+    "moe_router_num_groups",
+    "moe_router_score_function",
+    "moe_router_topk_scaling_factor",
+    "moe_shared_expert_gate",
+    "moe_shared_expert_intermediate_size",
 )
 # These follow from how the trainer works, for example from the loss scaling of policy/schedule.py.
 _FROM_TRAINER = (
@@ -51,6 +59,7 @@ _FROM_TRAINER = (
     "calculate_per_token_loss",
     "grad_reduce_in_fp32",
     "average_in_collective",
+    "moe_router_bias_update_rate",
     "optimizer",
 )
 # What decides an option instead of ``parallel.megatron``.

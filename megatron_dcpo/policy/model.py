@@ -5,7 +5,7 @@ the weight table.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -36,6 +36,7 @@ from megatron_dcpo.weights.architecture import (
 )
 from megatron_dcpo.weights.hf_checkpoint import HFReader, load_into
 from megatron_dcpo.weights.layout import UNEVEN_PIPELINE, Coordinates, Layout
+from megatron_dcpo.weights.pipeline import chunk_layers
 from megatron_dcpo.weights.planner import (
     Copy,
     check_layout,
@@ -43,6 +44,7 @@ from megatron_dcpo.weights.planner import (
     plan,
     sharded_dimensions,
 )
+from megatron_dcpo.weights.table import ROUTER_BIAS, hf_shapes, is_constant
 
 from megatron.core import tensor_parallel  # isort: skip
 from megatron.core.distributed import (
@@ -53,7 +55,6 @@ from megatron.core.distributed import (
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.enums import ModelType
 from megatron.core.transformer.module import Float16Module
-from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 logger = logging.getLogger(__name__)
@@ -75,7 +76,8 @@ class Policy:
     ``gpt`` holds the bare models and ``chunks`` the same models as the schedules call them, in
     their wrappers. ``copies[i]`` maps chunk i to Hugging Face tensors. A ``frozen`` policy has no
     gradients, and its chunks are not wrapped in DDP. With ``fp32_head``, logits are computed in
-    fp32, whatever the type of the parameters.
+    fp32, whatever the type of the parameters. ``constants`` has the tensors of all stages that
+    training leaves as they are, by their Hugging Face name: the biases of the routers, in fp32.
     """
 
     arch: Architecture
@@ -87,6 +89,7 @@ class Policy:
     topology: Topology
     frozen: bool
     fp32_head: bool
+    constants: Mapping[str, Tensor]
 
     @property
     def merged(self) -> tuple[str, ...]:
@@ -113,8 +116,21 @@ class Policy:
         return weight
 
     def parameters(self, chunk: int) -> dict[str, Tensor]:
-        """Return the parameters of a chunk by their name in the weight table."""
-        return {name: p.data for name, p in self.gpt[chunk].named_parameters()}
+        """Return the parameters of a chunk, and the biases of its routers, by their name in the
+        weight table.
+        """
+        return tensors_of(self.gpt[chunk])
+
+
+def tensors_of(gpt: GPTModel) -> dict[str, Tensor]:
+    """Return the tensors of a model chunk by their name in the weight table: its parameters, then
+    the biases that its routers add to the scores, which are buffers.
+    """
+    tensors = {name: parameter.data for name, parameter in gpt.named_parameters()}
+    for name, buffer in gpt.named_buffers():
+        if name.endswith(ROUTER_BIAS):
+            tensors[name] = buffer
+    return tensors
 
 
 def transformer_config(
@@ -148,7 +164,7 @@ def _model_options(arch: Architecture) -> dict[str, Any]:
     return {
         "num_layers": arch.num_layers,
         "hidden_size": arch.hidden_size,
-        "ffn_hidden_size": arch.ffn_hidden_size,
+        "ffn_hidden_size": arch.dense_ffn_hidden_size or arch.ffn_hidden_size,
         "num_attention_heads": arch.num_attention_heads,
         "num_query_groups": arch.num_query_groups,
         "kv_channels": arch.kv_channels,
@@ -247,13 +263,46 @@ def _experts(
         "num_moe_experts": arch.num_experts,
         "moe_ffn_hidden_size": arch.ffn_hidden_size,
         "moe_router_topk": arch.experts_per_token,
-        "moe_router_pre_softmax": not arch.normalized_experts,
+        "moe_router_pre_softmax": (
+            arch.router_score == "softmax" and not arch.normalized_experts
+        ),
         "moe_router_load_balancing_type": "none",
         "moe_router_dtype": "fp32",
         "moe_grouped_gemm": transformer_engine,
         "expert_model_parallel_size": parallel.expert_model_parallel_size,
         "expert_tensor_parallel_size": parallel.expert_tensor_parallel_size,
+        **_router(arch),
+        **_beside_experts(arch),
     }
+
+
+def _router(arch: Architecture) -> dict[str, Any]:
+    """Return how experts are chosen and weighted, where that is not Megatron's default."""
+    options: dict[str, Any] = {"moe_router_score_function": arch.router_score}
+    if arch.router_bias:
+        # Megatron adds this rate times a sign to the bias after every step.
+        options |= {
+            "moe_router_enable_expert_bias": True,
+            "moe_router_bias_update_rate": 0.0,
+        }
+    if arch.router_scale != 1:
+        options["moe_router_topk_scaling_factor"] = arch.router_scale
+    if arch.router_groups > 1:
+        options["moe_router_num_groups"] = arch.router_groups
+        options["moe_router_group_topk"] = arch.router_group_topk
+    return options
+
+
+def _beside_experts(arch: Architecture) -> dict[str, Any]:
+    """Return the shared expert, and the layers that have experts if not all do."""
+    options: dict[str, Any] = {}
+    if arch.shared_ffn_hidden_size:
+        options["moe_shared_expert_intermediate_size"] = arch.shared_ffn_hidden_size
+        options["moe_shared_expert_gate"] = arch.shared_expert_gate
+    if arch.dense_layers:
+        layers = range(arch.num_layers)
+        options["moe_layer_freq"] = [int(arch.has_experts(layer)) for layer in layers]
+    return options
 
 
 def _pipeline(parallel: ParallelConfig) -> dict[str, Any]:
@@ -305,10 +354,7 @@ def build_policy(
         coordinates = layout.at(topology.part, topology.pp_rank, virtual)
         gpt = _build_chunk(arch, layout, config, coordinates)
         chunk_copies = plan(arch, layout, coordinates)
-        parameters = {
-            name: parameter.data for name, parameter in gpt.named_parameters()
-        }
-        load_into(reader, chunk_copies, parameters)
+        load_into(reader, chunk_copies, tensors_of(gpt))
         gpts.append(gpt)
         copies.append(chunk_copies)
     if training:
@@ -332,7 +378,17 @@ def build_policy(
         topology=topology,
         frozen=not training,
         fp32_head=fp32_head(model.head_dtype),
+        constants=_constants(reader, arch),
     )
+
+
+def _constants(reader: HFReader, arch: Architecture) -> dict[str, Tensor]:
+    constants = {}
+    for name in hf_shapes(arch):
+        if is_constant(name):
+            values = reader.tensor(name).float()
+            constants[name] = values.clone().to(current_device())
+    return constants
 
 
 def _build_chunk(
@@ -348,12 +404,16 @@ def _build_chunk(
         virtual_stage = coordinates.virtual
     is_first = coordinates.pipeline == 0 and coordinates.virtual == 0
     is_last = coordinates.pipeline == last_stage and coordinates.virtual == last_virtual
-    spec = layer_spec(arch, config, transformer_engine=layout.transformer_engine)
-    layers = get_num_layers_to_build(config, virtual_stage, coordinates.pipeline)
+    spec = partial(
+        layer_spec, arch, config, transformer_engine=layout.transformer_engine
+    )
+    number = coordinates.virtual * (last_stage + 1) + coordinates.pipeline
+    layers = chunk_layers(arch.num_layers, layout)[number]
+    specs = [spec(experts=arch.has_experts(layer)) for layer in layers]
     with without_asking_for_apex() if layout.transformer_engine else nullcontext():
         gpt = GPTModel(
             config=config,
-            transformer_layer_spec=block_spec(spec, layers, layout.transformer_engine),
+            transformer_layer_spec=block_spec(specs, layout.transformer_engine),
             vocab_size=padded_vocab_size(arch, layout),
             max_sequence_length=arch.max_position_embeddings,
             pre_process=is_first,
@@ -409,9 +469,19 @@ def _mark_tensor_parallel(gpt: GPTModel, dimensions: dict[str, int | None]) -> N
 def _mixed_precision(
     gpt: GPTModel, config: TransformerConfig
 ) -> Float16Module | GPTModel:
-    if config.bf16:
-        return Float16Module(config, gpt)
-    return gpt
+    if not config.bf16:
+        return gpt
+    buffers = dict(gpt.named_buffers())
+    kept = {
+        name: buffer.clone()
+        for name, buffer in buffers.items()
+        if name.endswith(ROUTER_BIAS)
+    }
+    wrapped = Float16Module(config, gpt)
+    for name, values in kept.items():
+        # Megatron's routers make it fp32 again, but only after it has been rounded.
+        buffers[name].data = values
+    return wrapped
 
 
 def _wrap_for_training(

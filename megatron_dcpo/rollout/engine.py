@@ -29,6 +29,11 @@ from megatron_dcpo.weights.config_keys import check_unquantized
 from megatron_dcpo.weights.hf_checkpoint import HFReader
 from megatron_dcpo.weights.planner import WeightSlice
 
+# removed behind vLLM 0.23
+_NOT_IN_VLLM = ("dots1",)
+# no released model of it does
+_NOT_TIED_IN_VLLM = ("glm4_moe",)
+
 
 @dataclass(frozen=True)
 class PartialRollout:
@@ -200,6 +205,10 @@ def unsupported(arch: Architecture) -> str:
     """Return why vLLM, installed, cannot run ``arch`` here; empty if it can. Does not import vLLM,
     which takes seconds.
     """
+    if arch.name in _NOT_IN_VLLM:
+        return f"vLLM has no {arch.name} any more"
+    if arch.name in _NOT_TIED_IN_VLLM and arch.tied_embeddings:
+        return f"vLLM does not tie the embeddings of {arch.name}"
     multiple = capabilities().expert_hidden_multiple
     if arch.num_experts and arch.hidden_size % multiple:
         return (

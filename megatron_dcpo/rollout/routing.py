@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import numpy as np
@@ -17,32 +18,54 @@ from megatron_dcpo.errors import UserError
 from megatron_dcpo.rollout.engine import EngineError
 from megatron_dcpo.types import Prompt
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 
 class ExpertRecorder:
     """Records the choices of a transformers model's routers, forward pass by forward pass."""
 
-    def __init__(self, model: torch.nn.Module) -> None:
-        self._layers: list[torch.Tensor] = []
-        routers = []
-        for module in model.modules():
-            if type(module).__name__.endswith("TopKRouter"):
-                routers.append(module)
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._taken: dict[int, torch.Tensor] = {}  # by layer
+        self._layers: int = model.config.num_hidden_layers
+        routers = {}
+        for name, module in model.named_modules():
+            if type(module).__name__.lower().endswith("topkrouter"):
+                routers[_layer_of(name)] = module
         if not routers:
             raise UserError(
                 "rollout.routing_replay=true: no router is found in this model; remove it"
             )
-        for router in (
-            routers
-        ):  # its output: logits, weights of the chosen, the chosen [tokens, k]
-            router.register_forward_hook(
-                lambda _, __, output: self._layers.append(output[2])
-            )
+        for layer, router in routers.items():
+            router.register_forward_hook(partial(self._take, layer))
+
+    def _take(
+        self,
+        layer: int,
+        router: torch.nn.Module,
+        inputs: object,
+        output: tuple[torch.Tensor, ...],
+    ) -> None:
+        """Keep the chosen [tokens, k] of a router's output: logits, weights of the chosen, and
+        them.
+        """
+        self._taken[layer] = output[2]
 
     def take(self, rows: int) -> np.ndarray:
-        """Return the choices of the last forward pass, int16 [rows, width, layers, k]."""
-        taken = torch.stack(self._layers, 1).to(torch.int16).cpu().numpy()
-        self._layers.clear()
+        """Return the choices of the last forward pass, int16 [rows, width, layers, k]; -1 in layers
+        without experts.
+        """
+        no_choice = torch.full_like(next(iter(self._taken.values())), -1)
+        layers = [self._taken.get(layer, no_choice) for layer in range(self._layers)]
+        taken = torch.stack(layers, 1).to(torch.int16).cpu().numpy()
+        self._taken.clear()
         return taken.reshape(rows, -1, *taken.shape[1:])
+
+
+def _layer_of(module: str) -> int:
+    """Return the number of the layer of a module of transformers (``model.layers.3.mlp.gate``)."""
+    _, _, inside = module.partition("layers.")
+    return int(inside.partition(".")[0])
 
 
 class RecordedExperts:

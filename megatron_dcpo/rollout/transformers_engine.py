@@ -46,6 +46,7 @@ from megatron_dcpo.weights.architecture import (
 )
 from megatron_dcpo.weights.hf_checkpoint import in_parts
 from megatron_dcpo.weights.planner import WeightSlice
+from megatron_dcpo.weights.table import is_constant
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -75,10 +76,11 @@ class TransformersEngine(Engine):
         self.max_num_seqs = max_num_seqs
         self.weights_version = 0
         self.slot_steps: SlotSteps = SlotSteps()
-        self._parameters = in_parts(
-            arch,
-            {name: parameter.data for name, parameter in self.model.named_parameters()},
-        )
+        tensors = {name: tensor.data for name, tensor in self.model.named_parameters()}
+        for name, buffer in self.model.named_buffers():
+            if is_constant(name):
+                tensors[name] = buffer
+        self._parameters = in_parts(arch, tensors)
 
     @classmethod
     def from_pretrained(

@@ -44,7 +44,7 @@ from megatron_dcpo.runtime.megatron_private import wrapper_tensor
 from megatron_dcpo.weights.architecture import Architecture
 from megatron_dcpo.weights.planner import WeightSlice
 from megatron_dcpo.weights.reshard_plan import engine_slice
-from megatron_dcpo.weights.table import hf_shapes
+from megatron_dcpo.weights.table import EMBEDDING, hf_shapes
 
 BACKEND = "megatron_dcpo"
 _UNQUANTIZED = (
@@ -287,7 +287,16 @@ class InProcessTransfer(WeightTransferEngine[_Init, _Update]):
             for layer in expected.layers[name]:
                 layer.missing += math.prod(shape) // shape[dim] * (stop - start)
                 _check_unquantized(layer)
+        if arch.tied_embeddings:
+            self._check_tied(expected.layers[EMBEDDING])
         return expected
+
+    def _check_tied(self, layers: Sequence[_Layer]) -> None:
+        """Raise RuntimeError if vLLM's output layer is none of those that the embedding goes to."""
+        if all(layer.module is not self.model.lm_head for layer in layers):
+            raise RuntimeError(
+                "vLLM does not tie the output layer of this architecture to the embedding"
+            )
 
     def _parameter_name(self, name: str) -> str:
         """Return the name of the parameter that a Hugging Face tensor goes to; of experts one that
@@ -297,10 +306,11 @@ class InProcessTransfer(WeightTransferEngine[_Init, _Update]):
         if of_expert:
             return f"{layer}.mlp.experts.routed_experts.w13_weight"
         # A model's loader maps the names first, and then that of the model inside it.
-        mappers = [self.model.hf_to_vllm_mapper]
-        inner = getattr(self.model.model, "hf_to_vllm_mapper", None)
-        if inner is not None and inner is not mappers[0]:
-            mappers.append(inner)
+        mappers = []
+        for model in (self.model, self.model.model):
+            mapper = getattr(model, "hf_to_vllm_mapper", None)
+            if mapper is not None and mapper not in mappers:
+                mappers.append(mapper)
         for mapper in mappers:
             name = str(mapper.map_name(name))
         return name

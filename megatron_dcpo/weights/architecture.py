@@ -29,6 +29,7 @@ from megatron_dcpo.weights.decoder import (
     LayerNorms,
     LinearScaling,
     RopeScaling,
+    RouterScore,
     SlidingWindow,
     YarnScaling,
     yarn_attention_factor,
@@ -81,6 +82,8 @@ class _Traits:
     hidden_act: str = "silu"
     tied_embeddings: bool = False
     scaled_embeddings: bool = False
+    router: RouterScore = "softmax"
+    shared_expert_gate: bool = False
 
     @property
     def implied(self) -> dict[str, Any]:
@@ -103,6 +106,34 @@ _BEHIND = LayerNorms(
     mlp_output="post_feedforward_layernorm",
 )
 
+# of a mixture of experts whose router has a sigmoid, as DeepSeek-V3 has it
+_SIGMOID_ROUTER = frozenset(
+    {
+        "first_k_dense_replace",
+        "moe_intermediate_size",
+        "n_group",
+        "n_routed_experts",
+        "n_shared_experts",
+        "norm_topk_prob",
+        "num_experts_per_tok",
+        "num_local_experts",
+        "routed_scaling_factor",
+        "topk_group",
+    }
+)
+# of Qwen's mixtures of experts
+_SOFTMAX_ROUTER = frozenset(
+    {
+        "decoder_sparse_step",
+        "mlp_only_layers",
+        "moe_intermediate_size",
+        "norm_topk_prob",
+        "num_experts",
+        "num_experts_per_tok",
+        "num_local_experts",
+    }
+)
+
 ARCHITECTURES: dict[str, _Traits] = {
     "Qwen3ForCausalLM": _Traits(
         keys=Keys(model_type="qwen3", window_is_optional=True),
@@ -111,22 +142,46 @@ ARCHITECTURES: dict[str, _Traits] = {
     "Qwen3MoeForCausalLM": _Traits(
         keys=Keys(
             model_type="qwen3_moe",
-            translated=frozenset(
-                {
-                    "decoder_sparse_step",
-                    "mlp_only_layers",
-                    "moe_intermediate_size",
-                    "n_shared_experts",
-                    "norm_topk_prob",
-                    "num_experts",
-                    "num_experts_per_tok",
-                    "num_local_experts",
-                }
-            ),
+            translated=_SOFTMAX_ROUTER,
+            fixed={"n_shared_experts": (0,)},
             window_is_optional=True,
         ),
         qk_layernorm=True,
         experts=True,
+    ),
+    "Qwen2MoeForCausalLM": _Traits(
+        keys=Keys(
+            model_type="qwen2_moe",
+            translated=_SOFTMAX_ROUTER | {"shared_expert_intermediate_size"},
+            fixed={"attention_bias": (True,), "qkv_bias": (True,)},
+            window_is_optional=True,
+        ),
+        always_qkv_bias=True,
+        experts=True,
+        shared_expert_gate=True,
+    ),
+    # GLM-4.5 and 4.6
+    "Glm4MoeForCausalLM": _Traits(
+        keys=Keys(
+            model_type="glm4_moe",
+            translated=_SIGMOID_ROUTER
+            | {"num_nextn_predict_layers", "partial_rotary_factor", "use_qk_norm"},
+        ),
+        experts=True,
+        router="sigmoid",
+        biases_the_output=False,
+        rope_types=("default",),
+        partial_rotary_factor=0.5,
+    ),
+    "Dots1ForCausalLM": _Traits(
+        keys=Keys(
+            model_type="dots1",
+            translated=_SIGMOID_ROUTER,
+            spelled_out={"sliding_window": 4096},
+        ),
+        qk_layernorm=True,
+        experts=True,
+        router="sigmoid",
     ),
     "LlamaForCausalLM": _Traits(
         keys=Keys(model_type="llama", translated=frozenset({"mlp_bias"})),
@@ -255,13 +310,30 @@ _SIZES = (
     "num_experts",
     "num_local_experts",
     "num_experts_per_tok",
+    "n_routed_experts",
     "moe_intermediate_size",
     "sliding_window",
     "sliding_window_pattern",
     "_sliding_window_pattern",
+    "shared_expert_intermediate_size",
+    "decoder_sparse_step",
+    "n_group",
+    "topk_group",
+)
+# counts that may be 0
+_NUMBERS = (
+    "first_k_dense_replace",
+    "n_shared_experts",
+    "num_nextn_predict_layers",
 )
 _ABSURD = 1 << 40
-_SWITCHES = ("attention_bias", "mlp_bias", "norm_topk_prob", "tie_word_embeddings")
+_SWITCHES = (
+    "attention_bias",
+    "mlp_bias",
+    "norm_topk_prob",
+    "tie_word_embeddings",
+    "use_qk_norm",
+)
 
 
 def read_architecture(
@@ -335,14 +407,7 @@ def parse_architecture(
     name, traits = _traits(config, source, model_dir)
     check_said_once(config, source)
     check_keys(config, traits.keys, source)
-    for key in _SIZES:
-        value = config.get(key)
-        if value is not None and not (type(value) is int and 0 < value < _ABSURD):
-            raise UserError(f"{source}: {key} must be a count, not {value!r:.40}")
-    for key in _SWITCHES:
-        value = config.get(key)
-        if value is not None and not isinstance(value, bool):
-            raise UserError(f"{source}: {key} must be true or false, not {value!r:.40}")
+    _check_types(config, traits, source)
     attention_bias = bool(config.get("attention_bias")) and not traits.always_qkv_bias
     try:
         heads = config["num_attention_heads"]
@@ -351,7 +416,7 @@ def parse_architecture(
         if traits.windows is not None:
             window = _sliding_window(config, traits.windows, source)
         base, scaling = _rope(_of_full_layers(config, traits, source), traits, source)
-        experts = _experts(config, source) if traits.experts else {}
+        experts = _experts(config, traits, source) if traits.experts else {}
         return Architecture(
             num_layers=config["num_hidden_layers"],
             hidden_size=config["hidden_size"],
@@ -377,8 +442,7 @@ def parse_architecture(
             query_scalar=_query_scalar(config, traits, source),
             embedding_scale=_embedding_scale(config, traits),
             sliding_window=window,
-            **traits.implied,
-            **experts,
+            **{**traits.implied, **_optional_norms(config), **experts},
         )
     except KeyError as error:
         raise UserError(f"{source}: {name} needs the key {error}") from None
@@ -386,6 +450,24 @@ def parse_architecture(
         raise UserError(
             f"{source}: not the configuration of a {name} ({one_line(error, 200)})"
         ) from None
+
+
+def _check_types(config: dict[str, Any], traits: _Traits, source: str) -> None:
+    """Raise :class:`UserError` for a key that is no count, number or switch and ought to be one."""
+    for key in _SIZES:
+        value = config.get(key)
+        if key == "sliding_window" and traits.windows is None:
+            continue  # transformers writes 0 for a model of Qwen2-MoE that has none
+        if value is not None and not (type(value) is int and 0 < value < _ABSURD):
+            raise UserError(f"{source}: {key} must be a count, not {value!r:.40}")
+    for key in _NUMBERS:
+        value = config.get(key)
+        if value is not None and not (type(value) is int and 0 <= value < _ABSURD):
+            raise UserError(f"{source}: {key} must be a number, not {value!r:.40}")
+    for key in _SWITCHES:
+        value = config.get(key)
+        if value is not None and not isinstance(value, bool):
+            raise UserError(f"{source}: {key} must be true or false, not {value!r:.40}")
 
 
 def _traits(
@@ -412,6 +494,7 @@ def known_families() -> list[Family]:
 
 def _family(name: str, traits: _Traits) -> Family:
     """Return a known architecture with its smallest model, whose tensors have the names of all."""
+    has_sigmoid = traits.router == "sigmoid"
     smallest = Architecture(
         num_layers=1,
         hidden_size=1,
@@ -428,6 +511,10 @@ def _family(name: str, traits: _Traits) -> Family:
         qkv_bias=traits.always_qkv_bias,
         num_experts=int(traits.experts),
         experts_per_token=int(traits.experts),
+        shared_ffn_hidden_size=int(traits.shared_expert_gate or has_sigmoid),
+        shared_expert_gate=traits.shared_expert_gate,
+        router_score=traits.router,
+        router_bias=has_sigmoid,
         **traits.implied,
     )
     return Family(
@@ -436,6 +523,13 @@ def _family(name: str, traits: _Traits) -> Family:
         smallest=smallest,
         biases_the_output=traits.biases_the_output,
     )
+
+
+def _given(config: dict[str, Any], key: str) -> Any:  # noqa: ANN401 - checked before
+    """Return a value that must be there. Raises KeyError if it is missing or null."""
+    if config.get(key) is None:
+        raise KeyError(key)
+    return config[key]
 
 
 def _positive(config: dict[str, Any], key: str, source: str) -> float:
@@ -463,32 +557,108 @@ def _activation(config: dict[str, Any], traits: _Traits, source: str) -> Activat
     )
 
 
-def _experts(config: dict[str, Any], source: str) -> dict[str, Any]:
-    """Return the fields of an architecture with a mixture of experts in every layer. Raises
-    :class:`UserError` for other mixtures.
+def _optional_norms(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the norms that a key of the configuration decides about."""
+    return {"qk_layernorm": True} if config.get("use_qk_norm") else {}
+
+
+def _experts(config: dict[str, Any], traits: _Traits, source: str) -> dict[str, Any]:
+    """Return the fields of an architecture with a mixture of experts. Raises :class:`UserError` for
+    other mixtures.
     """
-    supported = {"decoder_sparse_step": 1, "mlp_only_layers": [], "n_shared_experts": 0}
-    for key, expected in supported.items():
-        if (config.get(key) or expected) != expected:
-            raise UserError(
-                f"{source}: {key}={config[key]!r:.60} is not supported; every layer must be "
-                "experts alone"
-            )
-    # transformers 5 writes num_local_experts, the checkpoints on the hub have num_experts
-    if "num_experts" in config:
-        number = config["num_experts"]
+    chosen = _given(config, "num_experts_per_tok")
+    if traits.router == "sigmoid":
+        number = _given(config, "n_routed_experts")
+        fields = _sigmoid_router(config, source)
     else:
-        number = config["num_local_experts"]
-    chosen = config["num_experts_per_tok"]
+        # transformers 5 writes num_local_experts, the checkpoints on the hub have num_experts
+        number = config[
+            "num_experts" if "num_experts" in config else "num_local_experts"
+        ]
+        fields = _softmax_router(config, traits, source)
     if chosen > number:
         raise UserError(
             f"{source}: num_experts_per_tok={chosen} is more than the {number} experts"
         )
-    normalized = bool(config.get("norm_topk_prob", False))
+    if len(fields["dense_layers"]) == config["num_hidden_layers"]:
+        raise UserError(
+            f"{source}: no layer has experts, which is not supported for "
+            f"{config['architectures']!r:.60}"
+        )
+    if fields["dense_layers"]:
+        fields["dense_ffn_hidden_size"] = config["intermediate_size"]
+    return {"num_experts": number, "experts_per_token": chosen, **fields}
+
+
+def _softmax_router(
+    config: dict[str, Any], traits: _Traits, source: str
+) -> dict[str, Any]:
+    """Return the fields of Qwen's mixtures: every ``decoder_sparse_step``-th layer has experts,
+    unless it is one of ``mlp_only_layers``.
+    """
+    layers = config["num_hidden_layers"]
+    only_mlp = config.get("mlp_only_layers") or []
+    if not all(type(layer) is int and 0 <= layer < layers for layer in only_mlp):
+        raise UserError(
+            f"{source}: mlp_only_layers must be numbers of the {layers} layers, from 0, not "
+            f"{only_mlp!r:.60}"
+        )
+    step = config.get("decoder_sparse_step") or 1
+    dense = [
+        layer for layer in range(layers) if layer in only_mlp or (layer + 1) % step
+    ]
+    fields: dict[str, Any] = {
+        "dense_layers": tuple(dense),
+        "normalized_experts": bool(config.get("norm_topk_prob", False)),
+    }
+    if traits.shared_expert_gate:
+        fields["shared_ffn_hidden_size"] = config["shared_expert_intermediate_size"]
+        fields["shared_expert_gate"] = True
+    return fields
+
+
+def _sigmoid_router(config: dict[str, Any], source: str) -> dict[str, Any]:
+    """Return the fields of DeepSeek-V3's mixtures: leading layers without experts, a sigmoid with
+    a correction bias, and shared experts, which are one of their width together.
+    """
+    chosen = _given(config, "num_experts_per_tok")
+    number = _given(config, "n_routed_experts")
+    normalized = bool(_given(config, "norm_topk_prob"))
+    layers = config["num_hidden_layers"]
+    dense = min(_given(config, "first_k_dense_replace"), layers)
+    width = _given(config, "moe_intermediate_size")
+    if normalized != (chosen > 1):
+        raise UserError(
+            f"{source}: norm_topk_prob={normalized} with num_experts_per_tok={chosen} is not "
+            "supported: Megatron's sigmoid router divides the weights of several experts by their "
+            "sum, and leaves that of a single one"
+        )
+    groups = config.get("n_group") or 1
+    group_topk = config.get("topk_group") or 1
+    if group_topk > groups or number % groups:
+        raise UserError(
+            f"{source}: n_group={groups} and topk_group={group_topk} do not divide the {number} "
+            "experts"
+        )
+    if groups > 1 and chosen != 2 * group_topk:
+        raise UserError(
+            f"{source}: n_group={groups} with topk_group={group_topk} and num_experts_per_tok="
+            f"{chosen} is not supported: transformers compares groups by their best 2 experts, "
+            "Megatron by their best num_experts_per_tok / topk_group"
+        )
+    scale = 1.0
+    if config.get("routed_scaling_factor") is not None:
+        scale = _positive(config, "routed_scaling_factor", source)
     return {
-        "num_experts": number,
-        "experts_per_token": chosen,
+        "dense_layers": tuple(range(dense)),
         "normalized_experts": normalized,
+        "shared_ffn_hidden_size": _given(config, "n_shared_experts") * width,
+        "router_score": "sigmoid",
+        "router_bias": True,
+        "router_scale": scale,
+        "router_groups": groups,
+        "router_group_topk": group_topk,
+        "nextn_layers": config.get("num_nextn_predict_layers") or 0,
     }
 
 

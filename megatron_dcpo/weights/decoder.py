@@ -8,6 +8,8 @@ from typing import Literal
 
 # the activations of an MLP under the names of transformers; "swish" is "silu"
 Activation = Literal["silu", "gelu", "gelu_pytorch_tanh", "relu"]
+# what makes a router's logits into the scores of the experts
+RouterScore = Literal["softmax", "sigmoid"]
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,18 @@ class Architecture:
     ``rotary_percent`` of each head's dimensions are rotated, ``rotary_interleaved`` in pairs of
     neighbors. The scores of the attention are divided by the root of ``query_scalar``, or else of
     ``kv_channels``. Embeddings are multiplied by ``embedding_scale``.
+
+    The ``dense_layers``, counted from 0, have an MLP of width ``dense_ffn_hidden_size`` in the
+    place of experts. With ``shared_ffn_hidden_size`` every token goes through a shared expert of
+    that width as well, times the sigmoid of a logit of its own with ``shared_expert_gate``.
+
+    Experts are chosen by the ``router_score`` of their logit, with ``router_bias`` plus a number
+    of the expert that training leaves alone (``e_score_correction_bias``), and only from the best
+    ``router_group_topk`` of ``router_groups`` groups, by the sum of a group's two best. Their
+    weights are those of the scores, without that number, times ``router_scale``.
+
+    A checkpoint may hold ``nextn_layers`` more layers, which predict further tokens for an
+    engine's speculation. They are not trained, and go into exports as they are.
     """
 
     name: str
@@ -128,6 +142,16 @@ class Architecture:
     query_scalar: float | None = None
     embedding_scale: float | None = None
     sliding_window: SlidingWindow | None = None
+    dense_layers: tuple[int, ...] = ()
+    dense_ffn_hidden_size: int = 0
+    shared_ffn_hidden_size: int = 0
+    shared_expert_gate: bool = False
+    router_score: RouterScore = "softmax"
+    router_bias: bool = False
+    router_scale: float = 1.0
+    router_groups: int = 1
+    router_group_topk: int = 1
+    nextn_layers: int = 0
 
     @property
     def rotary_dimensions(self) -> int:
@@ -137,3 +161,7 @@ class Architecture:
     def has_window(self, layer: int) -> bool:
         """Return whether a token attends to a window only in ``layer``, counted from 0."""
         return self.sliding_window is not None and self.sliding_window.layers[layer]
+
+    def has_experts(self, layer: int) -> bool:
+        """Return whether ``layer``, counted from 0, has experts and not a single MLP."""
+        return self.num_experts > 0 and layer not in self.dense_layers

@@ -6,6 +6,7 @@ import json
 import math
 import mmap
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -37,6 +38,7 @@ from megatron_dcpo.weights.table import (
     StoredPart,
     fused_parts,
     hf_shapes,
+    is_constant,
     parts_of,
     stored_names,
     stored_shapes,
@@ -58,6 +60,9 @@ _WEIGHTS = (
 )
 # what transformers computes itself and ignores in files
 _BUFFERS = (".rotary_emb.inv_freq", ".self_attn.bias", ".self_attn.masked_bias")
+# where a converted checkpoint keeps the layers that are carried along, next to config.json
+KEPT_LAYERS = "nextn_layers.safetensors"
+_OF_LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
 _NOT_SIDE_FILES = (INDEX, "pytorch_model.bin.index.json", "conversion.json")
 _SIDE_DIRECTORIES = ("additional_chat_templates",)
 
@@ -184,6 +189,7 @@ class HFReader:
                     f"{self.model_dir}: tensor {name} is missing; config.json promises it"
                 )
         extra = sorted(set(self.specs) - set(shapes))
+        extra = [name for name in extra if not is_carried(name, arch)]
         for name in extra:
             self._check_extra(name, arch)
         for name, expected in shapes.items():
@@ -215,6 +221,14 @@ class HFReader:
         )
 
 
+def is_carried(name: str, arch: Architecture) -> bool:
+    """Return whether a tensor is of a layer behind the model's own that predicts further tokens."""
+    match = _OF_LAYER.match(name)
+    if match is None:
+        return False
+    return 0 <= int(match[1]) - arch.num_layers < arch.nextn_layers
+
+
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor's bytes, which are equal for equal NaNs too."""
     return tensor.contiguous().view(torch.uint8)
@@ -241,6 +255,81 @@ class _PartOfTensor:
         else:
             part = self.whole[self.place.expert, of_part, *columns]
         return part
+
+
+class Carried:
+    """The tensors of the layers behind a model's own that predict further tokens
+    (``num_nextn_predict_layers``). ``specs`` has shape and type of each, nothing if there are none.
+
+    An engine may speculate with them. Nothing here computes with them or trains them, as
+    transformers does not load them; an export has them as the checkpoint had them.
+    """
+
+    def __init__(self, specs: Specs, read: Callable[[str], torch.Tensor]) -> None:
+        self.specs = specs
+        self.tensor = read
+
+    @classmethod
+    def of(cls, reader: HFReader, arch: Architecture) -> Carried:
+        """Return those of a Hugging Face directory."""
+        specs = {
+            name: spec for name, spec in reader.specs.items() if is_carried(name, arch)
+        }
+        return cls(specs, reader.tensor)
+
+    @classmethod
+    def beside(cls, directory: Path, arch: Architecture) -> Carried:
+        """Return those that go with the ``config.json`` of ``directory``, from its weights, or from
+        what the import of a checkpoint kept. Raises :class:`UserError` if neither is there.
+        """
+        if not arch.nextn_layers:
+            return cls({}, _nothing)
+        if (directory / KEPT_LAYERS).is_file():
+            return _kept(directory / KEPT_LAYERS)
+        if not any((directory / name).is_file() for name in (SINGLE_FILE, INDEX)):
+            raise UserError(
+                f"{directory / 'config.json'}: num_nextn_predict_layers={arch.nextn_layers}, but "
+                "the directory has no weights to take these layers from; name the model's own "
+                "directory, or set it to 0 for a model without them"
+            )
+        weight_map = read_weight_map(directory)
+        if weight_map and not any(is_carried(name, arch) for name in weight_map):
+            return cls({}, _nothing)
+        carried = cls.of(HFReader(directory, arch), arch)
+        for name, (_, dtype) in carried.specs.items():
+            if dtype not in FLOATS:
+                raise UserError(
+                    f"{directory}: tensor {name} has the element type {dtype}; take the "
+                    "directory of the model's bf16 or fp32 weights"
+                )
+        return carried
+
+    def keep(self, directory: Path) -> None:
+        """Write them into ``directory``, from which :meth:`beside` reads them; no file if there are
+        none.
+        """
+        if self.specs:
+            (shard,) = plan_shards(self.specs, dict.fromkeys(self.specs, KEPT_LAYERS))
+            write_tensors(directory / KEPT_LAYERS, shard, self.tensor)
+
+
+def _kept(path: Path) -> Carried:
+    try:
+        file = safe_open(str(path), framework="pt")
+        specs = {}
+        for name in file.keys():  # noqa: SIM118 - not a mapping
+            header = file.get_slice(name)
+            dtype = FROM_SAFETENSORS[header.get_dtype()]
+            specs[name] = (tuple(header.get_shape()), dtype)
+    except (OSError, SafetensorError, KeyError) as error:
+        raise UserError(
+            f"{path} is truncated or not a safetensors file ({error})"
+        ) from None
+    return Carried(specs, file.get_tensor)
+
+
+def _nothing(name: str) -> torch.Tensor:
+    raise KeyError(name)
 
 
 def read_weight_map(model_dir: Path) -> dict[str, str]:
@@ -375,10 +464,14 @@ def write_checkpoint(
 
     Collective if ``collect`` is. Only the ``writer`` touches the disk, under a temporary name that
     is renamed when the directory is complete. Everything but the weights (config, tokenizer,
-    templates) is taken from ``source_dir``.
+    templates) is taken from ``source_dir``, and so are the tensors of :class:`Carried`.
     """
     name = name_of(dtype)
-    specs = {key: (shape, name) for key, shape in stored_shapes(arch).items()}
+    specs: dict[str, tuple[tuple[int, ...], str]] = {}
+    for key, shape in stored_shapes(arch).items():
+        specs[key] = (shape, "float32" if is_constant(key) else name)
+    carried = Carried.beside(source_dir, arch)
+    specs |= carried.specs
     shards = plan_shards(specs, assign_files(specs, max_bytes))
 
     def tensors_of(shard: Shard) -> dict[str, torch.Tensor]:
@@ -395,13 +488,27 @@ def write_checkpoint(
     with new_directory(out, overwrite=True) as temporary:
         for shard in shards:
             tensors = tensors_of(shard)
-            with (temporary / shard.file).open("wb") as file:
-                file.write(shard.header)
-                for key in shard.offsets:
-                    values = tensors[key].to(dtype).contiguous().reshape(-1)
-                    file.write(values.view(torch.uint8).numpy().data)
+
+            def read(
+                key: str, tensors: dict[str, torch.Tensor] = tensors
+            ) -> torch.Tensor:
+                if key in carried.specs:
+                    return carried.tensor(key)
+                return tensors[key].to(torch_dtype(specs[key][1]))
+
+            write_tensors(temporary / shard.file, shard, read)
         write_index(temporary, shards)
         copy_side_files(source_dir, temporary, name)
+
+
+def write_tensors(
+    path: Path, shard: Shard, read: Callable[[str], torch.Tensor]
+) -> None:
+    """Write the file of a shard; ``read`` returns one tensor at a time."""
+    with path.open("wb") as file:
+        file.write(shard.header)
+        for key in shard.offsets:
+            file.write(_as_bytes(read(key)).reshape(-1).numpy().data)
 
 
 def joined(

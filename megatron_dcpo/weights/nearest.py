@@ -17,10 +17,13 @@ from megatron_dcpo.weights.table import stored_shapes
 LONGEST = 400
 # of the line, however long the file's path is
 _AT_LEAST = 300
-# a tensor of the first layer, whatever the modules around it are called
-_FIRST_LAYER = re.compile(r"(?:[A-Za-z_]\w*\.)+0\.(.+)")
+# a tensor of a layer, whatever the modules around it are called
+_OF_LAYER = re.compile(r"(?:[A-Za-z_]\w*\.)+\d+\.(.+)")
 _SUFFIX = "ForCausalLM"
+# which layers have none
+_DENSE_LAYERS = ("first_k_dense_replace", "mlp_only_layers")
 _EXPERT = re.compile(r"\.experts\.\d+\.")
+_NUMBERS_OF_EXPERTS = {"num_experts", "num_local_experts", "n_routed_experts"}
 # of a kind; a line has no room for more
 _MOST_NAMES = 40
 
@@ -39,8 +42,8 @@ class Family:
 
 @dataclass(frozen=True)
 class Difference:
-    """Between a model and the architecture ``known``: the model's ``keys`` and ``tensors`` (of
-    layer 0) that have no place there, and what is there and the model lacks.
+    """Between a model and the architecture ``known``: the model's ``keys`` and ``tensors`` (of any
+    layer) that have no place there, and what is there and the model lacks.
     """
 
     known: str
@@ -84,7 +87,7 @@ def nearest_architecture(
     """Return what differs from the known architecture from which least differs; of several the one
     with the most similar name.
     """
-    tensors = _first_layer(model_dir)
+    tensors = _of_any_layer(model_dir)
     differences = [_difference(family, config, tensors) for family in families]
 
     def rank(difference: Difference) -> tuple[int, float]:
@@ -98,12 +101,12 @@ def _difference(
     family: Family, config: Mapping[str, Any], tensors: frozenset[str]
 ) -> Difference:
     lacking = [key for key in family.keys.spelled_out if key not in config]
-    counts_experts = config.keys() & {"num_experts", "num_local_experts"}
+    counts_experts = config.keys() & _NUMBERS_OF_EXPERTS
     if family.smallest.num_experts and not counts_experts:
         lacking.append("num_experts")
     without_place: list[str] = []
     if tensors:
-        expected = _first_of(stored_shapes(_with_biases(family, config)))
+        expected = _without_number(stored_shapes(_as_configured(family, config)))
         without_place = sorted(tensors - expected)
         lacking += sorted(expected - tensors)
     return Difference(
@@ -115,9 +118,9 @@ def _difference(
     )
 
 
-def _with_biases(family: Family, config: Mapping[str, Any]) -> Architecture:
-    """Return the smallest model with the biases that ``config`` asks for, if the family knows the
-    key.
+def _as_configured(family: Family, config: Mapping[str, Any]) -> Architecture:
+    """Return the smallest model with the biases, norms and layers without experts that ``config``
+    asks for, if the family knows the key.
     """
 
     def asks_for(switch: str) -> bool:
@@ -129,12 +132,16 @@ def _with_biases(family: Family, config: Mapping[str, Any]) -> Architecture:
         arch = replace(arch, qkv_bias=True, output_bias=family.biases_the_output)
     if asks_for("mlp_bias"):
         arch = replace(arch, mlp_bias=True)
+    if asks_for("use_qk_norm"):
+        arch = replace(arch, qk_layernorm=True)
+    if arch.num_experts and any(config.get(key) for key in _DENSE_LAYERS):
+        arch = replace(arch, num_layers=2, dense_layers=(0,), dense_ffn_hidden_size=1)
     return arch
 
 
-def _first_layer(model_dir: Path | None) -> frozenset[str]:
-    """Return the tensors of layer 0 in a model directory, without the prefix of the layer; nothing
-    if there are none that can be read.
+def _of_any_layer(model_dir: Path | None) -> frozenset[str]:
+    """Return the tensors of the layers in a model directory, without the prefix of the layer;
+    nothing if there are none that can be read.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -147,14 +154,14 @@ def _first_layer(model_dir: Path | None) -> frozenset[str]:
                 names += file.keys()
     except (OSError, SafetensorError):
         return frozenset()
-    return _first_of(names)
+    return _without_number(names)
 
 
-def _first_of(names: Sequence[str] | Mapping[str, object]) -> frozenset[str]:
-    """Return the names of layer 0 without its prefix; experts have one name for all."""
+def _without_number(names: Sequence[str] | Mapping[str, object]) -> frozenset[str]:
+    """Return the names of all layers without their prefix; experts have one name for all."""
     found = set()
     for name in names:
-        match = _FIRST_LAYER.fullmatch(name)
+        match = _OF_LAYER.fullmatch(name)
         if match and not name.endswith(".inv_freq"):
             found.add(_EXPERT.sub(".experts.*.", f".{match[1]}")[1:])
     return frozenset(found)

@@ -71,12 +71,16 @@ def check_layout(arch: Architecture, layout: Layout) -> None:
     tp = layout.tensor_model_parallel_size
     pp = layout.pipeline_model_parallel_size
     _check_experts(arch, layout)
-    for what, size in (
-        ("attention heads", arch.num_attention_heads),
-        ("query groups (key/value heads)", arch.num_query_groups),
-        ("ffn_hidden_size", arch.ffn_hidden_size),
-    ):
-        if size % tp and not (what == "ffn_hidden_size" and layout.expert_tensor == 1):
+    sizes = {
+        "attention heads": arch.num_attention_heads,
+        "query groups (key/value heads)": arch.num_query_groups,
+        "ffn_hidden_size of a shared expert": arch.shared_ffn_hidden_size,
+        "ffn_hidden_size of a layer without experts": arch.dense_ffn_hidden_size,
+    }
+    if not arch.num_experts or layout.expert_tensor > 1:
+        sizes["ffn_hidden_size"] = arch.ffn_hidden_size
+    for what, size in sizes.items():
+        if size % tp:
             raise UserError(
                 f"parallel.tensor_model_parallel_size={tp} does not divide the model's {size} "
                 f"{what}; "
@@ -197,10 +201,10 @@ def _chunk_rows(
     if first:
         yield EMBEDDING_ROW, True, False
     for local, layer in enumerate(layers):
-        for row in layer_rows(arch):
+        for row in layer_rows(arch, layer):
             named = row
             if layout.transformer_engine:
-                named = transformer_engine_row(arch, row)
+                named = transformer_engine_row(row, arch.has_experts(layer))
             experts = experts_of(arch, row)
             if row.of_expert:
                 number = len(experts) // layout.expert_model_parallel_size

@@ -10,7 +10,7 @@ the same plan, so no metadata is sent.
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -41,7 +41,8 @@ class Shards(Protocol):
     """One rank's shard of the model to export, as ``policy.model.Policy`` has it.
 
     ``merged`` names the tensors to which the export adds something, on any rank; ``addition``
-    returns, in fp32, what is added to a slice of a tensor that this rank holds.
+    returns, in fp32, what is added to a slice of a tensor that this rank holds. ``constants`` are
+    tensors of the whole model that training does not change, on every rank, in their own type.
     """
 
     @property
@@ -52,6 +53,8 @@ class Shards(Protocol):
     def topology(self) -> Topology: ...
     @property
     def copies(self) -> tuple[tuple[Copy, ...], ...]: ...
+    @property
+    def constants(self) -> Mapping[str, Tensor]: ...
     @property
     def merged(self) -> tuple[str, ...]: ...
     def addition(self, name: str, dim: int, start: int, stop: int) -> Tensor: ...
@@ -101,7 +104,7 @@ def export_buckets(
     policy: Shards, plan: ReshardPlan, traffic: Traffic | None = None
 ) -> Generator[list[WeightSlice], None, None]:
     """Yield the slices that this rank's engine keeps, bucket by bucket; large ones come in several
-    consecutive parts. Collective over the replica.
+    consecutive parts. The model's constants come last, together. Collective over the replica.
 
     A bucket's values are valid until the next one is requested. If a bucket cannot be taken, close
     the generator (as ``contextlib.closing`` does), so that the other ranks stop as well. Raises
@@ -124,6 +127,12 @@ def export_buckets(
             assembly_buffer=assembly_buffer,
             recv_buffer=recv_buffer,
         )
+    if plan.constants:
+        yield [_whole(name, policy.constants[name]) for name in plan.constants]
+
+
+def _whole(name: str, values: Tensor) -> WeightSlice:
+    return WeightSlice(name=name, dim=0, start=0, values=values)
 
 
 def _export(
@@ -191,8 +200,13 @@ def gather_full(
     """Return the whole tensors of ``shapes``, on the CPU of every rank of the replica.
     Collective.
     """
-    dtype = next(iter(policy.parameters(0).values())).dtype
-    full = {name: torch.empty(shape, dtype=dtype) for name, shape in shapes.items()}
+    of_parameters = next(iter(policy.parameters(0).values())).dtype
+    full = {}
+    for name, shape in shapes.items():
+        dtype = of_parameters
+        if name in policy.constants:
+            dtype = policy.constants[name].dtype
+        full[name] = torch.empty(shape, dtype=dtype)
     for slice_ in export_slices(policy, tuple(full)):
         slice_.write_into(full[slice_.name])
     return full

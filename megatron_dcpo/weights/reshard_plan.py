@@ -22,7 +22,7 @@ from megatron_dcpo.errors import UserError
 from megatron_dcpo.weights.architecture import Architecture
 from megatron_dcpo.weights.layout import Layout
 from megatron_dcpo.weights.planner import Copy, plan
-from megatron_dcpo.weights.table import engine_cuts, hf_shapes
+from megatron_dcpo.weights.table import engine_cuts, hf_shapes, is_constant
 
 BUCKET_BYTES = 512 * 2**20
 Slice = tuple[int, int, int]  # dimension, start, stop
@@ -139,6 +139,7 @@ class ReshardPlan:
     least_whole: the same if every rank were given whole tensors.
     assembled: the largest buffer in which a rank assembles slices.
     message: the largest message.
+    constants: the tensors that no bucket has, because every rank has them whole.
     """
 
     bucket_bytes: int
@@ -151,6 +152,7 @@ class ReshardPlan:
     least_whole: tuple[int, ...]
     assembled: int
     message: int
+    constants: tuple[str, ...] = ()
 
     @property
     def peak_bytes(self) -> int:
@@ -189,7 +191,8 @@ def reshard_plan(
     Raises :class:`UserError` if a bucket cannot hold a single row of one of its tensors.
     """
     engine_tp = engines.tensor_model_parallel_size
-    names = [name for name in hf_shapes(arch) if only is None or name in only]
+    names = [name for name in _moving(arch) if only is None or name in only]
+    constants = [name for name in hf_shapes(arch) if is_constant(name)]
     ranks = range(layout.width * layout.pipeline_model_parallel_size)
     slices = _engine_slices(arch, names, engine_tp, engines.on(layout))
     whole = _engine_slices(arch, names, 1, [0 for _ in ranks])
@@ -235,7 +238,13 @@ def reshard_plan(
         least_whole=_least(arch, held_ops, whole, itemsize),
         assembled=itemsize * assembled,
         message=itemsize * max((message.numel for message in messages), default=0),
+        constants=tuple(name for name in constants if only is None or name in only),
     )
+
+
+def _moving(arch: Architecture) -> list[str]:
+    """Return the tensors that change from one synchronization to the next."""
+    return [name for name in hf_shapes(arch) if not is_constant(name)]
 
 
 def _engine_slices(
@@ -264,7 +273,7 @@ def most_received(
     without planning the messages.
     """
     engine_tp = engine_tensor_model_parallel_size
-    held_ops = _held(arch, layout, list(hf_shapes(arch)))
+    held_ops = _held(arch, layout, _moving(arch))
     placements = set()
     for replica in range(replicas):
         placements.add(EngineRanks(engine_tp, replicas, replica).on(layout))

@@ -114,6 +114,10 @@ OUTPUT_NORMS = {
     "self_attn_bda.norm.": "self_attention.linear_proj.post_layernorm.",
     "mlp_bda.norm.": "mlp.linear_fc2.post_layernorm.",
 }
+# What a router adds to the scores by which it chooses. It is no parameter: it is fp32 whatever the
+# type of the weights, and has no gradient.
+_CORRECTION_BIAS = "mlp.gate.e_score_correction_bias"
+ROUTER_BIAS = "mlp.router.expert_bias"
 # What ``fused_projections`` hold, from the first row to the last.
 _FUSED_PROJECTIONS = {
     "self_attn.qkv_proj": (
@@ -130,10 +134,12 @@ EMBEDDING = "model.embed_tokens.weight"
 OUTPUT = "lm_head.weight"
 
 
-def transformer_engine_row(arch: Architecture, row: Row) -> Row:
-    """Return a layer's row under the name it has in Transformer Engine's layer spec."""
+def transformer_engine_row(row: Row, experts: bool) -> Row:
+    """Return a row of a layer, with or without ``experts``, under the name it has in Transformer
+    Engine's layer spec.
+    """
     names = _FUSED_NORMS | _GROUPED_EXPERTS
-    if arch.num_experts:
+    if experts:
         del names["pre_mlp_layernorm.weight"]
     name = row.megatron.removeprefix(_M)
     return replace(
@@ -266,9 +272,47 @@ def _norm_row(megatron: str, hf: str | None) -> list[Row]:
     return [row]
 
 
-@functools.lru_cache(maxsize=64)
-def layer_rows(arch: Architecture) -> tuple[Row, ...]:
-    """Return the rows of one decoder layer (Llama's names, which Qwen2 and Qwen3 share)."""
+def _expert_rows(arch: Architecture) -> list[Row]:
+    """Return the rows of a layer's router, experts and shared expert."""
+    rows = [
+        Row(
+            megatron=f"{_M}mlp.router.weight",
+            hf=(f"{_H}mlp.gate.weight",),
+            interleaving="replicated",
+        )
+    ]
+    if arch.router_bias:
+        rows.append(
+            Row(
+                megatron=f"{_M}{ROUTER_BIAS}",
+                hf=(f"{_H}{_CORRECTION_BIAS}",),
+                interleaving="replicated",
+            )
+        )
+    rows += _mlp_rows("mlp.experts.local_experts.{expert}", "mlp.experts.{expert}")
+    if arch.shared_ffn_hidden_size:
+        rows += _mlp_rows("mlp.shared_experts", shared_expert(arch))
+    if arch.shared_expert_gate:
+        rows.append(
+            Row(
+                megatron=f"{_M}mlp.shared_experts.gate_weight",
+                hf=(f"{_H}mlp.shared_expert_gate.weight",),
+                interleaving="replicated",
+            )
+        )
+    return rows
+
+
+def shared_expert(arch: Architecture) -> str:
+    """Return the name of the shared expert in a Hugging Face layer: Qwen2's, which has a gate, or
+    DeepSeek's, several in one.
+    """
+    return "mlp.shared_expert" if arch.shared_expert_gate else "mlp.shared_experts"
+
+
+@functools.lru_cache(maxsize=1024)
+def layer_rows(arch: Architecture, layer: int) -> tuple[Row, ...]:
+    """Return the rows of decoder layer ``layer`` (Llama's names, which Qwen2 and Qwen3 share)."""
     qkv = tuple(f"{_H}self_attn.{p}_proj" for p in "qkv")
     rows = [
         *_norm_row("input_layernorm", arch.norms.attention_input),
@@ -286,15 +330,8 @@ def layer_rows(arch: Architecture) -> tuple[Row, ...]:
         *_norm_row("pre_mlp_layernorm", arch.norms.mlp_input),
         *_norm_row("mlp_bda.norm", arch.norms.mlp_output),
     ]
-    if arch.num_experts:
-        rows.append(
-            Row(
-                megatron=f"{_M}mlp.router.weight",
-                hf=(f"{_H}mlp.gate.weight",),
-                interleaving="replicated",
-            )
-        )
-        rows += _mlp_rows("mlp.experts.local_experts.{expert}", "mlp.experts.{expert}")
+    if arch.has_experts(layer):
+        rows += _expert_rows(arch)
     else:
         rows += _mlp_rows("mlp", "mlp")
     if arch.qkv_bias:
@@ -373,10 +410,9 @@ def hf_shapes(arch: Architecture) -> Mapping[str, tuple[int, ...]]:
     """
     h = arch.hidden_size
     shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (arch.vocab_size, h)}
-    per_layer = _layer_shapes(arch)
     for layer in range(arch.num_layers):
         prefix = _H.format(layer=layer)
-        for name, shape in per_layer.items():
+        for name, shape in _layer_shapes(arch, layer).items():
             shapes[prefix + name] = shape
     shapes["model.norm.weight"] = (h,)
     if not arch.tied_embeddings:
@@ -384,9 +420,8 @@ def hf_shapes(arch: Architecture) -> Mapping[str, tuple[int, ...]]:
     return MappingProxyType(shapes)
 
 
-def _layer_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
+def _layer_shapes(arch: Architecture, layer: int) -> dict[str, tuple[int, ...]]:
     h = arch.hidden_size
-    f = arch.ffn_hidden_size
     d = arch.kv_channels
     q = arch.num_attention_heads * d
     kv = arch.num_query_groups * d
@@ -401,14 +436,7 @@ def _layer_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
     for norm in others:
         if norm is not None:
             shapes[f"{norm}.weight"] = (h,)
-    mlps = ["mlp"]
-    if arch.num_experts:
-        shapes["mlp.gate.weight"] = (arch.num_experts, h)
-        mlps = [f"mlp.experts.{expert}" for expert in range(arch.num_experts)]
-    for mlp in mlps:
-        shapes[f"{mlp}.gate_proj.weight"] = (f, h)
-        shapes[f"{mlp}.up_proj.weight"] = (f, h)
-        shapes[f"{mlp}.down_proj.weight"] = (h, f)
+    shapes |= _mlp_shapes(arch, layer)
     if arch.qkv_bias:
         shapes["self_attn.q_proj.bias"] = (q,)
         shapes["self_attn.k_proj.bias"] = (kv,)
@@ -416,10 +444,33 @@ def _layer_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
     if arch.output_bias:
         shapes["self_attn.o_proj.bias"] = (h,)
     if arch.mlp_bias:
-        shapes["mlp.gate_proj.bias"] = (f,)
-        shapes["mlp.up_proj.bias"] = (f,)
+        shapes["mlp.gate_proj.bias"] = (arch.ffn_hidden_size,)
+        shapes["mlp.up_proj.bias"] = (arch.ffn_hidden_size,)
         shapes["mlp.down_proj.bias"] = (h,)
     return shapes | _qk_norm_shapes(arch)
+
+
+def _mlp_shapes(arch: Architecture, layer: int) -> dict[str, tuple[int, ...]]:
+    h = arch.hidden_size
+    shapes: dict[str, tuple[int, ...]] = {}
+    mlps = {"mlp": arch.ffn_hidden_size}
+    if layer in arch.dense_layers:
+        mlps = {"mlp": arch.dense_ffn_hidden_size}
+    if arch.has_experts(layer):
+        shapes["mlp.gate.weight"] = (arch.num_experts, h)
+        experts = [f"mlp.experts.{expert}" for expert in range(arch.num_experts)]
+        mlps = dict.fromkeys(experts, arch.ffn_hidden_size)
+        if arch.router_bias:
+            shapes[_CORRECTION_BIAS] = (arch.num_experts,)
+        if arch.shared_expert_gate:
+            shapes["mlp.shared_expert_gate.weight"] = (1, h)
+        if arch.shared_ffn_hidden_size:
+            mlps[shared_expert(arch)] = arch.shared_ffn_hidden_size
+    for mlp, f in mlps.items():
+        shapes[f"{mlp}.gate_proj.weight"] = (f, h)
+        shapes[f"{mlp}.up_proj.weight"] = (f, h)
+        shapes[f"{mlp}.down_proj.weight"] = (h, f)
+    return shapes
 
 
 def _qk_norm_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
@@ -442,8 +493,8 @@ def engine_cuts(arch: Architecture) -> Mapping[str, EngineCut]:
     cuts: dict[str, EngineCut] = {}
     for row in (EMBEDDING_ROW, FINAL_NORM_ROW, output_row(arch)):
         cuts.update(zip(row.hf, row.engine_cuts, strict=True))
-    for row in layer_rows(arch):
-        for layer in range(arch.num_layers):
+    for layer in range(arch.num_layers):
+        for row in layer_rows(arch, layer):
             for expert in experts_of(arch, row):
                 names = row.at(layer=0, expert=0, hf_layer=layer, hf_expert=expert).hf
                 cuts.update(zip(names, row.engine_cuts, strict=True))
@@ -457,9 +508,17 @@ def adapted(arch: Architecture, projections: tuple[str, ...]) -> tuple[str, ...]
     return tuple(name for name in hf_shapes(arch) if name.endswith(endings))
 
 
+def is_constant(name: str) -> bool:
+    """Return whether a Hugging Face tensor is one that training leaves as it is, in fp32."""
+    return name.endswith(_CORRECTION_BIAS)
+
+
 def number_of_parameters(arch: Architecture) -> int:
     """Return the number of parameters of the whole model: tied embeddings once, no padding."""
-    return sum(math.prod(shape) for shape in hf_shapes(arch).values())
+    shapes = hf_shapes(arch)
+    return sum(
+        math.prod(shape) for name, shape in shapes.items() if not is_constant(name)
+    )
 
 
 def kv_bytes_per_token(

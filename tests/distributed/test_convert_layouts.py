@@ -25,7 +25,12 @@ MODELS = [
     ("llama", False, "float32"),
     ("qwen2", True, "float32"),
 ]
-EXPERTS = [("qwen3_moe", True, "float32"), ("qwen3_moe", False, "bfloat16")]
+EXPERTS = [
+    ("qwen3_moe", True, "float32"),
+    ("qwen3_moe", False, "bfloat16"),
+    ("glm4_moe", False, "bfloat16"),
+    ("qwen2_moe", True, "float32"),
+]
 LAYOUTS = {
     "one": (1, {"use_distributed_optimizer": True}),
     "tp2": (2, {"tensor_model_parallel_size": 2}),

@@ -36,6 +36,12 @@ TWO_PROCESSES = {
     "cp2_packed": {"context_parallel_size": 2} | PACKED,
     "cp2_recomputed": {"context_parallel_size": 2} | FULL,
 }
+# of a model with a sigmoid router, a correction bias and a first layer without experts
+SIGMOID = {
+    "sigmoid_padded": {},
+    "sigmoid_tp2_ep2_packed": TP2 | EP2 | PACKED,
+    "sigmoid_pp2_recomputed": {"pipeline_model_parallel_size": 2} | FULL,
+}
 EDGE = ROUTING_MISMATCH_THRESHOLD["fp32"]
 
 
@@ -43,13 +49,15 @@ EDGE = ROUTING_MISMATCH_THRESHOLD["fp32"]
 def runs(tiny_models, tmp_path_factory):
     made = {}
     for processes, layouts in ((1, ONE_PROCESS), (2, TWO_PROCESSES)):
-        jobs = [
-            (
-                "routing_replay",
-                {"model": str(tiny_models("qwen3_moe", True)), "parallel": p},
-            )
-            for p in layouts.values()
-        ]
+        layouts = dict(layouts)
+        for name, parallel in SIGMOID.items():
+            if (processes == 1) == (not parallel):
+                layouts[name] = parallel
+        jobs = []
+        for name, parallel in layouts.items():
+            family = ("dots1", False) if name in SIGMOID else ("qwen3_moe", True)
+            options = {"model": str(tiny_models(*family)), "parallel": parallel}
+            jobs.append(("routing_replay", options))
         results = torchrun_all(
             jobs, processes, tmp_path_factory.mktemp(f"ranks{processes}")
         )
@@ -57,12 +65,12 @@ def runs(tiny_models, tmp_path_factory):
     return made
 
 
-@pytest.mark.parametrize("layout", [*ONE_PROCESS, *TWO_PROCESSES])
+@pytest.mark.parametrize("layout", [*ONE_PROCESS, *TWO_PROCESSES, *SIGMOID])
 def test_no_token_is_routed_otherwise(runs, layout):
     """engine/routing_mismatch: 0 with the engine's choices, most tokens without. Gradients are
     those of one process.
     """
-    padded = runs["padded"][0]
+    padded = runs["sigmoid_padded" if layout in SIGMOID else "padded"][0]
     for found in runs[layout]:
         assert max(found["replayed/gaps"]) < EDGE / 5
         assert np.mean(np.array(found["alone/gaps"]) > EDGE) > 0.9

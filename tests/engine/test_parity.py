@@ -28,6 +28,7 @@ MODELS += [("phi3", False)]
 BUCKET_BYTES = 8192
 LAYOUTS = {"tp1": (1, 1), "tp2": (2, 1), "pp2": (1, 2), "tp2_pp2": (2, 2)}
 EXPERTS = [("qwen3_moe", True), ("qwen3_moe_unnormalized", False)]
+MIXTURES = [("qwen2_moe", False), ("glm4_moe", False)]
 EP2 = {"expert_model_parallel_size": 2, "use_distributed_optimizer": True}
 
 
@@ -171,6 +172,22 @@ def test_experts(
     parallel = EP2 | {"expert_tensor_parallel_size": etp, "sequence_parallel": tp > 1}
     more = {"parallel": parallel, "bucket_bytes": BUCKET_BYTES, "updates": 3}
     ranks = run(tiny_models, tmp_path, EXPERTS, tp, pp, engine_tp, **more)
+    check(ranks)
+
+
+@at_length
+@pytest.mark.parametrize(
+    ("tp", "pp", "etp", "engine_tp"), [(1, 1, 1, 1), (2, 1, 2, 2), (1, 2, 1, 2)]
+)
+def test_mixtures(
+    tiny_models: Any, tmp_path: Path, tp: int, pp: int, etp: int, engine_tp: int
+) -> None:
+    """EP 2 of models with shared experts and a layer without experts. The engine begins with random
+    weights, the biases of GLM-4.5's routers too.
+    """
+    parallel = EP2 | {"expert_tensor_parallel_size": etp, "sequence_parallel": tp > 1}
+    more = {"parallel": parallel, "bucket_bytes": 20_000}
+    ranks = run(tiny_models, tmp_path, MIXTURES, tp, pp, engine_tp, **more)
     check(ranks)
 
 

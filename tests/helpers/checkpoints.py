@@ -21,7 +21,19 @@ FAMILIES = (
     "olmo2",
     "olmo3",
     "gemma3",
+    "qwen2_moe",
+    "glm4_moe",
+    "dots1",
 )
+_NAMES = {"qwen3_moe": "Qwen3Moe", "qwen2_moe": "Qwen2Moe", "glm4_moe": "Glm4Moe"}
+_SIGMOID_EXPERTS = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "norm_topk_prob": True,
+}
 SMALL = {
     "vocab_size": 331,
     "hidden_size": 32,
@@ -46,7 +58,7 @@ def save_model(
     """A random model of the family as transformers writes it, with a tokenizer-like side file."""
     import transformers
 
-    name = {"qwen3_moe": "Qwen3Moe"}.get(family, family.capitalize())
+    name = _NAMES.get(family, family.capitalize())
     settings: dict[str, Any] = SMALL | {"tie_word_embeddings": tied} | options
     if family.startswith("qwen3"):
         settings = {"head_dim": 16} | settings
@@ -54,7 +66,16 @@ def save_model(
         settings = {"bos_token_id": 1, "pad_token_id": 0} | settings
     if family == "gemma3":
         settings = {"head_dim": 16} | settings
-    if family == "qwen3_moe":
+    if family in ("glm4_moe", "dots1"):
+        settings = (
+            {"head_dim": 16, "sliding_window": None} | _SIGMOID_EXPERTS | settings
+        )
+    if family == "glm4_moe":
+        del settings["sliding_window"]
+        settings = {"use_qk_norm": True, "attention_bias": True} | settings
+    if family == "qwen2_moe":
+        settings = {"shared_expert_intermediate_size": 40} | settings
+    if family in ("qwen3_moe", "qwen2_moe"):
         settings = {
             "num_experts": 4,
             "num_experts_per_tok": 2,
@@ -69,6 +90,10 @@ def save_model(
     for key, parameter in model.named_parameters():
         if "norm" in key or "bias" in key:
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
+    for key, buffer in model.named_buffers():
+        if "correction_bias" in key:
+            # fp32 whatever the type of the weights, as in the checkpoints on the hub
+            buffer.data = torch.empty(len(buffer)).uniform_(-0.3, 0.3)
     model.save_pretrained(path, max_shard_size=max_shard_size)
     (path / "tokenizer_config.json").write_text(json.dumps({"model_max_length": 128}))
     return path
@@ -108,13 +133,20 @@ def norms_of_layer(model_type: str) -> dict[str, str | None]:
 
 
 def expected_megatron(path: Path, padded: int) -> dict[str, torch.Tensor]:
-    """Megatron's tensors, layers stacked, written down without the weight table."""
+    """Megatron's tensors, written down without the weight table; layers are stacked unless the
+    first ones have no experts.
+    """
     hf, config = load_model(path), json.loads((path / "config.json").read_text())
     layers, groups = config["num_hidden_layers"], config["num_key_value_heads"]
     stacks: dict[str, list[torch.Tensor]] = {}
 
+    apart: dict[str, torch.Tensor] = {}
+
     def add(name: str, tensor: torch.Tensor) -> None:
-        stacks.setdefault(f"decoder.layers.{name}", []).append(tensor)
+        if config.get("first_k_dense_replace"):
+            apart[f"decoder.layers.{layer}.{name}"] = tensor
+        else:
+            stacks.setdefault(f"decoder.layers.{name}", []).append(tensor)
 
     for layer in range(layers):
         at = {
@@ -151,13 +183,11 @@ def expected_megatron(path: Path, padded: int) -> dict[str, torch.Tensor]:
             add("mlp.linear_fc2.bias", at["mlp.down_proj.bias"])
         norms = norms_of_layer(config["model_type"])
         for name, norm in norms.items():
-            if norm is not None and "num_local_experts" not in config:
+            if norm is not None and "mlp.gate.weight" not in at:
                 add(name, at[f"{norm}.weight"])
-        if "num_local_experts" in config:
-            experts = [
-                f"mlp.experts.{expert}."
-                for expert in range(config["num_local_experts"])
-            ]
+        if "mlp.gate.weight" in at:
+            number = len(at["mlp.gate.weight"])
+            experts = [f"mlp.experts.{expert}." for expert in range(number)]
             gate, up, down = (
                 torch.stack([at[f"{e}{p}_proj.weight"] for e in experts])
                 for p in ("gate", "up", "down")
@@ -170,6 +200,19 @@ def expected_megatron(path: Path, padded: int) -> dict[str, torch.Tensor]:
                 at["input_layernorm.weight"],
             )
             add("pre_mlp_layernorm.weight", at["post_attention_layernorm.weight"])
+            if "mlp.gate.e_score_correction_bias" in at:
+                add("mlp.router.expert_bias", at["mlp.gate.e_score_correction_bias"])
+            if "mlp.shared_expert_gate.weight" in at:
+                gate = at["mlp.shared_expert_gate.weight"]
+                add("mlp.shared_experts.gate_weight", gate)
+            for shared in ("mlp.shared_expert.", "mlp.shared_experts."):
+                if f"{shared}up_proj.weight" in at:
+                    gate_up = [at[f"{shared}{p}_proj.weight"] for p in ("gate", "up")]
+                    add("mlp.shared_experts.linear_fc1.weight", torch.cat(gate_up))
+                    add(
+                        "mlp.shared_experts.linear_fc2.weight",
+                        at[f"{shared}down_proj.weight"],
+                    )
         else:
             add(
                 "mlp.linear_fc1.weight",
@@ -182,7 +225,7 @@ def expected_megatron(path: Path, padded: int) -> dict[str, torch.Tensor]:
                     f"self_attention.{p}_layernorm.weight",
                     at[f"self_attn.{p}_norm.weight"],
                 )
-    result = {name: torch.stack(tensors) for name, tensors in stacks.items()}
+    result = {name: torch.stack(tensors) for name, tensors in stacks.items()} | apart
     result["decoder.final_layernorm.weight"] = hf["model.norm.weight"]
 
     def pad(tensor: torch.Tensor) -> torch.Tensor:

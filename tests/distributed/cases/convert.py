@@ -14,7 +14,7 @@ import torch
 from megatron_dcpo.checkpoints.saver import Saver
 from megatron_dcpo.checkpoints.state import checkpoint_state
 from megatron_dcpo.config import Config, DataConfig, ModelConfig, OptimizerConfig
-from megatron_dcpo.policy.model import build_policy
+from megatron_dcpo.policy.model import build_policy, tensors_of
 from megatron_dcpo.policy.optimizer import PolicyOptimizer
 from megatron_dcpo.runtime.device import capabilities
 from megatron_dcpo.runtime.distributed import all_gather_objects, barrier
@@ -25,6 +25,7 @@ from tests.distributed.cases.common import initialize_layout, parallel_config
 from megatron.core import dist_checkpointing, parallel_state  # isort: skip
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_block_spec,
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
@@ -37,7 +38,7 @@ def stock_chunks(arch, vocab_size, dtype, parallel, loads, **config_options):
     config = TransformerConfig(
         num_layers=arch.num_layers,
         hidden_size=arch.hidden_size,
-        ffn_hidden_size=arch.ffn_hidden_size,
+        ffn_hidden_size=arch.dense_ffn_hidden_size or arch.ffn_hidden_size,
         num_attention_heads=arch.num_attention_heads,
         num_query_groups=arch.num_query_groups,
         kv_channels=arch.kv_channels,
@@ -64,20 +65,15 @@ def stock_chunks(arch, vocab_size, dtype, parallel, loads, **config_options):
             qk_layernorm=arch.qk_layernorm
         )
     else:
-        experts = {"num_experts": arch.num_experts or None, "moe_grouped_gemm": False}
-        spec = get_gpt_layer_local_spec(
-            **experts, qk_layernorm=arch.qk_layernorm, normalization="RMSNorm"
-        )
-        if (
-            arch.num_experts and loads
-        ):  # the local spec names the norm before experts otherwise than Transformer Engine's
-            del spec.submodules.sharded_state_dict_keys_map["pre_mlp_layernorm."]
+        spec = local_spec(arch, loads, arch.num_experts or None)
     stage, stages = (
         parallel_state.get_pipeline_model_parallel_rank(),
         parallel.pipeline_model_parallel_size,
     )
     chunks = []
     for virtual in range(vp):
+        if arch.dense_layers:
+            spec = block_of(arch, loads, config, virtual if vp > 1 else None, stage)
         chunk = GPTModel(
             config=config,
             transformer_layer_spec=spec,
@@ -95,8 +91,48 @@ def stock_chunks(arch, vocab_size, dtype, parallel, loads, **config_options):
     return chunks
 
 
+def local_spec(arch, loads, num_experts):
+    spec = get_gpt_layer_local_spec(
+        num_experts=num_experts,
+        moe_grouped_gemm=False,
+        qk_layernorm=arch.qk_layernorm,
+        normalization="RMSNorm",
+    )
+    if num_experts and loads:
+        # the local spec names the norm before experts otherwise than Transformer Engine's
+        del spec.submodules.sharded_state_dict_keys_map["pre_mlp_layernorm."]
+    return spec
+
+
+def block_of(arch, loads, config, vp_stage, pp_rank):
+    """As ``get_gpt_decoder_block_spec``, with the layers' own names of norms."""
+    kinds = {True: arch.num_experts, False: None}
+    block = get_gpt_decoder_block_spec(
+        config,
+        use_transformer_engine=False,
+        normalization="RMSNorm",
+        vp_stage=vp_stage,
+        pp_rank=pp_rank,
+    )
+    block.layer_specs = [
+        local_spec(arch, loads, kinds["MoELayer" in repr(spec.submodules.mlp)])
+        for spec in block.layer_specs
+    ]
+    return block
+
+
 def experts_of(arch, parallel):
-    return {
+    router = {}
+    if arch.router_bias:
+        router = {
+            "moe_router_score_function": "sigmoid",
+            "moe_router_enable_expert_bias": True,
+            "moe_layer_freq": [0] + [1] * (arch.num_layers - 1),
+        }
+    if arch.shared_ffn_hidden_size:
+        router["moe_shared_expert_intermediate_size"] = arch.shared_ffn_hidden_size
+        router["moe_shared_expert_gate"] = arch.shared_expert_gate
+    return router | {
         "num_moe_experts": arch.num_experts,
         "moe_ffn_hidden_size": arch.ffn_hidden_size,
         "moe_router_topk": arch.experts_per_token,
@@ -142,16 +178,15 @@ def run(options: dict[str, Any]) -> Any:
             policy = build_policy(model, parallel, topology, training=False)
         for i, chunk in enumerate(chunks):
             expected = policy.parameters(i)
-            found = dict(chunk.named_parameters())
+            found = tensors_of(chunk)
             if set(found) != set(expected):
                 different.append(f"names {sorted(set(found) ^ set(expected))}")
             for name, parameter in found.items():
                 if "checkpoint" not in case:
                     parameter.data.copy_(expected[name])
                 rows = _vocabulary_rows(arch, case["padded"], name, topology)
-                if not torch.equal(
-                    parameter.data[:rows].to(dtype), expected[name][:rows]
-                ):
+                here = parameter.data[:rows].to(expected[name].dtype)
+                if not torch.equal(here, expected[name][:rows]):
                     different.append(f"case {index} chunk {i} {name}")
         if case.get("run"):
             with vocabulary_of(case["padded"]):

@@ -28,6 +28,7 @@ from megatron_dcpo.runtime.dtypes import torch_dtype
 from megatron_dcpo.types import Prompt
 from megatron_dcpo.weights.hf_checkpoint import write_checkpoint
 from megatron_dcpo.weights.reshard import Traffic, export_buckets, gather_full, plan_for
+from megatron_dcpo.weights.table import is_constant
 from tests.distributed.cases.common import (
     config_for_test,
     initialize_layout,
@@ -40,12 +41,14 @@ TEMPERATURE = 0.7
 
 
 def move_weights(policy: Any, update: int) -> None:
-    """Change every weight, the same on all ranks that hold it: a function of its place in the whole
-    tensor.
+    """Change every weight that training changes, the same on all ranks that hold it: a function of
+    its place in the whole tensor.
     """
     for chunk, copies in enumerate(policy.copies):
         parameters = policy.parameters(chunk)
         for copy in copies:
+            if is_constant(copy.hf):
+                continue
             seed = zlib.crc32(f"{copy.hf}/{update}".encode()) % 1000
             here = parameters[copy.megatron].narrow(copy.dim, copy.start, copy.length)
             index = torch.arange(copy.hf_start, copy.hf_stop, dtype=torch.float64)

@@ -21,6 +21,7 @@ from megatron_dcpo.policy.schedule import accumulate_gradients, compute_logprobs
 from megatron_dcpo.rollout import TransformersEngine
 from megatron_dcpo.runtime.distributed import all_gather_objects
 from megatron_dcpo.weights.reshard import Traffic, export_buckets, plan_for
+from megatron_dcpo.weights.table import is_constant
 from tests.distributed.cases.common import (
     config_for_test,
     initialize_layout,
@@ -39,6 +40,9 @@ def compare_with_engine(policy, options, samples, splits):
     engine = TransformersEngine.from_pretrained(
         options["model"], options.get("dtype", "fp32")
     )
+    for name, buffer in engine.model.named_buffers():
+        if is_constant(name):
+            buffer.zero_()
     plan, traffic = (
         plan_for(policy, bucket_bytes=options.get("bucket_bytes", 2**29)),
         Traffic(),

@@ -45,14 +45,39 @@ def choose_otherwise(
     return logits, weights / weights.sum(-1, keepdim=True), chosen
 
 
+def choose_otherwise_by_sigmoid(
+    router: Any, hidden: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """As Glm4MoeTopkRouter.forward, with experts chosen by the preference and not by the correction
+    bias.
+    """
+    logits = torch.nn.functional.linear(
+        hidden.reshape(-1, router.hidden_dim), router.weight
+    )
+    scores = logits.sigmoid()
+    preferred = scores + torch.linspace(0, 0.5, router.num_experts)
+    chosen = preferred.topk(router.top_k, -1).indices
+    weights = scores.gather(-1, chosen)
+    weights = weights / weights.sum(-1, keepdim=True) * router.routed_scaling_factor
+    return logits, weights, chosen
+
+
+ROUTERS = {
+    "Qwen3MoeTopKRouter": choose_otherwise,
+    "Glm4MoeTopkRouter": choose_otherwise_by_sigmoid,
+    "Dots1TopkRouter": choose_otherwise_by_sigmoid,
+}
+
+
 def rollout(model: str) -> list[Any]:
     """Samples of the engine's, equal on every rank, in two batches, of several lengths."""
     engine = TransformersEngine.from_pretrained(
         model, max_num_seqs=5, record_experts=True
     )
     for module in engine.model.modules():
-        if type(module).__name__ == "Qwen3MoeTopKRouter":
-            module.forward = MethodType(choose_otherwise, module)
+        choose = ROUTERS.get(type(module).__name__)
+        if choose is not None:
+            module.forward = MethodType(choose, module)
     engine.eos_token_ids = tuple(range(0, 331, 9))
     prompts = {prompt.prompt_id: prompt for prompt in prompts_for_test()}
     responses = engine.generate(

@@ -15,6 +15,8 @@ from megatron_dcpo.errors import UserError
 
 DENSE = SimpleNamespace(
     num_experts=0,
+    dense_ffn_hidden_size=0,
+    shared_ffn_hidden_size=0,
     num_attention_heads=8,
     num_query_groups=4,
     ffn_hidden_size=96,

@@ -92,6 +92,30 @@ def test_hidden_sizes_of_experts_that_vllm_has_no_kernel_for(model, installed):
         choose_engine("vllm", model(**experts, hidden_size=144))
 
 
+def test_mixtures_that_vllm_does_not_run(model, installed):
+    """It has no dots.llm1 any more, and an output layer of its own for GLM-4.5."""
+    installed(True, gpu=True)
+    experts = {
+        "architectures": ["Dots1ForCausalLM"],
+        "model_type": "dots1",
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 24,
+        "first_k_dense_replace": 1,
+        "norm_topk_prob": True,
+        "sliding_window": None,
+    }
+    assert choose_engine("auto", model(**experts)) == "transformers"
+    with pytest.raises(UserError, match="no dots1"):
+        choose_engine("vllm", model(**experts))
+    del experts["sliding_window"]
+    experts |= {"architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe"}
+    assert choose_engine("vllm", model(**experts)) == "vllm"
+    with pytest.raises(UserError, match="tie the embeddings of glm4_moe"):
+        choose_engine("vllm", model(**experts, tie_word_embeddings=True))
+
+
 def test_seeds_differ_in_everything_they_are_made_of():
     seeds = {
         request_seed(s, step, p, i)

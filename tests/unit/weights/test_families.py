@@ -25,8 +25,11 @@ RELEASED = {
     "allenai/OLMo-2-1124-13B-Instruct": 13_716_198_400,
     "allenai/Olmo-3-7B-Instruct": 7_298_011_136,
     "google/gemma-3-1b-it": 999_885_952,
+    # without the layers that predict further tokens
+    "zai-org/GLM-4.5-Air": 106_852_245_504,
+    "zai-org/GLM-4.5": 352_797_814_784,
 }
-GLM4, OLMO2, OLMO3, GEMMA3 = RELEASED
+GLM4, OLMO2, OLMO3, GEMMA3, AIR, GLM45 = RELEASED
 
 
 def released(name: str) -> dict[str, Any]:
@@ -48,6 +51,21 @@ def test_a_released_model_is_read_as_transformers_reads_it(name: str) -> None:
     if arch.sliding_window is not None:
         kinds = [kind == "sliding_attention" for kind in config.layer_types]
         assert list(arch.sliding_window.layers) == kinds
+
+
+def test_experts_of_released_models() -> None:
+    air = parse_architecture(released(AIR))
+    assert (air.dense_layers, air.dense_ffn_hidden_size) == ((0,), 10944)
+    assert (air.shared_ffn_hidden_size, air.router_scale) == (1408, 1.0)
+    assert not air.qk_layernorm
+    large = parse_architecture(released(GLM45))
+    assert (large.dense_layers, large.router_scale) == ((0, 1, 2), 2.5)
+    assert large.qk_layernorm
+    for arch in (air, large):
+        assert (arch.router_score, arch.router_bias) == ("sigmoid", True)
+        assert (arch.qkv_bias, arch.output_bias) == (True, False)
+        assert arch.rotary_dimensions == 64
+        assert arch.nextn_layers == 1
 
 
 def test_windows_and_scaling_of_released_models() -> None:

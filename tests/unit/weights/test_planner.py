@@ -141,6 +141,16 @@ EXPERTS = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 12,
 }
+SIGMOID = {
+    "architectures": ["Glm4MoeForCausalLM"],
+    "model_type": "glm4_moe",
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 4,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 12,
+    "first_k_dense_replace": 1,
+    "norm_topk_prob": True,
+}
 
 
 @pytest.mark.parametrize("transformer_engine", [False, True])
@@ -249,11 +259,18 @@ def test_yarn_is_read_as_model_cards_write_it() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (
-            EXPERTS | {"decoder_sparse_step": 2},
-            "decoder_sparse_step=2 is not supported",
-        ),
-        (EXPERTS | {"mlp_only_layers": [1]}, "mlp_only_layers="),
+        (EXPERTS | {"decoder_sparse_step": 9}, "no layer has experts"),
+        (EXPERTS | {"mlp_only_layers": [9]}, "mlp_only_layers"),
+        (EXPERTS | {"mlp_only_layers": [True]}, "mlp_only_layers"),
+        (EXPERTS | {"n_shared_experts": 1}, "n_shared_experts=1"),
+        (SIGMOID | {"norm_topk_prob": False}, "norm_topk_prob=False"),
+        (SIGMOID | {"num_experts_per_tok": 1}, "norm_topk_prob=True"),
+        (SIGMOID | {"n_group": 4}, "n_group=4"),
+        (SIGMOID | {"n_group": 2, "topk_group": 4}, "n_group=2 and topk_group=4"),
+        (SIGMOID | {"first_k_dense_replace": 4}, "no layer has experts"),
+        (SIGMOID | {"first_k_dense_replace": -1}, "first_k_dense_replace"),
+        (SIGMOID | {"routed_scaling_factor": 0.0}, "routed_scaling_factor"),
+        (SIGMOID | {"n_routed_experts": None}, "n_routed_experts"),
         (
             EXPERTS | {"num_experts_per_tok": 7},
             "num_experts_per_tok=7 is more than the 6 experts",
