@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from tests.helpers.families import draw_small_tensors, random_model
+
 FAMILIES = (
     "qwen3",
     "qwen3_moe",
@@ -25,15 +27,8 @@ FAMILIES = (
     "glm4_moe",
     "dots1",
 )
-_NAMES = {"qwen3_moe": "Qwen3Moe", "qwen2_moe": "Qwen2Moe", "glm4_moe": "Glm4Moe"}
-_SIGMOID_EXPERTS = {
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 24,
-    "n_shared_experts": 2,
-    "first_k_dense_replace": 1,
-    "norm_topk_prob": True,
-}
+# heads of hidden size / number of heads
+_WITHOUT_HEAD_DIM = ("llama", "mistral", "phi3", "olmo2", "olmo3")
 SMALL = {
     "vocab_size": 331,
     "hidden_size": 32,
@@ -56,44 +51,16 @@ def save_model(
     **options: Any,
 ) -> Path:
     """A random model of the family as transformers writes it, with a tokenizer-like side file."""
-    import transformers
-
-    name = _NAMES.get(family, family.capitalize())
-    settings: dict[str, Any] = SMALL | {"tie_word_embeddings": tied} | options
-    if family.startswith("qwen3"):
-        settings = {"head_dim": 16} | settings
-    if family in ("phi3", "glm4", "olmo2", "olmo3", "gemma3"):
-        settings = {"bos_token_id": 1, "pad_token_id": 0} | settings
-    if family == "gemma3":
-        settings = {"head_dim": 16} | settings
-    if family in ("glm4_moe", "dots1"):
-        settings = (
-            {"head_dim": 16, "sliding_window": None} | _SIGMOID_EXPERTS | settings
-        )
-    if family == "glm4_moe":
-        del settings["sliding_window"]
-        settings = {"use_qk_norm": True, "attention_bias": True} | settings
-    if family == "qwen2_moe":
-        settings = {"shared_expert_intermediate_size": 40} | settings
-    if family in ("qwen3_moe", "qwen2_moe"):
-        settings = {
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 24,
-        } | settings
-    of_text = "Text" if family == "gemma3" else ""
-    config = getattr(transformers, f"{name}{of_text}Config")(**settings)
+    sizes: dict[str, Any] = SMALL | {"tie_word_embeddings": tied}
+    if family not in _WITHOUT_HEAD_DIM:
+        sizes["head_dim"] = 16
     torch.manual_seed(0)
-    model = getattr(transformers, f"{name}ForCausalLM")(config).to(
-        getattr(torch, dtype)
-    )
-    for key, parameter in model.named_parameters():
-        if "norm" in key or "bias" in key:
-            torch.nn.init.uniform_(parameter, 0.5, 1.5)
+    model = random_model(family, sizes, options).to(getattr(torch, dtype))
+    draw_small_tensors(model, family)
     for key, buffer in model.named_buffers():
         if "correction_bias" in key:
             # fp32 whatever the type of the weights, as in the checkpoints on the hub
-            buffer.data = torch.empty(len(buffer)).uniform_(-0.3, 0.3)
+            buffer.data = buffer.data.float()
     model.save_pretrained(path, max_shard_size=max_shard_size)
     (path / "tokenizer_config.json").write_text(json.dumps({"model_max_length": 128}))
     return path
@@ -133,17 +100,16 @@ def norms_of_layer(model_type: str) -> dict[str, str | None]:
 
 
 def expected_megatron(path: Path, padded: int) -> dict[str, torch.Tensor]:
-    """Megatron's tensors, written down without the weight table; layers are stacked unless the
-    first ones have no experts.
+    """Megatron's tensors, written down without the weight table; layers are stacked unless some
+    have no experts.
     """
     hf, config = load_model(path), json.loads((path / "config.json").read_text())
     layers, groups = config["num_hidden_layers"], config["num_key_value_heads"]
     stacks: dict[str, list[torch.Tensor]] = {}
-
     apart: dict[str, torch.Tensor] = {}
 
     def add(name: str, tensor: torch.Tensor) -> None:
-        if config.get("first_k_dense_replace"):
+        if config.get("first_k_dense_replace") or config.get("mlp_only_layers"):
             apart[f"decoder.layers.{layer}.{name}"] = tensor
         else:
             stacks.setdefault(f"decoder.layers.{name}", []).append(tensor)

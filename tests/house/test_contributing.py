@@ -2,7 +2,8 @@
 checks executed there.
 
 A comment before a block says what it is: ``test: file PATH`` (the whole file), ``test: PATH,
-behind: LINE`` (lines to insert), ``test: run`` (executed in a process of its own).
+behind: LINE`` (lines to insert), ``test: PATH, as it is`` (lines of this repository, which are
+taken out to see what it is without them), ``test: run`` (executed in a process of its own).
 """
 
 from __future__ import annotations
@@ -25,8 +26,15 @@ SECTIONS = {
 }
 
 
+AS_IT_IS = ", as it is"
+
+
 def apply(edit: str, block: str, root: Path) -> None:
-    """Write a file, or insert lines where ``edit`` says."""
+    """Write a file, or insert lines where ``edit`` says, unless they are there."""
+    if edit.endswith(AS_IT_IS):
+        path = ROOT / edit.removesuffix(AS_IT_IS)
+        assert path.read_text().count(block) == 1, f"{edit}: {block}"
+        return
     if edit.startswith("file "):
         path = root / edit.removeprefix("file ")
         assert not path.exists(), f"{edit}: the package has one of that name"
@@ -71,7 +79,30 @@ def test_example_works_as_written(title: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-def test_without_its_edits_every_check_fails() -> None:
+def test_a_family_is_an_entry_in_one_file_of_the_package() -> None:
+    edits = [edit for edit, _ in SECTIONS["An architecture"] if edit != "run"]
+    assert edits == [
+        f"megatron_dcpo/weights/architecture.py{AS_IT_IS}",
+        f"tests/helpers/families.py{AS_IT_IS}",
+    ]
+    naming = [
+        path.relative_to(ROOT).as_posix()
+        for path in (ROOT / "megatron_dcpo").rglob("*.py")
+        if re.search(r"glm4\b|Glm4For", path.read_text())
+    ]
+    assert naming == ["megatron_dcpo/weights/architecture.py"]
+
+
+def test_without_its_edits_every_check_fails(tmp_path: Path) -> None:
+    package = tmp_path / "megatron_dcpo"
+    shutil.copytree(
+        ROOT / "megatron_dcpo", package, ignore=shutil.ignore_patterns("__pycache__")
+    )
+    for blocks in SECTIONS.values():
+        for edit, block in blocks:
+            path = tmp_path / edit.removesuffix(AS_IT_IS)
+            if edit.endswith(AS_IT_IS) and path.is_file():
+                path.write_text(path.read_text().replace(block, ""))
     lines = ["from megatron_dcpo.errors import UserError"]
     for blocks in SECTIONS.values():
         code = next(block for edit, block in blocks if edit == "run")
@@ -83,7 +114,7 @@ def test_without_its_edits_every_check_fails() -> None:
         ]
     done = subprocess.run(
         [sys.executable, "-c", "\n".join(lines)],
-        cwd=ROOT,
+        cwd=tmp_path,
         capture_output=True,
         text=True,
         check=False,

@@ -363,18 +363,18 @@ def test_tied_checkpoint_with_a_copy_of_the_embedding(tmp_path):
     assert not (tmp_path / "other").exists()
 
 
-def test_worked_example_of_a_new_architecture(tmp_path, monkeypatch):
-    """docs/conversion.md: Ministral has Llama's names, so one entry is all."""
+def test_an_entry_makes_a_family_convertible(tmp_path, monkeypatch):
+    """CONTRIBUTING.md, An architecture: GLM-4 is refused without its entry, and comes back to the
+    byte with it.
+    """
     from megatron_dcpo.weights import architecture
 
-    source = save_model(tmp_path / "hf", "ministral", sliding_window=None, head_dim=16)
-    with pytest.raises(UserError, match="MinistralForCausalLM"):
+    source = save_model(tmp_path / "hf", "glm4")
+    entry = architecture.ARCHITECTURES["Glm4ForCausalLM"]
+    monkeypatch.delitem(architecture.ARCHITECTURES, "Glm4ForCausalLM")
+    with pytest.raises(UserError, match="Glm4ForCausalLM"):
         import_checkpoint(source, tmp_path / "megatron")
-    monkeypatch.setitem(
-        architecture.ARCHITECTURES,
-        "MinistralForCausalLM",
-        architecture._Traits(architecture.Keys(model_type="ministral")),
-    )
+    monkeypatch.setitem(architecture.ARCHITECTURES, "Glm4ForCausalLM", entry)
     import_checkpoint(source, tmp_path / "megatron", verify=True)
     export_checkpoint(tmp_path / "megatron", tmp_path / "back", verify=True)
     assert filecmp.cmp(
