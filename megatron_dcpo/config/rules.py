@@ -24,7 +24,7 @@ from megatron_dcpo.config.parallel import ParallelConfig
 from megatron_dcpo.config.sections import Config, RunConfig
 from megatron_dcpo.errors import UserError, check_world_size, did_you_mean
 from megatron_dcpo.objectives import find_method, resolve
-from megatron_dcpo.types import REASONING_GYM
+from megatron_dcpo.types import BROUGHT
 
 Broken = str | None
 VOCABULARY_MULTIPLE = (
@@ -331,7 +331,7 @@ def _has_scores(config: Config) -> bool:
     for source in config.data.sources:
         verifier = source.verifier or config.judging.verifier
         if (
-            source.path.startswith(REASONING_GYM)
+            source.path.startswith(BROUGHT)
             or verifier == "f1"
             or verifier not in BUILT_IN
         ):

@@ -15,6 +15,7 @@ from megatron_dcpo.config import JudgingConfig, SourceConfig
 from megatron_dcpo.config.evaluation_sections import EvaluateConfig
 from megatron_dcpo.config.field_types import VerifierChoice, as_written
 from megatron_dcpo.data import BENCHMARKS
+from megatron_dcpo.data.environments import COLUMN
 from megatron_dcpo.data.gym import VERIFIER
 from megatron_dcpo.data.prompts import find_template
 from megatron_dcpo.errors import UserError
@@ -220,8 +221,11 @@ def _verifier_of_sample(sample: Sample, config: EvaluateConfig) -> VerifierChoic
         named = verifier_of(source, config.judging)
     if is_code(sample):
         return named if judges_programs(named) else "code"
-    if "reasoning_gym" in (prompt.row or {}):
+    row = prompt.row or {}
+    if "reasoning_gym" in row:
         return VERIFIER
+    if COLUMN in row and (source is None or not source.verifier):
+        return str(row[COLUMN]["path"])
     if judges_programs(named):
         named = "math"
     return verifier_for(prompt.form, named, prompt.task in BENCHMARKS)
