@@ -15,6 +15,7 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag
 from pydantic.dataclasses import dataclass
 
 from megatron_dcpo.config.field_types import (
+    BUILT_IN,
     STRICT,
     Columns,
     FilterGroups,
@@ -24,6 +25,7 @@ from megatron_dcpo.config.field_types import (
     Share,
     Thinking,
     VerifierChoice,
+    members,
 )
 from megatron_dcpo.config.parallel import ParallelConfig
 from megatron_dcpo.objectives.options import ObjectiveConfig
@@ -118,6 +120,12 @@ class SourceConfig:
         if self.seed is not None and self.path.startswith(ENVIRONMENTS):
             raise ValueError(
                 "seed is for path: reasoning_gym:TASK; that of an environment is one of its options"
+            )
+        built_in = [one.name for one in members(self.verifier or ()) if one.name in BUILT_IN]
+        if built_in and self.path.startswith(ENVIRONMENTS):
+            raise ValueError(
+                f"verifier: {built_in[0]} reads its own form of answers, which an environment does "
+                "not ask for; leave it out, or name a function or a server of yours"
             )
         if self.columns and self.path.startswith(BROUGHT):
             raise ValueError("columns are for files and hub data sets; remove them")

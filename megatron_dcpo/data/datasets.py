@@ -320,9 +320,7 @@ def load_records(
     environment has other problems for that.
     """
     if is_environment(path_or_name):
-        return _environment_records(
-            str(path_or_name), task, keep_columns, held_out=held_out
-        )
+        return _environment_records(str(path_or_name), task, held_out)
     gym = is_gym(path_or_name)
     keep_columns = keep_columns or gym
     rows: Iterable[tuple[int, Row]]
@@ -352,11 +350,9 @@ def load_records(
 
 
 def _environment_records(
-    path: str, task: str | None, keep_columns: bool, held_out: bool
+    path: str, task: str | None, held_out: bool
 ) -> list[Record]:
-    """Return the problems of an environment. They ask for their answers in their own way, unless a
-    built-in verifier, which reads no columns, is to judge a box.
-    """
+    """Return the problems of an environment, which ask for their answers in their own way."""
     name = task or task_name(path)
     records = []
     for index, row in enumerate(environment_rows(path, held_out)):
@@ -367,7 +363,7 @@ def _environment_records(
             messages=messages,
             answer=final_answer(row["answer"]),
             row=columns(row, name, messages, row["answer"]),
-            form="own" if keep_columns else "math",
+            form="own",
         )
         records.append(record)
     if not records:

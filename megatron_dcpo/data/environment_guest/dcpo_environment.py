@@ -81,7 +81,7 @@ def import_environment(module: str) -> Any:  # noqa: ANN401 - a module
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        if error.name == module:
+        if error.name and f"{module}.".startswith(f"{error.name}."):
             raise Refused(
                 f"no module {module} for {sys.executable}; install the environment there, or "
                 "correct its name"

@@ -5,8 +5,10 @@ port.
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import json
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -35,6 +37,9 @@ def open_server(name: str, description: Mapping[str, Any]) -> ResourceServer:
             f"NeMo Gym cannot be imported ({described(error)}); install nemo-gym and name its "
             "Python (python=.../bin/python)"
         ) from None
+    found = importlib.util.find_spec(f"resources_servers.{name}")
+    for folder in (found and found.submodule_search_locations) or ():
+        sys.path.append(folder)  # NeMo Gym starts a server in its own directory
     module = import_environment(f"resources_servers.{name}.app")
     servers = [
         value
