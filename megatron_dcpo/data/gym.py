@@ -63,11 +63,21 @@ def gym_path(
     query = {}
     for name, value in more.items():
         if name not in known:
-            query[name] = json.dumps(value)
+            query[name] = _as_text(value)
     if not query:
         return path
     separator = "&" if "?" in path else "?"
-    return f"{path}{separator}{urlencode(query)}"
+    return f"{path}{separator}{urlencode(query, safe='/')}"
+
+
+def _as_text(value: object) -> str:
+    """Return a text that :func:`query_of` reads as ``value``: itself if it is no JSON."""
+    if isinstance(value, str):
+        try:
+            parse_json(value)
+        except ValueError:
+            return value
+    return json.dumps(value)
 
 
 def _texts_of(path: str) -> dict[str, str]:

@@ -63,10 +63,10 @@ def open_environment(description: Mapping[str, Any]) -> Environment:
     if hasattr(module, "load_environment"):
         from dcpo_verifiers_classic import open_classic
 
-        return open_classic(name, module, description)
+        return open_classic(module, description)
     from dcpo_verifiers_tasks import open_taskset
 
-    return open_taskset(name, description)
+    return open_taskset(module_name(name), description)
 
 
 def module_name(name: str) -> str:

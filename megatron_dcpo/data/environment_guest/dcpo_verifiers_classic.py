@@ -25,7 +25,7 @@ _ONE_TURN = ("rollout", "get_prompt_messages", "get_model_response")
 
 
 def open_classic(
-    name: str, module: ModuleType, description: Mapping[str, Any]
+    module: ModuleType, description: Mapping[str, Any]
 ) -> ClassicEnvironment:
     """Return the environment that ``load_environment`` of the module makes with the options. Raises
     :class:`Refused`.
@@ -46,7 +46,7 @@ def open_classic(
             f"it has no option {unknown[0]!r}; valid: {', '.join(known) or 'none'}"
         )
     try:
-        environment = vf.load_environment(name, **options)
+        environment = vf.load_environment(module.__name__, **options)
     except Exception as error:
         cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
         raise Refused(f"loading it failed with {described(cause)}") from None
