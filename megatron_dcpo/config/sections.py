@@ -121,7 +121,9 @@ class SourceConfig:
             raise ValueError(
                 "seed is for path: reasoning_gym:TASK; that of an environment is one of its options"
             )
-        built_in = [one.name for one in members(self.verifier or ()) if one.name in BUILT_IN]
+        built_in = [
+            one.name for one in members(self.verifier or ()) if one.name in BUILT_IN
+        ]
         if built_in and self.path.startswith(ENVIRONMENTS):
             raise ValueError(
                 f"verifier: {built_in[0]} reads its own form of answers, which an environment does "

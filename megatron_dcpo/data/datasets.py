@@ -137,8 +137,8 @@ def load_prompts(
     problems stay separate groups).
 
     ``path_or_name`` is a file, a directory with one data file, a hub name
-    ``owner/name[:config][@split]``, a task of Reasoning Gym, or an environment. ``task``, ``untested``,
-    ``keep_columns`` and ``columns`` as in :func:`load_records`.
+    ``owner/name[:config][@split]``, a task of Reasoning Gym, or an environment. ``task``,
+    ``untested``, ``keep_columns`` and ``columns`` as in :func:`load_records`.
     """
     records = load_records(path_or_name, task, untested, keep_columns, columns)
     return render_prompts(records, tokenizer, options, source=str(path_or_name))
@@ -349,9 +349,7 @@ def load_records(
     return records
 
 
-def _environment_records(
-    path: str, task: str | None, held_out: bool
-) -> list[Record]:
+def _environment_records(path: str, task: str | None, held_out: bool) -> list[Record]:
     """Return the problems of an environment, which ask for their answers in their own way."""
     name = task or task_name(path)
     records = []

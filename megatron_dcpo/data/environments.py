@@ -27,10 +27,14 @@ from megatron_dcpo.errors import UserError, one_line
 from megatron_dcpo.types import ENVIRONMENTS
 
 GUEST = Path(__file__).resolve().with_name("environment_guest")
-COLUMN = "environment"  # of a row: the path of its environment, and the input of its scores
+COLUMN = (
+    "environment"  # of a row: the path of its environment, and the input of its scores
+)
 HASH_SEED = "0"
 _RANGE = re.compile(r"(-?[\d.]+)\.\.(-?[\d.]+)")
-_START = "import sys; sys.path.append(sys.argv.pop(1)); import dcpo_environment as guest; "
+_START = (
+    "import sys; sys.path.append(sys.argv.pop(1)); import dcpo_environment as guest; "
+)
 
 
 @dataclass(frozen=True)
@@ -147,7 +151,9 @@ def _python(path: str, name: str) -> str:
     """Return the executable that ``name`` is, in the working directory or on the PATH."""
     found = Path(name).expanduser()
     if os.access(found, os.X_OK) and found.is_file():
-        return os.path.abspath(found)  # links are kept: they say which environment it is
+        return os.path.abspath(
+            found
+        )  # links are kept: they say which environment it is
     on_path = None if os.sep in name else shutil.which(name)
     if on_path is None:
         raise UserError(
@@ -193,8 +199,7 @@ def _run_guest(path: str, spec: EnvironmentSpec, call: str, described: str) -> s
     }
     done = subprocess.run(
         [spec.python, "-c", _START + call, str(GUEST), described],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        capture_output=True,
         text=True,
         env=environment,
         check=False,

@@ -49,7 +49,7 @@ _START_SECONDS = 120.0
 STARTS = 5
 # a worker ends itself at its wall time, and the parent only has to notice
 _GRACE_SECONDS = 1.0
-_PROGRAM = (sys.executable, "-m", "megatron_dcpo.judging.worker")
+_MODULE = "megatron_dcpo.judging.worker"
 
 Pair = tuple[str, ...]  # to be judged: an answer and its key, or one JSON text
 
@@ -65,8 +65,8 @@ class PoolWork:
     ``quick(pair)`` returns the verdict on a pair that needs no worker, or else None. ``remember``
     says that equal pairs have equal verdicts. With ``beyond_imports``, ``memory_bytes`` do not
     include what the imports take. ``hash_seed`` is PYTHONHASHSEED; if it is empty, each worker
-    draws its own. ``program`` is the command that runs ``worker.py``, by default in this Python with
-    this package, and ``search_path`` its PYTHONPATH, by default this package's place and the
+    draws its own. ``program`` is the command that runs ``worker.py``, by default in this Python
+    with this package, and ``search_path`` its PYTHONPATH, by default this package's place and the
     PYTHONPATH of this process.
     """
 
@@ -267,9 +267,12 @@ class WorkerPool:
             self._workers.append(worker)
             selector.register(worker.process.stdout, selectors.EVENT_READ, worker)  # type: ignore[arg-type]
 
+    def _program(self) -> list[str]:
+        return list(self.work.program or (sys.executable, "-m", _MODULE))
+
     def _start(self) -> Worker:
         work = self.work
-        command = [*(work.program or _PROGRAM)]
+        command = self._program()
         command += ["--cpu", str(work.cpu_seconds)]
         command += ["--wall", str(work.wall_seconds)]
         command += ["--memory", str(work.memory_bytes)]
@@ -363,7 +366,7 @@ class WorkerPool:
             if was_killed and failed < STARTS:
                 self.statistics.replaced += 1
                 return
-            again = [*(self.work.program or _PROGRAM), "--cpu", "1", "--wall", "1"]
+            again = [*self._program(), "--cpu", "1", "--wall", "1"]
             again += ["--memory", str(self.work.memory_bytes)]
             again += ["--parent", str(os.getpid()), self.work.load]
             raise WorkerNotStarted(

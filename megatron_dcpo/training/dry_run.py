@@ -30,7 +30,7 @@ from megatron_dcpo.training.preflight import (
 from megatron_dcpo.training.provenance import date_of
 from megatron_dcpo.training.sources import load_sources
 from megatron_dcpo.training.warnings import too_few_problems
-from megatron_dcpo.types import BROUGHT
+from megatron_dcpo.types import ENVIRONMENTS, REASONING_GYM
 from megatron_dcpo.weights.hf_checkpoint import HFReader
 from megatron_dcpo.weights.table import number_of_parameters, stored_shapes
 
@@ -179,9 +179,11 @@ def _describe_inputs(config: Config, allow_missing: bool) -> dict[str, Any]:
 
 def _is_unread(path: str, allow_missing: bool) -> bool:
     """Return whether the data is not on this machine and need not be: because missing data is
-    allowed, or because a run fetches it from the hub.
+    allowed, an environment of others among it, or because a run fetches it from the hub.
     """
-    if path.startswith(BROUGHT) or is_here(path):
+    if path.startswith(ENVIRONMENTS):
+        return allow_missing
+    if path.startswith(REASONING_GYM) or is_here(path):
         return False
     return allow_missing or (
         is_hub_name(path) and importlib.util.find_spec("datasets") is not None

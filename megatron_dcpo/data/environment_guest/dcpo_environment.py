@@ -33,21 +33,25 @@ class Refused(Exception):
     """This environment cannot be used: one line that names it and says what to do instead."""
 
 
-class Environment(Protocol):
+class OneTurnEnvironment(Protocol):
     """An environment of one turn.
 
     ``rows()`` yields the problems that its description asks for: ``messages``, a list of role and
     content or one text; ``answer``, a text to show; ``input``, all that scoring needs, as plain
-    values; ``numbers`` by name. ``score(given, text)`` returns the reward of a response to the problem with the input
-    ``given``, and values to log.
+    values; ``numbers`` by name. ``score(given, text)`` returns the reward of a response to the
+    problem with the input ``given``, and values to log.
     """
 
     def rows(self) -> Iterator[dict[str, Any]]: ...
 
-    async def score(self, given: Any, text: str) -> tuple[float, dict[str, Any]]: ...  # noqa: ANN401
+    async def score(
+        self,
+        given: Any,  # noqa: ANN401 - any JSON value
+        text: str,
+    ) -> tuple[float, dict[str, Any]]: ...
 
 
-def open_environment(description: Mapping[str, Any]) -> Environment:
+def open_environment(description: Mapping[str, Any]) -> OneTurnEnvironment:
     """Return the environment that is described. Raises :class:`Refused`."""
     name = description["name"]
     if description["kind"] == "nemo_gym":
@@ -135,7 +139,9 @@ def scaled(
             "error": f"the reward {reward:g} is outside of {low:g} to {high:g}; say what it can be "
             "with range=LOW..HIGH"
         }
-    result: dict[str, Any] = {"score": min(max((reward - low) / (high - low), 0.0), 1.0)}
+    result: dict[str, Any] = {
+        "score": min(max((reward - low) / (high - low), 0.0), 1.0)
+    }
     if declared is not None:
         result["reward"] = reward
     for name, value in logged.items():

@@ -38,8 +38,8 @@ def open_server(name: str, description: Mapping[str, Any]) -> ResourceServer:
             "Python (python=.../bin/python)"
         ) from None
     found = importlib.util.find_spec(f"resources_servers.{name}")
-    for folder in (found and found.submodule_search_locations) or ():
-        sys.path.append(folder)  # NeMo Gym starts a server in its own directory
+    for place in (found and found.submodule_search_locations) or ():
+        sys.path.append(place)  # NeMo Gym starts a server in its own directory
     module = import_environment(f"resources_servers.{name}.app")
     servers = [
         value
@@ -100,9 +100,7 @@ def _config(kind: type, name: str, values: dict[str, Any], judge: object) -> Any
     fields = kind.model_fields["config"].annotation.model_fields  # type: ignore[attr-defined]
     unknown = [field for field in values if field not in fields]
     if unknown:
-        raise Refused(
-            f"it has no option {unknown[0]!r}; valid: {', '.join(fields)}"
-        )
+        raise Refused(f"it has no option {unknown[0]!r}; valid: {', '.join(fields)}")
     asks = [field for field in fields if field.endswith("_model_server")]
     if asks and not judge:
         raise Refused(
@@ -110,7 +108,9 @@ def _config(kind: type, name: str, values: dict[str, Any], judge: object) -> Any
             "path /v1/responses, and see judging.test_seconds"
         )
     if judge and not (isinstance(judge, str) and judge.startswith("http")):
-        raise Refused(f"judge={judge}: expected http://HOST:PORT, the address of the judge")
+        raise Refused(
+            f"judge={judge}: expected http://HOST:PORT, the address of the judge"
+        )
     base = {"name": name, "host": "127.0.0.1", "port": 1, "entrypoint": "app.py"}
     asked = {field: {"type": "responses_api_models", "name": "judge"} for field in asks}
     try:
@@ -143,9 +143,11 @@ class _Judge:
         body = options.pop("json", None)
         if hasattr(body, "model_dump"):
             body = body.model_dump(mode="json", exclude_unset=True)
-        async with aiohttp.ClientSession() as session:
-            async with session.post(self.address + url_path, json=body) as reply:
-                return _Reply(reply.status, await reply.read())
+        async with (
+            aiohttp.ClientSession() as session,
+            session.post(self.address + url_path, json=body) as reply,
+        ):
+            return _Reply(reply.status, await reply.read())
 
 
 class _Reply:
@@ -168,7 +170,7 @@ class _Reply:
 
 
 class ResourceServer:
-    """A resource server as an environment of one turn (``dcpo_environment.Environment``)."""
+    """A resource server as an environment of one turn (``dcpo_environment.OneTurnEnvironment``)."""
 
     def __init__(
         self,

@@ -10,7 +10,7 @@ import inspect
 import json
 from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
-from typing import Any
+from typing import Any, get_origin
 
 from dcpo_environment import (
     Refused,
@@ -22,6 +22,8 @@ from dcpo_environment import (
 
 # what an environment of one turn may not do in its own way, as only its prompts and scores are used
 _ONE_TURN = ("rollout", "get_prompt_messages", "get_model_response")
+# parameters of reward functions that get the responses of a group
+_OF_A_GROUP = {"states", "prompts", "completions", "answers", "tasks", "infos"}
 
 
 def open_classic(
@@ -98,7 +100,7 @@ def _check_rubric(
     for rubric in leaves(environment.rubric):
         for function, weight in zip(rubric.funcs, rubric.weights, strict=True):
             name = getattr(function, "__name__", repr(function))
-            if rubric._is_group_func(function):
+            if _compares(function):
                 raise Refused(
                     f"its reward function {name} compares the responses of a group; only functions "
                     "of one response are supported"
@@ -116,6 +118,15 @@ def _check_rubric(
     check_range(weights, description["range"])
 
 
+def _compares(function: Callable[..., Any]) -> bool:
+    """Return whether a reward function gets the responses of a group, by verifiers' rule."""
+    signature = inspect.signature(function)
+    if _OF_A_GROUP & set(signature.parameters):
+        return True
+    returned = signature.return_annotation
+    return returned is list or get_origin(returned) is list
+
+
 def leaves(rubric: Any) -> list[Any]:  # noqa: ANN401 - rubrics of any kind
     """Return the rubrics that have reward functions, in or below a rubric."""
     parts = getattr(rubric, "rubrics", None)
@@ -125,7 +136,7 @@ def leaves(rubric: Any) -> list[Any]:  # noqa: ANN401 - rubrics of any kind
 
 
 class ClassicEnvironment:
-    """An environment of one turn (``dcpo_environment.Environment``).
+    """An environment of one turn (``dcpo_environment.OneTurnEnvironment``).
 
     A rubric turns an exception of a reward function into a score of 0. Here the functions that have
     a weight are wrapped, so that it is an error instead.
@@ -153,7 +164,9 @@ class ClassicEnvironment:
         if not part:
             part = "eval" if self.description["held_out"] else "train"
         for build in ("build_dataset", "build_eval_dataset"):
-            if hasattr(environment, build):  # those of later releases are made on demand
+            if hasattr(
+                environment, build
+            ):  # those of later releases are made on demand
                 getattr(environment, build)()
         other = "train" if part == "eval" else "eval"
         found = environment.eval_dataset if part == "eval" else environment.dataset

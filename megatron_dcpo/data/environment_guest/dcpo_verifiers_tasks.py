@@ -17,6 +17,8 @@ from dcpo_environment import (
     text_messages,
 )
 
+_WEIGHT = "_vf_weight"  # where verifiers keeps the weight of a reward
+
 
 def open_taskset(name: str, description: Mapping[str, Any]) -> TasksetEnvironment:
     """Return the environment with the options as its configuration. Raises :class:`Refused`."""
@@ -92,13 +94,13 @@ def _first(error: Exception) -> str:
 
 
 class TasksetEnvironment:
-    """An environment of one turn (``dcpo_environment.Environment``)."""
+    """An environment of one turn (``dcpo_environment.OneTurnEnvironment``)."""
 
     def __init__(
         self,
         vf: Any,  # noqa: ANN401 - the module verifiers.v1
         taskset: Any,  # noqa: ANN401 - its Taskset
-        kind: type,
+        kind: Any,  # noqa: ANN401 - a subclass of its Task
         description: Mapping[str, Any],
     ) -> None:
         self.vf = vf
@@ -114,7 +116,9 @@ class TasksetEnvironment:
             )
         if getattr(self.taskset, "INFINITE", False) and size is None:
             raise Refused("it makes problems without end; say how many with size=N")
-        own = set(self.kind.data_type().model_fields) - set(self.vf.TaskData.model_fields)
+        own = set(self.kind.data_type().model_fields) - set(
+            self.vf.TaskData.model_fields
+        )
         for number, task in enumerate(islice(self.taskset, size)):
             if number == 0:
                 self.check(task)
@@ -149,7 +153,7 @@ class TasksetEnvironment:
         """
         weights: dict[str, float] = {}
         for reward in task.hooks("reward"):
-            weight = getattr(reward, "_vf_weight", 1.0)
+            weight = getattr(reward, _WEIGHT, 1.0)
             parameter = inspect.signature(reward).parameters.get("runtime")
             if parameter is not None and parameter.default is parameter.empty:
                 raise Refused(

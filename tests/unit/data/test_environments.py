@@ -188,7 +188,7 @@ def test_what_a_source_may_not_say(values: dict[str, object], named: str) -> Non
     assert named in str(refused.value)
 
 
-CLASSIC = '''
+CLASSIC = """
 import verifiers as vf
 from datasets import Dataset
 
@@ -204,8 +204,8 @@ def load_environment(n=3):
     shot = [{"role": "user", "content": "9+9"}, {"role": "assistant", "content": "18"}]
     return vf.SingleTurnEnv(dataset=Dataset.from_list(rows), system_prompt="Add.", few_shot=shot,
                             parser=parser, rubric=rubric)
-'''
-TASKS = '''
+"""
+TASKS = """
 import verifiers.v1 as vf
 
 __all__ = ["RealTaskset"]
@@ -227,7 +227,7 @@ class RealTaskset(vf.Taskset[RealTask, RealConfig]):
     def load(self):
         for a in range(self.config.n):
             yield RealTask(RealData(prompt=f"{a}+{a}", answer=str(2 * a)), self.config.task)
-'''
+"""
 
 
 @pytest.mark.full
@@ -262,7 +262,7 @@ def test_the_real_nemo_gym() -> None:
     python = os.environ.get("DCPO_NEMO_GYM_PYTHON")
     if not python:
         pytest.skip("DCPO_NEMO_GYM_PYTHON names no Python with NeMo Gym")
-    with pytest.raises(UserError, match="example.jsonl") as refused:
+    with pytest.raises(UserError, match=r"example\.jsonl") as refused:
         load_records(f"nemo_gym:mcqa?python={python}")
     example = str(refused.value).rpartition(" ")[2]
     (problems,) = load_problems(

@@ -83,7 +83,12 @@ def test_rewards_of_tasks() -> None:
     """Reward 2 * repeated - shouted, from -1 to 2."""
     path = "verifiers:tasks_env?size=1&range=-1..2"
     right, wrong, loud = judged(path, ["train0", "train1", "NO"])
-    assert right.logged == {"score": 1.0, "reward": 2.0, "repeated": 1.0, "shouted": 0.0}
+    assert right.logged == {
+        "score": 1.0,
+        "reward": 2.0,
+        "repeated": 1.0,
+        "shouted": 0.0,
+    }
     assert [o.logged["score"] for o in (wrong, loud) if o.logged] == [1 / 3, 0.0]
 
 

@@ -189,5 +189,3 @@ def task_type(name: str) -> type[Task]:
 
 def environment_class(name: str) -> type:
     return _exported(name, SingleAgentEnv) or SingleAgentEnv
-
-
