@@ -360,6 +360,7 @@ def _environment_records(path: str, task: str | None, held_out: bool) -> list[Re
             index=index,
             messages=messages,
             answer=final_answer(row["answer"]),
+            kind=_kind(row),
             row=columns(row, name, messages, row["answer"]),
             form="own",
         )

@@ -27,9 +27,8 @@ from megatron_dcpo.errors import UserError, one_line
 from megatron_dcpo.types import ENVIRONMENTS
 
 GUEST = Path(__file__).resolve().with_name("environment_guest")
-COLUMN = (
-    "environment"  # of a row: the path of its environment, and the input of its scores
-)
+# column of a row: the path of its environment, and the input of its scores
+COLUMN = "environment"
 HASH_SEED = "0"
 _RANGE = re.compile(r"(-?[\d.]+)\.\.(-?[\d.]+)")
 _START = (
@@ -114,11 +113,11 @@ def parse_environment(path: str) -> EnvironmentSpec:
         raise UserError(f"{path}: size must be a whole number of at least 1")
     if own["part"] not in ("", "train", "eval"):
         raise UserError(f"{path}: part must be train or eval")
-    if not isinstance(own["judge"], bool | str):
-        raise UserError(f"{path}: judge must be true, or the address of a judge")
+    address = kind == "nemo_gym" and isinstance(own["judge"], str)
+    if not address and not isinstance(own["judge"], bool):
+        wanted = "the address of a judge" if kind == "nemo_gym" else "true"
+        raise UserError(f"{path}: judge must be {wanted}")
     data = str(own["data"])
-    if data and not Path(data).expanduser().is_file():
-        raise UserError(f"{path}: no such file {data}")
     return EnvironmentSpec(
         kind=kind,
         name=name,
@@ -151,9 +150,8 @@ def _python(path: str, name: str) -> str:
     """Return the executable that ``name`` is, in the working directory or on the PATH."""
     found = Path(name).expanduser()
     if os.access(found, os.X_OK) and found.is_file():
-        return os.path.abspath(
-            found
-        )  # links are kept: they say which environment it is
+        # links are kept: they say which environment it is
+        return os.path.abspath(found)
     on_path = None if os.sep in name else shutil.which(name)
     if on_path is None:
         raise UserError(
@@ -172,6 +170,8 @@ def environment_rows(path: str, held_out: bool = False) -> list[dict[str, Any]]:
     scores.
     """
     spec = parse_environment(path)
+    if spec.data and not Path(spec.data).is_file():
+        raise UserError(f"{path}: no such file {spec.data}")
     done = _run_guest(path, spec, "guest.print_rows()", spec.described(held_out))
     rows: list[dict[str, Any]] = []
     for line in done.splitlines():

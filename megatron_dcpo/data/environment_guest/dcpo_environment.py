@@ -102,9 +102,8 @@ def described(error: BaseException) -> str:
     text = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
     frames = traceback.extract_tb(error.__traceback__)
     here = str(Path(__file__).parent)
-    for frame in [frame for frame in frames if not frame.filename.startswith(here)][
-        -1:
-    ]:
+    outside = [frame for frame in frames if not frame.filename.startswith(here)]
+    for frame in outside[-1:]:
         text += f" ({frame.filename}, line {frame.lineno}, in {frame.name})"
     return text
 
@@ -188,7 +187,7 @@ def print_rows() -> None:
     try:
         environment = open_environment(description)
         for row in environment.rows():
-            out.write(json.dumps(row, default=_refuse) + "\n")
+            out.write(json.dumps(row, default=_as_json) + "\n")
         out.flush()
     except Refused as refused:
         _end(str(refused))
@@ -202,7 +201,7 @@ def _end(why: str) -> None:
     os._exit(1)
 
 
-def _refuse(value: object) -> object:
+def _as_json(value: object) -> object:
     """Return a value that JSON has for one that it has not, if they mean the same."""
     if hasattr(value, "item") and getattr(value, "size", 1) == 1:  # a scalar of NumPy
         return value.item()

@@ -163,11 +163,9 @@ class ClassicEnvironment:
         part = self.description["part"]
         if not part:
             part = "eval" if self.description["held_out"] else "train"
-        for build in ("build_dataset", "build_eval_dataset"):
-            if hasattr(
-                environment, build
-            ):  # those of later releases are made on demand
-                getattr(environment, build)()
+        build = "build_eval_dataset" if part == "eval" else "build_dataset"
+        if hasattr(environment, build):  # later releases make them on demand
+            getattr(environment, build)()
         other = "train" if part == "eval" else "eval"
         found = environment.eval_dataset if part == "eval" else environment.dataset
         if found is None:

@@ -5,13 +5,16 @@ packages for the last tests.
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
+from megatron_dcpo.config import load_config
 from megatron_dcpo.config.sections import JudgingConfig, SourceConfig
 from megatron_dcpo.data import load_benchmark, load_records
 from megatron_dcpo.data.benchmarks import name_of, parse_specs, path_in
@@ -116,6 +119,7 @@ def test_resource_servers_read_a_file_of_problems() -> None:
         (f"{SUMS}?range=1.0.0..2", "range"),
         (f"{SUMS}?python=/nowhere/bin/python", "/nowhere/bin/python"),
         (f"{SUMS}?judge=3", "judge"),
+        (f"{SUMS}?judge=http://localhost:1", "judge must be true"),
         ("verifiers:no-such-env", "no_such_env"),
         ("verifiers:no_module_env", "a_library_that_is_not_there"),
         (f"{SUMS}?kind=raises", "ValueError: no data here"),
@@ -144,7 +148,7 @@ def test_resource_servers_read_a_file_of_problems() -> None:
         (f"nemo_gym:numbers?data={LETTERS}", "resources_servers.numbers"),
         (f"nemo_gym:session?data={LETTERS}", "SessionServer"),
         (f"nemo_gym:judged?data={LETTERS}", "judge=http://HOST:PORT"),
-        (f"nemo_gym:judged?data={LETTERS}&judge=true", "judge=True"),
+        (f"nemo_gym:judged?data={LETTERS}&judge=yes", "judge=yes"),
     ],
 )
 def test_what_cannot_be_used_is_one_line(path: str, named: str) -> None:
@@ -186,6 +190,25 @@ def test_what_a_source_may_not_say(values: dict[str, object], named: str) -> Non
     with pytest.raises(ValidationError) as refused:
         SourceConfig(path=SUMS, **values)  # type: ignore[arg-type]
     assert named in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"data": {"path": SUMS}},
+        {"data": {"path": [SUMS, {"path": "verifiers:tasks_env"}]}},
+    ],
+)
+def test_a_verifier_that_would_judge_nothing_is_refused(
+    values: dict[str, Any], tmp_path: Path
+) -> None:
+    file = tmp_path / "run.yaml"
+    run = {"run_dir": "r", "model": {"path": "m"}, "judging": {"verifier": "exact"}}
+    file.write_text(json.dumps(run | values))
+    with pytest.raises(UserError, match=r"judging\.verifier"):
+        load_config(file)
+    load_config(file, ["data.path=problems.jsonl"])
+    load_config(file, ["evaluation={interval: 1, benchmarks: math500}"])
 
 
 CLASSIC = """
