@@ -290,14 +290,19 @@ class WorkerPool:
         environment["OMP_NUM_THREADS"] = "1"
         if work.hash_seed:
             environment["PYTHONHASHSEED"] = work.hash_seed
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env=environment,
-            start_new_session=True,  # so that the processes it forks end with it
-        )
+        try:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                env=environment,
+                start_new_session=True,  # so that the processes it forks end with it
+            )
+        except FileNotFoundError:
+            raise WorkerNotStarted(
+                f"a verifier process did not start: there is no {command[0]} any more"
+            ) from None
         return Worker(
             process=process,
             deadline=time.monotonic() + _START_SECONDS,

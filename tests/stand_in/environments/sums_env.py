@@ -37,7 +37,7 @@ async def right(completion: list[dict[str, str]], answer: str) -> float:
         os._exit(7)
     if "2.5" in text:
         return 2.5
-    assert "Confidence" not in text
+    assert "0.987654" not in text, "a confidence"
     return float(said(completion) == answer)
 
 

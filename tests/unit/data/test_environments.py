@@ -26,6 +26,7 @@ from megatron_dcpo.evaluation.problems import load_problems
 from megatron_dcpo.judging.answers import Attempt
 from megatron_dcpo.judging.verifiers import verifiers
 from tests.helpers.environments import LETTERS, use_stand_ins
+from tests.helpers.paths import EXAMPLES
 
 SUMS = "verifiers:owner/sums-env@1.0"
 
@@ -278,6 +279,24 @@ def test_the_real_verifiers(
     outcomes = verifier([Attempt(None, "", text, records[1].row) for text in texts])
     assert [outcome.correct for outcome in outcomes] == [True, False, False]
     assert [outcome.category for outcome in outcomes] == [None, None, "verifier_error"]
+
+
+@pytest.mark.full
+def test_the_environment_of_the_examples(monkeypatch: pytest.MonkeyPatch) -> None:
+    python = os.environ.get("DCPO_VERIFIERS_CLASSIC_PYTHON")
+    if not python:
+        pytest.skip(
+            "DCPO_VERIFIERS_CLASSIC_PYTHON names no Python with the real verifiers"
+        )
+    monkeypatch.chdir(EXAMPLES / "environments" / "quickstart_products")
+    path = f"verifiers:quickstart-products?python={python}&range=0..1.2&count=3"
+    trained = load_records(path)
+    held_out = load_benchmark(path).records
+    assert (len(trained), len(held_out)) == (3, 100)
+    verifier, _ = verifiers(JudgingConfig(graded=True), {})(path)
+    texts = (f"\\boxed{{{trained[0].answer}}}", "\\boxed{1}", "no box")
+    outcomes = verifier([Attempt(None, "", text, trained[0].row) for text in texts])
+    assert [o.score for o in outcomes] == pytest.approx([1.0, 0.2 / 1.2, 0.0])
 
 
 @pytest.mark.full

@@ -4,7 +4,9 @@ response, and what judging again reads.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +14,7 @@ from megatron_dcpo.config import JudgingConfig, SourceConfig
 from megatron_dcpo.data import load_records
 from megatron_dcpo.evaluation.problems import load_problems, verifier_of
 from megatron_dcpo.judging.answers import FREE, Attempt, Outcome
+from megatron_dcpo.judging.pool import WorkerNotStarted
 from megatron_dcpo.judging.verifiers import (
     check_verifier,
     digest_of,
@@ -79,6 +82,23 @@ def test_a_reward_out_of_range_names_the_option(
     assert "range=LOW..HIGH" in caplog.text
 
 
+def test_a_python_that_has_gone_is_one_line(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.symlink_to(sys.executable)
+    verifier, _ = verifiers(JudgingConfig(), {})(f"{SUMS}?python={python}")
+    python.unlink()
+    row = {"environment": {"input": {}}}
+    with pytest.raises(WorkerNotStarted, match=str(python)):
+        verifier([Attempt(None, "", "=> 2", row)])
+
+
+def test_an_environment_that_has_gone_is_one_line() -> None:
+    verifier, _ = verifiers(JudgingConfig(), {})("verifiers:gone-env")
+    with pytest.raises(WorkerNotStarted, match="gone-env") as refused:
+        verifier([Attempt(None, "", "", {"environment": {"input": {}}})])
+    assert "\n" not in str(refused.value)
+
+
 def test_rewards_of_tasks() -> None:
     """Reward 2 * repeated - shouted, from -1 to 2."""
     path = "verifiers:tasks_env?size=1&range=-1..2"
@@ -122,11 +142,11 @@ def test_the_environment_sees_the_reasoning_block_only() -> None:
         token_ids=(),
         logprobs=(),
         finish_reason="stop",
-        text="=> 200\n<conf> Confidence: 0.9",
+        text="=> 200\n<conf> Confidence: 0.987654",
     )
     (judgement,) = problems.judge([response], {record.prompt_id: prompt})
     assert (judgement.correct, judgement.category) == (1.0, None)
-    assert judgement.confidence == 0.9
+    assert judgement.confidence == 0.987654
 
 
 def test_a_source_is_judged_by_its_environment_or_by_a_verifier_of_the_user() -> None:
