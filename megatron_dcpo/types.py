@@ -28,6 +28,10 @@ VERIFIER_ERROR = (
     "verifier_error"  # the category of a response that a user's verifier did not judge
 )
 REASONING_GYM = "reasoning_gym:"  # opens the path of a task of Reasoning Gym
+# open the path of an environment of verifiers or NeMo Gym
+ENVIRONMENTS = ("verifiers:", "nemo_gym:")
+# problems that are made or brought by a library, with scores of their own
+BROUGHT = (REASONING_GYM, *ENVIRONMENTS)
 CONFIDENCE_TAG = (
     "<conf>"  # opens the confidence block; configuration key judging.marker
 )

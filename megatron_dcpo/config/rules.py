@@ -21,10 +21,10 @@ from typing import Protocol
 from megatron_dcpo.config.evaluation_sections import EvaluateConfig
 from megatron_dcpo.config.field_types import BUILT_IN
 from megatron_dcpo.config.parallel import ParallelConfig
-from megatron_dcpo.config.sections import Config, RunConfig
+from megatron_dcpo.config.sections import Config, JudgingConfig, RunConfig
 from megatron_dcpo.errors import UserError, check_world_size, did_you_mean
 from megatron_dcpo.objectives import find_method, resolve
-from megatron_dcpo.types import REASONING_GYM
+from megatron_dcpo.types import BROUGHT, ENVIRONMENTS
 
 Broken = str | None
 VOCABULARY_MULTIPLE = (
@@ -328,6 +328,20 @@ def scores_need_a_verifier_that_gives_them(config: Config) -> Broken:
     return None
 
 
+@configuration_rule
+def a_verifier_has_responses_to_judge(config: Config) -> Broken:
+    """An environment is judged by itself; a validation may have other benchmarks."""
+    if config.judging.verifier == JudgingConfig.verifier or config.evaluation.interval:
+        return None
+    for source in config.data.sources:
+        if not source.path.startswith(ENVIRONMENTS) or source.verifier:
+            return None
+    return (
+        "judging.verifier would judge nothing: data.path names environments, which bring their "
+        "scores; remove it, or name it as the verifier of a source"
+    )
+
+
 def _has_scores(config: Config) -> bool:
     """Return whether any source is judged by a verifier that gives scores between 0 and 1: f1, a
     user's, or several with weights.
@@ -335,7 +349,7 @@ def _has_scores(config: Config) -> bool:
     for source in config.data.sources:
         verifier = source.verifier or config.judging.verifier
         if (
-            source.path.startswith(REASONING_GYM)
+            source.path.startswith(BROUGHT)
             or verifier == "f1"
             or verifier not in BUILT_IN
         ):

@@ -22,6 +22,7 @@ from megatron_dcpo.data.datasets import (
     split_usable_rows,
     untested_note,
 )
+from megatron_dcpo.data.environments import environment_name, is_environment
 from megatron_dcpo.data.files import Row, read_rows
 from megatron_dcpo.data.gym import HELD_OUT_SEED, gym_path, is_gym, parse_gym
 from megatron_dcpo.data.livecodebench import contest_date
@@ -325,7 +326,8 @@ def load_benchmark(
     keep_columns: bool = False,
     columns: Mapping[str, str] = NO_COLUMNS,
 ) -> LoadedBenchmark:
-    """Return a registered benchmark by name, ``NAME=PATH``, or ``reasoning_gym:TASK``.
+    """Return a registered benchmark by name, ``NAME=PATH``, a task of Reasoning Gym, or
+    an environment.
 
     ``corrections`` repairs documented defects of the data; ``untested`` and ``keep_columns`` as in
     :func:`load_records`. ``columns`` are for the rows of a file at PATH that have all of them.
@@ -335,6 +337,8 @@ def load_benchmark(
     """
     if is_gym(spec):
         spec = f"{parse_gym(spec).name}={spec}"
+    if is_environment(spec):
+        spec = f"{environment_name(spec)}={spec}"
     name, has_path, path = spec.partition("=")
     name, _, dates = name.strip().partition(":")
     if has_path:
@@ -344,7 +348,7 @@ def load_benchmark(
             )
         path = gym_path(path, {}, None, HELD_OUT_SEED) if is_gym(path) else path
         records = load_records(
-            path, name, untested, keep_columns, columns, must_have_columns=False
+            path, name, untested, keep_columns, columns, held_out=True
         )
         return LoadedBenchmark(name, path, tuple(records), ())
     entry = find_benchmark(name)
@@ -434,9 +438,18 @@ def name_of(spec: str) -> str:
     """Return the name of a benchmark as :func:`load_benchmark` gives it. Reads no data."""
     if is_gym(spec):
         return parse_gym(spec).name
+    if is_environment(spec):
+        return environment_name(spec)
     if "=" in spec:
         return spec.partition("=")[0].strip()
     return find_benchmark(spec.partition(":")[0]).name
+
+
+def path_in(spec: str) -> str:
+    """Return the path in a benchmark's specification, "" of a registered one."""
+    if is_gym(spec) or is_environment(spec):
+        return spec
+    return spec.partition("=")[2].strip()
 
 
 def _find_sources(entry: Benchmark, data_dir: str | Path | None) -> list[str]:

@@ -39,6 +39,11 @@ from megatron_dcpo.data.code_problems import (
     pack_tests,
     tests_key,
 )
+from megatron_dcpo.data.environments import (
+    environment_name,
+    environment_rows,
+    is_environment,
+)
 from megatron_dcpo.data.files import ROW_SUFFIXES, Row, read_rows
 from megatron_dcpo.data.gym import gym_rows, is_gym, parse_gym
 from megatron_dcpo.data.passages import (
@@ -132,8 +137,8 @@ def load_prompts(
     problems stay separate groups).
 
     ``path_or_name`` is a file, a directory with one data file, a hub name
-    ``owner/name[:config][@split]``, or ``reasoning_gym:TASK``. ``task``, ``untested``,
-    ``keep_columns`` and ``columns`` as in :func:`load_records`.
+    ``owner/name[:config][@split]``, a task of Reasoning Gym, or an environment. ``task``,
+    ``untested``, ``keep_columns`` and ``columns`` as in :func:`load_records`.
     """
     records = load_records(path_or_name, task, untested, keep_columns, columns)
     return render_prompts(records, tokenizer, options, source=str(path_or_name))
@@ -303,7 +308,7 @@ def load_records(
     untested: bool = False,
     keep_columns: bool = False,
     columns: Mapping[str, str] = NO_COLUMNS,
-    must_have_columns: bool = True,
+    held_out: bool = False,
 ) -> list[Record]:
     """Return all problems with an answer. ``task`` names them, by default the row's ``data_source``
     or the file's name. ``untested`` keeps programming problems whose tests assert nothing,
@@ -311,8 +316,11 @@ def load_records(
     answer.
 
     ``columns`` are the names under which a file has problem, answer and so on; a row without one of
-    them is refused, or read as it is unless it ``must_have_columns``.
+    them is refused, or read as it is if the problems are ``held_out`` for an evaluation. An
+    environment has other problems for that.
     """
+    if is_environment(path_or_name):
+        return _environment_records(str(path_or_name), task, held_out)
     gym = is_gym(path_or_name)
     keep_columns = keep_columns or gym
     rows: Iterable[tuple[int, Row]]
@@ -320,7 +328,7 @@ def load_records(
         rows = enumerate(gym_rows(str(path_or_name)))
     else:
         found = enumerate(read_rows(path_or_name))
-        rows = _renamed(found, columns, str(path_or_name), must_have_columns)
+        rows = _renamed(found, columns, str(path_or_name), must_have=not held_out)
     name = task or task_name(path_or_name)
     passage = columns.get("context")
     records, left_out, dropped = split_usable_rows(
@@ -338,6 +346,27 @@ def load_records(
         logger.warning("%s: %s", path_or_name, untested_note(left_out))
     if not records:
         raise UserError(f"{path_or_name}: no problem with an answer in it")
+    return records
+
+
+def _environment_records(path: str, task: str | None, held_out: bool) -> list[Record]:
+    """Return the problems of an environment, which ask for their answers in their own way."""
+    name = task or task_name(path)
+    records = []
+    for index, row in enumerate(environment_rows(path, held_out)):
+        messages = _as_messages(row["problem"], f"{path}: problem {index + 1}")
+        record = Record(
+            task=name,
+            index=index,
+            messages=messages,
+            answer=final_answer(row["answer"]),
+            kind=_kind(row),
+            row=columns(row, name, messages, row["answer"]),
+            form="own",
+        )
+        records.append(record)
+    if not records:
+        raise UserError(f"{path}: the environment has no problem")
     return records
 
 
@@ -613,10 +642,12 @@ def _as_messages(problem: object, where: str) -> tuple[dict[str, str], ...]:
 def task_name(path_or_name: str | Path) -> str:
     """Return a task's name: ``.../math500/test.jsonl`` -> math500; ``.../aime24.parquet`` ->
     aime24; ``.../mine/train-*.parquet`` -> mine; ``owner/name@test`` -> name;
-    ``reasoning_gym:chain_sum`` -> chain_sum.
+    ``reasoning_gym:chain_sum`` -> chain_sum; ``verifiers:owner/my-env`` -> my-env.
     """
     if is_gym(path_or_name):
         return parse_gym(str(path_or_name)).name
+    if is_environment(path_or_name):
+        return environment_name(str(path_or_name))
     path = Path(str(path_or_name).partition("@")[0].partition(":")[0])
     stem = path.name.removesuffix(".gz")
     stem = stem.rsplit(".", 1)[0] if stem.endswith(ROW_SUFFIXES) else stem

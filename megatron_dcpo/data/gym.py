@@ -59,29 +59,45 @@ def gym_path(
         more["size"] = size
     if seed is not None:
         more["seed"] = seed
-    known = _query(path)
+    known = _texts_of(path)
     query = {}
     for name, value in more.items():
         if name not in known:
-            query[name] = json.dumps(value)
+            query[name] = _as_text(value)
     if not query:
         return path
     separator = "&" if "?" in path else "?"
-    return f"{path}{separator}{urlencode(query)}"
+    return f"{path}{separator}{urlencode(query, safe='/')}"
 
 
-def _query(path: str) -> dict[str, str]:
+def _as_text(value: object) -> str:
+    """Return a text that :func:`query_of` reads as ``value``: itself if it is no JSON."""
+    if isinstance(value, str):
+        try:
+            parse_json(value)
+        except ValueError:
+            return value
+    return json.dumps(value)
+
+
+def _texts_of(path: str) -> dict[str, str]:
     return dict(parse_qsl(path.partition("?")[2], keep_blank_values=True))
 
 
-def parse_gym(path: str) -> GymTask:
-    """Return the task that ``path`` names. Raises :class:`UserError` for a bad size or seed."""
+def query_of(path: str) -> dict[str, Any]:
+    """Return what follows the question mark of a path: JSON values, and texts that are no JSON."""
     options: dict[str, Any] = {}
-    for name, text in _query(path).items():
+    for name, text in _texts_of(path).items():
         try:
             options[name] = parse_json(text)
         except ValueError:
             options[name] = text
+    return options
+
+
+def parse_gym(path: str) -> GymTask:
+    """Return the task that ``path`` names. Raises :class:`UserError` for a bad size or seed."""
+    options = query_of(path)
     numbers: dict[str, int] = {}
     for name, least in (("size", 1), ("seed", 0)):
         if name not in options:

@@ -10,7 +10,8 @@ that bring their own format ``my_prompt.py:render``  a user's function: ``render
 gives the user turn, or all messages (CONTRIBUTING.md)
 
 What the first three ask for depends on the form of the answer (:data:`ASKS`): an answer in a box,
-the letter of an option, a short answer, or one fenced program.
+the letter of an option, a short answer, or one fenced program. The problems of an environment ask
+for their answers themselves, and only the confidence is asked for.
 
 All but ``raw`` go through the tokenizer's chat template with its generation prompt, without a
 system message of ours, and with thinking switched off, or on, where the template has that switch
@@ -52,6 +53,13 @@ _PROGRAM_CONFIDENCE = (
     "certain. That line must have exactly this form:\n{marker} Confidence: 0.83\nWrite nothing "
     "after it."
 )
+_OWN_CONFIDENCE = (
+    "After your answer, start a new line and say how sure you are that it is correct: the marker "
+    "{marker} and a decimal number between 0 and 1, where 0 means that you have no idea and 1 "
+    "means that you are "
+    "certain. That line must have exactly this form:\n{marker} Confidence: 0.83\nWrite nothing "
+    "after it."
+)
 ASKS: Mapping[str, str] = MappingProxyType(
     {
         "math": r"Please reason step by step, and put your final answer within \boxed{}.",
@@ -62,8 +70,10 @@ ASKS: Mapping[str, str] = MappingProxyType(
         "code": "Please reason step by step, and then give your whole program in Python in one "
         "block that begins with "
         "```python and ends with ```.",
+        "own": "",  # the problem itself says how to answer
     }
 )
+_CONFIDENCES = MappingProxyType({"code": _PROGRAM_CONFIDENCE, "own": _OWN_CONFIDENCE})
 _ABSTAIN = r"If you do not know the answer, do not guess: put \boxed{I don't know}."
 _ASKS_FOR_BOX = re.compile(r"\\boxed\{\s*\}[^\n]{0,40}\Z")
 # The suffix of the reference's ``..._with_confidence`` files asks for another marker; both would
@@ -95,14 +105,14 @@ def box_instruction(
     """Ask for the answer, unless the problem ends by asking for a box already."""
     problem = problem.rstrip()
     asked = form != "code" and _ASKS_FOR_BOX.search(problem)
-    return problem if asked else f"{problem}\n\n{ASKS[form]}"
+    return problem if asked or not ASKS[form] else f"{problem}\n\n{ASKS[form]}"
 
 
 def confidence_instruction(
     problem: str, marker: str = CONFIDENCE_TAG, form: str = "math", more: str = ""
 ) -> str:
     """Ask for the answer, for ``more``, and for the confidence line behind it."""
-    confidence = _PROGRAM_CONFIDENCE if form == "code" else _CONFIDENCE
+    confidence = _CONFIDENCES.get(form, _CONFIDENCE)
     return f"{box_instruction(problem, form=form)}{more}\n\n{confidence.format(marker=marker)}"
 
 

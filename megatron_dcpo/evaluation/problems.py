@@ -18,9 +18,10 @@ from megatron_dcpo.config.field_types import (
 )
 from megatron_dcpo.data import BENCHMARKS, LoadedBenchmark, load_benchmark
 from megatron_dcpo.data.answers import is_structured
-from megatron_dcpo.data.benchmarks import name_of, parse_specs
+from megatron_dcpo.data.benchmarks import name_of, parse_specs, path_in
 from megatron_dcpo.data.datasets import Record, task_name
-from megatron_dcpo.data.gym import VERIFIER, is_gym
+from megatron_dcpo.data.environments import is_environment
+from megatron_dcpo.data.gym import VERIFIER, gym_path, is_gym
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation.evaluate import Equivalent, equivalent_math
 from megatron_dcpo.evaluation.programs import same_program
@@ -106,16 +107,13 @@ def load_problems(
     specs = {name_of(spec): spec for spec in parse_specs(benchmarks)}
     source_of: dict[str, SourceConfig | None] = {}
     for name, spec in specs.items():
-        path = spec.partition("=")[2].strip()
-        source_of[name] = find_source(name, path, sources)
+        source_of[name] = find_source(name, path_in(spec), sources)
     named_verifiers: dict[str, VerifierChoice] = {}
     loaded: list[LoadedBenchmark] = []
     tests: dict[str, bytes] = {}
     for name, spec in specs.items():
         source = source_of[name]
-        named_verifiers[name] = judging.verifier
-        if source is not None:
-            named_verifiers[name] = verifier_of(source, judging)
+        named_verifiers[name] = _named_verifier(spec, source, judging)
         benchmark = load_benchmark(
             spec,
             options.data_dir,
@@ -226,6 +224,17 @@ def tests_of(benchmark: LoadedBenchmark) -> dict[str, bytes]:
     return {r.answer: r.tests for r in benchmark.records if r.tests is not None}
 
 
+def _named_verifier(
+    spec: str, source: SourceConfig | None, judging: JudgingConfig
+) -> VerifierChoice:
+    """Return the verifier that is named for a benchmark: by the source that matches it, by the
+    benchmark itself if it is an environment, or by ``judging.verifier``.
+    """
+    if is_environment(path_in(spec)) and (source is None or not source.verifier):
+        return path_in(spec)
+    return judging.verifier if source is None else verifier_of(source, judging)
+
+
 def _verifier_of_benchmark(
     benchmark: LoadedBenchmark, named: VerifierChoice
 ) -> VerifierChoice:
@@ -234,6 +243,8 @@ def _verifier_of_benchmark(
         return named if judges_programs(named) else "code"
     if benchmark.is_gym:
         return VERIFIER
+    if is_environment(benchmark.source):
+        return named
     if judges_programs(named):
         named = "math"
     form = benchmark.records[0].form
@@ -265,13 +276,22 @@ def judge_of(
 
 def verifier_of(source: SourceConfig, judging: JudgingConfig) -> VerifierChoice:
     """Return the verifier of a source of problems: the one that the source names, Reasoning Gym's,
-    or ``judging.verifier``.
+    the path of an environment, or ``judging.verifier``.
     """
     if source.verifier:
         return source.verifier
     if is_gym(source.path):
         return VERIFIER
+    if is_environment(source.path):
+        return path_of(source)
     return judging.verifier
+
+
+def path_of(source: SourceConfig) -> str:
+    """Return the path of a source, with its options if a library makes or brings its problems."""
+    if is_gym(source.path) or is_environment(source.path):
+        return gym_path(source.path, source.options, source.size, source.seed)
+    return source.path
 
 
 def source_name(source: SourceConfig) -> str:

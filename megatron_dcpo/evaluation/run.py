@@ -15,6 +15,8 @@ from megatron_dcpo.config import JudgingConfig, SourceConfig
 from megatron_dcpo.config.evaluation_sections import EvaluateConfig
 from megatron_dcpo.config.field_types import VerifierChoice, as_written
 from megatron_dcpo.data import BENCHMARKS
+from megatron_dcpo.data.benchmarks import parse_specs, path_in
+from megatron_dcpo.data.environments import COLUMN, is_environment
 from megatron_dcpo.data.gym import VERIFIER
 from megatron_dcpo.data.prompts import find_template
 from megatron_dcpo.errors import UserError
@@ -220,8 +222,11 @@ def _verifier_of_sample(sample: Sample, config: EvaluateConfig) -> VerifierChoic
         named = verifier_of(source, config.judging)
     if is_code(sample):
         return named if judges_programs(named) else "code"
-    if "reasoning_gym" in (prompt.row or {}):
+    row = prompt.row or {}
+    if "reasoning_gym" in row:
         return VERIFIER
+    if COLUMN in row and (source is None or not source.verifier):
+        return str(row[COLUMN]["path"])
     if judges_programs(named):
         named = "math"
     return verifier_for(prompt.form, named, prompt.task in BENCHMARKS)
@@ -309,6 +314,7 @@ def _load_problems(config: EvaluateConfig) -> list[Problems]:
             "--benchmarks is missing; name at least one, for instance --benchmarks math500"
         )
     find_template(config.data.template)
+    _check_verifier_is_used(config)
     return load_problems(
         options.benchmark_list,
         config.judging,
@@ -320,6 +326,21 @@ def _load_problems(config: EvaluateConfig) -> list[Problems]:
             columns=config.data.columns,
         ),
     )
+
+
+def _check_verifier_is_used(config: EvaluateConfig) -> None:
+    """Raise :class:`UserError` for a verifier that is named where every benchmark is an
+    environment, which is judged by itself.
+    """
+    named = config.judging.verifier
+    if named == JudgingConfig.verifier or config.data.sources:
+        return
+    specs = parse_specs(config.evaluation.benchmark_list)
+    if all(is_environment(path_in(spec)) for spec in specs):
+        raise UserError(
+            "judging.verifier would judge nothing: the benchmarks are environments, which bring "
+            "their scores; remove it"
+        )
 
 
 def _judged_by(problems: Problems, responder: Responder) -> AnswerJudge:

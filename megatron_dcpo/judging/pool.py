@@ -23,6 +23,7 @@ import json
 import math
 import os
 import selectors
+import shlex
 import signal
 import socket
 import subprocess
@@ -48,6 +49,7 @@ _START_SECONDS = 120.0
 STARTS = 5
 # a worker ends itself at its wall time, and the parent only has to notice
 _GRACE_SECONDS = 1.0
+_MODULE = "megatron_dcpo.judging.worker"
 
 Pair = tuple[str, ...]  # to be judged: an answer and its key, or one JSON text
 
@@ -63,7 +65,9 @@ class PoolWork:
     ``quick(pair)`` returns the verdict on a pair that needs no worker, or else None. ``remember``
     says that equal pairs have equal verdicts. With ``beyond_imports``, ``memory_bytes`` do not
     include what the imports take. ``hash_seed`` is PYTHONHASHSEED; if it is empty, each worker
-    draws its own.
+    draws its own. ``program`` is the command that runs ``worker.py``, by default in this Python
+    with this package, and ``search_path`` its PYTHONPATH, by default this package's place and the
+    PYTHONPATH of this process.
     """
 
     load: str
@@ -76,6 +80,8 @@ class PoolWork:
     remember: bool = True
     beyond_imports: bool = False
     hash_seed: str = ""
+    program: tuple[str, ...] = ()
+    search_path: str | None = None
     pairs_per_worker: int = 32
 
 
@@ -261,9 +267,12 @@ class WorkerPool:
             self._workers.append(worker)
             selector.register(worker.process.stdout, selectors.EVENT_READ, worker)  # type: ignore[arg-type]
 
+    def _program(self) -> list[str]:
+        return list(self.work.program or (sys.executable, "-m", _MODULE))
+
     def _start(self) -> Worker:
         work = self.work
-        command = [sys.executable, "-m", "megatron_dcpo.judging.worker"]
+        command = self._program()
         command += ["--cpu", str(work.cpu_seconds)]
         command += ["--wall", str(work.wall_seconds)]
         command += ["--memory", str(work.memory_bytes)]
@@ -272,20 +281,28 @@ class WorkerPool:
         command += ["--parent", str(os.getpid()), work.load, *work.arguments]
         package_root = str(Path(__file__).resolve().parents[2])
         environment = dict(os.environ)
-        environment["PYTHONPATH"] = os.pathsep.join(
+        search_path = os.pathsep.join(
             filter(None, [package_root, os.environ.get("PYTHONPATH")])
         )
+        if work.search_path is not None:
+            search_path = work.search_path
+        environment["PYTHONPATH"] = search_path
         environment["OMP_NUM_THREADS"] = "1"
         if work.hash_seed:
             environment["PYTHONHASHSEED"] = work.hash_seed
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env=environment,
-            start_new_session=True,  # so that the processes it forks end with it
-        )
+        try:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                env=environment,
+                start_new_session=True,  # so that the processes it forks end with it
+            )
+        except FileNotFoundError:
+            raise WorkerNotStarted(
+                f"a verifier process did not start: there is no {command[0]} any more"
+            ) from None
         return Worker(
             process=process,
             deadline=time.monotonic() + _START_SECONDS,
@@ -354,11 +371,12 @@ class WorkerPool:
             if was_killed and failed < STARTS:
                 self.statistics.replaced += 1
                 return
+            again = [*self._program(), "--cpu", "1", "--wall", "1"]
+            again += ["--memory", str(self.work.memory_bytes)]
+            again += ["--parent", str(os.getpid()), self.work.load]
             raise WorkerNotStarted(
                 f"a verifier process did not start (exit status {worker.process.returncode}); try: "
-                f"{sys.executable} -m megatron_dcpo.judging.worker --cpu 1 --wall 1 --memory "
-                f"{self.work.memory_bytes} --parent {os.getpid()} "
-                f"{' '.join([self.work.load, *self.work.arguments])}"
+                f"{shlex.join([*again, *self.work.arguments])}"
             )
         self.statistics.replaced += 1
         if worker.pair is None:

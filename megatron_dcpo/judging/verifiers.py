@@ -17,9 +17,11 @@ from megatron_dcpo.config.field_types import (
     WeightedVerifier,
     members,
 )
+from megatron_dcpo.data.environments import is_environment
 from megatron_dcpo.data.gym import VERIFIER
 from megatron_dcpo.judging.answers import BOXED, FENCED, FREE, AnswerForm
 from megatron_dcpo.judging.endpoint import EndpointVerifier
+from megatron_dcpo.judging.environments import EnvironmentVerifier, scores_digest
 from megatron_dcpo.judging.function_verifier import FunctionVerifier, load_function
 from megatron_dcpo.judging.judge import Verifier
 from megatron_dcpo.judging.math.pool import verify_answers
@@ -32,8 +34,8 @@ FindVerifier = Callable[[VerifierChoice], tuple[Verifier, AnswerForm]]
 
 
 def is_users(verifier: VerifierChoice) -> bool:
-    """Return whether a verifier, or one of several, is the user's. Such a verifier reads the
-    columns of the row.
+    """Return whether a verifier, or one of several, is the user's, or an environment's. Such a
+    verifier reads the columns of the row.
     """
     return any(member.name not in BUILT_IN for member in members(verifier))
 
@@ -89,7 +91,9 @@ def digest_of(verifier: VerifierChoice, options: JudgingConfig) -> str:
 
 
 def _digest_of_name(name: str, options: JudgingConfig) -> str:
-    if is_users(name):
+    if is_environment(name):
+        code = scores_digest(name)
+    elif is_users(name):
         code = name
         if "://" not in name:
             code += source_digest(name, "judging.verifier")
@@ -125,8 +129,9 @@ def check_verifier(verifier: VerifierChoice) -> None:
     signature, or if several verifiers judge answers of different forms. Servers are not asked.
     """
     for member in members(verifier):
-        if is_users(member.name) and "://" not in member.name:
-            load_function(member.name)
+        name = member.name
+        if is_users(name) and "://" not in name and not is_environment(name):
+            load_function(name)
     form_of(verifier)
 
 
@@ -159,6 +164,8 @@ def verifiers(options: JudgingConfig, tests: PackedTests) -> FindVerifier:
             return ProgramVerifier(tests, options.limits, options.sandbox)
         if name in QUESTIONS:
             return question_verifier(name, options)
+        if is_environment(name):
+            return EnvironmentVerifier(name, options)
         if "://" in name:
             return EndpointVerifier(name, options)
         return FunctionVerifier(name, options)

@@ -14,7 +14,6 @@ from typing import Any
 
 from megatron_dcpo.config import Config, ObjectiveConfig, as_dict, flat
 from megatron_dcpo.data.files import is_here, is_hub_name
-from megatron_dcpo.data.gym import is_gym
 from megatron_dcpo.evaluation.best_step import benchmark_names, check_keep_best
 from megatron_dcpo.evaluation.held_out import load_held_out
 from megatron_dcpo.judging.token_bytes import token_bytes
@@ -31,6 +30,7 @@ from megatron_dcpo.training.preflight import (
 from megatron_dcpo.training.provenance import date_of
 from megatron_dcpo.training.sources import load_sources
 from megatron_dcpo.training.warnings import too_few_problems
+from megatron_dcpo.types import ENVIRONMENTS, REASONING_GYM
 from megatron_dcpo.weights.hf_checkpoint import HFReader
 from megatron_dcpo.weights.table import number_of_parameters, stored_shapes
 
@@ -179,9 +179,11 @@ def _describe_inputs(config: Config, allow_missing: bool) -> dict[str, Any]:
 
 def _is_unread(path: str, allow_missing: bool) -> bool:
     """Return whether the data is not on this machine and need not be: because missing data is
-    allowed, or because a run fetches it from the hub.
+    allowed, an environment of others among it, or because a run fetches it from the hub.
     """
-    if is_gym(path) or is_here(path):
+    if path.startswith(ENVIRONMENTS):
+        return allow_missing
+    if path.startswith(REASONING_GYM) or is_here(path):
         return False
     return allow_missing or (
         is_hub_name(path) and importlib.util.find_spec("datasets") is not None

@@ -18,7 +18,6 @@ from megatron_dcpo.data.datasets import (
     fingerprint,
     load_prompts,
 )
-from megatron_dcpo.data.gym import gym_path, is_gym
 from megatron_dcpo.data.mixture import (
     LoadedSource,
     Mixture,
@@ -29,6 +28,7 @@ from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation.problems import (
     check_answers,
     named_sources,
+    path_of,
     verifier_of,
     with_answers,
 )
@@ -56,7 +56,7 @@ def load_sources(
     for name, source in named_sources(config).items():
         verifier = verifier_of(source, config.judging)
         prompts = load_prompts(
-            _path_of(source),
+            path_of(source),
             tokenizer,
             _prompt_options(config, source, date),
             task=None if isinstance(config.data.path, str) else name,
@@ -82,12 +82,6 @@ def load_sources(
             )
         )
     return loaded
-
-
-def _path_of(source: SourceConfig) -> str:
-    if is_gym(source.path):
-        return gym_path(source.path, source.options, source.size, source.seed)
-    return source.path
 
 
 def _prompt_options(

@@ -1,0 +1,284 @@
+"""The problems of an environment and the scores of responses to them, in the Python in which the
+environment is installed. ``data/environments.py`` starts it for the problems, and
+``judging/environments.py`` for the scores.
+
+A description is a JSON object: ``kind`` and ``name`` of the environment, its ``options``, the
+``part`` of its problems that is asked for (train, eval or ""), whether they are ``held_out`` for an
+evaluation, their largest number ``size`` or null, the ``range`` of the reward or null, ``judge``
+(true, an address, or false), and ``data``, a file or "".
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import importlib
+import importlib.util
+import json
+import math
+import os
+import random
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Protocol
+
+_ROUNDING = 1e-9
+
+
+class Refused(Exception):
+    """This environment cannot be used: one line that names it and says what to do instead."""
+
+
+class OneTurnEnvironment(Protocol):
+    """An environment of one turn.
+
+    ``rows()`` yields the problems that its description asks for: ``messages``, a list of role and
+    content or one text; ``answer``, a text to show; ``input``, all that scoring needs, as plain
+    values; ``numbers`` by name. ``score(given, text)`` returns the reward of a response to the
+    problem with the input ``given``, and values to log.
+    """
+
+    def rows(self) -> Iterator[dict[str, Any]]: ...
+
+    async def score(
+        self,
+        given: Any,  # noqa: ANN401 - any JSON value
+        text: str,
+    ) -> tuple[float, dict[str, Any]]: ...
+
+
+def open_environment(description: Mapping[str, Any]) -> OneTurnEnvironment:
+    """Return the environment that is described. Raises :class:`Refused`."""
+    name = description["name"]
+    if description["kind"] == "nemo_gym":
+        from dcpo_nemo_gym import open_server
+
+        return open_server(name, description)
+    if importlib.util.find_spec("verifiers") is None:
+        raise Refused(
+            f"the package verifiers is not installed for {sys.executable}; install it there, or "
+            "name the Python of an environment that has it (python=.../bin/python)"
+        )
+    module = import_environment(module_name(name))
+    if hasattr(module, "load_environment"):
+        from dcpo_verifiers_classic import open_classic
+
+        return open_classic(module, description)
+    from dcpo_verifiers_tasks import open_taskset
+
+    return open_taskset(module_name(name), description)
+
+
+def module_name(name: str) -> str:
+    """Return the module of an environment of verifiers: ``owner/my-env@1.0`` -> my_env."""
+    return name.rpartition("/")[2].partition("@")[0].replace("-", "_")
+
+
+def import_environment(module: str) -> Any:  # noqa: ANN401 - a module
+    """Return the module of an environment. Raises :class:`Refused` if there is none, or if
+    importing it fails.
+    """
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name and f"{module}.".startswith(f"{error.name}."):
+            raise Refused(
+                f"no module {module} for {sys.executable}; install the environment there, or "
+                "correct its name"
+            ) from None
+        raise Refused(
+            f"importing {module} needs {error.name}, which is not installed for {sys.executable}"
+        ) from None
+    except Exception as error:
+        raise Refused(f"importing {module} failed with {described(error)}") from None
+
+
+def described(error: BaseException) -> str:
+    """Return an exception on one line, with the last line of a file that it came through."""
+    text = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    frames = traceback.extract_tb(error.__traceback__)
+    here = str(Path(__file__).parent)
+    outside = [frame for frame in frames if not frame.filename.startswith(here)]
+    for frame in outside[-1:]:
+        text += f" ({frame.filename}, line {frame.lineno}, in {frame.name})"
+    return text
+
+
+def check_range(weights: Mapping[str, float], declared: list[float] | None) -> None:
+    """Raise :class:`Refused` if a weighted sum of scores in [0, 1] can leave [0, 1] and no range is
+    declared.
+    """
+    if not any(weights.values()):
+        raise Refused(
+            "it has no reward function with a weight, so its reward says nothing"
+        )
+    low = sum(weight for weight in weights.values() if weight < 0)
+    high = sum(weight for weight in weights.values() if weight > 0)
+    if declared is None and (low < -_ROUNDING or high > 1 + _ROUNDING):
+        named = ", ".join(f"{name} {weight:g}" for name, weight in weights.items())
+        raise Refused(
+            f"the weights of its reward functions ({named}) allow a reward of {low:g} to {high:g}; "
+            f"say so with range={low:g}..{high:g}, which is then mapped to 0 to 1"
+        )
+
+
+def scaled(
+    reward: float, logged: Mapping[str, Any], declared: list[float] | None
+) -> dict[str, Any]:
+    """Return the result for a reward: its ``score`` in [0, 1] with the values to log, or an
+    ``error``.
+    """
+    low, high = declared or (0.0, 1.0)
+    if not low - _ROUNDING <= reward <= high + _ROUNDING:  # not so for NaN
+        return {
+            "error": f"the reward {reward:g} is outside of {low:g} to {high:g}; say what it can be "
+            "with range=LOW..HIGH"
+        }
+    result: dict[str, Any] = {
+        "score": min(max((reward - low) / (high - low), 0.0), 1.0)
+    }
+    if declared is not None:
+        result["reward"] = reward
+    for name, value in logged.items():
+        taken = name in ("score", "error", "reward")
+        result[f"{name}_" if taken else name] = value
+    return result
+
+
+def load(text: str) -> Callable[[str], dict[str, Any]]:
+    """Return what a worker (``judging/worker.py``) calls for each response: a function of the JSON
+    text of ``[response, input]`` that returns a result. Raises :class:`Refused`.
+    """
+    description = json.loads(text)
+    environment = open_environment(description)
+    # a classic environment has taken them, and a worker leaves them to its parent
+    for stop in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(stop, signal.SIG_IGN)
+    loop = asyncio.new_event_loop()
+
+    def judge(asked: str) -> dict[str, Any]:
+        nonlocal loop
+        response, given = json.loads(asked)
+        random.seed(0)  # of reward functions that draw
+        try:
+            scoring = environment.score(given, response)
+            reward, logged = loop.run_until_complete(scoring)
+        except (Exception, SystemExit) as error:
+            return {"error": described(error)}
+        except BaseException:  # out of time, in the middle of a task of this loop
+            loop = asyncio.new_event_loop()
+            raise
+        return scaled(float(reward), logged, description["range"])
+
+    return judge
+
+
+def print_rows() -> None:
+    """Print the problems of the environment that the first argument describes, one JSON object a
+    line; end with status 1 and one line if there are none to print.
+    """
+    out = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # environments print
+    description = json.loads(sys.argv[1])
+    try:
+        environment = open_environment(description)
+        for row in environment.rows():
+            out.write(json.dumps(row, default=_as_json) + "\n")
+        out.flush()
+    except Refused as refused:
+        _end(str(refused))
+    except Exception as error:
+        _end(described(error))
+    os._exit(0)  # without waiting for what an environment has started
+
+
+def _end(why: str) -> None:
+    print(why, file=sys.stderr, flush=True)
+    os._exit(1)
+
+
+def _as_json(value: object) -> object:
+    """Return a value that JSON has for one that it has not, if they mean the same."""
+    if hasattr(value, "item") and getattr(value, "size", 1) == 1:  # a scalar of NumPy
+        return value.item()
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    if hasattr(value, "model_dump"):
+        return value.model_dump(mode="json")
+    raise Refused(
+        f"a problem holds a {type(value).__name__}, which cannot be kept with its samples"
+    )
+
+
+def print_digest() -> None:
+    """Print a digest of all that the score depends on besides response and problem: the sources of
+    the environment, of these modules, and the releases of the libraries.
+    """
+    description = json.loads(sys.argv[1])
+    digest = hashlib.sha256()
+    name = module_name(description["name"])
+    library = "verifiers"
+    if description["kind"] == "nemo_gym":
+        library, name = "nemo-gym", f"resources_servers.{description['name']}"
+    folders = [Path(__file__).parent]
+    spec = importlib.util.find_spec(name)
+    if spec is not None:
+        locations = spec.submodule_search_locations
+        folders += map(Path, locations or [spec.origin or ""])
+    for folder in folders:
+        files = sorted(folder.rglob("*.py")) if folder.is_dir() else [folder]
+        for file in files:
+            digest.update(hashlib.sha256(file.read_bytes()).digest())
+    for package in (library, "math-verify", "sympy"):
+        try:
+            digest.update(f"{package} {version(package)}".encode())
+        except PackageNotFoundError:
+            continue
+    print(digest.hexdigest()[:16], flush=True)
+
+
+def plain_numbers(values: Mapping[str, Any]) -> dict[str, float]:
+    """Return the entries that are finite numbers, for the columns of a row."""
+    numbers: dict[str, float] = {}
+    for name, value in values.items():
+        if isinstance(value, bool | int | float) and math.isfinite(value):
+            numbers[str(name)] = value
+    return numbers
+
+
+def text_messages(messages: Any) -> Any:  # noqa: ANN401 - as an environment has them
+    """Return the messages of a prompt as role and content alone, or a prompt that is one text.
+
+    Contents of text parts become one text. Raises :class:`Refused` for any other part, for tools,
+    and for roles that a chat template need not know.
+    """
+    if isinstance(messages, str):
+        return messages
+    plain = []
+    for message in messages:
+        values = message if isinstance(message, Mapping) else message.model_dump()
+        role = {"developer": "system"}.get(values["role"], values["role"])
+        if role not in ("system", "user", "assistant") or values.get("tool_calls"):
+            raise Refused(
+                "its prompts hold calls of tools; only environments without tools are supported"
+            )
+        plain.append({"role": role, "content": _text(values["content"])})
+    return plain
+
+
+def _text(content: Any) -> str:  # noqa: ANN401 - as an environment has it
+    if isinstance(content, str):
+        return content
+    texts = []
+    for part in content or []:
+        values = part if isinstance(part, Mapping) else part.model_dump()
+        if values.get("type") not in ("text", "input_text"):
+            raise Refused(
+                f"its prompts hold parts of type {values.get('type')}; the policy reads text only"
+            )
+        texts.append(values["text"])
+    return "\n".join(texts)

@@ -1,0 +1,211 @@
+"""Environments of one turn that others wrote, as data: ``verifiers:ENV`` of PrimeIntellect's
+verifiers and ``nemo_gym:SERVER`` of NVIDIA's NeMo Gym, with options as
+``verifiers:my-env?python=venv/bin/python&size=100``.
+
+An environment runs in a process of its own, in the Python that ``python`` names (this one by
+default), because it brings libraries that may not agree with ours; ``environment_guest`` is what
+runs there. A row holds all that scoring its responses needs, so that they can be judged again
+without the data; ``judging/environments.py`` does that.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron_dcpo.data.gym import query_of
+from megatron_dcpo.errors import UserError, one_line
+from megatron_dcpo.types import ENVIRONMENTS
+
+GUEST = Path(__file__).resolve().with_name("environment_guest")
+# column of a row: the path of its environment, and the input of its scores
+COLUMN = "environment"
+HASH_SEED = "0"
+_RANGE = re.compile(r"(-?[\d.]+)\.\.(-?[\d.]+)")
+_START = (
+    "import sys; sys.path.append(sys.argv.pop(1)); import dcpo_environment as guest; "
+)
+
+
+@dataclass(frozen=True)
+class EnvironmentSpec:
+    """An environment as a path names it.
+
+    ``part`` of its problems, train or eval, "" if the path does not say; at most ``size`` problems,
+    None for all. ``range`` is what its reward can be, None for 0 to 1. ``judge`` is what lets it
+    ask a judge model: true, or an address. ``data`` is a file of problems, "" if it has its own.
+    The other ``options`` are its own.
+    """
+
+    kind: str
+    name: str
+    python: str = sys.executable
+    options: Mapping[str, Any] = field(default_factory=dict)
+    part: str = ""
+    size: int | None = None
+    range: tuple[float, float] | None = None
+    judge: bool | str = False
+    data: str = ""
+
+    def described(self, held_out: bool = False) -> str:
+        """Return the description that ``environment_guest`` reads."""
+        return json.dumps(
+            {
+                "kind": self.kind,
+                "name": self.name,
+                "options": dict(self.options),
+                "part": self.part,
+                "held_out": held_out,
+                "size": self.size,
+                "range": self.range,
+                "judge": self.judge,
+                "data": self.data,
+            }
+        )
+
+    @property
+    def search_path(self) -> str:
+        """Return the PYTHONPATH of its process: this process's, if it runs in the same Python."""
+        if self.python != sys.executable:
+            return ""
+        return os.environ.get("PYTHONPATH", "")
+
+
+def is_environment(path: object) -> bool:
+    """Return whether ``path`` names an environment."""
+    return str(path).startswith(ENVIRONMENTS)
+
+
+def environment_name(path: str) -> str:
+    """Return the name of an environment without its owner, release and options."""
+    name = path.partition(":")[2].partition("?")[0]
+    return name.rpartition("/")[2].partition("@")[0]
+
+
+def parse_environment(path: str) -> EnvironmentSpec:
+    """Return the environment that ``path`` names. Raises :class:`UserError` for a bad value, and if
+    there is no such Python.
+    """
+    kind, _, rest = path.partition(":")
+    name = rest.partition("?")[0]
+    if not name:
+        raise UserError(f"{path}: name an environment, {kind}:NAME")
+    options = query_of(path)
+    own = {
+        "python": options.pop("python", sys.executable),
+        "part": options.pop("part", ""),
+        "size": options.pop("size", None),
+        "judge": options.pop("judge", False),
+        "data": options.pop("data", "") if kind == "nemo_gym" else "",
+    }
+    reward_range = _range(path, options.pop("range", None))
+    size = own["size"]
+    if size is not None and (type(size) is not int or size < 1):
+        raise UserError(f"{path}: size must be a whole number of at least 1")
+    if own["part"] not in ("", "train", "eval"):
+        raise UserError(f"{path}: part must be train or eval")
+    address = kind == "nemo_gym" and isinstance(own["judge"], str)
+    if not address and not isinstance(own["judge"], bool):
+        wanted = "the address of a judge" if kind == "nemo_gym" else "true"
+        raise UserError(f"{path}: judge must be {wanted}")
+    data = str(own["data"])
+    return EnvironmentSpec(
+        kind=kind,
+        name=name,
+        python=_python(path, str(own["python"])),
+        options={k.removeprefix("arg."): v for k, v in options.items()},
+        part=own["part"],
+        size=size,
+        range=reward_range,
+        judge=own["judge"],
+        data=str(Path(data).expanduser()) if data else "",
+    )
+
+
+def _range(path: str, value: object) -> tuple[float, float] | None:
+    if value is None:
+        return None
+    match = _RANGE.fullmatch(str(value))
+    try:
+        low, high = (float(number) for number in match.groups()) if match else (0, 0)
+    except ValueError:
+        low, high = 0.0, 0.0
+    if not low < high:
+        raise UserError(
+            f"{path}: range must be LOW..HIGH of the reward, such as -1..1, not {value!r}"
+        )
+    return low, high
+
+
+def _python(path: str, name: str) -> str:
+    """Return the executable that ``name`` is, in the working directory or on the PATH."""
+    found = Path(name).expanduser()
+    if os.access(found, os.X_OK) and found.is_file():
+        # links are kept: they say which environment it is
+        return os.path.abspath(found)
+    on_path = None if os.sep in name else shutil.which(name)
+    if on_path is None:
+        raise UserError(
+            f"{path}: no Python {name!r}; name the one of the virtual environment in which the "
+            "environment is installed, python=venv/bin/python"
+        )
+    return on_path
+
+
+def environment_rows(path: str, held_out: bool = False) -> list[dict[str, Any]]:
+    """Return the problems of an environment as rows; ``held_out`` says that they are for an
+    evaluation. Raises :class:`UserError`, with what the environment raised.
+
+    A row holds ``problem``, a text or messages; ``answer``, a text to show or ""; the numbers that
+    the environment tells of the problem; and in ``environment`` its path and the input of its
+    scores.
+    """
+    spec = parse_environment(path)
+    if spec.data and not Path(spec.data).is_file():
+        raise UserError(f"{path}: no such file {spec.data}")
+    done = _run_guest(path, spec, "guest.print_rows()", spec.described(held_out))
+    rows: list[dict[str, Any]] = []
+    for line in done.splitlines():
+        found = json.loads(line)
+        row: dict[str, Any] = dict(found["numbers"])
+        row["problem"] = found["messages"]
+        row["answer"] = str(found["answer"])
+        row[COLUMN] = {"path": path, "input": found["input"]}
+        rows.append(row)
+    return rows
+
+
+@functools.cache
+def environment_digest(path: str) -> str:
+    """Return a short digest of the sources of an environment and of the libraries it uses."""
+    spec = parse_environment(path)
+    return _run_guest(path, spec, "guest.print_digest()", spec.described()).strip()
+
+
+def _run_guest(path: str, spec: EnvironmentSpec, call: str, described: str) -> str:
+    environment = {
+        **os.environ,
+        "PYTHONHASHSEED": HASH_SEED,
+        "PYTHONPATH": spec.search_path,
+    }
+    done = subprocess.run(
+        [spec.python, "-c", _START + call, str(GUEST), described],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
+    )
+    if done.returncode:
+        last_line = done.stderr.strip().rpartition("\n")[2]
+        why = one_line(last_line, 500) or f"it ended with status {done.returncode}"
+        raise UserError(f"{path.partition('?')[0]}: {why}")
+    return done.stdout

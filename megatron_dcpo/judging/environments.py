@@ -1,0 +1,78 @@
+"""The verifier that an environment of others brings (``data/environments.py``): the reward of its
+rubric, mapped to [0, 1].
+
+Responses are scored by workers of a pool in the environment's own Python, one at a time, with the
+limits that a user's function has. The environment sees the reasoning block only.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_dcpo.config import JudgingConfig
+from megatron_dcpo.data.environments import (
+    COLUMN,
+    GUEST,
+    HASH_SEED,
+    environment_digest,
+    parse_environment,
+)
+from megatron_dcpo.judging.answers import Attempt, Outcome
+from megatron_dcpo.judging.function_verifier import outcome_of, warn_once
+from megatron_dcpo.judging.pool import PoolWork, WorkerPool
+
+_WORKER = Path(__file__).with_name("worker.py")
+# ``worker.py`` as a program whose modules are those of the guest, not those beside it
+_START = (
+    "import runpy, sys; sys.path.append(sys.argv.pop(1)); del sys.argv[0]; "
+    "runpy.run_path(sys.argv[0], run_name='__main__')"
+)
+
+
+class EnvironmentVerifier:
+    """The verifier (``judge.Verifier``) of the environment at ``path``. Raises :class:`UserError`
+    if the path cannot be read.
+    """
+
+    def __init__(self, path: str, options: JudgingConfig) -> None:
+        spec = parse_environment(path)
+        self.options = options
+        self.warn = warn_once(path)
+        work = PoolWork(
+            "dcpo_environment:load",
+            _lost,
+            cpu_seconds=options.test_seconds,
+            wall_seconds=options.test_seconds,
+            memory_bytes=options.memory_mb << 20,
+            arguments=(spec.described(),),
+            remember=False,
+            beyond_imports=True,
+            hash_seed=HASH_SEED,
+            program=(spec.python, "-c", _START, str(GUEST), str(_WORKER)),
+            search_path=spec.search_path,
+        )
+        self.pool = WorkerPool(work)
+
+    def __call__(self, attempts: Sequence[Attempt]) -> list[Outcome]:
+        """Return the outcome of each reasoning block."""
+        asked = []
+        for attempt in attempts:
+            given = (attempt.row or {})[COLUMN]["input"]
+            asked.append((json.dumps([attempt.reasoning, given]),))
+        results = self.pool.verify(asked)
+        return [outcome_of(result, self.options, self.warn) for result in results]
+
+
+def scores_digest(path: str) -> str:
+    """Return a text that differs between environments whose scores may differ: their sources and
+    options, but not the place of their Python, nor the choice of problems.
+    """
+    spec = parse_environment(path)
+    chosen = [spec.kind, spec.name, spec.options, spec.range, spec.judge]
+    return json.dumps(chosen, default=dict) + environment_digest(path)
+
+
+def _lost(why: str) -> dict[str, str]:
+    return {"error": why}

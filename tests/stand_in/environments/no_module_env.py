@@ -1,0 +1,3 @@
+"""An environment that lacks a library."""
+
+import a_library_that_is_not_there  # noqa: F401
