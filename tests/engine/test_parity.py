@@ -29,6 +29,7 @@ BUCKET_BYTES = 8192
 LAYOUTS = {"tp1": (1, 1), "tp2": (2, 1), "pp2": (1, 2), "tp2_pp2": (2, 2)}
 EXPERTS = [("qwen3_moe", True), ("qwen3_moe_unnormalized", False)]
 FORMS = [("glm4", False), ("olmo2", False), ("olmo3", False), ("gemma3", True)]
+FORMS += [("mistral", False)]
 MIXTURES = [("qwen2_moe", False), ("glm4_moe", False)]
 EP2 = {"expert_model_parallel_size": 2, "use_distributed_optimizer": True}
 
