@@ -533,7 +533,7 @@ def _transformer_engine(arch: Architecture, w: Widths) -> float:
     if arch.qk_layernorm:
         qk_norms = b * q + 4 * (w.heads + w.groups)
     if arch.whole_qk_layernorm:
-        # the norm of megatron_dcpo/policy/layers.py: its input in fp32, and what is normalized
+        # the norm of policy/norms.py: its input in fp32, and what is normalized
         qk_norms = (4 + b) * (q + k)
     rotary = 4 * b * w.rotary
     attention = (
