@@ -1,5 +1,6 @@
-"""Mixtures of experts whose layers differ, with shared experts and routers with a sigmoid: log-probs
-and the gradient of every tensor against transformers, and every layout against one process.
+"""Mixtures of experts whose layers differ, with shared experts and routers with a sigmoid:
+log-probs and the gradient of every tensor against transformers, and every layout against one
+process.
 """
 
 from __future__ import annotations
