@@ -15,12 +15,14 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from megatron_dcpo.data.gym import query_of
 from megatron_dcpo.errors import UserError, one_line
@@ -30,7 +32,8 @@ GUEST = Path(__file__).resolve().with_name("environment_guest")
 # column of a row: the path of its environment, and the input of its scores
 COLUMN = "environment"
 HASH_SEED = "0"
-_RANGE = re.compile(r"(-?[\d.]+)\.\.(-?[\d.]+)")
+_NUMBER = r"(-?[0-9]+(?:\.[0-9]+)?)"
+_RANGE = re.compile(rf"{_NUMBER}\.\.{_NUMBER}")
 _START = (
     "import sys; sys.path.append(sys.argv.pop(1)); import dcpo_environment as guest; "
 )
@@ -135,10 +138,7 @@ def _range(path: str, value: object) -> tuple[float, float] | None:
     if value is None:
         return None
     match = _RANGE.fullmatch(str(value))
-    try:
-        low, high = (float(number) for number in match.groups()) if match else (0, 0)
-    except ValueError:
-        low, high = 0.0, 0.0
+    low, high = map(float, match.groups()) if match else (0.0, 0.0)
     if not low < high:
         raise UserError(
             f"{path}: range must be LOW..HIGH of the reward, such as -1..1, not {value!r}"
@@ -192,20 +192,50 @@ def environment_digest(path: str) -> str:
 
 
 def _run_guest(path: str, spec: EnvironmentSpec, call: str, described: str) -> str:
+    """Return what ``call`` prints in the Python of an environment, and end what it has started.
+
+    The output goes to files: a pipe stays open as long as a process that the environment leaves
+    behind has it. Raises :class:`UserError` if the call fails.
+    """
     environment = {
         **os.environ,
         "PYTHONHASHSEED": HASH_SEED,
         "PYTHONPATH": spec.search_path,
     }
-    done = subprocess.run(
-        [spec.python, "-c", _START + call, str(GUEST), described],
-        capture_output=True,
-        text=True,
-        env=environment,
-        check=False,
-    )
-    if done.returncode:
-        last_line = done.stderr.strip().rpartition("\n")[2]
-        why = one_line(last_line, 500) or f"it ended with status {done.returncode}"
-        raise UserError(f"{path.partition('?')[0]}: {why}")
-    return done.stdout
+    name = path.partition("?")[0]
+    with tempfile.TemporaryFile() as printed, tempfile.TemporaryFile() as said:
+        try:
+            process = subprocess.Popen(
+                [spec.python, "-c", _START + call, str(GUEST), described],
+                stdin=subprocess.DEVNULL,
+                stdout=printed,
+                stderr=said,
+                env=environment,
+                start_new_session=True,  # so that the processes it starts end with it
+            )
+        except OSError as error:
+            raise UserError(
+                f"{name}: {spec.python} is no Python that can be run ({error.strerror})"
+            ) from None
+        try:
+            # without reaping it, so that its group is still its own
+            os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        if process.returncode:
+            raise UserError(f"{name}: {_why_it_failed(process.returncode, said)}")
+        printed.seek(0)
+        return printed.read().decode()
+
+
+def _why_it_failed(status: int, said: IO[bytes]) -> str:
+    """Return the last line that a process wrote, and how it ended if it did not say that itself."""
+    said.seek(0)
+    lines = said.read().decode(errors="replace").strip().rpartition("\n")
+    last_line = one_line(lines[2], 500)
+    if status == 1 and last_line:
+        return last_line
+    cause = f"with status {status}" if status > 0 else f"by signal {-status}"
+    wrote = f"the last line that it wrote is: {last_line}" if last_line else ""
+    return "; ".join(filter(None, [f"its process ended {cause}", wrote]))

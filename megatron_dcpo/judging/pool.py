@@ -299,9 +299,9 @@ class WorkerPool:
                 env=environment,
                 start_new_session=True,  # so that the processes it forks end with it
             )
-        except FileNotFoundError:
+        except OSError as error:
             raise WorkerNotStarted(
-                f"a verifier process did not start: there is no {command[0]} any more"
+                f"a verifier process did not start: {command[0]} cannot be run ({error.strerror})"
             ) from None
         return Worker(
             process=process,

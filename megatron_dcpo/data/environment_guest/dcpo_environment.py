@@ -11,6 +11,7 @@ evaluation, their largest number ``size`` or null, the ``range`` of the reward o
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import importlib
 import importlib.util
@@ -20,13 +21,17 @@ import os
 import random
 import signal
 import sys
+import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Protocol
+from typing import IO, Any, Protocol
 
 _ROUNDING = 1e-9
+# what the sources of an environment are in, and what it is configured by
+_SOURCES = (".py", ".yaml", ".yml", ".toml", ".txt")
 
 
 class Refused(Exception):
@@ -154,6 +159,7 @@ def load(text: str) -> Callable[[str], dict[str, Any]]:
     text of ``[response, input]`` that returns a result. Raises :class:`Refused`.
     """
     description = json.loads(text)
+    _seed()
     environment = open_environment(description)
     # a classic environment has taken them, and a worker leaves them to its parent
     for stop in (signal.SIGINT, signal.SIGTERM):
@@ -163,7 +169,7 @@ def load(text: str) -> Callable[[str], dict[str, Any]]:
     def judge(asked: str) -> dict[str, Any]:
         nonlocal loop
         response, given = json.loads(asked)
-        random.seed(0)  # of reward functions that draw
+        _seed()  # of reward functions that draw
         try:
             scoring = environment.score(given, response)
             reward, logged = loop.run_until_complete(scoring)
@@ -181,9 +187,9 @@ def print_rows() -> None:
     """Print the problems of the environment that the first argument describes, one JSON object a
     line; end with status 1 and one line if there are none to print.
     """
-    out = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # environments print
+    out = _output()
     description = json.loads(sys.argv[1])
+    _seed()
     try:
         environment = open_environment(description)
         for row in environment.rows():
@@ -191,9 +197,35 @@ def print_rows() -> None:
         out.flush()
     except Refused as refused:
         _end(str(refused))
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         _end(described(error))
     os._exit(0)  # without waiting for what an environment has started
+
+
+def _output() -> IO[str]:
+    """Return the process's output, which what an environment prints is kept out of. From now on the
+    process ends with its parent.
+    """
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    out = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    return out
+
+
+def _end_with(parent: int) -> None:
+    """End this process, and those that it has started, once ``parent`` has ended."""
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os.killpg(0, signal.SIGKILL)
+
+
+def _seed() -> None:
+    """Seed what environments draw from without a seed of their own: ``random`` and NumPy."""
+    random.seed(0)
+    with contextlib.suppress(ImportError):
+        import numpy
+
+        numpy.random.seed(0)
 
 
 def _end(why: str) -> None:
@@ -203,9 +235,7 @@ def _end(why: str) -> None:
 
 def _as_json(value: object) -> object:
     """Return a value that JSON has for one that it has not, if they mean the same."""
-    if hasattr(value, "item") and getattr(value, "size", 1) == 1:  # a scalar of NumPy
-        return value.item()
-    if hasattr(value, "tolist"):
+    if hasattr(value, "tolist"):  # an array or a scalar of NumPy
         return value.tolist()
     if hasattr(value, "model_dump"):
         return value.model_dump(mode="json")
@@ -215,9 +245,10 @@ def _as_json(value: object) -> object:
 
 
 def print_digest() -> None:
-    """Print a digest of all that the score depends on besides response and problem: the sources of
-    the environment, of these modules, and the releases of the libraries.
+    """Print a digest of what the score depends on besides response, problem and options: the
+    sources of the environment with its configuration, these modules, the releases of the libraries.
     """
+    out = _output()
     description = json.loads(sys.argv[1])
     digest = hashlib.sha256()
     name = module_name(description["name"])
@@ -230,15 +261,19 @@ def print_digest() -> None:
         locations = spec.submodule_search_locations
         folders += map(Path, locations or [spec.origin or ""])
     for folder in folders:
-        files = sorted(folder.rglob("*.py")) if folder.is_dir() else [folder]
-        for file in files:
+        files = sorted(folder.rglob("*")) if folder.is_dir() else [folder]
+        for file in filter(_is_source, files):
             digest.update(hashlib.sha256(file.read_bytes()).digest())
     for package in (library, "math-verify", "sympy"):
         try:
             digest.update(f"{package} {version(package)}".encode())
         except PackageNotFoundError:
             continue
-    print(digest.hexdigest()[:16], flush=True)
+    print(digest.hexdigest()[:16], file=out, flush=True)
+
+
+def _is_source(file: Path) -> bool:
+    return file.suffix in _SOURCES and file.is_file()
 
 
 def plain_numbers(values: Mapping[str, Any]) -> dict[str, float]:
@@ -261,10 +296,13 @@ def text_messages(messages: Any) -> Any:  # noqa: ANN401 - as an environment has
     plain = []
     for message in messages:
         values = message if isinstance(message, Mapping) else message.model_dump()
-        role = {"developer": "system"}.get(values["role"], values["role"])
-        if role not in ("system", "user", "assistant") or values.get("tool_calls"):
+        # the Responses API has messages beside calls of functions, which have no role
+        role = values.get("role", values.get("type"))
+        role = "system" if role == "developer" else role
+        if values.get("tool_calls") or role not in ("system", "user", "assistant"):
+            what = "calls of tools" if values.get("tool_calls") else f"a {role} message"
             raise Refused(
-                "its prompts hold calls of tools; only environments without tools are supported"
+                f"its prompts hold {what}; only environments without tools are supported"
             )
         plain.append({"role": role, "content": _text(values["content"])})
     return plain

@@ -53,7 +53,9 @@ def open_server(name: str, description: Mapping[str, Any]) -> ResourceServer:
     kind = servers[0]
     _check_server(kind, SimpleResourcesServer)
     folder = Path(module.__file__ or "").parent
-    values = {**_own_values(folder, name), **description["options"]}
+    own = _own_values(folder, name)
+    _check_told(own, description["options"])
+    values = {**own, **description["options"]}
     config = _config(kind, name, values, description["judge"])
     try:
         server = kind(config=config, server_client=_nobody())
@@ -91,6 +93,18 @@ def _own_values(folder: Path, name: str) -> dict[str, Any]:
         if name in servers:
             return {k: v for k, v in servers[name].items() if k not in _ABOUT}
     return {}
+
+
+def _check_told(own: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+    """Raise :class:`Refused` if a field that no option replaces refers to another part of NeMo
+    Gym's configuration, which is not read here.
+    """
+    for field, value in own.items():
+        if field not in options and "${" in str(value):
+            raise Refused(
+                f"its {field} is {value!r}, which another part of NeMo Gym's configuration says; "
+                f"add {field}=..."
+            )
 
 
 def _config(kind: type, name: str, values: dict[str, Any], judge: object) -> Any:  # noqa: ANN401
@@ -196,7 +210,7 @@ class ResourceServer:
             for number, line in enumerate(filter(str.strip, lines)):
                 if size is not None and number >= size:
                     return
-                yield self._row(json.loads(line), number)
+                yield self._row(_problem(line, number), number)
 
     def _row(self, given: dict[str, Any], number: int) -> dict[str, Any]:
         asked = given.get("responses_create_params") or {}
@@ -235,6 +249,16 @@ class ResourceServer:
             ):
                 logged[name] = value
         return reply["reward"], logged
+
+
+def _problem(line: str, number: int) -> dict[str, Any]:
+    try:
+        given = json.loads(line)
+    except ValueError as error:
+        raise Refused(f"data: problem {number + 1} is no JSON ({error})") from None
+    if not isinstance(given, dict):
+        raise Refused(f"data: problem {number + 1} is no JSON object")
+    return given
 
 
 def _response(text: str) -> dict[str, Any]:

@@ -92,9 +92,8 @@ def _check_rubric(
     """Raise :class:`Refused` if the rubric compares the responses of a group, asks a judge model
     without leave, or may give a reward outside of [0, 1] that is not declared.
     """
-    if "state" not in inspect.signature(environment.rubric.score_rollout).parameters:
-        raise Refused("its release of verifiers is too old; install 0.1.8 or later")
-    if not hasattr(environment, "init_state"):
+    scores = inspect.signature(environment.rubric.score_rollout).parameters
+    if "state" not in scores or not hasattr(environment, "init_state"):
         raise Refused("its release of verifiers is too old; install 0.1.8 or later")
     weights: dict[str, float] = {}
     for rubric in leaves(environment.rubric):

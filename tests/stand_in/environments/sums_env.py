@@ -5,9 +5,15 @@ are refused.
 from __future__ import annotations
 
 import os
+import random
+import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import verifiers as vf
 
 SYSTEM = {"role": "system", "content": "Answer behind =>."}
@@ -58,12 +64,37 @@ class OwnRollout(vf.SingleTurnEnv):
         return None
 
 
+def fail() -> None:
+    raise ValueError("no data here")
+
+
+def be_killed() -> None:
+    print("all is well", file=sys.stderr, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def load_without_end() -> None:
+    Path(os.environ["PID_FILE"]).write_text(str(os.getpid()))
+    time.sleep(60)
+
+
+# what making the environment does first
+LOADING = {
+    "raises": fail,
+    "asks": input,
+    "ends": lambda: sys.exit(0),
+    "is_killed": be_killed,
+    "writes_bytes": lambda: os.write(2, b"\xff\xfe\n"),
+    "sleeps": load_without_end,
+}
+
+
 def load_environment(
     kind: str = "", weights: tuple[float, ...] = (1.0, 0.0), tests: int = 2
 ) -> vf.MultiTurnEnv:
     print("an environment prints")
-    if kind == "raises":
-        raise ValueError("no data here")
+    if kind in LOADING:
+        LOADING[kind]()
     rubric: vf.Rubric = vf.RubricGroup(
         [vf.Rubric([right, brief], list(weights)), vf.Rubric([noisy], [0.0])]
     )
@@ -73,4 +104,11 @@ def load_environment(
         rubric = vf.Rubric([compared])
     kinds = {"turns": vf.MultiTurnEnv, "group": vf.EnvGroup, "rollout": OwnRollout}
     held_out = problems(range(100, 100 + tests)) if tests else None
-    return kinds.get(kind, vf.SingleTurnEnv)(rubric, problems(range(1, 6)), held_out)
+    trained = problems(range(1, 6))
+    if kind == "leaves_a_process":
+        trained[0]["info"]["child"] = subprocess.Popen(["sleep", "60"]).pid
+    if kind == "shuffled":
+        random.shuffle(trained)
+        trained[0]["info"]["draws"] = np.random.random(3)
+        trained[0]["info"]["one"] = np.array([5])
+    return kinds.get(kind, vf.SingleTurnEnv)(rubric, trained, held_out)

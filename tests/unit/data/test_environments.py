@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,8 @@ from megatron_dcpo.evaluation.problems import load_problems
 from megatron_dcpo.judging.answers import Attempt
 from megatron_dcpo.judging.verifiers import verifiers
 from tests.helpers.environments import LETTERS, use_stand_ins
-from tests.helpers.paths import EXAMPLES
+from tests.helpers.paths import EXAMPLES, REPOSITORY
+from tests.helpers.processes import left_after
 
 SUMS = "verifiers:owner/sums-env@1.0"
 
@@ -118,12 +121,15 @@ def test_resource_servers_read_a_file_of_problems() -> None:
         (f"{SUMS}?part=test", "part"),
         (f"{SUMS}?range=1..0", "range"),
         (f"{SUMS}?range=1.0.0..2", "range"),
+        (f"{SUMS}?range=0...5", "range"),
         (f"{SUMS}?python=/nowhere/bin/python", "/nowhere/bin/python"),
         (f"{SUMS}?judge=3", "judge"),
         (f"{SUMS}?judge=http://localhost:1", "judge must be true"),
         ("verifiers:no-such-env", "no_such_env"),
         ("verifiers:no_module_env", "a_library_that_is_not_there"),
         (f"{SUMS}?kind=raises", "ValueError: no data here"),
+        (f"{SUMS}?kind=ends", "SystemExit"),
+        (f"{SUMS}?kind=is_killed", "signal 9"),
         (f"{SUMS}?knd=turns", "'knd'"),
         (f"{SUMS}?kind=turns", "MultiTurnEnv"),
         (f"{SUMS}?kind=group", "group of environments"),
@@ -148,6 +154,7 @@ def test_resource_servers_read_a_file_of_problems() -> None:
         (f"nemo_gym:letters?data={LETTERS}&part_of_reward=much", "part_of_reward"),
         (f"nemo_gym:numbers?data={LETTERS}", "resources_servers.numbers"),
         (f"nemo_gym:session?data={LETTERS}", "SessionServer"),
+        (f"nemo_gym:referring?data={LETTERS}", "label=..."),
         (f"nemo_gym:judged?data={LETTERS}", "judge=http://HOST:PORT"),
         (f"nemo_gym:judged?data={LETTERS}&judge=yes", "judge=yes"),
     ],
@@ -159,6 +166,85 @@ def test_what_cannot_be_used_is_one_line(path: str, named: str) -> None:
     assert named in message
     assert message.startswith(path.partition("?")[0])
     assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("line", "named"),
+    [
+        ("no JSON", "problem 2"),
+        ("[]", "problem 2"),
+        (
+            '{"responses_create_params": {"input": [{"type": "function_call"}]}}',
+            "tools",
+        ),
+    ],
+)
+def test_a_file_of_problems_that_cannot_be_read(
+    line: str, named: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "problems.jsonl"
+    file.write_text(LETTERS.read_text().splitlines()[0] + f"\n{line}\n")
+    with pytest.raises(UserError, match=named):
+        load_records(f"nemo_gym:letters?data={file}")
+
+
+def test_a_file_that_is_no_python(tmp_path: Path) -> None:
+    file = tmp_path / "python"
+    file.write_text("print()")
+    file.chmod(0o755)
+    with pytest.raises(UserError, match=str(file)):
+        load_records(f"{SUMS}?python={file}")
+
+
+def test_what_an_environment_draws_and_writes() -> None:
+    """Every rank, and a run that is resumed, has the same problems. Arrays keep their shape."""
+    first, again = (load_records(f"{SUMS}?kind=shuffled") for _ in range(2))
+    assert first == again
+    assert first[0].row is not None
+    assert first[0].row["environment"]["input"]["info"]["one"] == [5]
+    assert len(load_records(f"{SUMS}?kind=writes_bytes")) == 5
+
+
+def test_what_an_environment_starts_ends_with_it() -> None:
+    began = time.monotonic()
+    first = load_records(f"{SUMS}?kind=leaves_a_process")[0]
+    assert time.monotonic() - began < 30
+    assert first.row is not None
+    assert not left_after([first.row["child"]], 10)
+
+
+def test_an_environment_ends_with_the_process_that_loads_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "pid"
+    monkeypatch.setenv("PID_FILE", str(file))
+    call = (
+        "from megatron_dcpo.data.environments import environment_rows; "
+        f"environment_rows('{SUMS}?kind=sleeps')"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", call], cwd=REPOSITORY)
+    try:
+        deadline = time.monotonic() + 60
+        while not (file.exists() and file.read_text()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+    finally:
+        parent.kill()
+        parent.wait()
+    assert not left_after([int(file.read_text())], 10)
+
+
+def test_an_environment_that_asks_does_not_read_our_input(tmp_path: Path) -> None:
+    file = tmp_path / "input"
+    file.write_text("y\n")
+    kept = os.dup(0)
+    try:
+        with file.open() as typed:
+            os.dup2(typed.fileno(), 0)
+            with pytest.raises(UserError, match="EOFError"):
+                load_records(f"{SUMS}?kind=asks")
+    finally:
+        os.dup2(kept, 0)
+        os.close(kept)
 
 
 def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ response, and what judging again reads.
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,7 +24,7 @@ from megatron_dcpo.judging.verifiers import (
     verifiers,
 )
 from megatron_dcpo.types import VERIFIER_ERROR, Prompt, Response
-from tests.helpers.environments import LETTERS, use_stand_ins
+from tests.helpers.environments import LETTERS, STAND_INS, use_stand_ins
 
 SUMS = "verifiers:sums-env"
 
@@ -90,6 +91,15 @@ def test_a_python_that_has_gone_is_one_line(tmp_path: Path) -> None:
     row = {"environment": {"input": {}}}
     with pytest.raises(WorkerNotStarted, match=str(python)):
         verifier([Attempt(None, "", "=> 2", row)])
+
+
+def test_a_python_that_cannot_be_run_is_one_line(tmp_path: Path) -> None:
+    file = tmp_path / "python"
+    file.write_text("print()")
+    file.chmod(0o755)
+    verifier, _ = verifiers(JudgingConfig(), {})(f"{SUMS}?python={file}")
+    with pytest.raises(WorkerNotStarted, match=str(file)):
+        verifier([Attempt(None, "", "=> 2", {"environment": {"input": {}}})])
 
 
 def test_an_environment_that_has_gone_is_one_line() -> None:
@@ -159,6 +169,19 @@ def test_a_source_is_judged_by_its_environment_or_by_a_verifier_of_the_user() ->
     assert is_users(SUMS)
     check_verifier(SUMS)
     assert form_of(SUMS) is FREE
+
+
+def test_a_digest_differs_with_the_configuration_of_a_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(STAND_INS / "resources_servers", tmp_path / "resources_servers")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{STAND_INS}")
+    path = f"nemo_gym:letters?data={LETTERS}"
+    one = digest_of(path, JudgingConfig())
+    file = tmp_path / "resources_servers" / "letters" / "configs" / "letters.yaml"
+    file.write_text(file.read_text().replace("0.25", "0.75"))
+    # in one process the digest of a path is computed once
+    assert digest_of(f"{path}&size=1", JudgingConfig()) != one
 
 
 def test_a_digest_differs_with_the_scores_alone() -> None:
