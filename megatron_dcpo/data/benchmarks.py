@@ -335,10 +335,8 @@ def load_benchmark(
     A name may be followed by another window of contest dates: ``lcbv5:2024-10-01..2025-02-01``, the
     last day left out.
     """
-    if is_gym(spec):
-        spec = f"{parse_gym(spec).name}={spec}"
-    if is_environment(spec):
-        spec = f"{environment_name(spec)}={spec}"
+    if is_gym(spec) or is_environment(spec):
+        spec = f"{name_of(spec)}={spec}"
     name, has_path, path = spec.partition("=")
     name, _, dates = name.strip().partition(":")
     if has_path:

@@ -10,7 +10,6 @@ without the data; ``judging/environments.py`` does that.
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import re
@@ -125,13 +124,24 @@ def parse_environment(path: str) -> EnvironmentSpec:
         kind=kind,
         name=name,
         python=_python(path, str(own["python"])),
-        options={k.removeprefix("arg."): v for k, v in options.items()},
+        options=_own_options(path, options),
         part=own["part"],
         size=size,
         range=reward_range,
         judge=own["judge"],
         data=str(Path(data).expanduser()) if data else "",
     )
+
+
+def _own_options(path: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of the environment by its names for them."""
+    own: dict[str, Any] = {}
+    for option, value in options.items():
+        name = option.removeprefix("arg.")
+        if name in own:
+            raise UserError(f"{path}: {name} and arg.{name} are the same option")
+        own[name] = value
+    return own
 
 
 def _range(path: str, value: object) -> tuple[float, float] | None:
@@ -184,7 +194,6 @@ def environment_rows(path: str, held_out: bool = False) -> list[dict[str, Any]]:
     return rows
 
 
-@functools.cache
 def environment_digest(path: str) -> str:
     """Return a short digest of the sources of an environment and of the libraries it uses."""
     spec = parse_environment(path)

@@ -37,28 +37,22 @@ if TYPE_CHECKING:
 
 # The newline before the marker matters: without it byte-level BPE merges the end of the answer with
 # the marker ("}<").
+_CONFIDENCE_LINE = (
+    "the marker {marker} and a decimal number between 0 and 1, where 0 means that you have no idea "
+    "and 1 means that you are certain. That line must have exactly this form:\n"
+    "{marker} Confidence: 0.83\nWrite nothing after it."
+)
 _CONFIDENCE = (
     "After the boxed answer, start a new line and say how sure you are that this answer is "
-    "correct: the marker "
-    "{marker} and a decimal number between 0 and 1, where 0 means that you have no idea and 1 "
-    "means that you are "
-    "certain. That line must have exactly this form:\n{marker} Confidence: 0.83\nWrite nothing "
-    "after it."
+    f"correct: {_CONFIDENCE_LINE}"
 )
 _PROGRAM_CONFIDENCE = (
     "After the closing ```, start a new line and say how sure you are that the program passes "
-    "every test: the marker "
-    "{marker} and a decimal number between 0 and 1, where 0 means that you have no idea and 1 "
-    "means that you are "
-    "certain. That line must have exactly this form:\n{marker} Confidence: 0.83\nWrite nothing "
-    "after it."
+    f"every test: {_CONFIDENCE_LINE}"
 )
 _OWN_CONFIDENCE = (
-    "After your answer, start a new line and say how sure you are that it is correct: the marker "
-    "{marker} and a decimal number between 0 and 1, where 0 means that you have no idea and 1 "
-    "means that you are "
-    "certain. That line must have exactly this form:\n{marker} Confidence: 0.83\nWrite nothing "
-    "after it."
+    "After your answer, start a new line and say how sure you are that it is correct: "
+    f"{_CONFIDENCE_LINE}"
 )
 ASKS: Mapping[str, str] = MappingProxyType(
     {

@@ -20,7 +20,7 @@ from megatron_dcpo.data.environments import (
     parse_environment,
 )
 from megatron_dcpo.judging.answers import Attempt, Outcome
-from megatron_dcpo.judging.function_verifier import outcome_of, warn_once
+from megatron_dcpo.judging.function_verifier import lost, outcome_of, warn_once
 from megatron_dcpo.judging.pool import PoolWork, WorkerPool
 
 _WORKER = Path(__file__).with_name("worker.py")
@@ -42,7 +42,7 @@ class EnvironmentVerifier:
         self.warn = warn_once(path)
         work = PoolWork(
             "dcpo_environment:load",
-            _lost,
+            lost,
             cpu_seconds=options.test_seconds,
             wall_seconds=options.test_seconds,
             memory_bytes=options.memory_mb << 20,
@@ -72,7 +72,3 @@ def scores_digest(path: str) -> str:
     spec = parse_environment(path)
     chosen = [spec.kind, spec.name, spec.options, spec.range, spec.judge]
     return json.dumps(chosen, default=dict) + environment_digest(path)
-
-
-def _lost(why: str) -> dict[str, str]:
-    return {"error": why}

@@ -61,7 +61,7 @@ class FunctionVerifier:
         self.warn = warn_once(path)
         work = PoolWork(
             f"{__name__}:load",
-            _lost,
+            lost,
             cpu_seconds=options.test_seconds,
             wall_seconds=options.test_seconds,
             memory_bytes=options.memory_mb << 20,
@@ -161,7 +161,8 @@ def _plain(value: Any) -> bool | int | float | str:  # noqa: ANN401 -- of NumPy 
     return printable(value, lines=True)[:LOGGED_CHARACTERS]
 
 
-def _lost(why: str) -> dict[str, str]:
+def lost(why: str) -> dict[str, str]:
+    """Return the result for a response whose worker gave none."""
     return {"error": why}
 
 

@@ -200,7 +200,8 @@ class ResourceServer:
     def rows(self) -> Iterator[dict[str, Any]]:
         size = self.description["size"]
         if self.description["part"]:
-            raise Refused("it has no parts; data=FILE names the problems")
+            part = self.description["part"]
+            raise Refused(f"part={part}: it has no parts; data=FILE names the problems")
         file = self.description["data"]
         if not file:
             example = self.folder / "data" / "example.jsonl"

@@ -37,24 +37,38 @@ def open_taskset(name: str, description: Mapping[str, Any]) -> TasksetEnvironmen
         turns = vf.environment_class(name)
     except Exception as error:
         raise Refused(_first(error)) from None
+    _check_turns(vf, turns, [*taskset.toolsets(config), *kind.toolsets(config.task)])
+    _check_task(vf, kind)
+    return TasksetEnvironment(vf, taskset, kind, description)
+
+
+def _check_turns(
+    vf: Any,  # noqa: ANN401 - the module verifiers.v1
+    turns: type,
+    tools: list[Any],
+) -> None:
+    """Raise :class:`Refused` unless the environment has one turn without tools."""
     if turns is not vf.SingleAgentEnv:
         raise Refused(
             f"it has turns or agents of its own ({turns.__name__}); only environments of one turn "
             "are supported: write the turns as rollout.function"
         )
-    tools = [*taskset.toolsets(config), *kind.toolsets(config.task)]
     if tools:
         raise Refused(
             f"it has tools ({type(tools[0]).__name__}); only environments without tools are "
             "supported: write the turns as rollout.function"
         )
-    needs_box = [
+
+
+def _check_task(vf: Any, kind: type) -> None:  # noqa: ANN401 - the module verifiers.v1
+    """Raise :class:`Refused` if a task does more than to score the text of a response."""
+    own = [
         method
         for method in ("setup", "finalize")
         if getattr(kind, method) is not getattr(vf.Task, method)
     ]
-    if needs_box or getattr(kind, "NEEDS_CONTAINER", False):
-        what = f"own {needs_box[0]}" if needs_box else "container"
+    if own or getattr(kind, "NEEDS_CONTAINER", False):
+        what = f"own {own[0]}" if own else "container"
         raise Refused(
             f"{kind.__name__} prepares a runtime for each response (its {what}); only environments "
             "that score the text alone are supported"
@@ -64,7 +78,6 @@ def open_taskset(name: str, description: Mapping[str, Any]) -> TasksetEnvironmen
             f"{kind.__name__} changes requests or replies ({_tagged(kind, 'intercept')[0]}), which "
             "would not happen here"
         )
-    return TasksetEnvironment(vf, taskset, kind, description)
 
 
 def nested(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -112,7 +125,8 @@ class TasksetEnvironment:
         size = self.description["size"]
         if self.description["part"]:
             raise Refused(
-                "it has no parts; if an option of its own says which problems it gives, name that"
+                f"part={self.description['part']}: it has no parts; if an option of its own says "
+                "which problems it gives, name that"
             )
         if getattr(self.taskset, "INFINITE", False) and size is None:
             raise Refused("it makes problems without end; say how many with size=N")

@@ -180,8 +180,7 @@ def test_a_digest_differs_with_the_configuration_of_a_server(
     one = digest_of(path, JudgingConfig())
     file = tmp_path / "resources_servers" / "letters" / "configs" / "letters.yaml"
     file.write_text(file.read_text().replace("0.25", "0.75"))
-    # in one process the digest of a path is computed once
-    assert digest_of(f"{path}&size=1", JudgingConfig()) != one
+    assert digest_of(path, JudgingConfig()) != one
 
 
 def test_a_digest_differs_with_the_scores_alone() -> None:

@@ -1,4 +1,4 @@
-"""A resource server that keeps a session, or asks a judge."""
+"""A resource server that keeps a session."""
 
 from __future__ import annotations
 
