@@ -5,6 +5,7 @@ explicit formulas.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ import torch
 from safetensors.torch import load_file
 
 from tests.helpers.families import draw_small_tensors, random_model
+
+Tensors = dict[str, torch.Tensor]
 
 FAMILIES = (
     "qwen3",
@@ -102,97 +105,20 @@ def norms_of_layer(model_type: str) -> dict[str, str | None]:
 
 def expected_megatron(path: Path, padded: int) -> dict[str, torch.Tensor]:
     """Megatron's tensors, written down without the weight table; layers are stacked unless some
-    have no experts.
+    have no experts. The vocabulary has ``padded`` rows.
     """
     hf, config = load_model(path), json.loads((path / "config.json").read_text())
-    layers, groups = config["num_hidden_layers"], config["num_key_value_heads"]
-    stacks: dict[str, list[torch.Tensor]] = {}
-    apart: dict[str, torch.Tensor] = {}
-
-    def add(name: str, tensor: torch.Tensor) -> None:
-        if config.get("first_k_dense_replace") or config.get("mlp_only_layers"):
-            apart[f"decoder.layers.{layer}.{name}"] = tensor
-        else:
-            stacks.setdefault(f"decoder.layers.{name}", []).append(tensor)
-
-    for layer in range(layers):
-        at = {
-            key.removeprefix(f"model.layers.{layer}."): t
-            for key, t in hf.items()
-            if f".layers.{layer}." in key
-        }
-        if "self_attn.qkv_proj.weight" in at:
-            qkv = at["self_attn.qkv_proj.weight"]
-            d = config["hidden_size"] // config["num_attention_heads"]
-            sizes = [config["num_attention_heads"] * d, groups * d, groups * d]
-            for p, part in zip("qkv", qkv.split(sizes), strict=True):
-                at[f"self_attn.{p}_proj.weight"] = part
-        if "mlp.gate_up_proj.weight" in at:
-            gate, up = at["mlp.gate_up_proj.weight"].chunk(2)
-            at |= {"mlp.gate_proj.weight": gate, "mlp.up_proj.weight": up}
-        for kind in ("weight", "bias"):
-            if f"self_attn.q_proj.{kind}" in at:
-                # each group: its query heads, its key head, its value head
-                qkv = [
-                    at[f"self_attn.{p}_proj.{kind}"].unflatten(0, (groups, -1))
-                    for p in "qkv"
-                ]
-                add(
-                    f"self_attention.linear_qkv.{kind}",
-                    torch.cat(qkv, dim=1).flatten(0, 1),
-                )
-        add("self_attention.linear_proj.weight", at["self_attn.o_proj.weight"])
-        if "self_attn.o_proj.bias" in at:
-            add("self_attention.linear_proj.bias", at["self_attn.o_proj.bias"])
-        if "mlp.down_proj.bias" in at:
-            gate_up = [at["mlp.gate_proj.bias"], at["mlp.up_proj.bias"]]
-            add("mlp.linear_fc1.bias", torch.cat(gate_up))
-            add("mlp.linear_fc2.bias", at["mlp.down_proj.bias"])
-        norms = norms_of_layer(config["model_type"])
-        for name, norm in norms.items():
-            if norm is not None and "mlp.gate.weight" not in at:
-                add(name, at[f"{norm}.weight"])
-        if "mlp.gate.weight" in at:
-            number = len(at["mlp.gate.weight"])
-            experts = [f"mlp.experts.{expert}." for expert in range(number)]
-            gate, up, down = (
-                torch.stack([at[f"{e}{p}_proj.weight"] for e in experts])
-                for p in ("gate", "up", "down")
-            )
-            add("mlp.experts.experts.linear_fc1.weight", torch.cat([gate, up], dim=1))
-            add("mlp.experts.experts.linear_fc2.weight", down)
-            add("mlp.router.weight", at["mlp.gate.weight"])
-            add(
-                "self_attention.linear_qkv.layer_norm_weight",
-                at["input_layernorm.weight"],
-            )
-            add("pre_mlp_layernorm.weight", at["post_attention_layernorm.weight"])
-            if "mlp.gate.e_score_correction_bias" in at:
-                add("mlp.router.expert_bias", at["mlp.gate.e_score_correction_bias"])
-            if "mlp.shared_expert_gate.weight" in at:
-                gate = at["mlp.shared_expert_gate.weight"]
-                add("mlp.shared_experts.gate_weight", gate)
-            for shared in ("mlp.shared_expert.", "mlp.shared_experts."):
-                if f"{shared}up_proj.weight" in at:
-                    gate_up = [at[f"{shared}{p}_proj.weight"] for p in ("gate", "up")]
-                    add("mlp.shared_experts.linear_fc1.weight", torch.cat(gate_up))
-                    add(
-                        "mlp.shared_experts.linear_fc2.weight",
-                        at[f"{shared}down_proj.weight"],
-                    )
-        else:
-            add(
-                "mlp.linear_fc1.weight",
-                torch.cat([at["mlp.gate_proj.weight"], at["mlp.up_proj.weight"]]),
-            )
-            add("mlp.linear_fc2.weight", at["mlp.down_proj.weight"])
-        for p in "qk":
-            if f"self_attn.{p}_norm.weight" in at:
-                add(
-                    f"self_attention.{p}_layernorm.weight",
-                    at[f"self_attn.{p}_norm.weight"],
-                )
-    result = {name: torch.stack(tensors) for name, tensors in stacks.items()} | apart
+    numbers = range(config["num_hidden_layers"])
+    layers = [_expected_layer(hf, number, config) for number in numbers]
+    result: dict[str, torch.Tensor] = {}
+    if config.get("first_k_dense_replace") or config.get("mlp_only_layers"):
+        for number, tensors in enumerate(layers):
+            for name, tensor in tensors.items():
+                result[f"decoder.layers.{number}.{name}"] = tensor
+    else:
+        for name in layers[0]:
+            stacked = torch.stack([tensors[name] for tensors in layers])
+            result[f"decoder.layers.{name}"] = stacked
     result["decoder.final_layernorm.weight"] = hf["model.norm.weight"]
 
     def pad(tensor: torch.Tensor) -> torch.Tensor:
@@ -204,3 +130,98 @@ def expected_megatron(path: Path, padded: int) -> dict[str, torch.Tensor]:
     if "lm_head.weight" in hf:
         result["output_layer.weight"] = pad(hf["lm_head.weight"])
     return result
+
+
+def _expected_layer(
+    hf: Mapping[str, torch.Tensor], layer: int, config: Mapping[str, Any]
+) -> Tensors:
+    prefix = f"model.layers.{layer}."
+    at = {k.removeprefix(prefix): t for k, t in hf.items() if k.startswith(prefix)}
+    at |= _taken_apart(at, config)
+    expected = _expected_attention(at, groups=config["num_key_value_heads"])
+    if "mlp.gate.weight" in at:
+        norms = {
+            "self_attention.linear_qkv.layer_norm_weight": "input_layernorm",
+            "pre_mlp_layernorm.weight": "post_attention_layernorm",
+        }
+        expected |= _expected_experts(at)
+    else:
+        norms = norms_of_layer(config["model_type"])
+        expected |= _expected_mlp(at)
+    for name, norm in norms.items():
+        if norm is not None:
+            expected[name] = at[f"{norm}.weight"]
+    return expected
+
+
+def _taken_apart(at: Tensors, config: Mapping[str, Any]) -> Tensors:
+    """The projections that a family holds several of in one tensor, each by its own name."""
+    parts: Tensors = {}
+    if "self_attn.qkv_proj.weight" in at:
+        d = config["hidden_size"] // config["num_attention_heads"]
+        keys = config["num_key_value_heads"] * d
+        sizes = [config["num_attention_heads"] * d, keys, keys]
+        qkv = at["self_attn.qkv_proj.weight"].split(sizes)
+        for p, part in zip("qkv", qkv, strict=True):
+            parts[f"self_attn.{p}_proj.weight"] = part
+    if "mlp.gate_up_proj.weight" in at:
+        gate, up = at["mlp.gate_up_proj.weight"].chunk(2)
+        parts |= {"mlp.gate_proj.weight": gate, "mlp.up_proj.weight": up}
+    return parts
+
+
+def _expected_attention(at: Tensors, groups: int) -> Tensors:
+    expected: Tensors = {}
+    for kind in ("weight", "bias"):
+        if f"self_attn.q_proj.{kind}" in at:
+            # each group: its query heads, its key head, its value head
+            qkv = [
+                at[f"self_attn.{p}_proj.{kind}"].unflatten(0, (groups, -1))
+                for p in "qkv"
+            ]
+            joined = torch.cat(qkv, dim=1).flatten(0, 1)
+            expected[f"self_attention.linear_qkv.{kind}"] = joined
+        if f"self_attn.o_proj.{kind}" in at:
+            output = at[f"self_attn.o_proj.{kind}"]
+            expected[f"self_attention.linear_proj.{kind}"] = output
+    for p in "qk":
+        if f"self_attn.{p}_norm.weight" in at:
+            norm = at[f"self_attn.{p}_norm.weight"]
+            expected[f"self_attention.{p}_layernorm.weight"] = norm
+    return expected
+
+
+def _expected_mlp(at: Tensors) -> Tensors:
+    expected: Tensors = {}
+    for kind in ("weight", "bias"):
+        if f"mlp.down_proj.{kind}" in at:
+            gate_up = [at[f"mlp.{p}_proj.{kind}"] for p in ("gate", "up")]
+            expected[f"mlp.linear_fc1.{kind}"] = torch.cat(gate_up)
+            expected[f"mlp.linear_fc2.{kind}"] = at[f"mlp.down_proj.{kind}"]
+    return expected
+
+
+def _expected_experts(at: Tensors) -> Tensors:
+    experts = [f"mlp.experts.{expert}." for expert in range(len(at["mlp.gate.weight"]))]
+    gate, up, down = (
+        torch.stack([at[f"{expert}{p}_proj.weight"] for expert in experts])
+        for p in ("gate", "up", "down")
+    )
+    expected = {
+        "mlp.experts.experts.linear_fc1.weight": torch.cat([gate, up], dim=1),
+        "mlp.experts.experts.linear_fc2.weight": down,
+        "mlp.router.weight": at["mlp.gate.weight"],
+    }
+    if "mlp.gate.e_score_correction_bias" in at:
+        bias = at["mlp.gate.e_score_correction_bias"]
+        expected["mlp.router.expert_bias"] = bias
+    if "mlp.shared_expert_gate.weight" in at:
+        gate = at["mlp.shared_expert_gate.weight"]
+        expected["mlp.shared_experts.gate_weight"] = gate
+    for shared in ("mlp.shared_expert.", "mlp.shared_experts."):
+        if f"{shared}up_proj.weight" in at:
+            gate_up = [at[f"{shared}{p}_proj.weight"] for p in ("gate", "up")]
+            down = at[f"{shared}down_proj.weight"]
+            expected["mlp.shared_experts.linear_fc1.weight"] = torch.cat(gate_up)
+            expected["mlp.shared_experts.linear_fc2.weight"] = down
+    return expected
