@@ -31,6 +31,7 @@ _FROM_CHECKPOINT = (
     "window_attn_skip_freq",
     "no_rope_freq",
     "rotary_interleaved",
+    "attention_output_gate",
     "gated_linear_unit",
     "activation_func",
     "add_bias_linear",

@@ -181,6 +181,7 @@ def _model_options(arch: Architecture) -> dict[str, Any]:
         "softmax_scale": softmax_scale(arch),
         "layernorm_zero_centered_gamma": arch.zero_centered_norms,
         "rotary_interleaved": arch.rotary_interleaved,
+        "attention_output_gate": arch.attention_output_gate,
         **_window_options(arch),
     }
 
@@ -409,7 +410,7 @@ def _build_chunk(
     )
     number = coordinates.virtual * (last_stage + 1) + coordinates.pipeline
     layers = chunk_layers(arch.num_layers, layout)[number]
-    specs = [spec(experts=arch.has_experts(layer)) for layer in layers]
+    specs = [spec(layer=layer) for layer in layers]
     with without_asking_for_apex() if layout.transformer_engine else nullcontext():
         gpt = GPTModel(
             config=config,

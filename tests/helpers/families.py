@@ -104,6 +104,19 @@ FAMILIES = {
         },
         norm_center=0.0,  # they multiply by 1 + weight
     ),
+    "qwen3_5": Family(
+        name="Qwen3_5",
+        config="Qwen3_5TextConfig",
+        options=SPECIAL
+        | {
+            "layer_types": ["linear_attention", "full_attention"] * 2,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 24,
+        },
+        norm_center=0.0,
+    ),
     "qwen3_moe": Family(
         name="Qwen3Moe", options=QWEN3_EXPERTS | {"norm_topk_prob": True}
     ),
