@@ -1,6 +1,7 @@
 """Families with layers of another form than Llama's (norms behind attention and MLP, one norm over
-all heads, partial and interleaved rotations, sliding windows): log-probs and the gradient of every
-tensor against transformers, and every layout against one process.
+all heads, partial and interleaved rotations, sliding windows, gated delta nets and gated attention):
+log-probs and the gradient of every tensor against transformers, and every layout against one
+process.
 """
 
 from __future__ import annotations
@@ -16,14 +17,17 @@ from tests.distributed.test_parallel_parity import LAYOUTS, agrees
 from tests.helpers.checkpoints import load_model
 from tests.helpers.launch import torchrun_all
 
-FAMILIES = ("glm4", "olmo2", "olmo3", "gemma3")
+FAMILIES = ("glm4", "olmo2", "olmo3", "gemma3", "qwen3_5")
 TIED = ("gemma3",)
 # the others are in the full suite
 QUICK = {
     ("glm4", "tp2_sequence_parallel_packed"),
     ("olmo3", "tp2_pp2"),
     ("gemma3", "cp2_packed"),
+    ("qwen3_5", "tp2_sequence_parallel_packed"),
 }
+# the others refuse it
+WITH_DELTA_NETS = ("qwen3_5",)
 CASES = [
     pytest.param(
         family,
@@ -32,6 +36,7 @@ CASES = [
     )
     for family in FAMILIES
     for layout in LAYOUTS
+    if not (family in WITH_DELTA_NETS and layout.startswith("cp"))
 ]
 
 
@@ -86,7 +91,12 @@ def test_layout_equals_one_process(policy_of, family, layout):
     )
 
 
-SAVED = {"olmo3": {"tensor_model_parallel_size": 2}, "gemma3": {}}
+TP2 = {"tensor_model_parallel_size": 2}
+SAVED = {
+    "olmo3": TP2,
+    "gemma3": {},
+    "qwen3_5": TP2 | {"use_distributed_optimizer": True},
+}
 
 
 @pytest.mark.parametrize("family", SAVED)
