@@ -32,6 +32,8 @@ _FROM_CHECKPOINT = (
     "no_rope_freq",
     "rotary_interleaved",
     "attention_output_gate",
+    "experimental_attention_variant",
+    "linear_attention_freq",
     "gated_linear_unit",
     "activation_func",
     "add_bias_linear",

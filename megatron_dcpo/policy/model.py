@@ -183,6 +183,7 @@ def _model_options(arch: Architecture) -> dict[str, Any]:
         "rotary_interleaved": arch.rotary_interleaved,
         "attention_output_gate": arch.attention_output_gate,
         **_window_options(arch),
+        **_delta_net_options(arch),
     }
 
 
@@ -195,6 +196,15 @@ def _window_options(arch: Architecture) -> dict[str, Any]:
         "window_size": (window.size - 1, 0),
         "window_attn_skip_freq": [int(has_window) for has_window in window.layers],
     }
+
+
+def _delta_net_options(arch: Architecture) -> dict[str, Any]:
+    """Return which layers have a gated delta net, by which Megatron's checkpoints know that the
+    parameters of the layers differ. The layers themselves are given to it.
+    """
+    if arch.delta_net is None:
+        return {}
+    return {"linear_attention_freq": [int(has) for has in arch.delta_net.layers]}
 
 
 def _parallel_options(parallel: ParallelConfig) -> dict[str, Any]:

@@ -91,12 +91,7 @@ def test_layout_equals_one_process(policy_of, family, layout):
     )
 
 
-TP2 = {"tensor_model_parallel_size": 2}
-SAVED = {
-    "olmo3": TP2,
-    "gemma3": {},
-    "qwen3_5": TP2 | {"use_distributed_optimizer": True},
-}
+SAVED = {"olmo3": {"tensor_model_parallel_size": 2}, "gemma3": {}}
 
 
 @pytest.mark.parametrize("family", SAVED)
@@ -123,3 +118,23 @@ def test_a_checkpoint_resumes_in_another_layout_and_is_exported(
     assert exported.keys() == loaded["weights"].keys()
     for name, tensor in exported.items():
         assert digest(tensor) == loaded["weights"][name], name
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("distributed_optimizer", [False, True])
+def test_delta_nets_resume_in_another_layout(
+    distributed_optimizer, model, tmp_path_factory
+):
+    """Each rank of two has queries, keys, values and gates one below the other, and so has the
+    one process that goes on.
+    """
+    directory = tmp_path_factory.mktemp("saved")
+    options = {"model": model("qwen3_5")}
+    optimizer = {"use_distributed_optimizer": distributed_optimizer}
+    parallel = optimizer | {"tensor_model_parallel_size": 2}
+    saving = {"save": str(directory / "checkpoints"), "parallel": parallel}
+    (went_on,) = torchrun_all([("policy", options | saving)], 2, directory / "two")
+    loading = {"load": saving["save"], "parallel": optimizer, "steps": 2}
+    (resumed,) = torchrun_all([("policy", options | loading)], 1, directory / "one")
+    np.testing.assert_allclose(resumed[0]["losses"], went_on[0]["losses"][1:], rtol=1e-5)
+    np.testing.assert_allclose(resumed[0]["norms"], went_on[0]["norms"][1:], rtol=2e-5)
