@@ -343,6 +343,7 @@ def build_policy(
     divide the model.
     """
     arch = read_architecture(model.path)
+    _check_device(arch, model.path)
     transformer_engine = use_transformer_engine(model.transformer_impl)
     if training and topology.rank == 0 and capabilities().transformer_engine:
         kind = "Transformer Engine"
@@ -391,6 +392,15 @@ def build_policy(
         fp32_head=fp32_head(model.head_dtype),
         constants=_constants(reader, arch),
     )
+
+
+def _check_device(arch: Architecture, path: str) -> None:
+    """Raise :class:`UserError` for layers that were never run on a device of this kind."""
+    if arch.delta_net is not None and capabilities().separate_memory:
+        raise UserError(
+            f"model.path={path}: the gated delta nets of {arch.name} are computed on CPUs only in "
+            "this version; hide the GPU (CUDA_VISIBLE_DEVICES=), or take another model"
+        )
 
 
 def _constants(reader: HFReader, arch: Architecture) -> dict[str, Tensor]:

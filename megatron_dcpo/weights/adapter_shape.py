@@ -175,8 +175,8 @@ def check_adaptable(arch: Architecture) -> None:
     """Raise :class:`UserError` if PEFT would have other projections than the weight table."""
     if arch.fused_projections:
         raise UserError(
-            f"model.adapter is not supported for {arch.name}, whose layers have queries, keys and "
-            "values in one projection, and gate and up in another; train all parameters"
+            f"model.adapter is not supported for {arch.name}, which has several projections in one "
+            f"tensor ({', '.join(arch.fused_projections)}); train all parameters"
         )
 
 
