@@ -89,7 +89,7 @@ def saved_bytes(
     """
     w, flying = widths(arch, layout, config), in_flight(layout, stage, micro_batches)
     per_token = (
-        kept_per_token(arch, layout, config, stage, flying) + 8 + 4 * w.head_dim
+        kept_per_token(arch, layout, config, stage, flying) + 8 + 4 * w.rotary
     )  # ids, angles
     scored = (
         responses * (w.bytes * arch.hidden_size + 8)

@@ -71,8 +71,7 @@ class ModelConfig:
     """The policy that a run starts from, and what its layers compute in."""
 
     path: str
-    """Directory of a Hugging Face checkpoint: Qwen3, Qwen3-MoE, Llama-3.x, Mistral, Phi-4, Qwen2.5.
-    """
+    """Directory of a Hugging Face checkpoint, of a family that docs/models.md has."""
     adapter: AdapterConfig | None = None
     """Train low-rank factors (LoRA) and keep the model's own parameters as they are; not set: train
     all parameters.

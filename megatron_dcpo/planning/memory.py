@@ -274,6 +274,7 @@ class Widths:
     routed: the inputs of MLPs per token; with experts also an average, which uneven routing
         exceeds.
     shared: the width of the shared expert, which all tokens go through.
+    rotary: the rotated dimensions of a head.
     """
 
     hidden: float
@@ -285,7 +286,7 @@ class Widths:
     ffn: int
     shared: int
     vocab: int
-    head_dim: int
+    rotary: int
     bytes: int
 
 
@@ -337,7 +338,7 @@ def widths(
         ffn=ffn,
         shared=shared,
         vocab=min(arch.vocab_size, padded_vocab_size(arch, layout) // tp),
-        head_dim=arch.kv_channels,
+        rotary=arch.rotary_dimensions,
         bytes=dtype_bytes(config.model.params_dtype),
     )
 
@@ -478,7 +479,7 @@ def _local(arch: Architecture, w: Widths) -> float:
             )  # a group's queries are copied out of the projection's output
         normalized = 4 if arch.zero_centered_norms else b
         qk_norms = fp32_inputs + normalized * (q + k) + 4 * (w.heads + w.groups)
-    rotary = 4 * b * w.head_dim  # cosine and sine, for queries and for keys
+    rotary = 4 * b * w.rotary  # cosine and sine, for queries and for keys
     attention = (
         b * (q + k) + b * q + 4 * w.heads
     )  # rotated queries and keys, output, log-sum-exp
@@ -532,9 +533,9 @@ def _transformer_engine(arch: Architecture, w: Widths) -> float:
     if arch.qk_layernorm:
         qk_norms = b * q + 4 * (w.heads + w.groups)
     if arch.whole_qk_layernorm:
-        # the norm of megatron_dcpo/policy/layers.py: its input in fp32, and what is normalized
+        # the norm of policy/norms.py: its input in fp32, and what is normalized
         qk_norms = (4 + b) * (q + k)
-    rotary = 4 * b * w.head_dim
+    rotary = 4 * b * w.rotary
     attention = (
         b * (q + k) + b * q + 4 * w.heads
     )  # the output is the projection's input too

@@ -55,6 +55,7 @@ from megatron.core.distributed import (
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.enums import ModelType
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 logger = logging.getLogger(__name__)
@@ -487,21 +488,21 @@ def _mark_tensor_parallel(gpt: GPTModel, dimensions: dict[str, int | None]) -> N
             )
 
 
+def _biased_routers(gpt: GPTModel) -> list[TopKRouter]:
+    routers = [module for module in gpt.modules() if isinstance(module, TopKRouter)]
+    return [router for router in routers if router.expert_bias is not None]
+
+
 def _mixed_precision(
     gpt: GPTModel, config: TransformerConfig
 ) -> Float16Module | GPTModel:
     if not config.bf16:
         return gpt
-    buffers = dict(gpt.named_buffers())
-    kept = {
-        name: buffer.clone()
-        for name, buffer in buffers.items()
-        if name.endswith(ROUTER_BIAS)
-    }
+    kept = [router.expert_bias for router in _biased_routers(gpt)]
     wrapped = Float16Module(config, gpt)
-    for name, values in kept.items():
+    for router, bias in zip(_biased_routers(gpt), kept, strict=True):
         # Megatron's routers make it fp32 again, but only after it has been rounded.
-        buffers[name].data = values
+        router.expert_bias = bias
     return wrapped
 
 

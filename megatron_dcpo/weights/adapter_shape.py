@@ -175,8 +175,8 @@ def check_adaptable(arch: Architecture) -> None:
     """Raise :class:`UserError` if PEFT would have other projections than the weight table."""
     if arch.fused_projections:
         raise UserError(
-            f"model.adapter is not supported for {arch.name}, which has several projections in one "
-            f"tensor ({', '.join(arch.fused_projections)}); train all parameters"
+            f"model.adapter is not supported for {arch.name}, whose checkpoints hold several "
+            f"projections in one tensor ({', '.join(arch.fused_projections)}); train all parameters"
         )
 
 

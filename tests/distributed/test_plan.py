@@ -34,6 +34,20 @@ OVERLAP = {**DISTRIBUTED, "overlap_grad_reduce": True}
         ("qwen3", False, {}),  # two data-parallel ranks
         ("qwen3_moe", False, {"expert_model_parallel_size": 2}),
         ("qwen3_moe", True, {"pipeline_model_parallel_size": 2}),
+        pytest.param(
+            "glm4_moe",
+            False,
+            {"expert_model_parallel_size": 2},
+            marks=pytest.mark.full,
+        ),
+        (
+            "glm4_moe",
+            False,
+            {
+                "pipeline_model_parallel_size": 2,
+                "num_layers_in_first_pipeline_stage": 1,
+            },
+        ),
     ],
 )
 def test_state_of_every_rank_is_predicted(
@@ -66,13 +80,21 @@ def test_state_of_every_rank_is_predicted(
                 assert predicted[0] == max(measured), (setting, what)
 
 
-@pytest.mark.parametrize("tp", [1, 2])
-def test_activations_of_experts_are_predicted(tiny_models, tmp_path, tp):
+@pytest.mark.parametrize(
+    ("tp", "family"),
+    [
+        (1, "qwen3_moe"),
+        (2, "qwen3_moe"),
+        pytest.param(1, "glm4_moe", marks=pytest.mark.full),
+        pytest.param(2, "glm4_moe", marks=pytest.mark.full),
+    ],
+)
+def test_activations_of_experts_are_predicted(tiny_models, tmp_path, tp, family):
     """Both ranks together: the routing of random weights is uneven, so that of two each has another
     number of tokens.
     """
     options = {
-        "model": str(tiny_models("qwen3_moe")),
+        "model": str(tiny_models(family)),
         "parallel": DISTRIBUTED
         | {"expert_model_parallel_size": 2, "sequence_packing": True}
         | (

@@ -39,7 +39,6 @@ TWO_PROCESSES = {
 # of a model with a sigmoid router, a correction bias and a first layer without experts
 SIGMOID = {
     "sigmoid_padded": {},
-    "sigmoid_tp2_ep2_packed": TP2 | EP2 | PACKED,
     "sigmoid_pp2_recomputed": {"pipeline_model_parallel_size": 2} | FULL,
 }
 EDGE = ROUTING_MISMATCH_THRESHOLD["fp32"]

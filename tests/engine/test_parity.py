@@ -28,6 +28,8 @@ MODELS += [("phi3", False)]
 BUCKET_BYTES = 8192
 LAYOUTS = {"tp1": (1, 1), "tp2": (2, 1), "pp2": (1, 2), "tp2_pp2": (2, 2)}
 EXPERTS = [("qwen3_moe", True), ("qwen3_moe_unnormalized", False)]
+FORMS = [("glm4", False), ("olmo2", False), ("olmo3", False), ("gemma3", True)]
+FORMS += [("mistral", False)]
 MIXTURES = [("qwen2_moe", False), ("glm4_moe", False)]
 EP2 = {"expert_model_parallel_size": 2, "use_distributed_optimizer": True}
 
@@ -173,6 +175,17 @@ def test_experts(
     more = {"parallel": parallel, "bucket_bytes": BUCKET_BYTES, "updates": 3}
     ranks = run(tiny_models, tmp_path, EXPERTS, tp, pp, engine_tp, **more)
     check(ranks)
+
+
+@at_length
+@pytest.mark.parametrize(("tp", "pp", "engine_tp"), [(1, 1, 1), (2, 1, 2), (1, 2, 2)])
+def test_families_of_another_form(
+    tiny_models: Any, tmp_path: Path, tp: int, pp: int, engine_tp: int
+) -> None:
+    """Norms behind attention and MLP, rotations of a part of the head, windows: vLLM's own models,
+    and for OLMo those that it takes from transformers.
+    """
+    check(run(tiny_models, tmp_path, FORMS, tp, pp, engine_tp, bucket_bytes=20_000))
 
 
 @at_length

@@ -128,6 +128,11 @@ FAMILIES = {
         name="Qwen3Moe",
         options=QWEN3_EXPERTS | {"norm_topk_prob": False, "moe_intermediate_size": 64},
     ),
+    "qwen3_moe_sparse": Family(
+        name="Qwen3Moe",
+        options=QWEN3_EXPERTS
+        | {"norm_topk_prob": True, "decoder_sparse_step": 2, "mlp_only_layers": [3]},
+    ),
     "qwen2_moe": Family(
         name="Qwen2Moe",
         options=QWEN3_EXPERTS

@@ -8,10 +8,12 @@ import enum
 import filecmp
 import hashlib
 import io
+import itertools
 import json
 import pickle
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -37,10 +39,34 @@ from tests.helpers.checkpoints import (
 from tools.inspect_checkpoint import inspect_checkpoint
 
 
-@pytest.mark.parametrize("max_shard_size", ["1GB", "30KB"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize("family", FAMILIES)
+def is_quick(family: str, tied: bool, dtype: str, max_shard_size: str = "30KB") -> bool:
+    """Every case of a dense family and of one with experts; one case each of the others."""
+    if family in ("qwen3", "qwen3_moe"):
+        return True
+    usual = (family == "gemma3", "bfloat16", "30KB")
+    return (tied, dtype, max_shard_size) == usual
+
+
+def cases(*more: tuple[str, ...]) -> list[Any]:
+    """The families, tied and not, in two types, and what ``more`` has; those that are not quick are
+    in the full suite.
+    """
+    axes = (FAMILIES, (True, False), ("float32", "bfloat16"), *more)
+    return [
+        pytest.param(
+            *case,
+            id="-".join(
+                {True: "tied", False: "untied"}.get(value, value) for value in case
+            ),
+            marks=[] if is_quick(*case) else [pytest.mark.full],
+        )
+        for case in itertools.product(*axes)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("family", "tied", "dtype", "max_shard_size"), cases(("1GB", "30KB"))
+)
 def test_round_trip_gives_the_same_files(tmp_path, family, tied, dtype, max_shard_size):
     """HF -> Megatron -> HF: every file is the same to the byte, weights, index, config and
     tokenizer.
@@ -148,9 +174,7 @@ def test_a_missing_expert_is_named(tmp_path, form):
     assert not (tmp_path / "megatron").exists()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "tied", "dtype"), cases())
 def test_megatron_tensors_by_torchs_own_reader(tmp_path, family, tied, dtype):
     """The checkpoint, read by torch.distributed.checkpoint, holds what explicit formulas give."""
     source = save_model(tmp_path / "hf", family, tied, dtype)

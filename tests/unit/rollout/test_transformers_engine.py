@@ -48,6 +48,12 @@ def engine(tiny_models):
     return TransformersEngine.from_pretrained(tiny_models("qwen3"), max_num_seqs=12)
 
 
+@pytest.fixture(scope="module")
+def windows(tiny_models):
+    """Layers that attend to seven tokens, beside layers that attend to all."""
+    return TransformersEngine.from_pretrained(tiny_models("gemma3"), max_num_seqs=12)
+
+
 def prompts(count):
     rng = np.random.default_rng(0)
     ids = [tuple(int(t) for t in rng.integers(1, 331, 3 + i % 4)) for i in range(count)]
@@ -72,10 +78,12 @@ def test_response_does_not_depend_on_the_batch(engine):
     ]
 
 
-def test_logprobs_equal_a_forward_pass(engine):
+@pytest.mark.parametrize("which", ["engine", "windows"])
+def test_logprobs_equal_a_forward_pass(request, which):
     """Left padding, repeated caches and dropped rows leave every log-prob what a plain forward pass
     gives.
     """
+    engine = request.getfixturevalue(which)
     for prompt, group in zip(prompts(7), np.array_split(np.arange(21), 7), strict=True):
         responses = engine.generate(
             prompts(7), SamplingConfig(n=3, max_tokens=25, seed=1)
