@@ -218,7 +218,7 @@ def _flops_per_token(
     projections = h * (q + 2 * k) + q * h
     if arch.attention_output_gate:
         projections += h * q
-    per_layer = []
+    per_layer: list[float] = []
     for layer in range(arch.num_layers):
         # scores and values over half the length, or over the layer's window
         attended = length
@@ -240,8 +240,8 @@ def _flops_per_token(
 
 
 def _delta_net_products(net: DeltaNet, h: int) -> int:
-    """Return the multiplications per token of a gated delta net, as the recurrence has them: a state
-    is decayed, asked, corrected and read.
+    """Return the multiplications per token of a gated delta net, by its recurrence: a state is
+    decayed, asked, corrected and read.
     """
     convolved = 2 * net.key_width + net.value_width
     rows = convolved + net.value_width + 2 * net.value_heads

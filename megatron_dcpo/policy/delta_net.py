@@ -164,7 +164,7 @@ class GatedDeltaNet(MegatronModule):
         on each rank are tensors of their own there, each split over the tensor-parallel ranks.
         """
         split = {"dt_bias": 0, "A_log": 0, "conv1d.weight": 0, "in_proj.weight": 0}
-        own = {name: values for name, values in self.named_parameters()}
+        own = dict(self.named_parameters())
         found = make_sharded_tensors_for_checkpoint(
             own, prefix, {**split, "out_proj.weight": 1}, sharded_offsets
         )
@@ -259,9 +259,7 @@ def gated_delta_rule(
     read = []
     for chunk in range(q.shape[2]):
         corrections = values[:, :, chunk] - reading[:, :, chunk] @ state
-        read.append(
-            from_state[:, :, chunk] @ state + within[:, :, chunk] @ corrections
-        )
+        read.append(from_state[:, :, chunk] @ state + within[:, :, chunk] @ corrections)
         state = state * kept[:, :, chunk] + to_state[:, :, chunk] @ corrections
     return torch.cat(read, dim=2)[:, :, :tokens].transpose(1, 2)
 

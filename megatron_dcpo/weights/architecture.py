@@ -793,9 +793,7 @@ def _sliding_window(
     )
 
 
-def _delta_net(
-    config: dict[str, Any], traits: _Traits, source: str
-) -> DeltaNet | None:
+def _delta_net(config: dict[str, Any], traits: _Traits, source: str) -> DeltaNet | None:
     """Return the gated delta nets of a family in which some layers have one."""
     if traits.delta_nets is None:
         return None

@@ -85,9 +85,9 @@ class SlidingWindow:
 @dataclass(frozen=True)
 class DeltaNet:
     """In the ``layers`` that are true, a gated delta net stands in the place of attention (Yang,
-    Kautz and Hatamizadeh 2024): a state of ``key_channels`` x ``value_channels`` numbers for each of
-    ``value_heads``, which every token decays, corrects and reads. Queries and keys have
-    ``key_heads``, each of which serves as many value heads. Before the rule, queries, keys and
+    Kautz and Hatamizadeh 2024): for each of ``value_heads`` a state of ``key_channels`` x
+    ``value_channels`` numbers, which every token decays, corrects and reads. Queries and keys have
+    ``key_heads``, each of which serves equally many value heads. Before the rule, queries, keys and
     values go through a causal convolution over ``kernel_size`` tokens, channel by channel.
     """
 

@@ -82,7 +82,8 @@ class Row:
     def engine_cuts(self) -> tuple[EngineCut, ...]:
         """Return how an engine cuts each of ``hf``."""
         if self.interleaving == "sections":
-            return ("rows",) * len(self.hf)
+            cut: EngineCut = "rows"
+            return (cut,) * len(self.hf)
         return _ENGINE_CUTS[self.interleaving]
 
 

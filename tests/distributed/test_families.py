@@ -1,5 +1,5 @@
 """Families with layers of another form than Llama's (norms behind attention and MLP, one norm over
-all heads, partial and interleaved rotations, sliding windows, gated delta nets and gated attention):
+all heads, partial and interleaved rotations, sliding windows, gated delta nets, gated attention):
 log-probs and the gradient of every tensor against transformers, and every layout against one
 process.
 """
@@ -136,5 +136,7 @@ def test_delta_nets_resume_in_another_layout(
     (went_on,) = torchrun_all([("policy", options | saving)], 2, directory / "two")
     loading = {"load": saving["save"], "parallel": optimizer, "steps": 2}
     (resumed,) = torchrun_all([("policy", options | loading)], 1, directory / "one")
-    np.testing.assert_allclose(resumed[0]["losses"], went_on[0]["losses"][1:], rtol=1e-5)
+    np.testing.assert_allclose(
+        resumed[0]["losses"], went_on[0]["losses"][1:], rtol=1e-5
+    )
     np.testing.assert_allclose(resumed[0]["norms"], went_on[0]["norms"][1:], rtol=2e-5)
