@@ -277,7 +277,8 @@ class TransformersEngine(Engine):
         repeated = torch.tensor(
             [order[name] for name in names], device=current_device()
         )
-        select_rows(cache, repeated)
+        # ``batch_select_indices`` does not know layers with a state.
+        cache.reorder_cache(repeated)
         return _Running(
             rows=torch.tensor(rows, device=current_device()),
             logits=logits[repeated],
@@ -488,7 +489,7 @@ class _Running:
         return kinds <= {"DynamicLayer", "LinearAttentionLayer"}
 
     def keep(self, places: Tensor) -> None:
-        select_rows(self.cache, places)
+        self.cache.reorder_cache(places)
         self.rows = self.rows[places]
         self.mask = self.mask[places]
         self.position = self.position[places]
@@ -536,12 +537,6 @@ class _Running:
             mask=both(self.mask, other.mask, 1),
             position=torch.cat([self.position, other.position]),
         )
-
-
-def select_rows(cache: Any, places: Tensor) -> None:  # noqa: ANN401 - of transformers
-    """Keep the rows ``places`` of a cache, in this order; one may be in it several times."""
-    # ``batch_select_indices`` does not know layers with a state.
-    cache.reorder_cache(places)
 
 
 def _add_states(layer: Any, more: Any) -> None:  # noqa: ANN401 - of transformers
