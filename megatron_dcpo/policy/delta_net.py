@@ -32,9 +32,9 @@ from torch import Tensor
 
 from megatron_dcpo.runtime.device import current_device
 from megatron_dcpo.weights.decoder import Architecture
+from megatron_dcpo.weights.table import DELTA_NET_PARTS
 
 CHUNK = 64  # tokens that are computed by products of matrices
-_QKV = ("query", "key", "value")
 
 
 class GatedDeltaNet(MegatronModule):
@@ -168,14 +168,10 @@ class GatedDeltaNet(MegatronModule):
         found = make_sharded_tensors_for_checkpoint(
             own, prefix, {**split, "out_proj.weight": 1}, sharded_offsets
         )
-        parts = {
-            "in_proj.weight": dict(
-                zip((*_QKV, "z", "beta", "alpha"), self.sections, strict=True)
-            ),
-            "conv1d.weight": dict(zip(_QKV, self.qkv, strict=True)),
-        }
-        for name, rows in parts.items():
-            found[prefix + name] = _in_parts(found[prefix + name], rows)
+        sections = {"in_proj.weight": self.sections, "conv1d.weight": self.qkv}
+        for name, rows in sections.items():
+            parts = dict(zip(DELTA_NET_PARTS.values(), rows, strict=False))
+            found[prefix + name] = _in_parts(found[prefix + name], parts)
         return found
 
 

@@ -207,7 +207,7 @@ def _chunk_rows(
         for row in layer_rows(arch, layer):
             named = row
             if layout.transformer_engine:
-                named = transformer_engine_row(row, arch.has_experts(layer))
+                named = transformer_engine_row(arch, layer, row)
             experts = experts_of(arch, row)
             if row.of_expert:
                 number = len(experts) // layout.expert_model_parallel_size

@@ -116,12 +116,28 @@ _FUSED_NORMS = {
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
     "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
 }
+_FUSED_NORM_OF_DELTA_NET = {
+    "input_layernorm.weight": "self_attention.in_proj.layer_norm_weight"
+}
 _LOCAL_EXPERT = "mlp.experts.local_experts.{expert}."
 _GROUPED_EXPERTS = {
     _LOCAL_EXPERT + "linear_fc1.weight": "mlp.experts.linear_fc1.weight{expert}",
     _LOCAL_EXPERT + "linear_fc2.weight": "mlp.experts.linear_fc2.weight{expert}",
 }
-LOCAL_NAMES = {fused: local for local, fused in _FUSED_NORMS.items()}
+LOCAL_NAMES = {
+    fused: local
+    for norms in (_FUSED_NORMS, _FUSED_NORM_OF_DELTA_NET)
+    for local, fused in norms.items()
+}
+# The names that Megatron gives in checkpoints to the parts of a gated delta net's parameters.
+DELTA_NET_PARTS = {
+    "q": "query",
+    "k": "key",
+    "v": "value",
+    "z": "z",
+    "b": "beta",
+    "a": "alpha",
+}
 # The norms of outputs under the names that Megatron Bridge gives them in checkpoints. Here they are
 # no part of the linear layers, so that an adapter adds to what is normed.
 OUTPUT_NORMS = {
@@ -158,13 +174,15 @@ EMBEDDING = "model.embed_tokens.weight"
 OUTPUT = "lm_head.weight"
 
 
-def transformer_engine_row(row: Row, experts: bool) -> Row:
-    """Return a row of a layer, with or without ``experts``, under the name it has in Transformer
-    Engine's layer spec.
+def transformer_engine_row(arch: Architecture, layer: int, row: Row) -> Row:
+    """Return a row of ``layer``, counted from 0, under the name it has in Transformer Engine's
+    layer spec.
     """
     names = _FUSED_NORMS | _GROUPED_EXPERTS
-    if experts:
+    if arch.has_experts(layer):
         del names["pre_mlp_layernorm.weight"]
+    if arch.has_delta_net(layer):
+        names |= _FUSED_NORM_OF_DELTA_NET
     name = row.megatron.removeprefix(_M)
     return replace(
         row, megatron=row.megatron.removesuffix(name) + names.get(name, name)
@@ -420,8 +438,12 @@ def _delta_net_rows() -> list[Row]:
     (``a``), one below the other.
     """
     of_module: tuple[tuple[str, tuple[str, ...], Interleaving], ...] = (
-        ("in_proj.weight", tuple(f"in_proj_{p}.weight" for p in "qkvzba"), "sections"),
-        ("conv1d.weight", tuple(f"conv1d_{p}.weight" for p in "qkv"), "sections"),
+        (
+            "in_proj.weight",
+            tuple(f"in_proj_{part}.weight" for part in DELTA_NET_PARTS),
+            "sections",
+        ),
+        ("conv1d.weight", tuple(f"conv1d_{part}.weight" for part in "qkv"), "sections"),
         ("dt_bias", ("dt_bias",), "column"),
         ("A_log", ("A_log",), "column"),
         ("out_norm.weight", ("norm.weight",), "replicated"),

@@ -23,6 +23,7 @@ FAMILIES = (
     "olmo2",
     "olmo3",
     "gemma3",
+    "qwen3_5",
     "qwen2_moe",
     "glm4_moe",
     "dots1",
@@ -99,9 +100,28 @@ def norms_of_layer(model_type: str) -> dict[str, str | None]:
     return dict(zip(names, norms, strict=True))
 
 
+def delta_net_of_layer(
+    at: dict[str, torch.Tensor], config: dict[str, Any]
+) -> dict[str, torch.Tensor]:
+    """The tensors of a gated delta net as Megatron has them in a checkpoint."""
+    keys = config["linear_num_key_heads"] * config["linear_key_head_dim"]
+    values = config["linear_num_value_heads"] * config["linear_value_head_dim"]
+    net = "linear_attn."
+    tensors = {name: at[net + name] for name in ("A_log", "dt_bias")}
+    for ours, theirs in (("in_proj", "in_proj_qkv"), ("conv1d", "conv1d")):
+        parts = at[f"{net}{theirs}.weight"].split([keys, keys, values])
+        for name, part in zip(("query", "key", "value"), parts, strict=True):
+            tensors[f"{ours}.weight.{name}"] = part
+    for name, theirs in (("z", "z"), ("beta", "b"), ("alpha", "a")):
+        tensors[f"in_proj.weight.{name}"] = at[f"{net}in_proj_{theirs}.weight"]
+    tensors["out_norm.weight"] = at[f"{net}norm.weight"]
+    tensors["out_proj.weight"] = at[f"{net}out_proj.weight"]
+    return tensors
+
+
 def expected_megatron(path: Path, padded: int) -> dict[str, torch.Tensor]:
     """Megatron's tensors, written down without the weight table; layers are stacked unless some
-    have no experts.
+    have no experts, or no attention.
     """
     hf, config = load_model(path), json.loads((path / "config.json").read_text())
     layers, groups = config["num_hidden_layers"], config["num_key_value_heads"]
@@ -109,7 +129,8 @@ def expected_megatron(path: Path, padded: int) -> dict[str, torch.Tensor]:
     apart: dict[str, torch.Tensor] = {}
 
     def add(name: str, tensor: torch.Tensor) -> None:
-        if config.get("first_k_dense_replace") or config.get("mlp_only_layers"):
+        names = ("first_k_dense_replace", "mlp_only_layers", "linear_num_key_heads")
+        if any(config.get(name) for name in names):
             apart[f"decoder.layers.{layer}.{name}"] = tensor
         else:
             stacks.setdefault(f"decoder.layers.{name}", []).append(tensor)
@@ -136,11 +157,19 @@ def expected_megatron(path: Path, padded: int) -> dict[str, torch.Tensor]:
                     at[f"self_attn.{p}_proj.{kind}"].unflatten(0, (groups, -1))
                     for p in "qkv"
                 ]
+                if config["model_type"] == "qwen3_5_text":
+                    # behind all query heads of the group, their gates
+                    heads = qkv[0].unflatten(1, (-1, 2, config["head_dim"]))
+                    qkv[0] = heads.transpose(1, 2).flatten(1, 3)
                 add(
                     f"self_attention.linear_qkv.{kind}",
                     torch.cat(qkv, dim=1).flatten(0, 1),
                 )
-        add("self_attention.linear_proj.weight", at["self_attn.o_proj.weight"])
+        if "linear_attn.A_log" in at:
+            for name, tensor in delta_net_of_layer(at, config).items():
+                add(f"self_attention.{name}", tensor)
+        else:
+            add("self_attention.linear_proj.weight", at["self_attn.o_proj.weight"])
         if "self_attn.o_proj.bias" in at:
             add("self_attention.linear_proj.bias", at["self_attn.o_proj.bias"])
         if "mlp.down_proj.bias" in at:
@@ -149,6 +178,8 @@ def expected_megatron(path: Path, padded: int) -> dict[str, torch.Tensor]:
             add("mlp.linear_fc2.bias", at["mlp.down_proj.bias"])
         norms = norms_of_layer(config["model_type"])
         for name, norm in norms.items():
+            if "linear_attn.A_log" in at:
+                name = name.replace("linear_qkv", "in_proj")
             if norm is not None and "mlp.gate.weight" not in at:
                 add(name, at[f"{norm}.weight"])
         if "mlp.gate.weight" in at:
