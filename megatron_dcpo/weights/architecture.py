@@ -219,6 +219,7 @@ ARCHITECTURES: dict[str, _Traits] = {
                 "attn_output_gate": (True,),
                 "hidden_act": ("silu",),
                 "mamba_ssm_dtype": ("float32",),
+                "output_gate_type": ("silu", "swish"),
                 "mlp_only_layers": ([],),
             },
             spelled_out={"head_dim": 256, "num_key_value_heads": 4},
