@@ -137,9 +137,9 @@ def import_checkpoint(
         total = sum(
             math.prod(chunk.sizes) * dtype_bytes(chunk.dtype) for chunk in chunks
         )
-        check_free_space(target, total)
+        carried = Carried.of(reader, arch)
+        check_free_space(target, total + carried.nbytes)
         with new_directory(target, overwrite) as temporary, few_threads() as pool:
-            carried = Carried.of(reader, arch)
             hashing = {
                 name: pool.submit(sha256, reader.tensor(name))
                 for name in (*moved, *carried.specs)

@@ -269,6 +269,10 @@ class Carried:
         self.specs = specs
         self.tensor = read
 
+    @property
+    def nbytes(self) -> int:
+        return sum(map(_nbytes, self.specs.values()))
+
     @classmethod
     def of(cls, reader: HFReader, arch: Architecture) -> Carried:
         """Return those of a Hugging Face directory."""

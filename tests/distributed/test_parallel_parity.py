@@ -102,6 +102,9 @@ SEVERAL += [
 ]
 SEVERAL += [(layout, PHI3) for layout in ("tp2_pp2", "tp2_sequence_parallel_packed")]
 SEVERAL += [("pp2", BIASES[0]), ("tp2_pp2", BIASES[1])]
+# in the full suite: what other cases of the same family or layout try
+FULL = [("tp2", LLAMA), ("pp2", LLAMA), ("pp2", BIASES[0]), ("tp2_pp2", BIASES[1])]
+FULL += [("tp2_pp2", which) for which in (("mistral", False), YARN, PHI3)]
 MICRO_BATCHES = (1, 3, 12)
 
 
@@ -158,8 +161,11 @@ def runs(tiny_models, tmp_path_factory):
         name = name if len(name) > 1 else name[0]
         if name not in made:
             processes = wanted[name][0]
+            full = {(layout, *which) for layout, which in FULL}
             names = [
-                other for other, (ranks, _) in wanted.items() if ranks == processes
+                other
+                for other, (ranks, _) in wanted.items()
+                if ranks == processes and (other in full) == (name in full)
             ]
             out = tmp_path_factory.mktemp(f"ranks{processes}")
             results = torchrun_all(
@@ -203,7 +209,13 @@ def test_one_process_equals_transformers(tiny_models, one_process, family, tied)
             np.testing.assert_allclose(ours[str(index)], theirs, atol=1e-4)
 
 
-@pytest.mark.parametrize(("layout", "which"), SEVERAL)
+@pytest.mark.parametrize(
+    ("layout", "which"),
+    [
+        pytest.param(*case, marks=[pytest.mark.full] * (case in FULL))
+        for case in SEVERAL
+    ],
+)
 def test_layout_equals_one_process(runs, one_process, layout, which):
     agrees(runs(layout, *which), one_process(*which), LAYOUTS[layout][1])
 

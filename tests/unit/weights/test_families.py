@@ -5,13 +5,14 @@ rotary embeddings, and what is refused by name.
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
 
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.planning.hub import MODELS
-from megatron_dcpo.weights.architecture import parse_architecture
+from megatron_dcpo.weights.architecture import ARCHITECTURES, parse_architecture
 from megatron_dcpo.weights.decoder import (
     DeltaNet,
     LinearScaling,
@@ -19,6 +20,7 @@ from megatron_dcpo.weights.decoder import (
     YarnScaling,
 )
 from megatron_dcpo.weights.table import number_of_parameters
+from tests.helpers.paths import REPOSITORY
 
 # parameters as the model cards count them
 RELEASED = {
@@ -248,3 +250,8 @@ def test_a_key_for_which_transformers_has_another_default_must_be_there(
     del config[key]
     with pytest.raises(UserError, match=key):
         parse_architecture(config)
+
+
+def test_the_page_of_models_has_every_family() -> None:
+    page = (REPOSITORY / "docs" / "models.md").read_text()
+    assert set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)) == set(ARCHITECTURES)
