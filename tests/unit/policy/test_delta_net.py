@@ -1,9 +1,17 @@
-"""The gated delta rule in chunks is the recurrence, token by token."""
+"""The gated delta rule in chunks is the recurrence, token by token; where it was never run it is
+refused.
+"""
 
 import pytest
 import torch
 
+from megatron_dcpo.config import ModelConfig, ParallelConfig, validate
+from megatron_dcpo.errors import UserError
+from megatron_dcpo.planning.machine import Machine
+from megatron_dcpo.planning.plan import make_plan
 from megatron_dcpo.policy.delta_net import CHUNK, gated_delta_rule
+from megatron_dcpo.policy.model import build_policy
+from megatron_dcpo.runtime import device
 
 
 def recurrence(query, key, value, log_decay, beta):
@@ -60,3 +68,17 @@ def test_a_forgotten_state_stays_finite():
     torch.testing.assert_close(read, query / 2, atol=1e-5, rtol=0)
     read.sum().backward()
     assert log_decay.grad.isfinite().all()
+
+
+def test_a_gpu_is_refused(tiny_models, monkeypatch):
+    monkeypatch.setattr(device, "has_cuda", lambda: True)
+    model = ModelConfig(path=str(tiny_models("qwen3_5")), transformer_impl="local")
+    with pytest.raises(UserError, match="gated delta nets"):
+        build_policy(model, ParallelConfig(), topology=None)
+
+
+def test_a_plan_is_refused(tiny_models):
+    model = {"path": str(tiny_models("qwen3_5"))}
+    config = validate({"run_dir": "r", "model": model, "data": {"path": "d"}})
+    with pytest.raises(UserError, match="gated delta nets"):
+        make_plan(config, Machine(gpus=1))
