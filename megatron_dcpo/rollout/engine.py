@@ -31,6 +31,8 @@ from megatron_dcpo.weights.planner import WeightSlice
 
 # removed behind vLLM 0.23
 _NOT_IN_VLLM = ("dots1",)
+# run by transformers' modules, whose gate_up_proj takes no gate_proj and up_proj
+_FUSED_IN_VLLM = ("glm",)
 # no released model of it does
 _NOT_TIED_IN_VLLM = ("glm4_moe",)
 
@@ -207,6 +209,8 @@ def unsupported(arch: Architecture) -> str:
     """
     if arch.name in _NOT_IN_VLLM:
         return f"vLLM has no {arch.name} any more"
+    if arch.name in _FUSED_IN_VLLM:
+        return f"vLLM runs {arch.name} by a module that takes no update of gate or up alone"
     if arch.name in _NOT_TIED_IN_VLLM and arch.tied_embeddings:
         return f"vLLM does not tie the embeddings of {arch.name}"
     if arch.delta_net is not None:

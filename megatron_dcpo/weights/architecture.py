@@ -265,7 +265,24 @@ ARCHITECTURES: dict[str, _Traits] = {
         # transformers takes yarn for longrope here
         rope_types=("default",),
     ),
-    # GLM-4-0414 and GLM-Z1, not the older GLM-4-9B
+    # GLM-4-9B-Chat as transformers has it, GLM-Edge
+    "GlmForCausalLM": _Traits(
+        keys=Keys(
+            model_type="glm",
+            translated=frozenset({"partial_rotary_factor"}),
+            spelled_out={
+                "attention_bias": True,
+                "head_dim": 128,
+                "num_key_value_heads": 2,
+            },
+        ),
+        biases_the_output=False,
+        fused_projections=("gate_up_proj",),
+        rope_types=("default",),
+        partial_rotary_factor=0.5,
+        rotary_interleaved=True,
+    ),
+    # GLM-4-0414 and GLM-Z1
     "Glm4ForCausalLM": _Traits(
         keys=Keys(
             model_type="glm4",

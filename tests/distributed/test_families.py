@@ -17,7 +17,7 @@ from tests.distributed.test_parallel_parity import LAYOUTS, agrees
 from tests.helpers.checkpoints import load_model
 from tests.helpers.launch import torchrun_all
 
-FAMILIES = ("glm4", "olmo2", "olmo3", "gemma3", "qwen3_5")
+FAMILIES = ("glm", "glm4", "olmo2", "olmo3", "gemma3", "qwen3_5")
 TIED = ("gemma3",)
 # the others are in the full suite
 QUICK = {

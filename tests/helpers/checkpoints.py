@@ -19,6 +19,7 @@ FAMILIES = (
     "llama",
     "qwen2",
     "phi3",
+    "glm",
     "glm4",
     "olmo2",
     "olmo3",

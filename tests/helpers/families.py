@@ -79,6 +79,7 @@ FAMILIES = {
         name="Qwen2", options={"hidden_act": "silu"}, without=("head_dim",)
     ),
     "phi3": Family(name="Phi3", options=SPECIAL | {"rms_norm_eps": 1e-6}),
+    "glm": Family(name="Glm", options=SPECIAL),
     "glm4": Family(name="Glm4", options=SPECIAL),
     "olmo2": Family(name="Olmo2", options=SPECIAL),
     "olmo3": Family(

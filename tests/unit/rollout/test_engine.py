@@ -131,6 +131,20 @@ def test_mixtures_that_vllm_does_not_run(model, installed):
         choose_engine("vllm", model(**experts, tie_word_embeddings=True))
 
 
+def test_a_family_whose_projections_vllm_keeps_fused(model, installed):
+    installed(True, gpu=True)
+    glm = {
+        "architectures": ["GlmForCausalLM"],
+        "model_type": "glm",
+        "attention_bias": True,
+        "head_dim": 32,
+        "num_key_value_heads": 2,
+    }
+    assert choose_engine("auto", model(**glm)) == "transformers"
+    with pytest.raises(UserError, match="glm"):
+        choose_engine("vllm", model(**glm))
+
+
 def test_seeds_differ_in_everything_they_are_made_of():
     seeds = {
         request_seed(s, step, p, i)

@@ -52,16 +52,15 @@ def test_gemma2_differs_in_keys_and_norms(tmp_path: Path) -> None:
         assert named in line
 
 
-def test_glm_differs_in_norms_that_only_the_weights_show(tmp_path: Path) -> None:
-    path, config = saved(tmp_path / "model", "Glm")
-    found = nearest_architecture(config, "GlmForCausalLM", path, known_families())
-    assert (found.known, found.keys) == ("Glm4ForCausalLM", ())
+def test_arcee_differs_in_a_projection_that_only_the_weights_show(
+    tmp_path: Path,
+) -> None:
+    path, config = saved(tmp_path / "model", "Arcee")
+    found = nearest_architecture(config, "ArceeForCausalLM", path, known_families())
+    assert (found.known, found.keys) == ("LlamaForCausalLM", ())
     assert found.tensors == ()
-    assert found.lacking == (
-        "post_mlp_layernorm.weight",
-        "post_self_attn_layernorm.weight",
-    )
-    assert "post_mlp_layernorm" in line_of(path)
+    assert found.lacking == ("mlp.gate_proj.weight",)
+    assert "gate_proj" in line_of(path)
     with pytest.raises(UserError, match="no weights"):
         parse_architecture(config)
 
@@ -82,9 +81,9 @@ def test_a_known_model_under_another_name_is_nearest_to_itself(
 
 
 def test_damaged_weights_do_not_hide_the_name(tmp_path: Path) -> None:
-    path, _ = saved(tmp_path / "model", "Glm")
+    path, _ = saved(tmp_path / "model", "Arcee")
     (path / "model.safetensors").write_bytes(b"no tensors")
-    assert "GlmForCausalLM" in line_of(path)
+    assert "ArceeForCausalLM" in line_of(path)
 
 
 def test_names_of_any_length_stay_in_the_line(tmp_path: Path) -> None:
