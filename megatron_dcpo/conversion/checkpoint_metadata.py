@@ -184,6 +184,7 @@ _CLASSES = (
 _KNOWN: dict[tuple[str, str], object] = {
     **{(each.__module__, each.__qualname__): each for each in _CLASSES},
     ("builtins", "getattr"): _memory_format,
+    ("__builtin__", "getattr"): _memory_format,  # its name in pickles of protocol 2
     ("torch.serialization", "_get_layout"): get_layout,
 }
 # Other classes of these packages are read as opaque objects. A writer's plans have paths.

@@ -128,8 +128,11 @@ def experts_of(arch, parallel):
         router = {
             "moe_router_score_function": "sigmoid",
             "moe_router_enable_expert_bias": True,
-            "moe_layer_freq": [0] + [1] * (arch.num_layers - 1),
         }
+    if arch.dense_layers:
+        router["moe_layer_freq"] = [
+            int(arch.has_experts(layer)) for layer in range(arch.num_layers)
+        ]
     if arch.shared_ffn_hidden_size:
         router["moe_shared_expert_intermediate_size"] = arch.shared_ffn_hidden_size
         router["moe_shared_expert_gate"] = arch.shared_expert_gate
