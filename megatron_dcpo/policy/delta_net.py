@@ -1,14 +1,14 @@
 """The gated delta net (Yang, Kautz and Hatamizadeh 2024) of Qwen3.5, in the place of attention.
 
-A head has a state S, [key_channels, value_channels]. A token with query q, key k and value v, both
-of length one but for v, decays the state, corrects what it answers to the key, and reads it:
+A head has a state S, [key_channels, value_channels]. A token has a query q and a key k, both of
+length one, and a value v. It decays the state, corrects what it answers to the key, and reads it:
 
     S <- exp(g) S
     S <- S + beta k (v - k^T S)^T
     o  = q^T S / sqrt(key_channels)
 
-Megatron has a layer of this form with the same parameters, which needs flash-linear-attention, and
-no packed sequences.
+Megatron has a layer of this form with the same parameters, which needs flash-linear-attention and
+does not take packed sequences.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from megatron_dcpo.runtime.device import current_device
 from megatron_dcpo.weights.decoder import Architecture
 from megatron_dcpo.weights.table import DELTA_NET_PARTS
 
-CHUNK = 64  # tokens that are computed by products of matrices
+CHUNK = 64  # tokens whose corrections are computed together
 
 
 class GatedDeltaNet(MegatronModule):
@@ -233,7 +233,9 @@ def gated_delta_rule(
     k = in_chunks(_of_length_one(key))
     v = in_chunks(value)
     rate = in_chunks(beta.unsqueeze(-1))
-    decay = in_chunks(log_decay.unsqueeze(-1)).cumsum(dim=-2)  # since the chunk's begin
+    decay = in_chunks(log_decay.unsqueeze(-1)).cumsum(
+        dim=-2
+    )  # from the first of a chunk
     later = torch.ones(size, size, dtype=torch.bool, device=q.device).triu(1)
     between = decay - decay.transpose(-1, -2)  # from the token of a column to a row's
     between = between.masked_fill(later, -torch.inf).exp()

@@ -274,8 +274,8 @@ def layer_spec(
     return spec
 
 
-def _put_delta_net(spec: Any, arch: Architecture) -> None:  # noqa: ANN401 - as above
-    """Put a gated delta net in the place of attention. The norm before it has the name that it has
+def _put_delta_net(spec: Any, arch: Architecture) -> None:  # noqa: ANN401 - as below
+    """Put a gated delta net in the place of attention. The norm before it gets the name that it has
     in Megatron's checkpoints, as if it were fused to the input projection.
     """
     layer = spec.submodules

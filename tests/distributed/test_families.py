@@ -26,7 +26,7 @@ QUICK = {
     ("gemma3", "cp2_packed"),
     ("qwen3_5", "tp2_sequence_parallel_packed"),
 }
-# the others refuse it
+# which refuse context parallelism
 WITH_DELTA_NETS = ("qwen3_5",)
 CASES = [
     pytest.param(

@@ -12,6 +12,7 @@ import pytest
 
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.planning.hub import MODELS
+from megatron_dcpo.planning.traffic import sequence_flops
 from megatron_dcpo.weights.architecture import ARCHITECTURES, parse_architecture
 from megatron_dcpo.weights.decoder import (
     DeltaNet,
@@ -19,6 +20,7 @@ from megatron_dcpo.weights.decoder import (
     SlidingWindow,
     YarnScaling,
 )
+from megatron_dcpo.weights.layout import Layout
 from megatron_dcpo.weights.table import number_of_parameters
 from tests.helpers.paths import REPOSITORY
 
@@ -206,6 +208,23 @@ def test_delta_nets_are_read_as_transformers_reads_them() -> None:
     with torch.device("meta"):
         model = Qwen3_5ForCausalLM(config)
     assert number_of_parameters(arch) == model.num_parameters()
+
+
+def test_operations_with_delta_nets() -> None:
+    """As torch counts those of transformers, which are a few more: its rule goes by chunks."""
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+    from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
+
+    arch = parse_architecture(DELTA_NETS)
+    with torch.device("meta"), FlopCounterMode(display=False) as counter:
+        model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**DELTA_NETS))
+        masks = dict.fromkeys(("full_attention", "linear_attention"))
+        ids = torch.zeros(1, 256, dtype=torch.int64)
+        model(ids, attention_mask=masks, use_cache=False)
+    layout = Layout(make_vocab_size_divisible_by=1)
+    counted = sequence_flops(arch, layout, tokens=256, length=256)
+    assert counted == pytest.approx(counter.get_total_flops(), rel=0.03)
 
 
 @pytest.mark.parametrize(
