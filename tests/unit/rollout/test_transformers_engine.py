@@ -158,7 +158,9 @@ def test_a_response_that_is_continued_is_the_uninterrupted_one(engine, cut):
     engine.weights_version = 0
 
 
-@pytest.mark.parametrize("which", ["engine", "delta_nets"])
+@pytest.mark.parametrize(
+    "which", ["engine", pytest.param("delta_nets", marks=pytest.mark.full)]
+)
 def test_a_free_place_is_taken_by_the_next_sample(request, which, monkeypatch):
     """Only where a rollout may be partial: otherwise a batch runs to its end, and its last
     responses alone.
