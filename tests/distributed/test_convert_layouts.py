@@ -94,7 +94,8 @@ def imported_model(tmp_path_factory, family, tied, dtype):
     return source, base / "megatron", {"float32": "fp32", "bfloat16": "bf16"}[dtype]
 
 
-FULL = ("tp4", "pp2_uneven", "ep2_pp2")  # with `make test-full`
+# with `make test-full`
+FULL = ("one", "tp2", "tp4", "pp2_uneven", "ep2_pp2", "tp2_etp2")
 
 
 @pytest.mark.parametrize("layout", full_only(LAYOUTS, FULL))
@@ -102,7 +103,9 @@ def test_stock_model_loads_and_saves(imported, tmp_path, layout):
     loads_and_saves(imported, tmp_path, layout)
 
 
-@pytest.mark.parametrize("layout", ["one", "tp2", "pp2_virtual2"])
+@pytest.mark.parametrize(
+    "layout", full_only(["one", "tp2", "pp2_virtual2"], ["one", "tp2"])
+)
 def test_stock_model_of_transformer_engine_loads_and_saves(imported, tmp_path, layout):
     """The same with Megatron's spec for Transformer Engine, whose layers have extra state, on the
     stand-in.

@@ -25,6 +25,8 @@ LONG = (
     "reshard",
     "sft_step",
     "simulate",
+    "skipped_tokens",
+    "step_megatron",
 )
 
 
