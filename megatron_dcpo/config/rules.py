@@ -51,6 +51,8 @@ class ModelShape(Protocol):
     def vocab_size(self) -> int: ...
     @property
     def sliding_window(self) -> object | None: ...
+    @property
+    def delta_net(self) -> object | None: ...
 
 
 _RUN_RULES: list[Callable[[RunConfig], Broken]] = []
@@ -696,6 +698,28 @@ def windows_in_context_parallelism(config: RunConfig, model: ModelShape) -> Brok
 
 
 @run_model_rule
+def delta_nets_see_whole_sequences(config: RunConfig, model: ModelShape) -> Broken:
+    size = config.parallel.context_parallel_size
+    if model.delta_net is None or size == 1:
+        return None
+    return (
+        f"parallel.context_parallel_size={size} is not supported for {config.model.path}, whose "
+        "gated delta nets go through a sequence token by token; take tensor or pipeline "
+        "parallelism instead"
+    )
+
+
+@run_model_rule
+def delta_nets_have_local_layers(config: RunConfig, model: ModelShape) -> Broken:
+    if model.delta_net is None or config.model.transformer_impl != "transformer_engine":
+        return None
+    return (
+        f"model.transformer_impl=transformer_engine is not supported for {config.model.path}, "
+        "which has gated delta nets; take auto or local, without a GPU"
+    )
+
+
+@run_model_rule
 def experts_need_sequence_parallel(config: RunConfig, model: ModelShape) -> Broken:
     parallel = config.parallel
     size = parallel.tensor_model_parallel_size
@@ -741,6 +765,17 @@ def a_server_gets_no_experts(config: Config, model: ModelShape) -> Broken:
             "this version; take vllm or transformers"
         )
     return None
+
+
+@model_rule
+def delta_nets_are_sampled_by_transformers(config: Config, model: ModelShape) -> Broken:
+    engine = config.rollout.engine
+    if model.delta_net is None or engine in ("auto", "transformers"):
+        return None
+    return (
+        f"rollout.engine={engine} does not get the weights of gated delta nets in this version, "
+        f"which {config.model.path} has; take transformers"
+    )
 
 
 @model_rule

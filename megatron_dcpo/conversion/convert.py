@@ -47,9 +47,9 @@ from megatron_dcpo.conversion.megatron_checkpoint import (
     write_checkpoint,
 )
 from megatron_dcpo.conversion.parameters import (
-    WHOLE_MODEL,
     Slice,
     extra_states,
+    kinds_of_tensors,
     locate,
     megatron_shape,
     place_of,
@@ -79,8 +79,8 @@ from megatron_dcpo.weights.hf_checkpoint import (
     read_weight_map,
     write_index,
 )
-from megatron_dcpo.weights.layout import Coordinates, Layout
-from megatron_dcpo.weights.planner import Copy, interleavings, padded_vocab_size
+from megatron_dcpo.weights.layout import Layout
+from megatron_dcpo.weights.planner import Copy, padded_vocab_size
 from megatron_dcpo.weights.table import (
     Interleaving,
     fused_parts,
@@ -190,7 +190,7 @@ def _new_chunks(
     """Yield the checkpoint's tensors as chunks, which become views of the source when they are
     written. ``padded`` is the number of rows of the vocabulary's tensors.
     """
-    kinds = interleavings(arch, WHOLE_MODEL, Coordinates())
+    kinds = kinds_of_tensors(arch)
     for megatron, copies in row_copies(arch).items():
         rows, *columns = megatron_shape(arch, copies)
         if kinds[megatron] == "vocab":
@@ -415,8 +415,8 @@ def _write_shards(
             offsets.update(shard.offsets)
             descriptors.update(dict.fromkeys(shard.offsets, file.fileno()))
         for whole, parts in fused_parts(arch).items():
-            (_, columns), dtype = specs[whole]
-            row_bytes = columns * dtype_bytes(dtype)
+            (_, *columns), dtype = specs[whole]
+            row_bytes = math.prod(columns) * dtype_bytes(dtype)
             for part in parts:
                 descriptors[part.name] = descriptors[whole]
                 offsets[part.name] = offsets[whole] + part.first * row_bytes

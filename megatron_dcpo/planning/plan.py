@@ -165,6 +165,7 @@ def make_plan(config: Config, machine: Machine, rates: Rates | None = None) -> P
     """
     rates = rates or Rates()
     arch = architecture_of(config.model.path)
+    _check_kinds_of_layers(arch, config)
     _check_positions(arch, config)
     # on GPUs ``auto`` means Transformer Engine, whatever this machine has
     transformer_engine = (
@@ -236,6 +237,14 @@ def make_plan(config: Config, machine: Machine, rates: Rates | None = None) -> P
         resharding=resharding,
         seconds=seconds,
     )
+
+
+def _check_kinds_of_layers(arch: Architecture, config: Config) -> None:
+    if arch.delta_net is not None:
+        raise UserError(
+            f"model.path={config.model.path}: the memory of gated delta nets is not known to "
+            "dcpo plan in this version; plan a model of the same size without them"
+        )
 
 
 def _check_positions(arch: Architecture, config: Config) -> None:

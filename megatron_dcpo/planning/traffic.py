@@ -12,6 +12,7 @@ from megatron_dcpo.planning.machine import Machine, Rates
 from megatron_dcpo.planning.memory import State, expert_replicas, recomputed_share
 from megatron_dcpo.runtime.dtypes import dtype_bytes
 from megatron_dcpo.weights.architecture import Architecture
+from megatron_dcpo.weights.decoder import DeltaNet
 from megatron_dcpo.weights.layout import Layout
 from megatron_dcpo.weights.pipeline import chunk_layers, layers_per_stage
 from megatron_dcpo.weights.planner import padded_vocab_size
@@ -215,7 +216,9 @@ def _flops_per_token(
     k = arch.num_query_groups * d
     h = arch.hidden_size
     projections = h * (q + 2 * k) + q * h
-    per_layer = []
+    if arch.attention_output_gate:
+        projections += h * q
+    per_layer: list[float] = []
     for layer in range(arch.num_layers):
         # scores and values over half the length, or over the layer's window
         attended = length
@@ -227,9 +230,23 @@ def _flops_per_token(
             width = arch.ffn_hidden_size * arch.experts_per_token
             width += arch.shared_ffn_hidden_size
             router = h * arch.num_experts
-        products = projections + 3 * h * width + router
-        per_layer.append(2 * products + 2 * q * attended)
+        products = 3 * h * width + router
+        if arch.delta_net is not None and arch.has_delta_net(layer):
+            per_layer.append(2 * (products + _delta_net_products(arch.delta_net, h)))
+        else:
+            products += projections
+            per_layer.append(2 * products + 2 * q * attended)
     return per_layer, 2 * h * padded_vocab_size(arch, layout)
+
+
+def _delta_net_products(net: DeltaNet, h: int) -> int:
+    """Return the multiplications per token of a gated delta net, by its recurrence: a state is
+    decayed, asked, corrected and read.
+    """
+    convolved = 2 * net.key_width + net.value_width
+    rows = convolved + net.value_width + 2 * net.value_heads
+    states = net.value_heads * net.key_channels * net.value_channels
+    return h * (rows + net.value_width) + convolved * net.kernel_size + 4 * states
 
 
 def step_seconds(

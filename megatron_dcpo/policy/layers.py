@@ -39,6 +39,7 @@ from torch import Tensor
 
 from megatron_dcpo.errors import UserError, one_line, pip_install
 from megatron_dcpo.policy.context_parallel import gather_keys_and_values
+from megatron_dcpo.policy.delta_net import GatedDeltaNet
 from megatron_dcpo.policy.norms import (
     NormedResidual,
     NormOfKeys,
@@ -244,11 +245,12 @@ def layer_spec(
     arch: Architecture,
     config: TransformerConfig,
     transformer_engine: bool,
-    experts: bool,
+    layer: int,
 ) -> ModuleSpec | TransformerBlockSubmodules:
-    """Return Megatron's spec of one layer of ``arch``, with ``experts`` or with a single MLP;
-    ``config`` describes the rest.
+    """Return Megatron's spec of ``layer`` of ``arch``, counted from 0; ``config`` describes the
+    rest.
     """
+    experts = arch.has_experts(layer)
     num_experts = config.num_moe_experts if experts else None
     if transformer_engine:
         spec = get_gpt_layer_with_transformer_engine_spec(
@@ -267,7 +269,21 @@ def layer_spec(
         attention.module = ArchitectureAttention
         attention.params = {**attention.params, "arch": arch}
     _put_norms(spec, arch, config, transformer_engine)
+    if arch.has_delta_net(layer):
+        _put_delta_net(spec, arch)
     return spec
+
+
+def _put_delta_net(spec: Any, arch: Architecture) -> None:  # noqa: ANN401 - as below
+    """Put a gated delta net in the place of attention. The norm before it gets the name that it has
+    in Megatron's checkpoints, as if it were fused to the input projection.
+    """
+    layer = spec.submodules
+    layer.self_attention = ModuleSpec(module=GatedDeltaNet, params={"arch": arch})
+    layer.sharded_state_dict_keys_map = {
+        **layer.sharded_state_dict_keys_map,
+        "input_layernorm.": "self_attention.in_proj.layer_norm_",
+    }
 
 
 def _put_norms(

@@ -182,7 +182,9 @@ def _model_options(arch: Architecture) -> dict[str, Any]:
         "softmax_scale": softmax_scale(arch),
         "layernorm_zero_centered_gamma": arch.zero_centered_norms,
         "rotary_interleaved": arch.rotary_interleaved,
+        "attention_output_gate": arch.attention_output_gate,
         **_window_options(arch),
+        **_delta_net_options(arch),
     }
 
 
@@ -195,6 +197,15 @@ def _window_options(arch: Architecture) -> dict[str, Any]:
         "window_size": (window.size - 1, 0),
         "window_attn_skip_freq": [int(has_window) for has_window in window.layers],
     }
+
+
+def _delta_net_options(arch: Architecture) -> dict[str, Any]:
+    """Return which layers have a gated delta net, by which Megatron's checkpoints know that the
+    parameters of the layers differ. The layers themselves are given to it.
+    """
+    if arch.delta_net is None:
+        return {}
+    return {"linear_attention_freq": [int(has) for has in arch.delta_net.layers]}
 
 
 def _parallel_options(parallel: ParallelConfig) -> dict[str, Any]:
@@ -333,6 +344,7 @@ def build_policy(
     divide the model.
     """
     arch = read_architecture(model.path)
+    _check_device(arch, model.path)
     transformer_engine = use_transformer_engine(model.transformer_impl)
     if training and topology.rank == 0 and capabilities().transformer_engine:
         kind = "Transformer Engine"
@@ -383,6 +395,15 @@ def build_policy(
     )
 
 
+def _check_device(arch: Architecture, path: str) -> None:
+    """Raise :class:`UserError` for layers that were never run on a device of this kind."""
+    if arch.delta_net is not None and capabilities().separate_memory:
+        raise UserError(
+            f"model.path={path}: the gated delta nets of {arch.name} are computed on CPUs only in "
+            "this version; hide the GPU (CUDA_VISIBLE_DEVICES=), or take another model"
+        )
+
+
 def _constants(reader: HFReader, arch: Architecture) -> dict[str, Tensor]:
     constants = {}
     for name in hf_shapes(arch):
@@ -410,7 +431,7 @@ def _build_chunk(
     )
     number = coordinates.virtual * (last_stage + 1) + coordinates.pipeline
     layers = chunk_layers(arch.num_layers, layout)[number]
-    specs = [spec(experts=arch.has_experts(layer)) for layer in layers]
+    specs = [spec(layer=layer) for layer in layers]
     with without_asking_for_apex() if layout.transformer_engine else nullcontext():
         gpt = GPTModel(
             config=config,

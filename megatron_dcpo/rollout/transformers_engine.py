@@ -277,7 +277,8 @@ class TransformersEngine(Engine):
         repeated = torch.tensor(
             [order[name] for name in names], device=current_device()
         )
-        cache.batch_select_indices(repeated)
+        # ``batch_select_indices`` does not know layers with a state.
+        cache.reorder_cache(repeated)
         return _Running(
             rows=torch.tensor(rows, device=current_device()),
             logits=logits[repeated],
@@ -481,15 +482,14 @@ class _Running:
 
     @property
     def can_grow(self) -> bool:
-        """Return whether every layer keeps the keys of all positions, so that rows of another
-        length can be added.
+        """Return whether every layer keeps the keys of all positions, or a state of one size, so
+        that rows of another length can be added.
         """
-        from transformers.cache_utils import DynamicLayer
-
-        return all(type(layer) is DynamicLayer for layer in self.cache.layers)
+        kinds = {type(layer).__name__ for layer in self.cache.layers}
+        return kinds <= {"DynamicLayer", "LinearAttentionLayer"}
 
     def keep(self, places: Tensor) -> None:
-        self.cache.batch_select_indices(places)
+        self.cache.reorder_cache(places)
         self.rows = self.rows[places]
         self.mask = self.mask[places]
         self.position = self.position[places]
@@ -525,6 +525,9 @@ class _Running:
             return torch.cat(padded)
 
         for layer, more in zip(self.cache.layers, other.cache.layers, strict=True):
+            if hasattr(layer, "recurrent_states"):
+                _add_states(layer, more)
+                continue
             layer.keys = both(layer.keys, more.keys, -2)
             layer.values = both(layer.values, more.values, -2)
         return _Running(
@@ -534,6 +537,17 @@ class _Running:
             mask=both(self.mask, other.mask, 1),
             position=torch.cat([self.position, other.position]),
         )
+
+
+def _add_states(layer: Any, more: Any) -> None:  # noqa: ANN401 - of transformers
+    """Add the rows of ``more`` to a layer with a state: that of the delta rule, and the last tokens
+    before the convolution. Padding has left no trace in them.
+    """
+    for name in ("conv_states", "recurrent_states"):
+        states = getattr(layer, name)
+        for index, of_more in getattr(more, name).items():
+            if of_more is not None:
+                states[index] = torch.cat([states[index], of_more])
 
 
 def sample_token(

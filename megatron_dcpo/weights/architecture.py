@@ -26,6 +26,7 @@ from megatron_dcpo.weights.decoder import (
     LLAMA_NORMS,
     Activation,
     Architecture,
+    DeltaNet,
     LayerNorms,
     LinearScaling,
     RopeScaling,
@@ -60,7 +61,9 @@ class _Traits:
     these names, and takes ``rope_theta``, ``partial_rotary_factor``, ``hidden_act`` (under the name
     ``activation_key``) and ``tied_embeddings`` where the configuration is silent; a family without
     a ``partial_rotary_factor`` rotates all dimensions. With ``scaled_embeddings`` they are
-    multiplied by the root of the hidden size. The other fields are those of
+    multiplied by the root of the hidden size. Every ``delta_nets``-th layer has attention and the
+    others a gated delta net, unless ``layer_types`` says otherwise. ``rope_without_influence`` are
+    keys of the rotary embedding that change nothing of a text. The other fields are those of
     :class:`~megatron_dcpo.weights.decoder.Architecture`.
     """
 
@@ -77,7 +80,10 @@ class _Traits:
     rope_theta: float = 10000.0
     partial_rotary_factor: float | None = None
     rotary_interleaved: bool = False
+    rope_without_influence: tuple[str, ...] = ()
     windows: _Windows | None = None
+    delta_nets: int | None = None
+    attention_output_gate: bool = False
     activation_key: str = "hidden_act"
     hidden_act: str = "silu"
     tied_embeddings: bool = False
@@ -96,6 +102,7 @@ class _Traits:
             "zero_centered_norms": self.zero_centered_norms,
             "fused_projections": self.fused_projections,
             "rotary_interleaved": self.rotary_interleaved,
+            "attention_output_gate": self.attention_output_gate,
         }
 
 
@@ -132,6 +139,15 @@ _SOFTMAX_ROUTER = frozenset(
         "num_experts_per_tok",
         "num_local_experts",
     }
+)
+
+# of gated delta nets; transformers takes others' values for missing ones
+_DELTA_NET = (
+    "linear_conv_kernel_dim",
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+    "linear_key_head_dim",
+    "linear_value_head_dim",
 )
 
 ARCHITECTURES: dict[str, _Traits] = {
@@ -182,6 +198,41 @@ ARCHITECTURES: dict[str, _Traits] = {
         qk_layernorm=True,
         experts=True,
         router="sigmoid",
+    ),
+    # the language model of Qwen3.5
+    "Qwen3_5ForCausalLM": _Traits(
+        keys=Keys(
+            model_type="qwen3_5_text",
+            translated=frozenset(
+                {
+                    *_DELTA_NET,
+                    "full_attention_interval",
+                    "layer_types",
+                    "partial_rotary_factor",
+                    # the layers that predict further tokens, which transformers leaves out
+                    "mtp_num_hidden_layers",
+                    "mtp_use_dedicated_embeddings",
+                }
+            ),
+            fixed={
+                "attention_bias": (False,),
+                "attn_output_gate": (True,),
+                "hidden_act": ("silu",),
+                "mamba_ssm_dtype": ("float32",),
+                "output_gate_type": ("silu", "swish"),
+                "mlp_only_layers": ([],),
+            },
+            spelled_out={"head_dim": 256, "num_key_value_heads": 4},
+        ),
+        qk_layernorm=True,
+        zero_centered_norms=True,
+        fused_projections=("in_proj_qkv", "conv1d"),
+        rope_types=("default",),
+        partial_rotary_factor=0.25,
+        # where images are: the positions of a text are the same in all three directions
+        rope_without_influence=("mrope_interleaved", "mrope_section"),
+        delta_nets=4,
+        attention_output_gate=True,
     ),
     "LlamaForCausalLM": _Traits(
         keys=Keys(model_type="llama", translated=frozenset({"mlp_bias"})),
@@ -336,6 +387,8 @@ _SIZES = (
     "decoder_sparse_step",
     "n_group",
     "topk_group",
+    "full_attention_interval",
+    *_DELTA_NET,
 )
 # counts that may be 0
 _NUMBERS = (
@@ -459,6 +512,7 @@ def parse_architecture(
             query_scalar=_query_scalar(config, traits, source),
             embedding_scale=_embedding_scale(config, traits),
             sliding_window=window,
+            delta_net=_delta_net(config, traits, source),
             **{**traits.implied, **_optional_norms(config), **experts},
         )
     except KeyError as error:
@@ -513,7 +567,7 @@ def _family(name: str, traits: _Traits) -> Family:
     """Return a known architecture with its smallest model, whose tensors have the names of all."""
     has_sigmoid = traits.router == "sigmoid"
     smallest = Architecture(
-        num_layers=1,
+        num_layers=2 if traits.delta_nets else 1,
         hidden_size=1,
         ffn_hidden_size=1,
         num_attention_heads=1,
@@ -532,6 +586,7 @@ def _family(name: str, traits: _Traits) -> Family:
         shared_expert_gate=traits.shared_expert_gate,
         router_score=traits.router,
         router_bias=has_sigmoid,
+        delta_net=_SMALLEST_DELTA_NET if traits.delta_nets else None,
         **traits.implied,
     )
     return Family(
@@ -540,6 +595,17 @@ def _family(name: str, traits: _Traits) -> Family:
         smallest=smallest,
         biases_the_output=traits.biases_the_output,
     )
+
+
+# with attention in the other of two layers
+_SMALLEST_DELTA_NET = DeltaNet(
+    layers=(True, False),
+    kernel_size=1,
+    key_heads=1,
+    value_heads=1,
+    key_channels=1,
+    value_channels=1,
+)
 
 
 def _given(config: dict[str, Any], key: str) -> Any:  # noqa: ANN401 - checked before
@@ -745,6 +811,40 @@ def _sliding_window(
     )
 
 
+def _delta_net(config: dict[str, Any], traits: _Traits, source: str) -> DeltaNet | None:
+    """Return the gated delta nets of a family in which some layers have one."""
+    if traits.delta_nets is None:
+        return None
+    layers = config["num_hidden_layers"]
+    kinds = config.get("layer_types")
+    if kinds is None:
+        period = config.get("full_attention_interval") or traits.delta_nets
+        of_period = ["linear_attention"] * (period - 1) + ["full_attention"]
+        kinds = [of_period[layer % period] for layer in range(layers)]
+    known = ("linear_attention", "full_attention")
+    if len(kinds) != layers or not set(kinds) <= set(known):
+        raise UserError(
+            f"{source}: layer_types={kinds!r:.60} must name {' or '.join(known)} for each of the "
+            f"{layers} layers"
+        )
+    kernel, key_heads, value_heads, key_channels, value_channels = (
+        _given(config, key) for key in _DELTA_NET
+    )
+    if value_heads % key_heads:
+        raise UserError(
+            f"{source}: linear_num_key_heads={key_heads} must divide linear_num_value_heads="
+            f"{value_heads}"
+        )
+    return DeltaNet(
+        layers=tuple(kind == "linear_attention" for kind in kinds),
+        kernel_size=kernel,
+        key_heads=key_heads,
+        value_heads=value_heads,
+        key_channels=key_channels,
+        value_channels=value_channels,
+    )
+
+
 def _sliding_base(config: dict[str, Any], windows: _Windows, source: str) -> float:
     """Return the base of the rotary frequencies in the layers with a window. Raises
     :class:`UserError` if they would be scaled.
@@ -850,6 +950,7 @@ def _rope(
     understood = {"rope_theta", "rope_type", "type"}
     of_kind = {"llama3": set(_LLAMA3), "yarn": set(_YARN), "linear": {"factor"}}
     understood |= of_kind.get(kind, set())
+    understood |= set(traits.rope_without_influence)
     is_partial = traits.partial_rotary_factor is not None
     if is_partial or rope.get("partial_rotary_factor") == 1:
         understood.add("partial_rotary_factor")

@@ -115,7 +115,7 @@ class HFReader:
                     self._add_tensor(path, name, (shape, dtype), read)
                 for part in parts:
                     read_part = partial(_PartOfTensor, read, part)
-                    spec = ((part.rows, shape[-1]), dtype)
+                    spec = (part.shape(shape), dtype)
                     self._add_tensor(path, part.name, spec, read_part)
         except OSError as error:
             raise UserError(f"cannot read {path}: {error.strerror or error}") from None

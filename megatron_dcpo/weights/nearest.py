@@ -16,7 +16,7 @@ from megatron_dcpo.weights.table import stored_shapes
 
 LONGEST = 400
 # of the line, however long the file's path is
-_AT_LEAST = 300
+_AT_LEAST = 340
 # a tensor of a layer, whatever the modules around it are called
 _OF_LAYER = re.compile(r"(?:[A-Za-z_]\w*\.)+\d+\.(.+)")
 _SUFFIX = "ForCausalLM"

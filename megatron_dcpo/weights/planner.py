@@ -77,6 +77,9 @@ def check_layout(arch: Architecture, layout: Layout) -> None:
         "ffn_hidden_size of a shared expert": arch.shared_ffn_hidden_size,
         "ffn_hidden_size of a layer without experts": arch.dense_ffn_hidden_size,
     }
+    if arch.delta_net is not None:
+        sizes["key heads of a gated delta net"] = arch.delta_net.key_heads
+        sizes["value heads of a gated delta net"] = arch.delta_net.value_heads
     if not arch.num_experts or layout.expert_tensor > 1:
         sizes["ffn_hidden_size"] = arch.ffn_hidden_size
     for what, size in sizes.items():
@@ -204,7 +207,7 @@ def _chunk_rows(
         for row in layer_rows(arch, layer):
             named = row
             if layout.transformer_engine:
-                named = transformer_engine_row(row, arch.has_experts(layer))
+                named = transformer_engine_row(arch, layer, row)
             experts = experts_of(arch, row)
             if row.of_expert:
                 number = len(experts) // layout.expert_model_parallel_size
@@ -261,16 +264,26 @@ def _copies(
         stop = min((rank + 1) * size, arch.vocab_size)
         if start < stop:
             yield copy(hf=row.hf[0], hf_start=start, hf_stop=stop, start=0, dim=0)
-    elif row.interleaving == "gate_up":
-        size = shape[0] // tp
-        for half, name in enumerate(row.hf):
+    elif row.interleaving in ("gate_up", "sections"):
+        start = 0
+        for name in row.hf:
+            size = shapes[name][0] // tp
             yield copy(
                 hf=name,
                 hf_start=rank * size,
                 hf_stop=(rank + 1) * size,
-                start=half * size,
+                start=start,
                 dim=0,
             )
+            start += size
+    elif row.interleaving == "gated_qkv":
+        yield from _gated_qkv_copies(
+            arch=arch,
+            tp=tp,
+            rank=rank,
+            row=row,
+            primary=primary,
+        )
     else:
         yield from _qkv_copies(
             arch=arch,
@@ -304,6 +317,39 @@ def _qkv_copies(
                 start=start + offset,
                 dim=0,
                 primary=primary,
+            )
+
+
+def _gated_qkv_copies(
+    arch: Architecture, tp: int, rank: int, row: Row, primary: bool
+) -> Iterator[Copy]:
+    """Yield the copies of Q, K and V of an attention with a gate. A query group holds its query
+    heads, their gates, one key head and one value head, in that order; in the tensor of the queries
+    each head's gate is behind the head.
+    """
+    d = arch.kv_channels
+    heads = arch.num_attention_heads // arch.num_query_groups
+    groups = arch.num_query_groups // tp
+    copy = partial(Copy, megatron=row.megatron, dim=0, primary=primary)
+    queries, *keys_and_values = row.hf
+    for local in range(groups):
+        group = rank * groups + local
+        start = local * (2 * heads + 2) * d
+        for index in range(2 * heads):
+            head, gate = divmod(index, 2)
+            first = (group * 2 * heads + index) * d
+            yield copy(
+                hf=queries,
+                hf_start=first,
+                hf_stop=first + d,
+                start=start + (gate * heads + head) * d,
+            )
+        for index, name in enumerate(keys_and_values):
+            yield copy(
+                hf=name,
+                hf_start=group * d,
+                hf_stop=(group + 1) * d,
+                start=start + (2 * heads + index) * d,
             )
 
 

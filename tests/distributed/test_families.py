@@ -1,6 +1,7 @@
 """Families with layers of another form than Llama's (norms behind attention and MLP, one norm over
-all heads, partial and interleaved rotations, sliding windows): log-probs and the gradient of every
-tensor against transformers, and every layout against one process.
+all heads, partial and interleaved rotations, sliding windows, gated delta nets, gated attention):
+log-probs and the gradient of every tensor against transformers, and every layout against one
+process.
 """
 
 from __future__ import annotations
@@ -16,14 +17,17 @@ from tests.distributed.test_parallel_parity import LAYOUTS, agrees
 from tests.helpers.checkpoints import load_model
 from tests.helpers.launch import torchrun_all
 
-FAMILIES = ("glm", "glm4", "olmo2", "olmo3", "gemma3")
+FAMILIES = ("glm", "glm4", "olmo2", "olmo3", "gemma3", "qwen3_5")
 TIED = ("gemma3",)
 # the others are in the full suite
 QUICK = {
     ("glm4", "tp2_sequence_parallel_packed"),
     ("olmo3", "tp2_pp2"),
     ("gemma3", "cp2_packed"),
+    ("qwen3_5", "tp2_sequence_parallel_packed"),
 }
+# which refuse context parallelism
+WITH_DELTA_NETS = ("qwen3_5",)
 CASES = [
     pytest.param(
         family,
@@ -32,6 +36,7 @@ CASES = [
     )
     for family in FAMILIES
     for layout in LAYOUTS
+    if not (family in WITH_DELTA_NETS and layout.startswith("cp"))
 ]
 
 
@@ -86,12 +91,20 @@ def test_layout_equals_one_process(policy_of, family, layout):
     )
 
 
-SAVED = {"olmo3": {"tensor_model_parallel_size": 2}, "gemma3": {}}
+TP2 = {"tensor_model_parallel_size": 2}
+DO = {"use_distributed_optimizer": True}
+# two processes save, one resumes
+SAVED = [
+    ("olmo3", TP2, {}),
+    ("gemma3", {}, {}),
+    pytest.param("qwen3_5", TP2, {}, marks=pytest.mark.full),
+    pytest.param("qwen3_5", TP2 | DO, DO, marks=pytest.mark.full),
+]
 
 
-@pytest.mark.parametrize("family", SAVED)
+@pytest.mark.parametrize(("family", "two", "one"), SAVED)
 def test_a_checkpoint_resumes_in_another_layout_and_is_exported(
-    family, model, tmp_path_factory
+    family, two, one, model, tmp_path_factory
 ):
     """Saved after one of three steps: one process goes on in the same way, and the exported model
     is the one that was saved.
@@ -99,9 +112,9 @@ def test_a_checkpoint_resumes_in_another_layout_and_is_exported(
     directory = tmp_path_factory.mktemp("saved")
     checkpoints = directory / "checkpoints"
     options = {"model": model(family)}
-    saving = {"save": str(checkpoints), "parallel": SAVED[family]}
+    saving = {"save": str(checkpoints), "parallel": two}
     (went_on,) = torchrun_all([("policy", options | saving)], 2, directory / "two")
-    loading = options | {"load": str(checkpoints)}
+    loading = options | {"load": str(checkpoints), "parallel": one}
     jobs = [("policy", loading | {"steps": steps}) for steps in (2, 0)]
     (resumed,), (loaded,) = torchrun_all(jobs, 1, directory / "one")
     np.testing.assert_allclose(resumed["losses"], went_on[0]["losses"][1:], rtol=1e-5)

@@ -22,7 +22,9 @@ DENSE = SimpleNamespace(
     ffn_hidden_size=96,
     vocab_size=331,
     sliding_window=None,
+    delta_net=None,
 )
+DELTA_NETS = SimpleNamespace(**{**vars(DENSE), "delta_net": object()})
 WINDOWS = SimpleNamespace(**{**vars(DENSE), "sliding_window": object()})
 EXPERTS = SimpleNamespace(**{**vars(DENSE), "num_experts": 6})
 CHUNKS = ([0, 1], [2, 3])
@@ -122,6 +124,33 @@ def test_windows_in_context_parallelism(
         return
     with pytest.raises(UserError, match="cp_comm_type=all_gather"):
         rules.check_model_rules(of_run, WINDOWS, CHUNKS)
+
+
+@pytest.mark.parametrize(
+    ("sections", "option"),
+    [
+        (
+            {"parallel": {"context_parallel_size": 2}},
+            "parallel.context_parallel_size=2",
+        ),
+        (
+            {"model": {"transformer_impl": "transformer_engine"}},
+            "model.transformer_impl=transformer_engine",
+        ),
+        ({"rollout": {"engine": "vllm"}}, "rollout.engine=vllm"),
+        (
+            {"rollout": {"engine": "server", "endpoint": "http://h/v1"}},
+            "rollout.engine=server",
+        ),
+    ],
+)
+def test_what_gated_delta_nets_do_not_go_with(
+    sections: dict[str, Any], option: str
+) -> None:
+    of_run = config(**sections)
+    rules.check_model_rules(of_run, DENSE, CHUNKS)
+    with pytest.raises(UserError, match=option):
+        rules.check_model_rules(of_run, DELTA_NETS, CHUNKS)
 
 
 def test_recomputed_units_divide_every_chunk() -> None:
