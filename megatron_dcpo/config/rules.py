@@ -33,7 +33,7 @@ VOCABULARY_MULTIPLE = (
 
 
 class ModelShape(Protocol):
-    """What rules read of an architecture (``weights.architecture.Architecture``)."""
+    """What rules read of an architecture (``weights.decoder.Architecture``)."""
 
     @property
     def num_experts(self) -> int: ...

@@ -8,6 +8,7 @@ sign of it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -315,3 +316,20 @@ def _check_equal(
         f"{source}: {first[0]}={first[1]!r:.80} and {second[0]}={second[1]!r:.80} say one thing "
         "differently; remove one of them"
     )
+
+
+def given(config: dict[str, Any], key: str) -> Any:  # noqa: ANN401 - checked before
+    """Return a value that must be there. Raises KeyError if it is missing or null."""
+    if config.get(key) is None:
+        raise KeyError(key)
+    return config[key]
+
+
+def positive(config: dict[str, Any], key: str, source: str) -> float:
+    """Return a number that must be positive and finite. Raises KeyError if it is missing."""
+    value = float(config[key])
+    if not 0 < value < math.inf:
+        raise UserError(
+            f"{source}: {key} must be positive and finite, not {config[key]!r:.40}"
+        )
+    return value

@@ -8,11 +8,8 @@ import numpy as np
 import pytest
 
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.weights.architecture import (
-    Architecture,
-    YarnScaling,
-    parse_architecture,
-)
+from megatron_dcpo.weights.architecture import parse_architecture
+from megatron_dcpo.weights.decoder import Architecture, YarnScaling
 from megatron_dcpo.weights.layout import Coordinates, Layout
 from megatron_dcpo.weights.planner import (
     check_layout,
