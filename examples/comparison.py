@@ -26,6 +26,8 @@ from rich.table import Table
 # GRPO's policy with a confidence fitted on its log-probs, and what the regression reads. The last
 # one is the bar: a stated confidence has to know more than log-prob, length and task.
 RECALIBRATED = {"grpo_recalibrated": "response", "grpo_recalibrated_task": "task"}
+# the responses that it is fitted on; not below the run, whose report they are no part of
+FITTED = "fitted"
 TITLES = {
     "base": "before RL",
     "grpo": "GRPO",
@@ -109,7 +111,7 @@ class Comparison:
         """Fit confidences on GRPO's responses to training problems and put each in the place of the
         stated one.
         """
-        fitted = self.out / "fitted"  # not below the run, whose report it is no part of
+        fitted = self.out / FITTED
         self._sample(
             self.out / "grpo" / "policy",
             f"train={self.train}",
@@ -220,7 +222,7 @@ def start_over_unless_interrupted(comparison: Comparison) -> None:
     if marker.is_file() and (
         marker.read_text() != str(seed) or (out / "summary.json").is_file()
     ):
-        for name in comparison.rows:
+        for name in (*comparison.rows, FITTED):
             shutil.rmtree(out / name, ignore_errors=True)
         (out / "summary.json").unlink(missing_ok=True)
     out.mkdir(parents=True, exist_ok=True)
