@@ -32,6 +32,8 @@ REASONING_GYM = "reasoning_gym:"  # opens the path of a task of Reasoning Gym
 ENVIRONMENTS = ("verifiers:", "nemo_gym:")
 # problems that are made or brought by a library, with scores of their own
 BROUGHT = (REASONING_GYM, *ENVIRONMENTS)
+# PYTHONHASHSEED of processes that make problems or judge: some depend on the order of sets
+HASH_SEED = "0"
 CONFIDENCE_TAG = (
     "<conf>"  # opens the confidence block; configuration key judging.marker
 )

@@ -95,7 +95,7 @@ def add_parser(subparsers: Subparsers) -> None:
         "the responses of an earlier evaluation are scored again, without a model. On several "
         "GPUs: dcpo launch N -- evaluate --model DIR ... Flags are shorthands for options "
         "(docs/options.md#dcpo-evaluate), which may be given as overrides too.",
-        argument_default=argparse.SUPPRESS,  # the defaults are those of the options
+        argument_default=argparse.SUPPRESS,  # each option has its own default
     )
     parser.add_argument(
         "overrides",
@@ -449,8 +449,8 @@ def _print_passes(scored: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 def _print_guesses(scored: Mapping[str, Mapping[str, Any]]) -> None:
-    """Print the accuracy of each benchmark and of each of its kinds, beside that of always giving
-    its most frequent answer.
+    """Print the accuracy of each benchmark and of each of its kinds, next to the accuracy of always
+    giving its most frequent answer.
     """
     from rich.console import Console
     from rich.table import Table

@@ -297,7 +297,7 @@ def export_checkpoint(
         check_side_files(side)
         checkpoint = MegatronCheckpoint(source)
         located = locate(arch, checkpoint)
-        carried = Carried.beside(side, arch)
+        carried = Carried.next_to_config(side, arch)
         specs = {**_hf_specs(arch, located), **carried.specs}
         dtype = float_dtype(source, specs)
         recorded = None

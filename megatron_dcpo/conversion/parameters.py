@@ -4,10 +4,12 @@ them, as slices of Hugging Face tensors.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -48,7 +50,8 @@ _EXTRA_STATES_QK = ("self_attention.q_layernorm", "self_attention.k_layernorm")
 _LINEARS = ("linear_fc1", "linear_fc2")
 
 
-def row_copies(arch: Architecture) -> dict[str, list[Copy]]:
+@functools.lru_cache(maxsize=4)  # for import, and for each step of an export
+def row_copies(arch: Architecture) -> Mapping[str, Sequence[Copy]]:
     """Return the copies of each Megatron parameter (global layer numbers, Transformer Engine's
     names) in order of its rows.
 
@@ -67,10 +70,11 @@ def row_copies(arch: Architecture) -> dict[str, list[Copy]]:
             assert (copy.start, copy.length) == (0, columns)
             copy = replace(copy, start=0, hf_start=0, hf_stop=rows, dim=0)
         copies.setdefault(copy.megatron, []).append(copy)
-    return {
-        name: sorted(group, key=lambda copy: copy.start)
+    in_order = {
+        name: tuple(sorted(group, key=lambda copy: copy.start))
         for name, group in copies.items()
     }
+    return MappingProxyType(in_order)
 
 
 def _section(copy: Copy) -> Copy:
@@ -173,7 +177,7 @@ def _modules_with_extra_state(arch: Architecture, layer: int) -> list[str]:
     if arch.norms.mlp_output is not None:
         modules.append("mlp.linear_fc2.post_layernorm")
     if arch.has_experts(layer):
-        # a module of its own; otherwise it is fused into the first linear layer
+        # a separate module; otherwise it is fused into the first linear layer
         modules.append("pre_mlp_layernorm")
     return modules
 

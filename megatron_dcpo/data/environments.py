@@ -25,12 +25,11 @@ from typing import IO, Any
 
 from megatron_dcpo.data.gym import query_of
 from megatron_dcpo.errors import UserError, one_line
-from megatron_dcpo.types import ENVIRONMENTS
+from megatron_dcpo.types import ENVIRONMENTS, HASH_SEED
 
 GUEST = Path(__file__).resolve().with_name("environment_guest")
 # column of a row: the path of its environment, and the input of its scores
 COLUMN = "environment"
-HASH_SEED = "0"
 _NUMBER = r"(-?[0-9]+(?:\.[0-9]+)?)"
 _RANGE = re.compile(rf"{_NUMBER}\.\.{_NUMBER}")
 _START = (

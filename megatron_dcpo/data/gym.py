@@ -23,7 +23,7 @@ from urllib.parse import parse_qsl, urlencode
 
 from megatron_dcpo.errors import UserError, did_you_mean, one_line, pip_install
 from megatron_dcpo.runtime.text import parse_json
-from megatron_dcpo.types import REASONING_GYM
+from megatron_dcpo.types import HASH_SEED, REASONING_GYM
 
 if TYPE_CHECKING:
     from reasoning_gym.factory import ProceduralDataset
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 VERIFIER = "megatron_dcpo.judging.gym:score"  # the function that scores the answers
 # The seed of benchmarks. Training counts up from its seed, by default 0, and does not get this far.
 HELD_OUT_SEED = 10**9
-HASH_SEED = "0"
 _SCALARS = str | int | float | bool
 
 

@@ -105,7 +105,7 @@ def box_instruction(
 def confidence_instruction(
     problem: str, marker: str = CONFIDENCE_TAG, form: str = "math", more: str = ""
 ) -> str:
-    """Ask for the answer, for ``more``, and for the confidence line behind it."""
+    """Ask for the answer, for ``more``, and then for the confidence line."""
     confidence = _CONFIDENCES.get(form, _CONFIDENCE)
     return f"{box_instruction(problem, form=form)}{more}\n\n{confidence.format(marker=marker)}"
 

@@ -15,16 +15,16 @@ from megatron_dcpo.config import JudgingConfig
 from megatron_dcpo.data.environments import (
     COLUMN,
     GUEST,
-    HASH_SEED,
     environment_digest,
     parse_environment,
 )
 from megatron_dcpo.judging.answers import Attempt, Outcome
 from megatron_dcpo.judging.function_verifier import lost, outcome_of, warn_once
 from megatron_dcpo.judging.pool import PoolWork, WorkerPool
+from megatron_dcpo.types import HASH_SEED
 
 _WORKER = Path(__file__).with_name("worker.py")
-# ``worker.py`` as a program whose modules are those of the guest, not those beside it
+# runs ``worker.py`` as a program that imports the guest's modules, and none of its own directory
 _START = (
     "import runpy, sys; sys.path.append(sys.argv.pop(1)); del sys.argv[0]; "
     "runpy.run_path(sys.argv[0], run_name='__main__')"

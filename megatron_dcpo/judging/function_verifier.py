@@ -30,7 +30,7 @@ from megatron_dcpo.judging.answers import Attempt, Outcome
 from megatron_dcpo.judging.pool import PoolWork, WorkerPool
 from megatron_dcpo.runtime.plugins import load_object, raised
 from megatron_dcpo.runtime.text import printable
-from megatron_dcpo.types import VERIFIER_ERROR
+from megatron_dcpo.types import HASH_SEED, VERIFIER_ERROR
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ class FunctionVerifier:
             arguments=(path,),
             remember=False,
             beyond_imports=True,
-            hash_seed="0",
+            hash_seed=HASH_SEED,
         )
         self.pool = WorkerPool(replace(work, pairs_per_worker=4))
 

@@ -358,7 +358,7 @@ class WorkerPool:
         self._workers.remove(worker)
         in_time = time.monotonic() < worker.deadline - _GRACE_SECONDS
         if not worker.ready and in_time:
-            # its output is closed: it is gone, or about to end with a status of its own
+            # its output is closed: it is gone, or about to end with its own status
             with contextlib.suppress(subprocess.TimeoutExpired):
                 worker.process.wait(_GRACE_SECONDS)
         _end(worker)

@@ -466,7 +466,9 @@ def _local(arch: Architecture, w: Widths) -> float:
     b = w.bytes
     q = w.queries
     k = w.keys
-    norms = _local_norms(arch, w)
+    normalized = 4 if arch.zero_centered_norms else b
+    # the input in fp32, what is normalized, and what is scaled
+    norms = _norms(arch, w, of_input=4 + normalized + b, of_output=4 + normalized)
     qkv = b * (q + 2 * k)  # the output of the projection, of which the values are views
     qk_norms = 0
     if arch.qk_layernorm or arch.whole_qk_layernorm:
@@ -477,7 +479,6 @@ def _local(arch: Architecture, w: Widths) -> float:
             fp32_inputs = (
                 4 * q
             )  # a group's queries are copied out of the projection's output
-        normalized = 4 if arch.zero_centered_norms else b
         qk_norms = fp32_inputs + normalized * (q + k) + 4 * (w.heads + w.groups)
     rotary = 4 * b * w.rotary  # cosine and sine, for queries and for keys
     attention = (
@@ -487,39 +488,20 @@ def _local(arch: Architecture, w: Widths) -> float:
     return norms + qkv + qk_norms + rotary + attention + projection + _mlp(w, False)
 
 
-def _local_norms(arch: Architecture, w: Widths) -> float:
-    """Return the bytes per token of a layer's norms: the input in fp32, what is normalized, and for
-    a norm of the input of attention or MLP what is scaled, which the linear layer keeps; 1/rms.
-    Without such a norm the linear layer keeps the hidden state itself.
+def _norms(arch: Architecture, w: Widths, of_input: float, of_output: float) -> float:
+    """Return the bytes per token of a layer's norms, given those per number that a norm of the
+    input of attention or MLP keeps, with its result, which the linear layer keeps, and one of their
+    output; besides 1/rms. Without a norm of its input, a linear layer keeps the hidden state.
     """
-    b = w.bytes
-    normalized = 4 if arch.zero_centered_norms else b
     total = 0.0
     for norm in (arch.norms.attention_input, arch.norms.mlp_input):
         if norm is None:
-            total += b * w.hidden
+            total += w.bytes * w.hidden
         else:
-            total += (4 + normalized + b) * w.hidden + 4
+            total += of_input * w.hidden + 4
     for norm in (arch.norms.attention_output, arch.norms.mlp_output):
         if norm is not None:
-            total += (4 + normalized) * w.hidden + 4
-    return total
-
-
-def _transformer_engine_norms(arch: Architecture, w: Widths) -> float:
-    """Return the bytes per token of a layer's norms: the input, and for a norm of the input of
-    attention or MLP the output, which the linear layer keeps.
-    """
-    b = w.bytes
-    total = 0.0
-    for norm in (arch.norms.attention_input, arch.norms.mlp_input):
-        if norm is None:
-            total += b * w.hidden
-        else:
-            total += 2 * b * w.hidden + 4
-    for norm in (arch.norms.attention_output, arch.norms.mlp_output):
-        if norm is not None:
-            total += b * w.hidden + 4
+            total += of_output * w.hidden + 4
     return total
 
 
@@ -527,7 +509,8 @@ def _transformer_engine(arch: Architecture, w: Widths) -> float:
     b = w.bytes
     q = w.queries
     k = w.keys
-    norms = _transformer_engine_norms(arch, w)
+    # the input, and what is scaled
+    norms = _norms(arch, w, of_input=2 * b, of_output=b)
     qkv = b * (q + 2 * k)
     qk_norms = 0
     if arch.qk_layernorm:
@@ -680,8 +663,7 @@ def _working_bytes(
         working += int(tokens * _mlp(w, layout.transformer_engine))
     cp = parallel.context_parallel_size
     if cp > 1:
-        # Keys and values and their gradients, those in transit and those received; or those of all
-        # ranks at once.
+        # Keys and values and their gradients, in transit and received; or of all ranks at once.
         copies = 2 * cp
         if parallel.cp_comm_type == "p2p":
             copies = 4

@@ -165,7 +165,7 @@ def make_plan(config: Config, machine: Machine, rates: Rates | None = None) -> P
     """
     rates = rates or Rates()
     arch = architecture_of(config.model.path)
-    _check_kinds_of_layers(arch, config)
+    _refuse_delta_nets(arch, config)
     _check_positions(arch, config)
     # on GPUs ``auto`` means Transformer Engine, whatever this machine has
     transformer_engine = (
@@ -239,7 +239,7 @@ def make_plan(config: Config, machine: Machine, rates: Rates | None = None) -> P
     )
 
 
-def _check_kinds_of_layers(arch: Architecture, config: Config) -> None:
+def _refuse_delta_nets(arch: Architecture, config: Config) -> None:
     if arch.delta_net is not None:
         raise UserError(
             f"model.path={config.model.path}: the memory of gated delta nets is not known to "

@@ -14,7 +14,7 @@ from megatron_dcpo.runtime.dtypes import dtype_bytes
 from megatron_dcpo.weights.architecture import Architecture
 from megatron_dcpo.weights.decoder import DeltaNet
 from megatron_dcpo.weights.layout import Layout
-from megatron_dcpo.weights.pipeline import chunk_layers, layers_per_stage
+from megatron_dcpo.weights.pipeline import layers_per_stage, sums_of_stages
 from megatron_dcpo.weights.planner import padded_vocab_size
 
 
@@ -130,7 +130,8 @@ def step_traffic(
     # reduce-scatter, which send as many bytes. Sequence parallelism gathers the inputs again for
     # the gradient of the weights.
     ring = (tp - 1) / tp * hidden
-    with_experts = _most_with_experts(arch, layout)
+    has_experts = [int(arch.has_experts(layer)) for layer in range(arch.num_layers)]
+    with_experts = max(sums_of_stages(has_experts, layout))
     pairs = 2 * layers
     if not arch.shared_ffn_hidden_size:
         pairs -= with_experts
@@ -192,19 +193,9 @@ def slowest_stage(arch: Architecture, layout: Layout, length: float) -> float:
     mean of the stages.
     """
     per_layer, output = _flops_per_token(arch, layout, length)
-    work = [0.0] * layout.pipeline_model_parallel_size
-    for number, layers in enumerate(chunk_layers(arch.num_layers, layout)):
-        work[number % len(work)] += sum(per_layer[layers.start : layers.stop])
+    work = [*sums_of_stages(per_layer, layout)]
     work[-1] += output
     return max(work) * len(work) / sum(work)
-
-
-def _most_with_experts(arch: Architecture, layout: Layout) -> int:
-    """Return the number of layers with experts in the pipeline stage that has most of them."""
-    of_stages = [0] * layout.pipeline_model_parallel_size
-    for number, layers in enumerate(chunk_layers(arch.num_layers, layout)):
-        of_stages[number % len(of_stages)] += sum(map(arch.has_experts, layers))
-    return max(of_stages)
 
 
 def _flops_per_token(

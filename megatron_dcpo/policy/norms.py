@@ -6,7 +6,7 @@ MLP.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -48,22 +48,19 @@ class RMSNorm(torch.nn.RMSNorm):
 
 class NormOfHeads(MegatronModule):
     """One root-mean-square norm over all heads of a token, of which a tensor-parallel rank has
-    some. Takes and returns [..., heads / TP, d].
+    some. Takes and returns [..., heads / TP, d]. ``heads`` is Megatron's option that counts them.
     """
+
+    heads: ClassVar[str]
 
     def __init__(
         self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5
     ) -> None:
         super().__init__(config=config)
         self.eps = eps
-        self.size = self.heads(config) * hidden_size
+        self.size = getattr(config, self.heads) * hidden_size
         width = self.size // config.tensor_model_parallel_size
         self.weight = torch.nn.Parameter(torch.ones(width, dtype=config.params_dtype))
-
-    @staticmethod
-    def heads(config: TransformerConfig) -> int:
-        """Return the number of heads on all ranks."""
-        raise NotImplementedError
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the normed heads."""
@@ -92,18 +89,13 @@ class NormOfHeads(MegatronModule):
 class NormOfQueries(NormOfHeads):
     """The norm over all query heads."""
 
-    @staticmethod
-    def heads(config: TransformerConfig) -> int:
-        return config.num_attention_heads
+    heads = "num_attention_heads"
 
 
 class NormOfKeys(NormOfHeads):
     """The norm over all key heads."""
 
-    @staticmethod
-    def heads(config: TransformerConfig) -> int:
-        groups: int = config.num_query_groups
-        return groups
+    heads = "num_query_groups"
 
 
 class _SumOverRanks(torch.autograd.Function):

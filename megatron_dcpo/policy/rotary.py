@@ -56,7 +56,7 @@ class TwoRotaryEmbeddings(torch.nn.Module):
         self.with_window = with_window
 
     def forward(self, *args: object, **kwargs: object) -> Tensor:
-        """Return the angles; the arguments are those of Megatron's embedding."""
+        """Return the angles. Takes the arguments of Megatron's embedding."""
         halves = [
             self.without_window(*args, **kwargs),
             self.with_window(*args, **kwargs),

@@ -100,12 +100,12 @@ class DeltaNet:
 
     @property
     def key_width(self) -> int:
-        """Return the channels of all key heads, which are those of all query heads."""
+        """Return the channels of all key heads together; all query heads have as many."""
         return self.key_heads * self.key_channels
 
     @property
     def value_width(self) -> int:
-        """Return the channels of all value heads, which are those of the gate of the output."""
+        """Return the channels of all value heads together; the gate of the output has as many."""
         return self.value_heads * self.value_channels
 
 

@@ -275,16 +275,17 @@ class Carried:
 
     @classmethod
     def of(cls, reader: HFReader, arch: Architecture) -> Carried:
-        """Return those of a Hugging Face directory."""
+        """Return the carried tensors of a Hugging Face directory."""
         specs = {
             name: spec for name, spec in reader.specs.items() if is_carried(name, arch)
         }
         return cls(specs, reader.tensor)
 
     @classmethod
-    def beside(cls, directory: Path, arch: Architecture) -> Carried:
-        """Return those that go with the ``config.json`` of ``directory``, from its weights, or from
-        what the import of a checkpoint kept. Raises :class:`UserError` if neither is there.
+    def next_to_config(cls, directory: Path, arch: Architecture) -> Carried:
+        """Return the carried tensors of the model whose ``config.json`` is in ``directory``, from
+        its weights, or from what the import of a checkpoint kept. Raises :class:`UserError` if
+        neither is there.
         """
         if not arch.nextn_layers:
             return cls({}, _nothing)
@@ -309,8 +310,8 @@ class Carried:
         return carried
 
     def keep(self, directory: Path) -> None:
-        """Write them into ``directory``, from which :meth:`beside` reads them; no file if there are
-        none.
+        """Write them into ``directory``, where :meth:`next_to_config` finds them; no file if there
+        are none.
         """
         if self.specs:
             (shard,) = plan_shards(self.specs, dict.fromkeys(self.specs, KEPT_LAYERS))
@@ -474,7 +475,7 @@ def write_checkpoint(
     specs: dict[str, tuple[tuple[int, ...], str]] = {}
     for key, shape in stored_shapes(arch).items():
         specs[key] = (shape, "float32" if is_constant(key) else name)
-    carried = Carried.beside(source_dir, arch)
+    carried = Carried.next_to_config(source_dir, arch)
     specs |= carried.specs
     shards = plan_shards(specs, assign_files(specs, max_bytes))
 

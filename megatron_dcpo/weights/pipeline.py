@@ -9,9 +9,13 @@ from __future__ import annotations
 import functools
 import itertools
 import re
+from collections.abc import Sequence
+from typing import TypeVar
 
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.weights.layout import Layout
+
+Number = TypeVar("Number", int, float)
 
 _REPEATED = (r"\(([^)]+)\)\*(\d{1,3})", r"(.)\*(\d{1,3})")  # (tt|)*3, then t*3
 
@@ -45,9 +49,17 @@ def chunk_layers(num_layers: int, layout: Layout) -> tuple[range, ...]:
 
 def layers_per_stage(num_layers: int, layout: Layout) -> tuple[int, ...]:
     """Return the number of layers of every pipeline stage, all its chunks together."""
+    return sums_of_stages([1] * num_layers, layout)
+
+
+def sums_of_stages(of_layers: Sequence[Number], layout: Layout) -> tuple[Number, ...]:
+    """Return for every pipeline stage the sum of what ``of_layers`` has for its layers."""
     pp = layout.pipeline_model_parallel_size
-    chunks = chunk_layers(num_layers, layout)
-    return tuple(sum(map(len, chunks[stage::pp])) for stage in range(pp))
+    chunks = chunk_layers(len(of_layers), layout)
+    return tuple(
+        sum(of_layers[layer] for chunk in chunks[stage::pp] for layer in chunk)
+        for stage in range(pp)
+    )
 
 
 def _written(num_layers: int, given: str, stages: int) -> list[int]:

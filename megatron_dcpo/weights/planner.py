@@ -117,9 +117,8 @@ def _check_experts(arch: Architecture, layout: Layout) -> None:
         ),
         (
             etp not in (1, tp)
-            or (
-                ep == 1 and etp != tp
-            ),  # the latter: Megatron's gradients of the experts are wrong
+            # without expert parallelism, Megatron's gradients of the experts would be wrong
+            or (ep == 1 and etp != tp),
             f"parallel.expert_tensor_parallel_size={etp} must be "
             f"parallel.tensor_model_parallel_size={tp} or, with "
             "parallel.expert_model_parallel_size > 1, be 1",
@@ -276,14 +275,6 @@ def _copies(
                 dim=0,
             )
             start += size
-    elif row.interleaving == "gated_qkv":
-        yield from _gated_qkv_copies(
-            arch=arch,
-            tp=tp,
-            rank=rank,
-            row=row,
-            primary=primary,
-        )
     else:
         yield from _qkv_copies(
             arch=arch,
@@ -297,60 +288,43 @@ def _copies(
 def _qkv_copies(
     arch: Architecture, tp: int, rank: int, row: Row, primary: bool
 ) -> Iterator[Copy]:
-    """Yield the copies of Q, K and V. A query group holds ``heads/groups`` query heads, one key
-    head and one value head, in that order.
-    """
-    d = arch.kv_channels
-    queries = arch.num_attention_heads // arch.num_query_groups * d
+    """Yield the copies of Q, K and V, query group by query group."""
     groups = arch.num_query_groups // tp
-    sizes = (queries, d, d)
-    offsets = (0, queries, queries + d)
-    for local in range(groups):
-        group = rank * groups + local
-        start = local * (queries + 2 * d)
-        for name, size, offset in zip(row.hf, sizes, offsets, strict=True):
+    start = 0
+    for group in range(rank * groups, (rank + 1) * groups):
+        for name, first, rows in _query_group(arch, row, group):
             yield Copy(
                 hf=name,
-                hf_start=group * size,
-                hf_stop=(group + 1) * size,
+                hf_start=first,
+                hf_stop=first + rows,
                 megatron=row.megatron,
-                start=start + offset,
+                start=start,
                 dim=0,
                 primary=primary,
             )
+            start += rows
 
 
-def _gated_qkv_copies(
-    arch: Architecture, tp: int, rank: int, row: Row, primary: bool
-) -> Iterator[Copy]:
-    """Yield the copies of Q, K and V of an attention with a gate. A query group holds its query
-    heads, their gates, one key head and one value head, in that order; in the tensor of the queries
-    each head's gate is behind the head.
+def _query_group(
+    arch: Architecture, row: Row, group: int
+) -> list[tuple[str, int, int]]:
+    """Return what a query group holds, in its order, as tensor, first row and number of rows: its
+    query heads, with a gate their gates, one key head and one value head. In the tensor of the
+    queries each head's gate is behind the head.
     """
     d = arch.kv_channels
     heads = arch.num_attention_heads // arch.num_query_groups
-    groups = arch.num_query_groups // tp
-    copy = partial(Copy, megatron=row.megatron, dim=0, primary=primary)
-    queries, *keys_and_values = row.hf
-    for local in range(groups):
-        group = rank * groups + local
-        start = local * (2 * heads + 2) * d
-        for index in range(2 * heads):
-            head, gate = divmod(index, 2)
-            first = (group * 2 * heads + index) * d
-            yield copy(
-                hf=queries,
-                hf_start=first,
-                hf_stop=first + d,
-                start=start + (gate * heads + head) * d,
-            )
-        for index, name in enumerate(keys_and_values):
-            yield copy(
-                hf=name,
-                hf_start=group * d,
-                hf_stop=(group + 1) * d,
-                start=start + (2 * heads + index) * d,
-            )
+    queries, keys, values = row.hf
+    if row.interleaving == "gated_qkv":
+        first = group * 2 * heads
+        of_queries = [
+            (queries, (first + 2 * head + gate) * d, d)
+            for gate in (0, 1)
+            for head in range(heads)
+        ]
+    else:
+        of_queries = [(queries, group * heads * d, heads * d)]
+    return [*of_queries, (keys, group * d, d), (values, group * d, d)]
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from tests.distributed.cases.policy import digest
 from tests.distributed.test_parallel_parity import LAYOUTS, agrees
 from tests.helpers.checkpoints import load_model
 from tests.helpers.launch import torchrun_all
+from tests.helpers.parity import cases, differences, results_in
 
 FAMILIES = ("glm", "glm4", "olmo2", "olmo3", "gemma3", "qwen3_5")
 TIED = ("gemma3",)
@@ -28,16 +29,9 @@ QUICK = {
 }
 # which refuse context parallelism
 WITH_DELTA_NETS = ("qwen3_5",)
-CASES = [
-    pytest.param(
-        family,
-        layout,
-        marks=[] if (family, layout) in QUICK else [pytest.mark.full],
-    )
-    for family in FAMILIES
-    for layout in LAYOUTS
-    if not (family in WITH_DELTA_NETS and layout.startswith("cp"))
-]
+WITHOUT_CP = [layout for layout in LAYOUTS if not layout.startswith("cp")]
+CASES = cases([f for f in FAMILIES if f not in WITH_DELTA_NETS], LAYOUTS, QUICK)
+CASES += cases(WITH_DELTA_NETS, WITHOUT_CP, QUICK)
 
 
 @pytest.fixture(scope="module")
@@ -47,28 +41,13 @@ def model(tiny_models):
 
 @pytest.fixture(scope="module")
 def against_transformers(model, tmp_path_factory):
-    jobs = [("gradients", {"model": model(family)}) for family in FAMILIES]
-    results = torchrun_all(jobs, 1, tmp_path_factory.mktemp("gradients"))
-    return dict(zip(FAMILIES, [ranks[0] for ranks in results], strict=True))
+    models = {family: model(family) for family in FAMILIES}
+    return differences(models, tmp_path_factory.mktemp("gradients"))
 
 
 @pytest.fixture(scope="module")
 def policy_of(model, tmp_path_factory):
-    """Return the ranks' results of a family in a layout; each is computed once."""
-    made = {}
-
-    def get(family, layout):
-        if (family, layout) not in made:
-            processes, parallel = LAYOUTS.get(layout, (1, {}))
-            options = {"model": model(family), "parallel": parallel}
-            options |= {"probe": True, "bucket_bytes": 20_000}
-            out = tmp_path_factory.mktemp(f"{family}_{layout}")
-            made[family, layout] = torchrun_all([("policy", options)], processes, out)[
-                0
-            ]
-        return made[family, layout]
-
-    return get
+    return results_in(model, LAYOUTS, {}, tmp_path_factory.mktemp)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

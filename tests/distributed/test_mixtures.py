@@ -10,6 +10,7 @@ import pytest
 
 from tests.distributed.test_parallel_parity import agrees
 from tests.helpers.launch import torchrun_all
+from tests.helpers.parity import cases, differences, results_in
 
 DO = {"use_distributed_optimizer": True}
 EP2 = DO | {"expert_model_parallel_size": 2}
@@ -36,41 +37,23 @@ RESUMED = {"ep2": EP2, "pp2_alone": DO | ALONE}
 FAMILIES = ("glm4_moe", "dots1", "qwen2_moe", "qwen3_moe_sparse")
 # the others are in the full suite
 QUICK = {("glm4_moe", "tp2_ep2_etp1_packed"), ("glm4_moe", "pp2_alone")}
-CASES = [
-    pytest.param(
-        family,
-        layout,
-        marks=[] if (family, layout) in QUICK else [pytest.mark.full],
-    )
-    for family in FAMILIES
-    for layout in LAYOUTS
-]
+CASES = cases(FAMILIES, LAYOUTS, QUICK)
 
 
 @pytest.fixture(scope="module")
-def against_transformers(tiny_models, tmp_path_factory):
-    jobs = [("gradients", {"model": str(tiny_models(family))}) for family in FAMILIES]
-    results = torchrun_all(jobs, 1, tmp_path_factory.mktemp("gradients"))
-    return dict(zip(FAMILIES, [ranks[0] for ranks in results], strict=True))
+def model(tiny_models):
+    return lambda family: str(tiny_models(family))
 
 
 @pytest.fixture(scope="module")
-def policy_of(tiny_models, tmp_path_factory):
-    """Return the ranks' results of a family in a layout; each is computed once."""
-    made = {}
+def against_transformers(model, tmp_path_factory):
+    models = {family: model(family) for family in FAMILIES}
+    return differences(models, tmp_path_factory.mktemp("gradients"))
 
-    def get(family, layout):
-        if (family, layout) not in made:
-            processes, parallel = LAYOUTS.get(layout, (1, {}))
-            options = {"model": str(tiny_models(family)), "parallel": parallel}
-            options |= {"probe": True, "bucket_bytes": 20_000, "micro_batch_size": 3}
-            out = tmp_path_factory.mktemp(f"{family}_{layout}")
-            (made[family, layout],) = torchrun_all(
-                [("policy", options)], processes, out
-            )
-        return made[family, layout]
 
-    return get
+@pytest.fixture(scope="module")
+def policy_of(model, tmp_path_factory):
+    return results_in(model, LAYOUTS, {"micro_batch_size": 3}, tmp_path_factory.mktemp)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -95,9 +78,9 @@ def test_layout_equals_one_process(policy_of, family, layout):
 
 
 @pytest.mark.full
-def test_resumes_at_another_layout(tiny_models, tmp_path):
+def test_resumes_at_another_layout(model, tmp_path):
     """At the same layout bit for bit."""
-    options = {"model": str(tiny_models("glm4_moe")), "micro_batch_size": 3}
+    options = {"model": model("glm4_moe"), "micro_batch_size": 3}
     saved = str(tmp_path / "checkpoints")
     on = {"parallel": EP2, "steps": 3, "save": saved}
     jobs = [("policy", options | on)]

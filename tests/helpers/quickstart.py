@@ -20,6 +20,21 @@ SMALL = [
 ]
 
 
+def judged_twice(out: Path, *asked: object) -> list[list[str]]:
+    """Evaluate the quickstart's policy and judge its samples again; the lines of both files."""
+    sampled = ("--model", QUICKSTART / "policy", "--template", "raw", "--repeats", 1)
+    again = ("--samples", out / "one" / "samples.jsonl", "--rejudge")
+    files = []
+    for source, name in (
+        ((*sampled, "--max-tokens", 8, *asked), "one"),
+        (again, "two"),
+    ):
+        done = run("evaluate", *source, "--out", out / name, "--resamples", 0)
+        assert done.returncode == 0, done.stderr[-3000:]
+        files.append((out / name / "samples.jsonl").read_text().splitlines())
+    return files
+
+
 def command(*arguments: object, processes: int = 1) -> list[str]:
     launcher = [sys.executable]
     if processes > 1:

@@ -11,7 +11,13 @@ import pytest
 
 from tests.helpers.environments import use_stand_ins
 from tests.helpers.paths import QUICKSTART
-from tests.helpers.quickstart import SMALL, metrics, run, without_clocks
+from tests.helpers.quickstart import (
+    SMALL,
+    judged_twice,
+    metrics,
+    run,
+    without_clocks,
+)
 
 pytestmark = pytest.mark.full
 SUMS = "verifiers:sums-env"
@@ -70,16 +76,7 @@ def test_a_training_on_environments_is_resumed_bit_for_bit(tmp_path: Path) -> No
 
 def test_an_evaluation_is_judged_again_from_its_samples(tmp_path: Path) -> None:
     benchmarks = f"held={SUMS},verifiers:tasks_env?size=2&range=-1..2"
-    sampled = ("--model", QUICKSTART / "policy", "--template", "raw", "--repeats", 1)
-    task = ("--max-tokens", 8, "--benchmarks", benchmarks)
-    again = ("--samples", tmp_path / "one" / "samples.jsonl", "--rejudge")
-    for source, out in (((*sampled, *task), "one"), (again, "two")):
-        done = run("evaluate", *source, "--out", tmp_path / out, "--resamples", 0)
-        assert done.returncode == 0, done.stderr[-3000:]
-    one, two = (
-        (tmp_path / out / "samples.jsonl").read_text().splitlines()
-        for out in ("one", "two")
-    )
+    one, two = judged_twice(tmp_path, "--benchmarks", benchmarks)
     assert one == two
     assert len(one) == 4
     assert all("score" in json.loads(line)["logged"] for line in one)

@@ -11,7 +11,13 @@ from typing import Any
 import pytest
 
 from tests.helpers.paths import QUICKSTART
-from tests.helpers.quickstart import SMALL, metrics, run, without_clocks
+from tests.helpers.quickstart import (
+    SMALL,
+    judged_twice,
+    metrics,
+    run,
+    without_clocks,
+)
 
 GYM = "reasoning_gym:chain_sum"
 OWN = '''
@@ -142,24 +148,7 @@ def test_a_bad_source_is_one_line(
 @pytest.mark.full
 def test_a_task_of_reasoning_gym_is_a_benchmark(tmp_path: Path) -> None:
     """Its samples hold what judging them again needs."""
-    sampled = (
-        "--model",
-        QUICKSTART / "policy",
-        "--template",
-        "raw",
-        "--max-tokens",
-        8,
-        "--repeats",
-        1,
-    )
-    task = ("--benchmarks", "reasoning_gym:leg_counting?size=3")
-    again = ("--samples", tmp_path / "one" / "samples.jsonl", "--rejudge")
-    for source, out in (((*sampled, *task), "one"), (again, "two")):
-        done = run("evaluate", *source, "--out", tmp_path / out, "--resamples", 0)
-        assert done.returncode == 0, done.stderr[-3000:]
-    one, two = (
-        (tmp_path / out / "samples.jsonl").read_text().splitlines()
-        for out in ("one", "two")
-    )
+    task = "reasoning_gym:leg_counting?size=3"
+    one, two = judged_twice(tmp_path, "--benchmarks", task)
     assert one == two
     assert [json.loads(line)["logged"] for line in one] == [{"score": 0.0}] * 3

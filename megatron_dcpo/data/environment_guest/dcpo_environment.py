@@ -296,7 +296,7 @@ def text_messages(messages: Any) -> Any:  # noqa: ANN401 - as an environment has
     plain = []
     for message in messages:
         values = message if isinstance(message, Mapping) else message.model_dump()
-        # the Responses API has messages beside calls of functions, which have no role
+        # among the messages of the Responses API are calls of functions, which have no role
         role = values.get("role", values.get("type"))
         role = "system" if role == "developer" else role
         if values.get("tool_calls") or role not in ("system", "user", "assistant"):

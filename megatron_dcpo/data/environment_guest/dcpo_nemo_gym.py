@@ -21,7 +21,7 @@ from dcpo_environment import (
     text_messages,
 )
 
-# what the configuration of a server says about it, and is no field of its own
+# what a server's configuration says about the server and its class has no field for
 _ABOUT = ("domain", "verified", "description", "value", "verified_url")
 _TEXT = 200  # characters of a text in the reply that is logged
 

@@ -61,9 +61,7 @@ def _check_turns(vf: Any, environment: Any) -> None:  # noqa: ANN401 - verifiers
     """Raise :class:`Refused` unless the environment has one turn without tools."""
     kind = type(environment)
     if isinstance(environment, vf.EnvGroup):
-        raise Refused(
-            "it is a group of environments; name each of them as a source of its own"
-        )
+        raise Refused("it is a group of environments; name each of them as a source")
     if not isinstance(environment, vf.SingleTurnEnv):
         raise Refused(
             f"it has several turns or tools ({kind.__name__}); only environments of one turn "

@@ -50,7 +50,7 @@ def _check_turns(
     """Raise :class:`Refused` unless the environment has one turn without tools."""
     if turns is not vf.SingleAgentEnv:
         raise Refused(
-            f"it has turns or agents of its own ({turns.__name__}); only environments of one turn "
+            f"it defines turns or agents itself ({turns.__name__}); only environments of one turn "
             "are supported: write the turns as rollout.function"
         )
     if tools:
@@ -125,7 +125,7 @@ class TasksetEnvironment:
         size = self.description["size"]
         if self.description["part"]:
             raise Refused(
-                f"part={self.description['part']}: it has no parts; if an option of its own says "
+                f"part={self.description['part']}: it has no parts; if one of its options says "
                 "which problems it gives, name that"
             )
         if getattr(self.taskset, "INFINITE", False) and size is None:
@@ -140,7 +140,7 @@ class TasksetEnvironment:
             given = data.model_dump(mode="json", exclude_none=True)
             if data.prompt is None:
                 raise Refused(
-                    "its conversation is opened by a user of its own; only environments of one "
+                    "its conversation is opened by a user that it plays; only environments of one "
                     "turn are supported"
                 )
             answer = given.get("answer")

@@ -37,6 +37,15 @@ def config(**sections: Any) -> Any:
     return validate(values)
 
 
+def refused_for(model: Any, sections: dict[str, Any], option: str) -> None:
+    """The sections are refused for this model by the option's name, and not for a dense one."""
+    of_run = config(**sections)
+    rules.check_model_rules(of_run, DENSE, CHUNKS)
+    with pytest.raises(UserError) as error:
+        rules.check_model_rules(of_run, model, CHUNKS)
+    assert option in str(error.value)
+
+
 @pytest.mark.parametrize(
     ("sections", "option"),
     [
@@ -67,11 +76,7 @@ def config(**sections: Any) -> Any:
 def test_what_is_wrong_with_experts_is_refused_for_them_alone(
     sections: dict[str, Any], option: str
 ) -> None:
-    of_run = config(**sections)
-    rules.check_model_rules(of_run, DENSE, CHUNKS)
-    with pytest.raises(UserError) as error:
-        rules.check_model_rules(of_run, EXPERTS, CHUNKS)
-    assert option in str(error.value)
+    refused_for(EXPERTS, sections, option)
 
 
 def test_routing_replay_needs_experts_and_megatrons_router() -> None:
@@ -147,10 +152,7 @@ def test_windows_in_context_parallelism(
 def test_what_gated_delta_nets_do_not_go_with(
     sections: dict[str, Any], option: str
 ) -> None:
-    of_run = config(**sections)
-    rules.check_model_rules(of_run, DENSE, CHUNKS)
-    with pytest.raises(UserError, match=option):
-        rules.check_model_rules(of_run, DELTA_NETS, CHUNKS)
+    refused_for(DELTA_NETS, sections, option)
 
 
 def test_recomputed_units_divide_every_chunk() -> None:
