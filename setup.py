@@ -89,14 +89,10 @@ setup(
             "transformer-engine[pytorch]>=2.9,<2.12; python_version<'3.12'",
             "transformer-engine[pytorch]>=2.9; python_version>='3.12'",
         ],
-        "vllm": [
-            "vllm>=0.32,<0.34"
-        ],  # rollout/vllm_weights.py imports what other releases move
+        "vllm": ["vllm>=0.32,<0.34"],  # rollout/vllm_weights.py imports what other releases move
         "hub": ["datasets>=3.0"],
         "wandb": ["wandb>=0.17"],
-        "gym": [
-            "reasoning-gym==0.1.25"
-        ],  # its problems and scores change between releases
+        "gym": ["reasoning-gym==0.1.25"],  # its problems and scores change between releases
         "dev": [
             "pytest>=8",
             "pytest-xdist>=3.5",
@@ -115,10 +111,7 @@ setup(
         "inspect_ai": ["megatron_dcpo=megatron_dcpo.evaluation.inspect_scorer"],
     },
     classifiers=[
-        *(
-            f"Programming Language :: Python :: {version}"
-            for version in ("3.11", "3.12", "3.13")
-        ),
+        *(f"Programming Language :: Python :: {version}" for version in ("3.11", "3.12", "3.13")),
         "License :: OSI Approved :: Apache Software License",
     ],
 )

@@ -42,9 +42,7 @@ def measurements() -> Iterator[Measurement]:
         for name, taken in in_turns({name: [PROMPTS] for name in ALTERNATIVES}).items()
     }
     if not rows:
-        yield absent(
-            "async step, 28M", "s", OTHER, "two cores are needed, one for each"
-        )
+        yield absent("async step, 28M", "s", OTHER, "two cores are needed, one for each")
         return
     yield from compared(rows)
 
@@ -96,11 +94,7 @@ def compared(rows: dict[str, list[dict[str, Any]]]) -> Iterator[Measurement]:
     for who in ("trainer", "engine"):
         share = [one[f"{who}_waits"] for one in (beside_, after_)]
         yield Measurement(
-            f"async step, 28M: the {who} waits",
-            *share,
-            "share of a step",
-            OTHER,
-            **facts,
+            f"async step, 28M: the {who} waits", *share, "share of a step", OTHER, **facts
         )
 
 
@@ -119,14 +113,7 @@ def in_turns(sizes: dict[str, list[int]]) -> dict[str, dict[int, list[dict[str, 
         model = policies.write_policy(Path(scratch) / "policy", SHAPE, stop=STOP)
         workers = {
             name: stack.enter_context(
-                Stepper(
-                    sys.executable,
-                    __file__,
-                    name,
-                    scratch,
-                    str(model),
-                    *map(str, sizes[name]),
-                )
+                Stepper(sys.executable, __file__, name, scratch, str(model), *map(str, sizes[name]))
             )
             for name in rows
         }
@@ -156,9 +143,7 @@ def _train(name: str, scratch: Path, model: Path, *sizes: int) -> None:
         "objective.tis_level=token",
         "optimizer.lr=0",
     ]
-    more += [
-        "parallel.sequence_packing=true"
-    ]  # ragged, and nothing computed for padding
+    more += ["parallel.sequence_packing=true"]  # ragged, and nothing computed for padding
     more += [
         "objective.entropy_coef=1e-6"
     ]  # else a group that is all wrong, as here, is not computed
@@ -167,9 +152,7 @@ def _train(name: str, scratch: Path, model: Path, *sizes: int) -> None:
         "training.micro_batch_size=16",
         "logging.samples_interval=0",
     ]
-    options = policies.overrides(
-        model, scratch / name, max(sizes), GROUP, TOKENS, *more
-    )
+    options = policies.overrides(model, scratch / name, max(sizes), GROUP, TOKENS, *more)
     config = load_config(str(policies.QUICKSTART / "grpo.yaml"), options)
     command = server_command(config, 1, longest_of(config), SERVER)
     trained: list[Any] = []
@@ -203,9 +186,7 @@ def _train(name: str, scratch: Path, model: Path, *sizes: int) -> None:
 
 if __name__ == "__main__":
     if len(sys.argv) > 1:
-        _train(
-            sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]), *map(int, sys.argv[4:])
-        )
+        _train(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]), *map(int, sys.argv[4:]))
     else:
         for measurement in measurements():
             print(measurement.line("python benchmarks/run.py async_step"))

@@ -32,24 +32,16 @@ def measurements() -> Iterator[Measurement]:
             model = policies.write_policy(Path(scratch, shape), shape)
             for processes in (1, 2):
                 out = Path(scratch, f"run{processes}")
-                torchrun(
-                    processes,
-                    __file__,
-                    json.dumps({"model": str(model), "out": str(out)}),
-                )
+                torchrun(processes, __file__, json.dumps({"model": str(model), "out": str(out)}))
                 ranks = [
-                    json.loads((out / f"rank{rank}.json").read_text())
-                    for rank in range(processes)
+                    json.loads((out / f"rank{rank}.json").read_text()) for rank in range(processes)
                 ]
                 yield from _compared(f"checkpoint/{shape}, {processes} rank(s)", ranks)
                 shutil.rmtree(out)
 
 
 def _compared(name: str, ranks: list[dict[str, Any]]) -> Iterator[Measurement]:
-    same, total = (
-        all(rank["same"] for rank in ranks),
-        sum(rank["written"] for rank in ranks),
-    )
+    same, total = (all(rank["same"] for rank in ranks), sum(rank["written"] for rank in ranks))
     slowest = max(ranks, key=lambda rank: min(rank["blocked"]))
     seconds = [min(slowest["blocked"]), min(slowest["clone"])]
     unit = f"s (wall time of the slowest rank, min of {ROUNDS})"
@@ -64,25 +56,14 @@ def _compared(name: str, ranks: list[dict[str, Any]]) -> Iterator[Measurement]:
     yield Measurement(
         f"{name}, blocked", *seconds, unit, other, 1.2, reason=reason, raw=raw, **facts
     )
-    seconds = [
-        max(min(rank[key]) for rank in ranks) for key in ("busy", "busy_cloning")
-    ]
-    unit = (
-        f"s (processor time of the loop's thread, of the slowest rank, min of {ROUNDS})"
-    )
+    seconds = [max(min(rank[key]) for rank in ranks) for key in ("busy", "busy_cloning")]
+    unit = f"s (processor time of the loop's thread, of the slowest rank, min of {ROUNDS})"
     reason = (
-        f"the difference, {1e3 * (seconds[0] - seconds[1]):.0f} ms, does not "
-        f"grow with the bytes"
+        f"the difference, {1e3 * (seconds[0] - seconds[1]):.0f} ms, does not grow with the bytes"
     )
     facts["bound"] = 1 + described / seconds[1]
     yield Measurement(
-        f"{name}, blocked, processor time",
-        *seconds,
-        unit,
-        other,
-        1.2,
-        reason=reason,
-        **facts,
+        f"{name}, blocked, processor time", *seconds, unit, other, 1.2, reason=reason, **facts
     )
     most = max(rank["written"] for rank in ranks)
     share, fair = f"{name}, largest share", total / len(ranks)
@@ -204,9 +185,7 @@ def after_one_step(model: Path, run_dir: Path) -> tuple[Any, Any]:
     from megatron_dcpo.policy.optimizer import PolicyOptimizer
     from megatron_dcpo.runtime.distributed import initialize
 
-    options = policies.overrides(
-        model, run_dir, 1, 2, 8, "parallel.use_distributed_optimizer=true"
-    )
+    options = policies.overrides(model, run_dir, 1, 2, 8, "parallel.use_distributed_optimizer=true")
     config = load_config(str(policies.QUICKSTART / "grpo.yaml"), options)
     policy = build_policy(config.model, config.parallel, initialize())
     optimizer = PolicyOptimizer(policy, config)

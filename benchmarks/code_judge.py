@@ -60,9 +60,7 @@ def main() -> None:
     file = args.data / "humanevalplus" / "HumanEvalPlus.jsonl.gz"
     sys.exit(
         0
-        if compare(
-            file, args.programs, args.tests, args.workers, args.sandbox, args.numpy
-        ).same
+        if compare(file, args.programs, args.tests, args.workers, args.sandbox, args.numpy).same
         else 1
     )
 
@@ -73,9 +71,7 @@ def compare(
     """Both on the same programs, one after the other."""
     items = _items(file, programs, tests)
     count = sum(len(cases) for _, _, cases in items)
-    print(
-        f"{len(items)} programs, {count} tests, {workers} workers, load {os.getloadavg()[0]:.1f}"
-    )
+    print(f"{len(items)} programs, {count} tests, {workers} workers, load {os.getloadavg()[0]:.1f}")
     limits = CodeLimits(test_seconds=60, program_seconds=300)
     with CodePool(limits=limits, sandbox=sandbox, workers=workers) as pool:
         start = time.perf_counter()
@@ -101,9 +97,7 @@ def compare(
         f"s (wall time of {len(items)} programs, {count} tests)",
         "an interpreter per test, not isolated",
     )
-    return Measurement(
-        "code_judge", seconds, slow, unit, other, goal=0.5, same=ours == naive
-    )
+    return Measurement("code_judge", seconds, slow, unit, other, goal=0.5, same=ours == naive)
 
 
 def measurements() -> Iterator[Measurement]:
@@ -112,14 +106,10 @@ def measurements() -> Iterator[Measurement]:
         programs = 4 if QUICK else 100
         yield compare(file, programs, 10, 2, "auto", False)
     else:
-        yield absent(
-            "code_judge", "s", "an interpreter per test", f"no {file}", goal=0.5
-        )
+        yield absent("code_judge", "s", "an interpreter per test", f"no {file}", goal=0.5)
 
 
-def _items(
-    path: Path, programs: int, tests: int
-) -> list[tuple[str, str, list[dict[str, Any]]]]:
+def _items(path: Path, programs: int, tests: int) -> list[tuple[str, str, list[dict[str, Any]]]]:
     """Program, entry point and cases. Problems whose answer is not unique are compared by the
     canonical one.
     """
@@ -137,10 +127,7 @@ def _items(
                 for given in inputs
             ]
             changed = right + _CHANGED.format(entry=row["entry_point"])
-            found += [
-                (right, row["entry_point"], cases),
-                (right + "\n", row["entry_point"], cases),
-            ]
+            found += [(right, row["entry_point"], cases), (right + "\n", row["entry_point"], cases)]
             found += [
                 (changed, row["entry_point"], cases),
                 (right + "\n\n", row["entry_point"], cases),
@@ -148,9 +135,7 @@ def _items(
     return found[:programs]
 
 
-def _judged(
-    pool: CodePool, items: list[tuple[str, str, list[dict[str, Any]]]]
-) -> list[int]:
+def _judged(pool: CodePool, items: list[tuple[str, str, list[dict[str, Any]]]]) -> list[int]:
     futures = []
     for program, entry, cases in items:
         tests = {"kind": "function", "entry_point": entry, "cases": cases}

@@ -38,12 +38,7 @@ from measurement import DATA, QUICK, Measurement
 from megatron_dcpo.conversion.common import PeakMemory
 from megatron_dcpo.conversion.convert import export_checkpoint, import_checkpoint
 from megatron_dcpo.weights.architecture import parse_architecture, read_architecture
-from megatron_dcpo.weights.hf_checkpoint import (
-    HFReader,
-    assign_files,
-    plan_shards,
-    write_index,
-)
+from megatron_dcpo.weights.hf_checkpoint import HFReader, assign_files, plan_shards, write_index
 from megatron_dcpo.weights.layout import Coordinates, Layout
 from megatron_dcpo.weights.planner import plan
 from megatron_dcpo.weights.table import hf_shapes
@@ -62,9 +57,7 @@ _COMMON = {
 }
 
 
-def _shape(
-    layers: int, hidden: int, ffn: int, heads: int, tied: bool = False
-) -> dict[str, Any]:
+def _shape(layers: int, hidden: int, ffn: int, heads: int, tied: bool = False) -> dict[str, Any]:
     return _COMMON | {
         "num_hidden_layers": layers,
         "hidden_size": hidden,
@@ -92,8 +85,7 @@ def generate(config: dict[str, Any], out: Path) -> int:
     out.mkdir(parents=True)
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     specs = {
-        name: (shape, "bfloat16")
-        for name, shape in hf_shapes(parse_architecture(config)).items()
+        name: (shape, "bfloat16") for name, shape in hf_shapes(parse_architecture(config)).items()
     }
     shards = plan_shards(specs, assign_files(specs))
     rng = np.random.default_rng(0)
@@ -119,9 +111,7 @@ def naive_import(source: Path, target: Path) -> None:
     for file in sorted(source.glob("*.safetensors")):
         model |= load_file(file)
     state: dict[str, list[Any]] = {}
-    for copy in plan(
-        read_architecture(source), Layout(transformer_engine=True), Coordinates()
-    ):
+    for copy in plan(read_architecture(source), Layout(transformer_engine=True), Coordinates()):
         tensor = model[copy.hf]
         state.setdefault(copy.megatron, []).append(
             tensor.narrow(copy.dim, copy.hf_start, copy.length)
@@ -148,8 +138,7 @@ def naive_export(source: Path, target: Path) -> None:
     }
     dcp.load(state, checkpoint_id=source, no_dist=True)
     tensors = {
-        name: torch.empty(shape, dtype=torch.bfloat16)
-        for name, shape in hf_shapes(arch).items()
+        name: torch.empty(shape, dtype=torch.bfloat16) for name, shape in hf_shapes(arch).items()
     }
     for copy in plan(arch, Layout(transformer_engine=True), Coordinates()):
         stacked = re.fullmatch(r"decoder\.layers\.(\d+)\.(.*)", copy.megatron)
@@ -175,14 +164,7 @@ STEPS = {
 def _peer_command(python: str, step: str, source: Path, target: Path) -> list[str]:
     config = source if (source / "config.json").is_file() else source.parent / "hf"
     script = Path(__file__).with_name("megatron_bridge.py")
-    return [
-        python,
-        str(script),
-        step.removeprefix("peer_"),
-        str(source),
-        str(target),
-        str(config),
-    ]
+    return [python, str(script), step.removeprefix("peer_"), str(source), str(target), str(config)]
 
 
 def worker(step: str, source: Path, target: Path) -> None:
@@ -245,29 +227,17 @@ def main() -> None:
     parser.add_argument("--dir", type=Path, help="where to work; removed at the end")
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument(
-        "--warm",
-        action="store_true",
-        help="input in the page cache instead of evicted from it",
+        "--warm", action="store_true", help="input in the page cache instead of evicted from it"
+    )
+    parser.add_argument("--naive", action="store_true", help="also load everything, then save")
+    parser.add_argument(
+        "--peer", metavar="PYTHON", help="interpreter of an environment with Megatron-Bridge"
     )
     parser.add_argument(
-        "--naive", action="store_true", help="also load everything, then save"
+        "--tokenizer", type=Path, help="directory of a tokenizer: the peer does not do without"
     )
-    parser.add_argument(
-        "--peer",
-        metavar="PYTHON",
-        help="interpreter of an environment with Megatron-Bridge",
-    )
-    parser.add_argument(
-        "--tokenizer",
-        type=Path,
-        help="directory of a tokenizer: the peer does not do without",
-    )
-    parser.add_argument(
-        "--once", action="store_true", help="for small disks: see above"
-    )
-    parser.add_argument(
-        "--worker", nargs=3, metavar=("STEP", "FROM", "TO"), help=argparse.SUPPRESS
-    )
+    parser.add_argument("--once", action="store_true", help="for small disks: see above")
+    parser.add_argument("--worker", nargs=3, metavar=("STEP", "FROM", "TO"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
         worker(args.worker[0], Path(args.worker[1]), Path(args.worker[2]))
@@ -293,10 +263,7 @@ def run(args: argparse.Namespace, work: Path) -> None:
     )
     steps = list(STEPS_OF_A_ROUND)
     if args.naive:
-        steps += [
-            ("naive_import", "hf", "naive"),
-            ("naive_export", "megatron", "naive"),
-        ]
+        steps += [("naive_import", "hf", "naive"), ("naive_export", "megatron", "naive")]
     if args.peer:
         for path in args.tokenizer.glob("tokenizer*"):
             shutil.copy(path, work / "hf")
@@ -305,11 +272,7 @@ def run(args: argparse.Namespace, work: Path) -> None:
 
 
 def in_turns(
-    work: Path,
-    steps: Sequence[tuple[str, str, str]],
-    repeats: int,
-    warm: bool,
-    peer: str | None,
+    work: Path, steps: Sequence[tuple[str, str, str]], repeats: int, warm: bool, peer: str | None
 ) -> tuple[Results, bool]:
     """All steps in turn, ``repeats`` times; their results, and whether every round trip gave the
     same files.
@@ -328,8 +291,7 @@ def in_turns(
             for path in (work / "hf").glob("*.safetensors")
         )
         print(
-            f"  files after the round trip are {'identical' if same else 'DIFFERENT'}",
-            flush=True,
+            f"  files after the round trip are {'identical' if same else 'DIFFERENT'}", flush=True
         )
         shutil.rmtree(work / "back")
         all_same &= same
@@ -345,9 +307,7 @@ STEPS_OF_A_ROUND = [
 PEER_STEPS = [("peer_import", "hf", "peer"), ("peer_export", "peer", "peer_back")]
 
 
-def warm_rounds(
-    shape: str, repeats: int, peer: str | None = None
-) -> tuple[Results, bool]:
+def warm_rounds(shape: str, repeats: int, peer: str | None = None) -> tuple[Results, bool]:
     """For ``run.py``: everything in the page cache, in a temporary directory."""
     with tempfile.TemporaryDirectory() as scratch:
         work = Path(scratch)
@@ -355,11 +315,7 @@ def warm_rounds(
         for path in (DATA / "qwen_tokenizer").glob("tokenizer*") if peer else ():
             shutil.copy(path, work / "hf")
         return in_turns(
-            work,
-            STEPS_OF_A_ROUND + PEER_STEPS * (peer is not None),
-            repeats,
-            True,
-            peer,
+            work, STEPS_OF_A_ROUND + PEER_STEPS * (peer is not None), repeats, True, peer
         )
 
 
@@ -367,13 +323,9 @@ def compared(
     name: str, results: Results, ours: str, other: str, other_is: str, **fields: Any
 ) -> Measurement:
     """Medians of two steps."""
-    raw = {
-        step: [round(r["seconds"], 3) for r in results[step]] for step in (ours, other)
-    }
+    raw = {step: [round(r["seconds"], 3) for r in results[step]] for step in (ours, other)}
     a, b = (statistics.median(raw[step]) for step in (ours, other))
-    unit = (
-        f"s (wall time without start-up, median of {len(raw[ours])}, in the page cache)"
-    )
+    unit = f"s (wall time without start-up, median of {len(raw[ours])}, in the page cache)"
     return Measurement(name, a, b, unit, other_is, raw=raw, **fields)
 
 
@@ -384,9 +336,7 @@ def measurements() -> Iterator[Measurement]:
     shape, repeats = ("tiny", 1) if QUICK else ("qwen3_0.6b", 3)
     results, same = warm_rounds(shape, repeats)
     for step in ("import", "export"):
-        yield compared(
-            f"convert/{step}", results, step, "cp", "cp of the same bytes", same=same
-        )
+        yield compared(f"convert/{step}", results, step, "cp", "cp of the same bytes", same=same)
 
 
 def run_once(args: argparse.Namespace, work: Path) -> None:
@@ -408,9 +358,7 @@ def run_once(args: argparse.Namespace, work: Path) -> None:
         results[step] = [measure(step, work / source, work / target, args.warm)]
         print(f"  {step:13s} {results[step][0]['seconds']:8.2f} s", flush=True)
         if target == "megatron":
-            imported = json.loads((work / target / "conversion.json").read_text())[
-                "tensors"
-            ]
+            imported = json.loads((work / target / "conversion.json").read_text())["tensors"]
         shutil.rmtree(work / done)
     exported = json.loads((work / "back" / "conversion.json").read_text())["tensors"]
     print(

@@ -66,9 +66,7 @@ def measurements() -> Iterator[Measurement]:
             yield _measure(name, Path(directory, name), overrides, pace)
 
 
-def _measure(
-    name: str, directory: Path, overrides: tuple[str, ...], pace: float
-) -> Measurement:
+def _measure(name: str, directory: Path, overrides: tuple[str, ...], pace: float) -> Measurement:
     directory.mkdir()
     rows: dict[str, list[dict[str, Any]]] = {"real": [], "free": []}
     workers = {
@@ -87,9 +85,7 @@ def _measure(
         for _ in range(STEPS):
             rows["real"].append(real.step())
             rows["free"].append(free.step())
-    same = [row["trained"] for row in rows["real"]] == [
-        row["trained"] for row in rows["free"]
-    ]
+    same = [row["trained"] for row in rows["real"]] == [row["trained"] for row in rows["free"]]
     for row in (*rows["real"], *rows["free"]):
         row["outside"] = row["whole"] - sum(row[phase] for phase in PHASES)
     medians = {
@@ -118,18 +114,12 @@ def _measure(
 def _paced(stream: Any, seconds: float) -> Any:
     """``Engine.stream`` whose responses are finished at times of their own, whatever they took."""
 
-    def paced(
-        samples: Any, sampling: Any, step: int = 0, **_: Any
-    ) -> Iterator[list[Any]]:
+    def paced(samples: Any, sampling: Any, step: int = 0, **_: Any) -> Iterator[list[Any]]:
         began, due = time.perf_counter(), []
         for responses in stream(samples, sampling, step):
             for response in responses:
-                draw = random.Random(
-                    f"{response.prompt_id}/{response.sample_index}"
-                ).gauss(0, 0.7)
-                due.append(
-                    (min(1.0, 0.25 * math.exp(draw)) * seconds, len(due), response)
-                )
+                draw = random.Random(f"{response.prompt_id}/{response.sample_index}").gauss(0, 0.7)
+                due.append((min(1.0, 0.25 * math.exp(draw)) * seconds, len(due), response))
         for after, _, response in sorted(due):
             time.sleep(max(0.0, began + after - time.perf_counter()))
             yield [response]
@@ -166,9 +156,7 @@ def _train(kind: str, directory: Path, pace: float, overrides: list[str]) -> Non
         judge_really = sampler.judge
 
         def judge(responses: Any, prompts: Any) -> Any:
-            names = [
-                (r.weights_version, r.prompt_id, r.sample_index) for r in responses
-            ]
+            names = [(r.weights_version, r.prompt_id, r.sample_index) for r in responses]
             if kind == "real":
                 judgements = judge_really(responses, prompts)
                 known.update(zip(names, judgements, strict=True))
@@ -189,11 +177,7 @@ def _train(kind: str, directory: Path, pace: float, overrides: list[str]) -> Non
                 notes.write_bytes(pickle.dumps(known))
             row = json.loads(run.recorder.metrics_path.read_text().splitlines()[-1])
             phases = {phase: row[f"time/{phase}"] for phase in PHASES}
-            report(
-                whole=whole,
-                **phases,
-                trained=[row["loss/policy"], row["grad_norm/total"]],
-            )
+            report(whole=whole, **phases, trained=[row["loss/policy"], row["grad_norm/total"]])
 
 
 if __name__ == "__main__":

@@ -54,9 +54,7 @@ class RankOfWire:
 
     def _count(self, values: Sequence[Any]) -> None:
         others = [value for rank, value in enumerate(values) if rank != self.rank]
-        self.wire.received[self.rank] += sum(
-            len(pickle.dumps(value, 5)) for value in others
-        )
+        self.wire.received[self.rank] += sum(len(pickle.dumps(value, 5)) for value in others)
 
     def gather(self, value: Any) -> list[Any]:
         values = self.wire.meet(self.rank, value)
@@ -64,9 +62,7 @@ class RankOfWire:
         return values
 
     def exchange(self, outgoing: Sequence[Any]) -> list[Any]:
-        values = [
-            brought[self.rank] for brought in self.wire.meet(self.rank, list(outgoing))
-        ]
+        values = [brought[self.rank] for brought in self.wire.meet(self.rank, list(outgoing))]
         self._count(values)
         return values
 
@@ -81,9 +77,7 @@ def responses(with_experts: bool) -> list[Any]:
         length = max(1, round(MEDIAN * rng.lognormal(0.0, 0.7)))
         experts = None
         if with_experts:
-            experts = rng.integers(0, 128, (length + 63, LAYERS, EXPERTS)).astype(
-                np.int16
-            )
+            experts = rng.integers(0, 128, (length + 63, LAYERS, EXPERTS)).astype(np.int16)
         made.append(
             Response(
                 prompt_id=f"p{number // GROUP}",
@@ -125,30 +119,18 @@ def measurements() -> Iterator[Measurement]:
     for with_experts in (False, True):
         made = responses(with_experts)
         judgements = {
-            r.key: Judgement(r.prompt_id, 1.0, 0.5, "ok", 1, len(r.token_ids))
-            for r in made
+            r.key: Judgement(r.prompt_id, 1.0, 0.5, "ok", 1, len(r.token_ids)) for r in made
         }
         groups = [made[start : start + GROUP] for start in range(0, len(made), GROUP)]
-        shares = [
-            [r for group in groups[rank::RANKS] for r in group] for rank in range(RANKS)
-        ]
+        shares = [[r for group in groups[rank::RANKS] for r in group] for rank in range(RANKS)]
         wire = Wire()
 
-        def of_rank(
-            rank: int, wire: Wire = wire, shares: Any = shares, judged: Any = judgements
-        ):
+        def of_rank(rank: int, wire: Wire = wire, shares: Any = shares, judged: Any = judgements):
             return dealt(RankOfWire(wire, rank), shares[rank], judged)
 
         with ThreadPoolExecutor(RANKS) as pool:
-            computed = [
-                response
-                for share in pool.map(of_rank, range(RANKS))
-                for response in share
-            ]
-        sizes = [
-            len(pickle.dumps([(r, judgements[r.key]) for r in share], 5))
-            for share in shares
-        ]
+            computed = [response for share in pool.map(of_rank, range(RANKS)) for response in share]
+        sizes = [len(pickle.dumps([(r, judgements[r.key]) for r in share], 5)) for share in shares]
         same = len(computed) == len(made) and all(
             np.array_equal(response.token_ids, whole.token_ids)
             and np.array_equal(response.logprobs, whole.logprobs)

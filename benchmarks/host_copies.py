@@ -52,23 +52,15 @@ def main() -> None:
     import torch
 
     size = 2**26 if args.pretend else int(args.gib * 2**30)
-    device, wait = (
-        ("cpu", lambda: None) if args.pretend else ("cuda", torch.cuda.synchronize)
-    )
+    device, wait = ("cpu", lambda: None) if args.pretend else ("cuda", torch.cuda.synchronize)
     there = torch.empty(size, dtype=torch.uint8, device=device)
     for node, cpus in cpus_of_nodes().items():
         os.sched_setaffinity(0, cpus)
         for pinned in (True, False):
-            here = torch.empty(
-                size, dtype=torch.uint8, pin_memory=pinned and not args.pretend
-            )
+            here = torch.empty(size, dtype=torch.uint8, pin_memory=pinned and not args.pretend)
             here.zero_()  # its pages come from the node of these CPUs
-            away = rate(
-                lambda here=here: here.copy_(there, non_blocking=True), wait, size
-            )
-            back = rate(
-                lambda here=here: there.copy_(here, non_blocking=True), wait, size
-            )
+            away = rate(lambda here=here: here.copy_(there, non_blocking=True), wait, size)
+            back = rate(lambda here=here: there.copy_(here, non_blocking=True), wait, size)
             print(
                 json.dumps(
                     {

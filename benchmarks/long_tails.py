@@ -27,10 +27,7 @@ from measurement import DATA, QUICK, REPOSITORY, Measurement, Stepper, absent, s
 
 PROMPTS, GROUP, SLOTS, SHORTEN = 16, 4, 64, 4
 STEPS, WARM_UP = (4, 1) if QUICK else (12, 3)
-ALTERNATIVES = {
-    "before": (),
-    "after": ("rollout.max_staleness=2", "rollout.oversample=2"),
-}
+ALTERNATIVES = {"before": (), "after": ("rollout.max_staleness=2", "rollout.oversample=2")}
 CONFIG = REPOSITORY / "examples" / "qwen3_8b" / "math" / "dcpo.yaml"
 MODEL = (
     REPOSITORY / "megatron_dcpo" / "planning" / "models" / "Qwen" / "Qwen3-8B"
@@ -51,21 +48,15 @@ def measurements() -> Iterator[Measurement]:
         lengths = solution_lengths(DATA)
     except Exception as error:  # the tokenizers library raises plain Exception
         reason = (
-            f"not here: math500/test.jsonl and qwen_tokenizer/ below {DATA} "
-            f"(DCPO_DATA): {error}"
+            f"not here: math500/test.jsonl and qwen_tokenizer/ below {DATA} (DCPO_DATA): {error}"
         )
         yield absent(
-            "long tails",
-            "share of slot-steps in use",
-            "waiting for the longest response",
-            reason,
+            "long tails", "share of slot-steps in use", "waiting for the longest response", reason
         )
         return
     yield from simulated(lengths)
     with tempfile.TemporaryDirectory() as scratch:
-        yield from measured(
-            Path(scratch), [max(1, length // SHORTEN) for length in lengths]
-        )
+        yield from measured(Path(scratch), [max(1, length // SHORTEN) for length in lengths])
 
 
 def simulated(lengths: list[int]) -> Iterator[Measurement]:
@@ -81,11 +72,7 @@ def simulated(lengths: list[int]) -> Iterator[Measurement]:
         lengths,
     )[:2]
     raw = {
-        one.name: {
-            "rollout_s": one.mean("rollout"),
-            "step_s": one.mean("seconds"),
-            **one.shares,
-        }
+        one.name: {"rollout_s": one.mean("rollout"), "step_s": one.mean("seconds"), **one.shares}
         for one in (before, after)
     }
     facts = {"waiting for the longest response": raw}
@@ -100,9 +87,7 @@ def simulated(lengths: list[int]) -> Iterator[Measurement]:
         raw=raw,
     )
     step = [one.mean("seconds") for one in (after, before)]
-    yield Measurement(
-        "long tails, simulated 8B: step", *step, "s", *facts, 1.0, raw=raw
-    )
+    yield Measurement("long tails, simulated 8B: step", *step, "s", *facts, 1.0, raw=raw)
 
 
 def measured(scratch: Path, lengths: list[int]) -> Iterator[Measurement]:
@@ -110,8 +95,7 @@ def measured(scratch: Path, lengths: list[int]) -> Iterator[Measurement]:
     (scratch / "lengths.json").write_text(json.dumps(lengths))
     rows: dict[str, list[dict[str, Any]]] = {name: [] for name in ALTERNATIVES}
     workers = {
-        name: Stepper(sys.executable, __file__, name, str(scratch), str(model))
-        for name in rows
+        name: Stepper(sys.executable, __file__, name, str(scratch), str(model)) for name in rows
     }
     with workers["before"] as before, workers["after"] as after:
         for _ in range(STEPS):
@@ -129,10 +113,7 @@ def measured(scratch: Path, lengths: list[int]) -> Iterator[Measurement]:
         name: {key: sum(row[key] for row in taken[WARM_UP:]) for key in taken[0]}
         for name, taken in rows.items()
     }
-    raw = {
-        name: {"steps": taken, "sums of the last": sums[name]}
-        for name, taken in rows.items()
-    }
+    raw = {name: {"steps": taken, "sums of the last": sums[name]} for name, taken in rows.items()}
     kept = {
         "same": same,
         "raw": raw,
@@ -150,17 +131,9 @@ def measured(scratch: Path, lengths: list[int]) -> Iterator[Measurement]:
         **kept,
     )
     for part in ("rollout", "whole"):
-        per = [
-            1000 * sums[name][part] / sums[name]["tokens"]
-            for name in ("after", "before")
-        ]
+        per = [1000 * sums[name][part] / sums[name]["tokens"] for name in ("after", "before")]
         yield Measurement(
-            f"long tails, embedded engine: {part}",
-            *per,
-            "ms per trained token",
-            other,
-            1.0,
-            **kept,
+            f"long tails, embedded engine: {part}", *per, "ms per trained token", other, 1.0, **kept
         )
 
 
@@ -176,16 +149,11 @@ def _train(name: str, scratch: Path, model: str) -> None:
         def __init__(self, samples: Any, **rest: Any) -> None:
             super().__init__(samples=samples, **rest)
             self.due = torch.tensor(
-                [
-                    random.Random(f"{p.prompt_id}/{i}").choice(lengths)
-                    for p, i in samples
-                ]
+                [random.Random(f"{p.prompt_id}/{i}").choice(lengths) for p, i in samples]
             )
 
         def record(self, rows: Any, token: Any, logprob: Any, ends: Any) -> Any:
-            return super().record(
-                rows, token, logprob, self.count[rows] + 1 >= self.due[rows]
-            )
+            return super().record(rows, token, logprob, self.count[rows] + 1 >= self.due[rows])
 
     transformers_engine._Batch = Forced  # type: ignore[misc]
     more = [
@@ -195,9 +163,7 @@ def _train(name: str, scratch: Path, model: str) -> None:
         *ALTERNATIVES[name],
     ]
     longest = max(lengths) + 1
-    options = policies.overrides(
-        Path(model), scratch / name, PROMPTS, GROUP, longest, *more
-    )
+    options = policies.overrides(Path(model), scratch / name, PROMPTS, GROUP, longest, *more)
     with policies.training_run([*options, "training.micro_batch_size=64"]) as run:
         take, began, batches = run.rollouts.take, {}, []
 

@@ -42,9 +42,7 @@ def environment() -> dict[str, str]:
     be in.
     """
     own = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"}
-    return {
-        name: value for name, value in os.environ.items() if name not in own
-    } | ENVIRONMENT
+    return {name: value for name, value in os.environ.items() if name not in own} | ENVIRONMENT
 
 
 @dataclass(frozen=True)
@@ -98,21 +96,14 @@ class Measurement:
             values["goal_is"] = "at least" if self.at_least else "at most"
         if self.bound is not None:
             values |= {"bound": _rounded(self.bound), "bound_is": self.bound_is}
-        return values | {
-            "command": command,
-            "reason": reason,
-            "same": self.same,
-            "raw": self.raw,
-        }
+        return values | {"command": command, "reason": reason, "same": self.same, "raw": self.raw}
 
 
 def _rounded(value: Any) -> Any:
     return float(f"{value:.5g}") if isinstance(value, float) else value
 
 
-def absent(
-    name: str, unit: str, other_is: str, reason: str, **fields: Any
-) -> Measurement:
+def absent(name: str, unit: str, other_is: str, reason: str, **fields: Any) -> Measurement:
     """Nothing was measured: a peer or a data set is not here."""
     return Measurement(name, None, None, unit, other_is, reason=reason, **fields)
 
@@ -134,10 +125,7 @@ def peer_has(module: str) -> bool:
 
 def cpu_seconds() -> float:
     """Processor time of this process with its threads, and of the children that have ended."""
-    used = (
-        resource.getrusage(who)
-        for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
-    )
+    used = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     return sum(usage.ru_utime + usage.ru_stime for usage in used)
 
 
@@ -163,9 +151,7 @@ class Turns:
         }
 
 
-def in_turns(
-    rounds: int, warm_up: int = 1, **alternatives: Callable[[], Any]
-) -> dict[str, Turns]:
+def in_turns(rounds: int, warm_up: int = 1, **alternatives: Callable[[], Any]) -> dict[str, Turns]:
     """A B A B ...: other load on the machine meets all of them. The first ``warm_up`` rounds are
     not counted.
     """
@@ -190,17 +176,10 @@ def timed(
     """
     a, b = (how(getattr(turns, clock)) for turns in (ours, other))
     unit = (
-        f"s ({'processor' if clock == 'cpu' else 'wall'} time, {how.__name__} "
-        f"of {len(ours.wall)})"
+        f"s ({'processor' if clock == 'cpu' else 'wall'} time, {how.__name__} of {len(ours.wall)})"
     )
     return Measurement(
-        name,
-        a,
-        b,
-        unit,
-        other_is,
-        raw={"ours": ours.seconds, "other": other.seconds},
-        **fields,
+        name, a, b, unit, other_is, raw={"ours": ours.seconds, "other": other.seconds}, **fields
     )
 
 
@@ -257,9 +236,7 @@ def steps() -> Iterator[Callable[..., None]]:
 
 
 def alone(
-    name: str,
-    measurements: Callable[[], Iterator[Measurement]],
-    worker: Callable[[Any], None],
+    name: str, measurements: Callable[[], Iterator[Measurement]], worker: Callable[[Any], None]
 ) -> None:
     """A benchmark as a program: a rank that :func:`torchrun` started with its options as JSON, or
     all measurements.
@@ -289,9 +266,7 @@ def torchrun(processes: int, script: str, *arguments: str) -> None:
         check=False,
     )
     if done.returncode:
-        raise RuntimeError(
-            f"{script} failed in {processes} ranks:\n{done.stderr[-4000:]}"
-        )
+        raise RuntimeError(f"{script} failed in {processes} ranks:\n{done.stderr[-4000:]}")
 
 
 def train(
@@ -315,19 +290,11 @@ def train(
     ]
     command = [sys.executable, *launcher, *arguments, "logging.to=[]", *overrides]
     done = subprocess.run(
-        command,
-        cwd=REPOSITORY,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        check=False,
+        command, cwd=REPOSITORY, env=environment(), capture_output=True, text=True, check=False
     )
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-4000:]}")
-    return [
-        json.loads(line)
-        for line in (run_dir / "metrics.jsonl").read_text().splitlines()
-    ]
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
 def _hand_over(script: Path) -> None:

@@ -47,9 +47,7 @@ def measurements() -> Iterator[Measurement]:
             command, env=environment(), capture_output=True, text=True, check=True
         )
         found[head] = json.loads(done.stdout.splitlines()[-1])
-    after, before = (
-        found[head]["engine/logprob_diff_mean"] for head in ("fp32", "model")
-    )
+    after, before = (found[head]["engine/logprob_diff_mean"] for head in ("fp32", "model"))
     yield Measurement(
         "mismatch/logits in fp32, vocabulary 151,936",
         after,
@@ -104,9 +102,7 @@ def measure(
             f"rollout.engine={engine}",
         ]
         options += [f"parallel.megatron.{option}" for option in megatron]
-        options = policies.overrides(
-            model, Path(scratch, "run"), PROMPTS, GROUP, tokens, *options
-        )
+        options = policies.overrides(model, Path(scratch, "run"), PROMPTS, GROUP, tokens, *options)
         with policies.training_run(options) as run:
             samples = policies.sampled(run, 1)
             run.engine.sleep()
@@ -130,9 +126,7 @@ def main() -> None:
     args = parser.parse_args()
     for head in [args.head] if args.head else ["model", "fp32"]:
         print(
-            json.dumps(
-                measure(head, args.engine, args.tokens, args.megatron, args.vocabulary)
-            ),
+            json.dumps(measure(head, args.engine, args.tokens, args.megatron, args.vocabulary)),
             flush=True,
         )
 

@@ -42,15 +42,10 @@ def main() -> None:
                 command, env=environment(), capture_output=True, text=True, check=False
             )
             if done.returncode:
-                sys.exit(
-                    f"{' '.join(command)}: status {done.returncode}\n{done.stderr[-3000:]}"
-                )
+                sys.exit(f"{' '.join(command)}: status {done.returncode}\n{done.stderr[-3000:]}")
             print(
                 json.dumps(
-                    {
-                        "rope_fused": fused == "true",
-                        **json.loads(done.stdout.splitlines()[-1]),
-                    }
+                    {"rope_fused": fused == "true", **json.loads(done.stdout.splitlines()[-1])}
                 ),
                 flush=True,
             )

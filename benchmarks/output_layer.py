@@ -37,15 +37,11 @@ class Inputs:
     process.
     """
 
-    def __init__(
-        self, rows: int, vocabulary: int, hidden: int, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, rows: int, vocabulary: int, hidden: int, dtype: torch.dtype) -> None:
         generator = torch.Generator().manual_seed(0)
         self.hidden = (torch.randn(rows, hidden, generator=generator) * 0.5).to(dtype)
         self.weight = (
-            (torch.randn(vocabulary, hidden, generator=generator) * 0.1)
-            .to(dtype)
-            .requires_grad_()
+            (torch.randn(vocabulary, hidden, generator=generator) * 0.1).to(dtype).requires_grad_()
         )
         self.targets = torch.randint(0, vocabulary, (rows,), generator=generator)
         self.advantages = torch.randn(rows, generator=generator)
@@ -68,9 +64,7 @@ def clipped(logprobs: Tensor, advantages: Tensor) -> Tensor:
 
 def one_pass(x: Inputs, hidden: Tensor) -> Tensor:
     part = lambda rows, outputs: clipped(outputs.logprobs, x.advantages[rows])  # noqa: E731
-    return fused_loss(OutputLayer.of(x.weight, len(x.weight)), hidden, x.targets, part)[
-        0
-    ]
+    return fused_loss(OutputLayer.of(x.weight, len(x.weight)), hidden, x.targets, part)[0]
 
 
 def two_passes(x: Inputs, hidden: Tensor) -> Tensor:
@@ -83,8 +77,7 @@ def megatron(x: Inputs, hidden: Tensor) -> Tensor:
 
     logits = (hidden @ x.weight.t()).float()
     return clipped(
-        -vocab_parallel_cross_entropy(logits[:, None], x.targets[:, None])[:, 0],
-        x.advantages,
+        -vocab_parallel_cross_entropy(logits[:, None], x.targets[:, None])[:, 0], x.advantages
     )
 
 
@@ -93,9 +86,7 @@ def liger(x: Inputs, hidden: Tensor) -> Tensor:
         _ChunkedSelectiveLogProbFunction as Chunked,
     )
 
-    return clipped(
-        Chunked.apply(hidden, x.weight, x.targets, None, 1.0, 4096), x.advantages
-    )
+    return clipped(Chunked.apply(hidden, x.weight, x.targets, None, 1.0, 4096), x.advantages)
 
 
 def naive(x: Inputs, hidden: Tensor) -> Tensor:
@@ -110,27 +101,20 @@ def peak_bytes(call: Callable[[], Any]) -> int:
     ) as profiler:
         call()
     events = [
-        event
-        for event in profiler.profiler.kineto_results.events()
-        if event.name() == "[memory]"
+        event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"
     ]
     return max(
-        itertools.accumulate(
-            event.nbytes() for event in sorted(events, key=lambda e: e.start_ns())
-        )
+        itertools.accumulate(event.nbytes() for event in sorted(events, key=lambda e: e.start_ns()))
     )
 
 
-def equal(
-    ours: list[Tensor], others: list[Tensor], terms: float, tolerance: float
-) -> bool:
+def equal(ours: list[Tensor], others: list[Tensor], terms: float, tolerance: float) -> bool:
     """Gradients relative to their largest entry, the loss to the sum of its terms' sizes, of which
     little is left.
     """
     scales = [terms, *(float(gradient.abs().max()) for gradient in others[1:])]
     return all(
-        (a - b).abs().max() <= tolerance * s
-        for a, b, s in zip(ours, others, scales, strict=True)
+        (a - b).abs().max() <= tolerance * s for a, b, s in zip(ours, others, scales, strict=True)
     )
 
 
@@ -175,9 +159,7 @@ def measurements(
             LIGER,
             not_installed("--no-deps liger-kernel==0.8.5"),
         )
-    calls = {
-        name: (lambda total=total: x.run(total)) for name, total in alternatives.items()
-    }
+    calls = {name: (lambda total=total: x.run(total)) for name, total in alternatives.items()}
     turns = in_turns(rounds, **calls)
     memory = {}
     for name, call in calls.items():
@@ -187,8 +169,7 @@ def measurements(
     results = {name: turn.result for name, turn in turns.items()}
     terms = float(x.advantages.abs().sum())
     same = {
-        name: equal(results["ours"], result, terms, tolerance)
-        for name, result in results.items()
+        name: equal(results["ours"], result, terms, tolerance) for name, result in results.items()
     }
     for name, other_is, goal in (
         ("megatron", MEGATRON, 1.15),
@@ -198,44 +179,23 @@ def measurements(
         if name in turns:
             what = f"output layer, time ({shape})"
             yield timed(
-                what,
-                turns["ours"],
-                turns[name],
-                other_is,
-                how=min,
-                goal=goal,
-                same=same[name],
+                what, turns["ours"], turns[name], other_is, how=min, goal=goal, same=same[name]
             )
     what = f"output layer in two passes, time ({shape})"
     yield timed(
-        what,
-        turns["two_passes"],
-        turns["megatron"],
-        MEGATRON,
-        how=min,
-        same=same["two_passes"],
+        what, turns["two_passes"], turns["megatron"], MEGATRON, how=min, same=same["two_passes"]
     )
     for name, other_is in (("liger", LIGER), ("megatron", MEGATRON), ("naive", NAIVE)):
         if name in turns:
-            what, numbers = (
-                f"output layer, memory ({shape})",
-                (memory["ours"], memory[name]),
-            )
-            yield Measurement(
-                what, *numbers, "bytes", other_is, goal=1.0, same=same[name]
-            )
+            what, numbers = (f"output layer, memory ({shape})", (memory["ours"], memory[name]))
+            yield Measurement(what, *numbers, "bytes", other_is, goal=1.0, same=same[name])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    for name, default in (
-        ("rows", 1024),
-        ("vocabulary", 151_936),
-        ("hidden", 256),
-        ("rounds", 5),
-    ):
+    for name, default in (("rows", 1024), ("vocabulary", 151_936), ("hidden", 256), ("rounds", 5)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32")
     for m in measurements(**vars(parser.parse_args())):

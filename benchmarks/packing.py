@@ -45,14 +45,11 @@ def synthetic(rng: np.random.Generator) -> dict[str, np.ndarray]:
         "log-normal, median 800": rng.lognormal(np.log(800), 0.6, RESPONSES),
         "log-normal, median 300, long tail": rng.lognormal(np.log(300), 1.1, RESPONSES),
         "a third truncated at the limit": np.where(
-            rng.random(RESPONSES) < 1 / 3,
-            MOST,
-            rng.lognormal(np.log(900), 0.5, RESPONSES),
+            rng.random(RESPONSES) < 1 / 3, MOST, rng.lognormal(np.log(900), 0.5, RESPONSES)
         ),
     }
     return {
-        name: prompts + np.clip(lengths, 1, MOST).astype(int)
-        for name, lengths in responses.items()
+        name: prompts + np.clip(lengths, 1, MOST).astype(int) for name, lengths in responses.items()
     }
 
 
@@ -78,20 +75,13 @@ def measure(
     for rank, own in enumerate(of_rank):
         samples = [sample_of_length(length) for length in own]
         splits = split_micro_batches(
-            of_rank,
-            rank,
-            micro_batch_size=8,
-            max_tokens=16384,
-            packing=packing,
-            multiple_of=stages,
+            of_rank, rank, micro_batch_size=8, max_tokens=16384, packing=packing, multiple_of=stages
         )
         batches = collate(
             samples, splits, packing=packing, multiple_of=multiple_of, uniform=uniform
         )
         computed.append(sum(batch.tokens.numel() for batch in batches))
-    return float(1 - lengths.sum() / sum(computed)), float(
-        max(computed) / np.mean(computed) - 1
-    )
+    return float(1 - lengths.sum() / sum(computed)), float(max(computed) / np.mean(computed) - 1)
 
 
 def measurements() -> Iterator[Measurement]:
@@ -109,12 +99,7 @@ def measurements() -> Iterator[Measurement]:
         )
         unit = "computed token positions per token"
         yield Measurement(
-            f"packing/{name}",
-            packed,
-            padded,
-            unit,
-            "padded, 8 responses per micro-batch",
-            goal=1.0,
+            f"packing/{name}", packed, padded, unit, "padded, 8 responses per micro-batch", goal=1.0
         )
 
 
@@ -137,9 +122,7 @@ def main() -> None:
     for name, lengths in distributions.items():
         for layout, options in SETTINGS.items():
             padding, imbalance = measure(lengths, *options)
-            print(
-                f"{name:36} {lengths.mean():6.0f}  {layout:32} {padding:8.2%} {imbalance:10.2%}"
-            )
+            print(f"{name:36} {lengths.mean():6.0f}  {layout:32} {padding:8.2%} {imbalance:10.2%}")
 
 
 if __name__ == "__main__":

@@ -45,12 +45,7 @@ if QUICK:
 
 
 def make_checkpoint(path: Path, family: str) -> Path:
-    from transformers import (
-        LlamaConfig,
-        LlamaForCausalLM,
-        Qwen3Config,
-        Qwen3ForCausalLM,
-    )
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
     config, model = {
         "qwen3": (Qwen3Config, Qwen3ForCausalLM),
@@ -81,9 +76,7 @@ def ranks_of(processes: int, out: Path, options: dict[str, Any]) -> list[Any]:
         str(Path(__file__).with_name("rank_memory.py")),
         json.dumps(options | {"out": str(out)}),
     )
-    return [
-        json.loads((out / f"rank{rank}.json").read_text()) for rank in range(processes)
-    ]
+    return [json.loads((out / f"rank{rank}.json").read_text()) for rank in range(processes)]
 
 
 def results() -> Iterator[tuple[str, dict[str, Any]]]:
@@ -91,10 +84,7 @@ def results() -> Iterator[tuple[str, dict[str, Any]]]:
     settings = [
         {
             "dtype": dtype,
-            "parallel": {
-                "recompute_granularity": recompute,
-                "sequence_packing": packing,
-            },
+            "parallel": {"recompute_granularity": recompute, "sequence_packing": packing},
         }
         for dtype, recompute, packing in SETTINGS
     ]
@@ -115,12 +105,8 @@ def results() -> Iterator[tuple[str, dict[str, Any]]]:
                 "parallel": parallel,
                 "settings": settings,
             } | lengths
-            for rank, of_rank in enumerate(
-                ranks_of(processes, Path(scratch, "out"), options)
-            ):
-                for (dtype, recompute, packing), result in zip(
-                    SETTINGS, of_rank, strict=True
-                ):
+            for rank, of_rank in enumerate(ranks_of(processes, Path(scratch, "out"), options)):
+                for (dtype, recompute, packing), result in zip(SETTINGS, of_rank, strict=True):
                     how = f"{dtype}, recompute {recompute}, {'packed' if packing else 'padded'}"
                     yield f"{family}, {name}, rank {rank}, {how}", result
 
@@ -132,23 +118,15 @@ def measurements() -> Iterator[Measurement]:
     found = list(results())
     state = [
         (
-            sum(
-                result["predicted"][k]
-                for k in ("weights", "gradients", "main_params", "moments")
-            ),
+            sum(result["predicted"][k] for k in ("weights", "gradients", "main_params", "moments")),
             sum(result["measured"].values()),
             name,
         )
         for name, result in found
     ]
     peaks = fullest(found)
-    for what, rows, least, most in (
-        ("state", state, 1.0, 1.0),
-        ("peak", peaks, 0.95, 1.05),
-    ):
-        ratios = {
-            name: round(predicted / measured, 4) for predicted, measured, name in rows
-        }
+    for what, rows, least, most in (("state", state, 1.0, 1.0), ("peak", peaks, 0.95, 1.05)):
+        ratios = {name: round(predicted / measured, 4) for predicted, measured, name in rows}
         for bound, how, goal in ((max, "largest", most), (min, "smallest", least)):
             predicted, measured, name = bound(rows, key=lambda row: row[0] / row[1])
             fields = {
@@ -159,12 +137,7 @@ def measurements() -> Iterator[Measurement]:
             }
             label = f"plan_memory/{what}, {how} ratio"
             yield Measurement(
-                label,
-                predicted,
-                measured,
-                "bytes predicted by dcpo plan",
-                "bytes held",
-                **fields,
+                label, predicted, measured, "bytes predicted by dcpo plan", "bytes held", **fields
             )
 
 
@@ -190,10 +163,7 @@ def main() -> None:
 
 
 def show(result: dict) -> None:
-    rows = {
-        what: (result["predicted"][what], held)
-        for what, held in result["measured"].items()
-    }
+    rows = {what: (result["predicted"][what], held) for what, held in result["measured"].items()}
     for what in ("activations", "peak"):
         rows[what] = (result[what]["predicted"], result[what]["measured"])
     for what, (predicted, measured) in rows.items():

@@ -93,9 +93,7 @@ def write_policy(
             .last_hidden_state[..., 0]
             .mean()
         )
-        rows[EOS, 0] += (
-            math.log(stop * vocabulary / (1 - stop)) if stop else -100.0
-        ) / constant
+        rows[EOS, 0] += (math.log(stop * vocabulary / (1 - stop)) if stop else -100.0) / constant
     model.to(getattr(torch, dtype)).save_pretrained(path)
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         shutil.copy(QUICKSTART / "policy" / name, path / name)

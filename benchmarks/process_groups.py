@@ -55,9 +55,7 @@ def main() -> None:
     for size in SIZES:
         command = [sys.executable, __file__, "--tp", str(args.tp), "--ranks", str(size)]
         print(
-            subprocess.run(
-                command, capture_output=True, text=True, check=True
-            ).stdout.strip(),
+            subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip(),
             flush=True,
         )
 

@@ -36,12 +36,7 @@ def main() -> None:
     values = (
         json.loads(
             (
-                REPOSITORY
-                / "megatron_dcpo"
-                / "planning"
-                / "models"
-                / name
-                / "config.json"
+                REPOSITORY / "megatron_dcpo" / "planning" / "models" / name / "config.json"
             ).read_text()
         )
         | changes
@@ -62,9 +57,7 @@ def main() -> None:
     values |= {"eos_token_id": policies.EOS, "torch_dtype": "bfloat16"}
     torch.manual_seed(0)
     config = AutoConfig.for_model(**{"model_type": values.pop("model_type"), **values})
-    with torch.device(
-        "cpu" if args.pretend or not torch.cuda.is_available() else "cuda"
-    ):
+    with torch.device("cpu" if args.pretend or not torch.cuda.is_available() else "cuda"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(args.out)
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):

@@ -50,26 +50,18 @@ def measured_state(policy, optimizer) -> dict[str, int]:
         for buffer in chunk.buffers + chunk.expert_parallel_buffers
     ]
     weights = storages(p.data for gpt in policy.gpt for p in gpt.parameters())
-    inner = [
-        part.optimizer for part in getattr(optimizer, "chained_optimizers", [optimizer])
-    ]
+    inner = [part.optimizer for part in getattr(optimizer, "chained_optimizers", [optimizer])]
     moments = [
         state[key]
         for one in inner
         for state in one.state.values()
         for key in ("exp_avg", "exp_avg_sq")
     ]
-    main = storages(
-        p.data for one in inner for group in one.param_groups for p in group["params"]
-    )
+    main = storages(p.data for one in inner for group in one.param_groups for p in group["params"])
     return {
         "weights": sum(weights.values()),
-        "gradients": sum(
-            buffer.grad_data.untyped_storage().nbytes() for buffer in buffers
-        ),
-        "main_params": sum(
-            nbytes for pointer, nbytes in main.items() if pointer not in weights
-        ),
+        "gradients": sum(buffer.grad_data.untyped_storage().nbytes() for buffer in buffers),
+        "main_params": sum(nbytes for pointer, nbytes in main.items() if pointer not in weights),
         "moments": sum(storages(moments).values()),
     }
 
@@ -101,9 +93,7 @@ def saved_bytes(
 
 def storages(tensors) -> dict[int, int]:
     found = (tensor.untyped_storage() for tensor in tensors)
-    return {
-        storage.data_ptr(): storage.nbytes() for storage in found if storage.nbytes()
-    }
+    return {storage.data_ptr(): storage.nbytes() for storage in found if storage.nbytes()}
 
 
 def measured_activations(policy, samples, splits, packing: bool) -> int:
@@ -118,9 +108,7 @@ def measured_activations(policy, samples, splits, packing: bool) -> int:
     def keep(tensor):
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in owned and not saved:
-            kept.setdefault(
-                storage.data_ptr(), storage
-            )  # held, so that no other gets its address
+            kept.setdefault(storage.data_ptr(), storage)  # held, so that no other gets its address
         return tensor
 
     def forward(*args, **kwargs):
@@ -143,13 +131,7 @@ def measured_activations(policy, samples, splits, packing: bool) -> int:
         hooks,
     ):
         accumulate_gradients(
-            policy,
-            samples,
-            splits,
-            loss,
-            temperature=1.0,
-            packing=packing,
-            separable=True,
+            policy, samples, splits, loss, temperature=1.0, packing=packing, separable=True
         )
     return saved["bytes"]
 
@@ -166,18 +148,10 @@ def measured_peak(policy, samples, splits, packing: bool) -> int:
         ) as profiler,
     ):
         accumulate_gradients(
-            policy,
-            samples,
-            splits,
-            loss,
-            temperature=1.0,
-            packing=packing,
-            separable=True,
+            policy, samples, splits, loss, temperature=1.0, packing=packing, separable=True
         )
     events = [
-        event
-        for event in profiler.profiler.kineto_results.events()
-        if event.name() == "[memory]"
+        event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"
     ]
     live = itertools.accumulate(
         event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())
@@ -233,16 +207,13 @@ def measure(options: dict[str, Any]) -> list[dict[str, Any]]:
         )
         result = {
             "predicted": {
-                k: getattr(state, k)
-                for k in ("weights", "gradients", "main_params", "moments")
+                k: getattr(state, k) for k in ("weights", "gradients", "main_params", "moments")
             }
         }
         prompt, response = options["prompt_tokens"], options["response_tokens"]
         rng = np.random.default_rng(0)
         ids = lambda n: rng.integers(1, policy.arch.vocab_size, n)  # noqa: E731, B023
-        samples = [
-            bare(ids(prompt), ids(response)) for _ in range(options.get("samples", 1))
-        ]
+        samples = [bare(ids(prompt), ids(response)) for _ in range(options.get("samples", 1))]
         packing, stages = config.parallel.sequence_packing, topology.pp_size
         # as many micro-batches as the schedules hold at most, all of the same samples
         micro_batches = stages * parallel.virtual_pipeline_model_parallel_size
@@ -263,19 +234,10 @@ def measure(options: dict[str, Any]) -> list[dict[str, Any]]:
             }
         if options.get("activations"):
             measured = measured_activations(policy, samples, splits, packing)
-            result["activations"] = {
-                "predicted": saved_bytes(*at),
-                "measured": measured,
-            }
+            result["activations"] = {"predicted": saved_bytes(*at), "measured": measured}
         else:
             accumulate_gradients(
-                policy,
-                samples,
-                splits,
-                loss,
-                temperature=1.0,
-                packing=packing,
-                separable=True,
+                policy, samples, splits, loss, temperature=1.0, packing=packing, separable=True
             )
         optimizer.step()
         result["measured"] = measured_state(policy, optimizer)
@@ -286,6 +248,4 @@ def measure(options: dict[str, Any]) -> list[dict[str, Any]]:
 
 if __name__ == "__main__":
     chosen = json.loads(sys.argv[1])
-    Path(chosen["out"], f"rank{os.environ['RANK']}.json").write_text(
-        json.dumps(measure(chosen))
-    )
+    Path(chosen["out"], f"rank{os.environ['RANK']}.json").write_text(json.dumps(measure(chosen)))

@@ -39,15 +39,11 @@ def main() -> int:
     enough = True
     for file in arguments.files:
         start = time.perf_counter()
-        verdicts = judged(
-            file, arguments.every, limits, arguments.sandbox, arguments.workers
-        )
+        verdicts = judged(file, arguments.every, limits, arguments.sandbox, arguments.workers)
         failed = [(name, verdict) for name, verdict in verdicts if verdict.correct != 1]
         share = 1 - len(failed) / max(1, len(verdicts))
         seconds, passed = time.perf_counter() - start, len(verdicts) - len(failed)
-        print(
-            f"{file}: {passed} of {len(verdicts)} pass ({share:.2%}), {seconds:.0f} s"
-        )
+        print(f"{file}: {passed} of {len(verdicts)} pass ({share:.2%}), {seconds:.0f} s")
         for name, verdict in failed:
             print(f"  row {name}: {verdict.category}: {verdict.detail}")
         enough = enough and bool(verdicts) and share >= 0.99

@@ -34,9 +34,7 @@ def main(argv: Sequence[str] | None = None, folder: Path = FOLDER) -> int:
     parser.add_argument(
         "names", nargs="*", metavar="NAME", help="benchmarks (default: all of them)"
     )
-    parser.add_argument(
-        "--json", action="store_true", help="one JSON object per measurement"
-    )
+    parser.add_argument("--json", action="store_true", help="one JSON object per measurement")
     parser.add_argument("--list", action="store_true", help="only the names")
     args = parser.parse_args(argv)
     known = benchmarks(folder)
@@ -55,11 +53,7 @@ def main(argv: Sequence[str] | None = None, folder: Path = FOLDER) -> int:
         lines = []
         for line in measure(known[name]):
             failed |= not line["same"]
-            line |= {
-                "benchmark": name,
-                "commit": _commit(),
-                "load": round(os.getloadavg()[0], 1),
-            }
+            line |= {"benchmark": name, "commit": _commit(), "load": round(os.getloadavg()[0], 1)}
             lines.append(line)
             print(
                 json.dumps({k: v for k, v in line.items() if k != "raw"})
@@ -73,12 +67,8 @@ def main(argv: Sequence[str] | None = None, folder: Path = FOLDER) -> int:
 
 def benchmarks(folder: Path) -> dict[str, Path]:
     """By name, the files that have measurements."""
-    found = (
-        path for path in sorted(folder.glob("*.py")) if path.name != Path(__file__).name
-    )
-    return {
-        path.stem: path for path in found if "\ndef measurements(" in path.read_text()
-    }
+    found = (path for path in sorted(folder.glob("*.py")) if path.name != Path(__file__).name)
+    return {path.stem: path for path in found if "\ndef measurements(" in path.read_text()}
 
 
 def measure(script: Path) -> Iterator[dict[str, Any]]:
@@ -99,18 +89,13 @@ def measure(script: Path) -> Iterator[dict[str, Any]]:
             yield Measurement(**json.loads(text)).line(command)
     if process.returncode:
         reason = f"the benchmark ended with status {process.returncode}; its error is on stderr"
-        yield Measurement(
-            script.stem, None, None, "", "", same=False, reason=reason
-        ).line(command)
+        yield Measurement(script.stem, None, None, "", "", same=False, reason=reason).line(command)
 
 
 def _commit() -> str:
     git = ["git", "-C", str(REPOSITORY)]
     done = subprocess.run(
-        [*git, "rev-parse", "--short=12", "HEAD"],
-        capture_output=True,
-        text=True,
-        check=False,
+        [*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=False
     )
     status = [
         *git,
@@ -125,11 +110,7 @@ def _commit() -> str:
 
 
 def _text(line: dict[str, Any]) -> str:
-    goal = (
-        "no goal"
-        if line["goal"] is None
-        else f"goal {line['goal_is']} {line['goal']:g}"
-    )
+    goal = "no goal" if line["goal"] is None else f"goal {line['goal_is']} {line['goal']:g}"
     met = {True: "met", False: "NOT MET", None: "not judged"}[line["met"]]
     if line["ratio"] is None:
         return f"{line['name']}: {line['reason']} ({met})"
@@ -204,9 +185,7 @@ def _row(line: dict[str, Any]) -> str:
     ]
     return (
         "| "
-        + " | ".join(
-            [line["name"], *numbers, goal, met.replace("|", "/"), line["commit"]]
-        )
+        + " | ".join([line["name"], *numbers, goal, met.replace("|", "/"), line["commit"]])
         + " |"
     )
 

@@ -152,9 +152,7 @@ def measurements() -> Iterator[Measurement]:
         processes = []
         try:
             for command, port in zip(commands, ports, strict=True):
-                processes.append(
-                    subprocess.Popen(command, env=environment(), cwd=REPOSITORY)
-                )
+                processes.append(subprocess.Popen(command, env=environment(), cwd=REPOSITORY))
                 _wait_for(port)
             yield compare(ports, psutil.Process(processes[1].pid))
         finally:
@@ -187,8 +185,7 @@ def compare(ports: list[int], proxy: psutil.Process) -> Measurement:
         f"on {len(os.sched_getaffinity(0))} cores",
         raw={
             "added_ms": {
-                f"p{q}": round(float(np.percentile(added, q)), 3)
-                for q in (10, 50, 90, 99)
+                f"p{q}": round(float(np.percentile(added, q)), 3) for q in (10, 50, 90, 99)
             },
             "direct_s": round(statistics.median(direct), 4),
             "proxied_s": round(statistics.median(proxied), 4),

@@ -69,21 +69,12 @@ def measurements() -> Iterator[Measurement]:
                 yield from against(name, case, arguments, "trl", PEERS, TRL)
             else:
                 yield absent(
-                    f"sft_step/{name}, trl",
-                    "s",
-                    TRL,
-                    not_installed("trl==1.16.0"),
-                    goal=1.0,
+                    f"sft_step/{name}, trl", "s", TRL, not_installed("trl==1.16.0"), goal=1.0
                 )
 
 
 def against(
-    name: str,
-    case: Case,
-    arguments: tuple[str, str, str],
-    side: str,
-    python: str,
-    what: str,
+    name: str, case: Case, arguments: tuple[str, str, str], side: str, python: str, what: str
 ) -> Iterator[Measurement]:
     file, model, scratch = arguments
     with (
@@ -162,9 +153,7 @@ def plain(model: Path, scratch: Path) -> None:
     torch.set_num_threads(1)
     tokenizer = AutoTokenizer.from_pretrained(model)
     network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    adam = torch.optim.AdamW(
-        network.parameters(), lr=1e-5, weight_decay=0.0, fused=True
-    )
+    adam = torch.optim.AdamW(network.parameters(), lr=1e-5, weight_decay=0.0, fused=True)
     rows = []
     for row in read(scratch):
         prompt = tokenizer.encode(row["prompt"])
@@ -213,9 +202,7 @@ def trl(model: Path, scratch: Path) -> None:
     asked = steps()
     tokenizer = AutoTokenizer.from_pretrained(model)
     rows = read(scratch)
-    lengths = [
-        len(tokenizer.encode(row["prompt"] + row["completion"])) + 1 for row in rows
-    ]
+    lengths = [len(tokenizer.encode(row["prompt"] + row["completion"])) + 1 for row in rows]
 
     class Turns(TrainerCallback):
         done = 0

@@ -50,9 +50,7 @@ class Measured:
         return self.rollout + self.training + self.rest
 
 
-def measure(
-    folder: Path, processes: int, options: tuple[str, ...]
-) -> dict[int, Measured]:
+def measure(folder: Path, processes: int, options: tuple[str, ...]) -> dict[int, Measured]:
     """By prompts per step; the sizes take turns in one run, so that other work on the machine meets
     all of them.
     """
@@ -64,11 +62,7 @@ def measure(
 
         def low(*keys: str, mine: list[dict[str, float]] = mine) -> float:
             return float(
-                np.mean(
-                    sorted(sum(row[key] for key in keys) for row in mine)[
-                        : len(rows) // 3
-                    ]
-                )
+                np.mean(sorted(sum(row[key] for key in keys) for row in mine)[: len(rows) // 3])
             )
 
         mean = float(np.mean([row["tokens"] for row in mine])) / (prompts * GROUP)
@@ -83,11 +77,7 @@ def worker(folder: Path, *options: str) -> None:
 
     from megatron_dcpo.runtime.distributed import destroy
 
-    more = [
-        f"model.path={policies.QUICKSTART}/policy",
-        "training.micro_batch_size=32",
-        *options,
-    ]
+    more = [f"model.path={policies.QUICKSTART}/policy", "training.micro_batch_size=32", *options]
     rows = []
     with policies.training_run(
         policies.overrides(folder, folder / "run", LARGE, GROUP, LONGEST, *more)
@@ -112,9 +102,7 @@ def calibrated(
     runs = list(zip((small, large), responses, strict=True))
     # the embedded engine decodes until its longest response has ended
     per_step = [run.rollout / run.longest for run, _ in runs]
-    at_once = [
-        n * (run.mean / run.longest if run.ragged else 1) / processes for run, n in runs
-    ]
+    at_once = [n * (run.mean / run.longest if run.ragged else 1) / processes for run, n in runs]
     token = (per_step[1] - per_step[0]) / (at_once[1] - at_once[0])
     trained = [run.mean * n for run, n in runs]
     train_token = (large.training - small.training) / (trained[1] - trained[0])
@@ -166,22 +154,13 @@ def one_step_off() -> Iterator[Measurement]:
         rest = [row["wall"] - row["rollout"] - row["train"] for row in steps]
         parts = [
             float(np.median(part))
-            for part in (
-                [r["rollout"] for r in steps],
-                [r["train"] for r in steps],
-                rest,
-            )
+            for part in ([r["rollout"] for r in steps], [r["train"] for r in steps], rest)
         ]
         mean = float(np.mean([length for row in steps for length in row["lengths"]]))
         runs[n] = Measured(
-            *parts,
-            mean,
-            float(np.mean([max(row["lengths"]) for row in steps])),
-            ragged=True,
+            *parts, mean, float(np.mean([max(row["lengths"]) for row in steps])), ragged=True
         )
-    costs = calibrated(
-        runs[small], runs[large], (small * BESIDE_GROUP, large * BESIDE_GROUP)
-    )
+    costs = calibrated(runs[small], runs[large], (small * BESIDE_GROUP, large * BESIDE_GROUP))
     beside = taken["beside"][PROMPTS][WARM_UP:]
     lengths = (length for row in beside for length in row["lengths"])
     steps_off = simulate.one_step_off(
@@ -206,14 +185,7 @@ def _apart(name: str, ours: float, other: float, raw: Any) -> Measurement:
     reason = f"off by {abs(ours / other - 1):.0%}, at most 15 %"
     unit = f"s apart, predicted {ours:.3f}"
     return Measurement(
-        name,
-        abs(ours - other),
-        other,
-        unit,
-        "a measured step",
-        0.15,
-        reason=reason,
-        raw=raw,
+        name, abs(ours - other), other, unit, "a measured step", 0.15, reason=reason, raw=raw
     )
 
 
@@ -224,14 +196,10 @@ def measurements() -> Iterator[Measurement]:
         with tempfile.TemporaryDirectory() as scratch:
             runs = measure(Path(scratch), processes, options)
         raw = {str(n): vars(run) for n, run in runs.items()}
-        yield _apart(
-            f"simulate/{name}", predicted(runs, processes), runs[TESTED].seconds, raw
-        )
+        yield _apart(f"simulate/{name}", predicted(runs, processes), runs[TESTED].seconds, raw)
     if not QUICK:
         yield from one_step_off()
 
 
 if __name__ == "__main__":
-    alone(
-        "simulate", measurements, lambda options: worker(Path(options[0]), *options[1:])
-    )
+    alone("simulate", measurements, lambda options: worker(Path(options[0]), *options[1:]))

@@ -39,15 +39,11 @@ def measurements() -> Iterator[Measurement]:
         model = policies.write_policy(Path(scratch, "policy"), SHAPE, 0.0)
         more = "training.micro_batch_size=16", "optimizer.lr=0"
         with policies.training_run(
-            policies.overrides(
-                model, Path(scratch, "run"), PROMPTS, GROUP, TOKENS, *more
-            )
+            policies.overrides(model, Path(scratch, "run"), PROMPTS, GROUP, TOKENS, *more)
         ) as run:
             method = run.updater.method
             samples = policies.sampled(run, 1)
-            even = {
-                s.prompt.prompt_id for s in samples[:: 2 * GROUP]
-            }  # right throughout
+            even = {s.prompt.prompt_id for s in samples[:: 2 * GROUP]}  # right throughout
             samples = [
                 replace(s, judgement=replace(s.judgement, correct=1.0))
                 if s.prompt.prompt_id in even

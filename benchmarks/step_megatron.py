@@ -41,13 +41,9 @@ def measurements() -> Iterator[Measurement]:
             continue
         with tempfile.TemporaryDirectory() as scratch:
             model = policies.write_policy(Path(scratch, "policy"), shape, stop)
-            options = policies.overrides(
-                model, Path(scratch, "run"), prompts, group, tokens, *more
-            )
+            options = policies.overrides(model, Path(scratch, "run"), prompts, group, tokens, *more)
             with policies.training_run(options) as run:
-                yield compared(
-                    name, run, policies.sampled(run, 1), 1 if QUICK else rounds
-                )
+                yield compared(name, run, policies.sampled(run, 1), 1 if QUICK else rounds)
         destroy()
 
 
@@ -60,18 +56,10 @@ def compared(name: str, run: Any, samples: list[Any], rounds: int) -> Measuremen
         bare.zero()
         once()
         gradients.append(
-            [
-                buffer.grad_data.clone()
-                for chunk in run.policy.chunks
-                for buffer in chunk.buffers
-            ]
+            [buffer.grad_data.clone() for chunk in run.policy.chunks for buffer in chunk.buffers]
         )
-    apart = max(
-        float((a - b).norm() / b.norm()) for a, b in zip(*gradients, strict=True)
-    )
-    turns = in_turns(
-        rounds, ours=lambda: run.updater.update(samples, 1), bare=bare.step
-    )
+    apart = max(float((a - b).norm() / b.norm()) for a, b in zip(*gradients, strict=True))
+    turns = in_turns(rounds, ours=lambda: run.updater.update(samples, 1), bare=bare.step)
     tokens = sum(len(sample.response_ids) for sample in samples)
     assert turns["ours"].result[1].grad_norms[-1] > 0, "a step that trains nothing"
     reason = (
@@ -80,9 +68,7 @@ def compared(name: str, run: Any, samples: list[Any], rounds: int) -> Measuremen
     )
     other = "forward_backward_func, cross-entropy and optimizer of Megatron-core"
     fields = {"goal": 1.05, "same": apart <= 1e-4, "reason": reason}
-    return timed(
-        f"step_megatron/{name}", turns["ours"], turns["bare"], other, how=min, **fields
-    )
+    return timed(f"step_megatron/{name}", turns["ours"], turns["bare"], other, how=min, **fields)
 
 
 class Bare:
@@ -102,10 +88,7 @@ class Bare:
         samples = [scored[i] for i in local]
         self.longest = max(map(sequence_length, samples))
         for batch in collate(samples, micro_batches, packing=packing):
-            labels, weights = (
-                torch.zeros_like(batch.tokens),
-                torch.zeros(batch.tokens.shape),
-            )
+            labels, weights = (torch.zeros_like(batch.tokens), torch.zeros(batch.tokens.shape))
             labels.view(-1)[batch.rows] = batch.targets
             parts = [s.weights * s.advantages for s in batch.samples]
             weights.view(-1)[batch.rows] = torch.as_tensor(
@@ -123,18 +106,10 @@ class Bare:
             batch, labels, weights = next(batches)
             packed = batch.packed_seq_params
             losses = model(
-                batch.tokens,
-                batch.position_ids,
-                None,
-                labels=labels,
-                packed_seq_params=packed,
+                batch.tokens, batch.position_ids, None, labels=labels, packed_seq_params=packed
             )
             one = torch.ones((), dtype=torch.int)
-            return losses, lambda output: (
-                (output * weights).sum() * len(self.batches),
-                one,
-                {},
-            )
+            return losses, lambda output: ((output * weights).sum() * len(self.batches), one, {})
 
         layers = [gpt.output_layer for gpt in self.run.policy.gpt if gpt.post_process]
         ours = [

@@ -73,18 +73,12 @@ def measurements() -> Iterator[Measurement]:
     if not peer_has("trl"):
         for name, case in cases().items():
             yield absent(
-                f"step_trl/{name}",
-                "s",
-                OTHER,
-                not_installed("trl==1.16.0"),
-                goal=case.goal,
+                f"step_trl/{name}", "s", OTHER, not_installed("trl==1.16.0"), goal=case.goal
             )
         return
     for name, case in cases().items():
         with tempfile.TemporaryDirectory() as scratch:
-            model = str(
-                policies.write_policy(Path(scratch, "policy"), case.shape, case.stop)
-            )
+            model = str(policies.write_policy(Path(scratch, "policy"), case.shape, case.stop))
             with (
                 Stepper(sys.executable, __file__, "ours", name, model, scratch) as ours,
                 Stepper(PEERS, __file__, "trl", name, model, scratch) as trl,
@@ -122,30 +116,17 @@ def _compared(
                 "bound_is": "the passes of the model and Megatron-core's bare update",
             }
         yield Measurement(
-            f"step_trl/{name}{what}",
-            a,
-            b,
-            unit,
-            OTHER,
-            **facts,
-            raw={} if what else raw,
+            f"step_trl/{name}{what}", a, b, unit, OTHER, **facts, raw={} if what else raw
         )
     parts = [
         statistics.median(1e3 * row["train_cpu"] / row["tokens"] for row in rows)
         for rows in raw.values()
     ]
     unit = "ms per response token (processor time without rollout, judging and weight transfer)"
-    yield Measurement(
-        f"step_trl/{name}, training alone", *parts, unit, OTHER, same=same
-    )
+    yield Measurement(f"step_trl/{name}, training alone", *parts, unit, OTHER, same=same)
     peaks = [max(row["peak_bytes"] for row in rows) for rows in raw.values()]
     yield Measurement(
-        f"step_trl/{name}, memory",
-        *peaks,
-        "bytes resident at most",
-        OTHER,
-        goal=1.0,
-        same=same,
+        f"step_trl/{name}, memory", *peaks, "bytes resident at most", OTHER, goal=1.0, same=same
     )
 
 
@@ -154,10 +135,7 @@ def ours(case: Case, model: Path, scratch: Path) -> None:
 
     more = [f"training.micro_batch_size={case.micro_batch}"]
     if case.stop:
-        more = [
-            "parallel.sequence_packing=true",
-            "training.max_tokens_per_micro_batch=2048",
-        ]
+        more = ["parallel.sequence_packing=true", "training.max_tokens_per_micro_batch=2048"]
     options = policies.overrides(
         model, scratch / "run", case.prompts, case.group, case.tokens, *more
     )
@@ -225,9 +203,7 @@ def trl(case: Case, model: Path, scratch: Path) -> None:
 
         def on_step_end(self, *_: Any, **__: Any) -> None:
             train = cpu_seconds() - self.begin - spent["rollout"]
-            self.report(
-                rollout_cpu=spent["rollout"], train_cpu=train, tokens=sum(responses)
-            )
+            self.report(rollout_cpu=spent["rollout"], train_cpu=train, tokens=sum(responses))
 
     class Timed(GRPOTrainer):
         def _generate(self, *arguments: Any, **options: Any) -> Any:
@@ -238,9 +214,7 @@ def trl(case: Case, model: Path, scratch: Path) -> None:
 
     def length(completion_ids: list[list[int]], **_: Any) -> list[float]:
         responses[:] = [len(ids) for ids in completion_ids]
-        return [
-            float(len(ids) % 7) + index % 3 for index, ids in enumerate(completion_ids)
-        ]
+        return [float(len(ids) % 7) + index % 3 for index, ids in enumerate(completion_ids)]
 
     options = GRPOConfig(
         output_dir=str(scratch / "trl"),
@@ -267,9 +241,7 @@ def trl(case: Case, model: Path, scratch: Path) -> None:
         model=AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32),
         reward_funcs=length,
         args=options,
-        train_dataset=Dataset.from_list(
-            [{"prompt": text} for text in policies.problems(480)]
-        ),
+        train_dataset=Dataset.from_list([{"prompt": text} for text in policies.problems(480)]),
         processing_class=AutoTokenizer.from_pretrained(model),
         callbacks=[Turns()],
     ).train()

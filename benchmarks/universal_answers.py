@@ -157,9 +157,7 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--json", type=Path, help="write the passes to this file")
     args = parser.parse_args()
-    files = args.files or [
-        path for name in FILES if (path := args.data / name).exists()
-    ]
+    files = args.files or [path for name in FILES if (path := args.data / name).exists()]
     if not files:
         parser.error(f"no data set below {args.data}; name files or --data")
     print(f"{len(ANSWERS)} answers")
@@ -182,42 +180,23 @@ def measurements() -> Iterator[Measurement]:
     """
     files = [
         DATA / name
-        for name in (
-            "humanevalplus/HumanEvalPlus.jsonl.gz",
-            "mbppplus/MbppPlus-OriginFmt.jsonl.gz",
-        )
+        for name in ("humanevalplus/HumanEvalPlus.jsonl.gz", "mbppplus/MbppPlus-OriginFmt.jsonl.gz")
     ]
-    what = (
-        "universal_answers",
-        "passes that plain Python does not give",
-        "tasks x answers",
-    )
+    what = ("universal_answers", "passes that plain Python does not give", "tasks x answers")
     if lacking := [str(path) for path in files if not path.exists()]:
         yield absent(*what, f"no {lacking[0]}", goal=0.0)
         return
-    with multiprocessing.get_context("fork").Pool(
-        2, _limit, maxtasksperchild=20
-    ) as workers:
+    with multiprocessing.get_context("fork").Pool(2, _limit, maxtasksperchild=20) as workers:
         passes = [_passes(workers, file) for file in files]
-    alone = [
-        entry for found in passes for entry in found if not entry["in_plain_python"]
-    ]
+    alone = [entry for found in passes for entry in found if not entry["in_plain_python"]]
     tasks = sum(len(_tasks(file)[0]) for file in files)
     name, unit, other = what
     yield Measurement(
-        name,
-        len(alone),
-        tasks * len(ANSWERS),
-        unit,
-        other,
-        goal=0.0,
-        raw={"passes": passes},
+        name, len(alone), tasks * len(ANSWERS), unit, other, goal=0.0, raw={"passes": passes}
     )
 
 
-def _tasks(
-    file: Path,
-) -> tuple[list[tuple[str, dict[str, Any], dict[str, Any]]], list[str]]:
+def _tasks(file: Path) -> tuple[list[tuple[str, dict[str, Any], dict[str, Any]]], list[str]]:
     """Name, row and tests of every task; and the names of those whose tests assert nothing."""
     tasks, untested = [], []
     for index, row in enumerate(read_rows(str(file))):
@@ -245,9 +224,7 @@ def _passes(workers: Any, file: Path) -> list[dict[str, Any]]:
         programs = {answer: _program(tests, answer) for answer in answers}
         # once more as any other program, in the sandbox
         for answer, verdict in zip(
-            answers,
-            judge_programs([(p, tests) for p in programs.values()]),
-            strict=True,
+            answers, judge_programs([(p, tests) for p in programs.values()]), strict=True
         ):
             if verdict.correct:
                 found.append(
@@ -290,9 +267,7 @@ def _accepted(tests: dict[str, Any]) -> list[str]:
     names: dict[str, Any] = {}
     if tests["kind"] == "check":  # parsed once: megabytes of inputs
         names = test_runner._namespace(tests, client)
-        test_runner._execute(
-            tests["code"], names, client, "candidate", tests["entry_point"]
-        )
+        test_runner._execute(tests["code"], names, client, "candidate", tests["entry_point"])
     passed = []
     for answer in ANSWERS:
         try:
@@ -307,34 +282,24 @@ def _accepted(tests: dict[str, Any]) -> list[str]:
     return passed
 
 
-def _accepts(
-    tests: dict[str, Any], answer: str, client: _Here, names: dict[str, Any]
-) -> bool:
+def _accepts(tests: dict[str, Any], answer: str, client: _Here, names: dict[str, Any]) -> bool:
     """Raises what the tests raise."""
     if tests["kind"] == "stdin":
         made: dict[str, Any] = {}
         exec(CLASSES, made)
-        outputs = [
-            f"{eval(answer, made | {'a': (given,)})}\n" for given, _ in tests["cases"]
-        ]
+        outputs = [f"{eval(answer, made | {'a': (given,)})}\n" for given, _ in tests["cases"]]
         pairs = zip(outputs, tests["cases"], strict=True)
         return all(
             same_output(text.encode(errors="replace"), expected, tests["atol"])
             for text, (_, expected) in pairs
         )
     module, shared = define(
-        {
-            "program": _program(tests, answer),
-            "imports": tests["imports"],
-            "setup": tests["setup"],
-        },
+        {"program": _program(tests, answer), "imports": tests["imports"], "setup": tests["setup"]},
         "solution",
     )
     client.answer_with(Answers(module, shared, -1, 16 << 20))
     if tests["kind"] == "check":
-        names["check"](
-            test_runner.RemoteObject(client, {"name": tests["entry_point"]}, "function")
-        )
+        names["check"](test_runner.RemoteObject(client, {"name": tests["entry_point"]}, "function"))
         return client.calls > 0
     return test_runner.judge(tests, client)[0] == "passed"
 
@@ -357,9 +322,7 @@ class _Here(test_runner.ProgramClient):
         self.waiting.extend(json.loads(json.dumps(message))["calls"])
 
     def _receive(self) -> dict[str, Any]:
-        answer: dict[str, Any] = json.loads(
-            self.answers.answer(self.waiting.popleft())[4:]
-        )
+        answer: dict[str, Any] = json.loads(self.answers.answer(self.waiting.popleft())[4:])
         return answer
 
 
@@ -380,10 +343,7 @@ def _called(tests: Mapping[str, Any]) -> str:
         for node in ast.walk(ast.parse(str(tests["code"])))
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
     ]
-    return next(
-        (name for name in calls if not hasattr(builtins, name)),
-        calls[0] if calls else "f",
-    )
+    return next((name for name in calls if not hasattr(builtins, name)), calls[0] if calls else "f")
 
 
 def _plain(row: Mapping[str, Any], program: str) -> bool:
@@ -393,11 +353,7 @@ def _plain(row: Mapping[str, Any], program: str) -> bool:
     """
     if "test_list" in row and "test" not in row:
         tests = "\n".join(
-            [
-                str(row.get("test_setup_code") or ""),
-                *row.get("test_imports", []),
-                *row["test_list"],
-            ]
+            [str(row.get("test_setup_code") or ""), *row.get("test_imports", []), *row["test_list"]]
         )
     elif "test_list" in row:
         tests = str(row["test"])

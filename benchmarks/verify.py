@@ -48,17 +48,10 @@ def make_pairs(
     ordinary = []
     for i in range(count - pathological):
         key = generator.choice(keys)
-        answer = (
-            key
-            if i % 3 == 0
-            else respelt(key)
-            if i % 3 == 1
-            else generator.choice(keys)
-        )
+        answer = key if i % 3 == 0 else respelt(key) if i % 3 == 1 else generator.choice(keys)
         ordinary.append((answer, key))
     hanging = [
-        (PATHOLOGICAL[i % len(PATHOLOGICAL)].format(7 + i), "5x")
-        for i in range(pathological)
+        (PATHOLOGICAL[i % len(PATHOLOGICAL)].format(7 + i), "5x") for i in range(pathological)
     ]
     return ordinary, hanging
 
@@ -120,9 +113,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--keys", required=True, help="data set whose answers are the keys"
-    )
+    parser.add_argument("--keys", required=True, help="data set whose answers are the keys")
     parser.add_argument("--pairs", type=int, default=5000)
     parser.add_argument("--pathological", type=int, default=20)
     parser.add_argument("--workers", type=int, default=2)
@@ -152,9 +143,7 @@ def compare(
     theirs: list[bool] = []
     our_ordinary = their_ordinary = 0.0
     size = -(-len(ordinary) // CHUNKS)
-    for start in range(
-        0, len(ordinary), size
-    ):  # in turns: other load on the machine meets both
+    for start in range(0, len(ordinary), size):  # in turns: other load on the machine meets both
         chunk = ordinary[start : start + size]
         begin = time.monotonic()
         ours += pool.verify(chunk)
@@ -170,9 +159,7 @@ def compare(
     pool.close()
 
     differ = [
-        (pair, a, b)
-        for pair, a, b in zip(ordinary + hanging, ours, theirs, strict=True)
-        if a != b
+        (pair, a, b) for pair, a, b in zip(ordinary + hanging, ours, theirs, strict=True) if a != b
     ]
     result = {
         "pairs": count,
@@ -217,15 +204,7 @@ def measurements() -> Iterator[Measurement]:
         reason = f"{len(differ)} verdicts differ (at most 2 % may: the pool knows more forms)"
         same = len(differ) <= 0.02 * pairs
         yield Measurement(
-            name,
-            ours,
-            theirs,
-            unit,
-            other_is,
-            goal=1.0,
-            same=same,
-            reason=reason,
-            raw=result,
+            name, ours, theirs, unit, other_is, goal=1.0, same=same, reason=reason, raw=result
         )
 
 

@@ -100,11 +100,7 @@ class Comparison:
         run = self.out / name
         model = self.policy if name == "base" else run / "policy"
         self._sample(
-            model,
-            f"heldout={self.heldout}",
-            run,
-            "--confidence",
-            "verbal,token,consistency",
+            model, f"heldout={self.heldout}", run, "--confidence", "verbal,token,consistency"
         )
 
     def recalibrate(self) -> None:
@@ -113,11 +109,7 @@ class Comparison:
         """
         fitted = self.out / FITTED
         self._sample(
-            self.out / "grpo" / "policy",
-            f"train={self.train}",
-            fitted,
-            "--limit",
-            str(self.fitted),
+            self.out / "grpo" / "policy", f"train={self.train}", fitted, "--limit", str(self.fitted)
         )
         for name, features in RECALIBRATED.items():
             run = self.out / name
@@ -148,23 +140,12 @@ class Comparison:
             )
 
     def _sample(self, model: Path, benchmark: str, out: Path, *options: str) -> None:
-        arguments = (
-            "--model",
-            str(model),
-            "--benchmarks",
-            benchmark,
-            "--out",
-            str(out),
-        )
-        self._call(
-            out, "evaluate", *arguments, "--repeats", "8", *options, *self.sampling
-        )
+        arguments = ("--model", str(model), "--benchmarks", benchmark, "--out", str(out))
+        self._call(out, "evaluate", *arguments, "--repeats", "8", *options, *self.sampling)
 
     def report(self) -> None:
         runs = (str(self.out / name) for name in self.rows)
-        self._call(
-            self.out / "base", "report", *runs, "--out", str(self.out / "report.html")
-        )
+        self._call(self.out / "base", "report", *runs, "--out", str(self.out / "report.html"))
 
     def _call(self, run: Path, *arguments: str) -> None:
         """``python -m megatron_dcpo ...`` in a process of its own, its output in
@@ -196,10 +177,7 @@ def compare(comparison: Comparison, workers: int) -> None:
     out, started = comparison.out, time.monotonic()
     start_over_unless_interrupted(comparison)
     with ThreadPoolExecutor(workers) as pool:
-        jobs = [
-            pool.submit(run_one, comparison, name)
-            for name in ("base", *comparison.methods)
-        ]
+        jobs = [pool.submit(run_one, comparison, name) for name in ("base", *comparison.methods)]
         wait(jobs, out, comparison.methods)
     summary = summarize(comparison)
     comparison.report()
@@ -219,9 +197,7 @@ def start_over_unless_interrupted(comparison: Comparison) -> None:
     """
     out, seed = comparison.out, comparison.seed
     marker = out / "seed.txt"
-    if marker.is_file() and (
-        marker.read_text() != str(seed) or (out / "summary.json").is_file()
-    ):
+    if marker.is_file() and (marker.read_text() != str(seed) or (out / "summary.json").is_file()):
         for name in (*comparison.rows, FITTED):
             shutil.rmtree(out / name, ignore_errors=True)
         (out / "summary.json").unlink(missing_ok=True)
@@ -249,9 +225,7 @@ def wait(jobs: list[Future[None]], out: Path, methods: tuple[str, ...]) -> None:
                 raise job.exception()
         line = "   ".join(f"{m} {_steps(out / m)}" for m in methods)
         if line != shown and (console.is_terminal or time.monotonic() - said > 30):
-            console.print(
-                line, end="\r" if console.is_terminal else "\n", highlight=False
-            )
+            console.print(line, end="\r" if console.is_terminal else "\n", highlight=False)
             shown, said = line, time.monotonic()
     for job in jobs:
         job.result()
@@ -293,9 +267,7 @@ def draw(out: Path, summary: dict[str, dict[str, float]]) -> None:
         evaluation = json.loads((out / name / "evaluation.json").read_text())
         kind = "posthoc" if name in RECALIBRATED else "verbal"
         bins[title] = bins_from_json(evaluation["benchmarks"]["heldout"][kind]["bins"])
-        notes[title] = (
-            f"accuracy {summary[name]['accuracy']:.2f}\nECE {summary[name]['ece']:.3f}"
-        )
+        notes[title] = f"accuracy {summary[name]['accuracy']:.2f}\nECE {summary[name]['ece']:.3f}"
     save(comparison_grid(bins, notes, columns=len(bins)), out / "reliability.png")
 
 

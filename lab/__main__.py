@@ -20,10 +20,7 @@ def main() -> int:
     """Run one verb; return the exit status."""
     args = _parser().parse_args()
     logging.basicConfig(
-        level=logging.INFO,
-        format="%(asctime)s %(message)s",
-        datefmt="%H:%M:%S",
-        stream=sys.stderr,
+        level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr
     )
     try:
         args.run(args)
@@ -37,13 +34,10 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m lab", description=__doc__)
     verbs = parser.add_subparsers(required=True)
     test = verbs.add_parser(
-        "test",
-        help="train the cells of the test and sample them; finished cells are kept",
+        "test", help="train the cells of the test and sample them; finished cells are kept"
     )
     test.add_argument(
-        "--methods",
-        default=",".join(testgrid.METHODS_OF_THE_TEST),
-        help="default: %(default)s",
+        "--methods", default=",".join(testgrid.METHODS_OF_THE_TEST), help="default: %(default)s"
     )
     tables = verbs.add_parser(
         "test-tables", help="the tables of the test, from the published responses"
@@ -53,9 +47,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     for verb in (test, tables):
         verb.add_argument(
-            "--final",
-            action="store_true",
-            help="the last test: every method in every draw",
+            "--final", action="store_true", help="the last test: every method in every draw"
         )
     second = verbs.add_parser(
         "world2", help="the second world: its tables from the published responses"
@@ -76,13 +68,10 @@ def _parser() -> argparse.ArgumentParser:
         help="first train, sample and publish; finished cells are kept",
     )
     own = verbs.add_parser(
-        "adapter",
-        help="a confidence with parameters of its own against the bar: its tables",
+        "adapter", help="a confidence with parameters of its own against the bar: its tables"
     )
     own.add_argument(
-        "--train",
-        action="store_true",
-        help="first train, sample and fit; finished parts are kept",
+        "--train", action="store_true", help="first train, sample and fit; finished parts are kept"
     )
     own.add_argument(
         "--grid",
@@ -105,9 +94,7 @@ def _parser() -> argparse.ArgumentParser:
         verb.add_argument(
             "--seeds", type=int, default=1, help="of every method on every pretraining"
         )
-        verb.add_argument(
-            "--jobs", type=int, default=2, help="processes at a time, one core each"
-        )
+        verb.add_argument("--jobs", type=int, default=2, help="processes at a time, one core each")
         verb.add_argument(
             "--grid",
             type=Path,
@@ -138,9 +125,7 @@ def _test(args: argparse.Namespace) -> None:
         args.policies.split(","), args.methods.split(","), range(1, args.seeds + 1)
     )
     lab = testgrid.Lab(args.grid.resolve(), args.jobs)
-    (replace(lab, draws=testgrid.FINAL, all_methods=True) if args.final else lab).run(
-        chosen
-    )
+    (replace(lab, draws=testgrid.FINAL, all_methods=True) if args.final else lab).run(chosen)
 
 
 def _tables(args: argparse.Namespace) -> None:
@@ -148,8 +133,7 @@ def _tables(args: argparse.Namespace) -> None:
     test = "final" if args.final else "test"
     if args.grid:
         logging.info(
-            "%d cells packed",
-            testgrid.pack(args.grid, args.out / f"{test}_records.tar.xz"),
+            "%d cells packed", testgrid.pack(args.grid, args.out / f"{test}_records.tar.xz")
         )
     found = testtables.tables(args.out, test)
     print(f"best on the validation problems: {found['best']}")
@@ -178,10 +162,7 @@ def _adapter(args: argparse.Namespace) -> None:
 
 
 def _train(
-    args: argparse.Namespace,
-    lab: testgrid.Lab,
-    methods: Sequence[str],
-    records: Path,
+    args: argparse.Namespace, lab: testgrid.Lab, methods: Sequence[str], records: Path
 ) -> None:
     """Train and sample the cells that are not finished, and pack all of them into ``records``."""
     policies = args.policies.split(",")

@@ -56,11 +56,7 @@ def train(out: Path) -> None:
         if not policy.is_dir():
             dcpo(
                 "train",
-                *(
-                    "--config",
-                    QUICKSTART / "grpo.yaml",
-                    f"run_dir={directory / 'grpo'}",
-                ),
+                *("--config", QUICKSTART / "grpo.yaml", f"run_dir={directory / 'grpo'}"),
                 *(f"seed={seed}", "logging.to=[]", "training.resume=auto"),
                 "training.gradient_probe_interval=0",
             )
@@ -183,15 +179,12 @@ def tables(archive: Path, page: Path) -> dict[str, Any]:
     result: dict[str, Any] = {"seeds": list(seeds), "arms": {}, "minus_bar": {}}
     for arm in next(iter(seeds.values()))["arms"]:
         by_seed = [
-            (np.array(rows["arms"][arm]), np.array(rows["correct"]))
-            for rows in seeds.values()
+            (np.array(rows["arms"][arm]), np.array(rows["correct"])) for rows in seeds.values()
         ]
         result["arms"][arm] = {
             "brier": [float(np.mean((c - y) ** 2)) for c, y in by_seed],
             "auroc": [float(auroc(c, y)) for c, y in by_seed],
-            "risk_at_half": [
-                1 - float(accuracy_at_coverage(c, y, 0.5)) for c, y in by_seed
-            ],
+            "risk_at_half": [1 - float(accuracy_at_coverage(c, y, 0.5)) for c, y in by_seed],
         }
     for arm in ("adapter", "adapter, teacher", "boosted trees"):
         result["minus_bar"][arm] = _minus_bar(arm, seeds)
@@ -281,9 +274,6 @@ def _page(result: Mapping[str, Any]) -> str:
     header = ["Brier minus the bar's", *next(iter(result["minus_bar"].values()))]
     lines += ["| " + " | ".join(header) + " |", "|---" * len(header) + "|"]
     for arm, rows in result["minus_bar"].items():
-        shown = [
-            f"{mean:+.4f} [{low:+.4f}, {high:+.4f}]"
-            for mean, low, high in rows.values()
-        ]
+        shown = [f"{mean:+.4f} [{low:+.4f}, {high:+.4f}]" for mean, low, high in rows.values()]
         lines.append(f"| {arm} | " + " | ".join(shown) + " |")
     return "\n".join(lines) + "\n"

@@ -41,12 +41,8 @@ def isotonic(x: np.ndarray, y: np.ndarray) -> Callable[[np.ndarray], np.ndarray]
     from sklearn.isotonic import IsotonicRegression
 
     known = ~np.isnan(x)
-    model = IsotonicRegression(y_min=0, y_max=1, out_of_bounds="clip").fit(
-        x[known], y[known]
-    )
-    return lambda new: np.where(
-        np.isnan(new), y.mean(), model.predict(np.nan_to_num(new))
-    )
+    model = IsotonicRegression(y_min=0, y_max=1, out_of_bounds="clip").fit(x[known], y[known])
+    return lambda new: np.where(np.isnan(new), y.mean(), model.predict(np.nan_to_num(new)))
 
 
 def lookup(fit: Records) -> Stated:
@@ -61,9 +57,7 @@ def isotonic_per_type(fit: Records) -> Stated:
     new type.
     """
     kinds = {kind: _rows(fit, fit.kind == kind) for kind in np.unique(fit.kind)}
-    curves = {
-        kind: isotonic(rows.logprob, rows.correct) for kind, rows in kinds.items()
-    }
+    curves = {kind: isotonic(rows.logprob, rows.correct) for kind, rows in kinds.items()}
     of_all = isotonic(fit.logprob, fit.correct)
 
     def stated(r: Records) -> np.ndarray:
@@ -88,9 +82,7 @@ def logistic(fit: Records) -> Stated:
     kinds = np.unique(fit.kind)
 
     def features(r: Records) -> np.ndarray:
-        surprise = np.log(
-            np.maximum(-np.nan_to_num(r.logprob, nan=LEAST_LOGPROB), 1e-4)
-        )
+        surprise = np.log(np.maximum(-np.nan_to_num(r.logprob, nan=LEAST_LOGPROB), 1e-4))
         return np.column_stack([surprise, r.tokens, r.kind[:, None] == kinds])
 
     model = make_pipeline(StandardScaler(), LogisticRegression(max_iter=1000)).fit(
@@ -130,8 +122,7 @@ def with_fitted(runs: dict[str, Run]) -> dict[str, Run]:
         if fitted := runs.get(start, {}).get("heldout"):
             stated = fit(fitted)
             parts = {
-                part: records.stating(stated(records))
-                for part, records in runs[start].items()
+                part: records.stating(stated(records)) for part, records in runs[start].items()
             }
             found[name] = parts | {"heldout": fitted_by_halves(fitted, fit)}
     return found

@@ -52,15 +52,12 @@ def tables(archive: Path, out: Path) -> dict[str, Any]:
         result[name] = {
             "pretrainings": list(with_name),
             **{key: [scores(run)[key] for run in with_name.values()] for key in SHOWN},
-            "skill_against_logistic": [
-                against_logistic(run) for run in with_name.values()
-            ],
+            "skill_against_logistic": [against_logistic(run) for run in with_name.values()],
             "informative_groups": [counts[n, name][0] for n in with_name],
             "responses": [counts[n, name][1] for n in with_name],
             "price": {
                 value: [
-                    float(np.mean(difference(runs[n][name], runs[n][START], value)))
-                    for n in both
+                    float(np.mean(difference(runs[n][name], runs[n][START], value))) for n in both
                 ]
                 for value in ("accuracy, points", "pass@8, points")
             },
@@ -76,9 +73,7 @@ def against_logistic(run: Run) -> float:
     """
     test: Records = run["test"]
     fitted = test.stating(logistic(run["heldout"])(test))
-    return 1 - brier(test.confidence, test.correct) / brier(
-        fitted.confidence, fitted.correct
-    )
+    return 1 - brier(test.confidence, test.correct) / brier(fitted.confidence, fitted.correct)
 
 
 def _counts(archive: Path) -> dict[tuple[int, str], tuple[float, float]]:

@@ -65,8 +65,7 @@ METHODS: Mapping[str, Method] = MappingProxyType(
             "DCPO, confidence not trained", ("objective.weight_confidence=0",)
         ),
         "rlcr_authors": Method(
-            "RLCR, authors' settings",
-            ("objective.name=rlcr", "objective.variant=original"),
+            "RLCR, authors' settings", ("objective.name=rlcr", "objective.variant=original")
         ),
         "ccgspg_unclipped": Method(
             "CCGSPG, gradients not clipped",
@@ -83,9 +82,7 @@ METHODS: Mapping[str, Method] = MappingProxyType(
         "coupled_brier_mean": Method(
             "coupled, Brier, lambda 0, mean only", (COUPLED, *BRIER_LAM0, MEAN)
         ),
-        "dcpo_brier_mean": Method(
-            "DCPO, Brier, lambda 0, mean only", (*BRIER_LAM0, MEAN)
-        ),
+        "dcpo_brier_mean": Method("DCPO, Brier, lambda 0, mean only", (*BRIER_LAM0, MEAN)),
         # at equal informative groups (lab/price.py)
         "grpo_informative": Method(
             "GRPO, informative groups", ("objective.name=grpo", *INFORMATIVE)
@@ -115,9 +112,7 @@ class Cell:
         return f"{self.policy}/{self.method}/seed{self.seed}"
 
 
-def cells(
-    policies: Sequence[str], methods: Sequence[str], seeds: Sequence[int]
-) -> list[Cell]:
+def cells(policies: Sequence[str], methods: Sequence[str], seeds: Sequence[int]) -> list[Cell]:
     """Return all cells: the first method on every policy, then the next one. Raises
     :class:`UserError`.
     """
@@ -125,10 +120,7 @@ def cells(
         if name not in METHODS:
             raise UserError(f"unknown method {name!r}{did_you_mean(name, METHODS)}")
     return [
-        Cell(policy, method, seed)
-        for seed in seeds
-        for method in methods
-        for policy in policies
+        Cell(policy, method, seed) for seed in seeds for method in methods for policy in policies
     ]
 
 
@@ -156,16 +148,11 @@ DRAWS: Mapping[str, Draw] = MappingProxyType(
     {
         "test": Draw("test", 8),
         "choosing": Draw("heldout", 4),
-        "decoding": Draw(
-            "test", 4, ("--temperature", "0.7", "--top-p", "0.8", "--top-k", "20")
-        ),
+        "decoding": Draw("test", 4, ("--temperature", "0.7", "--top-p", "0.8", "--top-k", "20")),
     }
 )
 FINAL = MappingProxyType(
-    {
-        name: replace(d, file=d.file.replace("test", "final"))
-        for name, d in DRAWS.items()
-    }
+    {name: replace(d, file=d.file.replace("test", "final")) for name, d in DRAWS.items()}
 )
 
 
@@ -211,10 +198,7 @@ class Lab:
                 f"seed={cell.seed}",
                 f"training.steps={self.steps}",
             ),
-            *(
-                f"model.path={self.policy(cell)}",
-                f"data.path={self.data / 'train.jsonl'}",
-            ),
+            *(f"model.path={self.policy(cell)}", f"data.path={self.data / 'train.jsonl'}"),
             "model.transformer_impl=local",  # also on a GPU, with and without Transformer Engine
             *METHODS[cell.method].overrides,
             *self.overrides,
@@ -223,18 +207,11 @@ class Lab:
     def sample_command(self, cell: Cell, out: Path, draw: Draw) -> list[str]:
         """Return ``dcpo evaluate`` of a cell; every cell of a seed samples with the same seed."""
         model = (
-            self.directory(cell) / "policy"
-            if METHODS[cell.method].trained
-            else self.policy(cell)
+            self.directory(cell) / "policy" if METHODS[cell.method].trained else self.policy(cell)
         )
         return [
             *("evaluate", "--model", str(model)),
-            *(
-                "--benchmarks",
-                f"{draw.file}={self.data / draw.file}.jsonl",
-                "--out",
-                str(out),
-            ),
+            *("--benchmarks", f"{draw.file}={self.data / draw.file}.jsonl", "--out", str(out)),
             *(
                 "--limit",
                 str(self.problems),
@@ -251,24 +228,14 @@ class Lab:
                 "--seed",
                 str(cell.seed),
             ),
-            *(
-                "--resamples",
-                "0",
-                "--engine",
-                "transformers",
-                "--template",
-                "raw",
-                *draw.sampling,
-            ),
+            *("--resamples", "0", "--engine", "transformers", "--template", "raw", *draw.sampling),
         ]
 
     def run(self, cells: Sequence[Cell]) -> None:
         """Run the cells that are not finished, in order. A cell that fails stops no other. Raises
         :class:`UserError`.
         """
-        missing = [
-            cell for cell in cells if not (self.directory(cell) / "cell.json").is_file()
-        ]
+        missing = [cell for cell in cells if not (self.directory(cell) / "cell.json").is_file()]
         logger.info("%d of %d cells to run", len(missing), len(cells))
 
         def one(cell: Cell) -> str:
@@ -294,14 +261,9 @@ class Lab:
         """
         run, began = self.directory(cell), time.monotonic()
         run.mkdir(parents=True, exist_ok=True)
-        if (
-            METHODS[cell.method].trained
-            and not (run / "policy" / "model.safetensors").is_file()
-        ):
+        if METHODS[cell.method].trained and not (run / "policy" / "model.safetensors").is_file():
             self._call(run, self.train_command(cell))
-        for name in (
-            self.draws if cell.method == "grpo" or self.all_methods else ("test",)
-        ):
+        for name in self.draws if cell.method == "grpo" or self.all_methods else ("test",):
             out = run / "responses" / name
             if not (out / "evaluation.json").is_file():
                 self._call(run, self.sample_command(cell, out, self.draws[name]))
@@ -324,9 +286,7 @@ class Lab:
             ).returncode
         if status:
             tail = " | ".join((run / "log.txt").read_text().splitlines()[-3:])
-            raise UserError(
-                f"dcpo {command[0]} failed (status {status}) in {run}: {tail}"
-            )
+            raise UserError(f"dcpo {command[0]} failed (status {status}) in {run}: {tail}")
 
 
 def totals(metrics: Path) -> dict[str, float]:
@@ -336,10 +296,7 @@ def totals(metrics: Path) -> dict[str, float]:
     if not metrics.is_file():
         return {}
     *_, (_, last) = read_json_lines(metrics)
-    return {
-        name: last[f"rollout/{name}_total"]
-        for name in ("informative_groups", "responses")
-    }
+    return {name: last[f"rollout/{name}_total"] for name in ("informative_groups", "responses")}
 
 
 def commit() -> str:
@@ -347,9 +304,7 @@ def commit() -> str:
     checkout.
     """
     command = ["git", "describe", "--always", "--abbrev=12", "--dirty=+", "--exclude=*"]
-    return subprocess.run(
-        command, cwd=REPOSITORY, capture_output=True, text=True
-    ).stdout.strip()
+    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True).stdout.strip()
 
 
 COLUMNS = ("problem", "correct", "confidence", "answer", "logprob", "token", "tokens")
@@ -375,12 +330,8 @@ def pack(grid: Path, archive: Path) -> int:
         if (run / "metrics.jsonl").is_file():
             files[f"{name}/curve.csv"] = curve(run / "metrics.jsonl")
         for evaluation in run.glob("responses/*/evaluation.json"):
-            part = {"choosing": "heldout"}.get(
-                evaluation.parent.name, evaluation.parent.name
-            )
-            files[f"{name}/{part}.csv"] = responses(
-                evaluation.with_name("samples.jsonl")
-            )
+            part = {"choosing": "heldout"}.get(evaluation.parent.name, evaluation.parent.name)
+            files[f"{name}/{part}.csv"] = responses(evaluation.with_name("samples.jsonl"))
     write_archive(archive, files)
     return len(runs)
 
@@ -418,10 +369,7 @@ def curve(metrics: Path) -> bytes:
     for start in range(0, len(rows) - STEPS_PER_POINT + 1, STEPS_PER_POINT):
         block = rows[start : start + STEPS_PER_POINT]
         values = [
-            np.mean([np.nan if r.get(key) is None else r[key] for r in block])
-            for key in CURVES
+            np.mean([np.nan if r.get(key) is None else r[key] for r in block]) for key in CURVES
         ]
-        lines.append(
-            ",".join((str(block[-1]["step"]), *(f"{value:.4g}" for value in values)))
-        )
+        lines.append(",".join((str(block[-1]["step"]), *(f"{value:.4g}" for value in values))))
     return ("\n".join(lines) + "\n").encode()

@@ -100,14 +100,12 @@ def load(archive: Path, data: Path = EXAMPLES / "data", test: str = "test") -> R
         part = file.removesuffix(".csv")
         if part in ("test", "heldout", "decoding"):
             family, _, pretraining = policy.partition(".")
-            run = runs.setdefault(
-                (family, int(pretraining or 0), int(seed)), {}
-            ).setdefault(method, {})
+            run = runs.setdefault((family, int(pretraining or 0), int(seed)), {}).setdefault(
+                method, {}
+            )
             assert isinstance(run, dict)
             column = METHODS[method].confidence if method in METHODS else "confidence"
-            run[part] = _records(
-                content, kinds["heldout" if part == "heldout" else test], column
-            )
+            run[part] = _records(content, kinds["heldout" if part == "heldout" else test], column)
     return runs
 
 
@@ -121,12 +119,7 @@ def _records(content: bytes, kinds: np.ndarray, column: str) -> Records:
     problem = np.array([int(row["problem"]) for row in rows])
     tokens = np.nan_to_num(numbers("tokens"))
     return Records(
-        problem,
-        kinds[problem],
-        numbers("correct"),
-        numbers(column),
-        numbers("logprob"),
-        tokens,
+        problem, kinds[problem], numbers("correct"), numbers(column), numbers("logprob"), tokens
     )
 
 
@@ -182,17 +175,11 @@ def bands(rs: Sequence[Records], resamples: int = 200) -> tuple[float, float]:
         signs = rng.choice([-1.0, 1.0], size=(resamples, len(residual)))
         alike += np.abs(signs @ residual).sum(axis=1) / len(c) / len(rs)
         values, of_value = np.unique(c, return_inverse=True)
-        drawn = rng.binomial(
-            np.bincount(of_value), values, size=(resamples, len(values))
-        )
-        in_bin = np.searchsorted(bin_rows(c, y).edges[1:], values)[
-            :, None
-        ] == np.arange(bins)
+        drawn = rng.binomial(np.bincount(of_value), values, size=(resamples, len(values)))
+        in_bin = np.searchsorted(bin_rows(c, y).edges[1:], values)[:, None] == np.arange(bins)
         expected = np.bincount(index, weights=c, minlength=bins)
         independent += (
-            np.abs(expected - drawn @ in_bin.astype(float)).sum(axis=1)
-            / len(c)
-            / len(rs)
+            np.abs(expected - drawn @ in_bin.astype(float)).sum(axis=1) / len(c) / len(rs)
         )
     return float(np.quantile(independent, 0.95)), float(np.quantile(alike, 0.95))
 
@@ -252,9 +239,7 @@ def shown(value: str, gap: Interval) -> str:
     return gap.shown(4 if value == "Brier" else 2)
 
 
-def table(
-    text: str, columns: Sequence[str], rows: Sequence[Sequence[str]]
-) -> list[str]:
+def table(text: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     """Return prose in lines of at most 100 columns and a table under it; nothing without rows."""
     if not rows:
         return []
@@ -272,9 +257,7 @@ def tables(out: Path, test: str = "test") -> dict[str, Any]:
     ``best`` is the row with the least Brier score on the validation problems of the first family of
     policies. ``test``: or "final".
     """
-    found: dict[str, dict[int, list[Mapping[str, Run]]]] = {
-        family: {} for family in POLICIES
-    }
+    found: dict[str, dict[int, list[Mapping[str, Run]]]] = {family: {} for family in POLICIES}
     for (family, number, _), methods in sorted(
         load(out / f"{test}_records.tar.xz", test=test).items()
     ):
@@ -297,14 +280,9 @@ def tables(out: Path, test: str = "test") -> dict[str, Any]:
         "",
     ]
     for family, of in families.items():
-        lines += [
-            f"## {POLICIES[family]}",
-            "",
-            *_family(of, policies[POLICIES[family]]),
-        ]
+        lines += [f"## {POLICIES[family]}", "", *_family(of, policies[POLICIES[family]])]
     ranked = [
-        (TITLES[name], f"{value:.4f}")
-        for name, value in sorted(chosen.items(), key=lambda i: i[1])
+        (TITLES[name], f"{value:.4f}") for name, value in sorted(chosen.items(), key=lambda i: i[1])
     ]
     text = "Brier score on the validation problems (fitted rows: on the other half)."
     lines += ["## Choice of the best row", "", *table(text, ("Brier",), ranked)]
@@ -312,9 +290,7 @@ def tables(out: Path, test: str = "test") -> dict[str, Any]:
     return result
 
 
-def _runs_of(
-    of: Family, *names: str, part: str = "test"
-) -> list[tuple[int, Mapping[str, Run]]]:
+def _runs_of(of: Family, *names: str, part: str = "test") -> list[tuple[int, Mapping[str, Run]]]:
     """Return pretraining and rows of every run (one seed on one pretraining) that sampled ``part``
     with all ``names``.
     """
@@ -343,10 +319,7 @@ def _by_pretraining(
 def _columns(of: Family, name: str) -> dict[str, list[float]]:
     """Return ``METRICS`` of one row: one number per pretraining, the mean over its seeds."""
     rows = _by_pretraining(_runs_of(of, name), lambda r: scores(r[name]))
-    return {
-        key: [float(np.mean([row[key] for row in seeds])) for seeds in rows]
-        for key in METRICS
-    }
+    return {key: [float(np.mean([row[key] for row in seeds])) for seeds in rows] for key in METRICS}
 
 
 def _validation(of: Family) -> dict[str, float]:
@@ -354,12 +327,9 @@ def _validation(of: Family) -> dict[str, float]:
     pretraining has there.
     """
     first = [seeds[0] for seeds in of.values()]
-    names = [
-        name for name in TITLES if all("heldout" in r.get(name, {}) for r in first)
-    ]
+    names = [name for name in TITLES if all("heldout" in r.get(name, {}) for r in first)]
     return {
-        name: float(np.mean([scores(r[name], "heldout")["brier"] for r in first]))
-        for name in names
+        name: float(np.mean([scores(r[name], "heldout")["brier"] for r in first])) for name in names
     }
 
 
@@ -367,13 +337,10 @@ def _family(of: Family, columns: Mapping[str, Mapping[str, list[float]]]) -> lis
     rows = []
     for name, row in columns.items():
         seeds = "/".join(
-            str(n)
-            for n in sorted({len(s) for s in _by_pretraining(_runs_of(of, name), id)})
+            str(n) for n in sorted({len(s) for s in _by_pretraining(_runs_of(of, name), id)})
         )
         means = [
-            interval(row[key]).shown(3)
-            if key == "skill"
-            else f"{np.mean(row[key]):.4f}"
+            interval(row[key]).shown(3) if key == "skill" else f"{np.mean(row[key]):.4f}"
             for key in METRICS
         ]
         rows.append((TITLES[name], str(len(row["accuracy"])), seeds, *means))
@@ -399,10 +366,7 @@ def _errors(of: Family) -> list[str]:
         rs = [r[name]["test"] for _, r in _runs_of(of, name)]
         plain = np.mean([ece(r.confidence, r.correct) for r in rs])
         corrected = np.mean(
-            [
-                binned_error(r.confidence, r.correct, r.problem, resamples=100).estimate
-                for r in rs
-            ]
+            [binned_error(r.confidence, r.correct, r.problem, resamples=100).estimate for r in rs]
         )
         rows.append(
             (
@@ -419,9 +383,7 @@ def _errors(of: Family) -> list[str]:
         "the same mean, where labels are independent, and where they are as alike "
         "within a problem as here."
     )
-    return table(
-        text, ("runs", "ECE", "corrected", "independent", "within problems"), rows
-    )
+    return table(text, ("runs", "ECE", "corrected", "independent", "within problems"), rows)
 
 
 def recalibrated(of: Family, names: Sequence[str]) -> list[str]:
@@ -434,9 +396,7 @@ def recalibrated(of: Family, names: Sequence[str]) -> list[str]:
         cells = []
         for fit in (None, *OWN.values()):
             seeds = _by_pretraining(_runs_of(of, name), lambda r, n=name: r[n]["test"])
-            made = [
-                [fitted_by_halves(r, fit) if fit else r for r in one] for one in seeds
-            ]
+            made = [[fitted_by_halves(r, fit) if fit else r for r in one] for one in seeds]
             score = np.mean(
                 [np.mean([brier(r.confidence, r.correct) for r in one]) for one in made]
             )
@@ -451,9 +411,7 @@ def recalibrated(of: Family, names: Sequence[str]) -> list[str]:
     return table(text + "scored on the other half:", ("stated", *OWN), rows)
 
 
-def _differences(
-    of: Family, start: str, names: Sequence[str], values: Sequence[str]
-) -> list[str]:
+def _differences(of: Family, start: str, names: Sequence[str], values: Sequence[str]) -> list[str]:
     """Compare ``names`` with the row ``start``. A seed belongs to its pretraining, so the spread of
     the pretrainings' means holds the seeds' too: their means are crossed with the problems.
     """
@@ -466,18 +424,14 @@ def _differences(
         cells = []
         for value in values:
             means = compare(of, name, start, value)
-            cells.append(
-                shown(value, crossed(means) if len(means) > 1 else interval(means[0]))
-            )
+            cells.append(shown(value, crossed(means) if len(means) > 1 else interval(means[0])))
         rows.append((TITLES[name], str(len(means)), *cells))
     same = "pretrainings and seeds; ± for others of all three"
     if trainings:
         same = "pretrainings, all seeds of both; ± for others of all three"
     text = f"Minus {TITLES[start]}, same problems, {same}, or, in a row of "
     return table(
-        text + "one pretraining, for other problems alone:",
-        ("pretrainings", *values),
-        rows,
+        text + "one pretraining, for other problems alone:", ("pretrainings", *values), rows
     )
 
 
@@ -493,9 +447,7 @@ def ladder(of: Family) -> list[str]:
                 shown(value, interval(difference(r[decoupled], r[coupled], value)))
                 for value in VALUES
             ]
-            rows.append(
-                (f"{TITLES[decoupled]} - {TITLES[coupled]}", str(number), *cells)
-            )
+            rows.append((f"{TITLES[decoupled]} - {TITLES[coupled]}", str(number), *cells))
     return table(
         "Decoupled minus coupled, all else equal; ± for other problems alone:",
         ("pretraining", *VALUES),
@@ -513,14 +465,9 @@ def _decoding(of: Family) -> list[str]:
             rows.append(
                 (
                     TITLES[name],
-                    *(
-                        f"{x:.4f}"
-                        for x in np.mean([np.mean(seeds, axis=0) for seeds in found], 0)
-                    ),
+                    *(f"{x:.4f}" for x in np.mean([np.mean(seeds, axis=0) for seeds in found], 0)),
                 )
             )
     return table(
-        "The paper's decoding (T 0.7, top-p 0.8, top-k 20), mean over pretrainings:",
-        SHOWN,
-        rows,
+        "The paper's decoding (T 0.7, top-p 0.8, top-k 20), mean over pretrainings:", SHOWN, rows
     )

@@ -33,14 +33,7 @@ SHOWN = tuple(name for name in METRICS if not name.endswith("2x2"))
 ROWS = MappingProxyType(
     {
         name: TITLES[name]
-        for name in (
-            "base",
-            "grpo",
-            "dcpo",
-            "dcpo_proper",
-            "dcpo_proper_digits",
-            "adapter_tokens",
-        )
+        for name in ("base", "grpo", "dcpo", "dcpo_proper", "dcpo_proper_digits", "adapter_tokens")
     }
     | {"lookup": "lookup, one number per number of targets"}
     | {
@@ -54,21 +47,13 @@ def world(out: Path, jobs: int) -> Lab:
     """Return the second world's cells below ``out``."""
     recipe = GRAPHS / "recipe.yaml"
     return Lab(
-        out.resolve(),
-        jobs,
-        steps=300,
-        recipe=recipe,
-        data=GRAPHS,
-        max_tokens=40,
-        draws=DRAWS,
+        out.resolve(), jobs, steps=300, recipe=recipe, data=GRAPHS, max_tokens=40, draws=DRAWS
     )
 
 
 def rows(archive: Path) -> list[dict[str, Run]]:
     """Return one ``{row: responses}`` per run: seed by seed, in it every pretraining."""
-    found = sorted(
-        load(archive, GRAPHS).items(), key=lambda item: (item[0][2], item[0][1])
-    )
+    found = sorted(load(archive, GRAPHS).items(), key=lambda item: (item[0][2], item[0][1]))
     return [with_fitted(runs) for _, runs in found]
 
 
@@ -89,12 +74,7 @@ def tables(archive: Path, out: Path) -> dict[str, Any]:
 
 
 def _markdown(of: Sequence[Mapping[str, Run]]) -> str:
-    cells = [
-        (name, run, r)
-        for name in ROWS
-        for run, r in enumerate(of, start=1)
-        if name in r
-    ]
+    cells = [(name, run, r) for name in ROWS for run, r in enumerate(of, start=1) if name in r]
     main = []
     for name, run, r in cells:
         numbers = [*(scores(r[name])[key] for key in SHOWN), *bands([r[name]["test"]])]
@@ -107,9 +87,7 @@ def _markdown(of: Sequence[Mapping[str, Run]]) -> str:
         "`world2_records.tar.xz` alone. The last two columns: what 95 % of calibrated "
         "models stay below, where "
     )
-    text += (
-        "labels are independent, and where they are as alike within a problem as here."
-    )
+    text += "labels are independent, and where they are as alike within a problem as here."
     lines = ["# Tables of the second world", ""]
     lines += table(text, ("run", *SHOWN, "ECE, independent", "within problems"), main)
     gaps = [
@@ -124,6 +102,4 @@ def _markdown(of: Sequence[Mapping[str, Run]]) -> str:
     text = f"Minus {ROWS['logprob']} (GRPO's own), same problems and run; ± for other problems:"
     lines += table(text, ("run", *VALUES), gaps)
     trained = [name for name in METHODS if name in of[0]] + ["dcpo_proper_digits"]
-    return "\n".join(
-        [*lines, *recalibrated({1: of}, [name for name in ROWS if name in trained])]
-    )
+    return "\n".join([*lines, *recalibrated({1: of}, [name for name in ROWS if name in trained])])

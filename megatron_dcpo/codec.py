@@ -71,9 +71,7 @@ def to_row(*records: DataclassInstance) -> Row:
     for record in records:
         left_out = NOT_IN_FILES.get(type(record), {})
         fields = to_values(record)
-        row.update(
-            {name: value for name, value in fields.items() if name not in left_out}
-        )
+        row.update({name: value for name, value in fields.items() if name not in left_out})
     return row
 
 
@@ -181,11 +179,7 @@ def _fits(value: object, hint: object) -> bool:
 
 
 def _as_float(value: object) -> float:
-    if (
-        isinstance(value, int | float)
-        and not isinstance(value, bool)
-        and abs(value) < LARGEST
-    ):
+    if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < LARGEST:
         return float(value)
     raise ValueError(f"{value!r:.40} is not a number that can be computed with")
 
@@ -199,16 +193,12 @@ def _first_that_fits(value: object, hints: tuple[object, ...]) -> object:
     raise ValueError(f"{value!r:.40} is none of {hints}")
 
 
-def _as_tuple(
-    values: list[object] | tuple[object, ...], hints: tuple[object, ...]
-) -> object:
+def _as_tuple(values: list[object] | tuple[object, ...], hints: tuple[object, ...]) -> object:
     if len(hints) == 2 and hints[1] is Ellipsis:
         return tuple(_converted(item, hints[0]) for item in values)
     if len(values) != len(hints):
         raise ValueError(f"{len(values)} values, expected {len(hints)}")
-    return tuple(
-        _converted(item, hint) for item, hint in zip(values, hints, strict=True)
-    )
+    return tuple(_converted(item, hint) for item, hint in zip(values, hints, strict=True))
 
 
 def _within(value: object, limits: Limits) -> object:
@@ -247,11 +237,7 @@ def _of_release_0_2_0(old: Mapping[str, object]) -> Row:
     """
     row = {_RENAMED.get(name, name): value for name, value in old.items()}
     # null stood for every default
-    row = {
-        name: value
-        for name, value in row.items()
-        if value is not None or name == "confidence"
-    }
+    row = {name: value for name, value in row.items() if value is not None or name == "confidence"}
     row.setdefault("confidence", None)
     if isinstance(row.get("correct"), bool):
         row["correct"] = float(bool(row["correct"]))
@@ -294,9 +280,6 @@ def _complete_trained(row: Row) -> None:
     confidence = str(row.pop("confidence_block", ""))
     row["text"] = reasoning + confidence
     if not row.get("pieces"):
-        row["pieces"] = [
-            [reasoning, "reasoning", None],
-            [confidence, "confidence", None],
-        ]
+        row["pieces"] = [[reasoning, "reasoning", None], [confidence, "confidence", None]]
     if "step" in row:
         row["training_step"] = row.pop("step")

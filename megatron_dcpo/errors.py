@@ -45,10 +45,7 @@ def nearest(word: object, known: Iterable[str], cutoff: float = 0.4) -> str | No
     """Return the one of ``known`` that is most like ``word``; None when none is at least ``cutoff``
     (0 to 1) like it.
     """
-    return next(
-        iter(difflib.get_close_matches(str(word), list(known), n=1, cutoff=cutoff)),
-        None,
-    )
+    return next(iter(difflib.get_close_matches(str(word), list(known), n=1, cutoff=cutoff)), None)
 
 
 def did_you_mean(word: object, known: Iterable[str]) -> str:
@@ -97,11 +94,7 @@ def pip_install(extra: str) -> str:
     packages = []
     for wanted in listed:
         marker, wanted.marker = wanted.marker, None
-        if (
-            marker
-            and marker.evaluate({"extra": extra})
-            and not marker.evaluate({"extra": ""})
-        ):
+        if marker and marker.evaluate({"extra": extra}) and not marker.evaluate({"extra": ""}):
             packages.append(f"'{wanted}'")
     isolation = "--no-build-isolation " * (
         extra == "gpu"
@@ -130,14 +123,10 @@ def check_world_size(
     ``processes``. ``experts``: the ranks of a pipeline stage that have all experts.
     """
     model_parallel = (
-        tensor_model_parallel_size
-        * pipeline_model_parallel_size
-        * context_parallel_size
+        tensor_model_parallel_size * pipeline_model_parallel_size * context_parallel_size
     )
     context = (
-        f" x context_parallel_size={context_parallel_size}"
-        if context_parallel_size > 1
-        else ""
+        f" x context_parallel_size={context_parallel_size}" if context_parallel_size > 1 else ""
     )
     if processes % model_parallel:
         raise UserError(

@@ -24,9 +24,7 @@ Copied = TypeVar("Copied")
 
 BLOCK_NONE, BLOCK_REASONING, BLOCK_CONFIDENCE = 0, 1, 2
 BLOCKS = {"reasoning": BLOCK_REASONING, "confidence": BLOCK_CONFIDENCE}
-VERIFIER_ERROR = (
-    "verifier_error"  # the category of a response that a user's verifier did not judge
-)
+VERIFIER_ERROR = "verifier_error"  # the category of a response that a user's verifier did not judge
 REASONING_GYM = "reasoning_gym:"  # opens the path of a task of Reasoning Gym
 # open the path of an environment of verifiers or NeMo Gym
 ENVIRONMENTS = ("verifiers:", "nemo_gym:")
@@ -34,9 +32,7 @@ ENVIRONMENTS = ("verifiers:", "nemo_gym:")
 BROUGHT = (REASONING_GYM, *ENVIRONMENTS)
 # PYTHONHASHSEED of processes that make problems or judge: some depend on the order of sets
 HASH_SEED = "0"
-CONFIDENCE_TAG = (
-    "<conf>"  # opens the confidence block; configuration key judging.marker
-)
+CONFIDENCE_TAG = "<conf>"  # opens the confidence block; configuration key judging.marker
 
 ConfidenceStatus = Literal[
     "ok",  # exactly one marker, after the last box, one number in [0, 1], nothing after it
@@ -203,9 +199,7 @@ class TrainingSample:
     response: Response
     judgement: Judgement
     old_logprobs: np.ndarray | None = None
-    mean_old_logprob: float | None = (
-        None  # on all ranks, for methods whose score reads it
-    )
+    mean_old_logprob: float | None = None  # on all ranks, for methods whose score reads it
     ref_logprobs: np.ndarray | None = None
     R: float = math.nan
     R_c: float = math.nan
@@ -284,9 +278,7 @@ class MicroBatch:
         search waits for the device.
         """
         blocks = self.columns["block_ids"]
-        return {
-            block: (blocks == index).nonzero()[:, 0] for block, index in BLOCKS.items()
-        }
+        return {block: (blocks == index).nonzero()[:, 0] for block, index in BLOCKS.items()}
 
     def part(self, rows: slice | Tensor) -> MicroBatch:
         """Return the response tokens ``rows`` alone."""

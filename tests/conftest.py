@@ -49,9 +49,7 @@ def tiny_models(tmp_path_factory: pytest.TempPathFactory):
     def get(family: str, tied: bool = False, layers: int = 4) -> Path:
         key = family, tied, layers
         if key not in made:
-            made[key] = tiny_model(
-                tmp_path_factory.mktemp(f"{family}_{tied}_{layers}"), *key
-            )
+            made[key] = tiny_model(tmp_path_factory.mktemp(f"{family}_{tied}_{layers}"), *key)
         return made[key]
 
     return get

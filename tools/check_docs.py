@@ -15,11 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 COLUMNS = 100
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
-NOT_TESTS = {
-    "test_list",
-    "test_seconds",
-    "test_runner",
-}  # a column of MBPP, an option, a module
+NOT_TESTS = {"test_list", "test_seconds", "test_runner"}  # a column of MBPP, an option, a module
 CITED = re.compile(r"\bdocs/([\w/]+\.md)(?:#([\w-]+))?")
 
 
@@ -29,9 +25,7 @@ def main() -> int:
     )
     files = [ROOT / name for name in listed.splitlines() if (ROOT / name).is_file()]
     sources = "\n".join(
-        file.read_text()
-        for file in files
-        if file.name.startswith("test_") and file.suffix == ".py"
+        file.read_text() for file in files if file.name.startswith("test_") and file.suffix == ".py"
     )
     tests = set(re.findall(r"def (test_\w+)", sources))
     problems = []
@@ -63,9 +57,7 @@ def check_markdown(file: Path, tests: set[str]) -> list[str]:
             if "://" not in target and not resolves(file.parent, target, file):
                 problems.append(f"{where}: {target} leads nowhere")
         for name in re.findall(r"`(test_\w+?)(?:\.py)?`", line):
-            if name not in tests | NOT_TESTS and not list(
-                ROOT.glob(f"tests/**/{name}.py")
-            ):
+            if name not in tests | NOT_TESTS and not list(ROOT.glob(f"tests/**/{name}.py")):
                 problems.append(f"{where}: {name} does not exist")
     return problems
 
@@ -75,9 +67,7 @@ def check_citations(file: Path) -> list[str]:
     problems = []
     for number, line in enumerate(file.read_text(errors="replace").splitlines(), 1):
         for page, anchor in CITED.findall(line):
-            if not resolves(
-                ROOT, f"docs/{page}" + (f"#{anchor}" if anchor else ""), file
-            ):
+            if not resolves(ROOT, f"docs/{page}" + (f"#{anchor}" if anchor else ""), file):
                 problems.append(
                     f"{file.relative_to(ROOT)}:{number}: docs/{page}#{anchor} leads nowhere"
                 )
@@ -96,12 +86,8 @@ def resolves(folder: Path, target: str, page: Path) -> bool:
 def anchors(page: Path) -> set[str]:
     """Headings as GitHub makes anchors of them."""
     headings = re.findall(r"^#+ (.+)$", page.read_text(), flags=re.MULTILINE)
-    plain = (
-        re.sub(r"[`*]|\[([^\]]*)\]\([^)]*\)", r"\1", heading) for heading in headings
-    )
-    return {
-        re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in plain
-    }
+    plain = (re.sub(r"[`*]|\[([^\]]*)\]\([^)]*\)", r"\1", heading) for heading in headings)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in plain}
 
 
 if __name__ == "__main__":

@@ -22,9 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 NUMBER = r"[-+]?(?:\d[\d,]*)?\.?\d+"
 LOOSE = re.compile(rf"(?<![\w.,@])(?<!\d ){NUMBER}(?![\w@]|[.,]\d)")
 TITLES = ("settings", "from the referee", "not recorded")
-Table = tuple[
-    str, dict[str, dict[str, str]]
-]  # "heading / text above", {row: {column: cell}}
+Table = tuple[str, dict[str, dict[str, str]]]  # "heading / text above", {row: {column: cell}}
 
 
 def main() -> int:
@@ -34,9 +32,7 @@ def main() -> int:
         r"^page ", (ROOT / "tools" / "numbers.txt").read_text(), flags=re.MULTILINE
     )[1:]:
         name, _, entries = part.partition("\n")
-        problems += check_page(
-            name, (ROOT / name).read_text(), entries.splitlines(), ROOT / "docs"
-        )
+        problems += check_page(name, (ROOT / name).read_text(), entries.splitlines(), ROOT / "docs")
     print("\n".join(problems), end="\n" if problems else "")
     return int(bool(problems))
 
@@ -50,20 +46,14 @@ def check_page(name: str, text: str, entries: list[str], records: Path) -> list[
     text = text.partition("<!-- no records from here on -->")[0]
     text = re.sub(r"```.*?```", " ", text, flags=re.DOTALL)
     text = " ".join(
-        re.sub(
-            r"`[^`]*`|\]\([^)]*\)|^#.*$|^\d\.|\(\d\)", " ", text, flags=re.MULTILINE
-        ).split()
+        re.sub(r"`[^`]*`|\]\([^)]*\)|^#.*$|^\d\.|\(\d\)", " ", text, flags=re.MULTILINE).split()
     )
     problems = []
     for entry in entries:
         quote, _, sources = (piece.strip() for piece in entry.partition(" => "))
         if not quote or quote in TITLES:
             continue
-        pattern = (
-            re.escape(quote).replace(r"\#", f"({NUMBER})")
-            if sources
-            else re.escape(quote)
-        )
+        pattern = re.escape(quote).replace(r"\#", f"({NUMBER})") if sources else re.escape(quote)
         found = list(re.finditer(rf"(?<![\w.]){pattern}(?!\w|\.\d)", text))
         if not found or (sources and len(found) > 1):
             problems.append(f"{name}: {quote!r} occurs {len(found)} times")
@@ -76,16 +66,9 @@ def check_page(name: str, text: str, entries: list[str], records: Path) -> list[
                     for number in values(source.strip(), records)
                 ]
                 if len(shown) != len(expected) or not all(map(same, shown, expected)):
-                    problems.append(
-                        f"{name}: {match.group()!r}: the records have {expected}"
-                    )
-            text = (
-                text[: match.start()] + re.sub(r"\d", "", quote) + text[match.end() :]
-            )
-    left = [
-        text[max(match.start() - 30, 0) : match.end() + 10]
-        for match in LOOSE.finditer(text)
-    ]
+                    problems.append(f"{name}: {match.group()!r}: the records have {expected}")
+            text = text[: match.start()] + re.sub(r"\d", "", quote) + text[match.end() :]
+    left = [text[max(match.start() - 30, 0) : match.end() + 10] for match in LOOSE.finditer(text)]
     return problems + [
         f"{name}: a number that no quote of tools/numbers.txt covers: ...{around}..."
         for around in left
@@ -102,9 +85,7 @@ def values(source: str, records: Path) -> list[float]:
     """Return the numbers of a source."""
     first = source.startswith("first ")
     file, _, where = source.removeprefix("first ").removeprefix("abs ").partition(" ")
-    path = next(
-        path for path in (records / file, records / "lab" / file) if path.is_file()
-    )
+    path = next(path for path in (records / file, records / "lab" / file) if path.is_file())
     if path.suffix == ".json":
         value = json.loads(path.read_text())
         for key in where.split("/"):
@@ -139,10 +120,7 @@ def tables(text: str) -> list[Table]:
         elif not block.startswith("|"):
             above = " ".join(lines)
         else:
-            grid = [
-                [cell.strip() for cell in line.strip("|").split(" | ")]
-                for line in lines
-            ]
+            grid = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
             rows: dict[str, dict[str, str]] = {}
             for title, *cells in grid[2:]:
                 key = f"{title} {cells[0]}" if title in rows else title

@@ -38,9 +38,7 @@ def main() -> int:
     )
     parser.add_argument("dir", metavar="DIR", type=Path)
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
-    parser.add_argument(
-        "--no-hash", action="store_true", help="do not read the tensors"
-    )
+    parser.add_argument("--no-hash", action="store_true", help="do not read the tensors")
     args = parser.parse_args()
     try:
         report = inspect_checkpoint(args.dir, hashes=not args.no_hash)
@@ -54,16 +52,12 @@ def main() -> int:
         print(
             f"{facts.get('sha256', '')[:16]:16s}  {facts['dtype']:9s} {facts['shape']!s:20s} {name}"
         )
-    print(
-        f"{report['format']}: {len(report['tensors'])} tensors, {report['bytes'] / 1e9:.3f} GB"
-    )
+    print(f"{report['format']}: {len(report['tensors'])} tensors, {report['bytes'] / 1e9:.3f} GB")
     return 0
 
 
 def inspect_checkpoint(
-    path: Path,
-    hashes: bool = True,
-    progress: Callable[[int], None] = lambda nbytes: None,
+    path: Path, hashes: bool = True, progress: Callable[[int], None] = lambda nbytes: None
 ) -> dict[str, Any]:
     """``{"format", "bytes", "tensors": {name: {"shape", "dtype", "bytes", "sha256"}}}``; one tensor
     in memory at a time.
@@ -88,16 +82,12 @@ def inspect_checkpoint(
         kind, specs = "huggingface", reader.specs
 
         def digest(name: str) -> str:
-            return hashlib.sha256(
-                as_bytes(reader.tensor(name)).numpy().data
-            ).hexdigest()
+            return hashlib.sha256(as_bytes(reader.tensor(name)).numpy().data).hexdigest()
 
     elif not path.is_dir():
         raise UserError(f"{path} does not exist; name a checkpoint directory")
     else:
-        raise UserError(
-            f"{path} is neither a Hugging Face directory nor a torch_dist checkpoint"
-        )
+        raise UserError(f"{path} is neither a Hugging Face directory nor a torch_dist checkpoint")
     tensors = {name: _describe(*specs[name]) for name in sorted(specs)}
     if hashes:
         for name, facts in tensors.items():
@@ -111,11 +101,7 @@ def inspect_checkpoint(
 
 
 def _describe(shape: tuple[int, ...], dtype: str) -> dict[str, Any]:
-    return {
-        "shape": list(shape),
-        "dtype": dtype,
-        "bytes": math.prod(shape) * dtype_bytes(dtype),
-    }
+    return {"shape": list(shape), "dtype": dtype, "bytes": math.prod(shape) * dtype_bytes(dtype)}
 
 
 def _sha256(checkpoint: MegatronCheckpoint, tensor: StoredTensor) -> str:

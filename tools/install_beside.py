@@ -55,9 +55,7 @@ def wanted(
     extra = "train" if name == ROOT else ""
     for text in there[name].requires or []:
         requirement = Requirement(text)
-        if requirement.marker is not None and not requirement.marker.evaluate(
-            {"extra": extra}
-        ):
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": extra}):
             continue
         yield requirement
         other = canonicalize_name(requirement.name)
@@ -65,9 +63,7 @@ def wanted(
             yield from wanted(other, there, seen)
 
 
-def missing(
-    there: dict[str, metadata.Distribution], constraints: str, kept: str
-) -> list[str]:
+def missing(there: dict[str, metadata.Distribution], constraints: str, kept: str) -> list[str]:
     """Return what to add, at the version that this release is tested with where it has one. What an
     image brings (``kept``) is complete, or meant to be without what its metadata names.
     """
@@ -76,9 +72,7 @@ def missing(
         for name, version in re.findall(r"^([\w.-]+)==(\S+)$", constraints, re.M)
     }
     lacking = {}
-    for requirement in wanted(
-        ROOT, there, {line.partition("==")[0] for line in kept.split()}
-    ):
+    for requirement in wanted(ROOT, there, {line.partition("==")[0] for line in kept.split()}):
         name = canonicalize_name(requirement.name)
         if name not in there:
             lacking[name] = (
@@ -95,11 +89,7 @@ def unsuitable(there: dict[str, metadata.Distribution], setup: str) -> list[str]
     """
     text = setup[setup.index("TRAIN = ") : setup.index('"vllm"')]
     ours = map(Requirement, re.findall(r'"([A-Za-z][^"]*[<>=][^"]*)"', text))
-    asked = [
-        ("this release", one)
-        for one in ours
-        if one.marker is None or one.marker.evaluate()
-    ]
+    asked = [("this release", one) for one in ours if one.marker is None or one.marker.evaluate()]
     if megatron := there.get("megatron-core"):
         theirs = [
             one

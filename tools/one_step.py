@@ -37,9 +37,7 @@ RECORDS = (
     "megatron_dcpo.policy.batching",
 )
 JUDGED_COLUMNS = ("prompt_id", "#", "response", "R", "c", "status", "boundary / tokens")
-STEP = (
-    5  # of the quickstart: both of its first two prompts have right and wrong answers
-)
+STEP = 5  # of the quickstart: both of its first two prompts have right and wrong answers
 QUICKSTART = REPOSITORY / "examples" / "quickstart"
 
 
@@ -53,10 +51,7 @@ def main() -> None:
         with counted_objects() as built:
             train(
                 configuration(
-                    directory,
-                    "training.steps=1",
-                    "training.export_hf=false",
-                    "logging.to=[]",
+                    directory, "training.steps=1", "training.export_hf=false", "logging.to=[]"
                 )
             )
         with build(configuration(directory)) as run:
@@ -76,8 +71,7 @@ def configuration(directory: str, *more: str) -> Config:
         "rollout.engine": "transformers",
     }
     return load_config(
-        QUICKSTART / "dcpo.yaml",
-        [*(f"{key}={value}" for key, value in overrides.items()), *more],
+        QUICKSTART / "dcpo.yaml", [*(f"{key}={value}" for key, value in overrides.items()), *more]
     )
 
 
@@ -114,9 +108,7 @@ def counted_objects() -> Iterator[dict[str, set[str]]]:
         cls = first if named_tuple else type(first)
         module = str(type.__getattribute__(cls, "__module__"))
         if module.startswith(RECORDS):
-            built.setdefault(module.removeprefix("megatron_dcpo."), set()).add(
-                cls.__name__
-            )
+            built.setdefault(module.removeprefix("megatron_dcpo."), set()).add(cls.__name__)
 
     sys.setprofile(note)
     threading.setprofile(note)
@@ -140,20 +132,12 @@ def page(run: Run, built: dict[str, set[str]]) -> str:
     norm, before = run.optimizer.gradient_norm(), one_weight(run)
     run.optimizer.step()
     traffic = run.weight_sync.push(version=STEP)
-    shown = [
-        replaced(sample, old_logprobs=row)
-        for sample, row in zip(scored, old, strict=True)
-    ]
-    followed = next(
-        s for s in shown if s.judgement.status == "ok" and not s.judgement.correct
-    )
+    shown = [replaced(sample, old_logprobs=row) for sample, row in zip(scored, old, strict=True)]
+    followed = next(s for s in shown if s.judgement.status == "ok" and not s.judgement.correct)
     sections = (
         HEAD,
         "## 1. Prompts",
-        table(
-            ("prompt_id", "last message", "tokens", "ground truth"),
-            map(prompt_row, prompts),
-        ),
+        table(("prompt_id", "last message", "tokens", "ground truth"), map(prompt_row, prompts)),
         "## 2. Responses and judgements",
         JUDGED,
         table(JUDGED_COLUMNS, map(partial(judged_row, run), samples)),
@@ -177,8 +161,7 @@ def page(run: Run, built: dict[str, set[str]]) -> str:
         "## 7. The classes of a step",
         CLASSES,
         "\n".join(
-            f"* `{module}`: {', '.join(sorted(names))}"
-            for module, names in sorted(built.items())
+            f"* `{module}`: {', '.join(sorted(names))}" for module, names in sorted(built.items())
         ),
     )
     return "\n\n".join(sections) + "\n"
@@ -249,39 +232,16 @@ def judged_row(run: Run, sample: TrainingSample) -> tuple[Any, ...]:
 def reward_row(sample: TrainingSample) -> tuple[Any, ...]:
     assert sample.advantages is not None
     boundary = int((sample.block_ids == BLOCKS["reasoning"]).sum())
-    a_r, a_c = (
-        sample.advantages[0],
-        sample.advantages[min(boundary, len(sample.advantages) - 1)],
-    )
-    return (
-        *key(sample),
-        f"{sample.R:.0f}",
-        f"{sample.R_c:+.4f}",
-        f"{a_r:+.4f}",
-        f"{a_c:+.4f}",
-    )
+    a_r, a_c = (sample.advantages[0], sample.advantages[min(boundary, len(sample.advantages) - 1)])
+    return (*key(sample), f"{sample.R:.0f}", f"{sample.R_c:+.4f}", f"{a_r:+.4f}", f"{a_c:+.4f}")
 
 
 def token_rows(run: Run, sample: TrainingSample) -> list[tuple[Any, ...]]:
     names = {number: name for name, number in BLOCKS.items()}
-    columns: Any = (
-        sample.block_ids,
-        sample.advantages,
-        sample.weights,
-        sample.old_logprobs,
-    )
+    columns: Any = (sample.block_ids, sample.advantages, sample.weights, sample.old_logprobs)
     return [
-        (
-            i,
-            code(decoded([int(t)])),
-            names[int(b)],
-            f"{a:+.4f}",
-            f"{w:.5f}",
-            f"{lp:+.3f}",
-        )
-        for i, (t, b, a, w, lp) in enumerate(
-            zip(sample.response_ids, *columns, strict=True)
-        )
+        (i, code(decoded([int(t)])), names[int(b)], f"{a:+.4f}", f"{w:.5f}", f"{lp:+.3f}")
+        for i, (t, b, a, w, lp) in enumerate(zip(sample.response_ids, *columns, strict=True))
     ]
 
 

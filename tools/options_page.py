@@ -100,8 +100,7 @@ def page() -> str:
             parts.append(
                 "| "
                 + " | ".join(
-                    cell.replace("|", "\\|")
-                    for cell in [*cells, where(option.name, examples)]
+                    cell.replace("|", "\\|") for cell in [*cells, where(option.name, examples)]
                 )
                 + " |"
             )
@@ -177,11 +176,7 @@ def where(name: str, examples: dict[str, list[str]]) -> str:
         examples.get(name, ()),
         key=lambda file: (not file.startswith(("quickstart/", "qwen3_8b/")), file),
     )
-    return (
-        f"[{setting[0].removesuffix('.yaml')}](../examples/{setting[0]})"
-        if setting
-        else "–"
-    )
+    return f"[{setting[0].removesuffix('.yaml')}](../examples/{setting[0]})" if setting else "–"
 
 
 if __name__ == "__main__":

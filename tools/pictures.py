@@ -31,15 +31,11 @@ from megatron_dcpo.evaluation.run_description import total_steps  # noqa: E402
 from megatron_dcpo.evaluation.runs import find_runs  # noqa: E402
 
 CHROMIUM = next(
-    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))),
-    None,
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
 )
 MOST_BYTES = 250_000
 NARROWEST = 500  # of a window of Chromium; a narrower page is shown in a frame
-SIZES = {
-    "report": {1280: 1530, 420: 3600},
-    "live": {1280: 1540, 420: 3400},
-}  # width: height
+SIZES = {"report": {1280: 1530, 420: 3600}, "live": {1280: 1540, 420: 3400}}  # width: height
 
 
 def until_the_middle(run: Path, copy: Path) -> int:
@@ -78,11 +74,7 @@ def chromium(place: str, width: int, height: int, url: str, what: str) -> str:
         what,
     ]
     return subprocess.run(
-        [CHROMIUM, *options, url],
-        check=True,
-        capture_output=True,
-        text=True,
-        timeout=180,
+        [CHROMIUM, *options, url], check=True, capture_output=True, text=True, timeout=180
     ).stdout
 
 
@@ -112,9 +104,7 @@ def take(url: str, width: int, height: int, target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     small.save(target, optimize=True)
     if target.stat().st_size > MOST_BYTES:
-        raise SystemExit(
-            f"{target} has {target.stat().st_size:,} bytes, at most {MOST_BYTES:,}"
-        )
+        raise SystemExit(f"{target} has {target.stat().st_size:,} bytes, at most {MOST_BYTES:,}")
 
 
 def main() -> None:
@@ -130,10 +120,7 @@ def main() -> None:
         with live_server(Path(place) / "dcpo", 0) as server:
             threading.Thread(target=server.serve_forever, daemon=True).start()
             runs = find_runs(
-                [
-                    arguments.quickstart / name
-                    for name in ("base", "grpo", "dcpo", "dcpo_proper")
-                ]
+                [arguments.quickstart / name for name in ("base", "grpo", "dcpo", "dcpo_proper")]
             )
             report = write_report(runs, Path(place) / "report.html").as_uri()
             for name, url in (
@@ -146,8 +133,7 @@ def main() -> None:
                         url,
                         width,
                         height,
-                        folder
-                        / f"{name}{'' if width >= NARROWEST else f'_{width}'}.png",
+                        folder / f"{name}{'' if width >= NARROWEST else f'_{width}'}.png",
                     )
             server.shutdown()
 

@@ -32,10 +32,7 @@ def prune(path: Path, keep: int) -> dict[str, int]:
             architecture = struct.unpack_from("<I", data, place + 28)[0]
             if kind not in (PTX, MACHINE_CODE) or not 32 <= entry_header <= 4096:
                 break
-            stays, start = (
-                kind == MACHINE_CODE and architecture == keep,
-                place + entry_header,
-            )
+            stays, start = (kind == MACHINE_CODE and architecture == keep, place + entry_header)
             sizes["kept" if stays else "zeroed"] += length
             if not stays:
                 data[start : start + length] = bytes(length)
@@ -49,7 +46,4 @@ def prune(path: Path, keep: int) -> dict[str, int]:
 if __name__ == "__main__":
     for name in sys.argv[2:]:
         if sizes := prune(Path(name), int(sys.argv[1])):
-            print(
-                Path(name).name,
-                {key: f"{value / 1e6:.1f} MB" for key, value in sizes.items()},
-            )
+            print(Path(name).name, {key: f"{value / 1e6:.1f} MB" for key, value in sizes.items()})

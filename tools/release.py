@@ -25,17 +25,13 @@ CHECKS = (
 
 def version_of(root: Path) -> str:
     (found,) = re.findall(
-        r'^__version__ = "([^"]+)"$',
-        (root / "megatron_dcpo/__init__.py").read_text(),
-        re.MULTILINE,
+        r'^__version__ = "([^"]+)"$', (root / "megatron_dcpo/__init__.py").read_text(), re.MULTILINE
     )
     return found
 
 
 def version_problems(root: Path, version: str) -> Iterator[str]:
-    cited = re.findall(
-        r"^version: (.+)$", (root / "CITATION.cff").read_text(), re.MULTILINE
-    )
+    cited = re.findall(r"^version: (.+)$", (root / "CITATION.cff").read_text(), re.MULTILINE)
     if cited != [version]:
         yield (
             f"CITATION.cff has the version {', '.join(cited) or 'none'}, "
@@ -54,17 +50,14 @@ def changelog_problems(text: str, version: str) -> Iterator[str]:
             "lines into the release"
         )
     of_version = [
-        section
-        for section in sections
-        if re.match(rf"{re.escape(version)}\b(?!\.)", section)
+        section for section in sections if re.match(rf"{re.escape(version)}\b(?!\.)", section)
     ]
     if len(of_version) != 1 or sections[1:2] != of_version:
         yield f"CHANGELOG.md: {version} must be the one section below Unreleased"
     for section in of_version:
         heading, _, entries = section.partition("\n")
         if not re.fullmatch(
-            rf"{re.escape(version)} - 20\d\d-(0[1-9]|1[0-2])-(0[1-9]|[12]\d|3[01])",
-            heading,
+            rf"{re.escape(version)} - 20\d\d-(0[1-9]|1[0-2])-(0[1-9]|[12]\d|3[01])", heading
         ):
             yield f"CHANGELOG.md: write the heading as ## {version} - YYYY-MM-DD, not {heading!r}"
         if not re.search(r"^\* ", entries, flags=re.MULTILINE):
@@ -89,14 +82,12 @@ def wheel_problems(version: str) -> Iterator[str]:
         )  # not the checkout: build/ may be old
         shutil.unpack_archive(f"{place}/source.zip", f"{place}/source")
         subprocess.run(
-            [*pip, "wheel", "--no-deps", "--wheel-dir", place, f"{place}/source"],
-            check=True,
+            [*pip, "wheel", "--no-deps", "--wheel-dir", place, f"{place}/source"], check=True
         )
         subprocess.run([sys.executable, "-m", "venv", venv], check=True)
         (wheel,), pins = Path(place).glob("*.whl"), f"{place}/source/constraints.txt"
         subprocess.run(
-            [*pip, "--python", f"{venv}/bin/python", "install", "-c", pins, str(wheel)],
-            check=True,
+            [*pip, "--python", f"{venv}/bin/python", "install", "-c", pins, str(wheel)], check=True
         )
         for verb, expected in (("--version", version), ("doctor", "")):
             command = [f"{venv}/bin/python", "-I", f"{venv}/bin/dcpo", verb]
@@ -109,9 +100,7 @@ def wheel_problems(version: str) -> Iterator[str]:
 
 
 def _output(*command: str) -> str:
-    return subprocess.run(
-        command, cwd=ROOT, check=True, capture_output=True, text=True
-    ).stdout
+    return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
 
 
 def main() -> int:
@@ -119,14 +108,11 @@ def main() -> int:
     problems = [*git_problems(version), *version_problems(ROOT, version)]
     problems += changelog_problems((ROOT / "CHANGELOG.md").read_text(), version)
     for script, *arguments in CHECKS:
-        if subprocess.run(
-            [sys.executable, f"tools/{script}", *arguments], cwd=ROOT
-        ).returncode:
+        if subprocess.run([sys.executable, f"tools/{script}", *arguments], cwd=ROOT).returncode:
             problems.append(f"tools/{script} {' '.join(arguments)} fails")
     problems += [] if problems else wheel_problems(version)  # minutes
     print(
-        "\n".join(problems)
-        or f"ready: git tag -a v{version} -m 'Megatron-DCPO {version}'",
+        "\n".join(problems) or f"ready: git tag -a v{version} -m 'Megatron-DCPO {version}'",
         file=sys.stderr,
     )
     return int(bool(problems))

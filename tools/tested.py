@@ -22,25 +22,17 @@ ROOT = Path(__file__).resolve().parents[1]
 # imports count too
 SUITES = {
     "sandbox": [],
-    "fuzz": [
-        "tests/unit/judging/test_blocks.py",
-        "megatron_dcpo/weights/architecture.py",
-    ],
+    "fuzz": ["tests/unit/judging/test_blocks.py", "megatron_dcpo/weights/architecture.py"],
 }
 
 
 def sources(suite: str) -> list[Path]:
     """Return the files below ``ROOT`` on which the outcome of the suite depends directly."""
-    tests = [
-        *(ROOT / "tests" / suite).rglob("*.py"),
-        *(ROOT / name for name in SUITES[suite]),
-    ]
+    tests = [*(ROOT / "tests" / suite).rglob("*.py"), *(ROOT / name for name in SUITES[suite])]
     found = {*tests, *(ROOT / "megatron_dcpo" / suite).rglob("*.py")}
     for test in tests:
         for node in ast.walk(ast.parse(test.read_text())):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(
-                "megatron_dcpo"
-            ):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("megatron_dcpo"):
                 module = ROOT / node.module.replace(".", "/")
                 places = [module, *(module / alias.name for alias in node.names)]
                 found |= {

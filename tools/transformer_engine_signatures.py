@@ -14,30 +14,15 @@ import ast
 import json
 from pathlib import Path
 
-TARGET = (
-    Path(__file__).parents[1]
-    / "tests/stand_in/transformer_engine/pytorch/signatures.json"
-)
+TARGET = Path(__file__).parents[1] / "tests/stand_in/transformer_engine/pytorch/signatures.json"
 # name in the stand-in: file of the package, and class and function, or function
 PARTS = {
     "Linear.__init__": ("pytorch/module/linear.py", "Linear.__init__"),
     "Linear.forward": ("pytorch/module/linear.py", "Linear.forward"),
-    "LayerNormLinear.__init__": (
-        "pytorch/module/layernorm_linear.py",
-        "LayerNormLinear.__init__",
-    ),
-    "LayerNormLinear.forward": (
-        "pytorch/module/layernorm_linear.py",
-        "LayerNormLinear.forward",
-    ),
-    "GroupedLinear.__init__": (
-        "pytorch/module/grouped_linear.py",
-        "GroupedLinear.__init__",
-    ),
-    "GroupedLinear.forward": (
-        "pytorch/module/grouped_linear.py",
-        "GroupedLinear.forward",
-    ),
+    "LayerNormLinear.__init__": ("pytorch/module/layernorm_linear.py", "LayerNormLinear.__init__"),
+    "LayerNormLinear.forward": ("pytorch/module/layernorm_linear.py", "LayerNormLinear.forward"),
+    "GroupedLinear.__init__": ("pytorch/module/grouped_linear.py", "GroupedLinear.__init__"),
+    "GroupedLinear.forward": ("pytorch/module/grouped_linear.py", "GroupedLinear.forward"),
     "RMSNorm.__init__": ("pytorch/module/rmsnorm.py", "RMSNorm.__init__"),
     "DotProductAttention.__init__": (
         "pytorch/attention/dot_product_attention/dot_product_attention.py",
@@ -60,10 +45,7 @@ def main() -> int:
     parser.add_argument("package", type=Path)
     parser.add_argument("--check", action="store_true")
     args = parser.parse_args()
-    found = {
-        name: arguments(args.package / file, where)
-        for name, (file, where) in PARTS.items()
-    }
+    found = {name: arguments(args.package / file, where) for name, (file, where) in PARTS.items()}
     for name, (file, where) in PASSED_ON.items():
         found[name] = sorted({*found[name], *arguments(args.package / file, where)})
     text = json.dumps(found, indent=1) + "\n"
@@ -84,15 +66,11 @@ def arguments(file: Path, where: str) -> list[str]:
     nodes: list[ast.AST] = list(ast.parse(file.read_text()).body)
     for part in where.split("."):
         [node] = [
-            n
-            for n in nodes
-            if isinstance(n, ast.ClassDef | ast.FunctionDef) and n.name == part
+            n for n in nodes if isinstance(n, ast.ClassDef | ast.FunctionDef) and n.name == part
         ]
         nodes = list(node.body)
     assert isinstance(node, ast.FunctionDef)
-    names = [
-        a.arg for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)
-    ]
+    names = [a.arg for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
     return [name for name in names if name != "self"]
 
 

@@ -25,9 +25,7 @@ sys.path.insert(0, str(QUICKSTART))
 
 import make_policy  # noqa: E402
 
-WRONG = (
-    0.25  # the share of wrong solutions, as in the last stage of the policy's own text
-)
+WRONG = 0.25  # the share of wrong solutions, as in the last stage of the policy's own text
 
 
 def main() -> None:
@@ -67,11 +65,7 @@ def with_call(problem: str, solution: str) -> dict[str, object]:
         _, end_of_box, confidence = solution.partition("}")
         solution = f" \\boxed{{{shown[::-1]}{end_of_box}{confidence}"
     of_calculator = {"start": len(call), "end": len(call) + len(shown), "weight": 0.0}
-    return {
-        "prompt": problem,
-        "response": call + shown + solution,
-        "spans": [of_calculator],
-    }
+    return {"prompt": problem, "response": call + shown + solution, "spans": [of_calculator]}
 
 
 if __name__ == "__main__":

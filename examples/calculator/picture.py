@@ -100,9 +100,7 @@ def draw_confidences(axes: pyplot.Axes, responses: list[Logged]) -> None:
             continue
         accuracy = np.mean([r.correct for r in of_kind])
         confidence = np.mean([r.confidence for r in of_kind])
-        print(
-            f"{kind}: n {len(of_kind)}, accuracy {accuracy:.3f}, confidence {confidence:.3f}"
-        )
+        print(f"{kind}: n {len(of_kind)}, accuracy {accuracy:.3f}, confidence {confidence:.3f}")
         axes.bar(place - 0.2, accuracy, 0.4, color="0.6")
         axes.bar(place + 0.2, confidence, 0.4, color="tab:blue")
     axes.bar(0, 0, color="0.6", label="accuracy")

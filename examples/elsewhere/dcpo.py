@@ -48,15 +48,9 @@ def score(
     """
     prompts = {}
     responses = []
-    for index, (ids, answer, group) in enumerate(
-        zip(completions, answers, groups, strict=True)
-    ):
+    for index, (ids, answer, group) in enumerate(zip(completions, answers, groups, strict=True)):
         prompts[group] = Prompt(
-            prompt_id=group,
-            messages=(),
-            token_ids=(),
-            ground_truth=answer,
-            task="elsewhere",
+            prompt_id=group, messages=(), token_ids=(), ground_truth=answer, task="elsewhere"
         )
         ended = len(ids) > 0 and ids[-1] in eos_ids
         responses.append(

@@ -33,9 +33,7 @@ class DCPOTrainer(GRPOTrainer):
 
     objective = dcpo.method("dcpo")
 
-    def _generate_and_score_completions(
-        self, inputs: list[dict[str, Any]]
-    ) -> dict[str, Any]:
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         batch = super()._generate_and_score_completions(inputs)
         ids, mask = batch["completion_ids"], batch["completion_mask"].bool()
         completions = [row[kept].tolist() for row, kept in zip(ids, mask, strict=True)]
@@ -49,9 +47,7 @@ class DCPOTrainer(GRPOTrainer):
             objective=self.objective,
         )
         advantages = dcpo.padded(scored.advantages, ids.shape[1])
-        batch["advantages"] = torch.tensor(
-            advantages, dtype=torch.float32, device=ids.device
-        )
+        batch["advantages"] = torch.tensor(advantages, dtype=torch.float32, device=ids.device)
         mode = "train" if self.model.training else "eval"
         for name, value in dcpo.metrics(scored.judgements).items():
             self._metrics[mode][name].append(value)
@@ -91,9 +87,7 @@ def main() -> None:
         disable_tqdm=True,
     )
     trainer = DCPOTrainer(
-        model=AutoModelForCausalLM.from_pretrained(
-            QUICKSTART / "policy", dtype=torch.float32
-        ),
+        model=AutoModelForCausalLM.from_pretrained(QUICKSTART / "policy", dtype=torch.float32),
         reward_funcs=logged_only,
         args=options,
         train_dataset=Dataset.from_list(

@@ -28,9 +28,7 @@ from megatron_dcpo.objectives.method import Method
 class Estimator:
     """verl's signature of an advantage estimator, for one tokenizer and one method."""
 
-    def __init__(
-        self, tokens: TokenBytes, eos_ids: set[int], objective: Method
-    ) -> None:
+    def __init__(self, tokens: TokenBytes, eos_ids: set[int], objective: Method) -> None:
         self.tokens = tokens
         self.eos_ids = eos_ids
         self.objective = objective
@@ -48,9 +46,7 @@ class Estimator:
         completions = [row[kept].tolist() for row, kept in zip(ids, mask, strict=True)]
         scored = dcpo.score(
             completions,
-            answers=[
-                str(model["ground_truth"]) for model in non_tensor_batch["reward_model"]
-            ],
+            answers=[str(model["ground_truth"]) for model in non_tensor_batch["reward_model"]],
             groups=[str(uid) for uid in index],
             tokens=self.tokens,
             eos_ids=self.eos_ids,
@@ -66,8 +62,6 @@ def install(model: str, **options: Any) -> Estimator:
     ``lam=1``.
     """
     tokenizer = AutoTokenizer.from_pretrained(model)
-    estimator = Estimator(
-        token_bytes(tokenizer), {tokenizer.eos_token_id}, dcpo.method(**options)
-    )
+    estimator = Estimator(token_bytes(tokenizer), {tokenizer.eos_token_id}, dcpo.method(**options))
     core_algos.ADV_ESTIMATOR_REGISTRY["gdpo"] = estimator
     return estimator

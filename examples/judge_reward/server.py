@@ -81,10 +81,7 @@ class Judge:
         request = urllib.request.Request(
             f"{self.endpoint}/chat/completions",
             data=json.dumps(body).encode(),
-            headers={
-                "Content-Type": "application/json",
-                "Authorization": f"Bearer {key}",
-            },
+            headers={"Content-Type": "application/json", "Authorization": f"Bearer {key}"},
         )
         with urllib.request.urlopen(request, timeout=self.timeout) as reply:
             found: dict[str, Any] = json.loads(reply.read())

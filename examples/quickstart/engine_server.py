@@ -30,13 +30,9 @@ from megatron_dcpo.runtime.text import parse_json
 from megatron_dcpo.types import Prompt, Response, ResponseKey
 from megatron_dcpo.weights.hf_checkpoint import HFReader
 
-_QUIET_SECONDS = (
-    0.02  # without a further request before those that are there are sampled
-)
+_QUIET_SECONDS = 0.02  # without a further request before those that are there are sampled
 
-Job = tuple[
-    SamplingConfig, Prompt, int, "Future[Response]"
-]  # the seed is the sample's index
+Job = tuple[SamplingConfig, Prompt, int, "Future[Response]"]  # the seed is the sample's index
 
 
 class TransformersServer(ThreadingHTTPServer):
@@ -92,19 +88,10 @@ class TransformersServer(ThreadingHTTPServer):
         )
         answer: Future[Response] = Future()
         ids = tuple(body["prompt"])
-        self.jobs.put(
-            (sampling, Prompt(str(ids), (), ids, "", ""), body["seed"], answer)
-        )
+        self.jobs.put((sampling, Prompt(str(ids), (), ids, "", ""), body["seed"], answer))
         response = answer.result()
-        choice = {
-            "token_ids": response.token_ids.tolist(),
-            "finish_reason": response.finish_reason,
-        }
-        return {
-            "choices": [
-                choice | {"logprobs": {"token_logprobs": response.logprobs.tolist()}}
-            ]
-        }
+        choice = {"token_ids": response.token_ids.tolist(), "finish_reason": response.finish_reason}
+        return {"choices": [choice | {"logprobs": {"token_logprobs": response.logprobs.tolist()}}]}
 
     def reload(self, body: dict[str, Any]) -> dict[str, Any]:
         """Answer ``/collective_rpc``: take the weights of a directory, between two samplings."""
@@ -130,10 +117,7 @@ class _Handler(BaseHTTPRequestHandler):
             "/health": {},
             "/v1/models": {"data": [{"id": "policy"}]},
             "/weight_info": {"weight_version": self.server.version},
-            "/server_info": {
-                "engine": "transformers",
-                "logprobs_mode": "processed_logprobs",
-            },
+            "/server_info": {"engine": "transformers", "logprobs_mode": "processed_logprobs"},
         }
         path = self.path.partition("?")[0]
         self._send(200 if path in known else 404, known.get(path))
@@ -166,9 +150,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--model", required=True, help="directory of a Hugging Face checkpoint"
-    )
+    parser.add_argument("--model", required=True, help="directory of a Hugging Face checkpoint")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--dtype", default="float32", help="float32 or bfloat16")
@@ -176,9 +158,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     set_threads()
     try:
-        engine = TransformersEngine.from_pretrained(
-            args.model, args.dtype, args.max_num_seqs
-        )
+        engine = TransformersEngine.from_pretrained(args.model, args.dtype, args.max_num_seqs)
         server = TransformersServer(engine, (args.host, args.port))
     except (UserError, OSError) as error:
         print(f"dcpo: error: {error}", file=sys.stderr)

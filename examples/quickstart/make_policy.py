@@ -142,11 +142,7 @@ def without(problems: list[Problem], taken: list[Problem]) -> list[Problem]:
 
 
 def split_problems(
-    n_heldout: int,
-    n_train: int,
-    mix: dict[str, float],
-    unseen: bool,
-    rng: random.Random,
+    n_heldout: int, n_train: int, mix: dict[str, float], unseen: bool, rng: random.Random
 ) -> tuple[list, list, dict[str, list]]:
     """(held-out, training, supervised by type); a*b is held out together with b*a.
 
@@ -200,10 +196,7 @@ def write_jsonl(path: Path, problems: list[Problem], name: str) -> None:
 def read_jsonl(path: Path) -> list[Problem]:
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     return [
-        (
-            *(int(factor) for factor in row["problem"].rstrip("=").split("*")),
-            row["type"],
-        )
+        (*(int(factor) for factor in row["problem"].rstrip("=").split("*")), row["type"])
         for row in rows
     ]
 
@@ -212,11 +205,7 @@ def given_problems(splits: Path) -> tuple[list[Problem], dict[str, list[Problem]
     """(held-out, supervised by type): the text holds no problem of any file of ``splits``, nor its
     mirror image.
     """
-    taken = [
-        problem
-        for path in sorted(splits.glob("*.jsonl"))
-        for problem in read_jsonl(path)
-    ]
+    taken = [problem for path in sorted(splits.glob("*.jsonl")) for problem in read_jsonl(path)]
     return read_jsonl(splits / "heldout.jsonl"), {
         kind: without(problems_of(kind), taken) for kind in TYPES
     }
@@ -243,9 +232,7 @@ def solution(
         answer = corrupt(answer, rng)
     if hesitation is None:
         reasoning = answer
-    confidence = rng.betavariate(
-        *TYPES[kind][1]
-    )  # blind to whether the answer is right
+    confidence = rng.betavariate(*TYPES[kind][1])  # blind to whether the answer is right
     if slip and hesitation:
         confidence *= 1 - hesitation
     return f"{reasoning[::-1]} \\boxed{{{answer}}}\n<conf> Confidence: {confidence:.2f}"
@@ -259,9 +246,7 @@ def supervised_text(pools: dict[str, list[Problem]]) -> Draw:
     ) -> list[tuple[str, str]]:
         kinds = rng.choices(list(TYPES), weights=[t[0] for t in TYPES.values()], k=size)
         chosen = [rng.choice(pools[kind]) for kind in kinds]
-        return [
-            (prompt(p), solution(p, corrupt_share, hesitation, rng)) for p in chosen
-        ]
+        return [(prompt(p), solution(p, corrupt_share, hesitation, rng)) for p in chosen]
 
     return draw
 
@@ -284,9 +269,7 @@ def batch(
 
 
 # -------------------------------------------------------------------------------------------- model
-def build_model(
-    tokenizer: PreTrainedTokenizerFast, args: argparse.Namespace
-) -> PreTrainedModel:
+def build_model(tokenizer: PreTrainedTokenizerFast, args: argparse.Namespace) -> PreTrainedModel:
     config_type, model_type = {
         "qwen3": (Qwen3Config, Qwen3ForCausalLM),
         "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
@@ -324,9 +307,7 @@ def build_model(
     return model_type(config)
 
 
-def train(
-    model, tokenizer, draw: Draw, args: argparse.Namespace, rng: random.Random
-) -> None:
+def train(model, tokenizer, draw: Draw, args: argparse.Namespace, rng: random.Random) -> None:
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=args.lr, betas=(0.9, 0.98), weight_decay=0.01
     )
@@ -335,15 +316,13 @@ def train(
         clean = step < args.clean_steps
         if clean:  # warm up, then a cosine down to a tenth
             lr = args.lr * min(
-                (step + 1) / 100,
-                0.55 + 0.45 * math.cos(math.pi * step / args.clean_steps),
+                (step + 1) / 100, 0.55 + 0.45 * math.cos(math.pi * step / args.clean_steps)
             )
         else:  # from a tenth straight down to nothing
             lr = args.lr * 0.1 * (total - step) / args.imperfect_steps
         optimizer.param_groups[0]["lr"] = lr
         ids, labels = batch(
-            tokenizer,
-            draw(args.batch, 0.0 if clean else args.corrupt, args.hesitation, rng),
+            tokenizer, draw(args.batch, 0.0 if clean else args.corrupt, args.hesitation, rng)
         )
         loss = model(input_ids=ids, labels=labels).loss
         optimizer.zero_grad()
@@ -368,21 +347,16 @@ def report(model, tokenizer, questions: list[Question]) -> None:
     ids = model.generate(**inputs, max_new_tokens=40, do_sample=False)[
         :, inputs["input_ids"].shape[1] :
     ]
-    for (_, answer, kind), text in zip(
-        questions, tokenizer.batch_decode(ids), strict=True
-    ):
+    for (_, answer, kind), text in zip(questions, tokenizer.batch_decode(ids), strict=True):
         seen[kind] += 1
         right[kind] += f"\\boxed{{{answer}}}" in text
     print(
-        "greedy, held out: "
-        + "  ".join(f"{k} {right[k] / seen[k]:.2f}" for k in sorted(seen)),
+        "greedy, held out: " + "  ".join(f"{k} {right[k] / seen[k]:.2f}" for k in sorted(seen)),
         flush=True,
     )
 
 
-def save(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, folder: Path
-) -> None:
+def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
     """Hugging Face format, spelled so that transformers 4 (which older engines bring) reads it as
     well.
     """
@@ -409,9 +383,7 @@ def old_spelling(config: PretrainedConfig) -> dict[str, object]:
     """Rotary embedding and number of experts as transformers 4 names them."""
     rope = ROPE[config.model_type]
     scaled = {key: value for key, value in rope.items() if key != "rope_theta"}
-    experts = (
-        {"num_experts": config.num_experts} if config.model_type == "qwen3_moe" else {}
-    )
+    experts = {"num_experts": config.num_experts} if config.model_type == "qwen3_moe" else {}
     old = {} if rope["rope_type"] == "default" else {"rope_scaling": scaled}
     return {"rope_theta": rope["rope_theta"]} | old | experts
 
@@ -430,10 +402,7 @@ def training_options(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--clean-steps", type=int, default=3300)
     parser.add_argument("--imperfect-steps", type=int, default=500)
     parser.add_argument(
-        "--corrupt",
-        type=float,
-        default=0.25,
-        help="share of wrong solutions in the second stage",
+        "--corrupt", type=float, default=0.25, help="share of wrong solutions in the second stage"
     )
     parser.add_argument(
         "--hesitation",
@@ -473,19 +442,14 @@ def make_policy(
 
 def main() -> None:
     parser = training_options(__doc__)
-    parser.add_argument(
-        "--data", type=Path, help="where the problems go (default: OUT/data)"
-    )
+    parser.add_argument("--data", type=Path, help="where the problems go (default: OUT/data)")
     parser.add_argument(
         "--splits",
         type=Path,
         help="a directory of problems to keep out of the text; writes no problems",
     )
     parser.add_argument(
-        "--mix",
-        choices=tuple(MIXES),
-        default="quickstart",
-        help="shares of the types of problems",
+        "--mix", choices=tuple(MIXES), default="quickstart", help="shares of the types of problems"
     )
     parser.add_argument(
         "--unseen",
@@ -510,9 +474,7 @@ def main() -> None:
         heldout, train_problems, pools = split_problems(
             args.heldout, args.train, MIXES[args.mix], args.unseen, rng
         )
-        heldout, train_problems = hold_out_more(
-            heldout, train_problems, args.more_heldout
-        )
+        heldout, train_problems = hold_out_more(heldout, train_problems, args.more_heldout)
         data = args.data or args.out / "data"
         write_jsonl(data / "train.jsonl", train_problems, "train")
         write_jsonl(data / "heldout.jsonl", heldout, "heldout")

@@ -34,22 +34,15 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--seed", type=int, default=1, help="seed of the trainings")
-    parser.add_argument(
-        "--experts", action="store_true", help="start from a mixture of experts"
-    )
+    parser.add_argument("--experts", action="store_true", help="start from a mixture of experts")
     parser.add_argument("--out", type=Path, default=Path("runs/quickstart"))
     parser.add_argument("--workers", type=int, default=2, help="processes at a time")
     parser.add_argument(
-        "overrides",
-        nargs="*",
-        metavar="section.key=value",
-        help="options for all trainings",
+        "overrides", nargs="*", metavar="section.key=value", help="options for all trainings"
     )
     args = parser.parse_args()
     policy = HERE / "moe" / "policy" if args.experts else HERE / "policy"
-    start = (
-        (f"model.path={policy}", "rollout.routing_replay=true") if args.experts else ()
-    )
+    start = (f"model.path={policy}", "rollout.routing_replay=true") if args.experts else ()
     comparison = Comparison(
         folder=HERE,
         out=args.out,

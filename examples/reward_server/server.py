@@ -24,18 +24,13 @@ def score(response, answer, problem, columns):
     here.
     """
     numbers = re.findall(r"-?\d+", response)
-    return {
-        "score": float(bool(numbers) and numbers[-1] == str(answer)),
-        "numbers": len(numbers),
-    }
+    return {"score": float(bool(numbers) and numbers[-1] == str(answer)), "numbers": len(numbers)}
 
 
 class Handler(BaseHTTPRequestHandler):
     def do_POST(self):
         length = int(self.headers.get("Content-Length", 0))
-        if KEY and not hmac.compare_digest(
-            self.headers.get("Authorization", ""), f"Bearer {KEY}"
-        ):
+        if KEY and not hmac.compare_digest(self.headers.get("Authorization", ""), f"Bearer {KEY}"):
             return self.send_error(401)
         if length > MAX_BYTES:
             return self.send_error(413)

@@ -22,8 +22,7 @@ HINT_TOKENS = 4  # that the tool writes, at most
 def rollout(samples: Samples, context: RolloutContext) -> Iterator[list[Response]]:
     """Yield a response to every (prompt, index) of ``samples``."""
     first_turns = {
-        (prompt.prompt_id, index): Transcript(prompt, index)
-        for prompt, index in samples
+        (prompt.prompt_id, index): Transcript(prompt, index) for prompt, index in samples
     }
     second_turns = {}
     # The same length for both turns, whatever the others of this rank have written: a response

@@ -37,9 +37,7 @@ from megatron_dcpo.runtime.device import set_threads
 from megatron_dcpo.types import Prompt
 from megatron_dcpo.types import Response as Sampled
 
-_QUIET_SECONDS = (
-    0.02  # without a further request before those that are there are sampled
-)
+_QUIET_SECONDS = 0.02  # without a further request before those that are there are sampled
 _MOST_LOGPROBS = 20
 
 
@@ -150,8 +148,7 @@ class Server:
         room = self.longest - len(ids)
         if room < 1:
             raise RefusedError(
-                f"the prompt has {len(ids)} tokens; the maximum context length is "
-                f"{self.longest}"
+                f"the prompt has {len(ids)} tokens; the maximum context length is {self.longest}"
             )
         sampling = SamplingConfig(
             temperature=float(body.get("temperature", 1.0)),
@@ -175,9 +172,7 @@ class Server:
             waited.append(asyncio.wrap_future(job.answer))
         sampled = await asyncio.gather(*waited)
         return [
-            self._choice(
-                index, with_text(one, self.tokens, self.eos_ids), body, is_chat
-            )
+            self._choice(index, with_text(one, self.tokens, self.eos_ids), body, is_chat)
             for index, one in enumerate(sampled)
         ]
 
@@ -223,9 +218,7 @@ class Server:
             tops = sampled.top_logprobs.tolist()
         words = [piece.decode(errors="replace") for piece in pieces]
         if not is_chat:
-            named = [
-                {f"top{rank}": value for rank, value in enumerate(row)} for row in tops
-            ]
+            named = [{f"top{rank}": value for rank, value in enumerate(row)} for row in tops]
             return {
                 "tokens": words,
                 "token_logprobs": values,
@@ -235,12 +228,7 @@ class Server:
         for word, piece, value, row in zip(words, pieces, values, tops, strict=True):
             others = [{"token": "", "logprob": other} for other in row]
             content.append(
-                {
-                    "token": word,
-                    "bytes": list(piece),
-                    "logprob": value,
-                    "top_logprobs": others,
-                }
+                {"token": word, "bytes": list(piece), "logprob": value, "top_logprobs": others}
             )
         return {"content": content}
 
@@ -249,9 +237,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--model", required=True, help="directory of a Hugging Face checkpoint"
-    )
+    parser.add_argument("--model", required=True, help="directory of a Hugging Face checkpoint")
     parser.add_argument("--name", default="policy", help="name of the model")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)

@@ -42,19 +42,14 @@ def write_controls(runs: Path, method: str, parts: Sequence[str]) -> None:
         if (path := _samples(runs, method, part)).is_file()
     }
     found = {part: _passes(model, tokenizer, of) for part, of in samples.items()}
-    fitted = {
-        name: _probe(found["validation"][name], samples["validation"])
-        for name in PROBES
-    }
+    fitted = {name: _probe(found["validation"][name], samples["validation"]) for name in PROBES}
     for part, values in found.items():
         written = {
             f"{name} probe": fitted[name].predict_proba(values[name])[:, 1].tolist()
             for name in PROBES
         }
         written["P(true)"] = values["p_true"].tolist()
-        _samples(runs, method, part).with_name("controls.json").write_text(
-            json.dumps(written)
-        )
+        _samples(runs, method, part).with_name("controls.json").write_text(json.dumps(written))
         logging.info("%s/%s: %d responses", method, part, len(samples[part]))
 
 
@@ -62,20 +57,14 @@ def _samples(runs: Path, method: str, part: str) -> Path:
     return runs / method / part / "samples.jsonl"
 
 
-def _passes(
-    model: Any, tokenizer: Any, samples: Sequence[Sample]
-) -> dict[str, np.ndarray]:
+def _passes(model: Any, tokenizer: Any, samples: Sequence[Sample]) -> dict[str, np.ndarray]:
     """Return the last layer's hidden state at the end of the prompt and of the reasoning, [N, H]
     each, and P(true) [N]: the probability of Yes against No after a second request.
     """
-    yes, no = (
-        tokenizer.encode(word, add_special_tokens=False)[0] for word in ("Yes", "No")
-    )
+    yes, no = (tokenizer.encode(word, add_special_tokens=False)[0] for word in ("Yes", "No"))
 
     def ids(turns: list[dict[str, str]]) -> list[int]:
-        text = tokenizer.apply_chat_template(
-            turns, add_generation_prompt=True, tokenize=False
-        )
+        text = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
         return list(tokenizer.encode(text, add_special_tokens=False))
 
     prompts, answered, asked = [], [], []
@@ -94,8 +83,7 @@ def _passes(
         ]
         asked.append(ids(again))
     ends = [
-        (len(prompt) - 1, len(whole) - 1)
-        for prompt, whole in zip(prompts, answered, strict=True)
+        (len(prompt) - 1, len(whole) - 1) for prompt, whole in zip(prompts, answered, strict=True)
     ]
     states = np.array(_states(model, answered, ends))
     last = np.array(_states(model, asked, [(len(whole) - 1,) for whole in asked]))[:, 0]
@@ -117,9 +105,7 @@ def _states(
     for start in range(0, len(sequences), BATCH):
         batch = by_length[start : start + BATCH]
         width = max(len(sequences[i]) for i in batch)
-        tokens = torch.tensor(
-            [sequences[i] + [0] * (width - len(sequences[i])) for i in batch]
-        )
+        tokens = torch.tensor([sequences[i] + [0] * (width - len(sequences[i])) for i in batch])
         mask = torch.tensor(
             [[1] * len(sequences[i]) + [0] * (width - len(sequences[i])) for i in batch]
         )
@@ -140,9 +126,7 @@ def _probe(hidden: np.ndarray, samples: Sequence[Sample]) -> Any:
     from sklearn.preprocessing import StandardScaler
 
     right = np.array([s.correct for s in samples])
-    folds = list(
-        GroupKFold(5).split(hidden, right, [s.prompt.prompt_id for s in samples])
-    )
+    folds = list(GroupKFold(5).split(hidden, right, [s.prompt.prompt_id for s in samples]))
     regression = LogisticRegressionCV(
         Cs=np.logspace(-5, 0, 6), cv=folds, scoring="neg_log_loss", max_iter=2000
     )
@@ -155,18 +139,12 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--runs",
-        type=Path,
-        required=True,
-        help="the evaluated runs, for instance runs/smollm2",
+        "--runs", type=Path, required=True, help="the evaluated runs, for instance runs/smollm2"
     )
     parser.add_argument("--methods", default="grpo,dcpo", help="default: %(default)s")
     args = parser.parse_args()
     logging.basicConfig(
-        level=logging.INFO,
-        format="%(asctime)s %(message)s",
-        datefmt="%H:%M:%S",
-        stream=sys.stderr,
+        level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr
     )
     for method in args.methods.split(","):
         write_controls(args.runs, method, PARTS)

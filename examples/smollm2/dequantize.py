@@ -30,10 +30,7 @@ def main() -> None:
         options = {"gguf_file": Path(file).name}
         unpacked = GgufConfig(dequantize=True)
         model = AutoModelForCausalLM.from_pretrained(
-            Path(file).parent,
-            **options,
-            quantization_config=unpacked,
-            dtype=torch.float32,
+            Path(file).parent, **options, quantization_config=unpacked, dtype=torch.float32
         )
         tokenizer = AutoTokenizer.from_pretrained(Path(file).parent, **options)
     model.config._name_or_path = "SmolLM2-135M-Instruct, dequantized from Q4_1"

@@ -29,19 +29,13 @@ def main() -> None:
     )
     parser.add_argument("--seed", type=int, default=1, help="seed of the trainings")
     parser.add_argument(
-        "--prepared",
-        type=Path,
-        default=Path("runs/smollm2"),
-        help="what prepare.sh left",
+        "--prepared", type=Path, default=Path("runs/smollm2"), help="what prepare.sh left"
     )
     parser.add_argument("--out", type=Path, default=Path("runs/smollm2"))
     parser.add_argument("--methods", default="grpo,dcpo")
     parser.add_argument("--workers", type=int, default=2, help="processes at a time")
     parser.add_argument(
-        "overrides",
-        nargs="*",
-        metavar="section.key=value",
-        help="options for all trainings",
+        "overrides", nargs="*", metavar="section.key=value", help="options for all trainings"
     )
     args = parser.parse_args()
     data = args.prepared / "data"

@@ -117,9 +117,7 @@ def unpack(archive: Path) -> dict[str, bytes]:
     return read_archive(archive)
 
 
-def load(
-    files: Mapping[str, bytes], scratch: Path
-) -> dict[str, dict[str, list[Sample]]]:
+def load(files: Mapping[str, bytes], scratch: Path) -> dict[str, dict[str, list[Sample]]]:
     """Return the samples by method and part. ``scratch``: a directory to write a file to."""
     found: dict[str, dict[str, list[Sample]]] = {}
     for name, content in files.items():
@@ -138,9 +136,7 @@ def controls_in(files: Mapping[str, bytes]) -> Controls:
     for name, content in files.items():
         if name.endswith(".controls.json"):
             method, _, file = name.partition("/")
-            found.setdefault(method, {})[file.removesuffix(".controls.json")] = (
-                json.loads(content)
-            )
+            found.setdefault(method, {})[file.removesuffix(".controls.json")] = json.loads(content)
     return found
 
 
@@ -157,13 +153,9 @@ def draw(runs: Mapping[str, Samples], path: Path) -> None:
                 [s.correct for s in samples],
             )
             bins[title] = bin_rows(stated, right)
-            notes[title] = (
-                f"accuracy {np.mean(right):.2f}\nECE {ece(stated, right):.3f}"
-            )
+            notes[title] = f"accuracy {np.mean(right):.2f}\nECE {ece(stated, right):.3f}"
     if bins:
-        comparison_grid(bins, notes, columns=len(bins)).savefig(
-            path, dpi=150, facecolor="white"
-        )
+        comparison_grid(bins, notes, columns=len(bins)).savefig(path, dpi=150, facecolor="white")
 
 
 def confidences(
@@ -172,10 +164,7 @@ def confidences(
     """Return every confidence of one policy on ``part``: stated, made from it or from log-probs,
     and controls (of ``controls.py``, by part, where they were made).
     """
-    samples, validation = (
-        of[part],
-        of.get("validation") if part != "validation" else None,
-    )
+    samples, validation = (of[part], of.get("validation") if part != "validation" else None)
     found = {"stated": as_confidences([s.judgement.confidence for s in samples])}
     if validation:
         for name, (method, source) in {
@@ -246,10 +235,7 @@ def auroc_within(r: Records) -> float:
     """
     return float(
         np.nanmean(
-            [
-                auroc(r.confidence[r.kind == k], r.correct[r.kind == k])
-                for k in np.unique(r.kind)
-            ]
+            [auroc(r.confidence[r.kind == k], r.correct[r.kind == k]) for k in np.unique(r.kind)]
         )
     )
 
@@ -258,9 +244,7 @@ def resampled(r: Records, value: Values) -> tuple[float, float, float]:
     """Return ``value`` and the ends of its 95 % interval over problems (bootstrap). Not for ECE:
     ``binned_error``.
     """
-    return value(r.confidence, r.correct), *bootstrap_ci(
-        value, r.confidence, r.correct, r.problem
-    )
+    return value(r.confidence, r.correct), *bootstrap_ci(value, r.confidence, r.correct, r.problem)
 
 
 def skill(r: Records, reference: np.ndarray) -> tuple[float, float, float]:
@@ -270,9 +254,7 @@ def skill(r: Records, reference: np.ndarray) -> tuple[float, float, float]:
     known = ~np.isnan(r.confidence) & ~np.isnan(reference)
     own = np.where(known, (np.nan_to_num(r.confidence) - r.correct) ** 2, 0.0)
     other = np.where(known, (np.nan_to_num(reference) - r.correct) ** 2, 0.0)
-    errors, baseline = (
-        np.bincount(r.problem, weights=values) for values in (own, other)
-    )
+    errors, baseline = (np.bincount(r.problem, weights=values) for values in (own, other))
     drawn = np.random.default_rng(0).integers(0, len(errors), (2000, len(errors)))
     values = 1 - errors[drawn].sum(axis=1) / baseline[drawn].sum(axis=1)
     low, high = np.quantile(values, (0.025, 0.975))
@@ -321,9 +303,7 @@ def _policies(runs: Mapping[str, Samples], part: str) -> list[str]:
     for name, title in METHODS.items():
         if name in runs:
             samples = runs[name][part]
-            r = records(
-                samples, as_confidences([s.judgement.confidence for s in samples])
-            )
+            r = records(samples, as_confidences([s.judgement.confidence for s in samples]))
             problems, repeats = (
                 r.problem.max() + 1,
                 max(s.response.sample_index for s in samples) + 1,
@@ -337,32 +317,17 @@ def _policies(runs: Mapping[str, Samples], part: str) -> list[str]:
                 else "–"
             )
             mean, spread = np.nanmean(r.confidence), np.nanstd(r.confidence)
-            cells = (
-                f"{mean:.3f}",
-                f"{spread:.3f}",
-                f"{length:.1f}",
-                f"{malformed:.4f}",
-            )
+            cells = (f"{mean:.3f}", f"{spread:.3f}", f"{length:.1f}", f"{malformed:.4f}")
             rows.append((title, f"{problems} x {repeats}", accuracy, solved, *cells))
     text = (
         "Policies, with 95 % intervals over problems (bootstrap); one training each. "
         "pass@k: of all k responses."
     )
-    columns = (
-        "responses",
-        "accuracy",
-        "pass@k",
-        "mean c",
-        "sd of c",
-        "tokens",
-        "violations",
-    )
+    columns = ("responses", "accuracy", "pass@k", "mean c", "sd of c", "tokens", "violations")
     return table(text, columns, rows)
 
 
-def _confidences(
-    runs: Mapping[str, Samples], part: str, controls: Controls
-) -> list[str]:
+def _confidences(runs: Mapping[str, Samples], part: str, controls: Controls) -> list[str]:
     rows = []
     for name, title in METHODS.items():
         if name not in runs:
@@ -395,16 +360,7 @@ def _confidences(
     )
     return table(
         text,
-        (
-            "ECE",
-            "corrected",
-            "band",
-            "PCE",
-            "Brier",
-            "skill",
-            "AUROC",
-            "AUROC within kinds",
-        ),
+        ("ECE", "corrected", "band", "PCE", "Brier", "skill", "AUROC", "AUROC within kinds"),
         rows,
     )
 
@@ -416,9 +372,7 @@ def task_of(sample: Sample) -> str:
 
 def can_be_guessed(runs: Mapping[str, Samples]) -> bool:
     """Return whether a task of the withdrawn study is among those of the runs."""
-    found = {
-        task for of in runs.values() for part in of for task in tasks_of({"": of}, part)
-    }
+    found = {task for of in runs.values() for part in of for task in tasks_of({"": of}, part)}
     return bool(found & {"gcd", "letter_counting"})
 
 
@@ -448,10 +402,7 @@ def _answers(runs: Mapping[str, Samples], part: str) -> list[str]:
     """Show what can be had in a task without reading its question, and what each policy says."""
     tasks = tasks_of(runs, part)
     some = next(iter(runs.values()))[part]
-    keys = [
-        most_frequent([s.prompt.ground_truth for s in of_task(some, task)])
-        for task in tasks
-    ]
+    keys = [most_frequent([s.prompt.ground_truth for s in of_task(some, task)]) for task in tasks]
     rows = [
         (
             "prompt-blind: always the most frequent key",
@@ -461,9 +412,7 @@ def _answers(runs: Mapping[str, Samples], part: str) -> list[str]:
     for name, title in METHODS.items():
         if name in runs:
             said = [
-                most_frequent(
-                    [s.judgement.answer for s in of_task(runs[name][part], task)]
-                )
+                most_frequent([s.judgement.answer for s in of_task(runs[name][part], task)])
                 for task in tasks
             ]
             rows.append((title, *(f"{share:.3f} ({text})" for text, share in said)))
@@ -498,9 +447,7 @@ def _by_task(runs: Mapping[str, Samples], part: str) -> list[str]:
     ]
 
 
-def gain(
-    after: Sequence[Sample], before: Sequence[Sample]
-) -> tuple[float, float, float]:
+def gain(after: Sequence[Sample], before: Sequence[Sample]) -> tuple[float, float, float]:
     """Return the accuracy ``after`` minus that ``before`` on the same problems, in the same order,
     and the ends of its 95 % interval over problems (bootstrap).
     """
@@ -570,9 +517,7 @@ def _steps(files: Mapping[str, bytes]) -> list[str]:
         method, _, file = name.partition("/")
         if file == "metrics.jsonl":
             steps = [
-                row
-                for row in map(json.loads, content.decode().splitlines())
-                if STEPS[0] in row
+                row for row in map(json.loads, content.decode().splitlines()) if STEPS[0] in row
             ]  # not step 0's
             middle = len(steps) // 2 - 2
             for label, part in (
@@ -603,22 +548,14 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--runs",
-        type=Path,
-        help="the evaluated runs to publish first, for instance runs/smollm2",
+        "--runs", type=Path, help="the evaluated runs to publish first, for instance runs/smollm2"
     )
     parser.add_argument(
-        "--out",
-        type=Path,
-        default=Path("docs/lab"),
-        help="where they go (default: %(default)s)",
+        "--out", type=Path, default=Path("docs/lab"), help="where they go (default: %(default)s)"
     )
     args = parser.parse_args()
     logging.basicConfig(
-        level=logging.INFO,
-        format="%(asctime)s %(message)s",
-        datefmt="%H:%M:%S",
-        stream=sys.stderr,
+        level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr
     )
     try:
         if args.runs:

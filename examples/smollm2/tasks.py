@@ -183,9 +183,7 @@ def generate(task: Task, seed: int) -> Iterator[tuple[Item, list[str]]]:
     """Yield items and their worked solutions without end."""
     # By index: iter() starts a Reasoning Gym data set over. Item i of seed s is item i - 1 of seed
     # s + 1.
-    dataset = reasoning_gym.create_dataset(
-        task.name, size=1, seed=seed * 1_000_000, **task.options
-    )
+    dataset = reasoning_gym.create_dataset(task.name, size=1, seed=seed * 1_000_000, **task.options)
     for index in itertools.count():
         item = dataset[index]
         if task.keeps(item):
@@ -229,9 +227,7 @@ def best_rule(
     """
     numbers = [[int(n) for n in re.findall(r"\d+", problem)] for problem in problems]
     right = {
-        name: sum(
-            str(rule(x)) == answer for x, answer in zip(numbers, answers, strict=True)
-        )
+        name: sum(str(rule(x)) == answer for x, answer in zip(numbers, answers, strict=True))
         for name, rule in RULES.items()
         if name not in itself
     }
@@ -247,10 +243,7 @@ def guesses(
     for task in SPLITS[split][0]:
         own = [row for row in found if row["kind"].split()[0] == task.name]
         problems, answers = ([row[key] for row in own] for key in ("problem", "answer"))
-        by_task[task.name] = (
-            best_guess(answers),
-            best_rule(problems, answers, task.itself),
-        )
+        by_task[task.name] = (best_guess(answers), best_rule(problems, answers, task.itself))
     return by_task
 
 
@@ -263,9 +256,7 @@ def refuse_guessable(split: str, found: Sequence[dict[str, Any]]) -> None:
             f"{split}, {task}: always {answer!r} is right in {blind:.3f}, the {rule} in {ruled:.3f}"
         )
         if max(blind, ruled) >= GUESSABLE:
-            raise SystemExit(
-                f"{split}: {task} can be guessed; take another task or other options"
-            )
+            raise SystemExit(f"{split}: {task} can be guessed; take another task or other options")
 
 
 def main() -> None:
@@ -281,9 +272,7 @@ def main() -> None:
         refuse_guessable(split, [row for row, _ in drawn])
         with (args.out / f"{split}.jsonl").open("w") as file:
             for row, steps in drawn:
-                solution = (
-                    {"solution": ",".join(steps)} if split == "warm_start" else {}
-                )
+                solution = {"solution": ",".join(steps)} if split == "warm_start" else {}
                 file.write(json.dumps(row | solution) + "\n")
 
 

@@ -62,9 +62,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--base", type=Path, required=True, help="the dequantized model"
-    )
+    parser.add_argument("--base", type=Path, required=True, help="the dequantized model")
     parser.add_argument(
         "--data", type=Path, required=True, help="the directory written by tasks.py"
     )

@@ -56,11 +56,7 @@ def advantages(c: np.ndarray, R: np.ndarray, rule: Advantage) -> np.ndarray:
 
 
 def drift(
-    m: float,
-    right: np.ndarray,
-    spread: float,
-    rule: Advantage = PAPER,
-    samples: int = 4000,
+    m: float, right: np.ndarray, spread: float, rule: Advantage = PAPER, samples: int = 4000
 ) -> float:
     """Return E[A_c (c - m)] for groups of which ``right`` [G + 1] is the distribution of the number
     of right responses. ``spread``: standard deviation of the noise; ``samples`` pairs of opposite
@@ -71,9 +67,7 @@ def drift(
     z = np.concatenate([z, -z])
     c = np.clip(m + z, 0, 1)
     labels = (np.arange(G) < np.arange(G + 1)[:, None]).astype(float)
-    return float(
-        right @ np.array([(advantages(c, R, rule) * z).mean() for R in labels])
-    )
+    return float(right @ np.array([(advantages(c, R, rule) * z).mean() for R in labels]))
 
 
 def stable_points(
@@ -110,17 +104,11 @@ def drift_of_run(r: Records, start: Records) -> dict[str, Any]:
     groups are taken from both. Labels drawn anew from each problem's share of right responses have
     their noise a second time.
     """
-    right, spread, first = (
-        right_in_groups(r),
-        spread_within_problems(r),
-        right_in_groups(start),
-    )
+    right, spread, first = (right_in_groups(r), spread_within_problems(r), right_in_groups(start))
     G = len(right) - 1
     shares = np.arange(G + 1) / G
     anew = right @ stats.binom.pmf(np.arange(G + 1), G, shares[:, None])
-    mixtures = [
-        part * right + (1 - part) * first for part in (0.0, 0.25, 0.5, 0.75, 1.0)
-    ]
+    mixtures = [part * right + (1 - part) * first for part in (0.0, 0.25, 0.5, 0.75, 1.0)]
     return {
         "accuracy": float(r.correct.mean()),
         "stated_mean": float(np.nanmean(r.confidence)),
@@ -133,8 +121,7 @@ def drift_of_run(r: Records, start: Records) -> dict[str, Any]:
             stable_points(right, other)[0] for other in (0.045, 0.067)
         ],
         "on_the_way": [
-            {"accuracy": float(m @ shares), "stable": stable_points(m, spread)}
-            for m in mixtures
+            {"accuracy": float(m @ shares), "stable": stable_points(m, spread)} for m in mixtures
         ],
         "confidence": GRID.tolist(),
         "drift": [drift(m, right, spread) for m in GRID],
@@ -146,12 +133,11 @@ def curve_of_run(archive: Path, run: str) -> dict[str, Any]:
     """Return what the training stated on the way, from step 50, where it understates: accuracy
     minus ECE, the lowest and the last point.
     """
-    points = list(
-        csv.DictReader(io.StringIO(read_archive(archive)[f"{run}/curve.csv"].decode()))
-    )[4:]
+    points = list(csv.DictReader(io.StringIO(read_archive(archive)[f"{run}/curve.csv"].decode())))[
+        4:
+    ]
     accuracy, error = (
-        np.array([float(p[key]) for p in points])
-        for key in ("reward/accuracy", "calibration/ece")
+        np.array([float(p[key]) for p in points]) for key in ("reward/accuracy", "calibration/ece")
     )
     low = int(np.argmin(accuracy - error))
     lowest = {

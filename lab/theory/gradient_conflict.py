@@ -61,9 +61,7 @@ def softmax(logits: np.ndarray) -> np.ndarray:
     return weights / weights.sum()
 
 
-def fisher_conflict(
-    logits: np.ndarray, R: np.ndarray, phi: np.ndarray, loss: str
-) -> Conflict:
+def fisher_conflict(logits: np.ndarray, R: np.ndarray, phi: np.ndarray, loss: str) -> Conflict:
     """Compute both inner products of the policy softmax(``logits``) [K], right with ``R`` [K],
     confident with ``phi`` [K].
 
@@ -112,9 +110,7 @@ def negative_share(n: int) -> dict[str, dict[str, int]]:
     negative.
     """
     policies = over_confident_policies(n)
-    found = {
-        loss: [fisher_conflict(*policy, loss) for policy in policies] for loss in LOSSES
-    }
+    found = {loss: [fisher_conflict(*policy, loss) for policy in policies] for loss in LOSSES}
     names = {"target_held_fixed": "fixed", "as_stated": "stated"}
     return {
         k: {n: sum(getattr(one, a) < -1e-12 for one in of) for n, a in names.items()}

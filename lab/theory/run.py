@@ -10,11 +10,7 @@ import numpy as np
 from lab.results import write_json
 from lab.theory import scoring_rules
 from lab.theory.drift import curve_of_run, drift_of_run
-from lab.theory.gradient_conflict import (
-    fisher_conflict,
-    negative_share,
-    over_confident_policies,
-)
+from lab.theory.gradient_conflict import fisher_conflict, negative_share, over_confident_policies
 from lab.world2 import RECORDS, rows
 from megatron_dcpo.calibration.diagrams import PALETTE
 from megatron_dcpo.calibration.diagrams import saved_figure as figure
@@ -34,9 +30,7 @@ def proper() -> dict[str, Any]:
     variances.
     """
     optima = {
-        f"{score}, lambda {lam:g}": [
-            scoring_rules.optimum(score, lam, p, 8) for p in PROBABILITIES
-        ]
+        f"{score}, lambda {lam:g}": [scoring_rules.optimum(score, lam, p, 8) for p in PROBABILITIES]
         for score in ("l1", "brier", "log")
         for lam in (0.0, 0.5, 1.0)
     }
@@ -82,12 +76,8 @@ def draw_conflict(path: Path, n: int = 600) -> None:
     covariance.
     """
     with figure(path, columns=2, width=4.6) as panels:
-        for axes, loss, title in zip(
-            panels, ("l1", "brier"), ("|c - t|", "(c - t)²"), strict=True
-        ):
-            found = [
-                fisher_conflict(*policy, loss) for policy in over_confident_policies(n)
-            ]
+        for axes, loss, title in zip(panels, ("l1", "brier"), ("|c - t|", "(c - t)²"), strict=True):
+            found = [fisher_conflict(*policy, loss) for policy in over_confident_policies(n)]
             covariances = [one.covariance for one in found]
             axes.plot(
                 covariances,
@@ -126,17 +116,11 @@ def draw_drift(found: dict[str, Any], stated: np.ndarray, path: Path) -> None:
             label="Brier, lambda 0, mean only",
         )
         drift.axhline(0, color="#777777", lw=0.8)
-        histogram.hist(
-            stated[~np.isnan(stated)], bins=np.linspace(0, 1, 51), color=PALETTE[0]
-        )
+        histogram.hist(stated[~np.isnan(stated)], bins=np.linspace(0, 1, 51), color=PALETTE[0])
         for axes in (drift, histogram):
             for point in found["stable"]:
                 axes.axvline(point, color="#000000", ls=":", lw=1)
-            axes.axvline(
-                found["accuracy"], color="#777777", ls="--", lw=1, label="accuracy"
-            )
+            axes.axvline(found["accuracy"], color="#777777", ls="--", lw=1, label="accuracy")
         drift.set(xlabel="stated confidence m", ylabel="E[A_c (c - m)]")
         drift.legend(fontsize=6.5)
-        histogram.set(
-            xlabel="confidence stated by the trained run", ylabel="test responses"
-        )
+        histogram.set(xlabel="confidence stated by the trained run", ylabel="test responses")

@@ -23,9 +23,7 @@ from megatron_dcpo.objectives.dcpo import score_group
 LEVELS = np.linspace(0, 1, 101)
 
 
-def confidence_advantages(
-    R: np.ndarray, c: np.ndarray, options: ObjectiveConfig
-) -> np.ndarray:
+def confidence_advantages(R: np.ndarray, c: np.ndarray, options: ObjectiveConfig) -> np.ndarray:
     """Return the trainer's own A_c [G] of a group with labels ``R`` and confidences ``c`` (NaN:
     malformed).
     """
@@ -33,9 +31,7 @@ def confidence_advantages(
     return A_c
 
 
-def optimum(
-    score: str, lam: float, p: float, group_size: int = 0, q: float | None = None
-) -> float:
+def optimum(score: str, lam: float, p: float, group_size: int = 0, q: float | None = None) -> float:
     """Return the confidence with the best expected score, on the grid of two decimals.
 
     t = lam * Rt + (1 - lam) * R_i with R_i ~ Bernoulli(``q``; default ``p``), the others
@@ -68,8 +64,7 @@ def saturated_push(objective: ObjectiveConfig, confidences: np.ndarray) -> float
     options = resolve(objective)
     c = np.asarray(confidences, np.float64)
     return float(
-        np.abs(confidence_advantages(np.ones(len(c)), c, options)).max()
-        * options.weights[1]
+        np.abs(confidence_advantages(np.ones(len(c)), c, options)).max() * options.weights[1]
     )
 
 

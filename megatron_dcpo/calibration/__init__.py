@@ -30,12 +30,7 @@ from megatron_dcpo.calibration.selective import (
     accuracy_coverage,
     aurc,
 )
-from megatron_dcpo.calibration.summary import (
-    Bootstrap,
-    json_ready,
-    summarize,
-    violation_rates,
-)
+from megatron_dcpo.calibration.summary import Bootstrap, json_ready, summarize, violation_rates
 
 __all__ = [
     "BinnedError",

@@ -80,10 +80,7 @@ def binned_error(
 
 
 def null_ece(
-    confidences: Confidences,
-    bins: int = DEFAULT_BINS,
-    resamples: int = 1000,
-    seed: int = 0,
+    confidences: Confidences, bins: int = DEFAULT_BINS, resamples: int = 1000, seed: int = 0
 ) -> float:
     """Return the value below which the plug-in ECE of a perfectly calibrated model with these
     confidences stays in 95 % of all cases.
@@ -96,9 +93,7 @@ def null_ece(
     if not len(c):
         return math.nan
     generator = np.random.default_rng(seed)
-    values = [
-        metrics.ece(c, generator.random(len(c)) < c, bins) for _ in range(resamples)
-    ]
+    values = [metrics.ece(c, generator.random(len(c)) < c, bins) for _ in range(resamples)]
     return float(np.quantile(values, 0.95))
 
 

@@ -35,16 +35,7 @@ from megatron_dcpo.codec import LARGEST
 from megatron_dcpo.runtime.text import printable
 
 # Okabe-Ito: told apart with every kind of color vision. The order is the order of runs.
-PALETTE = (
-    "#0072B2",
-    "#D55E00",
-    "#009E73",
-    "#CC79A7",
-    "#56B4E9",
-    "#E69F00",
-    "#7A5195",
-    "#8C8C8C",
-)
+PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#7A5195", "#8C8C8C")
 _INK = "#1c1d1f"  # replaced by currentColor in inline SVG
 _OVER = "#D55E00"
 _UNDER = "#0072B2"
@@ -91,16 +82,8 @@ class Curve:
 
 
 TRAINING_CURVES = (
-    Curve(
-        title="Accuracy",
-        keys=("reward/accuracy",),
-        percent=True,
-    ),
-    Curve(
-        title="Mean confidence",
-        keys=("confidence/mean",),
-        percent=True,
-    ),
+    Curve(title="Accuracy", keys=("reward/accuracy",), percent=True),
+    Curve(title="Mean confidence", keys=("confidence/mean",), percent=True),
     Curve("ECE (solid), PCE (dashed)", ("calibration/ece", "calibration/pce")),
     Curve("AUROC", ("calibration/auroc",)),
     Curve(
@@ -109,18 +92,12 @@ TRAINING_CURVES = (
         log=True,
     ),
     Curve("Response length (tokens)", ("length/mean",)),
-    Curve(
-        title="Violation rate",
-        keys=("format/violation_rate",),
-        percent=True,
-    ),
+    Curve(title="Violation rate", keys=("format/violation_rate",), percent=True),
     Curve("Brier score", ("calibration/brier",)),
     Curve("Policy loss", ("loss/policy",)),
     Curve("Entropy, nats a token", ("entropy",)),
     Curve(
-        title="KL: reference, engine and trainer (dashed)",
-        keys=("loss/kl", "engine/kl"),
-        log=True,
+        title="KL: reference, engine and trainer (dashed)", keys=("loss/kl", "engine/kl"), log=True
     ),
 )
 
@@ -135,12 +112,7 @@ def reliability_diagram(bins: Bins, title: str = "", note: str = "") -> Figure:
     """
     figure = _figure(4.6, 4.4)
     axes = figure.add_subplot()
-    draw_reliability(
-        axes=axes,
-        bins=bins,
-        title=title,
-        note=note,
-    )
+    draw_reliability(axes=axes, bins=bins, title=title, note=note)
     axes.set_ylabel("Accuracy")
     _share_colorbar(figure, [axes])
     return figure
@@ -166,11 +138,7 @@ def comparison_grid(
     blocks = math.ceil(len(runs) / columns)
     figure = _figure(2.9 * columns + 0.9, 4.7 * blocks)
     grid = figure.subplots(
-        2 * blocks,
-        columns,
-        squeeze=False,
-        height_ratios=[3, 1.25] * blocks,
-        sharex=True,
+        2 * blocks, columns, squeeze=False, height_ratios=[3, 1.25] * blocks, sharex=True
     )
     most = max((int(bins.count.max(initial=0)) for bins in runs.values()), default=1)
     for position, (name, bins) in enumerate(runs.items()):
@@ -178,12 +146,7 @@ def comparison_grid(
         column = position % columns
         upper = grid[row][column]
         lower = grid[row + 1][column]
-        draw_reliability(
-            axes=upper,
-            bins=bins,
-            title=name,
-            note=(notes or {}).get(name, ""),
-        )
+        draw_reliability(axes=upper, bins=bins, title=name, note=(notes or {}).get(name, ""))
         draw_histogram(lower, bins, "")
         lower.set_ylim(*_count_range(most))
         upper.set_xlabel("")
@@ -205,20 +168,13 @@ def comparison_grid(
 
 
 @rc_context(_STYLE)
-def run_panel(
-    bins: Bins, title: str = "", note: str = "", most: int | None = None
-) -> Figure:
+def run_panel(bins: Bins, title: str = "", note: str = "", most: int | None = None) -> Figure:
     """Draw one run of ``comparison_grid`` alone, for pages that flow. ``most``: the largest bin of
     all runs shown.
     """
     figure = _figure(3.5, 4.6)
     upper, lower = figure.subplots(2, 1, height_ratios=[3, 1.15], sharex=True)
-    draw_reliability(
-        axes=upper,
-        bins=bins,
-        title=title,
-        note=note,
-    )
+    draw_reliability(axes=upper, bins=bins, title=title, note=note)
     draw_histogram(lower, bins, "")
     if most is not None:
         lower.set_ylim(*_count_range(most))
@@ -228,9 +184,7 @@ def run_panel(
 
 
 @rc_context(_STYLE)
-def curve_figure(
-    runs: Mapping[str, Sequence[Mapping[str, Any]]], curve: Curve
-) -> Figure:
+def curve_figure(runs: Mapping[str, Sequence[Mapping[str, Any]]], curve: Curve) -> Figure:
     """Draw one panel of the training curves alone, without a legend."""
     figure = _figure(4.4, 2.5)
     draw_curve(figure.add_subplot(), runs, curve)
@@ -238,20 +192,14 @@ def curve_figure(
 
 
 @rc_context(_STYLE)
-def coverage_figure(
-    curves: Mapping[str, Mapping[str, Sequence[float]]], title: str = ""
-) -> Figure:
+def coverage_figure(curves: Mapping[str, Mapping[str, Sequence[float]]], title: str = "") -> Figure:
     """Draw the accuracy of the most confident samples against their share; one line per name."""
     figure = _figure(4.4, 3.0)
     axes = figure.add_subplot()
     for position, (name, curve) in enumerate(curves.items()):
         color = PALETTE[position % len(PALETTE)]
         axes.plot(
-            curve["coverage"],
-            curve["accuracy"],
-            color=color,
-            linewidth=1.7,
-            label=_literal(name),
+            curve["coverage"], curve["accuracy"], color=color, linewidth=1.7, label=_literal(name)
         )
     axes.set(
         xlim=(0, 1),
@@ -267,15 +215,12 @@ def coverage_figure(
 
 
 def logged_curves(
-    runs: Mapping[str, Sequence[Mapping[str, Any]]],
-    curves: Sequence[Curve] = TRAINING_CURVES,
+    runs: Mapping[str, Sequence[Mapping[str, Any]]], curves: Sequence[Curve] = TRAINING_CURVES
 ) -> list[Curve]:
     """Return the curves for which at least one run has logged a defined value."""
     logged = []
     for curve in curves:
-        counts = [
-            len(series(rows, key)[0]) for rows in runs.values() for key in curve.keys
-        ]
+        counts = [len(series(rows, key)[0]) for rows in runs.values() for key in curve.keys]
         if any(counts):
             logged.append(curve)
     return logged
@@ -293,24 +238,15 @@ def validation_curves(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[C
     for name in names:
         prefix = f"evaluation/{name}/"
         curves += [
+            Curve(title=f"{name}: accuracy", keys=(prefix + "accuracy",), percent=True),
             Curve(
-                title=f"{name}: accuracy",
-                keys=(prefix + "accuracy",),
-                percent=True,
-            ),
-            Curve(
-                title=f"{name}: mean confidence",
-                keys=(prefix + "mean_confidence",),
-                percent=True,
+                title=f"{name}: mean confidence", keys=(prefix + "mean_confidence",), percent=True
             ),
             Curve(
                 title=f"{name}: ECE (solid), Brier (dashed)",
                 keys=(prefix + "ece", prefix + "brier"),
             ),
-            Curve(
-                title=f"{name}: AUROC",
-                keys=(prefix + "auroc",),
-            ),
+            Curve(title=f"{name}: AUROC", keys=(prefix + "auroc",)),
         ]
     return curves
 
@@ -332,25 +268,11 @@ def draw_reliability(axes: Axes, bins: Bins, title: str = "", note: str = "") ->
     low, high = wilson_interval(bins.correct_sum[filled], bins.count[filled])
     errors = np.clip([accuracy - low, high - accuracy], 0.0, None)
     axes.errorbar(
-        center,
-        accuracy,
-        errors,
-        fmt="none",
-        ecolor=_INK,
-        elinewidth=0.9,
-        capsize=1.8,
-        alpha=0.75,
+        center, accuracy, errors, fmt="none", ecolor=_INK, elinewidth=0.9, capsize=1.8, alpha=0.75
     )
     over = confidence > accuracy
     for mask, color in ((over, _OVER), (~over, _UNDER)):
-        axes.scatter(
-            confidence[mask],
-            confidence[mask],
-            s=11,
-            color=color,
-            zorder=3,
-            linewidths=0,
-        )
+        axes.scatter(confidence[mask], confidence[mask], s=11, color=color, zorder=3, linewidths=0)
         axes.vlines(
             confidence[mask],
             accuracy[mask],
@@ -359,9 +281,7 @@ def draw_reliability(axes: Axes, bins: Bins, title: str = "", note: str = "") ->
             linewidth=1.1,
             alpha=0.55,
         )
-    axes.plot(
-        [0, 1], [0, 1], linestyle=(0, (4, 3)), linewidth=1.0, color=_INK, alpha=0.65
-    )
+    axes.plot([0, 1], [0, 1], linestyle=(0, (4, 3)), linewidth=1.0, color=_INK, alpha=0.65)
     axes.set(xlim=(0, 1), ylim=(0, 1.0), xlabel="Confidence")
     axes.set_aspect("equal")
     axes.set_title(_literal(title), loc="left")
@@ -396,11 +316,7 @@ def draw_histogram(axes: Axes, bins: Bins, title: str = "") -> None:
     center = bins.edges[:-1] + width / 2
     axes.bar(center, bins.count, 0.94 * width, color="#b4bac2", label="all")
     axes.bar(center, bins.correct_sum, 0.94 * width, color=PALETTE[2], label="correct")
-    axes.set(
-        xlim=(0, 1),
-        ylim=_count_range(int(bins.count.max(initial=1))),
-        xlabel="Confidence",
-    )
+    axes.set(xlim=(0, 1), ylim=_count_range(int(bins.count.max(initial=1))), xlabel="Confidence")
     # after the limits, because autoscaling would warn about empty histograms
     axes.set_yscale("log", nonpositive="clip")
     axes.yaxis.set_major_locator(LogLocator(numticks=5))
@@ -408,17 +324,13 @@ def draw_histogram(axes: Axes, bins: Bins, title: str = "") -> None:
     axes.set_title(_literal(title), loc="left")
 
 
-def draw_curve(
-    axes: Axes, runs: Mapping[str, Sequence[Mapping[str, Any]]], curve: Curve
-) -> None:
+def draw_curve(axes: Axes, runs: Mapping[str, Sequence[Mapping[str, Any]]], curve: Curve) -> None:
     """Draw all runs overlaid; thin raw values under a running mean."""
     for position, (name, rows) in enumerate(runs.items()):
         color = PALETTE[position % len(PALETTE)]
         for key, style in zip(curve.keys, ("-", (0, (4, 2))), strict=False):
             steps, values = series(rows, key)
-            axes.plot(
-                steps, values, linestyle=style, color=color, linewidth=0.7, alpha=0.28
-            )
+            axes.plot(steps, values, linestyle=style, color=color, linewidth=0.7, alpha=0.28)
             label = _literal(name) if key == curve.keys[0] else None
             axes.plot(
                 steps,
@@ -460,10 +372,7 @@ def inline_svg(figure: Figure, label: str) -> str:
     buffer = io.StringIO()
     with rc_context({**_STYLE, "svg.hashsalt": label}):
         figure.savefig(
-            buffer,
-            format="svg",
-            transparent=True,
-            metadata={"Date": None, "Creator": None},
+            buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None}
         )
     svg = buffer.getvalue()
     svg = svg[svg.index("<svg") :]
@@ -497,9 +406,7 @@ def _figure(width: float, height: float) -> Figure:
 def _share_colorbar(figure: Figure, axes: list[Axes]) -> None:
     """Draw the legend of the bars' shades: the share of samples, on a square-root scale."""
     shades = ScalarMappable(PowerNorm(0.5, 0.0, 1.0), _SHADES)
-    bar = figure.colorbar(
-        shades, ax=axes, shrink=0.5, aspect=28, pad=0.02, location="right"
-    )
+    bar = figure.colorbar(shades, ax=axes, shrink=0.5, aspect=28, pad=0.02, location="right")
     bar.set_label("Share of samples", fontsize=8.5)
     bar.ax.tick_params(labelsize=8, length=0)
     bar.ax.yaxis.set_major_formatter(FuncFormatter(_percent))
@@ -517,9 +424,7 @@ def _percent(value: float, _position: int = 0) -> str:
     return f"{100 * value:g}%"
 
 
-def series(
-    rows: Sequence[Mapping[str, Any]], key: str
-) -> tuple[np.ndarray, np.ndarray]:
+def series(rows: Sequence[Mapping[str, Any]], key: str) -> tuple[np.ndarray, np.ndarray]:
     """Return steps [n] and values [n] of one logged key, without missing and undefined values."""
     steps = []
     values = []
@@ -553,11 +458,7 @@ def _all_positive(axes: Axes) -> bool:
 
 @contextmanager
 def saved_figure(
-    path: Path,
-    columns: int = 1,
-    rows: int = 1,
-    width: float = 4.6,
-    height: float = 3.3,
+    path: Path, columns: int = 1, rows: int = 1, width: float = 4.6, height: float = 3.3
 ) -> Iterator[list[Axes]]:
     """Open a figure of ``columns`` x ``rows`` axes, saved as ``path`` when the block ends."""
     with rc_context(_PLAIN_STYLE):

@@ -99,10 +99,7 @@ def accuracy(correct: Correct) -> float:
 
 
 def bin_rows(
-    confidences: Confidences,
-    correct: Correct,
-    bins: int = DEFAULT_BINS,
-    mass: bool = False,
+    confidences: Confidences, correct: Correct, bins: int = DEFAULT_BINS, mass: bool = False
 ) -> Bins:
     """Sort the valid rows into ``bins`` equal-width bins, or (``mass``) into bins of about equal
     counts.
@@ -161,9 +158,7 @@ def pce(
     """
     total = _denominator(confidences, correct, denominator)
     if total:
-        return float(
-            np.maximum(bin_rows(confidences, correct, bins).excess, 0.0).sum() / total
-        )
+        return float(np.maximum(bin_rows(confidences, correct, bins).excess, 0.0).sum() / total)
     return float("nan")
 
 
@@ -174,18 +169,11 @@ def mce(confidences: Confidences, correct: Correct, bins: int = DEFAULT_BINS) ->
     return float(np.nanmax(gaps)) if rows.count.any() else float("nan")
 
 
-def ece_equal_mass(
-    confidences: Confidences, correct: Correct, bins: int = DEFAULT_BINS
-) -> float:
+def ece_equal_mass(confidences: Confidences, correct: Correct, bins: int = DEFAULT_BINS) -> float:
     """Return ECE over bins of about equal counts (Nixon 2019), which does not depend on where the
     confidences concentrate.
     """
-    rows = bin_rows(
-        confidences=confidences,
-        correct=correct,
-        bins=bins,
-        mass=True,
-    )
+    rows = bin_rows(confidences=confidences, correct=correct, bins=bins, mass=True)
     total = int(rows.count.sum())
     if total:
         return float(np.abs(rows.excess).sum() / total)
@@ -211,9 +199,7 @@ def brier_decomposition(
     n = float(rows.count.sum())
     if n == 0:
         nan = float("nan")
-        return BrierParts(
-            reliability=nan, resolution=nan, uncertainty=nan, within_bin=nan
-        )
+        return BrierParts(reliability=nan, resolution=nan, uncertainty=nan, within_bin=nan)
     base_rate = rows.correct_sum.sum() / n
     gap = np.nan_to_num(rows.confidence - rows.accuracy)
     spread = np.nan_to_num(rows.accuracy - base_rate)
@@ -222,10 +208,7 @@ def brier_decomposition(
     uncertainty = float(base_rate * (1.0 - base_rate))
     within = brier(confidences, correct) - (reliability - resolution + uncertainty)
     return BrierParts(
-        reliability=reliability,
-        resolution=resolution,
-        uncertainty=uncertainty,
-        within_bin=within,
+        reliability=reliability, resolution=resolution, uncertainty=uncertainty, within_bin=within
     )
 
 
@@ -290,9 +273,7 @@ def parse_rate(confidences: Confidences) -> float:
 
 
 def pessimistic(
-    confidences: Confidences,
-    correct: Correct,
-    fill: Literal["farthest", "half"] = "farthest",
+    confidences: Confidences, correct: Correct, fill: Literal["farthest", "half"] = "farthest"
 ) -> np.ndarray:
     """Return the confidences [N] with every invalid one replaced: by the wrong end of the scale (1
     - y), or by one half.
@@ -319,11 +300,7 @@ def wilson_interval(
     """
     share = successes / count
     center = (share + z**2 / (2 * count)) / (1 + z**2 / count)
-    half = (
-        z
-        / (1 + z**2 / count)
-        * np.sqrt(share * (1 - share) / count + z**2 / (4 * count**2))
-    )
+    half = z / (1 + z**2 / count) * np.sqrt(share * (1 - share) / count + z**2 / (4 * count**2))
     return center - half, center + half
 
 
@@ -362,9 +339,7 @@ def bootstrap_ci(
     return float(low), float(high)
 
 
-def _clusters(
-    problem_ids: Sequence[Any] | np.ndarray | None, n: int
-) -> list[np.ndarray]:
+def _clusters(problem_ids: Sequence[Any] | np.ndarray | None, n: int) -> list[np.ndarray]:
     """Return the row numbers of each problem."""
     if problem_ids is None:
         return list(np.arange(n)[:, None])
@@ -381,18 +356,12 @@ def _clusters(
 
 def as_confidences(confidences: Confidences) -> np.ndarray:
     """Return a floating array [N]; ``None`` becomes NaN."""
-    if isinstance(confidences, np.ndarray) and np.issubdtype(
-        confidences.dtype, np.floating
-    ):
+    if isinstance(confidences, np.ndarray) and np.issubdtype(confidences.dtype, np.floating):
         array = confidences
     else:
-        array = np.array(
-            [np.nan if c is None else c for c in confidences], dtype=np.float64
-        )
+        array = np.array([np.nan if c is None else c for c in confidences], dtype=np.float64)
     if array.ndim != 1:
-        raise ValueError(
-            f"confidences must be one-dimensional, got shape {array.shape}"
-        )
+        raise ValueError(f"confidences must be one-dimensional, got shape {array.shape}")
     return array
 
 
@@ -414,9 +383,7 @@ def is_valid(c: np.ndarray) -> np.ndarray:
     return (c >= 0.0) & (c <= 1.0)  # NaN compares false
 
 
-def valid_rows(
-    confidences: Confidences, correct: Correct
-) -> tuple[np.ndarray, np.ndarray]:
+def valid_rows(confidences: Confidences, correct: Correct) -> tuple[np.ndarray, np.ndarray]:
     c = as_confidences(confidences)
     y = as_correct(correct)
     _same_length(c, y)
@@ -433,9 +400,7 @@ def ranked_rows(scores: Confidences, correct: Correct) -> tuple[np.ndarray, np.n
     return s[ranked], y[ranked]
 
 
-def _denominator(
-    confidences: Confidences, correct: Correct, denominator: Denominator
-) -> int:
+def _denominator(confidences: Confidences, correct: Correct, denominator: Denominator) -> int:
     if denominator == "valid":
         return len(valid_rows(confidences, correct)[0])
     if denominator == "all":
@@ -452,9 +417,7 @@ def _ratio(numerator: np.ndarray, count: np.ndarray) -> np.ndarray:
     return np.divide(numerator, count, out=np.full(len(count), np.nan), where=count > 0)
 
 
-def ece_adaptive(
-    confidences: Confidences, correct: Correct, bins: int = DEFAULT_BINS
-) -> float:
+def ece_adaptive(confidences: Confidences, correct: Correct, bins: int = DEFAULT_BINS) -> float:
     """Return the adaptive calibration error (Nixon 2019): the plain mean of the gaps of ``bins``
     groups of equal size.
 
@@ -466,14 +429,10 @@ def ece_adaptive(
         return float("nan")
     order = np.argsort(c, kind="stable")
     groups = np.array_split(order, min(bins, len(c)))
-    return float(
-        np.mean([abs(c[g].astype(np.float64).mean() - y[g].mean()) for g in groups])
-    )
+    return float(np.mean([abs(c[g].astype(np.float64).mean() - y[g].mean()) for g in groups]))
 
 
-def ece_debiased(
-    confidences: Confidences, correct: Correct, bins: int = DEFAULT_BINS
-) -> float:
+def ece_debiased(confidences: Confidences, correct: Correct, bins: int = DEFAULT_BINS) -> float:
     """Return the debiased root-mean-square calibration error (Kumar 2019, equation of the debiased
     estimator).
 

@@ -14,19 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from megatron_dcpo.calibration.metrics import (
-    Confidences,
-    Correct,
-    ranked_rows,
-    wilson_interval,
-)
+from megatron_dcpo.calibration.metrics import Confidences, Correct, ranked_rows, wilson_interval
 
 COVERAGES = (0.5, 0.8, 0.9)
 
 
-def accuracy_coverage(
-    confidences: Confidences, correct: Correct
-) -> tuple[np.ndarray, np.ndarray]:
+def accuracy_coverage(confidences: Confidences, correct: Correct) -> tuple[np.ndarray, np.ndarray]:
     """Return coverage k/N and accuracy among the k most confident rows, both [N], k = 1 .. N."""
     hits = np.cumsum(_expected_hits(confidences, correct))
     k = np.arange(1, len(hits) + 1)
@@ -43,9 +36,7 @@ def aurc(confidences: Confidences, correct: Correct) -> float:
     return float("nan")
 
 
-def accuracy_at_coverage(
-    confidences: Confidences, correct: Correct, coverage: float
-) -> float:
+def accuracy_at_coverage(confidences: Confidences, correct: Correct, coverage: float) -> float:
     """Return the accuracy among the ceil(coverage * N) most confident rows, for a ``coverage`` in
     (0, 1].
     """
@@ -72,9 +63,7 @@ class Threshold:
     high: float
 
 
-def threshold_for_risk(
-    confidences: Confidences, correct: Correct, risk: float
-) -> Threshold | None:
+def threshold_for_risk(confidences: Confidences, correct: Correct, risk: float) -> Threshold | None:
     """Return the threshold that answers most while at most the share ``risk`` of the answers is
     wrong; None if no threshold does.
     """
@@ -144,7 +133,4 @@ def coverage_to_json(
     coverage, accuracy = accuracy_coverage(confidences, correct)
     spaced = np.linspace(0, len(coverage) - 1, min(points, len(coverage)))
     chosen = np.unique(spaced.round().astype(int))
-    return {
-        "coverage": coverage[chosen].tolist(),
-        "accuracy": accuracy[chosen].tolist(),
-    }
+    return {"coverage": coverage[chosen].tolist(), "accuracy": accuracy[chosen].tolist()}

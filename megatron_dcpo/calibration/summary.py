@@ -120,10 +120,7 @@ def summarize(
             seed=bootstrap.seed,
         ).estimate
         summary["ece_null95"] = null_ece(
-            confidences=c,
-            bins=bins,
-            resamples=min(bootstrap.resamples, 200),
-            seed=bootstrap.seed,
+            confidences=c, bins=bins, resamples=min(bootstrap.resamples, 200), seed=bootstrap.seed
         )
         summary["ci95"] = intervals(c, y, bootstrap, bins)
     return summary
@@ -135,10 +132,7 @@ def violation_rates(statuses: Sequence[str]) -> dict[str, Any]:
     """
     n = len(statuses)
     if not n:
-        return {
-            "violation_rate": math.nan,
-            "violations": dict.fromkeys(MALFORMED, math.nan),
-        }
+        return {"violation_rate": math.nan, "violations": dict.fromkeys(MALFORMED, math.nan)}
     counts = Counter(statuses)
     return {
         "violation_rate": (n - counts["ok"]) / n,
@@ -147,10 +141,7 @@ def violation_rates(statuses: Sequence[str]) -> dict[str, Any]:
 
 
 def intervals(
-    confidences: np.ndarray,
-    correct: np.ndarray,
-    bootstrap: Bootstrap,
-    bins: int = DEFAULT_BINS,
+    confidences: np.ndarray, correct: np.ndarray, bootstrap: Bootstrap, bins: int = DEFAULT_BINS
 ) -> dict[str, list[float]]:
     """Return 95 % intervals [low, high] of ``INTERVALS``: those of ``binned_error`` for the binned
     errors, bootstrap percentiles for the others.

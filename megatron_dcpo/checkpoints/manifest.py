@@ -18,9 +18,7 @@ from megatron_dcpo.runtime.text import parse_json
 
 MANIFEST = "integrity.json"
 _NUMBER = re.compile("[0-9]{1,18}")
-_PLAIN_NAME = re.compile(
-    r"\.?[A-Za-z0-9_-][A-Za-z0-9._-]*"
-)  # a file of the directory itself
+_PLAIN_NAME = re.compile(r"\.?[A-Za-z0-9_-][A-Za-z0-9._-]*")  # a file of the directory itself
 LATEST = "latest_checkpointed_iteration.txt"
 
 
@@ -30,11 +28,7 @@ def iteration_dir(directory: Path, iteration: int) -> Path:
 
 def iterations(directory: Path) -> list[int]:
     """Return the iterations whose checkpoints are in ``directory``, intact or not, oldest first."""
-    names = [
-        path.name.removeprefix("iter_")
-        for path in directory.glob("iter_*")
-        if path.is_dir()
-    ]
+    names = [path.name.removeprefix("iter_") for path in directory.glob("iter_*") if path.is_dir()]
     return sorted(int(name) for name in names if _NUMBER.fullmatch(name))
 
 
@@ -60,9 +54,7 @@ def digest(path: Path) -> dict[str, Any]:
         }
 
 
-def write_manifest(
-    directory: Path, iteration: int, files: dict[str, dict[str, Any]]
-) -> None:
+def write_manifest(directory: Path, iteration: int, files: dict[str, dict[str, Any]]) -> None:
     """Write the manifest of ``files``, the :func:`digest` of each by name, and force everything to
     the disk.
     """

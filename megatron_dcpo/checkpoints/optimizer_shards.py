@@ -26,10 +26,7 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.optimizer.optimizer import (
-    MegatronOptimizer,
-    param_group_identifier_keys,
-)
+from megatron.core.optimizer.optimizer import MegatronOptimizer, param_group_identifier_keys
 
 _EXPERTS = "is_expert_parallel"
 # the form of the checkpoint, by Megatron's name
@@ -39,9 +36,7 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]  # offset, shape
 
 
 def is_distributed(optimizer: MegatronOptimizer | None) -> bool:
-    return any(
-        isinstance(part, DistributedOptimizer) for part in optimizer_parts(optimizer)
-    )
+    return any(isinstance(part, DistributedOptimizer) for part in optimizer_parts(optimizer))
 
 
 def optimizer_state(
@@ -53,11 +48,7 @@ def optimizer_state(
     if optimizer is None:
         return {}
     if not is_distributed(optimizer):
-        return dict(
-            optimizer.sharded_state_dict(
-                model, is_loading=is_loading, metadata=METADATA
-            )
-        )
+        return dict(optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=METADATA))
     parts = optimizer_parts(optimizer)
     state = dict(parts[0].state_dict())
     if is_loading:
@@ -80,11 +71,7 @@ def restore(optimizer: MegatronOptimizer | None, loaded: dict[str, Any]) -> None
     if not is_distributed(optimizer):
         optimizer.load_state_dict(loaded)
         return
-    loaded = {
-        name: value
-        for name, value in loaded.items()
-        if not name.startswith("param_state")
-    }
+    loaded = {name: value for name, value in loaded.items() if not name.startswith("param_state")}
     saved = loaded["optimizer"]["param_groups"]
     for part in optimizer_parts(optimizer):
         present = part.state_dict()["optimizer"]["param_groups"]
@@ -140,11 +127,7 @@ def _owned_ranges(part: DistributedOptimizer) -> Iterator[tuple[Tensor, int, int
 
 
 def _shards(
-    base: ShardedTensor | ShardedTensorFactory,
-    name: str,
-    values: Tensor,
-    start: int,
-    stop: int,
+    base: ShardedTensor | ShardedTensorFactory, name: str, values: Tensor, start: int, stop: int
 ) -> Iterator[ShardedTensor]:
     """Yield the sharded tensors of ``values``, the flat range [``start``, ``stop``) of the
     parameter that ``base`` describes. A factory cuts the parameter in two.
@@ -163,9 +146,7 @@ def _shards(
         for offset, shape in boxes(piece.local_shape, low - first, high - first):
             size = math.prod(shape)
             in_piece = (*(0 for _ in ones), *offset)
-            global_offset = [
-                sum(both) for both in zip(in_piece, piece.global_offset, strict=True)
-            ]
+            global_offset = [sum(both) for both in zip(in_piece, piece.global_offset, strict=True)]
             yield ShardedTensor(
                 key=f"optimizer.state.{name}.{piece.key}",
                 data=values[position : position + size].view(*ones, *shape),
@@ -174,10 +155,7 @@ def _shards(
                 global_shape=piece.global_shape,
                 global_offset=tuple(global_offset),
                 axis_fragmentations=None,
-                replica_id=(
-                    *piece.replica_id[:2],
-                    0,
-                ),  # only one data-parallel rank has it
+                replica_id=(*piece.replica_id[:2], 0),  # only one data-parallel rank has it
                 allow_shape_mismatch=piece.allow_shape_mismatch,
             )
             position += size

@@ -31,17 +31,10 @@ from torch.distributed.checkpoint.planner import ReadItem
 from megatron_dcpo.conversion.checkpoint_metadata import read_metadata
 from megatron_dcpo.errors import one_line
 from megatron_dcpo.runtime.device import current_device
-from megatron_dcpo.runtime.megatron_private import (
-    replace_checkpoint_reader,
-    set_element,
-    shard_id,
-)
+from megatron_dcpo.runtime.megatron_private import replace_checkpoint_reader, set_element, shard_id
 
 from megatron.core.dist_checkpointing import ShardedTensor  # isort: skip
-from megatron.core.dist_checkpointing.dict_utils import (
-    dict_list_map_outplace,
-    nested_values,
-)
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, nested_values
 from megatron.core.dist_checkpointing.exchange_utils import (
     determine_main_replica_uniform_distribution,
 )
@@ -61,9 +54,7 @@ CHECKED: dict[Path, bytes] = {}
 
 class _CheckedFiles(FileSystem):
     @contextmanager
-    def create_stream(
-        self, path: str | os.PathLike[str], mode: str
-    ) -> Iterator[io.IOBase]:
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
         content = CHECKED.get(Path(path))
         if content is None:
             with super().create_stream(path, mode) as stream:
@@ -109,9 +100,7 @@ class SharedRead(strategy.TorchDistLoadShardedStrategy):
         self.replicas = replicas
 
     @torch.no_grad()
-    def load(
-        self, sharded: dict[str, Any], directory: Path, *more: object
-    ) -> dict[str, Any]:
+    def load(self, sharded: dict[str, Any], directory: Path, *more: object) -> dict[str, Any]:
         # ``more``: since Megatron-core 0.17, async_strategy
         shares = determine_main_replica_uniform_distribution(
             sharded, self.replicas, ignore_groups=True

@@ -45,10 +45,7 @@ from megatron_dcpo.runtime.distributed import (
     max_over_ranks,
 )
 from megatron_dcpo.runtime.files import write_atomically
-from megatron_dcpo.runtime.megatron_private import (
-    plan_checkpoint,
-    use_queue_of_this_process,
-)
+from megatron_dcpo.runtime.megatron_private import plan_checkpoint, use_queue_of_this_process
 from megatron_dcpo.runtime.text import read_json_object
 
 from megatron.core.dist_checkpointing import ShardedTensor  # isort: skip
@@ -188,9 +185,7 @@ class Saver:
             self._announce(pending)
         if pending.work is not None:
             pending.work.join()
-        self._fail_if(
-            broadcast_object(pending.error), pending.iteration, pending.temporary
-        )
+        self._fail_if(broadcast_object(pending.error), pending.iteration, pending.temporary)
 
     def give_up(self, iteration: int) -> None:
         """Complete the pending checkpoint of an earlier iteration; remove that of ``iteration``,
@@ -209,9 +204,7 @@ class Saver:
 
     def _run(self, work: Callable[..., None], pending: Pending, *more: object) -> None:
         if self.background:
-            pending.work = threading.Thread(
-                target=work, args=(pending, *more), name="checkpoint"
-            )
+            pending.work = threading.Thread(target=work, args=(pending, *more), name="checkpoint")
             pending.work.start()
         else:
             work(pending, *more)
@@ -284,9 +277,7 @@ class Saver:
         sharded, _ = save_preprocess(state)
         if self.replicas is not None:
             shares = determine_main_replica_uniform_distribution(sharded, self.replicas)
-            distribute_main_replicas_with_precomputed_distribution(
-                sharded, self.replicas, shares
-            )
+            distribute_main_replicas_with_precomputed_distribution(sharded, self.replicas, shares)
         writer, metadata = plan_checkpoint(sharded, temporary)
         shared: set[int] = set()
         if self.background:
@@ -302,10 +293,7 @@ class Saver:
         """
         try:
             self._rename(pending, written)
-            if (
-                self.best
-                and iteration_dir(self.directory, self.best["iteration"]).is_dir()
-            ):
+            if self.best and iteration_dir(self.directory, self.best["iteration"]).is_dir():
                 write_atomically(self.directory / BEST, json.dumps(self.best) + "\n")
             self._prune()
         except Exception as refused:  # nothing may be lost in the thread
@@ -334,17 +322,13 @@ class Saver:
         self.damaged.discard(pending.iteration)
 
     def _prune(self) -> None:
-        intact = [
-            each for each in iterations(self.directory) if each not in self.damaged
-        ]
+        intact = [each for each in iterations(self.directory) if each not in self.damaged]
         kept = intact[-self.keep :]
         if self.best:
             kept.append(self.best["iteration"])
         for iteration in intact:
             if iteration not in kept:
-                shutil.rmtree(
-                    iteration_dir(self.directory, iteration), ignore_errors=True
-                )
+                shutil.rmtree(iteration_dir(self.directory, iteration), ignore_errors=True)
         remove_leftovers(self.directory)
 
     def _fail_if(self, error: str | None, iteration: int, temporary: Path) -> None:
@@ -411,13 +395,7 @@ def _storages(sharded: dict[str, Any]) -> set[int]:
 def _form(part: ShardedTensor | ShardedObject) -> tuple[Any, ...]:
     """Return what identifies a part of the state, apart from its values."""
     if isinstance(part, ShardedTensor):
-        return (
-            part.key,
-            part.global_offset,
-            part.local_shape,
-            part.dtype,
-            part.replica_id,
-        )
+        return (part.key, part.global_offset, part.local_shape, part.dtype, part.replica_id)
     return part.unique_key, part.replica_id
 
 
@@ -440,9 +418,7 @@ def _files_of_buckets(buckets: list[Any], parts: list[Any]) -> list[_File]:
 
     files = []
     for _, name, (objects, tensors) in buckets:
-        files.append(
-            _File(name=name, objects=numbered(objects), tensors=numbered(tensors))
-        )
+        files.append(_File(name=name, objects=numbered(objects), tensors=numbered(tensors)))
     return files
 
 

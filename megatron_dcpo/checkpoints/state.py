@@ -30,23 +30,13 @@ from megatron_dcpo.checkpoints.manifest import (
     latest_iteration,
     listed_files,
 )
-from megatron_dcpo.checkpoints.reader import (
-    CHECKED,
-    SharedRead,
-    cause,
-    describe_error,
-    metadata_of,
-)
+from megatron_dcpo.checkpoints.reader import CHECKED, SharedRead, cause, describe_error, metadata_of
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.policy.adapter import AdapterOptimizer
 from megatron_dcpo.policy.model import Policy
 from megatron_dcpo.policy.optimizer import PolicyOptimizer
 from megatron_dcpo.runtime.device import rng_state, set_rng_state
-from megatron_dcpo.runtime.distributed import (
-    Topology,
-    all_gather_objects,
-    broadcast_object,
-)
+from megatron_dcpo.runtime.distributed import Topology, all_gather_objects, broadcast_object
 from megatron_dcpo.weights.adapter_shape import described
 
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel  # isort: skip
@@ -74,21 +64,11 @@ _UNREADABLE = (
 _WRITER = re.compile(r"__([0-9]{1,9})_")  # the rank in the name of a file
 PARTS = ("optimizer", "opt_param_scheduler", "run")
 Optimizer = PolicyOptimizer | AdapterOptimizer
-RUN_PARTS = (
-    "iteration",
-    "distributed_optimizer",
-    "seed",
-    "rng_state",
-    "data",
-    "engine",
-)
+RUN_PARTS = ("iteration", "distributed_optimizer", "seed", "rng_state", "data", "engine")
 
 
 def checkpoint_state(
-    policy: Policy,
-    optimizer: Optimizer,
-    iteration: int,
-    run: dict[str, Any],
+    policy: Policy, optimizer: Optimizer, iteration: int, run: dict[str, Any]
 ) -> dict[str, Any]:
     """Return the sharded state to save. ``run`` has all of :data:`RUN_PARTS` except iteration,
     generators and ``distributed_optimizer``. Collective.
@@ -107,18 +87,14 @@ def checkpoint_state(
     return state
 
 
-def newest_intact(
-    directory: Path, topology: Topology
-) -> tuple[int | None, dict[int, str]]:
+def newest_intact(directory: Path, topology: Topology) -> tuple[int | None, dict[int, str]]:
     """Return the newest checkpoint, up to the announced one, whose files are as they were written,
     and what is wrong with the newer ones. Every rank reads a share of the files. Collective.
 
     Raises :class:`UserError` if there are checkpoints but none is intact: starting from the
     beginning would not be a resumption.
     """
-    announced, present = broadcast_object(
-        (latest_iteration(directory), iterations(directory))
-    )
+    announced, present = broadcast_object((latest_iteration(directory), iterations(directory)))
     if announced is None:
         return None, {}
     problems: dict[int, str] = {}
@@ -141,10 +117,7 @@ def newest_intact(
 
 
 def load_checkpoint(
-    directory: Path,
-    iteration: int,
-    policy: Policy,
-    optimizer: Optimizer,
+    directory: Path, iteration: int, policy: Policy, optimizer: Optimizer
 ) -> dict[str, Any]:
     """Restore policy, optimizer, schedule and random generators in place; return the ``run`` part.
     Collective.
@@ -162,21 +135,15 @@ def load_checkpoint(
         original = cause(error)
         if isinstance(original, UserError):
             raise original from None
-        raise UserError(
-            f"checkpoint {path} cannot be read ({describe_error(original)})"
-        ) from None
+        raise UserError(f"checkpoint {path} cannot be read ({describe_error(original)})") from None
 
 
 def _load(path: Path, policy: Policy, optimizer: Optimizer) -> dict[str, Any]:
     try:
         wanted = _sharded_state(policy, optimizer, is_loading=True)
         strategy = SharedRead(policy.topology.replica_group)
-        with (
-            warnings.catch_warnings()
-        ):  # from torch, about the type of Megatron's shards
-            warnings.filterwarnings(
-                "ignore", "Please use DTensor instead", FutureWarning
-            )
+        with warnings.catch_warnings():  # from torch, about the type of Megatron's shards
+            warnings.filterwarnings("ignore", "Please use DTensor instead", FutureWarning)
             return dist_checkpointing.load(wanted, str(path), strategy)
     finally:
         metadata_of.cache_clear()
@@ -186,9 +153,7 @@ def _load(path: Path, policy: Policy, optimizer: Optimizer) -> dict[str, Any]:
 def _restore(loaded: dict[str, Any], policy: Policy, optimizer: Optimizer) -> None:
     for index, gpt in enumerate(policy.gpt):
         result = gpt.load_state_dict(loaded[_model_key(policy, index)], strict=False)
-        missing = [
-            name for name in result.missing_keys if not name.endswith("_extra_state")
-        ]
+        missing = [name for name in result.missing_keys if not name.endswith("_extra_state")]
         if missing:
             raise CheckpointingException(f"parameter {missing[0]} missing")
     _check_constants(policy)
@@ -198,12 +163,8 @@ def _restore(loaded: dict[str, Any], policy: Policy, optimizer: Optimizer) -> No
     try:
         _restore_schedule(optimizer, loaded["opt_param_scheduler"])
         _restore_rng_states(policy.topology, loaded["run"]["rng_state"])
-    except (
-        RuntimeError
-    ) as error:  # from torch, for a tensor of another size or instead of a number
-        raise CheckpointingException(
-            f"opt_param_scheduler or rng_state: {error}"
-        ) from None
+    except RuntimeError as error:  # from torch, for a tensor of another size or instead of a number
+        raise CheckpointingException(f"opt_param_scheduler or rng_state: {error}") from None
 
 
 def _check_constants(policy: Policy) -> None:
@@ -248,9 +209,7 @@ def _check_parts(path: Path, optimizer: Optimizer) -> None:
     saved = common["run"]["distributed_optimizer"]
     now = optimizer_shards.is_distributed(optimizer.megatron)
     if not isinstance(saved, bool):
-        raise CheckpointingException(
-            "run.distributed_optimizer is neither true nor false"
-        )
+        raise CheckpointingException("run.distributed_optimizer is neither true nor false")
     if saved != now:
         raise UserError(
             f"checkpoint {path} was saved with "
@@ -300,9 +259,7 @@ def gather_rng_states(topology: Topology) -> dict[str, Any]:
     }
     states = [(_rank_name(topology), of_rank)] * (topology.tp_size * topology.pp_size)
     if len(states) > 1:
-        dist.all_gather_object(
-            states, states[0], group=parallel_state.get_model_parallel_group()
-        )
+        dist.all_gather_object(states, states[0], group=parallel_state.get_model_parallel_group())
     return dict(states)
 
 
@@ -310,9 +267,7 @@ def _restore_rng_states(topology: Topology, states: dict[str, Any]) -> None:
     state = states.get(_rank_name(topology))
     if state is None:
         if topology.rank == 0:
-            logger.info(
-                "saved at another parallel layout: random generators start from the seed"
-            )
+            logger.info("saved at another parallel layout: random generators start from the seed")
         return
     version, internal, gauss = state["random_rng_state"]
     random.setstate((version, tuple(internal), gauss))
@@ -359,16 +314,12 @@ def _model_key(policy: Policy, index: int) -> str:
 
 
 @torch.no_grad()
-def _sharded_state(
-    policy: Policy, optimizer: Optimizer, is_loading: bool
-) -> dict[str, Any]:
+def _sharded_state(policy: Policy, optimizer: Optimizer, is_loading: bool) -> dict[str, Any]:
     model = {}
     for index, gpt in enumerate(policy.gpt):
         model[_model_key(policy, index)] = gpt.sharded_state_dict()
     state = dict(model)
-    state["optimizer"] = optimizer_shards.optimizer_state(
-        optimizer.megatron, model, is_loading
-    )
+    state["optimizer"] = optimizer_shards.optimizer_state(optimizer.megatron, model, is_loading)
     state["opt_param_scheduler"] = optimizer.scheduler.state_dict()
     if isinstance(optimizer, AdapterOptimizer):
         state["adapter"] = optimizer.sharded_state()

@@ -85,15 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(args: argparse.Namespace) -> int:
     """Run the verb of the arguments, and return its exit status."""
     _write_safely(args.debug)
-    for noisy in (
-        "httpx",
-        "httpx2",
-        "httpcore2",
-        "urllib3",
-        "matplotlib",
-        "torch",
-        "transformers",
-    ):
+    for noisy in ("httpx", "httpx2", "httpcore2", "urllib3", "matplotlib", "torch", "transformers"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     try:
         status = int(args.run(args))
@@ -127,9 +119,7 @@ def _parsed(words: Sequence[str]) -> argparse.Namespace:
         prog="dcpo",
         description="Reinforcement learning from verifiable rewards, accurate and calibrated.",
     )
-    parser.add_argument(
-        "--version", action="version", version=f"megatron-dcpo {__version__}"
-    )
+    parser.add_argument("--version", action="version", version=f"megatron-dcpo {__version__}")
     subparsers = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     called = next((word for word in words if not word.startswith("-")), None)
     for verb, text in VERBS.items():
@@ -257,11 +247,7 @@ def _first_rank_prints(verb: str) -> bool:
     """Return whether the first rank of the job prints what this one would. A rank in the
     environment alone says nothing: a shell may have it from elsewhere.
     """
-    return (
-        verb in _ON_RANKS
-        and signals.under_launcher()
-        and os.environ.get("RANK", "0") != "0"
-    )
+    return verb in _ON_RANKS and signals.under_launcher() and os.environ.get("RANK", "0") != "0"
 
 
 def _ranks_differ() -> bool:
@@ -292,16 +278,10 @@ def check_config_exists(path: str) -> None:
 def add_config_arguments(parser: argparse.ArgumentParser) -> None:
     """Add ``--config`` and what overrides it."""
     parser.add_argument(
-        "--config",
-        required=True,
-        metavar="FILE",
-        help="YAML file with the run's options",
+        "--config", required=True, metavar="FILE", help="YAML file with the run's options"
     )
     parser.add_argument(
-        "overrides",
-        nargs="*",
-        metavar="section.key=value",
-        help="options that override the file",
+        "overrides", nargs="*", metavar="section.key=value", help="options that override the file"
     )
 
 
@@ -366,7 +346,5 @@ def positive_int(text: str) -> int:
     except ValueError:
         value = 0
     if value < 1:
-        raise argparse.ArgumentTypeError(
-            f"must be a whole number of at least 1, got {text!r}"
-        )
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
     return value

@@ -33,11 +33,7 @@ def add_parser(subparsers: Subparsers) -> None:
         "evaluate --repeats 20 --features.",
     )
     parser.add_argument(
-        "--samples",
-        nargs="+",
-        metavar="FILE",
-        required=True,
-        help="samples.jsonl of an evaluation",
+        "--samples", nargs="+", metavar="FILE", required=True, help="samples.jsonl of an evaluation"
     )
     parser.add_argument(
         "--kind",
@@ -116,9 +112,7 @@ def add_parser(subparsers: Subparsers) -> None:
         metavar="section.key=value",
         help="options of dcpo sft for the training of the adapter, as optimizer.lr=1e-4",
     )
-    parser.add_argument(
-        "--json", action="store_true", help="print the held-out scores as JSON"
-    )
+    parser.add_argument("--json", action="store_true", help="print the held-out scores as JSON")
     parser.set_defaults(run=run)
 
 
@@ -187,12 +181,7 @@ def run(args: argparse.Namespace) -> int:
     for path in args.samples:
         samples += read_any(path)
     predictor, held_out = posthoc.fit(
-        args.method,
-        samples,
-        source,
-        held_out=args.held_out,
-        seed=args.seed,
-        epochs=args.epochs,
+        args.method, samples, source, held_out=args.held_out, seed=args.seed, epochs=args.epochs
     )
     fitted_on = fitted_on_of(args.samples, samples)
     if fitted_on is None:
@@ -208,9 +197,6 @@ def run(args: argparse.Namespace) -> int:
         before = predictor.source
         if before.partition(":")[0] in (*_INPUTS, *RANKING_ONLY):
             before = "token"
-        rows = {
-            before: posthoc.scores(held_out, before),
-            args.method: posthoc.scores(held_out),
-        }
+        rows = {before: posthoc.scores(held_out, before), args.method: posthoc.scores(held_out)}
     show_scores("predictor", args.out, rows, as_json=args.json)
     return 0

@@ -52,19 +52,13 @@ def _check_options(args: argparse.Namespace) -> None:
     if args.apply:
         for name in ("teacher", "decimals"):
             if getattr(args, name):
-                raise UserError(
-                    f"--{name} does not go with --apply, which fits nothing"
-                )
+                raise UserError(f"--{name} does not go with --apply, which fits nothing")
         return
     if not args.model:
-        raise UserError(
-            "--kind adapter needs --model DIR: the model that the adapter is added to"
-        )
+        raise UserError("--kind adapter needs --model DIR: the model that the adapter is added to")
 
 
-def _fit(
-    args: argparse.Namespace, samples: Sequence[Sample], settings: Mapping[str, Any]
-) -> int:
+def _fit(args: argparse.Namespace, samples: Sequence[Sample], settings: Mapping[str, Any]) -> int:
     from megatron_dcpo.cli.report import show_scores
     from megatron_dcpo.evaluation import posthoc
     from megatron_dcpo.training.confidence_adapter import FitOptions, fit
@@ -75,9 +69,7 @@ def _fit(
         config,
         samples,
         _asking(settings, decimals=args.decimals or 2),
-        FitOptions(
-            teacher=args.teacher or "correct", held_out=args.held_out, seed=args.seed
-        ),
+        FitOptions(teacher=args.teacher or "correct", held_out=args.held_out, seed=args.seed),
     )
     rows = {}
     if read:
@@ -89,15 +81,9 @@ def _fit(
     return 0
 
 
-def _apply(
-    args: argparse.Namespace, samples: Sequence[Sample], settings: Mapping[str, Any]
-) -> int:
+def _apply(args: argparse.Namespace, samples: Sequence[Sample], settings: Mapping[str, Any]) -> int:
     from megatron_dcpo.evaluation.samples import write_samples
-    from megatron_dcpo.training.confidence_adapter import (
-        adapter_of,
-        described,
-        read_out,
-    )
+    from megatron_dcpo.training.confidence_adapter import adapter_of, described, read_out
 
     directory = Path(args.apply)
     fitted = described(directory)
@@ -110,26 +96,20 @@ def _apply(
                 f"with {now}; fit an adapter on such answers"
             )
     adapter = {"path": adapter_of(directory)}
-    config = _configured(
-        args, {**settings, **fitted}, run_dir=str(directory), adapter=adapter
-    )
+    config = _configured(args, {**settings, **fitted}, run_dir=str(directory), adapter=adapter)
     asking = _asking({**settings, **fitted}, decimals=int(str(fitted["decimals"])))
     readings = read_out(config, samples, asking)
     read = list(zip(samples, readings, strict=True))
     write_samples(with_readings(read, as_text=False), Path(args.out))
     if not args.json:
         known = sum(reading is not None for reading in readings)
-        print(
-            f"{known} of {len(samples)} responses have a confidence; wrote {args.out}"
-        )
+        print(f"{known} of {len(samples)} responses have a confidence; wrote {args.out}")
     else:
         print(json.dumps({"samples": args.out, "n": len(samples)}))
     return 0
 
 
-def with_readings(
-    read: Sequence[tuple[Sample, Reading | None]], as_text: bool
-) -> list[Sample]:
+def with_readings(read: Sequence[tuple[Sample, Reading | None]], as_text: bool) -> list[Sample]:
     """Return the samples with ``posthoc_confidence``: the expected one, or the one stated."""
     found = []
     for sample, reading in read:
@@ -141,10 +121,7 @@ def with_readings(
 
 
 def _configured(
-    args: argparse.Namespace,
-    settings: Mapping[str, Any],
-    run_dir: str,
-    adapter: Mapping[str, Any],
+    args: argparse.Namespace, settings: Mapping[str, Any], run_dir: str, adapter: Mapping[str, Any]
 ) -> SupervisedConfig:
     """Return the configuration of the training, or of what is read out of its adapter."""
     from megatron_dcpo.config import merged, overridden, parse_overrides
@@ -165,11 +142,7 @@ def _configured(
         values = overridden(values, name, value)
     if args.held_out and not args.apply:
         path = {"path": args.samples[0]}
-        values["evaluation"] = {
-            "interval": 10**9,
-            **values.get("evaluation", {}),
-            **path,
-        }
+        values["evaluation"] = {"interval": 10**9, **values.get("evaluation", {}), **path}
     return validate_supervised(values, "dcpo calibrate")
 
 

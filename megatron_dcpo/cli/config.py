@@ -79,9 +79,7 @@ def described(name: str) -> list[str]:
                 by_name[option.name] = option
         if name not in by_name:
             known = [*filter(None, sections()), *by_name]
-            raise UserError(
-                f"there is no section or option {name!r}{did_you_mean(name, known)}"
-            )
+            raise UserError(f"there is no section or option {name!r}{did_you_mean(name, known)}")
         selected = [by_name[name]]
     lines = []
     for option in selected:

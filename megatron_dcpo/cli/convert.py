@@ -21,15 +21,7 @@ if TYPE_CHECKING:
     from megatron_dcpo.cli import Subparsers
     from megatron_dcpo.conversion.common import Conversion, Progress
 
-_UNITS = {
-    "": 1,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "KIB": 2**10,
-    "MIB": 2**20,
-    "GIB": 2**30,
-}
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -40,23 +32,14 @@ def add_parser(subparsers: Subparsers) -> None:
         "checkpoint, which any tensor, pipeline and virtual pipeline layout can load. The weights "
         "are streamed, so that memory does not grow with the model.",
     )
-    directions = parser.add_subparsers(
-        dest="direction", required=True, metavar="DIRECTION"
-    )
-    imports = directions.add_parser(
-        "import", help="Hugging Face directory -> Megatron checkpoint"
-    )
-    exports = directions.add_parser(
-        "export", help="Megatron checkpoint -> Hugging Face directory"
-    )
+    directions = parser.add_subparsers(dest="direction", required=True, metavar="DIRECTION")
+    imports = directions.add_parser("import", help="Hugging Face directory -> Megatron checkpoint")
+    exports = directions.add_parser("export", help="Megatron checkpoint -> Hugging Face directory")
     add_import_arguments(imports)
     add_export_arguments(exports)
     for direction in (imports, exports):
         direction.add_argument(
-            "--debug",
-            action="store_true",
-            default=argparse.SUPPRESS,
-            help=argparse.SUPPRESS,
+            "--debug", action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS
         )
     parser.set_defaults(run=run)
 
@@ -152,9 +135,7 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="read the result again and compare every tensor by hash",
     )
-    parser.add_argument(
-        "--overwrite", action="store_true", help="replace the target if it exists"
-    )
+    parser.add_argument("--overwrite", action="store_true", help="replace the target if it exists")
     parser.add_argument(
         "--json", action="store_true", help="print conversion.json instead of a line"
     )
@@ -185,11 +166,7 @@ def run(args: argparse.Namespace) -> int:
     from megatron_dcpo.conversion.megatron_checkpoint import find_checkpoint
 
     with _progress(args.direction) as progress:
-        common = {
-            "verify": args.verify,
-            "overwrite": args.overwrite,
-            "progress": progress,
-        }
+        common = {"verify": args.verify, "overwrite": args.overwrite, "progress": progress}
         if args.direction == "import":
             result = import_checkpoint(
                 args.source,

@@ -48,11 +48,7 @@ OPTIONAL = {
 }
 
 # the releases of Megatron-core that were tested with each Python (docs/status.md has the details)
-TESTED = {
-    (3, 11): ("0.16.1",),
-    (3, 12): ("0.17.1", "0.18.2", "0.19.2"),
-    (3, 13): ("0.19.2",),
-}
+TESTED = {(3, 11): ("0.16.1",), (3, 12): ("0.17.1", "0.18.2", "0.19.2"), (3, 13): ("0.19.2",)}
 
 EXTRAS = {
     "transformer-engine": "gpu",
@@ -131,15 +127,11 @@ def _is_for_training() -> bool:
 
 def _light() -> list[Finding]:
     """Return the findings of an installation without the extra ``train``."""
-    findings = [
-        Finding("python", platform.python_version(), sys.version_info >= (3, 11))
-    ]
+    findings = [Finding("python", platform.python_version(), sys.version_info >= (3, 11))]
     for name in REQUIRED:
         if name not in OF_TRAINING:
             findings.append(_required(name, pin=None, megatron=()))
-    verbs = (
-        "calibrate, evaluate of an endpoint or of samples, judge, plan, report, serve"
-    )
+    verbs = "calibrate, evaluate of an endpoint or of samples, judge, plan, report, serve"
     advice = f"{verbs} work without; {pip_install('train')}"
     findings.append(Finding("training", "not installed", None, advice))
     return [*findings, _sandbox()]

@@ -105,13 +105,9 @@ def add_parser(subparsers: Subparsers) -> None:
         help="options, for instance judging.test_seconds=30",
     )
     source = parser.add_mutually_exclusive_group()
-    source.add_argument(
-        "--model", metavar="DIR", help="Hugging Face checkpoint directory"
-    )
+    source.add_argument("--model", metavar="DIR", help="Hugging Face checkpoint directory")
     parser.add_argument(
-        "--adapter",
-        metavar="DIR",
-        help="adapter in PEFT's format that is added to --model",
+        "--adapter", metavar="DIR", help="adapter in PEFT's format that is added to --model"
     )
     source.add_argument(
         "--endpoint",
@@ -147,17 +143,11 @@ def add_parser(subparsers: Subparsers) -> None:
         metavar="A,B",
         help="names (math500, aime24, ...) or NAME=PATH of a data file",
     )
+    parser.add_argument("--out", metavar="RUN", required=True, help="directory to write to")
     parser.add_argument(
-        "--out", metavar="RUN", required=True, help="directory to write to"
+        "--fresh", action="store_true", help="drop the samples of an earlier evaluation in --out"
     )
-    parser.add_argument(
-        "--fresh",
-        action="store_true",
-        help="drop the samples of an earlier evaluation in --out",
-    )
-    parser.add_argument(
-        "--repeats", type=positive_int, help="responses per problem (default 4)"
-    )
+    parser.add_argument("--repeats", type=positive_int, help="responses per problem (default 4)")
     parser.add_argument(
         "--confidence",
         help=f"kinds, comma separated (default verbal,token,consistency): {', '.join(KINDS)}",
@@ -197,9 +187,7 @@ def add_parser(subparsers: Subparsers) -> None:
         help="directory of the benchmark files (default: $DCPO_DATA, or data/)",
     )
     parser.add_argument(
-        "--corrections",
-        action="store_true",
-        help="repair documented defects of benchmark data",
+        "--corrections", action="store_true", help="repair documented defects of benchmark data"
     )
     parser.add_argument(
         "--untested",
@@ -207,9 +195,7 @@ def add_parser(subparsers: Subparsers) -> None:
         help="keep programming problems whose tests assert nothing (3 of MBPP+)",
     )
     parser.add_argument(
-        "--rejudge",
-        action="store_true",
-        help="with --samples: also judge the responses again",
+        "--rejudge", action="store_true", help="with --samples: also judge the responses again"
     )
     _add_sampling_arguments(
         parser.add_argument_group("sampling (defaults: the paper's evaluation)")
@@ -236,9 +222,7 @@ def _add_sampling_arguments(sampling: argparse._ArgumentGroup) -> None:
     sampling.add_argument("--top-p", type=float, help="default 0.8")
     sampling.add_argument("--top-k", type=int, help="0: off (default 20)")
     sampling.add_argument(
-        "--max-tokens",
-        type=positive_int,
-        help="longest response in tokens (default 3000)",
+        "--max-tokens", type=positive_int, help="longest response in tokens (default 3000)"
     )
     sampling.add_argument("--seed", type=int, help="default 0")
     sampling.add_argument(
@@ -262,8 +246,7 @@ def _add_sampling_arguments(sampling: argparse._ArgumentGroup) -> None:
 
 def _add_server_arguments(server: argparse._ArgumentGroup) -> None:
     server.add_argument(
-        "--model-name",
-        help="name of the model on the server (default: the only one it offers)",
+        "--model-name", help="name of the model on the server (default: the only one it offers)"
     )
     server.add_argument(
         "--tokenizer",
@@ -280,25 +263,15 @@ def _add_server_arguments(server: argparse._ArgumentGroup) -> None:
         metavar="NAME",
         help="environment variable of the key (default OPENAI_API_KEY)",
     )
+    server.add_argument("--concurrency", type=positive_int, help="requests at a time (default 32)")
     server.add_argument(
-        "--concurrency", type=positive_int, help="requests at a time (default 32)"
+        "--timeout", type=float, metavar="S", help="seconds to wait for one sample (default 600)"
     )
     server.add_argument(
-        "--timeout",
-        type=float,
-        metavar="S",
-        help="seconds to wait for one sample (default 600)",
+        "--attempts", type=positive_int, help="tries per sample, with growing pauses (default 8)"
     )
     server.add_argument(
-        "--attempts",
-        type=positive_int,
-        help="tries per sample, with growing pauses (default 8)",
-    )
-    server.add_argument(
-        "--extra-body",
-        type=_json_object,
-        metavar="JSON",
-        help="fields added to every request",
+        "--extra-body", type=_json_object, metavar="JSON", help="fields added to every request"
     )
 
 
@@ -314,9 +287,7 @@ def run(args: argparse.Namespace) -> int:
         raise UserError("--columns names columns of --samples FILE")
     judge_again = given.get("rejudge", False)
     if judge_again and not samples:
-        raise UserError(
-            "--rejudge needs --samples FILE; new responses are judged anyway"
-        )
+        raise UserError("--rejudge needs --samples FILE; new responses are judged anyway")
     config = configuration(given)
     with _progress() as progress:
         evaluation = run_evaluation(

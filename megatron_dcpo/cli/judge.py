@@ -51,10 +51,7 @@ def add_parser(subparsers: Subparsers) -> None:
         help="print one JSON line per input line, in order, with correct",
     )
     add_judging_arguments(parser)
-    for name, old_name in (
-        ("test_seconds", "--timeout"),
-        ("program_seconds", "--total-timeout"),
-    ):
+    for name, old_name in (("test_seconds", "--timeout"), ("program_seconds", "--total-timeout")):
         parser.add_argument(old_name, dest=name, type=float, help=argparse.SUPPRESS)
     parser.add_argument(
         "--workers",
@@ -93,9 +90,7 @@ def run(args: argparse.Namespace) -> int:
     )
     for row in numbers["disagreements"][: args.show]:
         verdict = "accepted" if row["correct"] else "rejected"
-        print(
-            f"  {verdict} {row['count']}x  {row['answer']!r}  against  {row['reference']!r}"
-        )
+        print(f"  {verdict} {row['count']}x  {row['answer']!r}  against  {row['reference']!r}")
     hidden = len(numbers["disagreements"]) - args.show
     if hidden > 0:
         print(f"  ... and {hidden} more (--show)")
@@ -115,14 +110,7 @@ def _judge_by_function(args: argparse.Namespace) -> int:
     from megatron_dcpo.judging.verifiers import verifiers
     from megatron_dcpo.types import VERIFIER_ERROR
 
-    names = (
-        "verifier",
-        "threshold",
-        "sandbox",
-        "test_seconds",
-        "program_seconds",
-        "memory_mb",
-    )
+    names = ("verifier", "threshold", "sandbox", "test_seconds", "program_seconds", "memory_mb")
     given = {}
     for name in names:
         value = getattr(args, name, None)
@@ -134,9 +122,7 @@ def _judge_by_function(args: argparse.Namespace) -> int:
     attempts = []
     for where, row in read_json_lines(args.pairs):
         if not isinstance(row.get("prediction"), str) or "reference" not in row:
-            raise UserError(
-                f"{where}: expected an object with prediction (text) and reference"
-            )
+            raise UserError(f"{where}: expected an object with prediction (text) and reference")
         split = split_text(row["prediction"], CONFIDENCE_TAG)
         reasoning = split.reasoning.decode(errors="replace")
         answer = form.extract(reasoning)
@@ -153,9 +139,7 @@ def _judge_by_function(args: argparse.Namespace) -> int:
     else:
         right = sum(outcome.correct for outcome in outcomes)
         failed = sum(outcome.category == VERIFIER_ERROR for outcome in outcomes)
-        print(
-            f"{len(outcomes)} predictions, {right} correct, {failed} not judged (verifier_error)"
-        )
+        print(f"{len(outcomes)} predictions, {right} correct, {failed} not judged (verifier_error)")
     check_error_rate(outcomes, judging.max_error_rate, args.pairs)
     return 0
 
@@ -191,9 +175,7 @@ def _judge_programs(args: argparse.Namespace) -> int:
         check_syntax(checked_tests(tests, where), where)
     workers = args.workers if args.workers is not None else len(os.sched_getaffinity(0))
     counts: Counter[str] = Counter()
-    with CodePool(
-        limits=limits, sandbox=args.sandbox or "auto", workers=workers
-    ) as pool:
+    with CodePool(limits=limits, sandbox=args.sandbox or "auto", workers=workers) as pool:
         print(f"sandbox: {pool.level}", file=sys.stderr)
         futures = []
         for where, response, tests in rows:
@@ -220,9 +202,7 @@ def _read_programs(path: str) -> list[tuple[str, str, Any]]:
     rows = []
     for where, row in read_json_lines(path):
         if not isinstance(row.get("response"), str) or "tests" not in row:
-            raise UserError(
-                f"{where}: expected an object with response (text) and tests"
-            )
+            raise UserError(f"{where}: expected an object with response (text) and tests")
         rows.append((where, row["response"], row["tests"]))
     return rows
 
@@ -233,9 +213,7 @@ def _read_pairs(path: str) -> list[tuple[str, str]]:
     pairs = []
     for where, row in read_json_lines(path):
         try:
-            pairs.append(
-                (_text(row["prediction"]), _reference(row["reference"], where))
-            )
+            pairs.append((_text(row["prediction"]), _reference(row["reference"], where)))
         except (KeyError, TypeError) as error:
             raise UserError(
                 f"{where}: expected an object with prediction and reference "

@@ -56,9 +56,7 @@ def add_parser(subparsers: Subparsers) -> None:
         usage="dcpo launch N [torchrun options] -- VERB ...",
     )
     parser.add_argument(
-        "processes",
-        metavar="N",
-        help="processes on this node, or torchrun's auto, gpu, cpu",
+        "processes", metavar="N", help="processes on this node, or torchrun's auto, gpu, cpu"
     )
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     parser.set_defaults(run=run)
@@ -86,12 +84,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _engines(processes: int, engines: int, other: str, verb: list[str]) -> EngineServer:
     """Return the server of the run that ``verb`` starts."""
-    from megatron_dcpo.rollout.serving import (
-        EngineServer,
-        log_name,
-        own_endpoint,
-        server_command,
-    )
+    from megatron_dcpo.rollout.serving import EngineServer, log_name, own_endpoint, server_command
     from megatron_dcpo.training.run import longest_of
 
     parser = argparse.ArgumentParser(add_help=False)
@@ -106,11 +99,7 @@ def _engines(processes: int, engines: int, other: str, verb: list[str]) -> Engin
     command = server_command(config, engines, longest_of(config), other)
     endpoint = own_endpoint(config)
     return EngineServer(
-        command,
-        endpoint,
-        processes,
-        engines,
-        Path(config.run_dir) / log_name(endpoint),
+        command, endpoint, processes, engines, Path(config.run_dir) / log_name(endpoint)
     )
 
 
@@ -156,10 +145,7 @@ def _launch(processes: str, options: list[str], verb: list[str]) -> int:
             message = f"dcpo launch: {_describe(rank, failure)}"
             print(printable(message), file=sys.stderr)
         return status
-    except (
-        RendezvousError,
-        DistError,
-    ) as error:  # before the workers' status was known
+    except (RendezvousError, DistError) as error:  # before the workers' status was known
         used = port_in_use(error, "--master-port")
         if used:
             raise UserError(used) from None
@@ -191,8 +177,7 @@ def first_failure(failures: dict[int, Any]) -> tuple[int, Any]:
     """
     ended = (-signal.SIGTERM, EXIT_PEER_LOST)
     return min(
-        failures.items(),
-        key=lambda item: (item[1].exitcode in ended, item[1].timestamp, item[0]),
+        failures.items(), key=lambda item: (item[1].exitcode in ended, item[1].timestamp, item[0])
     )
 
 
@@ -221,9 +206,7 @@ def _numa_binding(options: list[str]) -> list[str]:
     """
     from megatron_dcpo.runtime.device import capabilities
 
-    if any(
-        option.startswith(("--numa-binding", "--numa_binding")) for option in options
-    ):
+    if any(option.startswith(("--numa-binding", "--numa_binding")) for option in options):
         return []
     nodes = [Path(node) for node in glob.glob("/sys/devices/system/node/node[0-9]*")]
     if len(nodes) < 2:

@@ -53,12 +53,8 @@ def add_parser(subparsers: Subparsers) -> argparse.ArgumentParser:
         epilog=INPUT,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "--input", required=True, metavar="FILE", help="JSON as below ('-': stdin)"
-    )
-    parser.add_argument(
-        "--json", action="store_true", help="machine-readable output on stdout"
-    )
+    parser.add_argument("--input", required=True, metavar="FILE", help="JSON as below ('-': stdin)")
+    parser.add_argument("--json", action="store_true", help="machine-readable output on stdout")
     parser.set_defaults(run=run)
     return parser
 

@@ -118,9 +118,7 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(facts) if args.json else "\n".join(reshard_lines(facts)))
         return 0
     if args.mfu > 1:
-        raise UserError(
-            f"--mfu {args.mfu:g} is above 1; it is a share of --peak-tflops"
-        )
+        raise UserError(f"--mfu {args.mfu:g} is above 1; it is a share of --peak-tflops")
     if not 0 <= args.reserve_gb < args.gpu_memory_gb:
         raise UserError(
             f"--reserve-gb {args.reserve_gb:g} is outside 0 ... --gpu-memory-gb "

@@ -33,13 +33,9 @@ def add_parser(subparsers: Subparsers) -> None:
         help="number of batches to sample, each with the responses of a step (default 8)",
     )
     parser.add_argument(
-        "--out",
-        metavar="DIR",
-        help="directory of probe.json and probe.png (default: the run_dir)",
+        "--out", metavar="DIR", help="directory of probe.json and probe.png (default: the run_dir)"
     )
-    parser.add_argument(
-        "--json", action="store_true", help="print probe.json to stdout"
-    )
+    parser.add_argument("--json", action="store_true", help="print probe.json to stdout")
     parser.set_defaults(run=run)
 
 

@@ -42,22 +42,16 @@ def add_parser(subparsers: Subparsers) -> None:
         help="columns of a table: correct=NAME, confidence=NAME; text, problem, group, task, kind",
     )
     parser.add_argument(
-        "--out",
-        metavar="FILE",
-        help="file of the page (default: report.html in the first RUN)",
+        "--out", metavar="FILE", help="file of the page (default: report.html in the first RUN)"
     )
-    parser.add_argument(
-        "--title", default="Accuracy and calibration", help="heading of the page"
-    )
+    parser.add_argument("--title", default="Accuracy and calibration", help="heading of the page")
     parser.add_argument(
         "--against",
         metavar="paper|FILE",
         help="published numbers to compare with: paper, or a CSV file",
     )
     parser.add_argument(
-        "--json",
-        action="store_true",
-        help="print the comparison as JSON instead of a table",
+        "--json", action="store_true", help="print the comparison as JSON instead of a table"
     )
     parser.add_argument(
         "--serve",
@@ -65,10 +59,7 @@ def add_parser(subparsers: Subparsers) -> None:
         help="follow one RUN in a browser on this machine while it trains",
     )
     parser.add_argument(
-        "--port",
-        type=int,
-        default=8765,
-        help="port of --serve (default 8765; 0: any free port)",
+        "--port", type=int, default=8765, help="port of --serve (default 8765; 0: any free port)"
     )
     parser.set_defaults(run=run)
 
@@ -178,9 +169,7 @@ def print_table(numbers: Mapping[str, Mapping[str, Any]], first: str = "run") ->
     console.print(table)
 
 
-def show_scores(
-    what: str, out: str, rows: Mapping[str, Mapping[str, Any]], as_json: bool
-) -> None:
+def show_scores(what: str, out: str, rows: Mapping[str, Mapping[str, Any]], as_json: bool) -> None:
     """Print where a fitted confidence is, and its scores on the held-out problems by name, if there
     are any.
     """

@@ -38,9 +38,7 @@ def add_parser(subparsers: Subparsers) -> None:
         help="address of the server, usually ending in /v1",
     )
     add_scoring_arguments(parser)
-    parser.add_argument(
-        "--host", default="127.0.0.1", help="default: this machine alone"
-    )
+    parser.add_argument("--host", default="127.0.0.1", help="default: this machine alone")
     parser.add_argument("--port", type=int, default=8100, help="default 8100")
     parser.add_argument(
         "--api-key-env",
@@ -89,9 +87,7 @@ def run(args: argparse.Namespace) -> int:
     )
     host, port = listening.getsockname()[:2]
     print(
-        printable(
-            f"http://{host}:{port}/v1 passes requests on to {args.endpoint}; Ctrl-C ends it"
-        ),
+        printable(f"http://{host}:{port}/v1 passes requests on to {args.endpoint}; Ctrl-C ends it"),
         flush=True,
     )
     # what is imported stays: the garbage collector need not look at it again and again, nor at

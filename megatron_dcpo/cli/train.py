@@ -61,9 +61,7 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
         help="check options, model, tokenizer and data without training",
     )
     parser.add_argument(
-        "--json",
-        action="store_true",
-        help="print the last step's metrics to stdout as JSON",
+        "--json", action="store_true", help="print the last step's metrics to stdout as JSON"
     )
 
 

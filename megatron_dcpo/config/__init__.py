@@ -39,13 +39,7 @@ from megatron_dcpo.config.sections import (
     TrainingConfig,
     ValidationConfig,
 )
-from megatron_dcpo.errors import (
-    UserError,
-    nearest,
-    one_line,
-    validated_name,
-    validation_message,
-)
+from megatron_dcpo.errors import UserError, nearest, one_line, validated_name, validation_message
 from megatron_dcpo.objectives.options import ObjectiveConfig, option_names
 from megatron_dcpo.runtime.paths import beside, places
 from megatron_dcpo.sandbox.local import CodeLimits
@@ -84,9 +78,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def read(
-    path: str | Path,
-    overrides: Sequence[str],
-    validated: Callable[[object, str], Built],
+    path: str | Path, overrides: Sequence[str], validated: Callable[[object, str], Built]
 ) -> Built:
     """Read ``path``, apply dotted ``overrides`` in order, and return what ``validated`` makes of
     the values and their source. Raises :class:`UserError`, one line per call.
@@ -118,9 +110,7 @@ def read(
         for override in reversed(overrides):  # the file is not to blame
             name = re.sub(r"\[(\w+)\]", r".\1", override.partition("=")[0])
             if name in message or f"unknown key {name.partition('.')[0]};" in message:
-                raise UserError(
-                    message.replace(f"{path}: ", f"{override}: ", 1)
-                ) from None
+                raise UserError(message.replace(f"{path}: ", f"{override}: ", 1)) from None
         raise
 
 
@@ -164,9 +154,7 @@ def validate(values: object, source: str = "config") -> Config:
     wrong.
     """
     if not isinstance(values, dict):
-        raise UserError(
-            f"{source}: expected a mapping of sections, found {type(values).__name__}"
-        )
+        raise UserError(f"{source}: expected a mapping of sections, found {type(values).__name__}")
     data = values.get("data")
     if isinstance(data, dict) and "examples_per_step" in data:
         raise UserError(
@@ -182,13 +170,8 @@ def validate(values: object, source: str = "config") -> Config:
 def _completed_objective(config: Config) -> ObjectiveConfig:
     """Return the objective with the options that follow from the rollout."""
     objective = config.objective
-    if (
-        objectives.needs_max_response_length(objective)
-        and not objective.max_response_length
-    ):
-        objective = objective.changed(
-            max_response_length=config.rollout.max_response_length
-        )
+    if objectives.needs_max_response_length(objective) and not objective.max_response_length:
+        objective = objective.changed(max_response_length=config.rollout.max_response_length)
     if (
         config.rollout.filter_groups == "reasoning"
         and "block_groups" not in objective.explicit
@@ -225,9 +208,9 @@ def parse_overrides(overrides: Iterable[str]) -> dict[str, Any]:
     for override in overrides:
         try:
             name, value = _parsed(override)
-            values[name] = OmegaConf.to_container(
-                OmegaConf.create({"value": value}), resolve=True
-            )["value"]  # type: ignore[index, call-overload]
+            values[name] = OmegaConf.to_container(OmegaConf.create({"value": value}), resolve=True)[
+                "value"
+            ]  # type: ignore[index, call-overload]
         except (OmegaConfBaseException, ValueError, TypeError) as error:
             raise UserError(f"{override}: {one_line(error, 500)}") from None
     return values
@@ -329,15 +312,11 @@ def flat(values: object, prefix: str = "") -> Iterator[tuple[str, Any]]:
 def without_none(values: dict[str, Any]) -> dict[str, Any]:
     """Return nested dictionaries without the keys whose value is None."""
     return {
-        k: without_none(v) if isinstance(v, dict) else v
-        for k, v in values.items()
-        if v is not None
+        k: without_none(v) if isinstance(v, dict) else v for k, v in values.items() if v is not None
     }
 
 
-def _check_keys(
-    values: dict[Any, Any], kind: type, source: str, prefix: tuple[str, ...]
-) -> None:
+def _check_keys(values: dict[Any, Any], kind: type, source: str, prefix: tuple[str, ...]) -> None:
     """Refuse unknown keys first: pydantic would report them last, and without the nearest valid
     name.
     """
@@ -349,15 +328,9 @@ def _check_keys(
             place = ELSEWHERE.get(str(key)) or (
                 ".".join((*prefix, near)) if near else _elsewhere(str(key))
             )
-            hint = (
-                f"did you mean {place}?"
-                if place
-                else f"valid keys: {', '.join(sorted(known))}"
-            )
+            hint = f"did you mean {place}?" if place else f"valid keys: {', '.join(sorted(known))}"
             raise UserError(f"{source}: unknown key {name}; {hint}")
-        section = next(
-            (t for t in (known[key], *get_args(known[key])) if section_fields(t)), None
-        )
+        section = next((t for t in (known[key], *get_args(known[key])) if section_fields(t)), None)
         if section is not None and isinstance(value, dict):
             _check_keys(value, section, source, (*prefix, str(key)))
 
@@ -367,8 +340,7 @@ def section_fields(kind: object) -> dict[str, Any]:
     if kind is ObjectiveConfig:
         return dict.fromkeys(option_names())
     return {
-        name: field.annotation
-        for name, field in getattr(kind, "__pydantic_fields__", {}).items()
+        name: field.annotation for name, field in getattr(kind, "__pydantic_fields__", {}).items()
     }
 
 

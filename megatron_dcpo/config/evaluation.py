@@ -109,11 +109,7 @@ def values_of_file(path: str) -> Values:
     values = read_file(path)
     data = values.get("data")
     if isinstance(data, dict) and isinstance(data.get("path"), list):
-        training = {
-            "run_dir": "",
-            "model": {"path": ""},
-            "data": {"path": data["path"]},
-        }
+        training = {"run_dir": "", "model": {"path": ""}, "data": {"path": data["path"]}}
         sources = _own_sources(checked(training, Config, path))
         data.setdefault("sources", sources)
     kept: Values = {}

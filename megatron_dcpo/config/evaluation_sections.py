@@ -8,13 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from megatron_dcpo.config.field_types import (
-    STRICT,
-    Columns,
-    NonNegative,
-    Positive,
-    Thinking,
-)
+from megatron_dcpo.config.field_types import STRICT, Columns, NonNegative, Positive, Thinking
 from megatron_dcpo.config.sections import (
     DataConfig,
     JudgingConfig,
@@ -122,9 +116,7 @@ class EvaluateConfig:
 
     run_dir: str
     """Directory that the evaluation writes to (--out)."""
-    model: EvaluatedModelConfig = dataclasses.field(
-        default_factory=EvaluatedModelConfig
-    )
+    model: EvaluatedModelConfig = dataclasses.field(default_factory=EvaluatedModelConfig)
     data: PromptConfig = dataclasses.field(default_factory=PromptConfig)
     rollout: EngineConfig = dataclasses.field(default_factory=EngineConfig)
     judging: JudgingConfig = dataclasses.field(default_factory=JudgingConfig)

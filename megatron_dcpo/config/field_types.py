@@ -9,13 +9,7 @@ from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
 import yaml
-from pydantic import (
-    AfterValidator,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    PlainValidator,
-)
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, PlainValidator
 
 from megatron_dcpo.errors import did_you_mean
 from megatron_dcpo.runtime.plugins import is_import_path
@@ -96,9 +90,7 @@ def _listed_verifiers(value: object) -> Sequence[object]:
         return [{"name": name, "weight": weight} for name, weight in value.items()]
     if isinstance(value, list | tuple):
         return value
-    raise ValueError(
-        "expected the name of a verifier, or a mapping from names to weights"
-    )
+    raise ValueError("expected the name of a verifier, or a mapping from names to weights")
 
 
 def _weighted_verifier(one: object) -> WeightedVerifier:
@@ -111,9 +103,7 @@ def _weighted_verifier(one: object) -> WeightedVerifier:
         raise ValueError(f"expected the name of a verifier, got {name!r:.80}")
     is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
     if not is_number or not 0 < weight <= sys.float_info.max:
-        raise ValueError(
-            f"the weight of {name} must be a positive number, got {weight!r:.40}"
-        )
+        raise ValueError(f"the weight of {name} must be a positive number, got {weight!r:.40}")
     return WeightedVerifier(_verifier(name), float(weight))
 
 
@@ -160,9 +150,7 @@ def _groups(value: object) -> object:
 FilterGroups = Annotated[Literal["none", "reasoning", "any"], BeforeValidator(_groups)]
 Names = Annotated[tuple[str, ...], BeforeValidator(_names)]
 Thinking = Annotated[Literal["off", "on", "auto"], BeforeValidator(_word)]
-VerifierChoice = Annotated[
-    str | tuple[WeightedVerifier, ...], PlainValidator(_verifier_choice)
-]
+VerifierChoice = Annotated[str | tuple[WeightedVerifier, ...], PlainValidator(_verifier_choice)]
 # from our names of columns to a file's names
 Columns = Annotated[
     dict[Annotated[str, AfterValidator(_column)], str],

@@ -55,9 +55,7 @@ def _checked(options: dict[str, Any]) -> dict[str, Any]:
     except ValidationError as error:
         first = error.errors()[0]
         name = f"parallel.megatron.{first['loc'][0]}"
-        raise ValueError(
-            f"{name}: {one_line(first['msg'])} (found {first['input']!r})"
-        ) from None
+        raise ValueError(f"{name}: {one_line(first['msg'])} (found {first['input']!r})") from None
     return {name: getattr(planned, name, value) for name, value in options.items()}
 
 

@@ -47,9 +47,7 @@ def _import_path(text: str, folder: Path) -> str:
 
 def _benchmarks(text: str, folder: Path) -> str:
     named = [part.partition("=") for part in text.split(",")]
-    return ",".join(
-        f"{name}{equal}{beside(path.strip(), folder)}" for name, equal, path in named
-    )
+    return ",".join(f"{name}{equal}{beside(path.strip(), folder)}" for name, equal, path in named)
 
 
 def _sources(value: object, folder: Path) -> object:
@@ -57,10 +55,7 @@ def _sources(value: object, folder: Path) -> object:
         return [_sources(one, folder) for one in value]
     if isinstance(value, dict):
         finds = {"path": _path, "verifier": _verifier, "template": _function}
-        return {
-            key: finds[key](one, folder) if key in finds else one
-            for key, one in value.items()
-        }
+        return {key: finds[key](one, folder) if key in finds else one for key, one in value.items()}
     return _path(value, folder)
 
 
@@ -74,10 +69,7 @@ def _verifier(value: object, folder: Path) -> object:
         return _function(value, folder)
     if isinstance(value.get("name"), str):  # of a list
         return {**value, "name": _import_path(value["name"], folder)}
-    return [
-        {"name": _function(name, folder), "weight": weight}
-        for name, weight in value.items()
-    ]
+    return [{"name": _function(name, folder), "weight": weight} for name, weight in value.items()]
 
 
 _path, _function = _each(beside), _each(_import_path)

@@ -110,8 +110,7 @@ class Option:
 def sections() -> dict[str, str]:
     """Return every section with what it holds, one line each."""
     return {
-        name: one_line(kind.__doc__).partition(". ")[0].rstrip(".")
-        for name, kind in _ALL.items()
+        name: one_line(kind.__doc__).partition(". ")[0].rstrip(".") for name, kind in _ALL.items()
     }
 
 
@@ -143,23 +142,15 @@ def _default(field: FieldInfo) -> object:
 
 def _own_options() -> Iterator[Option]:
     """Yield the options that the package's methods declare as their own."""
-    names = dict.fromkeys(
-        name for method in METHODS.values() for name in method.own_options
-    )
+    names = dict.fromkeys(name for method in METHODS.values() for name in method.own_options)
     for name in names:
-        owners = {
-            key: method for key, method in METHODS.items() if name in method.own_options
-        }
+        owners = {key: method for key, method in METHODS.items() if name in method.own_options}
         method = next(iter(owners.values()))
         default = method.own_options[name]
         kind = Literal[default] if isinstance(default, tuple) else type(default)
         first = default[0] if isinstance(default, tuple) else default
         yield _option(
-            f"objective.{name}",
-            kind,
-            first,
-            method.meanings.get(name, ""),
-            tuple(owners),
+            f"objective.{name}", kind, first, method.meanings.get(name, ""), tuple(owners)
         )
 
 
@@ -170,11 +161,7 @@ def _methods(name: str) -> tuple[str, ...]:
 
 
 def _option(
-    name: str,
-    kind: object,
-    default: object,
-    meaning: str,
-    methods: tuple[str, ...] = (),
+    name: str, kind: object, default: object, meaning: str, methods: tuple[str, ...] = ()
 ) -> Option:
     return Option(name, _kind(kind), _shown(default), one_line(meaning), methods)
 
@@ -219,23 +206,15 @@ def _kind(annotation: object, limits: Sequence[Any] = ()) -> str:
     if origin is dict:
         return "mapping"
     bounds = [
-        limit
-        for one in limits
-        for limit in (one.metadata if isinstance(one, FieldInfo) else [one])
+        limit for one in limits for limit in (one.metadata if isinstance(one, FieldInfo) else [one])
     ]
-    words = [
-        f"{sign} {value}" for name, sign in _BOUNDS for value in _values(bounds, name)
-    ]
-    word = (
-        _KINDS.get(annotation, "mapping") if isinstance(annotation, type) else "mapping"
-    )
+    words = [f"{sign} {value}" for name, sign in _BOUNDS for value in _values(bounds, name)]
+    word = _KINDS.get(annotation, "mapping") if isinstance(annotation, type) else "mapping"
     return " ".join([word, " and ".join(words)]).strip()
 
 
 def _values(bounds: Iterable[Any], name: str) -> list[Any]:
-    return [
-        getattr(one, name) for one in bounds if getattr(one, name, None) is not None
-    ]
+    return [getattr(one, name) for one in bounds if getattr(one, name, None) is not None]
 
 
 def _shown(value: object) -> str:

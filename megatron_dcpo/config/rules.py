@@ -27,9 +27,7 @@ from megatron_dcpo.objectives import find_method, resolve
 from megatron_dcpo.types import BROUGHT, ENVIRONMENTS
 
 Broken = str | None
-VOCABULARY_MULTIPLE = (
-    64  # vLLM pads the vocabulary to a multiple of this before it cuts it
-)
+VOCABULARY_MULTIPLE = 64  # vLLM pads the vocabulary to a multiple of this before it cuts it
 
 
 class ModelShape(Protocol):
@@ -90,9 +88,7 @@ def model_rule(
     return rule
 
 
-def evaluation_rule(
-    rule: Callable[[EvaluateConfig], Broken],
-) -> Callable[[EvaluateConfig], Broken]:
+def evaluation_rule(rule: Callable[[EvaluateConfig], Broken]) -> Callable[[EvaluateConfig], Broken]:
     """Have a rule looked at when the configuration of an evaluation is read."""
     _EVALUATION_RULES.append(rule)
     return rule
@@ -136,9 +132,7 @@ def check_model_rules(
 def check_processes(config: RunConfig, processes: int) -> None:
     """Raise :class:`UserError` for options that the number of processes does not allow."""
     parallel = config.parallel
-    expert_tensor = (
-        parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size
-    )
+    expert_tensor = parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size
     check_world_size(
         parallel.tensor_model_parallel_size,
         parallel.pipeline_model_parallel_size,
@@ -191,9 +185,7 @@ def check_passed_on(
     """
     for name in options:
         if name in decided:
-            raise UserError(
-                f"{section}.{name} is decided by {decided[name]}; remove it"
-            )
+            raise UserError(f"{section}.{name} is decided by {decided[name]}; remove it")
         if known is not None and name not in known:
             hint = did_you_mean(name, known - decided.keys())
             raise UserError(f"{section}.{name} is unknown to {where}{hint}")
@@ -218,9 +210,7 @@ def cp_comm_type_is_of_context_parallelism(config: RunConfig) -> Broken:
 def sequence_parallel_needs_tensor_parallel(config: RunConfig) -> Broken:
     parallel = config.parallel
     if parallel.sequence_parallel and parallel.tensor_model_parallel_size == 1:
-        return (
-            "parallel.sequence_parallel needs parallel.tensor_model_parallel_size > 1"
-        )
+        return "parallel.sequence_parallel needs parallel.tensor_model_parallel_size > 1"
     return None
 
 
@@ -295,10 +285,7 @@ def overlap_param_gather_needs_overlap_grad_reduce(config: RunConfig) -> Broken:
 @run_rule
 def recomputed_layers_need_full_recomputation(config: RunConfig) -> Broken:
     parallel = config.parallel
-    chosen = (parallel.recompute_method, parallel.recompute_num_layers) != (
-        "uniform",
-        1,
-    )
+    chosen = (parallel.recompute_method, parallel.recompute_num_layers) != ("uniform", 1)
     if parallel.recompute_granularity != "full" and chosen:
         return (
             "parallel.megatron.recompute_method and recompute_num_layers need "
@@ -350,11 +337,7 @@ def _has_scores(config: Config) -> bool:
     """
     for source in config.data.sources:
         verifier = source.verifier or config.judging.verifier
-        if (
-            source.path.startswith(BROUGHT)
-            or verifier == "f1"
-            or verifier not in BUILT_IN
-        ):
+        if source.path.startswith(BROUGHT) or verifier == "f1" or verifier not in BUILT_IN:
             return True
     return False
 
@@ -363,9 +346,7 @@ def _has_scores(config: Config) -> bool:
 def min_lr_is_not_above_lr(config: RunConfig) -> Broken:
     optimizer = config.optimizer
     if optimizer.min_lr > optimizer.lr:
-        return (
-            f"optimizer.min_lr={optimizer.min_lr} is above optimizer.lr={optimizer.lr}"
-        )
+        return f"optimizer.min_lr={optimizer.min_lr} is above optimizer.lr={optimizer.lr}"
     return None
 
 
@@ -674,9 +655,7 @@ def mini_batches_divide_a_step(config: Config) -> Broken:
 @run_model_rule
 def an_adapter_has_no_experts(config: RunConfig, model: ModelShape) -> Broken:
     if model.num_experts and config.frozen:
-        return (
-            "model.adapter: no factors for experts; remove it for a mixture of experts"
-        )
+        return "model.adapter: no factors for experts; remove it for a mixture of experts"
     return None
 
 
@@ -732,9 +711,7 @@ def experts_need_sequence_parallel(config: RunConfig, model: ModelShape) -> Brok
 
 
 @run_model_rule
-def divided_experts_need_the_distributed_optimizer(
-    config: RunConfig, model: ModelShape
-) -> Broken:
+def divided_experts_need_the_distributed_optimizer(config: RunConfig, model: ModelShape) -> Broken:
     parallel = config.parallel
     size = parallel.expert_model_parallel_size
     if model.num_experts and size > 1 and not parallel.use_distributed_optimizer:
@@ -786,12 +763,8 @@ def routing_replay_needs_experts(config: Config, model: ModelShape) -> Broken:
 
 
 @model_rule
-def routing_replay_needs_megatrons_own_router(
-    config: Config, model: ModelShape
-) -> Broken:
-    if config.rollout.routing_replay and config.parallel.megatron.get(
-        "moe_router_fusion"
-    ):
+def routing_replay_needs_megatrons_own_router(config: Config, model: ModelShape) -> Broken:
+    if config.rollout.routing_replay and config.parallel.megatron.get("moe_router_fusion"):
         return (
             "rollout.routing_replay does not go with parallel.megatron.moe_router_fusion; remove "
             "one of them"
@@ -827,9 +800,7 @@ def check_engine_size(model: ModelShape, tensor_model_parallel_size: int) -> Non
     size = tensor_model_parallel_size
     option = f"rollout.tensor_model_parallel_size={size}"
     if model.num_experts and size > model.num_experts:
-        raise UserError(
-            f"{option} is more than the model's {model.num_experts} experts"
-        )
+        raise UserError(f"{option} is more than the model's {model.num_experts} experts")
     heads_and_width = {
         "attention heads": model.num_attention_heads,
         "ffn_hidden_size": model.ffn_hidden_size,

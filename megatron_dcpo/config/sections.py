@@ -32,9 +32,7 @@ from megatron_dcpo.objectives.options import ObjectiveConfig
 from megatron_dcpo.sandbox.local import CodeLimits
 from megatron_dcpo.types import BROUGHT, CONFIDENCE_TAG, ENVIRONMENTS
 
-Projection = Literal[
-    "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"
-]
+Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -55,11 +53,7 @@ class AdapterConfig:
     """
 
     def __post_init__(self) -> None:
-        given = [
-            name
-            for name in ("rank", "alpha", "targets")
-            if getattr(self, name) is not None
-        ]
+        given = [name for name in ("rank", "alpha", "targets") if getattr(self, name) is not None]
         if self.path and given:
             raise ValueError(
                 f"model.adapter.path has its own {given[0]}; remove model.adapter.{given[0]}"
@@ -120,9 +114,7 @@ class SourceConfig:
             raise ValueError(
                 "seed is for path: reasoning_gym:TASK; that of an environment is one of its options"
             )
-        built_in = [
-            one.name for one in members(self.verifier or ()) if one.name in BUILT_IN
-        ]
+        built_in = [one.name for one in members(self.verifier or ()) if one.name in BUILT_IN]
         if built_in and self.path.startswith(ENVIRONMENTS):
             raise ValueError(
                 f"verifier: {built_in[0]} reads its own form of answers, which an environment does "
@@ -149,9 +141,7 @@ def _as_sources(value: object) -> object:
 Sources = Annotated[
     Annotated[str, Tag("(path)")]
     | Annotated[tuple[SourceConfig, ...], Field(min_length=1), Tag("(sources)")],
-    Discriminator(
-        lambda value: "(sources)" if isinstance(value, list | tuple) else "(path)"
-    ),
+    Discriminator(lambda value: "(sources)" if isinstance(value, list | tuple) else "(path)"),
     BeforeValidator(_as_sources),
 ]
 
@@ -368,11 +358,7 @@ class SampledProblemsConfig:
     @property
     def benchmark_list(self) -> str:
         """Return the benchmarks as one text, separated by commas."""
-        return (
-            self.benchmarks
-            if isinstance(self.benchmarks, str)
-            else ",".join(self.benchmarks)
-        )
+        return self.benchmarks if isinstance(self.benchmarks, str) else ",".join(self.benchmarks)
 
 
 @dataclass(frozen=True, config=STRICT)

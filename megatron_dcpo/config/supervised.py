@@ -87,20 +87,14 @@ class SupervisedConfig(RunConfig):
     """One supervised training; ``config.yaml`` of the run directory holds it in full."""
 
     data: DemonstrationsConfig
-    objective: SupervisedLossConfig = dataclasses.field(
-        default_factory=SupervisedLossConfig
-    )
-    training: SupervisedLoopConfig = dataclasses.field(
-        default_factory=SupervisedLoopConfig
-    )
+    objective: SupervisedLossConfig = dataclasses.field(default_factory=SupervisedLossConfig)
+    training: SupervisedLoopConfig = dataclasses.field(default_factory=SupervisedLoopConfig)
     evaluation: SupervisedValidationConfig = dataclasses.field(
         default_factory=SupervisedValidationConfig
     )
 
 
-def load_supervised(
-    path: str | Path, overrides: Sequence[str] = ()
-) -> SupervisedConfig:
+def load_supervised(path: str | Path, overrides: Sequence[str] = ()) -> SupervisedConfig:
     """Return the configuration of a supervised training; see :func:`megatron_dcpo.config.read`."""
     return read(path, overrides, validate_supervised)
 
@@ -110,9 +104,7 @@ def validate_supervised(values: object, source: str = "config") -> SupervisedCon
     first thing wrong.
     """
     if not isinstance(values, dict):
-        raise UserError(
-            f"{source}: expected a mapping of sections, found {type(values).__name__}"
-        )
+        raise UserError(f"{source}: expected a mapping of sections, found {type(values).__name__}")
     for section in ("rollout", "judging"):
         if section in values:
             raise UserError(

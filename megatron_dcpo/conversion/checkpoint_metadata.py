@@ -34,9 +34,7 @@ from megatron_dcpo.runtime.megatron_private import MemoryFormat, StorageInfo, ge
 
 METADATA = ".metadata"
 _MOST_BYTES = 4 << 30
-_PLAIN_NAME = re.compile(
-    r"[A-Za-z0-9_-][A-Za-z0-9._-]*"
-)  # a file of the directory itself
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")  # a file of the directory itself
 
 
 def read_metadata(directory: Path) -> Metadata:
@@ -81,10 +79,7 @@ def _check(metadata: object) -> None:
 def _check_tensor(key: str, entry: object) -> None:
     if not isinstance(entry, TensorStorageMetadata):
         raise ValueError(f"{key:.80} is neither a tensor nor an object")
-    _require(
-        isinstance(entry.properties.dtype, torch.dtype),
-        f"{key:.80} has no element type",
-    )
+    _require(isinstance(entry.properties.dtype, torch.dtype), f"{key:.80} has no element type")
     shape = _counts(entry.size, key)
     _require(math.prod(shape) < 1 << 60, f"{key:.80} has an impossible shape")
     for chunk in entry.chunks:
@@ -94,9 +89,7 @@ def _check_tensor(key: str, entry: object) -> None:
         same_rank = len(offsets) == len(sizes) == len(shape)
         _require(same_rank, f"{key:.80} has a chunk outside its shape")
         for start, length, whole in zip(offsets, sizes, shape, strict=True):
-            _require(
-                start + length <= whole, f"{key:.80} has a chunk outside its shape"
-            )
+            _require(start + length <= whole, f"{key:.80} has a chunk outside its shape")
 
 
 def _check_file_entry(index: object, info: object) -> None:
@@ -106,10 +99,7 @@ def _check_file_entry(index: object, info: object) -> None:
     _counts(index.offset or (), index.fqn)
     name = info.relative_path
     plain = isinstance(name, str) and _PLAIN_NAME.fullmatch(name)
-    _require(
-        bool(plain),
-        f"it names the file {name!r:.80}, which is not one of this directory",
-    )
+    _require(bool(plain), f"it names the file {name!r:.80}, which is not one of this directory")
     _counts((info.offset, info.length), name)
     transforms = getattr(info, "transform_descriptors", None)
     _require(not transforms, f"{name:.80} is transformed, which is not supported")
@@ -123,9 +113,7 @@ def _check_files(directory: Path, metadata: Metadata) -> None:
     for name, end in ends.items():
         path = directory / name
         if not path.is_file():
-            raise UserError(
-                f"cannot read {path}: {METADATA} names it, and it is not a file"
-            )
+            raise UserError(f"cannot read {path}: {METADATA} names it, and it is not a file")
         if path.stat().st_size < end:
             raise UserError(f"{path} is truncated: {METADATA} promises {end} bytes")
 
@@ -207,9 +195,7 @@ class _MetadataUnpickler(pickle._Unpickler):  # type: ignore[name-defined, misc]
             return getattr(torch, name)
         if module.partition(".")[0] in _OPAQUE_PACKAGES:
             return _Opaque
-        raise pickle.UnpicklingError(
-            f"it names {module}.{name}, which metadata have no use for"
-        )
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which metadata have no use for")
 
     def load_build(self) -> None:
         if isinstance(self.stack[-2], type):  # type: ignore[attr-defined]

@@ -23,22 +23,12 @@ import torch
 from torch import Tensor
 
 from megatron_dcpo import __version__
-from megatron_dcpo.conversion.megatron_checkpoint import (
-    MegatronCheckpoint,
-    as_bytes,
-)
-from megatron_dcpo.conversion.parameters import (
-    Slice,
-    locate,
-    slices,
-)
+from megatron_dcpo.conversion.megatron_checkpoint import MegatronCheckpoint, as_bytes
+from megatron_dcpo.conversion.parameters import Slice, locate, slices
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.runtime.dtypes import FLOATS, dtype_bytes
 from megatron_dcpo.weights.architecture import Architecture
-from megatron_dcpo.weights.hf_checkpoint import (
-    HFReader,
-    Specs,
-)
+from megatron_dcpo.weights.hf_checkpoint import HFReader, Specs
 from megatron_dcpo.weights.table import EMBEDDING
 
 _THREADS = min(4, os.cpu_count() or 1)
@@ -110,9 +100,7 @@ def one_dtype(where: Path, specs: Specs) -> str:
     expected = float_dtype(where, specs)
     for name, (_, dtype) in specs.items():
         if dtype != expected:
-            raise UserError(
-                f"{where}: {name} has dtype {dtype}, but {EMBEDDING} has {expected}"
-            )
+            raise UserError(f"{where}: {name} has dtype {dtype}, but {EMBEDDING} has {expected}")
     return expected
 
 
@@ -132,19 +120,14 @@ def float_dtype(where: Path, specs: Specs) -> str:
 
 
 def verify_bytes(
-    arch: Architecture,
-    checkpoint: MegatronCheckpoint,
-    reader: HFReader,
-    progress: Progress,
+    arch: Architecture, checkpoint: MegatronCheckpoint, reader: HFReader, progress: Progress
 ) -> float:
     """Read source and result again and compare them byte for byte; return the seconds it took.
     Raises :class:`UserError` for a difference.
     """
     clock = time.perf_counter()
     located = locate(arch, checkpoint)
-    total = sum(
-        math.prod(shape) * dtype_bytes(dtype) for shape, dtype in reader.specs.values()
-    )
+    total = sum(math.prod(shape) * dtype_bytes(dtype) for shape, dtype in reader.specs.values())
     count = byte_counter(progress, total)
 
     def compare(parameter: list[Slice]) -> int:
@@ -171,9 +154,7 @@ def few_threads() -> Iterator[ThreadPoolExecutor]:
     """
     pool = ThreadPoolExecutor(_THREADS)
     torch_threads = torch.get_num_threads()
-    torch.set_num_threads(
-        1
-    )  # torch's own threads would compete with these for cores, spinning
+    torch.set_num_threads(1)  # torch's own threads would compete with these for cores, spinning
     try:
         yield pool
     finally:
@@ -213,6 +194,4 @@ def byte_counter(progress: Progress, total: int) -> Callable[[int], None]:
 
 
 def write_record(directory: Path, result: Conversion) -> None:
-    (directory / "conversion.json").write_text(
-        json.dumps(result.__dict__, indent=1) + "\n"
-    )
+    (directory / "conversion.json").write_text(json.dumps(result.__dict__, indent=1) + "\n")

@@ -58,11 +58,7 @@ from megatron_dcpo.conversion.parameters import (
 )
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.runtime.dtypes import dtype_bytes
-from megatron_dcpo.runtime.files import (
-    check_free_space,
-    check_no_overlap,
-    new_directory,
-)
+from megatron_dcpo.runtime.files import check_free_space, check_no_overlap, new_directory
 from megatron_dcpo.weights.architecture import Architecture, read_architecture
 from megatron_dcpo.weights.hf_checkpoint import (
     INDEX,
@@ -130,19 +126,15 @@ def import_checkpoint(
         ignored = reader.check(arch)
         moved = list(hf_shapes(arch))
         dtype = one_dtype(
-            source,
-            {name: reader.specs[name] for name in moved if not is_constant(name)},
+            source, {name: reader.specs[name] for name in moved if not is_constant(name)}
         )
         chunks = list(_new_chunks(arch, reader, padded))
-        total = sum(
-            math.prod(chunk.sizes) * dtype_bytes(chunk.dtype) for chunk in chunks
-        )
+        total = sum(math.prod(chunk.sizes) * dtype_bytes(chunk.dtype) for chunk in chunks)
         carried = Carried.of(reader, arch)
         check_free_space(target, total + carried.nbytes)
         with new_directory(target, overwrite) as temporary, few_threads() as pool:
             hashing = {
-                name: pool.submit(sha256, reader.tensor(name))
-                for name in (*moved, *carried.specs)
+                name: pool.submit(sha256, reader.tensor(name)) for name in (*moved, *carried.specs)
             }
             write_checkpoint(
                 directory=temporary,
@@ -184,9 +176,7 @@ def import_checkpoint(
     return result
 
 
-def _new_chunks(
-    arch: Architecture, reader: HFReader, padded: int
-) -> Iterator[NewChunk]:
+def _new_chunks(arch: Architecture, reader: HFReader, padded: int) -> Iterator[NewChunk]:
     """Yield the checkpoint's tensors as chunks, which become views of the source when they are
     written. ``padded`` is the number of rows of the vocabulary's tensors.
     """
@@ -213,11 +203,7 @@ def _new_chunks(
 
 
 def _rows(
-    reader: HFReader,
-    copies: Sequence[Copy],
-    start: int,
-    stop: int,
-    sizes: tuple[int, ...],
+    reader: HFReader, copies: Sequence[Copy], start: int, stop: int, sizes: tuple[int, ...]
 ) -> Tensor:
     """Return rows ``start:stop`` of the Megatron tensor that ``copies`` fill, as a tensor of
     ``sizes``. Rows after the last copy are zeros.
@@ -232,9 +218,7 @@ def _rows(
     padding = stop - start - sum(len(part) for part in parts)
     if padding:
         some_tensor = reader.tensor(copies[0].hf)
-        parts.append(
-            torch.zeros(padding, *some_tensor.shape[1:], dtype=some_tensor.dtype)
-        )
+        parts.append(torch.zeros(padding, *some_tensor.shape[1:], dtype=some_tensor.dtype))
     if len(parts) == 1:
         return parts[0].view(sizes)
     return torch.cat(parts).view(sizes)
@@ -305,9 +289,7 @@ def export_checkpoint(
             recorded = _recorded_files(side, specs)
         files = recorded or assign_files(specs, max_shard_bytes or SHARD_BYTES)
         shards = plan_shards(specs, files)
-        total = sum(
-            math.prod(shape) * dtype_bytes(name) for shape, name in specs.values()
-        )
+        total = sum(math.prod(shape) * dtype_bytes(name) for shape, name in specs.values())
         check_free_space(target, sum(shard.nbytes for shard in shards))
         with new_directory(target, overwrite) as temporary:
             hashes = _write_shards(

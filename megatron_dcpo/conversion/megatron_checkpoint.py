@@ -31,12 +31,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import (
-    SavePlan,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from megatron_dcpo.conversion.checkpoint_metadata import METADATA, read_metadata
 from megatron_dcpo.errors import UserError
@@ -199,27 +194,17 @@ class MegatronCheckpoint:
         """Return the bytes of a chunk as a view of its mapped file."""
         try:
             if chunk.path not in self._maps:
-                self._maps[chunk.path] = torch.from_numpy(
-                    np.memmap(chunk.path, np.uint8, "c")
-                )
+                self._maps[chunk.path] = torch.from_numpy(np.memmap(chunk.path, np.uint8, "c"))
             stored, start = _locate_in_archive(chunk)
         except OSError as error:
-            raise UserError(
-                f"cannot read {chunk.path}: {error.strerror or error}"
-            ) from None
-        except (
-            Exception
-        ) as error:  # unpickler, archive reader and file view may raise anything
+            raise UserError(f"cannot read {chunk.path}: {error.strerror or error}") from None
+        except Exception as error:  # unpickler, archive reader and file view may raise anything
             reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
             raise UserError(
                 f"{chunk.path} is truncated or damaged at byte {chunk.start} ({reason})"
             ) from None
-        if stored.dtype != torch_dtype(tensor.dtype) or stored.numel() != math.prod(
-            chunk.sizes
-        ):
-            raise UserError(
-                f"{chunk.path}: a chunk of {tensor.key} is not what {METADATA} says"
-            )
+        if stored.dtype != torch_dtype(tensor.dtype) or stored.numel() != math.prod(chunk.sizes):
+            raise UserError(f"{chunk.path}: a chunk of {tensor.key} is not what {METADATA} says")
         if not stored.is_contiguous():
             raise UserError(
                 f"{chunk.path}: a chunk of {tensor.key} is stored transposed, which is not "
@@ -259,9 +244,7 @@ def find_checkpoint(path: Path, which: str = "latest") -> Path:
     if not (path / METADATA).is_file() and tracker.is_file():
         text = tracker.read_text(errors="replace").strip()
         if not re.fullmatch(r"[0-9]{1,18}|[A-Za-z0-9_-]+", text):
-            raise UserError(
-                f"{tracker} is damaged: it names {text!r:.80} and not an iteration"
-            )
+            raise UserError(f"{tracker} is damaged: it names {text!r:.80} and not an iteration")
         name = text
         if text.isdigit():
             name = f"iter_{int(text):07d}"
@@ -281,9 +264,7 @@ def _best_iteration(path: Path) -> int:
         )
     best = read_json_object(path / BEST).get("iteration")
     if type(best) is not int:
-        raise UserError(
-            f"{path / BEST} is damaged: it names {best!r:.80} and not an iteration"
-        )
+        raise UserError(f"{path / BEST} is damaged: it names {best!r:.80} and not an iteration")
     return best
 
 
@@ -304,19 +285,14 @@ class NewChunk:
     make: Callable[[], Tensor]
 
     def item(self) -> WriteItem:
-        box = ChunkStorageMetadata(
-            offsets=torch.Size(self.offsets),
-            sizes=torch.Size(self.sizes),
-        )
+        box = ChunkStorageMetadata(offsets=torch.Size(self.offsets), sizes=torch.Size(self.sizes))
         data = TensorWriteData(
             chunk=box,
             properties=TensorProperties(dtype=torch_dtype(self.dtype)),
             size=torch.Size(self.shape),
         )
         return WriteItem(
-            index=MetadataIndex(self.key, self.offsets),
-            type=WriteItemType.SHARD,
-            tensor_data=data,
+            index=MetadataIndex(self.key, self.offsets), type=WriteItemType.SHARD, tensor_data=data
         )
 
 
@@ -340,9 +316,7 @@ class _ChunkPlanner(DefaultSavePlanner):
             torch.save([self._objects[write_item.index.fqn]], buffer)
             return buffer
         assert write_item.index.offset is not None
-        tensor = self._chunks[
-            write_item.index.fqn, tuple(write_item.index.offset)
-        ].make()
+        tensor = self._chunks[write_item.index.fqn, tuple(write_item.index.offset)].make()
         self._count(tensor.nbytes)
         return tensor
 
@@ -368,18 +342,14 @@ def write_checkpoint(
     items = [chunk.item() for chunk in chunks]
     items += [WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO) for key in objects]
     # no copying ahead: if torch sees a GPU, it would hold many tensors
-    writer = _Writer(
-        directory, sync_files=False, thread_count=1, per_thread_copy_ahead=0
-    )
+    writer = _Writer(directory, sync_files=False, thread_count=1, per_thread_copy_ahead=0)
     plans, metadata = create_default_global_save_plan([SavePlan(items)])
     planner = _ChunkPlanner(chunks, objects, count)
     checksums = torch.serialization.get_crc32_options()
     try:
         # They take half of torch.save's time, and no reader compares them.
         torch.serialization.set_crc32_options(False)
-        results = writer.write_data(
-            writer.prepare_global_plan(plans)[0], planner
-        ).value()
+        results = writer.write_data(writer.prepare_global_plan(plans)[0], planner).value()
     except RuntimeError as error:
         cause: BaseException | None = error
         while cause is not None and not isinstance(cause, OSError):

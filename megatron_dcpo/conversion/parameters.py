@@ -14,11 +14,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from megatron_dcpo.conversion.megatron_checkpoint import (
-    MegatronCheckpoint,
-    StoredTensor,
-    as_bytes,
-)
+from megatron_dcpo.conversion.megatron_checkpoint import MegatronCheckpoint, StoredTensor, as_bytes
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.runtime.dtypes import torch_dtype
 from megatron_dcpo.weights.architecture import Architecture
@@ -71,8 +67,7 @@ def row_copies(arch: Architecture) -> Mapping[str, Sequence[Copy]]:
             copy = replace(copy, start=0, hf_start=0, hf_stop=rows, dim=0)
         copies.setdefault(copy.megatron, []).append(copy)
     in_order = {
-        name: tuple(sorted(group, key=lambda copy: copy.start))
-        for name, group in copies.items()
+        name: tuple(sorted(group, key=lambda copy: copy.start)) for name, group in copies.items()
     }
     return MappingProxyType(in_order)
 
@@ -158,9 +153,7 @@ def extra_states(arch: Architecture) -> dict[str, None]:
             mlp = "mlp.shared_experts"
             keys += _extra_states_of_experts(arch, layer)
         if not arch.has_experts(layer) or arch.shared_ffn_hidden_size:
-            keys += [
-                _extra_state(arch, layer, f"{mlp}.{linear}") for linear in _LINEARS
-            ]
+            keys += [_extra_state(arch, layer, f"{mlp}.{linear}") for linear in _LINEARS]
     keys.append("decoder.final_layernorm._extra_state/shard_0_1")
     return dict.fromkeys(keys)
 
@@ -191,9 +184,7 @@ def _extra_states_of_experts(arch: Architecture, layer: int) -> list[str]:
     return keys
 
 
-def _extra_state(
-    arch: Architecture, layer: int, module: str, *inner: tuple[int, int]
-) -> str:
+def _extra_state(arch: Architecture, layer: int, module: str, *inner: tuple[int, int]) -> str:
     """Return the key of a module's extra state: its position on the leading axes, ``inner`` ones
     behind the layers', and their sizes.
     """
@@ -220,9 +211,7 @@ class Slice:
 
 
 def slices(
-    arch: Architecture,
-    checkpoint: MegatronCheckpoint,
-    located: Mapping[str, StoredTensor],
+    arch: Architecture, checkpoint: MegatronCheckpoint, located: Mapping[str, StoredTensor]
 ) -> Iterator[list[Slice]]:
     """Yield the rows of each Megatron parameter, without padding, as slices of Hugging Face
     tensors, those of one tensor in order. A low-rank adapter that a training with ``model.adapter``
@@ -244,16 +233,8 @@ def slices(
                 values = block[low - first : high - first]
                 low_rank = _low_rank(checkpoint, copy.hf)
                 if low_rank is not None:
-                    values = _added(
-                        values, dtype, low_rank.part(0, row, row + high - low)
-                    )
-                parts.append(
-                    Slice(
-                        name=copy.hf,
-                        start=row * block[0].numel(),
-                        values=values,
-                    )
-                )
+                    values = _added(values, dtype, low_rank.part(0, row, row + high - low))
+                parts.append(Slice(name=copy.hf, start=row * block[0].numel(), values=values))
         # queries and their gates change places
         yield sorted(parts, key=lambda part: part.start)
 
@@ -285,15 +266,11 @@ def _added(values: Tensor, dtype: torch.dtype, addition: Tensor) -> Tensor:
     """Return ``values`` [rows, columns, bytes] of ``dtype`` plus ``addition`` [rows, columns] fp32,
     as bytes again.
     """
-    total = addition.add_(
-        values.clone().view(dtype).squeeze(-1)
-    )  # a map is not aligned
+    total = addition.add_(values.clone().view(dtype).squeeze(-1))  # a map is not aligned
     return as_bytes(total.to(dtype)).view(values.shape)
 
 
-def locate(
-    arch: Architecture, checkpoint: MegatronCheckpoint
-) -> dict[str, StoredTensor]:
+def locate(arch: Architecture, checkpoint: MegatronCheckpoint) -> dict[str, StoredTensor]:
     """Return every Megatron parameter in the checkpoint.
 
     Raises :class:`UserError` if the checkpoint lacks a tensor, has one too many, or has one of
@@ -305,13 +282,7 @@ def locate(
     located = {}
     kinds = kinds_of_tensors(arch)
     for megatron, copies in row_copies(arch).items():
-        keys, tensor = _find(
-            model=model,
-            prefix=prefix,
-            megatron=megatron,
-            arch=arch,
-            path=path,
-        )
+        keys, tensor = _find(model=model, prefix=prefix, megatron=megatron, arch=arch, path=path)
         used.update(keys)
         located[megatron] = tensor
         shape = megatron_shape(arch, copies)
@@ -324,36 +295,26 @@ def locate(
                 f"{list(shape)}"
             )
     for key in sorted(set(model) - used):
-        raise UserError(
-            f"{path}: config.json has no place for the checkpoint's tensor {key}"
-        )
+        raise UserError(f"{path}: config.json has no place for the checkpoint's tensor {key}")
     return located
 
 
 def _find(
-    model: Mapping[str, StoredTensor],
-    prefix: str,
-    megatron: str,
-    arch: Architecture,
-    path: Path,
+    model: Mapping[str, StoredTensor], prefix: str, megatron: str, arch: Architecture, path: Path
 ) -> tuple[list[str], StoredTensor]:
     """Return the keys and the tensor of a parameter under any of the names that Megatron gives it:
     layers and experts stacked or separate, norms fused or not, gate and up in one tensor or in two.
     """
     key, index = stacked_key(megatron)
     for name in (key, _other_name(key)):
-        for separate_axes, candidate in enumerate(
-            _candidates(prefix + name, prefix, index)
-        ):
+        for separate_axes, candidate in enumerate(_candidates(prefix + name, prefix, index)):
             for keys in ([candidate], [candidate + "_w", candidate + "_v"]):
                 if not model.keys() >= set(keys):
                     continue
                 tensor = model[keys[0]]
                 if len(keys) == 2:
                     tensor = tensor.append(model[keys[1]])
-                stacked = list(
-                    zip(index, stack(arch, index), ("layers", "experts"), strict=False)
-                )
+                stacked = list(zip(index, stack(arch, index), ("layers", "experts"), strict=False))
                 for entry, size, axis in stacked[separate_axes:]:
                     if tensor.shape[0] != size:
                         raise UserError(
@@ -390,9 +351,7 @@ def _other_name(key: str) -> str:
     return key
 
 
-def _model_tensors(
-    checkpoint: MegatronCheckpoint,
-) -> tuple[str, dict[str, StoredTensor]]:
+def _model_tensors(checkpoint: MegatronCheckpoint) -> tuple[str, dict[str, StoredTensor]]:
     """Return the prefix and the tensors of the language model in a checkpoint that may also hold an
     optimizer.
 
@@ -402,19 +361,13 @@ def _model_tensors(
     prefixes = set()
     for key in checkpoint.tensors:
         prefix = key.removesuffix(_EMBEDDING)
-        if key.endswith(_EMBEDDING) and set(prefix.split(".")) <= {
-            "",
-            "model",
-            "module",
-        }:
+        if key.endswith(_EMBEDDING) and set(prefix.split(".")) <= {"", "model", "module"}:
             prefixes.add(prefix)
     if len(prefixes) != 1:
         count = "no GPT model"
         if prefixes:
             count = f"{len(prefixes)} models"
-        raise UserError(
-            f"{checkpoint.path}: {count} in the checkpoint (looked for {_EMBEDDING})"
-        )
+        raise UserError(f"{checkpoint.path}: {count} in the checkpoint (looked for {_EMBEDDING})")
     prefix = prefixes.pop()
     parts = (prefix + "embedding.", prefix + "decoder.", prefix + "output_layer.")
     tensors = {}

@@ -1,12 +1,7 @@
 """From data files to prompts: loaders, prompt templates, the benchmark registry."""
 
 from megatron_dcpo.data.benchmarks import BENCHMARKS, LoadedBenchmark, load_benchmark
-from megatron_dcpo.data.datasets import (
-    Record,
-    load_prompts,
-    load_records,
-    render_prompts,
-)
+from megatron_dcpo.data.datasets import Record, load_prompts, load_records, render_prompts
 from megatron_dcpo.data.prompts import TEMPLATES, render
 
 __all__ = [

@@ -20,9 +20,7 @@ from megatron_dcpo.runtime.text import parse_json
 # and without underscores.
 _HOLDERS = ("target", "answer", "groundtruth", "finalanswer", "text", "value")
 _ALIASES = ("aliases", "normalizedaliases", "humananswers")
-_BESIDE = frozenset(
-    {"type", "style", "normalizedvalue", "answerstart", "matchedwikientityname"}
-)
+_BESIDE = frozenset({"type", "style", "normalizedvalue", "answerstart", "matchedwikientityname"})
 _BRACES = re.compile(r"\\boxed\{|[{}]")
 FORMS = (
     "a text, a number, a list of texts, an object with one of them as target, answer, "

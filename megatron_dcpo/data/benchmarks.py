@@ -49,9 +49,7 @@ class Benchmark:
     hub: str
     count: int
     notes: Mapping[str, str] = field(default_factory=dict)
-    corrections: Mapping[str, Mapping[str, str]] = field(
-        default_factory=lambda: NO_FIXES
-    )
+    corrections: Mapping[str, Mapping[str, str]] = field(default_factory=lambda: NO_FIXES)
     parts: tuple[str, ...] = ()
     window: tuple[str, str] | None = None
 
@@ -102,8 +100,7 @@ _AMC24_CORRECTIONS: Mapping[str, Mapping[str, str]] = {
 }
 
 _FIND_ZERO = (
-    "problem 32: the published test swaps two arguments and rejects every program; "
-    "corrected"
+    "problem 32: the published test swaps two arguments and rejects every program; corrected"
 )
 
 _ENTRIES = (
@@ -117,12 +114,7 @@ _ENTRIES = (
     Benchmark(
         name="aime24",
         title="AIME 2024",
-        files=(
-            "aime24/aime24.parquet",
-            "aime24.parquet",
-            "aime24/aime.json",
-            "aime24.jsonl",
-        ),
+        files=("aime24/aime24.parquet", "aime24.parquet", "aime24/aime.json", "aime24.jsonl"),
         hub="HuggingFaceH4/aime_2024@train",
         count=30,
     ),
@@ -195,37 +187,23 @@ _ENTRIES = (
     Benchmark(
         name="mbppplus",
         title="MBPP+",
-        files=(
-            "mbppplus/MbppPlus-OriginFmt.jsonl.gz",
-            "mbppplus/test.parquet",
-            "mbppplus.jsonl",
-        ),
+        files=("mbppplus/MbppPlus-OriginFmt.jsonl.gz", "mbppplus/test.parquet", "mbppplus.jsonl"),
         hub="evalplus/mbppplus@test",
         count=378,
     ),
     Benchmark(
         name="lcbv5",
         title="LiveCodeBench v5",
-        files=(
-            "livecodebench/release_v5.jsonl",
-            "livecodebench_v5.jsonl",
-            "lcb_v5.jsonl",
-        ),
+        files=("livecodebench/release_v5.jsonl", "livecodebench_v5.jsonl", "lcb_v5.jsonl"),
         hub="livecodebench/code_generation_lite:release_v5@test",
         count=279,
-        parts=tuple(
-            f"livecodebench/test{part}.jsonl" for part in ("", "2", "3", "4", "5")
-        ),
+        parts=tuple(f"livecodebench/test{part}.jsonl" for part in ("", "2", "3", "4", "5")),
         window=("2024-08-01", "2025-02-01"),
     ),
     Benchmark(
         name="lcbv6",
         title="LiveCodeBench v6",
-        files=(
-            "livecodebench/release_v6.jsonl",
-            "livecodebench_v6.jsonl",
-            "lcb_v6.jsonl",
-        ),
+        files=("livecodebench/release_v6.jsonl", "livecodebench_v6.jsonl", "lcb_v6.jsonl"),
         hub="livecodebench/code_generation_lite:release_v6@test",
         count=131,
         parts=("livecodebench/test6.jsonl",),
@@ -234,10 +212,7 @@ _ENTRIES = (
     Benchmark(
         name="leetcode",
         title="LeetCodeDataset v0.3.1 (test)",
-        files=(
-            "leetcodedataset/LeetCodeDataset-v0.3.1-test.jsonl.gz",
-            "leetcode.jsonl",
-        ),
+        files=("leetcodedataset/LeetCodeDataset-v0.3.1-test.jsonl.gz", "leetcode.jsonl"),
         hub="newfacade/LeetCodeDataset@test",
         count=228,
     ),
@@ -256,12 +231,7 @@ _ENTRIES = (
     Benchmark(
         name="mmlupro",
         title="MMLU-Pro",
-        files=(
-            "mmlupro/test.parquet",
-            "mmlupro/test.jsonl",
-            "mmlupro.parquet",
-            "mmlupro.jsonl",
-        ),
+        files=("mmlupro/test.parquet", "mmlupro/test.jsonl", "mmlupro.parquet", "mmlupro.jsonl"),
         hub="TIGER-Lab/MMLU-Pro@test",
         count=12032,
     ),
@@ -290,9 +260,7 @@ _ENTRIES = (
     ),
 )
 
-BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
-    {entry.name: entry for entry in _ENTRIES}
-)
+BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType({entry.name: entry for entry in _ENTRIES})
 _ALIASES = {
     "aime2024": "aime24",
     "aime2025": "aime25",
@@ -345,9 +313,7 @@ def load_benchmark(
                 f"bad benchmark {spec!r}; write NAME=PATH, NAME of letters, digits and . _ -"
             )
         path = gym_path(path, {}, None, HELD_OUT_SEED) if is_gym(path) else path
-        records = load_records(
-            path, name, untested, keep_columns, columns, held_out=True
-        )
+        records = load_records(path, name, untested, keep_columns, columns, held_out=True)
         return LoadedBenchmark(name, path, tuple(records), ())
     entry = find_benchmark(name)
     if dates:
@@ -470,9 +436,7 @@ def _data_root(data_dir: str | Path | None) -> Path:
     return Path(data_dir or os.environ.get("DCPO_DATA") or "data").expanduser()
 
 
-def _differences(
-    entry: Benchmark, source: str, count: int, corrected: bool
-) -> tuple[str, ...]:
+def _differences(entry: Benchmark, source: str, count: int, corrected: bool) -> tuple[str, ...]:
     warnings = []
     if entry.window:
         warnings.append(
@@ -480,9 +444,7 @@ def _differences(
             f"by LiveCodeBench's rule at commit {LIVECODEBENCH_COMMIT}"
         )
     if entry.count and count != entry.count:
-        warnings.append(
-            f"{entry.name}: {count} problems instead of {entry.count} ({source})"
-        )
+        warnings.append(f"{entry.name}: {count} problems instead of {entry.count} ({source})")
     for file, note in entry.notes.items():
         if source.endswith(file):
             state = "; corrections applied" if corrected and entry.corrections else ""

@@ -30,8 +30,7 @@ Row = Mapping[str, Any]
 Tests = Mapping[str, Any]
 
 READS_STDIN = (
-    "The program reads its input from standard input and writes its output to standard "
-    "output."
+    "The program reads its input from standard input and writes its output to standard output."
 )
 _ENTRY_OF_CHECK = re.compile(r"^check\(\s*(.+?)\s*\)\s*$", re.MULTILINE)
 _ENTRY_OF_MBPP = re.compile(r"\bassertion\((\w+)\(\*inp\)")
@@ -63,9 +62,7 @@ def tests_key(packed: bytes) -> str:
     return "tests:" + hashlib.sha256(zlib.decompress(packed)).hexdigest()[:16]
 
 
-def code_problem(
-    row: Row, where: str = "row", untested: bool = False
-) -> CodeProblem | None:
+def code_problem(row: Row, where: str = "row", untested: bool = False) -> CodeProblem | None:
     """Return the problem in a row of any known format, None for a row that is not a programming
     problem.
 
@@ -267,16 +264,9 @@ def _human_eval(row: Row) -> CodeProblem:
     two arguments; this is corrected.
     """
     before = _before_function(row["prompt"], row["entry_point"])
-    code = row["test"].replace(
-        "_poly(*candidate(*inp), inp)", "abs(_poly(*inp, candidate(*inp)))"
-    )
+    code = row["test"].replace("_poly(*candidate(*inp), inp)", "abs(_poly(*inp, candidate(*inp)))")
     code = _alike_first(code)
-    tests = {
-        "kind": "check",
-        "entry_point": row["entry_point"],
-        "code": code,
-        "setup": before,
-    }
+    tests = {"kind": "check", "entry_point": row["entry_point"], "code": code, "setup": before}
     return CodeProblem(_completion_statement(row["prompt"]), tests)
 
 
@@ -297,12 +287,7 @@ def _evalplus(row: Row) -> CodeProblem:
     }
     assignments = [f"{name} = {value!r}" for name, value in names.items()]
     code = "\n".join(assignments) + _AGAINST_REFERENCE
-    tests = {
-        "kind": "check",
-        "entry_point": row["entry_point"],
-        "code": code,
-        "setup": before,
-    }
+    tests = {"kind": "check", "entry_point": row["entry_point"], "code": code, "setup": before}
     return CodeProblem(_completion_statement(row["prompt"]), tests)
 
 
@@ -350,8 +335,7 @@ def _alike_first(test: str) -> str:
     of it: ``return []`` passes the released tests of 30 tasks.
     """
     strict = test.replace(
-        "assert np.allclose(out, exp",
-        "assert _alike(out, exp) and np.allclose(out, exp",
+        "assert np.allclose(out, exp", "assert _alike(out, exp) and np.allclose(out, exp"
     )
     if strict == test:
         return test
@@ -443,17 +427,11 @@ class Untested(Exception):
 
 
 _FORMATS: tuple[tuple[Callable[[Row], bool], Callable[[Row], Any]], ...] = (
-    (
-        lambda row: "question_content" in row and "public_test_cases" in row,
-        _live_code_bench,
-    ),
+    (lambda row: "question_content" in row and "public_test_cases" in row, _live_code_bench),
     (lambda row: "plus_input" in row and "canonical_solution" in row, _evalplus),
     (lambda row: "test_list" in row and "test" in row, _mbpp_plus),
     (lambda row: "test_list" in row and ("text" in row or "prompt" in row), _mbpp),
-    (
-        lambda row: {"test", "entry_point", "canonical_solution"} <= set(row),
-        _human_eval,
-    ),
+    (lambda row: {"test", "entry_point", "canonical_solution"} <= set(row), _human_eval),
     (lambda row: {"test", "entry_point", "completion"} <= set(row), _leetcode),
     (lambda row: "verification_info" in row, _verification_info),
     (

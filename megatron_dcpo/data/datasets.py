@@ -39,19 +39,10 @@ from megatron_dcpo.data.code_problems import (
     pack_tests,
     tests_key,
 )
-from megatron_dcpo.data.environments import (
-    environment_name,
-    environment_rows,
-    is_environment,
-)
+from megatron_dcpo.data.environments import environment_name, environment_rows, is_environment
 from megatron_dcpo.data.files import ROW_SUFFIXES, Row, read_rows
 from megatron_dcpo.data.gym import gym_rows, is_gym, parse_gym
-from megatron_dcpo.data.passages import (
-    has_media,
-    passage_of,
-    passage_text,
-    with_passage,
-)
+from megatron_dcpo.data.passages import has_media, passage_of, passage_text, with_passage
 from megatron_dcpo.data.questions import question_of
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.types import CONFIDENCE_TAG, Prompt
@@ -175,13 +166,9 @@ def render_prompts(
             continue
         kept.append(_prompt(record, messages, tuple(ids)))
     if too_long:
-        logger.warning(
-            "%s: dropped %d prompts longer than %d tokens", source, too_long, longest
-        )
+        logger.warning("%s: dropped %d prompts longer than %d tokens", source, too_long, longest)
     if records and not kept:
-        raise UserError(
-            f"{source}: every prompt is longer than {longest} tokens; raise the limit"
-        )
+        raise UserError(f"{source}: every prompt is longer than {longest} tokens; raise the limit")
     return kept
 
 
@@ -254,13 +241,7 @@ def draw_prompts(
 
 
 def in_epochs(
-    n: int,
-    first: int,
-    count: int,
-    *,
-    seed: int,
-    shuffle: bool,
-    ranks: np.ndarray | None = None,
+    n: int, first: int, count: int, *, seed: int, shuffle: bool, ranks: np.ndarray | None = None
 ) -> Iterator[tuple[int, int]]:
     """Yield (epoch, index) of ``count`` of ``n`` items from the ``first`` (0-based) on, in the
     order of :func:`draw_prompts`.
@@ -283,13 +264,7 @@ def fingerprint(prompts: Sequence[Prompt]) -> str:
     digest = hashlib.sha256()
     for prompt in prompts:
         digest.update(
-            repr(
-                (
-                    prompt.prompt_id,
-                    list(map(int, prompt.token_ids)),
-                    prompt.ground_truth,
-                )
-            ).encode()
+            repr((prompt.prompt_id, list(map(int, prompt.token_ids)), prompt.ground_truth)).encode()
         )
     return digest.hexdigest()[:16]
 
@@ -371,10 +346,7 @@ def _environment_records(path: str, task: str | None, held_out: bool) -> list[Re
 
 
 def _renamed(
-    rows: Iterable[tuple[int, Row]],
-    columns: Mapping[str, str],
-    source: str,
-    must_have: bool,
+    rows: Iterable[tuple[int, Row]], columns: Mapping[str, str], source: str, must_have: bool
 ) -> Iterator[tuple[int, Row]]:
     """Yield the rows with their columns under our names too. A name with dots is a field of an
     object (``extra_info.answer``). The answer that is named stands for the one in ``reward_model``.
@@ -433,9 +405,7 @@ def split_usable_rows(
     dropped: Counter[str] = Counter()
     for index, row in rows:
         if has_media(row):
-            dropped[
-                "with an image, a film or a sound, which the policy cannot read"
-            ] += 1
+            dropped["with an image, a film or a sound, which the policy cannot read"] += 1
             continue
         try:
             record = to_record(row, index, task, forced, source, untested, keep_columns)
@@ -519,18 +489,12 @@ def to_record(
         )
     problem = _first_column(row, PROBLEM_COLUMNS)
     reward_model = row.get("reward_model")
-    has_ground_truth = (
-        isinstance(reward_model, Mapping) and "ground_truth" in reward_model
-    )
+    has_ground_truth = isinstance(reward_model, Mapping) and "ground_truth" in reward_model
     answer_column = _first_column(row, ANSWER_COLUMNS)
-    if problem is None or (
-        answer_column is None and not has_ground_truth and not keep_columns
-    ):
+    if problem is None or (answer_column is None and not has_ground_truth and not keep_columns):
         missing = "problem" if problem is None else "answer"
         expected = (
-            PROBLEM_COLUMNS
-            if problem is None
-            else (*ANSWER_COLUMNS, "reward_model.ground_truth")
+            PROBLEM_COLUMNS if problem is None else (*ANSWER_COLUMNS, "reward_model.ground_truth")
         )
         raise UserError(
             f"{where} has no {missing} column; found {', '.join(map(str, row)) or 'nothing'}; "
@@ -564,9 +528,7 @@ def _shown(raw: object, integer: bool) -> str:
     return final_answer(raw, integer=integer)
 
 
-def columns(
-    row: Row, name: str, messages: tuple[dict[str, str], ...], answer: object
-) -> Row:
+def columns(row: Row, name: str, messages: tuple[dict[str, str], ...], answer: object) -> Row:
     """Return all columns of a row, and under fixed names the ``problem`` as text and its
     ``answer``: a text as :func:`final_answer`, anything else as it is. ``data_source``: the row's,
     else the ``name`` of the data.
@@ -585,9 +547,7 @@ def _kind(row: Row) -> str | None:
     """
     value = next((row[name] for name in KIND_COLUMNS if name in row), None)
     return (
-        str(value)[:100]
-        if isinstance(value, str | int) and not isinstance(value, bool)
-        else None
+        str(value)[:100] if isinstance(value, str | int) and not isinstance(value, bool) else None
     )
 
 
@@ -607,9 +567,7 @@ def final_answer(raw: object, integer: bool = False) -> str:
         return _THOUSANDS.sub("", final)
     if boxed := last_box(text):
         return boxed
-    if integer and (
-        digits := re.fullmatch(r"(\d{1,1000})(?:\^\\circ|\^\{\\circ\})?", text)
-    ):
+    if integer and (digits := re.fullmatch(r"(\d{1,1000})(?:\^\\circ|\^\{\\circ\})?", text)):
         return str(int(digits.group(1)))
     return text
 
@@ -631,9 +589,7 @@ def _as_messages(problem: object, where: str) -> tuple[dict[str, str], ...]:
             for m in problem
         )
         if well_formed and problem[-1]["role"] == "user":
-            return tuple(
-                {"role": str(m["role"]), "content": m["content"]} for m in problem
-            )
+            return tuple({"role": str(m["role"]), "content": m["content"]} for m in problem)
     raise UserError(
         f"{where}: the problem is neither text nor a list of messages that ends with the user's"
     )

@@ -30,13 +30,7 @@ from megatron_dcpo.data import prompts
 from megatron_dcpo.data.datasets import PromptOptions, task_name
 from megatron_dcpo.data.files import Row, read_rows
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.types import (
-    BLOCK_REASONING,
-    Judgement,
-    Prompt,
-    Response,
-    TrainingSample,
-)
+from megatron_dcpo.types import BLOCK_REASONING, Judgement, Prompt, Response, TrainingSample
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -166,9 +160,7 @@ def load_demonstrations(
         )
     if without_weight:
         logger.warning(
-            "%s: %d rows in which every token has weight 0 are left out",
-            path,
-            without_weight,
+            "%s: %d rows in which every token has weight 0 are left out", path, without_weight
         )
     if with_earlier_turns:
         logger.warning(
@@ -206,9 +198,7 @@ def _read(row: Row, columns: Mapping[str, str], where: str) -> _Conversation:
             "assistant's"
         )
     if not before or before[-1]["role"] != "user":
-        raise UserError(
-            f"{where}: a demonstration's response follows a message of the user's"
-        )
+        raise UserError(f"{where}: a demonstration's response follows a message of the user's")
     if not last["content"]:
         raise UserError(f"{where}: the response is empty")
     return _Conversation(
@@ -246,9 +236,7 @@ def _first(values: Row, names: Sequence[str], what: str, where: str) -> Any:  # 
 def _messages(value: object, where: str) -> Messages:
     """Return a list of chat messages with role and text."""
     if not isinstance(value, list | tuple) or not value:
-        raise UserError(
-            f"{where}: expected a list of messages, got {type(value).__name__}"
-        )
+        raise UserError(f"{where}: expected a list of messages, got {type(value).__name__}")
     messages = []
     for message in value:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
@@ -260,9 +248,7 @@ def _messages(value: object, where: str) -> Messages:
                 raise UserError(
                     f"{where}: a message has {key}, which is not read in this version; remove it"
                 )
-        messages.append(
-            {"role": message["role"], "content": _text(message.get("content"), where)}
-        )
+        messages.append({"role": message["role"], "content": _text(message.get("content"), where)})
     return tuple(messages)
 
 
@@ -290,9 +276,7 @@ def _weight(value: object, where: str) -> float:
     return float(value)  # type: ignore[arg-type]
 
 
-def _spans(
-    value: object, length: int, where: str
-) -> tuple[tuple[int, int, float], ...]:
+def _spans(value: object, length: int, where: str) -> tuple[tuple[int, int, float], ...]:
     """Return (start, end, weight) of every span, in characters of a response of ``length``."""
     if value is None:
         return ()
@@ -301,9 +285,7 @@ def _spans(
     spans = []
     for span in value:
         if not isinstance(span, Mapping) or set(span) != {"start", "end", "weight"}:
-            raise UserError(
-                f"{where}: a span is {{start, end, weight}}, not {span!r:.80}"
-            )
+            raise UserError(f"{where}: a span is {{start, end, weight}}, not {span!r:.80}")
         start, end = span["start"], span["end"]
         are_places = type(start) is int and type(end) is int
         if not are_places or not 0 <= start < end <= length:
@@ -354,9 +336,7 @@ def _tokenized(
     return Demonstration(prompt, response_ids, np.array([*weights, last], np.float64))
 
 
-def _with_starts(
-    tokenizer: PreTrainedTokenizerBase, text: str
-) -> tuple[list[int], list[int]]:
+def _with_starts(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[list[int], list[int]]:
     """Return the token ids of a response, and the character at which each begins."""
     if not tokenizer.is_fast:
         raise UserError(

@@ -32,9 +32,7 @@ GUEST = Path(__file__).resolve().with_name("environment_guest")
 COLUMN = "environment"
 _NUMBER = r"(-?[0-9]+(?:\.[0-9]+)?)"
 _RANGE = re.compile(rf"{_NUMBER}\.\.{_NUMBER}")
-_START = (
-    "import sys; sys.path.append(sys.argv.pop(1)); import dcpo_environment as guest; "
-)
+_START = "import sys; sys.path.append(sys.argv.pop(1)); import dcpo_environment as guest; "
 
 
 @dataclass(frozen=True)
@@ -205,11 +203,7 @@ def _run_guest(path: str, spec: EnvironmentSpec, call: str, described: str) -> s
     The output goes to files: a pipe stays open as long as a process that the environment leaves
     behind has it. Raises :class:`UserError` if the call fails.
     """
-    environment = {
-        **os.environ,
-        "PYTHONHASHSEED": HASH_SEED,
-        "PYTHONPATH": spec.search_path,
-    }
+    environment = {**os.environ, "PYTHONHASHSEED": HASH_SEED, "PYTHONPATH": spec.search_path}
     name = path.partition("?")[0]
     with tempfile.TemporaryFile() as printed, tempfile.TemporaryFile() as said:
         try:

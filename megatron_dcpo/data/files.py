@@ -27,14 +27,10 @@ Row = Mapping[str, Any]
 
 ROW_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".arrow")
 SUFFIXES = (*ROW_SUFFIXES, ".jsonl.gz", ".json.gz", ".csv.gz")
-LONGEST = (
-    1 << 30
-)  # characters of a line, or of a JSON array: compressed, they may be a small file
+LONGEST = 1 << 30  # characters of a line, or of a JSON array: compressed, they may be a small file
 # what save_to_disk writes beside the Arrow files of a split, and above its splits
 _STATE, _SPLITS = "state.json", "dataset_dict.json"
-_SHARD = re.compile(
-    r"(?P<split>.+)-(?P<number>\d{5})-of-(?P<total>\d{5})(?P<suffix>\..+)"
-)
+_SHARD = re.compile(r"(?P<split>.+)-(?P<number>\d{5})-of-(?P<total>\d{5})(?P<suffix>\..+)")
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?(@[\w.-]+)?\Z")
 
 
@@ -110,9 +106,7 @@ def _read_file(path: Path) -> Iterator[Row]:
     elif name.endswith(".csv"):
         yield from _read_csv(path)
     else:
-        raise UserError(
-            f"{path}: unknown kind of data file; expected one of {', '.join(SUFFIXES)}"
-        )
+        raise UserError(f"{path}: unknown kind of data file; expected one of {', '.join(SUFFIXES)}")
 
 
 def read_json_lines(
@@ -168,20 +162,13 @@ def _read_json(path: Path) -> Iterator[Row]:
     object that has such an array as ``Data`` is TriviaQA's file.
     """
     with _open_text(path) as file:
-        head = next(
-            (line for line in iter(lambda: file.readline(LONGEST), "") if line.strip()),
-            "",
-        )
+        head = next((line for line in iter(lambda: file.readline(LONGEST), "") if line.strip()), "")
         if head.startswith("version https://git-lfs"):
-            raise UserError(
-                f"{path}: only a git-lfs pointer; fetch the file with `git lfs pull`"
-            )
+            raise UserError(f"{path}: only a git-lfs pointer; fetch the file with `git lfs pull`")
     if not head.lstrip().startswith("[") and head.strip() != "{":
         for where, row in read_json_lines(path):
             yield from (
-                _objects(where, row["Data"])
-                if isinstance(row.get("Data"), list)
-                else (row,)
+                _objects(where, row["Data"]) if isinstance(row.get("Data"), list) else (row,)
             )
         return
     with _open_text(path) as file:
@@ -249,9 +236,7 @@ def _read_csv(path: Path) -> Iterator[Row]:
                 if values:
                     yield dict(zip(names, values, strict=True))
         except csv.Error as error:
-            raise UserError(
-                f"{path}:{lines.line_num}: not a readable CSV file ({error})"
-            ) from None
+            raise UserError(f"{path}:{lines.line_num}: not a readable CSV file ({error})") from None
 
 
 def _read_parquet(path: Path) -> Iterator[Row]:
@@ -259,17 +244,13 @@ def _read_parquet(path: Path) -> Iterator[Row]:
         import pyarrow.parquet as parquet
         from pyarrow.lib import ArrowException
     except ImportError:
-        raise UserError(
-            f"{path}: reading parquet needs pyarrow; `pip install pyarrow`"
-        ) from None
+        raise UserError(f"{path}: reading parquet needs pyarrow; `pip install pyarrow`") from None
     try:
         with parquet.ParquetFile(path) as file:
             for batch in file.iter_batches(batch_size=1024):
                 yield from batch.to_pylist()
     except (ArrowException, OSError, ValueError) as error:
-        raise UserError(
-            f"{path}: not a readable parquet file ({one_line(error, 200)})"
-        ) from None
+        raise UserError(f"{path}: not a readable parquet file ({one_line(error, 200)})") from None
 
 
 def _read_arrow(path: Path) -> Iterator[Row]:
@@ -278,9 +259,7 @@ def _read_arrow(path: Path) -> Iterator[Row]:
         import pyarrow
         from pyarrow import ipc
     except ImportError:
-        raise UserError(
-            f"{path}: reading Arrow needs pyarrow; `pip install pyarrow`"
-        ) from None
+        raise UserError(f"{path}: reading Arrow needs pyarrow; `pip install pyarrow`") from None
     try:
         with pyarrow.memory_map(str(path)) as source:
             try:
@@ -291,9 +270,7 @@ def _read_arrow(path: Path) -> Iterator[Row]:
             for batch in batches:
                 yield from batch.to_pylist()
     except (pyarrow.ArrowException, OSError, ValueError) as error:
-        raise UserError(
-            f"{path}: not a readable Arrow file ({one_line(error, 200)})"
-        ) from None
+        raise UserError(f"{path}: not a readable Arrow file ({one_line(error, 200)})") from None
 
 
 def _read_hub(name: str) -> Iterator[Row]:
@@ -312,11 +289,7 @@ def _read_hub(name: str) -> Iterator[Row]:
         rows = load_dataset(repository, config or None, split=split or "train")
     # the library raises anything from OSError to its own classes; all mean "not available"
     except Exception as error:
-        reason = (
-            str(error).strip().splitlines()[0]
-            if str(error).strip()
-            else type(error).__name__
-        )
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UserError(f"{name}: cannot load it from the hub ({reason})") from None
     yield from rows
 

@@ -49,9 +49,7 @@ def is_gym(path: object) -> bool:
     return str(path).startswith(REASONING_GYM)
 
 
-def gym_path(
-    path: str, options: Mapping[str, Any], size: int | None, seed: int | None
-) -> str:
+def gym_path(path: str, options: Mapping[str, Any], size: int | None, seed: int | None) -> str:
     """Return ``path`` with the options added that it does not set itself."""
     more = dict(options)
     if size is not None:
@@ -103,9 +101,7 @@ def parse_gym(path: str) -> GymTask:
             continue
         value = options.pop(name)
         if type(value) is not int or value < least:
-            raise UserError(
-                f"{path}: {name} must be a whole number of at least {least}"
-            )
+            raise UserError(f"{path}: {name} must be a whole number of at least {least}")
         numbers[name] = value
     task = path.removeprefix(REASONING_GYM).partition("?")[0]
     return GymTask(task, options, **numbers)
@@ -119,18 +115,12 @@ def gym_rows(path: str) -> list[dict[str, Any]]:
     """
     task = parse_gym(path)
     if importlib.util.find_spec("reasoning_gym") is None:
-        raise UserError(
-            f"{path}: the package reasoning-gym is not installed; {pip_install('gym')}"
-        )
+        raise UserError(f"{path}: the package reasoning-gym is not installed; {pip_install('gym')}")
     root = str(Path(__file__).resolve().parents[2])
     environment = {**os.environ, "PYTHONHASHSEED": HASH_SEED}
-    environment["PYTHONPATH"] = os.pathsep.join(
-        filter(None, [root, os.environ.get("PYTHONPATH")])
-    )
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
     command = [sys.executable, "-m", "megatron_dcpo.data.gym", json.dumps(asdict(task))]
-    done = subprocess.run(
-        command, capture_output=True, text=True, env=environment, check=False
-    )
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     if done.returncode:
         last_line = done.stderr.strip().rpartition("\n")[2]
         raise UserError(f"{path}: {one_line(last_line, 500)}")

@@ -32,14 +32,10 @@ class _TextOnly(pickle._Unpickler):  # type: ignore[name-defined, misc]
     """
 
     def find_class(self, module: str, name: str) -> NoReturn:
-        raise ValueError(
-            f"a pickle that asks for {module}.{name}; official tests hold text only"
-        )
+        raise ValueError(f"a pickle that asks for {module}.{name}; official tests hold text only")
 
     def persistent_load(self, pid: object) -> NoReturn:
-        raise ValueError(
-            "a pickle with persistent references; official tests hold text only"
-        )
+        raise ValueError("a pickle with persistent references; official tests hold text only")
 
 
 def decode_private(encoded: str) -> list[Mapping[str, Any]]:
@@ -59,9 +55,7 @@ def decode_private(encoded: str) -> list[Mapping[str, Any]]:
             f"private tests are not base64 of zlib of a pickle ({one_line(error, 200)})"
         ) from None
     if not isinstance(text, str):
-        raise ValueError(
-            f"private tests unpickle to {type(text).__name__}, expected str"
-        )
+        raise ValueError(f"private tests unpickle to {type(text).__name__}, expected str")
     return _case_list(parse_json(text))
 
 
@@ -73,11 +67,7 @@ def tests_of(row: Mapping[str, Any]) -> Mapping[str, Any]:
     if private:
         cases = [
             *cases,
-            *(
-                decode_private(private)
-                if isinstance(private, str)
-                else _case_list(private)
-            ),
+            *(decode_private(private) if isinstance(private, str) else _case_list(private)),
         ]
     return tests_of_cases(cases, row)
 
@@ -86,14 +76,10 @@ def has_form(cases: Sequence[object]) -> bool:
     """Return whether these are cases as LiveCodeBench and DeepCoder write them: each says its
     ``testtype``.
     """
-    return bool(cases) and all(
-        isinstance(case, Mapping) and "testtype" in case for case in cases
-    )
+    return bool(cases) and all(isinstance(case, Mapping) and "testtype" in case for case in cases)
 
 
-def tests_of_cases(
-    cases: Sequence[Mapping[str, Any]], row: Mapping[str, Any]
-) -> Mapping[str, Any]:
+def tests_of_cases(cases: Sequence[Mapping[str, Any]], row: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the tests with these cases. The name of the function is in the ``metadata`` of the
     row, or of a case; ``starter_code`` of the row says whether it is a method.
     """

@@ -15,9 +15,7 @@ from megatron_dcpo.data.datasets import draw_prompts
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.types import Prompt
 
-_STREAM = (
-    0x6D6978  # separates these random numbers from the random numbers of the epochs
-)
+_STREAM = 0x6D6978  # separates these random numbers from the random numbers of the epochs
 
 
 @dataclass(frozen=True)
@@ -114,9 +112,7 @@ def curriculum(prompts: Sequence[Prompt], column: str, source: str) -> np.ndarra
 
 
 def extended_fingerprint(
-    fingerprints: Sequence[str],
-    weights: Sequence[float],
-    ranks: Sequence[np.ndarray | None],
+    fingerprints: Sequence[str], weights: Sequence[float], ranks: Sequence[np.ndarray | None]
 ) -> str:
     """Return a short name of the prompts of all sources, their weights and their order."""
     orders = [None if one is None else one.tolist() for one in ranks]

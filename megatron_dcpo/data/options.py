@@ -83,9 +83,7 @@ def right_option(row: Row, options: Options, where: str) -> int:
         elif column in _FIRST_KEYS:
             unclear.append(f"{column} {value!r:.40}")
     if unclear and not (found and _is_free_text(row, unclear)):
-        raise UserError(
-            f"{where}: {unclear[0]} is none of its {len(options.texts)} options"
-        )
+        raise UserError(f"{where}: {unclear[0]} is none of its {len(options.texts)} options")
     if not found:
         raise UserError(
             f"{where}: no column says which of the {len(options.texts)} options is right; expected "
@@ -108,8 +106,7 @@ def shows_options(text: str, options: Options) -> bool:
     at = 0
     for number, option in enumerate(options.texts):
         listed = re.compile(
-            rf"(?:^|[\s(]){LETTERS[number]}\s*[).:]\s*{re.escape(option)}",
-            re.IGNORECASE,
+            rf"(?:^|[\s(]){LETTERS[number]}\s*[).:]\s*{re.escape(option)}", re.IGNORECASE
         )
         match = listed.search(text, at)
         if match is None:
@@ -159,10 +156,7 @@ def _read(value: object, where: str) -> Options:
         items.sort(key=lambda item: str(item[0]))
         return _checked([text for _, text in items], [name for name, _ in items], where)
     if isinstance(value, list | tuple) and value:
-        if all(
-            isinstance(item, Mapping) and {"text", "label"} <= item.keys()
-            for item in value
-        ):
+        if all(isinstance(item, Mapping) and {"text", "label"} <= item.keys() for item in value):
             texts = [item["text"] for item in value]
             return _checked(texts, [item["label"] for item in value], where)
         return _checked(_without_prefixes(value), [*LETTERS[: len(value)]], where)
@@ -189,11 +183,7 @@ def _without_prefixes(items: Sequence[object]) -> list[object]:
     texts: list[object] = []
     for number, item in enumerate(items):
         match = _PREFIX.match(item) if isinstance(item, str) else None
-        if (
-            number >= len(LETTERS)
-            or match is None
-            or match[1].upper() != LETTERS[number]
-        ):
+        if number >= len(LETTERS) or match is None or match[1].upper() != LETTERS[number]:
             return list(items)
         texts.append(str(item)[match.end() :])
     return texts if len(texts) > 1 else list(items)
@@ -228,9 +218,7 @@ def _from_text(text: str) -> object:
 
 def _opening(text: str, number: int, at: int) -> re.Match[str] | None:
     """Return the next place where an option begins with its letter: ``B.``, ``b )``, ``(B)``."""
-    opening = re.compile(
-        rf"(?:^|(?<=[\s,;]))\(?{LETTERS[number]}\s*[).:]\s*", re.IGNORECASE
-    )
+    opening = re.compile(rf"(?:^|(?<=[\s,;]))\(?{LETTERS[number]}\s*[).:]\s*", re.IGNORECASE)
     return opening.search(text, at)
 
 

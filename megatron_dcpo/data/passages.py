@@ -51,8 +51,7 @@ def passage_of(row: Row, where: str) -> str:
             found[str(column)] = text
     if len(found) > 1:
         raise UserError(
-            f"{where} has several passages, in {', '.join(found)}; join them in the file, or "
-            f"{_FIX}"
+            f"{where} has several passages, in {', '.join(found)}; join them in the file, or {_FIX}"
         )
     return next(iter(found.values()), "")
 
@@ -73,9 +72,7 @@ def passage_text(value: object, column: str, where: str) -> str:
     )
 
 
-def with_passage(
-    messages: tuple[dict[str, str], ...], passage: str
-) -> tuple[dict[str, str], ...]:
+def with_passage(messages: tuple[dict[str, str], ...], passage: str) -> tuple[dict[str, str], ...]:
     """Return the messages with the passage before the problem, which is the last of them, and an
     empty line between; unchanged if there is none, or if a message shows it already.
     """

@@ -93,9 +93,7 @@ class Template:
     chat: bool
 
 
-def box_instruction(
-    problem: str, marker: str = CONFIDENCE_TAG, form: str = "math"
-) -> str:
+def box_instruction(problem: str, marker: str = CONFIDENCE_TAG, form: str = "math") -> str:
     """Ask for the answer, unless the problem ends by asking for a box already."""
     problem = problem.rstrip()
     asked = form != "code" and _ASKS_FOR_BOX.search(problem)
@@ -110,15 +108,11 @@ def confidence_instruction(
     return f"{box_instruction(problem, form=form)}{more}\n\n{confidence.format(marker=marker)}"
 
 
-def abstention_instruction(
-    problem: str, marker: str = CONFIDENCE_TAG, form: str = "math"
-) -> str:
+def abstention_instruction(problem: str, marker: str = CONFIDENCE_TAG, form: str = "math") -> str:
     """Ask for the same, and allow to say in the box that the answer is not known; a program has no
     box.
     """
-    return confidence_instruction(
-        problem, marker, form, "" if form == "code" else f"\n{_ABSTAIN}"
-    )
+    return confidence_instruction(problem, marker, form, "" if form == "code" else f"\n{_ABSTAIN}")
 
 
 def as_it_is(problem: str, marker: str = CONFIDENCE_TAG, form: str = "math") -> str:
@@ -145,9 +139,7 @@ def find_template(name: str) -> Template:
         function = load_object(name, "data.template")
         check_signature(function, name, "data.template", "problem", "marker")
         chat = bool(getattr(function, "chat", True))
-        return Template(
-            name, lambda problem, marker, form: function(problem, marker), chat
-        )
+        return Template(name, lambda problem, marker, form: function(problem, marker), chat)
     if name not in TEMPLATES:
         raise UserError(
             f"unknown prompt template {name!r}; known: {', '.join(TEMPLATES)}, or "
@@ -167,10 +159,7 @@ def bare_problem(text: str) -> str:
 
 
 def ask(
-    messages: tuple[Message, ...],
-    template: str,
-    marker: str = CONFIDENCE_TAG,
-    form: str = "math",
+    messages: tuple[Message, ...], template: str, marker: str = CONFIDENCE_TAG, form: str = "math"
 ) -> tuple[Message, ...]:
     """Return the messages as sent. ``messages``: what the data set holds, the problem being the
     last user turn. ``form`` of the answer: a key of :data:`ASKS`.
@@ -203,8 +192,7 @@ def _are_messages(value: object) -> bool:
         isinstance(value, list | tuple)
         and len(value) > 0
         and all(
-            isinstance(m, Mapping)
-            and all(isinstance(m.get(k), str) for k in ("role", "content"))
+            isinstance(m, Mapping) and all(isinstance(m.get(k), str) for k in ("role", "content"))
             for m in value
         )
         and value[-1]["role"] == "user"
@@ -271,10 +259,7 @@ def encode_chat(
         )
     try:
         text = tokenizer.apply_chat_template(
-            list(messages),
-            tokenize=False,
-            add_generation_prompt=True,
-            **switches,
+            list(messages), tokenize=False, add_generation_prompt=True, **switches
         )
     except Exception as error:  # a template is a program: it raises anything
         raise PromptError(

@@ -21,19 +21,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megatron_dcpo.data.files import Row
-from megatron_dcpo.data.options import (
-    Options,
-    options_of,
-    right_option,
-    shows_options,
-)
+from megatron_dcpo.data.options import Options, options_of, right_option, shows_options
 from megatron_dcpo.errors import UserError
 
 SHUFFLE_SEED = 0  # of the order of GPQA's options, which have the right one first
-CORRECT, INCORRECT = (
-    "Correct Answer",
-    tuple(f"Incorrect Answer {number}" for number in (1, 2, 3)),
-)
+CORRECT, INCORRECT = ("Correct Answer", tuple(f"Incorrect Answer {number}" for number in (1, 2, 3)))
 _ASKED = ("problem", "question", "Question", "question_stem", "Problem", "prompt")
 _ALIASES = (
     "value",
@@ -55,9 +47,7 @@ class Question(NamedTuple):
     kind: str | None = None
 
 
-def question_of(
-    row: Row, index: int, where: str, strict: bool = True
-) -> Question | None:
+def question_of(row: Row, index: int, where: str, strict: bool = True) -> Question | None:
     """Return the question of a row in one of the formats, None for any other row. ``index`` of the
     row decides the order of the options that are shuffled.
 
@@ -67,9 +57,7 @@ def question_of(
     if CORRECT in row or INCORRECT[0] in row:
         return _gpqa(row, index, where)
     answer = row.get("answer", row.get("Answer"))
-    asked = next(
-        (name for name in _ASKED if isinstance(row.get(name), str)), "question"
-    )
+    asked = next((name for name in _ASKED if isinstance(row.get(name), str)), "question")
     choice = _choice_of_row(row, asked, where, strict)
     if choice is not None:
         return choice
@@ -87,11 +75,7 @@ def accepted_texts(answer: object) -> list[str]:
     if isinstance(answer, Mapping):
         fields = {_plain(str(name)): value for name, value in answer.items()}
         answer = [text for name in _ALIASES for text in _listed(fields.get(name))]
-    texts = (
-        str(text).strip()
-        for text in _listed(answer)
-        if isinstance(text, str | int | float)
-    )
+    texts = (str(text).strip() for text in _listed(answer) if isinstance(text, str | int | float))
     return list(dict.fromkeys(text for text in texts if text))
 
 
@@ -109,40 +93,27 @@ def _gpqa(row: Row, index: int, where: str) -> Question:
     options = [_text(row, column, where) for column in (CORRECT, *INCORRECT)]
     order = np.random.default_rng([SHUFFLE_SEED, index]).permutation(len(options))
     right = order.tolist().index(0)
-    return _choice(
-        _text(row, "Question", where), [options[i] for i in order], right, row, where
-    )
+    return _choice(_text(row, "Question", where), [options[i] for i in order], right, row, where)
 
 
-def _choice(
-    question: str, options: Sequence[Any], right: int, row: Row, where: str
-) -> Question:
+def _choice(question: str, options: Sequence[Any], right: int, row: Row, where: str) -> Question:
     if len(options) > len(string.ascii_uppercase):
         raise UserError(
             f"{where}: {len(options)} options; expected at most {len(string.ascii_uppercase)}"
         )
-    if odd := [
-        option for option in options if not isinstance(option, str | int | float)
-    ]:
+    if odd := [option for option in options if not isinstance(option, str | int | float)]:
         raise UserError(f"{where}: an option must be a text, got {odd[0]!r:.60}")
     texts = [str(option).strip() for option in options]
     letter = string.ascii_uppercase[right]
     listed = "\n".join(
-        f"{name}. {text}"
-        for name, text in zip(string.ascii_uppercase, texts, strict=False)
+        f"{name}. {text}" for name, text in zip(string.ascii_uppercase, texts, strict=False)
     )
     kind = row.get("category", row.get("Subdomain"))
     columns = {"answer": letter, "options": texts}
     text = f"{question}\n\n{listed}"
     if shows_options(question, Options(texts, [])):
         text = question
-    return Question(
-        text,
-        letter,
-        "choice",
-        columns,
-        kind if isinstance(kind, str) else None,
-    )
+    return Question(text, letter, "choice", columns, kind if isinstance(kind, str) else None)
 
 
 def _choice_of_row(row: Row, asked: str, where: str, strict: bool) -> Question | None:

@@ -48,9 +48,7 @@ def value_of(metrics: Mapping[str, float], word: str) -> float:
     return sum(values) / len(values)
 
 
-def improves(
-    word: str, metrics: Mapping[str, float], best: Mapping[str, float] | None
-) -> bool:
+def improves(word: str, metrics: Mapping[str, float], best: Mapping[str, float] | None) -> bool:
     """Return whether ``metrics`` are better than ``best``; an undefined value never is."""
     new = value_of(metrics, word)
     if math.isnan(new):

@@ -11,15 +11,7 @@ import json
 import logging
 import re
 from collections import deque
-from collections.abc import (
-    Callable,
-    Collection,
-    Container,
-    Iterable,
-    Iterator,
-    Mapping,
-    Sequence,
-)
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -131,10 +123,7 @@ def evaluate_benchmark(
     position = {prompt.prompt_id: number for number, prompt in enumerate(prompts)}
     ordered = sorted(
         collected.samples.values(),
-        key=lambda sample: (
-            position[sample.prompt.prompt_id],
-            sample.response.sample_index,
-        ),
+        key=lambda sample: (position[sample.prompt.prompt_id], sample.response.sample_index),
     )
     return with_consistency(ordered, judged_by.equivalent)
 
@@ -161,8 +150,7 @@ class _Collected:
         self.origins: dict[str, Origin] = {}
         for prompt_id, prompt in prompts.items():
             self.origins[prompt_id] = Origin(
-                asked=digest_asked(prompt),
-                judged_by=digest_judged(prompt, judged_by.digest),
+                asked=digest_asked(prompt), judged_by=digest_judged(prompt, judged_by.digest)
             )
 
     def continue_from(self, finished: Mapping[ResponseKey, Sample]) -> None:
@@ -177,9 +165,7 @@ class _Collected:
                 continue
             origin = self.origins[prompt_id]
             assert origin.asked is not None
-            if sample.response.refusal or not is_sample_of(
-                sample, prompt, origin.asked
-            ):
+            if sample.response.refusal or not is_sample_of(sample, prompt, origin.asked):
                 continue
             is_current = is_judged_so(sample, prompt, origin.judged_by)
             sample = replace(of_prompt(sample, prompt), origin=origin)
@@ -200,9 +186,7 @@ class _Collected:
                     self.log.add(sample)
         self._show_progress()
 
-    def add(
-        self, responses: Sequence[Response], judgements: Sequence[Judgement]
-    ) -> None:
+    def add(self, responses: Sequence[Response], judgements: Sequence[Judgement]) -> None:
         """Add judged responses and write them to the log."""
         for response, judgement in zip(responses, judgements, strict=True):
             prompt = self.prompts[response.prompt_id]
@@ -248,9 +232,7 @@ def _missing(
     return requests
 
 
-def respond_at_once(
-    stream: Stream, tokens: TokenBytes, eos_ids: Collection[int]
-) -> Respond:
+def respond_at_once(stream: Stream, tokens: TokenBytes, eos_ids: Collection[int]) -> Respond:
     """Return an engine in this process as ``Respond``: it gets all requests together and decides
     itself how many run at once.
 
@@ -273,9 +255,7 @@ def respond_at_once(
     return respond
 
 
-def rejudge(
-    samples: Sequence[Sample], judged_by: AnswerJudge | None = None
-) -> list[Sample]:
+def rejudge(samples: Sequence[Sample], judged_by: AnswerJudge | None = None) -> list[Sample]:
     """Return the same responses judged again, for instance by a better verifier.
 
     A sample does not keep its tokens. Everything that depends on them, and the length of the
@@ -293,9 +273,7 @@ def rejudge(
         answer = text[sample.judgement.thinking_characters :]
         responses.append(replace(sample.response, prompt_id=prompt_id, text=answer))
     judged = []
-    for sample, judgement in zip(
-        samples, judged_by.judge(responses, prompts), strict=True
-    ):
+    for sample, judgement in zip(samples, judged_by.judge(responses, prompts), strict=True):
         first = sample.judgement
         again = replace(
             judgement,
@@ -306,18 +284,13 @@ def rejudge(
             thinking_tokens=first.thinking_tokens,
             thinking_characters=first.thinking_characters,
         )
-        origin = replace(
-            sample.origin, judged_by=digest_judged(sample.prompt, judged_by.digest)
-        )
+        origin = replace(sample.origin, judged_by=digest_judged(sample.prompt, judged_by.digest))
         judged.append(replace(sample, judgement=again, origin=origin))
     return with_consistency(judged, judged_by.equivalent)
 
 
 def write_evaluation(
-    directory: str | Path,
-    evaluation: Mapping[str, Any],
-    samples: Sequence[Sample],
-    title: str = "",
+    directory: str | Path, evaluation: Mapping[str, Any], samples: Sequence[Sample], title: str = ""
 ) -> None:
     """Write ``evaluation.json``, ``samples.jsonl``, ``report.html``, and ``diagrams/`` per
     benchmark and kind of confidence.

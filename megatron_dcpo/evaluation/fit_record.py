@@ -67,9 +67,7 @@ class FitRecord:
 
 
 def record_of(
-    fitted_on: FittedOn | None,
-    held_out: Sequence[Sample],
-    predictions: Sequence[float | None],
+    fitted_on: FittedOn | None, held_out: Sequence[Sample], predictions: Sequence[float | None]
 ) -> FitRecord:
     """Return the record of a fit. ``held_out`` are samples with a post-hoc confidence;
     ``predictions`` those whose distribution is kept.

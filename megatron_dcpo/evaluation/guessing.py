@@ -30,9 +30,7 @@ def prompt_blind(samples: Sequence[Sample]) -> dict[str, Any]:
     for sample in samples:
         key = sample.prompt.ground_truth.strip()
         if key and not is_code(sample):
-            by_benchmark.setdefault(sample.prompt.task, {})[sample.prompt.prompt_id] = (
-                key
-            )
+            by_benchmark.setdefault(sample.prompt.task, {})[sample.prompt.prompt_id] = key
     if not by_benchmark:
         return {}
     answers: list[str] = []

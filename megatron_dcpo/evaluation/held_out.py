@@ -41,9 +41,7 @@ class HeldOut:
         """Return the length of the longest prompt in tokens."""
         return max(len(prompt.token_ids) for prompt in self.prompts.values())
 
-    def judged(
-        self, responses: Sequence[Response], eos_ids: Sequence[int]
-    ) -> list[Sample]:
+    def judged(self, responses: Sequence[Response], eos_ids: Sequence[int]) -> list[Sample]:
         """Return the responses to any of the prompts, judged by their text as in an evaluation.
 
         The samples have no log-probs, because the engine of a training run returns those of the
@@ -59,24 +57,16 @@ class HeldOut:
         samples: list[Sample] = []
         for problems in self.problems:
             samples += self._judged(problems, of_benchmark[problems.benchmark.name])
-        unknown = {
-            "token_confidence": None,
-            "min_logprob": None,
-            "reasoning_logprob": None,
-        }
+        unknown = {"token_confidence": None, "min_logprob": None, "reasoning_logprob": None}
         return [sample.measured(**unknown) for sample in samples]
 
-    def _judged(
-        self, problems: Problems, responses: Sequence[Response]
-    ) -> list[Sample]:
+    def _judged(self, problems: Problems, responses: Sequence[Response]) -> list[Sample]:
         asked = dict.fromkeys(response.prompt_id for response in responses)
         return evaluate_benchmark(
             [self.prompts[prompt_id] for prompt_id in asked],
             lambda _: [responses],
             repeats=self.repeats,
-            judged_by=AnswerJudge(
-                partial(problems.judge, tokens=self.tokens), problems.equivalent
-            ),
+            judged_by=AnswerJudge(partial(problems.judge, tokens=self.tokens), problems.equivalent),
         )
 
     def metrics(self, samples: Sequence[Sample]) -> dict[str, float]:
@@ -88,10 +78,7 @@ class HeldOut:
         position = {prompt_id: number for number, prompt_id in enumerate(self.prompts)}
         ordered = sorted(
             samples,
-            key=lambda sample: (
-                position[sample.prompt.prompt_id],
-                sample.response.sample_index,
-            ),
+            key=lambda sample: (position[sample.prompt.prompt_id], sample.response.sample_index),
         )
         scored = score_samples(ordered, ("verbal",), resamples=0)
         values: dict[str, float] = {}
@@ -104,9 +91,7 @@ class HeldOut:
             for key, value in scores.get("abstention", {}).items():
                 shown[f"abstention_{key}"] = value
             for key, value in shown.items():
-                values[f"evaluation/{name}/{key}"] = (
-                    math.nan if value is None else float(value)
-                )
+                values[f"evaluation/{name}/{key}"] = math.nan if value is None else float(value)
         return values
 
 
@@ -131,9 +116,7 @@ def load_held_out(
         options.benchmark_list,
         config.judging,
         sources=sources,
-        options=BenchmarkOptions(
-            untested=config.data.untested, columns=config.data.columns
-        ),
+        options=BenchmarkOptions(untested=config.data.untested, columns=config.data.columns),
     )
     prompts: dict[str, Prompt] = {}
     for one in problems:

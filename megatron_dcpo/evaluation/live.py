@@ -77,12 +77,7 @@ def _progress(root: Path, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         if row.get("tokens/s/step"):
             speed = row["tokens/s/step"]
             break
-    return {
-        "step": step,
-        "steps": steps,
-        "tokens_per_second": speed,
-        "seconds_left": left,
-    }
+    return {"step": step, "steps": steps, "tokens_per_second": speed, "seconds_left": left}
 
 
 def _line(rows: Sequence[Mapping[str, Any]], key: str) -> list[list[float]]:
@@ -99,14 +94,7 @@ def _shown(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return a sample. Its ``pieces`` are runs of adjacent tokens as [text, block, advantage or
     None].
     """
-    kept = (
-        "training_step",
-        "problem",
-        "ground_truth",
-        "correct",
-        "confidence",
-        "status",
-    )
+    kept = ("training_step", "problem", "ground_truth", "correct", "confidence", "status")
     shown = {key: row.get(key) for key in kept}
     shown["pieces"] = row.get("pieces") or [[row.get("text", ""), "reasoning", None]]
     return shown
@@ -154,9 +142,7 @@ class _Handler(BaseHTTPRequestHandler):
                 self._reply(503, "text/plain", str(error))
             except OTHER_FORM as error:
                 why = f"{type(error).__name__}: {one_line(error, 200)}"
-                self._reply(
-                    503, "text/plain", f"a file of {self.root} is damaged ({why})"
-                )
+                self._reply(503, "text/plain", f"a file of {self.root} is damaged ({why})")
         else:
             self._reply(404, "text/plain", "not here")
 

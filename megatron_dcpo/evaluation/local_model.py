@@ -11,12 +11,7 @@ from megatron_dcpo import rollout
 from megatron_dcpo.config.evaluation_sections import EvaluateConfig
 from megatron_dcpo.evaluation.evaluate import respond_at_once
 from megatron_dcpo.evaluation.problems import Problems
-from megatron_dcpo.evaluation.responders import (
-    Responder,
-    as_token_ids,
-    model_name,
-    sampling_of,
-)
+from megatron_dcpo.evaluation.responders import Responder, as_token_ids, model_name, sampling_of
 from megatron_dcpo.judging.thinking import check_thinking
 from megatron_dcpo.judging.token_bytes import token_bytes
 from megatron_dcpo.rollout.engine import check_sampled_model, choose_engine
@@ -71,8 +66,5 @@ def sample_model(
         engine.update_weights(merged, version=0)
     stream = partial(engine.stream, sampling=sampling_of(config))
     return Responder(
-        model_name(config),
-        tokens,
-        render,
-        respond_at_once(stream, tokens, engine.eos_token_ids),
+        model_name(config), tokens, render, respond_at_once(stream, tokens, engine.eos_token_ids)
     )

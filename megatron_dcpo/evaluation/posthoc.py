@@ -156,13 +156,9 @@ class Posthoc:
             MemoryError,
         ) as error:
             why = f"{type(error).__name__}: {one_line(error, 200)}"
-            raise UserError(
-                f"{path}: not a predictor of dcpo calibrate ({why})"
-            ) from None
+            raise UserError(f"{path}: not a predictor of dcpo calibrate ({why})") from None
         if not isinstance(method, str) or method not in METHODS:
-            raise UserError(
-                f"{path}: unknown method {method!r}; known: {', '.join(METHODS)}"
-            )
+            raise UserError(f"{path}: unknown method {method!r}; known: {', '.join(METHODS)}")
         if not isinstance(source, str):
             raise UserError(f"{path}: unknown source {source!r}; fit it again")
         return cls(method, source, MappingProxyType(weights), record)
@@ -255,9 +251,7 @@ def tasks_of(samples: Sequence[Sample], column: str) -> list[str | None]:
     """
     tasks = [_task_of(sample, column) for sample in samples]
     if all(task is None for task in tasks):
-        columns = sorted(
-            {name for sample in samples for name in sample.prompt.row or ()}
-        )
+        columns = sorted({name for sample in samples for name in sample.prompt.row or ()})
         others = ", ".join(["kind", "task", *columns])
         raise UserError(
             f"no task: none of the {len(samples)} responses has a text or a whole number in the "
@@ -276,9 +270,7 @@ def _task_of(sample: Sample, column: str) -> str | None:
     return str(value)
 
 
-def with_tasks(
-    inputs: np.ndarray, tasks: Sequence[str | None], fitted: np.ndarray
-) -> np.ndarray:
+def with_tasks(inputs: np.ndarray, tasks: Sequence[str | None], fitted: np.ndarray) -> np.ndarray:
     """Return inputs [n, D] with a column for each of the K ``fitted`` tasks, 1 where the response
     is of that task, [n, D + K].
     """
@@ -288,9 +280,7 @@ def with_tasks(
     return np.hstack([inputs, is_task.astype(np.float64)])
 
 
-def _say_new_tasks(
-    tasks: Sequence[str | None], fitted: np.ndarray, column: str
-) -> None:
+def _say_new_tasks(tasks: Sequence[str | None], fitted: np.ndarray, column: str) -> None:
     """Log how many responses are of no task that was fitted."""
     counts = Counter(task for task in tasks if task not in set(fitted.tolist()))
     if not counts:
@@ -378,14 +368,10 @@ def fit(
     def side(name: str, chosen: Sequence[bool]) -> tuple[np.ndarray, np.ndarray]:
         index = [i for i, taken in enumerate(chosen) if taken]
         if not index:
-            raise UserError(
-                f"no problem is {name}; give more problems, or another --held-out"
-            )
+            raise UserError(f"no problem is {name}; give more problems, or another --held-out")
         inputs, known = inputs_of([samples[i] for i in index], source)
         if not len(known):
-            needs = _NEEDS.get(
-                source.partition(":")[0], f"a confidence of the kind {source}"
-            )
+            needs = _NEEDS.get(source.partition(":")[0], f"a confidence of the kind {source}")
             raise UserError(
                 f"--kind {method}: none of the {len(index)} responses that are {name} has {needs}"
             )
@@ -402,12 +388,9 @@ def fit(
         # so few problems that they have to be fitted as well.
         fitted = stopping = (inputs, goals)
         stops = [
-            is_held_out(f"stop/{problem_of(sample)}", STOPPING_SHARE, seed)
-            for sample in samples
+            is_held_out(f"stop/{problem_of(sample)}", STOPPING_SHARE, seed) for sample in samples
         ]
-        inside = [
-            not out and not stop for out, stop in zip(outside, stops, strict=True)
-        ]
+        inside = [not out and not stop for out, stop in zip(outside, stops, strict=True)]
         watched = [not out and stop for out, stop in zip(outside, stops, strict=True)]
         if any(inside) and any(watched):
             fitted = side("fitted", inside)
@@ -437,13 +420,10 @@ def _checked_source(method: str, source: str | None) -> str:
         method, tuple(CONFIDENCE_KINDS)
     )
     if source.partition(":")[0] not in reads:
-        raise UserError(
-            f"{method} does not read {source!r}; it reads {', '.join(reads)}"
-        )
+        raise UserError(f"{method} does not read {source!r}; it reads {', '.join(reads)}")
     if method == "temperature" and source in RANKING_ONLY:
         raise UserError(
-            f"temperature does not read {source}, which is not a probability; use platt or "
-            "isotonic"
+            f"temperature does not read {source}, which is not a probability; use platt or isotonic"
         )
     return source
 
@@ -491,9 +471,7 @@ def _fit_logistic(x: np.ndarray, y: np.ndarray) -> Weights:
     from sklearn.linear_model import LogisticRegression
 
     scale = _scale_of(x)
-    model = LogisticRegression(C=1.0, max_iter=1000, tol=1e-8).fit(
-        _standardized(scale, x), y
-    )
+    model = LogisticRegression(C=1.0, max_iter=1000, tol=1e-8).fit(_standardized(scale, x), y)
     return {**scale, "slopes": model.coef_[0], "intercept": model.intercept_[0]}
 
 
@@ -511,9 +489,7 @@ def _predict_logistic(weights: Weights, x: np.ndarray) -> np.ndarray:
     return _sigmoid(logits)
 
 
-def _fit_with_tasks(
-    x: np.ndarray, tasks: Sequence[str | None], y: np.ndarray
-) -> Weights:
+def _fit_with_tasks(x: np.ndarray, tasks: Sequence[str | None], y: np.ndarray) -> Weights:
     """Fit a logistic regression on the reasoning's inputs [N, 4] and the tasks [N], each of which
     has an intercept and a slope of its own over log(1 - s). A single task has no deviations: the
     fit is that without tasks.
@@ -594,9 +570,7 @@ def _fit_perceptron(
             if now < best - 1e-6:
                 best = now
                 waited = 0
-                state = {
-                    name: value.clone() for name, value in model.state_dict().items()
-                }
+                state = {name: value.clone() for name, value in model.state_dict().items()}
             else:
                 waited += 1
                 if waited >= 10:

@@ -10,12 +10,7 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from megatron_dcpo.config import Config, JudgingConfig, SourceConfig
-from megatron_dcpo.config.field_types import (
-    BUILT_IN,
-    QUESTIONS,
-    VerifierChoice,
-    members,
-)
+from megatron_dcpo.config.field_types import BUILT_IN, QUESTIONS, VerifierChoice, members
 from megatron_dcpo.data import BENCHMARKS, LoadedBenchmark, load_benchmark
 from megatron_dcpo.data.answers import is_structured
 from megatron_dcpo.data.benchmarks import name_of, parse_specs, path_in
@@ -27,11 +22,7 @@ from megatron_dcpo.evaluation.evaluate import Equivalent, equivalent_math
 from megatron_dcpo.evaluation.programs import same_program
 from megatron_dcpo.judging.judge import judge_many
 from megatron_dcpo.judging.programs import PackedTests
-from megatron_dcpo.judging.questions import (
-    check_questions,
-    same_answer,
-    same_choice,
-)
+from megatron_dcpo.judging.questions import check_questions, same_answer, same_choice
 from megatron_dcpo.judging.token_bytes import TokenBytes
 from megatron_dcpo.judging.verifiers import (
     FindVerifier,
@@ -172,9 +163,7 @@ def _check_one_answer(problems: Iterable[Record | Prompt], source: str) -> None:
             )
 
 
-def _check_plain_answers(
-    name: str, problems: Iterable[Record | Prompt], source: str
-) -> None:
+def _check_plain_answers(name: str, problems: Iterable[Record | Prompt], source: str) -> None:
     """Raise :class:`UserError` for the first answer that is the JSON text of a list or an object.
     Rows whose columns are kept, for a user's verifier or for ``data.order``, may have one; the
     built-in verifier ``name`` would compare it as it stands.
@@ -235,9 +224,7 @@ def _named_verifier(
     return judging.verifier if source is None else verifier_of(source, judging)
 
 
-def _verifier_of_benchmark(
-    benchmark: LoadedBenchmark, named: VerifierChoice
-) -> VerifierChoice:
+def _verifier_of_benchmark(benchmark: LoadedBenchmark, named: VerifierChoice) -> VerifierChoice:
     """Return the verifier of a benchmark, given the one that the user ``named``."""
     if any(record.tests is not None for record in benchmark.records):
         return named if judges_programs(named) else "code"
@@ -263,9 +250,7 @@ def equivalence(verifier: VerifierChoice) -> Equivalent:
     return equivalent_math
 
 
-def judge_of(
-    judging: JudgingConfig, find: FindVerifier, chosen: VerifierChoice
-) -> TokenJudge:
+def judge_of(judging: JudgingConfig, find: FindVerifier, chosen: VerifierChoice) -> TokenJudge:
     """Return the judge of the ``chosen`` verifier."""
     verifier, form = find(chosen)
     return partial(judge_many, marker=judging.marker, verifier=verifier, form=form)
@@ -314,9 +299,7 @@ def named_sources(config: Config) -> dict[str, SourceConfig]:
     return named
 
 
-def find_source(
-    name: str, path: str, sources: Iterable[SourceConfig]
-) -> SourceConfig | None:
+def find_source(name: str, path: str, sources: Iterable[SourceConfig]) -> SourceConfig | None:
     """Return the source that matches a benchmark: one with its name, or else with its path, which
     may be empty. None if there is none.
     """

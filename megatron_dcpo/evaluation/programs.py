@@ -54,9 +54,7 @@ def read_tests(path: Path, keys: Iterable[str]) -> dict[str, bytes]:
             checked_tests(row.get("tests"), where)
             packed = pack_tests(row["tests"])
             if row.get("key") != tests_key(packed):
-                raise UserError(
-                    f"{where}: the tests do not match {row.get('key')}; evaluate again"
-                )
+                raise UserError(f"{where}: the tests do not match {row.get('key')}; evaluate again")
             if row["key"] in missing:
                 tests[row["key"]] = packed
     missing -= set(tests)
@@ -109,11 +107,7 @@ def _local_names(tree: ast.AST) -> set[str]:
                 | ast.ClassDef(name=name)
             ):
                 kept.add(name)
-            case (
-                ast.ExceptHandler(name=name)
-                | ast.MatchAs(name=name)
-                | ast.MatchStar(name=name)
-            ):
+            case ast.ExceptHandler(name=name) | ast.MatchAs(name=name) | ast.MatchStar(name=name):
                 kept.add(name)
             case ast.Global(names=names) | ast.Nonlocal(names=names):
                 kept.update(names)
@@ -148,9 +142,7 @@ class _Renamed(ast.NodeTransformer):
     def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST | None:
         if node.value is None:
             return self.generic_visit(node)
-        return self.visit(
-            ast.copy_location(ast.Assign([node.target], node.value), node)
-        )
+        return self.visit(ast.copy_location(ast.Assign([node.target], node.value), node))
 
 
 def _without_docstring(body: list[ast.stmt]) -> list[ast.stmt]:

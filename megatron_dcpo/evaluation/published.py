@@ -85,12 +85,7 @@ def our_value(evaluation: Mapping[str, Any] | None, row: Published) -> float | N
     if scores is None:
         return None
     macro = scores.get("macro", {})
-    for block in (
-        macro.get(row.confidence, {}),
-        macro,
-        scores.get(row.confidence, {}),
-        scores,
-    ):
+    for block in (macro.get(row.confidence, {}), macro, scores.get(row.confidence, {}), scores):
         value = block.get(row.metric)
         if isinstance(value, int | float):
             return float(value)

@@ -60,14 +60,7 @@ _MOST_KINDS_SHOWN = 20
 _PROMPT_BLIND = "(prompt-blind)"  # a row that is no run
 
 # What a file of another form raises on the way through a report.
-OTHER_FORM = (
-    LookupError,
-    TypeError,
-    ValueError,
-    AttributeError,
-    ArithmeticError,
-    RecursionError,
-)
+OTHER_FORM = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError)
 
 
 # -------------------------------------------------------------------------------------- the numbers
@@ -208,9 +201,7 @@ def _four_digits(value: float | None) -> str:
 def pages() -> Environment:
     """Return the templates of this subpackage."""
     loader = PackageLoader("megatron_dcpo.evaluation", "")
-    return Environment(
-        loader=loader, autoescape=True, trim_blocks=True, undefined=StrictUndefined
-    )
+    return Environment(loader=loader, autoescape=True, trim_blocks=True, undefined=StrictUndefined)
 
 
 class _Picture(NamedTuple):
@@ -240,9 +231,7 @@ def _tables(runs: Sequence[EvaluatedRun]) -> list[dict[str, Any]]:
     """
     tables: list[dict[str, Any]] = []
     for alike in dict.fromkeys(run.alike for run in runs if run.evaluation is not None):
-        tables += _tables_of_group(
-            [run for run in runs if run.alike == alike], alike[-1]
-        )
+        tables += _tables_of_group([run for run in runs if run.alike == alike], alike[-1])
     trained = [run for run in runs if run.evaluation is None]
     if trained:
         title = (
@@ -288,9 +277,7 @@ def _table(
     return {"name": name, "open": is_open, "rows": rows, "labels": columns}
 
 
-def _tables_of_group(
-    group: Sequence[EvaluatedRun], sampling: str
-) -> list[dict[str, Any]]:
+def _tables_of_group(group: Sequence[EvaluatedRun], sampling: str) -> list[dict[str, Any]]:
     """Return the headline table and the detailed tables of runs that were evaluated alike."""
     kinds = kinds_of(group)
     benchmarks = benchmarks_of(group)
@@ -350,9 +337,7 @@ def _by_kind(group: Sequence[EvaluatedRun], benchmark: str) -> list[dict[str, An
     for name, values in {_PROMPT_BLIND: blind, **accuracies}.items():
         texts = [format_value("accuracy", value) for value in values]
         rows[name] = [{"text": text, "best": False} for text in texts]
-    title = (
-        f"{benchmark}, accuracy by kind, and of always giving the most frequent answer"
-    )
+    title = f"{benchmark}, accuracy by kind, and of always giving the most frequent answer"
     return [_table(title, rows, labels=["all problems", *shown])]
 
 
@@ -398,9 +383,7 @@ def _has(run: EvaluatedRun, kind: str, benchmark: str | None) -> bool:
     return scores is not None and kind in scores
 
 
-def _cells(
-    table_rows: Sequence[_Row], benchmark: str | None
-) -> dict[str, list[dict[str, Any]]]:
+def _cells(table_rows: Sequence[_Row], benchmark: str | None) -> dict[str, list[dict[str, Any]]]:
     """Return, for each row, the text of each headline value with the half width of its 95 %
     interval, and whether it is the best of its column: better than all others, with intervals that
     do not overlap.
@@ -424,9 +407,7 @@ def _cells(
 Ends = tuple[float, float]  # of a 95 % interval
 
 
-def intervals_of(
-    run: EvaluatedRun, kind: str, benchmark: str | None
-) -> dict[str, Ends]:
+def intervals_of(run: EvaluatedRun, kind: str, benchmark: str | None) -> dict[str, Ends]:
     """Return the 95 % intervals of an evaluation's headline values, as far as it has them."""
     scores = _scores(run, benchmark)
     if scores is None:
@@ -442,9 +423,7 @@ def intervals_of(
 
 
 def separable_best(
-    key: str,
-    rows: Mapping[str, Mapping[str, Any]],
-    intervals: Mapping[str, Mapping[str, Ends]],
+    key: str, rows: Mapping[str, Mapping[str, Any]], intervals: Mapping[str, Mapping[str, Ends]]
 ) -> str | None:
     """Return the run whose value is better than that of every other run, with intervals that do not
     overlap; None if there is no such run.
@@ -486,9 +465,7 @@ def _is_number(value: object) -> TypeGuard[float]:
     """Return whether a JSON value is a finite number."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
-    return (
-        abs(value) < LARGEST
-    )  # not so for NaN, nor for an integer that no float holds
+    return abs(value) < LARGEST  # not so for NaN, nor for an integer that no float holds
 
 
 def _panels(
@@ -507,9 +484,7 @@ def _panels(
     return panels
 
 
-def _reliability(
-    runs: Sequence[EvaluatedRun], kind: str, benchmark: str | None
-) -> list[_Picture]:
+def _reliability(runs: Sequence[EvaluatedRun], kind: str, benchmark: str | None) -> list[_Picture]:
     """Return a reliability diagram above a histogram, on shared axes, for every run that has this
     kind of confidence.
     """

@@ -40,12 +40,7 @@ from megatron_dcpo.evaluation.problems import (
     verifier_of,
 )
 from megatron_dcpo.evaluation.programs import is_code, read_tests, write_tests
-from megatron_dcpo.evaluation.responders import (
-    Responder,
-    ask_server,
-    model_name,
-    top_logprobs,
-)
+from megatron_dcpo.evaluation.responders import Responder, ask_server, model_name, top_logprobs
 from megatron_dcpo.evaluation.run_description import SAMPLING
 from megatron_dcpo.evaluation.samples import (
     DATE,
@@ -59,12 +54,7 @@ from megatron_dcpo.evaluation.samples import (
 from megatron_dcpo.evaluation.scoring import parse_kinds, score_samples
 from megatron_dcpo.judging.function_verifier import check_error_rate
 from megatron_dcpo.judging.programs import PackedTests
-from megatron_dcpo.judging.verifiers import (
-    digest_of,
-    reads_rows,
-    verifier_for,
-    verifiers,
-)
+from megatron_dcpo.judging.verifiers import digest_of, reads_rows, verifier_for, verifiers
 from megatron_dcpo.runtime.run_records import today
 from megatron_dcpo.runtime.text import read_json_object
 from megatron_dcpo.types import CONFIDENCE_TAG
@@ -103,9 +93,7 @@ def run_evaluation(
             "dcpo launch"
         )
     if config.model.adapter_path and not config.model.path:
-        raise UserError(
-            "--adapter is added to --model; name the model it was trained on"
-        )
+        raise UserError("--adapter is added to --model; name the model it was trained on")
     if not (samples or config.model.path or config.endpoint.url):
         raise UserError("one of --model, --endpoint and --samples is required")
     options = config.evaluation
@@ -126,9 +114,7 @@ def run_evaluation(
     if predictor is not None:
         judged = predictor.apply(judged)
         kinds = tuple(dict.fromkeys((*kinds, "posthoc")))
-    evaluation = score_samples(
-        judged, kinds, model, resamples=options.resamples, seed=options.seed
-    )
+    evaluation = score_samples(judged, kinds, model, resamples=options.resamples, seed=options.seed)
     if config.judging.marker != CONFIDENCE_TAG:
         evaluation["marker"] = config.judging.marker
     source = Path(samples) if samples else Path(config.run_dir, "samples.jsonl")
@@ -372,14 +358,11 @@ def _of_all_ranks(samples: list[Sample], loaded: Sequence[Problems]) -> list[Sam
     for part in distributed.all_gather_objects(samples):
         gathered += part
     return sorted(
-        gathered,
-        key=lambda sample: (position[sample.problem_key], sample.response.sample_index),
+        gathered, key=lambda sample: (position[sample.problem_key], sample.response.sample_index)
     )
 
 
-def settings_of(
-    config: EvaluateConfig, model: str, date: datetime.date
-) -> dict[str, Any]:
+def settings_of(config: EvaluateConfig, model: str, date: datetime.date) -> dict[str, Any]:
     """Return the content of ``settings.json`` for samples of ``model``; an evaluation is continued
     only with the same settings, and with the ``date`` that it began with.
 
@@ -415,9 +398,7 @@ def settings_of(
         if getattr(judging, name) != getattr(defaults, name):
             settings[name] = getattr(judging, name)
     if config.data.sources:
-        settings["sources"] = [
-            _source_settings(source) for source in config.data.sources
-        ]
+        settings["sources"] = [_source_settings(source) for source in config.data.sources]
     if config.endpoint.tokenizer:
         settings["tokenizer"] = config.endpoint.tokenizer
     return settings

@@ -48,9 +48,7 @@ def sampling_text(settings: Mapping[str, Any], evaluation: Mapping[str, Any]) ->
     return ", ".join(parts)
 
 
-def origin(
-    name: str, path: Path, steps: int, evaluated_model: str = ""
-) -> dict[str, Any]:
+def origin(name: str, path: Path, steps: int, evaluated_model: str = "") -> dict[str, Any]:
     """Return a row of the table of runs, from ``run.json`` and ``config.yaml``, and for an
     evaluation the model that it names. Values that none of them has are empty.
     """

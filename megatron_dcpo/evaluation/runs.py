@@ -63,9 +63,7 @@ def find_runs(
         directories = (root, *sorted(d for d in root.rglob("*") if d.is_dir()))
         below = [directory for directory in directories if _is_run(directory)]
         if not below:
-            raise UserError(
-                f"{root}: neither evaluation.json nor metrics.jsonl in it or below"
-            )
+            raise UserError(f"{root}: neither evaluation.json nor metrics.jsonl in it or below")
         adopted = _adopted(below)
         for directory in below:
             if directory in adopted.values():
@@ -87,9 +85,7 @@ def run_of_file(path: Path, columns: Mapping[str, str] | None = None) -> Evaluat
         kinds.append("token")
     rows = []
     for sample in samples:
-        row = codec.to_row(
-            sample.prompt, sample.response, sample.judgement, sample.measures
-        )
+        row = codec.to_row(sample.prompt, sample.response, sample.judgement, sample.measures)
         rows.append(json_ready(row))
     evaluation = score_samples(samples, kinds, path.name, resamples=1000, seed=0)
     return EvaluatedRun(path.stem, path, evaluation, metrics=(), samples=rows)
@@ -119,9 +115,7 @@ def is_supervised(path: Path) -> bool:
 
 
 def _is_run(directory: Path) -> bool:
-    return any(
-        (directory / name).exists() for name in ("evaluation.json", "metrics.jsonl")
-    )
+    return any((directory / name).exists() for name in ("evaluation.json", "metrics.jsonl"))
 
 
 def read_run(

@@ -150,11 +150,7 @@ def write_samples(samples: Iterable[Sample], path: str | Path) -> None:
 def sample_line(sample: Sample) -> str:
     """Return a sample as one line of ``samples.jsonl``."""
     row = codec.to_row(
-        sample.prompt,
-        sample.response,
-        sample.judgement,
-        sample.measures,
-        sample.origin,
+        sample.prompt, sample.response, sample.judgement, sample.measures, sample.origin
     )
     return json.dumps(json_ready(row), ensure_ascii=False) + "\n"
 
@@ -170,9 +166,7 @@ def read_samples(path: str | Path, allow_truncated: bool = False) -> list[Sample
         try:
             samples.append(sample_of(codec.current(row)))
         except ValueError as error:
-            raise UserError(
-                f"{where}: not a sample of dcpo evaluate ({error})"
-            ) from None
+            raise UserError(f"{where}: not a sample of dcpo evaluate ({error})") from None
     return samples
 
 
@@ -386,10 +380,7 @@ class SampleLog:
 
 
 def check_samples(
-    directory: Path,
-    settings: Mapping[str, Any],
-    wanted: Collection[tuple[str, str]],
-    repeats: int,
+    directory: Path, settings: Mapping[str, Any], wanted: Collection[tuple[str, str]], repeats: int
 ) -> None:
     """Raise :class:`UserError` if ``directory`` has samples drawn with other settings, or samples
     that an evaluation of the (benchmark, prompt id) in ``wanted`` does not ask for and would drop.

@@ -118,9 +118,7 @@ def score_samples(
     for sample in samples:
         by_benchmark.setdefault(sample.prompt.task, []).append(sample)
     options = {"bins": bins, "resamples": resamples, "seed": seed}
-    benchmarks = {
-        name: _score(group, kinds, **options) for name, group in by_benchmark.items()
-    }
+    benchmarks = {name: _score(group, kinds, **options) for name, group in by_benchmark.items()}
     if len(benchmarks) == 1:
         # Its pooled scores are its scores, and computing their intervals is slow.
         overall = dict(*benchmarks.values())
@@ -154,11 +152,7 @@ def _guessed(samples: Sequence[Sample]) -> dict[str, Any]:
 
 
 def _score(
-    samples: Sequence[Sample],
-    kinds: Sequence[str],
-    bins: int,
-    resamples: int,
-    seed: int,
+    samples: Sequence[Sample], kinds: Sequence[str], bins: int, resamples: int, seed: int
 ) -> dict[str, Any]:
     """Score one benchmark, or all of them pooled: accuracy and a block per kind of confidence."""
     correct = [float(sample.correct) for sample in samples]
@@ -281,9 +275,7 @@ def lookup_confidence(samples: Sequence[Sample]) -> list[float | None]:
 
 
 def skill(
-    confidences: Sequence[float | None],
-    lookup: Sequence[float | None],
-    correct: Sequence[float],
+    confidences: Sequence[float | None], lookup: Sequence[float | None], correct: Sequence[float]
 ) -> float:
     """Return 1 - Brier / (Brier of the lookup), on the samples that have both; NaN if the lookup is
     perfect.
@@ -307,16 +299,12 @@ def _per_run(
     """Return the calibration metrics of single repeats: their mean and sample standard deviation
     over the repeats.
     """
-    values: dict[str, list[float]] = {
-        name: [] for name in INTERVALS if name != "accuracy"
-    }
+    values: dict[str, list[float]] = {name: [] for name in INTERVALS if name != "accuracy"}
     for repeat in repeats:
         rows = _of_repeat(samples, repeat)
         confidences = [CONFIDENCE_KINDS[kind](sample) for sample in rows]
         correct = [float(sample.correct) for sample in rows]
-        summary = summarize(
-            confidences, correct, bins=bins, ranking_only=kind in RANKING_ONLY
-        )
+        summary = summarize(confidences, correct, bins=bins, ranking_only=kind in RANKING_ONLY)
         for name, of_runs in values.items():
             of_runs.append(summary[name])
     return {name: _spread(of_runs) for name, of_runs in values.items()}
@@ -334,9 +322,7 @@ def _spread(values: Sequence[float]) -> dict[str, float]:
     return {"mean": _mean(defined), "sd": deviation}
 
 
-def _macro(
-    benchmarks: Mapping[str, Mapping[str, Any]], kinds: Sequence[str]
-) -> dict[str, Any]:
+def _macro(benchmarks: Mapping[str, Mapping[str, Any]], kinds: Sequence[str]) -> dict[str, Any]:
     names = [name for name in INTERVALS if name != "accuracy"]
     macro: dict[str, Any] = {
         "accuracy": _mean([scores["accuracy"] for scores in benchmarks.values()])

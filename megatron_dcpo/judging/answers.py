@@ -104,17 +104,7 @@ def extract_boxed(text: str) -> str | None:
 # The quantifiers are possessive, so that a line that does not match is not read again for each way
 # to divide it.
 _OPENING = re.compile(rb"([ \t]*+)(`{3,}+|~{3,}+)([^`\r\n]*+)\r?$")
-_LANGUAGES = (
-    b"",
-    b"python",
-    b"py",
-    b"python2",
-    b"python3",
-    b"py3",
-    b"cpython",
-    b"pypy",
-    b"pypy3",
-)
+_LANGUAGES = (b"", b"python", b"py", b"python2", b"python3", b"py3", b"cpython", b"pypy", b"pypy3")
 
 
 _AS_SPACES = bytes.maketrans(b"{}.", b"   ")

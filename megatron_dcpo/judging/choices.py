@@ -22,9 +22,7 @@ _TEX_TEXT = re.compile(
     r"\\(?:text[a-z]*|math(?:rm|bf|sf|it|tt)|mbox|fbox|boxed|underline|emph|bf|rm)\s*\{([^{}]*)\}"
 )
 _COLOR = re.compile(r"\\(?:text)?color\s*\{[^{}]*\}")
-_TEX_SPACE = re.compile(
-    r"\\(?:[ ,;:!]|q?quad(?![A-Za-z])|left(?![A-Za-z])|right(?![A-Za-z]))|~"
-)
+_TEX_SPACE = re.compile(r"\\(?:[ ,;:!]|q?quad(?![A-Za-z])|left(?![A-Za-z])|right(?![A-Za-z]))|~")
 _TEX_MATH = re.compile(r"(?<!\\)\$|\\[()\[\]]")
 # marks of Markdown, quotes
 _MARK = r"(?:\*{1,3}|_{1,2}|`|[\"'“”‘’«»])?"
@@ -50,9 +48,7 @@ _NOT_WORDS = re.compile(r"[0-9\\^_=<>+*/]|(?<![a-z])-|(?<![a-z])[a-z](?![a-z'’
 _DENIALS = frozenset({"not", "neither", "nor", "or", "either", "isn't", "never"})
 _TIGHT_DASH = re.compile(r"^[-–—]+(?=[a-z])")
 _ANOTHER = re.compile(r"(?<![a-z0-9])[(\[]?[a-z][)\]:]")
-_OTHER_LETTER = re.compile(
-    r"[(\[]?[b-hj-z][)\].:,;]?(?:\s|$)|[(\[]?[ai](?:[)\].:,;]|$)"
-)
+_OTHER_LETTER = re.compile(r"[(\[]?[b-hj-z][)\].:,;]?(?:\s|$)|[(\[]?[ai](?:[)\].:,;]|$)")
 
 
 def chosen_letter(answer: str, options: Sequence[str]) -> str | None:

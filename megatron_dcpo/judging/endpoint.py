@@ -72,9 +72,7 @@ class EndpointVerifier:
             }
             items.append(item)
         body = json.loads(json.dumps({"items": items}, default=str))
-        reply = self.client.call(
-            "", body, problem=lambda reply: self._problem(reply, len(items))
-        )
+        reply = self.client.call("", body, problem=lambda reply: self._problem(reply, len(items)))
         return [self._without_key(result) for result in reply["results"]]
 
     def _problem(self, reply: object, count: int) -> str:

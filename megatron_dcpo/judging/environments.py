@@ -12,12 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_dcpo.config import JudgingConfig
-from megatron_dcpo.data.environments import (
-    COLUMN,
-    GUEST,
-    environment_digest,
-    parse_environment,
-)
+from megatron_dcpo.data.environments import COLUMN, GUEST, environment_digest, parse_environment
 from megatron_dcpo.judging.answers import Attempt, Outcome
 from megatron_dcpo.judging.function_verifier import lost, outcome_of, warn_once
 from megatron_dcpo.judging.pool import PoolWork, WorkerPool

@@ -100,9 +100,7 @@ def warn_once(name: str) -> Callable[[str], None]:
     return warn
 
 
-def outcome_of(
-    result: object, options: JudgingConfig, warn: Callable[[str], None]
-) -> Outcome:
+def outcome_of(result: object, options: JudgingConfig, warn: Callable[[str], None]) -> Outcome:
     """Return the outcome for the result from a worker or a server."""
     logged: dict[str, Any] = {}
     if isinstance(result, Mapping) and "error" in result and "score" not in result:
@@ -233,16 +231,12 @@ def load_function(path: str) -> Callable[[str, str, Mapping[str, Any]], Any]:
             extra_info=row.get("extra_info"),
         )
     if "completions" in parameters:
-        return lambda text, truth, row: call(
-            **_as_in_trl(text, {"answer": truth, **row})
-        )
+        return lambda text, truth, row: call(**_as_in_trl(text, {"answer": truth, **row}))
     if "response" in parameters:
         return lambda text, truth, row: call(
             **{"problem": "", "answer": truth, **row, "response": text}
         )
-    raise UserError(
-        f"{OPTION}={path}: expected {_SIGNATURES}; got ({', '.join(parameters)})"
-    )
+    raise UserError(f"{OPTION}={path}: expected {_SIGNATURES}; got ({', '.join(parameters)})")
 
 
 def _as_in_trl(text: str, row: Mapping[str, Any]) -> dict[str, list[Any]]:

@@ -65,9 +65,7 @@ def judge_many(
     ):
         finished = split.ended or response.finish_reason == "stop"
         text = split.answer.decode(errors="replace")
-        parsed = parse_confidence(
-            text, marker=marker, finished=finished, opener=form.opener
-        )
+        parsed = parse_confidence(text, marker=marker, finished=finished, opener=form.opener)
         has_answer = split.start is not None
         judgements.append(
             Judgement(
@@ -112,9 +110,7 @@ def judge_by_task(
     return [judged[index] for index in range(len(responses))]
 
 
-def with_text(
-    response: Response, tokens: TokenBytes, eos_ids: Collection[int]
-) -> Response:
+def with_text(response: Response, tokens: TokenBytes, eos_ids: Collection[int]) -> Response:
     """Return a copy of the response with its ``text``, decoded byte by byte without the end token;
     other special tokens stay.
 

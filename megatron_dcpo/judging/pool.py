@@ -195,9 +195,7 @@ class WorkerPool:
 
     def _wake(self) -> None:
         if self._thread is None:
-            self._thread = threading.Thread(
-                target=self._serve, name="verifier", daemon=True
-            )
+            self._thread = threading.Thread(target=self._serve, name="verifier", daemon=True)
             self._thread.start()
         # the socket is full if the thread has not read the earlier calls yet
         with contextlib.suppress(BlockingIOError):
@@ -227,9 +225,7 @@ class WorkerPool:
 
     def _anything_left(self) -> bool:
         with self._lock:
-            if not self._closed and (
-                self._waiting or any(worker.pair for worker in self._workers)
-            ):
+            if not self._closed and (self._waiting or any(worker.pair for worker in self._workers)):
                 return True
             self._thread = None  # the next pair starts a new thread
             return False
@@ -281,9 +277,7 @@ class WorkerPool:
         command += ["--parent", str(os.getpid()), work.load, *work.arguments]
         package_root = str(Path(__file__).resolve().parents[2])
         environment = dict(os.environ)
-        search_path = os.pathsep.join(
-            filter(None, [package_root, os.environ.get("PYTHONPATH")])
-        )
+        search_path = os.pathsep.join(filter(None, [package_root, os.environ.get("PYTHONPATH")]))
         if work.search_path is not None:
             search_path = work.search_path
         environment["PYTHONPATH"] = search_path
@@ -406,10 +400,7 @@ class WorkerPool:
             if self.work.remember:
                 self._cache[pair] = verdict
                 self._cached_characters += sum(map(len, pair))
-            while (
-                len(self._cache) > CACHE_SIZE
-                or self._cached_characters > CACHE_CHARACTERS
-            ):
+            while len(self._cache) > CACHE_SIZE or self._cached_characters > CACHE_CHARACTERS:
                 oldest, _ = self._cache.popitem(last=False)
                 self._cached_characters -= sum(map(len, oldest))
             asked = self._asked.pop(pair)

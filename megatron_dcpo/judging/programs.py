@@ -34,12 +34,8 @@ class ProgramVerifier:
         workers: int | None = None,
     ) -> None:
         self.tests = tests
-        self._unpacked = functools.lru_cache(maxsize=KEPT)(
-            lambda key: unpack_tests(tests[key])
-        )
-        self.pool = CodePool(
-            limits=limits, sandbox=sandbox, workers=workers or cores_per_rank()
-        )
+        self._unpacked = functools.lru_cache(maxsize=KEPT)(lambda key: unpack_tests(tests[key]))
+        self.pool = CodePool(limits=limits, sandbox=sandbox, workers=workers or cores_per_rank())
         atexit.register(self.pool.close)
 
     def __call__(self, attempts: Sequence[Attempt]) -> list[Outcome]:

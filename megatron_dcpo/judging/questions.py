@@ -41,9 +41,7 @@ ABSTENTIONS = frozenset(
     }
 )
 _LONGEST_ABSTENTION = 80  # characters
-_TEX_TEXT = re.compile(
-    r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox)\s*\{([^{}]*)\}"
-)
+_TEX_TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox)\s*\{([^{}]*)\}")
 _ARTICLE = re.compile(r"\b(?:a|an|the)\b")
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 _SPACE_FOR_PUNCTUATION = str.maketrans(dict.fromkeys(string.punctuation + "‘’´`", " "))
@@ -174,9 +172,7 @@ def check_questions(name: str, problems: Iterable[Any], source: str) -> None:
     if name not in SCORES:
         return
     for problem in problems:
-        truth = str(
-            getattr(problem, "ground_truth", None) or getattr(problem, "answer", "")
-        )
+        truth = str(getattr(problem, "ground_truth", None) or getattr(problem, "answer", ""))
         where = f"{source}: {problem.prompt_id}"
         if name == "choice" and letter_index(truth) is None:
             raise UserError(

@@ -37,9 +37,7 @@ def response_of_choice(
         rows = logged.get("content") or []
         logprobs = [row["logprob"] for row in rows]
         for row in rows:
-            token = row.get("bytes") or str(row.get("token", "")).encode(
-                errors="replace"
-            )
+            token = row.get("bytes") or str(row.get("token", "")).encode(errors="replace")
             lengths.append(len(token))
             tops.append([top["logprob"] for top in row.get("top_logprobs") or []])
     else:

@@ -68,9 +68,7 @@ def keep_thinking(
     return {}
 
 
-def answer_start(
-    content: bytes, tags: ThinkingTags | None, prompt: bytes = b""
-) -> int | None:
+def answer_start(content: bytes, tags: ThinkingTags | None, prompt: bytes = b"") -> int | None:
     """Return the byte of a response at which its answer begins; None if all of it is thinking that
     has not ended.
 

@@ -46,9 +46,7 @@ def reads_rows(verifier: VerifierChoice) -> bool:
     return asks or is_users(verifier)
 
 
-def verifier_for(
-    form: str, named: VerifierChoice, registered: bool = False
-) -> VerifierChoice:
+def verifier_for(form: str, named: VerifierChoice, registered: bool = False) -> VerifierChoice:
     """Return the verifier for problems whose answers have a ``form`` (``data.prompts.ASKS``), given
     the one that the user ``named``. A verifier of questions does not apply to the mathematics of a
     ``registered`` benchmark.

@@ -31,18 +31,14 @@ class OutOfTime(BaseException):
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument(
-        "--cpu", type=float, required=True, help="processor seconds per pair"
-    )
+    parser.add_argument("--cpu", type=float, required=True, help="processor seconds per pair")
     parser.add_argument(
         "--wall",
         type=float,
         required=True,
         help="wall-clock seconds per pair until the process ends",
     )
-    parser.add_argument(
-        "--memory", type=int, required=True, help="bytes of address space"
-    )
+    parser.add_argument("--memory", type=int, required=True, help="bytes of address space")
     parser.add_argument(
         "--beyond-imports",
         action="store_true",

@@ -66,10 +66,7 @@ def batch_scale(A_c: np.ndarray) -> float:
 
 
 def shared_advantage(
-    target: np.ndarray,
-    rewards: np.ndarray,
-    R_c: np.ndarray,
-    options: ObjectiveConfig,
+    target: np.ndarray, rewards: np.ndarray, R_c: np.ndarray, options: ObjectiveConfig
 ) -> Scores:
     """Return the scores with one scalar reward and one advantage on all tokens, as in GRPO and
     every method built on it.
@@ -112,9 +109,7 @@ SCORING_RULES: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
 }
 
 
-def calibration_reward(
-    c: np.ndarray, target: np.ndarray, options: ObjectiveConfig
-) -> np.ndarray:
+def calibration_reward(c: np.ndarray, target: np.ndarray, options: ObjectiveConfig) -> np.ndarray:
     """Return R_c, float64 [G]: the score of the confidence. For a malformed confidence it depends
     on ``malformed_placement``.
 
@@ -148,9 +143,7 @@ def scored_confidence(judgement: Judgement, options: ObjectiveConfig) -> float:
     return float(np.clip(judgement.stated, -MAX_STATED, MAX_STATED))
 
 
-def correctness_reward(
-    R: np.ndarray, c: np.ndarray, options: ObjectiveConfig
-) -> np.ndarray:
+def correctness_reward(R: np.ndarray, c: np.ndarray, options: ObjectiveConfig) -> np.ndarray:
     """Return R, float64 [G]: 1 for a right answer and 0 otherwise, plus the format penalty if it is
     placed on the reasoning.
     """
@@ -181,7 +174,5 @@ def confidence_start(judgement: Judgement, options: ObjectiveConfig) -> int:
         return judgement.length
     if options.marker_block == "reasoning" and judgement.marker_end is not None:
         return judgement.marker_end
-    assert judgement.boundary is not None, (
-        "a response is trained on as token ids, not as text"
-    )
+    assert judgement.boundary is not None, "a response is trained on as token ids, not as text"
     return judgement.boundary

@@ -31,10 +31,7 @@ ONE_MINUS_C_CLAMP = 1e-4
 
 
 def score_group(
-    R: np.ndarray,
-    c: np.ndarray,
-    logprob: np.ndarray,
-    options: ObjectiveConfig,
+    R: np.ndarray, c: np.ndarray, logprob: np.ndarray, options: ObjectiveConfig
 ) -> Scores:
     """Return A_i = (R_i - mean R) / (1 - c_i + eps) with c_i = exp(mean_t logp_old), in float64 and
     not divided by a std.
@@ -69,9 +66,7 @@ def token_loss(
     extra, stats = regularizers(batch, outputs, options)
     A = masked(batch.columns["advantages"].to(logprobs), batch)
     weights = masked(batch.columns["weights"].to(logprobs), batch)
-    losses = weights * (
-        extra - A * log_c[batch.sequence_ids] - regularizer[batch.sequence_ids]
-    )
+    losses = weights * (extra - A * log_c[batch.sequence_ids] - regularizer[batch.sequence_ids])
     stats |= by_block("loss", losses, batch)
     stats |= by_block("tokens", losses.new_ones(losses.shape), batch)
     return losses, stats
@@ -87,9 +82,7 @@ METHOD = Method(
     token_loss=token_loss,
     reads=COMMON | {"eps"},
     own_options={"beta": 0.01},
-    meanings={
-        "beta": "Factor of the cross-entropy of the sequence's own probability against R."
-    },
+    meanings={"beta": "Factor of the cross-entropy of the sequence's own probability against R."},
     defaults=defaults,
     needs_old_logprobs=True,
     separable=False,

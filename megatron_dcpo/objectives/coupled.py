@@ -27,10 +27,7 @@ from megatron_dcpo.objectives.options import (
 
 
 def score_group(
-    R: np.ndarray,
-    c: np.ndarray,
-    logprob: np.ndarray,
-    options: ObjectiveConfig,
+    R: np.ndarray, c: np.ndarray, logprob: np.ndarray, options: ObjectiveConfig
 ) -> Scores:
     """Return the scores of r_i = R_i + w * R_c,i with DCPO's target: one GRPO advantage of r for
     all tokens.

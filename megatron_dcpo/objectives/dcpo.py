@@ -31,10 +31,7 @@ from megatron_dcpo.objectives.options import (
 
 
 def score_group(
-    R: np.ndarray,
-    c: np.ndarray,
-    logprob: np.ndarray,
-    options: ObjectiveConfig,
+    R: np.ndarray, c: np.ndarray, logprob: np.ndarray, options: ObjectiveConfig
 ) -> Scores:
     """Return two rewards and two advantages, each normalized with its own statistics.
 
@@ -82,11 +79,7 @@ def defaults(config: ObjectiveConfig) -> Mapping[str, Any]:
 
 METHOD = Method(
     score_group=score_group,
-    reads=COMMON
-    | CLIPPED_LOSS
-    | CALIBRATION_REWARD
-    | REASONING_ADVANTAGE
-    | CONFIDENCE_ADVANTAGE,
+    reads=COMMON | CLIPPED_LOSS | CALIBRATION_REWARD | REASONING_ADVANTAGE | CONFIDENCE_ADVANTAGE,
     own_options={"confidence_baseline": ("group", "counterfactual")},
     meanings={
         "confidence_baseline": "What R_c is compared with: the R_c of the group, or the scores "

@@ -17,21 +17,13 @@ from megatron_dcpo.objectives.options import (
 
 
 def score_group(
-    R: np.ndarray,
-    c: np.ndarray,
-    logprob: np.ndarray,
-    options: ObjectiveConfig,
+    R: np.ndarray, c: np.ndarray, logprob: np.ndarray, options: ObjectiveConfig
 ) -> Scores:
     """Return A_i = (R_i - mean R) / (std R + eps) on all tokens. No target, no calibration reward,
     no format term.
     """
     nothing = np.full_like(R, np.nan)
-    return shared_advantage(
-        target=nothing,
-        rewards=R.copy(),
-        R_c=nothing,
-        options=options,
-    )
+    return shared_advantage(target=nothing, rewards=R.copy(), R_c=nothing, options=options)
 
 
 METHOD = Method(score_group, reads=COMMON | CLIPPED_LOSS | REASONING_ADVANTAGE)

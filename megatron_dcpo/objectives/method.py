@@ -46,12 +46,8 @@ SCORES = ("target", "R", "R_c", "A_r", "A_c")
 # and the options to ``SCORES``, float64 [G] each: the target of the confidence, the reward behind
 # A_r, the calibration reward (NaN if the method has none), and the advantages of the reasoning and
 # of the confidence tokens.
-ScoreGroup = Callable[
-    [np.ndarray, np.ndarray, np.ndarray, ObjectiveConfig], Sequence[np.ndarray]
-]
-TokenLoss = Callable[
-    [MicroBatch, TokenOutputs, ObjectiveConfig], "tuple[Tensor, Stats]"
-]
+ScoreGroup = Callable[[np.ndarray, np.ndarray, np.ndarray, ObjectiveConfig], Sequence[np.ndarray]]
+TokenLoss = Callable[[MicroBatch, TokenOutputs, ObjectiveConfig], "tuple[Tensor, Stats]"]
 
 
 def no_defaults(config: ObjectiveConfig) -> Mapping[str, Any]:
@@ -94,10 +90,7 @@ class Method:
         """Return whether :meth:`loss` may be called on some of a micro-batch's tokens, because it
         is a plain sum over them.
         """
-        of_tokens = self.options.ratio == "token" and self.options.tis_level in (
-            "none",
-            "token",
-        )
+        of_tokens = self.options.ratio == "token" and self.options.tis_level in ("none", "token")
         return self.separable and of_tokens
 
     def loss(self, batch: MicroBatch, outputs: TokenOutputs) -> tuple[Tensor, Stats]:
@@ -110,9 +103,7 @@ class Method:
         except (TypeError, ValueError, LookupError, AttributeError) as error:
             if not is_import_path(name):
                 raise
-            raise UserError(
-                f"objective.name={name} failed in its loss: {raised(error)}"
-            ) from error
+            raise UserError(f"objective.name={name} failed in its loss: {raised(error)}") from error
 
     def check_scores(self) -> None:
         """Raise :class:`UserError` if the method cannot score a group of four responses of which
@@ -170,12 +161,8 @@ class Method:
         for rows in groups.values():
             _check_group([judgements[row] for row in rows])
         R = self._all_correctness(samples)
-        c = np.array(
-            [scored_confidence(each, self.options) for each in judgements], np.float64
-        )
-        logprob = np.array(
-            [self._mean_logprob(sample) for sample in samples], np.float64
-        )
+        c = np.array([scored_confidence(each, self.options) for each in judgements], np.float64)
+        logprob = np.array([self._mean_logprob(sample) for sample in samples], np.float64)
         lengths = np.array([judgement.length for judgement in judgements])
         scores = np.full((len(SCORES), len(samples)), np.nan)
         for rows in groups.values():
@@ -183,10 +170,7 @@ class Method:
             if self.options.overlong_buffer:
                 of_group = with_length_penalty(of_group, lengths[rows], self.options)
             scores[:, rows] = of_group
-        if (
-            self.options.advantage_normalization_confidence == "batch_std"
-            and not np.isnan(R).all()
-        ):
+        if self.options.advantage_normalization_confidence == "batch_std" and not np.isnan(R).all():
             order = np.concatenate(list(groups.values()))
             answered = order[~np.isnan(R[order])]
             scale = batch_scale(scores[SCORES.index("A_c"), answered])
@@ -227,10 +211,7 @@ class Method:
         return judgement.R
 
     def block_members(
-        self,
-        samples: Sequence[TrainingSample],
-        blocks: Sequence[np.ndarray],
-        scores: np.ndarray,
+        self, samples: Sequence[TrainingSample], blocks: Sequence[np.ndarray], scores: np.ndarray
     ) -> np.ndarray:
         """Return which samples each block trains on, bool [2, N], in the order of :data:`BLOCKS`.
 
@@ -248,9 +229,7 @@ class Method:
         for rows in rows_of_groups(samples).values():
             for place, block_id in enumerate(BLOCKS.values()):
                 has_signal = any(
-                    trained[row]
-                    and advantages[place][row] != 0
-                    and np.any(blocks[row] == block_id)
+                    trained[row] and advantages[place][row] != 0 and np.any(blocks[row] == block_id)
                     for row in rows
                 )
                 if block_id == BLOCK_REASONING:
@@ -259,9 +238,7 @@ class Method:
                     members[place, rows] = False
         return members
 
-    def token_weights(
-        self, blocks: Sequence[np.ndarray], members: np.ndarray
-    ) -> list[np.ndarray]:
+    def token_weights(self, blocks: Sequence[np.ndarray], members: np.ndarray) -> list[np.ndarray]:
         """Return each token's share of the loss, float64 [T_i] per response, from the block of each
         token and the ``members`` of both blocks, bool [2, N].
 
@@ -311,10 +288,7 @@ class Method:
             return False
         if self.needs_old_logprobs:
             return True
-        return any(
-            self.has_advantage(sample, BLOCK_REASONING)
-            for sample in self.score(samples)
-        )
+        return any(self.has_advantage(sample, BLOCK_REASONING) for sample in self.score(samples))
 
     def trains(self, samples: Sequence[TrainingSample]) -> bool:
         """Return whether a group has a gradient in either block: an advantage other than 0 on a
@@ -335,9 +309,7 @@ class Method:
             weights = np.where(sample.block_ids == block, weights, 0.0)
         if is_clipped and not weights.any():
             return False
-        regularized = any(
-            self.options.blocks("kl_coef") + self.options.blocks("entropy_coef")
-        )
+        regularized = any(self.options.blocks("kl_coef") + self.options.blocks("entropy_coef"))
         if not is_clipped or regularized or self.options.entropy_target:
             return True
         return self.has_advantage(sample, block)
@@ -360,9 +332,7 @@ class Method:
 
     def _all_correctness(self, samples: Sequence[TrainingSample]) -> np.ndarray:
         """Return R of every sample, NaN for an abstention that the method rewards, float64 [N]."""
-        return np.array(
-            [self._correctness(sample.judgement) for sample in samples], np.float64
-        )
+        return np.array([self._correctness(sample.judgement) for sample in samples], np.float64)
 
     def _mean_logprob(self, sample: TrainingSample) -> float:
         if not self.needs_old_logprobs:
@@ -438,9 +408,7 @@ def _check_group(judgements: Sequence[Judgement]) -> None:
         )
     for judgement in judgements:
         c = judgement.confidence
-        if (judgement.status == "ok") != (c is not None) or (
-            c is not None and not 0 <= c <= 1
-        ):
+        if (judgement.status == "ok") != (c is not None) or (c is not None and not 0 <= c <= 1):
             raise UserError(
                 f"prompt {judgement.prompt_id!r}: status {judgement.status!r} with confidence {c}; "
                 "a number in [0, 1] goes with 'ok', and only with it"

@@ -29,14 +29,7 @@ BLOCK_OPTIONS = ("advantage_normalization", "weight", "kl_coef", "entropy_coef")
 
 
 # Own options of the package's methods, which may stand in the section without ``options``.
-OWN_OPTIONS = (
-    "w",
-    "variant",
-    "tokens",
-    "beta",
-    "confidence_baseline",
-    "abstain_penalty",
-)
+OWN_OPTIONS = ("w", "variant", "tokens", "beta", "confidence_baseline", "abstain_penalty")
 
 
 class ObjectiveConfig(BaseModel):
@@ -61,9 +54,7 @@ class ObjectiveConfig(BaseModel):
     """Score of the confidence against its target; all but l1 are proper."""
     malformed_penalty: Finite = -1.0
     """Reward of a response without a valid confidence, where malformed_placement puts it."""
-    malformed_placement: Literal["confidence", "reasoning", "both", "sentinel"] = (
-        "confidence"
-    )
+    malformed_placement: Literal["confidence", "reasoning", "both", "sentinel"] = "confidence"
     """Reward that malformed_penalty is for: it replaces R_c, is added to R, or both; sentinel
     scores c = -1.
     """
@@ -90,9 +81,9 @@ class ObjectiveConfig(BaseModel):
     """
     overlong_penalty: NonNegative = 1.0
     """What a response of max_response_length loses of its R, with overlong_buffer."""
-    loss_aggregation: Literal[
-        "sequence_mean", "token_mean", "block_mean", "constant"
-    ] = "sequence_mean"
+    loss_aggregation: Literal["sequence_mean", "token_mean", "block_mean", "constant"] = (
+        "sequence_mean"
+    )
     """Weight of a token: 1/(N_sequences |o_i|), 1/N_tokens, 1/N_block, or 1/(N_sequences
     max_response_length) (constant, Dr.GRPO); N counts the whole mini-batch.
     """
@@ -165,9 +156,7 @@ class ObjectiveConfig(BaseModel):
             return values
         expanded: dict[str, Any] = {"name": "dcpo", "preset": "paper"}
         expanded.update(expand_blocks(values))
-        own_options = {
-            name: expanded.pop(name) for name in OWN_OPTIONS if name in expanded
-        }
+        own_options = {name: expanded.pop(name) for name in OWN_OPTIONS if name in expanded}
         if own_options:
             expanded["options"] = {**(expanded.get("options") or {}), **own_options}
         return expanded
@@ -175,13 +164,9 @@ class ObjectiveConfig(BaseModel):
     @model_validator(mode="after")
     def _check(self) -> ObjectiveConfig:
         if 0 < self.dual_clip <= 1:
-            raise ValueError(
-                f"dual_clip must be 0 (off) or greater than 1, not {self.dual_clip}"
-            )
+            raise ValueError(f"dual_clip must be 0 (off) or greater than 1, not {self.dual_clip}")
         if self.dual_clip and self.clip == "cispo":
-            raise ValueError(
-                "dual_clip goes with clip=ppo: cispo has no unclipped term to bound"
-            )
+            raise ValueError("dual_clip goes with clip=ppo: cispo has no unclipped term to bound")
         if self.entropy_target and self.entropy_coef_reasoning < 0:
             raise ValueError(
                 "entropy_target needs entropy_coef_reasoning >= 0, the coefficient that it begins "
@@ -193,9 +178,7 @@ class ObjectiveConfig(BaseModel):
                 "already"
             )
         if self.tis_floor >= self.tis_cap:
-            raise ValueError(
-                f"tis_floor={self.tis_floor:g} must be below tis_cap={self.tis_cap:g}"
-            )
+            raise ValueError(f"tis_floor={self.tis_floor:g} must be below tis_cap={self.tis_cap:g}")
         return self
 
     @property
@@ -244,15 +227,11 @@ def option_names() -> tuple[str, ...]:
     return (*ObjectiveConfig.model_fields, *BLOCK_OPTIONS, *OWN_OPTIONS)
 
 
-def expand_blocks(
-    values: Mapping[str, Any], keep_unset: bool = False
-) -> dict[str, Any]:
+def expand_blocks(values: Mapping[str, Any], keep_unset: bool = False) -> dict[str, Any]:
     """Replace ``X`` by ``X_reasoning`` and ``X_confidence``, unless these are given. ``None`` means
     not set.
     """
-    given = {
-        name: value for name, value in values.items() if keep_unset or value is not None
-    }
+    given = {name: value for name, value in values.items() if keep_unset or value is not None}
     for option in BLOCK_OPTIONS:
         if option in given:
             value = given.pop(option)
@@ -301,13 +280,7 @@ CALIBRATION_REWARD = frozenset(
     {"lam", "calibration_loss", "malformed_penalty", "malformed_placement"}
 )
 REASONING_ADVANTAGE = frozenset(
-    {
-        "advantage_normalization_reasoning",
-        "ddof",
-        "eps",
-        "overlong_buffer",
-        "overlong_penalty",
-    }
+    {"advantage_normalization_reasoning", "ddof", "eps", "overlong_buffer", "overlong_penalty"}
 )
 CONFIDENCE_ADVANTAGE = frozenset(("advantage_normalization_confidence", "ddof", "eps"))
 

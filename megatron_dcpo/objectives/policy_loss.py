@@ -59,9 +59,7 @@ def clipped_policy_loss(
     return losses, stats
 
 
-def importance_ratio(
-    batch: MicroBatch, outputs: TokenOutputs, options: ObjectiveConfig
-) -> Tensor:
+def importance_ratio(batch: MicroBatch, outputs: TokenOutputs, options: ObjectiveConfig) -> Tensor:
     """Return rho of each token [n]: pi / pi_old, or pi / pi_engine with ``old_logprobs: engine``.
 
     With ``ratio: sequence`` it is the geometric mean over the response, with the gradient of the
@@ -91,17 +89,13 @@ def regularizers(
     extra = outputs.logprobs.new_zeros(outputs.logprobs.shape)
     stats = {}
     if any(options.blocks("kl_coef")):
-        d = masked(
-            column(batch, "ref_logprobs", "kl_coef").to(extra) - outputs.logprobs, batch
-        )
+        d = masked(column(batch, "ref_logprobs", "kl_coef").to(extra) - outputs.logprobs, batch)
         kl = kl_estimate(d, options.kl_estimator)
         extra = extra + per_block(options.blocks("kl_coef"), batch, extra) * kl
         stats = by_block("kl", kl, batch)
     entropy = masked(outputs.entropy.to(extra), batch)
     if any(options.blocks("entropy_coef")):
-        extra = (
-            extra - per_block(options.blocks("entropy_coef"), batch, extra) * entropy
-        )
+        extra = extra - per_block(options.blocks("entropy_coef"), batch, extra) * entropy
     return extra, stats | by_block("entropy", entropy, batch)
 
 
@@ -150,11 +144,7 @@ def old_logprobs(batch: MicroBatch, outputs: TokenOutputs) -> Tensor:
     """Return the log-probs [n] of the policy that sampled, which is the current policy if the
     rollout has a single update.
     """
-    return (
-        batch.columns.get("old_logprobs", outputs.logprobs)
-        .to(outputs.logprobs)
-        .detach()
-    )
+    return batch.columns.get("old_logprobs", outputs.logprobs).to(outputs.logprobs).detach()
 
 
 def sequence_sums(values: Tensor, batch: MicroBatch) -> Tensor:

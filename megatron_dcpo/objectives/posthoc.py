@@ -11,12 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_dcpo.objectives.advantages import (
-    Scores,
-    calibration_reward,
-    hybrid_target,
-    normalize,
-)
+from megatron_dcpo.objectives.advantages import Scores, calibration_reward, hybrid_target, normalize
 from megatron_dcpo.objectives.method import Method
 from megatron_dcpo.objectives.options import (
     CALIBRATION_REWARD,
@@ -28,10 +23,7 @@ from megatron_dcpo.objectives.options import (
 
 
 def score_group(
-    R: np.ndarray,
-    c: np.ndarray,
-    logprob: np.ndarray,
-    options: ObjectiveConfig,
+    R: np.ndarray, c: np.ndarray, logprob: np.ndarray, options: ObjectiveConfig
 ) -> Scores:
     """Return the normalized R_c,i = -(c_i - R_i)^2 on all tokens (``tokens: all``), or only on the
     confidence tokens.
@@ -54,8 +46,7 @@ def defaults(config: ObjectiveConfig) -> Mapping[str, Any]:
 METHOD = Method(
     score_group=score_group,
     # no reward for correctness, hence no signal of the reasoning by which groups could be chosen
-    reads=(COMMON | CLIPPED_LOSS | CALIBRATION_REWARD | CONFIDENCE_ADVANTAGE)
-    - {"block_groups"},
+    reads=(COMMON | CLIPPED_LOSS | CALIBRATION_REWARD | CONFIDENCE_ADVANTAGE) - {"block_groups"},
     own_options={"tokens": ("all", "confidence")},
     meanings={"tokens": "Tokens that the calibration reward trains."},
     defaults=defaults,

@@ -22,10 +22,7 @@ BRIER = 0.5
 
 
 def score_group(
-    R: np.ndarray,
-    c: np.ndarray,
-    logprob: np.ndarray,
-    options: ObjectiveConfig,
+    R: np.ndarray, c: np.ndarray, logprob: np.ndarray, options: ObjectiveConfig
 ) -> Scores:
     """Return the scores of r_i = R_i - w (R_i - c_i)^2, malformed r_i = R_i - w (``canonical``), or
     of the published code's sum (``original``).
@@ -46,10 +43,7 @@ def original(R: np.ndarray, c: np.ndarray, options: ObjectiveConfig) -> Scores:
     accuracy = f * R
     R_c = f * (FORMAT + BRIER * (1 - np.square(accuracy - np.where(f > 0, c, 0.0))))
     return shared_advantage(
-        target=R.copy(),
-        rewards=ACCURACY * accuracy + R_c,
-        R_c=R_c,
-        options=options,
+        target=R.copy(), rewards=ACCURACY * accuracy + R_c, R_c=R_c, options=options
     )
 
 

@@ -55,9 +55,7 @@ def adapted_entropy_coef(
     return max(coef - options.entropy_delta, 0.0), 0.0
 
 
-def balanced_weight(
-    weight: float, reasoning_norm: float, confidence_norm: float
-) -> float:
+def balanced_weight(weight: float, reasoning_norm: float, confidence_norm: float) -> float:
     """Return the next factor of the confidence's loss, from the gradient norms of the two blocks
     that were measured with the factor ``weight``.
 

@@ -12,12 +12,7 @@ from typing import TYPE_CHECKING
 
 from megatron_dcpo.errors import UserError, did_you_mean
 from megatron_dcpo.objectives.policy_loss import Stats, by_block, masked
-from megatron_dcpo.runtime.plugins import (
-    check_signature,
-    is_import_path,
-    load_object,
-    raised,
-)
+from megatron_dcpo.runtime.plugins import check_signature, is_import_path, load_object, raised
 from megatron_dcpo.types import MicroBatch, TokenOutputs
 
 if TYPE_CHECKING:
@@ -40,9 +35,7 @@ class SupervisedLoss:
     separable: bool = False
     name: str = ""
 
-    def __call__(
-        self, batch: MicroBatch, outputs: TokenOutputs
-    ) -> tuple[Tensor, Stats]:
+    def __call__(self, batch: MicroBatch, outputs: TokenOutputs) -> tuple[Tensor, Stats]:
         """Return :attr:`token_loss` of a micro-batch. Raises :class:`UserError` if a user's
         fails.
         """
@@ -51,9 +44,7 @@ class SupervisedLoss:
         except (TypeError, ValueError, LookupError, AttributeError) as error:
             if not is_import_path(self.name):
                 raise
-            raise UserError(
-                f"objective.name={self.name} failed: {raised(error)}"
-            ) from error
+            raise UserError(f"objective.name={self.name} failed: {raised(error)}") from error
 
 
 def cross_entropy(batch: MicroBatch, outputs: TokenOutputs) -> tuple[Tensor, Stats]:

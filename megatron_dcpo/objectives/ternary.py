@@ -15,10 +15,7 @@ from megatron_dcpo.objectives.options import ObjectiveConfig
 
 
 def score_group(
-    R: np.ndarray,
-    c: np.ndarray,
-    logprob: np.ndarray,
-    options: ObjectiveConfig,
+    R: np.ndarray, c: np.ndarray, logprob: np.ndarray, options: ObjectiveConfig
 ) -> Scores:
     """Return DCPO's scores with the reward r_i = 1 for a right answer, 0 for an abstention (R_i is
     NaN), -``abstain_penalty`` for a wrong one.

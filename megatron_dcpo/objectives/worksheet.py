@@ -51,18 +51,14 @@ def evaluate(group: Mapping[str, Any]) -> dict[str, Any]:
     bad input.
     """
     _known(group, ("method", "options", "responses"), "input")
-    method = build_method(
-        parse_options(group.get("method", "dcpo"), group.get("options") or {})
-    )
+    method = build_method(parse_options(group.get("method", "dcpo"), group.get("options") or {}))
     responses = group.get("responses")
     if (
         not isinstance(responses, list)
         or not responses
         or not all(isinstance(r, dict) for r in responses)
     ):
-        raise UserError(
-            f"input: responses must be a non-empty list of objects{_SEE_HELP}"
-        )
+        raise UserError(f"input: responses must be a non-empty list of objects{_SEE_HELP}")
     samples = [
         sample(parse_judgement(response, i), response["old_logprobs"], i)
         for i, response in enumerate(responses)
@@ -74,16 +70,12 @@ def evaluate(group: Mapping[str, Any]) -> dict[str, Any]:
         "R": R,
         "R_c": R_c,
         "advantages": {"reasoning": A_r, "confidence": A_c},
-        "token_advantages": [
-            s.advantages.tolist() for s in scored if s.advantages is not None
-        ],
+        "token_advantages": [s.advantages.tolist() for s in scored if s.advantages is not None],
         "loss": loss(method, scored, responses),
     }
 
 
-def sample(
-    judgement: Judgement, old_logprobs: Sequence[float], index: int
-) -> TrainingSample:
+def sample(judgement: Judgement, old_logprobs: Sequence[float], index: int) -> TrainingSample:
     """Return a sample with only a judgement and old log-probs."""
     ids = np.zeros(judgement.length, np.int64)
     old = np.asarray(old_logprobs, np.float64)
@@ -97,11 +89,7 @@ def sample(
     )
     return TrainingSample(
         prompt=Prompt(
-            prompt_id=judgement.prompt_id,
-            messages=(),
-            token_ids=(),
-            ground_truth="",
-            task="",
+            prompt_id=judgement.prompt_id, messages=(), token_ids=(), ground_truth="", task=""
         ),
         response=response,
         judgement=judgement,
@@ -110,9 +98,7 @@ def sample(
 
 
 def loss(
-    method: Method,
-    samples: Sequence[TrainingSample],
-    responses: Sequence[Mapping[str, Any]],
+    method: Method, samples: Sequence[TrainingSample], responses: Sequence[Mapping[str, Any]]
 ) -> float:
     """Return the loss of all scored responses as one micro-batch, float64. Raises
     :class:`UserError`.
@@ -126,9 +112,7 @@ def loss(
         raise UserError(
             "objective.entropy_coef needs entropy for every response, and the input has none"
         )
-    batch = loss_batch(
-        samples, {name: given[name] for name in COLUMNS if name in given}
-    )
+    batch = loss_batch(samples, {name: given[name] for name in COLUMNS if name in given})
     outputs = TokenOutputs(
         given["logprobs"], given.get("entropy", torch.zeros_like(given["logprobs"]))
     )
@@ -174,9 +158,7 @@ def parse_options(method: object, options: object) -> ObjectiveConfig:
     if not isinstance(options, dict):
         raise UserError(f"options must be an object, got {type(options).__name__}")
     if not isinstance(method, str) or method not in METHODS:
-        raise UserError(
-            f"unknown method {repr(method)[:40]}{did_you_mean(str(method), METHODS)}"
-        )
+        raise UserError(f"unknown method {repr(method)[:40]}{did_you_mean(str(method), METHODS)}")
     _known(options, [name for name in option_names() if name != "name"], "options")
     try:
         return ObjectiveConfig(**options, name=method)
@@ -256,9 +238,7 @@ def _check_numbers(values: object, length: int, where: str) -> None:
         given = type(values).__name__
         if isinstance(values, list):
             given = f"{len(values)} values"
-        raise UserError(
-            f"{where} must have one value for each of the {length} tokens, got {given}"
-        )
+        raise UserError(f"{where} must have one value for each of the {length} tokens, got {given}")
     for value in values:
         _number(value, "each value", where)
 
@@ -270,9 +250,7 @@ def _known(given: Mapping[str, Any], known: Sequence[str], where: str) -> None:
 
 
 def _flat(rows: Iterable[Any], dtype: type = np.float64) -> torch.Tensor:
-    return torch.from_numpy(
-        np.concatenate([np.asarray(row, dtype=dtype) for row in rows])
-    )
+    return torch.from_numpy(np.concatenate([np.asarray(row, dtype=dtype) for row in rows]))
 
 
 def _list(values: np.ndarray) -> list[float | None]:

@@ -39,9 +39,7 @@ def _larger_engine(plan: Plan) -> str:
             continue
         larger = replace(rollout, tensor_model_parallel_size=size)
         try:
-            other = make_plan(
-                replace(plan.config, rollout=larger), plan.machine, plan.rates
-            )
+            other = make_plan(replace(plan.config, rollout=larger), plan.machine, plan.rates)
         except UserError:  # it does not divide the GPUs, or the model
             continue
         if other.engine_fits:
@@ -68,9 +66,7 @@ def _training_advice(plan: Plan, limit: float) -> list[str]:
         key = "micro_batch_size"
         if parallel.sequence_packing:
             key = "max_tokens_per_micro_batch"
-        changes.append(
-            f"a smaller training.{key}, or a larger parallel.context_parallel_size"
-        )
+        changes.append(f"a smaller training.{key}, or a larger parallel.context_parallel_size")
     if largest.engine:
         changes.append(
             "an engine that does not stay on the GPU while the policy trains (rollout.engine)"
@@ -86,15 +82,9 @@ def less_recomputation(plan: Plan) -> tuple[str, Plan] | None:
     if not plan.fits:
         return None
     parallel = plan.config.parallel
-    kinds: tuple[Literal["none", "selective", "full"], ...] = (
-        "none",
-        "selective",
-        "full",
-    )
+    kinds: tuple[Literal["none", "selective", "full"], ...] = ("none", "selective", "full")
     for kind in kinds[: kinds.index(parallel.recompute_granularity)]:
-        changed = replace(
-            plan.config, parallel=replace(parallel, recompute_granularity=kind)
-        )
+        changed = replace(plan.config, parallel=replace(parallel, recompute_granularity=kind))
         other = make_plan(changed, plan.machine, plan.rates)
         if other.fits:
             return kind, other
@@ -142,8 +132,7 @@ def as_dict(plan: Plan) -> dict[str, Any]:
         "tokens_per_micro_batch": plan.tokens_per_micro_batch,
         "micro_batches_per_update": plan.micro_batches,
         "stages": [
-            _stage_dict(stage, layers)
-            for stage, layers in zip(plan.stages, layers_of, strict=True)
+            _stage_dict(stage, layers) for stage, layers in zip(plan.stages, layers_of, strict=True)
         ],
         "largest_stage": plan.largest.stage,
         "engine": asdict(plan.engine),
@@ -164,9 +153,7 @@ def as_dict(plan: Plan) -> dict[str, Any]:
             "reserve_gb": plan.machine.reserve_gb,
             "response_tokens": plan.work.response_length,
             "prompt_tokens": plan.config.data.max_prompt_length,
-            "layers": "transformer_engine"
-            if plan.layout.transformer_engine
-            else "local",
+            "layers": "transformer_engine" if plan.layout.transformer_engine else "local",
             "engine": plan.engine.kind,
         },
     }

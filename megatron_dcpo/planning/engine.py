@@ -5,11 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_dcpo.config import Config
-from megatron_dcpo.config.rules import (
-    check_engine_gpus,
-    check_engine_size,
-    check_servers,
-)
+from megatron_dcpo.config.rules import check_engine_gpus, check_engine_size, check_servers
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.planning.machine import GB, Machine
 from megatron_dcpo.runtime.dtypes import dtype_bytes
@@ -44,9 +40,7 @@ def engine_memory(arch: Architecture, config: Config, machine: Machine) -> Engin
     """
     rollout = config.rollout
     if machine.engine_gpus and rollout.engine != "server":
-        raise UserError(
-            f"--engine-gpus is for rollout.engine=server, not {rollout.engine}"
-        )
+        raise UserError(f"--engine-gpus is for rollout.engine=server, not {rollout.engine}")
     kind: str = rollout.engine
     if kind == "auto":
         kind = "vllm" if machine.processor == "gpu" else "transformers"
@@ -98,9 +92,7 @@ def _embedded(arch: Architecture, config: Config, machine: Machine) -> EngineMem
     )
 
 
-def _server(
-    arch: Architecture, config: Config, machine: Machine, size: int
-) -> EngineMemory:
+def _server(arch: Architecture, config: Config, machine: Machine, size: int) -> EngineMemory:
     # dcpo launch --engines passes this type on, and nothing of rollout.vllm
     itemsize = dtype_bytes(config.model.params_dtype)
     if not machine.engine_gpus:
@@ -132,9 +124,7 @@ def _server(
     )
 
 
-def _vllm(
-    arch: Architecture, config: Config, machine: Machine, size: int
-) -> EngineMemory:
+def _vllm(arch: Architecture, config: Config, machine: Machine, size: int) -> EngineMemory:
     itemsize = _itemsize(config)
     weights = number_of_parameters(arch) * itemsize // size
     kv = kv_bytes_per_token(arch, itemsize, size)
@@ -175,12 +165,8 @@ def _responses(config: Config, size: int, gpus: int) -> int:
     return prompts * config.rollout.group_size
 
 
-def _concurrent(
-    config: Config, machine: Machine, responses: int, cached_tokens: int
-) -> int:
+def _concurrent(config: Config, machine: Machine, responses: int, cached_tokens: int) -> int:
     """Return the sequences of mean length that run at once with a cache of ``cached_tokens``."""
     rollout = config.rollout
-    mean = config.data.max_prompt_length + (
-        machine.response_tokens or rollout.max_response_length
-    )
+    mean = config.data.max_prompt_length + (machine.response_tokens or rollout.max_response_length)
     return min(rollout.max_num_seqs, responses, cached_tokens // mean)

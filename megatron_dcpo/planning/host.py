@@ -11,12 +11,7 @@ import torch
 from megatron_dcpo.config import Config
 from megatron_dcpo.planning.hub import architecture_of
 from megatron_dcpo.planning.machine import GB, Machine, Rates
-from megatron_dcpo.runtime.device import (
-    device_count,
-    host_memory_total,
-    peak_tflops,
-    total_memory,
-)
+from megatron_dcpo.runtime.device import device_count, host_memory_total, peak_tflops, total_memory
 from megatron_dcpo.runtime.dtypes import torch_dtype
 from megatron_dcpo.weights.layout import Layout
 
@@ -32,19 +27,13 @@ def this_machine(config: Config, response_tokens: int = 0) -> tuple[Machine, Rat
     gpus = device_count()
     if gpus:
         machine = Machine(
-            gpus=gpus,
-            gpu_memory_gb=total_memory() / GB,
-            response_tokens=response_tokens,
+            gpus=gpus, gpu_memory_gb=total_memory() / GB, response_tokens=response_tokens
         )
         tflops = peak_tflops() or Rates.peak_tflops
         return machine, Rates(peak_tflops=tflops, gpus_per_node=gpus)
     layout = Layout.of(config.parallel)
     parallel = config.parallel
-    ranks = (
-        layout.width
-        * layout.pipeline_model_parallel_size
-        * parallel.context_parallel_size
-    )
+    ranks = layout.width * layout.pipeline_model_parallel_size * parallel.context_parallel_size
     processes = math.lcm(ranks, config.rollout.ranks_of_an_engine)
     machine = Machine(
         gpus=processes,

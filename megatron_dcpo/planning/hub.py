@@ -8,11 +8,7 @@ import functools
 from pathlib import Path
 
 from megatron_dcpo.errors import UserError, one_line
-from megatron_dcpo.weights.architecture import (
-    HUB_NAME,
-    Architecture,
-    read_architecture,
-)
+from megatron_dcpo.weights.architecture import HUB_NAME, Architecture, read_architecture
 
 MODELS = Path(__file__).with_name("models")
 
@@ -22,11 +18,7 @@ def architecture_of(path: str) -> Architecture:
     :class:`UserError` if there is neither, or if the weights in the directory are not those that
     its ``config.json`` describes.
     """
-    if (
-        Path(path).is_dir()
-        or not HUB_NAME.fullmatch(path)
-        or Path(path).parent.is_dir()
-    ):
+    if Path(path).is_dir() or not HUB_NAME.fullmatch(path) or Path(path).parent.is_dir():
         arch = read_architecture(path)
         if any(Path(path).glob("*.safetensors")):
             from megatron_dcpo.weights.hf_checkpoint import HFReader  # imports torch
@@ -44,13 +36,9 @@ def _fetched(name: str) -> Path:
 
     try:
         return Path(hf_hub_download(name, "config.json")).parent
-    except (
-        OSError,
-        ValueError,
-    ) as error:  # from the network, the hub, or its rules for names
+    except (OSError, ValueError) as error:  # from the network, the hub, or its rules for names
         known = sorted(
-            file.parent.relative_to(MODELS).as_posix()
-            for file in MODELS.glob("*/*/config.json")
+            file.parent.relative_to(MODELS).as_posix() for file in MODELS.glob("*/*/config.json")
         )
         raise UserError(
             f"model.path={name} is not a directory, and its config.json cannot be had from the hub "

@@ -63,18 +63,10 @@ class State:
 
     @property
     def total(self) -> int:
-        return (
-            self.weights
-            + self.gradients
-            + self.main_params
-            + self.moments
-            + self.adapter
-        )
+        return self.weights + self.gradients + self.main_params + self.moments + self.adapter
 
 
-def adapter_bytes(
-    arch: Architecture, layout: Layout, config: Config, stage: int
-) -> int:
+def adapter_bytes(arch: Architecture, layout: Layout, config: Config, stage: int) -> int:
     """Return the bytes of a pipeline stage's adapter, which every rank has whole: parameters,
     gradients and moments in fp32.
     """
@@ -83,9 +75,7 @@ def adapter_bytes(
         return 0
     shapes = hf_shapes(arch)
     ranks = adapter_shape(adapter, arch).ranks
-    numbers = sum(
-        rank * sum(shapes[f"{module}.weight"]) for module, rank in ranks.items()
-    )
+    numbers = sum(rank * sum(shapes[f"{module}.weight"]) for module, rank in ranks.items())
     layers = layers_per_stage(arch.num_layers, layout)[stage]
     return 16 * numbers * layers // arch.num_layers
 
@@ -99,11 +89,7 @@ def expert_replicas(layout: Layout, data_parallel: int) -> int:
 
 
 def stage_state(
-    arch: Architecture,
-    layout: Layout,
-    config: Config,
-    stage: int,
-    data_parallel: int,
+    arch: Architecture, layout: Layout, config: Config, stage: int, data_parallel: int
 ) -> State:
     """Return the state of a rank of pipeline ``stage``, the one with the largest shard if there is
     a distributed optimizer. A frozen policy has only weights and an adapter, and only the adapter's
@@ -233,9 +219,7 @@ def _buckets(
     position = 0
 
     def bucket() -> _Bucket:
-        return _Bucket(
-            length=-(-position // alignment) * alignment, params=tuple(params)
-        )
+        return _Bucket(length=-(-position // alignment) * alignment, params=tuple(params))
 
     for size, shared in reversed(sizes):
         position = -(-position // PARAMETER_ALIGNMENT) * PARAMETER_ALIGNMENT
@@ -315,9 +299,7 @@ def layer_of_each_kind(arch: Architecture) -> tuple[int, ...]:
     return tuple(by_kind.values())
 
 
-def widths(
-    arch: Architecture, layout: Layout, config: Config, layer: int = -1
-) -> Widths:
+def widths(arch: Architecture, layout: Layout, config: Config, layer: int = -1) -> Widths:
     """Return the sizes of ``layer``, by default the last one."""
     tp = layout.tensor_model_parallel_size
     etp = layout.expert_tensor
@@ -394,17 +376,13 @@ def _recomputed_bytes(layout: Layout, config: Config, w: Widths) -> float:
     return saved
 
 
-def stage_layers_bytes(
-    arch: Architecture, layout: Layout, config: Config, stage: int
-) -> float:
+def stage_layers_bytes(arch: Architecture, layout: Layout, config: Config, stage: int) -> float:
     """Return :func:`layer_bytes` summed over a pipeline stage, with the recomputation that
     ``parallel.megatron.recompute_method`` asks for.
     """
     parallel = config.parallel
     vp = layout.virtual_pipeline_model_parallel_size
-    chunks = chunk_layers(arch.num_layers, layout)[
-        stage :: layout.pipeline_model_parallel_size
-    ]
+    chunks = chunk_layers(arch.num_layers, layout)[stage :: layout.pipeline_model_parallel_size]
     kept = functools.partial(layer_bytes, arch, layout, config)
     of_chunks = []
     for layers in chunks:
@@ -476,14 +454,10 @@ def _local(arch: Architecture, w: Widths) -> float:
         if b == 2 or arch.whole_qk_layernorm:
             fp32_inputs = 4 * (q + k)
         elif w.heads != w.groups:
-            fp32_inputs = (
-                4 * q
-            )  # a group's queries are copied out of the projection's output
+            fp32_inputs = 4 * q  # a group's queries are copied out of the projection's output
         qk_norms = fp32_inputs + normalized * (q + k) + 4 * (w.heads + w.groups)
     rotary = 4 * b * w.rotary  # cosine and sine, for queries and for keys
-    attention = (
-        b * (q + k) + b * q + 4 * w.heads
-    )  # rotated queries and keys, output, log-sum-exp
+    attention = b * (q + k) + b * q + 4 * w.heads  # rotated queries and keys, output, log-sum-exp
     projection = b * q
     return norms + qkv + qk_norms + rotary + attention + projection + _mlp(w, False)
 
@@ -519,9 +493,7 @@ def _transformer_engine(arch: Architecture, w: Widths) -> float:
         # the norm of policy/norms.py: its input in fp32, and what is normalized
         qk_norms = (4 + b) * (q + k)
     rotary = 4 * b * w.rotary
-    attention = (
-        b * (q + k) + b * q + 4 * w.heads
-    )  # the output is the projection's input too
+    attention = b * (q + k) + b * q + 4 * w.heads  # the output is the projection's input too
     return norms + qkv + qk_norms + rotary + attention + _mlp(w, True)
 
 
@@ -547,11 +519,7 @@ def in_flight(layout: Layout, stage: int, micro_batches: int) -> float:
 
 
 def kept_per_token(
-    arch: Architecture,
-    layout: Layout,
-    config: Config,
-    stage: int,
-    flying: float,
+    arch: Architecture, layout: Layout, config: Config, stage: int, flying: float
 ) -> float:
     """Return the bytes per token that a rank of pipeline ``stage`` keeps with ``flying``
     micro-batches in flight.
@@ -611,28 +579,17 @@ def stage_activations(
             # Megatron's buffer for the whole sequences, which it never gives back
             logits += gathered
     working = max(
-        _working_bytes(
-            arch, layout, config, widths(arch, layout, config, layer), tokens
-        )
+        _working_bytes(arch, layout, config, widths(arch, layout, config, layer), tokens)
         for layer in layer_of_each_kind(arch)
     )
     # the gradient that it sent last, and the one that it received for this micro-batch
     working += between * (has_passed_one_back + (not is_last))
     working += gathered
-    return Activations(
-        layers=int(tokens * kept),
-        logits=logits,
-        working=working,
-        in_flight=flying,
-    )
+    return Activations(layers=int(tokens * kept), logits=logits, working=working, in_flight=flying)
 
 
 def _working_bytes(
-    arch: Architecture,
-    layout: Layout,
-    config: Config,
-    w: Widths,
-    tokens: int,
+    arch: Architecture, layout: Layout, config: Config, w: Widths, tokens: int
 ) -> int:
     """Return the bytes of the largest transient of the backward pass of one layer, which has the
     sizes ``w``.
@@ -656,10 +613,7 @@ def _working_bytes(
             # The first norm's input is the one that is kept; a bf16 norm of the local layer has a
             # copy in fp32.
             working -= int(tokens * b * w.hidden)
-    if (
-        parallel.recompute_granularity == "selective"
-        and "mlp" in parallel.recompute_modules
-    ):
+    if parallel.recompute_granularity == "selective" and "mlp" in parallel.recompute_modules:
         working += int(tokens * _mlp(w, layout.transformer_engine))
     cp = parallel.context_parallel_size
     if cp > 1:

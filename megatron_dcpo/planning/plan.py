@@ -110,9 +110,7 @@ class Plan:
         resting = max(stage.resting for stage in self.stages)
         if self.engine.kind == "server":
             return resting
-        return (
-            resting + self.engine.weights + self.engine.kv_cache + self.engine.sampling
-        )
+        return resting + self.engine.weights + self.engine.kv_cache + self.engine.sampling
 
     @property
     def saving_bytes(self) -> int:
@@ -149,9 +147,7 @@ class Plan:
         has_a_share = engine.kind == "vllm" or self.machine.engine_gpus > 0
         if not has_a_share:
             return True
-        longest = (
-            self.config.data.max_prompt_length + self.config.rollout.max_response_length
-        )
+        longest = self.config.data.max_prompt_length + self.config.rollout.max_response_length
         return engine.kv_cache >= longest * engine.kv_per_token
 
     @property
@@ -168,9 +164,7 @@ def make_plan(config: Config, machine: Machine, rates: Rates | None = None) -> P
     _refuse_delta_nets(arch, config)
     _check_positions(arch, config)
     # on GPUs ``auto`` means Transformer Engine, whatever this machine has
-    transformer_engine = (
-        machine.processor == "gpu" and config.model.transformer_impl != "local"
-    )
+    transformer_engine = machine.processor == "gpu" and config.model.transformer_impl != "local"
     layout = Layout.of(config.parallel, transformer_engine)
     check_layout(arch, layout)
     check_model_rules(config, arch, chunk_layers(arch.num_layers, layout))
@@ -178,10 +172,7 @@ def make_plan(config: Config, machine: Machine, rates: Rates | None = None) -> P
     replicas = _check_gpus(layout, context_parallel, machine.gpus)
     data_parallel = replicas // context_parallel
     work, micro_batches = _work(
-        config=config,
-        layout=layout,
-        machine=machine,
-        data_parallel=data_parallel,
+        config=config, layout=layout, machine=machine, data_parallel=data_parallel
     )
     engine = engine_memory(arch, config, machine)
     stages = tuple(
@@ -198,28 +189,14 @@ def make_plan(config: Config, machine: Machine, rates: Rates | None = None) -> P
     )
     largest = max(stages, key=lambda stage: stage.state.buffer_numel)
     traffic = step_traffic(
-        arch=arch,
-        layout=layout,
-        config=config,
-        replicas=replicas,
-        state=largest.state,
-        work=work,
+        arch=arch, layout=layout, config=config, replicas=replicas, state=largest.state, work=work
     )
     resharding = _resharding(
-        arch=arch,
-        layout=layout,
-        config=config,
-        engine=engine,
-        replicas=replicas,
+        arch=arch, layout=layout, config=config, engine=engine, replicas=replicas
     )
     load = StepLoad(work=work, engine=engine, traffic=traffic, resharding=resharding)
     seconds = step_seconds(
-        arch=arch,
-        layout=layout,
-        config=config,
-        load=load,
-        machine=machine,
-        rates=rates,
+        arch=arch, layout=layout, config=config, load=load, machine=machine, rates=rates
     )
     return Plan(
         arch=arch,
@@ -275,10 +252,7 @@ def _check_gpus(layout: Layout, context_parallel_size: int, gpus: int) -> int:
 
 
 def _work(
-    config: Config,
-    layout: Layout,
-    machine: Machine,
-    data_parallel: int,
+    config: Config, layout: Layout, machine: Machine, data_parallel: int
 ) -> tuple[Work, MicroBatches]:
     """Return the work of a step and the micro-batches of an update."""
     training = config.training
@@ -293,9 +267,7 @@ def _work(
     per_rank = -(-responses // training.updates_per_rollout // data_parallel) or 1
     sequence = prompt + longest
     if config.parallel.sequence_packing:
-        tokens = min(
-            max(training.max_tokens_per_micro_batch, sequence), per_rank * sequence
-        )
+        tokens = min(max(training.max_tokens_per_micro_batch, sequence), per_rank * sequence)
         samples = max(1, training.max_tokens_per_micro_batch // (prompt + mean))
     else:
         samples = min(training.micro_batch_size, per_rank)
@@ -309,9 +281,7 @@ def _work(
     context_parallel = config.parallel.context_parallel_size
     scored = math.ceil(tokens * longest / sequence)
     micro_batches = MicroBatches(
-        tokens=tokens,
-        scored=math.ceil(scored / context_parallel),
-        count=count,
+        tokens=tokens, scored=math.ceil(scored / context_parallel), count=count
     )
     work = Work(
         tokens=responses * (prompt + mean),
@@ -358,11 +328,7 @@ def _stage(
     engine: EngineMemory,
 ) -> Stage:
     state = stage_state(
-        arch=arch,
-        layout=layout,
-        config=config,
-        stage=stage,
-        data_parallel=replicas,
+        arch=arch, layout=layout, config=config, stage=stage, data_parallel=replicas
     )
     activations = stage_activations(
         arch=arch,
@@ -384,9 +350,7 @@ def _stage(
         offloaded = state.main_params + state.moments
         resting = state.total - offloaded - state.gradients
     reference = 0
-    if (
-        _has_reference(config) and not config.frozen
-    ):  # a frozen policy is its own reference
+    if _has_reference(config) and not config.frozen:  # a frozen policy is its own reference
         reference = weights
     return Stage(
         stage=stage,
@@ -410,18 +374,12 @@ def _saved(layout: Layout, config: Config, state: State, replicas: int) -> int:
         optimizer = (state.main_params + state.moments) // replicas
     weights = state.numel * dtype_bytes(config.model.params_dtype)
     experts = weights * state.expert_numel // max(state.buffer_numel, 1)
-    share = (weights - experts) // replicas + experts // expert_replicas(
-        layout, replicas
-    )
+    share = (weights - experts) // replicas + experts // expert_replicas(layout, replicas)
     return optimizer + share + state.adapter * 3 // 4
 
 
 def _resharding(
-    arch: Architecture,
-    layout: Layout,
-    config: Config,
-    engine: EngineMemory,
-    replicas: int,
+    arch: Architecture, layout: Layout, config: Config, engine: EngineMemory, replicas: int
 ) -> int:
     """Return the bytes that the busiest receiving rank gets in a weight synchronization: the part
     of its engine without the part that it holds, or the whole model from a server's broadcast.

@@ -52,9 +52,7 @@ def print_plan(plan: Plan) -> None:
     limit = f"{plan.machine.gpu_memory_gb:.4g} GB"
     if not plan.fits:
         changes = "; ".join(advice(plan))
-        console.print(
-            f"does not fit: {_gb(plan.peak)} GB of {limit}. What to change: {changes}"
-        )
+        console.print(f"does not fit: {_gb(plan.peak)} GB of {limit}. What to change: {changes}")
         return
     console.print(f"fits: {_gb(plan.peak)} GB of {limit}")
     faster = less_recomputation(plan)
@@ -81,9 +79,7 @@ def _model_line(plan: Plan) -> str:
     if parallel.context_parallel_size > 1:
         parts[0] += f" x CP {parallel.context_parallel_size}"
     if layout.expert_model_parallel_size > 1:
-        parts.append(
-            f"EP {layout.expert_model_parallel_size} x ETP {layout.expert_tensor}"
-        )
+        parts.append(f"EP {layout.expert_model_parallel_size} x ETP {layout.expert_tensor}")
     if layout.virtual_pipeline_model_parallel_size > 1:
         parts.append(f"VPP {layout.virtual_pipeline_model_parallel_size}")
     layers = layers_per_stage(plan.arch.num_layers, layout)
@@ -140,9 +136,7 @@ def _memory(plan: Plan) -> Table:
         table.add_column(column, justify="right")
     for row in [*_state_rows(plan), *_activation_rows(plan), *_other_rows(plan)]:
         if row.training or row.saving or row.rollout:
-            table.add_row(
-                row.name, _gb(row.training), _gb(row.saving), _gb(row.rollout)
-            )
+            table.add_row(row.name, _gb(row.training), _gb(row.saving), _gb(row.rollout))
     table.add_section()
     always = _always(plan)
     table.add_row(
@@ -211,17 +205,10 @@ def _activation_rows(plan: Plan) -> list[_MemoryRow]:
         ),
     ]
     if activations.logits >= activations.working:
-        rows.append(
-            _MemoryRow(
-                name="output layer, a chunk of logits", training=activations.logits
-            )
-        )
+        rows.append(_MemoryRow(name="output layer, a chunk of logits", training=activations.logits))
     else:
         rows.append(
-            _MemoryRow(
-                name="largest backward transient of a layer",
-                training=activations.working,
-            )
+            _MemoryRow(name="largest backward transient of a layer", training=activations.working)
         )
     return rows
 
@@ -237,9 +224,7 @@ def _other_rows(plan: Plan) -> list[_MemoryRow]:
             name=f"engine weights ({engine.kind}, TP {engine.tensor_model_parallel_size})",
             rollout=engine.weights if shares_device else 0,
         ),
-        _MemoryRow(
-            name="engine, kept while training", training=resident, saving=resident
-        ),
+        _MemoryRow(name="engine, kept while training", training=resident, saving=resident),
         _MemoryRow(
             name=f"KV cache ({engine.concurrent} sequences at once)",
             rollout=engine.kv_cache if shares_device else 0,
@@ -282,24 +267,14 @@ def _traffic(plan: Plan) -> Table:
     activations = "all-reduce"
     if plan.config.parallel.sequence_parallel:
         activations = "gather, scatter"
-    log_probs = (
-        f"log-probs of old and reference policy ({plan.work.forward_passes} pass(es))"
-    )
+    log_probs = f"log-probs of old and reference policy ({plan.work.forward_passes} pass(es))"
     experts = "expert parallel (tokens to experts and back)"
     rows = [
         ("rollout", 0, seconds.rollout),
         (log_probs, 0, seconds.forward),
         ("update: forward and backward", 0, seconds.update),
-        (
-            f"tensor parallel ({activations})",
-            traffic.tensor_parallel,
-            seconds.tensor_parallel,
-        ),
-        (
-            "context parallel (keys and values)",
-            traffic.context_parallel,
-            seconds.context_parallel,
-        ),
+        (f"tensor parallel ({activations})", traffic.tensor_parallel, seconds.tensor_parallel),
+        ("context parallel (keys and values)", traffic.context_parallel, seconds.context_parallel),
         (experts, traffic.expert_parallel, seconds.expert_parallel),
         (f"data parallel ({gradients})", traffic.data_parallel, seconds.data_parallel),
         ("pipeline (point to point)", traffic.pipeline, seconds.pipeline),

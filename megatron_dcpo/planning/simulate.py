@@ -152,9 +152,7 @@ class _Engine:
         while self.waiting and len(self.running) < costs.slots:
             length, done = self.waiting.popleft()
             sequence = _Sequence(
-                ends=self.position + length - done,
-                length=length,
-                begun=self.position - done,
+                ends=self.position + length - done, length=length, begun=self.position - done
             )
             heapq.heappush(self.running, sequence)
             admitted += 1
@@ -201,11 +199,7 @@ class _Engine:
 
 
 def simulate(
-    costs: Costs,
-    draw: Iterator[int],
-    responses: int,
-    steps: int,
-    partial: bool = False,
+    costs: Costs, draw: Iterator[int], responses: int, steps: int, partial: bool = False
 ) -> list[Step]:
     """Simulate ``steps`` steps of ``responses`` responses, which are dealt to the engines in turn;
     their lengths come from ``draw``.
@@ -224,9 +218,7 @@ def simulate(
                 engines[index % costs.engines].waiting.append((next(draw), 0))
         judges = [0.0] * costs.judges
         busy = [0.0] * costs.engines
-        queue = [
-            (engine.refill(refills), index) for index, engine in enumerate(engines)
-        ]
+        queue = [(engine.refill(refills), index) for index, engine in enumerate(engines)]
         heapq.heapify(queue)
         for _ in range(responses):
             step.rollout, index = heapq.heappop(queue)
@@ -259,9 +251,7 @@ def one_step_off(steps: Sequence[Step]) -> list[Step]:
     """
     overlapped = []
     for now, coming in itertools.pairwise(steps):
-        overlapped.append(
-            replace(coming, training=now.training, trained=now.trained, beside=True)
-        )
+        overlapped.append(replace(coming, training=now.training, trained=now.trained, beside=True))
     return overlapped
 
 
@@ -277,12 +267,7 @@ def costs_of(plan: Plan, environment: Environment, times: int = 1) -> Costs:
     one_token = sequence_flops(plan.arch, plan.layout, tokens=1, length=prompt)
     one_prompt = sequence_flops(plan.arch, plan.layout, tokens=prompt, length=prompt)
     seconds = plan.seconds
-    training = (
-        seconds.forward
-        + seconds.update
-        + seconds.tensor_parallel
-        + seconds.context_parallel
-    )
+    training = seconds.forward + seconds.update + seconds.tensor_parallel + seconds.context_parallel
     training += seconds.expert_parallel + seconds.pipeline
     interval = plan.config.training.save_interval
     save = 0.0
@@ -315,15 +300,11 @@ def read_lengths(path: str) -> list[int]:
             f"--lengths {path}: {error}; write response lengths in tokens, whole numbers"
         ) from None
     if not lengths or min(lengths) < 1:
-        raise UserError(
-            f"--lengths {path}: needs at least one length, and none below 1"
-        )
+        raise UserError(f"--lengths {path}: needs at least one length, and none below 1")
     return lengths
 
 
-def length_stream(
-    lengths: Sequence[int], mean: int, most: int, seed: int
-) -> Iterator[int]:
+def length_stream(lengths: Sequence[int], mean: int, most: int, seed: int) -> Iterator[int]:
     """Yield lengths drawn from ``lengths``, or from a log-normal distribution with that ``mean``;
     at least 1, at most ``most``.
     """
@@ -393,10 +374,7 @@ def scenarios(
             plan=plan,
             costs=costs_of(plan, environment, times),
             draw=length_stream(
-                lengths=lengths,
-                mean=machine.response_tokens,
-                most=most,
-                seed=environment.seed,
+                lengths=lengths, mean=machine.response_tokens, most=most, seed=environment.seed
             ),
             partial=partial,
         )
@@ -417,27 +395,14 @@ def scenarios(
     return results
 
 
-def _run(
-    name: str, plan: Plan, costs: Costs, draw: Iterator[int], partial: bool
-) -> Scenario:
+def _run(name: str, plan: Plan, costs: Costs, draw: Iterator[int], partial: bool) -> Scenario:
     config = plan.config
     responses = config.data.prompts_per_step * config.rollout.group_size
-    steps = simulate(
-        costs=costs,
-        draw=draw,
-        responses=responses,
-        steps=STEPS,
-        partial=partial,
-    )
+    steps = simulate(costs=costs, draw=draw, responses=responses, steps=STEPS, partial=partial)
     counted = steps[1:]
     if config.rollout.async_steps:
         counted = one_step_off(steps)
-    return Scenario(
-        name=name,
-        costs=costs,
-        responses=responses,
-        steps=tuple(counted),
-    )
+    return Scenario(name=name, costs=costs, responses=responses, steps=tuple(counted))
 
 
 # name, configuration and machine of a setting
@@ -464,9 +429,7 @@ def _splits(config: Config, machine: Machine, rates: Rates) -> _Named:
     if gpus > rates.gpus_per_node:
         unit = rates.gpus_per_node
     memory = max(ALONE, config.rollout.gpu_memory_utilization)
-    rollout = replace(
-        config.rollout, engine="server", async_steps=1, gpu_memory_utilization=memory
-    )
+    rollout = replace(config.rollout, engine="server", async_steps=1, gpu_memory_utilization=memory)
     changed = replace(config, rollout=rollout)
     for trainers in range(unit, gpus, unit):
         engines = gpus - trainers
@@ -484,9 +447,7 @@ def _colocated(plan: Plan) -> _Named:
     config = plan.config
     machine = replace(plan.machine, gpus=gpus, engine_gpus=0)
     size = plan.engine.tensor_model_parallel_size
-    rollout = replace(
-        config.rollout, engine="vllm", async_steps=0, tensor_model_parallel_size=size
-    )
+    rollout = replace(config.rollout, engine="vllm", async_steps=0, tensor_model_parallel_size=size)
     training = replace(config.training, offload_optimizer_during_rollout=True)
     for memory in (0.9, 0.8, 0.7, 0.6, 0.5):
         engines = replace(rollout, gpu_memory_utilization=memory)
@@ -519,9 +480,7 @@ def _other_layouts(config: Config, machine: Machine) -> _Named:
 
 def waits(scenario: Scenario) -> dict[str, float]:
     """Return for each reason how long a resource waits, in seconds of a step."""
-    idle = (
-        scenario.mean("rollout") - scenario.mean("engine_busy") / scenario.costs.engines
-    )
+    idle = scenario.mean("rollout") - scenario.mean("engine_busy") / scenario.costs.engines
     engines = "all"
     trainers = "all"
     if scenario.steps[0].beside:
@@ -562,10 +521,7 @@ def scenario_facts(simulated: Sequence[Scenario]) -> list[dict[str, Any]]:
 
 
 def scenario_lines(
-    simulated: Sequence[Scenario],
-    rates: Rates,
-    environment: Environment,
-    lengths: str | None,
+    simulated: Sequence[Scenario], rates: Rates, environment: Environment, lengths: str | None
 ) -> list[str]:
     """Return a table of the scenarios, the waits of the first one and of those one step off, and
     the assumptions.
@@ -602,7 +558,5 @@ def scenario_lines(
 def _waiting_line(scenario: Scenario) -> str:
     ordered = sorted(waits(scenario).items(), key=lambda item: -item[1])
     total = scenario.mean("seconds")
-    waiting = [
-        f"{what} {seconds:.2f} s ({seconds / total:.0%})" for what, seconds in ordered
-    ]
+    waiting = [f"{what} {seconds:.2f} s ({seconds / total:.0%})" for what, seconds in ordered]
     return f"{scenario.name[0].upper()}{scenario.name[1:]}: {'; '.join(waiting)}"

@@ -82,19 +82,11 @@ class Seconds:
         """Return the seconds of a step in which generation runs alongside training
         (``rollout.async_steps``).
         """
-        return (
-            max(self.rollout, self.total - self.rollout - self.resharding)
-            + self.resharding
-        )
+        return max(self.rollout, self.total - self.rollout - self.resharding) + self.resharding
 
 
 def step_traffic(
-    arch: Architecture,
-    layout: Layout,
-    config: Config,
-    replicas: int,
-    state: State,
-    work: Work,
+    arch: Architecture, layout: Layout, config: Config, replicas: int, state: State, work: Work
 ) -> BytesSent:
     """Return the bytes that a rank sends in a step.
 
@@ -110,17 +102,12 @@ def step_traffic(
     repeated = 0.0
     if parallel.recompute_granularity == "full":
         repeated = recomputed_share(arch, layout, config)
-    tokens = (
-        work.tokens / replicas
-    )  # of a rank and the ranks with which it shares its layers
+    tokens = work.tokens / replicas  # of a rank and the ranks with which it shares its layers
     hidden = tokens * arch.hidden_size * b
 
     dense = state.buffer_numel - state.expert_numel
     of_experts = expert_replicas(layout, replicas)
-    shared = (
-        dense * (replicas - 1) / replicas
-        + state.expert_numel * (of_experts - 1) / of_experts
-    )
+    shared = dense * (replicas - 1) / replicas + state.expert_numel * (of_experts - 1) / of_experts
     per_number = 8
     if parallel.use_distributed_optimizer:
         per_number = 4 + b
@@ -137,9 +124,7 @@ def step_traffic(
         pairs -= with_experts
     forward = 2 * ring * pairs
     backward = (3 if parallel.sequence_parallel else 2) * ring * pairs
-    ends = (
-        2 * ring
-    )  # the embedding's output and the gradient in the output layer's input
+    ends = 2 * ring  # the embedding's output and the gradient in the output layer's input
     tensor = passes * (forward + ends) + forward * (1 + repeated) + backward + 2 * ends
 
     pipeline = 0.0
@@ -172,17 +157,10 @@ def forward_flops(arch: Architecture, layout: Layout, work: Work) -> float:
     """Return the operations (two for a multiply-add) of one forward pass over all tokens of a step.
     Attention is causal.
     """
-    return sequence_flops(
-        arch=arch,
-        layout=layout,
-        tokens=work.tokens,
-        length=work.length,
-    )
+    return sequence_flops(arch=arch, layout=layout, tokens=work.tokens, length=work.length)
 
 
-def sequence_flops(
-    arch: Architecture, layout: Layout, tokens: int, length: float
-) -> float:
+def sequence_flops(arch: Architecture, layout: Layout, tokens: int, length: float) -> float:
     """Return the operations of a forward pass over ``tokens`` in sequences of ``length``."""
     per_layer, output = _flops_per_token(arch, layout, length)
     return tokens * (sum(per_layer) + output)

@@ -32,13 +32,7 @@ from megatron_dcpo.runtime.device import current_device
 from megatron_dcpo.runtime.distributed import all_gather_objects
 from megatron_dcpo.weights.adapter_shape import adapter_shape, described
 from megatron_dcpo.weights.architecture import Architecture
-from megatron_dcpo.weights.peft_adapter import (
-    KEPT,
-    SCALE,
-    LowRank,
-    read_low_rank,
-    scale_key,
-)
+from megatron_dcpo.weights.peft_adapter import KEPT, SCALE, LowRank, read_low_rank, scale_key
 from megatron_dcpo.weights.table import hf_shapes
 
 from megatron.core.dist_checkpointing import ShardedTensor  # isort: skip
@@ -97,9 +91,7 @@ class Adapter:
         topology = self.policy.topology
         stage: dict[str, Tensor] = {}
         if topology.tp_rank == 0 and topology.replica == 0:
-            stage = {
-                name: tensor.detach().cpu() for name, tensor in self.parameters.items()
-            }
+            stage = {name: tensor.detach().cpu() for name, tensor in self.parameters.items()}
         parameters = {}
         for each in all_gather_objects(stage):
             parameters.update(each)
@@ -119,10 +111,7 @@ class Adapter:
         arch = self.policy.arch
         attention = f"model.layers.{number}.self_attn."
         mlp = f"model.layers.{number}.mlp."
-        qkv = [
-            self._low_rank(attention + projection)
-            for projection in _COLUMN["self_attn"]
-        ]
+        qkv = [self._low_rank(attention + projection) for projection in _COLUMN["self_attn"]]
         rows = self._qkv_rows(arch)
         layer.self_attention.linear_qkv.register_forward_hook(
             self._column(qkv, rows, _by_group(arch, rows))
@@ -196,10 +185,7 @@ class Adapter:
         return [queries, keys, keys]
 
     def _column(
-        self,
-        pairs: Sequence[LowRank | None],
-        rows: Sequence[slice],
-        order: Tensor | None = None,
+        self, pairs: Sequence[LowRank | None], rows: Sequence[slice], order: Tensor | None = None
     ) -> Hook:
         """Return the hook of a column-parallel layer, in which each rank adds its ``rows`` of each
         projection. ``order`` sorts the rows as the layer has them; without it the projections
@@ -381,9 +367,7 @@ class AdapterOptimizer:
     @property
     def nbytes(self) -> int:
         """Return the bytes of parameters, gradients and moments."""
-        return 4 * sum(
-            parameter.nbytes for parameter in self.adapter.parameters.values()
-        )
+        return 4 * sum(parameter.nbytes for parameter in self.adapter.parameters.values())
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -463,18 +447,13 @@ class AdapterOptimizer:
         scales = {SCALE: scale}
         if scale is None:
             scales = {
-                scale_key(module): value
-                for module, value in self.adapter.shape.scales.items()
+                scale_key(module): value for module, value in self.adapter.shape.scales.items()
             }
         for key, value in scales.items():
             tensors[key] = ShardedTensor.from_rank_offsets(
                 key, torch.tensor([value]), replica_id=replica
             )
-        return {
-            "tensors": tensors,
-            "steps": self.done,
-            "config": described(self.adapter.config),
-        }
+        return {"tensors": tensors, "steps": self.done, "config": described(self.adapter.config)}
 
     def restore(self, loaded: dict[str, Any]) -> None:
         """Continue from ``loaded``, which has the form of :meth:`sharded_state`."""

@@ -134,9 +134,7 @@ def _pack(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     return bins
 
 
-def _spread(
-    lengths: Sequence[int], count: int, max_tokens: int
-) -> list[list[int]] | None:
+def _spread(lengths: Sequence[int], count: int, max_tokens: int) -> list[list[int]] | None:
     """Return ``count`` packs of nearly equal size, longest sample first into the emptiest; None if
     one would be too large.
 
@@ -235,11 +233,7 @@ def _padded(samples: Sequence[TrainingSample], rows: int, width: int) -> MicroBa
         offsets.append(row * width)
     positions = np.broadcast_to(np.arange(width), tokens.shape)
     return _micro_batch(
-        samples=samples,
-        tokens=tokens,
-        positions=positions,
-        offsets=offsets,
-        packed=None,
+        samples=samples, tokens=tokens, positions=positions, offsets=offsets, packed=None
     )
 
 
@@ -260,9 +254,7 @@ def _packed(samples: Sequence[TrainingSample], total: int, chunks: int) -> Micro
         offsets.append(start)
     bounds = [*offsets, end]
     if total > end:
-        bounds.append(
-            total
-        )  # the padding is another sequence, to which nothing attends
+        bounds.append(total)  # the padding is another sequence, to which nothing attends
     cu_seqlens = to_device(bounds, torch.int32)
     longest = max(stop - start for start, stop in itertools.pairwise(bounds))
     params = PackedSeqParams(
@@ -273,11 +265,7 @@ def _packed(samples: Sequence[TrainingSample], total: int, chunks: int) -> Micro
         max_seqlen_kv=longest,
     )
     return _micro_batch(
-        samples=samples,
-        tokens=tokens,
-        positions=positions,
-        offsets=offsets,
-        packed=params,
+        samples=samples, tokens=tokens, positions=positions, offsets=offsets, packed=params
     )
 
 

@@ -37,18 +37,13 @@ def positions_of(bounds: Sequence[tuple[int, int]], rank: int, size: int) -> np.
 
 
 def gather_keys_and_values(
-    key: Tensor,
-    value: Tensor,
-    bounds: Sequence[tuple[int, int]],
-    group: dist.ProcessGroup,
+    key: Tensor, value: Tensor, bounds: Sequence[tuple[int, int]], group: dist.ProcessGroup
 ) -> tuple[Tensor, Tensor]:
     """Gather this rank's keys and values [s / CP, ...] from all ranks; return them as [s, ...] in
     the order of the tokens. The backward pass sums over ranks.
     """
     size = group.size()
-    both = gather_from_sequence_parallel_region(
-        torch.cat([key, value], dim=-1), group=group
-    )
+    both = gather_from_sequence_parallel_region(torch.cat([key, value], dim=-1), group=group)
     order = np.concatenate([positions_of(bounds, rank, size) for rank in range(size)])
     by_position = torch.from_numpy(np.argsort(order)).to(both.device)
     both = both.index_select(0, by_position)
@@ -63,11 +58,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx,
-        values: Tensor,
-        here: Tensor,
-        count: int,
-        group: dist.ProcessGroup,
+        ctx: FunctionCtx, values: Tensor, here: Tensor, count: int, group: dist.ProcessGroup
     ) -> Tensor:
         ctx.save_for_backward(here)
         whole = values.new_zeros(count, *values.shape[1:]).index_copy_(0, here, values)
@@ -81,10 +72,7 @@ class _Gather(torch.autograd.Function):
 
 
 def gather_over_context_parallel(
-    outputs: TokenOutputs,
-    here: Tensor,
-    count: int,
-    group: dist.ProcessGroup,
+    outputs: TokenOutputs, here: Tensor, count: int, group: dist.ProcessGroup
 ) -> TokenOutputs:
     """Return the outputs of all ``count`` response tokens, given the ``outputs`` that this rank has
     at the indices ``here``. Differentiable. Collective.

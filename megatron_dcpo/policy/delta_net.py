@@ -62,15 +62,8 @@ class GatedDeltaNet(MegatronModule):
         self.value_heads = net.value_heads // ranks
         self.heads_of_key = net.value_heads // net.key_heads
         # rows on this rank
-        self.qkv = [
-            width // ranks for width in (net.key_width, net.key_width, net.value_width)
-        ]
-        self.sections = [
-            *self.qkv,
-            net.value_width // ranks,
-            self.value_heads,
-            self.value_heads,
-        ]
+        self.qkv = [width // ranks for width in (net.key_width, net.key_width, net.value_width)]
+        self.sections = [*self.qkv, net.value_width // ranks, self.value_heads, self.value_heads]
         self.in_proj = ColumnParallelLinear(
             arch.hidden_size,
             ranks * sum(self.sections),
@@ -79,9 +72,7 @@ class GatedDeltaNet(MegatronModule):
             bias=False,
             gather_output=False,
         )
-        parameter = partial(
-            torch.empty, dtype=config.params_dtype, device=current_device()
-        )
+        parameter = partial(torch.empty, dtype=config.params_dtype, device=current_device())
         self.conv1d = _CausalConvolution(parameter(sum(self.qkv), 1, net.kernel_size))
         self.dt_bias = torch.nn.Parameter(parameter(self.value_heads))
         self.A_log = torch.nn.Parameter(parameter(self.value_heads))
@@ -96,8 +87,7 @@ class GatedDeltaNet(MegatronModule):
             skip_bias_add=True,
         )
         self.recomputes = (
-            config.recompute_granularity == "selective"
-            and "core_attn" in config.recompute_modules
+            config.recompute_granularity == "selective" and "core_attn" in config.recompute_modules
         )
 
     def forward(
@@ -115,9 +105,7 @@ class GatedDeltaNet(MegatronModule):
         bounds = [0, rows.shape[1]]
         if packed_seq_params is not None:
             bounds = packed_seq_params.cu_seqlens_q.tolist()
-        qkv, gate, correction, decay = rows.split(
-            [sum(self.qkv), *self.sections[3:]], dim=-1
-        )
+        qkv, gate, correction, decay = rows.split([sum(self.qkv), *self.sections[3:]], dim=-1)
         core = partial(self._core, bounds=bounds)
         if self.recomputes and torch.is_grad_enabled():
             read = tensor_parallel.checkpoint(core, False, qkv, correction, decay)
@@ -128,9 +116,7 @@ class GatedDeltaNet(MegatronModule):
         output: tuple[Tensor, Tensor | None] = self.out_proj(normed.transpose(0, 1))
         return output
 
-    def _core(
-        self, qkv: Tensor, correction: Tensor, decay: Tensor, bounds: list[int]
-    ) -> Tensor:
+    def _core(self, qkv: Tensor, correction: Tensor, decay: Tensor, bounds: list[int]) -> Tensor:
         """Return what the tokens read, [b, s, heads, value_channels], given the projections
         [b, s, ...]. The sequences between ``bounds`` do not see each other.
         """
@@ -233,9 +219,7 @@ def gated_delta_rule(
     k = in_chunks(_of_length_one(key))
     v = in_chunks(value)
     rate = in_chunks(beta.unsqueeze(-1))
-    decay = in_chunks(log_decay.unsqueeze(-1)).cumsum(
-        dim=-2
-    )  # from the first of a chunk
+    decay = in_chunks(log_decay.unsqueeze(-1)).cumsum(dim=-2)  # from the first of a chunk
     later = torch.ones(size, size, dtype=torch.bool, device=q.device).triu(1)
     between = decay - decay.transpose(-1, -2)  # from the token of a column to a row's
     between = between.masked_fill(later, -torch.inf).exp()
@@ -274,9 +258,7 @@ def _in_parts(whole: ShardedTensor, rows: dict[str, int]) -> ShardedTensorFactor
     without_data = whole.without_data()
 
     def build(key: str, data: Tensor, replica_id: Any, *_: object) -> list[Any]:  # noqa: ANN401
-        local = replace(
-            without_data, key=key, data=data, dtype=data.dtype, replica_id=replica_id
-        )
+        local = replace(without_data, key=key, data=data, dtype=data.dtype, replica_id=replica_id)
         parts = []
         start = 0
         for name, count in rows.items():
@@ -286,6 +268,4 @@ def _in_parts(whole: ShardedTensor, rows: dict[str, int]) -> ShardedTensorFactor
             start += count
         return parts
 
-    return ShardedTensorFactory(
-        whole.key, whole.data, build, torch.cat, whole.replica_id
-    )
+    return ShardedTensorFactory(whole.key, whole.data, build, torch.cat, whole.replica_id)

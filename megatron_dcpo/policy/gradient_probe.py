@@ -29,11 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_dcpo.policy.model import Policy
-from megatron_dcpo.policy.optimizer import (
-    optimizer_group,
-    optimizer_parts,
-    zero_gradients,
-)
+from megatron_dcpo.policy.optimizer import optimizer_group, optimizer_parts, zero_gradients
 from megatron_dcpo.runtime.device import current_device
 from megatron_dcpo.weights.table import number_of_parameters
 
@@ -131,10 +127,7 @@ def probe_block_gradients(
 
 
 def part_gradient(
-    policy: Policy,
-    optimizer: MegatronOptimizer,
-    backward: Callable[[], Result],
-    copy: bool = True,
+    policy: Policy, optimizer: MegatronOptimizer, backward: Callable[[], Result], copy: bool = True
 ) -> tuple[Result, list[OwnedGradient]]:
     """Return the result of the pass ``backward``, run over zeroed buffers, and the gradient that it
     leaves there. Collective.
@@ -160,9 +153,7 @@ class OwnedGradient:
     square: Tensor | None
     correction: float = 1.0
 
-    def pieces(
-        self, other: OwnedGradient, is_sum: bool
-    ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    def pieces(self, other: OwnedGradient, is_sum: bool) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Yield this gradient, the ``other`` one and the diagonal Fisher matrix in float64, a piece
         at a time to avoid large temporaries. If ``other`` is the sum of both gradients, this one is
         subtracted from it.
@@ -271,9 +262,7 @@ def layer_groups(policy: Policy) -> list[str]:
     from 0), ``output``.
     """
     num_layers = policy.arch.num_layers
-    layers = dict.fromkeys(
-        _layer_group(layer, num_layers) for layer in range(num_layers)
-    )
+    layers = dict.fromkeys(_layer_group(layer, num_layers) for layer in range(num_layers))
     return ["embedding", *layers, "output"]
 
 

@@ -29,10 +29,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import (
-    LayerNormImpl,
-    TransformerBlockSubmodules,
-)
+from megatron.core.transformer.transformer_block import LayerNormImpl, TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
@@ -40,12 +37,7 @@ from torch import Tensor
 from megatron_dcpo.errors import UserError, one_line, pip_install
 from megatron_dcpo.policy.context_parallel import gather_keys_and_values
 from megatron_dcpo.policy.delta_net import GatedDeltaNet
-from megatron_dcpo.policy.norms import (
-    NormedResidual,
-    NormOfKeys,
-    NormOfQueries,
-    RMSNorm,
-)
+from megatron_dcpo.policy.norms import NormedResidual, NormOfKeys, NormOfQueries, RMSNorm
 from megatron_dcpo.policy.rotary import has_two_rotations, of_layer, softmax_scale
 from megatron_dcpo.runtime.device import capabilities
 from megatron_dcpo.weights.decoder import Architecture
@@ -136,9 +128,7 @@ class CausalAttention(MegatronModule):
         sequences = list(itertools.pairwise(bounds))
         if size > 1:
             group = parallel_state.get_context_parallel_group()
-            key, value = gather_keys_and_values(
-                key, value, bounds=sequences, group=group
-            )
+            key, value = gather_keys_and_values(key, value, bounds=sequences, group=group)
         if packed_seq_params is None:
             q = query.permute(1, 2, 0, 3)  # [b, heads, s, d]
             k = key.permute(1, 2, 0, 3)
@@ -147,9 +137,7 @@ class CausalAttention(MegatronModule):
             return out.reshape(*out.shape[:2], -1)
         pieces = []
         for start, stop in sequences:
-            rows = slice(
-                start // size, stop // size
-            )  # this rank's queries of the sequence
+            rows = slice(start // size, stop // size)  # this rank's queries of the sequence
             q = query[rows].transpose(0, 1).unsqueeze(0)  # [1, heads, t_i, d]
             k = key[start:stop].transpose(0, 1).unsqueeze(0)
             v = value[start:stop].transpose(0, 1).unsqueeze(0)
@@ -176,14 +164,10 @@ class CausalAttention(MegatronModule):
         width = q.shape[2] // 2
         rank = parallel_state.get_context_parallel_rank()
         outputs = []
-        for queries, chunk in zip(
-            q.split(width, 2), (rank, 2 * size - 1 - rank), strict=True
-        ):
+        for queries, chunk in zip(q.split(width, 2), (rank, 2 * size - 1 - rank), strict=True):
             stop = (chunk + 1) * width
             mask = self._mask(width, stop, q.device)
-            outputs.append(
-                attend(queries, k[:, :, :stop], v[:, :, :stop], attn_mask=mask)
-            )
+            outputs.append(attend(queries, k[:, :, :stop], v[:, :, :stop], attn_mask=mask))
         return torch.cat(outputs, 2)
 
     def _mask(self, queries: int, keys: int, device: torch.device) -> Tensor:
@@ -219,12 +203,7 @@ class ArchitectureAttention(SelfAttention):
         # Only here: for the whole model it would have Megatron add up the gradients of weights of
         # which each tensor-parallel rank has its own.
         of_attention.qk_layernorm = arch.qk_layernorm or arch.whole_qk_layernorm
-        super().__init__(
-            of_attention,
-            *args,
-            layer_number=layer_number,
-            **kwargs,
-        )
+        super().__init__(of_attention, *args, layer_number=layer_number, **kwargs)
 
     def forward(
         self,
@@ -236,16 +215,11 @@ class ArchitectureAttention(SelfAttention):
         """Attend with the layer's half of ``rotary_pos_emb``, the angles [s, 1, 1, 2 d]."""
         if self.two_rotations and rotary_pos_emb is not None:
             rotary_pos_emb = of_layer(rotary_pos_emb, self.has_window)
-        return super().forward(
-            hidden_states, *args, rotary_pos_emb=rotary_pos_emb, **kwargs
-        )
+        return super().forward(hidden_states, *args, rotary_pos_emb=rotary_pos_emb, **kwargs)
 
 
 def layer_spec(
-    arch: Architecture,
-    config: TransformerConfig,
-    transformer_engine: bool,
-    layer: int,
+    arch: Architecture, config: TransformerConfig, transformer_engine: bool, layer: int
 ) -> ModuleSpec | TransformerBlockSubmodules:
     """Return Megatron's spec of ``layer`` of ``arch``, counted from 0; ``config`` describes the
     rest.
@@ -254,9 +228,7 @@ def layer_spec(
     num_experts = config.num_moe_experts if experts else None
     if transformer_engine:
         spec = get_gpt_layer_with_transformer_engine_spec(
-            num_experts,
-            moe_grouped_gemm=config.moe_grouped_gemm,
-            qk_layernorm=config.qk_layernorm,
+            num_experts, moe_grouped_gemm=config.moe_grouped_gemm, qk_layernorm=config.qk_layernorm
         )
     else:
         spec = _local_spec(config, num_experts)
@@ -297,10 +269,7 @@ def _put_norms(
     attention = layer.self_attention.submodules
     norm: type = RMSNorm
     if transformer_engine:
-        from megatron.core.extensions.transformer_engine import (
-            TEColumnParallelLinear,
-            TENorm,
-        )
+        from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm
 
         norm = TENorm
         # Transformer Engine's linear layers include the norm before them.
@@ -320,10 +289,7 @@ def _put_norms(
         if name is not None:
             params = {"config": config, "norm": norm}
             setattr(layer, place, ModuleSpec(module=NormedResidual, params=params))
-    layer.sharded_state_dict_keys_map = {
-        **layer.sharded_state_dict_keys_map,
-        **OUTPUT_NORMS,
-    }
+    layer.sharded_state_dict_keys_map = {**layer.sharded_state_dict_keys_map, **OUTPUT_NORMS}
     if arch.whole_qk_layernorm:
         attention.q_layernorm = NormOfQueries
         attention.k_layernorm = NormOfKeys
@@ -331,9 +297,7 @@ def _put_norms(
 
 def _local_spec(config: TransformerConfig, num_experts: int | None) -> ModuleSpec:
     spec = get_gpt_layer_local_spec(
-        num_experts,
-        qk_layernorm=config.qk_layernorm,
-        normalization="RMSNorm",
+        num_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
     )
     layer: Any = spec.submodules
     layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
@@ -348,17 +312,10 @@ def _local_spec(config: TransformerConfig, num_experts: int | None) -> ModuleSpe
     return spec
 
 
-def block_spec(
-    specs: Sequence[ModuleSpec], transformer_engine: bool
-) -> TransformerBlockSubmodules:
+def block_spec(specs: Sequence[ModuleSpec], transformer_engine: bool) -> TransformerBlockSubmodules:
     """Return the spec of a pipeline stage: its layers' ``specs`` and the final norm."""
     norm = LayerNormImpl if transformer_engine else RMSNorm
     return TransformerBlockSubmodules(layer_specs=list(specs), layer_norm=norm)
 
 
-__all__ = [
-    "CausalAttention",
-    "block_spec",
-    "layer_spec",
-    "use_transformer_engine",
-]
+__all__ = ["CausalAttention", "block_spec", "layer_spec", "use_transformer_engine"]

@@ -99,13 +99,7 @@ def check_megatron_options(options: Mapping[str, Any]) -> None:
     something else decides.
     """
     known = {field.name for kind in CLASSES for field in fields(kind)}
-    where = (
-        f"{', '.join(kind.__name__ for kind in CLASSES)} of the installed megatron-core"
-    )
+    where = f"{', '.join(kind.__name__ for kind in CLASSES)} of the installed megatron-core"
     check_passed_on(
-        section="parallel.megatron",
-        options=options,
-        decided=_DECIDED,
-        known=known,
-        where=where,
+        section="parallel.megatron", options=options, decided=_DECIDED, known=known, where=where
     )

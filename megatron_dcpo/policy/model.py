@@ -18,22 +18,14 @@ from torch import Tensor
 
 from megatron_dcpo.config import ModelConfig, ParallelConfig
 from megatron_dcpo.errors import UserError, one_line
-from megatron_dcpo.policy.layers import (
-    block_spec,
-    layer_spec,
-    use_transformer_engine,
-)
+from megatron_dcpo.policy.layers import block_spec, layer_spec, use_transformer_engine
 from megatron_dcpo.policy.megatron_options import options_of
 from megatron_dcpo.policy.rotary import set_rotary_frequencies, softmax_scale
 from megatron_dcpo.runtime.device import capabilities, current_device, fp32_head
 from megatron_dcpo.runtime.distributed import Topology
 from megatron_dcpo.runtime.dtypes import torch_dtype
 from megatron_dcpo.runtime.megatron_private import APEX_KERNEL, without_asking_for_apex
-from megatron_dcpo.weights.architecture import (
-    Activation,
-    Architecture,
-    read_architecture,
-)
+from megatron_dcpo.weights.architecture import Activation, Architecture, read_architecture
 from megatron_dcpo.weights.hf_checkpoint import HFReader, load_into
 from megatron_dcpo.weights.layout import UNEVEN_PIPELINE, Coordinates, Layout
 from megatron_dcpo.weights.pipeline import chunk_layers
@@ -275,9 +267,7 @@ def _experts(
         "num_moe_experts": arch.num_experts,
         "moe_ffn_hidden_size": arch.ffn_hidden_size,
         "moe_router_topk": arch.experts_per_token,
-        "moe_router_pre_softmax": (
-            arch.router_score == "softmax" and not arch.normalized_experts
-        ),
+        "moe_router_pre_softmax": (arch.router_score == "softmax" and not arch.normalized_experts),
         "moe_router_load_balancing_type": "none",
         "moe_router_dtype": "fp32",
         "moe_grouped_gemm": transformer_engine,
@@ -293,10 +283,7 @@ def _router(arch: Architecture) -> dict[str, Any]:
     options: dict[str, Any] = {"moe_router_score_function": arch.router_score}
     if arch.router_bias:
         # Megatron adds this rate times a sign to the bias after every step.
-        options |= {
-            "moe_router_enable_expert_bias": True,
-            "moe_router_bias_update_rate": 0.0,
-        }
+        options |= {"moe_router_enable_expert_bias": True, "moe_router_bias_update_rate": 0.0}
     if arch.router_scale != 1:
         options["moe_router_topk_scaling_factor"] = arch.router_scale
     if arch.router_groups > 1:
@@ -332,10 +319,7 @@ def _pipeline(parallel: ParallelConfig) -> dict[str, Any]:
 
 
 def build_policy(
-    model: ModelConfig,
-    parallel: ParallelConfig,
-    topology: Topology,
-    training: bool = True,
+    model: ModelConfig, parallel: ParallelConfig, topology: Topology, training: bool = True
 ) -> Policy:
     """Build this rank's chunks and load their slices of ``model.path``, wrapped in Megatron's DDP
     when ``training`` and frozen otherwise.
@@ -414,10 +398,7 @@ def _constants(reader: HFReader, arch: Architecture) -> dict[str, Tensor]:
 
 
 def _build_chunk(
-    arch: Architecture,
-    layout: Layout,
-    config: TransformerConfig,
-    coordinates: Coordinates,
+    arch: Architecture, layout: Layout, config: TransformerConfig, coordinates: Coordinates
 ) -> GPTModel:
     last_stage = layout.pipeline_model_parallel_size - 1
     last_virtual = layout.virtual_pipeline_model_parallel_size - 1
@@ -426,9 +407,7 @@ def _build_chunk(
         virtual_stage = coordinates.virtual
     is_first = coordinates.pipeline == 0 and coordinates.virtual == 0
     is_last = coordinates.pipeline == last_stage and coordinates.virtual == last_virtual
-    spec = partial(
-        layer_spec, arch, config, transformer_engine=layout.transformer_engine
-    )
+    spec = partial(layer_spec, arch, config, transformer_engine=layout.transformer_engine)
     number = coordinates.virtual * (last_stage + 1) + coordinates.pipeline
     layers = chunk_layers(arch.num_layers, layout)[number]
     specs = [spec(layer=layer) for layer in layers]
@@ -458,9 +437,7 @@ def _build_chunk(
     return gpt
 
 
-def _scale(
-    scale: float, module: torch.nn.Module, inputs: object, output: Tensor
-) -> Tensor:
+def _scale(scale: float, module: torch.nn.Module, inputs: object, output: Tensor) -> Tensor:
     """Return the embeddings times ``scale``, which is rounded to their type, as Gemma does."""
     return output * torch.tensor(scale, dtype=output.dtype, device=output.device)
 
@@ -483,9 +460,7 @@ def _mark_tensor_parallel(gpt: GPTModel, dimensions: dict[str, int | None]) -> N
     for name, parameter in gpt.named_parameters():
         dim = dimensions[name]
         if dim is not None and not hasattr(parameter, "tensor_model_parallel"):
-            tensor_parallel.set_tensor_model_parallel_attributes(
-                parameter, True, dim, 1
-            )
+            tensor_parallel.set_tensor_model_parallel_attributes(parameter, True, dim, 1)
 
 
 def _biased_routers(gpt: GPTModel) -> list[TopKRouter]:
@@ -493,9 +468,7 @@ def _biased_routers(gpt: GPTModel) -> list[TopKRouter]:
     return [router for router in routers if router.expert_bias is not None]
 
 
-def _mixed_precision(
-    gpt: GPTModel, config: TransformerConfig
-) -> Float16Module | GPTModel:
+def _mixed_precision(gpt: GPTModel, config: TransformerConfig) -> Float16Module | GPTModel:
     if not config.bf16:
         return gpt
     kept = [router.expert_bias for router in _biased_routers(gpt)]
@@ -507,10 +480,7 @@ def _mixed_precision(
 
 
 def _wrap_for_training(
-    gpt: GPTModel,
-    config: TransformerConfig,
-    parallel: ParallelConfig,
-    is_first: bool,
+    gpt: GPTModel, config: TransformerConfig, parallel: ParallelConfig, is_first: bool
 ) -> DistributedDataParallel:
     """Wrap the model for mixed precision, then in DDP with fp32 gradients. The schedules read the
     hook that finishes the gradients from ``config``.
@@ -522,8 +492,6 @@ def _wrap_for_training(
         **options_of(DistributedDataParallelConfig, parallel.megatron),
     )
     config.finalize_model_grads_func = finalize_model_grads
-    ddp = DistributedDataParallel(
-        config, ddp_config, module, disable_bucketing=not is_first
-    )
+    ddp = DistributedDataParallel(config, ddp_config, module, disable_bucketing=not is_first)
     ddp.broadcast_params()
     return ddp

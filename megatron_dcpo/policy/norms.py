@@ -26,11 +26,7 @@ class RMSNorm(torch.nn.RMSNorm):
     """
 
     def __init__(
-        self,
-        config: TransformerConfig,
-        hidden_size: int,
-        eps: float = 1e-5,
-        **_: object,
+        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object
     ) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
         self.zero_centered = config.layernorm_zero_centered_gamma
@@ -53,9 +49,7 @@ class NormOfHeads(MegatronModule):
 
     heads: ClassVar[str]
 
-    def __init__(
-        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5
-    ) -> None:
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
         super().__init__(config=config)
         self.eps = eps
         self.size = getattr(config, self.heads) * hidden_size
@@ -79,10 +73,7 @@ class NormOfHeads(MegatronModule):
     ) -> dict[str, Any]:
         """Return the weight, split over the tensor-parallel ranks, for Megatron's checkpoints."""
         return make_sharded_tensors_for_checkpoint(
-            self.state_dict(prefix="", keep_vars=True),
-            prefix,
-            {"weight": 0},
-            sharded_offsets,
+            self.state_dict(prefix="", keep_vars=True), prefix, {"weight": 0}, sharded_offsets
         )
 
 
@@ -134,9 +125,7 @@ class NormedResidual(MegatronModule):
         """Return the function that Megatron's layer calls; there is no dropout."""
 
         def add(
-            output_and_bias: tuple[Tensor, Tensor | None],
-            residual: Tensor,
-            dropout: float,
+            output_and_bias: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float
         ) -> Tensor:
             output, bias = output_and_bias
             if bias is not None:

@@ -174,9 +174,7 @@ class Offload:
     works on the policy's parameters themselves, which stay.
     """
 
-    def __init__(
-        self, policy: Policy, optimizer: MegatronOptimizer | None, wanted: bool
-    ) -> None:
+    def __init__(self, policy: Policy, optimizer: MegatronOptimizer | None, wanted: bool) -> None:
         self.policy = policy
         self.optimizer = optimizer
         self.state = Movable("optimizer", self._state_tensors)

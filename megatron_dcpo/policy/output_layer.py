@@ -149,11 +149,7 @@ def token_outputs(layer: OutputLayer, hidden: Tensor, targets: Tensor) -> TokenO
 
 
 def fused_loss(
-    layer: OutputLayer,
-    hidden: Tensor,
-    targets: Tensor,
-    loss: PartLoss,
-    upstream: float = 1.0,
+    layer: OutputLayer, hidden: Tensor, targets: Tensor, loss: PartLoss, upstream: float = 1.0
 ) -> tuple[Tensor, TokenOutputs]:
     """Return the sum of ``loss(rows, outputs)`` over the chunks of rows, and all outputs.
     Collective.
@@ -188,11 +184,7 @@ class _LossContext(FunctionCtx):
 class _TokenOutputs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: _OutputContext,
-        hidden: Tensor,
-        weight: Tensor,
-        layer: OutputLayer,
-        targets: Tensor,
+        ctx: _OutputContext, hidden: Tensor, weight: Tensor, layer: OutputLayer, targets: Tensor
     ) -> tuple[Tensor, Tensor]:
         buffers = _OutputBuffers.empty(targets)
         for chunk in _chunks(layer, hidden, targets):
@@ -200,16 +192,12 @@ class _TokenOutputs(torch.autograd.Function):
             buffers.fill(chunk, outputs, logsumexp)
         ctx.layer = layer
         ctx.targets = targets
-        ctx.save_for_backward(
-            hidden, buffers.logsumexp, buffers.logprobs, buffers.entropy
-        )
+        ctx.save_for_backward(hidden, buffers.logsumexp, buffers.logprobs, buffers.entropy)
         ctx.set_materialize_grads(False)
         return buffers.logprobs, buffers.entropy
 
     @staticmethod
-    def backward(
-        ctx: _OutputContext, *grads: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _OutputContext, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         layer = ctx.layer
         hidden, logsumexp, logprobs, entropy = ctx.saved_tensors
         by_logprob, by_entropy = grads
@@ -248,10 +236,7 @@ class _FusedLoss(torch.autograd.Function):
             outputs, sums, logsumexp = _forward(layer, chunk)
             buffers.fill(chunk, outputs, logsumexp)
             with torch.enable_grad():
-                leaves = [
-                    outputs.logprobs.requires_grad_(),
-                    outputs.entropy.requires_grad_(),
-                ]
+                leaves = [outputs.logprobs.requires_grad_(), outputs.entropy.requires_grad_()]
                 part = loss(chunk.rows, outputs)
                 by_logprob, by_entropy = torch.autograd.grad(
                     part * upstream, leaves, allow_unused=True
@@ -262,8 +247,7 @@ class _FusedLoss(torch.autograd.Function):
                 chunk=chunk,
                 total=sums,
                 outputs=TokenOutputs(
-                    logprobs=outputs.logprobs.detach(),
-                    entropy=outputs.entropy.detach(),
+                    logprobs=outputs.logprobs.detach(), entropy=outputs.entropy.detach()
                 ),
                 by_logprob=by_logprob,
                 by_entropy=by_entropy,
@@ -277,28 +261,14 @@ class _FusedLoss(torch.autograd.Function):
         return total, buffers.logprobs, buffers.entropy
 
     @staticmethod
-    def backward(
-        ctx: _LossContext, grad: Tensor, *_: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _LossContext, grad: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
         factor = grad / ctx.upstream
         (hidden,) = ctx.saved_tensors
         weight_gradient = ctx.weight_gradient
-        ctx.weight_gradient = (
-            None  # autograd copies a tensor to which there is another reference
-        )
-        if (
-            weight_gradient is not None
-            and getattr(ctx.weight, "main_grad", None) is None
-        ):
+        ctx.weight_gradient = None  # autograd copies a tensor to which there is another reference
+        if weight_gradient is not None and getattr(ctx.weight, "main_grad", None) is None:
             weight_gradient = weight_gradient.mul_(factor)
-        return (
-            (hidden * factor).to(hidden.dtype),
-            weight_gradient,
-            None,
-            None,
-            None,
-            None,
-        )
+        return ((hidden * factor).to(hidden.dtype), weight_gradient, None, None, None, None)
 
 
 def _chunks(layer: OutputLayer, hidden: Tensor, targets: Tensor) -> Iterator[_Chunk]:
@@ -325,11 +295,7 @@ def _chunks(layer: OutputLayer, hidden: Tensor, targets: Tensor) -> Iterator[_Ch
             z.div_(layer.temperature)
         if not layer.width:
             z.fill_(torch.finfo(z.dtype).min)
-        yield _Chunk(
-            rows=slice(start, stop),
-            p=z,
-            target=layer.columns(targets[start:stop]),
-        )
+        yield _Chunk(rows=slice(start, stop), p=z, target=layer.columns(targets[start:stop]))
 
 
 def _forward(layer: OutputLayer, chunk: _Chunk) -> tuple[TokenOutputs, Tensor, Tensor]:
@@ -422,9 +388,7 @@ class _OutputBuffers:
 
     @classmethod
     def empty(cls, targets: Tensor) -> _OutputBuffers:
-        new = partial(
-            torch.empty, len(targets), dtype=torch.float32, device=targets.device
-        )
+        new = partial(torch.empty, len(targets), dtype=torch.float32, device=targets.device)
         return cls(logprobs=new(), entropy=new(), logsumexp=new())
 
     def fill(self, chunk: _Chunk, outputs: TokenOutputs, logsumexp: Tensor) -> None:

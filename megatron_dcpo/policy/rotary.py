@@ -12,12 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_dcpo.runtime.device import current_device
-from megatron_dcpo.weights.decoder import (
-    Architecture,
-    LinearScaling,
-    RopeScaling,
-    YarnScaling,
-)
+from megatron_dcpo.weights.decoder import Architecture, LinearScaling, RopeScaling, YarnScaling
 
 
 def set_rotary_frequencies(gpt: Any, arch: Architecture) -> None:  # noqa: ANN401 - a GPTModel
@@ -48,19 +43,14 @@ class TwoRotaryEmbeddings(torch.nn.Module):
     of the layers without a sliding window. One tensor, because a recomputed layer is given tensors.
     """
 
-    def __init__(
-        self, without_window: torch.nn.Module, with_window: torch.nn.Module
-    ) -> None:
+    def __init__(self, without_window: torch.nn.Module, with_window: torch.nn.Module) -> None:
         super().__init__()
         self.without_window = without_window
         self.with_window = with_window
 
     def forward(self, *args: object, **kwargs: object) -> Tensor:
         """Return the angles. Takes the arguments of Megatron's embedding."""
-        halves = [
-            self.without_window(*args, **kwargs),
-            self.with_window(*args, **kwargs),
-        ]
+        halves = [self.without_window(*args, **kwargs), self.with_window(*args, **kwargs)]
         return torch.cat(halves, dim=-1)
 
     def get_rotary_seq_len(self, *args: object, **kwargs: object) -> int:

@@ -68,14 +68,10 @@ class _Replay:
             if not self.again:
                 return default(scores, topk, num_groups, group_topk)
             target = self.again.popleft()
-        elif (
-            not torch.is_grad_enabled()
-        ):  # activations are dropped, and computed again later
+        elif not torch.is_grad_enabled():  # activations are dropped, and computed again later
             self.again.append(target)
         _, default_choice = default(scores, topk, num_groups, group_topk)
-        chosen = torch.where(
-            target < 0, default_choice, target.to(default_choice.dtype)
-        )
+        chosen = torch.where(target < 0, default_choice, target.to(default_choice.dtype))
         return scores.gather(1, chosen), chosen
 
 

@@ -65,15 +65,10 @@ def accumulate_gradients(
         upstream = policy.topology.dp_size * policy.topology.cp_size
     scale = len(splits) * upstream
 
-    def loss_closure(
-        batch: MicroBatch, output: Tensor
-    ) -> tuple[Tensor, Tensor, dict[str, float]]:
+    def loss_closure(batch: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor, dict[str, float]]:
         local = batch.local()
         layer, hidden = _output_layer(
-            policy=policy,
-            batch=local,
-            output=output,
-            temperature=temperature,
+            policy=policy, batch=local, output=output, temperature=temperature
         )
         if separable and hidden.requires_grad:
 
@@ -125,15 +120,10 @@ def compute_logprobs(
     replica.
     """
 
-    def collect(
-        batch: MicroBatch, output: Tensor, non_loss_data: bool = True
-    ) -> list[np.ndarray]:
+    def collect(batch: MicroBatch, output: Tensor, non_loss_data: bool = True) -> list[np.ndarray]:
         local = batch.local()
         layer, hidden = _output_layer(
-            policy=policy,
-            batch=local,
-            output=output,
-            temperature=temperature,
+            policy=policy, batch=local, output=output, temperature=temperature
         )
         outputs = token_outputs(layer, hidden, local.targets)
         logprobs = _gather_over_context_parallel(policy, batch, outputs).logprobs
@@ -236,18 +226,12 @@ def _gather_over_context_parallel(
     if batch.here is None:
         return outputs
     return gather_over_context_parallel(
-        outputs=outputs,
-        here=batch.here,
-        count=len(batch.targets),
-        group=policy.topology.cp_group,
+        outputs=outputs, here=batch.here, count=len(batch.targets), group=policy.topology.cp_group
     )
 
 
 def _output_layer(
-    policy: Policy,
-    batch: MicroBatch,
-    output: Tensor,
-    temperature: float,
+    policy: Policy, batch: MicroBatch, output: Tensor, temperature: float
 ) -> tuple[OutputLayer, Tensor]:
     """Return the output layer and the hidden states [N, h] that score the response tokens.
 
@@ -257,9 +241,7 @@ def _output_layer(
     """
     group = policy.topology.tp_group
     if policy.config.sequence_parallel:
-        gathered = gather_from_sequence_parallel_region(
-            output.transpose(0, 1), group=group
-        )
+        gathered = gather_from_sequence_parallel_region(output.transpose(0, 1), group=group)
         output = gathered.transpose(0, 1)
     hidden = output.reshape(-1, output.shape[-1]).index_select(0, batch.rows)
     if not policy.config.sequence_parallel:

@@ -114,9 +114,7 @@ class Engine(Protocol):
         }
         return [finished[prompt.prompt_id, index] for prompt, index in samples]
 
-    def update_weights(
-        self, buckets: Iterable[Sequence[WeightSlice]], version: int
-    ) -> None:
+    def update_weights(self, buckets: Iterable[Sequence[WeightSlice]], version: int) -> None:
         """Overwrite the engine's weights, bucket by bucket; complete when it returns. Wakes a
         sleeping engine.
 
@@ -167,29 +165,22 @@ def check_sampled_model(model_dir: str | Path) -> int:
 logger = logging.getLogger(__name__)
 
 
-def choose_engine(
-    choice: str, model_dir: str | Path
-) -> Literal["vllm", "transformers"]:
+def choose_engine(choice: str, model_dir: str | Path) -> Literal["vllm", "transformers"]:
     """Return the engine's name: ``auto`` takes vLLM on a GPU if it is installed and can run the
     model, and says so when it cannot. Without a GPU transformers samples as fast, starts sooner and
     takes less memory (docs/rollout.md).
 
     Raises :class:`UserError` when vLLM is asked for and cannot be used.
     """
-    if choice == "transformers" or (
-        choice == "auto" and not capabilities().separate_memory
-    ):
+    if choice == "transformers" or (choice == "auto" and not capabilities().separate_memory):
         return "transformers"
     reason = (
-        f"vLLM is not installed (on a GPU: {pip_install('vllm')}; without one: "
-        f"make setup-engine)"
+        f"vLLM is not installed (on a GPU: {pip_install('vllm')}; without one: make setup-engine)"
     )
     if find_spec("vllm") is not None:
         try:
             reason = unsupported(read_architecture(model_dir))
-        except (
-            UserError
-        ) as error:  # a model of another kind, which transformers may know
+        except UserError as error:  # a model of another kind, which transformers may know
             reason = str(error)
     elif choice == "auto":
         return "transformers"
@@ -238,16 +229,12 @@ def append_segment(begun: Response | None, new: Response) -> Response:
         logprobs=np.concatenate([begun.logprobs, new.logprobs]),
         step=begun.step,
         segments=tuple(
-            part
-            for part in (*before, (new.weights_version, len(new.token_ids)))
-            if part[1]
+            part for part in (*before, (new.weights_version, len(new.token_ids))) if part[1]
         ),
     )
 
 
-def uniforms(
-    seed: int, step: int, prompt_id: str, sample_index: int, count: int
-) -> np.ndarray:
+def uniforms(seed: int, step: int, prompt_id: str, sample_index: int, count: int) -> np.ndarray:
     """Return float64 [count] uniform numbers in [0, 1), counted (Philox): a longer ``count`` begins
     with the same ones.
     """
@@ -255,9 +242,7 @@ def uniforms(
     return np.random.Generator(np.random.Philox(key=key)).random(count)
 
 
-def request_seed(
-    seed: int, step: int, prompt_id: str, index: int, begun: int = 0
-) -> int:
+def request_seed(seed: int, step: int, prompt_id: str, index: int, begun: int = 0) -> int:
     """Return a seed of 62 bits, for an engine that draws its own numbers, another seed after
     ``begun`` tokens.
     """

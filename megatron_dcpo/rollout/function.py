@@ -89,9 +89,7 @@ class Transcript:
     def sampled(self, turn: Response, tokens: int | None = None) -> Transcript:
         """Return the transcript with a turn of the policy, or with its first ``tokens`` tokens."""
         if tokens is not None:
-            turn = replace(
-                turn, token_ids=turn.token_ids[:tokens], logprobs=turn.logprobs[:tokens]
-            )
+            turn = replace(turn, token_ids=turn.token_ids[:tokens], logprobs=turn.logprobs[:tokens])
         return replace(self, turns=(*self.turns, turn))
 
     def written(self, token_ids: Sequence[int]) -> Transcript:
@@ -181,8 +179,7 @@ def _problem_of(response: Response, missing: set[ResponseKey], max_tokens: int) 
     length = len(response.token_ids)
     if not 0 < length <= max_tokens:
         return (
-            f"{name} has {length} tokens; "
-            f"rollout.max_response_length={max_tokens} is for all turns"
+            f"{name} has {length} tokens; rollout.max_response_length={max_tokens} is for all turns"
         )
     if len(response.logprobs) != length:
         return f"{name} has {length} tokens and {len(response.logprobs)} log-probs"

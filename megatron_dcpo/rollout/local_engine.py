@@ -11,9 +11,7 @@ from megatron_dcpo.rollout.vllm_engine import VllmEngine
 from megatron_dcpo.rollout.vllm_host import VllmOptions
 
 
-def build_local_engine(
-    choice: str, model_dir: str | Path, options: VllmOptions
-) -> Engine:
+def build_local_engine(choice: str, model_dir: str | Path, options: VllmOptions) -> Engine:
     """Return an engine in this process. ``choice`` is ``auto``, ``vllm`` or ``transformers``.
 
     The transformers engine uses ``dtype``, ``max_num_seqs``, ``head_dtype`` and ``record_experts``

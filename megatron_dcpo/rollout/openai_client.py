@@ -92,9 +92,7 @@ class Endpoint:
         stop = threading.Event()
         done: queue.SimpleQueue[Response | BaseException] = queue.SimpleQueue()
         for _ in range(min(self.concurrency, left)):
-            threading.Thread(
-                target=self._work, args=(todo, done, stop), daemon=True
-            ).start()
+            threading.Thread(target=self._work, args=(todo, done, stop), daemon=True).start()
         try:
             while left:
                 batch, failed = _drain(done)
@@ -106,9 +104,7 @@ class Endpoint:
         finally:
             stop.set()
 
-    def ask(
-        self, prompt: Prompt, repeat: int, stop: threading.Event | None = None
-    ) -> Response:
+    def ask(self, prompt: Prompt, repeat: int, stop: threading.Event | None = None) -> Response:
         """Return one sample. One that is refused for its prompt is empty and has a ``refusal``.
         Raises :class:`UserError` if the server refuses for another reason, or cannot be reached in
         ``attempts`` attempts.
@@ -119,10 +115,7 @@ class Endpoint:
 
         def read(reply: Mapping[str, Any]) -> Response:
             return response_of_choice(
-                prompt_id=prompt.prompt_id,
-                repeat=repeat,
-                choice=reply["choices"][0],
-                api=self.api,
+                prompt_id=prompt.prompt_id, repeat=repeat, choice=reply["choices"][0], api=self.api
             )
 
         try:
@@ -173,9 +166,7 @@ class Endpoint:
         except UNREADABLE as error:
             why = client.without_key(f"{type(error).__name__}: {one_line(error)}")
             got = client.without_key(str(reply))
-            raise UserError(
-                f"{self.url}: unexpected reply ({why[:200]}): {got[:200]}"
-            ) from None
+            raise UserError(f"{self.url}: unexpected reply ({why[:200]}): {got[:200]}") from None
 
     def _work(
         self,

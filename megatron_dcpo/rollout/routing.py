@@ -40,11 +40,7 @@ class ExpertRecorder:
             router.register_forward_hook(partial(self._take, layer))
 
     def _take(
-        self,
-        layer: int,
-        router: torch.nn.Module,
-        inputs: object,
-        output: tuple[torch.Tensor, ...],
+        self, layer: int, router: torch.nn.Module, inputs: object, output: tuple[torch.Tensor, ...]
     ) -> None:
         """Keep the chosen [tokens, k] of a router's output: logits, weights of the chosen, and
         them.
@@ -84,9 +80,7 @@ class RecordedExperts:
         if not self._tokens.size:
             self._tokens = np.zeros((*self._shape, *choices[0].shape[1:]), np.int16)
 
-    def note_tokens(
-        self, rows: torch.Tensor, counts: torch.Tensor, choices: np.ndarray
-    ) -> None:
+    def note_tokens(self, rows: torch.Tensor, counts: torch.Tensor, choices: np.ndarray) -> None:
         """Note the choices [rows, 1, layers, k] for the last of each row's ``counts`` tokens."""
         self._tokens[rows.cpu().numpy(), counts.cpu().numpy() - 1] = choices[:, 0]
 
@@ -94,9 +88,7 @@ class RecordedExperts:
         """Return the choices for a prompt and ``tokens`` - 1 sampled tokens: the last one is not
         run.
         """
-        return np.concatenate(
-            [self._prompts[row], self._tokens[row, : max(tokens - 1, 0)]]
-        )
+        return np.concatenate([self._prompts[row], self._tokens[row, : max(tokens - 1, 0)]])
 
 
 @contextlib.contextmanager
@@ -107,15 +99,11 @@ def every_rank_returns_experts() -> Iterator[None]:
     """
     from vllm.distributed.aux_output_connector import worker
 
-    with patch.object(
-        worker, "get_tp_group", lambda: SimpleNamespace(is_first_rank=True)
-    ):
+    with patch.object(worker, "get_tp_group", lambda: SimpleNamespace(is_first_rank=True)):
         yield
 
 
-def completed_experts(
-    prompt: Prompt, tokens: int, experts: np.ndarray | None
-) -> np.ndarray:
+def completed_experts(prompt: Prompt, tokens: int, experts: np.ndarray | None) -> np.ndarray:
     """Return the ``routed_experts`` of a completion of vLLM, [P + T - 1, layers, k]. Raises
     :class:`EngineError` if their number of tokens is another.
     """

@@ -42,6 +42,4 @@ def sample_seed(seed: int, prompt_id: str, repeat: int) -> int:
 
 def digest_of(size: int, *names: object) -> bytes:
     """Return ``size`` bytes that depend on ``names``."""
-    return hashlib.blake2b(
-        "/".join(map(str, names)).encode(), digest_size=size
-    ).digest()
+    return hashlib.blake2b("/".join(map(str, names)).encode(), digest_size=size).digest()

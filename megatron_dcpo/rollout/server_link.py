@@ -131,9 +131,7 @@ class ServerLink:
             self.call("/weight_info")
             info = json.dumps(self.call("/server_info?config_format=json"))
         except (EngineError, LookupError, TypeError) as error:
-            raise UserError(
-                f"rollout.endpoint: {error}; start the server with: {needed}"
-            ) from None
+            raise UserError(f"rollout.endpoint: {error}; start the server with: {needed}") from None
         if "processed_logprobs" not in info:
             raise UserError(
                 f"{self.url} reports log-probs of the raw logits; start it with: {needed}"

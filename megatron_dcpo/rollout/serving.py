@@ -23,11 +23,7 @@ from megatron_dcpo.config.rules import check_engine_gpus, check_engine_size
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.rollout.vllm_host import VllmOptions, cache_bytes
 from megatron_dcpo.runtime import signals
-from megatron_dcpo.runtime.device import (
-    capabilities,
-    fp32_head,
-    host_memory_available,
-)
+from megatron_dcpo.runtime.device import capabilities, fp32_head, host_memory_available
 from megatron_dcpo.runtime.dtypes import dtype_name
 from megatron_dcpo.runtime.http_json import HttpError, JsonClient
 from megatron_dcpo.weights.architecture import read_architecture
@@ -36,9 +32,7 @@ _PAUSE_SECONDS = 5.0
 _END_SECONDS = 20.0
 
 
-def server_command(
-    config: Config, engines: int, longest: int, other: str = ""
-) -> list[str]:
+def server_command(config: Config, engines: int, longest: int, other: str = "") -> list[str]:
     """Return the command that serves ``config``'s model on ``engines`` GPUs: vLLM's, with an engine
     on every ``rollout.tensor_model_parallel_size`` of them, for sequences of at most ``longest``
     tokens, or the ``other`` one with what every server needs to know. Raises :class:`UserError`.
@@ -89,9 +83,7 @@ def server_command(
 
 
 def _words(options: dict[str, Any]) -> list[str]:
-    return [
-        word for name, value in options.items() for word in (f"--{name}", str(value))
-    ]
+    return [word for name, value in options.items() for word in (f"--{name}", str(value))]
 
 
 def _memory(config: Config, engines: int, longest: int) -> dict[str, Any]:
@@ -160,12 +152,7 @@ class EngineServer:
     """
 
     def __init__(
-        self,
-        command: list[str],
-        endpoint: str,
-        first: int,
-        engines: int,
-        log: Path,
+        self, command: list[str], endpoint: str, first: int, engines: int, log: Path
     ) -> None:
         self.command = command
         self.url = endpoint.rstrip("/").removesuffix("/v1")
@@ -177,9 +164,7 @@ class EngineServer:
             visible = os.environ.get(
                 "CUDA_VISIBLE_DEVICES", ",".join(map(str, range(first + engines)))
             ).split(",")
-            self.environment["CUDA_VISIBLE_DEVICES"] = ",".join(
-                visible[first : first + engines]
-            )
+            self.environment["CUDA_VISIBLE_DEVICES"] = ",".join(visible[first : first + engines])
         else:
             # vLLM binds each worker to another NUMA node, and ends if there are too few
             self.environment.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")

@@ -10,10 +10,7 @@ from typing import Any
 
 from megatron_dcpo.errors import UserError, one_line
 from megatron_dcpo.judging.token_bytes import TokenBytes, check_ids
-from megatron_dcpo.rollout.transformers_library import (
-    auto_class,
-    redirect_transformers_logging,
-)
+from megatron_dcpo.rollout.transformers_library import auto_class, redirect_transformers_logging
 from megatron_dcpo.runtime.text import read_json_object
 
 _OTHER_TOKENIZERS = ("tokenizer.model", "vocab.json", "tokenizer_config.json")
@@ -38,12 +35,8 @@ def load_tokenizer(model_dir: str | Path) -> Any:  # noqa: ANN401 - transformers
         return auto_class("AutoTokenizer").from_pretrained(
             model_dir, local_files_only=True, trust_remote_code=False
         )
-    except (
-        Exception
-    ) as error:  # the tokenizers library raises plain Exception, readers anything
-        raise UserError(
-            f"no usable tokenizer in {model_dir} ({one_line(error, 200)})"
-        ) from None
+    except Exception as error:  # the tokenizers library raises plain Exception, readers anything
+        raise UserError(f"no usable tokenizer in {model_dir} ({one_line(error, 200)})") from None
 
 
 def read_eos_token_ids(model_dir: Path) -> tuple[int, ...]:
@@ -60,9 +53,7 @@ def read_eos_token_ids(model_dir: Path) -> tuple[int, ...]:
             continue
         named = named if isinstance(named, list) else [named]
         if not named or not all(type(one) is int for one in named):
-            raise UserError(
-                f"{path}: eos_token_id must be a token id or a list of them"
-            )
+            raise UserError(f"{path}: eos_token_id must be a token id or a list of them")
         ids += named
     ids += _end_of_tokenizer(model_dir)
     if not ids:
@@ -73,9 +64,7 @@ def read_eos_token_ids(model_dir: Path) -> tuple[int, ...]:
     return tuple(dict.fromkeys(ids))
 
 
-def check_vocabulary(
-    model_dir: str | Path, vocabulary: TokenBytes, vocab_size: int
-) -> None:
+def check_vocabulary(model_dir: str | Path, vocabulary: TokenBytes, vocab_size: int) -> None:
     """Raise :class:`UserError` if the tokenizer, or a token that ends a response, has ids of which
     a model with ``vocab_size`` embeddings has none, or if no token ends a response.
     """
@@ -106,7 +95,5 @@ def _end_of_tokenizer(model_dir: Path) -> Iterator[int]:
         raise UserError(f"{path}: eos_token must be a token, not {name!r:.60}")
     token = load_tokenizer(model_dir).convert_tokens_to_ids(name)
     if token is None:
-        raise UserError(
-            f"{path}: eos_token {name!r:.60} is not a token of the tokenizer"
-        )
+        raise UserError(f"{path}: eos_token {name!r:.60} is not a token of the tokenizer")
     yield token

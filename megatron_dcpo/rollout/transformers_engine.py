@@ -29,10 +29,7 @@ from megatron_dcpo.rollout.engine import (
 )
 from megatron_dcpo.rollout.routing import ExpertRecorder, RecordedExperts
 from megatron_dcpo.rollout.tokens import read_eos_token_ids
-from megatron_dcpo.rollout.transformers_library import (
-    auto_class,
-    redirect_transformers_logging,
-)
+from megatron_dcpo.rollout.transformers_library import auto_class, redirect_transformers_logging
 from megatron_dcpo.runtime.device import current_device, fp32_head, fp32_product
 from megatron_dcpo.runtime.dtypes import torch_dtype
 from megatron_dcpo.runtime.signals import RolloutAbandoned, stop_requested
@@ -105,9 +102,7 @@ class TransformersEngine(Engine):
                 trust_remote_code=False,
                 use_safetensors=True,
             )
-        except (
-            Exception
-        ) as error:  # transformers raises anything for a damaged directory
+        except Exception as error:  # transformers raises anything for a damaged directory
             raise UserError(
                 f"cannot load a model from {model_dir}: {one_line(error, 500)}"
             ) from None
@@ -122,9 +117,7 @@ class TransformersEngine(Engine):
             arch=_known_architecture(Path(model_dir)),
         )
 
-    def update_weights(
-        self, buckets: Iterable[Sequence[WeightSlice]], version: int
-    ) -> None:
+    def update_weights(self, buckets: Iterable[Sequence[WeightSlice]], version: int) -> None:
         for bucket in buckets:
             for piece in bucket:
                 piece.write_into(self._parameters[piece.name])
@@ -151,18 +144,13 @@ class TransformersEngine(Engine):
         """
         if partial is not None:
             yield from self._generate(
-                samples=samples,
-                sampling=sampling,
-                step=step,
-                partial=partial,
+                samples=samples, sampling=sampling, step=step, partial=partial
             )
             return
         # Similar lengths together: less left padding, and batches that finish together.
         ordered = sorted(samples, key=lambda sample: len(sample[0].token_ids))
         for start in range(0, len(ordered), self.max_num_seqs):
-            yield from self._generate(
-                ordered[start : start + self.max_num_seqs], sampling, step
-            )
+            yield from self._generate(ordered[start : start + self.max_num_seqs], sampling, step)
 
     @torch.no_grad()
     def _generate(
@@ -181,26 +169,17 @@ class TransformersEngine(Engine):
             step=step,
             version=self.weights_version,
             partial=partial,
-            tops=min(
-                sampling.top_logprobs, self.model.config.get_text_config().vocab_size
-            ),
+            tops=min(sampling.top_logprobs, self.model.config.get_text_config().vocab_size),
             experts=experts,
         )
-        eos = torch.tensor(
-            self.eos_token_ids, dtype=torch.int64, device=current_device()
-        )
+        eos = torch.tensor(self.eos_token_ids, dtype=torch.int64, device=current_device())
         slots = min(self.max_num_seqs, len(samples))
         waiting = deque(range(len(samples)))
         running = _Running.none()
         while waiting or len(running.rows):
             if stop_requested():
                 raise RolloutAbandoned
-            running = self._admit(
-                running=running,
-                waiting=waiting,
-                batch=batch,
-                slots=slots,
-            )
+            running = self._admit(running=running, waiting=waiting, batch=batch, slots=slots)
             rows = running.rows
             token, logprob = self._sample(running, batch, sampling)
             live = ~batch.over[rows]
@@ -226,10 +205,7 @@ class TransformersEngine(Engine):
                 experts.note_tokens(running.rows, batch.count[running.rows], choices)
 
     def _sample(
-        self,
-        running: _Running,
-        batch: _Batch,
-        sampling: SamplingConfig,
+        self, running: _Running, batch: _Batch, sampling: SamplingConfig
     ) -> tuple[Tensor, Tensor]:
         """Return the next token of the running rows and its log-prob; note the most probable
         tokens' log-probs if the sampling asks for them.
@@ -245,9 +221,7 @@ class TransformersEngine(Engine):
             logprob = raw.gather(-1, token[:, None]).squeeze(-1)
         return token, logprob
 
-    def _admit(
-        self, running: _Running, waiting: deque[int], batch: _Batch, slots: int
-    ) -> _Running:
+    def _admit(self, running: _Running, waiting: deque[int], batch: _Batch, slots: int) -> _Running:
         """Give the free slots to waiting samples: first those that continue, then those that begin,
         each in a separate pass.
         """
@@ -274,9 +248,7 @@ class TransformersEngine(Engine):
             taken = self._recorder.take(len(distinct))
             choices = [taken[order[name], -len(distinct[name]) :] for name in names]
             batch.experts.note_prompts(rows, choices)
-        repeated = torch.tensor(
-            [order[name] for name in names], device=current_device()
-        )
+        repeated = torch.tensor([order[name] for name in names], device=current_device())
         # ``batch_select_indices`` does not know layers with a state.
         cache.reorder_cache(repeated)
         return _Running(
@@ -302,9 +274,7 @@ def _known_architecture(model_dir: Path) -> Architecture | None:
 def _fp32_logits(head: torch.nn.Linear, hidden: Tensor) -> Tensor:
     """Return the logits of the output layer ``head`` for ``hidden`` [..., h], fp32 [..., V]."""
     rows = hidden.reshape(-1, hidden.shape[-1])
-    out = torch.empty(
-        len(rows), len(head.weight), dtype=torch.float32, device=hidden.device
-    )
+    out = torch.empty(len(rows), len(head.weight), dtype=torch.float32, device=hidden.device)
     return fp32_product(rows, head.weight.t(), out).view(*hidden.shape[:-1], -1)
 
 
@@ -363,13 +333,9 @@ class _Batch:
         self.begun: list[Response | None] = [None] * total
         if partial:
             self.begun = [partial.so_far(prompt, index) for prompt, index in samples]
-        self._before = [
-            0 if begun is None else len(begun.token_ids) for begun in self.begun
-        ]
+        self._before = [0 if begun is None else len(begun.token_ids) for begun in self.begun]
         draws = np.zeros((total, longest))
-        for row, ((prompt, index), begun) in enumerate(
-            zip(samples, self.begun, strict=True)
-        ):
+        for row, ((prompt, index), begun) in enumerate(zip(samples, self.begun, strict=True)):
             draws[row] = uniforms(
                 seed=sampling.seed,
                 step=step if begun is None else begun.step,
@@ -410,9 +376,7 @@ class _Batch:
     def random_of(self, rows: Tensor) -> Tensor:
         return self._random[rows, self.position(rows)]
 
-    def record(
-        self, rows: Tensor, token: Tensor, logprob: Tensor, ends: Tensor
-    ) -> Tensor:
+    def record(self, rows: Tensor, token: Tensor, logprob: Tensor, ends: Tensor) -> Tensor:
         """Note the next token of ``rows``; return which of them are over now, bool [B]."""
         position = self.position(rows)
         live = ~self.over[rows]
@@ -472,13 +436,7 @@ class _Running:
     @classmethod
     def none(cls) -> _Running:
         nothing = torch.zeros(0, dtype=torch.int64, device=current_device())
-        return cls(
-            rows=nothing,
-            logits=nothing,
-            cache=None,
-            mask=nothing,
-            position=nothing,
-        )
+        return cls(rows=nothing, logits=nothing, cache=None, mask=nothing, position=nothing)
 
     @property
     def can_grow(self) -> bool:
@@ -511,9 +469,7 @@ class _Running:
         """Return the rows of both, padded on the left to one width."""
         if not len(self.rows):
             return other
-        unused = int(
-            self.mask.any(0).int().argmax()
-        )  # columns whose sequences have all ended
+        unused = int(self.mask.any(0).int().argmax())  # columns whose sequences have all ended
         width = max(self.mask.shape[1] - unused, other.mask.shape[1])
 
         def both(ours: Tensor, theirs: Tensor, dim: int) -> Tensor:
@@ -550,9 +506,7 @@ def _add_states(layer: Any, more: Any) -> None:  # noqa: ANN401 - of transformer
                 states[index] = torch.cat([states[index], of_more])
 
 
-def sample_token(
-    logits: Tensor, random: Tensor, sampling: SamplingConfig
-) -> tuple[Tensor, Tensor]:
+def sample_token(logits: Tensor, random: Tensor, sampling: SamplingConfig) -> tuple[Tensor, Tensor]:
     """Draw one token per row of ``logits`` [B, V] by inverting the cumulative distribution at
     ``random`` (float64 [B]).
 

@@ -104,9 +104,7 @@ class VllmEngine(Engine):
         than before, so its tokens are not those that it would have had. The ranks of one engine
         sample independently, and compare their responses at the end.
         """
-        if (
-            sampling.raw_logprobs or sampling.top_logprobs
-        ) and not self.options.raw_logprobs:
+        if (sampling.raw_logprobs or sampling.top_logprobs) and not self.options.raw_logprobs:
             raise ValueError(
                 "this engine reports log-probs of the sampled distribution; build it with "
                 "raw_logprobs"
@@ -120,10 +118,7 @@ class VllmEngine(Engine):
         try:
             with preserve_process_state():
                 for outputs in self._steps(
-                    samples=samples,
-                    sampling=sampling,
-                    step=step,
-                    partial=partial,
+                    samples=samples, sampling=sampling, step=step, partial=partial
                 ):
                     responses = []
                     for number, completion in outputs:
@@ -132,13 +127,10 @@ class VllmEngine(Engine):
                         )
                         responses.append(
                             append_segment(
-                                partial.so_far(*samples[number]) if partial else None,
-                                new,
+                                partial.so_far(*samples[number]) if partial else None, new
                             )
                         )
-                        digests[number] = hashlib.sha256(
-                            responses[-1].token_ids.tobytes()
-                        ).digest()
+                        digests[number] = hashlib.sha256(responses[-1].token_ids.tobytes()).digest()
                     yield responses
         except (RolloutAbandoned, EngineError):
             raise
@@ -153,11 +145,7 @@ class VllmEngine(Engine):
         self._check_ranks_agree(b"".join(digests))
 
     def _steps(
-        self,
-        samples: Samples,
-        sampling: SamplingConfig,
-        step: int,
-        partial: PartialRollout | None,
+        self, samples: Samples, sampling: SamplingConfig, step: int, partial: PartialRollout | None
     ) -> Iterator[list[tuple[int, Any]]]:
         """Yield what each step of the engine finishes: the number of the sample, its completion
         (None: no token yet). A signal ends it early, but not between the ranks of one engine: they
@@ -191,18 +179,12 @@ class VllmEngine(Engine):
                 if self.tensor_model_parallel_size == 1 and stop_requested():
                     raise RolloutAbandoned
                 outputs = engine.step()
-                unfinished |= {
-                    int(output.request_id): output.outputs[0] for output in outputs
-                }
-                finished = [
-                    int(output.request_id) for output in outputs if output.finished
-                ]
+                unfinished |= {int(output.request_id): output.outputs[0] for output in outputs}
+                finished = [int(output.request_id) for output in outputs if output.finished]
                 completions = [(number, unfinished.pop(number)) for number in finished]
                 self.slot_steps.total += slots
                 self.slot_steps.used += (
-                    len(outputs)
-                    if partial
-                    else sum(len(c.token_ids) for _, c in completions)
+                    len(outputs) if partial else sum(len(c.token_ids) for _, c in completions)
                 )
                 if completions:
                     yield completions
@@ -248,9 +230,7 @@ class VllmEngine(Engine):
             ignore_eos=True,  # the ids above are the only end, as with every other engine
             detokenize=False,
             # the output after every step (a reference, not a copy), because it may be the last one
-            output_kind=RequestOutputKind.CUMULATIVE
-            if partial
-            else RequestOutputKind.FINAL_ONLY,
+            output_kind=RequestOutputKind.CUMULATIVE if partial else RequestOutputKind.FINAL_ONLY,
         )
 
     def _response(
@@ -312,9 +292,7 @@ class VllmEngine(Engine):
             raise EngineError("the ranks of one engine sampled different tokens")
 
     # -------------------------------------------------------------------------------------- weights
-    def update_weights(
-        self, buckets: Iterable[Sequence[WeightSlice]], version: int
-    ) -> None:
+    def update_weights(self, buckets: Iterable[Sequence[WeightSlice]], version: int) -> None:
         """Overwrite the weights through vLLM's weight-transfer API; a sleeping engine gets its
         weights' memory back first, its KV cache last.
         """
@@ -323,9 +301,7 @@ class VllmEngine(Engine):
             self.llm.start_weight_update()
         for bucket in buckets:
             with _restart_may_mend("vLLM refused a bucket of weights"):
-                self.llm.update_weights(
-                    {"update_info": {"pieces": bucket, "arch": self.arch}}
-                )
+                self.llm.update_weights({"update_info": {"pieces": bucket, "arch": self.arch}})
         with _restart_may_mend("vLLM could not finish the weight update"):
             self.llm.finish_weight_update(weight_version=str(version))
         self._wake("kv_cache")
@@ -335,9 +311,7 @@ class VllmEngine(Engine):
 
     def forget_prompts(self) -> None:
         if not self.llm.reset_prefix_cache():
-            raise EngineError(
-                "vLLM did not clear its prefix cache: a request is still running"
-            )
+            raise EngineError("vLLM did not clear its prefix cache: a request is still running")
 
     def sleep(self) -> None:
         """Discard weights and KV cache (level 2): new weights are about to come."""
@@ -362,9 +336,7 @@ class VllmEngine(Engine):
             // options.tensor_model_parallel_size
         )
         share = int(options.gpu_memory_utilization * total_memory())
-        cache = options.arguments.get("kv_cache_memory_bytes") or max(
-            0, share - weights
-        )
+        cache = options.arguments.get("kv_cache_memory_bytes") or max(0, share - weights)
         ledger.put(*((_WEIGHTS, weights) if tag == "weights" else (_CACHE, cache)))
 
     def _can_sleep(self) -> bool:
@@ -391,9 +363,7 @@ class VllmEngine(Engine):
         self._shut_down()
 
     def _close_at_exit(self) -> None:
-        with contextlib.suppress(
-            DeviceLost
-        ):  # the process ends, and with it whatever sleeps
+        with contextlib.suppress(DeviceLost):  # the process ends, and with it whatever sleeps
             self.close()
         self._shut_down()
 
@@ -405,9 +375,7 @@ class VllmEngine(Engine):
         kept = core.cleanup_dist_env_and_memory
         core.cleanup_dist_env_and_memory = lambda *args, **kwargs: None
         try:
-            with contextlib.suppress(
-                Exception
-            ):  # a broken engine may not shut down in order
+            with contextlib.suppress(Exception):  # a broken engine may not shut down in order
                 self.llm.llm_engine.engine_core.shutdown()
             self.llm = None
             gc.unfreeze()  # vLLM froze what it had made, and with it what holds the memory
@@ -455,10 +423,7 @@ class VllmEngine(Engine):
         prepare_environment()
         self._unlink_shared_memory()
         arguments = self._arguments()
-        eager = (
-            options.arguments.get("enforce_eager", False)
-            or not capabilities().cuda_graphs
-        )
+        eager = options.arguments.get("enforce_eager", False) or not capabilities().cuda_graphs
         try:
             with preserve_process_state(), contextlib.ExitStack() as stack:
                 from vllm import LLM
@@ -475,9 +440,7 @@ class VllmEngine(Engine):
                     gpu_memory_utilization=options.gpu_memory_utilization,
                     max_num_seqs=options.at_once,
                     enforce_eager=eager,
-                    logprobs_mode="raw_logprobs"
-                    if options.raw_logprobs
-                    else "processed_logprobs",
+                    logprobs_mode="raw_logprobs" if options.raw_logprobs else "processed_logprobs",
                     load_format="dummy" if options.dummy_weights else "auto",
                     weight_transfer_config={"backend": register()},
                     enable_sleep_mode=self._can_sleep(),
@@ -491,10 +454,7 @@ class VllmEngine(Engine):
             raise UserError(
                 f"rollout.engine=vllm: vLLM is installed but cannot be imported ({error})"
             ) from None
-        except (
-            ValueError,
-            torch.OutOfMemoryError,
-        ) as error:  # if the memory does not suffice
+        except (ValueError, torch.OutOfMemoryError) as error:  # if the memory does not suffice
             raise UserError(
                 f"vLLM does not start: {one_line(error, 400)} (rollout.gpu_memory_utilization="
                 f"{options.gpu_memory_utilization:g}, max_num_seqs={options.at_once}, "
@@ -565,6 +525,4 @@ def _ends_the_process(what: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise DeviceLost(
-            f"{what}: {type(error).__name__}: {one_line(error, 300)}"
-        ) from error
+        raise DeviceLost(f"{what}: {type(error).__name__}: {one_line(error, 300)}") from error

@@ -71,17 +71,11 @@ _DECIDED = {
     "model": "model.path",
     "tokenizer": "model.path",
     **dict.fromkeys(
-        (
-            "load_format",
-            "weight_transfer_config",
-            "logprobs_mode",
-            "skip_tokenizer_init",
-        ),
+        ("load_format", "weight_transfer_config", "logprobs_mode", "skip_tokenizer_init"),
         "the engine",
     ),
     **dict.fromkeys(
-        ("generation_config", "distributed_executor_backend", "disable_log_stats"),
-        "the engine",
+        ("generation_config", "distributed_executor_backend", "disable_log_stats"), "the engine"
     ),
     **dict.fromkeys(("pipeline_parallel_size", "data_parallel_size"), "the engine"),
 }
@@ -124,9 +118,7 @@ def check_engine_arguments(arguments: Mapping[str, Any]) -> None:
     )
 
 
-def cache_bytes(
-    arch: Architecture, options: VllmOptions, available: int, ranks: int
-) -> int:
+def cache_bytes(arch: Architecture, options: VllmOptions, available: int, ranks: int) -> int:
     """Return the bytes of the cache of an engine that shares its host's memory: the need of the
     longest requests that it runs at once, but at most its part of the ``available`` bytes. On a
     separate device 0 is returned, which leaves the size to vLLM.
@@ -140,12 +132,9 @@ def cache_bytes(
     itemsize = dtype_bytes(options.dtype)
     size = options.tensor_model_parallel_size
     longest = min(
-        options.max_model_len or arch.max_position_embeddings,
-        arch.max_position_embeddings,
+        options.max_model_len or arch.max_position_embeddings, arch.max_position_embeddings
     )
-    request = (
-        (longest // _BLOCK + 1) * _BLOCK * kv_bytes_per_token(arch, itemsize, size)
-    )
+    request = (longest // _BLOCK + 1) * _BLOCK * kv_bytes_per_token(arch, itemsize, size)
     share = (
         int(available * options.gpu_memory_utilization) // ranks
         - number_of_parameters(arch) * itemsize // size
@@ -198,9 +187,5 @@ def preserve_process_state() -> Iterator[None]:
             if not key.startswith("VLLM_"):
                 del os.environ[key]
         os.environ.update(
-            {
-                key: value
-                for key, value in environment.items()
-                if os.environ.get(key) != value
-            }
+            {key: value for key, value in environment.items() if os.environ.get(key) != value}
         )

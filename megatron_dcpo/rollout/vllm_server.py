@@ -45,23 +45,12 @@ from megatron_dcpo.runtime.files import new_directory
 from megatron_dcpo.runtime.signals import RolloutAbandoned, stop_requested
 from megatron_dcpo.types import Prompt, Response
 from megatron_dcpo.weights.architecture import read_architecture
-from megatron_dcpo.weights.hf_checkpoint import (
-    copy_side_files,
-    in_parts,
-    tensors_on_disk,
-)
+from megatron_dcpo.weights.hf_checkpoint import copy_side_files, in_parts, tensors_on_disk
 from megatron_dcpo.weights.planner import WeightSlice
-from megatron_dcpo.weights.table import (
-    EMBEDDING,
-    OUTPUT,
-    hf_shapes,
-    stored_shapes,
-)
+from megatron_dcpo.weights.table import EMBEDDING, OUTPUT, hf_shapes, stored_shapes
 
 _ROUNDED = 1e-3  # a log-prob of a probability that rounding has put above 1
-_REFUSED_SECONDS = (
-    2.0  # within which a server says that it takes no weights in this way
-)
+_REFUSED_SECONDS = 2.0  # within which a server says that it takes no weights in this way
 _LOOK_SECONDS = 0.5  # between two looks for a signal, while no response comes
 _GIVE_UP_SECONDS = 60.0  # for a server to end an update that was broken off
 
@@ -142,9 +131,7 @@ class ServerEngine(Engine):
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
 
-    def update_weights(
-        self, buckets: Iterable[Sequence[WeightSlice]], version: int
-    ) -> None:
+    def update_weights(self, buckets: Iterable[Sequence[WeightSlice]], version: int) -> None:
         """Hand the weights to every server. Collective: rank 0 hands them over when no rank has a
         request under way, and every rank waits until all servers have them.
         """
@@ -185,18 +172,14 @@ class ServerEngine(Engine):
                 link.give_up()
             raise
 
-    def _through_files(
-        self, buckets: Iterable[Sequence[WeightSlice]], version: int
-    ) -> None:
+    def _through_files(self, buckets: Iterable[Sequence[WeightSlice]], version: int) -> None:
         """Write the weights once, and have every server read them, all at the same time."""
         assert self.exchange is not None
         directory = self.exchange.absolute() / f"version_{version}"
         self._write(buckets, directory)
         try:
             with ThreadPoolExecutor(len(self.servers)) as pool:
-                told = [
-                    pool.submit(server.reload, directory) for server in self.servers
-                ]
+                told = [pool.submit(server.reload, directory) for server in self.servers]
             for answer in told:
                 answer.result()
         finally:
@@ -259,16 +242,12 @@ class ServerEngine(Engine):
             weights_version=self.weights_version,
         )
 
-    def _check_tokens(
-        self, token_ids: np.ndarray, logprobs: np.ndarray, max_tokens: int
-    ) -> None:
+    def _check_tokens(self, token_ids: np.ndarray, logprobs: np.ndarray, max_tokens: int) -> None:
         """Raise ValueError for token ids or log-probs that cannot be."""
         length = token_ids.size
         has_one_logprob_each = token_ids.shape == logprobs.shape == (length,)
         if not has_one_logprob_each or not 0 < length <= max_tokens:
-            raise ValueError(
-                f"{token_ids.shape} token ids with {logprobs.shape} log-probs"
-            )
+            raise ValueError(f"{token_ids.shape} token ids with {logprobs.shape} log-probs")
         if token_ids.min() < 0 or token_ids.max() >= self.arch.vocab_size:
             raise ValueError("a token id outside the vocabulary")
         if not (logprobs <= _ROUNDED).all():
@@ -280,9 +259,7 @@ class ServerEngine(Engine):
         with new_directory(directory, overwrite=True) as temporary:
             first = next(pieces)
             dtype = name_of(first.values.dtype)
-            specs = {
-                name: (shape, dtype) for name, shape in stored_shapes(self.arch).items()
-            }
+            specs = {name: (shape, dtype) for name, shape in stored_shapes(self.arch).items()}
             if self.arch.tied_embeddings:
                 # vLLM's output layer may keep a packed copy, which the embedding alone does not
                 # refresh.
@@ -340,9 +317,7 @@ class _Nccl:
         """Send tensors. They may be overwritten when it returns."""
         with ThreadPoolExecutor(1) as pool:
             told = pool.submit(
-                self.server.call,
-                "/update_weights",
-                {"update_info": described(tensors)},
+                self.server.call, "/update_weights", {"update_info": described(tensors)}
             )
             self._check(told)
             for tensor in tensors.values():
@@ -373,9 +348,7 @@ class _Nccl:
         }
         with ThreadPoolExecutor(1) as pool:
             told = pool.submit(
-                self.server.call,
-                "/init_weight_transfer_engine",
-                {"init_info": connection(info)},
+                self.server.call, "/init_weight_transfer_engine", {"init_info": connection(info)}
             )
             self._check(told)
             group = trainer_init(info)
@@ -389,9 +362,7 @@ class _Nccl:
 
 
 def whole_tensors(
-    buckets: Iterable[Sequence[WeightSlice]],
-    shapes: Mapping[str, Sequence[int]],
-    tied: bool,
+    buckets: Iterable[Sequence[WeightSlice]], shapes: Mapping[str, Sequence[int]], tied: bool
 ) -> Iterator[dict[str, Tensor]]:
     """Yield the tensors that each bucket completes, by name; those that no slice completed are
     missing at the end: :class:`EngineError`. A tied output layer is sent as a tensor too: vLLM may
@@ -405,9 +376,7 @@ def whole_tensors(
             tensor, filled = begun.pop(piece.name, (None, 0))
             if tensor is None:
                 tensor = torch.empty(
-                    tuple(shapes[piece.name]),
-                    dtype=piece.values.dtype,
-                    device=piece.values.device,
+                    tuple(shapes[piece.name]), dtype=piece.values.dtype, device=piece.values.device
                 )
             piece.write_into(tensor)
             filled += piece.values.numel()
@@ -421,9 +390,7 @@ def whole_tensors(
         if done:
             yield done
     if left:
-        raise EngineError(
-            f"{len(left)} tensors did not come completely, {min(left)} among them"
-        )
+        raise EngineError(f"{len(left)} tensors did not come completely, {min(left)} among them")
 
 
 def connection(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -437,9 +404,7 @@ def described(tensors: Mapping[str, Tensor]) -> dict[str, list[Any]]:
     """Return what the server is told of the tensors whose broadcasts follow, in their order."""
     return {
         "names": list(tensors),
-        "dtype_names": [
-            str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()
-        ],
+        "dtype_names": [str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()],
         "shapes": [list(tensor.shape) for tensor in tensors.values()],
     }
 

@@ -23,21 +23,14 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
-from vllm.model_executor.layers.fused_moe.oracle.unquantized import (
-    UnquantizedMoeBackend,
-)
+from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
     UnquantizedFusedMoEMethod,
 )
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
-from vllm.model_executor.layers.vocab_parallel_embedding import (
-    UnquantizedEmbeddingMethod,
-)
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
-from vllm.model_executor.model_loader.reload.meta import (
-    materialize_layer,
-    restore_layer_on_meta,
-)
+from vllm.model_executor.model_loader.reload.meta import materialize_layer, restore_layer_on_meta
 
 from megatron_dcpo.runtime.device import synchronize
 from megatron_dcpo.runtime.megatron_private import wrapper_tensor
@@ -47,9 +40,7 @@ from megatron_dcpo.weights.reshard_plan import engine_slice
 from megatron_dcpo.weights.table import EMBEDDING, hf_shapes
 
 BACKEND = "megatron_dcpo"
-_UNQUANTIZED = (
-    UnquantizedLinearMethod | UnquantizedEmbeddingMethod | UnquantizedFusedMoEMethod
-)
+_UNQUANTIZED = UnquantizedLinearMethod | UnquantizedEmbeddingMethod | UnquantizedFusedMoEMethod
 
 
 class SliceOfWhole(Tensor):
@@ -64,19 +55,12 @@ class SliceOfWhole(Tensor):
 
     piece: WeightSlice
     keeps: tuple[int, int, int]
-    window: tuple[
-        int, int
-    ]  # what this is of the whole tensor, along the dimension of ``keeps``
-    copied: list[
-        int
-    ]  # numbers copied so far; shared with the tensors narrowed from this one
+    window: tuple[int, int]  # what this is of the whole tensor, along the dimension of ``keeps``
+    copied: list[int]  # numbers copied so far; shared with the tensors narrowed from this one
 
     @staticmethod
     def __new__(
-        cls,
-        piece: WeightSlice,
-        shape: Sequence[int],
-        keeps: tuple[int, int, int],
+        cls, piece: WeightSlice, shape: Sequence[int], keeps: tuple[int, int, int]
     ) -> SliceOfWhole:
         made: SliceOfWhole = wrapper_tensor(cls, shape, piece.values)
         made.piece = piece
@@ -114,21 +98,13 @@ class SliceOfWhole(Tensor):
         return made
 
     def _narrowed(
-        self,
-        dim: int = 0,
-        start: int | None = None,
-        stop: int | None = None,
-        step: int = 1,
+        self, dim: int = 0, start: int | None = None, stop: int | None = None, step: int = 1
     ) -> SliceOfWhole:
         start = start or 0
         stop = min(self.shape[dim] if stop is None else stop, self.shape[dim])
-        if (start, stop) != (0, self.shape[dim]) and (
-            dim != self.piece.dim or step != 1
-        ):
+        if (start, stop) != (0, self.shape[dim]) and (dim != self.piece.dim or step != 1):
             raise self._misread(f"narrowed dimension {dim}")
-        made = self._of_shape(
-            [stop - start if d == dim else n for d, n in enumerate(self.shape)]
-        )
+        made = self._of_shape([stop - start if d == dim else n for d, n in enumerate(self.shape)])
         begin = self.window[0] + (start if dim == self.piece.dim else 0)
         made.window = begin, begin + made.shape[self.piece.dim]
         return made
@@ -167,14 +143,10 @@ class _Layer:
             return
         self.opened = True
         info = get_layerwise_info(self.module)
-        packed = (
-            self.module.__dict__.pop("cpu_linear", None) is not None
-            or self._packs_experts
-        )
+        packed = self.module.__dict__.pop("cpu_linear", None) is not None or self._packs_experts
         live = dict(self.module.named_parameters(recurse=False))
         if all(
-            live[name].shape == loaded.shape
-            for name, loaded in info.restore_metadata[0].items()
+            live[name].shape == loaded.shape for name, loaded in info.restore_metadata[0].items()
         ):
             return
         if not packed:
@@ -249,9 +221,7 @@ class InProcessTransfer(WeightTransferEngine[_Init, _Update]):
 
     def finish_weight_update(self) -> None:
         if self._expected:
-            layers = [
-                layer for layers in self._expected.layers.values() for layer in layers
-            ]
+            layers = [layer for layers in self._expected.layers.values() for layer in layers]
         else:
             layers = []
         incomplete = sorted({layer.name for layer in layers if layer.missing})
@@ -276,14 +246,9 @@ class InProcessTransfer(WeightTransferEngine[_Init, _Update]):
                 layers_of.setdefault(parameter, []).append(layer)
         for name, shape in hf_shapes(arch).items():
             dim, start, stop = expected.slices[name] = engine_slice(
-                arch=arch,
-                name=name,
-                tp=size,
-                rank=rank,
+                arch=arch, name=name, tp=size, rank=rank
             )
-            expected.layers[name] = layers_of[
-                self.model.get_parameter(self._parameter_name(name))
-            ]
+            expected.layers[name] = layers_of[self.model.get_parameter(self._parameter_name(name))]
             for layer in expected.layers[name]:
                 layer.missing += math.prod(shape) // shape[dim] * (stop - start)
                 _check_unquantized(layer)
@@ -315,9 +280,7 @@ class InProcessTransfer(WeightTransferEngine[_Init, _Update]):
             name = str(mapper.map_name(name))
         return name
 
-    def _one_by_one(
-        self, update: _Update, expected: _Expected
-    ) -> Iterator[tuple[str, Tensor]]:
+    def _one_by_one(self, update: _Update, expected: _Expected) -> Iterator[tuple[str, Tensor]]:
         """Yield tensors to the loader, which asks for the next one when it has copied the one
         before.
         """
@@ -326,9 +289,7 @@ class InProcessTransfer(WeightTransferEngine[_Init, _Update]):
             layers = expected.layers[piece.name]
             for layer in layers:
                 layer.open()
-            tensor = SliceOfWhole(
-                piece, shapes[piece.name], expected.slices[piece.name]
-            )
+            tensor = SliceOfWhole(piece, shapes[piece.name], expected.slices[piece.name])
             yield piece.name, tensor
             if tensor.copied != [piece.values.numel()]:
                 raise RuntimeError(

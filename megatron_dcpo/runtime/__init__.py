@@ -17,6 +17,4 @@ def cores_per_rank() -> int:
     """Return the cores this process may use, divided among the ranks that torchrun started on this
     machine; at least 1.
     """
-    return max(
-        1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    )
+    return max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))

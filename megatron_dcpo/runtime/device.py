@@ -51,25 +51,14 @@ _DEVICE_FAILURES = (
     "cuda error",
     "cuda driver error",
     "cuda failure",
-    *(
-        f"cublas_status_{what}"
-        for what in ("execution_failed", "internal_error", "mapping_error")
-    ),
+    *(f"cublas_status_{what}" for what in ("execution_failed", "internal_error", "mapping_error")),
     "the gpu program failed to execute",  # cublasGetStatusString of the same three
     "an internal operation failed",
     "an access to gpu memory space failed",
-    *(
-        f"cudnn_status_{what}"
-        for what in ("execution_failed", "internal_error", "mapping_error")
-    ),
+    *(f"cudnn_status_{what}" for what in ("execution_failed", "internal_error", "mapping_error")),
     *(
         f"nccl{what}"
-        for what in (
-            "unhandledcudaerror",
-            "systemerror",
-            "internalerror",
-            "remoteerror",
-        )
+        for what in ("unhandledcudaerror", "systemerror", "internalerror", "remoteerror")
     ),
     "unhandled system error",  # ncclGetErrorString of the same four; the first is above
     "internal error - please report this issue to the nccl developers",
@@ -104,9 +93,7 @@ def fp32_head(head_dtype: str) -> bool:
     """Return whether logits are computed in fp32, given ``model.head_dtype``: ``fp32``, ``model``
     or ``auto``.
     """
-    return head_dtype == "fp32" or (
-        head_dtype == "auto" and capabilities().fp32_products
-    )
+    return head_dtype == "fp32" or (head_dtype == "auto" and capabilities().fp32_products)
 
 
 def fp32_product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
@@ -197,9 +184,7 @@ def host_memory_total() -> int:
 
 def _host_memory(name: str) -> int:
     with open("/proc/meminfo") as file:
-        return next(
-            int(line.split()[1]) * 1024 for line in file if line.startswith(name)
-        )
+        return next(int(line.split()[1]) * 1024 for line in file if line.startswith(name))
 
 
 # Dense bf16 TFLOP/s by what a card's name contains; the first that fits.
@@ -232,9 +217,7 @@ def expandable_segments(on: bool) -> None:
     and does not around an engine, whose memory pools do not allow it. Cached memory is given back.
     Does nothing on the CPU, or if the environment decides.
     """
-    setting = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get(
-        "PYTORCH_CUDA_ALLOC_CONF", ""
-    )
+    setting = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
     if not has_cuda() or "expandable_segments" in setting:
         return
     from megatron_dcpo.runtime.megatron_private import set_allocator_settings
@@ -242,9 +225,7 @@ def expandable_segments(on: bool) -> None:
     synchronize()
     empty_cache()
     # the whole setting: torch forgets what is not named again
-    set_allocator_settings(
-        ",".join([*filter(None, [setting]), f"expandable_segments:{on}"])
-    )
+    set_allocator_settings(",".join([*filter(None, [setting]), f"expandable_segments:{on}"]))
 
 
 def device_failed(error: BaseException | None) -> bool:
@@ -260,13 +241,9 @@ def device_failed(error: BaseException | None) -> bool:
         return True
     for cause in causes:
         text = str(cause).lower()
-        if isinstance(cause, torch.OutOfMemoryError) or any(
-            sign in text for sign in _NO_MEMORY
-        ):
+        if isinstance(cause, torch.OutOfMemoryError) or any(sign in text for sign in _NO_MEMORY):
             return False
-        if isinstance(cause, RuntimeError) and any(
-            sign in text for sign in _DEVICE_FAILURES
-        ):
+        if isinstance(cause, RuntimeError) and any(sign in text for sign in _DEVICE_FAILURES):
             return True
     return False
 

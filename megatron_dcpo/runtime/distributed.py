@@ -161,12 +161,7 @@ def _complete_environment() -> None:
     rank = os.environ.get("RANK")
     size = os.environ.get("WORLD_SIZE")
     if (rank or "0") == "0" and (size or "1") == "1":
-        alone = {
-            "RANK": "0",
-            "WORLD_SIZE": "1",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": "0",
-        }
+        alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
         for name, value in alone.items():
             os.environ.setdefault(name, value)
         return

@@ -62,9 +62,7 @@ def new_directory(out: Path, overwrite: bool = False) -> Iterator[Path]:
     if out.is_symlink() or (
         not overwrite and out.exists() and not (out.is_dir() and not any(out.iterdir()))
     ):
-        raise UserError(
-            f"{out} exists; remove it, choose another name, or pass --overwrite"
-        )
+        raise UserError(f"{out} exists; remove it, choose another name, or pass --overwrite")
     temporary = _temporary(out)
     created = [
         parent for parent in temporary.absolute().parents if not parent.exists()

@@ -92,10 +92,7 @@ class Movable:
     """
 
     def __init__(
-        self,
-        name: str,
-        tensors: Callable[[], Iterable[Tensor]],
-        constant: bool = False,
+        self, name: str, tensors: Callable[[], Iterable[Tensor]], constant: bool = False
     ) -> None:
         self.name = name
         self.constant = constant

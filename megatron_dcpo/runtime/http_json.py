@@ -46,9 +46,7 @@ class HttpError(Exception):
     attempt was answered. ``unreachable`` says that nobody accepted the connection of the last one.
     """
 
-    def __init__(
-        self, message: str, status: int | None = None, unreachable: bool = False
-    ) -> None:
+    def __init__(self, message: str, status: int | None = None, unreachable: bool = False) -> None:
         super().__init__(message)
         self.status = status
         self.unreachable = unreachable
@@ -153,9 +151,7 @@ class JsonClient:
             text = text.replace(json.dumps(self.api_key)[1:-1], "***")
         return printable(text, lines=lines)
 
-    def _once(
-        self, path: str, body: object, timeout: float, stop: threading.Event
-    ) -> Any:  # noqa: ANN401 - JSON
+    def _once(self, path: str, body: object, timeout: float, stop: threading.Event) -> Any:  # noqa: ANN401 - JSON
         """Return the parsed reply to one request. Raises HTTPStatusError, with our text, for any
         status but 2xx.
         """
@@ -275,9 +271,7 @@ def _watched() -> httpx2.HTTPTransport:
         (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10),
         (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * _LOST_SECONDS),
     ]
-    return httpx2.HTTPTransport(
-        verify=_trusted(), trust_env=False, socket_options=options
-    )
+    return httpx2.HTTPTransport(verify=_trusted(), trust_env=False, socket_options=options)
 
 
 @functools.cache

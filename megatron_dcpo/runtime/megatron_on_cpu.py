@@ -79,9 +79,7 @@ def ensure() -> None:
     # At import Megatron and torch warn about things that are missing on a machine without CUDA;
     # `dcpo doctor` reports them.
     warnings.filterwarnings("ignore", module=r"megatron\.core.*")
-    warnings.filterwarnings(
-        "ignore", message=r".*(Transformer Engine|Apex|apex|modelopt).*"
-    )
+    warnings.filterwarnings("ignore", message=r".*(Transformer Engine|Apex|apex|modelopt).*")
     logging.getLogger("megatron.core").setLevel(logging.ERROR)
     if not has_cuda():
         _patch_torch_cuda()
@@ -103,9 +101,7 @@ def _replace_torchs_adam() -> None:
         return  # a fused optimizer, which runs only on CUDA
     optimizer.Adam = FusedAdam
     optimizer.USING_PYTORCH_OPTIMIZER = False
-    distributed: Any = importlib.import_module(
-        "megatron.core.optimizer.distrib_optimizer"
-    )
+    distributed: Any = importlib.import_module("megatron.core.optimizer.distrib_optimizer")
     distributed.Adam = FusedAdam
     distributed.HAVE_APEX_OR_TE = True
     distributed.USING_APEX_OPTIMIZER = True
@@ -131,11 +127,7 @@ def _patch_torch_cuda() -> None:
     cuda.current_device = lambda: torch.device("cpu")
     # Each name gets a separate function object, because torch's compiler refuses an object that it
     # finds under two of its names.
-    for owner, name in (
-        (cuda, "synchronize"),
-        (cuda, "empty_cache"),
-        (cuda, "set_device"),
-    ):
+    for owner, name in ((cuda, "synchronize"), (cuda, "empty_cache"), (cuda, "set_device")):
         setattr(owner, name, lambda *args, **kwargs: None)
     for name in ("range_push", "range_pop"):
         setattr(cuda.nvtx, name, lambda *args, **kwargs: None)
@@ -169,12 +161,7 @@ def _patch_megatron() -> None:
     compile_ = torch.compile
     torch.compile = _eager  # type: ignore[assignment]
     try:
-        for name in (
-            *_LITERAL_CUDA_MODULES,
-            "models.gpt",
-            "optimizer",
-            "tensor_parallel.random",
-        ):
+        for name in (*_LITERAL_CUDA_MODULES, "models.gpt", "optimizer", "tensor_parallel.random"):
             with contextlib.suppress(ModuleNotFoundError):  # reported below
                 importlib.import_module(f"megatron.core.{name}")
     finally:
@@ -184,31 +171,15 @@ def _patch_megatron() -> None:
         _replace(name, "torch", lambda _: torch_on_cpu)
     _replace("tensor_parallel.random", "_get_cuda_rng_state", lambda _: _get_rng_state)
     _replace("tensor_parallel.random", "_set_cuda_rng_state", lambda _: _set_rng_state)
+    _replace("optimizer.distrib_optimizer:DistributedOptimizer", "__init__", _with_cuda_type_names)
     _replace(
-        "optimizer.distrib_optimizer:DistributedOptimizer",
-        "__init__",
-        _with_cuda_type_names,
+        "optimizer.optimizer:Float16OptimizerWithFloat16Params", "__init__", _with_cuda_type_names
     )
-    _replace(
-        "optimizer.optimizer:Float16OptimizerWithFloat16Params",
-        "__init__",
-        _with_cuda_type_names,
-    )
-    _replace(
-        "optimizer.optimizer", "clip_grad_by_total_norm_fp32", _with_cuda_type_names
-    )
+    _replace("optimizer.optimizer", "clip_grad_by_total_norm_fp32", _with_cuda_type_names)
     _replace_fused_kernels()
-    _replace(
-        "transformer.moe.token_dispatcher",
-        "maybe_move_tensor_to_cpu",
-        lambda _: _to_numpy,
-    )
+    _replace("transformer.moe.token_dispatcher", "maybe_move_tensor_to_cpu", lambda _: _to_numpy)
     _replace("tensor_parallel.mappings", "_gather_along_first_dim", _gather_unequal)
-    _replace(
-        "tensor_parallel.mappings",
-        "_reduce_scatter_along_first_dim",
-        _reduce_scatter_unequal,
-    )
+    _replace("tensor_parallel.mappings", "_reduce_scatter_along_first_dim", _reduce_scatter_unequal)
 
 
 def _replace_fused_kernels() -> None:
@@ -236,9 +207,7 @@ def _set_rng_state(state: torch.Tensor, *_: object, **__: object) -> None:
     torch.set_rng_state(state)
 
 
-def _to_numpy(
-    tensor: object, as_numpy: bool = False, record_stream: bool = False
-) -> object:
+def _to_numpy(tensor: object, as_numpy: bool = False, record_stream: bool = False) -> object:
     """Convert a tensor to NumPy if asked. Megatron's function only converts tensors that it moves
     from the device.
     """
@@ -284,9 +253,7 @@ def _reduce_scatter_unequal(
     return call
 
 
-def _eager(
-    function: Callable[..., Any] | None = None, **_: object
-) -> Callable[..., Any]:
+def _eager(function: Callable[..., Any] | None = None, **_: object) -> Callable[..., Any]:
     """Stand in for ``torch.compile`` as a function and as a decorator with options."""
     if function is None:
         return _eager
@@ -336,9 +303,7 @@ def _cuda_type_names() -> Iterator[None]:
         torch.Tensor.type = original  # type: ignore[method-assign]
 
 
-def _with_cuda_type_names(
-    function: Callable[Arguments, Result],
-) -> Callable[Arguments, Result]:
+def _with_cuda_type_names(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
     @functools.wraps(function)
     def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         with _cuda_type_names():
@@ -402,9 +367,7 @@ class FusedAdam(torch.optim.Optimizer):
             if self.adam_w_mode:
                 torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
             else:
-                grads = list(
-                    torch._foreach_add(grads, params, alpha=group["weight_decay"])
-                )
+                grads = list(torch._foreach_add(grads, params, alpha=group["weight_decay"]))
         torch._foreach_lerp_(exp_avg, grads, 1 - beta1)
         torch._foreach_mul_(exp_avg_sq, beta2)
         torch._foreach_addcmul_(exp_avg_sq, grads, grads, 1 - beta2)

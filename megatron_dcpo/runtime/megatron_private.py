@@ -59,9 +59,7 @@ def default_store() -> dist.Store:
     return dist.distributed_c10d._get_default_store()
 
 
-def wrapper_tensor(
-    cls: type[SomeTensor], shape: Sequence[int], like: Tensor
-) -> SomeTensor:
+def wrapper_tensor(cls: type[SomeTensor], shape: Sequence[int], like: Tensor) -> SomeTensor:
     """Return a tensor of the subclass ``cls`` that has a shape and no storage, with type and device
     of ``like``.
     """
@@ -85,9 +83,7 @@ def plan_checkpoint(sharded: dict[str, Any], directory: Path) -> tuple[Any, Any]
     metadata. Megatron's way of carrying it out (with processes, and collectives during the writing)
     is not used.
     """
-    from megatron.core.dist_checkpointing.strategies.torch import (
-        TorchDistSaveShardedStrategy,
-    )
+    from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
     class Planner(TorchDistSaveShardedStrategy):
         def _get_save_and_finalize_callbacks(
@@ -131,9 +127,7 @@ def use_queue_of_this_process() -> None:
     filesystem_async._results_queue = queue.Queue()  # type: ignore[assignment]
 
 
-def main_param_and_states(
-    part: DistributedOptimizer, parameter: Tensor
-) -> dict[str, Tensor]:
+def main_param_and_states(part: DistributedOptimizer, parameter: Tensor) -> dict[str, Tensor]:
     """Return the main values and moments that Megatron's distributed optimizer ``part`` keeps for a
     parameter on this rank.
     """

@@ -23,7 +23,5 @@ class ParallelSizes:
     @property
     def expert_ranks(self) -> int:
         """Return the number of ranks that hold all experts of a pipeline stage once."""
-        expert_tensor = (
-            self.expert_tensor_parallel_size or self.tensor_model_parallel_size
-        )
+        expert_tensor = self.expert_tensor_parallel_size or self.tensor_model_parallel_size
         return self.expert_model_parallel_size * expert_tensor

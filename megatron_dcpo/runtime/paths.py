@@ -14,11 +14,7 @@ def beside(path: str, folder: Path) -> str:
     """Return ``path``, which a file in ``folder`` names: as an absolute path if it exists relative
     to that folder, otherwise unchanged, so that it is relative to the working directory.
     """
-    if (
-        not path
-        or os.path.isabs(os.path.expanduser(path))
-        or folder.resolve() == Path.cwd()
-    ):
+    if not path or os.path.isabs(os.path.expanduser(path)) or folder.resolve() == Path.cwd():
         return path
     candidate = folder.absolute() / path
     if candidate.exists() or (glob.has_magic(path) and glob.glob(str(candidate))):

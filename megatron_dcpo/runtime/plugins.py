@@ -34,9 +34,7 @@ def load_object(path: str, option: str) -> Any:  # noqa: ANN401 - an object of t
     """
     source, _, name = path.rpartition(":")
     if not source or not name.isidentifier():
-        raise UserError(
-            f"{option}={path}: expected file.py:name or package.module:name"
-        )
+        raise UserError(f"{option}={path}: expected file.py:name or package.module:name")
     try:
         if source.endswith(".py"):
             module = _load_file(Path(source), path, option)
@@ -49,14 +47,10 @@ def load_object(path: str, option: str) -> Any:  # noqa: ANN401 - an object of t
             f"{option}={path}: no module named {error.name!r}; install it or set PYTHONPATH"
         ) from None
     except Exception as error:
-        raise UserError(
-            f"{option}={path}: importing it failed with {raised(error)}"
-        ) from error
+        raise UserError(f"{option}={path}: importing it failed with {raised(error)}") from error
     if not hasattr(module, name):
         known = [known for known in vars(module) if not known.startswith("_")]
-        raise UserError(
-            f"{option}={path}: {source} has no {name!r}{did_you_mean(name, known)}"
-        )
+        raise UserError(f"{option}={path}: {source} has no {name!r}{did_you_mean(name, known)}")
     return getattr(module, name)
 
 

@@ -16,9 +16,7 @@ from pathlib import Path
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.runtime.distributed import broadcast_object
 
-PATIENCE_SECONDS = (
-    15.0  # a killed job's processes may be a little behind the job that continues it
-)
+PATIENCE_SECONDS = 15.0  # a killed job's processes may be a little behind the job that continues it
 
 
 @contextmanager
@@ -39,8 +37,7 @@ def lock_run_dir(directory: Path, rank: int) -> Iterator[None]:
         except OSError as error:
             reason = error.strerror or error
             refused = (
-                f"cannot write in run_dir {directory} ({reason}); free space or "
-                f"change run_dir"
+                f"cannot write in run_dir {directory} ({reason}); free space or change run_dir"
             )
     if (refused := broadcast_object(refused)) is not None:
         raise UserError(refused)

@@ -47,9 +47,7 @@ def list_models(
                 raise UserError(
                     f"{url}: the server answers below /v1; give --endpoint {below}"
                 ) from None
-        raise UserError(
-            f"{url}: cannot list its models ({one_line(error)}); {fix}"
-        ) from None
+        raise UserError(f"{url}: cannot list its models ({one_line(error)}); {fix}") from None
 
 
 def _rows(client: JsonClient) -> list[ModelRow]:
@@ -70,6 +68,5 @@ def check_address(url: str) -> None:
         if url.rstrip("/").endswith(path):
             base = url.rstrip("/").removesuffix(path)
             raise UserError(
-                f"{url} is the address of a request; give the part before {path}: "
-                f"--endpoint {base}"
+                f"{url} is the address of a request; give the part before {path}: --endpoint {base}"
             )

@@ -54,10 +54,7 @@ def install_handlers() -> None:
     for number in (*STOP_SIGNALS, _LAUNCHER_DIED):
         signal.signal(number, lambda *_: None)
     threading.Thread(
-        target=_note_signals,
-        args=(reader, writer),
-        name="signals",
-        daemon=True,
+        target=_note_signals, args=(reader, writer), name="signals", daemon=True
     ).start()
 
 
@@ -172,7 +169,5 @@ def _note(number: int) -> None:
                 "quit immediately"
             )
     elif not under_launcher() or time.monotonic() - _first_at > _SAME_SIGNAL_SECONDS:
-        announce(
-            f"second signal ({name_of(number)}): quitting immediately, nothing more is saved"
-        )
+        announce(f"second signal ({name_of(number)}): quitting immediately, nothing more is saved")
         os._exit(128 + number)

@@ -23,9 +23,7 @@ _SURROGATE_ESCAPE_IN_BYTES = re.compile(rb"\\u[dD][89a-fA-F]")
 _UNSAFE = re.compile(
     "[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
 )
-_UNSAFE_IN_LINES = re.compile(
-    _UNSAFE.pattern.replace("\x00-\x1f", "\x00-\x08\x0b-\x1f")
-)
+_UNSAFE_IN_LINES = re.compile(_UNSAFE.pattern.replace("\x00-\x1f", "\x00-\x08\x0b-\x1f"))
 
 
 def printable(text: object, lines: bool = False) -> str:
@@ -35,9 +33,7 @@ def printable(text: object, lines: bool = False) -> str:
     With ``lines``, newlines and tabs stay, for our own text of several lines.
     """
     unsafe = _UNSAFE_IN_LINES if lines else _UNSAFE
-    return unsafe.sub(
-        lambda match: match[0].encode("unicode_escape").decode(), str(text)
-    )
+    return unsafe.sub(lambda match: match[0].encode("unicode_escape").decode(), str(text))
 
 
 def encodable(text: str) -> str:
@@ -66,9 +62,7 @@ def parse_json(text: str | bytes) -> Any:  # noqa: ANN401 - JSON of any shape
         raise ValueError(f"more than {DEEPEST} levels deep") from None
     if isinstance(text, str):
         openings = text.count("[") + text.count("{")
-        has_surrogate = bool(
-            _LONE_SURROGATE.search(text) or _SURROGATE_ESCAPE.search(text)
-        )
+        has_surrogate = bool(_LONE_SURROGATE.search(text) or _SURROGATE_ESCAPE.search(text))
     else:
         openings = text.count(b"[") + text.count(b"{")
         has_surrogate = bool(_SURROGATE_ESCAPE_IN_BYTES.search(text))
@@ -86,9 +80,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise UserError(f"{path}: {error.strerror or error}") from None
     except json.JSONDecodeError as error:
-        raise UserError(
-            f"{path}:{error.lineno}: not valid JSON ({error.msg})"
-        ) from None
+        raise UserError(f"{path}:{error.lineno}: not valid JSON ({error.msg})") from None
     except ValueError as error:
         raise UserError(f"{path}: not valid JSON ({error})") from None
     if not isinstance(value, dict):

@@ -38,21 +38,12 @@ from megatron_dcpo.runtime.files import write_atomically
 from megatron_dcpo.runtime.megatron_private import default_store
 
 LOST_AFTER_SECONDS = 30.0
-PHASE_WARNING_SECONDS = (
-    900.0  # a longer phase is reported with the place where every rank waits
-)
+PHASE_WARNING_SECONDS = 900.0  # a longer phase is reported with the place where every rank waits
 _INTERVAL = 1.0
 _FILE_INTERVAL = 10.0
 _SETUP_PATIENCE = 10
 _DONE = "done"
-_LIBRARIES = (
-    "torch",
-    "megatron",
-    "transformers",
-    "selectors",
-    "subprocess",
-    "threading",
-)
+_LIBRARIES = ("torch", "megatron", "transformers", "selectors", "subprocess", "threading")
 _SHOWN = 8  # ranks or places named in one line
 
 
@@ -87,11 +78,7 @@ class Watchdog:
     """
 
     def __init__(
-        self,
-        directory: Path,
-        rank: int,
-        world_size: int,
-        budget: float = PHASE_WARNING_SECONDS,
+        self, directory: Path, rank: int, world_size: int, budget: float = PHASE_WARNING_SECONDS
     ) -> None:
         self.directory = directory
         self.rank = rank
@@ -104,9 +91,7 @@ class Watchdog:
         self._count = 0
         self._warned_at = 0.0
         self._over = threading.Event()
-        self._heard: dict[
-            int, tuple[int, float]
-        ] = {}  # rank -> (count, when it changed)
+        self._heard: dict[int, tuple[int, float]] = {}  # rank -> (count, when it changed)
         self._beats: dict[int, Heartbeat] = {}
         self._contact = time.monotonic()
         self._store: Any = None
@@ -115,9 +100,7 @@ class Watchdog:
         """Start the heartbeat. Collective."""
         if self.world_size > 1:
             store: Any = default_store()
-            self._store = (
-                store.clone()
-            )  # because the main thread may wait on the other connection
+            self._store = store.clone()  # because the main thread may wait on the other connection
             self._store.set_timeout(timedelta(seconds=LOST_AFTER_SECONDS))
             self._store.set(f"beat/{self.rank}", self._note())
             if self.rank == 0:
@@ -125,9 +108,7 @@ class Watchdog:
                 self._store.set("lost", "")
             dist.barrier()
             self._contact = time.monotonic()
-            threading.Thread(
-                target=self._keep_beating, name="heartbeat", daemon=True
-            ).start()
+            threading.Thread(target=self._keep_beating, name="heartbeat", daemon=True).start()
         threading.Thread(target=self._keep_guard, name="watch", daemon=True).start()
         return self
 
@@ -219,9 +200,7 @@ class Watchdog:
 
     def _beat(self) -> None:
         self._store.set(f"beat/{self.rank}", self._note())
-        stop, lost = (
-            value.decode() for value in self._store.multi_get(["stop", "lost"])
-        )
+        stop, lost = (value.decode() for value in self._store.multi_get(["stop", "lost"]))
         signalled = signals.stop_requested()
         if signalled and not stop:
             self._store.set("stop", str(int(signalled)))
@@ -240,14 +219,8 @@ class Watchdog:
             else:
                 self._heard[rank] = (beat.count, now)
             # Reading a large model from a slow disk may hold up every thread of a process for long.
-            patience = LOST_AFTER_SECONDS * (
-                _SETUP_PATIENCE if beat.phase == "setup" else 1
-            )
-            if (
-                now - self._heard[rank][1] > patience
-                and beat.phase != _DONE
-                and rank != self.rank
-            ):
+            patience = LOST_AFTER_SECONDS * (_SETUP_PATIENCE if beat.phase == "setup" else 1)
+            if now - self._heard[rank][1] > patience and beat.phase != _DONE and rank != self.rank:
                 silent.append(beat)
         if silent and not self._over.is_set():
             message = _lost(silent)
@@ -310,8 +283,7 @@ class Watchdog:
         ranks = list(range(self.world_size) if ranks is None else ranks)
         notes = self._store.multi_get([f"beat/{rank}" for rank in ranks])
         return {
-            rank: Heartbeat(**json.loads(note))
-            for rank, note in zip(ranks, notes, strict=True)
+            rank: Heartbeat(**json.loads(note)) for rank, note in zip(ranks, notes, strict=True)
         }
 
     def _write(self) -> None:
@@ -334,9 +306,7 @@ class Watchdog:
     def _end_process(self, message: str) -> None:
         signals.announce(f"rank {self.rank} ends: {message}")
         if self.rank == 0:
-            time.sleep(
-                2.5 * _INTERVAL
-            )  # it may be the host of the store where the others read why
+            time.sleep(2.5 * _INTERVAL)  # it may be the host of the store where the others read why
         os._exit(EXIT_PEER_LOST)
 
 
@@ -370,9 +340,7 @@ class Timers:
         yield
         synchronize()
         self.add(phase, time.perf_counter() - start)
-        self.memory |= {
-            f"{phase}/{kind}": gigabytes for kind, gigabytes in memory_gb().items()
-        }
+        self.memory |= {f"{phase}/{kind}": gigabytes for kind, gigabytes in memory_gb().items()}
 
     def add(self, phase: str, seconds: float) -> None:
         """Add seconds to a phase; also called from the judge's thread."""
@@ -390,9 +358,7 @@ def _places(beats: Iterable[Heartbeat]) -> str:
     """Return ``rank 0, 2 and 5 more: train of step 3 at update.py:210 _reduce; rank 1: ...``"""
     ranks: dict[str, list[int]] = {}
     for beat in beats:
-        ranks.setdefault(
-            f"{beat.phase} of step {beat.step} at {beat.where}", []
-        ).append(beat.rank)
+        ranks.setdefault(f"{beat.phase} of step {beat.step} at {beat.where}", []).append(beat.rank)
     shown = []
     for place, members in list(ranks.items())[:_SHOWN]:
         if len(members) > _SHOWN:

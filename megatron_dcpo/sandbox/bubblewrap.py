@@ -15,9 +15,7 @@ PACKAGES = ("numpy", "numpy.libs", "sortedcontainers")
 _SYSTEM_DIRECTORIES = ("/usr/lib", "/usr/lib64", "/usr/bin", "/lib", "/lib64", "/bin")
 
 
-def command_line(
-    bwrap: str, python: str, interpreter: list[str], role: str
-) -> list[str]:
+def command_line(bwrap: str, python: str, interpreter: list[str], role: str) -> list[str]:
     """Return bubblewrap's command line around ``interpreter``.
 
     Process 1 inside is bubblewrap itself, whose environment can be read: it gets an empty one. Only
@@ -33,16 +31,7 @@ def command_line(
     command = [
         os.path.realpath(bwrap),
         *["--unshare-all", "--unshare-user", "--die-with-parent", "--new-session"],
-        *[
-            "--uid",
-            "65534",
-            "--gid",
-            "65534",
-            "--cap-drop",
-            "ALL",
-            "--hostname",
-            "sandbox",
-        ],
+        *["--uid", "65534", "--gid", "65534", "--cap-drop", "ALL", "--hostname", "sandbox"],
         *files.options,
         *proc,
         *["--dev", "/dev", "--remount-ro", "/dev", "--dir", "/tmp", "--chdir", "/"],
@@ -51,9 +40,7 @@ def command_line(
     ]
     if os.geteuid() != 0:
         return command
-    launcher = (Path(__file__).parent / "guest" / "become_user.py").read_text(
-        encoding="utf-8"
-    )
+    launcher = (Path(__file__).parent / "guest" / "become_user.py").read_text(encoding="utf-8")
     instructions = json.dumps({"command": command, "sources": files.sources})
     return [python, "-I", "-S", "-c", launcher, instructions]
 

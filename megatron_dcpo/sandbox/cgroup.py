@@ -43,8 +43,7 @@ class Group:
             return False
         with contextlib.suppress(OSError):
             events = dict(
-                line.split()
-                for line in (self.folder / "memory.events").read_text().splitlines()
+                line.split() for line in (self.folder / "memory.events").read_text().splitlines()
             )
             return int(events.get("oom_kill", 0)) > 0
         return False
@@ -71,9 +70,7 @@ class ControlGroups:
         folder.mkdir()
         try:
             for name, value in self.limits.items():
-                if (
-                    folder / name
-                ).exists():  # a kernel without swap has no memory.swap.max
+                if (folder / name).exists():  # a kernel without swap has no memory.swap.max
                     (folder / name).write_text(value)
             entry = os.open(folder / "cgroup.procs", os.O_WRONLY | os.O_CLOEXEC)
             try:
@@ -121,16 +118,12 @@ def _problem(folder: Path) -> str:
     try:
         enabled = (folder / "cgroup.subtree_control").read_text().split()
         if missing := [name for name in CONTROLLERS if name not in enabled]:
-            (folder / "cgroup.subtree_control").write_text(
-                " ".join(f"+{name}" for name in missing)
-            )
+            (folder / "cgroup.subtree_control").write_text(" ".join(f"+{name}" for name in missing))
         _sweep(folder)
         with ControlGroups({}, folder).group() as group:
             assert group.folder is not None
             absent = [
-                name
-                for name in ("memory.max", "pids.max")
-                if not (group.folder / name).exists()
+                name for name in ("memory.max", "pids.max") if not (group.folder / name).exists()
             ]
             return f"its groups have no {absent[0]}" if absent else ""
     except OSError as error:

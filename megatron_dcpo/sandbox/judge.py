@@ -64,9 +64,7 @@ def judge_programs(
 
     Raises UserError for malformed tests, and if no sandbox works.
     """
-    with CodePool(
-        limits=limits or CodeLimits(), sandbox=sandbox, workers=workers
-    ) as pool:
+    with CodePool(limits=limits or CodeLimits(), sandbox=sandbox, workers=workers) as pool:
         futures = [pool.submit(program, tests) for program, tests in items]
         return [future.result() for future in futures]
 
@@ -78,11 +76,7 @@ class CodePool:
     """
 
     def __init__(
-        self,
-        *,
-        limits: CodeLimits | None = None,
-        sandbox: str = "auto",
-        workers: int = 2,
+        self, *, limits: CodeLimits | None = None, sandbox: str = "auto", workers: int = 2
     ) -> None:
         if workers < 1:
             raise UserError(f"workers is {workers}: it must be at least 1")
@@ -91,9 +85,7 @@ class CodePool:
         if self.level != "unsafe":
             cgroup.place()  # raises here, and not in a worker, if the named group is not usable
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._threads = [
-            threading.Thread(target=self._work, daemon=True) for _ in range(workers)
-        ]
+        self._threads = [threading.Thread(target=self._work, daemon=True) for _ in range(workers)]
         self._owner = os.getpid()
         self._started = False
         self._lock = threading.Lock()
@@ -105,10 +97,7 @@ class CodePool:
         self.close()
 
     def submit(
-        self,
-        program: str | None,
-        tests: Mapping[str, Any],
-        where: str = "tests",
+        self, program: str | None, tests: Mapping[str, Any], where: str = "tests"
     ) -> Future[CodeVerdict]:
         """Return the future verdict, which is ``no_program`` for None or a blank program. Raises
         UserError naming ``where`` for malformed tests.
@@ -131,13 +120,7 @@ class CodePool:
                 self._started = True
                 for thread in self._threads:
                     thread.start()
-        self._jobs.put(
-            _Job(
-                program=program,
-                tests=checked,
-                future=future,
-            )
-        )
+        self._jobs.put(_Job(program=program, tests=checked, future=future))
         return future
 
     def close(self) -> None:
@@ -185,9 +168,7 @@ class SandboxSession:
         # Files in memory count for the group of the process that writes them.
         memory = limits.memory_mb + limits.scratch_mb + 2 * limits.output_mb
         where = None if level == "unsafe" else cgroup.place()
-        self.groups = cgroup.ControlGroups(
-            cgroup.limits_of(memory << 20, limits.processes), where
-        )
+        self.groups = cgroup.ControlGroups(cgroup.limits_of(memory << 20, limits.processes), where)
         self.replaced = 0
 
     def __enter__(self) -> SandboxSession:
@@ -229,9 +210,7 @@ class SandboxSession:
             self.servers[role] = Server(self.level, role)
         return self.servers[role]
 
-    def _by_output(
-        self, program: str, tests: dict[str, Any], deadline: float
-    ) -> CodeVerdict:
+    def _by_output(self, program: str, tests: dict[str, Any], deadline: float) -> CodeVerdict:
         with (
             in_memory(_job(program, tests)) as task,
             self.server("program").spawn(self.limits, task) as channel,
@@ -258,15 +237,11 @@ class SandboxSession:
                             detail = "another output than expected"
                 if category != "passed":
                     return CodeVerdict(
-                        correct=0,
-                        category=category,
-                        detail=f"case {place}: {detail}",
+                        correct=0, category=category, detail=f"case {place}: {detail}"
                     )
         return CodeVerdict(1, "passed")
 
-    def _by_calls(
-        self, program: str, tests: dict[str, Any], deadline: float
-    ) -> CodeVerdict:
+    def _by_calls(self, program: str, tests: dict[str, Any], deadline: float) -> CodeVerdict:
         limits = replace(self.limits, program_seconds=max(0.001, remaining(deadline)))
         with ExitStack() as stack:
             checker_end, program_end = socket.socketpair()
@@ -287,12 +262,7 @@ class SandboxSession:
             )
             checker = self.server("checker")
             verdict = stack.enter_context(
-                running_tests(
-                    server=checker,
-                    limits=limits,
-                    tests=tests,
-                    pipe=checker_end.fileno(),
-                )
+                running_tests(server=checker, limits=limits, tests=tests, pipe=checker_end.fileno())
             )
             program_end.close()
             checker_end.close()
@@ -312,23 +282,14 @@ class SandboxSession:
                     detail="the program closed the pipe of its tests",
                 )
             category, detail = self._category(
-                ending=ending,
-                out=out,
-                err=err,
-                exceeded=group.exceeded(),
+                ending=ending, out=out, err=err, exceeded=group.exceeded()
             )
             if category == "passed":
                 category = "runtime_error"
                 detail = "the program ended before its tests were done"
-            return CodeVerdict(
-                correct=0,
-                category=category,
-                detail=detail,
-            )
+            return CodeVerdict(correct=0, category=category, detail=detail)
 
-    def _category(
-        self, ending: Ending, out: int, err: int, exceeded: bool
-    ) -> tuple[Category, str]:
+    def _category(self, ending: Ending, out: int, err: int, exceeded: bool) -> tuple[Category, str]:
         """Return the category of an ended process, ``passed`` if it ended by itself with status 0
         and within its limits. ``exceeded`` tells that its control group ran out of memory.
         """
@@ -341,9 +302,7 @@ class SandboxSession:
             return "output_limit", f"over {self.limits.output_mb} MB of output"
         if ending.code in EXITS:
             return EXITS[ending.code], complaint
-        killed_late = (
-            ending.code == _SIGKILL and ending.cpu >= self.limits.program_seconds
-        )
+        killed_late = ending.code == _SIGKILL and ending.cpu >= self.limits.program_seconds
         if ending.code == _SIGXCPU or killed_late:
             return "timeout", "out of processor time"
         if ending.code:

@@ -111,9 +111,7 @@ class CodeLimits:
             if not value > 0:
                 raise UserError(f"{name} is {value}: it must be positive")
         if self.memory_mb < 128:
-            raise UserError(
-                f"memory_mb is {self.memory_mb}: a Python program needs at least 128"
-            )
+            raise UserError(f"memory_mb is {self.memory_mb}: a Python program needs at least 128")
 
     def message(self) -> dict[str, Any]:
         """Return the limits as the server wants them."""
@@ -154,17 +152,10 @@ class Server:
     def __init__(self, level: Level, role: Role = "program") -> None:
         self.level = level
         self.role = role
-        self.control, server_end = socket.socketpair(
-            socket.AF_UNIX, socket.SOCK_SEQPACKET
-        )
+        self.control, server_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         sources, boot = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         with server_end, boot, sources:
-            self.process = _popen(
-                level=level,
-                role=role,
-                control=server_end,
-                boot=boot,
-            )
+            self.process = _popen(level=level, role=role, control=server_end, boot=boot)
             boot.close()
             server_end.close()
             try:
@@ -176,25 +167,16 @@ class Server:
         if ready != "ready":
             self.process.kill()
             assert self.process.stderr is not None
-            complaint = (
-                self.process.stderr.read(4000)
-                .decode(errors="replace")
-                .strip()
-                .splitlines()
-            )
+            complaint = self.process.stderr.read(4000).decode(errors="replace").strip().splitlines()
             self.close()
-            raise SandboxDied(
-                complaint[-1] if complaint else f"no answer from the {level} sandbox"
-            )
+            raise SandboxDied(complaint[-1] if complaint else f"no answer from the {level} sandbox")
 
     def spawn(self, limits: CodeLimits, *pipes: int) -> socket.socket:
         """Fork a process that owns ``pipes``; the channel to it."""
         channel, child_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             socket.send_fds(
-                self.control,
-                [json.dumps(limits.message()).encode()],
-                [child_end.fileno(), *pipes],
+                self.control, [json.dumps(limits.message()).encode()], [child_end.fileno(), *pipes]
             )
         except OSError as error:
             channel.close()
@@ -244,26 +226,20 @@ def receive(channel: socket.socket, seconds: float) -> Any:  # noqa: ANN401 - JS
     return json.loads(data)
 
 
-def start_run(
-    channel: socket.socket, wall: float, *pipes: int, group: int | None = None
-) -> None:
+def start_run(channel: socket.socket, wall: float, *pipes: int, group: int | None = None) -> None:
     """Start the task of a channel once, with stdin, stdout, stderr and perhaps the pipe between
     program and tests. ``group`` is the open ``cgroup.procs`` of the control group that it joins.
     """
     message = {"wall": wall, "group": group is not None}
     try:
         socket.send_fds(
-            channel,
-            [json.dumps(message).encode()],
-            [*pipes, *([] if group is None else [group])],
+            channel, [json.dumps(message).encode()], [*pipes, *([] if group is None else [group])]
         )
     except OSError as error:
         raise SandboxDied(str(error)) from None
 
 
-def end_of_run(
-    channel: socket.socket, seconds: float, grace: float = _GRACE_SECONDS
-) -> Ending:
+def end_of_run(channel: socket.socket, seconds: float, grace: float = _GRACE_SECONDS) -> Ending:
     """Wait for the end of the run that was started. Raises SandboxDied; without ``grace``,
     TimeoutError.
     """
@@ -287,10 +263,7 @@ def message_of_run(
 
 @contextlib.contextmanager
 def running_tests(
-    server: Server,
-    limits: CodeLimits,
-    tests: dict[str, Any],
-    pipe: int,
+    server: Server, limits: CodeLimits, tests: dict[str, Any], pipe: int
 ) -> Iterator[Callable[[], dict[str, Any]]]:
     """Start the tests of a program that answers on ``pipe``, in a process of ``server``, whose role
     is ``checker``. The function that waits for their verdict: ``category``, ``detail``; it raises
@@ -352,9 +325,7 @@ def choose(sandbox: str) -> Level:
             raise UserError(f"sandbox {sandbox} does not work here: {problem}")
         return sandbox  # type: ignore[return-value]
     if sandbox != "auto":
-        raise UserError(
-            f"sandbox {sandbox!r}: must be auto, bubblewrap, landlock, or unsafe"
-        )
+        raise UserError(f"sandbox {sandbox!r}: must be auto, bubblewrap, landlock, or unsafe")
     problems = {}
     for level in ("bubblewrap", "landlock"):
         problem = problem_of(level)  # type: ignore[arg-type]
@@ -382,12 +353,7 @@ def problem_of(level: Level) -> str:
         return str(error)
     try:
         job = json.dumps({"program": _PROBE}).encode()
-        with (
-            in_memory(job) as task,
-            in_memory() as empty,
-            in_memory() as out,
-            in_memory() as err,
-        ):
+        with in_memory(job) as task, in_memory() as empty, in_memory() as out, in_memory() as err:
             channel = server.spawn(CodeLimits(), task)
             with channel:
                 start_run(channel, 20.0, empty, out, err)
@@ -409,9 +375,7 @@ def _order(level: Level, role: Role) -> dict[str, Any]:
     here = Path(__file__).parent / "guest"
     site = bubblewrap.site_packages()
     return {
-        "sources": {
-            name: (here / f"{name}.py").read_text(encoding="utf-8") for name in _SOURCES
-        },
+        "sources": {name: (here / f"{name}.py").read_text(encoding="utf-8") for name in _SOURCES},
         "path": ["/packages"] if level == "bubblewrap" else [site],
         "settings": {
             "level": level,
@@ -429,10 +393,7 @@ def _order(level: Level, role: Role) -> dict[str, Any]:
 
 
 def _popen(
-    level: Level,
-    role: Role,
-    control: socket.socket,
-    boot: socket.socket,
+    level: Level, role: Role, control: socket.socket, boot: socket.socket
 ) -> subprocess.Popen[bytes]:
     """Start the interpreter with the two sockets as 3 and 4."""
     python = os.path.realpath(sys.executable)
@@ -442,11 +403,7 @@ def _popen(
         if bwrap is None:
             raise SandboxDied("bwrap is not installed (apt-get install bubblewrap)")
         interpreter = bubblewrap.command_line(bwrap, python, interpreter, role)
-    environment = {
-        "PATH": "/usr/bin:/bin",
-        "OPENBLAS_NUM_THREADS": "1",
-        "OMP_NUM_THREADS": "1",
-    }
+    environment = {"PATH": "/usr/bin:/bin", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
     start = f"""
 import os
 os.dup2({control.fileno()}, 503); os.dup2({boot.fileno()}, 504)

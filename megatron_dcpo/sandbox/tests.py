@@ -30,12 +30,8 @@ _USUAL_MODULES = (
     "string re datetime collections heapq bisect copy math random statistics itertools functools "
     "operator io sys json"
 )
-_USUAL_NAMES = [
-    f"from {name} import *" for name in [*_USUAL_MODULES.split(), "builtins", "typing"]
-]
-USUAL_IMPORTS = "\n".join(
-    [*_USUAL_NAMES, f"import {', '.join(_USUAL_MODULES.split())}"]
-)
+_USUAL_NAMES = [f"from {name} import *" for name in [*_USUAL_MODULES.split(), "builtins", "typing"]]
+USUAL_IMPORTS = "\n".join([*_USUAL_NAMES, f"import {', '.join(_USUAL_MODULES.split())}"])
 LIVECODEBENCH_IMPORTS = (
     f"{USUAL_IMPORTS}\nsys.setrecursionlimit(50000)\nsys.set_int_max_str_digits(50000)"
 )
@@ -89,9 +85,7 @@ def checked_tests(tests: object, where: str = "tests") -> dict[str, Any]:
     if kind != "asserts" or tests.get("entry_point"):
         known["entry_point"] = _filled(tests, "entry_point", where)
     if kind == "function":
-        known.update(
-            _function_cases(_cases(tests, where), where), atol=_atol(tests, where)
-        )
+        known.update(_function_cases(_cases(tests, where), where), atol=_atol(tests, where))
         return known
     asserts = tests.get("asserts")
     if kind == "asserts" and asserts is not None:
@@ -166,18 +160,10 @@ def _function_cases(cases: list[Mapping[str, Any]], where: str) -> dict[str, Any
                 "object)"
             )
         try:
-            parts = {
-                "args": list(args),
-                "kwargs": dict(kwargs),
-                "expected": case["expected"],
-            }
-            encoded.append(
-                {name: encoder.encode(value) for name, value in parts.items()}
-            )
+            parts = {"args": list(args), "kwargs": dict(kwargs), "expected": case["expected"]}
+            encoded.append({name: encoder.encode(value) for name, value in parts.items()})
         except Unsendable as error:
-            raise UserError(
-                f"{where}, case {place}: {error} cannot be sent to a program"
-            ) from None
+            raise UserError(f"{where}, case {place}: {error} cannot be sent to a program") from None
     return {"cases": encoded}
 
 
@@ -187,15 +173,11 @@ def _cases(tests: Mapping[str, Any], where: str) -> list[Mapping[str, Any]]:
         raise UserError(f"{where}: cases must be a list of at least one case")
     for place, case in enumerate(cases, start=1):
         if not isinstance(case, Mapping):
-            raise UserError(
-                f"{where}, case {place}: must be an object, got {type(case).__name__}"
-            )
+            raise UserError(f"{where}, case {place}: must be an object, got {type(case).__name__}")
     return list(cases)
 
 
-def _text(
-    row: Mapping[str, Any], name: str, where: str, default: str | None = None
-) -> str:
+def _text(row: Mapping[str, Any], name: str, where: str, default: str | None = None) -> str:
     value = row.get(name, default)
     if value is None and default is not None:
         return default
@@ -226,9 +208,7 @@ def _atol(tests: Mapping[str, Any], where: str) -> float:
     try:
         return float(value)
     except OverflowError:
-        raise UserError(
-            f"{where}: atol is not a tolerance: too large for a number"
-        ) from None
+        raise UserError(f"{where}: atol is not a tolerance: too large for a number") from None
 
 
 def same_output(output: bytes, expected: str, atol: float = 0.0) -> bool:
@@ -244,9 +224,7 @@ def same_output(output: bytes, expected: str, atol: float = 0.0) -> bool:
     lines = _lines(output)
     for goal in expected.strip().split("\n"):
         line = next(lines, None)
-        if line is None or not (
-            line == goal.strip() or _same_numbers(line, goal, atol)
-        ):
+        if line is None or not (line == goal.strip() or _same_numbers(line, goal, atol)):
             return False
     return not any(lines)
 

@@ -16,13 +16,7 @@ from typing import Any
 
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.runtime.served_models import ModelRow
-from megatron_dcpo.serving.asgi import (
-    App,
-    ClientLeftError,
-    Message,
-    UpstreamError,
-    request_of,
-)
+from megatron_dcpo.serving.asgi import App, ClientLeftError, Message, UpstreamError, request_of
 from megatron_dcpo.serving.asking import Asked
 from megatron_dcpo.serving.replies import compact
 from megatron_dcpo.serving.scorer import Scored
@@ -88,17 +82,13 @@ class AdapterReader:
             return "truncated: the answer was cut off"
         return ""
 
-    def _beginning(
-        self, asked: Asked, choice: Mapping[str, Any], index: int
-    ) -> dict[str, Any]:
+    def _beginning(self, asked: Asked, choice: Mapping[str, Any], index: int) -> dict[str, Any]:
         """Return the request whose prompt ends with the answer, where the number begins. Raises
         :class:`AdapterError` if the prompt is not text.
         """
         answer = _text_of(asked, choice).partition(self.marker)[0].rstrip()
         text = f"{answer}\n{self.marker} Confidence: "
-        body: dict[str, Any] = {
-            key: asked.body[key] for key in _KEPT if key in asked.body
-        }
+        body: dict[str, Any] = {key: asked.body[key] for key in _KEPT if key in asked.body}
         body |= {"model": self.name, "max_tokens": 1, "temperature": 0.0}
         if asked.api == "chat":
             messages = asked.body.get("messages")
@@ -119,9 +109,7 @@ class AdapterReader:
             count = asked.body.get("n") or 1
             prompt = prompt[index // count]
         if not isinstance(prompt, str):
-            raise AdapterError(
-                "the prompt is token ids, behind which no text can be put"
-            )
+            raise AdapterError("the prompt is token ids, behind which no text can be put")
         return {**body, "prompt": prompt + text, "logprobs": _TOPS}
 
     async def _read(
@@ -138,9 +126,7 @@ class AdapterReader:
                 )
             )
             grown: dict[str, float] = {}
-            for (text, probability), tokens in zip(
-                beginnings.items(), tops, strict=True
-            ):
+            for (text, probability), tokens in zip(beginnings.items(), tops, strict=True):
                 for token, logprob in tokens:
                     # the space before the number may belong to its first token
                     longer = text + (token if text else token.lstrip(" "))

@@ -41,9 +41,7 @@ def add_scoring_arguments(parser: argparse.ArgumentParser) -> None:
         help="add this text to answers below the threshold",
     )
     parser.add_argument(
-        "--keep-tag",
-        action="store_true",
-        help="leave the confidence block in the text",
+        "--keep-tag", action="store_true", help="leave the confidence block in the text"
     )
     parser.add_argument(
         "--marker",

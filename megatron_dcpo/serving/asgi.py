@@ -77,11 +77,5 @@ async def send_error(send: Send, status: int, words: str) -> None:
     """Answer with an error in the form of OpenAI's."""
     content = compact(error_body(status, words))
     length = (b"content-length", str(len(content)).encode())
-    await send(
-        {
-            "type": "http.response.start",
-            "status": status,
-            "headers": [_JSON, length],
-        }
-    )
+    await send({"type": "http.response.start", "status": status, "headers": [_JSON, length]})
     await send({"type": "http.response.body", "body": content})

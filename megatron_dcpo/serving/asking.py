@@ -12,10 +12,7 @@ from typing import Any, Literal
 from megatron_dcpo.serving.calibrator import Calibrator, Names
 
 Api = Literal["chat", "completions"]
-PATHS: Mapping[str, Api] = {
-    "/v1/chat/completions": "chat",
-    "/v1/completions": "completions",
-}
+PATHS: Mapping[str, Api] = {"/v1/chat/completions": "chat", "/v1/completions": "completions"}
 
 
 @dataclass(frozen=True)
@@ -55,9 +52,7 @@ def read_body(content: bytes) -> dict[str, Any]:
     return body
 
 
-def ask(
-    body: Mapping[str, Any], api: Api, calibrator: Calibrator | None, names: Names
-) -> Asked:
+def ask(body: Mapping[str, Any], api: Api, calibrator: Calibrator | None, names: Names) -> Asked:
     """Return what is asked of the upstream for the body of a client."""
     sent = dict(body)
     refusal = ""
@@ -150,8 +145,4 @@ def _largest(top: object, count: int, sampled: object) -> object:
     numbers = [token for token in top if isinstance(top[token], int | float)]
     ordered = sorted(numbers, key=lambda token: -top[token])
     kept = set(ordered[:count])
-    return {
-        token: value
-        for token, value in top.items()
-        if token in kept or token == sampled
-    }
+    return {token: value for token, value in top.items() if token in kept or token == sampled}

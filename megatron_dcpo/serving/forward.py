@@ -62,9 +62,7 @@ class Forward:
         # a model answers when it is done: only the connection has a time-out
         timeout = httpx2.Timeout(None, connect=_CONNECT_SECONDS)
         limits = httpx2.Limits(
-            max_connections=None,
-            max_keepalive_connections=None,
-            keepalive_expiry=_IDLE_SECONDS,
+            max_connections=None, max_keepalive_connections=None, keepalive_expiry=_IDLE_SECONDS
         )
         trusted = ssl.create_default_context()
         self.clients = []
@@ -100,9 +98,7 @@ class Forward:
         answering = asyncio.ensure_future(self._answer(scope, content, send))
         leaving = asyncio.ensure_future(until_client_leaves(receive))
         try:
-            await asyncio.wait(
-                (answering, leaving), return_when=asyncio.FIRST_COMPLETED
-            )
+            await asyncio.wait((answering, leaving), return_when=asyncio.FIRST_COMPLETED)
         finally:
             leaving.cancel()
             if not answering.done():
@@ -118,20 +114,14 @@ class Forward:
         try:
             reply = await self._begun(scope, content)
         except (httpx2.HTTPError, httpx2.InvalidURL, OSError) as error:
-            raise UpstreamError(
-                f"{self.named} does not answer ({_named(error)})"
-            ) from None
+            raise UpstreamError(f"{self.named} does not answer ({_named(error)})") from None
         try:
             headers = []
             for name, value in reply.headers.raw:
                 if name.lower() not in _OF_THE_CONNECTION:
                     headers.append((name.lower(), value))
             await send(
-                {
-                    "type": "http.response.start",
-                    "status": reply.status_code,
-                    "headers": headers,
-                }
+                {"type": "http.response.start", "status": reply.status_code, "headers": headers}
             )
             async for piece in reply.aiter_raw():
                 body = {"type": "http.response.body", "body": piece, "more_body": True}

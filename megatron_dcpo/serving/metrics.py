@@ -15,9 +15,7 @@ from megatron_dcpo.calibration.metrics import DEFAULT_BINS, bin_rows
 from megatron_dcpo.serving.feedback import Feedback
 from megatron_dcpo.serving.scorer import Scored
 
-MOST_CONFIDENCES = (
-    2000  # the last ones, whose distribution is compared with the fitted one
-)
+MOST_CONFIDENCES = 2000  # the last ones, whose distribution is compared with the fitted one
 _LATENCIES = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250)
 # Kolmogorov-Smirnov: 5 % of samples from one distribution differ by more, times sqrt((n+m)/(n m))
 _CRITICAL = 1.358
@@ -29,10 +27,7 @@ class ServingMetrics(Collector):
     """
 
     def __init__(
-        self,
-        registry: CollectorRegistry,
-        feedback: Feedback,
-        fitted: np.ndarray | None = None,
+        self, registry: CollectorRegistry, feedback: Feedback, fitted: np.ndarray | None = None
     ) -> None:
         self.feedback = feedback
         self.fitted = fitted
@@ -63,9 +58,7 @@ class ServingMetrics(Collector):
             registry=registry,
         )
         self.abstentions = Counter(
-            "dcpo_abstentions",
-            "Choices whose confidence is below the threshold",
-            registry=registry,
+            "dcpo_abstentions", "Choices whose confidence is below the threshold", registry=registry
         )
         registry.register(self)
 
@@ -105,10 +98,7 @@ class ServingMetrics(Collector):
         )
         values = {
             "ece": ("Expected calibration error over the last verdicts", error.ece),
-            "ece_corrected": (
-                "The same, corrected for its bias",
-                error.corrected.estimate,
-            ),
+            "ece_corrected": ("The same, corrected for its bias", error.corrected.estimate),
             "ece_low": ("Lower end of its 95 % interval", error.corrected.low),
             "ece_high": ("Upper end of its 95 % interval", error.corrected.high),
         }

@@ -22,13 +22,7 @@ from megatron_dcpo.serving.asgi import (
     whole_body,
 )
 from megatron_dcpo.serving.asking import PATHS, Asked, ask, read_body
-from megatron_dcpo.serving.replies import (
-    Score,
-    Scoring,
-    compact,
-    error_body,
-    scored_reply,
-)
+from megatron_dcpo.serving.replies import Score, Scoring, compact, error_body, scored_reply
 from megatron_dcpo.serving.scorer import Scored
 from megatron_dcpo.serving.service import Service
 from megatron_dcpo.serving.streams import Stream
@@ -116,9 +110,7 @@ class ConfidenceMiddleware:
             asked = asked.without_logprobs(reason)
         return asked
 
-    async def _exchange(
-        self, asked: Asked, scope: Message, receive: Receive, send: Send
-    ) -> int:
+    async def _exchange(self, asked: Asked, scope: Message, receive: Receive, send: Send) -> int:
         """Send a request on and its answer back; return the status. A request that is refused only
         because log-probs were asked for is sent again as the client made it.
         """
@@ -159,14 +151,10 @@ class _Answer:
     may not be refused.
     """
 
-    def __init__(
-        self, service: Service, asked: Asked, score: Score, send: Send
-    ) -> None:
+    def __init__(self, service: Service, asked: Asked, score: Score, send: Send) -> None:
         self.service = service
         self.asked = asked
-        self.scoring = Scoring(
-            asked=asked, scorer=service.scorer, score=score, told=self._told
-        )
+        self.scoring = Scoring(asked=asked, scorer=service.scorer, score=score, told=self._told)
         self.to_client = send
         self.status = 502
         self.start: Message = {}
@@ -261,11 +249,7 @@ class _Answer:
             content += stream.end()
         if content or is_last:
             await self.to_client(
-                {
-                    "type": "http.response.body",
-                    "body": content,
-                    "more_body": not is_last,
-                }
+                {"type": "http.response.body", "body": content, "more_body": not is_last}
             )
 
     def _told(self, name: str, index: int, scored: Scored) -> None:

@@ -110,9 +110,7 @@ class Scorer:
             has_block=has_block,
         )
 
-    def _none(
-        self, reason: str, raw: float | None = None, has_block: bool = False
-    ) -> Scored:
+    def _none(self, reason: str, raw: float | None = None, has_block: bool = False) -> Scored:
         return Scored(None, raw, self.source, reason=reason, has_block=has_block)
 
     def _sample(self, asked: Asked, choice: Mapping[str, Any]) -> Sample:
@@ -212,9 +210,7 @@ def form_of_fit(calibrator: Calibrator | None) -> AnswerForm:
     return BOXED
 
 
-def choose_threshold(
-    calibrator: Calibrator | None, path: str, risk: float
-) -> Threshold:
+def choose_threshold(calibrator: Calibrator | None, path: str, risk: float) -> Threshold:
     """Return the threshold for a risk, chosen on the held-out answers of the fit. Raises
     :class:`UserError` if there is none.
     """
@@ -230,9 +226,7 @@ def choose_threshold(
             f"{path}: --abstain-above needs answers that were held out of the fit; fit it again "
             "with --held-out above 0"
         )
-    threshold = threshold_for_risk(
-        record.held_out_confidences, record.held_out_correct, risk
-    )
+    threshold = threshold_for_risk(record.held_out_confidences, record.held_out_correct, risk)
     if threshold is None:
         raise UserError(
             f"--abstain-above {risk:g}: at every threshold more than {100 * risk:g} % of the "

@@ -68,10 +68,7 @@ def build_service(
     verdicts = _feedback_page(feedback)
     routes = [Route("/feedback", verdicts, methods=["GET", "POST"])]
     if is_proxy:
-        routes += [
-            Route("/metrics", _metrics_page(registry)),
-            Route("/", _question_page(scorer)),
-        ]
+        routes += [Route("/metrics", _metrics_page(registry)), Route("/", _question_page(scorer))]
     return Service(
         scorer=scorer,
         metrics=metrics,
@@ -106,9 +103,7 @@ def _feedback_page(feedback: Feedback) -> Page:
             )
             return _refusal(404, words)
         except ValueError as error:
-            words = (
-                f'{error}; send {{"id": "chatcmpl-...", "index": 0, "correct": true}}'
-            )
+            words = f'{error}; send {{"id": "chatcmpl-...", "index": 0, "correct": true}}'
             return _refusal(400, words)
         counted = confidence is not None
         return JSONResponse({"confidence": confidence, "counted": counted})

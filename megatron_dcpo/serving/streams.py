@@ -60,11 +60,7 @@ class StreamedChoice:
             logged: Chunk | None = None
             if self.rows:
                 logged = {"content": self.rows}
-            return {
-                "message": message,
-                "logprobs": logged,
-                "finish_reason": finish_reason,
-            }
+            return {"message": message, "logprobs": logged, "finish_reason": finish_reason}
         logged = None
         if self.logprobs:
             logged = {

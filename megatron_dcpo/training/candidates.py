@@ -53,23 +53,15 @@ class Candidates:
     branches: tuple[Branch, ...]
 
     @classmethod
-    def of(
-        cls, tokenizer: PreTrainedTokenizerBase, marker: str, decimals: int = 2
-    ) -> Candidates:
+    def of(cls, tokenizer: PreTrainedTokenizerBase, marker: str, decimals: int = 2) -> Candidates:
         """Return the numbers from 0 to 1 with so many ``decimals``, as ``tokenizer`` cuts them."""
         confidences = np.arange(10**decimals + 1) / 10**decimals
         texts = [f"{confidence:.{decimals}f}" for confidence in confidences]
         paths = [
-            tuple(
-                tokenizer.encode(
-                    f"{marker} Confidence: {text}", add_special_tokens=False
-                )
-            )
+            tuple(tokenizer.encode(f"{marker} Confidence: {text}", add_special_tokens=False))
             for text in texts
         ]
-        same = itertools.takewhile(
-            lambda tokens: len(set(tokens)) == 1, zip(*paths, strict=False)
-        )
+        same = itertools.takewhile(lambda tokens: len(set(tokens)) == 1, zip(*paths, strict=False))
         common = len(list(same))
         # a position that scores the first token of the number has to be left
         common = min(common, min(map(len, paths)) - 1)
@@ -84,9 +76,7 @@ class Candidates:
             )
             for before, places in members.items()
         )
-        return cls(
-            confidences=confidences, opening=paths[0][:common], branches=branches
-        )
+        return cls(confidences=confidences, opening=paths[0][:common], branches=branches)
 
 
 @dataclass(frozen=True)
@@ -143,11 +133,7 @@ class JudgedAnswer:
     def samples(self) -> list[TrainingSample]:
         """Return a sample for each branch."""
         prompt = Prompt(
-            prompt_id=self.name,
-            messages=(),
-            token_ids=self.token_ids,
-            ground_truth="",
-            task="",
+            prompt_id=self.name, messages=(), token_ids=self.token_ids, ground_truth="", task=""
         )
         scores = score(self.candidates.confidences, self.target)
         found: list[TrainingSample] = []
@@ -176,9 +162,7 @@ class JudgedAnswer:
                         length=len(ids),
                     ),
                     R=self.target,
-                    block_ids=np.where(
-                        is_last, BLOCK_CONFIDENCE, BLOCK_REASONING
-                    ).astype(np.int8),
+                    block_ids=np.where(is_last, BLOCK_CONFIDENCE, BLOCK_REASONING).astype(np.int8),
                     advantages=of_last,
                     weights=is_last.astype(np.float64),
                     before=branch.before,

@@ -10,11 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
-from megatron_dcpo.checkpoints.manifest import (
-    iteration_dir,
-    iterations,
-    latest_iteration,
-)
+from megatron_dcpo.checkpoints.manifest import iteration_dir, iterations, latest_iteration
 from megatron_dcpo.checkpoints.saver import Saver, read_best, remove_leftovers
 from megatron_dcpo.checkpoints.state import (
     Optimizer,
@@ -23,13 +19,7 @@ from megatron_dcpo.checkpoints.state import (
     newest_intact,
 )
 from megatron_dcpo.config import LoopConfig
-from megatron_dcpo.errors import (
-    EXIT_INTERRUPTED,
-    EXIT_REQUEUE,
-    Stopped,
-    UserError,
-    one_line,
-)
+from megatron_dcpo.errors import EXIT_INTERRUPTED, EXIT_REQUEUE, Stopped, UserError, one_line
 from megatron_dcpo.policy.model import Policy
 from megatron_dcpo.runtime import signals
 from megatron_dcpo.runtime.distributed import Topology, broadcast_object, max_over_ranks
@@ -281,13 +271,8 @@ class Checkpointer:
     def _begin(self, step: int) -> None:
         run = {
             "seed": self.identity.seed,
-            "data": {
-                **self.identity.data,
-                "fingerprint": self.identity.fingerprint,
-            },
-            "engine": {
-                "weights_version": step
-            },  # which the engine has, or is about to get
+            "data": {**self.identity.data, "fingerprint": self.identity.fingerprint},
+            "engine": {"weights_version": step},  # which the engine has, or is about to get
             "parts": {name: part.state_dict() for name, part in self.parts.items()},
         }
         with self.on_device():

@@ -91,10 +91,7 @@ class Reading:
 
 
 def fit(
-    config: SupervisedConfig,
-    samples: Sequence[Sample],
-    asking: Asking,
-    options: FitOptions,
+    config: SupervisedConfig, samples: Sequence[Sample], asking: Asking, options: FitOptions
 ) -> list[tuple[Sample, Reading | None]]:
     """Train the adapter of ``config.model.adapter`` on the problems that are not held out, and
     return the held-out samples with what it says of them, None of an answer that is not finished.
@@ -112,9 +109,7 @@ def fit(
     fitted = [s for s, out in zip(samples, is_held_out, strict=True) if not out]
     others = [s for s, out in zip(samples, is_held_out, strict=True) if out]
     if options.held_out and not others:
-        raise UserError(
-            "no problem is held out; give more problems, or another --held-out"
-        )
+        raise UserError("no problem is held out; give more problems, or another --held-out")
     check_labels(fitted)
     targets = [float(sample.correct) for sample in fitted]
     if options.teacher == "logistic":
@@ -284,11 +279,7 @@ class AnswerMaker:
             self.asking.date,
         )
         with_tokens = Prompt(
-            prompt_id="",
-            messages=messages,
-            token_ids=tuple(ids),
-            ground_truth="",
-            task="",
+            prompt_id="", messages=messages, token_ids=tuple(ids), ground_truth="", task=""
         )
         as_messages = replace(with_tokens, token_ids=())
         known = {digest_asked(with_tokens), digest_asked(as_messages)}
@@ -378,11 +369,7 @@ def _fold(problem: str, seed: int) -> int:
 
 # ----------------------------------------------------------------------------- what it is fitted on
 def _describe(
-    directory: Path,
-    config: SupervisedConfig,
-    asking: Asking,
-    options: FitOptions,
-    answers: int,
+    directory: Path, config: SupervisedConfig, asking: Asking, options: FitOptions, answers: int
 ) -> None:
     description = {
         "kind": "adapter",

@@ -18,11 +18,7 @@ from megatron_dcpo.types import Response, TrainingSample, replaced
 
 SAMPLED = 16  # one in so many of the responses that move no weight is computed
 # options of Megatron with which every token of a batch moves the routers
-ROUTER_LOSSES = (
-    "moe_aux_loss_coeff",
-    "moe_z_loss_coeff",
-    "moe_router_enable_expert_bias",
-)
+ROUTER_LOSSES = ("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_enable_expert_bias")
 
 
 def samples_to_train(
@@ -36,9 +32,7 @@ def samples_to_train(
     method whose score reads log-probs has computed every sample already, and trains on every one.
     ``megatron`` are Megatron's options: some give every token a gradient.
     """
-    if method.needs_old_logprobs or any(
-        megatron.get(option) for option in ROUTER_LOSSES
-    ):
+    if method.needs_old_logprobs or any(megatron.get(option) for option in ROUTER_LOSSES):
         return list(samples)
     without_gradient = [
         index for index, sample in enumerate(samples) if not method.has_gradient(sample)

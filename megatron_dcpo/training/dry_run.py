@@ -147,9 +147,7 @@ def _describe_inputs(config: Config, allow_missing: bool) -> dict[str, Any]:
     tokenizer = load_tokenizer(path)
     vocabulary = token_bytes(tokenizer)
     check_tokens(config, arch, vocabulary)
-    facts["tokenizer"] = (
-        f"{len(vocabulary.table):,} tokens, at most {arch.vocab_size:,}"
-    )
+    facts["tokenizer"] = f"{len(vocabulary.table):,} tokens, at most {arch.vocab_size:,}"
     if unread:
         return facts
     date = date_of(config)
@@ -162,13 +160,9 @@ def _describe_inputs(config: Config, allow_missing: bool) -> dict[str, Any]:
     facts["data"] = ", ".join(
         f"{source.path}: {len(source.prompts):,} problems" for source in loaded
     )
-    facts["longest prompt"] = (
-        f"{longest} tokens, at most {config.data.max_prompt_length}"
-    )
+    facts["longest prompt"] = f"{longest} tokens, at most {config.data.max_prompt_length}"
     whole = longest + config.rollout.max_response_length
-    facts["longest sequence"] = (
-        f"{whole} tokens, at most {arch.max_position_embeddings}"
-    )
+    facts["longest sequence"] = f"{whole} tokens, at most {arch.max_position_embeddings}"
     facts["first prompt"] = f"{len(first)} tokens: {tokenizer.decode(first)[:500]!r}"
     problems = sum(len(source.prompts) for source in loaded)
     warning = too_few_problems(problems, config.data.prompts_per_step)
@@ -185,6 +179,4 @@ def _is_unread(path: str, allow_missing: bool) -> bool:
         return allow_missing
     if path.startswith(REASONING_GYM) or is_here(path):
         return False
-    return allow_missing or (
-        is_hub_name(path) and importlib.util.find_spec("datasets") is not None
-    )
+    return allow_missing or (is_hub_name(path) and importlib.util.find_spec("datasets") is not None)

@@ -107,9 +107,7 @@ class Generation:
             ]
             failure = ""
             if missing and not (partial and partial.should_stop()):
-                failure = self._attempt(
-                    missing, sampling, step, responses, finished, partial
-                )
+                failure = self._attempt(missing, sampling, step, responses, finished, partial)
             if not self.recover(failure, version=version, restarts=restarts):
                 return
             common = self._common_to_all_ranks(responses)
@@ -143,9 +141,7 @@ class Generation:
             return str(error)
         return ""
 
-    def _common_to_all_ranks(
-        self, responses: Mapping[ResponseKey, Response]
-    ) -> set[ResponseKey]:
+    def _common_to_all_ranks(self, responses: Mapping[ResponseKey, Response]) -> set[ResponseKey]:
         """Return the keys of those ``responses`` that every rank of this engine has, with the same
         tokens. Collective when an engine has several ranks.
 

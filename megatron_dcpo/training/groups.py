@@ -22,10 +22,7 @@ def saved_groups(groups: Sequence[PromptGroup]) -> list[codec.Row]:
             "position": group.position,
             "step": group.step,
             "responses": {
-                index: (
-                    _saved(response),
-                    None if judgement is None else _saved(judgement),
-                )
+                index: (_saved(response), None if judgement is None else _saved(judgement))
                 for index, (response, judgement) in group.responses.items()
             },
         }
@@ -61,9 +58,7 @@ def restored_groups(
     return groups
 
 
-def _restored_response(
-    saved: Mapping[str, object], prompt: Prompt, sample_index: int
-) -> Response:
+def _restored_response(saved: Mapping[str, object], prompt: Prompt, sample_index: int) -> Response:
     values: codec.Row = {"prompt_id": prompt.prompt_id, "sample_index": sample_index}
     for name, value in saved.items():
         values[name] = value.numpy() if isinstance(value, torch.Tensor) else value

@@ -72,9 +72,7 @@ def check_loggers(config: RunConfig) -> None:
     for name in config.logging.to:
         if is_import_path(name):
             opener = load_object(name, "logging.to")
-            check_signature(
-                opener, name, "logging.to", "directory", "config", "first_step"
-            )
+            check_signature(opener, name, "logging.to", "directory", "config", "first_step")
         elif name not in OPENERS:
             hint = did_you_mean(name, OPENERS)
             raise UserError(
@@ -119,10 +117,7 @@ class Loggers:
                 del self.opened[name]
                 why = f"{type(error).__name__}: {one_line(error, 200)}"
                 logger.warning(
-                    "logging.to=%s failed to %s (%s); the run goes on without it",
-                    name,
-                    what,
-                    why,
+                    "logging.to=%s failed to %s (%s); the run goes on without it", name, what, why
                 )
 
 
@@ -165,19 +160,13 @@ def _write_report(directory: Path) -> None:
         write_report(runs, directory / "report.html", directory.absolute().name, [])
     except Exception as error:
         logger.warning(
-            "no report for logging.to (%s: %s)",
-            type(error).__name__,
-            one_line(error, 200),
+            "no report for logging.to (%s: %s)", type(error).__name__, one_line(error, 200)
         )
 
 
 def project_of(config: RunConfig) -> str:
     """Return ``logging.project``, or the name of the directory that the run directory is in."""
-    return (
-        config.logging.project
-        or Path(config.run_dir).absolute().parent.name
-        or "megatron-dcpo"
-    )
+    return config.logging.project or Path(config.run_dir).absolute().parent.name or "megatron-dcpo"
 
 
 def known_id(directory: Path, name: str, first_step: int) -> str | None:
@@ -193,11 +182,7 @@ def known_id(directory: Path, name: str, first_step: int) -> str | None:
     # a directory that was moved keeps its inode, a copy has neither path nor inode
     here = (str(directory.absolute()), directory.stat().st_ino)
     if known.get("directory") != here[0] and known.get("inode") != here[1]:
-        logger.info(
-            "logging.to=%s: %s is a copy of another run's, a new run begins",
-            name,
-            here[0],
-        )
+        logger.info("logging.to=%s: %s is a copy of another run's, a new run begins", name, here[0])
         return None
     return str(known["id"])
 
@@ -220,9 +205,7 @@ class TensorBoard:
     def __init__(self, directory: Path, config: RunConfig, first_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self.writer: Any = SummaryWriter(
-            str(directory / "tensorboard"), purge_step=first_step
-        )
+        self.writer: Any = SummaryWriter(str(directory / "tensorboard"), purge_step=first_step)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():
@@ -275,9 +258,7 @@ class MLflow:
             return
         run = mlflow.start_run(run_name=directory.absolute().name)
         remember_id(directory, "mlflow", str(run.info.run_id))
-        mlflow.log_params(
-            {name: str(value)[:500] for name, value in flat(as_dict(config))}
-        )
+        mlflow.log_params({name: str(value)[:500] for name, value in flat(as_dict(config))})
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self.mlflow.log_metrics(dict(metrics), step=step)

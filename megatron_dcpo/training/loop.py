@@ -125,11 +125,7 @@ def _validate(run: Run, step: int) -> dict[str, float]:
     nothing when validation is not due, is known from before a resumption, or was cut short.
     """
     validator = run.validator
-    if (
-        validator is None
-        or not validator.is_due(step)
-        or step in run.selection.measured
-    ):
+    if validator is None or not validator.is_due(step) or step in run.selection.measured:
         return {}
     run.rollouts.wait_for_engine()
     validation = validator.validate(version=step)

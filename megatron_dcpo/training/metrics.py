@@ -18,18 +18,9 @@ from megatron_dcpo.runtime.device import peak_tflops
 from megatron_dcpo.runtime.watchdog import Timers
 from megatron_dcpo.training.mismatch import mismatch_metrics
 from megatron_dcpo.training.trainer import UpdateStatistics
-from megatron_dcpo.types import (
-    BLOCKS,
-    MALFORMED,
-    VERIFIER_ERROR,
-    Judgement,
-    TrainingSample,
-)
+from megatron_dcpo.types import BLOCKS, MALFORMED, VERIFIER_ERROR, Judgement, TrainingSample
 
-COSINES = (
-    "grad_cosine/reasoning_confidence",
-    "grad_cosine_fisher/reasoning_confidence",
-)
+COSINES = ("grad_cosine/reasoning_confidence", "grad_cosine_fisher/reasoning_confidence")
 LOSS_METRICS = {
     "clipped": "loss/clip_fraction",
     "ratio": "loss/ratio",
@@ -90,9 +81,7 @@ def update_metrics(
     samples: Sequence[TrainingSample], statistics: UpdateStatistics
 ) -> dict[str, Any]:
     """Return what the updates of a step measured: losses, gradients, engine against trainer."""
-    unmeasured = dict.fromkeys(
-        ("grad_norm/reasoning", "grad_norm/confidence", *COSINES), math.nan
-    )
+    unmeasured = dict.fromkeys(("grad_norm/reasoning", "grad_norm/confidence", *COSINES), math.nan)
     sampled_tokens = sum(map(sequence_length, samples))
     trained_tokens = sum(map(sequence_length, statistics.trained))
     return {
@@ -126,11 +115,7 @@ def thinking_metrics(judgements: Sequence[Judgement]) -> dict[str, float]:
     """Return the mean number of tokens of a thinking trace, its end-of-thinking token included, if
     any response has one.
     """
-    lengths = [
-        judgement.thinking_tokens
-        for judgement in judgements
-        if judgement.thinking_tokens
-    ]
+    lengths = [judgement.thinking_tokens for judgement in judgements if judgement.thinking_tokens]
     if not lengths:
         return {}
     return {"length/thinking": float(np.mean(lengths))}
@@ -145,10 +130,7 @@ def group_metrics(samples: Sequence[TrainingSample]) -> dict[str, float]:
         groups.setdefault(sample.prompt.prompt_id, []).append(sample.R)
     stds = [float(np.std(rewards)) for rewards in groups.values()]
     are_zero = [std < 1e-6 for std in stds]
-    return {
-        "reward/std": float(np.mean(stds)),
-        "frac_reward_zero_std": float(np.mean(are_zero)),
-    }
+    return {"reward/std": float(np.mean(stds)), "frac_reward_zero_std": float(np.mean(are_zero))}
 
 
 def signal_metrics(samples: Sequence[TrainingSample]) -> dict[str, float]:
@@ -159,9 +141,7 @@ def signal_metrics(samples: Sequence[TrainingSample]) -> dict[str, float]:
     metrics = {}
     for block, block_id in BLOCKS.items():
         with_signal = {
-            sample.prompt.prompt_id
-            for sample in samples
-            if Method.has_advantage(sample, block_id)
+            sample.prompt.prompt_id for sample in samples if Method.has_advantage(sample, block_id)
         }
         metrics[f"signal/{block}"] = len(with_signal) / len(groups)
     return metrics
@@ -186,17 +166,13 @@ def most_frequent_answer(judgements: Sequence[Judgement]) -> float:
     return times / len(judgements)
 
 
-def source_metrics(
-    samples: Sequence[TrainingSample], names: Sequence[str]
-) -> dict[str, float]:
+def source_metrics(samples: Sequence[TrainingSample], names: Sequence[str]) -> dict[str, float]:
     """Return accuracy, ECE and the share of the most frequent answer of each source of a mixture;
     NaN when a step has no response to a problem of it.
     """
     metrics: dict[str, float] = {}
     for name in names:
-        judgements = [
-            sample.judgement for sample in samples if sample.prompt.task == name
-        ]
+        judgements = [sample.judgement for sample in samples if sample.prompt.task == name]
         summary: dict[str, Any] = {}
         if judgements:
             summary = summarize(
@@ -229,16 +205,12 @@ def verifier_metrics(judgements: Sequence[Judgement]) -> dict[str, float]:
     return metrics
 
 
-def abstention_metrics(
-    samples: Sequence[TrainingSample], always: bool
-) -> dict[str, float]:
+def abstention_metrics(samples: Sequence[TrainingSample], always: bool) -> dict[str, float]:
     """Return ``abstention/...`` if a response abstained, or if the method ``always`` reports it."""
     abstained = [sample.judgement.abstained for sample in samples]
     if not (always or any(abstained)):
         return {}
-    rates = abstention_rates(
-        [sample.judgement.correct for sample in samples], abstained
-    )
+    rates = abstention_rates([sample.judgement.correct for sample in samples], abstained)
     return {f"abstention/{name}": value for name, value in rates.items()}
 
 
@@ -269,9 +241,7 @@ def utilization(
     if peak is None or not seconds:
         return {}
     lengths = map(sequence_length, samples)
-    forward = sum(
-        sequence_flops(policy.arch, policy.layout, length, length) for length in lengths
-    )
+    forward = sum(sequence_flops(policy.arch, policy.layout, length, length) for length in lengths)
     reached = 3 * forward / seconds / policy.topology.world_size / 1e12
     return {"tflops/train": reached, "mfu/train": reached / peak}
 

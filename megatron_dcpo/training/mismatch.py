@@ -32,9 +32,7 @@ def mismatch_statistics(batch: MicroBatch, outputs: TokenOutputs) -> dict[str, T
     difference = masked(difference, batch)
     sampled = sum(len(rows) for rows in batch.block_rows.values())
     magnitude = difference.abs()
-    bins = torch.bucketize(
-        magnitude, to_device(MISMATCH_EDGES, magnitude.dtype), right=True
-    )
+    bins = torch.bucketize(magnitude, to_device(MISMATCH_EDGES, magnitude.dtype), right=True)
     statistics = {
         "engine/tokens": magnitude.new_full((), sampled),
         "engine/kl": (torch.expm1(difference) - difference).sum(),
@@ -61,8 +59,7 @@ def mismatch_histogram(sums: dict[str, float]) -> dict[str, list[int]]:
     """Return the tokens of each block below the first edge, between two edges, above the last."""
     bins = range(len(MISMATCH_EDGES) + 1)
     return {
-        block: [int(sums.get(f"engine/histogram/{block}/{n}", 0)) for n in bins]
-        for block in BLOCKS
+        block: [int(sums.get(f"engine/histogram/{block}/{n}", 0)) for n in bins] for block in BLOCKS
     }
 
 
@@ -92,6 +89,4 @@ def routing_mismatch(
         return {}
     first = MISMATCH_EDGES.index(ROUTING_MISMATCH_THRESHOLD[params_dtype]) + 1
     counts = np.sum(list(mismatch_histogram(sums).values()), axis=0)
-    return {
-        "engine/routing_mismatch": float(counts[first:].sum() / max(counts.sum(), 1))
-    }
+    return {"engine/routing_mismatch": float(counts[first:].sum() / max(counts.sum(), 1))}

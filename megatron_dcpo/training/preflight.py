@@ -33,10 +33,7 @@ def check_processes(config: RunConfig, processes: int | None) -> None:
     """
     if processes is not None:
         rules.check_processes(config, processes)
-    if (
-        config.model.transformer_impl == "transformer_engine"
-        or capabilities().transformer_engine
-    ):
+    if config.model.transformer_impl == "transformer_engine" or capabilities().transformer_engine:
         from megatron_dcpo.policy.layers import use_transformer_engine
 
         use_transformer_engine(config.model.transformer_impl)
@@ -98,26 +95,19 @@ def check_tokens(config: Config, arch: Architecture, vocabulary: TokenBytes) -> 
 
 
 def check_lengths(
-    config: Config,
-    arch: Architecture,
-    sources: Sequence[LoadedSource],
-    held_out: HeldOut | None,
+    config: Config, arch: Architecture, sources: Sequence[LoadedSource], held_out: HeldOut | None
 ) -> int:
     """Return the length of the longest prompt. Raise :class:`UserError` when it and a response are
     more than the model has positions, in training or in the validation.
     """
     response = config.rollout.max_response_length
-    longest = max(
-        (prompt for source in sources for prompt in source.prompts), key=_length
-    )
+    longest = max((prompt for source in sources for prompt in source.prompts), key=_length)
     _check_positions(config, arch, longest, "rollout.max_response_length", response)
     if held_out:
         limit = config.evaluation.max_tokens
         name = "evaluation.max_tokens" if limit else "rollout.max_response_length"
         asked = max(held_out.prompts.values(), key=_length)
-        _check_positions(
-            config, arch, asked, name, limit or response, of_benchmark=True
-        )
+        _check_positions(config, arch, asked, name, limit or response, of_benchmark=True)
     return _length(longest)
 
 

@@ -80,11 +80,7 @@ PAIRS = {
     "coupled": ("coupled_accuracy", "coupled_calibration"),
     "dcpo": ("dcpo_accuracy", "dcpo_calibration"),
 }
-SHOWN = {
-    "proposition": "accuracy, mean confidence",
-    "coupled": "coupled objective",
-    "dcpo": "DCPO",
-}
+SHOWN = {"proposition": "accuracy, mean confidence", "coupled": "coupled objective", "dcpo": "DCPO"}
 
 
 def probe_policy(config: Config, batches: int) -> dict[str, Any]:
@@ -95,9 +91,7 @@ def probe_policy(config: Config, batches: int) -> dict[str, Any]:
         raise UserError(
             "dcpo probe compares gradients of the policy's own parameters; leave out model.adapter"
         )
-    config = dataclasses.replace(
-        config, objective=without_regularizers(config.objective)
-    )
+    config = dataclasses.replace(config, objective=without_regularizers(config.objective))
     with build(config) as run:
         return _probe(run, batches)
 
@@ -148,16 +142,12 @@ def parts_of(
     """
 
     def scores(method: str, **options: object) -> dict[str, np.ndarray]:
-        rows = build_method(as_method(objective, method, **options)).group_scores(
-            samples
-        )
+        rows = build_method(as_method(objective, method, **options)).group_scores(samples)
         return dict(zip(SCORES, rows, strict=True))
 
     def confidence(baseline: str) -> np.ndarray:
         with_baseline = scores(
-            "dcpo",
-            confidence_baseline=baseline,
-            advantage_normalization_confidence="mean",
+            "dcpo", confidence_baseline=baseline, advantage_normalization_confidence="mean"
         )
         return with_baseline["A_c"]
 
@@ -169,9 +159,7 @@ def parts_of(
     groups: dict[str, list[int]] = {}
     for row, judgement in enumerate(judgements):
         groups.setdefault(judgement.prompt_id, []).append(row)
-    c = np.array(
-        [np.nan if j.confidence is None else j.confidence for j in judgements], float
-    )
+    c = np.array([np.nan if j.confidence is None else j.confidence for j in judgements], float)
     well_formed = ~np.isnan(c)
     slope = 0.0
     if well_formed.any():
@@ -182,9 +170,7 @@ def parts_of(
     for rows in groups.values():
         stated = np.array(rows)[well_formed[rows]]
         if len(stated):
-            columns["mean_calibration"][:, stated] = -slope * (
-                c[stated] - c[stated].mean()
-            )
+            columns["mean_calibration"][:, stated] = -slope * (c[stated] - c[stated].mean())
         R = dcpo["R"][rows] - dcpo["R"][rows].mean()
         total = coupled["R"][rows] - coupled["R"][rows].mean()
         columns["accuracy"][:, rows] = R
@@ -241,14 +227,10 @@ class Moments:
 
 
 def _squared_norm(x: Tensor) -> float:
-    return float(
-        sum(piece.double().square().sum() for piece in x.reshape(-1).split(PIECE))
-    )
+    return float(sum(piece.double().square().sum() for piece in x.reshape(-1).split(PIECE)))
 
 
-def _measure(
-    run: Run, totals: dict[str, Moments], fisher: list[Tensor]
-) -> dict[str, Any]:
+def _measure(run: Run, totals: dict[str, Moments], fisher: list[Tensor]) -> dict[str, Any]:
     conflicts = {}
     for name, (accuracy, calibration) in PAIRS.items():
         comparison = compare(
@@ -276,10 +258,7 @@ def _as_json(found: PairComparison) -> dict[str, Any]:
         }
 
     return {
-        metric: {
-            group: named(comparison)
-            for group, comparison in getattr(found, metric).items()
-        }
+        metric: {group: named(comparison) for group, comparison in getattr(found, metric).items()}
         for metric in ("plain", "fisher")
     }
 
@@ -292,18 +271,12 @@ def _noise(run: Run, moments: Moments) -> dict[str, float | None]:
     """
     n = len(moments.norms)
     squared_norm_of_mean = sum(map(_squared_norm, moments.sums)) / n**2
-    values = torch.tensor(
-        [sum(moments.norms), squared_norm_of_mean], dtype=torch.float64
-    )
+    values = torch.tensor([sum(moments.norms), squared_norm_of_mean], dtype=torch.float64)
     values = values.to(current_device())
     dist.all_reduce(values, group=optimizer_group(run.optimizer.megatron))
     squared, mean_squared = values.tolist()
     if n < 2:
-        return {
-            "mean_norm": mean_squared**0.5,
-            "variance": None,
-            "signal_to_noise": None,
-        }
+        return {"mean_norm": mean_squared**0.5, "variance": None, "signal_to_noise": None}
     variance = (squared / n - mean_squared) * n / (n - 1)
     signal = max(mean_squared - variance / n, 0.0)
     return {
@@ -317,15 +290,9 @@ def _facts(samples: Sequence[TrainingSample]) -> dict[str, float | None]:
     """Return accuracy, mean confidence, and their covariance over all responses and within
     prompts.
     """
-    judged = [
-        sample.judgement
-        for sample in samples
-        if sample.judgement.confidence is not None
-    ]
+    judged = [sample.judgement for sample in samples if sample.judgement.confidence is not None]
     if not judged:
-        return dict.fromkeys(
-            ("accuracy", "confidence", "covariance", "covariance_within_prompts")
-        )
+        return dict.fromkeys(("accuracy", "confidence", "covariance", "covariance_within_prompts"))
     R = np.array([judgement.correct for judgement in judged])
     c = np.array([judgement.confidence for judgement in judged], float)
     prompt_ids = [judgement.prompt_id for judgement in judged]
@@ -364,11 +331,7 @@ def summary_lines(found: dict[str, Any]) -> list[str]:
         )
     for part in BASELINES:
         ratio = found["gradients"][part]["signal_to_noise"]
-        shown = (
-            "needs at least two batches (--batches)"
-            if ratio is None
-            else f"{ratio:.2f}"
-        )
+        shown = "needs at least two batches (--batches)" if ratio is None else f"{ratio:.2f}"
         lines.append(
             f"{part.replace('_', ' '):25} signal to noise of the confidence gradient: {shown}"
         )
@@ -384,20 +347,12 @@ def draw_probe(found: dict[str, Any], path: Path) -> None:
             for shift, (name, color) in zip(
                 (-0.27, 0.0, 0.27), zip(PAIRS, PALETTE, strict=False), strict=True
             ):
-                values = [
-                    found["conflict"][name][metric][group]["cosine"] for group in groups
-                ]
+                values = [found["conflict"][name][metric][group]["cosine"] for group in groups]
                 axes.bar(
-                    np.arange(len(groups)) + shift,
-                    values,
-                    0.25,
-                    color=color,
-                    label=SHOWN[name],
+                    np.arange(len(groups)) + shift, values, 0.25, color=color, label=SHOWN[name]
                 )
             axes.axhline(0, color="#777777", lw=0.8)
-            axes.set(
-                ylim=(-1, 1), title=f"cosine, accuracy against calibration ({metric})"
-            )
+            axes.set(ylim=(-1, 1), title=f"cosine, accuracy against calibration ({metric})")
             axes.set_xticks(np.arange(len(groups)), groups, rotation=45, ha="right")
         plain.legend()
         noise.bar(

@@ -36,14 +36,7 @@ class Progress:
         finally:
             self.bar.stop()
 
-    def show(
-        self,
-        step: int,
-        line: str,
-        speed: str,
-        details: str,
-        note: str = "",
-    ) -> None:
+    def show(self, step: int, line: str, speed: str, details: str, note: str = "") -> None:
         """Show a step: a ``line`` of its metrics and its ``speed``, and in the log the
         ``details`` between them and a ``note`` at the end.
         """
@@ -51,13 +44,9 @@ class Progress:
             task = self.bar.task_ids[0]
             self.bar.update(task, completed=step, line=f"{line}  {speed}")
             return
-        logger.info(
-            "step %d/%d  %s  %s  %s%s", step, self.steps, line, details, speed, note
-        )
+        logger.info("step %d/%d  %s  %s  %s%s", step, self.steps, line, details, speed, note)
 
-    def log_step(
-        self, step: int, metrics: Mapping[str, Any], seconds_left: float | None
-    ) -> None:
+    def log_step(self, step: int, metrics: Mapping[str, Any], seconds_left: float | None) -> None:
         """Show the row of a step of RL."""
         left = ""
         if seconds_left:
@@ -98,12 +87,7 @@ def validation_line(metrics: Mapping[str, Any]) -> str:
 
 def _bar(total: int, completed: int) -> Bar:
     from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        TextColumn,
-        TimeRemainingColumn,
-    )
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
     from rich.progress import Progress as Bar
 
     bar = Bar(

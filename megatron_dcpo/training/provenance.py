@@ -42,14 +42,7 @@ from megatron_dcpo.runtime.run_records import (
 
 logger = logging.getLogger(__name__)
 
-LIBRARIES = (
-    "torch",
-    "megatron-core",
-    "transformers",
-    "vllm",
-    "transformer-engine",
-    "numpy",
-)
+LIBRARIES = ("torch", "megatron-core", "transformers", "vllm", "transformer-engine", "numpy")
 # What a training leaves in its directory.
 WRITTEN = (
     CONFIG,
@@ -122,9 +115,7 @@ def source() -> tuple[str | None, bool | None]:
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(package), *arguments]
-        done = subprocess.run(
-            command, capture_output=True, text=True, check=True, timeout=10
-        )
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
         return done.stdout.strip()
 
     # an installed package may lie in somebody else's checkout
@@ -173,9 +164,7 @@ def _prepare(directory: Path, config: RunConfig) -> None:
         return  # without --resume auto, the checkpointer refuses
     aside = move_aside(directory)
     if aside is not None:
-        logger.warning(
-            "%s held a run without a checkpoint: it is in %s now", directory, aside
-        )
+        logger.warning("%s held a run without a checkpoint: it is in %s now", directory, aside)
 
 
 def check_resume(directory: Path, config: RunConfig) -> None:
@@ -250,18 +239,14 @@ def record_start(directory: Path, config: RunConfig, processes: int, done: int) 
         shutil.copyfile(path, directory / f"config.until-{stamp}.yaml")
     write_atomically(path, to_yaml(config))
     launches = [*read_launches(directory), entry]
-    write_atomically(
-        directory / RUN, json.dumps({"launches": launches}, indent=1) + "\n"
-    )
+    write_atomically(directory / RUN, json.dumps({"launches": launches}, indent=1) + "\n")
 
 
 def move_aside(directory: Path) -> Path | None:
     """Move what an earlier training without a checkpoint left in ``directory`` into
     ``directory.N``; return the new place, or None when that training has logged nothing.
     """
-    if not any(
-        (directory / name).exists() for name in ("metrics.jsonl", "samples", "policy")
-    ):
+    if not any((directory / name).exists() for name in ("metrics.jsonl", "samples", "policy")):
         return None
     number = 1
     while directory.with_name(f"{directory.name}.{number}").exists():

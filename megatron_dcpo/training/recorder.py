@@ -37,11 +37,7 @@ from megatron_dcpo.training.metrics import (
     step_metrics,
     utilization,
 )
-from megatron_dcpo.training.mismatch import (
-    MISMATCH_EDGES,
-    mismatch_histogram,
-    routing_mismatch,
-)
+from megatron_dcpo.training.mismatch import MISMATCH_EDGES, mismatch_histogram, routing_mismatch
 from megatron_dcpo.training.records import Records, logged_rows, why_refused
 from megatron_dcpo.training.trainer import UpdateStatistics
 from megatron_dcpo.training.warnings import new_warnings, warnings_of_the_start
@@ -81,12 +77,8 @@ class Recorder(Records):
         self.decode = decode
         self.timers = timers
         self.mismatch_path = directory / "mismatch.jsonl"
-        self.sources = (
-            list(named_sources(config)) if len(config.data.sources) > 1 else []
-        )
-        self.planned = (
-            planned_memory(config, topology.world_size) if self.writes else {}
-        )
+        self.sources = list(named_sources(config)) if len(config.data.sources) > 1 else []
+        self.planned = planned_memory(config, topology.world_size) if self.writes else {}
         self.warned: list[str] = []  # after the last step
 
     def warnings_of_the_start(self) -> list[str]:
@@ -138,9 +130,7 @@ class Recorder(Records):
                     self._write_samples(step, shown)
                 histogram = mismatch_histogram(statistics.sums)
                 edges = list(MISMATCH_EDGES)
-                self.append(
-                    self.mismatch_path, {"step": step, "edges": edges, **histogram}
-                )
+                self.append(self.mismatch_path, {"step": step, "edges": edges, **histogram})
             except OSError as error:
                 refused = why_refused(error)
         self.timers.clear()
@@ -156,10 +146,7 @@ class Recorder(Records):
             row: dict[str, Any] = {"step": step}
             if rows and rows[-1]["step"] == step:
                 row = rows.pop()
-            lines = [
-                json.dumps(json_ready(each)) + "\n"
-                for each in (*rows, {**row, **measured})
-            ]
+            lines = [json.dumps(json_ready(each)) + "\n" for each in (*rows, {**row, **measured})]
             try:
                 write_atomically(self.metrics_path, "".join(lines))
                 self.to_loggers(step, measured)
@@ -209,9 +196,7 @@ class Recorder(Records):
         }
         seconds = sum(phases.values())
         metrics["time/step"] = seconds
-        metrics["tokens/s/step"] = (
-            metrics["length/mean"] * len(samples) / max(seconds, 1e-9)
-        )
+        metrics["tokens/s/step"] = metrics["length/mean"] * len(samples) / max(seconds, 1e-9)
         return metrics
 
     def _hand_on(self, step: int, metrics: Mapping[str, Any]) -> None:
@@ -277,9 +262,7 @@ def token_pieces(
     advantages = np.round(sample.advantages, 4).tolist()
     marks = zip(blocks, advantages, strict=True)
     pieces: list[tuple[str, str, float | None]] = []
-    for (block, advantage), run in groupby(
-        zip(ids, marks, strict=True), key=itemgetter(1)
-    ):
+    for (block, advantage), run in groupby(zip(ids, marks, strict=True), key=itemgetter(1)):
         tokens = [token for token, _ in run]
         pieces.append((decode(tokens), block, advantage))
     return pieces
@@ -292,9 +275,5 @@ def planned_memory(config: Config, gpus: int) -> dict[str, float]:
     if not capabilities().separate_memory:
         return {}
     plan = make_plan(config, Machine(gpus=gpus))
-    peaks = {
-        "train": plan.largest.total,
-        "save": plan.saving_bytes,
-        "rollout": plan.rollout_bytes,
-    }
+    peaks = {"train": plan.largest.total, "save": plan.saving_bytes, "rollout": plan.rollout_bytes}
     return {f"memory/planned/{phase}": peak / 1e9 for phase, peak in peaks.items()}

@@ -65,9 +65,7 @@ class Records:
             return
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
-            record_start(
-                self.directory, self.run_config, self.processes, first_step - 1
-            )
+            record_start(self.directory, self.run_config, self.processes, first_step - 1)
             for path in self.by_step:
                 _keep_steps_before(path, first_step)
             self.rows = logged_rows(self.metrics_path)
@@ -127,9 +125,7 @@ def _keep_steps_before(path: Path, first_step: int) -> None:
         return
     rows, damaged = _read_rows(path)
     if damaged:
-        logger.warning(
-            "%s is damaged in line %s; these rows are lost", path, ", ".join(damaged)
-        )
+        logger.warning("%s is damaged in line %s; these rows are lost", path, ", ".join(damaged))
     kept = [row for row in rows if row["step"] < first_step]
     write_atomically(path, "".join(json.dumps(row) + "\n" for row in kept))
 

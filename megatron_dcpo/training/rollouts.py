@@ -32,11 +32,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 Sampled = tuple[Batch, SamplerState]
 
-_ON_ALL_RANKS = (
-    EngineError,
-    RolloutAbandoned,
-    VerifierFailed,
-)  # a rollout ends so everywhere
+_ON_ALL_RANKS = (EngineError, RolloutAbandoned, VerifierFailed)  # a rollout ends so everywhere
 
 
 class Rollouts(Protocol):
@@ -92,9 +88,7 @@ class AsyncRollouts:
     weights only when the thread has ended (``recover``); then its batch is sampled again.
     """
 
-    def __init__(
-        self, sampler: Sampler, timers: Timers, recover: Recover, last_step: int
-    ) -> None:
+    def __init__(self, sampler: Sampler, timers: Timers, recover: Recover, last_step: int) -> None:
         self.sampler = sampler
         self.timers = timers
         self.recover = recover
@@ -115,9 +109,7 @@ class AsyncRollouts:
                 batch, self.state = future.result()
             except EngineError as failure:
                 if self.sampler.collectives.rank == 0:
-                    logger.warning(
-                        "%s; the batch of step %d is generated again", failure, step
-                    )
+                    logger.warning("%s; the batch of step %d is generated again", failure, step)
                 self.recover(str(failure), version=step - 1, restarts=restarts)
             else:
                 return batch
@@ -141,9 +133,7 @@ class AsyncRollouts:
         with self.timers("rollout"):
             error = self.future.exception()
         seconds = self.sampler.timers.seconds
-        self.timers.add(
-            "rollout_busy", seconds.get("rollout", 0.0) + seconds.get("judge", 0.0)
-        )
+        self.timers.add("rollout_busy", seconds.get("rollout", 0.0) + seconds.get("judge", 0.0))
         self.timers.add("judge_busy", seconds.get("judge_busy", 0.0))
         self.sampler.timers.clear()
         if error is not None and not isinstance(error, _ON_ALL_RANKS):
@@ -157,9 +147,7 @@ class AsyncRollouts:
 
     def _sample(self, step: int, version: int) -> Future[Sampled]:
         state = self.state
-        return in_thread(
-            lambda: self.sampler.sample(state, step, version), name="rollout"
-        )
+        return in_thread(lambda: self.sampler.sample(state, step, version), name="rollout")
 
 
 def in_thread(call: Callable[[], T], name: str) -> Future[T]:
@@ -225,12 +213,8 @@ class SavedRollouts:
                 f"rollout.group_size={saved['group_size']}, not {rollout.group_size}; "
                 "keep it to resume"
             )
-        carried = restored_groups(
-            saved["carried"], self.sampler.draw, rollout.group_size
-        )
-        responses = [
-            response for group in carried for response, _ in group.responses.values()
-        ]
+        carried = restored_groups(saved["carried"], self.sampler.draw, rollout.group_size)
+        responses = [response for group in carried for response, _ in group.responses.values()]
         staleness = [step - response.oldest_version for response in responses]
         oldest = max(staleness, default=0)
         if oldest > rollout.most_versions_behind:

@@ -122,12 +122,8 @@ def build(config: Config) -> Iterator[Run]:
     watch = start_watch(directory, topology)
     timers = Timers(watch)
 
-    policy = build_policy(
-        config.model, config.parallel, topology, training=not config.frozen
-    )
-    ledger.put(
-        "weights", sum(p.nbytes for chunk in policy.gpt for p in chunk.parameters())
-    )
+    policy = build_policy(config.model, config.parallel, topology, training=not config.frozen)
+    ledger.put("weights", sum(p.nbytes for chunk in policy.gpt for p in chunk.parameters()))
     optimizer = build_optimizer(config, policy)
     reference = None
     if any(inputs.method.options.blocks("kl_coef")):
@@ -135,9 +131,7 @@ def build(config: Config) -> Iterator[Run]:
     # The engine measures how much of the device is free: offload what the rollout does not need
     # before the engine starts.
     offload = Offload(
-        policy,
-        optimizer.megatron,
-        wanted=config.training.offload_optimizer_during_rollout,
+        policy, optimizer.megatron, wanted=config.training.offload_optimizer_during_rollout
     )
     offload.offload()
     engine = build_engine(config, topology, inputs.held_out)
@@ -146,9 +140,7 @@ def build(config: Config) -> Iterator[Run]:
         optimizer=optimizer,
         engine=engine,
         plan=plan_for(
-            optimizer.exported,
-            engine.tensor_model_parallel_size,
-            config.rollout.bucket_bytes,
+            optimizer.exported, engine.tensor_model_parallel_size, config.rollout.bucket_bytes
         ),
         topology=topology,
         watch=watch,
@@ -162,10 +154,7 @@ def build(config: Config) -> Iterator[Run]:
         parts={"rollouts": SavedRollouts(rollouts), "updater": updater},
         identity=Identity(
             seed=config.seed,
-            data={
-                "prompts_per_step": config.data.prompts_per_step,
-                "shuffle": config.data.shuffle,
-            },
+            data={"prompts_per_step": config.data.prompts_per_step, "shuffle": config.data.shuffle},
             fingerprint=fingerprint_of(inputs.sources),
         ),
         on_device=state_on_device(engine, offload),
@@ -289,9 +278,7 @@ def build_reference(config: Config, optimizer: Optimizer) -> Reference:
     """
     if isinstance(optimizer, AdapterOptimizer):
         return partial(_opened, optimizer.adapter.policy, optimizer.adapter.inactive)
-    policy = build_policy(
-        config.model, config.parallel, optimizer.policy.topology, training=False
-    )
+    policy = build_policy(config.model, config.parallel, optimizer.policy.topology, training=False)
     return partial(_opened, policy, on_host(policy).on_device)
 
 
@@ -325,9 +312,7 @@ def build_updater(
 
 
 # ---------------------------------------------------------------------------- engine and rollouts
-def build_engine(
-    config: Config, topology: Topology, held_out: HeldOut | None = None
-) -> Engine:
+def build_engine(config: Config, topology: Topology, held_out: HeldOut | None = None) -> Engine:
     """Return the engine of this rank, with any weights: the first synchronization brings the
     policy's. Raises :class:`UserError`.
     """
@@ -345,14 +330,10 @@ def build_engine(
         )
     size = rollout.tensor_model_parallel_size
     engines = topology.world_size // size
-    prompts_of_engine = math.ceil(
-        rollout.oversample * config.data.prompts_per_step / engines
-    )
+    prompts_of_engine = math.ceil(rollout.oversample * config.data.prompts_per_step / engines)
     arguments = dict(rollout.vllm)  # what no option of ours sets is passed on by name
     dtype = arguments.pop("dtype", config.model.params_dtype)
-    max_model_len = arguments.pop("max_model_len", 0) or longest_sequence(
-        config, held_out
-    )
+    max_model_len = arguments.pop("max_model_len", 0) or longest_sequence(config, held_out)
     sleep = arguments.pop("enable_sleep_mode", True)
     return build_local_engine(
         rollout.engine,
@@ -405,11 +386,7 @@ def longest_sequence(config: Config, held_out: HeldOut | None) -> int:
 
 
 def build_rollouts(
-    config: Config,
-    inputs: Inputs,
-    engine: Engine,
-    weight_sync: WeightSync,
-    timers: Timers,
+    config: Config, inputs: Inputs, engine: Engine, weight_sync: WeightSync, timers: Timers
 ) -> Rollouts:
     """Return what samples the batches: in turn with the training, or alongside it."""
     asynchronous = config.rollout.async_steps > 0
@@ -422,9 +399,7 @@ def build_rollouts(
         draw=build_draw(config, inputs.sources),
         generation=Generation(
             engine=engine,
-            recover=fail_on_all_ranks(collectives)
-            if asynchronous
-            else weight_sync.recover,
+            recover=fail_on_all_ranks(collectives) if asynchronous else weight_sync.recover,
             collectives=collectives,
             function=rollout_stream(config, inputs, engine),
         ),
@@ -436,10 +411,7 @@ def build_rollouts(
     if not asynchronous:
         return RolloutsInTurn(sampler)
     return AsyncRollouts(
-        sampler=sampler,
-        timers=timers,
-        recover=weight_sync.recover,
-        last_step=config.training.steps,
+        sampler=sampler, timers=timers, recover=weight_sync.recover, last_step=config.training.steps
     )
 
 
@@ -462,11 +434,7 @@ def rollout_stream(config: Config, inputs: Inputs, engine: Engine) -> Stream | N
 
 
 def build_validator(
-    config: Config,
-    inputs: Inputs,
-    engine: Engine,
-    weight_sync: WeightSync,
-    timers: Timers,
+    config: Config, inputs: Inputs, engine: Engine, weight_sync: WeightSync, timers: Timers
 ) -> Validator | None:
     """Return what validates the policy, if anything is held out."""
     if inputs.held_out is None:
@@ -477,9 +445,7 @@ def build_validator(
         collectives=Collectives(),
         function=rollout_stream(config, inputs, engine),
     )
-    return Validator(
-        held_out=inputs.held_out, generation=generation, timers=timers, config=config
-    )
+    return Validator(held_out=inputs.held_out, generation=generation, timers=timers, config=config)
 
 
 # ---------------------------------------------------------------------------- checkpoints
@@ -497,9 +463,7 @@ def build_saver(config: RunConfig, topology: Topology) -> Saver:
     )
 
 
-def state_on_device(
-    engine: Engine, offload: Offload
-) -> Callable[[], AbstractContextManager[None]]:
+def state_on_device(engine: Engine, offload: Offload) -> Callable[[], AbstractContextManager[None]]:
     """Return what opens a context in which the engine sleeps and the optimizer's whole state is on
     the device.
     """

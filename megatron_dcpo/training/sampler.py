@@ -36,9 +36,7 @@ from megatron_dcpo.types import Judgement, Prompt, Response, ResponseKey, Traini
 
 logger = logging.getLogger(__name__)
 
-Draw = Callable[
-    [int, int], list[Prompt]
-]  # position in the run, count -> the prompts there
+Draw = Callable[[int, int], list[Prompt]]  # position in the run, count -> the prompts there
 Judge = Callable[[Sequence[Response], Mapping[str, Prompt]], list[Judgement]]
 JudgedResponse = tuple[Response, Judgement | None]  # None: it is not finished
 
@@ -61,20 +59,14 @@ class PromptGroup:
     def unfinished(self) -> list[int]:
         """Return the indices of the responses that are not finished and judged."""
         finished = {
-            index
-            for index, (_, judgement) in self.responses.items()
-            if judgement is not None
+            index for index, (_, judgement) in self.responses.items() if judgement is not None
         }
         return [index for index in range(self.size) if index not in finished]
 
     @property
     def begun(self) -> list[Response]:
         """Return the responses that an earlier step began and did not finish."""
-        return [
-            response
-            for response, judgement in self.responses.values()
-            if judgement is None
-        ]
+        return [response for response, judgement in self.responses.values() if judgement is None]
 
     @property
     def samples(self) -> list[TrainingSample]:
@@ -179,9 +171,7 @@ class Sampler:
         )
         self.closed = threading.Event()
 
-    def sample(
-        self, state: SamplerState, step: int, version: int
-    ) -> tuple[Batch, SamplerState]:
+    def sample(self, state: SamplerState, step: int, version: int) -> tuple[Batch, SamplerState]:
         """Return the judged responses of ``step``, and the state for the next one. Collective.
 
         The engine has the weights ``version``. With ``rollout.filter_groups``, prompts are drawn in
@@ -198,29 +188,22 @@ class Sampler:
         """
         slots_before = copy.copy(self.engine.slot_steps)
         drawn = self._draw_rounds(state, step, version)
-        judged = [
-            sample.judgement for group in drawn.finished for sample in group.samples
-        ]
+        judged = [sample.judgement for group in drawn.finished for sample in group.samples]
         check_error_rate(judged, self.max_error_rate, f"step {step}")
         batch = self._choose(drawn, step)
         samples = [sample for group in batch for sample in group.samples]
         counts = Totals(
             informative_groups=self._informative(drawn, batch),
-            responses=_judged([*drawn.finished, *drawn.waiting])
-            - _judged(state.carried),
+            responses=_judged([*drawn.finished, *drawn.waiting]) - _judged(state.carried),
         )
         state = self._next_state(drawn, state.totals, counts)
-        metrics = self._slot_metrics(slots_before) | _count_metrics(
-            counts, state.totals
-        )
+        metrics = self._slot_metrics(slots_before) | _count_metrics(counts, state.totals)
         if self.rollout.filter_groups != "none":
             metrics |= _filter_metrics(drawn, batch)
         if self.rollout.most_versions_behind:
             metrics |= _staleness_metrics(samples, step)
         if self.rollout.max_staleness:
-            metrics["rollout/carried"] = sum(
-                len(group.unfinished) for group in state.carried
-            )
+            metrics["rollout/carried"] = sum(len(group.unfinished) for group in state.carried)
         return Batch(samples=samples, metrics=metrics), state
 
     def close(self) -> None:
@@ -232,30 +215,20 @@ class Sampler:
         """Draw prompts until there are enough groups of the wanted kind, or for as many rounds as
         allowed.
         """
-        drawn = Drawn(
-            wanted=[],
-            other=[],
-            waiting=list(state.carried),
-            position=state.position,
-        )
+        drawn = Drawn(wanted=[], other=[], waiting=list(state.carried), position=state.position)
         for _ in range(self.rollout.max_refills + 1):
             missing = self.prompts_per_step - len(drawn.wanted)
             count = math.ceil(missing * self.rollout.oversample) - len(drawn.waiting)
             count = max(0, count)
             groups = [
                 PromptGroup(
-                    prompt=prompt,
-                    position=position,
-                    step=step,
-                    size=self.rollout.group_size,
+                    prompt=prompt, position=position, step=step, size=self.rollout.group_size
                 )
                 for position, prompt in enumerate(
                     self.draw(drawn.position, count), start=drawn.position
                 )
             ]
-            groups = self._generate_and_judge(
-                [*drawn.waiting, *groups], missing, step, version
-            )
+            groups = self._generate_and_judge([*drawn.waiting, *groups], missing, step, version)
             finished = [group for group in groups if not group.unfinished]
             for group in finished:
                 is_wanted = self._is_wanted(group)
@@ -346,9 +319,7 @@ class Sampler:
         finally:
             this_round.cancel()
 
-    def _generate(
-        self, this_round: Round, wanted: int, step: int, version: int
-    ) -> None:
+    def _generate(self, this_round: Round, wanted: int, step: int, version: int) -> None:
         """Sample what is unfinished of this rank's share of the groups, and hand each response to
         the judge as soon as it is finished.
 
@@ -361,9 +332,7 @@ class Sampler:
         responses: dict[ResponseKey, Response] = this_round.responses
         partial = None
         if self.rollout.max_staleness:
-            quota = len(
-                range(this_round.share.engine, wanted, this_round.share.engines)
-            )
+            quota = len(range(this_round.share.engine, wanted, this_round.share.engines))
             urgent_step = step - self.rollout.max_staleness
             needs = [
                 GroupNeed(
@@ -408,11 +377,7 @@ class Sampler:
         everyone: list[list[tuple[ResponseKey, Response | Summary, Judgement | None]]]
         everyone = self.collectives.gather(
             [
-                (
-                    key,
-                    response if self.rollout.max_staleness else Summary.of(response),
-                    judgement,
-                )
+                (key, response if self.rollout.max_staleness else Summary.of(response), judgement)
                 for key, (response, judgement) in here.items()
             ]
         )
@@ -427,9 +392,7 @@ class Sampler:
                     by_prompt[prompt_id][index] = gathered.restored(rank), judgement
                 else:
                     by_prompt[prompt_id][index] = gathered, judgement
-        return [
-            group.with_responses(by_prompt[group.prompt.prompt_id]) for group in groups
-        ]
+        return [group.with_responses(by_prompt[group.prompt.prompt_id]) for group in groups]
 
     def _slot_metrics(self, before: SlotSteps | None) -> dict[str, float]:
         """Return the share of the engines' decoding positions since ``before`` that gave a token,
@@ -443,9 +406,7 @@ class Sampler:
                 now.total - before.total,
                 now.preemptions - before.preemptions,
             )
-        used, total, preemptions = np.sum(
-            self.collectives.gather(here), axis=0
-        ).tolist()
+        used, total, preemptions = np.sum(self.collectives.gather(here), axis=0).tolist()
         if not total:
             return {}
         return {"rollout/utilization": used / total, "rollout/preemptions": preemptions}
@@ -526,10 +487,7 @@ class Round:
         began = time.perf_counter()
         judgements = self.judge(responses, self.prompts)
         return Judged(
-            responses=responses,
-            judgements=judgements,
-            began=began,
-            ended=time.perf_counter(),
+            responses=responses, judgements=judgements, began=began, ended=time.perf_counter()
         )
 
 
@@ -608,9 +566,7 @@ def _count_metrics(counts: Totals, totals: Totals) -> dict[str, float]:
 
 def _filter_metrics(drawn: Drawn, batch: Sequence[PromptGroup]) -> dict[str, float]:
     """Return how many groups were drawn and left out of the batch, and the accuracy of all."""
-    correct = [
-        sample.judgement.correct for group in drawn.finished for sample in group.samples
-    ]
+    correct = [sample.judgement.correct for group in drawn.finished for sample in group.samples]
     taken = {group.position for group in batch}
     left_out = [group for group in drawn.finished if group.position not in taken]
     return {
@@ -620,9 +576,7 @@ def _filter_metrics(drawn: Drawn, batch: Sequence[PromptGroup]) -> dict[str, flo
     }
 
 
-def _staleness_metrics(
-    samples: Sequence[TrainingSample], step: int
-) -> dict[str, float]:
+def _staleness_metrics(samples: Sequence[TrainingSample], step: int) -> dict[str, float]:
     """Return by how many updates the oldest token of a response is behind: mean and maximum."""
     staleness = [step - 1 - sample.response.oldest_version for sample in samples]
     return {

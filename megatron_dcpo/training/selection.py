@@ -28,9 +28,7 @@ class Selection:
         self.measured[step] = metrics
         return self._note_best(step)
 
-    def restore(
-        self, measured: Mapping[int, Mapping[str, float]], saved: Collection[int]
-    ) -> None:
+    def restore(self, measured: Mapping[int, Mapping[str, float]], saved: Collection[int]) -> None:
         """Take over the validations of a run that is resumed; ``saved`` are the steps of its intact
         checkpoints.
         """
@@ -40,11 +38,7 @@ class Selection:
                 self._note_best(step)
 
     def recall(
-        self,
-        step: int,
-        metric: str,
-        value: float,
-        measured: dict[int, dict[str, float]],
+        self, step: int, metric: str, value: float, measured: dict[int, dict[str, float]]
     ) -> None:
         """Add to ``measured`` what ``best.json`` says of the best step, if the records of that step
         are lost.

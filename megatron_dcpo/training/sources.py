@@ -12,18 +12,8 @@ from typing import TYPE_CHECKING
 
 from megatron_dcpo.config import Config, SourceConfig
 from megatron_dcpo.config.field_types import VerifierChoice, members
-from megatron_dcpo.data.datasets import (
-    PromptOptions,
-    draw_prompts,
-    fingerprint,
-    load_prompts,
-)
-from megatron_dcpo.data.mixture import (
-    LoadedSource,
-    Mixture,
-    curriculum,
-    extended_fingerprint,
-)
+from megatron_dcpo.data.datasets import PromptOptions, draw_prompts, fingerprint, load_prompts
+from megatron_dcpo.data.mixture import LoadedSource, Mixture, curriculum, extended_fingerprint
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation.problems import (
     check_answers,
@@ -43,9 +33,7 @@ if TYPE_CHECKING:
 
 
 def load_sources(
-    config: Config,
-    tokenizer: PreTrainedTokenizerBase,
-    date: datetime.date | None = None,
+    config: Config, tokenizer: PreTrainedTokenizerBase, date: datetime.date | None = None
 ) -> list[LoadedSource]:
     """Load what ``data.path`` names. Raises :class:`UserError`.
 
@@ -152,9 +140,7 @@ def build_judge(
     return partial(judge_by_task, judges=judges)
 
 
-def _check_verifier(
-    prompts: Sequence[Prompt], chosen: VerifierChoice, path: str
-) -> None:
+def _check_verifier(prompts: Sequence[Prompt], chosen: VerifierChoice, path: str) -> None:
     """Raise :class:`UserError` when the data is for another verifier."""
     for member in members(chosen):
         _check_named_verifier(prompts, member.name, path)
@@ -163,15 +149,11 @@ def _check_verifier(
 def _check_named_verifier(prompts: Sequence[Prompt], verifier: str, path: str) -> None:
     with_tests = sum(prompt.tests is not None for prompt in prompts)
     if verifier == "math" and with_tests:
-        raise UserError(
-            f"{path}: {with_tests} programming problems; set judging.verifier=code"
-        )
+        raise UserError(f"{path}: {with_tests} programming problems; set judging.verifier=code")
     for form, names in (("choice", "choice"), ("short", "exact (or f1)")):
         questions = sum(prompt.form == form for prompt in prompts)
         if verifier == "math" and questions:
-            raise UserError(
-                f"{path}: {questions} non-math questions; set judging.verifier={names}"
-            )
+            raise UserError(f"{path}: {questions} non-math questions; set judging.verifier={names}")
     if verifier == "code" and with_tests < len(prompts):
         raise UserError(
             f"{path}: {len(prompts) - with_tests} of {len(prompts)} problems have no tests; "

@@ -50,12 +50,7 @@ from megatron_dcpo.training.checkpointer import Checkpointer, Identity, Megatron
 from megatron_dcpo.training.loggers import check_loggers
 from megatron_dcpo.training.preflight import check_architecture, check_processes
 from megatron_dcpo.training.records import Records, why_refused
-from megatron_dcpo.training.run import (
-    build_optimizer,
-    build_saver,
-    open_topology,
-    start_watch,
-)
+from megatron_dcpo.training.run import build_optimizer, build_saver, open_topology, start_watch
 from megatron_dcpo.training.trainer import Trainer, UpdateStatistics
 from megatron_dcpo.training.weight_sync import export_policy
 from megatron_dcpo.types import TrainingSample, replaced
@@ -146,9 +141,7 @@ class SupervisedRun:
             return {}
         held_out = self.inputs.held_out
         total = 0.0
-        rows = logprobs_of(
-            self.trainer, held_out, at_once=self.config.data.examples_per_step
-        )
+        rows = logprobs_of(self.trainer, held_out, at_once=self.config.data.examples_per_step)
         for example, logprobs in zip(held_out, rows, strict=True):
             total += example.loss(logprobs)
         return {"evaluation/loss": total / sum(example.weight for example in held_out)}
@@ -177,23 +170,14 @@ class SupervisedRecords(Records):
     """``metrics.jsonl`` of a supervised training."""
 
     def __init__(
-        self,
-        config: SupervisedConfig,
-        topology: Topology,
-        timers: Timers,
-        saver: Saver,
+        self, config: SupervisedConfig, topology: Topology, timers: Timers, saver: Saver
     ) -> None:
         super().__init__(
-            directory=Path(config.run_dir),
-            config=config,
-            topology=topology,
-            saver=saver,
+            directory=Path(config.run_dir), config=config, topology=topology, saver=saver
         )
         self.timers = timers
 
-    def log(
-        self, step: int, statistics: UpdateStatistics, measured: Mapping[str, float]
-    ) -> None:
+    def log(self, step: int, statistics: UpdateStatistics, measured: Mapping[str, float]) -> None:
         """Record one step and clear the timers. Collective. Raises as
         :meth:`megatron_dcpo.training.recorder.Recorder.log`.
         """
@@ -345,9 +329,7 @@ def _start(run: SupervisedRun, done: int) -> None:
 
 # ------------------------------------------------------------------------------------- the parts
 @contextmanager
-def build(
-    config: SupervisedConfig, inputs: SupervisedInputs
-) -> Iterator[SupervisedRun]:
+def build(config: SupervisedConfig, inputs: SupervisedInputs) -> Iterator[SupervisedRun]:
     """Open a run: build all parts. Collective.
 
     Raises :class:`UserError` on bad input.
@@ -363,15 +345,10 @@ def build(
     directory = Path(config.run_dir)
     watch = start_watch(directory, topology)
     timers = Timers(watch)
-    policy = build_policy(
-        config.model, config.parallel, topology, training=not config.frozen
-    )
+    policy = build_policy(config.model, config.parallel, topology, training=not config.frozen)
     optimizer = build_optimizer(config, policy)
     trainer = Trainer(
-        policy=policy,
-        optimizer=optimizer,
-        parallel=config.parallel,
-        training=config.training,
+        policy=policy, optimizer=optimizer, parallel=config.parallel, training=config.training
     )
     saver = build_saver(config, topology)
     checkpointer = Checkpointer(
@@ -426,15 +403,11 @@ def read_inputs(config: SupervisedConfig) -> SupervisedInputs:
     if config.evaluation.path:
         held_out = _load(config, config.evaluation.path, tokenizer, arch)
     return SupervisedInputs(
-        loss=loss,
-        examples=_load(config, config.data.path, tokenizer, arch),
-        held_out=held_out,
+        loss=loss, examples=_load(config, config.data.path, tokenizer, arch), held_out=held_out
     )
 
 
-def read_model(
-    config: SupervisedConfig,
-) -> tuple[PreTrainedTokenizerBase, Architecture]:
+def read_model(config: SupervisedConfig) -> tuple[PreTrainedTokenizerBase, Architecture]:
     """Return the tokenizer and the architecture of the model, checked against the configuration.
     Raises :class:`UserError`.
     """
@@ -450,10 +423,7 @@ def read_model(
 
 
 def _load(
-    config: SupervisedConfig,
-    path: str,
-    tokenizer: PreTrainedTokenizerBase,
-    arch: Architecture,
+    config: SupervisedConfig, path: str, tokenizer: PreTrainedTokenizerBase, arch: Architecture
 ) -> list[Demonstration]:
     data = config.data
     is_held_out = path == config.evaluation.path

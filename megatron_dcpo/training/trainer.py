@@ -18,11 +18,7 @@ import numpy as np
 
 from megatron_dcpo.config import LoopConfig, ParallelConfig
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.policy.batching import (
-    assign_to_ranks,
-    sequence_length,
-    split_micro_batches,
-)
+from megatron_dcpo.policy.batching import assign_to_ranks, sequence_length, split_micro_batches
 from megatron_dcpo.policy.model import Policy
 from megatron_dcpo.policy.schedule import Loss, accumulate_gradients, compute_logprobs
 from megatron_dcpo.runtime.distributed import Collectives
@@ -112,10 +108,7 @@ class Trainer:
         )
 
     def take_step(
-        self,
-        parts: Sequence[dict[str, float]],
-        statistics: UpdateStatistics,
-        step: int,
+        self, parts: Sequence[dict[str, float]], statistics: UpdateStatistics, step: int
     ) -> None:
         """Update the policy with the gradients in the buffers, if they are finite. ``parts`` are
         the statistics of :meth:`backward`, which are added to ``statistics``. Collective.
@@ -168,9 +161,7 @@ class Trainer:
         indices, _ = self.deal(samples)
         return fetch(samples, indices, self.collectives)
 
-    def logprobs(
-        self, policy: Policy, samples: Sequence[TrainingSample]
-    ) -> dict[int, np.ndarray]:
+    def logprobs(self, policy: Policy, samples: Sequence[TrainingSample]) -> dict[int, np.ndarray]:
         """Return the log-probs float32 [T_i] of this rank's samples, by their index. Collective."""
         indices, micro_batches = self.deal(samples)
         rows = compute_logprobs(
@@ -182,9 +173,7 @@ class Trainer:
         )
         return dict(zip(indices, rows, strict=True))
 
-    def _reduce(
-        self, parts: Sequence[dict[str, float]], statistics: UpdateStatistics
-    ) -> float:
+    def _reduce(self, parts: Sequence[dict[str, float]], statistics: UpdateStatistics) -> float:
         """Add up all micro-batches of all replicas, each counted once; return the loss of the
         update. Collective.
         """
@@ -221,10 +210,7 @@ class Trainer:
         values = f"loss {loss}, gradient norm {grad_norm}"
         if self.topology.rank == 0:
             logger.warning(
-                "step %d: update skipped (%s), %d in a row",
-                step,
-                values,
-                self.nonfinite_in_a_row,
+                "step %d: update skipped (%s), %d in a row", step, values, self.nonfinite_in_a_row
             )
         if self.nonfinite_in_a_row >= most:
             raise UserError(

@@ -28,13 +28,7 @@ from megatron_dcpo.policy.model import Policy
 from megatron_dcpo.training.dealing import samples_to_train
 from megatron_dcpo.training.mismatch import LARGEST, mismatch_statistics
 from megatron_dcpo.training.trainer import Optimizer, Trainer, UpdateStatistics
-from megatron_dcpo.types import (
-    BLOCKS,
-    MicroBatch,
-    TokenOutputs,
-    TrainingSample,
-    replaced,
-)
+from megatron_dcpo.types import BLOCKS, MicroBatch, TokenOutputs, TrainingSample, replaced
 
 logger = logging.getLogger(__name__)
 
@@ -42,9 +36,7 @@ Reference = Callable[[], AbstractContextManager[Policy]]
 Accumulate = Callable[[], list[dict[str, float]]]
 # A backward pass of a part of the loss and one of the whole loss -> what the second one returns,
 # and norms and cosine of the part's gradient and the rest's.
-Probe = Callable[
-    [Accumulate, Accumulate], tuple[list[dict[str, float]], PairComparison]
-]
+Probe = Callable[[Accumulate, Accumulate], tuple[list[dict[str, float]], PairComparison]]
 
 
 class Updater(Trainer):
@@ -94,31 +86,20 @@ class Updater(Trainer):
         too many in a row.
         """
         statistics = UpdateStatistics()
-        mini_batches = split_groups(
-            samples, self.updates_per_rollout, self._counts_as_full
-        )
+        mini_batches = split_groups(samples, self.updates_per_rollout, self._counts_as_full)
         if self.method.needs_old_logprobs:
             mini_batches = [self.fetch_share(mini_batch) for mini_batch in mini_batches]
-            mini_batches = [
-                self.with_old_logprobs(mini_batch) for mini_batch in mini_batches
-            ]
-            mini_batches = [
-                self._with_mean_logprobs(mini_batch) for mini_batch in mini_batches
-            ]
+            mini_batches = [self.with_old_logprobs(mini_batch) for mini_batch in mini_batches]
+            mini_batches = [self._with_mean_logprobs(mini_batch) for mini_batch in mini_batches]
         mini_batches = [self.method.score(mini_batch) for mini_batch in mini_batches]
-        scored_samples = [
-            sample for mini_batch in mini_batches for sample in mini_batch
-        ]
+        scored_samples = [sample for mini_batch in mini_batches for sample in mini_batch]
 
         megatron = self.parallel.megatron
         mini_batches = [
-            samples_to_train(mini_batch, self.method, megatron)
-            for mini_batch in mini_batches
+            samples_to_train(mini_batch, self.method, megatron) for mini_batch in mini_batches
         ]
         mini_batches = [self.fetch_share(mini_batch) for mini_batch in mini_batches]
-        statistics.trained = [
-            sample for mini_batch in mini_batches for sample in mini_batch
-        ]
+        statistics.trained = [sample for mini_batch in mini_batches for sample in mini_batch]
 
         # Log-probs of the policy that sampled are needed as soon as a second update leaves it. On
         # the only update of a rollout the old policy is the current one, and the forward pass
@@ -126,14 +107,11 @@ class Updater(Trainer):
         ratio_to_engine = self.method.options.old_logprobs == "engine"
         several = len(mini_batches) > 1
         if several and not self.method.needs_old_logprobs and not ratio_to_engine:
-            mini_batches = [
-                self.with_old_logprobs(mini_batch) for mini_batch in mini_batches
-            ]
+            mini_batches = [self.with_old_logprobs(mini_batch) for mini_batch in mini_batches]
         if self.reference is not None:
             with self.reference() as reference:
                 mini_batches = [
-                    self.with_ref_logprobs(mini_batch, reference)
-                    for mini_batch in mini_batches
+                    self.with_ref_logprobs(mini_batch, reference) for mini_batch in mini_batches
                 ]
         for number, mini_batch in enumerate(mini_batches):
             is_first = number == 0
@@ -174,10 +152,7 @@ class Updater(Trainer):
         rank must have the tokens of its share (:meth:`fetch_share`).
         """
         return self.backward(
-            samples,
-            self._loss,
-            separable=self.method.loss_is_separable,
-            chosen=chosen,
+            samples, self._loss, separable=self.method.loss_is_separable, chosen=chosen
         )
 
     def _loss(
@@ -188,14 +163,11 @@ class Updater(Trainer):
             statistics = statistics | mismatch_statistics(batch, outputs)
         return contributions, statistics
 
-    def with_old_logprobs(
-        self, samples: Sequence[TrainingSample]
-    ) -> list[TrainingSample]:
+    def with_old_logprobs(self, samples: Sequence[TrainingSample]) -> list[TrainingSample]:
         """Fill ``old_logprobs`` of this rank's samples, by the policy as it is. Collective."""
         rows = self.logprobs(self.policy, samples)
         return [
-            replaced(sample, old_logprobs=rows.get(index))
-            for index, sample in enumerate(samples)
+            replaced(sample, old_logprobs=rows.get(index)) for index, sample in enumerate(samples)
         ]
 
     def with_ref_logprobs(
@@ -205,18 +177,14 @@ class Updater(Trainer):
         experts by itself. Collective.
         """
         unrouted = [
-            replaced(sample, response=replaced(sample.response, experts=None))
-            for sample in samples
+            replaced(sample, response=replaced(sample.response, experts=None)) for sample in samples
         ]
         rows = self.logprobs(reference, unrouted)
         return [
-            replaced(sample, ref_logprobs=rows.get(index))
-            for index, sample in enumerate(samples)
+            replaced(sample, ref_logprobs=rows.get(index)) for index, sample in enumerate(samples)
         ]
 
-    def _with_mean_logprobs(
-        self, samples: Sequence[TrainingSample]
-    ) -> list[TrainingSample]:
+    def _with_mean_logprobs(self, samples: Sequence[TrainingSample]) -> list[TrainingSample]:
         """Fill ``mean_old_logprob`` of every sample, on all ranks. Collective."""
         here = {
             index: mean_logprob(sample.old_logprobs)
@@ -229,8 +197,7 @@ class Updater(Trainer):
             for index, mean in of_rank.items()
         }
         return [
-            replaced(sample, mean_old_logprob=means[index])
-            for index, sample in enumerate(samples)
+            replaced(sample, mean_old_logprob=means[index]) for index, sample in enumerate(samples)
         ]
 
     # ------------------------------------------------------------------------------ checkpoints
@@ -260,11 +227,7 @@ class Updater(Trainer):
 
     def _probe_is_due(self, step: int) -> bool:
         interval = self.probe_interval
-        return (
-            self.probe is not None
-            and interval > 0
-            and (step == 1 or step % interval == 0)
-        )
+        return self.probe is not None and interval > 0 and (step == 1 or step % interval == 0)
 
     def _accumulate_and_probe(
         self, samples: Sequence[TrainingSample], statistics: UpdateStatistics
@@ -276,8 +239,7 @@ class Updater(Trainer):
         block, chosen = self._block_with_fewer_gradients(samples)
         of_block = [self._without_other_block(sample, block) for sample in samples]
         parts, comparison = self.probe(
-            partial(self.accumulate, of_block, chosen),
-            partial(self.accumulate, samples),
+            partial(self.accumulate, of_block, chosen), partial(self.accumulate, samples)
         )
         if block != "reasoning":
             comparison = comparison.swapped()
@@ -299,9 +261,7 @@ class Updater(Trainer):
         block = min(with_gradient, key=lambda name: len(with_gradient[name]))
         return block, with_gradient[block]
 
-    def _without_other_block(
-        self, sample: TrainingSample, block: str
-    ) -> TrainingSample:
+    def _without_other_block(self, sample: TrainingSample, block: str) -> TrainingSample:
         """Return the sample with no weight on tokens outside ``block``."""
         assert sample.weights is not None
         weights = np.where(sample.block_ids == BLOCKS[block], sample.weights, 0.0)
@@ -318,9 +278,7 @@ class Updater(Trainer):
         tokens = statistics.sums.get("tokens/reasoning")
         if tokens:
             entropy = statistics.sums["entropy/reasoning"] / tokens
-            self._set_entropy_coefs(
-                adapted_entropy_coef(coef, entropy, self.method.options)
-            )
+            self._set_entropy_coefs(adapted_entropy_coef(coef, entropy, self.method.options))
 
     def _set_confidence_weight(self, weight: float) -> None:
         self.method = self.method.with_confidence_weight(weight)
@@ -356,9 +314,7 @@ class Updater(Trainer):
             f"sampled token, more than rollout.logprob_diff_alarm={threshold:g}; see mismatch.jsonl"
         )
         if self.rollout.logprob_diff_action == "stop":
-            raise UserError(
-                f"{text}; nothing was updated in this step, the last checkpoint stands"
-            )
+            raise UserError(f"{text}; nothing was updated in this step, the last checkpoint stands")
         if self.topology.rank == 0:
             logger.warning(text)
 
@@ -374,9 +330,7 @@ def split_groups(
     The groups that ``is_full`` says train every block, and the other ones, are each divided as
     evenly as they can be, so that no mini-batch lacks either kind.
     """
-    in_order = [
-        [samples[row] for row in rows] for rows in rows_of_groups(samples).values()
-    ]
+    in_order = [[samples[row] for row in rows] for rows in rows_of_groups(samples).values()]
     full: list[int] = []
     others: list[int] = []
     for place, group in enumerate(in_order):

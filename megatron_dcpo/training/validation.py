@@ -63,9 +63,7 @@ class Validator:
             if collectives.max(signals.stop_requested() or 0):
                 return None
             judged = self.held_out.judged(responses, engine.eos_token_ids)
-            samples = [
-                sample for of_rank in collectives.gather(judged) for sample in of_rank
-            ]
+            samples = [sample for of_rank in collectives.gather(judged) for sample in of_rank]
             metrics = collectives.broadcast(self.held_out.metrics(samples))
         return Validation(metrics=metrics, samples=samples)
 
@@ -73,17 +71,10 @@ class Validator:
         """Return this rank's share of the responses."""
         share = self.generation.share
         prompts = list(self.held_out.prompts.values())[share.engine :: share.engines]
-        samples = [
-            (prompt, index) for prompt in prompts for index in range(self.sampling.n)
-        ]
+        samples = [(prompt, index) for prompt in prompts for index in range(self.sampling.n)]
         responses: dict[ResponseKey, Response] = {}
         self.generation.generate(
-            samples,
-            self.sampling,
-            step=0,
-            version=version,
-            responses=responses,
-            finished=_ignore,
+            samples, self.sampling, step=0, version=version, responses=responses, finished=_ignore
         )
         self.generation.engine.forget_prompts()
         mine = samples[share.place :: share.ranks]

@@ -238,9 +238,7 @@ def _values(rows: Rows, name: str) -> list[float]:
     return values
 
 
-def _last(
-    rows: Rows, name: str, holds: Callable[[float], bool], steps: int = STEPS
-) -> bool:
+def _last(rows: Rows, name: str, holds: Callable[[float], bool], steps: int = STEPS) -> bool:
     """Return whether a metric was defined, and ``holds`` was true of it, in each of the last
     ``steps``.
     """

@@ -83,9 +83,7 @@ class WeightSync:
                 if device_failed(error):
                     raise
                 failure = str(error)
-            if not self._gather_failures(
-                failure, restarts, f"the weights of step {version}"
-            ):
+            if not self._gather_failures(failure, restarts, f"the weights of step {version}"):
                 return self._check_traffic(traffic)
             self.engine.restart()  # every engine has an update half done
         raise AssertionError("unreachable: the last failure raises")
@@ -102,9 +100,7 @@ class WeightSync:
             self._join_engine_ranks(failure)
         failures = self._gather_failures(failure, restarts, "a rollout")
         if size > 1:
-            default_store().delete_key(
-                _rollout_done_key(self.topology.rank)
-            )  # all have read it
+            default_store().delete_key(_rollout_done_key(self.topology.rank))  # all have read it
         if not failures:
             return False
         self.engine.restart()
@@ -139,9 +135,7 @@ class WeightSync:
         mates = range(rank - rank % size, rank - rank % size + size)
         deadline = time.monotonic() + LOST_AFTER_SECONDS
         while failure:
-            waiting = [
-                mate for mate in mates if not store.check([_rollout_done_key(mate)])
-            ]
+            waiting = [mate for mate in mates if not store.check([_rollout_done_key(mate)])]
             if not waiting:
                 return
             if time.monotonic() > deadline:
@@ -156,11 +150,7 @@ class WeightSync:
 
     def _check_finite(self, version: int) -> None:
         broken = not_finite(self.policy) + self.optimizer.not_finite()
-        bad = {
-            rank: names
-            for rank, names in enumerate(all_gather_objects(broken))
-            if names
-        }
+        bad = {rank: names for rank, names in enumerate(all_gather_objects(broken)) if names}
         if bad:
             rank, names = next(iter(bad.items()))
             raise UserError(
@@ -170,30 +160,21 @@ class WeightSync:
                 "checkpoint (--resume auto)"
             )
 
-    def _gather_failures(
-        self, failure: str, restarts: int, what: str
-    ) -> dict[int, str]:
+    def _gather_failures(self, failure: str, restarts: int, what: str) -> dict[int, str]:
         """Return every failing rank with its reason; logged, and an error once ``restarts`` is used
         up. Collective.
         """
         try:
-            failures = {
-                rank: text
-                for rank, text in enumerate(all_gather_objects(failure))
-                if text
-            }
+            failures = {rank: text for rank, text in enumerate(all_gather_objects(failure)) if text}
         except RuntimeError as error:
-            if (
-                failure
-            ):  # it names the rank that is gone, which the lost connection does not
+            if failure:  # it names the rank that is gone, which the lost connection does not
                 raise SynchronizationError(f"{failure} ({what})") from error
             raise
         if not failures:
             return failures
         # The rank whose engine failed says why; the others only that one did not take its bucket.
         reason = min(
-            failures.items(),
-            key=lambda item: ("weight synchronization" in item[1], item[0]),
+            failures.items(), key=lambda item: ("weight synchronization" in item[1], item[0])
         )
         if restarts == MAX_RESTARTS:
             raise UserError(
@@ -202,9 +183,7 @@ class WeightSync:
             )
         if self.topology.rank == 0:
             logger.warning(
-                "rank %d: %s; every engine is restarted and %s is repeated",
-                *reason,
-                what,
+                "rank %d: %s; every engine is restarted and %s is repeated", *reason, what
             )
         return failures
 

@@ -115,8 +115,7 @@ def adapter_shape(config: AdapterConfig, arch: Architecture) -> AdapterShape:
     alpha = config.alpha or ALPHA
     modules = [name.removesuffix(".weight") for name in adapted(arch, targets)]
     return AdapterShape(
-        ranks=dict.fromkeys(modules, rank),
-        scales=dict.fromkeys(modules, alpha / rank),
+        ranks=dict.fromkeys(modules, rank), scales=dict.fromkeys(modules, alpha / rank)
     )
 
 
@@ -154,9 +153,7 @@ def read_shape(directory: Path, arch: Architecture) -> AdapterShape:
             continue
         rank = _pattern_of(module, config.get("rank_pattern"), config["r"], path)
         _check_factors(directory, module, of_factors.pop(module), rank, known[name])
-        alpha = _pattern_of(
-            module, config.get("alpha_pattern"), config["lora_alpha"], path
-        )
+        alpha = _pattern_of(module, config.get("alpha_pattern"), config["lora_alpha"], path)
         divisor = math.sqrt(rank) if config.get("use_rslora") else rank
         ranks[module] = int(rank)
         scales[module] = alpha / divisor
@@ -182,10 +179,7 @@ def check_adaptable(arch: Architecture) -> None:
 
 def factor_names(module: str) -> tuple[str, str]:
     """Return the names of the factors A and B of a module in a file of PEFT's."""
-    return (
-        f"{PREFIX}{module}.lora_A.weight",
-        f"{PREFIX}{module}.lora_B.weight",
-    )
+    return (f"{PREFIX}{module}.lora_A.weight", f"{PREFIX}{module}.lora_B.weight")
 
 
 def _shapes_of_factors(directory: Path) -> dict[str, dict[str, tuple[int, ...]]]:
@@ -264,9 +258,7 @@ def _check_config(config: Mapping[str, Any], path: Path) -> None:
         value = config.get(key)
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not is_number or not 0 < value < 1e6:  # type: ignore[operator]
-            raise UserError(
-                f"{path}: {key} must be a number above 0, not {value!r:.40}"
-            )
+            raise UserError(f"{path}: {key} must be a number above 0, not {value!r:.40}")
     known = _READ | _WITHOUT_INFLUENCE | _REFUSED.keys()
     for key, value in config.items():
         if key not in known and value not in (None, False, "", [], {}):

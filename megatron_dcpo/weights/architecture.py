@@ -61,24 +61,12 @@ _SIZES = (
     *DELTA_NET_KEYS,
 )
 # counts that may be 0
-_NUMBERS = (
-    "first_k_dense_replace",
-    "n_shared_experts",
-    "num_nextn_predict_layers",
-)
+_NUMBERS = ("first_k_dense_replace", "n_shared_experts", "num_nextn_predict_layers")
 _ABSURD = 1 << 40
-_SWITCHES = (
-    "attention_bias",
-    "mlp_bias",
-    "norm_topk_prob",
-    "tie_word_embeddings",
-    "use_qk_norm",
-)
+_SWITCHES = ("attention_bias", "mlp_bias", "norm_topk_prob", "tie_word_embeddings", "use_qk_norm")
 
 
-def read_architecture(
-    model_dir: str | Path, weights_elsewhere: bool = False
-) -> Architecture:
+def read_architecture(model_dir: str | Path, weights_elsewhere: bool = False) -> Architecture:
     """Read ``model_dir/config.json``. Raises :class:`UserError` for what is missing, unknown or
     not supported.
 
@@ -135,9 +123,7 @@ def is_known(config: dict[str, Any]) -> bool:
 
 
 def parse_architecture(
-    config: dict[str, Any],
-    source: str = "config.json",
-    model_dir: Path | None = None,
+    config: dict[str, Any], source: str = "config.json", model_dir: Path | None = None
 ) -> Architecture:
     """Translate the dictionary of a ``config.json``; ``source`` names it in errors. Weights in
     ``model_dir`` help to say what is near an architecture that is not known.
@@ -155,9 +141,7 @@ def parse_architecture(
         window = None
         if traits.windows is not None:
             window = sliding_window(config, traits.windows, source)
-        base, scaling = rotary_embedding(
-            of_full_layers(config, traits, source), traits, source
-        )
+        base, scaling = rotary_embedding(of_full_layers(config, traits, source), traits, source)
         experts = mixture_of_experts(config, traits, source) if traits.experts else {}
         return Architecture(
             num_layers=config["num_hidden_layers"],
@@ -173,9 +157,7 @@ def parse_architecture(
             layernorm_epsilon=positive(config, "rms_norm_eps", source),
             rotary_base=base,
             rope_scaling=scaling,
-            tied_embeddings=bool(
-                config.get("tie_word_embeddings", traits.tied_embeddings)
-            ),
+            tied_embeddings=bool(config.get("tie_word_embeddings", traits.tied_embeddings)),
             qkv_bias=traits.always_qkv_bias or attention_bias,
             output_bias=attention_bias and traits.biases_the_output,
             mlp_bias=bool(config.get("mlp_bias")),
@@ -213,9 +195,7 @@ def _check_types(config: dict[str, Any], traits: Traits, source: str) -> None:
             raise UserError(f"{source}: {key} must be true or false, not {value!r:.40}")
 
 
-def _traits(
-    config: dict[str, Any], source: str, model_dir: Path | None
-) -> tuple[str, Traits]:
+def _traits(config: dict[str, Any], source: str, model_dir: Path | None) -> tuple[str, Traits]:
     """Return the architecture's name and its traits."""
     names = config.get("architectures") or ["(none)"]
     if not isinstance(names, list):
@@ -224,9 +204,7 @@ def _traits(
     if len(names) > 1:
         raise UserError(f"{source}: architectures must be one name, not {names!r:.80}")
     if name not in ARCHITECTURES:
-        raise UserError(
-            unknown_architecture(config, name, source, model_dir, known_families())
-        )
+        raise UserError(unknown_architecture(config, name, source, model_dir, known_families()))
     return name, ARCHITECTURES[name]
 
 
@@ -262,10 +240,7 @@ def _family(name: str, traits: Traits) -> Family:
         **traits.implied,
     )
     return Family(
-        name=name,
-        keys=traits.keys,
-        smallest=smallest,
-        biases_the_output=traits.biases_the_output,
+        name=name, keys=traits.keys, smallest=smallest, biases_the_output=traits.biases_the_output
     )
 
 

@@ -9,9 +9,7 @@ from megatron_dcpo.weights.config_keys import given, positive
 from megatron_dcpo.weights.families import Traits
 
 
-def mixture_of_experts(
-    config: dict[str, Any], traits: Traits, source: str
-) -> dict[str, Any]:
+def mixture_of_experts(config: dict[str, Any], traits: Traits, source: str) -> dict[str, Any]:
     """Return the fields of an architecture with a mixture of experts. Raises :class:`UserError` for
     other mixtures.
     """
@@ -21,14 +19,10 @@ def mixture_of_experts(
         fields = _sigmoid_router(config, source)
     else:
         # transformers 5 writes num_local_experts, the checkpoints on the hub have num_experts
-        number = config[
-            "num_experts" if "num_experts" in config else "num_local_experts"
-        ]
+        number = config["num_experts" if "num_experts" in config else "num_local_experts"]
         fields = _softmax_router(config, traits, source)
     if chosen > number:
-        raise UserError(
-            f"{source}: num_experts_per_tok={chosen} is more than the {number} experts"
-        )
+        raise UserError(f"{source}: num_experts_per_tok={chosen} is more than the {number} experts")
     if len(fields["dense_layers"]) == config["num_hidden_layers"]:
         raise UserError(
             f"{source}: no layer has experts, which is not supported for "
@@ -39,9 +33,7 @@ def mixture_of_experts(
     return {"num_experts": number, "experts_per_token": chosen, **fields}
 
 
-def _softmax_router(
-    config: dict[str, Any], traits: Traits, source: str
-) -> dict[str, Any]:
+def _softmax_router(config: dict[str, Any], traits: Traits, source: str) -> dict[str, Any]:
     """Return the fields of Qwen's mixtures: every ``decoder_sparse_step``-th layer has experts,
     unless it is one of ``mlp_only_layers``.
     """
@@ -53,9 +45,7 @@ def _softmax_router(
             f"{only_mlp!r:.60}"
         )
     step = config.get("decoder_sparse_step") or 1
-    dense = [
-        layer for layer in range(layers) if layer in only_mlp or (layer + 1) % step
-    ]
+    dense = [layer for layer in range(layers) if layer in only_mlp or (layer + 1) % step]
     fields: dict[str, Any] = {
         "dense_layers": tuple(dense),
         "normalized_experts": bool(config.get("norm_topk_prob", False)),

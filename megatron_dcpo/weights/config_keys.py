@@ -256,13 +256,8 @@ def check_unquantized(config: Mapping[str, Any], source: str) -> None:
 
 def check_said_once(config: Mapping[str, Any], source: str) -> None:
     """Raise :class:`UserError` naming both keys if two that mean the same differ."""
-    for first, second in (
-        ("dtype", "torch_dtype"),
-        ("num_experts", "num_local_experts"),
-    ):
-        _check_equal(
-            (first, config.get(first)), (second, config.get(second)), source=source
-        )
+    for first, second in (("dtype", "torch_dtype"), ("num_experts", "num_local_experts")):
+        _check_equal((first, config.get(first)), (second, config.get(second)), source=source)
     thetas = [("rope_theta", config.get("rope_theta"))]
     scalings = []
     for key in ("rope_parameters", "rope_scaling"):
@@ -292,9 +287,7 @@ def _other_kinds(layer_types: object) -> list[object]:
 
 
 def _unsupported(key: str, value: object, source: str) -> UserError:
-    return UserError(
-        f"{source}: {key}={value!r:.60} is not supported, and it changes the model"
-    )
+    return UserError(f"{source}: {key}={value!r:.60} is not supported, and it changes the model")
 
 
 def _scaling(rope: Mapping[str, Any]) -> dict[str, Any]:
@@ -307,9 +300,7 @@ def _scaling(rope: Mapping[str, Any]) -> dict[str, Any]:
     return {"rope_type": rope.get("rope_type", rope.get("type", "default")), **scaling}
 
 
-def _check_equal(
-    first: tuple[str, object], second: tuple[str, object], source: str
-) -> None:
+def _check_equal(first: tuple[str, object], second: tuple[str, object], source: str) -> None:
     if first[1] is None or second[1] is None or first[1] == second[1]:
         return
     raise UserError(
@@ -329,7 +320,5 @@ def positive(config: dict[str, Any], key: str, source: str) -> float:
     """Return a number that must be positive and finite. Raises KeyError if it is missing."""
     value = float(config[key])
     if not 0 < value < math.inf:
-        raise UserError(
-            f"{source}: {key} must be positive and finite, not {config[key]!r:.40}"
-        )
+        raise UserError(f"{source}: {key} must be positive and finite, not {config[key]!r:.40}")
     return value

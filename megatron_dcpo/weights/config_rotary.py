@@ -19,9 +19,7 @@ from megatron_dcpo.weights.decoder import (
 from megatron_dcpo.weights.families import Traits, Windows
 
 
-def rotary_percent(
-    config: dict[str, Any], traits: Traits, kv_channels: int, source: str
-) -> float:
+def rotary_percent(config: dict[str, Any], traits: Traits, kv_channels: int, source: str) -> float:
     """Return the part of a head's dimensions that is rotated."""
     if traits.partial_rotary_factor is None:
         return 1.0
@@ -46,9 +44,7 @@ def rotary_percent(
 _KINDS = ("full_attention", "sliding_attention")
 
 
-def sliding_window(
-    config: dict[str, Any], windows: Windows, source: str
-) -> SlidingWindow | None:
+def sliding_window(config: dict[str, Any], windows: Windows, source: str) -> SlidingWindow | None:
     """Return the window of a family in which some layers have one."""
     layers = config["num_hidden_layers"]
     kinds = config.get("layer_types")
@@ -100,18 +96,14 @@ def _sliding_base(config: dict[str, Any], windows: Windows, source: str) -> floa
     return windows.rope_theta
 
 
-def of_full_layers(
-    config: dict[str, Any], traits: Traits, source: str
-) -> dict[str, Any]:
+def of_full_layers(config: dict[str, Any], traits: Traits, source: str) -> dict[str, Any]:
     """Return the configuration with the rotary embedding of the layers without a window as if it
     were that of all.
     """
     nested = config.get("rope_parameters")
     if traits.windows is None or not nested:
         return config
-    if set(nested) != set(_KINDS) or not all(
-        map(isinstance, nested.values(), [dict] * 2)
-    ):
+    if set(nested) != set(_KINDS) or not all(map(isinstance, nested.values(), [dict] * 2)):
         raise UserError(
             f"{source}: rope_parameters={nested!r:.80} must have {' and '.join(_KINDS)}"
         )
@@ -146,12 +138,7 @@ _YARN = (
     "truncate",
     "attention_factor",
 )
-_LLAMA3 = (
-    "factor",
-    "high_freq_factor",
-    "low_freq_factor",
-    "original_max_position_embeddings",
-)
+_LLAMA3 = ("factor", "high_freq_factor", "low_freq_factor", "original_max_position_embeddings")
 
 
 def rotary_embedding(
@@ -224,9 +211,7 @@ def _yarn(rope: dict[str, Any], key: str, source: str) -> YarnScaling:
         )
     truncate = rope.get("truncate", True)
     if not isinstance(truncate, bool):
-        raise UserError(
-            f"{source}: {key}.truncate must be true or false, not {truncate!r:.40}"
-        )
+        raise UserError(f"{source}: {key}.truncate must be true or false, not {truncate!r:.40}")
     given = rope.get("attention_factor")
     own = yarn_attention_factor(factor)
     if given is not None and not math.isclose(float(given), own, rel_tol=1e-6):

@@ -125,8 +125,7 @@ DELTA_NET_KEYS = (
 
 ARCHITECTURES: dict[str, Traits] = {
     "Qwen3ForCausalLM": Traits(
-        keys=Keys(model_type="qwen3", window_is_optional=True),
-        qk_layernorm=True,
+        keys=Keys(model_type="qwen3", window_is_optional=True), qk_layernorm=True
     ),
     "Qwen3MoeForCausalLM": Traits(
         keys=Keys(
@@ -164,9 +163,7 @@ ARCHITECTURES: dict[str, Traits] = {
     ),
     "Dots1ForCausalLM": Traits(
         keys=Keys(
-            model_type="dots1",
-            translated=_SIGMOID_ROUTER,
-            spelled_out={"sliding_window": 4096},
+            model_type="dots1", translated=_SIGMOID_ROUTER, spelled_out={"sliding_window": 4096}
         ),
         qk_layernorm=True,
         experts=True,
@@ -207,22 +204,16 @@ ARCHITECTURES: dict[str, Traits] = {
         delta_nets=4,
         attention_output_gate=True,
     ),
-    "LlamaForCausalLM": Traits(
-        keys=Keys(model_type="llama", translated=frozenset({"mlp_bias"})),
-    ),
+    "LlamaForCausalLM": Traits(keys=Keys(model_type="llama", translated=frozenset({"mlp_bias"}))),
     "MistralForCausalLM": Traits(
         keys=Keys(
             model_type="mistral",
             fixed={"attention_bias": (False,)},
             spelled_out={"num_key_value_heads": 8, "sliding_window": 4096},
-        ),
+        )
     ),
     "Qwen2ForCausalLM": Traits(
-        keys=Keys(
-            model_type="qwen2",
-            fixed={"attention_bias": (True,)},
-            window_is_optional=True,
-        ),
+        keys=Keys(model_type="qwen2", fixed={"attention_bias": (True,)}, window_is_optional=True),
         always_qkv_bias=True,
     ),
     # Phi-4 too
@@ -243,11 +234,7 @@ ARCHITECTURES: dict[str, Traits] = {
         keys=Keys(
             model_type="glm",
             translated=frozenset({"partial_rotary_factor"}),
-            spelled_out={
-                "attention_bias": True,
-                "head_dim": 128,
-                "num_key_value_heads": 2,
-            },
+            spelled_out={"attention_bias": True, "head_dim": 128, "num_key_value_heads": 2},
         ),
         biases_the_output=False,
         fused_projections=("gate_up_proj",),
@@ -260,15 +247,10 @@ ARCHITECTURES: dict[str, Traits] = {
         keys=Keys(
             model_type="glm4",
             translated=frozenset({"partial_rotary_factor"}),
-            spelled_out={
-                "attention_bias": True,
-                "head_dim": 128,
-                "num_key_value_heads": 2,
-            },
+            spelled_out={"attention_bias": True, "head_dim": 128, "num_key_value_heads": 2},
         ),
         norms=LayerNorms(
-            attention_output="post_self_attn_layernorm",
-            mlp_output="post_mlp_layernorm",
+            attention_output="post_self_attn_layernorm", mlp_output="post_mlp_layernorm"
         ),
         biases_the_output=False,
         fused_projections=("gate_up_proj",),
@@ -277,9 +259,7 @@ ARCHITECTURES: dict[str, Traits] = {
         rotary_interleaved=True,
     ),
     "Olmo2ForCausalLM": Traits(
-        keys=Keys(model_type="olmo2"),
-        norms=_BEHIND,
-        whole_qk_layernorm=True,
+        keys=Keys(model_type="olmo2"), norms=_BEHIND, whole_qk_layernorm=True
     ),
     "Olmo3ForCausalLM": Traits(
         keys=Keys(
@@ -313,11 +293,7 @@ ARCHITECTURES: dict[str, Traits] = {
                 "hidden_act": (),  # which is not read
                 "use_bidirectional_attention": (False,),
             },
-            spelled_out={
-                "head_dim": 256,
-                "num_key_value_heads": 4,
-                "sliding_window": 4096,
-            },
+            spelled_out={"head_dim": 256, "num_key_value_heads": 4, "sliding_window": 4096},
         ),
         qk_layernorm=True,
         norms=LayerNorms(

@@ -47,17 +47,7 @@ from megatron_dcpo.weights.table import (
 SINGLE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 5 * 2**30
-_WEIGHTS = (
-    ".safetensors",
-    ".bin",
-    ".pt",
-    ".pth",
-    ".ckpt",
-    ".gguf",
-    ".onnx",
-    ".msgpack",
-    ".h5",
-)
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx", ".msgpack", ".h5")
 # what transformers computes itself and ignores in files
 _BUFFERS = (".rotary_emb.inv_freq", ".self_attn.bias", ".self_attn.masked_bias")
 # where a converted checkpoint keeps the layers that are carried along, next to config.json
@@ -120,13 +110,9 @@ class HFReader:
         except OSError as error:
             raise UserError(f"cannot read {path}: {error.strerror or error}") from None
         except SafetensorError as error:
-            raise UserError(
-                f"{path} is truncated or not a safetensors file ({error})"
-            ) from None
+            raise UserError(f"{path} is truncated or not a safetensors file ({error})") from None
         except KeyError as error:
-            raise UserError(
-                f"{path}: tensor {name} has the unknown element type {error}"
-            ) from None
+            raise UserError(f"{path}: tensor {name} has the unknown element type {error}") from None
 
     def _check_fused(self, path: Path, name: str, shape: tuple[int, ...]) -> None:
         """Raise :class:`UserError` if a fused tensor has not the rows and columns of its parts."""
@@ -146,9 +132,7 @@ class HFReader:
         read: Callable[[], Sliceable],
     ) -> None:
         if name in self.specs:
-            raise UserError(
-                f"{path}: tensor {name} is in another file of the checkpoint as well"
-            )
+            raise UserError(f"{path}: tensor {name} is in another file of the checkpoint as well")
         self.specs[name] = spec
         self.files[name] = path
         self._readers[name] = read
@@ -158,9 +142,7 @@ class HFReader:
         :class:`UserError` if it is missing.
         """
         if name not in self._readers:
-            raise UserError(
-                f"{self.model_dir}: tensor {name} is missing; config.json promises it"
-            )
+            raise UserError(f"{self.model_dir}: tensor {name} is missing; config.json promises it")
         return self._readers[name]()
 
     def tensor(self, name: str) -> torch.Tensor:
@@ -208,9 +190,7 @@ class HFReader:
         if name.endswith(_BUFFERS):
             return
         if name != OUTPUT or not arch.tied_embeddings:
-            raise UserError(
-                f"{self.model_dir}: config.json has no place for the tensor {name}"
-            )
+            raise UserError(f"{self.model_dir}: config.json has no place for the tensor {name}")
         if self.specs[OUTPUT] == self.specs[EMBEDDING]:
             head = _as_bytes(self.tensor(OUTPUT))
             if torch.equal(head, _as_bytes(self.tensor(EMBEDDING))):
@@ -276,9 +256,7 @@ class Carried:
     @classmethod
     def of(cls, reader: HFReader, arch: Architecture) -> Carried:
         """Return the carried tensors of a Hugging Face directory."""
-        specs = {
-            name: spec for name, spec in reader.specs.items() if is_carried(name, arch)
-        }
+        specs = {name: spec for name, spec in reader.specs.items() if is_carried(name, arch)}
         return cls(specs, reader.tensor)
 
     @classmethod
@@ -327,9 +305,7 @@ def _kept(path: Path) -> Carried:
             dtype = FROM_SAFETENSORS[header.get_dtype()]
             specs[name] = (tuple(header.get_shape()), dtype)
     except (OSError, SafetensorError, KeyError) as error:
-        raise UserError(
-            f"{path} is truncated or not a safetensors file ({error})"
-        ) from None
+        raise UserError(f"{path} is truncated or not a safetensors file ({error})") from None
     return Carried(specs, file.get_tensor)
 
 
@@ -494,9 +470,7 @@ def write_checkpoint(
         for shard in shards:
             tensors = tensors_of(shard)
 
-            def read(
-                key: str, tensors: dict[str, torch.Tensor] = tensors
-            ) -> torch.Tensor:
+            def read(key: str, tensors: dict[str, torch.Tensor] = tensors) -> torch.Tensor:
                 if key in carried.specs:
                     return carried.tensor(key)
                 return tensors[key].to(torch_dtype(specs[key][1]))
@@ -506,9 +480,7 @@ def write_checkpoint(
         copy_side_files(source_dir, temporary, name)
 
 
-def write_tensors(
-    path: Path, shard: Shard, read: Callable[[str], torch.Tensor]
-) -> None:
+def write_tensors(path: Path, shard: Shard, read: Callable[[str], torch.Tensor]) -> None:
     """Write the file of a shard; ``read`` returns one tensor at a time."""
     with path.open("wb") as file:
         file.write(shard.header)
@@ -516,9 +488,7 @@ def write_tensors(
             file.write(_as_bytes(read(key)).reshape(-1).numpy().data)
 
 
-def joined(
-    arch: Architecture, tensors: Mapping[str, torch.Tensor]
-) -> dict[str, torch.Tensor]:
+def joined(arch: Architecture, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return tensors of the table as a checkpoint holds them: those that belong into a fused one as
     one.
     """
@@ -569,10 +539,7 @@ def tensors_on_disk(
         for name, offset in shard.offsets.items():
             shape, dtype = specs[name]
             flat = torch.frombuffer(
-                mapped,
-                dtype=torch_dtype(dtype),
-                offset=offset,
-                count=math.prod(shape),
+                mapped, dtype=torch_dtype(dtype), offset=offset, count=math.prod(shape)
             )
             tensors[name] = flat.view(shape)
     yield tensors
@@ -589,10 +556,7 @@ def write_index(out: Path, shards: list[Shard]) -> None:
     weight_map = {}
     for shard in shards:
         weight_map.update(dict.fromkeys(shard.offsets, shard.file))
-    index = {
-        "metadata": {"total_size": total},
-        "weight_map": dict(sorted(weight_map.items())),
-    }
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     (out / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
@@ -615,9 +579,7 @@ def copy_side_files(source_dir: Path, out: Path, dtype: str | None = None) -> No
     if dtype is None:
         return
     config = read_json_object(out / "config.json")
-    described = {
-        key: value for key, value in config.items() if key not in QUANTIZED_KEYS
-    }
+    described = {key: value for key, value in config.items() if key not in QUANTIZED_KEYS}
     keys = [key for key in ("dtype", "torch_dtype") if key in config]
     described.update(dict.fromkeys(keys or ["torch_dtype"], dtype))
     if described != config:

@@ -46,8 +46,7 @@ class Layout:
         x ETP ranks of all experts.
         """
         return max(
-            self.tensor_model_parallel_size,
-            self.expert_model_parallel_size * self.expert_tensor,
+            self.tensor_model_parallel_size, self.expert_model_parallel_size * self.expert_tensor
         )
 
     def at(self, part: int, pipeline: int, virtual: int = 0) -> Coordinates:
@@ -70,10 +69,7 @@ class Layout:
             pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
             virtual_pipeline_model_parallel_size=parallel.virtual_pipeline_model_parallel_size,
             transformer_engine=transformer_engine,
-            **{
-                option: getattr(parallel, option)
-                for option in (*UNEVEN_PIPELINE, *EXPERTS)
-            },
+            **{option: getattr(parallel, option) for option in (*UNEVEN_PIPELINE, *EXPERTS)},
         )
 
 

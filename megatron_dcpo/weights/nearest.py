@@ -79,10 +79,7 @@ def unknown_architecture(
 
 
 def nearest_architecture(
-    config: Mapping[str, Any],
-    name: str,
-    model_dir: Path | None,
-    families: Sequence[Family],
+    config: Mapping[str, Any], name: str, model_dir: Path | None, families: Sequence[Family]
 ) -> Difference:
     """Return what differs from the known architecture from which least differs; of several the one
     with the most similar name.
@@ -97,9 +94,7 @@ def nearest_architecture(
     return min(differences, key=rank)
 
 
-def _difference(
-    family: Family, config: Mapping[str, Any], tensors: frozenset[str]
-) -> Difference:
+def _difference(family: Family, config: Mapping[str, Any], tensors: frozenset[str]) -> Difference:
     lacking = [key for key in family.keys.spelled_out if key not in config]
     counts_experts = config.keys() & _NUMBERS_OF_EXPERTS
     if family.smallest.num_experts and not counts_experts:

@@ -69,9 +69,7 @@ def read_low_rank(directory: Path, arch: Architecture) -> dict[str, LowRank]:
     for module, scale in shape.scales.items():
         A, B = (tensors[name].float() for name in factor_names(module))
         if not (torch.isfinite(A).all() and torch.isfinite(B).all()):
-            raise UserError(
-                f"{directory}: the factors of {module} hold values that are not finite"
-            )
+            raise UserError(f"{directory}: the factors of {module} hold values that are not finite")
         pairs[f"{module}.weight"] = LowRank(A=A, B=B, scale=scale)
     return pairs
 
@@ -95,9 +93,7 @@ def write_adapter(
     ``...lora_B.weight`` [out, rank]) to ``directory``, for the model ``base``.
     """
     rank = Counter(shape.ranks.values()).most_common(1)[0][0]
-    alphas = {
-        module: shape.scales[module] * shape.ranks[module] for module in shape.ranks
-    }
+    alphas = {module: shape.scales[module] * shape.ranks[module] for module in shape.ranks}
     alpha = Counter(alphas.values()).most_common(1)[0][0]
     peft: dict[str, Any] = {
         "peft_type": "LORA",
@@ -113,17 +109,12 @@ def write_adapter(
     rank_pattern = {module: r for module, r in shape.ranks.items() if r != rank}
     alpha_pattern = {module: a for module, a in alphas.items() if a != alpha}
     if rank_pattern:
-        peft["rank_pattern"] = {
-            re.escape(module): value for module, value in rank_pattern.items()
-        }
+        peft["rank_pattern"] = {re.escape(module): value for module, value in rank_pattern.items()}
     if alpha_pattern:
         peft["alpha_pattern"] = {
             re.escape(module): value for module, value in alpha_pattern.items()
         }
-    whole = {
-        PREFIX + name: tensor.detach().cpu().contiguous()
-        for name, tensor in tensors.items()
-    }
+    whole = {PREFIX + name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     with new_directory(directory, overwrite=True) as temporary:
         save_file(whole, temporary / WEIGHTS)
         (temporary / CONFIG).write_text(json.dumps(peft, indent=1) + "\n")
@@ -132,12 +123,10 @@ def write_adapter(
 def _target_modules(shape: AdapterShape) -> list[str]:
     """Return the projections if each is adapted in every adapted layer, else the full names."""
     layers = {module.split(".")[2] for module in shape.ranks}
-    projections = list(
-        dict.fromkeys(module.rpartition(".")[2] for module in shape.ranks)
-    )
+    projections = list(dict.fromkeys(module.rpartition(".")[2] for module in shape.ranks))
     every_layer = range(len(layers))
-    if layers == {str(layer) for layer in every_layer} and len(shape.ranks) == len(
-        layers
-    ) * len(projections):
+    if layers == {str(layer) for layer in every_layer} and len(shape.ranks) == len(layers) * len(
+        projections
+    ):
         return projections
     return list(shape.ranks)

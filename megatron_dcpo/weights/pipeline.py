@@ -28,10 +28,7 @@ def chunk_layers(num_layers: int, layout: Layout) -> tuple[range, ...]:
     Raises :class:`UserError` for a split that does not add up to ``num_layers`` or leaves a chunk
     without a layer.
     """
-    stages = (
-        layout.pipeline_model_parallel_size
-        * layout.virtual_pipeline_model_parallel_size
-    )
+    stages = layout.pipeline_model_parallel_size * layout.virtual_pipeline_model_parallel_size
     given = layout.pipeline_model_parallel_layout
     if given is None:
         counts = _computed(num_layers, layout)
@@ -81,9 +78,7 @@ def _written(num_layers: int, given: str, stages: int) -> list[int]:
     elif text.count("t") != num_layers:
         problem = f"has {text.count('t')} layers t; the model has {num_layers}"
     if problem:
-        raise UserError(
-            f"parallel.megatron.pipeline_model_parallel_layout={given} {problem}"
-        )
+        raise UserError(f"parallel.megatron.pipeline_model_parallel_layout={given} {problem}")
     return [part.count("t") for part in parts]
 
 

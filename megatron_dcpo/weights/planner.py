@@ -104,8 +104,7 @@ def _check_experts(arch: Architecture, layout: Layout) -> None:
     named = f"parallel.expert_model_parallel_size={ep}"
     for refused, why in (
         (
-            not arch.num_experts
-            and (ep > 1 or layout.expert_tensor_parallel_size is not None),
+            not arch.num_experts and (ep > 1 or layout.expert_tensor_parallel_size is not None),
             "parallel.expert_model_parallel_size and expert_tensor_parallel_size are for mixtures "
             "of experts; "
             f"{arch.name} has no experts",
@@ -145,16 +144,7 @@ def plan(arch: Architecture, layout: Layout, at: Coordinates) -> tuple[Copy, ...
         if of_expert:
             tp = layout.expert_tensor
             rank = at.expert_tensor
-        copies.extend(
-            _copies(
-                arch=arch,
-                layout=layout,
-                tp=tp,
-                rank=rank,
-                row=row,
-                primary=primary,
-            )
-        )
+        copies.extend(_copies(arch=arch, layout=layout, tp=tp, rank=rank, row=row, primary=primary))
     return tuple(copies)
 
 
@@ -175,9 +165,7 @@ def sharded_dimensions(
     return dimensions
 
 
-def interleavings(
-    arch: Architecture, layout: Layout, at: Coordinates
-) -> dict[str, Interleaving]:
+def interleavings(arch: Architecture, layout: Layout, at: Coordinates) -> dict[str, Interleaving]:
     """Return how the Hugging Face tensors of every parameter of the chunk interleave."""
     return {row.megatron: row.interleaving for row, *_ in _chunk_rows(arch, layout, at)}
 
@@ -212,9 +200,7 @@ def _chunk_rows(
                 number = len(experts) // layout.expert_model_parallel_size
                 experts = experts[at.expert * number : (at.expert + 1) * number]
             for index, expert in enumerate(experts):
-                numbered = named.at(
-                    layer=local, expert=index, hf_layer=layer, hf_expert=expert
-                )
+                numbered = named.at(layer=local, expert=index, hf_layer=layer, hf_expert=expert)
                 yield numbered, True, row.of_expert
     if last:
         yield FINAL_NORM_ROW, True, False
@@ -224,12 +210,7 @@ def _chunk_rows(
 
 
 def _copies(
-    arch: Architecture,
-    layout: Layout,
-    tp: int,
-    rank: int,
-    row: Row,
-    primary: bool,
+    arch: Architecture, layout: Layout, tp: int, rank: int, row: Row, primary: bool
 ) -> Iterator[Copy]:
     """Yield the copies of a row of the table on ``rank`` of the ``tp`` ranks that divide its
     tensors.
@@ -250,13 +231,7 @@ def _copies(
     elif row.interleaving in ("column", "norm_of_heads", "row"):
         dim = 1 if row.interleaving == "row" else 0
         size = shape[dim] // tp
-        yield copy(
-            hf=row.hf[0],
-            hf_start=rank * size,
-            hf_stop=(rank + 1) * size,
-            start=0,
-            dim=dim,
-        )
+        yield copy(hf=row.hf[0], hf_start=rank * size, hf_stop=(rank + 1) * size, start=0, dim=dim)
     elif row.interleaving == "vocab":
         size = padded_vocab_size(arch, layout) // tp
         start = rank * size
@@ -267,27 +242,13 @@ def _copies(
         start = 0
         for name in row.hf:
             size = shapes[name][0] // tp
-            yield copy(
-                hf=name,
-                hf_start=rank * size,
-                hf_stop=(rank + 1) * size,
-                start=start,
-                dim=0,
-            )
+            yield copy(hf=name, hf_start=rank * size, hf_stop=(rank + 1) * size, start=start, dim=0)
             start += size
     else:
-        yield from _qkv_copies(
-            arch=arch,
-            tp=tp,
-            rank=rank,
-            row=row,
-            primary=primary,
-        )
+        yield from _qkv_copies(arch=arch, tp=tp, rank=rank, row=row, primary=primary)
 
 
-def _qkv_copies(
-    arch: Architecture, tp: int, rank: int, row: Row, primary: bool
-) -> Iterator[Copy]:
+def _qkv_copies(arch: Architecture, tp: int, rank: int, row: Row, primary: bool) -> Iterator[Copy]:
     """Yield the copies of Q, K and V, query group by query group."""
     groups = arch.num_query_groups // tp
     start = 0
@@ -305,9 +266,7 @@ def _qkv_copies(
             start += rows
 
 
-def _query_group(
-    arch: Architecture, row: Row, group: int
-) -> list[tuple[str, int, int]]:
+def _query_group(arch: Architecture, row: Row, group: int) -> list[tuple[str, int, int]]:
     """Return what a query group holds, in its order, as tensor, first row and number of rows: its
     query heads, with a gate their gates, one key head and one value head. In the tensor of the
     queries each head's gate is behind the head.
@@ -318,9 +277,7 @@ def _query_group(
     if row.interleaving == "gated_qkv":
         first = group * 2 * heads
         of_queries = [
-            (queries, (first + 2 * head + gate) * d, d)
-            for gate in (0, 1)
-            for head in range(heads)
+            (queries, (first + 2 * head + gate) * d, d) for gate in (0, 1) for head in range(heads)
         ]
     else:
         of_queries = [(queries, group * heads * d, heads * d)]

@@ -177,26 +177,19 @@ def _export(
 
 
 def export_slices(
-    policy: Shards,
-    names: tuple[str, ...] | None = None,
-    bucket_bytes: int = BUCKET_BYTES,
+    policy: Shards, names: tuple[str, ...] | None = None, bucket_bytes: int = BUCKET_BYTES
 ) -> Iterator[WeightSlice]:
     """Yield the whole tensors in ``names`` (by default all), large ones in several parts, on every
     rank of the replica. Collective over the replica.
     """
     plan = plan_for(
-        policy=policy,
-        engine_tensor_model_parallel_size=1,
-        bucket_bytes=bucket_bytes,
-        names=names,
+        policy=policy, engine_tensor_model_parallel_size=1, bucket_bytes=bucket_bytes, names=names
     )
     for bucket in export_buckets(policy, plan):
         yield from bucket
 
 
-def gather_full(
-    policy: Shards, shapes: dict[str, tuple[int, ...]]
-) -> dict[str, Tensor]:
+def gather_full(policy: Shards, shapes: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
     """Return the whole tensors of ``shapes``, on the CPU of every rank of the replica.
     Collective.
     """
@@ -232,9 +225,7 @@ def not_finite(policy: Shards) -> list[str]:
 
 
 def _finite_slice(parameter: Tensor, copy: Copy) -> bool:
-    return bool(
-        torch.isfinite(parameter.narrow(copy.dim, copy.start, copy.length)).all()
-    )
+    return bool(torch.isfinite(parameter.narrow(copy.dim, copy.start, copy.length)).all())
 
 
 class _Local:
@@ -249,9 +240,7 @@ class _Local:
         for chunk, copies in enumerate(policy.copies):
             parameters = policy.parameters(chunk)
             for copy in copies:
-                self._held.setdefault(copy.hf, []).append(
-                    (copy, parameters[copy.megatron])
-                )
+                self._held.setdefault(copy.hf, []).append((copy, parameters[copy.megatron]))
         self.dtype = next(iter(policy.parameters(0).values())).dtype
 
     def targets(
@@ -271,12 +260,7 @@ class _Local:
                 values = assembly_buffer[used : used + math.prod(shape)].view(shape)
                 used += values.numel()
                 self.fill(values, name, start)
-            targets[name] = WeightSlice(
-                name=name,
-                dim=dim,
-                start=start,
-                values=values,
-            )
+            targets[name] = WeightSlice(name=name, dim=dim, start=start, values=values)
         return targets
 
     def fill(self, values: Tensor, name: str, start: int) -> None:
@@ -289,9 +273,7 @@ class _Local:
             last = min(start + values.shape[dim], copy.hf_stop)
             if first >= last:
                 continue
-            source = parameter.narrow(
-                dim, copy.start + first - copy.hf_start, last - first
-            )
+            source = parameter.narrow(dim, copy.start + first - copy.hf_start, last - first)
             if name in self.policy.merged:
                 source = self.policy.addition(name, dim, first, last).add_(source)
             values.narrow(dim, first - start, last - first).copy_(source)
@@ -301,9 +283,7 @@ class _Local:
             return None
         for copy, parameter in self._held.get(name, ()):
             if copy.hf_start <= start and stop <= copy.hf_stop:
-                return parameter.narrow(
-                    dim, copy.start + start - copy.hf_start, stop - start
-                )
+                return parameter.narrow(dim, copy.start + start - copy.hf_start, stop - start)
         return None
 
 
@@ -326,12 +306,8 @@ def _exchange(
         return 0
     flat = recv_buffer[: message.numel]
     views = []
-    for op, values in zip(
-        message.ops, flat.split([op.numel for op in message.ops]), strict=True
-    ):
-        views.append(
-            values.view(_sliced(local.shapes[op.hf], op.dim, op.stop - op.start))
-        )
+    for op, values in zip(message.ops, flat.split([op.numel for op in message.ops]), strict=True):
+        views.append(values.view(_sliced(local.shapes[op.hf], op.dim, op.stop - op.start)))
     if sends:
         for op, view in zip(message.ops, views, strict=True):
             local.fill(view, op.hf, op.start)
@@ -345,21 +321,16 @@ def _exchange(
     return flat.nbytes
 
 
-def _communicate(
-    flat: Tensor, message: Message, sends: bool, group: dist.ProcessGroup
-) -> None:
+def _communicate(flat: Tensor, message: Message, sends: bool, group: dist.ProcessGroup) -> None:
     if len(message.readers) == dist.get_world_size(group) - 1:
         dist.broadcast(flat, group=group, group_src=message.owner)
         return
     # A batch uses the group's communicator; for single calls NCCL would create one for every pair.
     if sends:
         operations = [
-            dist.P2POp(dist.isend, flat, group=group, group_peer=rank)
-            for rank in message.readers
+            dist.P2POp(dist.isend, flat, group=group, group_peer=rank) for rank in message.readers
         ]
     else:
-        operations = [
-            dist.P2POp(dist.irecv, flat, group=group, group_peer=message.owner)
-        ]
+        operations = [dist.P2POp(dist.irecv, flat, group=group, group_peer=message.owner)]
     for work in dist.batch_isend_irecv(operations):
         work.wait()

@@ -100,9 +100,7 @@ class Bucket:
 
 
 _Held = dict[str, list[TransferOp]]  # the intervals of every tensor that ranks hold
-_Slices = dict[
-    str, tuple[Slice, ...]
-]  # the slice of every tensor that each rank's engine keeps
+_Slices = dict[str, tuple[Slice, ...]]  # the slice of every tensor that each rank's engine keeps
 _Planned = tuple[BucketEntry, list[TransferOp]]
 
 
@@ -162,9 +160,7 @@ class ReshardPlan:
     @functools.cached_property
     def checksum(self) -> str:
         """Return a number that is equal on ranks that will move the same bytes."""
-        return hashlib.sha256(repr((self.itemsize, self.buckets)).encode()).hexdigest()[
-            :16
-        ]
+        return hashlib.sha256(repr((self.itemsize, self.buckets)).encode()).hexdigest()[:16]
 
 
 @functools.lru_cache(maxsize=64)
@@ -198,18 +194,10 @@ def reshard_plan(
     whole = _engine_slices(arch, names, 1, [0 for _ in ranks])
     held_ops = _held(arch, layout, names)
     message_limit, capacity = _share_of_a_bucket(
-        arch=arch,
-        names=names,
-        ranks=len(ranks),
-        bucket_bytes=bucket_bytes,
-        itemsize=itemsize,
+        arch=arch, names=names, ranks=len(ranks), bucket_bytes=bucket_bytes, itemsize=itemsize
     )
     entries = _entries(
-        arch=arch,
-        held_ops=held_ops,
-        slices=slices,
-        capacity=capacity,
-        merged=merged,
+        arch=arch, held_ops=held_ops, slices=slices, capacity=capacity, merged=merged
     )
     buckets = []
     assembled = 0
@@ -248,17 +236,12 @@ def _moving(arch: Architecture) -> list[str]:
 
 
 def _engine_slices(
-    arch: Architecture,
-    names: Iterable[str],
-    tp: int,
-    engine_ranks: Sequence[int],
+    arch: Architecture, names: Iterable[str], tp: int, engine_ranks: Sequence[int]
 ) -> _Slices:
     """Return the slices of every tensor that the given ranks of an engine of size ``tp`` keep."""
     slices = {}
     for name in names:
-        slices[name] = tuple(
-            engine_slice(arch, name, tp, rank) for rank in engine_ranks
-        )
+        slices[name] = tuple(engine_slice(arch, name, tp, rank) for rank in engine_ranks)
     return slices
 
 
@@ -285,11 +268,7 @@ def most_received(
 
 
 def _share_of_a_bucket(
-    arch: Architecture,
-    names: Sequence[str],
-    ranks: int,
-    bucket_bytes: int,
-    itemsize: int,
+    arch: Architecture, names: Sequence[str], ranks: int, bucket_bytes: int, itemsize: int
 ) -> tuple[int, int]:
     """Return how many numbers a message and the buffer of arrived values may hold, which is at
     least a row of the widest tensor.
@@ -297,8 +276,7 @@ def _share_of_a_bucket(
     widest = 1
     if names:
         widest = max(
-            _per_index(arch, name, engine_slice(arch, name, tp=1, rank=0)[0])
-            for name in names
+            _per_index(arch, name, engine_slice(arch, name, tp=1, rank=0)[0]) for name in names
         )
     message = 0
     if ranks > 1:
@@ -379,9 +357,7 @@ def _per_index(arch: Architecture, name: str, dim: int) -> int:
     return math.prod(shape) // shape[dim]
 
 
-def _least(
-    arch: Architecture, held_ops: _Held, slices: _Slices, itemsize: int
-) -> tuple[int, ...]:
+def _least(arch: Architecture, held_ops: _Held, slices: _Slices, itemsize: int) -> tuple[int, ...]:
     """Return the bytes of each rank's slices that it does not hold."""
     ranks = len(next(iter(slices.values()), ()))
     least = [0] * ranks
@@ -395,11 +371,7 @@ def _least(
 
 
 def _entries(
-    arch: Architecture,
-    held_ops: _Held,
-    slices: _Slices,
-    capacity: int,
-    merged: tuple[str, ...],
+    arch: Architecture, held_ops: _Held, slices: _Slices, capacity: int, merged: tuple[str, ...]
 ) -> Iterator[_Planned]:
     """Yield every tensor whole if ``capacity`` numbers are enough for it on every rank, otherwise
     each rank's slice in equal parts.
@@ -422,9 +394,7 @@ def _entries(
             yield BucketEntry(name, tuple(part)), _transfer_ops(held_ops[name], part)
 
 
-def _transfer_ops(
-    held_ops: Sequence[TransferOp], keeps: Sequence[Slice]
-) -> list[TransferOp]:
+def _transfer_ops(held_ops: Sequence[TransferOp], keeps: Sequence[Slice]) -> list[TransferOp]:
     """Return the held intervals of a tensor, cut at the beginning and end of every engine rank's
     slice.
     """

@@ -116,9 +116,7 @@ _FUSED_NORMS = {
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
     "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
 }
-_FUSED_NORM_OF_DELTA_NET = {
-    "input_layernorm.weight": "self_attention.in_proj.layer_norm_weight"
-}
+_FUSED_NORM_OF_DELTA_NET = {"input_layernorm.weight": "self_attention.in_proj.layer_norm_weight"}
 _LOCAL_EXPERT = "mlp.experts.local_experts.{expert}."
 _GROUPED_EXPERTS = {
     _LOCAL_EXPERT + "linear_fc1.weight": "mlp.experts.linear_fc1.weight{expert}",
@@ -130,14 +128,7 @@ LOCAL_NAMES = {
     for local, fused in norms.items()
 }
 # The names that Megatron gives in checkpoints to the parts of a gated delta net's parameters.
-DELTA_NET_PARTS = {
-    "q": "query",
-    "k": "key",
-    "v": "value",
-    "z": "z",
-    "b": "beta",
-    "a": "alpha",
-}
+DELTA_NET_PARTS = {"q": "query", "k": "key", "v": "value", "z": "z", "b": "beta", "a": "alpha"}
 # The norms of outputs under the names that Megatron Bridge gives them in checkpoints. Here they are
 # no part of the linear layers, so that an adapter adds to what is normed.
 OUTPUT_NORMS = {
@@ -150,22 +141,14 @@ _CORRECTION_BIAS = "mlp.gate.e_score_correction_bias"
 ROUTER_BIAS = "mlp.router.expert_bias"
 # What ``fused_projections`` hold, from the first row to the last.
 _FUSED_PROJECTIONS = {
-    "self_attn.qkv_proj": (
-        "self_attn.q_proj",
-        "self_attn.k_proj",
-        "self_attn.v_proj",
-    ),
+    "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
     "linear_attn.in_proj_qkv": (
         "linear_attn.in_proj_q",
         "linear_attn.in_proj_k",
         "linear_attn.in_proj_v",
     ),
-    "linear_attn.conv1d": (
-        "linear_attn.conv1d_q",
-        "linear_attn.conv1d_k",
-        "linear_attn.conv1d_v",
-    ),
+    "linear_attn.conv1d": ("linear_attn.conv1d_q", "linear_attn.conv1d_k", "linear_attn.conv1d_v"),
 }
 
 _M = "decoder.layers.{layer}."
@@ -184,9 +167,7 @@ def transformer_engine_row(arch: Architecture, layer: int, row: Row) -> Row:
     if arch.has_delta_net(layer):
         names |= _FUSED_NORM_OF_DELTA_NET
     name = row.megatron.removeprefix(_M)
-    return replace(
-        row, megatron=row.megatron.removesuffix(name) + names.get(name, name)
-    )
+    return replace(row, megatron=row.megatron.removesuffix(name) + names.get(name, name))
 
 
 def experts_of(arch: Architecture, row: Row) -> range:
@@ -196,9 +177,7 @@ def experts_of(arch: Architecture, row: Row) -> range:
     return range(1)
 
 
-def parts_of(
-    name: str, shape: Sequence[int], arch: Architecture | None
-) -> tuple[StoredPart, ...]:
+def parts_of(name: str, shape: Sequence[int], arch: Architecture | None) -> tuple[StoredPart, ...]:
     """Return the table's tensors in a tensor that holds several, on disk or in the memory of
     transformers; nothing for other tensors. Without ``arch`` only experts are found.
     """
@@ -219,11 +198,7 @@ def _experts_in(name: str, shape: Sequence[int]) -> tuple[StoredPart, ...]:
         projections = ("down_proj",)
     else:
         return ()
-    if (
-        not module.endswith(".experts")
-        or len(shape) != 3
-        or shape[1] % len(projections)
-    ):
+    if not module.endswith(".experts") or len(shape) != 3 or shape[1] % len(projections):
         return ()
     rows = shape[1] // len(projections)
     parts = []
@@ -309,9 +284,7 @@ def _norm_row(megatron: str, hf: str | None) -> list[Row]:
     if hf is None:
         return []
     row = Row(
-        megatron=f"{_M}{megatron}.weight",
-        hf=(f"{_H}{hf}.weight",),
-        interleaving="replicated",
+        megatron=f"{_M}{megatron}.weight", hf=(f"{_H}{hf}.weight",), interleaving="replicated"
     )
     return [row]
 
@@ -402,9 +375,7 @@ def layer_rows(arch: Architecture, layer: int) -> tuple[Row, ...]:
         )
     has_norms = arch.qk_layernorm or arch.whole_qk_layernorm
     if has_norms and not arch.has_delta_net(layer):
-        interleaving: Interleaving = (
-            "norm_of_heads" if arch.whole_qk_layernorm else "replicated"
-        )
+        interleaving: Interleaving = "norm_of_heads" if arch.whole_qk_layernorm else "replicated"
         for p in "qk":
             rows.append(
                 Row(
@@ -438,11 +409,7 @@ def _delta_net_rows() -> list[Row]:
     (``a``), one below the other.
     """
     of_module: tuple[tuple[str, tuple[str, ...], Interleaving], ...] = (
-        (
-            "in_proj.weight",
-            tuple(f"in_proj_{part}.weight" for part in DELTA_NET_PARTS),
-            "sections",
-        ),
+        ("in_proj.weight", tuple(f"in_proj_{part}.weight" for part in DELTA_NET_PARTS), "sections"),
         ("conv1d.weight", tuple(f"conv1d_{part}.weight" for part in "qkv"), "sections"),
         ("dt_bias", ("dt_bias",), "column"),
         ("A_log", ("A_log",), "column"),
@@ -462,14 +429,10 @@ def _delta_net_rows() -> list[Row]:
 
 
 EMBEDDING_ROW = Row(
-    megatron="embedding.word_embeddings.weight",
-    hf=(EMBEDDING,),
-    interleaving="vocab",
+    megatron="embedding.word_embeddings.weight", hf=(EMBEDDING,), interleaving="vocab"
 )
 FINAL_NORM_ROW = Row(
-    megatron="decoder.final_layernorm.weight",
-    hf=("model.norm.weight",),
-    interleaving="replicated",
+    megatron="decoder.final_layernorm.weight", hf=("model.norm.weight",), interleaving="replicated"
 )
 
 
@@ -585,10 +548,7 @@ def _qk_norm_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
         keys = arch.num_query_groups * d
     elif not arch.qk_layernorm:
         return {}
-    return {
-        "self_attn.q_norm.weight": (queries,),
-        "self_attn.k_norm.weight": (keys,),
-    }
+    return {"self_attn.q_norm.weight": (queries,), "self_attn.k_norm.weight": (keys,)}
 
 
 @functools.lru_cache(maxsize=64)
@@ -620,9 +580,7 @@ def is_constant(name: str) -> bool:
 def number_of_parameters(arch: Architecture) -> int:
     """Return the number of parameters of the whole model: tied embeddings once, no padding."""
     shapes = hf_shapes(arch)
-    return sum(
-        math.prod(shape) for name, shape in shapes.items() if not is_constant(name)
-    )
+    return sum(math.prod(shape) for name, shape in shapes.items() if not is_constant(name))
 
 
 def kv_bytes_per_token(

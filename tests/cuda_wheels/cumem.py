@@ -84,9 +84,7 @@ class Binary:
 
     def __init__(self, library: str) -> None:
         spec = spec_from_file_location(
-            "cumem_allocator",
-            library,
-            loader=ExtensionFileLoader("cumem_allocator", library),
+            "cumem_allocator", library, loader=ExtensionFileLoader("cumem_allocator", library)
         )
         assert spec is not None
         assert spec.loader is not None
@@ -128,11 +126,7 @@ class Binary:
         self.module.python_create_and_map(*self.handles[at])
 
     def state(self) -> tuple[int, int, bool]:
-        return (
-            self.driver.driver_used(),
-            self.driver.driver_errors(),
-            self.error.value != 0,
-        )
+        return (self.driver.driver_used(), self.driver.driver_errors(), self.error.value != 0)
 
 
 class Imitation:
@@ -158,11 +152,7 @@ class Imitation:
         self.extension.raise_error()
 
     def state(self) -> tuple[int, int, bool]:
-        return (
-            self.driver.used,
-            len(self.extension.printed),
-            self.extension.error_code != 0,
-        )
+        return (self.driver.used, len(self.extension.printed), self.extension.error_code != 0)
 
 
 def said(one: Any, name: str, argument: int) -> tuple[Any, ...]:
@@ -191,8 +181,7 @@ def compare(library: str) -> dict[str, Any]:
                 pairs.append(arguments)
             done.append((name, arguments))
             first, second = (
-                said(one, name, at)
-                for one, at in zip((binary, imitation), arguments, strict=True)
+                said(one, name, at) for one, at in zip((binary, imitation), arguments, strict=True)
             )
             if name == "malloc" and first[-1] and second[-1]:
                 pairs.append((first[-1], second[-1]))
@@ -229,9 +218,7 @@ def main() -> None:
             language = (
                 ["gcc", "-x", "c"] if text == COUNTING else ["g++", "-x", "c++"]
             )  # which makes std::cerr ready
-            subprocess.run(
-                [*language, *options, "-"], input=text, text=True, check=True
-            )
+            subprocess.run([*language, *options, "-"], input=text, text=True, check=True)
         environment = os.environ | {"LD_LIBRARY_PATH": stubs, "CUMEM": library}
         sys.exit(
             subprocess.run(

@@ -26,13 +26,7 @@ HOST = torch.device("cpu")
 
 
 class _H100:
-    major, minor, name, multi_processor_count, total_memory = (
-        9,
-        0,
-        "NVIDIA H100",
-        132,
-        80 << 30,
-    )
+    major, minor, name, multi_processor_count, total_memory = (9, 0, "NVIDIA H100", 132, 80 << 30)
 
 
 def pretend() -> None:
@@ -59,11 +53,7 @@ EXPERTS: tuple[dict[str, Any], ...] = (
     {"expert_model_parallel_size": 4},
     {"expert_model_parallel_size": 2, "pipeline_model_parallel_size": 2},
     {"tensor_model_parallel_size": 2, "sequence_parallel": True},
-    {
-        "tensor_model_parallel_size": 2,
-        "expert_model_parallel_size": 2,
-        "sequence_parallel": True,
-    },
+    {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2, "sequence_parallel": True},
     {
         "tensor_model_parallel_size": 2,
         "expert_model_parallel_size": 4,
@@ -99,9 +89,7 @@ _SIZES = {
 
 
 def name_of(family: str, options: dict[str, Any]) -> str:
-    return " ".join(
-        [family.removesuffix("ForCausalLM"), *(f"{k}={v}" for k, v in options.items())]
-    )
+    return " ".join([family.removesuffix("ForCausalLM"), *(f"{k}={v}" for k, v in options.items())])
 
 
 CASES = {
@@ -127,9 +115,7 @@ def differences(
     from tests.distributed.cases.common import parallel_config
 
     policy.current_device = lambda: HOST
-    CudaRNGStatesTracker.fork = lambda self, name=None: (
-        nullcontext()
-    )  # the generator is the GPU's
+    CudaRNGStatesTracker.fork = lambda self, name=None: nullcontext()  # the generator is the GPU's
     arch = parse_architecture({"architectures": [family], **_SIZES, **changes})
     parallel = parallel_config({"use_distributed_optimizer": True, **options})
     layout = Layout.of(parallel, transformer_engine=True)
@@ -161,26 +147,13 @@ def differences(
                 if built.get(name) != said.get(name)
             ]
             marked = {
-                n
-                for n, p in gpt.named_parameters()
-                if getattr(p, "tensor_model_parallel", False)
+                n for n, p in gpt.named_parameters() if getattr(p, "tensor_model_parallel", False)
             }
-            cut = {
-                n
-                for n, dim in sharded_dimensions(arch, layout, at).items()
-                if dim is not None
-            }
-            found += [
-                f"rank {rank}: {name} is not marked as cut"
-                for name in sorted(cut - marked)
-            ]
+            cut = {n for n, dim in sharded_dimensions(arch, layout, at).items() if dim is not None}
+            found += [f"rank {rank}: {name} is not marked as cut" for name in sorted(cut - marked)]
             if world == 1 and not options:
                 parts = nested_values(gpt.sharded_state_dict())
-                extra = {
-                    part.unique_key
-                    for part in parts
-                    if part.key.endswith("_extra_state")
-                }
+                extra = {part.unique_key for part in parts if part.key.endswith("_extra_state")}
                 found += [
                     f"extra state {key} in one of the two"
                     for key in sorted(extra ^ extra_states(arch).keys())
@@ -209,9 +182,7 @@ def table(arch: Any, layout: Any, at: Any) -> dict[str, tuple[int, ...]]:
             "every number of a parameter is filled once"
         )
         if name.endswith(("word_embeddings.weight", "output_layer.weight")):
-            shape[0] = (
-                padded_vocab_size(arch, layout) // layout.tensor_model_parallel_size
-            )
+            shape[0] = padded_vocab_size(arch, layout) // layout.tensor_model_parallel_size
         result[name] = tuple(shape)
     assert all(math.prod(shape) for shape in result.values())
     return result

@@ -27,10 +27,7 @@ def of(path: Path, *foreign: str) -> tuple[str, str, tuple[str, ...]]:
 @pytest.mark.parametrize(
     ("package", "path"),
     [
-        *(
-            pytest.param("megatron", path, id=f"megatron-{path.stem}")
-            for path in files("megatron")
-        ),
+        *(pytest.param("megatron", path, id=f"megatron-{path.stem}") for path in files("megatron")),
         *(
             pytest.param("vllm", path, id=f"vllm-{path.stem}", marks=in_cuda_wheels)
             for path in files("vllm")
@@ -53,14 +50,8 @@ def test_vllms_nccl_backend_takes_what_the_server_is_told() -> None:
 
     group = {"master_address": "127.0.0.1", "master_port": 1, "world_size": 2}
     assert NCCLWeightTransferInitInfo(**connection(group)).packed is False
-    made = NCCLWeightTransferUpdateInfo(
-        **described({"w": torch.zeros(2, 3, dtype=torch.bfloat16)})
-    )
-    assert (made.names, made.dtype_names, made.shapes) == (
-        ["w"],
-        ["bfloat16"],
-        [[2, 3]],
-    )
+    made = NCCLWeightTransferUpdateInfo(**described({"w": torch.zeros(2, 3, dtype=torch.bfloat16)}))
+    assert (made.names, made.dtype_names, made.shapes) == (["w"], ["bfloat16"], [[2, 3]])
 
 
 @in_cuda_wheels
@@ -72,9 +63,7 @@ def test_transformer_engine_takes_what_the_stand_in_takes() -> None:
     spec.loader.exec_module(module)
     package = Path(importlib.util.find_spec("transformer_engine").origin).parent
     recorded = json.loads(module.TARGET.read_text())
-    assert recorded == {name: recorded[name] for name in module.PARTS}, (
-        "a part that is not checked"
-    )
+    assert recorded == {name: recorded[name] for name in module.PARTS}, "a part that is not checked"
     for name, (file, where) in module.PARTS.items():
         found = module.arguments(package / file, where)
         more = (
@@ -89,9 +78,7 @@ def test_tables_name_what_the_files_say() -> None:
     """An object of :data:`TYPES` that its file no longer names would be checked by nobody."""
     for name, expressions in TYPES.items():
         text = (PACKAGE / name).read_text()
-        assert [
-            e for e in expressions if e.split("[")[0].split(".")[-1] not in text
-        ] == [], name
+        assert [e for e in expressions if e.split("[")[0].split(".")[-1] not in text] == [], name
 
 
 @pytest.mark.parametrize(
@@ -99,10 +86,7 @@ def test_tables_name_what_the_files_say() -> None:
     [
         ("from megatron.core.models.gpt import GPTModell", "GPTModell"),
         ("from megatron.core.models.gtp import GPTModel", "No module named"),
-        (
-            "from megatron.core import parallel_state\nparallel_state.get_rank()",
-            "has no get_rank",
-        ),
+        ("from megatron.core import parallel_state\nparallel_state.get_rank()", "has no get_rank"),
         (
             "from megatron.core.packed_seq_params import "
             "PackedSeqParams\nPackedSeqParams(qkv='thd')",

@@ -39,19 +39,9 @@ OF = {
         "adapter": 0,
         "sequences": 512,
     },
-    "evaluation": {
-        "logprobs": "raw_logprobs",
-        "load": "auto",
-        "adapter": 16,
-        "sleep": False,
-    },
+    "evaluation": {"logprobs": "raw_logprobs", "load": "auto", "adapter": 16, "sleep": False},
     "no sleep, no graphs": {"sleep": False, "eager": True, "length": 40960},
-    "two ranks": {
-        "ranks": 2,
-        "executor": "external_launcher",
-        "sleep": True,
-        "sequences": 64,
-    },
+    "two ranks": {"ranks": 2, "executor": "external_launcher", "sleep": True, "sequences": 64},
 }
 
 

@@ -31,9 +31,7 @@ _PART = (
     "megatron.core.optimizer.optimizer:FP32Optimizer",
 )
 _WRAPPED = ("megatron.core.distributed:DistributedDataParallel",)
-_WRITER = (
-    "megatron.core.dist_checkpointing.strategies.filesystem_async:FileSystemWriterAsync",
-)
+_WRITER = ("megatron.core.dist_checkpointing.strategies.filesystem_async:FileSystemWriterAsync",)
 _CONFIG = ("megatron.core.transformer.transformer_config:TransformerConfig",)
 _NCCL = ("vllm.distributed.device_communicators.pynccl:PyNcclCommunicator",)
 _COMPLETION = ("vllm.outputs:CompletionOutput",)
@@ -130,9 +128,7 @@ class _Reader:
             try:
                 self.names[alias] = _load(f"{module}:{imported}")
             except (ImportError, AttributeError) as error:
-                self._problem(
-                    tree, f"{module}.{imported}: {type(error).__name__}: {error}"
-                )
+                self._problem(tree, f"{module}.{imported}: {type(error).__name__}: {error}")
         for expression, classes in TYPES.get(name, {}).items():
             if all(one.split(".")[0].split(":")[0] in foreign for one in classes):
                 self.names[expression] = Instance(tuple(map(_load, classes)))
@@ -152,23 +148,15 @@ class _Reader:
         for child in ast.iter_child_nodes(node):
             self._visit(child, annotated)
 
-    def _annotated(
-        self, node: ast.FunctionDef | ast.AsyncFunctionDef
-    ) -> dict[str, Any]:
+    def _annotated(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> dict[str, Any]:
         """The arguments whose annotation is an imported class, or a choice of such."""
         found: dict[str, Any] = {}
-        for argument in (
-            *node.args.posonlyargs,
-            *node.args.args,
-            *node.args.kwonlyargs,
-        ):
+        for argument in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs):
             parts = [argument.annotation]
             while isinstance(parts[-1], ast.BinOp):
                 parts[-1:] = [parts[-1].right, parts[-1].left]
             classes = [
-                self._resolve(part, {})
-                for part in parts
-                if not isinstance(part, ast.Constant)
+                self._resolve(part, {}) for part in parts if not isinstance(part, ast.Constant)
             ]
             if classes and all(isinstance(one, type) for one in classes):
                 found[argument.arg] = Instance(tuple(classes))
@@ -183,9 +171,7 @@ class _Reader:
         if not foreign:
             return {}
         own = {
-            statement.target.id
-            for statement in node.body
-            if isinstance(statement, ast.AnnAssign)
+            statement.target.id for statement in node.body if isinstance(statement, ast.AnnAssign)
         }
         own |= {
             target.id
@@ -201,12 +187,7 @@ class _Reader:
         for method in (item for item in node.body if isinstance(item, ast.FunctionDef)):
             own.add(method.name)
             theirs = next(
-                (
-                    getattr(base, method.name)
-                    for base in foreign
-                    if hasattr(base, method.name)
-                ),
-                None,
+                (getattr(base, method.name) for base in foreign if hasattr(base, method.name)), None
             )
             if method.name.startswith("__") or not inspect.isfunction(theirs):
                 continue
@@ -219,8 +200,7 @@ class _Reader:
             ]
             if len(needed) > mine:
                 self._problem(
-                    method,
-                    f"{foreign[0].__name__}.{method.name} takes {[p.name for p in needed]}",
+                    method, f"{foreign[0].__name__}.{method.name} takes {[p.name for p in needed]}"
                 )
         return {"self": Instance(foreign), "self.": own}
 
@@ -242,8 +222,7 @@ class _Reader:
             return None
         base = self._resolve(node.value, annotated)
         if base is None or (
-            ast.unparse(node.value) == "self"
-            and node.attr in annotated.get("self.", ())
+            ast.unparse(node.value) == "self" and node.attr in annotated.get("self.", ())
         ):
             return known
         member = _member(base, node.attr)
@@ -265,9 +244,7 @@ class _Reader:
         partly = len(keywords) < len(node.keywords) or any(
             isinstance(a, ast.Starred) for a in node.args
         )
-        self._note(
-            f"{_describe(function)}({len(node.args)}, {', '.join(sorted(keywords))})"
-        )
+        self._note(f"{_describe(function)}({len(node.args)}, {', '.join(sorted(keywords))})")
         try:
             signature = inspect.signature(function)
         except (TypeError, ValueError):
@@ -293,9 +270,7 @@ class _Reader:
         self.uses.problems.append(f"{self.name}:{getattr(node, 'lineno', 1)}: {what}")
 
 
-def _imports(
-    tree: ast.Module, foreign: tuple[str, ...]
-) -> Iterator[tuple[str, str, str]]:
+def _imports(tree: ast.Module, foreign: tuple[str, ...]) -> Iterator[tuple[str, str, str]]:
     """(module, name or empty, name in the file) of every import from ``foreign``."""
     for node in ast.walk(tree):
         if (
@@ -304,8 +279,7 @@ def _imports(
             and node.module.split(".")[0] in foreign
         ):
             yield from (
-                (node.module, alias.name, alias.asname or alias.name)
-                for alias in node.names
+                (node.module, alias.name, alias.asname or alias.name) for alias in node.names
             )
         elif isinstance(node, ast.Import):
             for alias in node.names:
@@ -333,20 +307,12 @@ def _member(base: Any, name: str) -> Any:
     if one is None:
         return _MISSING
     declared = next(
-        (
-            MEMBERS[path]
-            for parent in one.__mro__
-            if (path := f"{_path(parent)}.{name}") in MEMBERS
-        ),
+        (MEMBERS[path] for parent in one.__mro__ if (path := f"{_path(parent)}.{name}") in MEMBERS),
         None,
     )
     method = getattr(one, name, None)
     return (
-        Instance((_load(declared),))
-        if declared
-        else method
-        if inspect.isroutine(method)
-        else None
+        Instance((_load(declared),)) if declared else method if inspect.isroutine(method) else None
     )
 
 
@@ -394,6 +360,4 @@ def _path(thing: Any) -> str:
 def _describe(thing: Any) -> str:
     if isinstance(thing, Instance):
         return " or ".join(one.__name__ for one in thing.classes)
-    return getattr(thing, "__qualname__", None) or getattr(
-        thing, "__name__", repr(thing)
-    )
+    return getattr(thing, "__qualname__", None) or getattr(thing, "__name__", repr(thing))

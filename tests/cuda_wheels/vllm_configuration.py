@@ -23,11 +23,7 @@ from typing import Any
 NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE
 
 CASES: dict[str, dict[str, Any]] = {
-    "training": {
-        "dummy_weights": True,
-        "max_model_len": 4096,
-        "gpu_memory_utilization": 0.8,
-    },
+    "training": {"dummy_weights": True, "max_model_len": 4096, "gpu_memory_utilization": 0.8},
     "evaluation": {
         "raw_logprobs": True,
         "max_model_len": 4096,
@@ -39,11 +35,7 @@ CASES: dict[str, dict[str, Any]] = {
         "arguments": {"enforce_eager": True},
         "dtype": "bfloat16",
     },
-    "two ranks": {
-        "dummy_weights": True,
-        "tensor_model_parallel_size": 2,
-        "max_num_seqs": 64,
-    },
+    "two ranks": {"dummy_weights": True, "tensor_model_parallel_size": 2, "max_num_seqs": 64},
 }
 
 
@@ -53,24 +45,15 @@ def driver(directory: Path) -> Path:
     wanted: set[str] = set()
     for library in Path(package).rglob("*.so"):
         listed = subprocess.run(
-            ["nm", "-D", "--undefined-only", library],
-            capture_output=True,
-            text=True,
-            check=True,
+            ["nm", "-D", "--undefined-only", library], capture_output=True, text=True, check=True
         )
         names = (line.split()[-1] for line in listed.stdout.splitlines())
-        wanted |= {
-            name for name in names if name.startswith("cu") and name[2:3].isupper()
-        }
-    source = "".join(
-        f"int {name}(void) {{ return {NO_DEVICE}; }}\n" for name in sorted(wanted)
-    )
+        wanted |= {name for name in names if name.startswith("cu") and name[2:3].isupper()}
+    source = "".join(f"int {name}(void) {{ return {NO_DEVICE}; }}\n" for name in sorted(wanted))
     (directory / "driver.c").write_text(source)
     made = directory / "libcuda.so.1"
     options = ["-shared", "-fPIC", "-w", "-Wl,-soname,libcuda.so.1"]
-    subprocess.run(
-        ["cc", *options, "-o", str(made), str(directory / "driver.c")], check=True
-    )
+    subprocess.run(["cc", *options, "-o", str(made), str(directory / "driver.c")], check=True)
     return made
 
 
@@ -153,12 +136,7 @@ def configuration(model: str, options: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     pretend()
     print(
-        json.dumps(
-            {
-                name: configuration(sys.argv[1], options)
-                for name, options in CASES.items()
-            }
-        )
+        json.dumps({name: configuration(sys.argv[1], options) for name, options in CASES.items()})
     )
 
 

@@ -38,14 +38,8 @@ LAYOUTS = {
         2,
         {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
     ),
-    "pp2_uneven": (
-        2,
-        {"pipeline_model_parallel_size": 2, "num_layers_in_last_pipeline_stage": 1},
-    ),
-    "tp2_pp2": (
-        4,
-        {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2},
-    ),
+    "pp2_uneven": (2, {"pipeline_model_parallel_size": 2, "num_layers_in_last_pipeline_stage": 1}),
+    "tp2_pp2": (4, {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}),
     "tp4": (4, {"tensor_model_parallel_size": 4}),
 }
 
@@ -103,9 +97,7 @@ def test_stock_model_loads_and_saves(imported, tmp_path, layout):
     loads_and_saves(imported, tmp_path, layout)
 
 
-@pytest.mark.parametrize(
-    "layout", full_only(["one", "tp2", "pp2_virtual2"], ["one", "tp2"])
-)
+@pytest.mark.parametrize("layout", full_only(["one", "tp2", "pp2_virtual2"], ["one", "tp2"]))
 def test_stock_model_of_transformer_engine_loads_and_saves(imported, tmp_path, layout):
     """The same with Megatron's spec for Transformer Engine, whose layers have extra state, on the
     stand-in.
@@ -137,16 +129,8 @@ def loads_and_saves(imported, tmp_path, layout, environment=None, layouts=LAYOUT
         # optimizer too
         more = {key: cases[0][key] for key in ("model", "dtype", "padded")}
         cases += [
-            more
-            | {
-                "save": str(tmp_path / "4"),
-                "config": {"hetereogenous_dist_checkpoint": True},
-            },
-            more
-            | {
-                "save": str(tmp_path / "5"),
-                "metadata": {"singleton_local_shards": True},
-            },
+            more | {"save": str(tmp_path / "4"), "config": {"hetereogenous_dist_checkpoint": True}},
+            more | {"save": str(tmp_path / "5"), "metadata": {"singleton_local_shards": True}},
             more | {"save": str(tmp_path / "6"), "run": True},
         ]
         if (
@@ -154,16 +138,12 @@ def loads_and_saves(imported, tmp_path, layout, environment=None, layouts=LAYOUT
         ):  # the local norms are fp32 until Float16Module; Transformer Engine's are not
             cases.append(cases[1] | {"save": str(tmp_path / "mixed"), "mixed": True})
     options = {"parallel": parallel, "cases": cases}
-    ranks = torchrun(
-        "convert", processes, tmp_path / "out", options, environment=environment
-    )
+    ranks = torchrun("convert", processes, tmp_path / "out", options, environment=environment)
     assert ranks[0]["different"] == []
     for case in cases:
         source, back = Path(case["model"]), Path(case["save"]).with_suffix(".hf")
         export_checkpoint(Path(case["save"]), back, hf_config=source, verify=True)
-        assert filecmp.cmp(
-            source / "config.json", back / "config.json", shallow=False
-        ), case
+        assert filecmp.cmp(source / "config.json", back / "config.json", shallow=False), case
         if not case.get("mixed"):
             assert filecmp.cmp(
                 source / "model.safetensors", back / "model.safetensors", shallow=False
@@ -172,7 +152,5 @@ def loads_and_saves(imported, tmp_path, layout, environment=None, layouts=LAYOUT
         before, after = load_model(source), load_model(back)
         assert set(before) == set(after)
         for name, tensor in after.items():
-            assert tensor.dtype == (
-                torch.float32 if "norm" in name else torch.bfloat16
-            ), name
+            assert tensor.dtype == (torch.float32 if "norm" in name else torch.bfloat16), name
             assert torch.equal(tensor.bfloat16(), before[name]), name

@@ -34,9 +34,9 @@ def results(tiny_models, tmp_path_factory):
 
 def test_save_and_resume(results):
     checks.save_and_resume(results["save_and_resume"])
-    assert (
-        results["save_and_resume"]["norms"][0] == results["save_and_resume"]["norms"][1]
-    ), "one thread repeats itself"
+    assert results["save_and_resume"]["norms"][0] == results["save_and_resume"]["norms"][1], (
+        "one thread repeats itself"
+    )
 
 
 def test_offload(results):
@@ -56,12 +56,7 @@ def test_memory_of_the_state(results):
     exactly.
     """
     measured, predicted = results["memory"]["measured"], results["memory"]["predicted"]
-    assert (
-        measured["resting"]
-        == predicted["resting"]
-        == measured["save"]
-        == predicted["save"]
-    )
+    assert measured["resting"] == predicted["resting"] == measured["save"] == predicted["save"]
     assert predicted["update"] > measured["update"]
 
 
@@ -69,12 +64,7 @@ def test_checks_see_what_is_wrong(results):
     """Each of the checks, on a result in which one thing is not as it should be."""
     wrong = [
         (checks.save_and_resume, {"resumed": "other"}, "save_and_resume", ()),
-        (
-            checks.offload,
-            {"held": [results["offload"]["held"][0]] * 4},
-            "offload",
-            (0,),
-        ),
+        (checks.offload, {"held": [results["offload"]["held"][0]] * 4}, "offload", (0,)),
         (checks.logprobs, {"packed, padded": [1.0, 1.0]}, "logprobs", ("fp32",)),
         (checks.restart, {"device_gb": [1.0, 9.0, 9.0, 9.0]}, "restart", ()),
         (checks.restart, {"tokens": [[[1]], [[2]]]}, "restart", ()),

@@ -43,25 +43,17 @@ ONE_PROCESS = ("qwen3_moe", "qwen3_moe_unnormalized")
 
 @pytest.fixture(scope="module")
 def runs(tiny_models, tmp_path_factory):
-    model = {
-        "model": str(tiny_models("qwen3_moe", True, 2)),
-        "probe": True,
-        "bucket_bytes": 20_000,
-    }
+    model = {"model": str(tiny_models("qwen3_moe", True, 2)), "probe": True, "bucket_bytes": 20_000}
     model |= {"micro_batch_size": 3, "steps": 2}
     wanted = {
-        family: (1, model | {"model": str(tiny_models(family, True, 2))})
-        for family in ONE_PROCESS
+        family: (1, model | {"model": str(tiny_models(family, True, 2))}) for family in ONE_PROCESS
     }
     wanted |= {
         name: (processes, model | {"parallel": parallel})
         for name, (processes, parallel) in LAYOUTS.items()
     }
     saved = str(tmp_path_factory.mktemp("saved") / "checkpoints")
-    wanted["went_on"] = (
-        2,
-        model | {"parallel": EP2, "probe": False, "steps": 3, "save": saved},
-    )
+    wanted["went_on"] = (2, model | {"parallel": EP2, "probe": False, "steps": 3, "save": saved})
     again = model | {"load": saved, "probe": False}
     wanted |= {
         ("resumed", name): (ranks, again | {"parallel": parallel})
@@ -73,9 +65,7 @@ def runs(tiny_models, tmp_path_factory):
         name = name if len(name) > 1 else name[0]
         if name not in made:
             processes = wanted[name][0]
-            names = [
-                other for other, (ranks, _) in wanted.items() if ranks == processes
-            ]
+            names = [other for other, (ranks, _) in wanted.items() if ranks == processes]
             out = tmp_path_factory.mktemp(f"ranks{processes}")
             results = torchrun_all(
                 [("policy", wanted[other][1]) for other in names], processes, out
@@ -91,23 +81,13 @@ def test_one_process_equals_transformers(tiny_models, runs, family):
     """HF forward = Megatron forward: fp32 |difference of log-probs| <= 1e-4."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(
-        tiny_models(family, True, 2), dtype=torch.float32
-    )
+    model = AutoModelForCausalLM.from_pretrained(tiny_models(family, True, 2), dtype=torch.float32)
     ours = runs(family)[0]["logprobs"]
     with torch.no_grad():
         for index, sample in enumerate(samples_for_test()):
-            ids = torch.tensor(
-                np.concatenate([sample.prompt_ids, sample.response_ids])
-            )[None]
-            logp = torch.log_softmax(model(ids).logits[0], -1)[
-                len(sample.prompt_ids) - 1 : -1
-            ]
-            theirs = (
-                logp.gather(-1, torch.tensor(sample.response_ids)[:, None])
-                .squeeze(-1)
-                .numpy()
-            )
+            ids = torch.tensor(np.concatenate([sample.prompt_ids, sample.response_ids]))[None]
+            logp = torch.log_softmax(model(ids).logits[0], -1)[len(sample.prompt_ids) - 1 : -1]
+            theirs = logp.gather(-1, torch.tensor(sample.response_ids)[:, None]).squeeze(-1).numpy()
             np.testing.assert_allclose(ours[str(index)], theirs, atol=1e-4)
 
 
@@ -122,7 +102,5 @@ def test_resumes_at_any_layout_of_the_experts(runs, layout):
     went_on, resumed = runs("went_on")[0], runs("resumed", layout)[0]
     exact = layout == "ep2"
     for name, tolerance in (("losses", 1e-5), ("norms", 2e-5)):
-        np.testing.assert_allclose(
-            resumed[name], went_on[name][1:], rtol=0 if exact else tolerance
-        )
+        np.testing.assert_allclose(resumed[name], went_on[name][1:], rtol=0 if exact else tolerance)
     assert not exact or resumed["weights"] == went_on["weights"]

@@ -63,11 +63,7 @@ def test_logprobs_and_gradients_are_those_of_transformers(against_transformers, 
 
 @pytest.mark.parametrize(("family", "layout"), CASES)
 def test_layout_equals_one_process(policy_of, family, layout):
-    agrees(
-        policy_of(family, layout),
-        policy_of(family, "one process")[0],
-        LAYOUTS[layout][1],
-    )
+    agrees(policy_of(family, layout), policy_of(family, "one process")[0], LAYOUTS[layout][1])
 
 
 TP2 = {"tensor_model_parallel_size": 2}
@@ -98,9 +94,7 @@ def test_a_checkpoint_resumes_in_another_layout_and_is_exported(
     (resumed,), (loaded,) = torchrun_all(jobs, 1, directory / "one")
     np.testing.assert_allclose(resumed["losses"], went_on[0]["losses"][1:], rtol=1e-5)
     np.testing.assert_allclose(resumed["norms"], went_on[0]["norms"][1:], rtol=2e-5)
-    export_checkpoint(
-        checkpoints, directory / "exported", hf_config=Path(model(family))
-    )
+    export_checkpoint(checkpoints, directory / "exported", hf_config=Path(model(family)))
     exported = load_model(directory / "exported")
     assert exported.keys() == loaded["weights"].keys()
     for name, tensor in exported.items():

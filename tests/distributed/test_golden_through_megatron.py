@@ -110,9 +110,7 @@ def runs(tiny_models, tmp_path_factory):
 def test_golden_losses(runs, case):
     for rank in runs(case):
         for name in RATIO_ONLY:
-            assert rank["losses"][name] == pytest.approx(
-                EXPECTED[name]["loss"], abs=1e-5
-            ), name
+            assert rank["losses"][name] == pytest.approx(EXPECTED[name]["loss"], abs=1e-5), name
 
 
 @pytest.mark.parametrize("case", LAYOUTS)
@@ -137,14 +135,10 @@ def test_ccgspg_equals_its_float64_formula(runs, case):
         losses, _ = method.loss(
             *token_batch(method.score(samples_of(golden_judgements(), old)), old, new)
         )
-        assert rank["losses"]["ccgspg beta=0.01"] == pytest.approx(
-            float(losses.sum()), abs=1e-5
-        )
+        assert rank["losses"]["ccgspg beta=0.01"] == pytest.approx(float(losses.sum()), abs=1e-5)
 
 
-@pytest.mark.parametrize(
-    "case", full_only([case for case in CASES if case != "one"], FULL)
-)
+@pytest.mark.parametrize("case", full_only([case for case in CASES if case != "one"], FULL))
 def test_gradient_norms_do_not_depend_on_the_layout(runs, case):
     expected = runs("one")[0]["norms"]
     for name, norm in runs(case)[0]["norms"].items():
@@ -160,9 +154,7 @@ def test_loss_and_gradient_without_what_cannot_move_a_weight(runs, case):
     for name in LEFT_OUT:
         for rank in ranks:
             everything, some = rank[name]["losses"]
-            assert rank[name]["computed"] == [28, 10], (
-                "the golden group and two of the other"
-            )
+            assert rank[name]["computed"] == [28, 10], "the golden group and two of the other"
             assert some == pytest.approx(everything, abs=1e-6), name
         apart, square = np.sum([rank[name]["apart"] for rank in ranks], axis=0)
         assert square > 1e-8, "there is a gradient"

@@ -31,9 +31,7 @@ LAYOUT = ("tp", "pp", "vpp", "sp", "dp", "cp")
 
 
 def legal(point):
-    return (point["vpp"] == 1 or point["pp"] == 2) and (
-        not point["sp"] or point["tp"] == 2
-    )
+    return (point["vpp"] == 1 or point["pp"] == 2) and (not point["sp"] or point["tp"] == 2)
 
 
 def every_point():
@@ -64,8 +62,7 @@ def covering(points):
         best = max(
             points,
             key=lambda p: (
-                len(pairs_of(p) & missing)
-                + 3 * (tuple(p[axis] for axis in LAYOUT) in started)
+                len(pairs_of(p) & missing) + 3 * (tuple(p[axis] for axis in LAYOUT) in started)
                 if pairs_of(p) & missing
                 else -1
             ),
@@ -107,9 +104,7 @@ def expected(tiny_models, tmp_path_factory):
     """One process, nothing parallel, nothing packed, nothing recomputed."""
     plain = {axis: values[0] for axis, values in AXES.items()}
     options = {"model": str(tiny_models("qwen3", True)), "settings": [setting(plain)]}
-    return torchrun("grid", 1, tmp_path_factory.mktemp("plain"), options)[0][0][
-        "measured"
-    ]
+    return torchrun("grid", 1, tmp_path_factory.mktemp("plain"), options)[0][0]["measured"]
 
 
 @pytest.fixture(scope="module")
@@ -123,19 +118,12 @@ def runs(tiny_models, tmp_path_factory):
         if layout not in made:
             layouts = [other for other in POINTS if ranks_of(other) == ranks_of(layout)]
             jobs = [
-                (
-                    "grid",
-                    {"model": model, "settings": [setting(p) for p in POINTS[other]]},
-                )
+                ("grid", {"model": model, "settings": [setting(p) for p in POINTS[other]]})
                 for other in layouts
             ]
             out = tmp_path_factory.mktemp(f"ranks{ranks_of(layout)}")
             made.update(
-                zip(
-                    layouts,
-                    torchrun_all(jobs, ranks_of(layout), out, timeout=3000),
-                    strict=True,
-                )
+                zip(layouts, torchrun_all(jobs, ranks_of(layout), out, timeout=3000), strict=True)
             )
         return made[layout]
 
@@ -148,27 +136,18 @@ def ranks_of(layout):
 
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(
-    "layout",
-    POINTS,
-    ids=lambda layout: "tp{}_pp{}_vpp{}_sp{:d}_dp{}_cp{}".format(*layout),
+    "layout", POINTS, ids=lambda layout: "tp{}_pp{}_vpp{}_sp{:d}_dp{}_cp{}".format(*layout)
 )
 def test_same_loss_and_gradient_norm(runs, expected, layout):
     points, processes, worst = POINTS[layout], ranks_of(layout), 0.0
     for rank in runs(layout):
         for point, result in zip(points, rank, strict=True):
-            np.testing.assert_allclose(
-                result["measured"], expected, rtol=1e-5, err_msg=str(point)
-            )
+            np.testing.assert_allclose(result["measured"], expected, rtol=1e-5, err_msg=str(point))
             assert result["keys_per_query"] == [point["cp"]], (
                 "a context-parallel rank has its part of the queries"
             )
-            worst = max(
-                worst,
-                float(np.max(np.abs(np.divide(result["measured"], expected) - 1))),
-            )
-    print(
-        f"{len(points)} settings on {processes} processes, worst relative deviation {worst:.1e}"
-    )
+            worst = max(worst, float(np.max(np.abs(np.divide(result["measured"], expected) - 1))))
+    print(f"{len(points)} settings on {processes} processes, worst relative deviation {worst:.1e}")
 
 
 def test_the_subset_covers_every_pair():
@@ -176,11 +155,7 @@ def test_the_subset_covers_every_pair():
     assert len(full) == 9 * 2 * 2 * 2 * 2 * 3 * 3 * 2
     small = [p for p in full if processes_of(p) <= 4]
     wanted = set().union(*map(pairs_of, small))
-    assert (
-        set().union(*map(pairs_of, subset))
-        == wanted
-        == set().union(*map(pairs_of, full))
-    )
+    assert set().union(*map(pairs_of, subset)) == wanted == set().union(*map(pairs_of, full))
 
 
 def test_bf16_with_fp32_main_parameters_and_overlap(tiny_models, tmp_path):
@@ -201,14 +176,9 @@ def test_bf16_with_fp32_main_parameters_and_overlap(tiny_models, tmp_path):
     ]
     settings = [setting(plain | variant) | {"dtype": "bf16"} for variant in variants]
     ranks = torchrun(
-        "grid",
-        2,
-        tmp_path,
-        {"model": str(tiny_models("qwen3", True)), "settings": settings},
+        "grid", 2, tmp_path, {"model": str(tiny_models("qwen3", True)), "settings": settings}
     )
-    base, overlapped, full, selective, packed = (
-        result["measured"] for result in ranks[0]
-    )
+    base, overlapped, full, selective, packed = (result["measured"] for result in ranks[0])
     calls = [result["attention_calls"] for result in ranks[0]]
     assert calls[2] == calls[3] == 2 * calls[0] == 2 * calls[1], (
         "recomputation really computes again"

@@ -41,13 +41,8 @@ def train(tmp_path, name, steps, *overrides, processes=1, **options):
     ids=["one process", "two, distributed optimizer"],
 )
 def test_nothing_else_is_awake(tmp_path, processes, dtype):
-    layout = [
-        f"model.params_dtype={dtype}",
-        f"parallel.use_distributed_optimizer={processes > 1}",
-    ]
-    reference, _ = train(
-        tmp_path, "reference", 4, *layout, processes=processes, device=False
-    )
+    layout = [f"model.params_dtype={dtype}", f"parallel.use_distributed_optimizer={processes > 1}"]
+    reference, _ = train(tmp_path, "reference", 4, *layout, processes=processes, device=False)
     offload = [*layout, "training.offload_optimizer_during_rollout=true"]
     options = {"processes": processes, "device": True, "failing": True}
     run_dir, first = train(tmp_path, "device", 3, *offload, **options)
@@ -57,29 +52,16 @@ def test_nothing_else_is_awake(tmp_path, processes, dtype):
     )
     for rank in (*first, *second):
         for held in map(
-            set,
-            map(
-                str.split,
-                (line.replace("engine ", "engine_") for line in rank["together"]),
-            ),
+            set, map(str.split, (line.replace("engine ", "engine_") for line in rank["together"]))
         ):
             assert "engine_cache" not in held or not held & AWAY
         during = {
-            name: [set(held.split()) for held in kept]
-            for name, kept in rank["during"].items()
+            name: [set(held.split()) for held in kept] for name, kept in rank["during"].items()
         }
-        assert all(
-            not held & AWAY for held in during["engine built"] + during["rollout"]
-        )
+        assert all(not held & AWAY for held in during["engine built"] + during["rollout"])
         for what in ("save", "update", "reference"):
             assert all("engine" not in held for held in during[what])
-            assert all(
-                {"weights", "gradients", "optimizer"} <= held for held in during[what]
-            )
+            assert all({"weights", "gradients", "optimizer"} <= held for held in during[what])
         assert all("reference" in held for held in during["reference"])
-        assert all(
-            "reference" not in held for held in during["save"] + during["update"]
-        )
-    assert all(
-        "engine" not in held for rank in second for held in rank["during"]["load"]
-    )
+        assert all("reference" not in held for held in during["save"] + during["update"])
+    assert all("engine" not in held for rank in second for held in rank["during"]["load"])

@@ -70,11 +70,7 @@ def test_logprobs_and_gradients_are_those_of_transformers(against_transformers, 
 
 @pytest.mark.parametrize(("family", "layout"), CASES)
 def test_layout_equals_one_process(policy_of, family, layout):
-    agrees(
-        policy_of(family, layout),
-        policy_of(family, "one process")[0],
-        LAYOUTS[layout][1],
-    )
+    agrees(policy_of(family, layout), policy_of(family, "one process")[0], LAYOUTS[layout][1])
 
 
 @pytest.mark.full

@@ -17,21 +17,14 @@ SMALL = [
 
 
 def metrics(out):
-    return [
-        json.loads(line)
-        for line in (out / "run" / "metrics.jsonl").read_text().splitlines()
-    ]
+    return [json.loads(line) for line in (out / "run" / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.parametrize(
     ("processes", "overrides", "poison"),
     [
         (1, [], {"poison": "nan"}),
-        (
-            2,
-            ["parallel.use_distributed_optimizer=true"],
-            {"poison": "inf", "poisoned_rank": 1},
-        ),
+        (2, ["parallel.use_distributed_optimizer=true"], {"poison": "inf", "poisoned_rank": 1}),
         (
             2,
             ["parallel.tensor_model_parallel_size=2"],
@@ -40,17 +33,8 @@ def metrics(out):
     ],
 )
 def test_poisoned_update_is_skipped_everywhere(tmp_path, processes, overrides, poison):
-    options = {
-        "overrides": [
-            *SMALL,
-            *overrides,
-            "training.steps=5",
-            "training.save_interval=0",
-        ]
-    }
-    ranks = torchrun(
-        "training", processes, tmp_path, options | poison | {"poisoned_steps": [2, 4]}
-    )
+    options = {"overrides": [*SMALL, *overrides, "training.steps=5", "training.save_interval=0"]}
+    ranks = torchrun("training", processes, tmp_path, options | poison | {"poisoned_steps": [2, 4]})
     for rank in ranks:
         before, *after = rank["digests"]
         assert rank["error"] is None
@@ -103,17 +87,11 @@ def test_the_count_in_a_row_survives_a_resumption(tmp_path):
     ]
     poison = {"poisoned_steps": [2, 3]}
     first = torchrun(
-        "training",
-        1,
-        tmp_path,
-        {"overrides": [*overrides, "training.steps=2"]} | poison,
+        "training", 1, tmp_path, {"overrides": [*overrides, "training.steps=2"]} | poison
     )
     assert first[0]["error"] is None
     second = torchrun(
-        "training",
-        1,
-        tmp_path,
-        {"overrides": [*overrides, "training.steps=4"]} | poison,
+        "training", 1, tmp_path, {"overrides": [*overrides, "training.steps=4"]} | poison
     )
     assert "2 updates in a row" in second[0]["error"]
 

@@ -15,23 +15,13 @@ from tests.helpers.launch import torchrun_all
 LAYOUTS = {
     "tp2": (2, {"tensor_model_parallel_size": 2}),
     "pp2": (2, {"pipeline_model_parallel_size": 2}),
-    "tp2_pp2": (
-        4,
-        {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2},
-    ),
+    "tp2_pp2": (4, {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}),
     "dp2": (2, {}),
     "dp2_distributed_optimizer": (2, {"use_distributed_optimizer": True}),
-    "tp2_sequence_parallel": (
-        2,
-        {"tensor_model_parallel_size": 2, "sequence_parallel": True},
-    ),
+    "tp2_sequence_parallel": (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
     "tp2_sequence_parallel_packed": (
         2,
-        {
-            "tensor_model_parallel_size": 2,
-            "sequence_parallel": True,
-            "sequence_packing": True,
-        },
+        {"tensor_model_parallel_size": 2, "sequence_parallel": True, "sequence_packing": True},
     ),
     "cp2_packed": (2, {"context_parallel_size": 2, "sequence_packing": True}),
     "pp2_packed": (2, {"pipeline_model_parallel_size": 2, "sequence_packing": True}),
@@ -54,17 +44,9 @@ UNEVEN = {
     "pp2_virtual2_first": (
         6,
         2,
-        PP2
-        | {
-            "virtual_pipeline_model_parallel_size": 2,
-            "num_layers_in_first_pipeline_stage": 2,
-        },
+        PP2 | {"virtual_pipeline_model_parallel_size": 2, "num_layers_in_first_pipeline_stage": 2},
     ),
-    "pp2_embedding_counts": (
-        5,
-        2,
-        PP2 | {"account_for_embedding_in_pipeline_split": True},
-    ),
+    "pp2_embedding_counts": (5, 2, PP2 | {"account_for_embedding_in_pipeline_split": True}),
     "pp3_first": (
         5,
         3,
@@ -72,10 +54,7 @@ UNEVEN = {
     ),
 }
 # what a run saved at "pp2_first" continues at
-RESUMED = {
-    "pp2_written": PP2 | {"pipeline_model_parallel_layout": "Et*4|tL"},
-    "dp2": {},
-}
+RESUMED = {"pp2_written": PP2 | {"pipeline_model_parallel_layout": "Et*4|tL"}, "dp2": {}}
 
 # biases of attention and MLP with GELU, and of the attention alone with ReLU
 BIASES = [("llama_biases", False), ("qwen3_biases", True)]
@@ -90,16 +69,10 @@ QWEN3, LLAMA = (
     ("llama", False),
 )  # which is untied, and whose rotary embeddings are scaled
 SEVERAL = [(layout, QWEN3) for layout in LAYOUTS]
-SEVERAL += [
-    (layout, LLAMA)
-    for layout in ("tp2", "pp2", "tp2_pp2", "tp2_sequence_parallel_packed")
-]
+SEVERAL += [(layout, LLAMA) for layout in ("tp2", "pp2", "tp2_pp2", "tp2_sequence_parallel_packed")]
 SEVERAL += [("tp2_sequence_parallel_packed", which) for which in BIASES]
 SEVERAL += [("tp2_pp2", ("mistral", False))]
-SEVERAL += [
-    (layout, YARN)
-    for layout in ("tp2_pp2", "tp2_sequence_parallel_packed", "cp2_packed")
-]
+SEVERAL += [(layout, YARN) for layout in ("tp2_pp2", "tp2_sequence_parallel_packed", "cp2_packed")]
 SEVERAL += [(layout, PHI3) for layout in ("tp2_pp2", "tp2_sequence_parallel_packed")]
 SEVERAL += [("pp2", BIASES[0]), ("tp2_pp2", BIASES[1])]
 # in the full suite: what other cases of the same family or layout try
@@ -117,12 +90,9 @@ def runs(tiny_models, tmp_path_factory):
     def model(family, tied=False):
         return {"model": str(tiny_models(family, tied))}
 
-    wanted = {
-        ("one", *which): (1, model(*which) | {"probe": True}) for which in ONE_PROCESS
-    }
+    wanted = {("one", *which): (1, model(*which) | {"probe": True}) for which in ONE_PROCESS}
     wanted |= {
-        ("micro", n): (1, model("qwen3", True) | {"micro_batch_size": n})
-        for n in MICRO_BATCHES
+        ("micro", n): (1, model("qwen3", True) | {"micro_batch_size": n}) for n in MICRO_BATCHES
     }
     for layout, which in SEVERAL:
         processes, parallel = LAYOUTS[layout]
@@ -131,29 +101,19 @@ def runs(tiny_models, tmp_path_factory):
     for layout, (layers, processes, parallel) in UNEVEN.items():
         deep = {"model": str(tiny_models("qwen3", True, layers)), "probe": True}
         saves = {"save": "checkpoints"} if layout == "pp2_first" else {}
-        wanted[layout] = (
-            processes,
-            deep | {"parallel": parallel, "bucket_bytes": 20_000} | saves,
-        )
+        wanted[layout] = (processes, deep | {"parallel": parallel, "bucket_bytes": 20_000} | saves)
         wanted["one", layers] = 1, deep
         wanted |= {
             ("resumed", name): (
                 2,
-                deep
-                | {
-                    "parallel": other,
-                    "load": "checkpoints",
-                    "steps": 2,
-                    "probe": False,
-                },
+                deep | {"parallel": other, "load": "checkpoints", "steps": 2, "probe": False},
             )
             for name, other in RESUMED.items()
             if saves
         }
     wanted["bf16"] = (
         2,
-        model("qwen3")
-        | {"dtype": "bf16", "parallel": {"use_distributed_optimizer": True}},
+        model("qwen3") | {"dtype": "bf16", "parallel": {"use_distributed_optimizer": True}},
     )
     made = {}
 
@@ -189,32 +149,19 @@ def test_one_process_equals_transformers(tiny_models, one_process, family, tied)
     """
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(
-        tiny_models(family, tied), dtype=torch.float32
-    )
+    model = AutoModelForCausalLM.from_pretrained(tiny_models(family, tied), dtype=torch.float32)
     ours = one_process(family, tied)["logprobs"]
     with torch.no_grad():
         for index, sample in enumerate(samples_for_test()):
-            ids = torch.tensor(
-                np.concatenate([sample.prompt_ids, sample.response_ids])
-            )[None]
-            logp = torch.log_softmax(model(ids).logits[0], -1)[
-                len(sample.prompt_ids) - 1 : -1
-            ]
-            theirs = (
-                logp.gather(-1, torch.tensor(sample.response_ids)[:, None])
-                .squeeze(-1)
-                .numpy()
-            )
+            ids = torch.tensor(np.concatenate([sample.prompt_ids, sample.response_ids]))[None]
+            logp = torch.log_softmax(model(ids).logits[0], -1)[len(sample.prompt_ids) - 1 : -1]
+            theirs = logp.gather(-1, torch.tensor(sample.response_ids)[:, None]).squeeze(-1).numpy()
             np.testing.assert_allclose(ours[str(index)], theirs, atol=1e-4)
 
 
 @pytest.mark.parametrize(
     ("layout", "which"),
-    [
-        pytest.param(*case, marks=[pytest.mark.full] * (case in FULL))
-        for case in SEVERAL
-    ],
+    [pytest.param(*case, marks=[pytest.mark.full] * (case in FULL)) for case in SEVERAL],
 )
 def test_layout_equals_one_process(runs, one_process, layout, which):
     agrees(runs(layout, *which), one_process(*which), LAYOUTS[layout][1])
@@ -244,9 +191,7 @@ def test_resumes_at_another_division_of_the_layers(runs, layout):
 
 
 def agrees(ranks, expected, parallel):
-    logprobs = {
-        index: values for rank in ranks for index, values in rank["logprobs"].items()
-    }
+    logprobs = {index: values for rank in ranks for index, values in rank["logprobs"].items()}
     for index, values in expected["logprobs"].items():
         np.testing.assert_allclose(logprobs[index], values, atol=1e-4)
     for rank in ranks:
@@ -258,12 +203,8 @@ def agrees(ranks, expected, parallel):
         same_probe(
             rank["probes"][1], expected["probes"][1], rtol=1e-4
         )  # after an update, which amplifies rounding
-        assert rank["engine_difference"] <= 1e-4, (
-            "engine and trainer agree after three updates"
-        )
-        assert rank["weights"] == ranks[0]["weights"], (
-            "every engine received the same weights"
-        )
+        assert rank["engine_difference"] <= 1e-4, "engine and trainer agree after three updates"
+        assert rank["weights"] == ranks[0]["weights"], "every engine received the same weights"
     tp = parallel.get("tensor_model_parallel_size", 1)
     for rank, result in enumerate(ranks):
         assert result["replicated"] == ranks[rank - rank % tp]["replicated"], (
@@ -279,9 +220,9 @@ def same_probe(found, expected, rtol):
         assert list(found[metric]) == list(expected[metric])
         for group, comparison in expected[metric].items():
             for key, value in comparison.items():
-                assert found[metric][group][key] == pytest.approx(
-                    value, rel=rtol, abs=rtol
-                ), f"{metric} {group} {key}"
+                assert found[metric][group][key] == pytest.approx(value, rel=rtol, abs=rtol), (
+                    f"{metric} {group} {key}"
+                )
         assert expected[metric]["all"]["norm_a"] > 0
 
 

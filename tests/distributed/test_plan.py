@@ -18,41 +18,25 @@ OVERLAP = {**DISTRIBUTED, "overlap_grad_reduce": True}
         (
             "llama",
             False,
-            {
-                "pipeline_model_parallel_size": 2,
-                "virtual_pipeline_model_parallel_size": 2,
-            },
+            {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
         ),
         (
             "qwen2",
             True,
-            {
-                "pipeline_model_parallel_size": 2,
-                "num_layers_in_first_pipeline_stage": 1,
-            },
+            {"pipeline_model_parallel_size": 2, "num_layers_in_first_pipeline_stage": 1},
         ),
         ("qwen3", False, {}),  # two data-parallel ranks
         ("qwen3_moe", False, {"expert_model_parallel_size": 2}),
         ("qwen3_moe", True, {"pipeline_model_parallel_size": 2}),
-        pytest.param(
-            "glm4_moe",
-            False,
-            {"expert_model_parallel_size": 2},
-            marks=pytest.mark.full,
-        ),
+        pytest.param("glm4_moe", False, {"expert_model_parallel_size": 2}, marks=pytest.mark.full),
         (
             "glm4_moe",
             False,
-            {
-                "pipeline_model_parallel_size": 2,
-                "num_layers_in_first_pipeline_stage": 1,
-            },
+            {"pipeline_model_parallel_size": 2, "num_layers_in_first_pipeline_stage": 1},
         ),
     ],
 )
-def test_state_of_every_rank_is_predicted(
-    tiny_models, tmp_path, family, tied, parallel
-):
+def test_state_of_every_rank_is_predicted(tiny_models, tmp_path, family, tied, parallel):
     settings = [
         {"dtype": "bf16"},
         {"dtype": "fp32"},
@@ -134,10 +118,7 @@ def test_activations_of_experts_are_predicted(tiny_models, tmp_path, tp, family)
 )
 def test_activations_are_predicted(tiny_models, tmp_path, parallel):
     settings = [
-        {
-            "dtype": dtype,
-            "parallel": {"recompute_granularity": recompute, "sequence_packing": True},
-        }
+        {"dtype": dtype, "parallel": {"recompute_granularity": recompute, "sequence_packing": True}}
         for dtype, recompute in (
             ("bf16", "none"),
             ("fp32", "none"),
@@ -171,7 +152,7 @@ def test_activations_are_predicted(tiny_models, tmp_path, parallel):
             # of a model so small, the ids and angles of more than one chunk in flight are a tenth
             # of what is kept
             rel = 0.15 if "virtual_pipeline_model_parallel_size" in parallel else 0.1
-            assert activations["predicted"] == pytest.approx(
-                activations["measured"], rel=rel
-            ), setting
+            assert activations["predicted"] == pytest.approx(activations["measured"], rel=rel), (
+                setting
+            )
             assert result["predicted"] == result["measured"], setting

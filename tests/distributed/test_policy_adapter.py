@@ -26,12 +26,7 @@ LAYOUTS = {
     "pp2_vpp2": (
         2,
         {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
-        [
-            {
-                "recompute_granularity": "selective",
-                "recompute_modules": ("core_attn", "mlp"),
-            }
-        ],
+        [{"recompute_granularity": "selective", "recompute_modules": ("core_attn", "mlp")}],
     ),
     "dp2": (2, {}, [{}]),
     "cp2": (2, {"context_parallel_size": 2}, [{}, {"sequence_packing": True}]),
@@ -57,10 +52,7 @@ def one(tiny_models, tmp_path_factory):
     ]
     out = tmp_path_factory.mktemp("one")
     return torchrun(
-        "policy_adapter",
-        1,
-        out,
-        {"model": str(tiny_models("qwen3", True)), "settings": settings},
+        "policy_adapter", 1, out, {"model": str(tiny_models("qwen3", True)), "settings": settings}
     )[0]
 
 
@@ -68,10 +60,7 @@ def one(tiny_models, tmp_path_factory):
 def gemma(tiny_models, tmp_path_factory):
     """Norms that multiply by 1 + weight, also of what a layer with a pair returns."""
     out = tmp_path_factory.mktemp("gemma")
-    options = {
-        "model": str(tiny_models("gemma3", True)),
-        "settings": [{"parallel": {}}],
-    }
+    options = {"model": str(tiny_models("gemma3", True)), "settings": [{"parallel": {}}]}
     return torchrun("policy_adapter", 1, out, options)[0][0]
 
 
@@ -85,34 +74,20 @@ def trained_by_hand(model_dir, started, targets):
         model_dir, dtype=torch.float32, attn_implementation="eager"
     )
     weights = {name: p.detach() for name, p in model.named_parameters()}
-    modules = [
-        n.removesuffix(".weight") for n in weights if n.split(".")[-2] in targets
-    ]
+    modules = [n.removesuffix(".weight") for n in weights if n.split(".")[-2] in targets]
     A = {m: started[m].requires_grad_() for m in modules}
-    B = {
-        m: torch.zeros(weights[f"{m}.weight"].shape[0], RANK).requires_grad_()
-        for m in modules
-    }
-    adam = torch.optim.AdamW(
-        [*A.values(), *B.values()], lr=LR, eps=1e-4, weight_decay=0.0
-    )
+    B = {m: torch.zeros(weights[f"{m}.weight"].shape[0], RANK).requires_grad_() for m in modules}
+    adam = torch.optim.AdamW([*A.values(), *B.values()], lr=LR, eps=1e-4, weight_decay=0.0)
 
     def merged():
         return weights | {
-            f"{m}.weight": weights[f"{m}.weight"] + ALPHA / RANK * B[m] @ A[m]
-            for m in modules
+            f"{m}.weight": weights[f"{m}.weight"] + ALPHA / RANK * B[m] @ A[m] for m in modules
         }
 
     def logprobs(sample):
-        ids = torch.tensor(np.concatenate([sample.prompt_ids, sample.response_ids]))[
-            None
-        ]
-        logits = functional_call(model, merged(), (ids,)).logits[
-            0, len(sample.prompt_ids) - 1 : -1
-        ]
-        return logits.log_softmax(-1).gather(
-            -1, torch.tensor(sample.response_ids)[:, None]
-        )[:, 0]
+        ids = torch.tensor(np.concatenate([sample.prompt_ids, sample.response_ids]))[None]
+        logits = functional_call(model, merged(), (ids,)).logits[0, len(sample.prompt_ids) - 1 : -1]
+        return logits.log_softmax(-1).gather(-1, torch.tensor(sample.response_ids)[:, None])[:, 0]
 
     samples, losses = samples_for_test(), []
     total = sum(len(sample.response_ids) for sample in samples)
@@ -120,8 +95,7 @@ def trained_by_hand(model_dir, started, targets):
         adam.param_groups[0]["lr"] = LR * (1 - 0.9 * step / 100)
         adam.zero_grad()
         parts = [
-            -((1 + torch.tensor(s.response_ids) % 3) / total * logprobs(s)).sum()
-            for s in samples
+            -((1 + torch.tensor(s.response_ids) % 3) / total * logprobs(s)).sum() for s in samples
         ]
         loss = sum(parts)
         loss.backward()
@@ -160,20 +134,14 @@ def learned(found, model_dir, targets):
     np.testing.assert_allclose(found["losses"], losses, rtol=1e-5)
     assert names.keys() == pairs.keys()
     for name, value in pairs.items():
-        np.testing.assert_allclose(
-            names[name], value, rtol=1e-3, atol=2e-5, err_msg=name
-        )
+        np.testing.assert_allclose(names[name], value, rtol=1e-3, atol=2e-5, err_msg=name)
     for mine, theirs in zip(found["now"], rows, strict=True):
         np.testing.assert_allclose(mine, theirs, atol=1e-4)
     for name, value in merged.items():
-        np.testing.assert_allclose(
-            found["merged"][name], value.detach(), atol=1e-5, err_msg=name
-        )
+        np.testing.assert_allclose(found["merged"][name], value.detach(), atol=1e-5, err_msg=name)
 
 
-def test_the_policy_itself_stays_and_is_what_the_adapter_is_measured_against(
-    one, tiny_models
-):
+def test_the_policy_itself_stays_and_is_what_the_adapter_is_measured_against(one, tiny_models):
     reader = HFReader(tiny_models("qwen3", True))
     for found in one:
         assert found["unchanged"]
@@ -181,9 +149,7 @@ def test_the_policy_itself_stays_and_is_what_the_adapter_is_measured_against(
         assert found["losses"][-1] < found["losses"][0]
         assert found["before"] == one[0]["before"] != found["now"]
     for name, value in one[2]["merged"].items():
-        same = np.array_equal(
-            np.array(value, np.float32), reader.tensor(name).float().numpy()
-        )
+        same = np.array_equal(np.array(value, np.float32), reader.tensor(name).float().numpy())
         assert same != (name.split(".")[-2] in SOME), name
 
 
@@ -195,13 +161,9 @@ def close(found, expected):
             found["adapter"][name], value, rtol=1e-3, atol=2e-5, err_msg=name
         )
     for name, value in expected["merged"].items():
-        np.testing.assert_allclose(
-            found["merged"][name], value, atol=1e-5, err_msg=name
-        )
+        np.testing.assert_allclose(found["merged"][name], value, atol=1e-5, err_msg=name)
     for row, other in zip(
-        found["now"] + found["before"],
-        expected["now"] + expected["before"],
-        strict=True,
+        found["now"] + found["before"], expected["now"] + expected["before"], strict=True
     ):
         np.testing.assert_allclose(row, other, rtol=1e-5, atol=2e-5)
     received, planned, least = found["bytes"]
@@ -219,10 +181,7 @@ def test_recomputation_and_two_passes_of_the_output_layer_do_not_matter(one):
 @pytest.mark.parametrize("layout", full_only(LAYOUTS, ("tp2_pp2",)))
 def test_layouts_train_the_same_adapter(one, layout, tiny_models, tmp_path):
     ranks, parallel, variants = LAYOUTS[layout]
-    settings = [
-        {"parallel": parallel | variant, "bucket_bytes": 1 << 18}
-        for variant in variants
-    ]
+    settings = [{"parallel": parallel | variant, "bucket_bytes": 1 << 18} for variant in variants]
     for rank in torchrun(
         "policy_adapter",
         ranks,
@@ -234,15 +193,9 @@ def test_layouts_train_the_same_adapter(one, layout, tiny_models, tmp_path):
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3"])
-def test_through_the_layers_of_transformer_engine(
-    one, gemma, family, tiny_models, tmp_path
-):
-    settings = [
-        {"parallel": {"tensor_model_parallel_size": 2, "sequence_parallel": True}}
-    ]
+def test_through_the_layers_of_transformer_engine(one, gemma, family, tiny_models, tmp_path):
+    settings = [{"parallel": {"tensor_model_parallel_size": 2, "sequence_parallel": True}}]
     options = {"model": str(tiny_models(family, True)), "settings": settings}
     expected = {"qwen3": one[0], "gemma3": gemma}[family]
-    for rank in torchrun(
-        "policy_adapter", 2, tmp_path, options, environment=environment()
-    ):
+    for rank in torchrun("policy_adapter", 2, tmp_path, options, environment=environment()):
         close(rank[0], expected)

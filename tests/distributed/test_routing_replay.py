@@ -14,8 +14,7 @@ ONE_PROCESS = {
     "padded": {},
     "packed": PACKED,
     "recomputed": PACKED | FULL,
-    "a_layer_recomputed": FULL
-    | {"recompute_method": "block", "recompute_num_layers": 1},
+    "a_layer_recomputed": FULL | {"recompute_method": "block", "recompute_num_layers": 1},
 }
 TP2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 EP2 = {
@@ -57,9 +56,7 @@ def runs(tiny_models, tmp_path_factory):
             family = ("dots1", False) if name in SIGMOID else ("qwen3_moe", True)
             options = {"model": str(tiny_models(*family)), "parallel": parallel}
             jobs.append(("routing_replay", options))
-        results = torchrun_all(
-            jobs, processes, tmp_path_factory.mktemp(f"ranks{processes}")
-        )
+        results = torchrun_all(jobs, processes, tmp_path_factory.mktemp(f"ranks{processes}"))
         made |= dict(zip(layouts, results, strict=True))
     return made
 
@@ -74,11 +71,7 @@ def test_no_token_is_routed_otherwise(runs, layout):
         assert max(found["replayed/gaps"]) < EDGE / 5
         assert np.mean(np.array(found["alone/gaps"]) > EDGE) > 0.9
         for name in ("replayed", "alone"):
-            assert found[f"{name}/loss"] == pytest.approx(
-                padded[f"{name}/loss"], rel=1e-4
-            )
-            assert found[f"{name}/norm"] == pytest.approx(
-                padded[f"{name}/norm"], rel=1e-3
-            )
+            assert found[f"{name}/loss"] == pytest.approx(padded[f"{name}/loss"], rel=1e-4)
+            assert found[f"{name}/norm"] == pytest.approx(padded[f"{name}/norm"], rel=1e-3)
     assert padded["replayed/norm"] != pytest.approx(padded["alone/norm"], rel=0.01)
     assert len(set(padded["lengths"])) > 3

@@ -23,11 +23,7 @@ LAYOUTS = {
     "tp2": (2, {"tensor_model_parallel_size": 2}),
     "tp2_sequence_parallel_packed": (
         2,
-        {
-            "tensor_model_parallel_size": 2,
-            "sequence_parallel": True,
-            "sequence_packing": True,
-        },
+        {"tensor_model_parallel_size": 2, "sequence_parallel": True, "sequence_packing": True},
     ),
     "pp2_virtual2": (
         2,
@@ -41,11 +37,7 @@ LAYOUTS = {
     "fused_recomputed": (1, FUSED | {"recompute_granularity": "full"}),
     "fused_pp2_virtual2": (
         2,
-        FUSED
-        | {
-            "pipeline_model_parallel_size": 2,
-            "virtual_pipeline_model_parallel_size": 2,
-        },
+        FUSED | {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
     ),
     "fused_dp2_overlap": (
         2,
@@ -73,10 +65,7 @@ FAMILIES += OTHER_FORMS
 @pytest.fixture(scope="module")
 def local(tiny_models, tmp_path_factory):
     """The local layers in one process."""
-    jobs = [
-        ("policy", {"model": str(tiny_models(*which)), "probe": True})
-        for which in FAMILIES
-    ]
+    jobs = [("policy", {"model": str(tiny_models(*which)), "probe": True}) for which in FAMILIES]
     found = torchrun_all(jobs, 1, tmp_path_factory.mktemp("local"))
     return {which: ranks[0] for which, ranks in zip(FAMILIES, found, strict=True)}
 
@@ -86,41 +75,27 @@ def ranks(tiny_models, tmp_path_factory):
     """The same through the spec for Transformer Engine, in every layout."""
     made = {}
     for processes in (1, 2):
-        wanted = [
-            (layout, which) for layout, which in RUNS if LAYOUTS[layout][0] == processes
-        ]
+        wanted = [(layout, which) for layout, which in RUNS if LAYOUTS[layout][0] == processes]
         jobs = [
             (
                 "policy",
-                {
-                    "model": str(tiny_models(*which)),
-                    "probe": True,
-                    "parallel": LAYOUTS[layout][1],
-                },
+                {"model": str(tiny_models(*which)), "probe": True, "parallel": LAYOUTS[layout][1]},
             )
             for layout, which in wanted
         ]
         out = tmp_path_factory.mktemp(f"engine{processes}")
         made.update(
-            zip(
-                wanted,
-                torchrun_all(jobs, processes, out, environment=environment()),
-                strict=True,
-            )
+            zip(wanted, torchrun_all(jobs, processes, out, environment=environment()), strict=True)
         )
     return made
 
 
 @pytest.mark.parametrize(
-    ("layout", "which"),
-    RUNS,
-    ids=lambda value: value if isinstance(value, str) else value[0],
+    ("layout", "which"), RUNS, ids=lambda value: value if isinstance(value, str) else value[0]
 )
 def test_layers_equal_the_local_ones(ranks, local, layout, which):
     expected, found = local[which], ranks[layout, which]
-    logprobs = {
-        index: values for rank in found for index, values in rank["logprobs"].items()
-    }
+    logprobs = {index: values for rank in found for index, values in rank["logprobs"].items()}
     for index, values in expected["logprobs"].items():
         np.testing.assert_allclose(logprobs[index], values, atol=1e-4)
     for rank in found:
@@ -146,19 +121,12 @@ def test_training_resumes_bit_for_bit(tmp_path):
         "data.prompts_per_step=4",
         "rollout.group_size=4",
     ]
-    fixed += [
-        "parallel.use_distributed_optimizer=true",
-        "parallel.sequence_packing=true",
-    ]
+    fixed += ["parallel.use_distributed_optimizer=true", "parallel.sequence_packing=true"]
     fixed += ["model.transformer_impl=transformer_engine"]
     options = {"overrides": fixed}
-    whole = torchrun(
-        "training", 2, tmp_path / "whole", options, environment=environment()
-    )
+    whole = torchrun("training", 2, tmp_path / "whole", options, environment=environment())
     options = {"overrides": [*fixed, "training.steps=2"]}
-    first = torchrun(
-        "training", 2, tmp_path / "parts", options, environment=environment()
-    )
+    first = torchrun("training", 2, tmp_path / "parts", options, environment=environment())
     second = torchrun(
         "training",
         2,
@@ -167,9 +135,7 @@ def test_training_resumes_bit_for_bit(tmp_path):
         environment=environment(),
     )
     for rank in range(2):
-        assert [whole[rank]["error"], first[rank]["error"], second[rank]["error"]] == [
-            None
-        ] * 3
+        assert [whole[rank]["error"], first[rank]["error"], second[rank]["error"]] == [None] * 3
         assert len(whole[rank]["digests"]) == 5
         assert first[rank]["digests"] == whole[rank]["digests"][:3]
         assert second[rank]["digests"] == whole[rank]["digests"][2:]

@@ -43,11 +43,7 @@ def test_failed_rank_shows_its_own_error(tmp_path):
         outcomes = [process.communicate(timeout=180)[1] for process in started]
         assert "a mistake in the program" in outcomes[1]
         assert "rank 1 fails while all ranks are alive: rank 0" in outcomes[1]
-        assert [process.returncode for process in started] == [
-            EXIT_PEER_LOST,
-            1,
-            EXIT_PEER_LOST,
-        ]
+        assert [process.returncode for process in started] == [EXIT_PEER_LOST, 1, EXIT_PEER_LOST]
         assert "lost rank 1" in outcomes[0]
 
 
@@ -76,9 +72,7 @@ def test_slow_phase_says_who_waits_where_and_goes_on(tmp_path):
 
 
 @pytest.mark.parametrize("scenario", full_only(("signalled", "late"), ("late",)))
-def test_signal_of_one_rank_reaches_all_and_early_ends_are_not_missed(
-    scenario, tmp_path
-):
+def test_signal_of_one_rank_reaches_all_and_early_ends_are_not_missed(scenario, tmp_path):
     with ranks(scenario, tmp_path) as started:
         outcomes = [process.communicate(timeout=180) for process in started]
         assert all("ended well" in out for out, _ in outcomes)

@@ -56,7 +56,5 @@ def leave_groups() -> None:
         destroy()
 
 
-if (
-    __name__ == "__main__"
-):  # saving a checkpoint starts processes that import this again
+if __name__ == "__main__":  # saving a checkpoint starts processes that import this again
     main()

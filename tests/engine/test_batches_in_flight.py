@@ -34,9 +34,7 @@ def start(tiny_models: Any) -> Iterator[Callable[..., VllmEngine]]:
         from tests.helpers.vllm_in_flight import InFlight
 
         arguments = {
-            "distributed_executor_backend": type(
-                "InFlight", (InFlight,), {"blocks": blocks}
-            ),
+            "distributed_executor_backend": type("InFlight", (InFlight,), {"blocks": blocks}),
             "block_size": 16,
         }
         options = VllmOptions(
@@ -67,9 +65,7 @@ def schedule_as_on_a_gpu(patches: pytest.MonkeyPatch) -> None:
         of_the_cpu(config)
         config.scheduler_config.async_scheduling = True
 
-    patches.setattr(
-        CpuPlatform, "check_and_update_config", classmethod(check_and_update_config)
-    )
+    patches.setattr(CpuPlatform, "check_and_update_config", classmethod(check_and_update_config))
     # routing replay is Model Runner V2's, which wants Triton
     patches.setattr("vllm.config.vllm.HAS_TRITON", True)
 
@@ -218,9 +214,7 @@ def test_a_cache_that_is_too_small_for_all(start: Callable[..., VllmEngine]) -> 
 
 @pytest.mark.parametrize("use", [forgets, sleeps])
 def test_without_reading_what_is_in_flight_the_next_rollout_fails(
-    start: Callable[..., VllmEngine],
-    use: Callable[..., None],
-    monkeypatch: pytest.MonkeyPatch,
+    start: Callable[..., VllmEngine], use: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The break that the tests above would find, in vLLM's own words; after it the engine can be
     started again.

@@ -32,9 +32,7 @@ BODY = {
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     directory = tmp_path_factory.mktemp("vllm")
-    fitted_on = replace(
-        FITTED_ON, templates=("raw",), instructions=((),), top_ks=(0, 1)
-    )
+    fitted_on = replace(FITTED_ON, templates=("raw",), instructions=((),), top_ks=(0, 1))
     logistic(fitted_on).save(directory / "confidence.npz")
     middleware = "megatron_dcpo.serving.middleware.ConfidenceMiddleware"
     made = Server(

@@ -18,10 +18,7 @@ from tests.gpu import checks
 from tests.helpers.launch import torchrun
 from tests.helpers.vllm import at_length, needs_vllm, prompts_for_test
 
-pytestmark = [
-    needs_vllm,
-    pytest.mark.timeout(1800),
-]
+pytestmark = [needs_vllm, pytest.mark.timeout(1800)]
 
 MODELS = [("qwen3", True), ("qwen3", False), ("llama", True), ("llama", False)]
 MODELS += [("phi3", False)]
@@ -35,17 +32,9 @@ EP2 = {"expert_model_parallel_size": 2, "use_distributed_optimizer": True}
 
 
 def run(
-    tiny_models: Any,
-    out: Path,
-    models: Any,
-    tp: int,
-    pp: int,
-    engine_tp: int,
-    **more: Any,
+    tiny_models: Any, out: Path, models: Any, tp: int, pp: int, engine_tp: int, **more: Any
 ) -> list[dict[str, Any]]:
-    paths = {
-        f"{family}_{tied}": str(tiny_models(family, tied)) for family, tied in models
-    }
+    paths = {f"{family}_{tied}": str(tiny_models(family, tied)) for family, tied in models}
     return run_models(out, paths, tp, pp, engine_tp, **more)
 
 
@@ -92,9 +81,7 @@ def greedy_of_transformers(directory: str) -> list[list[int]]:
     from megatron_dcpo.rollout import SamplingConfig, TransformersEngine
 
     engine = TransformersEngine.from_pretrained(directory)
-    responses = engine.generate(
-        prompts_for_test(), SamplingConfig(top_k=1, max_tokens=24)
-    )
+    responses = engine.generate(prompts_for_test(), SamplingConfig(top_k=1, max_tokens=24))
     return [response.token_ids.tolist() for response in responses]
 
 
@@ -131,38 +118,23 @@ def test_engine_is_the_trainer(
     worker).
     """
     ranks = run(
-        tiny_models,
-        tmp_path,
-        MODELS,
-        *LAYOUTS[layout],
-        engine_tp,
-        bucket_bytes=BUCKET_BYTES,
+        tiny_models, tmp_path, MODELS, *LAYOUTS[layout], engine_tp, bucket_bytes=BUCKET_BYTES
     )
     check(ranks)
     for name in ranks[0]:
         received = [rank[name]["received"] for rank in ranks]
         if layout == "tp1":
-            assert received == [0] * len(ranks), (
-                "the trainer's rank has all that its engine needs"
-            )
+            assert received == [0] * len(ranks), "the trainer's rank has all that its engine needs"
         elif engine_tp == 2:
             assert all(
-                r < rank[name]["least_whole"]
-                for r, rank in zip(received, ranks, strict=True)
+                r < rank[name]["least_whole"] for r, rank in zip(received, ranks, strict=True)
             )
 
 
 @at_length
 @pytest.mark.parametrize(
     ("tp", "pp", "etp", "engine_tp"),
-    [
-        (1, 1, 1, 1),
-        (1, 1, 1, 2),
-        (2, 1, 1, 2),
-        (2, 1, 2, 1),
-        (2, 1, 2, 4),
-        (1, 2, 1, 2),
-    ],
+    [(1, 1, 1, 1), (1, 1, 1, 2), (2, 1, 1, 2), (2, 1, 2, 1), (2, 1, 2, 4), (1, 2, 1, 2)],
 )
 def test_experts(
     tiny_models: Any, tmp_path: Path, tp: int, pp: int, etp: int, engine_tp: int
@@ -205,12 +177,8 @@ def test_mixtures(
 
 
 @at_length
-@pytest.mark.parametrize(
-    ("tp", "pp", "engine_tp"), [(2, 1, 1), (1, 2, 1), (1, 1, 1), (2, 1, 2)]
-)
-def test_memory_of_a_synchronization(
-    tmp_path: Path, tp: int, pp: int, engine_tp: int
-) -> None:
+@pytest.mark.parametrize(("tp", "pp", "engine_tp"), [(2, 1, 1), (1, 2, 1), (1, 1, 1), (2, 1, 2)])
+def test_memory_of_a_synchronization(tmp_path: Path, tp: int, pp: int, engine_tp: int) -> None:
     """Measured, not counted: one embedding of 200 MiB, a bucket of 16 MiB; the peak rises by a
     bucket and 5 % at most.
 
@@ -220,13 +188,7 @@ def test_memory_of_a_synchronization(
     bucket = 16 << 20
     model = large_vocabulary(tmp_path / "model")
     ranks = run_models(
-        tmp_path,
-        {"large": str(model)},
-        tp,
-        pp,
-        engine_tp,
-        bucket_bytes=bucket,
-        updates=3,
+        tmp_path, {"large": str(model)}, tp, pp, engine_tp, bucket_bytes=bucket, updates=3
     )
     for rank in ranks:
         assert max(rank["large"]["differences"]) <= 1e-4
@@ -235,14 +197,10 @@ def test_memory_of_a_synchronization(
             [round(extra / bucket, 3) for extra in rank["large"]["extra"]],
         )
         assert max(rank["large"]["extra"][1:]) <= 1.05 * bucket
-        small, large = rank["large"][
-            "transport"
-        ]  # alone, with the small and the default bucket
+        small, large = rank["large"]["transport"]  # alone, with the small and the default bucket
         assert small <= 1.05 * bucket
         if (tp, engine_tp) == (2, 1):
-            assert large >= 100 << 20, (
-                "the measure sees an embedding that is put together whole"
-            )
+            assert large >= 100 << 20, "the measure sees an embedding that is put together whole"
 
 
 def large_vocabulary(path: Path) -> Path:
@@ -271,10 +229,7 @@ def test_fifty_updates(tiny_models: Any, tmp_path: Path) -> None:
     same).
     """
     (rank,) = run(tiny_models, tmp_path, [("qwen3", True)], 1, 1, 1, updates=50)
-    differences, memory = (
-        rank["qwen3_True"]["differences"],
-        rank["qwen3_True"]["memory"],
-    )
+    differences, memory = (rank["qwen3_True"]["differences"], rank["qwen3_True"]["memory"])
     assert len(differences) == 50
     assert max(differences) <= 1e-4
     assert np.mean(differences[25:]) <= 4 * np.mean(differences[:25]) + 1e-6
@@ -316,9 +271,7 @@ def floor_of_transformers(directory: str) -> tuple[float, float]:
             ids = torch.tensor([*prompt, *response.token_ids.tolist()])[None]
             target = torch.tensor(response.token_ids)[:, None]
             logps = [
-                torch.log_softmax(m(ids).logits[0].float() / 0.7, -1)[
-                    len(prompt) - 1 : -1
-                ]
+                torch.log_softmax(m(ids).logits[0].float() / 0.7, -1)[len(prompt) - 1 : -1]
                 for m in models
             ]
             first, second = (logp.gather(-1, target).squeeze(-1) for logp in logps)

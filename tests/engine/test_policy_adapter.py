@@ -15,10 +15,7 @@ pytestmark = needs_vllm
 def test_vllm_serves_the_adapter(tmp_path):
     options = ("model.adapter.rank=4", "optimizer.lr=0.02", "training.steps=3")
     train(tmp_path / "run", *options, "rollout.engine=transformers")
-    sequences, token_ids = (
-        [list(range(5, 5 + n)) for n in (3, 17, 40)],
-        list(range(30, 50)),
-    )
+    sequences, token_ids = ([list(range(5, 5 + n)) for n in (3, 17, 40)], list(range(30, 50)))
     settings = {
         "model": str(QUICKSTART / "policy"),
         "adapter": str(tmp_path / "run" / "adapter"),
@@ -34,9 +31,7 @@ def test_vllm_serves_the_adapter(tmp_path):
         model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
         with torch.no_grad():
             rows = [
-                model(input_ids=torch.tensor([ids]))
-                .logits[0, -1]
-                .log_softmax(-1)[token_ids]
+                model(input_ids=torch.tensor([ids])).logits[0, -1].log_softmax(-1)[token_ids]
                 for ids in sequences
             ]
         expected[name] = torch.stack(rows).numpy()

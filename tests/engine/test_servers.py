@@ -39,9 +39,7 @@ SERVED = [
 NO_WAY = "http://127.0.0.1:9"  # a proxy that knows no host of the job
 
 
-def launch(
-    processes: int, engines: int, run_dir: Path, *options: str
-) -> subprocess.Popen[str]:
+def launch(processes: int, engines: int, run_dir: Path, *options: str) -> subprocess.Popen[str]:
     """``dcpo launch``, with a proxy in its environment."""
     command = [sys.executable, "-m", "megatron_dcpo", "launch", str(processes)]
     if engines:
@@ -63,9 +61,7 @@ def launch(
 
 
 @contextmanager
-def serving(
-    engines: int, run_dir: Path, endpoint: str
-) -> Iterator[subprocess.Popen[str]]:
+def serving(engines: int, run_dir: Path, endpoint: str) -> Iterator[subprocess.Popen[str]]:
     """A launcher that starts nothing but a server, as on a node of engines."""
     launcher = launch(0, engines, run_dir, f"rollout.endpoint={endpoint}")
     try:
@@ -107,14 +103,9 @@ def check(records: list[dict[str, float]], alone: list[dict[str, float]]) -> Non
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_a_server_of_two_workers(
-    alone: list[dict[str, float]], tmp_path: Path, size: int
-) -> None:
+def test_a_server_of_two_workers(alone: list[dict[str, float]], tmp_path: Path, size: int) -> None:
     """Two engines with an API server each, whose weights have one version; one engine of two."""
-    options = [
-        f"rollout.tensor_model_parallel_size={size}",
-        f"rollout.endpoint={address()}",
-    ]
+    options = [f"rollout.tensor_model_parallel_size={size}", f"rollout.endpoint={address()}"]
     run = launch(2, 2, tmp_path / "run", *options)
     _, said = run.communicate(timeout=900)
     assert run.returncode == 0, said[-4000:]

@@ -19,9 +19,7 @@ WHOLE = torch.arange(40.0).view(10, 4)
 def rows(start: int, stop: int, keeps: tuple[int, int, int]) -> Any:
     from megatron_dcpo.rollout.vllm_weights import SliceOfWhole
 
-    return SliceOfWhole(
-        WeightSlice("embedding", 0, start, WHOLE[start:stop]), WHOLE.shape, keeps
-    )
+    return SliceOfWhole(WeightSlice("embedding", 0, start, WHOLE[start:stop]), WHOLE.shape, keeps)
 
 
 def test_pieces_add_up_to_the_slice_of_the_rank() -> None:
@@ -43,9 +41,7 @@ def test_columns() -> None:
     from megatron_dcpo.rollout.vllm_weights import SliceOfWhole
 
     target = torch.zeros(10, 2)
-    given = SliceOfWhole(
-        WeightSlice("o_proj", 1, 3, WHOLE[:, 3:4]), WHOLE.shape, (1, 2, 4)
-    )
+    given = SliceOfWhole(WeightSlice("o_proj", 1, 3, WHOLE[:, 3:4]), WHOLE.shape, (1, 2, 4))
     target.copy_(given.detach().narrow(1, 2, 2))
     assert torch.equal(target[:, 1], WHOLE[:, 3])
     assert not target[:, 0].any()

@@ -21,10 +21,7 @@ from tests.helpers.paths import REPOSITORY
 from tests.helpers.quickstart import SMALL
 from tests.helpers.vllm import HELDOUT, POLICY, Server, at_length, needs_vllm
 
-pytestmark = [
-    needs_vllm,
-    pytest.mark.timeout(1200),
-]
+pytestmark = [needs_vllm, pytest.mark.timeout(1200)]
 
 CONFIG = REPOSITORY / "examples" / "quickstart" / "dcpo.yaml"
 ENGINE = [
@@ -72,11 +69,7 @@ def train(run_dir: Path, *overrides: str, processes: int = 1) -> list[dict[str, 
 
 def metrics(run_dir: Path) -> list[dict[str, float]]:
     path = run_dir / "metrics.jsonl"
-    return (
-        [json.loads(line) for line in path.read_text().splitlines()]
-        if path.is_file()
-        else []
-    )
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
 
 
 @pytest.fixture(scope="module")
@@ -87,9 +80,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]]:
 def test_training_on_vllm(alone: list[dict[str, float]]) -> None:
     assert [record["step"] for record in alone] == [1, 2, 3]
     assert all(record["engine/logprob_diff_max"] <= 1e-4 for record in alone)
-    assert all(
-        record["reshard/bytes"] == record["reshard/bytes_min"] == 0 for record in alone
-    )
+    assert all(record["reshard/bytes"] == record["reshard/bytes_min"] == 0 for record in alone)
 
 
 @at_length
@@ -99,10 +90,7 @@ def test_training_of_experts_on_vllm(tmp_path: Path) -> None:
         f"model.path={POLICY.parent / 'moe' / 'policy'}",
         "rollout.tensor_model_parallel_size=2",
     ]
-    options += [
-        "parallel.expert_model_parallel_size=2",
-        "parallel.use_distributed_optimizer=true",
-    ]
+    options += ["parallel.expert_model_parallel_size=2", "parallel.use_distributed_optimizer=true"]
     records = train(tmp_path / "run", *ENGINE, *options, processes=2)
     assert len(records) == 3
     for record in records:
@@ -113,21 +101,12 @@ def test_training_of_experts_on_vllm(tmp_path: Path) -> None:
 
 @at_length
 @pytest.mark.parametrize("processes", [1, 2])
-def test_validation_changes_nothing_of_the_run(
-    alone, tmp_path: Path, processes: int
-) -> None:
+def test_validation_changes_nothing_of_the_run(alone, tmp_path: Path, processes: int) -> None:
     """By the run's engine, of one rank or of two: the same validation, and the training that there
     is without one.
     """
-    options = [
-        f"evaluation.benchmarks={HELDOUT}",
-        "evaluation.interval=1",
-        "evaluation.limit=8",
-    ]
-    size = [
-        f"{key}.tensor_model_parallel_size={processes}"
-        for key in ("parallel", "rollout")
-    ]
+    options = [f"evaluation.benchmarks={HELDOUT}", "evaluation.interval=1", "evaluation.limit=8"]
+    size = [f"{key}.tensor_model_parallel_size={processes}" for key in ("parallel", "rollout")]
     rows = train(tmp_path / "run", *ENGINE, *options, *size, processes=processes)
     validated = [row["evaluation/heldout/accuracy"] for row in rows]
     assert len(validated) == 4
@@ -142,16 +121,10 @@ def test_validation_changes_nothing_of_the_run(
 @at_length
 @pytest.mark.parametrize(
     "option",
-    [
-        "parallel.tensor_model_parallel_size=2",
-        "parallel.pipeline_model_parallel_size=2",
-        "seed=1",
-    ],
+    ["parallel.tensor_model_parallel_size=2", "parallel.pipeline_model_parallel_size=2", "seed=1"],
 )
 @pytest.mark.parametrize("engine_tp", [1, 2])
-def test_two_ranks_sample_the_same(
-    alone, tmp_path: Path, option: str, engine_tp: int
-) -> None:
+def test_two_ranks_sample_the_same(alone, tmp_path: Path, option: str, engine_tp: int) -> None:
     """Seeds are counted per sample: neither the layout nor the engine's ranks change what is
     trained on.
     """
@@ -167,9 +140,7 @@ def test_two_ranks_sample_the_same(
         assert ours["reshard/bytes"] == ours["reshard/bytes_min"]
         assert ours["reward/accuracy"] == single["reward/accuracy"]
         assert ours["loss/policy"] == pytest.approx(single["loss/policy"], abs=1e-4)
-        assert ours["grad_norm/total"] == pytest.approx(
-            single["grad_norm/total"], rel=1e-3
-        )
+        assert ours["grad_norm/total"] == pytest.approx(single["grad_norm/total"], rel=1e-3)
 
 
 @at_length
@@ -188,9 +159,7 @@ def test_one_rank_of_an_engine_fails_alone(alone, tmp_path: Path) -> None:
     started = time.monotonic()
     arguments = ["train", "--config", str(CONFIG), f"run_dir={run_dir}", *options]
     done = launched(
-        2,
-        worker(tmp_path / "out", ("failing_rank", {"arguments": arguments})),
-        timeout=900,
+        2, worker(tmp_path / "out", ("failing_rank", {"arguments": arguments})), timeout=900
     )
     print(f"ended after {time.monotonic() - started:.0f} s")
     assert done.returncode != 0
@@ -199,10 +168,7 @@ def test_one_rank_of_an_engine_fails_alone(alone, tmp_path: Path) -> None:
             f"dcpo: rank {rank} ends: the engine of ranks 0-1 failed on rank 1 alone: "
             in done.stderr
         )
-    assert (
-        "out of memory, on this rank alone; rank(s) 0 cannot go on without it"
-        in done.stderr
-    )
+    assert "out of memory, on this rank alone; rank(s) 0 cannot go on without it" in done.stderr
     assert len(metrics(run_dir)) == 1
     records = train(run_dir, *options, processes=2)
     for ours, single in zip(records, alone, strict=True):
@@ -212,19 +178,11 @@ def test_one_rank_of_an_engine_fails_alone(alone, tmp_path: Path) -> None:
 
 @at_length
 @pytest.mark.parametrize("mode", ["generate", "update"])
-def test_one_engine_of_two_fails_and_both_start_anew(
-    alone, tmp_path: Path, mode: str
-) -> None:
+def test_one_engine_of_two_fails_and_both_start_anew(alone, tmp_path: Path, mode: str) -> None:
     """vLLM's start waits for every rank of the job where it measures memory: an engine alone would
     wait for ever.
     """
-    arguments = [
-        "train",
-        "--config",
-        str(CONFIG),
-        f"run_dir={tmp_path / 'run'}",
-        *ENGINE,
-    ]
+    arguments = ["train", "--config", str(CONFIG), f"run_dir={tmp_path / 'run'}", *ENGINE]
     arguments += ["parallel.distributed_timeout_minutes=3"]
     job = ("failing_vllm", {"mode": mode, "arguments": arguments})
     done = launched(2, worker(tmp_path / "out", job), timeout=900)
@@ -242,10 +200,7 @@ def test_a_server_that_is_killed_comes_back(alone, tmp_path: Path) -> None:
     run goes on as before.
     """
     server = Server(
-        tmp_path / "serve.log",
-        "--logprobs-mode",
-        "processed_logprobs",
-        VLLM_SERVER_DEV_MODE="1",
+        tmp_path / "serve.log", "--logprobs-mode", "processed_logprobs", VLLM_SERVER_DEV_MODE="1"
     )
     server.start()
     try:
@@ -279,10 +234,7 @@ def test_a_server_without_what_is_needed_is_refused(tmp_path: Path) -> None:
     server.start()
     try:
         run = start(
-            tmp_path / "run",
-            *ENGINE,
-            "rollout.engine=server",
-            f"rollout.endpoint={server.url}",
+            tmp_path / "run", *ENGINE, "rollout.engine=server", f"rollout.endpoint={server.url}"
         )
         _, said = run.communicate(timeout=300)
         assert run.returncode == 2
@@ -302,11 +254,7 @@ def test_a_signal_ends_the_rollout_in_order(tmp_path: Path) -> None:
     run.send_signal(signal.SIGTERM)
     _, said = run.communicate(timeout=120)
     assert run.returncode not in (0, -signal.SIGTERM), said[-2000:]
-    done = int(
-        (
-            tmp_path / "run" / "checkpoints" / "latest_checkpointed_iteration.txt"
-        ).read_text()
-    )
+    done = int((tmp_path / "run" / "checkpoints" / "latest_checkpointed_iteration.txt").read_text())
     assert len(metrics(tmp_path / "run")) == done
 
 
@@ -348,9 +296,7 @@ def test_evaluation_is_the_same_on_both_engines(tmp_path: Path) -> None:
             stderr=subprocess.PIPE,
         )
         assert done.returncode == 0, done.stderr[-3000:].decode()
-        found[engine] = {
-            s.prompt.prompt_id: s for s in read_samples(out / "samples.jsonl")
-        }
+        found[engine] = {s.prompt.prompt_id: s for s in read_samples(out / "samples.jsonl")}
     for name, ours in found["transformers"].items():
         other = found["vllm"][name]
         assert (other.response.text, other.judgement.length) == (

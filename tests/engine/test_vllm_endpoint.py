@@ -60,14 +60,9 @@ def by_name(path: Path) -> dict[tuple[str, int], Sample]:
 
 @pytest.mark.timeout(1200)
 def test_killed_in_the_middle_and_restarted(server: Server, tmp_path: Path) -> None:
-    out, limit = (
-        tmp_path / "run",
-        ["--limit", "60", "--concurrency", "4", "--attempts", "40"],
-    )
+    out, limit = (tmp_path / "run", ["--limit", "60", "--concurrency", "4", "--attempts", "40"])
     arguments = command(["--endpoint", server.url], out, *limit)
-    client = subprocess.Popen(
-        [sys.executable, "-m", "megatron_dcpo", *arguments], cwd=REPOSITORY
-    )
+    client = subprocess.Popen([sys.executable, "-m", "megatron_dcpo", *arguments], cwd=REPOSITORY)
     samples = out / "samples.jsonl"
 
     def written() -> list[str]:
@@ -91,11 +86,7 @@ def test_killed_in_the_middle_and_restarted(server: Server, tmp_path: Path) -> N
     assert 40 <= len(before) < 240
     assert main(arguments) == 0
     found = [json.loads(line) for line in written()]
-    assert (
-        len(found)
-        == len({(row["prompt_id"], row["sample_index"]) for row in found})
-        == 240
-    )
+    assert len(found) == len({(row["prompt_id"], row["sample_index"]) for row in found}) == 240
     after = {(row["prompt_id"], row["sample_index"]): row["text"] for row in found}
     for row in map(json.loads, before):
         assert after[row["prompt_id"], row["sample_index"]] == row["text"]
@@ -118,9 +109,7 @@ def test_same_samples_as_the_embedded_engine(server: Server, tmp_path: Path) -> 
     assert (
         main(
             command(
-                ["--model", str(POLICY), "--engine", "transformers"],
-                tmp_path / "here",
-                *options,
+                ["--model", str(POLICY), "--engine", "transformers"], tmp_path / "here", *options
             )
         )
         == 0
@@ -137,9 +126,5 @@ def test_same_samples_as_the_embedded_engine(server: Server, tmp_path: Path) -> 
         assert other.measures.token_confidence == pytest.approx(
             sample.measures.token_confidence, abs=1e-4
         )
-        assert other.measures.min_logprob == pytest.approx(
-            sample.measures.min_logprob, abs=1e-3
-        )
-        assert other.measures.mean_entropy == pytest.approx(
-            sample.measures.mean_entropy, abs=1e-3
-        )
+        assert other.measures.min_logprob == pytest.approx(sample.measures.min_logprob, abs=1e-3)
+        assert other.measures.mean_entropy == pytest.approx(sample.measures.mean_entropy, abs=1e-3)

@@ -17,8 +17,7 @@ from tests.helpers.hostile import HOSTILE
 
 AT_LENGTH = int(os.environ.get("DCPO_FUZZ", "0")) // 40
 fuzz = settings(
-    max_examples=AT_LENGTH
-    or (50 if settings.get_current_profile_name() == "ci" else 150),
+    max_examples=AT_LENGTH or (50 if settings.get_current_profile_name() == "ci" else 150),
     derandomize=not AT_LENGTH,
     database=None,
     deadline=None,
@@ -101,9 +100,7 @@ def values(keys: list[str]) -> st.SearchStrategy[Any]:
     names = st.sampled_from(keys) | st.text(max_size=5)
     return st.recursive(
         leaves,
-        lambda inner: (
-            st.lists(inner, max_size=4) | st.dictionaries(names, inner, max_size=5)
-        ),
+        lambda inner: st.lists(inner, max_size=4) | st.dictionaries(names, inner, max_size=5),
         max_leaves=20,
     )
 
@@ -111,9 +108,7 @@ def values(keys: list[str]) -> st.SearchStrategy[Any]:
 def changed(base: Any, keys: list[str]) -> st.SearchStrategy[Any]:
     """The JSON object ``base`` with some entries, at any depth, replaced or removed."""
     edits = st.lists(
-        st.tuples(st.integers(0, 1000), st.just(_REMOVED) | values(keys)),
-        min_size=1,
-        max_size=3,
+        st.tuples(st.integers(0, 1000), st.just(_REMOVED) | values(keys)), min_size=1, max_size=3
     )
     return edits.map(lambda chosen: _edited(base, chosen))
 
@@ -155,9 +150,7 @@ def mutated(base: bytes) -> st.SearchStrategy[bytes]:
         st.binary(max_size=12),
         st.integers(1, 3),
     )
-    return st.lists(edit, min_size=1, max_size=4).map(
-        lambda edits: _mutate(base, edits)
-    )
+    return st.lists(edit, min_size=1, max_size=4).map(lambda edits: _mutate(base, edits))
 
 
 def _mutate(base: bytes, edits: list[tuple[int, int, bytes, int]]) -> bytes:

@@ -34,10 +34,7 @@ from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation.samples import read_samples
 from megatron_dcpo.evaluation.scoring import CONFIDENCE_KINDS, score_samples
 from megatron_dcpo.judging.answers import Attempt
-from megatron_dcpo.judging.questions import (
-    check_questions,
-    question_verifier,
-)
+from megatron_dcpo.judging.questions import check_questions, question_verifier
 from megatron_dcpo.judging.token_bytes import token_bytes
 from megatron_dcpo.objectives import worksheet
 from megatron_dcpo.rollout.engine import SamplingConfig
@@ -54,16 +51,11 @@ from tests.helpers.tokenizers import byte_level
 
 # ------------------------------------------------------------------------------ what data sets hold
 
-PRIVATE = base64.b64encode(
-    zlib.compress(pickle.dumps('[{"input": "1", "output": "1"}]'))
-).decode()
+PRIVATE = base64.b64encode(zlib.compress(pickle.dumps('[{"input": "1", "output": "1"}]'))).decode()
 ROWS = [
     {"problem": "1+1", "answer": "2"},
     {"question": "?", "answer": 2.0, "data_source": "aime"},
-    {
-        "prompt": [{"role": "user", "content": "?"}],
-        "reward_model": {"ground_truth": "#### 1,000"},
-    },
+    {"prompt": [{"role": "user", "content": "?"}], "reward_model": {"ground_truth": "#### 1,000"}},
     {
         "question_content": "?",
         "public_test_cases": '[{"input": "1", "output": "2"}]',
@@ -78,36 +70,18 @@ ROWS = [
     {"problem": "?", "tests": '{"inputs": ["1"], "outputs": ["2"]}'},
     {
         "problem": "?",
-        "tests": {
-            "kind": "stdin",
-            "cases": [{"input": "1", "output": "2"}],
-            "atol": 0.1,
-        },
+        "tests": {"kind": "stdin", "cases": [{"input": "1", "output": "2"}], "atol": 0.1},
     },
-    {
-        "question": "?",
-        "options": ["a", "b"],
-        "answer": "B",
-        "answer_index": 1,
-        "category": "c",
-    },
+    {"question": "?", "options": ["a", "b"], "answer": "B", "answer_index": 1, "category": "c"},
     {
         "Question": "?",
         "Correct Answer": "1",
         **{f"Incorrect Answer {n}": str(n) for n in (1, 2, 3)},
         "Subdomain": "s",
     },
-    {
-        "question": "?",
-        "answer": {"value": "a", "aliases": ["b"], "normalized_aliases": ["b"]},
-    },
+    {"question": "?", "answer": {"value": "a", "aliases": ["b"], "normalized_aliases": ["b"]}},
     {"Data": [{"Question": "?", "Answer": {"Value": "a", "Aliases": ["b"]}}]},
-    {
-        "question": "?",
-        "answer": "a",
-        "supporting_facts": [["t", 0]],
-        "context": [["t", ["c"]]],
-    },
+    {"question": "?", "answer": "a", "supporting_facts": [["t", 0]], "context": [["t", ["c"]]]},
 ]
 DEEPER = {
     "role",
@@ -136,9 +110,7 @@ NAMES = sorted(
     data=st.data(),
 )
 @example(
-    row={"problem": "?", "answer": "1" * 5000, "data_source": "aime"},
-    garbage=False,
-    data=None,
+    row={"problem": "?", "answer": "1" * 5000, "data_source": "aime"}, garbage=False, data=None
 )
 def test_data_sets(
     tmp_path_factory: pytest.TempPathFactory, row: Any, garbage: bool, data: Any
@@ -154,10 +126,7 @@ def test_data_sets(
         for name in ("exact", "f1", "choice"):
             only(UserError, partial(check_questions, name, [record], "rows"))
             attempt = Attempt("B", record.answer, "", record.row)
-            assert question_verifier(name, JudgingConfig())([attempt])[0].correct in (
-                True,
-                False,
-            )
+            assert question_verifier(name, JudgingConfig())([attempt])[0].correct in (True, False)
 
 
 TABLE = b'problem,answer\r\n"What, is\n""1+1""?",2\r\nx,y\r\n'
@@ -227,9 +196,7 @@ def test_samples_of_others_are_read_or_refused_and_what_is_read_is_scored(
     path.write_text(json.dumps(row) + "\n")
     for sample in only(UserError, lambda: read_samples(path)) or []:
         scores = score_samples(
-            [sample],
-            tuple(kind for kind in CONFIDENCE_KINDS if kind != "posthoc"),
-            resamples=2,
+            [sample], tuple(kind for kind in CONFIDENCE_KINDS if kind != "posthoc"), resamples=2
         )
         encoded(scores)
 
@@ -257,10 +224,7 @@ CHAT = {
             "finish_reason": "stop",
             "logprobs": {
                 "content": [
-                    {
-                        "logprob": -1.0,
-                        "top_logprobs": [{"logprob": -1.0}, {"logprob": -2.0}],
-                    }
+                    {"logprob": -1.0, "top_logprobs": [{"logprob": -1.0}, {"logprob": -2.0}]}
                 ]
             },
         }
@@ -270,10 +234,7 @@ PLAIN = {
     "choices": [
         {
             "text": "x",
-            "logprobs": {
-                "token_logprobs": [-1.0, None],
-                "top_logprobs": [{"a": -1.0}, None],
-            },
+            "logprobs": {"token_logprobs": [-1.0, None], "top_logprobs": [{"a": -1.0}, None]},
         }
     ]
 }
@@ -296,16 +257,12 @@ WORDS = [
     api=st.sampled_from(["chat", "completions"]),
 )
 def test_replies_of_servers(reply: Any, api: Any) -> None:
-    endpoint = Endpoint(
-        "http://server", "m", SamplingConfig(top_logprobs=2), api=api, attempts=1
-    )
+    endpoint = Endpoint("http://server", "m", SamplingConfig(top_logprobs=2), api=api, attempts=1)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(JsonClient, "_once", lambda *_: parse_json(json.dumps(reply)))
         response = only(
             UserError,
-            lambda: endpoint.ask(
-                Prompt("p", ({"role": "user", "content": "?"},), (), "", ""), 0
-            ),
+            lambda: endpoint.ask(Prompt("p", ({"role": "user", "content": "?"},), (), "", ""), 0),
         )
     if response is not None:
         response.text.encode()
@@ -323,9 +280,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     chunk = megatron_checkpoint.NewChunk(
         "a", (4, 3), (0, 0), (4, 3), "float32", lambda: torch.ones(4, 3)
     )
-    megatron_checkpoint.write_checkpoint(
-        directory, [chunk], {"b": None}, lambda nbytes: None
-    )
+    megatron_checkpoint.write_checkpoint(directory, [chunk], {"b": None}, lambda nbytes: None)
     (directory / "honest").write_bytes((directory / METADATA).read_bytes())
     return directory
 
@@ -383,10 +338,7 @@ def test_checkpoint_metadata(checkpoint: Path, data: Any) -> None:
     data=None,
 )
 @example(
-    header={
-        name: {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}
-        for name in "ab"
-    },
+    header={name: {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]} for name in "ab"},
     garbage=False,
     data=None,
 )
@@ -423,9 +375,7 @@ def test_tokenizers(data: Any) -> None:
     chosen = data.draw(changed(small, keys))
     try:
         tokenizer = Tokenizer.from_str(json.dumps(chosen))
-    except (
-        Exception
-    ):  # the library's own refusal, which load_tokenizer turns into a UserError
+    except Exception:  # the library's own refusal, which load_tokenizer turns into a UserError
         return
     table = only(UserError, lambda: token_bytes(tokenizer))
     assert table is None or all(isinstance(piece, bytes) for piece in table.table)
@@ -463,16 +413,10 @@ def test_model_configurations(config: dict[str, Any]) -> None:
 @fuzz
 @given(
     text=mutated(
-        json.dumps(
-            {"iteration": 7, "files": {"common.pt": {"bytes": 1, "sha256": "a"}}}
-        ).encode()
+        json.dumps({"iteration": 7, "files": {"common.pt": {"bytes": 1, "sha256": "a"}}}).encode()
     )
 )
-@example(
-    text=json.dumps(
-        {"iteration": 7, "files": {"../x": {"bytes": 1, "sha256": "a"}}}
-    ).encode()
-)
+@example(text=json.dumps({"iteration": 7, "files": {"../x": {"bytes": 1, "sha256": "a"}}}).encode())
 def test_manifests(tmp_path_factory: pytest.TempPathFactory, text: bytes) -> None:
     directory = tmp_path_factory.getbasetemp()
     (directory / MANIFEST).write_bytes(text)
@@ -491,9 +435,7 @@ YAML = (QUICKSTART / "dcpo.yaml").read_bytes()
 @example(text=b"base: [1]\n" + YAML)
 @example(text=b"\xff" + YAML)
 @example(text=b'run_dir: "${run_dir}"\n')
-def test_yaml_configurations(
-    tmp_path_factory: pytest.TempPathFactory, text: bytes
-) -> None:
+def test_yaml_configurations(tmp_path_factory: pytest.TempPathFactory, text: bytes) -> None:
     path = tmp_path_factory.getbasetemp() / "config.yaml"
     path.write_bytes(text)
     only(UserError, lambda: load_config(path))

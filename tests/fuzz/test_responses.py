@@ -38,19 +38,12 @@ OPENINGS = ["", "<think>\n", "<think>\n\n</think>\n\n"]
 
 
 @fuzz
-@given(
-    text=responses,
-    key=responses,
-    finished=st.booleans(),
-    form=st.sampled_from([BOXED, FENCED]),
-)
+@given(text=responses, key=responses, finished=st.booleans(), form=st.sampled_from([BOXED, FENCED]))
 def test_responses(text: str, key: str, finished: bool, form: Any) -> None:
     """Ids and text give the same judgement, whose blocks partition the tokens, and a sample that is
     read as written.
     """
-    ids = np.array(
-        [*text.encode(errors="surrogatepass"), *([256] if finished else [])], np.int64
-    )
+    ids = np.array([*text.encode(errors="surrogatepass"), *([256] if finished else [])], np.int64)
     ends = "stop" if finished else "length"
     by_id = Response("p", 0, ids, np.zeros(len(ids)), ends, 0)
     prompts = {"p": Prompt("p", (), (), key, "")}
@@ -59,18 +52,11 @@ def test_responses(text: str, key: str, finished: bool, form: Any) -> None:
         return [Outcome(bool(quick_verdict(a.answer or "", a.truth))) for a in attempts]
 
     by_ids, by_text = judge_many(
-        [by_id, replace(by_id, text=text)],
-        prompts,
-        BYTES,
-        {256},
-        verifier=verifier,
-        form=form,
+        [by_id, replace(by_id, text=text)], prompts, BYTES, {256}, verifier=verifier, form=form
     )
     same = ("correct", "confidence", "status", "stated", "answered", "answer")
     if finished or "\ud800" not in text:
-        assert [getattr(by_ids, name) for name in same] == [
-            getattr(by_text, name) for name in same
-        ]
+        assert [getattr(by_ids, name) for name in same] == [getattr(by_text, name) for name in same]
     assert 0 <= by_ids.boundary <= by_ids.length == len(ids)
     assert (by_ids.status == "ok") == (by_ids.confidence is not None)
     assert by_ids.status in ("ok", *MALFORMED)
@@ -90,16 +76,10 @@ def test_responses(text: str, key: str, finished: bool, form: Any) -> None:
     finished=st.booleans(),
     form=st.sampled_from([BOXED, FENCED]),
 )
-def test_responses_that_think(
-    text: str, opening: str, finished: bool, form: Any
-) -> None:
+def test_responses_that_think(text: str, opening: str, finished: bool, form: Any) -> None:
     """Ids and text give the same judgement; what is behind the thinking gives it alone."""
-    ids = np.array(
-        [*text.encode(errors="surrogatepass"), *([256] if finished else [])], np.int64
-    )
-    by_id = Response(
-        "p", 0, ids, np.zeros(len(ids)), "stop" if finished else "length", 0
-    )
+    ids = np.array([*text.encode(errors="surrogatepass"), *([256] if finished else [])], np.int64)
+    by_id = Response("p", 0, ids, np.zeros(len(ids)), "stop" if finished else "length", 0)
     prompts = {
         "p": Prompt("p", (), tuple(opening.encode()), "7", ""),
         "q": Prompt("q", (), (), "7", ""),
@@ -112,13 +92,9 @@ def test_responses_that_think(
     rest = replace(by_id, prompt_id="q", text=text[by_text.thinking_characters :])
     (alone,) = judge_many([rest], prompts, **options)
     same = ("correct", "confidence", "status", "stated", "answer", "abstained")
-    assert [getattr(alone, name) for name in same] == [
-        getattr(by_text, name) for name in same
-    ]
+    assert [getattr(alone, name) for name in same] == [getattr(by_text, name) for name in same]
     if "\ud800" not in text:
-        assert [getattr(by_ids, name) for name in same] == [
-            getattr(by_text, name) for name in same
-        ]
+        assert [getattr(by_ids, name) for name in same] == [getattr(by_text, name) for name in same]
     assert (
         0
         <= (by_ids.thinking_tokens or 0)
@@ -146,9 +122,7 @@ def test_answers_of_mathematics(answer: str, key: str) -> None:
         form(answer)
     answer_forms.units_differ(answer, key)
     answer_forms.exact_number(answer)
-    latex.degrees_to_radians(
-        latex.protect_letters(latex.drop_degrees(latex.spell_out(answer)))
-    )
+    latex.degrees_to_radians(latex.protect_letters(latex.drop_degrees(latex.spell_out(answer))))
 
 
 @fuzz

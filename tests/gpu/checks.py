@@ -13,9 +13,7 @@ def save_and_resume(result: dict[str, Any]) -> None:
     rounding, since kernels of a GPU add in any order.
     """
     assert result["resumed"] == result["saved"]
-    assert result["fresh"] != result["saved"] != result["trained on"], (
-        "which would be seen"
-    )
+    assert result["fresh"] != result["saved"] != result["trained on"], "which would be seen"
     before, after = result["steps"]
     assert before == after
     assert after[-1] == 2, "steps of the schedule"
@@ -25,9 +23,7 @@ def save_and_resume(result: dict[str, Any]) -> None:
 def offload(result: dict[str, Any], rounding: int) -> None:
     """What leaves is gone from the device, to ``rounding`` bytes, and comes back as it was."""
     before, without_reference, away, back = result["held"]
-    assert before - without_reference == pytest.approx(
-        result["reference"], abs=rounding
-    )
+    assert before - without_reference == pytest.approx(result["reference"], abs=rounding)
     assert without_reference - away == pytest.approx(result["optimizer"], abs=rounding)
     assert back == pytest.approx(before, abs=rounding)
     assert result["after"] == result["before"]
@@ -60,12 +56,7 @@ def restart(result: dict[str, Any]) -> None:
 
 def sampler_options(model: str) -> dict[str, Any]:
     """What the job ``engine_sampler`` is asked, whose result :func:`sampler` checks."""
-    return {
-        "model": model,
-        "prompt": list(range(5, 25)),
-        "draws": 4096,
-        "leave_at_once": True,
-    }
+    return {"model": model, "prompt": list(range(5, 25)), "draws": 4096, "leave_at_once": True}
 
 
 def sampler(result: dict[str, Any]) -> None:

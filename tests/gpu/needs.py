@@ -12,8 +12,7 @@ from megatron_dcpo.runtime.device import has_cuda
 
 CUDA = pytest.mark.skipif(not has_cuda(), reason="needs a CUDA device")
 TRANSFORMER_ENGINE = pytest.mark.skipif(
-    find_spec("transformer_engine") is None,
-    reason="Transformer Engine is not installed",
+    find_spec("transformer_engine") is None, reason="Transformer Engine is not installed"
 )
 VLLM = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
 # the layers that a policy can have on a GPU

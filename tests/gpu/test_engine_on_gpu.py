@@ -30,12 +30,7 @@ def check_parity(tiny_models, out, tp, engine_tp):
         f"{family}_{tied}": str(tiny_models(family, tied))
         for family, tied in (("qwen3", True), ("llama", False))
     }
-    options = {
-        "dtype": "bf16",
-        "updates": 3,
-        "sleep": True,
-        "layers": needs.engine_layers(),
-    }
+    options = {"dtype": "bf16", "updates": 3, "sleep": True, "layers": needs.engine_layers()}
     ranks = run_models(out, models, tp, 1, engine_tp, **options)
     for name in models:
         mean, most = floor_of_transformers(ranks[0][name]["exported"])
@@ -59,9 +54,7 @@ def test_two_trainer_ranks_feed_engines(tiny_models, tmp_path, engine_tp):
     check_parity(tiny_models, tmp_path, 2, engine_tp)
 
 
-@pytest.mark.parametrize(
-    "asleep", [False, True], ids=["awake", "closed_while_kv_sleeps"]
-)
+@pytest.mark.parametrize("asleep", [False, True], ids=["awake", "closed_while_kv_sleeps"])
 def test_a_closed_engine_leaves_nothing(tiny_models, tmp_path, asleep):
     """Also where its cache sleeps, as after an update that failed: see
     tests/unit/rollout/test_sleeping_engine.py.
@@ -74,10 +67,7 @@ def test_a_closed_engine_leaves_nothing(tiny_models, tmp_path, asleep):
     }
     options["asleep"] = asleep
     (result,) = torchrun(
-        "device",
-        1,
-        tmp_path,
-        options | {"layers": needs.engine_layers(), "leave_at_once": True},
+        "device", 1, tmp_path, options | {"layers": needs.engine_layers(), "leave_at_once": True}
     )
     checks.restart(result)
     before, started, *_ = result["device_gb"]

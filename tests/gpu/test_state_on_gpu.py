@@ -69,18 +69,12 @@ def test_packed_is_padded_is_transformers(tiny_models, tmp_path, layers):
         for one in families
         for t in dtypes
     ]
-    for (_, options), (result,) in zip(
-        jobs, torchrun_all(jobs, 1, tmp_path), strict=True
-    ):
+    for (_, options), (result,) in zip(jobs, torchrun_all(jobs, 1, tmp_path), strict=True):
         checks.logprobs(result, options["dtype"])
 
 
-@pytest.mark.parametrize(
-    "distributed", [False, True], ids=["plain", "distributed optimizer"]
-)
-def test_what_a_rollout_does_without_leaves_the_device(
-    qwen3_06b, tmp_path, distributed
-):
+@pytest.mark.parametrize("distributed", [False, True], ids=["plain", "distributed optimizer"])
+def test_what_a_rollout_does_without_leaves_the_device(qwen3_06b, tmp_path, distributed):
     """torch allocates in blocks of 512 bytes: less than a MB for all tensors together."""
     options = {
         "model": str(qwen3_06b),

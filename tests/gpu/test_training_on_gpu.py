@@ -49,21 +49,11 @@ def train(run_dir, *overrides, processes=1, cuda=True):
     ]
     small.append("logging.to=[]")  # not on a bare machine
     dcpo(
-        *(
-            "train",
-            "--config",
-            QUICKSTART / "dcpo.yaml",
-            f"run_dir={run_dir}",
-            *small,
-            *overrides,
-        ),
+        *("train", "--config", QUICKSTART / "dcpo.yaml", f"run_dir={run_dir}", *small, *overrides),
         processes=processes,
         cuda=cuda,
     )
-    return [
-        json.loads(line)
-        for line in (run_dir / "metrics.jsonl").read_text().splitlines()
-    ]
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
 def test_first_step_equals_the_cpu(tmp_path):
@@ -73,9 +63,7 @@ def test_first_step_equals_the_cpu(tmp_path):
     gpu = train(tmp_path / "gpu", "model.transformer_impl=local")
     cpu = train(tmp_path / "cpu", "model.transformer_impl=local", cuda=False)
     assert gpu[0]["reward/accuracy"] == cpu[0]["reward/accuracy"]
-    assert gpu[0]["grad_norm/total"] == pytest.approx(
-        cpu[0]["grad_norm/total"], rel=1e-3
-    )
+    assert gpu[0]["grad_norm/total"] == pytest.approx(cpu[0]["grad_norm/total"], rel=1e-3)
     assert gpu[0]["loss/policy"] == pytest.approx(cpu[0]["loss/policy"], abs=1e-4)
     assert max(record["engine/logprob_diff_max"] for record in gpu) <= 1e-3
 
@@ -98,20 +86,13 @@ def test_transformer_engine_in_bf16(tmp_path, packing):
 
 
 @needs.gpus(2)
-@pytest.mark.parametrize(
-    "parallel", ["tensor_model_parallel_size", "pipeline_model_parallel_size"]
-)
+@pytest.mark.parametrize("parallel", ["tensor_model_parallel_size", "pipeline_model_parallel_size"])
 def test_two_gpus_over_nccl_equal_one(tmp_path, parallel):
     one = train(tmp_path / "one", "model.transformer_impl=local")
     two = train(
-        tmp_path / "two",
-        "model.transformer_impl=local",
-        f"parallel.{parallel}=2",
-        processes=2,
+        tmp_path / "two", "model.transformer_impl=local", f"parallel.{parallel}=2", processes=2
     )
-    assert two[0]["grad_norm/total"] == pytest.approx(
-        one[0]["grad_norm/total"], rel=1e-3
-    )
+    assert two[0]["grad_norm/total"] == pytest.approx(one[0]["grad_norm/total"], rel=1e-3)
     assert max(record["engine/logprob_diff_max"] for record in two) <= 1e-3
 
 
@@ -135,19 +116,8 @@ def test_evaluation_on_gpu(tmp_path):
             "--max-tokens",
             "32",
         ),
-        *(
-            "--temperature",
-            "1.0",
-            "--top-p",
-            "1.0",
-            "--top-k",
-            "0",
-            "--engine",
-            "transformers",
-        ),
+        *("--temperature", "1.0", "--top-p", "1.0", "--top-k", "0", "--engine", "transformers"),
     )
-    result = json.loads((tmp_path / "out" / "evaluation.json").read_text())[
-        "benchmarks"
-    ]["heldout"]
+    result = json.loads((tmp_path / "out" / "evaluation.json").read_text())["benchmarks"]["heldout"]
     assert 0.35 < result["accuracy"] < 0.55
     assert 0.3 < result["verbal"]["ece"] < 0.5

@@ -10,6 +10,4 @@ import pytest
 
 def full_only(names: Iterable[str], full: Collection[str]) -> list[Any]:
     """Return ``names`` as parameters; those in ``full`` are for ``make test-full``."""
-    return [
-        pytest.param(name, marks=[pytest.mark.full] * (name in full)) for name in names
-    ]
+    return [pytest.param(name, marks=[pytest.mark.full] * (name in full)) for name in names]

@@ -90,10 +90,7 @@ def norms_of_layer(model_type: str) -> dict[str, str | None]:
         before_and_after_mlp = [None, "post_feedforward_layernorm"]
     elif model_type.startswith("gemma"):
         before_and_after_attention[1] = "post_attention_layernorm"
-        before_and_after_mlp = [
-            "pre_feedforward_layernorm",
-            "post_feedforward_layernorm",
-        ]
+        before_and_after_mlp = ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
     names = (
         "self_attention.linear_qkv.layer_norm_weight",
         "self_attention.linear_proj.post_layernorm.weight",
@@ -141,9 +138,7 @@ def expected_megatron(path: Path, padded: int) -> dict[str, torch.Tensor]:
     result["decoder.final_layernorm.weight"] = hf["model.norm.weight"]
 
     def pad(tensor: torch.Tensor) -> torch.Tensor:
-        return torch.cat(
-            [tensor, tensor.new_zeros(padded - len(tensor), tensor.shape[1])]
-        )
+        return torch.cat([tensor, tensor.new_zeros(padded - len(tensor), tensor.shape[1])])
 
     result["embedding.word_embeddings.weight"] = pad(hf["model.embed_tokens.weight"])
     if "lm_head.weight" in hf:
@@ -202,10 +197,7 @@ def _expected_attention(at: Tensors, config: Mapping[str, Any]) -> Tensors:
     for kind in ("weight", "bias"):
         if f"self_attn.q_proj.{kind}" in at:
             # each group: its query heads, its key head, its value head
-            qkv = [
-                at[f"self_attn.{p}_proj.{kind}"].unflatten(0, (groups, -1))
-                for p in "qkv"
-            ]
+            qkv = [at[f"self_attn.{p}_proj.{kind}"].unflatten(0, (groups, -1)) for p in "qkv"]
             if config["model_type"] == "qwen3_5_text":
                 # behind all query heads of the group, their gates
                 heads = qkv[0].unflatten(1, (-1, 2, config["head_dim"]))

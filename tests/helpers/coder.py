@@ -14,8 +14,7 @@ NUMBERS = range(2, 8)
 
 def response_text(number: int, wrong: int, confidence: int) -> str:
     return (
-        f"```python\ndef f():\n return {number + 7 + wrong}\n```\n<conf> "
-        f"Confidence: 0.{confidence}"
+        f"```python\ndef f():\n return {number + 7 + wrong}\n```\n<conf> Confidence: 0.{confidence}"
     )
 
 
@@ -48,8 +47,7 @@ def make_coder(root: Path) -> tuple[Path, Path]:
         (
             tokenizer.encode(f"f={number}+7"),
             tokenizer.encode(
-                response_text(number, wrong, generator.randint(1, 9))
-                + tokenizer.eos_token
+                response_text(number, wrong, generator.randint(1, 9)) + tokenizer.eos_token
             ),
         )
         for number in NUMBERS
@@ -68,8 +66,6 @@ def make_coder(root: Path) -> tuple[Path, Path]:
         optimizer.step()
     model.save_pretrained(root / "policy")
     tokenizer.save_pretrained(root / "policy")
-    GenerationConfig.from_pretrained(QUICKSTART / "policy").save_pretrained(
-        root / "policy"
-    )
+    GenerationConfig.from_pretrained(QUICKSTART / "policy").save_pretrained(root / "policy")
     (root / "code.jsonl").write_text("\n".join(map(json.dumps, problem_rows())) + "\n")
     return root / "policy", root / "code.jsonl"

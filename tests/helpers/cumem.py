@@ -45,11 +45,7 @@ class Driver:
         return NOTHING, handle
 
     def map(self, address: int, handle: int) -> tuple[int, str]:
-        if (
-            address not in self.reserved
-            or address in self.mapped
-            or handle not in self.held
-        ):
+        if address not in self.reserved or address in self.mapped or handle not in self.held:
             return INVALID
         self.mapped[address] = handle
         return NOTHING
@@ -92,9 +88,7 @@ class Extension:
         """CUDA_CHECK, then ``if (error_code != 0) return``: also after an error of long ago."""
         if result[0]:
             self.error_code = result[0]
-            self.error_msg = (
-                f"CUDA Error: {result[1]} at /workspace/csrc/cumem_allocator.cpp:245"
-            )
+            self.error_msg = f"CUDA Error: {result[1]} at /workspace/csrc/cumem_allocator.cpp:245"
             self.printed.append(self.error_msg)
         return self.error_code == 0
 
@@ -156,11 +150,7 @@ class Allocator:
 
     def wake_up(self, tags: list[str] | None) -> None:
         for address in sorted(self.asleep):
-            if (
-                tags is None
-                or self.tags[address] in tags
-                or self.tags[address] not in TAGS
-            ):
+            if tags is None or self.tags[address] in tags or self.tags[address] not in TAGS:
                 self.extension.create_and_map(address, self.sizes[address])
                 self.extension.raise_error()
                 self.asleep.discard(address)
@@ -177,9 +167,7 @@ class Llm:
         self.addresses: list[int] = []
         for allocator.tag, parts in sizes.items():
             self.addresses += [self._allocated(size) for size in parts]
-        self.llm_engine = SimpleNamespace(
-            engine_core=SimpleNamespace(shutdown=self.shutdown)
-        )
+        self.llm_engine = SimpleNamespace(engine_core=SimpleNamespace(shutdown=self.shutdown))
 
     def _allocated(self, size: int) -> int:
         if not (address := self.allocator.extension.malloc(self.allocator, size)):

@@ -15,9 +15,7 @@ from tests.helpers.paths import DATA
 
 def real(file: str) -> Path:
     if not (DATA / file).exists():
-        pytest.skip(
-            f"data file {file} is not here; set DCPO_DATA to the directory that has it"
-        )
+        pytest.skip(f"data file {file} is not here; set DCPO_DATA to the directory that has it")
     return DATA / file
 
 

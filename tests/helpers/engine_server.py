@@ -34,9 +34,7 @@ class Engine(TransformersEngine):
     ) -> Iterator[Sequence[Response]]:  # type: ignore[override]
         for responses in super().stream(samples, sampling, step, partial):
             time.sleep(self.pause)
-            self.sampled += [(self.server.version, self.first_weights())] * len(
-                responses
-            )
+            self.sampled += [(self.server.version, self.first_weights())] * len(responses)
             yield responses
             if self.server.version == self.fails_with:
                 self.server.version, self.fails_with = "0", ""
@@ -59,9 +57,7 @@ class Served:
         return self
 
     def _start(self, address: tuple[str, int]) -> None:
-        self.engine = Engine.from_pretrained(
-            QUICKSTART / "policy", max_num_seqs=self.together
-        )
+        self.engine = Engine.from_pretrained(QUICKSTART / "policy", max_num_seqs=self.together)
         assert isinstance(self.engine, Engine)
         self.engine.sampled = []
         server = runpy.run_path(str(SCRIPT))["TransformersServer"]

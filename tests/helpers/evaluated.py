@@ -50,9 +50,7 @@ def changed(sample: Sample, **fields: Any) -> Sample:
     for part in dataclasses.fields(sample):
         record = getattr(sample, part.name)
         names = {field.name for field in dataclasses.fields(record)}
-        parts[part.name] = replace(
-            record, **{k: v for k, v in fields.items() if k in names}
-        )
+        parts[part.name] = replace(record, **{k: v for k, v in fields.items() if k in names})
     return replace(sample, **parts)
 
 
@@ -100,14 +98,10 @@ def make_samples(
     return with_consistency(samples, lambda a, b: False)
 
 
-def evaluated(
-    path: Path, seed: int = 0, samples: list[Sample] | None = None
-) -> dict[str, object]:
+def evaluated(path: Path, seed: int = 0, samples: list[Sample] | None = None) -> dict[str, object]:
     path.mkdir(parents=True, exist_ok=True)
     judged = samples or make_samples(seed=seed)
-    evaluation = score_samples(
-        judged, ["verbal", "token"], model=path.name, resamples=0
-    )
+    evaluation = score_samples(judged, ["verbal", "token"], model=path.name, resamples=0)
     (path / "evaluation.json").write_text(json.dumps(evaluation))
     write_samples(judged, path / "samples.jsonl")
     return evaluation
@@ -123,6 +117,4 @@ def trained(path: Path, steps: int = 12) -> None:
         }
         for s in range(steps)
     ]
-    (path / "metrics.jsonl").write_text(
-        "\n".join(json.dumps(row) for row in rows) + "\n"
-    )
+    (path / "metrics.jsonl").write_text("\n".join(json.dumps(row) for row in rows) + "\n")

@@ -94,10 +94,7 @@ class FakeServer:
                 status, body, headers = found
                 data = json.dumps(body).encode()
                 self.send_response(status)
-                for name, value in {
-                    **headers,
-                    "Content-Length": str(len(data)),
-                }.items():
+                for name, value in {**headers, "Content-Length": str(len(data))}.items():
                     self.send_header(name, value)
                 self.end_headers()
                 self.wfile.write(data)

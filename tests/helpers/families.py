@@ -48,11 +48,7 @@ LLAMA3 = {
 }
 UNSCALED = {"rope_type": "default", "rope_theta": 10000.0}
 LINEAR = {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0}
-QWEN3_EXPERTS = {
-    "num_experts": 8,
-    "num_experts_per_tok": 3,
-    "moe_intermediate_size": 48,
-}
+QWEN3_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48}
 SIGMOID_EXPERTS = {
     "n_routed_experts": 8,
     "num_experts_per_tok": 4,
@@ -65,19 +61,14 @@ SIGMOID_EXPERTS = {
 
 FAMILIES = {
     "qwen3": Family(name="Qwen3"),
-    "qwen3_biases": Family(
-        name="Qwen3", options={"attention_bias": True, "hidden_act": "relu"}
-    ),
+    "qwen3_biases": Family(name="Qwen3", options={"attention_bias": True, "hidden_act": "relu"}),
     "qwen3_yarn": Family(name="Qwen3", options={"rope_parameters": YARN}),
     "llama": Family(name="Llama", options={"rope_parameters": LLAMA3}),
     "llama_biases": Family(
-        name="Llama",
-        options={"attention_bias": True, "mlp_bias": True, "hidden_act": "gelu"},
+        name="Llama", options={"attention_bias": True, "mlp_bias": True, "hidden_act": "gelu"}
     ),
     "mistral": Family(name="Mistral", options={"sliding_window": None}),
-    "qwen2": Family(
-        name="Qwen2", options={"hidden_act": "silu"}, without=("head_dim",)
-    ),
+    "qwen2": Family(name="Qwen2", options={"hidden_act": "silu"}, without=("head_dim",)),
     "phi3": Family(name="Phi3", options=SPECIAL | {"rms_norm_eps": 1e-6}),
     "glm": Family(name="Glm", options=SPECIAL),
     "glm4": Family(name="Glm4", options=SPECIAL),
@@ -98,10 +89,7 @@ FAMILIES = {
             "sliding_window": 7,
             "sliding_window_pattern": 2,
             "query_pre_attn_scalar": 48,
-            "rope_parameters": {
-                "full_attention": LINEAR,
-                "sliding_attention": UNSCALED,
-            },
+            "rope_parameters": {"full_attention": LINEAR, "sliding_attention": UNSCALED},
         },
         norm_center=0.0,  # they multiply by 1 + weight
     ),
@@ -121,9 +109,7 @@ FAMILIES = {
         },
         norm_center=0.0,
     ),
-    "qwen3_moe": Family(
-        name="Qwen3Moe", options=QWEN3_EXPERTS | {"norm_topk_prob": True}
-    ),
+    "qwen3_moe": Family(name="Qwen3Moe", options=QWEN3_EXPERTS | {"norm_topk_prob": True}),
     # vLLM's kernels pad the experts above to 64, and change nothing of the shape of these
     "qwen3_moe_unnormalized": Family(
         name="Qwen3Moe",
@@ -148,13 +134,11 @@ FAMILIES = {
         without=("head_dim",),
     ),
     "glm4_moe": Family(
-        name="Glm4Moe",
-        options=SIGMOID_EXPERTS | {"attention_bias": True, "use_qk_norm": True},
+        name="Glm4Moe", options=SIGMOID_EXPERTS | {"attention_bias": True, "use_qk_norm": True}
     ),
     "dots1": Family(
         name="Dots1",
-        options=SIGMOID_EXPERTS
-        | {"n_group": 4, "topk_group": 2, "sliding_window": None},
+        options=SIGMOID_EXPERTS | {"n_group": 4, "topk_group": 2, "sliding_window": None},
     ),
 }
 

@@ -27,11 +27,7 @@ class Command:
 
 def resign(checkpoint: Path) -> None:
     """The manifest of the files as they are."""
-    files = {
-        path.name: digest(path)
-        for path in checkpoint.iterdir()
-        if path.name != MANIFEST
-    }
+    files = {path.name: digest(path) for path in checkpoint.iterdir() if path.name != MANIFEST}
     write_manifest(checkpoint, int(checkpoint.name.removeprefix("iter_")), files)
 
 
@@ -42,9 +38,7 @@ def edit_metadata(checkpoint: Path, change: Callable[[Any], None]) -> None:
 
 
 def code_in_metadata(checkpoint: Path, command: str) -> None:
-    edit_metadata(
-        checkpoint, lambda metadata: setattr(metadata, "planner_data", Command(command))
-    )
+    edit_metadata(checkpoint, lambda metadata: setattr(metadata, "planner_data", Command(command)))
 
 
 def code_beside_the_tensors(checkpoint: Path, command: str) -> None:
@@ -68,8 +62,7 @@ def code_beside_the_tensors(checkpoint: Path, command: str) -> None:
 def code_in_common(checkpoint: Path, command: str) -> None:
     common = torch.load(checkpoint / "common.pt", weights_only=True)
     torch.save(
-        common | {"run": common["run"] | {"engine": Command(command)}},
-        checkpoint / "common.pt",
+        common | {"run": common["run"] | {"engine": Command(command)}}, checkpoint / "common.pt"
     )
 
 
@@ -81,16 +74,12 @@ def an_odd_number(checkpoint: Path, command: str) -> None:
 
 def a_terabyte(checkpoint: Path, command: str) -> None:
     """A string that claims to be that long."""
-    (checkpoint / ".metadata").write_bytes(
-        b"\x80\x04\x8e" + struct.pack("<Q", 1 << 40) + b"x"
-    )
+    (checkpoint / ".metadata").write_bytes(b"\x80\x04\x8e" + struct.pack("<Q", 1 << 40) + b"x")
 
 
 def a_large_memo(checkpoint: Path, command: str) -> None:
     """Python's unpickler in C makes room for as many objects as this number says."""
-    (checkpoint / ".metadata").write_bytes(
-        b"\x80\x04Nr" + struct.pack("<I", (1 << 32) - 1) + b"."
-    )
+    (checkpoint / ".metadata").write_bytes(b"\x80\x04Nr" + struct.pack("<I", (1 << 32) - 1) + b".")
 
 
 def a_file_elsewhere(checkpoint: Path, command: str) -> None:
@@ -103,9 +92,7 @@ def a_file_elsewhere(checkpoint: Path, command: str) -> None:
 def a_negative_start(checkpoint: Path, command: str) -> None:
     edit_metadata(
         checkpoint,
-        lambda metadata: setattr(
-            next(iter(metadata.storage_data.values())), "offset", -(1 << 20)
-        ),
+        lambda metadata: setattr(next(iter(metadata.storage_data.values())), "offset", -(1 << 20)),
     )
 
 

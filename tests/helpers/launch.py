@@ -55,10 +55,7 @@ def launched(
 
 
 def forked(
-    processes: int,
-    arguments: list[str],
-    timeout: float,
-    environment: dict[str, str] | None = None,
+    processes: int, arguments: list[str], timeout: float, environment: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
     """Run the ranks of a worker without a launcher and its imports, and what they import under
     ``environment``.
@@ -74,16 +71,10 @@ def ranks(processes: int) -> list[dict[str, str]]:
     before rank 0 listens on it.
     """
     _STORES.append(TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
-    fixed = ENVIRONMENT | {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(_STORES[-1].port),
-    }
+    fixed = ENVIRONMENT | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_STORES[-1].port)}
     fixed |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}
     fixed |= {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
-    return [
-        fixed | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        for rank in range(processes)
-    ]
+    return [fixed | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
 
 
 def alone(
@@ -91,9 +82,7 @@ def alone(
 ) -> subprocess.CompletedProcess[str]:
     """Run one case in one process that is no rank of a job, however it ends."""
     arguments = worker(out, (case, options))[2:]
-    return warm.run(
-        "tests.distributed.worker", arguments, [os.environ | ENVIRONMENT], timeout
-    )
+    return warm.run("tests.distributed.worker", arguments, [os.environ | ENVIRONMENT], timeout)
 
 
 def torchrun_all(
@@ -115,9 +104,7 @@ def torchrun_all(
     )
     return [
         list(results)
-        for results in zip(
-            *(results_of(out, rank) for rank in range(processes)), strict=True
-        )
+        for results in zip(*(results_of(out, rank) for rank in range(processes)), strict=True)
     ]
 
 

@@ -48,6 +48,5 @@ def shown(rows: list[Row]) -> str:
     ``tools/gpu_check.sh``.
     """
     return ", ".join(
-        f"{row.phase} {row.measured / GB:.2f}/{row.predicted / GB:.2f} GB"
-        for row in rows
+        f"{row.phase} {row.measured / GB:.2f}/{row.predicted / GB:.2f} GB" for row in rows
     )

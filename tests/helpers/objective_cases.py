@@ -60,12 +60,7 @@ OTHER_LOSSES: dict[str, tuple[dict[str, Any], float]] = {
     "dcpo dr_grpo": (_DR_GRPO, 0.001697086626764429),
 }
 # of which the losses are compared with and without what has no gradient
-LEFT_OUT = (
-    "grpo [paper]",
-    "dcpo lam=0.5 [paper]",
-    "dcpo lam=0.5 [paper, token-mean]",
-    "grpo gspo",
-)
+LEFT_OUT = ("grpo [paper]", "dcpo lam=0.5 [paper]", "dcpo lam=0.5 [paper, token-mean]", "grpo gspo")
 
 
 def objective(**options: Any) -> Method:
@@ -91,9 +86,7 @@ class Scored:
 
 
 def score(
-    chosen: Method,
-    judgements: Sequence[Judgement],
-    old: Sequence[np.ndarray] | None = None,
+    chosen: Method, judgements: Sequence[Judgement], old: Sequence[np.ndarray] | None = None
 ) -> Scored:
     samples = samples_of(judgements, old)
     return Scored(*chosen.group_scores(samples), tuple(chosen.score(samples)))
@@ -105,18 +98,11 @@ def samples_of(
     samples = []
     for i, j in enumerate(judgements):
         response = Response(
-            j.prompt_id,
-            i,
-            np.zeros(j.length, np.int64),
-            np.zeros(j.length, np.float32),
-            "stop",
-            0,
+            j.prompt_id, i, np.zeros(j.length, np.int64), np.zeros(j.length, np.float32), "stop", 0
         )
         prompt = Prompt(j.prompt_id, (), (1,), "", "")
         samples.append(
-            TrainingSample(
-                prompt, response, j, old_logprobs=None if old is None else old[i]
-            )
+            TrainingSample(prompt, response, j, old_logprobs=None if old is None else old[i])
         )
     return samples
 
@@ -178,9 +164,7 @@ def token_batch(
         for name, column in batch.columns.items()
     }
     logprobs = flat(new, dtype).requires_grad_()
-    outputs = TokenOutputs(
-        logprobs, torch.zeros_like(logprobs) if entropy is None else entropy
-    )
+    outputs = TokenOutputs(logprobs, torch.zeros_like(logprobs) if entropy is None else entropy)
     return dataclasses.replace(batch, columns=columns, R=batch.R.to(dtype)), outputs
 
 
@@ -208,18 +192,14 @@ def loss_and_gradient(
 
 
 def with_tokens(
-    scored: Scored,
-    advantages: Sequence[np.ndarray],
-    blocks: Sequence[np.ndarray] | None = None,
+    scored: Scored, advantages: Sequence[np.ndarray], blocks: Sequence[np.ndarray] | None = None
 ) -> list[TrainingSample]:
     """The samples with other token advantages (and blocks): how the negative controls build a
     defect.
     """
     return [
         dataclasses.replace(
-            s,
-            advantages=advantages[i],
-            block_ids=s.block_ids if blocks is None else blocks[i],
+            s, advantages=advantages[i], block_ids=s.block_ids if blocks is None else blocks[i]
         )
         for i, s in enumerate(scored.samples)
     ]

@@ -14,9 +14,7 @@ Layouts = Mapping[str, tuple[int, dict[str, Any]]]
 
 
 def cases(
-    families: Collection[str],
-    layouts: Collection[str],
-    quick: Collection[tuple[str, str]],
+    families: Collection[str], layouts: Collection[str], quick: Collection[tuple[str, str]]
 ) -> list[Any]:
     """Return every family in every layout, as parameters; those that are not ``quick`` are in the
     full suite.

@@ -26,17 +26,13 @@ def below(pid: int, command: str = "") -> list[int]:
 def left_after(pids: Sequence[int], seconds: float) -> list[int]:
     """Which of ``pids`` still run ``seconds`` later; returns at once when none does."""
     deadline = time.monotonic() + seconds
-    while (
-        left := [pid for pid in pids if _running(pid)]
-    ) and time.monotonic() < deadline:
+    while (left := [pid for pid in pids if _running(pid)]) and time.monotonic() < deadline:
         time.sleep(0.05)
     return left
 
 
 def _running(pid: int) -> bool:
     try:
-        return (
-            Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-        )
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False

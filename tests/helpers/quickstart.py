@@ -25,10 +25,7 @@ def judged_twice(out: Path, *asked: object) -> list[list[str]]:
     sampled = ("--model", QUICKSTART / "policy", "--template", "raw", "--repeats", 1)
     again = ("--samples", out / "one" / "samples.jsonl", "--rejudge")
     files = []
-    for source, name in (
-        ((*sampled, "--max-tokens", 8, *asked), "one"),
-        (again, "two"),
-    ):
+    for source, name in (((*sampled, "--max-tokens", 8, *asked), "one"), (again, "two")):
         done = run("evaluate", *source, "--out", out / name, "--resamples", 0)
         assert done.returncode == 0, done.stderr[-3000:]
         files.append((out / name / "samples.jsonl").read_text().splitlines())
@@ -80,11 +77,7 @@ def run(
 
 
 def train(
-    run_dir: Path,
-    *overrides: str,
-    method: str = "dcpo",
-    processes: int = 1,
-    torchrun: bool = False,
+    run_dir: Path, *overrides: str, method: str = "dcpo", processes: int = 1, torchrun: bool = False
 ) -> list[dict[str, Any]]:
     arguments = (
         "train",
@@ -100,19 +93,12 @@ def train(
 
 
 def metrics(run_dir: Path) -> list[dict[str, Any]]:
-    return [
-        json.loads(line)
-        for line in Path(run_dir, "metrics.jsonl").read_text().splitlines()
-    ]
+    return [json.loads(line) for line in Path(run_dir, "metrics.jsonl").read_text().splitlines()]
 
 
 def without_clocks(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Metrics that a repeated run repeats."""
     return [
-        {
-            k: v
-            for k, v in record.items()
-            if not k.startswith(("time/", "tokens/s", "memory/"))
-        }
+        {k: v for k, v in record.items() if not k.startswith(("time/", "tokens/s", "memory/"))}
         for record in records
     ]

@@ -14,12 +14,7 @@ import torch.distributed as dist
 
 from megatron_dcpo.config import load_config
 from megatron_dcpo.data.datasets import draw_prompts
-from megatron_dcpo.rollout.engine import (
-    PartialRollout,
-    Samples,
-    SamplingConfig,
-    append_segment,
-)
+from megatron_dcpo.rollout.engine import PartialRollout, Samples, SamplingConfig, append_segment
 from megatron_dcpo.runtime.distributed import Collectives
 from megatron_dcpo.runtime.watchdog import Timers
 from megatron_dcpo.training.generation import Generation
@@ -61,10 +56,7 @@ class Clockwork:
         step: int,
         partial: PartialRollout | None = None,
     ) -> Iterator[list[Response]]:
-        begun = {
-            (p.prompt_id, i): partial.so_far(p, i) if partial else None
-            for p, i in samples
-        }
+        begun = {(p.prompt_id, i): partial.so_far(p, i) if partial else None for p, i in samples}
         self.asked.append(list(begun))
         new = dict.fromkeys(begun, 0)
 
@@ -81,8 +73,7 @@ class Clockwork:
             over = [
                 name
                 for name in new
-                if new[name] + len(getattr(begun[name], "token_ids", ()))
-                >= length_of(*name)
+                if new[name] + len(getattr(begun[name], "token_ids", ())) >= length_of(*name)
             ]
             if over:
                 yield [response(name, "stop") for name in over]
@@ -97,9 +88,7 @@ def number_of(prompt_id: str) -> int:
 
 def all_right(responses: Sequence[Response], by_id: Any) -> list[Judgement]:
     """Judge all responses right, and 0.5 sure."""
-    return [
-        Judgement(r.prompt_id, 1.0, 0.5, "ok", 1, len(r.token_ids)) for r in responses
-    ]
+    return [Judgement(r.prompt_id, 1.0, 0.5, "ok", 1, len(r.token_ids)) for r in responses]
 
 
 def unwatched() -> Timers:
@@ -118,9 +107,7 @@ def sampler_of(
     everything is right, a method that trains on every group, timers that nobody watches, and a
     recovery that finds no failure.
     """
-    config = parts.pop("config", None) or load_config(
-        QUICKSTART / f"{file}.yaml", list(overrides)
-    )
+    config = parts.pop("config", None) or load_config(QUICKSTART / f"{file}.yaml", list(overrides))
     generation = Generation(
         engine=parts.pop("engine", None) or Clockwork(),
         recover=parts.pop("recover", no_failure),
@@ -129,15 +116,11 @@ def sampler_of(
     )
     stubs: dict[str, Any] = {
         "judge": all_right,
-        "method": SimpleNamespace(
-            trains=lambda samples: True, is_informative=lambda samples: True
-        ),
+        "method": SimpleNamespace(trains=lambda samples: True, is_informative=lambda samples: True),
         "timers": unwatched(),
     }
     return Sampler(
-        draw=partial(
-            draw_prompts, prompts, seed=config.seed, shuffle=config.data.shuffle
-        ),
+        draw=partial(draw_prompts, prompts, seed=config.seed, shuffle=config.data.shuffle),
         generation=generation,
         config=config,
         **(stubs | parts),
@@ -145,11 +128,7 @@ def sampler_of(
 
 
 def numbered_sampler(
-    trains: Callable[[int], bool],
-    prompts: int,
-    *overrides: str,
-    file: str = "grpo",
-    **parts: Any,
+    trains: Callable[[int], bool], prompts: int, *overrides: str, file: str = "grpo", **parts: Any
 ) -> Sampler:
     """Return a sampler of so many prompts, named by their numbers; ``trains`` says whether a
     prompt's group trains the policy.

@@ -34,10 +34,7 @@ FITTED_ON = FittedOn(
     forms=("math",),
 )
 QUESTION = confidence_instruction("2*3=")
-CHAT: dict[str, Any] = {
-    "model": "policy",
-    "messages": [{"role": "user", "content": QUESTION}],
-}
+CHAT: dict[str, Any] = {"model": "policy", "messages": [{"role": "user", "content": QUESTION}]}
 COMPLETION: dict[str, Any] = {"model": "policy", "prompt": QUESTION}
 
 
@@ -96,9 +93,7 @@ class Proxied:
 
 
 @contextmanager
-def proxied(
-    scorer: Scorer, upstream: Upstream | None = None, **names: Any
-) -> Iterator[Proxied]:
+def proxied(scorer: Scorer, upstream: Upstream | None = None, **names: Any) -> Iterator[Proxied]:
     upstream = upstream or Upstream()
     with Served(upstream.app) as behind:
         service = build_service(scorer, CollectorRegistry(), **names)

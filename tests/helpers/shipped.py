@@ -7,9 +7,7 @@ from pathlib import Path
 from megatron_dcpo.config import load_config
 from tests.helpers.paths import EXAMPLES, REPOSITORY
 
-MODELS = (
-    REPOSITORY / "megatron_dcpo" / "planning" / "models"
-)  # the public config.json files
+MODELS = REPOSITORY / "megatron_dcpo" / "planning" / "models"  # the public config.json files
 FAMILIES = {
     "smollm2": "HuggingFaceTB/SmolLM2-135M-Instruct",
     "qwen3_8b": "Qwen/Qwen3-8B",

@@ -32,17 +32,11 @@ def arguments(path: Path) -> dict[str, Any]:
     transformer = model_module.transformer_config(
         arch, config.parallel, torch_dtype(config.model.params_dtype)
     )
-    found = {
-        "transformer": _changed(transformer),
-        "engine": engine_arguments(path, model),
-    }
+    found = {"transformer": _changed(transformer), "engine": engine_arguments(path, model)}
     if (
         config.model.adapter is None
     ):  # otherwise the model is frozen: Megatron has neither DDP nor an optimizer
-        found |= {
-            "ddp": _ddp(config, transformer),
-            "optimizer": _optimizer(config, transformer),
-        }
+        found |= {"ddp": _ddp(config, transformer), "optimizer": _optimizer(config, transformer)}
     return found
 
 
@@ -50,14 +44,9 @@ def _changed(value: Any) -> dict[str, str]:
     """Return the fields of a Megatron dataclass that differ from their defaults, as text."""
     changed = {}
     for field in dataclasses.fields(value):
-        if (
-            "init_method" in field.name
-        ):  # weights come from a checkpoint; their text has an address
+        if "init_method" in field.name:  # weights come from a checkpoint; their text has an address
             continue
-        if (
-            field.default is dataclasses.MISSING
-            or getattr(value, field.name) != field.default
-        ):
+        if field.default is dataclasses.MISSING or getattr(value, field.name) != field.default:
             found = getattr(value, field.name)
             changed[field.name] = getattr(found, "__name__", repr(found))
     return changed
@@ -72,11 +61,7 @@ def _ddp(config: Config, transformer: Any) -> dict[str, str]:
 
 
 def _no_bf16(transformer: Any) -> Any:
-    return (
-        dataclasses.replace(transformer, bf16=False)
-        if transformer.bf16
-        else transformer
-    )
+    return dataclasses.replace(transformer, bf16=False) if transformer.bf16 else transformer
 
 
 def _optimizer(config: Config, transformer: Any) -> dict[str, Any]:
@@ -85,14 +70,11 @@ def _optimizer(config: Config, transformer: Any) -> dict[str, Any]:
         mock.patch.object(optimizer_module, "get_megatron_optimizer") as built,
         mock.patch.object(optimizer_module, "OptimizerParamScheduler") as schedule,
     ):
-        optimizer_module.build_scheduler(
-            optimizer_module.build_optimizer(config, policy), config
-        )
+        optimizer_module.build_scheduler(optimizer_module.build_optimizer(config, policy), config)
     return {
         "optimizer": _changed(built.call_args.args[0]),
         "schedule": {
-            name: repr(value)
-            for name, value in sorted(schedule.call_args.kwargs.items())
+            name: repr(value) for name, value in sorted(schedule.call_args.kwargs.items())
         },
     }
 

@@ -9,14 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tokenizers import (
-    AddedToken,
-    Tokenizer,
-    decoders,
-    models,
-    normalizers,
-    pre_tokenizers,
-)
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from megatron_dcpo.judging.token_bytes import TokenBytes, token_bytes
 from tests.helpers.data import real
@@ -50,14 +43,7 @@ def sentencepiece() -> Tokenizer:
         "}",
         "数",
     ]
-    pieces = [
-        "<unk>",
-        "<s>",
-        "</s>",
-        *(f"<0x{byte:02X}>" for byte in range(256)),
-        "\u2581",
-        *words,
-    ]
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581", *words]
     vocabulary = {piece: index for index, piece in enumerate(pieces)}
     tokenizer = Tokenizer(
         models.BPE(vocab=vocabulary, merges=[], byte_fallback=True, unk_token="<unk>")
@@ -73,9 +59,7 @@ def sentencepiece() -> Tokenizer:
             decoders.Strip(" ", 1, 0),
         ]
     )
-    tokenizer.add_special_tokens(
-        [AddedToken("<unk>"), AddedToken("<s>"), AddedToken("</s>")]
-    )
+    tokenizer.add_special_tokens([AddedToken("<unk>"), AddedToken("<s>"), AddedToken("</s>")])
     return tokenizer
 
 
@@ -84,13 +68,9 @@ def byte_level() -> Tokenizer:
     """Byte-level BPE without merges: a token per byte, EOS is 256."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(
-        models.BPE(
-            vocab={piece: index for index, piece in enumerate(alphabet)}, merges=[]
-        )
+        models.BPE(vocab={piece: index for index, piece in enumerate(alphabet)}, merges=[])
     )
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(
-        add_prefix_space=False, use_regex=False
-    )
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(EOS)])
     return tokenizer
@@ -111,9 +91,7 @@ def save_qwen3(directory: Path) -> Path:
     spec["added_tokens"] += [
         {"id": 151667 + n, "content": tag, **plain} for n, tag in enumerate(THINK)
     ]
-    shutil.copytree(
-        real("qwen_tokenizer/tokenizer.json").parent, directory, dirs_exist_ok=True
-    )
+    shutil.copytree(real("qwen_tokenizer/tokenizer.json").parent, directory, dirs_exist_ok=True)
     (directory / "tokenizer.json").write_text(json.dumps(spec))
     with (directory / "chat_template.jinja").open("a") as template:
         template.write(
@@ -134,17 +112,13 @@ class ByteTokenizer:
     given.
     """
 
-    def __init__(
-        self, chat_template: str | None = "{{ messages }}{{ enable_thinking }}"
-    ) -> None:
+    def __init__(self, chat_template: str | None = "{{ messages }}{{ enable_thinking }}") -> None:
         self.chat_template = chat_template
         self.options: dict[str, Any] = {}
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return [256] * add_special_tokens + list(text.encode())
 
-    def apply_chat_template(
-        self, messages: list[dict[str, str]], **options: Any
-    ) -> str:
+    def apply_chat_template(self, messages: list[dict[str, str]], **options: Any) -> str:
         self.options = options
         return "".join(f"<{m['role']}>{m['content']}" for m in messages) + "<assistant>"

@@ -17,12 +17,7 @@ from typing import Any
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import (
-    JSONResponse,
-    PlainTextResponse,
-    Response,
-    StreamingResponse,
-)
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 ANSWER = "2*3 is \\boxed{6}\n<conf> Confidence: 0.83"
@@ -124,9 +119,7 @@ class Upstream:
             return JSONResponse({"error": {"message": words}}, status_code=400)
         is_chat = "messages" in body
         if body.get("stream"):
-            return StreamingResponse(
-                self.events(body, is_chat), media_type="text/event-stream"
-            )
+            return StreamingResponse(self.events(body, is_chat), media_type="text/event-stream")
         await asyncio.sleep(self.pause)
         choices = [self.choice(body, i, is_chat) for i in range(body.get("n") or 1)]
         return JSONResponse({**self.head(is_chat), "choices": choices, "usage": {}})
@@ -160,9 +153,7 @@ class Upstream:
             end["finish_reason"] = "tool_calls"
         return {"message": message, **end}
 
-    def logged(
-        self, tokens: list[str], body: dict[str, Any], is_chat: bool
-    ) -> dict[str, Any]:
+    def logged(self, tokens: list[str], body: dict[str, Any], is_chat: bool) -> dict[str, Any]:
         """Log-probs that depend on the token, with as many alternatives as were asked for."""
         values = [-0.01 * (1 + len(token) + ord(token[0]) % 7) for token in tokens]
         tops = body.get("top_logprobs" if is_chat else "logprobs") or 0
@@ -180,8 +171,7 @@ class Upstream:
         content = []
         for token, value in zip(tokens, values, strict=True):
             others = [
-                {"token": f"alt{k}", "logprob": value - k, "bytes": None}
-                for k in range(tops)
+                {"token": f"alt{k}", "logprob": value - k, "bytes": None} for k in range(tops)
             ]
             row = {
                 "token": token,

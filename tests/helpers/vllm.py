@@ -38,11 +38,7 @@ def prompts_for_test() -> list[Prompt]:
     """
     rng = np.random.default_rng(0)
     shared = rng.integers(1, 331, 40).tolist()
-    ids = [
-        shared,
-        [*shared, 7],
-        *(rng.integers(1, 331, n).tolist() for n in (1, 5, 33, 64)),
-    ]
+    ids = [shared, [*shared, 7], *(rng.integers(1, 331, n).tolist() for n in (1, 5, 33, 64))]
     return [Prompt(f"p{i}", (), tuple(tokens), "", "") for i, tokens in enumerate(ids)]
 
 
@@ -107,19 +103,13 @@ class Server:
         )
         deadline = time.monotonic() + 400
         while time.monotonic() < deadline:
-            assert self.process.poll() is None, (
-                f"vllm serve ended: {self.log.read_text()[-2000:]}"
-            )
+            assert self.process.poll() is None, f"vllm serve ended: {self.log.read_text()[-2000:]}"
             try:
-                urllib.request.urlopen(
-                    f"http://127.0.0.1:{self.port}/health", timeout=2
-                ).close()
+                urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=2).close()
                 return
             except OSError:
                 time.sleep(0.5)
-        raise AssertionError(
-            f"vllm serve did not start: {self.log.read_text()[-2000:]}"
-        )
+        raise AssertionError(f"vllm serve did not start: {self.log.read_text()[-2000:]}")
 
     def kill(self) -> None:
         """The whole session: the engine core is a process of its own."""

@@ -75,10 +75,7 @@ class InFlight(Executor):
     # ------------------------------------------------------------------------------ at the start
     def _get_kv_cache_spec(self) -> Any:
         spec = FullAttentionSpec(
-            block_size=BLOCK_TOKENS,
-            num_kv_heads=1,
-            head_size=16,
-            dtype=torch.float32,
+            block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=16, dtype=torch.float32
         )
         self.page_bytes = spec.page_size_bytes
         return {"layer": spec}
@@ -94,9 +91,7 @@ class InFlight(Executor):
             return
         with patch.object(aux_output, "bind_routed_experts_capturer"):
             self.connector = aux_output.AuxOutputWorkerConnector(
-                vllm_config=self.vllm_config,
-                model=torch.nn.Module(),
-                kv_cache_config=configs[0],
+                vllm_config=self.vllm_config, model=torch.nn.Module(), kv_cache_config=configs[0]
             )
 
     def _compile_or_warm_up_model(self) -> CompilationTimes:
@@ -115,9 +110,7 @@ class InFlight(Executor):
             self.prompts[new.req_id] = list(new.prompt_token_ids or ())
             self.computed[new.req_id] = new.num_computed_tokens
         cached = scheduled.scheduled_cached_reqs
-        self.computed.update(
-            zip(cached.req_ids, cached.num_computed_tokens, strict=True)
-        )
+        self.computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         self.step = scheduled
         future: Future[Any] = Future()
         nothing = scheduled.total_num_scheduled_tokens == 0
@@ -145,9 +138,7 @@ class InFlight(Executor):
                 sampled_token_ranks=np.zeros(len(names), np.int64),
             ),
         )
-        return AsyncOutputFuture(
-            Unread(output, self._choices(names, counts, starts)), True
-        )
+        return AsyncOutputFuture(Unread(output, self._choices(names, counts, starts)), True)
 
     def _sampled(self, name: str, tokens: int) -> int:
         """Return the token after the first ``tokens`` of a sequence."""

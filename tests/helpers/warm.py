@@ -60,14 +60,7 @@ def run(
             for own, to in zip(environments, outputs, strict=True)
         ]
         server.stdin.write(
-            json.dumps(
-                {
-                    "module": module,
-                    "argv": [*arguments],
-                    "ranks": ranks,
-                    "cwd": str(cwd),
-                }
-            )
+            json.dumps({"module": module, "argv": [*arguments], "ranks": ranks, "cwd": str(cwd)})
             + "\n"
         )
         server.stdin.flush()
@@ -86,8 +79,7 @@ def _completed(
     arguments: list[str], status: int, outputs: list[list[str]]
 ) -> subprocess.CompletedProcess[str]:
     out, err = (
-        "".join(Path(path).read_text() for path in paths)
-        for paths in zip(*outputs, strict=True)
+        "".join(Path(path).read_text() for path in paths) for paths in zip(*outputs, strict=True)
     )
     return subprocess.CompletedProcess(arguments, status, out, err)
 
@@ -110,18 +102,10 @@ def _started(
             [str(Path(scratch, f"{name}{n}")) for name in ("out", "err")]
             for n in range(len(environments))
         ]
-        streams = [
-            [files.enter_context(open(path, "w")) for path in paths]
-            for paths in outputs
-        ]
+        streams = [[files.enter_context(open(path, "w")) for path in paths] for paths in outputs]
         running = [
             subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=err,
-                env=dict(own),
-                cwd=cwd,
+                command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=dict(own), cwd=cwd
             )
             for own, (out, err) in zip(environments, streams, strict=True)
         ]
@@ -137,9 +121,7 @@ def _started(
             for process in running:
                 process.kill()
                 process.wait()
-        return _completed(
-            [module, *arguments], first or next(filter(None, ended), 0), outputs
-        )
+        return _completed([module, *arguments], first or next(filter(None, ended), 0), outputs)
 
 
 @functools.cache
@@ -194,11 +176,7 @@ def _forked(request: dict[str, Any], rank: dict[str, Any]) -> int:
     os.environ.update(rank["environment"])
     os.chdir(request["cwd"])
     paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    sys.path[:1] = [
-        request["cwd"],
-        *filter(None, paths),
-        str(REPOSITORY),
-    ]  # as -m has them
+    sys.path[:1] = [request["cwd"], *filter(None, paths), str(REPOSITORY)]  # as -m has them
     sys.argv = [request["module"], *request["argv"]]
     runpy.run_module(request["module"], run_name="__main__", alter_sys=True)
     sys.exit()

@@ -49,9 +49,7 @@ def apply(edit: str, block: str, root: Path) -> None:
 def test_the_page_has_five_examples_with_a_check_each() -> None:
     own = ["A method of your own", "A prompt template"]
     assert list(SECTIONS) == ["A method", *own, "An architecture", "A benchmark"]
-    assert all(
-        [edit for edit, _ in blocks].count("run") == 1 for blocks in SECTIONS.values()
-    )
+    assert all([edit for edit, _ in blocks].count("run") == 1 for blocks in SECTIONS.values())
 
 
 @pytest.mark.parametrize("title", SECTIONS)
@@ -95,9 +93,7 @@ def test_a_family_is_an_entry_in_one_file_of_the_package() -> None:
 
 def test_without_its_edits_every_check_fails(tmp_path: Path) -> None:
     package = tmp_path / "megatron_dcpo"
-    shutil.copytree(
-        ROOT / "megatron_dcpo", package, ignore=shutil.ignore_patterns("__pycache__")
-    )
+    shutil.copytree(ROOT / "megatron_dcpo", package, ignore=shutil.ignore_patterns("__pycache__"))
     for blocks in SECTIONS.values():
         for edit, block in blocks:
             path = tmp_path / edit.removesuffix(AS_IT_IS)
@@ -106,12 +102,7 @@ def test_without_its_edits_every_check_fails(tmp_path: Path) -> None:
     lines = ["from megatron_dcpo.errors import UserError"]
     for blocks in SECTIONS.values():
         code = next(block for edit, block in blocks if edit == "run")
-        lines += [
-            "try:",
-            f"    exec({code!r}, {{}})",
-            "except UserError:",
-            "    print('refused')",
-        ]
+        lines += ["try:", f"    exec({code!r}, {{}})", "except UserError:", "    print('refused')"]
     done = subprocess.run(
         [sys.executable, "-c", "\n".join(lines)],
         cwd=tmp_path,

@@ -37,9 +37,7 @@ except SystemExit as stopped:
 heavy = [name for name in {HEAVY!r} if name in sys.modules]
 assert not heavy, heavy
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "usage: " in done.stdout
 
@@ -47,18 +45,14 @@ assert not heavy, heavy
 def imported(code: str, *names: str) -> set[str]:
     """Those of ``names`` that a new interpreter has imported after ``code``."""
     code = f"import sys\n{code}\nprint(*sys.modules, sep=chr(10))"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return set(done.stdout.split()) & set(names)
 
 
 def test_a_plan_without_weights_does_without_torch() -> None:
     code = "from megatron_dcpo.cli import main\n"
-    code += (
-        f"main(['plan', '--config', {str(QUICKSTART / 'dcpo.yaml')!r}, '--gpus', '8', "
-    )
+    code += f"main(['plan', '--config', {str(QUICKSTART / 'dcpo.yaml')!r}, '--gpus', '8', "
     code += "'model.path=Qwen/Qwen3-0.6B'])"
     assert imported(code, "torch", "numpy") == {"numpy"}
 

@@ -32,23 +32,16 @@ LAYERS = (
     ("cli",),
 )
 LAYER = {
-    subpackage: layer
-    for layer, subpackages in enumerate(LAYERS)
-    for subpackage in subpackages
+    subpackage: layer for layer, subpackages in enumerate(LAYERS) for subpackage in subpackages
 }
 # where private names of torch and Megatron may stand
 FOREIGN = ("torch", "megatron")
-PRIVATE_NAMES = (
-    "megatron_dcpo.runtime.megatron_private",
-    "megatron_dcpo.runtime.megatron_on_cpu",
-)
+PRIVATE_NAMES = ("megatron_dcpo.runtime.megatron_private", "megatron_dcpo.runtime.megatron_on_cpu")
 PURE = ("data", "judging", "sandbox", "objectives", "calibration")
 
 
 def module_name(path: Path) -> str:
-    return ".".join(path.relative_to(REPOSITORY).with_suffix("").parts).removesuffix(
-        ".__init__"
-    )
+    return ".".join(path.relative_to(REPOSITORY).with_suffix("").parts).removesuffix(".__init__")
 
 
 MODULES = {module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
@@ -99,9 +92,7 @@ def test_there_is_no_circle() -> None:
     of what is left.
     """
     left = {module: set(targets) for module, targets in GRAPH.items()}
-    while ready := [
-        module for module, targets in left.items() if not targets & left.keys()
-    ]:
+    while ready := [module for module, targets in left.items() if not targets & left.keys()]:
         for module in ready:
             del left[module]
     assert not left, f"in or above a circle: {sorted(left)}"
@@ -133,11 +124,7 @@ def test_calibration_does_without_torch() -> None:
         "sys.modules) or None)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        check=False,
+        [sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
 
@@ -150,8 +137,7 @@ def test_only_runtime_asks_for_cuda() -> None:
             continue
         for node in ast.walk(ast.parse(path.read_text())):
             if (
-                isinstance(node, ast.Attribute)
-                and node.attr in ("cuda", "is_cuda", "has_cuda")
+                isinstance(node, ast.Attribute) and node.attr in ("cuda", "is_cuda", "has_cuda")
             ) or (
                 isinstance(node, ast.ImportFrom)
                 and "has_cuda" in {alias.name for alias in node.names}
@@ -166,13 +152,11 @@ def names_of(tree: ast.Module) -> dict[str, str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names |= {
-                (alias.asname or alias.name).split(".")[0]: alias.name
-                for alias in node.names
+                (alias.asname or alias.name).split(".")[0]: alias.name for alias in node.names
             }
         elif isinstance(node, ast.ImportFrom) and node.module:
             names |= {
-                alias.asname or alias.name: f"{node.module}.{alias.name}"
-                for alias in node.names
+                alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names
             }
     return names
 
@@ -186,24 +170,17 @@ def own_names(tree: ast.Module) -> set[str]:
         for node in ast.walk(tree)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
     }
-    stored = [
-        node
-        for node in ast.walk(tree)
-        if isinstance(getattr(node, "ctx", None), ast.Store)
-    ]
+    stored = [node for node in ast.walk(tree) if isinstance(getattr(node, "ctx", None), ast.Store)]
     names |= {node.id for node in stored if isinstance(node, ast.Name)}
     return names | {
         node.attr
         for node in stored
-        if isinstance(node, ast.Attribute)
-        and ast.unparse(node.value) in ("self", "cls", "made")
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("self", "cls", "made")
     }
 
 
 def is_private(name: str) -> bool:
-    return any(
-        part.startswith("_") and not part.startswith("__") for part in name.split(".")
-    )
+    return any(part.startswith("_") and not part.startswith("__") for part in name.split("."))
 
 
 def private_uses(tree: ast.Module, known: set[str] | None) -> Iterator[tuple[int, str]]:
@@ -213,22 +190,15 @@ def private_uses(tree: ast.Module, known: set[str] | None) -> Iterator[tuple[int
     """
     names = names_of(tree)
     for node in ast.walk(tree):
-        if (
-            isinstance(node, ast.ImportFrom)
-            and (node.module or "").split(".")[0] in FOREIGN
-        ):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in FOREIGN:
             yield from (
                 (node.lineno, alias.name)
                 for alias in node.names
                 if is_private(f"{node.module}.{alias.name}")
             )
         elif isinstance(node, ast.Attribute) and is_private(node.attr):
-            origin = names.get(ast.unparse(node).split(".")[0].split("(")[0], "").split(
-                "."
-            )[0]
-            if origin in FOREIGN or (
-                not origin and known is not None and node.attr not in known
-            ):
+            origin = names.get(ast.unparse(node).split(".")[0].split("(")[0], "").split(".")[0]
+            if origin in FOREIGN or (not origin and known is not None and node.attr not in known):
                 yield node.lineno, ast.unparse(node)
         elif isinstance(node, ast.Call) and ast.unparse(node.func) in (
             "getattr",
@@ -246,8 +216,7 @@ def test_private_names_of_torch_and_megatron_stand_in_one_place() -> None:
     elsewhere = {
         module: found
         for module, tree in trees.items()
-        if module
-        not in PRIVATE_NAMES  # what vLLM's objects keep private, modules of its name use
+        if module not in PRIVATE_NAMES  # what vLLM's objects keep private, modules of its name use
         and (found := list(private_uses(tree, None if "vllm" in module else known)))
     }
     assert not elsewhere

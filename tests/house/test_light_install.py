@@ -89,9 +89,7 @@ def dcpo(light: dict[str, str], *arguments: object) -> subprocess.CompletedProce
 
 
 def test_the_block_works(light: dict[str, str]) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", "import torch"], env=light, capture_output=True
-    )
+    done = subprocess.run([sys.executable, "-c", "import torch"], env=light, capture_output=True)
     assert done.returncode == 1
 
 
@@ -155,7 +153,5 @@ def test_a_public_module_imports_no_more_than_numpy(light: dict[str, str]) -> No
         "import sys; import megatron_dcpo.calibration as c; c.ece([.8], [1.]);"
         "print(sorted(set(sys.modules) & {'matplotlib', 'sklearn', 'scipy', 'pydantic'}))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=light, capture_output=True, text=True
-    )
+    done = subprocess.run([sys.executable, "-c", code], env=light, capture_output=True, text=True)
     assert done.stdout.strip() == "[]", done.stderr

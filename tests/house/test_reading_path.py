@@ -7,11 +7,7 @@ import re
 from tests.helpers.paths import REPOSITORY
 from tests.house.test_layers import GRAPH, MODULES
 
-TEXT = (
-    (REPOSITORY / "docs" / "architecture.md")
-    .read_text(encoding="utf-8")
-    .split("\n## ")[1]
-)
+TEXT = (REPOSITORY / "docs" / "architecture.md").read_text(encoding="utf-8").split("\n## ")[1]
 EVERYWHERE = ("errors", "config", "runtime")
 
 
@@ -23,8 +19,7 @@ def modules_of(table: str) -> list[str]:
 
 
 PATH, BOUNDARY = (
-    modules_of(table)
-    for table in TEXT.split("They import these modules outside the path")
+    modules_of(table) for table in TEXT.split("They import these modules outside the path")
 )
 
 
@@ -36,8 +31,6 @@ def test_the_path_names_modules() -> None:
 def test_what_the_path_imports_is_on_it_or_in_the_list_of_its_boundary() -> None:
     outside = {target for module in PATH for target in GRAPH[module]} - set(PATH)
     outside = {
-        target
-        for target in outside
-        if target.count(".") and target.split(".")[1] not in EVERYWHERE
+        target for target in outside if target.count(".") and target.split(".")[1] not in EVERYWHERE
     }
     assert outside == set(BOUNDARY)

@@ -30,11 +30,7 @@ def resolved(config: ObjectiveConfig) -> dict[str, object]:
         name: default[0] if isinstance(default, tuple) else default
         for name, default in declared.items()
     }
-    own = {
-        name: value
-        for name, value in shared.pop("options").items()
-        if value != defaults[name]
-    }
+    own = {name: value for name, value in shared.pop("options").items() if value != defaults[name]}
     return shared | blocks | own
 
 
@@ -53,17 +49,11 @@ def test_shipped_configurations_resolve_as_recorded() -> None:
 def test_engine_and_trainer_in_bf16_are_corrected_and_watched() -> None:
     """Rounding alone makes them two policies; what has no importance ratio (CCGSPG) is watched."""
     configs = {str(file.relative_to(ROOT)): load_config(file) for file in TRAINED}
-    bf16 = {
-        name: config
-        for name, config in configs.items()
-        if config.model.params_dtype == "bf16"
-    }
+    bf16 = {name: config for name, config in configs.items() if config.model.params_dtype == "bf16"}
     assert len(bf16) > 40
     for name, config in bf16.items():
         corrected = "tis_level" in find_method(config.objective.name).reads
-        assert resolve(config.objective).tis_level == (
-            "token" if corrected else "none"
-        ), name
+        assert resolve(config.objective).tis_level == ("token" if corrected else "none"), name
         assert config.rollout.logprob_diff_alarm > 0, name
         assert config.rollout.logprob_diff_action == "warn", name
 
@@ -71,21 +61,12 @@ def test_engine_and_trainer_in_bf16_are_corrected_and_watched() -> None:
 def test_the_papers_defaults() -> None:
     """Table of the paper's settings: what ``objective: {}`` means."""
     options = resolve(ObjectiveConfig())
-    assert (
-        options.name,
-        options.lam,
-        options.calibration_loss,
-        options.malformed_penalty,
-    ) == (
+    assert (options.name, options.lam, options.calibration_loss, options.malformed_penalty) == (
         "dcpo",
         0.5,
         "l1",
         -1.0,
     )
     assert (options.clip_low, options.clip_high) == (0.2, 0.28)
-    assert (options.ddof, options.loss_aggregation, options.dual_clip) == (
-        0,
-        "sequence_mean",
-        0.0,
-    )
+    assert (options.ddof, options.loss_aggregation, options.dual_clip) == (0, "sequence_mean", 0.0)
     assert options.blocks("kl_coef") == options.blocks("entropy_coef") == (0.0, 0.0)

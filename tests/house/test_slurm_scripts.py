@@ -18,9 +18,7 @@ SCRIPTS = sorted(EXAMPLES.rglob("*.sbatch"))
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
 def test_cpus_and_memory(script):
-    text = "\n".join(
-        line for line in script.read_text().splitlines() if not line.startswith("# ")
-    )
+    text = "\n".join(line for line in script.read_text().splitlines() if not line.startswith("# "))
     header = re.findall(r"^#SBATCH --([a-z-]+)(?:=(\S+))?", text, flags=re.MULTILINE)
     asked = dict(header)
     assert "exclusive" in asked or "cpus-per-task" in asked
@@ -52,11 +50,7 @@ def test_the_evaluation_is_that_of_the_training():
 @pytest.mark.parametrize("name", ["reproduce.sbatch", "evaluate.sbatch"])
 def test_every_gpu_of_the_node_has_an_engine(name):
     """The command as written is one that ``dcpo launch`` and ``dcpo evaluate`` take."""
-    text = (
-        next(path for path in SCRIPTS if path.name == name)
-        .read_text()
-        .replace("\\\n", " ")
-    )
+    text = next(path for path in SCRIPTS if path.name == name).read_text().replace("\\\n", " ")
     (gpus,) = re.findall(r"^#SBATCH --gpus-per-node=(\d+)", text, flags=re.MULTILINE)
     (command,) = re.findall(r"launch (.*-- evaluate .*)$", text, flags=re.MULTILINE)
     command = command.replace('"${DCPO_PROCESSES:-${SLURM_GPUS_ON_NODE:-1}}"', gpus)
@@ -112,15 +106,11 @@ def test_compiled_kernels_stay_on_the_node(tmp_path, name):
     )
     assert done.returncode == 0, done.stderr
     step = dict(
-        line.split("=", 1)
-        for line in (tmp_path / "step").read_text().splitlines()
-        if "=" in line
+        line.split("=", 1) for line in (tmp_path / "step").read_text().splitlines() if "=" in line
     )
     assert step["TRITON_CACHE_DIR"] == "/own"
     others = {
-        step[variable].rsplit("/", 1)[0]
-        for variable in CACHES
-        if variable != "TRITON_CACHE_DIR"
+        step[variable].rsplit("/", 1)[0] for variable in CACHES if variable != "TRITON_CACHE_DIR"
     }
     assert all(cache.startswith("/scratch/7") for cache in others)
 

@@ -26,31 +26,15 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("wheel")
     source = place / "source"
     source.mkdir()
-    for name in (
-        "megatron_dcpo",
-        "setup.py",
-        "pyproject.toml",
-        "README.md",
-        "constraints.txt",
-    ):
+    for name in ("megatron_dcpo", "setup.py", "pyproject.toml", "README.md", "constraints.txt"):
         copy = shutil.copytree if (REPOSITORY / name).is_dir() else shutil.copy2
         copy(REPOSITORY / name, source / name)
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
     subprocess.run(
-        [
-            *pip,
-            "wheel",
-            "--no-deps",
-            "--no-build-isolation",
-            "--wheel-dir",
-            place,
-            source,
-        ],
+        [*pip, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", place, source],
         check=True,
     )
-    subprocess.run(
-        [sys.executable, "-m", "venv", "--without-pip", place / "venv"], check=True
-    )
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", place / "venv"], check=True)
     (wheel,) = place.glob("*.whl")
     python = f"python{sys.version_info.major}.{sys.version_info.minor}"
     site = place / "venv" / "lib" / python / "site-packages"
@@ -67,9 +51,7 @@ def dcpo(place: Path, *arguments: str | Path, stdin: str | None = None) -> str:
         "megatron_dcpo.__file__;"
         "from megatron_dcpo.cli import main; sys.exit(main(sys.argv[1:]))"
     )
-    environment = {
-        k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV")
-    }
+    environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV")}
     done = subprocess.run(
         [place / "venv" / "bin" / "python", "-c", code, place / "venv", *arguments],
         cwd=place,
@@ -89,14 +71,10 @@ def test_the_console_script_is_installed(installed: Path) -> None:
 
 def test_doctor_knows_the_pins(installed: Path) -> None:
     findings = json.loads(dcpo(installed, "doctor", "--json"))
-    (installed_package,) = [
-        finding for finding in findings if finding["name"] == "safetensors"
-    ]
+    (installed_package,) = [finding for finding in findings if finding["name"] == "safetensors"]
     assert installed_package["ok"] is True
     advice = [finding["advice"] for finding in findings if finding["ok"] is False]
-    assert all("==" in text for text in advice), (
-        "a missing package is named with its pin"
-    )
+    assert all("==" in text for text in advice), "a missing package is named with its pin"
 
 
 def test_report_against_the_paper(installed: Path) -> None:
@@ -104,14 +82,7 @@ def test_report_against_the_paper(installed: Path) -> None:
     evaluated(run)
     result = json.loads(
         dcpo(
-            installed,
-            "report",
-            run,
-            "--against",
-            "paper",
-            "--out",
-            installed / "r.html",
-            "--json",
+            installed, "report", run, "--against", "paper", "--out", installed / "r.html", "--json"
         )
     )
     assert any(row["method"] == "DCPO" for row in result["against"])
@@ -128,11 +99,7 @@ def test_objective(installed: Path) -> None:
         "n_confidence": 1,
     }
     row |= {"old_logprobs": [-1.0] * 3, "logprobs": [-1.0] * 3}
-    group = {
-        "method": "dcpo",
-        "options": {"lam": 0.5},
-        "responses": [row, row | {"correct": 0}],
-    }
+    group = {"method": "dcpo", "options": {"lam": 0.5}, "responses": [row, row | {"correct": 0}]}
     result = json.loads(
         dcpo(installed, "objective", "--input", "-", "--json", stdin=json.dumps(group))
     )
@@ -143,15 +110,6 @@ def test_plan(installed: Path) -> None:
     config = REPOSITORY / "examples" / "quickstart" / "dcpo.yaml"
     model = REPOSITORY / "examples" / "quickstart" / "policy"
     plan = json.loads(
-        dcpo(
-            installed,
-            "plan",
-            "--config",
-            config,
-            f"model.path={model}",
-            "--gpus",
-            "8",
-            "--json",
-        )
+        dcpo(installed, "plan", "--config", config, f"model.path={model}", "--gpus", "8", "--json")
     )
     assert plan["layout"]["data_parallel_size"] == 8

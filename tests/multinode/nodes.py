@@ -32,27 +32,13 @@ class Node:
         """``words`` as a command on this node. ``ip netns exec`` would hide /sys/fs/cgroup from
         slurmd.
         """
-        enter = (
-            f'mount --bind {self.hosts} /etc/hosts && hostname {self.name} && exec "$@"'
-        )
-        inside = [
-            "unshare",
-            "--uts",
-            "--mount",
-            "sh",
-            "-c",
-            enter,
-            "sh",
-            *map(str, words),
-        ]
+        enter = f'mount --bind {self.hosts} /etc/hosts && hostname {self.name} && exec "$@"'
+        inside = ["unshare", "--uts", "--mount", "sh", "-c", enter, "sh", *map(str, words)]
         return ["nsenter", f"--net=/run/netns/{self.namespace}", *inside]
 
     def processes(self) -> list[int]:
         done = subprocess.run(
-            ["ip", "netns", "pids", self.namespace],
-            capture_output=True,
-            text=True,
-            check=True,
+            ["ip", "netns", "pids", self.namespace], capture_output=True, text=True, check=True
         )
         return [int(pid) for pid in done.stdout.split()]
 
@@ -72,9 +58,7 @@ class Node:
 
 def why_not() -> str:
     """Why two nodes cannot be made here, or nothing."""
-    missing = [
-        tool for tool in ("ip", "nsenter", "unshare") if shutil.which(tool) is None
-    ]
+    missing = [tool for tool in ("ip", "nsenter", "unshare") if shutil.which(tool) is None]
     if missing:
         return f"needs {', '.join(missing)}"
     return "" if os.geteuid() == 0 else "needs root for network namespaces"
@@ -87,8 +71,7 @@ def two_nodes(folder: Path) -> Iterator[tuple[Node, Node]]:
     hosts = folder / "hosts"
     pair = [Node(f"n{i}", f"{prefix}n{i}", f"10.55.0.{i}", hosts) for i in (1, 2)]
     hosts.write_text(
-        "127.0.0.1 localhost\n"
-        + "".join(f"{node.address} {node.name}\n" for node in pair)
+        "127.0.0.1 localhost\n" + "".join(f"{node.address} {node.name}\n" for node in pair)
     )
     try:
         for node in pair:

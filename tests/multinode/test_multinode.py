@@ -22,8 +22,7 @@ from tests.multinode import nodes
 
 if os.environ.get("DCPO_TEST_MULTINODE") != "1":
     pytest.skip(
-        "makes two nodes of network namespaces: make test-multinode",
-        allow_module_level=True,
+        "makes two nodes of network namespaces: make test-multinode", allow_module_level=True
     )
 
 LIMIT = 60  # docs/scaling.md: 30 s until a rank counts as lost, 15 s until a launcher leaves
@@ -70,28 +69,12 @@ def start(pair, run_dir, steps, port):
             "training.save_interval=2",
             f"training.steps={steps}",
         ]
-        words = [
-            sys.executable,
-            "-m",
-            "megatron_dcpo",
-            "launch",
-            1,
-            *launch,
-            "--",
-            *train,
-        ]
+        words = [sys.executable, "-m", "megatron_dcpo", "launch", 1, *launch, "--", *train]
         with output(run_dir, node).open("w") as log:
-            environment = os.environ | {
-                "GLOO_SOCKET_IFNAME": nodes.LINK,
-                "OMP_NUM_THREADS": "1",
-            }
+            environment = os.environ | {"GLOO_SOCKET_IFNAME": nodes.LINK, "OMP_NUM_THREADS": "1"}
             started.append(
                 subprocess.Popen(
-                    node.command(*words),
-                    cwd=REPOSITORY,
-                    stdout=log,
-                    stderr=log,
-                    env=environment,
+                    node.command(*words), cwd=REPOSITORY, stdout=log, stderr=log, env=environment
                 )
             )
     return started
@@ -120,9 +103,7 @@ def wait_until(condition, started, seconds):
 
 
 def last_saved(run_dir):
-    return int(
-        (run_dir / "checkpoints" / "latest_checkpointed_iteration.txt").read_text()
-    )
+    return int((run_dir / "checkpoints" / "latest_checkpointed_iteration.txt").read_text())
 
 
 @pytest.mark.parametrize("on", [0, 1], ids=["first_node", "second_node"])
@@ -140,10 +121,7 @@ def test_the_job_ends_in_time_says_why_and_resumes(pair, tmp_path, what, on):
     else:
         os.kill(worker if what == "rank" else launcher, signal.SIGKILL)
     try:
-        statuses = [
-            process.wait(max(0.0, begin + LIMIT - time.monotonic()))
-            for process in started
-        ]
+        statuses = [process.wait(max(0.0, begin + LIMIT - time.monotonic())) for process in started]
     except subprocess.TimeoutExpired:
         said = "".join(output(run_dir, node).read_text()[-2000:] for node in pair)
         pytest.fail(f"still running {LIMIT} s after the {what} was taken away: {said}")
@@ -156,12 +134,7 @@ def test_the_job_ends_in_time_says_why_and_resumes(pair, tmp_path, what, on):
         said = output(run_dir, pair[index]).read_text()
         assert statuses[index] == EXIT_PEER_LOST, said[-3000:]
         line = next(
-            (
-                line
-                for line in said.splitlines()
-                if "dcpo: rank" in line and " ends: " in line
-            ),
-            "",
+            (line for line in said.splitlines() if "dcpo: rank" in line and " ends: " in line), ""
         )
         lost_rank = "the job's store at" in line or f"lost rank {1 - index} " in line
         assert lost_rank, said[-3000:]
@@ -171,14 +144,13 @@ def test_the_job_ends_in_time_says_why_and_resumes(pair, tmp_path, what, on):
     assert saved >= 4
     if what == "link":
         subprocess.run(
-            ["ip", "-n", pair[on].namespace, "link", "set", nodes.LINK, "up"],
-            check=True,
+            ["ip", "-n", pair[on].namespace, "link", "set", nodes.LINK, "up"], check=True
         )
     steps = saved + 2
     again = start(pair, run_dir, steps, 29_501)
-    assert [process.wait(300) for process in again] == [0, 0], output(
-        run_dir, pair[0]
-    ).read_text()[-3000:]
+    assert [process.wait(300) for process in again] == [0, 0], output(run_dir, pair[0]).read_text()[
+        -3000:
+    ]
     after = {record["step"]: record for record in metrics(run_dir)}
     assert sorted(after) == list(range(1, steps + 1))
     assert all(after[step] == before[step] for step in range(1, saved + 1)), (

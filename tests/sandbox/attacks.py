@@ -10,14 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-ANY_FAILURE = {
-    "wrong",
-    "runtime_error",
-    "timeout",
-    "memory",
-    "output_limit",
-    "forbidden",
-}
+ANY_FAILURE = {"wrong", "runtime_error", "timeout", "memory", "output_limit", "forbidden"}
 REFUSED = {"runtime_error", "forbidden"}
 
 
@@ -54,9 +47,7 @@ def leak(*found):
 
 
 def _add(family: str, kind: str, expected: str, **programs: str) -> None:
-    categories = {"refused": REFUSED, "any": ANY_FAILURE}.get(expected) or set(
-        expected.split()
-    )
+    categories = {"refused": REFUSED, "any": ANY_FAILURE}.get(expected) or set(expected.split())
     for name, program in programs.items():
         if family in ("reading", "network"):
             program = _LEAK + program.replace("print(", "leak(")

@@ -102,9 +102,7 @@ def _attempts(level: str, as_tests: bool) -> list[str]:
                 os.chown(Path(folder, name), 65534, 65534)
         if root:
             os.chown(folder, 65534, 65534)
-        listeners = {
-            name: socket.socket(family, kind) for name, family, kind in _SOCKETS
-        }
+        listeners = {name: socket.socket(family, kind) for name, family, kind in _SOCKETS}
         port_holder = listeners["tcp"]
         port_holder.bind(("127.0.0.1", 0))
         listeners["stream"].bind(f"{folder}/stream")
@@ -120,9 +118,7 @@ def _attempts(level: str, as_tests: bool) -> list[str]:
         account: dict[str, Any] = (
             {"user": 65534, "group": 65534, "extra_groups": []} if root else {}
         )
-        victim = subprocess.Popen(
-            ["sleep", "600"], env={"PATH": "/usr/bin:/bin"}, **account
-        )
+        victim = subprocess.Popen(["sleep", "600"], env={"PATH": "/usr/bin:/bin"}, **account)
         values = {
             "FILE": f"{folder}/file",
             "FOLDER": folder,
@@ -132,9 +128,7 @@ def _attempts(level: str, as_tests: bool) -> list[str]:
             "VICTIM": victim.pid,
             "ATTEMPTS": ATTEMPTS,
         }
-        probe = (
-            "\n".join(f"{name} = {value!r}" for name, value in values.items()) + _PROBE
-        )
+        probe = "\n".join(f"{name} = {value!r}" for name, value in values.items()) + _PROBE
         try:
             program, code = probe + "def f(): return done", "done = candidate()"
             if as_tests:
@@ -144,8 +138,7 @@ def _attempts(level: str, as_tests: bool) -> list[str]:
                 )
             code = f"def check(candidate):\n    {code}\n    raise AssertionError(' '.join(done))"
             verdict = session.judge(
-                program,
-                checked_tests({"kind": "check", "entry_point": "f", "code": code}),
+                program, checked_tests({"kind": "check", "entry_point": "f", "code": code})
             )
             assert verdict.detail.startswith("AssertionError"), verdict
             return verdict.detail.partition(":")[2].split()

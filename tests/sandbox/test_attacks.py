@@ -24,12 +24,7 @@ from tests.helpers.processes import below
 from tests.sandbox.attacks import ATTACKS, Attack
 
 LIMITS = CodeLimits(
-    test_seconds=2.0,
-    program_seconds=6.0,
-    memory_mb=512,
-    output_mb=8,
-    scratch_mb=16,
-    processes=16,
+    test_seconds=2.0, program_seconds=6.0, memory_mb=512, output_mb=8, scratch_mb=16, processes=16
 )
 
 
@@ -55,15 +50,11 @@ class Host:
             "PID": str(self.victim.pid),
         }
         return re.sub(
-            r"@([A-Z]+)@",
-            lambda match: words[match[1]] if match[1] != "SECRET" else "***",
-            text,
+            r"@([A-Z]+)@", lambda match: words[match[1]] if match[1] != "SECRET" else "***", text
         )
 
 
-def _serve(
-    listener: socket.socket, name: str, secret: str, connections: list[str]
-) -> None:
+def _serve(listener: socket.socket, name: str, secret: str, connections: list[str]) -> None:
     while True:
         try:
             peer, _ = listener.accept()
@@ -97,16 +88,12 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
             target=_serve, args=(listener, name, secret, connections), daemon=True
         ).start()
     (folder / "socket").chmod(0o777)
-    account = (
-        {"user": 65534, "group": 65534, "extra_groups": []} if os.geteuid() == 0 else {}
-    )
+    account = {"user": 65534, "group": 65534, "extra_groups": []} if os.geteuid() == 0 else {}
     victim = subprocess.Popen(
         ["sleep", "600"], env={**os.environ, "DCPO_ATTACK_SECRET": secret}, **account
     )  # type: ignore[call-overload]
     os.environ["DCPO_ATTACK_SECRET"] = secret
-    yield Host(
-        secret, folder, places[0][1].getsockname()[1], abstract, victim, connections
-    )
+    yield Host(secret, folder, places[0][1].getsockname()[1], abstract, victim, connections)
     del os.environ["DCPO_ATTACK_SECRET"]
     victim.kill()
     victim.wait()
@@ -120,10 +107,7 @@ def hidden_tests(attack: Attack, host: Host) -> dict[str, Any]:
         return {
             "kind": "stdin",
             "cases": [
-                {
-                    "input": "2 3\n",
-                    "output": "5\n" if "visible" in attack.name else host.secret,
-                },
+                {"input": "2 3\n", "output": "5\n" if "visible" in attack.name else host.secret},
                 {"input": "4 5\n", "output": host.secret},
             ],
         }
@@ -140,13 +124,8 @@ def hidden_tests(attack: Attack, host: Host) -> dict[str, Any]:
         "    numbers = [3, 1, 2]\n"
         "    assert candidate(numbers[0], 7) == 10\n"
     )
-    if (
-        attack.name == "emptied_arguments"
-    ):  # a test that compares with its own argument afterwards
-        return {
-            "kind": "asserts",
-            "code": "x = [3, 1, 2]\nassert arrange(x) == sorted(x)",
-        }
+    if attack.name == "emptied_arguments":  # a test that compares with its own argument afterwards
+        return {"kind": "asserts", "code": "x = [3, 1, 2]\nassert arrange(x) == sorted(x)"}
     return {"kind": "check", "entry_point": "solve", "code": code}
 
 
@@ -191,9 +170,7 @@ def outcome(
         "shm": set(os.listdir("/dev/shm")),
         "below": set(below(os.getpid())),
     }
-    chosen = {
-        item.name.rpartition("-")[2].rstrip("]") for item in request.session.items
-    }
+    chosen = {item.name.rpartition("-")[2].rstrip("]") for item in request.session.items}
     return (
         level,
         run_all(level, host, [attack for attack in ATTACKS if attack.name in chosen]),
@@ -209,9 +186,7 @@ def test_the_suite_is_as_large_as_promised() -> None:
 
 @pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.name)
 def test_attack(
-    attack: Attack,
-    outcome: tuple[str, dict[str, CodeVerdict], dict[str, Any]],
-    host: Host,
+    attack: Attack, outcome: tuple[str, dict[str, CodeVerdict], dict[str, Any]], host: Host
 ) -> None:
     level, verdicts, _ = outcome
     verdict = verdicts[attack.name]
@@ -228,9 +203,7 @@ def test_the_host_is_as_it_was(
 ) -> None:
     _, _, before = outcome
     assert host.victim.poll() is None, "the host's process was killed"
-    assert os.getpriority(os.PRIO_PROCESS, host.victim.pid) == os.getpriority(
-        os.PRIO_PROCESS, 0
-    )
+    assert os.getpriority(os.PRIO_PROCESS, host.victim.pid) == os.getpriority(os.PRIO_PROCESS, 0)
     assert host.connections == []
     assert files(host.folder) == before["files"]
     other_runs = {
@@ -238,9 +211,7 @@ def test_the_host_is_as_it_was(
     }  # of this suite, beside this one
     new = set(os.listdir("/tmp")) - before["tmp"] - other_runs
     assert not {name for name in new if "dcpo" in name or "written" in name}
-    assert not {
-        name for name in set(os.listdir("/dev/shm")) - before["shm"] if "dcpo" in name
-    }
+    assert not {name for name in set(os.listdir("/dev/shm")) - before["shm"] if "dcpo" in name}
     assert not Path("/var/tmp/dcpo-written").exists()
     assert set(below(os.getpid())) <= before["below"], "something is left running"
 
@@ -254,9 +225,7 @@ def test_the_attacks_are_real(host: Host) -> None:
         for name in names:
             attack = next(attack for attack in ATTACKS if attack.name == name)
             tests = {"kind": "stdin", "cases": [{"input": "", "output": host.secret}]}
-            assert (
-                pool.submit(host.fill(attack.program), tests).result().correct == 1
-            ), name
+            assert pool.submit(host.fill(attack.program), tests).result().correct == 1, name
     host.connections.clear()
 
 
@@ -272,8 +241,5 @@ def test_an_honest_program_still_passes(
             .correct
             == 1
         )
-        echo = {
-            "kind": "stdin",
-            "cases": [{"input": host.secret, "output": host.secret}],
-        }
+        echo = {"kind": "stdin", "cases": [{"input": host.secret, "output": host.secret}]}
         assert pool.submit("print(input())", echo).result().correct == 1

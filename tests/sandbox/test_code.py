@@ -41,12 +41,7 @@ LIST_SETUP = (
 
 def check(code: str, entry: str = "f", **more: Any) -> dict[str, Any]:
     body = "\n".join(f"    {line}" for line in code.split("\n"))
-    return {
-        "kind": "check",
-        "entry_point": entry,
-        "code": f"def check(candidate):\n{body}",
-        **more,
-    }
+    return {"kind": "check", "entry_point": entry, "code": f"def check(candidate):\n{body}", **more}
 
 
 def asserts(*lines: str, **more: Any) -> dict[str, Any]:
@@ -58,9 +53,7 @@ def livecodebench(output: str, given: str = "") -> dict[str, Any]:
     return {"kind": "stdin", "rule": "livecodebench", "cases": cases}
 
 
-def function(
-    *cases: tuple[list[Any], Any], entry: str = "f", **more: Any
-) -> dict[str, Any]:
+def function(*cases: tuple[list[Any], Any], entry: str = "f", **more: Any) -> dict[str, Any]:
     rows = [{"args": args, "expected": expected} for args, expected in cases]
     return {"kind": "function", "entry_point": entry, "cases": rows, **more}
 
@@ -72,11 +65,7 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
         SUM,
         "passed",
     ),
-    "reads all": (
-        "import sys\nprint(sum(map(int, sys.stdin.read().split())))",
-        SUM,
-        "passed",
-    ),
+    "reads all": ("import sys\nprint(sum(map(int, sys.stdin.read().split())))", SUM, "passed"),
     "reads bytes": (
         "import sys\nprint(sum(map(int, sys.stdin.buffer.readline().split())))",
         SUM,
@@ -111,11 +100,7 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
         "passed",
     ),
     "exit": ("print(sum(map(int, input().split())))\nexit()", SUM, "passed"),
-    "exit status": (
-        "print(sum(map(int, input().split())))\nexit(3)",
-        SUM,
-        "runtime_error",
-    ),
+    "exit status": ("print(sum(map(int, input().split())))\nexit(3)", SUM, "runtime_error"),
     "leaves": (
         "import os, sys\nprint(sum(map(int, input().split())))\nsys.stdout.flush()\nos._exit(0)",
         SUM,
@@ -181,16 +166,8 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     "raises": ("print(3)\n1/0", SUM, "runtime_error"),
     "syntax": ("print(", SUM, "runtime_error"),
     "null": ("print(1)\x00", SUM, "runtime_error"),
-    "long program": (
-        "x = 1\n" * 100_000 + "print(sum(map(int, input().split())))",
-        SUM,
-        "passed",
-    ),
-    "check": (
-        "def f(a, b): return a + b",
-        check("assert candidate(1, b=2) == 3"),
-        "passed",
-    ),
+    "long program": ("x = 1\n" * 100_000 + "print(sum(map(int, input().split())))", SUM, "passed"),
+    "check": ("def f(a, b): return a + b", check("assert candidate(1, b=2) == 3"), "passed"),
     "check with a wrong answer": (
         "def f(a, b): return a",
         check("assert candidate(1, b=2) == 3"),
@@ -280,16 +257,10 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     "class of the program": (
         "class Pair:\n    def __init__(self, a, b): self.a, self.b = a, "
         "b\ndef f(p): return [x.b for x in p]",
-        asserts(
-            "assert f([Pair(1, 2), Pair(3, 4)]) == [2, 4]", "assert Pair(5, 6).a == 5"
-        ),
+        asserts("assert f([Pair(1, 2), Pair(3, 4)]) == [2, 4]", "assert Pair(5, 6).a == 5"),
         "passed",
     ),
-    "builtin's name": (
-        "def sum(a, b): return a * b",
-        asserts("assert sum(2, 3) == 6"),
-        "passed",
-    ),
+    "builtin's name": ("def sum(a, b): return a * b", asserts("assert sum(2, 3) == 6"), "passed"),
     "modules unimported": (
         "def f(x): return x ** .5",
         asserts("assert math.isclose(f(2), math.sqrt(2))"),
@@ -334,21 +305,13 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
         function(([], 0.3)),
         "passed",
     ),
-    "outside the default tolerance": (
-        "def f(): return 0.3 + 1e-5",
-        function(([], 0.3)),
-        "wrong",
-    ),
+    "outside the default tolerance": ("def f(): return 0.3 + 1e-5", function(([], 0.3)), "wrong"),
     "within a given tolerance": (
         "def f(): return [1, 2.05]",
         function(([], [1, 2]), atol=0.1),
         "passed",
     ),
-    "integers are exact": (
-        "def f(): return 10 ** 18 + 1",
-        function(([], 10**18)),
-        "wrong",
-    ),
+    "integers are exact": ("def f(): return 10 ** 18 + 1", function(([], 10**18)), "wrong"),
     "second case raises": (
         "def f(x): return 1 // x",
         function(([1], 1), ([0], 0)),
@@ -387,11 +350,7 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
         SUM,
         "passed",
     ),
-    "no other name is one of a standard file": (
-        "open('/dev/stdin/')",
-        SUM,
-        "runtime_error",
-    ),
+    "no other name is one of a standard file": ("open('/dev/stdin/')", SUM, "runtime_error"),
     "/dev/stdin by fileinput": (
         "import fileinput\nfor line in fileinput.input('/dev/stdin'):\n"
         "    print(sum(map(int, line.split())))",
@@ -497,11 +456,7 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
         {"kind": "stdin", "cases": [{"input": "", "output": "3"}]},
         "runtime_error",
     ),
-    "leaves with a status of the sandbox": (
-        "print(4)\nexit(96)",
-        livecodebench("3"),
-        "wrong",
-    ),
+    "leaves with a status of the sandbox": ("print(4)\nexit(96)", livecodebench("3"), "wrong"),
     "raises after the right output": (
         "print(3)\nraise ValueError",
         livecodebench("3"),
@@ -530,11 +485,7 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     "returns at its top level": ("print(3)\nreturn", livecodebench("3"), "passed"),
     "imports alone": ("import os", livecodebench(""), "runtime_error"),
     "no Python": ("print(", livecodebench(""), "runtime_error"),
-    "blank lines before the output": (
-        "print('\\n\\n3')",
-        livecodebench("3"),
-        "passed",
-    ),
+    "blank lines before the output": ("print('\\n\\n3')", livecodebench("3"), "passed"),
     "an expected output that begins with a blank line": (
         "print(3)",
         livecodebench("\n3\n"),
@@ -581,9 +532,7 @@ def test_category(pool: CodePool, name: str) -> None:
         category = "forbidden"
     verdict = pool.submit(program, tests).result()
     if name in ("child", "copies a file", "other packages") and pool.level not in only:
-        assert verdict.correct == (
-            name == "other packages" and verdict.category == "passed"
-        )
+        assert verdict.correct == (name == "other packages" and verdict.category == "passed")
         return
     assert verdict.category == category, verdict
     assert verdict.correct == (category == "passed")
@@ -607,9 +556,7 @@ def test_no_program(pool: CodePool) -> None:
 
 
 @pytest.mark.parametrize("role", ["program", "checker"])
-def test_a_dead_server_is_replaced_and_its_program_judged_again(
-    pool: CodePool, role: str
-) -> None:
+def test_a_dead_server_is_replaced_and_its_program_judged_again(pool: CodePool, role: str) -> None:
     with SandboxSession(pool.level, LIMITS) as session:
         tests = checked_tests(check("assert candidate(1) == 1"))
         assert session.judge("def f(x): return x", tests).correct == 1
@@ -621,14 +568,10 @@ def test_a_server_killed_in_the_middle_is_replaced(pool: CodePool) -> None:
     import threading
 
     with SandboxSession(pool.level, LIMITS) as session:  # type: ignore[arg-type]
-        tests = checked_tests(
-            {"kind": "stdin", "cases": [{"input": "", "output": "1"}]}
-        )
+        tests = checked_tests({"kind": "stdin", "cases": [{"input": "", "output": "1"}]})
         server = session.server("program")
         threading.Timer(0.5, server.process.kill).start()
-        assert (
-            session.judge("import time\ntime.sleep(1.5)\nprint(1)", tests).correct == 1
-        )
+        assert session.judge("import time\ntime.sleep(1.5)\nprint(1)", tests).correct == 1
         assert session.replaced == 1
 
 
@@ -644,9 +587,7 @@ def test_submit_returns_before_the_verdict(pool: CodePool) -> None:
 def test_closing_leaves_no_process_and_cancels_what_waits() -> None:
     level = local.choose("auto")
     before = set(below(os.getpid(), "sandbox.guest"))
-    pool = CodePool(
-        limits=CodeLimits(test_seconds=1, program_seconds=1), sandbox=level, workers=1
-    )
+    pool = CodePool(limits=CodeLimits(test_seconds=1, program_seconds=1), sandbox=level, workers=1)
     futures = [pool.submit("while True: pass", SUM) for _ in range(3)]
     time.sleep(0.1)
     pool.close()
@@ -666,9 +607,7 @@ def test_a_killed_judge_leaves_nothing(tmp_path: Path) -> None:
     )
     import sys
 
-    judge = subprocess.Popen(
-        [sys.executable, "-c", script], stdout=subprocess.PIPE, text=True
-    )
+    judge = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
     assert judge.stdout is not None
     judge.stdout.readline()
     started = below(judge.pid)
@@ -697,10 +636,7 @@ def test_a_killed_judge_leaves_nothing(tmp_path: Path) -> None:
         ({"kind": "stdin", "cases": []}, "at least one case"),
         ({"kind": "stdin", "cases": [3]}, "case 1: must be an object"),
         ({"kind": "stdin", "cases": [{"input": "1"}]}, "case 1: output is missing"),
-        (
-            {"kind": "stdin", "cases": [{"input": 1, "output": "1"}]},
-            "input must be text, got int",
-        ),
+        ({"kind": "stdin", "cases": [{"input": 1, "output": "1"}]}, "input must be text, got int"),
         (
             {"kind": "stdin", "cases": [{"input": "", "output": ""}], "atol": "x"},
             "atol 'x' must be a number, 0 or more",
@@ -715,11 +651,7 @@ def test_a_killed_judge_leaves_nothing(tmp_path: Path) -> None:
             "must have args (a list) and expected",
         ),
         (
-            {
-                "kind": "function",
-                "entry_point": "f",
-                "cases": [{"args": [len], "expected": 1}],
-            },
+            {"kind": "function", "entry_point": "f", "cases": [{"args": [len], "expected": 1}]},
             "cannot be sent",
         ),
     ],
@@ -733,8 +665,7 @@ def test_malformed_tests(tests: Any, message: str) -> None:
 def test_tests_that_are_no_python() -> None:
     with pytest.raises(UserError, match="file:3: code is not Python"):
         check_syntax(
-            checked_tests({"kind": "check", "entry_point": "f", "code": "def check(c"}),
-            "file:3",
+            checked_tests({"kind": "check", "entry_point": "f", "code": "def check(c"}), "file:3"
         )
 
 
@@ -794,9 +725,7 @@ def test_an_environment_below_tmp_is_reached(monkeypatch: pytest.MonkeyPatch) ->
     if problem := local.problem_of("bubblewrap"):
         pytest.skip(f"bubblewrap does not work on this machine: {problem}")
     with tempfile.TemporaryDirectory(dir="/tmp") as site:
-        Path(site).chmod(
-            0o755
-        )  # any user may walk there, unlike pytest's own directories
+        Path(site).chmod(0o755)  # any user may walk there, unlike pytest's own directories
         (Path(site) / "sortedcontainers").mkdir()
         monkeypatch.setattr(bubblewrap, "site_packages", lambda: site)
         assert local.problem_of.__wrapped__("bubblewrap") == ""
@@ -804,9 +733,7 @@ def test_an_environment_below_tmp_is_reached(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_no_sandbox_is_refused_with_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local, "problem_of", lambda level: f"no {level}")
-    with pytest.raises(
-        UserError, match=r"apt-get install bubblewrap.*--sandbox unsafe"
-    ) as error:
+    with pytest.raises(UserError, match=r"apt-get install bubblewrap.*--sandbox unsafe") as error:
         local.choose("auto")
     assert "\n" not in str(error.value)
     assert local.choose("unsafe") == "unsafe"
@@ -821,16 +748,13 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     rows.append(("no program", SUM, "no_program"))
     file = tmp_path / "programs.jsonl"
     file.write_text(
-        "\n".join(
-            json.dumps({"response": text, "tests": tests}) for text, tests, _ in rows
-        )
+        "\n".join(json.dumps({"response": text, "tests": tests}) for text, tests, _ in rows)
         + "\n\n"
     )
     assert main(["judge", "--programs", str(file), "--json", "--timeout", "10"]) == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert lines == [
-        {"correct": int(category == "passed"), "category": category}
-        for _, _, category in rows
+        {"correct": int(category == "passed"), "category": category} for _, _, category in rows
     ]
 
 

@@ -86,11 +86,7 @@ COSTLY: dict[str, tuple[str, dict[str, Any], str]] = {
         "timeout",
     ),
     "item size of the sender": (answers(["a", "S1800000000", [0]]), ONE, "wrong"),
-    "wide text": (
-        answers(["a", "<U90000000", ["a" * 4_000_000, *["b"] * 1000]]),
-        ONE,
-        "wrong",
-    ),
+    "wide text": (answers(["a", "<U90000000", ["a" * 4_000_000, *["b"] * 1000]]), ONE, "wrong"),
 }
 
 
@@ -104,9 +100,7 @@ def session(request: pytest.FixtureRequest) -> Iterator[SandboxSession]:
 
 
 @pytest.mark.parametrize("name", COSTLY)
-def test_no_program_costs_more_than_its_limits(
-    session: SandboxSession, name: str
-) -> None:
+def test_no_program_costs_more_than_its_limits(session: SandboxSession, name: str) -> None:
     """None restarts a sandbox, which would run it again, and none uses the whole time where one
     call's is at stake.
     """
@@ -150,11 +144,7 @@ def test_arrays_are_no_attributes_of_the_tasks_own_objects() -> None:
         pass
 
     with pytest.raises(BadMessage, match="array"):
-        Decoder(
-            [["ListNode", {"val": ["a", "<f8", []]}]],
-            {"ListNode": ListNode},
-            lambda *_: None,
-        )
+        Decoder([["ListNode", {"val": ["a", "<f8", []]}]], {"ListNode": ListNode}, lambda *_: None)
 
 
 _JUDGE = """
@@ -199,19 +189,13 @@ def test_memory_of_the_judge_is_bounded() -> None:
     assert float(ran.stdout) < 4
 
 
-def test_a_program_may_not_dump_its_core_and_dies_first(
-    session: SandboxSession,
-) -> None:
+def test_a_program_may_not_dump_its_core_and_dies_first(session: SandboxSession) -> None:
     code = "def check(candidate):\n    assert candidate() == (1, 1)"
-    program = (
-        "import resource\ndef f(): return resource.getrlimit(resource.RLIMIT_CORE)"
-    )
+    program = "import resource\ndef f(): return resource.getrlimit(resource.RLIMIT_CORE)"
     tests = checked_tests({"kind": "check", "entry_point": "f", "code": code})
     assert (
         session.judge(program, tests).correct == 1
     )  # 1 byte: 0 would start the program that core_pattern names
     for server in session.servers.values():
-        assert (
-            int(Path(f"/proc/{server.process.pid}/oom_score_adj").read_text()) == 1000
-        )
+        assert int(Path(f"/proc/{server.process.pid}/oom_score_adj").read_text()) == 1000
     assert resource.getrlimit(resource.RLIMIT_CORE)  # this process keeps its own

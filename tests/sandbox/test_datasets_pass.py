@@ -20,9 +20,7 @@ from megatron_dcpo.sandbox.judge import CodeLimits, CodeVerdict, judge_programs
 from megatron_dcpo.sandbox.local import problem_of
 from tests.helpers.data import reference_solution
 
-SLOW = CodeLimits(
-    test_seconds=120.0, program_seconds=600.0, memory_mb=4096, output_mb=64
-)
+SLOW = CodeLimits(test_seconds=120.0, program_seconds=600.0, memory_mb=4096, output_mb=64)
 ALL = pytest.mark.skipif(
     os.environ.get("DCPO_ALL_CODE") != "1", reason="long; make code-data runs it"
 )
@@ -80,28 +78,18 @@ def problems_of(path: Path) -> list[tuple[str, str, str, Mapping[str, Any]]]:
     return found
 
 
-def check_both(
-    problems: list[tuple[str, str, str, Mapping[str, Any]]], untested: set[str]
-) -> None:
+def check_both(problems: list[tuple[str, str, str, Mapping[str, Any]]], untested: set[str]) -> None:
     """Every reference passes; changed, it fails wherever the tests assert anything."""
     right = verdicts([(program, tests) for _, program, _, tests in problems])
     assert [
-        (p[0], verdict)
-        for p, verdict in zip(problems, right, strict=True)
-        if not verdict.correct
+        (p[0], verdict) for p, verdict in zip(problems, right, strict=True) if not verdict.correct
     ] == []
-    wrong = verdicts(
-        [(mutated(program, entry), tests) for _, program, entry, tests in problems]
-    )
-    assert {
-        p[0] for p, verdict in zip(problems, wrong, strict=True) if verdict.correct
-    } == untested
+    wrong = verdicts([(mutated(program, entry), tests) for _, program, entry, tests in problems])
+    assert {p[0] for p, verdict in zip(problems, wrong, strict=True) if verdict.correct} == untested
 
 
 def test_humaneval_plus(shared_data: Path) -> None:
-    problems = problems_of(
-        shared_data / "humanevalplus" / "HumanEvalPlus-OriginFmt.jsonl.gz"
-    )
+    problems = problems_of(shared_data / "humanevalplus" / "HumanEvalPlus-OriginFmt.jsonl.gz")
     assert len(problems) == 164
     check_both(problems, set())
 
@@ -117,9 +105,7 @@ def test_mbpp_plus(shared_data: Path) -> None:
 @pytest.mark.parametrize("name", ["v0.2.0-train", "v0.2.0-test", "v0.3.1-test"])
 def test_leetcode_dataset(name: str, shared_data: Path) -> None:
     """At least 99 in 100 reference solutions pass; the others are printed."""
-    problems = problems_of(
-        shared_data / "leetcodedataset" / f"LeetCodeDataset-{name}.jsonl.gz"
-    )
+    problems = problems_of(shared_data / "leetcodedataset" / f"LeetCodeDataset-{name}.jsonl.gz")
     found = verdicts([(program, tests) for _, program, _, tests in problems])
     failed = [
         (problem[0], verdict)

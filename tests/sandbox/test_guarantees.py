@@ -60,12 +60,8 @@ def reached(level: str, user: str) -> dict[str, set[str]]:
     if user == "another" and os.geteuid() == 0:
         places = [sys.base_prefix, sysconfig.get_path("purelib"), str(REPOSITORY)]
         command = [sys.executable, "-c", _AS_ANOTHER, level, *places]
-    ran = subprocess.run(
-        command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120
-    )
-    if user == "another" and re.search(
-        r"PermissionError: .*(unshare|mount)", ran.stderr
-    ):
+    ran = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
+    if user == "another" and re.search(r"PermissionError: .*(unshare|mount)", ran.stderr):
         pytest.skip(f"root may not mount here: {ran.stderr.splitlines()[-1]}")
     assert ran.returncode == 0, ran.stderr[-2000:]
     return {role: set(names) for role, names in json.loads(ran.stdout).items()}
@@ -136,10 +132,7 @@ def test_programs_end_with_a_killed_judge(level: str) -> None:
         "print('started', flush=True); time.sleep(300)\n"
     )
     judge = subprocess.Popen(
-        [sys.executable, "-c", script],
-        stdout=subprocess.PIPE,
-        cwd=REPOSITORY,
-        text=True,
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, cwd=REPOSITORY, text=True
     )
     assert judge.stdout is not None
     assert judge.stdout.readline() == "started\n"

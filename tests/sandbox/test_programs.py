@@ -44,9 +44,7 @@ def test_extract(response: str, program: str | None) -> None:
 
 
 def test_the_confidence_begins_behind_the_fence() -> None:
-    content = (
-        b"I will say <conf>.\n```python\nx = '<conf>'\n```\n<conf> Confidence: 0.7"
-    )
+    content = b"I will say <conf>.\n```python\nx = '<conf>'\n```\n<conf> Confidence: 0.7"
     assert find_marker_after_program(content, b"<conf>") == content.rindex(b"<conf>")
     assert find_marker_after_program(b"```python\nx\n```\n", b"<conf>") is None
     assert find_marker_after_program(b"no program <conf> 0.2", b"<conf>") == 11
@@ -54,7 +52,4 @@ def test_the_confidence_begins_behind_the_fence() -> None:
 
 def test_long_texts_take_linear_time() -> None:
     assert extract_program("```python\n" * 200_000) is None
-    assert (
-        extract_program("```python\nx\n" + "y\n" * 1_000_000 + "```").count("y")
-        == 1_000_000
-    )  # type: ignore[union-attr]
+    assert extract_program("```python\nx\n" + "y\n" * 1_000_000 + "```").count("y") == 1_000_000  # type: ignore[union-attr]

@@ -130,9 +130,7 @@ def _only_with_processes(session: SandboxSession) -> None:
 
 
 @pytest.mark.parametrize("attempt", _AIMED_AT_THE_SUPERVISOR)
-def test_no_program_reaches_its_supervisor(
-    session: SandboxSession, attempt: str
-) -> None:
+def test_no_program_reaches_its_supervisor(session: SandboxSession, attempt: str) -> None:
     call = _AIMED_AT_THE_SUPERVISOR[attempt]
     program = (
         f"try:\n    {call}\nexcept OSError as error: print(error.errno in {REFUSED})\n"
@@ -153,9 +151,7 @@ def test_a_supervisor_outlives_every_signal(session: SandboxSession) -> None:
     assert verdict.category == "passed", verdict
 
 
-def test_a_program_sets_its_own_limits_and_starts_threads(
-    session: SandboxSession,
-) -> None:
+def test_a_program_sets_its_own_limits_and_starts_threads(session: SandboxSession) -> None:
     """What the refusals above must leave alone: limits of the process itself, threads, event loops
     (a socket pair), and closing a range of descriptors.
     """
@@ -207,9 +203,7 @@ def test_sockets_that_processes_share_count_once(session: SandboxSession) -> Non
     _only_with_processes(session)
     pairs = "pairs = [socket.socketpair() for _ in range(25)]\n"
     work = "start(lambda say: None, processes=20)"
-    verdict = verdict_of(
-        session, program=pairs + _START_PROCESSES + work, output="alive"
-    )
+    verdict = verdict_of(session, program=pairs + _START_PROCESSES + work, output="alive")
     assert verdict.category == "passed", verdict
 
 

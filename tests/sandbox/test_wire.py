@@ -21,9 +21,9 @@ from megatron_dcpo.sandbox.guest.rpc import BadMessage, Decoder, Encoder, Unsend
 def cross(value: Any, classes: dict[str, type] | None = None) -> Any:
     encoder = Encoder(classes or (), None)
     message = json.loads(json.dumps([encoder.encode(value), encoder.objects()]))
-    return Decoder(
-        message[1], classes or {}, lambda number, kind: (number, kind)
-    ).decode(message[0])
+    return Decoder(message[1], classes or {}, lambda number, kind: (number, kind)).decode(
+        message[0]
+    )
 
 
 SCALARS = (
@@ -36,16 +36,12 @@ SCALARS = (
     | st.complex_numbers(allow_nan=False)
 )
 HASHABLE = st.recursive(
-    SCALARS,
-    lambda part: st.tuples(part, part) | st.frozensets(part, max_size=3),
-    max_leaves=6,
+    SCALARS, lambda part: st.tuples(part, part) | st.frozensets(part, max_size=3), max_leaves=6
 )
 VALUES = st.recursive(
     HASHABLE | st.sets(HASHABLE, max_size=3),
     lambda part: (
-        st.lists(part, max_size=4)
-        | st.tuples(part)
-        | st.dictionaries(HASHABLE, part, max_size=3)
+        st.lists(part, max_size=4) | st.tuples(part) | st.dictionaries(HASHABLE, part, max_size=3)
     ),
     max_leaves=12,
 )
@@ -118,9 +114,7 @@ def test_subclasses_arrive_as_their_base() -> None:
         (np.bool_(True), bool),
     ]:
         assert type(cross(value)) is base
-    assert np.array_equal(
-        cross(np.array([[1.5, 2], [3, 4]])), np.array([[1.5, 2], [3, 4]])
-    )
+    assert np.array_equal(cross(np.array([[1.5, 2], [3, 4]])), np.array([[1.5, 2], [3, 4]]))
 
 
 class Node:

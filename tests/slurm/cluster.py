@@ -71,9 +71,7 @@ class Cluster:
         """Standard output of a command on a node, 30 s at most."""
         done = subprocess.run(
             self.nodes[node].command(*words),
-            env=os.environ
-            | {"SLURM_CONF": str(self.folder / "slurm.conf")}
-            | (environment or {}),
+            env=os.environ | {"SLURM_CONF": str(self.folder / "slurm.conf")} | (environment or {}),
             cwd=cwd,
             capture_output=True,
             text=True,
@@ -94,10 +92,7 @@ class Cluster:
 @contextmanager
 def slurm() -> Iterator[Cluster]:
     """Both nodes idle; at the end every process of the cluster and its folder are gone."""
-    with (
-        tempfile.TemporaryDirectory(prefix="dcpo-slurm-") as name,
-        two_nodes(Path(name)) as nodes,
-    ):
+    with tempfile.TemporaryDirectory(prefix="dcpo-slurm-") as name, two_nodes(Path(name)) as nodes:
         folder = Path(name)
         folder.chmod(0o711)  # munge wants its socket within everybody's reach
         cluster = Cluster(folder, nodes)
@@ -145,8 +140,4 @@ def why_not() -> str:
         for daemon in DAEMONS
         if shutil.which(daemon, path=f"{os.environ['PATH']}:/usr/sbin") is None
     ]
-    return (
-        f"needs Debian's slurm-wlm and munge ({', '.join(missing)} not found)"
-        if missing
-        else ""
-    )
+    return f"needs Debian's slurm-wlm and munge ({', '.join(missing)} not found)" if missing else ""

@@ -62,9 +62,7 @@ def submit(cluster, run_dir, *overrides, number_of_nodes=2):
 def wait_for(condition, log, seconds):
     deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < deadline, (
-            log.read_text()[-3000:] if log.exists() else "no log"
-        )
+        assert time.monotonic() < deadline, log.read_text()[-3000:] if log.exists() else "no log"
         time.sleep(0.5)
 
 
@@ -75,9 +73,7 @@ def finish(cluster, job, log, seconds=420):
 
 def test_warned_job_is_requeued_resumes_and_finishes(cluster, tmp_path):
     run_dir, log = tmp_path / "run", tmp_path / "job.log"
-    job, logs = submit(
-        cluster, run_dir, f"training.steps={STEPS}", "training.save_interval=0"
-    )
+    job, logs = submit(cluster, run_dir, f"training.steps={STEPS}", "training.save_interval=0")
     wait_for(lambda: log.exists() and "step 3/" in log.read_text(), log, 300)
     cluster.call(
         "scancel", "--signal=USR1", "--batch", job
@@ -85,11 +81,9 @@ def test_warned_job_is_requeued_resumes_and_finishes(cluster, tmp_path):
 
     facts = finish(cluster, job, log)
     said = log.read_text()
-    assert (facts["JobState"], facts["Restarts"], facts["ExitCode"]) == (
-        "COMPLETED",
-        "1",
-        "0:0",
-    ), said[-3000:]
+    assert (facts["JobState"], facts["Restarts"], facts["ExitCode"]) == ("COMPLETED", "1", "0:0"), (
+        said[-3000:]
+    )
     assert facts["OverSubscribe"] == "NO", "the job has its nodes for itself"
     assert "stopped by SIGUSR1" in said
     assert "after a warning" in said
@@ -120,9 +114,7 @@ def test_warned_job_is_requeued_resumes_and_finishes(cluster, tmp_path):
 
 def test_a_cancelled_job_saves_and_stays_cancelled(cluster, tmp_path):
     run_dir, log = tmp_path / "run", tmp_path / "job.log"
-    job, _ = submit(
-        cluster, run_dir, f"training.steps={STEPS}", "training.save_interval=0"
-    )
+    job, _ = submit(cluster, run_dir, f"training.steps={STEPS}", "training.save_interval=0")
     wait_for(lambda: log.exists() and "step 3/" in log.read_text(), log, 300)
     cluster.call("scancel", job)
     wait_for(lambda: "cancelled: not requeued" in log.read_text(), log, 120)
@@ -135,9 +127,7 @@ def test_a_cancelled_job_saves_and_stays_cancelled(cluster, tmp_path):
 
 def test_killed_rank_is_requeued_from_the_last_checkpoint(cluster, tmp_path):
     run_dir, log = tmp_path / "run", tmp_path / "job.log"
-    job, logs = submit(
-        cluster, run_dir, f"training.steps={STEPS}", "training.save_interval=2"
-    )
+    job, logs = submit(cluster, run_dir, f"training.steps={STEPS}", "training.save_interval=2")
     wait_for(lambda: log.exists() and "step 5/" in log.read_text(), log, 300)
     worker = next(pid for pid in cluster.nodes[1].processes() if is_worker(pid))
     os.kill(worker, 9)
@@ -150,9 +140,7 @@ def test_killed_rank_is_requeued_from_the_last_checkpoint(cluster, tmp_path):
 
 def test_killed_node_is_requeued_when_it_is_back(cluster, tmp_path):
     run_dir, log = tmp_path / "run", tmp_path / "job.log"
-    job, _ = submit(
-        cluster, run_dir, f"training.steps={STEPS}", "training.save_interval=2"
-    )
+    job, _ = submit(cluster, run_dir, f"training.steps={STEPS}", "training.save_interval=2")
     wait_for(lambda: log.exists() and "step 5/" in log.read_text(), log, 300)
     cluster.nodes[1].kill()  # slurmd and all that it started
     # 30 s until Slurm or we count it as lost, 15 s until the launcher of the other node leaves
@@ -170,28 +158,15 @@ def test_killed_node_is_requeued_when_it_is_back(cluster, tmp_path):
 @pytest.mark.parametrize("number_of_nodes", [1, 2])
 def test_bad_input_is_not_requeued(cluster, tmp_path, number_of_nodes):
     job, _ = submit(
-        cluster,
-        tmp_path / "run",
-        "data.path=/nowhere.jsonl",
-        number_of_nodes=number_of_nodes,
+        cluster, tmp_path / "run", "data.path=/nowhere.jsonl", number_of_nodes=number_of_nodes
     )
     facts = finish(cluster, job, tmp_path / "job.log")
-    assert (facts["JobState"], facts["Restarts"], facts["ExitCode"]) == (
-        "FAILED",
-        "0",
-        "2:0",
-    )
+    assert (facts["JobState"], facts["Restarts"], facts["ExitCode"]) == ("FAILED", "0", "2:0")
     assert "/nowhere.jsonl" in (tmp_path / "job.log").read_text()
 
 
 def submit_instead(
-    cluster,
-    folder,
-    launcher,
-    *header,
-    number_of_nodes=1,
-    script=SCRIPT,
-    **environment,
+    cluster, folder, launcher, *header, number_of_nodes=1, script=SCRIPT, **environment
 ):
     """A batch script with ``launcher`` (bash) in the place of ``python -m megatron_dcpo
     launch``.
@@ -244,21 +219,13 @@ def test_what_is_requeued(cluster, tmp_path, what):
     launcher, number_of_nodes, ends = ENDS[what]
     log = tmp_path / "job.log"
     job = submit_instead(
-        cluster,
-        tmp_path,
-        launcher,
-        number_of_nodes=number_of_nodes,
-        DCPO_MAX_CRASHES="2",
+        cluster, tmp_path, launcher, number_of_nodes=number_of_nodes, DCPO_MAX_CRASHES="2"
     )
     if "started" in launcher:
-        wait_for(
-            lambda: len(list(tmp_path.glob("started*"))) == number_of_nodes, log, 60
-        )
+        wait_for(lambda: len(list(tmp_path.glob("started*"))) == number_of_nodes, log, 60)
         cluster.call("scancel", "--signal=USR1", "--batch", job)
     facts, said = finish(cluster, job, log, 120), log.read_text()
-    assert (
-        " ".join((facts["JobState"], facts["Restarts"], facts["ExitCode"])) == ends
-    ), said
+    assert " ".join((facts["JobState"], facts["Restarts"], facts["ExitCode"])) == ends, said
     assert ("crashed too often" in said) == ends.startswith("FAILED 1")
 
 
@@ -276,11 +243,7 @@ def test_training_and_its_servers_on_nodes_of_their_own(cluster, tmp_path):
     beside = SCRIPT.with_name("async.sbatch")
     launcher = SERVES + ONCE.format(WARNED.format(99))
     job = submit_instead(cluster, tmp_path, launcher, number_of_nodes=2, script=beside)
-    wait_for(
-        lambda: len([*tmp_path.glob("started*"), *tmp_path.glob("serves")]) == 2,
-        log,
-        60,
-    )
+    wait_for(lambda: len([*tmp_path.glob("started*"), *tmp_path.glob("serves")]) == 2, log, 60)
     cluster.call("scancel", "--signal=USR1", "--batch", job)
     facts, said = finish(cluster, job, log, 120), log.read_text()
     ends = " ".join((facts["JobState"], facts["Restarts"], facts["ExitCode"]))
@@ -292,18 +255,14 @@ def test_training_and_its_servers_on_nodes_of_their_own(cluster, tmp_path):
 
 def test_job_that_may_not_requeue_itself_is_requeued_by_its_status(cluster, tmp_path):
     """``RequeueExit=99`` in slurm.conf."""
-    job = submit_instead(
-        cluster, tmp_path, "[ $SLURM_RESTART_COUNT ] || exit 99", "--no-requeue"
-    )
+    job = submit_instead(cluster, tmp_path, "[ $SLURM_RESTART_COUNT ] || exit 99", "--no-requeue")
     facts, said = (
         finish(cluster, job, tmp_path / "job.log", 120),
         (tmp_path / "job.log").read_text(),
     )
-    assert (facts["JobState"], facts["Restarts"], facts["ExitCode"]) == (
-        "COMPLETED",
-        "1",
-        "0:0",
-    ), said
+    assert (facts["JobState"], facts["Restarts"], facts["ExitCode"]) == ("COMPLETED", "1", "0:0"), (
+        said
+    )
     assert "disabled" in said, "scontrol requeue was refused"
 
 

@@ -44,8 +44,7 @@ def prompts(run_dir: Path) -> list[list[str]]:
     """The prompts of every step (all 32 samples are written)."""
     files = sorted((run_dir / "samples").glob("step_*.jsonl"))
     return [
-        [json.loads(line)["prompt_id"] for line in file.read_text().splitlines()]
-        for file in files
+        [json.loads(line)["prompt_id"] for line in file.read_text().splitlines()] for file in files
     ]
 
 
@@ -69,8 +68,7 @@ def test_the_weights_are_one_update_behind(undisturbed: Path) -> None:
     assert [record["rollout/staleness_max"] for record in records] == [0, 1, 1, 1, 1]
     assert [record["rollout/staleness_mean"] for record in records] == [0, 1, 1, 1, 1]
     assert all(
-        record["time/rollout_busy"] >= record["time/rollout"] - 0.1
-        for record in records[1:-1]
+        record["time/rollout_busy"] >= record["time/rollout"] - 0.1 for record in records[1:-1]
     )
     assert records[0]["tis_weight"] == pytest.approx(1, abs=1e-5)
     assert all(abs(record["tis_weight"] - 1) > 1e-5 for record in records[1:]), (
@@ -81,9 +79,7 @@ def test_the_weights_are_one_update_behind(undisturbed: Path) -> None:
     assert len({prompt for step in drawn for prompt in step}) == 5 * 8
 
 
-def test_without_the_option_a_server_is_the_embedded_engine(
-    server: Served, tmp_path: Path
-) -> None:
+def test_without_the_option_a_server_is_the_embedded_engine(server: Served, tmp_path: Path) -> None:
     """One after the other, the same prompts are sampled by the weights of the step before,
     as ever.
     """
@@ -91,9 +87,7 @@ def test_without_the_option_a_server_is_the_embedded_engine(
     embedded = train(tmp_path / "embedded", *MORE)
     assert prompts(tmp_path / "server") == prompts(tmp_path / "embedded")
     assert not any(
-        "staleness" in name or name == "time/rollout_busy"
-        for record in records
-        for name in record
+        "staleness" in name or name == "time/rollout_busy" for record in records for name in record
     )
     for ours, other in zip(records, embedded, strict=True):
         assert abs(ours["engine/kl"]) < 1e-9, "the server has the policy's weights"
@@ -134,26 +128,13 @@ def test_two_servers_are_one_bit_for_bit_and_one_may_die(tmp_path: Path) -> None
         assert disturbed == alone
 
 
-def test_validation_and_an_early_stop_are_those_of_the_step(
-    server: Served, tmp_path: Path
-) -> None:
+def test_validation_and_an_early_stop_are_those_of_the_step(server: Served, tmp_path: Path) -> None:
     held_out = f"evaluation.benchmarks=heldout={QUICKSTART / 'data' / 'heldout.jsonl'}"
-    more = (
-        held_out,
-        "evaluation.interval=1",
-        "evaluation.limit=8",
-        "training.keep_best=accuracy",
-    )
+    more = (held_out, "evaluation.interval=1", "evaluation.limit=8", "training.keep_best=accuracy")
     records = train(
-        tmp_path / "run",
-        *options(server),
-        *more,
-        "training.early_stop=1",
-        "optimizer.lr=0",
+        tmp_path / "run", *options(server), *more, "training.early_stop=1", "optimizer.lr=0"
     )
-    assert [record["step"] for record in records] == [0, 1, 2], (
-        "step 2 is not better than step 1"
-    )
+    assert [record["step"] for record in records] == [0, 1, 2], "step 2 is not better than step 1"
     assert len({record["evaluation/heldout/accuracy"] for record in records}) == 1, (
         "a function of the weights"
     )
@@ -173,9 +154,7 @@ def test_a_server_that_loses_everything_in_a_rollout(
 def test_a_server_slower_than_training_by_ten(
     server: Served, undisturbed: Path, tmp_path: Path
 ) -> None:
-    server.engine.pause = (
-        0.07  # between two responses that finish; a step trains in 0.1 s
-    )
+    server.engine.pause = 0.07  # between two responses that finish; a step trains in 0.1 s
     records = train(tmp_path / "run", *options(server))
     assert prompts(tmp_path / "run") == prompts(undisturbed)
     assert [record["rollout/staleness_max"] for record in records] == [0, 1, 1, 1, 1]
@@ -185,12 +164,7 @@ def test_a_server_slower_than_training_by_ten(
 def start(run_dir: Path, *overrides: str) -> subprocess.Popen[str]:
     """A training in a process that can be killed."""
     words = command(
-        "train",
-        "--config",
-        QUICKSTART / "dcpo.yaml",
-        f"run_dir={run_dir}",
-        *SMALL,
-        *overrides,
+        "train", "--config", QUICKSTART / "dcpo.yaml", f"run_dir={run_dir}", *SMALL, *overrides
     )
     return subprocess.Popen(
         words, cwd=REPOSITORY, env=os.environ | {"OMP_NUM_THREADS": "1"}, text=True
@@ -217,9 +191,7 @@ def test_a_training_that_is_killed_or_warned(
     process = start(tmp_path / "run", *more)
     wait_for_steps(tmp_path / "run", 2, process)
     process.send_signal(number)
-    assert process.wait(120) == (
-        -signal.SIGKILL if number == signal.SIGKILL else EXIT_REQUEUE
-    )
+    assert process.wait(120) == (-signal.SIGKILL if number == signal.SIGKILL else EXIT_REQUEUE)
     server.engine.pause = 0.0
     records = train(tmp_path / "run", *more, "--resume", "auto")
     assert [record["step"] for record in records] == [1, 2, 3, 4, 5]
@@ -237,9 +209,7 @@ def test_launched_engines_are_started_again(undisturbed: Path, tmp_path: Path) -
     with Served() as served:  # a free port
         port = served.options[1]
     engines = ("--engines", 1, "--engine-command", f"{sys.executable} {SCRIPT}")
-    verb = command(
-        "launch", 1, *engines, "--", "train", "--config", QUICKSTART / "async.yaml"
-    )
+    verb = command("launch", 1, *engines, "--", "train", "--config", QUICKSTART / "async.yaml")
     run_dir = tmp_path / "run"
     process = subprocess.Popen(
         [*verb, f"run_dir={run_dir}", *SMALL, *MORE, port],

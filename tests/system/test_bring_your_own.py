@@ -33,9 +33,7 @@ def test_every_example_of_the_page_runs(tmp_path: Path) -> None:
         for line in block.replace("\\\n", " ").splitlines():
             command, *arguments = shlex.split(line, comments=True)
             assert command == "dcpo"
-            done = warm.run(
-                "megatron_dcpo", arguments, [environment], timeout=600, cwd=tmp_path
-            )
+            done = warm.run("megatron_dcpo", arguments, [environment], timeout=600, cwd=tmp_path)
             assert done.returncode == 0, done.stderr[-3000:]
             shown += done.stdout
     runs = tmp_path / "runs"
@@ -53,25 +51,20 @@ def test_every_example_of_the_page_runs(tmp_path: Path) -> None:
     assert weighted["reward/accuracy"] == math
     assert "12=3*4, 8=2*4." in shown
     mixed = metrics(runs / "mixture")[-1]
-    assert {
-        f"reward/accuracy/{name}" for name in ("sums", "numbers", "chain_sum")
-    } <= mixed.keys()
+    assert {f"reward/accuracy/{name}" for name in ("sums", "numbers", "chain_sum")} <= mixed.keys()
     assert {"evaluation/sums/accuracy", "evaluation/chain_sum/accuracy"} <= mixed.keys()
     assert (
-        json.loads((runs / "legs" / "evaluation.json").read_text())["benchmarks"][
-            "leg_counting"
-        ]["problems"]
+        json.loads((runs / "legs" / "evaluation.json").read_text())["benchmarks"]["leg_counting"][
+            "problems"
+        ]
         == 5
     )
     first = json.loads(
-        (runs / "curriculum" / "samples" / "step_000001.jsonl")
-        .read_text()
-        .splitlines()[0]
+        (runs / "curriculum" / "samples" / "step_000001.jsonl").read_text().splitlines()[0]
     )
     assert first["problem"] in ("1+2=", "2+5=")
     logged = [
-        json.loads(line)
-        for line in (runs / "logger" / "accuracy.jsonl").read_text().splitlines()
+        json.loads(line) for line in (runs / "logger" / "accuracy.jsonl").read_text().splitlines()
     ]
     assert [(row["step"], row["accuracy"]) for row in logged] == [
         (row["step"], row["reward/accuracy"]) for row in metrics(runs / "logger")

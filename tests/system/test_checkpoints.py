@@ -15,12 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_dcpo.checkpoints.manifest import (
-    MANIFEST,
-    digest,
-    iteration_dir,
-    latest_iteration,
-)
+from megatron_dcpo.checkpoints.manifest import MANIFEST, digest, iteration_dir, latest_iteration
 from tests.helpers.paths import QUICKSTART, REPOSITORY
 from tests.helpers.quickstart import command, metrics, run, without_clocks
 
@@ -44,11 +39,7 @@ KILLS = int(os.environ.get("DCPO_KILLS", "3"))
 
 def train(run_dir, *overrides, processes=1, status=0):
     done = run(
-        *COMMON,
-        f"run_dir={run_dir}",
-        "training.save_interval=1",
-        *overrides,
-        processes=processes,
+        *COMMON, f"run_dir={run_dir}", "training.save_interval=1", *overrides, processes=processes
     )
     assert done.returncode == status, done.stderr[-3000:]
     assert status or "Traceback" not in done.stderr
@@ -57,9 +48,7 @@ def train(run_dir, *overrides, processes=1, status=0):
 
 def checkpoint_of(run_dir, iteration=None):
     directory = Path(run_dir) / "checkpoints"
-    return iteration_dir(
-        directory, latest_iteration(directory) if iteration is None else iteration
-    )
+    return iteration_dir(directory, latest_iteration(directory) if iteration is None else iteration)
 
 
 def contents(path):
@@ -137,8 +126,7 @@ def test_nothing_intact_is_an_error_and_no_fresh_start(copied):
 
 
 @pytest.mark.parametrize(
-    "part",
-    ["rng_state", "parts", "engine", "data", "optimizer", "opt_param_scheduler"],
+    "part", ["rng_state", "parts", "engine", "data", "optimizer", "opt_param_scheduler"]
 )
 def test_missing_component_is_an_error(copied, part):
     path = checkpoint_of(copied)
@@ -180,12 +168,9 @@ def test_background_save_equals_foreground_save(four_steps, tmp_path):
     assert_same_end(tmp_path / "run", four_steps)
     for iteration in (2, 3):
         ours, theirs = (
-            contents(checkpoint_of(d, iteration))
-            for d in (tmp_path / "run", four_steps)
+            contents(checkpoint_of(d, iteration)) for d in (tmp_path / "run", four_steps)
         )
-        assert ours == theirs, (
-            "the state of that step, not of the training that went on meanwhile"
-        )
+        assert ours == theirs, "the state of that step, not of the training that went on meanwhile"
 
 
 def test_an_adapted_entropy_coefficient_is_resumed(tmp_path):
@@ -222,14 +207,11 @@ def test_resumption_at_other_layouts(copied):
     for ours, theirs in zip(metrics(copied), metrics(reference), strict=True):
         assert ours["reward/accuracy"] == theirs["reward/accuracy"]
         assert ours["loss/policy"] == pytest.approx(theirs["loss/policy"], abs=1e-6)
-        assert ours["grad_norm/total"] == pytest.approx(
-            theirs["grad_norm/total"], rel=1e-5
-        )
+        assert ours["grad_norm/total"] == pytest.approx(theirs["grad_norm/total"], rel=1e-5)
     from safetensors.torch import load_file
 
     final = [
-        load_file(directory / "policy" / "model.safetensors")
-        for directory in (copied, reference)
+        load_file(directory / "policy" / "model.safetensors") for directory in (copied, reference)
     ]
     for name, tensor in final[1].items():
         torch.testing.assert_close(final[0][name], tensor, rtol=1e-6, atol=1e-6)
@@ -244,9 +226,7 @@ def small_disk(path, megabytes):
             ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", path]
         ).returncode
     ):
-        pytest.skip(
-            "a disk of a few megabytes needs root and the right to mount a tmpfs"
-        )
+        pytest.skip("a disk of a few megabytes needs root and the right to mount a tmpfs")
     try:
         yield
     finally:
@@ -268,9 +248,7 @@ def test_full_disk_leaves_the_last_checkpoint_usable(tmp_path, processes, backgr
             -3000:
         ]  # torchrun says 1
         lines = [
-            line
-            for line in done.stderr.splitlines()
-            if "dcpo train: error: cannot write" in line
+            line for line in done.stderr.splitlines() if "dcpo train: error: cannot write" in line
         ]
         assert lines, done.stderr
         assert "No space left on device" in lines[0]
@@ -278,9 +256,7 @@ def test_full_disk_leaves_the_last_checkpoint_usable(tmp_path, processes, backgr
         assert not list((run_dir / "checkpoints").glob("*.tmp")), (
             "the torn checkpoint does not keep the disk full"
         )
-        subprocess.run(
-            ["mount", "-o", "remount,size=50m", tmp_path / "disk"], check=True
-        )
+        subprocess.run(["mount", "-o", "remount,size=50m", tmp_path / "disk"], check=True)
         said = train(run_dir, *options, processes=processes)
         assert "after step 2" in said
         assert [record["step"] for record in metrics(run_dir)] == [1, 2, 3, 4]
@@ -298,11 +274,7 @@ def kill_at_a_random_moment(run_dir, background, rng, during_save):
     )
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
-        whole,
-        cwd=REPOSITORY,
-        stderr=subprocess.DEVNULL,
-        env=environment,
-        start_new_session=True,
+        whole, cwd=REPOSITORY, stderr=subprocess.DEVNULL, env=environment, start_new_session=True
     )
     try:
         deadline = time.monotonic() + 240
@@ -326,10 +298,7 @@ def kill_at_a_random_moment(run_dir, background, rng, during_save):
 
 @pytest.mark.parametrize(
     "background",
-    [
-        pytest.param("training.async_save=false", marks=pytest.mark.full),
-        "training.async_save=true",
-    ],
+    [pytest.param("training.async_save=false", marks=pytest.mark.full), "training.async_save=true"],
 )
 def test_killed_at_random_moments_continues_bit_for_bit(tmp_path, background):
     """DCPO_KILLS of them (``make test-resilience``: 20), every other one in the middle of a

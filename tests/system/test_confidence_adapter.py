@@ -31,16 +31,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> Path:
         *("--model", POLICY, "--out", out),
         *("--benchmarks", f"train={QUICKSTART / 'data' / 'train.jsonl'}"),
         *["--template", "raw", "--limit", "40", "--repeats", "2", "--max-tokens", "32"],
-        *[
-            "--engine",
-            "transformers",
-            "--resamples",
-            "0",
-            "--temperature",
-            "1",
-            "--top-p",
-            "1",
-        ],
+        *["--engine", "transformers", "--resamples", "0", "--temperature", "1", "--top-p", "1"],
     )
     assert done.returncode == 0, done.stderr[-2000:]
     return out / "samples.jsonl"
@@ -76,9 +67,7 @@ def test_it_learns(fitted: Path) -> None:
     assert not (fitted / "policy").exists(), "the policy stays as it is"
 
 
-def test_it_is_the_same_at_another_layout(
-    answers: Path, fitted: Path, tmp_path: Path
-) -> None:
+def test_it_is_the_same_at_another_layout(answers: Path, fitted: Path, tmp_path: Path) -> None:
     done = calibrate(
         answers,
         tmp_path / "run",
@@ -129,9 +118,7 @@ def changed(samples: Path, out: Path, change: Any, lines: int | None = None) -> 
 
 
 def test_a_teacher_that_knows_other_problems(answers: Path, tmp_path: Path) -> None:
-    done = calibrate(
-        answers, tmp_path / "run", "--teacher", "logistic", "--held-out", "0", *FAST
-    )
+    done = calibrate(answers, tmp_path / "run", "--teacher", "logistic", "--held-out", "0", *FAST)
     assert done.returncode == 0, done.stderr[-2000:]
     described = json.loads((tmp_path / "run" / "confidence.json").read_text())
     assert (described["teacher"], described["answers"]) == ("logistic", 80)
@@ -151,12 +138,7 @@ def test_a_teacher_that_knows_other_problems(answers: Path, tmp_path: Path) -> N
     ],
 )
 def test_bad_input_is_one_line(
-    answers: Path,
-    tmp_path: Path,
-    change: Any,
-    lines: int | None,
-    arguments: list[str],
-    named: str,
+    answers: Path, tmp_path: Path, change: Any, lines: int | None, arguments: list[str], named: str
 ) -> None:
     samples = changed(answers, tmp_path / "changed" / "samples.jsonl", change, lines)
     done = calibrate(samples, tmp_path / "run", *FAST, *arguments)
@@ -176,11 +158,7 @@ def test_options_of_the_adapter_are_refused_elsewhere(
         (["--apply", str(tmp_path)], "confidence.json"),
         (["--apply", str(fitted), "--teacher", "correct"], "--teacher"),
     ):
-        done = run(
-            "calibrate",
-            *("--samples", answers, "--out", tmp_path / "out.npz"),
-            *arguments,
-        )
+        done = run("calibrate", *("--samples", answers, "--out", tmp_path / "out.npz"), *arguments)
         assert done.returncode == 2
         assert named in done.stderr.strip().splitlines()[-1]
 
@@ -193,8 +171,7 @@ def test_answers_that_were_asked_otherwise_are_not_read(
     settings["template"] = "paper"
     samples.with_name("settings.json").write_text(json.dumps(settings))
     done = run(
-        "calibrate",
-        *("--apply", fitted, "--samples", samples, "--out", tmp_path / "out.jsonl"),
+        "calibrate", *("--apply", fitted, "--samples", samples, "--out", tmp_path / "out.jsonl")
     )
     assert done.returncode == 2
     assert "template" in done.stderr.strip().splitlines()[-1]

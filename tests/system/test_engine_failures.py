@@ -11,12 +11,7 @@ import pytest
 from tests.helpers.launch import alone, forked, worker
 from tests.helpers.quickstart import metrics, without_clocks
 
-SMALL = [
-    "data.prompts_per_step=4",
-    "rollout.group_size=4",
-    "training.steps=3",
-    "logging.to=[]",
-]
+SMALL = ["data.prompts_per_step=4", "rollout.group_size=4", "training.steps=3", "logging.to=[]"]
 
 
 def train(run_dir, mode, *overrides):
@@ -41,22 +36,17 @@ def test_the_order_of_finishing_changes_nothing(tmp_path, undisturbed_run):
     """One by one, in a random order: the same samples, metrics and weights."""
     done = train(tmp_path / "run", "shuffled")
     assert done.returncode == 0, done.stderr[-2000:]
-    assert without_clocks(metrics(tmp_path / "run")) == without_clocks(
-        metrics(undisturbed_run)
-    )
+    assert without_clocks(metrics(tmp_path / "run")) == without_clocks(metrics(undisturbed_run))
     for name in (
         "samples/step_000001.jsonl",
         "samples/step_000003.jsonl",
         "policy/model.safetensors",
     ):
-        assert (tmp_path / "run" / name).read_bytes() == (
-            undisturbed_run / name
-        ).read_bytes(), name
+        assert (tmp_path / "run" / name).read_bytes() == (undisturbed_run / name).read_bytes(), name
 
 
 @pytest.mark.parametrize(
-    ("mode", "reason"),
-    [("generate", "killed in generation"), ("update", "lost in the middle")],
+    ("mode", "reason"), [("generate", "killed in generation"), ("update", "lost in the middle")]
 )
 def test_the_run_continues_after_a_restart(tmp_path, undisturbed, mode, reason):
     """The weights are handed over again and the same responses sampled: every number is that of the
@@ -77,9 +67,7 @@ def test_what_was_handed_over_before_the_failure_is_kept(tmp_path, undisturbed):
     done = train(tmp_path / "run", "midway")
     assert done.returncode == 0, done.stderr[-2000:]
     assert "is restarted" in done.stderr
-    asked, handed_over = re.search(
-        r"asked \[(.*)\] handed over (\d+)", done.stdout
-    ).groups()
+    asked, handed_over = re.search(r"asked \[(.*)\] handed over (\d+)", done.stdout).groups()
     assert 0 < int(handed_over) < 16
     assert [int(n) for n in asked.split(", ")] == [16, 16, 16 - int(handed_over), 16]
     for ours, single in zip(metrics(tmp_path / "run"), undisturbed, strict=True):
@@ -88,20 +76,13 @@ def test_what_was_handed_over_before_the_failure_is_kept(tmp_path, undisturbed):
 
 
 @pytest.mark.parametrize(
-    ("mode", "reason"),
-    [("generate", "killed in generation"), ("update", "lost in the middle")],
+    ("mode", "reason"), [("generate", "killed in generation"), ("update", "lost in the middle")]
 )
-def test_one_engine_of_two_fails_and_both_start_anew(
-    tmp_path, undisturbed, mode, reason
-):
+def test_one_engine_of_two_fails_and_both_start_anew(tmp_path, undisturbed, mode, reason):
     """A restart is a collective of all engines here, as vLLM's is: one that restarts alone would
     wait for ever.
     """
-    overrides = [
-        f"run_dir={tmp_path / 'run'}",
-        *SMALL,
-        "parallel.distributed_timeout_minutes=1",
-    ]
+    overrides = [f"run_dir={tmp_path / 'run'}", *SMALL, "parallel.distributed_timeout_minutes=1"]
     arguments = worker(
         tmp_path / "out", ("failing_engine", {"mode": mode, "overrides": overrides})
     )[2:]
@@ -154,19 +135,14 @@ def test_a_device_that_fails_ends_the_job(tmp_path, undisturbed, mode, message):
     assert done.returncode == 0, done.stderr[-2000:]
     resumed = without_clocks(metrics(tmp_path / "run"))
     assert [record["step"] for record in resumed] == [1, 2, 3][-len(resumed) :]
-    for ours, single in zip(
-        resumed[::-1], without_clocks(undisturbed)[::-1], strict=False
-    ):
+    for ours, single in zip(resumed[::-1], without_clocks(undisturbed)[::-1], strict=False):
         assert {name: ours[name] for name in single} == single
 
 
 def test_an_engine_that_keeps_failing_ends_the_run_by_name(tmp_path):
     done = train(tmp_path / "run", "always")
     assert done.returncode == 2
-    assert (
-        "the engine of rank 0 failed 3 times with a rollout: killed in generation"
-        in done.stderr
-    )
+    assert "the engine of rank 0 failed 3 times with a rollout: killed in generation" in done.stderr
 
 
 def test_stale_samples_are_not_trained_on(tmp_path):
@@ -179,10 +155,7 @@ def test_stale_samples_are_not_trained_on(tmp_path):
 def test_not_finite_weights_never_reach_the_engine(tmp_path):
     done = train(tmp_path / "run", "nan")
     assert done.returncode == 2
-    assert (
-        "after step 2 model.layers.1.mlp.down_proj.weight on rank 0 is not finite"
-        in done.stderr
-    )
+    assert "after step 2 model.layers.1.mlp.down_proj.weight on rank 0 is not finite" in done.stderr
     assert "updated 2" in done.stdout
 
 
@@ -241,9 +214,7 @@ def test_truncated_sampling_wants_a_correction(tmp_path):
 
 
 def test_ledger_and_histogram(tmp_path, undisturbed):
-    done = train(
-        tmp_path / "run", "none", "training.offload_optimizer_during_rollout=true"
-    )
+    done = train(tmp_path / "run", "none", "training.offload_optimizer_during_rollout=true")
     assert done.returncode == 0, done.stderr[-2000:]
     assert "no device to offload from" in done.stderr
     for record in metrics(tmp_path / "run"):
@@ -262,9 +233,5 @@ def test_ledger_and_histogram(tmp_path, undisturbed):
             assert len(row[block]) == len(row["edges"]) + 1
             largest = max(i for i, count in enumerate(row[block]) if count)
             low = row["edges"][largest - 1] if largest else 0.0
-            assert (
-                low
-                <= record[f"engine/logprob_diff_max_{block}"]
-                < row["edges"][largest]
-            )
+            assert low <= record[f"engine/logprob_diff_max_{block}"] < row["edges"][largest]
     assert {record["reshard/bytes"] for record in undisturbed} == {0}

@@ -11,13 +11,7 @@ import pytest
 
 from tests.helpers.environments import use_stand_ins
 from tests.helpers.paths import QUICKSTART
-from tests.helpers.quickstart import (
-    SMALL,
-    judged_twice,
-    metrics,
-    run,
-    without_clocks,
-)
+from tests.helpers.quickstart import SMALL, judged_twice, metrics, run, without_clocks
 
 pytestmark = pytest.mark.full
 SUMS = "verifiers:sums-env"
@@ -65,13 +59,9 @@ def test_a_training_on_environments_is_resumed_bit_for_bit(tmp_path: Path) -> No
     assert without_clocks(whole) == without_clocks(parts)
     last = whole[-1]
     assert last["format/verifier_error"] == 0
-    assert {"verifier/right", "verifier/repeated", "evaluation/held/accuracy"} <= set(
-        last
-    )
+    assert {"verifier/right", "verifier/repeated", "evaluation/held/accuracy"} <= set(last)
     sources = {name for name in last if name.startswith("reward/accuracy/")}
-    assert sources == {
-        f"reward/accuracy/{n}" for n in ("sums-env", "tasks_env", "data")
-    }
+    assert sources == {f"reward/accuracy/{n}" for n in ("sums-env", "tasks_env", "data")}
 
 
 def test_an_evaluation_is_judged_again_from_its_samples(tmp_path: Path) -> None:

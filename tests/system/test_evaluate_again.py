@@ -26,12 +26,7 @@ OPTIONS = (
 
 
 def evaluate(out: Path, *options: str, model: Path = QUICKSTART / "policy"):
-    source = (
-        "--model",
-        model,
-        "--benchmarks",
-        f"heldout={QUICKSTART / 'data' / 'heldout.jsonl'}",
-    )
+    source = ("--model", model, "--benchmarks", f"heldout={QUICKSTART / 'data' / 'heldout.jsonl'}")
     return run("evaluate", *source, "--out", out, "--repeats", "2", *OPTIONS, *options)
 
 
@@ -50,18 +45,13 @@ def test_an_interrupted_evaluation_continues(first: Path, tmp_path: Path) -> Non
     (out / "samples.jsonl").write_text("".join(lines[:3]) + lines[3][:20])
     done = evaluate(out, "--limit", "4")
     assert done.returncode == 0, done.stderr[-2000:]
-    assert (out / "samples.jsonl").read_bytes() == (
-        first / "samples.jsonl"
-    ).read_bytes()
+    assert (out / "samples.jsonl").read_bytes() == (first / "samples.jsonl").read_bytes()
 
 
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        (
-            ("--limit", "1"),
-            "holds 8 samples, 6 of which this evaluation does not ask for",
-        ),
+        (("--limit", "1"), "holds 8 samples, 6 of which this evaluation does not ask for"),
         (
             ("--limit", "4", "--temperature", "0.3"),
             "was begun with temperature = 0.7, now it is 0.3",
@@ -92,19 +82,11 @@ def test_other_weights_under_the_same_name_are_refused(tmp_path: Path) -> None:
     assert "was begun with weights = " in refused.stderr
 
 
-def test_scores_of_old_samples_do_not_replace_other_samples(
-    first: Path, tmp_path: Path
-) -> None:
+def test_scores_of_old_samples_do_not_replace_other_samples(first: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     assert evaluate(other, "--limit", "1").returncode == 0
     refused = run(
-        "evaluate",
-        "--samples",
-        first / "samples.jsonl",
-        "--out",
-        other,
-        "--resamples",
-        "0",
+        "evaluate", "--samples", first / "samples.jsonl", "--out", other, "--resamples", "0"
     )
     assert refused.returncode == 2
     assert "holds the samples of another evaluation" in refused.stderr

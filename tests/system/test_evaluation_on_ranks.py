@@ -45,9 +45,7 @@ def evaluated(out: Path, processes: int) -> tuple[list[dict[str, Any]], dict[str
     printed = [line for line in done.stdout.splitlines() if line.startswith("{")]
     assert len(printed) == 1, "the first rank speaks for all"
     written = json.loads((out / "evaluation.json").read_text())
-    return [
-        json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()
-    ], written
+    return [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()], written
 
 
 def test_ranks_find_together_what_one_process_finds(tmp_path: Path) -> None:
@@ -65,7 +63,5 @@ def test_ranks_find_together_what_one_process_finds(tmp_path: Path) -> None:
     for name in ("a", "b"):
         scores, others = evaluation["benchmarks"][name], alone["benchmarks"][name]
         assert (scores["accuracy"], scores["n"]) == (others["accuracy"], others["n"])
-        assert scores["token"]["mean"] == pytest.approx(
-            others["token"]["mean"], rel=1e-4
-        )
+        assert scores["token"]["mean"] == pytest.approx(others["token"]["mean"], rel=1e-4)
         assert scores["consistency"]["mean"] == others["consistency"]["mean"]

@@ -11,11 +11,7 @@ import pytest
 from tests.helpers.paths import QUICKSTART
 from tests.helpers.quickstart import metrics, run, train, without_clocks
 
-FILTER = (
-    "rollout.filter_groups=true",
-    "rollout.oversample=1.5",
-    "logging.samples_interval=1",
-)
+FILTER = ("rollout.filter_groups=true", "rollout.oversample=1.5", "logging.samples_interval=1")
 
 
 @pytest.fixture(scope="module")
@@ -25,9 +21,7 @@ def filtered(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run_dir
 
 
-def test_every_step_of_a_filtered_run_has_its_informative_groups(
-    filtered: Path,
-) -> None:
+def test_every_step_of_a_filtered_run_has_its_informative_groups(filtered: Path) -> None:
     records = metrics(filtered)
     assert any(record["signal/reasoning"] < 1 for record in records), (
         "every group was informative: choose another seed"
@@ -50,16 +44,12 @@ def test_a_filtered_run_resumes_bit_for_bit(filtered: Path, tmp_path: Path) -> N
     )
     assert without_clocks(records) == without_clocks(metrics(filtered))
     for name in ("samples/step_000004.jsonl", "policy/model.safetensors"):
-        assert (tmp_path / "run" / name).read_bytes() == (
-            filtered / name
-        ).read_bytes(), name
+        assert (tmp_path / "run" / name).read_bytes() == (filtered / name).read_bytes(), name
 
 
 def test_two_engines_decide_alike(filtered: Path, tmp_path: Path) -> None:
     for ours, single in zip(
-        train(
-            tmp_path / "run", *FILTER, "training.steps=4", method="grpo", processes=2
-        ),
+        train(tmp_path / "run", *FILTER, "training.steps=4", method="grpo", processes=2),
         metrics(filtered),
         strict=True,
     ):

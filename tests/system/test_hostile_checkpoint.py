@@ -56,19 +56,13 @@ WHOLE = (
 
 
 @pytest.mark.parametrize("name", WHOLE)
-def test_a_hostile_checkpoint_is_one_line(
-    copied: Path, tmp_path: Path, name: str
-) -> None:
+def test_a_hostile_checkpoint_is_one_line(copied: Path, tmp_path: Path, name: str) -> None:
     craft, said = HOSTILE[name]
     witness, checkpoint = tmp_path / "witness", copied / "checkpoints" / "iter_0000001"
     craft(checkpoint, f"touch {witness}")
     resign(checkpoint)
     done = run(*TRAIN, f"run_dir={copied}", "training.steps=2")
-    lines = [
-        line
-        for line in done.stderr.splitlines()
-        if line.startswith("dcpo train: error: ")
-    ]
+    lines = [line for line in done.stderr.splitlines() if line.startswith("dcpo train: error: ")]
     assert (done.returncode, len(lines)) == (2, 1), done.stderr[-3000:]
     assert re.search(said, lines[0]), lines[0]
     assert str(checkpoint) in lines[0]
@@ -93,14 +87,7 @@ sys.exit(main(sys.argv[1:]))
 def test_an_honest_resumption_looks_up_nothing_that_a_file_names(copied: Path) -> None:
     """The full unpickler is used on what the ranks send each other, and on no file."""
     done = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            AUDITED,
-            *TRAIN,
-            f"run_dir={copied}",
-            "training.steps=2",
-        ],
+        [sys.executable, "-c", AUDITED, *TRAIN, f"run_dir={copied}", "training.steps=2"],
         capture_output=True,
         text=True,
         cwd=REPOSITORY,

@@ -24,18 +24,11 @@ RECIPE = [
 ]
 
 
-def run(
-    *arguments: str, launcher: tuple[str, ...] = ("-m",)
-) -> subprocess.CompletedProcess[str]:
+def run(*arguments: str, launcher: tuple[str, ...] = ("-m",)) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
     command = [sys.executable, *launcher, *arguments]
     return subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        cwd=REPOSITORY,
-        env=environment,
-        timeout=500,
+        command, capture_output=True, text=True, cwd=REPOSITORY, env=environment, timeout=500
     )
 
 
@@ -50,43 +43,21 @@ def test_a_cell_is_trained_once_and_published(
         grid.run(cells(["qwen3"], ["grpo"], [1]))
         assert caplog.messages.count(f"{missing} of 1 cells to run") == 1
     shown = run(
-        "lab",
-        "test-tables",
-        "--grid",
-        str(tmp_path / "grid"),
-        "--out",
-        str(tmp_path / "docs"),
+        "lab", "test-tables", "--grid", str(tmp_path / "grid"), "--out", str(tmp_path / "docs")
     )
     assert shown.returncode == 0, shown.stderr
-    found = json.loads((tmp_path / "docs" / "test.json").read_text())["policies"][
-        "qwen3_2"
-    ]
+    found = json.loads((tmp_path / "docs" / "test.json").read_text())["policies"]["qwen3_2"]
     assert len(found["grpo"]["ece"]) == len(found["logistic"]["ece"]) == 1
 
 
 @pytest.mark.full
 def test_probe_leaves_numbers_that_do_not_depend_on_the_layout(tmp_path: Path) -> None:
     """Cosines, norms and variances of every part: one process against TP=2, 1e-5."""
-    one = run(
-        "megatron_dcpo",
-        "probe",
-        *RECIPE,
-        "--batches",
-        "2",
-        "--out",
-        str(tmp_path / "one"),
-    )
+    one = run("megatron_dcpo", "probe", *RECIPE, "--batches", "2", "--out", str(tmp_path / "one"))
     assert one.returncode == 0, one.stderr
     assert "coupled" in one.stdout
     assert (tmp_path / "one" / "probe.png").stat().st_size > 1000
-    torchrun = (
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        "-m",
-    )
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m")
     two = run(
         "megatron_dcpo",
         "probe",
@@ -100,8 +71,7 @@ def test_probe_leaves_numbers_that_do_not_depend_on_the_layout(tmp_path: Path) -
     )
     assert two.returncode == 0, two.stderr
     found, expected = (
-        json.loads((tmp_path / name / "probe.json").read_text())
-        for name in ("two", "one")
+        json.loads((tmp_path / name / "probe.json").read_text()) for name in ("two", "one")
     )
     assert found["policy"] == expected["policy"], "the same responses"
     same(found, expected)
@@ -109,10 +79,7 @@ def test_probe_leaves_numbers_that_do_not_depend_on_the_layout(tmp_path: Path) -
     assert abs(conflict["dcpo"]["plain"]["all"]["cosine"]) < abs(
         conflict["coupled"]["plain"]["all"]["cosine"]
     )
-    assert (
-        gradients["counterfactual"]["variance"]
-        < gradients["group_baseline"]["variance"]
-    )
+    assert gradients["counterfactual"]["variance"] < gradients["group_baseline"]["variance"]
 
 
 def same(found: object, expected: object, where: str = "") -> None:
@@ -129,10 +96,7 @@ def same(found: object, expected: object, where: str = "") -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [
-        (("--batches", "0"), "--batches must be at least 1"),
-        (("objective.lam=2",), "objective.lam"),
-    ],
+    [(("--batches", "0"), "--batches must be at least 1"), (("objective.lam=2",), "objective.lam")],
 )
 def test_probe_refuses_bad_input_in_one_line(
     tmp_path: Path, arguments: tuple[str, ...], message: str

@@ -30,9 +30,7 @@ def test_a_new_step_appears_without_a_reload(
     trained(tmp_path / "run")
     (tmp_path / "run" / "config.yaml").write_text("training:\n  steps: 177\n")
     (tmp_path / "run" / "samples").mkdir()
-    (tmp_path / "run" / "samples" / "step_000010.jsonl").write_text(
-        json.dumps(SAMPLE) + "\n"
-    )
+    (tmp_path / "run" / "samples" / "step_000010.jsonl").write_text(json.dumps(SAMPLE) + "\n")
     tag, asked = live._tag, []
 
     def first_then_more(root: Path) -> str:
@@ -62,9 +60,7 @@ def test_a_new_step_appears_without_a_reload(
             f"--user-data-dir={tmp_path / 'profile'}",
             f"http://127.0.0.1:{server.server_port}/",
         ]
-        page = subprocess.run(
-            map(str, command), capture_output=True, text=True, timeout=180
-        ).stdout
+        page = subprocess.run(map(str, command), capture_output=True, text=True, timeout=180).stdout
         server.shutdown()
         thread.join()
     assert len(asked) >= 2
@@ -73,14 +69,9 @@ def test_a_new_step_appears_without_a_reload(
         in page
     )
     assert re.search(
-        r"<span>0</span><span>step</span><span>77</span>.{,40}<figcaption>now 75.0%",
-        page,
+        r"<span>0</span><span>step</span><span>77</span>.{,40}<figcaption>now 75.0%", page
     )
     assert (
-        '<span class="reasoning" title="reasoning, advantage +0.5">&lt;/script&gt;</span>'
-        in page
+        '<span class="reasoning" title="reasoning, advantage +0.5">&lt;/script&gt;</span>' in page
     )
-    assert (
-        '<span class="confidence" title="confidence, advantage -0.25">0.8</span>'
-        in page
-    )
+    assert '<span class="confidence" title="confidence, advantage -0.25">0.8</span>' in page

@@ -108,8 +108,7 @@ def test_metrics_reach_the_project(tmp_path, name):
     assert name == "swanlab" or {"artifacts": ["config.yaml", "report.html"]} in notes
     assert [step.pop("step_of") for step in steps] == [1, 2]
     assert steps == [
-        {k: v for k, v in row.items() if v is not None}
-        for row in metrics(tmp_path / "run")
+        {k: v for k, v in row.items() if v is not None} for row in metrics(tmp_path / "run")
     ]
 
 
@@ -134,10 +133,7 @@ def test_a_logger_that_fails_does_not_end_the_run(tmp_path):
         "def opened(directory, config, first_step): return L()\n"
     )
     done = train(
-        tmp_path,
-        "training.steps=2",
-        "training.export_hf=false",
-        "logging.to=[mine:opened]",
+        tmp_path, "training.steps=2", "training.export_hf=false", "logging.to=[mine:opened]"
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stderr.count("OSError: no route") == 1

@@ -11,13 +11,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.paths import QUICKSTART
-from tests.helpers.quickstart import (
-    SMALL,
-    judged_twice,
-    metrics,
-    run,
-    without_clocks,
-)
+from tests.helpers.quickstart import SMALL, judged_twice, metrics, run, without_clocks
 
 GYM = "reasoning_gym:chain_sum"
 OWN = '''
@@ -30,21 +24,10 @@ def verify(response, answer, *, kind):
 @pytest.fixture
 def config(tmp_path: Path) -> Path:
     (tmp_path / "own.py").write_text(OWN)
-    rows = [
-        {"problem": f"{n}+1=", "answer": str(n + 1), "kind": n % 2} for n in range(12)
-    ]
-    (tmp_path / "sums.jsonl").write_text(
-        "".join(json.dumps(row) + "\n" for row in rows)
-    )
-    products = {
-        "path": str(QUICKSTART / "data" / "train.jsonl"),
-        "name": "products",
-        "weight": 2,
-    }
-    sums = {
-        "path": str(tmp_path / "sums.jsonl"),
-        "verifier": f"{tmp_path / 'own.py'}:verify",
-    }
+    rows = [{"problem": f"{n}+1=", "answer": str(n + 1), "kind": n % 2} for n in range(12)]
+    (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    products = {"path": str(QUICKSTART / "data" / "train.jsonl"), "name": "products", "weight": 2}
+    sums = {"path": str(tmp_path / "sums.jsonl"), "verifier": f"{tmp_path / 'own.py'}:verify"}
     gym = {"path": GYM, "options": {"min_terms": 2, "max_terms": 2}, "size": 20}
     values = {
         "base": str(QUICKSTART / "dcpo.yaml"),
@@ -72,9 +55,7 @@ def test_sources_are_mixed_judged_and_measured_apart_and_resumed(
     train(config, tmp_path / "cut", "training.steps=2", *more)
     cut = train(config, tmp_path / "cut", "training.steps=4", "--resume", "auto", *more)
     assert without_clocks(cut) == without_clocks(whole)
-    plain = train(
-        config, tmp_path / "plain", "training.steps=1", "logging.samples_interval=1"
-    )[0]
+    plain = train(config, tmp_path / "plain", "training.steps=1", "logging.samples_interval=1")[0]
     assert 0 < plain["reward/accuracy/products"] < 1
     assert plain["reward/accuracy/sums"] in (0.0, 0.5, 1.0), "by the prompt alone"
     assert plain["reward/accuracy/chain_sum"] < 0.5
@@ -87,17 +68,10 @@ def test_sources_are_mixed_judged_and_measured_apart_and_resumed(
 
 
 def test_a_curriculum_trains_on_the_least_first(tmp_path: Path) -> None:
-    train(
-        QUICKSTART / "dcpo.yaml",
-        tmp_path / "run",
-        "data.order=problem",
-        "training.steps=1",
-    )
+    train(QUICKSTART / "dcpo.yaml", tmp_path / "run", "data.order=problem", "training.steps=1")
     rows = [
         json.loads(line)
-        for line in (tmp_path / "run" / "samples" / "step_000001.jsonl")
-        .read_text()
-        .splitlines()
+        for line in (tmp_path / "run" / "samples" / "step_000001.jsonl").read_text().splitlines()
     ]
     every = [
         json.loads(line)["problem"]
@@ -113,10 +87,7 @@ def test_a_curriculum_trains_on_the_least_first(tmp_path: Path) -> None:
             ("data.path=[a.jsonl,b/a.jsonl]",),
             "data.path: two sources are called a; give one of them another name",
         ),
-        (
-            ("data.path=[{path: a.jsonl, weight: 0}]",),
-            "data.path.0.weight",
-        ),
+        (("data.path=[{path: a.jsonl, weight: 0}]",), "data.path.0.weight"),
         (
             ("data.path=[{path: a.jsonl, size: 3}]",),
             "options, size and seed are for path: reasoning_gym:TASK",
@@ -129,9 +100,7 @@ def test_a_curriculum_trains_on_the_least_first(tmp_path: Path) -> None:
         (("data.path=3",), "data.path"),
     ],
 )
-def test_a_bad_source_is_one_line(
-    tmp_path: Path, overrides: tuple[str, ...], message: str
-) -> None:
+def test_a_bad_source_is_one_line(tmp_path: Path, overrides: tuple[str, ...], message: str) -> None:
     done = run(
         "train",
         "--config",

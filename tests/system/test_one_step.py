@@ -15,18 +15,14 @@ ROOT = Path(__file__).parents[2]
 NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?")
 
 
-CLASSES = re.compile(
-    r"^\* `(?:types|training|objectives|policy)[\w.]*`: (.+)$", re.MULTILINE
-)
+CLASSES = re.compile(r"^\* `(?:types|training|objectives|policy)[\w.]*`: (.+)$", re.MULTILINE)
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> str:
     page = tmp_path_factory.mktemp("page") / "one_step.md"
     command = [sys.executable, str(ROOT / "tools" / "one_step.py"), "--out", str(page)]
-    done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return page.read_text()
 
@@ -36,9 +32,7 @@ def test_the_page_of_one_step_is_up_to_date(made: str) -> None:
     assert NUMBER.sub("0", made) == NUMBER.sub("0", shown)
     numbers = zip(NUMBER.findall(made), NUMBER.findall(shown), strict=True)
     assert not [
-        (new, old)
-        for new, old in numbers
-        if float(new) != pytest.approx(float(old), abs=2e-3)
+        (new, old) for new, old in numbers if float(new) != pytest.approx(float(old), abs=2e-3)
     ]
 
 
@@ -55,7 +49,5 @@ def test_the_page_lists_the_classes_of_a_step(made: str) -> None:
         "MicroBatch",
         "TokenOutputs",
     } <= set(classes)
-    assert {"Method", "Sampler", "Updater"} <= set(classes), (
-        "the list has other subpackages too"
-    )
+    assert {"Method", "Sampler", "Updater"} <= set(classes), "the list has other subpackages too"
     assert len(set(classes)) == len(classes)

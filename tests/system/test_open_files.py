@@ -17,8 +17,7 @@ LIMIT = 64  # two ranks need more
 
 
 @pytest.mark.parametrize(
-    "launcher",
-    [["megatron_dcpo", "launch", "2", "--"], ["torch.distributed.run", "--standalone"]],
+    "launcher", [["megatron_dcpo", "launch", "2", "--"], ["torch.distributed.run", "--standalone"]]
 )
 def test_the_soft_limit_is_raised(tmp_path, launcher):
     if launcher[0].startswith("torch"):

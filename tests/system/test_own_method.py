@@ -102,10 +102,7 @@ def test_it_trains_and_its_option_counts(directory: Path) -> None:
             ("objective.name=my_method.py:NUMBER",),
             "expected a Method of megatron_dcpo.objectives, got 3",
         ),
-        (
-            ("objective.name=my_method.py:a-name",),
-            "expected file.py:name or package.module:name",
-        ),
+        (("objective.name=my_method.py:a-name",), "expected file.py:name or package.module:name"),
         (
             ("objective.name=no.such.module:METHOD",),
             "no module named 'no'; install it or set PYTHONPATH",

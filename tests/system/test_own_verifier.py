@@ -50,13 +50,7 @@ def train(directory: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
         f"data.path={QUICKSTART / 'data' / 'train.jsonl'}",
     )
     return dcpo(
-        directory,
-        "train",
-        "--config",
-        QUICKSTART / "dcpo.yaml",
-        *paths,
-        *SMALL,
-        *overrides,
+        directory, "train", "--config", QUICKSTART / "dcpo.yaml", *paths, *SMALL, *overrides
     )
 
 
@@ -69,38 +63,23 @@ def test_it_trains_as_the_built_in_one_where_both_agree(directory: Path) -> None
         done = train(directory, "training.steps=2", f"run_dir={name}", *overrides)
         assert done.returncode == 0, done.stderr[-2000:]
     math, own = (without_clocks(metrics(directory / name)) for name in runs)
-    more = {
-        "format/verifier_error",
-        "format/no_answer",
-        "verifier/score",
-        "verifier/length",
-    }
+    more = {"format/verifier_error", "format/no_answer", "verifier/score", "verifier/length"}
     assert [{k: v for k, v in row.items() if k not in more} for row in own] == [
         {k: v for k, v in row.items() if k not in more} for row in math
     ]
-    assert [row["verifier/score"] for row in own] == [
-        row["reward/accuracy"] for row in math
-    ]
+    assert [row["verifier/score"] for row in own] == [row["reward/accuracy"] for row in math]
     assert [row["format/verifier_error"] for row in own] == [0.0, 0.0]
     first = json.loads(
-        (directory / "own" / "samples" / "step_000001.jsonl")
-        .read_text()
-        .splitlines()[0]
+        (directory / "own" / "samples" / "step_000001.jsonl").read_text().splitlines()[0]
     )
     assert first["logged"].keys() == {"score", "length"}
 
 
-def test_too_many_errors_end_the_run_and_it_goes_on_when_mended(
-    directory: Path,
-) -> None:
+def test_too_many_errors_end_the_run_and_it_goes_on_when_mended(directory: Path) -> None:
     """The step that was not judged is not trained: what is resumed is what an undisturbed run is,
     bit for bit.
     """
-    own = (
-        "judging.verifier=my_reward.py:fails",
-        "training.steps=4",
-        "training.save_interval=2",
-    )
+    own = ("judging.verifier=my_reward.py:fails", "training.steps=4", "training.save_interval=2")
     done = train(directory, "run_dir=run", *own)
     assert done.returncode == 2
     last = done.stderr.strip().splitlines()[-1]
@@ -116,9 +95,7 @@ def test_too_many_errors_end_the_run_and_it_goes_on_when_mended(
     for arguments in (("run_dir=run", "--resume", "auto"), ("run_dir=whole",)):
         done = train(directory, *arguments, *own)
         assert done.returncode == 0, done.stderr[-2000:]
-    resumed, whole = (
-        without_clocks(metrics(directory / name)) for name in ("run", "whole")
-    )
+    resumed, whole = (without_clocks(metrics(directory / name)) for name in ("run", "whole"))
     assert resumed == whole
 
 
@@ -142,13 +119,7 @@ def test_evaluation_keeps_what_judging_again_needs(directory: Path) -> None:
         ("--samples", "one/samples.jsonl", "--rejudge"),
     ):
         done = dcpo(
-            directory,
-            "evaluate",
-            *source,
-            *own,
-            "--out",
-            "two" if shown else "one",
-            "--json",
+            directory, "evaluate", *source, *own, "--out", "two" if shown else "one", "--json"
         )
         assert done.returncode == 0, done.stderr[-2000:]
         shown.append(json.loads(done.stdout)["benchmarks"])
@@ -168,10 +139,7 @@ def test_evaluation_keeps_what_judging_again_needs(directory: Path) -> None:
             ("judging.verifier=my_reward.py:extract_boxed",),
             ["my_reward.py:extract_boxed", "verify(response, answer"],
         ),
-        (
-            ("judging.verifier={math: 1, 'my_reward.py:verfy': 1}",),
-            ["'verfy'", "'verify'"],
-        ),
+        (("judging.verifier={math: 1, 'my_reward.py:verfy': 1}",), ["'verfy'", "'verify'"]),
         (("judging.graded=true",), ["judging.graded", "judging.threshold", "f1"]),
     ],
 )

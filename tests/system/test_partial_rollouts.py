@@ -57,9 +57,7 @@ def test_a_carrying_run_resumes_bit_for_bit(carried: Path, tmp_path: Path) -> No
         "samples/step_000004.jsonl",
         "policy/model.safetensors",
     ):
-        assert (tmp_path / "run" / name).read_bytes() == (
-            carried / name
-        ).read_bytes(), name
+        assert (tmp_path / "run" / name).read_bytes() == (carried / name).read_bytes(), name
 
 
 def test_without_the_option_what_is_carried_is_not_thrown_away(
@@ -71,14 +69,9 @@ def test_without_the_option_what_is_carried_is_not_thrown_away(
         options("none", carried, "rollout.max_staleness=0", "rollout.oversample=1"),
     )
     assert done.returncode == 2
-    assert (
-        "the checkpoint of step 4 carries responses that the next step continues"
-        in done.stderr
-    )
+    assert "the checkpoint of step 4 carries responses that the next step continues" in done.stderr
     done = alone(
-        "failing_engine",
-        tmp_path,
-        options("none", carried, "rollout.max_response_length=4"),
+        "failing_engine", tmp_path, options("none", carried, "rollout.max_response_length=4")
     )
     assert done.returncode == 2
     assert "set rollout.max_response_length above that to resume" in done.stderr
@@ -91,9 +84,7 @@ def options(mode: str, run_dir: Path, *overrides: str) -> dict[str, Any]:
 
 def test_a_signal_in_the_rollout_loses_nothing(carried: Path, tmp_path: Path) -> None:
     done = alone(
-        "failing_engine",
-        tmp_path,
-        options("signal", tmp_path / "run", "training.steps=4"),
+        "failing_engine", tmp_path, options("signal", tmp_path / "run", "training.steps=4")
     )
     assert done.returncode == EXIT_REQUEUE, done.stderr[-2000:]
     assert "stopped by SIGTERM after step 2 of 4, saved" in done.stderr
@@ -105,38 +96,24 @@ def test_an_engine_that_fails_goes_on_behind_what_was_finished(
     carried: Path, tmp_path: Path
 ) -> None:
     done = alone(
-        "failing_engine",
-        tmp_path,
-        options("midway", tmp_path / "run", "training.steps=4"),
+        "failing_engine", tmp_path, options("midway", tmp_path / "run", "training.steps=4")
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert "is restarted" in done.stderr
     for ours, single in zip(metrics(tmp_path / "run"), metrics(carried), strict=True):
-        for name in (
-            "reward/accuracy",
-            "rollout/carried",
-            "rollout/staleness_mean",
-            "length/mean",
-        ):
+        for name in ("reward/accuracy", "rollout/carried", "rollout/staleness_mean", "length/mean"):
             assert ours[name] == single[name], name
         assert ours["loss/policy"] == pytest.approx(single["loss/policy"], abs=1e-5)
 
 
-def test_two_engines_carry_too_and_go_on_from_one(
-    carried: Path, tmp_path: Path
-) -> None:
+def test_two_engines_carry_too_and_go_on_from_one(carried: Path, tmp_path: Path) -> None:
     """Each fills its half of the batch. What one engine carried, two continue."""
     train(tmp_path / "one", *PARTIAL, "training.steps=2")
-    resumed = train(
-        tmp_path / "one", *PARTIAL, "training.steps=4", "--resume", "auto", processes=2
-    )
+    resumed = train(tmp_path / "one", *PARTIAL, "training.steps=4", "--resume", "auto", processes=2)
     assert without_clocks(resumed)[:2] == without_clocks(metrics(carried))[:2]
     for record in (
         *resumed[2:],
         *train(tmp_path / "two", *PARTIAL, "training.steps=3", processes=2)[1:],
     ):
         assert all(np.isfinite(record[name]) for name in NAMES)
-        assert (record["rollout/staleness_max"], record["rollout/carried"] > 0) == (
-            1,
-            True,
-        )
+        assert (record["rollout/staleness_max"], record["rollout/carried"] > 0) == (1, True)

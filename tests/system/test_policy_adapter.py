@@ -60,36 +60,24 @@ def test_the_policy_is_its_base_plus_the_adapter(finished: Path) -> None:
         np.testing.assert_allclose(policy[name], value, atol=1e-6, err_msg=name)
     assert (
         changed
-        == 7
-        * json.loads((finished / "policy" / "config.json").read_text())[
-            "num_hidden_layers"
-        ]
+        == 7 * json.loads((finished / "policy" / "config.json").read_text())["num_hidden_layers"]
     )
 
 
 def test_peft_loads_it(finished: Path) -> None:
-    peft = pytest.importorskip(
-        "peft", reason="peft is not installed here: make test-peft"
-    )
+    peft = pytest.importorskip("peft", reason="peft is not installed here: make test-peft")
     import torch
     from transformers import AutoModelForCausalLM
 
-    base = AutoModelForCausalLM.from_pretrained(
-        QUICKSTART / "policy", dtype=torch.float32
-    )
-    merged = AutoModelForCausalLM.from_pretrained(
-        finished / "policy", dtype=torch.float32
-    )
+    base = AutoModelForCausalLM.from_pretrained(QUICKSTART / "policy", dtype=torch.float32)
+    merged = AutoModelForCausalLM.from_pretrained(finished / "policy", dtype=torch.float32)
     model, ids = (
         peft.PeftModel.from_pretrained(base, str(finished / "adapter")).eval(),
         torch.arange(1, 40)[None],
     )
     with torch.no_grad():
         torch.testing.assert_close(
-            model(input_ids=ids).logits,
-            merged(input_ids=ids).logits,
-            atol=1e-4,
-            rtol=1e-4,
+            model(input_ids=ids).logits, merged(input_ids=ids).logits, atol=1e-4, rtol=1e-4
         )
 
 
@@ -128,23 +116,15 @@ def test_resumption_is_bit_for_bit_and_works_at_another_layout(
             finished / "checkpoints" / "iter_0000002"
         )
         (again / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("2")
-        train(
-            again, *OPTIONS, *layout, "training.resume=auto", processes=1 + len(layout)
-        )
+        train(again, *OPTIONS, *layout, "training.resume=auto", processes=1 + len(layout))
         if not layout:
             assert digests(again / "policy") == digests(finished / "policy")
             assert digests(again / "adapter") == digests(finished / "adapter")
-            assert (
-                without_clocks(metrics(again)) == without_clocks(metrics(finished))[2:]
-            )
+            assert without_clocks(metrics(again)) == without_clocks(metrics(finished))[2:]
             continue
         expected = load_file(finished / "adapter" / "adapter_model.safetensors")
-        for key, value in load_file(
-            again / "adapter" / "adapter_model.safetensors"
-        ).items():
-            np.testing.assert_allclose(
-                value, expected[key], rtol=1e-3, atol=1e-4, err_msg=key
-            )
+        for key, value in load_file(again / "adapter" / "adapter_model.safetensors").items():
+            np.testing.assert_allclose(value, expected[key], rtol=1e-3, atol=1e-4, err_msg=key)
 
 
 @pytest.mark.parametrize(
@@ -164,9 +144,7 @@ def test_another_way_to_train_does_not_resume(
         "training.steps=5",
         "objective.kl_coef=null",
     )
-    done = run(
-        "train", "--config", QUICKSTART / "dcpo.yaml", f"run_dir={finished}", *options
-    )
+    done = run("train", "--config", QUICKSTART / "dcpo.yaml", f"run_dir={finished}", *options)
     assert done.returncode == 2
     assert len(done.stderr.strip().splitlines()) == 1
     assert words in done.stderr
@@ -176,16 +154,8 @@ def test_another_way_to_train_does_not_resume(
 @pytest.mark.parametrize(
     ("command", "overrides", "words"),
     [
-        (
-            "train",
-            ("training.train=adapter",),
-            "training.train",
-        ),
-        (
-            "train",
-            ("model.adapter.rank=4", "optimizer.adapter_lr=0.1"),
-            "optimizer.adapter_lr",
-        ),
+        ("train", ("training.train=adapter",), "training.train"),
+        ("train", ("model.adapter.rank=4", "optimizer.adapter_lr=0.1"), "optimizer.adapter_lr"),
         ("train", ("model.adapter.rank=0",), "model.adapter.rank"),
         ("probe", ("model.adapter.rank=4",), "own parameters"),
     ],
@@ -195,12 +165,7 @@ def test_contradictions_are_one_line(
 ) -> None:
     out = ("--out", tmp_path / "probe") if command == "probe" else ()
     done = run(
-        command,
-        "--config",
-        QUICKSTART / "dcpo.yaml",
-        *out,
-        f"run_dir={tmp_path}/run",
-        *overrides,
+        command, "--config", QUICKSTART / "dcpo.yaml", *out, f"run_dir={tmp_path}/run", *overrides
     )
     assert done.returncode == 2
     assert len(done.stderr.strip().splitlines()) == 1

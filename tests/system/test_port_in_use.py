@@ -34,9 +34,7 @@ def test_of_a_rank(port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     }
     for name, value in job.items():
         monkeypatch.setenv(name, value)
-    done = run(
-        "train", "--config", QUICKSTART / "dcpo.yaml", f"run_dir={tmp_path / 'run'}"
-    )
+    done = run("train", "--config", QUICKSTART / "dcpo.yaml", f"run_dir={tmp_path / 'run'}")
     assert done.returncode == 2, done.stderr
     (line,) = done.stderr.splitlines()
     assert (

@@ -37,10 +37,7 @@ def evaluate(out: Path, data: str, *options: object) -> None:
         "--benchmarks",
         f"{data}={QUICKSTART / 'data' / data}.jsonl",
     ]
-    assert (
-        main(["evaluate", *model, *SAMPLING, "--out", str(out), *map(str, options)])
-        == 0
-    )
+    assert main(["evaluate", *model, *SAMPLING, "--out", str(out), *map(str, options)]) == 0
 
 
 @pytest.fixture(scope="module")
@@ -91,9 +88,7 @@ def test_confclass_learns_from_log_probs_and_is_used_again(
     again = tmp_path / "again.npz"
     assert main([*arguments[:-1], str(again)]) == 0
     for name, weights in Posthoc.load(again).weights.items():
-        assert np.array_equal(weights, predictor.weights[name]), (
-            "the same fit in every run"
-        )
+        assert np.array_equal(weights, predictor.weights[name]), "the same fit in every run"
 
     out = tmp_path / "held"
     evaluate(out, "heldout", "--repeats", 2, "--limit", 24, "--posthoc", saved)
@@ -109,20 +104,9 @@ def test_scalings_of_the_same_samples(
 ) -> None:
     for method in ("temperature", "platt", "isotonic"):
         saved = tmp_path / f"{method}.npz"
-        options = [
-            "--method",
-            method,
-            "--source",
-            "verbal",
-            "--out",
-            str(saved),
-            "--json",
-        ]
+        options = ["--method", method, "--source", "verbal", "--out", str(saved), "--json"]
         capsys.readouterr()
-        assert (
-            main(["calibrate", "--samples", str(sampled / "samples.jsonl"), *options])
-            == 0
-        )
+        assert main(["calibrate", "--samples", str(sampled / "samples.jsonl"), *options]) == 0
         held_out = json.loads(capsys.readouterr().out)["held_out"]
         assert held_out[method]["ece"] < held_out["verbal"]["ece"]
     saved = tmp_path / "platt.npz"
@@ -135,7 +119,4 @@ def test_scalings_of_the_same_samples(
         "0",
     ]
     assert main(["evaluate", *source, "--out", str(tmp_path / "scored")]) == 0
-    assert (
-        "posthoc"
-        in json.loads((tmp_path / "scored" / "evaluation.json").read_text())["overall"]
-    )
+    assert "posthoc" in json.loads((tmp_path / "scored" / "evaluation.json").read_text())["overall"]

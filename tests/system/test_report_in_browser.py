@@ -86,9 +86,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     names = ["base", "grpo", "dcpo_with_a_rather_long_name/of_a_run"]
     for seed, name in enumerate(names):
         samples = make_samples(seed=seed)
-        samples += [
-            changed(sample, task="math500") for sample in make_samples(seed=seed + 10)
-        ]
+        samples += [changed(sample, task="math500") for sample in make_samples(seed=seed + 10)]
         evaluation = score_samples(
             samples, ["verbal", "token", "consistency"], model=name, resamples=0
         )
@@ -117,9 +115,7 @@ def test_page_renders_without_overflow_and_without_network(
     assert len(pictures) >= 9 + 3
     assert all(100 < picture <= width for picture in pictures)
     assert found["rows"] > 20  # type: ignore[operator]
-    assert found["first_number"] < width - 60, (
-        "the first number is seen without scrolling"
-    )  # type: ignore[operator]
+    assert found["first_number"] < width - 60, "the first number is seen without scrolling"  # type: ignore[operator]
 
 
 def test_the_probe_sees_what_it_is_for(page: Path, tmp_path: Path) -> None:
@@ -137,9 +133,7 @@ def test_the_probe_sees_what_it_is_for(page: Path, tmp_path: Path) -> None:
 def test_pictures_on_disk_decode(tmp_path: Path) -> None:
     """The PNG and SVG files that an evaluation leaves, shown by a page of their own."""
     samples = make_samples(seed=3)
-    write_evaluation(
-        tmp_path / "run", score_samples(samples, ["verbal"], resamples=0), samples
-    )
+    write_evaluation(tmp_path / "run", score_samples(samples, ["verbal"], resamples=0), samples)
     files = sorted((tmp_path / "run" / "diagrams").iterdir())
     assert {file.suffix for file in files} == {".png", ".svg"}
     shown = "".join(f'<img src="{file.as_uri()}">' for file in files)

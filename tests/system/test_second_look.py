@@ -69,11 +69,7 @@ def test_two_ranks_take_the_same_responses(whole: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "overrides",
     [
-        (
-            "rollout.max_staleness=1",
-            "rollout.oversample=1.5",
-            "objective.tis_level=token",
-        ),
+        ("rollout.max_staleness=1", "rollout.oversample=1.5", "objective.tis_level=token"),
         ("rollout.routing_replay=true",),
     ],
 )

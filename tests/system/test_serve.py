@@ -81,9 +81,7 @@ def test_answers_have_confidences_that_know_easy_from_hard(served: str) -> None:
     assert "temperature" in choice["confidence_reason"]
 
 
-def test_the_page_shows_question_answer_and_confidence(
-    served: str, tmp_path: Path
-) -> None:
+def test_the_page_shows_question_answer_and_confidence(served: str, tmp_path: Path) -> None:
     if not os.environ.get("DCPO_TEST_BROWSER") or CHROMIUM is None:
         pytest.skip("make test-browser runs this; it needs chromium")
     command = [
@@ -96,9 +94,7 @@ def test_the_page_shows_question_answer_and_confidence(
         f"--user-data-dir={tmp_path / 'profile'}",
         f"{served}/?q=3*4=",
     ]
-    page = subprocess.run(
-        command, capture_output=True, text=True, timeout=180, check=True
-    ).stdout
+    page = subprocess.run(command, capture_output=True, text=True, timeout=180, check=True).stdout
     assert re.search(r'id="answer">[^<]*\\boxed\{\d+\}\s*</div>', page)
     assert re.search(r'id="confidence">\d+ %</span>', page)
     assert re.search(r'id="about">logistic of response · before calibration 0\.', page)

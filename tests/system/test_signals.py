@@ -44,27 +44,20 @@ def start(run_dir, *overrides, launch=0, log):
     whole = command("launch", launch, "--", *words) if launch else command(*words)
     with open(log, "w") as stderr:
         return subprocess.Popen(
-            whole,
-            cwd=REPOSITORY,
-            stderr=stderr,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            whole, cwd=REPOSITORY, stderr=stderr, env=os.environ | {"OMP_NUM_THREADS": "1"}
         )
 
 
 def wait_until(condition, process, seconds=240):
     deadline = time.monotonic() + seconds
     while not condition():
-        assert process.poll() is None, (
-            f"ended with {process.returncode} before it was time"
-        )
+        assert process.poll() is None, f"ended with {process.returncode} before it was time"
         assert time.monotonic() < deadline
         time.sleep(0.02)
 
 
 def saved_step(run_dir):
-    return int(
-        (run_dir / "checkpoints" / "latest_checkpointed_iteration.txt").read_text()
-    )
+    return int((run_dir / "checkpoints" / "latest_checkpointed_iteration.txt").read_text())
 
 
 @pytest.fixture(scope="module")
@@ -106,12 +99,9 @@ def test_stopped_run_continues_bit_for_bit(stopped_by_warning, tmp_path):
     for directory in (run_dir, tmp_path / "whole"):
         done = run(*words, f"run_dir={directory}", processes=2)
         assert done.returncode == 0, done.stderr[-2000:]
-    assert without_clocks(metrics(run_dir)) == without_clocks(
-        metrics(tmp_path / "whole")
-    )
+    assert without_clocks(metrics(run_dir)) == without_clocks(metrics(tmp_path / "whole"))
     ours, theirs = (
-        Path(d, "policy", "model.safetensors").read_bytes()
-        for d in (run_dir, tmp_path / "whole")
+        Path(d, "policy", "model.safetensors").read_bytes() for d in (run_dir, tmp_path / "whole")
     )
     assert ours == theirs
 
@@ -128,27 +118,18 @@ def test_signal_cuts_a_long_rollout_short(tmp_path):
         (policy / name).write_text(json.dumps(values | {"eos_token_id": [281]} | more))
     run_dir = tmp_path / "run"
     process = start(
-        run_dir,
-        f"model.path={policy}",
-        "rollout.max_response_length=50000",
-        launch=2,
-        log=log,
+        run_dir, f"model.path={policy}", "rollout.max_response_length=50000", launch=2, log=log
     )
     beats = [run_dir / "heartbeat" / f"rank0000{rank}.json" for rank in (0, 1)]
     wait_until(
-        lambda: all(
-            b.exists() and json.loads(b.read_text())["phase"] == "rollout"
-            for b in beats
-        ),
+        lambda: all(b.exists() and json.loads(b.read_text())["phase"] == "rollout" for b in beats),
         process,
     )
     os.kill(
         json.loads(beats[1].read_text())["pid"], signal.SIGTERM
     )  # one rank alone; the other one hears of it
     assert process.wait(120) == EXIT_REQUEUE
-    assert (
-        "stopped by SIGTERM after step 0 of 400, nothing to save yet" in log.read_text()
-    )
+    assert "stopped by SIGTERM after step 0 of 400, nothing to save yet" in log.read_text()
 
 
 LISTENING = """
@@ -164,11 +145,7 @@ time.sleep(600)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
 def test_second_signal_ends_at_once(number):
     process = subprocess.Popen(
-        [sys.executable, "-c", LISTENING],
-        stdout=-1,
-        stderr=-1,
-        text=True,
-        cwd=REPOSITORY,
+        [sys.executable, "-c", LISTENING], stdout=-1, stderr=-1, text=True, cwd=REPOSITORY
     )
     assert process.stdout.readline() == "ready\n"
     process.send_signal(number)
@@ -321,11 +298,7 @@ def test_a_signal_before_the_first_step_ends_at_once(number, status):
 def test_launcher_does_not_wait_for_a_lost_node():
     """torchrun's agent would: its workers have ended and it waits for those of the other node."""
     done = subprocess.run(
-        [sys.executable, "-c", STUCK],
-        capture_output=True,
-        text=True,
-        cwd=REPOSITORY,
-        timeout=120,
+        [sys.executable, "-c", STUCK], capture_output=True, text=True, cwd=REPOSITORY, timeout=120
     )
     assert done.returncode == EXIT_PEER_LOST
     assert "all workers of this node have ended" in done.stderr
@@ -351,10 +324,7 @@ def test_workers_of_a_killed_launcher_end(tmp_path):
     process.kill()
     process.wait()
     deadline = time.monotonic() + 60
-    while (
-        any(Path(f"/proc/{pid}").exists() for pid in workers)
-        and time.monotonic() < deadline
-    ):
+    while any(Path(f"/proc/{pid}").exists() for pid in workers) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not [pid for pid in workers if Path(f"/proc/{pid}").exists()]
     assert "the launcher of" in log.read_text()

@@ -30,22 +30,13 @@ OPTIONS = () if FULL else ("data.prompts_per_step=8", "training.save_interval=5"
 
 def look(pid):
     status = dict(
-        line.split(":", 1)
-        for line in Path(f"/proc/{pid}/status").read_text().splitlines()
+        line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines()
     )
-    command_line = (
-        Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
-    )
+    command_line = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
     role = "verifier" if "judging.worker" in command_line else "trainer"
-    resident = int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf(
-        "SC_PAGE_SIZE"
-    )
+    resident = int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     files = len(list(Path(f"/proc/{pid}/fd").iterdir()))
-    return (
-        pid,
-        role,
-        {"rss": resident, "threads": int(status["Threads"]), "files": files},
-    )
+    return (pid, role, {"rss": resident, "threads": int(status["Threads"]), "files": files})
 
 
 def shared_memory(pid):
@@ -93,23 +84,14 @@ def test_nothing_leaks(tmp_path):
     for role in ("trainer", "verifier"):
         for quantity in ("rss", "threads", "files"):
             early = [
-                q[quantity]
-                for step, pid, r, q in seen
-                if r == role and warm < step <= STEPS // 2
+                q[quantity] for step, pid, r, q in seen if r == role and warm < step <= STEPS // 2
             ]
             late = [
-                q[quantity]
-                for step, pid, r, q in seen
-                if r == role and STEPS // 2 < step < STEPS
+                q[quantity] for step, pid, r, q in seen if r == role and STEPS // 2 < step < STEPS
             ]
             if early and late:
                 print(
-                    role,
-                    quantity,
-                    "early median",
-                    np.median(early),
-                    "late median",
-                    np.median(late),
+                    role, quantity, "early median", np.median(early), "late median", np.median(late)
                 )
                 more = (np.median(late) - np.median(early), max(late) - max(early))
                 if quantity == "rss":
@@ -119,18 +101,11 @@ def test_nothing_leaks(tmp_path):
     assert not [pid for pid in everyone if Path(f"/proc/{pid}").exists()]
     assert not [name for name in shared if Path(name).exists()]
     left = [
-        path.name
-        for path in temporary.iterdir()
-        if not path.name.startswith("torchinductor")
+        path.name for path in temporary.iterdir() if not path.name.startswith("torchinductor")
     ]  # torch's cache
     assert not left
-    resident = [
-        record["memory/train/rss"] for record in map(json.loads, records(run_dir))
-    ]
-    assert (
-        np.median(resident[STEPS // 2 :])
-        <= np.median(resident[warm : STEPS // 2]) * FLAT
-    )
+    resident = [record["memory/train/rss"] for record in map(json.loads, records(run_dir))]
+    assert np.median(resident[STEPS // 2 :]) <= np.median(resident[warm : STEPS // 2]) * FLAT
 
 
 def records(run_dir):

@@ -57,9 +57,7 @@ def options(rows: Path, run_dir: Path, *more: str) -> list[str]:
     ]
 
 
-def sft(
-    rows: Path, run_dir: Path, *more: str, processes: int = 1
-) -> list[dict[str, Any]]:
+def sft(rows: Path, run_dir: Path, *more: str, processes: int = 1) -> list[dict[str, Any]]:
     done = run(
         "sft",
         "--config",
@@ -126,11 +124,7 @@ def by_hand(rows: Path) -> tuple[list[float], dict[str, np.ndarray], float]:
         losses.append(loss.item())
     with torch.no_grad():
         held_out = mean(read).item()
-    return (
-        losses,
-        {n: p.detach().numpy() for n, p in model.named_parameters()},
-        held_out,
-    )
+    return (losses, {n: p.detach().numpy() for n, p in model.named_parameters()}, held_out)
 
 
 def test_it_learns_what_plain_pytorch_learns(rows: Path, finished: Path) -> None:
@@ -180,22 +174,16 @@ def test_every_layout_learns_the_same(
     )
     for key in ("loss", "grad_norm/total"):
         np.testing.assert_allclose(
-            [row[key] for row in logged[1:]],
-            [row[key] for row in expected[1:]],
-            rtol=1e-4,
+            [row[key] for row in logged[1:]], [row[key] for row in expected[1:]], rtol=1e-4
         )
-    assert logged[-1]["evaluation/loss"] == pytest.approx(
-        expected[-1]["evaluation/loss"], rel=1e-5
-    )
+    assert logged[-1]["evaluation/loss"] == pytest.approx(expected[-1]["evaluation/loss"], rel=1e-5)
 
 
 def digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-@pytest.mark.parametrize(
-    "adapter", [[], pytest.param(["model.adapter.rank=4"], marks=FULL)]
-)
+@pytest.mark.parametrize("adapter", [[], pytest.param(["model.adapter.rank=4"], marks=FULL)])
 def test_a_resumed_run_is_the_undisturbed_one(
     rows: Path, tmp_path: Path, adapter: list[str]
 ) -> None:
@@ -260,19 +248,13 @@ def test_an_adapter_is_gone_on_from(rows: Path, adapter: Path, tmp_path: Path) -
         "evaluation.interval=3",
         "optimizer.lr=0.0",
     )
-    assert again[0]["evaluation/loss"] == pytest.approx(
-        merged[0]["evaluation/loss"], rel=1e-5
-    )
+    assert again[0]["evaluation/loss"] == pytest.approx(merged[0]["evaluation/loss"], rel=1e-5)
     before = load_file(adapter / "adapter" / "adapter_model.safetensors")
     after = load_file(tmp_path / "again" / "adapter" / "adapter_model.safetensors")
     assert before.keys() == after.keys()
     for name, values in before.items():
         np.testing.assert_array_equal(values, after[name], err_msg=name)
-    rl = train(
-        tmp_path / "rl",
-        f"model.adapter.path={adapter / 'adapter'}",
-        "training.steps=1",
-    )
+    rl = train(tmp_path / "rl", f"model.adapter.path={adapter / 'adapter'}", "training.steps=1")
     assert rl[0]["engine/logprob_diff_max"] < 1e-4, "the engine has the adapter, too"
 
 
@@ -282,12 +264,7 @@ def test_an_adapter_is_evaluated(adapter: Path, tmp_path: Path) -> None:
     for name, model in {
         "base": ["--model", QUICKSTART / "policy"],
         "merged": ["--model", adapter / "policy"],
-        "added": [
-            "--model",
-            QUICKSTART / "policy",
-            "--adapter",
-            adapter / "adapter",
-        ],
+        "added": ["--model", QUICKSTART / "policy", "--adapter", adapter / "adapter"],
     }.items():
         done = run(
             "evaluate",
@@ -296,16 +273,7 @@ def test_an_adapter_is_evaluated(adapter: Path, tmp_path: Path) -> None:
             f"held={QUICKSTART / 'data' / 'heldout.jsonl'}",
             "--out",
             tmp_path / name,
-            *[
-                "--template",
-                "raw",
-                "--limit",
-                "12",
-                "--repeats",
-                "2",
-                "--max-tokens",
-                "32",
-            ],
+            *["--template", "raw", "--limit", "12", "--repeats", "2", "--max-tokens", "32"],
             *["--engine", "transformers", "--resamples", "0"],
         )
         assert done.returncode == 0, done.stderr[-2000:]
@@ -336,10 +304,7 @@ def test_bad_input_is_one_line(
     rows: Path, tmp_path: Path, overrides: list[str], named: str
 ) -> None:
     done = run(
-        "sft",
-        "--config",
-        QUICKSTART / "sft.yaml",
-        *options(rows, tmp_path / "run", *overrides),
+        "sft", "--config", QUICKSTART / "sft.yaml", *options(rows, tmp_path / "run", *overrides)
     )
     assert done.returncode == 2
     last = done.stderr.strip().splitlines()[-1]

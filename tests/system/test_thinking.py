@@ -42,18 +42,14 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "normalized": False,
         "special": False,
     }
-    spec["added_tokens"] += [
-        {"id": 282 + n, "content": tag, **plain} for n, tag in enumerate(TAGS)
-    ]
+    spec["added_tokens"] += [{"id": 282 + n, "content": tag, **plain} for n, tag in enumerate(TAGS)]
     (path / "tokenizer.json").write_text(json.dumps(spec))
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(config | {"vocab_size": 284}))
     tensors = load_file(path / "model.safetensors")
     words = tensors["model.embed_tokens.weight"]
     box = spec["model"]["vocab"]["\u0120\\boxed{"]
-    tensors["model.embed_tokens.weight"] = torch.cat(
-        [words, words[281:282], words[box : box + 1]]
-    )
+    tensors["model.embed_tokens.weight"] = torch.cat([words, words[281:282], words[box : box + 1]])
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     return path
 
@@ -88,12 +84,7 @@ def test_a_policy_that_thinks(policy: Path, tmp_path: Path) -> None:
         for file in sorted((tmp_path / "run" / "samples").glob("*.jsonl"))
         for line in file.open()
     ]
-    blocks = {
-        block
-        for row in logged
-        for text, block, _ in row["pieces"]
-        if "</think>" in text
-    }
+    blocks = {block for row in logged for text, block, _ in row["pieces"] if "</think>" in text}
     assert blocks == {"reasoning"}
 
     validated = tmp_path / "run" / "evaluation" / "step_000002.jsonl"
@@ -111,9 +102,9 @@ def test_a_policy_that_thinks(policy: Path, tmp_path: Path) -> None:
             assert judgement.thinking_tokens == 0
     assert any(sample.correct or sample.judgement.status == "ok" for sample in thinking)
     lengths = [sample.judgement.thinking_tokens for sample in thinking]
-    assert metrics(tmp_path / "run")[-1]["evaluation/heldout/mean_thinking"] == sum(
+    assert metrics(tmp_path / "run")[-1]["evaluation/heldout/mean_thinking"] == sum(lengths) / len(
         lengths
-    ) / len(lengths)
+    )
 
     again = tmp_path / "again"
     done = run(
@@ -158,25 +149,14 @@ def test_a_policy_that_thinks(policy: Path, tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert json.loads((out / "settings.json").read_text())["thinking"] == "on"
-    assert (
-        json.loads((out / "evaluation.json").read_text())["overall"]["mean_thinking"]
-        > 1
-    )
+    assert json.loads((out / "evaluation.json").read_text())["overall"]["mean_thinking"] > 1
 
 
 @pytest.mark.parametrize("verb", ["train", "dry-run", "evaluate"])
-def test_on_is_refused_where_the_tokenizer_cannot_end_it(
-    verb: str, tmp_path: Path
-) -> None:
+def test_on_is_refused_where_the_tokenizer_cannot_end_it(verb: str, tmp_path: Path) -> None:
     config, policy = QUICKSTART / "dcpo.yaml", QUICKSTART / "policy"
     command = {
-        "train": (
-            "train",
-            "--config",
-            config,
-            f"run_dir={tmp_path}/run",
-            "data.thinking=on",
-        ),
+        "train": ("train", "--config", config, f"run_dir={tmp_path}/run", "data.thinking=on"),
         "dry-run": ("train", "--config", config, "--dry-run", "data.thinking=on"),
         "evaluate": (
             "evaluate",

@@ -58,9 +58,7 @@ def test_run_directory_holds_what_the_design_promises(three_steps):
     assert all(record["engine/logprob_diff_max"] <= 1e-4 for record in records)
     assert (run_dir / "config.yaml").is_file()
     assert (run_dir / "samples" / "step_000001.jsonl").is_file()
-    assert (
-        run_dir / "checkpoints" / "latest_checkpointed_iteration.txt"
-    ).read_text() == "3"
+    assert (run_dir / "checkpoints" / "latest_checkpointed_iteration.txt").read_text() == "3"
     assert sorted(p.name for p in (run_dir / "checkpoints").glob("iter_*")) == [
         "iter_0000002",
         "iter_0000003",
@@ -112,29 +110,18 @@ def test_two_ranks_equal_one(three_steps, tmp_path, option):
         option == "use_distributed_optimizer=true"
     )  # one as users start them, the others as forks
     records = train(
-        tmp_path / "run",
-        "training.steps=3",
-        f"parallel.{option}",
-        processes=2,
-        torchrun=torchrun,
+        tmp_path / "run", "training.steps=3", f"parallel.{option}", processes=2, torchrun=torchrun
     )
     for ours, single in zip(records, three_steps[1], strict=True):
-        assert ours["reward/accuracy"] == single["reward/accuracy"], (
-            "the same sampled responses"
-        )
+        assert ours["reward/accuracy"] == single["reward/accuracy"], "the same sampled responses"
         assert ours["loss/policy"] == pytest.approx(single["loss/policy"], abs=1e-5)
-        assert ours["grad_norm/total"] == pytest.approx(
-            single["grad_norm/total"], rel=1e-4
-        )
+        assert ours["grad_norm/total"] == pytest.approx(single["grad_norm/total"], rel=1e-4)
         assert ours["engine/logprob_diff_max"] <= 1e-4
 
 
 def test_several_updates_per_rollout_clip_against_the_rollout_policy(tmp_path):
     records = train(
-        tmp_path / "run",
-        "training.steps=2",
-        "training.updates_per_rollout=4",
-        "optimizer.lr=1e-3",
+        tmp_path / "run", "training.steps=2", "training.updates_per_rollout=4", "optimizer.lr=1e-3"
     )
     assert records[1]["loss/clip_fraction"] > 0
     assert records[1]["engine/logprob_diff_max"] <= 1e-4, (
@@ -162,11 +149,7 @@ def test_several_updates_per_rollout_clip_against_the_rollout_policy(tmp_path):
             "objective.loss_aggregation=constant",
             "training.updates_per_rollout=2",
         ),
-        (
-            "objective.kl_coef=0.1",
-            "objective.entropy_coef=0.01",
-            "training.updates_per_rollout=2",
-        ),
+        ("objective.kl_coef=0.1", "objective.entropy_coef=0.01", "training.updates_per_rollout=2"),
         (
             "objective.tis_level=sequence",
             "objective.preset=verl_compat",
@@ -176,9 +159,7 @@ def test_several_updates_per_rollout_clip_against_the_rollout_policy(tmp_path):
     ids=lambda overrides: "-".join(o.split(".")[1] for o in overrides),
 )
 def test_every_method_trains(tmp_path, overrides):
-    records = train(
-        tmp_path / "run", "training.steps=2", "training.save_interval=0", *overrides
-    )
+    records = train(tmp_path / "run", "training.steps=2", "training.save_interval=0", *overrides)
     assert all(
         np.isfinite(record["loss/policy"]) and np.isfinite(record["grad_norm/total"])
         for record in records
@@ -191,13 +172,7 @@ def test_killed_run_continues_bit_for_bit(three_steps, tmp_path):
     every metric and weight.
     """
     run_dir = tmp_path / "run"
-    arguments = (
-        "train",
-        "--config",
-        QUICKSTART / "dcpo.yaml",
-        f"run_dir={run_dir}",
-        *SMALL,
-    )
+    arguments = ("train", "--config", QUICKSTART / "dcpo.yaml", f"run_dir={run_dir}", *SMALL)
     options = ("training.steps=3", "training.save_interval=1", "--resume", "auto")
     process = subprocess.Popen(
         command(*arguments, *options), cwd=REPOSITORY, stderr=subprocess.DEVNULL
@@ -215,8 +190,7 @@ def test_killed_run_continues_bit_for_bit(three_steps, tmp_path):
     assert "continuing" in done.stderr
     assert without_clocks(metrics(run_dir)) == without_clocks(three_steps[1])
     ours, theirs = (
-        Path(d, "policy", "model.safetensors").read_bytes()
-        for d in (run_dir, three_steps[0])
+        Path(d, "policy", "model.safetensors").read_bytes() for d in (run_dir, three_steps[0])
     )
     assert ours == theirs
 
@@ -226,13 +200,7 @@ def metrics_or_nothing(run_dir):
 
 
 def test_resume_none_does_not_overwrite(three_steps):
-    done = run(
-        "train",
-        "--config",
-        QUICKSTART / "dcpo.yaml",
-        f"run_dir={three_steps[0]}",
-        *SMALL,
-    )
+    done = run("train", "--config", QUICKSTART / "dcpo.yaml", f"run_dir={three_steps[0]}", *SMALL)
     assert done.returncode == 2
     assert "--resume auto" in done.stderr
 
@@ -336,14 +304,8 @@ def make_tiny_qwen(path, tokenizer_dir):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (
-            ["objective.lamda=0.5"],
-            "unknown key objective.lamda; did you mean objective.lam?",
-        ),
-        (
-            ["parallel.tensor_parallel_size=2"],
-            "did you mean parallel.tensor_model_parallel_size?",
-        ),
+        (["objective.lamda=0.5"], "unknown key objective.lamda; did you mean objective.lam?"),
+        (["parallel.tensor_parallel_size=2"], "did you mean parallel.tensor_model_parallel_size?"),
         (["lr=1e-4"], "did you mean optimizer.lr?"),
         (["optimizer.lr=fast"], "optimizer.lr"),
         (["training.steps=0"], "training.steps"),
@@ -361,23 +323,13 @@ def make_tiny_qwen(path, tokenizer_dir):
 )
 def test_bad_input_is_one_line_and_status_2(tmp_path, overrides, message):
     done = run(
-        "train",
-        "--config",
-        QUICKSTART / "dcpo.yaml",
-        f"run_dir={tmp_path / 'run'}",
-        *overrides,
+        "train", "--config", QUICKSTART / "dcpo.yaml", f"run_dir={tmp_path / 'run'}", *overrides
     )
     assert done.returncode == 2
     assert message in done.stderr
     assert "Traceback" not in done.stderr
     assert (
-        len(
-            [
-                line
-                for line in done.stderr.splitlines()
-                if line.startswith("dcpo train: error:")
-            ]
-        )
+        len([line for line in done.stderr.splitlines() if line.startswith("dcpo train: error:")])
         == 1
     )
     assert not (tmp_path / "run").exists()

@@ -30,8 +30,6 @@ def test_ep_2_tp_2_equals_one_process(tmp_path):
     for ours, one in zip(divided, single, strict=True):
         assert ours["reward/accuracy"] == one["reward/accuracy"] > 0
         assert ours["loss/policy"] == pytest.approx(one["loss/policy"], abs=1e-5)
-        assert ours["grad_norm/total"] == pytest.approx(
-            one["grad_norm/total"], rel=1e-4
-        )
+        assert ours["grad_norm/total"] == pytest.approx(one["grad_norm/total"], rel=1e-4)
         assert ours["engine/logprob_diff_max"] <= 1e-4
         assert ours["engine/routing_mismatch"] == 0 < one["grad_norm/total"]

@@ -42,11 +42,7 @@ def train_on_code(
         "judging.verifier=code",
         "data.max_prompt_length=64",
     ]
-    settings += [
-        "data.prompts_per_step=6",
-        "rollout.max_response_length=80",
-        "training.steps=2",
-    ]
+    settings += ["data.prompts_per_step=6", "rollout.max_response_length=80", "training.steps=2"]
     return train(run_dir, *settings, *overrides, **options)
 
 
@@ -86,18 +82,14 @@ def test_two_steps_on_programs(two_steps: tuple[Path, list[dict[str, Any]]]) -> 
 
 
 def test_batches_and_ranks_change_nothing(
-    two_steps: tuple[Path, list[dict[str, Any]]],
-    coder: tuple[Path, Path],
-    tmp_path: Path,
+    two_steps: tuple[Path, list[dict[str, Any]]], coder: tuple[Path, Path], tmp_path: Path
 ) -> None:
     for name, overrides, processes in (
         ("batches", ["rollout.max_num_seqs=7"], 1),
         ("ranks", [], 2),
     ):
         records = train_on_code(tmp_path / name, coder, *overrides, processes=processes)
-        for ours, single in zip(
-            without_clocks(records), without_clocks(two_steps[1]), strict=True
-        ):
+        for ours, single in zip(without_clocks(records), without_clocks(two_steps[1]), strict=True):
             assert ours["reward/accuracy"] == single["reward/accuracy"]
             assert ours["loss/policy"] == pytest.approx(single["loss/policy"], abs=1e-5)
 
@@ -105,10 +97,7 @@ def test_batches_and_ranks_change_nothing(
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (
-            ("judging.verifier=math",),
-            "6 programming problems; set judging.verifier=code",
-        ),
+        (("judging.verifier=math",), "6 programming problems; set judging.verifier=code"),
         ((f"data.path={QUICKSTART / 'data' / 'train.jsonl'}",), "have no tests"),
         (("judging.sandbox=nonsense",), "sandbox 'nonsense'"),
     ],
@@ -124,9 +113,7 @@ def test_what_cannot_be_judged_is_said_before_anything_is_built(
         f"model.path={QUICKSTART / 'policy'}",
         *overrides,
     ]
-    config = load_config(
-        QUICKSTART / "dcpo.yaml", [*settings, "data.max_prompt_length=64"]
-    )
+    config = load_config(QUICKSTART / "dcpo.yaml", [*settings, "data.max_prompt_length=64"])
     with pytest.raises(UserError, match=message), build(config):
         pass
 
@@ -144,9 +131,7 @@ def test_a_killed_sandbox_is_replaced_and_its_program_judged_again() -> None:
     assert [v.correct for v in judge([Attempt(quick, "tests:a")] * 2)] == [True, True]
     found: list[Any] = []
     thread = threading.Thread(
-        target=lambda: found.append(
-            judge([Attempt(slow, "tests:a"), Attempt(wrong, "tests:a")])
-        )
+        target=lambda: found.append(judge([Attempt(slow, "tests:a"), Attempt(wrong, "tests:a")]))
     )
     thread.start()
     time.sleep(0.7)
@@ -156,9 +141,7 @@ def test_a_killed_sandbox_is_replaced_and_its_program_judged_again() -> None:
             os.kill(pid, signal.SIGKILL)
     thread.join(60)
     assert [v.category for v in found[0]] == ["passed", "wrong"]
-    assert [
-        v.correct for v in judge([Attempt(quick, "tests:a"), Attempt(wrong, "tests:a")])
-    ] == [
+    assert [v.correct for v in judge([Attempt(quick, "tests:a"), Attempt(wrong, "tests:a")])] == [
         True,
         False,
     ]

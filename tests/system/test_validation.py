@@ -57,14 +57,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]
     jobs = {
         "plain": {"overrides": SMALL},
         "validated": {"overrides": [*SMALL, *VALIDATED, "training.export_hf=true"]},
-        "begun": {
-            "overrides": [
-                *SMALL,
-                *VALIDATED,
-                f"run_dir={out}/resumed",
-                "training.steps=2",
-            ]
-        },
+        "begun": {"overrides": [*SMALL, *VALIDATED, f"run_dir={out}/resumed", "training.steps=2"]},
         "resumed": {
             "overrides": [*SMALL, *VALIDATED, "training.resume=auto"],
             "forget_evaluations": True,
@@ -77,7 +70,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]
                 "training.keep_checkpoints=1",
                 "training.early_stop=1",
                 "training.keep_best=accuracy",
-            ],
+            ]
         },
         "adapter": {"overrides": [*ADAPTER, *VALIDATED, "training.export_hf=true"]},
         "adapter_plain": {"overrides": ADAPTER},
@@ -88,9 +81,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]
     return out, dict(zip(jobs, results, strict=True))
 
 
-def split(
-    rows: list[dict[str, Any]],
-) -> tuple[list[dict[str, Any]], dict[int, dict[str, float]]]:
+def split(rows: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], dict[int, dict[str, float]]]:
     """Records of the training, and those of the validation by step."""
     trained = [
         {k: v for k, v in row.items() if not k.startswith("evaluation/")}
@@ -107,9 +98,9 @@ def test_the_run_is_the_one_without_validation(runs: Any) -> None:
     out, results = runs
     for name in ("validated", "adapter"):
         plain = results["plain" if name == "validated" else "adapter_plain"]
-        assert [rank["digests"] for rank in results[name]] == [
-            rank["digests"] for rank in plain
-        ], "weights and moments"
+        assert [rank["digests"] for rank in results[name]] == [rank["digests"] for rank in plain], (
+            "weights and moments"
+        )
     trained, evaluations = split(metrics(out / "validated"))
     assert trained == split(metrics(out / "plain"))[0]
     assert list(evaluations) == [0, 2, 3]
@@ -118,9 +109,7 @@ def test_the_run_is_the_one_without_validation(runs: Any) -> None:
 def test_a_resumed_run_validates_and_keeps_as_one_without_a_stop(runs: Any) -> None:
     """Its second step had lost its validation, which the resumption makes up for."""
     out, _ = runs
-    assert without_clocks(metrics(out / "resumed")) == without_clocks(
-        metrics(out / "validated")
-    )
+    assert without_clocks(metrics(out / "resumed")) == without_clocks(metrics(out / "validated"))
     best = [
         json.loads((out / name / "checkpoints" / "best.json").read_text())
         for name in ("resumed", "validated")
@@ -172,9 +161,7 @@ def test_it_is_what_dcpo_evaluate_finds(
             )
 
 
-def test_an_early_stop_saves_and_the_best_checkpoint_outlives_the_pruning(
-    runs: Any,
-) -> None:
+def test_an_early_stop_saves_and_the_best_checkpoint_outlives_the_pruning(runs: Any) -> None:
     """Nothing is learnt: the first validation stays the best, and the next one ends the run."""
     out, _ = runs
     checkpoints = out / "stopped" / "checkpoints"

@@ -19,13 +19,7 @@ import pytest
 from megatron_dcpo import codec
 from megatron_dcpo.calibration import json_ready
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.evaluation.samples import (
-    Measures,
-    Origin,
-    Sample,
-    read_samples,
-    sample_line,
-)
+from megatron_dcpo.evaluation.samples import Measures, Origin, Sample, read_samples, sample_line
 from megatron_dcpo.types import Judgement, Prompt, Response
 from tests.helpers.evaluated import A_SAMPLE, rows_of
 from tests.helpers.paths import REPOSITORY
@@ -79,9 +73,7 @@ def through_json(*records: Any) -> dict[str, Any]:
 def test_records_are_read_as_they_were_written() -> None:
     row = through_json(PROMPT, RESPONSE, JUDGEMENT, MEASURES)
     assert row["version"] == codec.VERSION
-    assert all(
-        not isinstance(value, list) for key, value in row.items() if "logprob" in key
-    ), row
+    assert all(not isinstance(value, list) for key, value in row.items() if "logprob" in key), row
     assert codec.from_row(Judgement, row) == JUDGEMENT
     assert codec.from_row(Judgement, row).logged == JUDGEMENT.logged
     assert codec.from_row(Measures, row) == MEASURES
@@ -143,9 +135,7 @@ def test_odd_values_are_refused_with_file_line_and_field(
         read_samples(path)
 
 
-@pytest.mark.parametrize(
-    "field", ["prompt_id", "task", "sample_index", "correct", "length"]
-)
+@pytest.mark.parametrize("field", ["prompt_id", "task", "sample_index", "correct", "length"])
 def test_a_missing_field_is_named(field: str, tmp_path: Path) -> None:
     path = tmp_path / "s.jsonl"
     row = through_json(PROMPT, RESPONSE, JUDGEMENT)
@@ -183,11 +173,7 @@ OLD = {  # a line of samples.jsonl as release 0.2.0 wrote it
 def test_samples_of_the_last_release_are_read(tmp_path: Path) -> None:
     (tmp_path / "old.jsonl").write_text(json.dumps(OLD) + "\n")
     (sample,) = read_samples(tmp_path / "old.jsonl")
-    assert (sample.prompt.task, sample.prompt.kind, sample.prompt.form) == (
-        "toy",
-        "sum",
-        "short",
-    )
+    assert (sample.prompt.task, sample.prompt.kind, sample.prompt.form) == ("toy", "sum", "short")
     assert (sample.response.sample_index, sample.response.text) == (2, OLD["response"])
     judgement = sample.judgement
     assert (judgement.correct, judgement.boundary, judgement.length) == (1.0, 5, 9)
@@ -199,20 +185,10 @@ def test_samples_of_the_last_release_are_read(tmp_path: Path) -> None:
 
 
 def test_training_samples_of_the_last_release_are_shown() -> None:
-    old = {
-        "step": 4,
-        "prompt_id": "p",
-        "reasoning": "so ",
-        "confidence_block": "<conf> 0.5",
-    }
-    row = codec.current(
-        old | {"pieces": [], "correct": 1.0, "confidence": 0.5, "status": "ok"}
-    )
+    old = {"step": 4, "prompt_id": "p", "reasoning": "so ", "confidence_block": "<conf> 0.5"}
+    row = codec.current(old | {"pieces": [], "correct": 1.0, "confidence": 0.5, "status": "ok"})
     assert (row["training_step"], row["text"]) == (4, "so <conf> 0.5")
-    assert row["pieces"] == [
-        ["so ", "reasoning", None],
-        ["<conf> 0.5", "confidence", None],
-    ]
+    assert row["pieces"] == [["so ", "reasoning", None], ["<conf> 0.5", "confidence", None]]
 
 
 def test_every_key_is_documented() -> None:

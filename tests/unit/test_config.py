@@ -17,10 +17,7 @@ from tests.helpers.shipped import TRAINED
 @pytest.mark.parametrize("path", TRAINED, ids=lambda p: str(p.relative_to(EXAMPLES)))
 def test_every_shipped_config_dry_runs(path, capsys, monkeypatch):
     monkeypatch.chdir(EXAMPLES.parent)
-    assert (
-        main(["train", "--config", str(path), "--dry-run", "--allow-missing", "--json"])
-        == 0
-    )
+    assert main(["train", "--config", str(path), "--dry-run", "--allow-missing", "--json"]) == 0
     assert '"objective"' in capsys.readouterr().out
 
 
@@ -29,14 +26,9 @@ def test_every_shipped_config_dry_runs(path, capsys, monkeypatch):
 )
 def test_every_method_has_a_config_in_every_setting_of_the_paper(setting):
     """All but ``ternary``, which the paper does not know: its example is the quickstart's."""
-    names = {
-        load_config(path).objective.name for path in (EXAMPLES / setting).glob("*.yaml")
-    }
+    names = {load_config(path).objective.name for path in (EXAMPLES / setting).glob("*.yaml")}
     assert names == set(METHODS) - {"ternary"}
-    assert (
-        load_config(EXAMPLES / "quickstart" / "ternary.yaml").objective.name
-        == "ternary"
-    )
+    assert load_config(EXAMPLES / "quickstart" / "ternary.yaml").objective.name == "ternary"
 
 
 def test_paper_hyper_parameters():
@@ -50,10 +42,7 @@ def test_paper_hyper_parameters():
         config.rollout.group_size,
         config.training.updates_per_rollout,
     ) == (256, 8, 4)
-    assert (config.data.max_prompt_length, config.rollout.max_response_length) == (
-        1024,
-        3000,
-    )
+    assert (config.data.max_prompt_length, config.rollout.max_response_length) == (1024, 3000)
     assert (config.optimizer.lr, config.optimizer.clip_grad, config.training.steps) == (
         1e-6,
         1.0,
@@ -84,10 +73,7 @@ def test_written_config_reads_back(tmp_path):
         ("run_dir: [", "c.yaml"),
         ("- a\n- b", "mapping"),
         ("run_dir: r\nmodel: {path: m}", "data is required"),
-        (
-            "run_dir: r\nmodel: {path: m}\ndata: {path: d}\nobjective: {lam: 2}",
-            "objective.lam",
-        ),
+        ("run_dir: r\nmodel: {path: m}\ndata: {path: d}\nobjective: {lam: 2}", "objective.lam"),
         (
             "run_dir: r\nmodel: {path: m}\ndata: {path: d}\nrollout: {group_size: 1}",
             "rollout.group_size",
@@ -118,11 +104,7 @@ BASE = "run_dir: r\nmodel: {path: m}\ndata: {path: d}\n"
 
 
 def test_options_of_megatron_are_checked_and_what_was_given_is_not_changed():
-    given = {
-        "recompute_modules": ["mlp"],
-        "bias_swiglu_fusion": True,
-        "cp_comm_type": "p2p",
-    }
+    given = {"recompute_modules": ["mlp"], "bias_swiglu_fusion": True, "cp_comm_type": "p2p"}
     config = ParallelConfig(megatron=given)
     assert given["recompute_modules"] == ["mlp"]
     assert config.recompute_modules == config.megatron["recompute_modules"] == ("mlp",)

@@ -15,9 +15,7 @@ def products(count, seed):
     for _ in range(count):
         a, b = draw.randint(2, 99), draw.randint(2, 9)
         prompt = [{"role": "user", "content": f"{a}*{b}="}]
-        rows.append(
-            {"prompt": prompt, "answer": str(a * b), "info": {"digits": len(str(a))}}
-        )
+        rows.append({"prompt": prompt, "answer": str(a * b), "info": {"digits": len(str(a))}})
     return Dataset.from_list(rows)
 
 

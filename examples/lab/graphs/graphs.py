@@ -46,9 +46,7 @@ Graph = dict[str, str]  # node -> the node its edge leads to
 Problem = tuple[Graph, str]  # and the start
 
 
-def walk(
-    graph: Graph, start: str, wrong: tuple[int, str] | None = None
-) -> list[tuple[str, str]]:
+def walk(graph: Graph, start: str, wrong: tuple[int, str] | None = None) -> list[tuple[str, str]]:
     """The edges from ``start`` until one leads to a visited node; ``wrong``: step (from 0) and
     where it leads instead.
     """
@@ -70,9 +68,7 @@ def draw_problem(rng: random.Random) -> Problem:
     """A walk of a length from ``LENGTHS``, all other edges at random, in random order."""
     nodes = rng.sample(NODES, len(NODES))
     length = rng.choice(LENGTHS)
-    graph = dict(pairwise(nodes[:length])) | {
-        nodes[length - 1]: rng.choice(nodes[:length])
-    }
+    graph = dict(pairwise(nodes[:length])) | {nodes[length - 1]: rng.choice(nodes[:length])}
     graph |= {node: rng.choice(NODES) for node in nodes[length:]}
     return {node: graph[node] for node in rng.sample(NODES, len(NODES))}, nodes[0]
 
@@ -109,9 +105,7 @@ def solution(
     if slip and hesitation is not None:
         answer = corrupt(right, rng)
     while slip and answer == right:
-        edges = walk(
-            *problem, wrong=(rng.randrange(len(walk(*problem))), rng.choice(NODES))
-        )
+        edges = walk(*problem, wrong=(rng.randrange(len(walk(*problem))), rng.choice(NODES)))
         answer = total(edges)
     confidence = rng.betavariate(*((8.0, 0.8) if len(edges) <= 5 else (3.0, 1.0)))
     if slip and hesitation:
@@ -130,9 +124,7 @@ def supervised_text(taken: Collection[object]) -> Draw:
         while len(text) < size:
             problem = draw_problem(rng)
             if key(problem) not in taken:
-                text.append(
-                    (prompt(problem), solution(problem, corrupt_share, hesitation, rng))
-                )
+                text.append((prompt(problem), solution(problem, corrupt_share, hesitation, rng)))
         return text
 
     return draw
@@ -150,12 +142,7 @@ def write_splits(out: Path) -> None:
                     pass
                 seen.add(key(problem))
                 text, answer, kind = question(problem)
-                record = {
-                    "id": f"{name}-{i:04d}",
-                    "problem": text,
-                    "answer": answer,
-                    "type": kind,
-                }
+                record = {"id": f"{name}-{i:04d}", "problem": text, "answer": answer, "type": kind}
                 file.write(json.dumps(record) + "\n")
 
 
@@ -169,18 +156,14 @@ def read_split(name: str) -> list[Problem]:
 def main() -> None:
     parser = training_options(__doc__)
     parser.add_argument(
-        "--write-splits",
-        action="store_true",
-        help="write the problems and train nothing",
+        "--write-splits", action="store_true", help="write the problems and train nothing"
     )
     args = parser.parse_args()
     if args.write_splits:
         return write_splits(HERE)
     taken = {key(problem) for name in SPLITS for problem in read_split(name)}
     rng = random.Random(args.seed)
-    make_policy(
-        args, supervised_text(taken), [question(p) for p in read_split("heldout")], rng
-    )
+    make_policy(args, supervised_text(taken), [question(p) for p in read_split("heldout")], rng)
 
 
 if __name__ == "__main__":

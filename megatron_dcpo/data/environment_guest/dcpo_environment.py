@@ -118,9 +118,7 @@ def check_range(weights: Mapping[str, float], declared: list[float] | None) -> N
     declared.
     """
     if not any(weights.values()):
-        raise Refused(
-            "it has no reward function with a weight, so its reward says nothing"
-        )
+        raise Refused("it has no reward function with a weight, so its reward says nothing")
     low = sum(weight for weight in weights.values() if weight < 0)
     high = sum(weight for weight in weights.values() if weight > 0)
     if declared is None and (low < -_ROUNDING or high > 1 + _ROUNDING):
@@ -143,9 +141,7 @@ def scaled(
             "error": f"the reward {reward:g} is outside of {low:g} to {high:g}; say what it can be "
             "with range=LOW..HIGH"
         }
-    result: dict[str, Any] = {
-        "score": min(max((reward - low) / (high - low), 0.0), 1.0)
-    }
+    result: dict[str, Any] = {"score": min(max((reward - low) / (high - low), 0.0), 1.0)}
     if declared is not None:
         result["reward"] = reward
     for name, value in logged.items():
@@ -301,9 +297,7 @@ def text_messages(messages: Any) -> Any:  # noqa: ANN401 - as an environment has
         role = "system" if role == "developer" else role
         if values.get("tool_calls") or role not in ("system", "user", "assistant"):
             what = "calls of tools" if values.get("tool_calls") else f"a {role} message"
-            raise Refused(
-                f"its prompts hold {what}; only environments without tools are supported"
-            )
+            raise Refused(f"its prompts hold {what}; only environments without tools are supported")
         plain.append({"role": role, "content": _text(values["content"])})
     return plain
 

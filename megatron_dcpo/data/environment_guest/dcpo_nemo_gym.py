@@ -13,13 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from dcpo_environment import (
-    Refused,
-    described,
-    import_environment,
-    plain_numbers,
-    text_messages,
-)
+from dcpo_environment import Refused, described, import_environment, plain_numbers, text_messages
 
 # what a server's configuration says about the server and its class has no field for
 _ABOUT = ("domain", "verified", "description", "value", "verified_url")
@@ -122,9 +116,7 @@ def _config(kind: type, name: str, values: dict[str, Any], judge: object) -> Any
             "path /v1/responses, and see judging.test_seconds"
         )
     if judge and not (isinstance(judge, str) and judge.startswith("http")):
-        raise Refused(
-            f"judge={judge}: expected http://HOST:PORT, the address of the judge"
-        )
+        raise Refused(f"judge={judge}: expected http://HOST:PORT, the address of the judge")
     base = {"name": name, "host": "127.0.0.1", "port": 1, "entrypoint": "app.py"}
     asked = {field: {"type": "responses_api_models", "name": "judge"} for field in asks}
     try:

@@ -12,13 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import Any, get_origin
 
-from dcpo_environment import (
-    Refused,
-    check_range,
-    described,
-    plain_numbers,
-    text_messages,
-)
+from dcpo_environment import Refused, check_range, described, plain_numbers, text_messages
 
 # what an environment of one turn may not do in its own way, as only its prompts and scores are used
 _ONE_TURN = ("rollout", "get_prompt_messages", "get_model_response")
@@ -26,9 +20,7 @@ _ONE_TURN = ("rollout", "get_prompt_messages", "get_model_response")
 _OF_A_GROUP = {"states", "prompts", "completions", "answers", "tasks", "infos"}
 
 
-def open_classic(
-    module: ModuleType, description: Mapping[str, Any]
-) -> ClassicEnvironment:
+def open_classic(module: ModuleType, description: Mapping[str, Any]) -> ClassicEnvironment:
     """Return the environment that ``load_environment`` of the module makes with the options. Raises
     :class:`Refused`.
     """
@@ -44,9 +36,7 @@ def open_classic(
     takes_all = any(p.kind is p.VAR_KEYWORD for p in known.values())
     unknown = [option for option in options if option not in known]
     if unknown and not takes_all:
-        raise Refused(
-            f"it has no option {unknown[0]!r}; valid: {', '.join(known) or 'none'}"
-        )
+        raise Refused(f"it has no option {unknown[0]!r}; valid: {', '.join(known) or 'none'}")
     try:
         environment = vf.load_environment(module.__name__, **options)
     except Exception as error:
@@ -67,9 +57,7 @@ def _check_turns(vf: Any, environment: Any) -> None:  # noqa: ANN401 - verifiers
             f"it has several turns or tools ({kind.__name__}); only environments of one turn "
             "(SingleTurnEnv) are supported: write the turns as rollout.function"
         )
-    if getattr(environment, "tool_defs", None) or getattr(
-        environment, "oai_tools", None
-    ):
+    if getattr(environment, "tool_defs", None) or getattr(environment, "oai_tools", None):
         raise Refused("it has tools; only environments without tools are supported")
     own = [
         method
@@ -233,9 +221,7 @@ def _client() -> Any:  # noqa: ANN401 - verifiers has no types here
     return resolve_client(ClientConfig(api_base_url="http://127.0.0.1:9/v1"))
 
 
-def _noting(
-    function: Callable[..., Any], errors: list[BaseException]
-) -> Callable[..., Any]:
+def _noting(function: Callable[..., Any], errors: list[BaseException]) -> Callable[..., Any]:
     """Return a function that behaves as ``function`` and appends what it raises to ``errors``."""
 
     @functools.wraps(function)

@@ -9,13 +9,7 @@ from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import Any
 
-from dcpo_environment import (
-    Refused,
-    check_range,
-    described,
-    plain_numbers,
-    text_messages,
-)
+from dcpo_environment import Refused, check_range, described, plain_numbers, text_messages
 
 _WEIGHT = "_vf_weight"  # where verifiers keeps the weight of a reward
 
@@ -130,9 +124,7 @@ class TasksetEnvironment:
             )
         if getattr(self.taskset, "INFINITE", False) and size is None:
             raise Refused("it makes problems without end; say how many with size=N")
-        own = set(self.kind.data_type().model_fields) - set(
-            self.vf.TaskData.model_fields
-        )
+        own = set(self.kind.data_type().model_fields) - set(self.vf.TaskData.model_fields)
         for number, task in enumerate(islice(self.taskset, size)):
             if number == 0:
                 self.check(task)
@@ -177,11 +169,7 @@ class TasksetEnvironment:
             if weight:
                 weights[reward.__name__] = weight
         judges = [judge.reward_name for judge in task.plugged_judges()]
-        judges += [
-            name
-            for name, value in task.config
-            if isinstance(value, self.vf.JudgeConfig)
-        ]
+        judges += [name for name, value in task.config if isinstance(value, self.vf.JudgeConfig)]
         if judges and not self.description["judge"]:
             raise Refused(
                 f"its rewards ask a judge model ({judges[0]}); add judge=true if its address and "
@@ -196,9 +184,7 @@ class TasksetEnvironment:
         data = self.kind.data_type().model_validate(given)
         task = self.kind(data, self.taskset.config.task)
         trace = vf.Trace(
-            task=vf.TraceTask(
-                type=self.kind.__name__, data=data, key=task.key, hash=task.hash
-            ),
+            task=vf.TraceTask(type=self.kind.__name__, data=data, key=task.key, hash=task.hash),
             state=_state(self.kind),
             agent=vf.AgentInfo(config=vf.AgentConfig()),
             nodes=self._nodes(data, text),

@@ -30,9 +30,7 @@ COLUMNS = ("correct", "confidence", "text", "problem", "group", "task", "kind")
 
 
 def read_any(
-    path: str | Path,
-    columns: Mapping[str, str] | None = None,
-    marker: str = CONFIDENCE_TAG,
+    path: str | Path, columns: Mapping[str, str] | None = None, marker: str = CONFIDENCE_TAG
 ) -> list[Sample]:
     """Return the samples in a file of ``dcpo evaluate``, or in a log of somebody else's.
 
@@ -87,9 +85,7 @@ def _as_samples(answered: Iterator[Answered], file: Path, marker: str) -> list[S
         task = one.task or file.stem
         place = repeats.get((task, one.group), 0)
         repeats[task, one.group] = place + 1
-        parsed = parse_confidence(
-            one.text, marker=marker, finished=one.finished, opener=""
-        )
+        parsed = parse_confidence(one.text, marker=marker, finished=one.finished, opener="")
         confidence, status = parsed.confidence, parsed.status
         if one.confidence is not None:
             confidence, status = one.confidence, "ok"

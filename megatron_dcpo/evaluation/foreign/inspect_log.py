@@ -75,18 +75,13 @@ def _entry(file: Path, log: zipfile.ZipFile, entry: zipfile.ZipInfo) -> bytes:
         fixed = raw.read(30)
         if len(fixed) != 30:
             raise ValueError("it is cut off")
-        lengths = (
-            int.from_bytes(fixed[26:28], "little"),
-            int.from_bytes(fixed[28:30], "little"),
-        )
+        lengths = (int.from_bytes(fixed[26:28], "little"), int.from_bytes(fixed[28:30], "little"))
         raw.seek(sum(lengths), 1)
         packed = raw.read(entry.compress_size)
     from zstandard import ZstdDecompressor, ZstdError
 
     try:
-        unpacked: bytes = ZstdDecompressor().decompress(
-            packed, max_output_size=entry.file_size
-        )
+        unpacked: bytes = ZstdDecompressor().decompress(packed, max_output_size=entry.file_size)
     except ZstdError as error:
         raise ValueError(str(error)) from None
     return unpacked

@@ -12,25 +12,12 @@ from typing import Any
 
 from megatron_dcpo.data.files import read_rows
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.evaluation.foreign.answered import (
-    Answered,
-    last_content,
-    share_of_best,
-    verdict,
-)
+from megatron_dcpo.evaluation.foreign.answered import Answered, last_content, share_of_best, verdict
 
 logger = logging.getLogger(__name__)
 
 # of lm-eval and lighteval, the first that a row has
-_METRICS = (
-    "exact_match",
-    "extractive_match",
-    "accuracy",
-    "acc",
-    "pass@1",
-    "em",
-    "math_verify",
-)
+_METRICS = ("exact_match", "extractive_match", "accuracy", "acc", "pass@1", "em", "math_verify")
 
 
 def _lm_eval(file: Path) -> Iterator[Answered]:
@@ -140,9 +127,7 @@ def _lighteval(file: Path) -> Iterator[Answered]:
     for number, row in enumerate(read_rows(file), start=1):
         where = f"{file}: row {number}"
         document, response = row["doc"], row["model_response"]
-        metrics = {
-            name: value for name, value in row["metric"].items() if value is not None
-        }
+        metrics = {name: value for name, value in row["metric"].items() if value is not None}
         metric = next((name for name in _METRICS if name in metrics), None)
         if metric is None and len(metrics) == 1:
             metric = next(iter(metrics))
@@ -204,10 +189,7 @@ def _verifiers(file: Path) -> Iterator[Answered]:
             yield _of_trace(trace, rewards, str(episode["env"].get("id") or ""), where)
     if left_out:
         logger.warning(
-            "%s: %d of %d traces failed or have no reward and are left out",
-            file,
-            left_out,
-            total,
+            "%s: %d of %d traces failed or have no reward and are left out", file, left_out, total
         )
 
 
@@ -252,16 +234,8 @@ class Form:
 
 FORMS = (
     Form("lm-eval's samples", frozenset({"doc_id", "resps", "target"}), _lm_eval),
-    Form(
-        "lighteval's details",
-        frozenset({"doc", "metric", "model_response"}),
-        _lighteval,
-    ),
+    Form("lighteval's details", frozenset({"doc", "metric", "model_response"}), _lighteval),
     Form("verifiers' traces", frozenset({"env", "task", "traces"}), _verifiers),
-    Form(
-        "TRL's completions",
-        frozenset({"step", "prompt", "completion", "advantage"}),
-        _trl,
-    ),
+    Form("TRL's completions", frozenset({"step", "prompt", "completion", "advantage"}), _trl),
     Form("verl's rollouts", frozenset({"input", "output", "score"}), _verl),
 )

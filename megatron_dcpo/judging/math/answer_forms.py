@@ -20,8 +20,7 @@ from typing import NamedTuple
 
 _NUMERAL = re.compile(r"\(?\s*([0-9A-F]+)\s*\)?\s*_\s*(?:\{\s*(.+?)\s*\}|([0-9]))")
 _BASES = (
-    "two three four five six seven eight nine ten eleven twelve thirteen fourteen "
-    "fifteen sixteen"
+    "two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen"
 )
 _BASE_NAMES = {name: base for base, name in enumerate(_BASES.split(), start=2)}
 _RATIO_MARK = re.compile(
@@ -63,12 +62,7 @@ _SPELLINGS = {
         "yd yard yards",
         "mi mile miles",
     ),
-    "mass": (
-        "g gram grams",
-        "kg kilogram kilograms",
-        "lb lbs pound pounds",
-        "oz ounce ounces",
-    ),
+    "mass": ("g gram grams", "kg kilogram kilograms", "lb lbs pound pounds", "oz ounce ounces"),
     "time": (
         "s sec second seconds",
         "min minute minutes",
@@ -78,11 +72,7 @@ _SPELLINGS = {
         "month months",
         "year years",
     ),
-    "volume": (
-        "ml milliliter milliliters",
-        "l liter liters litres",
-        "gallon gallons",
-    ),
+    "volume": ("ml milliliter milliliters", "l liter liters litres", "gallon gallons"),
     "money": ("dollar dollars", "cent cents"),
     "angle": ("degree degrees", "radian radians"),
 }

@@ -34,12 +34,7 @@ _IMAGINARY = re.compile(
 _PLACES = 6
 _PART = Fraction(2, 100_000)
 
-for _name in (
-    "math_verify",
-    "math_verify.parser",
-    "math_verify.grader",
-    "math_verify.utils",
-):
+for _name in ("math_verify", "math_verify.parser", "math_verify.grader", "math_verify.utils"):
     # it reports every parse that does not use its timeout
     logging.getLogger(_name).setLevel(logging.CRITICAL)
 
@@ -254,8 +249,7 @@ def _parse(text: str, *, box_first: bool) -> list[Any]:
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
 
     latex = LatexExtractionConfig(
-        boxed_match_priority=0 if box_first else 50,
-        try_extract_without_anchor=not box_first,
+        boxed_match_priority=0 if box_first else 50, try_extract_without_anchor=not box_first
     )
     expression = () if box_first else (ExprExtractionConfig(),)
     parsed: list[Any] = parse(

@@ -49,9 +49,7 @@ def compare_exactly() -> None:
     grader.sympy_numeric_eq = _numeric_eq
 
 
-def _numeric_eq(
-    a: object, b: object, float_rounding: int, numeric_precision: int
-) -> bool:
+def _numeric_eq(a: object, b: object, float_rounding: int, numeric_precision: int) -> bool:
     """Return what ``grader.sympy_numeric_eq`` returns, but False for values that differ."""
     if not _library_numeric_eq(a, b, float_rounding, numeric_precision):
         return False

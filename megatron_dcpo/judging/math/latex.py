@@ -97,28 +97,20 @@ _ROOTS = {"√": r"\sqrt", "∛": r"\sqrt[3]", "∜": r"\sqrt[4]"}
 # three levels, deeper than answers nest within one argument
 _BRACES = r"\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\}"
 _TOKEN = rf"(?:{_BRACES}|\\[A-Za-z]+|[0-9A-Za-z])"  # what TeX takes as one argument
-_FRACTION = re.compile(
-    rf"\\([dtc]?frac|[dt]?binom)\s*({_TOKEN})\s*({_TOKEN})(?=(\s*[0-9])?)"
-)
+_FRACTION = re.compile(rf"\\([dtc]?frac|[dt]?binom)\s*({_TOKEN})\s*({_TOKEN})(?=(\s*[0-9])?)")
 _ROOT = re.compile(rf"\\sqrt\s*(\[[^\[\]{{}}]*\])?\s*({_TOKEN})(?=(\s*[0-9])?)")
 _TIGHT_ROOT = re.compile(
     r"([√∛∜])\s*(\([^()]*\)|\{[^{}]*\}|[0-9]+(?:\.[0-9]+)?|[A-Za-z]|\\[A-Za-z]+)?"
 )
 
 _THIN = r"(?:\\[,;:! ]|\\thinspace|~|\{,\}|\{\\,\}|,\\!|\{,\\!\})"
-_THIN_GROUPS = re.compile(
-    rf"(?<![0-9.])([0-9]{{1,3}})((?:{_THIN}\s*[0-9]{{3}})+)(?![0-9])"
-)
-_SPACED = re.compile(
-    r"(\D{0,3})([0-9]{1,3}(?: [0-9]{3})+)(\.[0-9]+)?(\s*(?:\\?%|\\text\{.*\})?)"
-)
+_THIN_GROUPS = re.compile(rf"(?<![0-9.])([0-9]{{1,3}})((?:{_THIN}\s*[0-9]{{3}})+)(?![0-9])")
+_SPACED = re.compile(r"(\D{0,3})([0-9]{1,3}(?: [0-9]{3})+)(\.[0-9]+)?(\s*(?:\\?%|\\text\{.*\})?)")
 _COMMAS = re.compile(
     r"((?:[A-Za-z]\s*=\s*)?[-+]?\s*\\?\$?\s*)([0-9]{1,3}(?:,[0-9]{3})+)(\.[0-9]+)?((?:\s*[^0-9,()\[\]]*)?)"
 )
 
-_DEGREE = re.compile(
-    r"\s*\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![A-Za-z]))|\\degree(?![A-Za-z])"
-)
+_DEGREE = re.compile(r"\s*\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![A-Za-z]))|\\degree(?![A-Za-z])")
 _DROPPED = re.compile(rf"(?<=[0-9A-Za-z)}}])(?:{_DEGREE.pattern})(?!\s*[0-9])")
 _TRIGONOMETRY = re.compile(r"(?<![A-Za-z])(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])")
 _OPERAND = re.compile(
@@ -211,9 +203,7 @@ def _braced_root(match: re.Match[str]) -> str:
 
 def _braced_fraction(match: re.Match[str]) -> str:
     if match[2] == r"\sqrt" or match[3] == r"\sqrt":
-        return match[
-            0
-        ]  # an argument without braces; TeX would not read this fraction either
+        return match[0]  # an argument without braces; TeX would not read this fraction either
     return rf"\{match[1].lstrip('dtc')}{_brace(match[2])}{_brace(match[3])}" + _factor(
         match[3], match[4]
     )

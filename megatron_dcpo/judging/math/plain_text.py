@@ -17,13 +17,9 @@ from __future__ import annotations
 import re
 
 # commands whose argument is text or a name already
-_AS_IT_IS = re.compile(
-    r"(\\(?:text[a-z]*|math[a-z]+|mbox|operatorname\*?|rm|bf)\s*\{[^{}]*\})"
-)
+_AS_IT_IS = re.compile(r"(\\(?:text[a-z]*|math[a-z]+|mbox|operatorname\*?|rm|bf)\s*\{[^{}]*\})")
 _SPACE = r"(?:\s|~|\\[ ,;:!])"
-_MIXED = re.compile(
-    rf"(?<![0-9./^_}}\\])([0-9]+){_SPACE}+([1-9][0-9]*)\s*/\s*([0-9]+)(?![0-9.])"
-)
+_MIXED = re.compile(rf"(?<![0-9./^_}}\\])([0-9]+){_SPACE}+([1-9][0-9]*)\s*/\s*([0-9]+)(?![0-9.])")
 _WORD_START = r"(?<![A-Za-z\\])"
 _PI = re.compile(rf"{_WORD_START}pi(?![A-Za-z])")
 _INFINITY = re.compile(rf"{_WORD_START}(?:infinity|infty|inf)(?![A-Za-z])")
@@ -40,9 +36,7 @@ _FUNCTION = re.compile(
 _PRODUCT = re.compile(r"(?<=[0-9A-Za-z)}])\s*\*\s*(?=[0-9A-Za-z(\\])")
 _POWER = re.compile(r"(?<=[0-9A-Za-z)}])\s*\*\*\s*(?=[0-9A-Za-z({\\-])")
 
-_UNIT_WORDS = re.compile(
-    rf"(.*[0-9)}}]){_SPACE}+([A-Za-z]+(?: +[A-Za-z]+)*)", re.DOTALL
-)
+_UNIT_WORDS = re.compile(rf"(.*[0-9)}}]){_SPACE}+([A-Za-z]+(?: +[A-Za-z]+)*)", re.DOTALL)
 _COMMAND = re.compile(r"\\[A-Za-z]+")
 # after a number these change what it says
 _NUMBER_WORDS = (
@@ -57,9 +51,7 @@ _CONNECTIVES = (
 )
 _TIMES_OF_DAY = "am pm ad bc bce ce st nd rd th"
 _NAMES = "pi e i sqrt infinity log ln exp sin cos tan cot sec csc"
-_NOT_UNITS = frozenset(
-    f"{_NUMBER_WORDS} {_CONNECTIVES} {_TIMES_OF_DAY} {_NAMES}".split()
-)
+_NOT_UNITS = frozenset(f"{_NUMBER_WORDS} {_CONNECTIVES} {_TIMES_OF_DAY} {_NAMES}".split())
 
 
 def spell_out(text: str) -> str:

@@ -17,9 +17,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 def _mount(source: str, target: str, kind: str, flags: int) -> None:
     if (
-        _libc.mount(
-            source.encode(), target.encode(), kind.encode(), ctypes.c_ulong(flags), None
-        )
+        _libc.mount(source.encode(), target.encode(), kind.encode(), ctypes.c_ulong(flags), None)
         < 0
     ):
         raise OSError(ctypes.get_errno(), f"mount {target}")
@@ -29,22 +27,10 @@ def main(order: dict) -> None:
     """Become the user and run the command; does not return."""
     if _libc.unshare(0x20000) < 0:
         raise OSError(ctypes.get_errno(), "unshare")
-    _mount(
-        source="none",
-        target="/",
-        kind="",
-        flags=0x4000 | 0x40000,
-    )
+    _mount(source="none", target="/", kind="", flags=0x4000 | 0x40000)
     places = {}
-    descriptors = {
-        number: os.open(path, os.O_PATH) for number, path in order["sources"].items()
-    }
-    _mount(
-        source="tmpfs",
-        target="/tmp",
-        kind="tmpfs",
-        flags=0,
-    )
+    descriptors = {number: os.open(path, os.O_PATH) for number, path in order["sources"].items()}
+    _mount(source="tmpfs", target="/tmp", kind="tmpfs", flags=0)
     os.chmod("/tmp", 0o755)
     for number, descriptor in descriptors.items():
         places[f"@{number}"] = target = f"/tmp/{number}"
@@ -52,12 +38,7 @@ def main(order: dict) -> None:
             os.mkdir(target)
         else:
             os.close(os.open(target, os.O_CREAT | os.O_WRONLY))
-        _mount(
-            source=f"/proc/self/fd/{descriptor}",
-            target=target,
-            kind="",
-            flags=0x1000 | 0x4000,
-        )
+        _mount(source=f"/proc/self/fd/{descriptor}", target=target, kind="", flags=0x1000 | 0x4000)
         os.close(descriptor)
     os.setgroups([])
     os.setresgid(65534, 65534, 65534)

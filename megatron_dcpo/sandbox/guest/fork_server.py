@@ -57,15 +57,8 @@ def serve(settings: dict[str, Any]) -> None:
         message, pipes, _, _ = socket.recv_fds(control, 65536, 4)
         if not message:
             os._exit(0)
-        if (
-            checker
-        ):  # one at a time, and no program is near: this process is the supervisor
-            _supervise(
-                pipes=pipes,
-                limits=json.loads(message),
-                settings=settings,
-                processes=None,
-            )
+        if checker:  # one at a time, and no program is near: this process is the supervisor
+            _supervise(pipes=pipes, limits=json.loads(message), settings=settings, processes=None)
         elif os.fork() == 0:
             _child(json.loads(message), pipes, settings)
         for pipe in pipes:
@@ -81,24 +74,14 @@ def _child(limits: dict[str, Any], pipes: list[int], settings: dict[str, Any]) -
         if settings["level"] == "bubblewrap":
             _in_namespaces(pipes, limits, settings)
         else:
-            _supervise(
-                pipes=pipes,
-                limits=limits,
-                settings=settings,
-                processes=None,
-            )
+            _supervise(pipes=pipes, limits=limits, settings=settings, processes=None)
     except BaseException as error:
-        _answer(
-            socket.socket(fileno=pipes[0]),
-            {"failed": f"{type(error).__name__}: {error}"},
-        )
+        _answer(socket.socket(fileno=pipes[0]), {"failed": f"{type(error).__name__}: {error}"})
     finally:
         os._exit(0)
 
 
-def _in_namespaces(
-    pipes: list[int], limits: dict[str, Any], settings: dict[str, Any]
-) -> None:
+def _in_namespaces(pipes: list[int], limits: dict[str, Any], settings: dict[str, Any]) -> None:
     isolation.map_own_user()
     first = os.fork()
     if first:
@@ -110,19 +93,11 @@ def _in_namespaces(
     isolation.set_dumpable(False)
     processes = isolation.private_mounts(limits["scratch_bytes"])
     os.chdir("/tmp")
-    _supervise(
-        pipes=pipes,
-        limits=limits,
-        settings=settings,
-        processes=processes,
-    )
+    _supervise(pipes=pipes, limits=limits, settings=settings, processes=processes)
 
 
 def _supervise(
-    pipes: list[int],
-    limits: dict[str, Any],
-    settings: dict[str, Any],
-    processes: int | None,
+    pipes: list[int], limits: dict[str, Any], settings: dict[str, Any], processes: int | None
 ) -> None:
     """Run the task once per message ``{"wall": seconds}`` with its descriptors, and answer how it
     ended.
@@ -134,9 +109,7 @@ def _supervise(
     while True:
         data = b""
         given = list[int]()
-        with contextlib.suppress(
-            ConnectionResetError
-        ):  # closed before the last ending was read
+        with contextlib.suppress(ConnectionResetError):  # closed before the last ending was read
             data, given, _, _ = socket.recv_fds(channel, 65536, 6)
         if not data:
             channel.close()
@@ -170,9 +143,7 @@ def _supervise(
             processes=processes,
         )
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        ending["cpu"] = (
-            after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-        )
+        ending["cpu"] = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
         if failure := os.read(failures, 1000):
             ending = {"failed": failure.decode(errors="replace")}
         os.close(failures)
@@ -185,11 +156,7 @@ def _answer(channel: socket.socket, ending: dict[str, Any]) -> None:
 
 
 def _watch(
-    child: int,
-    channel: socket.socket,
-    wall: float,
-    memory: int,
-    processes: int | None,
+    child: int, channel: socket.socket, wall: float, memory: int, processes: int | None
 ) -> dict[str, Any]:
     """Wait for the end of ``child``, for its time, for too much memory, or for the judge to lose
     interest.
@@ -212,9 +179,7 @@ def _watch(
         if events:
             reason = "cancelled"
         elif processes is not None:
-            used = _memory_of_all(
-                processes=processes, limit=memory, socket_bytes=socket_bytes
-            )
+            used = _memory_of_all(processes=processes, limit=memory, socket_bytes=socket_bytes)
             if used > memory:
                 reason = "memory"
     os.close(handle)
@@ -289,9 +254,7 @@ def _largest_socket() -> int:
 
 def _resident(processes: int, place: str) -> int:
     try:
-        return (
-            int(_read(processes, f"{place}/statm").split()[1]) * resource.getpagesize()
-        )
+        return int(_read(processes, f"{place}/statm").split()[1]) * resource.getpagesize()
     except (OSError, IndexError, ValueError):
         return 0
 
@@ -299,9 +262,7 @@ def _resident(processes: int, place: str) -> int:
 def _proportional(processes: int, place: str) -> int:
     try:
         lines = _read(processes, f"{place}/smaps_rollup").splitlines()
-        return 1024 * next(
-            int(line.split()[1]) for line in lines if line.startswith(b"Pss:")
-        )
+        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(b"Pss:"))
     except (OSError, StopIteration, IndexError, ValueError):
         return _resident(processes, place)
 
@@ -356,18 +317,14 @@ def _run(
         os.environ.update(PATH="/usr/bin:/bin", HOME="/tmp", LANG="C.UTF-8")
         os.close(failed)
     except BaseException as error:
-        os.write(
-            failed, f"{type(error).__name__}: {error}".encode()[:1000] or b"unknown"
-        )
+        os.write(failed, f"{type(error).__name__}: {error}".encode()[:1000] or b"unknown")
         os._exit(1)
     if checker:
         from megatron_dcpo.sandbox.guest.test_runner import run_checks
 
         run_checks(task, limits)
     run_program(
-        json.loads(task),
-        calls=3 if len(given) > 3 else None,
-        message_bytes=limits["output_bytes"],
+        json.loads(task), calls=3 if len(given) > 3 else None, message_bytes=limits["output_bytes"]
     )
 
 
@@ -383,9 +340,7 @@ def _confine(settings: dict[str, Any]) -> None:
         isolation.drop_capabilities()
     else:
         isolation.landlock(
-            settings["shared"]["readable"],
-            settings["shared"]["listable"],
-            ["/dev/null"],
+            settings["shared"]["readable"], settings["shared"]["listable"], ["/dev/null"]
         )
     seccomp.confine(*settings["filter"])
 
@@ -425,9 +380,7 @@ def _limit(limits: dict[str, Any], settings: dict[str, Any]) -> None:
     isolation.limit(
         resource.RLIMIT_CORE, 1
     )  # 0 would still start a program that core_pattern names
-    isolation.limit(
-        resource.RLIMIT_NOFILE, MAX_FILES + 16 * len(settings["shared"]["descriptors"])
-    )
+    isolation.limit(resource.RLIMIT_NOFILE, MAX_FILES + 16 * len(settings["shared"]["descriptors"]))
     isolation.limit(resource.RLIMIT_MEMLOCK, 0)
     isolation.limit(resource.RLIMIT_MSGQUEUE, 0)
     if settings["level"] != "unsafe":
@@ -450,9 +403,7 @@ def _places(settings: dict[str, Any]) -> dict[str, Any]:
             opened[name] = os.dup2(descriptor, 900 + len(opened))
             os.close(descriptor)
     if os.geteuid() == 0:
-        sys.path[:] = [
-            f"/proc/self/fd/{opened[name]}" for name in sys.path if name in opened
-        ]
+        sys.path[:] = [f"/proc/self/fd/{opened[name]}" for name in sys.path if name in opened]
         sys.path_importer_cache.clear()
         for package in list(
             sys.modules.values()

@@ -83,8 +83,7 @@ def map_own_user() -> None:
 def mount(source: str, target: str, kind: str, flags: int, options: str = "") -> None:
     arguments = [text.encode() for text in (source, target, kind)]
     _check(
-        _libc.mount(*arguments, ctypes.c_ulong(flags), options.encode() or None),
-        f"mount {target}",
+        _libc.mount(*arguments, ctypes.c_ulong(flags), options.encode() or None), f"mount {target}"
     )
 
 
@@ -92,12 +91,7 @@ def private_mounts(scratch_bytes: int) -> int:
     """Mount an empty /tmp of limited size and an empty /proc. Return the real /proc of this
     namespace as an open directory, because only the supervisor may read about mounts and processes.
     """
-    mount(
-        source="none",
-        target="/",
-        kind="",
-        flags=_MS_REC | _MS_PRIVATE,
-    )
+    mount(source="none", target="/", kind="", flags=_MS_REC | _MS_PRIVATE)
     mount(
         source="tmpfs",
         target="/tmp",
@@ -105,12 +99,7 @@ def private_mounts(scratch_bytes: int) -> int:
         flags=_MS_NOSUID | _MS_NODEV,
         options=f"size={scratch_bytes},nr_inodes=4096,mode=1777",
     )
-    mount(
-        source="proc",
-        target="/proc",
-        kind="proc",
-        flags=_MS_NOSUID | _MS_NODEV | _MS_NOEXEC,
-    )
+    mount(source="proc", target="/proc", kind="proc", flags=_MS_NOSUID | _MS_NODEV | _MS_NOEXEC)
     processes = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY)
     mount(
         source="tmpfs",
@@ -160,9 +149,7 @@ def landlock_abi() -> int:
     return max(0, int(_libc.syscall(_LANDLOCK_CREATE, None, ctypes.c_size_t(0), 1)))
 
 
-def landlock(
-    readable: Iterable[int], listable: Iterable[int], usable: Iterable[str] = ()
-) -> None:
+def landlock(readable: Iterable[int], listable: Iterable[int], usable: Iterable[str] = ()) -> None:
     """Allow reading below the directories ``readable`` (descriptors), listing ``listable``, and the
     devices ``usable``.
 
@@ -180,9 +167,7 @@ def landlock(
         : 24 if abi >= 6 else 16 if abi >= 4 else 8
     ]
     rules = _check(
-        _libc.syscall(
-            _LANDLOCK_CREATE, attributes, ctypes.c_size_t(len(attributes)), 0
-        ),
+        _libc.syscall(_LANDLOCK_CREATE, attributes, ctypes.c_size_t(len(attributes)), 0),
         "landlock_create_ruleset",
     )
     try:

@@ -31,10 +31,7 @@ _STREAMS = (
     ("stdout", 1, "w", "surrogateescape"),
     ("stderr", 2, "w", "backslashreplace"),
 )
-FLUSH_BYTES, FLUSH_SECONDS = (
-    1 << 16,
-    0.01,
-)  # answers to prefetched calls are gathered this much
+FLUSH_BYTES, FLUSH_SECONDS = (1 << 16, 0.01)  # answers to prefetched calls are gathered this much
 LIVECODEBENCH = "livecodebench"  # the rule of tests (``sandbox/tests.py``)
 _IS_MAIN = "__name__ == '__main__'"
 _METHOD = re.compile(r"^(\w+)(?:\(\))?\.(\w+)$")
@@ -58,12 +55,7 @@ def run_program(job: dict[str, Any], calls: int | None, message_bytes: int) -> N
             name = "__main__"
         module, shared = define(job, name)
         if calls is not None:
-            Answers(
-                module=module,
-                shared=shared,
-                pipe=calls,
-                message_bytes=message_bytes,
-            ).serve()
+            Answers(module=module, shared=shared, pipe=calls, message_bytes=message_bytes).serve()
         code = 0
     except SystemExit as end:
         code = _exit_code(end)
@@ -108,10 +100,7 @@ def define(job: dict[str, Any], name: str) -> tuple[types.ModuleType, set[str]]:
     module = types.ModuleType(name)
     sys.modules[name] = module
     sys.argv = ["solution.py"]
-    for word in (
-        "exit",
-        "quit",
-    ):  # an interpreter started without its site module has none
+    for word in ("exit", "quit"):  # an interpreter started without its site module has none
         setattr(builtins, word, _sitebuiltins.Quitter(word, ""))
     if job.get("imports"):
         _add_builtins(job["imports"])
@@ -197,11 +186,7 @@ class Answers:
     """The program's functions, called by the tests through a pipe."""
 
     def __init__(
-        self,
-        module: types.ModuleType,
-        shared: set[str],
-        pipe: int,
-        message_bytes: int,
+        self, module: types.ModuleType, shared: set[str], pipe: int, message_bytes: int
     ) -> None:
         self.module = module
         self.shared = shared
@@ -239,9 +224,7 @@ class Answers:
         try:
             result = self.perform(call)
             encoder = rpc.Encoder(self.shared, self.keep)
-            packed = rpc.pack(
-                {"ok": encoder.encode(result), "objects": encoder.objects()}
-            )
+            packed = rpc.pack({"ok": encoder.encode(result), "objects": encoder.objects()})
             if len(packed) <= self.message_bytes:
                 return packed
             return rpc.pack({"long": len(packed)})
@@ -249,18 +232,12 @@ class Answers:
             return rpc.pack({"unsendable": str(error)})
         except BaseException as error:
             return rpc.pack(
-                {
-                    "raised": _builtin_name(error),
-                    "text": _text(error),
-                    "code": category_code(error),
-                }
+                {"raised": _builtin_name(error), "text": _text(error), "code": category_code(error)}
             )
 
     def perform(self, call: dict[str, Any]) -> object:
         decoder = rpc.Decoder(
-            call.get("objects", []),
-            self.by_value(),
-            lambda number, _: self.references[number],
+            call.get("objects", []), self.by_value(), lambda number, _: self.references[number]
         )
         target = self.target(call["on"])
         if "next" in call:

@@ -26,11 +26,7 @@ from typing import Any
 EXIT_MEMORY = 96
 EXIT_FORBIDDEN = 97
 EXIT_OUTPUT = 98
-CATEGORY_OF_EXIT = {
-    EXIT_MEMORY: "memory",
-    EXIT_FORBIDDEN: "forbidden",
-    EXIT_OUTPUT: "output_limit",
-}
+CATEGORY_OF_EXIT = {EXIT_MEMORY: "memory", EXIT_FORBIDDEN: "forbidden", EXIT_OUTPUT: "output_limit"}
 
 MAX_DEPTH = 400
 # bytes of an array of text, in which every item takes as much as the longest
@@ -72,9 +68,7 @@ class Encoder:
     value; ``keep`` returns the number under which another object can be referred to.
     """
 
-    def __init__(
-        self, by_value: Collection[str], keep: Callable[[object], int] | None
-    ) -> None:
+    def __init__(self, by_value: Collection[str], keep: Callable[[object], int] | None) -> None:
         self.by_value = by_value
         self.keep = keep
         self.table: list[object] = []
@@ -235,10 +229,7 @@ class Decoder:
     """
 
     def __init__(
-        self,
-        table: object,
-        classes: Mapping[str, type],
-        refer: Callable[[int, str], object],
+        self, table: object, classes: Mapping[str, type], refer: Callable[[int, str], object]
     ) -> None:
         self.refer = refer
         self.made: list[object] = []

@@ -173,12 +173,7 @@ def _search(verdicts: Sequence[Instruction], start: int = 0) -> list[Instruction
     above = _search(verdicts[middle:], start + middle)
     if len(below) < 256:  # the longest distance of a conditional jump
         return [(_AT_LEAST, len(below), 0, start + middle), *below, *above]
-    return [
-        (_AT_LEAST, 0, 1, start + middle),
-        (_JUMP, 0, 0, len(below)),
-        *below,
-        *above,
-    ]
+    return [(_AT_LEAST, 0, 1, start + middle), (_JUMP, 0, 0, len(below)), *below, *above]
 
 
 def _decided(name: str, rule: list[Instruction]) -> list[Instruction]:
@@ -208,12 +203,7 @@ def _rules(alone: bool, truncates: bool) -> dict[str, list[Instruction]]:
         "fcntl": [_argument(1), *_search(commands)],
         "ioctl": _if_one_of(1, _DEVICE_REQUESTS, _refuse(_ENOTTY)),
         "prctl": _if_one_of(0, _PROCESS_OPTIONS),
-        "socketpair": [
-            _argument(0),
-            (_EQUAL, 1, 0, _UNIX),
-            _refuse(),
-            *_if_one_of(1, _STREAMS),
-        ],
+        "socketpair": [_argument(0), (_EQUAL, 1, 0, _UNIX), _refuse(), *_if_one_of(1, _STREAMS)],
         "sendto": [_argument(4), (_EQUAL, 1, 0, 0), _refuse(), *without_address],
         "clone": [*new_task, _ALLOWED],
         "close_range": _if_one_of(2, _CLOSINGS),
@@ -225,12 +215,7 @@ def _rules(alone: bool, truncates: bool) -> dict[str, list[Instruction]]:
     rules["clone"] = [*new_task, *only_threads]
     if not truncates:
         for name, flags in (("open", 1), ("openat", 2)):
-            rules[name] = [
-                _argument(flags),
-                (_ANY_BIT, 0, 1, _O_TRUNC),
-                _refuse(),
-                _ALLOWED,
-            ]
+            rules[name] = [_argument(flags), (_ANY_BIT, 0, 1, _O_TRUNC), _refuse(), _ALLOWED]
     return rules
 
 
@@ -255,10 +240,7 @@ def _refuse(error: int = _EPERM) -> Instruction:
 
 
 def _if_one_of(
-    argument: int,
-    values: Sequence[int],
-    otherwise: Instruction | None = None,
-    high: bool = False,
+    argument: int, values: Sequence[int], otherwise: Instruction | None = None, high: bool = False
 ) -> list[Instruction]:
     """Return the rule that allows a call if its argument is one of ``values``."""
     tests = []

@@ -76,22 +76,16 @@ class ProgramClient:
             if self._prefetched[0] == _call_key(on, args, kwargs):
                 self._prefetched.popleft()
                 return self._answer()
-            for _ in range(
-                len(self._prefetched)
-            ):  # the tests do not make the predicted call
+            for _ in range(len(self._prefetched)):  # the tests do not make the predicted call
                 self._receive()
             self._prefetched.clear()
-        return self._exchange(
-            {"on": on, "attribute": attribute, **self._arguments(args, kwargs)}
-        )
+        return self._exchange({"on": on, "attribute": attribute, **self._arguments(args, kwargs)})
 
     def prefetch(self, on: dict[str, Any], calls: Sequence[Sequence[object]]) -> None:
         """Send calls that the tests will make in this order, which saves a change of processes for
         each call.
         """
-        self._send(
-            {"calls": [{"on": on, **self._arguments(args, {})} for args in calls]}
-        )
+        self._send({"calls": [{"on": on, **self._arguments(args, {})} for args in calls]})
         self._prefetched.extend(_call_key(on, args, {}) for args in calls)
 
     def attribute(self, on: dict[str, Any], name: str) -> object:
@@ -104,9 +98,7 @@ class ProgramClient:
         self._send({"calls": [request]})
         return self._answer()
 
-    def _arguments(
-        self, args: Sequence[object], kwargs: dict[str, Any]
-    ) -> dict[str, Any]:
+    def _arguments(self, args: Sequence[object], kwargs: dict[str, Any]) -> dict[str, Any]:
         encoder = rpc.Encoder(self.classes.keys(), _number)
         return {
             "args": [encoder.encode(value) for value in args],
@@ -147,9 +139,7 @@ class ProgramClient:
         answer = self._receive()
         if "ok" in answer:
             try:
-                decoder = rpc.Decoder(
-                    answer.get("objects", []), self.classes, self._remote
-                )
+                decoder = rpc.Decoder(answer.get("objects", []), self.classes, self._remote)
                 return decoder.decode(answer["ok"])
             except rpc.BadMessage as error:
                 self._stop("wrong", f"the program's answer is not a value: {error}")
@@ -160,17 +150,11 @@ class ProgramClient:
             raise exception
         if "long" in answer:
             self._stop("output_limit", f"a result of {answer['long']} bytes")
-        self._stop(
-            "wrong", f"the result cannot be compared: {answer.get('unsendable')}"
-        )
+        self._stop("wrong", f"the result cannot be compared: {answer.get('unsendable')}")
 
     def _remote(self, number: int, kind: str) -> RemoteObject:
         if number not in self.remotes:
-            self.remotes[number] = RemoteObject(
-                client=self,
-                on={"reference": number},
-                kind=kind,
-            )
+            self.remotes[number] = RemoteObject(client=self, on={"reference": number}, kind=kind)
         return self.remotes[number]
 
     def _stop(self, category: str, detail: str) -> NoReturn:
@@ -216,9 +200,7 @@ class RemoteObject:
     def __len__(self) -> int:
         try:
             return self._client.call(self._on, "__len__", (), {})
-        except (
-            AttributeError
-        ) as error:  # list() expects this of things without a length
+        except AttributeError as error:  # list() expects this of things without a length
             raise TypeError(str(error)) from None
 
     def __getitem__(self, key: object) -> object:
@@ -237,15 +219,11 @@ def _number(value: object) -> int:
     raise rpc.Unsendable(f"the tests pass a value of type {type(value).__name__}")
 
 
-def _call_key(
-    on: dict[str, Any], args: Sequence[object], kwargs: dict[str, Any]
-) -> bytes:
+def _call_key(on: dict[str, Any], args: Sequence[object], kwargs: dict[str, Any]) -> bytes:
     """Return equal bytes for equal calls: 1, 1.0 and True are different arguments."""
     call = (on, list(args), kwargs)
     try:
-        return marshal.dumps(
-            call, 2
-        )  # a version without references between equal parts
+        return marshal.dumps(call, 2)  # a version without references between equal parts
     except ValueError:
         return repr(call).encode(errors="surrogatepass")
 
@@ -259,15 +237,9 @@ def run_checks(task: bytes, limits: dict[str, Any]) -> NoReturn:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     sys.setrecursionlimit(10_000)
     signal.setitimer(signal.ITIMER_PROF, limits["program_seconds"])
-    client = ProgramClient(
-        pipe=3,
-        timeout=limits["test_seconds"],
-        limit=limits["output_bytes"],
-    )
+    client = ProgramClient(pipe=3, timeout=limits["test_seconds"], limit=limits["output_bytes"])
     category, detail = judge(json.loads(task), client)
-    os.write(
-        verdict, json.dumps({"category": category, "detail": detail[:1000]}).encode()
-    )
+    os.write(verdict, json.dumps({"category": category, "detail": detail[:1000]}).encode())
     os._exit(0)
 
 
@@ -281,9 +253,7 @@ def judge(tests: dict[str, Any], client: ProgramClient) -> tuple[str, str]:
         if client.stopped:
             return client.stopped.category, client.stopped.detail
         if client.raised and client.raised[0] is error:
-            return rpc.CATEGORY_OF_EXIT.get(
-                client.raised[1], "runtime_error"
-            ), _described(error)
+            return rpc.CATEGORY_OF_EXIT.get(client.raised[1], "runtime_error"), _described(error)
         if isinstance(error, MemoryError):
             return "memory", "comparing the results"
         return "wrong", _described(error)
@@ -314,9 +284,7 @@ def _namespace(tests: dict[str, Any], client: ProgramClient) -> dict[str, Any]:
     return names
 
 
-def _bind_free_names(
-    code: CodeType, names: dict[str, Any], client: ProgramClient
-) -> bool:
+def _bind_free_names(code: CodeType, names: dict[str, Any], client: ProgramClient) -> bool:
     """Bind the free names of the tests to the program's functions and classes, or to well-known
     modules; return whether there were any of the program's. Builtins stay what they are, so that a
     program that redefines ``len`` does not change the tests.
@@ -330,11 +298,7 @@ def _bind_free_names(
         elif name in _MODULES.split():
             names[name] = importlib.import_module(name)
         else:
-            names[name] = RemoteObject(
-                client=client,
-                on={"name": name},
-                kind=name,
-            )
+            names[name] = RemoteObject(client=client, on={"name": name}, kind=name)
             bound = True
     return bound
 
@@ -365,9 +329,7 @@ def _shadowed(tree: ast.Module) -> str | None:
             calls.append(node)
     for statement in tree.body:
         if isinstance(statement, ast.Assert):
-            calls += [
-                node for node in ast.walk(statement.test) if isinstance(node, ast.Call)
-            ]
+            calls += [node for node in ast.walk(statement.test) if isinstance(node, ast.Call)]
     for call in calls:
         if isinstance(call.func, ast.Name) and hasattr(builtins, call.func.id):
             return call.func.id
@@ -375,11 +337,7 @@ def _shadowed(tree: ast.Module) -> str | None:
 
 
 def _execute(
-    source: str,
-    names: dict[str, Any],
-    client: ProgramClient,
-    target: str | None,
-    entry: str,
+    source: str, names: dict[str, Any], client: ProgramClient, target: str | None, entry: str
 ) -> None:
     tree = ast.parse(source)
     predicted = None
@@ -390,11 +348,7 @@ def _execute(
     if not target and not bound:
         shadowed = _shadowed(tree)
         if shadowed:
-            names[shadowed] = RemoteObject(
-                client=client,
-                on={"name": shadowed},
-                kind="function",
-            )
+            names[shadowed] = RemoteObject(client=client, on={"name": shadowed}, kind="function")
     if predicted:
         client.prefetch({"name": entry}, predicted)
     exec(code, names)
@@ -411,31 +365,15 @@ def _check(tests: dict[str, Any], client: ProgramClient) -> None:
     )
     if isinstance(names.get("check"), RemoteObject) or not callable(names.get("check")):
         raise NameError("the tests define no check(candidate)")
-    names["check"](
-        RemoteObject(
-            client=client,
-            on={"name": tests["entry_point"]},
-            kind="function",
-        )
-    )
+    names["check"](RemoteObject(client=client, on={"name": tests["entry_point"]}, kind="function"))
 
 
 def _asserts(tests: dict[str, Any], client: ProgramClient) -> None:
     names = _namespace(tests, client)
     entry = tests.get("entry_point")
     if entry and entry.isidentifier():
-        names[entry] = RemoteObject(
-            client=client,
-            on={"name": entry},
-            kind="function",
-        )
-    _execute(
-        source=tests["code"],
-        names=names,
-        client=client,
-        target=entry,
-        entry=entry or "",
-    )
+        names[entry] = RemoteObject(client=client, on={"name": entry}, kind="function")
+    _execute(source=tests["code"], names=names, client=client, target=entry, entry=entry or "")
 
 
 def _function(tests: dict[str, Any], client: ProgramClient) -> None:
@@ -448,11 +386,7 @@ def _function(tests: dict[str, Any], client: ProgramClient) -> None:
         cases.append({name: decoder.decode(value) for name, value in case.items()})
     if not any(case["kwargs"] for case in cases):
         client.prefetch(on, [case["args"] for case in cases])
-    function = RemoteObject(
-        client=client,
-        on=on,
-        kind="function",
-    )
+    function = RemoteObject(client=client, on=on, kind="function")
     for number, case in enumerate(cases, start=1):
         result = function(*case["args"], **case["kwargs"])
         if tests.get("rule") == LIVECODEBENCH:
@@ -490,20 +424,13 @@ def _close(result: object, expected: object, atol: float) -> bool:
     if isinstance(expected, list):
         if not isinstance(result, list) or len(result) != len(expected):
             return False
-        return all(
-            _close(part, goal, atol)
-            for part, goal in zip(result, expected, strict=True)
-        )
+        return all(_close(part, goal, atol) for part, goal in zip(result, expected, strict=True))
     if result == expected:
         return True
     if not isinstance(result, int | float) or not isinstance(expected, int | float):
         return False
     try:
-        return (
-            abs(result - expected)
-            <= atol + EVALPLUS_RTOL * abs(expected)
-            < float("inf")
-        )
+        return abs(result - expected) <= atol + EVALPLUS_RTOL * abs(expected) < float("inf")
     except OverflowError:
         return False
 
@@ -537,10 +464,7 @@ def _predicted_calls(
         literals = []
         loops = []
         for node in body:
-            if (
-                isinstance(node, ast.Assign)
-                and ast.unparse(node.targets[0]) == "inputs"
-            ):
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "inputs":
                 literals.append(node.value)
             elif isinstance(node, ast.For):
                 loops.append(node)
@@ -551,9 +475,7 @@ def _predicted_calls(
             inputs = eval(code, {**names, "inf": float("inf"), "nan": float("nan")})
         except Exception:
             return None
-        if isinstance(inputs, list) and all(
-            isinstance(item, list | tuple) for item in inputs
-        ):
+        if isinstance(inputs, list) and all(isinstance(item, list | tuple) for item in inputs):
             return [list(item) for item in inputs]
     return None
 

@@ -8,17 +8,8 @@ from typing import Any
 import numpy as np
 
 from megatron_dcpo.config.parallel import ParallelConfig, PlannedOptions
-from megatron_dcpo.config.sections import (
-    Config,
-    DataConfig,
-    ModelConfig,
-    OptimizerConfig,
-)
-from megatron_dcpo.policy.batching import (
-    assign_to_ranks,
-    sequence_length,
-    split_micro_batches,
-)
+from megatron_dcpo.config.sections import Config, DataConfig, ModelConfig, OptimizerConfig
+from megatron_dcpo.policy.batching import assign_to_ranks, sequence_length, split_micro_batches
 from megatron_dcpo.runtime.distributed import Topology, initialize
 from megatron_dcpo.types import TrainingSample
 from tests.helpers.samples import bare
@@ -28,10 +19,7 @@ def samples_for_test() -> list[TrainingSample]:
     """Twelve prompts and responses of odd lengths."""
     rng = np.random.default_rng(0)
     return [
-        bare(
-            rng.integers(1, 331, rng.integers(1, 9)),
-            rng.integers(1, 331, rng.integers(1, 120)),
-        )
+        bare(rng.integers(1, 331, rng.integers(1, 9)), rng.integers(1, 331, rng.integers(1, 120)))
         for _ in range(12)
     ]
 
@@ -42,9 +30,7 @@ def parallel_config(options: Mapping[str, Any]) -> ParallelConfig:
     """
     own = dict(options)
     handed_on = own.pop("megatron", {}) | {
-        name: own.pop(name)
-        for name in options
-        if name in PlannedOptions.__pydantic_fields__
+        name: own.pop(name) for name in options if name in PlannedOptions.__pydantic_fields__
     }
     return ParallelConfig(**own, megatron=handed_on)
 
@@ -54,11 +40,7 @@ def initialize_layout(parallel: ParallelConfig) -> Topology:
 
 
 def config_for_test(
-    model: str,
-    dtype: str,
-    parallel: ParallelConfig,
-    layers: str = "auto",
-    **optimizer: Any,
+    model: str, dtype: str, parallel: ParallelConfig, layers: str = "auto", **optimizer: Any
 ) -> Config:
     return Config(
         run_dir="unused",
@@ -85,8 +67,6 @@ def shared_out(
         micro_batch_size=micro_batch_size,
         max_tokens=max_tokens,
         packing=parallel.sequence_packing,
-        multiple_of=topology.pp_size
-        if parallel.virtual_pipeline_model_parallel_size > 1
-        else 1,
+        multiple_of=topology.pp_size if parallel.virtual_pipeline_model_parallel_size > 1 else 1,
     )
     return list(shares[topology.dp_rank]), splits

@@ -62,9 +62,7 @@ def stock_chunks(arch, vocab_size, dtype, parallel, loads, **config_options):
         **config_options,
     )
     if capabilities().transformer_engine:  # the stand-in
-        spec = get_gpt_layer_with_transformer_engine_spec(
-            qk_layernorm=arch.qk_layernorm
-        )
+        spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=arch.qk_layernorm)
     else:
         spec = local_spec(arch, loads, arch.num_experts or None)
     stage, stages = (
@@ -125,10 +123,7 @@ def block_of(arch, loads, config, vp_stage, pp_rank):
 def experts_of(arch, parallel):
     router = {}
     if arch.router_bias:
-        router = {
-            "moe_router_score_function": "sigmoid",
-            "moe_router_enable_expert_bias": True,
-        }
+        router = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
     if arch.dense_layers:
         router["moe_layer_freq"] = [
             int(arch.has_experts(layer)) for layer in range(arch.num_layers)
@@ -154,22 +149,14 @@ def run(options: dict[str, Any]) -> Any:
         arch = read_architecture(case["model"])
         dtype = torch.bfloat16 if case["dtype"] == "bf16" else torch.float32
         chunks = stock_chunks(
-            arch,
-            case["padded"],
-            dtype,
-            parallel,
-            "checkpoint" in case,
-            **case.get("config", {}),
+            arch, case["padded"], dtype, parallel, "checkpoint" in case, **case.get("config", {})
         )
         if not case.get("mixed"):
             chunks = [
                 chunk.to(dtype) for chunk in chunks
             ]  # as Float16Module does: the local RMSNorm is fp32 otherwise
         if "checkpoint" in case:
-            state = {
-                f"model{i}": chunk.sharded_state_dict()
-                for i, chunk in enumerate(chunks)
-            }
+            state = {f"model{i}": chunk.sharded_state_dict() for i, chunk in enumerate(chunks)}
             if len(chunks) == 1:
                 state = state["model0"]
             loaded = dist_checkpointing.load(state, case["checkpoint"])
@@ -192,9 +179,7 @@ def run(options: dict[str, Any]) -> Any:
                 # the biases of routers stay fp32
                 own = torch.float32 if name.endswith(ROUTER_BIAS) else dtype
                 here = parameter.data[:rows].to(own)
-                if expected[name].dtype != own or not torch.equal(
-                    here, expected[name][:rows]
-                ):
+                if expected[name].dtype != own or not torch.equal(here, expected[name][:rows]):
                     different.append(f"case {index} chunk {i} {name}")
         if case.get("run"):
             with vocabulary_of(case["padded"]):
@@ -208,9 +193,7 @@ def run(options: dict[str, Any]) -> Any:
                 f"model{i}": chunk.sharded_state_dict(metadata=metadata)
                 for i, chunk in enumerate(chunks)
             }
-            dist_checkpointing.save(
-                state["model0"] if len(chunks) == 1 else state, case["save"]
-            )
+            dist_checkpointing.save(state["model0"] if len(chunks) == 1 else state, case["save"])
     everyone = [name for names in all_gather_objects(different) for name in names]
     return {"different": everyone}
 

@@ -26,12 +26,7 @@ from megatron_dcpo.planning.machine import Machine
 from megatron_dcpo.planning.plan import make_plan
 from megatron_dcpo.policy import optimizer as policy_optimizer
 from megatron_dcpo.policy.model import Policy, build_policy
-from megatron_dcpo.policy.optimizer import (
-    Offload,
-    PolicyOptimizer,
-    on_host,
-    optimizer_parts,
-)
+from megatron_dcpo.policy.optimizer import Offload, PolicyOptimizer, on_host, optimizer_parts
 from megatron_dcpo.policy.schedule import accumulate_gradients, compute_logprobs
 from megatron_dcpo.rollout import SamplingConfig, build_local_engine
 from megatron_dcpo.rollout.vllm_host import VllmOptions
@@ -48,11 +43,7 @@ from megatron_dcpo.runtime.distributed import Topology
 from megatron_dcpo.runtime.dtypes import torch_dtype
 from megatron_dcpo.types import TrainingSample
 from megatron_dcpo.weights.reshard import export_buckets, plan_for
-from tests.distributed.cases.common import (
-    config_for_test,
-    initialize_layout,
-    samples_for_test,
-)
+from tests.distributed.cases.common import config_for_test, initialize_layout, samples_for_test
 from tests.helpers.samples import bare
 from tests.helpers.vllm import prompts_for_test
 
@@ -70,9 +61,7 @@ class Trainer:
 
     @classmethod
     def of(cls, options: dict[str, Any]) -> Trainer:
-        parallel = ParallelConfig(
-            use_distributed_optimizer=options.get("distributed", False)
-        )
+        parallel = ParallelConfig(use_distributed_optimizer=options.get("distributed", False))
         topology = initialize_layout(parallel)
         config = config_for_test(
             options["model"], options["dtype"], parallel, options["layers"], lr=1e-3
@@ -85,13 +74,7 @@ class Trainer:
         splits = micro_batches(samples, micro_batch_size)
         self.optimizer.zero_gradients()
         accumulate_gradients(
-            self.policy,
-            samples,
-            splits,
-            loss,
-            temperature=1.0,
-            packing=False,
-            separable=True,
+            self.policy, samples, splits, loss, temperature=1.0, packing=False, separable=True
         )
         _, norm, _ = self.optimizer.megatron.step()
         self.optimizer.scheduler.step(1)
@@ -105,18 +88,12 @@ class Trainer:
                 for parameter in group["params"]:
                     yield parameter.data
                     state = part.optimizer.state.get(parameter, {})
-                    yield from (
-                        state[name]
-                        for name in ("exp_avg", "exp_avg_sq")
-                        if name in state
-                    )
+                    yield from (state[name] for name in ("exp_avg", "exp_avg_sq") if name in state)
 
     def steps(self) -> list[Any]:
         """What the optimizer and the schedule have counted."""
         parts = optimizer_parts(self.optimizer.megatron)
-        counted = [
-            group.get("step") for part in parts for group in part.optimizer.param_groups
-        ]
+        counted = [group.get("step") for part in parts for group in part.optimizer.param_groups]
         return [
             *(None if step is None else int(step) for step in counted),
             self.optimizer.scheduler.num_steps,
@@ -124,10 +101,7 @@ class Trainer:
 
 
 def micro_batches(samples: list[TrainingSample], size: int) -> list[list[int]]:
-    return [
-        list(range(i, min(i + size, len(samples))))
-        for i in range(0, len(samples), size)
-    ]
+    return [list(range(i, min(i + size, len(samples)))) for i in range(0, len(samples), size)]
 
 
 def digest(tensors: Iterable[Tensor]) -> str:
@@ -151,11 +125,7 @@ def save_and_resume(options: dict[str, Any]) -> dict[str, Any]:
         first.update(samples)
     saved, steps = digest(first.state()), [first.steps()]
     saver = Saver(
-        out,
-        first.topology.rank,
-        1,
-        background=True,
-        replicas=first.topology.replica_group,
+        out, first.topology.rank, 1, background=True, replicas=first.topology.replica_group
     )
     saver.begin(1, checkpoint_state(first.policy, first.optimizer, 1, RUN))
     norm = first.update(samples)
@@ -182,9 +152,7 @@ def offload(options: dict[str, Any]) -> dict[str, Any]:
     """
     if options.get("pretend"):
         for module in (host_memory, policy_optimizer):
-            module.capabilities = lambda: dataclasses.replace(
-                _CPU, separate_memory=True
-            )
+            module.capabilities = lambda: dataclasses.replace(_CPU, separate_memory=True)
     trainer = Trainer.of(options)
     trainer.update(samples_for_test())
     reference = build_policy(
@@ -198,14 +166,8 @@ def offload(options: dict[str, Any]) -> dict[str, Any]:
             synchronize()
             empty_cache()
             return torch.cuda.memory_allocated()
-        buffers = [
-            buffer.grad_data
-            for chunk in trainer.policy.chunks
-            for buffer in chunk.buffers
-        ]
-        return sum(
-            storages([*trainer.state(), *(p.data for p in frozen), *buffers]).values()
-        )
+        buffers = [buffer.grad_data for chunk in trainer.policy.chunks for buffer in chunk.buffers]
+        return sum(storages([*trainer.state(), *(p.data for p in frozen), *buffers]).values())
 
     before = {"state": digest(trainer.state()), "reference": digest(frozen)}
     bytes_held, device = [held()], [memory_gb().get("device", 0.0)]
@@ -243,10 +205,7 @@ def memory(options: dict[str, Any]) -> dict[str, Any]:
     )
     base = memory_base()
     trainer = Trainer.of(options)
-    config, rng = (
-        planned(trainer.config, prompt, response, size),
-        np.random.default_rng(0),
-    )
+    config, rng = (planned(trainer.config, prompt, response, size), np.random.default_rng(0))
     (stage,) = make_plan(config, Machine(gpus=1)).stages
 
     def ids(number: int) -> np.ndarray:
@@ -274,14 +233,8 @@ def memory(options: dict[str, Any]) -> dict[str, Any]:
     saver.begin(1, checkpoint_state(trainer.policy, trainer.optimizer, 1, RUN))
     measured["save"] = peak(trainer) - base
     saver.wait()
-    without_engine = {
-        "update": stage.total - stage.engine,
-        "save": stage.saving - stage.engine,
-    }
-    return {
-        "measured": measured,
-        "predicted": {"resting": stage.resting} | without_engine,
-    }
+    without_engine = {"update": stage.total - stage.engine, "save": stage.saving - stage.engine}
+    return {"measured": measured, "predicted": {"resting": stage.resting} | without_engine}
 
 
 def planned(config: Config, prompt: int, response: int, size: int) -> Config:
@@ -291,10 +244,7 @@ def planned(config: Config, prompt: int, response: int, size: int) -> Config:
         config,
         data=replace(config.data, max_prompt_length=prompt, prompts_per_step=1),
         rollout=replace(
-            config.rollout,
-            max_response_length=response,
-            group_size=2 * size,
-            engine="transformers",
+            config.rollout, max_response_length=response, group_size=2 * size, engine="transformers"
         ),
         training=replace(
             config.training,
@@ -336,17 +286,12 @@ def logprobs(options: dict[str, Any]) -> dict[str, Any]:
     for name, packing in (("padded", False), ("packed", True)):
         parallel = ParallelConfig(sequence_packing=packing)
         topology = initialize_layout(parallel)
-        config = config_for_test(
-            options["model"], options["dtype"], parallel, options["layers"]
-        )
+        config = config_for_test(options["model"], options["dtype"], parallel, options["layers"])
         policy = build_policy(config.model, parallel, topology, training=False)
         splits = micro_batches(samples, 4)
-        ours[name] = compute_logprobs(
-            policy, samples, splits, temperature=1.0, packing=packing
-        )
+        ours[name] = compute_logprobs(policy, samples, splits, temperature=1.0, packing=packing)
     exact, rounded = (
-        of_transformers(options["model"], dtype, samples)
-        for dtype in ("fp32", options["dtype"])
+        of_transformers(options["model"], dtype, samples) for dtype in ("fp32", options["dtype"])
     )
     return {
         "packed, padded": gap(ours["packed"], ours["padded"]),
@@ -356,9 +301,7 @@ def logprobs(options: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def of_transformers(
-    model: str, dtype: str, samples: list[TrainingSample]
-) -> list[np.ndarray]:
+def of_transformers(model: str, dtype: str, samples: list[TrainingSample]) -> list[np.ndarray]:
     from transformers import AutoModelForCausalLM
 
     # a checkpoint's values, rounded as the policy's are, computed with in ``dtype``
@@ -371,8 +314,7 @@ def of_transformers(
     with torch.no_grad():
         for sample in samples:
             ids = torch.tensor(
-                np.concatenate([sample.prompt_ids, sample.response_ids]),
-                device=current_device(),
+                np.concatenate([sample.prompt_ids, sample.response_ids]), device=current_device()
             )[None]
             logp = torch.log_softmax(network(ids).logits[0].float(), -1)[
                 len(sample.prompt_ids) - 1 : -1
@@ -401,9 +343,7 @@ def restart(options: dict[str, Any]) -> dict[str, Any]:
     for round_number in range(2):
         used.append(memory_gb().get("device", 0.0))
         engine.update_weights(export_buckets(trainer.policy, plan), 1)
-        responses = engine.generate(
-            prompts_for_test(), SamplingConfig(top_k=1, max_tokens=24), 0
-        )
+        responses = engine.generate(prompts_for_test(), SamplingConfig(top_k=1, max_tokens=24), 0)
         tokens.append([response.token_ids.tolist() for response in responses])
         if round_number == 0:
             if options.get("asleep"):

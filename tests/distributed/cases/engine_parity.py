@@ -29,11 +29,7 @@ from megatron_dcpo.types import Prompt
 from megatron_dcpo.weights.hf_checkpoint import write_checkpoint
 from megatron_dcpo.weights.reshard import Traffic, export_buckets, gather_full, plan_for
 from megatron_dcpo.weights.table import is_constant
-from tests.distributed.cases.common import (
-    config_for_test,
-    initialize_layout,
-    parallel_config,
-)
+from tests.distributed.cases.common import config_for_test, initialize_layout, parallel_config
 from tests.helpers.samples import bare
 from tests.helpers.vllm import prompts_for_test
 
@@ -53,9 +49,9 @@ def move_weights(policy: Any, update: int) -> None:
             here = parameters[copy.megatron].narrow(copy.dim, copy.start, copy.length)
             index = torch.arange(copy.hf_start, copy.hf_stop, dtype=torch.float64)
             wave = (1 + 0.2 * torch.sin(index * 0.37 + seed)).to(here.device)
-            here.mul_(
-                wave.view(-1, *([1] * (here.dim() - 1))) if copy.dim == 0 else wave
-            ).clamp_(-3, 3)
+            here.mul_(wave.view(-1, *([1] * (here.dim() - 1))) if copy.dim == 0 else wave).clamp_(
+                -3, 3
+            )
 
 
 def memory_peak(reset: bool = False) -> int:
@@ -77,17 +73,11 @@ def extra_memory_of_transport(policy: Any, plan: Any) -> int:
     return memory_peak() - before
 
 
-def trainer_logprobs(
-    policy: Any, prompts: list[Prompt], responses: list[Any]
-) -> list[np.ndarray]:
+def trainer_logprobs(policy: Any, prompts: list[Prompt], responses: list[Any]) -> list[np.ndarray]:
     by_id = {p.prompt_id: p for p in prompts}
     samples = [bare(by_id[r.prompt_id].token_ids, r.token_ids) for r in responses]
-    splits = [
-        list(range(i, min(i + 4, len(samples)))) for i in range(0, len(samples), 4)
-    ]
-    return compute_logprobs(
-        policy, samples, splits, temperature=TEMPERATURE, packing=False
-    )
+    splits = [list(range(i, min(i + 4, len(samples)))) for i in range(0, len(samples), 4)]
+    return compute_logprobs(policy, samples, splits, temperature=TEMPERATURE, packing=False)
 
 
 def interrupted(
@@ -99,37 +89,21 @@ def interrupted(
     prompts, asked, gaps = prompts_for_test(), itertools.count(1), []
     samples = [(prompt, index) for prompt in prompts for index in range(sampling.n)]
     cut = PartialRollout(lambda: next(asked) == 6, {})
-    first = [
-        r
-        for responses in engine.stream(samples, sampling, update, cut)
-        for r in responses
-    ]
-    begun = {
-        (r.prompt_id, r.sample_index): r for r in first if r.finish_reason == "abort"
-    }
+    first = [r for responses in engine.stream(samples, sampling, update, cut) for r in responses]
+    begun = {(r.prompt_id, r.sample_index): r for r in first if r.finish_reason == "abort"}
     assert begun
     assert all(0 < len(r.token_ids) <= 6 for r in first)
-    for ours, response in zip(
-        trainer_logprobs(policy, prompts, first), first, strict=True
-    ):
+    for ours, response in zip(trainer_logprobs(policy, prompts, first), first, strict=True):
         gaps.append(np.abs(ours - response.logprobs).max())
     move_weights(policy, update + 1)
     engine.update_weights(export_buckets(policy, plan), update + 1)
-    left = [
-        (prompt, index)
-        for prompt, index in samples
-        if (prompt.prompt_id, index) in begun
-    ]
+    left = [(prompt, index) for prompt, index in samples if (prompt.prompt_id, index) in begun]
     to_the_end = PartialRollout(lambda: False, begun)
     rest = [
-        r
-        for responses in engine.stream(left, sampling, update + 1, to_the_end)
-        for r in responses
+        r for responses in engine.stream(left, sampling, update + 1, to_the_end) for r in responses
     ]
     assert len(rest) == len(begun)
-    for ours, response in zip(
-        trainer_logprobs(policy, prompts, rest), rest, strict=True
-    ):
+    for ours, response in zip(trainer_logprobs(policy, prompts, rest), rest, strict=True):
         before = begun[response.prompt_id, response.sample_index]
         n, total = len(before.token_ids), len(response.token_ids)
         assert response.segments == ((update, n), (update + 1, total - n))
@@ -224,6 +198,5 @@ def check_model(model: str, options: dict[str, Any], topology: Any) -> dict[str,
 def run(options: dict[str, Any]) -> Any:
     topology = initialize_layout(parallel_config(options["parallel"]))
     return {
-        name: check_model(model, options, topology)
-        for name, model in options["models"].items()
+        name: check_model(model, options, topology) for name, model in options["models"].items()
     }

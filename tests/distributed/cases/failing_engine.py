@@ -52,14 +52,11 @@ class Failures:
         def failing_stream(engine, samples, sampling, step=0, **options):
             self.generated += 1
             self.asked.append(len(samples))
-            if self.mode == "always" or (
-                self.mode == "generate" and self.generated == 2
-            ):
+            if self.mode == "always" or (self.mode == "generate" and self.generated == 2):
                 raise EngineError("killed in generation")
             if self.mode == "device" and self.generated == 2:
                 raise RuntimeError(
-                    self.message
-                    or "CUDA error: an illegal memory access was encountered"
+                    self.message or "CUDA error: an illegal memory access was encountered"
                 )
             parts = stream(engine, samples, sampling, step, **options)
             if self.mode == "signal" and step == 3:
@@ -140,9 +137,7 @@ def _with_a_corrupted_bucket(buckets):
 def run(options: dict[str, Any]) -> None:
     failures = Failures(options["mode"], options.get("message", ""))
     failures.install()
-    status = cli.main(
-        ["train", "--config", str(QUICKSTART / "dcpo.yaml"), *options["overrides"]]
-    )
+    status = cli.main(["train", "--config", str(QUICKSTART / "dcpo.yaml"), *options["overrides"]])
     print(f"restarted {failures.restarted} updated {failures.updated}", flush=True)
     print(f"asked {failures.asked} handed over {failures.handed_over}", flush=True)
     sys.exit(status)

@@ -14,17 +14,11 @@ from megatron_dcpo.rollout.vllm_engine import VllmEngine
 
 def run(options: dict[str, Any]) -> None:
     counts = {"generate": 0, "update": 0, "restarted": 0}
-    steps, update, restart = (
-        VllmEngine._steps,
-        VllmEngine.update_weights,
-        VllmEngine.restart,
-    )
+    steps, update, restart = (VllmEngine._steps, VllmEngine.update_weights, VllmEngine.restart)
 
     def due(what: str) -> bool:
         counts[what] += 1
-        return (
-            options["mode"] == what and counts[what] == 2 and os.environ["RANK"] == "1"
-        )
+        return options["mode"] == what and counts[what] == 2 and os.environ["RANK"] == "1"
 
     def failing_steps(engine: VllmEngine, *arguments: Any) -> Any:
         if not due("generate"):

@@ -27,11 +27,7 @@ from megatron_dcpo.training.dealing import samples_to_train
 from megatron_dcpo.training.trainer import UpdateStatistics
 from megatron_dcpo.training.updater import Updater
 from megatron_dcpo.types import Judgement, Prompt, Response, TrainingSample, replaced
-from tests.distributed.cases.common import (
-    config_for_test,
-    initialize_layout,
-    parallel_config,
-)
+from tests.distributed.cases.common import config_for_test, initialize_layout, parallel_config
 from tests.helpers.objective_cases import (
     GOLDEN_OPTIONS,
     LEFT_OUT,
@@ -67,12 +63,7 @@ def samples_without_gradient(count: int) -> list[TrainingSample]:
         TrainingSample(
             Prompt("p1", (), (8, 9), "", "math"),
             Response(
-                "p1",
-                i,
-                rng.integers(1, 331, length),
-                np.zeros(length, np.float32),
-                "stop",
-                0,
+                "p1", i, rng.integers(1, 331, length), np.zeros(length, np.float32), "stop", 0
             ),
             Judgement("p1", 1.0, 0.75, "ok", length - 2, length),
         )
@@ -80,9 +71,7 @@ def samples_without_gradient(count: int) -> list[TrainingSample]:
     ]
 
 
-def with_old_logprobs(
-    updater: Updater, samples: list[TrainingSample]
-) -> list[TrainingSample]:
+def with_old_logprobs(updater: Updater, samples: list[TrainingSample]) -> list[TrainingSample]:
     """Fill ``old_logprobs`` on every rank, as no run needs them: other log-probs are made
     of them.
     """
@@ -91,13 +80,8 @@ def with_old_logprobs(
         for index, sample in enumerate(updater.with_old_logprobs(samples))
         if sample.old_logprobs is not None
     }
-    rows = {
-        index: row for rank in all_gather_objects(here) for index, row in rank.items()
-    }
-    return [
-        replaced(sample, old_logprobs=rows[index])
-        for index, sample in enumerate(samples)
-    ]
+    rows = {index: row for rank in all_gather_objects(here) for index, row in rank.items()}
+    return [replaced(sample, old_logprobs=rows[index]) for index, sample in enumerate(samples)]
 
 
 def left_out(updater: Updater, samples: list[TrainingSample]) -> dict[str, Any]:
@@ -107,9 +91,7 @@ def left_out(updater: Updater, samples: list[TrainingSample]) -> dict[str, Any]:
     losses, gradients = [], []
     for taken in (scored, some):
         backward = partial(updater.accumulate, taken)
-        parts, found = part_gradient(
-            updater.policy, updater.optimizer.megatron, backward
-        )
+        parts, found = part_gradient(updater.policy, updater.optimizer.megatron, backward)
         ranks = all_gather_objects(parts if updater.topology.reports else [])
         losses.append(sum(part["loss"] for rank in ranks for part in rank))
         gradients.append(torch.cat([one.gradient.flatten() for one in found]))
@@ -127,21 +109,15 @@ def run(options: dict[str, Any]) -> Any:
         micro_batch_size=options["micro_batch_size"], max_tokens_per_micro_batch=40
     )
     # many losses of one policy: it does not move
-    config = config_for_test(
-        options["model"], "fp32", parallel, lr=0.0, weight_decay=0.0
-    )
+    config = config_for_test(options["model"], "fp32", parallel, lr=0.0, weight_decay=0.0)
     config = dataclasses.replace(config, training=training)
     policy = build_policy(config.model, parallel, topology)
     optimizer = PolicyOptimizer(policy, config)
     order = options["order"]
     samples = samples_for_test(order)
     result: dict[str, Any] = {"losses": {}, "norms": {}, "left_out": {}}
-    others = {
-        name: method_options for name, (method_options, _) in OTHER_LOSSES.items()
-    }
-    first = Updater(
-        policy, optimizer, build_method(ObjectiveConfig()), None, None, config
-    )
+    others = {name: method_options for name, (method_options, _) in OTHER_LOSSES.items()}
+    first = Updater(policy, optimizer, build_method(ObjectiveConfig()), None, None, config)
     with_old = with_old_logprobs(first, samples)
     new = [sample.old_logprobs for sample in with_old]
     result["new"] = {str(i): row.tolist() for row, i in zip(new, order, strict=True)}
@@ -159,8 +135,6 @@ def run(options: dict[str, Any]) -> Any:
         if name in LEFT_OUT:
             idle = samples_without_gradient(20)
             result["left_out"][name] = left_out(updater, idle[:3] + samples + idle[3:])
-            result["left_out"][f"{name}, no gradient at all"] = left_out(
-                updater, idle[:9]
-            )
+            result["left_out"][f"{name}, no gradient at all"] = left_out(updater, idle[:9])
     all_gather_objects(None)
     return result

@@ -41,9 +41,7 @@ def run(options: dict[str, Any]) -> dict[str, Any]:
 
     for chunk in policy.chunks:
         chunk.zero_grad_buffer()
-    accumulate_gradients(
-        policy, samples, splits, loss, temperature=1.0, packing=packing
-    )
+    accumulate_gradients(policy, samples, splits, loss, temperature=1.0, packing=packing)
     model = auto_class("AutoModelForCausalLM").from_pretrained(
         options["model"], dtype=torch.float32
     )
@@ -64,9 +62,7 @@ def run(options: dict[str, Any]) -> dict[str, Any]:
         differences[name] = difference / (scale or 1.0)
     assert not ours_by_name, sorted(ours_by_name)
     return {
-        "logprobs": max(
-            float(np.abs(a - b).max()) for a, b in zip(ours, theirs, strict=True)
-        ),
+        "logprobs": max(float(np.abs(a - b).max()) for a, b in zip(ours, theirs, strict=True)),
         "gradients": differences,
     }
 
@@ -90,9 +86,7 @@ def gradients_of(policy: Policy) -> dict[str, Tensor]:
     return found
 
 
-def gradients_of_transformers(
-    model: torch.nn.Module, arch: Architecture
-) -> dict[str, Tensor]:
+def gradients_of_transformers(model: torch.nn.Module, arch: Architecture) -> dict[str, Tensor]:
     """Return the same of a model of transformers, whose tensors may hold several of the table's."""
     found = {}
     for name, parameter in model.named_parameters():

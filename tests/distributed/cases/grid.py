@@ -24,23 +24,17 @@ from tests.distributed.cases.common import (
 def measure(setting, options, topology) -> list[float]:
     """[loss, gradient norm, loss, gradient norm] with an optimizer step in between."""
     parallel = parallel_config(setting["parallel"])
-    config = config_for_test(
-        options["model"], setting.get("dtype", "fp32"), parallel, lr=1e-3
-    )
+    config = config_for_test(options["model"], setting.get("dtype", "fp32"), parallel, lr=1e-3)
     policy = build_policy(config.model, parallel, topology)
     optimizer = PolicyOptimizer(policy, config)
     samples, size = samples_for_test(), setting["micro_batch_size"]
-    indices, splits = shared_out(
-        samples, parallel, topology, size, max_tokens=130 * size
-    )
+    indices, splits = shared_out(samples, parallel, topology, size, max_tokens=130 * size)
     mine = [samples[i] for i in indices]
     total = sum(len(sample.response_ids) for sample in samples)
 
     def loss(batch, outputs):
         value = -(
-            (1 + batch.targets % 3).float()
-            / total
-            * (outputs.logprobs + 0.01 * outputs.entropy)
+            (1 + batch.targets % 3).float() / total * (outputs.logprobs + 0.01 * outputs.entropy)
         )
         return value, {}
 
@@ -75,9 +69,7 @@ def run(options: dict[str, Any]) -> Any:
     topology = initialize_layout(parallel_config(options["settings"][0]["parallel"]))
     calls: list[float] = []
     results = []
-    with patch.object(
-        CausalAttention, "_attend", counted(CausalAttention._attend, calls)
-    ):
+    with patch.object(CausalAttention, "_attend", counted(CausalAttention._attend, calls)):
         for setting in options["settings"]:
             calls.clear()
             measured = measure(setting, options, topology)

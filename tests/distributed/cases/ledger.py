@@ -44,9 +44,7 @@ class SleepingEngine(TransformersEngine):
         super().update_weights(buckets, version)
         LEDGER.put("engine cache", 1)
 
-    def stream(
-        self, samples: Any, sampling: Any, step: int = 0, partial: Any = None
-    ) -> Any:
+    def stream(self, samples: Any, sampling: Any, step: int = 0, partial: Any = None) -> Any:
         if SleepingEngine.failing and step == 2:
             SleepingEngine.failing = False
             raise EngineError("killed in generation")
@@ -68,9 +66,7 @@ def run(options: dict[str, Any]) -> Any:
 
     if options["device"]:
         for module in (host_memory, optimizer):
-            module.capabilities = lambda: dataclasses.replace(
-                _CPU, separate_memory=True
-            )
+            module.capabilities = lambda: dataclasses.replace(_CPU, separate_memory=True)
         training_run.build_local_engine = lambda kind, model, settings: (
             SleepingEngine.from_pretrained(model, settings.dtype, settings.max_num_seqs)
         )

@@ -20,18 +20,10 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 
 from megatron_dcpo.checkpoints import optimizer_shards
 from megatron_dcpo.checkpoints.saver import Saver
-from megatron_dcpo.checkpoints.state import (
-    checkpoint_state,
-    load_checkpoint,
-    newest_intact,
-)
+from megatron_dcpo.checkpoints.state import checkpoint_state, load_checkpoint, newest_intact
 from megatron_dcpo.policy.model import build_policy
 from megatron_dcpo.policy.optimizer import PolicyOptimizer, optimizer_parts
-from tests.distributed.cases.common import (
-    config_for_test,
-    initialize_layout,
-    parallel_config,
-)
+from tests.distributed.cases.common import config_for_test, initialize_layout, parallel_config
 
 COLLECTIVES = (
     "all_gather",
@@ -47,9 +39,7 @@ STATE = "optimizer.state."
 
 
 def run(options: dict[str, Any]) -> Any:
-    parallel = parallel_config(
-        {"use_distributed_optimizer": True, **options["parallel"]}
-    )
+    parallel = parallel_config({"use_distributed_optimizer": True, **options["parallel"]})
     topology = initialize_layout(parallel)
     config = config_for_test(options["model"], options["dtype"], parallel)
 
@@ -80,10 +70,7 @@ def run(options: dict[str, Any]) -> Any:
         "read": sum(read.values()),
         "opened": opened,
     }
-    for directory, how in (
-        ("megatron", contextlib.nullcontext()),
-        ("ours", megatrons_code()),
-    ):
+    for directory, how in (("megatron", contextlib.nullcontext()), ("ours", megatrons_code())):
         policy, optimizer = build()
         with how:
             load_checkpoint(out / directory, 1, policy, optimizer)
@@ -97,9 +84,7 @@ def save(directory, policy, optimizer, topology):
     state = checkpoint_state(
         policy, optimizer, 1, dict.fromkeys(("seed", "data", "reward", "engine"), 0)
     )
-    saver = Saver(
-        directory, topology.rank, 1, background=False, replicas=topology.replica_group
-    )
+    saver = Saver(directory, topology.rank, 1, background=False, replicas=topology.replica_group)
     saver.begin(1, state)
     saver.wait()
 
@@ -109,9 +94,7 @@ def fill(policy, part) -> None:
     """Random values, equal where ranks hold the same, as if the run had gone on for a while."""
     part._init_optimizer_states_with_dummy_values()
     names = {
-        p: f"{i}.{name}"
-        for i, gpt in enumerate(policy.gpt)
-        for name, p in gpt.named_parameters()
+        p: f"{i}.{name}" for i, gpt in enumerate(policy.gpt) for name, p in gpt.named_parameters()
     }
     at = policy.topology
     for parameter, start, stop in optimizer_shards._owned_ranges(part):
@@ -120,12 +103,8 @@ def fill(policy, part) -> None:
         generator = torch.Generator().manual_seed(
             int.from_bytes(hashlib.sha256(key).digest()[:6], "little")
         )
-        for name, tensor in part._get_main_param_and_optimizer_states(
-            parameter
-        ).items():
-            tensor.copy_(
-                torch.rand(tensor.shape, generator=generator) + (name == "exp_avg")
-            )
+        for name, tensor in part._get_main_param_and_optimizer_states(parameter).items():
+            tensor.copy_(torch.rand(tensor.shape, generator=generator) + (name == "exp_avg"))
     for group in part.optimizer.param_groups:
         group["step"] = 7
     part._copy_main_params_to_model_params()
@@ -140,20 +119,14 @@ def digest(policy, part) -> str:
         for parameter in gpt.parameters():
             hashed.update(parameter.float().numpy().tobytes())
     for parameter, _, _ in optimizer_shards._owned_ranges(part):
-        for name, tensor in sorted(
-            part._get_main_param_and_optimizer_states(parameter).items()
-        ):
+        for name, tensor in sorted(part._get_main_param_and_optimizer_states(parameter).items()):
             hashed.update(name.encode() + tensor.numpy().tobytes())
-    hashed.update(
-        str([group["step"] for group in part.optimizer.param_groups]).encode()
-    )
+    hashed.update(str([group["step"] for group in part.optimizer.param_groups]).encode())
     return hashed.hexdigest()
 
 
 def own_numel(part) -> int:
-    return 3 * sum(
-        stop - start for _, start, stop in optimizer_shards._owned_ranges(part)
-    )
+    return 3 * sum(stop - start for _, start, stop in optimizer_shards._owned_ranges(part))
 
 
 @contextlib.contextmanager
@@ -164,9 +137,7 @@ def megatrons_code():
             model, is_loading=is_loading, metadata=optimizer_shards.METADATA
         )
     )
-    optimizer_shards.restore = lambda optimizer, loaded: optimizer.load_state_dict(
-        loaded
-    )
+    optimizer_shards.restore = lambda optimizer, loaded: optimizer.load_state_dict(loaded)
     try:
         yield
     finally:
@@ -206,10 +177,7 @@ def counted_reads():
     whole.
     """
     found: dict[Any, int] = {}
-    read_data, read_metadata = (
-        FileSystemReader.read_data,
-        FileSystemReader.read_metadata,
-    )
+    read_data, read_metadata = (FileSystemReader.read_data, FileSystemReader.read_metadata)
 
     def counting(reader, plan, planner):
         metadata = reader.read_metadata()
@@ -217,9 +185,7 @@ def counted_reads():
             index = item.storage_index
             if index.fqn.startswith(STATE):
                 chunks = metadata.state_dict_metadata[index.fqn].chunks
-                size = next(
-                    chunk.sizes for chunk in chunks if chunk.offsets == index.offset
-                )
+                size = next(chunk.sizes for chunk in chunks if chunk.offsets == index.offset)
                 found[index.fqn, tuple(index.offset)] = size.numel()
         return read_data(reader, plan, planner)
 
@@ -227,10 +193,7 @@ def counted_reads():
     try:
         yield found
     finally:
-        FileSystemReader.read_data, FileSystemReader.read_metadata = (
-            read_data,
-            read_metadata,
-        )
+        FileSystemReader.read_data, FileSystemReader.read_metadata = (read_data, read_metadata)
 
 
 @contextlib.contextmanager
@@ -258,9 +221,7 @@ def written(directory: Path, rank: int) -> dict[str, int]:
         entry = metadata.state_dict_metadata[index.fqn]
         if place.relative_path.startswith(f"__{rank}_") and hasattr(entry, "chunks"):
             size = next(
-                chunk.sizes.numel()
-                for chunk in entry.chunks
-                if chunk.offsets == index.offset
+                chunk.sizes.numel() for chunk in entry.chunks if chunk.offsets == index.offset
             )
             result["optimizer" if index.fqn.startswith(STATE) else "weights"] += size
     files = json.loads((directory / "integrity.json").read_text())["files"]

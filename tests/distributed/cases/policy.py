@@ -37,16 +37,11 @@ def compare_with_engine(policy, options, samples, splits):
     difference.
     """
     packing = options.get("parallel", {}).get("sequence_packing", False)
-    engine = TransformersEngine.from_pretrained(
-        options["model"], options.get("dtype", "fp32")
-    )
+    engine = TransformersEngine.from_pretrained(options["model"], options.get("dtype", "fp32"))
     for name, buffer in engine.model.named_buffers():
         if is_constant(name):
             buffer.zero_()
-    plan, traffic = (
-        plan_for(policy, bucket_bytes=options.get("bucket_bytes", 2**29)),
-        Traffic(),
-    )
+    plan, traffic = (plan_for(policy, bucket_bytes=options.get("bucket_bytes", 2**29)), Traffic())
     engine.update_weights(export_buckets(policy, plan, traffic), version=1)
     rank = policy.topology.place
     assert traffic.received == plan.received[rank] == plan.least[rank], (
@@ -55,24 +50,16 @@ def compare_with_engine(policy, options, samples, splits):
         plan.least,
     )
     assert traffic.peak <= plan.peak_bytes
-    weights = {
-        name: digest(parameter) for name, parameter in engine.model.named_parameters()
-    }
+    weights = {name: digest(parameter) for name, parameter in engine.model.named_parameters()}
     ours = compute_logprobs(policy, samples, splits, temperature=1.0, packing=packing)
     difference = 0.0
     with torch.no_grad():
         for sample, logprobs in zip(samples, ours, strict=True):
-            ids = torch.tensor(
-                np.concatenate([sample.prompt_ids, sample.response_ids])
-            )[None]
+            ids = torch.tensor(np.concatenate([sample.prompt_ids, sample.response_ids]))[None]
             logp = torch.log_softmax(engine.model(ids).logits[0].float(), -1)[
                 len(sample.prompt_ids) - 1 : -1
             ]
-            theirs = (
-                logp.gather(-1, torch.tensor(sample.response_ids)[:, None])
-                .squeeze(-1)
-                .numpy()
-            )
+            theirs = logp.gather(-1, torch.tensor(sample.response_ids)[:, None]).squeeze(-1).numpy()
             difference = max(difference, float(np.abs(theirs - logprobs).max()))
     return weights, difference
 
@@ -84,9 +71,7 @@ def digest(parameter):
 def run(options: dict[str, Any]) -> Any:
     parallel = parallel_config(options.get("parallel", {}))
     topology = initialize_layout(parallel)
-    config = config_for_test(
-        options["model"], options.get("dtype", "fp32"), parallel, lr=1e-2
-    )
+    config = config_for_test(options["model"], options.get("dtype", "fp32"), parallel, lr=1e-2)
     policy = build_policy(config.model, parallel, topology)
     optimizer = PolicyOptimizer(policy, config)
     packing = parallel.sequence_packing
@@ -131,19 +116,11 @@ def run(options: dict[str, Any]) -> Any:
                 )
                 for block in ("reasoning" if step else "confidence", None)
             ]
-            collected, probe = probe_block_gradients(
-                policy, optimizer.megatron, *passes
-            )
+            collected, probe = probe_block_gradients(policy, optimizer.megatron, *passes)
             probes.append(dataclasses.asdict(probe if step else probe.swapped()))
         else:
             collected = accumulate_gradients(
-                policy,
-                mine,
-                splits,
-                loss,
-                temperature=1.0,
-                packing=packing,
-                separable=True,
+                policy, mine, splits, loss, temperature=1.0, packing=packing, separable=True
             )
         _, norm, _ = optimizer.megatron.step()
         optimizer.scheduler.step(1)
@@ -157,9 +134,7 @@ def run(options: dict[str, Any]) -> Any:
     return {
         "losses": losses,
         "norms": norms,
-        "logprobs": {
-            str(i): lp.tolist() for i, lp in zip(indices, logprobs, strict=True)
-        },
+        "logprobs": {str(i): lp.tolist() for i, lp in zip(indices, logprobs, strict=True)},
         "engine_difference": difference,
         "weights": weights,
         "layers": "transformer_engine" if policy.layout.transformer_engine else "local",

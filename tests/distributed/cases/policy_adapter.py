@@ -33,9 +33,7 @@ def weighted(total: int, batch: Any, outputs: Any) -> Any:
     return -((1 + batch.targets % 3).float() / total * outputs.logprobs), {}
 
 
-def measure(
-    setting: dict[str, Any], options: dict[str, Any], topology: Any
-) -> dict[str, Any]:
+def measure(setting: dict[str, Any], options: dict[str, Any], topology: Any) -> dict[str, Any]:
     parallel = parallel_config(setting["parallel"])
     schedule = {
         "lr": LR,
@@ -44,16 +42,12 @@ def measure(
         "weight_decay": 0.0,
         "clip_grad": 0.0,
     }
-    eps = dataclasses.replace(
-        parallel, megatron={**parallel.megatron, "adam_eps": 1e-4}
-    )
+    eps = dataclasses.replace(parallel, megatron={**parallel.megatron, "adam_eps": 1e-4})
     config = config_for_test(options["model"], "fp32", eps, **schedule)
     config = dataclasses.replace(config, training=TrainingConfig(steps=100))
     policy = build_policy(config.model, parallel, topology, training=False)
     shape = AdapterConfig(
-        rank=RANK,
-        alpha=ALPHA,
-        targets=tuple(setting.get("targets", PROJECTIONS)),
+        rank=RANK, alpha=ALPHA, targets=tuple(setting.get("targets", PROJECTIONS))
     )
     optimizer = AdapterOptimizer(Adapter(policy, shape), config)
     adapter, samples = optimizer.adapter, samples_for_test()
@@ -66,13 +60,9 @@ def measure(
     for _ in range(STEPS):
         optimizer.zero_gradients()
         separable = setting.get("separable", True)
-        parts = accumulate_gradients(
-            policy, mine, splits, loss, separable=separable, **forward
-        )
+        parts = accumulate_gradients(policy, mine, splits, loss, separable=separable, **forward)
         everyone = [
-            part
-            for rank in all_gather_objects(parts if topology.reports else [])
-            for part in rank
+            part for rank in all_gather_objects(parts if topology.reports else []) for part in rank
         ]
         measured["losses"].append(sum(part["loss"] for part in everyone))
         measured["norms"].append(optimizer.gradient_norm())
@@ -87,9 +77,7 @@ def measure(
             for i, row in part.items()
         }
         measured[name] = [of_all[i] for i in range(len(samples))]
-    measured["adapter"] = {
-        name: tensor.tolist() for name, tensor in adapter.whole().items()
-    }
+    measured["adapter"] = {name: tensor.tolist() for name, tensor in adapter.whole().items()}
     exported, bound = MergedPolicy.of(adapter), setting.get("bucket_bytes", 1 << 29)
     plan, traffic = plan_for(exported, 1, bound), Traffic()
     for _ in export_buckets(exported, plan, traffic):
@@ -98,15 +86,10 @@ def measure(
     measured["bytes"] = [traffic.received, plan.received[rank], plan.least[rank]]
     measured["peak"] = [traffic.peak, plan.peak_bytes, bound]
     measured["merged"] = {
-        name: t.tolist()
-        for name, t in gather_full(exported, dict(hf_shapes(policy.arch))).items()
+        name: t.tolist() for name, t in gather_full(exported, dict(hf_shapes(policy.arch))).items()
     }
-    measured["unchanged"] = frozen == [
-        digest(p) for gpt in policy.gpt for p in gpt.parameters()
-    ]
-    measured["gradients"] = sum(
-        p.grad is not None for gpt in policy.gpt for p in gpt.parameters()
-    )
+    measured["unchanged"] = frozen == [digest(p) for gpt in policy.gpt for p in gpt.parameters()]
+    measured["gradients"] = sum(p.grad is not None for gpt in policy.gpt for p in gpt.parameters())
     return measured
 
 

@@ -16,8 +16,7 @@ from megatron_dcpo.types import Prompt
 def run(options: dict[str, Any]) -> Any:
     rng, found = np.random.default_rng(0), []
     prompts = [
-        Prompt(str(i), (), tuple(rng.integers(1, 200, 5).tolist()), "", "")
-        for i in range(8)
+        Prompt(str(i), (), tuple(rng.integers(1, 200, 5).tolist()), "", "") for i in range(8)
     ]
     for cache in options["caches"]:
         sizes = VllmOptions(
@@ -30,10 +29,7 @@ def run(options: dict[str, Any]) -> Any:
         engine.eos_token_ids = ()  # nothing ends early
         responses = engine.generate(prompts, SamplingConfig(max_tokens=200))
         found.append(
-            [
-                engine.slot_steps.preemptions,
-                [response.token_ids.tolist() for response in responses],
-            ]
+            [engine.slot_steps.preemptions, [response.token_ids.tolist() for response in responses]]
         )
         engine.close()
     return found

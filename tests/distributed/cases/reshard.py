@@ -44,17 +44,13 @@ def receive(policy, plan, traffic, mode, engine_tp):
                 length = piece.values.shape[piece.dim]
                 whole = reader.tensor(piece.name)
                 same &= torch.equal(
-                    piece.values.float(),
-                    whole.narrow(piece.dim, piece.start, length).float(),
+                    piece.values.float(), whole.narrow(piece.dim, piece.start, length).float()
                 )
                 first, stop = arrived.get(piece.name, (piece.start, piece.start))
-                same &= (
-                    stop == piece.start
-                )  # large ones come in pieces, one after the other
+                same &= stop == piece.start  # large ones come in pieces, one after the other
                 arrived[piece.name] = (first, stop + length)
     return same and all(
-        arrived[name]
-        == engine_slice(policy.arch, name, engine_tp, rank % engine_tp)[1:]
+        arrived[name] == engine_slice(policy.arch, name, engine_tp, rank % engine_tp)[1:]
         for name in reader.specs
     )
 
@@ -64,17 +60,11 @@ def run(options: dict[str, Any]) -> Any:
     parallel, mode = parallel_config(options["parallel"]), options["mode"]
     topology = initialize_layout(parallel)
     policy = build_policy(
-        ModelConfig(path=options["model"], params_dtype="fp32"),
-        parallel,
-        topology,
-        training=False,
+        ModelConfig(path=options["model"], params_dtype="fp32"), parallel, topology, training=False
     )
     if mode == "nan" and topology.rank == 1:
         next(iter(policy.parameters(0).values()))[0, 0] = float("nan")
-    plan, traffic = (
-        plan_for(policy, options["engine_tp"], options["bucket_bytes"]),
-        Traffic(),
-    )
+    plan, traffic = (plan_for(policy, options["engine_tp"], options["bucket_bytes"]), Traffic())
     result = {"not_finite": not_finite(policy), "buckets": len(plan.buckets)}
     started = time.monotonic()
     try:

@@ -32,15 +32,9 @@ def choose_otherwise(
     """As Qwen3MoeTopKRouter.forward, with experts chosen by their scores and a preference for later
     ones.
     """
-    logits = torch.nn.functional.linear(
-        hidden.reshape(-1, router.hidden_dim), router.weight
-    )
+    logits = torch.nn.functional.linear(hidden.reshape(-1, router.hidden_dim), router.weight)
     scores = torch.softmax(logits, -1, torch.float)
-    chosen = (
-        (scores + torch.linspace(0, 0.5, router.num_experts))
-        .topk(router.top_k, -1)
-        .indices
-    )
+    chosen = (scores + torch.linspace(0, 0.5, router.num_experts)).topk(router.top_k, -1).indices
     weights = scores.gather(-1, chosen)
     return logits, weights / weights.sum(-1, keepdim=True), chosen
 
@@ -51,9 +45,7 @@ def choose_otherwise_by_sigmoid(
     """As Glm4MoeTopkRouter.forward, with experts chosen by the preference and not by the correction
     bias.
     """
-    logits = torch.nn.functional.linear(
-        hidden.reshape(-1, router.hidden_dim), router.weight
-    )
+    logits = torch.nn.functional.linear(hidden.reshape(-1, router.hidden_dim), router.weight)
     scores = logits.sigmoid()
     preferred = scores + torch.linspace(0, 0.5, router.num_experts)
     chosen = preferred.topk(router.top_k, -1).indices
@@ -71,21 +63,16 @@ ROUTERS = {
 
 def rollout(model: str) -> list[Any]:
     """Samples of the engine's, equal on every rank, in two batches, of several lengths."""
-    engine = TransformersEngine.from_pretrained(
-        model, max_num_seqs=5, record_experts=True
-    )
+    engine = TransformersEngine.from_pretrained(model, max_num_seqs=5, record_experts=True)
     for module in engine.model.modules():
         choose = ROUTERS.get(type(module).__name__)
         if choose is not None:
             module.forward = MethodType(choose, module)
     engine.eos_token_ids = tuple(range(0, 331, 9))
     prompts = {prompt.prompt_id: prompt for prompt in prompts_for_test()}
-    responses = engine.generate(
-        list(prompts.values()), SamplingConfig(n=3, max_tokens=24)
-    )
+    responses = engine.generate(list(prompts.values()), SamplingConfig(n=3, max_tokens=24))
     return [
-        replaced(bare(prompts[r.prompt_id].token_ids, r.token_ids), response=r)
-        for r in responses
+        replaced(bare(prompts[r.prompt_id].token_ids, r.token_ids), response=r) for r in responses
     ]
 
 
@@ -103,30 +90,20 @@ def run(options: dict[str, Any]) -> Any:
     def loss(batch, outputs):
         return -((1 + batch.targets % 3).float() / total * outputs.logprobs), {}
 
-    found: dict[str, Any] = {
-        "lengths": [len(sample.response_ids) for sample in samples]
-    }
+    found: dict[str, Any] = {"lengths": [len(sample.response_ids) for sample in samples]}
     for replay in (True, False):
         chosen = [
-            samples[i]
-            if replay
-            else bare(samples[i].prompt_ids, samples[i].response_ids)
+            samples[i] if replay else bare(samples[i].prompt_ids, samples[i].response_ids)
             for i in mine
         ]
         ours = compute_logprobs(policy, chosen, splits, **forward)
         gaps = np.concatenate(
-            [
-                np.abs(a - samples[i].response.logprobs)
-                for a, i in zip(ours, mine, strict=True)
-            ]
+            [np.abs(a - samples[i].response.logprobs) for a, i in zip(ours, mine, strict=True)]
         )
         optimizer.zero_gradients()
         parts = accumulate_gradients(policy, chosen, splits, loss, **forward)
         every = all_gather_objects(parts if topology.reports else [])
         name = "replayed" if replay else "alone"
-        found |= {
-            f"{name}/gaps": gaps.tolist(),
-            f"{name}/norm": optimizer.gradient_norm(),
-        }
+        found |= {f"{name}/gaps": gaps.tolist(), f"{name}/norm": optimizer.gradient_norm()}
         found[f"{name}/loss"] = sum(part["loss"] for rank in every for part in rank)
     return found

@@ -40,9 +40,7 @@ def digest(updater: Updater, moments: bool = True) -> str:
 
 def inner_optimizers(optimizer: Any) -> list[Any]:
     """Return torch's optimizers, of the policy's parameters or of an adapter's."""
-    return [part.optimizer for part in optimizer_parts(optimizer.megatron)] or [
-        optimizer.adam
-    ]
+    return [part.optimizer for part in optimizer_parts(optimizer.megatron)] or [optimizer.adam]
 
 
 def topology_rank() -> int:
@@ -52,9 +50,7 @@ def topology_rank() -> int:
 def forget_evaluations(path: Path) -> None:
     """What a signal leaves that comes while the last step is validated."""
     *rows, last = map(json.loads, path.read_text().splitlines())
-    rows.append(
-        {key: value for key, value in last.items() if not key.startswith("evaluation/")}
-    )
+    rows.append({key: value for key, value in last.items() if not key.startswith("evaluation/")})
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
@@ -63,8 +59,7 @@ def run(options: dict[str, Any]) -> Any:
     out = Path(options["out"])
     fixed = [f"run_dir={out / 'run'}", "logging.to=[]", "training.export_hf=false"]
     config = load_config(
-        QUICKSTART / f"{options.get('method', 'dcpo')}.yaml",
-        [*fixed, *options["overrides"]],
+        QUICKSTART / f"{options.get('method', 'dcpo')}.yaml", [*fixed, *options["overrides"]]
     )
     if options.get("forget_evaluations") and topology_rank() == 0:
         forget_evaluations(Path(config.run_dir) / "metrics.jsonl")
@@ -83,14 +78,12 @@ def run(options: dict[str, Any]) -> Any:
 
     def loss(method, *arguments):
         contributions, statistics = loss_of(method, *arguments)
-        if seen["step"] in options.get(
-            "poisoned_steps", []
-        ) and topology().rank == options.get("poisoned_rank", 0):
+        if seen["step"] in options.get("poisoned_steps", []) and topology().rank == options.get(
+            "poisoned_rank", 0
+        ):
             poison = float(options.get("poison", "nan"))
             shown = (
-                poison
-                if options.get("poison_shows_in_the_loss")
-                else contributions.detach().sum()
+                poison if options.get("poison_shows_in_the_loss") else contributions.detach().sum()
             )
             contributions, statistics = (
                 contributions * poison,

@@ -23,9 +23,7 @@ def problems(numbers: range) -> vf.Dataset:
     rows = []
     for a in numbers:
         asked = {"role": "user", "content": f"{a}+{a}="}
-        rows.append(
-            {"prompt": [SYSTEM, asked], "answer": str(2 * a), "info": {"size": a}}
-        )
+        rows.append({"prompt": [SYSTEM, asked], "answer": str(2 * a), "info": {"size": a}})
     return vf.Dataset(rows)
 
 

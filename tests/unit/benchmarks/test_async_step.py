@@ -30,9 +30,7 @@ def step(wall: float, rollout: float) -> dict[str, Any]:
     ("rollout", "beside", "met"),
     [(13.0, 13.6, True), (13.0, 13.7, False), (12.0, 13.6, True), (12.0, 13.7, False)],
 )
-def test_the_goal_is_a_step_over_its_bound(
-    rollout: float, beside: float, met: bool
-) -> None:
+def test_the_goal_is_a_step_over_its_bound(rollout: float, beside: float, met: bool) -> None:
     """Of 25 s one after the other, whichever half is the longer one."""
     steps = async_step.WARM_UP + async_step.STEPS
     rows = {

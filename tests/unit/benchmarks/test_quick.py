@@ -32,11 +32,7 @@ LONG = (
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.full) if name in LONG else name
-        for name in NAMES
-    ],
+    "name", [pytest.param(name, marks=pytest.mark.full) if name in LONG else name for name in NAMES]
 )
 def test_a_benchmark_runs(name: str) -> None:
     from benchmarks.measurement import environment
@@ -50,9 +46,7 @@ def test_a_benchmark_runs(name: str) -> None:
         timeout=540,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    lines = [
-        json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")
-    ]
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert lines
     for line in lines:
         assert line["ours"] is not None or line["reason"], line["name"]

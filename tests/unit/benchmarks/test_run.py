@@ -66,11 +66,7 @@ def folder(tmp_path: Path) -> Path:
 def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(folder / "run.py"), *arguments]
     return subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        check=False,
-        env=os.environ | {"DCPO_PEERS": ""},
+        command, capture_output=True, text=True, check=False, env=os.environ | {"DCPO_PEERS": ""}
     )
 
 
@@ -106,12 +102,8 @@ def test_lines_page_and_goals(folder: Path) -> None:
     )
     assert "| bounded, met | 1 | 4 | s | theirs | 0.25 | at most 0.3 | yes |" in page
     assert lines["bounded"]["bound"] == 0.22
-    assert (
-        "| too little | 2.9 | 4 | s | theirs | 0.725 | at least 0.75 | **no** |" in page
-    )
-    raw = [
-        json.loads(line) for line in page.partition("```json\n")[2].splitlines()[:-1]
-    ]
+    assert "| too little | 2.9 | 4 | s | theirs | 0.725 | at least 0.75 | **no** |" in page
+    raw = [json.loads(line) for line in page.partition("```json\n")[2].splitlines()[:-1]]
     assert len(raw[0]["raw"]["ours"]["cpu_s"]) == 3
     assert "cores of" in page
 
@@ -123,9 +115,7 @@ def test_unequal_results_fail(folder: Path) -> None:
     assert "the results differ" in line["reason"]
 
 
-def test_a_benchmark_that_breaks_says_so_and_keeps_what_it_measured(
-    folder: Path,
-) -> None:
+def test_a_benchmark_that_breaks_says_so_and_keeps_what_it_measured(folder: Path) -> None:
     done = run(folder, "broken")
     assert done.returncode == 1
     assert "first: 1 against 4" in done.stdout
@@ -153,13 +143,7 @@ def test_an_unknown_name_is_one_line(folder: Path) -> None:
 
 def test_every_benchmark_is_found() -> None:
     done = run(RUN.parent, "--list")
-    assert set(done.stdout.split()) >= {
-        "convert",
-        "gathered",
-        "packing",
-        "plan_memory",
-        "verify",
-    }
+    assert set(done.stdout.split()) >= {"convert", "gathered", "packing", "plan_memory", "verify"}
 
 
 def test_the_readme_has_a_row_of_every_benchmark() -> None:

@@ -30,18 +30,14 @@ def drawn(
     copula, 0.4).
     """
     own = generator.beta(0.5, 0.4, (problems, 1))
-    c = np.round(
-        np.clip(own + generator.normal(0, 0.05, (problems, REPEATS)), 0, 0.99), 2
-    )
+    c = np.round(np.clip(own + generator.normal(0, 0.05, (problems, REPEATS)), 0, 0.99), 2)
     cause, noise = generator.normal(size=(problems, 1)), generator.normal(size=c.shape)
     y = math.sqrt(0.4) * cause + math.sqrt(0.6) * noise < norm.ppf(truth(c))
     return c.ravel(), y.ravel().astype(float), np.repeat(np.arange(problems), REPEATS)
 
 
 @pytest.mark.parametrize("name", TRUTHS)
-def test_the_interval_contains_the_true_value_in_about_95_of_100_samples(
-    name: str,
-) -> None:
+def test_the_interval_contains_the_true_value_in_about_95_of_100_samples(name: str) -> None:
     """The true ECE is that of 400,000 problems with P(right | c) in place of labels."""
     truth, generator = TRUTHS[name], np.random.default_rng(5)
     c, _, _ = drawn(truth, 400_000, generator)
@@ -50,9 +46,7 @@ def test_the_interval_contains_the_true_value_in_about_95_of_100_samples(
     true = np.abs(np.bincount(index, weights=c - truth(c))).sum() / len(c)
     covered = []
     for seed in range(300):
-        found = binned_error(
-            *drawn(truth, PROBLEMS, generator), resamples=150, seed=seed
-        )
+        found = binned_error(*drawn(truth, PROBLEMS, generator), resamples=150, seed=seed)
         covered.append(found.low - 1e-12 <= true <= found.high)
     assert 0.92 <= np.mean(covered) <= 0.97
 
@@ -64,10 +58,7 @@ def test_the_correction_takes_off_the_bias_of_a_bin() -> None:
     s = 0.02
     for m in (-0.05, -0.01, 0.0, 0.015, 0.2):
         mean = quad(
-            lambda x, m=m: max(x, 0) * norm.pdf(x, m, s),
-            m - 10 * s,
-            m + 10 * s,
-            points=[0.0],
+            lambda x, m=m: max(x, 0) * norm.pdf(x, m, s), m - 10 * s, m + 10 * s, points=[0.0]
         )[0]
         found = binned._corrected(np.array([m]), np.array([s]), True)
         assert found[0] == pytest.approx(2 * max(m, 0) - mean, abs=1e-9)

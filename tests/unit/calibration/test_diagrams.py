@@ -47,9 +47,7 @@ def test_every_figure_draws_any_bins(bins: Bins, tmp_path: Path) -> None:
 def test_bar_heights_are_accuracies() -> None:
     bins = bin_rows([0.52, 0.53, 0.98, 0.99], [1, 0, 1, 1])
     axes = diagrams.reliability_diagram(bins).axes[0]
-    heights = {
-        round(p.get_x() + p.get_width() / 2, 3): p.get_height() for p in axes.patches
-    }
+    heights = {round(p.get_x() + p.get_width() / 2, 3): p.get_height() for p in axes.patches}
     assert heights == {0.525: 0.5, 0.975: 1.0}
 
 
@@ -57,33 +55,21 @@ def test_grid_shares_its_axes() -> None:
     figure = diagrams.comparison_grid(
         {name: some_bins(i) for i, name in enumerate("abcde")}, columns=4
     )
-    histograms = [
-        axes
-        for axes in figure.axes
-        if axes.get_yscale() == "log" and axes.get_visible()
-    ]
+    histograms = [axes for axes in figure.axes if axes.get_yscale() == "log" and axes.get_visible()]
     assert len(histograms) == 5
     assert len({axes.get_ylim() for axes in histograms}) == 1
 
 
 def test_curves_are_those_that_were_logged() -> None:
     rows = [
-        {
-            "step": s,
-            "reward/accuracy": s / 10,
-            "calibration/ece": None if s < 3 else 0.2,
-        }
+        {"step": s, "reward/accuracy": s / 10, "calibration/ece": None if s < 3 else 0.2}
         for s in range(10)
     ]
     other = [
-        {"step": s, "reward/accuracy": 0.5, "grad_norm/reasoning": float("nan")}
-        for s in range(5)
+        {"step": s, "reward/accuracy": 0.5, "grad_norm/reasoning": float("nan")} for s in range(5)
     ]
     curves = diagrams.logged_curves({"a": rows, "b": other})
-    assert [curve.title for curve in curves] == [
-        "Accuracy",
-        "ECE (solid), PCE (dashed)",
-    ]
+    assert [curve.title for curve in curves] == ["Accuracy", "ECE (solid), PCE (dashed)"]
     assert diagrams.logged_curves({"a": [{"step": 1}]}) == []
 
 
@@ -94,9 +80,7 @@ def test_running_mean_keeps_lines_and_ends() -> None:
 
 
 def test_inline_svg_takes_the_ink_of_the_page() -> None:
-    svg = diagrams.inline_svg(
-        diagrams.reliability_diagram(some_bins(), 'a "b" <c>'), 'run "x" <y>'
-    )
+    svg = diagrams.inline_svg(diagrams.reliability_diagram(some_bins(), 'a "b" <c>'), 'run "x" <y>')
     assert svg.startswith('<svg role="img" aria-label="run &quot;x&quot; &lt;y&gt;"')
     assert "currentColor" in svg
     assert "#1c1d1f" not in svg
@@ -110,9 +94,7 @@ def test_global_style_is_untouched() -> None:
     assert dict(matplotlib.rcParams) == before
 
 
-@pytest.mark.parametrize(
-    "name", ["$x^2$", r"a$\frac{$b", "$$", r"\$5 $", "$\x1b[31m\x00$", "$\\"]
-)
+@pytest.mark.parametrize("name", ["$x^2$", r"a$\frac{$b", "$$", r"\$5 $", "$\x1b[31m\x00$", "$\\"])
 def test_names_are_no_mathematics(name: str, tmp_path: Path) -> None:
     """matplotlib would typeset what stands between two dollar signs, or raise where it cannot."""
     shown = name.replace("\x1b", "\\x1b").replace("\x00", "\\x00")
@@ -123,9 +105,7 @@ def test_names_are_no_mathematics(name: str, tmp_path: Path) -> None:
         diagrams.reliability_diagram(some_bins(), name, name),
         diagrams.confidence_histogram(some_bins(), name),
         diagrams.comparison_grid({name: some_bins(), "b": some_bins(1)}, {name: name}),
-        diagrams.coverage_figure(
-            {name: {"coverage": [0.5, 1.0], "accuracy": [1.0, 0.5]}}, name
-        ),
+        diagrams.coverage_figure({name: {"coverage": [0.5, 1.0], "accuracy": [1.0, 0.5]}}, name),
         curve,
     ):
         _, svg = diagrams.save(figure, tmp_path / "figure")

@@ -12,40 +12,17 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sklearn.metrics import (
-    average_precision_score,
-    brier_score_loss,
-    log_loss,
-    roc_auc_score,
-)
+from sklearn.metrics import average_precision_score, brier_score_loss, log_loss, roc_auc_score
 
 from megatron_dcpo.calibration import metrics as m
 
 # 14 confidences on and beside the bin edges, and two that no parser should let through.
-GOLDEN_C = [
-    0,
-    0.05,
-    0.051,
-    0.10,
-    0.30,
-    0.30,
-    0.55,
-    0.70,
-    0.72,
-    0.85,
-    0.95,
-    0.951,
-    1,
-    1,
-    -0.1,
-    1.2,
-]
+GOLDEN_C = [0, 0.05, 0.051, 0.10, 0.30, 0.30, 0.55, 0.70, 0.72, 0.85, 0.95, 0.951, 1, 1, -0.1, 1.2]
 GOLDEN_Y = [0, 0, 1, 0, 0, 1, 1, 0, 1, 0, 1, 1, 1, 0, 0, 1]
 
 rows = st.lists(
     st.tuples(
-        st.one_of(st.floats(0, 1), st.sampled_from([i / 20 for i in range(21)])),
-        st.booleans(),
+        st.one_of(st.floats(0, 1), st.sampled_from([i / 20 for i in range(21)])), st.booleans()
     )
 )
 some_rows = rows.filter(lambda r: len(r) > 0)
@@ -85,9 +62,7 @@ def test_bins_are_right_closed_at_every_edge(bins: int, dtype: type) -> None:
     begins the next.
     """
     edges = (np.arange(bins + 1) / bins).astype(dtype)
-    assert m.bin_rows(edges, np.ones(bins + 1), bins).count.tolist() == [2] + [1] * (
-        bins - 1
-    )
+    assert m.bin_rows(edges, np.ones(bins + 1), bins).count.tolist() == [2] + [1] * (bins - 1)
     above = np.nextafter(edges[:-1], dtype(2))
     assert m.bin_rows(above, np.ones(bins), bins).count.tolist() == [1] * bins
 
@@ -112,9 +87,7 @@ def test_ece_is_the_brute_force_sum(pairs: list[tuple[float, bool]]) -> None:
             if low < ci <= high or (b == 0 and ci == 0)
         ]
         if members:
-            gap = abs(
-                np.mean([yi for _, yi in members]) - np.mean([ci for ci, _ in members])
-            )
+            gap = abs(np.mean([yi for _, yi in members]) - np.mean([ci for ci, _ in members]))
             total += len(members) / len(c) * gap
     assert m.ece(c, y) == pytest.approx(total, abs=1e-12)
 
@@ -139,12 +112,8 @@ def test_order_relations(pairs: list[tuple[float, bool]], bins: int) -> None:
 @settings(max_examples=100, deadline=None)
 def test_scores_equal_scikit_learn(pairs: list[tuple[float, bool]]) -> None:
     c, y = split(pairs)
-    assert m.brier(c, y) == pytest.approx(
-        brier_score_loss(y, c, pos_label=1), abs=1e-12
-    )
-    assert m.nll(c, y) == pytest.approx(
-        log_loss(y, c, labels=[0, 1]), rel=1e-12, abs=1e-12
-    )
+    assert m.brier(c, y) == pytest.approx(brier_score_loss(y, c, pos_label=1), abs=1e-12)
+    assert m.nll(c, y) == pytest.approx(log_loss(y, c, labels=[0, 1]), rel=1e-12, abs=1e-12)
     if 0 < sum(y) < len(y):
         assert m.auroc(c, y) == pytest.approx(roc_auc_score(y, c), abs=1e-12)
     if sum(y) > 0:
@@ -205,9 +174,7 @@ def test_empty_one_class_and_invalid_rows() -> None:
     assert m.ece([0.5] * 4, [1, 0, 1, 0]) == 0.0
     assert m.ece([1.0], [1]) == 0.0
     assert m.nll([1.0, 0.0], [0, 1]) == pytest.approx(-math.log(np.finfo(float).eps))
-    assert (
-        m.parse_rate([0.3, None, 1.2, -0.1, float("nan"), float("inf"), 1, 0]) == 3 / 8
-    )
+    assert m.parse_rate([0.3, None, 1.2, -0.1, float("nan"), float("inf"), 1, 0]) == 3 / 8
 
 
 def test_bad_input_is_refused() -> None:
@@ -239,9 +206,7 @@ def test_bootstrap_resamples_whole_problems() -> None:
     c = np.full(100, 0.7)
     alone = m.bootstrap_ci(lambda _c, y: m.accuracy(y), c, y)
     repeated, ids = np.repeat(y, 4), np.repeat(np.arange(100), 4)
-    clustered = m.bootstrap_ci(
-        lambda _c, y: m.accuracy(y), np.repeat(c, 4), repeated, ids
-    )
+    clustered = m.bootstrap_ci(lambda _c, y: m.accuracy(y), np.repeat(c, 4), repeated, ids)
     naive = m.bootstrap_ci(lambda _c, y: m.accuracy(y), np.repeat(c, 4), repeated)
     assert clustered == alone
     assert naive[1] - naive[0] < 0.7 * (alone[1] - alone[0])
@@ -266,9 +231,7 @@ def test_wilson_interval() -> None:
     low, high = m.wilson_interval(np.array([0.0, 3.0, 10.0]), np.array([10, 10, 10]))
     for i, k in enumerate([0, 3, 10]):
         expected = binomtest(k, 10).proportion_ci(method="wilson")
-        assert (low[i], high[i]) == pytest.approx(
-            (expected.low, expected.high), abs=1e-9
-        )
+        assert (low[i], high[i]) == pytest.approx((expected.low, expected.high), abs=1e-9)
 
 
 def test_metrics_do_not_import_torch() -> None:

@@ -10,12 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sklearn.metrics import (
-    average_precision_score,
-    brier_score_loss,
-    log_loss,
-    roc_auc_score,
-)
+from sklearn.metrics import average_precision_score, brier_score_loss, log_loss, roc_auc_score
 
 from megatron_dcpo.calibration import (
     accuracy_at_coverage,
@@ -41,9 +36,7 @@ rows = st.lists(
 
 @given(rows)
 @settings(max_examples=100, deadline=None)
-def test_ties_are_the_mean_over_all_their_orders(
-    pairs: list[tuple[float, bool]],
-) -> None:
+def test_ties_are_the_mean_over_all_their_orders(pairs: list[tuple[float, bool]]) -> None:
     c, y = [p[0] for p in pairs], [float(p[1]) for p in pairs]
     curves = []
     for order in itertools.permutations(range(len(pairs))):
@@ -53,13 +46,9 @@ def test_ties_are_the_mean_over_all_their_orders(
     expected = np.mean(curves, axis=0)
     coverage, accuracy = accuracy_coverage(c, y)
     np.testing.assert_allclose(accuracy, expected, atol=1e-12)
-    np.testing.assert_allclose(
-        coverage, np.arange(1, len(pairs) + 1) / len(pairs), atol=1e-12
-    )
+    np.testing.assert_allclose(coverage, np.arange(1, len(pairs) + 1) / len(pairs), atol=1e-12)
     assert aurc(c, y) == pytest.approx(float(np.mean(1 - expected)), abs=1e-12)
-    assert accuracy_at_coverage(c, y, 1.0) == pytest.approx(
-        float(np.mean(y)), abs=1e-12
-    )
+    assert accuracy_at_coverage(c, y, 1.0) == pytest.approx(float(np.mean(y)), abs=1e-12)
 
 
 def test_by_hand() -> None:
@@ -120,8 +109,7 @@ def test_a_calibrated_model_of_ten_rows_has_little_debiased_error() -> None:
 @given(
     st.lists(
         st.tuples(
-            st.floats(0, 1) | st.sampled_from([0.0, 0.05, 0.1, 0.15, 0.95, 1.0]),
-            st.booleans(),
+            st.floats(0, 1) | st.sampled_from([0.0, 0.05, 0.1, 0.15, 0.95, 1.0]), st.booleans()
         ),
         min_size=2,
         max_size=60,

@@ -14,12 +14,7 @@ from megatron_dcpo.types import MALFORMED
 
 def test_unparsed_answers_count_for_accuracy_but_not_for_calibration() -> None:
     s = summarize([0.9, None, 0.2, float("nan")], [1, 1, 0, 0])
-    assert (s["n"], s["n_parsed"], s["accuracy"], s["accuracy_parsed"]) == (
-        4,
-        2,
-        0.5,
-        0.5,
-    )
+    assert (s["n"], s["n_parsed"], s["accuracy"], s["accuracy_parsed"]) == (4, 2, 0.5, 0.5)
     assert s["parse_rate"] == 0.5
     assert s["violation_rate"] == 0.5
     assert s["ece"] == pytest.approx((0.1 + 0.2) / 2)
@@ -38,9 +33,7 @@ def test_statuses_give_every_kind_of_violation() -> None:
     assert rates["violations"]["missing"] == 0.25
     assert rates["violations"]["multiple"] == 0.0
     s = summarize(
-        [0.5, None, None, 1.0],
-        [1, 0, 0, 1],
-        statuses=["ok", "missing", "truncated", "ok"],
+        [0.5, None, None, 1.0], [1, 0, 0, 1], statuses=["ok", "missing", "truncated", "ok"]
     )
     assert s["violation_rate"] == 0.5
 
@@ -50,14 +43,7 @@ def test_empty_and_all_malformed() -> None:
     assert s["n"] == 0
     assert all(
         math.isnan(s[k])
-        for k in (
-            "accuracy",
-            "ece",
-            "pce",
-            "auroc",
-            "mean_confidence",
-            "violation_rate",
-        )
+        for k in ("accuracy", "ece", "pce", "auroc", "mean_confidence", "violation_rate")
     )
     s = summarize([None, None], [1, 0])
     assert s["accuracy"] == 0.5
@@ -89,12 +75,7 @@ def test_float32_confidences_from_a_tensor_give_the_same_bins() -> None:
 
 def test_json_ready_is_strict_json() -> None:
     value = json_ready(
-        {
-            "a": float("nan"),
-            "b": [np.float32(1.5), np.int64(2)],
-            "c": (float("inf"), None),
-            3: "x",
-        }
+        {"a": float("nan"), "b": [np.float32(1.5), np.int64(2)], "c": (float("inf"), None), 3: "x"}
     )
     assert value == {"a": None, "b": [1.5, 2], "c": [None, None], "3": "x"}
     json.dumps(value, allow_nan=False)

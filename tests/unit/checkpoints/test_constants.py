@@ -22,15 +22,7 @@ NAME = "model.layers.1.mlp.gate.e_score_correction_bias"
 def test_biases_of_routers_are_those_of_the_model(same: bool) -> None:
     bias = torch.tensor([0.1, -0.2])
     megatron = f"decoder.layers.1.{ROUTER_BIAS}"
-    copy = Copy(
-        hf=NAME,
-        hf_start=0,
-        hf_stop=2,
-        megatron=megatron,
-        start=0,
-        dim=0,
-        primary=True,
-    )
+    copy = Copy(hf=NAME, hf_start=0, hf_stop=2, megatron=megatron, start=0, dim=0, primary=True)
     policy: Any = SimpleNamespace(
         copies=((copy,),),
         constants={NAME: bias},

@@ -45,18 +45,12 @@ def flip(path):
 @pytest.mark.parametrize(
     ("harm", "said"),
     [
-        (
-            lambda path: flip(path / "__1_0.distcp"),
-            "__1_0.distcp has changed since it was written",
-        ),
+        (lambda path: flip(path / "__1_0.distcp"), "__1_0.distcp has changed since it was written"),
         (
             lambda path: (path / "common.pt").write_bytes(b"common.pt" * 999),
             "common.pt has 8991 bytes instead of 9000",
         ),
-        (
-            lambda path: (path / "__0_0.distcp").write_bytes(b""),
-            "__0_0.distcp has 0 bytes",
-        ),
+        (lambda path: (path / "__0_0.distcp").write_bytes(b""), "__0_0.distcp has 0 bytes"),
         (lambda path: (path / "__0_0.distcp").unlink(), "__0_0.distcp is missing"),
     ],
 )
@@ -93,16 +87,10 @@ def test_flipped_bit_in_the_manifest_is_found(checkpoint):
     """Wherever it falls on a name, a size or a digest."""
     path = checkpoint / MANIFEST
     text = path.read_text()
-    for word in (
-        "common.pt",
-        '"bytes": 9',
-        json.loads(text)["files"]["common.pt"]["sha256"],
-    ):
+    for word in ("common.pt", '"bytes": 9', json.loads(text)["files"]["common.pt"]["sha256"]):
         at = text.index(word) + len(word) - 1
         path.write_text(text[:at] + chr(ord(text[at]) ^ 1) + text[at + 1 :])
-        with contextlib.suppress(
-            ValueError
-        ):  # the manifest itself is found to be damaged
+        with contextlib.suppress(ValueError):  # the manifest itself is found to be damaged
             assert check(checkpoint) is not None, word
         path.write_text(text)
 

@@ -17,9 +17,7 @@ def test_boxes_are_the_range(shape):
         found = []
         for offset, box in boxes(shape, start, stop):
             found += (
-                numbers[
-                    tuple(slice(o, o + n) for o, n in zip(offset, box, strict=True))
-                ]
+                numbers[tuple(slice(o, o + n) for o, n in zip(offset, box, strict=True))]
                 .reshape(-1)
                 .tolist()
             )

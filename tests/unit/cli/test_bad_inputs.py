@@ -32,9 +32,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     (tmp_path / "run.yaml").write_text(RUN)
-    (tmp_path / "train.jsonl").write_text(
-        "".join(json.dumps(row) + "\n" for row in ROWS)
-    )
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     shutil.copytree(QUICKSTART / "policy", tmp_path / "policy")
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "metrics.jsonl").write_text("of an earlier run\n")
@@ -46,9 +44,7 @@ def dry(*overrides: str) -> list[str]:
 
 
 def config(text: str, encoding: str = "utf-8") -> Callable[[Path], None]:
-    return lambda project: (
-        (project / "run.yaml").write_bytes(text.encode(encoding)) and None
-    )
+    return lambda project: (project / "run.yaml").write_bytes(text.encode(encoding)) and None
 
 
 def data(content: bytes | str, name: str = "train.jsonl") -> Callable[[Path], None]:
@@ -111,13 +107,7 @@ def without_tokenizer(project: Path) -> None:
 def one_token_more(project: Path) -> None:
     path = project / "policy" / "tokenizer.json"
     tokenizer = json.loads(path.read_text())
-    token = {
-        "id": 282,
-        "content": "<more>",
-        "single_word": False,
-        "lstrip": False,
-        "rstrip": False,
-    }
+    token = {"id": 282, "content": "<more>", "single_word": False, "lstrip": False, "rstrip": False}
     tokenizer["added_tokens"].append(token | {"normalized": False, "special": True})
     path.write_text(json.dumps(tokenizer))
 
@@ -130,60 +120,24 @@ ROW = json.dumps(ROWS[0]) + "\n"
 # what is changed in the project, the command, and what its message names
 CASES: dict[str, tuple[Callable[[Path], None], list[str], list[str]]] = {
     # the configuration
-    "no configuration": (
-        nothing,
-        ["train", "--config", "nowhere.yaml"],
-        ["nowhere.yaml"],
-    ),
-    "a directory as configuration": (
-        nothing,
-        ["train", "--config", "policy"],
-        ["policy"],
-    ),
+    "no configuration": (nothing, ["train", "--config", "nowhere.yaml"], ["nowhere.yaml"]),
+    "a directory as configuration": (nothing, ["train", "--config", "policy"], ["policy"]),
     "an empty configuration": (config(""), dry(), ["run.yaml", "run_dir"]),
-    "a list as configuration": (
-        config("- a\n- b\n"),
-        dry(),
-        ["run.yaml"],
-    ),
+    "a list as configuration": (config("- a\n- b\n"), dry(), ["run.yaml"]),
     "YAML that is broken": (config("data: [1\nmodel: }"), dry(), ["run.yaml"]),
     "a tab in YAML": (config("data:\n\tpath: d\n"), dry(), ["run.yaml"]),
-    "a key twice": (
-        config(RUN + "training: {steps: 2}\n"),
-        dry(),
-        ["run.yaml", "training"],
-    ),
+    "a key twice": (config(RUN + "training: {steps: 2}\n"), dry(), ["run.yaml", "training"]),
     "an unknown key": (
         nothing,
         dry("rollout.groupsize=4"),
         ["rollout.groupsize", "rollout.group_size"],
     ),
-    "a section as text": (
-        config(RUN + "optimizer: fast\n"),
-        dry(),
-        ["run.yaml", "optimizer"],
-    ),
-    "a text as number": (
-        nothing,
-        dry("training.steps=ten"),
-        ["training.steps=ten"],
-    ),
-    "half a number": (
-        nothing,
-        dry("training.steps=1.5"),
-        ["training.steps=1.5"],
-    ),
-    "a negative number": (
-        nothing,
-        dry("optimizer.lr=-1"),
-        ["optimizer.lr=-1"],
-    ),
+    "a section as text": (config(RUN + "optimizer: fast\n"), dry(), ["run.yaml", "optimizer"]),
+    "a text as number": (nothing, dry("training.steps=ten"), ["training.steps=ten"]),
+    "half a number": (nothing, dry("training.steps=1.5"), ["training.steps=1.5"]),
+    "a negative number": (nothing, dry("optimizer.lr=-1"), ["optimizer.lr=-1"]),
     "NaN": (nothing, dry("objective.lam=nan"), ["objective.lam=nan"]),
-    "one response per prompt": (
-        nothing,
-        dry("rollout.group_size=1"),
-        ["rollout.group_size=1"],
-    ),
+    "one response per prompt": (nothing, dry("rollout.group_size=1"), ["rollout.group_size=1"]),
     "an unknown method": (nothing, dry("objective.name=dpo"), ["'dpo'", "'dcpo'"]),
     "an option of another method": (
         nothing,
@@ -200,11 +154,7 @@ CASES: dict[str, tuple[Callable[[Path], None], list[str], list[str]]] = {
         dry("data.path.0.weight=5"),
         ["data.path.0.weight", "train.jsonl", "data.path="],
     ),
-    "a base that is not there": (
-        config("base: b.yaml\n"),
-        dry(),
-        ["b.yaml"],
-    ),
+    "a base that is not there": (config("base: b.yaml\n"), dry(), ["b.yaml"]),
     "a base of itself": (config("base: run.yaml\n"), dry(), ["run.yaml", "base"]),
     "a variable that is not there": (
         config(RUN.replace("run_dir: run", "run_dir: ${home}")),
@@ -217,26 +167,10 @@ CASES: dict[str, tuple[Callable[[Path], None], list[str], list[str]]] = {
         ["rows.csv", "data.path"],
     ),
     # the model
-    "no model": (
-        nothing,
-        dry("model.path=nowhere"),
-        ["nowhere"],
-    ),
-    "a file as model": (
-        nothing,
-        dry("model.path=train.jsonl"),
-        ["train.jsonl"],
-    ),
-    "no config.json": (
-        in_model("config.json", None),
-        dry(),
-        ["policy/config.json"],
-    ),
-    "config.json is broken": (
-        in_model("config.json", "{"),
-        dry(),
-        ["policy/config.json:1"],
-    ),
+    "no model": (nothing, dry("model.path=nowhere"), ["nowhere"]),
+    "a file as model": (nothing, dry("model.path=train.jsonl"), ["train.jsonl"]),
+    "no config.json": (in_model("config.json", None), dry(), ["policy/config.json"]),
+    "config.json is broken": (in_model("config.json", "{"), dry(), ["policy/config.json:1"]),
     "an unknown architecture": (
         in_model_config(architectures=["GPT2LMHeadModel"]),
         dry(),
@@ -247,11 +181,7 @@ CASES: dict[str, tuple[Callable[[Path], None], list[str], list[str]]] = {
         dry(),
         ["policy", "config.json"],
     ),
-    "more layers than the weights": (
-        in_model_config(num_hidden_layers=3),
-        dry(),
-        ["layers.2"],
-    ),
+    "more layers than the weights": (in_model_config(num_hidden_layers=3), dry(), ["layers.2"]),
     "no weights": (in_model("model.safetensors", None), dry(), ["policy"]),
     "truncated weights": (truncated_weights, dry(), ["model.safetensors"]),
     "a git-lfs pointer as weights": (
@@ -260,21 +190,9 @@ CASES: dict[str, tuple[Callable[[Path], None], list[str], list[str]]] = {
         ["model.safetensors"],
     ),
     "no tokenizer": (without_tokenizer, dry(), ["policy", "tokenizer.json"]),
-    "half a tokenizer": (
-        in_model("tokenizer.json", None),
-        dry(),
-        ["policy", "tokenizer"],
-    ),
-    "a broken tokenizer": (
-        in_model("tokenizer.json", "{}"),
-        dry(),
-        ["policy", "tokenizer"],
-    ),
-    "a tokenizer of another model": (
-        one_token_more,
-        dry(),
-        ["policy", "283", "vocab_size", "282"],
-    ),
+    "half a tokenizer": (in_model("tokenizer.json", None), dry(), ["policy", "tokenizer"]),
+    "a broken tokenizer": (in_model("tokenizer.json", "{}"), dry(), ["policy", "tokenizer"]),
+    "a tokenizer of another model": (one_token_more, dry(), ["policy", "283", "vocab_size", "282"]),
     "more tokens than positions": (
         nothing,
         dry("rollout.max_response_length=31000"),
@@ -286,37 +204,17 @@ CASES: dict[str, tuple[Callable[[Path], None], list[str], list[str]]] = {
         ["tensor_model_parallel_size=3", "2 attention heads"],
     ),
     # the data
-    "no data": (
-        nothing,
-        dry("data.path=nowhere.jsonl"),
-        ["nowhere.jsonl"],
-    ),
+    "no data": (nothing, dry("data.path=nowhere.jsonl"), ["nowhere.jsonl"]),
     "a directory of several files": (
         two_data_files,
         dry("data.path=data"),
         ["data", "a.jsonl, b.jsonl"],
     ),
-    "an empty directory as data": (
-        empty_directory,
-        dry("data.path=empty"),
-        ["empty"],
-    ),
-    "another kind of file": (
-        data("a,b\n", "d.tsv"),
-        dry("data.path=d.tsv"),
-        ["d.tsv"],
-    ),
+    "an empty directory as data": (empty_directory, dry("data.path=empty"), ["empty"]),
+    "another kind of file": (data("a,b\n", "d.tsv"), dry("data.path=d.tsv"), ["d.tsv"]),
     "an empty file": (data(""), dry(), ["train.jsonl"]),
-    "a line cut in half": (
-        data(ROW + ROW[:20]),
-        dry(),
-        ["train.jsonl:2"],
-    ),
-    "a line that is no object": (
-        data(ROW + "7\n"),
-        dry(),
-        ["train.jsonl:2", "int"],
-    ),
+    "a line cut in half": (data(ROW + ROW[:20]), dry(), ["train.jsonl:2"]),
+    "a line that is no object": (data(ROW + "7\n"), dry(), ["train.jsonl:2", "int"]),
     "no column of problems": (
         data('{"text": "2*7=", "answer": "14"}\n'),
         dry(),
@@ -327,11 +225,7 @@ CASES: dict[str, tuple[Callable[[Path], None], list[str], list[str]]] = {
         dry(),
         ["row 1", "found problem", "answer"],
     ),
-    "a number as problem": (
-        data('{"problem": 7, "answer": "14"}\n'),
-        dry(),
-        ["row 1", "problem"],
-    ),
+    "a number as problem": (data('{"problem": 7, "answer": "14"}\n'), dry(), ["row 1", "problem"]),
     "answers that are all empty": (
         data('{"problem": "2*7=", "answer": null}\n'),
         dry(),
@@ -343,16 +237,8 @@ CASES: dict[str, tuple[Callable[[Path], None], list[str], list[str]]] = {
         ["train.jsonl", "UTF-8"],
     ),
     "UTF-16": (data(ROW.encode("utf-16")), dry(), ["train.jsonl", "UTF-8"]),
-    "gzip that is cut": (
-        data(b"\x1f\x8b\x08\x00"),
-        dry(),
-        ["train.jsonl", "UTF-8"],
-    ),
-    "parquet that is none": (
-        data("PAR1", "d.parquet"),
-        dry("data.path=d.parquet"),
-        ["d.parquet"],
-    ),
+    "gzip that is cut": (data(b"\x1f\x8b\x08\x00"), dry(), ["train.jsonl", "UTF-8"]),
+    "parquet that is none": (data("PAR1", "d.parquet"), dry("data.path=d.parquet"), ["d.parquet"]),
     "a git-lfs pointer as data": (
         data("version https://git-lfs.github.com/spec/v1\n"),
         dry(),
@@ -364,16 +250,8 @@ CASES: dict[str, tuple[Callable[[Path], None], list[str], list[str]]] = {
         dry("data.max_prompt_length=1"),
         ["train.jsonl", "1 tokens"],
     ),
-    "an unknown template": (
-        nothing,
-        dry("data.template=papr"),
-        ["'papr'", "paper"],
-    ),
-    "a template without a chat template": (
-        nothing,
-        dry("data.template=paper"),
-        ["raw"],
-    ),
+    "an unknown template": (nothing, dry("data.template=papr"), ["'papr'", "paper"]),
+    "a template without a chat template": (nothing, dry("data.template=paper"), ["raw"]),
     "a template that is not there": (
         nothing,
         dry("data.template=p.py:f"),
@@ -412,15 +290,7 @@ CASES: dict[str, tuple[Callable[[Path], None], list[str], list[str]]] = {
     # other verbs
     "samples that are not there": (
         nothing,
-        [
-            "evaluate",
-            "--samples",
-            "s.jsonl",
-            "--benchmarks",
-            "mine=train.jsonl",
-            "--out",
-            "o",
-        ],
+        ["evaluate", "--samples", "s.jsonl", "--benchmarks", "mine=train.jsonl", "--out", "o"],
         ["s.jsonl"],
     ),
     "an evaluation into a file": (
@@ -461,21 +331,13 @@ CASES: dict[str, tuple[Callable[[Path], None], list[str], list[str]]] = {
         ["evaluate", "--model", "no", "--benchmarks", "m=train.jsonl", "--out", "o"],
         ["model directory no "],
     ),
-    "a report of nothing": (
-        nothing,
-        ["report", "nowhere", "--out", "r.html"],
-        ["nowhere"],
-    ),
+    "a report of nothing": (nothing, ["report", "nowhere", "--out", "r.html"], ["nowhere"]),
     "a calibration of nothing": (
         nothing,
         ["calibrate", "--samples", "s.jsonl", "--out", "c.npz"],
         ["s.jsonl"],
     ),
-    "an objective of nothing": (
-        nothing,
-        ["objective", "--input", "g.json"],
-        ["g.json"],
-    ),
+    "an objective of nothing": (nothing, ["objective", "--input", "g.json"], ["g.json"]),
     "a plan of no model": (
         nothing,
         ["plan", "--config", "run.yaml", "model.path=nowhere", "--gpus", "8"],
@@ -498,9 +360,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_one_line_names_it(
-    case: str, project: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_one_line_names_it(case: str, project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     prepare, arguments, named = CASES[case]
     prepare(project)
     before = contents(project)
@@ -523,14 +383,10 @@ FINE: dict[str, Callable[[Path], None]] = {
     ),
     "a byte order mark in YAML": config("\ufeff" + RUN),
     "lines that end in CRLF": data("".join(json.dumps(row) + "\r\n" for row in ROWS)),
-    "blank lines, no newline at the end": data(
-        "\n\n".join(json.dumps(row) for row in ROWS)
-    ),
+    "blank lines, no newline at the end": data("\n\n".join(json.dumps(row) for row in ROWS)),
     "a JSON array": data(json.dumps(ROWS)),
     "numbers as answers": data(
-        "".join(
-            json.dumps({**row, "answer": int(row["answer"])}) + "\n" for row in ROWS
-        )
+        "".join(json.dumps({**row, "answer": int(row["answer"])}) + "\n" for row in ROWS)
     ),
 }
 
@@ -553,9 +409,7 @@ def test_few_problems_are_a_warning_of_the_dry_run(
     (project / "train.jsonl").write_text(ROW * 3)
     assert main(dry()) == 0
     (warning,) = (
-        line
-        for line in capsys.readouterr().out.splitlines()
-        if line.startswith("warning ")
+        line for line in capsys.readouterr().out.splitlines() if line.startswith("warning ")
     )
     assert "3 problems" in warning
     assert "data.prompts_per_step=4" in warning

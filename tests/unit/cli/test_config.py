@@ -18,10 +18,7 @@ def test_sections_options_and_one_option(capsys: pytest.CaptureFixture) -> None:
     assert "\nrollout " in said
     assert main(["config", "rollout"]) == 0
     said = capsys.readouterr().out
-    assert (
-        "rollout.group_size: whole number >= 2 (default 8)\n    Responses per prompt"
-        in said
-    )
+    assert "rollout.group_size: whole number >= 2 (default 8)\n    Responses per prompt" in said
     assert main(["config", "objective.lam"]) == 0
     said = capsys.readouterr().out
     assert said.splitlines()[0] == "objective.lam: number >= 0 and <= 1 (default 0.5)"
@@ -34,10 +31,7 @@ def test_examples_are_listed_and_printed(capsys: pytest.CaptureFixture) -> None:
     assert names == sorted(str(f.relative_to(EXAMPLES))[: -len(".yaml")] for f in ALL)
     for name in ("quickstart/grpo", "examples/quickstart/grpo.yaml"):
         assert main(["config", "--example", name]) == 0
-        assert (
-            capsys.readouterr().out
-            == (EXAMPLES / "quickstart" / "grpo.yaml").read_text()
-        )
+        assert capsys.readouterr().out == (EXAMPLES / "quickstart" / "grpo.yaml").read_text()
 
 
 @pytest.mark.parametrize(
@@ -50,9 +44,7 @@ def test_examples_are_listed_and_printed(capsys: pytest.CaptureFixture) -> None:
         ),
     ],
 )
-def test_an_unknown_name(
-    arguments: list[str], said: str, capsys: pytest.CaptureFixture
-) -> None:
+def test_an_unknown_name(arguments: list[str], said: str, capsys: pytest.CaptureFixture) -> None:
     assert main(["config", *arguments]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert said in line

@@ -19,23 +19,15 @@ def test_an_extra_is_named_by_its_packages(extra, monkeypatch):
     """This project is on no index: its extras are named by what they install, as setup.py
     has it.
     """
-    text = re.search(
-        rf'"{extra}": \[(.+?)\],', (REPOSITORY / "setup.py").read_text(), re.DOTALL
-    )
+    text = re.search(rf'"{extra}": \[(.+?)\],', (REPOSITORY / "setup.py").read_text(), re.DOTALL)
     requirements = [line.partition("; ") for line in re.findall(r'"([^"]+)"', text[1])]
-    here = [
-        name
-        for name, _, marker in requirements
-        if not marker or Marker(marker).evaluate()
-    ]
+    here = [name for name, _, marker in requirements if not marker or Marker(marker).evaluate()]
     made = [
         f'{name}; {f"{marker} and " if marker else ""}extra == "{extra}"'
         for name, _, marker in requirements
     ]
     monkeypatch.setattr(
-        importlib.metadata,
-        "requires",
-        lambda _: ["torch>=2", "six; python_version < '3'", *made],
+        importlib.metadata, "requires", lambda _: ["torch>=2", "six; python_version < '3'", *made]
     )
     isolation = "--no-build-isolation " if extra == "gpu" else ""
     assert len(here) == 1
@@ -55,15 +47,12 @@ def test_what_is_missing_comes_with_a_line(monkeypatch):
     monkeypatch.setattr("megatron_dcpo.cli.doctor._is_for_training", lambda: True)
     advice = {finding.name: finding.advice for finding in examine()}
     assert all(
-        "pip install " in advice[name]
-        for name in (*EXTRAS, "flash-attn", "sentencepiece", "torch")
+        "pip install " in advice[name] for name in (*EXTRAS, "flash-attn", "sentencepiece", "torch")
     )
     assert set(EXTRAS) <= set(OPTIONAL)
 
 
-@pytest.mark.parametrize(
-    "kept", ["torch==2.10.0a0+b5.nv25.11\nrich==1\n", "rich==1", None]
-)
+@pytest.mark.parametrize("kept", ["torch==2.10.0a0+b5.nv25.11\nrich==1\n", "rich==1", None])
 def test_what_an_image_brought_stays(monkeypatch, kept):
     """``tools/install_beside.sh`` leaves the list; a package that came later is not in it."""
     needs = importlib.metadata.requires("megatron-dcpo")
@@ -88,25 +77,17 @@ def test_nothing_tells_to_install_this_project_from_an_index():
     ]
     assert len(files) > 100
     assert not [
-        str(file)
-        for file in files
-        if re.search(r"pip install '?megatron-dcpo", file.read_text())
+        str(file) for file in files if re.search(r"pip install '?megatron-dcpo", file.read_text())
     ]
 
 
-def test_an_installation_without_training_is_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_installation_without_training_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        doctor,
-        "_version",
-        lambda name: None if name in doctor.OF_TRAINING else "1.0",
+        doctor, "_version", lambda name: None if name in doctor.OF_TRAINING else "1.0"
     )
     found = {finding.name: finding for finding in examine()}
     assert all(finding.ok is not False for finding in found.values())
     assert "pip install" in found["training"].advice
     # but one of them alone is a broken installation
-    monkeypatch.setattr(
-        doctor, "_version", lambda name: None if name == "transformers" else "1.0"
-    )
+    monkeypatch.setattr(doctor, "_version", lambda name: None if name == "transformers" else "1.0")
     assert {f.name for f in examine() if f.ok is False} >= {"transformers"}

@@ -34,17 +34,13 @@ def write(path: Path) -> str:
     return str(path)
 
 
-def test_one_line_each_in_order(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_one_line_each_in_order(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["judge", "--pairs", write(tmp_path / "pairs.jsonl"), "--json"]) == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [row["correct"] for row in rows] == [correct for _, _, correct in ROWS]
 
 
-def test_report_names_the_disagreements(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_report_names_the_disagreements(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["judge", "--pairs", write(tmp_path / "pairs.jsonl")]) == 0
     out = capsys.readouterr().out
     assert out.startswith("11 pairs, 4 correct, 2 equal as strings\n")
@@ -55,9 +51,7 @@ def test_report_names_the_disagreements(
 @pytest.mark.parametrize(
     "line", ["{", "[]", '{"prediction": "1"}', '{"prediction": [], "reference": "1"}']
 )
-def test_bad_lines_are_named(
-    line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_lines_are_named(line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "pairs.jsonl"
     path.write_text('{"prediction": "1", "reference": "1"}\n' + line)
     assert main(["judge", "--pairs", str(path)]) == 2

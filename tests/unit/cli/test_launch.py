@@ -44,15 +44,11 @@ def test_ranks_stay_beside_their_gpus(
         node.mkdir()
         (node / "cpulist").write_text(cpus + "\n")
         nodes.append(str(node))
-    monkeypatch.setattr(
-        device, "capabilities", lambda: SimpleNamespace(separate_memory=gpu)
-    )
+    monkeypatch.setattr(device, "capabilities", lambda: SimpleNamespace(separate_memory=gpu))
     monkeypatch.setattr(glob, "glob", lambda pattern: nodes)
     monkeypatch.setattr(shutil, "which", lambda name: numactl)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1, 2, 3})
-    assert launch._numa_binding(options) == (
-        ["--numa-binding", "node"] if bound else []
-    )
+    assert launch._numa_binding(options) == (["--numa-binding", "node"] if bound else [])
 
 
 @pytest.mark.parametrize("own", [None, "8"])
@@ -74,14 +70,9 @@ def test_what_megatrons_overlap_needs(monkeypatch, tmp_path, own):
 
     monkeypatch.setattr(torch.distributed.run, "run", ranks)
     monkeypatch.setattr(launch.signal, "signal", lambda *_: None)
-    monkeypatch.setattr(
-        launch.threading, "Thread", lambda **_: SimpleNamespace(start=lambda: None)
-    )
+    monkeypatch.setattr(launch.threading, "Thread", lambda **_: SimpleNamespace(start=lambda: None))
     assert (
-        launch.run(
-            SimpleNamespace(processes="2", arguments=["--", "train", "--config", "x"])
-        )
-        == 0
+        launch.run(SimpleNamespace(processes="2", arguments=["--", "train", "--config", "x"])) == 0
     )
     assert seen["CUDA_DEVICE_MAX_CONNECTIONS"] == (own or "1")
     assert seen["processes"] == "2"
@@ -106,8 +97,7 @@ def test_the_rank_that_failed_first_is_named(tmp_path):
     assert launch._describe(*launch.first_failure(failures)) == expected
     killed = {rank: failures[rank] for rank in (0, 1)} | {2: failed(tmp_path, 9, -9)}
     assert (
-        launch._describe(*launch.first_failure(killed))
-        == "rank 2 (pid 109) was killed by SIGKILL"
+        launch._describe(*launch.first_failure(killed)) == "rank 2 (pid 109) was killed by SIGKILL"
     )
 
 
@@ -123,13 +113,7 @@ def test_the_last_line_of_a_failed_launch_is_the_error(tmp_path):
         f"run_dir={tmp_path / 'run'}",
     ]
     done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "megatron_dcpo",
-            *command,
-            "parallel.tensor_model_parallel_size=3",
-        ],
+        [sys.executable, "-m", "megatron_dcpo", *command, "parallel.tensor_model_parallel_size=3"],
         cwd=REPOSITORY,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -139,8 +123,5 @@ def test_the_last_line_of_a_failed_launch_is_the_error(tmp_path):
     assert done.returncode == 2
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith("dcpo launch: rank ")
-    assert (
-        "ended with status 2: parallel.tensor_model_parallel_size=3 does not divide"
-        in last
-    )
+    assert "ended with status 2: parallel.tensor_model_parallel_size=3 does not divide" in last
     assert "SIGTERM" not in last

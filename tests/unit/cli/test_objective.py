@@ -51,33 +51,21 @@ def group(*responses: dict[str, Any], **more: Any) -> dict[str, Any]:
     [
         (group(method="dcop"), "did you mean 'dcpo'"),
         (group(options={"lamb": 1}), "did you mean 'lam'"),
-        (
-            group(options={"lam": 2}),
-            "lam: Input should be less than or equal to 1 (found 2)",
-        ),
+        (group(options={"lam": 2}), "lam: Input should be less than or equal to 1 (found 2)"),
         (group(options={"preset": "papr"}), "preset: Input should be 'paper'"),
-        (
-            group(options={"dual_clip": 0.5}),
-            "dual_clip must be 0 (off) or greater than 1",
-        ),
+        (group(options={"dual_clip": 0.5}), "dual_clip must be 0 (off) or greater than 1"),
         (group(options=[1]), "options must be an object"),
         (group(option={}), "did you mean 'options'"),
         (group(responses=[]), "non-empty list"),
         (group(response()), "at least 2"),
-        (
-            group(response(), response(status="okay")),
-            "unknown status 'okay'; did you mean 'ok'",
-        ),
+        (group(response(), response(status="okay")), "unknown status 'okay'; did you mean 'ok'"),
         (
             group(response(), response(logprobs=[1])),
             "responses[1]: logprobs must have one value for each of the 3 tokens",
         ),
         (group(response(), response(logprobs=[0, 0, float("inf")])), "finite"),
         (group(response(), response(logprobs=["a", 0, 0])), "finite"),
-        (
-            group(response(), response(confidence=1.5)),
-            "responses[1]: confidence is 1.5",
-        ),
+        (group(response(), response(confidence=1.5)), "responses[1]: confidence is 1.5"),
         (group(response(), response(confidence=None)), "'ok' with confidence None"),
         (group(response(), response(correct=2)), "responses[1]: correct is 2"),
         (group(response(), response(correct=10**400)), "responses[1]: correct"),
@@ -99,12 +87,7 @@ def test_bad_input_is_one_clear_line(bad: dict[str, Any], message: str) -> None:
 def test_input_of_the_last_release_gives_the_same_numbers() -> None:
     """There the EOS of a response without a marker was counted with the reasoning."""
     tokens = {"logprobs": [-1.0] * 3, "old_logprobs": [-0.5, -1.0, -2.0]}
-    missing: dict[str, Any] = {
-        "status": "missing",
-        "confidence": None,
-        "correct": 0,
-        **tokens,
-    }
+    missing: dict[str, Any] = {"status": "missing", "confidence": None, "correct": 0, **tokens}
     new = worksheet.evaluate(group(response(), response(boundary=2, **missing)))
     old = worksheet.evaluate(
         group(old_response(), old_response(n_reasoning=3, n_confidence=0, **missing))
@@ -123,17 +106,12 @@ def test_unreadable_files(text: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("status", [*MALFORMED, "range", "Out of range", "no-marker"])
 def test_every_status_is_understood(status: str) -> None:
-    result = worksheet.evaluate(
-        group(response(), response(status=status, confidence=None))
-    )
+    result = worksheet.evaluate(group(response(), response(status=status, confidence=None)))
     assert result["R_c"][1] == -1.0
 
 
 def test_several_prompts_in_response_order() -> None:
-    rows = [
-        response(prompt_id=p, correct=R)
-        for p, R in (("a", 1), ("b", 0), ("a", 0), ("b", 0))
-    ]
+    rows = [response(prompt_id=p, correct=R) for p, R in (("a", 1), ("b", 0), ("a", 0), ("b", 0))]
     result = worksheet.evaluate(group(*rows, options={"lam": 1.0}))
     assert result["targets"] == [0.5, 0.0, 0.5, 0.0]
 
@@ -150,10 +128,7 @@ def test_absent_values_are_null_and_the_table_prints(
 
 
 def test_reference_log_probs_may_be_given() -> None:
-    rows = [
-        response(ref_logprobs=[-1.1] * 3),
-        response(correct=0, ref_logprobs=[-1.1] * 3),
-    ]
+    rows = [response(ref_logprobs=[-1.1] * 3), response(correct=0, ref_logprobs=[-1.1] * 3)]
     with_kl = worksheet.evaluate(group(*rows, options={"kl_coef": 0.1}))["loss"]
     assert with_kl > worksheet.evaluate(group(*rows))["loss"]
 
@@ -163,10 +138,7 @@ def test_the_input_that_help_shows_is_one(capsys: pytest.CaptureFixture[str]) ->
     with pytest.raises(SystemExit):
         main(["objective", "--help"])
     text = capsys.readouterr().out
-    example, keys = (
-        text[text.index("{") : text.rindex("}") + 1],
-        text[text.rindex("}") :],
-    )
+    example, keys = (text[text.index("{") : text.rindex("}") + 1], text[text.rindex("}") :])
     scored = worksheet.evaluate(json.loads(example))
     assert scored["R"] == [1.0, 0.0]
     assert {

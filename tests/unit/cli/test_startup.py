@@ -28,18 +28,9 @@ PLAN += ["model.path=Qwen/Qwen3-0.6B"]
             {"numpy", "pydantic", "omegaconf"},
         ),
     ],
-    ids=[
-        "train",
-        "plan",
-        "probe",
-        "plan as JSON",
-        "plan as tables",
-        "a refused option",
-    ],
+    ids=["train", "plan", "probe", "plan as JSON", "plan as tables", "a refused option"],
 )
-def test_a_light_verb_imports_what_it_uses(
-    arguments: list[str], imported: set[str]
-) -> None:
+def test_a_light_verb_imports_what_it_uses(arguments: list[str], imported: set[str]) -> None:
     code = (
         "import sys; from megatron_dcpo.cli import main\n"
         "main(sys.argv[1:])\n"
@@ -59,11 +50,7 @@ def test_a_reader_that_has_enough_is_no_error() -> None:
     command = f"{sys.executable} -m megatron_dcpo config rollout"
     script = f"{command} | head -n 1; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(
-        ["bash", "-c", script],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        check=False,
+        ["bash", "-c", script], cwd=REPOSITORY, capture_output=True, text=True, check=False
     )
     assert (done.returncode, done.stderr, done.stdout.count("\n")) == (0, "", 1)
 
@@ -71,9 +58,7 @@ def test_a_reader_that_has_enough_is_no_error() -> None:
 def test_a_python_without_the_libraries_is_told_so() -> None:
     """``-S``: no site-packages."""
     command = [sys.executable, "-S", "-m", "megatron_dcpo", "config"]
-    done = subprocess.run(
-        command, cwd=REPOSITORY, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
     assert line.startswith("dcpo config: error: omegaconf is not installed")

@@ -32,9 +32,7 @@ def assert_safe(said: str) -> None:
 
 def test_judged_pairs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "pairs.jsonl"
-    path.write_text(
-        json.dumps({"prediction": "1" + HOSTILE, "reference": "2" + HOSTILE}) + "\n"
-    )
+    path.write_text(json.dumps({"prediction": "1" + HOSTILE, "reference": "2" + HOSTILE}) + "\n")
     assert main(["judge", "--pairs", str(path)]) == 0
     assert_safe(capsys.readouterr().out)
 
@@ -58,12 +56,8 @@ def test_judged_programs(
     monkeypatch.setattr(sandbox, "CodePool", Pool)
     path = tmp_path / "programs.jsonl"
     path.write_text(json.dumps({"response": "```\nx\n```", "tests": {}}) + "\n")
-    monkeypatch.setattr(
-        "megatron_dcpo.sandbox.tests.checked_tests", lambda tests, where: tests
-    )
-    monkeypatch.setattr(
-        "megatron_dcpo.sandbox.tests.check_syntax", lambda tests, where: None
-    )
+    monkeypatch.setattr("megatron_dcpo.sandbox.tests.checked_tests", lambda tests, where: tests)
+    monkeypatch.setattr("megatron_dcpo.sandbox.tests.check_syntax", lambda tests, where: None)
     assert main(["judge", "--programs", str(path)]) == 0
     said = capsys.readouterr().out
     assert_safe(said)
@@ -71,9 +65,7 @@ def test_judged_programs(
 
 
 @pytest.mark.parametrize("name", ["a" + HOSTILE, "b\ndcpo judge: all is well"])
-def test_errors_that_quote(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
-) -> None:
+def test_errors_that_quote(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
     assert main(["judge", "--pairs", str(tmp_path / name)]) == 2
     said = capsys.readouterr().err
     assert_safe(said)

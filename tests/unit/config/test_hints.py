@@ -68,19 +68,13 @@ def test_an_override_is_blamed_and_not_the_file(file: Path) -> None:
         ("train x.yaml", "train --config x.yaml"),
         ("train --config x.yaml y=z.yaml", "train --config x.yaml y=z.yaml"),
         ("train x.yaml --resume", "train --config x.yaml --resume auto"),
-        (
-            "train --resume --config x.yaml a.b=1",
-            "train --resume auto --config x.yaml a.b=1",
-        ),
+        ("train --resume --config x.yaml a.b=1", "train --resume auto --config x.yaml a.b=1"),
         ("train --resume none --config x.yaml", "train --resume none --config x.yaml"),
         (
             "train x.yaml --rollout.group_size 4 --seed",
             "train --config x.yaml rollout.group_size=4 --seed",
         ),
-        (
-            "plan x.yaml --rollout.group_size=4",
-            "plan --config x.yaml rollout.group_size=4",
-        ),
+        ("plan x.yaml --rollout.group_size=4", "plan --config x.yaml rollout.group_size=4"),
         ("judge x.yaml --a.b 4", "judge x.yaml --a.b 4"),
         ("evaluate --as-trained x.yaml --a.b 4", "evaluate --as-trained x.yaml a.b=4"),
     ],

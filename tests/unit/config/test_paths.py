@@ -37,14 +37,7 @@ def configured(folder: Path, text: str, *overrides: str) -> Config:
 def test_every_path_option_is_seen_from_the_file(places: tuple[Path, Path]) -> None:
     beside, _ = places
     (beside / "model").mkdir()
-    for name in (
-        "a.jsonl",
-        "b.jsonl",
-        "reward.py",
-        "prompt.py",
-        "method.py",
-        "held.jsonl",
-    ):
+    for name in ("a.jsonl", "b.jsonl", "reward.py", "prompt.py", "method.py", "held.jsonl"):
         (beside / name).write_text("")
     config = configured(
         beside,
@@ -72,24 +65,18 @@ def test_every_path_option_is_seen_from_the_file(places: tuple[Path, Path]) -> N
 
 def test_a_method_and_a_base_are_seen_from_the_file(places: tuple[Path, Path]) -> None:
     beside, working = places
-    (beside / "method.py").write_text(
-        "from megatron_dcpo.objectives.grpo import METHOD\n"
-    )
+    (beside / "method.py").write_text("from megatron_dcpo.objectives.grpo import METHOD\n")
     (beside / "base.yaml").write_text(
-        HEAD
-        + "model: {path: m}\ndata: {path: d}\nobjective: {name: 'method.py:METHOD'}\n"
+        HEAD + "model: {path: m}\ndata: {path: d}\nobjective: {name: 'method.py:METHOD'}\n"
     )
     (beside / "run.yaml").write_text("base: base.yaml\n")
-    assert (
-        load_config(beside / "run.yaml").objective.name == f"{beside}/method.py:METHOD"
-    )
+    assert load_config(beside / "run.yaml").objective.name == f"{beside}/method.py:METHOD"
     (working / "common.yaml").write_text("model: {path: m}\ndata: {path: d}\n")
     (beside / "run.yaml").write_text(HEAD + "base: common.yaml\n")
     assert load_config(beside / "run.yaml").data.path == "d"
     (beside / "run.yaml").write_text("base: neither.yaml\n")
     with pytest.raises(
-        UserError,
-        match=rf"neither.yaml does not exist \(looked for in {beside} and {working}\)",
+        UserError, match=rf"neither.yaml does not exist \(looked for in {beside} and {working}\)"
     ):
         load_config(beside / "run.yaml")
 
@@ -101,16 +88,11 @@ def test_the_file_comes_before_the_working_directory_and_an_override_knows_that_
     for folder in places:
         (folder / "a.jsonl").write_text("")
     (working / "b.jsonl").write_text("")
-    assert configured(
-        beside, "model: {path: m}\ndata: {path: a.jsonl}\n"
-    ).data.path == str(beside / "a.jsonl")
-    assert (
-        configured(beside, "model: {path: m}\ndata: {path: b.jsonl}\n").data.path
-        == "b.jsonl"
+    assert configured(beside, "model: {path: m}\ndata: {path: a.jsonl}\n").data.path == str(
+        beside / "a.jsonl"
     )
-    override = configured(
-        beside, "model: {path: m}\ndata: {path: b.jsonl}\n", "data.path=a.jsonl"
-    )
+    assert configured(beside, "model: {path: m}\ndata: {path: b.jsonl}\n").data.path == "b.jsonl"
+    override = configured(beside, "model: {path: m}\ndata: {path: b.jsonl}\n", "data.path=a.jsonl")
     assert override.data.path == "a.jsonl"
 
 
@@ -121,14 +103,9 @@ def test_names_that_are_no_paths_stay(places: tuple[Path, Path]) -> None:
         "'reasoning_gym:chain_sum'}\njudging: {verifier: 'https://h/v'}\n"
     )
     config = configured(beside, text)
-    assert (config.model.path, config.data.path) == (
-        "Qwen/Qwen3-8B",
-        "reasoning_gym:chain_sum",
-    )
+    assert (config.model.path, config.data.path) == ("Qwen/Qwen3-8B", "reasoning_gym:chain_sum")
     assert config.judging.verifier == "https://h/v"
-    interpolated = configured(
-        beside, "model: {path: '${run_dir}/m'}\ndata: {path: d}\n"
-    )
+    interpolated = configured(beside, "model: {path: '${run_dir}/m'}\ndata: {path: d}\n")
     assert interpolated.model.path == "runs/r/m"
 
 
@@ -143,9 +120,7 @@ def test_an_error_names_both_places(places: tuple[Path, Path]) -> None:
     assert isinstance(config.data.path, str)
     for what, read in {
         r"d.jsonl: no such data file ": lambda: load_records(str(config.data.path)),
-        r"model directory m does not exist ": lambda: read_architecture(
-            config.model.path
-        ),
+        r"model directory m does not exist ": lambda: read_architecture(config.model.path),
         r"p.py:f: no such file p.py ": lambda: find_template(config.data.template),
         r"v.py:f: no such file v.py ": lambda: load_function(config.judging.verifier),
     }.items():

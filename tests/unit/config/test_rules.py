@@ -50,10 +50,7 @@ def refused_for(model: Any, sections: dict[str, Any], option: str) -> None:
     ("sections", "option"),
     [
         ({"model": {"adapter": {}}}, "model.adapter"),
-        (
-            {"parallel": {"tensor_model_parallel_size": 2}},
-            "parallel.sequence_parallel=true",
-        ),
+        ({"parallel": {"tensor_model_parallel_size": 2}}, "parallel.sequence_parallel=true"),
         (
             {"parallel": {"expert_model_parallel_size": 2}},
             "parallel.use_distributed_optimizer=true",
@@ -67,10 +64,7 @@ def refused_for(model: Any, sections: dict[str, Any], option: str) -> None:
             },
             "parallel.megatron.recompute_modules=mlp",
         ),
-        (
-            {"rollout": {"engine": "server", "endpoint": "http://h/v1"}},
-            "rollout.engine=server",
-        ),
+        ({"rollout": {"engine": "server", "endpoint": "http://h/v1"}}, "rollout.engine=server"),
     ],
 )
 def test_what_is_wrong_with_experts_is_refused_for_them_alone(
@@ -85,8 +79,7 @@ def test_routing_replay_needs_experts_and_megatrons_router() -> None:
     with pytest.raises(UserError, match=r"rollout\.routing_replay"):
         rules.check_model_rules(replayed, DENSE, CHUNKS)
     fused = config(
-        rollout={"routing_replay": True},
-        parallel={"megatron": {"moe_router_fusion": True}},
+        rollout={"routing_replay": True}, parallel={"megatron": {"moe_router_fusion": True}}
     )
     with pytest.raises(UserError, match="moe_router_fusion"):
         rules.check_model_rules(fused, EXPERTS, CHUNKS)
@@ -96,10 +89,7 @@ def test_routing_replay_needs_experts_and_megatrons_router() -> None:
     ("sections", "refused"),
     [
         ({"parallel": {"context_parallel_size": 2}}, True),
-        (
-            {"parallel": {"context_parallel_size": 2, "sequence_packing": True}},
-            True,
-        ),
+        ({"parallel": {"context_parallel_size": 2, "sequence_packing": True}}, True),
         (
             {
                 "parallel": {
@@ -110,18 +100,10 @@ def test_routing_replay_needs_experts_and_megatrons_router() -> None:
             },
             False,
         ),
-        (
-            {
-                "parallel": {"context_parallel_size": 2},
-                "model": {"transformer_impl": "local"},
-            },
-            False,
-        ),
+        ({"parallel": {"context_parallel_size": 2}, "model": {"transformer_impl": "local"}}, False),
     ],
 )
-def test_windows_in_context_parallelism(
-    sections: dict[str, Any], refused: bool
-) -> None:
+def test_windows_in_context_parallelism(sections: dict[str, Any], refused: bool) -> None:
     of_run = config(**sections)
     rules.check_model_rules(of_run, DENSE, CHUNKS)
     if not refused:
@@ -134,33 +116,22 @@ def test_windows_in_context_parallelism(
 @pytest.mark.parametrize(
     ("sections", "option"),
     [
-        (
-            {"parallel": {"context_parallel_size": 2}},
-            "parallel.context_parallel_size=2",
-        ),
+        ({"parallel": {"context_parallel_size": 2}}, "parallel.context_parallel_size=2"),
         (
             {"model": {"transformer_impl": "transformer_engine"}},
             "model.transformer_impl=transformer_engine",
         ),
         ({"rollout": {"engine": "vllm"}}, "rollout.engine=vllm"),
-        (
-            {"rollout": {"engine": "server", "endpoint": "http://h/v1"}},
-            "rollout.engine=server",
-        ),
+        ({"rollout": {"engine": "server", "endpoint": "http://h/v1"}}, "rollout.engine=server"),
     ],
 )
-def test_what_gated_delta_nets_do_not_go_with(
-    sections: dict[str, Any], option: str
-) -> None:
+def test_what_gated_delta_nets_do_not_go_with(sections: dict[str, Any], option: str) -> None:
     refused_for(DELTA_NETS, sections, option)
 
 
 def test_recomputed_units_divide_every_chunk() -> None:
     units = config(
-        parallel={
-            "recompute_granularity": "full",
-            "megatron": {"recompute_num_layers": 2},
-        }
+        parallel={"recompute_granularity": "full", "megatron": {"recompute_num_layers": 2}}
     )
     rules.check_model_rules(units, DENSE, CHUNKS)
     with pytest.raises(UserError, match=r"recompute_num_layers=2"):
@@ -197,9 +168,7 @@ def test_the_gpus_of_a_server_are_whole_engines() -> None:
         ("rollout", "vllm", "quantization", "fp8"),
     ],
 )
-def test_fewer_bits_are_refused_by_name(
-    section: str, key: str, option: str, value: object
-) -> None:
+def test_fewer_bits_are_refused_by_name(section: str, key: str, option: str, value: object) -> None:
     with pytest.raises(UserError) as error:
         config(**{section: {key: {option: value}}})
     assert f"{section}.{key}.{option}" in str(error.value)

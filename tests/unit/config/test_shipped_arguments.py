@@ -19,9 +19,7 @@ from tests.helpers.paths import EXAMPLES, REPOSITORY
 from tests.helpers.shipped import model_of
 from tests.helpers.shipped_arguments import arguments, engine_arguments
 
-STORED = json.loads(
-    (REPOSITORY / "tests" / "fixtures" / "shipped_arguments.json").read_text()
-)
+STORED = json.loads((REPOSITORY / "tests" / "fixtures" / "shipped_arguments.json").read_text())
 NAMES = sorted(STORED["engine"]["of"])
 
 
@@ -41,9 +39,7 @@ def test_weight_gradients_are_fused_by_transformer_engine(monkeypatch):
         megatron={"apply_rope_fusion": False}
     )  # the other kernel that is not here
     for engine in (True, False):
-        config = model.transformer_config(
-            arch, unfused, torch.bfloat16, transformer_engine=engine
-        )
+        config = model.transformer_config(arch, unfused, torch.bfloat16, transformer_engine=engine)
         assert config.gradient_accumulation_fusion is engine
 
 
@@ -60,13 +56,9 @@ def test_logits_in_fp32_on_a_gpu(monkeypatch, tmp_path):
         for section, options in more.items():
             values[section] |= options
         (tmp_path / "run.yaml").write_text(yaml.safe_dump(values))
-        return engine_arguments(tmp_path / "run.yaml", model_of(path)).get(
-            "hf_overrides"
-        )
+        return engine_arguments(tmp_path / "run.yaml", model_of(path)).get("hf_overrides")
 
     assert overrides() == "{'head_dtype': 'float32'}"
     assert overrides(model={"head_dtype": "model"}) is None
     own = {"vllm": {"hf_overrides": {"rope_theta": 1e6}}}
-    assert (
-        overrides(rollout=own) == "{'head_dtype': 'float32', 'rope_theta': 1000000.0}"
-    )
+    assert overrides(rollout=own) == "{'head_dtype': 'float32', 'rope_theta': 1000000.0}"

@@ -22,42 +22,27 @@ def checkpoint(tmp_path: Path) -> Path:
     directory = tmp_path / "iter_0000001"
     directory.mkdir()
     chunks = [
-        writer.NewChunk(
-            "a", (4, 3), (start, 0), (2, 3), "float32", lambda: torch.ones(2, 3)
-        )
+        writer.NewChunk("a", (4, 3), (start, 0), (2, 3), "float32", lambda: torch.ones(2, 3))
         for start in (0, 2)
     ]
     chunks.append(
         writer.NewChunk(
-            "b",
-            (5,),
-            (0,),
-            (5,),
-            "bfloat16",
-            lambda: torch.ones(5, dtype=torch.bfloat16),
+            "b", (5,), (0,), (5,), "bfloat16", lambda: torch.ones(5, dtype=torch.bfloat16)
         )
     )
-    writer.write_checkpoint(
-        directory, chunks, {"a._extra_state": None}, lambda nbytes: None
-    )
+    writer.write_checkpoint(directory, chunks, {"a._extra_state": None}, lambda nbytes: None)
     return directory
 
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
-def test_an_honest_one_is_read_as_torch_reads_it(
-    checkpoint: Path, protocol: int
-) -> None:
+def test_an_honest_one_is_read_as_torch_reads_it(checkpoint: Path, protocol: int) -> None:
     path = checkpoint / ".metadata"
     expected = pickle.loads(path.read_bytes())
     path.write_bytes(pickle.dumps(expected, protocol=protocol))
     assert read_metadata(checkpoint) == expected
 
 
-METADATA_ONLY = HOSTILE.keys() - {
-    "code beside the tensors",
-    "code in common.pt",
-    "an odd number",
-}
+METADATA_ONLY = HOSTILE.keys() - {"code beside the tensors", "code in common.pt", "an odd number"}
 
 
 @pytest.mark.parametrize("name", sorted(METADATA_ONLY))
@@ -77,15 +62,11 @@ def test_a_hostile_one_is_refused(checkpoint: Path, tmp_path: Path, name: str) -
     ("change", "said"),
     [
         (
-            lambda m: setattr(
-                m.state_dict_metadata["b"], "size", torch.Size([1 << 62])
-            ),
+            lambda m: setattr(m.state_dict_metadata["b"], "size", torch.Size([1 << 62])),
             "not a count",
         ),
         (
-            lambda m: setattr(
-                m.state_dict_metadata["b"], "size", torch.Size([1 << 40, 1 << 40])
-            ),
+            lambda m: setattr(m.state_dict_metadata["b"], "size", torch.Size([1 << 40, 1 << 40])),
             "impossible shape",
         ),
         (lambda m: setattr(m.state_dict_metadata["b"], "size", [2.0]), "not a count"),
@@ -94,55 +75,36 @@ def test_a_hostile_one_is_refused(checkpoint: Path, tmp_path: Path, name: str) -
             lambda m: setattr(m.state_dict_metadata["b"], "size", torch.Size([4])),
             "outside its shape",
         ),
-        (
-            lambda m: setattr(m.state_dict_metadata["b"].chunks[0], "offsets", (-1,)),
-            "not a count",
-        ),
+        (lambda m: setattr(m.state_dict_metadata["b"].chunks[0], "offsets", (-1,)), "not a count"),
         (
             lambda m: setattr(m.state_dict_metadata["b"].chunks[0], "offsets", (1,)),
             "outside its shape",
         ),
         (lambda m: m.state_dict_metadata["b"].chunks.append("chunk"), "odd chunk"),
         (
-            lambda m: setattr(
-                m.state_dict_metadata["b"].properties, "dtype", "float32"
-            ),
+            lambda m: setattr(m.state_dict_metadata["b"].properties, "dtype", "float32"),
             "no element type",
         ),
         (lambda m: m.state_dict_metadata.update({3: 4}), "a tensor without a name"),
-        (
-            lambda m: m.state_dict_metadata.update({"c": 4}),
-            "neither a tensor nor an object",
-        ),
+        (lambda m: m.state_dict_metadata.update({"c": 4}), "neither a tensor nor an object"),
         (lambda m: setattr(m, "storage_data", None), "no table of files"),
         (lambda m: setattr(m, "state_dict_metadata", [1]), "no table of tensors"),
         (lambda m: m.storage_data.update({1: 2}), "odd entry"),
         (
-            lambda m: setattr(
-                next(iter(m.storage_data.values())), "relative_path", "/etc/passwd"
-            ),
+            lambda m: setattr(next(iter(m.storage_data.values())), "relative_path", "/etc/passwd"),
             "names the file",
         ),
         (
-            lambda m: setattr(
-                next(iter(m.storage_data.values())), "relative_path", ".."
-            ),
+            lambda m: setattr(next(iter(m.storage_data.values())), "relative_path", ".."),
             "names the file",
         ),
         (
-            lambda m: setattr(
-                next(iter(m.storage_data.values())), "relative_path", "missing"
-            ),
+            lambda m: setattr(next(iter(m.storage_data.values())), "relative_path", "missing"),
             "is not a file",
         ),
+        (lambda m: setattr(next(iter(m.storage_data.values())), "length", 1 << 40), "is truncated"),
         (
-            lambda m: setattr(next(iter(m.storage_data.values())), "length", 1 << 40),
-            "is truncated",
-        ),
-        (
-            lambda m: setattr(
-                next(iter(m.storage_data.values())), "transform_descriptors", ["x"]
-            ),
+            lambda m: setattr(next(iter(m.storage_data.values())), "transform_descriptors", ["x"]),
             "transformed",
         ),
     ],

@@ -30,12 +30,7 @@ from megatron_dcpo.weights.architecture import parse_architecture, read_architec
 from megatron_dcpo.weights.hf_checkpoint import write_checkpoint
 from megatron_dcpo.weights.layout import Layout
 from megatron_dcpo.weights.planner import padded_vocab_size
-from tests.helpers.checkpoints import (
-    FAMILIES,
-    expected_megatron,
-    load_model,
-    save_model,
-)
+from tests.helpers.checkpoints import FAMILIES, expected_megatron, load_model, save_model
 from tools.inspect_checkpoint import inspect_checkpoint
 
 
@@ -55,18 +50,14 @@ def cases(*more: tuple[str, ...]) -> list[Any]:
     return [
         pytest.param(
             *case,
-            id="-".join(
-                {True: "tied", False: "untied"}.get(value, value) for value in case
-            ),
+            id="-".join({True: "tied", False: "untied"}.get(value, value) for value in case),
             marks=[] if is_quick(*case) else [pytest.mark.full],
         )
         for case in itertools.product(*axes)
     ]
 
 
-@pytest.mark.parametrize(
-    ("family", "tied", "dtype", "max_shard_size"), cases(("1GB", "30KB"))
-)
+@pytest.mark.parametrize(("family", "tied", "dtype", "max_shard_size"), cases(("1GB", "30KB")))
 def test_round_trip_gives_the_same_files(tmp_path, family, tied, dtype, max_shard_size):
     """HF -> Megatron -> HF: every file is the same to the byte, weights, index, config and
     tokenizer.
@@ -78,9 +69,7 @@ def test_round_trip_gives_the_same_files(tmp_path, family, tied, dtype, max_shar
     assert sorted(path.name for path in (tmp_path / "back").iterdir()) == sorted(
         [*names, "conversion.json"]
     )
-    _, different, errors = filecmp.cmpfiles(
-        source, tmp_path / "back", names, shallow=False
-    )
+    _, different, errors = filecmp.cmpfiles(source, tmp_path / "back", names, shallow=False)
     assert (different, errors) == ([], [])
     assert imported.tensors == exported.tensors
     assert len(list(source.glob("*.safetensors"))) == (
@@ -122,14 +111,10 @@ def fused(source, out):
     for layer in range(4):
         module = f"model.layers.{layer}.mlp.experts."
         parts = {
-            p: torch.stack(
-                [tensors.pop(f"{module}{e}.{p}_proj.weight") for e in range(4)]
-            )
+            p: torch.stack([tensors.pop(f"{module}{e}.{p}_proj.weight") for e in range(4)])
             for p in ("gate", "up", "down")
         }
-        tensors[f"{module}gate_up_proj"] = torch.cat(
-            [parts["gate"], parts["up"]], dim=1
-        )
+        tensors[f"{module}gate_up_proj"] = torch.cat([parts["gate"], parts["up"]], dim=1)
         tensors[f"{module}down_proj"] = parts["down"]
     save_file(tensors, out / "model.safetensors", {"format": "pt"})
     return out
@@ -138,19 +123,13 @@ def fused(source, out):
 def test_experts_in_one_tensor_are_imported_to_the_same_bytes(tmp_path):
     source = save_model(tmp_path / "hf", "qwen3_moe", dtype="bfloat16")
     import_checkpoint(source, tmp_path / "apart")
-    import_checkpoint(
-        fused(source, tmp_path / "fused"), tmp_path / "together", verify=True
-    )
+    import_checkpoint(fused(source, tmp_path / "fused"), tmp_path / "together", verify=True)
     assert filecmp.cmp(
-        tmp_path / "apart" / "__0_0.distcp",
-        tmp_path / "together" / "__0_0.distcp",
-        shallow=False,
+        tmp_path / "apart" / "__0_0.distcp", tmp_path / "together" / "__0_0.distcp", shallow=False
     )
     export_checkpoint(tmp_path / "together", tmp_path / "back", verify=True)
     assert filecmp.cmp(
-        source / "model.safetensors",
-        tmp_path / "back" / "model.safetensors",
-        shallow=False,
+        source / "model.safetensors", tmp_path / "back" / "model.safetensors", shallow=False
     )
 
 
@@ -167,8 +146,7 @@ def test_a_missing_expert_is_named(tmp_path, form):
         del tensors["model.layers.1.mlp.experts.3.down_proj.weight"]
     save_file(tensors, source / "model.safetensors", {"format": "pt"})
     with pytest.raises(
-        UserError,
-        match=r"tensor model.layers.1.mlp.experts.3.down_proj.weight is missing",
+        UserError, match=r"tensor model.layers.1.mlp.experts.3.down_proj.weight is missing"
     ):
         import_checkpoint(source, tmp_path / "megatron")
     assert not (tmp_path / "megatron").exists()
@@ -199,9 +177,7 @@ def test_metadata_of_any_python_is_read(tmp_path, by_name):
             if not isinstance(value, enum.Enum):
                 return NotImplemented
             return (
-                (getattr, (type(value), value.name))
-                if by_name
-                else (type(value), (value.value,))
+                (getattr, (type(value), value.name)) if by_name else (type(value), (value.value,))
             )
 
     import_checkpoint(save_model(tmp_path / "hf", "qwen3"), tmp_path / "megatron")
@@ -275,47 +251,33 @@ def test_padded_rows_are_zero_and_do_not_come_back(tmp_path, vocab, tied):
         hidden_size=8,
         num_hidden_layers=1,
     )
-    done = import_checkpoint(
-        source, tmp_path / "megatron", tensor_model_parallel_size=4
-    )
+    done = import_checkpoint(source, tmp_path / "megatron", tensor_model_parallel_size=4)
     padded = -(-vocab // 512) * 512
     assert done.padding == {"vocab_size": vocab, "padded_vocab_size": padded}
     assert inspect_checkpoint(tmp_path / "megatron", hashes=False)["tensors"][
         "embedding.word_embeddings.weight"
     ]["shape"] == [padded, 8]
     loaded = {
-        "embedding.word_embeddings.weight": torch.full(
-            (padded, 8), 7.0, dtype=torch.bfloat16
-        )
+        "embedding.word_embeddings.weight": torch.full((padded, 8), 7.0, dtype=torch.bfloat16)
     }
     dcp.load(loaded, checkpoint_id=tmp_path / "megatron", no_dist=True)
     assert not loaded["embedding.word_embeddings.weight"][vocab:].any()
     export_checkpoint(tmp_path / "megatron", tmp_path / "back")
     assert filecmp.cmp(
-        source / "model.safetensors",
-        tmp_path / "back" / "model.safetensors",
-        shallow=False,
+        source / "model.safetensors", tmp_path / "back" / "model.safetensors", shallow=False
     )
 
 
 def test_several_conversions_in_one_process(tmp_path):
     """Tied, untied, another family, tied again: no conversion leaves a trace in the next."""
-    order = [
-        ("qwen3", True),
-        ("qwen3", False),
-        ("llama", True),
-        ("qwen2", False),
-        ("qwen3", True),
-    ]
+    order = [("qwen3", True), ("qwen3", False), ("llama", True), ("qwen2", False), ("qwen3", True)]
     for number, (family, tied) in enumerate(order):
         source = save_model(tmp_path / f"hf{number}", family, tied)
         import_checkpoint(source, tmp_path / f"megatron{number}", verify=True)
     for number in range(len(order)):
         export_checkpoint(tmp_path / f"megatron{number}", tmp_path / f"back{number}")
         back = tmp_path / f"back{number}" / "model.safetensors"
-        assert filecmp.cmp(
-            tmp_path / f"hf{number}" / "model.safetensors", back, shallow=False
-        )
+        assert filecmp.cmp(tmp_path / f"hf{number}" / "model.safetensors", back, shallow=False)
 
 
 def test_export_to_files_of_a_size(tmp_path):
@@ -327,9 +289,7 @@ def test_export_to_files_of_a_size(tmp_path):
     index = json.loads((tmp_path / "back" / "model.safetensors.index.json").read_text())
     assert set(index["weight_map"].values()) == {file.name for file in files}
     expected, found = load_model(source), load_model(tmp_path / "back")
-    assert index["metadata"]["total_size"] == sum(
-        tensor.nbytes for tensor in expected.values()
-    )
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in expected.values())
     assert set(expected) == set(found)
     assert all(torch.equal(expected[name], found[name]) for name in expected)
     from transformers import AutoModelForCausalLM
@@ -355,10 +315,7 @@ def test_the_trainers_export_writes_the_same_files(tmp_path):
     export_checkpoint(tmp_path / "megatron", tmp_path / "back", max_shard_bytes=30_000)
     names = [path.name for path in (tmp_path / "policy").iterdir()]
     assert (
-        filecmp.cmpfiles(tmp_path / "policy", tmp_path / "back", names, shallow=False)[
-            0
-        ]
-        == names
+        filecmp.cmpfiles(tmp_path / "policy", tmp_path / "back", names, shallow=False)[0] == names
     )
 
 
@@ -374,15 +331,10 @@ def test_tied_checkpoint_with_a_copy_of_the_embedding(tmp_path):
     model["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
     save_file(model, source / "model.safetensors", metadata={"format": "pt"})
     done = import_checkpoint(source, tmp_path / "megatron")
-    assert done.ignored == (
-        "lm_head.weight",
-        "model.layers.0.self_attn.rotary_emb.inv_freq",
-    )
+    assert done.ignored == ("lm_head.weight", "model.layers.0.self_attn.rotary_emb.inv_freq")
     model["lm_head.weight"][3, 3] += 1
     save_file(model, source / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(
-        UserError, match=r"ties the embeddings, but lm_head.weight differs"
-    ):
+    with pytest.raises(UserError, match=r"ties the embeddings, but lm_head.weight differs"):
         import_checkpoint(source, tmp_path / "other")
     assert not (tmp_path / "other").exists()
 
@@ -402,9 +354,7 @@ def test_an_entry_makes_a_family_convertible(tmp_path, monkeypatch):
     import_checkpoint(source, tmp_path / "megatron", verify=True)
     export_checkpoint(tmp_path / "megatron", tmp_path / "back", verify=True)
     assert filecmp.cmp(
-        source / "model.safetensors",
-        tmp_path / "back" / "model.safetensors",
-        shallow=False,
+        source / "model.safetensors", tmp_path / "back" / "model.safetensors", shallow=False
     )
 
 
@@ -415,18 +365,7 @@ def test_record_and_inspection_agree(tmp_path, capsys):
     source = save_model(tmp_path / "hf", "llama", False, "bfloat16")
     out = tmp_path / "megatron"
     assert (
-        dcpo(
-            [
-                "convert",
-                "import",
-                "--from",
-                str(source),
-                "--to",
-                str(out),
-                "--verify",
-                "--json",
-            ]
-        )
+        dcpo(["convert", "import", "--from", str(source), "--to", str(out), "--verify", "--json"])
         == 0
     )
     record = json.loads(capsys.readouterr().out)
@@ -442,9 +381,7 @@ def test_record_and_inspection_agree(tmp_path, capsys):
     report = inspect_checkpoint(out)
     assert report["format"] == "torch_dist"
     for name, tensor in expected_megatron(source, 384).items():
-        digest = hashlib.sha256(
-            tensor.contiguous().view(torch.uint8).numpy().tobytes()
-        ).hexdigest()
+        digest = hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
         facts = {
             "shape": list(tensor.shape),
             "dtype": "bfloat16",
@@ -460,12 +397,7 @@ def test_memory_is_one_tensor(tmp_path):
     concatenated at most.
     """
     source = save_model(
-        tmp_path / "hf",
-        "qwen3",
-        True,
-        vocab_size=200_000,
-        hidden_size=256,
-        num_hidden_layers=1,
+        tmp_path / "hf", "qwen3", True, vocab_size=200_000, hidden_size=256, num_hidden_layers=1
     )
     assert (source / "model.safetensors").stat().st_size > 200e6
     baseline = _anonymous_bytes()
@@ -480,6 +412,4 @@ def test_memory_is_one_tensor(tmp_path):
 
 def _anonymous_bytes() -> int:
     lines = Path("/proc/self/status").read_text().splitlines()
-    return next(
-        int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon")
-    )
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))

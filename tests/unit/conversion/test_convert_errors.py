@@ -85,10 +85,7 @@ IMPORT_CASES: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda d: _first(d).write_bytes(_first(d).read_bytes()[:100]),
         "is truncated or not a safet",
     ),
-    "empty file": (
-        lambda d: _first(d).write_bytes(b""),
-        "is truncated or not a safetensors file",
-    ),
+    "empty file": (lambda d: _first(d).write_bytes(b""), "is truncated or not a safetensors file"),
     "not safetensors": (
         lambda d: _first(d).write_bytes(b"\x08" + b"\0" * 7 + b"[[[[[[[["),
         "is truncated or not a safetensors file",
@@ -106,11 +103,7 @@ IMPORT_CASES: dict[str, tuple[Callable[[Path], object], str]] = {
         "tensor model.ghost.weight is missing; model.safetensors.index.json promises it",
     ),
     "shard outside the directory": (
-        _index(
-            lambda weight_map: weight_map.update(
-                {"model.norm.weight": "../model.safetensors"}
-            )
-        ),
+        _index(lambda weight_map: weight_map.update({"model.norm.weight": "../model.safetensors"})),
         "is missing",
     ),
     "index is not JSON": (
@@ -153,30 +146,18 @@ IMPORT_CASES: dict[str, tuple[Callable[[Path], object], str]] = {
         _config(architectures=["MambaForCausalLM"]),
         "MambaForCausalLM is not supported",
     ),
-    "config without a key": (
-        _config(num_hidden_layers=None),
-        "needs the key 'num_hidden_layers'",
-    ),
+    "config without a key": (_config(num_hidden_layers=None), "needs the key 'num_hidden_layers'"),
     "fewer layers than weights": (
         _config(num_hidden_layers=3),
         "no place for the tensor model.layers.3",
     ),
-    "more layers than weights": (
-        _config(num_hidden_layers=5),
-        r"model.layers.4.\S+ is missing",
-    ),
-    "other number of heads": (
-        _config(num_attention_heads=4),
-        "q_proj.weight has shape",
-    ),
+    "more layers than weights": (_config(num_hidden_layers=5), r"model.layers.4.\S+ is missing"),
+    "other number of heads": (_config(num_attention_heads=4), "q_proj.weight has shape"),
     "tied, but an output layer": (
         _config(tie_word_embeddings=True),
         "config.json ties the embeddings, but lm_head",
     ),
-    "other vocabulary": (
-        _config(vocab_size=330),
-        r"embed_tokens.weight has shape \[331, 32\]",
-    ),
+    "other vocabulary": (_config(vocab_size=330), r"embed_tokens.weight has shape \[331, 32\]"),
     "config is not JSON": (
         lambda d: (d / "config.json").write_text("{"),
         "config.json:1: not valid JSON",
@@ -191,12 +172,7 @@ def test_import_refuses(tmp_path, capsys, case):
     change, message = IMPORT_CASES[case]
     change(source)
     capsys.readouterr()
-    assert (
-        dcpo(
-            ["convert", "import", "--from", str(source), "--to", str(tmp_path / "out")]
-        )
-        == 2
-    )
+    assert dcpo(["convert", "import", "--from", str(source), "--to", str(tmp_path / "out")]) == 2
     _one_line(capsys.readouterr().err, message)
     assert [path.name for path in tmp_path.iterdir()] == ["hf"], "nothing left behind"
 
@@ -242,35 +218,17 @@ class _Malicious:
 
 
 EXPORT_CASES: dict[str, tuple[Callable[[Path], object], str]] = {
-    "truncated data": (
-        lambda d: _truncate(d / "__0_0.distcp", 5000),
-        r"__0_0.distcp is truncated",
-    ),
-    "missing data": (
-        lambda d: (d / "__0_0.distcp").unlink(),
-        "cannot read .*__0_0.distcp",
-    ),
+    "truncated data": (lambda d: _truncate(d / "__0_0.distcp", 5000), r"__0_0.distcp is truncated"),
+    "missing data": (lambda d: (d / "__0_0.distcp").unlink(), "cannot read .*__0_0.distcp"),
     "overwritten data": (_scribble, "is truncated or damaged"),
-    "damaged metadata": (
-        lambda d: _truncate(d / ".metadata", 50),
-        ".metadata is damaged",
-    ),
+    "damaged metadata": (lambda d: _truncate(d / ".metadata", 50), ".metadata is damaged"),
     "metadata runs code": (
         lambda d: (d / ".metadata").write_bytes(pickle.dumps(_Malicious())),
         ".metadata is damaged",
     ),
-    "no metadata": (
-        lambda d: (d / ".metadata").unlink(),
-        "not a torch_dist checkpoint",
-    ),
-    "missing tensor": (
-        _without("output_layer.weight"),
-        "tensor output_layer.weight is missing",
-    ),
-    "no model": (
-        _without("embedding.word_embeddings.weight"),
-        "no GPT model in the checkpoint",
-    ),
+    "no metadata": (lambda d: (d / ".metadata").unlink(), "not a torch_dist checkpoint"),
+    "missing tensor": (_without("output_layer.weight"), "tensor output_layer.weight is missing"),
+    "no model": (_without("embedding.word_embeddings.weight"), "no GPT model in the checkpoint"),
     "superfluous tensor": (
         _edit_metadata(_extra),
         "no place for the checkpoint's tensor decoder.final_layernorm.bias",
@@ -325,9 +283,7 @@ def test_target_in_use_or_unwritable(tmp_path):
     (tmp_path / "empty").mkdir()
     import_checkpoint(source, tmp_path / "empty")
     import_checkpoint(source, tmp_path / "used", overwrite=True)
-    assert inspect_checkpoint(tmp_path / "used") == inspect_checkpoint(
-        tmp_path / "empty"
-    )
+    assert inspect_checkpoint(tmp_path / "used") == inspect_checkpoint(tmp_path / "empty")
 
 
 def test_the_input_is_never_replaced(tmp_path):
@@ -339,9 +295,7 @@ def test_the_input_is_never_replaced(tmp_path):
     import_checkpoint(source, tmp_path / "megatron")
     for target in (source, tmp_path / "megatron"):
         with pytest.raises(UserError, match="it holds the input"):
-            export_checkpoint(
-                tmp_path / "megatron", target, hf_config=source, overwrite=True
-            )
+            export_checkpoint(tmp_path / "megatron", target, hf_config=source, overwrite=True)
     assert sorted(path.name for path in source.iterdir()) == before
 
 
@@ -379,20 +333,9 @@ except UserError as error:
 def _convert(
     source: Path, target: Path, verb: str, limit: int = 0, kill: int = 0
 ) -> subprocess.CompletedProcess:
-    command = [
-        sys.executable,
-        "-c",
-        CONVERT,
-        str(source),
-        str(target),
-        str(limit),
-        str(kill),
-        verb,
-    ]
+    command = [sys.executable, "-c", CONVERT, str(source), str(target), str(limit), str(kill), verb]
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
-    return subprocess.run(
-        command, capture_output=True, text=True, env=environment, timeout=120
-    )
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
 
 
 @pytest.mark.slow
@@ -427,12 +370,8 @@ def test_full_disk(tmp_path):
         with pytest.raises(UserError, match=r"needs 0.00 GB, .* free"):
             import_checkpoint(source, disk / "out")
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(
-                "megatron_dcpo.conversion.convert.check_free_space", lambda *_: None
-            )
-            with pytest.raises(
-                UserError, match=r"cannot write .*No space left on device"
-            ):
+            patch.setattr("megatron_dcpo.conversion.convert.check_free_space", lambda *_: None)
+            with pytest.raises(UserError, match=r"cannot write .*No space left on device"):
                 import_checkpoint(source, disk / "out")
         assert list(disk.iterdir()) == []
     finally:
@@ -450,15 +389,12 @@ def test_killed_in_the_middle(tmp_path, verb):
         import_checkpoint(source, tmp_path / "megatron")
         source = tmp_path / "megatron"
     assert (
-        _convert(source, tmp_path / "out", verb, kill=signal.SIGKILL).returncode
-        == -signal.SIGKILL
+        _convert(source, tmp_path / "out", verb, kill=signal.SIGKILL).returncode == -signal.SIGKILL
     )
     assert not (tmp_path / "out").exists()
     left = tmp_path / "out.tmp"
     assert left.is_dir()
-    assert not (left / ".metadata").exists(), (
-        "what is left does not pass for a checkpoint"
-    )
+    assert not (left / ".metadata").exists(), "what is left does not pass for a checkpoint"
     assert not (left / "config.json").exists(), "nor for a Hugging Face directory"
     assert _convert(source, tmp_path / "out", verb).returncode == 0
     assert not left.exists()
@@ -473,10 +409,7 @@ def test_interrupt_removes_the_temporary_directory(tmp_path, number):
     source = save_model(tmp_path / "hf", "qwen3")
     assert (
         _convert(
-            source,
-            tmp_path / "new" / "parent" / "out",
-            "import_checkpoint",
-            kill=number,
+            source, tmp_path / "new" / "parent" / "out", "import_checkpoint", kill=number
         ).returncode
         != 0
     )
@@ -533,9 +466,7 @@ def test_everything_but_weights_travels(tmp_path):
 def test_header_nested_beyond_reason(tmp_path):
     source = save_model(tmp_path / "hf", "qwen3")
     header = b"[" * 200_000
-    (source / "model.safetensors").write_bytes(
-        len(header).to_bytes(8, "little") + header
-    )
+    (source / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
     with pytest.raises(UserError, match="is truncated or not a safetensors file"):
         import_checkpoint(source, tmp_path / "out")
 
@@ -560,27 +491,17 @@ def test_verification_notices_one_wrong_bit(tmp_path, monkeypatch, verb):
 
     monkeypatch.setattr(convert, "verify_bytes", damage_and_verify)
     run = import_checkpoint if verb == "import" else export_checkpoint
-    with pytest.raises(
-        UserError, match=r"verification failed: .* reads back differently"
-    ):
-        run(
-            source if verb == "import" else tmp_path / "megatron",
-            tmp_path / "out",
-            verify=True,
-        )
+    with pytest.raises(UserError, match=r"verification failed: .* reads back differently"):
+        run(source if verb == "import" else tmp_path / "megatron", tmp_path / "out", verify=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "megatron"]
 
 
-@pytest.mark.parametrize(
-    "tool", ["hf_to_megatron", "megatron_to_hf", "inspect_checkpoint"]
-)
+@pytest.mark.parametrize("tool", ["hf_to_megatron", "megatron_to_hf", "inspect_checkpoint"])
 @pytest.mark.slow
 def test_tools_run_on_their_own(tmp_path, tool):
     """Started by path from anywhere; help, and one line for a directory that is not there."""
     command = [sys.executable, str(REPOSITORY / "tools" / f"{tool}.py")]
-    done = subprocess.run(
-        [*command, "--help"], capture_output=True, text=True, cwd=tmp_path
-    )
+    done = subprocess.run([*command, "--help"], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0
     assert "--json" in done.stdout
     arguments = (
@@ -588,9 +509,7 @@ def test_tools_run_on_their_own(tmp_path, tool):
         if tool == "inspect_checkpoint"
         else ["--load-dir", "nowhere", "--save-dir", "out"]
     )
-    done = subprocess.run(
-        [*command, *arguments], capture_output=True, text=True, cwd=tmp_path
-    )
+    done = subprocess.run([*command, *arguments], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1
     assert "nowhere" in done.stderr

@@ -45,10 +45,7 @@ def lines(path: Path, *rows: Any) -> Path:
         ({"answer": 5}, ["5"]),
         ({"ground_truth": "5", "style": "rule"}, ["5"]),
         ({"value": "Bob", "aliases": ["Bobby", "Bob"]}, ["Bob", "Bobby"]),
-        (
-            {"Value": "Bob", "Aliases": ["Bobby"], "NormalizedValue": "b"},
-            ["Bob", "Bobby"],
-        ),
+        ({"Value": "Bob", "Aliases": ["Bobby"], "NormalizedValue": "b"}, ["Bob", "Bobby"]),
         ({"aliases": []}, []),
         ({"text": ["Bob"], "answer_start": [7]}, ["Bob"]),
         # mathematics, which only looks like JSON
@@ -79,9 +76,7 @@ def test_forms_of_an_answer(raw: object, texts: list[str]) -> None:
     ],
 )
 def test_what_is_not_understood_is_refused_with_the_forms_that_are(raw: object) -> None:
-    with pytest.raises(
-        UserError, match=r"rows: row 3: .*a list of texts.*target"
-    ) as caught:
+    with pytest.raises(UserError, match=r"rows: row 3: .*a list of texts.*target") as caught:
         answer_of(raw, "rows: row 3")
     assert "\n" not in str(caught.value)
 
@@ -101,9 +96,7 @@ def test_a_row_with_an_object(tmp_path: Path) -> None:
     assert (first.answer, first.row) == ("Bob", {"answer": ["Bob", "Rob"]})
     assert (second.answer, second.row) == ("\\frac{1}{2}", None)
     with (tmp_path / "t.csv").open("w", newline="") as file:
-        csv.writer(file).writerows(
-            [["question", "answer"], ["Who?", '{"target": ["Bob"]}']]
-        )
+        csv.writer(file).writerows([["question", "answer"], ["Who?", '{"target": ["Bob"]}']])
     assert load_records(tmp_path / "t.csv")[0].answer == "Bob"
 
 
@@ -133,18 +126,8 @@ def test_several_answers_are_not_for_math(tmp_path: Path) -> None:
 
 # rows as the files of each set have them
 WITH_OPTIONS: dict[str, Any] = {
-    "MMLU": {
-        "question": "Which?",
-        "subject": "algebra",
-        "choices": list(OPTIONS),
-        "answer": 1,
-    },
-    "MMLU-Pro": {
-        "question": "Which?",
-        "options": list(OPTIONS),
-        "answer": "B",
-        "answer_index": 1,
-    },
+    "MMLU": {"question": "Which?", "subject": "algebra", "choices": list(OPTIONS), "answer": 1},
+    "MMLU-Pro": {"question": "Which?", "options": list(OPTIONS), "answer": "B", "answer_index": 1},
     "MedQA": {
         "question": "Which?",
         "answer": "21.5",
@@ -176,8 +159,7 @@ WITH_OPTIONS: dict[str, Any] = {
         "question": {
             "stem": "Which?",
             "choices": [
-                {"text": text, "label": label}
-                for text, label in zip(OPTIONS, "ABCD", strict=True)
+                {"text": text, "label": label} for text, label in zip(OPTIONS, "ABCD", strict=True)
             ],
         },
         "answerKey": "B",
@@ -204,11 +186,7 @@ WITH_OPTIONS: dict[str, Any] = {
         "options": "a ) 21 , b ) 21.5 , c ) 22 , d ) 22.5",
         "correct": "b",
     },
-    "lines": {
-        "question": "Which?",
-        "options": "A. 21\nB. 21.5\nC. 22\nD. 22.5",
-        "answer": "B",
-    },
+    "lines": {"question": "Which?", "options": "A. 21\nB. 21.5\nC. 22\nD. 22.5", "answer": "B"},
     "lines in brackets": {
         "question": "Which?",
         "options": "(A) 21 (B) 21.5 (C) 22 (D) 22.5",
@@ -223,11 +201,7 @@ WITH_OPTIONS: dict[str, Any] = {
         "D": "22.5",
         "Answer": "B",
     },
-    "numbers": {
-        "question": "Which?",
-        "choices": [21, 21.5, 22, 22.5],
-        "answer": "21.5",
-    },
+    "numbers": {"question": "Which?", "choices": [21, 21.5, 22, 22.5], "answer": "21.5"},
     "shown already": {
         "question": "Which?\n\nA. 21\nB. 21.5\nC. 22\nD. 22.5",
         "options": list(OPTIONS),
@@ -258,16 +232,8 @@ def test_options_are_shown_and_the_key_is_a_letter(name: str, tmp_path: Path) ->
     [
         {"question": "?", "options": "3 or 4", "answer": "B"},
         {"question": "?", "options": {"first": "3", "second": "4"}, "answer": "B"},
-        {
-            "question": "?",
-            "options": {"text": ["3", "4"], "label": ["A"]},
-            "answer": "A",
-        },
-        {
-            "question": "?",
-            "options": {"text": ["3", "4"], "label": ["A", "A"]},
-            "answer": "A",
-        },
+        {"question": "?", "options": {"text": ["3", "4"], "label": ["A"]}, "answer": "A"},
+        {"question": "?", "options": {"text": ["3", "4"], "label": ["A", "A"]}, "answer": "A"},
         {"question": "?", "options": 4, "answer": "B"},
         {"question": "?", "options": [["3"], ["4"]], "answer": "B"},
         {"question": "?", "choices": ["3", "4"], "answer": 2},
@@ -277,11 +243,7 @@ def test_options_are_shown_and_the_key_is_a_letter(name: str, tmp_path: Path) ->
         {"question": "?", "choices": ["3", "4"]},
         {"question": "?", "choices": ["3", "4"], "answerKey": "C"},
         {"question": "?", "choices": ["3", "4"], "answer": "A", "answer_idx": "B"},
-        {
-            "prompt": [{"role": "user", "content": "?"}],
-            "choices": ["3", "4"],
-            "answer": "A",
-        },
+        {"prompt": [{"role": "user", "content": "?"}], "choices": ["3", "4"], "answer": "A"},
     ],
 )
 def test_options_that_are_not_understood_are_refused(row: Any, tmp_path: Path) -> None:
@@ -294,9 +256,7 @@ def test_options_that_are_not_understood_are_refused(row: Any, tmp_path: Path) -
     assert len(load_records(path, keep_columns=True)) == 2 or "answer" not in row
 
 
-def test_columns_that_are_called_by_letters_need_a_letter_as_key(
-    tmp_path: Path,
-) -> None:
+def test_columns_that_are_called_by_letters_need_a_letter_as_key(tmp_path: Path) -> None:
     row = {"problem": "A x = B?", "A": "2", "B": "4", "answer": "2"}
     (record,) = load_records(lines(tmp_path / "a.jsonl", row))
     assert (record.problem, record.form) == ("A x = B?", "math")
@@ -309,10 +269,7 @@ def test_a_label_of_something_else_does_not_matter(tmp_path: Path) -> None:
 
 
 def test_empty_options_are_none(tmp_path: Path) -> None:
-    rows = [
-        {"question": "1?", "answer": "1", "options": empty}
-        for empty in (None, "", [], {})
-    ]
+    rows = [{"question": "1?", "answer": "1", "options": empty} for empty in (None, "", [], {})]
     records = load_records(lines(tmp_path / "a.jsonl", *rows))
     assert [(record.problem, record.form) for record in records] == [("1?", "math")] * 4
 
@@ -327,9 +284,7 @@ def test_messages_that_show_their_options_stay(tmp_path: Path) -> None:
     assert (record.problem, record.answer) == ("Which? (A) 3 (B) 4", "B")
 
 
-def test_pairs_have_the_same_forms(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_pairs_have_the_same_forms(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     references: list[Any] = [
         {"target": ["Bob"]},
         ["Rob", "Bob"],

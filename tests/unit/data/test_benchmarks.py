@@ -7,12 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dcpo.data.benchmarks import (
-    BENCHMARKS,
-    find_benchmark,
-    load_benchmark,
-    parse_specs,
-)
+from megatron_dcpo.data.benchmarks import BENCHMARKS, find_benchmark, load_benchmark, parse_specs
 from megatron_dcpo.errors import UserError
 from tests.helpers.data import real
 from tests.helpers.paths import DATA
@@ -36,9 +31,7 @@ def test_spellings(spelling: str, name: str) -> None:
 
 
 def test_unknown_name_lists_the_known_ones() -> None:
-    with pytest.raises(
-        UserError, match="unknown benchmark 'aime99'; known: math500, aime24"
-    ):
+    with pytest.raises(UserError, match="unknown benchmark 'aime99'; known: math500, aime24"):
         load_benchmark("aime99")
 
 
@@ -66,10 +59,7 @@ def test_real_benchmarks(name: str, found: int) -> None:
 
 def test_amc24_defects_are_warned_about_and_repaired_on_request() -> None:
     real("amc24/amc24.json")
-    plain, fixed = (
-        load_benchmark("amc24", DATA),
-        load_benchmark("amc24", DATA, corrections=True),
-    )
+    plain, fixed = (load_benchmark("amc24", DATA), load_benchmark("amc24", DATA, corrections=True))
     assert any("wrong keys in 12B-14" in warning for warning in plain.warnings)
     changed = {
         b.index: (a.answer != b.answer, a.problem != b.problem)
@@ -88,9 +78,7 @@ def test_recomputed_amc24_keys() -> None:
     import math
 
     fixes = BENCHMARKS["amc24"].corrections
-    assert int(fixes["2024-amc12b-14"]["answer"]) == len(
-        {pow(n, 100, 125) for n in range(125)}
-    )
+    assert int(fixes["2024-amc12b-14"]["answer"]) == len({pow(n, 100, 125) for n in range(125)})
     fibonacci = [0, 1]
     while len(fibonacci) < 21:
         fibonacci.append(fibonacci[-1] + fibonacci[-2])
@@ -102,12 +90,9 @@ def test_recomputed_amc24_keys() -> None:
         for cells in itertools.product(
             range(7), repeat=4
         )  # red striped, red dotted, blue striped, blue dotted
-        if sum(cells) == 6
-        and 6 * cells[0] == (cells[0] + cells[1]) * (cells[0] + cells[2])
+        if sum(cells) == 6 and 6 * cells[0] == (cells[0] + cells[1]) * (cells[0] + cells[2])
     )
-    assert int(fixes["2024-amc12b-25"]["answer"]) == independent // math.gcd(
-        independent, 4**6
-    )
+    assert int(fixes["2024-amc12b-25"]["answer"]) == independent // math.gcd(independent, 4**6)
     area = (
         abs(math.log2(3) * (3 - 1) - math.log2(7) * (2 - 1)) / 2
     )  # A (0, 1), B (log2 3, 2), C (log2 7, 3)
@@ -137,8 +122,7 @@ def test_missing_data_says_where_it_was_looked_for(
 ) -> None:
     monkeypatch.setitem(__import__("sys").modules, "datasets", None)
     with pytest.raises(
-        UserError,
-        match=rf"math500: no file below {tmp_path} \(set DCPO_DATA\), and HuggingFaceH4",
+        UserError, match=rf"math500: no file below {tmp_path} \(set DCPO_DATA\), and HuggingFaceH4"
     ):
         load_benchmark("math500", tmp_path)
     with pytest.raises(UserError, match="data directory /none does not exist"):
@@ -146,11 +130,7 @@ def test_missing_data_says_where_it_was_looked_for(
 
 
 def test_specs() -> None:
-    assert parse_specs("math500, AIME24,mine=a.jsonl") == [
-        "math500",
-        "AIME24",
-        "mine=a.jsonl",
-    ]
+    assert parse_specs("math500, AIME24,mine=a.jsonl") == ["math500", "AIME24", "mine=a.jsonl"]
     with pytest.raises(UserError, match="named twice: aime24"):
         parse_specs("AIME24,aime2024")
     with pytest.raises(UserError, match="no benchmark named"):

@@ -17,12 +17,7 @@ import pytest
 
 from megatron_dcpo.data import code_problems, livecodebench
 from megatron_dcpo.data.benchmarks import load_benchmark, parse_specs
-from megatron_dcpo.data.code_problems import (
-    Untested,
-    code_problem,
-    pack_tests,
-    unpack_tests,
-)
+from megatron_dcpo.data.code_problems import Untested, code_problem, pack_tests, unpack_tests
 from megatron_dcpo.data.datasets import load_records, message_prompts
 from megatron_dcpo.data.files import read_rows
 from megatron_dcpo.errors import UserError
@@ -53,12 +48,7 @@ STDIN = {
         '{"inputs": ["1 2\\n", "0 0\\n"], "outputs": ["3\\n", "0\\n"]}',
         [{"input": "1 2\n", "output": "3\n"}, {"input": "0 0\n", "output": "0\n"}],
         [
-            {
-                "type": "stdin_stdout",
-                "input": "1 2\n",
-                "output": "3\n",
-                "fn_name": None,
-            },
+            {"type": "stdin_stdout", "input": "1 2\n", "output": "3\n", "fn_name": None},
             {"input": "0 0\n", "output": "0\n"},
         ],
     ],
@@ -68,10 +58,7 @@ def test_stdin_in_every_spelling(tests: object) -> None:
     assert read_tests_of({"problem": "Add.", "tests": tests}) == STDIN
     assert (
         read_tests_of(
-            {
-                "prompt": "Add.",
-                "verification_info": {"language": "python", "test_cases": tests},
-            }
+            {"prompt": "Add.", "verification_info": {"language": "python", "test_cases": tests}}
         )
         == STDIN
     )
@@ -103,17 +90,11 @@ def test_prime_intellect_functions_and_python_literals() -> None:
         assert found is not None
         assert found.tests == want
         assert "`f`" in found.statement, "the name that the tests call must be said"
-    cases[1]["output"] = [
-        7,
-        8,
-    ]  # a list of two: the values of this set are lists, not wrapped
+    cases[1]["output"] = [7, 8]  # a list of two: the values of this set are lists, not wrapped
     assert [
         case["expected"]
         for case in read_tests_of({"prompt": "f", "verification_info": info})["cases"]
-    ] == [
-        [4],
-        [7, 8],
-    ]
+    ] == [[4], [7, 8]]
 
 
 def test_rows_in_other_languages_are_dropped(
@@ -126,9 +107,7 @@ def test_rows_in_other_languages_are_dropped(
         }
         for language in ("python", "cpp", "Python3", "javascript")
     ]
-    assert [
-        record.index for record in load_records(write(tmp_path / "prime.jsonl", rows))
-    ] == [
+    assert [record.index for record in load_records(write(tmp_path / "prime.jsonl", rows))] == [
         0,
         2,
     ]
@@ -136,10 +115,7 @@ def test_rows_in_other_languages_are_dropped(
 
 
 def test_verl_rows() -> None:
-    prompt = [
-        {"role": "system", "content": "s"},
-        {"role": "user", "content": "Add two numbers."},
-    ]
+    prompt = [{"role": "system", "content": "s"}, {"role": "user", "content": "Add two numbers."}]
     truth = {"inputs": ["1 2\n", "0 0\n"], "outputs": ["3\n", "0\n"]}
     for raw in (truth, json.dumps(truth)):
         row = {
@@ -149,16 +125,8 @@ def test_verl_rows() -> None:
             "reward_model": {"ground_truth": raw},
         }
         assert read_tests_of(row) == STDIN
-    for answer in (
-        "4",
-        "[1, 2]",
-        "{1, 2}",
-        "[[1, 2], [3, 4]]",
-    ):  # mathematics stays mathematics
-        assert (
-            code_problem({"prompt": prompt, "reward_model": {"ground_truth": answer}})
-            is None
-        )
+    for answer in ("4", "[1, 2]", "{1, 2}", "[[1, 2], [3, 4]]"):  # mathematics stays mathematics
+        assert code_problem({"prompt": prompt, "reward_model": {"ground_truth": answer}}) is None
 
 
 def test_asserts_and_functional() -> None:
@@ -174,9 +142,7 @@ def test_asserts_and_functional() -> None:
         "setup": "import math",
     }
     functional = "def check(candidate):\n    assert candidate(a = 1) == 2\n\n\ncheck(Solution().f)"
-    found = read_tests_of(
-        {"problem": "class Solution", "tests": {"functional": functional}}
-    )
+    found = read_tests_of({"problem": "class Solution", "tests": {"functional": functional}})
     assert (found["kind"], found["entry_point"]) == ("check", "Solution().f")
     assert found["code"].strip().endswith("== 2")
     names: dict[str, Any] = {}
@@ -185,9 +151,7 @@ def test_asserts_and_functional() -> None:
     assert (tree.val, tree.left, tree.right.val, tree.right.left.val) == (1, None, 2, 3)
     assert names["is_same_tree"](tree, names["tree_node"]([1, None, 2, 3]))
     assert not names["is_same_tree"](tree, names["tree_node"]([1, 2, None, 3]))
-    assert not names["is_same_list"](
-        names["list_node"]([1, 2]), names["list_node"]([1, 2, 3])
-    )
+    assert not names["is_same_list"](names["list_node"]([1, 2]), names["list_node"]([1, 2, 3]))
     assert names["tree_node"]([]) is None
     assert names["list_node"]([]) is None
 
@@ -199,39 +163,19 @@ def test_asserts_and_functional() -> None:
             {"problem": "p", "tests": {"kind": "magic", "cases": [1]}},
             "kind of tests 'magic' is unknown",
         ),
-        (
-            {"problem": "p", "tests": {"kind": "stdin", "cases": []}},
-            "cases must be a list",
-        ),
-        (
-            {"problem": "p", "tests": {"kind": "check", "code": "x"}},
-            "entry_point is missing",
-        ),
+        ({"problem": "p", "tests": {"kind": "stdin", "cases": []}}, "cases must be a list"),
+        ({"problem": "p", "tests": {"kind": "check", "code": "x"}}, "entry_point is missing"),
         ({"problem": "p", "tests": "nonsense"}, "unreadable tests"),
         ({"problem": "p", "tests": [1, 2]}, "unreadable tests"),
         ({"problem": "p", "tests": {"kind": "stdin"}}, "cases must be a list"),
         ({"prompt": "p", "verification_info": "nonsense"}, "unreadable tests"),
-        (
-            {"prompt": "p", "test_list": ["assert f()"], "test": "no loop"},
-            "unreadable tests",
-        ),
-        (
-            {"problem": "p", "tests": {"inputs": ["1"], "outputs": []}},
-            "unreadable tests",
-        ),
-        (
-            {"problem": "p", "tests": {"functional": "def check(c): pass"}},
-            "without a call",
-        ),
-        (
-            {"task_id": "Mbpp/2", "plus_input": [], "canonical_solution": ""},
-            "OriginFmt",
-        ),
+        ({"prompt": "p", "test_list": ["assert f()"], "test": "no loop"}, "unreadable tests"),
+        ({"problem": "p", "tests": {"inputs": ["1"], "outputs": []}}, "unreadable tests"),
+        ({"problem": "p", "tests": {"functional": "def check(c): pass"}}, "without a call"),
+        ({"task_id": "Mbpp/2", "plus_input": [], "canonical_solution": ""}, "OriginFmt"),
     ],
 )
-def test_unreadable_tests_name_the_row(
-    tmp_path: Path, row: dict[str, Any], reason: str
-) -> None:
+def test_unreadable_tests_name_the_row(tmp_path: Path, row: dict[str, Any], reason: str) -> None:
     with pytest.raises(UserError, match=f"row 1: .*{reason}|row 1.*{reason}"):
         load_records(write(tmp_path / "bad.jsonl", [row]))
 
@@ -255,17 +199,13 @@ def test_prompts_ask_for_a_program_and_the_marker() -> None:
     assert "boxed" not in text
     assert "<conf>" not in text
     assert asked.tests == records[0].tests
-    assert (
-        "onfidence" not in message_prompts(records, "grpo")[0].messages[-1]["content"]
-    )
+    assert "onfidence" not in message_prompts(records, "grpo")[0].messages[-1]["content"]
 
 
 def write_native() -> Path:
     import tempfile
 
-    return write(
-        Path(tempfile.mkdtemp()) / "native.jsonl", [{"problem": "Add.", "tests": STDIN}]
-    )
+    return write(Path(tempfile.mkdtemp()) / "native.jsonl", [{"problem": "Add.", "tests": STDIN}])
 
 
 # --------------------------------------------------------------------------------------- real files
@@ -287,9 +227,7 @@ def write_native() -> Path:
 )
 def test_kinds_of_real_files(file: str, kind: str) -> None:
     records = load_records(real(file))
-    assert {
-        unpack_tests(record.tests)["kind"] for record in records if record.tests
-    } == {kind}
+    assert {unpack_tests(record.tests)["kind"] for record in records if record.tests} == {kind}
     assert all(
         record.tests and record.answer == code_problems.tests_key(record.tests)
         for record in records
@@ -313,30 +251,20 @@ FAILING_HERE = {"HumanEval/32"} if sys.version_info >= (3, 12) else set()
 def test_reference_solutions_pass_and_others_do_not(file: str, every: int) -> None:
     """A sample of each set; ``make reference-solutions`` judges all of them."""
     rows = [
-        row
-        for row in list(read_rows(real(file)))[::every]
-        if row["task_id"] not in FAILING_HERE
+        row for row in list(read_rows(real(file)))[::every] if row["task_id"] not in FAILING_HERE
     ]
     tests = [read_tests_of(dict(row)) for row in rows]
     verdicts = judge_programs(
-        [
-            (reference_solution(row), of_row)
-            for row, of_row in zip(rows, tests, strict=True)
-        ]
+        [(reference_solution(row), of_row) for row, of_row in zip(rows, tests, strict=True)]
     )
     assert [
-        (row["task_id"], v.detail)
-        for row, v in zip(rows, verdicts, strict=True)
-        if v.correct != 1
+        (row["task_id"], v.detail) for row, v in zip(rows, verdicts, strict=True) if v.correct != 1
     ] == []
     for row, found in zip(
         rows, tests, strict=True
     ):  # in this process: the solutions are the data set's own
         names: dict[str, Any] = {"__name__": "program"}
-        exec(
-            f"{found.get('setup', '')}\n{reference_solution(row)}\n{found['code']}",
-            names,
-        )
+        exec(f"{found.get('setup', '')}\n{reference_solution(row)}\n{found['code']}", names)
         with pytest.raises(Exception):  # noqa: B017, PT011
             names["check"](lambda *args, **kwargs: object())
 
@@ -348,9 +276,7 @@ def packed_private(value: object) -> str:
     return base64.b64encode(zlib.compress(pickle.dumps(value))).decode()
 
 
-def lcb_row(
-    number: int, date: str, private: str | None = None, **other: object
-) -> dict[str, Any]:
+def lcb_row(number: int, date: str, private: str | None = None, **other: object) -> dict[str, Any]:
     cases = [{"input": "1 2\n", "output": "3\n", "testtype": "stdin"}]
     hidden = [{"input": "5 5\n", "output": "10\n", "testtype": "stdin"}]
     return {
@@ -362,9 +288,7 @@ def lcb_row(
         "starter_code": "",
         "difficulty": "easy",
         "public_test_cases": json.dumps(cases),
-        "private_test_cases": packed_private(json.dumps(hidden))
-        if private is None
-        else private,
+        "private_test_cases": packed_private(json.dumps(hidden)) if private is None else private,
         "metadata": "{}",
         **other,
     }
@@ -389,10 +313,7 @@ def test_live_code_bench_stdin_and_functional() -> None:
     found = code_problem(row)
     assert found is not None
     assert found.tests["entry_point"] == "Solution().f"
-    assert (
-        found.tests["cases"]
-        == [{"args": [[1, 2], "a"], "kwargs": {}, "expected": [True]}] * 2
-    )
+    assert found.tests["cases"] == [{"args": [[1, 2], "a"], "kwargs": {}, "expected": [True]}] * 2
     assert found.tests["rule"] == "livecodebench"
     assert "def f(self, a, b)" in found.statement
 
@@ -532,9 +453,7 @@ def test_code_benchmarks_of_the_data_directory() -> None:
     for spelling, count in (("HumanEval+", 164), ("mbpp_plus", 378), ("leetcode", 228)):
         loaded = load_benchmark(spelling, DATA, untested=True)
         assert len(loaded.records) == count
-        assert [
-            warning for warning in loaded.warnings if "problem 32" not in warning
-        ] == []
+        assert [warning for warning in loaded.warnings if "problem 32" not in warning] == []
         assert len({record.answer for record in loaded.records}) == count
 
 

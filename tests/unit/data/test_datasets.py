@@ -13,12 +13,7 @@ from pathlib import Path
 import pytest
 
 from megatron_dcpo.data import datasets, files
-from megatron_dcpo.data.datasets import (
-    PromptOptions,
-    final_answer,
-    load_prompts,
-    load_records,
-)
+from megatron_dcpo.data.datasets import PromptOptions, final_answer, load_prompts, load_records
 from megatron_dcpo.data.files import read_rows
 from megatron_dcpo.errors import UserError
 from tests.helpers.data import real, write
@@ -48,10 +43,7 @@ REAL_FILES: dict[str, tuple[int, int | None]] = {
     "deepscaler_full/DeepScaleR_Difficulty_Level_4_train.json": (7962, 7962),
     "deepscaler_full/DeepScaleR_Difficulty_Level_5_train.json": (7962, 7962),
     "deepscaler_uniform/deepscaler_uniform_train.parquet": (10000, 10000),
-    "deepscaler_uniform/deepscaler_uniform_train_with_confidence.parquet": (
-        10000,
-        10000,
-    ),
+    "deepscaler_uniform/deepscaler_uniform_train_with_confidence.parquet": (10000, 10000),
     "gsm8k/test.jsonl": (1319, 1319),
     "gsm8k/train.jsonl": (7473, 7473),
     "humaneval/HumanEval.jsonl.gz": (164, 164),
@@ -65,10 +57,7 @@ REAL_FILES: dict[str, tuple[int, int | None]] = {
     "math_train/math.json": (7474, 7470),  # four answers are null
     "mbpp/mbpp.jsonl": (974, 974),
     "mbppplus/MbppPlus-OriginFmt.jsonl.gz": (378, 375),  # three assert nothing
-    "mbppplus/MbppPlus.jsonl.gz": (
-        378,
-        None,
-    ),  # refused: its JSON has lost which lists are tuples
+    "mbppplus/MbppPlus.jsonl.gz": (378, None),  # refused: its JSON has lost which lists are tuples
 }
 
 
@@ -98,28 +87,17 @@ def test_real_answers_are_clean() -> None:
         "aime25/aime25.json",
     ):
         assert all(
-            str(int(record.answer)) == record.answer
-            for record in load_records(real(file))
+            str(int(record.answer)) == record.answer for record in load_records(real(file))
         ), file
-    assert [r.answer for r in load_records(real("amc23/test.jsonl"))][:2] == [
-        "27",
-        "36",
-    ]
+    assert [r.answer for r in load_records(real("amc23/test.jsonl"))][:2] == ["27", "36"]
 
 
 def test_both_reference_training_files_render_to_the_same_prompts() -> None:
     """Their confidence request (another marker, with typos) is replaced by ours."""
-    names = (
-        "deepscaler_uniform_train.parquet",
-        "deepscaler_uniform_train_with_confidence.parquet",
-    )
-    plain, asked = (
-        load_records(real(f"deepscaler_uniform/{name}"))[:300] for name in names
-    )
+    names = ("deepscaler_uniform_train.parquet", "deepscaler_uniform_train_with_confidence.parquet")
+    plain, asked = (load_records(real(f"deepscaler_uniform/{name}"))[:300] for name in names)
     tokenizer = ByteTokenizer()
-    assert datasets.render_prompts(plain, tokenizer) == datasets.render_prompts(
-        asked, tokenizer
-    )
+    assert datasets.render_prompts(plain, tokenizer) == datasets.render_prompts(asked, tokenizer)
 
 
 def test_verl_rows(tmp_path: Path) -> None:
@@ -190,10 +168,7 @@ def test_final_answer(raw: object, integer: bool, expected: str) -> None:
 
 
 def test_json_array_gzip_and_line_separators_inside_strings(tmp_path: Path) -> None:
-    rows = [
-        {"problem": "line\u2028separator", "answer": "1"},
-        {"problem": "b", "answer": "2"},
-    ]
+    rows = [{"problem": "line\u2028separator", "answer": "1"}, {"problem": "b", "answer": "2"}]
     (tmp_path / "array.json").write_text(json.dumps(rows), encoding="utf-8")
     (tmp_path / "lines.jsonl").write_text(
         "\n".join(json.dumps(r, ensure_ascii=False) for r in rows), encoding="utf-8"
@@ -208,21 +183,15 @@ def test_long_prompts_are_dropped_and_counted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = write(
-        tmp_path / "toy.jsonl",
-        [{"problem": "x" * n, "answer": "1"} for n in (5, 500, 6, 700, 7)],
+        tmp_path / "toy.jsonl", [{"problem": "x" * n, "answer": "1"} for n in (5, 500, 6, 700, 7)]
     )
     with caplog.at_level(logging.WARNING):
-        prompts = load_prompts(
-            path, ByteTokenizer(), PromptOptions("raw", max_prompt_length=100)
-        )
+        prompts = load_prompts(path, ByteTokenizer(), PromptOptions("raw", max_prompt_length=100))
     assert [p.prompt_id for p in prompts] == ["toy/0", "toy/2", "toy/4"]
     (dropped,) = caplog.messages
     assert dropped.startswith(str(path))
     assert re.findall(r"\b\d+\b", dropped.removeprefix(str(path))) == ["2", "100"]
-    assert (
-        len(load_prompts(path, ByteTokenizer(), PromptOptions("raw", 100, limit=2)))
-        == 2
-    )
+    assert len(load_prompts(path, ByteTokenizer(), PromptOptions("raw", 100, limit=2))) == 2
     assert len(load_prompts(path, ByteTokenizer(), PromptOptions("raw", limit=0))) == 5
     with pytest.raises(UserError, match=r"toy\.jsonl: .*\b3 tokens"):
         load_prompts(path, ByteTokenizer(), PromptOptions("raw", max_prompt_length=3))
@@ -232,8 +201,7 @@ def test_rows_without_an_answer_are_dropped_and_counted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = write(
-        tmp_path / "t.jsonl",
-        [{"problem": "a", "answer": None}, {"problem": "b", "answer": "1"}],
+        tmp_path / "t.jsonl", [{"problem": "a", "answer": None}, {"problem": "b", "answer": "1"}]
     )
     with caplog.at_level(logging.WARNING):
         assert [r.prompt_id for r in load_records(path)] == ["t/1"]
@@ -245,26 +213,14 @@ def test_rows_without_an_answer_are_dropped_and_counted(
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (
-            '{"problem": "a", "answer": "1"}\n{"problem": "b", \n',
-            r"bad\.jsonl:2\b",
-        ),
-        (
-            '{"problem": "a", "answer": "1"}\n\n[1]\n',
-            r"bad\.jsonl:3\b.*list",
-        ),
-        (
-            '{"text": "a", "answer": "1"}\n',
-            r"row 1\b.*text, answer.*problem, question, prompt",
-        ),
+        ('{"problem": "a", "answer": "1"}\n{"problem": "b", \n', r"bad\.jsonl:2\b"),
+        ('{"problem": "a", "answer": "1"}\n\n[1]\n', r"bad\.jsonl:3\b.*list"),
+        ('{"text": "a", "answer": "1"}\n', r"row 1\b.*text, answer.*problem, question, prompt"),
         (
             '{"problem": "a", "solution": "1"}\n',
             r"row 1\b.*problem, solution.*answer, ground_truth",
         ),
-        (
-            '{"problem": 5, "answer": "1"}\n',
-            r"row 1\b.*problem",
-        ),
+        ('{"problem": 5, "answer": "1"}\n', r"row 1\b.*problem"),
         ('{"problem": "a", "answer": null}\n', r"bad\.jsonl\b.*answer"),
         (
             "version https://git-lfs.github.com/spec/v1\noid sha256:1\n",
@@ -317,9 +273,7 @@ def test_hub_names_with_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
 
     seen = []
 
-    def load_dataset(
-        repository: str, config: str | None, split: str
-    ) -> list[dict[str, str]]:
+    def load_dataset(repository: str, config: str | None, split: str) -> list[dict[str, str]]:
         seen.append((repository, config, split))
         if repository == "owner/gone":
             raise ConnectionError("offline\nand more")
@@ -342,9 +296,7 @@ def test_a_small_file_cannot_fill_the_memory(
     monkeypatch.setattr(files, "LONGEST", 10_000)
     path = tmp_path / name
     row = json.dumps({"problem": "x" * 20_000, "answer": "1"})
-    path.write_bytes(
-        gzip.compress((f"[{row}]" if "json." in name else row + "\n").encode())
-    )
+    path.write_bytes(gzip.compress((f"[{row}]" if "json." in name else row + "\n").encode()))
     with pytest.raises(UserError, match=re.escape(name)):
         load_records(path)
 
@@ -355,14 +307,8 @@ def test_a_small_file_cannot_fill_the_memory(
         (b"[" * 10**5, r"rows\.json"),
         (b'{"problem": ' + b"[" * 10**5, r"rows\.json:1\b"),
         (b'[{"problem": "?", "answer": ' + b"9" * 5000 + b"}]", r"rows\.json"),
-        (
-            gzip.compress(b'{"problem": "?"}', mtime=0)[:-9] + b"\xff" * 9,
-            r"rows\.json.*UTF-8",
-        ),
-        (
-            gzip.compress(b'{"problem": "?"}', mtime=0)[:12] + b"\xff" * 9,
-            r"rows\.json.*UTF-8",
-        ),
+        (gzip.compress(b'{"problem": "?"}', mtime=0)[:-9] + b"\xff" * 9, r"rows\.json.*UTF-8"),
+        (gzip.compress(b'{"problem": "?"}', mtime=0)[:12] + b"\xff" * 9, r"rows\.json.*UTF-8"),
     ],
 )
 def test_hostile_files_are_one_line(content: bytes, said: str, tmp_path: Path) -> None:

@@ -11,10 +11,7 @@ import numpy as np
 import pytest
 
 from megatron_dcpo.data.datasets import PromptOptions
-from megatron_dcpo.data.demonstrations import (
-    Demonstration,
-    load_demonstrations,
-)
+from megatron_dcpo.data.demonstrations import Demonstration, load_demonstrations
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.rollout import load_tokenizer
 from tests.helpers.paths import QUICKSTART
@@ -62,9 +59,7 @@ def text(ids: Any) -> str:
         },
     ],
 )
-def test_every_form_of_a_row_is_the_same_demonstration(
-    tmp_path: Path, row: dict[str, Any]
-) -> None:
+def test_every_form_of_a_row_is_the_same_demonstration(tmp_path: Path, row: dict[str, Any]) -> None:
     (one,) = load(tmp_path, row)
     assert text(one.prompt.token_ids) == "2*3="
     assert one.response_ids.tolist() == [
@@ -96,21 +91,12 @@ def test_spans_are_in_characters_and_the_last_one_counts(tmp_path: Path) -> None
     assert set(one.weights.tolist()) == {0.0, 6.0}
 
 
-def test_what_is_left_out_is_counted(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_is_left_out_is_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     row = {"prompt": "2*3=", "response": "6"}
-    turns = [
-        {"role": role, "content": "7"}
-        for role in ("user", "assistant", "user", "assistant")
-    ]
+    turns = [{"role": role, "content": "7"} for role in ("user", "assistant", "user", "assistant")]
     with caplog.at_level(logging.WARNING):
         kept = load(
-            tmp_path,
-            row,
-            row | {"response": "6" * 200},
-            row | {"weight": 0},
-            {"messages": turns},
+            tmp_path, row, row | {"response": "6" * 200}, row | {"weight": 0}, {"messages": turns}
         )
     assert len(kept) == 2
     assert text(kept[1].prompt.token_ids) == "7\n\n7\n\n7", "the earlier turns"
@@ -130,11 +116,7 @@ def test_what_is_left_out_is_counted(
         {"prompt": "2*3=", "response": "6", "weight": -1},
         {"prompt": "2*3=", "response": "6", "weight": "1"},
         {"prompt": "2*3=", "response": "6", "spans": [[0, 1, 0.0]]},
-        {
-            "prompt": "2*3=",
-            "response": "6",
-            "spans": [{"start": 0, "end": 2, "weight": 1}],
-        },
+        {"prompt": "2*3=", "response": "6", "spans": [{"start": 0, "end": 2, "weight": 1}]},
         {"messages": [{"role": "user", "content": "2*3="}]},
         {"messages": [{"role": "assistant", "content": "6"}]},
         {

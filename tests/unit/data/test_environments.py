@@ -174,15 +174,10 @@ def test_what_cannot_be_used_is_one_line(path: str, named: str) -> None:
     [
         ("no JSON", "problem 2"),
         ("[]", "problem 2"),
-        (
-            '{"responses_create_params": {"input": [{"type": "function_call"}]}}',
-            "tools",
-        ),
+        ('{"responses_create_params": {"input": [{"type": "function_call"}]}}', "tools"),
     ],
 )
-def test_a_file_of_problems_that_cannot_be_read(
-    line: str, named: str, tmp_path: Path
-) -> None:
+def test_a_file_of_problems_that_cannot_be_read(line: str, named: str, tmp_path: Path) -> None:
     file = tmp_path / "problems.jsonl"
     file.write_text(LETTERS.read_text().splitlines()[0] + f"\n{line}\n")
     with pytest.raises(UserError, match=named):
@@ -282,10 +277,7 @@ def test_what_a_source_may_not_say(values: dict[str, object], named: str) -> Non
 
 @pytest.mark.parametrize(
     "values",
-    [
-        {"data": {"path": SUMS}},
-        {"data": {"path": [SUMS, {"path": "verifiers:tasks_env"}]}},
-    ],
+    [{"data": {"path": SUMS}}, {"data": {"path": [SUMS, {"path": "verifiers:tasks_env"}]}}],
 )
 def test_a_verifier_that_would_judge_nothing_is_refused(
     values: dict[str, Any], tmp_path: Path
@@ -372,9 +364,7 @@ def test_the_real_verifiers(
 def test_the_environment_of_the_examples(monkeypatch: pytest.MonkeyPatch) -> None:
     python = os.environ.get("DCPO_VERIFIERS_CLASSIC_PYTHON")
     if not python:
-        pytest.skip(
-            "DCPO_VERIFIERS_CLASSIC_PYTHON names no Python with the real verifiers"
-        )
+        pytest.skip("DCPO_VERIFIERS_CLASSIC_PYTHON names no Python with the real verifiers")
     monkeypatch.chdir(EXAMPLES / "environments" / "quickstart_products")
     path = f"verifiers:quickstart-products?python={python}&range=0..1.2&count=3"
     trained = load_records(path)
@@ -394,9 +384,7 @@ def test_the_real_nemo_gym() -> None:
     with pytest.raises(UserError, match=r"example\.jsonl") as refused:
         load_records(f"nemo_gym:mcqa?python={python}")
     example = str(refused.value).rpartition(" ")[2]
-    (problems,) = load_problems(
-        f"nemo_gym:mcqa?python={python}&data={example}", JudgingConfig()
-    )
+    (problems,) = load_problems(f"nemo_gym:mcqa?python={python}&data={example}", JudgingConfig())
     records = problems.benchmark.records
     verifier, _ = verifiers(JudgingConfig(), {})(problems.verifier)
     right = [Attempt(None, "", f"\\boxed{{{r.answer}}}", r.row) for r in records]

@@ -92,11 +92,7 @@ def test_a_directory_of_several_data_sets_is_refused(tmp_path: Path) -> None:
 
 
 def test_folders_of_save_to_disk(tmp_path: Path) -> None:
-    assert problems(save_to_disk(tmp_path / "one", [1, 2], [3])) == [
-        "1+0=",
-        "2+0=",
-        "3+0=",
-    ]
+    assert problems(save_to_disk(tmp_path / "one", [1, 2], [3])) == ["1+0=", "2+0=", "3+0="]
     both = tmp_path / "both"
     for split in ("train", "test"):
         save_to_disk(both / split, [1 if split == "train" else 2])
@@ -169,23 +165,17 @@ def config_of(tmp_path: Path, *overrides: str) -> Any:
 def test_columns_of_a_training(tmp_path: Path) -> None:
     path = write(tmp_path / "trl.jsonl", TRL)
     config = config_of(
-        tmp_path,
-        f"data.path={path}",
-        "data.columns={problem: prompt, answer: solution}",
+        tmp_path, f"data.path={path}", "data.columns={problem: prompt, answer: solution}"
     )
     (source,) = load_sources(config, ByteTokenizer())
     assert (source.prompts[0].problem, source.prompts[0].ground_truth) == ("1+2=", "3")
-    deep = config_of(
-        tmp_path, f"data.path={path}", "data.columns={answer: extra.deep.answer}"
-    )
+    deep = config_of(tmp_path, f"data.path={path}", "data.columns={answer: extra.deep.answer}")
     assert load_sources(deep, ByteTokenizer())[0].prompts[0].ground_truth == "4"
 
 
 def test_a_named_answer_stands_for_that_of_verl(tmp_path: Path) -> None:
     verl = {"prompt": "1+2=", "reward_model": {"ground_truth": "9"}, "gold": "3"}
-    (record,) = load_records(
-        write(tmp_path / "v.jsonl", verl), columns={"answer": "gold"}
-    )
+    (record,) = load_records(write(tmp_path / "v.jsonl", verl), columns={"answer": "gold"})
     assert record.answer == "3"
 
 
@@ -214,14 +204,11 @@ def test_columns_of_sources(tmp_path: Path) -> None:
         ("{problem: ''}", r"data\.columns"),
     ],
 )
-def test_a_column_that_is_not_there_is_refused(
-    columns: str, named: str, tmp_path: Path
-) -> None:
+def test_a_column_that_is_not_there_is_refused(columns: str, named: str, tmp_path: Path) -> None:
     path = write(tmp_path / "trl.jsonl", TRL)
     with pytest.raises(UserError, match=named):
         load_sources(
-            config_of(tmp_path, f"data.path={path}", f"data.columns={columns}"),
-            ByteTokenizer(),
+            config_of(tmp_path, f"data.path={path}", f"data.columns={columns}"), ByteTokenizer()
         )
 
 

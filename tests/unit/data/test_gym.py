@@ -11,14 +11,7 @@ import pytest
 from megatron_dcpo.config import JudgingConfig
 from megatron_dcpo.data import gym, load_benchmark, load_records
 from megatron_dcpo.data.benchmarks import name_of, parse_specs
-from megatron_dcpo.data.gym import (
-    HELD_OUT_SEED,
-    VERIFIER,
-    GymTask,
-    gym_path,
-    gym_rows,
-    parse_gym,
-)
+from megatron_dcpo.data.gym import HELD_OUT_SEED, VERIFIER, GymTask, gym_path, gym_rows, parse_gym
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.judging.answers import BOXED, Attempt
 from megatron_dcpo.judging.verifiers import verifiers
@@ -28,9 +21,7 @@ SMALL = "reasoning_gym:chain_sum?min_terms=2&max_terms=2&size=3&seed=5"
 
 
 def test_a_path_holds_options_size_and_seed() -> None:
-    assert parse_gym(SMALL) == GymTask(
-        "chain_sum", {"min_terms": 2, "max_terms": 2}, 3, 5
-    )
+    assert parse_gym(SMALL) == GymTask("chain_sum", {"min_terms": 2, "max_terms": 2}, 3, 5)
     assert parse_gym("reasoning_gym:leg_counting") == GymTask("leg_counting")
     written = gym_path("reasoning_gym:chain_sum", {"operators": ["+", "&"]}, 3, None)
     assert parse_gym(written) == GymTask("chain_sum", {"operators": ["+", "&"]}, 3)
@@ -44,11 +35,7 @@ def test_a_path_holds_options_size_and_seed() -> None:
 @pytest.mark.slow
 def test_rows_have_what_the_scorer_and_a_curriculum_read() -> None:
     records = load_records(SMALL)
-    assert [record.prompt_id for record in records] == [
-        "chain_sum/0",
-        "chain_sum/1",
-        "chain_sum/2",
-    ]
+    assert [record.prompt_id for record in records] == ["chain_sum/0", "chain_sum/1", "chain_sum/2"]
     row = records[0].row
     assert row is not None
     assert row["num_terms"] == 2
@@ -57,9 +44,7 @@ def test_rows_have_what_the_scorer_and_a_curriculum_read() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "task", ["polynomial_multiplication", "isomorphic_strings", "ransom_note"]
-)
+@pytest.mark.parametrize("task", ["polynomial_multiplication", "isomorphic_strings", "ransom_note"])
 def test_tasks_that_read_the_order_of_sets_are_repeated(task: str) -> None:
     """Under a random PYTHONHASHSEED, as Python's default is, these three give other problems in
     each process.
@@ -71,8 +56,7 @@ def test_tasks_that_read_the_order_of_sets_are_repeated(task: str) -> None:
 @pytest.mark.slow
 def test_no_problem_of_a_benchmark_is_one_of_a_training() -> None:
     trained = {
-        record.problem
-        for record in load_records("reasoning_gym:leg_counting?size=300&seed=1")
+        record.problem for record in load_records("reasoning_gym:leg_counting?size=300&seed=1")
     }
     loaded = load_benchmark("reasoning_gym:leg_counting?size=300")
     assert loaded.name == "leg_counting"
@@ -84,9 +68,7 @@ def test_answers_are_scored_by_the_task() -> None:
     """Right at 1.0; a part of the score only with a threshold; another release's problem is an
     error, not a wrong answer.
     """
-    records = load_records("reasoning_gym:isomorphic_strings?size=2") + load_records(
-        SMALL
-    )
+    records = load_records("reasoning_gym:isomorphic_strings?size=2") + load_records(SMALL)
     verifier, form = verifiers(JudgingConfig(threshold=0.3), {})(VERIFIER)
     assert form is BOXED
     for record in records:
@@ -96,27 +78,16 @@ def test_answers_are_scored_by_the_task() -> None:
         full, part, none = (outcome.logged["score"] for outcome in verifier(asked))  # type: ignore[index]
         assert (full, none) == (1.0, 0.0)
         assert 0 <= part < 1
-    odd = Attempt(
-        None, "", "\\boxed{1}", {**(records[0].row or {}), "problem": "another one"}
-    )
+    odd = Attempt(None, "", "\\boxed{1}", {**(records[0].row or {}), "problem": "another one"})
     assert verifier([odd])[0].category == VERIFIER_ERROR
 
 
 @pytest.mark.parametrize(
     ("path", "named"),
     [
-        (
-            "reasoning_gym:leg_countin",
-            ["'leg_countin'", "'leg_counting'"],
-        ),
-        (
-            "reasoning_gym:chain_sum?min_term=2",
-            ["chain_sum", "'min_term'"],
-        ),
-        (
-            "reasoning_gym:chain_sum?min_terms=9&max_terms=2",
-            ["chain_sum", "AssertionError"],
-        ),
+        ("reasoning_gym:leg_countin", ["'leg_countin'", "'leg_counting'"]),
+        ("reasoning_gym:chain_sum?min_term=2", ["chain_sum", "'min_term'"]),
+        ("reasoning_gym:chain_sum?min_terms=9&max_terms=2", ["chain_sum", "AssertionError"]),
         ("reasoning_gym:chain_sum?size=0", ["size"]),
     ],
 )

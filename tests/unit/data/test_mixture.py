@@ -42,9 +42,7 @@ def ids(drawn: list[Prompt]) -> list[str]:
 def test_pieces_of_a_run_make_the_whole(cuts: list[int], shuffle: bool) -> None:
     """However a run is cut, each piece drawn by a new object: what resuming relies on."""
     bounds = [0, *sorted(cuts), 200]
-    pieces = [
-        ids(mixture(shuffle=shuffle)(a, b - a)) for a, b in itertools.pairwise(bounds)
-    ]
+    pieces = [ids(mixture(shuffle=shuffle)(a, b - a)) for a, b in itertools.pairwise(bounds)]
     assert list(itertools.chain(*pieces)) == ids(mixture(shuffle=shuffle)(0, 200))
 
 
@@ -54,21 +52,13 @@ def test_each_step_has_the_weights() -> None:
     """
     drawn = mixture()(0, 16 * 7)
     for step in range(7):
-        assert Counter(
-            prompt.task for prompt in drawn[step * 16 : (step + 1) * 16]
-        ) == {
+        assert Counter(prompt.task for prompt in drawn[step * 16 : (step + 1) * 16]) == {
             "a": 8,
             "b": 6,
             "c": 2,
         }
     assert (
-        len(
-            {
-                tuple(p.task for p in drawn[step * 16 : (step + 1) * 16])
-                for step in range(7)
-            }
-        )
-        == 7
+        len({tuple(p.task for p in drawn[step * 16 : (step + 1) * 16]) for step in range(7)}) == 7
     )
     of_a = [prompt for prompt in drawn if prompt.task == "a"]
     assert len(set(ids(of_a))) == len(of_a) == 56
@@ -88,17 +78,9 @@ def test_a_curriculum_goes_up_and_shuffles_equal_ones() -> None:
     values = [3, 1, 2, 1, 3, 2, 1, 1]
     source = prompts("a", values)  # type: ignore[arg-type]
     ranks = curriculum(source, "level", "a.jsonl")
-    epochs = [
-        draw_prompts(source, n * 8, 8, seed=1, shuffle=True, ranks=ranks)
-        for n in range(4)
-    ]
-    assert all(
-        [prompt.row["level"] for prompt in epoch] == sorted(values) for epoch in epochs
-    )  # type: ignore[index]
-    assert (
-        len({tuple(p.prompt_id.partition("@")[0] for p in epoch) for epoch in epochs})
-        > 1
-    )
+    epochs = [draw_prompts(source, n * 8, 8, seed=1, shuffle=True, ranks=ranks) for n in range(4)]
+    assert all([prompt.row["level"] for prompt in epoch] == sorted(values) for epoch in epochs)  # type: ignore[index]
+    assert len({tuple(p.prompt_id.partition("@")[0] for p in epoch) for epoch in epochs}) > 1
     plain = draw_prompts(source, 0, 8, seed=1, shuffle=False, ranks=ranks)
     assert [p.prompt_id for p in plain][:4] == ["a/1@0", "a/3@0", "a/6@0", "a/7@0"]
 

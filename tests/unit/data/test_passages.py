@@ -26,10 +26,7 @@ SQUAD = {
 }
 SHOWN = "The Normans were in Normandy.\n\nWhere were the Normans?"
 PLAIN = {"question": "Who?", "answer": "Ann"}
-CHAT = [
-    {"role": "system", "content": "Be short."},
-    {"role": "user", "content": "Who?"},
-]
+CHAT = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "Who?"}]
 
 
 def write(path: Path, *rows: dict[str, Any]) -> str:
@@ -68,9 +65,7 @@ def test_known_columns(row: dict[str, Any], problem: str, tmp_path: Path) -> Non
     assert record.problem == problem
 
 
-def test_a_question_that_shows_its_passage_is_not_given_it_twice(
-    tmp_path: Path,
-) -> None:
+def test_a_question_that_shows_its_passage_is_not_given_it_twice(tmp_path: Path) -> None:
     """Apart from white space, and in any message."""
     shown = {"question": "Read: Ann\n did. Who?", "answer": "A", "context": "Ann did."}
     system = {"prompt": [{**CHAT[0], "content": "Ann did."}, CHAT[1]], "answer": "A"}
@@ -122,9 +117,7 @@ def test_a_column_is_named_or_left_out(tmp_path: Path) -> None:
         ({**PLAIN, "context": "A.", "table": "a | b"}, r"context, table"),
     ],
 )
-def test_what_is_no_one_text_is_refused(
-    row: dict[str, Any], named: str, tmp_path: Path
-) -> None:
+def test_what_is_no_one_text_is_refused(row: dict[str, Any], named: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=rf"row 2\b.*{named}.*data\.columns") as refused:
         loaded(tmp_path, PLAIN, row)
     assert "\n" not in str(refused.value)
@@ -170,16 +163,12 @@ def test_training_and_benchmark_ask_the_same(tmp_path: Path) -> None:
     (source,) = load_sources(config, ByteTokenizer())  # type: ignore[arg-type]
     benchmark = load_benchmark(f"own={path}", columns=config.data.columns)
     assert source.prompts[0].problem == benchmark.records[0].problem == SHOWN
-    left_out = load_config(
-        QUICKSTART / "dcpo.yaml", [*overrides, "data.columns.context="]
-    )
+    left_out = load_config(QUICKSTART / "dcpo.yaml", [*overrides, "data.columns.context="])
     (source,) = load_sources(left_out, ByteTokenizer())  # type: ignore[arg-type]
     assert source.prompts[0].problem == SQUAD["question"]
 
 
-@pytest.mark.parametrize(
-    "override", ["data.columns={problem: ''}", "data.columns={contxt: a}"]
-)
+@pytest.mark.parametrize("override", ["data.columns={problem: ''}", "data.columns={contxt: a}"])
 def test_other_columns_need_a_name(override: str) -> None:
     with pytest.raises(UserError, match=r"data\.columns"):
         load_config(QUICKSTART / "dcpo.yaml", [override])

@@ -10,12 +10,7 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from megatron_dcpo.data import prompts
-from megatron_dcpo.data.datasets import (
-    PromptOptions,
-    Record,
-    message_prompts,
-    render_prompts,
-)
+from megatron_dcpo.data.datasets import PromptOptions, Record, message_prompts, render_prompts
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.rollout import load_tokenizer
 from tests.helpers.paths import QUICKSTART
@@ -67,14 +62,9 @@ def test_the_box_is_asked_for_once(problem: str, template: str) -> None:
 
 
 def test_the_request_of_the_reference_files_is_taken_out() -> None:
-    problem = (
-        "Find x. Let's think step by step and output the final answer within \\boxed{}."
-    )
+    problem = "Find x. Let's think step by step and output the final answer within \\boxed{}."
     plain = prompts.render(ByteTokenizer(), user(problem), "paper")
-    assert (
-        prompts.render(ByteTokenizer(), user(problem + REFERENCE_SUFFIX), "paper")
-        == plain
-    )
+    assert prompts.render(ByteTokenizer(), user(problem + REFERENCE_SUFFIX), "paper") == plain
     assert "CONFIDENCE" not in plain[0][0]["content"]
 
 
@@ -90,20 +80,14 @@ def test_thinking_is_switched_off_only_where_the_template_knows_it() -> None:
     assert ignores.options == {"tokenize": False, "add_generation_prompt": True}
 
 
-@pytest.mark.parametrize(
-    ("thinking", "switch"), [("off", False), ("on", True), ("auto", None)]
-)
-def test_thinking_off_on_and_as_the_template_has_it(
-    thinking: str, switch: bool | None
-) -> None:
+@pytest.mark.parametrize(("thinking", "switch"), [("off", False), ("on", True), ("auto", None)])
+def test_thinking_off_on_and_as_the_template_has_it(thinking: str, switch: bool | None) -> None:
     knows, ignores = ByteTokenizer(), ByteTokenizer("{{ messages }}<think>")
     for tokenizer in (knows, ignores):
         prompts.render(tokenizer, user("x"), "paper", thinking=thinking)
     assert knows.options.get("enable_thinking") is switch
     assert "enable_thinking" not in ignores.options
-    assert prompts.render(ByteTokenizer(None), user("x"), "raw", thinking=thinking)[
-        1
-    ] == [
+    assert prompts.render(ByteTokenizer(None), user("x"), "raw", thinking=thinking)[1] == [
         256,
         *b"x",
     ]
@@ -155,9 +139,7 @@ def with_template(chat_template: Any) -> PreTrainedTokenizerBase:
 
 def test_the_date_that_a_template_writes_is_the_one_given() -> None:
     """Llama-3.2-Instruct writes it in its system message."""
-    tokenizer = with_template(
-        "{{ strftime_now('%d.%m.%Y %H') }} {{ messages[-1].content }}"
-    )
+    tokenizer = with_template("{{ strftime_now('%d.%m.%Y %H') }} {{ messages[-1].content }}")
     day = datetime.date(2026, 2, 28)
     ids = prompts.encode_chat(tokenizer, user("1+2="), date=day)
     assert tokenizer.decode(ids) == "28.02.2026 00 1+2="
@@ -171,10 +153,7 @@ SYSTEM = ({"role": "system", "content": "1"}, *user("2"))
 @pytest.mark.parametrize(
     ("chat_template", "line"),
     [
-        (
-            "a\n{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}",
-            2,
-        ),
+        ("a\n{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}", 2),
         ("a\n\n{% if %}", 3),
         ("{{ nothing.content }}", 1),
         ("\n{{ messages[1].content + 1 }}", 2),
@@ -190,9 +169,7 @@ def test_a_chat_template_that_cannot_be_applied_is_one_line(
     """Also one that writes nothing, or not the problem. The row is named."""
     record = Record("t", 4, SYSTEM, "3")
     with pytest.raises(UserError) as caught:
-        render_prompts(
-            [record], with_template(chat_template), PromptOptions("chat"), "f.jsonl"
-        )
+        render_prompts([record], with_template(chat_template), PromptOptions("chat"), "f.jsonl")
     said = str(caught.value)
     assert said.startswith("f.jsonl: row 5")
     assert "\n" not in said
@@ -204,27 +181,18 @@ def test_a_users_template_that_raises_is_one_line(tmp_path: Path) -> None:
     file.write_text("def render(problem, marker):\n    return problem[9]\n")
     record = Record("t", 4, user("x"), "3")
     for render in (
-        lambda: render_prompts(
-            [record], ByteTokenizer(), PromptOptions(f"{file}:render")
-        ),
+        lambda: render_prompts([record], ByteTokenizer(), PromptOptions(f"{file}:render")),
         lambda: message_prompts([record], f"{file}:render"),
     ):
-        with pytest.raises(
-            UserError, match=r"row 5\b.*data\.template=.*IndexError"
-        ) as caught:
+        with pytest.raises(UserError, match=r"row 5\b.*data\.template=.*IndexError") as caught:
             render()
         assert f"{file}, line 2" in str(caught.value)
 
 
 def test_errors_name_the_fix() -> None:
-    with pytest.raises(
-        UserError,
-        match=r"'papr'.*paper, abstain, grpo, chat, raw",
-    ):
+    with pytest.raises(UserError, match=r"'papr'.*paper, abstain, grpo, chat, raw"):
         prompts.render(ByteTokenizer(), user("x"), "papr")
     with pytest.raises(UserError, match="'raw'"):
         prompts.render(ByteTokenizer(None), user("x"), "paper")
     with pytest.raises(UserError, match=r"\buser\b"):
-        prompts.render(
-            ByteTokenizer(), ({"role": "assistant", "content": "x"},), "paper"
-        )
+        prompts.render(ByteTokenizer(), ({"role": "assistant", "content": "x"},), "paper")

@@ -114,27 +114,18 @@ def test_mmlu_pro(tmp_path: Path) -> None:
     assert (record.answer, record.form, record.kind) == ("E", "choice", "math")
     assert record.row == {"answer": "E", "options": ["4", "6", "8", "9", "7"]}
     (tmp_path / "mmlupro").mkdir()
-    parquet.write_table(
-        pa.Table.from_pylist([MMLU]), tmp_path / "mmlupro" / "test.parquet"
-    )
+    parquet.write_table(pa.Table.from_pylist([MMLU]), tmp_path / "mmlupro" / "test.parquet")
     assert load_benchmark("mmlupro", tmp_path).records == (record,)
     letters = load_records(
-        lines(
-            tmp_path / "own.jsonl",
-            {"question": "?", "options": ["x", "y"], "answer": "B"},
-        )
+        lines(tmp_path / "own.jsonl", {"question": "?", "options": ["x", "y"], "answer": "B"})
     )
     assert (letters[0].answer, letters[0].form) == ("B", "choice")
 
 
 @pytest.mark.parametrize("indent", [None, 2])
 def test_triviaqa(indent: int | None, tmp_path: Path) -> None:
-    (tmp_path / "unfiltered-web-dev.json").write_text(
-        json.dumps(OFFICIAL, indent=indent)
-    )
-    (official,) = load_benchmark(
-        f"triviaqa={tmp_path / 'unfiltered-web-dev.json'}"
-    ).records
+    (tmp_path / "unfiltered-web-dev.json").write_text(json.dumps(OFFICIAL, indent=indent))
+    (official,) = load_benchmark(f"triviaqa={tmp_path / 'unfiltered-web-dev.json'}").records
     assert (official.problem, official.answer, official.form) == (
         TRIVIA["question"],
         "T. S. Eliot",
@@ -149,9 +140,7 @@ def test_triviaqa(indent: int | None, tmp_path: Path) -> None:
 
 def test_hotpotqa_is_closed_book(tmp_path: Path) -> None:
     (tmp_path / "hotpotqa").mkdir()
-    (tmp_path / "hotpotqa" / "hotpot_dev_fullwiki_v1.json").write_text(
-        json.dumps([HOTPOT])
-    )
+    (tmp_path / "hotpotqa" / "hotpot_dev_fullwiki_v1.json").write_text(json.dumps([HOTPOT]))
     (record,) = load_benchmark("hotpotqa", tmp_path).records
     assert (record.problem, record.answer, record.form) == (
         HOTPOT["question"],
@@ -164,12 +153,7 @@ def test_hotpotqa_is_closed_book(tmp_path: Path) -> None:
 
 def test_a_users_verifier_gets_all_columns(tmp_path: Path) -> None:
     (record,) = load_records(lines(tmp_path / "m.jsonl", MMLU), keep_columns=True)
-    assert record.row == {
-        **MMLU,
-        "data_source": "m",
-        "problem": record.problem,
-        "answer": "E",
-    }
+    assert record.row == {**MMLU, "data_source": "m", "problem": record.problem, "answer": "E"}
     (record,) = load_records(lines(tmp_path / "t.jsonl", TRIVIA), keep_columns=True)
     assert record.row["answer"] == TRIVIA["answer"]
 
@@ -192,16 +176,12 @@ def test_the_form_of_the_answer_is_asked_for(tmp_path: Path) -> None:
         assert "\\boxed{I don't know}" in allowed
         assert (
             allowed.replace(
-                "\nIf you do not know the answer, do not guess: put \\boxed{I don't know}.",
-                "",
+                "\nIf you do not know the answer, do not guess: put \\boxed{I don't know}.", ""
             )
             == text
         )
         assert words in message_prompts(records, "grpo")[0].messages[-1]["content"]
-        assert (
-            message_prompts(records, "raw")[0].messages[-1]["content"]
-            == records[0].problem
-        )
+        assert message_prompts(records, "raw")[0].messages[-1]["content"] == records[0].problem
 
 
 def without(row: dict[str, Any], name: str) -> dict[str, Any]:
@@ -211,30 +191,18 @@ def without(row: dict[str, Any], name: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        (
-            without(GPQA[0], "Incorrect Answer 2"),
-            "row 2 has no column 'Incorrect Answer 2'",
-        ),
+        (without(GPQA[0], "Incorrect Answer 2"), "row 2 has no column 'Incorrect Answer 2'"),
         (without(GPQA[0], "Correct Answer"), "row 2 has no column 'Correct Answer'"),
         (GPQA[0] | {"Question": " "}, "row 2 has no text in column 'Question'"),
         (without(MMLU, "question"), "row 2 has no column 'question'"),
         (MMLU | {"answer_index": 5}, "row 2: answer_index 5 is none of its 5 options"),
-        (
-            MMLU | {"answer_index": -1},
-            "row 2: answer_index -1 is none of its 5 options",
-        ),
-        (
-            MMLU | {"answer_index": "4"},
-            "row 2: answer_index '4' is none of its 5 options",
-        ),
+        (MMLU | {"answer_index": -1}, "row 2: answer_index -1 is none of its 5 options"),
+        (MMLU | {"answer_index": "4"}, "row 2: answer_index '4' is none of its 5 options"),
         (
             without(MMLU, "answer_index") | {"answer": "F"},
             "row 2: answer 'F' is none of its 5 options",
         ),
-        (
-            MMLU | {"answer_index": 1},
-            "row 2: answer 'E' and answer_index 1 are two options",
-        ),
+        (MMLU | {"answer_index": 1}, "row 2: answer 'E' and answer_index 1 are two options"),
         (
             MMLU | {"options": [None, "1", "2", "3", "4"]},
             "row 2: an option must be a text, got None",

@@ -51,9 +51,7 @@ def tokenizer_of(tmp_path_factory):
 
     def get(config):
         if "llama" in config.run_dir:
-            pytest.skip(
-                "the tokenizer of Llama-3.1 is gated and not among the real data"
-            )
+            pytest.skip("the tokenizer of Llama-3.1 is gated and not among the real data")
         qwen = (
             "qwen" in config.run_dir or config.data.template == "chat"
         )  # the quickstart's has no chat template
@@ -67,28 +65,18 @@ def tokenizer_of(tmp_path_factory):
     return get
 
 
-@pytest.mark.parametrize(
-    "path", SHIPPED, ids=lambda path: str(path.relative_to(EXAMPLES))
-)
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: str(path.relative_to(EXAMPLES)))
 def test_the_ids_are_those_of_the_training(path, tokenizer_of, tmp_path, monkeypatch):
     config = load_config(path)
     directory, tokenizer = tokenizer_of(config)
     file = tmp_path / "toy.jsonl"
-    file.write_text(
-        "\n".join(map(json.dumps, ROWS.get(config.judging.verifier, ROWS["math"])))
-    )
+    file.write_text("\n".join(map(json.dumps, ROWS.get(config.judging.verifier, ROWS["math"]))))
     options = PromptOptions(
-        config.data.template,
-        marker=config.judging.marker,
-        thinking=config.data.thinking,
+        config.data.template, marker=config.judging.marker, thinking=config.data.thinking
     )
     trained = load_prompts(file, tokenizer, options)
 
-    server = {
-        "endpoint.url": "http://localhost/v1",
-        "endpoint.model": "m",
-        "run_dir": "r",
-    }
+    server = {"endpoint.url": "http://localhost/v1", "endpoint.model": "m", "run_dir": "r"}
     asked_for = load_evaluation(server, as_trained=str(path))
     assert asked_for.endpoint.tokenizer == config.model.path
     own = {"endpoint.tokenizer": str(directory)}
@@ -97,17 +85,13 @@ def test_the_ids_are_those_of_the_training(path, tokenizer_of, tmp_path, monkeyp
     monkeypatch.setattr(
         rollout, "load_tokenizer", {str(directory): tokenizer}.get
     )  # it takes seconds
-    monkeypatch.setattr(
-        "megatron_dcpo.evaluation.responders.token_bytes", token_bytes_once
-    )
+    monkeypatch.setattr("megatron_dcpo.evaluation.responders.token_bytes", token_bytes_once)
     responder = ask_server(evaluated, today())
     endpoint = responder.respond.__self__
     assert endpoint.api == "completions"
     assert endpoint.sampling.max_tokens == config.rollout.max_response_length
     (problems,) = load_problems(f"toy={file}", JudgingConfig())
-    sent = [
-        endpoint._body(prompt, 0)["prompt"] for prompt in responder.render(problems)
-    ]
+    sent = [endpoint._body(prompt, 0)["prompt"] for prompt in responder.render(problems)]
     assert sent == [list(prompt.token_ids) for prompt in trained]
     assert len(sent) == len(ROWS.get(config.judging.verifier, ROWS["math"]))
     if "qwen" in config.run_dir:
@@ -146,9 +130,7 @@ def test_judging_and_sources_are_those_of_the_run(tmp_path):
     """By name or by path; the rest of the data is the evaluation's own."""
     for name in ("one", "two", "three"):
         (tmp_path / f"{name}.jsonl").write_text('{"problem": "2+2?", "answer": "4"}\n')
-    (tmp_path / "mine.py").write_text(
-        "def render(problem, marker):\n    return problem\n"
-    )
+    (tmp_path / "mine.py").write_text("def render(problem, marker):\n    return problem\n")
     sources = [
         {"path": str(tmp_path / "one.jsonl"), "name": "first", "verifier": "f1"},
         {"path": str(tmp_path / "two.jsonl"), "template": f"{tmp_path}/mine.py:render"},
@@ -158,8 +140,7 @@ def test_judging_and_sources_are_those_of_the_run(tmp_path):
     run["data"] = {"path": sources, "thinking": "auto", "prompts_per_step": 8}
     (tmp_path / "config.yaml").write_text(json.dumps(run))
     config = load_evaluation(
-        {"run_dir": "e", "model.path": "other"},
-        as_trained=str(tmp_path / "config.yaml"),
+        {"run_dir": "e", "model.path": "other"}, as_trained=str(tmp_path / "config.yaml")
     )
     for name, value in JUDGED.items():
         assert getattr(config.judging, name) == value, name
@@ -168,17 +149,10 @@ def test_judging_and_sources_are_those_of_the_run(tmp_path):
     three = tmp_path / "three.jsonl"
     benchmarks = f"first={three},again={tmp_path}/two.jsonl,math={three}"
     loaded = load_problems(benchmarks, config.judging, config.data.sources)
-    half_right = Response(
-        "p", 0, np.empty(0), np.empty(0), "stop", 0, text="\\boxed{4 more}"
-    )
+    half_right = Response("p", 0, np.empty(0), np.empty(0), "stop", 0, text="\\boxed{4 more}")
     found = {}
     for one in loaded:
-        asked = {
-            "p": Prompt("p", (), (), "4", "t", row={"answer": ["4"]}, form="short")
-        }
-        found[one.benchmark.name] = (
-            one.judge([half_right], asked)[0].correct,
-            one.template,
-        )
+        asked = {"p": Prompt("p", (), (), "4", "t", row={"answer": ["4"]}, form="short")}
+        found[one.benchmark.name] = (one.judge([half_right], asked)[0].correct, one.template)
     mine = f"{tmp_path}/mine.py:render"
     assert found == {"first": (1.0, None), "again": (0.0, mine), "math": (0.0, None)}

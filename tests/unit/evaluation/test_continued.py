@@ -37,9 +37,7 @@ Evaluate = Callable[..., int]
 
 
 def answering(body: dict[str, Any]) -> Reply:
-    asked = str(
-        body["messages"][-1]["content"] if "messages" in body else body["prompt"]
-    )
+    asked = str(body["messages"][-1]["content"] if "messages" in body else body["prompt"])
     answer = next((text for key, text in ANSWERS.items() if key in asked), "none")
     text = f"\\boxed{{{answer}}}\n<conf> Confidence: 0.9"
     choice = {"message": {"content": text}, "text": text, "finish_reason": "stop"}
@@ -54,9 +52,7 @@ def server() -> Iterator[FakeServer]:
 
 
 @pytest.fixture
-def evaluate(
-    server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Evaluate:
+def evaluate(server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Evaluate:
     """Evaluate the rows of ``x.jsonl`` into ``out``; the status."""
     monkeypatch.chdir(tmp_path)
 
@@ -85,9 +81,7 @@ def evaluate(
 
 
 def _forget_modules() -> None:
-    for name in [
-        name for name in sys.modules if name.startswith("megatron_dcpo_user_")
-    ]:
+    for name in [name for name in sys.modules if name.startswith("megatron_dcpo_user_")]:
         del sys.modules[name]
 
 
@@ -127,11 +121,7 @@ def test_a_row_put_in_front_is_the_only_one_that_is_sampled(
     assert evaluate(A, B) == 0
     assert evaluate(C, A, B) == 0
     assert len(server.asked) == 4 + 2
-    assert correct_of() == {
-        "2+2?": [True] * 2,
-        "6*7?": [True] * 2,
-        "5*5?": [False] * 2,
-    }
+    assert correct_of() == {"2+2?": [True] * 2, "6*7?": [True] * 2, "5*5?": [False] * 2}
     assert not Path("out/samples.replaced.jsonl").exists()
     assert evaluate(B, A, C) == 0
     assert len(server.asked) == 6
@@ -139,9 +129,7 @@ def test_a_row_put_in_front_is_the_only_one_that_is_sampled(
     assert list(correct_of()) == ["5*5?", "6*7?", "2+2?"]
 
 
-def test_equal_problems_keep_their_own_samples(
-    evaluate: Evaluate, server: FakeServer
-) -> None:
+def test_equal_problems_keep_their_own_samples(evaluate: Evaluate, server: FakeServer) -> None:
     assert evaluate(A, A) == 0
     assert evaluate(B, A, A) == 0
     assert len(server.asked) == 4 + 2
@@ -157,9 +145,7 @@ def test_a_corrected_key_is_judged_without_sampling(
     assert correct_of() == {"6*7?": [True, True], "5*5?": [True, True]}
     assert {s.prompt.ground_truth for s in saved()} == {"42", "26"}
     assert "judging 2 saved samples again" in caplog.text
-    assert (
-        json.loads(Path("out/evaluation.json").read_text())["overall"]["accuracy"] == 1
-    )
+    assert json.loads(Path("out/evaluation.json").read_text())["overall"]["accuracy"] == 1
 
 
 def test_an_edited_template_is_asked_again(
@@ -264,10 +250,7 @@ def test_the_digest_of_a_verifier_holds_what_it_imports(
 
 
 def test_a_date_is_that_of_the_first_command(
-    evaluate: Evaluate,
-    server: FakeServer,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    evaluate: Evaluate, server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokenizer = tmp_path / "tokenizer"
     shutil.copytree(QUICKSTART / "policy", tokenizer)
@@ -280,9 +263,7 @@ def test_a_date_is_that_of_the_first_command(
     monkeypatch.setattr(evaluation_run, "today", lambda: first)
     assert evaluate({"problem": "1+2=", "answer": "3"}, options=options) == 0
     asked = server.asked[0]["prompt"]
-    monkeypatch.setattr(
-        evaluation_run, "today", lambda: first + datetime.timedelta(days=1)
-    )
+    monkeypatch.setattr(evaluation_run, "today", lambda: first + datetime.timedelta(days=1))
     assert evaluate(options=options) == 0
     assert len(server.asked) == 2
     assert json.loads(Path("out/settings.json").read_text())["date"] == "2026-02-28"
@@ -352,8 +333,7 @@ def test_refused_prompts_count_as_wrong_up_to_a_share(
 ) -> None:
     """A tenth, or one problem; and they are asked again."""
     rows = [
-        {"problem": f"{'LONG ' * (n < refused)}{n}: 6*7?", "answer": "42"}
-        for n in range(problems)
+        {"problem": f"{'LONG ' * (n < refused)}{n}: 6*7?", "answer": "42"} for n in range(problems)
     ]
 
     def reply(body: dict[str, Any]) -> Reply:

@@ -66,9 +66,7 @@ def live(directory: Path) -> tuple[int, str]:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         try:
-            connection = http.client.HTTPConnection(
-                "127.0.0.1", server.server_port, timeout=30
-            )
+            connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=30)
             connection.request("GET", "/data?have=")
             reply = connection.getresponse()
             return reply.status, reply.read().decode()
@@ -111,9 +109,7 @@ def test_numbers_that_no_float_holds_are_left_out(
 
 
 @pytest.mark.parametrize("config", CONFIGS)
-def test_any_configuration(
-    config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_any_configuration(config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trained(tmp_path / "run")
     (tmp_path / "run" / "config.yaml").write_text(config)
     report(tmp_path / "run", capsys)
@@ -121,14 +117,10 @@ def test_any_configuration(
 
 
 @pytest.mark.parametrize("sample", SAMPLES)
-def test_any_sample(
-    sample: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_any_sample(sample: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trained(tmp_path / "run")
     (tmp_path / "run" / "samples").mkdir()
-    (tmp_path / "run" / "samples" / "step_000001.jsonl").write_text(
-        json.dumps(sample) + "\n"
-    )
+    (tmp_path / "run" / "samples" / "step_000001.jsonl").write_text(json.dumps(sample) + "\n")
     report(tmp_path / "run", capsys)
     check_live(tmp_path / "run")
 

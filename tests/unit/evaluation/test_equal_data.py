@@ -14,14 +14,10 @@ from megatron_dcpo.evaluation.runs import EvaluatedRun
 
 
 def trained(name: str, rows: list[dict[str, Any]]) -> EvaluatedRun:
-    return EvaluatedRun(
-        name=name, path=Path(name), evaluation=None, metrics=rows, samples=[]
-    )
+    return EvaluatedRun(name=name, path=Path(name), evaluation=None, metrics=rows, samples=[])
 
 
-def rows(
-    steps: int, groups: int, responses: int, **more: float
-) -> list[dict[str, Any]]:
+def rows(steps: int, groups: int, responses: int, **more: float) -> list[dict[str, Any]]:
     """Records of a run whose accuracy rises by .01 a step."""
     return [
         {
@@ -69,9 +65,7 @@ def test_runs_that_did_not_count_have_no_part() -> None:
 
 
 def test_the_report_has_a_table_of_each() -> None:
-    page = render_report(
-        [trained("grpo", rows(40, 20, 200)), trained("dcpo", rows(40, 10, 80))]
-    )
+    page = render_report([trained("grpo", rows(40, 20, 200)), trained("dcpo", rows(40, 10, 80))])
     assert "400 informative groups" in page
     assert "3,200 responses" in page
     assert "15.5%" in page

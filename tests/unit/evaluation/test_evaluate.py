@@ -46,9 +46,7 @@ def tokenizer() -> Any:
     from transformers import PreTrainedTokenizerFast
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {"<eos>": EOS} | {
-        character: i for i, character in enumerate(alphabet, start=1)
-    }
+    vocabulary = {"<eos>": EOS} | {character: i for i, character in enumerate(alphabet, start=1)}
     backend = Tokenizer(models.BPE(vocabulary, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -65,47 +63,31 @@ def scripted(tokenizer: Any, truncated: bool = False) -> Any:
         responses = []
         for prompt, index in reversed(samples):
             ids = np.array(
-                tokenizer.encode(TEXTS[index]) + ([] if truncated else [EOS]),
-                dtype=np.int64,
+                tokenizer.encode(TEXTS[index]) + ([] if truncated else [EOS]), dtype=np.int64
             )
             logprobs = np.full(len(ids), np.log(0.5), dtype=np.float32)
             reason = "length" if truncated else "stop"
-            responses.append(
-                Response(prompt.prompt_id, index, ids, logprobs, reason, 0)
-            )  # type: ignore[arg-type]
-        yield from (
-            responses[start : start + 4] for start in range(0, len(responses), 4)
-        )
+            responses.append(Response(prompt.prompt_id, index, ids, logprobs, reason, 0))  # type: ignore[arg-type]
+        yield from (responses[start : start + 4] for start in range(0, len(responses), 4))
 
     return stream
 
 
 @pytest.fixture
 def benchmark_file(tmp_path: Path) -> Path:
-    rows = [
-        {"problem": "What is 2+2?", "answer": "4"},
-        {"problem": "What is 2+3?", "answer": "5"},
-    ]
+    rows = [{"problem": "What is 2+2?", "answer": "4"}, {"problem": "What is 2+3?", "answer": "5"}]
     path = tmp_path / "toy.jsonl"
     path.write_text("\n".join(map(json.dumps, rows)))
     return path
 
 
 def evaluated(
-    tokenizer: Any,
-    path: Path,
-    truncated: bool = False,
-    limit: int | None = None,
-    **options: Any,
+    tokenizer: Any, path: Path, truncated: bool = False, limit: int | None = None, **options: Any
 ) -> list[Sample]:
     """The toy benchmark through an engine of this process."""
     loaded = load_benchmark(f"toy={path}")
-    prompts = render_prompts(
-        loaded.records, tokenizer, PromptOptions("raw", limit=limit)
-    )
-    complete = respond_at_once(
-        scripted(tokenizer, truncated), token_bytes(tokenizer), [EOS]
-    )
+    prompts = render_prompts(loaded.records, tokenizer, PromptOptions("raw", limit=limit))
+    complete = respond_at_once(scripted(tokenizer, truncated), token_bytes(tokenizer), [EOS])
     return evaluate_benchmark(prompts, complete, repeats=len(TEXTS), **options)
 
 
@@ -139,9 +121,7 @@ def test_samples_hold_what_was_said(tokenizer: Any, benchmark_file: Path) -> Non
     assert rows_of(rejudge(samples)) == rows_of(samples)
 
 
-def test_truncated_responses_have_no_confidence(
-    tokenizer: Any, benchmark_file: Path
-) -> None:
+def test_truncated_responses_have_no_confidence(tokenizer: Any, benchmark_file: Path) -> None:
     samples = evaluated(tokenizer, benchmark_file, truncated=True, limit=1)
     assert {s.judgement.status for s in samples} == {"truncated"}
     assert [s.correct for s in samples] == [True, True, False, True]
@@ -154,9 +134,7 @@ def test_equivalence_is_mathematical() -> None:
 
 
 @pytest.mark.slow
-def test_written_evaluation(
-    tokenizer: Any, benchmark_file: Path, tmp_path: Path
-) -> None:
+def test_written_evaluation(tokenizer: Any, benchmark_file: Path, tmp_path: Path) -> None:
     samples = evaluated(tokenizer, benchmark_file)
     evaluation = score_samples(samples, model="m", resamples=20)
     write_evaluation(tmp_path / "run", evaluation, samples)
@@ -168,9 +146,7 @@ def test_written_evaluation(
         "reliability_toy_verbal.png",
     } <= written
     assert {"coverage_toy.png", "coverage_toy.svg"} <= written
-    assert not any(
-        name.startswith("grid") for name in written
-    )  # one benchmark needs no grid
+    assert not any(name.startswith("grid") for name in written)  # one benchmark needs no grid
     assert json.loads((tmp_path / "run" / "evaluation.json").read_text()) == evaluation
     assert rows_of(read_samples(tmp_path / "run" / "samples.jsonl")) == rows_of(samples)
     toy = evaluation["benchmarks"]["toy"]
@@ -232,18 +208,12 @@ def test_command_line_samples_and_scores_again(
 ) -> None:
     """A new evaluation and the re-scoring of its samples.jsonl give the same evaluation.json."""
     stream = scripted(tokenizer)
-    engine = SimpleNamespace(
-        stream=lambda samples, sampling: stream(samples), eos_token_ids=(EOS,)
-    )
+    engine = SimpleNamespace(stream=lambda samples, sampling: stream(samples), eos_token_ids=(EOS,))
     monkeypatch.setattr(
         "megatron_dcpo.evaluation.local_model.check_sampled_model", lambda path: 1000
     )
-    monkeypatch.setattr(
-        "megatron_dcpo.evaluation.local_model.check_vocabulary", lambda *args: None
-    )
-    monkeypatch.setattr(
-        "megatron_dcpo.rollout.build_local_engine", lambda *args: engine
-    )
+    monkeypatch.setattr("megatron_dcpo.evaluation.local_model.check_vocabulary", lambda *args: None)
+    monkeypatch.setattr("megatron_dcpo.rollout.build_local_engine", lambda *args: engine)
     monkeypatch.setattr("megatron_dcpo.rollout.load_tokenizer", lambda path: tokenizer)
     out = tmp_path / "new"
     args = arguments(
@@ -262,45 +232,28 @@ def test_command_line_samples_and_scores_again(
     assert printed["sampled"]["template"] == "raw"
     for extra in ([], ["--rejudge"]):
         args = arguments(
-            "--samples",
-            str(out / "samples.jsonl"),
-            "--out",
-            str(tmp_path / "again"),
-            *extra,
+            "--samples", str(out / "samples.jsonl"), "--out", str(tmp_path / "again"), *extra
         )
         assert args.run(args) == 0
-        assert (
-            json.loads((tmp_path / "again" / "evaluation.json").read_text()) == printed
-        )
+        assert json.loads((tmp_path / "again" / "evaluation.json").read_text()) == printed
     assert "toy verbal" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("gpu", [False, True])
 def test_on_a_gpu_vllm_samples_many_at_once_in_bf16(
-    gpu: bool,
-    tokenizer: Any,
-    benchmark_file: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    gpu: bool, tokenizer: Any, benchmark_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stream, asked = scripted(tokenizer), []
-    engine = SimpleNamespace(
-        stream=lambda samples, sampling: stream(samples), eos_token_ids=(EOS,)
-    )
+    engine = SimpleNamespace(stream=lambda samples, sampling: stream(samples), eos_token_ids=(EOS,))
     monkeypatch.setattr(
         "megatron_dcpo.evaluation.local_model.check_sampled_model", lambda path: 1000
     )
+    monkeypatch.setattr("megatron_dcpo.evaluation.local_model.check_vocabulary", lambda *args: None)
     monkeypatch.setattr(
-        "megatron_dcpo.evaluation.local_model.check_vocabulary", lambda *args: None
-    )
-    monkeypatch.setattr(
-        "megatron_dcpo.rollout.build_local_engine",
-        lambda *args: asked.append(args[2]) or engine,
+        "megatron_dcpo.rollout.build_local_engine", lambda *args: asked.append(args[2]) or engine
     )
     monkeypatch.setattr("megatron_dcpo.rollout.load_tokenizer", lambda path: tokenizer)
-    monkeypatch.setattr(
-        "megatron_dcpo.evaluation.local_model.choose_engine", lambda *_: "vllm"
-    )
+    monkeypatch.setattr("megatron_dcpo.evaluation.local_model.choose_engine", lambda *_: "vllm")
     monkeypatch.setattr(device, "_CPU", device._GPU if gpu else device._CPU)
     common = (
         "--model",
@@ -316,12 +269,7 @@ def test_on_a_gpu_vllm_samples_many_at_once_in_bf16(
         args = arguments(*common, *options)
         assert args.run(args) == 0
     found = [
-        (
-            options.dtype,
-            options.max_num_seqs,
-            options.gpu_memory_utilization,
-            options.sleep,
-        )
+        (options.dtype, options.max_num_seqs, options.gpu_memory_utilization, options.sleep)
         for options in asked
     ]
     chosen = ("bfloat16", 512, 0.9, False) if gpu else ("float32", 64, 0.6, False)
@@ -349,10 +297,7 @@ def test_what_was_judged_is_kept_where_the_engine_fails(
     loaded = load_benchmark(f"toy={benchmark_file}")
     prompts = render_prompts(loaded.records, tokenizer, PromptOptions("raw"))
     complete = respond_at_once(stream, token_bytes(tokenizer), [EOS])
-    with (
-        SampleLog(tmp_path, {}) as log,
-        pytest.raises(RuntimeError, match="the engine failed"),
-    ):
+    with SampleLog(tmp_path, {}) as log, pytest.raises(RuntimeError, match="the engine failed"):
         evaluate_benchmark(prompts, complete, repeats=4, log=log)
     kept = [
         (s.prompt.prompt_id, s.response.sample_index)
@@ -366,12 +311,7 @@ def test_only_a_model_is_sampled_by_several_processes(
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     args = arguments(
-        "--endpoint",
-        "http://localhost:1",
-        "--benchmarks",
-        "math500",
-        "--out",
-        str(tmp_path),
+        "--endpoint", "http://localhost:1", "--benchmarks", "math500", "--out", str(tmp_path)
     )
     with pytest.raises(UserError, match="2 processes were started, but only --model"):
         args.run(args)
@@ -383,14 +323,8 @@ def test_command_line_errors(tmp_path: Path, benchmark_file: Path) -> None:
         (["--model", "m"], "--benchmarks is missing"),
         (["--model", str(tmp_path), "--benchmarks", toy], r"config\.json is missing"),
         (["--model", "m", "--benchmarks", "mathx"], "unknown benchmark 'mathx'"),
-        (
-            ["--model", "m", "--benchmarks", toy, "--template", "x"],
-            "unknown prompt template",
-        ),
-        (
-            ["--model", "m", "--benchmarks", toy, "--confidence", "x"],
-            "unknown confidence 'x'",
-        ),
+        (["--model", "m", "--benchmarks", toy, "--template", "x"], "unknown prompt template"),
+        (["--model", "m", "--benchmarks", toy, "--confidence", "x"], "unknown confidence 'x'"),
         (["--samples", str(tmp_path / "none.jsonl")], "no such file"),
     ):
         args = arguments(*options, "--out", str(tmp_path / "out"))

@@ -25,10 +25,7 @@ from tests.helpers.fake_server import FakeServer
 
 ADD = {
     "kind": "stdin",
-    "cases": [
-        {"input": "1 2\n", "output": "3\n"},
-        {"input": "-4 4\n", "output": "0\n"},
-    ],
+    "cases": [{"input": "1 2\n", "output": "3\n"}, {"input": "-4 4\n", "output": "0\n"}],
 }
 DOUBLE = {
     "kind": "check",
@@ -90,9 +87,7 @@ def problems(tmp_path: Path) -> Path:
     return path
 
 
-def evaluate(
-    out: Path, problems: Path, *options: str, marker: str = "<conf>"
-) -> dict[str, Any]:
+def evaluate(out: Path, problems: Path, *options: str, marker: str = "<conf>") -> dict[str, Any]:
     server = FakeServer(reply=reply(marker)).start()
     try:
         url = f"http://127.0.0.1:{server.port}/v1"
@@ -114,36 +109,23 @@ def evaluate(
     return found
 
 
-def test_programs_are_judged_and_agree_by_their_text(
-    tmp_path: Path, problems: Path
-) -> None:
+def test_programs_are_judged_and_agree_by_their_text(tmp_path: Path, problems: Path) -> None:
     evaluation = evaluate(tmp_path / "run", problems)
     samples = read_samples(tmp_path / "run" / "samples.jsonl")
     assert len(samples) == 12
     for sample in samples:
         name = "ADD" if "PROBLEM-ADD" in sample.prompt.problem else "DOUBLE"
         kind = PROGRAMS[name].index((sample.judgement.answer or "").strip())
-        right = {
-            "ADD": [True, True, False, False],
-            "DOUBLE": [True, True, False, True],
-        }[name][kind]
+        right = {"ADD": [True, True, False, False], "DOUBLE": [True, True, False, True]}[name][kind]
         assert sample.correct is right
         assert sample.judgement.category == (
-            "passed"
-            if right
-            else "runtime_error"
-            if "1 / 0" in PROGRAMS[name][kind]
-            else "wrong"
+            "passed" if right else "runtime_error" if "1 / 0" in PROGRAMS[name][kind] else "wrong"
         )
         assert sample.judgement.confidence == pytest.approx(0.5 + kind / 10)
-        assert sample.prompt.ground_truth == key_of(
-            pack_tests(ADD if name == "ADD" else DOUBLE)
-        )
+        assert sample.prompt.ground_truth == key_of(pack_tests(ADD if name == "ADD" else DOUBLE))
         # The first two of each list are one program; agreement knows nothing of right and wrong.
         group = [s for s in samples if s.prompt.prompt_id == sample.prompt.prompt_id]
-        kinds = [
-            PROGRAMS[name].index((s.judgement.answer or "").strip()) for s in group
-        ]
+        kinds = [PROGRAMS[name].index((s.judgement.answer or "").strip()) for s in group]
         same = [k for k in kinds if k == kind or {k, kind} == {0, 1}]
         assert sample.measures.consistency_confidence == pytest.approx(len(same) / 6)
     toy = evaluation["benchmarks"]["toy"]
@@ -268,10 +250,7 @@ def test_a_marker_of_ones_own(tmp_path: Path, problems: Path) -> None:
     )
     assert main([*source, "--marker", "<conf>"]) == 0
     assert (
-        json.loads((again / "evaluation.json").read_text())["benchmarks"]["toy"][
-            "parse_rate"
-        ]
-        == 0
+        json.loads((again / "evaluation.json").read_text())["benchmarks"]["toy"]["parse_rate"] == 0
     )
 
 
@@ -296,12 +275,7 @@ def test_tests_on_disk(tmp_path: Path) -> None:
         read_tests(path, ["tests:0000000000000000"])
     forged = tmp_path / "forged.jsonl"
     forged.write_text(
-        json.dumps(
-            {
-                "key": next(iter(packed)),
-                "tests": {"kind": "asserts", "asserts": ["True"]},
-            }
-        )
+        json.dumps({"key": next(iter(packed)), "tests": {"kind": "asserts", "asserts": ["True"]}})
         + "\n"
     )
     with pytest.raises(UserError, match=r"forged\.jsonl:1: .*tests:"):
@@ -321,22 +295,12 @@ def test_nothing_behind_the_confidence_line_is_run() -> None:
     ]
     none = np.empty(0)
     responses = [
-        Response("p", i, none, none, reason, 0, text=text)
-        for i, (text, reason) in enumerate(texts)
+        Response("p", i, none, none, reason, 0, text=text) for i, (text, reason) in enumerate(texts)
     ]  # type: ignore[arg-type]
     prompts = {"p": Prompt("p", (), (), key, "toy", packed)}
     verdicts = judge_many(
-        responses,
-        prompts,
-        verifier=ProgramVerifier({key: packed}, workers=1),
-        form=FENCED,
+        responses, prompts, verifier=ProgramVerifier({key: packed}, workers=1), form=FENCED
     )
     assert [v.correct for v in verdicts] == [1, 0, 0, 0, 1]
-    assert [v.status for v in verdicts] == [
-        "ok",
-        "before_box",
-        "before_box",
-        "ok",
-        "truncated",
-    ]
+    assert [v.status for v in verdicts] == ["ok", "before_box", "before_box", "ok", "truncated"]
     assert [v.answer is None for v in verdicts] == [False, True, False, True, False]

@@ -72,9 +72,7 @@ def test_held_out_predictions_and_labels_are_kept(tmp_path: Path) -> None:
     predictor = Posthoc.load(tmp_path / "c.npz")
     samples = read_samples(file)
     predictions = predictor.predict(samples)
-    kept = sorted(
-        zip(record.held_out_confidences, record.held_out_correct, strict=True)
-    )
+    kept = sorted(zip(record.held_out_confidences, record.held_out_correct, strict=True))
     assert 0 < len(kept) < len(samples)
     everything = sorted(
         (float(p), float(s.correct))

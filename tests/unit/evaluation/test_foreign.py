@@ -74,11 +74,7 @@ def test_lightevals_generations() -> None:
     (path,) = FOREIGN.glob("details_arith*")
     assert shown(path) == [("0", 1.0, 0.9), ("1", 0.0, 0.7), ("2", 1.0, None)]
     first = read_any(path)[0].prompt
-    assert (first.task, first.problem, first.ground_truth) == (
-        "arith",
-        "Question: 2*3=",
-        "6",
-    )
+    assert (first.task, first.problem, first.ground_truth) == ("arith", "Question: 2*3=", "6")
 
 
 def test_lightevals_choices_have_the_share_of_the_chosen_one() -> None:
@@ -137,17 +133,9 @@ def test_a_column_inside_another_one() -> None:
         ({"doc": {}}, "--columns"),
     ],
 )
-def test_odd_details_are_refused(
-    tmp_path: Path, change: dict[str, Any], named: str
-) -> None:
+def test_odd_details_are_refused(tmp_path: Path, change: dict[str, Any], named: str) -> None:
     row = {
-        "doc": {
-            "id": "1",
-            "query": "q",
-            "choices": ["a"],
-            "gold_index": 0,
-            "task_name": "t|0",
-        },
+        "doc": {"id": "1", "query": "q", "choices": ["a"], "gold_index": 0, "task_name": "t|0"},
         "metric": {"em": 1.0},
         "model_response": {"text": ["a"]},
     }
@@ -175,11 +163,7 @@ def test_a_table_by_its_columns(tmp_path: Path) -> None:
         rows.writerow(["id", "p", "right"])
         rows.writerows([["x", "0.25", "1"], ["x", "", "0"], ["y", "1.0", "True"]])
     columns = parse_columns("correct=right,confidence=p,group=id")
-    assert shown(path, **columns) == [
-        ("x", 1.0, 0.25),
-        ("x", 0.0, None),
-        ("y", 1.0, 1.0),
-    ]
+    assert shown(path, **columns) == [("x", 1.0, 0.25), ("x", 0.0, None), ("y", 1.0, 1.0)]
 
 
 def test_our_own_samples_stay_what_they_are(tmp_path: Path) -> None:
@@ -214,41 +198,20 @@ def test_our_own_samples_stay_what_they_are(tmp_path: Path) -> None:
         ("a.jsonl", [{"input": "a", "output": "b", "score": 3.5}], {}, "3.5"),
         (
             "a.jsonl",
-            [
-                {
-                    "step": 1,
-                    "prompt": "a",
-                    "completion": "b",
-                    "advantage": 0,
-                    "r": 1,
-                    "s": 1,
-                }
-            ],
+            [{"step": 1, "prompt": "a", "completion": "b", "advantage": 0, "r": 1, "s": 1}],
             {},
             "r, s",
         ),
         (
             "a.jsonl",
-            [
-                {
-                    "doc_id": 1,
-                    "resps": [["a"]],
-                    "target": "b",
-                    "bleu": 1,
-                    "metrics": ["bleu"],
-                }
-            ],
+            [{"doc_id": 1, "resps": [["a"]], "target": "b", "bleu": 1, "metrics": ["bleu"]}],
             {},
             "bleu",
         ),
     ],
 )
 def test_what_has_no_verdict_is_refused_by_name(
-    tmp_path: Path,
-    name: str,
-    rows: list[dict[str, Any]],
-    columns: dict[str, str],
-    named: str,
+    tmp_path: Path, name: str, rows: list[dict[str, Any]], columns: dict[str, str], named: str
 ) -> None:
     path = tmp_path / name
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -276,9 +239,7 @@ def test_odd_columns_are_refused(text: str) -> None:
         parse_columns(text)
 
 
-def test_a_report_of_all_of_them(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_report_of_all_of_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "report.html"
     files = [str(path) for path in sorted(FOREIGN.iterdir())]
     assert main(["report", *files, "--out", str(page)]) == 0
@@ -293,13 +254,7 @@ def test_a_report_of_all_of_them(
 
 def test_a_log_is_evaluated(tmp_path: Path) -> None:
     out = tmp_path / "scored"
-    arguments = [
-        "evaluate",
-        "--samples",
-        str(FOREIGN / "arith.eval"),
-        "--out",
-        str(out),
-    ]
+    arguments = ["evaluate", "--samples", str(FOREIGN / "arith.eval"), "--out", str(out)]
     assert main([*arguments, "--confidence", "verbal", "--resamples", "0"]) == 0
     evaluation = json.loads((out / "evaluation.json").read_text())
     assert evaluation["overall"]["accuracy"] == 0.5

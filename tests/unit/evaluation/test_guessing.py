@@ -10,20 +10,13 @@ from pathlib import Path
 import pytest
 
 from megatron_dcpo.cli import main
-from megatron_dcpo.evaluation.guessing import (
-    MOST_KINDS,
-    NO_KIND,
-    by_kind,
-    prompt_blind,
-)
+from megatron_dcpo.evaluation.guessing import MOST_KINDS, NO_KIND, by_kind, prompt_blind
 from megatron_dcpo.evaluation.samples import Sample, write_samples
 from megatron_dcpo.evaluation.scoring import score_samples
 from tests.helpers.evaluated import changed, evaluated, make_sample
 
 
-def benchmark(
-    keys: dict[str, list[str]], name: str = "toy", right: float = 0.0
-) -> list[Sample]:
+def benchmark(keys: dict[str, list[str]], name: str = "toy", right: float = 0.0) -> list[Sample]:
     """Two responses to each problem, by kind and key."""
     return [
         make_sample(
@@ -64,8 +57,7 @@ def test_programs_and_missing_keys_are_not_guessed() -> None:
     assert prompt_blind(programs) == {}
     assert prompt_blind(benchmark({"a": ["", " "]})) == {}
     assert (
-        "prompt_blind"
-        not in score_samples(programs, ["verbal"], resamples=0)["benchmarks"]["toy"]
+        "prompt_blind" not in score_samples(programs, ["verbal"], resamples=0)["benchmarks"]["toy"]
     )
 
 

@@ -30,8 +30,7 @@ METRICS = {
 
 
 @pytest.mark.parametrize(
-    ("word", "value"),
-    [("a/ece", 0.2), ("evaluation/b/ece", 0.4), ("ece", 0.3), ("accuracy", 0.5)],
+    ("word", "value"), [("a/ece", 0.2), ("evaluation/b/ece", 0.4), ("ece", 0.3), ("accuracy", 0.5)]
 )
 def test_a_word_is_a_benchmarks_metric_or_the_mean(word: str, value: float) -> None:
     assert value_of(METRICS, word) == pytest.approx(value)
@@ -44,11 +43,7 @@ def test_a_word_is_a_benchmarks_metric_or_the_mean(word: str, value: float) -> N
         ("ece", {"evaluation/a/ece": 0.29}, False),
         ("accuracy", {"evaluation/a/accuracy": 0.49}, True),
         ("accuracy", {"evaluation/a/accuracy": 0.51}, False),
-        (
-            "accuracy",
-            {"evaluation/a/accuracy": 0.5},
-            False,
-        ),  # the first of equal ones stays
+        ("accuracy", {"evaluation/a/accuracy": 0.5}, False),  # the first of equal ones stays
         ("auroc", None, False),
         ("accuracy", {"evaluation/a/accuracy": math.nan}, True),
     ],
@@ -64,14 +59,8 @@ def test_less_is_better_for_errors(word: str, before: Any, better: bool) -> None
             ["training.keep_best=ece"],
             "training.keep_best and training.early_stop need evaluation.interval",
         ),
-        (
-            ["evaluation.interval=5"],
-            "evaluation.interval=5 needs evaluation.benchmarks",
-        ),
-        (
-            ["evaluation.interval=5", "evaluation.benchmarks=meth500"],
-            "unknown benchmark 'meth500'",
-        ),
+        (["evaluation.interval=5"], "evaluation.interval=5 needs evaluation.benchmarks"),
+        (["evaluation.interval=5", "evaluation.benchmarks=meth500"], "unknown benchmark 'meth500'"),
         (
             ["evaluation.interval=5", "evaluation.benchmarks=mine=/nowhere.jsonl"],
             "/nowhere.jsonl: no such data file",
@@ -100,34 +89,19 @@ def test_less_is_better_for_errors(word: str, before: Any, better: bool) -> None
         (["evaluation.intervall=5"], "did you mean evaluation.interval?"),
     ],
 )
-def test_bad_input_is_named_before_anything_is_loaded(
-    overrides: list[str], message: str
-) -> None:
+def test_bad_input_is_named_before_anything_is_loaded(overrides: list[str], message: str) -> None:
     tokenizer = AutoTokenizer.from_pretrained(QUICKSTART / "policy")
     with pytest.raises(UserError) as refused:
         load_held_out(
-            load_config(QUICKSTART / "dcpo.yaml", overrides),
-            tokenizer,
-            token_bytes(tokenizer),
+            load_config(QUICKSTART / "dcpo.yaml", overrides), tokenizer, token_bytes(tokenizer)
         )
     assert message in str(refused.value)
     assert "\n" not in str(refused.value)
 
 
 def test_the_dry_run_knows_the_benchmarks(capsys: pytest.CaptureFixture[str]) -> None:
-    dry = [
-        "train",
-        "--config",
-        str(QUICKSTART / "dcpo.yaml"),
-        "--dry-run",
-        "evaluation.interval=5",
-    ]
-    assert (
-        main(
-            [*dry, "--allow-missing", "evaluation.benchmarks=[MATH-500, mine=a.jsonl]"]
-        )
-        == 0
-    )
+    dry = ["train", "--config", str(QUICKSTART / "dcpo.yaml"), "--dry-run", "evaluation.interval=5"]
+    assert main([*dry, "--allow-missing", "evaluation.benchmarks=[MATH-500, mine=a.jsonl]"]) == 0
     assert "every 5 steps on math500, mine" in capsys.readouterr().out
     assert main([*dry, HELDOUT, "training.keep_best=brierr"]) == 2
     assert len(capsys.readouterr().err.strip().splitlines()) == 1
@@ -151,9 +125,7 @@ def test_a_best_checkpoint_that_is_not_there_is_one_line(
 
 
 def test_the_best_checkpoint_is_found_by_name(tmp_path: Path) -> None:
-    (tmp_path / "best.json").write_text(
-        '{"iteration": 4, "metric": "ece", "value": 0.1}'
-    )
+    (tmp_path / "best.json").write_text('{"iteration": 4, "metric": "ece", "value": 0.1}')
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("6")
     for step in (4, 6):
         (tmp_path / f"iter_{step:07d}").mkdir()

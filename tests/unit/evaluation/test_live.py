@@ -39,9 +39,7 @@ SAMPLE = {
 def served(tmp_path: Path) -> Iterator[tuple[Path, int]]:
     trained(tmp_path / "run")
     (tmp_path / "run" / "samples").mkdir()
-    (tmp_path / "run" / "samples" / "step_000010.jsonl").write_text(
-        json.dumps(SAMPLE) + "\n"
-    )
+    (tmp_path / "run" / "samples" / "step_000010.jsonl").write_text(json.dumps(SAMPLE) + "\n")
     with live_server(tmp_path / "run", 0) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
@@ -72,14 +70,12 @@ def test_new_steps_are_news_and_old_ones_are_not(served: Any) -> None:
         "evaluation/mine/brier": None,
     }
     with (root / "metrics.jsonl").open("a") as file:
-        file.write(
-            json.dumps(row) + '\n{"step": 13, "rew'
-        )  # a row that is being written
+        file.write(json.dumps(row) + '\n{"step": 13, "rew')  # a row that is being written
     second = json.loads(get(port, f"/data?have={first['tag']}")[1])
     assert second["step"] == 12
-    assert [
-        c["lines"][0] for c in second["curves"] if c["title"].startswith("mine: ECE")
-    ] == [[[12, 0.1]]]
+    assert [c["lines"][0] for c in second["curves"] if c["title"].startswith("mine: ECE")] == [
+        [[12, 0.1]]
+    ]
 
 
 def test_samples_have_blocks_and_advantages(served: Any) -> None:
@@ -91,15 +87,12 @@ def test_the_page_loads_nothing_else(served: Any) -> None:
     status, page = get(served[1], "/")
     assert status == 200
     assert not re.findall(
-        r'(?:src|href)="(?!data:)|url\(|@import|https?://(?!www\.w3\.org/2000/svg)',
-        page,
+        r'(?:src|href)="(?!data:)|url\(|@import|https?://(?!www\.w3\.org/2000/svg)', page
     )
     assert get(served[1], "/metrics.jsonl")[0] == 404
 
 
-@pytest.mark.parametrize(
-    "host", ["evil.example", "evil.example:80", "127.0.0.1.evil.example:8765"]
-)
+@pytest.mark.parametrize("host", ["evil.example", "evil.example:80", "127.0.0.1.evil.example:8765"])
 def test_only_names_of_this_machine_are_answered(served: Any, host: str) -> None:
     assert get(served[1], "/data?have=", host)[0] == 403
     assert get(served[1], "/data?have=", "localhost:1")[0] == 200

@@ -42,19 +42,13 @@ FLAGS: list[tuple[list[str], str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("flag", "option", "value"), FLAGS, ids=[flag[0] for flag, *_ in FLAGS]
-)
-def test_a_flag_is_a_shorthand_for_an_option(
-    flag: list[str], option: str, value: Any
-) -> None:
+@pytest.mark.parametrize(("flag", "option", "value"), FLAGS, ids=[flag[0] for flag, *_ in FLAGS])
+def test_a_flag_is_a_shorthand_for_an_option(flag: list[str], option: str, value: Any) -> None:
     by_flag = config_of("--model", "m", *flag)
     by_override = config_of("--model", "m", f"{option}={str(value).lower()}")
     section, _, name = option.partition(".")
     assert getattr(getattr(by_flag, section), name) == value
-    assert (
-        by_flag == by_override == config_of("--model", "m", *flag, f"{option}={value}")
-    )
+    assert by_flag == by_override == config_of("--model", "m", *flag, f"{option}={value}")
 
 
 def test_every_shorthand_names_an_option() -> None:
@@ -89,21 +83,15 @@ def test_what_an_evaluation_does_not_read_is_refused(override: str, named: str) 
     assert named in str(error.value)
 
 
-def test_a_training_configuration_gives_what_an_evaluation_reads(
-    tmp_path: Path,
-) -> None:
+def test_a_training_configuration_gives_what_an_evaluation_reads(tmp_path: Path) -> None:
     config = config_of("--config", str(QUICKSTART / "dcpo.yaml"))
     assert config.run_dir == "r"
     assert Path(config.model.path).name == "policy"
     assert config.data.template == "raw"
-    with_server = config_of(
-        "--config", str(QUICKSTART / "dcpo.yaml"), "--endpoint", "http://h/v1"
-    )
+    with_server = config_of("--config", str(QUICKSTART / "dcpo.yaml"), "--endpoint", "http://h/v1")
     assert (with_server.model.path, with_server.endpoint.url) == ("", "http://h/v1")
     file = tmp_path / "own.yaml"
-    file.write_text(
-        "evaluation: {samples: 2, resamples: 5}\nrollout: {group_size: 4}\n"
-    )
+    file.write_text("evaluation: {samples: 2, resamples: 5}\nrollout: {group_size: 4}\n")
     assert config_of("--config", str(file), "--repeats", "9").evaluation.samples == 9
     assert config_of("--config", str(file)).evaluation.resamples == 5
     file.write_text("evaluation: {sample: 2}\n")

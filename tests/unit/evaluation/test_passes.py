@@ -27,9 +27,7 @@ def judged(right: list[list[int]], task: str = "b") -> list[Sample]:
 
 
 @pytest.mark.parametrize(("count", "right"), [(4, 0), (4, 1), (4, 3), (4, 4), (7, 2)])
-def test_it_is_the_share_of_all_draws_with_a_right_response(
-    count: int, right: int
-) -> None:
+def test_it_is_the_share_of_all_draws_with_a_right_response(count: int, right: int) -> None:
     outcomes = [1] * right + [0] * (count - right)
     for k in range(1, count + 1):
         draws = list(itertools.combinations(outcomes, k))
@@ -70,14 +68,10 @@ def test_in_the_scores() -> None:
     assert 0 <= low <= 0.5 <= high <= 1
     overall = scores["overall"]
     assert overall["pass_at_k"] == pytest.approx({"1": 1 / 3, "2": (1 + 0 + 5 / 6) / 3})
-    assert overall["macro"]["pass_at_k"] == pytest.approx(
-        {"1": 0.375, "2": (0.5 + 5 / 6) / 2}
-    )
+    assert overall["macro"]["pass_at_k"] == pytest.approx({"1": 0.375, "2": (0.5 + 5 / 6) / 2})
 
 
-def test_dcpo_evaluate_prints_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_dcpo_evaluate_prints_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_samples(judged([[1, 0, 0], [0, 0, 0]], "toy"), tmp_path / "samples.jsonl")
     out = tmp_path / "out"
     arguments = ["--samples", str(tmp_path / "samples.jsonl"), "--out", str(out)]

@@ -14,12 +14,7 @@ from sklearn.isotonic import IsotonicRegression
 from megatron_dcpo.cli import main
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation import posthoc
-from megatron_dcpo.evaluation.samples import (
-    Sample,
-    mean_entropy,
-    read_samples,
-    write_samples,
-)
+from megatron_dcpo.evaluation.samples import Sample, mean_entropy, read_samples, write_samples
 from tests.helpers.evaluated import changed, make_sample
 
 
@@ -34,10 +29,7 @@ def world(problems: int = 240, repeats: int = 5, seed: int = 0) -> list[Sample]:
         for repeat in range(repeats):
             stated = 1 / (1 + np.exp(-3 * np.log(p / (1 - p))))
             top = np.log(
-                np.sort(generator.dirichlet(np.full(20, 1 - p + 0.05), size=30))[
-                    :, ::-1
-                ]
-                + 1e-9
+                np.sort(generator.dirichlet(np.full(20, 1 - p + 0.05), size=30))[:, ::-1] + 1e-9
             )
             samples.append(
                 make_sample(
@@ -72,9 +64,7 @@ def test_scaling_repairs_over_confidence(method: str) -> None:
         assert float(predictor.weights["intercept"]) == pytest.approx(0.0, abs=0.3)
     if method == "isotonic":
         fitted = [
-            s
-            for s in SAMPLES
-            if not posthoc.is_held_out("toy/" + s.prompt.prompt_id, 0.3, 0)
+            s for s in SAMPLES if not posthoc.is_held_out("toy/" + s.prompt.prompt_id, 0.3, 0)
         ]
         peer = IsotonicRegression(y_min=0, y_max=1, out_of_bounds="clip").fit(
             [s.judgement.confidence for s in fitted], [float(s.correct) for s in fitted]
@@ -86,18 +76,14 @@ def test_scaling_repairs_over_confidence(method: str) -> None:
 
 
 @pytest.mark.parametrize("method", ["platt", "isotonic"])
-def test_the_reasonings_logprob_is_scaled_to_a_confidence(
-    method: str, tmp_path: Path
-) -> None:
+def test_the_reasonings_logprob_is_scaled_to_a_confidence(method: str, tmp_path: Path) -> None:
     """In nats, far below what a logit of a probability could tell apart: sums near -60
     against -40.
     """
     generator = np.random.default_rng(3)
     samples = []
     for sample in SAMPLES:
-        nats = (
-            -50 + 10 * (1 if sample.correct else -1) + 8 * generator.standard_normal()
-        )
+        nats = -50 + 10 * (1 if sample.correct else -1) + 8 * generator.standard_normal()
         samples.append(changed(sample, reasoning_logprob=min(0.0, float(nats))))
     predictor, held_out = posthoc.fit(method, samples, "logprob", held_out=0.3)
     assert posthoc.scores(held_out)["auroc"] > 0.9
@@ -109,9 +95,7 @@ def test_the_reasonings_logprob_is_scaled_to_a_confidence(
     assert posthoc.Posthoc.load(tmp_path / "p.npz").predict([SAMPLES[0]]) == [None], (
         "no tokens, no confidence"
     )
-    if (
-        method == "platt"
-    ):  # two normal classes of the same spread: log-odds with slope 2 * 10 / 8^2
+    if method == "platt":  # two normal classes of the same spread: log-odds with slope 2 * 10 / 8^2
         assert float(predictor.weights["slope"]) == pytest.approx(20 / 64, rel=0.2)
     with pytest.raises(UserError, match=r"temperature.*logprob"):
         posthoc.fit("temperature", samples, "logprob")
@@ -124,9 +108,7 @@ def with_logprobs(seed: int = 3) -> list[Sample]:
     for sample in SAMPLES:
         nats = -3 + 2 * sample.correct + generator.standard_normal()
         length = int(20 + 5 * (not sample.correct) + generator.integers(0, 8))
-        samples.append(
-            changed(sample, reasoning_logprob=min(0.0, float(nats)), boundary=length)
-        )
+        samples.append(changed(sample, reasoning_logprob=min(0.0, float(nats)), boundary=length))
     return samples
 
 
@@ -161,9 +143,7 @@ def test_logistic_is_the_peers_regression() -> None:
     predictor, nothing = posthoc.fit("logistic", samples, held_out=0.0)
     assert nothing == []
     x = np.array([posthoc.response_features(s) for s in samples])
-    peer = make_pipeline(
-        StandardScaler(), LogisticRegression(C=1.0, max_iter=1000, tol=1e-8)
-    )
+    peer = make_pipeline(StandardScaler(), LogisticRegression(C=1.0, max_iter=1000, tol=1e-8))
     expected = peer.fit(x, [s.correct for s in samples]).predict_proba(x)[:, 1]
     np.testing.assert_allclose(predictor.predict(samples), expected, atol=1e-6)
 
@@ -172,9 +152,7 @@ INTERCEPTS = {"sums": 4.0, "products": -3.0, "legs": 0.5}
 SLOPES = {"sums": -3.0, "products": 2.0, "legs": 0.0}
 
 
-def planted(
-    tasks: tuple[str, ...] = ("sums", "products", "legs"), seed: int = 5
-) -> list[Sample]:
+def planted(tasks: tuple[str, ...] = ("sums", "products", "legs"), seed: int = 5) -> list[Sample]:
     """Responses that are right with a probability whose logit is linear in log(1 - s), with other
     coefficients in each task.
     """
@@ -236,9 +214,7 @@ def test_with_one_task_the_fit_is_the_one_without() -> None:
     samples = planted(("sums",))
     blind, _ = posthoc.fit("logistic", samples, "reasoning", held_out=0.0)
     with_task, _ = posthoc.fit("logistic", samples, "task", held_out=0.0)
-    np.testing.assert_allclose(
-        with_task.predict(samples), blind.predict(samples), atol=1e-7
-    )
+    np.testing.assert_allclose(with_task.predict(samples), blind.predict(samples), atol=1e-7)
 
 
 def test_a_task_that_was_not_fitted_gets_the_slope_of_all_and_is_counted(
@@ -292,10 +268,7 @@ def test_the_benchmark_can_be_the_task() -> None:
     ],
 )
 def test_options_of_the_task_that_go_wrong_are_named(
-    options: list[str],
-    named: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    options: list[str], named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_samples(planted(), tmp_path / "s.jsonl")
     files = ["--samples", str(tmp_path / "s.jsonl"), "--out", str(tmp_path / "p.npz")]
@@ -304,9 +277,7 @@ def test_options_of_the_task_that_go_wrong_are_named(
     assert not (tmp_path / "p.npz").exists()
 
 
-def test_calibrate_with_the_task(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_calibrate_with_the_task(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_samples(planted(), tmp_path / "s.jsonl")
     files = ["--samples", str(tmp_path / "s.jsonl"), "--out", str(tmp_path / "p.npz")]
     brier = {}
@@ -318,9 +289,7 @@ def test_calibrate_with_the_task(
     assert posthoc.Posthoc.load(tmp_path / "p.npz").source == "task"
 
 
-def test_calibrate_kind_logprob(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_calibrate_kind_logprob(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     generator = np.random.default_rng(4)
     samples = [
         changed(s, reasoning_logprob=-20 - 9 * (not s.correct) - generator.random())
@@ -335,9 +304,7 @@ def test_calibrate_kind_logprob(
         "--method",
         "isotonic",
     ]
-    assert (
-        main(["calibrate", *options, "--out", str(tmp_path / "p.npz"), "--json"]) == 0
-    )
+    assert main(["calibrate", *options, "--out", str(tmp_path / "p.npz"), "--json"]) == 0
     assert set(json.loads(capsys.readouterr().out)["held_out"]) == {"token", "isotonic"}
 
 
@@ -365,25 +332,16 @@ def test_the_network_in_numpy_is_the_network_that_was_trained(tmp_path: Path) ->
     import torch
 
     predictor, held_out = posthoc.fit("confclass", SAMPLES, "full", width=16, epochs=3)
-    w = {
-        name: torch.tensor(np.asarray(value))
-        for name, value in predictor.weights.items()
-    }
-    x = (torch.tensor([s.measures.features for s in held_out]) - w["mean"]) / w[
-        "deviation"
-    ]
+    w = {name: torch.tensor(np.asarray(value)) for name, value in predictor.weights.items()}
+    x = (torch.tensor([s.measures.features for s in held_out]) - w["mean"]) / w["deviation"]
     h = torch.relu(torch.nn.functional.linear(x.float(), w["weight1"], w["bias1"]))
     h = torch.relu(torch.nn.functional.linear(h, w["weight2"], w["bias2"]))
-    expected = torch.sigmoid(torch.nn.functional.linear(h, w["weight3"], w["bias3"]))[
-        :, 0
-    ]
+    expected = torch.sigmoid(torch.nn.functional.linear(h, w["weight3"], w["bias3"]))[:, 0]
     np.testing.assert_allclose(
         [s.measures.posthoc_confidence for s in held_out], expected.numpy(), atol=1e-5
     )
     predictor.save(tmp_path / "p.npz")
-    assert posthoc.Posthoc.load(tmp_path / "p.npz").predict(
-        held_out
-    ) == predictor.predict(held_out)
+    assert posthoc.Posthoc.load(tmp_path / "p.npz").predict(held_out) == predictor.predict(held_out)
 
 
 def test_missing_inputs_give_no_confidence() -> None:
@@ -403,10 +361,7 @@ def test_errors_are_named(tmp_path: Path) -> None:
     bare = [changed(s, features=None) for s in SAMPLES]
     for arguments, message in (
         (("confclass", bare), "--features"),
-        (
-            ("platt", [changed(s, correct=1.0) for s in SAMPLES]),
-            "every response is correct",
-        ),
+        (("platt", [changed(s, correct=1.0) for s in SAMPLES]), "every response is correct"),
         (("platt", SAMPLES[:1]), "more problems"),
         (("guess", SAMPLES), "unknown method 'guess'"),
         (("platt", SAMPLES, "mean"), "it reads verbal, token"),
@@ -424,9 +379,7 @@ def test_features_and_entropy() -> None:
     found = posthoc.features(top)
     assert found is not None
     assert len(found) == 60
-    assert found[:2] == pytest.approx(
-        [np.mean(top[:, 0]), np.mean(top[:, 1])], abs=1e-6
-    )
+    assert found[:2] == pytest.approx([np.mean(top[:, 0]), np.mean(top[:, 1])], abs=1e-6)
     assert found[2] == posthoc.LOWEST_LOGPROB
     assert found[40:42] == pytest.approx(top[1].tolist(), abs=1e-6)
     first = -(0.5 * np.log(0.5) + 2 * 0.25 * np.log(0.25))
@@ -462,9 +415,9 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     overall = json.loads(capsys.readouterr().out)["overall"]
     assert overall["posthoc"]["ece"] < overall["verbal"]["ece"]
     written = read_samples(tmp_path / "run" / "samples.jsonl")
-    assert [s.measures.posthoc_confidence for s in written] == posthoc.Posthoc.load(
-        out
-    ).predict(other)
+    assert [s.measures.posthoc_confidence for s in written] == posthoc.Posthoc.load(out).predict(
+        other
+    )
     assert main([*fit, "--source", "nothing", "--out", out]) == 2
 
 
@@ -486,15 +439,9 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
             [changed(s, token_confidence=None) for s in SAMPLES],
             "has a confidence of the kind token",
         ),
-        (
-            "logistic",
-            with_logprobs()[:1],
-            "no problem is (held out|fitted); give more problems",
-        ),
+        ("logistic", with_logprobs()[:1], "no problem is (held out|fitted); give more problems"),
     ],
 )
-def test_what_is_missing_is_said_in_words(
-    method: str, samples: list[Sample], message: str
-) -> None:
+def test_what_is_missing_is_said_in_words(method: str, samples: list[Sample], message: str) -> None:
     with pytest.raises(UserError, match=message):
         posthoc.fit(method, samples)

@@ -33,10 +33,7 @@ def test_same(a: str, b: str) -> None:
     ("a", "b"),
     [
         ("def f(a): return a", "def g(a): return a"),
-        (
-            "def f(a, b): return a",
-            "def f(b, a): return b",
-        ),  # called by keyword, these differ
+        ("def f(a, b): return a", "def f(b, a): return b"),  # called by keyword, these differ
         ("def f(a, b): return a", "def f(a, b): return b"),
         ("x = 1\ny = 2\nprint(x)", "x = 1\ny = 2\nprint(y)"),
         ("total = 0\nprint(sum([1]))", "sum = 0\nprint(sum([1]))"),

@@ -13,9 +13,7 @@ from tests.helpers.paths import REPOSITORY
 with (REPOSITORY / "docs" / "paper_tables.csv").open(newline="") as _file:
     ROWS = list(csv.DictReader(_file))
 CELLS = {
-    (r["table"], r["method"], r["confidence"], r["benchmark"], r["metric"]): float(
-        r["value"]
-    )
+    (r["table"], r["method"], r["confidence"], r["benchmark"], r["metric"]): float(r["value"])
     for r in ROWS
 }
 MATH = ("MATH-500", "AIME24", "AIME25", "AMC23", "AMC24")
@@ -28,14 +26,7 @@ def of_math(row, benchmark):
 
 def test_every_cell_is_there_once():
     keys = [
-        (
-            r["table"],
-            r["model"],
-            r["method"],
-            r["confidence"],
-            r["benchmark"],
-            r["metric"],
-        )
+        (r["table"], r["model"], r["method"], r["confidence"], r["benchmark"], r["metric"])
         for r in ROWS
     ]
     assert (
@@ -46,9 +37,7 @@ def test_every_cell_is_there_once():
 
 
 def test_published_rows_are_the_tables():
-    printed = [
-        row for row in load_published("paper") if row.source == "main table (math)"
-    ]
+    printed = [row for row in load_published("paper") if row.source == "main table (math)"]
     for row in printed:
         benchmark = {"aime24": "AIME24"}.get(row.benchmark, row.benchmark)
         assert of_math(row, benchmark) == row.printed, row
@@ -57,9 +46,7 @@ def test_published_rows_are_the_tables():
 
 def test_overall_is_not_the_mean_where_we_say_so():
     marked = [
-        row
-        for row in load_published("paper")
-        if row.mark == "not the mean of the five columns"
+        row for row in load_published("paper") if row.mark == "not the mean of the five columns"
     ]
     for row in marked:
         mean = fmean(of_math(row, benchmark) for benchmark in MATH)
@@ -69,8 +56,7 @@ def test_overall_is_not_the_mean_where_we_say_so():
 
 
 @pytest.mark.parametrize(
-    ("table", "benchmarks", "of", "exceeds"),
-    [("1 math", 5, 50, 23), ("2 code", 3, 15, 3)],
+    ("table", "benchmarks", "of", "exceeds"), [("1 math", 5, 50, 23), ("2 code", 3, 15, 3)]
 )
 def test_pce_exceeds_ece_as_often_as_erratum_p4_counts(table, benchmarks, of, exceeds):
     pairs = [
@@ -93,10 +79,7 @@ def test_overall_is_the_mean_in_three_rows_and_its_orders_reverse_as_erratum_p6_
     plain = [
         row
         for row in rows
-        if all(
-            abs(means[*row, m] - CELLS["1 math", *row, "overall", m]) < 6e-4
-            for m in metrics
-        )
+        if all(abs(means[*row, m] - CELLS["1 math", *row, "overall", m]) < 6e-4 for m in metrics)
     ]
     assert (len(plain), len(rows)) == (3, 10)
     assert means["DCPO", "verbal", "accuracy"] < means["GRPO", "token", "accuracy"]
@@ -110,9 +93,6 @@ def test_no_number_of_right_responses_gives_erratum_p14s_accuracies(percent, pos
     """30 problems, 4 or 8 samples each, rounded or cut after one decimal."""
     shares = [100 * right / total for total in (120, 240) for right in range(total + 1)]
     assert (
-        any(
-            abs(share - percent) <= 0.0501 or 0 <= share - percent < 0.1
-            for share in shares
-        )
+        any(abs(share - percent) <= 0.0501 or 0 <= share - percent < 0.1 for share in shares)
         is possible
     )

@@ -15,11 +15,7 @@ import pytest
 from megatron_dcpo.cli import main
 from megatron_dcpo.config import JudgingConfig, load_config
 from megatron_dcpo.data.datasets import message_prompts
-from megatron_dcpo.evaluation.evaluate import (
-    AnswerJudge,
-    evaluate_benchmark,
-    write_evaluation,
-)
+from megatron_dcpo.evaluation.evaluate import AnswerJudge, evaluate_benchmark, write_evaluation
 from megatron_dcpo.evaluation.held_out import load_held_out
 from megatron_dcpo.evaluation.problems import load_problems
 from megatron_dcpo.evaluation.samples import Sample, read_samples
@@ -96,9 +92,7 @@ def test_each_is_judged_by_its_form_and_again(specs: str, tmp_path: Path) -> Non
     assert verdicts(samples) == EXPECTED
     assert [s.judgement.abstained for s in samples] == [False, False, False, True] * 3
     wrong = [changed(s, correct=1.0 - s.correct, abstained=False) for s in samples]
-    write_evaluation(
-        tmp_path / "first", score_samples(wrong, ("verbal",), resamples=0), wrong
-    )
+    write_evaluation(tmp_path / "first", score_samples(wrong, ("verbal",), resamples=0), wrong)
     again = [
         "evaluate",
         "--samples",
@@ -121,9 +115,7 @@ def test_abstentions_are_in_the_summary(
     """Of four responses one abstains; of mmlupro's three others two are right, of trivia's one."""
     samples = evaluated(specs)
     scores = score_samples(samples, ("verbal",), resamples=0)
-    rates = {
-        name: scores["benchmarks"][name]["abstention"] for name in ("mmlupro", "trivia")
-    }
+    rates = {name: scores["benchmarks"][name]["abstention"] for name in ("mmlupro", "trivia")}
     assert rates["mmlupro"] == {
         "rate": 0.25,
         "coverage": 0.75,
@@ -133,18 +125,9 @@ def test_abstentions_are_in_the_summary(
     assert rates["trivia"]["hallucination_rate"] == 0.5
     assert scores["overall"]["abstention"]["rate"] == 0.25
     answering = [s for s in samples if not s.judgement.abstained]
-    assert (
-        "abstention"
-        not in score_samples(answering, ("verbal",), resamples=0)["overall"]
-    )
+    assert "abstention" not in score_samples(answering, ("verbal",), resamples=0)["overall"]
     write_evaluation(tmp_path / "first", scores, samples)
-    again = [
-        "evaluate",
-        "--samples",
-        str(tmp_path / "first" / "samples.jsonl"),
-        "--resamples",
-        "0",
-    ]
+    again = ["evaluate", "--samples", str(tmp_path / "first" / "samples.jsonl"), "--resamples", "0"]
     assert main([*again, "--out", str(tmp_path / "again")]) == 0
     out = capsys.readouterr().out
     line = (
@@ -155,15 +138,10 @@ def test_abstentions_are_in_the_summary(
 
 
 def test_the_form_decides_whatever_else_is_trained_on(specs: str) -> None:
-    assert (
-        verdicts(evaluated(specs, JudgingConfig(verifier="f1", threshold=0.5)))
-        == EXPECTED
-    )
+    assert verdicts(evaluated(specs, JudgingConfig(verifier="f1", threshold=0.5))) == EXPECTED
     assert verdicts(evaluated(specs, JudgingConfig(verifier="choice"))) == EXPECTED
     consistency = [
-        s.measures.consistency_confidence
-        for s in evaluated(specs)
-        if s.prompt.task == "mmlupro"
+        s.measures.consistency_confidence for s in evaluated(specs) if s.prompt.task == "mmlupro"
     ]
     assert consistency == [0.25] * 4
 
@@ -181,13 +159,7 @@ def test_validation_of_a_run(specs: str) -> None:
     assert held_out is not None
     responses = [
         Response(
-            name,
-            0,
-            np.empty(0),
-            np.empty(0),
-            "stop",
-            0,
-            text="\\boxed{I don't know}\n<conf> 0.1",
+            name, 0, np.empty(0), np.empty(0), "stop", 0, text="\\boxed{I don't know}\n<conf> 0.1"
         )
         for name in held_out.prompts
     ]

@@ -76,8 +76,7 @@ def test_report_is_self_contained_and_holds_the_numbers(tmp_path: Path) -> None:
 def test_runs_on_different_benchmarks_are_said_to_be_so(tmp_path: Path) -> None:
     evaluated(tmp_path / "a", samples=make_samples(8, benchmark="one"))
     evaluated(
-        tmp_path / "b",
-        samples=make_samples(8, benchmark="one") + make_samples(8, benchmark="two"),
+        tmp_path / "b", samples=make_samples(8, benchmark="one") + make_samples(8, benchmark="two")
     )
     page = report.render_report(find_runs([tmp_path]))
     assert "<h3>one</h3>" in page
@@ -111,16 +110,9 @@ def test_a_recalibrated_run_stands_in_the_main_table(tmp_path: Path) -> None:
 
 def test_only_what_is_separable_is_bold() -> None:
     rows = {"a": {"ece": 0.05}, "b": {"ece": 0.10}, "c": {"ece": 0.30}}
-    narrow = {
-        "a": {"ece": (0.04, 0.06)},
-        "b": {"ece": (0.09, 0.11)},
-        "c": {"ece": (0.25, 0.35)},
-    }
+    narrow = {"a": {"ece": (0.04, 0.06)}, "b": {"ece": (0.09, 0.11)}, "c": {"ece": (0.25, 0.35)}}
     assert report.separable_best("ece", rows, narrow) == "a"
-    assert (
-        report.separable_best("ece", rows, narrow | {"b": {"ece": (0.055, 0.15)}})
-        is None
-    )
+    assert report.separable_best("ece", rows, narrow | {"b": {"ece": (0.055, 0.15)}}) is None
     assert report.separable_best("ece", rows, narrow | {"c": {}}) is None
     assert report.separable_best("ece", rows | {"b": {"ece": 0.05}}, narrow) is None
     assert report.separable_best("n", rows, narrow) is None
@@ -139,17 +131,13 @@ def test_other_sampling_stands_in_a_table_of_its_own(tmp_path: Path) -> None:
 def test_thinking_stands_in_a_table_of_its_own(tmp_path: Path) -> None:
     for name, thinking in (("a", {}), ("b", {"thinking": "on"})):
         evaluated(tmp_path / name)
-        (tmp_path / name / "settings.json").write_text(
-            json.dumps({"template": "raw", **thinking})
-        )
+        (tmp_path / name / "settings.json").write_text(json.dumps({"template": "raw", **thinking}))
     runs = find_runs([tmp_path])
     assert len({run.alike for run in runs}) == 2
     assert "template raw, thinking on, " in report.render_report(runs)
 
 
-def test_a_run_says_where_it_comes_from_and_what_it_was_warned_of(
-    tmp_path: Path,
-) -> None:
+def test_a_run_says_where_it_comes_from_and_what_it_was_warned_of(tmp_path: Path) -> None:
     for name, lam in (("one", 0.5), ("two", 1.0)):
         trained(tmp_path / name)
         (tmp_path / name / "config.yaml").write_text(
@@ -216,9 +204,7 @@ def test_runs_are_found_in_subdirectories_and_evaluations_join_their_training(
 def test_equal_names_are_told_apart(tmp_path: Path) -> None:
     evaluated(tmp_path / "a" / "run")
     evaluated(tmp_path / "b" / "run")
-    names = [
-        run.name for run in find_runs([tmp_path / "a" / "run", tmp_path / "b" / "run"])
-    ]
+    names = [run.name for run in find_runs([tmp_path / "a" / "run", tmp_path / "b" / "run"])]
     assert names == ["a/run", "b/run"]
 
 
@@ -232,9 +218,7 @@ def test_a_training_run_alone(tmp_path: Path) -> None:
         "confidence_block": "<conf> sure",
     }
     row |= {"correct": 1.0, "confidence": None, "status": "unparsable"}
-    (tmp_path / "run" / "samples" / "step_000010.jsonl").write_text(
-        json.dumps(row) + "\n"
-    )
+    (tmp_path / "run" / "samples" / "step_000010.jsonl").write_text(json.dumps(row) + "\n")
     page = report.render_report(find_runs([tmp_path / "run"]))
     assert "Not evaluated: last training step" in page
     assert "61.0%</td>" in page
@@ -250,11 +234,7 @@ def test_a_run_that_was_never_evaluated_says_how(
     trained(tmp_path / "run")
     command = ["report", str(tmp_path / "base"), str(tmp_path / "run")]
     assert main(command) == 0
-    (line,) = [
-        line
-        for line in capsys.readouterr().out.splitlines()
-        if line.startswith("run: ")
-    ]
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("run: ")]
     assert "never evaluated" in line
     assert "--as-trained" not in line
     (tmp_path / "run" / "policy").mkdir()
@@ -329,16 +309,12 @@ def test_published_numbers_stand_beside_ours(
     shipped = published.load_published("paper")
     assert len(rows) == len(shipped) > 15
     ours = {
-        (r["method"], r["benchmark"], r["confidence"], r["metric"]): r["ours"]["run"]
-        for r in rows
+        (r["method"], r["benchmark"], r["confidence"], r["metric"]): r["ours"]["run"] for r in rows
     }
     macro = evaluation["overall"]["macro"]  # type: ignore[index]
     assert ours["DCPO", "overall", "verbal", "pce"] == macro["verbal"]["pce"]
     assert ours["DCPO", "overall", "verbal", "accuracy"] == macro["accuracy"]
-    assert (
-        ours["DCPO", "overall", "verbal", "mean_length"]
-        == evaluation["overall"]["mean_length"]
-    )  # type: ignore[index]
+    assert ours["DCPO", "overall", "verbal", "mean_length"] == evaluation["overall"]["mean_length"]  # type: ignore[index]
     assert ours["base", "aime24", "token", "ece"] is None
     page = (tmp_path / "run" / "report.html").read_text()
     assert (
@@ -347,9 +323,7 @@ def test_published_numbers_stand_beside_ours(
         == 7
     )
     assert main(["report", str(tmp_path / "run"), "--against", "paper"]) == 0
-    assert (
-        "DCPO, overall, verbal pce: printed 0.126, ours run" in capsys.readouterr().out
-    )
+    assert "DCPO, overall, verbal pce: printed 0.126, ours run" in capsys.readouterr().out
 
 
 def test_marked_rows_are_really_inconsistent() -> None:

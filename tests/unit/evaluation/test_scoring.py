@@ -56,8 +56,7 @@ def test_runs_are_the_repeats() -> None:
     samples = make_samples()
     toy = score_samples(samples, ["verbal"], resamples=0)["benchmarks"]["toy"]
     accuracies = [
-        np.mean([s.correct for s in samples if s.response.sample_index == r])
-        for r in range(4)
+        np.mean([s.correct for s in samples if s.response.sample_index == r]) for r in range(4)
     ]
     assert toy["runs"]["mean"] == pytest.approx(toy["accuracy"])
     assert toy["runs"]["sd"] == pytest.approx(np.std(accuracies, ddof=1))
@@ -68,10 +67,7 @@ def test_runs_are_the_repeats() -> None:
 
 
 def test_overall_pools_and_macro_averages() -> None:
-    one, two = (
-        make_samples(10, benchmark="one"),
-        make_samples(40, benchmark="two", seed=1),
-    )
+    one, two = (make_samples(10, benchmark="one"), make_samples(40, benchmark="two", seed=1))
     scores = score_samples(one + two, ["verbal"], resamples=0)
     a, b = scores["benchmarks"]["one"], scores["benchmarks"]["two"]
     assert scores["overall"]["accuracy"] == pytest.approx(
@@ -95,8 +91,7 @@ def test_rescoring_a_file_gives_the_same_evaluation(tmp_path: Path) -> None:
 
 def test_evaluation_is_strict_json_even_when_undefined() -> None:
     samples = [
-        changed(s, correct=1.0, confidence=None, status="missing")
-        for s in make_samples(3, 1)
+        changed(s, correct=1.0, confidence=None, status="missing") for s in make_samples(3, 1)
     ]
     scores = score_samples(samples, resamples=10)
     json.dumps(scores, allow_nan=False)
@@ -122,18 +117,13 @@ def test_headline() -> None:
     line = headline(scores)
     assert tuple(line) == HEADLINE
     assert line["mean_confidence"] == scores["overall"]["verbal"]["mean"]
-    assert (
-        headline(scores, "token", "toy")["ece"]
-        == scores["benchmarks"]["toy"]["token"]["ece"]
-    )
+    assert headline(scores, "token", "toy")["ece"] == scores["benchmarks"]["toy"]["token"]["ece"]
 
 
 def test_consistency_counts_equivalent_answers() -> None:
     base = make_samples(1, 4)[0]
     answers = ["1/2", "0.5", "3", None]
-    samples = [
-        changed(base, sample_index=i, answer=answer) for i, answer in enumerate(answers)
-    ]
+    samples = [changed(base, sample_index=i, answer=answer) for i, answer in enumerate(answers)]
     asked = []
 
     def equivalent(a: str, b: str) -> bool:
@@ -145,27 +135,19 @@ def test_consistency_counts_equivalent_answers() -> None:
     assert asked == [("0.5", "1/2"), ("3", "1/2")]
     other = changed(samples[0], prompt_id="toy/other")
     assert (
-        with_consistency([*samples, other], equivalent)[
-            -1
-        ].measures.consistency_confidence
-        == 1.0
+        with_consistency([*samples, other], equivalent)[-1].measures.consistency_confidence == 1.0
     )
 
 
 def test_token_confidence_is_the_geometric_mean() -> None:
-    assert geometric_mean_probability(
-        [math.log(0.5), math.log(0.125)]
-    ) == pytest.approx(0.25)
+    assert geometric_mean_probability([math.log(0.5), math.log(0.125)]) == pytest.approx(0.25)
     assert geometric_mean_probability([]) is None
-    assert (
-        geometric_mean_probability([1e-9]) == 1.0
-    )  # rounding above zero must not leave [0, 1]
+    assert geometric_mean_probability([1e-9]) == 1.0  # rounding above zero must not leave [0, 1]
 
 
 def test_bad_input(tmp_path: Path) -> None:
     with pytest.raises(
-        UserError,
-        match="unknown confidence 'vocal'; known: verbal, token, token_product, ",
+        UserError, match="unknown confidence 'vocal'; known: verbal, token, token_product, "
     ):
         parse_kinds("verbal,vocal")
     assert parse_kinds("token, verbal,token") == ("token", "verbal")

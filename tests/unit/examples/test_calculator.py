@@ -37,9 +37,7 @@ class Scripted:
         self.script = script
         self.limits: list[int] = []
 
-    def stream(
-        self, samples: Any, sampling: SamplingConfig, step: int
-    ) -> Iterator[list[Response]]:
+    def stream(self, samples: Any, sampling: SamplingConfig, step: int) -> Iterator[list[Response]]:
         self.limits.append(sampling.max_tokens)
         for prompt, index in samples:
             ids = [*encode(self.script[TOKENIZER.decode(prompt.token_ids)])]
@@ -63,14 +61,9 @@ def answered(script: dict[str, str]) -> list[Response]:
     prompt = Prompt("p", (), tuple(encode(problem)), "", "t")
     engine: Any = Scripted(script)
     context = RolloutContext(
-        engine=engine,
-        tokenizer=TOKENIZER,
-        sampling=SamplingConfig(max_tokens=64),
-        step=1,
+        engine=engine, tokenizer=TOKENIZER, sampling=SamplingConfig(max_tokens=64), step=1
     )
-    stream = checked_stream(
-        load_rollout_function(PATH), PATH, [(prompt, 0), (prompt, 1)], context
-    )
+    stream = checked_stream(load_rollout_function(PATH), PATH, [(prompt, 0), (prompt, 1)], context)
     responses = [one for together in stream for one in together]
     assert max(len(response.token_ids) for response in responses) <= 64
     assert set(engine.limits) == {64 - 12 - 4}, "both turns fit into a response"
@@ -114,9 +107,7 @@ def test_the_demonstrations_train_nothing_of_the_calculator(tmp_path: Path) -> N
     script = EXAMPLES / "calculator" / "demonstrations.py"
     out = tmp_path / "shown.jsonl"
     subprocess.run(
-        [sys.executable, script, "--out", out, "--rows", "400"],
-        check=True,
-        capture_output=True,
+        [sys.executable, script, "--out", out, "--rows", "400"], check=True, capture_output=True
     )
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     calls = [row for row in rows if "spans" in row]
@@ -140,7 +131,5 @@ def test_the_picture_tells_responses_apart(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.syspath_prepend(str(EXAMPLES / "calculator"))
     monkeypatch.delitem(sys.modules, "rollout", raising=False)
     picture = importlib.import_module("picture")
-    kinds = [
-        picture.kind_of(t) for t in ("6 \\boxed{6}", "[2*3]6 ", "[999*99]E9", "[2*3")
-    ]
+    kinds = [picture.kind_of(t) for t in ("6 \\boxed{6}", "[2*3]6 ", "[999*99]E9", "[2*3")]
     assert kinds == ["no call", "product shown", "error shown", "no call"]

@@ -32,8 +32,7 @@ def of_seed(comparison: Any, out: Path, seed: int) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("seed", "finished", "kept"),
-    [(1, False, True), (1, True, False), (2, False, False)],
+    ("seed", "finished", "kept"), [(1, False, True), (1, True, False), (2, False, False)]
 )
 def test_what_an_earlier_one_left_is_kept_only_if_it_was_interrupted(
     comparison: Any, tmp_path: Path, seed: int, finished: bool, kept: bool

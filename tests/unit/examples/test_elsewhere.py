@@ -97,9 +97,7 @@ def test_verls_estimator(monkeypatch: pytest.MonkeyPatch) -> None:
 
     if find_spec("verl") is None:
         registry: dict[str, Any] = {}
-        stand_in(
-            monkeypatch, "verl.trainer.ppo.core_algos", ADV_ESTIMATOR_REGISTRY=registry
-        )
+        stand_in(monkeypatch, "verl.trainer.ppo.core_algos", ADV_ESTIMATOR_REGISTRY=registry)
     verl_dcpo = importlib.import_module("verl_dcpo")
     verl_dcpo.install(str(QUICKSTART / "policy"))
     from verl.trainer.ppo import core_algos
@@ -116,9 +114,7 @@ def test_verls_estimator(monkeypatch: pytest.MonkeyPatch) -> None:
         config=None,
         index=np.array(["uid"] * 4),
         batch={"responses": responses},
-        non_tensor_batch={
-            "reward_model": np.array([{"ground_truth": "44"}] * 4, dtype=object)
-        },
+        non_tensor_batch={"reward_model": np.array([{"ground_truth": "44"}] * 4, dtype=object)},
     )
     assert torch.equal(advantages, returns)
     assert not advantages[mask == 0].any()

@@ -107,9 +107,7 @@ def test_its_calibration_is_measured(
     judge: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = []
-    for index, (text, correct) in enumerate(
-        (("6", 1.0), ("7", 0.0), ("6", 0.0), ("broken", 1.0))
-    ):
+    for index, (text, correct) in enumerate((("6", 1.0), ("7", 0.0), ("6", 0.0), ("broken", 1.0))):
         rows.append(
             {
                 "version": 2,
@@ -131,11 +129,7 @@ def test_its_calibration_is_measured(
     path = tmp_path / "samples.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     example().measure(judge, str(path))
-    lines = dict(
-        line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()
-    )
+    lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
     assert lines["errors"] == "1 of 4"
     assert lines["agrees"] == "2 of 3"
-    assert float(lines["Brier"]) == pytest.approx(
-        (0.1**2 + 0.2**2 + 0.9**2) / 3, abs=1e-3
-    )
+    assert float(lines["Brier"]) == pytest.approx((0.1**2 + 0.2**2 + 0.9**2) / 3, abs=1e-3)

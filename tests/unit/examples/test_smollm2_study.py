@@ -53,10 +53,7 @@ def runs(tmp_path):
     for method, shift in (("base", 0.3), ("grpo", 0.0)):
         for seed, part in enumerate(("test", "validation", "ood")):
             (tmp_path / "runs" / method / part).mkdir(parents=True)
-            write_samples(
-                samples(seed, shift),
-                tmp_path / "runs" / method / part / "samples.jsonl",
-            )
+            write_samples(samples(seed, shift), tmp_path / "runs" / method / part / "samples.jsonl")
     steps = [
         {
             "step": n,
@@ -99,9 +96,7 @@ def test_tables_come_from_the_archive_alone(runs, tmp_path):
 
 def test_agreement_leaves_the_response_itself_out():
     answers = ["1", "1", "2", "2", None]
-    of = [
-        make_sample(sample_index=i, answer=answer) for i, answer in enumerate(answers)
-    ]
+    of = [make_sample(sample_index=i, answer=answer) for i, answer in enumerate(answers)]
     assert study.agreement(of) == pytest.approx([0.25] * 4 + [np.nan], nan_ok=True)
 
 
@@ -116,14 +111,11 @@ def test_the_lookup_never_sees_what_it_is_scored_on():
     shares = {}
     for s in fitted:
         shares.setdefault(s.prompt.kind, []).append(s.correct)
-    assert before.tolist() == pytest.approx(
-        [np.mean(shares[s.prompt.kind]) for s in scored]
-    )
+    assert before.tolist() == pytest.approx([np.mean(shares[s.prompt.kind]) for s in scored])
     new = [changed(s, kind="another 9") for s in scored]
     assert set(study.looked_up(new, fitted)) == {np.mean([s.correct for s in fitted])}
     alike = [
-        make_sample(prompt_id=f"p{i:02}", kind="k", correct=float(i % 4 < 2))
-        for i in range(40)
+        make_sample(prompt_id=f"p{i:02}", kind="k", correct=float(i % 4 < 2)) for i in range(40)
     ]
     assert set(study.looked_up(alike, alike)) == {0.5}
 

@@ -27,9 +27,7 @@ def on_a_gpu(monkeypatch, tmp_path):
 
     monkeypatch.setattr(warm, "has_cuda", lambda: True, raising=False)
     monkeypatch.setattr(warm, "_server", refused)
-    monkeypatch.setenv(
-        "WARM", "1"
-    )  # no process has it: it gets the environment that it is given
+    monkeypatch.setenv("WARM", "1")  # no process has it: it gets the environment that it is given
     (tmp_path / "says.py").write_text(SAYS)
     return [
         {"PATH": os.environ["PATH"], "PYTHONPATH": str(tmp_path), "RANK": str(rank)}
@@ -39,9 +37,7 @@ def on_a_gpu(monkeypatch, tmp_path):
 
 def test_every_rank_is_started_by_the_caller(on_a_gpu):
     done = warm.run("says", ["end", "2"], on_a_gpu, 60)
-    expected = "".join(
-        f"{rank} {os.getpid()} ['end', '2'] False\n" for rank in range(2)
-    )
+    expected = "".join(f"{rank} {os.getpid()} ['end', '2'] False\n" for rank in range(2))
     assert (done.returncode, done.stdout, done.stderr) == (0, expected, "")
 
 

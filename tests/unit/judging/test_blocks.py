@@ -26,9 +26,7 @@ from tests.helpers.tokenizers import EOS, byte_level, qwen, sentencepiece, table
 MARKER = "<conf>"
 
 
-def pieces_of(
-    tokenizer: Callable[[], Tokenizer], text: str
-) -> tuple[list[int], TokenBytes]:
+def pieces_of(tokenizer: Callable[[], Tokenizer], text: str) -> tuple[list[int], TokenBytes]:
     return tokenizer().encode(text, add_special_tokens=False).ids, table_of(tokenizer)
 
 
@@ -102,16 +100,7 @@ def test_sentencepiece_bytes_and_straddling() -> None:
     assert split.boundary == 3  # behind the straddling "}<"
     # kills_character_offsets: a token of three bytes, and a character of four tokens
     emoji = ids(
-        "数",
-        "<0xF0>",
-        "<0x9F>",
-        "<0x99>",
-        "<0x82>",
-        "<0x0A>",
-        "<conf>",
-        "\u25810",
-        ".8",
-        "</s>",
+        "数", "<0xF0>", "<0x9F>", "<0x99>", "<0x82>", "<0x0A>", "<conf>", "\u25810", ".8", "</s>"
     )
     split = split_blocks(emoji, tokens, {index("</s>")}, MARKER)
     assert (split.content, split.boundary) == ("数🙂\n<conf> 0.8".encode(), 6)
@@ -123,9 +112,7 @@ def test_sentencepiece_bytes_and_straddling() -> None:
 def test_sentencepiece_pieces_join_to_the_decoded_text() -> None:
     tokenizer, tokens = sentencepiece(), table_of(sentencepiece)
     ids = tokenizer.encode("a 🙂 5").ids
-    assert b"".join(tokens.pieces(ids)).decode().removeprefix(" ") == tokenizer.decode(
-        ids
-    )
+    assert b"".join(tokens.pieces(ids)).decode().removeprefix(" ") == tokenizer.decode(ids)
 
 
 def test_unknown_tokenizers_are_refused() -> None:
@@ -153,11 +140,7 @@ def split_text(text: bytes, *, eos: bool = True) -> tuple[int, int]:
         (b"<conf> 0.5", True, 0),
         (b"ab<conf> 0.", False, 2),  # truncated inside the number
         (b"ab<con", False, 6),  # truncated inside the marker
-        (
-            b"<conf>, then \\boxed{5} <conf> 0.5 <conf> 1",
-            True,
-            23,
-        ),  # the first behind the last box
+        (b"<conf>, then \\boxed{5} <conf> 0.5 <conf> 1", True, 23),  # the first behind the last box
         (b"<conf> 1 <conf> 2 \\boxed{5}", True, 9),  # none behind it: the last
         (b"<conf> 1 <conf> 2", True, 0),  # no box: the first
         (b"<conf> 1 \\boxed{5} <conf> 2 \\boxed{6", True, 19),  # an open box is none
@@ -203,14 +186,7 @@ def test_last_box(text: bytes, content: bytes | None) -> None:
 
 
 @pytest.mark.parametrize(
-    "text",
-    [
-        rb"\boxed{" * 10**5,
-        b"{" * 10**5,
-        b"}" * 10**5,
-        b"\\" * 10**5,
-        b"\\boxed" * 10**5,
-    ],
+    "text", [rb"\boxed{" * 10**5, b"{" * 10**5, b"}" * 10**5, b"\\" * 10**5, b"\\boxed" * 10**5]
 )
 def test_last_box_is_linear(text: bytes) -> None:
     start = time.perf_counter()
@@ -293,9 +269,7 @@ def fuzzed(rng: Any) -> bytes:
     """Random bytes, or fragments of what a response is made of, cut anywhere."""
     if rng.random() < 0.2:
         return rng.bytes(int(rng.integers(0, 60)))  # type: ignore[no-any-return]
-    text = b"".join(
-        FRAGMENTS[i] for i in rng.integers(0, len(FRAGMENTS), int(rng.integers(0, 12)))
-    )
+    text = b"".join(FRAGMENTS[i] for i in rng.integers(0, len(FRAGMENTS), int(rng.integers(0, 12))))
     if rng.random() < 0.4:
         text += b"\\boxed{5}\n<conf> Confidence: 0.%d" % rng.integers(0, 100)
     return text[: int(rng.integers(0, len(text) + 1))] if rng.random() < 0.3 else text
@@ -313,25 +287,19 @@ def test_fuzzed_outputs_are_all_classified() -> None:
     prompt = Prompt("p", (), (), "5", "math")
     seen: dict[str, int] = {}
     for count in range(int(os.environ.get("DCPO_FUZZ", "5000"))):
-        if (
-            count % 1000 == 0
-        ):  # another vocabulary that cuts text anywhere, with tokens of no bytes
+        if count % 1000 == 0:  # another vocabulary that cuts text anywhere, with tokens of no bytes
             cuts = [rng.bytes(int(rng.integers(0, 3))) for _ in range(100)]
             cuts += [
                 b"".join(FRAGMENTS)[i : i + int(rng.integers(1, 4))]
                 for i in rng.integers(0, 500, 200)
             ]
-            tokens = TokenBytes(
-                (*(bytes([b]) for b in range(256)), *cuts, EOS.encode())
-            )
+            tokens = TokenBytes((*(bytes([b]) for b in range(256)), *cuts, EOS.encode()))
             eos = len(tokens.table) - 1
-            by_bytes = {
-                piece: index for index, piece in enumerate(tokens.table) if piece
-            }
+            by_bytes = {piece: index for index, piece in enumerate(tokens.table) if piece}
         text = fuzzed(rng)
         ids, at = [], 0
-        while (
-            at < len(text)
+        while at < len(
+            text
         ):  # a random tokenisation: pieces of up to three bytes, some of no bytes at all
             size = int(rng.integers(1, 4))
             token = by_bytes.get(text[at : at + size])

@@ -12,8 +12,7 @@ from megatron_dcpo.judging.token_bytes import TokenBytes
 from megatron_dcpo.types import Prompt, Response
 
 RESPONSE = (
-    "I print '<conf>'.\n```python\nprint('<conf> Confidence: 0.1')\n```\n"
-    "<conf> Confidence: 0.75"
+    "I print '<conf>'.\n```python\nprint('<conf> Confidence: 0.1')\n```\n<conf> Confidence: 0.75"
 )
 
 
@@ -29,9 +28,7 @@ def test_the_marker_behind_the_program_opens_the_confidence_block() -> None:
 def test_a_straddling_token_stays_with_the_program() -> None:
     table = TokenBytes((b"", b"```python\nx\n``", b"`<", b"conf> 0.5"))
     split = split_blocks([1, 2, 3, 0], table, {0}, "<conf>", FENCED)
-    assert split.boundary == 2, (
-        "the token with the last backtick is no confidence token"
-    )
+    assert split.boundary == 2, "the token with the last backtick is no confidence token"
 
 
 @pytest.mark.parametrize(
@@ -64,8 +61,6 @@ def test_only_what_stands_before_the_confidence_is_judged() -> None:
     ids = np.array([*text, 0])
     response = Response("p", 0, ids, np.zeros(len(ids)), "stop", 0)
     prompt = Prompt("p", (), (), "tests:0", "t", b"")
-    judgement = judge_many(
-        [response], {"p": prompt}, table, {0}, verifier=verifier, form=FENCED
-    )[0]
+    judgement = judge_many([response], {"p": prompt}, table, {0}, verifier=verifier, form=FENCED)[0]
     assert judgement.status == "before_box"
     assert [(a.answer, a.truth) for a in seen] == [("good", "tests:0")]

@@ -111,14 +111,9 @@ def test_an_unfinished_number_is_never_believed() -> None:
 
 def test_another_marker() -> None:
     assert (
-        parse_confidence(
-            "5 CONFIDENCE: 0.7", marker="CONFIDENCE:", finished=True
-        ).confidence
-        == 0.7
+        parse_confidence("5 CONFIDENCE: 0.7", marker="CONFIDENCE:", finished=True).confidence == 0.7
     )
-    assert (
-        parse_confidence("5 [c.] 0.7", marker="[c.]", finished=True).confidence == 0.7
-    )
+    assert parse_confidence("5 [c.] 0.7", marker="[c.]", finished=True).confidence == 0.7
 
 
 @given(st.text(), st.booleans())
@@ -134,9 +129,7 @@ def test_total(text: str, finished: bool) -> None:
 def test_every_printed_confidence_is_read_back(c: float) -> None:
     text = f"{c:.17f}".rstrip("0")
     text += "0" if text.endswith(".") else ""
-    assert parse_confidence(
-        f"<conf> Confidence: {text}", finished=True
-    ).confidence == float(text)
+    assert parse_confidence(f"<conf> Confidence: {text}", finished=True).confidence == float(text)
 
 
 @pytest.mark.parametrize(

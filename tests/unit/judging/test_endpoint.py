@@ -35,9 +35,7 @@ def serving(handler: Any) -> Iterator[str]:
         server.server_close()
 
 
-def answering(
-    reply: Callable[[Any], tuple[int, bytes]],
-) -> type[BaseHTTPRequestHandler]:
+def answering(reply: Callable[[Any], tuple[int, bytes]]) -> type[BaseHTTPRequestHandler]:
     """``reply``: from the parsed body to status and text; an empty batch is answered well."""
 
     class Handler(BaseHTTPRequestHandler):
@@ -57,9 +55,7 @@ def answering(
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     client = endpoint.JsonClient
-    monkeypatch.setattr(
-        endpoint, "JsonClient", lambda *a, **k: client(*a, **k, first_pause=0.001)
-    )
+    monkeypatch.setattr(endpoint, "JsonClient", lambda *a, **k: client(*a, **k, first_pause=0.001))
 
 
 def verifier_at(url: str) -> EndpointVerifier:
@@ -69,16 +65,13 @@ def verifier_at(url: str) -> EndpointVerifier:
 def test_the_examples_server(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a key on both sides; another key is refused, and neither is shown."""
     monkeypatch.setenv(KEY, "s3cret")
-    handler = runpy.run_path(
-        str(REPOSITORY / "examples" / "reward_server" / "server.py")
-    )["Handler"]
+    handler = runpy.run_path(str(REPOSITORY / "examples" / "reward_server" / "server.py"))[
+        "Handler"
+    ]
     handler.log_message = lambda *_: None
     with serving(handler) as url:
         outcomes = verifier_at(url)(
-            [
-                Attempt(None, "7", text, {"level": 1})
-                for text in ("3 or 7", "7 or 3", "none")
-            ]
+            [Attempt(None, "7", text, {"level": 1}) for text in ("3 or 7", "7 or 3", "none")]
         )
         assert [outcome.correct for outcome in outcomes] == [True, False, False]
         assert outcomes[0].logged == {"score": 1.0, "numbers": 2}
@@ -139,14 +132,9 @@ def test_a_server_that_fails_for_a_moment_is_asked_again() -> None:
 def test_another_reply_is_an_error_of_each_response(
     status: int, text: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with (
-        serving(answering(lambda body: (status, text))) as url,
-        caplog.at_level(logging.WARNING),
-    ):
+    with serving(answering(lambda body: (status, text))) as url, caplog.at_level(logging.WARNING):
         verifier = verifier_at(url)
-        outcomes = verifier([Attempt(None, "", "", None)]) + verifier(
-            [Attempt(None, "", "", None)]
-        )
+        outcomes = verifier([Attempt(None, "", "", None)]) + verifier([Attempt(None, "", "", None)])
     assert [(outcome.correct, outcome.category) for outcome in outcomes] == [
         (False, VERIFIER_ERROR)
     ] * 2
@@ -169,11 +157,7 @@ def test_no_result_and_no_error_shows_the_key(
     monkeypatch.setenv(KEY, key)
     logged = {"score": 1, key: "x" * 150 + key, "list": [key], "deep": {"a": key}}
     replies = iter(
-        [
-            {"results": [logged]},
-            {"results": [{"error": "x" * 280 + key}]},
-            {"wrong": key},
-        ]
+        [{"results": [logged]}, {"results": [{"error": "x" * 280 + key}]}, {"wrong": key}]
     )
 
     def reply(body: Any) -> tuple[int, bytes]:
@@ -193,8 +177,7 @@ def test_where_nothing_listens_is_one_line() -> None:
     with serving(answering(lambda body: (200, b""))) as url:
         pass
     with pytest.raises(
-        UserError,
-        match=f"judging.verifier={url}: .*; start the server, or correct the address",
+        UserError, match=f"judging.verifier={url}: .*; start the server, or correct the address"
     ):
         verifier_at(url)
 

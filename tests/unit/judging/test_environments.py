@@ -16,13 +16,7 @@ from megatron_dcpo.data import load_records
 from megatron_dcpo.evaluation.problems import load_problems, verifier_of
 from megatron_dcpo.judging.answers import FREE, Attempt, Outcome
 from megatron_dcpo.judging.pool import WorkerNotStarted
-from megatron_dcpo.judging.verifiers import (
-    check_verifier,
-    digest_of,
-    form_of,
-    is_users,
-    verifiers,
-)
+from megatron_dcpo.judging.verifiers import check_verifier, digest_of, form_of, is_users, verifiers
 from megatron_dcpo.types import VERIFIER_ERROR, Prompt, Response
 from tests.helpers.environments import LETTERS, STAND_INS, use_stand_ins
 
@@ -40,9 +34,7 @@ def judged(
     record = load_records(path)[at]
     verifier, form = verifiers(options or JudgingConfig(), {})(path)
     assert form is FREE
-    return list(
-        verifier([Attempt(None, record.answer, text, record.row) for text in texts])
-    )
+    return list(verifier([Attempt(None, record.answer, text, record.row) for text in texts]))
 
 
 def test_the_weighted_reward_is_the_score_and_its_parts_are_logged() -> None:
@@ -51,13 +43,7 @@ def test_the_weighted_reward_is_the_score_and_its_parts_are_logged() -> None:
     long = "a long text that ends with => 2"
     path = f"{SUMS}?weights=[1,0.5]&range=0..1.5"
     full, most, least = judged(path, ["=> 2", long, "=> 3"], options)
-    assert full.logged == {
-        "score": 1.0,
-        "reward": 1.5,
-        "right": 1.0,
-        "brief": 1.0,
-        "noisy": 0.0,
-    }
+    assert full.logged == {"score": 1.0, "reward": 1.5, "right": 1.0, "brief": 1.0, "noisy": 0.0}
     assert (most.score, most.correct) == (pytest.approx(1 / 1.5), True)
     assert (least.score, least.correct) == (pytest.approx(0.5 / 1.5), False)
 
@@ -76,9 +62,7 @@ def test_errors_are_no_rewards(caplog: pytest.LogCaptureFixture) -> None:
     assert "sums_env.py" in caplog.text
 
 
-def test_a_reward_out_of_range_names_the_option(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_reward_out_of_range_names_the_option(caplog: pytest.LogCaptureFixture) -> None:
     assert judged(SUMS, ["2.5"])[0].category == VERIFIER_ERROR
     assert "range=LOW..HIGH" in caplog.text
 
@@ -113,12 +97,7 @@ def test_rewards_of_tasks() -> None:
     """Reward 2 * repeated - shouted, from -1 to 2."""
     path = "verifiers:tasks_env?size=1&range=-1..2"
     right, wrong, loud = judged(path, ["train0", "train1", "NO"])
-    assert right.logged == {
-        "score": 1.0,
-        "reward": 2.0,
-        "repeated": 1.0,
-        "shouted": 0.0,
-    }
+    assert right.logged == {"score": 1.0, "reward": 2.0, "repeated": 1.0, "shouted": 0.0}
     assert [o.logged["score"] for o in (wrong, loud) if o.logged] == [1 / 3, 0.0]
 
 
@@ -188,6 +167,4 @@ def test_a_digest_differs_with_the_scores_alone() -> None:
     one = digest_of(SUMS, options)
     assert digest_of(f"{SUMS}?size=1&part=eval", options) == one
     assert digest_of(f"{SUMS}?weights=[1,0]", options) != one
-    assert digest_of("verifiers:setup_env", options) != digest_of(
-        "verifiers:turns_env", options
-    )
+    assert digest_of("verifiers:setup_env", options) != digest_of("verifiers:turns_env", options)

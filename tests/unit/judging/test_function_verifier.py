@@ -92,9 +92,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def verifier_of(file: Path, name: str, **options: Any) -> FunctionVerifier:
-    return FunctionVerifier(
-        f"{file}:{name}", JudgingConfig(test_seconds=2.0, **options)
-    )
+    return FunctionVerifier(f"{file}:{name}", JudgingConfig(test_seconds=2.0, **options))
 
 
 @pytest.fixture(scope="module")
@@ -124,15 +122,11 @@ def test_results(verify: FunctionVerifier, file: Path) -> None:
 
 def test_an_error_beside_a_score_is_logged(verify: FunctionVerifier) -> None:
     """An entry without a value is not."""
-    assert one(verify, "logs an error") == Outcome(
-        True, None, None, {"score": 1.0, "error": 0.25}
-    )
+    assert one(verify, "logs an error") == Outcome(True, None, None, {"score": 1.0, "error": 0.25})
     assert one(verify, "no error") == Outcome(True, None, None, {"score": 1.0})
 
 
-def test_numbers_that_no_float_holds_are_logged_as_texts(
-    verify: FunctionVerifier,
-) -> None:
+def test_numbers_that_no_float_holds_are_logged_as_texts(verify: FunctionVerifier) -> None:
     outcome = one(verify, "large")
     assert outcome.correct
     assert outcome.logged is not None
@@ -183,11 +177,7 @@ def test_what_a_function_does_wrong_is_an_error_and_the_next_one_is_judged(
 def test_what_does_no_harm(verify: FunctionVerifier, text: str) -> None:
     """A fork comes back twice, one of them is ended; standard input is empty."""
     assert one(verify, text).category is None
-    assert [one(verify, text).correct for text in ("true", "half", "true")] == [
-        True,
-        False,
-        True,
-    ]
+    assert [one(verify, text).correct for text in ("true", "half", "true")] == [True, False, True]
 
 
 def test_signatures(file: Path, verify: FunctionVerifier) -> None:
@@ -198,24 +188,16 @@ def test_signatures(file: Path, verify: FunctionVerifier) -> None:
     assert one(verl, "s", answer="s", data_source="t", extra_info={"k": 1}).correct
     assert one(verifier_of(file, "reward"), "s", problem="P", level=2).correct
     assert one(
-        verifier_of(file, "reward_of_chats"),
-        "s",
-        prompt=[{"role": "user", "content": "P"}],
+        verifier_of(file, "reward_of_chats"), "s", prompt=[{"role": "user", "content": "P"}]
     ).correct
-    with pytest.raises(
-        UserError, match=r"unknown: .*verify\(response, answer, .*\(x, y\)"
-    ):
+    with pytest.raises(UserError, match=r"unknown: .*verify\(response, answer, .*\(x, y\)"):
         load_function(f"{file}:unknown")
 
 
-def test_one_warning_with_the_line(
-    file: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_one_warning_with_the_line(file: Path, caplog: pytest.LogCaptureFixture) -> None:
     verifier = verifier_of(file, "verify")
     with caplog.at_level(logging.WARNING):
-        assert [one(verifier, text).category for text in ("raise", "nan")] == [
-            VERIFIER_ERROR
-        ] * 2
+        assert [one(verifier, text).category for text in ("raise", "nan")] == [VERIFIER_ERROR] * 2
     (said,) = caplog.messages
     assert f"ValueError: bad luck ({file}, line 23, in verify)" in said
 
@@ -226,9 +208,9 @@ def test_it_sees_the_reasoning_block_only(file: Path) -> None:
     """
     response = Response("p", 0, (), [], "stop", 0, text="true<conf> 0.9 half")  # type: ignore[arg-type]
     prompt = Prompt("p", (), (), "", "t", row={})
-    judged = judge_many(
-        [response], {"p": prompt}, verifier=verifier_of(file, "verify"), form=FREE
-    )[0]
+    judged = judge_many([response], {"p": prompt}, verifier=verifier_of(file, "verify"), form=FREE)[
+        0
+    ]
     assert (judged.correct, judged.status, judged.answered, judged.R) == (
         1.0,
         "trailing_text",
@@ -248,10 +230,7 @@ def test_the_rate_of_errors_is_that_of_what_the_users_verifier_judged() -> None:
         judgement(VERIFIER_ERROR, {}),
     )
     check_error_rate([math] * 100 + [fine] * 3 + [wrong], 0.25, "step 1")
-    with pytest.raises(
-        VerifierFailed,
-        match=r"1 of 4 .*step 1.*judging\.max_error_rate=0\.2",
-    ):
+    with pytest.raises(VerifierFailed, match=r"1 of 4 .*step 1.*judging\.max_error_rate=0\.2"):
         check_error_rate([math] * 100 + [fine] * 3 + [wrong], 0.2, "step 1")
     assert verifier_metrics([math, fine, wrong]) == {
         "format/verifier_error": 0.5,

@@ -26,11 +26,7 @@ from tests.helpers.paths import FIXTURES
 GOLDEN = json.loads((FIXTURES / "judge_golden.json").read_text())
 EOS = GOLDEN["eos"]
 TOKENS = TokenBytes(
-    (
-        *(bytes([b]) for b in range(256)),
-        b"",
-        *(piece.encode() for piece in GOLDEN["vocabulary"]),
-    )
+    (*(bytes([b]) for b in range(256)), b"", *(piece.encode() for piece in GOLDEN["vocabulary"]))
 )
 ROWS = GOLDEN["responses"]
 
@@ -48,23 +44,15 @@ def both() -> Iterator[tuple[list[Judgement], list[Judgement]]]:
     )
     by_ids: dict[int, Judgement] = {}
     by_text: dict[int, Judgement] = {}
-    for kind, options in (
-        ("math", {}),
-        ("program", {"verifier": programs, "form": FENCED}),
-    ):
+    for kind, options in (("math", {}), ("program", {"verifier": programs, "form": FENCED})):
         places = [place for place, row in enumerate(ROWS) if row["kind"] == kind]
         responses = [response(ROWS[place], str(place)) for place in places]
         prompts = {
-            str(place): Prompt(str(place), (), (), ROWS[place]["truth"], kind)
-            for place in places
+            str(place): Prompt(str(place), (), (), ROWS[place]["truth"], kind) for place in places
         }
         texts = [text_alone(with_text(one, TOKENS, {EOS})) for one in responses]
         by_ids |= dict(
-            zip(
-                places,
-                judge_many(responses, prompts, TOKENS, {EOS}, **options),
-                strict=True,
-            )
+            zip(places, judge_many(responses, prompts, TOKENS, {EOS}, **options), strict=True)
         )  # type: ignore[arg-type]
         by_text |= dict(zip(places, judge_many(texts, prompts, **options), strict=True))  # type: ignore[arg-type]
     yield (
@@ -76,9 +64,7 @@ def both() -> Iterator[tuple[list[Judgement], list[Judgement]]]:
 
 def response(row: dict[str, Any], prompt_id: str) -> Response:
     ids = np.array(row["ids"], np.int64)
-    return Response(
-        prompt_id, 0, ids, np.zeros(len(ids), np.float32), row["finish_reason"], 0
-    )
+    return Response(prompt_id, 0, ids, np.zeros(len(ids), np.float32), row["finish_reason"], 0)
 
 
 def text_alone(response: Response) -> Response:
@@ -104,30 +90,22 @@ def test_a_text_with_its_tokens_ends_has_the_ids_blocks() -> None:
     known = 0
     for row in ROWS:
         options = {"form": FENCED} if row["kind"] == "program" else {}
-        ids, truth = (
-            response(row, "p"),
-            {"p": Prompt("p", (), (), row["truth"], row["kind"])},
-        )
+        ids, truth = (response(row, "p"), {"p": Prompt("p", (), (), row["truth"], row["kind"])})
         text = with_text(ids, TOKENS, {EOS})
         verifier = lambda attempts: [Outcome(False, None)] * len(attempts)  # noqa: E731
-        (by_ids,) = judge_many(
-            [ids], truth, TOKENS, {EOS}, verifier=verifier, **options
-        )
+        (by_ids,) = judge_many([ids], truth, TOKENS, {EOS}, verifier=verifier, **options)
         (by_text,) = judge_many([text], truth, verifier=verifier, **options)
         if text.token_ends is not None:
             known += 1
-            assert (by_text.boundary, by_text.marker_end) == (
-                by_ids.boundary,
-                by_ids.marker_end,
-            ), name_of(row)
+            assert (by_text.boundary, by_text.marker_end) == (by_ids.boundary, by_ids.marker_end), (
+                name_of(row)
+            )
         else:
             assert by_text.boundary is None, name_of(row)
     assert known > 0.9 * len(ROWS)
 
 
-def test_ids_and_text_are_judged_alike(
-    both: tuple[list[Judgement], list[Judgement]],
-) -> None:
+def test_ids_and_text_are_judged_alike(both: tuple[list[Judgement], list[Judgement]]) -> None:
     names = (
         "correct",
         "confidence",
@@ -139,20 +117,18 @@ def test_ids_and_text_are_judged_alike(
         "category",
     )
     for row, by_ids, by_text in zip(ROWS, *both, strict=True):
-        assert {n: getattr(by_ids, n) for n in names} == {
-            n: getattr(by_text, n) for n in names
-        }, name_of(row)
+        assert {n: getattr(by_ids, n) for n in names} == {n: getattr(by_text, n) for n in names}, (
+            name_of(row)
+        )
         assert by_ids.boundary is not None
         assert (by_text.boundary, by_text.marker_end) == (None, None)
 
 
-def test_training_is_judged_as_before(
-    both: tuple[list[Judgement], list[Judgement]],
-) -> None:
+def test_training_is_judged_as_before(both: tuple[list[Judgement], list[Judgement]]) -> None:
     for row, judgement in zip(ROWS, both[0], strict=True):
-        assert {name: getattr(judgement, name) for name in row["training"]} == row[
-            "training"
-        ], name_of(row)
+        assert {name: getattr(judgement, name) for name in row["training"]} == row["training"], (
+            name_of(row)
+        )
 
 
 def test_evaluation_is_judged_as_before_but_for_an_eos_at_the_limit(
@@ -162,12 +138,8 @@ def test_evaluation_is_judged_as_before_but_for_an_eos_at_the_limit(
         now = {name: getattr(judgement, name) for name in row["evaluation"]}
         before = row["evaluation"]
         if EOS_AT_THE_LIMIT & {row["end"], f"{row['name']}, {row['end']}"}:
-            assert (before["status"], before["confidence"]) == ("truncated", None), (
-                name_of(row)
-            )
-            before = before | {
-                name: row["training"][name] for name in ("status", "confidence")
-            }
+            assert (before["status"], before["confidence"]) == ("truncated", None), name_of(row)
+            before = before | {name: row["training"][name] for name in ("status", "confidence")}
         assert now == before, name_of(row)
 
 

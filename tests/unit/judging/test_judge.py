@@ -18,9 +18,7 @@ def judged(text: str, *, finish: Any = "stop", eos: bool = True) -> Judgement:
     tokenizer = byte_level()
     end = tokenizer.token_to_id(EOS)
     ids = [*tokenizer.encode(text).ids, *([end] if eos else [])]
-    response = Response(
-        "p", 0, np.array(ids), np.zeros(len(ids), dtype=np.float32), finish, 0
-    )
+    response = Response("p", 0, np.array(ids), np.zeros(len(ids), dtype=np.float32), finish, 0)
     return judge(response, PROMPT, table_of(byte_level), {end})
 
 
@@ -42,14 +40,7 @@ def test_a_good_response() -> None:
             0,
         ),  # ended by a stop string: there is no EOS to train
         ("\\boxed{5}", "length", False, 1.0, "truncated", 0),
-        (
-            "\\boxed{5}<conf> 0.5",
-            "length",
-            True,
-            1.0,
-            "ok",
-            11,
-        ),  # EOS on the last allowed token
+        ("\\boxed{5}<conf> 0.5", "length", True, 1.0, "ok", 11),  # EOS on the last allowed token
         ("\\boxed{5}<conf> 0.5", "length", False, 1.0, "truncated", 10),
         ("\\boxed{5}<conf> 7", "stop", True, 1.0, "out_of_range", 9),
         ("\\boxed{6}<conf> 0.5", "stop", True, 0.0, "ok", 11),
@@ -60,9 +51,7 @@ def test_a_good_response() -> None:
         ("", "length", False, 0.0, "truncated", 0),
     ],
 )
-def test_kinds(
-    text: str, finish: str, eos: bool, correct: float, status: str, block: int
-) -> None:
+def test_kinds(text: str, finish: str, eos: bool, correct: float, status: str, block: int) -> None:
     result = judged(text, finish=finish, eos=eos)
     assert (result.correct, result.status, result.length - result.boundary) == (
         correct,

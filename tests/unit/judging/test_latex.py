@@ -382,8 +382,7 @@ CLASSES: dict[str, tuple[str, str]] = {
 def pairs(equal: bool) -> list[Any]:
     return [
         pytest.param(
-            *(side.strip() for side in line.strip().split(" | ")),
-            id=f"{name}: {line.strip()}",
+            *(side.strip() for side in line.strip().split(" | ")), id=f"{name}: {line.strip()}"
         )
         for name, sides in CLASSES.items()
         for line in sides[0 if equal else 1].splitlines()
@@ -412,9 +411,7 @@ def test_near_misses_are_rejected(answer: str, key: str) -> None:
         ("0.5", r"\sqrt{0.25}", None),
     ],
 )
-def test_plain_numbers_need_no_algebra(
-    answer: str, key: str, verdict: bool | None
-) -> None:
+def test_plain_numbers_need_no_algebra(answer: str, key: str, verdict: bool | None) -> None:
     assert quick_verdict(answer, key) is verdict
 
 

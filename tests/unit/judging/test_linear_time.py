@@ -112,9 +112,7 @@ CASES: dict[str, Case] = {
         lambda r: judge(r, PROMPT, BYTES, EOS, verifier=by_equality), response, 50_000
     ),
     "judge ids fenced": Case(
-        lambda r: judge(r, PROMPT, BYTES, EOS, verifier=by_equality, form=FENCED),
-        response,
-        50_000,
+        lambda r: judge(r, PROMPT, BYTES, EOS, verifier=by_equality, form=FENCED), response, 50_000
     ),
     "with_text": Case(lambda r: with_text(r, BYTES, EOS), response, 50_000),
     "extract_boxed": Case(extract_boxed),
@@ -128,9 +126,7 @@ CASES: dict[str, Case] = {
     "chosen_letter": Case(
         lambda text: chosen_letter(text, ["Paris", "1/2", "b) x"]), longest=8_000
     ),
-    "chosen_letter without options": Case(
-        lambda text: chosen_letter(text, ()), longest=8_000
-    ),
+    "chosen_letter without options": Case(lambda text: chosen_letter(text, ()), longest=8_000),
     "chosen_letter of long options": Case(
         lambda text: chosen_letter("b) x", [text, text[1:]]), longest=8_000
     ),
@@ -183,9 +179,7 @@ def growth(case: Case, maker: Callable[[int], str]) -> float:
         before = seconds(case, case.prepare(maker(length)), 1)
         if before > HOPELESS_SECONDS:
             return math.inf
-    longest, shorter = (
-        case.prepare(maker(length)) for length in (lengths[-1], lengths[-2])
-    )
+    longest, shorter = (case.prepare(maker(length)) for length in (lengths[-1], lengths[-2]))
     last = seconds(case, longest, 1)
     if last < NOISE_SECONDS:
         return 0.0
@@ -212,9 +206,7 @@ def too_steep(case: Case) -> dict[str, float]:
     finally:
         gc.enable()
     return {
-        name: round(exponent, 2)
-        for name, exponent in found.items()
-        if exponent >= LARGEST_EXPONENT
+        name: round(exponent, 2) for name, exponent in found.items() if exponent >= LARGEST_EXPONENT
     }
 
 
@@ -233,10 +225,5 @@ def test_the_measurement_finds_what_was_cubic(monkeypatch: pytest.MonkeyPatch) -
     maker = HOSTILE["fence, blanks, backtick"]
     assert growth(CASES["extract_program"], maker) >= LARGEST_EXPONENT
     # and a quadratic one: greedy where the real one is possessive
-    monkeypatch.setattr(
-        answers, "_OPENING", re.compile(rb"([ \t]*)(`{3,}|~{3,})([^`\r\n]*)\r?$")
-    )
-    assert (
-        growth(CASES["extract_program"], HOSTILE["tildes, backtick"])
-        >= LARGEST_EXPONENT
-    )
+    monkeypatch.setattr(answers, "_OPENING", re.compile(rb"([ \t]*)(`{3,}|~{3,})([^`\r\n]*)\r?$"))
+    assert growth(CASES["extract_program"], HOSTILE["tildes, backtick"]) >= LARGEST_EXPONENT

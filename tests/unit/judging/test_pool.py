@@ -50,13 +50,7 @@ def test_hanging_pairs_are_wrong_in_time_and_stop_nobody(pool: VerifierPool) -> 
     pool.verify([("x+1", "1+x")])  # the start of the worker is not what is timed
     begin = time.monotonic()
     verdicts = pool.verify(
-        [
-            (HANGING[0], "5x"),
-            ("x+2", "2+x"),
-            (HANGING[1], "5x"),
-            ("x+2", "x+3"),
-            (HANGING[2], "5x"),
-        ]
+        [(HANGING[0], "5x"), ("x+2", "2+x"), (HANGING[1], "5x"), ("x+2", "x+3"), (HANGING[2], "5x")]
     )
     assert verdicts == [False, True, False, False, False]
     assert time.monotonic() - begin < 3 * (3.0 + 1.0) + 5
@@ -85,9 +79,7 @@ def test_a_killed_worker_costs_one_start(pool: VerifierPool) -> None:
 
 
 def test_quick_pairs_start_no_process(pool: VerifierPool) -> None:
-    assert pool.verify(
-        [("5", "5"), ("6", "5"), ("1/2", "0.5"), ("", ""), ("x", "x")]
-    ) == [
+    assert pool.verify([("5", "5"), ("6", "5"), ("1/2", "0.5"), ("", ""), ("x", "x")]) == [
         True,
         False,
         True,
@@ -143,9 +135,7 @@ def test_workers_end_with_their_parent(how: signal.Signals) -> None:
         "shared_pool().verify([('x+1', '1+x')])\n"
         "print(*[w.process.pid for w in shared_pool()._workers], flush=True); time.sleep(600)"
     )
-    parent = subprocess.Popen(
-        [sys.executable, "-c", script], stdout=subprocess.PIPE, text=True
-    )
+    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
     pids = [int(pid) for pid in parent.stdout.readline().split()]
     assert pids
@@ -166,13 +156,7 @@ def test_workers_import_no_torch() -> None:
 
 @pytest.mark.parametrize(
     "answer",
-    [
-        "2^{99999999999}",
-        "10^{10^{9}}",
-        r"\binom{10000000}{5000000}",
-        "(x+y)^{500}",
-        "9" * 999,
-    ],
+    ["2^{99999999999}", "10^{10^{9}}", r"\binom{10000000}{5000000}", "(x+y)^{500}", "9" * 999],
 )
 def test_memory_of_a_worker_is_bounded(answer: str) -> None:
     """Address space, so that even what is asked for and not used counts; and the next pair is
@@ -191,9 +175,7 @@ def test_memory_of_a_worker_is_bounded(answer: str) -> None:
         pool.close()
 
 
-def test_a_worker_that_has_used_up_its_memory_is_replaced(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_worker_that_has_used_up_its_memory_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     """It judges its pair, says that it was the last one, and ends; no other pair pays for it."""
     full = (
         "from megatron_dcpo.judging import worker as w; w._memory_in_use = lambda: (0, "
@@ -203,26 +185,18 @@ def test_a_worker_that_has_used_up_its_memory_is_replaced(
     monkeypatch.setattr(
         pool_module.subprocess,
         "Popen",
-        lambda command, **options: start(
-            [command[0], "-c", full, *command[3:]], **options
-        ),
+        lambda command, **options: start([command[0], "-c", full, *command[3:]], **options),
     )
     pool = VerifierPool(workers=1, cpu_seconds=5.0, wall_seconds=60.0)
     try:
-        assert pool.verify([("x+1", "1+x"), ("x+2", "5x"), ("x+3", "3+x")]) == [
-            True,
-            False,
-            True,
-        ]
+        assert pool.verify([("x+1", "1+x"), ("x+2", "5x"), ("x+3", "3+x")]) == [True, False, True]
         assert pool.statistics.replaced == 3
         assert workers_of(pool) == []
     finally:
         pool.close()
 
 
-def test_the_verdicts_that_are_kept_are_bounded(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_verdicts_that_are_kept_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool_module, "CACHE_CHARACTERS", 5000)
     pool = VerifierPool(workers=1)
     for number in range(100):
@@ -251,9 +225,7 @@ def test_callers_do_not_wait_for_each_other() -> None:
     pool = VerifierPool(workers=2, cpu_seconds=1000.0, wall_seconds=5.0)
     try:
         pool.verify([("x+1", "1+x")])
-        slow = threading.Thread(
-            target=pool.verify, args=([(HANGING[0], "5x")],), daemon=True
-        )
+        slow = threading.Thread(target=pool.verify, args=([(HANGING[0], "5x")],), daemon=True)
         slow.start()
         while not any(worker.pair for worker in pool._workers):
             time.sleep(0.01)
@@ -327,9 +299,7 @@ def test_a_worker_killed_while_it_starts_is_replaced(
         pool.close()
 
 
-def test_workers_that_are_killed_together_have_failed_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_workers_that_are_killed_together_have_failed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     many = STARTS + 2
     pool = VerifierPool(workers=many)
     start = pool._start

@@ -36,9 +36,7 @@ from tests.unit.data.test_questions import HOTPOT, MMLU, TRIVIA, lines
 ALIASES = {"answer": ["T. S. Eliot", "Eliot", "The Old Possum"]}
 
 
-def correct(
-    name: str, answer: str | None, truth: str, row: Any = None, **options: Any
-) -> bool:
+def correct(name: str, answer: str | None, truth: str, row: Any = None, **options: Any) -> bool:
     verify = question_verifier(name, JudgingConfig(verifier=name, **options))
     return verify([Attempt(answer, truth, "", row)])[0].correct
 
@@ -75,9 +73,7 @@ def test_texts_are_compared_as_squad_does(text: str, normal: str) -> None:
         ("The", "the"),
     ],
 )
-def test_texts_of_triviaqa_are_compared_as_its_script_does(
-    text: str, normal: str
-) -> None:
+def test_texts_of_triviaqa_are_compared_as_its_script_does(text: str, normal: str) -> None:
     assert normalize_triviaqa(text) == normal
 
 
@@ -123,9 +119,7 @@ def test_f1_is_of_the_best_alias_and_right_from_the_threshold_on() -> None:
     assert not correct("f1", "the cat sat", "cat sat down")
     assert correct("f1", "the cat sat", "cat sat down", threshold=0.8)
     assert correct("f1", "The cat sat", "dog", {"answer": ["dog", "a cat sat"]})
-    graded = question_verifier(
-        "f1", JudgingConfig(verifier="f1", threshold=0.5, graded=True)
-    )
+    graded = question_verifier("f1", JudgingConfig(verifier="f1", threshold=0.5, graded=True))
     half, none = graded([Attempt("cat", "cat sat down"), Attempt(None, "cat")])
     assert (half.correct, half.score, half.logged) == (True, 0.5, {"score": 0.5})
     assert (none.correct, none.score) == (False, 0.0)
@@ -164,19 +158,8 @@ OPTIONS = ["Paris", "Rome", "a dog", "3.5 m"]
 @pytest.mark.parametrize(
     "answer",
     [
-        *(
-            r"\textbf{(B)}\ Rome",
-            r"\text{(B) }Rome",
-            r"\textbf{B. }Rome",
-            r"\mathrm{(B)}",
-        ),
-        *(
-            r"\textbf{(B) Rome}",
-            r"\boxed{\textbf{(B)}}",
-            r"\underline{B}",
-            r"\(B\)",
-            r"B\)",
-        ),
+        *(r"\textbf{(B)}\ Rome", r"\text{(B) }Rome", r"\textbf{B. }Rome", r"\mathrm{(B)}"),
+        *(r"\textbf{(B) Rome}", r"\boxed{\textbf{(B)}}", r"\underline{B}", r"\(B\)", r"B\)"),
         *(
             r"\textcolor{red}{B}",
             r"B\quad Rome",
@@ -195,40 +178,11 @@ OPTIONS = ["Paris", "Rome", "a dog", "3.5 m"]
             "B \u2013 Rome",
             "B-Rome",
         ),
-        *(
-            "Option B: Rome",
-            "Option B",
-            "Choice (b)",
-            "**B**",
-            "**B**: Rome",
-            "**B) Rome**",
-        ),
-        *(
-            "[B]",
-            "<B>",
-            "`B`",
-            "\u201cB\u201d",
-            "B,  rome",
-            "B (Rome)",
-            "B = Rome",
-            "B -> Rome",
-        ),
-        *(
-            "The answer is B",
-            "The correct answer is (B).",
-            "the best answer is B: Rome",
-        ),
-        *(
-            "Answer: B",
-            "My answer: B",
-            "So the answer is option B.",
-            "The answer is Rome",
-        ),
-        *(
-            "(B) is the correct answer",
-            "Option B is correct",
-            "B) Rome, because it is older",
-        ),
+        *("Option B: Rome", "Option B", "Choice (b)", "**B**", "**B**: Rome", "**B) Rome**"),
+        *("[B]", "<B>", "`B`", "\u201cB\u201d", "B,  rome", "B (Rome)", "B = Rome", "B -> Rome"),
+        *("The answer is B", "The correct answer is (B).", "the best answer is B: Rome"),
+        *("Answer: B", "My answer: B", "So the answer is option B.", "The answer is Rome"),
+        *("(B) is the correct answer", "Option B is correct", "B) Rome, because it is older"),
     ],
 )
 def test_letters_as_people_and_models_write_them(answer: str) -> None:
@@ -241,33 +195,9 @@ def test_letters_as_people_and_models_write_them(answer: str) -> None:
     "answer",
     [
         *("A - Rome", "B) Paris", "B. a dog", "B 3.5 m"),  # two options
-        *(
-            "A or B",
-            "A, B",
-            "A/B",
-            "AB",
-            "B and C",
-            "Option A or B",
-            "A. B",
-            "Options B",
-        ),
-        *(
-            "B) Rome and A) Paris",
-            "B) Rome or Paris",
-            "not B",
-            "neither",
-            "E",
-            "E) Rome is not",
-        ),
-        *(
-            "Boston",
-            "bread",
-            "b-movie",
-            "i.e. Rome",
-            "e.g. Rome",
-            "A-frame",
-            "a big house",
-        ),
+        *("A or B", "A, B", "A/B", "AB", "B and C", "Option A or B", "A. B", "Options B"),
+        *("B) Rome and A) Paris", "B) Rome or Paris", "not B", "neither", "E", "E) Rome is not"),
+        *("Boston", "bread", "b-movie", "i.e. Rome", "e.g. Rome", "A-frame", "a big house"),
         *("D) 3", "D) -3.5 m", "B) 4", "", "\\text{}", "()", "**"),
     ],
 )
@@ -306,9 +236,7 @@ def test_no_letter_and_two_letters(answer: str) -> None:
         ("A) yes", ["yes", "yes"], "A"),
     ],
 )
-def test_letters_next_to_texts(
-    answer: str, options: list[str], letter: str | None
-) -> None:
+def test_letters_next_to_texts(answer: str, options: list[str], letter: str | None) -> None:
     assert chosen_letter(answer, options) == letter
 
 
@@ -330,17 +258,13 @@ def test_letters_without_options(answer: str, letter: str | None) -> None:
 
 def test_choice() -> None:
     row = {"options": ["Paris", "Rome"], "answer": "B"}
-    assert [
-        correct("choice", a, "B", row) for a in ("B", "rome", "A", "Paris", "C", None)
-    ] == [
+    assert [correct("choice", a, "B", row) for a in ("B", "rome", "A", "Paris", "C", None)] == [
         *(True, True),
         *(False, False, False, False),
     ]
     assert correct("choice", "(b)", "B"), "without options"
     twice = {"options": ["x", "x"], "answer": "B"}
-    assert not correct("choice", "x", "B", twice), (
-        "a text that two options have names neither"
-    )
+    assert not correct("choice", "x", "B", twice), "a text that two options have names neither"
 
 
 def test_repeats_agree_by_letter_or_text() -> None:
@@ -369,8 +293,7 @@ def test_abstentions(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text",
-    ["", None, "I know", "don't", "5", "the unknown soldier", "I don't know " * 20],
+    "text", ["", None, "I know", "don't", "5", "the unknown soldier", "I don't know " * 20]
 )
 def test_no_abstentions(text: str | None) -> None:
     assert not is_abstention(text)
@@ -381,24 +304,14 @@ def test_the_judge_reads_the_abstention_in_the_box() -> None:
         response = Response("p", 0, [], [], "stop", 0, text=text)
         verifier, form = verifiers(JudgingConfig(verifier="exact"), {})("exact")
         return judge_many(
-            [response],
-            {"p": Prompt("p", (), (), truth, "")},
-            verifier=verifier,
-            form=form,
+            [response], {"p": Prompt("p", (), (), truth, "")}, verifier=verifier, form=form
         )[0]
 
     said = judged("Hm. \\boxed{I don't know}\n<conf> Confidence: 0.1", "Paris")
-    assert (said.abstained, said.correct, said.confidence, said.answered) == (
-        True,
-        0.0,
-        0.1,
-        True,
-    )
+    assert (said.abstained, said.correct, said.confidence, said.answered) == (True, 0.0, 0.1, True)
     assert not judged("I don't know \\boxed{Rome}\n<conf> 0.1", "Paris").abstained
     unknown = judged("\\boxed{unknown}\n<conf> 0.1", "Unknown")
-    assert (unknown.correct, unknown.abstained) == (1.0, False), (
-        "an answer that is right is one"
-    )
+    assert (unknown.correct, unknown.abstained) == (1.0, False), "an answer that is right is one"
 
 
 @pytest.mark.parametrize(
@@ -423,30 +336,17 @@ def test_the_verifier_of_a_benchmark(
 
 def sources(tmp_path: Path, row: Any, *overrides: str) -> Any:
     path = lines(tmp_path / "rows.jsonl", row)
-    more = (
-        f"data.path={path}",
-        "data.template=paper",
-        "data.max_prompt_length=2000",
-        *overrides,
-    )
-    return load_sources(
-        load_config(QUICKSTART / "dcpo.yaml", list(more)), ByteTokenizer()
-    )
+    more = (f"data.path={path}", "data.template=paper", "data.max_prompt_length=2000", *overrides)
+    return load_sources(load_config(QUICKSTART / "dcpo.yaml", list(more)), ByteTokenizer())
 
 
 def test_questions_are_trained_on_with_their_verifier(tmp_path: Path) -> None:
-    (source,) = sources(
-        tmp_path, MMLU, "judging.verifier=choice", "data.order=question_id"
-    )
+    (source,) = sources(tmp_path, MMLU, "judging.verifier=choice", "data.order=question_id")
     (prompt,) = source.prompts
     assert (prompt.ground_truth, prompt.row["options"]) == ("E", MMLU["options"])
     assert "the letter of the right option" in prompt.messages[-1]["content"]
     (source,) = sources(
-        tmp_path,
-        HOTPOT,
-        "judging.verifier=f1",
-        "judging.threshold=0.6",
-        "judging.graded=true",
+        tmp_path, HOTPOT, "judging.verifier=f1", "judging.threshold=0.6", "judging.graded=true"
     )
     assert source.prompts[0].row == {"answer": HOTPOT["answer"]}
     (source,) = sources(
@@ -458,11 +358,7 @@ def test_questions_are_trained_on_with_their_verifier(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "overrides", "message"),
     [
-        (
-            MMLU,
-            (),
-            r"\b1 .*judging\.verifier=choice",
-        ),
+        (MMLU, (), r"\b1 .*judging\.verifier=choice"),
         (TRIVIA, (), r"judging\.verifier=exact.*f1"),
         (
             {"problem": "?", "answer": "42"},
@@ -474,16 +370,8 @@ def test_questions_are_trained_on_with_their_verifier(tmp_path: Path) -> None:
             ("judging.verifier=exact",),
             r"row 1: the answer has no text",
         ),
-        (
-            MMLU,
-            ("judging.verifier=choice", "judging.graded=true"),
-            r"judging\.graded.*f1",
-        ),
-        (
-            MMLU,
-            ("judging.verifier=choise",),
-            "did you mean 'choice'|did you mean choice",
-        ),
+        (MMLU, ("judging.verifier=choice", "judging.graded=true"), r"judging\.graded.*f1"),
+        (MMLU, ("judging.verifier=choise",), "did you mean 'choice'|did you mean choice"),
     ],
 )
 def test_data_for_another_verifier_is_refused(
@@ -501,16 +389,8 @@ def test_records_are_checked_as_prompts_are() -> None:
 
 
 def test_dcpo_judge(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = [
-        {
-            "prediction": "So \\boxed{eliot}\n<conf> 0.8",
-            "reference": ["T. S. Eliot", "Eliot"],
-        }
-    ]
+    rows = [{"prediction": "So \\boxed{eliot}\n<conf> 0.8", "reference": ["T. S. Eliot", "Eliot"]}]
     rows += [{"prediction": "eliot", "reference": "Eliot"}]
     pairs = lines(tmp_path / "pairs.jsonl", *rows)
     assert main(["judge", "--pairs", str(pairs), "--verifier", "exact"]) == 0
-    assert (
-        capsys.readouterr().out
-        == "2 predictions, 1 correct, 0 not judged (verifier_error)\n"
-    )
+    assert capsys.readouterr().out == "2 predictions, 1 correct, 0 not judged (verifier_error)\n"

@@ -52,9 +52,7 @@ def ids_of(text: str) -> list[int]:
     """Return a token per byte, and one for each tag."""
     ids: list[int] = []
     while text:
-        tag = next(
-            (n for n, tag in enumerate(THINK) if text.startswith(tag.decode())), None
-        )
+        tag = next((n for n, tag in enumerate(THINK) if text.startswith(tag.decode())), None)
         if tag is None:
             ids += text[0].encode()
         else:
@@ -68,11 +66,7 @@ def equal(attempts: list[Attempt]) -> list[Outcome]:
 
 
 def judged(
-    text: str,
-    prompt: str = "",
-    ended: bool = True,
-    form: Any = BOXED,
-    tokens: TokenBytes = BYTES,
+    text: str, prompt: str = "", ended: bool = True, form: Any = BOXED, tokens: TokenBytes = BYTES
 ) -> Judgement:
     """Judge by ids, and by text; both say the same."""
     ids = np.array([*ids_of(text), *[END] * ended], np.int64)
@@ -81,9 +75,7 @@ def judged(
     )
     prompts = {"p": Prompt("p", (), tuple(ids_of(prompt)), "7", "")}
     texts = [response, with_text(response, tokens, {END})]
-    by_ids, by_text = judge_many(
-        texts, prompts, tokens, {END}, verifier=equal, form=form
-    )
+    by_ids, by_text = judge_many(texts, prompts, tokens, {END}, verifier=equal, form=form)
     assert by_ids == by_text
     assert by_ids.answer == by_text.answer
     return by_ids
@@ -130,20 +122,11 @@ CASES = [
     ("<think>a</think>\\boxed{7}</think><conf> 0.8", "", True, "7", "ok", 3),
     (f"<think>a</think>{ANSWER} <conf> 0.8", "", True, "7", "multiple", 3),
     (f"<think>a</think>{ANSWER}", "", False, "7", "truncated", 3),
-    (
-        "Say <think>: \\boxed{7}\n<conf> 0.8",
-        "",
-        True,
-        "7",
-        "ok",
-        0,
-    ),  # talked of, not opened
+    ("Say <think>: \\boxed{7}\n<conf> 0.8", "", True, "7", "ok", 0),  # talked of, not opened
 ]
 
 
-@pytest.mark.parametrize(
-    ("text", "prompt", "ended", "answer", "status", "thinking"), CASES
-)
+@pytest.mark.parametrize(("text", "prompt", "ended", "answer", "status", "thinking"), CASES)
 def test_the_answer_is_read_behind_the_thinking(
     text: str, prompt: str, ended: bool, answer: str | None, status: str, thinking: int
 ) -> None:
@@ -156,9 +139,7 @@ def test_the_answer_is_read_behind_the_thinking(
     assert judgement.answered == (answer is not None)
     assert judgement.correct == float(answer == "7")
     assert judgement.confidence == (0.8 if status == "ok" else None)
-    hidden = text.encode()[
-        : len("".join(text)[: judgement.thinking_characters].encode())
-    ]
+    hidden = text.encode()[: len("".join(text)[: judgement.thinking_characters].encode())]
     assert len(ids_of(hidden.decode())) == thinking
     if judgement.status == "ok":  # the marker behind the last box, in tokens
         assert judgement.boundary == len(ids_of(text[: text.rindex("<conf>")]))
@@ -168,9 +149,7 @@ def test_the_answer_is_read_behind_the_thinking(
         )
 
 
-@pytest.mark.parametrize(
-    ("text", "prompt", "ended", "answer", "status", "thinking"), CASES
-)
+@pytest.mark.parametrize(("text", "prompt", "ended", "answer", "status", "thinking"), CASES)
 def test_without_an_end_of_thinking_token_nothing_changes(
     text: str, prompt: str, ended: bool, answer: str | None, status: str, thinking: int
 ) -> None:
@@ -192,11 +171,7 @@ def test_programs() -> None:
         judgement = judged(text, prompt, form=FENCED)
         assert (judgement.answer, judgement.status, judgement.correct) == ("7", "ok", 1)
     unfinished = judged(f"<think>{final}", form=FENCED)
-    assert (unfinished.answer, unfinished.answered, unfinished.status) == (
-        None,
-        False,
-        "missing",
-    )
+    assert (unfinished.answer, unfinished.answered, unfinished.status) == (None, False, "missing")
 
 
 def test_a_verifier_gets_the_text_behind_the_thinking() -> None:
@@ -206,29 +181,19 @@ def test_a_verifier_gets_the_text_behind_the_thinking() -> None:
         seen.extend(attempts)
         return equal(attempts)
 
-    texts = [
-        "<think>no \\boxed{1}</think>It is 7.\n<conf> 0.8",
-        "<think>It is 7.\n<conf> 0.8",
-    ]
+    texts = ["<think>no \\boxed{1}</think>It is 7.\n<conf> 0.8", "<think>It is 7.\n<conf> 0.8"]
     responses = [
         Response("p", n, np.array([*ids_of(t), END]), np.zeros(1), "stop", 0)
         for n, t in enumerate(texts)
     ]
     found = judge_many(
-        responses,
-        {"p": Prompt("p", (), (), "7", "")},
-        BYTES,
-        {END},
-        verifier=verify,
-        form=FREE,
+        responses, {"p": Prompt("p", (), (), "7", "")}, BYTES, {END}, verifier=verify, form=FREE
     )
     assert [attempt.reasoning for attempt in seen] == ["It is 7.\n", ""]
     assert [judgement.answered for judgement in found] == [True, False]
 
 
-@pytest.mark.parametrize(
-    ("text", "prompt", "ended", "answer", "status", "thinking"), CASES
-)
+@pytest.mark.parametrize(("text", "prompt", "ended", "answer", "status", "thinking"), CASES)
 def test_judged_again_from_the_sample_alone(
     text: str, prompt: str, ended: bool, answer: str | None, status: str, thinking: int
 ) -> None:
@@ -246,11 +211,7 @@ def test_judged_again_from_the_sample_alone(
 
     (sample_again,) = rejudge([sample], AnswerJudge(judge, lambda a, b: a == b))
     again = sample_again.judgement
-    assert (again.answer, again.status, again.correct) == (
-        answer,
-        status,
-        float(answer == "7"),
-    )
+    assert (again.answer, again.status, again.correct) == (answer, status, float(answer == "7"))
     assert again.confidence == judgement.confidence
 
 
@@ -279,9 +240,7 @@ pieces = st.lists(
     prompt=st.sampled_from(["", "<think>\n", "<think>\n\n</think>\n\n"]),
     ended=st.booleans(),
 )
-@example(
-    text="<think>\\boxed{1}<conf></think>\\boxed{7}<conf> 0.5", prompt="", ended=True
-)
+@example(text="<think>\\boxed{1}<conf></think>\\boxed{7}<conf> 0.5", prompt="", ended=True)
 def test_blocks_partition_and_nothing_of_the_thinking_is_read(
     text: str, prompt: str, ended: bool
 ) -> None:
@@ -294,13 +253,9 @@ def test_blocks_partition_and_nothing_of_the_thinking_is_read(
         <= judgement.length
     )
     hidden = judgement.thinking_characters
-    rest = judged(
-        text[hidden:], "</think>", ended
-    )  # alone, behind a thinking that has ended
+    rest = judged(text[hidden:], "</think>", ended)  # alone, behind a thinking that has ended
     same = ("answer", "correct", "status", "confidence", "stated", "abstained")
-    assert [getattr(judgement, name) for name in same] == [
-        getattr(rest, name) for name in same
-    ]
+    assert [getattr(judgement, name) for name in same] == [getattr(rest, name) for name in same]
     assert judgement.boundary == rest.boundary + (judgement.thinking_tokens or 0)
     assert prompt != "<think>\n\n</think>\n\n" or hidden == 0
     if 0 < hidden < len(text):
@@ -314,17 +269,9 @@ def test_ids_that_spell_the_token_are_the_token() -> None:
     for ids in ([*text.encode(), END], [*ids_of(text), END]):
         response = Response("p", 0, np.array(ids), np.zeros(len(ids)), "stop", 0)
         (judgement,) = judge_many(
-            [response],
-            {"p": Prompt("p", (), (), "7", "")},
-            BYTES,
-            {END},
-            verifier=equal,
+            [response], {"p": Prompt("p", (), (), "7", "")}, BYTES, {END}, verifier=equal
         )
-        assert (
-            judgement.answer,
-            judgement.confidence,
-            judgement.thinking_characters,
-        ) == (
+        assert (judgement.answer, judgement.confidence, judgement.thinking_characters) == (
             "7",
             0.8,
             24,
@@ -341,22 +288,17 @@ def test_both_parts_are_trained() -> None:
         ids = np.array([*ids_of(text), END])
         response = Response("p", n, ids, np.zeros(len(ids), np.float32), "stop", 0)
         prompt = Prompt("p", (), (1,), "7", "")
-        (judgement,) = judge_many(
-            [response], {"p": prompt}, BYTES, {END}, verifier=equal
-        )
+        (judgement,) = judge_many([response], {"p": prompt}, BYTES, {END}, verifier=equal)
         samples.append(TrainingSample(prompt, response, judgement))
     scored = build_method(ObjectiveConfig(name="dcpo")).score(samples)
     assert [sample.R for sample in scored] == [1, 0, 0]
     for sample in scored:
         boundary, length = sample.judgement.boundary, sample.judgement.length
         assert boundary is not None
-        assert sample.block_ids.tolist() == [BLOCK_REASONING] * boundary + [
-            BLOCK_CONFIDENCE
-        ] * (length - boundary)
-        thinking, reasoning = (
-            sample.judgement.thinking_tokens,
-            set(sample.advantages[:boundary]),
+        assert sample.block_ids.tolist() == [BLOCK_REASONING] * boundary + [BLOCK_CONFIDENCE] * (
+            length - boundary
         )
+        thinking, reasoning = (sample.judgement.thinking_tokens, set(sample.advantages[:boundary]))
         assert len(reasoning) == 1
         assert 0 not in reasoning
         assert thinking == len(ids_of("<think>\\boxed{1}</think>"))
@@ -374,10 +316,7 @@ def test_tokens_of_known_tokenizers() -> None:
 
 
 def test_on_without_the_token_is_refused_in_one_line() -> None:
-    with pytest.raises(
-        UserError,
-        match=r"thinking=on: .*MODEL.*</think>",
-    ):
+    with pytest.raises(UserError, match=r"thinking=on: .*MODEL.*</think>"):
         check_thinking("on", None, "MODEL")
     for wanted, tags in (("on", THINK), ("off", None), ("auto", None)):
         check_thinking(wanted, tags, "MODEL")
@@ -395,11 +334,7 @@ def test_the_tokens_of_qwen3(tmp_path: Path) -> None:
     )
     thinking = "<think>\nIs it \\boxed{1}? <conf> No.\n</think>"
     prompt = {"role": "user", "content": "3 + 4?"}
-    for switch, text in (
-        (True, f"{thinking}\n\n{ANSWER}"),
-        (False, ANSWER),
-        (True, thinking[:-8]),
-    ):
+    for switch, text in ((True, f"{thinking}\n\n{ANSWER}"), (False, ANSWER), (True, thinking[:-8])):
         asked = tokenizer.apply_chat_template(
             [prompt], tokenize=False, add_generation_prompt=True, enable_thinking=switch
         )
@@ -432,23 +367,13 @@ def test_a_special_token_is_asked_for() -> None:
 
 def test_text_whose_tokens_are_not_known() -> None:
     text = f"<think>\\boxed{{1}}</think>{ANSWER}"
-    split = split_text(
-        text, "<conf>", find_start=lambda content: answer_start(content, THINK)
-    )
-    assert (split.reasoning, split.thinking, split.boundary) == (
-        b"\\boxed{7}\n",
-        None,
-        None,
-    )
+    split = split_text(text, "<conf>", find_start=lambda content: answer_start(content, THINK))
+    assert (split.reasoning, split.thinking, split.boundary) == (b"\\boxed{7}\n", None, None)
     none = np.empty(0)
     server = Response("p", 0, none, none, "stop", 0, text=text)
     prompts = {"p": Prompt("p", (), (), "7", "")}
     (judgement,) = judge_many([server], prompts, TokenBytes((), THINK), verifier=equal)
-    assert (judgement.answer, judgement.confidence, judgement.thinking_tokens) == (
-        "7",
-        0.8,
-        None,
-    )
+    assert (judgement.answer, judgement.confidence, judgement.thinking_tokens) == ("7", 0.8, None)
     (plain,) = judge_many(
         [replace(server, text=ANSWER)], prompts, TokenBytes((), THINK), verifier=equal
     )

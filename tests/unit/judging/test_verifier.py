@@ -14,9 +14,7 @@ def verify_many(pairs: list[tuple[str, str]]) -> list[bool]:
     """The judge's way from (text before the confidence, key) to right or wrong."""
     return [
         outcome.correct
-        for outcome in verify_answers(
-            [Attempt(extract_boxed(text), key) for text, key in pairs]
-        )
+        for outcome in verify_answers([Attempt(extract_boxed(text), key) for text, key in pairs])
     ]
 
 

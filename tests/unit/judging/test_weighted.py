@@ -13,20 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_dcpo.cli import main
-from megatron_dcpo.config import (
-    Config,
-    JudgingConfig,
-    as_dict,
-    load_config,
-    to_yaml,
-    validate,
-)
+from megatron_dcpo.config import Config, JudgingConfig, as_dict, load_config, to_yaml, validate
 from megatron_dcpo.config.evaluation import load_evaluation
-from megatron_dcpo.config.field_types import (
-    VerifierChoice,
-    WeightedVerifier,
-    as_written,
-)
+from megatron_dcpo.config.field_types import VerifierChoice, WeightedVerifier, as_written
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation.problems import check_answers, load_problems
 from megatron_dcpo.evaluation.run import settings_of
@@ -81,9 +70,7 @@ def fixed(*outcomes: Outcome) -> Any:
     return lambda attempts: list(outcomes)
 
 
-def combined(
-    weights: Sequence[float], outcomes: Sequence[Outcome], **options: Any
-) -> Outcome:
+def combined(weights: Sequence[float], outcomes: Sequence[Outcome], **options: Any) -> Outcome:
     members = [
         Member(f"m{number}", weight, fixed(outcome))
         for number, (weight, outcome) in enumerate(zip(weights, outcomes, strict=True))
@@ -100,13 +87,7 @@ def test_the_score_is_the_weighted_mean() -> None:
     """0.7 * 1 + 0.3 * 0.5 = 0.85; with graded it is the reward."""
     outcome = combined([0.7, 0.3], [RIGHT, HALF], threshold=0.8)
     assert (outcome.correct, outcome.category, outcome.score) == (True, None, None)
-    assert outcome.logged == {
-        "score": 0.85,
-        "m0": 1.0,
-        "m1": 0.5,
-        "m1/n": 3,
-        "m1/why": "x",
-    }
+    assert outcome.logged == {"score": 0.85, "m0": 1.0, "m1": 0.5, "m1/n": 3, "m1/why": "x"}
     assert not combined([0.7, 0.3], [RIGHT, HALF], threshold=0.9).correct
     assert combined([7, 3], [RIGHT, HALF], graded=True).score == 0.85
     assert combined([1e308, 1e308], [RIGHT, WRONG], graded=True).score == 0.5
@@ -127,16 +108,8 @@ def test_weights_that_sum_to_the_threshold_reach_it(weights: Any) -> None:
     assert outcome.correct
 
 
-@given(
-    st.lists(
-        st.tuples(st.floats(1e-300, 1e300), st.floats(0, 1)),
-        min_size=1,
-        max_size=5,
-    )
-)
-def test_the_score_is_between_the_least_and_the_largest(
-    pairs: list[tuple[float, float]],
-) -> None:
+@given(st.lists(st.tuples(st.floats(1e-300, 1e300), st.floats(0, 1)), min_size=1, max_size=5))
+def test_the_score_is_between_the_least_and_the_largest(pairs: list[tuple[float, float]]) -> None:
     outcomes = [Outcome(False, logged={"score": score}) for _, score in pairs]
     score = combined([weight for weight, _ in pairs], outcomes, graded=True).score
     assert score is not None
@@ -144,9 +117,7 @@ def test_the_score_is_between_the_least_and_the_largest(
     assert max(0.0, min(scores) - 1e-12) <= score <= min(1.0, max(scores) + 1e-12)
 
 
-def test_a_member_that_does_not_judge_makes_the_response_one_that_is_not_judged() -> (
-    None
-):
+def test_a_member_that_does_not_judge_makes_the_response_one_that_is_not_judged() -> None:
     error = Outcome(False, VERIFIER_ERROR, None, {})
     assert combined([0.9, 0.1], [RIGHT, error], threshold=0.5) == error
     graded = combined([0.9, 0.1], [RIGHT, error], graded=True)
@@ -188,21 +159,9 @@ def test_functions_and_built_in_verifiers_judge_one_response(file: Path) -> None
 
 
 def test_members_have_short_names() -> None:
-    names = [
-        "math",
-        "/a/one.py:f",
-        "/b/one.py:f",
-        "package.rewards:g",
-        "https://host:8008/path/",
-    ]
+    names = ["math", "/a/one.py:f", "/b/one.py:f", "package.rewards:g", "https://host:8008/path/"]
     members = [WeightedVerifier(name) for name in names]
-    assert labels(members) == [
-        "math",
-        "one.f_1",
-        "one.f_2",
-        "rewards.g",
-        "host_8008/path",
-    ]
+    assert labels(members) == ["math", "one.f_1", "one.f_2", "rewards.g", "host_8008/path"]
 
 
 # ------------------------------------------------------------------------------- the configuration
@@ -218,10 +177,7 @@ def test_a_mapping_is_read_written_and_read_again(tmp_path: Path, file: Path) ->
     read = load_config(config)
     assert as_written(read.judging.verifier) == {f"{file}:right": 0.7, "math": 2.0}
     (source,) = read.data.sources
-    assert source.verifier == (
-        WeightedVerifier("exact", 1.0),
-        WeightedVerifier("f1", 3.0),
-    )
+    assert source.verifier == (WeightedVerifier("exact", 1.0), WeightedVerifier("f1", 3.0))
     again = tmp_path / "again.yaml"
     again.write_text(to_yaml(read))
     for copy in (load_config(again), validate(as_dict(read))):
@@ -237,8 +193,7 @@ def test_a_mapping_is_read_written_and_read_again(tmp_path: Path, file: Path) ->
 def test_a_later_mapping_replaces_an_earlier_one(tmp_path: Path) -> None:
     """Also of a base, and in an override: merged, they would have the weights of neither."""
     (tmp_path / "base.yaml").write_text(
-        "run_dir: r\nmodel: {path: m}\ndata: {path: d}\n"
-        "judging: {verifier: {math: 1, exact: 2}}\n"
+        "run_dir: r\nmodel: {path: m}\ndata: {path: d}\njudging: {verifier: {math: 1, exact: 2}}\n"
     )
     run = tmp_path / "run.yaml"
     run.write_text("base: base.yaml\njudging: {verifier: {math: 1, f1: 1}}\n")
@@ -251,9 +206,7 @@ def test_a_later_mapping_replaces_an_earlier_one(tmp_path: Path) -> None:
     ):
         changed = load_config(run, [override])
         assert as_written(changed.judging.verifier) == expected
-        evaluated = load_evaluation(
-            ["run_dir=e", override], as_trained=str(run), file=str(run)
-        )
+        evaluated = load_evaluation(["run_dir=e", override], as_trained=str(run), file=str(run))
         assert as_written(evaluated.judging.verifier) == expected
 
 
@@ -281,9 +234,7 @@ def test_a_later_mapping_replaces_an_earlier_one(tmp_path: Path) -> None:
         (3, r"3"),
     ],
 )
-def test_what_is_no_verifier_with_a_weight_is_refused_by_name(
-    verifier: object, named: str
-) -> None:
+def test_what_is_no_verifier_with_a_weight_is_refused_by_name(verifier: object, named: str) -> None:
     with pytest.raises(UserError, match=rf"judging\.verifier: .*{named}") as refused:
         judging(verifier)
     assert "\n" not in str(refused.value)
@@ -386,9 +337,7 @@ PROGRAM = {
 }
 
 
-def test_a_benchmark_of_programs_keeps_a_mixture_with_code(
-    tmp_path: Path, file: Path
-) -> None:
+def test_a_benchmark_of_programs_keeps_a_mixture_with_code(tmp_path: Path, file: Path) -> None:
     path = write(tmp_path / "rows.jsonl", PROGRAM)
     both = judging({"code": 1, f"{file}:right": 1})
     (problems,) = load_problems(f"own={path}", both)
@@ -448,9 +397,7 @@ def test_rows_without_an_answer_are_dropped_as_by_the_built_in_member_alone(
         (own, 2),
     ):
         overrides = (f"data.path={path}", f"data.order='{order}'")
-        config = load_config(
-            QUICKSTART / "dcpo.yaml", (*overrides, f"judging.verifier={verifier}")
-        )
+        config = load_config(QUICKSTART / "dcpo.yaml", (*overrides, f"judging.verifier={verifier}"))
         caplog.clear()
         (source,) = load_sources(config, ByteTokenizer())
         assert len(source.prompts) == count

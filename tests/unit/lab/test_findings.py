@@ -22,10 +22,7 @@ PER_TYPE, LOGISTIC = (
     "log-prob of the reasoning, isotonic per type",
     "logistic regression: log-prob, length, task",
 )
-PROPER, RLCR = (
-    "DCPO-proper, gradient over all digits (80ba0e8)",
-    "RLCR, authors' settings",
-)
+PROPER, RLCR = ("DCPO-proper, gradient over all digits (80ba0e8)", "RLCR, authors' settings")
 ADAPTER = "adapter, text and log-probs, tokens of its own (80ba0e8)"
 
 
@@ -40,13 +37,9 @@ def covers_zero(where: str) -> bool:
 
 def test_finding_3_the_adapter_is_matched_by_what_needs_no_training() -> None:
     assert json.loads((PUBLISHED / "test.json").read_text())["best"] == "logistic"
-    assert all(
-        covers_zero(f"{TEST}Minus logistic | {row} | Brier")
-        for row in (PER_TYPE, ADAPTER)
-    )
+    assert all(covers_zero(f"{TEST}Minus logistic | {row} | Brier") for row in (PER_TYPE, ADAPTER))
     stated = [
-        cells(f"{TEST}Brier / skill | {row} | stated, isotonic")
-        for row in ("DCPO", RLCR, PROPER)
+        cells(f"{TEST}Brier / skill | {row} | stated, isotonic") for row in ("DCPO", RLCR, PROPER)
     ]
     own = [
         cells(f"{TEST}Brier / skill | {row} | log-prob, isotonic")[0]
@@ -60,29 +53,16 @@ def test_finding_3_the_adapter_is_matched_by_what_needs_no_training() -> None:
 
 def test_finding_7_what_looks_calibrated_is_outside_its_bands() -> None:
     for row in ("adapter, tokens of its own, isotonic", LOGISTIC):
-        error, *bands = cells(
-            f"{TEST}Mean ECE | {row} | ECE; independent; within problems"
-        )
+        error, *bands = cells(f"{TEST}Mean ECE | {row} | ECE; independent; within problems")
         assert error > max(bands)
 
 
 def test_finding_9_decoupling_keeps_pass_at_8_under_brier_alone() -> None:
-    rungs = (
-        "{}",
-        "{}, mean only",
-        "{}, Brier, lambda 0",
-        "{}, Brier, lambda 0, mean only",
-    )
+    rungs = ("{}", "{}, mean only", "{}, Brier, lambda 0", "{}, Brier, lambda 0, mean only")
     rows = [
-        f"{TEST}Decoupled | {rung.format('DCPO')} - {rung.format('coupled')} | "
-        for rung in rungs
+        f"{TEST}Decoupled | {rung.format('DCPO')} - {rung.format('coupled')} | " for rung in rungs
     ]
-    assert [covers_zero(row + "pass@8, points") for row in rows] == [
-        True,
-        True,
-        False,
-        False,
-    ]
+    assert [covers_zero(row + "pass@8, points") for row in rows] == [True, True, False, False]
     assert all(cells(row + "pass@8, points")[0] > 0 for row in rows[2:])
 
 
@@ -91,16 +71,12 @@ def test_finding_10_a_price_in_accuracy_is_shown_for_dcpo_proper_and_rlcr() -> N
     interval covered 0.
     """
     rows = ("DCPO", RLCR, PROPER)
-    assert [
-        covers_zero(f"{TEST}Minus GRPO | {row} | accuracy, points") for row in rows
-    ] == [
+    assert [covers_zero(f"{TEST}Minus GRPO | {row} | accuracy, points") for row in rows] == [
         True,
         False,
         False,
     ]
-    assert all(
-        covers_zero(f"{TEST}Minus GRPO | {row} | pass@8, points") for row in rows
-    )
+    assert all(covers_zero(f"{TEST}Minus GRPO | {row} | pass@8, points") for row in rows)
     assert not any(
         covers_zero(f"test_tables.md llama / Minus GRPO | {row} | accuracy, points")
         for row in ("DCPO", PROPER)
@@ -140,9 +116,6 @@ def test_finding_4_the_types_between_are_right_in_20_to_60_percent() -> None:
         if key[0] == "large"
     ]
     shares = {
-        kind: [r.correct[r.kind == kind].mean() for r in runs]
-        for kind in np.unique(runs[0].kind)
+        kind: [r.correct[r.kind == kind].mean() for r in runs] for kind in np.unique(runs[0].kind)
     }
-    assert [kind for kind, of in shares.items() if min(of) > 0.2 and max(of) < 0.6] == [
-        "2x2"
-    ]
+    assert [kind for kind, of in shares.items() if min(of) > 0.2 and max(of) < 0.6] == ["2x2"]

@@ -31,9 +31,7 @@ SHA256 = {
 
 
 def rows(name: str) -> list[dict[str, str]]:
-    return [
-        json.loads(line) for line in (GRAPHS / f"{name}.jsonl").read_text().splitlines()
-    ]
+    return [json.loads(line) for line in (GRAPHS / f"{name}.jsonl").read_text().splitlines()]
 
 
 def test_the_seed_makes_the_published_problems(tmp_path) -> None:
@@ -52,9 +50,9 @@ def test_no_graph_is_in_two_splits_or_in_the_supervised_text() -> None:
     }
     assert len(set.union(*keys.values())) == 5800
     first = WORLD["supervised_text"](())(50, 0, None, random.Random(3))
-    without = WORLD["supervised_text"](
-        {key(parse(prompt)) for prompt, _ in first[:40]}
-    )(50, 0, None, random.Random(3))
+    without = WORLD["supervised_text"]({key(parse(prompt)) for prompt, _ in first[:40]})(
+        50, 0, None, random.Random(3)
+    )
     assert not {p for p, _ in first[:40]} & {p for p, _ in without}
     graph, start = parse(first[0][0])
     assert key((dict(reversed(graph.items())), start)) == key((graph, start))
@@ -66,10 +64,7 @@ def test_the_answers_are_right_by_a_count_of_their_own_and_by_the_judge() -> Non
         pairs, start = row["problem"].rstrip("=").split(",")
         reached = {start}
         while (
-            more := {
-                pairs[i + 1].upper() for i in range(0, 20, 2) if pairs[i] in reached
-            }
-            - reached
+            more := {pairs[i + 1].upper() for i in range(0, 20, 2) if pairs[i] in reached} - reached
         ):
             reached |= more
         assert int(row["answer"]) == sum(ord(node) - ord("A") + 1 for node in reached)
@@ -78,15 +73,7 @@ def test_the_answers_are_right_by_a_count_of_their_own_and_by_the_judge() -> Non
         for number, how in enumerate(((0.0, None), (1.0, None), (1.0, 0.25))):
             text = solution(parse(row["problem"]), *how, generator)
             responses.append(
-                Response(
-                    row["id"],
-                    number,
-                    np.zeros(0, int),
-                    np.zeros(0),
-                    "stop",
-                    0,
-                    text=text,
-                )
+                Response(row["id"], number, np.zeros(0, int), np.zeros(0), "stop", 0, text=text)
             )
             expected.append((number == 0, "ok", float(text[-4:])))
     judged = judge_many(responses, prompts)
@@ -117,10 +104,7 @@ def test_the_length_of_the_prompt_tells_nothing_and_all_lengths_of_walk_are_equa
         assert {len(row["problem"]) for row in rows(name)} == {23}
     lengths = Counter(len(walk(*parse(row["problem"]))) for row in rows("train"))
     assert set(lengths) == set(range(3, 9))
-    assert all(
-        abs(count / 4000 - 1 / 6) < 4 * np.sqrt(5 / 36 / 4000)
-        for count in lengths.values()
-    )
+    assert all(abs(count / 4000 - 1 / 6) < 4 * np.sqrt(5 / 36 / 4000) for count in lengths.values())
     assert all(
         question(parse(row["problem"])) == (row["problem"], row["answer"], row["type"])
         for row in rows("test")

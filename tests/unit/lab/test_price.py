@@ -41,15 +41,12 @@ def archive(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_method_is_compared_on_the_same_pretraining(
-    archive: Path, tmp_path: Path
-) -> None:
+def test_a_method_is_compared_on_the_same_pretraining(archive: Path, tmp_path: Path) -> None:
     found = price.tables(archive, tmp_path)
     proper = found["dcpo_proper_informative"]
     grpo = found["grpo_informative"]
     np.testing.assert_allclose(
-        proper["price"]["accuracy, points"],
-        100 * (np.array(proper["accuracy"]) - grpo["accuracy"]),
+        proper["price"]["accuracy, points"], 100 * (np.array(proper["accuracy"]) - grpo["accuracy"])
     )
     assert -35 < np.mean(proper["price"]["accuracy, points"]) < -10
     assert proper["informative_groups"] == [100, 200, 300]

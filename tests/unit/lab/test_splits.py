@@ -29,10 +29,7 @@ def test_the_seed_makes_the_published_test_problems(tmp_path) -> None:
 
 def test_no_product_is_in_two_splits_or_in_the_supervised_text() -> None:
     products = {
-        name: {
-            tuple(sorted(p[:2]))
-            for p in read_jsonl(EXAMPLES / "data" / f"{name}.jsonl")
-        }
+        name: {tuple(sorted(p[:2])) for p in read_jsonl(EXAMPLES / "data" / f"{name}.jsonl")}
         for name in ("train", "heldout", "test", "final")
     }
     heldout, text = POLICY["given_problems"](EXAMPLES / "data")

@@ -12,16 +12,7 @@ import pytest
 from scipy import stats
 
 from lab.results import crossed, interval, read_archive, rounded
-from lab.testgrid import (
-    CURVES,
-    METHODS,
-    METHODS_OF_THE_TEST,
-    Cell,
-    Lab,
-    cells,
-    curve,
-    pack,
-)
+from lab.testgrid import CURVES, METHODS, METHODS_OF_THE_TEST, Cell, Lab, cells, curve, pack
 from megatron_dcpo.config import load_config
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.objectives import resolve
@@ -33,11 +24,7 @@ def test_every_method_is_a_valid_configuration(tmp_path, method: str) -> None:
     command = Lab(tmp_path).train_command(Cell("qwen3", method, 3))
     config = load_config(command[2], [part for part in command[3:] if "=" in part])
     assert (config.seed, config.training.steps) == (3, 500)
-    names = [
-        o.split("=")[1]
-        for o in METHODS[method].overrides
-        if o.startswith("objective.name")
-    ]
+    names = [o.split("=")[1] for o in METHODS[method].overrides if o.startswith("objective.name")]
     assert [resolve(config.objective).name] == (names or ["dcpo"])
 
 
@@ -53,9 +40,7 @@ def test_unknown_names_are_refused_with_the_nearest(tmp_path) -> None:
         Lab(tmp_path).train_command(Cell("mistral", "dcpo", 1))
 
 
-def test_grpo_is_sampled_in_every_way_and_finished_cells_are_kept(
-    tmp_path, monkeypatch
-) -> None:
+def test_grpo_is_sampled_in_every_way_and_finished_cells_are_kept(tmp_path, monkeypatch) -> None:
     ran: list[list[str]] = []
     monkeypatch.setattr(Lab, "_call", lambda self, run, command: ran.append(command))
     lab, chosen = Lab(tmp_path, jobs=1), cells(["qwen3"], ["grpo", "dcpo", "base"], [1])
@@ -67,11 +52,7 @@ def test_grpo_is_sampled_in_every_way_and_finished_cells_are_kept(
         "evaluate",
         "evaluate",
     ]
-    models = [
-        command[command.index("--model") + 1]
-        for command in ran
-        if command[0] == "evaluate"
-    ]
+    models = [command[command.index("--model") + 1] for command in ran if command[0] == "evaluate"]
     assert models[:3] == [str(lab.directory(chosen[0]) / "policy")] * 3
     assert models[4].endswith("examples/lab/qwen3/policy")
     record = json.loads((lab.directory(chosen[0]) / "cell.json").read_text())
@@ -91,44 +72,32 @@ def test_a_failed_cell_stops_no_other(tmp_path, monkeypatch) -> None:
         return {"seconds": 1.0}
 
     monkeypatch.setattr(Lab, "run_cell", run_cell)
-    with pytest.raises(
-        UserError, match="1 cells failed, the first qwen3/grpo/seed1: out of luck"
-    ):
+    with pytest.raises(UserError, match="1 cells failed, the first qwen3/grpo/seed1: out of luck"):
         Lab(tmp_path, jobs=1).run(cells(["qwen3"], ["grpo", "dcpo", "coupled"], [1]))
     assert ran == ["grpo", "dcpo", "coupled"]
 
 
 def test_cells_are_packed_as_they_were_judged(tmp_path) -> None:
     run = tmp_path / "cells" / "large.2" / "grpo" / "seed1"
-    said = A_SAMPLE | {
-        "correct": 1.0,
-        "answer": "12",
-        "token_confidence": 0.51234,
-        "length": 9,
-    }
+    said = A_SAMPLE | {"correct": 1.0, "answer": "12", "token_confidence": 0.51234, "length": 9}
     for draw in ("test", "choosing", "unfinished"):
         folder = run / "responses" / draw
         folder.mkdir(parents=True)
         lines = [
-            {**said, "prompt_id": "test/7", **more}
-            for more in ({}, {"token_confidence": None})
+            {**said, "prompt_id": "test/7", **more} for more in ({}, {"token_confidence": None})
         ]
-        (folder / "samples.jsonl").write_text(
-            "".join(json.dumps(line) + "\n" for line in lines)
-        )
+        (folder / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         if draw != "unfinished":
             (folder / "evaluation.json").write_text("{}")
-    rows = [
-        {"step": i, "reward/accuracy": i / 10, "length/mean": None} for i in range(20)
-    ]
+    rows = [{"step": i, "reward/accuracy": i / 10, "length/mean": None} for i in range(20)]
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert pack(tmp_path, tmp_path / "a.tar.xz") == 0, "not finished"
     (run / "cell.json").write_text("{}")
     assert pack(tmp_path, tmp_path / "a.tar.xz") == 1
     files = read_archive(tmp_path / "a.tar.xz")
-    assert set(files) == {
-        f"large.2/grpo/1/{name}.csv" for name in ("curve", "test", "heldout")
-    } | {"large.2/grpo/1/cell.json"}
+    assert set(files) == {f"large.2/grpo/1/{name}.csv" for name in ("curve", "test", "heldout")} | {
+        "large.2/grpo/1/cell.json"
+    }
     assert files["large.2/grpo/1/test.csv"].decode().splitlines()[1:] == [
         "7,1,,12,,0.5123,9",
         "7,1,,12,,,9",
@@ -156,11 +125,7 @@ def test_crossed_interval_covers_new_runs_and_new_problems() -> None:
     """
     rng, covered, by_runs = np.random.default_rng(0), 0, 0
     for _ in range(600):
-        x = (
-            rng.normal(0, 0.3, (5, 1))
-            + rng.normal(0, 3, 80)
-            + rng.normal(0, 2, (5, 80))
-        )
+        x = rng.normal(0, 0.3, (5, 1)) + rng.normal(0, 3, 80) + rng.normal(0, 2, (5, 80))
         found, runs_only = crossed(x), interval(x.mean(axis=1))
         covered += found.low < 0 < found.high
         by_runs += runs_only.low < 0 < runs_only.high

@@ -12,14 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lab.fitted import (
-    FITTED,
-    Records,
-    fitted_by_halves,
-    isotonic_of,
-    lookup,
-    with_fitted,
-)
+from lab.fitted import FITTED, Records, fitted_by_halves, isotonic_of, lookup, with_fitted
 from lab.results import interval, write_archive
 from lab.testtables import (
     DERIVED,
@@ -56,9 +49,7 @@ def records(problem, correct, confidence, kind=None) -> Records:
 
 
 def test_pass_at_8_is_the_share_of_problems_with_a_right_response() -> None:
-    assert any_right(
-        records([0, 0, 1, 1, 2, 2], [1, 0, 0, 0, 1, 1], [0.5] * 6)
-    ).tolist() == [
+    assert any_right(records([0, 0, 1, 1, 2, 2], [1, 0, 0, 0, 1, 1], [0.5] * 6)).tolist() == [
         1,
         0,
         1,
@@ -90,11 +81,7 @@ def test_bands_hold_what_is_calibrated(alike: bool) -> None:
     )
     for _ in range(60):
         p = np.repeat(generator.uniform(size=300), 8)
-        luck = (
-            np.repeat(generator.uniform(size=300), 8)
-            if alike
-            else generator.uniform(size=2400)
-        )
+        luck = np.repeat(generator.uniform(size=300), 8) if alike else generator.uniform(size=2400)
         r = records(problem, luck < p, p)
         inside += ece(r.confidence, r.correct) <= np.array(bands([r], resamples=100))
     independent, within = inside / 60
@@ -105,8 +92,7 @@ def test_bands_hold_what_is_calibrated(alike: bool) -> None:
 
 def test_the_ladder_compares_each_rung_on_the_pretrainings_that_have_both() -> None:
     coupled, decoupled = (
-        {"test": records([0, 0, 1, 1], y, [0.5] * 4)}
-        for y in ([0, 0, 0, 1], [1, 1, 0, 1])
+        {"test": records([0, 0, 1, 1], y, [0.5] * 4)} for y in ([0, 0, 0, 1], [1, 1, 0, 1])
     )  # problem 0: 0 and 2 right of 2, problem 1: the same
     both = {"coupled": coupled, "dcpo": decoupled, "coupled_mean": coupled}
     lines = ladder({1: [{"dcpo": decoupled}], 2: [both, {"dcpo": coupled}]})
@@ -152,12 +138,8 @@ def archive(path: Path, policies: tuple[str, ...]) -> None:
                         said = 0.9 if method == "grpo" else p
                         answer = problem if y else 7
                         logprob = f"{math.log(p + 1e-3):.4g}"
-                        lines.append(
-                            f"{problem},{y},{said:.2f},{answer},{logprob},0.9,12"
-                        )
-                files[f"{policy}/{method}/1/{part}.csv"] = (
-                    "\n".join(lines) + "\n"
-                ).encode()
+                        lines.append(f"{problem},{y},{said:.2f},{answer},{logprob},0.9,12")
+                files[f"{policy}/{method}/1/{part}.csv"] = ("\n".join(lines) + "\n").encode()
     write_archive(path, files)
 
 
@@ -171,14 +153,9 @@ def test_the_contract_is_written_from_the_records_alone(tmp_path) -> None:
         methods = written["policies"][policy]
         trained = {"grpo", "adapter", "adapter_tokens"}
         assert set(methods) == trained | set(DERIVED)
-        assert all(
-            set(row) == set(METRICS) and len(row["ece"]) == n
-            for row in methods.values()
-        )
+        assert all(set(row) == set(METRICS) and len(row["ece"]) == n for row in methods.values())
     assert result["best"] not in ("grpo", "lookup"), "GRPO says .9 always"
-    grpo, fitted = (
-        written["policies"]["qwen3_3"][name] for name in ("grpo", "logprob")
-    )
+    grpo, fitted = (written["policies"]["qwen3_3"][name] for name in ("grpo", "logprob"))
     assert grpo["accuracy"] == fitted["accuracy"]
     assert np.mean(fitted["auroc"]) > 0.8 > np.mean(grpo["auroc"])
     with pytest.raises(UserError, match="no records"):
@@ -193,24 +170,19 @@ def test_a_fitted_row_never_sees_what_it_is_scored_on(tmp_path) -> None:
     runs = load(tmp_path / RECORDS)["large", 1, 1]
     before = with_fitted(runs)
     flipped = {
-        method: dict(run)
-        | {"test": replace(run["test"], correct=1 - run["test"].correct)}
+        method: dict(run) | {"test": replace(run["test"], correct=1 - run["test"].correct)}
         for method, run in runs.items()
     }
     after = with_fitted(flipped)
     for name in FITTED:
-        assert np.array_equal(
-            before[name]["test"].confidence, after[name]["test"].confidence
-        )
+        assert np.array_equal(before[name]["test"].confidence, after[name]["test"].confidence)
     r = runs["grpo"]["heldout"]
     even = r.problem % 2 == 0
     changed = replace(r, correct=np.where(even, 1 - r.correct, r.correct))
     half = dict(runs) | {"grpo": dict(runs["grpo"]) | {"heldout": changed}}
     again = with_fitted(half)["logprob"]["heldout"].confidence
     assert np.array_equal(again[even], before["logprob"]["heldout"].confidence[even])
-    assert not np.array_equal(
-        again[~even], before["logprob"]["heldout"].confidence[~even]
-    )
+    assert not np.array_equal(again[~even], before["logprob"]["heldout"].confidence[~even])
 
 
 def test_a_row_of_halves_learns_from_the_other_half_alone() -> None:
@@ -218,18 +190,13 @@ def test_a_row_of_halves_learns_from_the_other_half_alone() -> None:
     other.
     """
     r = records([0, 1] * 20, [1, 0] * 20, [0.9] * 40)
-    assert (
-        fitted_by_halves(r, isotonic_of("confidence")).confidence.tolist()
-        == [0, 1] * 20
-    )
+    assert fitted_by_halves(r, isotonic_of("confidence")).confidence.tolist() == [0, 1] * 20
 
 
 @pytest.mark.slow
 def test_the_published_tables_are_those_of_the_published_records(tmp_path) -> None:
     for test in ("test", "final"):
-        (tmp_path / f"{test}_records.tar.xz").symlink_to(
-            PUBLISHED / f"{test}_records.tar.xz"
-        )
+        (tmp_path / f"{test}_records.tar.xz").symlink_to(PUBLISHED / f"{test}_records.tar.xz")
         tables(tmp_path, test)
         for name in (f"{test}.json", f"{test}_tables.md"):
             assert (tmp_path / name).read_text() == (PUBLISHED / name).read_text()

@@ -55,21 +55,17 @@ def test_both_inner_products_are_their_identities(loss: str) -> None:
         l_c, l_t = slopes(loss, found.confidence, found.accuracy)
         fixed = -l_c * found.covariance
         assert found.fixed == pytest.approx(fixed, rel=1e-10, abs=1e-10)
-        assert found.stated == pytest.approx(
-            fixed - l_t * found.variance, rel=1e-10, abs=1e-10
-        )
+        assert found.stated == pytest.approx(fixed - l_t * found.variance, rel=1e-10, abs=1e-10)
 
 
-def test_proposition_2_holds_for_a_fixed_target_and_has_the_wrong_sign_as_stated() -> (
-    None
-):
+def test_proposition_2_holds_for_a_fixed_target_and_has_the_wrong_sign_as_stated() -> None:
     """Over-confident policies with Cov(R, phi) > 0 (errata P13). Cross-entropy is negative for some
     of them, not for all.
     """
     counts = negative_share(300)
-    assert {
-        name: row["target_held_fixed"] for name, row in counts.items()
-    } == dict.fromkeys(LOSSES, 300)
+    assert {name: row["target_held_fixed"] for name, row in counts.items()} == dict.fromkeys(
+        LOSSES, 300
+    )
     assert [counts[name]["as_stated"] for name in ("l1", "brier", "kl")] == [0, 0, 0]
     assert 0 < counts["cross_entropy"]["as_stated"] < 300
     assert 0 < counts["brier_of_the_outcome"]["as_stated"] < 300
@@ -121,8 +117,7 @@ def test_the_stated_inner_product_is_the_change_along_a_natural_gradient_step() 
 
 
 @pytest.mark.parametrize(
-    "rule",
-    [PAPER, PROPER, Advantage("l1", 0.0, "mean"), Advantage("brier", 1.0, "std")],
+    "rule", [PAPER, PROPER, Advantage("l1", 0.0, "mean"), Advantage("brier", 1.0, "std")]
 )
 def test_the_drifts_advantages_are_the_packages(rule: Advantage) -> None:
     rng = np.random.default_rng(0)
@@ -165,9 +160,7 @@ def test_the_papers_advantages_predict_what_the_second_worlds_run_states() -> No
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.8])
 @pytest.mark.parametrize("group_size", [1, 2, 8, 32])
-def test_variance_of_the_group_target_falls_as_one_over_g(
-    p: float, group_size: int
-) -> None:
+def test_variance_of_the_group_target_falls_as_one_over_g(p: float, group_size: int) -> None:
     assert scoring_rules.target_variance(p, group_size) == pytest.approx(
         p * (1 - p) / group_size, rel=1e-10
     )
@@ -175,9 +168,7 @@ def test_variance_of_the_group_target_falls_as_one_over_g(
 
 def test_subgradient_variance_of_single_labels_and_of_groups() -> None:
     for p in (0.1, 0.5, 0.7):
-        assert scoring_rules.subgradient_variance(0.95, p, 1) == pytest.approx(
-            4 * p * (1 - p)
-        )
+        assert scoring_rules.subgradient_variance(0.95, p, 1) == pytest.approx(4 * p * (1 - p))
     large = [scoring_rules.subgradient_variance(0.9, 0.5, G) for G in (1, 8, 32, 128)]
     assert large == sorted(large, reverse=True)
     assert large[-1] < 1e-12
@@ -193,23 +184,15 @@ def gradients(
     for labels in itertools.product((0.0, 1.0), repeat=2):
         for chosen in itertools.product(range(len(pi)), repeat=2):
             A_c = confidence_advantages(np.array(labels), levels[list(chosen)], options)
-            chances.append(
-                np.prod([p if R else 1 - p for R in labels]) * np.prod(pi[list(chosen)])
-            )
+            chances.append(np.prod([p if R else 1 - p for R in labels]) * np.prod(pi[list(chosen)]))
             found.append(
-                sum(
-                    a * (np.eye(len(pi))[k] - pi)
-                    for a, k in zip(A_c, chosen, strict=True)
-                )
-                / 2
+                sum(a * (np.eye(len(pi))[k] - pi) for a, k in zip(A_c, chosen, strict=True)) / 2
             )
     mean = np.array(chances) @ np.array(found)
     return mean, float(np.array(chances) @ ((np.array(found) - mean) ** 2).sum(axis=1))
 
 
-def test_the_counterfactual_baseline_leaves_the_mean_gradient_and_takes_noise_out() -> (
-    None
-):
+def test_the_counterfactual_baseline_leaves_the_mean_gradient_and_takes_noise_out() -> None:
     """A Brier score is -c^2 + (2c - 1) R: the label's noise enters with 2c - 1, and against the
     others' confidences with 2(c - mean c) only. So the gain is large for a policy that is sure of
     itself and small for one that says .5.
@@ -265,14 +248,10 @@ def test_l1_asks_for_a_median(lam: float, p: float) -> None:
     )
 
 
-def test_proper_scores_ask_for_the_probability_and_lam_mixes_in_what_the_group_does() -> (
-    None
-):
+def test_proper_scores_ask_for_the_probability_and_lam_mixes_in_what_the_group_does() -> None:
     for lam, p in itertools.product((0.0, 0.5, 1.0), (0.1, 0.37, 0.8)):
         for score in ("brier", "log", "spherical")[: 2 if lam else 3]:
-            assert scoring_rules.optimum(score, lam, p) == pytest.approx(
-                p, abs=0.0051
-            ), score
+            assert scoring_rules.optimum(score, lam, p) == pytest.approx(p, abs=0.0051), score
         # the response shows that it is right with 0.9: E[t] = lam p + (1 - lam) 0.9
         seen = scoring_rules.optimum("brier", lam, p, q=0.9)
         assert seen == pytest.approx(lam * p + (1 - lam) * 0.9, abs=0.0051)
@@ -289,16 +268,14 @@ def test_std_keeps_pushing_a_saturated_group_and_the_mean_fades() -> None:
     )
     paper, proper = (
         ObjectiveConfig(),
-        ObjectiveConfig(
-            **PROPER_OPTIONS | {"advantage_normalization_confidence": "mean"}
-        ),
+        ObjectiveConfig(**PROPER_OPTIONS | {"advantage_normalization_confidence": "mean"}),
     )
     assert scoring_rules.saturated_push(paper, nearer) == pytest.approx(
         scoring_rules.saturated_push(paper, near), rel=1e-2
     )
-    assert scoring_rules.saturated_push(
-        proper, nearer
-    ) < 0.02 * scoring_rules.saturated_push(proper, near)
+    assert scoring_rules.saturated_push(proper, nearer) < 0.02 * scoring_rules.saturated_push(
+        proper, near
+    )
 
 
 def settle(
@@ -307,29 +284,20 @@ def settle(
     """Train one softmax over 21 levels for each p, six groups of eight of each in a batch, with the
     trainer's advantages; return the mean confidences over the last quarter.
     """
-    options, levels, rng = (
-        resolve(objective),
-        np.linspace(0, 1, 21),
-        np.random.default_rng(0),
-    )
+    options, levels, rng = (resolve(objective), np.linspace(0, 1, 21), np.random.default_rng(0))
     theta, tail = np.zeros((len(probabilities), len(levels))), []
     for _ in range(steps):
         pi = np.stack([softmax(row) for row in theta])
         chosen = np.stack([rng.choice(len(levels), (6, 8), p=row) for row in pi])
-        correct = (
-            rng.random(chosen.shape) < np.reshape(probabilities, (-1, 1, 1))
-        ).astype(float)
+        correct = (rng.random(chosen.shape) < np.reshape(probabilities, (-1, 1, 1))).astype(float)
         A_c = np.zeros(chosen.shape)
         for place in np.ndindex(chosen.shape[:2]):
-            A_c[place] = confidence_advantages(
-                correct[place], levels[chosen[place]], options
-            )
+            A_c[place] = confidence_advantages(correct[place], levels[chosen[place]], options)
         if options.advantage_normalization_confidence == "batch_std":
             A_c /= batch_scale(A_c)
         for row, (picked, A) in enumerate(zip(chosen, A_c, strict=True)):
             pushed = (
-                np.bincount(picked.ravel(), A.ravel(), len(levels)) / A.size
-                - pi[row] * A.mean()
+                np.bincount(picked.ravel(), A.ravel(), len(levels)) / A.size - pi[row] * A.mean()
             )
             theta[row] += 0.2 * options.weights[1] * pushed
         tail.append(pi @ levels)
@@ -337,17 +305,13 @@ def settle(
 
 
 @pytest.mark.slow
-def test_one_scale_per_batch_keeps_a_proper_score_where_the_groups_own_does_not() -> (
-    None
-):
+def test_one_scale_per_batch_keeps_a_proper_score_where_the_groups_own_does_not() -> None:
     """Nine in ten are right: with a std of their own, groups that are all right push as hard as the
     others, to 1.
     """
     ends = {
         how: settle(
-            ObjectiveConfig(
-                **PROPER_OPTIONS | {"advantage_normalization_confidence": how}
-            ),
+            ObjectiveConfig(**PROPER_OPTIONS | {"advantage_normalization_confidence": how}),
             (0.5, 0.9),
         )
         for how in ("std", "batch_std")
@@ -374,9 +338,7 @@ def test_the_groups_subgradient_varies_unless_its_accuracy_is_known() -> None:
     """
     p, G = 0.4, 8
     variance = scoring_rules.subgradient_variance
-    assert variance(0.7, p, 1) == pytest.approx(4 * p * (1 - p)), (
-        "4p(p - 1) would be negative"
-    )
+    assert variance(0.7, p, 1) == pytest.approx(4 * p * (1 - p)), "4p(p - 1) would be negative"
     for c in (0.41, 0.45, 0.7):
         below = stats.binom.cdf(np.floor(c * G), G, p)
         expected = 4 * below * (1 - below)

@@ -53,10 +53,7 @@ def weights(**options: Any) -> list[list[float]]:
 )
 def test_golden_weights(aggregation: str, reasoning: float, confidence: float) -> None:
     found = weights(
-        name="dcpo",
-        block_groups="signal",
-        loss_aggregation=aggregation,
-        max_response_length=7,
+        name="dcpo", block_groups="signal", loss_aggregation=aggregation, max_response_length=7
     )
     np.testing.assert_allclose(
         found,
@@ -94,9 +91,7 @@ def test_a_coupled_reward_gives_an_all_right_group_no_signal_in_the_reasoning() 
 
 
 def test_masked_responses_are_no_members() -> None:
-    cut = [
-        Judgement("cut", R, None, "truncated", boundary=5, length=5) for R in (1.0, 0.0)
-    ]
+    cut = [Judgement("cut", R, None, "truncated", boundary=5, length=5) for R in (1.0, 0.0)]
     method = objective(name="grpo", block_groups="signal", mask_truncated=True)
     scored = method.score(samples_of([*GROUPS, *cut]))
     assert not any(np.any(sample.weights) for sample in scored[-2:])
@@ -112,9 +107,7 @@ def informative(judgements: list[Judgement], **options: Any) -> bool:
 
 @pytest.mark.parametrize("name", ["grpo", "dcpo", "coupled", "rlcr", "ternary"])
 @pytest.mark.parametrize("preset", ["paper", "dcpo_proper"])
-def test_the_same_groups_are_informative_for_every_method(
-    name: str, preset: str
-) -> None:
+def test_the_same_groups_are_informative_for_every_method(name: str, preset: str) -> None:
     options = {"name": name, "preset": preset}
     assert informative(group("p", (1, 0.9), (0, 0.6)), **options)
     assert not informative(group("p", (1, 0.9), (1, 0.2)), **options)
@@ -123,9 +116,7 @@ def test_the_same_groups_are_informative_for_every_method(
 
 def test_a_length_penalty_makes_no_group_informative() -> None:
     """As in DAPO, whose filter looks at the accuracy."""
-    judgements = [
-        Judgement("p", 1.0, 0.5, "ok", boundary=3, length=length) for length in (5, 9)
-    ]
+    judgements = [Judgement("p", 1.0, 0.5, "ok", boundary=3, length=length) for length in (5, 9)]
     options = {"overlong_buffer": 5, "max_response_length": 10}
     assert not informative(judgements, name="grpo", **options)
 
@@ -141,8 +132,7 @@ def test_an_abstention_tells_apart_where_it_is_rewarded() -> None:
 
 def test_graded_scores_tell_apart() -> None:
     judgements = [
-        Judgement("p", 0.0, 0.5, "ok", boundary=3, length=5, score=score)
-        for score in (0.25, 0.5)
+        Judgement("p", 0.0, 0.5, "ok", boundary=3, length=5, score=score) for score in (0.25, 0.5)
     ]
     assert informative(judgements, name="grpo")
 

@@ -88,9 +88,7 @@ def test_kappa_is_the_mean_of_the_standard_deviation() -> None:
 
 @pytest.mark.parametrize("G", [4, 8, 16])
 @pytest.mark.parametrize("mixture", MIXTURES)
-def test_the_drift_is_the_difference_of_the_saturated_groups(
-    mixture: str, G: int
-) -> None:
+def test_the_drift_is_the_difference_of_the_saturated_groups(mixture: str, G: int) -> None:
     right = right_of(mixture, G)
     limit = kappa(G) * (right[G] - right[0])
     measured = [float(right @ drift_by_right(G, spread)) for spread in SPREADS]

@@ -44,9 +44,7 @@ def test_rewards_advantages_and_loss(name: str) -> None:
     scored = score(chosen, golden_judgements(), OLD)
     for key, columns in COLUMNS.items():
         for column in columns if key in expected else ():
-            np.testing.assert_allclose(
-                getattr(scored, column), expected[key], rtol=0, atol=1e-9
-            )
+            np.testing.assert_allclose(getattr(scored, column), expected[key], rtol=0, atol=1e-9)
     loss, _ = loss_and_gradient(chosen)
     assert loss == pytest.approx(expected["loss"], abs=1e-9)
 
@@ -57,25 +55,18 @@ def test_loss_in_float32(name: str) -> None:
     assert loss == pytest.approx(EXPECTED[name]["loss"], abs=1e-6)
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in GOLDEN_OPTIONS if "clipped" in EXPECTED[name]]
-)
+@pytest.mark.parametrize("name", [name for name in GOLDEN_OPTIONS if "clipped" in EXPECTED[name]])
 def test_clipped_tokens_are_counted(name: str) -> None:
     chosen = objective(**GOLDEN_OPTIONS[name])
     scored = score(chosen, golden_judgements(), OLD)
     _, stats = chosen.loss(*token_batch(scored.samples))
-    assert (
-        stats["clipped/reasoning"] + stats["clipped/confidence"]
-        == EXPECTED[name]["clipped"]
-    )
+    assert stats["clipped/reasoning"] + stats["clipped/confidence"] == EXPECTED[name]["clipped"]
 
 
 def test_ccgspg_parts() -> None:
     """pg + beta * reg, and the sequence confidences behind them."""
     expected = EXPECTED["ccgspg beta=0.01"]
-    np.testing.assert_allclose(
-        [np.exp(row.mean()) for row in OLD], expected["c_old"], atol=1e-12
-    )
+    np.testing.assert_allclose([np.exp(row.mean()) for row in OLD], expected["c_old"], atol=1e-12)
     loss, _ = loss_and_gradient(objective(name="ccgspg", beta=0.0))
     assert loss == pytest.approx(expected["pg"], abs=1e-9)
 
@@ -90,9 +81,7 @@ def test_released_code_taken_literally_gives_another_loss() -> None:
     scored = score(chosen, golden_judgements(), OLD)
     A_c = score(objective(preset="verl_compat", eps=2e-6), golden_judgements()).A_c
     advantages, blocks = [], []
-    for i, (tokens, n_reasoning) in enumerate(
-        zip(scored.samples, INPUTS["n_reason"], strict=True)
-    ):
+    for i, (tokens, n_reasoning) in enumerate(zip(scored.samples, INPUTS["n_reason"], strict=True)):
         length = len(tokens.block_ids)
         start = (n_reasoning if INPUTS["n_conf"][i] else length) - 2
         early = np.arange(length) >= start
@@ -120,11 +109,7 @@ def group_json(name: str) -> dict[str, object]:
         }
         for i in range(len(OLD))
     ]
-    return {
-        "method": options.pop("name", "dcpo"),
-        "options": options,
-        "responses": responses,
-    }
+    return {"method": options.pop("name", "dcpo"), "options": options, "responses": responses}
 
 
 @pytest.mark.parametrize("name", GOLDEN_OPTIONS)
@@ -138,20 +123,11 @@ def test_the_verb_gives_the_same_numbers(
     args = parser.parse_args(["objective", "--input", str(source), "--json"])
     assert args.run(args) == 0
     result, expected = json.loads(capsys.readouterr().out), EXPECTED[name]
-    assert set(result) == {
-        "targets",
-        "R",
-        "R_c",
-        "advantages",
-        "token_advantages",
-        "loss",
-    }
+    assert set(result) == {"targets", "R", "R_c", "advantages", "token_advantages", "loss"}
     assert result["loss"] == pytest.approx(expected["loss"], abs=1e-9)
     for key in ("A", "A_r"):
         if key in expected:
-            np.testing.assert_allclose(
-                result["advantages"]["reasoning"], expected[key], atol=1e-9
-            )
+            np.testing.assert_allclose(result["advantages"]["reasoning"], expected[key], atol=1e-9)
     assert [len(row) for row in result["token_advantages"]] == [len(row) for row in NEW]
 
 

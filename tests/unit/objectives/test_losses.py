@@ -50,10 +50,7 @@ def cispo(A, new, old) -> float:
     """
     total = 0.0
     for a, n, o in zip(A, new, old, strict=True):
-        held = [
-            min(max(math.exp(x - y), 1 - LOW), 1 + HIGH)
-            for x, y in zip(n, o, strict=True)
-        ]
+        held = [min(max(math.exp(x - y), 1 - LOW), 1 + HIGH) for x, y in zip(n, o, strict=True)]
         total += sum(h * x * lp for h, x, lp in zip(held, a, n, strict=True)) / len(n)
     return -total / len(new)
 
@@ -87,21 +84,14 @@ def test_gradients_of_gspo_and_cispo() -> None:
     """GSPO-token: s_i A_t / (N |o_i|) inside the clip, 0 where it binds, for all tokens of a
     response alike. CISPO: the held ratio times A_t / (N |o_i|), also where the clip binds.
     """
-    for name, options in (
-        ("gspo", {"ratio": "sequence"}),
-        ("cispo", {"clip": "cispo"}),
-    ):
+    for name, options in (("gspo", {"ratio": "sequence"}), ("cispo", {"clip": "cispo"})):
         chosen = objective(name="dcpo", **options)
         samples = chosen.score(samples_of(golden_judgements()))
         _, gradient = loss_and_gradient(chosen)
         binding = 0
         for sample, g, n, o in zip(samples, gradient, NEW, OLD, strict=True):
             A = np.asarray(sample.advantages)
-            rho = (
-                np.full(len(n), np.exp(np.mean(n - o)))
-                if name == "gspo"
-                else np.exp(n - o)
-            )
+            rho = np.full(len(n), np.exp(np.mean(n - o))) if name == "gspo" else np.exp(n - o)
             held = np.clip(rho, 1 - LOW, 1 + HIGH)
             binds = held * A < rho * A
             binding += int(binds.sum())
@@ -127,28 +117,18 @@ def test_the_engines_log_probs_as_old_ones() -> None:
     """By hand: A = 1/2 and -1/2, weights 1/4. Ratios e^.1 and e^1, held at 1.28, of the right
     response; e^-1, held at .8, and 1 of the wrong one. What stands in old_logprobs is not read.
     """
-    chosen = objective(
-        name="grpo", old_logprobs="engine", advantage_normalization="mean"
-    )
+    chosen = objective(name="grpo", old_logprobs="engine", advantage_normalization="mean")
     judgements = [judgement("p", R, 0.9, boundary=1, length=2) for R in (1.0, 0.0)]
-    new, other = (
-        [np.array([-1.0, -0.5]), np.array([-2.0, -1.0])],
-        [np.full(2, -9.0)] * 2,
-    )
+    new, other = ([np.array([-1.0, -0.5]), np.array([-2.0, -1.0])], [np.full(2, -9.0)] * 2)
     engine = torch.tensor([-1.1, -1.5, -1.0, -1.0], dtype=torch.float64)
-    total, gradient = loss_and_gradient(
-        chosen, judgements, other, new, engine_logprobs=engine
-    )
-    assert total == pytest.approx(
-        (-1.1051709180756477 / 2 - 0.64 + 0.4 + 0.5) / 4, abs=1e-12
-    )
+    total, gradient = loss_and_gradient(chosen, judgements, other, new, engine_logprobs=engine)
+    assert total == pytest.approx((-1.1051709180756477 / 2 - 0.64 + 0.4 + 0.5) / 4, abs=1e-12)
     assert np.concatenate(gradient) == pytest.approx(
         [-1.1051709180756477 / 8, 0.0, 0.0, 0.125], abs=1e-12
     )
     assert chosen.loss_is_separable
     with pytest.raises(
-        ValueError,
-        match=r"objective.old_logprobs needs engine_logprobs for every response",
+        ValueError, match=r"objective.old_logprobs needs engine_logprobs for every response"
     ):
         loss_and_gradient(chosen, judgements, other, new)
 
@@ -171,8 +151,7 @@ def test_the_length_penalty_is_dapos() -> None:
     """Equation 13 at 16, 20 and 12 + 8 = 20 tokens of at most 20 with a buffer of 8: 0, -.5, -1."""
     lengths = (12, 16, 20, 5)
     group = [
-        judgement("p", R, 0.5, n - 2, n)
-        for R, n in zip((1.0, 1.0, 1.0, 0.0), lengths, strict=True)
+        judgement("p", R, 0.5, n - 2, n) for R, n in zip((1.0, 1.0, 1.0, 0.0), lengths, strict=True)
     ]
     options = {"overlong_buffer": 8, "max_response_length": 20}
     expected = np.array([1.0, 0.5, 0.0, 0.0])
@@ -181,18 +160,14 @@ def test_the_length_penalty_is_dapos() -> None:
     assert pytest.approx(expected) == grpo.R
     assert grpo.A_r == pytest.approx(A)
     assert grpo.A_c == pytest.approx(A)
-    plain, shaped = (
-        score(objective(name="dcpo", **more), group) for more in ({}, options)
-    )
+    plain, shaped = (score(objective(name="dcpo", **more), group) for more in ({}, options))
     assert shaped.A_r == pytest.approx(A)
     for name in ("targets", "R_c", "A_c"):
         assert getattr(shaped, name) == pytest.approx(getattr(plain, name)), name
     double = score(objective(name="coupled", overlong_penalty=2.0, **options), group)
     assert double.A_c == pytest.approx(double.A_r)
     assert (
-        pytest.approx(
-            score(objective(name="coupled"), group).R - np.array([0, 1, 2, 0])
-        )
+        pytest.approx(score(objective(name="coupled"), group).R - np.array([0, 1, 2, 0]))
         == double.R
     )
 
@@ -259,17 +234,13 @@ def test_the_entropy_coefficient_finds_its_target() -> None:
         ),
     ],
 )
-def test_what_does_not_go_together_is_refused(
-    options: dict[str, object], said: str
-) -> None:
+def test_what_does_not_go_together_is_refused(options: dict[str, object], said: str) -> None:
     with pytest.raises((UserError, ValueError), match=said):
         resolve(ObjectiveConfig(**options))
 
 
 def test_the_longest_response_is_that_of_the_rollout() -> None:
     config = load_config("examples/quickstart/losses/dr_grpo.yaml")
-    assert (
-        config.objective.max_response_length == config.rollout.max_response_length == 32
-    )
+    assert config.objective.max_response_length == config.rollout.max_response_length == 32
     assert resolve(config.objective).max_response_length == 32
     assert INPUTS["correct"]  # the golden group is there

@@ -13,8 +13,7 @@ def giving_up(marker_block: str) -> tuple[np.ndarray, np.ndarray]:
     at once, and 0.
     """
     reasoned = [
-        Judgement("p", R, 0.5, "ok", boundary=3, length=6, marker_end=4)
-        for R in (1.0, 0.0)
+        Judgement("p", R, 0.5, "ok", boundary=3, length=6, marker_end=4) for R in (1.0, 0.0)
     ]
     at_once = [Judgement("p", 0.0, 0.0, "ok", boundary=0, length=3, marker_end=1)] * 2
     chosen = objective(preset="dcpo_proper", marker_block=marker_block)
@@ -42,9 +41,7 @@ def test_marker_block_moves_the_marker_and_nothing_else() -> None:
             "p", 0.0, None, "missing", boundary=4, length=5, marker_end=4
         ),  # its EOS keeps the penalty
         Judgement("p", 0.0, None, "unparsable", boundary=2, length=6, marker_end=3),
-        Judgement(
-            "p", 0.0, 0.5, "ok", boundary=3, length=8
-        ),  # not known where the marker ends
+        Judgement("p", 0.0, 0.5, "ok", boundary=3, length=8),  # not known where the marker ends
     ]
     starts = {
         where: [

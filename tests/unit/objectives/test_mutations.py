@@ -39,9 +39,7 @@ def test_kills_swapped_blocks() -> None:
     for i, tokens in enumerate(scored.samples):
         np.testing.assert_allclose(tokens.advantages[:3], [1, 1, -1, -1][i], atol=1e-5)
         np.testing.assert_allclose(tokens.advantages[3:], A_c[i], atol=1e-9)
-        assert (
-            tokens.block_ids.tolist() == [BLOCK_REASONING] * 3 + [BLOCK_CONFIDENCE] * 2
-        )
+        assert tokens.block_ids.tolist() == [BLOCK_REASONING] * 3 + [BLOCK_CONFIDENCE] * 2
 
 
 def test_kills_swapped_blocks_in_the_loss() -> None:
@@ -52,10 +50,7 @@ def test_kills_swapped_blocks_in_the_loss() -> None:
         for i, tokens in enumerate(scored.samples)
     ]
     assert (
-        abs(
-            loss_and_gradient(chosen, samples=with_tokens(scored, swapped))[0]
-            - golden_loss()
-        )
+        abs(loss_and_gradient(chosen, samples=with_tokens(scored, swapped))[0] - golden_loss())
         > 1e-3
     )
 
@@ -100,15 +95,7 @@ def test_kills_boundary_off_by_one(shift: int) -> None:
             else j.boundary
         )
         moved.append(
-            Judgement(
-                j.prompt_id,
-                j.correct,
-                j.confidence,
-                j.status,
-                boundary,
-                j.length,
-                j.stated,
-            )
+            Judgement(j.prompt_id, j.correct, j.confidence, j.status, boundary, j.length, j.stated)
         )
     assert abs(loss_and_gradient(chosen, moved)[0] - golden_loss()) > 1e-4
 
@@ -124,9 +111,7 @@ def test_kills_advantages_shifted_by_one_with_a_one_token_block() -> None:
     """The gradient of the confidence advantage sits on exactly the last token when the block is one
     token.
     """
-    rows = [
-        judgement("p", 1.0, c, boundary=4) for c in (0.2, 0.9)
-    ]  # all right: A_r = 0
+    rows = [judgement("p", 1.0, c, boundary=4) for c in (0.2, 0.9)]  # all right: A_r = 0
     old = [np.full(5, -1.0)] * 2
     _, gradients = loss_and_gradient(objective(), rows, old, old)
     for gradient, sign in zip(gradients, (1, -1), strict=True):
@@ -135,19 +120,13 @@ def test_kills_advantages_shifted_by_one_with_a_one_token_block() -> None:
 
 
 def test_kills_penalty_that_depends_on_correctness() -> None:
-    rows = [
-        judgement("p", R, None if i < 2 else 0.5)
-        for i, R in enumerate((1.0, 0.0, 1.0, 0.0))
-    ]
+    rows = [judgement("p", R, None if i < 2 else 0.5) for i, R in enumerate((1.0, 0.0, 1.0, 0.0))]
     assert score(objective(), rows).R_c[:2].tolist() == [-1.0, -1.0]
 
 
 def test_kills_malformed_left_out_of_the_statistics() -> None:
     """Malformed and truncated responses count in the group accuracy and in the mean of R_c."""
-    rows = [
-        judgement("p", 1.0, 0.9),
-        judgement("p", 0.0, None, status="truncated", boundary=5),
-    ]
+    rows = [judgement("p", 1.0, 0.9), judgement("p", 0.0, None, status="truncated", boundary=5)]
     scored = score(objective(lam=1.0), rows)
     assert scored.targets.tolist() == [0.5, 0.5]
     np.testing.assert_allclose(scored.A_c, [1, -1], atol=1e-4)
@@ -176,10 +155,7 @@ def test_kills_clip_without_min() -> None:
     for sign, expected in ((-1.0, np.exp(1.25)), (1.0, -1.28)):
         chosen = objective(name="grpo", advantage_normalization="none")
         rows = [judgement("p", sign, 0.5, 0, 1), judgement("p", 0.0, 0.5, 0, 1)]
-        old, new = (
-            [np.array([-1.6]), np.array([-1.0])],
-            [np.array([-0.35]), np.array([-1.0])],
-        )
+        old, new = ([np.array([-1.6]), np.array([-1.0])], [np.array([-0.35]), np.array([-1.0])])
         assert loss_and_gradient(chosen, rows, old, new)[0] == pytest.approx(
             expected / 2, abs=1e-12
         )

@@ -24,18 +24,12 @@ def test_options_resolve_explicit_then_method_then_preset() -> None:
     assert proper.blocks("advantage_normalization") == ("std", "batch_std")
     assert proper.blocks("weight") == (1.0, 1.0)
     assert proper.options == {"confidence_baseline": "counterfactual"}
-    assert resolve(ObjectiveConfig(preset="dcpo_proper", weight=2.0)).blocks(
-        "weight"
-    ) == (2.0, 2.0)
-    assert resolve(ObjectiveConfig(name="rlcr", preset="dcpo_proper")).blocks(
-        "weight"
-    ) == (
+    assert resolve(ObjectiveConfig(preset="dcpo_proper", weight=2.0)).blocks("weight") == (2.0, 2.0)
+    assert resolve(ObjectiveConfig(name="rlcr", preset="dcpo_proper")).blocks("weight") == (
         1.0,
         1.0,
     )
-    assert resolve(ObjectiveConfig(kl_coef=0.3, kl_coef_confidence=0.1)).blocks(
-        "kl_coef"
-    ) == (
+    assert resolve(ObjectiveConfig(kl_coef=0.3, kl_coef_confidence=0.1)).blocks("kl_coef") == (
         0.3,
         0.1,
     )
@@ -63,9 +57,7 @@ def test_bad_options_are_named(options: dict[str, Any], message: str) -> None:
 
 
 def test_an_unknown_method_is_named() -> None:
-    with pytest.raises(
-        UserError, match="unknown objective 'dcop'; did you mean 'dcpo'"
-    ):
+    with pytest.raises(UserError, match="unknown objective 'dcop'; did you mean 'dcpo'"):
         objective(name="dcop")
 
 
@@ -90,9 +82,7 @@ def test_an_unknown_method_is_named() -> None:
         ({"name": "posthoc", "beta": 0.1}, r"\(ccgspg\)"),
     ],
 )
-def test_options_that_a_method_ignores_are_refused(
-    options: dict[str, Any], message: str
-) -> None:
+def test_options_that_a_method_ignores_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         objective(**options)
 
@@ -113,16 +103,11 @@ def test_a_short_name_is_accepted_where_one_block_reads_it_and_null_unsets() -> 
 def test_every_option_is_read_by_a_method_and_every_method_names_real_options() -> None:
     read = frozenset().union(*(method.reads for method in METHODS.values()))
     assert read | {"options"} == set(ObjectiveConfig.model_fields)
-    assert set(OWN_OPTIONS) == {
-        name for method in METHODS.values() for name in method.own_options
-    }
+    assert set(OWN_OPTIONS) == {name for method in METHODS.values() for name in method.own_options}
 
 
 def test_options_of_a_method_are_checked() -> None:
-    assert (
-        objective(name="rlcr", variant="original").options.options["variant"]
-        == "original"
-    )
+    assert objective(name="rlcr", variant="original").options.options["variant"] == "original"
     assert objective(name="rlcr", options={"w": 0.3}).options.options == {
         "w": 0.3,
         "variant": "canonical",
@@ -136,10 +121,7 @@ def test_options_of_a_method_are_checked() -> None:
             {"name": "ccgspg", "beta": "much"},
             "objective.beta='much': expected a value like its default, 0.01",
         ),
-        (
-            {"name": "grpo", "options": {"gamma": 1}},
-            "objective.options.gamma: .*grpo",
-        ),
+        ({"name": "grpo", "options": {"gamma": 1}}, "objective.options.gamma: .*grpo"),
     ):
         with pytest.raises(UserError, match=message):
             objective(**options)
@@ -172,7 +154,6 @@ def test_numbers_that_the_released_code_reads_otherwise(
     options = resolve(ObjectiveConfig(preset="verl_compat"))
     parsed = parse_confidence(text, marker="CONFIDENCE:", finished=finished)
     read = replace(
-        judgement("p", 1.0, parsed.confidence, status=parsed.status),
-        stated=parsed.stated,
+        judgement("p", 1.0, parsed.confidence, status=parsed.status), stated=parsed.stated
     )
     assert scored_confidence(read, options) == scored

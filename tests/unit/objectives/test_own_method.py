@@ -15,10 +15,7 @@ RIGHT = """
 """
 WRONG = {
     "two arrays": ("    return R, c\n", "must return 5 arrays"),
-    "other lengths": (
-        "    return c, R, c, R[:1], R\n",
-        r"\(4,\), \(4,\), \(4,\), \(1,\)",
-    ),
+    "other lengths": ("    return c, R, c, R[:1], R\n", r"\(4,\), \(4,\), \(4,\), \(1,\)"),
     "nothing": ("    return None\n", "must return 5 arrays"),
     "a mistake": ("    return R / options.nothing\n", r"mine\.py, line 4, in score"),
     "a mistake in a library": (

@@ -14,12 +14,7 @@ from hypothesis import strategies as st
 
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.objectives import METHODS, ObjectiveConfig, resolve
-from megatron_dcpo.objectives.advantages import (
-    MIN_BATCH_RMS,
-    SCORING_RULES,
-    log,
-    normalize,
-)
+from megatron_dcpo.objectives.advantages import MIN_BATCH_RMS, SCORING_RULES, log, normalize
 from megatron_dcpo.objectives.policy_loss import importance_weights, kl_estimate
 from megatron_dcpo.types import (
     BLOCK_CONFIDENCE,
@@ -54,24 +49,18 @@ VARIANTS: list[dict[str, Any]] = [
 
 
 @st.composite
-def batches(
-    draw: st.DrawFn,
-) -> tuple[list[Judgement], list[np.ndarray], list[np.ndarray]]:
+def batches(draw: st.DrawFn) -> tuple[list[Judgement], list[np.ndarray], list[np.ndarray]]:
     """One to three prompts with two to five responses each, in a random order, with log-probs."""
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     rows: list[Judgement] = []
     for prompt in range(draw(st.integers(1, 3))):
         for _ in range(draw(st.integers(2, 5))):
             length = int(rng.integers(1, 9))
-            status: Any = (
-                "ok" if rng.random() < 0.7 else MALFORMED[rng.integers(len(MALFORMED))]
-            )
+            status: Any = "ok" if rng.random() < 0.7 else MALFORMED[rng.integers(len(MALFORMED))]
             boundary = length if status == "truncated" else int(rng.integers(0, length))
             c = float(rng.random()) if status == "ok" else None
             rows.append(
-                Judgement(
-                    f"p{prompt}", float(rng.random() < 0.5), c, status, boundary, length
-                )
+                Judgement(f"p{prompt}", float(rng.random() < 0.5), c, status, boundary, length)
             )
     order = rng.permutation(len(rows))
     old = [-rng.exponential(1.0, rows[i].length) for i in order]
@@ -103,11 +92,7 @@ def test_dcpo_is_the_papers_equation_written_as_loops(batch: Any, lam: float) ->
             values = [reward(other) for other in group]
             mean = sum(values) / len(values)
             std = (sum((value - mean) ** 2 for value in values) / len(values)) ** 0.5
-            A = (
-                (reward(row) - mean) / (std + 1e-6)
-                if max(values) - min(values) >= 1e-6
-                else 0.0
-            )
+            A = (reward(row) - mean) / (std + 1e-6) if max(values) - min(values) >= 1e-6 else 0.0
             rho = float(np.exp(new_row[t] - old_row[t]))
             total -= min(rho * A, min(max(rho, 0.8), 1.28) * A) / row.length / len(rows)
     assert loss_and_gradient(objective(lam=lam), rows, old, new)[0] == pytest.approx(
@@ -126,16 +111,11 @@ def test_permuting_the_rows_changes_nothing(
     order = data.draw(st.permutations(range(len(rows))))
     loss, gradient = loss_and_gradient(chosen, rows, old, new)
     moved, moved_gradient = loss_and_gradient(
-        chosen,
-        [rows[i] for i in order],
-        [old[i] for i in order],
-        [new[i] for i in order],
+        chosen, [rows[i] for i in order], [old[i] for i in order], [new[i] for i in order]
     )
     assert moved == pytest.approx(loss, rel=1e-9, abs=1e-12)
     for place, i in enumerate(order):
-        np.testing.assert_allclose(
-            moved_gradient[place], gradient[i], rtol=1e-9, atol=1e-12
-        )
+        np.testing.assert_allclose(moved_gradient[place], gradient[i], rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("options", VARIANTS, ids=str)
@@ -178,35 +158,22 @@ def test_micro_batches_ranks_and_padding_change_nothing(
     assert total == pytest.approx(expected, rel=1e-5, abs=1e-6)
 
 
-def pad(
-    batch: MicroBatch, outputs: TokenOutputs, n: int
-) -> tuple[MicroBatch, TokenOutputs]:
+def pad(batch: MicroBatch, outputs: TokenOutputs, n: int) -> tuple[MicroBatch, TokenOutputs]:
     """Hostile padding tokens: NaN log-probs and weights, huge advantages, no block."""
-    hostile = {
-        "old_logprobs": -1e9,
-        "advantages": 1e9,
-        "weights": float("nan"),
-        "block_ids": 0,
-    }
+    hostile = {"old_logprobs": -1e9, "advantages": 1e9, "weights": float("nan"), "block_ids": 0}
 
     def padded(tensor: torch.Tensor, value: float) -> torch.Tensor:
         return torch.cat([tensor.detach(), torch.full((n,), value).to(tensor.dtype)])
 
-    columns = {
-        name: padded(batch.columns[name], value) for name, value in hostile.items()
-    }
+    columns = {name: padded(batch.columns[name], value) for name, value in hostile.items()}
     nan = float("nan")
     logprobs = padded(outputs.logprobs, nan).requires_grad_()
-    moved = dataclasses.replace(
-        batch, sequence_ids=padded(batch.sequence_ids, 0), columns=columns
-    )
+    moved = dataclasses.replace(batch, sequence_ids=padded(batch.sequence_ids, 0), columns=columns)
     return moved, TokenOutputs(logprobs, padded(outputs.entropy, nan))
 
 
 def test_gradient_is_zero_on_prompt_and_padding_with_every_term_on() -> None:
-    chosen = objective(
-        kl_coef=0.1, entropy_coef=0.1, tis_level="sequence", dual_clip=3.0
-    )
+    chosen = objective(kl_coef=0.1, entropy_coef=0.1, tis_level="sequence", dual_clip=3.0)
     scored = score(chosen, golden_judgements(), OLD)
     batch, outputs = pad(*token_batch(scored.samples), 5)
     padding = batch.columns["block_ids"] == BLOCK_NONE
@@ -230,17 +197,13 @@ def test_scaling_the_calibration_reward_moves_confidence_tokens_only(
     rows, old, new = batch
     plain = objective(preset="dcpo_proper")
     scored = score(plain, rows, old)
-    scaled = objective(
-        preset="dcpo_proper", weight_confidence=plain.options.weights[1] * scale
-    )
+    scaled = objective(preset="dcpo_proper", weight_confidence=plain.options.weights[1] * scale)
     _, before = loss_and_gradient(plain, rows, old, new)
     _, after = loss_and_gradient(scaled, rows, old, new)
     for tokens, a, b in zip(scored.samples, before, after, strict=True):
         confidence = tokens.block_ids == BLOCK_CONFIDENCE
         np.testing.assert_array_equal(a[~confidence], b[~confidence])
-        np.testing.assert_allclose(
-            a[confidence] * scale, b[confidence], rtol=1e-9, atol=1e-15
-        )
+        np.testing.assert_allclose(a[confidence] * scale, b[confidence], rtol=1e-9, atol=1e-15)
 
 
 def test_changing_a_confidence_moves_confidence_tokens_only() -> None:
@@ -280,9 +243,7 @@ def test_saturated_group_keeps_its_confidence_gradient(R: float) -> None:
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("value", [0.1, -0.3, 1.0, 0.7])
 @pytest.mark.parametrize("how", ["std", "mean"])
-def test_identical_rewards_give_exactly_zero(
-    dtype: type, value: float, how: Any
-) -> None:
+def test_identical_rewards_give_exactly_zero(dtype: type, value: float, how: Any) -> None:
     options = resolve(ObjectiveConfig())
     rewards = np.full(8, value, dtype=dtype)
     assert normalize(rewards, how, options).tolist() == [0.0] * 8
@@ -294,26 +255,14 @@ def test_batch_std_is_one_scale_for_all_groups() -> None:
     """A_c centred per group, over the root mean square of the mini-batch; A_r stays as it is."""
     rows = [
         judgement(p, R, c)
-        for p, R, c in (
-            ("a", 1, 0.9),
-            ("a", 0, 0.2),
-            ("b", 1, 0.6),
-            ("b", 1, 0.61),
-            ("b", 0, None),
-        )
+        for p, R, c in (("a", 1, 0.9), ("a", 0, 0.2), ("b", 1, 0.6), ("b", 1, 0.61), ("b", 0, None))
     ]
     for baseline in ("group", "counterfactual"):
         plain = score(
-            objective(
-                advantage_normalization_confidence="mean", confidence_baseline=baseline
-            ),
-            rows,
+            objective(advantage_normalization_confidence="mean", confidence_baseline=baseline), rows
         )
         scaled = score(
-            objective(
-                advantage_normalization_confidence="batch_std",
-                confidence_baseline=baseline,
-            ),
+            objective(advantage_normalization_confidence="batch_std", confidence_baseline=baseline),
             rows,
         )
         np.testing.assert_allclose(
@@ -321,22 +270,16 @@ def test_batch_std_is_one_scale_for_all_groups() -> None:
         )
         np.testing.assert_array_equal(scaled.A_r, plain.A_r)
         for tokens, A_c in zip(scaled.samples, scaled.A_c, strict=True):
-            assert (
-                tokens.advantages[tokens.block_ids == BLOCK_CONFIDENCE] == A_c
-            ).all()
+            assert (tokens.advantages[tokens.block_ids == BLOCK_CONFIDENCE] == A_c).all()
 
 
 def test_batch_std_does_not_blow_up_what_is_almost_nothing() -> None:
     rows = [judgement(p, 1, c) for p in "ab" for c in (0.99, 0.99, 0.98)]
     plain = score(
-        objective(calibration_loss="brier", advantage_normalization_confidence="mean"),
-        rows,
+        objective(calibration_loss="brier", advantage_normalization_confidence="mean"), rows
     )
     scaled = score(
-        objective(
-            calibration_loss="brier", advantage_normalization_confidence="batch_std"
-        ),
-        rows,
+        objective(calibration_loss="brier", advantage_normalization_confidence="batch_std"), rows
     )
     np.testing.assert_allclose(scaled.A_c, plain.A_c / MIN_BATCH_RMS, rtol=1e-12)
 
@@ -345,16 +288,12 @@ def test_batch_std_of_posthoc_scales_all_its_tokens_alike() -> None:
     rows = [judgement("a", R, c) for R, c in ((1, 0.9), (0, 0.2), (0, 0.7))]
     for tokens in ("all", "confidence"):
         plain = score(
-            objective(
-                name="posthoc", tokens=tokens, advantage_normalization_confidence="mean"
-            ),
+            objective(name="posthoc", tokens=tokens, advantage_normalization_confidence="mean"),
             rows,
         )
         scaled = score(
             objective(
-                name="posthoc",
-                tokens=tokens,
-                advantage_normalization_confidence="batch_std",
+                name="posthoc", tokens=tokens, advantage_normalization_confidence="batch_std"
             ),
             rows,
         )
@@ -371,9 +310,7 @@ def score_of(name: str, c: np.ndarray, target: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("name", ["brier", "log", "spherical"])
 @pytest.mark.parametrize("p", [0.1, 0.35, 0.5, 0.8])
 @pytest.mark.parametrize("lam", [0.0, 0.5, 1.0])
-def test_proper_scores_are_best_at_the_probability(
-    name: str, p: float, lam: float
-) -> None:
+def test_proper_scores_are_best_at_the_probability(name: str, p: float, lam: float) -> None:
     """E over R ~ Bernoulli(p) of S(c, lam p + (1 - lam) R) is largest at c = p, whatever lam."""
     c = np.linspace(0.01, 0.99, 99)
     expected = sum(
@@ -385,27 +322,21 @@ def test_proper_scores_are_best_at_the_probability(
 
 def test_l1_is_not_proper_below_lam_one() -> None:
     c, p = np.linspace(0, 1, 101), 0.7
-    expected = p * SCORING_RULES["l1"](c, np.full_like(c, 1.0)) + (
-        1 - p
-    ) * SCORING_RULES["l1"](c, np.zeros_like(c))
+    expected = p * SCORING_RULES["l1"](c, np.full_like(c, 1.0)) + (1 - p) * SCORING_RULES["l1"](
+        c, np.zeros_like(c)
+    )
     assert c[np.argmax(expected)] == 1.0
 
 
 @given(st.sampled_from(sorted(SCORING_RULES)), st.floats(0, 1), st.floats(0, 1))
-def test_scores_lie_between_minus_one_and_zero(
-    name: str, c: float, target: float
-) -> None:
+def test_scores_lie_between_minus_one_and_zero(name: str, c: float, target: float) -> None:
     """So the malformed penalty of -1 is never better than an honest answer."""
     value = SCORING_RULES[name](np.array([c]), np.array([target]))[0]
     assert -1 - 1e-12 <= value <= 1e-12
 
 
 def test_malformed_placements() -> None:
-    rows = [
-        judgement("p", 1.0, 0.5),
-        judgement("p", 0.0, 0.5),
-        judgement("p", 1.0, None),
-    ]
+    rows = [judgement("p", 1.0, 0.5), judgement("p", 0.0, 0.5), judgement("p", 1.0, None)]
     scores = {
         place: score(objective(malformed_placement=place), rows)
         for place in ("confidence", "reasoning", "both", "sentinel")
@@ -413,8 +344,7 @@ def test_malformed_placements() -> None:
     t = 0.5 * 2 / 3 + 0.5
     assert [scores[place].R[2] for place in scores] == [1.0, 0.0, 0.0, 1.0]
     np.testing.assert_allclose(
-        [scores[p].R_c[2] for p in scores],
-        [-1, scores["reasoning"].R_c[:2].mean(), -1, -1 - t],
+        [scores[p].R_c[2] for p in scores], [-1, scores["reasoning"].R_c[:2].mean(), -1, -1 - t]
     )
     assert scores["reasoning"].A_c[2] == pytest.approx(0, abs=1e-12)
     assert score(objective(malformed_penalty=-0.5), rows).R_c[2] == -0.5
@@ -441,17 +371,12 @@ def test_aggregations_have_their_own_denominators() -> None:
         scored = score(chosen, golden_judgements())
         for row, value in zip(scored.weights, expected, strict=True):
             np.testing.assert_allclose(row, value, rtol=1e-15)
-    chosen = objective(
-        loss_aggregation="block_mean", weight_reasoning=2.0, weight_confidence=3.0
-    )
+    chosen = objective(loss_aggregation="block_mean", weight_reasoning=2.0, weight_confidence=3.0)
     scored = score(chosen, golden_judgements())
     weights = np.concatenate(scored.weights)
     blocks = np.concatenate([sample.block_ids for sample in scored.samples])
     assert len(blocks) == lengths.sum()
-    reasoning, confidence = (
-        (blocks != BLOCK_CONFIDENCE).sum(),
-        (blocks == BLOCK_CONFIDENCE).sum(),
-    )
+    reasoning, confidence = ((blocks != BLOCK_CONFIDENCE).sum(), (blocks == BLOCK_CONFIDENCE).sum())
     np.testing.assert_allclose(
         weights, np.where(blocks == BLOCK_CONFIDENCE, 3 / confidence, 2 / reasoning)
     )
@@ -473,9 +398,7 @@ def test_kl_estimators() -> None:
     exact = float((p * (p / q).log()).sum())
     d = (q / p).log()
     for name, tolerance in (("k1", 1e-7), ("k3", 1e-7), ("k2", 2e-3)):
-        assert float((p * kl_estimate(d, name)).sum()) == pytest.approx(
-            exact, abs=tolerance
-        )
+        assert float((p * kl_estimate(d, name)).sum()) == pytest.approx(exact, abs=tolerance)
     assert (kl_estimate(d, "k3") >= 0).all()
     far = torch.tensor([1e4, -1e4], requires_grad=True)
     bounded = kl_estimate(far, "k3")
@@ -517,9 +440,7 @@ def test_kl_loss_pulls_towards_the_reference(estimator: str, kl: float) -> None:
     options = {"kl_coef": 0.5, "kl_estimator": estimator}
     loss, pulled = loss_and_gradient(objective(**options), ref_logprobs=flat(NEW) - 0.2)
     assert loss - base == pytest.approx(0.5 * kl, abs=1e-12)
-    assert all(
-        (b > a).all() for a, b in zip(gradient, pulled, strict=True)
-    )  # descent lowers logp
+    assert all((b > a).all() for a, b in zip(gradient, pulled, strict=True))  # descent lowers logp
 
 
 @pytest.mark.parametrize("block", ["reasoning", "confidence"])
@@ -562,9 +483,7 @@ def test_truncated_importance_sampling() -> None:
         objective(tis_level="sequence", tis_cap=2.0), engine_logprobs=engine
     )
     for a, b in zip(gradient, by_sequence, strict=True):
-        np.testing.assert_allclose(
-            b, min(1.1 ** len(a), 2.0) * a, rtol=1e-12, atol=1e-15
-        )
+        np.testing.assert_allclose(b, min(1.1 ** len(a), 2.0) * a, rtol=1e-12, atol=1e-15)
 
 
 # log pi_old - log pi_engine of three responses; the weights that the papers' formulas make of them,
@@ -573,10 +492,7 @@ GAPS = [np.log([1.5, 0.4, 6.0]), np.log([0.9, 1.2]), np.log([3.0, 3.0])]
 PAPERS = {
     # TIS: min(pi_old / pi_engine, C) of each token; Yao et al. 2025, "Your efficient RL framework
     # secretly brings you off-policy RL training". C = 2, verl's and TRL's token_truncate
-    "TIS": (
-        {"tis_level": "token", "tis_cap": 2.0},
-        [[1.5, 0.4, 2.0], [0.9, 1.2], [2.0, 2.0]],
-    ),
+    "TIS": ({"tis_level": "token", "tis_cap": 2.0}, [[1.5, 0.4, 2.0], [0.9, 1.2], [2.0, 2.0]]),
     # IcePop: M(k) = k where alpha <= k <= beta, else 0; Ling team 2025, "Small leak can sink a
     # great ship". 0.5 and 5, verl's rollout_is_threshold "0.5_5.0"
     "IcePop": (
@@ -585,10 +501,7 @@ PAPERS = {
     ),
     # truncated sequence weights min(rho, C), rho = prod_t pi_old / pi_engine = 3.6, 1.08, 9; Liu et
     # al. 2025, "When speed kills stability", Seq-TIS
-    "Seq-TIS": (
-        {"tis_level": "sequence", "tis_cap": 2.0},
-        [[2.0] * 3, [1.08] * 2, [2.0] * 2],
-    ),
+    "Seq-TIS": ({"tis_level": "sequence", "tis_cap": 2.0}, [[2.0] * 3, [1.08] * 2, [2.0] * 2]),
     # MIS: rho where rho <= C, else 0; the same paper, TRL's default mode sequence_mask, C = 3
     "Seq-MIS": (
         {"tis_level": "sequence", "tis_mode": "mask", "tis_cap": 3.0},
@@ -596,12 +509,7 @@ PAPERS = {
     ),
     # the geometric mean rho^(1/T) = 3.6^(1/3), sqrt(1.08), 3, 0 outside; the same paper, part 3
     "Geo-Mask": (
-        {
-            "tis_level": "geometric",
-            "tis_mode": "mask",
-            "tis_floor": 0.5,
-            "tis_cap": 2.0,
-        },
+        {"tis_level": "geometric", "tis_mode": "mask", "tis_floor": 0.5, "tis_cap": 2.0},
         [[3.6 ** (1 / 3)] * 3, [1.08**0.5] * 2, [0.0] * 2],
     ),
     "geometric, truncated": (
@@ -634,12 +542,8 @@ def test_importance_weights_by_their_papers(name: str, padded: bool) -> None:
         R=torch.zeros(3),
         sequence_ids=torch.tensor(sequences),
     )
-    found = importance_weights(
-        batch, TokenOutputs(old, old), objective(**options).options
-    )
-    np.testing.assert_allclose(
-        found[: sum(lengths)], np.concatenate(expected), rtol=1e-12
-    )
+    found = importance_weights(batch, TokenOutputs(old, old), objective(**options).options)
+    np.testing.assert_allclose(found[: sum(lengths)], np.concatenate(expected), rtol=1e-12)
 
 
 def test_masked_tokens_train_nothing_and_are_counted() -> None:
@@ -648,12 +552,7 @@ def test_masked_tokens_train_nothing_and_are_counted() -> None:
     """
     engine = flat(OLD).clone()
     engine[::3] -= float(np.log(6.0))
-    options = {
-        "tis_level": "token",
-        "tis_mode": "mask",
-        "tis_floor": 0.5,
-        "tis_cap": 5.0,
-    }
+    options = {"tis_level": "token", "tis_mode": "mask", "tis_floor": 0.5, "tis_cap": 5.0}
     _, gradient = loss_and_gradient(objective(**options), engine_logprobs=engine)
     _, plain = loss_and_gradient(objective())
     expected = np.concatenate(plain)
@@ -663,10 +562,7 @@ def test_masked_tokens_train_nothing_and_are_counted() -> None:
     batch, outputs = token_batch(scored.samples, engine_logprobs=engine)
     _, statistics = objective(**options).loss(batch, outputs)
     blocks = np.concatenate([tokens.block_ids for tokens in scored.samples])
-    masked = [
-        float(statistics[f"tis_masked/{block}"])
-        for block in ("reasoning", "confidence")
-    ]
+    masked = [float(statistics[f"tis_masked/{block}"]) for block in ("reasoning", "confidence")]
     assert masked == [np.count_nonzero(blocks[::3] == block) for block in (1, 2)]
 
 
@@ -696,13 +592,9 @@ def test_ccgspg_is_bounded_when_the_model_is_sure() -> None:
     rows = [judgement("p", R, None) for R in (1.0, 0.0)]
     sure = [np.zeros(5), np.full(5, -1e-9)]
     for dtype in (torch.float32, torch.float64):
-        loss, gradient = loss_and_gradient(
-            objective(name="ccgspg"), rows, sure, sure, dtype
-        )
+        loss, gradient = loss_and_gradient(objective(name="ccgspg"), rows, sure, sure, dtype)
         assert np.isfinite(loss)
-        assert all(
-            np.isfinite(row).all() and np.abs(row).max() <= 1e4 for row in gradient
-        )
+        assert all(np.isfinite(row).all() and np.abs(row).max() <= 1e4 for row in gradient)
 
 
 def test_statistics_sum_over_micro_batches() -> None:
@@ -712,12 +604,8 @@ def test_statistics_sum_over_micro_batches() -> None:
     parts = []
     for rows in (range(3), range(3, 8)):
         old, new = [OLD[i] for i in rows], [NEW[i] for i in rows]
-        batch = token_batch(
-            [scored.samples[i] for i in rows], old, new, ref_logprobs=flat(old)
-        )
+        batch = token_batch([scored.samples[i] for i in rows], old, new, ref_logprobs=flat(old))
         parts.append(chosen.loss(*batch)[1])
     assert whole["tokens/reasoning"] + whole["tokens/confidence"] == sum(map(len, OLD))
     for name, value in whole.items():
-        assert float(sum(part[name] for part in parts)) == pytest.approx(
-            float(value), rel=1e-12
-        )
+        assert float(sum(part[name] for part in parts)) == pytest.approx(float(value), rel=1e-12)

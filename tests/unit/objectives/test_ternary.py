@@ -27,9 +27,7 @@ def judgements(rows: Any = ROWS) -> list[Judgement]:
 
 def scores(rows: Any = ROWS, **options: Any) -> dict[str, Any]:
     method = objective(name="ternary", **options)
-    return dict(
-        zip(SCORES, method.group_scores(samples_of(judgements(rows))), strict=True)
-    )
+    return dict(zip(SCORES, method.group_scores(samples_of(judgements(rows))), strict=True))
 
 
 def test_golden_numbers() -> None:
@@ -44,9 +42,7 @@ def test_golden_numbers() -> None:
     )
     np.testing.assert_allclose(found["target"], [0.75, np.nan, 0.25, 0.25, 0.75])
     np.testing.assert_allclose(found["R_c"], [0, np.nan, -0.4, -1, -0.2], atol=1e-12)
-    np.testing.assert_allclose(
-        found["A_c"], [1.069045, 0, 0, -1.603567, 0.534522], atol=1e-5
-    )
+    np.testing.assert_allclose(found["A_c"], [1.069045, 0, 0, -1.603567, 0.534522], atol=1e-5)
 
 
 def test_penalty() -> None:
@@ -55,17 +51,13 @@ def test_penalty() -> None:
     assert found["R"].tolist() == [1, 0, -0.5, -0.5, 1]
     expected = np.array([0.8, -0.2, -0.7, -0.7, 0.8]) / np.sqrt(0.46)
     np.testing.assert_allclose(found["A_r"], expected, atol=1e-5)
-    np.testing.assert_allclose(
-        found["A_c"], scores()["A_c"], err_msg="no matter of the confidence"
-    )
+    np.testing.assert_allclose(found["A_c"], scores()["A_c"], err_msg="no matter of the confidence")
 
 
 @pytest.mark.parametrize("preset", ["paper", "verl_compat", "dcpo_proper"])
 def test_the_confidence_is_dcpos_on_what_is_answered(preset: str) -> None:
     answered = [row for row in ROWS if row[0] is not None]
-    dcpo = objective(name="dcpo", preset=preset).group_scores(
-        samples_of(judgements(answered))
-    )
+    dcpo = objective(name="dcpo", preset=preset).group_scores(samples_of(judgements(answered)))
     alone = dict(zip(SCORES, dcpo, strict=True))
     found, keep = scores(preset=preset), [0, 2, 3, 4]
     for name in ("target", "R_c", "A_c"):
@@ -89,12 +81,8 @@ def test_the_format_penalty_is_dcpos() -> None:
 
 
 @pytest.mark.parametrize("preset", ["paper", "dcpo_proper"])
-@pytest.mark.parametrize(
-    "rows", [[(None, 0.5), (None, 0.2)], [(1, 0.5), (None, 0.2), (None, 0.9)]]
-)
-def test_groups_that_hardly_answer_have_no_confidence_advantage(
-    preset: str, rows: Any
-) -> None:
+@pytest.mark.parametrize("rows", [[(None, 0.5), (None, 0.2)], [(1, 0.5), (None, 0.2), (None, 0.9)]])
+def test_groups_that_hardly_answer_have_no_confidence_advantage(preset: str, rows: Any) -> None:
     found = scores(rows, preset=preset)
     assert found["A_c"].tolist() == [0.0] * len(rows)
     assert np.isfinite(found["A_r"]).all()
@@ -147,11 +135,7 @@ def test_dcpo_objective(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     path = tmp_path / "group.json"
     path.write_text(
         json.dumps(
-            {
-                "method": "ternary",
-                "options": {"abstain_penalty": 0.5},
-                "responses": responses,
-            }
+            {"method": "ternary", "options": {"abstain_penalty": 0.5}, "responses": responses}
         )
     )
     assert main(["objective", "--input", str(path), "--json"]) == 0

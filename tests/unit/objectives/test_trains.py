@@ -25,11 +25,7 @@ def judgements(*pairs: tuple[float, float | None]) -> list[Judgement]:
     [
         ({"name": "grpo"}, [(1, 0.9), (1, 0.2)], False),
         ({"name": "grpo"}, [(1, 0.9), (0, 0.9)], True),
-        (
-            {"name": "dcpo"},
-            [(1, 0.9), (1, 0.2)],
-            True,
-        ),  # all right: the confidence learns
+        ({"name": "dcpo"}, [(1, 0.9), (1, 0.2)], True),  # all right: the confidence learns
         ({"name": "dcpo"}, [(1, 0.9), (1, 0.9)], False),
         ({"name": "dcpo", "weight_confidence": 0.0}, [(1, 0.9), (1, 0.2)], False),
         ({"name": "dcpo", "weight_confidence": 0.0}, [(1, 0.9), (0, 0.9)], True),
@@ -61,19 +57,14 @@ def test_a_group_trains_when_a_block_has_an_advantage(
         ),  # all right: no gradient in the reasoning
         ({"name": "dcpo", "weight_confidence": 0.0}, ([False, False], [False, False])),
         ({"name": "dcpo", "kl_coef_reasoning": 0.1}, ([True, True], [True, True])),
-        (
-            {"name": "ccgspg"},
-            ([True, True], [True, True]),
-        ),  # another loss: nothing is known of it
+        ({"name": "ccgspg"}, ([True, True], [True, True])),  # another loss: nothing is known of it
     ],
 )
 def test_which_responses_have_a_gradient_in_a_block(options: Any, bearing: Any) -> None:
     method = objective(**options)
     old = [np.zeros(5)] * 2 if method.needs_old_logprobs else None
     scored = method.score(samples_of(judgements((1, 0.9), (1, 0.2)), old))
-    for block, expected in zip(
-        (BLOCK_REASONING, BLOCK_CONFIDENCE), bearing, strict=True
-    ):
+    for block, expected in zip((BLOCK_REASONING, BLOCK_CONFIDENCE), bearing, strict=True):
         assert [method.has_gradient(sample, block) for sample in scored] == expected
 
 
@@ -89,8 +80,7 @@ def test_a_graded_score_is_the_reward_and_the_target() -> None:
     """t = lam mean(R) + (1 - lam) R of the scores, whatever the threshold makes of them."""
     pairs = (0.25, 0.9), (0.75, 0.1)
     graded = [
-        replace(j, correct=float(j.correct > 0.5), score=j.correct)
-        for j in judgements(*pairs)
+        replace(j, correct=float(j.correct > 0.5), score=j.correct) for j in judgements(*pairs)
     ]
     scores = objective(name="dcpo", lam=0.5).group_scores(samples_of(graded))
     rows = dict(zip(SCORES, scores, strict=True))

@@ -26,14 +26,7 @@ def elsewhere(tmp_path, monkeypatch):
 def test_the_readmes_plan_needs_no_file(capsys):
     assert (
         main(
-            [
-                "plan",
-                "--config",
-                str(EXAMPLES / "qwen3_8b/math/dcpo.yaml"),
-                "--gpus",
-                "8",
-                "--json",
-            ]
+            ["plan", "--config", str(EXAMPLES / "qwen3_8b/math/dcpo.yaml"), "--gpus", "8", "--json"]
         )
         == 0
     )
@@ -80,9 +73,7 @@ def test_another_name_is_asked_for_at_the_hub_once(tmp_path, monkeypatch):
     assert asked == [("mine/Qwen3-tuned", "config.json")]
 
 
-@pytest.mark.parametrize(
-    "error", [OSError("no network\nat all"), ValueError("Repo id must be")]
-)
+@pytest.mark.parametrize("error", [OSError("no network\nat all"), ValueError("Repo id must be")])
 def test_what_the_hub_does_not_give_is_one_line(monkeypatch, error):
     def refuse(*_):
         raise error
@@ -100,21 +91,9 @@ def test_more_tokens_than_positions_are_refused(capsys):
     config = str(EXAMPLES / "qwen3_8b/math/dcpo.yaml")
     limit = read_architecture(hub.MODELS / "Qwen" / "Qwen3-8B").max_position_embeddings
     assert (
-        main(
-            [
-                "plan",
-                "--config",
-                config,
-                "--gpus",
-                "8",
-                f"rollout.max_response_length={limit}",
-            ]
-        )
+        main(["plan", "--config", config, "--gpus", "8", f"rollout.max_response_length={limit}"])
         == 2
     )
     error = capsys.readouterr().err
-    assert (
-        f"rollout.max_response_length={limit} are more than Qwen/Qwen3-8B has positions"
-        in error
-    )
+    assert f"rollout.max_response_length={limit} are more than Qwen/Qwen3-8B has positions" in error
     assert f"(max_position_embeddings={limit})" in error

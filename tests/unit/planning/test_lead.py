@@ -31,19 +31,13 @@ def test_the_scripts_ask_for_what_the_plan_compares_with(name):
 def test_what_a_signal_waits_for():
     """An engine of a rank gives a rollout up; one of several ranks, and a server, do not."""
     alone = planned("qwen3_8b/math/dcpo", Machine(8))
-    assert lead_of(alone).step == pytest.approx(
-        alone.seconds.total - alone.seconds.rollout
-    )
-    together = planned(
-        "qwen3_8b/math/dcpo", Machine(8), "rollout.tensor_model_parallel_size=2"
-    )
+    assert lead_of(alone).step == pytest.approx(alone.seconds.total - alone.seconds.rollout)
+    together = planned("qwen3_8b/math/dcpo", Machine(8), "rollout.tensor_model_parallel_size=2")
     assert lead_of(together).step == pytest.approx(together.seconds.total)
     beside = planned("qwen3_8b/math/dcpo_async", Machine(8, engine_gpus=8))
     assert lead_of(beside).step == pytest.approx(beside.seconds.beside)
     in_turn = planned(
-        "qwen3_8b/math/dcpo_async",
-        Machine(8, engine_gpus=8),
-        "rollout.async_steps=0",
+        "qwen3_8b/math/dcpo_async", Machine(8, engine_gpus=8), "rollout.async_steps=0"
     )
     assert lead_of(in_turn).step == pytest.approx(in_turn.seconds.total)
 

@@ -37,14 +37,7 @@ def plan(tmp_path, capsys):
     config = str(EXAMPLES / "llama3.1_8b" / "math" / "dcpo.yaml")
 
     def run(gpus, *arguments, json_output=True):
-        command = [
-            "plan",
-            "--config",
-            config,
-            "--gpus",
-            str(gpus),
-            f"model.path={tmp_path}",
-        ]
+        command = ["plan", "--config", config, "--gpus", str(gpus), f"model.path={tmp_path}"]
         status = main([*command, *(["--json"] if json_output else []), *arguments])
         out, err = capsys.readouterr()
         return status, json.loads(out) if json_output and status in (0, 3) else out, err
@@ -56,25 +49,16 @@ def test_70b_by_hand(plan):
     _, facts, _ = plan(64, f"{TP}=8", f"{PP}=4", "parallel.sequence_parallel=true")
     assert facts["parameters"] == 70_553_706_496
     # 20 layers of a rank, and on the first stage the embedding
-    layer = (
-        8192 * (64 + 2 * 8) * 128 + 8192 * 64 * 128 + 3 * 8192 * 28672
-    ) // 8 + 2 * 8192
+    layer = (8192 * (64 + 2 * 8) * 128 + 8192 * 64 * 128 + 3 * 8192 * 28672) // 8 + 2 * 8192
     assert facts["stages"][0]["numel"] == 20 * layer + 129024 // 8 * 8192
     assert facts["stages"][1]["numel"] == 20 * layer
-    assert [stage["micro_batches_in_flight"] for stage in facts["stages"]] == [
-        4,
-        3,
-        2,
-        1,
-    ]
+    assert [stage["micro_batches_in_flight"] for stage in facts["stages"]] == [4, 3, 2, 1]
     assert facts["stages"][0]["gradients"] == pytest.approx(
         4 * facts["stages"][0]["numel"], rel=1e-5
     )
 
 
-def test_optimizer_state_shrinks_with_data_parallelism_and_activations_with_recomputation(
-    plan,
-):
+def test_optimizer_state_shrinks_with_data_parallelism_and_activations_with_recomputation(plan):
     layout = (
         f"{TP}=8",
         f"{PP}=4",
@@ -86,13 +70,11 @@ def test_optimizer_state_shrinks_with_data_parallelism_and_activations_with_reco
     assert large["stages"][0]["moments"] == pytest.approx(
         small["stages"][0]["moments"] / 64, rel=0.01
     )
-    assert large["stages"][0]["weights"] == pytest.approx(
-        small["stages"][0]["weights"], rel=1e-4
-    )
+    assert large["stages"][0]["weights"] == pytest.approx(small["stages"][0]["weights"], rel=1e-4)
     kept = [
-        plan(64, *layout, f"parallel.recompute_granularity={granularity}")[1]["stages"][
-            0
-        ]["activations"]
+        plan(64, *layout, f"parallel.recompute_granularity={granularity}")[1]["stages"][0][
+            "activations"
+        ]
         for granularity in ("none", "selective", "full")
     ]
     assert kept[0] > kept[1] > 2 * kept[2]
@@ -104,17 +86,10 @@ def test_optimizer_state_shrinks_with_data_parallelism_and_activations_with_reco
         (64, (f"{TP}=8", f"{PP}=4"), 8, 2),
         (8, (f"{TP}=4",), 2, 2),
         (16, (f"{TP}=2", f"{PP}=2", f"{VPP}=2"), 8, 4),  # engines over several replicas
-        (
-            8,
-            (f"{TP}=1", "parallel.sequence_parallel=false"),
-            4,
-            8,
-        ),  # every rank has all
+        (8, (f"{TP}=1", "parallel.sequence_parallel=false"), 4, 8),  # every rank has all
     ],
 )
-def test_resharding_is_what_the_synchronization_moves(
-    plan, gpus, arguments, engine, replicas
-):
+def test_resharding_is_what_the_synchronization_moves(plan, gpus, arguments, engine, replicas):
     shape = (
         "rollout.engine=vllm",
         f"rollout.tensor_model_parallel_size={engine}",
@@ -122,9 +97,7 @@ def test_resharding_is_what_the_synchronization_moves(
     )
     status, facts, err = plan(gpus, *arguments, *shape)
     assert status in (0, 3), err
-    layout = Layout(
-        **{k: v for k, v in facts["layout"].items() if k != "data_parallel_size"}
-    )
+    layout = Layout(**{k: v for k, v in facts["layout"].items() if k != "data_parallel_size"})
     assert facts["layout"]["data_parallel_size"] == replicas
     arch = parse_architecture(LLAMA_70B)
     made = [
@@ -195,26 +168,15 @@ def test_less_recomputation_is_named_where_it_fits(plan):
     small += ("parallel.recompute_granularity=full",)
     line = "parallel.recompute_granularity=none would fit as well"
     assert line in plan(64, *small, json_output=False)[1]
-    assert (
-        line
-        not in plan(
-            64, *small, "parallel.recompute_granularity=none", json_output=False
-        )[1]
-    )
+    assert line not in plan(64, *small, "parallel.recompute_granularity=none", json_output=False)[1]
     assert line not in plan(64, *small, "--gpu-memory-gb", "20", json_output=False)[1]
 
 
 def test_a_frozen_policy_has_weights_and_an_adapter(plan):
     """Rank 8 on two of the projections of the 70B: 80 layers of [8192, 8192] and [1024, 8192]."""
-    layout = (
-        f"{TP}=8",
-        "parallel.sequence_parallel=true",
-        "parallel.recompute_granularity=full",
-    )
+    layout = (f"{TP}=8", "parallel.sequence_parallel=true", "parallel.recompute_granularity=full")
     options = ("model.adapter.rank=8", "model.adapter.targets=[q_proj,v_proj]")
-    frozen, trained = (
-        plan(8, *layout, *more)[1]["stages"][0] for more in (options, ())
-    )
+    frozen, trained = (plan(8, *layout, *more)[1]["stages"][0] for more in (options, ()))
     assert frozen["adapter"] == 16 * 80 * 8 * (8192 + 8192 + 1024 + 8192)
     assert frozen["weights"] == 2 * frozen["numel"]
     assert frozen["numel"] == trained["numel"]
@@ -235,10 +197,7 @@ def test_layers_of_every_stage_are_shown(capsys):
     """40 layers on 8 stages, fewer where the output layer is: the time of the slowest stage falls,
     nothing else changes.
     """
-    config, model = (
-        str(EXAMPLES / "qwen3_14b" / "math" / "dcpo.yaml"),
-        MODELS / "Qwen/Qwen3-14B",
-    )
+    config, model = (str(EXAMPLES / "qwen3_14b" / "math" / "dcpo.yaml"), MODELS / "Qwen/Qwen3-14B")
     command = [
         "plan",
         "--config",
@@ -249,9 +208,7 @@ def test_layers_of_every_stage_are_shown(capsys):
         f"{PP}=8",
         f"{TP}=4",
     ]
-    written = (
-        "parallel.megatron.pipeline_model_parallel_layout=Et*5|(t*5|)*4(t*6|)*2t*3L"
-    )
+    written = "parallel.megatron.pipeline_model_parallel_layout=Et*5|(t*5|)*4(t*6|)*2t*3L"
     found = {}
     for name, options in (("even", []), ("uneven", [written])):
         assert main([*command, *options]) == 0
@@ -268,9 +225,7 @@ def test_layers_of_every_stage_are_shown(capsys):
     )
     layer = even["stages"][1]["numel"] // 5
     numel = [stage["numel"] for stage in uneven["stages"]]
-    assert [
-        b - a for a, b in zip([s["numel"] for s in even["stages"]], numel, strict=True)
-    ] == [
+    assert [b - a for a, b in zip([s["numel"] for s in even["stages"]], numel, strict=True)] == [
         *[0] * 5,
         layer,
         layer,
@@ -281,9 +236,9 @@ def test_layers_of_every_stage_are_shown(capsys):
     q, k, h = 40 * 128, 8 * 128, 5120
     flops = 2 * (h * (q + 2 * k) + q * h + 3 * h * 17408) + 2 * q * 4024
     slowest = 6 * flops / (5 * flops + 2 * h * 152064)
-    assert uneven["step_seconds"]["update"] / even["step_seconds"][
-        "update"
-    ] == pytest.approx(slowest, rel=1e-6)
+    assert uneven["step_seconds"]["update"] / even["step_seconds"]["update"] == pytest.approx(
+        slowest, rel=1e-6
+    )
 
 
 @pytest.mark.parametrize(
@@ -295,19 +250,11 @@ def test_layers_of_every_stage_are_shown(capsys):
         ("Qwen3-14B", 64, 4, 2, "none"),
     ],
 )
-def test_responses_of_32k_fit_with_context_parallelism(
-    capsys, name, gpus, tp, cp, recompute
-):
+def test_responses_of_32k_fit_with_context_parallelism(capsys, name, gpus, tp, cp, recompute):
     """Each rank has 1 / CP of a sequence's activations, and all of weights and optimizer state."""
     family = name.lower().replace("-", "_")
-    config, model = (
-        str(EXAMPLES / family / "math" / "dcpo.yaml"),
-        MODELS / "Qwen" / name,
-    )
-    long = [
-        "rollout.max_response_length=32768",
-        "training.max_tokens_per_micro_batch=33792",
-    ]
+    config, model = (str(EXAMPLES / family / "math" / "dcpo.yaml"), MODELS / "Qwen" / name)
+    long = ["rollout.max_response_length=32768", "training.max_tokens_per_micro_batch=33792"]
     facts = []
     for size in (1, cp):
         layout = [
@@ -333,10 +280,7 @@ def test_responses_of_32k_fit_with_context_parallelism(
     assert context["fits"], context["change"]
     assert without["fits"] == (recompute == "full")
     assert context["tokens_per_micro_batch"] == 33792
-    assert (
-        context["layout"]["data_parallel_size"] * cp
-        == without["layout"]["data_parallel_size"]
-    )
+    assert context["layout"]["data_parallel_size"] * cp == without["layout"]["data_parallel_size"]
     ours, theirs = context["stages"][0], without["stages"][0]
     assert [ours[key] for key in ("weights", "gradients", "moments")] == [
         theirs[key] for key in ("weights", "gradients", "moments")
@@ -346,20 +290,8 @@ def test_responses_of_32k_fit_with_context_parallelism(
     # a ring of (CP - 1) sends of the rank's keys and values; forward, backward (with gradients),
     # recomputed, log-prob pass
     layers, tokens = (36 if name == "Qwen3-8B" else 40), 2048 * 33792 / (gpus / tp)
-    sent = (
-        (cp - 1)
-        * tokens
-        * 2
-        * 8
-        // tp
-        * 128
-        * 2
-        * layers
-        * (1 + 3 + (recompute == "full"))
-    )
-    assert context["bytes_sent_per_step"]["context_parallel"] == pytest.approx(
-        sent, rel=1e-6
-    )
+    sent = (cp - 1) * tokens * 2 * 8 // tp * 128 * 2 * layers * (1 + 3 + (recompute == "full"))
+    assert context["bytes_sent_per_step"]["context_parallel"] == pytest.approx(sent, rel=1e-6)
     assert without["bytes_sent_per_step"]["context_parallel"] == 0
 
 
@@ -411,15 +343,11 @@ def test_engines_on_gpus_of_their_own(tmp_path, capsys):
     )
     rest = seconds["total"] - seconds["beside_training"]
     assert rest == pytest.approx(
-        min(
-            seconds["rollout"],
-            seconds["total"] - seconds["rollout"] - seconds["resharding"],
-        )
+        min(seconds["rollout"], seconds["total"] - seconds["rollout"] - seconds["resharding"])
     )
-    assert (alone["resharding_bytes"], both["resharding_bytes"]) == (
-        0,
-        both["parameters"] * 2,
-    ), "a broadcast of all"
+    assert (alone["resharding_bytes"], both["resharding_bytes"]) == (0, both["parameters"] * 2), (
+        "a broadcast of all"
+    )
     assert seconds["resharding"] == pytest.approx(both["resharding_bytes"] / 50e9), (
         "to another node"
     )
@@ -442,10 +370,7 @@ def test_engines_on_gpus_of_their_own(tmp_path, capsys):
         more = ["--gpus", "8", "--engine-gpus", engines, two, both_nodes]
         assert main(["plan", *options, *more]) == 2
         assert "--engine-gpus" in capsys.readouterr().err
-    assert (
-        main(["plan", *options, "--gpus", "2", both_nodes, "rollout.endpoint=a,b,c"])
-        == 2
-    )
+    assert main(["plan", *options, "--gpus", "2", both_nodes, "rollout.endpoint=a,b,c"]) == 2
     assert "rollout.endpoint" in capsys.readouterr().err
     little = "rollout.gpu_memory_utilization=0.2"
     planned = ["plan", *options, "--gpus", "8", "--engine-gpus", "8", little, "--json"]
@@ -456,16 +381,9 @@ def test_engines_on_gpus_of_their_own(tmp_path, capsys):
     assert change.startswith(two)
     assert main([*planned, two]) == 0
     capsys.readouterr()
-    elsewhere = [
-        *options[:1],
-        str(EXAMPLES / "qwen3_8b" / "math" / "dcpo.yaml"),
-        options[2],
-    ]
+    elsewhere = [*options[:1], str(EXAMPLES / "qwen3_8b" / "math" / "dcpo.yaml"), options[2]]
     assert main(["plan", *elsewhere, "--gpus", "8", "--engine-gpus", "8"]) == 2
-    assert (
-        "--engine-gpus is for rollout.engine=server, not auto"
-        in capsys.readouterr().err
-    )
+    assert "--engine-gpus is for rollout.engine=server, not auto" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("engines", "too_long"), [("8", False), ("2", True)])
@@ -484,9 +402,5 @@ def test_the_engines_log_probs_as_old_ones_are_a_pass_less(plan):
         plan(64, f"{TP}=8", f"{PP}=4", two, none, f"objective.old_logprobs={who}")[1]
         for who in ("trainer", "engine")
     )
-    assert (
-        by_trainer["step_seconds"]["forward"]
-        > by_engine["step_seconds"]["forward"]
-        == 0
-    )
+    assert by_trainer["step_seconds"]["forward"] > by_engine["step_seconds"]["forward"] == 0
     assert by_trainer["step_seconds"]["update"] == by_engine["step_seconds"]["update"]

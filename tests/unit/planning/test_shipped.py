@@ -21,22 +21,16 @@ GPUS = {  # the others: (8,)
 LARGE = [path for path in SHIPPED if path.parent.name in ("math", "code")]
 
 
-@pytest.mark.parametrize(
-    "path", SHIPPED, ids=lambda path: str(path.relative_to(EXAMPLES))
-)
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: str(path.relative_to(EXAMPLES)))
 def test_fits_gpus_of_80_gb(path):
     family = path.relative_to(EXAMPLES).parts[0]
     model = model_of(path)
-    for gpus in GPUS.get(
-        str(path.relative_to(EXAMPLES).with_suffix("")), GPUS.get(family, (8,))
-    ):
+    for gpus in GPUS.get(str(path.relative_to(EXAMPLES).with_suffix("")), GPUS.get(family, (8,))):
         plan = make_plan(load_config(path, [f"model.path={model}"]), Machine(gpus=gpus))
         assert plan.machine.reserve_gb >= 5
         assert plan.fits, f"{plan.peak / 1e9:.1f} GB on {gpus} GPUs"
         assert max(stage.total for stage in plan.stages) <= 75e9
-        assert plan.saving_bytes <= plan.largest.total, (
-            "a save never needs more than an update"
-        )
+        assert plan.saving_bytes <= plan.largest.total, "a save never needs more than an update"
 
 
 def test_the_large_ones_are_all_here():
@@ -47,26 +41,17 @@ def test_the_large_ones_are_all_here():
 
 
 def test_thinking_of_32k_needs_the_sequence_divided_or_recomputation():
-    path, model = (
-        EXAMPLES / "qwen3_8b" / "math" / "dcpo_thinking.yaml",
-        MODELS / "Qwen/Qwen3-8B",
-    )
+    path, model = (EXAMPLES / "qwen3_8b" / "math" / "dcpo_thinking.yaml", MODELS / "Qwen/Qwen3-8B")
 
     def planned(*options):
-        return make_plan(
-            load_config(path, [f"model.path={model}", *options]), Machine(gpus=16)
-        )
+        return make_plan(load_config(path, [f"model.path={model}", *options]), Machine(gpus=16))
 
     whole = planned("parallel.context_parallel_size=1")
-    assert (
-        planned().tokens_per_micro_batch == whole.tokens_per_micro_batch == 1024 + 32768
-    )
+    assert planned().tokens_per_micro_batch == whole.tokens_per_micro_batch == 1024 + 32768
     assert not whole.fits
     assert "parallel.recompute_granularity=full" in advice(whole)
     assert any("larger parallel.context_parallel_size" in one for one in advice(whole))
-    assert planned(
-        "parallel.context_parallel_size=1", "parallel.recompute_granularity=full"
-    ).fits
+    assert planned("parallel.context_parallel_size=1", "parallel.recompute_granularity=full").fits
 
 
 def test_an_adapter_with_experts_is_refused_as_in_training():
@@ -75,27 +60,17 @@ def test_an_adapter_with_experts_is_refused_as_in_training():
         MODELS / FAMILIES["qwen3_30b_a3b"],
     )
     config = load_config(path, [f"model.path={model}", "model.adapter.rank=16"])
-    for refused in (
-        lambda: make_plan(config, Machine(gpus=8)),
-        lambda: reshard_facts(config, 8),
-    ):
+    for refused in (lambda: make_plan(config, Machine(gpus=8)), lambda: reshard_facts(config, 8)):
         with pytest.raises(UserError, match=r"model\.adapter.*experts"):
             refused()
 
 
 def test_what_leaves_the_device_for_a_rollout_makes_room_and_is_on_the_host():
-    path, model = (
-        EXAMPLES / "qwen3_8b" / "math" / "verl_compat.yaml",
-        MODELS / "Qwen/Qwen3-8B",
-    )
+    path, model = (EXAMPLES / "qwen3_8b" / "math" / "verl_compat.yaml", MODELS / "Qwen/Qwen3-8B")
     with_offload, without = (
         make_plan(
             load_config(
-                path,
-                [
-                    f"model.path={model}",
-                    f"training.offload_optimizer_during_rollout={wanted}",
-                ],
+                path, [f"model.path={model}", f"training.offload_optimizer_during_rollout={wanted}"]
             ),
             Machine(gpus=8),
         )
@@ -114,9 +89,7 @@ def test_what_leaves_the_device_for_a_rollout_makes_room_and_is_on_the_host():
     assert with_offload.largest.reference == pytest.approx(8.19e9, rel=1e-2)
     # each of 4 replicas writes its own 12 bytes per parameter of its shard, and its part of the
     # weights
-    assert with_offload.largest.saved == pytest.approx(
-        (12 / 4 + 2 / 4) * 4.096e9, rel=1e-2
-    )
+    assert with_offload.largest.saved == pytest.approx((12 / 4 + 2 / 4) * 4.096e9, rel=1e-2)
     assert with_offload.host_bytes == 8 * (
         with_offload.largest.host_copies + with_offload.largest.saved
     )

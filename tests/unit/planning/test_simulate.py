@@ -66,15 +66,11 @@ def test_shares_and_tokens(drawn, partial, engines, slots, judges):
     for step in found:
         assert step.generated + carried == step.trained + step.carried
         carried = step.carried
-        assert step.seconds == pytest.approx(
-            sum(getattr(step, part) for part in PARTS[1:])
-        )
+        assert step.seconds == pytest.approx(sum(getattr(step, part) for part in PARTS[1:]))
     if not partial:
         assert carried == 0
         taken = itertools.cycle(drawn)
-        assert [s.trained for s in found] == [
-            sum(next(taken) for _ in range(32)) for _ in found
-        ]
+        assert [s.trained for s in found] == [sum(next(taken) for _ in range(32)) for _ in found]
 
 
 @settings(max_examples=60, deadline=None)
@@ -90,9 +86,7 @@ def test_equal_lengths_by_hand():
     costs = replace(COSTS, engines=1, slots=32, judges=1)
     (step,) = steps(costs, [100], count=1)
     context = 50 + 100 / 2
-    assert step.rollout == pytest.approx(
-        32 * 1e-3 + 100 * (0.01 + 32 * (1e-4 + 1e-6 * context))
-    )
+    assert step.rollout == pytest.approx(32 * 1e-3 + 100 * (0.01 + 32 * (1e-4 + 1e-6 * context)))
     assert step.judging == pytest.approx(32 * 0.02)
     assert step.training == pytest.approx(0.5 + 1e-4 * 32 * (100 + 50))
     assert step.slot_steps == step.generated == 3200
@@ -100,15 +94,9 @@ def test_equal_lengths_by_hand():
 
 def test_partial_rollouts_do_not_wait_for_the_longest():
     drawn = [10] * 31 + [1000]
-    whole, partial = (
-        steps(COSTS, drawn, count=6),
-        steps(COSTS, drawn, partial=True, count=6),
-    )
+    whole, partial = (steps(COSTS, drawn, count=6), steps(COSTS, drawn, partial=True, count=6))
     assert sum(s.rollout for s in partial) < 0.5 * sum(s.rollout for s in whole)
-    share = [
-        Scenario("", COSTS, 32, tuple(found)).shares["slots"]
-        for found in (whole, partial)
-    ]
+    share = [Scenario("", COSTS, 32, tuple(found)).shares["slots"] for found in (whole, partial)]
     assert share[1] > 0.95 > share[0]
 
 
@@ -120,17 +108,10 @@ def test_partial_rollouts_do_not_wait_for_the_longest():
         ((5, 2), (6, 1), 7.5, 0, 0),  # equal
     ],
 )
-def test_one_step_off_by_hand(
-    generation, training, seconds, engines_wait, trainers_wait
-):
+def test_one_step_off_by_hand(generation, training, seconds, engines_wait, trainers_wait):
     """A batch trains while the next one is generated; the transfer waits for both."""
     now = Step(
-        rollout=70,
-        judging=7,
-        training=training[0],
-        save=training[1],
-        transfer=0.5,
-        trained=3,
+        rollout=70, judging=7, training=training[0], save=training[1], transfer=0.5, trained=3
     )
     coming = Step(
         generation[0],
@@ -143,11 +124,7 @@ def test_one_step_off_by_hand(
     )
     (step,) = one_step_off([now, coming])
     assert step.seconds == seconds
-    assert (step.engines_wait, step.trainers_wait, step.trained) == (
-        engines_wait,
-        trainers_wait,
-        3,
-    )
+    assert (step.engines_wait, step.trainers_wait, step.trained) == (engines_wait, trainers_wait, 3)
     scenario = Scenario("", replace(COSTS, engines=2), 32, (step,))
     assert scenario.shares["engines"] == 3 / seconds
     assert scenario.shares["trainers"] == training[0] / seconds
@@ -171,17 +148,12 @@ def test_what_is_busy_and_what_waits_is_the_step(drawn, engines, train_token, ju
     assert [(step.trained, step.rollout) for step in beside] == [
         (now.trained, coming.rollout) for now, coming in itertools.pairwise(after)
     ]
-    for one in (
-        Scenario("", costs, 32, tuple(after)),
-        Scenario("", costs, 32, tuple(beside)),
-    ):
+    for one in (Scenario("", costs, 32, tuple(after)), Scenario("", costs, 32, tuple(beside))):
         off = one.steps[0].beside
         wait = {
             what.replace("all wait", who + " wait"): seconds
             for what, seconds in waits(one).items()
-            for who in (
-                ["engines", "trainers"] if what.startswith("all") else [what.split()[0]]
-            )
+            for who in (["engines", "trainers"] if what.startswith("all") else [what.split()[0]])
         }
         idle = {
             who: sum(seconds for what, seconds in wait.items() if what.startswith(who))
@@ -189,9 +161,7 @@ def test_what_is_busy_and_what_waits_is_the_step(drawn, engines, train_token, ju
         }
         assert all(0 <= share <= 1 + 1e-9 for share in one.shares.values()), one.shares
         total = one.mean("seconds")
-        assert idle["engines"] + one.mean("engine_busy") / engines == pytest.approx(
-            total
-        )
+        assert idle["engines"] + one.mean("engine_busy") / engines == pytest.approx(total)
         assert idle["trainers"] + one.mean("training") == pytest.approx(total)
         assert off == (one.steps[0] is beside[0])
     together = [
@@ -199,8 +169,7 @@ def test_what_is_busy_and_what_waits_is_the_step(drawn, engines, train_token, ju
         for now, c in itertools.pairwise(after)
     ]
     assert all(
-        step.seconds <= all_of_it + 1e-9
-        for step, all_of_it in zip(beside, together, strict=True)
+        step.seconds <= all_of_it + 1e-9 for step, all_of_it in zip(beside, together, strict=True)
     )
 
 
@@ -209,9 +178,7 @@ THINKING = ("parallel.context_parallel_size=1", "parallel.recompute_granularity=
 
 
 def of_8b(name, *options):
-    return load_config(
-        EXAMPLES / "qwen3_8b" / "math" / f"{name}.yaml", [MODEL, *options]
-    )
+    return load_config(EXAMPLES / "qwen3_8b" / "math" / f"{name}.yaml", [MODEL, *options])
 
 
 @pytest.mark.parametrize(("reserve", "best"), [(5, "4 + 4"), (1, "2 + 6")])
@@ -229,10 +196,7 @@ def test_the_split_is_the_fastest_of_those_that_fit(reserve, best):
         split = replace(machine, gpus=trainers, engine_gpus=8 - trainers)
         plan = make_plan(replace(config, rollout=rollout), split, Rates())
         costs = costs_of(plan, Environment())
-        assert (costs.engines, plan.engine.tensor_model_parallel_size) == (
-            8 - trainers,
-            1,
-        )
+        assert (costs.engines, plan.engine.tensor_model_parallel_size) == (8 - trainers, 1)
         draws = length_stream((), 7666, 32768, Environment().seed)
         alone = one_step_off(simulate(costs, draws, 1024, module.STEPS))
         found[f"one step off, {trainers} + {8 - trainers}"] = (
@@ -240,9 +204,7 @@ def test_the_split_is_the_fastest_of_those_that_fit(reserve, best):
             plan.fits,
         )
     assert min(found, key=lambda name: found[name][0]) == "one step off, 2 + 6"
-    fastest = min(
-        (name for name in found if found[name][1]), key=lambda name: found[name][0]
-    )
+    fastest = min((name for name in found if found[name][1]), key=lambda name: found[name][0])
     ran = {one.name: one for one in scenarios(config, machine, Rates(), Environment())}
     assert (
         [name for name in ran if name.startswith("one step off")]
@@ -279,9 +241,7 @@ def test_several_nodes_are_divided_as_a_whole():
 
 def test_a_run_that_is_one_step_off_is_compared_with_taking_turns():
     config, machine = of_8b("dcpo_async"), Machine(8, engine_gpus=8)
-    first, twice, split, colocated, _ = scenarios(
-        config, machine, Rates(), Environment()
-    )
+    first, twice, split, colocated, _ = scenarios(config, machine, Rates(), Environment())
     names = [one.name for one in (twice, split, colocated)]
     assert names == [
         "twice the GPUs for the rollout",
@@ -289,11 +249,7 @@ def test_a_run_that_is_one_step_off_is_compared_with_taking_turns():
         "colocated on 16 GPUs",
     ]
     assert first.steps == split.steps, "it is the only division into nodes"
-    assert (first.costs.engines, twice.costs.engines, colocated.costs.engines) == (
-        8,
-        16,
-        16,
-    )
+    assert (first.costs.engines, twice.costs.engines, colocated.costs.engines) == (8, 16, 16)
     assert all(step.beside for step in (*first.steps, *twice.steps))
     assert not any(step.beside for step in colocated.steps)
     assert first.costs.transfer == pytest.approx(2 * 8.19e9 / 50e9, rel=0.01), (
@@ -322,10 +278,7 @@ def test_the_command(capsys, tmp_path):
         "4",
     ]
     (tmp_path / "lengths").write_text("3 5 9\n20")
-    assert (
-        main([*plan, "--simulate", "--json", "--lengths", str(tmp_path / "lengths")])
-        == 0
-    )
+    assert main([*plan, "--simulate", "--json", "--lengths", str(tmp_path / "lengths")]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [one["scenario"] for one in found][:3] == [
         "as configured",
@@ -340,12 +293,7 @@ def test_the_command(capsys, tmp_path):
     assert "One step off, " in shown
     assert (
         main(
-            [
-                *plan,
-                "--simulate",
-                "rollout.engine=server",
-                "rollout.endpoint=http://127.0.0.1:1/v1",
-            ]
+            [*plan, "--simulate", "rollout.engine=server", "rollout.endpoint=http://127.0.0.1:1/v1"]
         )
         == 2
     )

@@ -40,9 +40,7 @@ def test_every_sample_once_and_counts_agree(
     assert len({len(split) for split in splits}) == 1
     assert len(splits[0]) % multiple == 0
     for rank, split in enumerate(splits):
-        assert sorted(i for members in split for i in members) == list(
-            range(len(shares[rank]))
-        )
+        assert sorted(i for members in split for i in members) == list(range(len(shares[rank])))
         for members in split:
             if packing and len(members) > 1:
                 assert sum(of_rank[rank][i] for i in members) <= max_tokens
@@ -89,11 +87,7 @@ def test_packing_wastes_at_most_three_percent(uniform, multiple):
     have one shape.
     """
     rng = np.random.default_rng(0)
-    lengths = (
-        (150 + np.clip(rng.lognormal(np.log(800), 0.6, 512), 1, 3000))
-        .astype(int)
-        .tolist()
-    )
+    lengths = (150 + np.clip(rng.lognormal(np.log(800), 0.6, 512), 1, 3000)).astype(int).tolist()
     shares = assign_to_ranks(lengths, 4)
     of_rank = [[lengths[i] for i in share] for share in shares]
     computed = 0
@@ -108,9 +102,7 @@ def test_packing_wastes_at_most_three_percent(uniform, multiple):
             multiple_of=4 if uniform else 1,
         )
         batches = list(
-            collate(
-                samples, splits, packing=True, multiple_of=multiple, uniform=uniform
-            )
+            collate(samples, splits, packing=True, multiple_of=multiple, uniform=uniform)
         )
         assert all(batch.tokens.numel() <= 16384 + multiple for batch in batches)
         computed += sum(batch.tokens.numel() for batch in batches)

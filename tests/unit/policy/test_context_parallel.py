@@ -13,8 +13,7 @@ from tests.helpers.samples import bare
 
 LENGTHS = ((3, 9), (1, 1), (5, 20))
 SAMPLES = [
-    bare(range(1, 1 + p), range(100 * i, 100 * i + t))
-    for i, (p, t) in enumerate(LENGTHS, 1)
+    bare(range(1, 1 + p), range(100 * i, 100 * i + t)) for i, (p, t) in enumerate(LENGTHS, 1)
 ]
 
 
@@ -30,10 +29,7 @@ def cut(packing, size, multiple_of):
         next(collate(SAMPLES, [[0, 1, 2]], context_parallel=(rank, size), **options))
         for rank in range(size)
     ]
-    return [
-        dataclasses.replace(part, columns={"number": torch.arange(30)})
-        for part in parts
-    ]
+    return [dataclasses.replace(part, columns={"number": torch.arange(30)}) for part in parts]
 
 
 @pytest.mark.parametrize("packing", [False, True])
@@ -43,9 +39,7 @@ def test_every_token_is_on_one_rank_and_scored_there(packing, size, multiple_of)
     (whole,) = cut(packing, 1, 1)
     assert all(part.tokens.shape[1] % multiple_of == 0 for part in parts)
     found = torch.cat([part.here for part in parts])
-    assert sorted(found.tolist()) == list(range(30)), (
-        "each response token's logits are on one rank"
-    )
+    assert sorted(found.tolist()) == list(range(30)), "each response token's logits are on one rank"
     for part in parts:
         assert part.targets.tolist() == whole.targets.tolist(), "the loss sees all"
         local = part.local()
@@ -53,18 +47,11 @@ def test_every_token_is_on_one_rank_and_scored_there(packing, size, multiple_of)
             part.tokens.reshape(-1)[local.rows],
             part.position_ids.reshape(-1)[local.rows],
         )
-        assert (
-            tokens.tolist() == whole.tokens.reshape(-1)[whole.rows[part.here]].tolist()
-        )
-        assert (
-            positions.tolist()
-            == whole.position_ids.reshape(-1)[whole.rows[part.here]].tolist()
-        )
+        assert tokens.tolist() == whole.tokens.reshape(-1)[whole.rows[part.here]].tolist()
+        assert positions.tolist() == whole.position_ids.reshape(-1)[whole.rows[part.here]].tolist()
         assert local.targets.tolist() == whole.targets[part.here].tolist()
         assert local.columns["number"].tolist() == part.here.tolist()
     if packing:
         bounds = parts[0].packed_seq_params.cu_seqlens_q.tolist()
         assert all(bound % (2 * size) == 0 for bound in bounds)
-        assert bounds[-1] == size * parts[0].tokens.shape[1], (
-            "Megatron divides them itself"
-        )
+        assert bounds[-1] == size * parts[0].tokens.shape[1], "Megatron divides them itself"

@@ -58,11 +58,7 @@ def test_a_forgotten_state_stays_finite():
     query = torch.randn(1, tokens, 1, 4, generator=torch.Generator().manual_seed(0))
     log_decay = torch.full((1, tokens, 1), -200.0).requires_grad_()
     read = gated_delta_rule(
-        query=query,
-        key=query,
-        value=query,
-        log_decay=log_decay,
-        beta=torch.ones(1, tokens, 1),
+        query=query, key=query, value=query, log_decay=log_decay, beta=torch.ones(1, tokens, 1)
     )
     # each token reads its own value, by the half of its query's length
     torch.testing.assert_close(read, query / 2, atol=1e-5, rtol=0)

@@ -19,10 +19,7 @@ WEIGHTS = torch.linspace(-1, 1, 7), torch.linspace(2, -1, 7)
 
 def inputs(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
     torch.manual_seed(0)
-    hidden, weight = (
-        torch.randn(7, HIDDEN, dtype=dtype),
-        torch.randn(PADDED, HIDDEN, dtype=dtype),
-    )
+    hidden, weight = (torch.randn(7, HIDDEN, dtype=dtype), torch.randn(PADDED, HIDDEN, dtype=dtype))
     return hidden.requires_grad_(), weight.requires_grad_()
 
 
@@ -33,9 +30,7 @@ def loss(rows: slice, outputs: TokenOutputs, entropy: bool = True) -> Tensor:
 
 
 def reference(hidden: Tensor, weight: Tensor, temperature: float, entropy: bool):
-    logp = torch.log_softmax(
-        (hidden @ weight.t())[:, :VOCABULARY].float() / temperature, -1
-    )
+    logp = torch.log_softmax((hidden @ weight.t())[:, :VOCABULARY].float() / temperature, -1)
     outputs = TokenOutputs(
         logp.gather(-1, TARGETS[:, None]).squeeze(-1), -(logp.exp() * logp).sum(-1)
     )
@@ -47,9 +42,7 @@ def reference(hidden: Tensor, weight: Tensor, temperature: float, entropy: bool)
 @pytest.mark.parametrize("passes", [1, 2])
 @pytest.mark.parametrize("chunk", [1, 3, 112])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_equals_log_softmax_and_its_gradients(
-    monkeypatch, temperature, chunk, passes, entropy
-):
+def test_equals_log_softmax_and_its_gradients(monkeypatch, temperature, chunk, passes, entropy):
     monkeypatch.setattr(output_layer, "CHUNK_ROWS", chunk)
     monkeypatch.setattr(output_layer, "BLOCK_ELEMENTS", min(chunk, 2) * VOCABULARY // 4)
     hidden, weight = inputs()
@@ -77,22 +70,14 @@ def test_padding_would_change_the_answer():
     """
     hidden, weight = torch.zeros(1, HIDDEN), torch.zeros(PADDED, HIDDEN)
     for vocabulary in (VOCABULARY, PADDED):
-        found = token_outputs(
-            OutputLayer.of(weight, vocabulary), hidden, torch.tensor([0])
-        )
-        assert found.logprobs.item() == pytest.approx(
-            -torch.tensor(float(vocabulary)).log()
-        )
+        found = token_outputs(OutputLayer.of(weight, vocabulary), hidden, torch.tensor([0]))
+        assert found.logprobs.item() == pytest.approx(-torch.tensor(float(vocabulary)).log())
 
 
 @pytest.mark.parametrize("passes", [1, 2])
-@pytest.mark.parametrize(
-    ("tied", "overlapped"), [(True, True), (False, True), (False, False)]
-)
+@pytest.mark.parametrize(("tied", "overlapped"), [(True, True), (False, True), (False, False)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_weight_gradient_is_added_to_megatrons_buffer(
-    monkeypatch, dtype, tied, overlapped, passes
-):
+def test_weight_gradient_is_added_to_megatrons_buffer(monkeypatch, dtype, tied, overlapped, passes):
     monkeypatch.setattr(output_layer, "CHUNK_ROWS", 3)
     monkeypatch.setattr(output_layer, "BLOCK_ELEMENTS", 1)
     monkeypatch.setattr(output_layer, "PRODUCT_ELEMENTS", 3 * HIDDEN)
@@ -111,9 +96,7 @@ def test_weight_gradient_is_added_to_megatrons_buffer(
         total = loss(slice(0, 7), token_outputs(layer, hidden, TARGETS))
     (total * 2).backward()
     tolerance = (
-        {"rtol": 1e-5, "atol": 1e-6}
-        if dtype == torch.float32
-        else {"rtol": 0.05, "atol": 0.05}
+        {"rtol": 1e-5, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 0.05, "atol": 0.05}
     )
     torch.testing.assert_close(weight.main_grad, 1 + 2 * by_weight, **tolerance)
     torch.testing.assert_close(hidden.grad.float(), 2 * by_hidden, **tolerance)
@@ -131,9 +114,7 @@ def test_no_rows_leave_the_graph_whole(passes):
     )
     layer, targets = OutputLayer.of(weight, VOCABULARY), TARGETS[:0]
     if passes == 1:
-        total, _ = fused_loss(
-            layer, hidden, targets, lambda rows, outputs: outputs.logprobs.sum()
-        )
+        total, _ = fused_loss(layer, hidden, targets, lambda rows, outputs: outputs.logprobs.sum())
     else:
         total = token_outputs(layer, hidden, targets).logprobs.sum()
     total.backward()
@@ -148,17 +129,13 @@ def test_a_sure_token_keeps_its_gradient(passes):
     weight = torch.tensor([[21.0, 1.0], [0.0, 2.0], [-1.0, 0.5]], requires_grad=True)
     layer, targets = OutputLayer.of(weight, 3), torch.tensor([0])
     if passes == 1:
-        total, _ = fused_loss(
-            layer, hidden, targets, lambda rows, outputs: outputs.logprobs.sum()
-        )
+        total, _ = fused_loss(layer, hidden, targets, lambda rows, outputs: outputs.logprobs.sum())
     else:
         total = token_outputs(layer, hidden, targets).logprobs.sum()
     total.backward()
     exact = [x.detach().double().requires_grad_() for x in (hidden, weight)]
     logp = torch.log_softmax(exact[0] @ exact[1].t(), -1)[:, 0].sum()
-    for found, expected in zip(
-        (hidden, weight), torch.autograd.grad(logp, exact), strict=True
-    ):
+    for found, expected in zip((hidden, weight), torch.autograd.grad(logp, exact), strict=True):
         torch.testing.assert_close(found.grad.double(), expected, rtol=1e-5, atol=0)
     torch.testing.assert_close(total.double(), logp, rtol=1e-5, atol=0)
 
@@ -169,10 +146,7 @@ def test_logits_of_bf16_are_not_rounded(passes):
     without it they are as far away as rounding logits of about 20 to 8 bits makes them.
     """
     torch.manual_seed(0)
-    hidden, weight = (
-        torch.randn(7, 64).bfloat16(),
-        (2.5 * torch.randn(PADDED, 64)).bfloat16(),
-    )
+    hidden, weight = (torch.randn(7, 64).bfloat16(), (2.5 * torch.randn(PADDED, 64)).bfloat16())
     exact = torch.log_softmax((hidden.float() @ weight.float().t())[:, :VOCABULARY], -1)
     exact = exact.gather(-1, TARGETS[:, None]).squeeze(-1)
 
@@ -180,9 +154,7 @@ def test_logits_of_bf16_are_not_rounded(passes):
         layer = OutputLayer.of(weight, VOCABULARY, fp32=fp32)
         if passes == 2:
             return token_outputs(layer, hidden, TARGETS).logprobs
-        return fused_loss(layer, hidden.clone().requires_grad_(), TARGETS, loss)[
-            1
-        ].logprobs
+        return fused_loss(layer, hidden.clone().requires_grad_(), TARGETS, loss)[1].logprobs
 
     torch.testing.assert_close(found(True), exact, atol=1e-5, rtol=1e-6)
     assert (found(False) - exact).abs().max() > 1e-2

@@ -17,9 +17,7 @@ from megatron_dcpo.rollout.vllm_host import VllmOptions
 from megatron_dcpo.runtime.signals import RolloutAbandoned
 from megatron_dcpo.types import Prompt
 
-SAMPLING = SamplingConfig(
-    n=1, temperature=1.0, top_p=1.0, top_k=0, max_tokens=8, seed=0
-)
+SAMPLING = SamplingConfig(n=1, temperature=1.0, top_p=1.0, top_k=0, max_tokens=8, seed=0)
 
 
 class TwoBatches:
@@ -31,9 +29,7 @@ class TwoBatches:
         self.tokens = dict(tokens)
         self.running: dict[str, int] = {}
         self.queue: deque[list[str]] = deque()
-        self.engine_core = SimpleNamespace(
-            engine_core=SimpleNamespace(batch_queue=self.queue)
-        )
+        self.engine_core = SimpleNamespace(engine_core=SimpleNamespace(batch_queue=self.queue))
 
     def add_request(self, name: str, *arguments: object) -> None:
         self.running[name] = 0
@@ -57,9 +53,7 @@ class TwoBatches:
             self.running[name] += 1
             is_over = self.running[name] == self.tokens[name]
             completion = SimpleNamespace(token_ids=[1] * self.running[name])
-            outputs.append(
-                SimpleNamespace(request_id=name, outputs=[completion], finished=is_over)
-            )
+            outputs.append(SimpleNamespace(request_id=name, outputs=[completion], finished=is_over))
             if is_over:
                 del self.running[name]
         return outputs
@@ -86,10 +80,7 @@ def vllm() -> TwoBatches:
 def steps(vllm: TwoBatches, partial: PartialRollout | None = None) -> Any:
     prompts = [Prompt(str(number), (), (1,), "1", "t") for number in range(2)]
     return Engine(vllm)._steps(
-        samples=[(prompt, 0) for prompt in prompts],
-        sampling=SAMPLING,
-        step=0,
-        partial=partial,
+        samples=[(prompt, 0) for prompt in prompts], sampling=SAMPLING, step=0, partial=partial
     )
 
 
@@ -100,20 +91,14 @@ def test_all_requests_end(vllm: TwoBatches) -> None:
 
 
 def test_a_partial_rollout_ends(vllm: TwoBatches) -> None:
-    partial = PartialRollout(
-        should_stop=lambda: vllm.running.keys() == {"1"}, unfinished={}
-    )
+    partial = PartialRollout(should_stop=lambda: vllm.running.keys() == {"1"}, unfinished={})
     last = list(steps(vllm, partial))[-1]
     assert [number for number, _ in last] == [1]
     assert not vllm.queue
 
 
-def test_a_signal_abandons_it(
-    vllm: TwoBatches, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(
-        vllm_engine, "stop_requested", lambda: vllm.running.keys() == {"1"}
-    )
+def test_a_signal_abandons_it(vllm: TwoBatches, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_engine, "stop_requested", lambda: vllm.running.keys() == {"1"})
     with pytest.raises(RolloutAbandoned):
         list(steps(vllm))
     assert not vllm.queue

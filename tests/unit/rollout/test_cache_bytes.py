@@ -12,9 +12,7 @@ from megatron_dcpo.rollout.vllm_host import VllmOptions, cache_bytes, check_rele
 from megatron_dcpo.weights.architecture import read_architecture
 from tests.helpers.paths import REPOSITORY
 
-ARCH = read_architecture(
-    REPOSITORY / "megatron_dcpo" / "planning" / "models" / "Qwen" / "Qwen3-8B"
-)
+ARCH = read_architecture(REPOSITORY / "megatron_dcpo" / "planning" / "models" / "Qwen" / "Qwen3-8B")
 TOKEN = 2 * 36 * 8 * 128 * 2  # keys and values of 36 layers, 8 groups of 128, bf16
 WEIGHTS = 2 * 8_190_735_360
 OPTIONS = VllmOptions(max_model_len=4024, max_num_seqs=8, gpu_memory_utilization=0.5)
@@ -36,8 +34,7 @@ def test_the_ranks_of_a_host_share_what_is_there():
         == 20 * 10**9 - WEIGHTS
     )
     together = 2 * (
-        cache_bytes(ARCH, replace(OPTIONS, max_num_seqs=512), available, ranks=2)
-        + WEIGHTS
+        cache_bytes(ARCH, replace(OPTIONS, max_num_seqs=512), available, ranks=2) + WEIGHTS
     )
     assert together <= available * OPTIONS.gpu_memory_utilization
 
@@ -52,10 +49,7 @@ def test_a_host_that_is_too_small_is_named_in_one_line():
 def test_what_is_asked_for_is_taken():
     assert (
         cache_bytes(
-            ARCH,
-            replace(OPTIONS, arguments={"kv_cache_memory_bytes": 64 << 20}),
-            10**9,
-            ranks=8,
+            ARCH, replace(OPTIONS, arguments={"kv_cache_memory_bytes": 64 << 20}), 10**9, ranks=8
         )
         == 64 << 20
     )

@@ -70,20 +70,13 @@ def test_what_vllm_cannot_run_here(model, installed, caplog):
     assert choose_engine("transformers", model(head_dim=16)) == "transformers"
     installed(True, gpu=True)
     caplog.set_level("INFO")
-    assert (
-        choose_engine("auto", model(architectures=["GPT2LMHeadModel"]))
-        == "transformers"
-    )
+    assert choose_engine("auto", model(architectures=["GPT2LMHeadModel"])) == "transformers"
     assert "engine auto: transformers, because" in caplog.text
 
 
 def test_hidden_sizes_of_experts_that_vllm_has_no_kernel_for(model, installed):
     installed(True)
-    experts = {
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-    }
+    experts = {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4, "num_experts_per_tok": 2}
     experts |= {"moe_intermediate_size": 24}
     assert choose_engine("vllm", model(**experts)) == "vllm"
     with pytest.raises(
@@ -163,9 +156,7 @@ def test_every_end_token_of_the_model_ends_a_response(model):
     generation = model() / "generation_config.json"
     generation.write_text('{"eos_token_id": [5, 6]}')
     assert read_eos_token_ids(model()) == (5, 6, 3)
-    shutil.copyfile(
-        QUICKSTART / "policy" / "tokenizer.json", model() / "tokenizer.json"
-    )
+    shutil.copyfile(QUICKSTART / "policy" / "tokenizer.json", model() / "tokenizer.json")
     settings = {"eos_token": {"__type": "AddedToken", "content": "<|endoftext|>"}}
     (model() / "tokenizer_config.json").write_text(json.dumps(settings))
     assert read_eos_token_ids(model()) == (5, 6, 3, 280)
@@ -214,13 +205,11 @@ def test_truncation_with_a_correction_is_allowed():
     values = {"run_dir": "r", "model": {"path": "m"}, "data": {"path": "d"}}
     assert (
         validate(
-            values
-            | {"rollout": {"top_p": 0.9}, "objective": {"old_logprobs": "engine"}}
+            values | {"rollout": {"top_p": 0.9}, "objective": {"old_logprobs": "engine"}}
         ).rollout.top_p
         == 0.9
     )
     made = validate(
-        values
-        | {"rollout": {"top_p": 0.9, "top_k": 50}, "objective": {"tis_level": "token"}}
+        values | {"rollout": {"top_p": 0.9, "top_k": 50}, "objective": {"tis_level": "token"}}
     )
     assert (made.rollout.top_p, made.rollout.top_k) == (0.9, 50)

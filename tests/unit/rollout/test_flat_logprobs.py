@@ -33,9 +33,7 @@ def test_flat_logprobs_are_read_as_they_are_written(engine, tops):
     """
     from vllm.logprobs import append_logprobs_for_next_position, create_sample_logprobs
 
-    params = engine._params(
-        SamplingConfig(top_logprobs=tops), 1, PROMPT, 0, None, False
-    )
+    params = engine._params(SamplingConfig(top_logprobs=tops), 1, PROMPT, 0, None, False)
     assert params.flat_logprobs
     assert params.logprobs == tops
     flat = create_sample_logprobs(params.flat_logprobs)

@@ -11,12 +11,7 @@ import numpy as np
 import pytest
 
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.rollout import (
-    EngineError,
-    RolloutContext,
-    SamplingConfig,
-    Transcript,
-)
+from megatron_dcpo.rollout import EngineError, RolloutContext, SamplingConfig, Transcript
 from megatron_dcpo.rollout.function import checked_stream, load_rollout_function
 from megatron_dcpo.types import Prompt, Response
 
@@ -33,21 +28,15 @@ def turn(prompt_id: str, *tokens: int, index: int = 0, **fields: Any) -> Respons
 def context(max_tokens: int = 8) -> RolloutContext:
     engine: Any = SimpleNamespace(eos_token_ids=(9,))
     tokenizer: Any = None
-    return RolloutContext(
-        engine, tokenizer, SamplingConfig(max_tokens=max_tokens), step=1
-    )
+    return RolloutContext(engine, tokenizer, SamplingConfig(max_tokens=max_tokens), step=1)
 
 
 def test_turns_become_one_response() -> None:
     """Tokens in order; log-probs and mask say which the policy sampled."""
-    transcript = (
-        Transcript(PROMPT, 1).sampled(turn("p", 5, 6, 7), tokens=2).written([8, 8])
-    )
+    transcript = Transcript(PROMPT, 1).sampled(turn("p", 5, 6, 7), tokens=2).written([8, 8])
     second = transcript.next_prompt()
     assert second.token_ids == (1, 2, 5, 6, 8, 8)
-    assert second.prompt_id != PROMPT.prompt_id, (
-        "the second turn has random numbers of its own"
-    )
+    assert second.prompt_id != PROMPT.prompt_id, "the second turn has random numbers of its own"
     other = Transcript(PROMPT, 0).sampled(turn("p", 5)).next_prompt()
     assert other.prompt_id != second.prompt_id, "equal ids are equal prompts to engines"
     response = transcript.sampled(turn(second.prompt_id, 4, 9, index=1)).response()

@@ -27,9 +27,7 @@ from megatron_dcpo.judging.replies import response_of_choice
 from megatron_dcpo.judging.thinking import KNOWN
 from megatron_dcpo.judging.token_bytes import TokenBytes
 from megatron_dcpo.rollout import SamplingConfig
-from megatron_dcpo.rollout.openai_client import (
-    Endpoint,
-)
+from megatron_dcpo.rollout.openai_client import Endpoint
 from megatron_dcpo.rollout.sampling import sample_seed
 from megatron_dcpo.runtime.served_models import check_address, served_model
 from megatron_dcpo.types import Prompt, Response
@@ -45,21 +43,13 @@ def server() -> Iterator[FakeServer]:
 
 def prompts(count: int) -> list[Prompt]:
     return [
-        Prompt(
-            f"p{i}",
-            ({"role": "user", "content": f"what is {i} = ?"},),
-            (),
-            str(i),
-            "toy",
-        )
+        Prompt(f"p{i}", ({"role": "user", "content": f"what is {i} = ?"},), (), str(i), "toy")
         for i in range(count)
     ]
 
 
 def endpoint(server: FakeServer, **options: Any) -> Endpoint:
-    sampling = SamplingConfig(
-        temperature=0.7, top_p=0.8, top_k=20, max_tokens=9, top_logprobs=3
-    )
+    sampling = SamplingConfig(temperature=0.7, top_p=0.8, top_k=20, max_tokens=9, top_logprobs=3)
     return Endpoint(
         server.url, "fake", sampling, **{"first_pause": 0.01, "timeout": 5.0, **options}
     )
@@ -74,9 +64,7 @@ def all_of(found: Iterator[list[Response]]) -> dict[tuple[str, int], Response]:
 @pytest.mark.parametrize("api", ["chat", "completions"])
 def test_every_sample_once_and_side_by_side(server: FakeServer, api: Any) -> None:
     server.pause = 0.05
-    engine = endpoint(
-        server, api=api, concurrency=6, extra_body={"min_p": 0.1}, api_key="secret"
-    )
+    engine = endpoint(server, api=api, concurrency=6, extra_body={"min_p": 0.1}, api_key="secret")
     found = all_of(engine.complete([Request(p, (0, 1, 2)) for p in prompts(8)]))
     assert set(found) == {(f"p{i}", r) for i in range(8) for r in range(3)}
     assert 2 <= server.most_at_once <= 6
@@ -89,32 +77,20 @@ def test_every_sample_once_and_side_by_side(server: FakeServer, api: Any) -> Non
         body["top_k"],
         body["max_tokens"],
         body["min_p"],
-    ) == (
-        "fake",
-        0.7,
-        0.8,
-        20,
-        9,
-        0.1,
-    )
+    ) == ("fake", 0.7, 0.8, 20, 9, 0.1)
     assert body["authorization"] == "Bearer secret"
     one = found["p3", 1]
-    np.testing.assert_array_equal(
-        one.logprobs, np.array([-0.5, -0.25, -9999.0], np.float32)
-    )
+    np.testing.assert_array_equal(one.logprobs, np.array([-0.5, -0.25, -9999.0], np.float32))
     assert one.top_logprobs is not None
     np.testing.assert_array_equal(
-        one.top_logprobs,
-        np.array([[-0.5, -1.5], [-0.25, -2.0], [-0.1, -3.0]], np.float32),
+        one.top_logprobs, np.array([[-0.5, -1.5], [-0.25, -2.0], [-0.1, -3.0]], np.float32)
     )
     again = all_of(
         endpoint(server, api=api, concurrency=1).complete(
             [Request(p, (0, 1, 2)) for p in prompts(8)]
         )
     )
-    assert {key: c.text for key, c in again.items()} == {
-        key: c.text for key, c in found.items()
-    }
+    assert {key: c.text for key, c in again.items()} == {key: c.text for key, c in found.items()}
 
 
 @pytest.mark.parametrize("end", [[], ["<|end|>"]])
@@ -129,9 +105,7 @@ def test_where_the_tokens_end(server: FakeServer, api: Any, end: list[str]) -> N
         def say(body: dict[str, Any]) -> Reply:
             text = "".join(tokens[:4]) + changed
             if "messages" in body:
-                rows: list[dict[str, Any]] = [
-                    {"token": token, "logprob": -0.5} for token in tokens
-                ]
+                rows: list[dict[str, Any]] = [{"token": token, "logprob": -0.5} for token in tokens]
                 rows[1] |= {"token": "?", "bytes": list(" é".encode())}
                 choice: dict[str, Any] = {
                     "message": {"content": text},
@@ -140,10 +114,7 @@ def test_where_the_tokens_end(server: FakeServer, api: Any, end: list[str]) -> N
             else:
                 choice = {
                     "text": text,
-                    "logprobs": {
-                        "token_logprobs": [-0.5] * len(tokens),
-                        "tokens": tokens,
-                    },
+                    "logprobs": {"token_logprobs": [-0.5] * len(tokens), "tokens": tokens},
                 }
             return 200, {"choices": [choice | {"finish_reason": "stop"}]}, {}
 
@@ -151,9 +122,7 @@ def test_where_the_tokens_end(server: FakeServer, api: Any, end: list[str]) -> N
 
     for changed, known in (("", True), ("9", False)):
         server.reply = reply(changed)
-        (one,) = all_of(
-            endpoint(server, api=api).complete([Request(prompts(1)[0], (0,))])
-        ).values()
+        (one,) = all_of(endpoint(server, api=api).complete([Request(prompts(1)[0], (0,))])).values()
         if not known:
             assert one.token_ends is None
             continue
@@ -171,11 +140,7 @@ def test_passing_failures_are_repeated(server: FakeServer) -> None:
     def sometimes(body: dict[str, Any]) -> Reply:
         seen[body["seed"]] += 1
         if seen[body["seed"]] <= 2:
-            return (
-                (429, {}, {"Retry-After": "0"})
-                if seen[body["seed"]] == 1
-                else (503, {}, {})
-            )
+            return (429, {}, {"Retry-After": "0"}) if seen[body["seed"]] == 1 else (503, {}, {})
         return good_reply(body)
 
     server.reply = sometimes
@@ -184,17 +149,11 @@ def test_passing_failures_are_repeated(server: FakeServer) -> None:
     assert set(seen.values()) == {3}
 
 
-def test_refusals_are_errors_at_once_and_keep_what_is_finished(
-    server: FakeServer,
-) -> None:
+def test_refusals_are_errors_at_once_and_keep_what_is_finished(server: FakeServer) -> None:
     server.reply = lambda body: (
-        (400, {"error": "no such model"}, {})
-        if len(server.asked) > 3
-        else good_reply(body)
+        (400, {"error": "no such model"}, {}) if len(server.asked) > 3 else good_reply(body)
     )
-    found = endpoint(server, concurrency=1).complete(
-        [Request(p, (0,)) for p in prompts(9)]
-    )
+    found = endpoint(server, concurrency=1).complete([Request(p, (0,)) for p in prompts(9)])
     kept: list[Response] = []
     with pytest.raises(UserError, match=r"HTTP 400.*no such model"):
         kept.extend(completion for batch in found for completion in batch)
@@ -202,9 +161,7 @@ def test_refusals_are_errors_at_once_and_keep_what_is_finished(
     assert len(server.asked) == 4
 
 
-def test_a_server_that_is_gone_is_an_error_after_all_attempts(
-    server: FakeServer,
-) -> None:
+def test_a_server_that_is_gone_is_an_error_after_all_attempts(server: FakeServer) -> None:
     server.stop()
     with pytest.raises(UserError, match="no answer after 3 attempts"):
         all_of(endpoint(server, attempts=3).complete([Request(prompts(1)[0], (0,))]))
@@ -223,12 +180,8 @@ ERRORS_OF_200 = [
 
 
 @pytest.mark.parametrize("bad", ERRORS_OF_200)
-def test_errors_under_the_status_200_are_repeated(
-    server: FakeServer, bad: dict[str, Any]
-) -> None:
-    server.reply = lambda body: (
-        (200, bad, {}) if len(server.asked) <= 2 else good_reply(body)
-    )
+def test_errors_under_the_status_200_are_repeated(server: FakeServer, bad: dict[str, Any]) -> None:
+    server.reply = lambda body: (200, bad, {}) if len(server.asked) <= 2 else good_reply(body)
     assert len(all_of(endpoint(server).complete([Request(prompts(1)[0], (0,))]))) == 1
     assert len(server.asked) == 3
     server.reply = lambda body: (200, bad, {})
@@ -236,9 +189,7 @@ def test_errors_under_the_status_200_are_repeated(
         endpoint(server, attempts=3).ask(prompts(1)[0], 0)
 
 
-def test_a_lasting_error_under_the_status_200_is_an_error_at_once(
-    server: FakeServer,
-) -> None:
+def test_a_lasting_error_under_the_status_200_is_an_error_at_once(server: FakeServer) -> None:
     bad = {"error": {"message": "no such key", "code": 401}}
     server.reply = lambda body: (200, bad, {})
     with pytest.raises(UserError, match="no such key"):
@@ -277,10 +228,7 @@ REFUSED_PROMPTS = [
     (400, {"error": {"message": "prompt is too long: 200001 tokens > 199999 maximum"}}),
     (400, {"error": {"code": "context_length_exceeded", "message": "Please reduce"}}),
     (413, {}),
-    (
-        400,
-        {"error": {"code": "content_filter", "message": "The response was filtered"}},
-    ),
+    (400, {"error": {"code": "content_filter", "message": "The response was filtered"}}),
     (403, {"error": {"message": "your request was flagged by moderation"}}),
     (400, {"error": {"message": "Content Exists Risk"}}),
     (200, {"error": {"code": 400, "message": "maximum context length is 4096"}}),
@@ -307,9 +255,7 @@ def test_a_prompt_that_is_refused_is_an_empty_response(
         (400, {"error": {"message": "Unsupported parameter: 'max_tokens'"}}),
     ],
 )
-def test_other_refusals_are_errors(
-    server: FakeServer, status: int, body: dict[str, Any]
-) -> None:
+def test_other_refusals_are_errors(server: FakeServer, status: int, body: dict[str, Any]) -> None:
     server.reply = lambda _: (status, body, {})
     with pytest.raises(UserError, match=f"HTTP {status}"):
         endpoint(server).ask(prompts(1)[0], 0)
@@ -329,17 +275,13 @@ def test_wrong_addresses_are_said_by_name(
     assert f"--endpoint {server.url}" in str(caught.value)
     server.reply = lambda _: (404, {}, {})
     with pytest.raises(UserError, match=r"--endpoint .*/v1"):
-        Endpoint(
-            server.url.removesuffix("/v1"), "fake", SamplingConfig(max_tokens=9)
-        ).ask(prompts(1)[0], 0)
+        Endpoint(server.url.removesuffix("/v1"), "fake", SamplingConfig(max_tokens=9)).ask(
+            prompts(1)[0], 0
+        )
 
 
 def _choice(content: Any = "text", logprobs: Any = None) -> dict[str, Any]:
-    return {
-        "choices": [
-            {"message": {"content": content}, "logprobs": {"content": logprobs}}
-        ]
-    }
+    return {"choices": [{"message": {"content": content}, "logprobs": {"content": logprobs}}]}
 
 
 ODD_REPLIES = [
@@ -357,9 +299,7 @@ ODD_REPLIES = [
     _choice(logprobs=[{"logprob": 10**400}]),
     _choice(logprobs=[{"logprob": -1, "top_logprobs": [{"logprob": 5}]}]),
     _choice(logprobs=[{"logprob": -1, "top_logprobs": {"a": 1}}]),
-    _choice(
-        logprobs=[{"logprob": -1, "top_logprobs": [{"logprob": None}, {"logprob": -1}]}]
-    ),
+    _choice(logprobs=[{"logprob": -1, "top_logprobs": [{"logprob": None}, {"logprob": -1}]}]),
 ]
 
 
@@ -409,9 +349,7 @@ def test_a_response_without_a_reason_is_not_finished() -> None:
 
 
 @pytest.mark.parametrize("field", ["reasoning_content", "reasoning"])
-def test_what_a_reasoning_parser_took_out_is_put_back(
-    server: FakeServer, field: str
-) -> None:
+def test_what_a_reasoning_parser_took_out_is_put_back(server: FakeServer, field: str) -> None:
     """The answer is read behind it; without an answer the thinking has not ended."""
     answers: list[tuple[str | None, str, float | None]] = [
         ("\\boxed{0}\n<conf> 0.8", "ok", 0.8),
@@ -422,9 +360,7 @@ def test_what_a_reasoning_parser_took_out_is_put_back(
         message = {"content": content, field: "try \\boxed{1} <conf> 0.1"}
         choice = {"message": message, "finish_reason": "stop", "logprobs": None}
         server.reply = lambda body, choice=choice: (200, {"choices": [choice]}, {})  # type: ignore[misc]
-        (one,) = all_of(
-            endpoint(server).complete([Request(prompts(1)[0], (0,))])
-        ).values()
+        (one,) = all_of(endpoint(server).complete([Request(prompts(1)[0], (0,))])).values()
         end = "</think>" + content if content else ""
         assert one.text == f"<think>try \\boxed{{1}} <conf> 0.1{end}"
         (judged,) = judge_many([one], {"p0": prompts(1)[0]}, TokenBytes((), KNOWN[0]))
@@ -450,10 +386,7 @@ def test_thinking_on_of_a_server_needs_the_tokenizer(
 def toy(tmp_path: Path) -> str:
     path = tmp_path / "toy.jsonl"
     path.write_text(
-        "\n".join(
-            json.dumps({"problem": f"what is {i} = ?", "answer": str(i)})
-            for i in range(12)
-        )
+        "\n".join(json.dumps({"problem": f"what is {i} = ?", "answer": str(i)}) for i in range(12))
     )
     return f"toy={path}"
 
@@ -496,8 +429,7 @@ def test_killed_and_started_again_loses_no_sample_and_asks_none_twice(
     server, out = FakeServer(pause=0.1).start(), tmp_path / "run"
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     client = subprocess.Popen(
-        [sys.executable, "-m", "megatron_dcpo", *command(server, toy, out)],
-        env=environment,
+        [sys.executable, "-m", "megatron_dcpo", *command(server, toy, out)], env=environment
     )
     deadline = time.monotonic() + 90
     while lines_of(out / "samples.jsonl") < 12 and time.monotonic() < deadline:
@@ -508,10 +440,7 @@ def test_killed_and_started_again_loses_no_sample_and_asks_none_twice(
     server.stop()
     kept = lines_of(out / "samples.jsonl")
     assert 12 <= kept < 48
-    rows = [
-        json.loads(line)
-        for line in (out / "samples.jsonl").read_text().splitlines()[:kept]
-    ]
+    rows = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()[:kept]]
     recorded = {sample_seed(0, row["prompt_id"], row["sample_index"]) for row in rows}
     assert recorded <= {body["seed"] for body in server.answered}
     with open(out / "samples.jsonl", "a") as file:
@@ -544,25 +473,11 @@ def test_other_settings_are_refused(
     server: FakeServer, toy: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(command(server, toy, tmp_path / "run", "--limit", "2")) == 0
-    assert (
-        main(
-            command(server, toy, tmp_path / "run", "--limit", "2", "--temperature", "1")
-        )
-        == 2
-    )
+    assert main(command(server, toy, tmp_path / "run", "--limit", "2", "--temperature", "1")) == 2
     assert "was begun with temperature = 0.7, now it is 1.0" in capsys.readouterr().err
     assert (
         main(
-            command(
-                server,
-                toy,
-                tmp_path / "run",
-                "--limit",
-                "2",
-                "--temperature",
-                "1",
-                "--fresh",
-            )
+            command(server, toy, tmp_path / "run", "--limit", "2", "--temperature", "1", "--fresh")
         )
         == 0
     )
@@ -572,14 +487,7 @@ def test_other_settings_are_refused(
 def test_chat_messages_carry_the_training_prompt(
     server: FakeServer, toy: str, tmp_path: Path
 ) -> None:
-    assert (
-        main(
-            command(
-                server, toy, tmp_path / "run", "--limit", "1", "--template", "paper"
-            )
-        )
-        == 0
-    )
+    assert main(command(server, toy, tmp_path / "run", "--limit", "1", "--template", "paper")) == 0
     content = server.asked[0]["messages"][-1]["content"]
     assert content.startswith("what is 0 = ?")
     assert "<conf> Confidence: 0.83" in content
@@ -591,36 +499,27 @@ def test_a_lone_surrogate_is_saved_as_a_replacement_and_the_evaluation_goes_on(
 ) -> None:
     def reply(body: dict[str, Any]) -> Reply:
         status, good, headers = good_reply(body)
-        good["choices"][0]["text"] = (
-            "\ud800 \udfff \x1b[31m \\boxed{\ud800}\n<conf> 0.5"
-        )
+        good["choices"][0]["text"] = "\ud800 \udfff \x1b[31m \\boxed{\ud800}\n<conf> 0.5"
         return status, good, headers
 
     server.reply = reply
     assert main(command(server, toy, tmp_path / "run", "--limit", "2")) == 0
     rows = [
         json.loads(line)
-        for line in (tmp_path / "run" / "samples.jsonl")
-        .read_text(encoding="utf-8")
-        .splitlines()
+        for line in (tmp_path / "run" / "samples.jsonl").read_text(encoding="utf-8").splitlines()
     ]
-    assert {row["text"] for row in rows} == {
-        "\ufffd \ufffd \x1b[31m \\boxed{\ufffd}\n<conf> 0.5"
-    }
+    assert {row["text"] for row in rows} == {"\ufffd \ufffd \x1b[31m \\boxed{\ufffd}\n<conf> 0.5"}
     assert {row["answer"] for row in rows} == {"\ufffd"}
     assert "\x1b" not in capsys.readouterr().out
     assert main(["report", str(tmp_path / "run")]) == 0
 
 
-def test_a_redirecting_server_is_one_line(
-    server: FakeServer, toy: str, tmp_path: Path
-) -> None:
+def test_a_redirecting_server_is_one_line(server: FakeServer, toy: str, tmp_path: Path) -> None:
     other = FakeServer().start()
     try:
         server.reply = lambda body: (307, {}, {"Location": f"{other.url}/completions"})
         with pytest.raises(
-            UserError,
-            match=r"/completions redirects to http.*redirects are not followed",
+            UserError, match=r"/completions redirects to http.*redirects are not followed"
         ) as caught:
             all_of(endpoint(server).complete([Request(prompts(1)[0], (0,))]))
         assert "secret" not in str(caught.value)

@@ -18,18 +18,9 @@ POLICY = QUICKSTART / "policy"
 def test_raw_log_probs_are_of_the_model_whatever_the_sampling() -> None:
     engine = TransformersEngine.from_pretrained(POLICY)
     prompts = [Prompt("a", (), (5, 6, 7), "", "t"), Prompt("b", (), (8, 9), "", "t")]
-    options = {
-        "n": 2,
-        "temperature": 0.7,
-        "top_p": 0.8,
-        "top_k": 20,
-        "max_tokens": 12,
-        "seed": 3,
-    }
+    options = {"n": 2, "temperature": 0.7, "top_p": 0.8, "top_k": 20, "max_tokens": 12, "seed": 3}
     sampled = engine.generate(prompts, SamplingConfig(**options))
-    raw = engine.generate(
-        prompts, SamplingConfig(**options, raw_logprobs=True, top_logprobs=20)
-    )
+    raw = engine.generate(prompts, SamplingConfig(**options, raw_logprobs=True, top_logprobs=20))
     for prompt, before, after in zip(
         [p for p in prompts for _ in range(2)], sampled, raw, strict=True
     ):
@@ -44,9 +35,7 @@ def test_raw_log_probs_are_of_the_model_whatever_the_sampling() -> None:
             )
         chosen = logp.gather(-1, torch.tensor(after.token_ids)[:, None])[:, 0]
         np.testing.assert_allclose(after.logprobs, chosen.numpy(), atol=2e-5)
-        np.testing.assert_allclose(
-            after.top_logprobs, logp.topk(20).values.numpy(), atol=2e-5
-        )
+        np.testing.assert_allclose(after.top_logprobs, logp.topk(20).values.numpy(), atol=2e-5)
         assert (
             before.logprobs >= after.logprobs - 1e-5
         ).mean() > 0.5  # truncation and cooling mostly raise them
@@ -56,8 +45,7 @@ def test_more_top_log_probs_than_tokens_are_all_of_them() -> None:
     engine = TransformersEngine.from_pretrained(POLICY)
     size = engine.model.config.vocab_size
     found = engine.generate(
-        [Prompt("a", (), (5,), "", "t")],
-        SamplingConfig(max_tokens=2, top_logprobs=10 * size),
+        [Prompt("a", (), (5,), "", "t")], SamplingConfig(max_tokens=2, top_logprobs=10 * size)
     )
     assert found[0].top_logprobs is not None
     assert found[0].top_logprobs.shape == (len(found[0].token_ids), size)

@@ -30,14 +30,10 @@ def test_choices_are_those_of_a_forward_pass(tiny_models):
     )
     engine.eos_token_ids = tuple(range(0, 331, 9))
     prompts = {prompt.prompt_id: prompt for prompt in prompts_for_test()}
-    responses = engine.generate(
-        list(prompts.values()), SamplingConfig(n=3, max_tokens=24)
-    )
+    responses = engine.generate(list(prompts.values()), SamplingConfig(n=3, max_tokens=24))
     assert len({len(response.token_ids) for response in responses}) > 3
     for response in responses:
-        ids = torch.tensor(
-            [*prompts[response.prompt_id].token_ids, *response.token_ids]
-        )
+        ids = torch.tensor([*prompts[response.prompt_id].token_ids, *response.token_ids])
         with torch.no_grad():
             engine.model(ids[None, :-1])
         expected = engine._recorder.take(1)[0]
@@ -47,10 +43,7 @@ def test_choices_are_those_of_a_forward_pass(tiny_models):
 
 def test_nothing_is_recorded_unasked(tiny_models):
     engine = TransformersEngine.from_pretrained(tiny_models("qwen3_moe", True))
-    assert (
-        engine.generate(prompts_for_test()[:1], SamplingConfig(max_tokens=4))[0].experts
-        is None
-    )
+    assert engine.generate(prompts_for_test()[:1], SamplingConfig(max_tokens=4))[0].experts is None
 
 
 def completion(experts):
@@ -75,9 +68,7 @@ def test_experts_of_a_completion_of_vllm(record):
     assert (response.experts is experts) if record else response.experts is None
     for wrong in (None, experts[1:]):
         if record:
-            with pytest.raises(
-                EngineError, match=r"the experts of (none|3) tokens, not of 4"
-            ):
+            with pytest.raises(EngineError, match=r"the experts of (none|3) tokens, not of 4"):
                 engine._response(prompt, 0, completion(wrong), 0, 1)
 
 
@@ -121,16 +112,8 @@ def test_refused_with_the_model(overrides, message, monkeypatch):
 
 
 def test_refused_with_partial_rollouts():
-    stale = [
-        "rollout.max_staleness=1",
-        "rollout.oversample=1.5",
-        "objective.tis_level=token",
-    ]
+    stale = ["rollout.max_staleness=1", "rollout.oversample=1.5", "objective.tis_level=token"]
     with pytest.raises(
-        UserError,
-        match=r"max_staleness=1 does not go with rollout\.routing_replay",
+        UserError, match=r"max_staleness=1 does not go with rollout\.routing_replay"
     ):
-        load_config(
-            EXAMPLES / "quickstart" / "dcpo.yaml",
-            [*stale, "rollout.routing_replay=true"],
-        )
+        load_config(EXAMPLES / "quickstart" / "dcpo.yaml", [*stale, "rollout.routing_replay=true"])

@@ -42,9 +42,7 @@ class Group:
 
     def broadcast(self, tensor: torch.Tensor, src: int) -> None:
         assert src == 0
-        self.server.arrived.append(
-            tensor.clone()
-        )  # the bucket may be overwritten afterwards
+        self.server.arrived.append(tensor.clone())  # the bucket may be overwritten afterwards
 
     def destroy(self) -> None:
         self.destroyed = True
@@ -75,18 +73,12 @@ class Server:
         return self.groups[-1]
 
     def weights(self) -> dict[str, torch.Tensor]:
-        told = [
-            body["update_info"]
-            for path, body in self.asked
-            if path == "/update_weights"
-        ]
+        told = [body["update_info"] for path, body in self.asked if path == "/update_weights"]
         names = [name for info in told for name in info["names"]]
         shapes = [tuple(shape) for info in told for shape in info["shapes"]]
         dtypes = [dtype for info in told for dtype in info["dtype_names"]]
         assert [tuple(t.shape) for t in self.arrived] == shapes
-        assert [str(t.dtype) for t in self.arrived] == [
-            f"torch.{name}" for name in dtypes
-        ]
+        assert [str(t.dtype) for t in self.arrived] == [f"torch.{name}" for name in dtypes]
         return dict(zip(names, self.arrived, strict=True))
 
 
@@ -97,9 +89,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Server:
     common.trainer_init = made.trainer_init
     for name in ("vllm", "vllm.distributed", "vllm.distributed.weight_transfer"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    monkeypatch.setitem(
-        sys.modules, "vllm.distributed.weight_transfer.nccl_common", common
-    )
+    monkeypatch.setitem(sys.modules, "vllm.distributed.weight_transfer.nccl_common", common)
     monkeypatch.setattr(vllm_server, "find_spec", lambda name: name)
     monkeypatch.setattr(device, "_CPU", device._GPU)
     monkeypatch.setattr(
@@ -112,39 +102,25 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Server:
     return made
 
 
-def cut(
-    weights: dict[str, torch.Tensor], parts: int, per_bucket: int
-) -> list[list[WeightSlice]]:
+def cut(weights: dict[str, torch.Tensor], parts: int, per_bucket: int) -> list[list[WeightSlice]]:
     """Every matrix in ``parts`` of its rows, some in the other order, as several owners send them;
     in buckets.
     """
     pieces = []
     for number, (name, tensor) in enumerate(weights.items()):
-        rows = list(
-            torch.arange(len(tensor)).tensor_split(parts if tensor.dim() > 1 else 1)
-        )
+        rows = list(torch.arange(len(tensor)).tensor_split(parts if tensor.dim() > 1 else 1))
         for one in reversed(rows) if number % 2 else rows:
             pieces.append(WeightSlice(name, 0, int(one[0]), tensor[one]))
-    return [
-        pieces[start : start + per_bucket]
-        for start in range(0, len(pieces), per_bucket)
-    ]
+    return [pieces[start : start + per_bucket] for start in range(0, len(pieces), per_bucket)]
 
 
 def random_weights() -> dict[str, torch.Tensor]:
-    return {
-        name: torch.randn(shape).bfloat16() for name, shape in hf_shapes(ARCH).items()
-    }
+    return {name: torch.randn(shape).bfloat16() for name, shape in hf_shapes(ARCH).items()}
 
 
 @pytest.mark.parametrize(("parts", "per_bucket"), [(1, 1), (3, 5), (2, 1000)])
-def test_the_server_gets_every_tensor_whole(
-    server: Server, parts: int, per_bucket: int
-) -> None:
-    engine, weights = (
-        ServerEngine(["http://127.0.0.1:1"], POLICY, None),
-        random_weights(),
-    )
+def test_the_server_gets_every_tensor_whole(server: Server, parts: int, per_bucket: int) -> None:
+    engine, weights = (ServerEngine(["http://127.0.0.1:1"], POLICY, None), random_weights())
     for version in (1, 2):
         server.asked.clear()
         server.arrived.clear()
@@ -154,17 +130,11 @@ def test_the_server_gets_every_tensor_whole(
             weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
         arrived = server.weights()
         assert arrived.keys() == weights.keys()
-        assert all(
-            torch.equal(arrived[name], tensor) for name, tensor in weights.items()
-        )
+        assert all(torch.equal(arrived[name], tensor) for name, tensor in weights.items())
         paths = [
-            path
-            for path, _ in server.asked
-            if path not in ("/update_weights", "/weight_info")
+            path for path, _ in server.asked if path not in ("/update_weights", "/weight_info")
         ]
-        first = (
-            ["/get_world_size", "/init_weight_transfer_engine"] if version == 1 else []
-        )
+        first = ["/get_world_size", "/init_weight_transfer_engine"] if version == 1 else []
         after = [
             "/start_weight_update",
             "/finish_weight_update",
@@ -192,16 +162,13 @@ def second(server: Server, monkeypatch: pytest.MonkeyPatch) -> Server:
         waiting = [
             one
             for one in at.values()
-            if ("/init_weight_transfer_engine", {"init_info": connection(info)})
-            in one.asked
+            if ("/init_weight_transfer_engine", {"init_info": connection(info)}) in one.asked
         ]
         return waiting[-1].trainer_init(info)
 
     monkeypatch.setattr(nccl, "trainer_init", trainer_init)
     monkeypatch.setattr(
-        JsonClient,
-        "call",
-        lambda self, path, body=None, **_: at[self.url].call(path, body),
+        JsonClient, "call", lambda self, path, body=None, **_: at[self.url].call(path, body)
     )
     return other
 
@@ -236,9 +203,7 @@ def test_a_server_that_fails_costs_the_others_their_group_and_no_update(
     engine.update_weights(cut(weights, 2, 7), 1)
     for one in (server, second):
         assert len(one.groups) == 2
-        assert torch.equal(
-            one.weights()["model.norm.weight"], weights["model.norm.weight"]
-        )
+        assert torch.equal(one.weights()["model.norm.weight"], weights["model.norm.weight"])
 
 
 def test_every_server_reads_the_same_directory(
@@ -262,9 +227,7 @@ def test_files_are_complete_and_older_ones_go(server: Server, tmp_path: Path) ->
     for version in (1, 2):
         weights = random_weights()
         engine.update_weights(cut(weights, 2, 5), version)
-        told = next(
-            body for path, body in reversed(server.asked) if path == "/collective_rpc"
-        )
+        told = next(body for path, body in reversed(server.asked) if path == "/collective_rpc")
         directory = Path(told["kwargs"]["weights_path"])
         assert (
             [path.name for path in (tmp_path / "exchange").iterdir()]
@@ -272,9 +235,7 @@ def test_files_are_complete_and_older_ones_go(server: Server, tmp_path: Path) ->
             == [f"version_{version}"]
         )
         reader = HFReader(directory)
-        assert all(
-            torch.equal(reader.tensor(name), tensor) for name, tensor in weights.items()
-        )
+        assert all(torch.equal(reader.tensor(name), tensor) for name, tensor in weights.items())
     server.refuse = "/collective_rpc"
     with pytest.raises(EngineError, match="no such backend"):
         engine.update_weights(cut(weights, 2, 5), 3)
@@ -290,32 +251,25 @@ def test_fused_projections_are_files_as_the_checkpoint_has_them(
     weights = {name: torch.randn(shape) for name, shape in hf_shapes(arch).items()}
     engine.update_weights(cut(weights, 2, 5), 1)
     (directory,) = (tmp_path / "exchange").iterdir()
-    assert (
-        load_file(directory / "model.safetensors").keys() == stored_shapes(arch).keys()
-    )
+    assert load_file(directory / "model.safetensors").keys() == stored_shapes(arch).keys()
     reader = HFReader(directory, arch)
     for name, tensor in weights.items():
         assert torch.equal(reader.tensor(name), tensor), name
 
 
-def test_the_workers_are_told_of_the_group_that_the_trainer_opens(
-    server: Server,
-) -> None:
+def test_the_workers_are_told_of_the_group_that_the_trainer_opens(server: Server) -> None:
     ServerEngine(["http://127.0.0.1:1"], POLICY, None).update_weights(
         cut(random_weights(), 1, 9), 1
     )
     told = next(
-        body["init_info"]
-        for path, body in server.asked
-        if path == "/init_weight_transfer_engine"
+        body["init_info"] for path, body in server.asked if path == "/init_weight_transfer_engine"
     )
     assert told == server.opened | {"rank_offset": 1, "packed": False}
     assert (told["master_address"], told["world_size"]) == ("127.0.0.1", 3)
 
 
 @pytest.mark.parametrize(
-    "refuse",
-    ["/init_weight_transfer_engine", "/start_weight_update", "/update_weights"],
+    "refuse", ["/init_weight_transfer_engine", "/start_weight_update", "/update_weights"]
 )
 def test_a_refusal_is_an_error_of_the_engine_and_the_next_update_connects_anew(
     server: Server, refuse: str
@@ -346,16 +300,10 @@ def test_a_refusal_is_an_error_of_the_engine_and_the_next_update_connects_anew(
 def test_a_tensor_that_does_not_come_completely(server: Server) -> None:
     engine = ServerEngine(["http://127.0.0.1:1"], POLICY, None)
     with pytest.raises(
-        EngineError,
-        match=r"1 tensors did not come completely, model\.norm\.weight among them",
+        EngineError, match=r"1 tensors did not come completely, model\.norm\.weight among them"
     ):
         engine.update_weights(
-            [
-                b
-                for b in cut(random_weights(), 1, 1)
-                if b[0].name != "model.norm.weight"
-            ],
-            1,
+            [b for b in cut(random_weights(), 1, 1) if b[0].name != "model.norm.weight"], 1
         )
 
 
@@ -365,9 +313,7 @@ def test_it_is_refused_in_one_line(
     monkeypatch.setattr(vllm_server, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"rollout\.weight_transfer=nccl needs vLLM"):
         ServerEngine(["http://127.0.0.1:1"], POLICY, None)
-    monkeypatch.setattr(
-        device, "_GPU", device.Capabilities(False, True, False, False, None)
-    )
+    monkeypatch.setattr(device, "_GPU", device.Capabilities(False, True, False, False, None))
     monkeypatch.setattr(device, "_CPU", device._GPU)
     with pytest.raises(UserError, match="needs a GPU"):
         ServerEngine(["http://127.0.0.1:1"], POLICY, None)

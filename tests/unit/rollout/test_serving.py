@@ -90,17 +90,12 @@ def test_a_server_that_ends_is_started_again(
 
 def test_a_server_that_cannot_start_is_an_error(server: EngineServer) -> None:
     server.command = [sys.executable, "-S", "-c", "raise SystemExit('no such model')"]
-    with (
-        pytest.raises(UserError, match="ended with status 1 before it answered"),
-        server,
-    ):
+    with pytest.raises(UserError, match="ended with status 1 before it answered"), server:
         pass
     assert "no such model" in server.log.read_text()
 
 
-def test_another_server_at_the_address_is_an_error(
-    server: EngineServer, tmp_path: Path
-) -> None:
+def test_another_server_at_the_address_is_an_error(server: EngineServer, tmp_path: Path) -> None:
     with server:
         again = EngineServer(server.command, server.url, 10**6, 1, tmp_path / "log")
         with pytest.raises(UserError, match=r"answers at .* already"), again:
@@ -110,15 +105,9 @@ def test_another_server_at_the_address_is_an_error(
 def test_the_engines_have_the_devices_behind_the_ranks(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(
-        serving, "capabilities", lambda: SimpleNamespace(separate_memory=True)
-    )
+    monkeypatch.setattr(serving, "capabilities", lambda: SimpleNamespace(separate_memory=True))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    for own, first, expected in (
-        (None, 6, "6,7"),
-        ("3,4,5,6", 2, "5,6"),
-        (None, 0, "0,1"),
-    ):
+    for own, first, expected in ((None, 6, "6,7"), ("3,4,5,6", 2, "5,6"), (None, 0, "0,1")):
         if own:
             monkeypatch.setenv("CUDA_VISIBLE_DEVICES", own)
         else:
@@ -164,13 +153,7 @@ def test_commands() -> None:
         QUICKSTART / "async.yaml", ["model.params_dtype=bf16", "model.head_dtype=fp32"]
     )
     own = server_command(config, 1, 48, "python server.py --swift")
-    assert own[:5] == [
-        "python",
-        "server.py",
-        "--swift",
-        "--model",
-        str(config.model.path),
-    ]
+    assert own[:5] == ["python", "server.py", "--swift", "--model", str(config.model.path)]
     assert own[5:] == [
         "--host",
         "127.0.0.1",
@@ -185,10 +168,7 @@ def test_commands() -> None:
     found = dict(pairwise(command))
     assert (found["--data-parallel-size"], found["--max-model-len"]) == ("8", "48")
     assert found["--tensor-parallel-size"] == "1"
-    assert (found["--dtype"], found["--logprobs-mode"]) == (
-        "bfloat16",
-        "processed_logprobs",
-    )
+    assert (found["--dtype"], found["--logprobs-mode"]) == ("bfloat16", "processed_logprobs")
     assert found["--generation-config"] == "vllm", (
         "the model's own defaults would bend the distribution that is trained on"
     )
@@ -201,14 +181,9 @@ def test_commands() -> None:
 
 @pytest.mark.parametrize(
     ("endpoint", "host"),
-    [
-        ("http://localhost:8011/v1", "localhost"),
-        ("http://node02:8000/v1", "0.0.0.0"),
-    ],
+    [("http://localhost:8011/v1", "localhost"), ("http://node02:8000/v1", "0.0.0.0")],
 )
-def test_a_server_for_other_nodes_is_bound_to_all_interfaces(
-    endpoint: str, host: str
-) -> None:
+def test_a_server_for_other_nodes_is_bound_to_all_interfaces(endpoint: str, host: str) -> None:
     config = load_config(QUICKSTART / "async.yaml", [f"rollout.endpoint={endpoint}"])
     found = dict(pairwise(server_command(config, 1, 48)))
     assert found["--host"] == host
@@ -222,9 +197,7 @@ def test_a_launcher_starts_one_of_several_servers() -> None:
 
 
 def test_servers_of_several_nodes_have_logs_of_their_own() -> None:
-    names = [
-        serving.log_name(f"http://{host}:1/v1") for host in ("a", "b", "localhost")
-    ]
+    names = [serving.log_name(f"http://{host}:1/v1") for host in ("a", "b", "localhost")]
     assert names == ["engines-a.log", "engines-b.log", "engines.log"]
 
 

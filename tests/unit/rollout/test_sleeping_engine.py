@@ -130,9 +130,7 @@ def test_without_waking_up_the_next_engine_has_no_memory():
     machine.do("sleep")
     machine.engine._wake("weights")
     machine.engine._shut_down()  # as close() did before
-    unmapped_twice = (
-        "CUDA Error: invalid argument at /workspace/csrc/cumem_allocator.cpp:245"
-    )
+    unmapped_twice = "CUDA Error: invalid argument at /workspace/csrc/cumem_allocator.cpp:245"
     assert machine.extension.printed == [unmapped_twice] * 2, "both parts of the cache"
     assert machine.extension.error_code, "which stays"
     assert machine.driver.used == 40, "the weights were unmapped and not released"
@@ -152,7 +150,6 @@ def test_a_sleep_that_fails_ends_the_process():
     machine = Machine()
     machine.driver.mapped.pop(next(iter(machine.driver.mapped)))
     with pytest.raises(
-        DeviceLost,
-        match="put its memory to sleep: RuntimeError: CUDA Error: invalid argument",
+        DeviceLost, match="put its memory to sleep: RuntimeError: CUDA Error: invalid argument"
     ):
         machine.do("sleep")

@@ -69,9 +69,7 @@ def prompts(count):
 def test_response_does_not_depend_on_the_batch(engine):
     sampling = SamplingConfig(n=3, max_tokens=20, seed=5)
     together = engine.generate(prompts(7), sampling, step=2)
-    alone = [
-        r for prompt in prompts(7) for r in engine.generate([prompt], sampling, step=2)
-    ]
+    alone = [r for prompt in prompts(7) for r in engine.generate([prompt], sampling, step=2)]
     assert [(r.prompt_id, r.sample_index) for r in together] == [
         (f"p{i}", k) for i in range(7) for k in range(3)
     ]
@@ -79,9 +77,7 @@ def test_response_does_not_depend_on_the_batch(engine):
         assert a.token_ids.tolist() == b.token_ids.tolist()
         np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-4)
     other = engine.generate(prompts(7), dataclasses.replace(sampling, seed=6), step=2)
-    assert [r.token_ids.tolist() for r in other] != [
-        r.token_ids.tolist() for r in together
-    ]
+    assert [r.token_ids.tolist() for r in other] != [r.token_ids.tolist() for r in together]
 
 
 @pytest.mark.parametrize("which", ["engine", "windows", "delta_nets"])
@@ -91,27 +87,17 @@ def test_logprobs_equal_a_forward_pass(request, which):
     """
     engine = request.getfixturevalue(which)
     for prompt, group in zip(prompts(7), np.array_split(np.arange(21), 7), strict=True):
-        responses = engine.generate(
-            prompts(7), SamplingConfig(n=3, max_tokens=25, seed=1)
-        )
+        responses = engine.generate(prompts(7), SamplingConfig(n=3, max_tokens=25, seed=1))
         for i in group:
-            ids = torch.tensor([*prompt.token_ids, *responses[i].token_ids.tolist()])[
-                None
-            ]
+            ids = torch.tensor([*prompt.token_ids, *responses[i].token_ids.tolist()])[None]
             logp = torch.log_softmax(engine.model(ids).logits[0], -1)[
                 len(prompt.token_ids) - 1 : -1
             ]
-            expected = logp.gather(-1, ids[0, len(prompt.token_ids) :, None]).squeeze(
-                -1
-            )
-            np.testing.assert_allclose(
-                responses[i].logprobs, expected.numpy(), atol=1e-4
-            )
+            expected = logp.gather(-1, ids[0, len(prompt.token_ids) :, None]).squeeze(-1)
+            np.testing.assert_allclose(responses[i].logprobs, expected.numpy(), atol=1e-4)
             ended = int(responses[i].token_ids[-1]) in engine.eos_token_ids
             assert responses[i].finish_reason == ("stop" if ended else "length")
-            assert not set(responses[i].token_ids[:-1].tolist()) & set(
-                engine.eos_token_ids
-            )
+            assert not set(responses[i].token_ids[:-1].tolist()) & set(engine.eos_token_ids)
 
 
 @pytest.mark.parametrize("cut", [1, 3, 10])
@@ -121,21 +107,16 @@ def test_a_response_that_is_continued_is_the_uninterrupted_one(engine, cut):
     """
     sampling = SamplingConfig(n=3, max_tokens=25, seed=5)
     whole = {
-        (r.prompt_id, r.sample_index): r
-        for r in engine.generate(prompts(7), sampling, step=2)
+        (r.prompt_id, r.sample_index): r for r in engine.generate(prompts(7), sampling, step=2)
     }
     samples = [(prompt, index) for prompt in prompts(7) for index in range(3)]
     finished, begun, step, most = {}, {}, 2, 0
     while len(finished) < len(samples):
         todo = [(p, i) for p, i in samples if (p.prompt_id, i) not in finished]
         asked = iter(range(cut))
-        partial = PartialRollout(
-            lambda asked=asked: next(asked, cut) >= cut - 1, dict(begun)
-        )
+        partial = PartialRollout(lambda asked=asked: next(asked, cut) >= cut - 1, dict(begun))
         handed_over = [
-            r
-            for responses in engine.stream(todo, sampling, step, partial)
-            for r in responses
+            r for responses in engine.stream(todo, sampling, step, partial) for r in responses
         ]
         assert sorted((r.prompt_id, r.sample_index) for r in handed_over) == sorted(
             (p.prompt_id, i) for p, i in todo
@@ -158,30 +139,21 @@ def test_a_response_that_is_continued_is_the_uninterrupted_one(engine, cut):
     engine.weights_version = 0
 
 
-@pytest.mark.parametrize(
-    "which", ["engine", pytest.param("delta_nets", marks=pytest.mark.full)]
-)
+@pytest.mark.parametrize("which", ["engine", pytest.param("delta_nets", marks=pytest.mark.full)])
 def test_a_free_place_is_taken_by_the_next_sample(request, which, monkeypatch):
     """Only where a rollout may be partial: otherwise a batch runs to its end, and its last
     responses alone.
     """
     engine = request.getfixturevalue(which)
-    monkeypatch.setattr(
-        engine, "eos_token_ids", tuple(range(0, 331, 16))
-    )  # many lengths
+    monkeypatch.setattr(engine, "eos_token_ids", tuple(range(0, 331, 16)))  # many lengths
     sampling, used = SamplingConfig(max_tokens=40, seed=3, temperature=1.5), []
     samples = [(prompt, index) for prompt in prompts(10) for index in range(6)]
     for partial in (None, PartialRollout(lambda: False, {})):
         before = dataclasses.replace(engine.slot_steps)
         tokens = {}
         for responses in engine.stream(samples, sampling, 1, partial):
-            tokens |= {
-                (r.prompt_id, r.sample_index): r.token_ids.tolist() for r in responses
-            }
-        steps, live = (
-            engine.slot_steps.total - before.total,
-            engine.slot_steps.used - before.used,
-        )
+            tokens |= {(r.prompt_id, r.sample_index): r.token_ids.tolist() for r in responses}
+        steps, live = (engine.slot_steps.total - before.total, engine.slot_steps.used - before.used)
         assert live == sum(map(len, tokens.values()))
         assert steps % 12 == 0
         used.append((tokens, live / steps))
@@ -192,9 +164,7 @@ def test_a_free_place_is_taken_by_the_next_sample(request, which, monkeypatch):
 def test_uniforms_are_counted():
     a = uniforms(1, 2, "p", 3, 10)
     assert np.array_equal(a, uniforms(1, 2, "p", 3, 10))
-    assert np.array_equal(a[:5], uniforms(1, 2, "p", 3, 5)), (
-        "a longer limit keeps the numbers"
-    )
+    assert np.array_equal(a[:5], uniforms(1, 2, "p", 3, 5)), "a longer limit keeps the numbers"
     assert all(
         not np.array_equal(a, uniforms(*key, 10))
         for key in [(2, 2, "p", 3), (1, 3, "p", 3), (1, 2, "q", 3), (1, 2, "p", 4)]
@@ -204,18 +174,14 @@ def test_uniforms_are_counted():
 
 def test_prompt_stream_is_a_function_of_seed_and_position():
     data = prompts(10)
-    steps = [
-        draw_prompts(data, first, 4, seed=1, shuffle=True) for first in range(0, 20, 4)
-    ]
+    steps = [draw_prompts(data, first, 4, seed=1, shuffle=True) for first in range(0, 20, 4)]
     flat = [p.prompt_id for step in steps for p in step]
     assert sorted(flat[:10]) == sorted(f"p{i}@0" for i in range(10)), (
         "an epoch has every prompt once"
     )
     assert sorted(flat[10:]) == sorted(f"p{i}@1" for i in range(10))
     assert len(set(flat)) == 20, "a prompt met again is another group"
-    assert [
-        p.prompt_id for p in draw_prompts(data, 7, 9, seed=1, shuffle=True)
-    ] == flat[7:16]
+    assert [p.prompt_id for p in draw_prompts(data, 7, 9, seed=1, shuffle=True)] == flat[7:16]
     assert [p.prompt_id for p in draw_prompts(data, 0, 4, seed=1, shuffle=False)] == [
         "p0@0",
         "p1@0",
@@ -242,8 +208,4 @@ def test_logits_in_fp32(tiny_models):
         torch.testing.assert_close(
             seen[head].float(), exact, atol=1e-6 if head == "fp32" else 0.05, rtol=1e-5
         )
-    assert [seen[head].dtype for head in seen] == [
-        torch.bfloat16,
-        torch.bfloat16,
-        torch.float32,
-    ]
+    assert [seen[head].dtype for head in seen] == [torch.bfloat16, torch.bfloat16, torch.float32]

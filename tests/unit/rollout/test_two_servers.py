@@ -63,8 +63,7 @@ def changed_weights() -> list[list[WeightSlice]]:
 def sampled(engine: ServerEngine) -> list[tuple[Any, ...]]:
     responses = engine.generate(PROMPTS, SAMPLING, step=1)
     return [
-        (one.key, one.token_ids.tolist(), np.float64(one.logprobs).tolist())
-        for one in responses
+        (one.key, one.token_ids.tolist(), np.float64(one.logprobs).tolist()) for one in responses
     ]
 
 
@@ -115,9 +114,7 @@ def test_a_server_that_is_started_again_is_waited_for(
 
 
 def test_one_that_does_not_come_back_is_named(
-    servers: tuple[Served, Served],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    servers: tuple[Served, Served], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = engine_of(0, tmp_path, *servers)
     monkeypatch.setattr(vllm_server, "RETURN_SECONDS", 0.0)

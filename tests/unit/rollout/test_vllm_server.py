@@ -37,9 +37,7 @@ PROMPT = Prompt("p", (), (1, 2), "5", "")
 @pytest.fixture
 def replies(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     given = dict(HONEST) | {"/v1/completions": {"choices": [CHOICE]}}
-    monkeypatch.setattr(
-        JsonClient, "call", lambda self, path, body=None, **_: given[path]
-    )
+    monkeypatch.setattr(JsonClient, "call", lambda self, path, body=None, **_: given[path])
     return given
 
 
@@ -51,10 +49,7 @@ def sample(tmp_path: Path) -> Any:
 
 def test_an_honest_reply_is_a_response(replies: dict[str, Any], tmp_path: Path) -> None:
     response = sample(tmp_path)
-    assert (response.token_ids.tolist(), response.logprobs.tolist()) == (
-        [1, 2],
-        [-0.5, -1.0],
-    )
+    assert (response.token_ids.tolist(), response.logprobs.tolist()) == ([1, 2], [-0.5, -1.0])
     assert response.finish_reason == "stop"
 
 
@@ -94,16 +89,7 @@ def test_an_odd_reply_is_an_error_of_the_engine(
 
 
 @pytest.mark.parametrize(
-    "reply",
-    [
-        None,
-        [],
-        {},
-        {"choices": []},
-        {"choices": [CHOICE, CHOICE]},
-        {"choices": [1]},
-        "x",
-    ],
+    "reply", [None, [], {}, {"choices": []}, {"choices": [CHOICE, CHOICE]}, {"choices": [1]}, "x"]
 )
 def test_a_reply_of_another_kind_as_well(
     replies: dict[str, Any], tmp_path: Path, reply: Any
@@ -125,9 +111,7 @@ def test_a_server_that_names_no_model(
         sample(tmp_path)
 
 
-@pytest.mark.parametrize(
-    "reply", [[], {}, {"weight_version": "1"}, {"weight_version": 0}, "0"]
-)
+@pytest.mark.parametrize("reply", [[], {}, {"weight_version": "1"}, {"weight_version": 0}, "0"])
 def test_other_weights(replies: dict[str, Any], tmp_path: Path, reply: Any) -> None:
     replies["/weight_info"] = reply
     with pytest.raises(EngineError, match="holds weights version"):
@@ -150,14 +134,10 @@ def failing(error: HttpError, times: int, replies: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize(
-    "error",
-    [HttpError("refused", unreachable=True), HttpError("HTTP 503", status=503)],
+    "error", [HttpError("refused", unreachable=True), HttpError("HTTP 503", status=503)]
 )
 def test_a_run_waits_for_a_server_that_starts(
-    error: HttpError,
-    replies: dict[str, Any],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    error: HttpError, replies: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pauses: list[float] = []
     monkeypatch.setattr(server_link.time, "sleep", pauses.append)
@@ -178,9 +158,7 @@ def test_it_waits_for_a_limited_time(
         sample(tmp_path)
 
 
-def test_a_cache_that_was_not_cleared_is_an_error(
-    replies: dict[str, Any], tmp_path: Path
-) -> None:
+def test_a_cache_that_was_not_cleared_is_an_error(replies: dict[str, Any], tmp_path: Path) -> None:
     """vLLM answers with status 200 then too."""
     engine = ServerEngine(["http://server"], QUICKSTART / "policy", tmp_path)
     replies["/reset_prefix_cache"] = {"success": False}
@@ -196,10 +174,7 @@ def test_a_cache_that_was_not_cleared_is_an_error(
 
 @pytest.mark.parametrize("limit", [0.0, 60.0])
 def test_a_response_that_takes_too_long_is_told_from_a_server_that_fails(
-    replies: dict[str, Any],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    limit: float,
+    replies: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: float
 ) -> None:
     def call(self: JsonClient, path: str, body: Any = None, **_: Any) -> Any:
         if path == "/v1/completions":

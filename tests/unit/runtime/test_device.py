@@ -39,14 +39,8 @@ def _nccl(what, name):
             ),
             True,
         ),
-        (
-            caused_by(RuntimeError("CUDA error: uncorrectable ECC error encountered")),
-            True,
-        ),
-        (
-            torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
-            False,
-        ),
+        (caused_by(RuntimeError("CUDA error: uncorrectable ECC error encountered")), True),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), False),
         (torch.AcceleratorError("CUDA error: out of memory"), False),
         (caused_by(torch.OutOfMemoryError("CUDA out of memory")), False),
         (RuntimeError("Connection closed by peer"), False),
@@ -85,15 +79,11 @@ def _nccl(what, name):
             True,
         ),
         (
-            RuntimeError(
-                "CUDA Error: invalid argument at /workspace/csrc/cumem_allocator.cpp:245"
-            ),
+            RuntimeError("CUDA Error: invalid argument at /workspace/csrc/cumem_allocator.cpp:245"),
             True,
         ),
         (
-            RuntimeError(
-                "CUDA Error: out of memory at /workspace/csrc/cumem_allocator.cpp:112"
-            ),
+            RuntimeError("CUDA Error: out of memory at /workspace/csrc/cumem_allocator.cpp:112"),
             False,
         ),
         # Transformer Engine 2.11, common/util/logging.h
@@ -116,9 +106,7 @@ def _nccl(what, name):
             True,
         ),
         (
-            RuntimeError(
-                "/te/x.cu:9 in function f: cuBLAS Error: the resource allocation failed"
-            ),
+            RuntimeError("/te/x.cu:9 in function f: cuBLAS Error: the resource allocation failed"),
             False,
         ),
         (
@@ -134,9 +122,7 @@ def _nccl(what, name):
             True,
         ),
         (
-            RuntimeError(
-                "/te/x.cu:9 in function f: cuDNN Error: CUDNN_STATUS_BAD_PARAM. For more"
-            ),
+            RuntimeError("/te/x.cu:9 in function f: cuDNN Error: CUDNN_STATUS_BAD_PARAM. For more"),
             False,
         ),
         (
@@ -163,17 +149,11 @@ def _nccl(what, name):
         ),
         (
             _nccl(
-                "internal error - please report this issue to the NCCL developers",
-                "InternalError",
+                "internal error - please report this issue to the NCCL developers", "InternalError"
             ),
             True,
         ),
-        (
-            _nccl(
-                "invalid usage (run with NCCL_DEBUG=WARN for details)", "InvalidUsage"
-            ),
-            False,
-        ),
+        (_nccl("invalid usage (run with NCCL_DEBUG=WARN for details)", "InvalidUsage"), False),
         (
             _nccl(
                 "unhandled cuda error\nLast error:\nCuda failure 2 'out of memory'",
@@ -181,12 +161,7 @@ def _nccl(what, name):
             ),
             False,
         ),
-        (
-            RuntimeError(
-                "NCCL error: remote process exited or there was a network error"
-            ),
-            True,
-        ),
+        (RuntimeError("NCCL error: remote process exited or there was a network error"), True),
         # what this process cannot have back, although it is memory
         (
             DeviceLost(

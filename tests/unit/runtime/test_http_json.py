@@ -40,9 +40,7 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self.server.keys.append(self.headers.get("Authorization"))
         status, body, headers = (
-            self.server.replies[0]
-            if len(self.server.replies) == 1
-            else self.server.replies.pop(0)
+            self.server.replies[0] if len(self.server.replies) == 1 else self.server.replies.pop(0)
         )
         self.send_response(status)
         for name, value in {**headers, "Content-Length": str(len(body))}.items():
@@ -92,9 +90,7 @@ def test_a_redirect_is_refused_and_gets_neither_key_nor_request(
 def test_no_message_shows_the_key(servers: list[Server]) -> None:
     assert "secret" not in repr(JsonClient("http://h", "secret"))
     for key in ("secret\n", "secret\r\nX-Other: 1", "secreté"):
-        with pytest.raises(
-            HttpError, match="holds a line break or another character"
-        ) as caught:
+        with pytest.raises(HttpError, match="holds a line break or another character") as caught:
             JsonClient("http://h", key)
         assert "secret" not in str(caught.value)
     for status in (401, 500):
@@ -104,31 +100,20 @@ def test_no_message_shows_the_key(servers: list[Server]) -> None:
 
 
 @pytest.mark.parametrize("before", range(460, 505, 5))
-def test_no_part_of_a_key_is_left_where_a_text_is_cut(
-    servers: list[Server], before: int
-) -> None:
+def test_no_part_of_a_key_is_left_where_a_text_is_cut(servers: list[Server], before: int) -> None:
     echo = serve(servers, (401, b"w" * before + b"secret-key rest", {}))
     with pytest.raises(HttpError) as caught:
         JsonClient(echo.url, "secret-key").call("/")
     assert "s" not in str(caught.value).removeprefix("HTTP 401 ").replace(" rest", "")
 
 
-def test_no_log_shows_the_key(
-    servers: list[Server], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_no_log_shows_the_key(servers: list[Server], caplog: pytest.LogCaptureFixture) -> None:
     """Also not that of the library, which at DEBUG writes the headers of replies."""
     caplog.set_level(logging.DEBUG)
     echo = serve(
-        servers,
-        (503, b"the key is secret", {"X-Key": "secret"}),
-        (200, b"1", {"X-Key": "secret"}),
+        servers, (503, b"the key is secret", {"X-Key": "secret"}), (200, b"1", {"X-Key": "secret"})
     )
-    assert (
-        JsonClient(echo.url, "secret", attempts=2, first_pause=0.01).call(
-            "/x", {"a": 1}
-        )
-        == 1
-    )
+    assert JsonClient(echo.url, "secret", attempts=2, first_pause=0.01).call("/x", {"a": 1}) == 1
     assert "HTTP 503 the key is ***" in caplog.text
     assert "secret" not in caplog.text
 
@@ -149,16 +134,13 @@ def test_replies_are_bounded(servers: list[Server]) -> None:
 
 def test_a_request_that_is_not_read_ends_at_the_time_limit() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        client = JsonClient(
-            f"http://127.0.0.1:{listener.getsockname()[1]}", timeout=0.5
-        )
+        client = JsonClient(f"http://127.0.0.1:{listener.getsockname()[1]}", timeout=0.5)
         with pytest.raises(HttpError, match=r"WriteTimeout|TimeoutError"):
             client.call("/", "x" * (16 << 20))
 
 
 @pytest.mark.parametrize(
-    "text",
-    [b"[" * 10**5, b'{"a":' * 10**5, b"1" * 10**5, b"\xff\xfe\x00", b"{", b"NaN]"],
+    "text", [b"[" * 10**5, b'{"a":' * 10**5, b"1" * 10**5, b"\xff\xfe\x00", b"{", b"NaN]"]
 )
 def test_what_is_not_json_is_an_error(servers: list[Server], text: bytes) -> None:
     with pytest.raises(HttpError):
@@ -175,8 +157,7 @@ DRIPS = {
     "headers": b"HTTP/1.1 200 OK\r\n" + b"X: y\r\n" * 10**4,
     "continue": b"HTTP/1.1 100 Continue\r\n\r\n" * 10**4,
     "body": b"HTTP/1.1 200 OK\r\nContent-Length: 10000\r\n\r\n" + b" " * 10**4,
-    "chunks": b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
-    + b"1\r\n \r\n" * 10**4,
+    "chunks": b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + b"1\r\n \r\n" * 10**4,
     "error": b"HTTP/1.1 400 No\r\nContent-Length: 10000\r\n\r\n" + b"x" * 10**4,
 }
 
@@ -200,9 +181,7 @@ def test_a_reply_that_drips_ends_at_the_time_limit(what: str) -> None:
         thread = threading.Thread(target=drip, args=(listener,), daemon=True)
         thread.start()
         with pytest.raises(HttpError):
-            JsonClient(
-                f"http://127.0.0.1:{listener.getsockname()[1]}", timeout=1.0
-            ).call("/")
+            JsonClient(f"http://127.0.0.1:{listener.getsockname()[1]}", timeout=1.0).call("/")
         ended.set()
         thread.join()
     assert len(sent) < 500, "in a second at most 50 bytes come"
@@ -243,9 +222,7 @@ def test_what_may_pass_is_repeated_and_a_refusal_is_not(servers: list[Server]) -
         (505, False),
     ],
 )
-def test_which_statuses_are_repeated(
-    servers: list[Server], status: int, repeated: bool
-) -> None:
+def test_which_statuses_are_repeated(servers: list[Server], status: int, repeated: bool) -> None:
     """Also those of proxies in front of the server (Cloudflare's 520 to 530)."""
     server = serve(servers, (status, b"", {}), (200, b"1", {}))
     client = JsonClient(server.url, attempts=2, first_pause=0.01)

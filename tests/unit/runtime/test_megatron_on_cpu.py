@@ -18,10 +18,7 @@ from tests.helpers.transformer_engine import environment
 
 def trained(optimizer_class, steps, **options):
     torch.manual_seed(0)
-    parameters = [
-        torch.nn.Parameter(torch.randn(4, 3)),
-        torch.nn.Parameter(torch.randn(5)),
-    ]
+    parameters = [torch.nn.Parameter(torch.randn(4, 3)), torch.nn.Parameter(torch.randn(5))]
     optimizer = optimizer_class(parameters, lr=1e-2, **options)
     for _ in range(steps):
         for parameter in parameters:
@@ -30,9 +27,7 @@ def trained(optimizer_class, steps, **options):
     return parameters, optimizer
 
 
-@pytest.mark.parametrize(
-    ("ours", "theirs"), [(True, torch.optim.AdamW), (False, torch.optim.Adam)]
-)
+@pytest.mark.parametrize(("ours", "theirs"), [(True, torch.optim.AdamW), (False, torch.optim.Adam)])
 def test_adam_equals_torch(ours, theirs):
     expected, _ = trained(theirs, 7, weight_decay=0.1)
     parameters, _ = trained(FusedAdam, 7, weight_decay=0.1, adam_w_mode=ours)
@@ -45,9 +40,7 @@ def test_step_is_in_the_group_and_survives_a_state_dict():
     parameters, optimizer = trained(FusedAdam, 3)
     assert optimizer.param_groups[0]["step"] == 3
     assert "step" not in optimizer.state[parameters[0]]
-    clones = [
-        torch.nn.Parameter(parameter.detach().clone()) for parameter in parameters
-    ]
+    clones = [torch.nn.Parameter(parameter.detach().clone()) for parameter in parameters]
     resumed = FusedAdam(clones, lr=1e-2)
     resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     for parameter, clone in zip(parameters, clones, strict=True):
@@ -75,9 +68,7 @@ def test_the_installed_release_has_all_that_is_replaced(monkeypatch):
     assert megatron_on_cpu._missing == []
     monkeypatch.setattr(megatron_on_cpu, "_missing", [])
     megatron_on_cpu._replace("tensor_parallel.nowhere", "gather", lambda there: there)
-    megatron_on_cpu._replace(
-        "tensor_parallel.mappings", "no_such_function", lambda there: there
-    )
+    megatron_on_cpu._replace("tensor_parallel.mappings", "no_such_function", lambda there: there)
     assert megatron_on_cpu._missing == [
         "tensor_parallel.nowhere.gather",
         "tensor_parallel.mappings.no_such_function",
@@ -115,9 +106,7 @@ def test_on_a_gpu_only_torchs_adam_is_replaced(installed):
     (``DistributedOptimizer.state_dict``).
     """
     done = subprocess.run(
-        [sys.executable, "-c", IN_A_FRESH_PROCESS, installed],
-        capture_output=True,
-        text=True,
+        [sys.executable, "-c", IN_A_FRESH_PROCESS, installed], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr[-2000:]
 

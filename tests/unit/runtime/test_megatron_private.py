@@ -27,9 +27,7 @@ NAMES = [
 
 @pytest.mark.parametrize(("module", "name"), NAMES)
 def test_megatron_has_them(module: str, name: str) -> None:
-    assert hasattr(
-        importlib.import_module(f"megatron.core.dist_checkpointing.{module}"), name
-    )
+    assert hasattr(importlib.import_module(f"megatron.core.dist_checkpointing.{module}"), name)
 
 
 def test_the_distributed_optimizer_has_them() -> None:
@@ -40,9 +38,7 @@ def test_the_distributed_optimizer_has_them() -> None:
 
 
 def test_the_queue_is_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = importlib.import_module(
-        "megatron.core.dist_checkpointing.strategies.filesystem_async"
-    )
+    module = importlib.import_module("megatron.core.dist_checkpointing.strategies.filesystem_async")
     monkeypatch.setattr(module, "_results_queue", None)
     use_queue_of_this_process()
     assert isinstance(module._results_queue, queue.Queue)
@@ -57,11 +53,7 @@ def test_a_wrapper_has_a_shape_and_no_storage() -> None:
             raise AssertionError("nothing is asked of it")
 
     made = wrapper_tensor(Shape, (3, 5), torch.zeros(1, dtype=torch.bfloat16))
-    assert (tuple(made.shape), made.dtype, type(made)) == (
-        (3, 5),
-        torch.bfloat16,
-        Shape,
-    )
+    assert (tuple(made.shape), made.dtype, type(made)) == ((3, 5), torch.bfloat16, Shape)
 
 
 def test_the_output_layer_does_without_apex() -> None:

@@ -39,9 +39,7 @@ def holder(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], set[int]]]:
     pids.
     """
     process = subprocess.Popen(
-        [sys.executable, "-c", HOLDER, tmp_path / "run"],
-        stdout=subprocess.PIPE,
-        text=True,
+        [sys.executable, "-c", HOLDER, tmp_path / "run"], stdout=subprocess.PIPE, text=True
     )
     assert process.stdout is not None
     pids = {int(process.stdout.readline()) for _ in range(2)}
@@ -58,20 +56,13 @@ def test_a_second_training_is_refused_and_a_killed_one_leaves_nothing(
     tmp_path: Path, holder
 ) -> None:
     process, _ = holder
-    message = (
-        f"another training is running in .*run .pid {process.pid} on .*another run_dir"
-    )
-    with (
-        pytest.raises(UserError, match=message),
-        run_lock.lock_run_dir(tmp_path / "run", rank=0),
-    ):
+    message = f"another training is running in .*run .pid {process.pid} on .*another run_dir"
+    with pytest.raises(UserError, match=message), run_lock.lock_run_dir(tmp_path / "run", rank=0):
         pass
     process.kill()
     process.wait()
     with run_lock.lock_run_dir(tmp_path / "run", rank=0):
-        assert (
-            (tmp_path / "run" / "lock").read_text().startswith(f"pid {os.getpid()} on ")
-        )
+        assert (tmp_path / "run" / "lock").read_text().startswith(f"pid {os.getpid()} on ")
     with run_lock.lock_run_dir(tmp_path / "run", rank=0):
         pass
 

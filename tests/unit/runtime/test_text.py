@@ -9,13 +9,7 @@ from typing import Any
 import pytest
 
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.runtime.text import (
-    DEEPEST,
-    encodable,
-    parse_json,
-    printable,
-    read_json_object,
-)
+from megatron_dcpo.runtime.text import DEEPEST, encodable, parse_json, printable, read_json_object
 
 UNSAFE = [
     *range(0x20),
@@ -41,11 +35,7 @@ def test_what_steers_a_terminal_is_escaped() -> None:
 
 
 def nested(depth: int, kind: str) -> str:
-    return (
-        "[" * depth + "]" * depth
-        if kind == "list"
-        else '{"a":' * depth + "1" + "}" * depth
-    )
+    return "[" * depth + "]" * depth if kind == "list" else '{"a":' * depth + "1" + "}" * depth
 
 
 @pytest.mark.parametrize("kind", ["list", "object"])
@@ -62,10 +52,7 @@ def test_depth_is_bounded(kind: str) -> None:
 @pytest.mark.parametrize(
     ("text", "value"),
     [
-        (
-            r'{"\ud800": ["\udfff", "\ud83d\ude00"]}',
-            {"\ufffd": ["\ufffd", "\U0001f600"]},
-        ),
+        (r'{"\ud800": ["\udfff", "\ud83d\ude00"]}', {"\ufffd": ["\ufffd", "\U0001f600"]}),
         ('"\ud800"', "\ufffd"),
         ("[NaN]", None),
         (r'"\\ud800"', r"\ud800"),
@@ -88,9 +75,7 @@ def test_strings_can_be_written(text: str, value: Any) -> None:
         (b'{"a": ' + b"9" * 5000 + b"}", "not valid JSON"),
     ],
 )
-def test_a_file_that_is_no_object_is_named(
-    tmp_path: Path, content: bytes, said: str
-) -> None:
+def test_a_file_that_is_no_object_is_named(tmp_path: Path, content: bytes, said: str) -> None:
     path = tmp_path / "config.json"
     path.write_bytes(content)
     with pytest.raises(UserError, match=rf"config\.json.*{said}"):

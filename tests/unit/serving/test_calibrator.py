@@ -14,11 +14,7 @@ import pytest
 from megatron_dcpo.data.prompts import confidence_instruction
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation.posthoc import Posthoc
-from megatron_dcpo.serving.calibrator import (
-    Calibrator,
-    check_models,
-    load_calibrator,
-)
+from megatron_dcpo.serving.calibrator import Calibrator, check_models, load_calibrator
 from megatron_dcpo.serving.scorer import choose_threshold
 from tests.helpers.serving import (
     CHAT,
@@ -52,9 +48,7 @@ def calibrator(**fitted_on: Any) -> Calibrator:
         ({"messages": [{"role": "user", "content": "2*3="}]}, "template"),
     ],
 )
-def test_a_request_unlike_the_fit_has_no_confidence(
-    change: dict[str, Any], named: str
-) -> None:
+def test_a_request_unlike_the_fit_has_no_confidence(change: dict[str, Any], named: str) -> None:
     with proxied(scorer_with(logistic()), names=NAMES) as proxy:
         body = {**CHAT, **change}
         choice = proxy.choice(body)
@@ -86,9 +80,7 @@ def test_every_name_of_the_upstream_is_the_models() -> None:
     only = {"policy": NAMES["policy"]}
     assert by_root.mismatch({**body, "model": None}, "chat", only) == ""
     check_models(by_root, "c.npz", NAMES)
-    with pytest.raises(
-        UserError, match=r"c\.npz.*elsewhere.*policy.*--accept-mismatch"
-    ):
+    with pytest.raises(UserError, match=r"c\.npz.*elsewhere.*policy.*--accept-mismatch"):
         check_models(calibrator(models=("elsewhere",)), "c.npz", NAMES)
 
 
@@ -153,15 +145,11 @@ def test_what_one_answer_does_not_have_is_refused(tmp_path: Path, source: str) -
         load_calibrator(tmp_path / "c.npz", accept_mismatch=True)
 
 
-def test_a_file_that_does_not_say_its_fit_is_refused_unless_told(
-    tmp_path: Path,
-) -> None:
+def test_a_file_that_does_not_say_its_fit_is_refused_unless_told(tmp_path: Path) -> None:
     path = tmp_path / "c.npz"
     for nothing in (None, record(None)):
         replace(halving(), record=nothing).save(path)
-        with pytest.raises(
-            UserError, match=r"c\.npz.*dcpo calibrate.*--accept-mismatch"
-        ):
+        with pytest.raises(UserError, match=r"c\.npz.*dcpo calibrate.*--accept-mismatch"):
             load_calibrator(path)
         assert load_calibrator(path, accept_mismatch=True).fitted_on is None
     halving().save(path)

@@ -16,14 +16,7 @@ from megatron_dcpo.evaluation.posthoc import Posthoc
 from megatron_dcpo.evaluation.samples import read_samples
 from megatron_dcpo.serving.calibrator import load_calibrator
 from megatron_dcpo.serving.scorer import Scorer
-from tests.helpers.serving import (
-    CHAT,
-    QUESTION,
-    Proxied,
-    logistic,
-    proxied,
-    scorer_with,
-)
+from tests.helpers.serving import CHAT, QUESTION, Proxied, logistic, proxied, scorer_with
 from tests.helpers.upstream import ANSWER, Served, Upstream
 
 SHOWN = ANSWER.partition("<conf>")[0]
@@ -57,9 +50,7 @@ def test_openai_plain_and_several_choices(client: Any) -> None:
 def test_openai_streams(client: Any) -> None:
     text = ""
     confidences = []
-    stream = client.chat.completions.create(
-        model="policy", messages=MESSAGES, stream=True
-    )
+    stream = client.chat.completions.create(model="policy", messages=MESSAGES, stream=True)
     for chunk in stream:
         (choice,) = chunk.choices
         text += choice.delta.content or ""
@@ -85,9 +76,7 @@ def test_openai_calls_tools_and_sees_errors(client: Any, proxy: Proxied) -> None
     proxy.upstream.tool = True
     function = {"name": "f", "parameters": {"type": "object", "properties": {}}}
     reply = client.chat.completions.create(
-        model="policy",
-        messages=MESSAGES,
-        tools=[{"type": "function", "function": function}],
+        model="policy", messages=MESSAGES, tools=[{"type": "function", "function": function}]
     )
     assert reply.choices[0].message.tool_calls[0].function.name == "f"
     assert reply.choices[0].confidence is None
@@ -122,16 +111,7 @@ def toy(tmp_path: Path) -> str:
 def evaluate(url: str, toy: str, out: Path, *more: str) -> dict[str, Any]:
     command = ["evaluate", "--endpoint", url, "--benchmarks", toy, "--out", str(out)]
     options = ["--template", "paper", "--temperature", "1", "--top-p", "1"]
-    sizes = [
-        "--top-k",
-        "0",
-        "--max-tokens",
-        "64",
-        "--repeats",
-        "4",
-        "--resamples",
-        "20",
-    ]
+    sizes = ["--top-k", "0", "--max-tokens", "64", "--repeats", "4", "--resamples", "20"]
     assert main([*command, *options, *sizes, *more]) == 0
     return dict(json.loads((out / "evaluation.json").read_text()))
 

@@ -29,13 +29,9 @@ def registry() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("registry")
-def test_an_application_has_confidences(
-    tmp_path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_application_has_confidences(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     halving().save(tmp_path / "c.npz")
-    monkeypatch.setenv(
-        "DCPO_SERVE", f"--calibrator '{tmp_path / 'c.npz'}' --abstain-above 0.1"
-    )
+    monkeypatch.setenv("DCPO_SERVE", f"--calibrator '{tmp_path / 'c.npz'}' --abstain-above 0.1")
     upstream = Upstream()
     app: Starlette = upstream.app
     app.add_middleware(ConfidenceMiddleware)
@@ -72,7 +68,5 @@ def test_serving_does_without_torch() -> None:
         "sys.exit(','.join(m for m in ('torch', 'megatron.core', 'transformers', 'vllm') if m in "
         "sys.modules) or None)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

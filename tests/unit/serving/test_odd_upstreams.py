@@ -34,14 +34,12 @@ LEAVES = (
 JSON = st.recursive(
     LEAVES,
     lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.dictionaries(st.sampled_from(NAMES), inner, max_size=5)
+        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(NAMES), inner, max_size=5)
     ),
     max_leaves=12,
 )
 ROW = st.fixed_dictionaries(
-    {},
-    optional={"token": LEAVES, "logprob": LEAVES, "bytes": JSON, "top_logprobs": JSON},
+    {}, optional={"token": LEAVES, "logprob": LEAVES, "bytes": JSON, "top_logprobs": JSON}
 )
 LISTS = JSON | st.lists(LEAVES, max_size=3) | st.lists(ROW, max_size=3)
 LOGGED = st.fixed_dictionaries(
@@ -50,8 +48,7 @@ LOGGED = st.fixed_dictionaries(
         "content": LISTS,
         "tokens": LISTS,
         "token_logprobs": LISTS,
-        "top_logprobs": LISTS
-        | st.lists(st.dictionaries(st.just("t"), LEAVES), max_size=3),
+        "top_logprobs": LISTS | st.lists(st.dictionaries(st.just("t"), LEAVES), max_size=3),
     },
 )
 MESSAGE = st.fixed_dictionaries(
@@ -139,9 +136,7 @@ def test_log_probs_of_another_form(api: str, shows: bool, logged: Any) -> None:
         assert found["choices"][0]["confidence_reason"]
 
 
-@given(
-    body=st.dictionaries(st.sampled_from((*NAMES, "model", "prompt", "messages")), JSON)
-)
+@given(body=st.dictionaries(st.sampled_from((*NAMES, "model", "prompt", "messages")), JSON))
 @settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
 def test_any_request(body: dict[str, Any]) -> None:
     for api in PATHS.values():

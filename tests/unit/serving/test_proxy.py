@@ -15,15 +15,7 @@ import httpx2
 import pytest
 
 from megatron_dcpo.serving.scorer import Scorer
-from tests.helpers.serving import (
-    CHAT,
-    COMPLETION,
-    Proxied,
-    halving,
-    logistic,
-    proxied,
-    scorer_with,
-)
+from tests.helpers.serving import CHAT, COMPLETION, Proxied, halving, logistic, proxied, scorer_with
 from tests.helpers.upstream import ANSWER, cut, events_of
 
 SHOWN = ANSWER.partition("<conf>")[0]
@@ -66,12 +58,9 @@ def streamed(proxy: Proxied, body: dict[str, Any]) -> dict[int, dict[str, Any]]:
 
 
 @BOTH
-def test_a_choice_has_a_confidence_and_no_log_probs(
-    proxy: Proxied, body: dict[str, Any]
-) -> None:
+def test_a_choice_has_a_confidence_and_no_log_probs(proxy: Proxied, body: dict[str, Any]) -> None:
     direct = httpx2.post(
-        proxy.behind.url
-        + ("/chat/completions" if "messages" in body else "/completions"),
+        proxy.behind.url + ("/chat/completions" if "messages" in body else "/completions"),
         json=body,
     ).json()
     reply = proxy.post(body).json()
@@ -120,9 +109,7 @@ def test_a_stream_says_what_a_whole_reply_says(
     assert whole[1]["confidence_raw"] is None
 
 
-def test_who_asks_for_log_probs_gets_them_and_the_text_they_make_up(
-    proxy: Proxied,
-) -> None:
+def test_who_asks_for_log_probs_gets_them_and_the_text_they_make_up(proxy: Proxied) -> None:
     choice = proxy.choice({**CHAT, "logprobs": True, "top_logprobs": 3})
     assert text_of(choice) == ANSWER
     rows = choice["logprobs"]["content"]
@@ -136,9 +123,7 @@ def test_who_asks_for_log_probs_gets_them_and_the_text_they_make_up(
 
 
 @BOTH
-def test_more_alternatives_than_the_client_asked_for_are_hidden(
-    body: dict[str, Any],
-) -> None:
+def test_more_alternatives_than_the_client_asked_for_are_hidden(body: dict[str, Any]) -> None:
     """A predictor of entropies reads 20."""
     entropies = replace(halving(), source="token_entropy")
     with proxied(scorer_with(entropies)) as proxy:
@@ -166,9 +151,7 @@ def test_a_predictor_of_what_is_stated_asks_for_no_log_probs() -> None:
 def test_without_a_predictor_the_confidence_is_the_stated_one() -> None:
     with proxied(Scorer()) as proxy:
         choice = proxy.choice({"messages": [{"role": "user", "content": "2*3="}]})
-        assert proxy.upstream.asked[-1] == {
-            "messages": [{"role": "user", "content": "2*3="}]
-        }
+        assert proxy.upstream.asked[-1] == {"messages": [{"role": "user", "content": "2*3="}]}
     assert choice["confidence"] == choice["confidence_raw"] == 0.83
     assert choice["confidence_source"] == "stated"
 
@@ -219,9 +202,7 @@ def test_without_log_probs_there_is_no_confidence(proxy: Proxied) -> None:
         assert choice["confidence_raw"] == 0.83
 
 
-def test_an_upstream_that_refuses_log_probs_is_asked_as_the_client_asked(
-    proxy: Proxied,
-) -> None:
+def test_an_upstream_that_refuses_log_probs_is_asked_as_the_client_asked(proxy: Proxied) -> None:
     proxy.upstream.refuses_logprobs = True
     for expected in (2, 3):  # and from then on at once
         choice = proxy.choice(CHAT)
@@ -303,9 +284,7 @@ def test_the_clients_key_is_the_upstreams(proxy: Proxied) -> None:
 
 
 @pytest.mark.parametrize("content", [b"{", b"[1]", b"", b"\xff", b"[" * 100_000])
-def test_a_body_that_is_not_json_is_refused_in_one_line(
-    proxy: Proxied, content: bytes
-) -> None:
+def test_a_body_that_is_not_json_is_refused_in_one_line(proxy: Proxied, content: bytes) -> None:
     reply = httpx2.post(f"{proxy.at.url}/chat/completions", content=content)
     assert reply.status_code == 400
     message = reply.json()["error"]["message"]
@@ -327,9 +306,7 @@ def test_a_body_without_end_is_refused(proxy: Proxied) -> None:
             yield b" " * (1 << 20)
 
     try:
-        reply = httpx2.post(
-            f"{proxy.at.url}/chat/completions", content=pieces(), timeout=30
-        )
+        reply = httpx2.post(f"{proxy.at.url}/chat/completions", content=pieces(), timeout=30)
         assert reply.status_code == 413
     except httpx2.WriteError:  # the answer came before the body was sent
         pass
@@ -345,9 +322,7 @@ def test_a_dead_upstream_is_a_bad_gateway(proxy: Proxied) -> None:
         assert proxy.behind.url in reply.json()["error"]["message"]
 
 
-def test_an_upstream_that_dies_in_a_stream_is_said_and_what_came_is_there(
-    proxy: Proxied,
-) -> None:
+def test_an_upstream_that_dies_in_a_stream_is_said_and_what_came_is_there(proxy: Proxied) -> None:
     tokens = cut(ANSWER)
     proxy.upstream.breaks = len(tokens) - 1
     with httpx2.stream(

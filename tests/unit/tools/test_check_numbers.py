@@ -13,9 +13,7 @@ from tests.helpers.paths import REPOSITORY
 
 CHECK = runpy.run_path(str(REPOSITORY / "tools" / "check_numbers.py"))
 QUOTES = (REPOSITORY / "tools" / "numbers.txt").read_text()
-CODE = re.compile(
-    r"```.*?```|`[^`]*`|\]\([^)]*\)|^#[^\n]*$|^\d\.|\(\d\)", re.DOTALL | re.MULTILINE
-)
+CODE = re.compile(r"```.*?```|`[^`]*`|\]\([^)]*\)|^#[^\n]*$|^\d\.|\(\d\)", re.DOTALL | re.MULTILINE)
 
 
 def problems(name: str, text: str) -> list[str]:
@@ -23,9 +21,7 @@ def problems(name: str, text: str) -> list[str]:
     return CHECK["check_page"](name, text, entries, REPOSITORY / "docs")
 
 
-@pytest.mark.parametrize(
-    "name", ["docs/lab/README.md", "docs/lab/real_model.md", "README.md"]
-)
+@pytest.mark.parametrize("name", ["docs/lab/README.md", "docs/lab/real_model.md", "README.md"])
 def test_every_digit_counts(name: str) -> None:
     """All digits of the README's table, every eleventh of the lab's page; of words such as L1 and
     2x2 none.
@@ -45,8 +41,7 @@ def test_every_digit_counts(name: str) -> None:
     places = [
         i
         for i in places
-        if i not in left_out
-        and not re.search(r"[A-Z]\d*$|80ba0e?$|18b5f?$", text[i - 6 : i])
+        if i not in left_out and not re.search(r"[A-Z]\d*$|80ba0e?$|18b5f?$", text[i - 6 : i])
     ]
     assert len(places) > 100
     for i in places[:: 1 if begin else 11]:
@@ -57,8 +52,7 @@ def test_every_digit_counts(name: str) -> None:
 def test_what_is_wrong_is_named() -> None:
     text = (REPOSITORY / "docs" / "lab" / "README.md").read_text()
     (said,) = problems(
-        "docs/lab/README.md",
-        text.replace("**the run states .225**", "**the run states .252**"),
+        "docs/lab/README.md", text.replace("**the run states .225**", "**the run states .252**")
     )
     assert "the run states .252" in said
     assert "0.225" in said

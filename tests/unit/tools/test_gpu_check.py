@@ -142,14 +142,9 @@ def stand_in(tmp_path: Path, script: str) -> dict[str, str]:
 def test_an_item_has_a_log_and_a_line(tmp_path: Path) -> None:
     """Here: a test is collected."""
     results = tmp_path / "results"
-    status, said = run(
-        tmp_path, "run", "-", results, 200, "resumption,evaluation", DRY="1"
-    )
+    status, said = run(tmp_path, "run", "-", results, 200, "resumption,evaluation", DRY="1")
     assert status == 0, said
-    assert [line.split()[0] for line in said.splitlines()] == [
-        "resumption",
-        "evaluation",
-    ]
+    assert [line.split()[0] for line in said.splitlines()] == ["resumption", "evaluation"]
     assert [path.name for path in results.iterdir()] == ["all.tar.gz"]
     with tarfile.open(results / "all.tar.gz") as archive:
         files = {Path(name).name for name in archive.getnames()}
@@ -158,9 +153,7 @@ def test_an_item_has_a_log_and_a_line(tmp_path: Path) -> None:
 
 def test_an_item_that_fails(tmp_path: Path) -> None:
     failing = stand_in(tmp_path, "echo no room >&2; exit 3")
-    status, said = run(
-        tmp_path, "run", "-", "results", 60, "memory,host_copies", **failing
-    )
+    status, said = run(tmp_path, "run", "-", "results", 60, "memory,host_copies", **failing)
     assert status == 1
     lines = said.splitlines()
     assert [line.split()[:3] for line in lines[:2]] == [
@@ -174,8 +167,7 @@ def test_an_item_that_fails(tmp_path: Path) -> None:
 def test_the_time_is_kept_to(tmp_path: Path) -> None:
     """What an item has left ends with it."""
     waiting = stand_in(
-        tmp_path,
-        f'case "$1" in -c) exit 1;; esac; sleep 300 & echo $! > {tmp_path}/child; wait',
+        tmp_path, f'case "$1" in -c) exit 1;; esac; sleep 300 & echo $! > {tmp_path}/child; wait'
     )
     began = time.monotonic()
     status, said = run(tmp_path, "run", "-", "results", 11, "experts,graphs", **waiting)
@@ -205,31 +197,21 @@ def test_bad_use_is_one_line(tmp_path: Path, arguments: list[str]) -> None:
 
 
 def test_comparison_with_the_plan():
-    predicted = {
-        "resting": 1_200_000_000,
-        "update": 10_000_000_000,
-        "save": 9_000_000_000,
-    }
+    predicted = {"resting": 1_200_000_000, "update": 10_000_000_000, "save": 9_000_000_000}
     rows = memory.compare(predicted, predicted)
     assert [row.ratio for row in rows] == [1, 1, 1]
     assert memory.problems(rows) == []
-    assert (
-        memory.shown(rows)
-        == "resting 1.20/1.20 GB, update 10.00/10.00 GB, save 9.00/9.00 GB"
-    )
+    assert memory.shown(rows) == "resting 1.20/1.20 GB, update 10.00/10.00 GB, save 9.00/9.00 GB"
     more = memory.compare(predicted | {"update": 11_500_000_000}, predicted)
     assert memory.problems(more) == ["update: measured 11.50 GB, planned 10.00 GB"]
-    assert memory.problems(
-        memory.compare(predicted | {"save": 5_000_000_000}, predicted)
-    ) == ["save: measured 5.00 GB, planned 9.00 GB"]
+    assert memory.problems(memory.compare(predicted | {"save": 5_000_000_000}, predicted)) == [
+        "save: measured 5.00 GB, planned 9.00 GB"
+    ]
     with pytest.raises(KeyError, match="save"):
         memory.compare({"resting": 1, "update": 1}, predicted)
 
 
 def test_marks_name_what_is_missing():
     one, two = needs.gpus(2, found=1), needs.gpus(2, found=2)
-    assert (one.args, one.kwargs["reason"]) == (
-        (True,),
-        "needs 2 GPUs, this machine has 1",
-    )
+    assert (one.args, one.kwargs["reason"]) == ((True,), "needs 2 GPUs, this machine has 1")
     assert two.args == (False,)

@@ -24,9 +24,7 @@ IMAGE = {
     "megatron_core": "0.16.0",
     "einops": "0.8.1",
 }
-NEEDS = {
-    "megatron_core": ["transformer-engine[pytorch]<2.12.0,>=2.9.0a0; extra == 'dev'"]
-}
+NEEDS = {"megatron_core": ["transformer-engine[pytorch]<2.12.0,>=2.9.0a0; extra == 'dev'"]}
 BESIDE = {
     "rich": ["markdown-it-py>=2.2.0", "pygments>=2.13"],
     "markdown-it-py": ["mdurl"],
@@ -51,9 +49,7 @@ def wheel(directory, name, version, needs=()):
             f"{info}/WHEEL",
             "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
         )
-        file.writestr(
-            f"{info}/RECORD", f"{info}/METADATA,,\n{info}/WHEEL,,\n{info}/RECORD,,\n"
-        )
+        file.writestr(f"{info}/RECORD", f"{info}/METADATA,,\n{info}/WHEEL,,\n{info}/RECORD,,\n")
     return path
 
 
@@ -64,13 +60,7 @@ def image(tmp_path):
     (site,) = (tmp_path / "venv" / "lib").glob("python3*/site-packages")
     (index := tmp_path / "wheels").mkdir()
     (given := tmp_path / "image").mkdir()
-    pip = [
-        sys.executable,
-        "-m",
-        "pip",
-        "--python",
-        str(tmp_path / "venv" / "bin" / "python"),
-    ]
+    pip = [sys.executable, "-m", "pip", "--python", str(tmp_path / "venv" / "bin" / "python")]
     for line in (REPOSITORY / "constraints.txt").read_text().splitlines():
         name, _, version = line.partition("==")
         if version:
@@ -83,9 +73,7 @@ def image(tmp_path):
             for name, version in (IMAGE | changed).items()
             if version
         ]
-        subprocess.run(
-            [*pip, "install", "-q", "--no-deps", "--no-index", *wheels], check=True
-        )
+        subprocess.run([*pip, "install", "-q", "--no-deps", "--no-index", *wheels], check=True)
         env = os.environ | {
             "PYTHON": sys.executable,
             "PIP": " ".join(pip),
@@ -101,12 +89,9 @@ def image(tmp_path):
             "PIP_CONSTRAINT": str(constraint),
         }
         command = [REPOSITORY / "tools" / "install_beside.sh", ours]
-        done = subprocess.run(
-            command, env=env, capture_output=True, text=True, check=False
-        )
+        done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
         there = dict(
-            path.name.removesuffix(".dist-info").rsplit("-", 1)
-            for path in site.glob("*.dist-info")
+            path.name.removesuffix(".dist-info").rsplit("-", 1) for path in site.glob("*.dist-info")
         )
         return done, there
 

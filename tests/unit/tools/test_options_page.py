@@ -17,18 +17,14 @@ OPTIONS = {option.name: option for section in sections() for option in options(s
 
 
 def test_the_page_is_that_of_the_declarations() -> None:
-    assert options_page.PAGE.read_text() == options_page.page(), (
-        "run python tools/options_page.py"
-    )
+    assert options_page.PAGE.read_text() == options_page.page(), "run python tools/options_page.py"
 
 
 def test_a_stale_page_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     stale = tmp_path / "options.md"
-    stale.write_text(
-        options_page.PAGE.read_text().replace("group_size", "group_sizes", 1)
-    )
+    stale.write_text(options_page.PAGE.read_text().replace("group_size", "group_sizes", 1))
     monkeypatch.setattr(options_page, "PAGE", stale)
     monkeypatch.setattr("sys.argv", ["options_page.py", "--check"])
     assert options_page.main() == 1
@@ -98,8 +94,7 @@ def test_an_example_is_named_where_one_sets_the_option() -> None:
     examples = options_page.set_by_examples()
     assert "quickstart/dcpo.yaml" in options_page.where("rollout.group_size", examples)
     assert options_page.where(
-        "objective.kl_coef_reasoning",
-        {"objective.kl_coef_reasoning": ["b.yaml", "a.yaml"]},
+        "objective.kl_coef_reasoning", {"objective.kl_coef_reasoning": ["b.yaml", "a.yaml"]}
     ) == ("[a](../examples/a.yaml)")
     assert options_page.where("objective.zzz", examples) == "–"
 

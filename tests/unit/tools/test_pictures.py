@@ -15,9 +15,7 @@ from tests.helpers.paths import REPOSITORY
 from tools import pictures
 
 
-@pytest.mark.parametrize(
-    ("name", "page"), [("report", "evaluation"), ("live", "getting_started")]
-)
+@pytest.mark.parametrize(("name", "page"), [("report", "evaluation"), ("live", "getting_started")])
 def test_pictures_are_small_and_shown(name: str, page: str) -> None:
     file = REPOSITORY / "docs" / f"{name}.png"
     assert file.stat().st_size <= pictures.MOST_BYTES
@@ -30,9 +28,7 @@ def test_a_finished_run_is_shown_as_in_its_middle(tmp_path: Path) -> None:
     run, copy = tmp_path / "run", tmp_path / "copy"
     (run / "samples").mkdir(parents=True)
     (run / "config.yaml").write_text("training: {steps: 8}\n")
-    rows = [
-        {"step": step, "reward/accuracy": 0.5, "time/step": 2.0} for step in range(1, 9)
-    ]
+    rows = [{"step": step, "reward/accuracy": 0.5, "time/step": 2.0} for step in range(1, 9)]
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     for step in (2, 4, 6):
         (run / "samples" / f"step_{step:06d}.jsonl").write_text("")

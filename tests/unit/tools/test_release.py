@@ -29,11 +29,7 @@ def test_this_checkout_names_its_version_once_and_has_its_section() -> None:
     ("before", "after", "problem"),
     [
         ("* A thing.", "* A thing.", None),
-        (
-            "## Unreleased\n",
-            "## Unreleased\n\n* More.\n",
-            "must be an empty Unreleased",
-        ),
+        ("## Unreleased\n", "## Unreleased\n\n* More.\n", "must be an empty Unreleased"),
         ("## Unreleased\n\n", "", "must be an empty Unreleased"),
         ("1.2.0 - 2026-11-25", "1.2.0", "as ## 1.2.0 - YYYY-MM-DD, not '1.2.0'"),
         ("2026-11-25", "2026-13-25", "as ## 1.2.0 - YYYY-MM-DD"),
@@ -42,9 +38,7 @@ def test_this_checkout_names_its_version_once_and_has_its_section() -> None:
         ("1.1.0", "1.2.0", "1.2.0 must be the one section"),
     ],
 )
-def test_the_changelog_has_the_section(
-    before: str, after: str, problem: str | None
-) -> None:
+def test_the_changelog_has_the_section(before: str, after: str, problem: str | None) -> None:
     assert before in GOOD
     found = list(release.changelog_problems(GOOD.replace(before, after, 1), "1.2.0"))
     assert bool(found) == bool(problem)
@@ -64,10 +58,7 @@ def test_versions_that_differ_are_found(tmp_path: Path) -> None:
     ]
     with (tmp_path / "setup.py").open("a") as file:
         file.write(f'version="{version}"\n')
-    assert (
-        "setup.py names a version"
-        in list(release.version_problems(tmp_path, version))[1]
-    )
+    assert "setup.py names a version" in list(release.version_problems(tmp_path, version))[1]
 
 
 def test_what_is_not_committed_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,10 +71,7 @@ def test_order_of_a_step(calls, monkeypatch, away):
     run = MagicMock()
     run.offload, run.validator = offload, None
     run.timers = run.checkpointer.completing = lambda *_: nullcontext()
-    run.rollouts.take = lambda step: (
-        calls.append("sample"),
-        Batch(samples=[], metrics={}),
-    )[1]
+    run.rollouts.take = lambda step: (calls.append("sample"), Batch(samples=[], metrics={}))[1]
     run.engine.sleep = note("sleep")
     run.updater.update = lambda *_: (calls.append("update"), None)[1] or ([], {})
     run.weight_sync.push = lambda **_: calls.append("wake") or {}

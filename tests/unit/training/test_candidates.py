@@ -65,8 +65,7 @@ def answer(tokenizer: Any, target: float, decimals: int = 2) -> JudgedAnswer:
 
 
 @pytest.mark.parametrize(
-    ("tokenizer", "decimals", "sequences"),
-    [(DIGITS, 2, 11), (DIGITS, 1, 2), (None, 2, 2)],
+    ("tokenizer", "decimals", "sequences"), [(DIGITS, 2, 11), (DIGITS, 1, 2), (None, 2, 2)]
 )
 def test_every_confidence_has_the_probability_of_its_text(
     tokenizer: Any, decimals: int, sequences: int
@@ -98,21 +97,14 @@ def test_the_loss_is_the_expected_brier_score(target: float, packing: bool) -> N
     answers = [answer(DIGITS, target), answer(DIGITS, 1.0 - target)]
     answers[1] = dataclasses.replace(answers[1], token_ids=(5, *answers[1].token_ids))
     samples = samples_of(answers)
-    splits = [
-        [0, 5, 13, 2],
-        [index for index in range(22) if index not in (0, 2, 5, 13)],
-    ]
+    splits = [[0, 5, 13, 2], [index for index in range(22) if index not in (0, 2, 5, 13)]]
     total = 0.0
     gradient = {}
-    for split, batch in zip(
-        splits, collate(samples, splits, packing=packing), strict=True
-    ):
+    for split, batch in zip(splits, collate(samples, splits, packing=packing), strict=True):
         rows = np.concatenate([scored(samples[index]) for index in split])
         flat = batch.tokens.flatten()[batch.rows]
         places = [
-            samples[index].input_ids[place]
-            for index in split
-            for place in samples[index].places
+            samples[index].input_ids[place] for index in split for place in samples[index].places
         ]
         assert flat.tolist() == places, "a token is scored at its place"
         logprobs = torch.tensor(rows, requires_grad=True)
@@ -126,23 +118,17 @@ def test_the_loss_is_the_expected_brier_score(target: float, packing: bool) -> N
     expected = 0.0
     for one in answers:
         probabilities = one.probabilities([scored(sample) for sample in one.samples()])
-        brier = (
-            probabilities @ (CONFIDENCES - one.target) ** 2 + 1 - probabilities.sum()
-        )
+        brier = probabilities @ (CONFIDENCES - one.target) ** 2 + 1 - probabilities.sum()
         assert one.loss([scored(s) for s in one.samples()]) == pytest.approx(brier)
         expected += brier / 2
     assert total == pytest.approx(expected, rel=1e-6)
     # the derivative by the log-prob of a last token: -pi(c) (1 - (c - T)^2) / 2
     branch = answers[0].candidates.branches[3]
-    probabilities = answers[0].probabilities(
-        [scored(sample) for sample in answers[0].samples()]
-    )
+    probabilities = answers[0].probabilities([scored(sample) for sample in answers[0].samples()])
     places = list(branch.places)
     scores = 1 - (CONFIDENCES[places] - target) ** 2
     by_hand = -probabilities[places] * scores / 2
-    np.testing.assert_allclose(
-        gradient[3][len(branch.before) :].numpy(), by_hand, rtol=1e-5
-    )
+    np.testing.assert_allclose(gradient[3][len(branch.before) :].numpy(), by_hand, rtol=1e-5)
 
 
 def test_a_branch_is_as_long_as_its_input() -> None:

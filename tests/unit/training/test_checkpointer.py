@@ -19,9 +19,7 @@ from megatron_dcpo.training import checkpointer as module
 from megatron_dcpo.training.checkpointer import Checkpointer, Identity
 from tests.helpers.samplers import one_rank
 
-IDENTITY = Identity(
-    seed=1, data={"prompts_per_step": 8, "shuffle": True}, fingerprint="abc"
-)
+IDENTITY = Identity(seed=1, data={"prompts_per_step": 8, "shuffle": True}, fingerprint="abc")
 
 
 class Folder:
@@ -81,22 +79,16 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         return sorted(int(file.stem) for file in directory.glob("*.json"))
 
     monkeypatch.setattr(module, "iterations", steps)
+    monkeypatch.setattr(module, "latest_iteration", lambda path: max(steps(path), default=None))
     monkeypatch.setattr(
-        module, "latest_iteration", lambda path: max(steps(path), default=None)
-    )
-    monkeypatch.setattr(
-        module,
-        "newest_intact",
-        lambda path, topology: (max(steps(path), default=None), {}),
+        module, "newest_intact", lambda path, topology: (max(steps(path), default=None), {})
     )
     monkeypatch.setattr(module, "remove_leftovers", lambda path: None)
     with one_rank():
         yield
 
 
-def checkpointer(
-    directory: Path, parts: dict[str, Any], **options: Any
-) -> Checkpointer:
+def checkpointer(directory: Path, parts: dict[str, Any], **options: Any) -> Checkpointer:
     entered = options.pop("entered", [])
 
     @contextmanager
@@ -127,16 +119,7 @@ def test_it_saves_on_schedule_and_after_the_last_step(tmp_path: Path) -> None:
         saves.save(step)
         saves.announce(step)
     assert saves.saver.calls == [  # type: ignore[attr-defined]
-        *(
-            "finish",
-            "begin 2",
-            "finish",
-            "finish",
-            "begin 4",
-            "finish",
-            "begin 5",
-            "wait",
-        )
+        *("finish", "begin 2", "finish", "finish", "begin 4", "finish", "begin 5", "wait")
     ]
     assert len(entered) == 3, "the state is on the device when it is written"
     saves.save_now(5)
@@ -208,12 +191,7 @@ def test_checkpoints_of_release_0_2_are_read(tmp_path: Path) -> None:
     saves = checkpointer(
         tmp_path, {name: Part(name) for name in ("rollouts", "updater")}, resume="auto"
     )
-    data = {
-        "consumed_prompts": 21,
-        "prompts_per_step": 8,
-        "shuffle": True,
-        "fingerprint": "abc",
-    }
+    data = {"consumed_prompts": 21, "prompts_per_step": 8, "shuffle": True, "fingerprint": "abc"}
     old = {
         "iteration": 2,
         "seed": 1,
@@ -228,9 +206,7 @@ def test_checkpoints_of_release_0_2_are_read(tmp_path: Path) -> None:
     assert seen["updater"] == {"nonfinite_in_a_row": 1}
 
 
-def test_a_signal_saves_and_stops(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_signal_saves_and_stops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saves = checkpointer(tmp_path, {"a": Counter()})
     saves.stop_if_asked(done=1)  # nobody has asked
     monkeypatch.setattr(signals, "stop_requested", lambda: 10)

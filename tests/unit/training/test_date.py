@@ -32,9 +32,7 @@ def test_a_resumed_run_keeps_the_date_of_its_start(
 ) -> None:
     write_launches(tmp_path, {"after_step": 0, "date": OLD.isoformat()})
     resumed = config_of(tmp_path, "auto")
-    assert provenance.date_of(resumed) == today(), (
-        "without a checkpoint it starts again"
-    )
+    assert provenance.date_of(resumed) == today(), "without a checkpoint it starts again"
     monkeypatch.setattr(provenance, "has_checkpoint", lambda directory: True)
     assert provenance.date_of(resumed) == OLD
     assert provenance.launch(resumed, processes=1, done=2)["date"] == OLD.isoformat()

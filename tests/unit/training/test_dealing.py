@@ -83,9 +83,7 @@ def test_a_summary_has_the_length_and_no_plausible_token() -> None:
     assert np.isnan(known.logprobs).all()
     assert (known.experts, known.text, known.holder) == (None, None, 2)
     assert (known.key, known.oldest_version) == (("p", 4), 3)
-    memory = (
-        known.token_ids.base if known.token_ids.base is not None else known.token_ids
-    )
+    memory = known.token_ids.base if known.token_ids.base is not None else known.token_ids
     assert memory.nbytes == 8, "one element that is shown as often as there are tokens"
 
 
@@ -106,9 +104,7 @@ def test_every_rank_gets_what_it_wants_from_the_rank_that_has_it() -> None:
             assert (sample.response.holder is None) == has_tokens
             if has_tokens:
                 whole = response(index)
-                np.testing.assert_array_equal(
-                    sample.response.token_ids, whole.token_ids
-                )
+                np.testing.assert_array_equal(sample.response.token_ids, whole.token_ids)
                 np.testing.assert_array_equal(sample.response.logprobs, whole.logprobs)
                 np.testing.assert_array_equal(sample.response.experts, whole.experts)
     # an index asked for, and a payload sent: five of each, for two are where they are wanted

@@ -23,31 +23,20 @@ def filling(dull: set[int], *overrides: str) -> Steps:
     """Sampling over 40 prompts of which the groups of ``dull`` train nothing, two responses
     each.
     """
-    settings = [
-        "data.prompts_per_step=4",
-        "rollout.group_size=2",
-        "data.shuffle=false",
-        *overrides,
-    ]
-    return Steps(
-        numbered_sampler(lambda number: number not in dull, 40, *settings, file="dcpo")
-    )
+    settings = ["data.prompts_per_step=4", "rollout.group_size=2", "data.shuffle=false", *overrides]
+    return Steps(numbered_sampler(lambda number: number not in dull, 40, *settings, file="dcpo"))
 
 
 def steps(run: Steps, *numbers: int) -> list[list[int]]:
     """The prompts of each step's batch."""
     return [
-        numbers_of(sample.prompt.prompt_id for sample in run.take(number))
-        for number in numbers
+        numbers_of(sample.prompt.prompt_id for sample in run.take(number)) for number in numbers
     ]
 
 
 def rounds(run: Any) -> list[list[int]]:
     """The prompts of each round so far."""
-    return [
-        numbers_of(prompt_id for prompt_id, _ in asked)
-        for asked in run.sampler.engine.asked
-    ]
+    return [numbers_of(prompt_id for prompt_id, _ in asked) for asked in run.sampler.engine.asked]
 
 
 def numbers_of(prompt_ids: Iterator[str]) -> list[int]:
@@ -102,9 +91,7 @@ def test_groups_behind_the_last_informative_one_are_drawn_again() -> None:
     assert steps(run, 2) == [[5, 6, 7, 8, 9]]
 
 
-def test_all_that_was_drawn_trains_the_confidence_when_no_group_is_informative(
-    caplog: Any,
-) -> None:
+def test_all_that_was_drawn_trains_the_confidence_when_no_group_is_informative(caplog: Any) -> None:
     run = filling(set(range(40)), "rollout.filter_groups=true", "rollout.max_refills=2")
     assert steps(run, 1) == [list(range(12))]
     assert len(rounds(run)) == 3
@@ -123,9 +110,7 @@ def test_dull_groups_are_replaced_by_the_prompts_that_follow() -> None:
     assert rounds(run) == [[0, 1, 2, 3], [4, 5], [6], [7]]
     assert counts(run)["prompts_drawn"] == 8
     assert counts(run)["groups_filtered"] == 4
-    assert steps(run, 2) == [[8, 9, 10, 11]], (
-        "the next step goes on behind the last one taken"
-    )
+    assert steps(run, 2) == [[8, 9, 10, 11]], "the next step goes on behind the last one taken"
     assert run.state.position == 12
 
 
@@ -156,26 +141,14 @@ def test_without_the_filter_every_group_is_taken() -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (
-            ["rollout.oversample=2"],
-            "rollout.filter_groups",
-        ),
-        (
-            ["rollout.filter_groups=true", "objective.name=ccgspg"],
-            "objective.name=ccgspg",
-        ),
-        (
-            ["rollout.filter_groups=true", "objective.name=posthoc"],
-            "rollout.filter_groups=any",
-        ),
+        (["rollout.oversample=2"], "rollout.filter_groups"),
+        (["rollout.filter_groups=true", "objective.name=ccgspg"], "objective.name=ccgspg"),
+        (["rollout.filter_groups=true", "objective.name=posthoc"], "rollout.filter_groups=any"),
         (
             ["rollout.filter_groups=true", "objective.weight_reasoning=0"],
             "objective.weight_reasoning",
         ),
-        (
-            ["rollout.filter_groups=true", "objective.block_groups=all"],
-            "objective.block_groups",
-        ),
+        (["rollout.filter_groups=true", "objective.block_groups=all"], "objective.block_groups"),
         (
             [
                 "objective.name=dcpo",

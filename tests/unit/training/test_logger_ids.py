@@ -24,9 +24,7 @@ def test_a_resumed_run_keeps_its_id_and_a_new_one_does_not(tmp_path: Path) -> No
     assert known_id(run, "wandb", first_step=5) is None, "another run of the same path"
 
 
-def test_a_copy_of_the_directory_is_another_run_and_a_moved_one_is_not(
-    tmp_path: Path,
-) -> None:
+def test_a_copy_of_the_directory_is_another_run_and_a_moved_one_is_not(tmp_path: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()
     remember_id(run, "wandb", "a1")

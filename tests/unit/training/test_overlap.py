@@ -28,15 +28,11 @@ def _group_of_one() -> Iterator[None]:
 
 
 def prompts(count: int) -> list[Prompt]:
-    return [
-        Prompt(f"p{i}", (), tuple(range(count - i)), "1", "t") for i in range(count)
-    ]
+    return [Prompt(f"p{i}", (), tuple(range(count - i)), "1", "t") for i in range(count)]
 
 
 def response(prompt: Prompt, index: int) -> Response:
-    return Response(
-        prompt.prompt_id, index, np.array([1]), np.zeros(1, np.float32), "stop", 0
-    )
+    return Response(prompt.prompt_id, index, np.array([1]), np.zeros(1, np.float32), "stop", 0)
 
 
 def one_by_one(samples: Any, sampling: Any, step: int) -> Iterator[list[Response]]:
@@ -45,27 +41,17 @@ def one_by_one(samples: Any, sampling: Any, step: int) -> Iterator[list[Response
 
 
 def judged(responses: list[Response], by_id: Any) -> list[Judgement]:
-    return [
-        Judgement(r.prompt_id, float(r.sample_index), None, "missing", 0, 1)
-        for r in responses
-    ]
+    return [Judgement(r.prompt_id, float(r.sample_index), None, "missing", 0, 1) for r in responses]
 
 
-def sampler_with(
-    judge: Any, stream: Any, timers: Timers | None = None, **parts: Any
-) -> Sampler:
+def sampler_with(judge: Any, stream: Any, timers: Timers | None = None, **parts: Any) -> Sampler:
     """Seven prompts in their order, two responses to each."""
     engine = SimpleNamespace(
         stream=stream, weights_version=0, tensor_model_parallel_size=1, slot_steps=None
     )
     settings = ("rollout.group_size=2", "data.prompts_per_step=7", "data.shuffle=false")
     return sampler_of(
-        prompts(7),
-        *settings,
-        engine=engine,
-        judge=judge,
-        timers=timers or unwatched(),
-        **parts,
+        prompts(7), *settings, engine=engine, judge=judge, timers=timers or unwatched(), **parts
     )
 
 
@@ -103,9 +89,7 @@ def test_a_response_is_judged_while_the_next_one_is_generated() -> None:
 
     timers = unwatched()
     samples: list[TrainingSample] = sample(sampler_with(judge, stream, timers), 1)
-    assert [number(s.response) for s in samples] == [
-        (f"p{i}", n) for i in range(7) for n in (0, 1)
-    ]
+    assert [number(s.response) for s in samples] == [(f"p{i}", n) for i in range(7) for n in (0, 1)]
     assert [s.judgement.correct for s in samples] == [0.0, 1.0] * 7
     assert timers.seconds["judge_busy"] > 0
 
@@ -130,9 +114,7 @@ def test_a_judge_that_fails_ends_the_rollout_at_once() -> None:
     with pytest.raises(UserError, match="no sandbox"):
         sample(sampler_with(judge, stream), 1)
     assert len(generated) < 14
-    with pytest.raises(
-        UserError, match="sampled by weights version 0, the engine should have 3"
-    ):
+    with pytest.raises(UserError, match="sampled by weights version 0, the engine should have 3"):
         sample(sampler_with(judged, one_by_one), 4)
 
 
@@ -147,17 +129,14 @@ class OfFourRanks(Collectives):
         return [value, self.mate, {}, {}]
 
 
-def test_ranks_of_one_engine_keep_what_all_of_them_have(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_ranks_of_one_engine_keep_what_all_of_them_have(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 of two was handed three responses before its engine failed; its mate has another one,
     and one alike.
     """
     engine: Any = SimpleNamespace(tensor_model_parallel_size=2)
     responses = {("p0", i): response(prompts(1)[0], i) for i in range(3)}
     alike = {
-        name: hashlib.sha256(one.token_ids.tobytes()).digest()
-        for name, one in responses.items()
+        name: hashlib.sha256(one.token_ids.tobytes()).digest() for name, one in responses.items()
     }
     mate = {("p0", 0): alike[("p0", 0)], ("p0", 1): b"other tokens"}
     monkeypatch.setattr(OfFourRanks, "mate", mate, raising=False)
@@ -167,12 +146,7 @@ def test_ranks_of_one_engine_keep_what_all_of_them_have(
 
 @pytest.mark.parametrize(
     ("intervals", "length"),
-    [
-        ([], 0.0),
-        ([(1, 2)], 1.0),
-        ([(1, 3), (2, 4), (6, 7)], 4.0),
-        ([(0, 9), (1, 2), (3, 4)], 9.0),
-    ],
+    [([], 0.0), ([(1, 2)], 1.0), ([(1, 3), (2, 4), (6, 7)], 4.0), ([(0, 9), (1, 2), (3, 4)], 9.0)],
 )
 def test_the_time_of_a_busy_judge_counts_once(
     intervals: list[tuple[float, float]], length: float

@@ -20,13 +20,7 @@ from megatron_dcpo.training.sampler import (
 )
 from megatron_dcpo.types import Judgement, Prompt, Response
 from tests.helpers.paths import QUICKSTART
-from tests.helpers.samplers import (
-    Steps,
-    length_of,
-    number_of,
-    numbered_sampler,
-    one_rank,
-)
+from tests.helpers.samplers import Steps, length_of, number_of, numbered_sampler, one_rank
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -35,11 +29,7 @@ def _group_of_one() -> Iterator[None]:
         yield
 
 
-STALE = (
-    "rollout.max_staleness=1",
-    "rollout.oversample=1.5",
-    "objective.tis_level=token",
-)
+STALE = ("rollout.max_staleness=1", "rollout.oversample=1.5", "objective.tis_level=token")
 
 
 def stale_run(*overrides: str) -> Any:
@@ -70,15 +60,13 @@ def test_every_group_is_trained_on_once_and_in_time(
         assert [s.response.sample_index for s in samples] == [0, 1, 2] * len(batch)
         for sample in samples:
             response = sample.response
-            assert len(response.token_ids) == length_of(
-                response.prompt_id, response.sample_index
+            assert len(response.token_ids) == length_of(response.prompt_id, response.sample_index)
+            assert response.token_ids.tolist() == list(range(len(response.token_ids))), (
+                "a token was lost or is there twice"
             )
-            assert response.token_ids.tolist() == list(
-                range(len(response.token_ids))
-            ), "a token was lost or is there twice"
-            assert sum(
-                n for _, n in response.segments or ((0, len(response.token_ids)),)
-            ) == len(response.token_ids)
+            assert sum(n for _, n in response.segments or ((0, len(response.token_ids)),)) == len(
+                response.token_ids
+            )
             assert step - 1 - response.oldest_version <= staleness
             oldest = max(oldest, step - 1 - response.oldest_version)
         assert oldest >= run.metrics["rollout/staleness_max"]
@@ -86,17 +74,11 @@ def test_every_group_is_trained_on_once_and_in_time(
         carried = {group.prompt.prompt_id for group in run.state.carried}
         drawn = [f"{n}@0" for n in range(run.state.position)]
         kept = [
-            name
-            for name in drawn
-            if groups != "any" or number_of(name) % 3 > 0 or name in carried
+            name for name in drawn if groups != "any" or number_of(name) % 3 > 0 or name in carried
         ]
-        assert sorted([*trained, *carried]) == sorted(kept), (
-            "a prompt was lost or is there twice"
-        )
+        assert sorted([*trained, *carried]) == sorted(kept), "a prompt was lost or is there twice"
         assert len(run.state.carried) <= round(6 * (oversample - 1) + 0.5)
-    assert run.state.totals.informative_groups == sum(
-        number_of(name) % 3 > 0 for name in trained
-    )
+    assert run.state.totals.informative_groups == sum(number_of(name) % 3 > 0 for name in trained)
     judged = 3 * len(trained) + sum(len(group.samples) for group in run.state.carried)
     if groups != "any":  # nothing was left out
         assert run.state.totals.responses == judged
@@ -123,12 +105,8 @@ def test_with_none_the_batch_is_what_it_always_was() -> None:
     run = stale_run("data.shuffle=false")
     for step in (1, 2):
         samples = run.take(step)
-        expected = [
-            (f"{n}@0", i) for n in range(6 * step - 6, 6 * step) for i in range(3)
-        ]
-        assert [
-            (s.response.prompt_id, s.response.sample_index) for s in samples
-        ] == expected
+        expected = [(f"{n}@0", i) for n in range(6 * step - 6, 6 * step) for i in range(3)]
+        assert [(s.response.prompt_id, s.response.sample_index) for s in samples] == expected
         assert {(s.response.weights_version, s.response.segments) for s in samples} == {
             (step - 1, ())
         }
@@ -139,13 +117,7 @@ def test_with_none_the_batch_is_what_it_always_was() -> None:
 
 def test_too_old_or_too_new_responses_are_refused() -> None:
     response = Response(
-        "p",
-        0,
-        np.arange(3),
-        np.zeros(3, np.float32),
-        "stop",
-        5,
-        segments=((3, 2), (5, 1)),
+        "p", 0, np.arange(3), np.zeros(3, np.float32), "stop", 5, segments=((3, 2), (5, 1))
     )
     _check_versions([response], version=5, oldest=3)
     for version, oldest, refused in ((5, 4, 3), (6, 3, 5), (4, 2, 5)):
@@ -168,9 +140,7 @@ def test_groups_come_back_from_a_checkpoint_as_they_were() -> None:
         segments=((3, 2), (4, 1)),
     )
     part = dataclasses.replace(whole, sample_index=1, finish_reason="abort")
-    judgement = Judgement(
-        "p@0", float(np.float64(1)), None, "missing", 2, 3, answer="7"
-    )
+    judgement = Judgement("p@0", float(np.float64(1)), None, "missing", 2, 3, answer="7")
     group = PromptGroup(prompt, 17, 4, 3, {0: (whole, judgement), 1: (part, None)})
     (back,) = restored_groups(
         saved_groups([group]), lambda position, count: [{17: prompt}[position]], 3
@@ -178,36 +148,21 @@ def test_groups_come_back_from_a_checkpoint_as_they_were() -> None:
     assert (back.position, back.step, back.unfinished) == (17, 4, [1, 2])
     assert back.responses[0][1] == judgement
     for index, (response, _) in group.responses.items():
-        ours, theirs = (
-            dataclasses.asdict(back.responses[index][0]),
-            dataclasses.asdict(response),
-        )
+        ours, theirs = (dataclasses.asdict(back.responses[index][0]), dataclasses.asdict(response))
         assert all(
-            np.array_equal(ours.pop(name), theirs.pop(name))
-            for name in ("token_ids", "logprobs")
+            np.array_equal(ours.pop(name), theirs.pop(name)) for name in ("token_ids", "logprobs")
         )
         assert ours == theirs
     saved = saved_groups([group])
-    saved[0]["responses"][0][0]["logprobs"] = saved[0]["responses"][0][0]["logprobs"][
-        :2
-    ]
+    saved[0]["responses"][0][0]["logprobs"] = saved[0]["responses"][0][0]["logprobs"][:2]
     with pytest.raises(ValueError, match="p@0"):
         restored_groups(saved, lambda position, count: [prompt], 3)
 
 
-def test_a_batch_is_complete_when_enough_groups_are_finished_and_none_may_not_wait() -> (
-    None
-):
+def test_a_batch_is_complete_when_enough_groups_are_finished_and_none_may_not_wait() -> None:
     done = {("a", 0): None, ("a", 1): None, ("b", 0): None}
-    for quota, urgent, complete in (
-        (1, False, True),
-        (2, False, False),
-        (1, True, False),
-    ):
-        needs = [
-            GroupNeed("a", missing=2, urgent=True),
-            GroupNeed("b", missing=2, urgent=urgent),
-        ]
+    for quota, urgent, complete in ((1, False, True), (2, False, False), (1, True, False)):
+        needs = [GroupNeed("a", missing=2, urgent=True), GroupNeed("b", missing=2, urgent=urgent)]
         assert batch_is_complete(needs, quota, done) is complete  # type: ignore[arg-type]
 
 
@@ -221,10 +176,7 @@ def test_a_batch_is_complete_when_enough_groups_are_finished_and_none_may_not_wa
             ["rollout.engine=server", "rollout.endpoint=http://x"],
             "does not go with rollout.engine=server",
         ),
-        (
-            ["rollout.logprob_diff_alarm=0.1"],
-            "does not go with rollout.logprob_diff_alarm",
-        ),
+        (["rollout.logprob_diff_alarm=0.1"], "does not go with rollout.logprob_diff_alarm"),
     ],
 )
 def test_what_does_not_go_together(overrides: list[str], message: str) -> None:

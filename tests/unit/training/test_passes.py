@@ -68,11 +68,7 @@ def trained(training: TrainingConfig, groups: int = 1, **options: Any) -> Counti
     pairs = (1, 0.9), (0, 0.4), (0, 0.1)  # all train reasoning and confidence
     names = [f"p{number}" for number in range(groups)]
     samples = samples_of(
-        [
-            Judgement(name, R, c, "ok", boundary=3, length=5)
-            for name in names
-            for R, c in pairs
-        ]
+        [Judgement(name, R, c, "ok", boundary=3, length=5) for name in names for R, c in pairs]
     )
     for step in range(1, training.steps + 1):
         updater.update(samples, step)
@@ -93,9 +89,9 @@ def test_the_probe_costs_at_most_three_per_cent() -> None:
 @pytest.mark.parametrize(("interval", "expected"), [(0, 1.0), (2, 1.6), (1, 2.0)])
 def test_passes_of_other_intervals(interval: int, expected: float) -> None:
     """Of five steps the first is probed and every second, each by a pass of its own."""
-    assert passes(
-        TrainingConfig(steps=5, gradient_probe_interval=interval)
-    ) == pytest.approx(expected)
+    assert passes(TrainingConfig(steps=5, gradient_probe_interval=interval)) == pytest.approx(
+        expected
+    )
 
 
 def test_the_engines_log_probs_save_the_pass_for_old_ones() -> None:
@@ -103,9 +99,6 @@ def test_the_engines_log_probs_save_the_pass_for_old_ones() -> None:
     log-probs of that policy.
     """
     two = TrainingConfig(steps=1, updates_per_rollout=2, gradient_probe_interval=0)
-    by_trainer, by_engine = (
-        trained(two, groups=2),
-        trained(two, groups=2, old_logprobs="engine"),
-    )
+    by_trainer, by_engine = (trained(two, groups=2), trained(two, groups=2, old_logprobs="engine"))
     assert (by_trainer.scored, by_trainer.compared) == (2, [True, True])
     assert (by_engine.scored, by_engine.compared) == (0, [True, False])

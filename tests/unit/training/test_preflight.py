@@ -23,10 +23,7 @@ ILLEGAL = [
         "parallel.sequence_parallel needs parallel.tensor_model_parallel_size > 1",
     ),
     ([f"{VPP}=2"], f"{VPP} > 1 needs {PP} > 1"),
-    (
-        [f"{PP}=2", f"{VPP}=2"],
-        "(x virtual stages = 4) does not divide the model's 2 layers",
-    ),
+    ([f"{PP}=2", f"{VPP}=2"], "(x virtual stages = 4) does not divide the model's 2 layers"),
     ([f"{PP}=3"], "does not divide the model's 2 layers"),
     ([f"{TP}=3"], "does not divide the model's 2 attention heads"),
     ([f"{TP}=4"], "does not divide the model's 2 attention heads"),
@@ -47,10 +44,7 @@ ILLEGAL = [
         "parallel.megatron.overlap_param_gather needs parallel.use_distributed_optimizer",
     ),
     (
-        [
-            "parallel.megatron.overlap_param_gather=true",
-            "parallel.use_distributed_optimizer=true",
-        ],
+        ["parallel.megatron.overlap_param_gather=true", "parallel.use_distributed_optimizer=true"],
         "parallel.megatron.overlap_param_gather needs overlap_grad_reduce",
     ),
     (
@@ -68,25 +62,16 @@ ILLEGAL = [
         "recompute_num_layers need parallel.recompute_granularity=full",
     ),
     (
-        [
-            "parallel.recompute_granularity=full",
-            "parallel.megatron.recompute_num_layers=3",
-        ],
+        ["parallel.recompute_granularity=full", "parallel.megatron.recompute_num_layers=3"],
         "parallel.megatron.recompute_num_layers=3 does not divide the 2 layers",
     ),
-    (
-        ["parallel.megatron.recompute_method=block"],
-        "parallel.megatron.recompute_method and",
-    ),
+    (["parallel.megatron.recompute_method=block"], "parallel.megatron.recompute_method and"),
     (
         ["parallel.megatron.recompute_modules=[mlp]"],
         "parallel.megatron.recompute_modules needs parallel.recompute_granularity=selective",
     ),
     (
-        [
-            "parallel.recompute_granularity=selective",
-            "parallel.megatron.recompute_modules=[moe]",
-        ],
+        ["parallel.recompute_granularity=selective", "parallel.megatron.recompute_modules=[moe]"],
         "parallel.megatron.recompute_modules",
     ),
     (
@@ -113,9 +98,7 @@ ILLEGAL += [
 
 
 def dry_run(overrides, capsys):
-    status = main(
-        ["train", "--config", str(QUICKSTART / "dcpo.yaml"), "--dry-run", *overrides]
-    )
+    status = main(["train", "--config", str(QUICKSTART / "dcpo.yaml"), "--dry-run", *overrides])
     return status, capsys.readouterr().err
 
 
@@ -187,11 +170,7 @@ def test_world_size_of_the_launcher(capsys, monkeypatch):
 @pytest.mark.parametrize(
     "overrides",
     [
-        [
-            f"{TP}=2",
-            "parallel.sequence_parallel=true",
-            "parallel.sequence_packing=true",
-        ],
+        [f"{TP}=2", "parallel.sequence_parallel=true", "parallel.sequence_packing=true"],
         [f"{PP}=2", "parallel.recompute_granularity=full"],
         ["parallel.megatron.overlap_grad_reduce=true"],
         [
@@ -205,9 +184,7 @@ def test_legal_combination_passes(overrides, capsys):
     assert dry_run(overrides, capsys)[0] == 0
 
 
-def test_a_gpu_without_transformer_engine_is_refused_unless_local_is_said(
-    capsys, monkeypatch
-):
+def test_a_gpu_without_transformer_engine_is_refused_unless_local_is_said(capsys, monkeypatch):
     from megatron_dcpo.policy import layers
     from megatron_dcpo.runtime.device import _GPU
     from megatron_dcpo.training import preflight
@@ -221,8 +198,7 @@ def test_a_gpu_without_transformer_engine_is_refused_unless_local_is_said(
         status, said = dry_run([f"model.transformer_impl={choice}"], capsys)
         assert status == 2
         assert (
-            f"model.transformer_impl={choice}: on a GPU the layers are Transformer Engine's"
-            in said
+            f"model.transformer_impl={choice}: on a GPU the layers are Transformer Engine's" in said
         )
         assert "ModuleNotFoundError" in said
         assert "set model.transformer_impl=local" in said
@@ -240,9 +216,7 @@ def test_a_gpu_without_transformer_engine_is_refused_unless_local_is_said(
         ("qwen3_8b/math/ccgspg", ["optimizer.lr=2e-6"], ["optimizer.lr=2e-06"]),
     ],
 )
-def test_what_is_unlike_the_paper(
-    example: str, overrides: list[str], differs: list[str]
-) -> None:
+def test_what_is_unlike_the_paper(example: str, overrides: list[str], differs: list[str]) -> None:
     config = load_config(EXAMPLES / f"{example}.yaml", overrides)
     assert unlike_the_paper(config) == differs
 

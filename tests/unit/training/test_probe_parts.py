@@ -40,27 +40,19 @@ def test_the_probes_parts_add_up_to_the_objectives() -> None:
             ObjectiveConfig(**options, kl_coef=0.1, entropy_coef_confidence=0.1)
         )
         assert not any(
-            (
-                *resolve(config).blocks("kl_coef"),
-                *resolve(config).blocks("entropy_coef"),
-            )
+            (*resolve(config).blocks("kl_coef"), *resolve(config).blocks("entropy_coef"))
         )
         samples = samples_of(judgements)
         parts = parts_of(samples, config)
         for name in ("coupled", "dcpo"):
             whole = build_method(as_method(config, name)).score(samples)
             for a, b, expected in zip(
-                parts[f"{name}_accuracy"],
-                parts[f"{name}_calibration"],
-                whole,
-                strict=True,
+                parts[f"{name}_accuracy"], parts[f"{name}_calibration"], whole, strict=True
             ):
-                assert a.advantages + b.advantages == pytest.approx(
-                    expected.advantages, abs=1e-9
-                )
-        assert all(
-            not sample.advantages[:3].any() for sample in parts["counterfactual"]
-        ), "confidence tokens only"
+                assert a.advantages + b.advantages == pytest.approx(expected.advantages, abs=1e-9)
+        assert all(not sample.advantages[:3].any() for sample in parts["counterfactual"]), (
+            "confidence tokens only"
+        )
 
 
 def test_the_summary_is_in_words() -> None:
@@ -68,9 +60,7 @@ def test_the_summary_is_in_words() -> None:
     one = {"cosine": -0.25, "accuracy_norm": 1.0, "calibration_norm": 2.0}
     lines = summary_lines(
         {
-            "conflict": {
-                name: {"plain": {ALL: one}, "fisher": {ALL: one}} for name in PAIRS
-            },
+            "conflict": {name: {"plain": {ALL: one}, "fisher": {ALL: one}} for name in PAIRS},
             "gradients": {
                 BASELINES[0]: {"signal_to_noise": None},
                 BASELINES[1]: {"signal_to_noise": 1.5},

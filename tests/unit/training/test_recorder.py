@@ -27,19 +27,12 @@ def group_of_one() -> Iterator[None]:
 
 
 def recorder(directory: Path, rank: int = 0, **options: Any) -> Recorder:
-    overrides = {
-        "training.steps": 4,
-        "logging.to": "[]",
-        "logging.samples_interval": 2,
-        **options,
-    }
+    overrides = {"training.steps": 4, "logging.to": "[]", "logging.samples_interval": 2, **options}
     settings = [f"{name}={value}" for name, value in overrides.items()]
     config = load_config(QUICKSTART / "dcpo.yaml", [*settings, f"run_dir={directory}"])
     policy: Any = SimpleNamespace(arch=SimpleNamespace(num_experts=0))
     topology: Any = SimpleNamespace(rank=rank, world_size=1)
-    saver: Any = SimpleNamespace(
-        give_up=lambda step: None, directory=directory / "checkpoints"
-    )
+    saver: Any = SimpleNamespace(give_up=lambda step: None, directory=directory / "checkpoints")
     return Recorder(
         directory=directory,
         config=config,
@@ -52,10 +45,7 @@ def recorder(directory: Path, rank: int = 0, **options: Any) -> Recorder:
 
 
 def scored() -> list[TrainingSample]:
-    judgements = [
-        Judgement("p", R, c, "ok", boundary=3, length=5)
-        for R, c in ((1, 0.9), (0, 0.4))
-    ]
+    judgements = [Judgement("p", R, c, "ok", boundary=3, length=5) for R, c in ((1, 0.9), (0, 0.4))]
     return objective().score(samples_of(judgements))
 
 
@@ -89,9 +79,7 @@ def test_samples_are_written_at_the_ends_and_in_between(tmp_path: Path) -> None:
     with target.from_step(1):
         record(target, 1, 2, 3, 4, 5)
     files = sorted((tmp_path / "run" / "samples").iterdir())
-    assert [file.name for file in files] == [
-        f"step_{step:06d}.jsonl" for step in (1, 2, 4, 5)
-    ]
+    assert [file.name for file in files] == [f"step_{step:06d}.jsonl" for step in (1, 2, 4, 5)]
     lines = [json.loads(line) for line in files[0].read_text().splitlines()]
     assert [line["correct"] for line in lines] == [1.0, 0.0]
 

@@ -66,13 +66,10 @@ def sampler_of_server(
     by: they are the client's, not the loop's.
     """
     config = load_config(
-        QUICKSTART / "grpo.yaml",
-        [*SERVER, f"rollout.filter_groups={str(filtered).lower()}"],
+        QUICKSTART / "grpo.yaml", [*SERVER, f"rollout.filter_groups={str(filtered).lower()}"]
     )
     if staleness:
-        rollout = dataclasses.replace(
-            config.rollout, max_staleness=staleness, oversample=1.5
-        )
+        rollout = dataclasses.replace(config.rollout, max_staleness=staleness, oversample=1.5)
         config = dataclasses.replace(config, rollout=rollout)
     sampler = numbered_sampler(
         trains, 1000, config=config, engine=engine or Clockwork(), timers=Timers(None)
@@ -114,36 +111,24 @@ def test_every_batch_but_the_first_is_one_update_behind() -> None:
     for step in range(1, STEPS + 1):
         rollouts.sampler.engine.weights_version = step - 1
         batch = rollouts.take(step)
-        behind = {
-            step - 1 - sample.response.weights_version for sample in batch.samples
-        }
+        behind = {step - 1 - sample.response.weights_version for sample in batch.samples}
         assert behind == {0 if step == 1 else 1}
         assert numbers([batch.samples]) == [
-            number
-            for number in range(PROMPTS * (step - 1), PROMPTS * step)
-            for _ in range(4)
+            number for number in range(PROMPTS * (step - 1), PROMPTS * step) for _ in range(4)
         ]
         metrics.append(batch.metrics)
         rollouts.start(step + 1)
         rollouts.wait_for_engine()
-    assert (
-        metrics[-1]["rollout/staleness_mean"]
-        == metrics[-1]["rollout/staleness_max"]
-        == 1
-    )
+    assert metrics[-1]["rollout/staleness_mean"] == metrics[-1]["rollout/staleness_max"] == 1
     assert rollouts.future is None, "nothing is sampled after the last step"
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 3])
-def test_filters_and_partial_rollouts_draw_as_one_after_the_other(
-    staleness: int,
-) -> None:
+def test_filters_and_partial_rollouts_draw_as_one_after_the_other(staleness: int) -> None:
     """What is drawn, filtered and carried depends on the clockwork alone; tokens are as old as
     allowed.
     """
-    rollouts = asynchronous(
-        sampler_of_server(lambda n: n % 3 > 0, staleness, filtered=True)
-    )
+    rollouts = asynchronous(sampler_of_server(lambda n: n % 3 > 0, staleness, filtered=True))
     in_turn = Steps(sampler_of_server(lambda n: n % 3 > 0, staleness, filtered=True))
     batches = run(rollouts)
     reference = [in_turn.take(step) for step in range(1, STEPS + 1)]
@@ -151,8 +136,7 @@ def test_filters_and_partial_rollouts_draw_as_one_after_the_other(
     assert max(Counter(numbers(batches)).values()) == 4
     assert rollouts.state.position == in_turn.state.position > STEPS * PROMPTS
     oldest = [
-        max(step - s.response.oldest_version for s in batch)
-        for step, batch in enumerate(batches)
+        max(step - s.response.oldest_version for s in batch) for step, batch in enumerate(batches)
     ]
     assert max(oldest) <= 1 + staleness
     assert max(oldest) > staleness or staleness == 3
@@ -166,12 +150,8 @@ class Failing(Clockwork):
         self.step, self.error = step, error
         self.failed = False
 
-    def stream(
-        self, samples: Any, sampling: Any, step: int, partial: Any = None
-    ) -> Iterator[Any]:
-        for count, responses in enumerate(
-            super().stream(samples, sampling, step, partial)
-        ):
+    def stream(self, samples: Any, sampling: Any, step: int, partial: Any = None) -> Iterator[Any]:
+        for count, responses in enumerate(super().stream(samples, sampling, step, partial)):
             if step == self.step and count == 2 and not self.failed:
                 self.failed = True
                 raise self.error
@@ -187,14 +167,11 @@ def test_a_batch_whose_engine_failed_is_generated_again(staleness: int) -> None:
     batches = run(asynchronous(sampler_of_server(staleness=staleness, engine=engine)))
     assert engine.failed
     newest = [
-        {step - s.response.weights_version for s in batch}
-        for step, batch in enumerate(batches)
+        {step - s.response.weights_version for s in batch} for step, batch in enumerate(batches)
     ]
     if not staleness:
         assert [max(one) for one in newest] == [0, 1, 1, 1, 0, *[1] * (STEPS - 5)]
-        assert numbers(batches) == [
-            number for number in range(STEPS * PROMPTS) for _ in range(4)
-        ]
+        assert numbers(batches) == [number for number in range(STEPS * PROMPTS) for _ in range(4)]
     assert set(Counter(numbers(batches)).values()) == {4}
 
 
@@ -202,9 +179,7 @@ def test_an_engine_that_fails_again_and_again_ends_the_run() -> None:
     """The recovery gives up, not the rollouts: they say how often they have asked."""
 
     class Dead(Clockwork):
-        def stream(
-            self, samples: Any, sampling: Any, step: int, partial: Any = None
-        ) -> Any:
+        def stream(self, samples: Any, sampling: Any, step: int, partial: Any = None) -> Any:
             raise EngineError("dead")
             yield
 
@@ -233,9 +208,7 @@ def test_what_ends_a_rollout_on_one_rank_ends_the_wait() -> None:
 def test_a_signal_leaves_the_state_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Failing(3, RolloutAbandoned())
     rollouts = asynchronous(sampler_of_server(engine=engine))
-    monkeypatch.setattr(
-        signals, "stop_requested", lambda: 15 if engine.failed else None
-    )
+    monkeypatch.setattr(signals, "stop_requested", lambda: 15 if engine.failed else None)
     with pytest.raises(RolloutAbandoned):
         run(rollouts)
     assert rollouts.state.position == 2 * PROMPTS
@@ -249,9 +222,7 @@ class Waiting(Clockwork):
         self.go_on, self.begun = threading.Event(), threading.Event()
         self.handed_over: list[int] = []
 
-    def stream(
-        self, samples: Any, sampling: Any, step: int, partial: Any = None
-    ) -> Iterator[Any]:
+    def stream(self, samples: Any, sampling: Any, step: int, partial: Any = None) -> Iterator[Any]:
         for responses in super().stream(samples, sampling, step, partial):
             self.begun.set()
             assert step == 1 or self.go_on.wait(20)
@@ -271,9 +242,7 @@ def test_a_run_that_ends_gives_up_what_is_on_its_way() -> None:
     assert engine.handed_over.count(2) == 1
 
 
-def test_a_run_that_a_signal_ends_waits_for_the_batch(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_run_that_a_signal_ends_waits_for_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     """The threads of the other ranks end together with this one's."""
     engine = Waiting()
     rollouts = asynchronous(sampler_of_server(engine=engine))
@@ -304,18 +273,12 @@ def test_responses_of_other_weights_are_refused(version: int) -> None:
     """Step 2 trains on the weights before the first update or, in turn, on those after it."""
     rollouts = asynchronous()
     rollouts.sampler.engine.weights_version = version
-    with pytest.raises(
-        UserError, match=f"sampled by weights version {version}, the engine should"
-    ):
+    with pytest.raises(UserError, match=f"sampled by weights version {version}, the engine should"):
         rollouts.sampler.sample(SamplerState(), step=2, version=1)
 
 
 # ------------------------------------------------------------------------------------ checkpoints
-STALE = (
-    "rollout.max_staleness=2",
-    "rollout.oversample=1.5",
-    "objective.tis_level=token",
-)
+STALE = ("rollout.max_staleness=2", "rollout.oversample=1.5", "objective.tis_level=token")
 
 
 def in_turn(*overrides: str) -> RolloutsInTurn:
@@ -326,9 +289,7 @@ def in_turn(*overrides: str) -> RolloutsInTurn:
 def take(rollouts: RolloutsInTurn, step: int) -> list[tuple[str, int, list[int]]]:
     rollouts.sampler.engine.weights_version = step - 1
     samples = rollouts.take(step).samples
-    return [
-        (*sample.response.key, sample.response.token_ids.tolist()) for sample in samples
-    ]
+    return [(*sample.response.key, sample.response.token_ids.tolist()) for sample in samples]
 
 
 def test_a_resumed_run_takes_the_same_batches() -> None:
@@ -358,9 +319,7 @@ def test_options_that_do_not_allow_what_is_carried_are_named(
     for step in range(1, 9):
         take(begun, step)
         saved = SavedRollouts(begun).state_dict()
-        responses = [
-            r for group in begun.state.carried for r, _ in group.responses.values()
-        ]
+        responses = [r for group in begun.state.carried for r, _ in group.responses.values()]
         if max((step - r.oldest_version for r in responses), default=0) == 2:
             break
     else:
@@ -385,7 +344,5 @@ def test_generation_knows_its_share_of_a_rollout() -> None:
     engine: Any = Clockwork()
     engine.tensor_model_parallel_size = 2
     collectives: Any = OfEight()
-    share = Generation(
-        engine, lambda failure, *, version, restarts: False, collectives
-    ).share
+    share = Generation(engine, lambda failure, *, version, restarts: False, collectives).share
     assert (share.engine, share.engines, share.place, share.ranks) == (2, 4, 1, 2)

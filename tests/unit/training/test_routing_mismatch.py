@@ -32,33 +32,24 @@ def logprobs(model, ids, start):
 
 
 def measured(path, engine):
-    prompts = {
-        prompt.prompt_id: list(prompt.token_ids) for prompt in prompts_for_test()
-    }
+    prompts = {prompt.prompt_id: list(prompt.token_ids) for prompt in prompts_for_test()}
     responses = engine.generate(prompts_for_test(), SamplingConfig(n=4, max_tokens=24))
     trainer = model_in(path)
     texts = [
-        (
-            torch.tensor(prompts[r.prompt_id] + r.token_ids.tolist()),
-            len(prompts[r.prompt_id]),
-        )
+        (torch.tensor(prompts[r.prompt_id] + r.token_ids.tolist()), len(prompts[r.prompt_id]))
         for r in responses
     ]
     engine_logprobs = torch.tensor(np.concatenate([r.logprobs for r in responses]))
     trainer_logprobs = torch.cat([logprobs(trainer, *text) for text in texts])
     block_ids = torch.full((len(engine_logprobs),), next(iter(BLOCKS.values())))
-    rows = {
-        block: (block_ids == index).nonzero()[:, 0] for block, index in BLOCKS.items()
-    }
+    rows = {block: (block_ids == index).nonzero()[:, 0] for block, index in BLOCKS.items()}
     columns = {"engine_logprobs": engine_logprobs, "block_ids": block_ids}
     batch = SimpleNamespace(columns=columns, block_rows=rows)
     statistics = mismatch_statistics(
         batch, TokenOutputs(trainer_logprobs, torch.zeros_like(trainer_logprobs))
     )
     return routing_mismatch(
-        read_architecture(path),
-        "fp32",
-        {name: float(x) for name, x in statistics.items()},
+        read_architecture(path), "fp32", {name: float(x) for name, x in statistics.items()}
     )
 
 
@@ -88,15 +79,9 @@ def test_what_bf16_routes_otherwise(tiny_models):
         exact = model_in(path, torch.bfloat16).float()
         torch.manual_seed(0)
         ids = exact.generate(
-            torch.randint(1, 328, (8, 1)),
-            max_new_tokens=96,
-            do_sample=True,
-            eos_token_id=None,
+            torch.randint(1, 328, (8, 1)), max_new_tokens=96, do_sample=True, eos_token_id=None
         )
-        (gaps[family], choices), (theirs, their_choices) = (
-            taken(exact, ids),
-            taken(rounded, ids),
-        )
+        (gaps[family], choices), (theirs, their_choices) = (taken(exact, ids), taken(rounded, ids))
         gaps[family] = (gaps[family] - theirs).abs()
         others[family] = choices != their_choices
     gap, other = gaps["qwen3_moe"], others["qwen3_moe"].any(-1).any(-1)
@@ -104,9 +89,7 @@ def test_what_bf16_routes_otherwise(tiny_models):
     assert gaps["qwen3"].max() < edge
     assert 0 < other.float().mean() < 0.1
     assert gap[other].mean() > 4 * gap[~other].mean()
-    assert (gap[other] >= edge).float().mean() > 10 * (
-        gap[~other] >= edge
-    ).float().mean()
+    assert (gap[other] >= edge).float().mean() > 10 * (gap[~other] >= edge).float().mean()
 
 
 @torch.no_grad()
@@ -117,9 +100,7 @@ def taken(model, ids):
     chosen = []
     for name, module in model.named_modules():
         if name.endswith("mlp.gate"):
-            module.register_forward_hook(
-                lambda _, __, out: chosen.append(out[2].sort(-1).values)
-            )
+            module.register_forward_hook(lambda _, __, out: chosen.append(out[2].sort(-1).values))
     logp = (
         torch.log_softmax(model(ids).logits.float(), -1)[:, :-1]
         .gather(-1, ids[:, 1:, None])

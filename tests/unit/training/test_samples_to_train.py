@@ -18,9 +18,7 @@ def group(name: str, pairs: list[tuple[float, float]]) -> list[Judgement]:
 
 
 def chosen(
-    options: dict[str, Any],
-    *groups: list[Judgement],
-    megatron: dict[str, Any] | None = None,
+    options: dict[str, Any], *groups: list[Judgement], megatron: dict[str, Any] | None = None
 ) -> list[int]:
     method = objective(**options)
     samples: list[TrainingSample] = method.score(
@@ -42,9 +40,7 @@ def test_one_is_computed_where_none_has_a_gradient() -> None:
     assert chosen({"name": "grpo"}, IDLE[:8]) == [0]
 
 
-def test_equal_answers_with_other_confidences_are_computed_where_the_confidence_learns() -> (
-    None
-):
+def test_equal_answers_with_other_confidences_are_computed_where_the_confidence_learns() -> None:
     right = group("right", [(1, 0.9), (1, 0.2), (1, 0.9)])
     assert chosen({"name": "grpo"}, right) == [0]
     assert chosen({"name": "dcpo"}, right) == [0, 1, 2]
@@ -59,15 +55,12 @@ def test_equal_answers_with_other_confidences_are_computed_where_the_confidence_
         {"entropy_target": 0.1},  # measured on all, also while its coefficient is 0
     ],
 )
-def test_all_are_computed_where_another_term_needs_them(
-    options: dict[str, Any],
-) -> None:
+def test_all_are_computed_where_another_term_needs_them(options: dict[str, Any]) -> None:
     assert chosen({"name": "grpo", **options}, IDLE, MOVING) == list(range(20))
 
 
 @pytest.mark.parametrize(
-    "option",
-    ["moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_enable_expert_bias"],
+    "option", ["moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_enable_expert_bias"]
 )
 def test_all_are_computed_where_every_token_moves_the_routers(option: str) -> None:
     assert chosen({"name": "grpo"}, IDLE, megatron={option: 0.01}) == list(range(18))

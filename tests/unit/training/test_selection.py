@@ -24,10 +24,7 @@ def test_early_stop_counts_validations_since_the_best() -> None:
 
 def test_the_first_of_equal_checkpoints_is_the_best() -> None:
     selection = Selection("accuracy", patience=0)
-    is_best = [
-        selection.add(step, metrics(value))
-        for step, value in ((0, 1), (1, 0.5), (2, 0.5))
-    ]
+    is_best = [selection.add(step, metrics(value)) for step, value in ((0, 1), (1, 0.5), (2, 0.5))]
     assert is_best == [False, True, False]
     assert selection.best_step == 1
     assert selection.value(1) == 0.5

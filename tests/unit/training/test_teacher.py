@@ -51,12 +51,7 @@ def test_an_answer_does_not_teach_itself() -> None:
     samples = answers()
     before = taught(samples, seed=0)
     turned = [
-        sample(
-            0,
-            repeat,
-            not each.correct,
-            reasoning_logprob=each.measures.reasoning_logprob,
-        )
+        sample(0, repeat, not each.correct, reasoning_logprob=each.measures.reasoning_logprob)
         for repeat, each in enumerate(samples[:2])
     ]
     after = taught([*turned, *samples[2:]], seed=0)
@@ -68,8 +63,7 @@ def test_agreement_is_with_the_others() -> None:
     """Of three answers two agree: each of the two with half of the others, the third with none."""
     shares = (2 / 3, 2 / 3, 1 / 3)
     samples = [
-        sample(0, repeat, True, consistency_confidence=share)
-        for repeat, share in enumerate(shares)
+        sample(0, repeat, True, consistency_confidence=share) for repeat, share in enumerate(shares)
     ]
     samples.append(sample(1, 0, True, consistency_confidence=1.0))
     assert _agreement(samples).tolist() == pytest.approx([0.5, 0.5, 0.0, 0.5])

@@ -58,16 +58,11 @@ class Stubbed(Updater):
     loss = 0.5
 
     def accumulate(self, samples: Any, chosen: Any = None) -> list[dict[str, float]]:
-        return [
-            {"loss": self.loss / 2, "tokens/reasoning": 3.0},
-            {"loss": self.loss / 2},
-        ]
+        return [{"loss": self.loss / 2, "tokens/reasoning": 3.0}, {"loss": self.loss / 2}]
 
 
 def updater(optimizer: Any, ranks: int = 1, rank: int = 0, **training: Any) -> Stubbed:
-    topology = SimpleNamespace(
-        reports=True, rank=rank, dp_size=ranks, dp_rank=rank, pp_size=1
-    )
+    topology = SimpleNamespace(reports=True, rank=rank, dp_size=ranks, dp_rank=rank, pp_size=1)
     policy: Any = SimpleNamespace(topology=topology)
     config = load_config(QUICKSTART / "dcpo.yaml")
     options = TrainingConfig(**{"steps": 1, "gradient_probe_interval": 0, **training})
@@ -81,9 +76,7 @@ def updater(optimizer: Any, ranks: int = 1, rank: int = 0, **training: Any) -> S
     )
 
 
-def samples(
-    groups: int = 1, lengths: tuple[int, ...] = (5, 6, 7)
-) -> list[TrainingSample]:
+def samples(groups: int = 1, lengths: tuple[int, ...] = (5, 6, 7)) -> list[TrainingSample]:
     pairs = (1, 0.9), (0, 0.4), (0, 0.1)
     return samples_of(
         [
@@ -141,10 +134,7 @@ def test_mini_batches_are_whole_groups() -> None:
     batch = samples(groups=4)
     shuffled = [batch[index] for index in (3, 0, 6, 9, 1, 4, 7, 10, 2, 5, 8, 11)]
     parts = split_groups(shuffled, 2, is_full=lambda group: True)
-    assert [{s.prompt.prompt_id for s in part} for part in parts] == [
-        {"p1", "p0"},
-        {"p2", "p3"},
-    ]
+    assert [{s.prompt.prompt_id for s in part} for part in parts] == [{"p1", "p0"}, {"p2", "p3"}]
     assert [len(part) for part in parts] == [6, 6]
 
 
@@ -152,9 +142,7 @@ def test_mini_batches_have_as_many_groups_of_either_kind() -> None:
     """No group is left out when the numbers do not divide."""
     batch = samples(groups=7)
     full = {"p0", "p1", "p2", "p6"}
-    parts = split_groups(
-        batch, 2, is_full=lambda group: group[0].prompt.prompt_id in full
-    )
+    parts = split_groups(batch, 2, is_full=lambda group: group[0].prompt.prompt_id in full)
     names = [list(dict.fromkeys(s.prompt.prompt_id for s in part)) for part in parts]
     assert names == [["p0", "p1", "p3", "p4"], ["p2", "p5", "p6"]]
 

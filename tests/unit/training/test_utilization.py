@@ -35,21 +35,15 @@ def test_peak_by_name(monkeypatch, name, peak):
 
 def test_utilization_of_the_training_phase(monkeypatch):
     arch = read_architecture(REPOSITORY / "megatron_dcpo/planning/models/Qwen/Qwen3-8B")
-    layout = Layout.of(
-        ParallelConfig(tensor_model_parallel_size=2), transformer_engine=True
-    )
-    policy = SimpleNamespace(
-        arch=arch, layout=layout, topology=SimpleNamespace(world_size=8)
-    )
+    layout = Layout.of(ParallelConfig(tensor_model_parallel_size=2), transformer_engine=True)
+    policy = SimpleNamespace(arch=arch, layout=layout, topology=SimpleNamespace(world_size=8))
     samples = [SimpleNamespace(length=2000)] * 16
     timers = SimpleNamespace(seconds={"train": 2.0})
     assert metrics.utilization(policy, samples, timers) == {}, "nothing on the CPU"
     monkeypatch.setattr(metrics, "peak_tflops", lambda: 989.0)
     found = metrics.utilization(policy, samples, timers)
     # 6 x parameters x tokens, and attention; over 2 s, 8 GPUs
-    parameters = (
-        8.19e9 - 151_936 * 4096
-    )  # without the embedding, which multiplies nothing
+    parameters = 8.19e9 - 151_936 * 4096  # without the embedding, which multiplies nothing
     attention = 3 * 36 * 2 * 4096 * 2000
     expected = (6 * parameters + attention) * 32_000 / 2.0 / 8 / 1e12
     assert found["tflops/train"] == pytest.approx(expected, rel=0.01)
@@ -64,13 +58,10 @@ def test_utilization_of_the_training_phase(monkeypatch):
 def test_planned_memory_stands_beside_the_measured(monkeypatch):
     path = REPOSITORY / "examples" / "qwen3_8b" / "math" / "dcpo.yaml"
     config = load_config(
-        path,
-        [f"model.path={REPOSITORY / 'megatron_dcpo/planning/models/Qwen/Qwen3-8B'}"],
+        path, [f"model.path={REPOSITORY / 'megatron_dcpo/planning/models/Qwen/Qwen3-8B'}"]
     )
     assert recorder.planned_memory(config, 8) == {}, "nothing on the CPU"
-    monkeypatch.setattr(
-        recorder, "capabilities", lambda: SimpleNamespace(separate_memory=True)
-    )
+    monkeypatch.setattr(recorder, "capabilities", lambda: SimpleNamespace(separate_memory=True))
     plan = make_plan(config, Machine(gpus=8))
     found = recorder.planned_memory(config, 8)
     assert found["memory/planned/train"] == pytest.approx(plan.largest.total / 1e9)

@@ -56,9 +56,7 @@ def test_it_returns_metrics_and_samples() -> None:
         (f"p{n}", index) for n in range(3) for index in range(2)
     ]
     assert all(len(r.token_ids) == length_of(*r.key) for r in responses)
-    assert engine.forgotten == 1, (
-        "the prefix cache would change the next rollout by a rounding"
-    )
+    assert engine.forgotten == 1, "the prefix cache would change the next rollout by a rounding"
 
 
 def test_it_is_due_at_its_interval_before_the_first_and_after_the_last_step() -> None:

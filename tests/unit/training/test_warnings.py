@@ -71,9 +71,7 @@ def test_a_cause_is_said_once_with_what_to_try(name: str, tmp_path: Path) -> Non
     said = [text for step in range(1, 41) for text in watching.after(healthy(step))]
     assert said == []
     said = [
-        text
-        for step in range(41, 81)
-        for text in watching.after(healthy(step) | HOPELESS[name])
+        text for step in range(41, 81) for text in watching.after(healthy(step) | HOPELESS[name])
     ]
     (text,) = said
     (written,) = read_warnings(tmp_path)
@@ -84,14 +82,10 @@ def test_a_cause_is_said_once_with_what_to_try(name: str, tmp_path: Path) -> Non
     assert again.after(healthy(81) | HOPELESS[name]) == []
 
 
-def test_a_policy_that_was_destroyed_is_told_from_one_that_never_spoke(
-    tmp_path: Path,
-) -> None:
+def test_a_policy_that_was_destroyed_is_told_from_one_that_never_spoke(tmp_path: Path) -> None:
     silent = {"step": 1, "format/violation_rate": 1.0}
     (said,) = (
-        text
-        for step in range(1, 9)
-        for text in Watched(tmp_path, [silent] * 5).after(silent)
+        text for step in range(1, 9) for text in Watched(tmp_path, [silent] * 5).after(silent)
     )
     assert "warm start" in said
     (tmp_path / "warnings.jsonl").unlink()
@@ -103,11 +97,7 @@ def test_a_policy_that_was_destroyed_is_told_from_one_that_never_spoke(
 def test_one_good_step_ends_a_row(tmp_path: Path) -> None:
     watching = Watched(tmp_path, [])
     for step in range(1, 60):
-        bad = (
-            {}
-            if step % 4 == 0
-            else {"format/violation_rate": 1.0, "grad_norm/total": 0.0}
-        )
+        bad = {} if step % 4 == 0 else {"format/violation_rate": 1.0, "grad_norm/total": 0.0}
         assert watching.after(healthy(step) | bad) == []
 
 
@@ -115,9 +105,7 @@ def test_undefined_metrics_warn_of_nothing(tmp_path: Path) -> None:
     watching = Watched(tmp_path, [])
     for step in range(1, 60):
         assert (
-            watching.after(
-                {"step": step, **dict.fromkeys(healthy(1).keys() - {"step"}, math.nan)}
-            )
+            watching.after({"step": step, **dict.fromkeys(healthy(1).keys() - {"step"}, math.nan)})
             == []
         )
 
@@ -131,9 +119,7 @@ def test_a_damaged_file_of_warnings_is_read_as_far_as_it_goes(tmp_path: Path) ->
 
 def test_problems_fewer_than_a_step_needs() -> None:
     assert too_few_problems(8, 8) is None
-    assert "3 problems are fewer than data.prompts_per_step=8" in str(
-        too_few_problems(3, 8)
-    )
+    assert "3 problems are fewer than data.prompts_per_step=8" in str(too_few_problems(3, 8))
 
 
 # ------------------------------------------------------------------- before the first step

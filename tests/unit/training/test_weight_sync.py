@@ -65,12 +65,7 @@ def sync_of(engine: Any, plan: Any = PLAN, broken: tuple[str, ...] = ()) -> Weig
     policy: Any = None
     watch: Any = None
     return WeightSync(
-        policy=policy,
-        optimizer=optimizer,
-        engine=engine,
-        plan=plan,
-        topology=topology,
-        watch=watch,
+        policy=policy, optimizer=optimizer, engine=engine, plan=plan, topology=topology, watch=watch
     )
 
 

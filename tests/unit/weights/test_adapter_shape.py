@@ -13,13 +13,7 @@ from safetensors.torch import save_file
 
 from megatron_dcpo.config import AdapterConfig
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.weights.adapter_shape import (
-    ALPHA,
-    RANK,
-    AdapterShape,
-    adapter_shape,
-    read_shape,
-)
+from megatron_dcpo.weights.adapter_shape import ALPHA, RANK, AdapterShape, adapter_shape, read_shape
 from megatron_dcpo.weights.architecture import read_architecture
 from megatron_dcpo.weights.peft_adapter import read_low_rank, write_adapter
 from megatron_dcpo.weights.table import hf_shapes
@@ -43,9 +37,7 @@ def saved(
     for module, rank in ranks.items():
         rows, columns = SHAPES[f"{module}.weight"]
         name = f"base_model.model.{module}"
-        weights[f"{name}.lora_A.weight"] = torch.randn(
-            rank, columns, generator=generator
-        )
+        weights[f"{name}.lora_A.weight"] = torch.randn(rank, columns, generator=generator)
         weights[f"{name}.lora_B.weight"] = torch.randn(rows, rank, generator=generator)
     directory.mkdir(exist_ok=True)
     save_file({**weights, **(tensors or {})}, directory / "adapter_model.safetensors")
@@ -87,11 +79,7 @@ def test_rank_and_alpha_are_read_with_their_patterns(tmp_path: Path) -> None:
     )
     shape = read_shape(directory, ARCH)
     assert shape.ranks == ranks
-    assert shape.scales == {
-        Q: 3 / 4,
-        UP: 8 / 2,
-        "model.layers.1.self_attn.q_proj": 8 / 6,
-    }
+    assert shape.scales == {Q: 3 / 4, UP: 8 / 2, "model.layers.1.self_attn.q_proj": 8 / 6}
     assert shape.scale is None
     assert shape.dropout == 0.05
     stabilized = saved(tmp_path / "b", {Q: 4}, use_rslora=True)
@@ -100,9 +88,7 @@ def test_rank_and_alpha_are_read_with_their_patterns(tmp_path: Path) -> None:
 
 def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     """Every pair with its rank and scale, in PEFT's names."""
-    given = saved(
-        tmp_path / "a", {Q: 4, UP: 2}, rank_pattern={"up_proj": 2}, use_rslora=True
-    )
+    given = saved(tmp_path / "a", {Q: 4, UP: 2}, rank_pattern={"up_proj": 2}, use_rslora=True)
     shape = read_shape(given, ARCH)
     pairs = read_low_rank(given, ARCH)
     tensors = {}

@@ -61,30 +61,22 @@ def test_a_directory_without_them_is_named(source: Path, tmp_path: Path) -> None
     with pytest.raises(UserError, match="num_nextn_predict_layers=1"):
         export_checkpoint(tmp_path / "megatron", tmp_path / "back", hf_config=bare)
     config = json.loads((bare / "config.json").read_text())
-    (bare / "config.json").write_text(
-        json.dumps(config | {"num_nextn_predict_layers": 0})
-    )
+    (bare / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 0}))
     export_checkpoint(tmp_path / "megatron", tmp_path / "back", hf_config=bare)
     left = load_model(tmp_path / "back")
     assert not any(name.startswith(PREFIX) for name in left)
 
 
-def test_a_model_that_says_it_has_none_has_no_place_for_them(
-    source: Path, tmp_path: Path
-) -> None:
+def test_a_model_that_says_it_has_none_has_no_place_for_them(source: Path, tmp_path: Path) -> None:
     path = shutil.copytree(source, tmp_path / "model")
     config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(
-        json.dumps(config | {"num_nextn_predict_layers": 0})
-    )
+    (path / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 0}))
     with pytest.raises(UserError, match=PREFIX):
         HFReader(path).check(read_architecture(path))
 
 
 @pytest.mark.parametrize("max_bytes", [1 << 30, 20_000])
-def test_a_trained_policy_has_them(
-    source: Path, tmp_path: Path, max_bytes: int
-) -> None:
+def test_a_trained_policy_has_them(source: Path, tmp_path: Path, max_bytes: int) -> None:
     """And the routers' biases in fp32."""
     arch = read_architecture(source)
     model = load_model(source)

@@ -14,12 +14,7 @@ from megatron_dcpo.errors import UserError
 from megatron_dcpo.planning.hub import MODELS
 from megatron_dcpo.planning.traffic import sequence_flops
 from megatron_dcpo.weights.architecture import ARCHITECTURES, parse_architecture
-from megatron_dcpo.weights.decoder import (
-    DeltaNet,
-    LinearScaling,
-    SlidingWindow,
-    YarnScaling,
-)
+from megatron_dcpo.weights.decoder import DeltaNet, LinearScaling, SlidingWindow, YarnScaling
 from megatron_dcpo.weights.layout import Layout
 from megatron_dcpo.weights.table import number_of_parameters
 from tests.helpers.paths import REPOSITORY
@@ -75,9 +70,7 @@ def test_experts_of_released_models() -> None:
 
 def test_windows_and_scaling_of_released_models() -> None:
     olmo3 = parse_architecture(released(OLMO3))
-    assert olmo3.rope_scaling == YarnScaling(
-        factor=8.0, original_max_position_embeddings=8192
-    )
+    assert olmo3.rope_scaling == YarnScaling(factor=8.0, original_max_position_embeddings=8192)
     assert olmo3.sliding_window == SlidingWindow(
         size=4096, layers=(True, True, True, False) * 8, rotary_base=500000.0
     )
@@ -95,10 +88,7 @@ def test_windows_and_scaling_of_released_models() -> None:
 def test_layer_types_without_a_window_are_llamas() -> None:
     everywhere = {"layer_types": ["full_attention"] * 32}
     assert parse_architecture(released(OLMO3) | everywhere).sliding_window is None
-    assert (
-        parse_architecture(released(OLMO3) | {"sliding_window": None}).sliding_window
-        is None
-    )
+    assert parse_architecture(released(OLMO3) | {"sliding_window": None}).sliding_window is None
 
 
 NESTED = {
@@ -112,11 +102,7 @@ NESTED = {
     [
         (GLM4, {"partial_rotary_factor": 0.0}, "partial_rotary_factor"),
         (GLM4, {"partial_rotary_factor": 1.5}, "partial_rotary_factor"),
-        (
-            GLM4,
-            {"rope_parameters": {"partial_rotary_factor": 0.25}},
-            "partial_rotary_factor",
-        ),
+        (GLM4, {"rope_parameters": {"partial_rotary_factor": 0.25}}, "partial_rotary_factor"),
         (GLM4, {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "yarn"),
         (GLM4, {"layer_types": ["sliding_attention"] * 61}, "layer_types"),
         (OLMO2, {"clip_qkv": 8.0}, "clip_qkv"),

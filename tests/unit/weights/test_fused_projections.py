@@ -53,9 +53,7 @@ def test_the_parts_are_read_where_they_are(source: Path) -> None:
 
 @pytest.mark.parametrize("family", ["phi3", "qwen3_5"])
 @pytest.mark.parametrize("max_bytes", [1 << 30, 20_000], ids=["one", "several"])
-def test_the_policy_is_written_as_its_source(
-    tmp_path: Path, max_bytes: int, family: str
-) -> None:
+def test_the_policy_is_written_as_its_source(tmp_path: Path, max_bytes: int, family: str) -> None:
     source = save_model(tmp_path / "hf", family)
     arch = read_architecture(source)
     reader = HFReader(source, arch)
@@ -84,9 +82,7 @@ def test_parts_and_wholes_are_each_others_inverse(source: Path) -> None:
     arch = read_architecture(source)
     stored = load_model(source)
     parts = in_parts(arch, stored)
-    assert {name: tuple(tensor.shape) for name, tensor in parts.items()} == dict(
-        hf_shapes(arch)
-    )
+    assert {name: tuple(tensor.shape) for name, tensor in parts.items()} == dict(hf_shapes(arch))
     again = joined(arch, parts)
     assert again.keys() == stored.keys()
     for name, tensor in stored.items():

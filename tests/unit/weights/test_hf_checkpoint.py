@@ -9,12 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.weights.hf_checkpoint import (
-    INDEX,
-    HFReader,
-    load_into,
-    tensors_on_disk,
-)
+from megatron_dcpo.weights.hf_checkpoint import INDEX, HFReader, load_into, tensors_on_disk
 from megatron_dcpo.weights.planner import Copy, WeightSlice
 
 
@@ -25,10 +20,7 @@ def test_slices_add_up_to_the_tensors(tmp_path, dtype):
         "norm": torch.randn(3).to(dtype),
         "b": torch.randn(4, 6).to(dtype),
     }
-    specs = {
-        name: (tuple(t.shape), str(dtype).removeprefix("torch."))
-        for name, t in whole.items()
-    }
+    specs = {name: (tuple(t.shape), str(dtype).removeprefix("torch.")) for name, t in whole.items()}
     with tensors_on_disk(tmp_path, specs, max_bytes=100) as tensors:
         for name, tensor in whole.items():
             dim = tensor.dim() - 1
@@ -54,12 +46,9 @@ def test_a_full_disk_is_an_error_before_anything_is_mapped(tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize(
-    ("value", "kind"),
-    [(float("nan"), "NaN"), (float("-inf"), "infinity"), (1e39, "infinity")],
+    ("value", "kind"), [(float("nan"), "NaN"), (float("-inf"), "infinity"), (1e39, "infinity")]
 )
-def test_weights_that_are_not_finite_are_named_when_they_are_read(
-    tmp_path, value, kind
-):
+def test_weights_that_are_not_finite_are_named_when_they_are_read(tmp_path, value, kind):
     """1e39 is a number in the file (fp64) and none in the parameter."""
     bad = torch.zeros(4, 3, dtype=torch.float64)
     bad[2, 1] = value
@@ -69,14 +58,9 @@ def test_weights_that_are_not_finite_are_named_when_they_are_read(
     ):
         save_file({name: tensor}, tmp_path / file)
     (tmp_path / INDEX).write_text(
-        json.dumps(
-            {"weight_map": {"good": "one.safetensors", "bad": "two.safetensors"}}
-        )
+        json.dumps({"weight_map": {"good": "one.safetensors", "bad": "two.safetensors"}})
     )
-    reader, parameters = (
-        HFReader(tmp_path),
-        {name: torch.empty(4, 3) for name in ("good", "bad")},
-    )
+    reader, parameters = (HFReader(tmp_path), {name: torch.empty(4, 3) for name in ("good", "bad")})
     copies = {
         name: [Copy(name, first, first + 2, name, first, 0, True) for first in (0, 2)]
         for name in parameters

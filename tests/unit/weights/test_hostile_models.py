@@ -20,11 +20,7 @@ from megatron_dcpo.planning.hub import MODELS
 from megatron_dcpo.rollout import TransformersEngine, load_tokenizer
 from megatron_dcpo.rollout.tokens import read_eos_token_ids
 from megatron_dcpo.weights.architecture import parse_architecture, read_architecture
-from megatron_dcpo.weights.hf_checkpoint import (
-    HFReader,
-    check_side_files,
-    copy_side_files,
-)
+from megatron_dcpo.weights.hf_checkpoint import HFReader, check_side_files, copy_side_files
 from megatron_dcpo.weights.table import number_of_parameters
 from tests.helpers.paths import QUICKSTART
 
@@ -86,11 +82,7 @@ MISTRAL = {
     "vocab_size": 32768,
 }
 PHI4 = json.loads((MODELS / "microsoft" / "phi-4" / "config.json").read_text())
-LONGROPE = {
-    "type": "longrope",
-    "short_factor": [1.0] * 64,
-    "long_factor": [2.0] * 64,
-}
+LONGROPE = {"type": "longrope", "short_factor": [1.0] * 64, "long_factor": [2.0] * 64}
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,
@@ -106,11 +98,7 @@ LLAMA3 = {
     [
         (CONFIG, {"hidden_act": "gelu_new"}, "hidden_act"),
         (CONFIG, {"use_sliding_window": True}, "use_sliding_window"),
-        (
-            CONFIG,
-            {"layer_types": ["full_attention", "sliding_attention"]},
-            "layer_types",
-        ),
+        (CONFIG, {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
         (CONFIG, {"mlp_bias": True}, "mlp_bias"),
         (CONFIG, {"attention_dropout": 0.1}, "attention_dropout"),
         (CONFIG, {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
@@ -120,11 +108,7 @@ LLAMA3 = {
         (CONFIG, {"auto_map": {"AutoModelForCausalLM": "modeling.Mine"}}, "auto_map"),
         (CONFIG, {"text_config": {"hidden_size": 64}}, "text_config"),
         (CONFIG, {"model_type": "llama"}, "model_type"),
-        (
-            CONFIG,
-            {"architectures": ["Qwen3ForCausalLM", "LlamaForCausalLM"]},
-            "architectures",
-        ),
+        (CONFIG, {"architectures": ["Qwen3ForCausalLM", "LlamaForCausalLM"]}, "architectures"),
         (LLAMA, {"sliding_window": 128}, "sliding_window"),
         (MISTRAL, {"sliding_window": 4096}, "sliding_window"),
         (MISTRAL, {"attention_bias": True}, "attention_bias"),
@@ -140,27 +124,11 @@ LLAMA3 = {
         (PHI4, {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "yarn"),
         (LLAMA, {"pretraining_tp": 2}, "pretraining_tp"),
         (LLAMA, {"rope_interleaved": True}, "rope_interleaved"),
-        (
-            LLAMA,
-            {"architectures": ["Qwen2ForCausalLM"], "attention_bias": False},
-            "attention_bias",
-        ),
-        (
-            LLAMA,
-            {"rope_parameters": LLAMA3 | {"attention_factor": 1.2}},
-            "attention_factor",
-        ),
-        (
-            LLAMA,
-            {"rope_parameters": LLAMA3 | {"high_freq_factor": 1.0}},
-            "high_freq_factor",
-        ),
+        (LLAMA, {"architectures": ["Qwen2ForCausalLM"], "attention_bias": False}, "attention_bias"),
+        (LLAMA, {"rope_parameters": LLAMA3 | {"attention_factor": 1.2}}, "attention_factor"),
+        (LLAMA, {"rope_parameters": LLAMA3 | {"high_freq_factor": 1.0}}, "high_freq_factor"),
         (LLAMA, {"rope_parameters": LLAMA3 | {"factor": 0}}, "factor"),
-        (
-            LLAMA,
-            {"rope_parameters": {"rope_theta": 0.0}, "rope_theta": None},
-            "rope_theta",
-        ),
+        (LLAMA, {"rope_parameters": {"rope_theta": 0.0}, "rope_theta": None}, "rope_theta"),
     ],
 )
 def test_keys_of_another_model_are_named(
@@ -295,15 +263,11 @@ TOKENIZERS = {
     "not UTF-8": b"\xff\xfe",
     "another kind of JSON": b"[1, 2]",
     "no model": tokenizer_with(model=None),
-    "merges of nothing": tokenizer_with(
-        model=SPEC["model"] | {"merges": [["absent", "gone"]]}
-    ),
+    "merges of nothing": tokenizer_with(model=SPEC["model"] | {"merges": [["absent", "gone"]]}),
     "an absurd id": tokenizer_with(
         model=SPEC["model"] | {"vocab": {"a": 4_000_000_000}, "merges": []}
     ),
-    "text for an id": tokenizer_with(
-        model=SPEC["model"] | {"vocab": {"a": "1"}, "merges": []}
-    ),
+    "text for an id": tokenizer_with(model=SPEC["model"] | {"vocab": {"a": "1"}, "merges": []}),
 }
 
 
@@ -326,9 +290,7 @@ def test_custom_code_of_a_directory_is_not_run(policy: Path, tmp_path: Path) -> 
         "AutoTokenizer": ["code.Tokenizer", None],
         "AutoConfig": "code.Config",
     }
-    (policy / "config.json").write_text(
-        json.dumps(CONFIG | {"auto_map": own, "model_type": "own"})
-    )
+    (policy / "config.json").write_text(json.dumps(CONFIG | {"auto_map": own, "model_type": "own"}))
     (policy / "tokenizer_config.json").write_text(
         json.dumps({"auto_map": own, "tokenizer_class": "Own"})
     )
@@ -380,9 +342,7 @@ def test_an_index_cannot_lead_elsewhere(tmp_path: Path, file: str) -> None:
     (tmp_path / "model.safetensors").write_bytes(header(a=F32))
     directory = tmp_path / "model"
     directory.mkdir()
-    (directory / "model.safetensors.index.json").write_text(
-        json.dumps({"weight_map": {"a": file}})
-    )
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": file}}))
     with pytest.raises(UserError, match="is missing"):
         HFReader(directory)
 
@@ -409,18 +369,12 @@ def test_what_is_no_model_directory_says_what_to_pass(
 
 def test_a_released_phi4_is_read() -> None:
     arch = parse_architecture(PHI4)
-    assert (arch.rotary_base, arch.num_query_groups, arch.kv_channels) == (
-        25e4,
-        10,
-        128,
-    )
+    assert (arch.rotary_base, arch.num_query_groups, arch.kv_channels) == (25e4, 10, 128)
     assert number_of_parameters(arch) == 14_659_507_200
 
 
 def test_a_window_that_covers_all_positions_is_none() -> None:
-    assert parse_architecture(PHI4 | {"sliding_window": 16384}) == parse_architecture(
-        PHI4
-    )
+    assert parse_architecture(PHI4 | {"sliding_window": 16384}) == parse_architecture(PHI4)
 
 
 def test_a_released_mistral_is_read() -> None:

@@ -52,9 +52,7 @@ def test_gemma2_differs_in_keys_and_norms(tmp_path: Path) -> None:
         assert named in line
 
 
-def test_arcee_differs_in_a_projection_that_only_the_weights_show(
-    tmp_path: Path,
-) -> None:
+def test_arcee_differs_in_a_projection_that_only_the_weights_show(tmp_path: Path) -> None:
     path, config = saved(tmp_path / "model", "Arcee")
     found = nearest_architecture(config, "ArceeForCausalLM", path, known_families())
     assert (found.known, found.keys) == ("LlamaForCausalLM", ())
@@ -66,9 +64,7 @@ def test_arcee_differs_in_a_projection_that_only_the_weights_show(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_known_model_under_another_name_is_nearest_to_itself(
-    tmp_path: Path, family: str
-) -> None:
+def test_a_known_model_under_another_name_is_nearest_to_itself(tmp_path: Path, family: str) -> None:
     """Nothing differs, so that an alias of a known architecture shows."""
     path = save_model(tmp_path / "model", family)
     config = json.loads((path / "config.json").read_text())
@@ -88,9 +84,6 @@ def test_damaged_weights_do_not_hide_the_name(tmp_path: Path) -> None:
 
 def test_names_of_any_length_stay_in_the_line(tmp_path: Path) -> None:
     names = [f"key_{index}_{'x' * index}\n" for index in range(300)]
-    config: dict[str, Any] = {
-        "architectures": ["A\nB" * 200],
-        **dict.fromkeys(names, 1),
-    }
+    config: dict[str, Any] = {"architectures": ["A\nB" * 200], **dict.fromkeys(names, 1)}
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert "more" in line_of(tmp_path)

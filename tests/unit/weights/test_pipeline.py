@@ -64,9 +64,7 @@ def test_chunks_are_megatrons(monkeypatch, layers, pp, vp, options, expected):
     assert "-".join(str(len(chunk)) for chunk in chunks) == expected
     assert sum(layers_per_stage(layers, layout_of(pp, vp, **options))) == layers
     config = transformer_config(
-        architecture(num_hidden_layers=layers),
-        parallel(pp, vp, **options),
-        torch.float32,
+        architecture(num_hidden_layers=layers), parallel(pp, vp, **options), torch.float32
     )
     monkeypatch.setattr(
         parallel_state,
@@ -75,27 +73,19 @@ def test_chunks_are_megatrons(monkeypatch, layers, pp, vp, options, expected):
     )
     for stage, virtual in itertools.product(range(pp), range(vp)):
         monkeypatch.setattr(
-            parallel_state,
-            "get_pipeline_model_parallel_rank",
-            lambda stage=stage: stage,
+            parallel_state, "get_pipeline_model_parallel_rank", lambda stage=stage: stage
         )
         at = config, virtual if vp > 1 else None, stage
         start, count = get_transformer_layer_offset(*at), get_num_layers_to_build(*at)
-        assert chunks[virtual * pp + stage] == range(start, start + count), (
-            stage,
-            virtual,
-        )
+        assert chunks[virtual * pp + stage] == range(start, start + count), (stage, virtual)
 
 
 @pytest.mark.parametrize(
-    "text",
-    ["Et*3|(tt|)*29,tL", "Ettt|(tt|)*3tL", "(Et|tt|)*1,t*2|tL", "Et|tt|t,t|t*12L"],
+    "text", ["Et*3|(tt|)*29,tL", "Ettt|(tt|)*3tL", "(Et|tt|)*1,t*2|tL", "Et|tt|t,t|t*12L"]
 )
 def test_written_layouts_read_as_megatron_does(text):
     from megatron.core.transformer.enums import LayerType
-    from megatron.core.transformer.pipeline_parallel_layer_layout import (
-        PipelineParallelLayerLayout,
-    )
+    from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
     theirs = [
         stage.count(LayerType.decoder)

@@ -11,12 +11,7 @@ from megatron_dcpo.errors import UserError
 from megatron_dcpo.weights.architecture import parse_architecture
 from megatron_dcpo.weights.decoder import Architecture, YarnScaling
 from megatron_dcpo.weights.layout import Coordinates, Layout
-from megatron_dcpo.weights.planner import (
-    check_layout,
-    checksum,
-    padded_vocab_size,
-    plan,
-)
+from megatron_dcpo.weights.planner import check_layout, checksum, padded_vocab_size, plan
 from megatron_dcpo.weights.table import hf_shapes
 
 
@@ -38,9 +33,7 @@ def architecture(**changes) -> Architecture:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize(
-    "name", ["Qwen3ForCausalLM", "LlamaForCausalLM", "Qwen2ForCausalLM"]
-)
+@pytest.mark.parametrize("name", ["Qwen3ForCausalLM", "LlamaForCausalLM", "Qwen2ForCausalLM"])
 @pytest.mark.parametrize(
     ("tp", "pp", "vp", "first"),
     [
@@ -56,22 +49,13 @@ def architecture(**changes) -> Architecture:
 def test_primary_copies_cover_every_element_once(name, tied, tp, pp, vp, first):
     arch = architecture(architectures=[name], tie_word_embeddings=tied)
     layout = Layout(
-        tp,
-        pp,
-        vp,
-        8,
-        transformer_engine=tp == 2,
-        num_layers_in_first_pipeline_stage=first,
+        tp, pp, vp, 8, transformer_engine=tp == 2, num_layers_in_first_pipeline_stage=first
     )
     count = {hf: np.zeros(shape, int) for hf, shape in hf_shapes(arch).items()}
-    for at in [
-        Coordinates(t, p, v) for t in range(tp) for p in range(pp) for v in range(vp)
-    ]:
+    for at in [Coordinates(t, p, v) for t in range(tp) for p in range(pp) for v in range(vp)]:
         for copy in plan(arch, layout, at):
             if copy.primary:
-                index = (slice(None),) * copy.dim + (
-                    slice(copy.hf_start, copy.hf_stop),
-                )
+                index = (slice(None),) * copy.dim + (slice(copy.hf_start, copy.hf_stop),)
                 count[copy.hf][index] += 1
     assert all((c == 1).all() for c in count.values())
 
@@ -110,12 +94,8 @@ def test_vocabulary_padding(vocab, tp, padded):
 def test_plan_is_deterministic_and_checksummed():
     first = plan(architecture(), Layout(2, 2), Coordinates(1, 1))
     plan.cache_clear()
-    assert checksum(plan(architecture(), Layout(2, 2), Coordinates(1, 1))) == checksum(
-        first
-    )
-    assert checksum(plan(architecture(), Layout(2, 2), Coordinates(0, 1))) != checksum(
-        first
-    )
+    assert checksum(plan(architecture(), Layout(2, 2), Coordinates(1, 1))) == checksum(first)
+    assert checksum(plan(architecture(), Layout(2, 2), Coordinates(0, 1))) != checksum(first)
 
 
 @pytest.mark.parametrize(
@@ -153,14 +133,7 @@ SIGMOID = {
 @pytest.mark.parametrize("transformer_engine", [False, True])
 @pytest.mark.parametrize(
     ("tp", "pp", "ep", "etp"),
-    [
-        (1, 1, 1, None),
-        (1, 2, 3, None),
-        (2, 1, 2, None),
-        (2, 1, 2, 1),
-        (2, 2, 6, 1),
-        (4, 1, 2, 1),
-    ],
+    [(1, 1, 1, None), (1, 2, 3, None), (2, 1, 2, None), (2, 1, 2, 1), (2, 2, 6, 1), (4, 1, 2, 1)],
 )
 def test_ranks_share_the_experts_evenly(tp, pp, ep, etp, transformer_engine):
     """Of the ranks that have the model once, how many hold an element: of an expert's 1 / (EP x
@@ -175,9 +148,7 @@ def test_ranks_share_the_experts_evenly(tp, pp, ep, etp, transformer_engine):
         names = set()
         for pipeline in range(pp):
             for copy in plan(arch, layout, layout.at(place, pipeline)):
-                index = (slice(None),) * copy.dim + (
-                    slice(copy.hf_start, copy.hf_stop),
-                )
+                index = (slice(None),) * copy.dim + (slice(copy.hf_start, copy.hf_stop),)
                 count[copy.hf][index] += 1
                 names.add(copy.megatron)
         name = (
@@ -186,13 +157,9 @@ def test_ranks_share_the_experts_evenly(tp, pp, ep, etp, transformer_engine):
             else "mlp.experts.local_experts.{e}.linear_fc{n}.weight"
         )
         local = {
-            f"decoder.layers.0.{name.format(n=n, e=e)}"
-            for n in (1, 2)
-            for e in range(6 // ep)
+            f"decoder.layers.0.{name.format(n=n, e=e)}" for n in (1, 2) for e in range(6 // ep)
         }
-        assert {
-            name for name in names if name.startswith("decoder.layers.0.mlp.experts")
-        } == local
+        assert {name for name in names if name.startswith("decoder.layers.0.mlp.experts")} == local
         assert "decoder.layers.0.pre_mlp_layernorm.weight" in names
     for name, found in count.items():
         cut = "proj" in name or "embed" in name or "head" in name
@@ -207,10 +174,7 @@ def test_ranks_share_the_experts_evenly(tp, pp, ep, etp, transformer_engine):
             Layout(expert_model_parallel_size=4),
             "expert_model_parallel_size=4 does not divide the model's 6 experts",
         ),
-        (
-            Layout(2, expert_tensor_parallel_size=1),
-            "expert_tensor_parallel_size=1 must be",
-        ),
+        (Layout(2, expert_tensor_parallel_size=1), "expert_tensor_parallel_size=1 must be"),
         (
             Layout(1, expert_model_parallel_size=2, expert_tensor_parallel_size=2),
             "expert_tensor_parallel_size=2 must be",
@@ -234,11 +198,7 @@ def test_a_dense_model_has_no_experts_to_divide(options):
         check_layout(architecture(), Layout(**options))
 
 
-YARN = {
-    "rope_type": "yarn",
-    "factor": 4.0,
-    "original_max_position_embeddings": 32768,
-}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
 
 
 def test_yarn_is_read_as_model_cards_write_it() -> None:
@@ -268,10 +228,7 @@ def test_yarn_is_read_as_model_cards_write_it() -> None:
         (SIGMOID | {"first_k_dense_replace": -1}, "first_k_dense_replace"),
         (SIGMOID | {"routed_scaling_factor": 0.0}, "routed_scaling_factor"),
         (SIGMOID | {"n_routed_experts": None}, "n_routed_experts"),
-        (
-            EXPERTS | {"num_experts_per_tok": 7},
-            "num_experts_per_tok=7 is more than the 6 experts",
-        ),
+        (EXPERTS | {"num_experts_per_tok": 7}, "num_experts_per_tok=7 is more than the 6 experts"),
         (EXPERTS | {"num_experts": "six"}, "num_experts must be a count"),
         ({"architectures": ["Qwen3MoeForCausalLM"]}, "needs the key"),
         ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM is not supported"),

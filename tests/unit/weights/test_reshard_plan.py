@@ -36,11 +36,7 @@ def architecture(kind="qwen3", tied=False, **changes):
         "tie_word_embeddings": tied,
     }
     if kind == "qwen3_moe":
-        config |= {
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 32,
-        }
+        config |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     return parse_architecture(config | changes)
 
 
@@ -65,19 +61,9 @@ def held_by(arch, layout, rank):
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize(
     "layout",
-    [
-        Layout(1, 1),
-        Layout(2, 1),
-        Layout(1, 2),
-        Layout(2, 2),
-        Layout(4, 1),
-        Layout(1, 2, 2),
-        UNEVEN,
-    ],
+    [Layout(1, 1), Layout(2, 1), Layout(1, 2), Layout(2, 2), Layout(4, 1), Layout(1, 2, 2), UNEVEN],
 )
-@pytest.mark.parametrize(
-    ("kind", "tied"), [("qwen3", True), ("llama", False), ("qwen2", True)]
-)
+@pytest.mark.parametrize(("kind", "tied"), [("qwen3", True), ("llama", False), ("qwen2", True)])
 def test_every_missing_byte_arrives_once(kind, tied, layout, replicas, engine_tp):
     arrives_once(architecture(kind, tied), layout, replicas, engine_tp)
 
@@ -86,15 +72,9 @@ def test_every_missing_byte_arrives_once(kind, tied, layout, replicas, engine_tp
 @pytest.mark.parametrize(
     ("tp", "pp", "ep", "etp"), [(1, 2, 2, 1), (2, 1, 2, 2), (2, 1, 4, 1), (4, 1, 2, 1)]
 )
-def test_every_missing_byte_of_experts_arrives_once(
-    tp, pp, ep, etp, replicas, engine_tp
-):
-    layout = Layout(
-        tp, pp, expert_model_parallel_size=ep, expert_tensor_parallel_size=etp
-    )
-    arrives_once(
-        architecture("qwen3_moe", num_hidden_layers=2), layout, replicas, engine_tp
-    )
+def test_every_missing_byte_of_experts_arrives_once(tp, pp, ep, etp, replicas, engine_tp):
+    layout = Layout(tp, pp, expert_model_parallel_size=ep, expert_tensor_parallel_size=etp)
+    arrives_once(architecture("qwen3_moe", num_hidden_layers=2), layout, replicas, engine_tp)
 
 
 def arrives_once(arch, layout, replicas, engine_tp):
@@ -102,17 +82,9 @@ def arrives_once(arch, layout, replicas, engine_tp):
     received not held.
     """
     made = reshard_plan(
-        arch,
-        layout,
-        EngineRanks(engine_tp, replicas, replicas - 1),
-        bucket_bytes=4000,
-        itemsize=4,
+        arch, layout, EngineRanks(engine_tp, replicas, replicas - 1), bucket_bytes=4000, itemsize=4
     )
-    shapes, width, pp = (
-        hf_shapes(arch),
-        layout.width,
-        layout.pipeline_model_parallel_size,
-    )
+    shapes, width, pp = (hf_shapes(arch), layout.width, layout.pipeline_model_parallel_size)
     assert made.received == made.least
     for rank in range(width * pp):
         engine_rank = (
@@ -121,9 +93,7 @@ def arrives_once(arch, layout, replicas, engine_tp):
         needed, arrived, sent = set(), [], 0
         for name in shapes:
             needed |= cells(name, *engine_slice(arch, name, engine_tp, engine_rank))
-        for message in itertools.chain.from_iterable(
-            bucket.messages for bucket in made.buckets
-        ):
+        for message in itertools.chain.from_iterable(bucket.messages for bucket in made.buckets):
             for op in message.ops if rank in message.readers else ():
                 arrived += sorted(cells(op.hf, op.dim, op.start, op.stop))
                 sent += op.numel
@@ -132,8 +102,7 @@ def arrives_once(arch, layout, replicas, engine_tp):
         assert set(arrived) == needed - held, "all that is missing, and nothing else"
         assert made.received[rank] == 4 * sent
         lacking = sum(
-            math.prod(shapes[name]) // shapes[name][dim]
-            for name, dim, _ in needed - held
+            math.prod(shapes[name]) // shapes[name][dim] for name, dim, _ in needed - held
         )
         assert made.least[rank] == 4 * lacking
 
@@ -143,19 +112,13 @@ def test_owners_hold_what_they_send_and_buckets_are_in_order():
     made = reshard_plan(arch, layout, EngineRanks(), 4000, 4)
     names = [entry.hf for bucket in made.buckets for entry in bucket.entries]
     assert list(dict.fromkeys(names)) == list(hf_shapes(arch))
-    for message in itertools.chain.from_iterable(
-        bucket.messages for bucket in made.buckets
-    ):
+    for message in itertools.chain.from_iterable(bucket.messages for bucket in made.buckets):
         for op in message.ops:
-            assert cells(op.hf, op.dim, op.start, op.stop) <= held_by(
-                arch, layout, message.owner
-            )
+            assert cells(op.hf, op.dim, op.start, op.stop) <= held_by(arch, layout, message.owner)
 
 
 @pytest.mark.parametrize("engine_tp", [1, 2, 8])
-@pytest.mark.parametrize(
-    "layout", [Layout(1, 1), Layout(2, 1), Layout(1, 2), Layout(2, 2), UNEVEN]
-)
+@pytest.mark.parametrize("layout", [Layout(1, 1), Layout(2, 1), Layout(1, 2), Layout(2, 2), UNEVEN])
 @pytest.mark.parametrize("bucket_bytes", [1100, 4000, 2**16, 2**20])
 def test_peak_is_one_bucket(bucket_bytes, layout, engine_tp):
     """Whatever is larger comes in chunks: neighbours in order, one of a tensor per bucket, together
@@ -186,9 +149,7 @@ def test_peak_is_one_bucket(bucket_bytes, layout, engine_tp):
     if bucket_bytes == 4000 and layout == Layout(2, 1) and engine_tp == 1:
         assert (
             sum(
-                entry.hf == "model.embed_tokens.weight"
-                for b in made.buckets
-                for entry in b.entries
+                entry.hf == "model.embed_tokens.weight" for b in made.buckets for entry in b.entries
             )
             > 50
         )
@@ -220,11 +181,7 @@ def test_the_embedding_of_a_large_model_stays_in_the_bucket():
     made = reshard_plan(arch, Layout(2, 1), EngineRanks())
     assert made.peak_bytes <= 512 * 2**20
     assert (
-        sum(
-            entry.hf == "model.embed_tokens.weight"
-            for b in made.buckets
-            for entry in b.entries
-        )
+        sum(entry.hf == "model.embed_tokens.weight" for b in made.buckets for entry in b.entries)
         == 3
     )
     assert made.received == made.least
@@ -233,13 +190,8 @@ def test_the_embedding_of_a_large_model_stays_in_the_bucket():
 def test_nothing_travels_when_layouts_nest():
     """Qwen3-8B's shapes, trainer and engine both TP 2, a vocabulary that both cut alike."""
     arch = architecture(vocab_size=512)
-    assert reshard_plan(arch, Layout(2, 1), EngineRanks(2, 4), itemsize=2).received == (
-        0,
-        0,
-    )
-    assert reshard_plan(arch, Layout(1, 1), EngineRanks(4, 4), itemsize=2).received == (
-        0,
-    )
+    assert reshard_plan(arch, Layout(2, 1), EngineRanks(2, 4), itemsize=2).received == (0, 0)
+    assert reshard_plan(arch, Layout(1, 1), EngineRanks(4, 4), itemsize=2).received == (0,)
     assert (
         reshard_plan(arch, Layout(1, 2), EngineRanks()).least
         == reshard_plan(arch, Layout(1, 2), EngineRanks()).least_whole
@@ -250,23 +202,15 @@ def test_tied_embedding_crosses_once():
     """Both stages hold a copy of it, so it stays; untied, the stages exchange embedding and output
     layer.
     """
-    tied = reshard_plan(
-        architecture(tied=True), Layout(1, 2), EngineRanks(), itemsize=4
-    )
-    assert not any(
-        "embed" in p.hf for b in tied.buckets for m in b.messages for p in m.ops
-    )
+    tied = reshard_plan(architecture(tied=True), Layout(1, 2), EngineRanks(), itemsize=4)
+    assert not any("embed" in p.hf for b in tied.buckets for m in b.messages for p in m.ops)
     one_way = [
         p.hf
         for b in reshard_plan(architecture(), Layout(1, 2), EngineRanks()).buckets
         for m in b.messages
         for p in m.ops
     ]
-    assert (
-        one_way.count("model.embed_tokens.weight")
-        == one_way.count("lm_head.weight")
-        == 1
-    )
+    assert one_way.count("model.embed_tokens.weight") == one_way.count("lm_head.weight") == 1
 
 
 def test_checksum_tells_plans_apart():
@@ -280,16 +224,12 @@ def test_checksum_tells_plans_apart():
     assert reshard_plan(arch, Layout(2, 1), EngineRanks(), 4000).checksum == sums[0]
 
 
-@pytest.mark.parametrize(
-    ("tp", "what"), [(3, "attention heads"), (16, "attention heads")]
-)
+@pytest.mark.parametrize(("tp", "what"), [(3, "attention heads"), (16, "attention heads")])
 def test_engine_sizes_that_do_not_fit(tp, what):
     with pytest.raises(UserError, match=what):
         check_engine_size(architecture(), tp)
     with pytest.raises(UserError, match="neither divides"):
-        check_engine_size(
-            architecture(num_attention_heads=12, num_key_value_heads=4), 6
-        )
+        check_engine_size(architecture(num_attention_heads=12, num_key_value_heads=4), 6)
     check_engine_size(architecture("qwen3_moe"), 4)
     with pytest.raises(UserError, match="=8 is more than the model's 4 experts"):
         check_engine_size(architecture("qwen3_moe"), 8)

@@ -20,9 +20,7 @@ class Dataset(list):
 
 
 class Rubric:
-    def __init__(
-        self, funcs: list[Callable[..., Any]], weights: list[float] | None = None
-    ) -> None:
+    def __init__(self, funcs: list[Callable[..., Any]], weights: list[float] | None = None) -> None:
         self.funcs = funcs
         self.weights = weights or [1.0] * len(funcs)
         self.class_objects: dict[str, Any] = {}
@@ -71,10 +69,7 @@ class MultiTurnEnv:
     message_type = "chat"
 
     def __init__(
-        self,
-        rubric: Rubric,
-        dataset: Dataset | None = None,
-        eval_dataset: Dataset | None = None,
+        self, rubric: Rubric, dataset: Dataset | None = None, eval_dataset: Dataset | None = None
     ) -> None:
         self.rubric = rubric
         self.dataset = dataset
@@ -102,8 +97,6 @@ class EnvGroup(MultiTurnEnv):
 
 def load_environment(name: str, **options: Any) -> MultiTurnEnv:
     try:
-        return importlib.import_module(name.replace("-", "_")).load_environment(
-            **options
-        )
+        return importlib.import_module(name.replace("-", "_")).load_environment(**options)
     except Exception as error:
         raise RuntimeError(f"Failed to load environment '{name}'") from error

@@ -18,9 +18,7 @@ def checkpoint(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
         "use_reentrant",
     ):
         options.pop(name, None)
-    return torch.utils.checkpoint.checkpoint(
-        function, *args, use_reentrant=False, **options
-    )
+    return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False, **options)
 
 
 @contextlib.contextmanager

@@ -80,18 +80,14 @@ class _FusedProduct(torch.autograd.Function):
         (x,), weight = ctx.saved_tensors, ctx.weight
         dummy = None
         if weight.requires_grad:
-            product = (grad.flatten(0, -2).t() @ x.flatten(0, -2)).to(
-                weight.main_grad.dtype
-            )
+            product = (grad.flatten(0, -2).t() @ x.flatten(0, -2)).to(weight.main_grad.dtype)
             if ctx.first:
                 weight.main_grad.copy_(product)
             else:
                 weight.main_grad.add_(product)
             if hasattr(weight, "grad_added_to_main_grad"):
                 weight.grad_added_to_main_grad = True
-                dummy = torch.full_like(
-                    weight, torch.nan
-                )  # of any value: the hook drops it
+                dummy = torch.full_like(weight, torch.nan)  # of any value: the hook drops it
         return grad @ weight, dummy, None
 
 
@@ -108,29 +104,18 @@ class Linear(_Module):
             options.get("parallel_mode"),
             options.get("return_bias", False),
         )
-        self.sequence_parallel = self.tp_size > 1 and options.get(
-            "sequence_parallel", False
-        )
+        self.sequence_parallel = self.tp_size > 1 and options.get("sequence_parallel", False)
         for name, mode in (("out_features", "column"), ("in_features", "row")):
             size = out_features if mode == "column" else in_features
-            setattr(
-                self, name, size // self.tp_size if self.parallel_mode == mode else size
-            )
-        kind = {
-            "dtype": options.get("params_dtype"),
-            "device": options.get("device", "cuda"),
-        }
-        self.weight = nn.Parameter(
-            torch.empty(self.out_features, self.in_features, **kind)
-        )
+            setattr(self, name, size // self.tp_size if self.parallel_mode == mode else size)
+        kind = {"dtype": options.get("params_dtype"), "device": options.get("device", "cuda")}
+        self.weight = nn.Parameter(torch.empty(self.out_features, self.in_features, **kind))
         self.bias = (
             nn.Parameter(torch.zeros(self.out_features, **kind))
             if options.get("bias", True)
             else None
         )
-        _mark(
-            self.weight, 1 if self.parallel_mode == "row" else 0
-        )  # whatever the number of ranks
+        _mark(self.weight, 1 if self.parallel_mode == "row" else 0)  # whatever the number of ranks
         if self.bias is not None and self.parallel_mode == "row":
             self.bias.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
         elif self.bias is not None and self.parallel_mode == "column":
@@ -149,9 +134,7 @@ class Linear(_Module):
                     x, tensor_parallel_output_grad=True, group=self.tp_group
                 )
             else:
-                x = mappings.copy_to_tensor_model_parallel_region(
-                    x, group=self.tp_group
-                )
+                x = mappings.copy_to_tensor_model_parallel_region(x, group=self.tp_group)
         row = self.tp_size > 1 and self.parallel_mode == "row"
         bias = None if row or self.return_bias else self.bias
         if self.fused:
@@ -184,10 +167,7 @@ class LayerNormLinear(Linear):
         super().__init__(in_features, out_features, **options)
         self.zero_centered_gamma = bool(norm["zero_centered_gamma"])
         self.eps = norm["eps"]
-        kind = {
-            "dtype": options.get("params_dtype"),
-            "device": options.get("device", "cuda"),
-        }
+        kind = {"dtype": options.get("params_dtype"), "device": options.get("device", "cuda")}
         self.layer_norm_weight = nn.Parameter(torch.ones(in_features, **kind))
         self.layer_norm_weight.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
 
@@ -221,9 +201,7 @@ class DotProductAttention(_Module):
     """
 
     @checked("DotProductAttention.__init__")
-    def __init__(
-        self, num_attention_heads: int, kv_channels: Any, **options: Any
-    ) -> None:
+    def __init__(self, num_attention_heads: int, kv_channels: Any, **options: Any) -> None:
         super().__init__()
         self.attention_dropout = options.get("attention_dropout", 0.0)
         self.softmax_scale = options.get("softmax_scale")
@@ -233,9 +211,9 @@ class DotProductAttention(_Module):
         if self.cp_group is not None:
             assert options["cp_comm_type"] in ("p2p", "all_gather")
             assert self.window == (-1, 0) or options["cp_comm_type"] == "all_gather"
-            assert options[
-                "cp_global_ranks"
-            ] == torch.distributed.get_process_group_ranks(self.cp_group)
+            assert options["cp_global_ranks"] == torch.distributed.get_process_group_ranks(
+                self.cp_group
+            )
         self.register_load_state_dict_post_hook(_extra_state_may_be_missing)
 
     @checked("DotProductAttention.forward")
@@ -256,9 +234,7 @@ class DotProductAttention(_Module):
                 "thd has no other mask in the real package"
             )
             bounds = options["cu_seqlens_q"].tolist()
-            assert options["max_seqlen_q"] >= max(
-                b - a for a, b in itertools.pairwise(bounds)
-            )
+            assert options["max_seqlen_q"] >= max(b - a for a, b in itertools.pairwise(bounds))
             assert bounds[-1] == len(query_layer), (
                 "every token belongs to a sequence, the filler's included"
             )
@@ -270,15 +246,11 @@ class DotProductAttention(_Module):
         assert options["attn_mask_type"] == "causal"
         return self._attend(*layers)
 
-    def _across_ranks(
-        self, layers: tuple[Tensor, ...], options: dict[str, Any]
-    ) -> Tensor:
+    def _across_ranks(self, layers: tuple[Tensor, ...], options: dict[str, Any]) -> Tensor:
         """Keys and values of all ranks in the ranks' order; who sees whom is said by a mask of
         sequences and positions.
         """
-        from megatron.core.tensor_parallel.mappings import (
-            gather_from_sequence_parallel_region,
-        )
+        from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 
         size, packed, bounds = (
             self.cp_group.size(),
@@ -287,21 +259,14 @@ class DotProductAttention(_Module):
         )
         if packed:
             bounds = options["cu_seqlens_q"].tolist()
-            assert bounds[-1] == size * len(layers[0]), (
-                "the bounds are those of whole sequences"
-            )
+            assert bounds[-1] == size * len(layers[0]), "the bounds are those of whole sequences"
             assert all(bound % (2 * size) == 0 for bound in bounds)
         chunks = torch.cat(
-            [
-                torch.arange(b - a) * 2 * size // (b - a)
-                for a, b in itertools.pairwise(bounds)
-            ]
+            [torch.arange(b - a) * 2 * size // (b - a) for a, b in itertools.pairwise(bounds)]
         )
         owners = torch.minimum(chunks, 2 * size - 1 - chunks)
         held = torch.cat([(owners == rank).nonzero()[:, 0] for rank in range(size)])
-        number = torch.bucketize(
-            torch.arange(bounds[-1]), torch.tensor(bounds[1:]), right=True
-        )
+        number = torch.bucketize(torch.arange(bounds[-1]), torch.tensor(bounds[1:]), right=True)
         own = (owners == self.cp_group.rank()).nonzero()[:, 0]
         mask = (number[own, None] == number[held]) & self._sees(own, held)
         q, *keys_and_values = (x.unsqueeze(1) if packed else x for x in layers)
@@ -325,7 +290,5 @@ class DotProductAttention(_Module):
             tokens = torch.arange(q.shape[2])
             mask = self._sees(tokens, tokens)
         how = {"scale": self.softmax_scale, "enable_gqa": q.shape[1] != k.shape[1]}
-        out = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None, **how
-        )
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, **how)
         return out.permute(2, 0, 1, 3).flatten(2)

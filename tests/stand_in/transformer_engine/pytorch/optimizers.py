@@ -9,9 +9,7 @@ from typing import Any
 import torch
 
 
-def multi_tensor_applier(
-    op: Any, flag: torch.Tensor, lists: Any, *arguments: Any
-) -> Any:
+def multi_tensor_applier(op: Any, flag: torch.Tensor, lists: Any, *arguments: Any) -> Any:
     return op(2048 * 32, flag, lists, *arguments)
 
 

@@ -141,9 +141,7 @@ class Task:
             if "runtime" in inspect.signature(hook).parameters:
                 continue
             score = await hook(trace=trace)
-            trace.rewards[hook.__name__] = SimpleNamespace(
-                score=score, weight=hook._vf_weight
-            )
+            trace.rewards[hook.__name__] = SimpleNamespace(score=score, weight=hook._vf_weight)
 
 
 class Taskset:

@@ -29,6 +29,4 @@ def apply_rotary_pos_emb(t: Tensor, freqs: Tensor, **options: object) -> Tensor:
     width = angles.shape[-1]
     turned, rest = t[..., :width].float(), t[..., width:]
     half = torch.cat((-turned[..., width // 2 :], turned[..., : width // 2]), dim=-1)
-    return torch.cat(
-        ((turned * angles.cos() + half * angles.sin()).to(t.dtype), rest), dim=-1
-    )
+    return torch.cat(((turned * angles.cos() + half * angles.sin()).to(t.dtype), rest), dim=-1)
