@@ -35,9 +35,9 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from measurement import DATA, QUICK, Measurement
 
+from megatron_dcpo.architectures.config_json import parse_architecture, read_architecture
 from megatron_dcpo.conversion.common import PeakMemory
 from megatron_dcpo.conversion.convert import export_checkpoint, import_checkpoint
-from megatron_dcpo.weights.architecture import parse_architecture, read_architecture
 from megatron_dcpo.weights.hf_checkpoint import HFReader, assign_files, plan_shards, write_index
 from megatron_dcpo.weights.layout import Coordinates, Layout
 from megatron_dcpo.weights.planner import plan

@@ -22,6 +22,7 @@ from megatron.core.pipeline_parallel import schedules
 
 sys.path.insert(1, str(Path(__file__).parents[1]))
 
+from megatron_dcpo.architectures.config_json import Architecture
 from megatron_dcpo.config import Config, DataConfig, ModelConfig
 from megatron_dcpo.planning.memory import (
     LOGITS_AT_ONCE,
@@ -36,7 +37,6 @@ from megatron_dcpo.policy.model import build_policy
 from megatron_dcpo.policy.optimizer import build_optimizer, zero_gradients
 from megatron_dcpo.policy.schedule import accumulate_gradients
 from megatron_dcpo.runtime.distributed import destroy, initialize
-from megatron_dcpo.weights.architecture import Architecture
 from megatron_dcpo.weights.layout import Layout
 from tests.distributed.cases.common import parallel_config
 from tests.helpers.samples import bare

@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # imports count too
 SUITES = {
     "sandbox": [],
-    "fuzz": ["tests/unit/judging/test_blocks.py", "megatron_dcpo/weights/architecture.py"],
+    "fuzz": ["tests/unit/judging/test_blocks.py", "megatron_dcpo/architectures/config_json.py"],
 }
 
 

@@ -208,9 +208,8 @@ def parse_overrides(overrides: Iterable[str]) -> dict[str, Any]:
     for override in overrides:
         try:
             name, value = _parsed(override)
-            values[name] = OmegaConf.to_container(OmegaConf.create({"value": value}), resolve=True)[
-                "value"
-            ]  # type: ignore[index, call-overload]
+            read = OmegaConf.to_container(OmegaConf.create({"value": value}), resolve=True)
+            values[name] = read["value"]  # type: ignore[index, call-overload]
         except (OmegaConfBaseException, ValueError, TypeError) as error:
             raise UserError(f"{override}: {one_line(error, 500)}") from None
     return values

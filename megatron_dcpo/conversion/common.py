@@ -23,11 +23,11 @@ import torch
 from torch import Tensor
 
 from megatron_dcpo import __version__
+from megatron_dcpo.architectures.config_json import Architecture
 from megatron_dcpo.conversion.megatron_checkpoint import MegatronCheckpoint, as_bytes
 from megatron_dcpo.conversion.parameters import Slice, locate, slices
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.runtime.dtypes import FLOATS, dtype_bytes
-from megatron_dcpo.weights.architecture import Architecture
 from megatron_dcpo.weights.hf_checkpoint import HFReader, Specs
 from megatron_dcpo.weights.table import EMBEDDING
 

@@ -24,6 +24,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megatron_dcpo.architectures.config_json import Architecture, read_architecture
 from megatron_dcpo.config import load_config
 from megatron_dcpo.conversion.common import (
     Conversion,
@@ -59,7 +60,6 @@ from megatron_dcpo.conversion.parameters import (
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.runtime.dtypes import dtype_bytes
 from megatron_dcpo.runtime.files import check_free_space, check_no_overlap, new_directory
-from megatron_dcpo.weights.architecture import Architecture, read_architecture
 from megatron_dcpo.weights.hf_checkpoint import (
     INDEX,
     SHARD_BYTES,

@@ -14,10 +14,10 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
+from megatron_dcpo.architectures.config_json import Architecture
 from megatron_dcpo.conversion.megatron_checkpoint import MegatronCheckpoint, StoredTensor, as_bytes
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.runtime.dtypes import torch_dtype
-from megatron_dcpo.weights.architecture import Architecture
 from megatron_dcpo.weights.layout import Coordinates, Layout
 from megatron_dcpo.weights.peft_adapter import KEPT, SCALE, LowRank, scale_key
 from megatron_dcpo.weights.planner import Copy, interleavings, plan

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from megatron_dcpo import rollout
+from megatron_dcpo.architectures.config_json import read_architecture
 from megatron_dcpo.config.evaluation_sections import EvaluateConfig
 from megatron_dcpo.evaluation.evaluate import respond_at_once
 from megatron_dcpo.evaluation.problems import Problems
@@ -19,7 +20,6 @@ from megatron_dcpo.rollout.tokens import check_vocabulary
 from megatron_dcpo.rollout.vllm_host import VllmOptions
 from megatron_dcpo.runtime.device import capabilities
 from megatron_dcpo.weights import adapter_shape
-from megatron_dcpo.weights.architecture import read_architecture
 from megatron_dcpo.weights.peft_adapter import merged_tensors
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron_dcpo.architectures.config_json import Architecture
 from megatron_dcpo.config import Config
 from megatron_dcpo.config.rules import check_engine_gpus, check_engine_size, check_servers
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.planning.machine import GB, Machine
 from megatron_dcpo.runtime.dtypes import dtype_bytes
-from megatron_dcpo.weights.architecture import Architecture
 from megatron_dcpo.weights.table import kv_bytes_per_token, number_of_parameters
 
 

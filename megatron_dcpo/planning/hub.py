@@ -7,8 +7,8 @@ from __future__ import annotations
 import functools
 from pathlib import Path
 
+from megatron_dcpo.architectures.config_json import HUB_NAME, Architecture, read_architecture
 from megatron_dcpo.errors import UserError, one_line
-from megatron_dcpo.weights.architecture import HUB_NAME, Architecture, read_architecture
 
 MODELS = Path(__file__).with_name("models")
 

@@ -21,10 +21,10 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from megatron_dcpo.architectures.config_json import Architecture
 from megatron_dcpo.config import Config
 from megatron_dcpo.runtime.dtypes import dtype_bytes
 from megatron_dcpo.weights.adapter_shape import adapter_shape
-from megatron_dcpo.weights.architecture import Architecture
 from megatron_dcpo.weights.layout import Coordinates, Layout
 from megatron_dcpo.weights.pipeline import chunk_layers, layers_per_stage
 from megatron_dcpo.weights.planner import interleavings, padded_vocab_size, plan

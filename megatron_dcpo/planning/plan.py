@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from megatron_dcpo.architectures.config_json import Architecture
 from megatron_dcpo.config import Config
 from megatron_dcpo.config.rules import check_model_rules
 from megatron_dcpo.errors import UserError, check_world_size
@@ -30,7 +31,6 @@ from megatron_dcpo.planning.traffic import (
     step_traffic,
 )
 from megatron_dcpo.runtime.dtypes import dtype_bytes
-from megatron_dcpo.weights.architecture import Architecture
 from megatron_dcpo.weights.layout import Layout
 from megatron_dcpo.weights.pipeline import chunk_layers
 from megatron_dcpo.weights.planner import check_layout

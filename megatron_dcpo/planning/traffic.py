@@ -6,13 +6,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron_dcpo.architectures.architecture import DeltaNet
+from megatron_dcpo.architectures.config_json import Architecture
 from megatron_dcpo.config import Config
 from megatron_dcpo.planning.engine import EngineMemory
 from megatron_dcpo.planning.machine import Machine, Rates
 from megatron_dcpo.planning.memory import State, expert_replicas, recomputed_share
 from megatron_dcpo.runtime.dtypes import dtype_bytes
-from megatron_dcpo.weights.architecture import Architecture
-from megatron_dcpo.weights.decoder import DeltaNet
 from megatron_dcpo.weights.layout import Layout
 from megatron_dcpo.weights.pipeline import layers_per_stage, sums_of_stages
 from megatron_dcpo.weights.planner import padded_vocab_size

@@ -25,13 +25,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Module
 
+from megatron_dcpo.architectures.config_json import Architecture
 from megatron_dcpo.config import AdapterConfig, RunConfig
 from megatron_dcpo.policy.model import Policy
 from megatron_dcpo.policy.optimizer import build_scheduler
 from megatron_dcpo.runtime.device import current_device
 from megatron_dcpo.runtime.distributed import all_gather_objects
 from megatron_dcpo.weights.adapter_shape import adapter_shape, described
-from megatron_dcpo.weights.architecture import Architecture
 from megatron_dcpo.weights.peft_adapter import KEPT, SCALE, LowRank, read_low_rank, scale_key
 from megatron_dcpo.weights.table import hf_shapes
 

@@ -30,8 +30,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
+from megatron_dcpo.architectures.architecture import Architecture
 from megatron_dcpo.runtime.device import current_device
-from megatron_dcpo.weights.decoder import Architecture
 from megatron_dcpo.weights.table import DELTA_NET_PARTS
 
 CHUNK = 64  # tokens whose corrections are computed together

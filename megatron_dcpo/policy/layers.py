@@ -34,13 +34,13 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
+from megatron_dcpo.architectures.architecture import Architecture
 from megatron_dcpo.errors import UserError, one_line, pip_install
 from megatron_dcpo.policy.context_parallel import gather_keys_and_values
 from megatron_dcpo.policy.delta_net import GatedDeltaNet
 from megatron_dcpo.policy.norms import NormedResidual, NormOfKeys, NormOfQueries, RMSNorm
 from megatron_dcpo.policy.rotary import has_two_rotations, of_layer, softmax_scale
 from megatron_dcpo.runtime.device import capabilities
-from megatron_dcpo.weights.decoder import Architecture
 from megatron_dcpo.weights.table import OUTPUT_NORMS
 
 

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_dcpo.architectures.config_json import Activation, Architecture, read_architecture
 from megatron_dcpo.config import ModelConfig, ParallelConfig
 from megatron_dcpo.errors import UserError, one_line
 from megatron_dcpo.policy.layers import block_spec, layer_spec, use_transformer_engine
@@ -25,7 +26,6 @@ from megatron_dcpo.runtime.device import capabilities, current_device, fp32_head
 from megatron_dcpo.runtime.distributed import Topology
 from megatron_dcpo.runtime.dtypes import torch_dtype
 from megatron_dcpo.runtime.megatron_private import APEX_KERNEL, without_asking_for_apex
-from megatron_dcpo.weights.architecture import Activation, Architecture, read_architecture
 from megatron_dcpo.weights.hf_checkpoint import HFReader, load_into
 from megatron_dcpo.weights.layout import UNEVEN_PIPELINE, Coordinates, Layout
 from megatron_dcpo.weights.pipeline import chunk_layers

@@ -11,8 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_dcpo.architectures.architecture import (
+    Architecture,
+    LinearScaling,
+    RopeScaling,
+    YarnScaling,
+)
 from megatron_dcpo.runtime.device import current_device
-from megatron_dcpo.weights.decoder import Architecture, LinearScaling, RopeScaling, YarnScaling
 
 
 def set_rotary_frequencies(gpt: Any, arch: Architecture) -> None:  # noqa: ANN401 - a GPTModel

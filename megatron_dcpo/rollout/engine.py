@@ -14,18 +14,18 @@ from typing import Literal, Protocol
 
 import numpy as np
 
-from megatron_dcpo.errors import UserError, pip_install
-from megatron_dcpo.rollout.sampling import Samples, SamplingConfig, digest_of
-from megatron_dcpo.runtime.device import capabilities
-from megatron_dcpo.runtime.text import read_json_object
-from megatron_dcpo.types import Prompt, Response, ResponseKey
-from megatron_dcpo.weights.architecture import (
+from megatron_dcpo.architectures.config_json import (
     Architecture,
     check_model_dir,
     is_known,
     read_architecture,
 )
-from megatron_dcpo.weights.config_keys import check_unquantized
+from megatron_dcpo.architectures.keys import check_unquantized
+from megatron_dcpo.errors import UserError, pip_install
+from megatron_dcpo.rollout.sampling import Samples, SamplingConfig, digest_of
+from megatron_dcpo.runtime.device import capabilities
+from megatron_dcpo.runtime.text import read_json_object
+from megatron_dcpo.types import Prompt, Response, ResponseKey
 from megatron_dcpo.weights.hf_checkpoint import HFReader
 from megatron_dcpo.weights.planner import WeightSlice
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from megatron_dcpo.architectures.config_json import read_architecture
 from megatron_dcpo.config import Config
 from megatron_dcpo.config.field_types import LOCAL
 from megatron_dcpo.config.rules import check_engine_gpus, check_engine_size
@@ -26,7 +27,6 @@ from megatron_dcpo.runtime import signals
 from megatron_dcpo.runtime.device import capabilities, fp32_head, host_memory_available
 from megatron_dcpo.runtime.dtypes import dtype_name
 from megatron_dcpo.runtime.http_json import HttpError, JsonClient
-from megatron_dcpo.weights.architecture import read_architecture
 
 _PAUSE_SECONDS = 5.0
 _END_SECONDS = 20.0

@@ -17,6 +17,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_dcpo.architectures.config_json import (
+    Architecture,
+    check_model_dir,
+    is_known,
+    parse_architecture,
+)
 from megatron_dcpo.errors import UserError, one_line
 from megatron_dcpo.rollout.engine import (
     Engine,
@@ -35,12 +41,6 @@ from megatron_dcpo.runtime.dtypes import torch_dtype
 from megatron_dcpo.runtime.signals import RolloutAbandoned, stop_requested
 from megatron_dcpo.runtime.text import read_json_object
 from megatron_dcpo.types import Response
-from megatron_dcpo.weights.architecture import (
-    Architecture,
-    check_model_dir,
-    is_known,
-    parse_architecture,
-)
 from megatron_dcpo.weights.hf_checkpoint import in_parts
 from megatron_dcpo.weights.planner import WeightSlice
 from megatron_dcpo.weights.table import is_constant

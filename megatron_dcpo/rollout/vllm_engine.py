@@ -22,6 +22,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from megatron_dcpo.architectures.config_json import read_architecture
 from megatron_dcpo.config.rules import check_engine_size
 from megatron_dcpo.errors import UserError, one_line
 from megatron_dcpo.rollout.engine import (
@@ -57,7 +58,6 @@ from megatron_dcpo.runtime.dtypes import dtype_bytes, dtype_name
 from megatron_dcpo.runtime.host_memory import ledger
 from megatron_dcpo.runtime.signals import RolloutAbandoned, stop_requested
 from megatron_dcpo.types import Prompt, Response
-from megatron_dcpo.weights.architecture import read_architecture
 from megatron_dcpo.weights.planner import WeightSlice
 from megatron_dcpo.weights.table import number_of_parameters
 

@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from megatron_dcpo.architectures.config_json import Architecture
 from megatron_dcpo.config.rules import check_passed_on
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.runtime.device import capabilities, rng_state, set_rng_state
 from megatron_dcpo.runtime.dtypes import dtype_bytes
-from megatron_dcpo.weights.architecture import Architecture
 from megatron_dcpo.weights.table import kv_bytes_per_token, number_of_parameters
 
 _BLOCK = 128  # tokens; vLLM's largest block on the CPU

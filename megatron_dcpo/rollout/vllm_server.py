@@ -27,6 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_dcpo.architectures.config_json import read_architecture
 from megatron_dcpo.errors import UserError, one_line, pip_install
 from megatron_dcpo.rollout.engine import (
     Engine,
@@ -44,7 +45,6 @@ from megatron_dcpo.runtime.dtypes import name_of
 from megatron_dcpo.runtime.files import new_directory
 from megatron_dcpo.runtime.signals import RolloutAbandoned, stop_requested
 from megatron_dcpo.types import Prompt, Response
-from megatron_dcpo.weights.architecture import read_architecture
 from megatron_dcpo.weights.hf_checkpoint import copy_side_files, in_parts, tensors_on_disk
 from megatron_dcpo.weights.planner import WeightSlice
 from megatron_dcpo.weights.table import EMBEDDING, OUTPUT, hf_shapes, stored_shapes

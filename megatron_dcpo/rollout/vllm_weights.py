@@ -32,9 +32,9 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.reload.meta import materialize_layer, restore_layer_on_meta
 
+from megatron_dcpo.architectures.config_json import Architecture
 from megatron_dcpo.runtime.device import synchronize
 from megatron_dcpo.runtime.megatron_private import wrapper_tensor
-from megatron_dcpo.weights.architecture import Architecture
 from megatron_dcpo.weights.planner import WeightSlice
 from megatron_dcpo.weights.reshard_plan import engine_slice
 from megatron_dcpo.weights.table import EMBEDDING, hf_shapes

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from megatron_dcpo.architectures.config_json import Architecture
 from megatron_dcpo.config.supervised import SupervisedConfig
 from megatron_dcpo.data import prompts
 from megatron_dcpo.errors import UserError
@@ -47,7 +48,6 @@ from megatron_dcpo.training.supervised import (
 from megatron_dcpo.training.trainer import Trainer
 from megatron_dcpo.training.weight_sync import DIRECTORY, export_adapter
 from megatron_dcpo.types import Prompt
-from megatron_dcpo.weights.architecture import Architecture
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -8,10 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_dcpo.architectures.config_json import Architecture
 from megatron_dcpo.objectives.policy_loss import masked, old_logprobs
 from megatron_dcpo.runtime.device import to_device
 from megatron_dcpo.types import BLOCKS, MicroBatch, TokenOutputs
-from megatron_dcpo.weights.architecture import Architecture
 
 # of the histogram of |engine - trainer| log-probs
 MISMATCH_EDGES = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 0.03, 0.1, 0.3, 1.0)

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron_dcpo.architectures.config_json import Architecture, read_architecture
 from megatron_dcpo.config import Config, RunConfig, rules
 from megatron_dcpo.data.mixture import LoadedSource
 from megatron_dcpo.data.prompts import find_template
@@ -20,7 +21,6 @@ from megatron_dcpo.rollout.tokens import check_vocabulary
 from megatron_dcpo.runtime.device import capabilities
 from megatron_dcpo.types import Prompt
 from megatron_dcpo.weights.adapter_shape import check_adaptable
-from megatron_dcpo.weights.architecture import Architecture, read_architecture
 from megatron_dcpo.weights.hf_checkpoint import check_side_files
 from megatron_dcpo.weights.layout import Layout
 from megatron_dcpo.weights.pipeline import chunk_layers

@@ -27,6 +27,7 @@ from typing import Protocol
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from megatron_dcpo.architectures.config_json import Architecture
 from megatron_dcpo.checkpoints.saver import Saver
 from megatron_dcpo.checkpoints.state import Optimizer
 from megatron_dcpo.config.supervised import SupervisedConfig
@@ -54,7 +55,6 @@ from megatron_dcpo.training.run import build_optimizer, build_saver, open_topolo
 from megatron_dcpo.training.trainer import Trainer, UpdateStatistics
 from megatron_dcpo.training.weight_sync import export_policy
 from megatron_dcpo.types import TrainingSample, replaced
-from megatron_dcpo.weights.architecture import Architecture
 
 logger = logging.getLogger(__name__)
 

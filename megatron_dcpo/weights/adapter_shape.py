@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
+from megatron_dcpo.architectures.config_json import Architecture
 from megatron_dcpo.config import AdapterConfig
 from megatron_dcpo.config.sections import Projection
 from megatron_dcpo.errors import UserError, one_line
 from megatron_dcpo.runtime.text import read_json_object
-from megatron_dcpo.weights.architecture import Architecture
 from megatron_dcpo.weights.table import adapted, hf_shapes
 
 CONFIG = "adapter_config.json"

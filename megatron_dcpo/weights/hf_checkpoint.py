@@ -18,6 +18,8 @@ from typing import Any, Protocol
 import torch
 from safetensors import SafetensorError, safe_open
 
+from megatron_dcpo.architectures.config_json import Architecture
+from megatron_dcpo.architectures.keys import QUANTIZED_KEYS
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.runtime.dtypes import (
     FLOATS,
@@ -29,8 +31,6 @@ from megatron_dcpo.runtime.dtypes import (
 )
 from megatron_dcpo.runtime.files import new_directory
 from megatron_dcpo.runtime.text import read_json_object
-from megatron_dcpo.weights.architecture import Architecture
-from megatron_dcpo.weights.config_keys import QUANTIZED_KEYS
 from megatron_dcpo.weights.planner import Copy
 from megatron_dcpo.weights.table import (
     EMBEDDING,

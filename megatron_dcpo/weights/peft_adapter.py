@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from megatron_dcpo.architectures.config_json import Architecture, read_architecture
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.runtime.files import new_directory
 from megatron_dcpo.weights.adapter_shape import (
@@ -26,7 +27,6 @@ from megatron_dcpo.weights.adapter_shape import (
     factor_names,
     read_shape,
 )
-from megatron_dcpo.weights.architecture import Architecture, read_architecture
 from megatron_dcpo.weights.hf_checkpoint import HFReader
 from megatron_dcpo.weights.planner import WeightSlice
 

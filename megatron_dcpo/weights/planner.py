@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
+from megatron_dcpo.architectures.config_json import Architecture
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.weights.architecture import Architecture
 from megatron_dcpo.weights.layout import Coordinates, Layout
 from megatron_dcpo.weights.pipeline import chunk_layers
 from megatron_dcpo.weights.table import (

@@ -19,11 +19,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_dcpo.architectures.config_json import Architecture
 from megatron_dcpo.errors import one_line
 from megatron_dcpo.runtime.device import current_device
 from megatron_dcpo.runtime.distributed import BucketBarrier, Topology
 from megatron_dcpo.runtime.host_memory import ledger
-from megatron_dcpo.weights.architecture import Architecture
 from megatron_dcpo.weights.layout import Layout
 from megatron_dcpo.weights.planner import Copy, WeightSlice
 from megatron_dcpo.weights.reshard_plan import (

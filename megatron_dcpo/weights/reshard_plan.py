@@ -17,9 +17,9 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from megatron_dcpo.architectures.config_json import Architecture
 from megatron_dcpo.config.rules import VOCABULARY_MULTIPLE
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.weights.architecture import Architecture
 from megatron_dcpo.weights.layout import Layout
 from megatron_dcpo.weights.planner import Copy, plan
 from megatron_dcpo.weights.table import engine_cuts, hf_shapes, is_constant

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from torch import Tensor
 
-from megatron_dcpo.weights.decoder import Architecture, DeltaNet
+from megatron_dcpo.architectures.architecture import Architecture, DeltaNet
 
 Interleaving = Literal[
     "replicated",  # every tensor-parallel rank holds the whole tensor

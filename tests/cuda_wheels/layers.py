@@ -107,9 +107,9 @@ def differences(
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 
+    from megatron_dcpo.architectures.config_json import parse_architecture
     from megatron_dcpo.conversion.parameters import extra_states
     from megatron_dcpo.policy import model as policy
-    from megatron_dcpo.weights.architecture import parse_architecture
     from megatron_dcpo.weights.layout import Layout
     from megatron_dcpo.weights.planner import sharded_dimensions
     from tests.distributed.cases.common import parallel_config

@@ -24,6 +24,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
+from megatron_dcpo.architectures.config_json import parse_architecture
 from megatron_dcpo.checkpoints.manifest import MANIFEST, listed_files
 from megatron_dcpo.config import JudgingConfig, load_config
 from megatron_dcpo.conversion import megatron_checkpoint
@@ -42,7 +43,6 @@ from megatron_dcpo.rollout.openai_client import Endpoint
 from megatron_dcpo.runtime.http_json import JsonClient
 from megatron_dcpo.runtime.text import parse_json
 from megatron_dcpo.types import Prompt
-from megatron_dcpo.weights.architecture import parse_architecture
 from megatron_dcpo.weights.hf_checkpoint import HFReader
 from tests.fuzz.strategies import changed, fuzz, mutated, only, values
 from tests.helpers.evaluated import A_SAMPLE

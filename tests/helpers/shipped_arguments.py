@@ -12,13 +12,13 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
+from megatron_dcpo.architectures.config_json import read_architecture
 from megatron_dcpo.config import Config, load_config
 from megatron_dcpo.policy import model as model_module
 from megatron_dcpo.policy import optimizer as optimizer_module
 from megatron_dcpo.rollout import vllm_engine
 from megatron_dcpo.runtime.dtypes import torch_dtype
 from megatron_dcpo.training import run as run_module
-from megatron_dcpo.weights.architecture import read_architecture
 from tests.helpers.shipped import model_of
 
 

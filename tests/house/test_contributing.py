@@ -80,7 +80,7 @@ def test_example_works_as_written(title: str, tmp_path: Path) -> None:
 def test_a_family_is_an_entry_in_one_file_of_the_package() -> None:
     edits = [edit for edit, _ in SECTIONS["An architecture"] if edit != "run"]
     assert edits == [
-        f"megatron_dcpo/weights/families.py{AS_IT_IS}",
+        f"megatron_dcpo/architectures/families.py{AS_IT_IS}",
         f"tests/helpers/families.py{AS_IT_IS}",
     ]
     naming = [
@@ -88,7 +88,7 @@ def test_a_family_is_an_entry_in_one_file_of_the_package() -> None:
         for path in (ROOT / "megatron_dcpo").rglob("*.py")
         if re.search(r"glm4\b|Glm4For", path.read_text())
     ]
-    assert naming == ["megatron_dcpo/weights/families.py"]
+    assert naming == ["megatron_dcpo/architectures/families.py"]
 
 
 def test_without_its_edits_every_check_fails(tmp_path: Path) -> None:

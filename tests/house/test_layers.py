@@ -24,7 +24,7 @@ LAYERS = (
     ("codec", "runtime"),
     ("objectives", "calibration", "sandbox"),
     ("data", "config"),
-    ("judging",),
+    ("judging", "architectures"),
     ("weights",),
     ("policy", "rollout", "conversion"),
     ("checkpoints", "planning", "evaluation"),

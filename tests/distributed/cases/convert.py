@@ -11,6 +11,7 @@ from unittest.mock import patch
 
 import torch
 
+from megatron_dcpo.architectures.config_json import read_architecture
 from megatron_dcpo.checkpoints.saver import Saver
 from megatron_dcpo.checkpoints.state import checkpoint_state
 from megatron_dcpo.config import Config, DataConfig, ModelConfig, OptimizerConfig
@@ -18,7 +19,6 @@ from megatron_dcpo.policy.model import build_policy, tensors_of
 from megatron_dcpo.policy.optimizer import PolicyOptimizer
 from megatron_dcpo.runtime.device import capabilities
 from megatron_dcpo.runtime.distributed import all_gather_objects, barrier
-from megatron_dcpo.weights.architecture import read_architecture
 from megatron_dcpo.weights.layout import UNEVEN_PIPELINE, Layout
 from megatron_dcpo.weights.table import ROUTER_BIAS
 from tests.distributed.cases.common import initialize_layout, parallel_config

@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_dcpo.architectures.config_json import Architecture
 from megatron_dcpo.policy.model import Policy, build_policy
 from megatron_dcpo.policy.schedule import accumulate_gradients, compute_logprobs
 from megatron_dcpo.rollout.transformers_library import auto_class
-from megatron_dcpo.weights.architecture import Architecture
 from megatron_dcpo.weights.table import hf_shapes, is_constant, parts_of
 from tests.distributed.cases.common import (
     config_for_test,

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from megatron_dcpo.architectures.config_json import read_architecture
 from megatron_dcpo.config import Config, load_config, to_yaml
 from megatron_dcpo.data.datasets import load_records
 from megatron_dcpo.data.prompts import find_template
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.judging.function_verifier import load_function
-from megatron_dcpo.weights.architecture import read_architecture
 
 HEAD = "run_dir: runs/r\n"
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 import yaml
 
+from megatron_dcpo.architectures.config_json import read_architecture
 from megatron_dcpo.config import ParallelConfig
 from megatron_dcpo.policy import model
 from megatron_dcpo.rollout import vllm_engine
 from megatron_dcpo.runtime import device
-from megatron_dcpo.weights.architecture import read_architecture
 from tests.helpers.paths import EXAMPLES, REPOSITORY
 from tests.helpers.shipped import model_of
 from tests.helpers.shipped_arguments import arguments, engine_arguments

@@ -21,12 +21,12 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from megatron_dcpo.architectures.config_json import parse_architecture, read_architecture
 from megatron_dcpo.cli import main as dcpo
 from megatron_dcpo.conversion.checkpoint_metadata import _MetadataUnpickler
 from megatron_dcpo.conversion.convert import export_checkpoint, import_checkpoint
 from megatron_dcpo.conversion.megatron_checkpoint import MegatronCheckpoint
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.weights.architecture import parse_architecture, read_architecture
 from megatron_dcpo.weights.hf_checkpoint import write_checkpoint
 from megatron_dcpo.weights.layout import Layout
 from megatron_dcpo.weights.planner import padded_vocab_size
@@ -343,14 +343,14 @@ def test_an_entry_makes_a_family_convertible(tmp_path, monkeypatch):
     """CONTRIBUTING.md, An architecture: GLM-4 is refused without its entry, and comes back to the
     byte with it.
     """
-    from megatron_dcpo.weights import architecture
+    from megatron_dcpo.architectures.families import ARCHITECTURES
 
     source = save_model(tmp_path / "hf", "glm4")
-    entry = architecture.ARCHITECTURES["Glm4ForCausalLM"]
-    monkeypatch.delitem(architecture.ARCHITECTURES, "Glm4ForCausalLM")
+    entry = ARCHITECTURES["Glm4ForCausalLM"]
+    monkeypatch.delitem(ARCHITECTURES, "Glm4ForCausalLM")
     with pytest.raises(UserError, match="Glm4ForCausalLM"):
         import_checkpoint(source, tmp_path / "megatron")
-    monkeypatch.setitem(architecture.ARCHITECTURES, "Glm4ForCausalLM", entry)
+    monkeypatch.setitem(ARCHITECTURES, "Glm4ForCausalLM", entry)
     import_checkpoint(source, tmp_path / "megatron", verify=True)
     export_checkpoint(tmp_path / "megatron", tmp_path / "back", verify=True)
     assert filecmp.cmp(

@@ -7,10 +7,10 @@ import json
 import huggingface_hub
 import pytest
 
+from megatron_dcpo.architectures.config_json import read_architecture
 from megatron_dcpo.cli import main
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.planning import hub
-from megatron_dcpo.weights.architecture import read_architecture
 from tests.helpers.paths import EXAMPLES
 
 

@@ -4,10 +4,10 @@ import json
 
 import pytest
 
+from megatron_dcpo.architectures.config_json import parse_architecture
 from megatron_dcpo.cli import main
 from megatron_dcpo.planning import memory
 from megatron_dcpo.policy import output_layer
-from megatron_dcpo.weights.architecture import parse_architecture
 from megatron_dcpo.weights.layout import Layout
 from megatron_dcpo.weights.reshard_plan import EngineRanks, reshard_plan
 from tests.helpers.paths import EXAMPLES

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from megatron_dcpo.architectures.config_json import read_architecture
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.rollout import vllm_host
 from megatron_dcpo.rollout.vllm_host import VllmOptions, cache_bytes, check_release
-from megatron_dcpo.weights.architecture import read_architecture
 from tests.helpers.paths import REPOSITORY
 
 ARCH = read_architecture(REPOSITORY / "megatron_dcpo" / "planning" / "models" / "Qwen" / "Qwen3-8B")

@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from megatron_dcpo.architectures.config_json import read_architecture
 from megatron_dcpo.config import load_config
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.rollout import vllm_server
@@ -22,7 +23,6 @@ from megatron_dcpo.rollout.engine import EngineError
 from megatron_dcpo.rollout.vllm_server import ServerEngine, connection
 from megatron_dcpo.runtime import device, distributed
 from megatron_dcpo.runtime.http_json import HttpError, JsonClient
-from megatron_dcpo.weights.architecture import read_architecture
 from megatron_dcpo.weights.hf_checkpoint import HFReader
 from megatron_dcpo.weights.planner import WeightSlice
 from megatron_dcpo.weights.table import hf_shapes, stored_shapes

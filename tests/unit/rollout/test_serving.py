@@ -15,13 +15,13 @@ from typing import Any
 
 import pytest
 
+from megatron_dcpo.architectures.config_json import read_architecture
 from megatron_dcpo.config import load_config
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.rollout import serving
 from megatron_dcpo.rollout.serving import EngineServer, server_command
 from megatron_dcpo.runtime.http_json import HttpError, JsonClient
 from megatron_dcpo.training.run import longest_of
-from megatron_dcpo.weights.architecture import read_architecture
 from tests.helpers.paths import QUICKSTART
 
 # answers /health, and says which cores it has

@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megatron_dcpo.architectures.config_json import read_architecture
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.rollout import vllm_server
 from megatron_dcpo.rollout.engine import EngineError, SamplingConfig
 from megatron_dcpo.rollout.vllm_server import ServerEngine
 from megatron_dcpo.runtime import distributed
 from megatron_dcpo.types import Prompt
-from megatron_dcpo.weights.architecture import read_architecture
 from megatron_dcpo.weights.hf_checkpoint import HFReader
 from megatron_dcpo.weights.planner import WeightSlice
 from megatron_dcpo.weights.table import hf_shapes

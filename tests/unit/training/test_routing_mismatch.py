@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
+from megatron_dcpo.architectures.config_json import read_architecture
 from megatron_dcpo.rollout import SamplingConfig, TransformersEngine
 from megatron_dcpo.training.mismatch import (
     ROUTING_MISMATCH_THRESHOLD,
@@ -14,7 +15,6 @@ from megatron_dcpo.training.mismatch import (
     routing_mismatch,
 )
 from megatron_dcpo.types import BLOCKS, TokenOutputs
-from megatron_dcpo.weights.architecture import read_architecture
 from megatron_dcpo.weights.planner import WeightSlice
 from tests.helpers.vllm import prompts_for_test
 

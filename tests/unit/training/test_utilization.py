@@ -5,13 +5,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megatron_dcpo.architectures.config_json import read_architecture
 from megatron_dcpo.config import ParallelConfig, load_config
 from megatron_dcpo.planning.machine import Machine
 from megatron_dcpo.planning.plan import make_plan
 from megatron_dcpo.planning.traffic import forward_flops
 from megatron_dcpo.runtime import device
 from megatron_dcpo.training import metrics, recorder
-from megatron_dcpo.weights.architecture import read_architecture
 from megatron_dcpo.weights.layout import Layout
 from tests.helpers.paths import REPOSITORY
 

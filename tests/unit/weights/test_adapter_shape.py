@@ -11,10 +11,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from megatron_dcpo.architectures.config_json import read_architecture
 from megatron_dcpo.config import AdapterConfig
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.weights.adapter_shape import ALPHA, RANK, AdapterShape, adapter_shape, read_shape
-from megatron_dcpo.weights.architecture import read_architecture
 from megatron_dcpo.weights.peft_adapter import read_low_rank, write_adapter
 from megatron_dcpo.weights.table import hf_shapes
 from tests.helpers.paths import QUICKSTART

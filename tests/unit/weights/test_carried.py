@@ -13,9 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from megatron_dcpo.architectures.config_json import read_architecture
 from megatron_dcpo.conversion.convert import export_checkpoint, import_checkpoint
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.weights.architecture import read_architecture
 from megatron_dcpo.weights.hf_checkpoint import KEPT_LAYERS, HFReader, write_checkpoint
 from tests.helpers.checkpoints import SMALL, load_model, save_model
 

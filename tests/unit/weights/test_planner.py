@@ -7,9 +7,9 @@ import math
 import numpy as np
 import pytest
 
+from megatron_dcpo.architectures.architecture import Architecture, YarnScaling
+from megatron_dcpo.architectures.config_json import parse_architecture
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.weights.architecture import parse_architecture
-from megatron_dcpo.weights.decoder import Architecture, YarnScaling
 from megatron_dcpo.weights.layout import Coordinates, Layout
 from megatron_dcpo.weights.planner import check_layout, checksum, padded_vocab_size, plan
 from megatron_dcpo.weights.table import hf_shapes

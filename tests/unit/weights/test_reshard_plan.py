@@ -5,9 +5,9 @@ import math
 
 import pytest
 
+from megatron_dcpo.architectures.config_json import parse_architecture
 from megatron_dcpo.config.rules import check_engine_size
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.weights.architecture import parse_architecture
 from megatron_dcpo.weights.layout import Layout
 from megatron_dcpo.weights.planner import plan
 from megatron_dcpo.weights.reshard_plan import EngineRanks, engine_slice, reshard_plan

@@ -1,7 +1,7 @@
 """A decoder-only model as its Hugging Face ``config.json`` describes it, as far as the weight table
 and the policy need it.
 
-What the name of an architecture implies is in :mod:`megatron_dcpo.weights.families`.
+What the name of an architecture implies is in :mod:`megatron_dcpo.architectures.families`.
 """
 
 from __future__ import annotations
@@ -11,27 +11,26 @@ import re
 from pathlib import Path
 from typing import Any, get_args
 
-from megatron_dcpo.errors import UserError, one_line
-from megatron_dcpo.runtime.paths import places
-from megatron_dcpo.runtime.text import read_json_object
-from megatron_dcpo.weights.config_experts import mixture_of_experts
-from megatron_dcpo.weights.config_keys import (
+from megatron_dcpo.architectures.architecture import Activation, Architecture, DeltaNet
+from megatron_dcpo.architectures.experts import mixture_of_experts
+from megatron_dcpo.architectures.families import ARCHITECTURES, DELTA_NET_KEYS, Traits
+from megatron_dcpo.architectures.keys import (
     check_keys,
     check_said_once,
     check_unquantized,
     given,
     positive,
 )
-from megatron_dcpo.weights.config_rotary import (
+from megatron_dcpo.architectures.rotary import (
     of_full_layers,
     positions,
     rotary_embedding,
     rotary_percent,
     sliding_window,
 )
-from megatron_dcpo.weights.decoder import Activation, Architecture, DeltaNet
-from megatron_dcpo.weights.families import ARCHITECTURES, DELTA_NET_KEYS, Traits
-from megatron_dcpo.weights.nearest import Family, unknown_architecture
+from megatron_dcpo.errors import UserError, one_line
+from megatron_dcpo.runtime.paths import places
+from megatron_dcpo.runtime.text import read_json_object
 
 # OWNER/NAME, as the hub writes it
 HUB_NAME = re.compile(r"(?!\.)[\w.-]+/(?!\.)[\w.-]+")
@@ -79,7 +78,7 @@ def read_architecture(model_dir: str | Path, weights_elsewhere: bool = False) ->
     config = read_json_object(path)
     if not weights_elsewhere:
         check_unquantized(config, str(path))
-    return parse_architecture(config, str(path), model_dir)
+    return parse_architecture(config, str(path))
 
 
 def check_model_dir(model_dir: str | Path) -> None:
@@ -122,15 +121,12 @@ def is_known(config: dict[str, Any]) -> bool:
     return any(name in ARCHITECTURES for name in names if isinstance(name, str))
 
 
-def parse_architecture(
-    config: dict[str, Any], source: str = "config.json", model_dir: Path | None = None
-) -> Architecture:
-    """Translate the dictionary of a ``config.json``; ``source`` names it in errors. Weights in
-    ``model_dir`` help to say what is near an architecture that is not known.
+def parse_architecture(config: dict[str, Any], source: str = "config.json") -> Architecture:
+    """Translate the dictionary of a ``config.json``; ``source`` names it in errors.
 
     Raises :class:`UserError` if a key may describe another model than the one that is built.
     """
-    name, traits = _traits(config, source, model_dir)
+    name, traits = _traits(config, source)
     check_said_once(config, source)
     check_keys(config, traits.keys, source)
     _check_types(config, traits, source)
@@ -195,7 +191,7 @@ def _check_types(config: dict[str, Any], traits: Traits, source: str) -> None:
             raise UserError(f"{source}: {key} must be true or false, not {value!r:.40}")
 
 
-def _traits(config: dict[str, Any], source: str, model_dir: Path | None) -> tuple[str, Traits]:
+def _traits(config: dict[str, Any], source: str) -> tuple[str, Traits]:
     """Return the architecture's name and its traits."""
     names = config.get("architectures") or ["(none)"]
     if not isinstance(names, list):
@@ -204,55 +200,11 @@ def _traits(config: dict[str, Any], source: str, model_dir: Path | None) -> tupl
     if len(names) > 1:
         raise UserError(f"{source}: architectures must be one name, not {names!r:.80}")
     if name not in ARCHITECTURES:
-        raise UserError(unknown_architecture(config, name, source, model_dir, known_families()))
+        known = ", ".join(sorted(ARCHITECTURES))
+        raise UserError(
+            f"{source}: architecture {one_line(name, 60)} is not supported; supported: {known}"
+        )
     return name, ARCHITECTURES[name]
-
-
-def known_families() -> list[Family]:
-    """Return the architectures as far as an unknown one is compared with them."""
-    return [_family(name, traits) for name, traits in ARCHITECTURES.items()]
-
-
-def _family(name: str, traits: Traits) -> Family:
-    """Return a known architecture with its smallest model, whose tensors have the names of all."""
-    has_sigmoid = traits.router == "sigmoid"
-    smallest = Architecture(
-        num_layers=2 if traits.delta_nets else 1,
-        hidden_size=1,
-        ffn_hidden_size=1,
-        num_attention_heads=1,
-        num_query_groups=1,
-        kv_channels=1,
-        vocab_size=1,
-        max_position_embeddings=1,
-        layernorm_epsilon=1.0,
-        rotary_base=1.0,
-        rope_scaling=None,
-        tied_embeddings=False,
-        qkv_bias=traits.always_qkv_bias,
-        num_experts=int(traits.experts),
-        experts_per_token=int(traits.experts),
-        shared_ffn_hidden_size=int(traits.shared_expert_gate or has_sigmoid),
-        shared_expert_gate=traits.shared_expert_gate,
-        router_score=traits.router,
-        router_bias=has_sigmoid,
-        delta_net=_SMALLEST_DELTA_NET if traits.delta_nets else None,
-        **traits.implied,
-    )
-    return Family(
-        name=name, keys=traits.keys, smallest=smallest, biases_the_output=traits.biases_the_output
-    )
-
-
-# with attention in the other of two layers
-_SMALLEST_DELTA_NET = DeltaNet(
-    layers=(True, False),
-    kernel_size=1,
-    key_heads=1,
-    value_heads=1,
-    key_channels=1,
-    value_channels=1,
-)
 
 
 def _activation(config: dict[str, Any], traits: Traits, source: str) -> Activation:

@@ -1,6 +1,6 @@
 """The keys of a Hugging Face ``config.json``, as far as they decide which model it is.
 
-A key is translated by :mod:`megatron_dcpo.weights.architecture`, or it has no influence on the
+A key is translated by :mod:`megatron_dcpo.architectures.config_json`, or it has no influence on the
 forward pass, or it has one value under which the model is the one that is built here. Any other key
 or value is refused by name: a model that differs from its configuration would be trained without a
 sign of it.
@@ -15,7 +15,7 @@ from typing import Any
 
 from megatron_dcpo.errors import UserError
 
-# translated by megatron_dcpo.weights.architecture
+# translated by megatron_dcpo.architectures.config_json
 TRANSLATED = frozenset(
     {
         "architectures",

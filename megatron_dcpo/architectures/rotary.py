@@ -7,16 +7,16 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from megatron_dcpo.errors import UserError
-from megatron_dcpo.weights.config_keys import positive
-from megatron_dcpo.weights.decoder import (
+from megatron_dcpo.architectures.architecture import (
     LinearScaling,
     RopeScaling,
     SlidingWindow,
     YarnScaling,
     yarn_attention_factor,
 )
-from megatron_dcpo.weights.families import Traits, Windows
+from megatron_dcpo.architectures.families import Traits, Windows
+from megatron_dcpo.architectures.keys import positive
+from megatron_dcpo.errors import UserError
 
 
 def rotary_percent(config: dict[str, Any], traits: Traits, kv_channels: int, source: str) -> float:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron_dcpo.architectures.families import Traits
+from megatron_dcpo.architectures.keys import given, positive
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.weights.config_keys import given, positive
-from megatron_dcpo.weights.families import Traits
 
 
 def mixture_of_experts(config: dict[str, Any], traits: Traits, source: str) -> dict[str, Any]:

@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_dcpo.weights.config_keys import Keys
-from megatron_dcpo.weights.decoder import LLAMA_NORMS, LayerNorms, RouterScore
+from megatron_dcpo.architectures.architecture import LLAMA_NORMS, LayerNorms, RouterScore
+from megatron_dcpo.architectures.keys import Keys
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Traits:
     multiplied by the root of the hidden size. Every ``delta_nets``-th layer has attention and the
     others a gated delta net, unless ``layer_types`` says otherwise. ``rope_without_influence`` are
     keys of the rotary embedding that change nothing of a text. The other fields are those of
-    :class:`~megatron_dcpo.weights.decoder.Architecture`.
+    :class:`~megatron_dcpo.architectures.architecture.Architecture`.
     """
 
     keys: Keys

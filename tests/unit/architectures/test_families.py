@@ -10,11 +10,16 @@ from typing import Any
 
 import pytest
 
+from megatron_dcpo.architectures.architecture import (
+    DeltaNet,
+    LinearScaling,
+    SlidingWindow,
+    YarnScaling,
+)
+from megatron_dcpo.architectures.config_json import ARCHITECTURES, parse_architecture
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.planning.hub import MODELS
 from megatron_dcpo.planning.traffic import sequence_flops
-from megatron_dcpo.weights.architecture import ARCHITECTURES, parse_architecture
-from megatron_dcpo.weights.decoder import DeltaNet, LinearScaling, SlidingWindow, YarnScaling
 from megatron_dcpo.weights.layout import Layout
 from megatron_dcpo.weights.table import number_of_parameters
 from tests.helpers.paths import REPOSITORY
