@@ -84,7 +84,7 @@ class Bare:
         self.run, self.forward_backward = run, get_forward_backward_func()
         self.batches = []
         packing = run.config.parallel.sequence_packing
-        local, micro_batches = run.updater.deal(scored)
+        local, micro_batches = run.updater.trainer.deal(scored)
         samples = [scored[i] for i in local]
         self.longest = max(map(sequence_length, samples))
         for batch in collate(samples, micro_batches, packing=packing):

@@ -36,7 +36,7 @@ from megatron_dcpo.evaluation.samples import (
     write_samples,
 )
 from megatron_dcpo.evaluation.scoring import CONFIDENCE_KINDS, bins_from_json
-from megatron_dcpo.judging.judge import JUDGES, Judge, judge_many, with_text
+from megatron_dcpo.judging.judge import Judge, judge_many, judging_threads, with_text
 from megatron_dcpo.judging.math.pool import equivalent_many
 from megatron_dcpo.judging.token_bytes import TokenBytes
 from megatron_dcpo.runtime.files import write_atomically
@@ -108,17 +108,18 @@ def evaluate_benchmark(
     collected.continue_from({} if log is None else log.finished(collected.benchmark))
     requests = _missing(prompts, repeats, collected.samples)
     judged: deque[tuple[Sequence[Response], Future[Sequence[Judgement]]]] = deque()
-    try:
-        for responses in respond(requests) if requests else ():
-            judged.append((responses, JUDGES.submit(judged_by.judge, responses, by_id)))
-            while judged and judged[0][1].done():
+    with judging_threads() as threads:
+        try:
+            for responses in respond(requests) if requests else ():
+                judged.append((responses, threads.submit(judged_by.judge, responses, by_id)))
+                while judged and judged[0][1].done():
+                    finished, judgements = judged.popleft()
+                    collected.add(finished, judgements.result())
+                    collected.check_refusals()
+        finally:
+            while judged:
                 finished, judgements = judged.popleft()
                 collected.add(finished, judgements.result())
-                collected.check_refusals()
-    finally:
-        while judged:
-            finished, judgements = judged.popleft()
-            collected.add(finished, judgements.result())
     collected.check_refusals()
     position = {prompt.prompt_id: number for number, prompt in enumerate(prompts)}
     ordered = sorted(

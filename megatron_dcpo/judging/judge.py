@@ -7,8 +7,9 @@ evaluation) share this judge.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
@@ -21,15 +22,22 @@ from megatron_dcpo.judging.thinking import PROMPT_TOKENS, answer_start
 from megatron_dcpo.judging.token_bytes import TokenBytes
 from megatron_dcpo.types import CONFIDENCE_TAG, Judgement, Prompt, Response
 
-# Threads that wait for the judge's processes, so that a slow response does not block the others.
-# They live as long as this process, because a sandbox that dies with its parent already dies with
-# the thread that started it.
-JUDGES = ThreadPoolExecutor(max_workers=32, thread_name_prefix="judge")
-
 # returns the outcomes in the order of the attempts
 Verifier = Callable[[Sequence[Attempt]], Sequence[Outcome]]
 # gets the prompts by their ids
 Judge = Callable[[Sequence[Response], Mapping[str, Prompt]], Sequence[Judgement]]
+
+
+@contextmanager
+def judging_threads() -> Iterator[Executor]:
+    """Open threads that wait for the judge's processes, so that a slow response does not hold up
+    the others. At the end of the block, what has not begun is given up and nothing is waited for.
+    """
+    threads = ThreadPoolExecutor(max_workers=32, thread_name_prefix="judge")
+    try:
+        yield threads
+    finally:
+        threads.shutdown(wait=False, cancel_futures=True)
 
 
 def judge_many(

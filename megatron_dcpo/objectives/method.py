@@ -1,6 +1,7 @@
 """A method: how a group of responses is scored, and the loss of a token.
 
-    samples = method.score(samples)  # rewards, advantages, blocks and weights of every sample
+    scores = method.group_scores(samples)  # once per group: rewards and advantages
+    samples = method.score(samples, scores)  # per mini-batch: blocks and weights of every token
     contributions, statistics = method.loss(batch, outputs)  # per token of a micro-batch
 
 The plain sum of all contributions is the loss.
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 SCORES = ("target", "R", "R_c", "A_r", "A_c")
+BLOCK_ORDER = tuple(BLOCKS.values())
 
 # From a group's correctness R, confidence c (NaN if malformed) and mean log-prob, float64 [G] each,
 # and the options to ``SCORES``, float64 [G] each: the target of the confidence, the reward behind
@@ -128,14 +130,18 @@ class Method:
         options = self.options.model_copy(update={"weight_confidence": weight})
         return replace(self, options=options)
 
-    def score(self, samples: Sequence[TrainingSample]) -> list[TrainingSample]:
+    def score(
+        self, samples: Sequence[TrainingSample], scores: np.ndarray | None = None
+    ) -> list[TrainingSample]:
         """Return the samples of a mini-batch with rewards, advantages, blocks and token weights.
 
-        Groups are collected by prompt id, in any order; the denominators of the weights count the
-        responses of the mini-batch, or of the groups that :meth:`block_members` names. Raises
-        :class:`UserError` for a group of one, ValueError if log-probs are missing.
+        ``scores`` are the samples' :meth:`group_scores`, if they are known already. The
+        denominators of the weights count the responses of the mini-batch, or of the groups that
+        :meth:`block_members` names. Raises as :meth:`group_scores` does.
         """
-        scores = self.group_scores(samples)
+        if scores is None:
+            scores = self.group_scores(samples)
+        scores = self.scaled_scores(samples, scores)
         blocks = [blocks_of(sample, self.options) for sample in samples]
         members = self.block_members(samples, blocks, scores)
         weights = self.token_weights(blocks, members)
@@ -155,7 +161,11 @@ class Method:
         return scored
 
     def group_scores(self, samples: Sequence[TrainingSample]) -> np.ndarray:
-        """Return :data:`SCORES` of every sample, float64 [5, N]. Raises as :meth:`score` does."""
+        """Return :data:`SCORES` of every sample, float64 [5, N], each from its own group alone.
+
+        Groups are collected by prompt id, in any order. Raises :class:`UserError` for a group of
+        one, ValueError if the method reads log-probs and they are missing.
+        """
         judgements = [sample.judgement for sample in samples]
         groups = rows_of_groups(samples)
         for rows in groups.values():
@@ -170,13 +180,22 @@ class Method:
             if self.options.overlong_buffer:
                 of_group = with_length_penalty(of_group, lengths[rows], self.options)
             scores[:, rows] = of_group
-        if self.options.advantage_normalization_confidence == "batch_std" and not np.isnan(R).all():
-            order = np.concatenate(list(groups.values()))
-            answered = order[~np.isnan(R[order])]
-            scale = batch_scale(scores[SCORES.index("A_c"), answered])
-            for name in self.batch_scaled:
-                scores[SCORES.index(name)] /= scale
         return scores
+
+    def scaled_scores(self, samples: Sequence[TrainingSample], scores: np.ndarray) -> np.ndarray:
+        """Return the :meth:`group_scores` of a mini-batch with the advantages that ``batch_std``
+        divides by one number for all groups (:func:`batch_scale`).
+        """
+        R = self._all_correctness(samples)
+        if self.options.advantage_normalization_confidence != "batch_std" or np.isnan(R).all():
+            return scores
+        order = np.concatenate(list(rows_of_groups(samples).values()))
+        answered = order[~np.isnan(R[order])]
+        scale = batch_scale(scores[SCORES.index("A_c"), answered])
+        scaled = scores.copy()
+        for name in self.batch_scaled:
+            scaled[SCORES.index(name)] /= scale
+        return scaled
 
     def _scores_of_group(
         self, R: np.ndarray, c: np.ndarray, logprob: np.ndarray
@@ -276,26 +295,40 @@ class Method:
         weights = weight[token_block] / denominator * is_member
         return np.split(weights, np.cumsum(lengths)[:-1])[: len(lengths)]
 
-    def is_informative(self, samples: Sequence[TrainingSample]) -> bool:
+    def is_informative(self, samples: Sequence[TrainingSample], scores: np.ndarray | None) -> bool:
         """Return whether the reasoning learns from a group which of its answers are right: their
-        correctness differs, and a reasoning token has an advantage other than 0 and a weight. Of a
-        method whose score needs old log-probs only the correctness is looked at.
+        correctness differs, and a reasoning token has an advantage other than 0 and a weight.
 
-        A reward that differs in equally right answers (a length, a stated confidence) does not
-        count, so that the same groups are informative for every method.
+        ``scores`` are the group's :meth:`group_scores`; None for a method whose scores need
+        log-probs that are not there yet, of which only the correctness is looked at. A reward that
+        differs in equally right answers (a length, a stated confidence) does not count, so that the
+        same groups are informative for every method.
         """
         if not differ(self._all_correctness(samples)):
             return False
-        if self.needs_old_logprobs:
+        if scores is None:
             return True
-        return any(self.has_advantage(sample, BLOCK_REASONING) for sample in self.score(samples))
+        return bool(self._pushed(samples, scores)[BLOCK_ORDER.index(BLOCK_REASONING)].any())
 
-    def trains(self, samples: Sequence[TrainingSample]) -> bool:
-        """Return whether a group has a gradient in either block: an advantage other than 0 on a
-        token with a weight. KL and entropy terms do not count, because every group would have them.
-        Raises ValueError if the score needs old log-probs.
+    def trains(self, samples: Sequence[TrainingSample], scores: np.ndarray) -> bool:
+        """Return whether a group with these :meth:`group_scores` has a gradient in either block: an
+        advantage other than 0 on a token with a weight. KL and entropy terms do not count, because
+        every group would have them.
         """
-        return any(self.has_advantage(sample) for sample in self.score(samples))
+        return bool(self._pushed(samples, scores).any())
+
+    def _pushed(self, samples: Sequence[TrainingSample], scores: np.ndarray) -> np.ndarray:
+        """Return which samples of a group have a token with a weight and an advantage other than 0,
+        in each block, bool [2, N].
+        """
+        blocks = [blocks_of(sample, self.options) for sample in samples]
+        members = self.block_members(samples, blocks, scores)
+        advantages = scores[[SCORES.index("A_r"), SCORES.index("A_c")]]
+        has_tokens = np.array(
+            [[np.any(block == block_id) for block in blocks] for block_id in BLOCK_ORDER]
+        )
+        weighted = np.array(self.options.weights)[:, None] != 0
+        return members & has_tokens & weighted & (advantages != 0)
 
     def has_gradient(self, sample: TrainingSample, block: int | None = None) -> bool:
         """Return whether a scored sample can have a gradient, with KL and entropy terms; in

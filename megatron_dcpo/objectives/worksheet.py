@@ -63,8 +63,9 @@ def evaluate(group: Mapping[str, Any]) -> dict[str, Any]:
         sample(parse_judgement(response, i), response["old_logprobs"], i)
         for i, response in enumerate(responses)
     ]
-    targets, R, R_c, A_r, A_c = map(_list, method.group_scores(samples))
-    scored = method.score(samples)
+    scores = method.group_scores(samples)
+    targets, R, R_c, A_r, A_c = map(_list, method.scaled_scores(samples, scores))
+    scored = method.score(samples, scores)
     return {
         "targets": targets,
         "R": R,

@@ -16,7 +16,7 @@ from megatron_dcpo.objectives.method import Method
 from megatron_dcpo.runtime.distributed import Collectives
 from megatron_dcpo.types import Response, TrainingSample, replaced
 
-SAMPLED = 16  # one in so many of the responses that move no weight is computed
+SAMPLED = 16  # every 16th response without a gradient is computed
 # options of Megatron with which every token of a batch moves the routers
 ROUTER_LOSSES = ("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_enable_expert_bias")
 
@@ -28,11 +28,10 @@ def samples_to_train(
     can have a gradient, and the first and every sixteenth of the others, whose difference between
     engine and trainer stands for that of all.
 
-    The denominators in the weights count all samples, so loss and gradient are those of all. A
-    method whose score reads log-probs has computed every sample already, and trains on every one.
+    The denominators in the weights count all samples, so loss and gradient are those of all.
     ``megatron`` are Megatron's options: some give every token a gradient.
     """
-    if method.needs_old_logprobs or any(megatron.get(option) for option in ROUTER_LOSSES):
+    if any(megatron.get(option) for option in ROUTER_LOSSES):
         return list(samples)
     without_gradient = [
         index for index, sample in enumerate(samples) if not method.has_gradient(sample)

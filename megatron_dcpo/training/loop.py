@@ -4,11 +4,17 @@ weights to the engine.
 
 from __future__ import annotations
 
+import itertools
 import logging
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import TypeVar
 
 from megatron_dcpo.config import Config
+from megatron_dcpo.errors import UserError
 from megatron_dcpo.judging.function_verifier import VerifierFailed
+from megatron_dcpo.rollout.engine import EngineError
 from megatron_dcpo.runtime import distributed, signals
 from megatron_dcpo.runtime.device import profile
 from megatron_dcpo.runtime.run_lock import lock_run_dir
@@ -21,6 +27,10 @@ from megatron_dcpo.training.weight_sync import export_policy
 from megatron_dcpo.weights.table import number_of_parameters
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+MAX_RESTARTS = 2  # of the engines, within one rollout or one push of weights
 
 
 def train(config: Config) -> None:
@@ -60,13 +70,13 @@ def train_step(run: Run, step: int) -> None:
     with run.timers("train"), run.checkpointer.completing():
         run.engine.sleep()
         run.offload.reload()
-        samples, statistics = run.updater.update(batch.samples, step)
+        samples, statistics = run.updater.update(batch.samples, batch.scores, step)
     with run.timers("save"):  # while the engine sleeps
         run.checkpointer.save(step)
     run.rollouts.wait_for_engine()
     with run.timers("reshard"):
         run.offload.offload()
-        traffic = run.weight_sync.push(version=step)
+        traffic = push_weights(run, version=step)
     validated = _validate(run, step)
     run.recorder.log(step, samples, statistics, traffic | batch.metrics | validated)
     with run.timers("save"):
@@ -76,7 +86,7 @@ def train_step(run: Run, step: int) -> None:
 
 def _take_batch(run: Run, step: int) -> Batch:
     try:
-        return run.rollouts.take(step)
+        return with_restarts(run, partial(run.rollouts.take, step), version=step - 1)
     except RolloutAbandoned:  # by a signal
         run.checkpointer.stop_if_asked(done=step - 1)
         raise
@@ -84,6 +94,44 @@ def _take_batch(run: Run, step: int) -> Batch:
         run.checkpointer.save_and_end(failed, done=step - 1)
 
 
+# ------------------------------------------------------------------------------- failed engines
+def with_restarts(run: Run, sample: Callable[[], T], version: int) -> T:
+    """Return what ``sample`` returns. When an engine fails, all are started again with the weights
+    ``version``, and it is called again: random numbers are counted, so that the result is the same.
+    Collective. Raises :class:`UserError` when an engine fails repeatedly.
+
+    All engines together: when vLLM measures the memory that is left, it waits for every rank.
+    """
+    for restarts in itertools.count():
+        try:
+            return sample()
+        except EngineError as failure:
+            _restart_engines(run, failure, restarts, "a rollout")
+            push_weights(run, version)
+    raise AssertionError("unreachable: the last failure raises")
+
+
+def push_weights(run: Run, version: int) -> dict[str, float]:
+    """Push the policy's weights into the engines (:meth:`WeightSync.push`); engines that fail are
+    started again. Collective. Raises :class:`UserError` when an engine fails repeatedly.
+    """
+    for restarts in itertools.count():
+        try:
+            return run.weight_sync.push(version)
+        except EngineError as failure:
+            _restart_engines(run, failure, restarts, f"the weights of step {version}")
+    raise AssertionError("unreachable: the last failure raises")
+
+
+def _restart_engines(run: Run, failure: EngineError, restarts: int, what: str) -> None:
+    if restarts == MAX_RESTARTS:
+        raise UserError(f"an engine failed {restarts + 1} times with {what}: {failure}")
+    if run.policy.topology.rank == 0:
+        logger.warning("%s; every engine is restarted and %s is repeated", failure, what)
+    run.engine.restart()
+
+
+# ------------------------------------------------------------------------------- beginning
 def _start(run: Run, done: int) -> None:
     """Give the engines the policy after ``done`` steps, and validate it. The first rank says so: a
     large model takes minutes before its first step is logged.
@@ -97,7 +145,7 @@ def _start(run: Run, done: int) -> None:
             type(run.engine).__name__,
         )
     run.weight_sync.check_plan()
-    run.weight_sync.push(version=done)
+    push_weights(run, version=done)
     run.recorder.log_evaluation(done, _validate(run, done))
     run.timers.clear()
     if is_first_rank:
@@ -128,7 +176,7 @@ def _validate(run: Run, step: int) -> dict[str, float]:
     if validator is None or not validator.is_due(step) or step in run.selection.measured:
         return {}
     run.rollouts.wait_for_engine()
-    validation = validator.validate(version=step)
+    validation = with_restarts(run, validator.validate, version=step)
     if validation is None:
         return {}
     run.recorder.write_validation(step, validation.samples)
@@ -144,7 +192,7 @@ def _save_best(run: Run, step: int) -> None:
     """
     if run.selection.best_step == step and run.checkpointer.saved_step != step:
         run.checkpointer.save_now(step)
-        run.weight_sync.push(version=step)
+        push_weights(run, version=step)
 
 
 def _restore_validations(run: Run, done: int) -> None:

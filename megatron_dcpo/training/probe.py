@@ -105,7 +105,7 @@ def _probe(run: Run, batches: int) -> dict[str, Any]:
         run.offload.offload()
         # the same weights each time, under the version numbers of a training
         run.weight_sync.push(version=step - 1)
-        samples = run.updater.fetch_share(run.rollouts.take(step).samples)
+        samples = run.updater.trainer.fetch_share(run.rollouts.take(step).samples)
         run.engine.sleep()
         run.offload.reload()
         for part, scored in parts_of(samples, run.config.objective).items():
@@ -142,7 +142,8 @@ def parts_of(
     """
 
     def scores(method: str, **options: object) -> dict[str, np.ndarray]:
-        rows = build_method(as_method(objective, method, **options)).group_scores(samples)
+        chosen = build_method(as_method(objective, method, **options))
+        rows = chosen.scaled_scores(samples, chosen.group_scores(samples))
         return dict(zip(SCORES, rows, strict=True))
 
     def confidence(baseline: str) -> np.ndarray:

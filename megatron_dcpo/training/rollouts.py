@@ -9,8 +9,6 @@ a resumed run generates it again.
 from __future__ import annotations
 
 import dataclasses
-import itertools
-import logging
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -20,14 +18,10 @@ from typing import Any, Protocol, TypeVar
 from megatron_dcpo.errors import Stopped, UserError
 from megatron_dcpo.judging.function_verifier import VerifierFailed
 from megatron_dcpo.rollout import EngineError
-from megatron_dcpo.runtime.distributed import Collectives
 from megatron_dcpo.runtime.signals import RolloutAbandoned
 from megatron_dcpo.runtime.watchdog import Timers
-from megatron_dcpo.training.generation import Recover
 from megatron_dcpo.training.groups import restored_groups, saved_groups
 from megatron_dcpo.training.sampler import Batch, Sampler, SamplerState, Totals
-
-logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Sampled = tuple[Batch, SamplerState]
@@ -42,7 +36,9 @@ class Rollouts(Protocol):
     state: SamplerState
 
     def take(self, step: int) -> Batch:
-        """Return the batch of ``step``; raises what :meth:`Sampler.sample` raises."""
+        """Return the batch of ``step``; raises what :meth:`Sampler.sample` raises. After an
+        :class:`EngineError` it may be called again, with new weights in the engines.
+        """
         ...
 
     def start(self, step: int) -> None:
@@ -84,14 +80,13 @@ class AsyncRollouts:
     """Samples the batch of the next step in a thread while this step trains.
 
     The batch on its way is one future. ``sampler`` communicates through a second process group
-    and has timers that only count seconds; ``timers`` are the run's. An engine that failed gets new
-    weights only when the thread has ended (``recover``); then its batch is sampled again.
+    and has timers that only count seconds; ``timers`` are the run's. What ends the thread is raised
+    by :meth:`take`, in the main thread.
     """
 
-    def __init__(self, sampler: Sampler, timers: Timers, recover: Recover, last_step: int) -> None:
+    def __init__(self, sampler: Sampler, timers: Timers, last_step: int) -> None:
         self.sampler = sampler
         self.timers = timers
-        self.recover = recover
         self.last_step = last_step
         self.state = SamplerState()
         self.future: Future[Sampled] | None = None
@@ -100,20 +95,12 @@ class AsyncRollouts:
         """Return the batch of ``step``, which the weights before the last update sampled. The first
         batch, and one whose engine failed, are sampled now, by the newest weights.
         """
-        for restarts in itertools.count():
-            if self.future is None:
-                self.future = self._sample(step, version=step - 1)
-                self.wait_for_engine()
-            future, self.future = self.future, None
-            try:
-                batch, self.state = future.result()
-            except EngineError as failure:
-                if self.sampler.collectives.rank == 0:
-                    logger.warning("%s; the batch of step %d is generated again", failure, step)
-                self.recover(str(failure), version=step - 1, restarts=restarts)
-            else:
-                return batch
-        raise AssertionError("unreachable: recover gives up after some restarts")
+        if self.future is None:
+            self.future = self._sample(step, version=step - 1)
+            self.wait_for_engine()
+        future, self.future = self.future, None
+        batch, self.state = future.result()
+        return batch
 
     def start(self, step: int) -> None:
         """Begin to sample the batch of ``step`` with the weights that the engine has now, which
@@ -162,20 +149,6 @@ def in_thread(call: Callable[[], T], name: str) -> Future[T]:
 
     threading.Thread(target=run, name=name, daemon=True).start()
     return future
-
-
-def fail_on_all_ranks(collectives: Collectives) -> Recover:
-    """Return what a thread does about an engine that failed: raise :class:`EngineError` on all
-    ranks. Only the main thread can start engines again, because they need new weights.
-    """
-
-    def recover(failure: str, *, version: int, restarts: int) -> bool:
-        failures = [text for text in collectives.gather(failure) if text]
-        if failures:
-            raise EngineError(failures[0])
-        return False
-
-    return recover
 
 
 class SavedRollouts:

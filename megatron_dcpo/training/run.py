@@ -55,7 +55,6 @@ from megatron_dcpo.training.rollouts import (
     Rollouts,
     RolloutsInTurn,
     SavedRollouts,
-    fail_on_all_ranks,
 )
 from megatron_dcpo.training.sampler import Sampler
 from megatron_dcpo.training.selection import Selection
@@ -66,6 +65,7 @@ from megatron_dcpo.training.sources import (
     fingerprint_of,
     load_sources,
 )
+from megatron_dcpo.training.trainer import Trainer
 from megatron_dcpo.training.updater import Reference, Updater
 from megatron_dcpo.training.validation import Validator
 from megatron_dcpo.training.warnings import too_few_problems
@@ -143,9 +143,8 @@ def build(config: Config) -> Iterator[Run]:
             optimizer.exported, engine.tensor_model_parallel_size, config.rollout.bucket_bytes
         ),
         topology=topology,
-        watch=watch,
     )
-    rollouts = build_rollouts(config, inputs, engine, weight_sync, timers)
+    rollouts = build_rollouts(config, inputs, engine, watch, timers)
     updater = build_updater(config, inputs.method, policy, optimizer, reference)
     saver = build_saver(config, topology)
     checkpointer = Checkpointer(
@@ -183,7 +182,7 @@ def build(config: Config) -> Iterator[Run]:
         weight_sync=weight_sync,
         checkpointer=checkpointer,
         recorder=recorder,
-        validator=build_validator(config, inputs, engine, weight_sync, timers),
+        validator=build_validator(config, inputs, engine, watch, timers),
         selection=Selection(config.training.keep_best, config.training.early_stop),
     )
     with watch, ExitStack() as stack:
@@ -301,9 +300,15 @@ def build_updater(
     probe = None
     if isinstance(optimizer, PolicyOptimizer):
         probe = partial(probe_block_gradients, policy, optimizer.megatron)
-    return Updater(
+    trainer = Trainer(
         policy=policy,
         optimizer=optimizer,
+        parallel=config.parallel,
+        training=config.training,
+        temperature=config.rollout.temperature,
+    )
+    return Updater(
+        trainer=trainer,
         method=method,
         reference=reference,
         probe=probe,
@@ -386,7 +391,7 @@ def longest_sequence(config: Config, held_out: HeldOut | None) -> int:
 
 
 def build_rollouts(
-    config: Config, inputs: Inputs, engine: Engine, weight_sync: WeightSync, timers: Timers
+    config: Config, inputs: Inputs, engine: Engine, watch: Watchdog, timers: Timers
 ) -> Rollouts:
     """Return what samples the batches: in turn with the training, or alongside it."""
     asynchronous = config.rollout.async_steps > 0
@@ -399,8 +404,8 @@ def build_rollouts(
         draw=build_draw(config, inputs.sources),
         generation=Generation(
             engine=engine,
-            recover=fail_on_all_ranks(collectives) if asynchronous else weight_sync.recover,
             collectives=collectives,
+            watch=watch,
             function=rollout_stream(config, inputs, engine),
         ),
         judge=partial(inputs.judge, eos_ids=engine.eos_token_ids),
@@ -410,9 +415,7 @@ def build_rollouts(
     )
     if not asynchronous:
         return RolloutsInTurn(sampler)
-    return AsyncRollouts(
-        sampler=sampler, timers=timers, recover=weight_sync.recover, last_step=config.training.steps
-    )
+    return AsyncRollouts(sampler=sampler, timers=timers, last_step=config.training.steps)
 
 
 def rollout_stream(config: Config, inputs: Inputs, engine: Engine) -> Stream | None:
@@ -434,15 +437,15 @@ def rollout_stream(config: Config, inputs: Inputs, engine: Engine) -> Stream | N
 
 
 def build_validator(
-    config: Config, inputs: Inputs, engine: Engine, weight_sync: WeightSync, timers: Timers
+    config: Config, inputs: Inputs, engine: Engine, watch: Watchdog, timers: Timers
 ) -> Validator | None:
     """Return what validates the policy, if anything is held out."""
     if inputs.held_out is None:
         return None
     generation = Generation(
         engine=engine,
-        recover=weight_sync.recover,
         collectives=Collectives(),
+        watch=watch,
         function=rollout_stream(config, inputs, engine),
     )
     return Validator(held_out=inputs.held_out, generation=generation, timers=timers, config=config)

@@ -8,13 +8,12 @@ prompts. All ranks get all judgements; the tokens stay where they were sampled
 from __future__ import annotations
 
 import copy
-import itertools
 import logging
 import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
@@ -24,14 +23,14 @@ import numpy as np
 from megatron_dcpo.config import Config
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.judging.function_verifier import check_error_rate
-from megatron_dcpo.judging.judge import JUDGES
+from megatron_dcpo.judging.judge import judging_threads
 from megatron_dcpo.objectives.method import Method
 from megatron_dcpo.rollout.engine import PartialRollout, SamplingConfig, SlotSteps
 from megatron_dcpo.runtime import signals
 from megatron_dcpo.runtime.signals import RolloutAbandoned
 from megatron_dcpo.runtime.watchdog import Timers
 from megatron_dcpo.training.dealing import Summary
-from megatron_dcpo.training.generation import EngineShare, Generation
+from megatron_dcpo.training.generation import Generation
 from megatron_dcpo.types import Judgement, Prompt, Response, ResponseKey, TrainingSample
 
 logger = logging.getLogger(__name__)
@@ -46,7 +45,9 @@ class PromptGroup:
     """A prompt and its ``size`` responses by sample index, each with its judgement, or with None
     while it is unfinished.
 
-    ``position`` is the place of the prompt in the run, ``step`` the step that drew it.
+    ``position`` is the place of the prompt in the run, ``step`` the step that drew it. ``scores``
+    are the :meth:`Method.group_scores` of a finished group, float64 [5, G]; None while it is
+    unfinished, and if the method reads log-probs that only the trainer has.
     """
 
     prompt: Prompt
@@ -54,6 +55,7 @@ class PromptGroup:
     step: int
     size: int
     responses: Mapping[int, JudgedResponse] = field(default_factory=dict)
+    scores: np.ndarray | None = None
 
     @property
     def unfinished(self) -> list[int]:
@@ -109,9 +111,14 @@ class SamplerState:
 
 @dataclass(frozen=True)
 class Batch:
-    """The judged responses of a step: equal on all ranks, but for tokens that other ranks hold."""
+    """The judged responses of a step: equal on all ranks, but for tokens that other ranks hold.
+
+    ``scores`` are the :meth:`Method.group_scores` of the samples, float64 [5, N]; None if the
+    method reads log-probs that only the trainer has.
+    """
 
     samples: list[TrainingSample]
+    scores: np.ndarray | None
     metrics: dict[str, float]
 
 
@@ -204,7 +211,7 @@ class Sampler:
             metrics |= _staleness_metrics(samples, step)
         if self.rollout.max_staleness:
             metrics["rollout/carried"] = sum(len(group.unfinished) for group in state.carried)
-        return Batch(samples=samples, metrics=metrics), state
+        return Batch(samples=samples, scores=_scores_of(batch), metrics=metrics), state
 
     def close(self) -> None:
         """End a rollout in another thread when its next response comes: nobody waits for it."""
@@ -229,7 +236,7 @@ class Sampler:
                 )
             ]
             groups = self._generate_and_judge([*drawn.waiting, *groups], missing, step, version)
-            finished = [group for group in groups if not group.unfinished]
+            finished = [self._scored(group) for group in groups if not group.unfinished]
             for group in finished:
                 is_wanted = self._is_wanted(group)
                 (drawn.wanted if is_wanted else drawn.other).append(group)
@@ -242,19 +249,26 @@ class Sampler:
                 break
         return drawn
 
+    def _scored(self, group: PromptGroup) -> PromptGroup:
+        """Return a finished group with its scores: nothing scores it again."""
+        if self.method.needs_old_logprobs or group.scores is not None:
+            return group
+        return replace(group, scores=self.method.group_scores(group.samples))
+
     def _is_wanted(self, group: PromptGroup) -> bool:
         """Return whether a finished group is of the kind that the step draws for."""
         if self.rollout.filter_groups == "reasoning":
-            return self.method.is_informative(group.samples)
+            return self.method.is_informative(group.samples, group.scores)
         if self.rollout.filter_groups == "any":
-            return self.method.trains(group.samples)
+            assert group.scores is not None, "config/rules.py: a method that scores without them"
+            return self.method.trains(group.samples, group.scores)
         return True
 
     def _informative(self, drawn: Drawn, batch: Sequence[PromptGroup]) -> int:
         """Return how many groups of the batch are informative."""
         if self.rollout.filter_groups == "reasoning":  # known since they were drawn
             return min(len(drawn.wanted), self.prompts_per_step)
-        return sum(self.method.is_informative(group.samples) for group in batch)
+        return sum(self.method.is_informative(group.samples, group.scores) for group in batch)
 
     def _choose(self, drawn: Drawn, step: int) -> list[PromptGroup]:
         """Return the groups of the batch in the order of the run: the first of the wanted kind, and
@@ -283,7 +297,7 @@ class Sampler:
         return sorted([*wanted, *others], key=_position)
 
     def _next_state(self, drawn: Drawn, before: Totals, counts: Totals) -> SamplerState:
-        """Return where the next step goes on."""
+        """Return the next step's starting state."""
         totals = Totals(
             informative_groups=before.informative_groups + counts.informative_groups,
             responses=before.responses + counts.responses,
@@ -303,77 +317,109 @@ class Sampler:
     def _generate_and_judge(
         self, groups: Sequence[PromptGroup], wanted: int, step: int, version: int
     ) -> list[PromptGroup]:
-        """Return the groups with the responses that there are when ``wanted`` groups are finished,
-        or all of them. Collective.
+        """Return the groups with the responses collected once ``wanted`` groups are complete, or
+        all of them. Collective.
         """
-        this_round = Round(self.judge, self.generation.share, groups, self.closed)
-        try:
+        share = self.generation.share
+        of_engine = groups[share.engine :: share.engines]
+        prompts = {group.prompt.prompt_id: group.prompt for group in of_engine}
+        with judging_threads() as threads:
+            judging: list[Future[Judged]] = []
+            responses: dict[ResponseKey, Response] = {}
             with self.timers("rollout"):
-                self._generate(this_round, wanted, step, version)
+                for mine in self._finished_responses(of_engine, wanted, step, version, responses):
+                    judging.append(threads.submit(_judged_and_timed, self.judge, mine, prompts))
+                    if judging[0].done():
+                        judging[0].result()  # a judge that cannot work at all ends the run now
             if self.collectives.max(signals.stop_requested() or 0):
                 raise RolloutAbandoned
             with self.timers("judge"):
-                judged = this_round.wait_for_judgements()
-                self.timers.add("judge_busy", this_round.seconds_judging)
-                return self._gather(groups, judged)
-        finally:
-            this_round.cancel()
+                judged = [future.result() for future in judging]
+                busy = union_length([(one.began, one.ended) for one in judged])
+                self.timers.add("judge_busy", busy)
+                return self._gather(groups, judged, responses)
 
-    def _generate(self, this_round: Round, wanted: int, step: int, version: int) -> None:
-        """Sample what is unfinished of this rank's share of the groups, and hand each response to
-        the judge as soon as it is finished.
+    def _finished_responses(
+        self,
+        groups: Sequence[PromptGroup],
+        wanted: int,
+        step: int,
+        version: int,
+        responses: dict[ResponseKey, Response],
+    ) -> Iterator[list[Response]]:
+        """Sample what is unfinished of the ``groups`` of this rank's engine; yield the finished
+        responses that this rank judges, and collect all that the engine returns in ``responses``.
 
         With ``rollout.max_staleness``, an engine ends when its part of the ``wanted`` groups is
-        finished, and all groups that may not get any older. Collective. Raises :class:`UserError`
-        when a response was sampled by other weights than ``version``, or by too old ones, and what
-        a judge raises that cannot work at all.
+        finished, and all groups at the staleness limit. Collective. Raises :class:`EngineError` on
+        all ranks if an engine failed, and :class:`UserError` if a response was sampled by other
+        weights than ``version``, or by too old ones.
         """
+        share = self.generation.share
         oldest_allowed = step - 1 - self.rollout.most_versions_behind
-        responses: dict[ResponseKey, Response] = this_round.responses
+        samples = [(group.prompt, index) for group in groups for index in group.unfinished]
+        # the ranks of an engine have the same responses, and each judges a part of them
+        to_judge = {
+            (prompt.prompt_id, index) for prompt, index in samples[share.place :: share.ranks]
+        }
         partial = None
         if self.rollout.max_staleness:
-            quota = len(range(this_round.share.engine, wanted, this_round.share.engines))
-            urgent_step = step - self.rollout.max_staleness
-            needs = [
-                GroupNeed(
-                    prompt_id=group.prompt.prompt_id,
-                    missing=len(group.unfinished),
-                    urgent=group.step <= urgent_step,
-                )
-                for group in this_round.groups
-            ]
-            partial = PartialRollout(
-                should_stop=lambda: batch_is_complete(needs, quota, responses),
-                unfinished={
-                    response.key: response
-                    for group in this_round.groups
-                    for response in group.begun
-                },
-            )
-
-        def finished(together: Sequence[Response]) -> None:
+            quota = len(range(share.engine, wanted, share.engines))
+            partial = self._partial_rollout(groups, quota, step, responses)
+        for together in self.generation.stream(samples, self.sampling, step, partial):
+            if self.closed.is_set():
+                raise CancelledError
             _check_versions(together, version, oldest_allowed)
-            this_round.judge_finished(together)
+            responses.update({response.key: response for response in together})
+            finished = [response for response in together if response.finish_reason != "abort"]
+            mine = [response for response in finished if response.key in to_judge]
+            if mine:
+                yield mine
 
-        self.generation.generate(
-            this_round.samples,
-            self.sampling,
-            step=step,
-            version=version,
-            responses=responses,
-            finished=finished,
-            partial=partial,
+    def _partial_rollout(
+        self,
+        groups: Sequence[PromptGroup],
+        quota: int,
+        step: int,
+        responses: Mapping[ResponseKey, Response],
+    ) -> PartialRollout:
+        """Return a rollout that continues what was begun, and stops when ``responses`` complete
+        ``quota`` groups and those at the staleness limit.
+        """
+        urgent_step = step - self.rollout.max_staleness
+        needs = [
+            GroupNeed(
+                prompt_id=group.prompt.prompt_id,
+                missing=len(group.unfinished),
+                urgent=group.step <= urgent_step,
+            )
+            for group in groups
+        ]
+        return PartialRollout(
+            should_stop=lambda: batch_is_complete(needs, quota, responses),
+            unfinished={response.key: response for group in groups for response in group.begun},
         )
 
     def _gather(
-        self, groups: Sequence[PromptGroup], judged: Sequence[JudgedResponse]
+        self,
+        groups: Sequence[PromptGroup],
+        judged: Sequence[Judged],
+        responses: Mapping[ResponseKey, Response],
     ) -> list[PromptGroup]:
-        """Return the groups with the responses of all ranks. Collective.
+        """Return the groups with the ``judged`` responses of all ranks, and those of ``responses``
+        that were cut short. Collective.
 
         Judgements and lengths go to every rank. Tokens stay here, but for ``max_staleness``: any
         engine may continue, or hand over in a later step, what is carried.
         """
-        here = {response.key: (response, judgement) for response, judgement in judged}
+        here: dict[ResponseKey, JudgedResponse] = {
+            response.key: (response, judgement)
+            for one in judged
+            for response, judgement in zip(one.responses, one.judgements, strict=True)
+        }
+        for response in responses.values():
+            if response.finish_reason == "abort":
+                here[response.key] = response, None
         everyone: list[list[tuple[ResponseKey, Response | Summary, Judgement | None]]]
         everyone = self.collectives.gather(
             [
@@ -396,7 +442,7 @@ class Sampler:
 
     def _slot_metrics(self, before: SlotSteps | None) -> dict[str, float]:
         """Return the share of the engines' decoding positions since ``before`` that gave a token,
-        and how often a full cache cost a response its place, if the engines know. Collective.
+        and the preemptions caused by a full KV cache, if the engines know. Collective.
         """
         now = self.engine.slot_steps
         here = (0, 0, 0)
@@ -412,85 +458,6 @@ class Sampler:
         return {"rollout/utilization": used / total, "rollout/preemptions": preemptions}
 
 
-class Round:
-    """One round of a rollout on this rank: the groups of its engine, and their judgements.
-
-    ``responses`` are those that the engine has finished or given up so far.
-    """
-
-    def __init__(
-        self,
-        judge: Judge,
-        share: EngineShare,
-        groups: Sequence[PromptGroup],
-        closed: threading.Event,
-    ) -> None:
-        self.judge = judge
-        self.share = share
-        self.closed = closed
-        self.groups = groups[share.engine :: share.engines]
-        self.prompts = {group.prompt.prompt_id: group.prompt for group in self.groups}
-        self.samples = [
-            (group.prompt, index) for group in self.groups for index in group.unfinished
-        ]
-        # the ranks of an engine have the same responses, and each judges a part of them
-        mine = itertools.islice(self.samples, share.place, None, share.ranks)
-        self.to_judge = {(prompt.prompt_id, index) for prompt, index in mine}
-        self.responses: dict[ResponseKey, Response] = {}
-        self.pending: list[Future[Judged]] = []
-        self.seconds_judging = 0.0
-
-    def judge_finished(self, responses: Sequence[Response]) -> None:
-        """Hand this rank's part of the finished ``responses`` to the judge.
-
-        Raises what the first judgement raised: a judge that cannot work at all ends the run now.
-        """
-        if self.closed.is_set():
-            raise CancelledError
-        mine = [
-            response
-            for response in responses
-            if response.key in self.to_judge and response.finish_reason != "abort"
-        ]
-        if mine:
-            self.pending.append(JUDGES.submit(self._judge, mine))
-        if self.pending and self.pending[0].done():
-            self.pending[0].result()
-
-    def wait_for_judgements(self) -> list[JudgedResponse]:
-        """Wait for the judge; return this rank's judged responses, and those that were cut short.
-
-        A response that was generated again, after its engine failed, is returned once.
-        ``seconds_judging`` is then for how long the judge had something to do.
-        """
-        judged = [future.result() for future in self.pending]
-        self.seconds_judging = union_length([(one.began, one.ended) for one in judged])
-        complete: list[JudgedResponse] = [
-            (response, judgement)
-            for one in judged
-            for response, judgement in zip(one.responses, one.judgements, strict=True)
-            if self.responses.get(response.key) is response
-        ]
-        cut_short: list[JudgedResponse] = [
-            (response, None)
-            for response in self.responses.values()
-            if response.finish_reason == "abort"
-        ]
-        return [*complete, *cut_short]
-
-    def cancel(self) -> None:
-        """Give up judgements that nobody waits for any more."""
-        for future in self.pending:
-            future.cancel()
-
-    def _judge(self, responses: Sequence[Response]) -> Judged:
-        began = time.perf_counter()
-        judgements = self.judge(responses, self.prompts)
-        return Judged(
-            responses=responses, judgements=judgements, began=began, ended=time.perf_counter()
-        )
-
-
 @dataclass(frozen=True)
 class Judged:
     """Responses with their judgements, and when the judge began and ended (seconds of a clock)."""
@@ -499,6 +466,16 @@ class Judged:
     judgements: Sequence[Judgement]
     began: float
     ended: float
+
+
+def _judged_and_timed(
+    judge: Judge, responses: Sequence[Response], prompts: Mapping[str, Prompt]
+) -> Judged:
+    began = time.perf_counter()
+    judgements = judge(responses, prompts)
+    return Judged(
+        responses=responses, judgements=judgements, began=began, ended=time.perf_counter()
+    )
 
 
 @dataclass(frozen=True)
@@ -547,6 +524,14 @@ def _check_versions(responses: Sequence[Response], version: int, oldest: int) ->
             f"engine should have {version}, and the oldest version allowed is {oldest}: it was "
             "not synchronized"
         )
+
+
+def _scores_of(groups: Sequence[PromptGroup]) -> np.ndarray | None:
+    """Return the scores of all samples of ``groups``, float64 [5, N], if every group has them."""
+    scores = [group.scores for group in groups if group.scores is not None]
+    if len(scores) < len(groups):
+        return None
+    return np.concatenate(scores, axis=1)
 
 
 def _judged(groups: Sequence[PromptGroup]) -> int:

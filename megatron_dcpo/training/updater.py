@@ -27,7 +27,7 @@ from megatron_dcpo.policy.gradient_probe import PairComparison
 from megatron_dcpo.policy.model import Policy
 from megatron_dcpo.training.dealing import samples_to_train
 from megatron_dcpo.training.mismatch import LARGEST, mismatch_statistics
-from megatron_dcpo.training.trainer import Optimizer, Trainer, UpdateStatistics
+from megatron_dcpo.training.trainer import Trainer, UpdateStatistics
 from megatron_dcpo.types import BLOCKS, MicroBatch, TokenOutputs, TrainingSample, replaced
 
 logger = logging.getLogger(__name__)
@@ -39,8 +39,8 @@ Accumulate = Callable[[], list[dict[str, float]]]
 Probe = Callable[[Accumulate, Accumulate], tuple[list[dict[str, float]], PairComparison]]
 
 
-class Updater(Trainer):
-    """Takes optimizer steps on the ``policy``, on scored samples.
+class Updater:
+    """Has the ``trainer`` take optimizer steps on samples that the ``method`` scored.
 
     ``reference`` opens the starting policy, which a KL loss needs. ``probe`` compares the gradients
     of the two blocks; None when the optimizer cannot be asked for them.
@@ -48,20 +48,13 @@ class Updater(Trainer):
 
     def __init__(
         self,
-        policy: Policy,
-        optimizer: Optimizer,
+        trainer: Trainer,
         method: Method,
         reference: Reference | None,
         probe: Probe | None,
         config: Config,
     ) -> None:
-        super().__init__(
-            policy=policy,
-            optimizer=optimizer,
-            parallel=config.parallel,
-            training=config.training,
-            temperature=config.rollout.temperature,
-        )
+        self.trainer = trainer
         self.method = method
         self.reference = reference
         self.probe = probe
@@ -77,54 +70,44 @@ class Updater(Trainer):
             self._set_confidence_weight(1.0)
 
     def update(
-        self, samples: Sequence[TrainingSample], step: int
+        self, samples: Sequence[TrainingSample], scores: np.ndarray | None, step: int
     ) -> tuple[list[TrainingSample], UpdateStatistics]:
         """Take ``updates_per_rollout`` optimizer steps on the rollout's mini-batches; return the
         scored samples. Collective.
 
-        An update whose loss or gradient is not finite is skipped; raises :class:`UserError` after
-        too many in a row.
+        ``scores`` are the samples' :meth:`Method.group_scores`, float64 [5, N]; None if the method
+        reads log-probs of the policy that sampled. An update whose loss or gradient is not finite
+        is skipped; raises :class:`UserError` after too many in a row.
         """
         statistics = UpdateStatistics()
-        mini_batches = split_groups(samples, self.updates_per_rollout, self._counts_as_full)
-        if self.method.needs_old_logprobs:
-            mini_batches = [self.fetch_share(mini_batch) for mini_batch in mini_batches]
-            mini_batches = [self.with_old_logprobs(mini_batch) for mini_batch in mini_batches]
-            mini_batches = [self._with_mean_logprobs(mini_batch) for mini_batch in mini_batches]
-        mini_batches = [self.method.score(mini_batch) for mini_batch in mini_batches]
-        scored_samples = [sample for mini_batch in mini_batches for sample in mini_batch]
-
-        megatron = self.parallel.megatron
-        mini_batches = [
-            samples_to_train(mini_batch, self.method, megatron) for mini_batch in mini_batches
-        ]
-        mini_batches = [self.fetch_share(mini_batch) for mini_batch in mini_batches]
-        statistics.trained = [sample for mini_batch in mini_batches for sample in mini_batch]
-
-        # Log-probs of the policy that sampled are needed as soon as a second update leaves it. On
-        # the only update of a rollout the old policy is the current one, and the forward pass
-        # itself gives its log-probs.
-        ratio_to_engine = self.method.options.old_logprobs == "engine"
-        several = len(mini_batches) > 1
-        if several and not self.method.needs_old_logprobs and not ratio_to_engine:
-            mini_batches = [self.with_old_logprobs(mini_batch) for mini_batch in mini_batches]
-        if self.reference is not None:
-            with self.reference() as reference:
-                mini_batches = [
-                    self.with_ref_logprobs(mini_batch, reference) for mini_batch in mini_batches
-                ]
-        for number, mini_batch in enumerate(mini_batches):
+        scored: list[list[TrainingSample]] = []
+        trained: list[list[TrainingSample]] = []
+        for rows in self._mini_batches(samples, scores):
+            mini_batch = [samples[row] for row in rows]
+            if scores is None:
+                mini_batch = self._scored_by_logprobs(mini_batch)
+                chosen = mini_batch
+            else:
+                mini_batch = self.method.score(mini_batch, scores[:, rows])
+                megatron = self.trainer.parallel.megatron
+                chosen = samples_to_train(mini_batch, self.method, megatron)
+                chosen = self.trainer.fetch_share(chosen)
+            scored.append(mini_batch)
+            trained.append(chosen)
+        statistics.trained = [sample for mini_batch in trained for sample in mini_batch]
+        trained = self._with_logprobs(trained)
+        for number, mini_batch in enumerate(trained):
             is_first = number == 0
             # after the first update the policy is no longer the one that sampled
-            self.measures_mismatch = is_first or not ratio_to_engine
+            self.measures_mismatch = is_first or not self._ratio_to_engine
             probe = is_first and self._probe_is_due(step)
             self.update_once(mini_batch, statistics, probe=probe, step=step)
-        self.optimizer.gather_parameters()
+        self.trainer.optimizer.gather_parameters()
         if self.method.options.entropy_target:
             self._adapt_entropy_coef(statistics)
         if self.balances_blocks:
             self._adapt_confidence_weight(statistics)
-        return scored_samples, statistics
+        return [sample for mini_batch in scored for sample in mini_batch], statistics
 
     def update_once(
         self,
@@ -137,10 +120,10 @@ class Updater(Trainer):
         if probe:
             parts = self._accumulate_and_probe(samples, statistics)
         else:
-            self.optimizer.zero_gradients()
+            self.trainer.optimizer.zero_gradients()
             parts = self.accumulate(samples)
         self._check_logprob_diff(parts, step)
-        self.take_step(parts, statistics, step)
+        self.trainer.take_step(parts, statistics, step)
 
     def accumulate(
         self, samples: Sequence[TrainingSample], chosen: Collection[int] | None = None
@@ -149,9 +132,9 @@ class Updater(Trainer):
         each micro-batch on the last pipeline stage. Collective.
 
         Only the samples at the indices ``chosen`` are computed; None computes all of them. This
-        rank must have the tokens of its share (:meth:`fetch_share`).
+        rank must have the tokens of its share (:meth:`Trainer.fetch_share`).
         """
-        return self.backward(
+        return self.trainer.backward(
             samples, self._loss, separable=self.method.loss_is_separable, chosen=chosen
         )
 
@@ -165,7 +148,7 @@ class Updater(Trainer):
 
     def with_old_logprobs(self, samples: Sequence[TrainingSample]) -> list[TrainingSample]:
         """Fill ``old_logprobs`` of this rank's samples, by the policy as it is. Collective."""
-        rows = self.logprobs(self.policy, samples)
+        rows = self.trainer.logprobs(self.trainer.policy, samples)
         return [
             replaced(sample, old_logprobs=rows.get(index)) for index, sample in enumerate(samples)
         ]
@@ -179,7 +162,7 @@ class Updater(Trainer):
         unrouted = [
             replaced(sample, response=replaced(sample.response, experts=None)) for sample in samples
         ]
-        rows = self.logprobs(reference, unrouted)
+        rows = self.trainer.logprobs(reference, unrouted)
         return [
             replaced(sample, ref_logprobs=rows.get(index)) for index, sample in enumerate(samples)
         ]
@@ -193,7 +176,7 @@ class Updater(Trainer):
         }
         means = {
             index: mean
-            for of_rank in self.collectives.gather(here)
+            for of_rank in self.trainer.collectives.gather(here)
             for index, mean in of_rank.items()
         }
         return [
@@ -204,14 +187,14 @@ class Updater(Trainer):
     def state_dict(self) -> dict[str, Any]:
         """Return what the next update needs of the earlier ones."""
         return {
-            **super().state_dict(),
+            **self.trainer.state_dict(),
             "entropy_coefs": self.entropy_coefs,
             "weight_confidence": self.method.options.weights[1],
         }
 
     def load_state_dict(self, saved: Mapping[str, Any], step: int) -> None:
-        """Go on after ``step``. Raises what odd values raise."""
-        super().load_state_dict(saved, step)
+        """Go on after ``step``. Raises TypeError, ValueError or LookupError for malformed state."""
+        self.trainer.load_state_dict(saved, step)
         if self.method.options.entropy_target and "entropy_coefs" in saved:
             coef, acting = saved["entropy_coefs"]
             self._set_entropy_coefs((float(coef), float(acting)))
@@ -219,11 +202,51 @@ class Updater(Trainer):
             self._set_confidence_weight(float(saved["weight_confidence"]))
 
     # -------------------------------------------------------------------------------------- helpers
-    def _counts_as_full(self, group: Sequence[TrainingSample]) -> bool:
-        """Return whether a group trains both blocks, as far as the filter of groups knows."""
-        if self.rollout.filter_groups != "reasoning":
-            return True
-        return self.method.is_informative(group)
+    @property
+    def _ratio_to_engine(self) -> bool:
+        """Return whether the policy's ratio is to the engine's log-probs, not to the trainer's."""
+        return self.method.options.old_logprobs == "engine"
+
+    def _mini_batches(
+        self, samples: Sequence[TrainingSample], scores: np.ndarray | None
+    ) -> list[list[int]]:
+        """Return the rows of each mini-batch. If groups are filtered by the reasoning's signal, the
+        informative ones are divided evenly.
+        """
+
+        def is_full(rows: Sequence[int]) -> bool:
+            if self.rollout.filter_groups != "reasoning":
+                return True
+            group = [samples[row] for row in rows]
+            return self.method.is_informative(group, None if scores is None else scores[:, rows])
+
+        return split_groups(samples, self.updates_per_rollout, is_full)
+
+    def _scored_by_logprobs(self, mini_batch: Sequence[TrainingSample]) -> list[TrainingSample]:
+        """Return a mini-batch with its log-probs under the policy that sampled, and the scores that
+        read them. Collective.
+        """
+        mini_batch = self.trainer.fetch_share(mini_batch)
+        mini_batch = self.with_old_logprobs(mini_batch)
+        mini_batch = self._with_mean_logprobs(mini_batch)
+        return self.method.score(mini_batch)
+
+    def _with_logprobs(
+        self, mini_batches: list[list[TrainingSample]]
+    ) -> list[list[TrainingSample]]:
+        """Fill the log-probs that the loss reads, before the policy moves. Collective.
+
+        Those of the policy that sampled are needed as soon as a second update leaves it. On the
+        only update of a rollout the old policy is the current one, and the forward pass itself
+        gives its log-probs.
+        """
+        several = len(mini_batches) > 1
+        if several and not self.method.needs_old_logprobs and not self._ratio_to_engine:
+            mini_batches = [self.with_old_logprobs(mini_batch) for mini_batch in mini_batches]
+        if self.reference is None:
+            return mini_batches
+        with self.reference() as reference:
+            return [self.with_ref_logprobs(mini_batch, reference) for mini_batch in mini_batches]
 
     def _probe_is_due(self, step: int) -> bool:
         interval = self.probe_interval
@@ -306,7 +329,7 @@ class Updater(Trainer):
         if not threshold:
             return
         here = max((part.get(LARGEST, 0.0) for part in parts), default=0.0)
-        largest = max(self.collectives.gather(here))
+        largest = max(self.trainer.collectives.gather(here))
         if largest <= threshold:  # False for NaN
             return
         text = (
@@ -315,30 +338,28 @@ class Updater(Trainer):
         )
         if self.rollout.logprob_diff_action == "stop":
             raise UserError(f"{text}; nothing was updated in this step, the last checkpoint stands")
-        if self.topology.rank == 0:
+        if self.trainer.topology.rank == 0:
             logger.warning(text)
 
 
 def split_groups(
-    samples: Sequence[TrainingSample],
-    parts: int,
-    is_full: Callable[[Sequence[TrainingSample]], bool],
-) -> list[list[TrainingSample]]:
-    """Return ``parts`` mini-batches of whole groups, in the order in which the prompts first
-    occur.
+    samples: Sequence[TrainingSample], parts: int, is_full: Callable[[Sequence[int]], bool]
+) -> list[list[int]]:
+    """Return the rows of ``parts`` mini-batches of whole groups, in the order in which the prompts
+    first occur.
 
-    The groups that ``is_full`` says train every block, and the other ones, are each divided as
-    evenly as they can be, so that no mini-batch lacks either kind.
+    The groups whose rows ``is_full`` says train every block, and the other ones, are each divided
+    as evenly as they can be, so that no mini-batch lacks either kind.
     """
-    in_order = [[samples[row] for row in rows] for rows in rows_of_groups(samples).values()]
+    in_order = list(rows_of_groups(samples).values())
     full: list[int] = []
     others: list[int] = []
-    for place, group in enumerate(in_order):
-        (full if is_full(group) else others).append(place)
+    for number, rows in enumerate(in_order):
+        (full if is_full(rows) else others).append(number)
     mini_batches = []
-    for of_full, of_others in zip(
+    for full_part, other_part in zip(
         np.array_split(full, parts), np.array_split(others, parts), strict=True
     ):
-        places = sorted([*of_full.astype(int), *of_others.astype(int)])
-        mini_batches.append([sample for place in places for sample in in_order[place]])
+        groups = sorted([*full_part.astype(int), *other_part.astype(int)])
+        mini_batches.append([row for number in groups for row in in_order[number]])
     return mini_batches

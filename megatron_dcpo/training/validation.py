@@ -7,7 +7,6 @@ nothing is trained. A validator returns what it found; the loop records it and a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_dcpo.config import Config
@@ -52,14 +51,14 @@ class Validator:
         """Return whether the policy after ``step`` is to be validated."""
         return step % self.interval == 0 or step == self.last_step
 
-    def validate(self, version: int) -> Validation | None:
-        """Return what the policy reaches whose weights the engines have as ``version``; None when a
-        signal cut the validation short.
+    def validate(self) -> Validation | None:
+        """Return what the policy reaches whose weights the engines have; None when a signal cut the
+        validation short. Raises :class:`EngineError` on all ranks if an engine failed.
         """
         collectives = self.generation.collectives
         engine = self.generation.engine
         with self.timers("evaluation"):
-            responses = self._generate(version)
+            responses = self._generate()
             if collectives.max(signals.stop_requested() or 0):
                 return None
             judged = self.held_out.judged(responses, engine.eos_token_ids)
@@ -67,20 +66,15 @@ class Validator:
             metrics = collectives.broadcast(self.held_out.metrics(samples))
         return Validation(metrics=metrics, samples=samples)
 
-    def _generate(self, version: int) -> list[Response]:
+    def _generate(self) -> list[Response]:
         """Return this rank's share of the responses."""
         share = self.generation.share
         prompts = list(self.held_out.prompts.values())[share.engine :: share.engines]
         samples = [(prompt, index) for prompt in prompts for index in range(self.sampling.n)]
         responses: dict[ResponseKey, Response] = {}
-        self.generation.generate(
-            samples, self.sampling, step=0, version=version, responses=responses, finished=_ignore
-        )
+        for together in self.generation.stream(samples, self.sampling, step=0):
+            responses.update({response.key: response for response in together})
         self.generation.engine.forget_prompts()
         mine = samples[share.place :: share.ranks]
         keys = [(prompt.prompt_id, index) for prompt, index in mine]
         return [responses[key] for key in keys if key in responses]
-
-
-def _ignore(responses: Sequence[Response]) -> None:
-    """Do nothing with responses that have just come: they are judged together."""

@@ -89,7 +89,8 @@ def score(
     chosen: Method, judgements: Sequence[Judgement], old: Sequence[np.ndarray] | None = None
 ) -> Scored:
     samples = samples_of(judgements, old)
-    return Scored(*chosen.group_scores(samples), tuple(chosen.score(samples)))
+    scores = chosen.scaled_scores(samples, chosen.group_scores(samples))
+    return Scored(*scores, tuple(chosen.score(samples)))
 
 
 def samples_of(

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from megatron_dcpo.config import load_config
 from megatron_dcpo.data.datasets import draw_prompts
+from megatron_dcpo.objectives.method import SCORES
 from megatron_dcpo.rollout.engine import PartialRollout, Samples, SamplingConfig, append_segment
 from megatron_dcpo.runtime.distributed import Collectives
 from megatron_dcpo.runtime.watchdog import Timers
@@ -95,28 +96,37 @@ def unwatched() -> Timers:
     return Timers(SimpleNamespace(enter=lambda phase, step: None))  # type: ignore[arg-type]
 
 
-def no_failure(failure: str, *, version: int, restarts: int) -> bool:
-    """Start no engine again: none has failed."""
-    return False
+def method_that_chooses(is_chosen: Callable[[Sequence[TrainingSample]], bool]) -> Any:
+    """Return a method that trains on the groups of which ``is_chosen`` says so."""
+
+    def chosen(samples: Sequence[TrainingSample], scores: np.ndarray | None) -> bool:
+        return is_chosen(samples)
+
+    return SimpleNamespace(
+        needs_old_logprobs=False,
+        group_scores=lambda samples: np.zeros((len(SCORES), len(samples))),
+        trains=chosen,
+        is_informative=chosen,
+    )
 
 
 def sampler_of(
     prompts: Sequence[Prompt], *overrides: str, file: str = "grpo", **parts: Any
 ) -> Sampler:
     """Return a sampler of a run of the quickstart. ``parts`` replace a clockwork, a judge to whom
-    everything is right, a method that trains on every group, timers that nobody watches, and a
-    recovery that finds no failure.
+    everything is right, a method that trains on every group, and timers that nobody
+    watches.
     """
     config = parts.pop("config", None) or load_config(QUICKSTART / f"{file}.yaml", list(overrides))
     generation = Generation(
         engine=parts.pop("engine", None) or Clockwork(),
-        recover=parts.pop("recover", no_failure),
         collectives=Collectives(),
+        watch=parts.pop("watch", None),
         function=parts.pop("function", None),
     )
     stubs: dict[str, Any] = {
         "judge": all_right,
-        "method": SimpleNamespace(trains=lambda samples: True, is_informative=lambda samples: True),
+        "method": method_that_chooses(lambda samples: True),
         "timers": unwatched(),
     }
     return Sampler(
@@ -138,8 +148,7 @@ def numbered_sampler(
     def is_chosen(samples: Sequence[TrainingSample]) -> bool:
         return trains(number_of(samples[0].prompt.prompt_id))
 
-    chosen = SimpleNamespace(trains=is_chosen, is_informative=is_chosen)
-    return sampler_of(data, *overrides, file=file, method=chosen, **parts)
+    return sampler_of(data, *overrides, file=file, method=method_that_chooses(is_chosen), **parts)
 
 
 class Steps:

@@ -24,7 +24,7 @@ from megatron_dcpo.policy.model import build_policy
 from megatron_dcpo.policy.optimizer import PolicyOptimizer
 from megatron_dcpo.runtime.distributed import all_gather_objects
 from megatron_dcpo.training.dealing import samples_to_train
-from megatron_dcpo.training.trainer import UpdateStatistics
+from megatron_dcpo.training.trainer import Trainer, UpdateStatistics
 from megatron_dcpo.training.updater import Updater
 from megatron_dcpo.types import Judgement, Prompt, Response, TrainingSample, replaced
 from tests.distributed.cases.common import config_for_test, initialize_layout, parallel_config
@@ -91,8 +91,9 @@ def left_out(updater: Updater, samples: list[TrainingSample]) -> dict[str, Any]:
     losses, gradients = [], []
     for taken in (scored, some):
         backward = partial(updater.accumulate, taken)
-        parts, found = part_gradient(updater.policy, updater.optimizer.megatron, backward)
-        ranks = all_gather_objects(parts if updater.topology.reports else [])
+        trainer = updater.trainer
+        parts, found = part_gradient(trainer.policy, trainer.optimizer.megatron, backward)
+        ranks = all_gather_objects(parts if trainer.topology.reports else [])
         losses.append(sum(part["loss"] for rank in ranks for part in rank))
         gradients.append(torch.cat([one.gradient.flatten() for one in found]))
     apart = [
@@ -117,7 +118,8 @@ def run(options: dict[str, Any]) -> Any:
     samples = samples_for_test(order)
     result: dict[str, Any] = {"losses": {}, "norms": {}, "left_out": {}}
     others = {name: method_options for name, (method_options, _) in OTHER_LOSSES.items()}
-    first = Updater(policy, optimizer, build_method(ObjectiveConfig()), None, None, config)
+    trainer = Trainer(policy, optimizer, config.parallel, training)
+    first = Updater(trainer, build_method(ObjectiveConfig()), None, None, config)
     with_old = with_old_logprobs(first, samples)
     new = [sample.old_logprobs for sample in with_old]
     result["new"] = {str(i): row.tolist() for row, i in zip(new, order, strict=True)}
@@ -127,7 +129,7 @@ def run(options: dict[str, Any]) -> Any:
     ]
     for name, method_options in (GOLDEN_OPTIONS | others).items():
         method = build_method(ObjectiveConfig(**method_options))
-        updater = Updater(policy, optimizer, method, None, None, config)
+        updater = Updater(trainer, method, None, None, config)
         statistics = UpdateStatistics()
         updater.update_once(method.score(golden), statistics, probe=False, step=1)
         result["losses"][name] = statistics.losses[0]

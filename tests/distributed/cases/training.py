@@ -25,10 +25,10 @@ from tests.helpers.paths import QUICKSTART
 def digest(updater: Updater, moments: bool = True) -> str:
     """Of parameters, and with ``moments`` of the whole optimizer state, of this rank."""
     hashed = hashlib.sha256()
-    for chunk in updater.policy.chunks:
+    for chunk in updater.trainer.policy.chunks:
         for parameter in chunk.parameters():
             hashed.update(parameter.detach().float().numpy().tobytes())
-    for inner in inner_optimizers(updater.optimizer) if moments else ():
+    for inner in inner_optimizers(updater.trainer.optimizer) if moments else ():
         for group in inner.param_groups:
             hashed.update(str(group.get("step", 0)).encode())
             for parameter in group["params"]:

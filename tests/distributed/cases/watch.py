@@ -8,7 +8,6 @@ import os
 import signal
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch.distributed as dist
@@ -54,18 +53,12 @@ def fail_alone(watching: Watchdog, rank: int) -> None:
     """The engine of both ranks fails on one; the other waits where no signal and no exception
     reaches it.
     """
-    from megatron_dcpo.training import weight_sync
+    from megatron_dcpo.training import engine_failures
 
-    weight_sync.LOST_AFTER_SECONDS = 3.0
-    optimizer: Any = SimpleNamespace(exported=None)
-    engine: Any = SimpleNamespace(tensor_model_parallel_size=2)
-    topology: Any = SimpleNamespace(rank=rank)
-    policy: Any = None
-    plan: Any = None
-    sync = weight_sync.WeightSync(policy, optimizer, engine, plan, topology, watching)
+    engine_failures.LOST_AFTER_SECONDS = 3.0
     if rank == 0:
         time.sleep(600)
-    sync.recover("out of memory", version=6, restarts=0)
+    engine_failures.wait_for_engine_ranks("out of memory", rank, range(2), watching)
 
 
 def dawdle() -> None:

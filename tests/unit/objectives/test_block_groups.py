@@ -102,7 +102,9 @@ def test_masked_responses_are_no_members() -> None:
 
 
 def informative(judgements: list[Judgement], **options: Any) -> bool:
-    return objective(**options).is_informative(samples_of(judgements))
+    method = objective(**options)
+    samples = samples_of(judgements)
+    return method.is_informative(samples, method.group_scores(samples))
 
 
 @pytest.mark.parametrize("name", ["grpo", "dcpo", "coupled", "rlcr", "ternary"])

@@ -26,8 +26,10 @@ def judgements(rows: Any = ROWS) -> list[Judgement]:
 
 
 def scores(rows: Any = ROWS, **options: Any) -> dict[str, Any]:
-    method = objective(name="ternary", **options)
-    return dict(zip(SCORES, method.group_scores(samples_of(judgements(rows))), strict=True))
+    method = objective(**{"name": "ternary"} | options)
+    samples = samples_of(judgements(rows))
+    scaled = method.scaled_scores(samples, method.group_scores(samples))
+    return dict(zip(SCORES, scaled, strict=True))
 
 
 def test_golden_numbers() -> None:
@@ -57,8 +59,7 @@ def test_penalty() -> None:
 @pytest.mark.parametrize("preset", ["paper", "verl_compat", "dcpo_proper"])
 def test_the_confidence_is_dcpos_on_what_is_answered(preset: str) -> None:
     answered = [row for row in ROWS if row[0] is not None]
-    dcpo = objective(name="dcpo", preset=preset).group_scores(samples_of(judgements(answered)))
-    alone = dict(zip(SCORES, dcpo, strict=True))
+    alone = scores(answered, name="dcpo", preset=preset)
     found, keep = scores(preset=preset), [0, 2, 3, 4]
     for name in ("target", "R_c", "A_c"):
         np.testing.assert_array_equal(found[name][keep], alone[name], err_msg=name)

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_dcpo.objectives.method import SCORES
-from megatron_dcpo.types import BLOCK_CONFIDENCE, BLOCK_REASONING, Judgement
+from megatron_dcpo.objectives.method import SCORES, Method
+from megatron_dcpo.types import BLOCK_CONFIDENCE, BLOCK_REASONING, Judgement, TrainingSample
 from tests.helpers.objective_cases import objective, samples_of
 
 
@@ -18,6 +18,10 @@ def judgements(*pairs: tuple[float, float | None]) -> list[Judgement]:
         Judgement("p", R, c, "missing" if c is None else "ok", boundary=3, length=5)
         for R, c in pairs
     ]
+
+
+def does_train(method: Method, samples: list[TrainingSample]) -> bool:
+    return method.trains(samples, method.group_scores(samples))
 
 
 @pytest.mark.parametrize(
@@ -45,7 +49,7 @@ def judgements(*pairs: tuple[float, float | None]) -> list[Judgement]:
 def test_a_group_trains_when_a_block_has_an_advantage(
     options: Any, group: Any, trains: bool
 ) -> None:
-    assert objective(**options).trains(samples_of(judgements(*group))) is trains
+    assert does_train(objective(**options), samples_of(judgements(*group))) is trains
 
 
 @pytest.mark.parametrize(
@@ -72,8 +76,8 @@ def test_truncated_responses_that_are_masked_train_nothing() -> None:
     group = samples_of(
         [Judgement("p", R, None, "truncated", boundary=5, length=5) for R in (0.0, 1.0)]
     )
-    assert objective(name="grpo", mask_truncated=False).trains(group)
-    assert not objective(name="grpo", mask_truncated=True).trains(group)
+    assert does_train(objective(name="grpo", mask_truncated=False), group)
+    assert not does_train(objective(name="grpo", mask_truncated=True), group)
 
 
 def test_a_graded_score_is_the_reward_and_the_target() -> None:

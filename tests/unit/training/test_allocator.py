@@ -71,10 +71,13 @@ def test_order_of_a_step(calls, monkeypatch, away):
     run = MagicMock()
     run.offload, run.validator = offload, None
     run.timers = run.checkpointer.completing = lambda *_: nullcontext()
-    run.rollouts.take = lambda step: (calls.append("sample"), Batch(samples=[], metrics={}))[1]
+    run.rollouts.take = lambda step: (
+        calls.append("sample"),
+        Batch(samples=[], scores=None, metrics={}),
+    )[1]
     run.engine.sleep = note("sleep")
     run.updater.update = lambda *_: (calls.append("update"), None)[1] or ([], {})
-    run.weight_sync.push = lambda **_: calls.append("wake") or {}
+    run.weight_sync.push = lambda _: calls.append("wake") or {}
     loop.train_step(run, 1)
     seen = [call for call in calls if call not in ("synchronize", "empty")]
     on, off = "expandable_segments:True", "expandable_segments:False"

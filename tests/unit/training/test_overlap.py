@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import threading
 import time
 from collections.abc import Iterator
@@ -13,12 +12,10 @@ import numpy as np
 import pytest
 
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.runtime.distributed import Collectives
 from megatron_dcpo.runtime.watchdog import Timers
-from megatron_dcpo.training.generation import Generation
 from megatron_dcpo.training.sampler import Sampler, SamplerState, union_length
 from megatron_dcpo.types import Judgement, Prompt, Response, TrainingSample
-from tests.helpers.samplers import no_failure, one_rank, sampler_of, unwatched
+from tests.helpers.samplers import one_rank, sampler_of, unwatched
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -116,32 +113,6 @@ def test_a_judge_that_fails_ends_the_rollout_at_once() -> None:
     assert len(generated) < 14
     with pytest.raises(UserError, match="sampled by weights version 0, the engine should have 3"):
         sample(sampler_with(judged, one_by_one), 4)
-
-
-class OfFourRanks(Collectives):
-    """What rank 0 of four sees: the ranks of the other engine have nothing."""
-
-    rank = 0  # type: ignore[assignment]
-    ranks = range(4)  # type: ignore[assignment]
-    mate: dict[Any, bytes]
-
-    def gather(self, value: Any) -> list[Any]:
-        return [value, self.mate, {}, {}]
-
-
-def test_ranks_of_one_engine_keep_what_all_of_them_have(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 of two was handed three responses before its engine failed; its mate has another one,
-    and one alike.
-    """
-    engine: Any = SimpleNamespace(tensor_model_parallel_size=2)
-    responses = {("p0", i): response(prompts(1)[0], i) for i in range(3)}
-    alike = {
-        name: hashlib.sha256(one.token_ids.tobytes()).digest() for name, one in responses.items()
-    }
-    mate = {("p0", 0): alike[("p0", 0)], ("p0", 1): b"other tokens"}
-    monkeypatch.setattr(OfFourRanks, "mate", mate, raising=False)
-    generation = Generation(engine, no_failure, OfFourRanks())
-    assert generation._common_to_all_ranks(responses) == {("p0", 0)}
 
 
 @pytest.mark.parametrize(

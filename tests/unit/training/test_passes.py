@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from megatron_dcpo.config import TrainingConfig, load_config
+from megatron_dcpo.training.trainer import Trainer
 from megatron_dcpo.training.updater import Updater
 from megatron_dcpo.types import Judgement, TrainingSample
 from tests.helpers.objective_cases import objective, samples_of
@@ -56,9 +57,11 @@ def trained(training: TrainingConfig, groups: int = 1, **options: Any) -> Counti
         return whole(), MEASURED
 
     config = load_config(QUICKSTART / "dcpo.yaml")
+    trainer = Trainer(
+        policy=policy, optimizer=optimizer, parallel=config.parallel, training=training
+    )
     updater = Counting(
-        policy=policy,
-        optimizer=optimizer,
+        trainer=trainer,
         method=objective(**{"name": "dcpo", **options}),
         reference=None,
         probe=probe,
@@ -71,7 +74,7 @@ def trained(training: TrainingConfig, groups: int = 1, **options: Any) -> Counti
         [Judgement(name, R, c, "ok", boundary=3, length=5) for name in names for R, c in pairs]
     )
     for step in range(1, training.steps + 1):
-        updater.update(samples, step)
+        updater.update(samples, updater.method.group_scores(samples), step)
     return updater
 
 

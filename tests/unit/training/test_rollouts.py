@@ -9,6 +9,8 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import CancelledError
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,12 +22,8 @@ from megatron_dcpo.runtime import signals
 from megatron_dcpo.runtime.signals import RolloutAbandoned
 from megatron_dcpo.runtime.watchdog import Timers
 from megatron_dcpo.training.generation import Generation
-from megatron_dcpo.training.rollouts import (
-    AsyncRollouts,
-    RolloutsInTurn,
-    SavedRollouts,
-    fail_on_all_ranks,
-)
+from megatron_dcpo.training.loop import MAX_RESTARTS, with_restarts
+from megatron_dcpo.training.rollouts import AsyncRollouts, RolloutsInTurn, SavedRollouts
 from megatron_dcpo.training.sampler import Sampler, SamplerState
 from tests.helpers.paths import QUICKSTART
 from tests.helpers.samplers import (
@@ -71,21 +69,25 @@ def sampler_of_server(
     if staleness:
         rollout = dataclasses.replace(config.rollout, max_staleness=staleness, oversample=1.5)
         config = dataclasses.replace(config, rollout=rollout)
-    sampler = numbered_sampler(
+    return numbered_sampler(
         trains, 1000, config=config, engine=engine or Clockwork(), timers=Timers(None)
     )
-    sampler.generation.recover = fail_on_all_ranks(sampler.collectives)
-    return sampler
 
 
 def asynchronous(sampler: Sampler | None = None) -> AsyncRollouts:
-    """Rollouts whose failed engine only has to be asked again."""
     return AsyncRollouts(
-        sampler=sampler or sampler_of_server(),
-        timers=unwatched(),
-        recover=lambda failure, *, version, restarts: True,
-        last_step=STEPS,
+        sampler=sampler or sampler_of_server(), timers=unwatched(), last_step=STEPS
     )
+
+
+class Restarted:
+    """The parts of a run that :func:`with_restarts` needs; notes what it asks of them."""
+
+    def __init__(self) -> None:
+        self.asked: list[Any] = []
+        self.policy = SimpleNamespace(topology=SimpleNamespace(rank=0))
+        self.engine = SimpleNamespace(restart=lambda: self.asked.append("restart"))
+        self.weight_sync = SimpleNamespace(push=self.asked.append)
 
 
 def run(rollouts: AsyncRollouts, first: int = 1, last: int = STEPS) -> list[list[Any]]:
@@ -93,7 +95,9 @@ def run(rollouts: AsyncRollouts, first: int = 1, last: int = STEPS) -> list[list
     batches = []
     for step in range(first, last + 1):
         rollouts.sampler.engine.weights_version = step - 1
-        batches.append(rollouts.take(step).samples)
+        parts: Any = Restarted()
+        batch = with_restarts(parts, partial(rollouts.take, step), version=step - 1)
+        batches.append(batch.samples)
         rollouts.start(step + 1)
         state = rollouts.state  # what a checkpoint holds, whatever is on its way
         rollouts.wait_for_engine()
@@ -176,26 +180,18 @@ def test_a_batch_whose_engine_failed_is_generated_again(staleness: int) -> None:
 
 
 def test_an_engine_that_fails_again_and_again_ends_the_run() -> None:
-    """The recovery gives up, not the rollouts: they say how often they have asked."""
+    """It is restarted twice and gets the weights of the step before; then the run ends."""
 
     class Dead(Clockwork):
         def stream(self, samples: Any, sampling: Any, step: int, partial: Any = None) -> Any:
             raise EngineError("dead")
             yield
 
-    asked = []
-
-    def recover(failure: str, *, version: int, restarts: int) -> bool:
-        asked.append((failure, version, restarts))
-        if restarts == 2:
-            raise UserError("the engine failed 3 times")
-        return True
-
     rollouts = asynchronous(sampler_of_server(engine=Dead()))
-    rollouts.recover = recover
-    with pytest.raises(UserError):
-        rollouts.take(1)
-    assert asked == [("dead", 0, 0), ("dead", 0, 1), ("dead", 0, 2)]
+    parts: Any = Restarted()
+    with pytest.raises(UserError, match="dead"):
+        with_restarts(parts, partial(rollouts.take, 4), version=3)
+    assert parts.asked == ["restart", 3] * MAX_RESTARTS
 
 
 def test_what_ends_a_rollout_on_one_rank_ends_the_wait() -> None:
@@ -344,5 +340,6 @@ def test_generation_knows_its_share_of_a_rollout() -> None:
     engine: Any = Clockwork()
     engine.tensor_model_parallel_size = 2
     collectives: Any = OfEight()
-    share = Generation(engine, lambda failure, *, version, restarts: False, collectives).share
+    watch: Any = None
+    share = Generation(engine, collectives, watch).share
     assert (share.engine, share.engines, share.place, share.ranks) == (2, 4, 1, 2)

@@ -16,11 +16,13 @@ import pytest
 from megatron_dcpo.config import TrainingConfig, load_config
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.policy.gradient_probe import ALL, GradientPair, PairComparison
+from megatron_dcpo.training.sampler import SamplerState
+from megatron_dcpo.training.trainer import Trainer
 from megatron_dcpo.training.updater import Updater, split_groups
-from megatron_dcpo.types import Judgement, TrainingSample
+from megatron_dcpo.types import Judgement, Prompt, TrainingSample
 from tests.helpers.objective_cases import objective, samples_of
 from tests.helpers.paths import QUICKSTART
-from tests.helpers.samplers import one_rank
+from tests.helpers.samplers import one_rank, sampler_of
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -66,14 +68,20 @@ def updater(optimizer: Any, ranks: int = 1, rank: int = 0, **training: Any) -> S
     policy: Any = SimpleNamespace(topology=topology)
     config = load_config(QUICKSTART / "dcpo.yaml")
     options = TrainingConfig(**{"steps": 1, "gradient_probe_interval": 0, **training})
+    trainer = Trainer(
+        policy=policy, optimizer=optimizer, parallel=config.parallel, training=options
+    )
     return Stubbed(
-        policy=policy,
-        optimizer=optimizer,
+        trainer=trainer,
         method=objective(),
         reference=None,
         probe=None,
         config=dataclasses.replace(config, training=options),
     )
+
+
+def update(target: Updater, batch: list[TrainingSample], step: int) -> Any:
+    return target.update(batch, target.method.group_scores(batch), step)
 
 
 def samples(groups: int = 1, lengths: tuple[int, ...] = (5, 6, 7)) -> list[TrainingSample]:
@@ -89,7 +97,7 @@ def samples(groups: int = 1, lengths: tuple[int, ...] = (5, 6, 7)) -> list[Train
 
 def test_an_update_returns_scores_and_statistics() -> None:
     optimizer = Steps()
-    scored, statistics = updater(optimizer).update(samples(), step=1)
+    scored, statistics = update(updater(optimizer), samples(), step=1)
     assert [sample.R for sample in scored] == [1.0, 0.0, 0.0]
     assert all(sample.weights is not None for sample in scored)
     assert (statistics.losses, statistics.grad_norms) == ([0.5], [1.0])
@@ -102,29 +110,29 @@ def test_an_update_returns_scores_and_statistics() -> None:
 def test_an_update_that_is_not_finite_is_skipped_and_counted() -> None:
     optimizer = Steps(norm=math.inf)
     target = updater(optimizer, max_nonfinite_steps=2)
-    _, statistics = target.update(samples(), step=1)
+    _, statistics = update(target, samples(), step=1)
     assert (optimizer.taken, statistics.skipped, statistics.losses) == (0, 1, [])
     assert target.state_dict()["nonfinite_in_a_row"] == 1
 
     resumed = updater(optimizer, max_nonfinite_steps=2)
     resumed.load_state_dict(target.state_dict(), step=1)
     with pytest.raises(UserError, match=r"training\.max_nonfinite_steps"):
-        resumed.update(samples(), step=2)
+        update(resumed, samples(), step=2)
 
     optimizer.norm = 1.0
-    target.update(samples(), step=2)
+    update(target, samples(), step=2)
     assert target.state_dict()["nonfinite_in_a_row"] == 0
 
 
 def test_every_sample_is_computed_by_one_rank() -> None:
     """Equal counts, and the chosen ones stay where the whole mini-batch puts them."""
     batch = samples(groups=4, lengths=(5, 40, 9))
-    shares = [updater(Steps(), ranks=3, rank=rank).deal(batch)[0] for rank in range(3)]
+    shares = [updater(Steps(), ranks=3, rank=rank).trainer.deal(batch)[0] for rank in range(3)]
     assert sorted(index for share in shares for index in share) == list(range(12))
     assert {len(share) for share in shares} == {4}
     chosen = {0, 1, 5, 7}
     for rank, share in enumerate(shares):
-        some, micro_batches = updater(Steps(), ranks=3, rank=rank).deal(batch, chosen)
+        some, micro_batches = updater(Steps(), ranks=3, rank=rank).trainer.deal(batch, chosen)
         assert some == [index for index in share if index in chosen]
         places = [place for micro_batch in micro_batches for place in micro_batch]
         assert sorted(places) == list(range(len(some)))
@@ -133,8 +141,11 @@ def test_every_sample_is_computed_by_one_rank() -> None:
 def test_mini_batches_are_whole_groups() -> None:
     batch = samples(groups=4)
     shuffled = [batch[index] for index in (3, 0, 6, 9, 1, 4, 7, 10, 2, 5, 8, 11)]
-    parts = split_groups(shuffled, 2, is_full=lambda group: True)
-    assert [{s.prompt.prompt_id for s in part} for part in parts] == [{"p1", "p0"}, {"p2", "p3"}]
+    parts = split_groups(shuffled, 2, is_full=lambda rows: True)
+    assert [{shuffled[row].prompt.prompt_id for row in part} for part in parts] == [
+        {"p1", "p0"},
+        {"p2", "p3"},
+    ]
     assert [len(part) for part in parts] == [6, 6]
 
 
@@ -142,8 +153,8 @@ def test_mini_batches_have_as_many_groups_of_either_kind() -> None:
     """No group is left out when the numbers do not divide."""
     batch = samples(groups=7)
     full = {"p0", "p1", "p2", "p6"}
-    parts = split_groups(batch, 2, is_full=lambda group: group[0].prompt.prompt_id in full)
-    names = [list(dict.fromkeys(s.prompt.prompt_id for s in part)) for part in parts]
+    parts = split_groups(batch, 2, is_full=lambda rows: batch[rows[0]].prompt.prompt_id in full)
+    names = [list(dict.fromkeys(batch[row].prompt.prompt_id for row in part)) for part in parts]
     assert names == [["p0", "p1", "p3", "p4"], ["p2", "p5", "p6"]]
 
 
@@ -151,7 +162,7 @@ def test_two_updates_of_a_rollout_are_two_steps() -> None:
     optimizer = Steps()
     target = updater(optimizer, updates_per_rollout=2)
     target.with_old_logprobs = lambda batch: list(batch)  # type: ignore[method-assign]
-    _, statistics = target.update(samples(groups=2), step=1)
+    _, statistics = update(target, samples(groups=2), step=1)
     assert optimizer.taken == len(statistics.losses) == 2
 
 
@@ -162,10 +173,10 @@ def test_a_balanced_confidence_follows_what_the_probe_measures() -> None:
     norms = GradientPair.of(1.0, 0.36, 0.0)  # reasoning 1, confidence .6
     comparison = PairComparison(plain={ALL: norms}, fisher={ALL: norms})
     target.probe = lambda part, whole: (whole(), comparison)
-    scored, statistics = target.update(samples(groups=2), step=1)
+    scored, statistics = update(target, samples(groups=2), step=1)
     assert statistics.coefficients["loss/weight_confidence"] == 1.0
     before = scored[0].weights
-    scored, statistics = target.update(samples(groups=2), step=2)
+    scored, statistics = update(target, samples(groups=2), step=2)
     assert statistics.coefficients["loss/weight_confidence"] == 0.5
     assert before is not None
     np.testing.assert_allclose(scored[0].weights[3:], before[3:] / 2)
@@ -174,3 +185,39 @@ def test_a_balanced_confidence_follows_what_the_probe_measures() -> None:
     resumed.balances_blocks = True
     resumed.load_state_dict(target.state_dict(), step=2)
     assert resumed.method.options.weights == (1.0, 0.25)
+
+
+@pytest.mark.parametrize("filter_groups", ["none", "reasoning", "any"])
+def test_a_group_is_scored_once_a_step(filter_groups: str) -> None:
+    """The filter, the choice of groups, the mini-batches and the update read what the sampler
+    scored.
+    """
+    scored: list[int] = []
+    method = objective(name="dcpo")
+
+    def counting(R: Any, c: Any, logprob: Any, options: Any) -> Any:
+        scored.append(len(R))
+        return method.score_group(R, c, logprob, options)
+
+    def half_right(responses: Any, by_id: Any) -> list[Judgement]:
+        return [
+            Judgement(r.prompt_id, float(r.sample_index % 2), 0.5, "ok", 1, len(r.token_ids))
+            for r in responses
+        ]
+
+    counted = dataclasses.replace(method, score_group=counting)
+    prompts = [Prompt(str(number), (), (1,), "1", "t") for number in range(4)]
+    sampler = sampler_of(
+        prompts,
+        "data.prompts_per_step=4",
+        "rollout.group_size=4",
+        f"rollout.filter_groups={filter_groups}",
+        method=counted,
+        judge=half_right,
+    )
+    batch, _ = sampler.sample(SamplerState(), step=1, version=0)
+    target = updater(Steps(), updates_per_rollout=2)
+    target.method = counted
+    target.with_old_logprobs = lambda samples: list(samples)  # type: ignore[method-assign]
+    target.update(batch.samples, batch.scores, step=1)
+    assert scored == [4] * 4

@@ -15,7 +15,7 @@ from megatron_dcpo.training.generation import Generation
 from megatron_dcpo.training.validation import Validator
 from megatron_dcpo.types import Prompt
 from tests.helpers.paths import QUICKSTART
-from tests.helpers.samplers import Clockwork, length_of, no_failure, one_rank, unwatched
+from tests.helpers.samplers import Clockwork, length_of, one_rank, unwatched
 
 
 @pytest.fixture(autouse=True)
@@ -42,13 +42,14 @@ def validator(engine: Any, interval: int = 2) -> Validator:
     benchmark = f"evaluation.benchmarks=t={QUICKSTART / 'data' / 'heldout.jsonl'}"
     overrides = [benchmark, f"evaluation.interval={interval}", "evaluation.samples=2"]
     config = load_config(QUICKSTART / "dcpo.yaml", [*overrides, "training.steps=5"])
-    generation = Generation(engine, no_failure, Collectives())
+    watch: Any = None
+    generation = Generation(engine, Collectives(), watch)
     return Validator(held_out, generation, unwatched(), config)
 
 
 def test_it_returns_metrics_and_samples() -> None:
     engine = Forgetful()
-    validation = validator(engine).validate(version=0)
+    validation = validator(engine).validate()
     assert validation is not None
     assert validation.metrics == {"evaluation/t/n": 6.0}
     responses: list[Any] = validation.samples
@@ -66,4 +67,4 @@ def test_it_is_due_at_its_interval_before_the_first_and_after_the_last_step() ->
 
 def test_a_signal_cuts_it_short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(signals, "stop_requested", lambda: 15)
-    assert validator(Forgetful()).validate(version=0) is None
+    assert validator(Forgetful()).validate() is None

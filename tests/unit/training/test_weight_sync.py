@@ -1,4 +1,4 @@
-"""WeightSync alone: what it does about an engine that fails, and about weights that are not
+"""WeightSync alone, and the loop's recovery of an engine that fails; weights that are not
 finite.
 """
 
@@ -13,7 +13,8 @@ import pytest
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.rollout import EngineError
 from megatron_dcpo.training import weight_sync as module
-from megatron_dcpo.training.weight_sync import MAX_RESTARTS, WeightSync
+from megatron_dcpo.training.loop import MAX_RESTARTS, push_weights
+from megatron_dcpo.training.weight_sync import WeightSync
 from tests.helpers.samplers import one_rank
 
 PLAN: Any = SimpleNamespace(
@@ -63,10 +64,15 @@ def sync_of(engine: Any, plan: Any = PLAN, broken: tuple[str, ...] = ()) -> Weig
     topology: Any = SimpleNamespace(rank=0, place=0, replica=0)
     optimizer: Any = SimpleNamespace(exported=None, not_finite=lambda: list(broken))
     policy: Any = None
-    watch: Any = None
     return WeightSync(
-        policy=policy, optimizer=optimizer, engine=engine, plan=plan, topology=topology, watch=watch
+        policy=policy, optimizer=optimizer, engine=engine, plan=plan, topology=topology
     )
+
+
+def run_of(engine: Any) -> Any:
+    """The parts of a run that push weights."""
+    policy = SimpleNamespace(topology=SimpleNamespace(rank=0))
+    return SimpleNamespace(weight_sync=sync_of(engine), engine=engine, policy=policy)
 
 
 def test_a_push_returns_what_the_transport_counted() -> None:
@@ -85,16 +91,23 @@ def test_traffic_that_differs_from_the_plan_is_an_error() -> None:
         sync_of(Fragile(), plan).push(version=4)
 
 
+def test_an_engine_that_fails_is_an_error_on_every_rank() -> None:
+    engine = Fragile(failures=1)
+    with pytest.raises(EngineError, match="rank 0: no memory"):
+        sync_of(engine).push(version=4)
+    assert (engine.version, engine.restarts) == (None, 0)
+
+
 def test_an_engine_that_fails_is_started_again_and_gets_the_same_weights() -> None:
     engine = Fragile(failures=MAX_RESTARTS)
-    sync_of(engine).push(version=4)
+    push_weights(run_of(engine), version=4)
     assert (engine.version, engine.restarts) == (4, MAX_RESTARTS)
 
 
 def test_an_engine_that_fails_too_often_ends_the_run() -> None:
     engine = Fragile(failures=MAX_RESTARTS + 1)
     with pytest.raises(UserError, match="no memory"):
-        sync_of(engine).push(version=4)
+        push_weights(run_of(engine), version=4)
     assert engine.version is None
 
 
@@ -103,14 +116,3 @@ def test_weights_that_are_not_finite_are_not_handed_over() -> None:
     with pytest.raises(UserError, match=r"decoder\.weight"):
         sync_of(engine, broken=("decoder.weight",)).push(version=4)
     assert engine.version is None
-
-
-def test_recovery_starts_an_engine_again_only_if_one_failed() -> None:
-    engine = Fragile()
-    sync = sync_of(engine)
-    assert not sync.recover("", version=2, restarts=0)
-    assert (engine.version, engine.restarts) == (None, 0)
-    assert sync.recover("killed", version=2, restarts=0)
-    assert (engine.version, engine.restarts) == (2, 1)
-    with pytest.raises(UserError, match="killed"):
-        sync.recover("killed", version=2, restarts=MAX_RESTARTS)
