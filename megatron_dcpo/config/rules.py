@@ -31,7 +31,7 @@ VOCABULARY_MULTIPLE = 64  # vLLM pads the vocabulary to a multiple of this befor
 
 
 class ModelShape(Protocol):
-    """What rules read of an architecture (``weights.decoder.Architecture``)."""
+    """What rules read of an architecture (``architectures.architecture.Architecture``)."""
 
     @property
     def num_experts(self) -> int: ...
@@ -51,6 +51,8 @@ class ModelShape(Protocol):
     def sliding_window(self) -> object | None: ...
     @property
     def delta_net(self) -> object | None: ...
+    @property
+    def rotary_interleaved(self) -> bool: ...
 
 
 _RUN_RULES: list[Callable[[RunConfig], Broken]] = []
@@ -300,6 +302,17 @@ def recomputed_modules_need_selective_recomputation(config: RunConfig) -> Broken
     chosen = parallel.recompute_modules != ("core_attn",)
     if parallel.recompute_granularity != "selective" and chosen:
         return "parallel.megatron.recompute_modules needs parallel.recompute_granularity=selective"
+    return None
+
+
+@run_rule
+def tensor_parallel_messages_are_not_overlapped(config: RunConfig) -> Broken:
+    """Transformer Engine overlaps them in buffers that Megatron's own training script sets up."""
+    if config.parallel.megatron.get("tp_comm_overlap"):
+        return (
+            "parallel.megatron.tp_comm_overlap is not supported in this version: nothing sets up "
+            "Transformer Engine's buffers for it; remove it"
+        )
     return None
 
 
@@ -695,6 +708,23 @@ def delta_nets_have_local_layers(config: RunConfig, model: ModelShape) -> Broken
     return (
         f"model.transformer_impl=transformer_engine is not supported for {config.model.path}, "
         "which has gated delta nets; take auto or local, without a GPU"
+    )
+
+
+@run_model_rule
+def fused_rotations_of_packed_sequences_are_of_halves(
+    config: RunConfig, model: ModelShape
+) -> Broken:
+    """Megatron-core 0.16 does not tell the kernel for packed sequences that pairs are neighbors
+    (``fused_apply_rotary_pos_emb_thd``), which would rotate other pairs.
+    """
+    parallel = config.parallel
+    fused = parallel.megatron.get("apply_rope_fusion") and parallel.sequence_packing
+    if not (model.rotary_interleaved and fused):
+        return None
+    return (
+        f"parallel.megatron.apply_rope_fusion: with parallel.sequence_packing the fused kernel "
+        f"rotates halves, and {config.model.path} has rotations of neighbors; remove one of the two"
     )
 
 

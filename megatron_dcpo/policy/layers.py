@@ -212,7 +212,7 @@ class ArchitectureAttention(SelfAttention):
         rotary_pos_emb: Tensor | None = None,
         **kwargs: object,
     ) -> object:
-        """Attend with the layer's half of ``rotary_pos_emb``, the angles [s, 1, 1, 2 d]."""
+        """Attend with the layer's part of ``rotary_pos_emb``, the angles [2, s, 1, 1, d]."""
         if self.two_rotations and rotary_pos_emb is not None:
             rotary_pos_emb = of_layer(rotary_pos_emb, self.has_window)
         return super().forward(hidden_states, *args, rotary_pos_emb=rotary_pos_emb, **kwargs)

@@ -44,8 +44,9 @@ def has_two_rotations(arch: Architecture) -> bool:
 
 
 class TwoRotaryEmbeddings(torch.nn.Module):
-    """The angles of two of Megatron's rotary embeddings side by side, [s, 1, 1, 2 d]: first those
-    of the layers without a sliding window. One tensor, because a recomputed layer is given tensors.
+    """The angles of two of Megatron's rotary embeddings, [2, s, 1, 1, d]: first those of the layers
+    without a sliding window. One tensor, because a recomputed layer is given tensors. Each rotation
+    is contiguous in it, because the fused kernel reads angles by pointer and shape.
     """
 
     def __init__(self, without_window: torch.nn.Module, with_window: torch.nn.Module) -> None:
@@ -55,8 +56,8 @@ class TwoRotaryEmbeddings(torch.nn.Module):
 
     def forward(self, *args: object, **kwargs: object) -> Tensor:
         """Return the angles. Takes the arguments of Megatron's embedding."""
-        halves = [self.without_window(*args, **kwargs), self.with_window(*args, **kwargs)]
-        return torch.cat(halves, dim=-1)
+        both = [self.without_window(*args, **kwargs), self.with_window(*args, **kwargs)]
+        return torch.stack(both)
 
     def get_rotary_seq_len(self, *args: object, **kwargs: object) -> int:
         """Return the number of positions, as Megatron's embedding does."""
@@ -66,9 +67,10 @@ class TwoRotaryEmbeddings(torch.nn.Module):
 
 
 def of_layer(angles: Tensor, has_window: bool) -> Tensor:
-    """Return the half of the angles of :class:`TwoRotaryEmbeddings` that belongs to a layer."""
-    without_window, with_window = angles.chunk(2, dim=-1)
-    return with_window if has_window else without_window
+    """Return those angles of :class:`TwoRotaryEmbeddings` that belong to a layer, [s, 1, 1, d],
+    contiguous.
+    """
+    return angles[int(has_window)]
 
 
 def softmax_scale(arch: Architecture, has_window: bool = False) -> float | None:

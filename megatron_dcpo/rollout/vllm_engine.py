@@ -42,6 +42,7 @@ from megatron_dcpo.rollout.vllm_host import (
     VllmOptions,
     cache_bytes,
     check_release,
+    known_arguments,
     prepare_environment,
     preserve_process_state,
 )
@@ -408,6 +409,11 @@ class VllmEngine(Engine):
             # vLLM's CPU build fails where the prompt of a request with a seed is split: its runner
             # turns the generator back, which one of the CPU refuses.
             arguments.setdefault("enable_chunked_prefill", False)
+        experts_on_gpu = self.arch.num_experts and capabilities().separate_memory
+        if experts_on_gpu and "moe_backend" in (known_arguments() or ()):
+            # vLLM's first choice on Blackwell, FlashInfer's kernels, reorders the experts' weights,
+            # so that updates could not be written into them.
+            arguments.setdefault("moe_backend", "triton")
         if fp32_head(options.head_dtype):
             overrides = arguments.get("hf_overrides") or {}
             arguments["hf_overrides"] = {"head_dtype": "float32", **overrides}

@@ -104,18 +104,22 @@ def check_engine_arguments(arguments: Mapping[str, Any]) -> None:
     """Raise :class:`UserError` for an argument of ``rollout.vllm`` that something else decides, or
     that the installed vLLM does not know; without vLLM its names are not checked.
     """
-    known = None
-    if find_spec("vllm") is not None:
-        from vllm.engine.arg_utils import EngineArgs
-
-        known = {field.name for field in fields(EngineArgs)}
     check_passed_on(
         section="rollout.vllm",
         options=arguments,
         decided=_DECIDED,
-        known=known,
+        known=known_arguments(),
         where="the EngineArgs of the installed vLLM",
     )
+
+
+def known_arguments() -> set[str] | None:
+    """Return the names of the installed vLLM's engine arguments, None without vLLM."""
+    if find_spec("vllm") is None:
+        return None
+    from vllm.engine.arg_utils import EngineArgs
+
+    return {field.name for field in fields(EngineArgs)}
 
 
 def cache_bytes(arch: Architecture, options: VllmOptions, available: int, ranks: int) -> int:

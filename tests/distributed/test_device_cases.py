@@ -6,6 +6,7 @@ import pytest
 
 from tests.gpu import checks
 from tests.helpers.launch import torchrun_all
+from tests.helpers.transformer_engine import environment
 
 WHAT = ("save_and_resume", "offload", "logprobs", "restart", "memory")
 
@@ -45,6 +46,20 @@ def test_offload(results):
 
 def test_logprobs(results):
     checks.logprobs(results["logprobs"], "fp32")
+
+
+@pytest.mark.parametrize("layers", ["local", "transformer_engine"])
+def test_logprobs_of_other_families(tiny_models, tmp_path, layers):
+    """Transformer Engine's layers are those of the stand-in, which has no experts."""
+    families = checks.FAMILIES["others"]
+    on_stand_in = None
+    if layers == "transformer_engine":
+        families = [one for one in families if one[0] != "qwen3_moe"]
+        on_stand_in = environment()
+    common = {"what": "logprobs", "layers": layers, "dtype": "fp32"}
+    jobs = [("device", common | {"model": str(tiny_models(*one))}) for one in families]
+    for (result,) in torchrun_all(jobs, 1, tmp_path, environment=on_stand_in):
+        checks.logprobs(result, "fp32")
 
 
 def test_restart(results):

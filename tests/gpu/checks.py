@@ -7,6 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+# Families of which packed sequences are compared with padded ones and with transformers, and
+# whether embeddings are tied: the most common ones; those with two rotations and windows, with
+# pairs of neighbors, with experts.
+FAMILIES = {
+    "common": (("qwen3", True), ("llama", False), ("qwen2", True)),
+    "others": (("gemma3", True), ("olmo3", False), ("glm4", False), ("qwen3_moe", False)),
+}
+
 
 def save_and_resume(result: dict[str, Any]) -> None:
     """Weights, main parameters, moments and the count of steps, bit for bit; the next update within

@@ -57,16 +57,14 @@ def test_resumption_is_bit_for_bit(tiny_models, tmp_path, layers, processes):
 
 
 @pytest.mark.parametrize("layers", needs.LAYERS)
-def test_packed_is_padded_is_transformers(tiny_models, tmp_path, layers):
+@pytest.mark.parametrize("families", checks.FAMILIES)
+def test_packed_is_padded_is_transformers(tiny_models, tmp_path, families, layers):
     """Transformer Engine's attention on packed sequences has kernels for bf16 only."""
-    families, dtypes = (
-        (("qwen3", True), ("llama", False), ("qwen2", True)),
-        ("fp32", "bf16")[layers != "local" :],
-    )
+    dtypes = ("fp32", "bf16")[layers != "local" :]
     common = {"what": "logprobs", "layers": layers}
     jobs = [
         ("device", common | {"model": str(tiny_models(*one)), "dtype": t})
-        for one in families
+        for one in checks.FAMILIES[families]
         for t in dtypes
     ]
     for (_, options), (result,) in zip(jobs, torchrun_all(jobs, 1, tmp_path), strict=True):

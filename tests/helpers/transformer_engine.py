@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,8 +31,22 @@ def environment() -> dict[str, str]:
 
 
 def pretend() -> None:
-    """In such a process: the capabilities of the CPU, and Transformer Engine's layers."""
-    if os.environ.get(VARIABLE):
-        from megatron_dcpo.runtime import device
+    """In such a process: the capabilities of the CPU, Transformer Engine's layers, and updates of
+    which its kernel of Adam would read the numbers.
+    """
+    if not os.environ.get(VARIABLE):
+        return
+    from transformer_engine.pytorch.optimizers import refuse_misread_update
 
-        device._CPU = dataclasses.replace(device._CPU, transformer_engine=True)
+    from megatron_dcpo.runtime import device
+    from megatron_dcpo.runtime.megatron_on_cpu import FusedAdam
+
+    device._CPU = dataclasses.replace(device._CPU, transformer_engine=True)
+    step = FusedAdam.step
+
+    @functools.wraps(step)
+    def checked(optimizer: FusedAdam, *arguments: Any) -> None:
+        step(optimizer, *arguments)
+        refuse_misread_update(optimizer)
+
+    FusedAdam.step = checked  # type: ignore[method-assign]

@@ -23,9 +23,11 @@ DENSE = SimpleNamespace(
     vocab_size=331,
     sliding_window=None,
     delta_net=None,
+    rotary_interleaved=False,
 )
 DELTA_NETS = SimpleNamespace(**{**vars(DENSE), "delta_net": object()})
 WINDOWS = SimpleNamespace(**{**vars(DENSE), "sliding_window": object()})
+NEIGHBORS = SimpleNamespace(**{**vars(DENSE), "rotary_interleaved": True})
 EXPERTS = SimpleNamespace(**{**vars(DENSE), "num_experts": 6})
 CHUNKS = ([0, 1], [2, 3])
 
@@ -127,6 +129,23 @@ def test_windows_in_context_parallelism(sections: dict[str, Any], refused: bool)
 )
 def test_what_gated_delta_nets_do_not_go_with(sections: dict[str, Any], option: str) -> None:
     refused_for(DELTA_NETS, sections, option)
+
+
+def test_fused_rotations_of_packed_neighbors() -> None:
+    fused = {"megatron": {"apply_rope_fusion": True}}
+    refused_for(
+        NEIGHBORS,
+        {"parallel": {**fused, "sequence_packing": True}},
+        "parallel.megatron.apply_rope_fusion",
+    )
+    for allowed in (fused, {"sequence_packing": True}):
+        rules.check_model_rules(config(parallel=allowed), NEIGHBORS, CHUNKS)
+
+
+def test_overlapped_messages_are_refused_by_name() -> None:
+    with pytest.raises(UserError, match=r"parallel\.megatron\.tp_comm_overlap"):
+        config(parallel={"megatron": {"tp_comm_overlap": True}})
+    config(parallel={"megatron": {"tp_comm_overlap": False}})
 
 
 def test_recomputed_units_divide_every_chunk() -> None:

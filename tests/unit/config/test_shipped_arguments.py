@@ -62,3 +62,28 @@ def test_logits_in_fp32_on_a_gpu(monkeypatch, tmp_path):
     assert overrides(model={"head_dtype": "model"}) is None
     own = {"vllm": {"hf_overrides": {"rope_theta": 1e6}}}
     assert overrides(rollout=own) == "{'head_dtype': 'float32', 'rope_theta': 1000000.0}"
+
+
+@pytest.mark.parametrize(
+    ("name", "known", "given", "expected"),
+    [
+        ("qwen3_30b_a3b", {"moe_backend"}, {}, "'triton'"),
+        ("qwen3_30b_a3b", {"moe_backend"}, {"moe_backend": "auto"}, "'auto'"),
+        ("qwen3_30b_a3b", set(), {}, None),
+        ("qwen3_30b_a3b", None, {}, None),
+        ("qwen3_8b", {"moe_backend"}, {}, None),
+    ],
+)
+def test_kernels_of_experts_on_a_gpu(monkeypatch, tmp_path, name, known, given, expected):
+    """Those into whose weights updates can be written, where vLLM has the option, unless a user
+    names others.
+    """
+    monkeypatch.setattr(device, "_CPU", device._GPU)
+    monkeypatch.setattr(vllm_engine, "total_memory", lambda: 0)
+    monkeypatch.setattr(vllm_engine, "known_arguments", lambda: known)
+    path = EXAMPLES / name / "math" / "dcpo.yaml"
+    values = yaml.safe_load(path.read_text())
+    values["rollout"]["vllm"] = {**values["rollout"].get("vllm", {}), **given}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(values))
+    found = engine_arguments(tmp_path / "run.yaml", model_of(path))
+    assert found.get("moe_backend") == expected

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformer_engine.pytorch.pointers import CUDNN_ALIGNMENT, refuse_misread
 from transformer_engine.pytorch.signatures import checked
 
 
@@ -34,6 +35,7 @@ def _norm(x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tensor:
     """In fp32 with the scale in fp32, then rounded once: the kernels' order, which differs from
     Hugging Face's in bf16.
     """
+    refuse_misread("the weight of a norm", weight, like=x)
     scale = weight.float() + zero_centered
     return (F.rms_norm(x.float(), weight.shape, None, eps) * scale).to(x.dtype)
 
@@ -80,6 +82,8 @@ class _FusedProduct(torch.autograd.Function):
         (x,), weight = ctx.saved_tensors, ctx.weight
         dummy = None
         if weight.requires_grad:
+            refuse_misread("main_grad", weight.main_grad, like=grad)
+            assert weight.main_grad.shape == weight.shape
             product = (grad.flatten(0, -2).t() @ x.flatten(0, -2)).to(weight.main_grad.dtype)
             if ctx.first:
                 weight.main_grad.copy_(product)
@@ -137,6 +141,9 @@ class Linear(_Module):
                 x = mappings.copy_to_tensor_model_parallel_region(x, group=self.tp_group)
         row = self.tp_size > 1 and self.parallel_mode == "row"
         bias = None if row or self.return_bias else self.bias
+        refuse_misread("the weight of a linear layer", self.weight, like=x, dtype=x.dtype)
+        if bias is not None:
+            refuse_misread("the bias of a linear layer", bias, like=x, dtype=x.dtype)
         if self.fused:
             y = _FusedProduct.apply(x, self.weight, first)
             y = y if bias is None else y + bias
@@ -227,6 +234,20 @@ class DotProductAttention(_Module):
     ) -> Tensor:
         layers = query_layer, key_layer, value_layer
         assert self.attention_dropout == 0.0
+        # The masks are types, of which the kernels make their own.
+        assert attention_mask is None
+        for name, layer in zip(("queries", "keys", "values"), layers, strict=True):
+            refuse_misread(
+                name,
+                layer,
+                like=query_layer,
+                dtype=query_layer.dtype,
+                alignment=CUDNN_ALIGNMENT,
+                rows_only=True,
+            )
+        for name in ("cu_seqlens_q", "cu_seqlens_kv"):
+            if options.get(name) is not None:
+                refuse_misread(name, options[name], like=query_layer, dtype=torch.int32)
         if self.cp_group is not None:
             return self._across_ranks(layers, options)
         if options.get("qkv_format", "sbhd") == "thd":
