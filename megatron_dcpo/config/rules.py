@@ -1,22 +1,21 @@
-"""All rules on what may not be combined. The rest of the package assumes what they promise.
+"""All rules on which options of a configuration may not be combined. The rest of the package
+assumes what they promise.
 
-A rule is a function of the configuration, and of the model's shape or the number of processes if it
-needs them. It returns what is wrong and what to do about it, one line that names the options, or
-None. The decorator says when it can be looked at:
+A rule is a function of the configuration, and of the model's shape if it needs it. It returns what
+is wrong and what to do about it, one line that names the options, or None. ``@rule(WHEN)``
+registers it. Rules on the number of processes and on sizes that have to divide others are the
+``check_`` functions, which conversion and planning call without a configuration too.
 
-    ``run_rule``            when the configuration of any training is read
-    ``run_model_rule``      of any training, when ``config.json`` of the model is known
-    ``configuration_rule``  when the configuration of ``dcpo train`` is read
-    ``model_rule``          of ``dcpo train``, when ``config.json`` of the model is known
-    ``evaluation_rule``     when the configuration of ``dcpo evaluate`` is read
-
-What depends on data, on a tokenizer, or on what is installed, is refused by the part that finds it.
+Elsewhere stand: what an option may be by itself (its type, in the sections), options of the
+objective among themselves, which are also used without a configuration
+(``objectives/options.py``), and what depends on the content of a file, on a tokenizer, or on what
+is installed, which is refused by the part that reads or imports it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from typing import Protocol
+from typing import Any, Literal, Protocol, get_args
 
 from megatron_dcpo.config.evaluation_sections import EvaluateConfig
 from megatron_dcpo.config.field_types import BUILT_IN
@@ -26,13 +25,24 @@ from megatron_dcpo.errors import UserError, check_world_size, did_you_mean
 from megatron_dcpo.objectives import find_method, resolve
 from megatron_dcpo.types import BROUGHT, ENVIRONMENTS
 
-Broken = str | None
+Problem = str | None  # what is wrong, and what to do about it
 VOCABULARY_MULTIPLE = 64  # vLLM pads the vocabulary to a multiple of this before it cuts it
+
+
+class DeltaNetShape(Protocol):
+    """What rules read of a model's gated delta nets."""
+
+    @property
+    def key_heads(self) -> int: ...
+    @property
+    def value_heads(self) -> int: ...
 
 
 class ModelShape(Protocol):
     """What rules read of an architecture (``architectures.architecture.Architecture``)."""
 
+    @property
+    def name(self) -> str: ...
     @property
     def num_experts(self) -> int: ...
     @property
@@ -50,50 +60,52 @@ class ModelShape(Protocol):
     @property
     def sliding_window(self) -> object | None: ...
     @property
-    def delta_net(self) -> object | None: ...
-    @property
     def rotary_interleaved(self) -> bool: ...
+    @property
+    def delta_net(self) -> DeltaNetShape | None: ...
 
 
-_RUN_RULES: list[Callable[[RunConfig], Broken]] = []
-_RUN_MODEL_RULES: list[Callable[[RunConfig, ModelShape], Broken]] = []
-_CONFIGURATION_RULES: list[Callable[[Config], Broken]] = []
-_MODEL_RULES: list[Callable[[Config, ModelShape], Broken]] = []
-_EVALUATION_RULES: list[Callable[[EvaluateConfig], Broken]] = []
+class LayoutSizes(Protocol):
+    """What rules read of a parallel layout (``weights.layout.Layout``)."""
+
+    @property
+    def tensor_model_parallel_size(self) -> int: ...
+    @property
+    def pipeline_model_parallel_size(self) -> int: ...
+    @property
+    def virtual_pipeline_model_parallel_size(self) -> int: ...
+    @property
+    def expert_model_parallel_size(self) -> int: ...
+    @property
+    def expert_tensor_parallel_size(self) -> int | None: ...
+    @property
+    def expert_tensor(self) -> int: ...
 
 
-def run_rule(rule: Callable[[RunConfig], Broken]) -> Callable[[RunConfig], Broken]:
-    """Have a rule looked at when the configuration of any training is read."""
-    _RUN_RULES.append(rule)
-    return rule
+# When a rule is looked at: as soon as the configuration of any training, of ``dcpo train``, of
+# ``dcpo sft`` or of ``dcpo evaluate`` is read, or when ``config.json`` of the model is known too.
+When = Literal["run", "run with model", "train", "train with model", "sft", "evaluate"]
+Rule = Callable[..., Problem]
+
+RULES: dict[When, list[Rule]] = {when: [] for when in get_args(When)}
 
 
-def run_model_rule(
-    rule: Callable[[RunConfig, ModelShape], Broken],
-) -> Callable[[RunConfig, ModelShape], Broken]:
-    """Have a rule looked at when the shape of the model of any training is known."""
-    _RUN_MODEL_RULES.append(rule)
-    return rule
+def rule(when: When) -> Callable[[Rule], Rule]:
+    """Register the decorated function as a rule that is looked at ``when`` the name says."""
+
+    def register(function: Rule) -> Rule:
+        RULES[when].append(function)
+        return function
+
+    return register
 
 
-def configuration_rule(rule: Callable[[Config], Broken]) -> Callable[[Config], Broken]:
-    """Have a rule looked at when the configuration of ``dcpo train`` is read."""
-    _CONFIGURATION_RULES.append(rule)
-    return rule
-
-
-def model_rule(
-    rule: Callable[[Config, ModelShape], Broken],
-) -> Callable[[Config, ModelShape], Broken]:
-    """Have a rule looked at when the shape of the model of ``dcpo train`` is known."""
-    _MODEL_RULES.append(rule)
-    return rule
-
-
-def evaluation_rule(rule: Callable[[EvaluateConfig], Broken]) -> Callable[[EvaluateConfig], Broken]:
-    """Have a rule looked at when the configuration of an evaluation is read."""
-    _EVALUATION_RULES.append(rule)
-    return rule
+def _problem(when: When, *arguments: object) -> Problem:
+    """Return what the first broken rule says, None if all are kept."""
+    for one in RULES[when]:
+        if problem := one(*arguments):
+            return problem
+    return None
 
 
 # ---------------------------------------------------------------------------- when they are checked
@@ -103,14 +115,11 @@ def check_configuration(config: RunConfig, source: str) -> None:
     """Raise :class:`UserError` for the first options that may not be combined. ``source`` is the
     file that they come from.
     """
-    for of_any_run in _RUN_RULES:
-        if why := of_any_run(config):
-            raise UserError(f"{source}: {why}")
-    if not isinstance(config, Config):
-        return
-    for rule in _CONFIGURATION_RULES:
-        if why := rule(config):
-            raise UserError(f"{source}: {why}")
+    problem = _problem("run", config)
+    if problem is None:
+        problem = _problem("train" if isinstance(config, Config) else "sft", config)
+    if problem:
+        raise UserError(f"{source}: {problem}")
 
 
 def check_model_rules(
@@ -119,16 +128,14 @@ def check_model_rules(
     """Raise :class:`UserError` for options that are not right for a model. ``chunks`` are the
     layers of every model chunk, as the pipeline divides them.
     """
-    for of_any_run in _RUN_MODEL_RULES:
-        if why := of_any_run(config, model):
-            raise UserError(why)
-    if isinstance(config, Config):
-        for rule in _MODEL_RULES:
-            if why := rule(config, model):
-                raise UserError(why)
+    problem = _problem("run with model", config, model)
+    if problem is None and isinstance(config, Config):
+        problem = _problem("train with model", config, model)
+    if problem:
+        raise UserError(problem)
     for layers in chunks:
-        if why := recomputed_units_divide_a_chunk(config.parallel, len(layers)):
-            raise UserError(why)
+        if problem := recomputed_units_divide_a_chunk(config.parallel, len(layers)):
+            raise UserError(problem)
 
 
 def check_processes(config: RunConfig, processes: int) -> None:
@@ -168,9 +175,8 @@ def check_servers(config: Config, processes: int) -> None:
 
 def check_evaluation(config: EvaluateConfig, source: str) -> None:
     """Raise :class:`UserError` for options of ``dcpo evaluate`` that may not be combined."""
-    for rule in _EVALUATION_RULES:
-        if why := rule(config):
-            raise UserError(f"{source}: {why}")
+    if problem := _problem("evaluate", config):
+        raise UserError(f"{source}: {problem}")
 
 
 def check_passed_on(
@@ -196,8 +202,8 @@ def check_passed_on(
 # -------------------------------------------------------------------------------------- parallelism
 
 
-@run_rule
-def cp_comm_type_is_of_context_parallelism(config: RunConfig) -> Broken:
+@rule("run")
+def cp_comm_type_is_of_context_parallelism(config: RunConfig) -> Problem:
     parallel = config.parallel
     without = parallel.context_parallel_size == 1 or parallel.sequence_packing
     if parallel.cp_comm_type != "p2p" and without:
@@ -208,19 +214,22 @@ def cp_comm_type_is_of_context_parallelism(config: RunConfig) -> Broken:
     return None
 
 
-@run_rule
-def sequence_parallel_needs_tensor_parallel(config: RunConfig) -> Broken:
+@rule("run")
+def sequence_parallel_needs_tensor_parallel(config: RunConfig) -> Problem:
     parallel = config.parallel
     if parallel.sequence_parallel and parallel.tensor_model_parallel_size == 1:
         return "parallel.sequence_parallel needs parallel.tensor_model_parallel_size > 1"
     return None
 
 
-@run_rule
-def virtual_stages_need_a_pipeline(config: RunConfig) -> Broken:
-    parallel = config.parallel
-    virtual = parallel.virtual_pipeline_model_parallel_size > 1
-    if virtual and parallel.pipeline_model_parallel_size == 1:
+@rule("run")
+def virtual_stages_need_a_pipeline(config: RunConfig) -> Problem:
+    return _virtual_without_pipeline(config.parallel)
+
+
+def _virtual_without_pipeline(layout: ParallelConfig | LayoutSizes) -> Problem:
+    virtual = layout.virtual_pipeline_model_parallel_size > 1
+    if virtual and layout.pipeline_model_parallel_size == 1:
         return (
             "parallel.megatron.virtual_pipeline_model_parallel_size > 1 needs "
             "parallel.pipeline_model_parallel_size > 1"
@@ -244,8 +253,8 @@ def _uneven_ways(parallel: ParallelConfig) -> int:
     return sum(bool(way) for way in ways)
 
 
-@run_rule
-def layers_are_divided_in_one_way(config: RunConfig) -> Broken:
+@rule("run")
+def layers_are_divided_in_one_way(config: RunConfig) -> Problem:
     if _uneven_ways(config.parallel) > 1:
         return (
             f"parallel.megatron: {_UNEVEN} divide the layers each in its own way; set one of the "
@@ -254,16 +263,16 @@ def layers_are_divided_in_one_way(config: RunConfig) -> Broken:
     return None
 
 
-@run_rule
-def an_uneven_division_needs_a_pipeline(config: RunConfig) -> Broken:
+@rule("run")
+def an_uneven_division_needs_a_pipeline(config: RunConfig) -> Problem:
     parallel = config.parallel
     if _uneven_ways(parallel) and parallel.pipeline_model_parallel_size == 1:
         return f"parallel.megatron: {_UNEVEN} need parallel.pipeline_model_parallel_size > 1"
     return None
 
 
-@run_rule
-def overlap_param_gather_needs_the_distributed_optimizer(config: RunConfig) -> Broken:
+@rule("run")
+def overlap_param_gather_needs_the_distributed_optimizer(config: RunConfig) -> Problem:
     parallel = config.parallel
     if parallel.overlap_param_gather and not parallel.use_distributed_optimizer:
         return (
@@ -273,8 +282,8 @@ def overlap_param_gather_needs_the_distributed_optimizer(config: RunConfig) -> B
     return None
 
 
-@run_rule
-def overlap_param_gather_needs_overlap_grad_reduce(config: RunConfig) -> Broken:
+@rule("run")
+def overlap_param_gather_needs_overlap_grad_reduce(config: RunConfig) -> Problem:
     parallel = config.parallel
     if parallel.overlap_param_gather and not parallel.overlap_grad_reduce:
         return (
@@ -284,8 +293,8 @@ def overlap_param_gather_needs_overlap_grad_reduce(config: RunConfig) -> Broken:
     return None
 
 
-@run_rule
-def recomputed_layers_need_full_recomputation(config: RunConfig) -> Broken:
+@rule("run")
+def recomputed_layers_need_full_recomputation(config: RunConfig) -> Problem:
     parallel = config.parallel
     chosen = (parallel.recompute_method, parallel.recompute_num_layers) != ("uniform", 1)
     if parallel.recompute_granularity != "full" and chosen:
@@ -296,8 +305,8 @@ def recomputed_layers_need_full_recomputation(config: RunConfig) -> Broken:
     return None
 
 
-@run_rule
-def recomputed_modules_need_selective_recomputation(config: RunConfig) -> Broken:
+@rule("run")
+def recomputed_modules_need_selective_recomputation(config: RunConfig) -> Problem:
     parallel = config.parallel
     chosen = parallel.recompute_modules != ("core_attn",)
     if parallel.recompute_granularity != "selective" and chosen:
@@ -305,8 +314,8 @@ def recomputed_modules_need_selective_recomputation(config: RunConfig) -> Broken
     return None
 
 
-@run_rule
-def tensor_parallel_messages_are_not_overlapped(config: RunConfig) -> Broken:
+@rule("run")
+def tensor_parallel_messages_are_not_overlapped(config: RunConfig) -> Problem:
     """Transformer Engine overlaps them in buffers that Megatron's own training script sets up."""
     if config.parallel.megatron.get("tp_comm_overlap"):
         return (
@@ -319,8 +328,8 @@ def tensor_parallel_messages_are_not_overlapped(config: RunConfig) -> Broken:
 # ---------------------------------------------------------------------------- judging, optimization
 
 
-@configuration_rule
-def scores_need_a_verifier_that_gives_them(config: Config) -> Broken:
+@rule("train")
+def scores_need_a_verifier_that_gives_them(config: Config) -> Problem:
     judging = config.judging
     if (judging.graded or judging.threshold < 1) and not _has_scores(config):
         return (
@@ -330,8 +339,8 @@ def scores_need_a_verifier_that_gives_them(config: Config) -> Broken:
     return None
 
 
-@configuration_rule
-def a_verifier_has_responses_to_judge(config: Config) -> Broken:
+@rule("train")
+def a_verifier_has_responses_to_judge(config: Config) -> Problem:
     """An environment is judged by itself; a validation may have other benchmarks."""
     if config.judging.verifier == JudgingConfig.verifier or config.evaluation.interval:
         return None
@@ -355,8 +364,8 @@ def _has_scores(config: Config) -> bool:
     return False
 
 
-@run_rule
-def min_lr_is_not_above_lr(config: RunConfig) -> Broken:
+@rule("run")
+def min_lr_is_not_above_lr(config: RunConfig) -> Problem:
     optimizer = config.optimizer
     if optimizer.min_lr > optimizer.lr:
         return f"optimizer.min_lr={optimizer.min_lr} is above optimizer.lr={optimizer.lr}"
@@ -366,8 +375,8 @@ def min_lr_is_not_above_lr(config: RunConfig) -> Broken:
 # --------------------------------------------------------------------------------------- validation
 
 
-@configuration_rule
-def the_best_checkpoint_needs_a_validation(config: Config) -> Broken:
+@rule("train")
+def the_best_checkpoint_needs_a_validation(config: Config) -> Problem:
     training = config.training
     if not config.evaluation.interval and (training.keep_best or training.early_stop):
         return (
@@ -377,8 +386,8 @@ def the_best_checkpoint_needs_a_validation(config: Config) -> Broken:
     return None
 
 
-@configuration_rule
-def an_early_stop_needs_a_metric(config: Config) -> Broken:
+@rule("train")
+def an_early_stop_needs_a_metric(config: Config) -> Problem:
     training = config.training
     if training.early_stop > 0 and not training.keep_best:
         return (
@@ -388,8 +397,8 @@ def an_early_stop_needs_a_metric(config: Config) -> Broken:
     return None
 
 
-@configuration_rule
-def a_validation_needs_benchmarks(config: Config) -> Broken:
+@rule("train")
+def a_validation_needs_benchmarks(config: Config) -> Problem:
     evaluation = config.evaluation
     if evaluation.interval > 0 and not evaluation.benchmarks:
         return (
@@ -402,8 +411,8 @@ def a_validation_needs_benchmarks(config: Config) -> Broken:
 # ------------------------------------------------------------------------------- objective, rollout
 
 
-@configuration_rule
-def the_objective_reads_its_options(config: Config) -> Broken:
+@rule("train")
+def the_objective_reads_its_options(config: Config) -> Problem:
     try:
         resolve(config.objective)
     except UserError as error:
@@ -417,8 +426,8 @@ def _is_uncorrected(config: Config) -> bool:
     return objective.tis_level == "none" and objective.old_logprobs == "trainer"
 
 
-@configuration_rule
-def truncated_sampling_needs_a_correction(config: Config) -> Broken:
+@rule("train")
+def truncated_sampling_needs_a_correction(config: Config) -> Problem:
     rollout = config.rollout
     if (rollout.top_p < 1 or rollout.top_k) and _is_uncorrected(config):
         return (
@@ -429,16 +438,16 @@ def truncated_sampling_needs_a_correction(config: Config) -> Broken:
     return None
 
 
-@configuration_rule
-def an_engine_of_several_gpus_is_vllm(config: Config) -> Broken:
+@rule("train")
+def an_engine_of_several_gpus_is_vllm(config: Config) -> Problem:
     rollout = config.rollout
     if rollout.tensor_model_parallel_size > 1 and rollout.engine == "transformers":
         return "rollout.tensor_model_parallel_size > 1 needs rollout.engine=vllm, auto or server"
     return None
 
 
-@configuration_rule
-def oversampling_needs_a_use(config: Config) -> Broken:
+@rule("train")
+def oversampling_needs_a_use(config: Config) -> Problem:
     rollout = config.rollout
     filters = rollout.filter_groups != "none"
     if rollout.oversample > 1 and not (filters or rollout.max_staleness):
@@ -449,8 +458,8 @@ def oversampling_needs_a_use(config: Config) -> Broken:
     return None
 
 
-@configuration_rule
-def partial_rollouts_need_a_little_oversampling(config: Config) -> Broken:
+@rule("train")
+def partial_rollouts_need_a_little_oversampling(config: Config) -> Problem:
     rollout = config.rollout
     if rollout.max_staleness and not 1 < rollout.oversample <= 2:
         return (
@@ -461,8 +470,8 @@ def partial_rollouts_need_a_little_oversampling(config: Config) -> Broken:
     return None
 
 
-@configuration_rule
-def partial_rollouts_need_a_correction(config: Config) -> Broken:
+@rule("train")
+def partial_rollouts_need_a_correction(config: Config) -> Problem:
     staleness = config.rollout.max_staleness
     if staleness and _is_uncorrected(config):
         return (
@@ -472,8 +481,8 @@ def partial_rollouts_need_a_correction(config: Config) -> Broken:
     return None
 
 
-@configuration_rule
-def a_server_has_no_partial_rollouts(config: Config) -> Broken:
+@rule("train")
+def a_server_has_no_partial_rollouts(config: Config) -> Problem:
     rollout = config.rollout
     if rollout.max_staleness and rollout.engine == "server":
         return (
@@ -483,8 +492,8 @@ def a_server_has_no_partial_rollouts(config: Config) -> Broken:
     return None
 
 
-@configuration_rule
-def partial_rollouts_have_no_log_prob_alarm(config: Config) -> Broken:
+@rule("train")
+def partial_rollouts_have_no_log_prob_alarm(config: Config) -> Problem:
     rollout = config.rollout
     if rollout.max_staleness and rollout.logprob_diff_alarm > 0:
         return (
@@ -494,8 +503,8 @@ def partial_rollouts_have_no_log_prob_alarm(config: Config) -> Broken:
     return None
 
 
-@configuration_rule
-def partial_rollouts_have_no_routing_replay(config: Config) -> Broken:
+@rule("train")
+def partial_rollouts_have_no_routing_replay(config: Config) -> Problem:
     rollout = config.rollout
     if rollout.max_staleness and rollout.routing_replay:
         return (
@@ -506,8 +515,8 @@ def partial_rollouts_have_no_routing_replay(config: Config) -> Broken:
     return None
 
 
-@configuration_rule
-def generation_alongside_training_needs_a_server(config: Config) -> Broken:
+@rule("train")
+def generation_alongside_training_needs_a_server(config: Config) -> Problem:
     rollout = config.rollout
     if rollout.async_steps and rollout.engine != "server":
         return (
@@ -519,8 +528,8 @@ def generation_alongside_training_needs_a_server(config: Config) -> Broken:
     return None
 
 
-@configuration_rule
-def a_rollout_of_ones_own_is_not_continued(config: Config) -> Broken:
+@rule("train")
+def a_rollout_of_ones_own_is_not_continued(config: Config) -> Problem:
     rollout = config.rollout
     if rollout.function and rollout.max_staleness:
         return (
@@ -530,8 +539,8 @@ def a_rollout_of_ones_own_is_not_continued(config: Config) -> Broken:
     return None
 
 
-@configuration_rule
-def a_rollout_of_ones_own_has_no_routing_replay(config: Config) -> Broken:
+@rule("train")
+def a_rollout_of_ones_own_has_no_routing_replay(config: Config) -> Problem:
     rollout = config.rollout
     if rollout.function and rollout.routing_replay:
         return (
@@ -541,8 +550,8 @@ def a_rollout_of_ones_own_has_no_routing_replay(config: Config) -> Broken:
     return None
 
 
-@configuration_rule
-def generation_alongside_training_needs_a_correction(config: Config) -> Broken:
+@rule("train")
+def generation_alongside_training_needs_a_correction(config: Config) -> Problem:
     rollout = config.rollout
     if rollout.async_steps and _is_uncorrected(config):
         return (
@@ -552,8 +561,8 @@ def generation_alongside_training_needs_a_correction(config: Config) -> Broken:
     return None
 
 
-@configuration_rule
-def filtered_groups_need_a_method_that_skips_them(config: Config) -> Broken:
+@rule("train")
+def filtered_groups_need_a_method_that_skips_them(config: Config) -> Problem:
     name = config.objective.name
     if config.rollout.filter_groups != "none" and find_method(name).needs_old_logprobs:
         return (
@@ -563,8 +572,8 @@ def filtered_groups_need_a_method_that_skips_them(config: Config) -> Broken:
     return None
 
 
-@configuration_rule
-def a_filter_by_the_reasoning_needs_a_reward_for_correctness(config: Config) -> Broken:
+@rule("train")
+def a_filter_by_the_reasoning_needs_a_reward_for_correctness(config: Config) -> Problem:
     if config.rollout.filter_groups != "reasoning":
         return None
     objective = config.objective
@@ -588,8 +597,8 @@ def a_filter_by_the_reasoning_needs_a_reward_for_correctness(config: Config) -> 
     return None
 
 
-@configuration_rule
-def a_balanced_confidence_needs_the_gradients_of_the_blocks(config: Config) -> Broken:
+@rule("train")
+def a_balanced_confidence_needs_the_gradients_of_the_blocks(config: Config) -> Problem:
     if config.objective.weight_confidence != "balanced":
         return None
     if not config.training.gradient_probe_interval:
@@ -605,8 +614,8 @@ def a_balanced_confidence_needs_the_gradients_of_the_blocks(config: Config) -> B
     return None
 
 
-@run_rule
-def weights_have_sixteen_bits_or_more(config: RunConfig) -> Broken:
+@rule("run")
+def weights_have_sixteen_bits_or_more(config: RunConfig) -> Problem:
     """The local layers ignore ``fp8`` without a word; with Transformer Engine's nothing pads a
     micro-batch to the multiples of tokens that its FP8 kernels ask for.
     """
@@ -620,8 +629,8 @@ def weights_have_sixteen_bits_or_more(config: RunConfig) -> Broken:
     return None
 
 
-@configuration_rule
-def an_engine_gets_its_weights_as_they_are(config: Config) -> Broken:
+@rule("train")
+def an_engine_gets_its_weights_as_they_are(config: Config) -> Problem:
     if config.rollout.vllm.get("quantization"):
         return (
             "rollout.vllm.quantization is not supported in this version: every update would have "
@@ -630,8 +639,8 @@ def an_engine_gets_its_weights_as_they_are(config: Config) -> Broken:
     return None
 
 
-@configuration_rule
-def a_server_has_an_address(config: Config) -> Broken:
+@rule("train")
+def a_server_has_an_address(config: Config) -> Problem:
     rollout = config.rollout
     if (rollout.engine == "server") != bool(rollout.endpoint):
         return "rollout.engine=server and rollout.endpoint=URL go together; set both or neither"
@@ -642,16 +651,16 @@ def a_server_has_an_address(config: Config) -> Broken:
     return None
 
 
-@configuration_rule
-def nccl_transfer_needs_a_server(config: Config) -> Broken:
+@rule("train")
+def nccl_transfer_needs_a_server(config: Config) -> Problem:
     rollout = config.rollout
     if rollout.weight_transfer == "nccl" and rollout.engine != "server":
         return "rollout.weight_transfer=nccl is for rollout.engine=server; remove it"
     return None
 
 
-@configuration_rule
-def mini_batches_divide_a_step(config: Config) -> Broken:
+@rule("train")
+def mini_batches_divide_a_step(config: Config) -> Problem:
     updates = config.training.updates_per_rollout
     prompts = config.data.prompts_per_step
     if prompts % updates:
@@ -665,15 +674,15 @@ def mini_batches_divide_a_step(config: Config) -> Broken:
 # ----------------------------------------------------------------------------------- with the model
 
 
-@run_model_rule
-def an_adapter_has_no_experts(config: RunConfig, model: ModelShape) -> Broken:
+@rule("run with model")
+def an_adapter_has_no_experts(config: RunConfig, model: ModelShape) -> Problem:
     if model.num_experts and config.frozen:
         return "model.adapter: no factors for experts; remove it for a mixture of experts"
     return None
 
 
-@run_model_rule
-def windows_in_context_parallelism(config: RunConfig, model: ModelShape) -> Broken:
+@rule("run with model")
+def windows_in_context_parallelism(config: RunConfig, model: ModelShape) -> Problem:
     """As Transformer Engine has them. The local layers gather the keys whatever the option says."""
     parallel = config.parallel
     if model.sliding_window is None or parallel.context_parallel_size == 1:
@@ -689,8 +698,8 @@ def windows_in_context_parallelism(config: RunConfig, model: ModelShape) -> Brok
     )
 
 
-@run_model_rule
-def delta_nets_see_whole_sequences(config: RunConfig, model: ModelShape) -> Broken:
+@rule("run with model")
+def delta_nets_see_whole_sequences(config: RunConfig, model: ModelShape) -> Problem:
     size = config.parallel.context_parallel_size
     if model.delta_net is None or size == 1:
         return None
@@ -701,8 +710,8 @@ def delta_nets_see_whole_sequences(config: RunConfig, model: ModelShape) -> Brok
     )
 
 
-@run_model_rule
-def delta_nets_have_local_layers(config: RunConfig, model: ModelShape) -> Broken:
+@rule("run with model")
+def delta_nets_have_local_layers(config: RunConfig, model: ModelShape) -> Problem:
     if model.delta_net is None or config.model.transformer_impl != "transformer_engine":
         return None
     return (
@@ -711,10 +720,10 @@ def delta_nets_have_local_layers(config: RunConfig, model: ModelShape) -> Broken
     )
 
 
-@run_model_rule
+@rule("run with model")
 def fused_rotations_of_packed_sequences_are_of_halves(
     config: RunConfig, model: ModelShape
-) -> Broken:
+) -> Problem:
     """Megatron-core 0.16 does not tell the kernel for packed sequences that pairs are neighbors
     (``fused_apply_rotary_pos_emb_thd``), which would rotate other pairs.
     """
@@ -728,8 +737,8 @@ def fused_rotations_of_packed_sequences_are_of_halves(
     )
 
 
-@run_model_rule
-def experts_need_sequence_parallel(config: RunConfig, model: ModelShape) -> Broken:
+@rule("run with model")
+def experts_need_sequence_parallel(config: RunConfig, model: ModelShape) -> Problem:
     parallel = config.parallel
     size = parallel.tensor_model_parallel_size
     if model.num_experts and size > 1 and not parallel.sequence_parallel:
@@ -740,8 +749,8 @@ def experts_need_sequence_parallel(config: RunConfig, model: ModelShape) -> Brok
     return None
 
 
-@run_model_rule
-def divided_experts_need_the_distributed_optimizer(config: RunConfig, model: ModelShape) -> Broken:
+@rule("run with model")
+def divided_experts_need_the_distributed_optimizer(config: RunConfig, model: ModelShape) -> Problem:
     parallel = config.parallel
     size = parallel.expert_model_parallel_size
     if model.num_experts and size > 1 and not parallel.use_distributed_optimizer:
@@ -752,8 +761,8 @@ def divided_experts_need_the_distributed_optimizer(config: RunConfig, model: Mod
     return None
 
 
-@run_model_rule
-def experts_are_not_recomputed_as_mlp(config: RunConfig, model: ModelShape) -> Broken:
+@rule("run with model")
+def experts_are_not_recomputed_as_mlp(config: RunConfig, model: ModelShape) -> Problem:
     parallel = config.parallel
     selective = parallel.recompute_granularity == "selective"
     if model.num_experts and selective and "mlp" in parallel.recompute_modules:
@@ -764,8 +773,8 @@ def experts_are_not_recomputed_as_mlp(config: RunConfig, model: ModelShape) -> B
     return None
 
 
-@model_rule
-def a_server_gets_no_experts(config: Config, model: ModelShape) -> Broken:
+@rule("train with model")
+def a_server_gets_no_experts(config: Config, model: ModelShape) -> Problem:
     if model.num_experts and config.rollout.engine == "server":
         return (
             "with a mixture of experts rollout.engine=server does not get the policy's weights in "
@@ -774,8 +783,8 @@ def a_server_gets_no_experts(config: Config, model: ModelShape) -> Broken:
     return None
 
 
-@model_rule
-def delta_nets_are_sampled_by_transformers(config: Config, model: ModelShape) -> Broken:
+@rule("train with model")
+def delta_nets_are_sampled_by_transformers(config: Config, model: ModelShape) -> Problem:
     engine = config.rollout.engine
     if model.delta_net is None or engine in ("auto", "transformers"):
         return None
@@ -785,15 +794,15 @@ def delta_nets_are_sampled_by_transformers(config: Config, model: ModelShape) ->
     )
 
 
-@model_rule
-def routing_replay_needs_experts(config: Config, model: ModelShape) -> Broken:
+@rule("train with model")
+def routing_replay_needs_experts(config: Config, model: ModelShape) -> Problem:
     if config.rollout.routing_replay and not model.num_experts:
         return f"rollout.routing_replay=true: {config.model.path} has no experts; remove it"
     return None
 
 
-@model_rule
-def routing_replay_needs_megatrons_own_router(config: Config, model: ModelShape) -> Broken:
+@rule("train with model")
+def routing_replay_needs_megatrons_own_router(config: Config, model: ModelShape) -> Problem:
     if config.rollout.routing_replay and config.parallel.megatron.get("moe_router_fusion"):
         return (
             "rollout.routing_replay does not go with parallel.megatron.moe_router_fusion; remove "
@@ -802,7 +811,7 @@ def routing_replay_needs_megatrons_own_router(config: Config, model: ModelShape)
     return None
 
 
-def recomputed_units_divide_a_chunk(parallel: ParallelConfig, layers: int) -> Broken:
+def recomputed_units_divide_a_chunk(parallel: ParallelConfig, layers: int) -> Problem:
     unit = parallel.recompute_num_layers
     if parallel.recompute_method == "uniform" and layers % unit:
         return (
@@ -811,6 +820,60 @@ def recomputed_units_divide_a_chunk(parallel: ParallelConfig, layers: int) -> Br
             "parallel.megatron.recompute_method=block"
         )
     return None
+
+
+def check_layout_sizes(model: ModelShape, layout: LayoutSizes) -> None:
+    """Raise :class:`UserError` if the ranks of a layout cannot divide the model."""
+    _check_expert_sizes(model, layout)
+    tp = layout.tensor_model_parallel_size
+    sizes = {
+        "attention heads": model.num_attention_heads,
+        "query groups (key/value heads)": model.num_query_groups,
+        "ffn_hidden_size of a shared expert": model.shared_ffn_hidden_size,
+        "ffn_hidden_size of a layer without experts": model.dense_ffn_hidden_size,
+    }
+    if model.delta_net is not None:
+        sizes["key heads of a gated delta net"] = model.delta_net.key_heads
+        sizes["value heads of a gated delta net"] = model.delta_net.value_heads
+    if not model.num_experts or layout.expert_tensor > 1:
+        sizes["ffn_hidden_size"] = model.ffn_hidden_size
+    for what, size in sizes.items():
+        if size % tp:
+            raise UserError(
+                f"parallel.tensor_model_parallel_size={tp} does not divide the model's {size} "
+                f"{what}; choose a divisor of {size}"
+            )
+    if problem := _virtual_without_pipeline(layout):
+        raise UserError(problem)
+
+
+def _check_expert_sizes(model: ModelShape, layout: LayoutSizes) -> None:
+    tp = layout.tensor_model_parallel_size
+    ep = layout.expert_model_parallel_size
+    etp = layout.expert_tensor
+    divided = ep > 1 or layout.expert_tensor_parallel_size is not None
+    if divided and not model.num_experts:
+        raise UserError(
+            "parallel.expert_model_parallel_size and expert_tensor_parallel_size are for mixtures "
+            f"of experts; {model.name} has no experts"
+        )
+    if model.num_experts % ep:
+        raise UserError(
+            f"parallel.expert_model_parallel_size={ep} does not divide the model's "
+            f"{model.num_experts} experts; choose a divisor of {model.num_experts}"
+        )
+    # without expert parallelism, Megatron's gradients of the experts would be wrong
+    if etp not in (1, tp) or (ep == 1 and etp != tp):
+        raise UserError(
+            f"parallel.expert_tensor_parallel_size={etp} must be "
+            f"parallel.tensor_model_parallel_size={tp} or, with "
+            "parallel.expert_model_parallel_size > 1, be 1"
+        )
+    if max(tp, ep * etp) % min(tp, ep * etp):
+        raise UserError(
+            f"parallel.expert_model_parallel_size={ep} x expert_tensor_parallel_size={etp} and "
+            f"parallel.tensor_model_parallel_size={tp}: one must divide the other"
+        )
 
 
 def check_engine_gpus(config: Config, gpus: int, option: str) -> None:
@@ -854,18 +917,36 @@ def check_engine_size(model: ModelShape, tensor_model_parallel_size: int) -> Non
         raise UserError(f"{option} does not divide the padded vocabulary of {padded}")
 
 
-# --------------------------------------------------------------------------------- of dcpo evaluate
+# ----------------------------------------------------------------------- of dcpo sft, dcpo evaluate
 
 
-@evaluation_rule
-def a_model_or_a_server_is_evaluated(config: EvaluateConfig) -> Broken:
+@rule("sft")
+def a_held_out_file_has_an_interval(config: Any) -> Problem:  # noqa: ANN401 - SupervisedConfig
+    validation = config.evaluation
+    if bool(validation.path) != bool(validation.interval):
+        return "evaluation.path and evaluation.interval go together; set both or neither"
+    return None
+
+
+@rule("evaluate")
+def an_adapter_is_added_to_a_model(config: EvaluateConfig) -> Problem:
+    if config.model.adapter_path and not config.model.path:
+        return (
+            "model.adapter_path (--adapter) is added to model.path (--model); name the model it "
+            "was trained on"
+        )
+    return None
+
+
+@rule("evaluate")
+def a_model_or_a_server_is_evaluated(config: EvaluateConfig) -> Problem:
     if config.model.path and config.endpoint.url:
         return "model.path and endpoint.url: evaluate one of them; remove the other"
     return None
 
 
-@evaluation_rule
-def token_ids_go_to_completions(config: EvaluateConfig) -> Broken:
+@rule("evaluate")
+def token_ids_go_to_completions(config: EvaluateConfig) -> Problem:
     if config.endpoint.tokenizer and config.endpoint.api == "chat":
         return (
             "endpoint.tokenizer sends token ids, which only endpoint.api=completions takes; leave "
@@ -874,8 +955,8 @@ def token_ids_go_to_completions(config: EvaluateConfig) -> Broken:
     return None
 
 
-@evaluation_rule
-def thinking_at_a_server_needs_a_tokenizer(config: EvaluateConfig) -> Broken:
+@rule("evaluate")
+def thinking_at_a_server_needs_a_tokenizer(config: EvaluateConfig) -> Problem:
     endpoint = config.endpoint
     if endpoint.url and config.data.thinking == "on" and not endpoint.tokenizer:
         return (

@@ -112,10 +112,5 @@ def validate_supervised(values: object, source: str = "config") -> SupervisedCon
                 "nothing. Remove it"
             )
     config = checked(values, SupervisedConfig, source)
-    validation = config.evaluation
-    if bool(validation.path) != bool(validation.interval):
-        raise UserError(
-            f"{source}: evaluation.path and evaluation.interval go together; set both or neither"
-        )
     check_configuration(config, source)
     return config

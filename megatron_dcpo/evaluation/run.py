@@ -92,8 +92,6 @@ def run_evaluation(
             f"{ranks} processes were started, but only --model is sampled by several; leave out "
             "dcpo launch"
         )
-    if config.model.adapter_path and not config.model.path:
-        raise UserError("--adapter is added to --model; name the model it was trained on")
     if not (samples or config.model.path or config.endpoint.url):
         raise UserError("one of --model, --endpoint and --samples is required")
     options = config.evaluation

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 from megatron_dcpo.architectures.config_json import Architecture
-from megatron_dcpo.errors import UserError
+from megatron_dcpo.config.rules import check_layout_sizes
 from megatron_dcpo.weights.layout import Coordinates, Layout
 from megatron_dcpo.weights.pipeline import chunk_layers
 from megatron_dcpo.weights.table import (
@@ -68,69 +68,8 @@ def padded_vocab_size(arch: Architecture, layout: Layout) -> int:
 
 def check_layout(arch: Architecture, layout: Layout) -> None:
     """Raise :class:`UserError` for a layout that does not divide the model."""
-    tp = layout.tensor_model_parallel_size
-    pp = layout.pipeline_model_parallel_size
-    _check_experts(arch, layout)
-    sizes = {
-        "attention heads": arch.num_attention_heads,
-        "query groups (key/value heads)": arch.num_query_groups,
-        "ffn_hidden_size of a shared expert": arch.shared_ffn_hidden_size,
-        "ffn_hidden_size of a layer without experts": arch.dense_ffn_hidden_size,
-    }
-    if arch.delta_net is not None:
-        sizes["key heads of a gated delta net"] = arch.delta_net.key_heads
-        sizes["value heads of a gated delta net"] = arch.delta_net.value_heads
-    if not arch.num_experts or layout.expert_tensor > 1:
-        sizes["ffn_hidden_size"] = arch.ffn_hidden_size
-    for what, size in sizes.items():
-        if size % tp:
-            raise UserError(
-                f"parallel.tensor_model_parallel_size={tp} does not divide the model's {size} "
-                f"{what}; "
-                f"choose a divisor of {size}"
-            )
+    check_layout_sizes(arch, layout)
     chunk_layers(arch.num_layers, layout)
-    if layout.virtual_pipeline_model_parallel_size > 1 and pp == 1:
-        raise UserError(
-            "parallel.megatron.virtual_pipeline_model_parallel_size needs "
-            "pipeline_model_parallel_size > 1"
-        )
-
-
-def _check_experts(arch: Architecture, layout: Layout) -> None:
-    tp = layout.tensor_model_parallel_size
-    ep = layout.expert_model_parallel_size
-    etp = layout.expert_tensor
-    named = f"parallel.expert_model_parallel_size={ep}"
-    for refused, why in (
-        (
-            not arch.num_experts and (ep > 1 or layout.expert_tensor_parallel_size is not None),
-            "parallel.expert_model_parallel_size and expert_tensor_parallel_size are for mixtures "
-            "of experts; "
-            f"{arch.name} has no experts",
-        ),
-        (
-            arch.num_experts % ep > 0,
-            f"{named} does not divide the model's {arch.num_experts} experts; choose a divisor of "
-            f"{arch.num_experts}",
-        ),
-        (
-            etp not in (1, tp)
-            # without expert parallelism, Megatron's gradients of the experts would be wrong
-            or (ep == 1 and etp != tp),
-            f"parallel.expert_tensor_parallel_size={etp} must be "
-            f"parallel.tensor_model_parallel_size={tp} or, with "
-            "parallel.expert_model_parallel_size > 1, be 1",
-        ),
-        (
-            max(tp, ep * etp) % min(tp, ep * etp) > 0,
-            f"{named} x expert_tensor_parallel_size={etp} and "
-            f"parallel.tensor_model_parallel_size={tp}: one must divide "
-            "the other",
-        ),
-    ):
-        if refused:
-            raise UserError(why)
 
 
 @functools.lru_cache(maxsize=1024)

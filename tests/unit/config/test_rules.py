@@ -209,5 +209,5 @@ def test_servers_and_their_addresses() -> None:
 def test_every_rule_of_a_configuration_is_broken_by_none_of_the_defaults() -> None:
     """And there is one function for each, with a name that says it."""
     rules.check_configuration(config(), "defaults")
-    names = [rule.__name__ for rule in rules._CONFIGURATION_RULES]
+    names = [rule.__name__ for when in rules.RULES for rule in rules.RULES[when]]
     assert len(names) == len(set(names)) > 20

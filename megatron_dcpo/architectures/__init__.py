@@ -1,0 +1,1 @@
+"""A model's ``config.json`` goes in, its :class:`Architecture` comes out."""
