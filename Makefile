@@ -21,7 +21,7 @@ IN_ORDER := --dist loadfile --no-loadscope-reorder
 setup: $(VENV)/.installed
 
 # torch first and alone: its CPU build satisfies the pin where pip can find it, and nothing later replaces it.
-$(VENV)/.installed: setup.py constraints.txt
+$(VENV)/.installed: pyproject.toml setup.py constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet torch==2.13.0
 	sed 's/^megatron-core==.*/megatron-core==$(CORE)/' constraints.txt > $(VENV)/constraints.txt

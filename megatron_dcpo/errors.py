@@ -80,8 +80,8 @@ def validation_message(error: ValidationError) -> str:
 
 
 def pip_install(extra: str) -> str:
-    """Return the line that installs the packages of an ``extra`` of setup.py, wherever this package
-    came from.
+    """Return the line that installs the packages of an ``extra`` of pyproject.toml, wherever this
+    package came from.
     """
     from importlib.metadata import PackageNotFoundError, requires
 

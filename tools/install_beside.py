@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+import tomllib
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
@@ -83,12 +84,13 @@ def missing(there: dict[str, metadata.Distribution], constraints: str, kept: str
     return sorted(lacking.values())
 
 
-def unsuitable(there: dict[str, metadata.Distribution], setup: str) -> list[str]:
-    """Return what is there and out of the range of ``TRAIN``, ``install_requires`` or the extra
+def unsuitable(there: dict[str, metadata.Distribution], pyproject: str) -> list[str]:
+    """Return what is there and out of the range of the dependencies or of the extras ``train`` and
     ``gpu``, or, of Transformer Engine, of the Megatron-core that is there.
     """
-    text = setup[setup.index("TRAIN = ") : setup.index('"vllm"')]
-    ours = map(Requirement, re.findall(r'"([A-Za-z][^"]*[<>=][^"]*)"', text))
+    project = tomllib.loads(pyproject)["project"]
+    extras = project["optional-dependencies"]
+    ours = map(Requirement, [*project["dependencies"], *extras["train"], *extras["gpu"]])
     asked = [("this release", one) for one in ours if one.marker is None or one.marker.evaluate()]
     if megatron := there.get("megatron-core"):
         theirs = [

@@ -24,13 +24,13 @@ install() {
 }
 
 beside kept >"$kept"
-beside check setup.py
+beside check pyproject.toml
 install --no-build-isolation "$source"
 while missing=$(beside missing constraints.txt "$kept") && [ -n "$missing" ]; do
     echo "install_beside.sh: adding ${missing//$'\n'/ }"
     # shellcheck disable=SC2086 # requirements, one a line
     install $missing
 done
-beside check setup.py  # the image's Transformer Engine and a Megatron-core that was added
+beside check pyproject.toml  # the image's Transformer Engine and a Megatron-core that was added
 beside same "$kept"
 beside note "$kept"

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from tests.helpers.paths import QUICKSTART, REPOSITORY
 
@@ -40,10 +41,9 @@ SAMPLE = {
 
 
 def train_packages() -> set[str]:
-    """The packages of the extra ``train`` of setup.py, by the names that are imported."""
-    text = (REPOSITORY / "setup.py").read_text()
-    listed = text[text.index("TRAIN = [") : text.index("]", text.index("TRAIN = ["))]
-    names = set(re.findall(r'"([a-z-]+)', listed))
+    """The packages of the extra ``train`` of pyproject.toml, by the names that are imported."""
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    names = {Requirement(text).name for text in project["optional-dependencies"]["train"]}
     return {name.replace("megatron-core", "megatron") for name in names}
 
 

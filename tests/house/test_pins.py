@@ -1,9 +1,10 @@
-"""The versions in Dockerfile, constraints.txt, requirements-engine.txt and setup.py are the same
-ones.
+"""The versions in Dockerfile, constraints.txt, requirements-engine.txt and pyproject.toml are the
+same ones.
 """
 
 import re
 import subprocess
+import tomllib
 from importlib.metadata import requires
 
 from packaging.requirements import Requirement
@@ -40,7 +41,7 @@ def test_container_has_the_tested_versions():
 
 
 def test_pins_are_within_the_declared_ranges():
-    declared = [Requirement(text) for text in re.findall(r'"([^"\n]+[<>=][^"\n]*)"', ranges())]
+    declared = [Requirement(text) for text in ranges()]
     pinned = pins("constraints.txt") | pins("Dockerfile")
     checked = [(one, pinned[one.name]) for one in declared if one.name in pinned]
     assert {"torch", "vllm", "megatron-core", "transformers"} <= {one.name for one, _ in checked}
@@ -56,11 +57,9 @@ def test_transformer_engine_is_one_that_megatron_core_is_made_for():
 
 
 def ranges():
-    text = (REPOSITORY / "setup.py").read_text()
-    return (
-        text[text.index("TRAIN = ") : text.index("class ")]
-        + text[text.index("install_requires") : text.index("entry_points")]
-    )
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"].values()
+    return [*project["dependencies"], *(text for extra in extras for text in extra)]
 
 
 def test_the_image_has_no_second_cudnn_and_what_the_commands_need():

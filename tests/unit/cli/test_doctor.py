@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import re
+import tomllib
 from types import SimpleNamespace
 
 import pytest
@@ -16,11 +17,12 @@ from tests.helpers.paths import REPOSITORY
 
 @pytest.mark.parametrize("extra", sorted(set(EXTRAS.values())))
 def test_an_extra_is_named_by_its_packages(extra, monkeypatch):
-    """This project is on no index: its extras are named by what they install, as setup.py
+    """This project is on no index: its extras are named by what they install, as pyproject.toml
     has it.
     """
-    text = re.search(rf'"{extra}": \[(.+?)\],', (REPOSITORY / "setup.py").read_text(), re.DOTALL)
-    requirements = [line.partition("; ") for line in re.findall(r'"([^"]+)"', text[1])]
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    listed = project["optional-dependencies"][extra]
+    requirements = [line.partition("; ") for line in listed]
     here = [name for name, _, marker in requirements if not marker or Marker(marker).evaluate()]
     made = [
         f'{name}; {f"{marker} and " if marker else ""}extra == "{extra}"'
