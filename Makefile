@@ -4,6 +4,7 @@
 # make test-python PYTHON=python3.12 CORE=0.19.2           the numbers on another Python and Megatron-core
 # make serve       answers with confidences, in a browser
 # make lint        ruff, mypy, shellcheck, the documentation's links
+# make docs        the documentation as a site, build/site
 PYTHON ?= python3
 SEED ?= 1
 OUT ?= runs/quickstart
@@ -16,7 +17,7 @@ BIN := $(VENV)/bin
 IN_ORDER := --dist loadfile --no-loadscope-reorder
 
 .PHONY: setup setup-engine setup-sandbox quickstart quickstart-moe smollm2 serve calculator policy test test-full test-fast test-sandbox test-changed test-python spine test-engine test-browser test-peft test-grid test-resilience test-soak test-slurm \
-	test-multinode test-gpu gpu-check gpu-check-dry attacks code-data reference-solutions check-transformer-engine test-cuda-wheels lint fuzz pictures release clean
+	test-multinode test-gpu gpu-check gpu-check-dry attacks code-data reference-solutions check-transformer-engine test-cuda-wheels lint fuzz pictures docs clean
 
 setup: $(VENV)/.installed
 
@@ -162,6 +163,14 @@ $(GPU_MACHINE)/.installed: tools/gpu_check.sh
 		$$(sed -n 's/^MACHINE="\(.*\)"/\1/p' tools/gpu_check.sh)
 	touch $@
 
+# the documentation as a site, build/site; a broken link or API reference fails
+docs: $(VENV)/.installed-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+
+$(VENV)/.installed-docs: pyproject.toml constraints.txt $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --editable ".[docs]" --constraint $(VENV)/constraints.txt
+	touch $@
+
 lint: setup
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
 	git ls-files '*.sh' '*.sbatch' .ci/run | xargs $(BIN)/shellcheck
@@ -206,10 +215,6 @@ test-cuda-wheels: $(CUDA_WHEELS)/.installed
 $(CUDA_WHEELS)/.installed: Dockerfile constraints.txt
 	PYTHON=$(PYTHON) tools/check_image.sh --without-a-gpu $(CUDA_WHEELS)
 	touch $@
-
-# what must be true of a release, and the tag to make: tree, version, changelog, documentation, suites, wheel
-release: setup
-	$(BIN)/python tools/release.py
 
 # docs/report.png and docs/live.png, from the quickstart's runs (apt-get install chromium)
 pictures: setup
