@@ -98,12 +98,12 @@ def test_dcpo_states_a_bit_and_no_other_stated_confidence_does() -> None:
 
 
 def test_findings_5_and_8_the_rows_are_shown() -> None:
-    """A recalibrated log-prob and a lookup stand in README's table; the paper's decoding is of
-    GRPO's policy alone.
+    """A recalibrated log-prob and a lookup stand in the quickstart's table; the paper's decoding is
+    of GRPO's policy alone.
     """
-    readme = (REPOSITORY / "README.md").read_text()
-    assert "| GRPO, recalibrated |" in readme
-    assert "| lookup |" in readme
+    page = (REPOSITORY / "docs" / "lab" / "quickstart.md").read_text()
+    assert "| GRPO, recalibrated |" in page
+    assert "| lookup |" in page
     with pytest.raises(StopIteration):
         cells(f"{TEST}The paper's decoding | DCPO | ece")
 
