@@ -18,6 +18,8 @@ from megatron_dcpo.types import BLOCK_CONFIDENCE, BLOCK_REASONING, Judgement
 MIN_BATCH_RMS = 0.01
 # Rewards closer than this count as equal: rounding must not become an advantage.
 REWARD_TOLERANCE = 1e-6
+# Advantages below this count as 0; the smallest that a reward can make is a few 1e-8.
+ADVANTAGE_TOLERANCE = 1e-9
 SCORE_CLAMP = 0.01  # of the confidence in the logarithmic score
 MAX_STATED = 1e6  # a raw number has no bound; its square must stay finite
 SENTINEL = -1.0  # the released code's confidence for a response that states none
@@ -51,8 +53,28 @@ def normalize(
         return np.zeros_like(x)
     centered = x - x.mean()
     if how == "std":
-        return centered / (x.std(ddof=options.ddof) + options.eps)
+        return divided_by_spread(centered, options)
     return centered
+
+
+def divided_by_spread(x: np.ndarray, options: ObjectiveConfig) -> np.ndarray:
+    """Return x_i / (s + eps), float64 [G], where s = sqrt(sum_i x_i^2 / (G - ddof)).
+
+    Of rewards without their mean, s is their standard deviation. Advantages whose mean is not 0
+    are divided by their size, and not by a standard deviation that vanishes where they are equal. A
+    group without a number of at least ``REWARD_TOLERANCE`` gives exactly 0.
+    """
+    if np.abs(x).max(initial=0.0) < REWARD_TOLERANCE:
+        return np.zeros_like(x)
+    spread = np.sqrt(np.sum(np.square(x)) / max(len(x) - options.ddof, 1))
+    return x / (spread + options.eps)
+
+
+def has_signal(advantages: np.ndarray) -> np.ndarray:
+    """Return which advantages are other than 0 by more than rounding, bool in their shape: where a
+    formula gives 0, float64 may leave 1e-15.
+    """
+    return np.abs(advantages) >= ADVANTAGE_TOLERANCE
 
 
 def batch_scale(A_c: np.ndarray) -> float:

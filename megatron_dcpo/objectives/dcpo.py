@@ -16,6 +16,8 @@ from megatron_dcpo.objectives.advantages import (
     Scores,
     calibration_reward,
     correctness_reward,
+    divided_by_spread,
+    has_signal,
     hybrid_target,
     normalize,
 )
@@ -62,11 +64,12 @@ def counterfactual_advantage(
     G = len(target)
     # [i, j]: the score of c_j on t_i
     scores = np.stack([calibration_reward(c, np.full(G, t), options) for t in target])
-    on_own_target = np.diagonal(scores)
-    of_others = (scores.sum(axis=1) - on_own_target) / (G - 1)
-    A_c = on_own_target - of_others
+    earned = np.diagonal(scores)
+    baseline = (scores.sum(axis=1) - earned) / (G - 1)
+    A_c = earned - baseline
+    A_c[~has_signal(A_c)] = 0.0
     if options.advantage_normalization_confidence == "std":
-        return A_c / (A_c.std(ddof=options.ddof) + options.eps)
+        return divided_by_spread(A_c, options)
     return A_c
 
 

@@ -20,6 +20,7 @@ from megatron_dcpo.objectives.advantages import (
     REWARD_TOLERANCE,
     batch_scale,
     block_ids,
+    has_signal,
     scored_confidence,
 )
 from megatron_dcpo.objectives.options import CLIPPED_LOSS, COMMON, ObjectiveConfig
@@ -92,8 +93,9 @@ class Method:
         """Return whether :meth:`loss` may be called on some of a micro-batch's tokens, because it
         is a plain sum over them.
         """
-        of_tokens = self.options.ratio == "token" and self.options.tis_level in ("none", "token")
-        return self.separable and of_tokens
+        options = self.options
+        by_token = options.ratio == "token" and options.tis_level in ("none", "token")
+        return self.separable and by_token
 
     def loss(self, batch: MicroBatch, outputs: TokenOutputs) -> tuple[Tensor, Stats]:
         """Return per-token contributions [n] of a micro-batch, and statistics that add up over
@@ -176,10 +178,10 @@ class Method:
         lengths = np.array([judgement.length for judgement in judgements])
         scores = np.full((len(SCORES), len(samples)), np.nan)
         for rows in groups.values():
-            of_group = self._scores_of_group(R[rows], c[rows], logprob[rows])
+            group_scores = self._scores_of_group(R[rows], c[rows], logprob[rows])
             if self.options.overlong_buffer:
-                of_group = with_length_penalty(of_group, lengths[rows], self.options)
-            scores[:, rows] = of_group
+                group_scores = with_length_penalty(group_scores, lengths[rows], self.options)
+            scores[:, rows] = group_scores
         return scores
 
     def scaled_scores(self, samples: Sequence[TrainingSample], scores: np.ndarray) -> np.ndarray:
@@ -243,18 +245,15 @@ class Method:
         members = np.stack([trained, trained])
         if self.options.block_groups == "all":
             return members
-        advantages = scores[[SCORES.index("A_r"), SCORES.index("A_c")]]
+        signals = trained & _has_tokens(blocks) & has_signal(_advantages_of(scores))
         correctness = self._all_correctness(samples)
         for rows in rows_of_groups(samples).values():
-            for place, block_id in enumerate(BLOCKS.values()):
-                has_signal = any(
-                    trained[row] and advantages[place][row] != 0 and np.any(blocks[row] == block_id)
-                    for row in rows
-                )
+            for number, block_id in enumerate(BLOCK_ORDER):
+                group_has_signal = signals[number, rows].any()
                 if block_id == BLOCK_REASONING:
-                    has_signal = has_signal and differ(correctness[rows])
-                if not has_signal:
-                    members[place, rows] = False
+                    group_has_signal = group_has_signal and differ(correctness[rows])
+                if not group_has_signal:
+                    members[number, rows] = False
         return members
 
     def token_weights(self, blocks: Sequence[np.ndarray], members: np.ndarray) -> list[np.ndarray]:
@@ -270,65 +269,64 @@ class Method:
         sampled = np.array([np.count_nonzero(block) for block in blocks], np.int64)
         sequences = np.maximum(members.sum(axis=1), 1.0)
         tokens = np.maximum(members @ sampled, 1.0)
-        of_block = []
+        block_tokens = []
         for member, block_id in zip(members, BLOCKS.values(), strict=True):
             counts = [np.count_nonzero(block == block_id) for block in blocks]
-            of_block.append(max(float(np.dot(member, counts)), 1.0))
+            block_tokens.append(max(float(np.dot(member, counts)), 1.0))
         # from here on per token, indexed by its block: tokens of no block have the weight 0
         token_block = np.concatenate([np.empty(0, np.int8), *blocks])
-        how = self.options.loss_aggregation
-        if how == "sequence_mean":
+        aggregation = self.options.loss_aggregation
+        if aggregation == "sequence_mean":
             denominator = by_block_id(sequences)[token_block]
             denominator = denominator * np.repeat(np.maximum(sampled, 1), lengths)
-        elif how == "constant":
+        elif aggregation == "constant":
             denominator = by_block_id(sequences)[token_block]
             denominator = denominator * self.options.max_response_length
-        elif how == "token_mean":
+        elif aggregation == "token_mean":
             denominator = by_block_id(tokens)[token_block]
         else:
-            denominator = by_block_id(of_block)[token_block]
+            denominator = by_block_id(block_tokens)[token_block]
         is_member = np.zeros(len(token_block), np.float64)
         for member, block_id in zip(members, BLOCKS.values(), strict=True):
-            of_this_block = token_block == block_id
-            is_member[of_this_block] = np.repeat(member, lengths)[of_this_block]
+            in_block = token_block == block_id
+            is_member[in_block] = np.repeat(member, lengths)[in_block]
         weight = np.array([0.0, *self.options.weights])  # indexed by block id
         weights = weight[token_block] / denominator * is_member
         return np.split(weights, np.cumsum(lengths)[:-1])[: len(lengths)]
 
-    def is_informative(self, samples: Sequence[TrainingSample], scores: np.ndarray | None) -> bool:
+    def is_informative(
+        self, samples: Sequence[TrainingSample], scores: np.ndarray | None = None
+    ) -> bool:
         """Return whether the reasoning learns from a group which of its answers are right: their
         correctness differs, and a reasoning token has an advantage other than 0 and a weight.
 
-        ``scores`` are the group's :meth:`group_scores`; None for a method whose scores need
-        log-probs that are not there yet, of which only the correctness is looked at. A reward that
+        ``scores`` are the group's :meth:`group_scores`, if they are known already. Of a method
+        whose scores need log-probs only the correctness is looked at. A reward that
         differs in equally right answers (a length, a stated confidence) does not count, so that the
         same groups are informative for every method.
         """
         if not differ(self._all_correctness(samples)):
             return False
-        if scores is None:
+        if self.needs_old_logprobs:
             return True
         return bool(self._pushed(samples, scores)[BLOCK_ORDER.index(BLOCK_REASONING)].any())
 
-    def trains(self, samples: Sequence[TrainingSample], scores: np.ndarray) -> bool:
-        """Return whether a group with these :meth:`group_scores` has a gradient in either block: an
-        advantage other than 0 on a token with a weight. KL and entropy terms do not count, because
-        every group would have them.
+    def trains(self, samples: Sequence[TrainingSample], scores: np.ndarray | None = None) -> bool:
+        """Return whether a group has a gradient in either block: an advantage other than 0 on a
+        token with a weight. KL and entropy terms do not count, because every group would have them.
         """
         return bool(self._pushed(samples, scores).any())
 
-    def _pushed(self, samples: Sequence[TrainingSample], scores: np.ndarray) -> np.ndarray:
+    def _pushed(self, samples: Sequence[TrainingSample], scores: np.ndarray | None) -> np.ndarray:
         """Return which samples of a group have a token with a weight and an advantage other than 0,
         in each block, bool [2, N].
         """
+        if scores is None:
+            scores = self.group_scores(samples)
         blocks = [blocks_of(sample, self.options) for sample in samples]
         members = self.block_members(samples, blocks, scores)
-        advantages = scores[[SCORES.index("A_r"), SCORES.index("A_c")]]
-        has_tokens = np.array(
-            [[np.any(block == block_id) for block in blocks] for block_id in BLOCK_ORDER]
-        )
         weighted = np.array(self.options.weights)[:, None] != 0
-        return members & has_tokens & weighted & (advantages != 0)
+        return members & _has_tokens(blocks) & weighted & has_signal(_advantages_of(scores))
 
     def has_gradient(self, sample: TrainingSample, block: int | None = None) -> bool:
         """Return whether a scored sample can have a gradient, with KL and entropy terms; in
@@ -352,9 +350,11 @@ class Method:
         """Return whether a token of a scored sample has a weight and an advantage other than 0; in
         ``block`` if one is named.
         """
-        pushed = sample.weights * sample.advantages  # type: ignore[operator]
+        assert sample.weights is not None
+        assert sample.advantages is not None
+        pushed = (sample.weights != 0) & has_signal(sample.advantages)
         if block is not None:
-            pushed = np.where(sample.block_ids == block, pushed, 0.0)
+            pushed &= sample.block_ids == block
         return bool(np.any(pushed))
 
     def _trained(self, samples: Sequence[TrainingSample]) -> np.ndarray:
@@ -408,11 +408,21 @@ def differ(correctness: np.ndarray) -> bool:
     return bool(abstained.any() or np.ptp(correctness) >= REWARD_TOLERANCE)
 
 
-def by_block_id(of_blocks: Sequence[float] | np.ndarray) -> np.ndarray:
+def by_block_id(values: Sequence[float] | np.ndarray) -> np.ndarray:
     """Return values of the two blocks, in the order of :data:`BLOCKS`, as an array that block ids
     index; a token of no block gets 1.
     """
-    return np.array([1.0, *of_blocks])
+    return np.array([1.0, *values])
+
+
+def _advantages_of(scores: np.ndarray) -> np.ndarray:
+    """Return the advantages of both blocks, float64 [2, N], of :data:`SCORES` [5, N]."""
+    return scores[[SCORES.index("A_r"), SCORES.index("A_c")]]
+
+
+def _has_tokens(blocks: Sequence[np.ndarray]) -> np.ndarray:
+    """Return which samples have a token in each block, bool [2, N]."""
+    return np.array([[np.any(block == block_id) for block in blocks] for block_id in BLOCK_ORDER])
 
 
 def _token_advantages(blocks: np.ndarray, A_r: float, A_c: float) -> np.ndarray:

@@ -186,11 +186,11 @@ class ObjectiveConfig(BaseModel):
         """Return the options that were set, by the user or by
         :func:`megatron_dcpo.objectives.resolve`.
         """
-        given = {}
+        explicit = {}
         for name in type(self).model_fields:
             if name in self.model_fields_set:
-                given[name] = getattr(self, name)
-        return given
+                explicit[name] = getattr(self, name)
+        return explicit
 
     def changed(self, **options: object) -> ObjectiveConfig:
         """Return this configuration with other ``options``, checked; ``None`` unsets one."""
@@ -231,13 +231,13 @@ def expand_blocks(values: Mapping[str, Any], keep_unset: bool = False) -> dict[s
     """Replace ``X`` by ``X_reasoning`` and ``X_confidence``, unless these are given. ``None`` means
     not set.
     """
-    given = {name: value for name, value in values.items() if keep_unset or value is not None}
+    expanded = {name: value for name, value in values.items() if keep_unset or value is not None}
     for option in BLOCK_OPTIONS:
-        if option in given:
-            value = given.pop(option)
-            of_blocks = {f"{option}_{block}": value for block in BLOCKS}
-            given = {**of_blocks, **given}
-    return given
+        if option in expanded:
+            value = expanded.pop(option)
+            both_blocks = {f"{option}_{block}": value for block in BLOCKS}
+            expanded = {**both_blocks, **expanded}
+    return expanded
 
 
 # The options that methods read. Every method reads COMMON.

@@ -72,8 +72,8 @@ def find_loss(name: str) -> SupervisedLoss:
             f"{did_you_mean(name, LOSSES)}; known: {', '.join(LOSSES)}, or file.py:function of "
             "your own"
         )
-    found = load_object(name, "objective.name")
-    if isinstance(found, SupervisedLoss):
-        return SupervisedLoss(found.token_loss, found.separable, name)
-    check_signature(found, name, "objective.name", "batch", "outputs")
-    return SupervisedLoss(found, name=name)
+    loss = load_object(name, "objective.name")
+    if isinstance(loss, SupervisedLoss):
+        return SupervisedLoss(loss.token_loss, loss.separable, name)
+    check_signature(loss, name, "objective.name", "batch", "outputs")
+    return SupervisedLoss(loss, name=name)

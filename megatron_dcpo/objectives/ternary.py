@@ -34,8 +34,8 @@ def score_group(
         R_a - options.options["abstain_penalty"] * (1 - R_a), c_a, options
     )
     if len(R_a) > 1:
-        of_dcpo = dcpo.score_group(R_a, c_a, logprob[answered], options)
-        target[answered], _, R_c[answered], _, A_c[answered] = of_dcpo
+        dcpo_scores = dcpo.score_group(R_a, c_a, logprob[answered], options)
+        target[answered], _, R_c[answered], _, A_c[answered] = dcpo_scores
     A_r = normalize(reward, options.advantage_normalization_reasoning, options)
     return target, reward, R_c, A_r, A_c
 

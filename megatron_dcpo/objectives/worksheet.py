@@ -1,4 +1,4 @@
-"""``dcpo objective``: rewards, advantages and loss of a few responses that are given as JSON, in
+"""``dcpo objective``: rewards, advantages and loss of a few responses in JSON, in
 float64 and without a model.
 """
 
@@ -50,7 +50,7 @@ def evaluate(group: Mapping[str, Any]) -> dict[str, Any]:
     Values a method does not have (the target of ``grpo``) are null. Raises :class:`UserError` for
     bad input.
     """
-    _known(group, ("method", "options", "responses"), "input")
+    _check_keys(group, ("method", "options", "responses"), "input")
     method = build_method(parse_options(group.get("method", "dcpo"), group.get("options") or {}))
     responses = group.get("responses")
     if (
@@ -104,18 +104,18 @@ def loss(
     """Return the loss of all scored responses as one micro-batch, float64. Raises
     :class:`UserError`.
     """
-    given = {
+    tensors = {
         name: _flat(r[name] for r in responses)
         for name in PER_TOKEN
         if all(name in r for r in responses)
     }
-    if any(method.options.blocks("entropy_coef")) and "entropy" not in given:
+    if any(method.options.blocks("entropy_coef")) and "entropy" not in tensors:
         raise UserError(
             "objective.entropy_coef needs entropy for every response, and the input has none"
         )
-    batch = loss_batch(samples, {name: given[name] for name in COLUMNS if name in given})
+    batch = loss_batch(samples, {name: tensors[name] for name in COLUMNS if name in tensors})
     outputs = TokenOutputs(
-        given["logprobs"], given.get("entropy", torch.zeros_like(given["logprobs"]))
+        tensors["logprobs"], tensors.get("entropy", torch.zeros_like(tensors["logprobs"]))
     )
     try:
         losses, _ = method.loss(batch, outputs)
@@ -160,7 +160,7 @@ def parse_options(method: object, options: object) -> ObjectiveConfig:
         raise UserError(f"options must be an object, got {type(options).__name__}")
     if not isinstance(method, str) or method not in METHODS:
         raise UserError(f"unknown method {repr(method)[:40]}{did_you_mean(str(method), METHODS)}")
-    _known(options, [name for name in option_names() if name != "name"], "options")
+    _check_keys(options, [name for name in option_names() if name != "name"], "options")
     try:
         return ObjectiveConfig(**options, name=method)
     except ValidationError as error:
@@ -236,16 +236,16 @@ def _number(value: object, name: str, where: str) -> float:
 
 def _check_numbers(values: object, length: int, where: str) -> None:
     if not isinstance(values, list) or len(values) != length:
-        given = type(values).__name__
+        got = type(values).__name__
         if isinstance(values, list):
-            given = f"{len(values)} values"
-        raise UserError(f"{where} must have one value for each of the {length} tokens, got {given}")
+            got = f"{len(values)} values"
+        raise UserError(f"{where} must have one value for each of the {length} tokens, got {got}")
     for value in values:
         _number(value, "each value", where)
 
 
-def _known(given: Mapping[str, Any], known: Sequence[str], where: str) -> None:
-    for name in given:
+def _check_keys(entry: Mapping[str, Any], known: Sequence[str], where: str) -> None:
+    for name in entry:
         if name not in known:
             raise UserError(f"{where}: unknown key {name!r}{did_you_mean(name, known)}")
 

@@ -91,3 +91,39 @@ def test_a_graded_score_is_the_reward_and_the_target() -> None:
     assert rows["R"].tolist() == [0.25, 0.75]
     assert rows["target"].tolist() == [0.375, 0.625]
     np.testing.assert_allclose(rows["R_c"], [-0.525, -0.525])
+
+
+@pytest.mark.parametrize("right", [0, 1, 4])
+@pytest.mark.parametrize("hundredths", [3, 17, 50, 99])
+def test_rounding_is_no_signal(hundredths: int, right: int) -> None:
+    """Equal confidences have a counterfactual advantage of 0, of which float64 may leave 1e-17: it
+    neither counts as a signal nor dilutes the weight of other groups' tokens.
+    """
+    method = objective(name="dcpo", preset="dcpo_proper", block_groups="signal", weight_reasoning=0)
+    constant = judgements(*[(float(i < right), hundredths / 100) for i in range(4)])
+    assert not method.trains(samples_of(constant))
+    bearing = judgements((1, 0.9), (1, 0.2), (0, 0.7), (0, 0.1))
+    others = [replace(j, prompt_id=name) for name in "xyz" for j in constant]
+    alone = method.score(samples_of(bearing))
+    together = method.score(samples_of([*bearing, *others]))
+    assert alone[0].weights is not None
+    assert together[0].weights is not None
+    np.testing.assert_array_equal(together[0].weights, alone[0].weights)
+
+
+@pytest.mark.parametrize("ddof", [0, 1])
+def test_equal_counterfactual_advantages_are_divided_by_their_size(ddof: int) -> None:
+    """The ideal group, right at 1.0 and wrong at 0.0: s = sqrt(4 (2/3)^2 / (4 - ddof)), where the
+    standard deviation is 0.
+    """
+    method = objective(
+        name="dcpo",
+        lam=0,
+        calibration_loss="brier",
+        ddof=ddof,
+        confidence_baseline="counterfactual",
+        advantage_normalization_confidence="std",
+    )
+    ideal = judgements((1, 1.0), (1, 1.0), (0, 0.0), (0, 0.0))
+    A_c = method.group_scores(samples_of(ideal))[SCORES.index("A_c")]
+    np.testing.assert_allclose(A_c, np.sqrt((4 - ddof) / 4), rtol=1e-5)
