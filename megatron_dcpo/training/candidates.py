@@ -140,8 +140,8 @@ class JudgedAnswer:
         for index, branch in enumerate(self.candidates.branches):
             ids = np.array([*branch.before, *branch.last], np.int64)
             is_last = np.arange(len(ids)) >= len(branch.before)
-            of_last = np.zeros(len(ids))
-            of_last[is_last] = scores[list(branch.places)]
+            last_scores = np.zeros(len(ids))
+            last_scores[is_last] = scores[list(branch.places)]
             found.append(
                 CandidateSample(
                     prompt=prompt,
@@ -163,7 +163,7 @@ class JudgedAnswer:
                     ),
                     R=self.target,
                     block_ids=np.where(is_last, BLOCK_CONFIDENCE, BLOCK_REASONING).astype(np.int8),
-                    advantages=of_last,
+                    advantages=last_scores,
                     weights=is_last.astype(np.float64),
                     before=branch.before,
                     confidences=len(self.candidates.confidences),

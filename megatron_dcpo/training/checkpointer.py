@@ -38,7 +38,7 @@ class Part(Protocol):
 
     def load_state_dict(self, saved: Mapping[str, Any], step: int) -> None:
         """Continue after ``step``. Raises :class:`UserError` when the options no longer fit, and
-        what odd values raise.
+        TypeError, ValueError or LookupError for malformed state.
         """
         ...
 
@@ -280,7 +280,9 @@ class Checkpointer:
         self.saved_step = step
 
     def _restore(self, saved: dict[str, Any]) -> None:
-        """Hand the parts what they saved. Raises :class:`UserError`, and what odd values raise."""
+        """Give each part its saved state. Raises :class:`UserError`, and TypeError, ValueError or
+        LookupError for malformed state.
+        """
         step = saved["iteration"]
         self.identity.check(saved, self.directory)
         version = saved["engine"]["weights_version"]

@@ -56,7 +56,7 @@ class Summary(NamedTuple):
 
     @classmethod
     def of(cls, response: Response) -> Summary:
-        """Return what every rank is told of ``response``."""
+        """Return what every rank knows of ``response``."""
         emptied = replaced(
             response,
             token_ids=np.zeros(0, np.int64),
@@ -72,9 +72,8 @@ class Summary(NamedTuple):
         """Return the response as ranks other than ``holder`` know it: of the right length, without
         its tokens.
 
-        ``token_ids`` are -1 and ``logprobs`` NaN, each an array of one element that is shown as
-        often as the response has tokens. Code that uses them by mistake gets an index error or NaN,
-        never a plausible number.
+        ``token_ids`` are -1 and ``logprobs`` NaN, each a broadcast view of one element. Code that
+        uses them by mistake gets an index error or NaN, never a plausible number.
         """
         return replaced(
             self.response,
@@ -90,17 +89,17 @@ def fetch(
     """Return ``samples``, equal on all ranks but for tokens, with the tokens of those at the
     indices ``wanted`` on this rank. Collective.
 
-    Each rank says which responses it lacks, and their holders send them: what is here already, or
-    wanted nowhere, does not travel.
+    Each rank says which responses it lacks, and their holders send them. A response that is here
+    already, or that no rank computes, does not travel.
     """
     missing: list[list[int]] = [[] for _ in collectives.ranks]
     for index in sorted(wanted):
         holder = samples[index].response.holder
         if holder is not None:
             missing[holder].append(index)
-    asked = collectives.exchange(missing)
+    requested = collectives.exchange(missing)
     sent = collectives.exchange(
-        [[_payload(samples[index].response) for index in indices] for indices in asked]
+        [[_payload(samples[index].response) for index in indices] for indices in requested]
     )
     complete = list(samples)
     for indices, payloads in zip(missing, sent, strict=True):

@@ -36,14 +36,14 @@ class EngineShare:
     """Which part of a rollout is this rank's.
 
     The ranks of an engine are neighbors and sample the same. ``ranks`` is their number, ``engine``
-    the number of this rank's engine, ``engines`` how many there are, ``place`` the number of this
-    rank in its engine.
+    the number of this rank's engine, ``engines`` how many there are, ``rank_in_engine`` the number
+    of this rank in its engine.
     """
 
     ranks: int
     engine: int
     engines: int
-    place: int
+    rank_in_engine: int
 
     @classmethod
     def of(cls, engine: Engine, collectives: Collectives) -> EngineShare:
@@ -53,7 +53,7 @@ class EngineShare:
             ranks=size,
             engine=collectives.rank // size,
             engines=len(collectives.ranks) // size,
-            place=collectives.rank % size,
+            rank_in_engine=collectives.rank % size,
         )
 
 
@@ -115,7 +115,7 @@ class Generation:
         if share.ranks == 1:
             raise_on_all_ranks(failure, self.collectives, "a rollout")
             return
-        first = rank - share.place
+        first = rank - share.rank_in_engine
         wait_for_engine_ranks(failure, rank, range(first, first + share.ranks), self.watch)
         try:
             raise_on_all_ranks(failure, self.collectives, "a rollout")

@@ -39,7 +39,7 @@ def restored_groups(
 ) -> list[PromptGroup]:
     """Return the groups that :func:`saved_groups` made, here or in 0.2.0.
 
-    Raises ValueError for a value that is missing or odd, and whatever odd structures raise.
+    Raises ValueError, TypeError or LookupError for a malformed group.
     """
     groups = []
     for entry in saved:

@@ -40,14 +40,14 @@ def mismatch_statistics(batch: MicroBatch, outputs: TokenOutputs) -> dict[str, T
         LARGEST: _largest(magnitude),
     }
     for block, rows in batch.block_rows.items():
-        of_block = magnitude[rows]
+        block_magnitude = magnitude[rows]
         counts = rows.new_zeros(len(MISMATCH_EDGES) + 1)
         counts = counts.index_add_(0, bins[rows], torch.ones_like(rows))
         for number, count in enumerate(counts):
             statistics[f"engine/histogram/{block}/{number}"] = count
         statistics[f"engine/tokens/{block}"] = magnitude.new_full((), len(rows))
-        statistics[f"engine/abs/{block}"] = of_block.sum()
-        statistics[f"{LARGEST}_{block}"] = _largest(of_block)
+        statistics[f"engine/abs/{block}"] = block_magnitude.sum()
+        statistics[f"{LARGEST}_{block}"] = _largest(block_magnitude)
     return statistics
 
 

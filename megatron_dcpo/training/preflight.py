@@ -106,8 +106,8 @@ def check_lengths(
     if held_out:
         limit = config.evaluation.max_tokens
         name = "evaluation.max_tokens" if limit else "rollout.max_response_length"
-        asked = max(held_out.prompts.values(), key=_length)
-        _check_positions(config, arch, asked, name, limit or response, of_benchmark=True)
+        longest = max(held_out.prompts.values(), key=_length)
+        _check_positions(config, arch, longest, name, limit or response, is_benchmark=True)
     return _length(longest)
 
 
@@ -121,7 +121,7 @@ def _check_positions(
     prompt: Prompt,
     name: str,
     tokens: int,
-    of_benchmark: bool = False,
+    is_benchmark: bool = False,
 ) -> None:
     """Raise :class:`UserError` when a prompt and a response of at most ``tokens``, which the option
     ``name`` says, are more than the model has positions.
@@ -129,7 +129,7 @@ def _check_positions(
     if _length(prompt) + tokens <= arch.max_position_embeddings:
         return
     shorter = "data.max_prompt_length"
-    if of_benchmark:
+    if is_benchmark:
         shorter = f"leave {prompt.task} out of evaluation.benchmarks"
     raise UserError(
         f"{name}={tokens} and the prompt {prompt.prompt_id} of {_length(prompt)} tokens are more "

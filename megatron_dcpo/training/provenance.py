@@ -134,12 +134,12 @@ def digests(model: Path) -> dict[str, str]:
     as there are files.
     """
     files = {"config_sha256": "config.json", "tokenizer_sha256": "tokenizer.json"}
-    found = {}
+    digests = {}
     for key, name in files.items():
         path = model / name
         if path.is_file():
-            found[key] = hashlib.sha256(path.read_bytes()).hexdigest()
-    return found
+            digests[key] = hashlib.sha256(path.read_bytes()).hexdigest()
+    return digests
 
 
 def prepare(directory: Path, config: RunConfig, rank: int) -> None:

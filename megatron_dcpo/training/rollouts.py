@@ -172,7 +172,7 @@ class SavedRollouts:
 
     def load_state_dict(self, saved: Mapping[str, Any], step: int) -> None:
         """Continue after ``step``. Raises :class:`UserError` when the options no longer allow what
-        is carried, and what odd values raise.
+        is carried, and TypeError, ValueError or LookupError for malformed state.
         """
         position = int(saved["consumed_prompts"])
         if position < step * self.sampler.prompts_per_step:

@@ -238,7 +238,9 @@ def _warn_of_few_problems(config: Config, sources: list[LoadedSource]) -> None:
 
 # ---------------------------------------------------------------------------- processes
 def open_topology(config: RunConfig) -> Topology:
-    """Open the process groups of a configuration, and return this rank's place. Collective."""
+    """Open the process groups of a configuration; return this rank's position in them.
+    Collective.
+    """
     return distributed.initialize(
         config.parallel.sizes,
         seed=config.seed,
@@ -318,7 +320,7 @@ def build_updater(
 
 # ---------------------------------------------------------------------------- engine and rollouts
 def build_engine(config: Config, topology: Topology, held_out: HeldOut | None = None) -> Engine:
-    """Return the engine of this rank, with any weights: the first synchronization brings the
+    """Return the engine of this rank with placeholder weights: the first synchronization brings the
     policy's. Raises :class:`UserError`.
     """
     rollout = config.rollout
@@ -419,7 +421,7 @@ def build_rollouts(
 
 
 def rollout_stream(config: Config, inputs: Inputs, engine: Engine) -> Stream | None:
-    """Return what samples in the engine's place, if ``rollout.function`` names a function."""
+    """Return the user's rollout, if ``rollout.function`` names a function."""
     path = config.rollout.function
     if not path:
         return None

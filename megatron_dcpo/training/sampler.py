@@ -45,7 +45,7 @@ class PromptGroup:
     """A prompt and its ``size`` responses by sample index, each with its judgement, or with None
     while it is unfinished.
 
-    ``position`` is the place of the prompt in the run, ``step`` the step that drew it. ``scores``
+    ``position`` is the number of the prompt in the run, ``step`` the step that drew it. ``scores``
     are the :meth:`Method.group_scores` of a finished group, float64 [5, G]; None while it is
     unfinished, and if the method reads log-probs that only the trainer has.
     """
@@ -99,7 +99,7 @@ class Totals:
 class SamplerState:
     """What sampling passes from one step to the next; equal on all ranks.
 
-    ``position`` is the place in the run of the next prompt to draw, ``carried`` the groups that
+    ``position`` is the number in the run of the next prompt to draw, ``carried`` the groups that
     ``rollout.max_staleness`` left for the next step, with their tokens. ``totals`` count what the
     run has sampled and trained on.
     """
@@ -128,7 +128,7 @@ class Drawn:
 
     ``wanted`` and ``other`` groups are finished: those that the step draws for, and those that came
     with them. ``waiting`` groups go into the next round or, when there is none, to the next step.
-    ``position`` is the place of the next prompt to draw.
+    ``position`` is the number of the next prompt to draw.
     """
 
     wanted: list[PromptGroup]
@@ -321,13 +321,13 @@ class Sampler:
         all of them. Collective.
         """
         share = self.generation.share
-        of_engine = groups[share.engine :: share.engines]
-        prompts = {group.prompt.prompt_id: group.prompt for group in of_engine}
+        ours = groups[share.engine :: share.engines]
+        prompts = {group.prompt.prompt_id: group.prompt for group in ours}
         with judging_threads() as threads:
             judging: list[Future[Judged]] = []
             responses: dict[ResponseKey, Response] = {}
             with self.timers("rollout"):
-                for mine in self._finished_responses(of_engine, wanted, step, version, responses):
+                for mine in self._finished_responses(ours, wanted, step, version, responses):
                     judging.append(threads.submit(_judged_and_timed, self.judge, mine, prompts))
                     if judging[0].done():
                         judging[0].result()  # a judge that cannot work at all ends the run now
@@ -360,7 +360,8 @@ class Sampler:
         samples = [(group.prompt, index) for group in groups for index in group.unfinished]
         # the ranks of an engine have the same responses, and each judges a part of them
         to_judge = {
-            (prompt.prompt_id, index) for prompt, index in samples[share.place :: share.ranks]
+            (prompt.prompt_id, index)
+            for prompt, index in samples[share.rank_in_engine :: share.ranks]
         }
         partial = None
         if self.rollout.max_staleness:
@@ -430,8 +431,8 @@ class Sampler:
         by_prompt: dict[str, dict[int, JudgedResponse]] = {
             group.prompt.prompt_id: {} for group in groups
         }
-        for rank, of_rank in enumerate(everyone):
-            for (prompt_id, index), gathered, judgement in of_rank:
+        for rank, gathered_there in enumerate(everyone):
+            for (prompt_id, index), gathered, judgement in gathered_there:
                 if rank == self.collectives.rank:
                     by_prompt[prompt_id][index] = here[prompt_id, index]
                 elif isinstance(gathered, Summary):

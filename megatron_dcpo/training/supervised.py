@@ -156,13 +156,13 @@ def logprobs_of(
     found: list[list[np.ndarray]] = []
     for start in range(0, len(examples), at_once):
         by_example = [each.samples() for each in examples[start : start + at_once]]
-        samples = [sample for of_example in by_example for sample in of_example]
+        samples = [sample for samples_of_example in by_example for sample in samples_of_example]
         here = trainer.logprobs(trainer.policy, samples)
         rows: dict[int, np.ndarray] = {}
-        for of_rank in trainer.collectives.gather(here):
-            rows |= of_rank
+        for rows_of_rank in trainer.collectives.gather(here):
+            rows |= rows_of_rank
         in_order = iter(rows[index] for index in range(len(samples)))
-        found += [[next(in_order) for _ in of_example] for of_example in by_example]
+        found += [[next(in_order) for _ in samples_of_example] for samples_of_example in by_example]
     return found
 
 

@@ -127,14 +127,14 @@ class Trainer:
         return {"nonfinite_in_a_row": self.nonfinite_in_a_row}
 
     def load_state_dict(self, saved: Mapping[str, Any], step: int) -> None:
-        """Go on after ``step``. Raises what odd values raise."""
+        """Continue after ``step``. Malformed state is a TypeError, ValueError or LookupError."""
         self.nonfinite_in_a_row = int(saved["nonfinite_in_a_row"])
 
     def deal(
         self, samples: Sequence[TrainingSample], chosen: Collection[int] | None = None
     ) -> tuple[list[int], list[list[int]]]:
         """Deal a mini-batch, equal on all ranks, over the data-parallel ranks: return the indices
-        of this rank's samples, and its micro-batches as lists of places in the list of these.
+        of this rank's samples, and its micro-batches as lists of positions in the list of these.
 
         Which rank has a sample depends on the whole mini-batch, so that the ``chosen`` samples are
         where the others would be computed with them.
@@ -181,8 +181,8 @@ class Trainer:
         sums = statistics.sums
         maxima = statistics.maxima
         reported = list(parts) if self.topology.reports else []
-        for of_rank in self.collectives.gather(reported):
-            for part in of_rank:
+        for parts_of_rank in self.collectives.gather(reported):
+            for part in parts_of_rank:
                 for key, value in part.items():
                     if key == "loss":
                         loss += value

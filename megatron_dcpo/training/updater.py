@@ -43,7 +43,7 @@ class Updater:
     """Has the ``trainer`` take optimizer steps on samples that the ``method`` scored.
 
     ``reference`` opens the starting policy, which a KL loss needs. ``probe`` compares the gradients
-    of the two blocks; None when the optimizer cannot be asked for them.
+    of the two blocks; None if the optimizer does not give them.
     """
 
     def __init__(
@@ -174,11 +174,9 @@ class Updater:
             for index, sample in enumerate(samples)
             if sample.old_logprobs is not None
         }
-        means = {
-            index: mean
-            for of_rank in self.trainer.collectives.gather(here)
-            for index, mean in of_rank.items()
-        }
+        means: dict[int, float] = {}
+        for means_of_rank in self.trainer.collectives.gather(here):
+            means |= means_of_rank
         return [
             replaced(sample, mean_old_logprob=means[index]) for index, sample in enumerate(samples)
         ]
@@ -193,7 +191,7 @@ class Updater:
         }
 
     def load_state_dict(self, saved: Mapping[str, Any], step: int) -> None:
-        """Go on after ``step``. Raises TypeError, ValueError or LookupError for malformed state."""
+        """Continue after ``step``. Malformed state is a TypeError, ValueError or LookupError."""
         self.trainer.load_state_dict(saved, step)
         if self.method.options.entropy_target and "entropy_coefs" in saved:
             coef, acting = saved["entropy_coefs"]
@@ -260,9 +258,9 @@ class Updater:
         """
         assert self.probe is not None
         block, chosen = self._block_with_fewer_gradients(samples)
-        of_block = [self._without_other_block(sample, block) for sample in samples]
+        block_samples = [self._without_other_block(sample, block) for sample in samples]
         parts, comparison = self.probe(
-            partial(self.accumulate, of_block, chosen), partial(self.accumulate, samples)
+            partial(self.accumulate, block_samples, chosen), partial(self.accumulate, samples)
         )
         if block != "reasoning":
             comparison = comparison.swapped()
@@ -291,7 +289,7 @@ class Updater:
         return replaced(sample, weights=weights)
 
     def _set_entropy_coefs(self, coefs: tuple[float, float]) -> None:
-        """Go on with the entropy coefficients of :func:`adapted_entropy_coef`."""
+        """Continue with the entropy coefficients of :func:`adapted_entropy_coef`."""
         self.entropy_coefs = coefs
         self.method = self.method.with_entropy_coef(coefs[1])
 

@@ -2,7 +2,7 @@
 step.
 
 The run stays as it is, bit for bit: random numbers are counted, an engine forgets the prompts,
-nothing is trained. A validator returns what it found; the loop records it and acts on it.
+nothing is trained. A validator returns its results; the loop records them and acts on them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megatron_dcpo.types import Response, ResponseKey
 
 @dataclass(frozen=True)
 class Validation:
-    """What one validation found: ``evaluation/BENCHMARK/METRIC``, and the judged responses."""
+    """The result of one validation: ``evaluation/BENCHMARK/METRIC``, and the judged responses."""
 
     metrics: dict[str, float]
     samples: list[Sample]
@@ -62,7 +62,7 @@ class Validator:
             if collectives.max(signals.stop_requested() or 0):
                 return None
             judged = self.held_out.judged(responses, engine.eos_token_ids)
-            samples = [sample for of_rank in collectives.gather(judged) for sample in of_rank]
+            samples = [sample for ranked in collectives.gather(judged) for sample in ranked]
             metrics = collectives.broadcast(self.held_out.metrics(samples))
         return Validation(metrics=metrics, samples=samples)
 
@@ -75,6 +75,6 @@ class Validator:
         for together in self.generation.stream(samples, self.sampling, step=0):
             responses.update({response.key: response for response in together})
         self.generation.engine.forget_prompts()
-        mine = samples[share.place :: share.ranks]
+        mine = samples[share.rank_in_engine :: share.ranks]
         keys = [(prompt.prompt_id, index) for prompt, index in mine]
         return [responses[key] for key in keys if key in responses]

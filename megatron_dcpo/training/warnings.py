@@ -142,9 +142,9 @@ def one_answer(rows: Rows) -> str | None:
         if not _last(rows, name, lambda share: share > 0.5, 2 * STEPS):
             continue
         source = name.removeprefix("answer/most_frequent").removeprefix("/")
-        of_source = f" of {source}" if source else ""
+        where = f" of {source}" if source else ""
         return (
-            f"more than half of the responses{of_source} give the same answer: the policy may be "
+            f"more than half of the responses{where} give the same answer: the policy may be "
             "guessing; compare with the prompt-blind accuracy that dcpo evaluate prints, and look "
             "at samples/"
         )
@@ -184,14 +184,14 @@ def new_warnings(directory: Path, rows: Rows) -> list[str]:
 def warnings_of_the_start(directory: Path, config: ObjectiveConfig) -> list[str]:
     """Return the warnings that need no step, and add those to ``warnings.jsonl`` that it lacks."""
     method = find_method(config.name)
-    found: dict[str, str] = {}
+    warnings: dict[str, str] = {}
     drift = drift_of_the_confidence(resolve(config), method.reads)
     if drift:
-        found[drift_of_the_confidence.__name__] = drift
+        warnings[drift_of_the_confidence.__name__] = drift
     have_warned = {warning["watcher"] for warning in read_warnings(directory)}
-    new = {name: text for name, text in found.items() if name not in have_warned}
+    new = {name: text for name, text in warnings.items() if name not in have_warned}
     _write(directory, 0, new)
-    return list(found.values())
+    return list(warnings.values())
 
 
 def _write(directory: Path, step: int, warnings: Mapping[str, str]) -> None:

@@ -342,4 +342,4 @@ def test_generation_knows_its_share_of_a_rollout() -> None:
     collectives: Any = OfEight()
     watch: Any = None
     share = Generation(engine, collectives, watch).share
-    assert (share.engine, share.engines, share.place, share.ranks) == (2, 4, 1, 2)
+    assert (share.engine, share.engines, share.rank_in_engine, share.ranks) == (2, 4, 1, 2)
