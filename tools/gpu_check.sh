@@ -1,7 +1,7 @@
 #!/bin/bash
 # Seven minutes on a bare GPU machine: what only a GPU can show, most telling first; more with more time.
 #
-#     tools/gpu_check.sh pack ARCHIVE [TE_WHEEL]              here: what such a machine lacks, 50 MB
+#     tools/gpu_check.sh pack ARCHIVE [TE_WHEEL]              here: what such a machine lacks, 43 MB
 #     tools/gpu_check.sh run ARCHIVE RESULTS SECONDS [NAMES]  there, from this checkout: the items, in SECONDS at most
 #     DRY=1 tools/gpu_check.sh run ARCHIVE|- RESULTS SECONDS  here: tests are collected, trainings are dry runs
 #
@@ -47,7 +47,9 @@ pack() {
     there+=(--platform manylinux2014_x86_64 --platform manylinux1_x86_64)
     # shellcheck disable=SC2086 # names, separated by spaces
     "$python" -m pip download --quiet "${there[@]}" --dest "$work/wheels" "${pins[@]}" $ENGINE ${te_wheel:+$LAYERS}
-    for wheel in "$work"/wheels/*.whl $te_wheel; do unzip -qo "$wheel" -d "$work/site" -x "${NOT_CARRIED[@]}" || [ $? = 11 ]; done
+    for wheel in "$work"/wheels/*.whl $te_wheel; do
+        unzip -qo "$wheel" -d "$work/site" -x "${NOT_CARRIED[@]}" 2> >(grep -v '^caution: excluded' >&2) || [ $? = 11 ]
+    done
     find "$work/site" -name '*.so' -size +1M -exec "$python" "$root/tools/prune_fatbin.py" 90 {} +
     find "$work/site" \( -name __pycache__ -o -name tests \) -prune -exec rm -rf {} +
     tar -C "$work" -c site | xz -T0 -9e >"$archive"
