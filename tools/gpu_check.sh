@@ -1,15 +1,17 @@
 #!/bin/bash
-# A quarter of an hour on a bare GPU machine: what only a GPU can show, most telling first.
+# Seven minutes on a bare GPU machine: what only a GPU can show, most telling first; more with more time.
 #
-#     tools/gpu_check.sh pack ARCHIVE [TE_WHEEL]              here: what such a machine lacks, 50 MB
+#     tools/gpu_check.sh pack ARCHIVE [TE_WHEEL]              here: what such a machine lacks, 43 MB
 #     tools/gpu_check.sh run ARCHIVE RESULTS SECONDS [NAMES]  there, from this checkout: the items, in SECONDS at most
 #     DRY=1 tools/gpu_check.sh run ARCHIVE|- RESULTS SECONDS  here: tests are collected, trainings are dry runs
 #
 # There: x86-64, a Hopper GPU, Python 3.12 with MACHINE (torch 2.11 for CUDA 13, transformers 5.17), no network.
 # pack  needs pip, unzip, xz and 2 GB of disk. vLLM's libraries keep Hopper's code alone (tools/prune_fatbin.py). TE_WHEEL: of
-#       transformer_engine_torch 2.11.0, compiled for that torch; without it the layers are the local ones.
+#       transformer_engine_torch 2.11.0, compiled for that torch; without it the layers are the local ones. Archive and project
+#       together have at most MOST bytes, or pack fails.
 # run   ARCHIVE -: nothing is unpacked. Each item has a limit, a log and a line; NAMES: only these, comma separated. PYTHON: the
-#       interpreter (python3). In RESULTS lies one all.tar.gz at the end. The status is 0 if no item failed.
+#       interpreter (python3). RESULTS holds summary.txt, the items' lines, and at the end, however it comes, one all.tar.gz; if
+#       it is killed outright, the logs as far as they got. The status is 0 if no item failed.
 set -uo pipefail
 # shellcheck disable=SC2034 # read by tests/unit/tools/test_gpu_check.py, with the names below
 MACHINE="torch transformers httpx h11 numpy triton pytest pytest-timeout hypothesis psutil einops rich matplotlib sentencepiece packaging pyyaml"
@@ -22,6 +24,7 @@ ENGINE="vllm==0.32.0 msgspec cbor2 pyzmq oss-harmony openai sniffio pybase64 cac
 LAYERS="transformer_engine==2.11.0 transformer_engine_cu13==2.11.0 onnxscript onnx onnx-ir ml_dtypes protobuf nvdlfw-inspect"
 NOT_CARRIED=(vllm/vllm-rs 'vllm/third_party/deep_gemm/*' 'vllm/third_party/fmha_sm100/*' 'vllm/_flashmla*' 'vllm/_flashkda*'
     'vllm/_qutlass*' 'vllm/_deepselect*' 'vllm/vllm_flash_attn/_vllm_fa2_C*' 'transformer_engine/jax/*' '*/static/*' '*.jpg' '*.png')
+MOST=$((64 << 20))
 root=$(cd "$(dirname "$0")/.." && pwd)
 python=${PYTHON:-python3}
 failed=()
@@ -33,7 +36,7 @@ fail() {
 
 pack() {
     set -e
-    local archive te_wheel pins=() there platform name wheel
+    local archive te_wheel pins=() there platform name wheel bytes
     archive=$(realpath -m "${1:-$root/build/gpu_check.tar.xz}") te_wheel=${2:+$(realpath "$2")}
     work=$(mktemp -d)
     trap 'rm -rf "$work"' EXIT
@@ -44,11 +47,15 @@ pack() {
     there+=(--platform manylinux2014_x86_64 --platform manylinux1_x86_64)
     # shellcheck disable=SC2086 # names, separated by spaces
     "$python" -m pip download --quiet "${there[@]}" --dest "$work/wheels" "${pins[@]}" $ENGINE ${te_wheel:+$LAYERS}
-    for wheel in "$work"/wheels/*.whl $te_wheel; do unzip -qo "$wheel" -d "$work/site" -x "${NOT_CARRIED[@]}" || [ $? = 11 ]; done
+    for wheel in "$work"/wheels/*.whl $te_wheel; do
+        unzip -qo "$wheel" -d "$work/site" -x "${NOT_CARRIED[@]}" 2> >(grep -v '^caution: excluded' >&2) || [ $? = 11 ]
+    done
     find "$work/site" -name '*.so' -size +1M -exec "$python" "$root/tools/prune_fatbin.py" 90 {} +
     find "$work/site" \( -name __pycache__ -o -name tests \) -prune -exec rm -rf {} +
     tar -C "$work" -c site | xz -T0 -9e >"$archive"
-    echo "$archive: $(stat -c %s "$archive") bytes"
+    bytes=$(($(stat -c %s "$archive") + $(git -C "$root" archive HEAD | gzip | wc -c)))
+    echo "$archive: $(stat -c %s "$archive") bytes, $bytes with the project"
+    [ "$bytes" -le "$MOST" ] || fail "more than $MOST bytes with the project"
 }
 
 has() { "$python" -c "import importlib.util as u, sys; sys.exit(not u.find_spec('$1'))"; }
@@ -63,19 +70,45 @@ train() { # CONFIG OPTIONS
 
 item() { # NAME LIMIT COMMAND
     [ -z "$only" ] || [[ ,$only, == *,$1,* ]] || return 0
-    local left=$((deadline - SECONDS)) began=$SECONDS limit=$2 leader status=over
-    [ "$left" -ge 10 ] || { echo "$1: no time left"; return 0; }
+    local left=$((deadline - SECONDS)) began=$SECONDS limit=$2 status=over
+    [ "$left" -ge 10 ] || { say "$1: no time left"; return 0; }
     [ "$limit" -lt "$left" ] || limit=$left
     echo "\$ $3" >"$results/$1.log"
     setsid bash -c "$3" >>"$results/$1.log" 2>&1 &
-    leader=$!
-    while kill -0 "$leader" 2>/dev/null && [ $((SECONDS - began)) -lt "$limit" ]; do sleep 0.5; done
-    if kill -0 "$leader" 2>/dev/null; then echo "over its $limit s" >>"$results/$1.log"; else wait "$leader"; status=$?; fi
-    kill -KILL -- "-$leader" 2>/dev/null # what it left as well: its ranks hold the memory that the next one needs
-    find "$work/$1" \( -name metrics.jsonl -o -name '*trace*.json*' \) -size -12M -exec cp {} "$results" \; 2>/dev/null
-    printf '%-20s status %-4s %4s s  %s\n' "$1" "$status" $((SECONDS - began)) \
-        "$(grep -vE '^(INFO|WARNING)' "$results/$1.log" | tail -1 | cut -c1-150)"
+    running=$! item=$1
+    while kill -0 "$running" 2>/dev/null && [ $((SECONDS - began)) -lt "$limit" ]; do sleep 0.5; done
+    if kill -0 "$running" 2>/dev/null; then echo "over its $limit s" >>"$results/$1.log"; else wait "$running"; status=$?; fi
+    stop
+    say "$(printf '%-20s status %-4s %4s s  %s' "$1" "$status" $((SECONDS - began)) \
+        "$(grep -vE '^(INFO|WARNING|$)' "$results/$1.log" | tail -1 | cut -c1-300)")"
     [ "$status" = 0 ] || failed+=("$1")
+}
+
+say() { echo "$1" | tee -a "$results/summary.txt"; }
+
+stop() { # the item that runs, with all that it left: its ranks hold the memory that the next one needs
+    local file
+    [ -n "$running" ] || return 0
+    kill -KILL -- "-$running" 2>/dev/null
+    running=""
+    find "$work/$item" \( -name metrics.jsonl -o -name '*trace*.json*' \) -size -12M 2>/dev/null | while read -r file; do
+        cp "$file" "$results/$(realpath --relative-to="$work" "$file" | tr / .)"
+    done
+}
+
+finish() { # on every way out: one archive of what there is
+    stop
+    tar -C "$results" -czf "$work/all.tar.gz" --exclude all.tar.gz --exclude summary.txt . &&
+        find "$results" -mindepth 1 ! -name summary.txt -delete && mv "$work/all.tar.gz" "$results"
+    rm -rf "$work"
+}
+
+beside() { # OPTIONS: ten steps of the quickstart on the GPU, and on this machine's CPU at the same time; then both, side by side
+    local gpu=$work/ten_steps/gpu cpu=$work/ten_steps/cpu ten="training.steps=10 training.save_interval=0"
+    echo "CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 $(train dcpo.yaml model.transformer_impl=local "$ten" "run_dir=$cpu") >$results/ten_steps_cpu.log 2>&1 & cpu=\$!
+        $(train dcpo.yaml "$*" "$ten" "run_dir=$gpu"); status=\$?
+        timeout 30 tail --pid=\$cpu -f /dev/null; kill \$cpu 2>/dev/null
+        $python tools/beside.py ${dry:+--help} $gpu/metrics.jsonl $cpu/metrics.jsonl && exit \$status"
 }
 
 items() {
@@ -86,30 +119,39 @@ items() {
     bf16+=" parallel.use_distributed_optimizer=true parallel.sequence_packing=true training.offload_optimizer_during_rollout=true"
     eager=rollout.vllm.enforce_eager=true # no minutes for kernels
     model=$work/qwen3_1.7b
-    # the releases are not the pins, for which doctor ends with 1
-    item machine 60 "nvidia-smi; $python -m megatron_dcpo doctor; true"
-    item sampler 120 "$(tests test_engine_on_gpu.py samples_what_it_says)"
-    item first_step 120 "$(tests test_training_on_gpu.py first_step)"
-    item packed_is_padded 150 "$(tests test_state_on_gpu.py packed_is_padded)"
-    item three_sleeps 150 "$(tests test_engine_on_gpu.py three_sleeps)"
-    item quickstart 150 "$(train dcpo.yaml "$bf16" $eager training.steps=4 training.save_interval=2 "run_dir=$work/quickstart") &&
-        $(train dcpo.yaml "$bf16" $eager training.steps=6 training.save_interval=2 "run_dir=$work/quickstart" --resume auto)"
+    # these six in 430 s, by their limits; the releases are not the pins, for which doctor ends with 1
+    item machine 40 "nvidia-smi; $python -m megatron_dcpo doctor
+        nvidia-smi --query-gpu=name,memory.total,driver_version --format=csv,noheader; true"
+    item sampler 90 "$(tests test_engine_on_gpu.py 'samples_what_it_says and bf16')"
+    item first_step 70 "$(tests test_training_on_gpu.py first_step)"
+    item packed_is_padded 70 "$(tests test_state_on_gpu.py "packed_is_padded and others and $layers")"
+    item colocated 65 "$(train dcpo.yaml "$bf16" $eager training.steps=1 training.save_interval=0 "run_dir=$work/colocated")"
+    item ten_steps 95 "$(beside "$bf16" $eager)"
+    # then
+    item three_sleeps 150 "$(tests test_engine_on_gpu.py 'three_sleeps and eager')"
     item experts 120 "$(train dcpo.yaml "$bf16" $eager model.path=examples/quickstart/moe/policy rollout.routing_replay=true \
         training.steps=4 "run_dir=$work/experts")"
+    item quickstart 150 "$(train dcpo.yaml "$bf16" $eager training.steps=4 training.save_interval=2 "run_dir=$work/quickstart") &&
+        $(train dcpo.yaml "$bf16" $eager training.steps=6 training.save_interval=2 "run_dir=$work/quickstart" --resume auto)"
     item resumption 100 "$(tests test_state_on_gpu.py resumption)"
+    item packed_everywhere 150 "$(tests test_state_on_gpu.py "packed_is_padded and not (others and $layers)")"
     item large 200 "$python benchmarks/random_model.py Qwen/Qwen3-1.7B $model ${dry:+--pretend} && $(train dcpo.yaml "$bf16" $eager \
         "model.path=$model" rollout.max_response_length=512 training.max_tokens_per_micro_batch=4096 data.prompts_per_step=32 \
         training.save_interval=0 training.steps=3 'training.profile_steps=[3]' "run_dir=$work/large")"
-    item graphs 200 "$(train dcpo.yaml "$bf16" training.steps=2 "run_dir=$work/graphs")"
     item leaves_the_device 120 "$(tests test_state_on_gpu.py leaves_the_device)"
     item memory 120 "$(tests test_state_on_gpu.py memory_is_what) -s"
-    item closed_engine 120 "$(tests test_engine_on_gpu.py closed)"
+    item closed_engine 120 "$(tests test_engine_on_gpu.py 'closed_engine and not graphs')"
+    item sampler_fp32 90 "$(tests test_engine_on_gpu.py 'samples_what_it_says and fp32')"
     item evaluation 90 "$(tests test_training_on_gpu.py evaluation)"
     item in_bf16 90 "$(tests test_training_on_gpu.py in_bf16)"
     if [ -n "$dry" ] || [ $layers$engine = transformer_enginevllm ]; then
         item mismatch 200 "$python benchmarks/mismatch_gpu.py ${dry:+--pretend}"
     fi
     item host_copies 60 "$python benchmarks/host_copies.py ${dry:+--pretend}"
+    # graphs are compiled and captured
+    item graphs 200 "$(train dcpo.yaml "$bf16" training.steps=2 "run_dir=$work/graphs")"
+    item three_sleeps_graphs 250 "$(tests test_engine_on_gpu.py 'three_sleeps and graphs')"
+    item closed_graphs 250 "$(tests test_engine_on_gpu.py 'closed_engine and graphs')"
 }
 
 run() {
@@ -117,18 +159,23 @@ run() {
     [ $# -ge 3 ] || fail "usage: gpu_check.sh run ARCHIVE RESULTS SECONDS [NAMES]"
     [ "$archive" = - ] || [ -f "$archive" ] || fail "no such archive: '$archive'; make one with: tools/gpu_check.sh pack"
     [ "$3" -gt 0 ] 2>/dev/null || fail "SECONDS is a whole number, not '$3'"
-    deadline=$((SECONDS + $3)) only=${4:-} dry=${DRY:-}
+    deadline=$((SECONDS + $3)) only=${4:-} dry=${DRY:-} running=""
     mkdir -p "$2"
     results=$(realpath "$2") work=$(mktemp -d)
-    trap 'rm -rf "$work"' EXIT
-    [ "$archive" = - ] || tar -C "$work" -xJf "$archive" || fail "$archive cannot be unpacked"
+    rm -f "$results/summary.txt"
+    trap finish EXIT
+    trap 'exit 143' INT TERM HUP
+    # not every such machine has a program xz
+    [ "$archive" = - ] || "$python" -m tarfile -e "$archive" "$work" 2>/dev/null || fail "$archive cannot be unpacked"
     cd "$root" || exit 2
     export PYTHONPATH="$root:$work/site${PYTHONPATH:+:$PYTHONPATH}" HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
     export PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-4} VLLM_NO_USAGE_STATS=1
     export VLLM_USE_FLASHINFER_SAMPLER=0 # it would be compiled
+    cudnn=$("$python" -c "import importlib.util as u; print(u.find_spec('nvidia.cudnn').submodule_search_locations[0])" 2>/dev/null)
+    # where Transformer Engine looks first: two releases of cuDNN in one process do not work together
+    [ -z "$cudnn" ] || export CUDNN_HOME="$cudnn" CUDNN_PATH="$cudnn"
     items
     for name in "${failed[@]}"; do echo "---- $name" && tail -25 "$results/$name.log" | cut -c1-300; done
-    tar -C "$results" -czf "$work/all.tar.gz" --exclude all.tar.gz . && find "$results" -mindepth 1 -delete && mv "$work/all.tar.gz" "$results"
     [ "${#failed[@]}" = 0 ]
 }
 

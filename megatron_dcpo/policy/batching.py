@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megatron_dcpo.policy.context_parallel import slice_for_rank
 from megatron_dcpo.policy.routing_replay import collate_experts
-from megatron_dcpo.runtime.device import to_device
+from megatron_dcpo.runtime.device import capabilities, to_device
 from megatron_dcpo.types import MicroBatch, TrainingSample
 
 from megatron.core.packed_seq_params import PackedSeqParams  # isort: skip
@@ -162,7 +162,8 @@ def collate(
 ) -> Iterator[MicroBatch]:
     """Build the micro-batches of ``splits``, one at a time.
 
-    Rows are a multiple of ``multiple_of`` tokens long (the TP size under sequence parallelism).
+    Rows are a multiple of ``multiple_of`` tokens long (the TP size under sequence parallelism), and
+    padded rows of the device's ``width_multiple``.
     ``context_parallel`` is this rank and the size of its group; with more than one rank every
     sequence is a multiple of 2 x size long, and the micro-batch holds this rank's tokens.
     ``uniform`` gives all micro-batches one shape, because Megatron's interleaved schedule mixes up
@@ -178,6 +179,7 @@ def collate(
     if packing:
         sizes = [_packed_size(batch, chunks) for batch in batches]
     else:
+        multiple_of = math.lcm(multiple_of, capabilities().width_multiple)
         sizes = [_padded_size(batch) for batch in batches]
     if uniform:
         most_rows = max(rows for rows, _ in sizes)

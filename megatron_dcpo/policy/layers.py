@@ -149,14 +149,19 @@ class CausalAttention(MegatronModule):
         """Return the attention of queries ``q`` [b, heads, s / CP, d] to keys ``k`` and values
         ``v`` [b, groups, s, d].
         """
+        size = self.config.context_parallel_size
+        tokens = k.shape[2]
+        masked = size > 1 or (self.window is not None and self.window < tokens)
+        heads_of_group = q.shape[1] // k.shape[1]
+        if masked and heads_of_group > 1 and not capabilities().masked_grouped_attention:
+            k = k.repeat_interleave(heads_of_group, dim=1)
+            v = v.repeat_interleave(heads_of_group, dim=1)
         attend = partial(
             F.scaled_dot_product_attention,
             scale=self.softmax_scale,
             enable_gqa=q.shape[1] != k.shape[1],
         )
-        size = self.config.context_parallel_size
-        tokens = k.shape[2]
-        if size == 1 and (self.window is None or self.window >= tokens):
+        if not masked:
             return attend(q, k, v, is_causal=True)
         if size == 1:
             return attend(q, k, v, attn_mask=self._mask(tokens, tokens, q.device))

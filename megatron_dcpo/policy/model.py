@@ -22,7 +22,12 @@ from megatron_dcpo.errors import UserError, one_line
 from megatron_dcpo.policy.layers import block_spec, layer_spec, use_transformer_engine
 from megatron_dcpo.policy.megatron_options import options_of
 from megatron_dcpo.policy.rotary import set_rotary_frequencies, softmax_scale
-from megatron_dcpo.runtime.device import capabilities, current_device, fp32_head
+from megatron_dcpo.runtime.device import (
+    capabilities,
+    current_device,
+    disable_cudnn_attention,
+    fp32_head,
+)
 from megatron_dcpo.runtime.distributed import Topology
 from megatron_dcpo.runtime.dtypes import torch_dtype
 from megatron_dcpo.runtime.megatron_private import APEX_KERNEL, without_asking_for_apex
@@ -330,6 +335,8 @@ def build_policy(
     arch = read_architecture(model.path)
     _check_device(arch, model.path)
     transformer_engine = use_transformer_engine(model.transformer_impl)
+    if not transformer_engine:
+        disable_cudnn_attention()
     if training and topology.rank == 0 and capabilities().transformer_engine:
         kind = "Transformer Engine"
         if not transformer_engine:

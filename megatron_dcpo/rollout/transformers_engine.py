@@ -36,7 +36,12 @@ from megatron_dcpo.rollout.engine import (
 from megatron_dcpo.rollout.routing import ExpertRecorder, RecordedExperts
 from megatron_dcpo.rollout.tokens import read_eos_token_ids
 from megatron_dcpo.rollout.transformers_library import auto_class, redirect_transformers_logging
-from megatron_dcpo.runtime.device import current_device, fp32_head, fp32_product
+from megatron_dcpo.runtime.device import (
+    current_device,
+    disable_cudnn_attention,
+    fp32_head,
+    fp32_product,
+)
 from megatron_dcpo.runtime.dtypes import torch_dtype
 from megatron_dcpo.runtime.signals import RolloutAbandoned, stop_requested
 from megatron_dcpo.runtime.text import read_json_object
@@ -94,6 +99,7 @@ class TransformersEngine(Engine):
         """
         check_model_dir(model_dir)
         redirect_transformers_logging()
+        disable_cudnn_attention()
         try:
             model: Any = auto_class("AutoModelForCausalLM").from_pretrained(
                 model_dir,

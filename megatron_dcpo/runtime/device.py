@@ -29,6 +29,11 @@ class Capabilities:
     expert_hidden_multiple: the number of which its kernels for experts require the hidden size to
         be a multiple.
     fp32_products: whether a product of bf16 matrices is available in fp32, as it is accumulated.
+    masked_grouped_attention: whether torch's attention has a kernel for a mask and grouped queries;
+        without one it would materialize the scores.
+    width_multiple: the number of tokens of which the width of a padded micro-batch is a multiple,
+        so that there are few widths: cuDNN makes a graph of its attention for each, in tens of
+        milliseconds.
     """
 
     separate_memory: bool
@@ -38,6 +43,8 @@ class Capabilities:
     attention_head_sizes: tuple[int, ...] | None
     expert_hidden_multiple: int = 1
     fp32_products: bool = False
+    masked_grouped_attention: bool = True
+    width_multiple: int = 1
 
 
 class DeviceLost(RuntimeError):
@@ -81,6 +88,8 @@ _GPU = Capabilities(
     cuda_graphs=True,
     attention_head_sizes=None,
     fp32_products=True,
+    masked_grouped_attention=False,
+    width_multiple=64,
 )
 
 
@@ -226,6 +235,15 @@ def expandable_segments(on: bool) -> None:
     empty_cache()
     # the whole setting: torch forgets what is not named again
     set_allocator_settings(",".join([*filter(None, [setting]), f"expandable_segments:{on}"]))
+
+
+def disable_cudnn_attention() -> None:
+    """Leave torch's attention to its other kernels: cuDNN's makes a graph for every length, and in
+    sampling every token has another one. Transformer Engine's attention calls cuDNN itself and is
+    not concerned. Does nothing on the CPU.
+    """
+    if has_cuda():
+        torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def device_failed(error: BaseException | None) -> bool:

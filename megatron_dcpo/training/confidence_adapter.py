@@ -32,6 +32,7 @@ from megatron_dcpo.evaluation.samples import Sample, digest_asked
 from megatron_dcpo.objectives.expected_brier import EXPECTED_BRIER
 from megatron_dcpo.policy.adapter import AdapterOptimizer
 from megatron_dcpo.policy.model import build_policy
+from megatron_dcpo.policy.optimizer import Offload
 from megatron_dcpo.runtime import distributed
 from megatron_dcpo.runtime.files import write_atomically
 from megatron_dcpo.runtime.run_lock import lock_run_dir
@@ -151,9 +152,11 @@ def read_out(
     )
     topology = open_topology(config)
     policy = build_policy(config.model, config.parallel, topology, training=False)
+    optimizer = build_optimizer(config, policy)
+    Offload(policy, optimizer.megatron, wanted=False).reload()
     trainer = Trainer(
         policy=policy,
-        optimizer=build_optimizer(config, policy),
+        optimizer=optimizer,
         parallel=config.parallel,
         training=config.training,
     )

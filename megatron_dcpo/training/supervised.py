@@ -40,6 +40,7 @@ from megatron_dcpo.judging.token_bytes import token_bytes
 from megatron_dcpo.objectives.supervised import SupervisedLoss, find_loss
 from megatron_dcpo.policy.batching import sequence_length
 from megatron_dcpo.policy.model import Policy, build_policy
+from megatron_dcpo.policy.optimizer import Offload
 from megatron_dcpo.rollout import load_tokenizer
 from megatron_dcpo.rollout.tokens import check_vocabulary
 from megatron_dcpo.runtime import distributed, signals
@@ -347,6 +348,8 @@ def build(config: SupervisedConfig, inputs: SupervisedInputs) -> Iterator[Superv
     timers = Timers(watch)
     policy = build_policy(config.model, config.parallel, topology, training=not config.frozen)
     optimizer = build_optimizer(config, policy)
+    # There is no engine, and the device is the policy's from here on.
+    Offload(policy, optimizer.megatron, wanted=False).reload()
     trainer = Trainer(
         policy=policy, optimizer=optimizer, parallel=config.parallel, training=config.training
     )

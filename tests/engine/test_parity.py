@@ -99,7 +99,7 @@ def test_one_process(tiny_models: Any, tmp_path: Path) -> None:
 @at_length
 def test_the_sampler(tiny_models: Any, tmp_path: Path) -> None:
     """What ``tests/gpu`` asks of the model runner of a GPU first, of the one of the CPU build."""
-    options = checks.sampler_options(str(tiny_models("qwen3", True)))
+    options = checks.sampler_options(str(tiny_models("qwen3", True)), "fp32")
     (result,) = torchrun("engine_sampler", 1, tmp_path, options)
     assert not result["second_runner"]
     checks.sampler(result)

@@ -62,14 +62,18 @@ def restart(result: dict[str, Any]) -> None:
     assert result["version"] == 1
 
 
-def sampler_options(model: str) -> dict[str, Any]:
+def sampler_options(model: str, dtype: str) -> dict[str, Any]:
     """What the job ``engine_sampler`` is asked, whose result :func:`sampler` checks."""
-    return {"model": model, "prompt": list(range(5, 25)), "draws": 4096, "leave_at_once": True}
+    prompt = list(range(5, 25))
+    return {"model": model, "dtype": dtype, "prompt": prompt, "draws": 4096, "leave_at_once": True}
 
 
 def sampler(result: dict[str, Any]) -> None:
-    """Tokens come as often as their probabilities say, and with the log-probs of these."""
-    assert result["largest"] <= 1e-3
+    """Tokens come as often as the probabilities that are reported of them say. Their log-probs are
+    those of transformers in fp32, to 1e-3, or to three times what transformers in the same type
+    differs by: it is one place.
+    """
+    assert result["largest"] <= max(1e-3, 3 * result["floor"])
     expected = np.array(result["expected"])
     drawn = np.array(result["drawn"])
     draws = drawn.sum()

@@ -11,18 +11,19 @@ from tests.helpers.launch import torchrun
 pytestmark = [needs.CUDA, needs.VLLM, pytest.mark.timeout(1800)]
 
 
-def test_the_second_model_runner_samples_what_it_says(tiny_models, tmp_path):
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_the_second_model_runner_samples_what_it_says(tiny_models, tmp_path, dtype):
     """On a GPU vLLM has another runner and another sampler than its CPU build, and two batches in
-    flight.
+    flight. In bf16 it has the attention kernel of production, in fp32 another.
     """
-    options = checks.sampler_options(str(tiny_models("qwen3", True)))
+    options = checks.sampler_options(str(tiny_models("qwen3", True)), dtype)
     (result,) = torchrun("engine_sampler", 1, tmp_path, options)
     assert result["second_runner"]
     assert result["in_flight"] == 2
     checks.sampler(result)
 
 
-def check_parity(tiny_models, out, tp, engine_tp):
+def check_parity(tiny_models, out, tp, engine_tp, eager=False):
     """bf16, the engine put to sleep before each of three updates: as far from the trainer as
     transformers in bf16 is from itself in fp32, by half; and nothing received that was there.
     """
@@ -31,6 +32,7 @@ def check_parity(tiny_models, out, tp, engine_tp):
         for family, tied in (("qwen3", True), ("llama", False))
     }
     options = {"dtype": "bf16", "updates": 3, "sleep": True, "layers": needs.engine_layers()}
+    options["eager"] = eager
     ranks = run_models(out, models, tp, 1, engine_tp, **options)
     for name in models:
         mean, most = floor_of_transformers(ranks[0][name]["exported"])
@@ -43,8 +45,10 @@ def check_parity(tiny_models, out, tp, engine_tp):
         assert all(rank[name]["greedy"] == ranks[0][name]["greedy"] for rank in ranks)
 
 
-def test_three_sleeps_and_updates(tiny_models, tmp_path):
-    check_parity(tiny_models, tmp_path, 1, 1)
+@pytest.mark.parametrize("eager", [True, False], ids=["eager", "graphs"])
+def test_three_sleeps_and_updates(tiny_models, tmp_path, eager):
+    """Graphs are compiled and captured for every model: minutes."""
+    check_parity(tiny_models, tmp_path, 1, 1, eager)
 
 
 @needs.gpus(2)
@@ -54,8 +58,12 @@ def test_two_trainer_ranks_feed_engines(tiny_models, tmp_path, engine_tp):
     check_parity(tiny_models, tmp_path, 2, engine_tp)
 
 
-@pytest.mark.parametrize("asleep", [False, True], ids=["awake", "closed_while_kv_sleeps"])
-def test_a_closed_engine_leaves_nothing(tiny_models, tmp_path, asleep):
+@pytest.mark.parametrize(
+    ("asleep", "eager"),
+    [(False, True), (True, True), (False, False)],
+    ids=["awake", "closed_while_kv_sleeps", "graphs"],
+)
+def test_a_closed_engine_leaves_nothing(tiny_models, tmp_path, asleep, eager):
     """Also where its cache sleeps, as after an update that failed: see
     tests/unit/rollout/test_sleeping_engine.py.
     """
@@ -65,7 +73,7 @@ def test_a_closed_engine_leaves_nothing(tiny_models, tmp_path, asleep):
         "dtype": "bf16",
         "engine": "vllm",
     }
-    options["asleep"] = asleep
+    options |= {"asleep": asleep, "eager": eager}
     (result,) = torchrun(
         "device", 1, tmp_path, options | {"layers": needs.engine_layers(), "leave_at_once": True}
     )

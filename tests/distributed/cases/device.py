@@ -337,7 +337,11 @@ def restart(options: dict[str, Any]) -> dict[str, Any]:
     plan, tokens = plan_for(trainer.policy, 1, 1 << 20), []
     used = [memory_gb().get("device", 0.0)]  # before, started, closed, started again
     settings = VllmOptions(
-        dtype=options["dtype"], max_model_len=192, max_num_seqs=64, dummy_weights=True
+        dtype=options["dtype"],
+        max_model_len=192,
+        max_num_seqs=64,
+        dummy_weights=True,
+        arguments={"enforce_eager": options.get("eager", False)},
     )
     engine: Any = build_local_engine(options["engine"], options["model"], settings)
     for round_number in range(2):

@@ -128,7 +128,10 @@ def check_model(model: str, options: dict[str, Any], topology: Any) -> dict[str,
         max_model_len=192,
         max_num_seqs=64,
         dummy_weights=True,
-        arguments={"kv_cache_memory_bytes": 16 << 20},
+        arguments={
+            "kv_cache_memory_bytes": 16 << 20,
+            "enforce_eager": options.get("eager", False),
+        },
     )
     engine = VllmEngine(model, settings)
     plan = plan_for(policy, size, options["bucket_bytes"])

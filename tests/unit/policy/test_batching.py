@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_dcpo.policy.batching import assign_to_ranks, collate, split_micro_batches
+from megatron_dcpo.runtime import device
 from tests.helpers.samples import bare
 
 LENGTHS = st.lists(st.integers(1, 50), min_size=1, max_size=60)
@@ -66,6 +67,24 @@ def test_rows_point_one_before_their_labels(packing, multiple):
     assert batch.sequence_ids.tolist() == [0, 0, 0, 1, 1]
     assert batch.samples == (samples[1], samples[0])
     assert batch.tokens.shape[1] % multiple == 0
+
+
+def test_padded_rows_have_few_widths_on_a_gpu(monkeypatch):
+    """Where cuDNN makes a graph for each; elsewhere, and packed, nothing is added."""
+    samples = [bare(range(length), range(3)) for length in range(1, 300)]
+    splits = [[index] for index in range(len(samples))]
+
+    def widths(**how):
+        return {batch.tokens.shape[1] for batch in collate(samples, splits, **how)}
+
+    on_cpu = widths(packing=False)
+    packed = widths(packing=True)
+    monkeypatch.setattr(device, "_CPU", device._GPU)
+    assert widths(packing=False) == {64, 128, 192, 256, 320}
+    assert widths(packing=False, multiple_of=3) == {192, 384}
+    assert widths(packing=True) == packed == on_cpu == set(range(4, 303))
+    first = next(collate(samples, splits, packing=False))
+    assert first.rows.tolist() == [0, 1, 2], "what is scored does not change"
 
 
 def test_packed_positions_restart():

@@ -4,6 +4,7 @@ the marks of ``tests/gpu``.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -145,7 +146,8 @@ def test_an_item_has_a_log_and_a_line(tmp_path: Path) -> None:
     status, said = run(tmp_path, "run", "-", results, 200, "resumption,evaluation", DRY="1")
     assert status == 0, said
     assert [line.split()[0] for line in said.splitlines()] == ["resumption", "evaluation"]
-    assert [path.name for path in results.iterdir()] == ["all.tar.gz"]
+    assert {path.name for path in results.iterdir()} == {"all.tar.gz", "summary.txt"}
+    assert (results / "summary.txt").read_text() == said
     with tarfile.open(results / "all.tar.gz") as archive:
         files = {Path(name).name for name in archive.getnames()}
     assert {"resumption.log", "evaluation.log"} <= files
@@ -178,6 +180,88 @@ def test_the_time_is_kept_to(tmp_path: Path) -> None:
     child = int((tmp_path / "child").read_text())
     if psutil.pid_exists(child):  # nobody has asked for its status
         assert psutil.Process(child).status() == psutil.STATUS_ZOMBIE
+
+
+def test_an_end_from_outside_leaves_what_there_is(tmp_path: Path) -> None:
+    waiting = stand_in(
+        tmp_path,
+        f'case "$1" in -c) exit 1;; esac; echo begun; echo $$ > {tmp_path}/item; sleep 300',
+    )
+    arguments = [SCRIPT, "run", "-", tmp_path / "results", "200", "experts"]
+    running = subprocess.Popen(arguments, env=os.environ | waiting)
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "item").exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    running.terminate()
+    assert running.wait(timeout=60) == 143
+    assert "begun" in log_of(tmp_path / "results", "experts")
+    item = int((tmp_path / "item").read_text())
+    if psutil.pid_exists(item):  # nobody has asked for its status
+        assert psutil.Process(item).status() == psutil.STATUS_ZOMBIE
+
+
+def log_of(results: Path, item: str) -> str:
+    with tarfile.open(results / "all.tar.gz") as archive:
+        file = archive.extractfile(f"./{item}.log")
+        assert file is not None
+        return file.read().decode()
+
+
+def test_an_archive_is_unpacked_without_xz_and_cudnn_is_the_one_beside_torch(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "carried.py").write_text("print('unpacked')\n")
+    with tarfile.open(tmp_path / "kit.tar.xz", "w:xz") as archive:
+        archive.add(tmp_path / "site", "site")
+    programs = tmp_path / "programs"
+    programs.mkdir()
+    (programs / "xz").write_text("#!/bin/sh\nexit 1\n")
+    (programs / "xz").chmod(0o755)
+    script = f"""case "$1 $2" in
+        *nvidia.cudnn*) echo /beside/torch;;
+        -c*) exit 1;;
+        "-m tarfile") exec {sys.executable} "$@";;
+        *) echo "cuDNN: $CUDNN_HOME $CUDNN_PATH"; exec {sys.executable} -m carried;;
+    esac"""
+    environment = stand_in(tmp_path, script)
+    environment["PATH"] = f"{programs}:{os.environ['PATH']}"
+    status, said = run(tmp_path, "run", "kit.tar.xz", "results", 60, "host_copies", **environment)
+    assert status == 0, said
+    assert log_of(tmp_path / "results", "host_copies").splitlines()[1:] == [
+        "cuDNN: /beside/torch /beside/torch",
+        "unpacked",
+    ]
+
+
+def test_what_tells_most_comes_first_and_fits_seven_minutes() -> None:
+    items = re.findall(r"^ +item (\w+) (\d+) ", SCRIPT.read_text(), re.MULTILINE)
+    first = ["machine", "sampler", "first_step", "packed_is_padded", "colocated", "ten_steps"]
+    assert [name for name, _ in items[:6]] == first
+    assert sum(int(limit) for _, limit in items[:6]) <= 430
+    assert len({name for name, _ in items}) == len(items)
+
+
+def metrics(path: Path, steps: range, accuracy: float) -> Path:
+    path.mkdir()
+    rows = [{"step": step, "reward/accuracy": accuracy * step, "loss/policy": 0} for step in steps]
+    (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path / "metrics.jsonl"
+
+
+def test_two_trainings_side_by_side(tmp_path: Path) -> None:
+    gpu, cpu = (metrics(tmp_path / name, range(1, 4), x) for name, x in (("gpu", 0.5), ("cpu", 1)))
+    cut_short = metrics(tmp_path / "short", range(1, 3), 0.5)
+
+    def beside(*files: Path) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, REPOSITORY / "tools" / "beside.py", *files]
+        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+
+    lines = beside(gpu, cpu).stdout.splitlines()
+    assert lines[0] == "step 1: accuracy 0.5 / 1, loss 0 / 0"
+    assert lines[-1] == "3 steps, means: accuracy 1 / 2, loss 0 / 0"
+    assert beside(cut_short, cpu).stdout.splitlines()[-1].startswith("2 steps, means: ")
+    assert beside(gpu, tmp_path / "nothing").returncode == 1
 
 
 @pytest.mark.parametrize(

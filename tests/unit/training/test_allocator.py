@@ -12,7 +12,7 @@ import torch
 from megatron_dcpo.policy import optimizer
 from megatron_dcpo.policy.optimizer import Offload
 from megatron_dcpo.runtime import device, megatron_private
-from megatron_dcpo.training import loop
+from megatron_dcpo.training import confidence_adapter, loop, supervised
 from megatron_dcpo.training.sampler import Batch
 
 
@@ -53,6 +53,34 @@ def test_nothing_on_the_cpu(monkeypatch):
         megatron_private, "set_allocator_settings", lambda _: pytest.fail("no device")
     )
     device.expandable_segments(True)
+
+
+@pytest.mark.parametrize("verb", ["sft", "calibrate --kind adapter", "its --apply"])
+def test_on_where_there_is_no_engine(calls, monkeypatch, verb):
+    """``dcpo calibrate --kind adapter`` trains by the same run as ``dcpo sft``."""
+    megatron_less = SimpleNamespace(megatron=None)
+    frozen = SimpleNamespace(frozen=True)
+    for module in (supervised, confidence_adapter):
+        for name in ("open_topology", "Trainer"):
+            monkeypatch.setattr(module, name, MagicMock())
+        monkeypatch.setattr(module, "build_policy", lambda *_, **__: frozen)
+        monkeypatch.setattr(module, "build_optimizer", lambda *_: megatron_less)
+    for name in ("start_watch", "build_saver", "Checkpointer", "SupervisedRecords", "with_steps"):
+        monkeypatch.setattr(supervised, name, MagicMock())
+    monkeypatch.setattr(supervised.distributed, "all_gather_objects", lambda each: [each])
+    if verb == "its --apply":
+        answers = MagicMock()
+        monkeypatch.setattr(confidence_adapter, "AnswerMaker", answers)
+        monkeypatch.setattr(confidence_adapter, "read_model", lambda _: (None, None))
+        monkeypatch.setattr(confidence_adapter, "_readings", lambda *_: [])
+        confidence_adapter.read_out(MagicMock(), [], MagicMock())
+    else:
+        module = supervised if verb == "sft" else confidence_adapter
+        config = SimpleNamespace(run_dir="run")
+        supervised.with_steps.return_value = MagicMock(run_dir="run")
+        with module.build(config, SimpleNamespace(examples=[])):
+            pass
+    assert calls == ["synchronize", "empty", "expandable_segments:True"]
 
 
 @pytest.mark.parametrize("away", [True, False])
