@@ -5,8 +5,7 @@ of a run, the groups in a checkpoint and the input of ``dcpo objective`` have in
 
 A row has the fields of its records under their own names, and the version of the codec. A field
 that has its default is left out. The codec reads the names, types and limits of the fields from the
-dataclasses, so a new field of a record is written and read without a change here. Rows of release
-0.2.0 have no version and other names; :func:`current` renames them, and nothing else knows them.
+dataclasses, so a new field of a record is written and read without a change here.
 
 The codec is not in ``types.py`` because it needs NumPy and ``types.py`` is
 read first by everybody who wants to know what travels.
@@ -114,6 +113,13 @@ def _plain(value: object) -> object:
 # ----------------------------------------------------------------------------------------- reading
 
 
+def check_version(row: Mapping[str, object]) -> None:
+    """Raise ValueError if a row is not of :data:`VERSION`."""
+    version = row.get("version")
+    if version != VERSION or isinstance(version, bool):
+        raise ValueError(f"version is {version!r:.40}, this release reads {VERSION}")
+
+
 def from_row(kind: type[Record], row: Mapping[str, object]) -> Record:
     """Return the record of a ``kind`` that a row of :data:`VERSION` holds; other keys are ignored.
 
@@ -206,80 +212,3 @@ def _within(value: object, limits: Limits) -> object:
     if not limits.least <= value <= limits.most:
         raise ValueError(f"{value} is outside {limits}")
     return value
-
-
-# -------------------------------------------------------------------------------- rows of 0.2.0
-
-_RENAMED = MappingProxyType(
-    {
-        "benchmark": "task",
-        "repeat": "sample_index",
-        "response": "text",
-        "num_tokens": "length",
-        "reasoning_tokens": "boundary",
-    }
-)
-
-
-def current(row: Mapping[str, object]) -> Row:
-    """Return a row under the names of :data:`VERSION`. Raises ValueError for a later version."""
-    if "version" not in row:
-        return _of_release_0_2_0(row)
-    version = row["version"]
-    if version != VERSION or isinstance(version, bool):
-        raise ValueError(f"version is {version!r:.40}, this release reads {VERSION}")
-    return dict(row)
-
-
-def _of_release_0_2_0(old: Mapping[str, object]) -> Row:
-    """Return a line of ``samples.jsonl`` or of ``samples/step_*.jsonl``, or a response in the input
-    of ``dcpo objective``, as they were in 0.2.0.
-    """
-    row = {_RENAMED.get(name, name): value for name, value in old.items()}
-    # null stood for every default
-    row = {name: value for name, value in row.items() if value is not None or name == "confidence"}
-    row.setdefault("confidence", None)
-    if isinstance(row.get("correct"), bool):
-        row["correct"] = float(bool(row["correct"]))
-    if "num_tokens" in old:
-        _complete_evaluated(row)
-    if "n_reasoning" in old:
-        _complete_objective(row)
-    if "confidence_block" in old:
-        _complete_trained(row)
-    return row
-
-
-def _complete_evaluated(row: Row) -> None:
-    row.setdefault("boundary", None)
-    row.setdefault("weights_version", 0)
-    if isinstance(row.get("finish_reason"), str) and row["finish_reason"] != "stop":
-        row["finish_reason"] = "length"
-
-
-def _complete_objective(row: Row) -> None:
-    """The EOS of a response without a marker was counted with the reasoning, and is trained as the
-    confidence block.
-    """
-    reasoning = row.pop("n_reasoning", None)
-    confidence = row.pop("n_confidence", None)
-    for name, count in (("n_reasoning", reasoning), ("n_confidence", confidence)):
-        if type(count) is not int or count < 0:
-            raise ValueError(f"{name} is {count!r:.40}, expected a number of tokens")
-    assert isinstance(reasoning, int)
-    assert isinstance(confidence, int)
-    length = reasoning + confidence
-    eos_alone = row.get("status") == "missing" and confidence == 0 and length > 0
-    row["boundary"] = length - 1 if eos_alone else reasoning
-    row["length"] = length
-
-
-def _complete_trained(row: Row) -> None:
-    """A line of a training had the text in two parts, and did not say how many tokens it has."""
-    reasoning = str(row.pop("reasoning", ""))
-    confidence = str(row.pop("confidence_block", ""))
-    row["text"] = reasoning + confidence
-    if not row.get("pieces"):
-        row["pieces"] = [[reasoning, "reasoning", None], [confidence, "confidence", None]]
-    if "step" in row:
-        row["training_step"] = row.pop("step")

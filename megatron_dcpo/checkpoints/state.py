@@ -229,11 +229,9 @@ def _check_adapter(path: Path, common: dict[str, Any], optimizer: Optimizer) -> 
         )
     if not isinstance(optimizer, AdapterOptimizer):
         return
-    saved = common["adapter"].get("config")
-    if saved is None:
-        return
+    saved = common["adapter"]["config"]
     for key, value in described(optimizer.adapter.config).items():
-        if saved.get(key, "") != value:  # earlier checkpoints have no path
+        if saved.get(key) != value:
             raise UserError(
                 f"checkpoint {path} was saved with model.adapter.{key}={saved.get(key)}, not "
                 f"{value}; keep it to resume, or start another run_dir"

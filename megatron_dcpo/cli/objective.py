@@ -28,8 +28,7 @@ the input:
      "logprobs": [-0.7, -0.3], "old_logprobs": [-0.7, -0.3]}]}
 
   method, options  objective.name and the options of objective (dcpo config objective)
-  version          2; a response without it is read as release 0.2.0 wrote it
-                   (n_reasoning, n_confidence)
+  version          2, the default
   prompt_id        responses with the same prompt_id form a group
   correct          0 or 1, or a reward between
   confidence       the stated confidence, or null

@@ -29,8 +29,6 @@ from megatron_dcpo.evaluation.samples import (
     SampleLog,
     digest_asked,
     digest_judged,
-    is_judged_so,
-    is_sample_of,
     of_prompt,
     with_consistency,
     write_samples,
@@ -165,10 +163,9 @@ class _Collected:
             if prompt is None or repeat >= self.repeats:
                 continue
             origin = self.origins[prompt_id]
-            assert origin.asked is not None
-            if sample.response.refusal or not is_sample_of(sample, prompt, origin.asked):
+            if sample.response.refusal or sample.origin.asked != origin.asked:
                 continue
-            is_current = is_judged_so(sample, prompt, origin.judged_by)
+            is_current = sample.origin.judged_by == origin.judged_by
             sample = replace(of_prompt(sample, prompt), origin=origin)
             if is_current:
                 self.samples[key] = sample

@@ -90,7 +90,7 @@ def record_of(
 def read_record(
     header: Mapping[str, Any], arrays: Mapping[str, np.ndarray]
 ) -> tuple[FitRecord | None, dict[str, np.ndarray]]:
-    """Return the record in a predictor's file, None in one of an earlier release, and the other
+    """Return the record in a predictor's file, None in one that was saved without, and the other
     arrays. Raises LookupError, TypeError or ValueError for a damaged one.
     """
     rest = {}

@@ -82,8 +82,8 @@ Weights = Mapping[str, np.ndarray]
 class Posthoc:
     """A fitted predictor. Its ``source`` is ``mean`` or ``full`` features, one of ``FEATURES``
     (``task:COLUMN`` if the task is in another column than ``TASK_COLUMN``), or the kind of
-    confidence that is scaled. ``record`` says what it was fitted on, None in a file of an earlier
-    release.
+    confidence that is scaled. ``record`` says what it was fitted on, None outside of ``dcpo
+    calibrate``.
     """
 
     method: str

@@ -158,9 +158,10 @@ def _sample_rows(path: Path) -> list[dict[str, Any]]:
     rows = []
     for where, row in read_json_lines(path, allow_truncated=True):
         try:
-            rows.append(codec.current(row))
+            codec.check_version(row)
         except ValueError as error:
             raise UserError(f"{where}: not a judged answer ({error})") from None
+        rows.append(row)
     return rows
 
 

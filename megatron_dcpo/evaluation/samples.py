@@ -64,7 +64,8 @@ class Measures:
 class Origin:
     """What a sample was made of, as short digests: ``asked`` of the prompt as it was sent,
     ``judged_by`` of the key, the columns and the verifier (:func:`digest_asked`,
-    :func:`digest_judged`). None is not known: files of earlier releases have none.
+    :func:`digest_judged`). None is not known: in logs of others, and where a verifier has no
+    digest.
     """
 
     asked: str | None = None
@@ -156,7 +157,7 @@ def sample_line(sample: Sample) -> str:
 
 
 def read_samples(path: str | Path, allow_truncated: bool = False) -> list[Sample]:
-    """Return the samples in a file of this release or of 0.2.0; unknown keys are ignored.
+    """Return the samples in a file; unknown keys are ignored.
 
     ``allow_truncated`` leaves out a broken last line, which a killed evaluation leaves behind.
     Raises :class:`UserError`, which names file and line, for anything else that is not a sample.
@@ -164,7 +165,8 @@ def read_samples(path: str | Path, allow_truncated: bool = False) -> list[Sample
     samples = []
     for where, row in read_json_lines(path, allow_truncated):
         try:
-            samples.append(sample_of(codec.current(row)))
+            codec.check_version(row)
+            samples.append(sample_of(row))
         except ValueError as error:
             raise UserError(f"{where}: not a sample of dcpo evaluate ({error})") from None
     return samples
@@ -224,26 +226,6 @@ def _digest(value: object) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def is_sample_of(sample: Sample, prompt: Prompt, asked: str) -> bool:
-    """Return whether a sample is a response to this prompt, whose digest is ``asked``. One of an
-    earlier release is known by its problem only.
-    """
-    if sample.origin.asked is None:
-        return sample.prompt.problem == prompt.problem
-    return sample.origin.asked == asked
-
-
-def is_judged_so(sample: Sample, prompt: Prompt, judged_by: str | None) -> bool:
-    """Return whether a sample was judged by this key and this verifier, whose digest is
-    ``judged_by``. One of an earlier release is known by its key and columns only.
-    """
-    before = sample.origin.judged_by
-    if before is None or judged_by is None:
-        same_key = sample.prompt.ground_truth == prompt.ground_truth
-        return same_key and _digest(sample.prompt.row) == _digest(prompt.row)
-    return before == judged_by
-
-
 def of_prompt(sample: Sample, prompt: Prompt) -> Sample:
     """Return a sample under the id of ``prompt``, with its key and columns."""
     return replace(
@@ -273,7 +255,7 @@ def matched(
     for key, sample in last.items():
         task, prompt_id, repeat = key
         prompt = by_key.get((task, prompt_id))
-        if prompt is not None and is_sample_of(sample, prompt, asked[task, prompt_id]):
+        if prompt is not None and sample.origin.asked == asked[task, prompt_id]:
             kept[key] = sample
         else:
             place = (task, sample.origin.asked, repeat)

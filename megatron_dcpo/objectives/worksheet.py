@@ -168,13 +168,14 @@ def parse_options(method: object, options: object) -> ObjectiveConfig:
 
 
 def parse_judgement(response: Mapping[str, Any], index: int) -> Judgement:
-    """Return the judgement of one response of the input, a row of the codec or of 0.2.0.
+    """Return the judgement of one response of the input, a row of the codec whose version
+    may be left out.
 
     The confidence of a malformed response is what it states (``stated``). Raises
     :class:`UserError`, which names the response.
     """
     where = f"responses[{index}]"
-    row = dict(response)
+    row = {"version": codec.VERSION, **response}
     if "status" in row:
         row["status"] = _status(row["status"], where)
     if "prompt_id" in row:
@@ -185,7 +186,8 @@ def parse_judgement(response: Mapping[str, Any], index: int) -> Judgement:
         row["confidence"] = None
     row.setdefault("confidence", None)
     try:
-        judgement = codec.from_row(Judgement, codec.current(row))
+        codec.check_version(row)
+        judgement = codec.from_row(Judgement, row)
     except ValueError as error:
         raise UserError(f"{where}: {error}{_SEE_HELP}") from None
     if judgement.boundary is None or judgement.boundary > judgement.length:

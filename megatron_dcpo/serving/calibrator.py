@@ -36,7 +36,7 @@ class Calibrator:
 
     @property
     def record(self) -> FitRecord | None:
-        """Return the record of the fit, None in a file of an earlier release."""
+        """Return the record of the fit, None in a file that was saved without."""
         return self.predictor.record
 
     @property

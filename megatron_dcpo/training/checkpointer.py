@@ -291,21 +291,5 @@ class Checkpointer:
                 f"the checkpoint of step {step} in {self.directory} contradicts itself: engine at "
                 f"version {version}"
             )
-        states = _states_of_parts(saved)
         for name, part in self.parts.items():
-            part.load_state_dict(states[name], step)
-
-
-def _states_of_parts(saved: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
-    """Return the states of the parts by their names, also from a checkpoint of release 0.2.0.
-
-    Raises LookupError when there are none.
-    """
-    if "parts" in saved:
-        states: Mapping[str, Mapping[str, Any]] = saved["parts"]
-        return states
-    if "reward" not in saved:
-        raise LookupError("it has no parts")
-    rollouts = {"carried": [], "group_size": 0} | saved.get("rollout", {})
-    rollouts["consumed_prompts"] = saved["data"]["consumed_prompts"]
-    return {"rollouts": rollouts, "updater": saved["reward"]}
+            part.load_state_dict(saved["parts"][name], step)

@@ -37,14 +37,13 @@ def _saved(record: Response | Judgement) -> codec.Row:
 def restored_groups(
     saved: Sequence[Mapping[str, object]], draw: Draw, size: int
 ) -> list[PromptGroup]:
-    """Return the groups that :func:`saved_groups` made, here or in 0.2.0.
+    """Return the groups that :func:`saved_groups` made.
 
     Raises ValueError, TypeError or LookupError for a malformed group.
     """
     groups = []
     for entry in saved:
-        if "version" in entry:
-            codec.current(entry)
+        codec.check_version(entry)
         position = int(entry["position"])  # type: ignore[call-overload]
         step = int(entry["step"])  # type: ignore[call-overload]
         (prompt,) = draw(position, 1)

@@ -12,7 +12,6 @@ import dataclasses
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from math import isnan, nan
 from typing import Any, Protocol, TypeVar
 
 from megatron_dcpo.errors import Stopped, UserError
@@ -202,18 +201,12 @@ class SavedRollouts:
                 f"the checkpoint of step {step} carries an unfinished response of {longest} "
                 "tokens; set rollout.max_response_length above that to resume"
             )
-        # checkpoints of earlier releases do not count
-        totals = saved.get("totals", {"informative_groups": nan, "responses": nan})
+        totals = saved["totals"]
         self.rollouts.state = SamplerState(
             position=position,
             carried=tuple(carried),
             totals=Totals(
-                informative_groups=_count(totals["informative_groups"]),
-                responses=_count(totals["responses"]),
+                informative_groups=int(totals["informative_groups"]),
+                responses=int(totals["responses"]),
             ),
         )
-
-
-def _count(saved: float) -> float:
-    """Return a saved count: a whole number, or NaN when it is not known."""
-    return saved if isnan(saved) else int(saved)

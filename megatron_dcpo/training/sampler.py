@@ -88,11 +88,11 @@ class PromptGroup:
 class Totals:
     """Sums over the steps of a run: informative groups that were trained on
     (:meth:`Method.is_informative`), and responses that were sampled and judged, whether a step took
-    them or not. NaN after a resumption from a checkpoint that did not count them.
+    them or not.
     """
 
-    informative_groups: float = 0
-    responses: float = 0
+    informative_groups: int = 0
+    responses: int = 0
 
 
 @dataclass(frozen=True)

@@ -149,27 +149,6 @@ def encoded(value: Any) -> bytes:
     return json.dumps(value, ensure_ascii=False).encode()
 
 
-OLD_SAMPLE = {  # of 0.2.0
-    "benchmark": "b",
-    "prompt_id": "p",
-    "repeat": 0,
-    "problem": "?",
-    "response": "5",
-    "answer": None,
-    "status": "ok",
-    "ground_truth": "5",
-    "correct": True,
-    "confidence": 0.5,
-    "token_confidence": 0.5,
-    "min_logprob": -1.0,
-    "num_tokens": 3,
-    "finish_reason": "stop",
-    "consistency_confidence": None,
-    "mean_entropy": 0.5,
-    "features": [0.5],
-}
-
-
 SAMPLE = A_SAMPLE | {
     "row": {"answer": 5},
     "segments": [[0, 2], [1, 1]],
@@ -182,9 +161,7 @@ SAMPLE = A_SAMPLE | {
 
 
 @fuzz
-@given(row=changed(SAMPLE, list(SAMPLE)) | changed(OLD_SAMPLE, list(OLD_SAMPLE)))
-@example(row=OLD_SAMPLE | {"num_tokens": -1, "token_confidence": 0.0})
-@example(row=OLD_SAMPLE)
+@given(row=changed(SAMPLE, list(SAMPLE)))
 @example(row=SAMPLE | {"version": True})
 @example(row=SAMPLE | {"length": -1, "token_confidence": 0.0})
 @example(row=SAMPLE | {"min_logprob": 1e6})
@@ -450,8 +427,8 @@ GROUP = {
             "correct": right,
             "confidence": 0.5,
             "status": "ok",
-            "n_reasoning": 2,
-            "n_confidence": 1,
+            "boundary": 2,
+            "length": 3,
             "old_logprobs": [-1.0, -1.0, -1.0],
             "logprobs": [-1.0, -1.0, -1.0],
         }

@@ -95,8 +95,8 @@ def test_objective(installed: Path) -> None:
         "correct": 1,
         "confidence": 0.5,
         "status": "ok",
-        "n_reasoning": 2,
-        "n_confidence": 1,
+        "boundary": 2,
+        "length": 3,
     }
     row |= {"old_logprobs": [-1.0] * 3, "logprobs": [-1.0] * 3}
     group = {"method": "dcpo", "options": {"lam": 0.5}, "responses": [row, row | {"correct": 0}]}

@@ -1,6 +1,4 @@
-"""The codec of judged answers: what is written is read, 0.2.0 is understood, a field costs
-little.
-"""
+"""The codec of judged answers: what is written is read, a field costs little."""
 
 from __future__ import annotations
 
@@ -19,9 +17,9 @@ import pytest
 from megatron_dcpo import codec
 from megatron_dcpo.calibration import json_ready
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.evaluation.samples import Measures, Origin, Sample, read_samples, sample_line
+from megatron_dcpo.evaluation.samples import Measures, Origin, Sample, read_samples
 from megatron_dcpo.types import Judgement, Prompt, Response
-from tests.helpers.evaluated import A_SAMPLE, rows_of
+from tests.helpers.evaluated import A_SAMPLE
 from tests.helpers.paths import REPOSITORY
 
 PROMPT = Prompt(
@@ -145,50 +143,17 @@ def test_a_missing_field_is_named(field: str, tmp_path: Path) -> None:
         read_samples(path)
 
 
-OLD = {  # a line of samples.jsonl as release 0.2.0 wrote it
-    "benchmark": "toy",
-    "prompt_id": "toy/0",
-    "repeat": 2,
-    "problem": "2+2",
-    "response": "\\boxed{4}\n<conf> 0.5",
-    "answer": "4",
-    "ground_truth": "4",
-    "correct": True,
-    "confidence": 0.5,
-    "status": "ok",
-    "token_confidence": None,
-    "min_logprob": -1.0,
-    "num_tokens": 9,
-    "finish_reason": "stop",
-    "consistency_confidence": 0.75,
-    "reasoning_logprob": -1.5,
-    "reasoning_tokens": 5,
-    "kind": "sum",
-    "form": "short",
-    "thinking_characters": 3,
-    "thinking_tokens": 1,
-}
-
-
-def test_samples_of_the_last_release_are_read(tmp_path: Path) -> None:
-    (tmp_path / "old.jsonl").write_text(json.dumps(OLD) + "\n")
-    (sample,) = read_samples(tmp_path / "old.jsonl")
-    assert (sample.prompt.task, sample.prompt.kind, sample.prompt.form) == ("toy", "sum", "short")
-    assert (sample.response.sample_index, sample.response.text) == (2, OLD["response"])
-    judgement = sample.judgement
-    assert (judgement.correct, judgement.boundary, judgement.length) == (1.0, 5, 9)
-    assert (judgement.thinking_characters, judgement.thinking_tokens) == (3, 1)
-    measures = sample.measures
-    assert (measures.token_confidence, measures.consistency_confidence) == (None, 0.75)
-    (tmp_path / "new.jsonl").write_text(sample_line(sample))
-    assert rows_of(read_samples(tmp_path / "new.jsonl")) == rows_of([sample])
-
-
-def test_training_samples_of_the_last_release_are_shown() -> None:
-    old = {"step": 4, "prompt_id": "p", "reasoning": "so ", "confidence_block": "<conf> 0.5"}
-    row = codec.current(old | {"pieces": [], "correct": 1.0, "confidence": 0.5, "status": "ok"})
-    assert (row["training_step"], row["text"]) == (4, "so <conf> 0.5")
-    assert row["pieces"] == [["so ", "reasoning", None], ["<conf> 0.5", "confidence", None]]
+@pytest.mark.parametrize("version", [None, 1, 3, True, "2"])
+def test_a_row_of_another_version_is_refused(version: object, tmp_path: Path) -> None:
+    """The line is named; a row without a version is refused as well."""
+    path = tmp_path / "s.jsonl"
+    row = through_json(PROMPT, RESPONSE, JUDGEMENT)
+    del row["version"]
+    if version is not None:
+        row["version"] = version
+    path.write_text(json.dumps(row) + "\n")
+    with pytest.raises(UserError, match=r"s\.jsonl:1: .*\bversion\b"):
+        read_samples(path)
 
 
 def test_every_key_is_documented() -> None:
@@ -254,7 +219,7 @@ assert sample.judgement.hedged
 trained = types.TrainingSample(prompt, response, judgement)
 row = json.loads(json.dumps(json_ready(sample_row(trained, 1, lambda ids: bytes(ids).decode()))))
 assert row["hedged"] is True
-assert codec.from_row(types.Judgement, codec.current(row)).hedged
+assert codec.from_row(types.Judgement, row).hedged
 
 saved = saved_groups([PromptGroup(prompt, 0, 1, 1, {0: (response, judgement)})])
 (group,) = restored_groups(saved, lambda position, count: [prompt], 1)

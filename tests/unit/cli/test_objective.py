@@ -30,14 +30,6 @@ def response(**more: Any) -> dict[str, Any]:
     return row | {"old_logprobs": [-1.0] * 3, "logprobs": [-1.0] * 3} | more
 
 
-def old_response(**more: Any) -> dict[str, Any]:
-    """The same response as 0.2.0 wrote it."""
-    row = response()
-    for name in ("boundary", "length", "version"):
-        del row[name]
-    return row | {"n_reasoning": 2, "n_confidence": 1} | more
-
-
 def group(*responses: dict[str, Any], **more: Any) -> dict[str, Any]:
     return {
         "method": "dcpo",
@@ -72,7 +64,6 @@ def group(*responses: dict[str, Any], **more: Any) -> dict[str, Any]:
         (group(response(), response(length=-1)), "responses[1]: length is -1"),
         (group(response(), response(boundary=4)), "responses[1]: boundary"),
         (group(response(), response(version=3)), "responses[1]: version"),
-        (group(response(), old_response(n_reasoning=-1)), "responses[1]: n_reasoning"),
         (group(response(), {"prompt_id": "p"}), "responses[1]: correct is missing"),
         (group(options={"kl_coef": 0.1}), "kl_coef needs ref_logprobs"),
     ],
@@ -82,17 +73,6 @@ def test_bad_input_is_one_clear_line(bad: dict[str, Any], message: str) -> None:
         worksheet.evaluate(bad)
     assert message in str(error.value)
     assert "\n" not in str(error.value)
-
-
-def test_input_of_the_last_release_gives_the_same_numbers() -> None:
-    """There the EOS of a response without a marker was counted with the reasoning."""
-    tokens = {"logprobs": [-1.0] * 3, "old_logprobs": [-0.5, -1.0, -2.0]}
-    missing: dict[str, Any] = {"status": "missing", "confidence": None, "correct": 0, **tokens}
-    new = worksheet.evaluate(group(response(), response(boundary=2, **missing)))
-    old = worksheet.evaluate(
-        group(old_response(), old_response(n_reasoning=3, n_confidence=0, **missing))
-    )
-    assert old == new
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "\x00", "[" * 100_000])

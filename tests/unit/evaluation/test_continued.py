@@ -305,20 +305,6 @@ def test_settings_that_cannot_be_written_leave_the_old_ones(
     assert len(server.asked) == 2
 
 
-def test_samples_of_an_earlier_release_are_known_by_problem_and_key(
-    evaluate: Evaluate, server: FakeServer
-) -> None:
-    assert evaluate(A, B) == 0
-    path = Path("out/samples.jsonl")
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    for row in rows:
-        del row["asked"], row["judged_by"]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert evaluate(A, C) == 0
-    assert len(server.asked) == 6
-    assert correct_of() == {"6*7?": [True, True], "2+2?": [True, True]}
-
-
 @pytest.mark.parametrize(
     ("refused", "problems", "status"),
     [(1, 2, 0), (1, 1, 2), (2, 12, 2), (1, 12, 0), (2, 20, 0), (3, 20, 2)],

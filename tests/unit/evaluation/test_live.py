@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from megatron_dcpo.cli import main
+from megatron_dcpo.codec import VERSION
 from megatron_dcpo.evaluation.live import live_server
 from megatron_dcpo.training.recorder import token_pieces
 from megatron_dcpo.types import BLOCK_CONFIDENCE, BLOCK_REASONING
@@ -22,15 +23,15 @@ from tests.helpers.evaluated import trained
 from tests.helpers.samples import bare
 
 SAMPLE = {
-    "step": 10,
+    "version": VERSION,
+    "training_step": 10,
     "prompt_id": "p",
     "problem": "1+1?",
     "ground_truth": "2",
     "correct": 1.0,
     "confidence": 0.8,
     "status": "ok",
-    "reasoning": "</script>",
-    "confidence_block": "0.8",
+    "text": "</script>0.8",
     "pieces": [["</script>", "reasoning", 0.5], ["0.8", "confidence", -0.25]],
 }
 

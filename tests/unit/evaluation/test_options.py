@@ -107,8 +107,7 @@ def test_a_model_and_a_server_are_not_evaluated_together() -> None:
         config_of("--model", "m", "endpoint.url=http://h/v1")
 
 
-def test_settings_are_those_of_the_last_release() -> None:
-    """A directory of 0.2.0 can be continued; what changes verdicts is added if it was changed."""
+def test_settings_hold_what_decides_samples_and_changed_options_of_verdicts() -> None:
     names = (
         "template corrections untested temperature top_p top_k max_tokens seed extra_body "
         "top_logprobs model"

@@ -13,6 +13,7 @@ import pytest
 
 from megatron_dcpo.cli import main
 from megatron_dcpo.cli import report as cli
+from megatron_dcpo.codec import VERSION
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation import published, report
 from megatron_dcpo.evaluation.runs import find_runs
@@ -214,8 +215,9 @@ def test_a_training_run_alone(tmp_path: Path) -> None:
     row = {
         "prompt_id": "p",
         "problem": "1+1?",
-        "reasoning": "so \\boxed{2}",
-        "confidence_block": "<conf> sure",
+        "text": "so \\boxed{2}<conf> sure",
+        "pieces": [["so \\boxed{2}", "reasoning", None], ["<conf> sure", "confidence", None]],
+        "version": VERSION,
     }
     row |= {"correct": 1.0, "confidence": None, "status": "unparsable"}
     (tmp_path / "run" / "samples" / "step_000010.jsonl").write_text(json.dumps(row) + "\n")

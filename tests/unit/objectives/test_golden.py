@@ -102,8 +102,8 @@ def group_json(name: str) -> dict[str, object]:
             "correct": int(INPUTS["correct"][i]),
             "confidence": INPUTS["conf"][i],
             "status": INPUTS["status"][i],
-            "n_reasoning": INPUTS["n_reason"][i],
-            "n_confidence": INPUTS["n_conf"][i],
+            "boundary": golden_judgements()[i].boundary,
+            "length": golden_judgements()[i].length,
             "old_logprobs": INPUTS["old"][i],
             "logprobs": INPUTS["new"][i],
         }

@@ -117,8 +117,8 @@ def test_the_metrics() -> None:
 
 def test_dcpo_objective(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tokens = {
-        "n_reasoning": 2,
-        "n_confidence": 1,
+        "boundary": 2,
+        "length": 3,
         "old_logprobs": [-1.0] * 3,
         "logprobs": [-1.0] * 3,
     }

@@ -177,35 +177,6 @@ def test_odd_values_name_the_checkpoint(tmp_path: Path) -> None:
         checkpointer(tmp_path, {"a": Counter()}, resume="auto").resume()
 
 
-def test_checkpoints_of_release_0_2_are_read(tmp_path: Path) -> None:
-    """They had the parts' values under other names, and the number of prompts with the data."""
-    seen: dict[str, Any] = {}
-
-    class Part(Counter):
-        def __init__(self, name: str) -> None:
-            self.name = name
-
-        def load_state_dict(self, saved: Mapping[str, Any], step: int) -> None:
-            seen[self.name] = dict(saved)
-
-    saves = checkpointer(
-        tmp_path, {name: Part(name) for name in ("rollouts", "updater")}, resume="auto"
-    )
-    data = {"consumed_prompts": 21, "prompts_per_step": 8, "shuffle": True, "fingerprint": "abc"}
-    old = {
-        "iteration": 2,
-        "seed": 1,
-        "data": data,
-        "reward": {"nonfinite_in_a_row": 1},
-        "engine": {"weights_version": 2},
-        "rollout": {"carried": [], "group_size": 4},
-    }
-    (saves.saver.directory / "2.json").write_text(json.dumps(old))
-    assert saves.resume() == 2
-    assert seen["rollouts"] == {"consumed_prompts": 21, "carried": [], "group_size": 4}
-    assert seen["updater"] == {"nonfinite_in_a_row": 1}
-
-
 def test_a_signal_saves_and_stops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saves = checkpointer(tmp_path, {"a": Counter()})
     saves.stop_if_asked(done=1)  # nobody has asked
