@@ -5,7 +5,7 @@ A server may answer with anything, at any speed: what is read of it, and for how
 
 from __future__ import annotations
 
-import contextlib
+import asyncio
 import functools
 import json
 import logging
@@ -13,18 +13,17 @@ import random
 import socket
 import ssl
 import threading
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
-import httpcore2
 import httpx2
 
 from megatron_dcpo.errors import one_line
 from megatron_dcpo.runtime.text import parse_json, printable
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 # They write a line for each request, and at DEBUG the headers of replies, which may repeat a key.
 for _name in ("httpx2", "httpcore2"):
     logging.getLogger(_name).setLevel(logging.WARNING)
@@ -36,8 +35,8 @@ _LASTING = frozenset({501, 505, 510})
 _REDIRECTS = range(300, 400)
 _WORDS = 500  # characters of an error's body that are reported
 _MOST_WORDS = 16 << 10  # bytes of it that are read
+_WORDS_SECONDS = 10  # in which they are read
 _LOST_SECONDS = 120  # without an answer of the host's kernel
-_PIECE = 16 << 10  # bytes of a request that are sent before the clock is read again
 _LOOK_SECONDS = 0.5  # between two looks at whether the reply is still wanted
 
 
@@ -153,8 +152,15 @@ class JsonClient:
 
     def _once(self, path: str, body: object, timeout: float, stop: threading.Event) -> Any:  # noqa: ANN401 - JSON
         """Return the parsed reply to one request. Raises HTTPStatusError, with our text, for any
-        status but 2xx.
+        status but 2xx, TimeoutError after ``timeout`` seconds.
         """
+        text = asyncio.run(_in_time(self._exchange(path, body), timeout, stop))
+        if not text.strip():
+            return {}
+        return parse_json(text)
+
+    async def _exchange(self, path: str, body: object) -> bytes:
+        """Send one request and return the body of the reply to it."""
         headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
         if self.api_key:
             headers["Authorization"] = f"Bearer {self.api_key}"
@@ -163,34 +169,25 @@ class JsonClient:
         if body is not None:
             method = "POST"
             content = json.dumps(body).encode()
-        patience = _Patience(time.monotonic() + timeout, stop)
-        with (
-            httpx2.Client(
+        async with (
+            httpx2.AsyncClient(
                 verify=_trusted(),
-                timeout=timeout,
+                timeout=None,  # the whole exchange has a limit
                 headers=headers,
                 trust_env=self.through_proxy,
                 transport=None if self.through_proxy else _watched(),
             ) as client,
-            client.stream(
-                method,
-                self.url.rstrip("/") + path,
-                content=content,
-                extensions={"trace": _end_all_io(patience)},
-            ) as reply,
+            client.stream(method, self.url.rstrip("/") + path, content=content) as reply,
         ):
             if not reply.is_success:
-                raise httpx2.HTTPStatusError(
-                    self._refusal(path, reply), request=reply.request, response=reply
-                )
-            text = _read(reply, self.max_reply_bytes + 1)
+                words = await self._refusal(path, reply)
+                raise httpx2.HTTPStatusError(words, request=reply.request, response=reply)
+            text = await _read(reply, self.max_reply_bytes + 1)
         if len(text) > self.max_reply_bytes:
             raise HttpError(f"a reply of more than {self.max_reply_bytes >> 20} MB")
-        if not text.strip():
-            return {}
-        return parse_json(text)
+        return text
 
-    def _refusal(self, path: str, reply: httpx2.Response) -> str:
+    async def _refusal(self, path: str, reply: httpx2.Response) -> str:
         """Return the status and the first words of a reply that refuses the request."""
         if reply.status_code in _REDIRECTS:
             there = self.without_key(one_line(reply.headers.get("Location")))[:_WORDS]
@@ -199,7 +196,8 @@ class JsonClient:
                 "address itself"
             )
         try:
-            words = _read(reply, _MOST_WORDS).decode(errors="replace")
+            async with asyncio.timeout(_WORDS_SECONDS):
+                words = (await _read(reply, _MOST_WORDS)).decode(errors="replace")
         except (httpx2.HTTPError, OSError) as unread:
             words = type(unread).__name__
         # a key at the end of what was read would be cut: it is beyond what is shown
@@ -207,63 +205,39 @@ class JsonClient:
         return f"HTTP {reply.status_code} {words}".strip()
 
 
-def _read(reply: httpx2.Response, most: int) -> bytes:
+async def _read(reply: httpx2.Response, most: int) -> bytes:
     """Return the first ``most`` bytes of the body as they were sent; decompressed, there could be
     any number.
     """
     text = bytearray()
-    for piece in reply.iter_raw():
+    async for piece in reply.aiter_raw():
         text += piece
         if len(text) >= most:
             break
     return bytes(text[:most])
 
 
-@dataclass(frozen=True)
-class _Patience:
-    """How long a reply is waited for: until ``deadline`` of the monotonic clock, or ``stop``."""
+async def _in_time(exchange: Coroutine[Any, Any, T], seconds: float, stop: threading.Event) -> T:
+    """Return the result of an exchange that is cancelled after ``seconds``, or by ``stop``.
 
-    deadline: float
-    stop: threading.Event
-
-    def seconds_left(self) -> float:
-        if self.stop.is_set():
-            raise HttpError("the request was withdrawn")
-        seconds = self.deadline - time.monotonic()
-        if seconds <= 0:
-            raise TimeoutError("the reply was not complete in time")
-        return seconds
-
-
-def _end_all_io(patience: _Patience) -> Callable[[str, dict[str, Any]], None]:
-    """Return a trace hook that ends a connection's reads and writes with ``patience``. httpx2's own
-    time-out applies to each read, so a server that sends a byte now and then never reaches it.
+    A time-out of httpx2 is that of each read: a server that sends a byte now and then never reaches
+    it.
     """
-
-    def hook(event: str, info: dict[str, Any]) -> None:
-        if not event.endswith((".connect_tcp.complete", ".start_tls.complete")):
-            return
-        stream = info["return_value"]
-        read = stream.read
-        write = stream.write
-
-        def read_in_time(size: int, timeout: float | None = None) -> bytes:
-            while True:
-                seconds = min(patience.seconds_left(), _LOOK_SECONDS)
-                with contextlib.suppress(httpcore2.ReadTimeout):
-                    return bytes(read(size, seconds))
-
-        def write_in_time(data: bytes, timeout: float | None = None) -> None:
-            for start in range(0, len(data), _PIECE):
-                write(data[start : start + _PIECE], patience.seconds_left())
-
-        stream.read = read_in_time
-        stream.write = write_in_time
-
-    return hook
+    task = asyncio.ensure_future(exchange)
+    try:
+        async with asyncio.timeout(seconds):
+            while not task.done():
+                if stop.is_set():
+                    raise HttpError("the request was withdrawn")
+                await asyncio.wait([task], timeout=_LOOK_SECONDS)
+    except TimeoutError:
+        raise TimeoutError("the reply was not complete in time") from None
+    finally:
+        task.cancel()
+    return task.result()
 
 
-def _watched() -> httpx2.HTTPTransport:
+def _watched() -> httpx2.AsyncHTTPTransport:
     """Return a transport whose idle connections are probed by the kernel."""
     options = [
         (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
@@ -271,7 +245,7 @@ def _watched() -> httpx2.HTTPTransport:
         (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10),
         (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * _LOST_SECONDS),
     ]
-    return httpx2.HTTPTransport(verify=_trusted(), trust_env=False, socket_options=options)
+    return httpx2.AsyncHTTPTransport(verify=_trusted(), trust_env=False, socket_options=options)
 
 
 @functools.cache
