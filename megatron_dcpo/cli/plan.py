@@ -125,14 +125,12 @@ def run(args: argparse.Namespace) -> int:
             f"{args.gpu_memory_gb:g}"
         )
     config = load_config(args.config, args.overrides)
-    from megatron_dcpo.planning.advice import as_dict
-    from megatron_dcpo.planning.machine import Machine, Rates
-    from megatron_dcpo.planning.plan import make_plan
+    from megatron_dcpo.planning.machine import Machine, Rates, this_machine
+    from megatron_dcpo.planning.plan import architecture_of, as_dict, make_plan
 
     if args.gpus is None:
-        from megatron_dcpo.planning.host import this_machine
-
-        machine, rates = this_machine(config, args.response_tokens)
+        arch = architecture_of(config.model.path)
+        machine, rates = this_machine(config, arch, args.response_tokens)
     else:
         machine = Machine(
             args.gpus,

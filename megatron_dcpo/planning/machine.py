@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import math
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from megatron_dcpo.architectures.architecture import Architecture
+from megatron_dcpo.config import Config
+from megatron_dcpo.weights.layout import Layout
+
 GB = 1e9
+# The libraries of a process on the CPU, torch, Megatron and transformers: benchmarks/RESULTS.md
+LIBRARIES_GB = 1.0
+_MEASURED_SECONDS = 0.2
 
 
 @dataclass(frozen=True)
@@ -48,3 +58,74 @@ class Rates:
         if ranks <= self.gpus_per_node:
             return self.nvlink_gbps * 1e9
         return self.link_gbps * 1e9
+
+
+def this_machine(
+    config: Config, arch: Architecture, response_tokens: int = 0
+) -> tuple[Machine, Rates]:
+    """Return the machine on which ``dcpo plan`` runs, and its rates: its GPUs, or else as many
+    processes on the CPU as the layout needs, which share the memory and the speed that is measured
+    here.
+    """
+    # it imports torch, which a plan for other machines does without
+    from megatron_dcpo.runtime import device
+
+    gpus = device.device_count()
+    if gpus:
+        machine = Machine(
+            gpus=gpus, gpu_memory_gb=device.total_memory() / GB, response_tokens=response_tokens
+        )
+        tflops = device.peak_tflops() or Rates.peak_tflops
+        return machine, Rates(peak_tflops=tflops, gpus_per_node=gpus)
+    layout = Layout.of(config.parallel)
+    parallel = config.parallel
+    ranks = layout.width * layout.pipeline_model_parallel_size * parallel.context_parallel_size
+    processes = math.lcm(ranks, config.rollout.ranks_of_an_engine)
+    machine = Machine(
+        gpus=processes,
+        gpu_memory_gb=device.host_memory_total() / GB / processes,
+        reserve_gb=LIBRARIES_GB,
+        response_tokens=response_tokens,
+        processor="cpu",
+    )
+    tflops, gbps = _measure(arch, config.model.params_dtype)
+    return machine, Rates(
+        peak_tflops=tflops / processes,
+        mfu=1.0,
+        hbm_gbps=gbps / processes,
+        nvlink_gbps=gbps / processes,
+        link_gbps=gbps / processes,
+        gpus_per_node=processes,
+    )
+
+
+def _measure(arch: Architecture, params_dtype: str) -> tuple[float, float]:
+    """Return the TFLOP/s of a product of 512 tokens with a weight of the model's MLP, and the GB/s
+    of a copy.
+    """
+    import torch
+
+    from megatron_dcpo.runtime.dtypes import torch_dtype
+
+    dtype = torch_dtype(params_dtype)
+    hidden = arch.hidden_size
+    ffn = arch.ffn_hidden_size
+    tokens = torch.ones(512, hidden, dtype=dtype)
+    weight = torch.ones(hidden, ffn, dtype=dtype)
+    flops = 2 * 512 * hidden * ffn / _seconds(lambda: tokens @ weight)
+    source = torch.ones(2**24)
+    target = torch.ones(2**24)
+    bytes_per_second = 2 * 4 * 2**24 / _seconds(lambda: target.copy_(source))
+    return flops / 1e12, bytes_per_second / GB
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    call()
+    calls = 0
+    spent = 0.0
+    started = time.perf_counter()
+    while spent < _MEASURED_SECONDS:
+        call()
+        calls += 1
+        spent = time.perf_counter() - started
+    return spent / calls

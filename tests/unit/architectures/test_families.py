@@ -18,7 +18,7 @@ from megatron_dcpo.architectures.architecture import (
 )
 from megatron_dcpo.architectures.config_json import ARCHITECTURES, parse_architecture
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.planning.hub import MODELS
+from megatron_dcpo.planning.plan import MODELS
 from megatron_dcpo.planning.traffic import sequence_flops
 from megatron_dcpo.weights.layout import Layout
 from megatron_dcpo.weights.table import number_of_parameters

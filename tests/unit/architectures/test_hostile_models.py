@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from megatron_dcpo.architectures.config_json import parse_architecture, read_architecture
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.judging.token_bytes import token_bytes
-from megatron_dcpo.planning.hub import MODELS
+from megatron_dcpo.planning.plan import MODELS
 from megatron_dcpo.rollout import TransformersEngine, load_tokenizer
 from megatron_dcpo.rollout.tokens import read_eos_token_ids
 from megatron_dcpo.weights.hf_checkpoint import HFReader, check_side_files, copy_side_files

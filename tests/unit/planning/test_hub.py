@@ -10,7 +10,7 @@ import pytest
 from megatron_dcpo.architectures.config_json import read_architecture
 from megatron_dcpo.cli import main
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.planning import hub
+from megatron_dcpo.planning import plan
 from tests.helpers.paths import EXAMPLES
 
 
@@ -18,9 +18,9 @@ from tests.helpers.paths import EXAMPLES
 def elsewhere(tmp_path, monkeypatch):
     """Run in an empty directory, without a network."""
     monkeypatch.chdir(tmp_path)
-    hub._fetched.cache_clear()
+    plan._fetched.cache_clear()
     yield
-    hub._fetched.cache_clear()
+    plan._fetched.cache_clear()
 
 
 def test_the_readmes_plan_needs_no_file(capsys):
@@ -53,11 +53,11 @@ def test_a_directory_is_taken_before_the_name(tmp_path):
     """
     (tmp_path / "Qwen" / "Qwen3-8B").mkdir(parents=True)
     with pytest.raises(UserError, match=r"config\.json is missing"):
-        hub.architecture_of("Qwen/Qwen3-8B")
+        plan.architecture_of("Qwen/Qwen3-8B")
     with pytest.raises(
         UserError, match="does not exist"
     ):  # Qwen/ is a folder here: a path with an error, not a name
-        hub.architecture_of("Qwen/Qwen3-14B")
+        plan.architecture_of("Qwen/Qwen3-14B")
 
 
 def test_another_name_is_asked_for_at_the_hub_once(tmp_path, monkeypatch):
@@ -65,11 +65,11 @@ def test_another_name_is_asked_for_at_the_hub_once(tmp_path, monkeypatch):
 
     def give(name, file):
         asked.append((name, file))
-        return str(hub.MODELS / "Qwen" / "Qwen3-0.6B" / file)
+        return str(plan.MODELS / "Qwen" / "Qwen3-0.6B" / file)
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", give)
-    found = [hub.architecture_of("mine/Qwen3-tuned") for _ in range(2)]
-    assert found == [read_architecture(hub.MODELS / "Qwen" / "Qwen3-0.6B")] * 2
+    found = [plan.architecture_of("mine/Qwen3-tuned") for _ in range(2)]
+    assert found == [read_architecture(plan.MODELS / "Qwen" / "Qwen3-0.6B")] * 2
     assert asked == [("mine/Qwen3-tuned", "config.json")]
 
 
@@ -80,7 +80,7 @@ def test_what_the_hub_does_not_give_is_one_line(monkeypatch, error):
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", refuse)
     with pytest.raises(UserError) as refused:
-        hub.architecture_of("mine/nothing")
+        plan.architecture_of("mine/nothing")
     assert "model.path=mine/nothing" in str(refused.value)
     assert "put that file into mine/nothing/" in str(refused.value)
     assert "Qwen/Qwen3-8B" in str(refused.value)
@@ -89,7 +89,7 @@ def test_what_the_hub_does_not_give_is_one_line(monkeypatch, error):
 
 def test_more_tokens_than_positions_are_refused(capsys):
     config = str(EXAMPLES / "qwen3_8b/math/dcpo.yaml")
-    limit = read_architecture(hub.MODELS / "Qwen" / "Qwen3-8B").max_position_embeddings
+    limit = read_architecture(plan.MODELS / "Qwen" / "Qwen3-8B").max_position_embeddings
     assert (
         main(["plan", "--config", config, "--gpus", "8", f"rollout.max_response_length={limit}"])
         == 2

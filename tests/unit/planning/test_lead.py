@@ -8,9 +8,9 @@ import pytest
 
 from megatron_dcpo.cli import main
 from megatron_dcpo.config import load_config
-from megatron_dcpo.planning.lead import OF_THE_SCRIPTS, lead_of
 from megatron_dcpo.planning.machine import Machine
-from megatron_dcpo.planning.plan import make_plan
+from megatron_dcpo.planning.plan import lead_of, make_plan
+from megatron_dcpo.planning.report import OF_THE_SCRIPTS
 from tests.helpers.paths import EXAMPLES
 from tests.helpers.shipped import FAMILIES, MODELS
 
