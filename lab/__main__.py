@@ -1,5 +1,6 @@
-"""``python -m lab test|test-tables|world2|price|adapter|theory``: run the lab; the results are in
-`docs/lab/README.md`.
+"""``python -m lab test|test-tables|world2|price|adapter|theory|probe``: run the lab.
+
+The results are in `docs/lab/README.md`.
 """
 
 from __future__ import annotations
@@ -82,6 +83,16 @@ def _parser() -> argparse.ArgumentParser:
     theory = verbs.add_parser(
         "theory", help="the exact small cases and the drift of the second world's run"
     )
+    gradients = verbs.add_parser(
+        "probe", help="accuracy's and calibration's gradients on one policy; nothing is trained"
+    )
+    gradients.add_argument("--config", required=True, help="of a training, whose model.path is it")
+    gradients.add_argument(
+        "--batches", type=int, default=8, help="batches to sample (default: %(default)s)"
+    )
+    gradients.add_argument("overrides", nargs="*", metavar="SECTION.KEY=VALUE")
+    gradients.add_argument("--out", type=Path, help="of probe.json, probe.png (default: run_dir)")
+    gradients.set_defaults(run=_probe)
     of_test = ",".join(f"large.{n}" for n in range(1, 6))
     for verb, cells, policies in (
         (test, "runs/lab_test", of_test),
@@ -118,6 +129,12 @@ def _parser() -> argparse.ArgumentParser:
                 help="where they go (default: %(default)s)",
             )
     return parser
+
+
+def _probe(args: argparse.Namespace) -> None:
+    from lab import probe  # it imports torch and Megatron
+
+    probe.main(args.config, args.overrides, args.batches, args.out)
 
 
 def _test(args: argparse.Namespace) -> None:

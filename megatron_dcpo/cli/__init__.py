@@ -58,11 +58,10 @@ VERBS = {
     "convert": "Hugging Face <-> Megatron checkpoints",
     "objective": "rewards, advantages and loss of a few responses, without a model",
     "plan": "what a run will need: memory per GPU, bytes moved, time per step",
-    "probe": "gradient conflict and variance on a policy",
     "doctor": "check this installation",
 }
 # the verbs that run on several ranks
-_ON_RANKS = ("train", "sft", "evaluate", "probe")
+_ON_RANKS = ("train", "sft", "evaluate")
 # a disk is full or read-only, or a path is not the file or directory it should be
 _DISK_REFUSES = (
     *(errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM),
@@ -165,7 +164,7 @@ def as_options(words: Sequence[str]) -> list[str]:
     ``train x.yaml`` names the configuration, ``--section.key value`` is an override, and a bare
     ``--resume`` means ``auto``.
     """
-    if not words or words[0] not in ("train", "sft", "plan", "probe", "evaluate"):
+    if not words or words[0] not in ("train", "sft", "plan", "evaluate"):
         return list(words)
     verb, *rest = words
     # the YAML files of evaluate belong to --config and --as-trained

@@ -3,7 +3,7 @@ layout.
 
 The gradient of one part is taken by a separate backward pass and compared with that of the other
 part, or with the rest of the step's gradient: norms and cosine, under two metrics. In training the
-parts are the reasoning and the confidence tokens; ``training/probe.py`` compares more.
+parts are the reasoning and the confidence tokens; ``lab/probe.py`` compares more.
 
 * plain: <a, b> = sum_i a_i b_i;
 * fisher: <a, b> = sum_i a_i b_i / (F_i + damping), the direction in which a natural-gradient step

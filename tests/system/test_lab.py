@@ -1,4 +1,4 @@
-"""The lab end to end, three steps of it: a cell, cached, published; and ``dcpo probe`` on one and
+"""The lab end to end, three steps of it: a cell, cached, published; and its probe on one and
 on two processes.
 """
 
@@ -53,13 +53,13 @@ def test_a_cell_is_trained_once_and_published(
 @pytest.mark.full
 def test_probe_leaves_numbers_that_do_not_depend_on_the_layout(tmp_path: Path) -> None:
     """Cosines, norms and variances of every part: one process against TP=2, 1e-5."""
-    one = run("megatron_dcpo", "probe", *RECIPE, "--batches", "2", "--out", str(tmp_path / "one"))
+    one = run("lab", "probe", *RECIPE, "--batches", "2", "--out", str(tmp_path / "one"))
     assert one.returncode == 0, one.stderr
     assert "coupled" in one.stdout
     assert (tmp_path / "one" / "probe.png").stat().st_size > 1000
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m")
     two = run(
-        "megatron_dcpo",
+        "lab",
         "probe",
         *RECIPE,
         "parallel.tensor_model_parallel_size=2",
@@ -101,6 +101,6 @@ def same(found: object, expected: object, where: str = "") -> None:
 def test_probe_refuses_bad_input_in_one_line(
     tmp_path: Path, arguments: tuple[str, ...], message: str
 ) -> None:
-    refused = run("megatron_dcpo", "probe", *RECIPE, *arguments, "--out", str(tmp_path))
+    refused = run("lab", "probe", *RECIPE, *arguments, "--out", str(tmp_path))
     assert refused.returncode == 2
     assert message in refused.stderr.strip().splitlines()[-1]

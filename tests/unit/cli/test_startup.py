@@ -20,7 +20,6 @@ PLAN += ["model.path=Qwen/Qwen3-0.6B"]
     [
         (["train", "--config", "nowhere.yaml"], set()),
         (["plan", "--config", "nowhere.yaml", "--gpus", "8"], set()),
-        (["probe", "--config", "nowhere.yaml"], set()),
         (["plan", *PLAN, "--json"], {"numpy", "pydantic", "omegaconf"}),
         (["plan", *PLAN], {"numpy", "pydantic", "omegaconf", "rich"}),
         (
@@ -28,7 +27,7 @@ PLAN += ["model.path=Qwen/Qwen3-0.6B"]
             {"numpy", "pydantic", "omegaconf"},
         ),
     ],
-    ids=["train", "plan", "probe", "plan as JSON", "plan as tables", "a refused option"],
+    ids=["train", "plan", "plan as JSON", "plan as tables", "a refused option"],
 )
 def test_a_light_verb_imports_what_it_uses(arguments: list[str], imported: set[str]) -> None:
     code = (

@@ -1,19 +1,19 @@
-"""The parts of ``dcpo probe`` against the objectives' own advantages."""
+"""The parts of the lab's probe against the objectives' own advantages."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from megatron_dcpo.objectives import ObjectiveConfig, as_method, build_method, resolve
-from megatron_dcpo.policy.gradient_probe import ALL
-from megatron_dcpo.training.probe import (
+from lab.probe import (
     BASELINES,
     PAIRS,
     parts_of,
     summary_lines,
     without_regularizers,
 )
+from megatron_dcpo.objectives import ObjectiveConfig, as_method, build_method, resolve
+from megatron_dcpo.policy.gradient_probe import ALL
 from megatron_dcpo.types import Judgement
 from tests.helpers.objective_cases import samples_of
 

@@ -1,21 +1,20 @@
-"""Probes of a policy as it is: which gradients would the objectives take on the same responses, and
-how they agree.
+"""``python -m lab probe --config F.yaml [a.b=c ...]``: which gradients would the objectives take on
+the same responses of a policy, and how do they agree?
 
-Nothing is trained. For every batch the responses are sampled and judged as in training, and each of
-``PARTS`` has its own backward pass, under the configuration's parallel layout:
+Nothing is trained. ``torchrun ... -m lab probe`` uses the configuration's parallel layout. For
+every batch the responses are sampled and judged as in training, and each of ``PARTS`` has its own
+backward pass:
 
 | part | advantage | on |
 |---|---|---|
 | ``accuracy`` | R - mean R | all tokens |
-| ``mean_calibration`` | -l'(C) (c - mean c), l(C) = (C - accuracy)^2, C the mean confidence of the
-batch | all tokens |
+| ``mean_calibration`` | -l'(C) (c - mean c), l(C) = (C - accuracy)^2, C the mean c | all tokens |
 | ``coupled_accuracy`` | (R - mean R) / std(R + w R_c) | all tokens |
 | ``coupled_calibration`` | w (R_c - mean R_c) / std(R + w R_c) | all tokens |
 | ``dcpo_accuracy`` | A_r | reasoning tokens |
 | ``dcpo_calibration`` | A_c | confidence tokens |
 | ``group_baseline`` | R_c - mean of the group's R_c | confidence tokens |
-| ``counterfactual`` | R_c - mean of the others' score on this response's target | confidence tokens
-|
+| ``counterfactual`` | R_c - mean of the others' score on this target | confidence tokens |
 
 Options of the objective are the configuration's, whatever method it names. The first two are the
 directions of the paper's proposition: one raises the accuracy, the other moves the mean confidence
@@ -41,7 +40,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_dcpo.config import Config
+from megatron_dcpo.config import Config, load_config
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.objectives import ObjectiveConfig, as_method, build_method, resolve
 from megatron_dcpo.objectives.advantages import REWARD_TOLERANCE
@@ -57,6 +56,7 @@ from megatron_dcpo.policy.gradient_probe import (
     part_gradient,
 )
 from megatron_dcpo.policy.optimizer import optimizer_group, zero_gradients
+from megatron_dcpo.runtime import distributed
 from megatron_dcpo.runtime.device import current_device
 from megatron_dcpo.runtime.files import write_atomically
 from megatron_dcpo.training.run import Run, build
@@ -83,13 +83,28 @@ PAIRS = {
 SHOWN = {"proposition": "accuracy, mean confidence", "coupled": "coupled objective", "dcpo": "DCPO"}
 
 
+def main(path: str, overrides: Sequence[str], batches: int, out: Path | None) -> None:
+    """Probe the policy of the configuration at ``path``; write into ``out``, or its ``run_dir``."""
+    config = load_config(path, list(overrides))
+    if batches < 1:
+        raise UserError(f"--batches must be at least 1, got {batches}")
+    try:
+        found = probe_policy(config, batches)
+        if distributed.topology().rank == 0:
+            directory = out or Path(config.run_dir)
+            write_probe(found, directory)
+            print("\n".join([*summary_lines(found), f"wrote {directory}"]))
+    finally:
+        distributed.destroy()
+
+
 def probe_policy(config: Config, batches: int) -> dict[str, Any]:
     """Sample ``batches`` steps' worth of responses and compare the parts' gradients. Collective;
     equal on all ranks.
     """
     if config.frozen:
         raise UserError(
-            "dcpo probe compares gradients of the policy's own parameters; leave out model.adapter"
+            "the probe compares gradients of the policy's own parameters; leave out model.adapter"
         )
     config = dataclasses.replace(config, objective=without_regularizers(config.objective))
     with build(config) as run:
