@@ -23,7 +23,6 @@ LONG = (
     "mismatch",
     "plan_memory",
     "reshard",
-    "sft_step",
     "simulate",
     "skipped_tokens",
     "step_megatron",
