@@ -16,7 +16,7 @@ BIN := $(VENV)/bin
 # a file stays on one worker (its fixtures are made once); the long ones of distributed and system come first
 IN_ORDER := --dist loadfile --no-loadscope-reorder
 
-.PHONY: setup setup-engine setup-sandbox quickstart quickstart-moe smollm2 serve calculator policy test test-full test-fast test-sandbox test-changed test-python spine test-engine test-browser test-peft test-grid test-resilience test-soak test-slurm \
+.PHONY: setup setup-engine setup-sandbox quickstart quickstart-moe smollm2 serve calculator policy test test-full test-fast test-sandbox test-python spine test-engine test-browser test-peft test-grid test-resilience test-soak test-slurm \
 	test-multinode test-gpu gpu-check gpu-check-dry attacks code-data reference-solutions check-transformer-engine test-cuda-wheels lint fuzz pictures docs clean
 
 setup: $(VENV)/.installed
@@ -76,15 +76,9 @@ test: setup
 test-full: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(IN_ORDER) tests
 
-# every program and attack against every sandbox that works here; what passed is written down
+# every program and attack against every sandbox that works here; before a version, and with a change of the sandboxes
 test-sandbox: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile tests/sandbox
-	$(BIN)/python tools/tested.py sandbox --record
-
-# the two long suites whose sources are not those that passed (tests/*/tested.sha256)
-test-changed: setup
-	$(BIN)/python tools/tested.py sandbox || $(MAKE) test-sandbox
-	$(BIN)/python tools/tested.py fuzz || $(MAKE) fuzz
 
 # the same on another Python and release of Megatron, in an environment of its own: what must not depend on them.
 # Once a week, and the result into docs/status.md (pip may take torch's CUDA build there: 5 GB).
@@ -179,10 +173,9 @@ lint: setup
 	$(BIN)/python tools/options_page.py --check
 
 # every parser of text that others write, 5,000 odd texts each (the suite runs 50), and 200,000 outputs through the
-# confidence parser and the block splitter (the suite runs 5,000); minutes; what passed is written down
+# confidence parser and the block splitter (the suite runs 5,000); minutes; before a version, and with a change of a parser
 fuzz: setup
 	OMP_NUM_THREADS=1 DCPO_FUZZ=200000 $(BIN)/python -m pytest -n 2 tests/fuzz tests/unit/judging/test_blocks.py
-	$(BIN)/python tools/tested.py fuzz --record
 
 # every reference solution of LeetCodeDataset through the judge: at least 99 % must pass (DATA: where the files are)
 DATA ?= ../shared/data

@@ -112,3 +112,14 @@ def test_flash_attn_is_compiled_on_request_only(tmp_path):
 
     assert said() == ""
     assert said(FLASH_ATTN="1").endswith("flash-attn==2.8.3\n")
+
+
+def test_the_version_is_the_same_everywhere():
+    (version,) = re.findall(
+        r'^__version__ = "([^"]+)"$',
+        (REPOSITORY / "megatron_dcpo/__init__.py").read_text(),
+        flags=re.MULTILINE,
+    )
+    cited = (REPOSITORY / "CITATION.cff").read_text()
+    assert f"\nversion: {version}\n" in cited
+    assert f"\n## {version} - 20" in (REPOSITORY / "CHANGELOG.md").read_text()
