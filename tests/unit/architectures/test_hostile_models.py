@@ -6,13 +6,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
 
 from megatron_dcpo.architectures.config_json import parse_architecture, read_architecture
 from megatron_dcpo.errors import UserError
@@ -20,7 +19,7 @@ from megatron_dcpo.judging.token_bytes import token_bytes
 from megatron_dcpo.planning.plan import MODELS
 from megatron_dcpo.rollout import TransformersEngine, load_tokenizer
 from megatron_dcpo.rollout.tokens import read_eos_token_ids
-from megatron_dcpo.weights.hf_checkpoint import HFReader, check_side_files, copy_side_files
+from megatron_dcpo.weights.hf_checkpoint import check_side_files, copy_side_files
 from megatron_dcpo.weights.table import number_of_parameters
 from tests.helpers.paths import QUICKSTART
 
@@ -30,28 +29,6 @@ CONFIG = json.loads((QUICKSTART / "policy" / "config.json").read_text())
 @pytest.fixture
 def policy(tmp_path: Path) -> Path:
     return Path(shutil.copytree(QUICKSTART / "policy", tmp_path / "policy"))
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"num_attention_heads": 0}, "num_attention_heads must be a count, not 0"),
-        ({"vocab_size": -5}, "vocab_size must be a count"),
-        ({"vocab_size": 1 << 60}, "vocab_size must be a count"),
-        ({"hidden_size": "32"}, "hidden_size must be a count"),
-        ({"hidden_size": True}, "hidden_size must be a count"),
-        ({"rms_norm_eps": "small"}, "not the configuration of a"),
-        ({"rms_norm_eps": float("nan")}, "rms_norm_eps must be positive"),
-        ({"rms_norm_eps": -1e-6}, "rms_norm_eps must be positive"),
-        ({"rope_parameters": [1]}, "rope_parameters must be a mapping"),
-        ({"tie_word_embeddings": "false"}, "tie_word_embeddings must be true or"),
-        ({"architectures": {"a": 1}}, "is not supported"),
-        ({"architectures": [["Qwen3ForCausalLM"]]}, "is not supported"),
-    ],
-)
-def test_configurations_that_cannot_be(change: dict[str, Any], said: str) -> None:
-    with pytest.raises(UserError, match=said):
-        parse_architecture(CONFIG | change)
 
 
 LLAMA = {
@@ -96,6 +73,20 @@ LLAMA3 = {
 @pytest.mark.parametrize(
     ("base", "change", "named"),
     [
+        (CONFIG, {"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM"),
+        (CONFIG, {"architectures": {"a": 1}}, "'a'"),
+        (CONFIG, {"architectures": [["Qwen3ForCausalLM"]]}, "Qwen3ForCausalLM"),
+        (CONFIG, {"num_attention_heads": 0}, "num_attention_heads"),
+        (CONFIG, {"num_attention_heads": 0, "head_dim": None}, "num_attention_heads"),
+        (CONFIG, {"vocab_size": -5}, "vocab_size"),
+        (CONFIG, {"vocab_size": 1 << 60}, "vocab_size"),
+        (CONFIG, {"hidden_size": "32"}, "hidden_size"),
+        (CONFIG, {"hidden_size": True}, "hidden_size"),
+        (CONFIG, {"rms_norm_eps": "small"}, "'small'"),
+        (CONFIG, {"rms_norm_eps": float("nan")}, "rms_norm_eps"),
+        (CONFIG, {"rms_norm_eps": -1e-6}, "rms_norm_eps"),
+        (CONFIG, {"rope_parameters": [1]}, "rope_parameters"),
+        (CONFIG, {"tie_word_embeddings": "false"}, "tie_word_embeddings"),
         (CONFIG, {"hidden_act": "gelu_new"}, "hidden_act"),
         (CONFIG, {"use_sliding_window": True}, "use_sliding_window"),
         (CONFIG, {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
@@ -131,7 +122,7 @@ LLAMA3 = {
         (LLAMA, {"rope_parameters": {"rope_theta": 0.0}, "rope_theta": None}, "rope_theta"),
     ],
 )
-def test_keys_of_another_model_are_named(
+def test_keys_of_another_model_or_of_none_are_named(
     base: dict[str, Any], change: dict[str, Any], named: str
 ) -> None:
     parse_architecture(base)
@@ -193,28 +184,6 @@ def test_quantized_weights_are_refused_and_the_key_is_not_exported(
     assert exported["dtype"] == exported["torch_dtype"] == "float32"
 
 
-def test_tensors_without_a_place_are_refused(policy: Path) -> None:
-    arch = read_architecture(policy)
-    path = policy / "model.safetensors"
-    tensors = load_file(path)
-    buffer = "model.layers.0.self_attn.rotary_emb.inv_freq"
-    head = {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
-    save_file(tensors | head | {buffer: torch.ones(16)}, path)
-    assert HFReader(policy).check(arch) == ("lm_head.weight", buffer)
-    head["lm_head.weight"][0, 0] += 1
-    save_file(tensors | head, path)
-    with pytest.raises(UserError, match=r"lm_head\.weight differs"):
-        HFReader(policy).check(arch)
-    bias = "model.layers.0.mlp.up_proj.bias"
-    save_file(tensors | {bias: torch.ones(192)}, path)
-    with pytest.raises(UserError, match=bias):
-        HFReader(policy).check(arch)
-    norm = "model.norm.weight"
-    save_file(tensors | {norm: tensors[norm].to(torch.float8_e4m3fn)}, path)
-    with pytest.raises(UserError, match="float8_e4m3fn"):
-        HFReader(policy).check(arch)
-
-
 def test_links_out_of_the_directory_are_refused(policy: Path, tmp_path: Path) -> None:
     secret = tmp_path / "id_rsa"
     secret.write_text("secret")
@@ -259,6 +228,7 @@ def tokenizer_with(**changes: Any) -> bytes:
 SPEC = json.loads((QUICKSTART / "policy" / "tokenizer.json").read_text())
 TOKENIZERS = {
     "cut off": b'{"version": "1.0", "model": {',
+    "nothing": b"{}",
     "deep": b"[" * 10**5,
     "not UTF-8": b"\xff\xfe",
     "another kind of JSON": b"[1, 2]",
@@ -274,9 +244,7 @@ TOKENIZERS = {
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_tokenizers_that_cannot_be(policy: Path, name: str) -> None:
     (policy / "tokenizer.json").write_bytes(TOKENIZERS[name])
-    with pytest.raises(
-        UserError, match=r"no usable tokenizer|has a token with the id|tokenizer\.json"
-    ):
+    with pytest.raises(UserError, match=re.escape(str(policy))):
         token_bytes(load_tokenizer(policy))
 
 
@@ -305,46 +273,6 @@ def test_weights_that_are_pickles_are_not_read(policy: Path) -> None:
     (policy / "model.safetensors").rename(policy / "pytorch_model.bin")
     with pytest.raises(UserError, match="cannot load a model"):
         TransformersEngine.from_pretrained(policy)
-
-
-def header(**tensors: Any) -> bytes:
-    text = json.dumps(tensors).encode()
-    return len(text).to_bytes(8, "little") + text + bytes(24)
-
-
-F32 = {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}
-HEADERS = {
-    "negative shape": header(a=F32 | {"shape": [-2, -3]}),
-    "offsets that are not whole": header(a=F32 | {"data_offsets": [0.0, 24.0]}),
-    "negative start": header(a=F32 | {"data_offsets": [-8, 16]}),
-    "shared bytes": header(a=F32, b=F32),
-    "a hole": header(a={"dtype": "F32", "shape": [2], "data_offsets": [8, 16]}),
-    "overflow": header(a=F32 | {"shape": [1 << 62, 4]}),
-    "more than there is": header(a=F32 | {"shape": [200], "data_offsets": [0, 800]}),
-    "unknown type": header(a=F32 | {"dtype": "X9"}),
-    "a header of a terabyte": (1 << 40).to_bytes(8, "little") + b"{}",
-    "a header of the largest number": b"\xff" * 8 + b"{}",
-    "deep": (10**5).to_bytes(8, "little") + b"[" * 10**5,
-}
-
-
-@pytest.mark.parametrize("name", HEADERS)
-def test_headers_that_cannot_be(tmp_path: Path, name: str) -> None:
-    (tmp_path / "model.safetensors").write_bytes(HEADERS[name])
-    with pytest.raises(UserError, match=r"model\.safetensors"):
-        HFReader(tmp_path)
-
-
-@pytest.mark.parametrize(
-    "file", ["../model.safetensors", "/etc/passwd", "x/../../model.safetensors", ""]
-)
-def test_an_index_cannot_lead_elsewhere(tmp_path: Path, file: str) -> None:
-    (tmp_path / "model.safetensors").write_bytes(header(a=F32))
-    directory = tmp_path / "model"
-    directory.mkdir()
-    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": file}}))
-    with pytest.raises(UserError, match="is missing"):
-        HFReader(directory)
 
 
 @pytest.mark.parametrize(
@@ -383,7 +311,7 @@ def test_a_released_mistral_is_read() -> None:
     assert number_of_parameters(arch) == 7_248_023_552
 
 
-@pytest.mark.parametrize("key", ["sliding_window", "num_key_value_heads"])
+@pytest.mark.parametrize("key", ["sliding_window", "num_key_value_heads", "num_hidden_layers"])
 def test_a_key_whose_default_is_another_model_must_be_there(key: str) -> None:
     """transformers takes a window of 4096 and 8 key/value heads for a Mistral that names none."""
     config = {name: value for name, value in MISTRAL.items() if name != key}

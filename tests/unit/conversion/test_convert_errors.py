@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import re
 import signal
 import subprocess
 import sys
@@ -61,127 +60,41 @@ def _config(**changes: object) -> Callable[[Path], None]:
     return change
 
 
-def _first(model_dir: Path) -> Path:
-    return min(model_dir.glob("*.safetensors"))
-
-
-def _index(change: Callable[[dict], None]) -> Callable[[Path], None]:
-    def edit(model_dir: Path) -> None:
-        path = model_dir / "model.safetensors.index.json"
-        index = json.loads(path.read_text())
-        change(index["weight_map"])
-        path.write_text(json.dumps(index))
-
-    return edit
-
-
-NORM = "model__layers__1__input_layernorm__weight"
-IMPORT_CASES: dict[str, tuple[Callable[[Path], object], str]] = {
-    "truncated data": (
-        lambda d: _truncate(_first(d), 10),
-        "model-00001.* is truncated or not a safetensors file",
+NORM = "model.layers.1.input_layernorm.weight"
+# one of each reader; the others are in test_refused_weights and test_hostile_models
+IMPORT_CASES: dict[str, tuple[Callable[[Path], object], list[str]]] = {
+    "truncated weights": (
+        lambda d: _truncate(d / "model.safetensors", 10),
+        ["model.safetensors"],
     ),
-    "truncated header": (
-        lambda d: _first(d).write_bytes(_first(d).read_bytes()[:100]),
-        "is truncated or not a safet",
-    ),
-    "empty file": (lambda d: _first(d).write_bytes(b""), "is truncated or not a safetensors file"),
-    "not safetensors": (
-        lambda d: _first(d).write_bytes(b"\x08" + b"\0" * 7 + b"[[[[[[[["),
-        "is truncated or not a safetensors file",
-    ),
-    "missing shard": (
-        lambda d: _first(d).unlink(),
-        "is missing; model.safetensors.index.json names it",
-    ),
-    "tensor not in its shard": (
-        _index(
-            lambda weight_map: weight_map.update(
-                {"model.ghost.weight": weight_map["model.norm.weight"]}
-            )
-        ),
-        "tensor model.ghost.weight is missing; model.safetensors.index.json promises it",
-    ),
-    "shard outside the directory": (
-        _index(lambda weight_map: weight_map.update({"model.norm.weight": "../model.safetensors"})),
-        "is missing",
-    ),
-    "index is not JSON": (
-        lambda d: (d / "model.safetensors.index.json").write_text("{"),
-        r"index.json:1: not valid JSON",
-    ),
-    "index of another kind": (
-        lambda d: (d / "model.safetensors.index.json").write_text("{}"),
-        "is not a valid index",
-    ),
-    "missing tensor": (
-        _resave(**{NORM: None}),
-        "model.layers.1.input_layernorm.weight is missing; config.json",
-    ),
-    "wrong shape": (
-        _resave(**{NORM: torch.ones(31)}),
-        r"has shape \[31\], config.json implies \[32\]",
-    ),
-    "integer tensor": (
-        _resave(**{NORM: torch.ones(32, dtype=torch.int8)}),
-        "layers.1.input_layernorm.weight has the element type int8",
-    ),
+    "a missing tensor": (_resave(**{NORM.replace(".", "__"): None}), [NORM]),
     "one tensor of another type": (
-        _resave(**{NORM: torch.ones(32).half()}),
-        "has dtype float16, but",
+        _resave(**{NORM.replace(".", "__"): torch.ones(32).half()}),
+        [NORM, "float16"],
     ),
-    "superfluous tensor": (
-        _resave(model__extra__weight=torch.ones(3)),
-        "no place for the tensor model.extra.weight",
-    ),
-    "bias the config denies": (
-        _resave(model__layers__0__self_attn__q_proj__bias=torch.ones(128)),
-        "no place for the tensor model.layers.0.self_attn.q_proj.bias",
-    ),
-    "no weights": (
-        lambda d: [path.unlink() for path in d.glob("*.safetensors*")],
-        "no weights to read",
-    ),
-    "unknown architecture": (
+    "an unknown architecture": (
         _config(architectures=["MambaForCausalLM"]),
-        "MambaForCausalLM is not supported",
+        ["MambaForCausalLM"],
     ),
-    "config without a key": (_config(num_hidden_layers=None), "needs the key 'num_hidden_layers'"),
-    "fewer layers than weights": (
-        _config(num_hidden_layers=3),
-        "no place for the tensor model.layers.3",
-    ),
-    "more layers than weights": (_config(num_hidden_layers=5), r"model.layers.4.\S+ is missing"),
-    "other number of heads": (_config(num_attention_heads=4), "q_proj.weight has shape"),
-    "tied, but an output layer": (
-        _config(tie_word_embeddings=True),
-        "config.json ties the embeddings, but lm_head",
-    ),
-    "other vocabulary": (_config(vocab_size=330), r"embed_tokens.weight has shape \[331, 32\]"),
-    "config is not JSON": (
-        lambda d: (d / "config.json").write_text("{"),
-        "config.json:1: not valid JSON",
-    ),
-    "no config": (lambda d: (d / "config.json").unlink(), "config.json is missing"),
+    "no config.json": (lambda d: (d / "config.json").unlink(), ["config.json"]),
 }
 
 
 @pytest.mark.parametrize("case", IMPORT_CASES)
 def test_import_refuses(tmp_path, capsys, case):
-    source = save_model(tmp_path / "hf", "qwen3", max_shard_size="60KB")
-    change, message = IMPORT_CASES[case]
+    source = save_model(tmp_path / "hf", "qwen3")
+    change, named = IMPORT_CASES[case]
     change(source)
     capsys.readouterr()
     assert dcpo(["convert", "import", "--from", str(source), "--to", str(tmp_path / "out")]) == 2
-    _one_line(capsys.readouterr().err, message)
+    _one_line(capsys.readouterr().err, named)
     assert [path.name for path in tmp_path.iterdir()] == ["hf"], "nothing left behind"
 
 
-def _one_line(text: str, message: str) -> None:
-    lines = text.splitlines()
-    assert len(lines) == 1, text
-    assert lines[0].startswith("dcpo convert: error: "), text
-    assert re.search(message, lines[0]), text
+def _one_line(text: str, named: list[str]) -> None:
+    (line,) = text.splitlines()
+    assert line.startswith("dcpo convert: error: "), text
+    assert [name for name in named if name not in line] == [], line
 
 
 def _edit_metadata(change: Callable[[object], None]) -> Callable[[Path], None]:
@@ -217,41 +130,35 @@ class _Malicious:
         return os.system, ("echo pwned > pwned.txt",)
 
 
-EXPORT_CASES: dict[str, tuple[Callable[[Path], object], str]] = {
-    "truncated data": (lambda d: _truncate(d / "__0_0.distcp", 5000), r"__0_0.distcp is truncated"),
-    "missing data": (lambda d: (d / "__0_0.distcp").unlink(), "cannot read .*__0_0.distcp"),
-    "overwritten data": (_scribble, "is truncated or damaged"),
-    "damaged metadata": (lambda d: _truncate(d / ".metadata", 50), ".metadata is damaged"),
-    "metadata runs code": (
+EXPORT_CASES: dict[str, tuple[Callable[[Path], object], list[str]]] = {
+    "truncated data": (lambda d: _truncate(d / "__0_0.distcp", 5000), ["__0_0.distcp"]),
+    "missing data": (lambda d: (d / "__0_0.distcp").unlink(), ["__0_0.distcp"]),
+    "overwritten data": (_scribble, ["__0_0.distcp"]),
+    "damaged metadata": (lambda d: _truncate(d / ".metadata", 50), [".metadata"]),
+    "metadata that runs code": (
         lambda d: (d / ".metadata").write_bytes(pickle.dumps(_Malicious())),
-        ".metadata is damaged",
+        [".metadata"],
     ),
-    "no metadata": (lambda d: (d / ".metadata").unlink(), "not a torch_dist checkpoint"),
-    "missing tensor": (_without("output_layer.weight"), "tensor output_layer.weight is missing"),
-    "no model": (_without("embedding.word_embeddings.weight"), "no GPT model in the checkpoint"),
-    "superfluous tensor": (
-        _edit_metadata(_extra),
-        "no place for the checkpoint's tensor decoder.final_layernorm.bias",
-    ),
-    "no config": (
-        lambda d: (d / "hf" / "config.json").unlink(),
-        "name the model's Hugging Face directory with --hf-co",
-    ),
-    "other number of layers": (
+    "no metadata": (lambda d: (d / ".metadata").unlink(), ["torch_dist"]),
+    "a missing tensor": (_without("output_layer.weight"), ["output_layer.weight"]),
+    "no model": (_without("embedding.word_embeddings.weight"), ["GPT"]),
+    "a superfluous tensor": (_edit_metadata(_extra), ["decoder.final_layernorm.bias"]),
+    "no config.json": (lambda d: (d / "hf" / "config.json").unlink(), ["--hf-config"]),
+    "another number of layers": (
         lambda d: _config(num_hidden_layers=3)(d / "hf"),
-        "has 4 layers, config.json says 3",
+        ["4 layers", "config.json", "3"],
     ),
-    "other width": (
+    "another width": (
         lambda d: _config(intermediate_size=64)(d / "hf"),
-        "linear_fc1.weight has shape",
+        ["linear_fc1.weight"],
     ),
-    "larger vocabulary": (
+    "a larger vocabulary": (
         lambda d: _config(vocab_size=400)(d / "hf"),
-        r"embeddings.weight has shape \[384, 32\]",
+        ["embeddings.weight", "[384, 32]"],
     ),
     "tied, but an output layer": (
         lambda d: _config(tie_word_embeddings=True)(d / "hf"),
-        "no place for .* output_layer",
+        ["output_layer"],
     ),
 }
 
@@ -260,11 +167,11 @@ EXPORT_CASES: dict[str, tuple[Callable[[Path], object], str]] = {
 def test_export_refuses(tmp_path, capsys, monkeypatch, case):
     monkeypatch.chdir(tmp_path)
     import_checkpoint(save_model(tmp_path / "hf", "qwen3"), tmp_path / "megatron")
-    change, message = EXPORT_CASES[case]
+    change, named = EXPORT_CASES[case]
     change(tmp_path / "megatron")
     capsys.readouterr()
     assert dcpo(["convert", "export", "--from", "megatron", "--to", "out"]) == 2
-    _one_line(capsys.readouterr().err, message)
+    _one_line(capsys.readouterr().err, named)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "megatron"], (
         "nothing left behind, no code run"
     )
@@ -461,14 +368,6 @@ def test_everything_but_weights_travels(tmp_path):
         assert (tmp_path / "back" / name).read_text() == name
     assert not (tmp_path / "back" / "pytorch_model.bin").exists()
     assert not (tmp_path / "back" / ".gitattributes").exists()
-
-
-def test_header_nested_beyond_reason(tmp_path):
-    source = save_model(tmp_path / "hf", "qwen3")
-    header = b"[" * 200_000
-    (source / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
-    with pytest.raises(UserError, match="is truncated or not a safetensors file"):
-        import_checkpoint(source, tmp_path / "out")
 
 
 @pytest.mark.parametrize("verb", ["import", "export"])
