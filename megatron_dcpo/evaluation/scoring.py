@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -23,8 +24,7 @@ from megatron_dcpo.calibration.summary import (
     violation_rates,
 )
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.evaluation.guessing import by_kind, prompt_blind
-from megatron_dcpo.evaluation.passes import passes
+from megatron_dcpo.evaluation.programs import is_code
 from megatron_dcpo.evaluation.samples import Sample
 
 CONFIDENCE_KINDS: Mapping[str, Callable[[Sample], float | None]] = MappingProxyType(
@@ -66,6 +66,8 @@ HEADLINE = (
     "violation_rate",
     "n",
 )
+NO_KIND = "no kind"  # of problems whose data says none, where others have one
+MOST_KINDS = 100  # more are no kinds of problems but nearly names of them
 
 
 def _power(base: float | None, exponent: int) -> float | None:
@@ -242,57 +244,6 @@ def _coverage_curve(
     return coverage_to_json(scored, outcomes)
 
 
-def lookup_confidence(samples: Sequence[Sample]) -> list[float | None]:
-    """Return, for each sample, the accuracy on the other problems of its benchmark and kind, which
-    is the baseline that a calibrated method has to beat.
-
-    If the benchmark has no other problem of the kind, all its other problems count; None if there
-    are none.
-    """
-    groups: dict[tuple[str, ...], list[Sample]] = {}
-    for sample in samples:
-        prompt = sample.prompt
-        for group in (
-            (prompt.task,),
-            (prompt.task, str(prompt.kind)),
-            (prompt.task, "", prompt.prompt_id),
-        ):
-            groups.setdefault(group, []).append(sample)
-    right: dict[tuple[str, ...], int] = {}
-    for key, members in groups.items():
-        right[key] = sum(member.correct for member in members)
-
-    def others(sample: Sample) -> float | None:
-        prompt = sample.prompt
-        problem = (prompt.task, "", prompt.prompt_id)
-        for group in ((prompt.task, str(prompt.kind)), (prompt.task,)):
-            count = len(groups[group]) - len(groups[problem])
-            if count > 0:
-                return (right[group] - right[problem]) / count
-        return None
-
-    return [others(sample) for sample in samples]
-
-
-def skill(
-    confidences: Sequence[float | None], lookup: Sequence[float | None], correct: Sequence[float]
-) -> float:
-    """Return 1 - Brier / (Brier of the lookup), on the samples that have both; NaN if the lookup is
-    perfect.
-    """
-    rows = []
-    for row in zip(confidences, lookup, correct, strict=True):
-        if row[0] is not None and row[1] is not None:
-            rows.append(row)
-    if not rows:
-        return math.nan
-    c, guess, y = (np.array(column, float) for column in zip(*rows, strict=True))
-    reference = float(np.mean((guess - y) ** 2))
-    if not reference:
-        return math.nan
-    return 1.0 - float(np.mean((c - y) ** 2)) / reference
-
-
 def _per_run(
     samples: Sequence[Sample], kind: str, repeats: Sequence[int], bins: int
 ) -> dict[str, Any]:
@@ -362,3 +313,175 @@ def bins_from_json(value: Mapping[str, Sequence[float]]) -> Bins:
 
 def _mean(values: Sequence[float]) -> float:
     return float(np.mean(values)) if len(values) else math.nan
+
+
+# --------------------------------------------------------------------- without reading the question
+#
+# A policy that learns by reinforcement finds the most frequent answer of a task before it finds the
+# task. So an accuracy says something only beside that of a policy that always gives this answer,
+# and a mean over kinds of problems only beside its parts (docs/lab/real_model.md shows what else it
+# may be).
+
+
+def prompt_blind(samples: Sequence[Sample]) -> dict[str, Any]:
+    """Return ``accuracy``, the share of the problems whose key is the most frequent key of their
+    benchmark, and that ``answer`` if there is one benchmark; empty if there are no keys to compare.
+
+    Keys are compared as texts, so that two spellings of one number count as two answers and the
+    value is too low then. Programs have no key.
+    """
+    by_benchmark: dict[str, dict[str, str]] = {}
+    for sample in samples:
+        key = sample.prompt.ground_truth.strip()
+        if key and not is_code(sample):
+            by_benchmark.setdefault(sample.prompt.task, {})[sample.prompt.prompt_id] = key
+    if not by_benchmark:
+        return {}
+    answers: list[str] = []
+    right = 0
+    problems = 0
+    for keys in by_benchmark.values():
+        answer, count = Counter(keys.values()).most_common(1)[0]
+        answers.append(answer)
+        right += count
+        problems += len(keys)
+    found: dict[str, Any] = {"accuracy": right / problems}
+    if len(answers) == 1:
+        found["answer"] = answers[0]
+    return found
+
+
+def by_kind(samples: Sequence[Sample]) -> dict[str, dict[str, Any]]:
+    """Return the scores of each kind of problem of one benchmark: ``n``, ``problems``,
+    ``accuracy``, and ``prompt_blind`` of this kind. Empty if the samples are of several benchmarks,
+    or have fewer than two kinds, or more than ``MOST_KINDS``.
+    """
+    if len({sample.prompt.task for sample in samples}) != 1:
+        return {}
+    groups: dict[str, list[Sample]] = {}
+    for sample in samples:
+        groups.setdefault(sample.prompt.kind or NO_KIND, []).append(sample)
+    if not 2 <= len(groups) <= MOST_KINDS:
+        return {}
+    scores = {}
+    for kind, members in sorted(groups.items()):
+        scores[kind] = {
+            "n": len(members),
+            "problems": len({sample.prompt.prompt_id for sample in members}),
+            "accuracy": sum(sample.correct for sample in members) / len(members),
+            "prompt_blind": prompt_blind(members),
+        }
+    return scores
+
+
+def lookup_confidence(samples: Sequence[Sample]) -> list[float | None]:
+    """Return, for each sample, the accuracy on the other problems of its benchmark and kind, which
+    is the baseline that a calibrated method has to beat.
+
+    If the benchmark has no other problem of the kind, all its other problems count; None if there
+    are none.
+    """
+    groups: dict[tuple[str, ...], list[Sample]] = {}
+    for sample in samples:
+        prompt = sample.prompt
+        for group in (
+            (prompt.task,),
+            (prompt.task, str(prompt.kind)),
+            (prompt.task, "", prompt.prompt_id),
+        ):
+            groups.setdefault(group, []).append(sample)
+    right: dict[tuple[str, ...], int] = {}
+    for key, members in groups.items():
+        right[key] = sum(member.correct for member in members)
+
+    def others(sample: Sample) -> float | None:
+        prompt = sample.prompt
+        problem = (prompt.task, "", prompt.prompt_id)
+        for group in ((prompt.task, str(prompt.kind)), (prompt.task,)):
+            count = len(groups[group]) - len(groups[problem])
+            if count > 0:
+                return (right[group] - right[problem]) / count
+        return None
+
+    return [others(sample) for sample in samples]
+
+
+def skill(
+    confidences: Sequence[float | None], lookup: Sequence[float | None], correct: Sequence[float]
+) -> float:
+    """Return 1 - Brier / (Brier of the lookup), on the samples that have both; NaN if the lookup is
+    perfect.
+    """
+    rows = []
+    for row in zip(confidences, lookup, correct, strict=True):
+        if row[0] is not None and row[1] is not None:
+            rows.append(row)
+    if not rows:
+        return math.nan
+    c, guess, y = (np.array(column, float) for column in zip(*rows, strict=True))
+    reference = float(np.mean((guess - y) ** 2))
+    if not reference:
+        return math.nan
+    return 1.0 - float(np.mean((c - y) ** 2)) / reference
+
+
+# ------------------------------------------------------------------------------------------- pass@k
+
+
+@dataclass(frozen=True)
+class PassAtK:
+    """``values`` of k, the mean over the problems, and the 95 % interval [low, high] of each, none
+    without resamples.
+    """
+
+    values: Mapping[int, float]
+    intervals: Mapping[int, list[float]]
+
+
+def pass_at_k(count: int, right: int, k: int) -> float:
+    """Return the unbiased estimate 1 - C(n - c, k) / C(n, k) of one problem with n responses, of
+    which c are right (Chen et al. 2021). Raises ValueError unless 1 <= k <= n.
+    """
+    if not 1 <= k <= count:
+        raise ValueError(f"pass@{k} of {count} responses")
+    return 1.0 - math.comb(count - right, k) / math.comb(count, k)
+
+
+def passes(samples: Sequence[Sample], resamples: int, seed: int) -> PassAtK:
+    """Return pass@k of all problems of the samples, for the k that every problem has responses for:
+    the powers of two and the largest. Intervals are percentiles of a bootstrap over problems.
+    """
+    counts: dict[tuple[str, str], list[int]] = {}
+    for sample in samples:
+        of_problem = counts.setdefault(sample.problem_key, [0, 0])
+        of_problem[0] += 1
+        of_problem[1] += int(sample.correct)
+    values: dict[int, float] = {}
+    intervals: dict[int, list[float]] = {}
+    for k in _sizes(min((count for count, _ in counts.values()), default=0)):
+        of_problems = np.array([pass_at_k(n, c, k) for n, c in counts.values()])
+        values[k] = float(of_problems.mean())
+        if resamples:
+            intervals[k] = _interval(of_problems, resamples, seed)
+    return PassAtK(values, intervals)
+
+
+def _sizes(largest: int) -> list[int]:
+    sizes = []
+    k = 1
+    while k < largest:
+        sizes.append(k)
+        k *= 2
+    if largest:
+        sizes.append(largest)
+    return sizes
+
+
+def _interval(of_problems: np.ndarray, resamples: int, seed: int) -> list[float]:
+    generator = np.random.default_rng(seed)
+    count = len(of_problems)
+    means = np.empty(resamples)
+    for i in range(resamples):
+        means[i] = of_problems[generator.integers(count, size=count)].mean()
+    low, high = np.quantile(means, [0.025, 0.975])
+    return [float(low), float(high)]

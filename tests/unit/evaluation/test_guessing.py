@@ -10,9 +10,14 @@ from pathlib import Path
 import pytest
 
 from megatron_dcpo.cli import main
-from megatron_dcpo.evaluation.guessing import MOST_KINDS, NO_KIND, by_kind, prompt_blind
 from megatron_dcpo.evaluation.samples import Sample, write_samples
-from megatron_dcpo.evaluation.scoring import score_samples
+from megatron_dcpo.evaluation.scoring import (
+    MOST_KINDS,
+    NO_KIND,
+    by_kind,
+    prompt_blind,
+    score_samples,
+)
 from tests.helpers.evaluated import changed, evaluated, make_sample
 
 

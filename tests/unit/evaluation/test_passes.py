@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 from megatron_dcpo.cli import main
-from megatron_dcpo.evaluation.passes import pass_at_k, passes
 from megatron_dcpo.evaluation.samples import Sample, write_samples
-from megatron_dcpo.evaluation.scoring import score_samples
+from megatron_dcpo.evaluation.scoring import pass_at_k, passes, score_samples
 from tests.helpers.evaluated import make_sample
 
 
