@@ -716,7 +716,7 @@ def delta_nets_have_local_layers(config: RunConfig, model: ModelShape) -> Proble
         return None
     return (
         f"model.transformer_impl=transformer_engine is not supported for {config.model.path}, "
-        "which has gated delta nets; take auto or local, without a GPU"
+        "which has gated delta nets; take local"
     )
 
 

@@ -333,8 +333,8 @@ def build_policy(
     divide the model.
     """
     arch = read_architecture(model.path)
-    _check_device(arch, model.path)
     transformer_engine = use_transformer_engine(model.transformer_impl)
+    _check_layers(arch, model.path, transformer_engine)
     if not transformer_engine:
         disable_cudnn_attention()
     if training and topology.rank == 0 and capabilities().transformer_engine:
@@ -386,12 +386,14 @@ def build_policy(
     )
 
 
-def _check_device(arch: Architecture, path: str) -> None:
-    """Raise :class:`UserError` for layers that were never run on a device of this kind."""
-    if arch.delta_net is not None and capabilities().separate_memory:
+def _check_layers(arch: Architecture, path: str, transformer_engine: bool) -> None:
+    """Raise :class:`UserError` for gated delta nets among Transformer Engine's layers, which
+    ``model.transformer_impl=auto`` may mean here.
+    """
+    if arch.delta_net is not None and transformer_engine:
         raise UserError(
-            f"model.path={path}: the gated delta nets of {arch.name} are computed on CPUs only in "
-            "this version; hide the GPU (CUDA_VISIBLE_DEVICES=), or take another model"
+            f"model.path={path}: the gated delta nets of {arch.name} are local layers in this "
+            "version; set model.transformer_impl=local"
         )
 
 

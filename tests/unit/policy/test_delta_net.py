@@ -1,5 +1,5 @@
-"""The gated delta rule in chunks is the recurrence, token by token; where it was never run it is
-refused.
+"""The gated delta rule in chunks is the recurrence, token by token; what was never tried
+is refused.
 """
 
 import pytest
@@ -9,9 +9,9 @@ from megatron_dcpo.config import ModelConfig, ParallelConfig, validate
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.planning.machine import Machine
 from megatron_dcpo.planning.plan import make_plan
+from megatron_dcpo.policy import model as model_module
 from megatron_dcpo.policy.delta_net import CHUNK, gated_delta_rule
 from megatron_dcpo.policy.model import build_policy
-from megatron_dcpo.runtime import device
 
 
 def recurrence(query, key, value, log_decay, beta):
@@ -66,11 +66,12 @@ def test_a_forgotten_state_stays_finite():
     assert log_decay.grad.isfinite().all()
 
 
-def test_a_gpu_is_refused(tiny_models, monkeypatch):
-    monkeypatch.setattr(device, "has_cuda", lambda: True)
-    model = ModelConfig(path=str(tiny_models("qwen3_5")), transformer_impl="local")
-    with pytest.raises(UserError, match="gated delta nets"):
-        build_policy(model, ParallelConfig(), topology=None)
+def test_transformer_engines_layers_are_refused(tiny_models, monkeypatch):
+    """Where ``auto`` finds them, on a GPU."""
+    monkeypatch.setattr(model_module, "use_transformer_engine", lambda choice: True)
+    model = ModelConfig(path=str(tiny_models("qwen3_5")))
+    with pytest.raises(UserError, match=r"model\.transformer_impl=local"):
+        build_policy(model, ParallelConfig(), topology=None, training=False)
 
 
 def test_a_plan_is_refused(tiny_models):
