@@ -3,11 +3,10 @@ imports the package.
 
 | file | what it holds |
 |---|---|
-| `theory/` | `scoring_rules.py`, `gradient_conflict.py`, `drift.py`: one claim each; `run.py`:
-their numbers and figures |
-| `testgrid.py` | the methods; training and sampling every cell of the test, cached; the archive of
-its responses |
+| `theory/` | `scoring_rules.py`, `gradient_conflict.py`, `drift.py`: one claim each; `run.py` |
+| `testgrid.py` | the methods; training and sampling every cell of the test; their archive |
+| `probe.py` | gradients of accuracy and calibration against each other, on any policy |
 | `fitted.py` | judged responses, and rows that are fitted on them |
-| `testtables.py`, `world2.py`, `results.py` | the tables of the test, of the second world;
-archives, intervals |
+| `testtables.py`, `world2.py`, `price.py`, `adapter.py` | the tables of the test and of the studies |
+| `results.py` | archives, intervals |
 """
