@@ -7,6 +7,6 @@ imports the package.
 | `testgrid.py` | the methods; training and sampling every cell of the test; their archive |
 | `probe.py` | gradients of accuracy and calibration against each other, on any policy |
 | `fitted.py` | judged responses, and rows that are fitted on them |
-| `testtables.py`, `world2.py`, `price.py`, `adapter.py` | the tables of the test and of the studies |
+| `testtables.py`, `world2.py`, `price.py`, `adapter.py` | tables of the test and the studies |
 | `results.py` | archives, intervals |
 """
