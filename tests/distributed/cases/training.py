@@ -66,12 +66,12 @@ def run(options: dict[str, Any]) -> Any:
     digests, parameters, seen = [], [], {"step": 0}
     updated, loss_of = Updater.update, Method.loss
 
-    def update(updater, samples, step):
+    def update(updater, samples, scores, step):
         if not digests:
             digests.append(digest(updater))
             parameters.append(digest(updater, moments=False))
         seen["step"] = step
-        done = updated(updater, samples, step)
+        done = updated(updater, samples, scores, step)
         digests.append(digest(updater))
         parameters.append(digest(updater, moments=False))
         return done
