@@ -1,4 +1,4 @@
-"""Saver alone: what stands in the directory after each step of a save, whole, failed or given up."""
+"""Saver alone: what the directory holds after a save that is whole, failed or given up."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_checkpoint_is_announced_when_it_is_whole(tmp_path: Path, background: 
     assert latest_iteration(tmp_path) == 3
     torch.testing.assert_close(saved_weight(tmp_path, 3), torch.arange(6.0).view(2, 3))
     path = iteration_dir(tmp_path, 3)
-    assert damage(path, list(files_of(path, 3).items()), set()) is None
+    assert damage(path, list(files_of(path, 3).items())) is None
     assert not list(tmp_path.glob("*.tmp"))
 
 
@@ -117,8 +117,8 @@ def test_a_disk_that_cannot_be_written_leaves_the_checkpoint_before(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(module, "write_manifest", full)
+    saver.begin(2, state_of(torch.ones(4)))
     with pytest.raises(UserError, match="run_dir"):
-        saver.begin(2, state_of(torch.ones(4)))
         saver.wait()
     assert latest_iteration(tmp_path) == 1
     assert iterations(tmp_path) == [1]

@@ -41,7 +41,7 @@ def rates(style: str, updates: int = 1) -> list[float]:
 
 @pytest.mark.parametrize("updates", [1, 3])
 def test_the_rate_rises_linearly_over_the_warmup(updates: int) -> None:
-    """lr_n = lr n / n_warmup, with n counted in updates (Megatron's ``OptimizerParamScheduler``)."""
+    """lr_n = lr n / n_warmup, n counted in updates (Megatron's ``OptimizerParamScheduler``)."""
     count = WARMUP * updates
     expected = [LR * update / count for update in range(count)]
     assert rates("linear", updates)[:count] == pytest.approx(expected)
