@@ -18,11 +18,11 @@ from megatron_dcpo.architectures.keys import (
     check_keys,
     check_said_once,
     check_unquantized,
-    given,
     positive,
+    required,
 )
 from megatron_dcpo.architectures.rotary import (
-    of_full_layers,
+    full_attention_keys,
     positions,
     rotary_embedding,
     rotary_percent,
@@ -132,23 +132,25 @@ def parse_architecture(config: dict[str, Any], source: str = "config.json") -> A
     _check_types(config, traits, source)
     attention_bias = bool(config.get("attention_bias")) and not traits.always_qkv_bias
     try:
-        heads = config["num_attention_heads"]
-        kv_channels = config.get("head_dim") or config["hidden_size"] // heads
+        heads = required(config, "num_attention_heads")
+        hidden_size = required(config, "hidden_size")
+        kv_channels = config.get("head_dim") or hidden_size // heads
+        ffn_key = "moe_intermediate_size" if traits.experts else "intermediate_size"
         window = None
         if traits.windows is not None:
             window = sliding_window(config, traits.windows, source)
-        base, scaling = rotary_embedding(of_full_layers(config, traits, source), traits, source)
+        base, scaling = rotary_embedding(
+            full_attention_keys(config, traits, source), traits, source
+        )
         experts = mixture_of_experts(config, traits, source) if traits.experts else {}
         return Architecture(
-            num_layers=config["num_hidden_layers"],
-            hidden_size=config["hidden_size"],
-            ffn_hidden_size=config[
-                "moe_intermediate_size" if traits.experts else "intermediate_size"
-            ],
+            num_layers=required(config, "num_hidden_layers"),
+            hidden_size=hidden_size,
+            ffn_hidden_size=required(config, ffn_key),
             num_attention_heads=heads,
             num_query_groups=config.get("num_key_value_heads") or heads,
             kv_channels=kv_channels,
-            vocab_size=config["vocab_size"],
+            vocab_size=required(config, "vocab_size"),
             max_position_embeddings=positions(config, scaling),
             layernorm_epsilon=positive(config, "rms_norm_eps", source),
             rotary_base=base,
@@ -244,7 +246,7 @@ def _delta_net(config: dict[str, Any], traits: Traits, source: str) -> DeltaNet 
     """Return the gated delta nets of a family in which some layers have one."""
     if traits.delta_nets is None:
         return None
-    layers = config["num_hidden_layers"]
+    layers = required(config, "num_hidden_layers")
     kinds = config.get("layer_types")
     if kinds is None:
         period = config.get("full_attention_interval") or traits.delta_nets
@@ -257,7 +259,7 @@ def _delta_net(config: dict[str, Any], traits: Traits, source: str) -> DeltaNet 
             f"{layers} layers"
         )
     kernel, key_heads, value_heads, key_channels, value_channels = (
-        given(config, key) for key in DELTA_NET_KEYS
+        required(config, key) for key in DELTA_NET_KEYS
     )
     if value_heads % key_heads:
         raise UserError(

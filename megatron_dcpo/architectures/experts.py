@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_dcpo.architectures.families import Traits
-from megatron_dcpo.architectures.keys import given, positive
+from megatron_dcpo.architectures.keys import positive, required
 from megatron_dcpo.errors import UserError
 
 
@@ -13,23 +13,23 @@ def mixture_of_experts(config: dict[str, Any], traits: Traits, source: str) -> d
     """Return the fields of an architecture with a mixture of experts. Raises :class:`UserError` for
     other mixtures.
     """
-    chosen = given(config, "num_experts_per_tok")
+    chosen = required(config, "num_experts_per_tok")
     if traits.router == "sigmoid":
-        number = given(config, "n_routed_experts")
+        number = required(config, "n_routed_experts")
         fields = _sigmoid_router(config, source)
     else:
         # transformers 5 writes num_local_experts, the checkpoints on the hub have num_experts
-        number = config["num_experts" if "num_experts" in config else "num_local_experts"]
+        number = required(config, "num_experts" if "num_experts" in config else "num_local_experts")
         fields = _softmax_router(config, traits, source)
     if chosen > number:
         raise UserError(f"{source}: num_experts_per_tok={chosen} is more than the {number} experts")
-    if len(fields["dense_layers"]) == config["num_hidden_layers"]:
+    if len(fields["dense_layers"]) == required(config, "num_hidden_layers"):
         raise UserError(
             f"{source}: no layer has experts, which is not supported for "
             f"{config['architectures']!r:.60}"
         )
     if fields["dense_layers"]:
-        fields["dense_ffn_hidden_size"] = config["intermediate_size"]
+        fields["dense_ffn_hidden_size"] = required(config, "intermediate_size")
     return {"num_experts": number, "experts_per_token": chosen, **fields}
 
 
@@ -37,7 +37,7 @@ def _softmax_router(config: dict[str, Any], traits: Traits, source: str) -> dict
     """Return the fields of Qwen's mixtures: every ``decoder_sparse_step``-th layer has experts,
     unless it is one of ``mlp_only_layers``.
     """
-    layers = config["num_hidden_layers"]
+    layers = required(config, "num_hidden_layers")
     only_mlp = config.get("mlp_only_layers") or []
     if not all(type(layer) is int and 0 <= layer < layers for layer in only_mlp):
         raise UserError(
@@ -51,7 +51,7 @@ def _softmax_router(config: dict[str, Any], traits: Traits, source: str) -> dict
         "normalized_experts": bool(config.get("norm_topk_prob", False)),
     }
     if traits.shared_expert_gate:
-        fields["shared_ffn_hidden_size"] = config["shared_expert_intermediate_size"]
+        fields["shared_ffn_hidden_size"] = required(config, "shared_expert_intermediate_size")
         fields["shared_expert_gate"] = True
     return fields
 
@@ -60,12 +60,12 @@ def _sigmoid_router(config: dict[str, Any], source: str) -> dict[str, Any]:
     """Return the fields of DeepSeek-V3's mixtures: leading layers without experts, a sigmoid with
     a correction bias, and shared experts, which are one of their width together.
     """
-    chosen = given(config, "num_experts_per_tok")
-    number = given(config, "n_routed_experts")
-    normalized = bool(given(config, "norm_topk_prob"))
-    layers = config["num_hidden_layers"]
-    dense = min(given(config, "first_k_dense_replace"), layers)
-    width = given(config, "moe_intermediate_size")
+    chosen = required(config, "num_experts_per_tok")
+    number = required(config, "n_routed_experts")
+    normalized = bool(required(config, "norm_topk_prob"))
+    layers = required(config, "num_hidden_layers")
+    dense = min(required(config, "first_k_dense_replace"), layers)
+    width = required(config, "moe_intermediate_size")
     if normalized != (chosen > 1):
         raise UserError(
             f"{source}: norm_topk_prob={normalized} with num_experts_per_tok={chosen} is not "
@@ -91,7 +91,7 @@ def _sigmoid_router(config: dict[str, Any], source: str) -> dict[str, Any]:
     return {
         "dense_layers": tuple(range(dense)),
         "normalized_experts": normalized,
-        "shared_ffn_hidden_size": given(config, "n_shared_experts") * width,
+        "shared_ffn_hidden_size": required(config, "n_shared_experts") * width,
         "router_score": "sigmoid",
         "router_bias": True,
         "router_scale": scale,

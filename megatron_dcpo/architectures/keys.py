@@ -173,7 +173,7 @@ def check_keys(config: Mapping[str, Any], keys: Keys, source: str) -> None:
                 f"{source}: {key} is missing, for which transformers takes {default!r}; write the "
                 "model's own value (null is one)"
             )
-    for key in keys_without_place(config, keys):
+    for key in unknown_keys(config, keys):
         value = config[key]
         if key == "layer_types":
             raise _unsupported(key, _other_kinds(value)[0], source)
@@ -185,7 +185,7 @@ def check_keys(config: Mapping[str, Any], keys: Keys, source: str) -> None:
         )
 
 
-def keys_without_place(config: Mapping[str, Any], keys: Keys) -> tuple[str, ...]:
+def unknown_keys(config: Mapping[str, Any], keys: Keys) -> tuple[str, ...]:
     """Return the keys of ``config`` that may describe another model than the one that is built for
     an architecture with these ``keys``, in their order.
     """
@@ -194,17 +194,17 @@ def keys_without_place(config: Mapping[str, Any], keys: Keys) -> tuple[str, ...]
     understood |= {"model_type", *QUANTIZED_KEYS}
     if keys.window_is_optional or _window_covers_all(config, keys):
         understood |= {"sliding_window"}
-    found = []
+    unknown = []
     for key, value in config.items():
         if value is None or key in understood:
             continue
         if key == "layer_types":
-            has_place = not _other_kinds(value)
+            is_known = not _other_kinds(value)
         else:
-            has_place = value in fixed.get(key, ())
-        if not has_place:
-            found.append(key)
-    return tuple(found)
+            is_known = value in fixed.get(key, ())
+        if not is_known:
+            unknown.append(key)
+    return tuple(unknown)
 
 
 def _window_covers_all(config: Mapping[str, Any], keys: Keys) -> bool:
@@ -273,9 +273,9 @@ def check_said_once(config: Mapping[str, Any], source: str) -> None:
         )
         thetas.append((f"{key}.rope_theta", rope.get("rope_theta")))
         scalings.append((key, _scaling(rope)))
-    given = [(name, value) for name, value in thetas if value is not None]
-    for name, value in given[1:]:
-        _check_equal(given[0], (name, value), source=source)
+    stated = [(name, value) for name, value in thetas if value is not None]
+    for name, value in stated[1:]:
+        _check_equal(stated[0], (name, value), source=source)
     if len(scalings) > 1:
         _check_equal(scalings[0], scalings[1], source=source)
 
@@ -309,7 +309,7 @@ def _check_equal(first: tuple[str, object], second: tuple[str, object], source: 
     )
 
 
-def given(config: dict[str, Any], key: str) -> Any:  # noqa: ANN401 - checked before
+def required(config: dict[str, Any], key: str) -> Any:  # noqa: ANN401 - checked before
     """Return a value that must be there. Raises KeyError if it is missing or null."""
     if config.get(key) is None:
         raise KeyError(key)
@@ -317,8 +317,8 @@ def given(config: dict[str, Any], key: str) -> Any:  # noqa: ANN401 - checked be
 
 
 def positive(config: dict[str, Any], key: str, source: str) -> float:
-    """Return a number that must be positive and finite. Raises KeyError if it is missing."""
-    value = float(config[key])
+    """Return a positive, finite number. Raises KeyError if it is missing or null."""
+    value = float(required(config, key))
     if not 0 < value < math.inf:
         raise UserError(f"{source}: {key} must be positive and finite, not {config[key]!r:.40}")
     return value

@@ -15,7 +15,7 @@ from megatron_dcpo.architectures.architecture import (
     yarn_attention_factor,
 )
 from megatron_dcpo.architectures.families import Traits, Windows
-from megatron_dcpo.architectures.keys import positive
+from megatron_dcpo.architectures.keys import positive, required
 from megatron_dcpo.errors import UserError
 
 
@@ -23,15 +23,17 @@ def rotary_percent(config: dict[str, Any], traits: Traits, kv_channels: int, sou
     """Return the part of a head's dimensions that is rotated."""
     if traits.partial_rotary_factor is None:
         return 1.0
+    default = traits.partial_rotary_factor
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    given = [config.get("partial_rotary_factor"), rope.get("partial_rotary_factor")]
-    factors = {float(factor) for factor in given if factor is not None}
-    if len(factors) > 1:
+    inside = rope.get("partial_rotary_factor")
+    outside = config.get("partial_rotary_factor")
+    # transformers reads the one inside, and writes the class's default outside beside it
+    if inside is not None and outside not in (None, inside, default):
         raise UserError(
-            f"{source}: partial_rotary_factor={given[0]!r:.40} and {given[1]!r:.40} among the "
+            f"{source}: partial_rotary_factor={outside!r:.40} and {inside!r:.40} among the "
             "parameters of the rotary embedding say one thing differently; remove one of them"
         )
-    factor = factors.pop() if factors else traits.partial_rotary_factor
+    factor = float(next(each for each in (inside, outside, default) if each is not None))
     rotated = int(kv_channels * factor) if 0 < factor <= 1 else 0
     if rotated < 2 or rotated % 2:
         raise UserError(
@@ -46,7 +48,7 @@ _KINDS = ("full_attention", "sliding_attention")
 
 def sliding_window(config: dict[str, Any], windows: Windows, source: str) -> SlidingWindow | None:
     """Return the window of a family in which some layers have one."""
-    layers = config["num_hidden_layers"]
+    layers = required(config, "num_hidden_layers")
     kinds = config.get("layer_types")
     if kinds is None:
         period = windows.period
@@ -58,7 +60,7 @@ def sliding_window(config: dict[str, Any], windows: Windows, source: str) -> Sli
             f"{source}: layer_types={kinds!r:.60} must name {' or '.join(_KINDS)} for each of the "
             f"{layers} layers"
         )
-    size = config["sliding_window"]
+    size = config["sliding_window"]  # null: no layer has one
     if "sliding_attention" not in kinds or size is None:
         return None
     return SlidingWindow(
@@ -86,17 +88,17 @@ def _sliding_base(config: dict[str, Any], windows: Windows, source: str) -> floa
         return positive(rope, "rope_theta", source)
     if windows.theta_key is not None and config.get(windows.theta_key) is not None:
         return positive(config, windows.theta_key, source)
-    given = config.get("rope_theta")
-    if windows.theta_key is None and given not in (None, windows.rope_theta):
+    theta = config.get("rope_theta")
+    if windows.theta_key is None and theta not in (None, windows.rope_theta):
         raise UserError(
-            f"{source}: rope_theta={given!r:.40} is of the layers without a sliding window only, "
+            f"{source}: rope_theta={theta!r:.40} is of the layers without a sliding window only, "
             "or of all, depending on the release of transformers; write rope_parameters with "
             "full_attention and sliding_attention"
         )
     return windows.rope_theta
 
 
-def of_full_layers(config: dict[str, Any], traits: Traits, source: str) -> dict[str, Any]:
+def full_attention_keys(config: dict[str, Any], traits: Traits, source: str) -> dict[str, Any]:
     """Return the configuration with the rotary embedding of the layers without a window as if it
     were that of all.
     """
@@ -123,7 +125,7 @@ def positions(
     """Return how many positions the model has. With YaRN this is the longer context, which model
     cards that add it to ``config.json`` do not write into ``max_position_embeddings``.
     """
-    positions: int = config["max_position_embeddings"]
+    positions: int = required(config, "max_position_embeddings")
     if isinstance(scaling, YarnScaling):
         longer = int(scaling.factor * scaling.original_max_position_embeddings)
         positions = max(positions, longer)
@@ -150,9 +152,12 @@ def rotary_embedding(
     key = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
     rope = dict(config.get(key) or {})
     # transformers prefers the theta inside, and the newer name of the type
-    rope.setdefault("rope_theta", config.get("rope_theta"))
+    rope.setdefault("rope_theta", config.get("rope_theta", traits.rope_theta))
     if rope["rope_theta"] is None:
-        rope["rope_theta"] = traits.rope_theta
+        raise UserError(
+            f"{source}: rope_theta is null, and transformers refuses it; write the model's own "
+            f"value, or remove the key for {traits.rope_theta:g}"
+        )
     rope.setdefault("rope_type", rope.get("type", "default"))
     base = positive(rope, "rope_theta", source)
     kind = rope["rope_type"]
@@ -162,8 +167,8 @@ def rotary_embedding(
             f"{config['architectures']!r:.60}: {', '.join(known)}"
         )
     understood = {"rope_theta", "rope_type", "type"}
-    of_kind = {"llama3": set(_LLAMA3), "yarn": set(_YARN), "linear": {"factor"}}
-    understood |= of_kind.get(kind, set())
+    keys_of_kind = {"llama3": set(_LLAMA3), "yarn": set(_YARN), "linear": {"factor"}}
+    understood |= keys_of_kind.get(kind, set())
     understood |= set(traits.rope_without_influence)
     is_partial = traits.partial_rotary_factor is not None
     if is_partial or rope.get("partial_rotary_factor") == 1:

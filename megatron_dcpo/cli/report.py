@@ -39,7 +39,8 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--columns",
         metavar="OURS=THEIRS,...",
-        help="columns of a table: correct=NAME, confidence=NAME; text, problem, group, task, kind",
+        help="columns of a table: correct=NAME, confidence=NAME; text, problem, group, task, kind; "
+        "of a log of lm-eval filter=NAME, of Inspect correct=SCORER",
     )
     parser.add_argument(
         "--out", metavar="FILE", help="file of the page (default: report.html in the first RUN)"

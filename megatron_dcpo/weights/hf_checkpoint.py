@@ -325,6 +325,11 @@ def read_weight_map(model_dir: Path) -> dict[str, str]:
     weight_map = read_json_object(index).get("weight_map")
     if not isinstance(weight_map, dict):
         raise UserError(f"{index} is not a valid index: it has no weight_map")
+    if (model_dir / SINGLE_FILE).is_file() and SINGLE_FILE not in weight_map.values():
+        raise UserError(
+            f"{model_dir} holds two sets of weights, {SINGLE_FILE} and the files of {INDEX}: "
+            "transformers reads the first, vLLM the second; remove the one that is not meant"
+        )
     return {name: str(file) for name, file in weight_map.items()}
 
 

@@ -11,22 +11,30 @@ is read, as ``dcpo evaluate`` reads it. Verdicts are those of the log.
 
 from __future__ import annotations
 
-import zipfile
+import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from megatron_dcpo.codec import NO_TOKENS
 from megatron_dcpo.data.files import read_rows
 from megatron_dcpo.errors import UserError, did_you_mean, one_line
-from megatron_dcpo.evaluation.foreign.answered import Answered, share, verdict
-from megatron_dcpo.evaluation.foreign.inspect_log import read_inspect
+from megatron_dcpo.evaluation.foreign.answered import (
+    Answered,
+    share,
+    verdict,
+    without_end_token,
+)
+from megatron_dcpo.evaluation.foreign.inspect_log import is_inspect_log, read_inspect
 from megatron_dcpo.evaluation.foreign.rows import FORMS, Form
 from megatron_dcpo.evaluation.samples import Measures, Sample, read_samples
 from megatron_dcpo.judging.confidence import parse_confidence
 from megatron_dcpo.types import CONFIDENCE_TAG, Judgement, Prompt, Response
 
-# what --columns may name: verdict and confidence, and what is shown or counted by
-COLUMNS = ("correct", "confidence", "text", "problem", "group", "task", "kind")
+logger = logging.getLogger(__name__)
+
+# what --columns may name: verdict and confidence, what is shown or counted by, and the filter of a
+# log of lm-eval
+COLUMNS = ("correct", "confidence", "text", "problem", "group", "task", "kind", "filter")
 
 
 def read_any(
@@ -34,16 +42,21 @@ def read_any(
 ) -> list[Sample]:
     """Return the samples in a file of ``dcpo evaluate``, or in a log of somebody else's.
 
-    ``columns`` names those of a table by our names (:data:`COLUMNS`). Raises :class:`UserError` for
-    a file of an unknown form, and for rows without a verdict.
+    ``columns`` names those of a table by our names (:data:`COLUMNS`); of a log of Inspect
+    ``correct`` names the scorer, of one of lm-eval ``filter`` the filter. Raises
+    :class:`UserError` for a file of an unknown form, and for rows without a verdict.
     """
     file = Path(path)
+    columns = dict(columns or {})
     if not file.is_file():
         raise UserError(f"{file}: no such file")
+    if is_inspect_log(file):
+        scorer = columns.pop("correct", "")
+        _check_unused(columns, f"{file} is a log of Inspect")
+        return _as_samples(read_inspect(file, scorer), file, marker)
+    filter_name = columns.pop("filter", "")
     if columns:
-        return _as_samples(_table(file, columns), file, marker)
-    if zipfile.is_zipfile(file) and file.suffix == ".eval":
-        return _as_samples(read_inspect(file), file, marker)
+        return _as_samples(_table(file, columns, filter_name), file, marker)
     first = next(iter(read_rows(file)), None)
     if first is None:
         raise UserError(f"{file}: the file has no rows")
@@ -51,7 +64,7 @@ def read_any(
         return read_samples(file)
     for form in FORMS:
         if form.columns <= set(first):
-            return _as_samples(_rows_of(form, file), file, marker)
+            return _as_samples(_rows_of(form, file, filter_name), file, marker)
     found = ", ".join(map(str, first))
     known = "; ".join(form.name for form in FORMS)
     raise UserError(
@@ -78,14 +91,23 @@ def parse_columns(text: str) -> dict[str, str]:
     return columns
 
 
+def _check_unused(columns: Mapping[str, str], what: str) -> None:
+    if columns:
+        raise UserError(
+            f"--columns {','.join(columns)}: {what}, whose columns are known; only correct=SCORER "
+            "names something in it"
+        )
+
+
 def _as_samples(answered: Iterator[Answered], file: Path, marker: str) -> list[Sample]:
     repeats: dict[tuple[str, str], int] = {}
     samples = []
     for one in answered:
         task = one.task or file.stem
-        place = repeats.get((task, one.group), 0)
-        repeats[task, one.group] = place + 1
-        parsed = parse_confidence(one.text, marker=marker, finished=one.finished, opener="")
+        sample_index = repeats.get((task, one.group), 0)
+        repeats[task, one.group] = sample_index + 1
+        text = without_end_token(one.text)
+        parsed = parse_confidence(text, marker=marker, finished=one.finished, opener="")
         confidence, status = parsed.confidence, parsed.status
         if one.confidence is not None:
             confidence, status = one.confidence, "ok"
@@ -110,12 +132,12 @@ def _as_samples(answered: Iterator[Answered], file: Path, marker: str) -> list[S
                 ),
                 response=Response(
                     prompt_id=one.group,
-                    sample_index=place,
+                    sample_index=sample_index,
                     token_ids=NO_TOKENS,
                     logprobs=NO_TOKENS,
                     finish_reason="stop" if one.finished else "length",
                     weights_version=0,
-                    text=one.text,
+                    text=text,
                 ),
                 judgement=judgement,
                 measures=Measures(token_confidence=one.probability),
@@ -123,12 +145,25 @@ def _as_samples(answered: Iterator[Answered], file: Path, marker: str) -> list[S
         )
     if not samples:
         raise UserError(f"{file}: the log has no answered problem with a verdict")
+    partly = sum(0 < sample.judgement.correct < 1 for sample in samples)
+    if partly:
+        logger.warning(
+            "%s: %d of %d verdicts are between 0 and 1 and count as wrong: accuracy and "
+            "calibration are those of right answers",
+            file,
+            partly,
+            len(samples),
+        )
     return samples
 
 
-def _rows_of(form: Form, file: Path) -> Iterator[Answered]:
+def _rows_of(form: Form, file: Path, filter_name: str) -> Iterator[Answered]:
+    if filter_name and not form.has_filters:
+        raise UserError(
+            f"--columns filter={filter_name}: {file} holds {form.name}, which have no filters"
+        )
     try:
-        yield from form.read(file)
+        yield from form.read(file, filter_name) if form.has_filters else form.read(file)
     except (LookupError, TypeError, AttributeError) as error:
         raise UserError(
             f"{file}: not as {form.name} are written by the release that is known here "
@@ -138,11 +173,14 @@ def _rows_of(form: Form, file: Path) -> Iterator[Answered]:
 
 
 # ----------------------------------------------------------------------------------------- tables
-def _table(file: Path, columns: Mapping[str, str]) -> Iterator[Answered]:
+def _table(file: Path, columns: Mapping[str, str], filter_name: str) -> Iterator[Answered]:
+    """Yield the rows of a table; with a ``filter_name``, those whose column ``filter`` has it."""
     if "correct" not in columns:
         raise UserError("--columns must name the verdict: correct=NAME")
     for number, row in enumerate(read_rows(file), start=1):
         where = f"{file}: row {number}"
+        if filter_name and _at(row, "filter", where) != filter_name:
+            continue
         values = {ours: _at(row, theirs, where) for ours, theirs in columns.items()}
         confidence = values.get("confidence")
         yield Answered(

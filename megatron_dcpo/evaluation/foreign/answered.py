@@ -3,14 +3,30 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from megatron_dcpo.errors import UserError
 
-_RIGHT = {"c": 1.0, "correct": 1.0, "true": 1.0, "yes": 1.0}
-_WRONG = {"i": 0.0, "incorrect": 0.0, "false": 0.0, "no": 0.0, "n": 0.0}
+# Inspect's letters as its value_to_float reads them (P is partial, N no answer), and words
+_VERDICTS = {
+    "c": 1.0,
+    "correct": 1.0,
+    "true": 1.0,
+    "yes": 1.0,
+    "p": 0.5,
+    "partial": 0.5,
+    "i": 0.0,
+    "incorrect": 0.0,
+    "false": 0.0,
+    "no": 0.0,
+    "n": 0.0,
+    "noanswer": 0.0,
+}
+# what chat templates write behind an answer, which some logs keep
+_END_TOKEN = re.compile(r"\s*<(\|im_end\||\|endoftext\||\|eot_id\||/s|end_of_turn|eos)>\s*$")
 
 
 @dataclass(frozen=True)
@@ -38,9 +54,14 @@ def verdict(value: object, where: str) -> float:
     """
     if isinstance(value, str):
         word = value.strip().lower()
-        if word in _RIGHT or word in _WRONG:
-            return {**_RIGHT, **_WRONG}[word]
+        if word in _VERDICTS:
+            return _VERDICTS[word]
     return share(value, where)
+
+
+def without_end_token(text: str) -> str:
+    """Return a response without the end token of its turn, if a log has kept it."""
+    return _END_TOKEN.sub("", text)
 
 
 def share(value: object, where: str) -> float:

@@ -1,4 +1,6 @@
-"""Inspect's logs, ``*.eval``: a zip file with a header and an entry for each sample."""
+"""Inspect's logs: ``*.eval``, a zip file with a header and an entry a sample, and ``*.json``,
+the same in one object.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +26,32 @@ logger = logging.getLogger(__name__)
 _ZSTANDARD = 93  # the number of this compression in a zip file
 
 
-def read_inspect(file: Path) -> Iterator[Answered]:
-    """Yield the samples of an Inspect log: the first scorer's verdict, and the confidence that a
-    scorer has put into its metadata.
+# Reasons of an output that is complete: "tool_calls" stays behind an agent that submits its answer
+# by a tool, whose text is the completion.
+_COMPLETE = ("stop", "unknown", "tool_calls")
+
+
+def is_inspect_log(file: Path) -> bool:
+    """Return whether a file is a log of Inspect, in either of its two formats."""
+    if file.suffix == ".eval":
+        return zipfile.is_zipfile(file)
+    if file.suffix != ".json":
+        return False
+    try:
+        log = json.loads(file.read_bytes())
+    except (OSError, ValueError):
+        return False
+    return isinstance(log, dict) and {"eval", "samples", "status"} <= set(log)
+
+
+def read_inspect(file: Path, scorer: str = "") -> Iterator[Answered]:
+    """Yield the samples of an Inspect log: the verdict of ``scorer`` (NAME, or NAME.KEY for one of
+    several values; empty: the first one), and the confidence that a scorer has put into its
+    metadata. Samples without a score are left out and counted.
     """
     try:
         header, samples = _parts_of_inspect(file)
-    except (OSError, LookupError, ValueError, zlib.error) as error:
+    except (OSError, LookupError, ValueError, TypeError, zlib.error) as error:
         raise UserError(
             f"{file}: not a readable log of Inspect ({one_line(error, 200)}); inspect log convert "
             "writes it again"
@@ -38,10 +59,12 @@ def read_inspect(file: Path) -> Iterator[Answered]:
     task = str(header.get("eval", {}).get("task") or file.stem)
     without_score = 0
     for name, sample in samples.items():
-        if not sample.get("scores"):
+        where = f"{file}: {name}"
+        value, metadata = _score_of(sample, scorer, where)
+        if value is None or value != value:
             without_score += 1
             continue
-        yield _of_inspect(sample, task, f"{file}: {name}")
+        yield _answered_of_sample(sample, task, verdict(value, where), metadata, where)
     if without_score:
         logger.warning(
             "%s: %d of %d samples have no score (an error, or inspect score was not run) and are "
@@ -52,8 +75,36 @@ def read_inspect(file: Path) -> Iterator[Answered]:
         )
 
 
+def _score_of(sample: Mapping[str, Any], scorer: str, where: str) -> tuple[Any, Mapping[str, Any]]:
+    """Return the value of a sample's score, None if it has none, and its metadata."""
+    scores = sample.get("scores") or {}
+    name, _, key = scorer.partition(".")
+    if scorer and scores and name not in scores:
+        raise UserError(f"{where} has no scorer {name!r}; it has {', '.join(scores)}")
+    score = scores.get(name) if scorer else next(iter(scores.values()), None)
+    if score is None:
+        return None, {}
+    value = score.get("value")
+    if isinstance(value, dict | list):
+        keys = list(value) if isinstance(value, dict) else list(map(str, range(len(value))))
+        name = name or next(iter(scores))
+        if key not in keys:
+            raise UserError(
+                f"{where}: the scorer {name} gives several values; name one, --columns "
+                f"correct={name}.KEY, of {', '.join(map(str, keys))}"
+            )
+        value = value[key] if isinstance(value, dict) else value[int(key)]
+    return value, score.get("metadata") or {}
+
+
 def _parts_of_inspect(file: Path) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
-    """Return the header of a log and its samples by name. Raises what odd files raise."""
+    """Return the header of a log and its samples by name. Raises OSError, LookupError, ValueError,
+    TypeError or zlib.error for a file that is damaged.
+    """
+    if file.suffix == ".json":
+        log = json.loads(file.read_bytes())
+        numbered = enumerate(log["samples"] or [], start=1)
+        return log, {f"sample {number}": sample for number, sample in numbered}
     with zipfile.ZipFile(file) as log:
         entries = {entry.filename: entry for entry in log.infolist()}
         header = json.loads(_entry(file, log, entries["header.json"]))
@@ -87,9 +138,13 @@ def _entry(file: Path, log: zipfile.ZipFile, entry: zipfile.ZipInfo) -> bytes:
     return unpacked
 
 
-def _of_inspect(sample: Mapping[str, Any], task: str, where: str) -> Answered:
-    score = next(iter(sample["scores"].values()))
-    metadata = score.get("metadata") or {}
+def _answered_of_sample(
+    sample: Mapping[str, Any],
+    task: str,
+    correct: float,
+    metadata: Mapping[str, Any],
+    where: str,
+) -> Answered:
     confidence = metadata.get("confidence")
     output = sample.get("output") or {}
     choices = output.get("choices") or [{}]
@@ -97,11 +152,11 @@ def _of_inspect(sample: Mapping[str, Any], task: str, where: str) -> Answered:
     target = sample.get("target") or ""
     return Answered(
         group=str(sample.get("id")),
-        correct=verdict(score.get("value"), where),
+        correct=correct,
         confidence=None if confidence is None else share(confidence, where),
         text=text,
         problem=last_content(sample.get("input")),
         answer=target if isinstance(target, str) else ", ".join(map(str, target)),
         task=task,
-        finished=choices[0].get("stop_reason", "stop") in ("stop", "unknown"),
+        finished=choices[0].get("stop_reason", "stop") in _COMPLETE,
     )

@@ -5,6 +5,7 @@ traces of verifiers, which prime-rl writes too.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,29 +21,30 @@ logger = logging.getLogger(__name__)
 _METRICS = ("exact_match", "extractive_match", "accuracy", "acc", "pass@1", "em", "math_verify")
 
 
-def _lm_eval(file: Path) -> Iterator[Answered]:
+def _lm_eval(file: Path, filter_name: str = "") -> Iterator[Answered]:
     """Yield the rows of lm-eval's ``samples_TASK_*.jsonl``. A row of a multiple choice has the
     log-probs of its options; the confidence is then the share of the chosen one.
+
+    A task with several filters logs each document once for each of them: the rows of
+    ``filter_name`` are read, of the task's first filter if it is empty.
     """
     task = file.stem.removeprefix("samples_").rpartition("_")[0] or file.stem
+    counts: Counter[str] = Counter()
     for number, row in enumerate(read_rows(file), start=1):
         where = f"{file}: row {number}"
-        metric = next((name for name in _METRICS if name in row), None)
-        if metric is None:
-            named = row.get("metrics") or ["none"]
-            raise UserError(
-                f"{where} has none of the metrics {', '.join(_METRICS)} but {named}; name its "
-                "column, --columns correct=NAME"
-            )
-        responses = row.get("resps") or [[""]]
-        probability = _share_of_choice(responses)
+        name = str(row.get("filter") or "none")
+        counts[name] += 1
+        filter_name = filter_name or name
+        if name != filter_name:
+            continue
+        probability = _share_of_choice(_options_of(row))
         text = ""
         if probability is None:
-            text = str(_innermost(responses))
+            text = _only_response(row.get("resps") or [[""]], where)
         document = row.get("doc") or {}
         yield Answered(
             group=str(row.get("doc_id")),
-            correct=verdict(row[metric], where),
+            correct=verdict(row[_metric_of(row, where)], where),
             confidence=probability,
             text=text,
             problem=_first_text(document, ("question", "problem", "query", "input")),
@@ -50,6 +52,58 @@ def _lm_eval(file: Path) -> Iterator[Answered]:
             task=task,
             probability=probability,
         )
+    _report_filters(file, counts, filter_name)
+
+
+def _report_filters(file: Path, counts: Counter[str], chosen: str) -> None:
+    """Say which of several filters was read. Raises :class:`UserError` if the file lacks it."""
+    if chosen and chosen not in counts:
+        raise UserError(f"{file} has no filter {chosen!r}; it has {', '.join(counts)}")
+    if len(counts) > 1:
+        others = ", ".join(name for name in counts if name != chosen)
+        logger.warning(
+            "%s: %d rows of the filter %s are read; it also has the filters %s (--columns "
+            "filter=NAME)",
+            file,
+            counts[chosen],
+            chosen,
+            others,
+        )
+
+
+def _metric_of(row: Mapping[str, Any], where: str) -> str:
+    """Return the name of the column that holds the verdict."""
+    metric = next((name for name in _METRICS if name in row), None)
+    if metric is None:
+        named = row.get("metrics") or ["none"]
+        raise UserError(
+            f"{where} has none of the metrics {', '.join(_METRICS)} but {named}; name its "
+            "column, --columns correct=NAME"
+        )
+    return metric
+
+
+def _options_of(row: Mapping[str, Any]) -> Sequence[Any]:
+    """Return the responses without the log-likelihoods of the options alone, which
+    ``acc_mutual_info`` has lm-eval append (``process_results`` of lm_eval/api/task.py).
+    """
+    responses: Sequence[Any] = row.get("resps") or []
+    if "acc_mutual_info" in (row.get("metrics") or row) and len(responses) % 2 == 0:
+        return responses[: len(responses) // 2]
+    return responses
+
+
+def _only_response(responses: Sequence[Any], where: str) -> str:
+    """Return the text of a row. Raises :class:`UserError` if one verdict is about several texts."""
+    first = responses[0] if responses else ""
+    texts = [first] if isinstance(first, str) else list(first)
+    count = max(len(responses), len(texts))
+    if count > 1:
+        raise UserError(
+            f"{where} has {count} responses and one verdict for all of them (repeats of the task); "
+            "evaluate with repeats: 1, or one task for each repeat"
+        )
+    return str(texts[0]) if texts else ""
 
 
 def _share_of_choice(responses: Sequence[Any]) -> float | None:
@@ -62,12 +116,6 @@ def _share_of_choice(responses: Sequence[Any]) -> float | None:
             return None
         log_likelihoods.append(float(inner[0]))
     return share_of_best(log_likelihoods) if len(log_likelihoods) > 1 else None
-
-
-def _innermost(value: object) -> object:
-    while isinstance(value, Sequence) and not isinstance(value, str) and value:
-        value = value[0]
-    return value
 
 
 def _first_text(row: Mapping[str, Any], names: Sequence[str]) -> str:
@@ -86,10 +134,11 @@ def _verl(file: Path) -> Iterator[Answered]:
             text=str(row["output"]),
             problem=str(row["input"]),
             answer=str(row.get("gts") or ""),
+            task=str(row.get("data_source") or ""),
         )
 
 
-_OF_TRL = {"step", "prompt", "completion", "advantage"}
+_TRL_COLUMNS = {"step", "prompt", "completion", "advantage"}
 
 
 def _trl(file: Path) -> Iterator[Answered]:
@@ -101,7 +150,7 @@ def _trl(file: Path) -> Iterator[Answered]:
         rewards = [
             name
             for name, value in row.items()
-            if name not in _OF_TRL and isinstance(value, int | float)
+            if name not in _TRL_COLUMNS and isinstance(value, int | float)
         ]
         if len(rewards) != 1:
             raise UserError(
@@ -117,7 +166,7 @@ def _trl(file: Path) -> Iterator[Answered]:
         )
 
 
-_OF_CHOICES = "acc"  # lighteval's verdict on the option of the largest log-likelihood
+_CHOICE_METRIC = "acc"  # lighteval's verdict on the option of the largest log-likelihood
 
 
 def _lighteval(file: Path) -> Iterator[Answered]:
@@ -145,7 +194,7 @@ def _lighteval(file: Path) -> Iterator[Answered]:
             )
         probability = None
         log_likelihoods = response.get("logprobs") or []
-        if not texts and metric == _OF_CHOICES and len(log_likelihoods) > 1:
+        if not texts and metric == _CHOICE_METRIC and len(log_likelihoods) > 1:
             probability = share_of_best(log_likelihoods)
         yield Answered(
             group=str(document.get("id") or number),
@@ -162,8 +211,8 @@ def _lighteval(file: Path) -> Iterator[Answered]:
 def _gold_of(document: Mapping[str, Any]) -> str:
     """Return the right one of a document's choices, or the right ones."""
     index = document["gold_index"]
-    places = index if isinstance(index, list) else [index]
-    return ", ".join(str(document["choices"][place]).strip() for place in places)
+    indices = index if isinstance(index, list) else [index]
+    return ", ".join(str(document["choices"][each]).strip() for each in indices)
 
 
 def _verifiers(file: Path) -> Iterator[Answered]:
@@ -186,14 +235,14 @@ def _verifiers(file: Path) -> Iterator[Answered]:
             if not trace["ok"] or not rewards:
                 left_out += 1
                 continue
-            yield _of_trace(trace, rewards, str(episode["env"].get("id") or ""), where)
+            yield _answered_of_trace(trace, rewards, str(episode["env"].get("id") or ""), where)
     if left_out:
         logger.warning(
             "%s: %d of %d traces failed or have no reward and are left out", file, left_out, total
         )
 
 
-def _of_trace(
+def _answered_of_trace(
     trace: Mapping[str, Any], rewards: Mapping[str, float], task: str, where: str
 ) -> Answered:
     if len(rewards) > 1:
@@ -204,7 +253,7 @@ def _of_trace(
         )
     (score,) = rewards.values()
     nodes = trace["nodes"]
-    sampled = [place for place, node in enumerate(nodes) if node["sampled"]]
+    sampled = [number for number, node in enumerate(nodes) if node["sampled"]]
     text, finish_reason = "", None
     if sampled:
         text = last_content([nodes[sampled[-1]]["message"]])
@@ -225,15 +274,23 @@ def _of_trace(
 
 @dataclass(frozen=True)
 class Form:
-    """A log that is known by its ``columns``."""
+    """A log that is known by its ``columns``. With ``has_filters`` its reader also takes the name
+    of the filter whose rows are read.
+    """
 
     name: str
     columns: frozenset[str]
-    read: Callable[[Path], Iterator[Answered]]
+    read: Callable[..., Iterator[Answered]]
+    has_filters: bool = False
 
 
 FORMS = (
-    Form("lm-eval's samples", frozenset({"doc_id", "resps", "target"}), _lm_eval),
+    Form(
+        "lm-eval's samples",
+        frozenset({"doc_id", "resps", "target"}),
+        _lm_eval,
+        has_filters=True,
+    ),
     Form("lighteval's details", frozenset({"doc", "metric", "model_response"}), _lighteval),
     Form("verifiers' traces", frozenset({"env", "task", "traces"}), _verifiers),
     Form("TRL's completions", frozenset({"step", "prompt", "completion", "advantage"}), _trl),

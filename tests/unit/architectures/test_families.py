@@ -102,12 +102,29 @@ NESTED = {
 }
 
 
+def test_the_factor_inside_the_rotary_parameters_counts() -> None:
+    """transformers reads that one, and writes its class's default (0.5 for GLM-4) at the top."""
+    inside = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}
+    config = {**released(GLM4), "rope_parameters": inside}
+    config.pop("rope_theta", None)
+    assert parse_architecture(config).rotary_percent == 0.25
+
+
 @pytest.mark.parametrize(
     ("name", "change", "named"),
     [
         (GLM4, {"partial_rotary_factor": 0.0}, "partial_rotary_factor"),
         (GLM4, {"partial_rotary_factor": 1.5}, "partial_rotary_factor"),
-        (GLM4, {"rope_parameters": {"partial_rotary_factor": 0.25}}, "partial_rotary_factor"),
+        (
+            GLM4,
+            {"partial_rotary_factor": 0.75, "rope_parameters": {"partial_rotary_factor": 0.25}},
+            "partial_rotary_factor",
+        ),
+        (GLM4, {"rope_theta": None}, "rope_theta"),
+        (GLM4, {"num_hidden_layers": None}, "num_hidden_layers"),
+        (GLM4, {"num_attention_heads": None}, "num_attention_heads"),
+        (GLM4, {"intermediate_size": None}, "intermediate_size"),
+        (GLM4, {"vocab_size": None}, "vocab_size"),
         (GLM4, {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "yarn"),
         (GLM4, {"layer_types": ["sliding_attention"] * 61}, "layer_types"),
         (OLMO2, {"clip_qkv": 8.0}, "clip_qkv"),

@@ -259,3 +259,139 @@ def test_a_log_is_evaluated(tmp_path: Path) -> None:
     evaluation = json.loads((out / "evaluation.json").read_text())
     assert evaluation["overall"]["accuracy"] == 0.5
     assert evaluation["overall"]["verbal"]["parse_rate"] == 0.75
+
+
+# -------------------------------------------------------- filters, repeats, scores of many kinds
+
+
+def lm_eval_rows(path: Path, *rows: dict[str, Any]) -> Path:
+    """A log of lm-eval; each row has a document, a response and a verdict."""
+    file = path / "samples_gsm8k_2026.jsonl"
+    whole = [{"doc": {}, "target": "4", "metrics": ["exact_match"], **row} for row in rows]
+    file.write_text("".join(json.dumps(row) + "\n" for row in whole))
+    return file
+
+
+def two_filters(path: Path) -> Path:
+    rows = [
+        {
+            "doc_id": n,
+            "filter": name,
+            "resps": [["4\n<conf> Confidence: 0.8"]],
+            "exact_match": right,
+        }
+        for name, rights in (("strict-match", (0.0, 1.0)), ("flexible-extract", (1.0, 1.0)))
+        for n, right in enumerate(rights)
+    ]
+    return lm_eval_rows(path, *rows)
+
+
+def test_a_document_counts_once_whatever_filters_log_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The task's first filter, or the one that is named; the others are said."""
+    file = two_filters(tmp_path)
+    assert shown(file) == [("0", 0.0, 0.8), ("1", 1.0, 0.8)]
+    assert "flexible-extract" in caplog.text
+    assert shown(file, filter="flexible-extract") == [("0", 1.0, 0.8), ("1", 1.0, 0.8)]
+    with pytest.raises(UserError, match="strict-match, flexible-extract"):
+        read_any(file, {"filter": "lenient"})
+
+
+@pytest.mark.parametrize("responses", [[["4", "5"]], [["4"], ["5"]]])
+def test_one_verdict_about_several_responses_is_refused(tmp_path: Path, responses: Any) -> None:
+    file = lm_eval_rows(tmp_path, {"doc_id": 0, "resps": responses, "exact_match": 1.0})
+    with pytest.raises(UserError, match="repeats"):
+        read_any(file)
+
+
+def test_options_alone_are_no_options(tmp_path: Path) -> None:
+    """``acc_mutual_info`` logs log p(option) behind log p(option | question)."""
+    conditional = [-1.0, -2.0, -3.0]
+    alone = [-0.5, -9.0, -9.0]
+    row = {
+        "doc_id": 0,
+        "resps": [[[value, "False"]] for value in (*conditional, *alone)],
+        "metrics": ["acc", "acc_mutual_info"],
+        "acc": 1.0,
+        "acc_mutual_info": 1.0,
+    }
+    (sample,) = read_any(lm_eval_rows(tmp_path, row))
+    share = math.exp(-1.0) / sum(map(math.exp, conditional))
+    assert sample.judgement.confidence == pytest.approx(share, rel=1e-9)
+
+
+def inspect_json(path: Path, *samples: dict[str, Any]) -> Path:
+    """The JSON form of an Inspect log."""
+    file = path / "log.json"
+    whole = [{"id": n, "input": "2+2=", "target": "4", **s} for n, s in enumerate(samples)]
+    log = {"version": 2, "status": "success", "eval": {"task": "sums"}, "samples": whole}
+    file.write_text(json.dumps(log))
+    return file
+
+
+def answer(value: Any, stop_reason: str = "stop", confidence: str = "0.6") -> dict[str, Any]:
+    text = f"4\n<conf> Confidence: {confidence}"
+    return {
+        "scores": {"match": {"value": value}},
+        "output": {"completion": text, "choices": [{"message": {}, "stop_reason": stop_reason}]},
+    }
+
+
+def test_an_inspect_log_as_json(tmp_path: Path) -> None:
+    file = inspect_json(tmp_path, answer("C"), answer("I"))
+    assert shown(file) == [("0", 1.0, 0.6), ("1", 0.0, 0.6)]
+    assert read_any(file)[0].prompt.task == "sums"
+
+
+@pytest.mark.parametrize(
+    ("stop_reason", "status"),
+    [
+        ("stop", "ok"),
+        ("tool_calls", "ok"),  # an agent that submits by a tool
+        ("max_tokens", "truncated"),
+        ("model_length", "truncated"),
+        ("content_filter", "truncated"),
+    ],
+)
+def test_which_answers_of_inspect_are_complete(
+    tmp_path: Path, stop_reason: str, status: str
+) -> None:
+    (sample,) = read_any(inspect_json(tmp_path, answer("C", stop_reason)))
+    assert sample.response.finish_reason == ("stop" if status == "ok" else "length")
+
+
+def test_partly_right_is_one_half_and_no_number_is_no_score(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = inspect_json(tmp_path, answer("P"), answer("N"), answer(float("nan")), answer(None))
+    assert [verdict for _, verdict, _ in shown(file)] == [0.5, 0.0]
+    assert "2 of 4" in caplog.text
+    assert "1 of 2" in caplog.text, "a verdict between 0 and 1 is said to count as wrong"
+
+
+def test_a_score_of_several_values_has_to_be_named(tmp_path: Path) -> None:
+    file = inspect_json(
+        tmp_path, answer({"accuracy": 1, "style": 0}), answer({"accuracy": 0, "style": 1})
+    )
+    with pytest.raises(UserError, match=r"correct=match\.KEY.*accuracy, style"):
+        read_any(file)
+    assert [v for _, v, _ in shown(file, correct="match.style")] == [0.0, 1.0]
+    with pytest.raises(UserError, match="match"):
+        read_any(file, {"correct": "judge"})
+
+
+@pytest.mark.parametrize("end", ["<|im_end|>", "</s>", "<end_of_turn>\n", "<|eot_id|>"])
+def test_an_end_token_that_a_log_kept_is_no_part_of_the_answer(tmp_path: Path, end: str) -> None:
+    file = tmp_path / "1.jsonl"
+    row = {
+        "input": "2+2=",
+        "output": f"4\n<conf> Confidence: 0.8{end}",
+        "score": 1.0,
+        "data_source": "sums",
+    }
+    file.write_text(json.dumps(row) + "\n")
+    (sample,) = read_any(file)
+    assert sample.judgement.status == "ok"
+    assert sample.judgement.confidence == 0.8
+    assert sample.prompt.task == "sums"

@@ -71,3 +71,17 @@ def test_weights_that_are_not_finite_are_named_when_they_are_read(tmp_path, valu
     assert str(error.value).startswith(
         f"{tmp_path / 'two.safetensors'}: tensor bad has {kind} in it"
     )
+
+
+def test_two_sets_of_weights_are_refused_and_both_are_named(tmp_path):
+    """transformers would read the single file, vLLM the files of the index."""
+    for file in ("model.safetensors", "model-00001-of-00001.safetensors"):
+        save_file({"weight": torch.ones(2)}, tmp_path / file)
+    weight_map = {"weight": "model-00001-of-00001.safetensors"}
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(UserError) as error:
+        HFReader(tmp_path)
+    assert "model.safetensors" in str(error.value)
+    assert INDEX in str(error.value)
+    (tmp_path / "model.safetensors").unlink()
+    assert set(HFReader(tmp_path).files) == {"weight"}
