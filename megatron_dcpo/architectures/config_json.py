@@ -250,8 +250,8 @@ def _delta_net(config: dict[str, Any], traits: Traits, source: str) -> DeltaNet 
     kinds = config.get("layer_types")
     if kinds is None:
         period = config.get("full_attention_interval") or traits.delta_nets
-        of_period = ["linear_attention"] * (period - 1) + ["full_attention"]
-        kinds = [of_period[layer % period] for layer in range(layers)]
+        period_kinds = ["linear_attention"] * (period - 1) + ["full_attention"]
+        kinds = [period_kinds[layer % period] for layer in range(layers)]
     known = ("linear_attention", "full_attention")
     if len(kinds) != layers or not set(kinds) <= set(known):
         raise UserError(

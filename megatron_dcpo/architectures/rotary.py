@@ -217,11 +217,11 @@ def _yarn(rope: dict[str, Any], key: str, source: str) -> YarnScaling:
     truncate = rope.get("truncate", True)
     if not isinstance(truncate, bool):
         raise UserError(f"{source}: {key}.truncate must be true or false, not {truncate!r:.40}")
-    given = rope.get("attention_factor")
+    stated = rope.get("attention_factor")
     own = yarn_attention_factor(factor)
-    if given is not None and not math.isclose(float(given), own, rel_tol=1e-6):
+    if stated is not None and not math.isclose(float(stated), own, rel_tol=1e-6):
         raise UserError(
-            f"{source}: {key}.attention_factor={given!r:.40} is not supported with the rope type "
+            f"{source}: {key}.attention_factor={stated!r:.40} is not supported with the rope type "
             f"yarn, whose engines take {own:.6g} for factor={factor:g}; remove the key if that is "
             "the model's"
         )

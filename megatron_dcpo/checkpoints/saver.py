@@ -307,8 +307,8 @@ class Saver:
         pending.writer.finish(pending.metadata, [results for _, results, _ in written])
         save_config(CheckpointingConfig("torch_dist", 1), str(temporary))
         files = {}
-        for _, _, of_rank in written:
-            files.update(of_rank)
+        for _, _, files_of_rank in written:
+            files.update(files_of_rank)
         for name in (".metadata", "metadata.json"):
             files[name] = digest(temporary / name)
         write_manifest(temporary, pending.iteration, files)

@@ -248,14 +248,14 @@ def gather_rng_states(topology: Topology) -> dict[str, Any]:
             state = state.cpu()
         trackers[name] = state
     _, keys, *rest = np.random.get_state(legacy=True)
-    of_rank = {
+    generators = {
         "random_rng_state": random.getstate(),
         "np_rng_state": (torch.from_numpy(np.asarray(keys, np.int64)), *rest),
         "torch_rng_state": torch.get_rng_state(),
         "cuda_rng_state": rng_state(),
         "rng_tracker_states": trackers,
     }
-    states = [(_rank_name(topology), of_rank)] * (topology.tp_size * topology.pp_size)
+    states = [(_rank_name(topology), generators)] * (topology.tp_size * topology.pp_size)
     if len(states) > 1:
         dist.all_gather_object(states, states[0], group=parallel_state.get_model_parallel_group())
     return dict(states)

@@ -330,12 +330,12 @@ def program_limits(args: argparse.Namespace) -> CodeLimits:
     """
     from megatron_dcpo.sandbox.local import CodeLimits
 
-    given = {}
+    flags_set = {}
     for name in ("test_seconds", "program_seconds", "memory_mb"):
         value = getattr(args, name, None)
         if value is not None:
-            given[name] = value
-    return CodeLimits(**given)
+            flags_set[name] = value
+    return CodeLimits(**flags_set)
 
 
 def positive_int(text: str) -> int:

@@ -280,21 +280,21 @@ def run(args: argparse.Namespace) -> int:
     from megatron_dcpo.evaluation.run import run_evaluation
 
     signals.exit_with_launcher()
-    given = vars(args)
-    samples = given.get("samples", "")
-    columns = given.pop("columns", None)
+    arguments = vars(args)
+    samples = arguments.get("samples", "")
+    columns = arguments.pop("columns", None)
     if columns and not samples:
         raise UserError("--columns names columns of --samples FILE")
-    judge_again = given.get("rejudge", False)
+    judge_again = arguments.get("rejudge", False)
     if judge_again and not samples:
         raise UserError("--rejudge needs --samples FILE; new responses are judged anyway")
-    config = configuration(given)
+    config = configuration(arguments)
     with _progress() as progress:
         evaluation = run_evaluation(
             config,
             samples=samples,
             judge_again=judge_again,
-            fresh=given.get("fresh", False),
+            fresh=arguments.get("fresh", False),
             progress=progress,
             columns=parse_columns(columns) if columns else None,
         )
@@ -308,44 +308,44 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def configuration(given: Mapping[str, Any]) -> EvaluateConfig:
+def configuration(arguments: Mapping[str, Any]) -> EvaluateConfig:
     """Return the configuration for the parsed arguments. Raises :class:`UserError`."""
     from megatron_dcpo.config.evaluation import load_evaluation
     from megatron_dcpo.evaluation.run import evaluation_of_samples
 
     defaults = {}
-    samples = given.get("samples")
+    samples = arguments.get("samples")
     if samples:
         before = evaluation_of_samples(samples)
         if "marker" in before:
             defaults["judging"] = {"marker": before["marker"]}
     return load_evaluation(
-        overrides_of(given),
-        file=given.get("config"),
-        as_trained=given.get("as_trained"),
+        overrides_of(arguments),
+        file=arguments.get("config"),
+        as_trained=arguments.get("as_trained"),
         defaults=defaults,
         evaluates_model=not samples,
     )
 
 
-def overrides_of(given: Mapping[str, Any]) -> dict[str, Any]:
+def overrides_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options that flags and overrides set, by dotted name.
 
     Raises :class:`UserError`, which names both, if a flag and an override differ.
     """
     from megatron_dcpo.config import parse_overrides
 
-    options = parse_overrides(given.get("overrides", ()))
+    options = parse_overrides(arguments.get("overrides", ()))
     for flag, option in SHORTHANDS.items():
-        if flag not in given:
+        if flag not in arguments:
             continue
-        value = given[flag]
+        value = arguments[flag]
         if flag == "dtype":
             value = _DTYPES[value]
         if option in options and not _is_same(options[option], value):
             written = f"--{flag.replace('_', '-')}"
             raise UserError(
-                f"{written} {given[flag]} and {option}={options[option]} set the same option; "
+                f"{written} {arguments[flag]} and {option}={options[option]} set the same option; "
                 "remove one of them"
             )
         options[option] = value
@@ -455,7 +455,7 @@ def _print_guesses(scored: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 def _percent(value: float | None, ends: Sequence[float] | None) -> str:
-    """Return ``50.0% (41.2 to 58.8)``, or a dash for a value that there is not."""
+    """Return ``50.0% (41.2 to 58.8)``, or a dash for a missing value."""
     if value is None:
         return "–"
     text = f"{100 * value:.1f}%"

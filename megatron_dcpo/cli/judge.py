@@ -111,12 +111,12 @@ def _judge_by_function(args: argparse.Namespace) -> int:
     from megatron_dcpo.types import VERIFIER_ERROR
 
     names = ("verifier", "threshold", "sandbox", "test_seconds", "program_seconds", "memory_mb")
-    given = {}
+    chosen = {}
     for name in names:
         value = getattr(args, name, None)
         if value is not None:
-            given[name] = value
-    judging = checked(given, JudgingConfig, "dcpo judge")
+            chosen[name] = value
+    judging = checked(chosen, JudgingConfig, "dcpo judge")
     verifier, form = verifiers(judging, {})(judging.verifier)
     built_in = any(member.name in BUILT_IN for member in members(judging.verifier))
     attempts = []

@@ -87,11 +87,11 @@ def read(
     ``config/paths.py``.
     """
     try:
-        given: Any = OmegaConf.to_container(_read(Path(path)))
+        written: Any = OmegaConf.to_container(_read(Path(path)))
         for override in overrides:
             name, value = _parsed(override)
-            given = overridden(given, name, value)
-        values = OmegaConf.to_container(OmegaConf.create(given), resolve=True)
+            written = overridden(written, name, value)
+        values = OmegaConf.to_container(OmegaConf.create(written), resolve=True)
     except (
         OmegaConfBaseException,
         YAMLError,
@@ -251,12 +251,12 @@ def _overridden(
         return merged(holder, value) if both else value  # type: ignore[arg-type]
     key, *rest = parts
     name = ".".join((*above, *parts))
-    place = ".".join(above)
+    parent = ".".join(above)
     if isinstance(holder, list | tuple):
         if not (key.isdecimal() and int(key) < len(holder)):
             raise UserError(
-                f"override {name}: {place} is a list of {len(holder)}; name a place in it, "
-                f"{place}.0 to {place}.{len(holder) - 1}, or give the whole list"
+                f"override {name}: {parent} is a list of {len(holder)}; name a place in it, "
+                f"{parent}.0 to {parent}.{len(holder) - 1}, or give the whole list"
             )
         entries = list(holder)
         entry = entries[int(key)]
@@ -264,8 +264,8 @@ def _overridden(
         return entries
     if not isinstance(holder, Mapping | None):
         raise UserError(
-            f"override {name}: {place} is {holder!r:.80}, which has no {key}; give {place}=... as "
-            "a whole"
+            f"override {name}: {parent} is {holder!r:.80}, which has no {key}; give "
+            f"{parent}=... as a whole"
         )
     before = holder or {}
     inner = _overridden(before.get(key), rest, value, (*above, key))
@@ -324,10 +324,10 @@ def _check_keys(values: dict[Any, Any], kind: type, source: str, prefix: tuple[s
         name = ".".join((*prefix, str(key)))
         if key not in known:
             near = nearest(key, known, cutoff=0.7)
-            place = ELSEWHERE.get(str(key)) or (
+            meant = ELSEWHERE.get(str(key)) or (
                 ".".join((*prefix, near)) if near else _elsewhere(str(key))
             )
-            hint = f"did you mean {place}?" if place else f"valid keys: {', '.join(sorted(known))}"
+            hint = f"did you mean {meant}?" if meant else f"valid keys: {', '.join(sorted(known))}"
             raise UserError(f"{source}: unknown key {name}; {hint}")
         section = next((t for t in (known[key], *get_args(known[key])) if section_fields(t)), None)
         if section is not None and isinstance(value, dict):

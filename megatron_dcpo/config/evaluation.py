@@ -95,8 +95,8 @@ def _own_sources(run: Config) -> list[Values]:
     for source in run.data.sources:
         if source.verifier or source.template or source.columns:
             names = ("path", "name", "verifier", "template", "columns")
-            given = {name: getattr(source, name) for name in names}
-            found.append({name: value for name, value in given.items() if value})
+            chosen = {name: getattr(source, name) for name in names}
+            found.append({name: value for name, value in chosen.items() if value})
     return found
 
 

@@ -41,8 +41,8 @@ def _each(find: Callable[[str, Path], str]) -> Callable[[object, Path], object]:
 
 
 def _import_path(text: str, folder: Path) -> str:
-    place, _, name = text.rpartition(":")
-    return f"{beside(place, folder)}:{name}" if place.endswith(".py") else text
+    module_path, _, name = text.rpartition(":")
+    return f"{beside(module_path, folder)}:{name}" if module_path.endswith(".py") else text
 
 
 def _benchmarks(text: str, folder: Path) -> str:

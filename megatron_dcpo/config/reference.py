@@ -118,7 +118,7 @@ def options(section: str) -> list[Option]:
     """Return the options of a section, in the order of their declaration."""
     declared = _ALL[section]
     meanings = _meanings(declared)
-    of_objective = section == "objective"
+    is_objective = section == "objective"
     found = []
     for name, field in _fields(declared).items():
         meaning = meanings.get(name)
@@ -129,10 +129,10 @@ def options(section: str) -> list[Option]:
             kind=_kind(field.annotation, [field]),
             default="required" if field.is_required() else _shown(_default(field)),
             meaning=one_line(meaning),
-            methods=_methods(name) if of_objective else (),
+            methods=_methods(name) if is_objective else (),
         )
         found.append(option)
-    return [*found, *_own_options()] if of_objective else found
+    return [*found, *_own_options()] if is_objective else found
 
 
 def _default(field: FieldInfo) -> object:

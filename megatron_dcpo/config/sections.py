@@ -53,10 +53,10 @@ class AdapterConfig:
     """
 
     def __post_init__(self) -> None:
-        given = [name for name in ("rank", "alpha", "targets") if getattr(self, name) is not None]
-        if self.path and given:
+        is_set = [name for name in ("rank", "alpha", "targets") if getattr(self, name) is not None]
+        if self.path and is_set:
             raise ValueError(
-                f"model.adapter.path has its own {given[0]}; remove model.adapter.{given[0]}"
+                f"model.adapter.path has its own {is_set[0]}; remove model.adapter.{is_set[0]}"
             )
 
 
@@ -104,8 +104,8 @@ class SourceConfig:
     """Used instead of data.columns."""
 
     def __post_init__(self) -> None:
-        given = self.options or self.size is not None or self.seed is not None
-        if given and not self.path.startswith(BROUGHT):
+        is_set = self.options or self.size is not None or self.seed is not None
+        if is_set and not self.path.startswith(BROUGHT):
             raise ValueError(
                 "options, size and seed are for path: reasoning_gym:TASK, and options and size for "
                 "verifiers:ENV and nemo_gym:SERVER; remove them"

@@ -248,8 +248,8 @@ def _low_rank(checkpoint: MegatronCheckpoint, name: str) -> LowRank | None:
     key_B = f"{module}.lora_B.weight"
     if not checkpoint.tensors.keys() >= {key_A, key_B}:
         return None
-    of_module = scale_key(name.removesuffix(".weight"))
-    key = of_module if of_module in checkpoint.tensors else SCALE
+    module_key = scale_key(name.removesuffix(".weight"))
+    key = module_key if module_key in checkpoint.tensors else SCALE
     return LowRank(
         A=_float32(checkpoint, key_A),
         B=_float32(checkpoint, key_B),

@@ -29,8 +29,8 @@ from megatron_dcpo.evaluation.samples import (
     SampleLog,
     digest_asked,
     digest_judged,
-    of_prompt,
     with_consistency,
+    with_prompt,
     write_samples,
 )
 from megatron_dcpo.evaluation.scoring import CONFIDENCE_KINDS, bins_from_json
@@ -166,7 +166,7 @@ class _Collected:
             if sample.response.refusal or sample.origin.asked != origin.asked:
                 continue
             is_current = sample.origin.judged_by == origin.judged_by
-            sample = replace(of_prompt(sample, prompt), origin=origin)
+            sample = replace(with_prompt(sample, prompt), origin=origin)
             if is_current:
                 self.samples[key] = sample
             else:

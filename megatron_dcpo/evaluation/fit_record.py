@@ -94,10 +94,10 @@ def read_record(
     arrays. Raises LookupError, TypeError or ValueError for a damaged one.
     """
     rest = {}
-    of_record = {}
+    saved = {}
     for name, array in arrays.items():
         if name.startswith(_PREFIX):
-            of_record[name.removeprefix(_PREFIX)] = array
+            saved[name.removeprefix(_PREFIX)] = array
         else:
             rest[name] = array
     if "fitted_on" not in header:
@@ -107,18 +107,18 @@ def read_record(
         fitted_on = _fitted_on(header["fitted_on"])
     record = FitRecord(
         fitted_on=fitted_on,
-        held_out_confidences=of_record["held_out_confidences"],
-        held_out_correct=of_record["held_out_correct"],
-        counts=of_record["counts"],
+        held_out_confidences=saved["held_out_confidences"],
+        held_out_correct=saved["held_out_correct"],
+        counts=saved["counts"],
     )
     return record, rest
 
 
 def _fitted_on(values: Mapping[str, Any]) -> FittedOn:
     """Return the values of a header, whose lists JSON has in the place of tuples."""
-    given = {name: tuple(value) for name, value in values.items()}
-    given["instructions"] = tuple(map(tuple, given["instructions"]))
-    return FittedOn(**given)
+    sampling = {name: tuple(value) for name, value in values.items()}
+    sampling["instructions"] = tuple(map(tuple, sampling["instructions"]))
+    return FittedOn(**sampling)
 
 
 def fitted_on_of(paths: Iterable[str], samples: Sequence[Sample]) -> FittedOn | None:
@@ -177,13 +177,13 @@ def instruction(template: str, marker: str, form: str) -> tuple[str, ...]:
     if form not in ASKS:
         form = "math"
     try:
-        asked = find_template(template).instruct(_PLACE, marker, form)
+        instructed = find_template(template).instruct(_PLACE, marker, form)
     except Exception:  # a template of the user's is a program, or a file that is gone
         return ()
-    if isinstance(asked, str):
-        texts = [asked]
+    if isinstance(instructed, str):
+        texts = [instructed]
     else:
-        texts = [message["content"] for message in asked]
+        texts = [message["content"] for message in instructed]
     text = _PLACE.join(texts)
     parts = [part.strip() for part in text.split(_PLACE)]
     return tuple(part for part in parts if part)

@@ -47,23 +47,23 @@ class HeldOut:
         The samples have no log-probs, because the engine of a training run returns those of the
         sampling distribution, with its temperature.
         """
-        of_benchmark: dict[str, list[Response]] = {}
+        by_benchmark: dict[str, list[Response]] = {}
         for problems in self.problems:
-            of_benchmark[problems.benchmark.name] = []
+            by_benchmark[problems.benchmark.name] = []
         for response in responses:
             if response.text is None:
                 response = with_text(response, self.tokens, eos_ids)
-            of_benchmark[self.prompts[response.prompt_id].task].append(response)
+            by_benchmark[self.prompts[response.prompt_id].task].append(response)
         samples: list[Sample] = []
         for problems in self.problems:
-            samples += self._judged(problems, of_benchmark[problems.benchmark.name])
+            samples += self._judged(problems, by_benchmark[problems.benchmark.name])
         unknown = {"token_confidence": None, "min_logprob": None, "reasoning_logprob": None}
         return [sample.measured(**unknown) for sample in samples]
 
     def _judged(self, problems: Problems, responses: Sequence[Response]) -> list[Sample]:
-        asked = dict.fromkeys(response.prompt_id for response in responses)
+        prompt_ids = dict.fromkeys(response.prompt_id for response in responses)
         return evaluate_benchmark(
-            [self.prompts[prompt_id] for prompt_id in asked],
+            [self.prompts[prompt_id] for prompt_id in prompt_ids],
             lambda _: [responses],
             repeats=self.repeats,
             judged_by=AnswerJudge(partial(problems.judge, tokens=self.tokens), problems.equivalent),

@@ -122,16 +122,16 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         named = self.headers.get("Host", "")
         host = named.rpartition(":")[0] or named
-        asked = urlsplit(self.path)
+        requested = urlsplit(self.path)
         if host not in (ADDRESS, "localhost"):
             self._reply(403, "text/plain", "ask for 127.0.0.1 or localhost")
-        elif asked.path == "/":
+        elif requested.path == "/":
             template = pages().get_template("live.html.j2")
             page = template.render(title=printable(self.root.resolve().name))
             self._reply(200, "text/html", page)
-        elif asked.path == "/data":
+        elif requested.path == "/data":
             tag = _tag(self.root)
-            if parse_qs(asked.query).get("have") == [tag]:
+            if parse_qs(requested.query).get("have") == [tag]:
                 self._reply(204, "application/json", "")
                 return
             try:

@@ -212,13 +212,13 @@ def response_features(sample: Sample) -> list[float] | None:
     log-probs, log(1 - s), the mean log-prob, and the number of tokens. None if the log-probs are
     not known.
     """
-    of_reasoning = reasoning_features(sample)
-    if of_reasoning is None:
+    features = reasoning_features(sample)
+    if features is None:
         return None
     confidence = sample.judgement.confidence
     stated = confidence is not None
     logit = float(_logit(np.array(confidence))) if stated else 0.0
-    return [float(stated), logit, *of_reasoning]
+    return [float(stated), logit, *features]
 
 
 def reasoning_features(sample: Sample) -> list[float] | None:

@@ -327,8 +327,8 @@ def _by_kind(group: Sequence[EvaluatedRun], benchmark: str) -> list[dict[str, An
     accuracies: dict[str, list[float | None]] = {}
     blind: list[float | None] = [None] * (1 + len(shown))
     for name, scores in scored.items():
-        of_kinds = scores.get("by_kind", {})
-        parts = [scores, *(of_kinds.get(kind, {}) for kind in shown)]
+        by_kind = scores.get("by_kind", {})
+        parts = [scores, *(by_kind.get(kind, {}) for kind in shown)]
         accuracies[name] = [part.get("accuracy") for part in parts]
         for column, part in enumerate(parts):
             if blind[column] is None:
@@ -430,7 +430,7 @@ def separable_best(
     """
     if key not in BETTER or len(rows) < 2:
         return None
-    if any(key not in of_run for of_run in intervals.values()):
+    if any(key not in run_intervals for run_intervals in intervals.values()):
         return None
     best = BETTER[key](rows[name][key] for name in rows)
     (name, *equal) = [name for name in rows if rows[name][key] == best]

@@ -183,11 +183,11 @@ def _judge_again(
 ) -> list[Sample]:
     """Judge all samples again, each by its verifier; return them in the order given."""
     find = verifiers(config.judging, tests)
-    of_verifier: dict[VerifierChoice, list[int]] = {}
+    by_verifier: dict[VerifierChoice, list[int]] = {}
     for index, sample in enumerate(samples):
-        of_verifier.setdefault(_verifier_of_sample(sample, config), []).append(index)
+        by_verifier.setdefault(_verifier_of_sample(sample, config), []).append(index)
     judged: dict[int, Sample] = {}
-    for verifier, indices in of_verifier.items():
+    for verifier, indices in by_verifier.items():
         judged_by = AnswerJudge(
             judge=judge_of(config.judging, find, verifier),
             equivalent=equivalence(verifier),
@@ -270,7 +270,7 @@ def _new_samples(
                 progress=progress,
             )
     if ranks > 1:
-        samples = _of_all_ranks(samples, loaded)
+        samples = _gathered(samples, loaded)
         from megatron_dcpo.runtime import distributed
 
         distributed.destroy()
@@ -344,7 +344,7 @@ def _check_directory(
     check_samples(Path(config.run_dir), settings, wanted, config.evaluation.samples)
 
 
-def _of_all_ranks(samples: list[Sample], loaded: Sequence[Problems]) -> list[Sample]:
+def _gathered(samples: list[Sample], loaded: Sequence[Problems]) -> list[Sample]:
     """Return the samples of all ranks in the order of a single process."""
     position: dict[tuple[str, str], int] = {}
     for problems in loaded:

@@ -53,8 +53,8 @@ def find_runs(
     exactly one.
     """
     runs: list[EvaluatedRun] = []
-    for given in paths:
-        root = Path(given)
+    for named in paths:
+        root = Path(named)
         if root.is_file():
             runs.append(run_of_file(root, columns))
             continue

@@ -226,7 +226,7 @@ def _digest(value: object) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def of_prompt(sample: Sample, prompt: Prompt) -> Sample:
+def with_prompt(sample: Sample, prompt: Prompt) -> Sample:
     """Return a sample under the id of ``prompt``, with its key and columns."""
     return replace(
         sample,
@@ -249,24 +249,24 @@ def matched(
         if sample.response.refusal is None:
             last[(*sample.problem_key, sample.response.sample_index)] = sample
     by_key = {(prompt.task, prompt.prompt_id): prompt for prompt in prompts}
-    asked = {key: digest_asked(prompt) for key, prompt in by_key.items()}
+    prompt_digests = {key: digest_asked(prompt) for key, prompt in by_key.items()}
     kept: dict[tuple[str, str, int], Sample] = {}
-    homeless: dict[tuple[str, str | None, int], list[Sample]] = {}
+    unmatched: dict[tuple[str, str | None, int], list[Sample]] = {}
     for key, sample in last.items():
         task, prompt_id, repeat = key
         prompt = by_key.get((task, prompt_id))
-        if prompt is not None and sample.origin.asked == asked[task, prompt_id]:
+        if prompt is not None and sample.origin.asked == prompt_digests[task, prompt_id]:
             kept[key] = sample
         else:
-            place = (task, sample.origin.asked, repeat)
-            homeless.setdefault(place, []).append(sample)
+            moved_key = (task, sample.origin.asked, repeat)
+            unmatched.setdefault(moved_key, []).append(sample)
     repeats = sorted({repeat for _, _, repeat in last})
     for (task, prompt_id), prompt in by_key.items():
         for repeat in repeats:
-            moved = homeless.get((task, asked[task, prompt_id], repeat))
+            moved = unmatched.get((task, prompt_digests[task, prompt_id], repeat))
             if moved and (task, prompt_id, repeat) not in kept:
-                kept[task, prompt_id, repeat] = of_prompt(moved.pop(0), prompt)
-    others = [sample for left in homeless.values() for sample in left]
+                kept[task, prompt_id, repeat] = with_prompt(moved.pop(0), prompt)
+    others = [sample for left in unmatched.values() for sample in left]
     return list(kept.values()), others
 
 

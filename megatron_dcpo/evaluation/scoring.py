@@ -225,7 +225,7 @@ def _score(
         scores[kind] = block
     accuracies = []
     for repeat in repeats:
-        rows = _of_repeat(samples, repeat)
+        rows = _samples_of_repeat(samples, repeat)
         accuracies.append(metrics.accuracy([float(sample.correct) for sample in rows]))
     scores["runs"] = _spread(accuracies)
     if resamples:
@@ -252,16 +252,16 @@ def _per_run(
     """
     values: dict[str, list[float]] = {name: [] for name in INTERVALS if name != "accuracy"}
     for repeat in repeats:
-        rows = _of_repeat(samples, repeat)
+        rows = _samples_of_repeat(samples, repeat)
         confidences = [CONFIDENCE_KINDS[kind](sample) for sample in rows]
         correct = [float(sample.correct) for sample in rows]
         summary = summarize(confidences, correct, bins=bins, ranking_only=kind in RANKING_ONLY)
-        for name, of_runs in values.items():
-            of_runs.append(summary[name])
-    return {name: _spread(of_runs) for name, of_runs in values.items()}
+        for name, summaries in values.items():
+            summaries.append(summary[name])
+    return {name: _spread(summaries) for name, summaries in values.items()}
 
 
-def _of_repeat(samples: Sequence[Sample], repeat: int) -> list[Sample]:
+def _samples_of_repeat(samples: Sequence[Sample], repeat: int) -> list[Sample]:
     return [sample for sample in samples if sample.response.sample_index == repeat]
 
 
@@ -453,16 +453,16 @@ def passes(samples: Sequence[Sample], resamples: int, seed: int) -> PassAtK:
     """
     counts: dict[tuple[str, str], list[int]] = {}
     for sample in samples:
-        of_problem = counts.setdefault(sample.problem_key, [0, 0])
-        of_problem[0] += 1
-        of_problem[1] += int(sample.correct)
+        counted = counts.setdefault(sample.problem_key, [0, 0])
+        counted[0] += 1
+        counted[1] += int(sample.correct)
     values: dict[int, float] = {}
     intervals: dict[int, list[float]] = {}
     for k in _sizes(min((count for count, _ in counts.values()), default=0)):
-        of_problems = np.array([pass_at_k(n, c, k) for n, c in counts.values()])
-        values[k] = float(of_problems.mean())
+        chances = np.array([pass_at_k(n, c, k) for n, c in counts.values()])
+        values[k] = float(chances.mean())
         if resamples:
-            intervals[k] = _interval(of_problems, resamples, seed)
+            intervals[k] = _interval(chances, resamples, seed)
     return PassAtK(values, intervals)
 
 
@@ -477,11 +477,11 @@ def _sizes(largest: int) -> list[int]:
     return sizes
 
 
-def _interval(of_problems: np.ndarray, resamples: int, seed: int) -> list[float]:
+def _interval(chances: np.ndarray, resamples: int, seed: int) -> list[float]:
     generator = np.random.default_rng(seed)
-    count = len(of_problems)
+    count = len(chances)
     means = np.empty(resamples)
     for i in range(resamples):
-        means[i] = of_problems[generator.integers(count, size=count)].mean()
+        means[i] = chances[generator.integers(count, size=count)].mean()
     low, high = np.quantile(means, [0.025, 0.975])
     return [float(low), float(high)]

@@ -59,9 +59,9 @@ def chosen_letter(answer: str, options: Sequence[str]) -> str | None:
     """
     if len(answer) > LONGEST_ANSWER:
         return None
-    given = option_text(answer)
+    answer_words = option_text(answer)
     texts = [option_text(option) for option in options]
-    for form in _without_phrases(given):
+    for form in _without_phrases(answer_words):
         letter = _bare_letter(form, texts)
         if letter is not None:
             return letter
@@ -206,11 +206,11 @@ def _says_the_same(rest: str, own: str, others: Sequence[str]) -> bool:
     """Return whether a text is the beginning of an option, or has all words of the option in a row
     and then speaks of no other one.
     """
-    given = _words(rest)
+    answer_words = _words(rest)
     wanted = _words(own)
-    if given and given == wanted[: len(given)]:
+    if answer_words and answer_words == wanted[: len(answer_words)]:
         return True
-    padded = f" {' '.join(given)} "
+    padded = f" {' '.join(answer_words)} "
     before, found, beyond = padded.partition(f" {' '.join(wanted)} ")
     if not wanted or not found:
         return False

@@ -52,11 +52,11 @@ class EnvironmentVerifier:
 
     def __call__(self, attempts: Sequence[Attempt]) -> list[Outcome]:
         """Return the outcome of each reasoning block."""
-        asked = []
+        requests = []
         for attempt in attempts:
-            given = (attempt.row or {})[COLUMN]["input"]
-            asked.append((json.dumps([attempt.reasoning, given]),))
-        results = self.pool.verify(asked)
+            data = (attempt.row or {})[COLUMN]["input"]
+            requests.append((json.dumps([attempt.reasoning, data]),))
+        results = self.pool.verify(requests)
         return [outcome_of(result, self.options, self.warn) for result in results]
 
 

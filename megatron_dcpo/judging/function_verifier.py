@@ -74,11 +74,11 @@ class FunctionVerifier:
 
     def __call__(self, attempts: Sequence[Attempt]) -> list[Outcome]:
         """Return the outcome of each reasoning block."""
-        asked = []
+        requests = []
         for attempt in attempts:
             arguments = [attempt.reasoning, attempt.truth, attempt.row or {}]
-            asked.append((json.dumps(arguments, default=str),))
-        results = self.pool.verify(asked)
+            requests.append((json.dumps(arguments, default=str),))
+        results = self.pool.verify(requests)
         return [outcome_of(result, self.options, self.warn) for result in results]
 
 

@@ -112,8 +112,8 @@ def judge_by_task(
         of_task.setdefault(prompts[response.prompt_id].task, []).append(index)
     judged: dict[int, Judgement] = {}
     for task, indices in of_task.items():
-        asked = [responses[index] for index in indices]
-        judgements = judges[task](asked, prompts, **options)
+        task_responses = [responses[index] for index in indices]
+        judgements = judges[task](task_responses, prompts, **options)
         judged.update(zip(indices, judgements, strict=True))
     return [judged[index] for index in range(len(responses))]
 

@@ -357,7 +357,7 @@ class WorkerPool:
                 worker.process.wait(_GRACE_SECONDS)
         _end(worker)
         if not worker.ready:
-            # those that start side by side, and are killed together, have failed once
+            # concurrent failures count once
             failed = max(self._failed_starts, worker.failed_before + 1)
             self._failed_starts = failed
             # a late one has just been killed here, another by the kernel or an operator
@@ -403,8 +403,8 @@ class WorkerPool:
             while len(self._cache) > CACHE_SIZE or self._cached_characters > CACHE_CHARACTERS:
                 oldest, _ = self._cache.popitem(last=False)
                 self._cached_characters -= sum(map(len, oldest))
-            asked = self._asked.pop(pair)
-        asked.set_result(verdict)
+            waiting_calls = self._asked.pop(pair)
+        waiting_calls.set_result(verdict)
 
     def _alive(self, worker: Worker) -> bool:
         """Return whether a worker is alive and idle, and end it otherwise.

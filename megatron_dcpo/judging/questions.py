@@ -80,14 +80,14 @@ def f1(answer: str, truth: str, normalized: Normalize = normalize) -> float:
     """Return the harmonic mean of precision and recall of the normalized words, as in SQuAD. As in
     HotpotQA, yes and no score 0 or 1, nothing in between.
     """
-    given = normalized(answer).split()
+    answer_words = normalized(answer).split()
     wanted = normalized(truth).split()
-    if given != wanted and (given in _NO_PARTS or wanted in _NO_PARTS):
+    if answer_words != wanted and (answer_words in _NO_PARTS or wanted in _NO_PARTS):
         return 0.0
-    common = sum((Counter(given) & Counter(wanted)).values())
+    common = sum((Counter(answer_words) & Counter(wanted)).values())
     if not common:
         return 0.0
-    return 2 * common / (len(given) + len(wanted))
+    return 2 * common / (len(answer_words) + len(wanted))
 
 
 _NO_PARTS = (["yes"], ["no"], ["noanswer"])
@@ -120,8 +120,8 @@ def same_choice(a: str, b: str) -> bool:
 def _score_exact(attempt: Attempt, answer: str) -> float:
     normalized = _normalization(attempt.row)
     accepted = _accepted(attempt.truth, attempt.row)
-    given = normalized(answer)
-    return float(any(given == normalized(text) for text in accepted))
+    answer_words = normalized(answer)
+    return float(any(answer_words == normalized(text) for text in accepted))
 
 
 def _score_f1(attempt: Attempt, answer: str) -> float:

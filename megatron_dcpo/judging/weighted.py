@@ -106,8 +106,8 @@ def _label(name: str) -> str:
         return name.partition("://")[2].replace(":", "_").rstrip("/")
     if name in BUILT_IN:
         return name
-    place, _, function = name.rpartition(":")
-    module = Path(place).stem if place.endswith(".py") else place.rpartition(".")[2]
+    source, _, function = name.rpartition(":")
+    module = Path(source).stem if source.endswith(".py") else source.rpartition(".")[2]
     return f"{module}.{function}"
 
 

@@ -68,8 +68,8 @@ class ObjectiveConfig(BaseModel):
     block.
     """
     advantage_normalization_confidence: ConfidenceNormalization = "std"
-    """The same of the confidence block; batch_std (dcpo, posthoc): x - mean over its root mean
-    square in the mini-batch.
+    """Normalization for the confidence block; batch_std (dcpo, posthoc): x - mean over its root
+    mean square in the mini-batch.
     """
     ddof: Literal[0, 1] = 0
     """What is subtracted from G in the standard deviation of a group: 0 population, 1 sample."""

@@ -384,7 +384,7 @@ def stage_layers_bytes(arch: Architecture, layout: Layout, config: Config, stage
     vp = layout.virtual_pipeline_model_parallel_size
     chunks = chunk_layers(arch.num_layers, layout)[stage :: layout.pipeline_model_parallel_size]
     kept = functools.partial(layer_bytes, arch, layout, config)
-    of_chunks = []
+    chunk_bytes = []
     for layers in chunks:
         recompute: str = parallel.recompute_granularity
         if recompute == "full" and parallel.recompute_method == "uniform":
@@ -393,12 +393,12 @@ def stage_layers_bytes(arch: Architecture, layout: Layout, config: Config, stage
         recomputed = len(layers)
         if recompute == "full" and parallel.recompute_method == "block":
             recomputed = parallel.recompute_num_layers
-        of_chunks.append(
+        chunk_bytes.append(
             sum(kept(layer, recompute=recompute) for layer in layers[:recomputed])
             + sum(kept(layer, recompute="none") for layer in layers[recomputed:])
         )
     # The schedule may hold the most of the stage's largest model chunk.
-    return vp * max(of_chunks)
+    return vp * max(chunk_bytes)
 
 
 def recomputed_share(arch: Architecture, layout: Layout, config: Config) -> float:
@@ -446,7 +446,7 @@ def _local(arch: Architecture, w: Widths) -> float:
     k = w.keys
     normalized = 4 if arch.zero_centered_norms else b
     # the input in fp32, what is normalized, and what is scaled
-    norms = _norms(arch, w, of_input=4 + normalized + b, of_output=4 + normalized)
+    norms = _norms(arch, w, input_bytes=4 + normalized + b, output_bytes=4 + normalized)
     qkv = b * (q + 2 * k)  # the output of the projection, of which the values are views
     qk_norms = 0
     if arch.qk_layernorm or arch.whole_qk_layernorm:
@@ -462,7 +462,7 @@ def _local(arch: Architecture, w: Widths) -> float:
     return norms + qkv + qk_norms + rotary + attention + projection + _mlp(w, False)
 
 
-def _norms(arch: Architecture, w: Widths, of_input: float, of_output: float) -> float:
+def _norms(arch: Architecture, w: Widths, input_bytes: float, output_bytes: float) -> float:
     """Return the bytes per token of a layer's norms, given those per number that a norm of the
     input of attention or MLP keeps, with its result, which the linear layer keeps, and one of their
     output; besides 1/rms. Without a norm of its input, a linear layer keeps the hidden state.
@@ -472,10 +472,10 @@ def _norms(arch: Architecture, w: Widths, of_input: float, of_output: float) -> 
         if norm is None:
             total += w.bytes * w.hidden
         else:
-            total += of_input * w.hidden + 4
+            total += input_bytes * w.hidden + 4
     for norm in (arch.norms.attention_output, arch.norms.mlp_output):
         if norm is not None:
-            total += of_output * w.hidden + 4
+            total += output_bytes * w.hidden + 4
     return total
 
 
@@ -484,7 +484,7 @@ def _transformer_engine(arch: Architecture, w: Widths) -> float:
     q = w.queries
     k = w.keys
     # the input, and what is scaled
-    norms = _norms(arch, w, of_input=2 * b, of_output=b)
+    norms = _norms(arch, w, input_bytes=2 * b, output_bytes=b)
     qkv = b * (q + 2 * k)
     qk_norms = 0
     if arch.qk_layernorm:

@@ -27,7 +27,7 @@ from megatron_dcpo.planning.plan import Plan, make_plan
 from megatron_dcpo.planning.traffic import sequence_flops
 from megatron_dcpo.weights.layout import UNEVEN_PIPELINE
 
-ALONE = 0.9  # the part of a GPU's memory for an engine that shares it with nobody
+ALONE = 0.9  # the part of a GPU's memory for an engine that has the GPU to itself
 SPREAD = 0.7  # sigma of the default log-normal lengths
 # The number of simulated steps. The first is not counted, because partial rollouts begin with
 # nothing carried over.

@@ -106,8 +106,10 @@ def step_traffic(
     hidden = tokens * arch.hidden_size * b
 
     dense = state.buffer_numel - state.expert_numel
-    of_experts = expert_replicas(layout, replicas)
-    shared = dense * (replicas - 1) / replicas + state.expert_numel * (of_experts - 1) / of_experts
+    expert_copies = expert_replicas(layout, replicas)
+    shared = (
+        dense * (replicas - 1) / replicas + state.expert_numel * (expert_copies - 1) / expert_copies
+    )
     per_number = 8
     if parallel.use_distributed_optimizer:
         per_number = 4 + b

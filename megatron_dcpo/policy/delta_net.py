@@ -215,8 +215,8 @@ def gated_delta_rule(
         x = F.pad(x.float().transpose(1, 2), (0, 0, 0, -tokens % size))
         return x.unflatten(2, (-1, size))
 
-    q = in_chunks(_of_length_one(query)) * query.shape[-1] ** -0.5
-    k = in_chunks(_of_length_one(key))
+    q = in_chunks(_unit_length(query)) * query.shape[-1] ** -0.5
+    k = in_chunks(_unit_length(key))
     v = in_chunks(value)
     rate = in_chunks(beta.unsqueeze(-1))
     decay = in_chunks(log_decay.unsqueeze(-1)).cumsum(dim=-2)  # from the first of a chunk
@@ -246,7 +246,7 @@ def gated_delta_rule(
     return torch.cat(read, dim=2)[:, :, :tokens].transpose(1, 2)
 
 
-def _of_length_one(x: Tensor) -> Tensor:
+def _unit_length(x: Tensor) -> Tensor:
     x = x.float()
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
 

@@ -39,7 +39,7 @@ from megatron_dcpo.errors import UserError, one_line, pip_install
 from megatron_dcpo.policy.context_parallel import gather_keys_and_values
 from megatron_dcpo.policy.delta_net import GatedDeltaNet
 from megatron_dcpo.policy.norms import NormedResidual, NormOfKeys, NormOfQueries, RMSNorm
-from megatron_dcpo.policy.rotary import has_two_rotations, of_layer, softmax_scale
+from megatron_dcpo.policy.rotary import angles_of_layer, has_two_rotations, softmax_scale
 from megatron_dcpo.runtime.device import capabilities
 from megatron_dcpo.weights.table import OUTPUT_NORMS
 
@@ -202,13 +202,13 @@ class ArchitectureAttention(SelfAttention):
     ) -> None:
         self.has_window = arch.has_window(layer_number - 1)
         self.two_rotations = has_two_rotations(arch)
-        of_attention = copy.copy(config)
-        of_attention.add_bias_linear = arch.output_bias
-        of_attention.softmax_scale = softmax_scale(arch, self.has_window)
+        attention_config = copy.copy(config)
+        attention_config.add_bias_linear = arch.output_bias
+        attention_config.softmax_scale = softmax_scale(arch, self.has_window)
         # Only here: for the whole model it would have Megatron add up the gradients of weights of
         # which each tensor-parallel rank has its own.
-        of_attention.qk_layernorm = arch.qk_layernorm or arch.whole_qk_layernorm
-        super().__init__(of_attention, *args, layer_number=layer_number, **kwargs)
+        attention_config.qk_layernorm = arch.qk_layernorm or arch.whole_qk_layernorm
+        super().__init__(attention_config, *args, layer_number=layer_number, **kwargs)
 
     def forward(
         self,
@@ -219,7 +219,7 @@ class ArchitectureAttention(SelfAttention):
     ) -> object:
         """Attend with the layer's part of ``rotary_pos_emb``, the angles [2, s, 1, 1, d]."""
         if self.two_rotations and rotary_pos_emb is not None:
-            rotary_pos_emb = of_layer(rotary_pos_emb, self.has_window)
+            rotary_pos_emb = angles_of_layer(rotary_pos_emb, self.has_window)
         return super().forward(hidden_states, *args, rotary_pos_emb=rotary_pos_emb, **kwargs)
 
 
@@ -287,13 +287,13 @@ def _put_norms(
             layer.input_layernorm = IdentityOp
         if arch.norms.mlp_input is None:
             layer.pre_mlp_layernorm = IdentityOp
-    for name, place in (
+    for name, attribute in (
         (arch.norms.attention_output, "self_attn_bda"),
         (arch.norms.mlp_output, "mlp_bda"),
     ):
         if name is not None:
             params = {"config": config, "norm": norm}
-            setattr(layer, place, ModuleSpec(module=NormedResidual, params=params))
+            setattr(layer, attribute, ModuleSpec(module=NormedResidual, params=params))
     layer.sharded_state_dict_keys_map = {**layer.sharded_state_dict_keys_map, **OUTPUT_NORMS}
     if arch.whole_qk_layernorm:
         attention.q_layernorm = NormOfQueries

@@ -58,11 +58,11 @@ class NormOfHeads(MegatronModule):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the normed heads."""
-        of_token = x.flatten(-2).float()
-        squares = of_token.square().sum(-1, keepdim=True)
+        flat = x.flatten(-2).float()
+        squares = flat.square().sum(-1, keepdim=True)
         if self.config.tensor_model_parallel_size > 1:
             squares = _SumOverRanks.apply(squares)
-        normalized = of_token * torch.rsqrt(squares / self.size + self.eps)
+        normalized = flat * torch.rsqrt(squares / self.size + self.eps)
         return (normalized.to(x.dtype) * self.weight).view_as(x)
 
     def sharded_state_dict(

@@ -28,11 +28,11 @@ def set_rotary_frequencies(gpt: Any, arch: Architecture) -> None:  # noqa: ANN40
     gpt.rotary_pos_emb.inv_freq = inv_freq.to(current_device())
     if arch.sliding_window is None or not has_two_rotations(arch):
         return
-    of_windows = copy.copy(gpt.rotary_pos_emb)
-    of_windows.inv_freq = _unscaled_frequencies(
+    window_embedding = copy.copy(gpt.rotary_pos_emb)
+    window_embedding.inv_freq = _unscaled_frequencies(
         arch.rotary_dimensions, arch.sliding_window.rotary_base
     ).to(current_device())
-    gpt.rotary_pos_emb = TwoRotaryEmbeddings(gpt.rotary_pos_emb, of_windows)
+    gpt.rotary_pos_emb = TwoRotaryEmbeddings(gpt.rotary_pos_emb, window_embedding)
 
 
 def has_two_rotations(arch: Architecture) -> bool:
@@ -66,7 +66,7 @@ class TwoRotaryEmbeddings(torch.nn.Module):
         return length
 
 
-def of_layer(angles: Tensor, has_window: bool) -> Tensor:
+def angles_of_layer(angles: Tensor, has_window: bool) -> Tensor:
     """Return those angles of :class:`TwoRotaryEmbeddings` that belong to a layer, [s, 1, 1, d],
     contiguous.
     """

@@ -29,7 +29,7 @@ from megatron_dcpo.types import Prompt, Response, ResponseKey
 from megatron_dcpo.weights.hf_checkpoint import HFReader
 from megatron_dcpo.weights.planner import WeightSlice
 
-# removed behind vLLM 0.23
+# removed after vLLM 0.23
 _NOT_IN_VLLM = ("dots1",)
 # run by transformers' modules, whose gate_up_proj takes no gate_proj and up_proj
 _FUSED_IN_VLLM = ("glm",)
@@ -91,7 +91,7 @@ class Engine(Protocol):
         those that finish together.
 
         A response depends on its prompt, the weights, the seed, the step and its index only, not on
-        what else is sampled. How many run at once is the engine's affair. With ``partial``, as soon
+        what else is sampled. How many run at once is up to the engine. With ``partial``, as soon
         as that is full, everything else comes as it is, with ``finish_reason`` ``abort`` and
         perhaps no token; what is continued keeps the random numbers of the step it began in, so
         that with the same weights it is what it would have been.

@@ -75,8 +75,8 @@ class RecordedExperts:
         self._tokens = np.zeros((0,))
 
     def note_prompts(self, rows: Sequence[int], choices: Sequence[np.ndarray]) -> None:
-        for row, of_prompt in zip(rows, choices, strict=True):
-            self._prompts[row] = of_prompt
+        for row, prompt_choices in zip(rows, choices, strict=True):
+            self._prompts[row] = prompt_choices
         if not self._tokens.size:
             self._tokens = np.zeros((*self._shape, *choices[0].shape[1:]), np.int16)
 

@@ -507,9 +507,9 @@ def _add_states(layer: Any, more: Any) -> None:  # noqa: ANN401 - of transformer
     """
     for name in ("conv_states", "recurrent_states"):
         states = getattr(layer, name)
-        for index, of_more in getattr(more, name).items():
-            if of_more is not None:
-                states[index] = torch.cat([states[index], of_more])
+        for index, added in getattr(more, name).items():
+            if added is not None:
+                states[index] = torch.cat([states[index], added])
 
 
 def sample_token(logits: Tensor, random: Tensor, sampling: SamplingConfig) -> tuple[Tensor, Tensor]:

@@ -130,9 +130,9 @@ def cache_bytes(arch: Architecture, options: VllmOptions, available: int, ranks:
     vLLM would take ``gpu_memory_utilization`` of the whole memory for each of a host's ``ranks``.
     Raises :class:`UserError` when one request does not fit.
     """
-    given = options.arguments.get("kv_cache_memory_bytes", 0)
-    if given or capabilities().separate_memory:
-        return int(given)
+    fixed_bytes = options.arguments.get("kv_cache_memory_bytes", 0)
+    if fixed_bytes or capabilities().separate_memory:
+        return int(fixed_bytes)
     itemsize = dtype_bytes(options.dtype)
     size = options.tensor_model_parallel_size
     longest = min(

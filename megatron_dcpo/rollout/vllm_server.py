@@ -50,7 +50,7 @@ from megatron_dcpo.weights.planner import WeightSlice
 from megatron_dcpo.weights.table import EMBEDDING, OUTPUT, hf_shapes, stored_shapes
 
 _ROUNDED = 1e-3  # a log-prob of a probability that rounding has put above 1
-_REFUSED_SECONDS = 2.0  # within which a server says that it takes no weights in this way
+_REFUSED_SECONDS = 2.0  # time for a server to reject the transfer
 _LOOK_SECONDS = 0.5  # between two looks for a signal, while no response comes
 _GIVE_UP_SECONDS = 60.0  # for a server to end an update that was broken off
 
@@ -179,8 +179,8 @@ class ServerEngine(Engine):
         self._write(buckets, directory)
         try:
             with ThreadPoolExecutor(len(self.servers)) as pool:
-                told = [pool.submit(server.reload, directory) for server in self.servers]
-            for answer in told:
+                pending = [pool.submit(server.reload, directory) for server in self.servers]
+            for answer in pending:
                 answer.result()
         finally:
             for older in set(directory.parent.glob("version_*")) - {directory}:
@@ -316,13 +316,13 @@ class _Nccl:
     def send(self, tensors: Mapping[str, Tensor]) -> None:
         """Send tensors. They may be overwritten when it returns."""
         with ThreadPoolExecutor(1) as pool:
-            told = pool.submit(
+            pending = pool.submit(
                 self.server.call, "/update_weights", {"update_info": described(tensors)}
             )
-            self._check(told)
+            self._check(pending)
             for tensor in tensors.values():
                 self.group.broadcast(tensor, src=0)
-            told.result()
+            pending.result()
         synchronize()
 
     def finish(self) -> None:
@@ -347,18 +347,18 @@ class _Nccl:
             "world_size": 1 + int(self.server.call("/get_world_size")["world_size"]),
         }
         with ThreadPoolExecutor(1) as pool:
-            told = pool.submit(
+            pending = pool.submit(
                 self.server.call, "/init_weight_transfer_engine", {"init_info": connection(info)}
             )
-            self._check(told)
+            self._check(pending)
             group = trainer_init(info)
-            told.result()
+            pending.result()
         return group
 
-    def _check(self, told: Future[Any]) -> None:
+    def _check(self, pending: Future[Any]) -> None:
         """Raise if the server refused: a rank that enters a collective alone waits for ever."""
-        if wait([told], _REFUSED_SECONDS if self.group is None else 0.0).done:
-            told.result()
+        if wait([pending], _REFUSED_SECONDS if self.group is None else 0.0).done:
+            pending.result()
 
 
 def whole_tensors(

@@ -77,21 +77,21 @@ class SliceOfWhole(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> object:
-        given = next(value for value in args if isinstance(value, cls))
-        if given.dim() > given.piece.values.dim():
+        whole = next(value for value in args if isinstance(value, cls))
+        if whole.dim() > whole.piece.values.dim():
             if func is torch.ops.aten.unbind.int and args[1:] in ((), (0,)):
-                return [given._of_shape(given.shape[1:])]
+                return [whole._shaped(whole.shape[1:])]
         elif func is torch.ops.aten.unsqueeze.default and args[1] == 0:
-            return given._of_shape((1, *given.shape))
+            return whole._shaped((1, *whole.shape))
         elif func is torch.ops.aten.detach.default:
-            return given._narrowed()
+            return whole._narrowed()
         elif func is torch.ops.aten.slice.Tensor:
-            return given._narrowed(*args[1:])
+            return whole._narrowed(*args[1:])
         elif func is torch.ops.aten.copy_.default and not isinstance(args[0], cls):
-            return given._copy_to(args[0])
-        raise given._misread(f"called {func}")
+            return whole._copy_to(args[0])
+        raise whole._misread(f"called {func}")
 
-    def _of_shape(self, shape: Sequence[int]) -> SliceOfWhole:
+    def _shaped(self, shape: Sequence[int]) -> SliceOfWhole:
         made = SliceOfWhole(self.piece, shape, self.keeps)
         made.window = self.window
         made.copied = self.copied
@@ -104,7 +104,7 @@ class SliceOfWhole(Tensor):
         stop = min(self.shape[dim] if stop is None else stop, self.shape[dim])
         if (start, stop) != (0, self.shape[dim]) and (dim != self.piece.dim or step != 1):
             raise self._misread(f"narrowed dimension {dim}")
-        made = self._of_shape([stop - start if d == dim else n for d, n in enumerate(self.shape)])
+        made = self._shaped([stop - start if d == dim else n for d, n in enumerate(self.shape)])
         begin = self.window[0] + (start if dim == self.piece.dim else 0)
         made.window = begin, begin + made.shape[self.piece.dim]
         return made
@@ -267,8 +267,8 @@ class InProcessTransfer(WeightTransferEngine[_Init, _Update]):
         """Return the name of the parameter that a Hugging Face tensor goes to; of experts one that
         all of the layer's have in common.
         """
-        layer, of_expert, _ = name.partition(".mlp.experts.")
-        if of_expert:
+        layer, expert_part, _ = name.partition(".mlp.experts.")
+        if expert_part:
             return f"{layer}.mlp.experts.routed_experts.w13_weight"
         # A model's loader maps the names first, and then that of the model inside it.
         mappers = []

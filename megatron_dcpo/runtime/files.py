@@ -154,10 +154,10 @@ def check_no_overlap(target: Path, *sources: Path) -> None:
     """
     for source in sources:
         resolved = source.resolve()
-        for place in (target, _temporary(target)):
-            if place.resolve() in (resolved, *resolved.parents):
+        for leftover in (target, _temporary(target)):
+            if leftover.resolve() in (resolved, *resolved.parents):
                 raise UserError(
-                    f"cannot write {place}: it holds the input {source}; choose another name"
+                    f"cannot write {leftover}: it holds the input {source}; choose another name"
                 )
 
 

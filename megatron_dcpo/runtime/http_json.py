@@ -69,8 +69,8 @@ class JsonClient:
     ``timeout`` is the number of seconds of one attempt, to the last byte of the reply. A reply of
     more than ``max_reply_bytes`` is refused, and so is a redirect, because ``api_key`` and the
     request are for ``url`` alone. No ``repr`` and no error shows the key. Without
-    ``through_proxy`` the proxies of the environment are left out, which know no nodes of a job; and
-    a host that is lost ends a request, however long that may take, after _LOST_SECONDS.
+    ``through_proxy`` the proxies of the environment are left out, which cannot resolve the nodes of
+    a job; and a host that is lost ends a request, however long that may take, after _LOST_SECONDS.
     """
 
     url: str

@@ -215,10 +215,10 @@ class SandboxSession:
             in_memory(_job(program, tests)) as task,
             self.server("program").spawn(self.limits, task) as channel,
         ):
-            for place, (given, expected) in enumerate(tests["cases"], start=1):
+            for number, (inputs, expected) in enumerate(tests["cases"], start=1):
                 wall = min(self.limits.test_seconds, remaining(deadline))
                 with (
-                    in_memory(given.encode(errors="surrogatepass")) as stdin,
+                    in_memory(inputs.encode(errors="surrogatepass")) as stdin,
                     in_memory() as out,
                     in_memory() as err,
                 ):
@@ -237,7 +237,7 @@ class SandboxSession:
                             detail = "another output than expected"
                 if category != "passed":
                     return CodeVerdict(
-                        correct=0, category=category, detail=f"case {place}: {detail}"
+                        correct=0, category=category, detail=f"case {number}: {detail}"
                     )
         return CodeVerdict(1, "passed")
 

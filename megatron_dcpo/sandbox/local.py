@@ -249,7 +249,7 @@ def end_of_run(channel: socket.socket, seconds: float, grace: float = _GRACE_SEC
 def message_of_run(
     channel: socket.socket, seconds: float, grace: float = _GRACE_SECONDS
 ) -> dict[str, Any]:
-    """Yield the same as it comes: how the run ended or, from tests, their verdict."""
+    """Return the message at the end of a run: how it ended or, from tests, their verdict."""
     try:
         message: dict[str, Any] = receive(channel, seconds + grace)
     except TimeoutError:
@@ -266,8 +266,8 @@ def running_tests(
     server: Server, limits: CodeLimits, tests: dict[str, Any], pipe: int
 ) -> Iterator[Callable[[], dict[str, Any]]]:
     """Start the tests of a program that answers on ``pipe``, in a process of ``server``, whose role
-    is ``checker``. The function that waits for their verdict: ``category``, ``detail``; it raises
-    SandboxDied.
+    is ``checker``. Yields a function that waits for their verdict (``category``, ``detail``) and
+    raises SandboxDied.
     """
     with contextlib.ExitStack() as stack:
         task = stack.enter_context(in_memory(json.dumps(tests).encode()))

@@ -75,10 +75,10 @@ def checked_tests(tests: object, where: str = "tests") -> dict[str, Any]:
         cases = _cases(tests, where)
         known["cases"] = [
             (
-                _text(case, "input", f"{where}, case {place}"),
-                _text(case, "output", f"{where}, case {place}"),
+                _text(case, "input", f"{where}, case {case_no}"),
+                _text(case, "output", f"{where}, case {case_no}"),
             )
-            for place, case in enumerate(cases, start=1)
+            for case_no, case in enumerate(cases, start=1)
         ]
         known["atol"] = _atol(tests, where)
         return known
@@ -147,7 +147,7 @@ def check_syntax(tests: Mapping[str, Any], where: str = "tests") -> None:
 def _function_cases(cases: list[Mapping[str, Any]], where: str) -> dict[str, Any]:
     encoder = Encoder((), None)
     encoded = []
-    for place, case in enumerate(cases, start=1):
+    for case_no, case in enumerate(cases, start=1):
         args = case.get("args", [])
         kwargs = case.get("kwargs") or {}
         if (
@@ -156,14 +156,16 @@ def _function_cases(cases: list[Mapping[str, Any]], where: str) -> dict[str, Any
             or "expected" not in case
         ):
             raise UserError(
-                f"{where}, case {place}: must have args (a list) and expected, perhaps kwargs (an "
-                "object)"
+                f"{where}, case {case_no}: must have args (a list) and expected, perhaps "
+                "kwargs (an object)"
             )
         try:
             parts = {"args": list(args), "kwargs": dict(kwargs), "expected": case["expected"]}
             encoded.append({name: encoder.encode(value) for name, value in parts.items()})
         except Unsendable as error:
-            raise UserError(f"{where}, case {place}: {error} cannot be sent to a program") from None
+            raise UserError(
+                f"{where}, case {case_no}: {error} cannot be sent to a program"
+            ) from None
     return {"cases": encoded}
 
 
@@ -171,9 +173,11 @@ def _cases(tests: Mapping[str, Any], where: str) -> list[Mapping[str, Any]]:
     cases = tests.get("cases")
     if not isinstance(cases, list | tuple) or not cases:
         raise UserError(f"{where}: cases must be a list of at least one case")
-    for place, case in enumerate(cases, start=1):
+    for case_no, case in enumerate(cases, start=1):
         if not isinstance(case, Mapping):
-            raise UserError(f"{where}, case {place}: must be an object, got {type(case).__name__}")
+            raise UserError(
+                f"{where}, case {case_no}: must be an object, got {type(case).__name__}"
+            )
     return list(cases)
 
 

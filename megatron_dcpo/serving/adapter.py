@@ -181,13 +181,13 @@ async def ask_app(app: App, scope: Message, body: Mapping[str, Any]) -> dict[str
     of the client's. Raises :class:`AdapterError`.
     """
     request, content = request_of(scope, compact(body))
-    given = [content]
+    prompt_parts = [content]
     status = 0
     pieces: list[bytes] = []
 
     async def receive() -> Message:
-        if given:
-            return given.pop()
+        if prompt_parts:
+            return prompt_parts.pop()
         await asyncio.Event().wait()
         raise AssertionError("nobody sets the event")
 

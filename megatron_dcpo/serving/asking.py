@@ -91,10 +91,10 @@ def ask(body: Mapping[str, Any], api: Api, calibrator: Calibrator | None, names:
 
 def _asked_logprobs(body: Mapping[str, Any], api: Api) -> tuple[bool, int]:
     """Return whether a client asks for log-probs, and for how many of the largest ones."""
-    given = body.get("logprobs")
-    if given is None or given is False:
+    requested = body.get("logprobs")
+    if requested is None or requested is False:
         return False, 0
-    tops = given
+    tops = requested
     if api == "chat":
         tops = body.get("top_logprobs")
     if isinstance(tops, bool) or not isinstance(tops, int):

@@ -166,11 +166,11 @@ class _Answer:
     async def of(self, app: App, scope: Message, receive: Receive) -> None:
         """Let the application answer. Raises :class:`UpstreamError` if nothing was sent by then."""
         request, body = request_of(scope, compact(self.asked.sent))
-        given = [body]
+        bodies = [body]
 
         async def receive_once() -> Message:
-            if given:
-                return given.pop()
+            if bodies:
+                return bodies.pop()
             return await receive()
 
         try:

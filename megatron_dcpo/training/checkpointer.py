@@ -73,7 +73,7 @@ class MegatronModel:
 
 @dataclass(frozen=True)
 class Identity:
-    """What must be the same when a run is resumed: otherwise it would be another run from there on.
+    """What must be the same when a run is resumed: otherwise the run would silently change.
 
     ``data`` are options of the section ``data``, ``fingerprint`` names what the sources hold.
     """

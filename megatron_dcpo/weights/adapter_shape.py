@@ -138,7 +138,7 @@ def read_shape(directory: Path, arch: Architecture) -> AdapterShape:
     """
     check_adaptable(arch)
     path = directory / CONFIG
-    of_factors = _shapes_of_factors(directory)
+    factor_shapes = _shapes_of_factors(directory)
     if not path.is_file():
         raise UserError(f"{directory}: {CONFIG} is missing; copy the whole directory")
     config = read_json_object(path)
@@ -149,15 +149,15 @@ def read_shape(directory: Path, arch: Architecture) -> AdapterShape:
     # in the model's order, whatever the file's is
     for name in adapted(arch, PROJECTIONS):
         module = name.removesuffix(".weight")
-        if module not in of_factors:
+        if module not in factor_shapes:
             continue
         rank = _pattern_of(module, config.get("rank_pattern"), config["r"], path)
-        _check_factors(directory, module, of_factors.pop(module), rank, known[name])
+        _check_factors(directory, module, factor_shapes.pop(module), rank, known[name])
         alpha = _pattern_of(module, config.get("alpha_pattern"), config["lora_alpha"], path)
         divisor = math.sqrt(rank) if config.get("use_rslora") else rank
         ranks[module] = int(rank)
         scales[module] = alpha / divisor
-    for module in of_factors:
+    for module in factor_shapes:
         raise UserError(
             f"{directory}: {module} is no linear layer of the model that can be adapted here "
             f"({', '.join(PROJECTIONS)}); train the adapter without it"

@@ -228,12 +228,12 @@ class _PartOfTensor:
             index = (index,)
         rows, *columns = index
         start, stop, _ = rows.indices(self.place.rows)
-        of_part = slice(self.place.first + start, self.place.first + stop)
+        part_rows = slice(self.place.first + start, self.place.first + stop)
         part: torch.Tensor
         if self.place.expert is None:
-            part = self.whole[of_part, *columns]
+            part = self.whole[part_rows, *columns]
         else:
-            part = self.whole[self.place.expert, of_part, *columns]
+            part = self.whole[self.place.expert, part_rows, *columns]
         return part
 
 

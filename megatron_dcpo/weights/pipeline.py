@@ -29,11 +29,11 @@ def chunk_layers(num_layers: int, layout: Layout) -> tuple[range, ...]:
     without a layer.
     """
     stages = layout.pipeline_model_parallel_size * layout.virtual_pipeline_model_parallel_size
-    given = layout.pipeline_model_parallel_layout
-    if given is None:
+    layout_text = layout.pipeline_model_parallel_layout
+    if layout_text is None:
         counts = _computed(num_layers, layout)
     else:
-        counts = _written(num_layers, given, stages)
+        counts = _written(num_layers, layout_text, stages)
     if min(counts) < 1:
         raise UserError(
             f"parallel: the pipeline's {stages} stage(s), virtual ones counted, would have "
@@ -49,21 +49,21 @@ def layers_per_stage(num_layers: int, layout: Layout) -> tuple[int, ...]:
     return sums_of_stages([1] * num_layers, layout)
 
 
-def sums_of_stages(of_layers: Sequence[Number], layout: Layout) -> tuple[Number, ...]:
-    """Return for every pipeline stage the sum of what ``of_layers`` has for its layers."""
+def sums_of_stages(layer_values: Sequence[Number], layout: Layout) -> tuple[Number, ...]:
+    """Return for every pipeline stage the sum of what ``layer_values`` has for its layers."""
     pp = layout.pipeline_model_parallel_size
-    chunks = chunk_layers(len(of_layers), layout)
+    chunks = chunk_layers(len(layer_values), layout)
     return tuple(
-        sum(of_layers[layer] for chunk in chunks[stage::pp] for layer in chunk)
+        sum(layer_values[layer] for chunk in chunks[stage::pp] for layer in chunk)
         for stage in range(pp)
     )
 
 
-def _written(num_layers: int, given: str, stages: int) -> list[int]:
+def _written(num_layers: int, layout_text: str, stages: int) -> list[int]:
     """Return the layers of each chunk in ``pipeline_model_parallel_layout``, in which ``E`` is the
     embedding, ``t`` a layer, and ``L`` the output layer.
     """
-    text = given.replace(",", "")
+    text = layout_text.replace(",", "")
     for pattern in _REPEATED:
         text = re.sub(pattern, lambda match: match[1] * int(match[2]), text)
     parts = text.split("|")
@@ -78,7 +78,7 @@ def _written(num_layers: int, given: str, stages: int) -> list[int]:
     elif text.count("t") != num_layers:
         problem = f"has {text.count('t')} layers t; the model has {num_layers}"
     if problem:
-        raise UserError(f"parallel.megatron.pipeline_model_parallel_layout={given} {problem}")
+        raise UserError(f"parallel.megatron.pipeline_model_parallel_layout={layout_text} {problem}")
     return [part.count("t") for part in parts]
 
 

@@ -77,10 +77,10 @@ def plan(arch: Architecture, layout: Layout, at: Coordinates) -> tuple[Copy, ...
     """Return all copies of the model chunk at ``at``, in parameter order. Deterministic; cached."""
     check_layout(arch, layout)
     copies: list[Copy] = []
-    for row, primary, of_expert in _chunk_rows(arch, layout, at):
+    for row, primary, is_expert in _chunk_rows(arch, layout, at):
         tp = layout.tensor_model_parallel_size
         rank = at.tensor
-        if of_expert:
+        if is_expert:
             tp = layout.expert_tensor
             rank = at.expert_tensor
         copies.extend(_copies(arch=arch, layout=layout, tp=tp, rank=rank, row=row, primary=primary))
@@ -135,12 +135,12 @@ def _chunk_rows(
             if layout.transformer_engine:
                 named = transformer_engine_row(arch, layer, row)
             experts = experts_of(arch, row)
-            if row.of_expert:
+            if row.is_expert:
                 number = len(experts) // layout.expert_model_parallel_size
                 experts = experts[at.expert * number : (at.expert + 1) * number]
             for index, expert in enumerate(experts):
                 numbered = named.at(layer=local, expert=index, hf_layer=layer, hf_expert=expert)
-                yield numbered, True, row.of_expert
+                yield numbered, True, row.is_expert
     if last:
         yield FINAL_NORM_ROW, True, False
         # Megatron shares the tensor if it is tied and on the stage of the embedding.
@@ -215,12 +215,12 @@ def _query_group(arch: Architecture, row: Row, group: int) -> list[tuple[str, in
     queries, keys, values = row.hf
     if row.interleaving == "gated_qkv":
         first = group * 2 * heads
-        of_queries = [
+        query_rows = [
             (queries, (first + 2 * head + gate) * d, d) for gate in (0, 1) for head in range(heads)
         ]
     else:
-        of_queries = [(queries, group * heads * d, heads * d)]
-    return [*of_queries, (keys, group * d, d), (values, group * d, d)]
+        query_rows = [(queries, group * heads * d, heads * d)]
+    return [*query_rows, (keys, group * d, d), (values, group * d, d)]
 
 
 @dataclass(frozen=True)

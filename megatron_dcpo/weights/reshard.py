@@ -193,10 +193,10 @@ def gather_full(policy: Shards, shapes: dict[str, tuple[int, ...]]) -> dict[str,
     """Return the whole tensors of ``shapes``, on the CPU of every rank of the replica.
     Collective.
     """
-    of_parameters = next(iter(policy.parameters(0).values())).dtype
+    parameter_dtype = next(iter(policy.parameters(0).values())).dtype
     full = {}
     for name, shape in shapes.items():
-        dtype = of_parameters
+        dtype = parameter_dtype
         if name in policy.constants:
             dtype = policy.constants[name].dtype
         full[name] = torch.empty(shape, dtype=dtype)

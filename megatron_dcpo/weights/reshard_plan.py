@@ -424,13 +424,13 @@ def _to_assemble(
     """
     needs = []
     for rank, slice_ in enumerate(entry.slices):
-        of_rank = [op for op in ops if op.overlap(slice_)]
-        held_as_is = all(rank in op.holders and not op.interleaved for op in of_rank)
-        one_parameter = len({op.holders for op in of_rank}) == 1
+        rank_ops = [op for op in ops if op.overlap(slice_)]
+        held_as_is = all(rank in op.holders and not op.interleaved for op in rank_ops)
+        one_parameter = len({op.holders for op in rank_ops}) == 1
         if held_as_is and one_parameter and entry.hf not in merged:
             needs.append(0)
         else:
-            needs.append(sum(op.numel for op in of_rank))
+            needs.append(sum(op.numel for op in rank_ops))
     return needs
 
 
@@ -457,7 +457,7 @@ def _pack(
 
 def _sum(needs: Iterable[list[int]]) -> list[int]:
     """Add rank by rank."""
-    return [sum(of_rank) for of_rank in zip(*needs, strict=True)]
+    return [sum(rank_ops) for rank_ops in zip(*needs, strict=True)]
 
 
 def _messages(ops: Sequence[TransferOp], limit: int) -> Iterator[Message]:

@@ -33,7 +33,7 @@ Interleaving = Literal[
     "gated_qkv",
     # per rank: its rows of the gate projection, then its rows of the up projection (dim 0)
     "gate_up",
-    # the same of any number of tensors, whose numbers of rows may differ (dim 0)
+    # as gate_up, for any number of tensors, whose numbers of rows may differ (dim 0)
     "sections",
     "vocab",  # vocabulary rows, padded at the end to a multiple that divides (dim 0)
 ]
@@ -64,7 +64,7 @@ class Row:
     interleaving: Interleaving
 
     @property
-    def of_expert(self) -> bool:
+    def is_expert(self) -> bool:
         return "{expert}" in self.megatron
 
     def at(self, layer: int, expert: int, hf_layer: int, hf_expert: int) -> Row:
@@ -172,7 +172,7 @@ def transformer_engine_row(arch: Architecture, layer: int, row: Row) -> Row:
 
 def experts_of(arch: Architecture, row: Row) -> range:
     """Return the experts that have such a row; a single 0 if it is not an expert's row."""
-    if row.of_expert:
+    if row.is_expert:
         return range(arch.num_experts)
     return range(1)
 
@@ -408,7 +408,7 @@ def _delta_net_rows() -> list[Row]:
     values, the gate of the output (``z``), the rate of the correction (``b``) and the decay
     (``a``), one below the other.
     """
-    of_module: tuple[tuple[str, tuple[str, ...], Interleaving], ...] = (
+    module_rows: tuple[tuple[str, tuple[str, ...], Interleaving], ...] = (
         ("in_proj.weight", tuple(f"in_proj_{part}.weight" for part in DELTA_NET_PARTS), "sections"),
         ("conv1d.weight", tuple(f"conv1d_{part}.weight" for part in "qkv"), "sections"),
         ("dt_bias", ("dt_bias",), "column"),
@@ -417,7 +417,7 @@ def _delta_net_rows() -> list[Row]:
         ("out_proj.weight", ("out_proj.weight",), "row"),
     )
     rows = []
-    for megatron, hf, interleaving in of_module:
+    for megatron, hf, interleaving in module_rows:
         rows.append(
             Row(
                 megatron=f"{_M}self_attention.{megatron}",

@@ -60,9 +60,9 @@ def quick_verdict(answer: str, key: str) -> bool | None:
         return None
     if left == right:
         return True
-    place = answer_forms.last_place(key)
-    if place is not None:
-        tolerance = place / 2
+    last_digit = answer_forms.last_place(key)
+    if last_digit is not None:
+        tolerance = last_digit / 2
     elif answer_forms.last_place(answer) is not None:
         tolerance = _PART * abs(right)
     else:  # two exact values

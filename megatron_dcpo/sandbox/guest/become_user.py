@@ -28,12 +28,12 @@ def main(order: dict) -> None:
     if _libc.unshare(0x20000) < 0:
         raise OSError(ctypes.get_errno(), "unshare")
     _mount(source="none", target="/", kind="", flags=0x4000 | 0x40000)
-    places = {}
+    kept = {}
     descriptors = {number: os.open(path, os.O_PATH) for number, path in order["sources"].items()}
     _mount(source="tmpfs", target="/tmp", kind="tmpfs", flags=0)
     os.chmod("/tmp", 0o755)
     for number, descriptor in descriptors.items():
-        places[f"@{number}"] = target = f"/tmp/{number}"
+        kept[f"@{number}"] = target = f"/tmp/{number}"
         if stat.S_ISDIR(os.fstat(descriptor).st_mode):
             os.mkdir(target)
         else:
@@ -43,7 +43,7 @@ def main(order: dict) -> None:
     os.setgroups([])
     os.setresgid(65534, 65534, 65534)
     os.setresuid(65534, 65534, 65534)
-    command = [places.get(word, word) for word in order["command"]]
+    command = [kept.get(word, word) for word in order["command"]]
     os.execve(command[0], command, {"PATH": "/usr/bin:/bin"})
 
 

@@ -108,9 +108,9 @@ def _supervise(
     channel = socket.socket(fileno=os.dup(pipes[0]))
     while True:
         data = b""
-        given = list[int]()
+        passed = list[int]()
         with contextlib.suppress(ConnectionResetError):  # closed before the last ending was read
-            data, given, _, _ = socket.recv_fds(channel, 65536, 6)
+            data, passed, _, _ = socket.recv_fds(channel, 65536, 6)
         if not data:
             channel.close()
             return
@@ -121,19 +121,19 @@ def _supervise(
         child = os.fork()
         if child == 0:
             if settings["role"] == "checker":
-                given[1] = (
+                passed[1] = (
                     channel.fileno()
                 )  # for the verdict, which need not wait for the process to end
             _run(
                 task_file=pipes[1],
-                given=given,
+                passed=passed,
                 failed=failed,
                 grouped=message.get("group", False),
                 parent=parent,
                 limits=limits,
                 settings=settings,
             )
-        for pipe in (*given, failed):
+        for pipe in (*passed, failed):
             os.close(pipe)
         ending = _watch(
             child=child,
@@ -209,12 +209,12 @@ def _memory_of_all(processes: int, limit: int, socket_bytes: int) -> int:
     processes share count once (their proportional size; a process that hides it counts whole).
     """
     names = [name for name in os.listdir(processes) if name.isdigit() and name != "1"]
-    places = [_living_thread(processes, name) for name in names]
-    of_sockets = socket_bytes * len(_sockets(processes, places))
-    total = sum(_resident(processes, place) for place in places)
+    live_threads = [_living_thread(processes, name) for name in names]
+    of_sockets = socket_bytes * len(_sockets(processes, live_threads))
+    total = sum(_resident(processes, thread_dir) for thread_dir in live_threads)
     if total + of_sockets <= limit:
         return total + of_sockets
-    return of_sockets + sum(_proportional(processes, place) for place in places)
+    return of_sockets + sum(_proportional(processes, thread_dir) for thread_dir in live_threads)
 
 
 def _living_thread(processes: int, name: str) -> str:
@@ -224,19 +224,19 @@ def _living_thread(processes: int, name: str) -> str:
     if _resident(processes, name):
         return name
     for thread in _listed(processes, f"{name}/task"):
-        place = f"{name}/task/{thread}"
-        if _resident(processes, place):
-            return place
+        thread_dir = f"{name}/task/{thread}"
+        if _resident(processes, thread_dir):
+            return thread_dir
     return name
 
 
-def _sockets(processes: int, places: list[str]) -> set[str]:
+def _sockets(processes: int, live_threads: list[str]) -> set[str]:
     """Return the sockets that processes hold, each once however many hold it."""
     found = set()
-    for place in places:
-        for descriptor in _listed(processes, f"{place}/fd"):
+    for thread_dir in live_threads:
+        for descriptor in _listed(processes, f"{thread_dir}/fd"):
             with contextlib.suppress(OSError):  # closed meanwhile
-                target = os.readlink(f"{place}/fd/{descriptor}", dir_fd=processes)
+                target = os.readlink(f"{thread_dir}/fd/{descriptor}", dir_fd=processes)
                 if target.startswith("socket:"):
                     found.add(target)
     return found
@@ -252,19 +252,19 @@ def _largest_socket() -> int:
     return buffer + buffer // 2
 
 
-def _resident(processes: int, place: str) -> int:
+def _resident(processes: int, thread_dir: str) -> int:
     try:
-        return int(_read(processes, f"{place}/statm").split()[1]) * resource.getpagesize()
+        return int(_read(processes, f"{thread_dir}/statm").split()[1]) * resource.getpagesize()
     except (OSError, IndexError, ValueError):
         return 0
 
 
-def _proportional(processes: int, place: str) -> int:
+def _proportional(processes: int, thread_dir: str) -> int:
     try:
-        lines = _read(processes, f"{place}/smaps_rollup").splitlines()
+        lines = _read(processes, f"{thread_dir}/smaps_rollup").splitlines()
         return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(b"Pss:"))
     except (OSError, StopIteration, IndexError, ValueError):
-        return _resident(processes, place)
+        return _resident(processes, thread_dir)
 
 
 def _listed(folder: int, name: str) -> list[str]:
@@ -291,7 +291,7 @@ def _read(folder: int, name: str) -> bytes:
 
 def _run(
     task_file: int,
-    given: list[int],
+    passed: list[int],
     failed: int,
     grouped: bool,
     parent: int,
@@ -309,8 +309,8 @@ def _run(
         os.setsid()
         task = os.pread(task_file, os.fstat(task_file).st_size, 0)
         if grouped:
-            os.write(given.pop(), b"0")
-        failed = _arrange(given, failed, settings)
+            os.write(passed.pop(), b"0")
+        failed = _arrange(passed, failed, settings)
         _limit(limits, settings)
         isolation.no_new_privileges()
         _confine(settings)
@@ -324,7 +324,7 @@ def _run(
 
         run_checks(task, limits)
     run_program(
-        json.loads(task), calls=3 if len(given) > 3 else None, message_bytes=limits["output_bytes"]
+        json.loads(task), calls=3 if len(passed) > 3 else None, message_bytes=limits["output_bytes"]
     )
 
 
@@ -354,14 +354,14 @@ def _filter(settings: dict[str, Any]) -> tuple[bool, bool]:
     return settings["role"] == "checker" or not bubblewrap, truncates
 
 
-def _arrange(given: list[int], failed: int, settings: dict[str, Any]) -> int:
+def _arrange(passed: list[int], failed: int, settings: dict[str, Any]) -> int:
     """Make stdin, stdout, stderr and the pipe of the tests 0 to 3, and close everything else, but
     the descriptor that is returned: ``failed`` under its new number.
     """
-    high = [os.dup2(pipe, 500 + place) for place, pipe in enumerate([*given, failed])]
-    for place, pipe in enumerate(high[:-1]):
-        os.dup2(pipe, place)
-    start = len(given)
+    high = [os.dup2(pipe, 500 + target) for target, pipe in enumerate([*passed, failed])]
+    for target, pipe in enumerate(high[:-1]):
+        os.dup2(pipe, target)
+    start = len(passed)
     for pipe in sorted([high[-1], *settings["shared"]["descriptors"]]):
         os.closerange(start, pipe)
         start = pipe + 1
@@ -408,8 +408,8 @@ def _places(settings: dict[str, Any]) -> dict[str, Any]:
         for package in list(
             sys.modules.values()
         ):  # such as encodings, which looks for codecs later
-            if isinstance(places := getattr(package, "__path__", None), list):
-                places[:] = [_through(opened, place) for place in places]
+            if isinstance(folders := getattr(package, "__path__", None), list):
+                folders[:] = [_through(opened, folder) for folder in folders]
     return {
         "descriptors": list(opened.values()),
         "readable": [opened[name] for name in settings["readable"] if name in opened],
@@ -418,12 +418,12 @@ def _places(settings: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _through(opened: dict[str, int], place: str) -> str:
+def _through(opened: dict[str, int], folder: str) -> str:
     """Return ``place`` by way of the open directory that holds it."""
     for name, descriptor in opened.items():
-        if place.startswith(f"{name}/"):
-            return f"/proc/self/fd/{descriptor}{place.removeprefix(name)}"
-    return place
+        if folder.startswith(f"{name}/"):
+            return f"/proc/self/fd/{descriptor}{folder.removeprefix(name)}"
+    return folder
 
 
 def _own_processes() -> int:

@@ -186,6 +186,6 @@ def landlock(readable: Iterable[int], listable: Iterable[int], usable: Iterable[
         os.close(rules)
 
 
-def _allow(rules: int, place: int, rights: int) -> None:
-    rule = struct.pack("=Qi", rights, place)
+def _allow(rules: int, descriptor: int, rights: int) -> None:
+    rule = struct.pack("=Qi", rights, descriptor)
     _check(_libc.syscall(_LANDLOCK_ADD, rules, 1, rule, 0), "landlock_add_rule")

@@ -201,8 +201,6 @@ def _encode_fraction(value: fractions.Fraction) -> object:
     return ["F", _encode_integer(value.numerator), _encode_integer(value.denominator)]
 
 
-# Types that are met less often, and subclasses of the common ones, in the order in which they are
-# tried.
 # Rarer types and subclasses of the common ones, in the order in which they are tried.
 _SCALARS: tuple[tuple[Any, Callable[[Any], object]], ...] = (
     (int, lambda value: _encode_integer(int.__index__(value))),

@@ -6,7 +6,7 @@ import copy
 
 import torch
 
-from megatron_dcpo.policy.rotary import TwoRotaryEmbeddings, of_layer
+from megatron_dcpo.policy.rotary import TwoRotaryEmbeddings, angles_of_layer
 from megatron_dcpo.runtime import megatron_on_cpu
 
 megatron_on_cpu.ensure()
@@ -23,7 +23,7 @@ def test_each_rotation_is_what_the_fused_kernel_reads() -> None:
     with_window.inv_freq = without_window.inv_freq * 3
     angles = TwoRotaryEmbeddings(without_window, with_window)(5)
     for has_window, rotation in ((False, without_window), (True, with_window)):
-        found = of_layer(angles, has_window)
+        found = angles_of_layer(angles, has_window)
         assert torch.equal(found, rotation(5))
         read = torch.as_strided(angles, (5, 8), (8, 1), found.storage_offset())
         assert torch.equal(read, rotation(5)[:, 0, 0])
