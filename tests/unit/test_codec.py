@@ -199,7 +199,7 @@ from megatron_dcpo.evaluation.samples import Measures, Sample, read_samples, wri
 from megatron_dcpo.judging.judge import judge_many
 from megatron_dcpo.judging.token_bytes import TokenBytes
 from megatron_dcpo.objectives import worksheet
-from megatron_dcpo.training.groups import restored_groups, saved_groups
+from megatron_dcpo.training.rollouts import restored_groups, saved_groups
 from megatron_dcpo.training.recorder import sample_row
 from megatron_dcpo.training.sampler import PromptGroup
 

@@ -11,7 +11,7 @@ import pytest
 
 from megatron_dcpo.config import load_config
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.training.groups import restored_groups, saved_groups
+from megatron_dcpo.training.rollouts import restored_groups, saved_groups
 from megatron_dcpo.training.sampler import (
     GroupNeed,
     PromptGroup,
