@@ -182,10 +182,11 @@ for the tokens, which stay where they were sampled until a rank computes them (`
 correctness, c the stated confidence; tokens before the boundary reason, the others state the
 confidence."""
 SCORED = """\
-`Updater.update` cuts the samples into mini-batches (`split_groups`; here one) and has the method
-score each: `Method.score` calls `score_group` of `objectives/dcpo.py` for every prompt. The target
-mixes the group's accuracy with R (lambda 0.5), R_c = -|c - target|, and both rewards are normalized
-within the group (mean 0, deviation 1)."""
+The sampler scores a group when its last response is judged: `Method.group_scores` calls
+`score_group` of `objectives/dcpo.py`. The target mixes the group's accuracy with R (lambda 0.5),
+R_c = -|c - target|, and both rewards are normalized within the group (mean 0, deviation 1).
+`Updater.update` cuts the samples into mini-batches (`split_groups`; here one) and `Method.score`
+puts the advantages on the tokens of each."""
 TOKENS = """\
 A_r stands on its reasoning tokens, A_c on its confidence tokens; the weight is the token's share of
 the loss, 1 / (responses x tokens of the response) (`Method.token_weights`). `Updater.accumulate`
