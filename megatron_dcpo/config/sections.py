@@ -180,8 +180,6 @@ class DataConfig:
     """Column that each source is sorted by, the least first (a curriculum); shuffle is then about
     equal ones.
     """
-    untested: bool = False
-    """Keep programming problems whose tests assert nothing, which any program passes."""
 
     @property
     def sources(self) -> tuple[SourceConfig, ...]:
@@ -395,9 +393,6 @@ class LoopConfig:
     """Leave the trained policy as a Hugging Face directory, policy/."""
     async_save: bool | Literal["auto"] = "auto"
     """Write checkpoints alongside the training, from a copy on the host; auto: on a GPU."""
-    max_nonfinite_steps: Positive = 3
-    """End after N updates in a row whose loss or gradient was not finite; each is skipped.
-    """
 
     @property
     def updates_per_step(self) -> int:
@@ -440,8 +435,6 @@ class LoggingConfig:
     """Loggers: tensorboard, wandb, mlflow, swanlab, or one of yours by import path."""
     project: str = ""
     """Project of wandb, mlflow and swanlab; empty: the name of the directory that run_dir is in."""
-    verl_names: bool = False
-    """Log under verl's names of the metrics, too."""
     samples_interval: NonNegative = 10
     """Write the judged responses every N steps (0: never)."""
 
