@@ -41,8 +41,8 @@ methods; change them, not the page.
 *Set by* names a shipped example that sets the option, by itself or by a preset, or the part of the
 documentation with a recipe that a test runs (–: none does). Three sections are passed on by the
 names of others, who document them: `parallel.megatron`
-([Megatron's fields](scaling.md#options-of-megatron)), `rollout.vllm`
-([vLLM's engine arguments](rollout.md#options-of-vllm)), and `data.path[].options` (a task's of
+([Megatron's fields](layouts.md#options-of-megatron)), `rollout.vllm`
+([vLLM's engine arguments](engines.md#options-of-vllm)), and `data.path[].options` (a task's of
 Reasoning Gym).
 """
 OF_SECTION = {
@@ -52,7 +52,7 @@ OF_SECTION = {
     "`X_confidence` may be written as `X`, for both. An option that the method does not read is "
     "refused.",
     "evaluate": "`dcpo evaluate` reads `judging` as above, and these sections; each flag is a "
-    "shorthand for an option\n([evaluation](evaluation.md)).",
+    "shorthand for an option\n([evaluate](evaluate.md)).",
     "sft.data": "`dcpo sft` reads `model`, `parallel`, `optimizer` and `logging` as above, and\n"
     "these sections ([supervised training](supervised.md)). The demonstrations, and how they\n"
     "become tokens.",
@@ -131,7 +131,7 @@ def shown(option: Option) -> str:
 
 def linked(meaning: str) -> str:
     """A meaning whose page is a link."""
-    return re.sub(r"\(docs/(\w+)(\.md#[\w-]+)\)", r"([\1](\1\2))", meaning)
+    return re.sub(r"\(docs/(\w+)(\.md(?:#[\w-]+)?)\)", r"([\1](\1\2))", meaning)
 
 
 def set_by() -> Setters:

@@ -166,7 +166,7 @@ class DataConfig:
     thinking: Thinking = "off"
     """Whether the chat template asks for thinking, if it has that switch: off, on, or as the
     template has it (auto); answer and confidence are read after the end-of-thinking token
-    (docs/rollout.md#thinking-models).
+    (docs/thinking.md).
     """
     prompts_per_step: Positive = 256
     """Prompts of a step; each gets rollout.group_size responses."""
@@ -247,7 +247,7 @@ class RolloutConfig:
     models with experts.
     """
     vllm: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """Engine arguments of vLLM, passed on by name (docs/rollout.md#options-of-vllm)."""
+    """Engine arguments of vLLM, passed on by name (docs/engines.md#options-of-vllm)."""
     filter_groups: FilterGroups = "none"
     """Draw prompts until prompts_per_step groups have a signal in the reasoning (reasoning, or
     true), the others train the confidence alone; until as many train any block (any); or take all.
