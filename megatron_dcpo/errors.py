@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from pydantic import ValidationError
 
 # Exit statuses of every verb besides 0 and Python's own 1 for an unforeseen exception
-# (docs/scaling.md#exit-statuses).
+# (docs/checkpoints.md#exit-statuses).
 EXIT_USER_ERROR = 2
 EXIT_DOES_NOT_FIT = 3  # of dcpo plan
 # another process of the job died or hung: start the job again with --resume auto

@@ -5,9 +5,10 @@ compares it.
 from __future__ import annotations
 
 import re
+import shlex
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -15,6 +16,7 @@ sys.path.insert(0, str(ROOT))
 
 from omegaconf import OmegaConf  # noqa: E402
 
+from megatron_dcpo.cli.evaluate import SHORTHANDS  # noqa: E402
 from megatron_dcpo.config.reference import (  # noqa: E402
     EVALUATE_SECTIONS,
     SUPERVISED_SECTIONS,
@@ -22,7 +24,11 @@ from megatron_dcpo.config.reference import (  # noqa: E402
     options,
     sections,
 )
-from megatron_dcpo.objectives.options import BLOCK_OPTIONS, OWN_OPTIONS  # noqa: E402
+from megatron_dcpo.objectives import METHODS  # noqa: E402
+from megatron_dcpo.objectives.options import BLOCK_OPTIONS, OWN_OPTIONS, ObjectiveConfig  # noqa: E402
+from megatron_dcpo.objectives.presets import PRESETS  # noqa: E402
+
+Setters = dict[str, list[str]]  # an option -> what sets it, seen from docs/
 
 PAGE = ROOT / "docs" / "options.md"
 HEAD = """# Options
@@ -32,10 +38,11 @@ Every option of a run: `section.key` in the YAML file, `section.key=value` on th
 declarations in `config/sections.py`, `config/parallel.py`, `objectives/options.py` and of the
 methods; change them, not the page.
 
-*Set by* names a shipped example that sets the option (–: none does). Three sections are passed on
-by the names of others, who document them: `parallel.megatron`
-([Megatron's fields](scaling.md#options-of-megatron)), `rollout.vllm`
-([vLLM's engine arguments](rollout.md#options-of-vllm)), and `data.path[].options` (a task's of
+*Set by* names a shipped example that sets the option, by itself or by a preset, or the part of the
+documentation with a recipe that a test runs (–: none does). Three sections are passed on by the
+names of others, who document them: `parallel.megatron`
+([Megatron's fields](layouts.md#options-of-megatron)), `rollout.vllm`
+([vLLM's engine arguments](engines.md#options-of-vllm)), and `data.path[].options` (a task's of
 Reasoning Gym).
 """
 OF_SECTION = {
@@ -45,7 +52,7 @@ OF_SECTION = {
     "`X_confidence` may be written as `X`, for both. An option that the method does not read is "
     "refused.",
     "evaluate": "`dcpo evaluate` reads `judging` as above, and these sections; each flag is a "
-    "shorthand for an option\n([evaluation](evaluation.md)).",
+    "shorthand for an option\n([evaluate](evaluate.md)).",
     "sft.data": "`dcpo sft` reads `model`, `parallel`, `optimizer` and `logging` as above, and\n"
     "these sections ([supervised training](supervised.md)). The demonstrations, and how they\n"
     "become tokens.",
@@ -70,7 +77,7 @@ def main() -> int:
 
 def page() -> str:
     """The text of the page."""
-    examples = set_by_examples()
+    setters = set_by()
     parts = [HEAD]
     for section, about in sections().items():
         title = f"`{section}`" if section else "Outside of sections"
@@ -100,7 +107,7 @@ def page() -> str:
             parts.append(
                 "| "
                 + " | ".join(
-                    cell.replace("|", "\\|") for cell in [*cells, where(option.name, examples)]
+                    cell.replace("|", "\\|") for cell in [*cells, where(option.name, setters)]
                 )
                 + " |"
             )
@@ -124,28 +131,75 @@ def shown(option: Option) -> str:
 
 def linked(meaning: str) -> str:
     """A meaning whose page is a link."""
-    return re.sub(r"\(docs/(\w+)(\.md#[\w-]+)\)", r"([\1](\1\2))", meaning)
+    return re.sub(r"\(docs/(\w+)(\.md(?:#[\w-]+)?)\)", r"([\1](\1\2))", meaning)
 
 
-def set_by_examples() -> dict[str, list[str]]:
-    """The examples, by their names below ``examples``, in which an option is set: not by their
-    bases.
-    """
-    found: dict[str, list[str]] = {}
+def set_by() -> Setters:
+    """What sets an option: examples, not by their bases, and recipes of the documentation."""
+    found: Setters = {}
     for file in sorted((ROOT / "examples").rglob("*.yaml")):
         if "elsewhere" in file.parts:  # of other programs
             continue
-        for name in names(OmegaConf.to_container(OmegaConf.load(file))):
-            section = f"sft.{name.partition('.')[0]}"
-            if file.name == "sft.yaml" and section in SUPERVISED_SECTIONS:
-                name = f"sft.{name}"
-            found.setdefault(name, []).append(str(file.relative_to(ROOT / "examples")))
+        verb = "sft" if file.name == "sft.yaml" else "train"
+        values = OmegaConf.to_container(OmegaConf.load(file))
+        for name in options_of(verb, names(values)):
+            found.setdefault(name, []).append(f"../examples/{file.relative_to(ROOT / 'examples')}")
+    for page in sorted((ROOT / "docs").glob("*.md")):
+        for name, heading in set_by_recipes(page.read_text()):
+            found.setdefault(name, []).append(f"{page.name}#{anchor(heading)}")
     return found
+
+
+def set_by_recipes(text: str) -> Iterator[tuple[str, str]]:
+    """The options that the tested blocks of a page set, each with the heading that it is below."""
+    heading, files = "", dict[str, str]()
+    for part in re.finditer(
+        r"^#+ (?P<heading>[^\n]+)$|<!-- test: (?P<what>[^\n]+?) -->\n```\w+\n(?P<block>.*?)```",
+        text,
+        re.MULTILINE | re.DOTALL,
+    ):
+        heading = part["heading"] or heading
+        if part["what"] == "run":
+            for line in part["block"].replace("\\\n", " ").splitlines():
+                for name in set_by_command(shlex.split(line, comments=True), files):
+                    yield name, heading
+        elif part["what"]:
+            files[part["what"].removeprefix("file ")] = part["block"]
+
+
+def set_by_command(words: list[str], files: dict[str, str]) -> Iterator[str]:
+    """The options that a command sets: in the page's file that it reads, by overrides, by flags."""
+    if words[:1] != ["dcpo"]:
+        return
+    verb, arguments = words[1], words[2:]
+    for word, following in zip(arguments, [*arguments[1:], ""], strict=True):
+        if word == "--config" and following in files:
+            values = OmegaConf.to_container(OmegaConf.create(files[following]))
+            yield from options_of(verb, names(values))
+        elif (
+            verb == "evaluate" and (flag := word.removeprefix("--").replace("-", "_")) in SHORTHANDS
+        ):
+            yield from options_of(verb, [SHORTHANDS[flag]])
+        elif override := re.match(r"([\w.]+)=", word):
+            yield from options_of(verb, names("", override[1]))
+
+
+def options_of(verb: str, set_names: Iterable[str]) -> Iterator[str]:
+    """Names as the page's sections have them: those of ``dcpo sft`` and ``evaluate`` begin so."""
+    for name in set_names:
+        section = f"{verb}.{name.rpartition('.')[0]}".removesuffix(".")
+        own = section in {**EVALUATE_SECTIONS, **SUPERVISED_SECTIONS}
+        yield f"{verb}.{name}" if own else name
+
+
+def anchor(heading: str) -> str:
+    """The anchor of a heading."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
 
 
 def names(value: object, prefix: str = "") -> Iterator[str]:
     """The dotted names of everything set; of the elements of a list with ``[]``. A short name
-    stands for both blocks.
+    stands for both blocks, a preset for all that it sets.
     """
     if isinstance(value, list):
         value = {
@@ -162,7 +216,10 @@ def names(value: object, prefix: str = "") -> Iterator[str]:
             yield from names(one, f"{prefix}.{key}" if prefix else str(key))
     else:
         section, _, key = prefix.rpartition(".")
-        if section == "objective" and key in BLOCK_OPTIONS:
+        if prefix == "objective.preset":
+            its = PRESETS[str(value)] | METHODS["dcpo"].defaults(ObjectiveConfig(preset=value))
+            yield from (prefix, *(f"objective.{option}" for option in its))
+        elif section == "objective" and key in BLOCK_OPTIONS:
             yield from (f"{prefix}_reasoning", f"{prefix}_confidence")
         elif section == "objective.options" and key in OWN_OPTIONS:
             yield f"objective.{key}"
@@ -170,13 +227,20 @@ def names(value: object, prefix: str = "") -> Iterator[str]:
             yield prefix
 
 
-def where(name: str, examples: dict[str, list[str]]) -> str:
-    """An example that sets an option, of the quickstart or Qwen3-8B where one of these does."""
+def where(name: str, setters: Setters) -> str:
+    """What sets an option: an example of the quickstart or of Qwen3-8B, another one, a recipe."""
     setting = sorted(
-        examples.get(name, ()),
-        key=lambda file: (not file.startswith(("quickstart/", "qwen3_8b/")), file),
+        setters.get(name, ()),
+        key=lambda target: (
+            not target.startswith(("../examples/quickstart/", "../examples/qwen3_8b/")),
+            not target.startswith("../examples/"),
+            target,
+        ),
     )
-    return f"[{setting[0].removesuffix('.yaml')}](../examples/{setting[0]})" if setting else "–"
+    if not setting:
+        return "–"
+    shown = setting[0].removeprefix("../examples/").removesuffix(".yaml")
+    return f"[{shown.partition('.md#')[0]}]({setting[0]})"
 
 
 if __name__ == "__main__":

@@ -40,8 +40,10 @@ class PromptConfig:
     """As data.template of a training (--template)."""
     thinking: Thinking = DataConfig.thinking
     """As data.thinking of a training (--thinking)."""
-    untested: bool = DataConfig.untested
-    """Keep programming problems whose tests assert nothing (--untested)."""
+    untested: bool = False
+    """Keep programming problems whose tests assert nothing, which any program passes
+    (--untested).
+    """
     columns: Columns = dataclasses.field(default_factory=dict)
     """As data.columns of a training, for benchmarks of your own files that have them."""
     sources: tuple[SourceConfig, ...] = ()

@@ -91,7 +91,7 @@ class ParallelConfig:
         default_factory=dict
     )
     """Fields of Megatron's TransformerConfig, DistributedDataParallelConfig and OptimizerConfig,
-    passed on by name (docs/scaling.md#options-of-megatron).
+    passed on by name (docs/layouts.md#options-of-megatron).
     """
 
     @functools.cached_property

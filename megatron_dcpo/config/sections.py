@@ -166,7 +166,7 @@ class DataConfig:
     thinking: Thinking = "off"
     """Whether the chat template asks for thinking, if it has that switch: off, on, or as the
     template has it (auto); answer and confidence are read after the end-of-thinking token
-    (docs/rollout.md#thinking-models).
+    (docs/thinking.md).
     """
     prompts_per_step: Positive = 256
     """Prompts of a step; each gets rollout.group_size responses."""
@@ -180,8 +180,6 @@ class DataConfig:
     """Column that each source is sorted by, the least first (a curriculum); shuffle is then about
     equal ones.
     """
-    untested: bool = False
-    """Keep programming problems whose tests assert nothing, which any program passes."""
 
     @property
     def sources(self) -> tuple[SourceConfig, ...]:
@@ -249,7 +247,7 @@ class RolloutConfig:
     models with experts.
     """
     vllm: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """Engine arguments of vLLM, passed on by name (docs/rollout.md#options-of-vllm)."""
+    """Engine arguments of vLLM, passed on by name (docs/engines.md#options-of-vllm)."""
     filter_groups: FilterGroups = "none"
     """Draw prompts until prompts_per_step groups have a signal in the reasoning (reasoning, or
     true), the others train the confidence alone; until as many train any block (any); or take all.
@@ -395,9 +393,6 @@ class LoopConfig:
     """Leave the trained policy as a Hugging Face directory, policy/."""
     async_save: bool | Literal["auto"] = "auto"
     """Write checkpoints alongside the training, from a copy on the host; auto: on a GPU."""
-    max_nonfinite_steps: Positive = 3
-    """End after N updates in a row whose loss or gradient was not finite; each is skipped.
-    """
 
     @property
     def updates_per_step(self) -> int:
@@ -440,8 +435,6 @@ class LoggingConfig:
     """Loggers: tensorboard, wandb, mlflow, swanlab, or one of yours by import path."""
     project: str = ""
     """Project of wandb, mlflow and swanlab; empty: the name of the directory that run_dir is in."""
-    verl_names: bool = False
-    """Log under verl's names of the metrics, too."""
     samples_interval: NonNegative = 10
     """Write the judged responses every N steps (0: never)."""
 

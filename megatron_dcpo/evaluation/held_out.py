@@ -116,7 +116,7 @@ def load_held_out(
         options.benchmark_list,
         config.judging,
         sources=sources,
-        options=BenchmarkOptions(untested=config.data.untested, columns=config.data.columns),
+        options=BenchmarkOptions(columns=config.data.columns),
     )
     prompts: dict[str, Prompt] = {}
     for one in problems:

@@ -21,7 +21,7 @@ all tasks.
 A kind in nats (``logprob``, the sum of the reasoning block's log-probs) has no logit; ``platt``
 scales the value itself.
 
-ConfClass has the settings of the DCPO paper (docs/evaluation.md#post-hoc-confidence): 20 runs,
+ConfClass has the settings of the DCPO paper (docs/posthoc.md#post-hoc-confidence): 20 runs,
 top-20 log-probs, a three-layer perceptron of width 2048, cross-entropy with soft targets, lr 1e-4.
 The paper leaves the rest open. Here the input is the mean over the tokens of the 20 sorted
 log-probs (``full`` adds their standard deviation and those of the last token), standardized;

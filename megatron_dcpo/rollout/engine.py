@@ -168,7 +168,7 @@ logger = logging.getLogger(__name__)
 def choose_engine(choice: str, model_dir: str | Path) -> Literal["vllm", "transformers"]:
     """Return the engine's name: ``auto`` takes vLLM on a GPU if it is installed and can run the
     model, and says so when it cannot. Without a GPU transformers samples as fast, starts sooner and
-    takes less memory (docs/rollout.md).
+    takes less memory (docs/engines.md).
 
     Raises :class:`UserError` when vLLM is asked for and cannot be used.
     """

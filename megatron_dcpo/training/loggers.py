@@ -29,24 +29,6 @@ logger = logging.getLogger(__name__)
 
 _IDS = "logger_ids.json"  # in the run directory
 ARTIFACTS = ("config.yaml", "report.html")  # of the run directory
-# what verl calls the same number
-VERL_NAMES = MappingProxyType(
-    {
-        "reward/accuracy": "critic/score/mean",
-        "loss/policy": "actor/pg_loss",
-        "loss/clip_fraction": "actor/pg_clipfrac",
-        "loss/kl": "actor/kl_loss",
-        "entropy": "actor/entropy",
-        "grad_norm/total": "actor/grad_norm",
-        "learning_rate": "actor/lr",
-        "length/mean": "response_length/mean",
-        "length/max": "response_length/max",
-        "length/truncated": "response_length/clip_ratio",
-        "time/rollout": "timing_s/gen",
-        "time/train": "timing_s/update_actor",
-        "mfu/train": "perf/mfu/actor",
-    }
-)
 
 
 class RunLogger(Protocol):
@@ -88,8 +70,7 @@ def check_loggers(config: RunConfig) -> None:
 class Loggers:
     """The loggers of a run that still work: one that fails is left out from then on."""
 
-    def __init__(self, verl_names: bool) -> None:
-        self.verl_names = verl_names
+    def __init__(self) -> None:
         self.opened: dict[str, RunLogger] = {}
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
@@ -99,10 +80,6 @@ class Loggers:
             for name, value in metrics.items()
             if isinstance(value, int | float) and math.isfinite(value)
         }
-        if self.verl_names:
-            for ours, verl in VERL_NAMES.items():
-                if ours in finite:
-                    finite[verl] = finite[ours]
         self._each("log", lambda target: target.log(step, finite))
 
     def finish(self, artifacts: Sequence[Path]) -> None:
@@ -128,7 +105,7 @@ def open_loggers(
     """Open the loggers of ``logging.to``, which are checked, and yield a function that hands them
     the numbers of a step; finish them at the end.
     """
-    loggers = Loggers(config.logging.verl_names)
+    loggers = Loggers()
     try:
         for name in config.logging.to:
             opener: Open = OPENERS.get(name) or load_object(name, "logging.to")

@@ -48,7 +48,6 @@ def load_sources(
             tokenizer,
             _prompt_options(config, source, date),
             task=None if isinstance(config.data.path, str) else name,
-            untested=config.data.untested,
             keep_columns=is_users(verifier) or bool(config.data.order),
             columns=source.columns,
         )

@@ -28,6 +28,8 @@ from megatron_dcpo.types import TrainingSample
 
 logger = logging.getLogger(__name__)
 
+MOST_NONFINITE = 3  # updates in a row whose loss or gradient is not finite end the run
+
 
 class Optimizer(Protocol):
     """What an update asks of an optimizer: policy/optimizer.py has Megatron's, policy/adapter.py an
@@ -197,9 +199,8 @@ class Trainer:
     ) -> bool:
         """Return whether loss or gradient is infinite or not a number on any rank: then parameters,
         optimizer and schedule stay as they are. Collective. Raises :class:`UserError` after
-        ``training.max_nonfinite_steps`` such updates in a row.
+        :data:`MOST_NONFINITE` such updates in a row.
         """
-        most = self.training.max_nonfinite_steps
         is_finite = math.isfinite(loss) and math.isfinite(grad_norm)
         if not self.collectives.max(int(not is_finite)):
             self.nonfinite_in_a_row = 0
@@ -212,10 +213,10 @@ class Trainer:
             logger.warning(
                 "step %d: update skipped (%s), %d in a row", step, values, self.nonfinite_in_a_row
             )
-        if self.nonfinite_in_a_row >= most:
+        if self.nonfinite_in_a_row >= MOST_NONFINITE:
             raise UserError(
-                f"{most} updates in a row without a finite loss and gradient "
-                f"(training.max_nonfinite_steps), the last in step {step}: {values}; continue from "
-                "the last checkpoint with --resume auto and a lower optimizer.lr"
+                f"{MOST_NONFINITE} updates in a row without a finite loss and gradient, the last "
+                f"in step {step}: {values}; continue from the last checkpoint with --resume auto "
+                "and a lower optimizer.lr"
             )
         return True

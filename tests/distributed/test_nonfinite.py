@@ -62,15 +62,11 @@ def test_too_many_in_a_row_stop_the_run(tmp_path):
         *SMALL,
         "training.steps=9",
         "training.save_interval=2",
-        "training.max_nonfinite_steps=2",
     ]
     ranks = torchrun("training", 2, tmp_path, {"overrides": overrides} | poison)
     for rank in ranks:
-        assert (
-            "2 updates in a row without a finite loss and gradient (training.max_nonfinite_steps)"
-            in rank["error"]
-        )
-        assert "the last in step 5" in rank["error"]
+        assert "3 updates in a row without a finite loss and gradient" in rank["error"]
+        assert "the last in step 6" in rank["error"]
         assert "\n" not in rank["error"]
     assert (
         tmp_path / "run" / "checkpoints" / "latest_checkpointed_iteration.txt"
@@ -78,14 +74,13 @@ def test_too_many_in_a_row_stop_the_run(tmp_path):
 
 
 def test_the_count_in_a_row_survives_a_resumption(tmp_path):
-    """One skipped update before the checkpoint and one after it are two in a row."""
+    """One skipped update before the checkpoint and two after it are three in a row."""
     overrides = [
         *SMALL,
-        "training.max_nonfinite_steps=2",
         "training.resume=auto",
         "training.save_interval=1",
     ]
-    poison = {"poisoned_steps": [2, 3]}
+    poison = {"poisoned_steps": [2, 3, 4]}
     first = torchrun(
         "training", 1, tmp_path, {"overrides": [*overrides, "training.steps=2"]} | poison
     )
@@ -93,7 +88,7 @@ def test_the_count_in_a_row_survives_a_resumption(tmp_path):
     second = torchrun(
         "training", 1, tmp_path, {"overrides": [*overrides, "training.steps=4"]} | poison
     )
-    assert "2 updates in a row" in second[0]["error"]
+    assert "3 updates in a row" in second[0]["error"]
 
 
 def test_learning_rate_zero_changes_nothing(tmp_path):

@@ -3,7 +3,8 @@ is built from.
 
 It shows that names, shapes, layouts, packed sequences, fused rotary embeddings, gradients,
 conversion and checkpoints with extra state fit together, and that Megatron passes no argument that
-the real package does not have. Of the real kernels it shows nothing (docs/scaling.md#status).
+the real package does not have. Of the real kernels it shows nothing
+(docs/status.md#claim-by-claim).
 """
 
 from __future__ import annotations

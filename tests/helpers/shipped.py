@@ -19,7 +19,8 @@ FAMILIES = {
 }
 ALL = sorted(path for path in EXAMPLES.rglob("*.yaml") if "elsewhere" not in path.parts)
 TRAINED = [path for path in ALL if path.name != "sft.yaml"]
-SHIPPED = [path for path in TRAINED if path.name != "recipe.yaml"]
+# without the one that goes on from an adapter, which its base has to train first
+SHIPPED = [path for path in TRAINED if path.name not in ("recipe.yaml", "adapter_more.yaml")]
 
 
 def model_of(path: Path) -> Path:
@@ -29,6 +30,7 @@ def model_of(path: Path) -> Path:
     family = path.relative_to(EXAMPLES).parts[0]
     if family in FAMILIES:
         return MODELS / FAMILIES[family]
-    if family == "calculator":  # its model is trained from this one
+    model = load_config(path).model.path
+    if model.startswith("runs/"):  # trained from this one
         return EXAMPLES / "quickstart" / "policy"
-    return REPOSITORY / load_config(path).model.path
+    return REPOSITORY / model

@@ -25,7 +25,7 @@ if os.environ.get("DCPO_TEST_MULTINODE") != "1":
         "makes two nodes of network namespaces: make test-multinode", allow_module_level=True
     )
 
-LIMIT = 60  # docs/scaling.md: 30 s until a rank counts as lost, 15 s until a launcher leaves
+LIMIT = 60  # docs/checkpoints.md: 30 s until a rank counts as lost, 15 s until a launcher leaves
 STEPS = 400
 
 

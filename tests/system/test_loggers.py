@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dcpo.training.loggers import VERL_NAMES
 from tests.helpers.paths import QUICKSTART, REPOSITORY
 from tests.helpers.quickstart import SMALL, metrics, run
 
@@ -117,13 +116,6 @@ def test_a_resumed_run_continues_its_record(tmp_path):
     notes = trained(tmp_path, "mlflow", "--resume", "auto")
     assert [note["resume"] for note in notes if "resume" in note] == [None, "id1"]
     assert [note["step_of"] for note in notes if "step_of" in note] == [1, 2]
-
-
-def test_names_of_verl_on_request(tmp_path):
-    step = trained(tmp_path, "swanlab", "logging.verl_names=true")[1]
-    there = {ours: verl for ours, verl in VERL_NAMES.items() if ours in step}
-    assert len(there) >= 10
-    assert all(step[verl] == step[ours] for ours, verl in there.items())
 
 
 def test_a_logger_that_fails_does_not_end_the_run(tmp_path):

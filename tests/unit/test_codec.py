@@ -157,7 +157,7 @@ def test_a_row_of_another_version_is_refused(version: object, tmp_path: Path) ->
 
 
 def test_every_key_is_documented() -> None:
-    page = (REPOSITORY / "docs" / "evaluation.md").read_text()
+    page = (REPOSITORY / "docs" / "samples.md").read_text()
     table = page[page.index("## Samples") :]
     table = table[: table.index("\n## ", 1)]
     documented = set(re.findall(r"`(\w+)`", table))
@@ -253,7 +253,7 @@ def test_a_new_field_of_a_judgement_changes_two_files(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert Path(done.stdout.strip()).is_relative_to(tmp_path)
-    assert len(NEW_FIELD) + len(("docs/evaluation.md", "a test")) <= 4
+    assert len(NEW_FIELD) + len(("docs/samples.md", "a test")) <= 4
 
 
 def test_a_sample_needs_no_measures() -> None:

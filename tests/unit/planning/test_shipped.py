@@ -16,6 +16,9 @@ GPUS = {  # the others: (8,)
     "llama3.1_70b": (32, 64, 512),
     "llama3.1_70b/math/dcpo_lora": (8, 64, 512),
     "qwen3_8b/math/dcpo_thinking": (16, 64),
+    "qwen3_8b/math/dcpo_thinking_all_gather": (16, 64),
+    "qwen3_14b/math/dcpo_pipeline": (16, 64),
+    "qwen3_32b/math/dcpo_overlap": (64, 512),
 }
 LARGE = [path for path in SHIPPED if path.parent.name in ("math", "code")]
 
@@ -33,7 +36,7 @@ def test_fits_gpus_of_80_gb(path):
 
 
 def test_the_large_ones_are_all_here():
-    assert len(LARGE) == 55
+    assert len(LARGE) == 62
     for path in LARGE:
         family, name = path.relative_to(EXAMPLES).parts[0], load_config(path).model.path
         assert name.startswith("runs/") or name == FAMILIES[family]

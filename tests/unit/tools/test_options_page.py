@@ -90,13 +90,61 @@ def test_type_default_and_methods(
     assert default in (None, option.default)
 
 
-def test_an_example_is_named_where_one_sets_the_option() -> None:
-    examples = options_page.set_by_examples()
-    assert "quickstart/dcpo.yaml" in options_page.where("rollout.group_size", examples)
-    assert options_page.where(
-        "objective.kl_coef_reasoning", {"objective.kl_coef_reasoning": ["b.yaml", "a.yaml"]}
-    ) == ("[a](../examples/a.yaml)")
-    assert options_page.where("objective.zzz", examples) == "–"
+def test_every_option_of_a_training_is_set_by_an_example_or_a_recipe() -> None:
+    setters = options_page.set_by()
+    train = [name for name in OPTIONS if not name.startswith(("evaluate.", "sft."))]
+    assert len(train) > 150
+    assert [name for name in train if options_page.where(name, setters) == "–"] == []
+    assert "quickstart/dcpo.yaml" in options_page.where("rollout.group_size", setters)
+    assert options_page.where("objective.zzz", setters) == "–"
+
+
+def test_an_example_of_the_quickstart_is_named_before_others_and_these_before_recipes() -> None:
+    setters = {"a": ["page.md#b", "../examples/b.yaml", "../examples/quickstart/z.yaml"]}
+    assert options_page.where("a", setters) == "[quickstart/z](../examples/quickstart/z.yaml)"
+    del setters["a"][2]
+    assert options_page.where("a", setters) == "[b](../examples/b.yaml)"
+    del setters["a"][1]
+    assert options_page.where("a", setters) == "[page](page.md#b)"
+
+
+def test_a_recipe_counts_where_a_command_reads_it() -> None:
+    page = """
+## A heading, `here`
+
+<!-- test: file a.yaml -->
+```yaml
+data: {limit: 3}
+```
+
+<!-- test: file unread.yaml -->
+```yaml
+data: {shuffle: false}
+```
+
+<!-- test: run -->
+```bash
+dcpo train --config a.yaml judging.marker="A: b" \\
+  rollout.top_k=3
+dcpo evaluate --model policy --top-k 3 --repeats 2
+```
+
+```bash
+dcpo train --config a.yaml training.steps=3
+```
+"""
+    found = [name for name, heading in options_page.set_by_recipes(page) if heading[0] == "A"]
+    assert set(found) == {
+        *("data", "data.limit", "judging.marker", "rollout.top_k", "evaluate.model.path"),
+        *("evaluate.evaluation.top_k", "evaluate.evaluation.samples"),
+    }
+    assert options_page.anchor("A heading, `here`") == "a-heading-here"
+
+
+def test_a_preset_counts_as_what_it_sets() -> None:
+    names = set(options_page.names({"objective": {"preset": "dcpo_proper"}}))
+    assert {"objective.preset", "objective.lam", "objective.confidence_baseline"} <= names
+    assert "objective.ddof" not in names
 
 
 def test_short_names_and_own_options_count_as_what_they_stand_for() -> None:

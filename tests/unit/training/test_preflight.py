@@ -83,7 +83,7 @@ ILLEGAL = [
         "parallel.megatron.zzz is unknown to TransformerConfig, DistributedDataParallelConfig,",
     ),
     (["model.transformer_impl=transformer_engine"], "Transformer Engine needs a GPU"),
-    (["training.max_nonfinite_steps=0"], "training.max_nonfinite_steps"),
+    (["training.keep_checkpoints=0"], "training.keep_checkpoints"),
 ]
 
 

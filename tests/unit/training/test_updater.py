@@ -109,18 +109,19 @@ def test_an_update_returns_scores_and_statistics() -> None:
 
 def test_an_update_that_is_not_finite_is_skipped_and_counted() -> None:
     optimizer = Steps(norm=math.inf)
-    target = updater(optimizer, max_nonfinite_steps=2)
-    _, statistics = update(target, samples(), step=1)
-    assert (optimizer.taken, statistics.skipped, statistics.losses) == (0, 1, [])
-    assert target.state_dict()["nonfinite_in_a_row"] == 1
+    target = updater(optimizer)
+    for step in (1, 2):
+        _, statistics = update(target, samples(), step=step)
+        assert (optimizer.taken, statistics.skipped, statistics.losses) == (0, 1, [])
+        assert target.state_dict()["nonfinite_in_a_row"] == step
 
-    resumed = updater(optimizer, max_nonfinite_steps=2)
-    resumed.load_state_dict(target.state_dict(), step=1)
-    with pytest.raises(UserError, match=r"training\.max_nonfinite_steps"):
-        update(resumed, samples(), step=2)
+    resumed = updater(optimizer)
+    resumed.load_state_dict(target.state_dict(), step=2)
+    with pytest.raises(UserError, match="3 updates in a row"):
+        update(resumed, samples(), step=3)
 
     optimizer.norm = 1.0
-    update(target, samples(), step=2)
+    update(target, samples(), step=3)
     assert target.state_dict()["nonfinite_in_a_row"] == 0
 
 
