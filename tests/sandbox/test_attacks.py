@@ -185,7 +185,7 @@ def test_the_suite_is_as_large_as_promised() -> None:
 
 
 @pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.name)
-def test_attack(
+def test_a_hostile_program_does_no_harm(
     attack: Attack, outcome: tuple[str, dict[str, CodeVerdict], dict[str, Any]], host: Host
 ) -> None:
     level, verdicts, _ = outcome

@@ -523,7 +523,7 @@ def fenced(program: str) -> str:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_category(pool: CodePool, name: str) -> None:
+def test_each_kind_of_failure_has_its_category(pool: CodePool, name: str) -> None:
     program, tests, expected = CASES[name]
     category, *only = expected.split()
     if (
@@ -544,7 +544,7 @@ def test_the_last_words_of_a_program_are_the_detail(pool: CodePool) -> None:
     assert "out of ideas" in pool.submit(program, SUM).result().detail
 
 
-def test_no_program(pool: CodePool) -> None:
+def test_a_response_without_a_program_is_wrong(pool: CodePool) -> None:
     for text in (
         "",
         "print(3)",
@@ -656,7 +656,7 @@ def test_a_killed_judge_leaves_nothing(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_malformed_tests(tests: Any, message: str) -> None:
+def test_malformed_tests_are_refused_by_name(tests: Any, message: str) -> None:
     with pytest.raises(UserError, match=r"line 7[:,] ") as error:
         checked_tests(tests, "line 7")
     assert message in str(error.value)
@@ -701,11 +701,13 @@ def test_tests_that_are_no_python() -> None:
         ("1\n2", "1 2", 0, False),
     ],
 )
-def test_output(output: str, expected: str, atol: float, same: bool) -> None:
+def test_outputs_are_compared_by_their_rule(
+    output: str, expected: str, atol: float, same: bool
+) -> None:
     assert same_output(output.encode(), expected, atol) is same
 
 
-def test_bad_limits() -> None:
+def test_limits_that_are_none_are_refused() -> None:
     for limits in (
         {"test_seconds": 0},
         {"memory_mb": 5},
@@ -739,7 +741,9 @@ def test_no_sandbox_is_refused_with_one_line(monkeypatch: pytest.MonkeyPatch) ->
     assert local.choose("unsafe") == "unsafe"
 
 
-def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_dcpo_judge_prints_a_verdict_a_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     rows = [
         (fenced(program), tests, category)
         for program, tests, category in CASES.values()

@@ -39,7 +39,7 @@ F = "```"
         (f"{F}python\nprint('é', '\ud800')\n{F}", "print('é', '\ud800')"),
     ],
 )
-def test_extract(response: str, program: str | None) -> None:
+def test_the_last_fenced_block_is_the_program(response: str, program: str | None) -> None:
     assert extract_program(response) == program
 
 

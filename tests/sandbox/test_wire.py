@@ -57,7 +57,7 @@ def exact(value: Any) -> Any:
 
 
 @given(VALUES)
-def test_round_trip(value: Any) -> None:
+def test_values_come_back_as_they_were_sent(value: Any) -> None:
     assert exact(cross(value)) == exact(value)
 
 

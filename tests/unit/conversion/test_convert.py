@@ -220,7 +220,7 @@ def test_metadata_reaches_no_attribute_but_the_memory_format(tmp_path):
         (128256, 128, 8, 129024),
     ],
 )
-def test_vocabulary_padding(vocab, divisor, tp, padded):
+def test_the_vocabulary_is_padded_and_cut_back(vocab, divisor, tp, padded):
     config = {
         "architectures": ["LlamaForCausalLM"],
         "num_hidden_layers": 1,

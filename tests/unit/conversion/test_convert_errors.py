@@ -81,7 +81,7 @@ IMPORT_CASES: dict[str, tuple[Callable[[Path], object], list[str]]] = {
 
 
 @pytest.mark.parametrize("case", IMPORT_CASES)
-def test_import_refuses(tmp_path, capsys, case):
+def test_import_refuses_by_name(tmp_path, capsys, case):
     source = save_model(tmp_path / "hf", "qwen3")
     change, named = IMPORT_CASES[case]
     change(source)
@@ -164,7 +164,7 @@ EXPORT_CASES: dict[str, tuple[Callable[[Path], object], list[str]]] = {
 
 
 @pytest.mark.parametrize("case", EXPORT_CASES)
-def test_export_refuses(tmp_path, capsys, monkeypatch, case):
+def test_export_refuses_by_name(tmp_path, capsys, monkeypatch, case):
     monkeypatch.chdir(tmp_path)
     import_checkpoint(save_model(tmp_path / "hf", "qwen3"), tmp_path / "megatron")
     change, named = EXPORT_CASES[case]
@@ -262,7 +262,7 @@ def test_the_disk_refuses_in_the_middle(tmp_path, verb):
     assert sorted(path.name for path in tmp_path.iterdir()) == before
 
 
-def test_full_disk(tmp_path):
+def test_a_full_disk_leaves_nothing_half_written(tmp_path):
     """A file system of 256 KiB: refused beforehand by the free space, and by the disk itself when
     that check is off.
     """

@@ -109,7 +109,9 @@ def test_numbers_that_no_float_holds_are_left_out(
 
 
 @pytest.mark.parametrize("config", CONFIGS)
-def test_any_configuration(config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_any_configuration_is_read_or_refused(
+    config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     trained(tmp_path / "run")
     (tmp_path / "run" / "config.yaml").write_text(config)
     report(tmp_path / "run", capsys)
@@ -117,7 +119,9 @@ def test_any_configuration(config: str, tmp_path: Path, capsys: pytest.CaptureFi
 
 
 @pytest.mark.parametrize("sample", SAMPLES)
-def test_any_sample(sample: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_any_sample_is_read_or_refused(
+    sample: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     trained(tmp_path / "run")
     (tmp_path / "run" / "samples").mkdir()
     (tmp_path / "run" / "samples" / "step_000001.jsonl").write_text(json.dumps(sample) + "\n")
@@ -135,7 +139,7 @@ def test_any_sample(sample: Any, tmp_path: Path, capsys: pytest.CaptureFixture[s
         ("warnings.jsonl", b"[1]\n{}\n"),
     ],
 )
-def test_any_bytes(
+def test_any_bytes_are_read_or_refused(
     name: str, content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trained(tmp_path / "run")

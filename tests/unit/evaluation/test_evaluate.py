@@ -134,7 +134,9 @@ def test_equivalence_is_mathematical() -> None:
 
 
 @pytest.mark.slow
-def test_written_evaluation(tokenizer: Any, benchmark_file: Path, tmp_path: Path) -> None:
+def test_an_evaluation_leaves_its_files(
+    tokenizer: Any, benchmark_file: Path, tmp_path: Path
+) -> None:
     samples = evaluated(tokenizer, benchmark_file)
     evaluation = score_samples(samples, model="m", resamples=20)
     write_evaluation(tmp_path / "run", evaluation, samples)

@@ -30,7 +30,7 @@ def shown(path: Path, **columns: str) -> list[tuple[str, float, float | None]]:
     ]
 
 
-def test_inspects_log() -> None:
+def test_a_log_of_inspect_has_verdicts_and_confidences() -> None:
     assert shown(FOREIGN / "arith.eval") == [
         ("a", 1.0, 0.9),
         ("b", 0.0, 0.7),
@@ -58,7 +58,7 @@ def test_lm_evals_choices_have_the_share_of_the_chosen_one() -> None:
     assert first.measures.token_confidence == first.judgement.confidence
 
 
-def test_trls_completions() -> None:
+def test_completions_of_trl_are_grouped_by_prompt() -> None:
     samples = read_any(FOREIGN / "completions_00001.parquet")
     assert len(samples) == 8
     assert len({s.prompt.prompt_id for s in samples}) == 2
@@ -66,11 +66,11 @@ def test_trls_completions() -> None:
     assert sum(s.judgement.correct for s in samples) == 7
 
 
-def test_verls_rollouts() -> None:
+def test_rollouts_of_verl_have_their_scores() -> None:
     assert shown(FOREIGN / "1.jsonl") == [("2*3=", 1.0, 0.8), ("2*3=", 0.0, 0.9)]
 
 
-def test_lightevals_generations() -> None:
+def test_generations_of_lighteval_state_their_confidence() -> None:
     (path,) = FOREIGN.glob("details_arith*")
     assert shown(path) == [("0", 1.0, 0.9), ("1", 0.0, 0.7), ("2", 1.0, None)]
     first = read_any(path)[0].prompt

@@ -390,7 +390,9 @@ def test_features_and_entropy() -> None:
 
 
 @pytest.mark.slow
-def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_dcpo_calibrate_fits_and_applies(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Fit, save, and score the saved predictor on other samples."""
     write_samples(SAMPLES, tmp_path / "train.jsonl")
     other = world(40, seed=1)

@@ -24,7 +24,7 @@ from megatron_dcpo.evaluation.programs import normal_form, same_program
         ("not python at all", "not python at all\n"),
     ],
 )
-def test_same(a: str, b: str) -> None:
+def test_programs_that_differ_in_layout_are_the_same(a: str, b: str) -> None:
     assert same_program(a, b)
     assert same_program(b, a)
 
@@ -48,7 +48,7 @@ def test_same(a: str, b: str) -> None:
         ("", "x = 1"),
     ],
 )
-def test_different(a: str, b: str) -> None:
+def test_programs_that_do_something_else_differ(a: str, b: str) -> None:
     assert not same_program(a, b)
 
 

@@ -274,7 +274,7 @@ def test_wrong_directories_are_user_errors(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_dcpo_report_writes_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     evaluated(tmp_path / "base")
     evaluated(tmp_path / "dcpo", seed=3)
     parser = argparse.ArgumentParser()

@@ -112,7 +112,7 @@ def test_bins_survive_json() -> None:
         assert np.array_equal(getattr(bins, name), getattr(expected, name))
 
 
-def test_headline() -> None:
+def test_the_headline_is_the_first_kind_of_confidence() -> None:
     scores = score_samples(make_samples(), resamples=0)
     line = headline(scores)
     assert tuple(line) == HEADLINE
@@ -145,7 +145,7 @@ def test_token_confidence_is_the_geometric_mean() -> None:
     assert geometric_mean_probability([1e-9]) == 1.0  # rounding above zero must not leave [0, 1]
 
 
-def test_bad_input(tmp_path: Path) -> None:
+def test_samples_that_cannot_be_scored_are_refused(tmp_path: Path) -> None:
     with pytest.raises(
         UserError, match="unknown confidence 'vocal'; known: verbal, token, token_product, "
     ):

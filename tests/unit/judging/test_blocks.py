@@ -146,7 +146,7 @@ def split_text(text: bytes, *, eos: bool = True) -> tuple[int, int]:
         (b"<conf> 1 \\boxed{5} <conf> 2 \\boxed{6", True, 19),  # an open box is none
     ],
 )
-def test_boundary(text: bytes, eos: bool, boundary: int) -> None:
+def test_the_boundary_is_where_the_marker_begins(text: bytes, eos: bool, boundary: int) -> None:
     assert split_text(text, eos=eos)[0] == boundary
 
 
@@ -180,7 +180,7 @@ def test_a_special_token_in_the_middle_contributes_its_content() -> None:
         (b"", None),
     ],
 )
-def test_last_box(text: bytes, content: bytes | None) -> None:
+def test_the_last_closed_box_is_the_answer(text: bytes, content: bytes | None) -> None:
     box = last_box(text)
     assert (None if box is None else text[box.inner : box.end - 1]) == content
 

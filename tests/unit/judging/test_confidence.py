@@ -27,7 +27,7 @@ BOX = "so \\boxed{5}\n"
         ("<conf> 000.25", 0.25),
     ],
 )
-def test_well_formed(line: str, value: float) -> None:
+def test_a_well_formed_confidence_is_read(line: str, value: float) -> None:
     parsed = parse_confidence(BOX + line, finished=True)
     assert (parsed.confidence, parsed.status) == (value, "ok")
 
@@ -73,7 +73,7 @@ def test_well_formed(line: str, value: float) -> None:
         (BOX + "<conf> " + "9" * 5000, "out_of_range"),
     ],
 )
-def test_malformed(text: str, status: str) -> None:
+def test_a_malformed_confidence_has_its_status(text: str, status: str) -> None:
     parsed = parse_confidence(text, finished=True)
     assert (parsed.confidence, parsed.status) == (None, status)
 
@@ -109,7 +109,7 @@ def test_an_unfinished_number_is_never_believed() -> None:
         assert parse_confidence(full[:end], finished=False).status == "truncated"
 
 
-def test_another_marker() -> None:
+def test_another_marker_is_read_alike() -> None:
     assert (
         parse_confidence("5 CONFIDENCE: 0.7", marker="CONFIDENCE:", finished=True).confidence == 0.7
     )
@@ -117,7 +117,7 @@ def test_another_marker() -> None:
 
 
 @given(st.text(), st.booleans())
-def test_total(text: str, finished: bool) -> None:
+def test_every_text_has_a_status(text: str, finished: bool) -> None:
     for candidate in (text, "<conf>" + text, BOX + "<conf> Confidence: " + text):
         parsed = parse_confidence(candidate, finished=finished)
         assert (parsed.status == "ok") == (parsed.confidence is not None)

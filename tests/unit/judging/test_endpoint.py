@@ -191,7 +191,7 @@ def test_where_nothing_listens_is_one_line() -> None:
         ("https://example.org/?key=secret", "set DCPO_VERIFIER_KEY"),
     ],
 )
-def test_addresses(address: str, message: str) -> None:
+def test_an_address_that_would_show_a_secret_is_refused(address: str, message: str) -> None:
     JudgingConfig(verifier="https://example.org/score")
     with pytest.raises(ValidationError, match=message):
         JudgingConfig(verifier=address)

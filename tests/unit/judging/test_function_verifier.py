@@ -106,7 +106,7 @@ def one(verifier: FunctionVerifier, text: str, truth: str = "", **row: Any) -> O
     return verifier([Attempt(None, truth, text, row)])[0]
 
 
-def test_results(verify: FunctionVerifier, file: Path) -> None:
+def test_what_a_verifier_returns_is_read(verify: FunctionVerifier, file: Path) -> None:
     """Without a threshold only a score of 1 is right; a graded one is the reward."""
     texts = ["true", "one", "half", "numpy", "mapping"]
     outcomes = verify([Attempt(None, "", text, {}) for text in texts])
@@ -180,7 +180,9 @@ def test_what_does_no_harm(verify: FunctionVerifier, text: str) -> None:
     assert [one(verify, text).correct for text in ("true", "half", "true")] == [True, False, True]
 
 
-def test_signatures(file: Path, verify: FunctionVerifier) -> None:
+def test_each_signature_of_a_reward_is_called_as_its_trainer_does(
+    file: Path, verify: FunctionVerifier
+) -> None:
     row = {"data_source": "t", "level": 2}
     assert one(verify, "own", "ignored", **row, problem="P", answer=["a", 1]).correct
     assert one(verifier_of(file, "waits"), "s", answer="s").correct

@@ -51,7 +51,9 @@ def test_a_good_response() -> None:
         ("", "length", False, 0.0, "truncated", 0),
     ],
 )
-def test_kinds(text: str, finish: str, eos: bool, correct: float, status: str, block: int) -> None:
+def test_each_kind_of_response_is_judged(
+    text: str, finish: str, eos: bool, correct: float, status: str, block: int
+) -> None:
     result = judged(text, finish=finish, eos=eos)
     assert (result.correct, result.status, result.length - result.boundary) == (
         correct,

@@ -425,7 +425,7 @@ def test_plain_numbers_need_no_algebra(answer: str, key: str, verdict: bool | No
         ("x", None),
     ],
 )
-def test_exact_numbers(text: str, value: Fraction | None) -> None:
+def test_numbers_are_read_exactly(text: str, value: Fraction | None) -> None:
     assert answer_forms.exact_number(text) == value
 
 

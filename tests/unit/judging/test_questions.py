@@ -256,7 +256,7 @@ def test_letters_without_options(answer: str, letter: str | None) -> None:
     assert chosen_letter(answer, ()) == letter
 
 
-def test_choice() -> None:
+def test_a_choice_is_read_from_the_box() -> None:
     row = {"options": ["Paris", "Rome"], "answer": "B"}
     assert [correct("choice", a, "B", row) for a in ("B", "rome", "A", "Paris", "C", None)] == [
         *(True, True),
@@ -288,14 +288,14 @@ def test_repeats_agree_by_letter_or_text() -> None:
         "I'm not sure",
     ],
 )
-def test_abstentions(text: str) -> None:
+def test_what_says_that_it_does_not_know_abstains(text: str) -> None:
     assert is_abstention(text)
 
 
 @pytest.mark.parametrize(
     "text", ["", None, "I know", "don't", "5", "the unknown soldier", "I don't know " * 20]
 )
-def test_no_abstentions(text: str | None) -> None:
+def test_answers_are_no_abstentions(text: str | None) -> None:
     assert not is_abstention(text)
 
 
@@ -388,7 +388,7 @@ def test_records_are_checked_as_prompts_are() -> None:
     check_questions("math", [Record("t", 0, (), "")], "f")
 
 
-def test_dcpo_judge(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_dcpo_judge_takes_questions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [{"prediction": "So \\boxed{eliot}\n<conf> 0.8", "reference": ["T. S. Eliot", "Eliot"]}]
     rows += [{"prediction": "eliot", "reference": "Eliot"}]
     pairs = lines(tmp_path / "pairs.jsonl", *rows)

@@ -162,7 +162,7 @@ def test_without_an_end_of_thinking_token_nothing_changes(
     assert judgement.answered == ("\\boxed" in split.reasoning.decode())
 
 
-def test_programs() -> None:
+def test_programs_are_read_after_the_thinking() -> None:
     tried, final = "```python\n1\n```\n<conf> 0.1", "```python\n7\n```\n<conf> 0.8"
     for text, prompt in (
         (f"<think>{tried}</think>{final}", ""),

@@ -48,7 +48,7 @@ def verify_math(text: str, key: str) -> bool:
         (r"\frac{\sqrt 2}{2}", r"\frac{1}{\sqrt{2}}"),
     ],
 )
-def test_right(answer: str, key: str) -> None:
+def test_equal_answers_are_right(answer: str, key: str) -> None:
     assert verify_math(f"so \\boxed{{{answer}}}.", key)
 
 

@@ -268,7 +268,7 @@ def test_lengths_have_their_mean_and_bounds():
     assert min(drawn) >= 1
 
 
-def test_the_command(capsys, tmp_path):
+def test_dcpo_plan_simulates_on_the_command_line(capsys, tmp_path):
     plan = [
         "plan",
         "--config",

@@ -148,7 +148,7 @@ def test_without_a_gpu_the_engines_share_the_memory(
     assert made.environment["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
 
 
-def test_commands() -> None:
+def test_the_commands_of_a_launch() -> None:
     config = load_config(
         QUICKSTART / "async.yaml", ["model.params_dtype=bf16", "model.head_dtype=fp32"]
     )

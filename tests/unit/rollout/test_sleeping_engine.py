@@ -97,7 +97,7 @@ def ends(machine, steps):
 
 
 @pytest.mark.parametrize("first", STEPS)
-def test_every_order(first):
+def test_sleep_and_updates_in_every_order(first):
     """No error of the driver but for memory that is not there, which ends the process; a closed
     engine leaves nothing.
     """

@@ -112,7 +112,9 @@ def test_a_server_that_names_no_model(
 
 
 @pytest.mark.parametrize("reply", [[], {}, {"weight_version": "1"}, {"weight_version": 0}, "0"])
-def test_other_weights(replies: dict[str, Any], tmp_path: Path, reply: Any) -> None:
+def test_a_server_with_other_weights_is_refused(
+    replies: dict[str, Any], tmp_path: Path, reply: Any
+) -> None:
     replies["/weight_info"] = reply
     with pytest.raises(EngineError, match="holds weights version"):
         sample(tmp_path)
