@@ -304,6 +304,15 @@ def wilson_interval(
     return center - half, center + half
 
 
+def wilson_of_equal(share: float, problems: int) -> list[float]:
+    """Return the 95 % interval [low, high] of an accuracy of 0 or 1 on so many problems: a
+    bootstrap of equal problems knows no spread, and so few problems still leave one (3 of 3: 44 to
+    100 %).
+    """
+    low, high = wilson_interval(np.array([share * problems]), np.array([problems]))
+    return [float(low[0]), float(high[0])]
+
+
 def bootstrap_ci(
     metric: Metric,
     confidences: Confidences,

@@ -144,7 +144,7 @@ def intervals(
     confidences: np.ndarray, correct: np.ndarray, bootstrap: Bootstrap, bins: int = DEFAULT_BINS
 ) -> dict[str, list[float]]:
     """Return 95 % intervals [low, high] of ``INTERVALS``: those of ``binned_error`` for the binned
-    errors, bootstrap percentiles for the others.
+    errors, bootstrap percentiles for the others, Wilson's for an accuracy of 0 or 1.
     """
 
     def auroc_of_valid(c: np.ndarray, y: np.ndarray) -> float:
@@ -166,6 +166,11 @@ def intervals(
             seed=bootstrap.seed,
         )
         by_name[name] = [low, high]
+    if len(correct) and np.ptp(correct) == 0:  # all right or all wrong: resamples do not differ
+        problems = len(correct)
+        if bootstrap.problem_ids is not None:
+            problems = len(set(bootstrap.problem_ids))
+        by_name["accuracy"] = metrics.wilson_of_equal(float(correct[0]), problems)
     for name in ("ece", "pce"):
         error = binned_error(
             confidences=confidences,

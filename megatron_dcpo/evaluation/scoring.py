@@ -4,6 +4,7 @@ an earlier evaluation can be scored again.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -27,6 +28,9 @@ from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation.programs import is_code
 from megatron_dcpo.evaluation.samples import Sample
 
+logger = logging.getLogger(__name__)
+
+SEVERAL = 5  # stated confidences that are said to be all the same
 CONFIDENCE_KINDS: Mapping[str, Callable[[Sample], float | None]] = MappingProxyType(
     {
         "verbal": lambda sample: sample.judgement.confidence,
@@ -121,6 +125,8 @@ def score_samples(
         by_benchmark.setdefault(sample.prompt.task, []).append(sample)
     options = {"bins": bins, "resamples": resamples, "seed": seed}
     benchmarks = {name: _score(group, kinds, **options) for name, group in by_benchmark.items()}
+    for name, scores in benchmarks.items():
+        _report_constant(name, scores.get("verbal", {}))
     if len(benchmarks) == 1:
         # Its pooled scores are its scores, and computing their intervals is slow.
         overall = dict(*benchmarks.values())
@@ -128,6 +134,19 @@ def score_samples(
         overall = _score(samples, kinds, **options)
     overall["macro"] = _macro(benchmarks, kinds)
     return json_ready({"model": model, "benchmarks": benchmarks, "overall": overall})
+
+
+def _report_constant(name: str, verbal: Mapping[str, Any]) -> None:
+    """Say if every answer of a benchmark states the same confidence."""
+    count = verbal.get("n_parsed", 0)
+    if count >= SEVERAL and verbal["std_confidence"] < 1e-9:  # float64 leaves 1e-16
+        logger.warning(
+            "%s: all %d stated confidences are %.4g; one number tells no right answer from a wrong "
+            "one, whatever its ECE",
+            name,
+            count,
+            verbal["mean_confidence"],
+        )
 
 
 def headline(
@@ -478,6 +497,9 @@ def _sizes(largest: int) -> list[int]:
 
 
 def _interval(chances: np.ndarray, resamples: int, seed: int) -> list[float]:
+    """Return the bootstrap interval of the mean; Wilson's if every problem is solved, or none."""
+    if np.ptp(chances) == 0 and chances[0] in (0.0, 1.0):
+        return metrics.wilson_of_equal(float(chances[0]), len(chances))
     generator = np.random.default_rng(seed)
     count = len(chances)
     means = np.empty(resamples)

@@ -156,3 +156,26 @@ def test_samples_that_cannot_be_scored_are_refused(tmp_path: Path) -> None:
         read_samples(tmp_path / "s.jsonl")
     with pytest.raises(UserError, match="no such file"):
         read_samples(tmp_path / "none.jsonl")
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_three_problems_of_three_leave_an_interval(right: bool) -> None:
+    """Wilson's: [n / (n + z^2), 1] of n right problems, and its mirror image."""
+    samples = [changed(sample, correct=right) for sample in make_samples(3, 2)]
+    scores = score_samples(samples, resamples=50)["overall"]
+    bound = 3 / (3 + 1.959964**2)
+    expected = [bound, 1.0] if right else [0.0, 1 - bound]
+    assert scores["ci95"]["accuracy"] == pytest.approx(expected, abs=1e-6)
+    assert scores["ci95"]["pass_at_k"]["1"] == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize(("numbers", "said"), [((0.8,) * 6, True), ((0.8, 0.7) * 3, False)])
+def test_one_number_for_every_answer_is_said(
+    numbers: tuple[float, ...], said: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    samples = [
+        changed(sample, confidence=number)
+        for sample, number in zip(make_samples(3, 2), numbers, strict=True)
+    ]
+    score_samples(samples, resamples=0)
+    assert ("0.8" in caplog.text) is said
