@@ -5,6 +5,7 @@ which have others.
 from __future__ import annotations
 
 import math
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from megatron_dcpo.architectures.architecture import (
@@ -143,6 +144,25 @@ _YARN = (
 _LLAMA3 = ("factor", "high_freq_factor", "low_freq_factor", "original_max_position_embeddings")
 
 
+def _check_rope_keys(
+    rope: Mapping[str, Any], understood: Collection[str], where: str, kind: str
+) -> None:
+    """Raise :class:`UserError` for a key of the rotary parameters that is not ``understood``."""
+    for name, value in rope.items():
+        if value is None or name in understood:
+            continue
+        if name == "attn_factor":
+            raise UserError(
+                f"{where}.attn_factor={value!r:.60} is read by vLLM and not by transformers, so "
+                "that the two run different models: write the factor that is meant as "
+                "attention_factor, without which both compute it from factor"
+            )
+        raise UserError(
+            f"{where}.{name}={value!r:.60} is not supported with the rope type {kind}, and it may "
+            "change the model; remove the key if it does not"
+        )
+
+
 def rotary_embedding(
     config: dict[str, Any], traits: Traits, source: str
 ) -> tuple[float, RopeScaling | YarnScaling | LinearScaling | None]:
@@ -173,12 +193,7 @@ def rotary_embedding(
     is_partial = traits.partial_rotary_factor is not None
     if is_partial or rope.get("partial_rotary_factor") == 1:
         understood.add("partial_rotary_factor")
-    for name, value in rope.items():
-        if value is not None and name not in understood:
-            raise UserError(
-                f"{source}: {key}.{name}={value!r:.60} is not supported with the rope type {kind}, "
-                "and it may change the model; remove the key if it does not"
-            )
+    _check_rope_keys(rope, understood, f"{source}: {key}", kind)
     if kind == "default":
         return base, None
     if kind == "linear":

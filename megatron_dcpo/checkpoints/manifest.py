@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from megatron_dcpo.errors import UserError
 from megatron_dcpo.runtime.text import parse_json
 
 MANIFEST = "integrity.json"
@@ -43,6 +44,17 @@ def latest_iteration(directory: Path) -> int | None:
     if _NUMBER.fullmatch(text):
         return int(text)
     return max(iterations(directory), default=None)
+
+
+def check_fresh(run_dir: Path, announced: int | None, resume: str) -> None:
+    """Raise :class:`UserError` if a run without ``--resume auto`` would overwrite the checkpoint
+    that another one has ``announced`` in ``run_dir``.
+    """
+    if announced is not None and resume == "none":
+        raise UserError(
+            f"{run_dir} already holds a checkpoint of step {announced}; pass --resume auto to "
+            "continue it, or another run_dir to start again"
+        )
 
 
 def digest(path: Path) -> dict[str, Any]:

@@ -5,6 +5,7 @@ A pure function of configuration and machine.
 from __future__ import annotations
 
 import functools
+import logging
 import math
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -38,6 +39,8 @@ from megatron_dcpo.weights.pipeline import chunk_layers, layers_per_stage
 from megatron_dcpo.weights.planner import check_layout
 from megatron_dcpo.weights.reshard_plan import most_received
 from megatron_dcpo.weights.table import number_of_parameters
+
+logger = logging.getLogger(__name__)
 
 MOST_GPUS = 4096
 # public config.json files of models that need not be on this machine
@@ -170,7 +173,7 @@ def make_plan(config: Config, machine: Machine, rates: Rates | None = None) -> P
     rates = rates or Rates()
     arch = architecture_of(config.model.path)
     _refuse_delta_nets(arch, config)
-    _check_positions(arch, config)
+    _warn_of_positions(arch, config)
     # on GPUs ``auto`` means Transformer Engine, whatever this machine has
     transformer_engine = machine.processor == "gpu" and config.model.transformer_impl != "local"
     layout = Layout.of(config.parallel, transformer_engine)
@@ -232,14 +235,20 @@ def _refuse_delta_nets(arch: Architecture, config: Config) -> None:
         )
 
 
-def _check_positions(arch: Architecture, config: Config) -> None:
+def _warn_of_positions(arch: Architecture, config: Config) -> None:
+    """Say if the longest prompt and response that the options allow are more than the model has
+    positions. A run refuses it where the data has such a prompt, which a plan does not read.
+    """
     prompt = config.data.max_prompt_length
     response = config.rollout.max_response_length
     if prompt + response > arch.max_position_embeddings:
-        raise UserError(
-            f"data.max_prompt_length={prompt} and rollout.max_response_length={response} are more "
-            f"than {config.model.path} has positions "
-            f"(max_position_embeddings={arch.max_position_embeddings}); lower one of them"
+        logger.warning(
+            "data.max_prompt_length=%d and rollout.max_response_length=%d are more than %s has "
+            "positions (max_position_embeddings=%d); a run is refused if a prompt is that long",
+            prompt,
+            response,
+            config.model.path,
+            arch.max_position_embeddings,
         )
 
 

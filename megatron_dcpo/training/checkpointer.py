@@ -10,7 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
-from megatron_dcpo.checkpoints.manifest import iteration_dir, iterations, latest_iteration
+from megatron_dcpo.checkpoints.manifest import (
+    check_fresh,
+    iteration_dir,
+    iterations,
+    latest_iteration,
+)
 from megatron_dcpo.checkpoints.saver import Saver, read_best, remove_leftovers
 from megatron_dcpo.checkpoints.state import (
     Optimizer,
@@ -136,11 +141,7 @@ class Checkpointer:
         """
         checkpoints = self.saver.directory
         announced = broadcast_object(latest_iteration(checkpoints))
-        if announced is not None and self.training.resume == "none":
-            raise UserError(
-                f"{self.directory} already holds a checkpoint of step {announced}; pass --resume "
-                "auto to continue it, or another run_dir to start again"
-            )
+        check_fresh(self.directory, announced, self.training.resume)
         latest, damaged = newest_intact(checkpoints, self.topology)
         if latest is None:
             return 0

@@ -12,8 +12,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from megatron_dcpo.checkpoints.manifest import check_fresh, latest_iteration
 from megatron_dcpo.config import Config, ObjectiveConfig, as_dict, flat
 from megatron_dcpo.data.files import is_here, is_hub_name
+from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation.best_step import benchmark_names, check_keep_best
 from megatron_dcpo.evaluation.held_out import load_held_out
 from megatron_dcpo.judging.token_bytes import token_bytes
@@ -87,7 +89,7 @@ def describe(config: Config, allow_missing: bool = False) -> dict[str, Any]:
         "objective": f"{config.objective.name}, preset {config.objective.preset}",
         "unlike the paper": ", ".join(unlike_the_paper(config)) or "nothing",
         **_describe_inputs(config, allow_missing),
-        "processes": f"a multiple of {math.prod(sizes)}",
+        "processes": "any number" if math.prod(sizes) == 1 else f"a multiple of {math.prod(sizes)}",
         "responses per step": responses,
         "responses per update": responses // config.training.updates_per_rollout,
         "steps": config.training.steps,
@@ -95,8 +97,25 @@ def describe(config: Config, allow_missing: bool = False) -> dict[str, Any]:
     if evaluation.interval:
         names = ", ".join(benchmark_names(evaluation))
         facts["validation"] = f"every {evaluation.interval} steps on {names}"
+    _check_run_dir(config)
     facts["run_dir"] = config.run_dir
     return facts
+
+
+def _check_run_dir(config: Config) -> None:
+    """Raise :class:`UserError` if the run could not write its directory, or would overwrite another
+    run's checkpoints. Nothing is made.
+    """
+    directory = Path(config.run_dir)
+    check_fresh(directory, latest_iteration(directory / "checkpoints"), config.training.resume)
+    existing = directory.absolute()
+    while not existing.exists():
+        existing = existing.parent
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        raise UserError(
+            f"run_dir={config.run_dir} cannot be made: {existing} is "
+            f"{'not writable' if existing.is_dir() else 'not a directory'}; change run_dir"
+        )
 
 
 def unlike_the_paper(config: Config) -> list[str]:

@@ -121,6 +121,11 @@ def test_the_factor_inside_the_rotary_parameters_counts() -> None:
             "partial_rotary_factor",
         ),
         (GLM4, {"rope_theta": None}, "rope_theta"),
+        (
+            "Qwen/Qwen3-8B",
+            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "attn_factor": 0.87}},
+            "attn_factor",
+        ),
         (GLM4, {"num_hidden_layers": None}, "num_hidden_layers"),
         (GLM4, {"num_attention_heads": None}, "num_attention_heads"),
         (GLM4, {"intermediate_size": None}, "intermediate_size"),

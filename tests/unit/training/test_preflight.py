@@ -225,3 +225,20 @@ def test_a_method_that_the_paper_has_not_is_unlike_it() -> None:
     differs = unlike_the_paper(load_config(QUICKSTART / "ternary.yaml"))
     assert "objective.name=ternary" in differs
     assert "data.prompts_per_step=48" in differs
+
+
+def test_a_dry_run_looks_at_the_run_directory_as_the_run_does(tmp_path, capsys):
+    """A checkpoint that would be overwritten, and a directory that cannot be made; nothing is."""
+    run = tmp_path / "run"
+    (run / "checkpoints").mkdir(parents=True)
+    (run / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("7")
+    status, said = dry_run([f"run_dir={run}"], capsys)
+    assert status == 2
+    assert "step 7" in said
+    assert dry_run([f"run_dir={run}", "training.resume=auto"], capsys)[0] == 0
+    (tmp_path / "file").write_text("")
+    status, said = dry_run([f"run_dir={tmp_path / 'file' / 'run'}"], capsys)
+    assert status == 2
+    assert "run_dir" in said
+    assert dry_run([f"run_dir={tmp_path / 'new' / 'run'}"], capsys)[0] == 0
+    assert not (tmp_path / "new").exists()
