@@ -60,19 +60,17 @@ def test_the_run_continues_after_a_restart(tmp_path, undisturbed, mode, reason):
     assert without_clocks(metrics(tmp_path / "run")) == without_clocks(undisturbed)
 
 
-def test_what_was_handed_over_before_the_failure_is_kept(tmp_path, undisturbed):
-    """Only the missing responses are generated again, in smaller batches, which round
-    differently.
+def test_a_batch_whose_engine_failed_midway_is_the_undisturbed_one(tmp_path, undisturbed):
+    """Some responses were handed over before: all are generated again, in the same batches, so that
+    every number is that of the undisturbed run.
     """
     done = train(tmp_path / "run", "midway")
     assert done.returncode == 0, done.stderr[-2000:]
     assert "is restarted" in done.stderr
-    asked, handed_over = re.search(r"asked \[(.*)\] handed over (\d+)", done.stdout).groups()
+    requested, handed_over = re.search(r"asked \[(.*)\] handed over (\d+)", done.stdout).groups()
     assert 0 < int(handed_over) < 16
-    assert [int(n) for n in asked.split(", ")] == [16, 16, 16 - int(handed_over), 16]
-    for ours, single in zip(metrics(tmp_path / "run"), undisturbed, strict=True):
-        assert ours["reward/accuracy"] == single["reward/accuracy"]
-        assert ours["loss/policy"] == pytest.approx(single["loss/policy"], abs=1e-6)
+    assert [int(n) for n in requested.split(", ")] == [16, 16, 16, 16]
+    assert without_clocks(metrics(tmp_path / "run")) == without_clocks(undisturbed)
 
 
 @pytest.mark.parametrize(
@@ -142,7 +140,7 @@ def test_a_device_that_fails_ends_the_job(tmp_path, undisturbed, mode, message):
 def test_an_engine_that_keeps_failing_ends_the_run_by_name(tmp_path):
     done = train(tmp_path / "run", "always")
     assert done.returncode == 2
-    assert "the engine of rank 0 failed 3 times with a rollout: killed in generation" in done.stderr
+    assert "an engine failed 3 times with a rollout: rank 0: killed in generation" in done.stderr
 
 
 def test_stale_samples_are_not_trained_on(tmp_path):
