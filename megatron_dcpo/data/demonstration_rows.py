@@ -392,8 +392,8 @@ def _spans(value: object, length: int, where: str) -> tuple[tuple[int, int, floa
         if not isinstance(span, Mapping) or set(span) != {"start", "end", "weight"}:
             raise UserError(f"{where}: a span is {{start, end, weight}}, not {span!r:.80}")
         start, end = span["start"], span["end"]
-        are_places = type(start) is int and type(end) is int
-        if not are_places or not 0 <= start < end <= length:
+        are_characters = type(start) is int and type(end) is int
+        if not are_characters or not 0 <= start < end <= length:
             raise UserError(
                 f"{where}: the span from {start!r:.20} to {end!r:.20} is not in the response of "
                 f"{length} characters"

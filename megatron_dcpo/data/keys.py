@@ -27,7 +27,10 @@ _METADATA_NAMES = (
     "uuid verified version year"
 )
 METADATA = frozenset(_METADATA_NAMES.split())
-_METADATA = re.compile(r"_.*|unnamed: ?\d+|.+_(?:id|ids|idx|index|url|hash|name)|(?:num|n)_.+|")
+_METADATA = re.compile(
+    r"_.*|unnamed: ?\d+|(?:num|n|is|has)_.+|"
+    r".+_(?:id|ids|idx|index|url|hash|name|number|source)|"
+)
 
 
 @dataclass(frozen=True)
