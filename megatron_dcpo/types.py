@@ -74,7 +74,7 @@ class Prompt:
     """
 
     prompt_id: str
-    messages: tuple[dict[str, str], ...]
+    messages: tuple[dict[str, Any], ...]
     token_ids: tuple[int, ...]
     ground_truth: str
     task: str

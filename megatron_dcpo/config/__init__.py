@@ -232,7 +232,8 @@ def overridden(values: object, name: str, value: object) -> dict[str, Any]:
     """Return nested ``values`` with another ``value`` of the dotted ``name``.
 
     A number in the name is a place in a list, counted from 0: ``data.path.0.weight`` or
-    ``data.path[0].weight``. A mapping is merged into a mapping; anything else is replaced.
+    ``data.path[0].weight``. A mapping is merged into a mapping, except an empty one, which clears
+    it; anything else is replaced.
 
     Raises :class:`UserError` if a part of the name is no place in a list, or is below a value that
     has no parts.
@@ -247,7 +248,7 @@ def _overridden(
     holder: object, parts: Sequence[str], value: object, above: tuple[str, ...]
 ) -> object:
     if not parts:
-        both = isinstance(holder, Mapping) and isinstance(value, Mapping)
+        both = isinstance(holder, Mapping) and isinstance(value, Mapping) and value
         return merged(holder, value) if both else value  # type: ignore[arg-type]
     key, *rest = parts
     name = ".".join((*above, *parts))

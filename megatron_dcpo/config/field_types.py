@@ -21,7 +21,9 @@ NonNegative = Annotated[int, Field(ge=0)]
 Share = Annotated[float, Field(gt=0, le=1)]
 QUESTIONS = ("exact", "f1", "choice")
 BUILT_IN = ("math", "code", *QUESTIONS)  # verifiers
-COLUMNS = ("problem", "answer", "options", "answer_index", "kind", "tests", "context")
+# those that a question does without, which an empty name leaves out
+BESIDE = ("context", "system", "history", "tools")
+COLUMNS = ("problem", "answer", "options", "answer_index", "kind", "tests", *BESIDE)
 LOCAL = ("localhost", "127.0.0.1", "::1")
 
 
@@ -114,16 +116,17 @@ def _column(name: str) -> str:
 
 
 def _empty_context(columns: object) -> object:
-    """Return a context that YAML reads as null as an empty name."""
-    if isinstance(columns, Mapping) and columns.get("context", "") is None:
-        return {**columns, "context": ""}
-    return columns
+    """Return a name that YAML reads as null as an empty one, of what a question does without."""
+    if not isinstance(columns, Mapping):
+        return columns
+    empty = {ours: "" for ours in BESIDE if columns.get(ours, "") is None}
+    return {**columns, **empty}
 
 
 def _named_columns(columns: dict[str, str]) -> dict[str, str]:
-    """Refuse an empty name, except of the context, which is then left out."""
+    """Refuse an empty name, except of what a question does without, which is then left out."""
     for ours, theirs in columns.items():
-        if not theirs and ours != "context":
+        if not theirs and ours not in BESIDE:
             raise ValueError(f"expected the name of a column for {ours}")
     return columns
 

@@ -20,7 +20,19 @@ from megatron_dcpo.config.rules import check_configuration
 from megatron_dcpo.config.sections import LoopConfig, RunConfig
 from megatron_dcpo.errors import UserError
 
-DemonstrationColumn = Literal["messages", "prompt", "response", "weight", "spans"]
+DemonstrationColumn = Literal[
+    "messages",
+    "prompt",
+    "response",
+    "weight",
+    "spans",
+    "system",
+    "history",
+    "context",
+    "tools",
+    "reasoning",
+    "label",
+]
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -34,7 +46,8 @@ class DemonstrationsConfig:
     """
     columns: dict[DemonstrationColumn, str] = dataclasses.field(default_factory=dict)
     """Columns of the file by our names, {prompt: question, response: solution}, where it has
-    others: messages, prompt, response, weight, spans.
+    others: messages, prompt, response, weight, spans, system, history, context, tools, reasoning,
+    label. An empty name leaves out one of the last eight.
     """
     template: str = "chat"
     """How a prompt is put, as data.template of dcpo train: chat leaves it as it is."""
@@ -67,8 +80,8 @@ class SupervisedLoopConfig(LoopConfig):
     epochs: Positive = 1
     """Passes over the demonstrations."""
     steps: NonNegative = 0
-    """Steps of the run, an update each, if they are fewer than training.epochs makes (0: as many as
-    it makes).
+    """Steps of the run, an update each, in as many passes as they take (0: as many as
+    training.epochs makes).
     """
 
 

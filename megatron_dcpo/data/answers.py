@@ -21,6 +21,11 @@ from megatron_dcpo.runtime.text import parse_json
 _HOLDERS = ("target", "answer", "groundtruth", "finalanswer", "text", "value")
 _ALIASES = ("aliases", "normalizedaliases", "humananswers")
 _BESIDE = frozenset({"type", "style", "normalizedvalue", "answerstart", "matchedwikientityname"})
+# what data sets write where there is no answer; no answer equals it
+_NO_ANSWERS = frozenset(
+    {"proof", "notfound", "not found", "not_found", "nan", "none", "null", "n/a", "#n/a", "<na>"}
+)
+_AROUND = re.compile(r"\\(?:boxed|text|textbf|mathrm|mbox)\s*\{(.*)\}|\$(.*)\$", re.DOTALL)
 _BRACES = re.compile(r"\\boxed\{|[{}]")
 FORMS = (
     "a text, a number, a list of texts, an object with one of them as target, answer, "
@@ -48,6 +53,19 @@ def answer_of(raw: object, where: str) -> Answer:
     if isinstance(value, Mapping) and any(_plain(name) in _ALIASES for name in value):
         column = value
     return Answer(texts, column)
+
+
+def is_no_answer(text: str) -> bool:
+    """Return whether a key only says that there is no answer (NuminaMath's ``proof`` and
+    ``notfound``, ``nan`` of a table), in any case, also within a box.
+    """
+    for _ in range(3):
+        text = text.strip().rstrip(".")
+        match = _AROUND.fullmatch(text)
+        if match is None:
+            break
+        text = match[1] if match[2] is None else match[2]
+    return not text.strip() or text.strip().lower() in _NO_ANSWERS
 
 
 def last_box(text: str) -> str | None:

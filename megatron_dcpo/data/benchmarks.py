@@ -20,10 +20,11 @@ from megatron_dcpo.data.datasets import (
     Record,
     load_records,
     split_usable_rows,
+    task_name,
     untested_note,
 )
 from megatron_dcpo.data.environments import environment_name, is_environment
-from megatron_dcpo.data.files import Row, read_rows
+from megatron_dcpo.data.files import SUFFIXES, Row, read_rows
 from megatron_dcpo.data.gym import HELD_OUT_SEED, gym_path, is_gym, parse_gym
 from megatron_dcpo.data.livecodebench import contest_date
 from megatron_dcpo.errors import UserError
@@ -278,6 +279,11 @@ def find_benchmark(name: str) -> Benchmark:
     """Return a benchmark by its name in any spelling: MATH-500, math_500, AIME24, aime-2024."""
     key = re.sub(r"[^a-z0-9]", "", name.lower().replace("+", "plus"))
     key = _ALIASES.get(key, key)
+    if key not in BENCHMARKS and name.endswith(SUFFIXES):
+        raise UserError(
+            f"{name!r} is a data file and no benchmark's name; give it one, "
+            f"{task_name(name)}={name}"
+        )
     if key not in BENCHMARKS:
         raise UserError(
             f"unknown benchmark {name!r}; known: {', '.join(BENCHMARKS)}; or give NAME=PATH of a "

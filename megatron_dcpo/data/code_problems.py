@@ -35,6 +35,7 @@ READS_STDIN = (
 _ENTRY_OF_CHECK = re.compile(r"^check\(\s*(.+?)\s*\)\s*$", re.MULTILINE)
 _ENTRY_OF_MBPP = re.compile(r"\bassertion\((\w+)\(\*inp\)")
 _ASSERTS = re.compile(r"\b(?:assert|raise)\b|\.assert[_A-Z]|\bfail\(")
+_ASSERT = re.compile(r"\s*assert[\s(]")
 _PYTHON = re.compile(r"(?:python ?3?|py3?)(?:\.[0-9.]+)?", re.IGNORECASE)
 
 
@@ -206,16 +207,58 @@ def _functional(code: str) -> Tests:
 
 
 def _native(row: Row) -> CodeProblem:
-    """Return the problem of a row with a statement and a ``tests`` column."""
-    tests = tests_of(row["tests"], row)
+    """Return the problem of a row with a statement and tests in one of :data:`TEST_COLUMNS`."""
+    column = next(name for name in TEST_COLUMNS if row.get(name))
+    tests = tests_of(row[column], row)
     statements = [row[name] for name in _STATEMENTS if name in row]
-    statement = str(statements[0]).strip()
+    statement = _last_text(statements[0])
     if tests.get("kind") == "function":
         statement = _with_starter(statement, row)
     return _stated(statement, tests)
 
 
 _STATEMENTS = ("problem", "question", "prompt")
+# DeepCoder, AceCoder, OpenCodeInstruct, APPS and TACO, open-r1's Codeforces
+TEST_COLUMNS = ("tests", "test_cases", "unit_tests", "input_output", "official_tests")
+
+
+def _last_text(statement: object) -> str:
+    """Return a statement that is a text, or the last of a list of messages."""
+    if isinstance(statement, list | tuple) and statement:
+        return str(statement[-1]["content"]).strip()
+    return str(statement).strip()
+
+
+def _has_tests(row: Row) -> bool:
+    """Return whether a row has a statement, and tests that are not those of another language."""
+    has_column = any(row.get(name) for name in TEST_COLUMNS)
+    return has_column and any(name in row for name in _STATEMENTS)
+
+
+def _asserts_for_answer(row: Row) -> list[str] | None:
+    """Return the assertions that stand where an answer would (allenai's RLVR), None if there are
+    none.
+    """
+    reward_model = row.get("reward_model")
+    values = [row.get(name) for name in ("ground_truth", "answer", "final_answer")]
+    if isinstance(reward_model, Mapping):
+        values.append(reward_model.get("ground_truth"))
+    for value in values:
+        texts: Any = value
+        if isinstance(value, str) and _ASSERT.match(value):
+            texts = [value]
+        elif isinstance(value, str) and "assert" in value:
+            texts = _parsed(value)
+        is_list = isinstance(texts, list | tuple) and len(texts) > 0
+        if is_list and all(isinstance(one, str) and _ASSERT.match(one) for one in texts):
+            return list(texts)
+    return None
+
+
+def _with_asserts(row: Row) -> CodeProblem:
+    statement = next(row[name] for name in _STATEMENTS if name in row)
+    tests = {"kind": "asserts", "asserts": _asserts_for_answer(row)}
+    return CodeProblem(_last_text(statement), tests)
 
 
 def _stated(statement: str, tests: Tests) -> CodeProblem:
@@ -253,7 +296,7 @@ def _verification_info(row: Row) -> CodeProblem | None:
         for name in ("prompt", "problem", "problem_statement", "question")
         if row.get(name)
     )
-    return _stated(str(statement).strip(), tests_of(info, row))
+    return _stated(_last_text(statement), tests_of(info, row))
 
 
 def _human_eval(row: Row) -> CodeProblem:
@@ -413,9 +456,7 @@ _TEST_FIELDS = frozenset({"kind", "inputs", "functional", "test_cases"})
 
 
 def _verl(row: Row) -> CodeProblem:
-    messages = row["prompt"]
-    statement = messages if isinstance(messages, str) else messages[-1]["content"]
-    return _stated(str(statement).strip(), tests_of(_verl_ground_truth(row), row))
+    return _stated(_last_text(row["prompt"]), tests_of(_verl_ground_truth(row), row))
 
 
 class OtherLanguage(Exception):
@@ -434,12 +475,10 @@ _FORMATS: tuple[tuple[Callable[[Row], bool], Callable[[Row], Any]], ...] = (
     (lambda row: {"test", "entry_point", "canonical_solution"} <= set(row), _human_eval),
     (lambda row: {"test", "entry_point", "completion"} <= set(row), _leetcode),
     (lambda row: "verification_info" in row, _verification_info),
+    (_has_tests, _native),
     (
-        lambda row: (
-            bool(row.get("tests"))
-            and any(name in row for name in ("problem", "question", "prompt"))
-        ),
-        _native,
+        lambda row: any(name in row for name in _STATEMENTS) and bool(_asserts_for_answer(row)),
+        _with_asserts,
     ),
     (lambda row: "prompt" in row and _verl_ground_truth(row) is not None, _verl),
 )

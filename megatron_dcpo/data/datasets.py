@@ -26,13 +26,27 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from megatron_dcpo.data import prompts
-from megatron_dcpo.data.answers import answer_of, is_structured, last_box
+from megatron_dcpo.data.answers import answer_of, is_no_answer, is_structured, last_box
+from megatron_dcpo.data.chat_template import Asking
+from megatron_dcpo.data.chats import (
+    CHAT_COLUMNS,
+    SYSTEMS,
+    ChatReader,
+    Messages,
+    behind_history,
+    history_of,
+    is_chat_text,
+    is_message,
+    tools_of,
+    with_system,
+)
 from megatron_dcpo.data.code_problems import (
+    TEST_COLUMNS,
     OtherLanguage,
     Untested,
     code_problem,
@@ -42,7 +56,16 @@ from megatron_dcpo.data.code_problems import (
 from megatron_dcpo.data.environments import environment_name, environment_rows, is_environment
 from megatron_dcpo.data.files import ROW_SUFFIXES, Row, read_rows
 from megatron_dcpo.data.gym import gym_rows, is_gym, parse_gym
-from megatron_dcpo.data.passages import has_media, passage_of, passage_text, with_passage
+from megatron_dcpo.data.keys import Keys, Unread, is_empty
+from megatron_dcpo.data.options import KEY_COLUMNS
+from megatron_dcpo.data.passages import (
+    MEDIA_COLUMNS,
+    PASSAGE_COLUMNS,
+    has_media,
+    passage_of,
+    passage_text,
+    with_passage,
+)
 from megatron_dcpo.data.questions import question_of
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.types import CONFIDENCE_TAG, Prompt
@@ -57,9 +80,47 @@ KIND_COLUMNS = ("kind", "type", "level", "difficulty", "subject", "task")
 NO_COLUMNS: Mapping[str, str] = MappingProxyType({})
 _ABSENT = object()
 ANSWER_COLUMNS = ("answer", "ground_truth", "final_answer")
+_READ_ELSEWHERE = (
+    *("Question", "Problem", "question_stem", "Correct Answer", "supporting_facts", "Answer"),
+    *(f"Incorrect Answer {number}" for number in (1, 2, 3)),
+    *("reward_model", "history", "tools", "input", "options", "choices"),
+    *("aime_number", "opa", "opb", "opc", "opd", "ope", *"ABCDEFGHIJ"),
+)
+_SOLUTIONS = (
+    "solution solutions worked_solution generated_solution rationale explanation cot reasoning "
+    "thinking reasoning_content response responses generations completion output candidates "
+    "expected_answer correctness_math_verify correctness_count gold_standard_solution "
+    "canonical_solution code llama8b_solve_rate problem_type question_type exp solution_source"
+)
+_OF_PROGRAMS = (
+    "starter_code test entry_point prompt_id contract atol assertion public_test_cases "
+    "private_test_cases contest_date platform meta_data test_setup_code challenge_test_list query "
+    "estimated_date source_file test_imports in_source_id text problem_description memory_limit "
+    "time_limit base_input plus_input test_list input_output completion"
+)
+KEYS = Keys(
+    what="column",
+    read=frozenset(
+        {
+            *(*PROBLEM_COLUMNS, *ANSWER_COLUMNS, *KIND_COLUMNS, *KEY_COLUMNS, *CHAT_COLUMNS),
+            *(*SYSTEMS, *TEST_COLUMNS, *PASSAGE_COLUMNS, *map(str.upper, PASSAGE_COLUMNS)),
+            *(*map(str.title, PASSAGE_COLUMNS), *MEDIA_COLUMNS, *_READ_ELSEWHERE),
+        }
+    ),
+    harmless=frozenset({*_SOLUTIONS.split(), *_OF_PROGRAMS.split(), *KIND_COLUMNS}),
+    refused={
+        **dict.fromkeys(
+            ("instruction", "instructions", "prefix", "suffix", "documents"),
+            "put its text into the problem, or name its column by data.columns",
+        ),
+        "chat_template_kwargs": "data.thinking is the switch of the chat template",
+        "functions": "give them as tools, a list of {type: function, function: ...}",
+        "tools_kwargs": "tools that answer are not called here; remove it",
+    },
+)
 _GENERIC_STEMS = {"train", "test", "validation", "val", "dev", "data"}
 # what names the parts of a data set: -00000-of-00003, or the rest of a pattern
-_PART = re.compile(r"-\d{5}-of-\d{5}\Z|[-_.]*[*?\[].*\Z")
+_PART = re.compile(r"-\d{5}-of-\d{5}(?:-[0-9a-f]{6,64})?\Z|[-_.]*[*?\[].*\Z")
 _THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 
 
@@ -71,17 +132,19 @@ class Record:
     A programming problem has packed ``tests``, and ``answer`` is their key
     (``code_problems.tests_key``). ``kind``: what the row says of its problem in one of
     ``KIND_COLUMNS``. ``row``: :func:`columns`, where they are asked for; else what the verifiers of
-    a question read. ``form`` of the answer: a key of ``prompts.ASKS``.
+    a question read. ``form`` of the answer: a key of ``prompts.ASKS``. ``tools`` are what the chat
+    template lists.
     """
 
     task: str
     index: int
-    messages: tuple[dict[str, str], ...]
+    messages: Messages
     answer: str
     tests: bytes | None = None
     kind: str | None = None
     row: Row | None = None
     form: str = "math"
+    tools: tuple[dict[str, Any], ...] = ()
 
     @property
     def problem(self) -> str:
@@ -91,6 +154,10 @@ class Record:
     @property
     def prompt_id(self) -> str:
         return f"{self.task}/{self.index}"
+
+
+class NoAnswer(Exception):
+    """The key of a row, which the argument is, equals no answer."""
 
 
 # ------------------------------------------------------------------------------------------ prompts
@@ -152,15 +219,9 @@ def render_prompts(
         if options.limit and len(kept) >= options.limit:
             break
         with _naming_row(source, record):
-            messages, ids = prompts.render(
-                tokenizer,
-                record.messages,
-                options.template,
-                options.marker,
-                record.form,
-                options.thinking,
-                options.date,
-            )
+            messages = prompts.ask(record.messages, options.template, options.marker, record.form)
+            asking = Asking(options.thinking, options.date, record.tools)
+            ids = prompts.encode(tokenizer, messages, options.template, asking)
         if longest is not None and len(ids) > longest:
             too_long += 1
             continue
@@ -184,6 +245,11 @@ def message_prompts(
     asked = []
     for record in records[: limit or None]:
         with _naming_row(record.task, record):
+            if record.tools:
+                raise prompts.PromptError(
+                    "the row has tools, which are not sent to an endpoint; evaluate the model "
+                    "itself, or remove the column tools"
+                )
             messages = prompts.ask(record.messages, template, marker, record.form)
         asked.append(_prompt(record, messages, ()))
     return asked
@@ -198,9 +264,7 @@ def _naming_row(source: str, record: Record) -> Iterator[None]:
         raise UserError(f"{source}: row {record.index + 1}: {error}") from error
 
 
-def _prompt(
-    record: Record, messages: tuple[dict[str, str], ...], token_ids: tuple[int, ...]
-) -> Prompt:
+def _prompt(record: Record, messages: Messages, token_ids: tuple[int, ...]) -> Prompt:
     return Prompt(
         prompt_id=record.prompt_id,
         messages=messages,
@@ -351,12 +415,10 @@ def _renamed(
     """Yield the rows with their columns under our names too. A name with dots is a field of an
     object (``extra_info.answer``). The answer that is named stands for the one in ``reward_model``.
     """
+    left_out = {ours for ours, theirs in columns.items() if not theirs}
+    left_out |= set(SYSTEMS) if "system" in left_out else set()
     for index, row in rows:
-        values = {
-            ours: _field(row, theirs)
-            for ours, theirs in columns.items()
-            if ours != "context" or theirs
-        }
+        values = {ours: _field(row, theirs) for ours, theirs in columns.items() if theirs}
         missing = [columns[ours] for ours, value in values.items() if value is _ABSENT]
         if missing and must_have:
             raise UserError(
@@ -367,7 +429,7 @@ def _renamed(
             yield index, row
             continue
         values.pop("context", None)
-        kept = dict(row)
+        kept = {name: value for name, value in row.items() if name not in left_out}
         if "answer" in values:
             kept.pop("reward_model", None)
         yield index, {**kept, **values}
@@ -403,40 +465,99 @@ def split_usable_rows(
     records: list[Record] = []
     left_out: list[str] = []
     dropped: Counter[str] = Counter()
-    for index, row in rows:
-        if has_media(row):
+    unread = Unread(source)
+    chats = ChatReader(source, unread)
+    for index, original in rows:
+        if has_media(original):
             dropped["with an image, a film or a sound, which the policy cannot read"] += 1
             continue
+        row = with_chat(original, chats, index + 1)
         try:
             record = to_record(row, index, task, forced, source, untested, keep_columns)
         except OtherLanguage:
             dropped["with tests for other languages than Python"] += 1
         except Untested as name:
             left_out.append(str(name))
+        except NoAnswer as key:
+            dropped[f"with the key {str(key)!r:.40}, which no answer equals"] += 1
         else:
             if record is None:
                 dropped["without an answer"] += 1
-            else:
-                where = f"{source}: row {index + 1}"
-                records.append(_about(record, _passage(row, passage, where)))
+                continue
+            where = f"{source}: row {index + 1}"
+            record = _about(record, *_passage(row, passage, where))
+            record = surrounded(record, row, chats, where)
+            records.append(record)
+            if not keep_columns:
+                shown = [] if passage is None else [passage]
+                shown += _shown_columns(row, record.messages)
+                unread.take(row, KEYS, index + 1, used=shown)
+    unread.report()
     return records, left_out, dropped
 
 
-def _passage(row: Row, column: str | None, where: str) -> str:
-    """Return the passage of a row in a named column, or in one of a known name; "" if the name is
-    empty or if there is none.
+def _shown_columns(row: Row, messages: Messages) -> list[str]:
+    """Return the columns whose text the messages show."""
+    text = "\n".join(message["content"] for message in messages)
+    return [name for name, value in row.items() if isinstance(value, str) and value.strip() in text]
+
+
+def _passage(row: Row, column: str | None, where: str) -> tuple[str, bool]:
+    """Return the passage of a row in a named column, or in one of a known name, and whether it is
+    put behind the question; "" if the name is empty or if there is none.
     """
     if column == "":
-        return ""
+        return "", False
     value = _ABSENT if column is None else _field(row, column)
     if column is None or value is _ABSENT:
         return passage_of(row, where)
-    return passage_text(value, column, where)
+    return passage_text(value, column, where), False
 
 
-def _about(record: Record, passage: str) -> Record:
-    """Return a problem with the passage before it."""
-    messages = with_passage(record.messages, passage)
+def with_chat(row: Row, chats: ChatReader, number: int) -> Row:
+    """Return a row with the chat that is its problem as a list of messages, and a chat in
+    ``messages`` or ``conversations`` as its prompt where it has no other.
+    """
+    column = _first_column(row, PROBLEM_COLUMNS)
+    if column is None and not {"Question", "Problem", "question_content"} & set(row):
+        column = next((name for name in CHAT_COLUMNS if not is_empty(row.get(name))), None)
+    value = None if column is None else row[column]
+    is_text = isinstance(value, str) and column not in CHAT_COLUMNS and not is_chat_text(value)
+    if is_empty(value) or is_text or isinstance(value, int | float):
+        return row
+    is_stem = isinstance(value, Mapping) and not is_message(value)
+    if is_stem:  # a question with its options
+        return row
+    read = chats.chat(value, number)
+    if any(weight is not None for weight in read.weights[-1:]):
+        raise UserError(
+            f"{chats.source}: row {number}: the last message says whether it is to be trained; a "
+            "prompt is not"
+        )
+    name = "prompt" if column in CHAT_COLUMNS else column
+    return {**row, str(name): list(read.messages)}
+
+
+def surrounded(record: Record, row: Row, chats: ChatReader, where: str) -> Record:
+    """Return a problem with the earlier turns, the system message and the tools of its row."""
+    messages = record.messages
+    column = _first_column(row, PROBLEM_COLUMNS)
+    prompt = None if column is None else row[column]
+    if isinstance(prompt, list) and len(messages) == 1:  # of which only the last is the statement
+        messages = (*prompt[:-1], *messages)
+    number = record.index + 1
+    messages = behind_history(messages, history_of(row.get("history"), chats, number, where))
+    for name in SYSTEMS:
+        messages = with_system(messages, row.get(name), name, where)
+    tools = tools_of(row.get("tools"), where)
+    if messages is record.messages and not tools:
+        return record
+    return replace(record, messages=messages, tools=tools)
+
+
+def _about(record: Record, passage: str, behind: bool) -> Record:
+    """Return a problem with its passage."""
+    messages = with_passage(record.messages, passage, behind)
     about = replace(record, messages=messages)
     if record.row is not None and "problem" in record.row:
         about = replace(about, row={**record.row, "problem": about.problem})
@@ -492,14 +613,7 @@ def to_record(
     has_ground_truth = isinstance(reward_model, Mapping) and "ground_truth" in reward_model
     answer_column = _first_column(row, ANSWER_COLUMNS)
     if problem is None or (answer_column is None and not has_ground_truth and not keep_columns):
-        missing = "problem" if problem is None else "answer"
-        expected = (
-            PROBLEM_COLUMNS if problem is None else (*ANSWER_COLUMNS, "reward_model.ground_truth")
-        )
-        raise UserError(
-            f"{where} has no {missing} column; found {', '.join(map(str, row)) or 'nothing'}; "
-            f"expected one of {', '.join(expected)}"
-        )
+        raise _without_column(row, where, "problem" if problem is None else "answer")
     raw = reward_model["ground_truth"] if has_ground_truth else row.get(answer_column)  # type: ignore[index, arg-type]
     messages = _as_messages(row[problem], where)
     is_aime = "aime" in name.lower() or "aime_number" in row
@@ -512,13 +626,31 @@ def to_record(
         answer = final_answer(raw, integer=is_aime)
         if not answer:
             return None
+        if is_no_answer(answer):
+            raise NoAnswer(answer)
         return Record(name, index, messages, answer, kind=_kind(row))
     found = answer_of(raw, where)
+    if found.texts and all(map(is_no_answer, found.texts)):
+        raise NoAnswer(found.texts[0])
     if not found.texts:
         raise UserError(f"{where}: the answer has no text and no alias that is one")
     shown = final_answer(found.texts[0], integer=is_aime)
     read = None if found.column is None else {"answer": found.column}
     return Record(name, index, messages, shown, kind=_kind(row), row=read)
+
+
+def _without_column(row: Row, where: str, missing: str) -> UserError:
+    """Return the error of a row without a problem or an answer."""
+    expected: tuple[str, ...] = (*PROBLEM_COLUMNS, *CHAT_COLUMNS)
+    what = f"{missing} column"
+    if missing == "answer":
+        expected = (*ANSWER_COLUMNS, "reward_model.ground_truth")
+        what = "answer column, and there are no tests in this row in a form that is read"
+    return UserError(
+        f"{where} has no {what}; found {', '.join(map(str, row)) or 'nothing'}; expected "
+        f"one of {', '.join(expected)}; or name yours, data.columns={{{missing}: NAME}} "
+        "(dcpo evaluate takes it too, or --as-trained CONFIG)"
+    )
 
 
 def _shown(raw: object, integer: bool) -> str:
@@ -528,7 +660,7 @@ def _shown(raw: object, integer: bool) -> str:
     return final_answer(raw, integer=integer)
 
 
-def columns(row: Row, name: str, messages: tuple[dict[str, str], ...], answer: object) -> Row:
+def columns(row: Row, name: str, messages: Messages, answer: object) -> Row:
     """Return all columns of a row, and under fixed names the ``problem`` as text and its
     ``answer``: a text as :func:`final_answer`, anything else as it is. ``data_source``: the row's,
     else the ``name`` of the data.
@@ -579,20 +711,22 @@ def _first_column(row: Row, names: Sequence[str]) -> str | None:
     return next((name for name in names if name in row), None)
 
 
-def _as_messages(problem: object, where: str) -> tuple[dict[str, str], ...]:
-    """Return the messages of a problem column: text, or a list of chat messages as verl has it."""
-    if isinstance(problem, str) and problem.strip():
+def _as_messages(
+    problem: object, where: str, chats: ChatReader | None = None, number: int = 0
+) -> Messages:
+    """Return the messages of a problem column: a text, or a list of chat messages as verl and TRL
+    have it, also as JSON text or as Python's repr.
+    """
+    if isinstance(problem, str) and problem.strip() and not is_chat_text(problem):
         return ({"role": "user", "content": problem},)
-    if isinstance(problem, list | tuple) and problem:
-        well_formed = all(
-            isinstance(m, Mapping) and isinstance(m.get("content"), str) and "role" in m
-            for m in problem
+    messages: Messages = ()
+    if problem and isinstance(problem, str | list | tuple | Mapping):
+        messages = (chats or ChatReader(where)).chat(problem, number).messages
+    if not messages or messages[-1]["role"] != "user":
+        raise UserError(
+            f"{where}: the problem is neither text nor a list of messages that ends with the user's"
         )
-        if well_formed and problem[-1]["role"] == "user":
-            return tuple({"role": str(m["role"]), "content": m["content"]} for m in problem)
-    raise UserError(
-        f"{where}: the problem is neither text nor a list of messages that ends with the user's"
-    )
+    return messages
 
 
 def task_name(path_or_name: str | Path) -> str:

@@ -1,19 +1,16 @@
 """Demonstrations for supervised training: a prompt, the response that is to be learned, and how
 much each of its tokens counts.
 
-A row of a data file is one demonstration, in one of two forms:
-
-- ``messages``: a chat that ends with the assistant's turn, which is the response;
-- ``prompt`` and ``response``: each a text, or a list of messages (TRL's ``prompt`` and
-  ``completion``). Other usual names of these columns are understood as well (:data:`PROMPTS`,
-  :data:`RESPONSES`).
+A row of a data file is one demonstration: ``messages``, a chat that ends with the assistant's turn,
+which is the response, or ``prompt`` and ``response`` (``demonstration_rows.py``).
 
 A row may say what counts: ``weight``, a number for the whole response, and ``spans``, a list of
 ``{start, end, weight}`` in characters of the response, for parts of it. Everything else has
 weight 1.
 
 The prompt becomes tokens exactly as in RL (``data/prompts.py``), and the response is tokenized by
-itself, with the end token behind it, as an engine would sample it.
+itself, with the end of the chat template's own turn behind it, as an engine would sample it. A turn
+with reasoning or calls of tools is learned as the template writes it.
 """
 
 from __future__ import annotations
@@ -22,13 +19,16 @@ import hashlib
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from megatron_dcpo.data import prompts
+from megatron_dcpo.data.chat_template import Asking, markup_in, split_end, written_answer
+from megatron_dcpo.data.chats import Messages
 from megatron_dcpo.data.datasets import PromptOptions, task_name
-from megatron_dcpo.data.files import Row, read_rows
+from megatron_dcpo.data.demonstration_rows import Conversation, RowReader
+from megatron_dcpo.data.files import read_rows
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.types import BLOCK_REASONING, Judgement, Prompt, Response, TrainingSample
 
@@ -36,11 +36,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
-
-PROMPTS = ("prompt", "problem", "question", "instruction", "input")
-RESPONSES = ("response", "completion", "answer", "output", "solution")
-
-Messages = tuple[dict[str, str], ...]
 
 
 @dataclass(frozen=True)
@@ -104,17 +99,6 @@ class Demonstration:
         return whole.digest()
 
 
-@dataclass(frozen=True)
-class _Conversation:
-    """A row as it was read: the messages before the response, the response, and its weights."""
-
-    messages: Messages
-    response: str
-    weight: float
-    spans: tuple[tuple[int, int, float], ...]
-    earlier_turns: int  # of the assistant, which belong to the prompt
-
-
 def load_demonstrations(
     path: str,
     tokenizer: PreTrainedTokenizerBase,
@@ -125,9 +109,9 @@ def load_demonstrations(
 ) -> list[Demonstration]:
     """Return the demonstrations of a data file, at most ``options.limit`` of them (0: all).
 
-    ``columns`` names the file's columns by ours (``messages``, ``prompt``, ``response``,
-    ``weight``, ``spans``). Demonstrations of more than ``max_length`` tokens, and those in which
-    nothing counts, are left out, with a line that says how many.
+    ``columns`` names the file's columns by ours (``demonstration_rows.py``). Demonstrations of more
+    than ``max_length`` tokens, and those in which nothing counts, are left out, with a line that
+    says how many.
 
     Raises :class:`UserError` for a row that is none, and if none is left.
     """
@@ -135,11 +119,11 @@ def load_demonstrations(
     too_long = 0
     without_weight = 0
     with_earlier_turns = 0
+    reader = RowReader(path, columns)
     for number, row in enumerate(read_rows(path), start=1):
         if options.limit and len(kept) >= options.limit:
             break
-        where = f"{path}: row {number}"
-        conversation = _read(row, columns, where)
+        conversation = reader.read(row, number)
         demonstration = _tokenized(
             conversation, tokenizer, options, name=f"{task_name(path)}/{number}"
         )
@@ -151,6 +135,7 @@ def load_demonstrations(
             continue
         with_earlier_turns += conversation.earlier_turns > 0
         kept.append(demonstration)
+    reader.report()
     if too_long:
         logger.warning(
             "%s: %d rows of more than data.max_length=%d tokens are left out",
@@ -176,153 +161,23 @@ def load_demonstrations(
     return kept
 
 
-# ------------------------------------------------------------------------------------------- rows
-def _read(row: Row, columns: Mapping[str, str], where: str) -> _Conversation:
-    values = dict(row)
-    for ours, theirs in columns.items():
-        if theirs not in row:
-            found = ", ".join(map(str, row)) or "nothing"
-            raise UserError(
-                f"{where} has no column {theirs!r}, which data.columns names; found {found}"
-            )
-        values[ours] = row[theirs]
-    names_chat = "messages" in columns or not {"prompt", "response"} & set(columns)
-    if names_chat and values.get("messages") is not None:
-        messages = _messages(values["messages"], where)
-    else:
-        messages = _prompt_and_response(values, where)
-    *before, last = messages
-    if last["role"] != "assistant":
-        raise UserError(
-            f"{where}: the last message is the {last['role']}'s; a demonstration ends with the "
-            "assistant's"
-        )
-    if not before or before[-1]["role"] != "user":
-        raise UserError(f"{where}: a demonstration's response follows a message of the user's")
-    if not last["content"]:
-        raise UserError(f"{where}: the response is empty")
-    return _Conversation(
-        messages=tuple(before),
-        response=last["content"],
-        weight=_weight(values.get("weight", 1.0), where),
-        spans=_spans(values.get("spans"), len(last["content"]), where),
-        earlier_turns=sum(message["role"] == "assistant" for message in before),
-    )
-
-
-def _prompt_and_response(values: Row, where: str) -> Messages:
-    prompt = _first(values, PROMPTS, "prompt", where)
-    response = _first(values, RESPONSES, "response", where)
-    asked: Messages = ({"role": "user", "content": prompt},)
-    if not isinstance(prompt, str):
-        asked = _messages(prompt, where)
-    answered: Messages = ({"role": "assistant", "content": response},)
-    if not isinstance(response, str):
-        answered = _messages(response, where)
-    return (*asked, *answered)
-
-
-def _first(values: Row, names: Sequence[str], what: str, where: str) -> Any:  # noqa: ANN401 - a value of the file's
-    for name in names:
-        if values.get(name) is not None:
-            return values[name]
-    found = ", ".join(map(str, values)) or "nothing"
-    raise UserError(
-        f"{where} has neither messages nor a {what} ({', '.join(names)}); found {found}; name its "
-        f"columns, data.columns={{{what}: NAME}}"
-    )
-
-
-def _messages(value: object, where: str) -> Messages:
-    """Return a list of chat messages with role and text."""
-    if not isinstance(value, list | tuple) or not value:
-        raise UserError(f"{where}: expected a list of messages, got {type(value).__name__}")
-    messages = []
-    for message in value:
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise UserError(
-                f"{where}: a message is an object with role and content, not {message!r:.80}"
-            )
-        for key in ("tool_calls", "weight", "images"):
-            if message.get(key) is not None:
-                raise UserError(
-                    f"{where}: a message has {key}, which is not read in this version; remove it"
-                )
-        messages.append({"role": message["role"], "content": _text(message.get("content"), where)})
-    return tuple(messages)
-
-
-def _text(content: object, where: str) -> str:
-    """Return the content of a message: a text, or a list of parts that are all texts."""
-    if isinstance(content, str):
-        return content
-    if isinstance(content, list | tuple) and content:
-        texts = [
-            part.get("text")
-            for part in content
-            if isinstance(part, Mapping) and part.get("type") == "text"
-        ]
-        if len(texts) == len(content) and all(isinstance(text, str) for text in texts):
-            return "".join(map(str, texts))
-    raise UserError(
-        f"{where}: the content of a message is not text but {content!r:.60}; only text is trained"
-    )
-
-
-def _weight(value: object, where: str) -> float:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not 0 <= value < float("inf"):  # type: ignore[operator]
-        raise UserError(f"{where}: a weight is a number from 0 on, not {value!r:.60}")
-    return float(value)  # type: ignore[arg-type]
-
-
-def _spans(value: object, length: int, where: str) -> tuple[tuple[int, int, float], ...]:
-    """Return (start, end, weight) of every span, in characters of a response of ``length``."""
-    if value is None:
-        return ()
-    if not isinstance(value, list | tuple):
-        raise UserError(f"{where}: spans is a list, not {type(value).__name__}")
-    spans = []
-    for span in value:
-        if not isinstance(span, Mapping) or set(span) != {"start", "end", "weight"}:
-            raise UserError(f"{where}: a span is {{start, end, weight}}, not {span!r:.80}")
-        start, end = span["start"], span["end"]
-        are_places = type(start) is int and type(end) is int
-        if not are_places or not 0 <= start < end <= length:
-            raise UserError(
-                f"{where}: the span from {start!r:.20} to {end!r:.20} is not in the response of "
-                f"{length} characters"
-            )
-        spans.append((start, end, _weight(span["weight"], where)))
-    return tuple(spans)
-
-
 # ----------------------------------------------------------------------------------------- tokens
 def _tokenized(
-    conversation: _Conversation,
+    conversation: Conversation,
     tokenizer: PreTrainedTokenizerBase,
     options: PromptOptions,
     name: str,
 ) -> Demonstration:
+    asking = Asking(options.thinking, options.date, conversation.tools)
     try:
-        messages, prompt_ids = prompts.render(
-            tokenizer,
-            conversation.messages,
-            options.template,
-            options.marker,
-            thinking=options.thinking,
-            date=options.date,
-        )
+        messages = _messages_as_sent(conversation.messages, options)
+        prompt_ids = prompts.encode(tokenizer, messages, options.template, asking)
+        text, end_token = _response(conversation, messages, tokenizer, options.template, asking)
     except prompts.PromptError as error:
-        raise UserError(f"{name}: {error}") from error
-    ids, starts = _with_starts(tokenizer, conversation.response)
+        path, _, number = name.rpartition("/")
+        raise UserError(f"{path}: row {number}: {error}") from error
+    ids, starts = _with_starts(tokenizer, text)
     weights = [_weight_at(conversation, start) for start in starts]
-    end_token = tokenizer.eos_token_id
-    if end_token is None:
-        raise UserError(
-            "the tokenizer has no end token (eos_token in tokenizer_config.json), with which a "
-            "response ends"
-        )
     # the end token counts as much as what it follows
     response_ids = np.array([*ids, end_token], np.int64)
     prompt = Prompt(
@@ -334,6 +189,51 @@ def _tokenized(
     )
     last = weights[-1] if weights else conversation.weight
     return Demonstration(prompt, response_ids, np.array([*weights, last], np.float64))
+
+
+def _messages_as_sent(messages: Messages, options: PromptOptions) -> Messages:
+    """Return the messages with the problem as ``data.template`` puts it; a response behind a tool's
+    result has none.
+    """
+    if messages[-1]["role"] != "tool":
+        return prompts.ask(messages, options.template, options.marker)
+    if prompts.find_template(options.template).instruct is not prompts.as_it_is:
+        raise prompts.PromptError(
+            f"data.template={options.template} changes the user's last message; behind the result "
+            "of a tool use data.template=chat"
+        )
+    return messages
+
+
+def _response(
+    conversation: Conversation,
+    messages: Messages,
+    tokenizer: PreTrainedTokenizerBase,
+    template: str,
+    asking: Asking,
+) -> tuple[str, int]:
+    """Return the text of the response without an end token, and the token that ends it. Raises
+    :class:`prompts.PromptError` for a text that holds several turns.
+    """
+    is_chat = prompts.find_template(template).chat
+    if conversation.answer is None:
+        text, end = split_end(tokenizer, conversation.response, chat=is_chat)
+    elif is_chat:
+        text, end = written_answer(tokenizer, messages, conversation.answer, asking)
+    else:
+        keys = [key for key in conversation.answer if key not in ("role", "content")]
+        raise prompts.PromptError(
+            f"only a chat template writes {keys[0]}; use another data.template than raw"
+        )
+    if not text.strip():
+        raise prompts.PromptError("the response is empty")
+    token = markup_in(tokenizer, text) if is_chat else None
+    if token:
+        raise prompts.PromptError(
+            f"the response holds {token!r:.40}, which the chat template writes around a turn; give "
+            "the chat as messages, or use data.template=raw"
+        )
+    return text, end
 
 
 def _with_starts(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[list[int], list[int]]:
@@ -348,7 +248,7 @@ def _with_starts(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[list[in
     return ids, [start for start, _ in encoded["offset_mapping"]]
 
 
-def _weight_at(conversation: _Conversation, character: int) -> float:
+def _weight_at(conversation: Conversation, character: int) -> float:
     """Return the weight of a token that begins at ``character`` of the response: that of the last
     span that it is in.
     """

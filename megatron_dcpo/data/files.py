@@ -27,10 +27,15 @@ Row = Mapping[str, Any]
 
 ROW_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".arrow")
 SUFFIXES = (*ROW_SUFFIXES, ".jsonl.gz", ".json.gz", ".csv.gz")
+_LINES = (".jsonl", ".jsonl.gz")
 LONGEST = 1 << 30  # characters of a line, or of a JSON array: compressed, they may be a small file
 # what save_to_disk writes beside the Arrow files of a split, and above its splits
 _STATE, _SPLITS = "state.json", "dataset_dict.json"
-_SHARD = re.compile(r"(?P<split>.+)-(?P<number>\d{5})-of-(?P<total>\d{5})(?P<suffix>\..+)")
+# a part of a data set; older releases of the datasets library put a fingerprint behind the numbers
+_SHARD = re.compile(
+    r"(?P<split>.+?)[-_.](?P<number>\d+)[-_]of[-_](?P<total>\d+)"
+    r"(?P<fingerprint>[-_.][0-9a-zA-Z]{4,64})?(?P<suffix>(?:\.[a-z]+)+)"
+)
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?(@[\w.-]+)?\Z")
 
 
@@ -159,13 +164,18 @@ def _open_text(path: str | Path) -> Iterator[TextIO]:
 
 def _read_json(path: Path) -> Iterator[Row]:
     """Yield a JSON array of objects, or one object per line (also under a plain .json name). One
-    object that has such an array as ``Data`` is TriviaQA's file.
+    object that has such an array as ``Data`` (TriviaQA) or ``data`` holds the rows in it; any other
+    one is a row.
     """
     with _open_text(path) as file:
-        head = next((line for line in iter(lambda: file.readline(LONGEST), "") if line.strip()), "")
+        lines = (line for line in iter(lambda: file.readline(LONGEST), "") if line.strip())
+        head = next(lines, "")
+        is_one = head.lstrip().startswith("{") and next(lines, None) is None
         if head.startswith("version https://git-lfs"):
             raise UserError(f"{path}: only a git-lfs pointer; fetch the file with `git lfs pull`")
-    if not head.lstrip().startswith("[") and head.strip() != "{":
+    begins_object = head.strip() == "{" or (is_one and '"data"' in head.lower())
+    begins_object = begins_object and not path.name.endswith(_LINES)
+    if not head.lstrip().startswith("[") and not begins_object:
         for where, row in read_json_lines(path):
             yield from (
                 _objects(where, row["Data"]) if isinstance(row.get("Data"), list) else (row,)
@@ -188,13 +198,17 @@ def _parse_array(path: Path, text: str) -> list[Row]:
         raise UserError(
             f"{path}{line}: not valid JSON ({getattr(error, 'msg', error)}); fix the file"
         ) from None
-    rows = rows.get("Data") if isinstance(rows, dict) else rows
+    if isinstance(rows, dict):
+        rows = next((rows[name] for name in ("Data", "data") if _are_rows(rows.get(name))), [rows])
     if not isinstance(rows, list):
         raise UserError(
-            f"{path}: one object without a list Data; write one object per line, or a list of "
-            "objects"
+            f"{path}: neither a list of objects nor an object; write one object per line"
         )
     return _objects(str(path), rows)
+
+
+def _are_rows(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(row, dict) for row in value)
 
 
 def _objects(where: str, rows: list[Any]) -> list[Row]:
@@ -222,6 +236,7 @@ def _parse_object(line: str, where: str) -> dict[str, Any]:
 
 def _read_csv(path: Path) -> Iterator[Row]:
     """Yield the rows of a table whose first line names the columns; all values are texts."""
+    csv.field_size_limit(LONGEST)  # a worked solution may have more than 131,072 characters
     with _open_text(path) as file:
         lines = csv.reader(iter(lambda: file.readline(LONGEST), ""), strict=True)
         try:
@@ -346,15 +361,26 @@ def _files_of_state(directory: Path) -> list[Path]:
 
 
 def _check_complete(files: list[Path], source: str) -> None:
-    """Raise :class:`UserError` if a part of a data set in numbered parts is missing."""
-    present: dict[tuple[str, int], set[int]] = {}
+    """Raise :class:`UserError` if a part of a data set in numbered parts is missing, or is there
+    twice under several fingerprints. Parts are counted from 0, or from 1 if the last one is there.
+    """
+    present: dict[tuple[str, int], dict[int, Path]] = {}
     for file in files:
         match = _SHARD.fullmatch(file.name)
-        if match is not None:
-            key = (str(file.with_name(match["split"])), int(match["total"]))
-            present.setdefault(key, set()).add(int(match["number"]))
-    for (split, total), numbers in present.items():
-        missing = sorted(set(range(total)) - numbers)
+        if match is None:
+            continue
+        key = (str(file.with_name(match["split"])), int(match["total"]))
+        parts = present.setdefault(key, {})
+        number = int(match["number"])
+        if number in parts:
+            raise UserError(
+                f"{source}: {parts[number].name} and {file.name} are the same part; remove the old "
+                "one, or name the files to read"
+            )
+        parts[number] = file
+    for (split, total), parts in present.items():
+        first = 1 if total in parts and 0 not in parts else 0
+        missing = sorted(set(range(first, first + total)) - set(parts))
         if missing:
             raise UserError(
                 f"{source}: {len(missing)} of the {total} parts of {split} are missing, the first "

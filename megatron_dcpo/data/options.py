@@ -118,6 +118,8 @@ def shows_options(text: str, options: Options) -> bool:
 def _place(column: str, value: object, options: Options) -> int | None:
     """Return the place of the option that a value names by its label, index or text."""
     count = len(options.texts)
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)  # of a column in which other rows have none
     if isinstance(value, int) and not isinstance(value, bool):
         if str(value) in options.labels:
             return options.labels.index(str(value))

@@ -3,15 +3,15 @@ before it. Without it the question would be another one.
 
 Data sets call the column ``context`` (SQuAD, PubMedQA), ``passage`` (BoolQ, DROP), ``article``
 (RACE), ``story`` (CoQA), ``paragraph``, ``document``, ``body`` (SVAMP), ``theory``, ``premises`` or
-``table``, in lower or upper case; Alpaca has ``input`` next to ``instruction``.
+``table``, in lower or upper case; Alpaca has ``input`` next to ``instruction``, behind which it is
+put, as Alpaca's prompt has it.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-
+from megatron_dcpo.data.chats import Messages
 from megatron_dcpo.data.files import Row
+from megatron_dcpo.data.keys import is_empty
 from megatron_dcpo.errors import UserError
 
 PASSAGE_COLUMNS = (
@@ -31,9 +31,9 @@ MEDIA_COLUMNS = ("image", "images", "video", "videos", "audio", "audios")
 _FIX = "name a column of text by data.columns: {context: NAME}, or leave it out by {context: ''}"
 
 
-def passage_of(row: Row, where: str) -> str:
-    """Return the passage of a row, "" if it has none. HotpotQA's objects, and objects of other
-    sets in its format, are left out (``questions.py``).
+def passage_of(row: Row, where: str) -> tuple[str, bool]:
+    """Return the passage of a row, "" if it has none, and whether it is put behind the question.
+    HotpotQA's objects, and objects of other sets in its format, are left out (``questions.py``).
 
     Raises :class:`UserError` for several passages, and for one that is not a text.
     """
@@ -53,14 +53,15 @@ def passage_of(row: Row, where: str) -> str:
         raise UserError(
             f"{where} has several passages, in {', '.join(found)}; join them in the file, or {_FIX}"
         )
-    return next(iter(found.values()), "")
+    is_behind = [column.lower() for column in found] == ["input"]
+    return next(iter(found.values()), ""), is_behind
 
 
 def passage_text(value: object, column: str, where: str) -> str:
     """Return the text in a column of passages: a text, or a list of texts as paragraphs. Raises
     :class:`UserError` for anything else.
     """
-    if _is_missing(value):
+    if is_empty(value):
         return ""
     if isinstance(value, str):
         return value.strip()
@@ -72,30 +73,26 @@ def passage_text(value: object, column: str, where: str) -> str:
     )
 
 
-def with_passage(messages: tuple[dict[str, str], ...], passage: str) -> tuple[dict[str, str], ...]:
+def with_passage(messages: Messages, passage: str, behind: bool = False) -> Messages:
     """Return the messages with the passage before the problem, which is the last of them, and an
-    empty line between; unchanged if there is none, or if a message shows it already.
+    empty line between; or ``behind`` it, in a new line. Unchanged if there is none, or if a message
+    shows it already.
     """
     if any(_words(passage) in _words(message["content"]) for message in messages):
         return messages
     *before, last = messages
     content = f"{passage}\n\n{last['content']}"
+    if behind:
+        content = f"{last['content']}\n{passage}"
     return (*before, {**last, "content": content})
 
 
 def has_media(row: Row) -> bool:
     """Return whether a row has an image, a film or a sound."""
-    for column, value in row.items():
-        if str(column).lower() not in MEDIA_COLUMNS or _is_missing(value):
-            continue
-        if value or not isinstance(value, str | list | tuple | Mapping):
-            return True
-    return False
-
-
-def _is_missing(value: object) -> bool:
-    """Return whether a table has no value: null, or NaN."""
-    return value is None or (isinstance(value, float) and math.isnan(value))
+    return any(
+        str(column).lower() in MEDIA_COLUMNS and not is_empty(value)
+        for column, value in row.items()
+    )
 
 
 def _words(text: str) -> str:

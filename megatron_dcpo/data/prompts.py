@@ -28,6 +28,15 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from megatron_dcpo.data.chat_template import (
+    Asking,
+    PromptError,
+    check_unwritten,
+    check_written,
+    in_template_words,
+    write_chat,
+)
+from megatron_dcpo.data.chats import TEMPLATE_KEYS, Message, Messages
 from megatron_dcpo.errors import UserError, one_line
 from megatron_dcpo.runtime.plugins import check_signature, is_import_path, load_object
 from megatron_dcpo.types import CONFIDENCE_TAG
@@ -74,12 +83,6 @@ _ASKS_FOR_BOX = re.compile(r"\\boxed\{\s*\}[^\n]{0,40}\Z")
 # contradict each other.
 _REFERENCE_LINE = re.compile(r"Also output a sing\w+ line")
 _REFERENCE_BOX = r"Please put your final answer within \boxed{}."
-
-Message = dict[str, str]
-
-
-class PromptError(UserError):
-    """The prompt of a problem cannot be made: the chat template, or the user's, refuses it."""
 
 
 @dataclass(frozen=True)
@@ -217,13 +220,42 @@ def render(
     ``data.thinking``; ``date``: that of :func:`encode_chat`.
     """
     asked = ask(messages, template, marker, form)
+    return asked, encode(tokenizer, asked, template, Asking(thinking, date))
+
+
+def encode(
+    tokenizer: PreTrainedTokenizerBase, messages: Messages, template: str, asking: Asking
+) -> list[int]:
+    """Return the token ids of messages as sent, ready to be continued. Raises :class:`PromptError`
+    for what the chat template does not write, and for a text that it has written already.
+    """
     if find_template(template).chat:
-        token_ids = encode_chat(tokenizer, asked, thinking, date)
+        check_unwritten(tokenizer, messages)
+        token_ids = encode_chat(tokenizer, messages, asking.thinking, asking.date, asking.tools)
     else:
-        token_ids = list(tokenizer.encode(plain_text(asked)))
+        token_ids = _encode_raw(tokenizer, messages, asking)
     if not token_ids:
         raise PromptError("the prompt has no tokens: its template writes nothing")
-    return asked, token_ids
+    return token_ids
+
+
+def _encode_raw(
+    tokenizer: PreTrainedTokenizerBase, messages: Messages, asking: Asking
+) -> list[int]:
+    keys = [key for message in messages for key in TEMPLATE_KEYS if key in message]
+    if asking.tools:
+        keys.append("tools")
+    if keys:
+        raise PromptError(
+            f"only a chat template writes {keys[0]}; use another data.template than raw, or remove "
+            "it"
+        )
+    token_ids = list(tokenizer.encode(plain_text(messages)))
+    first = getattr(tokenizer, "bos_token_id", None)
+    # the text brings the first token that the tokenizer adds
+    if first is not None and token_ids[:2] == [first, first]:
+        token_ids = token_ids[1:]
+    return token_ids
 
 
 def encode_chat(
@@ -231,62 +263,20 @@ def encode_chat(
     messages: tuple[Message, ...],
     thinking: str = "off",
     date: datetime.date | None = None,
+    tools: tuple[dict[str, Any], ...] = (),
 ) -> list[int]:
     """Return the token ids of a chat up to and including the generation prompt, ``thinking`` off or
     on where the template has that switch, auto: as the template has it. ``date`` is what a template
-    writes as the current one (Llama 3.2's ``strftime_now``), today if it is None.
+    writes as the current one (Llama 3.2's ``strftime_now``), today if it is None; ``tools`` are
+    what it lists.
 
-    Raises :class:`PromptError`, which names the line of the template, if it cannot be applied.
+    Raises :class:`PromptError`, which names the line of the template, if it cannot be applied, or
+    which names what it leaves out.
     """
-    chat_template = getattr(tokenizer, "chat_template", None)
-    if not chat_template:
-        raise UserError(
-            "the tokenizer has no chat template; use the prompt template 'raw' or add "
-            "chat_template.jinja"
-        )
-    # A switch that the template does not have is ignored silently; a later release may refuse it.
-    switches: dict[str, Any] = {}
-    if thinking != "auto" and "enable_thinking" in str(chat_template):
-        switches["enable_thinking"] = thinking == "on"
-    if "strftime_now" in str(chat_template):
-        day = date or datetime.date.today()
-        midnight = datetime.datetime.combine(day, datetime.time())
-        switches["strftime_now"] = midnight.strftime
-    if isinstance(chat_template, dict) and "default" not in chat_template:
-        raise PromptError(
-            f"the tokenizer has several chat templates ({', '.join(sorted(chat_template))}) and "
-            "none that is called default; rename one, or keep only one"
-        )
-    try:
-        text = tokenizer.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=True, **switches
-        )
-    except Exception as error:  # a template is a program: it raises anything
-        raise PromptError(
-            f"the chat template{_line_of_template(error)} cannot be applied: "
-            f"{type(error).__name__}: {one_line(error, 200)}"
-        ) from error
-    assert isinstance(text, str)
-    if _without_space(messages[-1]["content"]) not in _without_space(text):
-        raise PromptError(
-            "the chat template leaves out the problem, the text of the last message; correct the "
-            "names in it, or use data.template=raw"
-        )
+    asking = Asking(thinking, date, tools)
+    messages = in_template_words(tokenizer, messages)
+    check_written(tokenizer, messages, asking, to_answer=True)
+    text = write_chat(tokenizer, messages, asking)
     # The template writes the special tokens itself; adding them again would double Llama's
     # <|begin_of_text|>.
     return list(tokenizer.encode(text, add_special_tokens=False))
-
-
-def _without_space(text: str) -> str:
-    return "".join(text.split())
-
-
-def _line_of_template(error: Exception) -> str:
-    """Return ``, line N`` of the template for an error of Jinja's parser or of the template's code,
-    "" for any other.
-    """
-    line = getattr(error, "lineno", None)  # of a syntax error
-    for frame in traceback.extract_tb(error.__traceback__):
-        if frame.filename in ("<template>", "<unknown>"):
-            line = frame.lineno
-    return "" if line is None else f", line {line},"

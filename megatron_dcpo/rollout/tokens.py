@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from megatron_dcpo.data.chat_template import turn_end
 from megatron_dcpo.errors import UserError, one_line
 from megatron_dcpo.judging.token_bytes import TokenBytes, check_ids
 from megatron_dcpo.rollout.transformers_library import auto_class, redirect_transformers_logging
@@ -40,8 +41,9 @@ def load_tokenizer(model_dir: str | Path) -> Any:  # noqa: ANN401 - transformers
 
 
 def read_eos_token_ids(model_dir: Path) -> tuple[int, ...]:
-    """Return the ids that end a response, from ``generation_config.json``, ``config.json`` and the
-    tokenizer. Models name in one of them what the others lack.
+    """Return the ids that end a response, from ``generation_config.json``, ``config.json``, the
+    tokenizer, and the end of a turn in its chat template (``chat_template.turn_end``). Models name
+    in one of them what the others lack.
 
     Raises :class:`UserError` if there is none at all.
     """
@@ -82,10 +84,16 @@ def check_vocabulary(model_dir: str | Path, vocabulary: TokenBytes, vocab_size: 
 
 
 def _end_of_tokenizer(model_dir: Path) -> Iterator[int]:
-    """Yield the id of the tokenizer's end token, if it names one."""
+    """Yield the id of the tokenizer's end token, if it names one, and the one with which its chat
+    template ends a turn.
+    """
     path = model_dir / "tokenizer_config.json"
     if not path.is_file():
         return
+    tokenizer = load_tokenizer(model_dir)
+    end = turn_end(tokenizer)
+    if end is not None:
+        yield end
     name = read_json_object(path).get("eos_token")
     if isinstance(name, dict):
         name = name.get("content")
@@ -93,7 +101,7 @@ def _end_of_tokenizer(model_dir: Path) -> Iterator[int]:
         return
     if not isinstance(name, str):
         raise UserError(f"{path}: eos_token must be a token, not {name!r:.60}")
-    token = load_tokenizer(model_dir).convert_tokens_to_ids(name)
+    token = tokenizer.convert_tokens_to_ids(name)
     if token is None:
         raise UserError(f"{path}: eos_token {name!r:.60} is not a token of the tokenizer")
     yield token

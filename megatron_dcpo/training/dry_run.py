@@ -30,7 +30,7 @@ from megatron_dcpo.training.preflight import (
     check_tokens,
 )
 from megatron_dcpo.training.provenance import date_of
-from megatron_dcpo.training.sources import load_sources
+from megatron_dcpo.training.sources import load_sources, trained_problems
 from megatron_dcpo.training.warnings import too_few_problems
 from megatron_dcpo.types import ENVIRONMENTS, REASONING_GYM
 from megatron_dcpo.weights.hf_checkpoint import HFReader
@@ -183,6 +183,9 @@ def _describe_inputs(config: Config, allow_missing: bool) -> dict[str, Any]:
     whole = longest + config.rollout.max_response_length
     facts["longest sequence"] = f"{whole} tokens, at most {arch.max_position_embeddings}"
     facts["first prompt"] = f"{len(first)} tokens: {tokenizer.decode(first)[:500]!r}"
+    overlap = trained_problems(loaded, held_out.prompts.values()) if held_out else ""
+    if overlap:
+        facts["held out"] = overlap
     problems = sum(len(source.prompts) for source in loaded)
     warning = too_few_problems(problems, config.data.prompts_per_step)
     if warning:

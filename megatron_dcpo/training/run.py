@@ -64,6 +64,7 @@ from megatron_dcpo.training.sources import (
     build_judge,
     fingerprint_of,
     load_sources,
+    trained_problems,
 )
 from megatron_dcpo.training.trainer import Trainer
 from megatron_dcpo.training.updater import Reference, Updater
@@ -205,6 +206,9 @@ def read_inputs(config: Config) -> Inputs:
     sources = load_sources(config, tokenizer, date)
     held_out = load_held_out(config, tokenizer, vocabulary, date)
     check_lengths(config, arch, sources, held_out)
+    overlap = trained_problems(sources, held_out.prompts.values()) if held_out else ""
+    if overlap:
+        logger.warning(overlap)
     return Inputs(
         method=method,
         tokenizer=tokenizer,

@@ -5,7 +5,8 @@ each source.
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -69,6 +70,26 @@ def load_sources(
             )
         )
     return loaded
+
+
+def trained_problems(sources: Sequence[LoadedSource], held_out: Iterable[Prompt]) -> str:
+    """Return what to say of held-out problems that are in the training data, "" if there are none.
+    Two texts are one problem if they differ in case and white space only.
+    """
+    trained = {_plain(prompt) for source in sources for prompt in source.prompts}
+    problems: Counter[str] = Counter()
+    known: Counter[str] = Counter()
+    for prompt in held_out:
+        problems[prompt.task] += 1
+        known[prompt.task] += _plain(prompt) in trained
+    counts = [f"{known[task]} of {task}'s {problems[task]}" for task in problems if known[task]]
+    if not counts:
+        return ""
+    return f"held-out problems that are in the training data: {', '.join(counts)}"
+
+
+def _plain(prompt: Prompt) -> str:
+    return " ".join((prompt.problem or prompt.messages[-1]["content"]).casefold().split())
 
 
 def _prompt_options(

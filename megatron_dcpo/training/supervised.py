@@ -385,13 +385,11 @@ def build(config: SupervisedConfig, inputs: SupervisedInputs) -> Iterator[Superv
 
 
 def with_steps(config: SupervisedConfig, examples: int) -> SupervisedConfig:
-    """Return the configuration with the number of steps that so many examples make in all epochs.
-    The last step may begin another epoch, to be full.
+    """Return the configuration with its number of steps: ``training.steps``, or what so many
+    examples make in all epochs. The last step may begin another epoch, to be full.
     """
     in_all_epochs = config.training.epochs * examples
-    steps = math.ceil(in_all_epochs / config.data.examples_per_step)
-    if config.training.steps:
-        steps = min(steps, config.training.steps)
+    steps = config.training.steps or math.ceil(in_all_epochs / config.data.examples_per_step)
     training = dataclasses.replace(config.training, steps=steps)
     return dataclasses.replace(config, training=training)
 

@@ -6,7 +6,7 @@ import pytest
 from pydantic import ValidationError
 
 from megatron_dcpo.cli import main
-from megatron_dcpo.config import ParallelConfig, load_config, to_yaml
+from megatron_dcpo.config import ParallelConfig, load_config, overridden, to_yaml
 from megatron_dcpo.config.evaluation import load_evaluation
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.objectives import METHODS, resolve
@@ -178,3 +178,12 @@ def test_overrides_keep_interpolations_and_merge_mappings(tmp_path):
     assert config.model.path == "x/m"
     assert config.rollout.vllm == {"a": 1, "b": 3}
     assert config.model.adapter.rank == 4
+
+
+def test_an_empty_mapping_clears_that_of_the_file() -> None:
+    values = {"data": {"columns": {"problem": "ask"}, "path": "d.jsonl"}}
+    assert overridden(values, "data.columns", {}) == {"data": {"columns": {}, "path": "d.jsonl"}}
+    assert overridden(values, "data.columns", {"answer": "gold"})["data"]["columns"] == {
+        "problem": "ask",
+        "answer": "gold",
+    }

@@ -15,6 +15,7 @@ math-verify reads ``120_5`` as ``120``, a ratio of three as its first two parts,
 from __future__ import annotations
 
 import re
+import struct
 from fractions import Fraction
 from typing import NamedTuple
 
@@ -44,6 +45,10 @@ _SCIENTIFIC = re.compile(
 _REPEATING = re.compile(
     r"([+-]?)\s*([0-9]*)\.([0-9]*)\\(?:overline|bar)\s*(?:\{\s*([0-9]+)\s*\}|([0-9]))"
 )
+_FLOAT_DIGITS = 15
+_LARGEST_FLOAT = 10**38  # of 32 bits
+# of a computation, as a part of its value: some units of the last place
+_ERROR_64, _ERROR_32 = Fraction(1, 10**13), Fraction(2, 10**7)
 _TRAILING_UNIT = re.compile(
     r"[0-9)}]\s*(?:\\[,;: "
     r"]|~|\s)*(?:\\(?:text|mathrm|mbox|textrm|rm)\s*\{\s*([^{}]*?)\s*\}|([A-Za-z][A-Za-z .]*))"
@@ -253,6 +258,27 @@ def last_place(text: str) -> Fraction | None:
         return None
     places = len(match[2].partition(".")[2])
     return Fraction(10) ** (exponent - places)
+
+
+def is_float(text: str, value: Fraction) -> bool:
+    """Return whether a decimal has so many digits as only a floating-point computation writes: 15
+    significant ones or more. Its last digits are noise: ``0.30000000000000004`` stands for .3.
+    """
+    match = _SCIENTIFIC.fullmatch(text.strip()) or _DECIMAL.fullmatch(text.strip())
+    if match is None or "." not in match[2]:
+        return False
+    digits = match[2].replace(".", "").lstrip("0")
+    return len(digits) >= _FLOAT_DIGITS and abs(value) < _LARGEST_FLOAT
+
+
+def same_float(left: Fraction, right: Fraction) -> bool:
+    """Return whether two values are equal but for the rounding of a computation with 64 bits, or
+    with 32 bits if ``right`` is one of their values (``0.10000000149011612`` is .1).
+    """
+    error = _ERROR_64
+    if struct.unpack("f", struct.pack("f", float(right)))[0] == float(right):
+        error = _ERROR_32
+    return abs(left - right) <= error * abs(right)
 
 
 def _exponent(scientific: re.Match[str]) -> int:

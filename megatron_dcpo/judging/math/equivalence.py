@@ -60,7 +60,10 @@ def quick_verdict(answer: str, key: str) -> bool | None:
         return None
     if left == right:
         return True
-    last_digit = answer_forms.last_place(key)
+    is_float = answer_forms.is_float(key, right)
+    if is_float and answer_forms.same_float(left, right):
+        return True
+    last_digit = None if is_float else answer_forms.last_place(key)
     if last_digit is not None:
         tolerance = last_digit / 2
     elif answer_forms.last_place(answer) is not None:

@@ -122,6 +122,14 @@ _END = re.compile(r"(?:[.,;]|\\[,;:! ]|\\$|~|\s)+$")
 _BLACKBOARD = re.compile(r"\\mathbb\s*([A-Z])")
 _WRAPPERS = re.compile(
     r"\\(?:left|right|big|Big|bigg|Bigg)(?=[()\[\]|.]|\\[{}])|\\(?:displaystyle|limits)(?![A-Za-z])"
+    r"|\\(?:textstyle|scriptstyle|tiny|scriptsize|footnotesize|small|normalsize)(?![A-Za-z])"
+    r"|\\(?:large|Large|LARGE|huge|Huge|bf|it|sf|bfseries|boldmath)(?![A-Za-z])"
+)
+# a font around a number; \mathbf{R} may be a set
+_FONTS = re.compile(rf"\\(?:mathbf|boldsymbol|bm|mathit|mathsf|mathtt|pmb)\s*({_BRACES})")
+# what may stand before the only value of a box
+_LEADING = re.compile(
+    r"\s*(?:=|\\(?:approx|thickapprox|simeq|sim|cong|doteq|therefore|Rightarrow|implies)(?![A-Za-z]))"
 )
 
 
@@ -129,15 +137,27 @@ def spell_out(text: str) -> str:
     """Spell out everything except degree signs outside trigonometry, whose meaning depends on the
     other side.
     """
-    text = plain_text.spell_out(plain_symbols(_END.sub("", text.strip())))
+    text = without_relation(plain_symbols(_END.sub("", text.strip())))
+    text = plain_text.spell_out(_FONTS.sub(_plain_font, text))
     text = expand_arguments(text)
     text = _BLACKBOARD.sub(r"\\mathbb{\1}", text.replace(r"\varnothing", r"\emptyset"))
     return degrees_in_trigonometry(join_digits(without_sizes(text)).strip())
 
 
+def without_relation(text: str) -> str:
+    r"""Return the text without the sign that it begins with: ``=4`` and ``\approx 4`` are 4."""
+    match = _LEADING.match(text)
+    rest = "" if match is None else text[match.end() :].strip()
+    return rest or text
+
+
+def _plain_font(match: re.Match[str]) -> str:
+    return match[1] if any(character.isdecimal() for character in match[1]) else match[0]
+
+
 def without_sizes(text: str) -> str:
-    r"""Return the text without ``\left``, ``\right``, ``\big`` and ``\displaystyle``, which do not
-    change its meaning.
+    r"""Return the text without ``\left``, ``\right``, ``\big``, ``\displaystyle``, ``\Large`` and
+    ``\bf``, which do not change its meaning.
     """
     return _WRAPPERS.sub("", text)
 

@@ -137,3 +137,8 @@ def test_specs() -> None:
         parse_specs(" , ")
     with pytest.raises(UserError, match="write NAME=PATH"):
         load_benchmark("a/b=x.jsonl")
+
+
+def test_a_data_file_is_offered_with_a_name() -> None:
+    with pytest.raises(UserError, match=r"my_train=runs/my_train\.jsonl"):
+        find_benchmark("runs/my_train.jsonl")

@@ -490,3 +490,30 @@ def test_a_memo_of_private_tests_makes_no_room() -> None:
             livecodebench.decode_private(bomb)
     with pytest.raises(ValueError, match="levels deep"):
         livecodebench.decode_private(packed_private("[" * 10**5))
+
+
+ASSERTS = ["assert add(1, 2) == 3"]
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "kind"),
+    [
+        ("ground_truth", ASSERTS, "asserts"),
+        ("ground_truth", ASSERTS[0], "asserts"),
+        ("answer", json.dumps(ASSERTS * 2), "asserts"),
+        ("reward_model", {"ground_truth": ASSERTS}, "asserts"),
+        ("test_cases", ASSERTS, "asserts"),  # AceCoder
+        ("unit_tests", json.dumps(ASSERTS), "asserts"),  # OpenCodeInstruct
+        ("input_output", json.dumps({"inputs": ["1 2"], "outputs": ["3"]}), "stdin"),  # TACO
+        ("official_tests", [{"input": "1 2", "output": "3"}], "stdin"),  # Codeforces
+    ],
+)
+@pytest.mark.parametrize("is_chat", [False, True])
+def test_tests_under_other_names(column: str, value: object, kind: str, is_chat: bool) -> None:
+    statement: Any = "Write add(a, b)."
+    if is_chat:
+        statement = [{"role": "user", "content": statement}]
+    problem = code_problem({"prompt": statement, column: value})
+    assert problem is not None
+    assert problem.tests["kind"] == kind
+    assert problem.statement.startswith("Write add(a, b).")

@@ -364,3 +364,50 @@ def test_the_kind_of_a_problem_is_the_first_column_that_names_one(
     row = {"problem": "1+1?", "answer": "2", **columns}
     (record,) = load_records(write(tmp_path / "a.jsonl", [row]))
     assert record.kind == kind
+
+
+def test_keys_that_equal_no_answer_are_dropped_and_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    keys = ["proof", "notfound", "nan", "None", "N/A", "\\boxed{}", "\\boxed{\\text{Proof}}", "42"]
+    rows = [{"problem": f"{n}?", "answer": key} for n, key in enumerate(keys)]
+    path = tmp_path / "d.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with caplog.at_level(logging.WARNING):
+        records = load_records(path)
+    assert [record.answer for record in records] == ["42"]
+    for name in ("'proof'", "'notfound'", "'N/A'", "boxed"):
+        assert any(name in message and "1 rows" in message for message in caplog.messages), name
+
+
+def test_a_row_without_tests_says_so(tmp_path: Path) -> None:
+    path = tmp_path / "d.jsonl"
+    path.write_text(json.dumps({"question": "add", "test": "def test_add(): ...", "id": 1}) + "\n")
+    with pytest.raises(UserError, match=r"row 1.*answer.*tests.*data\.columns"):
+        load_records(path)
+
+
+def test_an_image_of_nulls_is_none(tmp_path: Path) -> None:
+    row = {"problem": "1+1", "answer": "2", "image": {"bytes": None, "path": None}}
+    path = tmp_path / "d.jsonl"
+    path.write_text(json.dumps(row) + "\n")
+    assert len(load_records(path)) == 1
+
+
+def test_an_index_of_an_option_may_be_a_float(tmp_path: Path) -> None:
+    row = {"question": "2+2?", "options": ["3", "4"], "answer_index": 1.0}
+    path = tmp_path / "d.jsonl"
+    path.write_text(json.dumps(row) + "\n")
+    assert load_records(path)[0].answer == "B"
+
+
+def test_other_columns_of_problems_are_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    row = {"problem": "1+1", "answer": "2", "solution": "1+1 is 2", "id": 1}
+    path = tmp_path / "d.jsonl"
+    path.write_text("".join(json.dumps(one) + "\n" for one in (row, {**row, "mood": "odd"})))
+    with caplog.at_level(logging.WARNING):
+        load_records(path)
+    (line,) = caplog.messages
+    assert "'mood' (1 rows, the first is row 2)" in line

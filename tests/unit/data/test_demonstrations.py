@@ -122,7 +122,7 @@ def test_what_is_left_out_is_counted(tmp_path: Path, caplog: pytest.LogCaptureFi
         {
             "messages": [
                 {"role": "user", "content": "2*3="},
-                {"role": "assistant", "content": "6", "weight": 0},
+                {"role": "assistant", "content": "6", "weight": "much"},
             ]
         },
         {

@@ -14,11 +14,15 @@ from pyarrow import ipc
 from megatron_dcpo.cli import main
 from megatron_dcpo.config import JudgingConfig, load_config
 from megatron_dcpo.config.evaluation import load_evaluation
+from megatron_dcpo.config.supervised import validate_supervised
 from megatron_dcpo.data.datasets import load_records, task_name
 from megatron_dcpo.data.files import is_here, read_rows
+from megatron_dcpo.data.mixture import LoadedSource
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation.problems import BenchmarkOptions, load_problems
-from megatron_dcpo.training.sources import load_sources
+from megatron_dcpo.training.sources import load_sources, trained_problems
+from megatron_dcpo.training.supervised import with_steps
+from megatron_dcpo.types import Prompt
 from tests.helpers.paths import QUICKSTART
 from tests.helpers.tokenizers import ByteTokenizer
 
@@ -245,3 +249,66 @@ def test_a_pattern_is_searched_for_beside_the_configuration(
     command = ["train", "--config", str(tmp_path / "c" / "own.yaml"), "--dry-run"]
     assert main([*command, f"model.path={QUICKSTART / 'policy'}"]) == 0
     assert "2 problems" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    ["train-{n:05d}-of-00003-0a1b{n}c3d4e5f6071.jsonl", "train_{n}_of_3.jsonl", "p-{n}-of-3.jsonl"],
+)
+def test_parts_of_any_names_are_all_there_or_refused(tmp_path: Path, pattern: str) -> None:
+    for n in range(3):
+        (tmp_path / pattern.format(n=n)).write_text(f'{{"n": {n}}}\n')
+    assert [row["n"] for row in read_rows(tmp_path)] == [0, 1, 2]
+    assert [row["n"] for row in read_rows(str(tmp_path / "*.jsonl"))] == [0, 1, 2]
+    if "0a1b" in pattern:
+        twice = tmp_path / "train-00001-of-00003-ffff0000ffff0000.jsonl"
+        twice.write_text('{"n": 1}\n')
+        with pytest.raises(UserError, match="ffff0000"):
+            list(read_rows(tmp_path))
+        twice.unlink()
+    (tmp_path / pattern.format(n=1)).unlink()
+    for path in (str(tmp_path), str(tmp_path / "*.jsonl")):
+        with pytest.raises(UserError, match="1 of the 3 parts"):
+            list(read_rows(path))
+
+
+def test_a_field_of_a_table_may_be_long(tmp_path: Path) -> None:
+    long = "x" * 200_000
+    (tmp_path / "t.csv").write_text(f"problem,solution\n1+1,{long}\n")
+    assert list(read_rows(tmp_path / "t.csv")) == [{"problem": "1+1", "solution": long}]
+
+
+@pytest.mark.parametrize("indent", [None, 1])
+@pytest.mark.parametrize(
+    ("value", "count"),
+    [({"problem": "1+1", "answer": "2"}, 1), ({"data": [{"problem": "1"}, {"problem": "2"}]}, 2)],
+)
+def test_a_json_file_of_one_object(
+    tmp_path: Path, value: object, count: int, indent: int | None
+) -> None:
+    (tmp_path / "d.json").write_text(json.dumps(value, indent=indent))
+    rows = list(read_rows(tmp_path / "d.json"))
+    assert len(rows) == count
+    assert all("problem" in row for row in rows)
+
+
+def test_held_out_problems_in_the_training_data_are_counted() -> None:
+    def prompt(problem: str, task: str = "mine") -> Prompt:
+        return Prompt(problem, (), (), "1", task, problem=problem)
+
+    trained = [LoadedSource("a", "a.jsonl", [prompt("1+1?"), prompt("2+ 2?")], 1.0, None)]
+    held_out = [prompt("1+1?"), prompt("2+\n2?"), prompt("3+3?"), prompt("4+4?", "other")]
+    assert "2 of mine's 3" in trained_problems(trained, held_out)
+    assert trained_problems(trained, held_out[2:]) == ""
+
+
+def test_steps_of_supervised_training_go_on_through_further_passes() -> None:
+    values = {
+        "run_dir": "r",
+        "model": {"path": "m"},
+        "data": {"path": "d.jsonl", "examples_per_step": 4},
+    }
+    config = validate_supervised({**values, "training": {"steps": 6}})
+    assert with_steps(config, examples=8).training.steps == 6
+    config = validate_supervised({**values, "training": {"epochs": 3}})
+    assert with_steps(config, examples=9).training.steps == 7

@@ -57,7 +57,7 @@ def test_the_passage_is_before_the_question(tmp_path: Path) -> None:
         ({**PLAIN, "context": "A.", "passage": "A."}, "A.\n\nWho?"),
         ({**PLAIN, "context": "A.", "passage": None}, "A.\n\nWho?"),
         ({**PLAIN, "input": "A."}, "Who?"),
-        ({**PLAIN, "input": "A.", "instruction": "Who?"}, "A.\n\nWho?"),
+        ({**PLAIN, "input": "A.", "instruction": "Who?"}, "Who?\nA."),
     ],
 )
 def test_known_columns(row: dict[str, Any], problem: str, tmp_path: Path) -> None:

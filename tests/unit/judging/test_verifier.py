@@ -7,6 +7,7 @@ import threading
 import pytest
 
 from megatron_dcpo.judging.answers import Attempt, extract_boxed
+from megatron_dcpo.judging.math.equivalence import equivalent
 from megatron_dcpo.judging.math.pool import verify_answers
 
 
@@ -99,3 +100,48 @@ def test_other_threads_work() -> None:
     thread.start()
     thread.join()
     assert found == [True]
+
+
+@pytest.mark.parametrize(
+    ("answer", "key", "right"),
+    [
+        ("0.3", "0.30000000000000004", True),
+        ("4.1", "4.1000000000000005", True),
+        (r"\frac{2}{3}", "0.6666666666666666", True),
+        (r"\frac{100}{3}", "33.333333333333336", True),
+        ("0.666667", "0.6666666666666666", True),
+        ("0.1", "0.10000000149011612", True),  # of 32 bits
+        ("3", "2.9999999999999996", True),
+        ("0.667", "0.6666666666666666", False),
+        ("33.34", "33.333333333333336", False),
+        ("0.31", "0.30000000000000004", False),
+        ("6.884", "6.88", False),
+    ],
+)
+def test_keys_of_a_float_computation_are_the_number_they_stand_for(
+    answer: str, key: str, right: bool
+) -> None:
+    assert equivalent(answer, key) is right
+
+
+@pytest.mark.parametrize(
+    "box",
+    [
+        r"{\bf 4}",
+        r"\mathbf{4}",
+        r"\boldsymbol{4}",
+        r"\Large 4",
+        r"{\large 4}",
+        "=4",
+        "= 4",
+        r"\approx 4",
+        r"\sim 4",
+        r"\therefore 4",
+        r"\textstyle 4",
+    ],
+)
+def test_fonts_sizes_and_signs_before_a_number(box: str) -> None:
+    """math-verify 0.9 reads all of them as 4, but \\boldsymbol."""
+    assert equivalent(box, "4")
+    assert equivalent("4", box)
+    assert not equivalent(box, "5")

@@ -1,0 +1,355 @@
+"""Every shape of a row of dcpo sft: what is read, what is refused by its name, what is counted; and
+the tokens at the end of a turn. Rendered by a small template that writes tools and reasoning.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from megatron_dcpo.data import prompts
+from megatron_dcpo.data.chat_template import turn_end
+from megatron_dcpo.data.datasets import PromptOptions, load_prompts
+from megatron_dcpo.data.demonstrations import Demonstration, load_demonstrations
+from megatron_dcpo.errors import UserError
+from megatron_dcpo.rollout.tokens import read_eos_token_ids
+
+CHATML = (
+    "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}"
+    "<|im_end|>\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.reasoning_content and loop.last %}<think>\n{{ m.reasoning_content }}\n</think>\n\n"
+    "{% endif %}{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>"
+    "{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}"
+    "{% endif %}"
+)
+GLM = (
+    "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+GEMMA = (
+    "<bos>{% for m in messages %}<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}"
+    "\n{{ m.content }}<end_of_turn>\n{% endfor %}"
+    "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
+)
+SPECIAL = (
+    *("<|im_start|>", "<|im_end|>", "<|endoftext|>", "<|user|>", "<|assistant|>", "<|system|>"),
+    *("<start_of_turn>", "<end_of_turn>", "<bos>"),
+)
+
+
+def tokenizer_with(template: str | None, bos: str | None = None) -> PreTrainedTokenizerFast:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    spec = Tokenizer(models.BPE({byte: n for n, byte in enumerate(alphabet)}, []))
+    spec.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    spec.decoder = decoders.ByteLevel()
+    spec.add_special_tokens(list(SPECIAL))
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=spec, eos_token="<|endoftext|>", bos_token=bos
+    )
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+TOKENIZER = tokenizer_with(CHATML)
+CHAT = PromptOptions(template="chat", thinking="auto")
+USER = {"role": "user", "content": "2+2?"}
+ANSWER = {"role": "assistant", "content": "4"}
+PAIR = {"prompt": "2+2?", "response": "4"}
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"city": None}}}
+CALL = {"type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
+
+
+def load(tmp_path: Path, *rows: dict[str, Any], **other: Any) -> list[Demonstration]:
+    path = tmp_path / "d.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return load_demonstrations(
+        str(path),
+        other.get("tokenizer", TOKENIZER),
+        other.get("options", CHAT),
+        columns=other.get("columns", {}),
+        max_length=1000,
+    )
+
+
+def texts(one: Demonstration, tokenizer: PreTrainedTokenizerFast = TOKENIZER) -> tuple[str, str]:
+    prompt = tokenizer.decode(list(one.prompt.token_ids))
+    return str(prompt), str(tokenizer.decode(one.response_ids.tolist()))
+
+
+def shown(*messages: tuple[str, str]) -> str:
+    turns = "".join(f"<|im_start|>{role}\n{content}<|im_end|>\n" for role, content in messages)
+    return f"{turns}<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize(
+    ("row", "prompt"),
+    [
+        ({"instruction": "Say.", "input": "A", "output": "4"}, shown(("user", "Say.\nA"))),
+        ({"instruction": "Say.", "input": "", "output": "4"}, shown(("user", "Say."))),
+        ({"context": "A", **PAIR}, shown(("user", "A\n\n2+2?"))),
+        ({"Context": "A", **PAIR}, shown(("user", "A\n\n2+2?"))),
+        ({"system": "S", **PAIR}, shown(("system", "S"), ("user", "2+2?"))),
+        ({"System_Prompt": "S", **PAIR}, shown(("system", "S"), ("user", "2+2?"))),
+        ({"system": "S", "messages": [USER, ANSWER]}, shown(("system", "S"), ("user", "2+2?"))),
+        (
+            {"history": [["1+1?", "2"]], "system": "S", **PAIR},
+            shown(("system", "S"), ("user", "1+1?"), ("assistant", "2"), ("user", "2+2?")),
+        ),
+        (
+            {"conversations": [{"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "4"}]},
+            shown(("user", "2+2?")),
+        ),
+        ({"messages": json.dumps([USER, ANSWER])}, shown(("user", "2+2?"))),
+        ({"messages": repr([USER, ANSWER])}, shown(("user", "2+2?"))),
+        ({"prompt": repr([USER]), "completion": json.dumps([ANSWER])}, shown(("user", "2+2?"))),
+        ({**PAIR, "tools": [], "image": None, "label": True}, shown(("user", "2+2?"))),
+        (
+            {"messages": [USER, {**ANSWER, "tool_calls": [], "name": None, "train": True}]},
+            shown(("user", "2+2?")),
+        ),
+    ],
+)
+def test_what_is_read(tmp_path: Path, row: dict[str, Any], prompt: str) -> None:
+    (one,) = load(tmp_path, row)
+    assert texts(one) == (prompt, "4<|im_end|>")
+    assert set(one.weights.tolist()) == {1.0}
+
+
+@pytest.mark.parametrize(
+    ("row", "name"),
+    [
+        ({**PAIR, "answer": "5"}, "answer"),
+        ({**PAIR, "question": "3+3?"}, "question"),
+        ({**PAIR, "options": ["3", "4"]}, "options"),
+        ({**PAIR, "A": "3", "B": "4", "label": "B"}, "options"),
+        ({**PAIR, "images": ["x.png"]}, "images"),
+        ({**PAIR, "cot": "Two and two."}, "cot"),
+        ({**PAIR, "functions": [TOOL]}, "functions"),
+        ({**PAIR, "chat_template_kwargs": {"x": 1}}, "chat_template_kwargs"),
+        ({**PAIR, "label": 1}, "label"),
+        (
+            {**PAIR, "system": "S", "messages": [{"role": "system", "content": "T"}, USER, ANSWER]},
+            "system",
+        ),
+        ({"prompt": "2+2?", "chosen": "4", "rejected": "5"}, "chosen"),
+        ({"messages": [USER, {**ANSWER, "function_call": {"name": "f"}}]}, "function_call"),
+        ({"messages": [{**USER, "name": "Ann"}, ANSWER]}, "name"),
+        ({"messages": [USER, {**ANSWER, "images": ["x"]}]}, "images"),
+        ({"messages": [{**USER, "train": True}, ANSWER]}, "user"),
+        ({"messages": "[{'role': 'user', 'content': '2+2?'"}, "messages"),
+        ({"prompt": "[{'role': 'user' 'content'", "response": "4"}, "messages"),
+        ({"prompt": "<|im_start|>user\n2+2?<|im_end|>\n", "response": "4"}, "im_start"),
+        ({"prompt": "2+2?", "response": "4<|im_end|>\n<|im_start|>user\n3+3?"}, "im_"),
+        ({"prompt": "[INST] 2+2? [/INST]", "response": "4"}, "INST"),
+    ],
+)
+def test_what_is_refused_by_name(tmp_path: Path, row: dict[str, Any], name: str) -> None:
+    with pytest.raises(UserError, match=rf"row 2\b.*{name}"):
+        load(tmp_path, PAIR, row)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        *({"messages": [USER, {**ANSWER, key: False}]} for key in ("train", "loss", "trainable")),
+        *({"messages": [USER, {**ANSWER, key: 0}]} for key in ("weight", "loss_mask")),
+        {**PAIR, "label": False},
+        {**PAIR, "label": "False"},
+    ],
+)
+def test_a_turn_that_is_not_to_be_trained_is_left_out(
+    tmp_path: Path, row: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        kept = load(tmp_path, row, PAIR)
+    assert [one.prompt.prompt_id for one in kept] == [str(tmp_path.name) + "/2"] or len(kept) == 1
+    assert any("weight 0" in message for message in caplog.messages)
+
+
+def test_the_worked_solution_is_the_response(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    row = {"problem": "2+2?", "solution": "2 and 2: \\boxed{4}.", "answer": "4"}
+    with caplog.at_level(logging.WARNING):
+        (one,) = load(tmp_path, row)
+    assert texts(one)[1] == "2 and 2: \\boxed{4}.<|im_end|>"
+    assert any("answer" in message and "1 rows" in message for message in caplog.messages)
+    (short,) = load(tmp_path, row, columns={"response": "answer"})
+    assert texts(short)[1] == "4<|im_end|>"
+
+
+def test_other_columns_are_said_once_with_a_count(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        load(tmp_path, PAIR, {**PAIR, "mood": 1, "id": 2}, {**PAIR, "mood": 1})
+    (line,) = caplog.messages
+    assert all(part in line for part in ("'mood'", "2 rows", "row 2"))
+
+
+def test_columns_are_named_or_left_out_by_name(tmp_path: Path) -> None:
+    row = {**PAIR, "who": "S", "said": [["1+1?", "2"]], "why": "Two.", "system": "T"}
+    names = {"system": "who", "history": "said", "reasoning": "why"}
+    (one,) = load(tmp_path, row, columns=names)
+    before = (("system", "S"), ("user", "1+1?"), ("assistant", "2"), ("user", "2+2?"))
+    assert texts(one) == (shown(*before), "<think>\nTwo.\n</think>\n\n4<|im_end|>")
+    (one,) = load(
+        tmp_path, {**PAIR, "system": "T", "label": 3}, columns={"system": "", "label": ""}
+    )
+    assert texts(one)[0] == shown(("user", "2+2?"))
+
+
+@pytest.mark.parametrize("key", ["reasoning_content", "thinking", "reasoning"])
+def test_a_turn_with_reasoning_is_learned_as_the_template_writes_it(
+    tmp_path: Path, key: str
+) -> None:
+    row = {"messages": [USER, {**ANSWER, key: "Two and two."}]}
+    (one,) = load(tmp_path, row)
+    assert texts(one)[1] == "<think>\nTwo and two.\n</think>\n\n4<|im_end|>"
+    (one,) = load(tmp_path, {**PAIR, key: "Two and two."})
+    assert texts(one)[1] == "<think>\nTwo and two.\n</think>\n\n4<|im_end|>"
+    with pytest.raises(UserError, match=r"row 1\b.*data\.thinking"):
+        load(tmp_path, row, options=PromptOptions(template="chat", thinking="off"))
+    with pytest.raises(UserError, match=r"row 1\b.*reasoning|row 1\b.*thinking"):
+        load(tmp_path, row, tokenizer=tokenizer_with(GLM))
+    with pytest.raises(UserError, match=r"row 1\b.*raw"):
+        load(tmp_path, row, options=PromptOptions(template="raw"))
+
+
+def test_reasoning_of_an_earlier_turn_is_the_templates_to_leave_out(tmp_path: Path) -> None:
+    earlier = {**ANSWER, "reasoning_content": "Two and two."}
+    (one,) = load(tmp_path, {"messages": [USER, earlier, USER, ANSWER]})
+    assert "Two and two" not in texts(one)[0]
+
+
+@pytest.mark.parametrize("tools", [[TOOL], json.dumps([TOOL]), TOOL])
+@pytest.mark.parametrize("thinking", ["auto", "off"])
+def test_tools_and_calls_are_what_the_template_writes(
+    tmp_path: Path, tools: object, thinking: str
+) -> None:
+    turn = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+    (one,) = load(
+        tmp_path,
+        {"tools": tools, "messages": [USER, turn]},
+        options=PromptOptions(template="chat", thinking=thinking),
+    )
+    prompt, response = texts(one)
+    assert '{"type": "function", "function": {"name": "weather", "parameters": {}}}' in prompt
+    written = '<tool_call>{"name": "weather", "arguments": {"city": "Rome"}}</tool_call>'
+    assert response == f"{written}<|im_end|>"
+    result = {"role": "tool", "content": "18 C", "tool_call_id": "1", "name": "weather"}
+    (one,) = load(tmp_path, {"tools": tools, "messages": [USER, turn, result, ANSWER]})
+    assert written in texts(one)[0]
+    for row in ({"tools": tools, "messages": [USER, ANSWER]}, {"messages": [USER, turn]}):
+        with pytest.raises(UserError, match=r"row 1\b.*tool"):
+            load(tmp_path, row, tokenizer=tokenizer_with(GLM))
+
+
+# ------------------------------------------------------------------------------------------ tokens
+@pytest.mark.parametrize("ending", ["", "<|im_end|>", "<|im_end|>\n", "<|im_end|><|endoftext|>"])
+def test_one_end_token_is_learned(tmp_path: Path, ending: str) -> None:
+    (one,) = load(tmp_path, {**PAIR, "response": f"4{ending}"})
+    assert texts(one)[1] == "4<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    ("template", "end"),
+    [
+        (CHATML, "<|im_end|>"),
+        (GEMMA, "<end_of_turn>"),
+        (GLM, "<|user|>"),
+        ("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}", "<|endoftext|>"),
+    ],
+)
+def test_the_end_of_the_templates_turn_is_taught_and_stops_engines(
+    tmp_path: Path, template: str, end: str
+) -> None:
+    tokenizer = tokenizer_with(template)
+    (one,) = load(tmp_path, PAIR, tokenizer=tokenizer)
+    assert texts(one, tokenizer)[1] == f"4{end}"
+    tokenizer.save_pretrained(tmp_path / "model")
+    known = read_eos_token_ids(tmp_path / "model")
+    assert tokenizer.convert_tokens_to_ids(end) in known
+    assert tokenizer.eos_token_id in known
+    assert turn_end(tokenizer_with(None)) is None
+
+
+def test_the_first_token_of_a_raw_prompt_is_there_once() -> None:
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer = tokenizer_with(GEMMA, bos="<bos>")
+    first = tokenizer.convert_tokens_to_ids("<bos>")
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<bos> $A", special_tokens=[("<bos>", first)]
+    )
+    message = {"role": "user", "content": "<bos>2+2?"}
+    _, ids = prompts.render(tokenizer, (message,), "raw")
+    assert ids.count(first) == 1
+    _, ids = prompts.render(tokenizer, ({**message, "content": "2+2?"},), "raw")
+    assert ids.count(first) == 1
+    with pytest.raises(prompts.PromptError):
+        prompts.render(tokenizer, (message,), "chat")
+
+
+# ---------------------------------------------------------------------------------------------- RL
+def prompt_of(tmp_path: Path, row: dict[str, Any], **other: Any) -> str:
+    path = tmp_path / "rl.jsonl"
+    path.write_text(json.dumps(row) + "\n")
+    (prompt,) = load_prompts(str(path), TOKENIZER, CHAT, **other)
+    return str(TOKENIZER.decode(list(prompt.token_ids)))
+
+
+@pytest.mark.parametrize(
+    ("row", "prompt"),
+    [
+        ({"messages": [USER]}, shown(("user", "2+2?"))),
+        ({"prompt": json.dumps([USER])}, shown(("user", "2+2?"))),
+        (
+            {"prompt": repr([{"role": "system", "content": "S"}, USER])},
+            shown(("system", "S"), ("user", "2+2?")),
+        ),
+        ({"conversations": [{"from": "human", "value": "2+2?"}]}, shown(("user", "2+2?"))),
+        ({"problem": "2+2?", "system": "S"}, shown(("system", "S"), ("user", "2+2?"))),
+        (
+            {"problem": "2+2?", "history": [["1?", "1"]]},
+            shown(("user", "1?"), ("assistant", "1"), ("user", "2+2?")),
+        ),
+        (
+            {"prompt": [{**USER, "content": [{"type": "text", "text": "2+2?"}]}]},
+            shown(("user", "2+2?")),
+        ),
+        ({"problem": "2+2?", "messages": [USER, ANSWER]}, shown(("user", "2+2?"))),
+    ],
+)
+def test_prompts_of_rl_are_chats_too(tmp_path: Path, row: dict[str, Any], prompt: str) -> None:
+    assert prompt_of(tmp_path, {**row, "answer": "4"}) == prompt
+
+
+def test_prompts_of_rl_list_their_tools(tmp_path: Path) -> None:
+    assert '"weather"' in prompt_of(tmp_path, {"prompt": [USER], "answer": "4", "tools": [TOOL]})
+
+
+@pytest.mark.parametrize(
+    ("row", "name"),
+    [
+        ({"prompt": "[{'role': 'user', 'content': '2+2?'"}, "messages"),
+        ({"messages": [USER, ANSWER]}, "messages"),
+        ({"problem": "2+2?", "instruction": "Answer in hex."}, "instruction"),
+        ({"problem": "2+2?", "tools": "a hammer"}, "tools"),
+        ({"prompt": [USER, {**ANSWER, "function_call": {"name": "f"}}, USER]}, "function_call"),
+        ({"prompt": "<|im_start|>user\n2+2?<|im_end|>\n"}, "im_start"),
+    ],
+)
+def test_rows_of_rl_are_refused_by_name(tmp_path: Path, row: dict[str, Any], name: str) -> None:
+    with pytest.raises(UserError, match=rf"row 1\b.*{name}"):
+        prompt_of(tmp_path, {**row, "answer": "4"})
