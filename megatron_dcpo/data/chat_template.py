@@ -33,7 +33,7 @@ class PromptError(UserError):
 
 
 @dataclass(frozen=True)
-class Asking:
+class ChatSwitches:
     """How a template is asked to write: ``thinking`` off, on or auto (``data.thinking``), the
     ``date`` that it writes (None for today's), and the ``tools`` that it lists.
     """
@@ -58,7 +58,7 @@ class Markup(NamedTuple):
 def write_chat(
     tokenizer: PreTrainedTokenizerBase,
     messages: Sequence[Message],
-    asking: Asking,
+    switches: ChatSwitches,
     *,
     to_answer: bool = True,
 ) -> str:
@@ -66,10 +66,10 @@ def write_chat(
     if it is ``to_answer``. Raises :class:`PromptError`, which names the line of the template, if it
     cannot be applied.
     """
-    switches = _switches(tokenizer, asking)
+    arguments = _arguments(tokenizer, switches)
     try:
         text = tokenizer.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=to_answer, **switches
+            list(messages), tokenize=False, add_generation_prompt=to_answer, **arguments
         )
     except Exception as error:  # a template is a program: it raises anything
         raise PromptError(
@@ -80,7 +80,7 @@ def write_chat(
     return text
 
 
-def _switches(tokenizer: PreTrainedTokenizerBase, asking: Asking) -> dict[str, Any]:
+def _arguments(tokenizer: PreTrainedTokenizerBase, switches: ChatSwitches) -> dict[str, Any]:
     chat_template = getattr(tokenizer, "chat_template", None)
     if not chat_template:
         raise UserError(
@@ -88,21 +88,21 @@ def _switches(tokenizer: PreTrainedTokenizerBase, asking: Asking) -> dict[str, A
             "chat_template.jinja"
         )
     # A switch that the template does not have is ignored silently; a later release may refuse it.
-    switches: dict[str, Any] = {}
-    if asking.thinking != "auto" and "enable_thinking" in str(chat_template):
-        switches["enable_thinking"] = asking.thinking == "on"
+    arguments: dict[str, Any] = {}
+    if switches.thinking != "auto" and "enable_thinking" in str(chat_template):
+        arguments["enable_thinking"] = switches.thinking == "on"
     if "strftime_now" in str(chat_template):
-        day = asking.date or datetime.date.today()
+        day = switches.date or datetime.date.today()
         midnight = datetime.datetime.combine(day, datetime.time())
-        switches["strftime_now"] = midnight.strftime
-    if asking.tools:
-        switches["tools"] = list(asking.tools)
+        arguments["strftime_now"] = midnight.strftime
+    if switches.tools:
+        arguments["tools"] = list(switches.tools)
     if isinstance(chat_template, dict) and "default" not in chat_template:
         raise PromptError(
             f"the tokenizer has several chat templates ({', '.join(sorted(chat_template))}) and "
             "none that is called default; rename one, or keep only one"
         )
-    return switches
+    return arguments
 
 
 def _line_of_template(error: Exception) -> str:
@@ -134,21 +134,25 @@ def in_template_words(tokenizer: PreTrainedTokenizerBase, messages: Messages) ->
 
 
 def check_written(
-    tokenizer: PreTrainedTokenizerBase, messages: Messages, asking: Asking, *, to_answer: bool
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Messages,
+    switches: ChatSwitches,
+    *,
+    to_answer: bool,
 ) -> None:
     """Raise :class:`PromptError` for what the messages or the tools say and the template does not
     write.
     """
 
-    def written(chat: Messages, how: Asking = asking) -> str | None:
+    def written(chat: Messages, how: ChatSwitches = switches) -> str | None:
         try:
             return write_chat(tokenizer, chat, how, to_answer=to_answer)
         except PromptError:  # the template does not do without it
             return None
 
-    text = write_chat(tokenizer, messages, asking, to_answer=to_answer)
-    without_tools = Asking(asking.thinking, asking.date)
-    if asking.tools and text == written(messages, without_tools):
+    text = write_chat(tokenizer, messages, switches, to_answer=to_answer)
+    without_tools = ChatSwitches(switches.thinking, switches.date)
+    if switches.tools and text == written(messages, without_tools):
         raise PromptError(
             "the chat template does not write the row's tools; take a tokenizer whose template "
             "does, or remove the column tools"
@@ -167,7 +171,7 @@ def check_written(
             if text != written((*before, other, *behind)):
                 continue
             is_earlier = bool(behind) or to_answer
-            if not (key in REASONING and is_earlier and _knows(tokenizer, message, key, asking)):
+            if not (key in REASONING and is_earlier and _knows(tokenizer, message, key, switches)):
                 raise PromptError(
                     f"the chat template does not write {key} of a message, which would be lost; "
                     "put it into the content as the model writes it, or remove it"
@@ -189,12 +193,14 @@ def _is_optional(key: str, message: Message) -> bool:
     return key == "tool_call_id" or (key == "name" and message["role"] in ("tool", "function"))
 
 
-def _knows(tokenizer: PreTrainedTokenizerBase, message: Message, key: str, asking: Asking) -> bool:
+def _knows(
+    tokenizer: PreTrainedTokenizerBase, message: Message, key: str, switches: ChatSwitches
+) -> bool:
     """Return whether the template writes a key in the last turn of a chat."""
     user = {"role": "user", "content": _QUESTION}
     last = {"role": message["role"], "content": _ANSWER}
-    plain = write_chat(tokenizer, (user, last), asking, to_answer=False)
-    with_key = write_chat(tokenizer, (user, {**last, key: message[key]}), asking, to_answer=False)
+    plain = write_chat(tokenizer, (user, last), switches, to_answer=False)
+    with_key = write_chat(tokenizer, (user, {**last, key: message[key]}), switches, to_answer=False)
     return plain != with_key
 
 
@@ -241,7 +247,7 @@ def _markup_of(tokenizer: PreTrainedTokenizerBase) -> Markup:
 def _markup(tokenizer: PreTrainedTokenizerBase, template: str) -> Markup:
     """Return the markup of a template, nothing for one that cannot write a question alone."""
     try:
-        text = write_chat(tokenizer, ({"role": "user", "content": _QUESTION},), Asking())
+        text = write_chat(tokenizer, ({"role": "user", "content": _QUESTION},), ChatSwitches())
     except PromptError:
         return Markup((), "")
     tokens = special_tokens(tokenizer)
@@ -279,7 +285,7 @@ def _turn_end(tokenizer: PreTrainedTokenizerBase, template: str) -> int | None:
     answer = {"role": "assistant", "content": _ANSWER}
     for chat in ((user, answer), (user, answer, user)):
         try:
-            text = write_chat(tokenizer, chat, Asking(), to_answer=False)
+            text = write_chat(tokenizer, chat, ChatSwitches(), to_answer=False)
         except UserError:
             continue
         behind = text.rpartition(_ANSWER)[2].partition(_QUESTION)[0] if _ANSWER in text else ""
@@ -319,7 +325,11 @@ def split_end(tokenizer: PreTrainedTokenizerBase, text: str, *, chat: bool) -> t
     own.
     """
     ends = end_tokens(tokenizer)
-    texts = {str(tokenizer.convert_ids_to_tokens(end)): end for end in ends}
+    # some data end with the padding token, which is another model's end
+    known = (*ends, getattr(tokenizer, "pad_token_id", None))
+    texts = {
+        str(tokenizer.convert_ids_to_tokens(end)): end for end in known if isinstance(end, int)
+    }
     last = None
     while True:
         name = next((name for name in texts if text.rstrip().endswith(name)), None)
@@ -334,20 +344,22 @@ def split_end(tokenizer: PreTrainedTokenizerBase, text: str, *, chat: bool) -> t
 
 
 def written_answer(
-    tokenizer: PreTrainedTokenizerBase, messages: Messages, answer: Message, asking: Asking
+    tokenizer: PreTrainedTokenizerBase, messages: Messages, answer: Message, switches: ChatSwitches
 ) -> tuple[str, int]:
     """Return a turn of the assistant with reasoning or calls of tools as the template writes it
     behind the prompt, and the token that ends it. Raises :class:`PromptError` if the prompt leaves
     no room for its thinking.
     """
     chat = in_template_words(tokenizer, (*messages, answer))
-    check_written(tokenizer, chat, asking, to_answer=False)
-    whole = write_chat(tokenizer, chat, asking, to_answer=False)
-    prompt = write_chat(tokenizer, chat[:-1], asking)
+    check_written(tokenizer, chat, switches, to_answer=False)
+    whole = write_chat(tokenizer, chat, switches, to_answer=False)
+    prompt = write_chat(tokenizer, chat[:-1], switches)
     thinks = any(key in answer for key in REASONING)
     if not whole.startswith(prompt) and not thinks:
         # the prompt ends with an empty thinking, which the template does not write before a call
-        prompt = write_chat(tokenizer, chat[:-1], Asking("auto", asking.date, asking.tools))
+        prompt = write_chat(
+            tokenizer, chat[:-1], ChatSwitches("auto", switches.date, switches.tools)
+        )
     if not whole.startswith(prompt):
         raise PromptError(
             "the prompt does not begin as the turn with its reasoning does; data.thinking=on (or "

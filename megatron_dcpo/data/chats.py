@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from megatron_dcpo.data.keys import Keys, Unread, is_empty, without_empty
+from megatron_dcpo.data.keys import RowKeys, Unread, is_empty, without_empty
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.runtime.text import parse_json
 
@@ -30,7 +30,7 @@ TEMPLATE_KEYS = (*REASONING, "tool_calls", "function_call", "name", "tool_call_i
 # whether a message is to be trained: Axolotl, ms-swift, OpenAI, verl
 WEIGHT_KEYS = ("train", "loss", "weight", "loss_mask", "trainable", "training")
 _MEDIA = "only text is read; remove the rows that have it"
-MESSAGE_KEYS = Keys(
+MESSAGE_KEYS = RowKeys(
     what="key of a message",
     read=frozenset({"role", "content", "from", "value", *TEMPLATE_KEYS, *WEIGHT_KEYS}),
     harmless=frozenset({"turn", "finish_reason", "stop_reason", "logprobs", "usage", "end_turn"}),

@@ -32,7 +32,7 @@ import numpy as np
 
 from megatron_dcpo.data import prompts
 from megatron_dcpo.data.answers import answer_of, is_no_answer, is_structured, last_box
-from megatron_dcpo.data.chat_template import Asking
+from megatron_dcpo.data.chat_template import ChatSwitches
 from megatron_dcpo.data.chats import (
     CHAT_COLUMNS,
     SYSTEMS,
@@ -56,7 +56,7 @@ from megatron_dcpo.data.code_problems import (
 from megatron_dcpo.data.environments import environment_name, environment_rows, is_environment
 from megatron_dcpo.data.files import ROW_SUFFIXES, Row, read_rows
 from megatron_dcpo.data.gym import gym_rows, is_gym, parse_gym
-from megatron_dcpo.data.keys import Keys, Unread, is_empty
+from megatron_dcpo.data.keys import RowKeys, Unread, is_empty
 from megatron_dcpo.data.options import KEY_COLUMNS
 from megatron_dcpo.data.passages import (
     MEDIA_COLUMNS,
@@ -98,7 +98,7 @@ _OF_PROGRAMS = (
     "estimated_date source_file test_imports in_source_id text problem_description memory_limit "
     "time_limit base_input plus_input test_list input_output completion"
 )
-KEYS = Keys(
+KEYS = RowKeys(
     what="column",
     read=frozenset(
         {
@@ -220,8 +220,8 @@ def render_prompts(
             break
         with _naming_row(source, record):
             messages = prompts.ask(record.messages, options.template, options.marker, record.form)
-            asking = Asking(options.thinking, options.date, record.tools)
-            ids = prompts.encode(tokenizer, messages, options.template, asking)
+            switches = ChatSwitches(options.thinking, options.date, record.tools)
+            ids = prompts.encode(tokenizer, messages, options.template, switches)
         if longest is not None and len(ids) > longest:
             too_long += 1
             continue

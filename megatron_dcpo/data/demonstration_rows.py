@@ -30,7 +30,7 @@ from megatron_dcpo.data.chats import (
     with_system,
 )
 from megatron_dcpo.data.files import Row
-from megatron_dcpo.data.keys import Keys, Unread, is_empty
+from megatron_dcpo.data.keys import RowKeys, Unread, is_empty
 from megatron_dcpo.data.options import KEY_COLUMNS, options_of, shows_options
 from megatron_dcpo.data.passages import (
     MEDIA_COLUMNS,
@@ -49,7 +49,7 @@ RESPONSES = ("response", "completion", "answer", "output", "solution")
 BESIDE = ("weight", "spans", "system", "history", "context", "tools", "reasoning", "label")
 _REASONS = "name it by data.columns={reasoning: NAME}, or leave it out by {reasoning: ''}"
 _OTHER = "name the response by data.columns={response: NAME}"
-KEYS = Keys(
+KEYS = RowKeys(
     what="column",
     read=frozenset(
         {*CHAT_COLUMNS, *PROMPTS, *RESPONSES, *SYSTEMS, *BESIDE, *REASONING, *PASSAGE_COLUMNS}

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megatron_dcpo.data import prompts
-from megatron_dcpo.data.chat_template import Asking, markup_in, split_end, written_answer
+from megatron_dcpo.data.chat_template import ChatSwitches, markup_in, split_end, written_answer
 from megatron_dcpo.data.chats import Messages
 from megatron_dcpo.data.datasets import PromptOptions, task_name
 from megatron_dcpo.data.demonstration_rows import Conversation, RowReader
@@ -124,9 +124,7 @@ def load_demonstrations(
         if options.limit and len(kept) >= options.limit:
             break
         conversation = reader.read(row, number)
-        demonstration = _tokenized(
-            conversation, tokenizer, options, name=f"{task_name(path)}/{number}"
-        )
+        demonstration = _tokenized(conversation, tokenizer, options, path, number)
         if demonstration.length > max_length:
             too_long += 1
             continue
@@ -166,26 +164,27 @@ def _tokenized(
     conversation: Conversation,
     tokenizer: PreTrainedTokenizerBase,
     options: PromptOptions,
-    name: str,
+    path: str,
+    number: int,
 ) -> Demonstration:
-    asking = Asking(options.thinking, options.date, conversation.tools)
+    switches = ChatSwitches(options.thinking, options.date, conversation.tools)
     try:
         messages = _messages_as_sent(conversation.messages, options)
-        prompt_ids = prompts.encode(tokenizer, messages, options.template, asking)
-        text, end_token = _response(conversation, messages, tokenizer, options.template, asking)
+        prompt_ids = prompts.encode(tokenizer, messages, options.template, switches)
+        text, end_token = _response(conversation, messages, tokenizer, options.template, switches)
     except prompts.PromptError as error:
-        path, _, number = name.rpartition("/")
         raise UserError(f"{path}: row {number}: {error}") from error
     ids, starts = _with_starts(tokenizer, text)
     weights = [_weight_at(conversation, start) for start in starts]
     # the end token counts as much as what it follows
     response_ids = np.array([*ids, end_token], np.int64)
+    task = task_name(path)
     prompt = Prompt(
-        prompt_id=name,
+        prompt_id=f"{task}/{number}",
         messages=messages,
         token_ids=tuple(prompt_ids),
         ground_truth="",
-        task=name.rpartition("/")[0],
+        task=task,
     )
     last = weights[-1] if weights else conversation.weight
     return Demonstration(prompt, response_ids, np.array([*weights, last], np.float64))
@@ -210,7 +209,7 @@ def _response(
     messages: Messages,
     tokenizer: PreTrainedTokenizerBase,
     template: str,
-    asking: Asking,
+    switches: ChatSwitches,
 ) -> tuple[str, int]:
     """Return the text of the response without an end token, and the token that ends it. Raises
     :class:`prompts.PromptError` for a text that holds several turns.
@@ -219,7 +218,7 @@ def _response(
     if conversation.answer is None:
         text, end = split_end(tokenizer, conversation.response, chat=is_chat)
     elif is_chat:
-        text, end = written_answer(tokenizer, messages, conversation.answer, asking)
+        text, end = written_answer(tokenizer, messages, conversation.answer, switches)
     else:
         keys = [key for key in conversation.answer if key not in ("role", "content")]
         raise prompts.PromptError(

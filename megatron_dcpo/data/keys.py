@@ -1,7 +1,7 @@
 """The rule for the keys of rows and messages: a key is read, known to be harmless, or refused by
 name. What a reader does not know is counted, and said once for each source.
 
-A reader declares its :class:`Keys`. :class:`Unread` does the rest, for every reader the same.
+A reader declares its :class:`RowKeys`. :class:`Unread` does the rest, for every reader the same.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _METADATA = re.compile(
 
 
 @dataclass(frozen=True)
-class Keys:
+class RowKeys:
     """What a reader does with the keys of a row or a message: those that it has ``read``, and, in
     any case of their letters, ``harmless`` ones besides :data:`METADATA`, and ``refused`` ones with
     what to do about each. ``what`` is the field's word for a key.
@@ -88,7 +88,7 @@ class Unread:
         self._rows: dict[tuple[str, str], list[int]] = {}
 
     def take(
-        self, values: Mapping[Any, object], keys: Keys, number: int, used: Iterable[str] = ()
+        self, values: Mapping[Any, object], keys: RowKeys, number: int, used: Iterable[str] = ()
     ) -> None:
         """Look at the keys of row ``number``, or of a message in it. ``used`` are further ones that
         were read. Raises :class:`UserError` for a key that is refused.

@@ -29,7 +29,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from megatron_dcpo.data.chat_template import (
-    Asking,
+    ChatSwitches,
     PromptError,
     check_unwritten,
     check_written,
@@ -220,30 +220,32 @@ def render(
     ``data.thinking``; ``date``: that of :func:`encode_chat`.
     """
     asked = ask(messages, template, marker, form)
-    return asked, encode(tokenizer, asked, template, Asking(thinking, date))
+    return asked, encode(tokenizer, asked, template, ChatSwitches(thinking, date))
 
 
 def encode(
-    tokenizer: PreTrainedTokenizerBase, messages: Messages, template: str, asking: Asking
+    tokenizer: PreTrainedTokenizerBase, messages: Messages, template: str, switches: ChatSwitches
 ) -> list[int]:
     """Return the token ids of messages as sent, ready to be continued. Raises :class:`PromptError`
     for what the chat template does not write, and for a text that it has written already.
     """
     if find_template(template).chat:
         check_unwritten(tokenizer, messages)
-        token_ids = encode_chat(tokenizer, messages, asking.thinking, asking.date, asking.tools)
+        token_ids = encode_chat(
+            tokenizer, messages, switches.thinking, switches.date, switches.tools
+        )
     else:
-        token_ids = _encode_raw(tokenizer, messages, asking)
+        token_ids = _encode_raw(tokenizer, messages, switches)
     if not token_ids:
         raise PromptError("the prompt has no tokens: its template writes nothing")
     return token_ids
 
 
 def _encode_raw(
-    tokenizer: PreTrainedTokenizerBase, messages: Messages, asking: Asking
+    tokenizer: PreTrainedTokenizerBase, messages: Messages, switches: ChatSwitches
 ) -> list[int]:
     keys = [key for message in messages for key in TEMPLATE_KEYS if key in message]
-    if asking.tools:
+    if switches.tools:
         keys.append("tools")
     if keys:
         raise PromptError(
@@ -273,10 +275,10 @@ def encode_chat(
     Raises :class:`PromptError`, which names the line of the template, if it cannot be applied, or
     which names what it leaves out.
     """
-    asking = Asking(thinking, date, tools)
+    switches = ChatSwitches(thinking, date, tools)
     messages = in_template_words(tokenizer, messages)
-    check_written(tokenizer, messages, asking, to_answer=True)
-    text = write_chat(tokenizer, messages, asking)
+    check_written(tokenizer, messages, switches, to_answer=True)
+    text = write_chat(tokenizer, messages, switches)
     # The template writes the special tokens itself; adding them again would double Llama's
     # <|begin_of_text|>.
     return list(tokenizer.encode(text, add_special_tokens=False))

@@ -1,4 +1,4 @@
-"""Keys of rows: read, harmless, refused by name; the others are counted and said once."""
+"""RowKeys of rows: read, harmless, refused by name; the others are counted and said once."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ import math
 
 import pytest
 
-from megatron_dcpo.data.keys import Keys, Unread, is_empty, without_empty
+from megatron_dcpo.data.keys import RowKeys, Unread, is_empty, without_empty
 from megatron_dcpo.errors import UserError
 
-KEYS = Keys("column", read=frozenset({"text"}), harmless=frozenset({"note"}), refused={"mask": "x"})
+KEYS = RowKeys(
+    "column", read=frozenset({"text"}), harmless=frozenset({"note"}), refused={"mask": "x"}
+)
 
 
 @pytest.mark.parametrize(
