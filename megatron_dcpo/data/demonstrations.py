@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -36,6 +37,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
+
+_EARLIER_TURNS = (
+    "chats have earlier turns of the assistant, which belong to the prompt: only the last turn is "
+    "trained"
+)
 
 
 @dataclass(frozen=True)
@@ -116,9 +122,7 @@ def load_demonstrations(
     Raises :class:`UserError` for a row that is none, and if none is left.
     """
     kept: list[Demonstration] = []
-    too_long = 0
-    without_weight = 0
-    with_earlier_turns = 0
+    counts: Counter[str] = Counter()
     reader = RowReader(path, columns)
     for number, row in enumerate(read_rows(path), start=1):
         if options.limit and len(kept) >= options.limit:
@@ -126,32 +130,16 @@ def load_demonstrations(
         conversation = reader.read(row, number)
         demonstration = _tokenized(conversation, tokenizer, options, path, number)
         if demonstration.length > max_length:
-            too_long += 1
-            continue
-        if not demonstration.weights.any():
-            without_weight += 1
-            continue
-        with_earlier_turns += conversation.earlier_turns > 0
-        kept.append(demonstration)
+            counts[f"rows of more than data.max_length={max_length} tokens are left out"] += 1
+        elif not demonstration.weights.any():
+            counts["rows in which every token has weight 0 are left out"] += 1
+        else:
+            counts[_EARLIER_TURNS] += conversation.earlier_turns > 0
+            kept.append(demonstration)
     reader.report()
-    if too_long:
-        logger.warning(
-            "%s: %d rows of more than data.max_length=%d tokens are left out",
-            path,
-            too_long,
-            max_length,
-        )
-    if without_weight:
-        logger.warning(
-            "%s: %d rows in which every token has weight 0 are left out", path, without_weight
-        )
-    if with_earlier_turns:
-        logger.warning(
-            "%s: %d chats have earlier turns of the assistant, which belong to the prompt: only "
-            "the last turn is trained",
-            path,
-            with_earlier_turns,
-        )
+    for what, count in counts.items():
+        if count:
+            logger.warning("%s: %d %s", path, count, what)
     if not kept:
         raise UserError(
             f"{path}: no row is left to train on; see the lines above, and data.max_length"
