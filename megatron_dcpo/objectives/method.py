@@ -343,12 +343,13 @@ class Method:
         regularized = any(self.options.blocks("kl_coef") + self.options.blocks("entropy_coef"))
         if not is_clipped or regularized or self.options.entropy_target:
             return True
-        return self.has_advantage(sample, block)
+        # exactly 0: a response with a residue of rounding counts as no signal, and is computed
+        return bool(np.any(weights * sample.advantages))
 
     @staticmethod
     def has_advantage(sample: TrainingSample, block: int | None = None) -> bool:
-        """Return whether a token of a scored sample has a weight and an advantage other than 0; in
-        ``block`` if one is named.
+        """Return whether a token of a scored sample has a weight and an advantage other than 0 by
+        more than rounding; in ``block`` if one is named.
         """
         assert sample.weights is not None
         assert sample.advantages is not None
