@@ -28,7 +28,7 @@ def rotary_percent(config: dict[str, Any], traits: Traits, kv_channels: int, sou
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     inside = rope.get("partial_rotary_factor")
     outside = config.get("partial_rotary_factor")
-    # transformers reads the one inside, and writes the class's default outside beside it
+    # transformers reads the one inside, and also writes the class's default outside
     if inside is not None and outside not in (None, inside, default):
         raise UserError(
             f"{source}: partial_rotary_factor={outside!r:.40} and {inside!r:.40} among the "

@@ -143,7 +143,7 @@ def violation_rates(statuses: Sequence[str]) -> dict[str, Any]:
 def intervals(
     confidences: np.ndarray, correct: np.ndarray, bootstrap: Bootstrap, bins: int = DEFAULT_BINS
 ) -> dict[str, list[float]]:
-    """Return 95 % intervals [low, high] of ``INTERVALS``: those of ``binned_error`` for the binned
+    """Return 95 % intervals [low, high] of ``INTERVALS``: from ``binned_error`` for the binned
     errors, bootstrap percentiles for the others, Wilson's for an accuracy of 0 or 1.
     """
 

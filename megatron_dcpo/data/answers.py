@@ -16,7 +16,7 @@ from typing import NamedTuple
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.runtime.text import parse_json
 
-# Keys of an object that hold the answer, and keys beside them that do not change it, in lower case
+# Keys of an object that hold the answer, and other keys that do not change it, in lower case
 # and without underscores.
 _HOLDERS = ("target", "answer", "groundtruth", "finalanswer", "text", "value")
 _ALIASES = ("aliases", "normalizedaliases", "humananswers")

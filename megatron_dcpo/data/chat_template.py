@@ -62,7 +62,7 @@ def write_chat(
     *,
     to_answer: bool = True,
 ) -> str:
-    """Return a chat as the template writes it, with the beginning of the assistant's turn behind it
+    """Return a chat as the template writes it, followed by the beginning of the assistant's turn
     if it is ``to_answer``. Raises :class:`PromptError`, which names the line of the template, if it
     cannot be applied.
     """
@@ -320,7 +320,7 @@ def end_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
 
 
 def split_end(tokenizer: PreTrainedTokenizerBase, text: str, *, chat: bool) -> tuple[str, int]:
-    """Return a response without the end tokens that stand behind it, and the token that ends it: of
+    """Return a response without the end tokens that follow it, and the token that ends it: of
     a ``chat``, the end of the template's turn; else the one that the text has, or the tokenizer's
     own.
     """

@@ -1,5 +1,5 @@
-"""Rows of data files as demonstrations: which columns are the prompt and the response, and what
-stands beside them (docs/supervised.md#data has the table).
+"""Rows of data files as demonstrations: which columns are the prompt and the response, and which
+others are read (docs/supervised.md#data has the table).
 
 What a row says is read, or it is known to be harmless, or it is refused by name (``keys.py``).
 """
@@ -227,7 +227,7 @@ class RowReader:
         return next(iter(full or found), None)
 
     def _without_short_answer(self, columns: list[_Column]) -> list[_Column]:
-        """Return the columns without the short answer of a worked solution beside it."""
+        """Return the columns without a short answer that a worked solution ends with."""
         texts = [column for column in columns if isinstance(column.value, str)]
         if len(texts) < 2 or len(texts) < len(columns):
             return columns
@@ -239,12 +239,12 @@ class RowReader:
             else:
                 self._used.add(column.name)
                 self._short_answers[
-                    f"{column.name} beside {longest.name}, which ends with it: {longest.name} is "
+                    f"{column.name} next to {longest.name}, which ends with it: {longest.name} is "
                     "the response"
                 ] += 1
         return kept
 
-    # ------------------------------------------------------------------------- what stands beside
+    # ------------------------------------------------------------------------- the other columns
     def _surrounded(self, messages: Messages, row: Row, number: int, where: str) -> Messages:
         """Return the prompt with passage, earlier turns and system message of its row."""
         messages = with_passage(messages, *self._passage(row, where))
@@ -273,7 +273,7 @@ class RowReader:
                 self._unread.count(KEYS.what, name, number)
 
     def _reasoned(self, last: Message, row: Row, where: str) -> Message:
-        """Return the response with the reasoning of a column beside it."""
+        """Return the response with the reasoning that another column holds."""
         named = self._columns.get("reasoning")
         names = REASONING if named is None else (named,)
         for name in names:

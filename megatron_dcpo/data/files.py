@@ -29,7 +29,7 @@ ROW_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".arrow")
 SUFFIXES = (*ROW_SUFFIXES, ".jsonl.gz", ".json.gz", ".csv.gz")
 _LINES = (".jsonl", ".jsonl.gz")
 LONGEST = 1 << 30  # characters of a line, or of a JSON array: compressed, they may be a small file
-# what save_to_disk writes beside the Arrow files of a split, and above its splits
+# what save_to_disk writes next to the Arrow files of a split, and above its splits
 _STATE, _SPLITS = "state.json", "dataset_dict.json"
 # a part of a data set; older releases of the datasets library put a fingerprint behind the numbers
 _SHARD = re.compile(

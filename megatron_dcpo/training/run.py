@@ -324,8 +324,8 @@ def build_updater(
 
 # ---------------------------------------------------------------------------- engine and rollouts
 def build_engine(config: Config, topology: Topology, held_out: HeldOut | None = None) -> Engine:
-    """Return the engine of this rank with placeholder weights: the first synchronization brings the
-    policy's. Raises :class:`UserError`.
+    """Return this rank's engine. It has placeholder weights until the first push of the policy's.
+    Raises :class:`UserError`.
     """
     rollout = config.rollout
     if rollout.engine == "server":

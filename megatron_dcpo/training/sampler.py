@@ -407,7 +407,7 @@ class Sampler:
         judged: Sequence[Judged],
         responses: Mapping[ResponseKey, Response],
     ) -> list[PromptGroup]:
-        """Return the groups with the ``judged`` responses of all ranks, and those of ``responses``
+        """Return the groups with the ``judged`` responses of all ranks, and with the ``responses``
         that were cut short. Collective.
 
         Judgements and lengths go to every rank. Tokens stay here, but for ``max_staleness``: any

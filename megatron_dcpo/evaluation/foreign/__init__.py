@@ -149,7 +149,7 @@ def _as_samples(answered: Iterator[Answered], file: Path, marker: str) -> list[S
     if partly:
         logger.warning(
             "%s: %d of %d verdicts are between 0 and 1 and count as wrong: accuracy and "
-            "calibration are those of right answers",
+            "calibration count answers that are wholly right",
             file,
             partly,
             len(samples),
