@@ -14,7 +14,7 @@ from megatron_dcpo.judging.token_bytes import TokenBytes, check_ids
 from megatron_dcpo.rollout.transformers_library import auto_class, redirect_transformers_logging
 from megatron_dcpo.runtime.text import read_json_object
 
-_OTHER_TOKENIZERS = ("tokenizer.model", "vocab.json", "tokenizer_config.json")
+_VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 def load_tokenizer(model_dir: str | Path) -> Any:  # noqa: ANN401 - transformers' tokenizer
@@ -27,7 +27,9 @@ def load_tokenizer(model_dir: str | Path) -> Any:  # noqa: ANN401 - transformers
     if spec.is_file():
         # The library would allocate memory for the largest id.
         check_ids(read_json_object(spec), str(spec))
-    elif not any((directory / name).is_file() for name in _OTHER_TOKENIZERS):
+    elif not any(
+        (directory / name).is_file() for name in (*_VOCABULARIES, "tokenizer_config.json")
+    ):
         # The library would make a tokenizer with a single token.
         raise UserError(
             f"{model_dir} has no tokenizer.json; put the files of the model's tokenizer there"
@@ -89,6 +91,10 @@ def _end_of_tokenizer(model_dir: Path) -> Iterator[int]:
     """
     path = model_dir / "tokenizer_config.json"
     if not path.is_file():
+        return
+    has_vocabulary = any((model_dir / name).is_file() for name in _VOCABULARIES)
+    if not has_vocabulary and read_json_object(path).get("eos_token") is None:
+        # A policy of token ids alone: its directory holds settings of a tokenizer, but no tokenizer.
         return
     tokenizer = load_tokenizer(model_dir)
     end = turn_end(tokenizer)
