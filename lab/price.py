@@ -61,7 +61,7 @@ REPLICATION = Study(
     title="the price, replicated",
     start="grpo_refilled",
     methods=("dcpo_proper_refilled",),
-    pretrainings=range(6, 16),
+    pretrainings=range(7, 17),
 )
 
 
