@@ -17,14 +17,15 @@ from typing import Any
 
 import numpy as np
 
-from lab.fitted import Records, Run, logistic
+from lab.fitted import Fit, Records, Run, logistic, lookup
 from lab.results import Interval, interval, read_archive, write_json
 from lab.testgrid import DRAWS, Lab
 from lab.testtables import TITLES, difference, load, scores, table
-from megatron_dcpo.calibration import brier
+from megatron_dcpo.calibration import auroc_within, brier
 
 STEPS = 200
 SHOWN = ("accuracy", "pass_at_8", "ece", "brier", "auroc")
+AGAINST: Mapping[str, Fit] = MappingProxyType({"logistic": logistic, "lookup": lookup})
 MARGIN = 0.5  # points of accuracy: a method whose interval stays above -MARGIN is not inferior
 
 
@@ -88,7 +89,15 @@ def tables(archive: Path, out: Path, study: Study = FIRST) -> dict[str, Any]:
         result[name] = {
             "pretrainings": list(with_name),
             **{key: [scores(run)[key] for run in with_name.values()] for key in SHOWN},
-            "skill_against_logistic": [against_logistic(run) for run in with_name.values()],
+            "auroc_within": [within_types(run["test"]) for run in with_name.values()],
+            "auroc_within_of_logistic": [
+                within_types(fitted(run, logistic)) for run in with_name.values()
+            ],
+            "brier_of_lookup": [brier(*_stated(fitted(run, lookup))) for run in with_name.values()],
+            **{
+                f"skill_against_{other}": [skill_against(run, fit) for run in with_name.values()]
+                for other, fit in AGAINST.items()
+            },
             "informative_groups": [counts[n, name][0] for n in with_name],
             "responses": [counts[n, name][1] for n in with_name],
             "price": {
@@ -104,13 +113,26 @@ def tables(archive: Path, out: Path, study: Study = FIRST) -> dict[str, Any]:
     return result
 
 
-def against_logistic(run: Run) -> float:
-    """Return 1 - Brier of the stated confidence / Brier of the logistic regression with the type of
-    problem that was fitted on the same policy's validation responses.
+def fitted(run: Run, fit: Fit) -> Records:
+    """Return the responses to the test with the confidence that ``fit`` learned from the same
+    policy's responses to the validation problems.
     """
     test: Records = run["test"]
-    fitted = test.stating(logistic(run["heldout"])(test))
-    return 1 - brier(test.confidence, test.correct) / brier(fitted.confidence, fitted.correct)
+    return test.stating(fit(run["heldout"])(test))
+
+
+def skill_against(run: Run, fit: Fit) -> float:
+    """Return 1 - Brier of the stated confidence / Brier of the fitted one."""
+    return 1 - brier(*_stated(run["test"])) / brier(*_stated(fitted(run, fit)))
+
+
+def within_types(r: Records) -> float:
+    """Return the AUROC within the types of problems."""
+    return auroc_within(r.confidence, r.correct, r.kind.tolist()).value
+
+
+def _stated(r: Records) -> tuple[np.ndarray, np.ndarray]:
+    return r.confidence, r.correct
 
 
 def _counts(archive: Path) -> dict[tuple[int, str], tuple[float, float]]:
@@ -133,7 +155,14 @@ def _markdown(study: Study, result: Mapping[str, Any]) -> str:
         f"By `python -m lab price` from `{study.records}`; the design is in [{page}]({page}).",
         "",
     ]
-    columns = (*SHOWN, "skill_against_logistic", "informative_groups", "responses")
+    columns = (
+        *SHOWN,
+        "auroc_within",
+        "skill_against_lookup",
+        "skill_against_logistic",
+        "informative_groups",
+        "responses",
+    )
     rows = []
     for name in study.rows:
         found = result[name]
@@ -142,8 +171,23 @@ def _markdown(study: Study, result: Mapping[str, Any]) -> str:
         means = [_mean(found[key]) for key in columns]
         rows.append((TITLES[name], str(len(found["pretrainings"])), *means))
     lines += table("Mean over the n pretrainings.", ("n", *columns), rows)
+    lines += _fitted_rows(study, result)
     lines += _prices(study, result)
     return "\n".join(lines)
+
+
+def _fitted_rows(study: Study, result: Mapping[str, Any]) -> list[str]:
+    columns = ("brier_of_lookup", "auroc_within_of_logistic")
+    rows = [
+        (TITLES[name], *(_mean(result[name][key]) for key in columns))
+        for name in study.rows
+        if result[name]["pretrainings"]
+    ]
+    text = (
+        "What is fitted on the same policy's validation responses: the lookup of the types' Brier "
+        "score, and the logistic regression's AUROC within types."
+    )
+    return table(text, columns, rows)
 
 
 def _prices(study: Study, result: Mapping[str, Any]) -> list[str]:
