@@ -629,6 +629,18 @@ def weights_have_sixteen_bits_or_more(config: RunConfig) -> Problem:
     return None
 
 
+@rule("run")
+def adapted_layers_are_on_one_stage(config: RunConfig) -> Problem:
+    adapter = config.model.adapter
+    stages = config.parallel.pipeline_model_parallel_size
+    if adapter is None or adapter.layers is None or stages == 1:
+        return None
+    return (
+        f"model.adapter.layers={adapter.layers} with parallel.pipeline_model_parallel_size="
+        f"{stages} would leave stages without anything to train; remove one of them"
+    )
+
+
 @rule("train")
 def an_engine_gets_its_weights_as_they_are(config: Config) -> Problem:
     if config.rollout.vllm.get("quantization"):
