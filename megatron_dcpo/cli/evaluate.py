@@ -55,6 +55,7 @@ SHORTHANDS: Mapping[str, str] = {
     "repeats": "evaluation.samples",
     "confidence": "evaluation.confidence",
     "features": "evaluation.features",
+    "keep": "evaluation.keep",
     "calibrator": "evaluation.calibrator",
     "limit": "evaluation.limit",
     "data_dir": "evaluation.data_dir",
@@ -156,6 +157,12 @@ def add_parser(subparsers: Subparsers) -> None:
         "--features",
         action="store_true",
         help="keep the features that dcpo calibrate --kind confclass reads",
+    )
+    parser.add_argument(
+        "--keep",
+        choices=["states"],
+        help="with --model: keep the model's state before the number of each confidence, which "
+        "dcpo calibrate --features states and stack read",
     )
     parser.add_argument(
         "--calibrator",

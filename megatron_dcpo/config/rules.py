@@ -941,6 +941,16 @@ def a_held_out_file_has_an_interval(config: Any) -> Problem:  # noqa: ANN401 - S
 
 
 @rule("evaluate")
+def states_are_of_a_model(config: EvaluateConfig) -> Problem:
+    if config.evaluation.keep == "states" and not config.model.path:
+        return (
+            "evaluation.keep=states (--keep states) reads a model in this process; name it as "
+            "model.path (--model)"
+        )
+    return None
+
+
+@rule("evaluate")
 def an_adapter_is_added_to_a_model(config: EvaluateConfig) -> Problem:
     if config.model.adapter_path and not config.model.path:
         return (
