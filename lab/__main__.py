@@ -181,11 +181,14 @@ def _price(args: argparse.Namespace) -> None:
 
 
 def _adapter(args: argparse.Namespace) -> None:
-    records = args.out / adapter.RECORDS
     if args.train:
+        records = args.out / adapter.AGAIN.records
         adapter.train(args.grid.resolve())
         logging.info("%d seeds packed", adapter.pack(args.grid.resolve(), records))
-    adapter.tables(records, args.out)
+    for study in (adapter.FIRST, adapter.AGAIN):
+        records = args.out / study.records
+        if records.is_file():
+            adapter.tables(records, args.out, study)
 
 
 def _train(
