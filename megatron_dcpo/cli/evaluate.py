@@ -225,7 +225,9 @@ def add_parser(subparsers: Subparsers) -> None:
 
 
 def _add_sampling_arguments(sampling: argparse._ArgumentGroup) -> None:
-    sampling.add_argument("--temperature", type=float, help="default 0.7")
+    sampling.add_argument(
+        "--temperature", type=float, help="default 0.7; 0: greedy, with --repeats 1"
+    )
     sampling.add_argument("--top-p", type=float, help="default 0.8")
     sampling.add_argument("--top-k", type=int, help="0: off (default 20)")
     sampling.add_argument(

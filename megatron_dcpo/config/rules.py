@@ -20,7 +20,7 @@ from typing import Any, Literal, Protocol, get_args
 from megatron_dcpo.config.evaluation_sections import EvaluateConfig
 from megatron_dcpo.config.field_types import BUILT_IN
 from megatron_dcpo.config.parallel import ParallelConfig
-from megatron_dcpo.config.sections import Config, JudgingConfig, RunConfig
+from megatron_dcpo.config.sections import Config, JudgingConfig, RunConfig, SampledProblemsConfig
 from megatron_dcpo.errors import UserError, check_world_size, did_you_mean
 from megatron_dcpo.objectives import find_method, resolve
 from megatron_dcpo.types import BROUGHT, ENVIRONMENTS
@@ -930,6 +930,25 @@ def check_engine_size(model: ModelShape, tensor_model_parallel_size: int) -> Non
 
 
 # ----------------------------------------------------------------------- of dcpo sft, dcpo evaluate
+
+
+@rule("train")
+def a_greedy_validation_has_one_response(config: Config) -> Problem:
+    return _greedy_repeats(config.evaluation)
+
+
+@rule("evaluate")
+def a_greedy_evaluation_has_one_response(config: EvaluateConfig) -> Problem:
+    return _greedy_repeats(config.evaluation)
+
+
+def _greedy_repeats(options: SampledProblemsConfig) -> Problem:
+    if options.temperature == 0 and options.samples > 1:
+        return (
+            f"evaluation.samples={options.samples} with evaluation.temperature=0 would be the same "
+            "greedy response several times; set evaluation.samples=1 (--repeats 1)"
+        )
+    return None
 
 
 @rule("sft")

@@ -349,8 +349,8 @@ class SampledProblemsConfig:
     """Responses to each problem."""
     limit: NonNegative = 0
     """Only the first problems of each benchmark (0: all)."""
-    temperature: Annotated[float, Field(gt=0)] = 0.7
-    """As rollout.temperature, for these problems."""
+    temperature: Annotated[float, Field(ge=0)] = 0.7
+    """As rollout.temperature, for these problems; 0 is greedy, the most probable token always."""
     top_p: Share = 0.8
     """As rollout.top_p, for these problems."""
     top_k: NonNegative = 20
