@@ -24,6 +24,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from megatron_dcpo.evaluation.scoring import LOOKUP, METRICS, headline
+
 # GRPO's policy with a confidence fitted on its log-probs, and what the regression reads. The last
 # one is the bar: a stated confidence has to know more than log-prob, length and task.
 RECALIBRATED = {"grpo_recalibrated": "response", "grpo_recalibrated_task": "task"}
@@ -37,16 +39,6 @@ TITLES = {
     "rlcr": "RLCR",
     "grpo_recalibrated": "GRPO, recalibrated",
     "grpo_recalibrated_task": "the same, with the task",
-}
-COLUMNS = {
-    "accuracy": "acc.",
-    "ece": "ECE",
-    "pce": "PCE",
-    "brier": "Brier",
-    "auroc": "AUROC",
-    "skill": "skill",
-    "mean_confidence": "conf.",
-    "violation_rate": "viol.",
 }
 # in the log of a training: step 16/250 ... 0:04:10 left
 _STEP = re.compile(r"step (\d+/\d+) .*?(?:([\d:]+) left)?$", re.MULTILINE)
@@ -242,25 +234,17 @@ def wait(jobs: list[Future[None]], out: Path, methods: tuple[str, ...]) -> None:
 
 def summarize(comparison: Comparison) -> dict[str, dict[str, float]]:
     """Return the held-out numbers of every row, read from its evaluation.json: of the stated
-    (verbal) confidence, or of the one that stands in its place.
+    (verbal) confidence, or of the one that stands in its place. Behind each policy's row is that of
+    its fitted lookup, ``lookup`` for GRPO's and ``METHOD_lookup`` for the others'.
     """
-    summary, kinds = {}, dict.fromkeys(comparison.rows, "verbal")
-    if "grpo" in comparison.methods:
-        kinds |= {**dict.fromkeys(RECALIBRATED, "posthoc"), "lookup": "lookup"}
-    for name, kind in kinds.items():
-        source = "grpo" if name == "lookup" else name
-        result = json.loads((comparison.out / source / "evaluation.json").read_text())[
-            "benchmarks"
-        ]["heldout"]
-        scores = result[kind]
-        summary[name] = {
-            "accuracy": result["accuracy"],
-            **{key: scores[key] for key in ("ece", "pce", "brier", "auroc")},
-            "skill": scores.get("skill", 0.0),  # of the lookup by definition 0
-            "mean_confidence": scores["mean_confidence"],
-            "violation_rate": result["violation_rate"] if kind == "verbal" else 0.0,
-            "n": result["n"],
-        }
+    summary = {}
+    for name in comparison.rows:
+        evaluation = json.loads((comparison.out / name / "evaluation.json").read_text())
+        kind = "posthoc" if name in RECALIBRATED else "verbal"
+        summary[name] = headline(evaluation, kind, "heldout")
+        if kind == "verbal":
+            lookup = "lookup" if name == "grpo" else f"{name}_lookup"
+            summary[lookup] = headline(evaluation, LOOKUP, "heldout")
     return summary
 
 
@@ -282,11 +266,12 @@ def draw(out: Path, summary: dict[str, dict[str, float]]) -> None:
 
 def show(summary: dict[str, dict[str, float]]) -> None:
     caption = (
-        "acc.: accuracy; skill: 1 - Brier / Brier of the lookup; conf.: mean confidence; viol.: "
-        "share without a valid one. "
+        "within kinds: AUROC among problems of one type; skill: 1 - Brier / Brier of the lookup; "
+        "mean conf.: mean confidence; violations: share without a valid one. "
         "grpo_recalibrated: logistic regression on GRPO's log-probs, length and stated "
         "confidence; with _task: on log-prob, length and task, the bar for a stated confidence. "
-        "lookup: GRPO's accuracy on other problems of the same kind"
+        "lookup: GRPO's share of right answers by type of problem, cross-fitted on these answers "
+        "(five folds of problems); METHOD_lookup: the same of the other policies"
     )
     table = Table(
         title=f"Held-out problems, {summary['base']['n']} responses",
@@ -295,10 +280,12 @@ def show(summary: dict[str, dict[str, float]]) -> None:
         pad_edge=False,
     )
     table.add_column("", no_wrap=True)
-    for heading in COLUMNS.values():
-        table.add_column(heading, justify="right", no_wrap=True)
+    columns = [name for name in METRICS if name != "n"]
+    for column in columns:
+        table.add_column(METRICS[column].label, justify="right", no_wrap=True)
     for name, row in summary.items():
-        table.add_row(name, *(f"{row[column]:.3f}" for column in COLUMNS))
+        cells = ["–" if row[column] is None else f"{row[column]:.3f}" for column in columns]
+        table.add_row(name, *cells)
     Console().print(table)
 
 

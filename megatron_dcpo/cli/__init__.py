@@ -292,6 +292,17 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_kinds_argument(parser: argparse._ActionsContainer) -> None:
+    """Add the option that names the kinds of problem."""
+    parser.add_argument(
+        "--kinds",
+        metavar="COLUMN",
+        help="kinds of problem that AUROC is also measured within, and that the lookup goes by: "
+        "benchmark, digits (of the answer), or a column of the data, as subject or level (default: "
+        "the data's kind, if it names one)",
+    )
+
+
 def add_judging_arguments(parser: argparse._ActionsContainer) -> None:
     """Add the options of verifiers, of the sandbox, and of the limits of both."""
     parser.add_argument(

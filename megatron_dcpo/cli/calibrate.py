@@ -10,7 +10,7 @@ import re
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from megatron_dcpo.cli import VERBS, positive_int
+from megatron_dcpo.cli import VERBS, add_kinds_argument, positive_int
 from megatron_dcpo.errors import UserError
 
 if TYPE_CHECKING:
@@ -58,9 +58,9 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--task-column",
         metavar="NAME",
-        help="features task and stack: where the task stands: kind (default), task (the "
-        "benchmark), or a column that the samples keep in row",
+        help="features task and stack: where the task stands: what --kinds may name (default kind)",
     )
+    add_kinds_argument(parser)
     parser.add_argument(
         "--out",
         metavar="FILE",
@@ -102,9 +102,21 @@ def add_parser(subparsers: Subparsers) -> None:
         "answer instead of eleven where every digit is a token",
     )
     of_adapter.add_argument(
+        "--target",
+        choices=("brier", "text"),
+        help="what is trained: the expected Brier score over all numbers (brier, default), or the "
+        "number nearest to what is learned, as text, which takes one sequence an answer (text)",
+    )
+    of_adapter.add_argument(
         "--apply",
         metavar="RUN",
         help="fit nothing: write --samples with the confidence of the adapter in RUN to --out",
+    )
+    of_adapter.add_argument(
+        "--read",
+        choices=("mean", "greedy"),
+        help="with --apply: the mean of the numbers by their probabilities (default), or the most "
+        "probable number",
     )
     of_adapter.add_argument(
         "overrides",
@@ -141,7 +153,7 @@ def _source(args: argparse.Namespace) -> str | None:
 
 def _refuse_options_of_adapter(args: argparse.Namespace) -> None:
     """Raise :class:`UserError` for an option that only ``--kind adapter`` reads."""
-    for name in ("model", "teacher", "decimals"):
+    for name in ("model", "teacher", "decimals", "target", "read"):
         if getattr(args, name):
             raise UserError(f"--{name} goes with --kind adapter")
     if args.overrides:
@@ -174,7 +186,13 @@ def run(args: argparse.Namespace) -> int:
     from megatron_dcpo.evaluation import posthoc
     from megatron_dcpo.evaluation.fit_record import fitted_on_of, record_of
     from megatron_dcpo.evaluation.foreign import read_any
-    from megatron_dcpo.evaluation.scoring import RANKING_ONLY, parse_kinds
+    from megatron_dcpo.evaluation.scoring import (
+        RANKING_ONLY,
+        checked_kinds,
+        confidences_of,
+        parse_kinds,
+        scores_of_arms,
+    )
     from megatron_dcpo.evaluation.states import with_states
 
     source = _source(args)
@@ -184,6 +202,8 @@ def run(args: argparse.Namespace) -> int:
     for path in args.samples:
         read = read_any(path)
         samples += with_states(read, path) if posthoc.reads_states(source or "") else read
+    kinds_by = args.kinds or args.task_column or ""
+    kinds = checked_kinds(samples, kinds_by)
     predictor, held_out = posthoc.fit(
         args.method, samples, source, held_out=args.held_out, seed=args.seed, epochs=args.epochs
     )
@@ -201,6 +221,8 @@ def run(args: argparse.Namespace) -> int:
         before = predictor.source
         if before.partition(":")[0] in (*_INPUTS, *RANKING_ONLY):
             before = "token"
-        rows = {before: posthoc.scores(held_out, before), args.method: posthoc.scores(held_out)}
-    show_scores("predictor", args.out, rows, as_json=args.json)
+        arms = {kind: confidences_of(held_out, kind) for kind in ("verbal", before)}
+        arms[args.method] = confidences_of(held_out, "posthoc")
+        rows = scores_of_arms(held_out, arms, kinds_by)
+    show_scores("predictor", args.out, rows, kinds, as_json=args.json)
     return 0

@@ -357,6 +357,10 @@ class SampledProblemsConfig:
     """As rollout.top_k, for these problems."""
     max_tokens: NonNegative = 0
     """Longest response in tokens (0: rollout.max_response_length)."""
+    kinds: str = ""
+    """What the kinds of problem are that AUROC is also measured within: benchmark, digits (of the
+    answer), or a column of the data; empty: the data's kind, if it names one (--kinds).
+    """
 
     @property
     def benchmark_list(self) -> str:

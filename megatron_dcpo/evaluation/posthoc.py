@@ -51,9 +51,9 @@ from typing import Any
 import numpy as np
 
 from megatron_dcpo.calibration import metrics
-from megatron_dcpo.calibration.summary import summarize
 from megatron_dcpo.errors import UserError, one_line
 from megatron_dcpo.evaluation.fit_record import FitRecord, read_record
+from megatron_dcpo.evaluation.kinds import columns_of, kind_of
 from megatron_dcpo.evaluation.probe import cross_fitted_logits, fit_probe, probe_logits
 from megatron_dcpo.evaluation.samples import Sample
 from megatron_dcpo.evaluation.scoring import CONFIDENCE_KINDS, RANKING_ONLY
@@ -125,7 +125,7 @@ class Posthoc:
         """Return the samples with ``posthoc_confidence``."""
         predictions = self.predict(samples)
         return [
-            sample.measured(posthoc_confidence=confidence)
+            sample.measured(posthoc_confidence=confidence, posthoc_by=self.method)
             for sample, confidence in zip(samples, predictions, strict=True)
         ]
 
@@ -275,30 +275,19 @@ def task_column(source: str) -> str | None:
 
 
 def tasks_of(samples: Sequence[Sample], column: str) -> list[str | None]:
-    """Return the task of each sample, None for a sample without one: its ``kind``, its benchmark
-    (``task``), or what a column of its data says that the samples keep (``row``).
+    """Return the task of each sample (:func:`kind_of` the column), None for a sample without one.
 
     Raises :class:`UserError` if no sample has the column.
     """
-    tasks = [_task_of(sample, column) for sample in samples]
+    tasks = [kind_of(sample.prompt, column) for sample in samples]
     if all(task is None for task in tasks):
-        columns = sorted({name for sample in samples for name in sample.prompt.row or ()})
-        others = ", ".join(["kind", "task", *columns])
+        others = ", ".join(columns_of([sample.prompt for sample in samples]))
         raise UserError(
             f"no task: none of the {len(samples)} responses has a text or a whole number in the "
             f"column {column}; name another one with dcpo calibrate --task-column ({others}), or "
             "fit without the task: --features reasoning"
         )
     return tasks
-
-
-def _task_of(sample: Sample, column: str) -> str | None:
-    prompt = sample.prompt
-    named: dict[str, Any] = {"kind": prompt.kind, "task": prompt.task}
-    value = named.get(column, (prompt.row or {}).get(column))
-    if isinstance(value, bool) or not isinstance(value, str | int):
-        return None
-    return str(value)
 
 
 def with_tasks(inputs: np.ndarray, tasks: Sequence[str | None], fitted: np.ndarray) -> np.ndarray:
@@ -696,11 +685,3 @@ _PREDICT: Mapping[str, Callable[[Weights, np.ndarray], np.ndarray]] = MappingPro
     }
 )
 METHODS: tuple[str, ...] = tuple(_PREDICT)
-
-
-def scores(samples: Sequence[Sample], kind: str = "posthoc") -> dict[str, Any]:
-    """Return ECE, Brier score, AUROC and mean of one kind of confidence."""
-    values = [CONFIDENCE_KINDS[kind](sample) for sample in samples]
-    summary = summarize(values, [float(sample.correct) for sample in samples])
-    names = ("n", "accuracy", "mean_confidence", "ece", "pce", "brier", "auroc")
-    return {name: summary[name] for name in names}

@@ -28,6 +28,7 @@ from megatron_dcpo.evaluation.evaluate import (
     write_evaluation,
 )
 from megatron_dcpo.evaluation.foreign import read_any
+from megatron_dcpo.evaluation.kinds import check_kinds
 from megatron_dcpo.evaluation.posthoc import Posthoc, reads_states
 from megatron_dcpo.evaluation.problems import (
     BenchmarkOptions,
@@ -117,7 +118,14 @@ def run_evaluation(
     if predictor is not None:
         judged = predictor.apply(judged)
         kinds = tuple(dict.fromkeys((*kinds, "posthoc")))
-    evaluation = score_samples(judged, kinds, model, resamples=options.resamples, seed=options.seed)
+    evaluation = score_samples(
+        judged,
+        kinds,
+        model,
+        resamples=options.resamples,
+        seed=options.seed,
+        kinds_by=options.kinds,
+    )
     if config.judging.marker != CONFIDENCE_TAG:
         evaluation["marker"] = config.judging.marker
     source = Path(samples) if samples else Path(config.run_dir, "samples.jsonl")
@@ -282,6 +290,7 @@ def _new_samples(
         responder = sample_model(config, loaded, date)
     share = slice(_rank(), None, ranks)
     prompts = [responder.render(problems) for problems in loaded]
+    check_kinds([prompt for rendered in prompts for prompt in rendered], config.evaluation.kinds)
     log = SampleLog(config.run_dir, settings, fresh) if _rank() == 0 else None
     with log or nullcontext():
         if log is not None:

@@ -13,8 +13,8 @@ from megatron_dcpo.data.files import read_json_lines
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation import run_description
 from megatron_dcpo.evaluation.foreign import read_any
-from megatron_dcpo.evaluation.samples import SETTINGS
-from megatron_dcpo.evaluation.scoring import score_samples
+from megatron_dcpo.evaluation.samples import SETTINGS, sample_of
+from megatron_dcpo.evaluation.scoring import CONFIDENCE_KINDS, score_samples
 from megatron_dcpo.runtime.run_records import CONFIG
 from megatron_dcpo.runtime.text import read_json_object
 
@@ -89,6 +89,32 @@ def run_of_file(path: Path, columns: Mapping[str, str] | None = None) -> Evaluat
         rows.append(json_ready(row))
     evaluation = score_samples(samples, kinds, path.name, resamples=1000, seed=0)
     return EvaluatedRun(path.stem, path, evaluation, metrics=(), samples=rows)
+
+
+def with_kinds(run: EvaluatedRun, kinds_by: str) -> EvaluatedRun:
+    """Return an evaluated run with its samples scored again within the kinds that ``kinds_by``
+    names; a run without an evaluation as it is.
+
+    Raises :class:`UserError` if its samples are gone, or if no problem has a kind by ``kinds_by``.
+    """
+    if run.evaluation is None:
+        return run
+    try:
+        samples = [sample_of(row) for row in run.samples]
+    except ValueError as error:
+        raise UserError(f"{run.path}: not a sample of dcpo evaluate ({error})") from None
+    if len(samples) != run.evaluation["overall"]["n"]:
+        raise UserError(
+            f"--kinds {kinds_by}: {run.path} does not hold the samples of its evaluation any more, "
+            "by which its kinds are known"
+        )
+    scored = [kind for kind in CONFIDENCE_KINDS if kind in run.evaluation["overall"]]
+    with_intervals = "ci95" in run.evaluation["overall"]
+    again = score_samples(
+        samples, scored, resamples=1000 if with_intervals else 0, seed=0, kinds_by=kinds_by
+    )
+    del again["model"]
+    return replace(run, evaluation={**run.evaluation, **again})
 
 
 def unevaluated(path: Path) -> str:

@@ -48,7 +48,8 @@ class Measures:
     ``reasoning_logprob`` (nats) is the sum over the reasoning block. ``consistency_confidence`` is
     the share of the problem's repeats whose answer is equivalent to this one, None without an
     answer. ``features`` are the inputs of ConfClass (``posthoc.features``), and
-    ``posthoc_confidence`` is the output of a predictor.
+    ``posthoc_confidence`` is the output of a predictor; ``posthoc_by`` says of which, and how it
+    was read: the method of ``dcpo calibrate``, or ``adapter, mean``.
     """
 
     token_confidence: Probability | None = None
@@ -58,6 +59,7 @@ class Measures:
     consistency_confidence: Probability | None = None
     features: list[float] | None = None
     posthoc_confidence: Probability | None = None
+    posthoc_by: str | None = None
 
 
 @dataclass(frozen=True)

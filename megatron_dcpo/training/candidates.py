@@ -70,6 +70,14 @@ class Candidates:
         )
         return cls(confidences=confidences, opening=opening, branches=branches)
 
+    def path_of(self, target: float) -> tuple[int, ...]:
+        """Return the tokens of the confidence that is nearest to ``target``, behind ``opening``."""
+        nearest = int(np.abs(self.confidences - target).argmin())
+        for branch in self.branches:
+            if nearest in branch.places:
+                return (*branch.before, branch.last[branch.places.index(nearest)])
+        raise AssertionError("every confidence is in a branch")
+
 
 @dataclass(frozen=True)
 class CandidateSample(TrainingSample):
@@ -137,22 +145,8 @@ class JudgedAnswer:
             found.append(
                 CandidateSample(
                     prompt=prompt,
-                    response=Response(
-                        prompt_id=self.name,
-                        sample_index=index,
-                        token_ids=ids,
-                        logprobs=np.zeros(len(ids), np.float32),
-                        finish_reason="stop",
-                        weights_version=0,
-                    ),
-                    judgement=Judgement(
-                        prompt_id=self.name,
-                        correct=self.target,
-                        confidence=None,
-                        status="missing",
-                        boundary=0,
-                        length=len(ids),
-                    ),
+                    response=_unsampled(self.name, index, ids),
+                    judgement=_unstated(self.name, self.target, len(ids)),
                     R=self.target,
                     block_ids=np.where(is_last, BLOCK_CONFIDENCE, BLOCK_REASONING).astype(np.int8),
                     advantages=last_scores,
@@ -186,3 +180,74 @@ class JudgedAnswer:
             path = values[:count].sum() + values[count:]
             found[list(branch.places)] = np.exp(path)
         return found
+
+
+@dataclass(frozen=True)
+class TextAnswer:
+    """An answer whose confidence is learned as text, by the cross-entropy of one number: the one
+    nearest to the ``target`` of ``answer``. One sequence, where :class:`JudgedAnswer` has one for
+    each branch.
+    """
+
+    answer: JudgedAnswer
+
+    @property
+    def weight(self) -> float:
+        """Return what the answer counts in the mean over a step."""
+        return self.answer.weight
+
+    def samples(self) -> list[TrainingSample]:
+        """Return one sample, whose response is the number."""
+        answer = self.answer
+        ids = np.array(answer.candidates.path_of(answer.target), np.int64)
+        return [
+            CandidateSample(
+                prompt=Prompt(
+                    prompt_id=answer.name,
+                    messages=(),
+                    token_ids=answer.token_ids,
+                    ground_truth="",
+                    task="",
+                ),
+                response=_unsampled(answer.name, 0, ids),
+                judgement=_unstated(answer.name, answer.target, len(ids)),
+                R=answer.target,
+                block_ids=np.full(len(ids), BLOCK_CONFIDENCE, np.int8),
+                advantages=np.zeros(len(ids)),
+                weights=np.ones(len(ids)),
+                before=tuple(ids[:-1].tolist()),
+            )
+        ]
+
+    def digest(self) -> bytes:
+        """Return a digest of its tokens and its number."""
+        number = np.array(self.answer.candidates.path_of(self.answer.target), np.int64)
+        return hashlib.sha256(self.answer.digest() + number.tobytes()).digest()
+
+    def loss(self, logprobs: Sequence[np.ndarray]) -> float:
+        """Return the cross-entropy of the number in nats, at the log-probs of :meth:`samples`."""
+        return -float(logprobs[0].astype(np.float64).sum())
+
+
+def _unsampled(name: str, index: int, ids: np.ndarray) -> Response:
+    """Return tokens that nobody sampled as a response."""
+    return Response(
+        prompt_id=name,
+        sample_index=index,
+        token_ids=ids,
+        logprobs=np.zeros(len(ids), np.float32),
+        finish_reason="stop",
+        weights_version=0,
+    )
+
+
+def _unstated(name: str, target: float, length: int) -> Judgement:
+    """Return the judgement of tokens that nobody sampled."""
+    return Judgement(
+        prompt_id=name,
+        correct=target,
+        confidence=None,
+        status="missing",
+        boundary=0,
+        length=length,
+    )

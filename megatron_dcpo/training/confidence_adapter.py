@@ -6,8 +6,9 @@ what the model states behind its confidence tag, and changes nothing before it.
 
 The answers are those of any policy: a file of ``dcpo evaluate``, sampled here or by a server. They
 stand as they are, so their accuracy is what it was. The loss is the expected Brier score over all
-confidences (``objectives/expected_brier.py``). The confidence that is read out is the mean over
-them, and as text the most probable one.
+confidences (``objectives/expected_brier.py``), or the cross-entropy of one number as text
+(``--target text``). The confidence that is read out is the mean over all of them, or the most
+probable one (``greedy``).
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ from __future__ import annotations
 import datetime
 import json
 import logging
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -26,8 +28,10 @@ from megatron_dcpo.config.supervised import SupervisedConfig
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation import posthoc
 from megatron_dcpo.evaluation.before_number import BeforeNumber, RenderedAs
-from megatron_dcpo.evaluation.samples import Sample
+from megatron_dcpo.evaluation.kinds import KIND, kind_of
+from megatron_dcpo.evaluation.samples import Sample, shortened
 from megatron_dcpo.objectives.expected_brier import EXPECTED_BRIER
+from megatron_dcpo.objectives.supervised import find_loss
 from megatron_dcpo.policy.adapter import AdapterOptimizer
 from megatron_dcpo.policy.model import build_policy
 from megatron_dcpo.policy.optimizer import Offload
@@ -35,7 +39,7 @@ from megatron_dcpo.runtime import distributed
 from megatron_dcpo.runtime.files import write_atomically
 from megatron_dcpo.runtime.run_lock import lock_run_dir
 from megatron_dcpo.runtime.text import read_json_object
-from megatron_dcpo.training.candidates import Candidates, JudgedAnswer
+from megatron_dcpo.training.candidates import Candidates, JudgedAnswer, TextAnswer
 from megatron_dcpo.training.run import build_optimizer, open_topology
 from megatron_dcpo.training.supervised import (
     SupervisedInputs,
@@ -54,6 +58,9 @@ logger = logging.getLogger(__name__)
 
 FEWEST_LABELS = 50
 CORRECT = "correct"
+ENOUGH_ANSWERS = 2000  # with fewer it is said that they are few
+TARGETS = ("brier", "text")
+READINGS = ("mean", "greedy")
 DESCRIPTION = "confidence.json"  # next to adapter/
 
 
@@ -70,23 +77,31 @@ class Asking:
 class FitOptions:
     """``teacher``: what the confidence is to be, ``correct`` (1 if the answer is right) or what a
     logistic regression says that reads this source (:func:`taught`). The share ``held_out`` of the
-    problems is not fitted.
+    problems is not fitted. ``target``, one of :data:`TARGETS`: the expected Brier score over all
+    confidences, or the nearest number as text. ``kinds``: what the kinds of problem are named by
+    (``evaluation.kinds``).
     """
 
     teacher: str = CORRECT
     held_out: float = 0.2
     seed: int = 0
+    target: str = "brier"
+    kinds: str = ""
 
 
 @dataclass(frozen=True)
 class Reading:
-    """What an adapter says of an answer: the ``expected`` confidence, the one that it would state
-    as text, and the probability of all confidences together.
+    """What an adapter says of an answer: the ``mean`` of all confidences by their probabilities,
+    the most probable one (``greedy``), and the probability of all of them together (``mass``).
     """
 
-    expected: float
-    text: float
+    mean: float
+    greedy: float
     mass: float
+
+    def by(self, name: str) -> float:
+        """Return the value of one of :data:`READINGS`."""
+        return {"mean": self.mean, "greedy": self.greedy}[name]
 
 
 def fit(
@@ -112,16 +127,16 @@ def fit(
     targets = correctness(fitted)
     if options.teacher != CORRECT:
         targets = taught(fitted, options.teacher, options.seed)
-    answers = answers_of(config, fitted, asking, targets)
-    learned = [answer for answer in answers if answer is not None]
+    made = list(zip(fitted, answers_of(config, fitted, asking, targets), strict=True))
+    learned = [answer for _, answer in made if answer is not None]
     if not learned:
         raise UserError("none of the responses is finished: nothing to learn from")
     measured = answers_of(config, others, asking, correctness(others))
-    inputs = SupervisedInputs(
-        loss=EXPECTED_BRIER,
-        examples=learned,
-        held_out=[each for each in measured if each is not None],
+    answers = FittedAnswers.of(
+        [sample for sample, answer in made if answer is not None], options.kinds
     )
+    warn_of_fit(answers, others)
+    inputs = _inputs(learned, [each for each in measured if each is not None], options.target)
     with (
         build(config, inputs) as run,
         lock_run_dir(run.records.directory, run.policy.topology.rank),
@@ -131,10 +146,23 @@ def fit(
         directory = run.records.directory
         export_adapter(directory, config.model, run.optimizer.adapter)
         if run.policy.topology.rank == 0:
-            _describe(directory, config, asking, options, len(learned))
+            _describe(directory, config, asking, options, answers)
         readings = _readings(run.trainer, measured, config.data.examples_per_step)
         distributed.barrier()
     return list(zip(others, readings, strict=True))
+
+
+def _inputs(
+    learned: Sequence[JudgedAnswer], measured: Sequence[JudgedAnswer], target: str
+) -> SupervisedInputs:
+    """Return what is trained on, and measured on held-out answers by the expected Brier score."""
+    if target == "text":
+        return SupervisedInputs(
+            loss=find_loss("cross_entropy"),
+            examples=[TextAnswer(answer) for answer in learned],
+            held_out=measured,
+        )
+    return SupervisedInputs(loss=EXPECTED_BRIER, examples=learned, held_out=measured)
 
 
 def read_out(
@@ -179,9 +207,9 @@ def reading_of(probabilities: np.ndarray, confidences: np.ndarray) -> Reading | 
     mass = float(probabilities.sum())
     if not mass > 0:
         return None
-    expected = float(probabilities @ confidences / mass)
-    text = float(confidences[int(probabilities.argmax())])
-    return Reading(expected=min(expected, 1.0), text=text, mass=mass)
+    mean = float(probabilities @ confidences / mass)
+    greedy = float(confidences[int(probabilities.argmax())])
+    return Reading(mean=min(mean, 1.0), greedy=greedy, mass=mass)
 
 
 # ----------------------------------------------------------------------------------------- answers
@@ -256,8 +284,58 @@ def taught(samples: Sequence[Sample], teacher: str, seed: int) -> list[float]:
 
 
 # ----------------------------------------------------------------------------- what it is fitted on
+@dataclass(frozen=True)
+class FittedAnswers:
+    """The answers that an adapter was fitted on: their number, the number of each kind of problem,
+    and what the kinds are named by; no kinds where the problems name none.
+    """
+
+    count: int
+    kinds: Mapping[str, int]
+    kinds_by: str
+
+    @classmethod
+    def of(cls, samples: Sequence[Sample], kinds_by: str) -> FittedAnswers:
+        named = [kind_of(sample.prompt, kinds_by or KIND) for sample in samples]
+        kinds = Counter(kind for kind in named if kind is not None)
+        return cls(count=len(samples), kinds=dict(sorted(kinds.items())), kinds_by=kinds_by)
+
+    @classmethod
+    def described(cls, description: Mapping[str, Any]) -> FittedAnswers:
+        """Return those in the description of an adapter, which may be of an earlier release."""
+        return cls(
+            count=int(description["answers"]),
+            kinds=description.get("kinds", {}),
+            kinds_by=description.get("kinds_by", ""),
+        )
+
+
+def warn_of_fit(fitted: FittedAnswers, tested: Sequence[Sample]) -> None:
+    """Warn if few answers were fitted, and if some of the ``tested`` are of kinds that were not."""
+    if fitted.count < ENOUGH_ANSWERS:
+        logger.warning(
+            "the adapter is fitted on %d answers; with fewer than %d it may know less than the "
+            "lookup of the kinds of problem",
+            fitted.count,
+            ENOUGH_ANSWERS,
+        )
+    kinds = [kind_of(sample.prompt, fitted.kinds_by or KIND) for sample in tested]
+    new = Counter(kind for kind in kinds if kind is not None and kind not in fitted.kinds)
+    if fitted.kinds and new:
+        logger.warning(
+            "%d of %d answers are to problems of kinds that the adapter was not fitted on: %s",
+            new.total(),
+            len(tested),
+            shortened(sorted(new)),
+        )
+
+
 def _describe(
-    directory: Path, config: SupervisedConfig, asking: Asking, options: FitOptions, answers: int
+    directory: Path,
+    config: SupervisedConfig,
+    asking: Asking,
+    options: FitOptions,
+    answers: FittedAnswers,
 ) -> None:
     description = {
         "kind": "adapter",
@@ -269,7 +347,10 @@ def _describe(
         "teacher": options.teacher,
         "held_out": options.held_out,
         "seed": options.seed,
-        "answers": answers,
+        "target": options.target,
+        "answers": answers.count,
+        "kinds": answers.kinds,
+        "kinds_by": answers.kinds_by,
     }
     text = json.dumps(description, indent=1) + "\n"
     write_atomically(directory / DESCRIPTION, text)

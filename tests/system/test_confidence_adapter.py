@@ -61,8 +61,9 @@ def fitted(answers: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     done = calibrate(answers, directory, "--json", *FAST)
     assert done.returncode == 0, done.stderr[-2000:]
     scores = json.loads(done.stdout)["held_out"]
-    assert scores["adapter"]["n"] == scores["verbal"]["n"]
-    assert scores["adapter"]["accuracy"] == scores["verbal"]["accuracy"]
+    assert list(scores) == ["verbal", "token", "adapter, mean", "adapter, greedy", "lookup"]
+    assert scores["adapter, mean"]["n"] == scores["verbal"]["n"]
+    assert scores["adapter, mean"]["accuracy"] == scores["verbal"]["accuracy"]
     return directory
 
 
@@ -102,6 +103,7 @@ def test_it_is_read_out_and_scored(answers: Path, fitted: Path, tmp_path: Path) 
     after = [json.loads(line) for line in out.read_text().splitlines()]
     for old, new in zip(before, after, strict=True):
         confidence = new.pop("posthoc_confidence", None)
+        assert new.pop("posthoc_by") == "adapter, mean"
         assert new == old
         assert (confidence is None) == (old["finish_reason"] != "stop")
         assert confidence is None or 0 <= confidence <= 1
@@ -147,6 +149,28 @@ def test_a_teacher_that_knows_other_problems(answers: Path, tmp_path: Path, teac
     assert (described["teacher"], described["answers"]) == (teacher, 80)
 
 
+def test_a_number_learned_as_text_is_read_out_greedily(answers: Path, tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    done = calibrate(answers, directory, "--target", "text", "--held-out", "0", *FAST)
+    assert done.returncode == 0, done.stderr[-2000:]
+    described = json.loads((directory / "confidence.json").read_text())
+    assert (described["target"], sum(described["kinds"].values())) == ("text", 80)
+    logged = metrics(directory)
+    assert logged[-1]["loss"] < logged[0]["loss"]
+    out = tmp_path / "with.jsonl"
+    done = run(
+        "calibrate",
+        *("--apply", directory, "--read", "greedy", "--json"),
+        *("--samples", answers, "--out", out, "model.params_dtype=fp32"),
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert json.loads(done.stdout)["read"] == "greedy"
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert {row["posthoc_by"] for row in rows} == {"adapter, greedy"}
+    stated = [row["posthoc_confidence"] for row in rows if "posthoc_confidence" in row]
+    assert all(round(100 * value) == pytest.approx(100 * value) for value in stated)
+
+
 @pytest.mark.parametrize(
     ("change", "lines", "arguments", "named"),
     [
@@ -180,6 +204,9 @@ def test_options_of_the_adapter_are_refused_elsewhere(
         (["--kind", "adapter"], "--model"),
         (["--apply", str(tmp_path)], "confidence.json"),
         (["--apply", str(fitted), "--teacher", "correct"], "--teacher"),
+        (["--apply", str(fitted), "--target", "text"], "--target"),
+        (["--kind", "adapter", "--model", str(POLICY), "--read", "mean"], "--read"),
+        (["--kind", "platt", "--target", "text"], "--target"),
     ):
         done = run("calibrate", *("--samples", answers, "--out", tmp_path / "out.npz"), *arguments)
         assert done.returncode == 2

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron_dcpo.calibration import metrics
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation import posthoc
 from megatron_dcpo.evaluation.probe import cross_fitted_logits, fit_probe, probe_logits
@@ -83,7 +84,8 @@ def test_the_stack_knows_more_than_either_source() -> None:
     brier = {}
     for source in ("task", "states", "stack"):
         _, held_out = posthoc.fit("logistic", SAMPLES, source, held_out=0.3)
-        brier[source] = posthoc.scores(held_out)["brier"]
+        stated = [each.measures.posthoc_confidence for each in held_out]
+        brier[source] = metrics.brier(stated, [each.correct for each in held_out])
     assert brier["stack"] < min(brier["task"], brier["states"]) - 0.05
 
 

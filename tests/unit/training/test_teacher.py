@@ -9,7 +9,12 @@ import pytest
 
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation.samples import Measures, Sample
-from megatron_dcpo.training.confidence_adapter import taught
+from megatron_dcpo.training.confidence_adapter import (
+    ENOUGH_ANSWERS,
+    FittedAnswers,
+    taught,
+    warn_of_fit,
+)
 from megatron_dcpo.types import Judgement, Prompt, Response
 
 
@@ -61,3 +66,29 @@ def test_an_answer_does_not_teach_itself() -> None:
 def test_without_log_probs_there_is_no_teacher() -> None:
     with pytest.raises(UserError, match="log-probs"):
         taught(answers(informative=False), "task", seed=0)
+
+
+@pytest.mark.parametrize(
+    ("count", "kinds", "warnings"),
+    [
+        (ENOUGH_ANSWERS, {"a": ENOUGH_ANSWERS}, 0),
+        (ENOUGH_ANSWERS - 1, {"a": ENOUGH_ANSWERS - 1}, 1),
+        (ENOUGH_ANSWERS, {"b": ENOUGH_ANSWERS}, 1),
+        (50, {"b": 50}, 2),
+        (ENOUGH_ANSWERS, {}, 0),  # the fitted problems named no kinds
+    ],
+)
+def test_few_answers_and_kinds_that_were_not_fitted_are_warned_of(
+    caplog: pytest.LogCaptureFixture, count: int, kinds: dict[str, int], warnings: int
+) -> None:
+    fitted = FittedAnswers(count=count, kinds=kinds, kinds_by="")
+    warn_of_fit(fitted, [sample(1, 0, True), sample(2, 0, False)])
+    assert len(caplog.records) == warnings
+
+
+def test_the_fitted_kinds_are_counted_and_read_again() -> None:
+    fitted = FittedAnswers.of([sample(1, 0, True), sample(1, 1, True)], "")
+    assert (fitted.count, fitted.kinds) == (2, {"a": 2})
+    assert FittedAnswers.of([sample(12, 0, True)], "digits").kinds == {"1": 1}
+    assert FittedAnswers.described({"answers": 2, "kinds": {"a": 2}, "kinds_by": ""}) == fitted
+    assert FittedAnswers.described({"answers": 7}).kinds == {}
